@@ -1,0 +1,46 @@
+# `make demo` and `make test` need only Python 3.11+ and make; both build .venv themselves.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+READY := .venv/.ready
+# Two workers: a laptop and CI have two cores or more, and torch runs one thread in each test.
+PYTEST := $(BIN)/python -m pytest -n 2
+
+.PHONY: demo test test-all lint format bench docs clean setup
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python {v[0]}.{v[1]} is too old: acmoe needs 3.11 or newer; call make PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/acmoe theory
+	$(BIN)/acmoe demo
+
+test: $(READY)
+	$(PYTEST) -m "not slow and not gpu"
+
+test-all: $(READY)
+	$(PYTEST) -m "not gpu"
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/acmoe bench
+
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf .venv build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,63 @@
+"""Adaptive Clustering Mixture-of-Experts: route each token in the space where its cluster is tight.
+
+>>> import torch, acmoe
+>>> moe = acmoe.MoE(dim=8, hidden=16, num_experts=4, top_k=2, router="adaptive")
+>>> state = acmoe.RoutingState.identity(num_tokens=5, num_clusters=4, dim=8)
+>>> y, state = moe(torch.randn(5, 8), state)
+"""
+
+from acmoe.config.routing import (
+    AdaptiveConfig,
+    CosineConfig,
+    ExpertChoiceConfig,
+    HashConfig,
+    LossConfig,
+    RandomConfig,
+    SMoEConfig,
+    SoftConfig,
+    StableConfig,
+    ThresholdConfig,
+)
+from acmoe.errors import UserError
+from acmoe.experts.moe import MoE
+from acmoe.experts.soft import SoftMoE
+from acmoe.ops.dispersion import dispersion
+from acmoe.ops.optimum import optimal_weights
+from acmoe.ops.scale import cluster_scale
+from acmoe.routing.adaptive import AdaptiveRouter
+from acmoe.routing.build import build_router
+from acmoe.routing.placement import adaptive_depths, place
+from acmoe.routing.router import Router
+from acmoe.routing.state import Routing, RoutingState
+from acmoe.routing.statistics import override_statistics
+from acmoe.routing.step import fold_statistics
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AdaptiveConfig",
+    "AdaptiveRouter",
+    "CosineConfig",
+    "ExpertChoiceConfig",
+    "HashConfig",
+    "LossConfig",
+    "MoE",
+    "RandomConfig",
+    "Router",
+    "Routing",
+    "RoutingState",
+    "SMoEConfig",
+    "SoftConfig",
+    "SoftMoE",
+    "StableConfig",
+    "ThresholdConfig",
+    "UserError",
+    "adaptive_depths",
+    "build_router",
+    "cluster_scale",
+    "dispersion",
+    "fold_statistics",
+    "optimal_weights",
+    "override_statistics",
+    "place",
+]

@@ -1,0 +1,1 @@
+"""Frozen, keyword-only configs, checked when they are made. Standard library only."""

@@ -1,0 +1,238 @@
+"""What each router can be asked. A name such as "adaptive" stands for its config's defaults.
+
+The routers that read their input as it is are in base_routers.py; here are the two that rescale it.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from acmoe.config.base_routers import (
+    BaseConfig,
+    CosineConfig,
+    ExpertChoiceConfig,
+    HashConfig,
+    LossConfig,
+    SMoEConfig,
+    SoftConfig,
+    StableConfig,
+    ThresholdConfig,
+)
+from acmoe.errors import UserError, check, check_choice, check_not_negative, check_positive
+
+Statistics = Literal["batch", "running", "prefix", "sequence"]
+Measure = Literal["mad", "variance", "std", "gini", "iqr"]
+
+__all__ = [
+    "ROUTERS",
+    "AdaptiveConfig",
+    "BaseConfig",
+    "CosineConfig",
+    "ExpertChoiceConfig",
+    "HashConfig",
+    "LossConfig",
+    "RandomConfig",
+    "RouterConfig",
+    "SMoEConfig",
+    "SoftConfig",
+    "StableConfig",
+    "ThresholdConfig",
+    "check_choice",
+    "check_not_negative",
+    "router_config",
+]
+
+
+def _check_base(base: object) -> None:
+    check(
+        isinstance(base, BaseConfig) and not isinstance(base, HashConfig),
+        f"base={base!r} cannot be rescaled; choose a config of a router that reads its input: "
+        "SMoEConfig, CosineConfig, StableConfig, ThresholdConfig, ExpertChoiceConfig, SoftConfig",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomConfig:
+    """The paper's ablation: a random scale, N(1, std) clipped at 0, drawn for each cluster."""
+
+    name: ClassVar[str] = "random"
+    base: BaseConfig = SMoEConfig()
+    std: float = 0.5
+    mix: int = 1
+
+    def __post_init__(self) -> None:
+        _check_base(self.base)
+        check_not_negative(self.std, "std")
+        check(self.mix >= 1, f"mix={self.mix}; it must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveConfig:
+    """The adaptive clustering router: any base router, read in the space of M."""
+
+    name: ClassVar[str] = "adaptive"
+    base: BaseConfig = SMoEConfig()
+    measure: Measure = "mad"
+    # Which tokens of time and batch: everything in the call (the paper; not causal), an average
+    # over past optimizer steps, each sequence up to the token itself, or each whole sequence.
+    statistics: Statistics = "running"
+    eval_statistics: Statistics | None = None  # None: as in training
+    # Whose tokens: the previous MoE layer's router inputs (the paper), or this layer's (the
+    # published code). None: previous, but current for prefix and sequence, which need positions.
+    statistics_of: Literal["previous", "current"] | None = None
+    normalize: Literal["cluster", "feature", "global"] = "cluster"
+    strength: float | None = None  # lambda of Theorem 1; None: the paper's 1/s
+    mix: int = 1  # clusters whose scales are averaged by affinity (Mix-k)
+    detach: bool = True  # no gradient through the scale
+    scale_experts: bool = False  # feed the scaled token to the experts too (published vision code)
+    floor: float = 1e-3  # least s, as a share of its cluster's mean s
+    eps: float = 0.0  # 1 / (s + eps)
+    clamp: float | None = None  # greatest weight, in mean weights
+    min_tokens: int = 2  # smaller clusters get scale 1
+    momentum: float = 0.99  # of the running statistics, per optimizer step
+    prior_tokens: float = 16.0  # prefix: the running dispersion counts as this many tokens
+
+    def __post_init__(self) -> None:
+        _check_base(self.base)
+        modes = ("batch", "running", "prefix", "sequence")
+        check_choice(self.measure, ("mad", "variance", "std", "gini", "iqr"), "measure")
+        check_choice(self.statistics, modes, "statistics")
+        if self.eval_statistics is not None:
+            check_choice(self.eval_statistics, modes, "eval_statistics")
+        if self.statistics_of is not None:
+            check_choice(self.statistics_of, ("previous", "current"), "statistics_of")
+        check_choice(self.normalize, ("cluster", "feature", "global"), "normalize")
+        if self.strength is not None:
+            check_positive(self.strength, "strength")
+        check(self.mix >= 1, f"mix={self.mix}; it must be at least 1")
+        check_not_negative(self.floor, "floor")
+        check_not_negative(self.eps, "eps")
+        if self.clamp is not None:
+            check_positive(self.clamp, "clamp")
+        check(self.min_tokens >= 0, f"min_tokens={self.min_tokens}; it must be 0 or more")
+        check(0 <= self.momentum < 1, f"momentum={self.momentum}; it must lie in [0, 1)")
+        check_not_negative(self.prior_tokens, "prior_tokens")
+        self._check_together(modes=self.modes)
+
+    def _check_together(self, *, modes: tuple[str, ...]) -> None:
+        positional = [mode for mode in modes if mode in ("prefix", "sequence")]
+        check(
+            not positional or self.reads == "current",
+            f"statistics={positional and positional[0]!r} belongs to the reader's own positions; "
+            "use statistics_of='current'",
+        )
+        if "prefix" in modes:
+            check(
+                self.measure in ("mad", "variance", "std"),
+                f"measure={self.measure!r} has no causal form of bounded memory; with "
+                "statistics='prefix' choose one of mad, variance, std",
+            )
+            check(
+                self.normalize == "cluster",
+                f"normalize={self.normalize!r} compares clusters, of which a token in "
+                "statistics='prefix' reads only its own; use normalize='cluster'",
+            )
+        check(
+            self.floor > 0 or self.eps > 0,
+            "floor=0 and eps=0 divide by a zero dispersion; make one of them positive",
+        )
+        check(
+            self.min_tokens > 0 or self.eps > 0,
+            "min_tokens=0 takes 1/s of empty clusters; it needs eps > 0",
+        )
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        return (self.statistics, self.eval_statistics or self.statistics)
+
+    @property
+    def reads(self) -> Literal["previous", "current"]:
+        """`statistics_of`, with None resolved."""
+        if self.statistics_of is not None:
+            return self.statistics_of
+        return "current" if {"prefix", "sequence"} & set(self.modes) else "previous"
+
+    @classmethod
+    def preset(cls, name: str) -> "AdaptiveConfig":
+        """paper | reference-lm | reference-swin | reference-soft.
+
+        The last three are the published code to the constant: statistics of the current layer's
+        input, eps and clamp for small dispersions, empty clusters counted as s = 0.
+        """
+        check(
+            name in _PRESETS,
+            f"preset={name!r} is unknown; choose one of {', '.join(_PRESETS)}",
+        )
+        return _PRESETS[name]
+
+
+def _published(
+    base: BaseConfig,
+    *,
+    normalize: Literal["feature", "global"],
+    eps: float,
+    clamp: float,
+    mix: int = 1,
+    scale_experts: bool,
+) -> AdaptiveConfig:
+    return AdaptiveConfig(
+        base=base,
+        statistics="batch",
+        statistics_of="current",
+        normalize=normalize,
+        eps=eps,
+        clamp=clamp,
+        floor=0.0,
+        min_tokens=0,
+        mix=mix,
+        scale_experts=scale_experts,
+    )
+
+
+_PRESETS = {
+    "paper": AdaptiveConfig(statistics="batch", statistics_of="previous"),
+    "reference-lm": _published(
+        SMoEConfig(
+            normalize_embeddings=True, init="orthogonal", gate="selected", balance_temperature=0.3
+        ),
+        normalize="feature",
+        eps=1e-4,
+        clamp=10.0,
+        scale_experts=False,
+    ),
+    "reference-swin": _published(
+        SMoEConfig(gate="all", noise=1.0),
+        normalize="global",
+        eps=1e-4,
+        clamp=1.5,
+        scale_experts=True,
+    ),
+    "reference-soft": _published(
+        SoftConfig(), normalize="global", eps=0.35, clamp=5.0, mix=8, scale_experts=True
+    ),
+}
+
+RouterConfig = BaseConfig | RandomConfig | AdaptiveConfig
+
+ROUTERS: dict[str, type[RouterConfig]] = {
+    config.name: config
+    for config in (
+        SMoEConfig,
+        AdaptiveConfig,
+        CosineConfig,
+        StableConfig,
+        RandomConfig,
+        ThresholdConfig,
+        SoftConfig,
+        HashConfig,
+        ExpertChoiceConfig,
+    )
+}
+
+
+def router_config(router: str | RouterConfig) -> RouterConfig:
+    """The config itself, or the defaults of the router of that name."""
+    if isinstance(router, RouterConfig):
+        return router
+    if router not in ROUTERS:
+        raise UserError(f"router={router!r} is unknown; choose one of {', '.join(ROUTERS)}")
+    return ROUTERS[router]()

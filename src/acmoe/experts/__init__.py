@@ -1,0 +1,1 @@
+"""Tokens and a routing in, expert outputs out."""

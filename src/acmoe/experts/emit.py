@@ -1,0 +1,60 @@
+"""What a layer tells the next: each token's clusters, and the scale of each cluster.
+
+The producer computes the scale because it has the tokens in hand: (C, D) numbers travel instead of
+(T, D). A layer that no adaptive layer follows emits the identity and computes nothing.
+
+T tokens, or B sequences of L tokens; D features, C clusters, J clusters per token.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from acmoe.config.routing import AdaptiveConfig, RandomConfig
+from acmoe.routing.cache import StatisticsSlot
+from acmoe.routing.state import Routing, RoutingState, clusters_of, no_cluster
+from acmoe.routing.statistics import ClusterStatistics
+
+
+class Emitter(nn.Module):
+    """Writes the state that the router of config `reader`, in the next MoE layer, will read."""
+
+    def __init__(
+        self, reader: AdaptiveConfig | RandomConfig | None, *, num_clusters: int, dim: int
+    ) -> None:
+        super().__init__()
+        self.reader = reader
+        self.statistics: ClusterStatistics | None = None
+        if isinstance(reader, AdaptiveConfig) and reader.reads == "previous":
+            self.statistics = ClusterStatistics(reader, num_clusters=num_clusters, dim=dim)
+
+    def forward(
+        self,
+        x: Tensor,
+        routing: Routing,
+        state: RoutingState,
+        *,
+        token_mask: Tensor | None = None,
+        slot: StatisticsSlot | None = None,
+    ) -> RoutingState:
+        aux_loss = state.aux_loss + routing.loss
+        scale = torch.ones_like(state.scale)
+        if self.reader is None:
+            assignment, membership = no_cluster(
+                len(routing.affinity), 1, device=x.device, dtype=state.membership.dtype
+            )
+            return RoutingState(assignment, membership, scale, aux_loss)
+        # The choice before any dropping: a full expert does not change where a token belongs.
+        assignment, membership = clusters_of(routing.affinity, self.reader.mix)
+        if self.statistics is not None:
+            x_BLD = x if x.dim() == 3 else x[None]
+            mask_BL = None if token_mask is None else token_mask.view(x_BLD.shape[:-1])
+            first_BL = assignment[:, 0].view(x_BLD.shape[:-1])
+            scale = self.statistics.cluster_scale(x_BLD, first_BL, mask_BL, slot)
+        return RoutingState(assignment, membership, scale, aux_loss)
+
+    def new_slot(
+        self, num_sequences: int, *, device: torch.device | str | None, dtype: torch.dtype
+    ) -> StatisticsSlot | None:
+        if self.statistics is None:
+            return None
+        return self.statistics.new_slot(num_sequences, device=device, dtype=dtype)

@@ -1,0 +1,88 @@
+"""The experts: E two-layer MLPs whose weights stand in one tensor each.
+
+N routed rows, D features, F hidden units, E experts.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from acmoe.errors import check
+from acmoe.experts.dispatch import Order
+from acmoe.ops.grouped import grouped_linear
+
+
+def swiglu(h: Tensor) -> Tensor:
+    """silu(gate) * up, the two standing side by side."""
+    gate, up = h.chunk(2, dim=-1)
+    return nn.functional.silu(gate) * up
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": nn.functional.relu,
+    "gelu": nn.functional.gelu,
+    "swiglu": swiglu,
+}
+
+
+class ExpertMLP(nn.Module):
+    """y = down(dropout(activation(up(x)))) for each expert, over rows sorted by expert."""
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        hidden: int,
+        num_experts: int,
+        activation: str = "relu",
+        bias: bool = True,
+        dropout: float = 0.0,
+        init: str = "fan_in",
+    ) -> None:
+        super().__init__()
+        check(hidden >= 1, f"hidden={hidden}; it must be at least 1")
+        check(0 <= dropout < 1, f"dropout={dropout}; it must lie in [0, 1)")
+        check(
+            activation in ACTIVATIONS,
+            f"activation={activation!r} is unknown; choose one of {', '.join(ACTIVATIONS)}",
+        )
+        check(
+            init in ("fan_in", "published"),
+            f"init={init!r} is unknown; choose fan_in or published",
+        )
+        self.activation = activation
+        self.dropout = dropout
+        self.init = init
+        width = 2 * hidden if activation == "swiglu" else hidden
+        self.up = nn.Parameter(torch.empty(num_experts, width, dim))  # swiglu: gate, then up
+        self.down = nn.Parameter(torch.empty(num_experts, dim, hidden))
+        self.up_bias = nn.Parameter(torch.zeros(num_experts, width)) if bias else None
+        self.down_bias = nn.Parameter(torch.zeros(num_experts, dim)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for weight_EOI in (self.up, self.down):
+            _, out, fan_in = weight_EOI.shape
+            # The published code let the fan-in of the stacked tensor be out * in: bounds 11 to 19
+            # times too small at the paper's sizes. `published` repeats it for comparison.
+            fan_in = out * fan_in if self.init == "published" else fan_in
+            nn.init.uniform_(weight_EOI, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
+
+    def forward(self, x_ND: Tensor, order: Order) -> Tensor:
+        h_NF = linear(x_ND, self.up, self.up_bias, order)
+        h_NF = ACTIVATIONS[self.activation](h_NF)
+        h_NF = nn.functional.dropout(h_NF, self.dropout, self.training)
+        return linear(h_NF, self.down, self.down_bias, order)
+
+
+def linear(x_NI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, order: Order) -> Tensor:
+    y_NO = grouped_linear(x_NI, weight_EOI, order.end)
+    if bias_EO is None:
+        return y_NO
+    # A one-hot product instead of bias[expert]: its backward sums rows in a fixed order, where an
+    # indexed gradient would scatter. The row of zeros of "no expert" keeps such rows zero.
+    ids_E = torch.arange(bias_EO.shape[0], device=x_NI.device)
+    one_hot_NE = (order.expert[:, None] == ids_E).to(y_NO.dtype)
+    return torch.addmm(y_NO, one_hot_NE, bias_EO.to(y_NO.dtype))

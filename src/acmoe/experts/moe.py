@@ -1,0 +1,144 @@
+"""The MoE layer: router, experts, and what the next layer is told. (x, state) -> (x, state).
+
+T tokens, or B sequences of L tokens; D features.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from acmoe.config.routing import AdaptiveConfig, LossConfig, RandomConfig, RouterConfig
+from acmoe.errors import check
+from acmoe.experts.dispatch import combine, dispatch, limit_capacity, sort_by_expert
+from acmoe.experts.emit import Emitter
+from acmoe.experts.mlp import ExpertMLP
+from acmoe.ops.checks import check_dim, check_token_mask
+from acmoe.routing.adaptive import AdaptiveRouter
+from acmoe.routing.baselines import RandomRouter
+from acmoe.routing.build import build_router
+from acmoe.routing.cache import LayerCache
+from acmoe.routing.router import Router, blank
+from acmoe.routing.soft import SoftRouter
+from acmoe.routing.state import RoutingState
+
+_UNSET = "as the router"
+
+
+class MoE(nn.Module):
+    """A mixture of experts for anybody's model: y has no residual, the state goes to the next MoE.
+
+    router            a name, a config such as `AdaptiveConfig(...)`, or a `Router` module
+    emit              the config of the next MoE layer's router, whose statistics this layer takes;
+                      None when no adaptive layer follows. Left out: this layer's own router.
+    capacity_factor   None: dropless. A number: at most k * floor(factor * ceil(T / E)) rows an
+                      expert, the rest pass with output zero (Swin-MoE).
+    losses            weights of the auxiliary losses summed into `state.aux_loss`
+
+    >>> moe = MoE(dim=8, hidden=16, num_experts=4, top_k=2, router="adaptive")
+    >>> state = RoutingState.identity(num_tokens=5, num_clusters=4, dim=8)
+    >>> y, state = moe(torch.randn(5, 8), state)
+    >>> y.shape
+    torch.Size([5, 8])
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        hidden: int,
+        num_experts: int,
+        top_k: int,
+        router: str | RouterConfig | Router = "smoe",
+        emit: AdaptiveConfig | RandomConfig | str | None = _UNSET,
+        activation: str = "relu",
+        bias: bool = True,
+        dropout: float = 0.0,
+        init: str = "fan_in",
+        capacity_factor: float | None = None,
+        losses: LossConfig | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(router, Router):
+            router = build_router(
+                router, dim=dim, num_experts=num_experts, top_k=top_k, losses=losses
+            )
+        self._check_router(router, dim, num_experts, top_k)
+        check(
+            capacity_factor is None or capacity_factor > 0,
+            f"capacity_factor={capacity_factor}; it must be positive, or None for dropless",
+        )
+        self.dim = dim
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.capacity_factor = capacity_factor
+        self.router = router
+        self.experts = ExpertMLP(
+            dim=dim,
+            hidden=hidden,
+            num_experts=num_experts,
+            activation=activation,
+            bias=bias,
+            dropout=dropout,
+            init=init,
+        )
+        if emit == _UNSET:
+            own = isinstance(router, AdaptiveRouter | RandomRouter)
+            emit = router.config if own else None  # type: ignore[assignment]
+        check(
+            emit is None or isinstance(emit, AdaptiveConfig | RandomConfig),
+            f"emit={emit!r}; pass the next router's AdaptiveConfig or RandomConfig, or None",
+        )
+        self.emitter = Emitter(emit, num_clusters=num_experts, dim=dim)  # type: ignore[arg-type]
+
+    @staticmethod
+    def _check_router(router: Router, dim: int, num_experts: int, top_k: int) -> None:
+        for name, wanted in (("dim", dim), ("num_experts", num_experts), ("top_k", top_k)):
+            found = getattr(router, name)
+            check(
+                found == wanted,
+                f"router has {name}={found}, the layer {name}={wanted}; build both with the same",
+            )
+        base = getattr(router, "base", router)
+        check(
+            not isinstance(base, SoftRouter),
+            "router='soft' fills slots instead of choosing experts; use acmoe.SoftMoE",
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        state: RoutingState,
+        *,
+        token_mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> tuple[Tensor, RoutingState]:
+        """x (T, D), or (B, L, D) where statistics are kept per sequence; y has x's shape."""
+        check_dim(x, self.dim)
+        check_token_mask(x, token_mask)
+        slots = cache or LayerCache(None, None)
+        x = blank(x, token_mask)
+        scaled = self.router.rescale(x, state, token_mask=token_mask, cache=slots.router)
+        routing = self.router.decide(scaled, token_mask=token_mask, token_ids=token_ids)
+
+        mask_T = None if token_mask is None else token_mask.reshape(-1)
+        sent = routing
+        if self.capacity_factor is not None:
+            sent = limit_capacity(routing, self.num_experts, self.capacity_factor, mask_T)
+        expert_input = scaled.to(x.dtype) if self.router.scale_experts else x
+        order = sort_by_expert(sent.expert_ids, self.num_experts)
+        y_ND = self.experts(dispatch(expert_input.reshape(-1, self.dim), order), order)
+        y = blank(combine(y_ND, sent.gate, order).view(x.shape), token_mask)
+        return y, self.emitter(x, routing, state, token_mask=token_mask, slot=slots.emit)
+
+    def new_cache(
+        self,
+        num_sequences: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> LayerCache:
+        """Decode slots of this layer, empty where its statistics need none (`running`)."""
+        return LayerCache(
+            self.router.new_slot(num_sequences, device=device, dtype=dtype),
+            self.emitter.new_slot(num_sequences, device=device, dtype=dtype),
+        )

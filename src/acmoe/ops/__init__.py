@@ -1,0 +1,1 @@
+"""Tensor functions: the mathematics of adaptive clustering, without modules or state."""

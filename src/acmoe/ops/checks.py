@@ -1,0 +1,67 @@
+"""What a tensor argument must be before the mathematics starts.
+
+Values are read only on the CPU and outside `torch.compile`: on an accelerator reading one would
+stop the host in every training step, so there the check is asynchronous.
+"""
+
+import torch
+from torch import Tensor
+
+from acmoe.errors import UserError, check
+
+
+def check_tokens(x: Tensor, assignment: Tensor, token_mask: Tensor | None) -> None:
+    """`x` is (T, D) or (B, L, D); the other two have one entry per token."""
+    check(
+        x.dim() in (2, 3),
+        f"x has shape {tuple(x.shape)}; pass (tokens, features) or (sequences, length, features)",
+    )
+    check(x.is_floating_point(), f"x has dtype {x.dtype}; pass floating-point hidden states")
+    check(
+        assignment.shape == x.shape[:-1],
+        f"assignment has shape {tuple(assignment.shape)}; one cluster per token of x needs "
+        f"{tuple(x.shape[:-1])}",
+    )
+    check(
+        not assignment.is_floating_point() and assignment.dtype != torch.bool,
+        f"assignment has dtype {assignment.dtype}; pass integer cluster ids",
+    )
+    check_token_mask(x, token_mask)
+
+
+def check_token_mask(x: Tensor, token_mask: Tensor | None) -> None:
+    if token_mask is None:
+        return
+    check(
+        token_mask.shape == x.shape[:-1],
+        f"token_mask has shape {tuple(token_mask.shape)}; one entry per token of x needs "
+        f"{tuple(x.shape[:-1])}",
+    )
+    check(
+        token_mask.dtype == torch.bool,
+        f"token_mask has dtype {token_mask.dtype}; pass a bool tensor, True for real tokens",
+    )
+
+
+def check_range(ids: Tensor, low: int, high: int, name: str) -> None:
+    """Every id lies in [low, high)."""
+    if torch.compiler.is_compiling() or ids.numel() == 0 or ids.is_meta:
+        return
+    inside = ((ids >= low) & (ids < high)).all()
+    if ids.device.type != "cpu":
+        torch._assert_async(inside, f"{name} holds ids outside [{low}, {high})")
+    elif not inside:
+        bad = ids[(ids < low) | (ids >= high)].flatten()[0].item()
+        raise UserError(f"{name} holds id {bad}; ids must lie in [{low}, {high})")
+
+
+def check_count(value: int, name: str, *, least: int = 1) -> None:
+    check(value >= least, f"{name}={value}; it must be at least {least}")
+
+
+def check_dim(x: Tensor, dim: int) -> None:
+    check(
+        x.dim() in (2, 3) and x.shape[-1] == dim,
+        f"x has shape {tuple(x.shape)}; this layer takes (tokens, {dim}) or "
+        f"(sequences, length, {dim})",
+    )

@@ -1,0 +1,71 @@
+"""One matrix product per expert, over rows sorted by expert.
+
+A custom op, so that `torch.compile(fullgraph=True)` sees one call where the reference is a loop
+whose bounds are data. Each expert's product is an ordinary matmul: no atomics, equal inputs give
+equal bits.
+
+N rows, I features in, O features out, E experts.
+"""
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("acmoe::grouped_linear", mutates_args=())
+def _grouped_linear(x_NI: Tensor, weight_EOI: Tensor, end_E: Tensor) -> Tensor:
+    out_NO = x_NI.new_zeros(x_NI.shape[0], weight_EOI.shape[1])
+    start = 0
+    for expert, end in enumerate(end_E.tolist()):
+        if end > start:
+            torch.mm(x_NI[start:end], weight_EOI[expert].T, out=out_NO[start:end])
+        start = end
+    return out_NO
+
+
+@_grouped_linear.register_fake
+def _(x_NI: Tensor, weight_EOI: Tensor, end_E: Tensor) -> Tensor:
+    return x_NI.new_empty(x_NI.shape[0], weight_EOI.shape[1])
+
+
+@torch.library.custom_op("acmoe::grouped_outer", mutates_args=())
+def _grouped_outer(grad_NO: Tensor, x_NI: Tensor, end_E: Tensor) -> Tensor:
+    """(E, O, I): the weight gradient, each expert's rows summed."""
+    out_EOI = x_NI.new_zeros(end_E.shape[0], grad_NO.shape[1], x_NI.shape[1])
+    start = 0
+    for expert, end in enumerate(end_E.tolist()):
+        if end > start:
+            torch.mm(grad_NO[start:end].T, x_NI[start:end], out=out_EOI[expert])
+        start = end
+    return out_EOI
+
+
+@_grouped_outer.register_fake
+def _(grad_NO: Tensor, x_NI: Tensor, end_E: Tensor) -> Tensor:
+    return x_NI.new_empty(end_E.shape[0], grad_NO.shape[1], x_NI.shape[1])
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, grad_NO):  # type: ignore[no-untyped-def]
+    x_NI, weight_EOI, end_E = ctx.saved_tensors
+    grad_NO = grad_NO.contiguous()
+    grad_x = grad_weight = None
+    if ctx.needs_input_grad[0]:
+        grad_x = grouped_linear(grad_NO, weight_EOI.mT, end_E)
+    if ctx.needs_input_grad[1]:
+        grad_weight = _grouped_outer(grad_NO, x_NI, end_E)
+    return grad_x, grad_weight, None
+
+
+_grouped_linear.register_autograd(_backward, setup_context=_save)
+
+
+def grouped_linear(x_NI: Tensor, weight_EOI: Tensor, end_E: Tensor) -> Tensor:
+    """(N, O): rows end_E[e-1] to end_E[e] times the transpose of expert e's weight.
+
+    Rows from end_E[-1] on belong to no expert and give zeros.
+    """
+    out_NO: Tensor = _grouped_linear(x_NI, weight_EOI, end_E)
+    return out_NO

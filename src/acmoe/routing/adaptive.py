@@ -1,0 +1,114 @@
+"""The adaptive clustering router: the paper in a hundred lines.
+
+Tokens that chose the same expert at the previous MoE layer form a cluster. A cluster is tight along
+some features and loose along others; M_k = diag(1/s_1k, ..., 1/s_dk), scaled to mean one, stretches
+the tight ones (Definition 1). A token of cluster k* is routed by
+
+    affinity_k = h^T M_k* e_k                                                   (Eqn. 8)
+
+and since k* is the token's own, this is any router at all, fed with the rescaled token M_k* h. The
+experts read h itself. With M = I it is bitwise the router it wraps (Remark 1).
+
+How the pieces meet in one layer (experts/moe.py):
+    previous layer   s = dispersion of its router inputs by first choice;  M = normalise(1/s)
+    state            carries the token's cluster k* and M
+    this layer       x -> x * M[k*] -> base router -> experts
+
+T tokens, or B sequences of L tokens; D features, C = E clusters, J clusters per token (Mix-k).
+"""
+
+import torch
+from torch import Tensor
+
+from acmoe.config.routing import AdaptiveConfig
+from acmoe.errors import check
+from acmoe.ops.dispersion import accumulation_dtype
+from acmoe.routing.cache import StatisticsSlot
+from acmoe.routing.router import Router
+from acmoe.routing.state import Routing, RoutingState, check_state
+from acmoe.routing.statistics import ClusterStatistics
+
+
+class AdaptiveRouter(Router):
+    """Any base router, in the space stretched by how tightly a token's cluster holds a feature."""
+
+    def __init__(self, config: AdaptiveConfig, base: Router) -> None:
+        super().__init__(
+            dim=base.dim, num_experts=base.num_experts, top_k=base.top_k, losses=base.losses
+        )
+        check(
+            config.mix <= base.num_experts,
+            f"mix={config.mix} exceeds num_experts={base.num_experts}; lower mix",
+        )
+        self.config = config
+        self.base = base
+        self.mix = config.mix
+        self.scale_experts = config.scale_experts
+        # Statistics of the previous layer's tokens are taken there, and arrive as state.scale.
+        self.statistics: ClusterStatistics | None = None
+        if config.reads == "current":
+            self.statistics = ClusterStatistics(config, num_clusters=base.num_experts, dim=base.dim)
+
+    preset = staticmethod(AdaptiveConfig.preset)
+
+    @property
+    def causal(self) -> bool:  # type: ignore[override]
+        mode = self.config.modes[0 if self.training else 1]
+        return self.base.causal and mode in ("running", "prefix")
+
+    def rescale(
+        self,
+        x: Tensor,
+        state: RoutingState,
+        *,
+        token_mask: Tensor | None = None,
+        cache: StatisticsSlot | None = None,
+    ) -> Tensor:
+        """M_k* h for every token (Eqn. 8), in float32: bf16 scales flip near-ties of the top-k."""
+        check_state(state, x[..., 0].numel(), self.mix, self.num_experts)
+        x_BLD = x if x.dim() == 3 else x[None]
+        B, L, _ = x_BLD.shape
+        assignment_BLJ = state.assignment.view(B, L, self.mix)
+        mask_BL = None if token_mask is None else token_mask.view(B, L)
+
+        if self.statistics is None:
+            scale_BLJD = gather_scale(state.scale, assignment_BLJ)
+        elif self.statistics.mode == "prefix":
+            scale_BLJD = self.statistics.prefix_scale(x_BLD, assignment_BLJ, mask_BL, cache)
+        else:
+            scale = self.statistics.cluster_scale(x_BLD, assignment_BLJ[..., 0], mask_BL, cache)
+            scale_BLJD = gather_scale(scale, assignment_BLJ)
+        # A token in no cluster yet (first layer, fresh tokens) keeps M = I.
+        none_BLJ1 = (assignment_BLJ < 0)[..., None]
+        scale_BLJD = scale_BLJD.masked_fill(none_BLJ1, 1.0)
+        scale_BLD = mix_scales(scale_BLJD, state.membership.view(B, L, self.mix))
+        return (x_BLD.to(accumulation_dtype(x.dtype)) * scale_BLD).view(x.shape)
+
+    def decide(
+        self, x: Tensor, *, token_mask: Tensor | None = None, token_ids: Tensor | None = None
+    ) -> Routing:
+        return self.base.decide(x, token_mask=token_mask, token_ids=token_ids)
+
+    def new_slot(
+        self, num_sequences: int, *, device: torch.device | str | None, dtype: torch.dtype
+    ) -> StatisticsSlot | None:
+        if self.statistics is None:
+            return None
+        return self.statistics.new_slot(num_sequences, device=device, dtype=dtype)
+
+
+def gather_scale(scale: Tensor, assignment_BLJ: Tensor) -> Tensor:
+    """(B, L, J, D) scales of each token's clusters, from (C, D) or (B, C, D)."""
+    own_BLJ = assignment_BLJ.clamp(min=0)
+    if scale.dim() == 2:
+        return scale[own_BLJ]
+    B, L, J = own_BLJ.shape
+    index_BN1 = own_BLJ.view(B, L * J, 1).expand(-1, -1, scale.shape[-1])
+    return scale.gather(1, index_BN1).view(B, L, J, -1)
+
+
+def mix_scales(scale_BLJD: Tensor, membership_BLJ: Tensor) -> Tensor:
+    """M = sum_j alpha_j M_j: the token's clusters weighted by its affinities (Mix-k)."""
+    if scale_BLJD.shape[2] == 1:
+        return scale_BLJD[:, :, 0]
+    return (scale_BLJD * membership_BLJ[..., None].to(scale_BLJD.dtype)).sum(2)

@@ -1,0 +1,188 @@
+"""Routers to compare with: cosine (XMoE), random scale, hash, expert choice.
+
+T tokens, D features, P projected features, E experts, C = E clusters, K experts per token.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from acmoe.config.routing import (
+    CosineConfig,
+    ExpertChoiceConfig,
+    HashConfig,
+    LossConfig,
+    RandomConfig,
+)
+from acmoe.ops.dispersion import accumulation_dtype
+from acmoe.routing.adaptive import gather_scale, mix_scales
+from acmoe.routing.cache import StatisticsSlot
+from acmoe.routing.router import Router, flat, need_token_ids
+from acmoe.routing.state import Routing, RoutingState, check_state
+from acmoe.routing.topk import common_losses, expert_embeddings, no_noise_losses, select
+
+_GREATEST_LOG_SCALE = math.log(100.0)  # of 1 / temperature, so that a gate cannot saturate
+
+
+class CosineRouter(Router):
+    """XMoE: affinity = cos(R x, e_k) / tau in a low dimension, tau learned.
+
+    `legacy` is the baseline of the published code: R x keeps its length and there is no tau.
+    """
+
+    def __init__(
+        self,
+        config: CosineConfig,
+        *,
+        dim: int,
+        num_experts: int,
+        top_k: int,
+        losses: LossConfig | None = None,
+    ) -> None:
+        losses = no_noise_losses(losses, config.name)
+        super().__init__(dim=dim, num_experts=num_experts, top_k=top_k, losses=losses)
+        self.config = config
+        proj_dim = config.proj_dim or max(1, num_experts // 2)
+        self.project = nn.Parameter(torch.empty(proj_dim, dim))
+        nn.init.uniform_(self.project, -1 / math.sqrt(dim), 1 / math.sqrt(dim))
+        self.embedding = expert_embeddings(num_experts, proj_dim, "orthogonal")
+        self.log_scale: nn.Parameter | None = None
+        if not config.legacy:
+            self.log_scale = nn.Parameter(torch.tensor(-math.log(config.temperature)))
+
+    def affinity(self, x_TD: Tensor) -> Tensor:
+        reduced_TP = x_TD @ self.project.to(x_TD.dtype).T
+        embedding_EP = nn.functional.normalize(self.embedding.to(x_TD.dtype), dim=-1)
+        if self.log_scale is None:
+            return reduced_TP @ embedding_EP.T
+        scale = self.log_scale.to(x_TD.dtype).clamp(max=_GREATEST_LOG_SCALE).exp()
+        return scale * nn.functional.normalize(reduced_TP, dim=-1) @ embedding_EP.T
+
+    def decide(
+        self, x: Tensor, *, token_mask: Tensor | None = None, token_ids: Tensor | None = None
+    ) -> Routing:
+        mask_T = None if token_mask is None else token_mask.reshape(-1)
+        affinity_TE = self.affinity(flat(x))
+        expert_ids_TK, gate_TK = select(affinity_TE, self.top_k, self.config.gate)
+        loss = common_losses(self.losses, affinity_TE, expert_ids_TK, mask_T)
+        return Routing(expert_ids_TK, gate_TK, affinity_TE, loss)
+
+
+class RandomRouter(Router):
+    """The paper's ablation: M drawn at random in every call, one row for each cluster."""
+
+    def __init__(self, config: RandomConfig, base: Router) -> None:
+        super().__init__(
+            dim=base.dim, num_experts=base.num_experts, top_k=base.top_k, losses=base.losses
+        )
+        self.config = config
+        self.base = base
+        self.mix = config.mix
+        self.causal = base.causal
+
+    def rescale(
+        self,
+        x: Tensor,
+        state: RoutingState,
+        *,
+        token_mask: Tensor | None = None,
+        cache: StatisticsSlot | None = None,
+    ) -> Tensor:
+        check_state(state, x[..., 0].numel(), self.mix, self.num_experts)
+        x_TD = flat(x)
+        normal_CD = torch.randn(self.num_experts, self.dim, device=x.device, dtype=x_TD.dtype)
+        scale_CD = (1 + self.config.std * normal_CD).clamp(min=0)
+        scale_TJD = gather_scale(scale_CD, state.assignment[None])
+        scale_TJD = scale_TJD.masked_fill((state.assignment < 0)[None, ..., None], 1.0)
+        return (x_TD * mix_scales(scale_TJD, state.membership[None])[0]).view(x.shape)
+
+    def decide(
+        self, x: Tensor, *, token_mask: Tensor | None = None, token_ids: Tensor | None = None
+    ) -> Routing:
+        return self.base.decide(x, token_mask=token_mask, token_ids=token_ids)
+
+
+class HashRouter(Router):
+    """Each token id has its own fixed, random experts, equally weighted. No parameters."""
+
+    def __init__(
+        self,
+        config: HashConfig,
+        *,
+        dim: int,
+        num_experts: int,
+        top_k: int,
+        losses: LossConfig | None = None,
+    ) -> None:
+        super().__init__(dim=dim, num_experts=num_experts, top_k=top_k, losses=losses)
+        self.config = config
+
+    def decide(
+        self, x: Tensor, *, token_mask: Tensor | None = None, token_ids: Tensor | None = None
+    ) -> Routing:
+        ids_T = need_token_ids(token_ids, x, self.config.name)
+        expert_E = torch.arange(self.num_experts, device=x.device)
+        dtype = accumulation_dtype(x.dtype)
+        key_TE = scramble(ids_T[:, None] * self.num_experts + expert_E, self.config.seed)
+        affinity_TE = key_TE.to(dtype) / 2**31
+        expert_ids_TK = key_TE.topk(self.top_k, dim=-1).indices
+        gate_TK = torch.full_like(expert_ids_TK, 1 / self.top_k, dtype=dtype)
+        return Routing(expert_ids_TK, gate_TK, affinity_TE, x.new_zeros((), dtype=torch.float32))
+
+
+def scramble(value: Tensor, seed: int) -> Tensor:
+    """A well-mixed 31-bit number for each integer: multiply, fold the high bits down, repeat."""
+    value = value.long() + (seed * 0x9E3779B1 & 0x7FFFFFFF)
+    for factor in (0x45D9F3B, 0x119DE1F3):
+        value = (value ^ (value >> 16)) * factor & 0x7FFFFFFF
+    return value ^ (value >> 15)
+
+
+class ExpertChoiceRouter(Router):
+    """Each expert takes its best tokens of the whole call: perfect balance, no causality."""
+
+    causal = False
+
+    def __init__(
+        self,
+        config: ExpertChoiceConfig,
+        *,
+        dim: int,
+        num_experts: int,
+        top_k: int,
+        losses: LossConfig | None = None,
+    ) -> None:
+        losses = no_noise_losses(losses, config.name)
+        super().__init__(dim=dim, num_experts=num_experts, top_k=top_k, losses=losses)
+        self.config = config
+        self.embedding = expert_embeddings(num_experts, dim)
+        self.bias = nn.Parameter(torch.zeros(num_experts)) if config.bias else None
+
+    def decide(
+        self, x: Tensor, *, token_mask: Tensor | None = None, token_ids: Tensor | None = None
+    ) -> Routing:
+        x_TD = flat(x)
+        mask_T = None if token_mask is None else token_mask.reshape(-1)
+        bias_E = None if self.bias is None else self.bias.to(x_TD.dtype)
+        affinity_TE = nn.functional.linear(x_TD, self.embedding.to(x_TD.dtype), bias_E)
+        gate_TE = affinity_TE.softmax(-1)
+        taken_TE = self.taken(gate_TE.detach(), mask_T)
+        expert_E = torch.arange(self.num_experts, device=x.device)
+        expert_ids_TE = torch.where(taken_TE, expert_E, self.num_experts)
+        # Balanced by construction: only the z-loss is left to ask for.
+        only_z = LossConfig(balance=0.0, z=self.losses.z)
+        loss = common_losses(only_z, affinity_TE, expert_ids_TE, mask_T)
+        return Routing(expert_ids_TE, gate_TE * taken_TE, affinity_TE, loss)
+
+    def taken(self, gate_TE: Tensor, mask_T: Tensor | None) -> Tensor:
+        """(T, E) bool: the token is among its expert's capacity best."""
+        if mask_T is not None:
+            gate_TE = gate_TE.masked_fill(~mask_T[:, None], -1.0)
+            tokens = mask_T.sum()
+        else:
+            tokens = torch.tensor(gate_TE.shape[0], device=gate_TE.device)
+        share = self.config.capacity_factor * self.top_k / self.num_experts
+        capacity = (share * tokens).ceil().clamp(max=gate_TE.shape[0])
+        rank_TE = gate_TE.argsort(dim=0, descending=True, stable=True).argsort(dim=0)
+        return (rank_TE < capacity) & (gate_TE >= 0)

@@ -1,0 +1,76 @@
+"""SoftMoE's slots: no token is sent anywhere, every expert reads mixtures of all of them.
+
+B sequences of L tokens, D features, E experts, P slots per expert, S = E * P slots.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from acmoe.config.routing import LossConfig, SoftConfig
+from acmoe.routing.router import Router
+from acmoe.routing.state import Routing
+
+
+class SoftRouting(NamedTuple):
+    """How slots are filled and emptied, beside the `Routing` the next layer reads."""
+
+    dispatch: Tensor  # (B, L, S) softmax over the tokens of a sequence: what a slot is made of
+    combine: Tensor  # (B, L, S) softmax over slots: what a token gets back
+    routing: Routing  # affinity: log of the share each expert has in a token's output
+
+
+class SoftRouter(Router):
+    """Cosine logits between tokens and slots, with one learned scale."""
+
+    causal = False
+
+    def __init__(
+        self,
+        config: SoftConfig,
+        *,
+        dim: int,
+        num_experts: int,
+        top_k: int = 1,
+        losses: LossConfig | None = None,
+    ) -> None:
+        super().__init__(dim=dim, num_experts=num_experts, top_k=top_k, losses=losses)
+        self.config = config
+        slots = num_experts * config.slots_per_expert
+        self.slots = nn.Parameter(torch.randn(slots, dim) / math.sqrt(dim))
+        self.logit_scale = nn.Parameter(torch.ones(()))
+
+    def mixtures(self, x_BLD: Tensor, token_mask: Tensor | None) -> SoftRouting:
+        """Dispatch and combine weights from (rescaled) tokens."""
+        B, L, _ = x_BLD.shape
+        x_BLD = x_BLD.to(torch.promote_types(x_BLD.dtype, torch.float32))
+        slots_SD = nn.functional.normalize(self.slots.to(x_BLD.dtype), dim=-1)
+        logits_BLS = nn.functional.normalize(x_BLD, dim=-1) @ slots_SD.T
+        logits_BLS = self.logit_scale.to(x_BLD.dtype) * logits_BLS
+        by_token_BLS = logits_BLS
+        if token_mask is not None:
+            # The lowest finite number, not -inf: a sequence of padding alone must not give NaN.
+            lowest = torch.finfo(x_BLD.dtype).min
+            by_token_BLS = logits_BLS.masked_fill(~token_mask[..., None], lowest)
+        dispatch_BLS = by_token_BLS.softmax(1)
+        if token_mask is not None:
+            dispatch_BLS = dispatch_BLS.masked_fill(~token_mask[..., None], 0.0)
+        combine_BLS = logits_BLS.softmax(-1)
+        share_TE = combine_BLS.view(B * L, self.num_experts, -1).sum(-1)
+        expert_T1 = share_TE.argmax(-1, keepdim=True)
+        none = x_BLD.new_zeros((), dtype=torch.float32)
+        log_share_TE = share_TE.clamp(min=torch.finfo(x_BLD.dtype).tiny).log()
+        routing = Routing(expert_T1, share_TE.gather(1, expert_T1), log_share_TE, none)
+        return SoftRouting(dispatch_BLS, combine_BLS, routing)
+
+    def decide(
+        self, x: Tensor, *, token_mask: Tensor | None = None, token_ids: Tensor | None = None
+    ) -> Routing:
+        x_BLD, mask_BL = (x, token_mask) if x.dim() == 3 else as_one_sequence(x, token_mask)
+        return self.mixtures(x_BLD, mask_BL).routing
+
+
+def as_one_sequence(x_TD: Tensor, mask_T: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return x_TD[None], None if mask_T is None else mask_T[None]

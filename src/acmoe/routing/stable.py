@@ -1,0 +1,84 @@
+"""StableMoE: learn where tokens go, distil it into token ids, then never change it again.
+
+T tokens, D features, E experts, K experts per token, P light features.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from acmoe.config.routing import LossConfig, StableConfig
+from acmoe.errors import check
+from acmoe.ops.checks import check_range
+from acmoe.routing.losses import distillation_loss, stable_balance_loss
+from acmoe.routing.router import Router, flat, need_token_ids
+from acmoe.routing.state import Routing
+from acmoe.routing.topk import expert_embeddings, no_noise_losses
+
+
+class StableRouter(Router):
+    """Stage one routes by x . c_k and teaches a light router on token ids; stage two obeys it.
+
+    The gate is sigmoid(x . c_k) in both, so the centroids keep learning how much an expert counts.
+    Evaluation always asks the light router, as the paper of StableMoE does. It was published for
+    k = 1; with k > 1 every chosen expert has its own sigmoid.
+    """
+
+    def __init__(
+        self,
+        config: StableConfig,
+        *,
+        dim: int,
+        num_experts: int,
+        top_k: int,
+        losses: LossConfig | None = None,
+    ) -> None:
+        losses = no_noise_losses(losses, config.name)
+        super().__init__(dim=dim, num_experts=num_experts, top_k=top_k, losses=losses)
+        check(
+            config.vocab_size is not None,
+            "vocab_size=None; StableMoE's light router embeds token ids: give "
+            "StableConfig(vocab_size=...), or legacy=True for the one-stage form",
+        )
+        assert config.vocab_size is not None
+        self.config = config
+        self.stage = 1
+        self.embedding = expert_embeddings(num_experts, dim, "orthogonal")
+        self.light_tokens = nn.Embedding(config.vocab_size, config.light_dim)
+        self.light_experts = nn.Parameter(torch.empty(num_experts, config.light_dim))
+        nn.init.orthogonal_(self.light_experts, gain=0.1)
+
+    def freeze(self) -> None:
+        """Begin stage two: assignments come from the light router, which stops learning."""
+        self.stage = 2
+        self.light_tokens.requires_grad_(False)
+        self.light_experts.requires_grad_(False)
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.stage)  # a tensor, so that safetensors can hold it
+
+    def set_extra_state(self, state: Tensor) -> None:
+        if int(state) == 2:
+            self.freeze()
+
+    def decide(
+        self, x: Tensor, *, token_mask: Tensor | None = None, token_ids: Tensor | None = None
+    ) -> Routing:
+        ids_T = need_token_ids(token_ids, x, self.config.name)
+        check_range(ids_T, 0, self.light_tokens.num_embeddings, "token_ids")
+        mask_T = None if token_mask is None else token_mask.reshape(-1)
+        x_TD = flat(x)
+        affinity_TE = x_TD @ self.embedding.to(x_TD.dtype).T
+        light_TE = self.light_tokens(ids_T).to(x_TD.dtype) @ self.light_experts.to(x_TD.dtype).T
+        learning = self.training and self.stage == 1
+        chooser_TE = affinity_TE if learning else light_TE
+        expert_ids_TK = chooser_TE.topk(self.top_k, dim=-1).indices
+        gate_TK = affinity_TE.gather(1, expert_ids_TK).sigmoid()
+        loss = x_TD.new_zeros((), dtype=torch.float32)
+        if learning:
+            expert_T = affinity_TE.argmax(-1)
+            score_T = affinity_TE.gather(1, expert_T[:, None])[:, 0]
+            balance = stable_balance_loss(score_T, expert_T, self.num_experts, mask_T)
+            imitation = distillation_loss(light_TE, expert_T, mask_T)
+            loss = loss + self.config.balance * balance + self.config.distill * imitation
+        # The cluster of a token is where it was sent: the light router's choice, once that decides.
+        return Routing(expert_ids_TK, gate_TK, chooser_TE, loss)

@@ -1,0 +1,228 @@
+"""Which tokens of time and batch a cluster's dispersion is taken over.
+
+    batch      every token of the call: the paper. Sees the future, and other sequences.
+    running    an average over past optimizer steps, the same in training, evaluation and decoding
+    prefix     the tokens of the same sequence up to each token, shrunk towards the running average
+    sequence   every token of the same sequence
+
+`forward` may overwrite a buffer but never adds to one, so activation checkpointing, which replays
+it, cannot count a batch twice. `fold_statistics(model)`, called once after each optimizer step,
+moves the last batch into the average.
+
+B sequences, L tokens in each, D features, C clusters, J clusters per token.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from acmoe.config.routing import AdaptiveConfig
+from acmoe.errors import check
+from acmoe.ops.dispersion import accumulation_dtype, dispersion_and_count
+from acmoe.ops.prefix import PrefixMoments, prefix_dispersion
+from acmoe.ops.scale import scale_from_dispersion
+from acmoe.routing.cache import StatisticsSlot, check_inference
+from acmoe.routing.step import StepStatistics
+
+
+class ClusterStatistics(StepStatistics):
+    """The scale of each cluster under a config's statistics mode, and the running average."""
+
+    dispersion: Tensor
+    weight: Tensor
+    last_dispersion: Tensor
+    last_count: Tensor
+
+    def __init__(self, config: AdaptiveConfig, *, num_clusters: int, dim: int) -> None:
+        super().__init__()
+        self.config = config
+        self.num_clusters = num_clusters
+        self.dim = dim
+        self.register_buffer("dispersion", torch.zeros(num_clusters, dim))
+        self.register_buffer("weight", torch.zeros(num_clusters))  # tokens behind the average
+        # What the latest training forward saw; not part of a checkpoint.
+        self.register_buffer("last_dispersion", torch.zeros(num_clusters, dim), persistent=False)
+        self.register_buffer("last_count", torch.zeros(num_clusters), persistent=False)
+
+    @property
+    def mode(self) -> str:
+        train, evaluation = self.config.modes
+        return train if self.training else evaluation
+
+    def new_slot(
+        self, num_sequences: int, *, device: torch.device | str | None, dtype: torch.dtype
+    ) -> StatisticsSlot | None:
+        """A decode slot for the current mode; None where nothing needs caching."""
+        device = self.dispersion.device if device is None else device
+        dtype = accumulation_dtype(dtype)
+        shape: tuple[int, ...] = (self.num_clusters, self.dim)
+        if self.mode == "prefix":
+            moments = PrefixMoments.empty(num_sequences, *shape, device=device, dtype=dtype)
+            return StatisticsSlot(moments=moments)
+        if self.mode == "running":
+            return None
+        shape = (num_sequences, *shape) if self.mode == "sequence" else shape
+        return StatisticsSlot(scale=torch.ones(shape, device=device, dtype=dtype))
+
+    def cluster_scale(
+        self,
+        x_BLD: Tensor,
+        assignment_BL: Tensor,
+        token_mask_BL: Tensor | None,
+        slot: StatisticsSlot | None,
+    ) -> Tensor:
+        """(C, D) for batch and running; (B, C, D) for sequence."""
+        with self._recording(x_BLD, slot):
+            if self.training or self.mode == "batch":
+                flat_mask = None if token_mask_BL is None else token_mask_BL.flatten()
+                spread_CD, count_C = dispersion_and_count(
+                    x_BLD.flatten(0, 1),
+                    assignment_BL.flatten(),
+                    self.num_clusters,
+                    measure=self.config.measure,
+                    token_mask=flat_mask,
+                )
+                self._note(spread_CD, count_C)
+            if self.mode == "running":
+                return self._scale(self.dispersion, self.weight).to(accumulation_dtype(x_BLD.dtype))
+            if self.mode == "batch":
+                scale = self._scale(spread_CD, count_C)
+            else:
+                scale = self._scale(
+                    *dispersion_and_count(
+                        x_BLD,
+                        assignment_BL,
+                        self.num_clusters,
+                        measure=self.config.measure,
+                        token_mask=token_mask_BL,
+                    )
+                )
+            return scale if slot is None else slot.scale_once(scale)
+
+    def prefix_scale(
+        self,
+        x_BLD: Tensor,
+        assignment_BLJ: Tensor,
+        token_mask_BL: Tensor | None,
+        slot: StatisticsSlot | None,
+    ) -> Tensor:
+        """(B, L, J, D) scale of each token's clusters, as seen at that token."""
+        with self._recording(x_BLD, slot):
+            if self.training:
+                flat_mask = None if token_mask_BL is None else token_mask_BL.flatten()
+                self._note(
+                    *dispersion_and_count(
+                        x_BLD.flatten(0, 1),
+                        assignment_BLJ[..., 0].flatten(),
+                        self.num_clusters,
+                        measure=self.config.measure,
+                        token_mask=flat_mask,
+                    )
+                )
+            before = slot.moments if slot is not None else None
+            if before is None:
+                before = PrefixMoments.empty(
+                    x_BLD.shape[0],
+                    self.num_clusters,
+                    self.dim,
+                    device=x_BLD.device,
+                    dtype=accumulation_dtype(x_BLD.dtype),
+                )
+            spread_BLJD, count_BLJ, after = prefix_dispersion(
+                x_BLD,
+                assignment_BLJ[..., 0],
+                assignment_BLJ,
+                before,
+                measure=self.config.measure,
+                token_mask=token_mask_BL,
+            )
+            if slot is not None:
+                slot.remember(after)
+            return self._scale(*self._shrink(spread_BLJD, count_BLJ, assignment_BLJ))
+
+    def _shrink(
+        self, spread_BLJD: Tensor, count_BLJ: Tensor, assignment_BLJ: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(n * prefix + k * prior) / (n + k): the running average, if any, counts as k tokens."""
+        own_BLJ = assignment_BLJ.clamp(min=0)
+        known_BLJ = (self.weight[own_BLJ] >= self.config.min_tokens) & (assignment_BLJ >= 0)
+        prior_BLJ = (self.config.prior_tokens * known_BLJ).to(spread_BLJD.dtype)
+        # One token's own deviation from itself is 0 by construction and tells nothing.
+        seen_BLJ = torch.where(count_BLJ >= 2, count_BLJ, 0.0)
+        total_BLJ = seen_BLJ + prior_BLJ
+        prior_BLJD = self.dispersion.to(spread_BLJD.dtype)[own_BLJ]
+        mixed_BLJD = seen_BLJ[..., None] * spread_BLJD + prior_BLJ[..., None] * prior_BLJD
+        return mixed_BLJD / total_BLJ.clamp(min=1)[..., None], total_BLJ
+
+    def _scale(self, spread: Tensor, count: Tensor) -> Tensor:
+        config = self.config
+        return scale_from_dispersion(
+            spread,
+            count,
+            normalize=config.normalize,
+            strength=config.strength,
+            floor=config.floor,
+            eps=config.eps,
+            clamp=config.clamp,
+            min_tokens=config.min_tokens,
+        )
+
+    def _note(self, spread_CD: Tensor, count_C: Tensor) -> None:
+        if self.training:
+            with torch.no_grad():
+                self.last_dispersion.copy_(spread_CD)
+                self.last_count.copy_(count_C)
+
+    def _recording(
+        self, x: Tensor, slot: StatisticsSlot | None
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Statistics carry no gradient unless the config lets it flow."""
+        if slot is not None:
+            check_inference(x)
+        return torch.no_grad() if self.config.detach else contextlib.nullcontext()
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        """Move the last batch into the average, each cluster weighted by its tokens.
+
+        A cluster the batch did not reach (or reached once: one token has no dispersion) keeps its
+        average and its weight, so a rare expert keeps its history.
+        """
+        count_C = torch.where(self.last_count >= 2, self.last_count, 0.0)
+        kept_C = torch.where(count_C > 0, self.config.momentum * self.weight, self.weight)
+        total_C = kept_C + count_C
+        share_C1 = (count_C / total_C.clamp(min=1e-12))[:, None]
+        # lerp by 0 would still read a NaN of the batch; such a batch is not folded in.
+        sound = torch.isfinite(self.last_dispersion).all(-1, keepdim=True) & (share_C1 > 0)
+        mixed_CD = self.dispersion + share_C1 * (self.last_dispersion - self.dispersion)
+        self.dispersion.copy_(torch.where(sound, mixed_CD, self.dispersion))
+        self.weight.copy_(torch.where(sound[:, 0], total_C, self.weight))
+        self.last_count.zero_()
+
+
+@contextlib.contextmanager
+def override_statistics(model: nn.Module, **changes: Any) -> Iterator[None]:
+    """Change fields of every adaptive config inside `with`, for an evaluation or an attack.
+
+    >>> # with override_statistics(model, eval_statistics="running"): ...
+    >>> # with override_statistics(model, detach=False): ...   # a white-box attack
+    """
+    found = [module for module in model.modules() if isinstance(module, ClusterStatistics)]
+    before = [module.config for module in found]
+    try:
+        for module in found:
+            changed = replace(module.config, **changes)
+            check(
+                changed.reads == module.config.reads,
+                f"{changes} would take statistics of the {changed.reads} layer in a model built "
+                f"for the {module.config.reads} one; build it with that statistics_of",
+            )
+            module.config = changed
+        yield
+    finally:
+        for module, config in zip(found, before, strict=True):
+            module.config = config

@@ -1,0 +1,80 @@
+"""Threshold routing: as many experts as exceed a probability p. The paper calls it top-p.
+
+T tokens, D features, E experts, K places for chosen experts.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from acmoe.config.routing import LossConfig, ThresholdConfig
+from acmoe.routing.router import Router, flat
+from acmoe.routing.state import Routing
+from acmoe.routing.topk import common_losses, expert_embeddings, no_noise_losses
+
+
+class ThresholdRouter(Router):
+    """Every expert with softmax affinity above p, and always the first choice; p may be learned.
+
+    A learned p is sigmoid(theta). The forward choice is hard; the backward pass sees a sigmoid
+    around p (near misses count too) or, "straight-through", the slope 1 of every chosen expert.
+    """
+
+    def __init__(
+        self,
+        config: ThresholdConfig,
+        *,
+        dim: int,
+        num_experts: int,
+        top_k: int,
+        losses: LossConfig | None = None,
+    ) -> None:
+        losses = no_noise_losses(losses, config.name)
+        super().__init__(dim=dim, num_experts=num_experts, top_k=top_k, losses=losses)
+        self.config = config
+        self.embedding = expert_embeddings(num_experts, dim)
+        self.bias = nn.Parameter(torch.zeros(num_experts)) if config.bias else None
+        self.theta: nn.Parameter | None = None
+        if config.learnable:
+            start = math.log(config.threshold / (1 - config.threshold))
+            self.theta = nn.Parameter(torch.tensor(start))
+
+    @property
+    def places(self) -> int:
+        """Probabilities above a fixed p sum to at most one, so fewer than 1/p experts have one."""
+        if self.config.learnable:
+            return self.num_experts
+        return min(self.num_experts, max(1, math.ceil(1 / self.config.threshold) - 1))
+
+    def decide(
+        self, x: Tensor, *, token_mask: Tensor | None = None, token_ids: Tensor | None = None
+    ) -> Routing:
+        x_TD = flat(x)
+        mask_T = None if token_mask is None else token_mask.reshape(-1)
+        bias_E = None if self.bias is None else self.bias.to(x_TD.dtype)
+        affinity_TE = nn.functional.linear(x_TD, self.embedding.to(x_TD.dtype), bias_E)
+        gate_TK, expert_ids_TK = affinity_TE.softmax(-1).topk(self.places, dim=-1)
+        active_TK = self.active(gate_TK)
+        # Renormalised over the active ones; the first choice is always among them, so never 0 / 0.
+        gate_TK = gate_TK * active_TK
+        gate_TK = gate_TK / gate_TK.sum(-1, keepdim=True)
+        expert_ids_TK = torch.where(active_TK.detach() > 0, expert_ids_TK, self.num_experts)
+        loss = common_losses(self.losses, affinity_TE, expert_ids_TK, mask_T)
+        return Routing(expert_ids_TK, gate_TK, affinity_TE, loss)
+
+    def active(self, gate_TK: Tensor) -> Tensor:
+        """1 for a chosen expert, 0 for another, with the surrogate's gradient."""
+        if self.theta is None:
+            margin_TK = gate_TK.detach() - self.config.threshold
+        else:
+            margin_TK = gate_TK - self.theta.to(gate_TK.dtype).sigmoid()
+        hard_TK = (margin_TK.detach() > 0).to(gate_TK.dtype)
+        hard_TK[:, 0] = 1.0
+        if self.theta is None:
+            return hard_TK
+        if self.config.surrogate == "straight-through":
+            soft_TK = margin_TK * hard_TK
+        else:
+            soft_TK = (margin_TK / self.config.temperature).sigmoid()
+        return hard_TK + soft_TK - soft_TK.detach()

@@ -1,0 +1,178 @@
+"""The plain top-k router, and the gate all token-choice routers share.
+
+T tokens, D features, E experts, K experts per token.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from acmoe.config.routing import LossConfig, SMoEConfig
+from acmoe.errors import check
+from acmoe.routing.losses import (
+    balance_loss,
+    importance_loss,
+    load,
+    load_loss,
+    z_loss,
+)
+from acmoe.routing.router import Router, flat
+from acmoe.routing.state import Routing
+from acmoe.routing.step import StepStatistics
+
+
+def expert_embeddings(num_experts: int, dim: int, init: str = "uniform") -> nn.Parameter:
+    """(E, D) parameter: uniform in +-1/sqrt(d), or orthogonal rows of length 0.32."""
+    embeddings_ED = torch.empty(num_experts, dim)
+    if init == "orthogonal":
+        nn.init.orthogonal_(embeddings_ED, gain=0.32)
+    else:
+        nn.init.uniform_(embeddings_ED, -1 / math.sqrt(dim), 1 / math.sqrt(dim))
+    return nn.Parameter(embeddings_ED)
+
+
+def select(affinity_TE: Tensor, top_k: int, gate: str) -> tuple[Tensor, Tensor]:
+    """The k experts of highest affinity, best first, and their gate."""
+    best_TK, expert_ids_TK = affinity_TE.topk(top_k, dim=-1)
+    if over_selected(gate, top_k):
+        return expert_ids_TK, best_TK.softmax(-1)
+    return expert_ids_TK, affinity_TE.softmax(-1).gather(1, expert_ids_TK)
+
+
+def over_selected(gate: str, top_k: int) -> bool:
+    """Softmax over the chosen k (Eqn. 2), or over all E: one value alone has no gradient."""
+    return gate == "selected" or (gate == "auto" and top_k > 1)
+
+
+class SelectionBias(StepStatistics):
+    """Loss-free balancing: a bias on each expert's score, raised while it gets too few tokens.
+
+    It enters the choice of experts only, never the gate, so it adds no gradient.
+    """
+
+    bias: Tensor
+    last_load: Tensor
+
+    def __init__(self, num_experts: int, step: float) -> None:
+        super().__init__()
+        self.step = step
+        self.register_buffer("bias", torch.zeros(num_experts))
+        self.register_buffer("last_load", torch.zeros(num_experts), persistent=False)
+
+    def select(self, affinity_TE: Tensor, top_k: int, gate: str) -> tuple[Tensor, Tensor]:
+        gate_TE = affinity_TE.softmax(-1)
+        expert_ids_TK = (gate_TE.detach() + self.bias).topk(top_k, dim=-1).indices
+        if over_selected(gate, top_k):
+            return expert_ids_TK, affinity_TE.gather(1, expert_ids_TK).softmax(-1)
+        return expert_ids_TK, gate_TE.gather(1, expert_ids_TK)
+
+    @torch.no_grad()
+    def note(self, expert_ids_TK: Tensor, token_mask_T: Tensor | None) -> None:
+        self.last_load.copy_(load(expert_ids_TK, self.bias.numel(), token_mask_T))
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        self.bias.add_(self.step * (self.last_load.mean() - self.last_load).sign())
+        self.last_load.zero_()
+
+
+class TopKRouter(Router):
+    """affinity = x . e_k (+ b_k); the k highest win (Eqn. 1)."""
+
+    def __init__(
+        self,
+        config: SMoEConfig,
+        *,
+        dim: int,
+        num_experts: int,
+        top_k: int,
+        losses: LossConfig | None = None,
+    ) -> None:
+        super().__init__(dim=dim, num_experts=num_experts, top_k=top_k, losses=losses)
+        check(
+            self.losses.importance_load == 0 or config.noise > 0,
+            f"importance_load={self.losses.importance_load} takes the expected load under the "
+            "router's noise; set the router's noise above 0 (Swin-MoE: 1.0)",
+        )
+        self.config = config
+        self.embedding = expert_embeddings(num_experts, dim, config.init)
+        self.bias: nn.Parameter | None = None
+        if config.bias:
+            bound = 1 / math.sqrt(dim)
+            self.bias = nn.Parameter(torch.empty(num_experts).uniform_(-bound, bound))
+        self.selection: SelectionBias | None = None
+        if config.bias_balancing > 0:
+            self.selection = SelectionBias(num_experts, config.bias_balancing)
+
+    def affinity(self, x_TD: Tensor) -> Tensor:
+        embedding_ED = self.embedding.to(x_TD.dtype)
+        if self.config.normalize_embeddings:
+            embedding_ED = nn.functional.normalize(embedding_ED, dim=-1)
+        bias_E = None if self.bias is None else self.bias.to(x_TD.dtype)
+        return nn.functional.linear(x_TD, embedding_ED, bias_E)
+
+    def decide(
+        self, x: Tensor, *, token_mask: Tensor | None = None, token_ids: Tensor | None = None
+    ) -> Routing:
+        mask_T = None if token_mask is None else token_mask.reshape(-1)
+        clean_TE = self.affinity(flat(x))
+        noisy_TE = clean_TE
+        if self.training and self.config.noise > 0:
+            noisy_TE = clean_TE + torch.randn_like(clean_TE) * self.noise_std
+        if self.selection is None:
+            expert_ids_TK, gate_TK = select(noisy_TE, self.top_k, self.config.gate)
+        else:
+            expert_ids_TK, gate_TK = self.selection.select(noisy_TE, self.top_k, self.config.gate)
+            if self.training:
+                self.selection.note(expert_ids_TK, mask_T)
+        loss = self.loss(clean_TE, noisy_TE, expert_ids_TK, mask_T)
+        return Routing(expert_ids_TK, gate_TK, noisy_TE, loss)
+
+    @property
+    def noise_std(self) -> float:
+        return self.config.noise / self.num_experts
+
+    def loss(
+        self, clean_TE: Tensor, noisy_TE: Tensor, expert_ids_TK: Tensor, mask_T: Tensor | None
+    ) -> Tensor:
+        weights = self.losses
+        total = common_losses(
+            weights, clean_TE, expert_ids_TK, mask_T, temperature=self.config.balance_temperature
+        )
+        if weights.importance_load:
+            importance = importance_loss(clean_TE, mask_T)
+            expected = load_loss(
+                clean_TE, noisy_TE, self.top_k, self.noise_std, mask_T, tutel=weights.tutel
+            )
+            total = total + weights.importance_load * (importance + expected) / 2
+        return total
+
+
+def common_losses(
+    weights: LossConfig,
+    affinity_TE: Tensor,
+    expert_ids_TK: Tensor,
+    mask_T: Tensor | None,
+    *,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Balance and z-loss, for every router that has affinities."""
+    total = affinity_TE.new_zeros((), dtype=torch.float32)
+    if weights.balance:
+        balance = balance_loss(affinity_TE, expert_ids_TK, mask_T, temperature=temperature)
+        total = total + weights.balance * balance
+    if weights.z:
+        total = total + weights.z * z_loss(affinity_TE, mask_T)
+    return total
+
+
+def no_noise_losses(losses: LossConfig | None, router: str) -> LossConfig:
+    """The loss weights, for a router that draws no noise and so has no expected load."""
+    losses = losses or LossConfig()
+    check(
+        losses.importance_load == 0,
+        f"importance_load={losses.importance_load} needs a noisy top-k router, not "
+        f"router={router!r}; use balance instead",
+    )
+    return losses
