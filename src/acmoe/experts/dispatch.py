@@ -33,14 +33,14 @@ def sort_by_expert(expert_ids_TK: Tensor, num_experts: int) -> Order:
 
 def dispatch(x_TD: Tensor, order: Order) -> Tensor:
     """(N, D): each token's row once for every expert it goes to, sorted by expert."""
-    rows_ND: Tensor = _Dispatch.apply(x_TD, order.order, order.back)
+    rows_ND: Tensor = _Dispatch.apply(x_TD, order.order, order.back)  # type: ignore[no-untyped-call]
     return rows_ND
 
 
 def combine(y_ND: Tensor, gate_TK: Tensor, order: Order) -> Tensor:
     """(T, D): each token's expert outputs weighted by its gate, summed in the order of choice."""
     T, K = gate_TK.shape
-    rows_ND: Tensor = _Permute.apply(y_ND, order.back, order.order)
+    rows_ND: Tensor = _Permute.apply(y_ND, order.back, order.order)  # type: ignore[no-untyped-call]
     y_TKD = rows_ND.view(T, K, y_ND.shape[-1])
     return (y_TKD * gate_TK.to(y_ND.dtype)[..., None]).sum(1)
 
@@ -84,7 +84,11 @@ class _Permute(torch.autograd.Function):
 
 
 def limit_capacity(
-    routing: Routing, num_experts: int, factor: float, token_mask_T: Tensor | None = None
+    routing: Routing,
+    num_experts: int,
+    top_k: int,
+    factor: float,
+    token_mask_T: Tensor | None = None,
 ) -> Routing:
     """Drop what exceeds k * floor(factor * ceil(T / E)) rows of an expert (Tutel's semantics).
 
@@ -98,8 +102,9 @@ def limit_capacity(
     if token_mask_T is not None:
         tokens = token_mask_T.sum()
         expert_ids_TK = expert_ids_TK.masked_fill(~token_mask_T[:, None], num_experts)
-    per_choice = (factor * (tokens / num_experts).ceil()).floor()
-    capacity = K * per_choice
+    # float64, as Python counts: in float32 1.05 * 120 falls short of 126.
+    per_choice = (factor * (tokens.double() / num_experts).ceil()).floor()
+    capacity = top_k * per_choice  # K may be larger: a threshold router has a column per expert
 
     # Queue all rows by (choice, priority), then stably by expert: a row's place in its expert's
     # stretch is its rank there.

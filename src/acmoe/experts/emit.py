@@ -10,9 +10,28 @@ import torch
 from torch import Tensor, nn
 
 from acmoe.config.routing import AdaptiveConfig, RandomConfig
+from acmoe.errors import UserError
+from acmoe.routing.adaptive import AdaptiveRouter
+from acmoe.routing.baselines import RandomRouter
 from acmoe.routing.cache import StatisticsSlot
+from acmoe.routing.router import Router
 from acmoe.routing.state import Routing, RoutingState, clusters_of, no_cluster
 from acmoe.routing.statistics import ClusterStatistics
+
+AS_ROUTER = "as the router"
+
+
+def resolve_emit(
+    emit: AdaptiveConfig | RandomConfig | str | None, router: Router
+) -> AdaptiveConfig | RandomConfig | None:
+    """The config of the next layer's router: the layer's own, unless another, or None, is given."""
+    if emit == AS_ROUTER:
+        return router.config if isinstance(router, AdaptiveRouter | RandomRouter) else None
+    if emit is not None and not isinstance(emit, AdaptiveConfig | RandomConfig):
+        raise UserError(
+            f"emit={emit!r}; pass the next router's AdaptiveConfig or RandomConfig, or None"
+        )
+    return emit
 
 
 class Emitter(nn.Module):

@@ -9,18 +9,15 @@ from torch import Tensor, nn
 from acmoe.config.routing import AdaptiveConfig, LossConfig, RandomConfig, RouterConfig
 from acmoe.errors import check
 from acmoe.experts.dispatch import combine, dispatch, limit_capacity, sort_by_expert
-from acmoe.experts.emit import Emitter
+from acmoe.experts.emit import AS_ROUTER, Emitter, resolve_emit
 from acmoe.experts.mlp import ExpertMLP
 from acmoe.ops.checks import check_dim, check_token_mask
-from acmoe.routing.adaptive import AdaptiveRouter
-from acmoe.routing.baselines import RandomRouter
+from acmoe.ops.precision import without_autocast
 from acmoe.routing.build import build_router
 from acmoe.routing.cache import LayerCache
 from acmoe.routing.router import Router, blank
 from acmoe.routing.soft import SoftRouter
 from acmoe.routing.state import RoutingState
-
-_UNSET = "as the router"
 
 
 class MoE(nn.Module):
@@ -48,7 +45,7 @@ class MoE(nn.Module):
         num_experts: int,
         top_k: int,
         router: str | RouterConfig | Router = "smoe",
-        emit: AdaptiveConfig | RandomConfig | str | None = _UNSET,
+        emit: AdaptiveConfig | RandomConfig | str | None = AS_ROUTER,
         activation: str = "relu",
         bias: bool = True,
         dropout: float = 0.0,
@@ -80,14 +77,7 @@ class MoE(nn.Module):
             dropout=dropout,
             init=init,
         )
-        if emit == _UNSET:
-            own = isinstance(router, AdaptiveRouter | RandomRouter)
-            emit = router.config if own else None  # type: ignore[assignment]
-        check(
-            emit is None or isinstance(emit, AdaptiveConfig | RandomConfig),
-            f"emit={emit!r}; pass the next router's AdaptiveConfig or RandomConfig, or None",
-        )
-        self.emitter = Emitter(emit, num_clusters=num_experts, dim=dim)  # type: ignore[arg-type]
+        self.emitter = Emitter(resolve_emit(emit, router), num_clusters=num_experts, dim=dim)
 
     @staticmethod
     def _check_router(router: Router, dim: int, num_experts: int, top_k: int) -> None:
@@ -117,18 +107,21 @@ class MoE(nn.Module):
         check_token_mask(x, token_mask)
         slots = cache or LayerCache(None, None)
         x = blank(x, token_mask)
-        scaled = self.router.rescale(x, state, token_mask=token_mask, cache=slots.router)
-        routing = self.router.decide(scaled, token_mask=token_mask, token_ids=token_ids)
+        with without_autocast(x):
+            scaled = self.router.rescale(x, state, token_mask=token_mask, cache=slots.router)
+            routing = self.router.decide(scaled, token_mask=token_mask, token_ids=token_ids)
+            emitted = self.emitter(x, routing, state, token_mask=token_mask, slot=slots.emit)
 
         mask_T = None if token_mask is None else token_mask.reshape(-1)
         sent = routing
         if self.capacity_factor is not None:
-            sent = limit_capacity(routing, self.num_experts, self.capacity_factor, mask_T)
+            sent = limit_capacity(
+                routing, self.num_experts, self.top_k, self.capacity_factor, mask_T
+            )
         expert_input = scaled.to(x.dtype) if self.router.scale_experts else x
         order = sort_by_expert(sent.expert_ids, self.num_experts)
         y_ND = self.experts(dispatch(expert_input.reshape(-1, self.dim), order), order)
-        y = blank(combine(y_ND, sent.gate, order).view(x.shape), token_mask)
-        return y, self.emitter(x, routing, state, token_mask=token_mask, slot=slots.emit)
+        return blank(combine(y_ND, sent.gate, order).view(x.shape), token_mask), emitted
 
     def new_cache(
         self,

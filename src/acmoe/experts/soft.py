@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from acmoe.config.routing import AdaptiveConfig, RandomConfig, SoftConfig
 from acmoe.errors import check
 from acmoe.experts.dispatch import sort_by_expert
-from acmoe.experts.emit import Emitter
+from acmoe.experts.emit import AS_ROUTER, Emitter, resolve_emit
 from acmoe.experts.mlp import ExpertMLP
 from acmoe.ops.checks import check_dim, check_token_mask
+from acmoe.ops.precision import without_autocast
 from acmoe.routing.build import build_router
 from acmoe.routing.router import blank
 from acmoe.routing.soft import SoftRouter, as_one_sequence
@@ -33,7 +34,7 @@ class SoftMoE(nn.Module):
         hidden: int,
         num_experts: int,
         router: str | SoftConfig | AdaptiveConfig | RandomConfig = "soft",
-        emit: AdaptiveConfig | RandomConfig | None = None,
+        emit: AdaptiveConfig | RandomConfig | str | None = AS_ROUTER,
         activation: str = "gelu",
         bias: bool = True,
         dropout: float = 0.0,
@@ -42,17 +43,12 @@ class SoftMoE(nn.Module):
         self.dim = dim
         self.num_experts = num_experts
         self.router = build_router(router, dim=dim, num_experts=num_experts, top_k=1)
-        base = getattr(self.router, "base", self.router)
         check(
-            isinstance(base, SoftRouter),
+            isinstance(self.base, SoftRouter),
             f"router={router!r} chooses experts; SoftMoE takes 'soft', SoftConfig(...) or "
             "AdaptiveConfig(base=SoftConfig(), mix=8)",
         )
-        assert isinstance(base, SoftRouter)
-        self.base = base
-        if emit is None and isinstance(router, AdaptiveConfig | RandomConfig):
-            emit = router
-        self.emitter = Emitter(emit, num_clusters=num_experts, dim=dim)
+        self.emitter = Emitter(resolve_emit(emit, self.router), num_clusters=num_experts, dim=dim)
         self.experts = ExpertMLP(
             dim=dim,
             hidden=hidden,
@@ -62,6 +58,12 @@ class SoftMoE(nn.Module):
             dropout=dropout,
         )
 
+    @property
+    def base(self) -> SoftRouter:
+        """The router without its scale. Not an attribute: it would be saved a second time."""
+        base: SoftRouter = getattr(self.router, "base", self.router)  # type: ignore[arg-type]
+        return base
+
     def forward(
         self, x: Tensor, state: RoutingState, *, token_mask: Tensor | None = None
     ) -> tuple[Tensor, RoutingState]:
@@ -70,14 +72,15 @@ class SoftMoE(nn.Module):
         check_token_mask(x, token_mask)
         x_BLD, mask_BL = (x, token_mask) if x.dim() == 3 else as_one_sequence(x, token_mask)
         x_BLD = blank(x_BLD, mask_BL)
-        scaled_BLD = self.router.rescale(x_BLD, state, token_mask=mask_BL)
-        soft = self.base.mixtures(scaled_BLD, mask_BL)
+        with without_autocast(x):
+            scaled_BLD = self.router.rescale(x_BLD, state, token_mask=mask_BL)
+            soft = self.base.mixtures(scaled_BLD, mask_BL)
+            emitted = self.emitter(x_BLD, soft.routing, state, token_mask=mask_BL)
         source_BLD = scaled_BLD.to(x.dtype) if self.router.scale_experts else x_BLD
         slot_BSD = soft.dispatch.to(x.dtype).mT @ source_BLD
         back_BSD = self.run_experts(slot_BSD)
         y_BLD = blank(soft.combine.to(x.dtype) @ back_BSD, mask_BL)
-        state = self.emitter(x_BLD, soft.routing, state, token_mask=mask_BL)
-        return y_BLD.view(x.shape), state
+        return y_BLD.view(x.shape), emitted
 
     def run_experts(self, slot_BSD: Tensor) -> Tensor:
         B, S, D = slot_BSD.shape

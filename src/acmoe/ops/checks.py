@@ -47,6 +47,7 @@ def check_range(ids: Tensor, low: int, high: int, name: str) -> None:
     """Every id lies in [low, high)."""
     if torch.compiler.is_compiling() or ids.numel() == 0 or ids.is_meta:
         return
+    ids = ids.long()  # a bound outside the range of uint8 or int8 would wrap around
     inside = ((ids >= low) & (ids < high)).all()
     if ids.device.type != "cpu":
         torch._assert_async(inside, f"{name} holds ids outside [{low}, {high})")

@@ -3,6 +3,7 @@
 T tokens, or B sequences of L tokens; D features, C clusters.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from acmoe.errors import check
 from acmoe.ops import reference
 from acmoe.ops.checks import check_count, check_range, check_tokens
+from acmoe.ops.precision import without_autocast
 
 _MEASURES: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
     name: getattr(reference, name) for name in reference.MEASURES
@@ -53,7 +55,10 @@ def dispersion_and_count(
     measure: str = "mad",
     token_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`dispersion`, and the float32 number of tokens in each cluster: (C,) or (B, C)."""
+    """`dispersion`, and the float32 number of tokens in each cluster: (C,) or (B, C).
+
+    A token that holds NaN or inf makes its own cluster's dispersion NaN, and no other's.
+    """
     check_measure(measure)
     check_count(num_clusters, "num_clusters")
     check_tokens(x, assignment, token_mask)
@@ -63,11 +68,14 @@ def dispersion_and_count(
         x, assignment = x[None], assignment[None]
         token_mask = None if token_mask is None else token_mask[None]
     x_BLD, cluster_BL = exclude(x, assignment, num_clusters, token_mask)
+    x_BLD, spoiled_BC = _quarantine(x_BLD, cluster_BL, num_clusters)
     count_BC = reference.cluster_count(cluster_BL, num_clusters)
-    if x_BLD.shape[1] == 0:  # no tokens at all: order statistics have nothing to read
-        spread_BCD = x_BLD.new_zeros(x_BLD.shape[0], num_clusters, x_BLD.shape[2])
+    if x_BLD.shape[1] == 0:  # no tokens at all: empty sums, for a measure would read the first one
+        spread_BCD = x_BLD.sum(1, keepdim=True).expand(-1, num_clusters, -1)
     else:
-        spread_BCD = _MEASURES[measure](x_BLD, cluster_BL, num_clusters)
+        with without_autocast(x_BLD):
+            spread_BCD = _MEASURES[measure](x_BLD, cluster_BL, num_clusters)
+    spread_BCD = spread_BCD.masked_fill(spoiled_BC[..., None], math.nan)
     return (spread_BCD[0], count_BC[0]) if one_set else (spread_BCD, count_BC)
 
 
@@ -92,3 +100,15 @@ def exclude(
     # masked_fill, not a product with 0: 0 * NaN is NaN, in the backward pass too.
     x = x.to(accumulation_dtype(x.dtype)).masked_fill(outside[..., None], 0.0)
     return x, cluster
+
+
+def _quarantine(x_BLD: Tensor, cluster_BL: Tensor, num_clusters: int) -> tuple[Tensor, Tensor]:
+    """Zeros in place of tokens that hold NaN or inf, and the clusters (B, C) that have any.
+
+    In a product with a one-hot matrix 0 * NaN would carry one bad token into every cluster.
+    """
+    bad_BL = (x_BLD.detach() * 0).sum(-1).isnan()
+    spoiled_BC = reference.cluster_count(
+        cluster_BL.masked_fill(~bad_BL, num_clusters), num_clusters
+    )
+    return x_BLD.masked_fill(bad_BL[..., None], 0.0), spoiled_BC > 0

@@ -10,6 +10,8 @@ N rows, I features in, O features out, E experts.
 import torch
 from torch import Tensor
 
+from acmoe.ops.precision import autocast_dtype
+
 
 @torch.library.custom_op("acmoe::grouped_linear", mutates_args=())
 def _grouped_linear(x_NI: Tensor, weight_EOI: Tensor, end_E: Tensor) -> Tensor:
@@ -53,7 +55,7 @@ def _backward(ctx, grad_NO):  # type: ignore[no-untyped-def]
     grad_NO = grad_NO.contiguous()
     grad_x = grad_weight = None
     if ctx.needs_input_grad[0]:
-        grad_x = grouped_linear(grad_NO, weight_EOI.mT, end_E)
+        grad_x = _grouped_linear(grad_NO, weight_EOI.mT, end_E)
     if ctx.needs_input_grad[1]:
         grad_weight = _grouped_outer(grad_NO, x_NI, end_E)
     return grad_x, grad_weight, None
@@ -65,7 +67,11 @@ _grouped_linear.register_autograd(_backward, setup_context=_save)
 def grouped_linear(x_NI: Tensor, weight_EOI: Tensor, end_E: Tensor) -> Tensor:
     """(N, O): rows end_E[e-1] to end_E[e] times the transpose of expert e's weight.
 
-    Rows from end_E[-1] on belong to no expert and give zeros.
+    Rows from end_E[-1] on belong to no expert and give zeros. Under autocast it runs in 16 bits, as
+    `torch.nn.functional.linear` does.
     """
+    dtype = autocast_dtype(x_NI)
+    if dtype is not None:
+        x_NI, weight_EOI = x_NI.to(dtype), weight_EOI.to(dtype)
     out_NO: Tensor = _grouped_linear(x_NI, weight_EOI, end_E)
     return out_NO

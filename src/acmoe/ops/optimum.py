@@ -14,6 +14,8 @@ from acmoe.errors import check
 # Newton steps, a fixed number so that no step waits for the host. Quadratic from the left: the
 # hardest spectra found (dispersions whose number grows with their size) need 12; see the tests.
 _STEPS = 24
+# A dispersion this many times lambda gets a weight of nothing; its square must still be a float64.
+_FAR = 1e140
 
 
 def optimal_weights(dispersion: Tensor, strength: float | Tensor) -> Tensor:
@@ -41,9 +43,15 @@ def optimal_weights(dispersion: Tensor, strength: float | Tensor) -> Tensor:
             bad = dispersion[~valid].flatten()[0].item()
             check(False, f"dispersion holds {bad}; every entry must be finite and at least 0")
     lam = torch.as_tensor(strength, dtype=torch.float64, device=dispersion.device)
-    lam = lam.expand(*dispersion.shape[:-1], 1) if lam.dim() == 0 else lam
+    rows = (*dispersion.shape[:-1], 1)
+    pairs = zip(reversed(lam.shape), reversed(rows), strict=False)
+    check(
+        lam.dim() <= len(rows) and all(size in (1, wanted) for size, wanted in pairs),
+        f"strength has shape {tuple(lam.shape)}; pass one number, or one for each row: {rows}",
+    )
+    lam = lam.expand(rows)
     # float64 inside: the root meets dispersions a millionth of lambda and a million times it.
-    weights: Tensor = _OptimalWeights.apply(dispersion.double(), lam)
+    weights: Tensor = _OptimalWeights.apply(dispersion.double(), lam)  # type: ignore[no-untyped-call]
     return weights.to(dispersion.dtype)
 
 
@@ -64,30 +72,29 @@ def check_strength(strength: float | Tensor) -> None:
 
 
 def solve(s: Tensor, lam: Tensor) -> Tensor:
-    """s + alpha at the largest root, without ever forming alpha.
+    """(s + alpha) / lambda at the largest root, without ever forming alpha.
 
-    With t = s - min(s) and u = alpha + min(s) > 0 the equation is H(t + u) = lambda, H the harmonic
-    mean. H is concave and increasing in u, so Newton from the left never passes the root; and
-    t + u has no cancellation, where s + alpha would.
+    In units of lambda, with t = s - min(s) and u = alpha + min(s) > 0, the equation reads
+    H(t + u) = 1, H the harmonic mean. H is concave and increasing in u, so Newton from the left
+    never passes the root; and t + u has no cancellation, where s + alpha would.
     """
     d = s.shape[-1]
-    t = s - s.amin(-1, keepdim=True)
+    t = ((s - s.amin(-1, keepdim=True)) / lam).clamp(max=_FAR)
     # u <= H(t + u) <= min(d * u, u + mean(t)) brackets the root from below.
-    u = torch.maximum(lam / d, lam - t.mean(-1, keepdim=True))
+    u = (1 - t.mean(-1, keepdim=True)).clamp(min=1 / d)
     for _ in range(_STEPS):
         inverse = 1 / (t + u)
         mean = inverse.mean(-1, keepdim=True)
         slope = (inverse / mean).square().mean(-1, keepdim=True)  # dH/du, between 1 and d
-        # Rounding may push a converged u by an ulp; it is never allowed to leave (0, lambda].
-        u = torch.minimum(u + ((lam - 1 / mean) / slope).clamp(min=0), lam)
+        # Rounding may push a converged u by an ulp; it is never allowed to leave (0, 1].
+        u = (u + ((1 - 1 / mean) / slope).clamp(min=0)).clamp(max=1)
     return t + u
 
 
 class _OptimalWeights(torch.autograd.Function):
     @staticmethod
     def forward(s: Tensor, lam: Tensor) -> Tensor:
-        shifted = solve(s, lam)
-        weights = (lam / s.shape[-1]) / shifted
+        weights = 1 / solve(s, lam)
         return weights / weights.sum(-1, keepdim=True)
 
     @staticmethod
@@ -103,6 +110,4 @@ class _OptimalWeights(torch.autograd.Function):
         centre = (grad * square).sum(-1, keepdim=True) / square.sum(-1, keepdim=True)
         grad_s = -(w.shape[-1] / lam) * square * (grad - centre)
         grad_lam = ((grad * w).sum(-1, keepdim=True) - centre) / lam
-        # A strength with its own broadcast shape gets its sum.
-        extra = [i for i, (a, b) in enumerate(zip(lam.shape, grad_lam.shape, strict=True)) if a < b]
-        return grad_s, grad_lam.sum(extra, keepdim=True) if extra else grad_lam
+        return grad_s, grad_lam

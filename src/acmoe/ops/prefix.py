@@ -7,7 +7,7 @@ m_i so far:
     variance  mean of (x_i - m_{i-1}) (x_i - m_i)    (Welford: exactly the variance of the prefix)
     std       its square root
 Memory is O(T D): tokens are sorted by cluster and scanned, and no (T, C, D) tensor ever exists.
-The statistics that must outlive a call (decoding) are three sums per sequence and cluster.
+What must outlive a call (decoding) is a count, a mean and a sum per sequence and cluster.
 
 B sequences, L tokens in each, D features, C clusters, J clusters read by each token.
 """
@@ -25,10 +25,10 @@ PREFIX_MEASURES = ("mad", "variance", "std")
 
 
 class PrefixMoments(NamedTuple):
-    """Sums over the tokens seen so far, per sequence and cluster."""
+    """What the tokens seen so far amount to, per sequence and cluster."""
 
     tokens: Tensor  # (B, C) how many
-    total: Tensor  # (B, C, D) sum of x
+    mean: Tensor  # (B, C, D) of x; anything finite where there are none
     spread: Tensor  # (B, C, D) sum of the increments of the measure
 
     @classmethod
@@ -42,8 +42,8 @@ class PrefixMoments(NamedTuple):
         dtype: torch.dtype = torch.float32,
     ) -> "PrefixMoments":
         tokens = torch.zeros(num_sequences, num_clusters, device=device, dtype=dtype)
-        total = torch.zeros(num_sequences, num_clusters, dim, device=device, dtype=dtype)
-        return cls(tokens, total, torch.zeros_like(total))
+        mean = torch.zeros(num_sequences, num_clusters, dim, device=device, dtype=dtype)
+        return cls(tokens, mean, torch.zeros_like(mean))
 
 
 def check_prefix_measure(measure: str) -> None:
@@ -66,48 +66,75 @@ def prefix_dispersion(
     """Dispersion (B, L, J, D) and count (B, L, J) of clusters `read_BLJ`, as seen at each token.
 
     assignment_BL   the cluster each token belongs to, -1 for none
-    read_BLJ        the clusters whose statistics the token wants: its own first (J = 1), or several
+    read_BLJ        the clusters whose statistics the token wants: its own (J = 1), or several; -1
+                    for none, which reads a count and a dispersion of 0
     before          what earlier calls saw of these sequences
     Returns also the moments after the last token.
     """
     check_prefix_measure(measure)
+    _check_prefix(x_BLD, read_BLJ, before)
     check_tokens(x_BLD, assignment_BL, token_mask)
     num_clusters = before.tokens.shape[1]
     check_range(assignment_BL, -1, num_clusters, "assignment")
+    check_range(read_BLJ, -1, num_clusters, "read")
     x_BLD, cluster_BL = exclude(x_BLD, assignment_BL, num_clusters, token_mask)
 
-    order_BL = cluster_BL.argsort(dim=1, stable=True)
-    back_BL = order_BL.argsort(dim=1)
-    sorted_BLD = _take(x_BLD, order_BL)
-    cluster_sorted_BL = cluster_BL.gather(1, order_BL)
-    own_BL = cluster_sorted_BL.clamp(max=num_clusters - 1)  # tokens in no cluster read garbage
-    same_BL = cluster_sorted_BL[:, 1:] == cluster_sorted_BL[:, :-1]
-    start_BL = torch.nn.functional.pad(~same_BL, (1, 0), value=True)
-
-    ones_BL1 = torch.ones_like(sorted_BLD[..., :1])
-    count_BL1 = before.tokens.gather(1, own_BL)[..., None] + segmented_sum(ones_BL1, start_BL)
-    total_BLD = _take(before.total, own_BL) + segmented_sum(sorted_BLD, start_BL)
-    away_BLD = sorted_BLD - total_BLD / count_BL1
-    if measure == "mad":
-        step_BLD = away_BLD.abs()
-    else:
-        earlier_BL1 = count_BL1 - 1
-        mean_before_BLD = (total_BLD - sorted_BLD) / earlier_BL1.clamp(min=1)
-        first_BL1 = earlier_BL1 == 0
-        step_BLD = ((sorted_BLD - mean_before_BLD) * away_BLD).masked_fill(first_BL1, 0.0)
-    spread_BLD = _take(before.spread, own_BL) + segmented_sum(step_BLD, start_BL)
-
-    # Back to the order of time, where "the last token of cluster c so far" is a running maximum.
-    count_BL = count_BL1[..., 0].gather(1, back_BL)
-    total_BLD, spread_BLD = _take(total_BLD, back_BL), _take(spread_BLD, back_BL)
+    count_BL, mean_BLD, spread_BLD = _after_each_token(x_BLD, cluster_BL, before, measure)
+    # In the order of time "the last token of cluster c so far" is a running maximum.
     last_BLC = _last_position(cluster_BL, num_clusters)
-    after = _at_the_end(last_BLC, count_BL, total_BLD, spread_BLD, before)
+    after = _at_the_end(last_BLC, count_BL, mean_BLD, spread_BLD, before)
     read_count_BLJ, read_spread_BLJD = _as_seen(read_BLJ, last_BLC, count_BL, spread_BLD, before)
     mean_BLJD = read_spread_BLJD / read_count_BLJ.clamp(min=1)[..., None]
     if measure == "std":
         constant = mean_BLJD <= 0
         mean_BLJD = torch.where(constant, 1.0, mean_BLJD).sqrt().masked_fill(constant, 0.0)
     return mean_BLJD, read_count_BLJ, after
+
+
+def _after_each_token(
+    x_BLD: Tensor, cluster_BL: Tensor, before: PrefixMoments, measure: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Count (B, L), mean (B, L, D) and summed increments (B, L, D) of each token's own cluster."""
+    order_BL = cluster_BL.argsort(dim=1, stable=True)
+    back_BL = order_BL.argsort(dim=1)
+    sorted_BLD = _take(x_BLD, order_BL)
+    cluster_BL = cluster_BL.gather(1, order_BL)
+    own_BL = cluster_BL.clamp(max=before.tokens.shape[1] - 1)  # tokens in no cluster read garbage
+    start_BL = torch.diff(cluster_BL, dim=1, prepend=cluster_BL[:, :1] - 1) != 0
+
+    # Means run relative to the mean so far, or else to the cluster's first token: equal tokens then
+    # deviate by exactly 0, and a large common offset costs no precision.
+    known_BL1 = before.tokens.gather(1, own_BL)[..., None]
+    first_BLD = _take(sorted_BLD.detach(), _segment_start(start_BL))
+    anchor_BLD = torch.where(known_BL1 > 0, _take(before.mean, own_BL), first_BLD)
+    moved_BLD = sorted_BLD - anchor_BLD
+    count_BL1 = known_BL1 + segmented_sum(torch.ones_like(moved_BLD[..., :1]), start_BL)
+    moved_mean_BLD = segmented_sum(moved_BLD, start_BL) / count_BL1
+    away_BLD = moved_BLD - moved_mean_BLD
+    if measure == "mad":
+        step_BLD = away_BLD.abs()
+    else:
+        # x_i - m_{i-1} is n / (n-1) times x_i - m_i; as a square the product is never negative.
+        step_BLD = away_BLD.square() * (count_BL1 / (count_BL1 - 1).clamp(min=1))
+    spread_BLD = _take(before.spread, own_BL) + segmented_sum(step_BLD, start_BL)
+    mean_BLD = anchor_BLD + moved_mean_BLD
+    count_BL = count_BL1[..., 0]
+    return count_BL.gather(1, back_BL), _take(mean_BLD, back_BL), _take(spread_BLD, back_BL)
+
+
+def _check_prefix(x_BLD: Tensor, read_BLJ: Tensor, before: PrefixMoments) -> None:
+    check(x_BLD.dim() == 3, f"x has shape {tuple(x_BLD.shape)}; pass (sequences, length, features)")
+    check(
+        read_BLJ.dim() == 3 and read_BLJ.shape[:2] == x_BLD.shape[:2],
+        f"read has shape {tuple(read_BLJ.shape)}; clusters to read at each token of x need "
+        f"{(*x_BLD.shape[:2], 'clusters')}",
+    )
+    B, C, D = before.mean.shape
+    check(
+        x_BLD.shape[0] == B and x_BLD.shape[2] == D,
+        f"before holds moments of {B} sequences and {D} features; x of shape {tuple(x_BLD.shape)} "
+        f"needs PrefixMoments.empty({x_BLD.shape[0]}, {C}, {x_BLD.shape[2]})",
+    )
 
 
 def _take(value_BXD: Tensor, index_BL: Tensor) -> Tensor:
@@ -145,13 +172,17 @@ def _as_seen(
         _take(spread_BLD, flat_BN).view(B, L, J, -1),
         _take(before.spread, want_BN).view(B, L, J, -1),
     )
-    return count_BLJ.masked_fill(read_BLJ < 0, 0.0), spread_BLJD
+    nothing_BLJ = read_BLJ < 0
+    return (
+        count_BLJ.masked_fill(nothing_BLJ, 0.0),
+        spread_BLJD.masked_fill(nothing_BLJ[..., None], 0.0),
+    )
 
 
 def _at_the_end(
     last_BLC: Tensor,
     count_BL: Tensor,
-    total_BLD: Tensor,
+    mean_BLD: Tensor,
     spread_BLD: Tensor,
     before: PrefixMoments,
 ) -> PrefixMoments:
@@ -161,7 +192,7 @@ def _at_the_end(
     seen_BC, at_BC = last_BC >= 0, last_BC.clamp(min=0)
     return PrefixMoments(
         torch.where(seen_BC, count_BL.gather(1, at_BC), before.tokens),
-        torch.where(seen_BC[..., None], _take(total_BLD, at_BC), before.total),
+        torch.where(seen_BC[..., None], _take(mean_BLD, at_BC), before.mean),
         torch.where(seen_BC[..., None], _take(spread_BLD, at_BC), before.spread),
     )
 
@@ -173,7 +204,7 @@ def segmented_sum(value_BLD: Tensor, start_BL: Tensor) -> Tensor:
     follows, and what stands in other segments, cannot change a bit of it. (A global cumulative sum
     minus its value at the start would let earlier segments round into later ones.)
     """
-    total: Tensor = _SegmentedSum.apply(value_BLD, start_BL)
+    total: Tensor = _SegmentedSum.apply(value_BLD, start_BL)  # type: ignore[no-untyped-call]
     return total
 
 
@@ -195,12 +226,17 @@ class _SegmentedSum(torch.autograd.Function):
         return segmented_sum(grad.flip(1), end_BL.flip(1)).flip(1), None
 
 
+def _segment_start(start_BL: Tensor) -> Tensor:
+    """(B, L) position of the latest True of `start_BL` up to each place."""
+    position_L = torch.arange(start_BL.shape[1], device=start_BL.device)
+    first_BL = torch.where(start_BL, position_L, 0)
+    return first_BL.cummax(dim=1).values if start_BL.shape[1] else first_BL
+
+
 def _scan(value_BLD: Tensor, start_BL: Tensor) -> Tensor:
     """log2(L) rounds of adding the value 2^k places to the left, as far as the segment reaches."""
     L = value_BLD.shape[1]
-    position_L = torch.arange(L, device=value_BLD.device)
-    first_BL = torch.where(start_BL, position_L, 0)
-    offset_BL = position_L - (first_BL.cummax(dim=1).values if L else first_BL)
+    offset_BL = torch.arange(L, device=value_BLD.device) - _segment_start(start_BL)
     reach = 1
     while reach < L:
         left_BLD = torch.nn.functional.pad(value_BLD[:, :-reach], (0, 0, reach, 0))

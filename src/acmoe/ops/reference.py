@@ -1,7 +1,7 @@
 """Dispersion of tokens within clusters, in plain PyTorch: the specification of the kernels.
 
-Every function takes x_BLD in its accumulation dtype (float32 or float64), finite wherever
-cluster_BL < C, and cluster ids where C itself means "in no cluster" (padding, first layer).
+Every function takes finite x_BLD in its accumulation dtype (float32 or float64), and cluster ids
+where C itself means "in no cluster" (padding, first layer).
 Sums over tokens are products with a one-hot matrix: no atomics, so equal inputs give equal bits.
 
 B independent sets of tokens, L tokens in each, D features, C clusters.
@@ -26,11 +26,19 @@ def mean_per_cluster(value_BLD: Tensor, member_BLC: Tensor) -> Tensor:
 
 
 def deviation(x_BLD: Tensor, cluster_BL: Tensor, member_BLC: Tensor) -> Tensor:
-    """(B, L, D) each token minus the mean of its cluster."""
-    mean_BCD = mean_per_cluster(x_BLD, member_BLC)
-    # A token in no cluster reads the last mean; its row of member_BLC is zero: it counts nowhere.
-    own_BL1 = cluster_BL.clamp(max=mean_BCD.shape[1] - 1)[..., None]
-    return x_BLD - mean_BCD.gather(1, own_BL1.expand_as(x_BLD))
+    """(B, L, D) each token minus the mean of its cluster.
+
+    Means are taken relative to one token of the cluster: where its tokens are all equal every
+    deviation is exactly 0, and a large common offset costs no precision. Shifting all tokens does
+    not change a deviation, so the shift needs no gradient.
+    """
+    D = x_BLD.shape[2]
+    # A token in no cluster reads the last one; its row of member_BLC is zero: it counts nowhere.
+    own_BL = cluster_BL.clamp(max=member_BLC.shape[2] - 1)
+    anchor_BL1 = member_BLC.argmax(1).gather(1, own_BL)[..., None]
+    moved_BLD = x_BLD - x_BLD.detach().gather(1, anchor_BL1.expand(-1, -1, D))
+    mean_BCD = mean_per_cluster(moved_BLD, member_BLC)
+    return moved_BLD - mean_BCD.gather(1, own_BL[..., None].expand(-1, -1, D))
 
 
 def mad(x_BLD: Tensor, cluster_BL: Tensor, num_clusters: int) -> Tensor:
@@ -64,19 +72,20 @@ def sort_within_clusters(x_BLD: Tensor, cluster_BL: Tensor) -> tuple[Tensor, Ten
 def gini(x_BLD: Tensor, cluster_BL: Tensor, num_clusters: int) -> Tensor:
     """Mean |x_i - x_j| over all ordered pairs of a cluster: s of Theorem 1, in O(n log n).
 
-    The r-th smallest of n values (r from 0) is the larger one in r pairs and the smaller one in
-    n-1-r, so it enters the sum over unordered pairs 2r+1-n times.
+    With r of its n values on one side of the gap between two neighbours and n-r on the other, that
+    gap lies inside r(n-r) pairs. Sums of gaps are never negative, and 0 for equal values.
     """
     sorted_BLD, cluster_BL = sort_within_clusters(x_BLD, cluster_BL)
     member_BLC = membership(cluster_BL, num_clusters, x_BLD.dtype)
     count_BC = member_BLC.sum(1)
     first_BC = count_BC.cumsum(1) - count_BC
     position_L = torch.arange(x_BLD.shape[1], device=x_BLD.device, dtype=x_BLD.dtype)
-    rank_BL = position_L - (member_BLC * first_BC[:, None]).sum(-1)
+    below_BL = position_L - (member_BLC * first_BC[:, None]).sum(-1)
     size_BL = (member_BLC * count_BC[:, None]).sum(-1)
-    times_BL1 = (2 * rank_BL + 1 - size_BL)[..., None]
-    pairs_BC1 = count_BC[..., None].clamp(min=1) ** 2
-    return 2 * (member_BLC.mT @ (times_BL1 * sorted_BLD)) / pairs_BC1
+    share_BL1 = (below_BL / size_BL.clamp(min=1))[..., None]
+    gap_BLD = torch.diff(sorted_BLD, dim=1, prepend=sorted_BLD[:, :1])
+    # The first value of a cluster has the share 0: the gap to the cluster before it counts nowhere.
+    return 2 * (member_BLC.mT @ (share_BL1 * (1 - share_BL1) * gap_BLD))
 
 
 def iqr(x_BLD: Tensor, cluster_BL: Tensor, num_clusters: int) -> Tensor:

@@ -12,6 +12,9 @@ from acmoe.ops.optimum import check_strength, optimal_weights
 
 NORMALIZATIONS = ("cluster", "feature", "global")
 
+# Reciprocals of anything smaller would overflow float64 when they are summed.
+_LEAST = 1e-290
+
 
 def cluster_scale(
     x: Tensor,
@@ -70,6 +73,7 @@ def scale_from_dispersion(
         informs_XC1 = informs_XC1 & (mean_XC1 > 0)
     # Clusters that do not inform take part in nothing, so that their NaN cannot reach a gradient.
     s_XCD = torch.where(informs_XC1, torch.maximum(s_XCD, floor * mean_XC1) + eps, 1.0)
+    s_XCD = s_XCD.clamp(min=_LEAST)
 
     if strength is None:
         weight_XCD = 1 / s_XCD

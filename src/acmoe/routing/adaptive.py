@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 
 from acmoe.config.routing import AdaptiveConfig
-from acmoe.errors import check
 from acmoe.ops.dispersion import accumulation_dtype
 from acmoe.routing.cache import StatisticsSlot
 from acmoe.routing.router import Router
-from acmoe.routing.state import Routing, RoutingState, check_state
+from acmoe.routing.state import Routing, RoutingState, check_mix, check_state
 from acmoe.routing.statistics import ClusterStatistics
 
 
@@ -36,10 +35,7 @@ class AdaptiveRouter(Router):
         super().__init__(
             dim=base.dim, num_experts=base.num_experts, top_k=base.top_k, losses=base.losses
         )
-        check(
-            config.mix <= base.num_experts,
-            f"mix={config.mix} exceeds num_experts={base.num_experts}; lower mix",
-        )
+        check_mix(config.mix, base.num_experts)
         self.config = config
         self.base = base
         self.mix = config.mix
@@ -65,7 +61,7 @@ class AdaptiveRouter(Router):
         cache: StatisticsSlot | None = None,
     ) -> Tensor:
         """M_k* h for every token (Eqn. 8), in float32: bf16 scales flip near-ties of the top-k."""
-        check_state(state, x[..., 0].numel(), self.mix, self.num_experts)
+        check_state(state, x, self.mix, self.num_experts)
         x_BLD = x if x.dim() == 3 else x[None]
         B, L, _ = x_BLD.shape
         assignment_BLJ = state.assignment.view(B, L, self.mix)
@@ -104,7 +100,7 @@ def gather_scale(scale: Tensor, assignment_BLJ: Tensor) -> Tensor:
         return scale[own_BLJ]
     B, L, J = own_BLJ.shape
     index_BN1 = own_BLJ.view(B, L * J, 1).expand(-1, -1, scale.shape[-1])
-    return scale.gather(1, index_BN1).view(B, L, J, -1)
+    return scale.gather(1, index_BN1).view(B, L, J, scale.shape[-1])
 
 
 def mix_scales(scale_BLJD: Tensor, membership_BLJ: Tensor) -> Tensor:

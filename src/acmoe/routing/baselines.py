@@ -19,8 +19,14 @@ from acmoe.ops.dispersion import accumulation_dtype
 from acmoe.routing.adaptive import gather_scale, mix_scales
 from acmoe.routing.cache import StatisticsSlot
 from acmoe.routing.router import Router, flat, need_token_ids
-from acmoe.routing.state import Routing, RoutingState, check_state
-from acmoe.routing.topk import common_losses, expert_embeddings, no_noise_losses, select
+from acmoe.routing.state import Routing, RoutingState, check_mix, check_state
+from acmoe.routing.topk import (
+    common_losses,
+    expert_embeddings,
+    no_noise_losses,
+    only_z,
+    select,
+)
 
 _GREATEST_LOG_SCALE = math.log(100.0)  # of 1 / temperature, so that a gate cannot saturate
 
@@ -76,6 +82,7 @@ class RandomRouter(Router):
         super().__init__(
             dim=base.dim, num_experts=base.num_experts, top_k=base.top_k, losses=base.losses
         )
+        check_mix(config.mix, base.num_experts)
         self.config = config
         self.base = base
         self.mix = config.mix
@@ -89,7 +96,7 @@ class RandomRouter(Router):
         token_mask: Tensor | None = None,
         cache: StatisticsSlot | None = None,
     ) -> Tensor:
-        check_state(state, x[..., 0].numel(), self.mix, self.num_experts)
+        check_state(state, x, self.mix, self.num_experts)
         x_TD = flat(x)
         normal_CD = torch.randn(self.num_experts, self.dim, device=x.device, dtype=x_TD.dtype)
         scale_CD = (1 + self.config.std * normal_CD).clamp(min=0)
@@ -171,8 +178,7 @@ class ExpertChoiceRouter(Router):
         expert_E = torch.arange(self.num_experts, device=x.device)
         expert_ids_TE = torch.where(taken_TE, expert_E, self.num_experts)
         # Balanced by construction: only the z-loss is left to ask for.
-        only_z = LossConfig(balance=0.0, z=self.losses.z)
-        loss = common_losses(only_z, affinity_TE, expert_ids_TE, mask_T)
+        loss = common_losses(only_z(self.losses), affinity_TE, expert_ids_TE, mask_T)
         return Routing(expert_ids_TE, gate_TE * taken_TE, affinity_TE, loss)
 
     def taken(self, gate_TE: Tensor, mask_T: Tensor | None) -> Tensor:
@@ -182,7 +188,8 @@ class ExpertChoiceRouter(Router):
             tokens = mask_T.sum()
         else:
             tokens = torch.tensor(gate_TE.shape[0], device=gate_TE.device)
-        share = self.config.capacity_factor * self.top_k / self.num_experts
-        capacity = (share * tokens).ceil().clamp(max=gate_TE.shape[0])
+        # float64, and the division last: k * 21 / 7 must not become 3.0000002 and its ceiling 4.
+        rows = self.config.capacity_factor * self.top_k * tokens.double()
+        capacity = (rows / self.num_experts).ceil()
         rank_TE = gate_TE.argsort(dim=0, descending=True, stable=True).argsort(dim=0)
         return (rank_TE < capacity) & (gate_TE >= 0)

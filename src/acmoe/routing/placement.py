@@ -28,7 +28,7 @@ def adaptive_depths(placement: str | Sequence[int], num_layers: int) -> tuple[in
     if not isinstance(placement, str):
         for depth in placement:
             check(
-                1 <= depth < num_layers,
+                isinstance(depth, int) and 1 <= depth < num_layers,
                 f"placement holds depth {depth}; among {num_layers} MoE layers (counted from 0) an "
                 f"adaptive one stands at 1 to {num_layers - 1}",
             )

@@ -10,6 +10,7 @@ from acmoe.config.routing import LossConfig
 from acmoe.errors import check
 from acmoe.ops.checks import check_dim, check_token_mask
 from acmoe.ops.dispersion import accumulation_dtype
+from acmoe.ops.precision import without_autocast
 from acmoe.routing.cache import StatisticsSlot
 from acmoe.routing.state import Routing, RoutingState
 
@@ -54,8 +55,9 @@ class Router(nn.Module):
         check_dim(x, self.dim)
         check_token_mask(x, token_mask)
         x = blank(x, token_mask)
-        scaled = self.rescale(x, state, token_mask=token_mask, cache=cache)
-        return self.decide(scaled, token_mask=token_mask, token_ids=token_ids)
+        with without_autocast(x):
+            scaled = self.rescale(x, state, token_mask=token_mask, cache=cache)
+            return self.decide(scaled, token_mask=token_mask, token_ids=token_ids)
 
     def rescale(
         self,

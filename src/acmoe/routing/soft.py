@@ -58,7 +58,8 @@ class SoftRouter(Router):
         if token_mask is not None:
             dispatch_BLS = dispatch_BLS.masked_fill(~token_mask[..., None], 0.0)
         combine_BLS = logits_BLS.softmax(-1)
-        share_TE = combine_BLS.view(B * L, self.num_experts, -1).sum(-1)
+        per_expert = self.config.slots_per_expert
+        share_TE = combine_BLS.view(B * L, self.num_experts, per_expert).sum(-1)
         expert_T1 = share_TE.argmax(-1, keepdim=True)
         none = x_BLD.new_zeros((), dtype=torch.float32)
         log_share_TE = share_TE.clamp(min=torch.finfo(x_BLD.dtype).tiny).log()

@@ -12,7 +12,7 @@ from acmoe.ops.checks import check_range
 from acmoe.routing.losses import distillation_loss, stable_balance_loss
 from acmoe.routing.router import Router, flat, need_token_ids
 from acmoe.routing.state import Routing
-from acmoe.routing.topk import expert_embeddings, no_noise_losses
+from acmoe.routing.topk import common_losses, expert_embeddings, no_noise_losses, only_z
 
 
 class StableRouter(Router):
@@ -49,23 +49,28 @@ class StableRouter(Router):
 
     def freeze(self) -> None:
         """Begin stage two: assignments come from the light router, which stops learning."""
-        self.stage = 2
-        self.light_tokens.requires_grad_(False)
-        self.light_experts.requires_grad_(False)
+        self._enter(2)
+
+    def _enter(self, stage: int) -> None:
+        if stage != self.stage:
+            self.stage = stage
+            self.light_tokens.requires_grad_(stage == 1)
+            self.light_experts.requires_grad_(stage == 1)
 
     def get_extra_state(self) -> Tensor:
         return torch.tensor(self.stage)  # a tensor, so that safetensors can hold it
 
     def set_extra_state(self, state: Tensor) -> None:
-        if int(state) == 2:
-            self.freeze()
+        self._enter(int(state))
 
     def decide(
         self, x: Tensor, *, token_mask: Tensor | None = None, token_ids: Tensor | None = None
     ) -> Routing:
         ids_T = need_token_ids(token_ids, x, self.config.name)
-        check_range(ids_T, 0, self.light_tokens.num_embeddings, "token_ids")
         mask_T = None if token_mask is None else token_mask.reshape(-1)
+        if mask_T is not None:
+            ids_T = ids_T.masked_fill(~mask_T, 0)  # the id of padding may be no word
+        check_range(ids_T, 0, self.light_tokens.num_embeddings, "token_ids")
         x_TD = flat(x)
         affinity_TE = x_TD @ self.embedding.to(x_TD.dtype).T
         light_TE = self.light_tokens(ids_T).to(x_TD.dtype) @ self.light_experts.to(x_TD.dtype).T
@@ -73,7 +78,8 @@ class StableRouter(Router):
         chooser_TE = affinity_TE if learning else light_TE
         expert_ids_TK = chooser_TE.topk(self.top_k, dim=-1).indices
         gate_TK = affinity_TE.gather(1, expert_ids_TK).sigmoid()
-        loss = x_TD.new_zeros((), dtype=torch.float32)
+        # Its own balance loss, below, stands in place of the common one.
+        loss = common_losses(only_z(self.losses), affinity_TE, expert_ids_TK, mask_T)
         if learning:
             expert_T = affinity_TE.argmax(-1)
             score_T = affinity_TE.gather(1, expert_T[:, None])[:, 0]

@@ -75,8 +75,13 @@ def clusters_of(affinity_TE: Tensor, mix: int) -> tuple[Tensor, Tensor]:
     return order_TE[:, :mix].contiguous(), best_TE[:, :mix].softmax(-1)
 
 
-def check_state(state: RoutingState, num_tokens: int, mix: int, num_clusters: int) -> None:
+def check_mix(mix: int, num_clusters: int) -> None:
+    check(mix <= num_clusters, f"mix={mix} exceeds num_experts={num_clusters}; lower mix")
+
+
+def check_state(state: RoutingState, x: Tensor, mix: int, num_clusters: int) -> None:
     """The state fits the tokens and the reader."""
+    num_tokens, dim = x.shape[:-1].numel(), x.shape[-1]
     check(
         state.assignment.shape == (num_tokens, mix),
         f"state.assignment has shape {tuple(state.assignment.shape)}; {num_tokens} tokens and "
@@ -87,4 +92,9 @@ def check_state(state: RoutingState, num_tokens: int, mix: int, num_clusters: in
         state.scale.shape[0] == num_clusters,
         f"state.scale has {state.scale.shape[0]} clusters; the reader has {num_clusters}: "
         "consecutive MoE layers must agree on num_experts",
+    )
+    check(
+        state.scale.shape[1] == dim,
+        f"state.scale has {state.scale.shape[1]} features; the tokens have {dim}: where the width "
+        "changes, begin anew with RoutingState.identity(...)",
     )

@@ -57,6 +57,12 @@ class ClusterStatistics(StepStatistics):
         self, num_sequences: int, *, device: torch.device | str | None, dtype: torch.dtype
     ) -> StatisticsSlot | None:
         """A decode slot for the current mode; None where nothing needs caching."""
+        train, evaluation = self.config.modes
+        check(
+            not self.training or train == evaluation,
+            f"new_cache of a layer in training mode would fit statistics={train!r}, and decoding "
+            f"uses eval_statistics={evaluation!r}; call eval() first",
+        )
         device = self.dispersion.device if device is None else device
         dtype = accumulation_dtype(dtype)
         shape: tuple[int, ...] = (self.num_clusters, self.dim)
@@ -204,6 +210,10 @@ class ClusterStatistics(StepStatistics):
         self.last_count.zero_()
 
 
+# What a model is built with; the other fields of a config are read at every call.
+_BUILT = ("base", "mix", "scale_experts")
+
+
 @contextlib.contextmanager
 def override_statistics(model: nn.Module, **changes: Any) -> Iterator[None]:
     """Change fields of every adaptive config inside `with`, for an evaluation or an attack.
@@ -211,15 +221,23 @@ def override_statistics(model: nn.Module, **changes: Any) -> Iterator[None]:
     >>> # with override_statistics(model, eval_statistics="running"): ...
     >>> # with override_statistics(model, detach=False): ...   # a white-box attack
     """
-    found = [module for module in model.modules() if isinstance(module, ClusterStatistics)]
+    for name in changes:
+        check(
+            name in AdaptiveConfig.__dataclass_fields__ and name not in _BUILT,
+            f"{name}={changes[name]!r} cannot be overridden; {', '.join(_BUILT)} are fixed when a "
+            "model is built, and any other name must be a field of AdaptiveConfig",
+        )
+    # A router that reads the previous layer's statistics holds the same config as their taker.
+    found = [m for m in model.modules() if isinstance(getattr(m, "config", None), AdaptiveConfig)]
     before = [module.config for module in found]
     try:
-        for module in found:
-            changed = replace(module.config, **changes)
+        for module, config in zip(found, before, strict=True):
+            assert isinstance(config, AdaptiveConfig)
+            changed = replace(config, **changes)
             check(
-                changed.reads == module.config.reads,
+                changed.reads == config.reads,
                 f"{changes} would take statistics of the {changed.reads} layer in a model built "
-                f"for the {module.config.reads} one; build it with that statistics_of",
+                f"for the {config.reads} one; build it with that statistics_of",
             )
             module.config = changed
         yield

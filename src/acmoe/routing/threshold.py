@@ -66,15 +66,15 @@ class ThresholdRouter(Router):
     def active(self, gate_TK: Tensor) -> Tensor:
         """1 for a chosen expert, 0 for another, with the surrogate's gradient."""
         if self.theta is None:
-            margin_TK = gate_TK.detach() - self.config.threshold
+            active_TK = (gate_TK.detach() > self.config.threshold).to(gate_TK.dtype)
         else:
             margin_TK = gate_TK - self.theta.to(gate_TK.dtype).sigmoid()
-        hard_TK = (margin_TK.detach() > 0).to(gate_TK.dtype)
-        hard_TK[:, 0] = 1.0
-        if self.theta is None:
-            return hard_TK
-        if self.config.surrogate == "straight-through":
-            soft_TK = margin_TK * hard_TK
-        else:
-            soft_TK = (margin_TK / self.config.temperature).sigmoid()
-        return hard_TK + soft_TK - soft_TK.detach()
+            hard_TK = (margin_TK.detach() > 0).to(gate_TK.dtype)
+            if self.config.surrogate == "straight-through":
+                soft_TK = margin_TK * hard_TK
+            else:
+                soft_TK = (margin_TK / self.config.temperature).sigmoid()
+            active_TK = hard_TK + (soft_TK - soft_TK.detach())
+        # The first choice is kept whatever p is, so it has no slope. With the same slope as the
+        # others it would cancel theirs: renormalised gates do not see a common factor.
+        return torch.cat([torch.ones_like(active_TK[:, :1]), active_TK[:, 1:]], dim=1)

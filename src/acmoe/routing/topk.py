@@ -167,6 +167,11 @@ def common_losses(
     return total
 
 
+def only_z(losses: LossConfig) -> LossConfig:
+    """For a router that balances by other means than the common loss."""
+    return LossConfig(balance=0.0, z=losses.z)
+
+
 def no_noise_losses(losses: LossConfig | None, router: str) -> LossConfig:
     """The loss weights, for a router that draws no noise and so has no expected load."""
     losses = losses or LossConfig()

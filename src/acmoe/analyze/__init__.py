@@ -1,0 +1,1 @@
+"""Figures from measurements. The only room that draws, and only when asked."""

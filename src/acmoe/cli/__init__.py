@@ -1,0 +1,33 @@
+"""The command line. One dataclass a command: its fields are the options, `run` does the work.
+
+Exit codes: 0 done; 2 a mistake in what was asked, said in one line; 1 anything else.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from acmoe.cli.commands import COMMANDS
+from acmoe.cli.parse import parse
+from acmoe.errors import UserError
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        command = parse(COMMANDS, arguments)
+        status = command.run()
+        sys.stdout.flush()
+    except UserError as mistake:
+        print(f"acmoe: {mistake}", file=sys.stderr)
+        status = 2
+    except KeyboardInterrupt:
+        print("acmoe: interrupted", file=sys.stderr)
+        status = 128 + signal.SIGINT
+    except BrokenPipeError:
+        # The reader (head, less) has gone: nothing is left to say, not even at interpreter exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 0
+    sys.exit(status)

@@ -1,0 +1,104 @@
+"""`acmoe data list|prepare`: what is here, and how to get the rest."""
+
+import json as json_format
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class List:
+    """Every data set: what it is, whether it is prepared here, and where it comes from."""
+
+    root: Path = Path("data")
+    """Folder that holds the prepared data sets."""
+    json: bool = False
+    """Print as JSON."""
+
+    def run(self) -> int:
+        from acmoe.data.registry import datasets, found
+
+        entries = [(entry, found(entry.name, self.root)) for entry in datasets()]
+        if self.json:
+            rows = [
+                {**asdict(entry), "state": here.state, "folder": str(here.folder)}
+                for entry, here in entries
+            ]
+            print(json_format.dumps(rows, indent=2))
+            return 0
+        table = Table("name", "what", "here", "where from")
+        for entry, here in entries:
+            how = entry.layout or "acmoe data prepare " + entry.name
+            hub = f"\nor --from hf ({entry.hub})" if entry.hub else ""
+            about = f"{entry.about}; {entry.licence}"
+            state = here.state if here.state == "absent" else f"{here.state}: {here.detail}"
+            table.add_row(*map(escape, (entry.name, about, state, f"{entry.origin}\n{how}{hub}")))
+        Console().print(table)
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepare:
+    """Verify a source and tokenise it once into memory-mapped arrays; safe to interrupt."""
+
+    name: tyro.conf.Positional[str]
+    """A data set of `acmoe data list`; `words` and `bytes` take any text."""
+    source: Annotated[str | None, tyro.conf.arg(name="from")] = None
+    """Folder or file to read; `hf` fetches from the HuggingFace hub. `stdlib` needs none."""
+    root: Path = Path("data")
+    """Folder that holds the prepared data sets."""
+    min_count: int = 1
+    """Words seen fewer times in training become <unk> (word level)."""
+    max_vocabulary: int | None = None
+    """Most frequent words kept (word level)."""
+    limit: int | None = None
+    """Use only this many bytes (byte level)."""
+    allow_other_counts: bool = False
+    """Accept a stand-in whose token counts are not the published ones."""
+    title: str = ""
+    """How reports name the corpus."""
+
+    def run(self) -> int:
+        from acmoe.config.data import PrepareConfig
+        from acmoe.data.hub import download
+        from acmoe.data.prepare import prepare
+        from acmoe.data.progress import progress_bars
+
+        console = Console(stderr=True)
+        config = PrepareConfig(
+            min_count=self.min_count,
+            max_vocabulary=self.max_vocabulary,
+            limit=self.limit,
+            allow_other_counts=self.allow_other_counts,
+            title=self.title,
+        )
+        with progress_bars(console) as progress:
+            source = None if self.source is None else Path(self.source)
+            if self.source == "hf":
+                source = download(self.name, self.root / f"{self.name}.source", progress=progress)
+            done = prepare(
+                self.name, source, self.root / self.name, config=config, progress=progress
+            )
+        counts = ", ".join(f"{split} {count:,}" for split, count in done.counts.items())
+        words = f"; {done.vocabulary_size:,} symbols" if done.vocabulary_size else ""
+        verb = "prepared" if done.created else "already prepared, nothing to do"
+        print(f"{done.title}: {verb} in {done.folder} ({counts}{words})")
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """List data sets, or prepare one."""
+
+    action: (
+        Annotated[List, tyro.conf.subcommand("list")]
+        | Annotated[Prepare, tyro.conf.subcommand("prepare")]
+    )
+
+    def run(self) -> int:
+        return self.action.run()

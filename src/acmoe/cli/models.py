@@ -1,0 +1,38 @@
+"""`acmoe models`: every model, its size and the paper's figures."""
+
+import json as json_format
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """Every model: layers, parameters (total and active per token), and what the paper reports."""
+
+    json: bool = False
+    """Print as JSON."""
+    markdown: bool = False
+    """Print the table of the README."""
+
+    def run(self) -> int:
+        from acmoe.models.table import markdown_table, model_rows
+
+        rows = model_rows()
+        if self.json:
+            print(json_format.dumps([row._asdict() for row in rows], indent=2))
+        elif self.markdown:
+            print(markdown_table(rows))
+        else:
+            table = Table("model", "what", "parameters", "active", "the paper")
+            for row in rows:
+                table.add_row(
+                    row.name,
+                    row.description,
+                    f"{row.parameters:,}",
+                    f"{row.active_parameters:,}",
+                    row.paper,
+                )
+            Console().print(table)
+        return 0

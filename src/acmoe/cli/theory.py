@@ -1,0 +1,34 @@
+"""`acmoe theory`: does the paper's mathematics hold?"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+
+@dataclass(frozen=True, kw_only=True)
+class Theory:
+    """Check the paper's theorem, lemmas and propositions numerically, and say where they fail."""
+
+    seed: int = 0
+    """Random draws of every check."""
+    json: bool = False
+    """Print figures as JSON."""
+    figures: Path | None = None
+    """Folder for figures (needs the plots extra)."""
+
+    def run(self) -> int:
+        from acmoe.theory import all_confirmed, render, run_checks, to_json
+
+        checks = run_checks(seed=self.seed)
+        if self.json:
+            print(to_json(checks))
+        else:
+            Console().print(render(checks))
+        if self.figures is not None:
+            from acmoe.analyze.theory_plots import save_theory_figures
+
+            for path in save_theory_figures(self.figures, seed=self.seed):
+                print(f"wrote {path}", file=sys.stderr)
+        return 0 if all_confirmed(checks) else 1

@@ -1,0 +1,1 @@
+"""What the models read: corpora on disk, sentences, images, and mixtures known in closed form."""
