@@ -1,8 +1,8 @@
 """One matrix product per expert, over rows sorted by expert.
 
-A custom op, so that `torch.compile(fullgraph=True)` sees one call where the reference is a loop
-whose bounds are data. Each expert's product is an ordinary matmul: no atomics, equal inputs give
-equal bits.
+`grouped_linear` is a custom op, so that `torch.compile(fullgraph=True)` sees one call where the
+reference is a loop whose bounds are data. Each expert's product is an ordinary matmul: no atomics,
+equal inputs give equal bits.
 
 N rows, I features in, O features out, E experts.
 """
@@ -75,3 +75,15 @@ def grouped_linear(x_NI: Tensor, weight_EOI: Tensor, end_E: Tensor) -> Tensor:
         x_NI, weight_EOI = x_NI.to(dtype), weight_EOI.to(dtype)
     out_NO: Tensor = _grouped_linear(x_NI, weight_EOI, end_E)
     return out_NO
+
+
+def grouped_mm(x_NI: Tensor, weight_EOI: Tensor, end_E: Tensor) -> Tensor:
+    """The same by torch's own grouped kernel, which reads the ends on the device.
+
+    It leaves rows for no expert unwritten, in the output and, backward, in the gradient of x: both
+    masks below are needed, the first for its gradient.
+    """
+    behind_N1 = (torch.arange(x_NI.shape[0], device=x_NI.device) >= end_E[-1])[:, None]
+    x_NI = x_NI.masked_fill(behind_N1, 0.0)
+    y_NO = torch.nn.functional.grouped_mm(x_NI, weight_EOI.mT, offs=end_E.to(torch.int32))
+    return y_NO.masked_fill(behind_N1, 0.0)

@@ -157,7 +157,7 @@ def _as_seen(
     before: PrefixMoments,
 ) -> tuple[Tensor, Tensor]:
     """Count and summed spread of each wanted cluster at each token."""
-    B, L, J = read_BLJ.shape
+    (B, L, J), D = read_BLJ.shape, spread_BLD.shape[-1]
     want_BLJ = read_BLJ.clamp(min=0)
     at_BLJ = last_BLC.gather(2, want_BLJ).long()
     seen_BLJ = at_BLJ >= 0
@@ -169,8 +169,8 @@ def _as_seen(
     )
     spread_BLJD = torch.where(
         seen_BLJ[..., None],
-        _take(spread_BLD, flat_BN).view(B, L, J, -1),
-        _take(before.spread, want_BN).view(B, L, J, -1),
+        _take(spread_BLD, flat_BN).view(B, L, J, D),
+        _take(before.spread, want_BN).view(B, L, J, D),
     )
     nothing_BLJ = read_BLJ < 0
     return (

@@ -1,0 +1,240 @@
+"""`acmoe bench`: how fast, side by side with every rival that is installed."""
+
+import shlex
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table as RichTable
+
+if TYPE_CHECKING:
+    from acmoe.bench.results import Report
+
+
+def _command(name: str, action: "Layer | Router | Train | Tune") -> str:
+    """What a reader types to take the figures again."""
+    words = ["acmoe", "bench", name]
+    for option in fields(action):
+        value = getattr(action, option.name)
+        if value == option.default or option.name == "json":
+            continue
+        words.append(f"--{option.name}")
+        if isinstance(value, tuple):
+            words += value
+        elif value is not True:
+            words.append(str(value))
+    return shlex.join(words)
+
+
+def _show(report: "Report", *, json: bool, save: bool) -> int:
+    """The report on stdout, and in a file of its own where asked."""
+    from acmoe.bench import results
+    from acmoe.bench.table import absences, terminal_table
+
+    if json:
+        print(report.to_json())
+    else:
+        Console().print(terminal_table(report))
+        print(*absences(report), sep="\n")
+    if save:
+        print(f"wrote {results.save(report)}", file=sys.stderr)
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """Forward and backward of the MoE layer with its plain router, ours and everybody's."""
+
+    shapes: tuple[str, ...] = ()
+    """olmoe, qwen30b, fine, mixtral, switch, swin; tiny, tiny-relu, which a CPU does if none is."""
+    rivals: tuple[str, ...] = ()
+    """Only these beside acmoe; `torch`, our reference, takes part only when named."""
+    dtype: str = "bf16"
+    """bf16, fp16 or fp32."""
+    skew: bool = False
+    """One expert is among the choices of nearly half of the tokens."""
+    graph: bool = False
+    """Time replays of a CUDA graph: what a small layer costs without its launches."""
+    repeat: int = 50
+    """Rounds; every contestant runs once in each."""
+    device: str = "auto"
+    """cuda where there is one."""
+    json: bool = False
+    """Print as JSON."""
+    save: bool = False
+    """Also write benchmarks/results/DATE-layer-DEVICE.json."""
+
+    def run(self) -> int:
+        from acmoe.bench.layer import LayerConfig, bench_layer
+
+        config = LayerConfig(
+            shapes=self.shapes,
+            rivals=self.rivals,
+            dtype=self.dtype,
+            skew=self.skew,
+            graph=self.graph,
+            repeat=self.repeat,
+            device=self.device,
+        )
+        return _show(
+            bench_layer(config, command=_command("layer", self)), json=self.json, save=self.save
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """What adaptive clustering adds to the plain layer, by where its statistics come from."""
+
+    shapes: tuple[str, ...] = ()
+    """As in `bench layer`."""
+    dtype: str = "bf16"
+    """bf16, fp16 or fp32."""
+    graph: bool = False
+    """Time replays of a CUDA graph."""
+    compile: bool = False
+    """torch.compile the whole layer."""
+    repeat: int = 50
+    """Rounds."""
+    device: str = "auto"
+    """cuda where there is one."""
+    json: bool = False
+    """Print as JSON."""
+    save: bool = False
+    """Also write benchmarks/results/DATE-router-DEVICE.json."""
+
+    def run(self) -> int:
+        from acmoe.bench.router import RouterBenchConfig, bench_router
+
+        config = RouterBenchConfig(
+            shapes=self.shapes,
+            dtype=self.dtype,
+            graph=self.graph,
+            compile=self.compile,
+            repeat=self.repeat,
+            device=self.device,
+        )
+        return _show(
+            bench_router(config, command=_command("router", self)), json=self.json, save=self.save
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Tokens or images a second of whole training steps, router by router."""
+
+    models: tuple[str, ...] = ()
+    """Names of `acmoe models`. None: four of the paper's, or on a CPU two nano ones."""
+    routers: tuple[str, ...] = ("smoe", "adaptive")
+    """The first is what the others are compared with; `paper` is AC with the paper's statistics."""
+    variant: tuple[str, ...] = ()
+    """eager, compile, graph, compile+graph. None: all, or on a CPU eager."""
+    batch: int | None = None
+    """Streams or images; none: 24,576 tokens as in the paper, or 128 images."""
+    precision: str = "bf16"
+    """bf16 (autocast) or fp32."""
+    repeat: int = 20
+    """Rounds."""
+    device: str = "auto"
+    """cuda where there is one."""
+    json: bool = False
+    """Print as JSON."""
+    save: bool = False
+    """Also write benchmarks/results/DATE-train-DEVICE.json."""
+
+    def run(self) -> int:
+        from acmoe.bench.train import TrainBenchConfig, bench_train
+
+        config = TrainBenchConfig(
+            models=self.models,
+            routers=self.routers,
+            variants=self.variant,
+            batch=self.batch,
+            precision=self.precision,
+            repeat=self.repeat,
+            device=self.device,
+        )
+        return _show(
+            bench_train(config, command=_command("train", self)), json=self.json, save=self.save
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tune:
+    """Sweep the block sizes of the expert kernels, and write the fastest into the package."""
+
+    shapes: tuple[str, ...] = ()
+    """As in `bench layer`."""
+    kernels: tuple[str, ...] = ()
+    """up, down, hidden, down_weight, up_weight, input. None: all."""
+    workers: int | None = None
+    """Processes that compile; none: one a core."""
+    repeat: int = 15
+    """Timed calls of each candidate."""
+    json: bool = False
+    """Print as JSON."""
+    save: bool = False
+    """Also write benchmarks/results/DATE-tune-DEVICE.json."""
+
+    def run(self) -> int:
+        from acmoe.bench.tune import KERNELS, TuneConfig, bench_tune
+
+        config = TuneConfig(
+            shapes=self.shapes,
+            kernels=self.kernels or KERNELS,
+            workers=self.workers,
+            repeat=self.repeat,
+        )
+        return _show(
+            bench_tune(config, command=_command("tune", self)), json=self.json, save=self.save
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Write the newest saved reports into the page of the documentation, between its markers."""
+
+    page: Path = Path("docs/performance.md")
+    """The page to update."""
+    results: Path = Path("benchmarks/results")
+    """Folder of saved reports."""
+
+    def run(self) -> int:
+        from acmoe.bench.table import update_page
+
+        count = update_page(self.page, self.results)
+        print(f"{self.page}: {count} {'table' if count == 1 else 'tables'}")
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Measure the layer, the router or training; find block sizes; write the tables."""
+
+    action: (
+        Annotated[Layer, tyro.conf.subcommand("layer")]
+        | Annotated[Router, tyro.conf.subcommand("router")]
+        | Annotated[Train, tyro.conf.subcommand("train")]
+        | Annotated[Tune, tyro.conf.subcommand("tune")]
+        | Annotated[Table, tyro.conf.subcommand("table")]
+    ) = Layer()
+    which: bool = False
+    """Only say what runs on this machine, and what keeps the faster from it."""
+
+    def run(self) -> int:
+        if not self.which:
+            return self.action.run()
+        import torch
+
+        from acmoe.bench.which import rivals, which
+        from acmoe.evaluate.device import pick_device
+
+        device = pick_device("auto")
+        table = RichTable("what", "name", "runs", "obstacle", title=f"bf16 on {device}")
+        for choice in (*which(device, torch.bfloat16), *rivals(device, torch.bfloat16)):
+            runs = "yes" if choice.runs else "can" if choice.obstacle is None else "no"
+            table.add_row(choice.op, choice.backend, runs, choice.obstacle or "")
+        Console().print(table)
+        return 0

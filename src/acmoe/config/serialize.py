@@ -1,0 +1,131 @@
+"""Configs as JSON and back. A router's config is told from the others by its `name`.
+
+Reading checks every field: an unknown one, a missing one or one of a wrong type is an error, since
+a run that continues under a misread config would be another run.
+"""
+
+from dataclasses import MISSING, fields, is_dataclass
+from types import NoneType
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin
+
+from acmoe.config.annotations import field_types, has_tag, in_words, members, named_configs
+from acmoe.errors import UserError, check
+
+FORMAT = 1  # raised when an older reader could no longer understand a stored config
+
+C = TypeVar("C")
+
+
+def to_document(config: object) -> dict[str, Any]:
+    """What stands in a run's config.json."""
+    return {"format": FORMAT, "config": encode(config)}
+
+
+def from_document(document: object, kind: type[C], source: str) -> C:
+    """The config of that kind in a document `to_document` made; `source` begins each error."""
+    if not isinstance(document, dict):
+        raise UserError(f"{source} is no JSON object; it was not written by acmoe")
+    check(
+        document.get("format") == FORMAT,
+        f"{source} has format {document.get('format')!r}; this acmoe reads {FORMAT}",
+    )
+    check("config" in document, f"{source} lacks 'config'; it was not written by acmoe")
+    return decode(document["config"], kind, source)
+
+
+def encode(value: Any) -> Any:
+    """A config as JSON values; tuples become lists."""
+    if is_dataclass(value) and not isinstance(value, type):
+        tag = {"name": value.name} if has_tag(type(value)) else {}  # type: ignore[attr-defined]
+        return tag | {field.name: encode(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, tuple):
+        return [encode(item) for item in value]
+    return value
+
+
+def decode(value: Any, kind: type[C], source: str) -> C:
+    """The config `encode` made of, checked like any other."""
+    return cast(C, _read(value, kind, source, ""))
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Encoded values by dotted name: {"model": {"dim": 8}} becomes {"model.dim": 8}."""
+    if not isinstance(value, dict):
+        return {prefix: value}
+    parts = [flatten(item, f"{prefix}.{key}" if prefix else key) for key, item in value.items()]
+    return {name: item for part in parts for name, item in part.items()}
+
+
+def differences(stored: object, asked: object) -> list[str]:
+    """Each setting of two configs that is not the same, as `key=stored, not asked`."""
+    left, right = flatten(encode(stored)), flatten(encode(asked))
+    shared = [key for key in left if key in right and left[key] != right[key]]
+    # Configs of another name have other settings, too, which then say nothing more.
+    others = tuple(key.removesuffix("name") for key in shared if key.endswith(".name"))
+    apart = [key for key in left.keys() ^ right.keys() if not key.startswith(others)]
+    absent = "(absent)"
+    return [
+        f"{key}={left.get(key, absent)}, not {right.get(key, absent)}"
+        for key in (*shared, *sorted(apart))
+    ]
+
+
+def _read(value: Any, annotation: Any, source: str, where: str) -> Any:
+    if (named := named_configs(annotation)) and isinstance(value, dict):
+        tag = str(value.get("name"))
+        check(
+            tag in named,
+            f"{source}: {where} is {tag!r}; this acmoe knows {', '.join(named)}",
+        )
+        content = {key: item for key, item in value.items() if key != "name"}
+        return _read_fields(content, named[tag], source, where)
+    for part in members(annotation):
+        if is_dataclass(part) and isinstance(value, dict):
+            return _read_fields(value, cast("type[Any]", part), source, where)
+        if _fits(value, part):
+            return _as_tuple(value)
+    raise UserError(f"{source}: {where}={value!r}; expected {in_words(annotation)}")
+
+
+def _read_fields(value: dict[str, Any], kind: type[Any], source: str, where: str) -> Any:
+    types = field_types(kind)
+    inside = f"{where}." if where else ""
+    for key in value:
+        check(
+            key in types,
+            f"{source} has an unknown setting {inside}{key}; it was written by another version",
+        )
+    for field in fields(kind):
+        needed = field.default is MISSING and field.default_factory is MISSING
+        check(
+            field.name in value or not needed,
+            f"{source} lacks the setting {inside}{field.name}; it was written by another version",
+        )
+    content = {
+        key: _read(item, types[key], source, f"{inside}{key}") for key, item in value.items()
+    }
+    return kind(**content)
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    """Whether a JSON value is one of a plain (not a config's) type."""
+    if annotation is NoneType:
+        return value is None
+    if get_origin(annotation) is Literal:
+        return value in get_args(annotation)
+    if get_origin(annotation) is tuple:
+        first, *rest = get_args(annotation)
+        return (
+            isinstance(value, list)
+            and (rest == [...] or len(value) == 1 + len(rest))
+            and all(_fits(item, first) for item in value)
+        )
+    if isinstance(value, bool) or annotation is bool:
+        return isinstance(value, bool) and annotation is bool
+    if annotation is float:
+        return isinstance(value, int | float)
+    return annotation in (int, str) and isinstance(value, annotation)
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(_as_tuple(item) for item in value) if isinstance(value, list) else value

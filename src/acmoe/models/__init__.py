@@ -1,0 +1,1 @@
+"""Tokens in, logits out; the routing state is threaded through the blocks."""

@@ -1,0 +1,166 @@
+"""The parts of a decoder: attention, dense layer, and the two kinds of block.
+
+Shapes: B batch, L length of the segment, S positions of memory before it, N = S + L, D features,
+H heads, P features of a head.
+"""
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812, the customary name
+
+from acmoe.config.language import LanguageConfig
+from acmoe.experts.moe import MoE
+from acmoe.models.attention import rotate, window_attention
+from acmoe.models.cache import BlockCache
+from acmoe.routing.placement import Placed
+from acmoe.routing.state import RoutingState
+
+
+class Attention(nn.Module):
+    """Multi-head attention to a sliding window. No biases; dropout on the probabilities alone."""
+
+    def __init__(self, config: LanguageConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.span = config.span
+        self.dropout = config.dropout
+        self.query = nn.Linear(config.dim, config.dim, bias=False)
+        self.key = nn.Linear(config.dim, config.dim, bias=False)
+        self.value = nn.Linear(config.dim, config.dim, bias=False)
+        self.output = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(
+        self,
+        source: Tensor,
+        num_queries: int,
+        *,
+        table: Tensor | None,
+        key_mask: Tensor | None = None,
+        cache: BlockCache | None = None,
+    ) -> Tensor:
+        """Attend from the last `num_queries` of the (B, N, D) source to all of it.
+
+        `table` holds the relative positions; None turns queries and keys by rotary ones instead.
+        With a cache the keys and values of earlier positions come from there.
+        """
+        q_BHLP = self._split(self.query(source[:, -num_queries:]))
+        k_BHNP, v_BHNP = self._split(self.key(source)), self._split(self.value(source))
+        if table is None:
+            first = 0 if cache is None else cache.position
+            q_BHLP = rotate(q_BHLP, first + source.shape[1] - num_queries)
+            k_BHNP = rotate(k_BHNP, first)
+        if cache is not None:
+            k_BHNP, v_BHNP = cache.extend(k_BHNP, v_BHNP)
+        out_BHLP = window_attention(
+            q_BHLP,
+            k_BHNP,
+            v_BHNP,
+            span=self.span,
+            table=table,
+            key_mask=key_mask,
+            dropout=self.dropout if self.training else 0.0,
+        )
+        return cast(Tensor, self.output(out_BHLP.transpose(1, 2).flatten(2)))
+
+    def _split(self, x_BND: Tensor) -> Tensor:
+        return x_BND.view(*x_BND.shape[:2], self.heads, -1).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """Linear, ReLU, dropout, linear: the dense layer of GLaM."""
+
+    def __init__(self, config: LanguageConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.dim, config.hidden)
+        self.down = nn.Linear(config.hidden, config.dim)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.down(self.dropout(F.relu(self.up(x)))))
+
+
+class Block(nn.Module):
+    """Self-attention, then one layer: MoE where a router is `placed`, dense where None is.
+
+    A dense block hands the routing state through.
+
+    norm="post", the paper's: a norm after each sum, and around an MoE layer a second sum and norm.
+    norm="pre": norms on the way into each part, and a residual stream nothing else touches.
+
+    Blocks know nothing of their depth, so `torch.compile` shares one graph among equal ones.
+    """
+
+    def __init__(self, config: LanguageConfig, placed: Placed | None) -> None:
+        super().__init__()
+        self.attention = Attention(config)
+        self.layer = FeedForward(config) if placed is None else _moe(config, placed)
+        self.dropout = nn.Dropout(config.dropout)
+        self.pre = config.norm == "pre"
+        self.norm_attention = nn.LayerNorm(config.dim)
+        self.norm_layer = nn.LayerNorm(config.dim)
+        self.norm_inner: nn.LayerNorm | None = None
+        if not self.pre:
+            if placed is not None:
+                self.norm_inner = nn.LayerNorm(config.dim)
+            # The paper's blocks hold a norm for attention, MoE and dense layer each, use two of the
+            # three, and its parameter counts include the idle one. Frozen: no gradient ever
+            # reaches it, and data-parallel training would wait for one.
+            self.norm_idle = nn.LayerNorm(config.dim).requires_grad_(False)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: RoutingState,
+        *,
+        table: Tensor | None,
+        memory: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        token_mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        cache: BlockCache | None = None,
+    ) -> tuple[Tensor, RoutingState]:
+        """(B, L, D) -> (B, L, D), and the state for the next MoE layer.
+
+        Args:
+            x: hidden states of the segment.
+            state: what the previous MoE layer saw of the same tokens.
+            table: (P, span) relative positions, or None for rotary ones.
+            memory: (B, S, D) this block's inputs at the positions before the segment.
+            key_mask: (B, N) which positions of memory and segment may be attended to.
+            token_mask: (B, L) which tokens of the segment are real.
+            token_ids: (B, L) for routers that read them.
+            cache: decoding only; takes the place of memory.
+        """
+        source = x if memory is None else torch.cat([memory.to(x.dtype), x], dim=1)
+        if self.pre:
+            source = self.norm_attention(source)
+        seen = self.attention(source, x.shape[1], table=table, key_mask=key_mask, cache=cache)
+        x = x + seen if self.pre else self.norm_attention(x + seen)
+        y = self.norm_layer(x) if self.pre else x
+        if isinstance(self.layer, MoE):
+            slot = None if cache is None else cache.routing
+            y, state = self.layer(y, state, token_mask=token_mask, token_ids=token_ids, cache=slot)
+            y = self.dropout(y)
+        else:
+            y = self.layer(y)
+        if self.norm_inner is not None:
+            y = self.norm_inner(x + y)
+        return x + y if self.pre else self.norm_layer(x + y), state
+
+
+def _moe(config: LanguageConfig, placed: Placed) -> MoE:
+    return MoE(
+        dim=config.dim,
+        hidden=config.hidden,
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        router=placed.router,
+        emit=placed.emit,
+        activation="relu",
+        bias=True,
+        dropout=config.dropout,
+        init=config.expert_init,
+        losses=config.losses,
+    )

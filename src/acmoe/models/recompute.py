@@ -1,0 +1,32 @@
+"""Activation checkpointing that cannot send a token elsewhere the second time."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+# Operators that choose: their results are kept, all others are computed again.
+_CHOICES = (
+    torch.ops.aten.topk.default,
+    torch.ops.aten.sort.default,
+    torch.ops.aten.sort.stable,
+    torch.ops.aten.argmax.default,
+)
+
+
+def recompute(module: nn.Module, *inputs: Any, **arguments: Any) -> Any:
+    """Call the module, keeping its inputs and routing choices instead of its activations."""
+    contexts = partial(create_selective_checkpoint_contexts, _policy)
+    return checkpoint(module, *inputs, use_reentrant=False, context_fn=contexts, **arguments)
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if op in _CHOICES:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE

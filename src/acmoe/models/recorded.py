@@ -1,0 +1,27 @@
+"""What the routers of a model decide in one forward pass, for those who ask."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from acmoe.experts.moe import MoE
+from acmoe.experts.soft import SoftMoE
+from acmoe.routing.state import Routing
+
+
+@contextmanager
+def recorded(layers: Sequence[MoE | SoftMoE]) -> Iterator[list[Routing]]:
+    """Collect the routings of the layers inside `with`; a recompute in backward adds nothing."""
+    found: list[Routing] = []
+
+    def note(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        found.append(arguments[1])  # the emitter of each layer is handed (x, routing, state)
+
+    handles = [layer.emitter.register_forward_pre_hook(note) for layer in layers]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,92 @@
+"""Models by name."""
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from acmoe.config.language import (
+    LANGUAGE_MODELS,
+    LanguageConfig,
+    LanguageModelCard,
+    language_router,
+)
+from acmoe.config.routing import RouterConfig
+from acmoe.config.vision import SoftViTConfig, SwinConfig
+from acmoe.config.vision_models import (
+    SOFT_VIT_MODELS,
+    SWIN_MODELS,
+    VisionModelCard,
+    vision_router,
+)
+from acmoe.errors import UserError, check
+from acmoe.models.decoder import LanguageModel
+from acmoe.models.swin import SwinModel
+from acmoe.models.vit import SoftViT
+
+ModelCard = LanguageModelCard | VisionModelCard
+
+
+class Family(NamedTuple):
+    """Models that share a config class and a backbone."""
+
+    config: type[Any]
+    cards: Mapping[str, ModelCard]
+    build: Callable[[Any], nn.Module]
+    router: Callable[[str | RouterConfig, Any], RouterConfig]  # a name, in this family's terms
+
+
+FAMILIES: dict[str, Family] = {
+    "language": Family(LanguageConfig, LANGUAGE_MODELS, LanguageModel, language_router),
+    "swin": Family(SwinConfig, SWIN_MODELS, SwinModel, vision_router),
+    "softmoe": Family(SoftViTConfig, SOFT_VIT_MODELS, SoftViT, vision_router),
+}
+
+
+def list_models() -> list[str]:
+    """The names `create_model` knows."""
+    return [name for family in FAMILIES.values() for name in family.cards]
+
+
+def model_card(name: str) -> ModelCard:
+    """Config, description and the paper's figures of a named model."""
+    return _family(name).cards[name]
+
+
+def create_model(name: str, *, router: str | RouterConfig = "smoe", **overrides: Any) -> nn.Module:
+    """A freshly initialised model; `overrides` change fields of its config.
+
+    >>> model = create_model("switch-nano", router="adaptive", dropout=0.1)
+
+    A rescaling router whose base is left at its default wraps the model's own gate, so that models
+    of one name differ in nothing but the router's scale.
+    """
+    family = _family(name)
+    known = [field.name for field in fields(family.config)]
+    for option in overrides:
+        check(option in known, f"{name} has no option {option!r}; {_nearest(option, known)}")
+    config = replace(family.cards[name].config, **overrides)
+    return family.build(replace(config, router=family.router(router, config)))
+
+
+def build_model(config: object) -> nn.Module:
+    """The model of any family's config."""
+    for family in FAMILIES.values():
+        if isinstance(config, family.config):
+            return family.build(config)
+    raise UserError(f"{type(config).__name__} is no model config; see acmoe.list_models()")
+
+
+def _family(name: str) -> Family:
+    for family in FAMILIES.values():
+        if name in family.cards:
+            return family
+    raise UserError(f"model {name!r} is unknown; {_nearest(name, list_models())}")
+
+
+def _nearest(wrong: str, known: Iterable[str]) -> str:
+    known = list(known)
+    near = difflib.get_close_matches(wrong, known, n=3)
+    return f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(known)}"

@@ -1,0 +1,166 @@
+"""The experts of a whole layer as one function of tokens, weights, gate and order.
+
+The reference is experts/mlp.py; this is the same function by Triton kernels, with the gather, the
+activation, the gate and the combine fused in. A custom op, so `torch.compile(fullgraph=True)` sees
+one call. Only h, before the activation, is kept for backward.
+"""
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("acmoe::expert_mlp", mutates_args=())
+def _expert_mlp(
+    x: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    gate: Tensor,
+    order: Tensor,
+    back: Tensor,
+    end: Tensor,
+    expert: Tensor,
+    seed: Tensor,
+    act: str,
+    dropout: float,
+) -> tuple[Tensor, Tensor]:
+    from acmoe.kernels.experts import Plan, run_combine, run_rows, run_up, sizes_of
+
+    size = sizes_of(x, down, gate, act)
+    plan = Plan(order, end, size.top_k)
+    h, a = run_up(x, up, up_bias, plan, size, dropout, seed)
+    y = run_rows("down", a, down, down_bias, plan, size)
+    return run_combine(y, gate, back, end, size.tokens), h
+
+
+@_expert_mlp.register_fake
+def _(x, up, down, up_bias, down_bias, gate, order, back, end, expert, seed, act, dropout):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x), x.new_empty(order.numel(), up.shape[1])
+
+
+# h is overwritten by its gradient. A second backward through a retained graph then raises (its
+# version has changed) instead of holding N * W numbers twice in every first one.
+@torch.library.custom_op("acmoe::expert_mlp_backward", mutates_args=("h",))
+def _expert_mlp_backward(
+    grad: Tensor,
+    x: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    gate: Tensor,
+    order: Tensor,
+    back: Tensor,
+    end: Tensor,
+    expert: Tensor,
+    seed: Tensor,
+    h: Tensor,
+    act: str,
+    dropout: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from acmoe.kernels.experts import (
+        Plan,
+        run_activation,
+        run_combine,
+        run_rows,
+        run_weight,
+        sizes_of,
+    )
+
+    size = sizes_of(x, down, gate, act)
+    plan = Plan(order, end, size.top_k)
+    da = run_rows("hidden", grad, down, None, plan, size, across=True, gather=True)
+    by_bias = None if down_bias is None else grad @ down_bias.T
+    dh, gated, dgate = run_activation(da, h, gate, by_bias, expert, plan, size, dropout, seed)
+    common = (gate, plan, size)
+    d_down, d_down_bias = run_weight(
+        "down_weight", grad, gated, *common, gather_p=True, bias=down_bias is not None
+    )
+    del da, gated  # one buffer, freed before the next large one
+    d_up, d_up_bias = run_weight(
+        "up_weight", dh, x, *common, gather_p=False, bias=up_bias is not None
+    )
+    dx_rows = run_rows("input", dh, up, None, plan, size, across=True)
+    dx = run_combine(dx_rows, None, back, end, size.tokens)
+    return (
+        dx,
+        d_up,
+        d_down,
+        x.new_empty(0) if d_up_bias is None else d_up_bias,
+        x.new_empty(0) if d_down_bias is None else d_down_bias,
+        dgate.to(gate.dtype),
+    )
+
+
+@_expert_mlp_backward.register_fake
+def _(grad, x, up, down, up_bias, down_bias, gate, order, back, end, expert, seed, h, act, dropout):  # type: ignore[no-untyped-def]
+    return (
+        torch.empty_like(x),
+        torch.empty_like(up),
+        torch.empty_like(down),
+        x.new_empty(0) if up_bias is None else torch.empty_like(up_bias),
+        x.new_empty(0) if down_bias is None else torch.empty_like(down_bias),
+        torch.empty_like(gate),
+    )
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    *tensors, act, dropout = inputs
+    ctx.save_for_backward(*tensors, output[1])
+    ctx.act, ctx.dropout = act, dropout
+
+
+def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
+    *tensors, h = ctx.saved_tensors
+    _x, _up, _down, up_bias, down_bias, *_ = tensors
+    dx, d_up, d_down, d_up_bias, d_down_bias, d_gate = _expert_mlp_backward(
+        grad.contiguous(), *tensors, h, ctx.act, ctx.dropout
+    )
+    return (
+        *(dx, d_up, d_down),
+        None if up_bias is None else d_up_bias,
+        None if down_bias is None else d_down_bias,
+        *(d_gate, None, None, None, None, None, None, None),
+    )
+
+
+_expert_mlp.register_autograd(_backward, setup_context=_save)
+
+
+def expert_mlp(
+    x_TD: Tensor,
+    up_EWD: Tensor,
+    down_EDF: Tensor,
+    up_bias_EW: Tensor | None,
+    down_bias_ED: Tensor | None,
+    gate_TK: Tensor,
+    order_N: Tensor,
+    back_N: Tensor,
+    end_E: Tensor,
+    expert_N: Tensor,
+    *,
+    activation: str,
+    dropout: float = 0.0,
+) -> Tensor:
+    """(T, D): every token through its experts, weighted by its gate."""
+    # On the device, so that a captured CUDA graph draws new dropout in every replay.
+    seed = torch.zeros(1, dtype=torch.int64, device=x_TD.device)
+    if dropout > 0:
+        seed.random_(2**31)
+    out: Tensor = _expert_mlp(
+        x_TD,
+        up_EWD,
+        down_EDF,
+        up_bias_EW,
+        down_bias_ED,
+        gate_TK,
+        order_N,
+        back_N,
+        end_E,
+        expert_N,
+        seed,
+        activation,
+        dropout,
+    )[0]
+    return out

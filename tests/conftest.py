@@ -1,0 +1,40 @@
+"""What every test shares: one thread, repeatable hypothesis cases, seeds, poisoned memory."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# pytest-xdist runs one worker a core; more threads would only fight over them.
+torch.set_num_threads(1)
+
+settings.register_profile(
+    "acmoe",
+    deadline=None,  # a shared machine may stall any example
+    derandomize=True,  # the same cases on every machine and in every run
+    max_examples=25,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("acmoe")
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture
+def poisoned_empty() -> Iterator[None]:
+    """`torch.empty` is filled with NaN: reading memory nobody wrote shows in the result."""
+    was_on = torch.are_deterministic_algorithms_enabled()
+    was_filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        assert torch.empty(1).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_on)
+        torch.utils.deterministic.fill_uninitialized_memory = was_filled

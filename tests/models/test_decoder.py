@@ -1,0 +1,352 @@
+"""The whole decoder: causal, pure, the same in segments, in pieces and under padding.
+
+Shapes: B batch, L length, V words.
+"""
+
+import copy
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from acmoe.config.language import LANGUAGE_MODELS, LanguageConfig, language_router
+from acmoe.config.routing import AdaptiveConfig, RouterConfig
+from acmoe.errors import UserError
+from acmoe.models.decoder import LanguageModel
+from acmoe.routing.step import fold_statistics
+
+VOCAB = 23
+CAUSAL: dict[str, str | RouterConfig] = {
+    "smoe": "smoe",
+    "cosine": "cosine",
+    "running": AdaptiveConfig(statistics="running"),
+    "prefix": AdaptiveConfig(statistics="prefix"),
+}
+MODERN = {"norm": "pre", "position": "rope"}
+
+
+def config(router: str | RouterConfig = "smoe", **changes: Any) -> LanguageConfig:
+    small = dataclasses.replace(
+        LANGUAGE_MODELS["glam-nano"].config,
+        **{
+            **{"vocab_size": VOCAB, "dim": 8, "heads": 2, "hidden": 8, "num_experts": 4},
+            **{"repeats": 2, "span": 6, "block": 6, **changes},
+        },
+    )
+    return dataclasses.replace(small, router=language_router(router, small))
+
+
+def draw(seed: int, *shape: int) -> Tensor:
+    return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def trained(router: str | RouterConfig = "smoe", **changes: Any) -> LanguageModel:
+    """In float64, with running statistics that two batches have moved off their start."""
+    torch.manual_seed(0)
+    model = LanguageModel(config(router, **changes)).double()
+    for seed in (100, 101):
+        model(draw(seed, 4, 12))
+        fold_statistics(model)
+    return model.eval()
+
+
+def test_the_loss_is_the_cross_entropy_of_the_logits() -> None:
+    model, tokens, targets = trained(), draw(0, 3, 7), draw(1, 3, 7)
+    scored = model(tokens, targets)
+    logits = model(tokens).logits
+    assert scored.logits is None
+    assert logits.shape == (3, 7, VOCAB)
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(scored.loss, expected, rtol=1e-12, atol=1e-12)
+    # Two MoE layers of balance loss, each about one and weighted 0.01.
+    assert 0.01 < scored.aux_loss.item() < 0.08
+
+
+def test_balance_is_one_override_away_from_nothing() -> None:
+    assert trained(balance=0.0)(draw(0, 2, 6)).aux_loss.item() == 0
+
+
+@pytest.mark.parametrize("router", CAUSAL.values(), ids=CAUSAL)
+@pytest.mark.parametrize("changes", [{}, MODERN, {"empty_memory": "zeros"}], ids=str)
+def test_later_tokens_change_nothing(router: str | RouterConfig, changes: dict[str, str]) -> None:
+    model, tokens = trained(router, **changes), draw(2, 3, 15)
+    before = model(tokens, return_routings=True)
+    for first in (1, 8, 14):
+        other = tokens.clone()
+        other[:, first:] = (tokens[:, first:] + 1) % VOCAB
+        after = model(other, return_routings=True)
+        # The experts' products group other rows, which may move the last bit.
+        torch.testing.assert_close(
+            after.logits[:, :first], before.logits[:, :first], rtol=1e-12, atol=1e-12
+        )
+        for old, new in zip(before.routings, after.routings, strict=True):
+            kept_old = old.expert_ids.view(3, 15, -1)[:, :first]
+            assert torch.equal(new.expert_ids.view(3, 15, -1)[:, :first], kept_old)
+        assert not torch.allclose(after.logits[:, first:], before.logits[:, first:])
+
+
+def test_batch_statistics_do_see_later_tokens() -> None:
+    model, tokens = trained(AdaptiveConfig(statistics="batch")), draw(2, 3, 15)
+    other = tokens.clone()
+    other[:, 8:] = (tokens[:, 8:] + 1) % VOCAB
+    assert not torch.allclose(model(other).logits[:, :8], model(tokens).logits[:, :8])
+
+
+@pytest.mark.parametrize("router", CAUSAL.values(), ids=CAUSAL)
+def test_other_sequences_change_nothing(router: str | RouterConfig) -> None:
+    model, tokens = trained(router), draw(3, 3, 9)
+    for row in range(3):
+        torch.testing.assert_close(
+            model(tokens[row : row + 1]).logits[0],
+            model(tokens).logits[row],
+            rtol=1e-12,
+            atol=1e-12,
+        )
+
+
+@pytest.mark.parametrize("cuts", [(6, 12), (1, 2, 9), (10,), (3, 4, 5, 6, 17)], ids=str)
+@pytest.mark.parametrize("changes", [{}, MODERN, {"empty_memory": "zeros"}], ids=str)
+def test_segments_with_memory_equal_one_long_segment(
+    cuts: tuple[int, ...], changes: dict[str, str]
+) -> None:
+    model, tokens = trained("adaptive", **changes), draw(4, 2, 20)
+    whole = model(tokens).logits
+    memory, parts = None, []
+    for segment in tokens.tensor_split(cuts, dim=1):
+        out = model(segment, memory=memory)
+        memory = out.memory
+        parts.append(out.logits)
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-10, atol=1e-10)
+
+
+def test_memory_holds_the_last_span_inputs_without_gradient() -> None:
+    model = trained()
+    memory = model(draw(5, 2, 4)).memory
+    assert [tuple(hidden.shape) for hidden in memory.hidden] == [(2, 4, 8)] * 4
+    tokens = draw(6, 2, 5)
+    after = model(tokens, memory=memory).memory
+    assert [tuple(hidden.shape) for hidden in after.hidden] == [(2, 6, 8)] * 4  # span 6
+    assert torch.equal(after.hidden[0][:, 1:], model.embed(tokens))
+    assert torch.equal(after.hidden[0][:, :1], memory.hidden[0][:, -1:])
+    assert not any(hidden.requires_grad for hidden in after.hidden)
+    assert after.mask is None
+
+
+def test_forward_leaves_model_and_memory_as_they_were() -> None:
+    model = trained("adaptive").train()
+    memory = model(draw(5, 2, 4)).memory
+    held = [hidden.clone() for hidden in memory.hidden]
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    first = model(draw(6, 2, 5), memory=memory).logits
+    assert torch.equal(model(draw(6, 2, 5), memory=memory).logits, first)
+    assert all(torch.equal(*pair) for pair in zip(memory.hidden, held, strict=True))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name]), name
+
+
+def test_published_zero_slots_take_part_in_the_softmax() -> None:
+    # One block, one token: all it sees are 6 slots of key and value 0, so attention gives 0 either
+    # way; a second token shares its attention with 5 of them.
+    masked, zeros = (trained(repeats=1, empty_memory=mode) for mode in ("masked", "zeros"))
+    one, two = draw(7, 2, 1), draw(7, 2, 2)
+    assert torch.equal(masked(one).logits, zeros(one).logits)
+    x = masked.embed(two)
+    attention, table = masked.blocks[0].attention, masked.positions
+    memory = torch.zeros(2, 6, 8, dtype=torch.float64)
+    q = attention.query(x)[:, 1].view(2, 2, 4)
+    k = attention.key(x)[:, 0].view(2, 2, 4)
+    # Positions: column 5 is the token before, columns 0 to 4 the zeros before it.
+    score = q @ table
+    score[..., 5] += (q * k).sum(-1)
+    weight = (score / math.sqrt(4)).softmax(-1)[..., 5:]
+    seen = attention.output((weight * attention.value(x)[:, 0].view(2, 2, 4)).view(2, 8))
+    found = attention(torch.cat([memory, x], dim=1), 2, table=table)[:, 1]
+    torch.testing.assert_close(found, seen, rtol=1e-10, atol=1e-12)
+    assert not torch.allclose(masked(two).logits[:, 1], zeros(two).logits[:, 1])
+
+
+ALL_MODES = {**CAUSAL, "batch": AdaptiveConfig(statistics="batch")}
+
+
+@pytest.mark.parametrize("router", ALL_MODES.values(), ids=ALL_MODES)
+@pytest.mark.parametrize("changes", [{}, MODERN, {"empty_memory": "zeros"}], ids=str)
+def test_padding_changes_nothing(router: str | RouterConfig, changes: dict[str, str]) -> None:
+    model, tokens, targets = trained(router, **changes), draw(8, 2, 7), draw(9, 2, 7)
+    plain, scored = model(tokens), model(tokens, targets)
+    for left, right in ((3, 0), (0, 2), (9, 4)):
+        # Padding of ids that exist nowhere: they must not even be looked up.
+        padded, aim = (F.pad(ids, (left, right), value=-7) for ids in (tokens, targets))
+        mask = F.pad(torch.ones_like(tokens), (left, right)).bool()
+        out = model(padded, token_mask=mask)
+        found = out.logits[:, left : left + 7]
+        torch.testing.assert_close(found, plain.logits, rtol=1e-10, atol=1e-10)
+        again = model(padded, aim, token_mask=mask)
+        torch.testing.assert_close(again.loss, scored.loss, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(again.aux_loss, scored.aux_loss)
+        assert torch.isfinite(out.logits).all()
+
+
+def test_left_padding_stays_hidden_in_the_next_segment() -> None:
+    model, tokens = trained("adaptive"), draw(10, 2, 9)
+    padded = F.pad(tokens[:, :4], (3, 0), value=-7)
+    mask = F.pad(torch.ones_like(tokens[:, :4]), (3, 0)).bool()
+    memory = model(padded, token_mask=mask).memory
+    assert memory.mask is not None and memory.mask.tolist() == [[False] * 2 + [True] * 4] * 2
+    found = model(tokens[:, 4:], memory=memory).logits
+    torch.testing.assert_close(found, model(tokens).logits[:, 4:], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "router", ["smoe", "adaptive", CAUSAL["prefix"]], ids=["smoe", "adaptive", "prefix"]
+)
+def test_checkpointed_blocks_give_the_same_gradients_with_two_forwards_in_flight(
+    router: str | RouterConfig,
+) -> None:
+    plain = trained(router, dropout=0.2).train()
+    frugal = copy.deepcopy(plain)
+    frugal.checkpoint_blocks = True
+    for model in (plain, frugal):
+        torch.manual_seed(7)
+        outs = [model(draw(seed, 2, 6), draw(seed + 1, 2, 6)) for seed in (11, 13)]
+        sum(out.loss + out.aux_loss for out in outs).backward()
+    for (name, one), (_, other) in zip(
+        plain.named_parameters(), frugal.named_parameters(), strict=True
+    ):
+        if one.requires_grad:
+            assert one.grad is not None and other.grad is not None, name
+            torch.testing.assert_close(other.grad, one.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_routings_are_one_per_moe_layer_and_only_when_asked_for() -> None:
+    model, tokens = trained("adaptive"), draw(12, 2, 5)
+    assert model(tokens).routings is None
+    routings = model(tokens, return_routings=True).routings
+    assert [tuple(routing.expert_ids.shape) for routing in routings] == [(10, 2)] * 2
+    assert [tuple(routing.affinity.shape) for routing in routings] == [(10, 4)] * 2
+    assert model(tokens).routings is None  # nothing was left behind
+
+
+def test_the_routing_state_reaches_the_second_moe_layer_through_the_dense_block() -> None:
+    # Same weights: layer 1 routes alike, layer 2 in another space.
+    plain, adaptive = trained("smoe"), trained("adaptive")
+    tokens = draw(13, 2, 9)
+    one = plain(tokens, return_routings=True).routings
+    other = adaptive(tokens, return_routings=True).routings
+    assert torch.equal(one[0].affinity, other[0].affinity)
+    assert not torch.allclose(one[1].affinity, other[1].affinity)
+
+
+def test_placement_chooses_the_adaptive_layers() -> None:
+    model = LanguageModel(config("adaptive", repeats=4, placement="skip-1"))
+    names = [type(layer.router).__name__ for layer in model.moe_layers()]
+    assert names == ["TopKRouter", "TopKRouter", "AdaptiveRouter", "AdaptiveRouter"]
+
+
+def test_a_model_without_moe_layers_is_a_plain_decoder() -> None:
+    model = LanguageModel(config(layers=("ffn",)))
+    out = model(draw(14, 2, 5), draw(15, 2, 5), return_routings=True)
+    assert out.routings == ()
+    assert out.aux_loss.item() == 0
+
+
+@pytest.mark.parametrize("router", ["smoe", "adaptive", "stable", "hash", "random"])
+def test_bfloat16_gives_finite_losses_and_gradients(router: str) -> None:
+    torch.manual_seed(0)
+    tokens, targets = draw(16, 2, 9), draw(17, 2, 9)
+    half = LanguageModel(config(router)).bfloat16()
+    mixed = LanguageModel(config(router))
+    for model in (half, mixed):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=model is mixed):
+            out = model(tokens, targets)
+        (out.loss + out.aux_loss).backward()
+        assert out.loss.dtype == torch.float32
+        assert 2.0 < out.loss.item() < 6.0  # ln 23 = 3.1 for a guess
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is None or torch.isfinite(parameter.grad).all(), name
+
+
+def test_a_deep_copy_is_a_model_of_its_own() -> None:
+    model, tokens = trained("adaptive"), draw(18, 2, 6)
+    twin = copy.deepcopy(model)
+    before = model(tokens).logits
+    assert torch.equal(twin(tokens).logits, before)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.add_(0.1)
+    assert torch.equal(model(tokens).logits, before)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most elements any operator returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        for item in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(item, Tensor):
+                self.numel = max(self.numel, item.numel())
+        return result
+
+
+def test_a_training_step_never_holds_the_whole_logits() -> None:
+    words = 2**15  # 2**22 logits at once are 128 tokens
+    model = LanguageModel(config(vocab_size=words))
+    with LargestTensor() as step:
+        out = model(draw(19, 16, 32), draw(20, 16, 32))
+        out.loss.backward()
+    assert step.numel == 128 * words
+    with LargestTensor() as whole, torch.no_grad():
+        model(draw(19, 16, 32))
+    assert whole.numel == 16 * 32 * words
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo's own, about how it traces autograd functions
+def test_blocks_compile_whole_and_share_graphs() -> None:
+    torch._dynamo.reset()
+    model = trained("smoe", layers=("moe",), repeats=3)
+    expected = model(draw(21, 2, 6)).logits
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend=count)
+    torch.testing.assert_close(model(draw(21, 2, 6)).logits, expected)
+    # One for the first block, whose state carries no gradient yet, one for all the others.
+    assert len(graphs) == 2
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tokens": torch.full((1, 3), VOCAB)}, "tokens holds id 23"),
+        ({"tokens": torch.full((1, 3), -1)}, "tokens holds id -1"),
+        ({"targets": torch.full((2, 3), 99)}, "targets holds id 99"),
+        ({"targets": torch.zeros(2, 4, dtype=torch.int64)}, "targets have shape \\(2, 4\\)"),
+        ({"token_mask": torch.ones(3, dtype=torch.bool)}, "token_mask have shape \\(3,\\)"),
+        ({"tokens": torch.zeros(3, dtype=torch.int64)}, "tokens have shape \\(3,\\)"),
+        ({"tokens": torch.zeros(2, 0, dtype=torch.int64)}, "tokens have shape \\(2, 0\\)"),
+    ],
+)
+def test_wrong_tokens_are_named(arguments: dict[str, Tensor], message: str) -> None:
+    model = trained()
+    with pytest.raises(UserError, match=message):
+        model(**{"tokens": draw(0, 2, 3), **arguments})
+
+
+def test_memory_of_other_streams_is_refused() -> None:
+    model = trained()
+    memory = model(draw(0, 3, 4)).memory
+    with pytest.raises(UserError, match=r"memory has 4 blocks and 3 streams, this call 4 and 2"):
+        model(draw(0, 2, 4), memory=memory)

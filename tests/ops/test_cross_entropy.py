@@ -1,0 +1,214 @@
+"""The chunked loss is the plain one, in value and gradient, without its memory.
+
+Shapes: T tokens, D features, V words.
+"""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from acmoe.errors import UserError
+from acmoe.ops.cross_entropy import chunked_cross_entropy, cross_entropy_reference
+
+
+def inputs(
+    seed: int, num_tokens: int, num_words: int, *, dim: int = 5, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_tokens, dim, generator=generator, dtype=dtype)
+    weight = torch.randn(num_words, dim, generator=generator, dtype=dtype)
+    bias = torch.randn(num_words, generator=generator, dtype=dtype)
+    targets = torch.randint(num_words, (num_tokens,), generator=generator)
+    return x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), targets
+
+
+def test_the_loss_of_two_words_is_the_one_worked_out_by_hand() -> None:
+    # logits (0, ln 3) and (0, 0): losses -ln(3/4) and -ln(1/2), mean 0.4904.
+    x = torch.tensor([[math.log(3.0)], [0.0]])
+    weight = torch.tensor([[0.0], [1.0]])
+    loss = chunked_cross_entropy(x, weight, None, torch.tensor([1, 0]))
+    assert loss.item() == pytest.approx((math.log(4 / 3) + math.log(2)) / 2, rel=1e-6)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10**6),
+    num_tokens=st.integers(1, 17),
+    num_words=st.integers(1, 13),
+    chunk=st.integers(1, 20),
+    with_bias=st.booleans(),
+    masked=st.booleans(),
+)
+def test_loss_and_gradients_equal_the_plain_form(
+    seed: int, num_tokens: int, num_words: int, chunk: int, with_bias: bool, masked: bool
+) -> None:
+    x, weight, bias, targets = inputs(seed, num_tokens, num_words)
+    mask = torch.ones(num_tokens, dtype=torch.bool)
+    if masked:
+        mask[1::2] = False
+    wanted = [x, weight, *([bias] if with_bias else [])]
+    used_bias = bias if with_bias else None
+    plain = cross_entropy_reference(x, weight, used_bias, targets, mask)
+    loss = chunked_cross_entropy(x, weight, used_bias, targets, chunk=chunk, token_mask=mask)
+    torch.testing.assert_close(loss, plain, rtol=1e-12, atol=1e-13)
+    # An upstream factor other than one must reach every gradient.
+    for found, expected in zip(
+        torch.autograd.grad(3.5 * loss, wanted),
+        torch.autograd.grad(3.5 * plain, wanted),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
+
+
+def test_the_sum_is_the_mean_times_the_number_of_counted_tokens() -> None:
+    x, weight, bias, targets = inputs(0, 9, 7)
+    mask = torch.arange(9) % 3 != 0  # 6 tokens count
+    mean = chunked_cross_entropy(x, weight, bias, targets, chunk=4, token_mask=mask)
+    total = chunked_cross_entropy(
+        x, weight, bias, targets, chunk=4, token_mask=mask, reduction="sum"
+    )
+    torch.testing.assert_close(total, 6 * mean, rtol=1e-13, atol=0.0)
+
+
+def test_single_losses_are_the_plain_ones_and_zero_where_masked() -> None:
+    x, weight, bias, targets = inputs(1, 9, 7)
+    mask = torch.arange(9) != 4
+    with torch.no_grad():
+        losses = chunked_cross_entropy(
+            x, weight, bias, targets, chunk=2, token_mask=mask, reduction="none"
+        )
+        expected = F.cross_entropy(F.linear(x, weight, bias), targets, reduction="none")
+    torch.testing.assert_close(losses, expected * mask, rtol=1e-12, atol=1e-13)
+
+
+def test_single_losses_refuse_to_drop_a_gradient_in_silence() -> None:
+    x, weight, bias, targets = inputs(1, 3, 4)
+    with pytest.raises(UserError, match="carries no gradient"):
+        chunked_cross_entropy(x, weight, bias, targets, reduction="none")
+
+
+def test_targets_of_masked_tokens_are_not_read() -> None:
+    x, weight, bias, targets = inputs(2, 6, 5)
+    mask = torch.tensor([True, False, True, True, False, True])
+    wild = targets.masked_fill(~mask, -100)
+    expected = chunked_cross_entropy(x, weight, bias, targets, token_mask=mask)
+    assert torch.equal(chunked_cross_entropy(x, weight, bias, wild, token_mask=mask), expected)
+
+
+def test_no_counted_token_gives_a_loss_of_zero_and_no_gradient() -> None:
+    x, weight, bias, targets = inputs(3, 4, 5)
+    loss = chunked_cross_entropy(
+        x, weight, bias, targets, token_mask=torch.zeros(4, dtype=torch.bool)
+    )
+    assert loss.item() == 0
+    assert not torch.autograd.grad(loss, [weight])[0].any()
+
+
+def test_logits_of_a_thousand_do_not_overflow() -> None:
+    x = torch.tensor([[1000.0], [-1000.0]], requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0]], requires_grad=True)
+    # The targets are the certain words, then the impossible ones: 0 and 2000 nats.
+    certain = chunked_cross_entropy(x, weight, None, torch.tensor([0, 1]))
+    hopeless = chunked_cross_entropy(x, weight, None, torch.tensor([1, 0]))
+    assert certain.item() == 0
+    assert hopeless.item() == 2000
+    assert torch.isfinite(torch.autograd.grad(hopeless, [weight])[0]).all()
+
+
+def test_bfloat16_inputs_are_summed_in_float32() -> None:
+    x, weight, bias, targets = inputs(4, 64, 50, dtype=torch.bfloat16)
+    loss = chunked_cross_entropy(x, weight, bias, targets, chunk=7)
+    wide = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    exact = F.cross_entropy(F.linear(*wide), targets)
+    assert loss.dtype == torch.float32
+    # bf16 keeps 8 bits: logits of size 5 are off by 0.02, averaged over 64 tokens.
+    assert loss.item() == pytest.approx(exact.item(), abs=5e-3)
+    loss.backward()
+    assert weight.grad is not None and weight.grad.dtype == torch.bfloat16
+    (expected,) = torch.autograd.grad(exact, [wide[1]])
+    torch.testing.assert_close(weight.grad.double(), expected, rtol=0.1, atol=2e-3)
+
+
+def test_autocast_multiplies_in_bfloat16_and_leaves_float32_gradients() -> None:
+    x, weight, bias, targets = inputs(5, 32, 20, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = chunked_cross_entropy(x, weight, bias, targets, chunk=5)
+    rounded = chunked_cross_entropy(x.bfloat16(), weight.bfloat16(), bias, targets, chunk=5)
+    torch.testing.assert_close(loss, rounded)
+    loss.backward()
+    assert weight.grad is not None and weight.grad.dtype == torch.float32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)],
+)
+def test_a_vocabulary_filled_up_on_a_gpu_gives_the_plain_loss(
+    dtype: torch.dtype, tolerance: float
+) -> None:
+    *layer, targets = (t.detach().cuda() for t in inputs(9, 300, 1003, dim=64))
+    exact = [leaf.mul(0.3).to(dtype).double().requires_grad_() for leaf in layer]
+    given = [leaf.detach().to(dtype).requires_grad_() for leaf in exact]
+    plain = F.cross_entropy(F.linear(*exact), targets)
+    loss = chunked_cross_entropy(*given, targets, chunk=64)
+    assert loss.item() == pytest.approx(plain.item(), rel=tolerance)
+    for found, expected in zip(
+        torch.autograd.grad(loss, given), torch.autograd.grad(plain, exact), strict=True
+    ):
+        assert ((found.double() - expected).norm() / expected.norm()).item() < tolerance
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most elements any operator returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        for item in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(item, Tensor):
+                self.numel = max(self.numel, item.numel())
+        return result
+
+
+def test_the_logits_of_all_tokens_never_exist_at_once() -> None:
+    num_tokens, num_words = 96, 1000
+    x, weight, bias, targets = inputs(6, num_tokens, num_words)
+    with LargestTensor() as plain:
+        F.cross_entropy(F.linear(x, weight, bias), targets).backward()
+    assert plain.numel == num_tokens * num_words
+    with LargestTensor() as chunked:
+        chunked_cross_entropy(x, weight, bias, targets, chunk=16).backward()
+    assert chunked.numel == 16 * num_words  # one chunk's logits; the joined weight has 13 * 1000
+
+
+def test_the_default_chunk_holds_the_paper_s_vocabulary_to_four_million_logits() -> None:
+    num_words = 267_735
+    x, weight, bias, targets = inputs(7, 40, num_words, dim=2, dtype=torch.float32)
+    with LargestTensor() as chunked, torch.no_grad():
+        chunked_cross_entropy(x, weight, bias, targets)
+    assert chunked.numel == 15 * num_words  # 2**22 // 267,735 = 15 tokens
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"chunk": 0}, "chunk=0"),
+        ({"reduction": "avg"}, "reduction='avg'"),
+        ({"targets": torch.zeros(3, dtype=torch.int64)}, "targets have shape \\(3,\\)"),
+    ],
+)
+def test_a_wrong_argument_is_named(change: dict[str, object], message: str) -> None:
+    x, weight, bias, targets = inputs(8, 4, 5)
+    arguments: dict[str, object] = {"targets": targets, **change}
+    with pytest.raises(UserError, match=message):
+        chunked_cross_entropy(x, weight, bias, **arguments)  # type: ignore[arg-type]

@@ -1,0 +1,366 @@
+"""Causal dispersion: brute force at every token, bitwise causality, bounded memory.
+
+B sequences, L tokens in each, D features, C clusters, J clusters read by each token.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from acmoe.ops.prefix import PREFIX_MEASURES, PrefixMoments, prefix_dispersion, segmented_sum
+
+measures = pytest.mark.parametrize("measure", PREFIX_MEASURES)
+
+
+class Stream(NamedTuple):
+    x: Tensor  # (B, L, D) float64
+    assignment: Tensor  # (B, L)
+    read: Tensor  # (B, L, J)
+    token_mask: Tensor | None
+    num_clusters: int
+
+    def run(
+        self, measure: str, before: PrefixMoments | None = None, places: slice = slice(None)
+    ) -> tuple[Tensor, Tensor, PrefixMoments]:
+        """The op on the tokens at `places`, from moments or from nothing."""
+        B, _, D = self.x.shape
+        if before is None:
+            before = PrefixMoments.empty(B, self.num_clusters, D, dtype=self.x.dtype)
+        mask = None if self.token_mask is None else self.token_mask[:, places]
+        return prefix_dispersion(
+            self.x[:, places],
+            self.assignment[:, places],
+            self.read[:, places],
+            before,
+            measure=measure,
+            token_mask=mask,
+        )
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> Stream:
+    B, L, D = draw(st.integers(1, 3)), draw(st.integers(0, 12)), draw(st.integers(1, 3))
+    C, J = draw(st.sampled_from([1, 2, 5, 64])), draw(st.integers(1, 2))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    used = draw(st.lists(st.integers(-1, C - 1), min_size=1, max_size=3))
+    assignment = rng.choice(used, size=(B, L)).astype(np.int64)
+    read = rng.choice(used, size=(B, L, J)).astype(np.int64)
+    read[..., 0] = assignment
+    x = rng.normal(size=(B, L, D)) if draw(st.booleans()) else rng.integers(0, 2, (B, L, D)) / 10
+    mask = torch.from_numpy(rng.random((B, L)) < 0.7) if draw(st.booleans()) else None
+    return Stream(
+        torch.from_numpy(x.astype(np.float64)),
+        torch.from_numpy(assignment),
+        torch.from_numpy(read),
+        mask,
+        C,
+    )
+
+
+def some_stream(generator: torch.Generator, *, B: int = 2, L: int = 24, D: int = 3) -> Stream:
+    read_BLJ = torch.randint(-1, 4, (B, L, 2), generator=generator)
+    return Stream(
+        torch.randn(B, L, D, generator=generator),
+        read_BLJ[..., 0],
+        read_BLJ,
+        torch.rand(B, L, generator=generator) < 0.8,
+        4,
+    )
+
+
+def online(values: Sequence[float], measure: str) -> float:
+    """The definition on one feature of a cluster's tokens so far, in the order they came."""
+    if not values:
+        return 0.0
+    if measure == "mad":
+        seen = [math.fsum(values[: i + 1]) / (i + 1) for i in range(len(values))]
+        return math.fsum(abs(v - m) for v, m in zip(values, seen, strict=True)) / len(values)
+    mean = math.fsum(values) / len(values)
+    variance = math.fsum((v - mean) ** 2 for v in values) / len(values)
+    return variance if measure == "variance" else math.sqrt(variance)
+
+
+def brute_force(stream: Stream, measure: str) -> tuple[Tensor, Tensor]:
+    B, L, D = stream.x.shape
+    J = stream.read.shape[2]
+    result = torch.zeros(B, L, J, D, dtype=torch.float64)
+    count = torch.zeros(B, L, J, dtype=torch.float64)
+    for b, t, j in np.ndindex(B, L, J):
+        cluster = stream.read[b, t, j]
+        upto = [
+            i
+            for i in range(t + 1)
+            if cluster >= 0
+            and stream.assignment[b, i] == cluster
+            and (stream.token_mask is None or stream.token_mask[b, i])
+        ]
+        count[b, t, j] = len(upto)
+        for feature in range(D):
+            values = [stream.x[b, i, feature].item() for i in upto]
+            result[b, t, j, feature] = online(values, measure)
+    return result, count
+
+
+@measures
+@given(stream=streams())
+def test_every_token_sees_the_definition_over_its_prefix(measure: str, stream: Stream) -> None:
+    found, count, after = stream.run(measure)
+    expected, tokens = brute_force(stream, measure)
+    # A variance of 0 in exact arithmetic is up to 1e-17 in the loop, its root up to 1e-8.
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-8)
+    assert torch.equal(count, tokens)
+    counted = stream.assignment if stream.token_mask is None else stream.assignment.clone()
+    if stream.token_mask is not None:
+        counted[~stream.token_mask] = -1
+    for cluster in range(stream.num_clusters):
+        assert torch.equal(after.tokens[:, cluster], (counted == cluster).sum(1).double())
+
+
+def test_one_sequence_by_hand() -> None:
+    # Cluster 0 sees 2, 6, 1 at times 0, 1, 3; cluster 1 sees 5 at time 2, where cluster 0 is read.
+    # Means so far 2, 4, 3: deviations |2-2|, |6-4|, |1-3| = 0, 2, 2 with averages 0, 1, 4/3.
+    # Variances of the prefixes: 0, 4, (1 + 9 + 4)/3 = 14/3.
+    x_BLD = torch.tensor([[[2.0], [6.0], [5.0], [1.0]]])
+    assignment_BL = torch.tensor([[0, 0, 1, 0]])
+    read_BLJ = torch.zeros(1, 4, 1, dtype=torch.long)
+    for measure, expected in (("mad", [0, 1, 1, 4 / 3]), ("variance", [0, 4, 4, 14 / 3])):
+        found, count, after = prefix_dispersion(
+            x_BLD, assignment_BL, read_BLJ, PrefixMoments.empty(1, 2, 1), measure=measure
+        )
+        torch.testing.assert_close(found.flatten(), torch.tensor(expected, dtype=torch.float32))
+        assert count.flatten().tolist() == [1, 2, 2, 3]
+        assert after.tokens.tolist() == [[3, 1]]
+        torch.testing.assert_close(after.mean.flatten(), torch.tensor([3.0, 5.0]))
+
+
+@measures
+@given(stream=streams(), split=st.integers(0, 12))
+def test_continuing_from_moments_equals_one_call(measure: str, stream: Stream, split: int) -> None:
+    split = min(split, stream.x.shape[1])
+    whole, count, after = stream.run(measure)
+    head, head_count, moments = stream.run(measure, places=slice(split))
+    tail, tail_count, end = stream.run(measure, moments, places=slice(split, None))
+    torch.testing.assert_close(torch.cat([head, tail], 1), whole, rtol=1e-10, atol=1e-8)
+    assert torch.equal(torch.cat([head_count, tail_count], 1), count)
+    assert torch.equal(end.tokens, after.tokens)
+    torch.testing.assert_close(end.mean, after.mean, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(end.spread, after.spread, rtol=1e-10, atol=1e-12)
+
+
+def test_token_by_token_equals_one_call(generator: torch.Generator) -> None:
+    stream = some_stream(generator)
+    whole, _, _ = stream.run("mad")
+    moments = None
+    for t in range(stream.x.shape[1]):
+        step, _, moments = stream.run("mad", moments, places=slice(t, t + 1))
+        torch.testing.assert_close(step[:, 0], whole[:, t])
+
+
+@measures
+def test_the_future_and_other_sequences_change_no_bit(
+    measure: str, generator: torch.Generator
+) -> None:
+    stream = some_stream(generator, B=3, L=33)
+    plain, plain_count, _ = stream.run(measure)
+    for t in (0, 7, 8, 20, 31):
+        # Content, clusters (so the sort differs) and padding of all that lies behind t.
+        future = torch.zeros(3, 33, dtype=torch.bool)
+        future[:, t + 1 :] = True
+        future[1] = True
+        assignment = torch.randint(-1, 4, (3, 33), generator=generator)
+        assert stream.token_mask is not None
+        other = Stream(
+            torch.where(
+                future[..., None], 1e3 * torch.randn(3, 33, 3, generator=generator), stream.x
+            ),
+            torch.where(future, assignment, stream.assignment),
+            torch.where(future[..., None], assignment[..., None], stream.read),
+            torch.where(future, torch.rand(3, 33, generator=generator) < 0.5, stream.token_mask),
+            4,
+        )
+        found, count, _ = other.run(measure)
+        for b in (0, 2):
+            assert torch.equal(found[b, : t + 1], plain[b, : t + 1])
+            assert torch.equal(count[b, : t + 1], plain_count[b, : t + 1])
+
+
+@measures
+def test_no_gradient_reaches_the_future_or_other_sequences(
+    measure: str, generator: torch.Generator
+) -> None:
+    stream = some_stream(generator)
+    x = stream.x.requires_grad_()
+    found, _, _ = stream.run(measure)
+    (gradient,) = torch.autograd.grad(found[0, :15].square().sum(), x)
+    assert (gradient[0, 15:] == 0).all()
+    assert (gradient[1:] == 0).all()
+    assert (gradient[0, :15] != 0).any()
+
+
+@measures
+@pytest.mark.parametrize("content", [math.nan, math.inf, 3e38])
+def test_what_padding_holds_changes_no_bit(
+    measure: str, content: float, generator: torch.Generator
+) -> None:
+    stream = some_stream(generator)
+    assert stream.token_mask is not None
+    results = []
+    for filled in (0.0, content):
+        x = stream.x.masked_fill(~stream.token_mask[..., None], filled).requires_grad_()
+        found, _, after = stream._replace(x=x).run(measure)
+        (gradient,) = torch.autograd.grad(found.square().sum(), x)
+        assert (gradient[~stream.token_mask] == 0).all()
+        results.append((found, gradient, *after))
+    for before, now in zip(*results, strict=True):
+        assert torch.equal(before, now)
+
+
+@measures
+def test_a_broken_token_spoils_its_cluster_from_then_on_and_nothing_else(
+    measure: str, generator: torch.Generator
+) -> None:
+    stream = some_stream(generator)._replace(token_mask=None)
+    stream.assignment[0, 9] = 2
+    clean, _, _ = stream.run(measure)
+    broken = stream.x.clone()
+    broken[0, 9, 1] = math.nan
+    found, _, _ = stream._replace(x=broken).run(measure)
+    time = torch.arange(stream.x.shape[1])[:, None]
+    spoiled = torch.zeros(clean.shape, dtype=torch.bool)
+    spoiled[0, ..., 1] = (time >= 9) & (stream.read[0] == 2)
+    assert torch.equal(found.isnan(), spoiled)
+    assert torch.equal(found[~spoiled], clean[~spoiled])
+
+
+@measures
+def test_gradcheck_in_tokens_and_moments(measure: str, generator: torch.Generator) -> None:
+    stream = some_stream(generator, L=6, D=2)
+    before = PrefixMoments(
+        torch.tensor([[0.0, 2.0, 3.0, 0.0], [1.0, 0.0, 0.0, 2.0]], dtype=torch.float64),
+        torch.randn(2, 4, 2, dtype=torch.float64, generator=generator),
+        torch.rand(2, 4, 2, dtype=torch.float64, generator=generator),
+    )
+    assignment_BL = stream.assignment.clone()
+    assignment_BL[:, 3:] = 1  # clusters long enough to have a slope
+
+    def run(x: Tensor, mean: Tensor, spread: Tensor) -> tuple[Tensor, ...]:
+        # A cluster without tokens has no mean: what stands there must not matter.
+        seen = before.tokens[..., None] > 0
+        moments = PrefixMoments(before.tokens, mean, torch.where(seen, spread, 0.0))
+        mine = stream._replace(x=x, assignment=assignment_BL)
+        found, _, after = mine.run(measure, moments)
+        return found, torch.where(after.tokens[..., None] > 0, after.mean, 0.0), after.spread
+
+    inputs = [value.requires_grad_() for value in (stream.x.double(), before.mean, before.spread)]
+    assert torch.autograd.gradcheck(run, inputs)
+
+
+@measures
+def test_equal_tokens_have_a_dispersion_of_exactly_zero(measure: str) -> None:
+    x_BLD = torch.tensor([0.1, 1000.1]).expand(1, 50, 2)
+    assignment_BL = torch.arange(50)[None] % 2
+    stream = Stream(x_BLD, assignment_BL, assignment_BL[..., None], None, 2)
+    head, _, moments = stream.run(measure, places=slice(20))
+    tail, _, _ = stream.run(measure, moments, places=slice(20, None))
+    assert (head == 0).all()
+    assert (tail == 0).all()
+
+
+@measures
+def test_a_large_common_offset_costs_no_precision(measure: str, generator: torch.Generator) -> None:
+    stream = some_stream(generator, L=2000)
+    stream = stream._replace(x=1000 + stream.x)
+    exact, _, _ = stream._replace(x=stream.x.double()).run(measure)
+    found, _, _ = stream.run(measure)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_tokens_are_summed_in_float32(
+    dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    stream = some_stream(generator)
+    before = PrefixMoments.empty(2, 4, 3)
+    low = stream._replace(x=stream.x.to(dtype)).run("mad", before)[0]
+    assert low.dtype == torch.float32
+    assert torch.equal(low, stream._replace(x=stream.x.to(dtype).float()).run("mad", before)[0])
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most elements any operation returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.numel = max([self.numel, *sizes])
+        return result
+
+
+@measures
+def test_no_tensor_of_tokens_by_clusters_by_features_exists(
+    measure: str, generator: torch.Generator
+) -> None:
+    B, L, D, C, J = 2, 64, 8, 32, 2
+    read_BLJ = torch.randint(-1, C, (B, L, J), generator=generator)
+    x_BLD = torch.randn(B, L, D, generator=generator, requires_grad=True)
+    stream = Stream(x_BLD, read_BLJ[..., 0], read_BLJ, None, C)
+    with LargestTensor() as largest:
+        stream.run(measure)[0].sum().backward()
+    allowed = B * L * max(D * J, C) + B * C * D
+    assert 0 < largest.numel <= allowed < B * L * C * D
+
+
+def test_moments_of_no_tokens_pass_through() -> None:
+    before = PrefixMoments(torch.ones(2, 3), torch.full((2, 3, 4), 5.0), torch.ones(2, 3, 4))
+    found, count, after = prefix_dispersion(
+        torch.zeros(2, 0, 4),
+        torch.zeros(2, 0, dtype=torch.long),
+        torch.zeros(2, 0, 1, dtype=torch.long),
+        before,
+    )
+    assert found.shape == (2, 0, 1, 4)
+    assert count.shape == (2, 0, 1)
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(old, new)
+
+
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5), seed=st.integers(0, 99))
+def test_segmented_sum_is_a_cumulative_sum_of_each_segment(lengths: list[int], seed: int) -> None:
+    value = torch.randn(2, sum(lengths), 3, generator=torch.Generator().manual_seed(seed)).double()
+    start = torch.cat([torch.arange(length) == 0 for length in lengths]).expand(2, -1)
+    expected = torch.cat([part.cumsum(1) for part in value.split(lengths, dim=1)], 1)
+    torch.testing.assert_close(segmented_sum(value, start), expected)
+
+
+def test_gradcheck_of_the_segmented_sum(generator: torch.Generator) -> None:
+    value = torch.randn(2, 7, 2, dtype=torch.float64, generator=generator, requires_grad=True)
+    start = torch.tensor([[1, 0, 0, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0, 1]], dtype=torch.bool)
+    of_value = functools.partial(segmented_sum, start_BL=start)
+    assert torch.autograd.gradcheck(of_value, value)
+    assert torch.autograd.gradgradcheck(of_value, value)
+
+
+# The compiler itself makes an instance of a torch.autograd.Function while it traces.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_the_compiler_sees_one_graph(generator: torch.Generator) -> None:
+    stream = some_stream(generator)
+
+    def run(x: Tensor) -> Tensor:
+        return stream._replace(x=x).run("std")[0]
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(stream.x), run(stream.x))

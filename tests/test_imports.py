@@ -1,0 +1,264 @@
+"""The rooms of the library, and which may import which: read the table, learn the architecture.
+
+A room is a folder of src/acmoe, or a single module beside them. Imports are read from the source,
+so that one inside a function, or for type checking only, counts as well.
+"""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+PROJECT = Path(__file__).parents[1]
+SOURCE = PROJECT / "src" / "acmoe"
+
+EVERYONE = {"errors", "config"}  # may be imported by every room below them
+LAYERS = {"ops", "routing", "experts"}
+
+# From the bottom to the top: a room imports only from rooms above it in this table.
+ROOMS: dict[str, set[str]] = {
+    "errors": set(),  # the one exception for a user's mistakes
+    "config": {"errors"},  # what can be asked: frozen dataclasses
+    "recipes": EVERYONE,  # whole experiments as configs
+    "kernels": EVERYONE,  # Triton, imported by ops when a GPU is there
+    "ops": EVERYONE | {"kernels"},  # tensor functions: the mathematics
+    "routing": EVERYONE | {"ops"},  # hidden states -> who goes where
+    "experts": EVERYONE | {"ops", "routing"},  # tokens + routing -> expert outputs
+    "data": EVERYONE,  # bytes on disk -> batches; knows no model
+    "models": EVERYONE | LAYERS,  # batches -> logits
+    "theory": EVERYONE | LAYERS | {"data"},  # the paper's claims, checked
+    "adapters": EVERYONE | LAYERS | {"models"},  # other people's models
+    "attacks": EVERYONE | LAYERS,  # inputs -> inputs that fool a model; any model that has logits
+    "distributed": EVERYONE | LAYERS | {"models"},  # one model -> many devices
+    "evaluate": EVERYONE | LAYERS | {"data", "models", "attacks", "distributed"},  # -> report
+    # config -> trained model, measured as it goes
+    "train": EVERYONE | LAYERS | {"recipes", "data", "models", "distributed", "evaluate"},
+    "analyze": EVERYONE | LAYERS | {"data", "models", "theory", "evaluate"},  # runs -> figures
+    # The two commands that show and measure everything else.
+    "demo": EVERYONE | LAYERS | {"recipes", "data", "models", "evaluate", "train", "analyze"},
+    "bench": EVERYONE | LAYERS | {"kernels", "recipes", "data", "models", "evaluate", "train"},
+    # The front door, `import acmoe`: re-exports, and nothing that a command alone needs.
+    "__init__": EVERYONE | LAYERS | {"data", "models", "adapters"},
+    "cli": EVERYONE
+    | LAYERS
+    | {"recipes", "data", "models", "theory", "adapters", "attacks", "distributed"}
+    | {"evaluate", "train", "analyze", "demo", "bench"},
+    "__main__": {"cli"},  # python -m acmoe
+}
+
+# Packages that only some rooms know.
+AT_HOME: dict[str, set[str]] = {
+    "triton": {"kernels"},
+    "transformers": {"adapters", "bench"},
+    "timm": {"adapters"},
+    "matplotlib": {"analyze"},
+    "tyro": {"cli"},
+    # Rivals, measured where a user has installed them; one is also a backend of the experts.
+    "sonicmoe": {"ops", "bench"},
+    "scattermoe": {"bench"},
+    "liger_kernel": {"bench"},
+    "torch.distributed": {"ops", "distributed", "train"},  # ops: the group of a dispersion
+}
+# config and errors are read before anything is installed, and recipes are configs.
+STANDARD_LIBRARY_ONLY = {"errors", "config", "recipes"}
+NEVER_INSTALLED_FOR_YOU = {"sonicmoe", "scattermoe", "liger_kernel", "timm"}
+# In extras of pyproject.toml: imported inside functions, where their absence can be explained.
+# An adapter without its package has nothing to do, so it may import that one at the top.
+OPTIONAL = {"matplotlib", "sklearn", "PIL", "kornia", "datasets", "tensorboard", "transformers"}
+OPTIONAL |= NEVER_INSTALLED_FOR_YOU
+# Distribution names that are not the names one imports.
+IMPORTED_AS = {"pillow": "PIL", "scikit-learn": "sklearn"}
+COMES_WITH = {"triton": "torch"}
+NO_ROOM = {"utils", "util", "common", "helpers", "helper", "misc"}
+
+
+class Import(NamedTuple):
+    file: Path
+    line: int
+    name: str  # acmoe.ops.scale, torch.nn, ...
+    deferred: bool  # inside a function
+    for_types: bool  # under `if TYPE_CHECKING`
+    level: int  # dots of a relative import
+
+    @property
+    def room(self) -> str:
+        return self.file.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+    @property
+    def imported_room(self) -> str | None:
+        """The room this import reads from; None for other packages and for the front door."""
+        parts = self.name.split(".")
+        return parts[1] if parts[0] == "acmoe" and len(parts) > 1 else None
+
+    def __str__(self) -> str:
+        return f"{self.file.relative_to(PROJECT)}:{self.line} imports {self.name}"
+
+
+def imports_in(file: Path) -> Iterator[Import]:
+    def walk(node: ast.AST, deferred: bool, for_types: bool) -> Iterator[Import]:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            deferred = True
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for_types = True
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(file, node.lineno, alias.name, deferred, for_types, 0)
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                name = f"{node.module or ''}.{alias.name}"
+                yield Import(file, node.lineno, name, deferred, for_types, node.level)
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, deferred, for_types)
+
+    yield from walk(ast.parse(file.read_text()), False, False)
+
+
+FILES = sorted(SOURCE.rglob("*.py"))
+IMPORTS = [found for file in FILES for found in imports_in(file)]
+
+
+def described(wrong: list[Import]) -> str:
+    return "\n" + "\n".join(str(one) for one in wrong)
+
+
+def test_every_room_stands_in_the_table() -> None:
+    rooms = {file.relative_to(SOURCE).parts[0].removesuffix(".py") for file in FILES}
+    assert rooms <= set(ROOMS), f"add {sorted(rooms - set(ROOMS))} to ROOMS, with what it may read"
+
+
+def test_the_table_has_no_cycle() -> None:
+    names = list(ROOMS)
+    for place, (room, reads) in enumerate(ROOMS.items()):
+        assert reads <= set(names[:place]), f"{room} reads a room that stands below it"
+
+
+def test_rooms_import_only_what_the_table_allows() -> None:
+    wrong = [
+        one
+        for one in IMPORTS
+        if one.imported_room is not None
+        and one.imported_room in ROOMS
+        and one.imported_room != one.room
+        and one.imported_room not in ROOMS.get(one.room, set())
+    ]
+    assert not wrong, described(wrong)
+
+
+def test_inside_the_library_the_front_door_gives_its_version_only() -> None:
+    # Importing what __init__.py re-exports, from inside, would go in circles.
+    rooms = set(ROOMS)
+    for file in FILES:
+        for one in imports_in(file):
+            if one.name == "acmoe":
+                used = {
+                    node.attr
+                    for node in ast.walk(ast.parse(file.read_text()))
+                    if isinstance(node, ast.Attribute)
+                    and isinstance(node.value, ast.Name)
+                    and node.value.id == "acmoe"
+                }
+                assert used == {"__version__"}, f"{one} for {sorted(used)}"
+            if one.name.startswith("acmoe."):
+                known = one.imported_room in rooms or one.name == "acmoe.__version__"
+                assert known, f"{one} through the front door; import it from its room"
+
+
+def test_imports_are_absolute() -> None:
+    wrong = [one for one in IMPORTS if one.level > 0]
+    assert not wrong, described(wrong)
+
+
+def test_a_thing_without_a_room_has_not_been_understood() -> None:
+    names = {part for file in FILES for part in file.relative_to(SOURCE).with_suffix("").parts}
+    assert not names & NO_ROOM, f"{sorted(names & NO_ROOM)} says nothing about what is inside"
+
+
+@pytest.mark.parametrize("package", AT_HOME)
+def test_packages_stay_where_they_are_at_home(package: str) -> None:
+    wrong = [
+        one
+        for one in IMPORTS
+        if f"{one.name}.".startswith(f"{package}.") and one.room not in AT_HOME[package]
+    ]
+    assert not wrong, described(wrong)
+
+
+def outside(one: Import) -> str | None:
+    """The third-party package this import names, if any."""
+    top = one.name.split(".")[0]
+    own = top == "acmoe" or top in sys.stdlib_module_names or one.level > 0
+    return None if own or (one.for_types and top == "_typeshed") else top
+
+
+def test_config_errors_and_recipes_need_the_standard_library_only() -> None:
+    wrong = [one for one in IMPORTS if one.room in STANDARD_LIBRARY_ONLY and outside(one)]
+    assert not wrong, described(wrong)
+
+
+def test_optional_packages_are_imported_where_their_absence_can_be_explained() -> None:
+    wrong = [
+        one
+        for one in IMPORTS
+        if outside(one) in OPTIONAL
+        and not (one.deferred or one.for_types)
+        and one.room != "adapters"
+    ]
+    assert not wrong, described(wrong)
+
+
+def test_every_package_used_is_declared() -> None:
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    extras = [project["optional-dependencies"][name] for name in ("hf", "vision", "plots", "text")]
+    wanted = [want for wants in (project["dependencies"], *extras) for want in wants]
+    names = {re.split(r"[\[<>=~! ]", want)[0] for want in wanted}
+    declared = {IMPORTED_AS.get(name, name) for name in names}
+    declared |= {package for package, origin in COMES_WITH.items() if origin in declared}
+    declared |= NEVER_INSTALLED_FOR_YOU
+    wrong = [one for one in IMPORTS if (outside(one) or "torch") not in declared]
+    assert not wrong, described(wrong)
+
+
+IMPORT_ACMOE = """
+import json, sys, time
+import torch
+before = set(sys.modules)
+start = time.perf_counter()
+import acmoe
+seconds = time.perf_counter() - start
+new = {name.split(".")[0] for name in set(sys.modules) - before}
+rooms = {name.split(".")[1] for name in sys.modules if name.startswith("acmoe.")}
+print(json.dumps({"seconds": seconds, "new": sorted(new), "rooms": sorted(rooms)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def fresh_imports() -> list[dict[str, object]]:
+    """What `import acmoe` costs and loads after `import torch`, in two fresh processes."""
+    command = [sys.executable, "-c", IMPORT_ACMOE]
+    runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(2)]
+    return [json.loads(run.stdout) for run in runs]
+
+
+def test_importing_the_library_adds_less_than_two_seconds(
+    fresh_imports: list[dict[str, object]],
+) -> None:
+    assert min(float(str(run["seconds"])) for run in fresh_imports) < 2.0
+
+
+def test_importing_the_library_loads_no_heavy_package(
+    fresh_imports: list[dict[str, object]],
+) -> None:
+    loaded = fresh_imports[0]["new"]
+    rooms = fresh_imports[0]["rooms"]
+    assert isinstance(loaded, list)
+    assert isinstance(rooms, list)
+    heavy = OPTIONAL | {"scipy", "timm", "triton", "pandas", "tyro"}
+    assert not set(loaded) & heavy  # torch's own imports are not counted
+    assert not set(rooms) & {"kernels", "cli", "train", "analyze"}
