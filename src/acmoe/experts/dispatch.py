@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from acmoe.ops.order import sort_rows
+from acmoe.routing.router import real_tokens
 from acmoe.routing.state import Routing
 
 
@@ -20,8 +22,10 @@ class Order(NamedTuple):
     expert: Tensor  # (N,) sorted expert ids
 
 
-def sort_by_expert(expert_ids_TK: Tensor, num_experts: int) -> Order:
+def sort_by_expert(expert_ids_TK: Tensor, num_experts: int, *, backend: str = "torch") -> Order:
     """Stable, so that an expert sees its tokens in their own order. No host sync."""
+    if backend == "triton" and expert_ids_TK.numel() > 0:
+        return Order(*sort_rows(expert_ids_TK, num_experts))
     expert_N, order_N = expert_ids_TK.reshape(-1).sort(stable=True)
     back_N = torch.empty_like(order_N).scatter_(
         0, order_N, torch.arange(order_N.numel(), device=order_N.device)
@@ -97,13 +101,12 @@ def limit_capacity(
     """
     T, K = routing.expert_ids.shape
     priority_T = routing.gate.detach().amax(-1)
-    tokens = torch.tensor(T, device=priority_T.device)
+    tokens = real_tokens(routing.gate, token_mask_T)
     expert_ids_TK = routing.expert_ids
     if token_mask_T is not None:
-        tokens = token_mask_T.sum()
         expert_ids_TK = expert_ids_TK.masked_fill(~token_mask_T[:, None], num_experts)
     # float64, as Python counts: in float32 1.05 * 120 falls short of 126.
-    per_choice = (factor * (tokens.double() / num_experts).ceil()).floor()
+    per_choice = (factor * (tokens / num_experts).ceil()).floor()
     capacity = top_k * per_choice  # K may be larger: a threshold router has a column per expert
 
     # Queue all rows by (choice, priority), then stably by expert: a row's place in its expert's

@@ -63,7 +63,9 @@ class Emitter(nn.Module):
             )
             return RoutingState(assignment, membership, scale, aux_loss)
         # The choice before any dropping: a full expert does not change where a token belongs.
-        assignment, membership = clusters_of(routing.affinity, self.reader.mix)
+        assignment, membership = clusters_of(
+            routing.affinity, self.reader.mix, detach=getattr(self.reader, "detach", True)
+        )
         if self.statistics is not None:
             x_BLD = x if x.dim() == 3 else x[None]
             mask_BL = None if token_mask is None else token_mask.view(x_BLD.shape[:-1])

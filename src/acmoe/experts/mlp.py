@@ -10,8 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from acmoe.errors import check
-from acmoe.experts.dispatch import Order
-from acmoe.ops.grouped import grouped_linear
+from acmoe.experts.dispatch import Order, combine, dispatch, sort_by_expert
+from acmoe.ops.backend import (
+    Option,
+    choose,
+    grouped_mm_obstacle,
+    sonicmoe_obstacle,
+    triton_obstacle,
+)
+from acmoe.ops.experts import expert_mlp
+from acmoe.ops.grouped import grouped_linear, grouped_mm
+from acmoe.ops.precision import autocast_dtype
+from acmoe.ops.sonic import sonic_mlp
 
 
 def swiglu(h: Tensor) -> Tensor:
@@ -70,15 +80,71 @@ class ExpertMLP(nn.Module):
             fan_in = out * fan_in if self.init == "published" else fan_in
             nn.init.uniform_(weight_EOI, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
 
-    def forward(self, x_ND: Tensor, order: Order) -> Tensor:
-        h_NF = linear(x_ND, self.up, self.up_bias, order)
+    def forward(self, x_ND: Tensor, order: Order, *, backend: str = "torch") -> Tensor:
+        """Rows in, rows out: the definition every backend is compared with."""
+        h_NF = linear(x_ND, self.up, self.up_bias, order, backend)
         h_NF = ACTIVATIONS[self.activation](h_NF)
         h_NF = nn.functional.dropout(h_NF, self.dropout, self.training)
-        return linear(h_NF, self.down, self.down_bias, order)
+        return linear(h_NF, self.down, self.down_bias, order, backend)
+
+    def mix(
+        self, x_TD: Tensor, expert_ids_TK: Tensor, gate_TK: Tensor, *, complete: bool = False
+    ) -> Tensor:
+        """(T, D): dispatch, experts and combine, on the fastest backend that can.
+
+        `complete` promises that no id is E, "no expert".
+        """
+        dtype = autocast_dtype(x_TD)
+        x_TD = x_TD if dtype is None else x_TD.to(dtype)
+        num_experts = self.up.shape[0]
+        backend = self.backend(x_TD, expert_ids_TK, complete)
+        if backend == "sonicmoe":
+            return sonic_mlp(x_TD, self.up, self.down, expert_ids_TK, gate_TK)
+        order = sort_by_expert(expert_ids_TK, num_experts, backend=backend)
+        if backend == "triton":
+            return expert_mlp(
+                x_TD,
+                self.up.to(x_TD.dtype),
+                self.down.to(x_TD.dtype),
+                None if self.up_bias is None else self.up_bias.to(x_TD.dtype),
+                None if self.down_bias is None else self.down_bias.to(x_TD.dtype),
+                gate_TK,
+                order.order,
+                order.back,
+                order.end,
+                order.expert,
+                activation=self.activation,
+                dropout=self.dropout if self.training else 0.0,
+            )
+        y_ND = self(dispatch(x_TD, order), order, backend=backend)
+        return combine(y_ND, gate_TK, order)
+
+    def backend(self, x_TD: Tensor, expert_ids_TK: Tensor, complete: bool) -> str:
+        dropout = self.dropout if self.training else 0.0
+        has_bias = self.up_bias is not None
+        empty = "there are no tokens" if expert_ids_TK.numel() == 0 else None
+        partial = None if complete else "it has no rows without an expert"
+        widths = (self.up.shape[1], self.up.shape[2], self.down.shape[2])
+        return choose(
+            "experts",
+            (
+                Option("triton", empty or triton_obstacle(x_TD)),
+                Option("grouped_mm", empty or grouped_mm_obstacle(x_TD, *widths)),
+                Option("torch", None),
+                Option(
+                    "sonicmoe",
+                    empty or partial or sonicmoe_obstacle(x_TD, self.activation, has_bias, dropout),
+                ),
+            ),
+        )
 
 
-def linear(x_NI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, order: Order) -> Tensor:
-    y_NO = grouped_linear(x_NI, weight_EOI, order.end)
+def linear(
+    x_NI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, order: Order, backend: str
+) -> Tensor:
+    weight_EOI = weight_EOI.to(x_NI.dtype)  # under autocast tokens are bf16 and weights float32
+    product = grouped_mm if backend == "grouped_mm" else grouped_linear
+    y_NO = product(x_NI, weight_EOI, order.end)
     if bias_EO is None:
         return y_NO
     # A one-hot product instead of bias[expert]: its backward sums rows in a fixed order, where an

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from acmoe.config.routing import AdaptiveConfig, LossConfig, RandomConfig, RouterConfig
 from acmoe.errors import check
-from acmoe.experts.dispatch import combine, dispatch, limit_capacity, sort_by_expert
+from acmoe.experts.dispatch import limit_capacity
 from acmoe.experts.emit import AS_ROUTER, Emitter, resolve_emit
 from acmoe.experts.mlp import ExpertMLP
 from acmoe.ops.checks import check_dim, check_token_mask
@@ -54,7 +54,9 @@ class MoE(nn.Module):
         losses: LossConfig | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(router, Router):
+        if isinstance(router, Router):
+            check(losses is None, f"losses={losses} beside a Router; give them to it instead")
+        else:
             router = build_router(
                 router, dim=dim, num_experts=num_experts, top_k=top_k, losses=losses
             )
@@ -114,14 +116,20 @@ class MoE(nn.Module):
 
         mask_T = None if token_mask is None else token_mask.reshape(-1)
         sent = routing
+        if mask_T is not None:
+            # Padding goes to no expert: it costs nothing, and changes no rounding of a product.
+            nowhere = routing.expert_ids.masked_fill(~mask_T[:, None], self.num_experts)
+            sent = routing._replace(expert_ids=nowhere)
         if self.capacity_factor is not None:
-            sent = limit_capacity(
-                routing, self.num_experts, self.top_k, self.capacity_factor, mask_T
-            )
+            sent = limit_capacity(sent, self.num_experts, self.top_k, self.capacity_factor, mask_T)
         expert_input = scaled.to(x.dtype) if self.router.scale_experts else x
-        order = sort_by_expert(sent.expert_ids, self.num_experts)
-        y_ND = self.experts(dispatch(expert_input.reshape(-1, self.dim), order), order)
-        return blank(combine(y_ND, sent.gate, order).view(x.shape), token_mask), emitted
+        y_TD = self.experts.mix(
+            expert_input.reshape(-1, self.dim),
+            sent.expert_ids,
+            sent.gate,
+            complete=self.capacity_factor is None and token_mask is None and self.router.always_k,
+        )
+        return blank(y_TD.view(x.shape), token_mask), emitted
 
     def new_cache(
         self,

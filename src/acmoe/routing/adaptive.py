@@ -39,6 +39,7 @@ class AdaptiveRouter(Router):
         self.config = config
         self.base = base
         self.mix = config.mix
+        self.always_k = base.always_k
         self.scale_experts = config.scale_experts
         # Statistics of the previous layer's tokens are taken there, and arrive as state.scale.
         self.statistics: ClusterStatistics | None = None

@@ -18,7 +18,7 @@ from acmoe.config.routing import (
 from acmoe.ops.dispersion import accumulation_dtype
 from acmoe.routing.adaptive import gather_scale, mix_scales
 from acmoe.routing.cache import StatisticsSlot
-from acmoe.routing.router import Router, flat, need_token_ids
+from acmoe.routing.router import Router, flat, need_token_ids, real_tokens
 from acmoe.routing.state import Routing, RoutingState, check_mix, check_state
 from acmoe.routing.topk import (
     common_losses,
@@ -87,6 +87,7 @@ class RandomRouter(Router):
         self.base = base
         self.mix = config.mix
         self.causal = base.causal
+        self.always_k = base.always_k
 
     def rescale(
         self,
@@ -150,6 +151,7 @@ class ExpertChoiceRouter(Router):
     """Each expert takes its best tokens of the whole call: perfect balance, no causality."""
 
     causal = False
+    always_k = False
 
     def __init__(
         self,
@@ -185,11 +187,8 @@ class ExpertChoiceRouter(Router):
         """(T, E) bool: the token is among its expert's capacity best."""
         if mask_T is not None:
             gate_TE = gate_TE.masked_fill(~mask_T[:, None], -1.0)
-            tokens = mask_T.sum()
-        else:
-            tokens = torch.tensor(gate_TE.shape[0], device=gate_TE.device)
         # float64, and the division last: k * 21 / 7 must not become 3.0000002 and its ceiling 4.
-        rows = self.config.capacity_factor * self.top_k * tokens.double()
+        rows = self.config.capacity_factor * self.top_k * real_tokens(gate_TE, mask_T)
         capacity = (rows / self.num_experts).ceil()
         rank_TE = gate_TE.argsort(dim=0, descending=True, stable=True).argsort(dim=0)
         return (rank_TE < capacity) & (gate_TE >= 0)

@@ -23,6 +23,7 @@ class Router(nn.Module):
     """
 
     causal = True  # a token's choice does not depend on later tokens or other sequences
+    always_k = True  # every token gets exactly k experts
     scale_experts = False  # the experts read the rescaled tokens too
     mix = 1  # clusters per token this router reads from the state
 
@@ -89,6 +90,13 @@ def blank(x: Tensor, token_mask: Tensor | None) -> Tensor:
 def flat(x: Tensor) -> Tensor:
     """(T, D) in the accumulation dtype: routers decide in float32, whatever the model runs in."""
     return x.reshape(-1, x.shape[-1]).to(accumulation_dtype(x.dtype))
+
+
+def real_tokens(value_TX: Tensor, token_mask_T: Tensor | None) -> Tensor:
+    """() float64 number of tokens that are not padding, made on the device: no host waits."""
+    if token_mask_T is not None:
+        return token_mask_T.sum(dtype=torch.float64)
+    return value_TX.new_full((), value_TX.shape[0], dtype=torch.float64)
 
 
 def need_token_ids(token_ids: Tensor | None, x: Tensor, router: str) -> Tensor:

@@ -61,13 +61,14 @@ def no_cluster(
     return assignment, membership
 
 
-def clusters_of(affinity_TE: Tensor, mix: int) -> tuple[Tensor, Tensor]:
+def clusters_of(affinity_TE: Tensor, mix: int, *, detach: bool = True) -> tuple[Tensor, Tensor]:
     """Each token's `mix` best clusters, best first, and their renormalised affinities.
 
-    The first is the argmax, never column 0 of an unsorted top-k. Without gradient: which cluster a
-    token belongs to is a label.
+    The first is the argmax, never column 0 of an unsorted top-k. Which cluster a token belongs to
+    is a label; how much of each, part of its scale, has a gradient unless detached.
     """
-    affinity_TE = affinity_TE.detach()
+    if detach:
+        affinity_TE = affinity_TE.detach()
     if mix == 1:
         assignment_TJ = affinity_TE.argmax(-1, keepdim=True)
         return assignment_TJ, torch.ones_like(assignment_TJ, dtype=affinity_TE.dtype)

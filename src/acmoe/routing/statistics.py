@@ -227,20 +227,23 @@ def override_statistics(model: nn.Module, **changes: Any) -> Iterator[None]:
             f"{name}={changes[name]!r} cannot be overridden; {', '.join(_BUILT)} are fixed when a "
             "model is built, and any other name must be a field of AdaptiveConfig",
         )
-    # A router that reads the previous layer's statistics holds the same config as their taker.
-    found = [m for m in model.modules() if isinstance(getattr(m, "config", None), AdaptiveConfig)]
-    before = [module.config for module in found]
+    # Statistics, the router that reads them and the emitter before it hold the same config.
+    found = [
+        (module, name, config)
+        for module in model.modules()
+        for name in ("config", "reader")
+        if isinstance(config := getattr(module, name, None), AdaptiveConfig)
+    ]
     try:
-        for module, config in zip(found, before, strict=True):
-            assert isinstance(config, AdaptiveConfig)
+        for module, name, config in found:
             changed = replace(config, **changes)
             check(
                 changed.reads == config.reads,
                 f"{changes} would take statistics of the {changed.reads} layer in a model built "
                 f"for the {config.reads} one; build it with that statistics_of",
             )
-            module.config = changed
+            setattr(module, name, changed)
         yield
     finally:
-        for module, config in zip(found, before, strict=True):
-            module.config = config
+        for module, name, config in found:
+            setattr(module, name, config)

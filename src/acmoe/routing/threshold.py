@@ -21,6 +21,8 @@ class ThresholdRouter(Router):
     around p (near misses count too) or, "straight-through", the slope 1 of every chosen expert.
     """
 
+    always_k = False
+
     def __init__(
         self,
         config: ThresholdConfig,

@@ -1,0 +1,1 @@
+"""Triton kernels. Imported by ops alone, inside functions: the library works without Triton."""

@@ -1,0 +1,246 @@
+"""The gradient of a router: affinities, then tokens and embeddings.
+
+    d affinity    from the gate, the summed gates of the balance loss, and the affinities themselves;
+                  written as 2 or 3 bf16 pieces (kernels/products.py), which the other two multiply
+    d x           (d affinity @ embedding) * scale of the token's cluster
+    d embedding   d affinity^T @ (x * scale), in partial sums over splits of the tokens: no atomics
+The scale is a constant here. Floors: T E float32 read and 2 or 3 T E bf16 written; x's bytes
+written; x's bytes read.
+
+T tokens, D features, E experts, K experts per token, N token blocks, P splits, Z pieces.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from acmoe.kernels.affinity import Tokens, load_kept, load_scaled, softmax_rows
+from acmoe.kernels.dispersion import split_tokens
+from acmoe.kernels.products import accurate_dot, in_three, pieces
+
+
+class Tile(NamedTuple):
+    tokens: int
+    features: int
+    experts: int
+    num_warps: int
+    num_stages: int
+
+
+def affinity_table(num_experts: int) -> Tile:
+    """One program sees all experts of its tokens."""
+    experts = max(16, triton.next_power_of_2(num_experts))
+    return Tile(min(64, 4096 // experts), 0, experts, 4, 1)
+
+
+def token_table(num_experts: int) -> Tile:
+    return Tile(64, 128, min(64, max(16, triton.next_power_of_2(num_experts))), 4, 2)
+
+
+def embedding_table(num_experts: int, dim: int) -> Tile:
+    experts = min(128, max(16, triton.next_power_of_2(num_experts)))
+    return Tile(64, 64 if dim >= 1024 else 32, experts, 8 if experts == 128 else 4, 3)
+
+
+def terms(dtype: torch.dtype) -> int:
+    """Products per product: the gradient of a 16-bit token is rounded to far less than 3 leave."""
+    return 6 if dtype == torch.float32 else 3
+
+
+def affinity_gradient(
+    grad_gate_TK: Tensor | None,
+    grad_affinity_TE: Tensor | None,
+    grad_sum_E: Tensor | None,
+    ids_TK: Tensor,
+    gate_TK: Tensor,
+    affinity_TE: Tensor,
+    mask_T: Tensor | None,
+    over_selected: bool,
+    temperature: float,
+    num_pieces: int,
+) -> tuple[Tensor, Tensor]:
+    """d affinity (Z, T, E) in bf16 pieces, and its sum over tokens (E,): the bias's gradient."""
+    T, E = affinity_TE.shape
+    K = ids_TK.shape[1]
+    tile = affinity_table(E)
+    N = triton.cdiv(T, tile.tokens)
+    grad_ZTE = affinity_TE.new_empty(num_pieces, T, E, dtype=torch.bfloat16)
+    partial_NE = affinity_TE.new_empty(N, E)
+    given = [grad_gate_TK, grad_affinity_TE, grad_sum_E]
+    pointers = [affinity_TE if grad is None else grad.contiguous() for grad in given]
+    if T > 0:
+        _affinity_kernel[(N,)](
+            *pointers, ids_TK, gate_TK, affinity_TE,
+            affinity_TE if mask_T is None else mask_T.contiguous().view(torch.uint8), grad_ZTE,
+            partial_NE, T, E, 1.0 / temperature, K=K, SELECTED=over_selected,
+            HAS_GATE=given[0] is not None, HAS_AFFINITY=given[1] is not None,
+            HAS_SUM=given[2] is not None, HAS_MASK=mask_T is not None, BT=tile.tokens,
+            BE=tile.experts, BK=max(2, triton.next_power_of_2(K)), num_warps=tile.num_warps,
+            PIECES=num_pieces,
+        )  # fmt: skip
+    return grad_ZTE, partial_NE.sum(0)
+
+
+def token_gradient(tokens: Tokens, grad_ZTE: Tensor, embedding_ED: Tensor) -> Tensor:
+    """d x (T, D), in x's dtype."""
+    T, D = tokens.x.shape
+    E = grad_ZTE.shape[2]
+    tile = token_table(E)
+    grad_TD = torch.empty_like(tokens.x)
+    if T > 0:
+        _token_kernel[(triton.cdiv(T, tile.tokens), triton.cdiv(D, tile.features))](
+            *tokens.pointers, grad_ZTE, embedding_ED.contiguous(), grad_TD, T, D, E, **tokens.flags,
+            TERMS=terms(tokens.x.dtype), BT=tile.tokens, BD=tile.features, BE=tile.experts,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+    return grad_TD
+
+
+def embedding_gradient(tokens: Tokens, grad_ZTE: Tensor) -> Tensor:
+    """d embedding (E, D), float32."""
+    T, D = tokens.x.shape
+    E = grad_ZTE.shape[2]
+    tile = embedding_table(E, D)
+    blocks = triton.cdiv(D, tile.features), triton.cdiv(E, tile.experts)
+    P, split = split_tokens(T, blocks[0] * blocks[1], tile.tokens)
+    partial_PED = grad_ZTE.new_empty(P, E, D, dtype=torch.float32)
+    _embedding_kernel[(P, *blocks)](
+        *tokens.pointers, grad_ZTE, partial_PED, T, D, E, split, **tokens.flags,
+        TERMS=terms(tokens.x.dtype), BT=tile.tokens, BD=tile.features, BE=tile.experts,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    return partial_PED.sum(0)
+
+
+@triton.jit
+def _affinity_kernel(
+    grad_gate_ptr, grad_affinity_ptr, grad_sum_ptr, ids_ptr, gate_ptr, affinity_ptr, mask_ptr,
+    out_ptr, partial_ptr, T, E, inverse_temperature, K: tl.constexpr, SELECTED: tl.constexpr,
+    HAS_GATE: tl.constexpr, HAS_AFFINITY: tl.constexpr, HAS_SUM: tl.constexpr,
+    HAS_MASK: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
+    PIECES: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    e = tl.arange(0, BE)
+    kept, _ = load_kept(mask_ptr, mask_ptr, t, T, False, HAS_MASK)
+    known = (t[:, None] < T) & (e[None, :] < E)
+    at = t.to(tl.int64)[:, None] * E + e[None, :]
+    affinity = tl.load(affinity_ptr + at, mask=known, other=0.0)
+    affinity = tl.where(e[None, :] < E, affinity, float("-inf"))
+    grad = tl.zeros((BT, BE), dtype=tl.float32)
+    if HAS_GATE:
+        wanted = _gate_gradient(grad_gate_ptr, ids_ptr, gate_ptr, t, e, T, K, SELECTED, BT, BE, BK)
+        if SELECTED:
+            grad += wanted
+        else:
+            gate = softmax_rows(affinity)
+            grad += gate * (wanted - tl.sum(gate * wanted, axis=1)[:, None])
+    if HAS_SUM:
+        wanted = tl.load(grad_sum_ptr + e, mask=e < E, other=0.0)[None, :]
+        share = softmax_rows(affinity * inverse_temperature)
+        slope = share * (wanted - tl.sum(share * wanted, axis=1)[:, None]) * inverse_temperature
+        grad += tl.where(kept[:, None], slope, 0.0)
+    if HAS_AFFINITY:
+        grad += tl.load(grad_affinity_ptr + at, mask=known, other=0.0)
+    grad = tl.where(known, grad, 0.0)
+    high, middle, low = in_three(grad)
+    tl.store(out_ptr + at, high, mask=known)
+    tl.store(out_ptr + tl.cast(T, tl.int64) * E + at, middle, mask=known)
+    if PIECES == 3:
+        tl.store(out_ptr + 2 * tl.cast(T, tl.int64) * E + at, low, mask=known)
+    tl.store(partial_ptr + tl.program_id(0) * E + e, tl.sum(grad, axis=0), mask=e < E)
+
+
+@triton.jit
+def _gate_gradient(
+    grad_ptr, ids_ptr, gate_ptr, t, e, T, K: tl.constexpr, SELECTED: tl.constexpr,
+    BT: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """(BT, BE): at each chosen expert the gradient of its affinity (SELECTED) or of its gate."""
+    row = t.to(tl.int64) * K
+    k = tl.arange(0, BK)
+    known = (t[:, None] < T) & (k[None, :] < K)
+    grad = tl.load(grad_ptr + row[:, None] + k[None, :], mask=known, other=0.0)
+    gate = tl.load(gate_ptr + row[:, None] + k[None, :], mask=known, other=0.0)
+    mean = tl.sum(grad * gate, axis=1)
+    spread = tl.zeros((BT, BE), dtype=tl.float32)
+    for i in range(0, K):
+        expert = tl.load(ids_ptr + row + i, mask=t < T, other=-1)
+        value = tl.load(grad_ptr + row + i, mask=t < T, other=0.0)
+        if SELECTED:
+            value = (value - mean) * tl.load(gate_ptr + row + i, mask=t < T, other=0.0)
+        spread += tl.where(e[None, :] == expert[:, None], value[:, None], 0.0)
+    return spread
+
+
+@triton.jit
+def _load_pieces(grad_ptr, at, known, T, E, TERMS: tl.constexpr):
+    size = tl.cast(T, tl.int64) * E
+    high = tl.load(grad_ptr + at, mask=known, other=0.0)
+    middle = tl.load(grad_ptr + size + at, mask=known, other=0.0)
+    low = high
+    if TERMS == 6:
+        low = tl.load(grad_ptr + 2 * size + at, mask=known, other=0.0)
+    return high, middle, low
+
+
+@triton.jit
+def _token_kernel(
+    x_ptr, scale_ptr, assignment_ptr, mask_ptr, grad_ptr, embedding_ptr, out_ptr, T, D, E,
+    HAS_SCALE: tl.constexpr, HAS_MASK: tl.constexpr, PLAIN_BF16: tl.constexpr,
+    TERMS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * BT
+    t = first + tl.arange(0, BT)
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    kept, cluster = load_kept(assignment_ptr, mask_ptr, t, T, HAS_SCALE, HAS_MASK)
+    grad_ptr += first.to(tl.int64) * E
+    total = tl.zeros((BT, BD), dtype=tl.float32)
+    for start in range(0, E, BE):
+        e = start + tl.arange(0, BE)
+        at = tl.arange(0, BT)[:, None] * E + e[None, :]
+        known = kept[:, None] & (e[None, :] < E)
+        grad_high, grad_middle, grad_low = _load_pieces(grad_ptr, at, known, T, E, TERMS)
+        known = (e[:, None] < E) & (d[None, :] < D)
+        weight = tl.load(embedding_ptr + e[:, None] * D + d[None, :], mask=known, other=0.0)
+        high, middle, low = pieces(weight.to(tl.float32), False)
+        total += accurate_dot(
+            grad_high, grad_middle, grad_low, high, middle, low, False, False, TERMS
+        )  # fmt: skip
+    if HAS_SCALE:
+        known = (kept & (cluster >= 0))[:, None] & (d[None, :] < D)
+        total *= tl.load(scale_ptr + cluster[:, None] * D + d[None, :], mask=known, other=1.0)
+    out_ptr += first.to(tl.int64) * D + tl.arange(0, BT)[:, None] * D + d[None, :]
+    out = total.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr, out, mask=(t[:, None] < T) & (d[None, :] < D))
+
+
+@triton.jit
+def _embedding_kernel(
+    x_ptr, scale_ptr, assignment_ptr, mask_ptr, grad_ptr, out_ptr, T, D, E, split,
+    HAS_SCALE: tl.constexpr, HAS_MASK: tl.constexpr, PLAIN_BF16: tl.constexpr,
+    TERMS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    begin = tl.program_id(0) * split
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    e = tl.program_id(2) * BE + tl.arange(0, BE)
+    total = tl.zeros((BE, BD), dtype=tl.float32)
+    for start in range(begin, tl.minimum(begin + split, T), BT):
+        kept, cluster = load_kept(
+            assignment_ptr, mask_ptr, start + tl.arange(0, BT), T, HAS_SCALE, HAS_MASK
+        )
+        x = load_scaled(x_ptr, scale_ptr, cluster, start, kept, d, D, HAS_SCALE, BT)
+        high, middle, low = pieces(x, PLAIN_BF16)
+        at = tl.arange(0, BT)[None, :] * E + e[:, None]
+        known = kept[None, :] & (e[:, None] < E)
+        grad_high, grad_middle, grad_low = _load_pieces(
+            grad_ptr + start.to(tl.int64) * E, at, known, T, E, TERMS
+        )
+        total += accurate_dot(
+            grad_high, grad_middle, grad_low, high, middle, low, False, PLAIN_BF16, TERMS
+        )  # fmt: skip
+    at = (tl.program_id(0).to(tl.int64) * E + e)[:, None] * D + d[None, :]
+    tl.store(out_ptr + at, total, mask=(e[:, None] < E) & (d[None, :] < D))

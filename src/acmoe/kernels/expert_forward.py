@@ -1,0 +1,219 @@
+"""Expert MLPs over rows sorted by expert: the products, with what stands around them fused in.
+
+    up      gathers tokens, multiplies, adds the bias; activation and dropout in its epilogue
+    down    multiplies rows, adds the bias; also serves the input gradient
+
+x (T, D) tokens; N = T * K routed rows; up (E, W, D) with W = F, or 2F for swiglu (gate, then up);
+down (E, D, F). Accumulation is float32. Floors at bf16: up reads N * D and E * W * D, writes
+N * (W + F); its 2 * N * D * W operations dominate from D = 512 on.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _gelu(h):
+    return 0.5 * h * (1.0 + tl.math.erf(h * 0.7071067811865476))
+
+
+@triton.jit
+def _tile_of(pid, num_tiles, num_n, GROUP: tl.constexpr):
+    """Row tile and column tile of a program: GROUP row tiles share the columns' weights in L2."""
+    block = pid // (GROUP * num_n)
+    height = tl.minimum(num_tiles - block * GROUP, GROUP)
+    place = pid % (GROUP * num_n)
+    return block * GROUP + place % height, place // height
+
+
+@triton.jit
+def _keep(seed_ptr, rows, cols, width, DROPOUT: tl.constexpr):
+    """1 / (1 - p) where a unit is kept, 0 where it is dropped; the same numbers in the backward."""
+    seed = tl.load(seed_ptr)
+    place = rows[:, None].to(tl.int64) * width + cols[None, :]
+    drawn = tl.rand(seed, place.to(tl.int32))
+    return tl.where(drawn >= DROPOUT, 1.0 / (1.0 - DROPOUT), 0.0)
+
+
+@triton.jit
+def up_kernel(
+    x_ptr,
+    w_ptr,
+    w_desc,
+    bias_ptr,
+    h_ptr,
+    a_ptr,
+    token_ptr,
+    tile_expert_ptr,
+    tile_start_ptr,
+    end_ptr,
+    seed_ptr,
+    D,
+    F,
+    num_tiles,
+    num_n,
+    GROUP: tl.constexpr,
+    ACT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    TMA: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    tile, n_tile = _tile_of(tl.program_id(0), num_tiles, num_n, GROUP)
+    expert = tl.load(tile_expert_ptr + tile)
+    if expert < 0:
+        return
+    rows = tl.load(tile_start_ptr + tile) + tl.arange(0, BM)
+    inside = rows < tl.load(end_ptr + expert)
+    token = tl.load(token_ptr + rows, mask=inside, other=0).to(tl.int64)
+    first = n_tile * BN
+    cols = first + tl.arange(0, BN)
+    known = cols < F
+    safe = tl.where(known, cols, 0)
+    k = tl.arange(0, BK)
+    W = 2 * F if ACT == "swiglu" else F
+    x_ptrs = x_ptr + token[:, None] * D + k[None, :]
+    w_row = expert * W + first
+    w_ptrs = w_ptr + (expert.to(tl.int64) * W + safe[None, :]) * D + k[:, None]
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    second = tl.zeros((BM, BN), dtype=tl.float32)
+    for start in range(0, D, BK):
+        left = k < D - start
+        if EVEN_K:
+            x = tl.load(x_ptrs)
+        else:
+            x = tl.load(x_ptrs, mask=left[None, :], other=0.0)
+        if TMA:
+            acc = tl.dot(x, w_desc.load([w_row, start]).T, acc)
+            if ACT == "swiglu":
+                second = tl.dot(x, w_desc.load([w_row + F, start]).T, second)
+        else:
+            acc = tl.dot(x, tl.load(w_ptrs, mask=left[:, None], other=0.0), acc)
+            if ACT == "swiglu":
+                shift = F.to(tl.int64) * D
+                w = tl.load(w_ptrs + shift, mask=left[:, None], other=0.0)
+                second = tl.dot(x, w, second)
+        x_ptrs += BK
+        w_ptrs += BK
+
+    out = rows.to(tl.int64)
+    both = inside[:, None] & known[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + expert * W + safe)[None, :].to(tl.float32)
+    h_ptrs = h_ptr + out[:, None] * W + cols[None, :]
+    tl.store(h_ptrs, acc.to(h_ptr.dtype.element_ty), mask=both)
+    if ACT == "swiglu":
+        if HAS_BIAS:
+            second += tl.load(bias_ptr + expert * W + F + safe)[None, :].to(tl.float32)
+        tl.store(h_ptrs + F, second.to(h_ptr.dtype.element_ty), mask=both)
+        value = acc * tl.sigmoid(acc) * second
+    elif ACT == "gelu":
+        value = _gelu(acc)
+    else:
+        value = tl.maximum(acc, 0.0)
+    if DROPOUT > 0:
+        value *= _keep(seed_ptr, rows, cols, F, DROPOUT)
+    tl.store(a_ptr + out[:, None] * F + cols[None, :], value.to(a_ptr.dtype.element_ty), mask=both)
+
+
+@triton.jit
+def rows_kernel(
+    a_ptr,
+    a_desc,
+    w_ptr,
+    w_desc,
+    bias_ptr,
+    y_ptr,
+    token_ptr,
+    tile_expert_ptr,
+    tile_start_ptr,
+    end_ptr,
+    I,
+    O,
+    num_tiles,
+    num_n,
+    GROUP: tl.constexpr,
+    GATHER: tl.constexpr,
+    ACROSS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    TMA: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """y (N, O) = a times each row's expert's weight, (O, I), or (I, O) if ACROSS.
+
+    a (N, I) holds rows, or with GATHER (T, I) tokens.
+    """
+    tile, n_tile = _tile_of(tl.program_id(0), num_tiles, num_n, GROUP)
+    expert = tl.load(tile_expert_ptr + tile)
+    if expert < 0:
+        return
+    start_row = tl.load(tile_start_ptr + tile)
+    end = tl.load(end_ptr + expert)
+    rows = start_row + tl.arange(0, BM)
+    inside = rows < end
+    # Rows of the next expert are read and thrown away: cheaper than a mask in the loop.
+    source = tl.minimum(rows, end - 1)
+    if GATHER:
+        source = tl.load(token_ptr + source)
+    source = source.to(tl.int64)
+    first = n_tile * BN
+    cols = first + tl.arange(0, BN)
+    known = cols < O
+    k = tl.arange(0, BK)
+    a_ptrs = a_ptr + source[:, None] * I + k[None, :]
+    base = w_ptr + expert.to(tl.int64) * I * O
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    for start in range(0, I, BK):
+        left = k < I - start
+        if TMA and not GATHER:
+            a = a_desc.load([start_row, start])
+        elif EVEN_K:
+            a = tl.load(a_ptrs + start)
+        else:
+            a = tl.load(a_ptrs + start, mask=left[None, :], other=0.0)
+        if TMA:
+            if ACROSS:
+                w = w_desc.load([expert * I + start, first])
+                if not EVEN_K:  # the tile reaches into the next expert
+                    w = tl.where(left[:, None], w, 0.0)
+            else:
+                w = w_desc.load([expert * O + first, start]).T
+        else:
+            both = left[:, None] & known[None, :]
+            if ACROSS:
+                w_ptrs = base + (start + k)[:, None].to(tl.int64) * O + cols[None, :]
+            else:
+                w_ptrs = base + cols[None, :].to(tl.int64) * I + (start + k)[:, None]
+            w = tl.load(w_ptrs, mask=both, other=0.0)
+        acc = tl.dot(a, w, acc)
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + expert * O + cols, mask=known, other=0.0)[None, :].to(tl.float32)
+    y_ptrs = y_ptr + rows[:, None].to(tl.int64) * O + cols[None, :]
+    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=inside[:, None] & known[None, :])
+
+
+@triton.jit
+def combine_kernel(
+    y_ptr, gate_ptr, back_ptr, out_ptr, last_ptr, D, top_k, HAS_GATE: tl.constexpr, BD: tl.constexpr
+):
+    """out (T, D) = sum over a token's K rows of gate * y: gathers in the order of choice."""
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BD + tl.arange(0, BD)
+    known = cols < D
+    total = tl.zeros((BD,), dtype=tl.float32)
+    num_rows = tl.load(last_ptr)
+    for choice in range(top_k):
+        row = tl.load(back_ptr + token * top_k + choice).to(tl.int64)
+        # A row for no expert stands behind the last expert's and was never written.
+        length = tl.where(row < num_rows, D, 0)
+        y = tl.load(y_ptr + row * D + cols, mask=cols < length, other=0.0).to(tl.float32)
+        if HAS_GATE:
+            y *= tl.load(gate_ptr + token * top_k + choice).to(tl.float32)
+        total += y
+    tl.store(out_ptr + token * D + cols, total.to(out_ptr.dtype.element_ty), mask=known)

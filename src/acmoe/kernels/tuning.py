@@ -1,0 +1,48 @@
+"""Block sizes: a table of what was measured, and a rule for shapes that were not."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Blocks(NamedTuple):
+    m: int
+    n: int
+    k: int
+    num_warps: int
+    num_stages: int
+    tma: bool = False  # tiles by the copy engine; needs rows of a multiple of 16 bytes
+
+
+@functools.cache
+def _table() -> dict[str, list[Any]]:
+    """ "kernel/dim/hidden/experts" -> blocks, written by `acmoe bench layer --tune` on an H200."""
+    path = Path(__file__).with_name("tuned.json")
+    found: dict[str, list[Any]] = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
+def key(kernel: str, dim: int, hidden: int, experts: int) -> str:
+    return f"{kernel}/{dim}/{hidden}/{experts}"
+
+
+OVERRIDE: dict[str, Blocks] = {}  # the tuner's candidate, by kernel
+
+
+def blocks_for(kernel: str, dim: int, hidden: int, experts: int, dtype: torch.dtype) -> Blocks:
+    if kernel in OVERRIDE:
+        return OVERRIDE[kernel]
+    wide = dtype.itemsize > 2  # float32 tiles take twice the shared memory
+    found = _table().get(key(kernel, dim, hidden, experts))
+    if found is not None and not wide:
+        return Blocks(*found)
+    if dim <= 32 or hidden <= 32:
+        return Blocks(16, 32, 32, 4, 2)
+    if wide:
+        return Blocks(64, 64, 32, 4, 2)
+    if kernel in ("down_weight", "up_weight"):
+        return Blocks(128, 128, 64, 8, 3)
+    return Blocks(128, 128, 64, 8, 3)
