@@ -16,7 +16,6 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)
-	$(BIN)/acmoe theory
 	$(BIN)/acmoe demo
 
 test: $(READY)

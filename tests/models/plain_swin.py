@@ -58,9 +58,7 @@ def whole_map_attention(
 
 
 def table_bias(table: Tensor, window: int) -> Bias:
-    return lambda down, right: table[
-        (down + window - 1) * (2 * window - 1) + right + window - 1
-    ]
+    return lambda down, right: table[(down + window - 1) * (2 * window - 1) + right + window - 1]
 
 
 def merge_patches(x_BYXD: Tensor) -> Tensor:

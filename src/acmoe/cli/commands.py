@@ -1,12 +1,24 @@
 """Every command, in the order of the help page."""
 
+from acmoe.cli.bench import Bench
 from acmoe.cli.data import Data
+from acmoe.cli.demo import Demo
+from acmoe.cli.evaluate import Evaluate
+from acmoe.cli.finetune import Finetune
+from acmoe.cli.generate import Generate
 from acmoe.cli.models import Models
 from acmoe.cli.parse import Command
 from acmoe.cli.theory import Theory
+from acmoe.cli.train import Train
 
 COMMANDS: dict[str, type[Command]] = {
+    "demo": Demo,
     "models": Models,
     "data": Data,
+    "train": Train,
+    "evaluate": Evaluate,
+    "finetune": Finetune,
+    "generate": Generate,
     "theory": Theory,
+    "bench": Bench,
 }

@@ -28,7 +28,7 @@ def parse(commands: dict[str, type[Command]], arguments: Sequence[str]) -> Comma
     one_of = reduce(
         lambda left, right: left | right,
         (
-            Annotated[command, tyro.conf.subcommand(name)]  # type: ignore[misc]
+            Annotated[command, tyro.conf.subcommand(name)]
             for name, command in commands.items()
         ),
     )
@@ -50,7 +50,7 @@ def parse(commands: dict[str, type[Command]], arguments: Sequence[str]) -> Comma
 
 
 def one_line(box: str) -> str:
-    """The sentence inside a boxed message: what was wrong, what may have been meant, where to look."""
+    """The sentence inside a boxed message: what was wrong, what was meant, where to look."""
     rows = [row.strip(" │╭╮╰╯").strip() for row in box.splitlines() if row.startswith("│")]
     text = ""
     for row in rows:

@@ -110,8 +110,9 @@ class MoE(nn.Module):
         slots = cache or LayerCache(None, None)
         x = blank(x, token_mask)
         with without_autocast(x):
-            scaled = self.router.rescale(x, state, token_mask=token_mask, cache=slots.router)
-            routing = self.router.decide(scaled, token_mask=token_mask, token_ids=token_ids)
+            routing, expert_input = self.router.route(
+                x, state, token_mask=token_mask, token_ids=token_ids, cache=slots.router
+            )
             emitted = self.emitter(x, routing, state, token_mask=token_mask, slot=slots.emit)
 
         mask_T = None if token_mask is None else token_mask.reshape(-1)
@@ -122,7 +123,6 @@ class MoE(nn.Module):
             sent = routing._replace(expert_ids=nowhere)
         if self.capacity_factor is not None:
             sent = limit_capacity(sent, self.num_experts, self.top_k, self.capacity_factor, mask_T)
-        expert_input = scaled.to(x.dtype) if self.router.scale_experts else x
         y_TD = self.experts.mix(
             expert_input.reshape(-1, self.dim),
             sent.expert_ids,

@@ -45,7 +45,7 @@ class Tokens(NamedTuple):
 
     x: Tensor  # (T, D)
     scale: Tensor  # (C, D) float32
-    assignment: Tensor  # (T,) cluster, -1 for none
+    assignment: Tensor  # (T,) cluster; what is not one of the C is none
     mask: Tensor  # (T,) uint8
     has_scale: bool
     has_mask: bool
@@ -95,7 +95,8 @@ def route(
     if T > 0:
         _route_kernel[(N,)](
             *tokens.pointers, embedding_ED.contiguous(), embedding_ED if bias_E is None else bias_E,
-            ids_TK, gate_TK, affinity_TE, partial_2NE, T, D, E, 1.0 / temperature, K=top_k,
+            ids_TK, gate_TK, affinity_TE, partial_2NE, T, D, E, tokens.scale.shape[0],
+            1.0 / temperature, K=top_k,
             SELECTED=over_selected, HAS_BIAS=bias_E is not None, **tokens.flags, TERMS=TERMS,
             BT=tile.tokens, BD=tile.features, BE=max(16, triton.next_power_of_2(E)),
             BK=max(2, triton.next_power_of_2(top_k)), num_warps=tile.num_warps,
@@ -107,12 +108,12 @@ def route(
 
 @triton.jit
 def load_scaled(
-    x_ptr, scale_ptr, cluster, start, kept, d, D, HAS_SCALE: tl.constexpr, BT: tl.constexpr
+    x_ptr, scale_ptr, cluster, row, kept, d, D, HAS_SCALE: tl.constexpr, BT: tl.constexpr
 ):  # fmt: skip
-    """float32 tokens from `start` on, times the scale of their cluster; zeros where masked."""
+    """float32 tokens from int64 `row` on, times their clusters' scale; zeros where masked."""
     known = kept[:, None] & (d[None, :] < D)
     at = tl.arange(0, BT)[:, None] * D + d[None, :]
-    x = tl.load(x_ptr + start.to(tl.int64) * D + at, mask=known, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * D + at, mask=known, other=0.0).to(tl.float32)
     if HAS_SCALE:
         known &= (cluster >= 0)[:, None]
         x *= tl.load(scale_ptr + cluster[:, None] * D + d[None, :], mask=known, other=1.0)
@@ -121,28 +122,29 @@ def load_scaled(
 
 @triton.jit
 def load_kept(
-    assignment_ptr, mask_ptr, t, T, HAS_SCALE: tl.constexpr, HAS_MASK: tl.constexpr
+    assignment_ptr, mask_ptr, t, T, C, HAS_SCALE: tl.constexpr, HAS_MASK: tl.constexpr
 ):  # fmt: skip
-    """Which tokens exist and are not masked, and their clusters."""
+    """Which tokens exist and are not masked, and their clusters, -1 for none."""
     kept = t < T
     if HAS_MASK:
         kept &= tl.load(mask_ptr + t, mask=kept, other=0) != 0
     cluster = t
     if HAS_SCALE:
         cluster = tl.load(assignment_ptr + t, mask=kept, other=-1).to(tl.int32)
+        cluster = tl.where(cluster < C, cluster, -1)
     return kept, cluster
 
 
 @triton.jit
 def _affinity(
-    x_ptr, scale_ptr, cluster, embedding_ptr, first, kept, e, D, E, HAS_SCALE: tl.constexpr,
+    x_ptr, scale_ptr, cluster, embedding_ptr, row, kept, e, D, E, HAS_SCALE: tl.constexpr,
     PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
     BE: tl.constexpr,
 ):  # fmt: skip
     total = tl.zeros((BT, BE), dtype=tl.float32)
     for start in range(0, D, BD):
         d = start + tl.arange(0, BD)
-        x = load_scaled(x_ptr, scale_ptr, cluster, first, kept, d, D, HAS_SCALE, BT)
+        x = load_scaled(x_ptr, scale_ptr, cluster, row, kept, d, D, HAS_SCALE, BT)
         known = (d[:, None] < D) & (e[None, :] < E)
         weight = tl.load(embedding_ptr + e[None, :] * D + d[:, None], mask=known, other=0.0)
         x_high, x_middle, x_low = pieces(x, PLAIN_BF16)
@@ -189,17 +191,17 @@ def softmax_rows(value):
 @triton.jit
 def _route_kernel(
     x_ptr, scale_ptr, assignment_ptr, mask_ptr, embedding_ptr, bias_ptr, ids_ptr, gate_ptr,
-    affinity_ptr, partial_ptr, T, D, E, inverse_temperature, K: tl.constexpr,
+    affinity_ptr, partial_ptr, T, D, E, C, inverse_temperature, K: tl.constexpr,
     SELECTED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr,
     HAS_MASK: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, BT: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0) * BT
-    t = first + tl.arange(0, BT)
+    row = tl.program_id(0).to(tl.int64) * BT
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
     e = tl.arange(0, BE)
-    kept, cluster = load_kept(assignment_ptr, mask_ptr, t, T, HAS_SCALE, HAS_MASK)
+    kept, cluster = load_kept(assignment_ptr, mask_ptr, t, T, C, HAS_SCALE, HAS_MASK)
     affinity = _affinity(
-        x_ptr, scale_ptr, cluster, embedding_ptr, first, kept, e, D, E, HAS_SCALE, PLAIN_BF16,
+        x_ptr, scale_ptr, cluster, embedding_ptr, row, kept, e, D, E, HAS_SCALE, PLAIN_BF16,
         TERMS, BT, BD, BE,
     )  # fmt: skip
     if HAS_BIAS:

@@ -1,7 +1,7 @@
 """The gradient of a router: affinities, then tokens and embeddings.
 
-    d affinity    from the gate, the summed gates of the balance loss, and the affinities themselves;
-                  written as 2 or 3 bf16 pieces (kernels/products.py), which the other two multiply
+    d affinity    from the gate, the summed gates of the balance loss and the affinities, written as
+                  2 or 3 bf16 pieces (kernels/products.py), which the other two multiply
     d x           (d affinity @ embedding) * scale of the token's cluster
     d embedding   d affinity^T @ (x * scale), in partial sums over splits of the tokens: no atomics
 The scale is a constant here. Floors: T E float32 read and 2 or 3 T E bf16 written; x's bytes
@@ -92,9 +92,10 @@ def token_gradient(tokens: Tokens, grad_ZTE: Tensor, embedding_ED: Tensor) -> Te
     grad_TD = torch.empty_like(tokens.x)
     if T > 0:
         _token_kernel[(triton.cdiv(T, tile.tokens), triton.cdiv(D, tile.features))](
-            *tokens.pointers, grad_ZTE, embedding_ED.contiguous(), grad_TD, T, D, E, **tokens.flags,
-            TERMS=terms(tokens.x.dtype), BT=tile.tokens, BD=tile.features, BE=tile.experts,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            *tokens.pointers, grad_ZTE, embedding_ED.contiguous(), grad_TD, T, D, E,
+            tokens.scale.shape[0], **tokens.flags, TERMS=terms(tokens.x.dtype), BT=tile.tokens,
+            BD=tile.features, BE=tile.experts, num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
         )  # fmt: skip
     return grad_TD
 
@@ -108,9 +109,9 @@ def embedding_gradient(tokens: Tokens, grad_ZTE: Tensor) -> Tensor:
     P, split = split_tokens(T, blocks[0] * blocks[1], tile.tokens)
     partial_PED = grad_ZTE.new_empty(P, E, D, dtype=torch.float32)
     _embedding_kernel[(P, *blocks)](
-        *tokens.pointers, grad_ZTE, partial_PED, T, D, E, split, **tokens.flags,
-        TERMS=terms(tokens.x.dtype), BT=tile.tokens, BD=tile.features, BE=tile.experts,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        *tokens.pointers, grad_ZTE, partial_PED, T, D, E, tokens.scale.shape[0], split,
+        **tokens.flags, TERMS=terms(tokens.x.dtype), BT=tile.tokens, BD=tile.features,
+        BE=tile.experts, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return partial_PED.sum(0)
 
@@ -125,7 +126,7 @@ def _affinity_kernel(
 ):  # fmt: skip
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     e = tl.arange(0, BE)
-    kept, _ = load_kept(mask_ptr, mask_ptr, t, T, False, HAS_MASK)
+    kept, _ = load_kept(mask_ptr, mask_ptr, t, T, 0, False, HAS_MASK)
     known = (t[:, None] < T) & (e[None, :] < E)
     at = t.to(tl.int64)[:, None] * E + e[None, :]
     affinity = tl.load(affinity_ptr + at, mask=known, other=0.0)
@@ -147,10 +148,11 @@ def _affinity_kernel(
         grad += tl.load(grad_affinity_ptr + at, mask=known, other=0.0)
     grad = tl.where(known, grad, 0.0)
     high, middle, low = in_three(grad)
+    size = (tl.full((), 0, dtype=tl.int64) + T) * E
     tl.store(out_ptr + at, high, mask=known)
-    tl.store(out_ptr + tl.cast(T, tl.int64) * E + at, middle, mask=known)
+    tl.store(out_ptr + size + at, middle, mask=known)
     if PIECES == 3:
-        tl.store(out_ptr + 2 * tl.cast(T, tl.int64) * E + at, low, mask=known)
+        tl.store(out_ptr + 2 * size + at, low, mask=known)
     tl.store(partial_ptr + tl.program_id(0) * E + e, tl.sum(grad, axis=0), mask=e < E)
 
 
@@ -178,7 +180,7 @@ def _gate_gradient(
 
 @triton.jit
 def _load_pieces(grad_ptr, at, known, T, E, TERMS: tl.constexpr):
-    size = tl.cast(T, tl.int64) * E
+    size = (tl.full((), 0, dtype=tl.int64) + T) * E
     high = tl.load(grad_ptr + at, mask=known, other=0.0)
     middle = tl.load(grad_ptr + size + at, mask=known, other=0.0)
     low = high
@@ -189,14 +191,14 @@ def _load_pieces(grad_ptr, at, known, T, E, TERMS: tl.constexpr):
 
 @triton.jit
 def _token_kernel(
-    x_ptr, scale_ptr, assignment_ptr, mask_ptr, grad_ptr, embedding_ptr, out_ptr, T, D, E,
+    x_ptr, scale_ptr, assignment_ptr, mask_ptr, grad_ptr, embedding_ptr, out_ptr, T, D, E, C,
     HAS_SCALE: tl.constexpr, HAS_MASK: tl.constexpr, PLAIN_BF16: tl.constexpr,
     TERMS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * BT
     t = first + tl.arange(0, BT)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
-    kept, cluster = load_kept(assignment_ptr, mask_ptr, t, T, HAS_SCALE, HAS_MASK)
+    kept, cluster = load_kept(assignment_ptr, mask_ptr, t, T, C, HAS_SCALE, HAS_MASK)
     grad_ptr += first.to(tl.int64) * E
     total = tl.zeros((BT, BD), dtype=tl.float32)
     for start in range(0, E, BE):
@@ -220,7 +222,7 @@ def _token_kernel(
 
 @triton.jit
 def _embedding_kernel(
-    x_ptr, scale_ptr, assignment_ptr, mask_ptr, grad_ptr, out_ptr, T, D, E, split,
+    x_ptr, scale_ptr, assignment_ptr, mask_ptr, grad_ptr, out_ptr, T, D, E, C, split,
     HAS_SCALE: tl.constexpr, HAS_MASK: tl.constexpr, PLAIN_BF16: tl.constexpr,
     TERMS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
@@ -229,16 +231,15 @@ def _embedding_kernel(
     e = tl.program_id(2) * BE + tl.arange(0, BE)
     total = tl.zeros((BE, BD), dtype=tl.float32)
     for start in range(begin, tl.minimum(begin + split, T), BT):
+        row = tl.full((), 0, dtype=tl.int64) + start
         kept, cluster = load_kept(
-            assignment_ptr, mask_ptr, start + tl.arange(0, BT), T, HAS_SCALE, HAS_MASK
+            assignment_ptr, mask_ptr, start + tl.arange(0, BT), T, C, HAS_SCALE, HAS_MASK
         )
-        x = load_scaled(x_ptr, scale_ptr, cluster, start, kept, d, D, HAS_SCALE, BT)
+        x = load_scaled(x_ptr, scale_ptr, cluster, row, kept, d, D, HAS_SCALE, BT)
         high, middle, low = pieces(x, PLAIN_BF16)
         at = tl.arange(0, BT)[None, :] * E + e[:, None]
         known = kept[None, :] & (e[:, None] < E)
-        grad_high, grad_middle, grad_low = _load_pieces(
-            grad_ptr + start.to(tl.int64) * E, at, known, T, E, TERMS
-        )
+        grad_high, grad_middle, grad_low = _load_pieces(grad_ptr + row * E, at, known, T, E, TERMS)
         total += accurate_dot(
             grad_high, grad_middle, grad_low, high, middle, low, False, PLAIN_BF16, TERMS
         )  # fmt: skip

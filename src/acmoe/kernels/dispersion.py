@@ -104,7 +104,7 @@ def partial_sums(
 
 @triton.jit
 def load_cluster(assignment_ptr, mask_ptr, row, inside, HAS_MASK: tl.constexpr):
-    """Cluster of each token, -1 for one that counts nowhere."""
+    """Cluster of each token of these rows, -1 for one that counts nowhere."""
     cluster = tl.load(assignment_ptr + row, mask=inside, other=-1)
     if HAS_MASK:
         cluster = tl.where(tl.load(mask_ptr + row, mask=inside, other=0) != 0, cluster, -1)
@@ -157,10 +157,11 @@ def _sum_tokens(
     for start in range(begin, tl.minimum(begin + split, T), BT):
         t = start + tl.arange(0, BT)
         known = (t[:, None] < T) & (d[None, :] < D)
-        x = tl.load(x_ptr + (base + t)[:, None] * D + d[None, :], mask=known, other=0.0)
+        at = tl.arange(0, BT)[:, None] * D + d[None, :]
+        x = tl.load(x_ptr + (base + start) * D + at, mask=known, other=0.0)
         cluster = load_cluster(assignment_ptr, mask_ptr, base + t, t < T, HAS_MASK)
         if ANCHORED:
-            counted = cluster >= 0
+            counted = (cluster >= 0) & (cluster < C)
             anchor = tl.load(first_ptr + part * C + cluster, mask=counted, other=0)
             known &= counted[:, None]
             x -= tl.load(x_ptr + (base + anchor)[:, None] * D + d[None, :], mask=known, other=0.0)
@@ -256,11 +257,12 @@ def _deviations_kernel(
     for start in range(begin, tl.minimum(begin + split, T), BT):
         t = start + tl.arange(0, BT)
         known = (t[:, None] < T) & (d[None, :] < D)
-        x = tl.load(x_ptr + (base + t)[:, None] * D + d[None, :], mask=known, other=0.0)
+        at = tl.arange(0, BT)[:, None] * D + d[None, :]
+        x = tl.load(x_ptr + (base + start) * D + at, mask=known, other=0.0)
         cluster = load_cluster(assignment_ptr, mask_ptr, base + t, t < T, HAS_MASK)
-        mine = (cluster >= from_c) & (cluster < from_c + BC)
-        at = slot_ptr + cluster[:, None] * D + d[None, :]
-        away = x.to(tl.float32) - tl.load(at, mask=known & mine[:, None], other=0.0)
+        mine = (cluster >= from_c) & (cluster < tl.minimum(from_c + BC, C))
+        own = slot_ptr + cluster[:, None] * D + d[None, :]
+        away = x.to(tl.float32) - tl.load(own, mask=known & mine[:, None], other=0.0)
         member = as_number(c[:, None] == cluster[None, :], tl.bfloat16)
         if MEASURE == "sign":
             sign = (away > 0).to(tl.float32) - (away < 0).to(tl.float32)

@@ -52,7 +52,7 @@ def _gradient_kernel(
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     cluster = load_cluster(assignment_ptr, mask_ptr, row, row < rows, HAS_MASK)
     inside = (row < rows)[:, None] & (d < D)[None, :]
-    known = inside & (cluster >= 0)[:, None]
+    known = inside & ((cluster >= 0) & (cluster < C))[:, None]
     at = row[:, None] * D + d[None, :]
     own = (row // T * C + cluster)[:, None] * D + d[None, :]
     x = tl.load(x_ptr + at, mask=known, other=0.0).to(tl.float32)

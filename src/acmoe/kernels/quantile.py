@@ -23,8 +23,11 @@ TOKENS, FEATURES, WARPS = 64, 32, 4
 def interquartile_range(
     x_BTD: Tensor, cluster_BT: Tensor, num_clusters: int
 ) -> tuple[Tensor, Tensor]:
-    """(B, C, D) and the float32 count (B, C). cluster_BT: C itself for a token in none."""
+    """(B, C, D) and the float32 count (B, C). cluster_BT: C or more for a token in none."""
     B, T, D = x_BTD.shape
+    if T == 0:
+        count_BC = x_BTD.new_zeros(B, num_clusters, dtype=torch.float32)
+        return count_BC[..., None].repeat(1, 1, D), count_BC
     x_BTD = x_BTD.contiguous()
     segments = B * num_clusters
     offset_B1 = torch.arange(B, device=x_BTD.device)[:, None] * num_clusters

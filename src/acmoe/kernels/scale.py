@@ -30,7 +30,7 @@ NORMALISE_TILE = 2048
 
 
 def finish_dispersion(partials: Partials, *, root: bool) -> tuple[Tensor, Tensor]:
-    """Dispersion (B, C, D) and count (B, C), float32. root: the standard deviation of a variance."""
+    """Dispersion (B, C, D) and count (B, C), float32. root: of a variance its square root."""
     _, dispersion_BCD, count_BC = _finish(
         partials, root=root, result="dispersion", floor=0.0, eps=0.0, min_tokens=0
     )

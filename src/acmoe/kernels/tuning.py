@@ -19,7 +19,7 @@ class Blocks(NamedTuple):
 
 @functools.cache
 def _table() -> dict[str, list[Any]]:
-    """ "kernel/dim/hidden/experts" -> blocks, written by `acmoe bench layer --tune` on an H200."""
+    """ "kernel/dim/hidden/experts" -> blocks, written by `acmoe bench tune` on an H200."""
     path = Path(__file__).with_name("tuned.json")
     found: dict[str, list[Any]] = json.loads(path.read_text()) if path.exists() else {}
     return found

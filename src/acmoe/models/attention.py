@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the customary name
 
+from acmoe.ops.backend import Option, choose
+from acmoe.ops.window_attention import fused_window_attention, window_attention_obstacle
+
 _SHORTEST_PIECE = 64  # queries; shorter pieces cost more in launches than they save in scores
 
 
@@ -65,30 +68,53 @@ def window_attention(
     Returns:
         (B, H, L, P); zeros for a query that sees nothing.
 
-    Sequences longer than a window go in pieces, so that cost and memory grow with L * span.
+    Relative positions on a GPU have a kernel of their own; everything else is torch's attention
+    with a bias.
     """
+    num_before = k.shape[-2] - q.shape[-2]
+    assert 0 <= num_before <= span, f"{num_before} keys before a window of {span}"
+    options = (
+        Option("triton", window_attention_obstacle(q, table, dropout)),
+        Option("torch", None),
+    )
+    if choose("attention", options) == "triton":
+        assert table is not None
+        return fused_window_attention(
+            q, k, v, span=span, table=table, key_mask=key_mask, dropout=dropout
+        )
+    return _in_pieces(q, k, v, span=span, table=table, key_mask=key_mask, dropout=dropout)
+
+
+def _in_pieces(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    span: int,
+    table: Tensor | None,
+    key_mask: Tensor | None,
+    dropout: float,
+) -> Tensor:
+    """Sequences longer than a window in parts, so that cost and memory grow with L * span."""
     num_queries, num_keys = q.shape[-2], k.shape[-2]
     num_before = num_keys - num_queries
-    assert 0 <= num_before <= span, f"{num_before} keys before a window of {span}"
     piece = max(span, _SHORTEST_PIECE)
-    if num_queries > piece:
-        pieces = []
-        for first in range(0, num_queries, piece):
-            end = min(first + piece, num_queries)
-            reach = slice(max(0, num_before + first - span), num_before + end)
-            pieces.append(
-                window_attention(
-                    q[:, :, first:end],
-                    k[:, :, reach],
-                    v[:, :, reach],
-                    span=span,
-                    table=table,
-                    key_mask=None if key_mask is None else key_mask[:, reach],
-                    dropout=dropout,
-                )
+    pieces = []
+    for first in range(0, num_queries, piece):
+        end = min(first + piece, num_queries)
+        reach = slice(max(0, num_before + first - span), num_before + end)
+        pieces.append(
+            _attend(
+                q[:, :, first:end],
+                k[:, :, reach],
+                v[:, :, reach],
+                span=span,
+                table=table,
+                key_mask=None if key_mask is None else key_mask[:, reach],
+                dropout=dropout,
             )
-        return torch.cat(pieces, dim=2)
-    return _attend(q, k, v, span=span, table=table, key_mask=key_mask, dropout=dropout)
+        )
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
 
 def _attend(

@@ -32,15 +32,16 @@ class VisionOutput(NamedTuple):
 class ImageClassifier(nn.Module):
     """A backbone and a linear head. Pure: routing state comes and goes as a value.
 
-    A backbone writes `features`, `check_size` and `moe_layers`. With `checkpoint_blocks=True`
-    activations inside its blocks are computed again in backward.
+    A backbone builds `head` and writes `features`, `check_size` and `moe_layers`. With
+    `checkpoint_blocks=True` activations inside its blocks are computed again in backward.
     """
 
-    def __init__(self, config: VisionConfig, dim: int, *, checkpoint_blocks: bool) -> None:
+    head: nn.Linear
+
+    def __init__(self, config: VisionConfig, *, checkpoint_blocks: bool) -> None:
         super().__init__()
         self.config = config
         self.checkpoint_blocks = checkpoint_blocks
-        self.head = nn.Linear(dim, config.num_classes)
 
     def forward(
         self, images: Tensor, targets: Tensor | None = None, *, return_routings: bool = False

@@ -118,7 +118,7 @@ class SwinModel(ImageClassifier):
     config: SwinConfig
 
     def __init__(self, config: SwinConfig, *, checkpoint_blocks: bool = False) -> None:
-        super().__init__(config, config.widths[-1], checkpoint_blocks=checkpoint_blocks)
+        super().__init__(config, checkpoint_blocks=checkpoint_blocks)
         self.embed = PatchEmbedding(
             channels=config.channels, dim=config.dim, patch=config.patch, norm=True
         )
@@ -128,6 +128,7 @@ class SwinModel(ImageClassifier):
             for stage, depth in enumerate(config.depths)
         )
         self.norm = nn.LayerNorm(config.widths[-1])
+        self.head = nn.Linear(config.widths[-1], config.num_classes)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -43,7 +43,7 @@ _NAMES = (
 _CONSTANT = re.compile(r"\.(attn\.relative_position_index|attn\.relative_coords_table|attn_mask)$")
 _FIXES = (
     (".mlp.fc2.bias", "build the model with last_bias=True"),
-    (".relative_position_bias_table", "build the model with position='table'"),
+    (".relative_position_bias_table", "choose the window it was trained with"),
     ("head.", "pass head=False to keep the model's own"),
 )
 
@@ -86,6 +86,11 @@ def load_dense_swin(
             experts stay as they are.
         head: also read the classifier; False where the classes are others.
     """
+    check(
+        model.config.position == "table",
+        f"position={model.config.position!r}, and published Swin weights hold a table of offsets; "
+        "build the model with position='table'",
+    )
     given = weights if isinstance(weights, Mapping) else read_weights(weights)
     theirs = _plain_names(given)
     own = model.state_dict()
@@ -141,21 +146,22 @@ def _check_all_used(
     left_out = (() if upcycle else experts) + (() if head else ("head.",))
     unused = sorted(name for name in theirs.keys() - used if not name.startswith(left_out))
     if unused:
-        fix = next((fix for part, fix in _FIXES if part in unused[0]), "build a model of its sizes")
         raise UserError(
             f"the weights hold {unused[0]} ({len(unused)} tensors in all) for which the model has "
-            f"no place; {fix}"
+            f"no place; {_fix(unused[0])}"
         )
 
 
 def _fitted(tensor: Tensor, own: Tensor, source: str, *, copies: bool) -> Tensor:
     """The tensor, or as many copies of it as there are experts, in the model's shape."""
     shape = own.shape[1:] if copies else own.shape
-    fix = next((fix for part, fix in _FIXES if part in source), "build a model of its sizes")
-    fix = "choose the window it was trained with" if "position_bias" in source else fix
     check(
         tensor.shape == shape,
         f"the weights hold {source} of shape {tuple(tensor.shape)}, the model needs "
-        f"{tuple(shape)}; {fix}",
+        f"{tuple(shape)}; {_fix(source)}",
     )
     return tensor.to(own.dtype).expand(own.shape)
+
+
+def _fix(source: str) -> str:
+    return next((fix for part, fix in _FIXES if part in source), "build a model of its sizes")

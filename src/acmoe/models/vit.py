@@ -90,7 +90,7 @@ class SoftViT(ImageClassifier):
     config: SoftViTConfig
 
     def __init__(self, config: SoftViTConfig, *, checkpoint_blocks: bool = False) -> None:
-        super().__init__(config, config.dim, checkpoint_blocks=checkpoint_blocks)
+        super().__init__(config, checkpoint_blocks=checkpoint_blocks)
         self.embed = PatchEmbedding(
             channels=config.channels, dim=config.dim, patch=config.patch, norm=False
         )
@@ -103,6 +103,7 @@ class SoftViT(ImageClassifier):
         )
         self.drops = drop_path_rates(config.drop_path, config.depth)
         self.norm = nn.LayerNorm(config.dim, eps=1e-6)
+        self.head = nn.Linear(config.dim, config.num_classes)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

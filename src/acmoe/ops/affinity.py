@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from acmoe.errors import check
-from acmoe.ops.checks import check_range, check_token_mask
+from acmoe.ops.checks import check_token_mask
 from acmoe.ops.dispersion import accumulation_dtype
-from acmoe.ops.fused_dispersion import check_kernel_dtype
+from acmoe.ops.fused_dispersion import check_clusters, check_kernel_dtype
 
 
 class Route(NamedTuple):
@@ -118,7 +118,7 @@ def _check(
             f"assignment {tuple(assignment.shape)} and scale {tuple(scale.shape)} do not fit x "
             f"{tuple(x.shape)}; pass (tokens,) and (clusters, features)",
         )
-        check_range(assignment, -1, scale.shape[0], "assignment")
+        check_clusters(assignment, scale.shape[0])
 
 
 @torch.library.custom_op("acmoe::route", mutates_args=())

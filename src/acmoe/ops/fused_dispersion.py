@@ -53,7 +53,16 @@ def check_kernel_input(
     check_kernel_dtype(x)
     check_count(num_clusters, "num_clusters")
     check_tokens(x, assignment, token_mask)
-    check_range(assignment, -1, num_clusters, "assignment")
+    check_clusters(assignment, num_clusters)
+
+
+def check_clusters(assignment: Tensor, num_clusters: int) -> None:
+    """On the CPU alone: on a GPU the check would take more launches than the statistics.
+
+    There a token with an id outside [-1, C) counts nowhere.
+    """
+    if assignment.device.type == "cpu":
+        check_range(assignment, -1, num_clusters, "assignment")
 
 
 def check_kernel_dtype(x: Tensor) -> None:

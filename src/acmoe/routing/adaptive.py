@@ -26,6 +26,7 @@ from acmoe.routing.cache import StatisticsSlot
 from acmoe.routing.router import Router
 from acmoe.routing.state import Routing, RoutingState, check_mix, check_state
 from acmoe.routing.statistics import ClusterStatistics
+from acmoe.routing.topk import TopKRouter
 
 
 class AdaptiveRouter(Router):
@@ -80,6 +81,30 @@ class AdaptiveRouter(Router):
         scale_BLJD = scale_BLJD.masked_fill(none_BLJ1, 1.0)
         scale_BLD = mix_scales(scale_BLJD, state.membership.view(B, L, self.mix))
         return (x_BLD.to(accumulation_dtype(x.dtype)) * scale_BLD).view(x.shape)
+
+    def route(
+        self,
+        x: Tensor,
+        state: RoutingState,
+        *,
+        token_mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        cache: StatisticsSlot | None = None,
+    ) -> tuple[Routing, Tensor]:
+        """With one scale per cluster for all tokens, rescaling and base router are one kernel."""
+        base = self.base
+        shared = self.statistics is None or self.statistics.mode in ("batch", "running")
+        simple = shared and self.mix == 1 and self.config.detach and not self.scale_experts
+        if not (simple and isinstance(base, TopKRouter) and base.fuses(x)):
+            return super().route(x, state, token_mask=token_mask, token_ids=token_ids, cache=cache)
+        check_state(state, x, self.mix, self.num_experts)
+        scale_CD, assignment_T = state.scale, state.assignment[:, 0]
+        if self.statistics is not None:
+            x_BLD = x if x.dim() == 3 else x[None]
+            mask_BL = None if token_mask is None else token_mask.view(x_BLD.shape[:-1])
+            assignment_BL = assignment_T.view(x_BLD.shape[:-1])
+            scale_CD = self.statistics.cluster_scale(x_BLD, assignment_BL, mask_BL, cache)
+        return base.fused(x, scale_CD, assignment_T, token_mask), x
 
     def decide(
         self, x: Tensor, *, token_mask: Tensor | None = None, token_ids: Tensor | None = None

@@ -57,8 +57,21 @@ class Router(nn.Module):
         check_token_mask(x, token_mask)
         x = blank(x, token_mask)
         with without_autocast(x):
-            scaled = self.rescale(x, state, token_mask=token_mask, cache=cache)
-            return self.decide(scaled, token_mask=token_mask, token_ids=token_ids)
+            return self.route(x, state, token_mask=token_mask, token_ids=token_ids, cache=cache)[0]
+
+    def route(
+        self,
+        x: Tensor,
+        state: RoutingState,
+        *,
+        token_mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        cache: StatisticsSlot | None = None,
+    ) -> tuple[Routing, Tensor]:
+        """The decision, and the tokens the experts read. A kernel may do both steps at once."""
+        scaled = self.rescale(x, state, token_mask=token_mask, cache=cache)
+        routing = self.decide(scaled, token_mask=token_mask, token_ids=token_ids)
+        return routing, scaled.to(x.dtype) if self.scale_experts else x
 
     def rescale(
         self,

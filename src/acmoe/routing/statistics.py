@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.errors import check
-from acmoe.ops.dispersion import accumulation_dtype, dispersion_and_count
+from acmoe.ops.dispersion import accumulation_dtype
+from acmoe.ops.measure import ScaleOptions, measured_dispersion, measured_scale
 from acmoe.ops.prefix import PrefixMoments, prefix_dispersion
 from acmoe.ops.scale import scale_from_dispersion
 from acmoe.routing.cache import StatisticsSlot, check_inference
@@ -36,6 +37,7 @@ class ClusterStatistics(StepStatistics):
     weight: Tensor
     last_dispersion: Tensor
     last_count: Tensor
+    running_scale: Tensor
 
     def __init__(self, config: AdaptiveConfig, *, num_clusters: int, dim: int) -> None:
         super().__init__()
@@ -47,6 +49,9 @@ class ClusterStatistics(StepStatistics):
         # What the latest training forward saw; not part of a checkpoint.
         self.register_buffer("last_dispersion", torch.zeros(num_clusters, dim), persistent=False)
         self.register_buffer("last_count", torch.zeros(num_clusters), persistent=False)
+        self.register_buffer("running_scale", torch.ones(num_clusters, dim), persistent=False)
+        self.scaled_from: Tensor | None = None  # the average `running_scale` was made of, and when
+        self.scaled_state: tuple[object, ...] = ()
 
     @property
     def mode(self) -> str:
@@ -83,31 +88,56 @@ class ClusterStatistics(StepStatistics):
     ) -> Tensor:
         """(C, D) for batch and running; (B, C, D) for sequence."""
         with self._recording(x_BLD, slot):
-            if self.training or self.mode == "batch":
-                flat_mask = None if token_mask_BL is None else token_mask_BL.flatten()
-                spread_CD, count_C = dispersion_and_count(
-                    x_BLD.flatten(0, 1),
-                    assignment_BL.flatten(),
-                    self.num_clusters,
+            if self.mode == "batch":
+                scale, spread_CD, count_C = measured_scale(
+                    *self._all_tokens(x_BLD, assignment_BL),
+                    self._options,
                     measure=self.config.measure,
-                    token_mask=flat_mask,
+                    token_mask=None if token_mask_BL is None else token_mask_BL.flatten(),
                 )
                 self._note(spread_CD, count_C)
-            if self.mode == "running":
-                return self._scale(self.dispersion, self.weight).to(accumulation_dtype(x_BLD.dtype))
-            if self.mode == "batch":
-                scale = self._scale(spread_CD, count_C)
             else:
-                scale = self._scale(
-                    *dispersion_and_count(
-                        x_BLD,
-                        assignment_BL,
-                        self.num_clusters,
-                        measure=self.config.measure,
-                        token_mask=token_mask_BL,
-                    )
+                self._look(x_BLD, assignment_BL, token_mask_BL)
+            if self.mode == "running":
+                # A copy: the state that carries it on must not change when the buffer does.
+                return self._running_scale().to(accumulation_dtype(x_BLD.dtype), copy=True)
+            if self.mode == "sequence":
+                scale, _, _ = measured_scale(
+                    x_BLD,
+                    assignment_BL,
+                    self.num_clusters,
+                    self._options,
+                    measure=self.config.measure,
+                    token_mask=token_mask_BL,
                 )
             return scale if slot is None else slot.scale_once(scale)
+
+    def _all_tokens(self, x_BLD: Tensor, assignment_BL: Tensor) -> tuple[Tensor, Tensor, int]:
+        return x_BLD.flatten(0, 1), assignment_BL.flatten(), self.num_clusters
+
+    def _look(self, x_BLD: Tensor, assignment_BL: Tensor, token_mask_BL: Tensor | None) -> None:
+        """In training, note what the whole call looked like, for `fold`."""
+        if self.training:
+            spread_CD, count_C = measured_dispersion(
+                *self._all_tokens(x_BLD, assignment_BL),
+                measure=self.config.measure,
+                token_mask=None if token_mask_BL is None else token_mask_BL.flatten(),
+            )
+            self._note(spread_CD, count_C)
+
+    def _running_scale(self) -> Tensor:
+        """The scale of the running average, worked out again only when that has changed.
+
+        Kept in a buffer of its own place, so that a captured CUDA graph reads what `fold` writes.
+        """
+        if torch.compiler.is_compiling() or self.dispersion.is_inference():
+            return self._scale(self.dispersion, self.weight)
+        state = (self.dispersion._version, self.weight._version, self.config)
+        if self.scaled_from is not self.dispersion or self.scaled_state != state:
+            with torch.no_grad():
+                self.running_scale.copy_(self._scale(self.dispersion, self.weight))
+            self.scaled_from, self.scaled_state = self.dispersion, state
+        return self.running_scale
 
     def prefix_scale(
         self,
@@ -118,17 +148,7 @@ class ClusterStatistics(StepStatistics):
     ) -> Tensor:
         """(B, L, J, D) scale of each token's clusters, as seen at that token."""
         with self._recording(x_BLD, slot):
-            if self.training:
-                flat_mask = None if token_mask_BL is None else token_mask_BL.flatten()
-                self._note(
-                    *dispersion_and_count(
-                        x_BLD.flatten(0, 1),
-                        assignment_BLJ[..., 0].flatten(),
-                        self.num_clusters,
-                        measure=self.config.measure,
-                        token_mask=flat_mask,
-                    )
-                )
+            self._look(x_BLD, assignment_BLJ[..., 0], token_mask_BL)
             before = slot.moments if slot is not None else None
             if before is None:
                 before = PrefixMoments.empty(
@@ -165,10 +185,12 @@ class ClusterStatistics(StepStatistics):
         return mixed_BLJD / total_BLJ.clamp(min=1)[..., None], total_BLJ
 
     def _scale(self, spread: Tensor, count: Tensor) -> Tensor:
+        return scale_from_dispersion(spread, count, **self._options._asdict())
+
+    @property
+    def _options(self) -> ScaleOptions:
         config = self.config
-        return scale_from_dispersion(
-            spread,
-            count,
+        return ScaleOptions(
             normalize=config.normalize,
             strength=config.strength,
             floor=config.floor,
@@ -208,6 +230,7 @@ class ClusterStatistics(StepStatistics):
         self.dispersion.copy_(torch.where(sound, mixed_CD, self.dispersion))
         self.weight.copy_(torch.where(sound[:, 0], total_C, self.weight))
         self.last_count.zero_()
+        self._running_scale()
 
 
 # What a model is built with; the other fields of a config are read at every call.

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from acmoe.config.routing import LossConfig, SMoEConfig
 from acmoe.errors import check
+from acmoe.ops.affinity import fused_route
+from acmoe.ops.backend import Option, choose, triton_obstacle
+from acmoe.routing.cache import StatisticsSlot
 from acmoe.routing.losses import (
     balance_loss,
     importance_loss,
@@ -18,7 +21,7 @@ from acmoe.routing.losses import (
     z_loss,
 )
 from acmoe.routing.router import Router, flat
-from acmoe.routing.state import Routing
+from acmoe.routing.state import Routing, RoutingState
 from acmoe.routing.step import StepStatistics
 
 
@@ -128,6 +131,70 @@ class TopKRouter(Router):
                 self.selection.note(expert_ids_TK, mask_T)
         loss = self.loss(clean_TE, noisy_TE, expert_ids_TK, mask_T)
         return Routing(expert_ids_TK, gate_TK, noisy_TE, loss)
+
+    def route(
+        self,
+        x: Tensor,
+        state: RoutingState,
+        *,
+        token_mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        cache: StatisticsSlot | None = None,
+    ) -> tuple[Routing, Tensor]:
+        if self.fuses(x):
+            return self.fused(x, None, None, token_mask), x
+        return super().route(x, state, token_mask=token_mask, token_ids=token_ids, cache=cache)
+
+    def fuses(self, x: Tensor) -> bool:
+        """Whether the whole decision is one kernel for this call."""
+        obstacle = triton_obstacle(x) if x.numel() else "there are no tokens"
+        if obstacle is None and (self.selection is not None or self.config.normalize_embeddings):
+            obstacle = "it has no selection bias and no normalised embeddings"
+        if obstacle is None and self.training and self.config.noise > 0:
+            obstacle = "it draws no noise"
+        if obstacle is None and (self.num_experts > 512 or self.top_k > 16):
+            obstacle = f"it serves 512 experts and k = 16, not {self.num_experts} and {self.top_k}"
+        return choose("router", (Option("triton", obstacle), Option("torch", None))) == "triton"
+
+    def fused(
+        self,
+        x: Tensor,
+        scale_CD: Tensor | None,
+        assignment_T: Tensor | None,
+        token_mask: Tensor | None,
+    ) -> Routing:
+        """`decide`, on tokens rescaled by `scale_CD[assignment_T]`, reading x once."""
+        mask_T = None if token_mask is None else token_mask.reshape(-1)
+        found = fused_route(
+            x.reshape(-1, self.dim),
+            self.embedding,
+            self.bias,
+            scale_CD,
+            assignment_T,
+            self.top_k,
+            over_selected(self.config.gate, self.top_k),
+            mask_T,
+            self.config.balance_temperature,
+        )
+        loss = found.affinity.new_zeros(())
+        if self.losses.balance:
+            tokens = found.load.sum() / self.top_k
+            share_E = found.load / found.load.sum().clamp(min=1)
+            gate_E = found.gate_sum / tokens.clamp(min=1)
+            loss = loss + self.losses.balance * self.num_experts * (share_E * gate_E).sum()
+        if self.losses.z:
+            loss = loss + self.losses.z * z_loss(found.affinity, mask_T)
+        if self.losses.importance_load:
+            both = importance_loss(found.affinity, mask_T) + load_loss(
+                found.affinity,
+                found.affinity,
+                self.top_k,
+                self.noise_std,
+                mask_T,
+                tutel=self.losses.tutel,
+            )
+            loss = loss + self.losses.importance_load * both / 2
+        return Routing(found.expert_ids, found.gate, found.affinity, loss)
 
     @property
     def noise_std(self) -> float:

@@ -1,0 +1,1 @@
+"""Our models for other libraries, and other libraries' models for us."""

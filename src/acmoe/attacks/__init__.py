@@ -1,0 +1,1 @@
+"""Images an adversary chooses: attacks on any classifier."""

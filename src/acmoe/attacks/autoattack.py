@@ -1,0 +1,43 @@
+"""AutoAttack through its own package."""
+
+import importlib
+from typing import Any
+
+from torch import Tensor
+
+from acmoe.attacks.ball import Ball
+from acmoe.attacks.target import Target
+from acmoe.config.attack import AutoAttackConfig
+from acmoe.errors import UserError
+
+SOURCE = "git+https://github.com/fra31/auto-attack"
+
+
+def autoattack(
+    target: Target, ball: Ball, labels: Tensor, config: AutoAttackConfig, *, seed: int
+) -> Tensor:
+    """The package's ensemble on one batch, in the maximum norm.
+
+    It drops images from the batch as they fall, so where a batch couples its images the attack
+    meets another batch than the one scored.
+    """
+    adversary = _package().AutoAttack(
+        target,
+        norm="Linf",
+        eps=ball.eps,
+        version=config.version,
+        seed=seed % (1 << 32),
+        device=ball.x.device,
+        verbose=False,
+    )
+    found = adversary.run_standard_evaluation(ball.x, labels, bs=len(ball.x))
+    return ball.project(found.detach())
+
+
+def _package() -> Any:
+    try:
+        return importlib.import_module("autoattack")
+    except ImportError as error:
+        raise UserError(
+            f"attack=autoattack needs the autoattack package: pip install {SOURCE}"
+        ) from error

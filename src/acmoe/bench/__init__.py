@@ -1,0 +1,1 @@
+"""How fast: the layer beside its rivals, the adaptive router's price, whole training steps."""

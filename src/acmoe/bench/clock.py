@@ -1,0 +1,105 @@
+"""Time several functions side by side, so that a drifting clock rate hits all of them alike."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from acmoe.errors import check
+
+Action = Callable[[], object]
+
+_FLUSH_BYTES = 256 * 2**20  # more than any second-level cache
+_FLUSHES = 8  # about half a millisecond, in which the host runs ahead as in a training loop
+
+
+class Timing(NamedTuple):
+    """Milliseconds of one call: the median, and the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+
+
+def timing(samples: Sequence[float]) -> Timing:
+    """Quartiles on the line between neighbours, of two samples or more."""
+    low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return Timing(median, low, high)
+
+
+class Clock(Protocol):
+    """Milliseconds that one call takes."""
+
+    def measure(self, action: Action) -> float: ...
+
+
+class HostClock:
+    """For a CPU, where a call has ended when it returns."""
+
+    def measure(self, action: Action) -> float:
+        start = time.perf_counter()
+        action()
+        return 1e3 * (time.perf_counter() - start)
+
+
+class CudaClock:
+    """Events on the device around a call that finds cold caches and a full queue."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.buffer = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device)
+
+    def measure(self, action: Action) -> float:
+        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        for _ in range(_FLUSHES):
+            self.buffer.zero_()
+        start.record()
+        action()
+        end.record()
+        torch.cuda.synchronize()
+        return float(start.elapsed_time(end))
+
+
+def clock_for(device: torch.device) -> Clock:
+    return CudaClock(device) if device.type == "cuda" else HostClock()
+
+
+def interleave(actions: Mapping[str, Action], *, rounds: int, clock: Clock) -> dict[str, Timing]:
+    """Every action once a round; each round begins with the next one, so none is always first."""
+    check(rounds >= 2, f"repeat={rounds}; quartiles need at least 2 rounds")
+    names = list(actions)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        for place in range(len(names)):
+            name = names[(turn + place) % len(names)]
+            samples[name].append(clock.measure(actions[name]))
+    return {name: timing(found) for name, found in samples.items()}
+
+
+def extra_memory(action: Action, device: torch.device) -> int | None:
+    """Bytes a call holds at its peak beyond what was there before it; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    action()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def capture(action: Action) -> Action:
+    """The replay of a CUDA graph of the call: launches cost the host nothing any more."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            action()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        action()
+    return graph.replay

@@ -1,0 +1,106 @@
+"""A report: figures, and everything needed to take them again."""
+
+import datetime
+import importlib.metadata
+import json
+import platform
+import re
+import subprocess
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from acmoe.errors import UserError
+
+FOLDER = Path("benchmarks/results")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """One run of `acmoe bench`. `rows` are flat: one contestant, one shape, one pass."""
+
+    kind: str  # layer, layer-skew, router, train, ...
+    date: str  # YYYY-MM-DD
+    command: str
+    environment: dict[str, str | None]
+    arguments: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = "the report") -> "Report":
+        try:
+            found = json.loads(text)
+            return cls(**found)
+        except (json.JSONDecodeError, TypeError) as mistake:
+            raise UserError(f"{source} is no benchmark report ({mistake}); delete it") from None
+
+
+def environment(device: torch.device) -> dict[str, str | None]:
+    """Where the figures were taken; None for what is not installed."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    return {
+        "device": name,
+        "python": platform.python_version(),
+        **{package: _version(package) for package in ("acmoe", "torch", "triton")},
+        "commit": _commit(),
+    }
+
+
+def _processor() -> str:
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    if package == "torch":
+        return torch.__version__  # names the CUDA it was built for, too
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """Of the checkout this package lies in; None where there is none, or no git."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def new_report(
+    kind: str, device: torch.device, command: str, arguments: object, rows: list[dict[str, Any]]
+) -> Report:
+    return Report(
+        kind=kind,
+        date=datetime.date.today().isoformat(),
+        command=command,
+        environment=environment(device),
+        arguments=asdict(arguments),  # type: ignore[call-overload]
+        rows=rows,
+    )
+
+
+def save(report: Report, folder: Path = FOLDER) -> Path:
+    """YYYY-MM-DD-KIND-DEVICE.json; the same kind on the same day replaces the earlier one."""
+    device = re.sub(r"[^a-z0-9]+", "-", (report.environment["device"] or "unknown").lower())
+    path = folder / f"{report.date}-{report.kind}-{device.strip('-')}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(report.to_json() + "\n")
+    return path
+
+
+def newest(folder: Path = FOLDER) -> list[Report]:
+    """The latest report of each kind and device, kinds in order."""
+    found: dict[tuple[str, str | None], Report] = {}
+    for path in sorted(folder.glob("*.json")):
+        report = Report.from_json(path.read_text(), source=str(path))
+        key = (report.kind, report.environment["device"])
+        if key not in found or found[key].date <= report.date:
+            found[key] = report
+    return [found[key] for key in sorted(found, key=lambda key: (key[0], key[1] or ""))]

@@ -1,0 +1,81 @@
+"""The layers that are measured, by name.
+
+T tokens, D features, F hidden units of an expert, E experts, K experts per token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from acmoe.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One MoE layer and how many tokens it gets."""
+
+    name: str
+    tokens: int
+    dim: int
+    hidden: int
+    num_experts: int
+    top_k: int
+    activation: str = "swiglu"
+
+    @property
+    def bias(self) -> bool:
+        """Gated experts have none; those of the paper do."""
+        return self.activation != "swiglu"
+
+    @property
+    def width(self) -> int:
+        """Outputs of the first product: gate and up stand side by side."""
+        return 2 * self.hidden if self.activation == "swiglu" else self.hidden
+
+    @property
+    def rows(self) -> int:
+        return self.tokens * self.top_k
+
+    def flops(self, *, backward: bool) -> int:
+        """Of the experts' products alone; backward has two products for each one of forward."""
+        forward = 2 * self.rows * self.dim * (self.width + self.hidden)
+        return 3 * forward if backward else forward
+
+
+def _shape(name: str, *sizes: int, activation: str = "swiglu") -> Shape:
+    tokens, dim, hidden, num_experts, top_k = sizes
+    return Shape(
+        name=name,
+        tokens=tokens,
+        dim=dim,
+        hidden=hidden,
+        num_experts=num_experts,
+        top_k=top_k,
+        activation=activation,
+    )
+
+
+_PUBLISHED = (
+    _shape("olmoe", 32768, 2048, 1024, 64, 8),
+    _shape("qwen30b", 32768, 2048, 768, 128, 8),
+    _shape("fine", 32768, 1536, 256, 128, 8),
+    _shape("mixtral", 8192, 4096, 14336, 8, 2),
+    _shape("switch", 24576, 352, 352, 16, 2, activation="relu"),
+    _shape("swin", 25088, 384, 1536, 16, 2, activation="gelu"),
+)
+_TINY = (
+    _shape("tiny", 256, 32, 48, 8, 2),
+    _shape("tiny-relu", 192, 24, 32, 4, 1, activation="relu"),
+)
+SHAPES: dict[str, Shape] = {shape.name: shape for shape in (*_PUBLISHED, *_TINY)}
+
+
+def find_shapes(names: Sequence[str], device: torch.device) -> list[Shape]:
+    """The named ones; without names every published one, or on a CPU the tiny ones."""
+    for name in names:
+        if name not in SHAPES:
+            raise UserError(f"shape {name!r} is unknown; choose among {', '.join(SHAPES)}")
+    if names:
+        return [SHAPES[name] for name in names]
+    return list(_PUBLISHED if device.type == "cuda" else _TINY)

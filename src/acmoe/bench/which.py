@@ -1,0 +1,95 @@
+"""What runs on this machine, and what keeps the faster from it. The ops themselves are asked.
+
+T tokens, D features, K experts per token.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from acmoe.bench.rivals import CONTESTANTS
+from acmoe.bench.shapes import SHAPES, Shape
+from acmoe.config.routing import AdaptiveConfig
+from acmoe.experts.mlp import ExpertMLP
+from acmoe.ops.backend import (
+    Option,
+    grouped_mm_obstacle,
+    sonicmoe_obstacle,
+    triton_obstacle,
+)
+from acmoe.routing.statistics import ClusterStatistics
+
+
+class Choice(NamedTuple):
+    """One backend of one op."""
+
+    op: str
+    backend: str
+    runs: bool  # this is the one
+    obstacle: str | None  # None: it could
+
+
+def which(device: torch.device, dtype: torch.dtype, shape: Shape | None = None) -> list[Choice]:
+    """Of each op that has a choice, for tokens of `dtype`; experts as those of `shape`."""
+    shape = shape or SHAPES["olmoe"]
+    x_TD = torch.empty(1, shape.dim, dtype=dtype, device=device)
+    triton = Option("triton", triton_obstacle(x_TD))
+    torch_ = Option("torch", None)
+    widths = (shape.width, shape.dim, shape.hidden)
+    grouped = Option("grouped_mm", grouped_mm_obstacle(x_TD, *widths))
+    sonic = Option("sonicmoe", sonicmoe_obstacle(x_TD, shape.activation, shape.bias, 0.0))
+    return [
+        *_choices("experts", _experts(x_TD, shape), (triton, grouped, torch_, sonic)),
+        *_choices("statistics", _statistics(device, dtype), (triton, torch_)),
+    ]
+
+
+def rivals(device: torch.device, dtype: torch.dtype, shape: Shape | None = None) -> list[Choice]:
+    """Whether each rival of `acmoe bench layer` can take part."""
+    shape = shape or SHAPES["olmoe"]
+    x_TD = torch.empty(1, shape.dim, dtype=dtype, device=device)
+    obstacles = {rival.name: rival.available(shape, x_TD) for rival in CONTESTANTS}
+    return [Choice("rival", name, why is None, why) for name, why in obstacles.items()]
+
+
+def _choices(op: str, runs: str, options: tuple[Option, ...]) -> list[Choice]:
+    return [Choice(op, option.name, option.name == runs, option.obstacle) for option in options]
+
+
+def _experts(x_TD: Tensor, shape: Shape) -> str:
+    with torch.device("meta"):  # no weights: their sizes decide
+        experts = ExpertMLP(
+            dim=shape.dim,
+            hidden=shape.hidden,
+            num_experts=shape.num_experts,
+            activation=shape.activation,
+            bias=shape.bias,
+        )
+    expert_ids_TK = torch.zeros(len(x_TD), shape.top_k, dtype=torch.int64, device=x_TD.device)
+    return experts.backend(x_TD, expert_ids_TK, complete=True)
+
+
+def _statistics(device: torch.device, dtype: torch.dtype) -> str:
+    """By taking those of a handful of tokens, and looking for an op of our own among the calls."""
+    tokens, dim, clusters = 32, 32, 2
+    with torch.device(device):
+        statistics = ClusterStatistics(AdaptiveConfig(), num_clusters=clusters, dim=dim)
+        x_BLD = torch.ones(1, tokens, dim, dtype=dtype)
+        assignment_BL = torch.arange(tokens)[None] % clusters
+    with _Calls() as calls:
+        statistics.cluster_scale(x_BLD, assignment_BL, None, None)
+    return "triton" if "acmoe" in calls.namespaces else "torch"
+
+
+class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collects who owns each op that is called."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.namespaces: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.namespaces.add(func.namespace)
+        return func(*args, **(kwargs or {}))

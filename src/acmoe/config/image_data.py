@@ -1,0 +1,188 @@
+"""Which images a run reads, how they are altered in training, and how they are scored."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from acmoe.config.routing import Statistics
+from acmoe.errors import UserError, check, check_choice, check_not_negative
+
+Order = Literal["shuffled", "stored"]
+RGB = tuple[float, float, float]
+
+IMAGENET_MEAN: RGB = (0.485, 0.456, 0.406)
+IMAGENET_STD: RGB = (0.229, 0.224, 0.225)
+# Of all pixels of the 1,797 scans, in shares of white.
+DIGITS_MEAN: RGB = (0.305, 0.305, 0.305)
+DIGITS_STD: RGB = (0.376, 0.376, 0.376)
+
+DIGITS_SIDE = 8  # pixels
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageDataConfig:
+    """The images of a run, as squares of `size` pixels in three colours."""
+
+    # digits: scans that come with scikit-learn; folder: SPLIT/CLASS/file, as ImageNet;
+    # arrays: SPLIT.npz; hub: a data set of the HuggingFace hub.
+    name: Literal["digits", "folder", "arrays", "hub"] = "digits"
+    source: str | None = None  # the folder, or the id on the hub; digits need none
+    size: int = 32  # a multiple of 8 for digits, whose pixels are repeated
+    # Evaluation: the shorter side before the centre is cut out. None: size for digits, else
+    # size * 8 / 7, which is 256 for 224.
+    resize: int | None = None
+    # Share of the training images kept back as `valid`; the source's own validation images are
+    # then `test`. With 0 they are both. Digits are always split 70 : 15 : 15.
+    holdout: float = 0.0
+    seed: int = 0  # of the split
+    mean: RGB | None = None  # of each colour in [0, 1]; None: ImageNet's, or the digits' own
+    std: RGB | None = None
+    threads: int = 4  # that read and decode
+
+    def __post_init__(self) -> None:
+        check_choice(self.name, ("digits", "folder", "arrays", "hub"), "data.name")
+        check(
+            (self.source is None) == (self.name == "digits"),
+            f"data.source={self.source!r} with data.name={self.name}: digits come with "
+            "scikit-learn and take none, the others need a folder or a hub id",
+        )
+        check(self.size >= 1, f"data.size={self.size}; it must be at least 1 pixel")
+        check(
+            self.name != "digits" or self.size % DIGITS_SIDE == 0,
+            f"data.size={self.size} is no multiple of the digits' {DIGITS_SIDE} pixels; use "
+            f"{max(1, round(self.size / DIGITS_SIDE)) * DIGITS_SIDE}",
+        )
+        check(
+            self.shorter_side >= self.size,
+            f"data.resize={self.resize} leaves less than data.size={self.size} pixels; raise it",
+        )
+        check(
+            self.name != "digits" or self.shorter_side == self.size,
+            f"data.resize={self.resize}: digits are not cropped; leave it out",
+        )
+        check(0 <= self.holdout < 1, f"data.holdout={self.holdout}; it must lie in [0, 1)")
+        check(
+            self.holdout == 0 or self.name != "digits",
+            f"data.holdout={self.holdout}: digits have a fixed split; leave it out",
+        )
+        check_not_negative(self.seed, "data.seed")
+        check(self.threads >= 1, f"data.threads={self.threads}; it must be at least 1")
+        for std in self.std or ():
+            check(std > 0, f"data.std={self.std}; each must be positive")
+
+    @property
+    def shorter_side(self) -> int:
+        """`resize`, with None resolved."""
+        if self.resize is not None:
+            return self.resize
+        return self.size if self.name == "digits" else round(self.size * 8 / 7)
+
+    @property
+    def normalization(self) -> tuple[RGB, RGB]:
+        """Mean and standard deviation, with None resolved."""
+        digits = self.name == "digits"
+        mean = DIGITS_MEAN if digits else IMAGENET_MEAN
+        std = DIGITS_STD if digits else IMAGENET_STD
+        return self.mean or mean, self.std or std
+
+
+@dataclass(frozen=True, kw_only=True)
+class AugmentConfig:
+    """How training images and their labels are altered. Everything is off by default.
+
+    The preset `swin` is the recipe of Swin-MoE, less two things. It names a colour jitter of 0.4,
+    which its loader leaves out wherever RandAugment is on; and a label smoothing of 0.1, which the
+    models of this library apply in their loss (`model.label_smoothing`).
+    """
+
+    crop: tuple[float, float] | None = None  # area of a random crop, as shares; None: the centre
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)  # width to height of the crop
+    flip: float = 0.0  # probability of mirroring left and right
+    shift: int = 0  # most pixels an image is moved along each side; black moves in
+    randaugment: float | None = None  # magnitude, 0 to 10
+    randaugment_std: float = 0.5  # of the magnitude, drawn for every image
+    randaugment_ops: int = 2  # drawn for each image, each applied with probability 1/2
+    color_jitter: float = 0.0  # brightness, contrast and saturation times 1 +- this
+    erase: float = 0.0  # probability that a rectangle becomes noise
+    mixup: float = 0.0  # alpha of Beta(alpha, alpha); 0: off
+    cutmix: float = 0.0
+    switch: float = 0.5  # probability of cutmix where mixup is on too
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.crop is not None:
+            least, most = self.crop
+            check(0 < least <= most <= 1, f"augment.crop={self.crop}; need 0 < least <= most <= 1")
+        low, high = self.ratio
+        check(0 < low <= high, f"augment.ratio={self.ratio}; need 0 < least <= most")
+        for name in ("flip", "erase", "switch"):
+            value = getattr(self, name)
+            check(0 <= value <= 1, f"augment.{name}={value}; a probability lies in [0, 1]")
+        for name in ("shift", "color_jitter", "mixup", "cutmix", "randaugment_std"):
+            check_not_negative(getattr(self, name), f"augment.{name}")
+        check(
+            self.randaugment is None or 0 <= self.randaugment <= 10,
+            f"augment.randaugment={self.randaugment}; a magnitude lies in [0, 10]",
+        )
+        check(
+            self.randaugment_ops >= 1,
+            f"augment.randaugment_ops={self.randaugment_ops}; it must be at least 1",
+        )
+        check(
+            0 <= self.label_smoothing < 1,
+            f"augment.label_smoothing={self.label_smoothing}; it must lie in [0, 1)",
+        )
+
+    @classmethod
+    def preset(cls, name: str) -> "AugmentConfig":
+        """none | light (small images such as digits) | swin."""
+        if name not in _PRESETS:
+            raise UserError(
+                f"augment preset {name!r} is unknown; choose one of {', '.join(_PRESETS)}"
+            )
+        return _PRESETS[name]
+
+
+_PRESETS = {
+    "none": AugmentConfig(),
+    "light": AugmentConfig(shift=2, erase=0.25),
+    "swin": AugmentConfig(
+        crop=(0.08, 1.0),
+        flip=0.5,
+        randaugment=9.0,
+        erase=0.25,
+        mixup=0.8,
+        cutmix=1.0,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageEvaluateConfig:
+    """An evaluation of a classifier. Whatever a figure depends on stands in the report again."""
+
+    split: Literal["valid", "test"] = "test"
+    # Statistics modes of the adaptive routers, one figure each; empty: the model's own.
+    statistics: tuple[Statistics, ...] = ()
+    dropless: bool = False  # lift the experts' capacity, so that no token is dropped
+    batch: int = 64  # images of a forward pass; batch statistics and capacities depend on it
+    # shuffled: mixed classes in every batch, as in training; stored: as the files lie, by class.
+    order: Order = "shuffled"
+    seed: int = 0  # of the order, and of routers that draw at random
+    limit: int | None = None  # score this many images only, the first in the order
+    precision: Literal["fp32", "bf16"] = "fp32"
+    routing: bool = False  # also measure load balance and instability of every MoE layer
+
+    def __post_init__(self) -> None:
+        check_choice(self.split, ("valid", "test"), "split")
+        for mode in self.statistics:
+            check_choice(mode, ("batch", "running", "prefix", "sequence"), "statistics")
+        check_batches(self.batch, self.order, self.limit, self.seed)
+        check_choice(self.precision, ("fp32", "bf16"), "precision")
+
+
+def check_batches(batch: int, order: str, limit: int | None, seed: int) -> None:
+    """The settings every evaluation of images shares."""
+    check(batch >= 1, f"batch={batch}; it must be at least 1")
+    check_choice(order, ("shuffled", "stored"), "order")
+    check(limit is None or limit >= 1, f"limit={limit}; it must be at least 1, or none")
+    check_not_negative(seed, "seed")

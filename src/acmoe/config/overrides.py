@@ -1,0 +1,148 @@
+"""`key=value` overrides of a config, on dotted names, checked against the fields' types.
+
+    steps=200 model.dim=64 model.router=adaptive model.router.statistics=prefix betas=0.9,0.98
+
+All overrides are applied before any config is checked, so two fields that must agree can be changed
+together, in any order.
+"""
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, is_dataclass, replace
+from types import NoneType
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin
+
+from acmoe.config.annotations import field_types, in_words, members, named_configs
+from acmoe.errors import UserError, check
+
+C = TypeVar("C")
+
+# (config, field, name) -> the config that name stands for in that field
+Named = Callable[[Any, str, str], Any]
+
+
+@dataclass
+class _Node:
+    """What was asked of one field: a value of its own, and of the fields inside it."""
+
+    value: str | None = None
+    inside: "dict[str, _Node]" = field(default_factory=dict)
+
+
+def override(config: C, pairs: Sequence[str], *, named: Named | None = None) -> C:
+    """`config` with every `key=value` of `pairs` applied.
+
+    A field that holds one of several configs takes the `name` of one; `named` may say what a name
+    means there, otherwise it is that config's defaults.
+    """
+    root = _Node()
+    for pair in pairs:
+        key, sign, value = pair.partition("=")
+        check(
+            bool(sign and key),
+            f"{pair!r} is no setting; write key=value, such as seed=1",
+        )
+        node = root
+        for part in key.split("."):
+            node = node.inside.setdefault(part, _Node())
+        check(node.value is None, f"{key} is given twice, as {node.value} and {value}; choose one")
+        node.value = value
+    return cast(C, _applied(config, root, "", config, named or _defaults))
+
+
+def keys(config: object, prefix: str = "") -> list[str]:
+    """Every dotted name `override` takes for this config."""
+    found = []
+    for name in field_types(type(config)):
+        value = getattr(config, name)
+        own = f"{prefix}{name}"
+        group = is_dataclass(value)
+        if not group or named_configs(field_types(type(config))[name]):
+            found.append(own)
+        if group:
+            found += keys(value, f"{own}.")
+    return found
+
+
+def _defaults(owner: Any, name: str, value: str) -> Any:
+    return named_configs(field_types(type(owner))[name])[value]()
+
+
+def _applied(config: Any, node: _Node, path: str, root: object, named: Named) -> Any:
+    types = field_types(type(config))
+    changes = {}
+    for name, inside in node.inside.items():
+        if name not in types:
+            raise UserError(_unknown(name, config, path, root))
+        changes[name] = _changed(config, name, types[name], inside, f"{path}{name}", root, named)
+    return replace(config, **changes) if changes else config
+
+
+def _changed(
+    owner: Any, name: str, annotation: Any, node: _Node, path: str, root: object, named: Named
+) -> Any:
+    value = getattr(owner, name)
+    choices = named_configs(annotation)
+    if node.value is not None and choices:
+        check(
+            node.value in choices,
+            f"{path}={node.value!r} is unknown; choose one of {', '.join(choices)}",
+        )
+        value = named(owner, name, node.value)
+    elif node.value is not None and is_dataclass(value):
+        first = next(iter(field_types(type(value))))
+        raise UserError(
+            f"{path}={node.value}: {path} is a group; set a part, such as {path}.{first}"
+        )
+    elif node.value is not None:
+        value = parse(node.value, annotation, path)
+    if node.inside:
+        part = next(iter(node.inside))
+        check(is_dataclass(value), f"{path}.{part} is unknown: {path} is one value, set {path}=...")
+        value = _applied(value, node, f"{path}.", root, named)
+    return value
+
+
+def _unknown(name: str, config: Any, path: str, root: object) -> str:
+    """The error for a key no field has: near names of its neighbours first, then of all."""
+    neighbours = list(field_types(type(config)))
+    near = [f"{path}{other}" for other in difflib.get_close_matches(name, neighbours)]
+    if not near:
+        near = [key for key in keys(root) if key.rpartition(".")[2] == name]
+    if near:
+        return f"setting {path}{name} is unknown; did you mean {' or '.join(near)}?"
+    where = path.rstrip(".") or "the run"
+    return f"setting {path}{name} is unknown; {where} has {', '.join(neighbours)}"
+
+
+def parse(text: str, annotation: Any, key: str) -> Any:
+    """The value a text stands for in a field of that type."""
+    # A text is what nothing else fits: "2,3" and "none" are a list and None where those may stand.
+    for part in sorted(members(annotation), key=lambda part: part is str):
+        try:
+            return _parse_one(text, part)
+        except ValueError:
+            continue
+    raise UserError(f"{key}={text!r}; it must be {in_words(annotation)}")
+
+
+_WORDS: dict[type, dict[str, bool | None]] = {
+    NoneType: {"none": None},
+    bool: {"true": True, "false": False},
+}
+
+
+def _parse_one(text: str, annotation: Any) -> Any:
+    """Raises ValueError where the text does not fit."""
+    if annotation in _WORDS and text.lower() in _WORDS[annotation]:
+        return _WORDS[annotation][text.lower()]
+    if get_origin(annotation) is Literal and text in get_args(annotation):
+        return text
+    if get_origin(annotation) is tuple:
+        first, *rest = get_args(annotation)
+        items = tuple(_parse_one(item.strip(), first) for item in text.split(","))
+        if rest == [...] or len(items) == 1 + len(rest):
+            return items
+    if annotation in (int, float, str):
+        return annotation(text)
+    raise ValueError(text)

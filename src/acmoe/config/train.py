@@ -1,0 +1,134 @@
+"""A whole experiment as data: the model, its corpus, the optimizer and what is written when."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from acmoe.config.language import LanguageConfig, base_router, language_router
+from acmoe.config.overrides import override
+from acmoe.config.routing import AdaptiveConfig, RandomConfig, RouterConfig, StableConfig
+from acmoe.errors import check, check_choice, check_not_negative, check_positive
+
+Precision = Literal["fp32", "bf16"]
+
+UPDATES_PER_EPOCH = 1000  # the paper counts in these "epochs", which are no passes over the data
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which prepared corpus a run reads."""
+
+    name: str = "stdlib"  # a data set of the registry
+    folder: str | None = None  # None: data/NAME, where `acmoe data prepare NAME` leaves it
+    limit: int | None = None  # stdlib: bytes of text used; None: all
+
+    def __post_init__(self) -> None:
+        check(
+            self.limit is None or self.name == "stdlib",
+            f"data.limit={self.limit} cuts the text when it is prepared; {self.name} is prepared "
+            "beforehand: give the limit to `acmoe data prepare`",
+        )
+
+    @property
+    def path(self) -> Path:
+        return Path("data") / self.name if self.folder is None else Path(self.folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One training run. Equal configs on one machine's CPU give equal weights, bit by bit."""
+
+    model: LanguageConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    steps: int  # optimizer updates
+    batch: int  # streams read side by side, each in blocks of model.block tokens
+    split: int = 1  # micro-batches of streams whose gradients make one update
+    lr: float
+    warmup: int = 0  # updates over which lr rises from 0
+    schedule: Literal["constant", "cosine"] = "constant"  # after the warmup
+    min_lr: float = 0.0  # where cosine ends, at the last step
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0  # decoupled, on matrices only
+    clip: float | None = None  # greatest norm of the gradient; None: not clipped, as in the paper
+    precision: Precision = "fp32"  # bf16: autocast; weights and optimizer stay float32
+    seed: int = 0
+    log_every: int = 10  # steps between lines of metrics.jsonl
+    eval_every: int = 1000
+    eval_batch: int = 8  # rows of the validation split read side by side
+    eval_tokens: int | None = None  # validate on its first tokens only; None: on all
+    checkpoint_every: int = 1000
+    keep: int = 1  # latest checkpoints kept, beside the best one
+    compile: bool = False  # torch.compile each block
+    device: str = "auto"  # cuda where there is one
+
+    def __post_init__(self) -> None:
+        counts = ("steps", "batch", "split", "log_every", "eval_every", "eval_batch")
+        for name in (*counts, "checkpoint_every", "keep"):
+            value = getattr(self, name)
+            whole = isinstance(value, int) and value >= 1
+            check(whole, f"{name}={value!r}; it must be a whole number of at least 1")
+        for name in ("warmup", "min_lr", "weight_decay", "seed"):
+            check_not_negative(getattr(self, name), name)
+        check_positive(self.lr, "lr")
+        check_positive(self.eps, "eps")
+        for beta in self.betas:
+            check(0 <= beta < 1, f"betas={self.betas}; both must lie in [0, 1)")
+        check(self.clip is None or self.clip > 0, f"clip={self.clip}; it must be positive, or none")
+        check_choice(self.schedule, ("constant", "cosine"), "schedule")
+        check_choice(self.precision, ("fp32", "bf16"), "precision")
+        check(
+            self.batch % self.split == 0,
+            f"batch={self.batch} streams do not split into {self.split} micro-batches; make split "
+            "a divisor",
+        )
+        check(
+            self.min_lr <= self.lr,
+            f"min_lr={self.min_lr} exceeds lr={self.lr}; lower it",
+        )
+        check(
+            self.eval_tokens is None or self.eval_tokens > self.eval_batch,
+            f"eval_tokens={self.eval_tokens} leaves no prediction for each of "
+            f"eval_batch={self.eval_batch} rows; raise it",
+        )
+        check_device(self.device)
+
+    @property
+    def epochs(self) -> float:
+        """The length of the run as the paper states it."""
+        return self.steps / UPDATES_PER_EPOCH
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.model.block
+
+
+def check_device(device: str) -> None:
+    check(
+        re.fullmatch(r"auto|cpu|cuda(:\d+)?", device) is not None,
+        f"device={device!r} is unknown; use auto, cpu, cuda or cuda:0",
+    )
+
+
+def override_run(config: RunConfig, pairs: Sequence[str]) -> RunConfig:
+    """A run with `key=value` overrides; see `acmoe.config.overrides`.
+
+    A router given by its name, or the base of one, is what the model's family means by that name,
+    as in `create_model`.
+    """
+    changed = override(
+        config, pairs, named=lambda owner, name, value: language_router(value, config.model)
+    )
+    model = changed.model
+    return replace(changed, model=replace(model, router=_same_vocabulary(model.router, model)))
+
+
+def _same_vocabulary(router: RouterConfig, model: LanguageConfig) -> RouterConfig:
+    """StableMoE's light router embeds the model's token ids, however many those became."""
+    base = base_router(router)
+    if not isinstance(base, StableConfig) or base.legacy or base.vocab_size == model.vocab_size:
+        return router
+    base = replace(base, vocab_size=model.vocab_size)
+    return replace(router, base=base) if isinstance(router, AdaptiveConfig | RandomConfig) else base

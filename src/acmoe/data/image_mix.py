@@ -1,0 +1,98 @@
+"""Pure functions that mix images, their labels, or noise into them. What is drawn comes from `rng`.
+
+B images in C colours, H rows, W columns; K classes.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Box = tuple[int, int, int, int]  # top, left, bottom, right
+
+ERASED_AREA = (0.02, 1 / 3)  # share of the image
+ERASED_RATIO = (0.3, 1 / 0.3)  # height to width
+
+
+def soft_targets(labels_B: Tensor, num_classes: int, smoothing: float) -> Tensor:
+    """(B, K): 1 - smoothing on the label, and smoothing shared out over all classes."""
+    share = smoothing / num_classes
+    one_BK = functional.one_hot(labels_B, num_classes).float()
+    return one_BK * (1 - smoothing) + share
+
+
+def mixup(images: Tensor, targets_BK: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """Each image with a `share` of itself, and the rest of the image at the mirrored place."""
+    return (
+        share * images + (1 - share) * images.flip(0),
+        share * targets_BK + (1 - share) * targets_BK.flip(0),
+    )
+
+
+def cutmix(images: Tensor, targets_BK: Tensor, box: Box) -> tuple[Tensor, Tensor]:
+    """Each image with the box of the image at the mirrored place; targets by area."""
+    top, left, bottom, right = box
+    mixed = images.clone()
+    mixed[..., top:bottom, left:right] = images.flip(0)[..., top:bottom, left:right]
+    height, width = images.shape[-2:]
+    share = 1 - (bottom - top) * (right - left) / (height * width)
+    return mixed, share * targets_BK + (1 - share) * targets_BK.flip(0)
+
+
+def cutmix_box(height: int, width: int, share: float, rng: np.random.Generator) -> Box:
+    """A box of 1 - `share` of the area about a random centre, cut off at the image's edge."""
+    side = math.sqrt(1 - share)
+    high, wide = int(height * side), int(width * side)
+    y, x = int(rng.integers(height)), int(rng.integers(width))
+    return (
+        max(y - high // 2, 0),
+        max(x - wide // 2, 0),
+        min(y + high // 2, height),
+        min(x + wide // 2, width),
+    )
+
+
+def erase_boxes(
+    count: int, height: int, width: int, probability: float, rng: np.random.Generator
+) -> list[Box]:
+    """For each image a box to erase, empty where none is."""
+    return [
+        _erase_box(height, width, rng) if rng.random() < probability else (0, 0, 0, 0)
+        for _ in range(count)
+    ]
+
+
+def _erase_box(height: int, width: int, rng: np.random.Generator) -> Box:
+    for _ in range(10):
+        area = rng.uniform(*ERASED_AREA) * height * width
+        ratio = math.exp(rng.uniform(*np.log(ERASED_RATIO)))
+        high, wide = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < high < height and 0 < wide < width:
+            top, left = int(rng.integers(height - high + 1)), int(rng.integers(width - wide + 1))
+            return top, left, top + high, left + wide
+    return 0, 0, 0, 0
+
+
+def erase(images: Tensor, boxes: Sequence[Box], noise: Tensor) -> Tensor:
+    """Each image with its box replaced by the noise there."""
+    height, width = images.shape[-2:]
+    edges = torch.tensor(boxes).T.to(images.device, non_blocking=True)
+    top, left, bottom, right = edges.view(4, -1, 1, 1, 1)
+    y = torch.arange(height, device=images.device)[:, None]
+    x = torch.arange(width, device=images.device)
+    inside = (y >= top) & (y < bottom) & (x >= left) & (x < right)
+    return torch.where(inside, noise, images)
+
+
+def shift(images: Tensor, down_B: Tensor, right_B: Tensor, most: int) -> Tensor:
+    """Each image moved by up to `most` whole pixels; zeros move in."""
+    height, width = images.shape[-2:]
+    padded = functional.pad(images, (most, most, most, most))
+    row_BH = torch.arange(height, device=images.device) + most - down_B[:, None]
+    column_BW = torch.arange(width, device=images.device) + most - right_B[:, None]
+    image_B = torch.arange(len(images), device=images.device)
+    moved_BHWC = padded[image_B[:, None, None], :, row_BH[:, :, None], column_BW[:, None, :]]
+    return moved_BHWC.permute(0, 3, 1, 2).contiguous()

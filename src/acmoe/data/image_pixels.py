@@ -1,0 +1,140 @@
+"""Files and arrays of any colour mode -> (H, W, 3) uint8, and every way they can be broken.
+
+H rows, W columns.
+"""
+
+import io
+import struct
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from acmoe.errors import UserError, check
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Pixels = NDArray[np.uint8]
+
+_BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)
+
+
+def pillow() -> Any:
+    """The module `PIL.Image`, imported when the first image file is met."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise UserError(
+            "reading images needs the vision extra: pip install 'acmoe[vision]'"
+        ) from error
+    return Image
+
+
+def decode(file: bytes | str | Path, where: str) -> Pixels:
+    """An image file as RGB; `where` names it in errors."""
+    module = pillow()
+    try:
+        with module.open(io.BytesIO(file) if isinstance(file, bytes) else file) as image:
+            image.load()
+            return to_rgb(image, where)
+    except UserError:
+        raise
+    except FileNotFoundError as error:
+        raise UserError(f"{where} is missing; it was there when the folder was listed") from error
+    except (*_BROKEN, module.DecompressionBombError) as error:
+        reason = str(error).splitlines()[0].partition(" <")[0] or type(error).__name__
+        raise UserError(
+            f"{where} is no readable image ({reason}); fetch it again, or remove it"
+        ) from error
+
+
+def to_rgb(image: "Image", where: str) -> Pixels:
+    """Three colours of any mode: grey is repeated, CMYK converted, transparency left out."""
+    mode = image.mode
+    if mode.startswith("I"):  # 16 bits a pixel: `convert` would cut off all above 255
+        wide_HW = np.asarray(image).astype(np.int64)
+        check(
+            wide_HW.min(initial=0) >= 0 and wide_HW.max(initial=0) < 1 << 16,
+            f"{where} has values outside 16 bits; convert it to 8 bits a colour",
+        )
+        return array_to_rgb((wide_HW >> 8).astype(np.uint8), where)
+    check(mode != "F", f"{where} holds floating-point pixels; convert it to 8 bits a colour")
+    if "transparency" in image.info:
+        image = image.convert("RGBA")  # a palette with transparency needs this step before RGB
+    return np.array(image if image.mode == "RGB" else image.convert("RGB"))
+
+
+def array_to_rgb(pixels: NDArray[Any], where: str) -> Pixels:
+    """Three colours from (H, W), or (H, W, channels) of 1 grey, 3 RGB or 4 RGB and alpha."""
+    check(
+        pixels.dtype == np.uint8,
+        f"{where} holds {pixels.dtype} pixels; give uint8, 0 to 255",
+    )
+    if pixels.ndim == 2:
+        pixels = pixels[..., None]
+    check(
+        pixels.ndim == 3 and pixels.shape[-1] in (1, 3, 4),
+        f"{where} has shape {pixels.shape}; give (height, width) or (height, width, channels) "
+        "with 1, 3 or 4 channels",
+    )
+    check(pixels.size > 0, f"{where} has no pixels: its shape is {pixels.shape}")
+    if pixels.shape[-1] == 1:
+        pixels = np.repeat(pixels, 3, axis=-1)
+    return np.ascontiguousarray(pixels[..., :3])
+
+
+def resized(pixels: Pixels, box: tuple[int, int, int, int], size: tuple[int, int]) -> Pixels:
+    """The box (left, top, right, bottom) as (width, height) `size`: bicubic with antialiasing."""
+    left, top, right, bottom = box
+    if (right - left, bottom - top) == size:
+        return pixels[top:bottom, left:right]
+    module = pillow()
+    image = module.fromarray(pixels).resize(size, module.Resampling.BICUBIC, box=box)
+    return np.asarray(image)
+
+
+def centre_crop(pixels: Pixels, *, resize: int, size: int) -> Pixels:
+    """The `size` x `size` centre of the image, its shorter side brought to `resize` first."""
+    height, width = pixels.shape[:2]
+    short = min(height, width)
+    wide, high = width * resize // short, height * resize // short
+    pixels = resized(pixels, (0, 0, width, height), (wide, high))
+    top, left = round((high - size) / 2), round((wide - size) / 2)
+    return pixels[top : top + size, left : left + size]
+
+
+def random_crop(
+    pixels: Pixels,
+    *,
+    size: int,
+    area: tuple[float, float],
+    ratio: tuple[float, float],
+    rng: np.random.Generator,
+) -> Pixels:
+    """A random box of that share of the area and that ratio of width to height, as a square."""
+    height, width = pixels.shape[:2]
+    return resized(pixels, random_box(height, width, area, ratio, rng), (size, size))
+
+
+def random_box(
+    height: int,
+    width: int,
+    area: tuple[float, float],
+    ratio: tuple[float, float],
+    rng: np.random.Generator,
+) -> tuple[int, int, int, int]:
+    """(left, top, right, bottom); the widest central box of an allowed ratio if none fits."""
+    for _ in range(10):
+        share = rng.uniform(*area) * height * width
+        aspect = np.exp(rng.uniform(*np.log(ratio)))
+        wide, high = round((share * aspect) ** 0.5), round((share / aspect) ** 0.5)
+        if 0 < wide <= width and 0 < high <= height:
+            left, top = rng.integers(0, width - wide + 1), rng.integers(0, height - high + 1)
+            return int(left), int(top), int(left) + wide, int(top) + high
+    aspect = min(max(width / height, ratio[0]), ratio[1])
+    wide, high = min(width, round(height * aspect)), min(height, round(width / aspect))
+    left, top = (width - wide) // 2, (height - high) // 2
+    return left, top, left + max(wide, 1), top + max(high, 1)

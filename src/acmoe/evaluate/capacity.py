@@ -1,0 +1,28 @@
+"""The capacity of a model's experts: with one, an image's result depends on its batch."""
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+
+from acmoe.experts.moe import MoE
+
+
+def own_capacity(model: nn.Module) -> float | None:
+    """The least capacity factor of its MoE layers; None where no token is ever dropped."""
+    factors = [module.capacity_factor for module in model.modules() if isinstance(module, MoE)]
+    return min((factor for factor in factors if factor is not None), default=None)
+
+
+@contextlib.contextmanager
+def using_capacity(model: nn.Module, *, dropless: bool) -> Iterator[float | None]:
+    """Drop no token inside `with`, where asked; yields the capacity factor in force."""
+    limited = [m for m in model.modules() if isinstance(m, MoE)] if dropless else []
+    before = [module.capacity_factor for module in limited]
+    try:
+        for module in limited:
+            module.capacity_factor = None
+        yield own_capacity(model)
+    finally:
+        for module, factor in zip(limited, before, strict=True):
+            module.capacity_factor = factor

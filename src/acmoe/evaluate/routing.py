@@ -1,0 +1,68 @@
+"""Counts of where tokens went, gathered over an evaluation, and the measures made of them.
+
+T tokens, E experts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from acmoe.evaluate.measures import instability, load_balance
+from acmoe.routing.losses import load
+from acmoe.routing.state import Routing
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerReport:
+    """One MoE layer. The first has no layer before it, so nothing to be unstable against."""
+
+    load: tuple[float, ...]  # percent of the routed tokens at each expert
+    load_balance: float  # standard deviation of those
+    instability: float | None = None
+    chance: float | None = None  # the instability of random clusters of the same sizes
+    adjusted_rand: float | None = None
+
+
+class RoutingTally:
+    """Tokens at each expert, and tokens at each pair of experts in consecutive MoE layers."""
+
+    def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:
+        self.num_experts = num_experts
+        size = (num_layers, num_experts)
+        self.loads = torch.zeros(size, dtype=torch.float64, device=device)
+        self.tables = torch.zeros((*size, num_experts), dtype=torch.int64, device=device)
+
+    def add(self, routings: Sequence[Routing], token_mask: Tensor | None) -> None:
+        mask_T = None if token_mask is None else token_mask.flatten()
+        before_T: Tensor | None = None
+        for depth, routing in enumerate(routings):
+            self.loads[depth] += load(routing.expert_ids, self.num_experts, mask_T)
+            first_T = routing.affinity.argmax(-1)
+            if before_T is not None:
+                pair_T = before_T * self.num_experts + first_T
+                pair_T = pair_T if mask_T is None else pair_T[mask_T]
+                counts = torch.bincount(pair_T, minlength=self.num_experts**2)
+                self.tables[depth] += counts.view(self.num_experts, -1)
+            before_T = first_T
+
+    def layers(self) -> tuple[LayerReport, ...]:
+        found = []
+        for depth, (load_E, table_EE) in enumerate(zip(self.loads, self.tables, strict=True)):
+            share_E = 100 * load_E / load_E.sum().clamp(min=1)
+            balance = load_balance(load_E)
+            if depth == 0:
+                found.append(LayerReport(load=tuple(share_E.tolist()), load_balance=balance))
+                continue
+            change = instability(table_EE)
+            found.append(
+                LayerReport(
+                    load=tuple(share_E.tolist()),
+                    load_balance=balance,
+                    instability=change.instability,
+                    chance=change.chance,
+                    adjusted_rand=change.adjusted_rand,
+                )
+            )
+        return tuple(found)

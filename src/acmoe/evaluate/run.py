@@ -1,0 +1,130 @@
+"""A run's folder, as everything but training sees it.
+
+config.json      the experiment
+vocabulary.json  what its token ids mean, so that a run can be read without its corpus
+metrics.jsonl    one record a line
+checkpoints/     step-00001000/ and so on: a model (`acmoe.load` reads it) and training state
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+
+from acmoe.config.data import PrepareConfig
+from acmoe.config.serialize import from_document
+from acmoe.config.train import DataConfig, RunConfig
+from acmoe.data.corpus import MANIFEST, Corpus, load_corpus
+from acmoe.data.prepare import prepare
+from acmoe.data.registry import dataset
+from acmoe.data.vocabulary import Vocabulary, load_vocabulary
+from acmoe.errors import UserError, check
+from acmoe.models.checkpoint import load
+from acmoe.models.decoder import LanguageModel
+
+CONFIG = "config.json"
+VOCABULARY = "vocabulary.json"
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+STATE = "state.json"
+
+Which = Literal["best", "last"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run that was started: its folder and its config."""
+
+    folder: Path
+    config: RunConfig
+
+    def checkpoint(self, which: Which = "best") -> Path:
+        """The folder of the checkpoint with the lowest validation loss, or of the latest."""
+        found = checkpoints(self.folder / CHECKPOINTS)
+        check(bool(found), f"{self.folder} has no checkpoint yet; train it further")
+        if which == "last":
+            return found[-1]
+        best = read_json(found[-1] / STATE).get("best")
+        # A run stopped before its first validation has only its latest state.
+        return found[-1] if best is None else step_folder(found[-1].parent, best["step"])
+
+    def model(self, which: Which = "best", *, device: torch.device | str = "cpu") -> LanguageModel:
+        return cast(LanguageModel, load(self.checkpoint(which), device=device))
+
+    def vocabulary(self) -> Vocabulary:
+        return load_vocabulary(self.folder / VOCABULARY)
+
+    def corpus(self) -> Corpus:
+        return open_corpus(self.config.data)
+
+    def metrics(self, kind: str) -> list[dict[str, Any]]:
+        """The records of a kind, `train` or `valid`, in order of steps."""
+        return [record for record in read_metrics(self.folder / METRICS) if record["kind"] == kind]
+
+
+def open_run(folder: Path | str) -> Run:
+    """The run in a folder."""
+    path = Path(folder) / CONFIG
+    check(path.is_file(), f"{folder} is no run: {path} is missing; give a folder `train` wrote")
+    config = from_document(read_json(path), RunConfig, str(path))
+    return Run(folder=Path(folder), config=config)
+
+
+def open_corpus(data: DataConfig) -> Corpus:
+    """The corpus a config names. The standard library is prepared on the spot, others are not."""
+    entry, folder = dataset(data.name), data.path
+    check(entry.kind != "sentences", f"data.name={data.name} is a finetuning task, not a corpus")
+    if data.name == "stdlib" and not (folder / MANIFEST).is_file():
+        prepare("stdlib", None, folder, config=PrepareConfig(limit=data.limit))
+    check(
+        (folder / MANIFEST).is_file(),
+        f"{entry.title} is not prepared in {folder}; run `acmoe data prepare {data.name} --from "
+        f"SOURCE` with {entry.layout}, or set data.folder",
+    )
+    corpus = load_corpus(folder)
+    check(
+        corpus.name == data.name,
+        f"{folder} holds {corpus.name!r}, not data.name={data.name!r}; change data.folder",
+    )
+    limit = corpus.manifest.options.get("limit")
+    check(
+        data.name != "stdlib" or limit == data.limit,
+        f"{folder} was prepared with limit={limit}, not data.limit={data.limit}; set it to that, "
+        "or data.folder to another folder",
+    )
+    return corpus
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first; unfinished ones have other names."""
+    return sorted(folder.glob("step-" + "[0-9]" * 8))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is damaged, it is not JSON ({error})") from error
+    check(isinstance(document, dict), f"{path} is damaged, it is no JSON object")
+    return cast("dict[str, Any]", document)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Every whole record. A line cut off by a crash can only be the last, and is left out."""
+    if not path.is_file():
+        return []
+    records = []
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break
+    return records

@@ -1,0 +1,182 @@
+"""Accuracy on ImageNet-A and -R, and how well ImageNet-O is told from ImageNet.
+
+B images, K classes of the model, S classes of the shifted set.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from acmoe.attacks.target import logits_of
+from acmoe.config.image_data import ImageDataConfig, ImageEvaluateConfig
+from acmoe.data.augment import normalize
+from acmoe.data.image_batches import EvaluationImages
+from acmoe.data.imagenet_shift import Shift, class_subset, images_of
+from acmoe.data.images import ImageSet
+from acmoe.data.progress import Progress, silent
+from acmoe.errors import UserError, check
+from acmoe.evaluate.capacity import using_capacity
+from acmoe.evaluate.device import autocast, pick_device, seeded
+from acmoe.evaluate.statistics import using_statistics
+from acmoe.evaluate.vision import check_classes, count_hits, evaluating
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShiftReport:
+    """A figure on a shifted set, with everything it depends on."""
+
+    shift: str
+    metric: str  # "top-1 accuracy (%)" or "AUPR (%)"
+    value: float
+    chance: float  # what a blind guess would score
+    images: int
+    clean_images: int  # ImageNet-O: images of known classes it is to be told from; else 0
+    classes: int  # the model chooses among
+    batch: int
+    order: str
+    seed: int
+    precision: str
+    statistics: str
+    capacity: float | None  # factor of the experts' capacity; None: no token is dropped
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def evaluate_shift(
+    model: nn.Module,
+    shift: Shift,
+    shifted: ImageSet,
+    data: ImageDataConfig,
+    config: ImageEvaluateConfig | None = None,
+    *,
+    classes: Sequence[str],
+    clean: ImageSet | None = None,
+    device: str = "auto",
+    progress: Progress = silent,
+) -> ShiftReport:
+    """Score a classifier on a shifted set, choosing among that set's classes only.
+
+    A and R: accuracy. O, whose images are of no class at all: the area under the precision-recall
+    curve of finding them by low confidence among the `clean` images of the same folders' classes.
+
+    Args:
+        shifted: the set, opened by its own class folders.
+        classes: the model's, by number; WordNet ids.
+        clean: ImageNet's validation images, for ImageNet-O.
+    """
+    config, place = config or ImageEvaluateConfig(), pick_device(device)
+    subset = torch.from_numpy(class_subset(shift, shifted.classes, classes)).to(place)
+    check(
+        (clean is not None) == (shift == "imagenet-o"),
+        f"{shift} {'needs' if clean is None else 'takes no'} clean images; imagenet-o alone is "
+        "compared with ImageNet's validation images",
+    )
+    check(len(config.statistics) <= 1, "a shift is scored in one statistics mode; give one")
+    mode = config.statistics[0] if config.statistics else None
+    model = model.to(place)
+    scorer = _Scorer(model, data, config, place, subset, len(classes), progress)
+    with (
+        using_statistics(model, mode) as used,
+        using_capacity(model, dropless=config.dropless) as capacity,
+        evaluating(model),
+    ):
+        found = scorer.accuracy(shifted) if clean is None else scorer.detection(shifted, clean)
+    return ShiftReport(
+        shift=shift,
+        **found._asdict(),
+        classes=len(subset),
+        batch=config.batch,
+        order=config.order,
+        seed=config.seed,
+        precision=config.precision,
+        statistics=used,
+        capacity=capacity,
+    )
+
+
+def average_precision(positive: NDArray[np.floating], negative: NDArray[np.floating]) -> float:
+    """sum_n (R_n - R_n-1) P_n over the distinct scores, highest first: no interpolation."""
+    if len(positive) == 0 or len(negative) == 0:
+        raise UserError("the precision-recall curve needs images of both kinds")
+    score = np.concatenate((positive, negative)).astype(np.float64)
+    check(bool(np.isfinite(score).all()), "a confidence is not finite; the model is broken")
+    is_positive = np.arange(len(score)) < len(positive)
+    order = np.argsort(-score, kind="stable")
+    score, is_positive = score[order], is_positive[order]
+    # Images of equal score are found together: precision counts at the last of each run.
+    last = np.flatnonzero(np.append(np.diff(score) != 0, True))
+    found = np.cumsum(is_positive)[last]
+    precision = found / (last + 1)
+    gained = np.diff(found, prepend=0) / len(positive)
+    return float((gained * precision).sum())
+
+
+class _Found(NamedTuple):
+    metric: str
+    value: float
+    chance: float
+    images: int
+    clean_images: int
+
+
+@dataclass(frozen=True)
+class _Scorer:
+    model: nn.Module
+    data: ImageDataConfig
+    config: ImageEvaluateConfig
+    device: torch.device
+    subset: Tensor  # (S,) numbers of the classes chosen among
+    num_classes: int
+    progress: Progress
+
+    def batches(self, images: ImageSet) -> EvaluationImages:
+        config = self.config
+        limit = None if config.limit is None else min(config.limit, len(images))
+        return EvaluationImages(
+            images,
+            self.data,
+            batch=config.batch,
+            order=config.order,
+            seed=config.seed,
+            limit=limit,
+        )
+
+    def accuracy(self, shifted: ImageSet) -> _Found:
+        """A shifted set's own classes, sorted, are the subset in order."""
+        answers = self._answers(shifted)
+        hits = sum(count_hits(logits_BS, labels_B).top1 for logits_BS, labels_B in answers)
+        count = sum(len(labels_B) for _, labels_B in answers)
+        return _Found("top-1 accuracy (%)", 100 * hits / count, 100 / len(self.subset), count, 0)
+
+    def detection(self, shifted: ImageSet, clean: ImageSet) -> _Found:
+        """Unknown images are to be those of the lowest confidence."""
+        strange = self._confidence(shifted)
+        known = self._confidence(images_of(clean, shifted.classes))
+        chance = 100 * len(strange) / (len(strange) + len(known))
+        value = 100 * average_precision(-strange, -known)
+        return _Found("AUPR (%)", value, chance, len(strange), len(known))
+
+    def _confidence(self, images: ImageSet) -> NDArray[np.float64]:
+        """The greatest probability of each image among the subset's classes."""
+        found = [logits.double().softmax(-1).amax(-1) for logits, _ in self._answers(images)]
+        confidence: NDArray[np.float64] = torch.cat(found).cpu().numpy()
+        return confidence
+
+    @torch.no_grad()
+    def _answers(self, images: ImageSet) -> list[tuple[Tensor, Tensor]]:
+        mean, std = self.data.normalization
+        batches, found = self.batches(images), []
+        with seeded(self.config.seed, self.device), autocast(self.config.precision, self.device):
+            for number, batch in enumerate(batches, start=1):
+                x = normalize(batch.images.to(self.device), mean, std)
+                logits_BK = logits_of(self.model(x))
+                check_classes(logits_BK, self.num_classes)
+                found.append((logits_BK[:, self.subset], batch.labels.to(self.device)))
+                self.progress(images.title, number, len(batches))
+        return found

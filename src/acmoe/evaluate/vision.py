@@ -1,0 +1,214 @@
+"""Accuracy of an image classifier, and what its routers did meanwhile.
+
+B images, K classes, T tokens, E experts.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from acmoe.attacks.target import logits_of
+from acmoe.config.image_data import ImageDataConfig, ImageEvaluateConfig
+from acmoe.data.augment import normalize
+from acmoe.data.image_batches import EvaluationImages
+from acmoe.data.images import ImageSet
+from acmoe.data.progress import Progress, silent
+from acmoe.errors import check
+from acmoe.evaluate.capacity import using_capacity
+from acmoe.evaluate.device import autocast, pick_device, seeded
+from acmoe.evaluate.routing import LayerReport, RoutingTally
+from acmoe.evaluate.statistics import using_statistics
+from acmoe.experts.moe import MoE
+from acmoe.experts.soft import SoftMoE
+from acmoe.models.recorded import recorded
+from acmoe.routing.state import Routing
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageFigure:
+    """One pass over the images."""
+
+    statistics: str  # mode of the adaptive routers; "none" where there are none
+    top1: float  # percent
+    top5: float | None  # percent; None where there are no more than five classes
+    loss: float  # mean nats per image
+    layers: tuple[LayerReport, ...]  # one per MoE layer, where asked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageReport:
+    """How well images are told apart, with everything the figures depend on."""
+
+    data: str
+    split: str
+    images: int
+    classes: int
+    size: int  # pixels a side
+    resize: int  # shorter side before the centre was cut out
+    batch: int
+    order: str
+    seed: int
+    precision: str
+    capacity: float | None  # factor of the experts' capacity; None: no token is dropped
+    figures: tuple[ImageFigure, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def evaluate_images(
+    model: nn.Module,
+    images: ImageSet,
+    data: ImageDataConfig,
+    config: ImageEvaluateConfig | None = None,
+    *,
+    device: str = "auto",
+    progress: Progress = silent,
+) -> ImageReport:
+    """Score a classifier on every image once, in each statistics mode asked for."""
+    config = config or ImageEvaluateConfig()
+    place = pick_device(device)
+    model = model.to(place)
+    batches = EvaluationImages(
+        images,
+        data,
+        batch=config.batch,
+        order=config.order,
+        seed=config.seed,
+        limit=config.limit,
+    )
+    figures = []
+    with using_capacity(model, dropless=config.dropless) as capacity, evaluating(model):
+        for asked in config.statistics or (None,):
+            with using_statistics(model, asked) as mode:
+                figures.append(_score(model, batches, config, place, mode, progress))
+    return ImageReport(
+        data=images.title,
+        split=config.split,
+        images=len(batches.indices),
+        classes=len(images.classes),
+        size=data.size,
+        resize=data.shorter_side,
+        batch=config.batch,
+        order=config.order,
+        seed=config.seed,
+        precision=config.precision,
+        capacity=capacity,
+        figures=tuple(figures),
+    )
+
+
+@torch.no_grad()
+def _score(
+    model: nn.Module,
+    batches: EvaluationImages,
+    config: ImageEvaluateConfig,
+    device: torch.device,
+    mode: str,
+    progress: Progress,
+) -> ImageFigure:
+    mean, std = batches.data.normalization
+    classes = len(batches.images.classes)
+    hits, nats = Hits(0, 0), torch.zeros((), dtype=torch.float64, device=device)
+    tally = StageTally()
+    with seeded(config.seed, device), autocast(config.precision, device):
+        for number, batch in enumerate(batches, start=1):
+            x, labels_B = normalize(batch.images.to(device), mean, std), batch.labels.to(device)
+            with recorded(moe_layers(model) if config.routing else []) as routings:
+                logits_BK = logits_of(model(x))
+            tally.add(routings)
+            check_classes(logits_BK, classes)
+            hits += count_hits(logits_BK, labels_B)
+            nats += functional.cross_entropy(logits_BK, labels_B, reduction="sum").double()
+            progress(f"accuracy ({mode})", number, len(batches))
+    count = len(batches.indices)
+    return ImageFigure(
+        statistics=mode,
+        top1=100 * hits.top1 / count,
+        top5=100 * hits.top5 / count if classes > 5 else None,
+        loss=float(nats) / count,
+        layers=tally.layers(),
+    )
+
+
+class Hits(NamedTuple):
+    """Images whose label is the first choice, and among the first five."""
+
+    top1: int
+    top5: int
+
+    def __add__(self, other: object) -> "Hits":
+        assert isinstance(other, Hits)
+        return Hits(self.top1 + other.top1, self.top5 + other.top5)
+
+
+def count_hits(logits_BK: Tensor, labels_B: Tensor) -> Hits:
+    """Among equal logits the class of the lower number is chosen first, as argmax does."""
+    own_B1 = logits_BK.gather(1, labels_B[:, None])
+    earlier_BK = torch.arange(logits_BK.shape[1], device=labels_B.device) < labels_B[:, None]
+    ahead_BK = (logits_BK > own_B1) | ((logits_BK == own_B1) & earlier_BK)
+    rank_B = ahead_BK.sum(1)
+    return Hits(int((rank_B < 1).sum()), int((rank_B < 5).sum()))
+
+
+def check_classes(logits_BK: Tensor, classes: int) -> None:
+    check(
+        logits_BK.shape[-1] == classes,
+        f"the model knows {logits_BK.shape[-1]} classes, the images have {classes}; use the images "
+        "it was trained on",
+    )
+
+
+def moe_layers(model: nn.Module) -> list[MoE | SoftMoE]:
+    """The MoE layers of anybody's model, in the order of its definition."""
+    return [module for module in model.modules() if isinstance(module, MoE | SoftMoE)]
+
+
+class StageTally:
+    """Routing counts of models whose tokens change between stages, as Swin's do.
+
+    Clusters of consecutive layers are compared only where they hold the same tokens.
+    """
+
+    def __init__(self) -> None:
+        self.stages: list[RoutingTally] = []
+
+    def add(self, routings: Sequence[Routing]) -> None:
+        stages = _stages(routings)
+        if not self.stages:
+            self.stages = [
+                RoutingTally(len(stage), stage[0].affinity.shape[1], stage[0].affinity.device)
+                for stage in stages
+            ]
+        for tally, stage in zip(self.stages, stages, strict=True):
+            tally.add(stage, None)
+
+    def layers(self) -> tuple[LayerReport, ...]:
+        return tuple(layer for tally in self.stages for layer in tally.layers())
+
+
+def _stages(routings: Sequence[Routing]) -> list[list[Routing]]:
+    stages: list[list[Routing]] = []
+    for routing in routings:
+        if stages and stages[-1][-1].affinity.shape == routing.affinity.shape:
+            stages[-1].append(routing)
+        else:
+            stages.append([routing])
+    return stages
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside `with`; each module's own mode comes back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

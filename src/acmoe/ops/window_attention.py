@@ -1,0 +1,141 @@
+"""Attention to a sliding window with relative positions, by Triton kernels.
+
+The definition is `window_attention_reference` in models/attention.py, where one of the two is
+chosen. A custom op, so that `torch.compile(fullgraph=True)` sees one call. Kept for the backward:
+queries, keys, values, output and one number a query; scores and dropout are computed again.
+
+B streams, H heads, L queries, N keys of which they are the last, W distances in reach, P features
+of a head.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812, the customary name
+
+from acmoe.ops.backend import requested, triton_obstacle
+
+_WIDEST = 128  # features of a head; a wider tile leaves no registers for the scores
+_FEWEST_QUERIES = 16  # the smallest tile the matrix units take
+
+
+def window_attention_obstacle(q: Tensor, table: Tensor | None, dropout: float) -> str | None:
+    """What keeps the kernels from serving this call; None: nothing."""
+    if table is None:
+        return "its kernel is for relative positions"
+    if q.shape[-1] > _WIDEST:
+        return f"its kernel holds heads of at most {_WIDEST} features, not {q.shape[-1]}"
+    if q.shape[-2] < _FEWEST_QUERIES:
+        return f"its kernel is for {_FEWEST_QUERIES} queries or more, not {q.shape[-2]}"
+    if q.is_cuda and q.dtype == torch.float32:
+        return "its kernel multiplies numbers of 16 bits, not float32"
+    if not q.is_cuda and requested() != "triton":
+        return "its interpreter is slow, and has to be asked for"
+    if not 0 <= dropout < 1:
+        return f"its kernel has no dropout of {dropout}"
+    return triton_obstacle(q)
+
+
+def fused_window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    span: int,
+    table: Tensor,
+    key_mask: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attention of the last L of N positions to the `span` keys before each of them.
+
+    Args:
+        q: (B, H, L, P) in the dtype of the products.
+        k, v: (B, H, N, P) in the same.
+        span: tokens in a window.
+        table: (P, span), the last column for distance 1; its gradient is summed in float32.
+        key_mask: (B, N) True where a key may be seen.
+        dropout: share of the attention probabilities dropped.
+
+    Returns:
+        (B, H, L, P); zeros for a query that sees nothing.
+    """
+    features, num_keys = q.shape[-1], k.shape[-2]
+    reach = min(span, num_keys - 1)
+    if reach == 0:
+        return torch.zeros_like(q)
+    # Zeros up to a power of two change no product, and spare the kernels every mask on features.
+    more = max(16, 1 << (features - 1).bit_length()) - features
+    # 32 random bits a query, drawn on the device: a captured CUDA graph draws new ones each replay.
+    bits_BHL = torch.zeros(q.shape[:3], dtype=torch.int32, device=q.device)
+    if dropout > 0:
+        bits_BHL.random_(-(2**31), 2**31)
+    out_BHLP: Tensor = _window_attention(
+        *(F.pad(t, (0, more)).contiguous() for t in (q, k, v)),
+        F.pad(table[:, span - reach :], (0, 0, 0, more)),
+        key_mask,
+        bits_BHL,
+        1 / math.sqrt(features),
+        dropout,
+    )[0]
+    return out_BHLP[..., :features]
+
+
+@torch.library.custom_op("acmoe::window_attention", mutates_args=())
+def _window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    key_mask: Tensor | None,
+    bits: Tensor,
+    scale: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor]:
+    from acmoe.kernels.attention import run_forward
+
+    return run_forward(q, k, v, table, key_mask, bits, scale, dropout)
+
+
+@_window_attention.register_fake
+def _(q, k, v, table, key_mask, bits, scale, dropout):  # type: ignore[no-untyped-def]
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("acmoe::window_attention_backward", mutates_args=())
+def _window_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    key_mask: Tensor | None,
+    bits: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from acmoe.kernels.attention_backward import run_backward
+
+    return run_backward(grad, q, k, v, table, key_mask, bits, out, lse, scale, dropout)
+
+
+@_window_attention_backward.register_fake
+def _(grad, q, k, v, table, key_mask, bits, out, lse, scale, dropout):  # type: ignore[no-untyped-def]
+    return tuple(torch.empty_like(t) for t in (q, k, v, table))
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    *tensors, ctx.scale, ctx.dropout = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
+    gradients = _window_attention_backward(
+        grad.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.dropout
+    )
+    return (*gradients, None, None, None, None)
+
+
+_window_attention.register_autograd(_backward, setup_context=_save)

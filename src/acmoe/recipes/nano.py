@@ -1,0 +1,70 @@
+"""Laptop-sized runs on the source text of Python's own standard library; no download.
+
+Two routers of one model differ in the router alone: same seed, same first weights, same data.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from acmoe.config.language import LANGUAGE_MODELS, language_router
+from acmoe.config.routing import RouterConfig
+from acmoe.config.train import DataConfig, RunConfig
+
+
+def nano_run(model: str, router: str | RouterConfig) -> RunConfig:
+    """2,000 updates of 1,024 bytes; validation on 50,000 bytes keeps it minutes on a CPU."""
+    config = LANGUAGE_MODELS[model].config
+    return RunConfig(
+        model=replace(config, router=language_router(router, config)),
+        data=DataConfig(name="stdlib"),
+        steps=2000,
+        batch=8,
+        lr=3e-3,
+        warmup=100,
+        schedule="cosine",
+        min_lr=3e-4,
+        clip=1.0,
+        eval_every=200,
+        eval_tokens=50_000,
+        checkpoint_every=200,
+    )
+
+
+def switch_nano() -> RunConfig:
+    """Switch-nano, SMoE, bytes of Python's standard library (not in the paper).
+
+    Ours: not measured yet. Minutes on two CPU cores.
+    """
+    return nano_run("switch-nano", "smoe")
+
+
+def switch_nano_acmoe() -> RunConfig:
+    """Switch-nano, ACMoE with running statistics, the same bytes (not in the paper).
+
+    Ours: not measured yet. Minutes on two CPU cores.
+    """
+    return nano_run("switch-nano", "adaptive")
+
+
+def glam_nano() -> RunConfig:
+    """GLaM-nano, SMoE, bytes of Python's standard library (not in the paper).
+
+    Ours: not measured yet. Minutes on two CPU cores.
+    """
+    return nano_run("glam-nano", "smoe")
+
+
+def glam_nano_acmoe() -> RunConfig:
+    """GLaM-nano, ACMoE with running statistics, the same bytes (not in the paper).
+
+    Ours: not measured yet. Minutes on two CPU cores.
+    """
+    return nano_run("glam-nano", "adaptive")
+
+
+RECIPES: dict[str, Callable[[], RunConfig]] = {
+    "switch-nano": switch_nano,
+    "switch-nano-acmoe": switch_nano_acmoe,
+    "glam-nano": glam_nano,
+    "glam-nano-acmoe": glam_nano_acmoe,
+}

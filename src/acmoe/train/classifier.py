@@ -1,0 +1,105 @@
+"""A language model that classifies sentences, and the published way to hand them to it.
+
+B sentences, L positions of the longest, D features.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from acmoe.config.finetune import FinetuneConfig
+from acmoe.config.language import base_router
+from acmoe.config.routing import StableConfig
+from acmoe.data.sentence_batches import EncodedSentence, SentenceBatch
+from acmoe.data.sentences import Sentence
+from acmoe.data.vocabulary import EOS, UNK, WordVocabulary
+from acmoe.errors import check
+from acmoe.models.decoder import LanguageModel
+
+
+class Classifier(nn.Module):
+    """The hidden state at one token of each sentence, and a head."""
+
+    def __init__(self, backbone: LanguageModel, num_classes: int, config: FinetuneConfig) -> None:
+        super().__init__()
+        self.backbone = backbone
+        dim = backbone.config.dim
+        self.masked = config.form == "clean"
+        if self.masked:
+            self.head: nn.Module = nn.Linear(dim, num_classes)
+        else:
+            self.head = nn.Sequential(
+                nn.Linear(dim, dim),
+                nn.LogSoftmax(-1),
+                nn.Linear(dim, dim),
+                nn.Tanh(),
+                nn.Dropout(config.dropout),
+                nn.Linear(dim, num_classes),
+            )
+
+    def forward(self, batch: SentenceBatch) -> Tensor:
+        """(B, classes) logits."""
+        mask = batch.token_mask if self.masked else None
+        x_BLD, _, _ = self.backbone.hidden_states(batch.tokens, token_mask=mask)
+        row_B = torch.arange(len(batch.last), device=batch.last.device)
+        logits: Tensor = self.head(x_BLD[row_B, batch.last])
+        return logits
+
+
+def pretrained_backbone(model: LanguageModel, config: FinetuneConfig) -> LanguageModel:
+    """The pretrained model with its own table, at the dropout of finetuning."""
+    backbone = LanguageModel(replace(model.config, dropout=config.dropout))
+    backbone.load_state_dict(model.state_dict())
+    return backbone
+
+
+def published_backbone(
+    model: LanguageModel, vocabulary: WordVocabulary, config: FinetuneConfig
+) -> LanguageModel:
+    """Blocks and positions of the pretrained model under a fresh table for another vocabulary."""
+    check(
+        not isinstance(base_router(model.config.router), StableConfig),
+        "form='paper' rebuilds the vocabulary, and StableMoE routes by the token ids it knows; use "
+        "form='clean'",
+    )
+    changed = replace(model.config, vocab_size=vocabulary.size, dropout=config.dropout)
+    backbone = LanguageModel(changed)
+    tables = ("embed.", "unembed.")
+    kept = {name: v for name, v in model.state_dict().items() if not name.startswith(tables)}
+    backbone.load_state_dict(kept, strict=False)
+    return backbone
+
+
+FIRST, LAST = "CLS", "S"  # around each sentence in the paper's form; other words are lower case
+
+
+def published_vocabulary(sentences: Iterable[Sentence]) -> WordVocabulary:
+    """Every lower-case word, in order of appearance."""
+    words = dict.fromkeys(word for text, _ in sentences for word in text.lower().split())
+    special = (EOS, UNK, FIRST, LAST)
+    return WordVocabulary((*special, *(word for word in words if word not in special)))
+
+
+def published_encoding(
+    sentences: Iterable[Sentence], vocabulary: WordVocabulary
+) -> list[EncodedSentence]:
+    return [
+        EncodedSentence(
+            np.array([vocabulary.id_of(word) for word in (FIRST, *text.lower().split(), LAST)]),
+            label,
+        )
+        for text, label in sentences
+    ]
+
+
+def left_padded(batch: SentenceBatch) -> SentenceBatch:
+    """The same sentences, ending at the last position instead of starting at the first."""
+    length = batch.tokens.shape[1]
+    shift_B = length - 1 - batch.last
+    column_BL = torch.arange(length) - shift_B[:, None]
+    tokens_BL = batch.tokens.gather(1, column_BL.clamp(min=0)).masked_fill(column_BL < 0, 0)
+    last_B = torch.full_like(batch.last, length - 1)
+    return SentenceBatch(tokens_BL, column_BL >= 0, last_B, batch.labels)

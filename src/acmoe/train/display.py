@@ -1,0 +1,76 @@
+"""Progress for a person: a live bar on a terminal, a line for each record elsewhere."""
+
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from acmoe.train.journal import Journal, Record
+
+
+class Display:
+    """Writes to standard error unless given a console, so that standard output holds results."""
+
+    def __init__(self, title: str, steps: int, console: Console | None = None) -> None:
+        self.title, self.steps = title, steps
+        self.console = console or Console(stderr=True)
+        self._bar: Progress | None = None
+        self._task: Any = None
+        self._valid = ""
+        if self.console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[figures]}"),
+                console=self.console,
+            )
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+            self._task = self._bar.add_task(self.title, total=self.steps, figures="")
+        return self
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def begin(self, step: int, journal: Journal) -> None:
+        """Work starts behind `step`, which an earlier call reached."""
+        board = f" and {journal.board.folder}" if journal.board.available else ""
+        again = f", continuing after step {step}" if step else ""
+        self.say(f"{self.title}: {self.steps} steps{again}; figures go to {journal.path}{board}")
+        self._advance(step, "")
+
+    def train(self, record: Record) -> None:
+        balance = record["load_balance"]
+        figures = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s"
+        if balance:
+            figures += f"  load balance {sum(balance) / len(balance):.1f}"
+        self._advance(record["step"], figures + self._valid)
+        if self._bar is None:
+            left = record["seconds"] / record["step"] * (self.steps - record["step"])
+            self._line(record, f"{figures}  {left:.0f} s left")
+
+    def valid(self, record: Record) -> None:
+        name = next(key for key in ("bits_per_byte", "perplexity") if key in record)
+        self._valid = f"  valid {record[name]:.4f}"
+        self._line(record, f"validation {name.replace('_', ' ')} {record[name]:.4f}")
+
+    def _line(self, record: Record, figures: str) -> None:
+        self.say(f"{self.title}: step {record['step']}/{self.steps}  {figures}")
+
+    def _advance(self, step: int, figures: str) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, figures=figures)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()

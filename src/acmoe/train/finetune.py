@@ -1,0 +1,262 @@
+"""Finetuning a pretrained run on SST-2, SST-5 or Banking-77.
+
+Each epoch ends with a checkpoint, so the same call continues an interrupted one. The epoch with the
+best accuracy on the development set is the one whose accuracy on the test set is reported.
+
+B sentences.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from acmoe.config.finetune import FinetuneConfig
+from acmoe.data.seeding import derive_seed
+from acmoe.data.sentence_batches import (
+    EncodedSentence,
+    SentenceBatch,
+    encode_sentences,
+    sentence_batches,
+)
+from acmoe.data.sentences import Sentence, load_sentences, task_of
+from acmoe.errors import check
+from acmoe.evaluate.device import autocast, pick_device, seeded
+from acmoe.evaluate.run import CHECKPOINTS, METRICS, Run, open_run, step_folder
+from acmoe.models.checkpoint import load
+from acmoe.routing.step import fold_statistics
+from acmoe.train.checkpoint import CheckpointStore
+from acmoe.train.classifier import (
+    Classifier,
+    left_padded,
+    pretrained_backbone,
+    published_backbone,
+    published_encoding,
+    published_vocabulary,
+)
+from acmoe.train.journal import append, forget_after
+from acmoe.train.optim import adam, optimizer_tensors, restore_optimizer
+from acmoe.train.resume import restore_rng, rng_tensors
+from acmoe.train.run_folder import claim
+
+Split = dict[str, list[EncodedSentence]]
+
+HELD_OUT = 10  # one training sentence in so many, where a development set is missing
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneReport:
+    """What finetuning gave, and on which sentences."""
+
+    task: str
+    form: str
+    folder: str
+    pretrained_step: int  # of the run's checkpoint
+    sentences: dict[str, int]  # in train, dev and test
+    splits: str  # where those came from
+    dev_accuracies: tuple[float, ...]  # percent, by epoch
+    best_epoch: int
+    dev_accuracy: float  # percent, at that epoch; what the paper's code calls test
+    test_accuracy: float  # percent, at that epoch
+    majority: float  # percent of the test set in its most frequent class
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def finetune(
+    source: Run | Path | str,
+    config: FinetuneConfig,
+    data: Path | str,
+    *,
+    out: Path | None = None,
+    console: Console | None = None,
+) -> FinetuneReport:
+    """Finetune a run on the task's files in the folder `data`.
+
+    `out` is the folder to work in; by default one inside the run's, named after the task.
+    """
+    run = source if isinstance(source, Run) else open_run(source)
+    out = out or run.folder / "finetune" / f"{config.task}-{config.form}-seed{config.seed}"
+    device = pick_device(config.device)
+    rows, origin = task_splits(load_sentences(config.task, data), config.seed)
+    with claim(out, config), seeded(config.seed, device):
+        work = _Work(run, config, rows, device)
+        store = CheckpointStore(out / CHECKPOINTS, keep=1)
+        accuracies = _train(work, store, out / METRICS, console or Console(stderr=True))
+        best = _best(accuracies)
+        work.restore(store, step_folder(store.folder, best))
+        test = work.accuracy("test")
+    labels = torch.tensor([sentence.label for sentence in rows["test"]])
+    return FinetuneReport(
+        task=config.task,
+        form=config.form,
+        folder=str(out),
+        pretrained_step=work.pretrained_step,
+        sentences={split: len(found) for split, found in rows.items()},
+        splits=origin,
+        dev_accuracies=tuple(accuracies),
+        best_epoch=best,
+        dev_accuracy=accuracies[best - 1],
+        test_accuracy=test,
+        majority=100 * labels.bincount().max().item() / len(labels),
+    )
+
+
+def _train(work: "_Work", store: CheckpointStore, metrics: Path, console: Console) -> list[float]:
+    """The epochs that are left; development accuracy after each of all."""
+    config, accuracies = work.config, work.resume(store)
+    forget_after(metrics, len(accuracies))
+    for epoch in range(len(accuracies) + 1, config.epochs + 1):
+        started = time.perf_counter()
+        loss = work.train_epoch(epoch)
+        accuracies.append(work.accuracy("dev"))
+        seconds = time.perf_counter() - started
+        record = {"kind": "epoch", "step": epoch, "loss": loss, "dev_accuracy": accuracies[-1]}
+        append(metrics, {**record, "seconds": seconds})
+        work.save(store, epoch, accuracies)
+        console.print(
+            f"{config.task}: epoch {epoch}/{config.epochs}  loss {loss:.4f}  development accuracy "
+            f"{accuracies[-1]:.2f} %  {seconds:.0f} s",
+            highlight=False,
+        )
+    return accuracies
+
+
+def task_splits(
+    found: dict[str, list[Sentence]], seed: int
+) -> tuple[dict[str, list[Sentence]], str]:
+    """Train, dev and test from what a task publishes, and a sentence on how they were made."""
+    if {"dev", "test"} <= set(found):
+        return {name: found[name] for name in ("train", "dev", "test")}, "all as published"
+    generator = torch.Generator().manual_seed(derive_seed(seed, "held-out sentences"))
+    order = torch.randperm(len(found["train"]), generator=generator).tolist()
+    cut = max(1, len(order) // HELD_OUT)
+    held = {
+        "train": [found["train"][i] for i in order[cut:]],
+        "dev": [found["train"][i] for i in order[:cut]],
+    }
+    share = f"dev is 1 in {HELD_OUT} training sentences, drawn with seed {seed}"
+    if "test" in found:
+        return {**held, "test": found["test"]}, share
+    return {**held, "test": found["dev"]}, f"{share}; test is the published development set"
+
+
+def _best(accuracies: Sequence[float]) -> int:
+    """The first epoch, from 1, of the highest accuracy."""
+    return 1 + max(range(len(accuracies)), key=lambda epoch: (accuracies[epoch], -epoch))
+
+
+class _Work:
+    """Model, optimizer and encoded sentences of one finetuning run."""
+
+    def __init__(
+        self,
+        run: Run,
+        config: FinetuneConfig,
+        rows: dict[str, list[Sentence]],
+        device: torch.device,
+    ) -> None:
+        self.config, self.device = config, device
+        self.pretrained_step = int(run.checkpoint(config.which).name.split("-")[1])
+        pretrained = run.model(config.which)
+        if config.form == "clean":
+            vocabulary = run.vocabulary()
+            self.rows = {name: encode_sentences(found, vocabulary) for name, found in rows.items()}
+            backbone = pretrained_backbone(pretrained, config)
+        else:
+            words = published_vocabulary([*rows["train"], *rows["dev"]])
+            self.rows = {name: published_encoding(found, words) for name, found in rows.items()}
+            backbone = published_backbone(pretrained, words, config)
+        classes = len(task_of(config.task).classes)
+        self.model = Classifier(backbone, classes, config).to(device)
+        self.optimizer = adam(
+            self.model, lr=config.lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
+        )
+
+    def train_epoch(self, epoch: int) -> float:
+        """Mean loss per sentence, in nats."""
+        self.model.train()
+        total = torch.zeros((), device=self.device)
+        for batch in self._batches("train", epoch):
+            for part in _micro_batches(batch, self.config.split):
+                with autocast(self.config.precision, self.device):
+                    logits = self.model(part)
+                loss = nn.functional.cross_entropy(logits.float(), part.labels, reduction="sum")
+                (loss / len(batch.labels)).backward()  # type: ignore[no-untyped-call]
+                total += loss.detach()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            fold_statistics(self.model)
+        return float(total) / len(self.rows["train"])
+
+    @torch.no_grad()
+    def accuracy(self, split: str) -> float:
+        """Percent of the split's sentences classified right."""
+        self.model.eval()
+        right = torch.zeros((), dtype=torch.int64, device=self.device)
+        with autocast(self.config.precision, self.device):
+            for batch in self._batches(split):
+                right += (self.model(batch).argmax(-1) == batch.labels).sum()
+        return 100 * int(right) / len(self.rows[split])
+
+    def _batches(self, split: str, epoch: int | None = None) -> Iterator[SentenceBatch]:
+        """Every sentence once; a training epoch of the clean form has an order of its own."""
+        clean = self.config.form == "clean"
+        for batch in sentence_batches(
+            self.rows[split],
+            batch=self.config.batch,
+            seed=self.config.seed,
+            epoch=epoch or 0,
+            shuffle=clean and epoch is not None,
+        ):
+            arranged = batch if clean else left_padded(batch)
+            yield SentenceBatch(*(tensor.to(self.device) for tensor in arranged))
+
+    def save(self, store: CheckpointStore, epoch: int, accuracies: list[float]) -> None:
+        tensors = optimizer_tensors(self.optimizer, self.model) | rng_tensors(self.device)
+        for name, value in self.model.head.state_dict().items():
+            tensors[f"head/{name}"] = value
+        state = {
+            "accuracies": accuracies,
+            "best": {"step": _best(accuracies)},
+            "pretrained_step": self.pretrained_step,
+        }
+        store.save(epoch, self.model.backbone, tensors, state)
+
+    def resume(self, store: CheckpointStore) -> list[float]:
+        """Continue after the last whole epoch; the accuracies up to it."""
+        folder = store.latest()
+        if folder is None:
+            return []
+        tensors, state = self.restore(store, folder)
+        before, now = state["pretrained_step"], self.pretrained_step
+        check(
+            before == now,
+            f"{store.folder.parent} began with step {before} of the run, whose {self.config.which} "
+            f"checkpoint is now step {now}; finetune into another folder",
+        )
+        restore_optimizer(self.optimizer, self.model, tensors)
+        restore_rng(tensors, self.device)
+        return list(state["accuracies"])
+
+    def restore(
+        self, store: CheckpointStore, folder: Path
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Weights as they were after an epoch."""
+        tensors, state = store.read(folder)
+        self.model.backbone.load_state_dict(load(folder).state_dict())
+        head = {key.removeprefix("head/"): v for key, v in tensors.items() if key[:5] == "head/"}
+        self.model.head.load_state_dict(head)
+        return tensors, state
+
+
+def _micro_batches(batch: SentenceBatch, split: int) -> Iterator[SentenceBatch]:
+    """Parts of a batch; fewer where it has fewer sentences."""
+    for parts in zip(*(tensor.chunk(split) for tensor in batch), strict=True):
+        yield SentenceBatch(*parts)

@@ -1,0 +1,83 @@
+"""The run's folder: one process at a time, one config for its whole life."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import acmoe
+from acmoe.config.serialize import differences, from_document, to_document
+from acmoe.data.vocabulary import Vocabulary, save_vocabulary
+from acmoe.errors import UserError, check
+from acmoe.evaluate.run import CONFIG, VOCABULARY, read_json
+from acmoe.train.checkpoint import write_text
+
+if sys.platform != "win32":
+    import fcntl
+
+LOCK = "lock"
+
+
+@contextmanager
+def claim(folder: Path, config: Any) -> Iterator[None]:
+    """Hold the folder for a run of that config: a new folder, or one begun with the same config."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the run folder {folder}: {error.strerror}") from error
+    with _locked(folder):
+        for draft in folder.glob(".*.draft"):
+            draft.unlink()
+        path = folder / CONFIG
+        if path.is_file():
+            _check_same(path, config)
+        else:
+            strangers = sorted(entry.name for entry in folder.iterdir() if entry.name != LOCK)
+            check(
+                not strangers,
+                f"{folder} holds {', '.join(strangers[:3])} and is no run folder; choose another",
+            )
+            document = {"acmoe": acmoe.__version__, **to_document(config)}
+            write_text(path, json.dumps(document, indent=2) + "\n")
+        yield
+
+
+def _check_same(path: Path, config: Any) -> None:
+    stored = from_document(read_json(path), type(config), str(path))
+    apart = differences(stored, config)
+    check(
+        not apart,
+        f"{path.parent} was begun with {'; '.join(apart)}; repeat the settings it was begun with "
+        "to continue it, or choose another folder",
+    )
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the kernel's lock on a file with our process id; a killed process loses it by itself."""
+    path = folder / LOCK
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        if sys.platform != "win32":  # has no such lock: one process at a time, by agreement
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                owner = path.read_text(encoding="utf-8").strip() or "unknown"
+                raise UserError(
+                    f"{folder} is in use by process {owner}; wait for it, or choose another folder"
+                ) from None
+        os.truncate(handle, 0)
+        os.write(handle, f"{os.getpid()}\n".encode())
+        yield
+    finally:
+        os.close(handle)
+
+
+def keep_vocabulary(vocabulary: Vocabulary, folder: Path) -> None:
+    """Put the meaning of the token ids into the folder, whole or not at all."""
+    draft = folder / f".{VOCABULARY}.draft"
+    save_vocabulary(vocabulary, draft)
+    os.replace(draft, folder / VOCABULARY)

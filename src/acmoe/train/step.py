@@ -1,0 +1,159 @@
+"""One optimizer update, and everything it changes.
+
+B streams, L positions of a block, E experts.
+"""
+
+import contextlib
+from dataclasses import replace
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from acmoe.config.language import language_router
+from acmoe.config.train import RunConfig
+from acmoe.data.arrays import Tokens
+from acmoe.data.corpus import Corpus
+from acmoe.data.loader import Batch, TrainingBatches
+from acmoe.evaluate.device import autocast
+from acmoe.evaluate.language import score_stream, statistics_modes
+from acmoe.models.decoder import LanguageModel, LanguageOutput, Memory
+from acmoe.models.registry import build_model
+from acmoe.routing.losses import load
+from acmoe.routing.stable import StableRouter
+from acmoe.routing.step import fold_statistics
+from acmoe.train.optim import adam, learning_rate
+
+STABLE_STAGE_ONE = 10  # StableMoE learns its routing in the first tenth of the steps
+
+
+class Update(NamedTuple):
+    """What an update tells; on the model's device, so that nobody waits for it."""
+
+    loss: Tensor  # () mean nats per token
+    aux_loss: Tensor  # ()
+    sound: Tensor  # () whether losses (and the gradient, where clipped) are finite: else no update
+    loads: tuple[Tensor, ...]  # (E,) routed tokens of each MoE layer, where recorded
+
+
+class Validation(NamedTuple):
+    """A score of the validation split, with what it depends on."""
+
+    loss: float  # mean nats per token
+    tokens: int
+    statistics: str
+    batch: int
+    block: int
+
+
+class Trainer:
+    """The model, its optimizer, the place in the data and each stream's memory.
+
+    `recent` are the batches since somebody last looked whether the losses are finite.
+    """
+
+    def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device) -> None:
+        self.config, self.device = config, device
+        resolved = replace(config.model, router=language_router(config.model.router, config.model))
+        self.model = cast(LanguageModel, build_model(resolved)).to(device).train()
+        self.optimizer = adam(
+            self.model,
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+        )
+        self.batches = TrainingBatches(
+            corpus["train"], batch=config.batch, block=config.model.block, seed=config.seed
+        )
+        self.memories: list[Memory | None] = [None] * config.split
+        self.recent: list[Batch] = []
+        if config.compile:
+            for block in self.model.blocks:
+                block.compile()
+
+    def update(self, step: int, *, record: bool) -> Update:
+        """Read a batch, take a step. Nothing here waits for the device."""
+        if step == self.config.steps // STABLE_STAGE_ONE + 1:
+            freeze_stable_routers(self.model)
+        batch = next(self.batches)
+        self.recent.append(batch)
+        if batch.reset:
+            self.memories = [None] * self.config.split
+        outputs = []
+        parts = zip(*(self._parts(ids) for ids in (batch.tokens, batch.targets)), strict=True)
+        for part, (tokens_BL, targets_BL) in enumerate(parts):
+            out = self._forward(tokens_BL, targets_BL, self.memories[part], record=record)
+            assert out.loss is not None
+            ((out.loss + out.aux_loss) / self.config.split).backward()  # type: ignore[no-untyped-call]
+            self.memories[part] = out.memory
+            outputs.append(out)
+        loss = _mean([out.loss for out in outputs])
+        aux_loss = _mean([out.aux_loss for out in outputs])
+        sound = self._step(step, (loss + aux_loss).isfinite())
+        return Update(loss, aux_loss, sound, self._loads(outputs))
+
+    def validate(self, stream: Tokens) -> Validation:
+        """Score a stream as an evaluation would; training goes on as if nothing had happened."""
+        batch, block = self.config.eval_batch, self.config.model.block
+        # Blocks with padding and without memory have shapes that are not worth compiling for.
+        with _eager(self.config.compile):
+            score = score_stream(
+                self.model, stream, batch=batch, block=block, precision=self.config.precision
+            )
+        mode = statistics_modes(self.model, ())[0]
+        return Validation(score.loss, score.tokens, mode, batch, block)
+
+    def _parts(self, ids: Tensor) -> tuple[Tensor, ...]:
+        if self.device.type == "cuda":
+            ids = ids.pin_memory().to(self.device, non_blocking=True)
+        return ids.chunk(self.config.split)
+
+    def _forward(
+        self, tokens_BL: Tensor, targets_BL: Tensor, memory: Memory | None, *, record: bool
+    ) -> LanguageOutput:
+        # Recording hangs hooks on modules, and streams begin with shapes of their own: blocks would
+        # be compiled again for each, and beyond a few such times no more.
+        full = memory is not None and memory.hidden[0].shape[1] == self.config.model.span
+        with (
+            _eager(self.config.compile and (record or not full)),
+            autocast(self.config.precision, self.device),
+        ):
+            out = self.model(tokens_BL, targets_BL, memory=memory, return_routings=record)
+        return cast(LanguageOutput, out)
+
+    def _step(self, step: int, sound: Tensor) -> Tensor:
+        if self.config.clip is not None:
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+            sound = sound & norm.isfinite()
+        # The fused kernel skips its update where this is 1: weights stay those that gave the first
+        # bad loss, and can be examined when the host next looks.
+        self.optimizer.found_inf = (~sound).float()  # type: ignore[attr-defined]
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.config, step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        fold_statistics(self.model)
+        return sound
+
+    def _loads(self, outputs: list[LanguageOutput]) -> tuple[Tensor, ...]:
+        experts = self.config.model.num_experts
+        layers = zip(*(out.routings or () for out in outputs), strict=True)
+        return tuple(
+            torch.stack([load(part.expert_ids, experts) for part in layer]).sum(0)
+            for layer in layers
+        )
+
+
+def _eager(wanted: bool) -> contextlib.AbstractContextManager[object]:
+    return torch.compiler.set_stance("force_eager") if wanted else contextlib.nullcontext()
+
+
+def freeze_stable_routers(model: LanguageModel) -> None:
+    for module in model.modules():
+        if isinstance(module, StableRouter):
+            module.freeze()
+
+
+def _mean(values: list[Tensor | None]) -> Tensor:
+    return torch.stack([value.detach() for value in values if value is not None]).mean()

@@ -1,0 +1,59 @@
+"""AutoAttack is left to its package, and what that returns is kept within the ball."""
+
+import sys
+from types import ModuleType
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from acmoe.attacks.attack import perturb
+from acmoe.attacks.target import Target
+from acmoe.config.attack import AutoAttackConfig
+from acmoe.errors import UserError
+from vision_cases import Linear, seeded_model
+
+
+class Adversary:
+    """Stands for the package's class: remembers how it was built, and goes too far."""
+
+    made: ClassVar[list["Adversary"]] = []
+
+    def __init__(self, model: Any, **settings: Any) -> None:
+        self.model, self.settings = model, settings
+        Adversary.made.append(self)
+
+    def run_standard_evaluation(self, x: Tensor, y: Tensor, bs: int) -> Tensor:
+        assert self.model(x).shape == (bs, 10) and len(y) == bs
+        return x + 2.0
+
+
+def target() -> tuple[Target, Tensor, Tensor]:
+    found = Target(seeded_model(lambda: Linear(10, 8)), mean=(0.5,) * 3, std=(0.5,) * 3)
+    images = torch.randint(0, 256, (3, 3, 8, 8), dtype=torch.uint8)
+    return found, found.enter(images), torch.tensor([1, 2, 3])
+
+
+def test_the_package_gets_the_classifier_in_pixels_and_its_answer_is_projected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    package = ModuleType("autoattack")
+    package.AutoAttack = Adversary  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "autoattack", package)
+    monkeypatch.setattr(Adversary, "made", [])
+    classifier, x, labels = target()
+    attack = AutoAttackConfig(version="plus")
+    found = perturb(classifier, x, labels, 0.1, attack, seed=(1 << 40) + 5)
+    torch.testing.assert_close(found, (x + 0.1).clamp(max=1))
+    (adversary,) = Adversary.made
+    settings = adversary.settings
+    assert (settings["norm"], settings["eps"], settings["version"]) == ("Linf", 0.1, "plus")
+    assert settings["seed"] == 5 and settings["device"] == x.device
+
+
+def test_a_missing_package_is_named_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "autoattack", None)
+    classifier, x, labels = target()
+    with pytest.raises(UserError, match=r"needs the autoattack package: pip install git\+https"):
+        perturb(classifier, x, labels, 0.1, AutoAttackConfig(), seed=0)

@@ -1,0 +1,106 @@
+"""A tree of class folders is read as ImageNet's loaders read it; what is wrong is named."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from acmoe.config.image_data import ImageDataConfig
+from acmoe.data.image_folder import open_folder, open_splits
+from acmoe.data.image_load import load_images
+from acmoe.errors import UserError
+from vision_cases import random_pixels
+
+
+def tree(root: Path, split: str, classes: Sequence[str], each: int = 2) -> None:
+    for place, name in enumerate(classes):
+        (root / split / name).mkdir(parents=True)
+        for number in range(each):
+            pixels = random_pixels((10, 12, 3), seed=100 * place + number)
+            Image.fromarray(pixels).save(root / split / name / f"{number}.PNG")
+
+
+def test_classes_are_the_sorted_folder_names_and_files_are_sorted(tmp_path: Path) -> None:
+    tree(tmp_path, "train", ["n02", "n01"], each=3)
+    tree(tmp_path, "val", ["n02"])
+    (tmp_path / "train" / "n01" / "notes.txt").write_text("no image")
+    (tmp_path / "train" / ".cache").mkdir()
+    splits = open_splits(tmp_path)
+    assert splits["train"].classes == splits["valid"].classes == ("n01", "n02")
+    assert splits["train"].labels.tolist() == [0, 0, 0, 1, 1, 1]
+    assert splits["valid"].labels.tolist() == [1, 1]
+    assert [Path(file).name for file in splits["train"].files[:3]] == ["0.PNG", "1.PNG", "2.PNG"]
+    # n02 was drawn first, so its files have the seeds 0 to 2.
+    assert np.array_equal(splits["train"].pixels(4), random_pixels((10, 12, 3), seed=1))
+    assert splits["train"].where(4).endswith("train/n02/1.PNG")
+
+
+def test_a_config_gives_three_splits_of_a_tree(tmp_path: Path) -> None:
+    tree(tmp_path, "train", ["a", "b"], each=10)
+    tree(tmp_path, "val", ["a", "b"])
+    plain = load_images(ImageDataConfig(name="folder", source=str(tmp_path), size=8))
+    assert (len(plain.train), len(plain.valid), len(plain.test)) == (20, 4, 4)
+    config = ImageDataConfig(name="folder", source=str(tmp_path), size=8, holdout=0.2)
+    kept = load_images(config)
+    # 2 of the 10 of each class; the tree's own validation images are then the test.
+    assert np.bincount(kept.valid.labels).tolist() == [2, 2]
+    assert np.bincount(kept.train.labels).tolist() == [8, 8]
+    assert kept.test.where(0).startswith(str(tmp_path / "val"))
+    names = {kept.train.where(i) for i in range(16)} | {kept.valid.where(i) for i in range(4)}
+    assert len(names) == 20
+
+
+def test_loose_test_images_without_labels_are_left_alone(tmp_path: Path) -> None:
+    tree(tmp_path, "train", ["a"])
+    tree(tmp_path, "val", ["a"])
+    (tmp_path / "test").mkdir()
+    Image.fromarray(random_pixels((4, 4, 3))).save(tmp_path / "test" / "1.JPEG")
+    assert set(open_splits(tmp_path)) == {"train", "valid"}
+
+
+def test_an_empty_class_folder_is_named(tmp_path: Path) -> None:
+    tree(tmp_path, "train", ["a", "b"])
+    (tmp_path / "train" / "c").mkdir()
+    with pytest.raises(UserError, match=r"train/c holds no images \(\.jpeg, .*remove the class"):
+        open_splits(tmp_path)
+
+
+def test_a_class_nobody_trained_on_is_named(tmp_path: Path) -> None:
+    tree(tmp_path, "train", ["a", "b"])
+    tree(tmp_path, "val", ["a", "z"])
+    with pytest.raises(UserError, match="val/z is not among the 2 classes trained on"):
+        open_splits(tmp_path)
+
+
+def test_images_outside_class_folders_are_explained(tmp_path: Path) -> None:
+    Image.fromarray(random_pixels((4, 4, 3))).save(tmp_path / "1.JPEG")
+    with pytest.raises(UserError, match="holds images outside class folders; sort"):
+        open_folder(tmp_path)
+
+
+def test_missing_folders_are_explained(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nowhere is no folder"):
+        open_splits(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="has no folder train"):
+        open_splits(tmp_path)
+    with pytest.raises(UserError, match="cannot list"):
+        open_folder(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="holds no class folders"):
+        open_folder(tmp_path)
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    Image.fromarray(random_pixels((4, 4, 3))).save(tmp_path / "train" / "a" / "1.png")
+    with pytest.raises(UserError, match=r"has neither a val nor a test split; .*holdout=0\.1"):
+        load_images(ImageDataConfig(name="folder", source=str(tmp_path)))
+    with pytest.raises(UserError, match=r"holdout=0\.1 of 1 training images is none"):
+        load_images(ImageDataConfig(name="folder", source=str(tmp_path), holdout=0.1))
+
+
+def test_a_broken_file_is_named_when_it_is_read(tmp_path: Path) -> None:
+    tree(tmp_path, "train", ["a"])
+    (tmp_path / "train" / "a" / "0.PNG").write_bytes(b"not an image")
+    images = open_folder(tmp_path / "train")
+    with pytest.raises(UserError, match=r"train/a/0\.PNG is no readable image"):
+        images.pixels(0)
+    assert images.pixels(1).shape == (10, 12, 3)

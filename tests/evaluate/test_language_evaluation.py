@@ -1,0 +1,226 @@
+"""Evaluation against one pass with explicit probabilities, in float64.
+
+N tokens of the stream, V symbols.
+"""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from acmoe.config.data import ContaminationConfig
+from acmoe.config.evaluate import EvaluateConfig
+from acmoe.config.language import language_router
+from acmoe.config.routing import AdaptiveConfig
+from acmoe.data.contaminate import contaminate
+from acmoe.data.corpus import load_corpus
+from acmoe.errors import UserError
+from acmoe.evaluate.language import evaluate, score_stream
+from acmoe.evaluate.run import open_run
+from acmoe.models.decoder import LanguageModel
+from acmoe.routing.statistics import override_statistics
+from tiny_runs import MODEL, byte_corpus, records, tiny_run, trained, word_corpus
+
+
+def model_of(router: object = "smoe", **changes: object) -> LanguageModel:
+    torch.manual_seed(1)
+    config = replace(MODEL, dropout=0.0, **changes)  # type: ignore[arg-type]
+    config = replace(config, router=language_router(router, config))  # type: ignore[arg-type]
+    return LanguageModel(config).double().eval()
+
+
+def explicit_nats(model: LanguageModel, inputs: np.ndarray, targets: np.ndarray) -> float:
+    """-log p of each target, from the softmax over all symbols, the whole text in one forward."""
+    with torch.no_grad():
+        logits_NV = model(torch.from_numpy(inputs[None, :-1].astype(np.int64))).logits[0]
+    total = 0.0
+    for row_V, target in zip(logits_NV.tolist(), targets[1:].tolist(), strict=True):
+        highest = max(row_V)
+        total -= row_V[target] - highest - math.log(sum(math.exp(v - highest) for v in row_V))
+    return total / (len(inputs) - 1)
+
+
+@pytest.mark.parametrize("block", [7, 16, 1000])
+@pytest.mark.parametrize("router", ["smoe", "adaptive"])
+def test_every_token_is_scored_once_with_its_memory(
+    router: str, block: int, tmp_path: Path
+) -> None:
+    corpus = load_corpus(byte_corpus(tmp_path, lines=150))
+    model = model_of(router)
+    report = evaluate(model, EvaluateConfig(batch=1, block=block), corpus=corpus)
+    figure = report.figure()
+    expected = explicit_nats(model, corpus["test"], corpus["test"])
+    assert figure.tokens == len(corpus["test"]) - 1
+    assert figure.loss == pytest.approx(expected, rel=1e-12)
+    assert figure.value == pytest.approx(expected / math.log(2), rel=1e-12)
+    assert report.metric == "bits per byte"
+
+
+def test_rows_of_unequal_length_are_each_scored_to_their_end(tmp_path: Path) -> None:
+    stream = np.asarray(load_corpus(byte_corpus(tmp_path))["test"][:51])  # 50 predictions
+    model = model_of("adaptive")
+    # Three rows of 17, 17 and 16 predictions; each begins without memory.
+    rows = [stream[0:18], stream[17:35], stream[34:51]]
+    nats = sum(explicit_nats(model, row, row) * (len(row) - 1) for row in rows)
+    score = score_stream(model, stream, batch=3, block=5)
+    assert score.tokens == 50
+    assert score.loss == pytest.approx(nats / 50, rel=1e-12)
+
+
+def test_perplexity_of_words_counts_ends_of_line(tmp_path: Path) -> None:
+    corpus = load_corpus(word_corpus(tmp_path))
+    model = model_of(vocab_size=corpus.vocabulary.size)
+    report = evaluate(model, EvaluateConfig(batch=1), corpus=corpus)
+    expected = explicit_nats(model, corpus["test"], corpus["test"])
+    # 40 lines of 11 words and their ends, less the first token.
+    assert report.figure().tokens == 40 * 12 - 1
+    assert report.metric == "perplexity"
+    assert report.figure().value == pytest.approx(math.exp(expected), rel=1e-12)
+
+
+def test_contaminated_words_are_input_and_target_contaminated_bytes_input_alone(
+    tmp_path: Path,
+) -> None:
+    for folder, kind in ((byte_corpus(tmp_path), "bytes"), (word_corpus(tmp_path), "words")):
+        corpus = load_corpus(folder)
+        model = model_of(vocab_size=corpus.vocabulary.size)
+        config = EvaluateConfig(batch=1, contamination=ContaminationConfig(rate=0.2, seed=3))
+        report = evaluate(model, config, corpus=corpus)
+        swapped = np.asarray(contaminate(corpus, "test", config.contamination).inputs)
+        assert (swapped != corpus["test"]).any()
+        targets = swapped if kind == "words" else np.asarray(corpus["test"])
+        expected = explicit_nats(model, swapped, targets)
+        assert report.figure(contaminated=True).loss == pytest.approx(expected, rel=1e-12)
+        assert report.contamination is not None and report.contamination.changed > 0
+
+
+def test_two_models_meet_the_same_corruption(tmp_path: Path) -> None:
+    corpus = load_corpus(byte_corpus(tmp_path))
+    config = EvaluateConfig(contamination=ContaminationConfig(seed=5))
+    first = evaluate(model_of("smoe"), config, corpus=corpus)
+    stored = {path: path.read_bytes() for path in corpus.folder.rglob("contaminated/*/*")}
+    second = evaluate(model_of("adaptive"), config, corpus=corpus)
+    assert first.contamination == second.contamination
+    assert stored == {path: path.read_bytes() for path in corpus.folder.rglob("contaminated/*/*")}
+    assert len(stored) == 3  # a manifest, and one array for each of valid and test
+
+
+def test_each_mode_asked_for_gives_its_own_figure(tmp_path: Path) -> None:
+    corpus = load_corpus(byte_corpus(tmp_path))
+    model = model_of("adaptive")
+    report = evaluate(
+        model, EvaluateConfig(statistics=("batch", "running"), batch=4, block=8), corpus=corpus
+    )
+    batch, running = report.figure(statistics="batch"), report.figure(statistics="running")
+    assert (batch.statistics, running.statistics) == ("batch", "running")
+    # An untrained running average is M = I: the plain router.
+    plain = model_of("smoe")
+    plain.load_state_dict(model.state_dict(), strict=False)
+    for mine, base in zip(model.moe_layers(), plain.moe_layers(), strict=True):
+        source = getattr(mine.router, "base", mine.router)
+        base.router.load_state_dict(source.state_dict())
+    same = evaluate(plain, EvaluateConfig(batch=4, block=8), corpus=corpus).figure()
+    assert running.loss == pytest.approx(same.loss, rel=1e-12)
+    assert batch.loss != pytest.approx(same.loss, rel=1e-6)
+    with override_statistics(model, eval_statistics="batch"):
+        again = score_stream(model, corpus["test"], batch=4, block=8)
+    assert batch.loss == again.loss
+    # Batch statistics depend on the batch, which therefore stands in the report.
+    wider = evaluate(model, EvaluateConfig(statistics=("batch",), batch=2, block=8), corpus=corpus)
+    assert (wider.batch, wider.block) == (2, 8)
+    assert wider.figure().loss != pytest.approx(batch.loss, rel=1e-9)
+
+
+def test_modes_of_a_router_without_statistics_are_refused(tmp_path: Path) -> None:
+    corpus = load_corpus(byte_corpus(tmp_path))
+    with pytest.raises(UserError, match="router='smoe' takes no statistics"):
+        evaluate(model_of("smoe"), EvaluateConfig(statistics=("batch",)), corpus=corpus)
+
+
+def test_a_mode_the_model_was_not_built_for_is_refused(tmp_path: Path) -> None:
+    corpus = load_corpus(byte_corpus(tmp_path))
+    with pytest.raises(UserError, match="statistics_of"):
+        evaluate(model_of("adaptive"), EvaluateConfig(statistics=("prefix",)), corpus=corpus)
+
+
+def test_measures_of_routing_are_those_of_the_recorded_choices(tmp_path: Path) -> None:
+    corpus = load_corpus(byte_corpus(tmp_path))
+    model = model_of(AdaptiveConfig(statistics="batch"))
+    report = evaluate(model, EvaluateConfig(routing=True, batch=1, block=10_000), corpus=corpus)
+    tokens = torch.from_numpy(np.asarray(corpus["test"])[None, :-1].astype(np.int64))
+    with torch.no_grad():
+        routings = model(tokens, return_routings=True).routings
+    assert routings is not None and len(report.figure().layers) == 3
+    for layer, routing in zip(report.figure().layers, routings, strict=True):
+        counts = np.bincount(routing.expert_ids.flatten().numpy(), minlength=4)
+        assert layer.load == pytest.approx(tuple(100 * counts / counts.sum()))
+        assert layer.load_balance == pytest.approx(np.std(100 * counts / counts.sum()))
+    first, second = (routing.affinity.argmax(-1) for routing in routings[:2])
+    same_before, same_now = first[:, None] == first, second[:, None] == second
+    n = len(first)
+    expected = (same_before != same_now).sum().item() / (n * (n - 1))
+    assert report.figure().layers[1].instability == pytest.approx(expected)
+    assert report.figure().layers[0].instability is None
+
+
+def test_padding_enters_no_measure_of_routing(tmp_path: Path) -> None:
+    stream = np.asarray(load_corpus(byte_corpus(tmp_path))["test"][:48])
+    model = model_of("smoe")
+    score = score_stream(model, stream, batch=3, block=12, routing=True)  # rows of 16, 16, 15
+    for layer in score.layers:
+        # 47 predictions of two experts each: shares are whole multiples of 100 / 94.
+        parts = [share * 94 / 100 for share in layer.load]
+        assert sum(parts) == pytest.approx(94)
+        assert parts == pytest.approx([round(part) for part in parts])
+
+
+def test_a_run_is_scored_at_its_best_checkpoint(tmp_path: Path) -> None:
+    overrides = ("steps=12", "eval_every=4", "checkpoint_every=4", "eval_tokens=none")
+    folder = trained(tiny_run(byte_corpus(tmp_path), *overrides), tmp_path / "run")
+    run = open_run(folder)
+    valid = [record for record in records(folder) if record["kind"] == "valid"]
+    best = min(valid, key=lambda record: record["loss"])
+    report = evaluate(folder, EvaluateConfig(split="valid", batch=2), device="cpu")
+    assert report.step == best["step"]
+    assert report.figure().loss == pytest.approx(best["loss"], rel=1e-9)
+    last = evaluate(run, EvaluateConfig(split="valid", batch=2, which="last"), device="cpu")
+    assert last.step == 12
+    assert json.loads(json.dumps(report.to_json()))["figures"][0]["statistics"] == "running"
+
+
+def test_evaluation_changes_neither_the_model_nor_the_random_stream(tmp_path: Path) -> None:
+    corpus = load_corpus(byte_corpus(tmp_path))
+    model = model_of("random").train()  # draws a scale in every call
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(9)
+    expected = torch.rand(2)
+    torch.manual_seed(9)
+    first = evaluate(model, EvaluateConfig(seed=1), corpus=corpus).figure().loss
+    assert torch.equal(torch.rand(2), expected)
+    assert model.training
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert evaluate(model, EvaluateConfig(seed=1), corpus=corpus).figure().loss == first
+    assert evaluate(model, EvaluateConfig(seed=2), corpus=corpus).figure().loss != first
+
+
+def test_a_vocabulary_that_does_not_fit_is_refused_with_the_fix(tmp_path: Path) -> None:
+    corpus = load_corpus(byte_corpus(tmp_path))
+    with pytest.raises(UserError, match=r"set model.vocab_size=256"):
+        evaluate(model_of(vocab_size=255), corpus=corpus)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [((), "is no run"), (("config.json",), "damaged"), (("config.json", "x"), "damaged")],
+)
+def test_a_folder_that_is_no_run_is_refused(
+    files: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    for name in files:
+        (tmp_path / name).write_text("{")
+    with pytest.raises(UserError, match=message):
+        evaluate(tmp_path)

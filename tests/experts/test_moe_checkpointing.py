@@ -1,0 +1,176 @@
+"""Activation checkpointing and compilation: the gradients and statistics of plain eager.
+
+B sequences, L tokens in each, D features.
+"""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from moe_stack import DIM, begin, stack
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+from acmoe import AdaptiveConfig, RandomConfig, SMoEConfig, fold_statistics
+
+ROUTERS = {
+    "batch-previous": AdaptiveConfig(statistics="batch"),
+    "batch-current": AdaptiveConfig(statistics="batch", statistics_of="current"),
+    "running-previous": AdaptiveConfig(statistics="running"),
+    "running-current": AdaptiveConfig(statistics="running", statistics_of="current"),
+    "prefix": AdaptiveConfig(statistics="prefix", mix=2),
+    "through-the-scale": AdaptiveConfig(statistics="batch", detach=False, strength=0.7),
+    "loss-free": SMoEConfig(bias_balancing=0.1),
+    "noise": SMoEConfig(noise=1.0),
+    "random": RandomConfig(),
+}
+COMPILED = ["batch-previous", "batch-current", "running-previous", "running-current"]
+HEADLINE = {("batch-previous", True), ("running-current", False)}  # the rest takes a minute
+GRAPHS = [
+    pytest.param(name, replay, marks=() if (name, replay) in HEADLINE else pytest.mark.slow)
+    for name in COMPILED
+    for replay in (False, True)
+]
+
+
+def loss_of(blocks, x, *, replay, mask=None):
+    y, state = x, begin(getattr(blocks, "plain", blocks), x)
+    for block in blocks:
+        if replay:
+            y, state = checkpoint(block, y, state, mask, use_reentrant=False)
+        else:
+            y, state = block(y, state, mask)
+    return y.square().mean() + state.aux_loss
+
+
+class Wrapped(list):
+    """Compiled blocks, beside the plain ones they share parameters with."""
+
+    def __init__(self, plain, backend):
+        super().__init__(torch.compile(block, fullgraph=True, backend=backend) for block in plain)
+        self.plain = plain
+
+
+def two_in_flight(blocks, *, replay):
+    """Two forwards before one backward, as pipelines and contrastive losses do."""
+    generator = torch.Generator().manual_seed(9)
+    first, second = torch.randn(2, 2, 6, DIM, generator=generator)
+    torch.manual_seed(10)  # of dropout, noise and random scales
+    loss = loss_of(blocks, first, replay=replay) - 0.5 * loss_of(blocks, second, replay=replay)
+    loss.backward()
+    parameters = getattr(blocks, "plain", blocks).parameters()
+    return loss.detach(), [None if p.grad is None else p.grad.clone() for p in parameters]
+
+
+def assert_same(found, wanted):
+    torch.testing.assert_close(found[0], wanted[0], rtol=1e-6, atol=1e-6)
+    for a, b in zip(found[1], wanted[1], strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_two_checkpointed_forwards_in_flight_give_the_gradients_of_plain_eager(name):
+    blocks = stack(4, router=ROUTERS[name])
+    other = copy.deepcopy(blocks)
+    wanted = two_in_flight(blocks, replay=False)
+    found = two_in_flight(other, replay=True)
+    assert torch.equal(found[0], wanted[0])
+    for a, b in zip(found[1], wanted[1], strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", [*COMPILED, "prefix", "loss-free"])
+def test_a_replayed_forward_is_not_counted_twice(name):
+    # Three optimizer steps, with and without checkpointing: every buffer has the same bits.
+    plain = stack(4, router=ROUTERS[name])
+    replayed = copy.deepcopy(plain)
+    for blocks, replay in ((plain, False), (replayed, True)):
+        generator = torch.Generator().manual_seed(0)
+        optimizer = torch.optim.SGD(blocks.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            x = torch.randn(2, 6, DIM, generator=generator)
+            loss_of(blocks, x, replay=replay).backward()
+            optimizer.step()
+            fold_statistics(blocks)
+    for key, value in plain.state_dict().items():
+        assert torch.equal(replayed.state_dict()[key], value), key
+    start = stack(4, router=ROUTERS[name]).state_dict()
+    kept = [key for key in start if key.endswith(("statistics.dispersion", "selection.bias"))]
+    assert any(not torch.equal(plain.state_dict()[key], start[key]) for key in kept)
+
+
+@pytest.fixture
+def fresh_compiler():
+    """No graph of another test, and no warning of what dynamo itself does while it traces."""
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("name", "replay"), GRAPHS)
+def test_four_compiled_blocks_share_two_graphs_and_equal_eager(fresh_compiler, name, replay):
+    blocks = stack(4, router=ROUTERS[name])
+    other = copy.deepcopy(blocks)
+    wanted = two_in_flight(blocks, replay=False)
+    counter = CompileCounterWithBackend("aot_eager")
+    found = two_in_flight(Wrapped(other, counter), replay=replay)
+    assert_same(found, wanted)
+    assert counter.frame_count <= 2
+    if not replay:  # else the replay of the first forward was the last to look
+        fold_statistics(blocks)
+        fold_statistics(other)
+    for key, value in blocks.state_dict().items():
+        torch.testing.assert_close(other.state_dict()[key], value, msg=key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["prefix", "through-the-scale", "loss-free"])
+def test_other_routers_compile_into_two_graphs_too(fresh_compiler, name):
+    blocks = stack(4, router=ROUTERS[name])
+    other = copy.deepcopy(blocks)
+    counter = CompileCounterWithBackend("aot_eager")
+    wanted = two_in_flight(blocks, replay=False)
+    assert_same(two_in_flight(Wrapped(other, counter), replay=True), wanted)
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_whole_checkpointed_model_compiles_into_one_graph(fresh_compiler, name):
+    blocks = stack(2, router=ROUTERS[name])
+    other = copy.deepcopy(blocks)
+    x = torch.randn(2, 6, DIM)
+    loss_of(blocks, x, replay=False).backward()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        lambda tokens: loss_of(other, tokens, replay=True), fullgraph=True, backend=counter
+    )
+    compiled(x).backward()
+    assert counter.frame_count == 1
+    for a, b in zip(blocks.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    fold_statistics(blocks)
+    fold_statistics(other)
+    for key, value in blocks.state_dict().items():
+        torch.testing.assert_close(other.state_dict()[key], value, msg=key)
+
+
+def test_a_masked_compiled_block_equals_eager(fresh_compiler):
+    blocks = stack(2, router=ROUTERS["batch-previous"], capacity_factor=1.0)
+    other = copy.deepcopy(blocks)
+    x = torch.randn(2, 6, DIM)
+    mask = torch.rand(2, 6, generator=torch.Generator().manual_seed(0)) < 0.7
+    wanted = loss_of(blocks, x, replay=False, mask=mask)
+    found = loss_of(Wrapped(other, "aot_eager"), x, replay=False, mask=mask)
+    torch.testing.assert_close(found, wanted)
+    wanted.backward()
+    found.backward()
+    for a, b in zip(blocks.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)

@@ -1,0 +1,248 @@
+"""The fused router against `route_reference` in float64, forwards and backwards.
+
+T = 37 tokens, D = 70 features, E = 5 experts, K = 3: nothing is a multiple of a block.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from acmoe.errors import UserError
+from acmoe.ops.affinity import Route, fused_route, route_op, route_reference
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+T, D, E, C, K = 37, 70, 5, 7, 3
+CASES = [  # dtype, scaled, over selected, masked
+    (torch.float32, True, True, True),
+    (torch.float32, False, False, False),
+    (torch.bfloat16, True, False, True),
+    (torch.bfloat16, False, True, False),
+    (torch.float16, True, True, False),
+]
+
+
+def drawn(
+    generator: torch.Generator, device: str, dtype: torch.dtype, scaled: bool
+) -> dict[str, Any]:
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    case: dict[str, Any] = {
+        "x": normal(T, D).to(dtype),
+        "embedding": normal(E, D) / D**0.5,
+        "bias": normal(E) if scaled else None,
+        "scale": normal(C, D).exp() if scaled else None,
+        "assignment": None,
+    }
+    if scaled:
+        case["assignment"] = torch.randint(-1, C, (T,), generator=generator).to(device)
+    return case
+
+
+def wide(case: dict[str, Any]) -> dict[str, Any]:
+    floats = ("x", "embedding", "bias", "scale")
+    return {
+        name: value.detach().double() if name in floats and value is not None else value
+        for name, value in case.items()
+    }
+
+
+def leaves(case: dict[str, Any]) -> list[Tensor]:
+    names = ("x", "embedding", "bias")
+    return [case[name].requires_grad_() for name in names if case[name] is not None]
+
+
+def differentiable(route: Route) -> list[Tensor]:
+    return [route.gate, route.affinity, route.gate_sum]
+
+
+@pytest.mark.parametrize(("dtype", "scaled", "selected", "masked"), CASES)
+def test_the_kernel_is_the_reference(
+    dtype: torch.dtype,
+    scaled: bool,
+    selected: bool,
+    masked: bool,
+    generator: torch.Generator,
+    device: str,
+) -> None:
+    case = drawn(generator, device, dtype, scaled)
+    mask = (torch.rand(T, generator=generator) < 0.8).to(device) if masked else None
+    if mask is not None:
+        case["x"][~mask] = float("nan")  # padding may hold anything
+    settings = (K, selected, mask, 0.7)
+    exact = wide(case)
+    mine, theirs = leaves(case), leaves(exact)
+    found = fused_route(*case.values(), *settings)
+    wanted = route_reference(*exact.values(), *settings)
+    assert torch.equal(found.expert_ids, wanted.expert_ids)
+    assert torch.equal(found.load.double(), wanted.load)
+    for one, other in zip(differentiable(found), differentiable(wanted), strict=True):
+        # float32 accuracy: the products keep 24 bits, the sums of 70 features a few less.
+        assert (one - other).abs().max() < 2e-6 * other.abs().max()
+
+    upstream = [torch.randn(z.shape, generator=generator).to(device) for z in differentiable(found)]
+    grads = torch.autograd.grad(differentiable(found), mine, upstream)
+    exact_grads = torch.autograd.grad(
+        differentiable(wanted), theirs, [grad.double() for grad in upstream]
+    )
+    # Of the token in its own dtype (truncated by the interpreter); of the parameters in float32,
+    # from 3 terms of a product where the tokens have 16 bits.
+    tolerances = [2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps, 2e-5, 2e-5]
+    for one, other, tolerance in zip(grads, exact_grads, tolerances, strict=False):
+        assert (one - other).abs().max() < tolerance * other.abs().max()
+
+
+def test_a_gradient_of_one_result_alone_is_enough(generator: torch.Generator, device: str) -> None:
+    case = drawn(generator, device, torch.float32, True)
+    exact = wide(case)
+    mine, theirs = leaves(case), leaves(exact)
+    for pick in range(3):
+        found = differentiable(fused_route(*case.values(), K, True))[pick]
+        wanted = differentiable(route_reference(*exact.values(), K, True))[pick]
+        grads = torch.autograd.grad(found.square().sum(), mine)
+        exact_grads = torch.autograd.grad(wanted.square().sum(), theirs)
+        for one, other in zip(grads, exact_grads, strict=True):
+            assert (one - other).abs().max() < 1e-5 * other.abs().max()
+
+
+def test_of_equal_experts_the_first_is_chosen(device: str) -> None:
+    # Affinities (0, 1, 0, 1, -1): best first, ties by index, and -0 ties with 0.
+    embedding = torch.tensor([[0.0], [1.0], [-0.0], [1.0], [-1.0]], device=device)
+    x = torch.ones(2, 1, device=device)
+    found = fused_route(x, embedding, None, None, None, 4, True)
+    assert found.expert_ids.tolist() == [[1, 3, 0, 2]] * 2
+    assert found.load.tolist() == [2, 2, 2, 2, 0]
+    assert found.gate[0, 0] == found.gate[0, 1] > found.gate[0, 2] == found.gate[0, 3]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_bad_token_still_gets_distinct_experts_and_harms_no_other(
+    bad: float, generator: torch.Generator, device: str
+) -> None:
+    case = drawn(generator, device, torch.bfloat16, True)
+    clean = fused_route(*case.values(), K, True)
+    case["x"][4, 9] = bad
+    found = fused_route(*case.values(), K, True)
+    assert len(set(found.expert_ids[4].tolist())) == K
+    assert found.expert_ids.min() >= 0 and found.expert_ids.max() < E
+    others = torch.arange(T, device=device) != 4
+    assert torch.equal(found.affinity[others], clean.affinity[others])
+    assert torch.equal(found.expert_ids[others], clean.expert_ids[others])
+
+
+def test_a_scale_of_one_is_the_plain_router(generator: torch.Generator, device: str) -> None:
+    case = drawn(generator, device, torch.float32, True)
+    plain = fused_route(case["x"], case["embedding"], case["bias"], None, None, K, True)
+    case["scale"] = torch.ones(C, D, device=device)
+    ones = fused_route(*case.values(), K, True)
+    case["scale"] = torch.full((C, D), float("nan"), device=device)
+    case["assignment"] = torch.full((T,), -1, device=device)
+    outside = fused_route(*case.values(), K, True)  # in no cluster: no scale is read
+    for route in (ones, outside):
+        assert all(torch.equal(one, other) for one, other in zip(route, plain, strict=True))
+
+
+def test_an_id_that_is_no_cluster_keeps_the_token(generator: torch.Generator, device: str) -> None:
+    case = drawn(generator, device, torch.float32, True)
+    (x, *_) = leaves(case)
+    results = []
+    for outside in (-1, C, 10**6):
+        case["assignment"][3:9] = outside
+        found = route_op(*case.values(), K, True, None, 1.0)
+        results.append((*found, *torch.autograd.grad(found[1].square().sum(), x)))
+    for result in results[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(result, results[0], strict=True))
+
+
+def test_equal_inputs_give_equal_bits(generator: torch.Generator, device: str) -> None:
+    case = drawn(generator, device, torch.bfloat16, True)
+    runs = []
+    for _ in range(2):
+        inputs = leaves(case)
+        found = fused_route(*case.values(), K, True)
+        results = [found.gate, found.gate_sum]
+        grads = torch.autograd.grad(results, inputs, results)
+        runs.append([*found, *grads])
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_products_keep_float32_accuracy(
+    scaled: bool, dtype: torch.dtype, generator: torch.Generator, device: str
+) -> None:
+    # All positive, so nothing cancels: 500 additions of 24-bit products stay within 2^-20, where
+    # tf32 would leave 2^-11 and bf16 2^-8.
+    x = torch.rand(16, 500, generator=generator).to(device, dtype)
+    embedding = torch.rand(16, 500, generator=generator).to(device)
+    scale = torch.rand(1, 500, generator=generator).to(device) if scaled else None
+    assignment = torch.zeros(16, device=device).long() if scaled else None
+    found = fused_route(x, embedding, None, scale, assignment, 1, False).affinity.double()
+    wanted = (x.double() * (1 if scale is None else scale.double())) @ embedding.double().T
+    assert ((found - wanted).abs() / wanted).max() < 2.0**-20
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (130, 16)])
+def test_few_and_many_experts(
+    experts: int, top_k: int, generator: torch.Generator, device: str
+) -> None:
+    x = torch.randn(3, 5, generator=generator).to(device).requires_grad_()
+    embedding = torch.randn(experts, 5, generator=generator).to(device)
+    found = fused_route(x, embedding, None, None, None, top_k, False)
+    exact = x.detach().double().requires_grad_()
+    wanted = route_reference(exact, embedding.double(), None, None, None, top_k, False)
+    assert torch.equal(found.expert_ids, wanted.expert_ids)
+    (grad,) = torch.autograd.grad(found.gate.square().sum(), x)
+    (exact_grad,) = torch.autograd.grad(wanted.gate.square().sum(), exact)
+    assert torch.allclose(grad.double(), exact_grad, rtol=1e-4, atol=1e-6)
+
+
+def test_no_tokens_no_load(device: str) -> None:
+    x = torch.empty(0, D, device=device, requires_grad=True)
+    embedding = torch.randn(E, D, device=device, requires_grad=True)
+    found = fused_route(x, embedding, None, None, None, K, True)
+    assert found.gate.shape == (0, K) and found.affinity.shape == (0, E)
+    assert (found.load == 0).all() and (found.gate_sum == 0).all()
+    found.gate_sum.sum().backward()
+    assert embedding.grad is not None and (embedding.grad == 0).all()
+
+
+def test_the_op_is_well_formed(generator: torch.Generator, device: str) -> None:
+    case = drawn(generator, device, torch.float32, True)
+    leaves(case)
+    args = (*case.values(), K, True, None, 1.0)
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(route_op, args, test_utils=tests)
+
+
+def test_a_compiled_router_is_the_eager_one(generator: torch.Generator, device: str) -> None:
+    case = drawn(generator, device, torch.float32, True)
+    inputs = leaves(case)
+
+    def loss(*args: Any) -> tuple[Tensor, Tensor]:
+        route = fused_route(*args, K, True)
+        return route.expert_ids, route.gate.square().sum() + route.gate_sum.square().sum()
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    ids, value = loss(*case.values())
+    compiled_ids, compiled_value = compiled(*case.values())
+    assert torch.equal(ids, compiled_ids) and torch.equal(value, compiled_value)
+    grads = torch.autograd.grad(value, inputs), torch.autograd.grad(compiled_value, inputs)
+    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
+
+
+def test_arguments_that_do_not_fit_are_refused(device: str) -> None:
+    x, embedding = torch.ones(4, 2, device=device), torch.ones(3, 2, device=device)
+    assignment = torch.zeros(4, device=device).long()
+    with pytest.raises(UserError, match="top_k=4"):
+        fused_route(x, embedding, None, None, None, 4, True)
+    with pytest.raises(UserError, match="come together"):
+        fused_route(x, embedding, None, None, assignment, 1, True)
+    with pytest.raises(UserError, match=r"scale \(3, 5\)"):
+        fused_route(x, embedding, None, torch.ones(3, 5, device=device), assignment, 1, True)
+    with pytest.raises(UserError, match="float64"):
+        fused_route(x.double(), embedding, None, None, None, 1, True)

@@ -1,0 +1,313 @@
+"""The kernels of sliding-window attention against the definition, outputs and gradients.
+
+Shapes: B streams, H heads, L queries, S keys before them, N = S + L, W span, P features of a head.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from acmoe.models.attention import window_attention, window_attention_reference
+from acmoe.ops import backend
+from acmoe.ops.window_attention import _window_attention, fused_window_attention
+
+
+class Shape(NamedTuple):
+    before: int  # S
+    queries: int  # L
+    span: int
+    features: int = 6
+    streams: int = 2
+    heads: int = 2
+
+
+@pytest.fixture
+def poisoned(request: pytest.FixtureRequest, device: str) -> None:
+    """NaN in memory nobody wrote; cuBLAS refuses the mode that writes it."""
+    if device == "cpu":
+        request.getfixturevalue("poisoned_empty")
+
+
+# Memory as long as a window, shorter, and none; windows shorter and longer than the segment; a
+# multiple of eight queries, one more and one less; more than one tile of 32 either way.
+SHAPES = [
+    Shape(7, 5, 7),
+    Shape(0, 20, 33, features=44),
+    Shape(33, 16, 33, features=44),
+    Shape(11, 17, 33),
+    Shape(9, 15, 9, heads=3),
+    Shape(0, 40, 7, streams=1),
+    Shape(0, 2, 1),
+    Shape(70, 37, 70, streams=1, heads=1),
+]
+
+
+def draw(shape: Shape, device: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """q, k, v, table and a gradient of the output."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    lead, num_keys = (shape.streams, shape.heads), shape.before + shape.queries
+    sizes = [
+        (*lead, shape.queries, shape.features),
+        (*lead, num_keys, shape.features),
+        (*lead, num_keys, shape.features),
+        (shape.features, shape.span),
+        (*lead, shape.queries, shape.features),
+    ]
+    return [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
+
+
+def with_gradients(form, tensors: Sequence[Tensor], upstream: Tensor, **options) -> list[Tensor]:
+    q, k, v, table = leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    out = form(q, k, v, table=table, **options)
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+
+
+def assert_equal_the_definition(
+    shape: Shape, masked: bool, device: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    *tensors, upstream = draw(shape, device, dtype)
+    options = {"span": shape.span, "key_mask": padding(shape, device) if masked else None}
+    found = with_gradients(fused_window_attention, tensors, upstream, **options)
+    wide = [tensor.double() for tensor in tensors]
+    expected = with_gradients(window_attention_reference, wide, upstream.double(), **options)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.isfinite(one).all()
+        # The one: a window of a single key has gradients of exactly 0.
+        assert (one.double() - other).norm() <= tolerance * (1 + other.norm())
+
+
+def padding(shape: Shape, device: str) -> Tensor:
+    """Holes anywhere; one stream sees nothing before its own segment, as with empty memory."""
+    generator = torch.Generator().manual_seed(1)
+    mask_BN = torch.rand(shape.streams, shape.before + shape.queries, generator=generator) > 0.4
+    mask_BN[-1, : shape.before] = False
+    return mask_BN.to(device)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_output_and_gradients_equal_the_definition(
+    shape: Shape, masked: bool, device: str, poisoned: None
+) -> None:
+    assert_equal_the_definition(shape, masked, device, torch.float32, 2e-6)
+
+
+def test_bfloat16_is_off_by_its_own_rounding(device: str) -> None:
+    # 8 bits of mantissa: 2^-9 a rounding, of which scores, weights and gradients go through a few.
+    shape = Shape(33, 20, 33, features=44)
+    assert_equal_the_definition(shape, True, device, torch.bfloat16, 0.02)
+
+
+def test_a_memory_of_zeros_takes_its_share_of_attention(device: str) -> None:
+    # The published model's empty memory: keys and values of zero that are seen like others.
+    shape = Shape(17, 9, 17)
+    q, k, v, table, upstream = draw(shape, device)
+    k[:, :, :17] = v[:, :, :17] = 0
+    found = with_gradients(fused_window_attention, (q, k, v, table), upstream, span=17)
+    expected = with_gradients(window_attention_reference, (q, k, v, table), upstream, span=17)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    hidden = torch.arange(26, device=device).expand(2, 26) >= 17
+    masked = fused_window_attention(q, k, v, span=17, table=table, key_mask=hidden)
+    assert (found[0] - masked).abs().max() > 0.1
+
+
+def test_a_query_that_sees_nothing_gets_zeros_and_gives_none(device: str, poisoned: None) -> None:
+    shape = Shape(6, 18, 9)
+    *tensors, upstream = draw(shape, device)
+    key_mask = torch.ones(2, 24, dtype=torch.bool, device=device)
+    key_mask[0] = False
+    found = with_gradients(fused_window_attention, tensors, upstream, span=9, key_mask=key_mask)
+    for one in found[:4]:
+        assert not one[0].any() and torch.isfinite(one).all()
+    alone = [tensor[1:] for tensor in tensors[:3]] + tensors[3:]
+    expected = with_gradients(fused_window_attention, alone, upstream[1:], span=9)
+    assert torch.equal(found[0][1], expected[0][0])
+    torch.testing.assert_close(found[4], expected[4])
+
+
+def survivors(bits_BHL: Tensor, num_keys: int, dropout: float) -> Tensor:
+    """(B, H, L, N): the generator of the kernels once more, in 64-bit integers."""
+    word = 2**32 - 1
+    key_N = torch.arange(num_keys, device=bits_BHL.device) * 0x9E3779B1 & word
+    bits = (bits_BHL.long() & word)[..., None] ^ key_N
+    # The factors in two halves: a product of two 32-bit numbers leaves a signed 64-bit one.
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        bits = bits ^ (bits >> shift)
+        bits = bits * (factor & 0xFFFF) + ((bits * (factor >> 16) & 0xFFFF) << 16) & word
+    return bits >= round(dropout * 2**32)
+
+
+@pytest.mark.parametrize("dropout", [0.1, 0.7])
+def test_forward_and_backward_drop_the_same_probabilities(dropout: float, device: str) -> None:
+    shape = Shape(20, 37, 20, features=16)  # 16 needs no padding: the op itself is called
+    *tensors, upstream = draw(shape, device)
+    bits = torch.randint(-(2**31), 2**31, (2, 2, 37), dtype=torch.int32, device=device)
+    keep = survivors(bits, 57, dropout)
+
+    def fused(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        return _window_attention(q, k, v, table, None, bits, 1 / 4, dropout)[0]
+
+    def definition(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        every = torch.eye(57, dtype=v.dtype, device=device).expand(2, 2, 57, 57)
+        # 57 values of one-hot rows turn the reference's output into its probabilities.
+        weight = window_attention_reference(q, k, every, span=20, table=table)
+        return (weight * keep / (1 - dropout)) @ v
+
+    found = with_gradients(fused, tensors, upstream)
+    wide = [tensor.double() for tensor in tensors]
+    for one, other in zip(found, with_gradients(definition, wide, upstream.double()), strict=True):
+        assert (one.double() - other).norm() <= 1e-6 * other.norm()
+
+
+def test_survivors_are_as_many_as_asked_and_know_nothing_of_each_other() -> None:
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (1, 1, 2000), dtype=torch.int32, generator=generator)
+    keep = survivors(bits, 500, 0.1)[0, 0].double() - 0.9
+    # A million draws of variance 0.09; means of them, and of products of neighbours, at 5 sigma.
+    assert abs(keep.mean().item()) < 5 * math.sqrt(0.09 / 1e6)
+    for product in (
+        *(keep[:, :-lag] * keep[:, lag:] for lag in (1, 2, 8, 64)),
+        *(keep[:-lag] * keep[lag:] for lag in (1, 8)),
+        keep[:-1, :-1] * keep[1:, 1:],
+    ):
+        assert abs(product.mean().item()) < 5 * 0.09 / math.sqrt(product.numel())
+    # Each query's and each key's share is that of fair coins as well: variance 0.09 / number.
+    assert keep.mean(1).var().item() == pytest.approx(0.09 / 500, rel=0.2)
+    assert keep.mean(0).var().item() == pytest.approx(0.09 / 2000, rel=0.35)
+
+
+def test_dropout_preserves_the_mean_and_every_call_draws_anew(device: str) -> None:
+    # Equal scores and values of one: the output is the share kept, doubled.
+    q, k = (torch.zeros(2, 4, length, 4, device=device) for length in (32, 64))
+    v = torch.ones_like(k)
+    options = {"span": 32, "table": torch.zeros(4, 32, device=device), "dropout": 0.5}
+    torch.manual_seed(0)
+    first, second = (fused_window_attention(q, k, v, **options) for _ in range(2))
+    # 32 probabilities each kept half the time: variance 1/32 a query, over 256 queries.
+    assert first[..., 0].mean().item() == pytest.approx(1.0, abs=4 * math.sqrt(1 / 32 / 256))
+    assert not torch.equal(first, second)
+    torch.manual_seed(0)
+    assert torch.equal(fused_window_attention(q, k, v, **options), first)
+
+
+def test_repeated_runs_are_equal_in_every_bit(device: str) -> None:
+    shape = Shape(33, 20, 33)
+    *tensors, upstream = draw(shape, device)
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        options = {"span": 33, "key_mask": padding(shape, device), "dropout": 0.3}
+        runs.append(with_gradients(fused_window_attention, tensors, upstream, **options))
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+
+
+def test_groups_of_streams_change_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from acmoe.kernels import attention
+
+    shape = Shape(9, 18, 9, streams=3)
+    *tensors, upstream = draw(shape, device)
+    runs = []
+    for limit in (2**30, 1, 2 * 2 * 24 * 32 * 4):  # all streams, one, then two of them at a time
+        monkeypatch.setattr(attention, "_MOST_BYTES", limit)
+        torch.manual_seed(3)
+        options = {"span": 9, "key_mask": padding(shape, device), "dropout": 0.3}
+        runs.append(with_gradients(fused_window_attention, tensors, upstream, **options))
+    for run in runs[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(runs[0][:4], run[:4], strict=True))
+        torch.testing.assert_close(run[4], runs[0][4], rtol=1e-5, atol=1e-5)  # summed in groups
+
+
+def test_other_tiles_change_only_the_rounding(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from acmoe.kernels.tuning import OVERRIDE, Blocks
+
+    *tensors, upstream = draw(Shape(50, 70, 50, streams=1, heads=1), device)
+    runs = []
+    for blocks in (Blocks(32, 32, 16, 4, 2), Blocks(64, 16, 16, 4, 2), Blocks(16, 64, 16, 4, 2)):
+        for kernel in ("attention", "attention_keys", "attention_queries"):
+            monkeypatch.setitem(OVERRIDE, kernel, blocks)
+        torch.manual_seed(3)
+        options = {"span": 50, "dropout": 0.3}
+        runs.append(with_gradients(fused_window_attention, tensors, upstream, **options))
+    for run in runs[1:]:
+        for one, other in zip(run, runs[0], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("default")  # the compiler's own, not ours
+def test_one_graph_holds_the_whole_of_it(device: str) -> None:
+    shape = Shape(16, 16, 16)
+    *tensors, upstream = draw(shape, device)
+    options = {"span": 16, "key_mask": padding(shape, device)}
+    whole = torch.compile(fused_window_attention, fullgraph=True, backend="aot_eager")
+    found = with_gradients(whole, tensors, upstream, **options)
+    expected = with_gradients(fused_window_attention, tensors, upstream, **options)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_op_keeps_torchs_contract(masked: bool, device: str) -> None:
+    shape = Shape(9, 12, 9, features=16)
+    *tensors, _ = draw(shape, device)
+    leaves = [tensor.requires_grad_() for tensor in tensors]
+    bits = torch.randint(-(2**31), 2**31, (2, 2, 12), dtype=torch.int32, device=device)
+    arguments = (*leaves, padding(shape, device) if masked else None, bits, 0.25, 0.2)
+    torch.library.opcheck(_window_attention, arguments)
+
+
+def test_the_model_takes_the_kernel_where_it_can_and_says_so(
+    device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(backend, "_said", set())
+    caplog.set_level(logging.INFO, "acmoe")
+    q, k, v, table, _ = draw(Shape(8, 16, 8), device, torch.bfloat16)
+    for name in ("triton", "torch"):
+        with backend.use_backend(name):
+            found = window_attention(q, k, v, span=8, table=table)
+        expected = window_attention_reference(q, k, v, span=8, table=table)
+        assert (found - expected).norm() <= 0.02 * expected.norm()
+    with backend.use_backend("triton"):
+        window_attention(q, k, v, span=8)
+        window_attention(q[:, :, -1:], k, v, span=23, table=table.new_zeros(6, 23))
+    assert [record.message for record in caplog.records] == [
+        "attention runs on triton",
+        "attention runs on torch",
+        "attention: triton cannot, its kernel is for relative positions; running on torch",
+        "attention: triton cannot, its kernel is for 16 queries or more, not 1; running on torch",
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    "shape", [Shape(512, 200, 512, 44, 2, 4), Shape(0, 300, 128, 128, 1, 2), Shape(7, 16, 64, 18)]
+)
+def test_tiles_of_16_bits_equal_the_definition(shape: Shape, masked: bool) -> None:
+    assert_equal_the_definition(shape, masked, "cuda", torch.bfloat16, 0.02)
+
+
+@pytest.mark.gpu
+def test_every_replay_of_a_captured_graph_drops_anew() -> None:
+    *tensors, upstream = draw(Shape(128, 64, 128, 44), "cuda", torch.bfloat16)
+
+    def step() -> list[Tensor]:
+        return with_gradients(fused_window_attention, tensors, upstream, span=128, dropout=0.3)
+
+    aside = torch.cuda.Stream()
+    with torch.cuda.stream(aside):
+        step()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    replays = []
+    for _ in range(2):
+        graph.replay()
+        replays.append([tensor.clone() for tensor in captured])
+    for one, other in zip(*replays, strict=True):
+        assert torch.isfinite(one).all() and not torch.equal(one, other)

@@ -1,0 +1,108 @@
+"""The scale in three launches against `scale_from_dispersion` of the float64 dispersion."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from acmoe.errors import UserError
+from acmoe.ops.dispersion import dispersion_and_count
+from acmoe.ops.fused_scale import fused_cluster_scale, scale_op
+from acmoe.ops.scale import scale_from_dispersion
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+T, D, C = 70, 37, 6
+PUBLISHED: dict[str, Any] = {"eps": 1e-4, "floor": 0.0, "min_tokens": 0}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"measure": "std", "floor": 0.5, "min_tokens": 12},
+        {"normalize": "feature"},
+        {"normalize": "global", "measure": "variance"},
+        {"clamp": 1.2},
+        {"normalize": "feature", "clamp": 10.0, **PUBLISHED},
+        {"normalize": "global", "clamp": 1.5, **PUBLISHED},
+    ],
+    ids=str,
+)
+def test_the_kernel_is_the_reference(
+    options: dict[str, Any], generator: torch.Generator, device: str
+) -> None:
+    x = torch.randn(T, D, generator=generator).exp().to(device, torch.bfloat16)
+    assignment = torch.randint(-1, 4, (T,), generator=generator)
+    assignment[7] = 4  # cluster 4 has one token, cluster 5 none
+    mask = torch.rand(T, generator=generator) < 0.8
+    mask[7] = True
+    assignment, mask = assignment.to(device), mask.to(device)
+    scale, spread, count = fused_cluster_scale(x, assignment, C, token_mask=mask, **options)
+
+    measure = options.get("measure", "mad")
+    wide, wanted_count = dispersion_and_count(
+        x.double(), assignment, C, measure=measure, token_mask=mask
+    )
+    others = {name: value for name, value in options.items() if name != "measure"}
+    wanted = scale_from_dispersion(wide, wanted_count, **others)
+    assert torch.allclose(scale.double(), wanted, rtol=5e-5, atol=0)
+    assert torch.allclose(spread.double(), wide, rtol=2e-5, atol=0)
+    assert torch.equal(count, wanted_count)
+
+
+@pytest.mark.parametrize("normalize", ["cluster", "feature", "global"])
+def test_clusters_that_tell_nothing_get_ones(normalize: str, device: str) -> None:
+    """Equal tokens, a token that is not finite, one token, no token; only cluster 0 informs."""
+    x = torch.ones(9, 4, device=device)
+    x[0:2] = torch.tensor([[0.0, 0, 0, 0], [2, 4, 8, 16]], device=device)
+    x[5, 0] = float("nan")
+    assignment = torch.tensor([0, 0, 1, 1, 2, 2, 3, -1, -1], device=device)
+    scale, spread, count = fused_cluster_scale(x, assignment, 5, normalize=normalize)
+    assert count.tolist() == [2, 2, 2, 1, 0]
+    assert spread[0].tolist() == [1, 2, 4, 8]
+    assert spread[2].isnan().all()
+    assert (scale[1:] == 1).all()
+    # 1/s = (8, 4, 2, 1) / 8 averages 15/32; alone in its feature a weight averages itself.
+    wanted = [32 / 15, 16 / 15, 8 / 15, 4 / 15] if normalize != "feature" else [1.0] * 4
+    assert scale[0].tolist() == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_the_scale_does_not_depend_on_the_unit(size: float, device: str) -> None:
+    # s = (1, 2) * size, so 1/s is (4/3, 2/3) of its mean.
+    x = size * torch.tensor([[0.0, 0.0], [2.0, 4.0]], device=device)
+    scale, _, _ = fused_cluster_scale(x, torch.zeros(2, device=device).long(), 1)
+    assert scale[0].tolist() == pytest.approx([4 / 3, 2 / 3], rel=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"normalize": "global", "clamp": 2.0, **PUBLISHED}])
+def test_no_tokens_leave_the_plain_router(options: dict[str, Any], device: str) -> None:
+    x = torch.empty(2, 0, D, device=device, dtype=torch.bfloat16)
+    scale, spread, count = fused_cluster_scale(
+        x, torch.empty(2, 0, device=device).long(), C, **options
+    )
+    assert scale.shape == (2, C, D) and (scale == 1).all()
+    assert (spread == 0).all() and (count == 0).all()
+
+
+def test_the_statistics_carry_no_gradient(device: str) -> None:
+    x = torch.randn(5, 3, device=device, requires_grad=True)
+    results = fused_cluster_scale(x, torch.zeros(5, device=device).long(), 1)
+    assert not any(result.requires_grad for result in results)
+
+
+def test_the_op_is_well_formed(generator: torch.Generator, device: str) -> None:
+    x = torch.randn(1, 9, 3, generator=generator).to(device)
+    assignment = torch.zeros(1, 9, device=device).long()
+    args = (x, assignment, None, 2, "mad", "cluster", 1e-3, 0.0, None, 2)
+    torch.library.opcheck(scale_op, args, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_what_has_no_kernel_is_refused(device: str) -> None:
+    x, assignment = torch.ones(4, 2, device=device), torch.zeros(4, device=device).long()
+    with pytest.raises(UserError, match="iqr"):
+        fused_cluster_scale(x, assignment, 1, measure="iqr")
+    with pytest.raises(UserError, match="rows"):
+        fused_cluster_scale(x, assignment, 1, normalize="rows")

@@ -1,0 +1,72 @@
+"""What a layer tells the next: clusters, their weights, and the state before any layer.
+
+T tokens, E experts, J clusters per token.
+"""
+
+import pytest
+import torch
+
+from acmoe import RoutingState, UserError
+from acmoe.routing.state import check_state, clusters_of
+
+
+def test_the_first_cluster_is_the_argmax_of_the_affinity():
+    affinity = torch.randn(50, 7, generator=torch.Generator().manual_seed(0))
+    for mix in (1, 2, 7):
+        assignment, membership = clusters_of(affinity, mix)
+        assert torch.equal(assignment[:, 0], affinity.argmax(1))
+        assert assignment.shape == membership.shape == (50, mix)
+        torch.testing.assert_close(membership.sum(1), torch.ones(50))
+        assert assignment.is_contiguous()
+
+
+def test_clusters_come_best_first_with_renormalised_gates():
+    # Gates proportional to 1, 6, 3: the two best are experts 1 and 2 with shares 2/3 and 1/3.
+    affinity = torch.tensor([[1.0, 6.0, 3.0]]).log()
+    assignment, membership = clusters_of(affinity, 2)
+    assert assignment.tolist() == [[1, 2]]
+    torch.testing.assert_close(membership, torch.tensor([[2 / 3, 1 / 3]]))
+
+
+def test_ties_go_to_the_first_expert_however_many_clusters_are_read():
+    affinity = torch.zeros(3, 5)
+    assert clusters_of(affinity, 1)[0].flatten().tolist() == [0, 0, 0]
+    assert clusters_of(affinity, 2)[0].tolist() == [[0, 1]] * 3
+
+
+def test_membership_has_a_gradient_only_where_the_scale_has():
+    affinity = torch.randn(4, 3, requires_grad=True)
+    for mix in (1, 2):
+        assert not any(value.requires_grad for value in clusters_of(affinity, mix))
+    assignment, membership = clusters_of(affinity, 2, detach=False)
+    assert not assignment.requires_grad  # which cluster is a label
+    assert membership.requires_grad  # how much of it is part of M
+
+
+def test_the_identity_holds_every_token_in_no_cluster_under_scale_one():
+    state = RoutingState.identity(num_tokens=4, num_clusters=3, dim=2, mix=2)
+    assert state.assignment.tolist() == [[-1, -1]] * 4
+    assert state.membership.tolist() == [[1.0, 0.0]] * 4
+    assert torch.equal(state.scale, torch.ones(3, 2))
+    assert state.aux_loss == 0
+    assert all(value.is_contiguous() for value in state)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"num_tokens": 5},
+            r"assignment has shape \(5, 1\); 6 tokens and mix=1 need \(6, 1\)",
+        ),
+        ({"mix": 2}, r"state.assignment has shape \(6, 2\).*let the layer before emit"),
+        ({"num_clusters": 3}, r"state.scale has 3 clusters; the reader has 4"),
+        ({"dim": 1}, r"state.scale has 1 features; the tokens have 2.*RoutingState.identity"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(changes, message):
+    size = {"num_tokens": 6, "num_clusters": 4, "dim": 2, "mix": 1}
+    for x in (torch.zeros(6, 2), torch.zeros(2, 3, 2)):
+        check_state(RoutingState.identity(**size), x, 1, 4)
+        with pytest.raises(UserError, match=message):
+            check_state(RoutingState.identity(**(size | changes)), x, 1, 4)

@@ -1,0 +1,126 @@
+"""Copies, casts, checkpoints and devices: the averages survive them all, in float32.
+
+T tokens, D features, C clusters.
+"""
+
+import copy
+
+import pytest
+import torch
+from filled_layers import assert_same_buffers, filled_layer, see, step_buffers, taker
+from router_loops import matrix, rows, scales
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from acmoe import AdaptiveConfig, MoE, RoutingState, SMoEConfig, fold_statistics
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        copy.deepcopy,
+        lambda moe: moe.to(torch.bfloat16),
+        lambda moe: moe.half(),
+        lambda moe: moe.double(),
+        lambda moe: moe.bfloat16().float(),
+        lambda moe: nn.Sequential(moe).half()[0],
+        lambda moe: moe.to("cpu", torch.float16),
+    ],
+    ids=["deepcopy", "to", "half", "double", "there-and-back", "inside", "device-and-dtype"],
+)
+def test_copies_and_casts_keep_step_statistics_in_float32_with_their_values(move):
+    moe = filled_layer()
+    before = copy.deepcopy(moe)
+    assert_same_buffers(move(moe), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_cast_model_runs_on_its_float32_averages(dtype):
+    moe = filled_layer().to(dtype).eval()
+    state = RoutingState.identity(num_tokens=30, num_clusters=3, dim=4)
+    y, state = moe(torch.randn(30, 4, dtype=dtype), state)
+    assert y.dtype == dtype
+    statistics = moe.emitter.statistics
+    wanted = matrix(scales(rows(statistics.dispersion.double()), 4))
+    assert state.scale.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(state.scale.double(), wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_a_checkpoint_holds_the_averages_and_not_the_last_batch(tmp_path):
+    moe = filled_layer()
+    names = {name.rsplit(".", 1)[-1] for name in moe.state_dict()}
+    assert {"dispersion", "weight"} <= names
+    assert not {"last_dispersion", "last_count", "last_load"} & names
+    save_file(moe.state_dict(), tmp_path / "layer.safetensors")
+    config = AdaptiveConfig(base=SMoEConfig(bias_balancing=0.01), momentum=0.9)
+    other = MoE(dim=4, hidden=8, num_experts=3, top_k=2, router=config)
+    other.load_state_dict(load_file(tmp_path / "layer.safetensors"))
+    fold_statistics(other)  # it has seen nothing yet, so nothing changes
+    assert torch.equal(other.emitter.statistics.dispersion, moe.emitter.statistics.dispersion)
+    assert torch.equal(other.emitter.statistics.weight, moe.emitter.statistics.weight)
+    assert torch.equal(other.router.base.selection.bias, moe.router.base.selection.bias)
+    x = torch.randn(30, 4)
+    state = RoutingState.identity(num_tokens=30, num_clusters=3, dim=4)
+    for a, b in zip(moe.eval()(x, state)[1], other.eval()(x, state)[1], strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_the_scale_follows_every_change_of_the_averages(assign):
+    statistics = taker(clusters=1, dim=2).eval()
+    x, cluster = torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)
+    assert see(statistics, x, cluster).tolist() == [[1.0, 1.0]]
+    # s = (1, 3): 1/s = (1, 1/3), mean 2/3, M = (1.5, 0.5); s = (1, 1/3) gives (0.5, 1.5).
+    loaded = {"dispersion": torch.tensor([[1.0, 3.0]]), "weight": torch.tensor([9.0])}
+    statistics.load_state_dict(loaded, assign=assign)
+    torch.testing.assert_close(see(statistics, x, cluster), torch.tensor([[1.5, 0.5]]))
+    statistics.dispersion.copy_(torch.tensor([[3.0, 1.0]]))
+    torch.testing.assert_close(see(statistics, x, cluster), torch.tensor([[0.5, 1.5]]))
+    statistics.weight.zero_()
+    assert see(statistics, x, cluster).tolist() == [[1.0, 1.0]]
+
+
+def test_a_scale_that_was_handed_on_does_not_change_when_statistics_are_folded():
+    moe = filled_layer()
+    tokens = RoutingState.identity(num_tokens=30, num_clusters=3, dim=4)
+    _, state = moe(torch.randn(30, 4), tokens)
+    kept = state.scale.clone()
+    fold_statistics(moe)
+    _, later = moe(torch.randn(30, 4), tokens)
+    assert torch.equal(state.scale, kept)
+    assert not torch.equal(later.scale, kept)
+
+
+def test_a_model_made_in_inference_mode_runs():
+    with torch.inference_mode():
+        moe = MoE(dim=4, hidden=8, num_experts=3, top_k=2, router="adaptive").eval()
+        moe.load_state_dict(
+            {k: v for k, v in filled_layer().state_dict().items() if "selection" not in k}
+        )
+        tokens = RoutingState.identity(num_tokens=5, num_clusters=3, dim=4)
+        _, state = moe(torch.randn(5, 4), tokens)
+    wanted = filled_layer().eval()(torch.randn(5, 4), tokens)[1].scale
+    assert torch.equal(state.scale, wanted)
+
+
+def test_a_layer_built_on_the_meta_device_begins_with_empty_statistics():
+    with torch.device("meta"):
+        moe = MoE(dim=4, hidden=8, num_experts=3, top_k=2, router="adaptive")
+    moe.to_empty(device="cpu")
+    for value in step_buffers(moe).values():
+        assert value.dtype == torch.float32
+        assert (value == 0).all()
+    loaded = filled_layer()
+    moe.load_state_dict({k: v for k, v in loaded.state_dict().items() if "selection" not in k})
+    y, _ = moe(torch.randn(5, 4), RoutingState.identity(num_tokens=5, num_clusters=3, dim=4))
+    assert y.isfinite().all()
+
+
+def test_a_meta_layer_cast_before_it_is_emptied_keeps_float32_statistics():
+    with torch.device("meta"):
+        moe = MoE(dim=4, hidden=8, num_experts=3, top_k=2, router="adaptive")
+    moe = moe.bfloat16().to_empty(device="cpu")
+    assert moe.experts.up.dtype == torch.bfloat16
+    for value in step_buffers(moe).values():
+        assert value.dtype == torch.float32
+        assert (value == 0).all()

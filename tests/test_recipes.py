@@ -1,0 +1,150 @@
+"""Every recipe builds, and says what the paper says."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from acmoe.config.language import LANGUAGE_MODELS, language_router
+from acmoe.config.routing import AdaptiveConfig, RandomConfig, SMoEConfig, ThresholdConfig
+from acmoe.errors import UserError
+from acmoe.models.count import count_parameters
+from acmoe.models.registry import build_model, list_models
+from acmoe.recipes import recipe, recipes
+from acmoe.routing.placement import adaptive_depths
+
+# The paper's tables: Switch and GLaM pretraining, dispersion, placement, random, mixing, top-p.
+REPORTED = {
+    "switch-small": "87.94",
+    "switch-small-xmoe": "87.21",
+    "switch-small-acmoe": "85.07",
+    "switch-medium": "35.48",
+    "switch-medium-xmoe": "35.88",
+    "switch-medium-stablemoe": "35.33",
+    "switch-medium-acmoe": "34.42",
+    "glam-small": "58.27",
+    "glam-small-xmoe": "54.80",
+    "glam-small-acmoe": "54.55",
+    "glam-medium": "38.27",
+    "glam-medium-xmoe": "38.10",
+    "glam-medium-stablemoe": "38.04",
+    "glam-medium-acmoe": "36.26",
+    "switch-enwik8": "1.153",
+    "switch-enwik8-acmoe": "1.137",
+    "switch-medium-acmoe-variance": "34.87",
+    "switch-medium-acmoe-full": "34.88",
+    "switch-medium-acmoe-alternating": "34.80",
+    "switch-medium-acmoe-back-half": "34.95",
+    "switch-medium-random": "38.17",
+    "switch-medium-acmoe-mix2": "34.66",
+    "glam-medium-acmoe-mix2": "35.29",
+    "switch-medium-topp": "35.20",
+    "switch-medium-topp-acmoe": "34.14",
+    "switch-medium-topp-learnable": "34.29",
+    "switch-medium-topp-learnable-acmoe": "33.49",
+}
+OURS_ALONE = {
+    *("switch-medium-acmoe-published", "switch-medium-control"),
+    *("switch-nano", "switch-nano-acmoe", "glam-nano", "glam-nano-acmoe"),
+}
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_a_recipe_builds_its_model(name: str) -> None:
+    config = recipe(name).model
+    with torch.device("meta"):
+        model = build_model(replace(config, router=language_router(config.router, config)))
+    assert count_parameters(model).total > 300_000
+
+
+def test_every_row_of_the_papers_tables_is_a_recipe_with_its_figure() -> None:
+    found = recipes()
+    assert set(found) == set(REPORTED) | OURS_ALONE
+    for name, figure in REPORTED.items():
+        assert f"(paper: {figure} " in found[name].description, name
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_every_recipe_says_in_one_line_what_it_is_and_what_we_measured(name: str) -> None:
+    found = recipes()[name]
+    assert 0 < len(found.description) <= 100
+    assert "Ours: not measured yet." in (found.build.__doc__ or "")
+
+
+def test_every_language_model_is_a_recipe_of_its_plain_router() -> None:
+    for name in set(list_models()) & set(LANGUAGE_MODELS):
+        assert recipe(name).model.router == SMoEConfig(bias=True)
+
+
+def test_sizes_of_training_are_the_papers() -> None:
+    #                  updates, streams, block, warmup
+    expected = {
+        "switch-small": (40_000, 96, 256, 3000),
+        "switch-medium": (80_000, 48, 512, 4000),
+        "glam-small": (60_000, 48, 512, 3000),
+        "glam-medium": (120_000, 48, 512, 4000),
+        "switch-enwik8": (80_000, 48, 512, 4000),
+    }
+    for name, sizes in expected.items():
+        run = recipe(name)
+        assert (run.steps, run.batch, run.model.block, run.warmup) == sizes
+        assert run.tokens_per_step == 24_576
+        # Four GPUs with two micro-batches each: the tokens one forward pass saw.
+        assert run.tokens_per_step // run.split == 3_072
+        assert (run.lr, run.betas, run.weight_decay, run.clip) == (7e-4, (0.9, 0.999), 0.0, None)
+        assert (run.schedule, run.precision, run.model.balance) == ("constant", "fp32", 0.01)
+    assert recipe("switch-medium").epochs == 80
+
+
+def test_acmoe_differs_from_its_baseline_in_the_router_alone() -> None:
+    for base in ("switch-small", "switch-medium", "glam-small", "glam-medium", "switch-enwik8"):
+        plain, adaptive = recipe(base), recipe(f"{base}-acmoe")
+        router = adaptive.model.router
+        assert isinstance(router, AdaptiveConfig)
+        assert router.base == plain.model.router
+        assert (router.statistics, router.reads, router.measure) == ("batch", "previous", "mad")
+        assert replace(adaptive, model=replace(adaptive.model, router=router.base)) == plain
+
+
+def test_ablations_change_the_one_thing_they_are_named_after() -> None:
+    headline = recipe("switch-medium-acmoe").model
+
+    def model(name: str) -> object:
+        return recipe(f"switch-medium-{name}").model
+
+    router = headline.router
+    assert isinstance(router, AdaptiveConfig)
+    changed = replace(headline, router=replace(router, measure="variance"))
+    assert model("acmoe-variance") == changed
+    assert model("acmoe-mix2") == replace(headline, router=replace(router, mix=2))
+    assert model("random") == replace(headline, router=RandomConfig(base=router.base))
+    topp = ThresholdConfig(bias=True, threshold=0.05)
+    assert model("topp") == replace(headline, router=topp)
+    assert model("topp-acmoe") == replace(headline, router=replace(router, base=topp))
+    # Depths from 0: the paper's layers 3-6, 2-6, 2 4 6 and 4-6.
+    depths = {
+        name: adaptive_depths(recipe(f"switch-medium-{name}").model.placement, 6)
+        for name in ("acmoe", "acmoe-full", "acmoe-alternating", "acmoe-back-half")
+    }
+    assert depths == {
+        "acmoe": (2, 3, 4, 5),
+        "acmoe-full": (1, 2, 3, 4, 5),
+        "acmoe-alternating": (1, 3, 5),
+        "acmoe-back-half": (3, 4, 5),
+    }
+
+
+def test_the_control_is_the_published_gate_without_its_scale() -> None:
+    published = recipe("switch-medium-acmoe-published").model
+    control = recipe("switch-medium-control").model
+    assert isinstance(published.router, AdaptiveConfig)
+    assert isinstance(published.router.base, SMoEConfig)
+    assert published.router.base.normalize_embeddings
+    assert replace(published, router=published.router.base) == control
+
+
+def test_an_unknown_recipe_is_answered_with_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"did you mean switch-medium"):
+        recipe("switch-medum")
+    with pytest.raises(UserError, match=r"choose one of switch-small"):
+        recipe("???")

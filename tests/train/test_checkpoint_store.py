@@ -1,0 +1,104 @@
+"""Checkpoints are whole or absent, and the right ones are kept."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from acmoe.errors import UserError
+from acmoe.models.checkpoint import load
+from acmoe.models.decoder import LanguageModel
+from acmoe.train import checkpoint
+from acmoe.train.checkpoint import CheckpointStore
+from tiny_runs import MODEL
+
+
+def store_in(folder: Path, keep: int = 1) -> CheckpointStore:
+    return CheckpointStore(folder / "checkpoints", keep=keep)
+
+
+def steps_of(store: CheckpointStore) -> list[int]:
+    return [int(path.name[5:]) for path in sorted(store.folder.iterdir())]
+
+
+def save(store: CheckpointStore, step: int, best: int | None = None, **state: Any) -> Path:
+    tensors = {"moment": torch.full((3,), float(step))}
+    document = {"best": None if best is None else {"step": best}, **state}
+    return store.save(step, LanguageModel(MODEL), tensors, document)
+
+
+def test_what_was_saved_is_read_back(tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    assert store.latest() is None
+    torch.manual_seed(0)
+    folder = save(store, 7, data={"position": 3})
+    tensors, state = store.read(folder)
+    assert torch.equal(tensors["moment"], torch.full((3,), 7.0))
+    assert (state["step"], state["data"]) == (7, {"position": 3})
+    assert store.latest() == folder
+    model = load(folder)
+    torch.manual_seed(0)
+    for name, value in LanguageModel(MODEL).state_dict().items():
+        assert torch.equal(model.state_dict()[name], value)
+
+
+def test_the_latest_and_the_best_are_kept(tmp_path: Path) -> None:
+    store = store_in(tmp_path, keep=2)
+    for step, best in ((1, None), (2, 2), (3, 2), (4, 2), (5, 2)):
+        save(store, step, best)
+    assert steps_of(store) == [2, 4, 5]
+    save(store, 6, 6)
+    assert steps_of(store) == [5, 6]
+
+
+@pytest.mark.parametrize("moment", ["writing", "renaming", "removing"])
+def test_a_crash_at_any_moment_leaves_whole_checkpoints(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_in(tmp_path)
+    save(store, 1)
+
+    class Crash(BaseException):
+        pass
+
+    def crash(*arguments: Any, **options: Any) -> None:
+        raise Crash
+
+    victims = {"writing": (checkpoint, "save_file"), "renaming": (checkpoint, "sync")}
+    with monkeypatch.context() as broken:
+        if moment == "removing":
+            broken.setattr(checkpoint.shutil, "rmtree", crash)
+        else:
+            broken.setattr(*victims[moment], crash)
+        with pytest.raises(Crash):
+            save(store, 2)
+    again = store_in(tmp_path)  # the next process
+    latest = again.latest()
+    assert latest is not None
+    assert latest.name == ("step-00000002" if moment == "removing" else "step-00000001")
+    again.read(latest)
+    assert not [path for path in again.folder.iterdir() if path.name.startswith(".")]
+    save(again, 3)
+    assert steps_of(again)[-1] == 3
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "gone", "format"])
+def test_a_damaged_checkpoint_is_refused_with_a_way_out(damage: str, tmp_path: Path) -> None:
+    store = store_in(tmp_path)
+    folder = save(store, 1)
+    file = folder / "training.safetensors"
+    data = bytearray(file.read_bytes())
+    if damage == "cut":
+        os.truncate(file, len(data) - 1)
+    elif damage == "changed":
+        data[-1] ^= 1
+        file.write_bytes(data)
+    elif damage == "gone":
+        file.unlink()
+    else:
+        text = (folder / "state.json").read_text()
+        (folder / "state.json").write_text(text.replace('"format": 1', '"format": 2'))
+    with pytest.raises(UserError, match="format 2" if damage == "format" else "delete .*step-0000"):
+        store.read(folder)

@@ -1,0 +1,195 @@
+"""Finetuning learns what can be learned, in both forms, and continues where it stopped."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from acmoe.config.finetune import FinetuneConfig, finetune_config
+from acmoe.data.sentence_batches import EncodedSentence, collate
+from acmoe.data.sentences import Sentence
+from acmoe.errors import UserError
+from acmoe.evaluate.run import Run, open_run
+from acmoe.train.classifier import (
+    Classifier,
+    left_padded,
+    pretrained_backbone,
+    published_backbone,
+    published_encoding,
+    published_vocabulary,
+)
+from acmoe.train.finetune import finetune, task_splits
+from tiny_runs import QUIET, byte_corpus, records, tiny_run, trained, word_corpus
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("pretrained")
+    return open_run(trained(tiny_run(byte_corpus(folder), "steps=10"), folder / "run"))
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sentence is of class 1 when its last word is `good`: chance is one half."""
+    folder = tmp_path_factory.mktemp("task")
+    generator = torch.Generator().manual_seed(0)
+    for split, count in (("train", 160), ("dev", 40), ("test", 60)):
+        rows = ["sentence\tlabel"]
+        for _ in range(count):
+            number, label = torch.randint(0, 1000, (2,), generator=generator).tolist()
+            rows.append(f"film {number} is {'good' if label % 2 else 'poor'}\t{label % 2}")
+        (folder / f"{split}.tsv").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+def settings(form: str = "clean", **changes: object) -> FinetuneConfig:
+    config = finetune_config("sst2", form)  # type: ignore[arg-type]
+    return replace(config, epochs=3, lr=1e-2, device="cpu", **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", ["clean", "paper"])
+def test_a_toy_task_is_learned_well_above_chance(
+    form: str, run: Run, task: Path, tmp_path: Path
+) -> None:
+    report = finetune(run, settings(form), task, out=tmp_path / "out", console=QUIET)
+    assert report.test_accuracy > 85
+    assert report.majority < 65
+    assert report.sentences == {"train": 160, "dev": 40, "test": 60}
+    assert report.dev_accuracy == max(report.dev_accuracies)
+    assert report.dev_accuracies[report.best_epoch - 1] == report.dev_accuracy
+    assert report.pretrained_step == 10
+    json.dumps(report.to_json())
+
+
+def test_stopped_between_epochs_it_continues_to_the_same_result(
+    run: Run, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings()
+    whole = finetune(run, config, task, out=tmp_path / "whole", console=QUIET)
+
+    class Killed(BaseException):
+        pass
+
+    from acmoe.train import finetune as room
+
+    real, calls = room._Work.train_epoch, []
+
+    def dies_in_the_second(self: room._Work, epoch: int) -> float:
+        calls.append(epoch)
+        if len(calls) == 2:
+            raise Killed
+        return real(self, epoch)
+
+    monkeypatch.setattr(room._Work, "train_epoch", dies_in_the_second)
+    with pytest.raises(Killed):
+        finetune(run, config, task, out=tmp_path / "parts", console=QUIET)
+    parts = finetune(run, config, task, out=tmp_path / "parts", console=QUIET)
+    assert calls == [1, 2, 2, 3]
+    assert replace(parts, folder="") == replace(whole, folder="")
+    losses = [
+        [record["loss"] for record in records(tmp_path / name)] for name in ("whole", "parts")
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 3
+
+
+def test_the_work_is_kept_inside_the_runs_folder(task: Path, tmp_path: Path) -> None:
+    config = tiny_run(byte_corpus(tmp_path), "steps=1")
+    folder = trained(config, tmp_path / "run")
+    one_epoch = replace(settings(), epochs=1, seed=4)
+    report = finetune(folder, one_epoch, task, console=QUIET)
+    assert report.folder == str(folder / "finetune" / "sst2-clean-seed4")
+    again = finetune(folder, one_epoch, task, console=QUIET)
+    assert again == report
+    with pytest.raises(UserError, match=r"lr=0.01, not 0.5"):
+        finetune(folder, replace(one_epoch, lr=0.5), task, console=QUIET)
+
+
+def test_padding_changes_no_logit_of_the_clean_form(run: Run) -> None:
+    config = replace(settings(), dropout=0.0)
+    backbone = pretrained_backbone(run.model(), config)
+    model = Classifier(backbone, 2, config).eval()
+    short, long = (EncodedSentence(np.arange(1, n + 1), 0) for n in (5, 12))
+    with torch.no_grad():
+        together, alone = model(collate([short, long])), model(collate([short]))
+    assert torch.allclose(together[0], alone[0], atol=1e-6)
+
+
+def test_padding_changes_the_logits_of_the_papers_form(run: Run) -> None:
+    config = replace(settings("paper"), dropout=0.0)
+    model = Classifier(pretrained_backbone(run.model(), config), 2, config).eval()
+    short, long = (EncodedSentence(np.arange(1, n + 1), 0) for n in (5, 12))
+    with torch.no_grad():
+        together = model(left_padded(collate([short, long])))
+        alone = model(left_padded(collate([short])))
+    assert not torch.allclose(together[0], alone[0], atol=1e-6)
+
+
+def test_left_padding_ends_every_sentence_at_the_last_position() -> None:
+    batch = left_padded(
+        collate([EncodedSentence(np.array([7, 8]), 1), EncodedSentence(np.array([1, 2, 3]), 0)])
+    )
+    assert batch.tokens.tolist() == [[0, 7, 8], [1, 2, 3]]
+    assert batch.last.tolist() == [2, 2]
+    assert batch.labels.tolist() == [1, 0]
+
+
+def test_the_papers_form_rebuilds_the_vocabulary_and_keeps_the_blocks(run: Run) -> None:
+    sentences = [Sentence("A Good film", 1), Sentence("a poor <unk> film", 0)]
+    vocabulary = published_vocabulary(sentences)
+    assert vocabulary.symbols == ("<eos>", "<unk>", "CLS", "S", "a", "good", "film", "poor")
+    encoded = published_encoding([Sentence("Good BOOK", 1)], vocabulary)
+    assert encoded[0].tokens.tolist() == [2, 5, 1, 3]  # CLS good <unk> S
+    pretrained = run.model()
+    backbone = published_backbone(pretrained, vocabulary, settings("paper"))
+    assert backbone.embed.weight.shape == (8, 16)
+    old, new = pretrained.state_dict(), backbone.state_dict()
+    assert all(torch.equal(old[name], new[name]) for name in new if "embed." not in name)
+
+
+def test_missing_splits_are_drawn_from_the_training_sentences() -> None:
+    train = [Sentence(f"text {n}", n % 2) for n in range(50)]
+    dev, test = [Sentence("dev", 0)], [Sentence("test", 1)]
+    rows, origin = task_splits({"train": train, "dev": dev, "test": test}, seed=0)
+    assert (rows["train"], rows["dev"], rows["test"]) == (train, dev, test)
+    assert origin == "all as published"
+    rows, origin = task_splits({"train": train, "test": test}, seed=0)  # Banking-77
+    assert len(rows["dev"]) == 5 and sorted(rows["train"] + rows["dev"]) == sorted(train)
+    assert rows["test"] == test and "seed 0" in origin
+    assert task_splits({"train": train, "test": test}, seed=0)[0] == rows
+    assert task_splits({"train": train, "test": test}, seed=1)[0] != rows
+    rows, origin = task_splits({"train": train, "dev": dev}, seed=0)  # SST-2 as in GLUE
+    assert rows["test"] == dev and "published development set" in origin
+
+
+def test_defaults_are_the_tables() -> None:
+    paper = {task: finetune_config(task, "paper") for task in ("sst2", "sst5", "banking77")}
+    assert {task: (c.epochs, c.lr, c.batch, c.split) for task, c in paper.items()} == {
+        "sst2": (5, 1e-3, 16, 2),
+        "sst5": (5, 1e-3, 16, 2),
+        "banking77": (50, 1e-5, 16, 2),
+    }
+    assert finetune_config("sst2").lr == 1e-4
+    with pytest.raises(UserError, match="task='sst3' is unknown; choose one of sst2, sst5"):
+        finetune_config("sst3")
+
+
+def test_stablemoe_cannot_take_another_vocabulary(tmp_path: Path, task: Path) -> None:
+    config = tiny_run(byte_corpus(tmp_path), "steps=1", "model.router=stable")
+    folder = trained(config, tmp_path / "run")
+    with pytest.raises(UserError, match="use form='clean'"):
+        finetune(folder, settings("paper"), task, console=QUIET)
+
+
+def test_a_word_models_own_table_is_used(task: Path, tmp_path: Path) -> None:
+    corpus = word_corpus(tmp_path)
+    size = len(json.loads((corpus / "vocabulary.json").read_text())["symbols"])
+    overrides = ("data.name=words", f"data.folder={corpus}", f"model.vocab_size={size}", "steps=1")
+    folder = trained(tiny_run(corpus, *overrides), tmp_path / "run")
+    report = finetune(folder, replace(settings(), epochs=1), task, console=QUIET)
+    assert 0 <= report.test_accuracy <= 100
+    saved = open_run(folder).model()
+    tuned = Run(folder=folder / "finetune" / "sst2-clean-seed0", config=open_run(folder).config)
+    assert tuned.model("last").embed.weight.shape == saved.embed.weight.shape

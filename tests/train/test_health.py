@@ -1,0 +1,101 @@
+"""A loss that is no number stops the run and says where it came from."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from acmoe.config.train import RunConfig
+from acmoe.evaluate.run import open_corpus, open_run
+from acmoe.train.health import TrainingStopped, first_bad_parameter, stopped
+from acmoe.train.loop import train
+from acmoe.train.step import Trainer
+from tiny_runs import QUIET, byte_corpus, everything, tiny_run
+
+
+def trainer_of(config: RunConfig) -> Trainer:
+    trainer = Trainer(config, open_corpus(config.data), torch.device("cpu"))
+    trainer.update(1, record=False)
+    return trainer
+
+
+def test_a_diverging_run_names_step_layer_and_the_last_good_checkpoint(tmp_path: Path) -> None:
+    # The first update makes every weight about 2e29 (lr / warmup): embedding times query overflows.
+    bad = tiny_run(byte_corpus(tmp_path), "lr=1e30", "checkpoint_every=1", "log_every=10")
+    with pytest.raises(TrainingStopped) as stop:
+        train(bad, tmp_path / "bad", console=QUIET)
+    message = str(stop.value)
+    assert "step 2 gave a loss or gradient that is not finite" in message
+    assert "blocks.0.attention.query (Linear) first gives" in message
+    assert f"the last good checkpoint is {tmp_path / 'bad' / 'checkpoints' / 'step-00000001'}" in (
+        message
+    )
+    assert "\n" not in message
+    assert open_run(tmp_path / "bad").checkpoint("last").name == "step-00000001"
+
+
+def test_the_bad_step_is_found_though_the_host_looks_only_every_tenth(tmp_path: Path) -> None:
+    config = tiny_run(byte_corpus(tmp_path), "lr=1e30", "checkpoint_every=20", "log_every=10")
+    with pytest.raises(TrainingStopped, match=r"step 2 gave .* no checkpoint was written"):
+        train(config, tmp_path / "run", console=QUIET)
+
+
+def test_weights_stay_those_that_gave_the_first_bad_loss(tmp_path: Path) -> None:
+    trainer = trainer_of(tiny_run(byte_corpus(tmp_path)))
+    with torch.no_grad():
+        trainer.model.blocks[1].attention.key.weight.fill_(1e38)
+    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    assert not trainer.update(2, record=False).loss.isfinite()
+    trainer.update(3, record=False)
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+
+
+def test_the_first_layer_that_overflows_is_named(tmp_path: Path) -> None:
+    trainer = trainer_of(tiny_run(byte_corpus(tmp_path)))
+    with torch.no_grad():
+        trainer.model.blocks[1].attention.key.weight.fill_(1e38)  # 16 features of about 1 each
+    assert first_bad_parameter(trainer.model) is None
+    stop = stopped(trainer, step=1, bad=0, good=None)
+    assert "blocks.1.attention.key (Linear) first gives" in str(stop)
+
+
+def test_a_parameter_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    trainer = trainer_of(tiny_run(byte_corpus(tmp_path)))
+    with torch.no_grad():
+        trainer.model.blocks[2].norm_layer.weight[3] = torch.nan
+    stop = stopped(trainer, step=1, bad=0, good=None)
+    assert "blocks.2.norm_layer.weight holds nan" in str(stop)
+
+
+def test_a_gradient_that_is_not_finite_stops_a_clipped_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = Trainer.__init__
+
+    def with_a_bad_gradient(self: Trainer, *arguments: Any) -> None:
+        build(self, *arguments)
+        calls: list[None] = []
+
+        def hook(gradient: torch.Tensor) -> torch.Tensor:
+            calls.append(None)
+            return gradient * torch.inf if len(calls) == 5 else gradient  # two a step: the third
+
+        self.model.unembed.weight.register_hook(hook)
+
+    monkeypatch.setattr(Trainer, "__init__", with_a_bad_gradient)
+    config = tiny_run(byte_corpus(tmp_path), "clip=1.0", "checkpoint_every=2")
+    with pytest.raises(TrainingStopped, match=r"step 3 gave .* or its gradient does not"):
+        train(config, tmp_path / "run", console=QUIET)
+    assert open_run(tmp_path / "run").checkpoint("last").name == "step-00000002"
+
+
+def test_a_stopped_run_continued_meets_the_same_end(tmp_path: Path) -> None:
+    bad = tiny_run(byte_corpus(tmp_path), "lr=1e30", "checkpoint_every=1")
+    with pytest.raises(TrainingStopped, match="step 2 gave"):
+        train(bad, tmp_path / "bad", console=QUIET)
+    saved = everything(tmp_path / "bad")
+    with pytest.raises(TrainingStopped, match="step 2 gave"):
+        train(bad, tmp_path / "bad", console=QUIET)
+    assert everything(tmp_path / "bad") == saved

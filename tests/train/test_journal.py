@@ -1,0 +1,167 @@
+"""metrics.jsonl and what a person sees while it grows."""
+
+import io
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from acmoe.evaluate.run import read_metrics
+from acmoe.train.journal import Board, Journal, append, forget_after
+from acmoe.train.loop import train
+from acmoe.train.step import Update, Validation
+from tiny_runs import byte_corpus, records, tiny_run
+
+
+def update(loss: float, aux: float = 0.0) -> Update:
+    pair = torch.tensor([loss, aux])
+    return Update(pair[0], pair[1], pair.isfinite().all(), ())
+
+
+def test_a_line_averages_the_steps_since_the_last(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "perplexity")
+    journal.open(0)
+    for loss in (1.0, 2.0, 6.0):
+        journal.note(update(loss, aux=loss / 2), tokens=10)
+    assert journal.look() is None
+    loads = [torch.tensor([3.0, 1.0])]
+    record = journal.train_record(3, lr=0.5, loads=loads)
+    assert (record["loss"], record["aux_loss"], record["lr"]) == (3.0, 1.5, 0.5)
+    assert record["perplexity"] == pytest.approx(20.085536923187668)  # e^3
+    assert record["load_balance"] == [pytest.approx(25.0)]  # shares of 75 and 25 percent
+    journal.note(update(4.0), tokens=10)
+    journal.look()
+    assert journal.train_record(4, lr=0.5, loads=[])["loss"] == 4.0
+    assert [line["step"] for line in read_metrics(journal.path)] == [3, 4]
+
+
+def test_the_first_unsound_update_is_found_by_its_place(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "perplexity")
+    journal.open(0)
+    for loss in (1.0, 2.0):
+        journal.note(update(loss), tokens=1)
+    assert journal.look() is None
+    for loss in (3.0, float("nan"), float("inf")):
+        journal.note(update(loss), tokens=1)
+    assert journal.look() == 1
+    journal.note(update(1.0, aux=float("inf")), tokens=1)
+    assert journal.look() == 0
+
+
+def test_the_best_validation_is_remembered(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "bits per byte")
+    journal.open(0)
+    for step, loss in ((1, 3.0), (2, 2.0), (3, 2.5)):
+        journal.valid_record(step, Validation(loss, 10, "running", 2, 16))
+    assert (journal.best_step, journal.best) == (2, {"step": 2, "loss": 2.0})
+    assert journal.best_value == pytest.approx(2.8853900817779268)  # 2 nats in bits
+    last = read_metrics(journal.path)[-1]
+    assert (last["statistics"], last["batch"], last["block"], last["tokens"]) == (
+        "running",
+        2,
+        16,
+        10,
+    )
+
+
+def test_the_clock_stands_still_while_paused(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "perplexity")
+    journal.open(0)
+    with journal.paused():
+        time.sleep(0.2)
+    journal.note(update(1.0), tokens=1)
+    journal.look()
+    assert journal.train_record(1, lr=1.0, loads=[])["seconds"] < 0.1
+
+
+def test_lines_beyond_a_step_and_torn_lines_are_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for step in (1, 2, 3):
+        append(path, {"kind": "train", "step": step})
+    with path.open("a") as file:
+        file.write('{"kind": "train", "st')
+    assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]
+    forget_after(path, 2)
+    assert path.read_text().count("\n") == 2
+    assert [record["step"] for record in read_metrics(path)] == [1, 2]
+
+
+def test_a_run_writes_its_metrics_line_by_line(tmp_path: Path) -> None:
+    config = tiny_run(byte_corpus(tmp_path), "steps=10", "log_every=4", "eval_every=5")
+    train(config, tmp_path / "run", console=Console(quiet=True))
+    lines = records(tmp_path / "run")
+    assert [(line["kind"], line["step"]) for line in lines] == [
+        ("train", 4),
+        ("valid", 5),
+        ("train", 8),
+        ("train", 10),
+        ("valid", 10),
+    ]
+    assert [len(line["load_balance"]) for line in lines if line["kind"] == "train"] == [3, 3, 3]
+    assert lines[0]["lr"] == pytest.approx(0.01 * 4 / 5)
+    times = [line["seconds"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert times == sorted(times)
+
+
+def test_without_a_terminal_progress_is_plain_lines(tmp_path: Path) -> None:
+    text = io.StringIO()
+    config = tiny_run(byte_corpus(tmp_path), "steps=4", "log_every=2", "eval_every=4")
+    train(config, tmp_path / "run", console=Console(file=text, width=40))
+    lines = text.getvalue().splitlines()
+    assert lines[0].startswith("run: 4 steps; figures go to ")
+    assert lines[1].startswith("run: step 2/4  loss 5.")
+    assert "tokens/s" in lines[1] and "load balance" in lines[1] and "s left" in lines[1]
+    assert lines[3].startswith("run: step 4/4  validation bits per byte")
+    assert "\x1b" not in text.getvalue()
+
+
+def test_on_a_terminal_progress_is_a_bar(tmp_path: Path) -> None:
+    text = io.StringIO()
+    config = tiny_run(byte_corpus(tmp_path), "steps=4", "log_every=2", "eval_every=4")
+    terminal = Console(file=text, force_terminal=True, width=160)
+    train(config, tmp_path / "run", console=terminal)
+    shown = text.getvalue()
+    assert "4/4" in shown and "loss" in shown and "tokens/s" in shown
+    assert "\x1b[" in shown
+
+
+def test_tensorboard_gets_the_same_figures_where_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Any] = []
+
+    class SummaryWriter:
+        def __init__(self, folder: str, purge_step: int) -> None:
+            written.append((Path(folder).name, purge_step))
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            written.append((name, value, step))
+
+        def flush(self) -> None:
+            pass
+
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    monkeypatch.setattr(Board, "available", True)
+    journal = Journal(tmp_path, "perplexity")
+    journal.open(7)
+    record = journal.valid_record(9, Validation(2.0, 10, "none", 2, 16))
+    assert written[0] == ("tensorboard", 8)  # events after step 7 will be written again
+    assert ("valid/loss", 2.0, 9) in written
+    assert ("valid/perplexity", record["perplexity"], 9) in written
+
+
+def test_without_tensorboard_nothing_is_written_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Board, "available", False)
+    journal = Journal(tmp_path, "perplexity")
+    journal.open(0)
+    journal.valid_record(1, Validation(2.0, 10, "none", 2, 16))
+    assert not (tmp_path / "tensorboard").exists()

@@ -1,0 +1,212 @@
+"""An interrupted run, continued, is the uninterrupted run: bit by bit, and with no line twice."""
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from acmoe.config.train import RunConfig
+from acmoe.errors import UserError
+from acmoe.evaluate.run import open_run
+from acmoe.train import loop
+from acmoe.train.loop import train
+from tiny_runs import (
+    QUIET,
+    byte_corpus,
+    everything,
+    records,
+    tiny_run,
+    train_in_child,
+    trained,
+)
+
+# Children are forked from a server that has imported everything but started no thread.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["tiny_runs", "torch._dynamo"])
+
+
+def child(config: RunConfig, folder: Path) -> Any:
+    process = FORKS.Process(target=train_in_child, args=(config, folder))
+    process.start()
+    return process
+
+
+def stop_at(steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send this process SIGTERM in the middle of each of these steps, one for each call."""
+    update = loop.Trainer.update
+
+    def interrupted(self: loop.Trainer, step: int, *, record: bool) -> Any:
+        result = update(self, step, record=record)
+        if steps and step == steps[0]:
+            steps.pop(0)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    monkeypatch.setattr(loop.Trainer, "update", interrupted)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),  # running statistics, dropout, memory of two micro-batches
+        ("model.router.statistics=prefix", "schedule=cosine", "clip=0.5", "weight_decay=0.1"),
+        ("model.router=stable", "steps=15"),  # frozen after step 1
+        ("model.router=random", "split=1"),  # draws a scale in every call
+        ("model.router=smoe", "model.router.bias_balancing=0.01", "model.empty_memory=zeros"),
+    ],
+    ids=lambda overrides: " ".join(overrides) or "adaptive",
+)
+def test_stopped_at_5_and_continued_equals_one_run(
+    overrides: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 472 training bytes make 4 rows of 118, that is 7 blocks a pass: step 6 continues step 5.
+    config = tiny_run(byte_corpus(tmp_path, lines=20), *overrides)
+    trained(config, tmp_path / "whole")
+    stop_at([5], monkeypatch)
+    first = train(config, tmp_path / "parts", console=QUIET)
+    assert (first.step, first.signal) == (5, signal.SIGTERM)
+    assert "same command" in first.message
+    with (tmp_path / "parts" / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 6}\n{"kind": "tra')  # as a killed process leaves it
+    second = train(config, tmp_path / "parts", console=QUIET)
+    # Offsets of later passes are drawn, and memories begin again with each.
+    assert everything(tmp_path / "whole")["data"]["passes"] >= 2
+    assert (second.step, second.signal) == (config.steps, None)
+    assert everything(tmp_path / "whole") == everything(tmp_path / "parts")
+    assert records(tmp_path / "whole") == records(tmp_path / "parts")
+
+
+def test_the_best_checkpoint_outlives_interruptions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_run(byte_corpus(tmp_path), "eval_every=4")
+    stop_at([5, 7], monkeypatch)
+    for step in (5, 7):
+        assert train(config, tmp_path / "run", console=QUIET).step == step
+        run = open_run(tmp_path / "run")
+        assert run.checkpoint("last").name == f"step-0000000{step}"
+        assert run.checkpoint("best").name == "step-00000004"
+        run.model("best")
+
+
+def test_two_runs_of_one_config_are_equal_and_another_seed_differs(tmp_path: Path) -> None:
+    corpus = byte_corpus(tmp_path)
+    first, second, third = (
+        records(trained(tiny_run(corpus, "steps=8", f"seed={seed}"), tmp_path / name))
+        for name, seed in (("a", 3), ("b", 3), ("c", 4))
+    )
+    assert first == second
+    assert first != third
+
+
+def test_training_leaves_the_callers_random_stream_alone(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    trained(tiny_run(byte_corpus(tmp_path), "steps=2"), tmp_path / "run")
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_sigterm_finishes_the_step_saves_and_says_so(tmp_path: Path) -> None:
+    config = tiny_run(byte_corpus(tmp_path), "steps=5000", "checkpoint_every=5000")
+    process = child(config, tmp_path / "run")
+    wait_for(process, lambda: len(lines_of(tmp_path / "run")) >= 2)
+    process.terminate()
+    process.join(60)
+    assert process.exitcode == 143
+    reached = int(open_run(tmp_path / "run").checkpoint("last").name.split("-")[1])
+    # Only the signal can have saved this: checkpoints were not due for 5000 steps.
+    assert 8 <= reached < 5000
+
+
+def test_killed_at_random_moments_it_ends_with_the_same_weights(tmp_path: Path) -> None:
+    config = tiny_run(byte_corpus(tmp_path), "steps=40", "checkpoint_every=2", "log_every=3")
+    trained(config, tmp_path / "whole")
+    moments = random.Random(0)
+    checkpoints = tmp_path / "killed" / "checkpoints"
+
+    def reached() -> int:
+        return max((int(folder.name[5:]) for folder in checkpoints.glob("step-*")), default=0)
+
+    for _ in range(4):
+        before, wanted = reached(), moments.choice((1, 2, 4))
+        process = child(config, tmp_path / "killed")
+        wait_for(process, lambda: reached() >= before + wanted)  # noqa: B023, called at once
+        time.sleep(moments.uniform(0.0, 0.1))  # a step and its checkpoint take about 0.05 s
+        process.kill()
+        process.join()
+        for folder in checkpoints.glob("step-*"):
+            names = {file.name.split("-")[0] for file in folder.iterdir()}
+            assert names == {"config.json", "weights", "training.safetensors", "state.json"}
+        assert before < reached()  # what was saved is never lost
+    assert reached() < config.steps
+    trained(config, tmp_path / "killed")
+    assert everything(tmp_path / "killed") == everything(tmp_path / "whole")
+    assert records(tmp_path / "killed") == records(tmp_path / "whole")
+    assert not list((tmp_path / "killed").rglob(".*"))  # no leftover of a killed write
+
+
+def test_a_folder_in_use_is_refused_with_the_process_that_holds_it(tmp_path: Path) -> None:
+    config = tiny_run(byte_corpus(tmp_path), "steps=100000")
+    process = child(config, tmp_path / "run")
+    wait_for(process, lambda: len(lines_of(tmp_path / "run")) >= 1)
+    try:
+        with pytest.raises(UserError, match=f"in use by process {process.pid}"):
+            train(config, tmp_path / "run", console=QUIET)
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_another_config_is_refused_with_the_settings_that_differ(tmp_path: Path) -> None:
+    config = tiny_run(byte_corpus(tmp_path), "steps=2")
+    trained(config, tmp_path / "run")
+    other = tiny_run(tmp_path / "corpus", "steps=2", "lr=0.5", "model.router=smoe")
+    with pytest.raises(UserError, match=r"lr=0.01, not 0.5") as refusal:
+        train(other, tmp_path / "run", console=QUIET)
+    assert "model.router.name=adaptive, not smoe" in str(refusal.value)
+    assert "another folder" in str(refusal.value)
+
+
+def test_another_corpus_in_the_same_place_is_refused(tmp_path: Path) -> None:
+    config = tiny_run(byte_corpus(tmp_path, lines=100), "steps=2")
+    trained(config, tmp_path / "run")
+    byte_corpus(tmp_path, lines=101)
+    with pytest.raises(UserError, match="not the corpus this run was begun with"):
+        train(config, tmp_path / "run", console=QUIET)
+
+
+def test_a_folder_of_other_files_is_refused(tmp_path: Path) -> None:
+    config = tiny_run(byte_corpus(tmp_path))
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.png").touch()
+    with pytest.raises(UserError, match=r"holds cat.png and is no run folder"):
+        train(config, tmp_path / "photos", console=QUIET)
+
+
+def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
+    config = tiny_run(byte_corpus(tmp_path), "steps=4")
+    trained(config, tmp_path / "run")
+    before = everything(tmp_path / "run"), records(tmp_path / "run")
+    summary = train(config, tmp_path / "run", console=QUIET)
+    assert (summary.step, summary.best_step) == (4, 4)
+    assert (everything(tmp_path / "run"), records(tmp_path / "run")) == before
+
+
+def wait_for(process: Any, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert process.is_alive() and time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def lines_of(folder: Path) -> list[str]:
+    path = folder / "metrics.jsonl"
+    return path.read_text().splitlines() if path.is_file() else []
