@@ -21,6 +21,8 @@ from acmoe.config.routing import (
 from acmoe.errors import UserError
 from acmoe.experts.moe import MoE
 from acmoe.experts.soft import SoftMoE
+from acmoe.models.checkpoint import load, save
+from acmoe.models.registry import create_model, list_models
 from acmoe.ops.dispersion import dispersion
 from acmoe.ops.optimum import optimal_weights
 from acmoe.ops.scale import cluster_scale
@@ -55,9 +57,13 @@ __all__ = [
     "adaptive_depths",
     "build_router",
     "cluster_scale",
+    "create_model",
     "dispersion",
     "fold_statistics",
+    "list_models",
+    "load",
     "optimal_weights",
     "override_statistics",
     "place",
+    "save",
 ]

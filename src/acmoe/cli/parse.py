@@ -51,11 +51,8 @@ def parse(commands: dict[str, type[Command]], arguments: Sequence[str]) -> Comma
 
 def one_line(box: str) -> str:
     """The sentence inside a boxed message: what was wrong, what was meant, where to look."""
-    rows = [row.strip(" │╭╮╰╯").strip() for row in box.splitlines() if row.startswith("│")]
     text = ""
-    for row in rows:
-        if re.fullmatch("─+", row):
-            text += ";"
-        elif row:
-            text += f" {row}"
+    for row in box.splitlines()[1:-1]:  # between the upper and the lower edge
+        row = row.strip(" \u2502|")  # terminals without UTF-8 get | for the sides
+        text += ";" if re.fullmatch(r"[\u2500-]+", row) else f" {row}"
     return re.sub(r"[.:]?;", ";", re.sub(r"\s+", " ", text)).strip(" ;.")

@@ -99,10 +99,11 @@ class _Eager(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         *tensors, h = ctx.saved_tensors
-        found = _gradients(grad.contiguous(), *tensors, h, ctx.act, ctx.dropout)
+        arguments = (grad.contiguous(), *tensors, h, ctx.act, ctx.dropout)
+        found = _gradients(*arguments)
         torch.autograd.graph.increment_version(h)
         return _aligned(found, tensors)
 

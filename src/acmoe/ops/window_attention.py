@@ -69,7 +69,7 @@ def fused_window_attention(
     # 32 random bits a query, drawn on the device: a captured CUDA graph draws new ones each replay.
     bits_BHL = torch.zeros(q.shape[:3], dtype=torch.int32, device=q.device)
     if dropout > 0:
-        bits_BHL.random_(-(2**31), 2**31)
+        bits_BHL = torch.randint_like(bits_BHL, -(2**31), 2**31)
     out_BHLP: Tensor = _window_attention(
         *(F.pad(t, (0, more)).contiguous() for t in (q, k, v)),
         F.pad(table[:, span - reach :], (0, 0, 0, more)),

@@ -1,0 +1,145 @@
+"""What a user types, what it prints, and how it exits."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from acmoe.cli import main
+
+ROOT = Path(__file__).parents[2]
+
+
+def call(capsys, *arguments):
+    """Exit code, standard output and standard error of `acmoe ARGUMENTS`."""
+    with pytest.raises(SystemExit) as stop:
+        main(list(arguments))
+    printed = capsys.readouterr()
+    return stop.value.code, printed.out, printed.err
+
+
+def test_no_arguments_show_the_help(capsys):
+    code, out, _ = call(capsys)
+    assert code == 0
+    for command in ("demo", "models", "data", "train", "evaluate", "generate", "theory", "bench"):
+        assert command in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("nosuch",), "Unrecognized options: nosuch"),
+        (("theory", "--sed", "1"), "--seed"),
+        (("theory", "--seed", "x"), "--seed"),
+        (("theory", "--seed", "-1"), "seed"),
+        (("train",), "no recipe given"),
+        (("train", "nosuch"), "recipe 'nosuch' is unknown"),
+        (("train", "switch-nan"), "did you mean switch-nano"),
+        (("train", "switch-nano", "nosuch=1"), "setting nosuch is unknown"),
+        (("train", "switch-nano", "steps=many"), "steps='many'"),
+        (("train", "switch-nano", "model.top_k=99"), "top_k=99 exceeds num_experts"),
+        (("train", "switch-nano", "steps"), "'steps' is no setting"),
+        (("evaluate", "nowhere"), "nowhere is no run"),
+        (("generate", "nowhere", "--prompt", "x"), "nowhere is no run"),
+        (("finetune", "nowhere", "--task", "sst2"), "nowhere is no run"),
+        (("finetune", "nowhere", "--task", "sst9"), "sst9"),
+        (("data", "prepare", "nosuch"), "data set 'nosuch' is not known"),
+        (("data", "prepare", "wikitext103"), "wikitext103 needs a folder with wiki.train.tokens"),
+        (("data", "prepare", "bytes", "--from", "nowhere"), "nowhere"),
+        (("demo", "--steps", "3"), "steps=3"),
+        (("bench", "layer", "--shapes", "nosuch"), "nosuch"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, tmp_path, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = call(capsys, *arguments)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("acmoe: ")
+    assert err.count("\n") == 1
+    assert says in err
+    assert "Traceback" not in err
+
+
+def test_nothing_is_written_by_a_mistake(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    call(capsys, "train", "switch-nano", "model.top_k=99")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_models_lists_every_size_as_json(capsys):
+    code, out, _ = call(capsys, "models", "--json")
+    rows = {row["name"]: row for row in json.loads(out)}
+    assert code == 0
+    assert rows["switch-medium"]["parameters"] == 215_679_863
+    # 16 experts of 2 (352^2 + 352) numbers in 6 layers, 2 of them active: 14/16 of them idle.
+    idle = 6 * 14 * 2 * (352 * 352 + 352)
+    assert rows["switch-medium"]["active_parameters"] == 215_679_863 - idle
+
+
+def test_the_readme_holds_the_table_that_models_prints(capsys):
+    _, out, _ = call(capsys, "models", "--markdown")
+    readme = (ROOT / "README.md").read_text()
+    assert out.strip() in readme, "run `acmoe models --markdown` and paste it between the markers"
+
+
+def test_data_list_names_every_data_set(capsys, tmp_path):
+    code, out, _ = call(capsys, "data", "list", "--root", str(tmp_path), "--json")
+    found = {row["name"]: row["state"] for row in json.loads(out)}
+    assert code == 0
+    assert set(found) >= {"stdlib", "wikitext103", "enwik8", "sst2", "sst5", "banking77"}
+    assert set(found.values()) == {"absent"}
+
+
+def test_preparing_twice_does_the_work_once(capsys, tmp_path):
+    prepare = ("data", "prepare", "stdlib", "--limit", "50000", "--root", str(tmp_path))
+    assert "prepared in" in call(capsys, *prepare)[1]
+    assert "already prepared, nothing to do" in call(capsys, *prepare)[1]
+
+
+def test_which_says_what_runs_here(capsys):
+    code, out, _ = call(capsys, "bench", "--which")
+    assert code == 0
+    assert "experts" in out
+    assert "torch" in out
+
+
+@pytest.mark.slow
+def test_a_run_is_trained_evaluated_continued_and_spoken_with(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    logging.disable(logging.NOTSET)
+    small = ("model.dim=16", "model.hidden=16", "model.heads=2", "model.repeats=2", "batch=4")
+    short = ("steps=20", "warmup=2", "eval_every=10", "checkpoint_every=10", "data.limit=60000")
+    train = ("train", "switch-nano-acmoe", *small, *short, "--out", "run")
+    code, out, _ = call(capsys, *train)
+    assert code == 0
+    assert "done: 20 steps" in out
+    code, out, _ = call(
+        capsys,
+        "evaluate",
+        "run",
+        "--statistics",
+        "running",
+        "batch",
+        "--contaminate",
+        "0.05",
+        "--json",
+    )
+    figures = json.loads(out)["figures"]
+    assert code == 0
+    assert [(f["statistics"], f["contaminated"]) for f in figures] == [
+        ("running", False),
+        ("running", True),
+        ("batch", False),
+        ("batch", True),
+    ]
+    code, out, _ = call(capsys, "generate", "run", "--prompt", "def ", "--tokens", "5", "--json")
+    assert code == 0
+    assert json.loads(out)["prompt"] == "def "
+    code, out, _ = call(capsys, *train)  # the same command finds everything done
+    assert code == 0
+    assert "done: 20 steps" in out
+    code, _, err = call(capsys, "train", "switch-nano", *small, *short, "--out", "run")
+    assert code == 2
+    assert "model.router" in err

@@ -1,0 +1,195 @@
+"""The expert kernels against experts/mlp.py, the definition, forward and every gradient."""
+
+import pytest
+import torch
+
+from acmoe.experts.dispatch import Order, combine, dispatch, sort_by_expert
+from acmoe.experts.mlp import ExpertMLP
+from acmoe.ops.experts import expert_mlp
+
+KERNELS = ("up", "down", "hidden", "down_weight", "up_weight", "input")
+# activation, bias, (tokens, features, hidden units, experts, experts per token)
+CASES = [
+    ("relu", True, (37, 40, 24, 5, 2)),
+    ("gelu", True, (20, 33, 40, 3, 1)),
+    ("swiglu", False, (37, 48, 40, 4, 3)),
+    ("swiglu", True, (19, 64, 70, 4, 2)),
+    ("relu", False, (5, 16, 16, 1, 1)),
+]
+
+
+class Layer:
+    """Experts, tokens, gate and a routing that leaves expert 1 empty and two tokens unserved."""
+
+    def __init__(self, activation, bias, sizes, device, *, one_expert=False):
+        tokens, dim, hidden, experts, top_k = sizes
+        torch.manual_seed(tokens)
+        mlp = ExpertMLP(
+            dim=dim, hidden=hidden, num_experts=experts, activation=activation, bias=bias
+        )
+        if bias:
+            torch.nn.init.normal_(mlp.up_bias)
+            torch.nn.init.normal_(mlp.down_bias)
+        self.mlp = mlp.to(device)
+        self.x = torch.randn(tokens, dim, device=device, requires_grad=True)
+        self.gate = torch.rand(tokens, top_k, device=device, requires_grad=True)
+        ids = torch.rand(tokens, experts).topk(top_k).indices
+        if experts > 2:
+            ids[ids == 1] = 2
+        if one_expert:
+            ids[:] = experts - 1
+        ids[2:4] = experts  # no expert
+        self.ids = ids.to(device)
+        self.order: Order = sort_by_expert(self.ids, experts)
+        self.cotangent = torch.randn(tokens, dim, device=device)
+
+    @property
+    def leaves(self):
+        return [self.x, self.gate, *self.mlp.parameters()]
+
+    def reference(self):
+        return combine(self.mlp(dispatch(self.x, self.order), self.order), self.gate, self.order)
+
+    def fused(self, **options):
+        mlp, order = self.mlp, self.order
+        return expert_mlp(
+            *(self.x, mlp.up, mlp.down, mlp.up_bias, mlp.down_bias, self.gate),
+            *(order.order, order.back, order.end, order.expert),
+            activation=mlp.activation,
+            **options,
+        )
+
+    def gradients(self, out):
+        return torch.autograd.grad(out, self.leaves, self.cotangent)
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+# Rows of 33 numbers are no multiple of 16 bytes: asked for the copy engine, the kernels do without.
+@pytest.mark.parametrize(
+    ("activation", "bias", "sizes", "copy_engine"),
+    [(*case, False) for case in CASES] + [(*CASES[1], True), (*CASES[2], True)],
+)
+def test_the_fused_experts_are_the_experts(
+    activation, bias, sizes, copy_engine, device, monkeypatch
+):
+    from acmoe.kernels import tuning
+
+    blocks = tuning.Blocks(16, 32, 32, 4, 2, copy_engine)
+    monkeypatch.setattr(tuning, "OVERRIDE", dict.fromkeys(KERNELS, blocks))
+    layer = Layer(activation, bias, sizes, device)
+    expected, found = layer.reference(), layer.fused()
+    close(found, expected)
+    for mine, right in zip(layer.gradients(found), layer.gradients(expected), strict=True):
+        close(mine, right)
+
+
+def test_all_rows_may_go_to_one_expert(device):
+    layer = Layer("swiglu", True, (40, 32, 24, 3, 2), device, one_expert=True)
+    expected, found = layer.reference(), layer.fused()
+    close(found, expected)
+    for mine, right in zip(layer.gradients(found), layer.gradients(expected), strict=True):
+        close(mine, right)
+
+
+def test_a_token_without_an_expert_gets_zeros_and_sends_no_gradient(device):
+    layer = Layer("gelu", True, (12, 16, 16, 3, 2), device)
+    found = layer.fused()
+    dx, dgate, *_ = layer.gradients(found)
+    assert found[2:4].abs().max() == 0
+    assert dx[2:4].abs().max() == 0
+    assert dgate[2:4].abs().max() == 0
+
+
+def test_equal_inputs_give_equal_bits(device):
+    layer = Layer("swiglu", True, (24, 32, 24, 4, 2), device)
+    first, second = layer.fused(), layer.fused()
+    assert torch.equal(first, second)
+    for a, b in zip(layer.gradients(first), layer.gradients(second), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_backward_drops_the_units_that_forward_dropped(device):
+    """ReLU of positive units: y is linear in down, so that <y, g> = <down, dy/ddown g>."""
+    layer = Layer("relu", False, (10, 16, 16, 2, 1), device)
+    with torch.no_grad():
+        layer.x.abs_()
+        layer.mlp.up.abs_()
+    out = layer.fused(dropout=0.5)
+    (d_down,) = torch.autograd.grad(out, [layer.mlp.down], layer.cotangent)
+    close((d_down * layer.mlp.down).sum(), (out * layer.cotangent).sum())
+    plain = layer.fused()
+    assert not torch.allclose(out, plain)
+
+
+def test_dropout_keeps_the_mean(device):
+    layer = Layer("relu", False, (8, 16, 16, 2, 1), device)
+    with torch.no_grad():
+        drawn = torch.stack([layer.fused(dropout=0.25) for _ in range(24)]).mean(0)
+        plain = layer.fused()
+    # Units are kept with probability 3/4 and scaled by 4/3: one draw has a relative error of about
+    # sqrt(1/3), the mean of 24 about 0.12.
+    assert (drawn - plain).norm() < 0.3 * plain.norm()
+
+
+def test_a_second_backward_through_a_retained_graph_raises(device):
+    """The first one wrote the gradient of h over h."""
+    layer = Layer("relu", False, (8, 16, 16, 2, 1), device)
+    out = layer.fused().sum()
+    out.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*")  # dynamo warns of its own internals
+def test_the_op_compiles_in_one_graph(device):
+    layer = Layer("swiglu", True, (12, 16, 16, 3, 2), device)
+    compiled = torch.compile(lambda: layer.fused(), fullgraph=True, backend="aot_eager")
+    expected, found = layer.reference(), compiled()
+    close(found, expected)
+    for mine, right in zip(layer.gradients(found), layer.gradients(expected), strict=True):
+        close(mine, right)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+)
+def test_sixteen_bits_stay_near_the_float32_result(dtype, device):
+    """bf16 on a GPU only: the interpreter multiplies its bits as if they were integers."""
+    layer = Layer("swiglu", True, (24, 32, 24, 4, 2), device)
+    expected = layer.reference()
+    layer.mlp.to(dtype)
+    layer.x = layer.x.detach().to(dtype)
+    found = layer.fused().float()
+    # Two products and an activation, each rounded to 8 (bf16) or 11 bits.
+    assert (found - expected).norm() < 2e-2 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts"),
+    [(100, 2, 5), (1, 1, 1), (700, 3, 16), (300, 8, 40), (64, 2, 100)],
+)
+def test_the_counting_sort_is_the_stable_sort(tokens, top_k, experts, device):
+    from acmoe.kernels.order import sort_rows
+
+    torch.manual_seed(tokens)
+    ids = torch.randint(0, experts + 1, (tokens, top_k), device=device)
+    right = sort_by_expert(ids, experts)
+    order, back, end, expert, token = sort_rows(ids, experts)
+    assert torch.equal(order, right.order)
+    assert torch.equal(back, right.back)
+    assert torch.equal(end, right.end)
+    assert torch.equal(expert, right.expert)
+    assert torch.equal(token, (right.order // top_k).int())
+
+
+def test_tiles_cover_every_row_once(device):
+    from acmoe.kernels.tiles import tile_table
+
+    end = torch.tensor([0, 5, 5, 37, 40], device=device)  # experts of 0, 5, 0, 32 and 3 rows
+    expert, start = (table.tolist() for table in tile_table(end, 40, 16))
+    tiles = [(e, s) for e, s in zip(expert, start, strict=True) if e >= 0]
+    assert tiles == [(1, 0), (3, 5), (3, 21), (4, 37)]
+    assert expert.count(-1) == len(expert) - 4
