@@ -135,7 +135,7 @@ def markdown(report: Report) -> str:
         f"```\n{report.command}\n```",
         "",
         f"{report.date}, torch {where['torch']}, triton {where['triton']}, commit "
-        f"{where['commit']}",
+        f"{where['commit'] or 'not recorded'}",
         "",
         _line(headings),
         _line(["---"] * len(headings)),
