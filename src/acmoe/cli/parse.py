@@ -27,10 +27,7 @@ def parse(commands: dict[str, type[Command]], arguments: Sequence[str]) -> Comma
     """The command the arguments ask for; without any, the help."""
     one_of = reduce(
         lambda left, right: left | right,
-        (
-            Annotated[command, tyro.conf.subcommand(name)]
-            for name, command in commands.items()
-        ),
+        (Annotated[command, tyro.conf.subcommand(name)] for name, command in commands.items()),
     )
     complaint = io.StringIO()
     try:

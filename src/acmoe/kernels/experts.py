@@ -15,7 +15,6 @@ from acmoe.kernels.expert_forward import combine_kernel, rows_kernel, up_kernel
 from acmoe.kernels.tiles import tile_table
 from acmoe.kernels.tuning import Blocks, blocks_for
 
-
 _GROUP = 8  # row tiles that walk over the columns together
 
 
@@ -232,7 +231,7 @@ def run_weight(
 
 
 def _splits(tiles: int, rows_per_expert: int, block_k: int) -> int:
-    """How often to split an expert's rows: four programs a multiprocessor, 8 blocks of rows each."""
+    """How often to split an expert's rows: two programs a multiprocessor, 8 blocks of rows each."""
     if not torch.cuda.is_available():
         return 2 if rows_per_expert >= 2 * block_k else 1
     processors = torch.cuda.get_device_properties().multi_processor_count

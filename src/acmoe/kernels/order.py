@@ -2,7 +2,7 @@
 
     count    how many rows of each block go to each expert
     offset   one program an expert: a running sum of its counts over blocks
-    place    a row's place: its expert's first place, its block's offset there, its rank in the block
+    place    a row's place: its expert's first one, its block's offset there, its rank in the block
 
 N rows, E experts; the id E is "no expert" and stands last. Bytes: two reads of N ids, four writes.
 """
