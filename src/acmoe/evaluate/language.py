@@ -24,8 +24,8 @@ from acmoe.errors import UserError, check
 from acmoe.evaluate.device import autocast, pick_device, seeded
 from acmoe.evaluate.routing import LayerReport, RoutingTally
 from acmoe.evaluate.run import Run, open_run
+from acmoe.evaluate.statistics import NONE, using_statistics
 from acmoe.models.decoder import LanguageModel, Memory
-from acmoe.routing.statistics import override_statistics
 
 Metric = Literal["bits per byte", "perplexity"]
 
@@ -101,7 +101,7 @@ def evaluate(
     figures = []
     for mode in statistics_modes(model, config.statistics):
         for contaminated, inputs, targets in streams:
-            with _statistics(model, mode):
+            with using_statistics(model, None if mode == NONE else mode):
                 score = score_stream(
                     model,
                     inputs,
@@ -174,7 +174,7 @@ def statistics_modes(model: LanguageModel, asked: tuple[str, ...]) -> tuple[str,
             f"statistics={', '.join(asked)}: router={router.name!r} takes no statistics; leave "
             "them out",
         )
-        return ("none",)
+        return (NONE,)
     return asked or (router.modes[1],)
 
 
@@ -217,15 +217,6 @@ def check_vocabulary(vocab_size: int, corpus: Corpus) -> None:
         f"model.vocab_size={vocab_size}, but {corpus.title} in {corpus.folder} has {size} symbols; "
         f"set model.vocab_size={size}",
     )
-
-
-@contextlib.contextmanager
-def _statistics(model: LanguageModel, mode: str) -> Iterator[None]:
-    if mode == "none":
-        yield
-        return
-    with override_statistics(model, eval_statistics=mode):
-        yield
 
 
 @contextlib.contextmanager

@@ -4,8 +4,6 @@ Shapes: B batch, L length of the segment, S positions of memory, T = B * L token
 P features of a head, V words.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +17,7 @@ from acmoe.models.cache import BlockCache, DecodeCache, SlidingStore
 from acmoe.models.generate import generate
 from acmoe.models.layers import Block
 from acmoe.models.recompute import recompute
+from acmoe.models.recorded import recorded
 from acmoe.ops.checks import check_range
 from acmoe.ops.cross_entropy import chunked_cross_entropy
 from acmoe.ops.dispersion import accumulation_dtype
@@ -86,7 +85,7 @@ class LanguageModel(nn.Module):
             return_routings: also return each MoE layer's decision.
         """
         self._check(tokens, targets, memory, token_mask)
-        with _recorded(self.moe_layers() if return_routings else []) as routings:
+        with recorded(self.moe_layers() if return_routings else []) as routings:
             x_BLD, state, memory = self.hidden_states(tokens, memory=memory, token_mask=token_mask)
         logits = loss = None
         if targets is None:
@@ -249,19 +248,3 @@ def _joined_mask(
     every = torch.ones_like(tokens_BL, dtype=torch.bool)
     parts.append(every if token_mask_BL is None else token_mask_BL)
     return torch.cat(parts, dim=1)
-
-
-@contextmanager
-def _recorded(layers: list[MoE]) -> Iterator[list[Routing]]:
-    """Collect what the routers of the layers decide inside `with`."""
-    found: list[Routing] = []
-
-    def note(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        found.append(arguments[1])  # the emitter of each layer is handed (x, routing, state)
-
-    handles = [layer.emitter.register_forward_pre_hook(note) for layer in layers]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
