@@ -94,7 +94,8 @@ class AdaptiveRouter(Router):
         """With one scale per cluster for all tokens, rescaling and base router are one kernel."""
         base = self.base
         shared = self.statistics is None or self.statistics.mode in ("batch", "running")
-        simple = shared and self.mix == 1 and self.config.detach and not self.scale_experts
+        constant = self.config.detach and not state.scale.requires_grad
+        simple = shared and constant and self.mix == 1 and not self.scale_experts
         if not (simple and isinstance(base, TopKRouter) and base.fuses(x)):
             return super().route(x, state, token_mask=token_mask, token_ids=token_ids, cache=cache)
         check_state(state, x, self.mix, self.num_experts)
