@@ -1,5 +1,6 @@
 """Every command, in the order of the help page."""
 
+from acmoe.cli.attack import Attack
 from acmoe.cli.bench import Bench
 from acmoe.cli.data import Data
 from acmoe.cli.demo import Demo
@@ -8,6 +9,7 @@ from acmoe.cli.finetune import Finetune
 from acmoe.cli.generate import Generate
 from acmoe.cli.models import Models
 from acmoe.cli.parse import Command
+from acmoe.cli.shift import Shift
 from acmoe.cli.theory import Theory
 from acmoe.cli.train import Train
 
@@ -18,6 +20,8 @@ COMMANDS: dict[str, type[Command]] = {
     "train": Train,
     "evaluate": Evaluate,
     "finetune": Finetune,
+    "attack": Attack,
+    "shift": Shift,
     "generate": Generate,
     "theory": Theory,
     "bench": Bench,

@@ -1,6 +1,7 @@
-"""`acmoe evaluate RUN`: perplexity or bits per byte, clean and contaminated."""
+"""`acmoe evaluate RUN`: perplexity or bits per byte, clean and contaminated; accuracy of images."""
 
 import json as json_format
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -10,29 +11,35 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from acmoe.evaluate.language import LanguageReport
+    from acmoe.evaluate.routing import LayerReport
+    from acmoe.evaluate.vision_run import RunReport
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate:
-    """Score a run over every token of a split, in each statistics mode asked for."""
+    """Score a run over every token or image of a split, in each statistics mode asked for."""
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """The run's folder."""
     split: Literal["valid", "test"] = "test"
-    """Which text."""
+    """Which text or images."""
     statistics: tuple[Literal["batch", "running", "prefix", "sequence"], ...] = ()
     """Statistics modes of the adaptive routers; none: the model's own."""
     contaminate: float | None = None
-    """Also score a corrupted text: share of words (0.025 in the paper) or bytes replaced."""
+    """Text: also score a corrupted text: share of words (0.025 in the paper) or bytes replaced."""
     contaminate_seed: int = 0
     """One seed, one corrupted text, the same for every model."""
     which: Literal["best", "last"] = "best"
     """Checkpoint."""
-    batch: int = 8
-    """Rows the text is cut into: fewer rows, more context."""
+    batch: int | None = None
+    """Rows a text is cut into (8: fewer rows, more context), or images of a forward pass (64)."""
+    dropless: bool = False
+    """Images: lift the experts' capacity, so that no token is dropped."""
     block: int | None = None
-    """Tokens of a forward pass in each row; as in training if not given."""
+    """Text: tokens of a forward pass in each row; as in training if not given."""
     routing: bool = False
     """Also measure load balance and instability of every MoE layer."""
     device: str = "auto"
@@ -41,10 +48,61 @@ class Evaluate:
     """Print as JSON."""
 
     def run(self) -> int:
+        from acmoe.config.train_vision import VISION_RUNS
+        from acmoe.evaluate.run import run_kind
+
+        if run_kind(self.folder) in VISION_RUNS:
+            found = self._images()
+            self._print(found, lambda: _show_images(found))
+        else:
+            report = self._text()
+            self._print(report, lambda: _show(report))
+        return 0
+
+    def _print(self, report: "LanguageReport | RunReport", show: Callable[[], None]) -> None:
+        if self.json:
+            print(json_format.dumps(report.to_json(), indent=2))
+        else:
+            show()
+
+    def _images(self) -> "RunReport":
+        from acmoe.config.image_data import ImageEvaluateConfig
+        from acmoe.data.progress import progress_bars
+        from acmoe.errors import check
+        from acmoe.evaluate.run import open_vision_run
+        from acmoe.evaluate.vision_run import evaluate_vision_run
+
+        for name in ("contaminate", "block"):
+            value = getattr(self, name)
+            check(
+                value is None,
+                f"--{name} {value} is for text, and {self.folder} is a run of an image model; "
+                "leave it out, or see `acmoe attack`",
+            )
+        config = ImageEvaluateConfig(
+            split=self.split,
+            statistics=self.statistics,
+            dropless=self.dropless,
+            batch=64 if self.batch is None else self.batch,
+            routing=self.routing,
+        )
+        run = open_vision_run(self.folder)
+        with progress_bars(Console(stderr=True)) as progress:
+            return evaluate_vision_run(
+                run, config, which=self.which, device=self.device, progress=progress
+            )
+
+    def _text(self) -> "LanguageReport":
         from acmoe.config.data import ContaminationConfig
         from acmoe.config.evaluate import EvaluateConfig
+        from acmoe.errors import check
         from acmoe.evaluate.language import evaluate
 
+        check(
+            not self.dropless,
+            f"--dropless is for images, and {self.folder} is a run of a language model; leave it "
+            "out",
+        )
         corrupt = None
         if self.contaminate is not None:
             corrupt = ContaminationConfig(rate=self.contaminate, seed=self.contaminate_seed)
@@ -53,16 +111,11 @@ class Evaluate:
             which=self.which,
             statistics=self.statistics,
             contamination=corrupt,
-            batch=self.batch,
+            batch=8 if self.batch is None else self.batch,
             block=self.block,
             routing=self.routing,
         )
-        report = evaluate(self.folder, config, device=self.device)
-        if self.json:
-            print(json_format.dumps(report.to_json(), indent=2))
-        else:
-            _show(report)
-        return 0
+        return evaluate(self.folder, config, device=self.device)
 
 
 def _show(report: "LanguageReport") -> None:
@@ -78,9 +131,32 @@ def _show(report: "LanguageReport") -> None:
     console.print(table)
     for figure in report.figures:
         if figure.layers and not figure.contaminated:
-            layers = Table("MoE layer", "load balance (std, points)", "instability", "chance")
-            for number, layer in enumerate(figure.layers):
-                change = "" if layer.instability is None else f"{layer.instability:.3f}"
-                chance = "" if layer.chance is None else f"{layer.chance:.3f}"
-                layers.add_row(str(number), f"{layer.load_balance:.2f}", change, chance)
-            console.print(layers)
+            console.print(_layers(figure.layers))
+
+
+def _show_images(found: "RunReport") -> None:
+    report = found.report
+    table = Table("statistics", "top-1 (%)", "top-5 (%)", "loss (nats)")
+    for figure in report.figures:
+        top5 = "" if figure.top5 is None else f"{figure.top5:.2f}"
+        table.add_row(figure.statistics, f"{figure.top1:.2f}", top5, f"{figure.loss:.4f}")
+    console = Console()
+    capacity = "no token dropped" if report.capacity is None else f"capacity {report.capacity:g}"
+    console.print(
+        f"{report.data}, {report.split}: {report.images:,} images of {report.size} px in batches "
+        f"of {report.batch}; {capacity}; step {found.step}",
+        highlight=False,
+    )
+    console.print(table)
+    for figure in report.figures:
+        if figure.layers:
+            console.print(_layers(figure.layers))
+
+
+def _layers(layers: "Sequence[LayerReport]") -> Table:
+    table = Table("MoE layer", "load balance (std, points)", "instability", "chance")
+    for number, layer in enumerate(layers):
+        change = "" if layer.instability is None else f"{layer.instability:.3f}"
+        chance = "" if layer.chance is None else f"{layer.chance:.3f}"
+        table.add_row(str(number), f"{layer.load_balance:.2f}", change, chance)
+    return table

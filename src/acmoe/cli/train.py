@@ -41,10 +41,18 @@ class Train:
 
 def run_recipe(config: object, overrides: tuple[str, ...], folder: Path) -> int:
     from acmoe.config.train import RunConfig, override_run
-    from acmoe.train.loop import train
+    from acmoe.config.train_vision import VisionRunConfig, override_vision_run
 
-    assert isinstance(config, RunConfig)
-    summary = train(override_run(config, overrides), folder, console=Console(stderr=True))
+    console = Console(stderr=True)
+    if isinstance(config, VisionRunConfig):
+        from acmoe.train.vision import train_images
+
+        summary = train_images(override_vision_run(config, overrides), folder, console=console)
+    else:
+        from acmoe.train.loop import train
+
+        assert isinstance(config, RunConfig)
+        summary = train(override_run(config, overrides), folder, console=console)
     print(summary.message)
     return 0 if summary.signal is None else 128 + summary.signal
 

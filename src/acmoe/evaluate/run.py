@@ -1,9 +1,10 @@
 """A run's folder, as everything but training sees it.
 
-config.json      the experiment
+config.json      the experiment; `kind` tells which model is trained, a language model's has none
 vocabulary.json  what its token ids mean, so that a run can be read without its corpus
 metrics.jsonl    one record a line
 checkpoints/     step-00001000/ and so on: a model (`acmoe.load` reads it) and training state
+attacks/         what attacks on an image model found so far
 """
 
 import json
@@ -16,12 +17,16 @@ import torch
 from acmoe.config.data import PrepareConfig
 from acmoe.config.serialize import from_document
 from acmoe.config.train import DataConfig, RunConfig
+from acmoe.config.train_vision import VISION_RUNS, VisionRunConfig
 from acmoe.data.corpus import MANIFEST, Corpus, load_corpus
+from acmoe.data.image_load import load_images
+from acmoe.data.images import ImageSplits
 from acmoe.data.prepare import prepare
 from acmoe.data.registry import dataset
 from acmoe.data.vocabulary import Vocabulary, load_vocabulary
 from acmoe.errors import UserError, check
 from acmoe.models.checkpoint import load
+from acmoe.models.classifier import ImageClassifier
 from acmoe.models.decoder import LanguageModel
 
 CONFIG = "config.json"
@@ -30,18 +35,20 @@ METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 STATE = "state.json"
 
+LANGUAGE_RUN = "language-run"
+ATTACKS = "attacks"
+
 Which = Literal["best", "last"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """A run that was started: its folder and its config."""
+class RunFolder:
+    """The folder of a run that was started."""
 
     folder: Path
-    config: RunConfig
 
     def checkpoint(self, which: Which = "best") -> Path:
-        """The folder of the checkpoint with the lowest validation loss, or of the latest."""
+        """The folder of the checkpoint that was best in validation, or of the latest."""
         found = checkpoints(self.folder / CHECKPOINTS)
         check(bool(found), f"{self.folder} has no checkpoint yet; train it further")
         if which == "last":
@@ -49,6 +56,21 @@ class Run:
         best = read_json(found[-1] / STATE).get("best")
         # A run stopped before its first validation has only its latest state.
         return found[-1] if best is None else step_folder(found[-1].parent, best["step"])
+
+    def step(self, which: Which = "best") -> int:
+        """Updates done before that checkpoint."""
+        return int(self.checkpoint(which).name.split("-")[1])
+
+    def metrics(self, kind: str) -> list[dict[str, Any]]:
+        """The records of a kind, `train` or `valid`, in order of steps."""
+        return [record for record in read_metrics(self.folder / METRICS) if record["kind"] == kind]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(RunFolder):
+    """A run of a language model."""
+
+    config: RunConfig
 
     def model(self, which: Which = "best", *, device: torch.device | str = "cpu") -> LanguageModel:
         return cast(LanguageModel, load(self.checkpoint(which), device=device))
@@ -59,17 +81,49 @@ class Run:
     def corpus(self) -> Corpus:
         return open_corpus(self.config.data)
 
-    def metrics(self, kind: str) -> list[dict[str, Any]]:
-        """The records of a kind, `train` or `valid`, in order of steps."""
-        return [record for record in read_metrics(self.folder / METRICS) if record["kind"] == kind]
+
+@dataclass(frozen=True, kw_only=True)
+class VisionRun(RunFolder):
+    """A run of an image classifier."""
+
+    config: VisionRunConfig
+
+    def model(
+        self, which: Which = "best", *, device: torch.device | str = "cpu"
+    ) -> ImageClassifier:
+        return cast(ImageClassifier, load(self.checkpoint(which), device=device))
+
+    def images(self) -> ImageSplits:
+        return load_images(self.config.data)
 
 
 def open_run(folder: Path | str) -> Run:
-    """The run in a folder."""
+    """The language run in a folder."""
+    path, kind = Path(folder) / CONFIG, run_kind(folder)
+    check(
+        kind not in VISION_RUNS,
+        f"{folder} is a run of an image model ({kind}); this takes a run of a language model",
+    )
+    return Run(folder=path.parent, config=from_document(read_json(path), RunConfig, str(path)))
+
+
+def open_vision_run(folder: Path | str) -> VisionRun:
+    """The vision run in a folder."""
+    path, kind = Path(folder) / CONFIG, run_kind(folder)
+    check(
+        kind in VISION_RUNS,
+        f"{folder} is a {kind}; this takes a run of an image model, such as one of `acmoe train "
+        "swin-nano`",
+    )
+    config = from_document(read_json(path), VISION_RUNS[kind], str(path))
+    return VisionRun(folder=path.parent, config=config)
+
+
+def run_kind(folder: Path | str) -> str:
+    """Which model a run trains, as its config.json says."""
     path = Path(folder) / CONFIG
     check(path.is_file(), f"{folder} is no run: {path} is missing; give a folder `train` wrote")
-    config = from_document(read_json(path), RunConfig, str(path))
-    return Run(folder=Path(folder), config=config)
+    return str(read_json(path).get("kind", LANGUAGE_RUN))
 
 
 def open_corpus(data: DataConfig) -> Corpus:

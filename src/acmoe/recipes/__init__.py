@@ -11,26 +11,35 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from acmoe.config.train import RunConfig
+from acmoe.config.train_vision import VisionRunConfig
 from acmoe.errors import check
-from acmoe.recipes import ablations, language, nano
+from acmoe.recipes import ablations, language, nano, vision, vision_small
+
+AnyRunConfig = RunConfig | VisionRunConfig
 
 
 class Recipe(NamedTuple):
-    build: Callable[[], RunConfig]
+    build: Callable[[], AnyRunConfig]
     description: str  # one line
 
 
 def recipes() -> dict[str, Recipe]:
     """Every recipe, in the order of the paper's tables."""
     found = {}
-    for room in (language, ablations, nano):
-        for name, build in room.RECIPES.items():
-            first, _, _ = (build.__doc__ or "").partition("\n")
-            found[name] = Recipe(build, first.strip())
+    builders: dict[str, Callable[[], AnyRunConfig]] = {
+        **language.RECIPES,
+        **ablations.RECIPES,
+        **vision.RECIPES,
+        **nano.RECIPES,
+        **vision_small.RECIPES,
+    }
+    for name, build in builders.items():
+        first, _, _ = (build.__doc__ or "").partition("\n")
+        found[name] = Recipe(build, first.strip())
     return found
 
 
-def recipe(name: str) -> RunConfig:
+def recipe(name: str) -> AnyRunConfig:
     """The config of the recipe of that name.
 
     >>> recipe("switch-medium-acmoe").model.router.name

@@ -46,7 +46,8 @@ class Display:
 
     def train(self, record: Record) -> None:
         balance = record["load_balance"]
-        figures = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s"
+        unit = next(name for name in ("tokens", "images") if f"{name}_per_second" in record)
+        figures = f"loss {record['loss']:.4f}  {record[f'{unit}_per_second']:,.0f} {unit}/s"
         if balance:
             figures += f"  load balance {sum(balance) / len(balance):.1f}"
         self._advance(record["step"], figures + self._valid)
@@ -55,7 +56,7 @@ class Display:
             self._line(record, f"{figures}  {left:.0f} s left")
 
     def valid(self, record: Record) -> None:
-        name = next(key for key in ("bits_per_byte", "perplexity") if key in record)
+        name = next(key for key in ("bits_per_byte", "perplexity", "top1") if key in record)
         self._valid = f"  valid {record[name]:.4f}"
         self._line(record, f"validation {name.replace('_', ' ')} {record[name]:.4f}")
 

@@ -3,22 +3,30 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
-from acmoe.data.loader import Batch
 from acmoe.errors import UserError
-from acmoe.evaluate.device import autocast
-from acmoe.train.step import Trainer
+
+
+class Examined(Protocol):
+    """What is asked of a trainer whose loss is no number any more."""
+
+    recent: list[Any]
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def config(self) -> Any: ...
+    def replay(self, batch: Any) -> None: ...
 
 
 class TrainingStopped(UserError):  # noqa: N818, an event of the run and no fault of the code
     """Something is NaN or infinite; the message says where that began and what to try."""
 
 
-def stopped(trainer: Trainer, step: int, bad: int, good: Path | None) -> TrainingStopped:
+def stopped(trainer: Examined, step: int, bad: int, good: Path | None) -> TrainingStopped:
     """The error of a run at `step`, where batch `bad` of the recent ones was the first to fail."""
     first = step - len(trainer.recent) + 1 + bad
     where = first_bad_parameter(trainer.model) or _first_bad_output(trainer, trainer.recent[bad])
@@ -37,15 +45,13 @@ def first_bad_parameter(model: nn.Module) -> str | None:
     return None
 
 
-def _first_bad_output(trainer: Trainer, batch: Batch) -> str:
-    """The first module that gives such a value on that batch, read again without memory."""
-    device = trainer.device
-    with torch.no_grad(), autocast(trainer.config.precision, device):
-        with watched(trainer.model) as found:
-            trainer.model(batch.tokens.to(device), batch.targets.to(device))
-        if found:
-            return found[0]
-        return "read again, the batch gives finite values, so its memory or its gradient does not"
+def _first_bad_output(trainer: Examined, batch: Any) -> str:
+    """The first module that gives such a value on that batch, read again."""
+    with watched(trainer.model) as found:
+        trainer.replay(batch)
+    if found:
+        return found[0]
+    return "read again, the batch gives finite values, so its memory or its gradient does not"
 
 
 @contextmanager

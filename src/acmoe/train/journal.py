@@ -4,10 +4,10 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -16,9 +16,17 @@ from acmoe.evaluate.language import Metric, value_of
 from acmoe.evaluate.measures import load_balance
 from acmoe.evaluate.run import METRICS, read_metrics
 from acmoe.train.checkpoint import write_text
-from acmoe.train.step import Update, Validation
+from acmoe.train.step import Update
 
 Record = dict[str, Any]
+
+
+class Scored(Protocol):
+    """A score of the validation split, a NamedTuple with what it depends on."""
+
+    @property
+    def loss(self) -> float: ...
+    def _asdict(self) -> dict[str, Any]: ...
 
 
 class Journal:
@@ -28,14 +36,17 @@ class Journal:
     alone: not validation, not saving, not the time between two calls of `train`.
     """
 
-    def __init__(self, folder: Path, metric: Metric) -> None:
+    unit = "tokens"  # that the speed counts
+    ranked: tuple[str, ...] = ("loss",)  # what the best checkpoint is chosen by
+
+    def __init__(self, folder: Path, metric: str) -> None:
         self.path, self.metric = folder / METRICS, metric
         self.losses: list[float] = []
         self.aux_losses: list[float] = []
         self.best: dict[str, Any] | None = None
         self.seconds = 0.0
         self._unread: list[Tensor] = []
-        self._tokens, self._since = 0, 0.0  # since the last line: tokens, and `seconds` then
+        self._units, self._since = 0, 0.0  # since the last line: units, and `seconds` then
         self._mark = time.perf_counter()
         self.board = Board(folder / "tensorboard")
 
@@ -45,9 +56,19 @@ class Journal:
         self._since, self._mark = self.seconds, time.perf_counter()
         self.board.open(step)
 
+    def state_dict(self) -> Record:
+        """What a run that continues goes on with."""
+        names = ("seconds", "losses", "aux_losses", "best")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.seconds, self.best = state["seconds"], state["best"]
+        self.losses, self.aux_losses = state["losses"], state["aux_losses"]
+
     def note(self, update: Update, tokens: int) -> None:
+        """An update of so many tokens, or images."""
         self._unread.append(torch.stack([update.loss, update.aux_loss, update.sound.float()]))
-        self._tokens += tokens
+        self._units += tokens
 
     def look(self) -> int | None:
         """Read the losses; the place of the first unsound update among those just read."""
@@ -67,30 +88,38 @@ class Journal:
             "kind": "train",
             "step": step,
             "loss": loss,
-            _key(self.metric): value_of(loss, self.metric),
+            **self.figures(loss),
             "aux_loss": math.fsum(self.aux_losses) / len(self.aux_losses),
             "lr": lr,
-            "tokens_per_second": self._tokens / max(passed, 1e-9),
+            f"{self.unit}_per_second": self._units / max(passed, 1e-9),
             "load_balance": [load_balance(load) for load in loads],
             "seconds": self.seconds,
         }
         self.losses, self.aux_losses = [], []
-        self._tokens, self._since = 0, self.seconds
+        self._units, self._since = 0, self.seconds
         return self._write(record)
 
-    def valid_record(self, step: int, score: Validation) -> Record:
+    def valid_record(self, step: int, score: Scored) -> Record:
         """A line on the validation split; also remembers the best."""
-        if self.best is None or score.loss < self.best["loss"]:
-            self.best = {"step": step, "loss": score.loss}
+        if self.best is None or self.rank(score._asdict()) < self.rank(self.best):
+            self.best = {"step": step, **{name: score._asdict()[name] for name in self.ranked}}
         record = {
             "kind": "valid",
             "step": step,
             "loss": score.loss,
-            _key(self.metric): value_of(score.loss, self.metric),
+            **self.figures(score.loss),
             **{name: value for name, value in score._asdict().items() if name != "loss"},
             "seconds": self.seconds,
         }
         return self._write(record)
+
+    def rank(self, score: Mapping[str, Any]) -> tuple[float, ...]:
+        """Less is better."""
+        return (score["loss"],)
+
+    def figures(self, loss: float) -> Record:
+        """What else a loss says."""
+        return {self.metric.replace(" ", "_"): value_of(loss, cast(Metric, self.metric))}
 
     @property
     def best_step(self) -> int | None:
@@ -98,7 +127,8 @@ class Journal:
 
     @property
     def best_value(self) -> float | None:
-        return None if self.best is None else value_of(self.best["loss"], self.metric)
+        """In units of the metric."""
+        return None if self.best is None else value_of(self.best["loss"], cast(Metric, self.metric))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -142,10 +172,6 @@ class Board:
             if isinstance(value, int | float) and name != "step":
                 self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
         self._writer.flush()
-
-
-def _key(metric: Metric) -> str:
-    return metric.replace(" ", "_")
 
 
 def append(path: Path, record: Record) -> None:

@@ -1,5 +1,6 @@
-"""The training loop."""
+"""Training a language model; `Course.run` is the loop."""
 
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -9,11 +10,10 @@ from acmoe.evaluate.device import pick_device, seeded
 from acmoe.evaluate.language import check_vocabulary, metric_of
 from acmoe.evaluate.run import CHECKPOINTS, open_corpus
 from acmoe.train.checkpoint import CheckpointStore
+from acmoe.train.course import Course
 from acmoe.train.display import Display
-from acmoe.train.health import stopped
 from acmoe.train.interrupt import Interrupts
 from acmoe.train.journal import Journal
-from acmoe.train.optim import learning_rate
 from acmoe.train.resume import resume_run, save_run
 from acmoe.train.run_folder import claim, keep_vocabulary
 from acmoe.train.step import Trainer
@@ -36,29 +36,15 @@ def train(config: RunConfig, folder: Path | str, *, console: Console | None = No
         keep_vocabulary(corpus.vocabulary, folder)
         trainer, journal = Trainer(config, corpus, device), Journal(folder, metric)
         store = CheckpointStore(folder / CHECKPOINTS, keep=config.keep)
-        step, stopping = resume_run(store, trainer, journal, corpus), False
-        display.begin(step, journal)
-        while step < config.steps and not stopping:
-            step += 1
-            log, validate, save = (
-                step % every == 0 or step == config.steps
-                for every in (config.log_every, config.eval_every, config.checkpoint_every)
-            )
-            update = trainer.update(step, record=log)
-            journal.note(update, config.tokens_per_step)
-            stopping = asked.signal is not None
-            if not (log or validate or save or stopping):
-                continue
-            bad = journal.look()  # the one place where the host waits for the device
-            if bad is not None:
-                raise stopped(trainer, step, bad, store.latest())
-            trainer.recent.clear()
-            if log:
-                display.train(journal.train_record(step, learning_rate(config, step), update.loads))
-            with journal.paused():
-                if validate:
-                    display.valid(journal.valid_record(step, trainer.validate(valid)))
-                if save or stopping or (validate and journal.best_step == step):
-                    save_run(store, step, trainer, journal, corpus)
-    signal = asked.signal if step < config.steps else None
-    return Summary.of(folder, config, journal, step, signal)
+        course = Course(
+            trainer=trainer,
+            journal=journal,
+            store=store,
+            display=display,
+            asked=asked,
+            steps=config.steps,
+            validate=partial(trainer.validate, valid),
+            save=lambda step: save_run(store, step, trainer, journal, corpus),
+        )
+        step = course.run(resume_run(store, trainer, journal, corpus))
+    return Summary.of(folder, config.steps, journal, step, course.signal_at(step))

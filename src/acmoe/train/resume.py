@@ -25,10 +25,7 @@ def save_run(
             tensors[f"memory/{part}/{depth}"] = hidden
     tensors |= rng_tensors(trainer.device)
     state: dict[str, Any] = {
-        "seconds": journal.seconds,
-        "losses": journal.losses,
-        "aux_losses": journal.aux_losses,
-        "best": journal.best,
+        **journal.state_dict(),
         "data": trainer.batches.state_dict(),
         "corpus_sha256": corpus.manifest.splits["train"].sha256,
     }
@@ -52,9 +49,8 @@ def resume_run(store: CheckpointStore, trainer: Trainer, journal: Journal, corpu
     trainer.memories = _memories(tensors, trainer)
     trainer.batches.load_state_dict(state["data"])
     restore_rng(tensors, trainer.device)
-    journal.seconds, journal.best = state["seconds"], state["best"]
-    journal.losses, journal.aux_losses = state["losses"], state["aux_losses"]
     step = cast(int, state["step"])
+    journal.load_state_dict(state)
     journal.open(step)
     return step
 

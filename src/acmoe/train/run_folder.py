@@ -12,7 +12,7 @@ import acmoe
 from acmoe.config.serialize import differences, from_document, to_document
 from acmoe.data.vocabulary import Vocabulary, save_vocabulary
 from acmoe.errors import UserError, check
-from acmoe.evaluate.run import CONFIG, VOCABULARY, read_json
+from acmoe.evaluate.run import CONFIG, LANGUAGE_RUN, VOCABULARY, read_json, run_kind
 from acmoe.train.checkpoint import write_text
 
 if sys.platform != "win32":
@@ -40,12 +40,15 @@ def claim(folder: Path, config: Any) -> Iterator[None]:
                 not strangers,
                 f"{folder} holds {', '.join(strangers[:3])} and is no run folder; choose another",
             )
-            document = {"acmoe": acmoe.__version__, **to_document(config)}
+            kind = {"kind": config.kind} if hasattr(config, "kind") else {}
+            document = {"acmoe": acmoe.__version__, **kind, **to_document(config)}
             write_text(path, json.dumps(document, indent=2) + "\n")
         yield
 
 
 def _check_same(path: Path, config: Any) -> None:
+    kind, asked = run_kind(path.parent), getattr(config, "kind", LANGUAGE_RUN)
+    check(kind == asked, f"{path.parent} holds a {kind}, not a {asked}; choose another folder")
     stored = from_document(read_json(path), type(config), str(path))
     apart = differences(stored, config)
     check(

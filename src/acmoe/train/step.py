@@ -4,11 +4,12 @@ B streams, L positions of a block, E experts.
 """
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from acmoe.config.language import language_router
 from acmoe.config.train import RunConfig
@@ -21,6 +22,7 @@ from acmoe.models.decoder import LanguageModel, LanguageOutput, Memory
 from acmoe.models.registry import build_model
 from acmoe.routing.losses import load
 from acmoe.routing.stable import StableRouter
+from acmoe.routing.state import Routing
 from acmoe.routing.step import fold_statistics
 from acmoe.train.optim import adam, learning_rate
 
@@ -88,10 +90,31 @@ class Trainer:
             ((out.loss + out.aux_loss) / self.config.split).backward()  # type: ignore[no-untyped-call]
             self.memories[part] = out.memory
             outputs.append(out)
-        loss = _mean([out.loss for out in outputs])
-        aux_loss = _mean([out.aux_loss for out in outputs])
-        sound = self._step(step, (loss + aux_loss).isfinite())
-        return Update(loss, aux_loss, sound, self._loads(outputs))
+        loss = mean([out.loss for out in outputs])
+        aux_loss = mean([out.aux_loss for out in outputs])
+        sound = take_step(
+            self.model,
+            self.optimizer,
+            lr=self.learning_rate(step),
+            clip=self.config.clip,
+            sound=(loss + aux_loss).isfinite(),
+        )
+        routings = [out.routings or () for out in outputs]
+        return Update(loss, aux_loss, sound, summed_loads(routings, self.config.model.num_experts))
+
+    @property
+    def per_step(self) -> int:
+        """Tokens of an update."""
+        return self.config.tokens_per_step
+
+    def learning_rate(self, step: int) -> float:
+        return learning_rate(self.config, step)
+
+    @torch.no_grad()
+    def replay(self, batch: Batch) -> None:
+        """Read a batch again, without memory."""
+        with autocast(self.config.precision, self.device):
+            self.model(batch.tokens.to(self.device), batch.targets.to(self.device))
 
     def validate(self, stream: Tokens) -> Validation:
         """Score a stream as an evaluation would; training goes on as if nothing had happened."""
@@ -122,27 +145,39 @@ class Trainer:
             out = self.model(tokens_BL, targets_BL, memory=memory, return_routings=record)
         return cast(LanguageOutput, out)
 
-    def _step(self, step: int, sound: Tensor) -> Tensor:
-        if self.config.clip is not None:
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
-            sound = sound & norm.isfinite()
-        # The fused kernel skips its update where this is 1: weights stay those that gave the first
-        # bad loss, and can be examined when the host next looks.
-        self.optimizer.found_inf = (~sound).float()  # type: ignore[attr-defined]
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.config, step)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        fold_statistics(self.model)
-        return sound
 
-    def _loads(self, outputs: list[LanguageOutput]) -> tuple[Tensor, ...]:
-        experts = self.config.model.num_experts
-        layers = zip(*(out.routings or () for out in outputs), strict=True)
-        return tuple(
-            torch.stack([load(part.expert_ids, experts) for part in layer]).sum(0)
-            for layer in layers
-        )
+def take_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    lr: float,
+    clip: float | None,
+    sound: Tensor,
+) -> Tensor:
+    """Update the weights by their gradients, and once the running statistics; whether it was sound.
+
+    `sound` tells whether the losses are finite; the gradient must be too, where it is clipped.
+    """
+    if clip is not None:
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        sound = sound & norm.isfinite()
+    # The fused kernel skips its update where this is 1: weights stay those that gave the first
+    # bad loss, and can be examined when the host next looks.
+    optimizer.found_inf = (~sound).float()  # type: ignore[attr-defined]
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad()
+    fold_statistics(model)
+    return sound
+
+
+def summed_loads(parts: Sequence[Sequence[Routing]], num_experts: int) -> tuple[Tensor, ...]:
+    """Routed tokens at each expert of every MoE layer, over the micro-batches."""
+    return tuple(
+        torch.stack([load(routing.expert_ids, num_experts) for routing in layer]).sum(0)
+        for layer in zip(*parts, strict=True)
+    )
 
 
 def _eager(wanted: bool) -> contextlib.AbstractContextManager[object]:
@@ -155,5 +190,5 @@ def freeze_stable_routers(model: LanguageModel) -> None:
             module.freeze()
 
 
-def _mean(values: list[Tensor | None]) -> Tensor:
+def mean(values: list[Tensor | None]) -> Tensor:
     return torch.stack([value.detach() for value in values if value is not None]).mean()

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from acmoe.config.train import RunConfig
 from acmoe.train.journal import Journal
 
 
@@ -22,12 +21,12 @@ class Summary:
 
     @classmethod
     def of(
-        cls, folder: Path, config: RunConfig, journal: Journal, step: int, signal: int | None
+        cls, folder: Path, steps: int, journal: Journal, step: int, signal: int | None
     ) -> "Summary":
         return cls(
             folder=folder,
             step=step,
-            steps=config.steps,
+            steps=steps,
             signal=signal,
             seconds=journal.seconds,
             metric=journal.metric,

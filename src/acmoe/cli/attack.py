@@ -1,0 +1,119 @@
+"""`acmoe attack RUN --attack fgsm|pgd|spsa`: accuracy of an image classifier under attack."""
+
+import json as json_format
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from acmoe.config.attack import AttackConfig
+    from acmoe.evaluate.vision_run import RunAttack
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attack:
+    """Attack every test image within every radius; interrupted, it continues."""
+
+    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """The folder of a run that trained an image classifier."""
+    attack: Literal["fgsm", "pgd", "spsa", "autoattack"]
+    """fgsm and pgd follow the gradient, spsa only the answers; autoattack needs its package."""
+    preset: Literal["default", "paper"] = "default"
+    """default: pixels in [0, 1], true labels; paper: normalised, unbounded, predicted labels."""
+    eps: tuple[str, ...] = ()
+    """Radii, such as 1/255 2/255; the preset's own if not given."""
+    steps: int | None = None
+    """Of pgd and spsa; 20 if not given."""
+    directions: int | None = None
+    """Of each of spsa's estimates; 128 if not given."""
+    split: Literal["valid", "test"] = "test"
+    """Which images."""
+    statistics: Literal["batch", "running", "sequence"] | None = None
+    """Mode of the adaptive routers; the model's own if not given."""
+    dropless: bool = False
+    """Lift the experts' capacity, so that no token is dropped."""
+    batch: int = 64
+    """Images of a forward pass."""
+    limit: int | None = None
+    """Attack this many images only."""
+    seed: int = 0
+    """Of the order, the starts and the directions."""
+    which: Literal["best", "last"] = "best"
+    """Checkpoint."""
+    device: str = "auto"
+    """cuda where there is one."""
+    json: bool = False
+    """Print as JSON."""
+
+    def run(self) -> int:
+        from acmoe.data.progress import progress_bars
+        from acmoe.evaluate.run import open_vision_run
+        from acmoe.evaluate.vision_run import attack_vision_run
+
+        config = self.config()
+        run = open_vision_run(self.folder)
+        with progress_bars(Console(stderr=True)) as progress:
+            found = attack_vision_run(
+                run, config, which=self.which, device=self.device, progress=progress
+            )
+        if self.json:
+            print(json_format.dumps(found.to_json(), indent=2))
+        else:
+            _show(found)
+        return 0
+
+    def config(self) -> "AttackConfig":
+        from dataclasses import fields
+
+        from acmoe.config.attack import attack_config, parse_eps
+        from acmoe.errors import check
+
+        config = attack_config(
+            self.attack, preset=self.preset, eps=tuple(parse_eps(text) for text in self.eps)
+        )
+        asked: dict[str, Any] = {"steps": self.steps, "directions": self.directions}
+        chosen = {name: value for name, value in asked.items() if value is not None}
+        known = {field.name for field in fields(config.attack)}
+        for name, value in chosen.items():
+            check(name in known, f"{self.attack} takes no --{name} ({value}); leave it out")
+        return replace(
+            config,
+            attack=replace(config.attack, **chosen),
+            split=self.split,
+            statistics=self.statistics,
+            dropless=self.dropless,
+            batch=self.batch,
+            limit=self.limit,
+            seed=self.seed,
+        )
+
+
+def _show(found: "RunAttack") -> None:
+    from acmoe.config.attack import eps_text
+
+    report = found.report
+    table = Table("eps", "clean top-1", "attacked top-1", "attacked top-5", "tokens moved")
+    for figure in report.figures:
+        top5 = "" if figure.top5 is None else f"{figure.top5:.2f}"
+        moved = f"{fmean(figure.moved):.2f}" if figure.moved else ""
+        clean, attacked = f"{report.clean_top1:.2f}", f"{figure.top1:.2f}"
+        table.add_row(eps_text(figure.eps), clean, attacked, top5, moved)
+    console = Console()
+    bound = "within the range of images" if report.clamp else "without a bound"
+    console.print(
+        f"{report.attack['name']} on {report.data}, {report.split}: {report.images:,} images in "
+        f"batches of {report.batch}; {report.space} space, {bound}, {report.labels} labels; "
+        f"statistics {report.statistics}; step {found.step}",
+        highlight=False,
+    )
+    console.print(table)
+    console.print(
+        "percent; tokens moved: those whose first expert changed, mean over MoE layers",
+        highlight=False,
+    )
+    console.print(f"wrote {found.path}", highlight=False, soft_wrap=True)

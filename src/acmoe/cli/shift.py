@@ -1,0 +1,71 @@
+"""`acmoe shift RUN --set imagenet-a|imagenet-r|imagenet-o --from FOLDER`."""
+
+import json as json_format
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shift:
+    """Score an image classifier on a shifted set: accuracy on A and R, detection (AUPR) on O."""
+
+    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """The folder of a run that trained an image classifier on class folders named by WordNet id."""
+    shift: Annotated[Literal["imagenet-a", "imagenet-r", "imagenet-o"], tyro.conf.arg(name="set")]
+    """Which set. O is compared with the run's own test images of the same classes."""
+    source: Annotated[Path, tyro.conf.arg(name="from")]
+    """The set's folder, with one folder a class."""
+    statistics: Literal["batch", "running", "sequence"] | None = None
+    """Mode of the adaptive routers; the model's own if not given."""
+    dropless: bool = False
+    """Lift the experts' capacity, so that no token is dropped."""
+    batch: int = 64
+    """Images of a forward pass."""
+    which: Literal["best", "last"] = "best"
+    """Checkpoint."""
+    device: str = "auto"
+    """cuda where there is one."""
+    json: bool = False
+    """Print as JSON."""
+
+    def run(self) -> int:
+        from acmoe.config.image_data import ImageEvaluateConfig
+        from acmoe.data.image_folder import open_folder
+        from acmoe.data.progress import progress_bars
+        from acmoe.evaluate.run import open_vision_run
+        from acmoe.evaluate.shift import evaluate_shift
+
+        run = open_vision_run(self.folder)
+        config = ImageEvaluateConfig(
+            statistics=() if self.statistics is None else (self.statistics,),
+            dropless=self.dropless,
+            batch=self.batch,
+            precision=run.config.precision,
+        )
+        images = run.images()
+        with progress_bars(Console(stderr=True)) as progress:
+            report = evaluate_shift(
+                run.model(self.which),
+                self.shift,
+                open_folder(self.source),
+                run.config.data,
+                config,
+                classes=images.classes,
+                clean=images.test if self.shift == "imagenet-o" else None,
+                device=self.device,
+                progress=progress,
+            )
+        if self.json:
+            print(json_format.dumps(report.to_json(), indent=2))
+        else:
+            against = f" among {report.clean_images:,} clean ones" if report.clean_images else ""
+            print(
+                f"{report.shift}: {report.metric} {report.value:.2f} (chance {report.chance:.2f}) "
+                f"on {report.images:,} images{against}, choosing among {report.classes} classes; "
+                f"batches of {report.batch}, order {report.order}, statistics {report.statistics}"
+            )
+        return 0

@@ -1,0 +1,91 @@
+"""Scoring and attacking a run of an image classifier, on its own images."""
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from acmoe.config.attack import AttackConfig
+from acmoe.config.image_data import ImageEvaluateConfig
+from acmoe.data.progress import Progress, silent
+from acmoe.evaluate.attack import AttackReport, evaluate_attack
+from acmoe.evaluate.run import ATTACKS, VisionRun, Which
+from acmoe.evaluate.vision import ImageReport, evaluate_images
+
+
+class RunReport(NamedTuple):
+    """An accuracy, and the step of the run's checkpoint that has it."""
+
+    step: int
+    report: ImageReport
+
+    def to_json(self) -> dict[str, Any]:
+        return {"step": self.step, **self.report.to_json()}
+
+
+class RunAttack(NamedTuple):
+    """An attack, the step of the attacked checkpoint, and the file that holds both."""
+
+    step: int
+    report: AttackReport
+    path: Path
+
+    def to_json(self) -> dict[str, Any]:
+        return {"step": self.step, **self.report.to_json()}
+
+
+def evaluate_vision_run(
+    run: VisionRun,
+    config: ImageEvaluateConfig,
+    *,
+    which: Which = "best",
+    device: str = "auto",
+    progress: Progress = silent,
+) -> RunReport:
+    """Score a checkpoint in the precision it was trained in."""
+    images = run.images()[config.split]
+    config = replace(config, precision=run.config.precision)
+    report = evaluate_images(
+        run.model(which), images, run.config.data, config, device=device, progress=progress
+    )
+    return RunReport(run.step(which), report)
+
+
+def attack_vision_run(
+    run: VisionRun,
+    config: AttackConfig,
+    *,
+    which: Which = "best",
+    device: str = "auto",
+    progress: Progress = silent,
+) -> RunAttack:
+    """Attack a checkpoint in float32; the same call after a kill does only what is left.
+
+    Batches are written into the run's folder as they are done, and the report at the end.
+    """
+    folder = run.folder / ATTACKS
+    report = evaluate_attack(
+        run.model(which),
+        run.images()[config.split],
+        run.config.data,
+        config,
+        folder=folder,
+        device=device,
+        progress=progress,
+    )
+    found = RunAttack(run.step(which), report, folder / _name(run.step(which), report))
+    draft = found.path.with_name(f".{found.path.name}.draft")
+    draft.write_text(json.dumps(found.to_json(), indent=2) + "\n", encoding="utf-8")
+    draft.replace(found.path)
+    return found
+
+
+def _name(step: int, report: AttackReport) -> str:
+    """One file for each choice of settings; only what was found is left out of the name."""
+    found = ("clean_top1", "clean_top5", "figures")
+    settings = {key: value for key, value in report.to_json().items() if key not in found}
+    radii = [figure.eps for figure in report.figures]
+    text = json.dumps([step, settings, radii], sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return f"report-{report.attack['name']}-{digest[:12]}.json"

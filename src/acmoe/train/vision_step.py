@@ -1,0 +1,182 @@
+"""One optimizer update of an image classifier, and everything it changes.
+
+B images, K classes, E experts.
+"""
+
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from acmoe.config.image_data import ImageEvaluateConfig
+from acmoe.config.train_vision import VisionRunConfig
+from acmoe.data.augment import Augment
+from acmoe.data.image_batches import ImageBatch, TrainingImages
+from acmoe.data.images import ImageSplits
+from acmoe.errors import check
+from acmoe.evaluate.device import autocast
+from acmoe.evaluate.vision import evaluate_images
+from acmoe.models.classifier import ImageClassifier, VisionOutput
+from acmoe.models.registry import build_model
+from acmoe.train.optim import adam, learning_rate
+from acmoe.train.step import Update, mean, summed_loads, take_step
+
+
+class ImageValidation(NamedTuple):
+    """A score of the validation images, with what it depends on."""
+
+    loss: float  # mean nats per image
+    top1: float  # percent
+    top5: float | None  # percent; None where there are no more than five classes
+    images: int
+    statistics: str
+    batch: int
+
+
+class Pace(NamedTuple):
+    """The learning rate's course, counted in updates."""
+
+    lr: float
+    min_lr: float
+    schedule: str
+    steps: int
+    warmup: int
+
+
+class VisionTrainer:
+    """The model, its optimizer and the place in the images.
+
+    `recent` are the batches since somebody last looked whether the losses are finite.
+    """
+
+    def __init__(self, config: VisionRunConfig, images: ImageSplits, device: torch.device) -> None:
+        self.config, self.images, self.device = config, images, device
+        self.batches = TrainingImages(
+            images.train, config.data, config.augment, batch=config.batch, seed=config.seed
+        )
+        per_pass = self.batches.batches_per_pass
+        self.pace = Pace(
+            lr=config.lr,
+            min_lr=config.min_lr,
+            schedule=config.schedule,
+            steps=config.updates(per_pass),
+            warmup=config.warmup_updates(per_pass),
+        )
+        mean, std = config.data.normalization
+        self.augment = Augment(
+            config.augment, num_classes=config.model.num_classes, mean=mean, std=std
+        )
+        self.model = cast(ImageClassifier, build_model(config.model)).to(device).train()
+        self.optimizer = adam(
+            self.model,
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            decays=decays,
+        )
+        self.recent: list[ImageBatch] = []
+
+    @property
+    def per_step(self) -> int:
+        """Images of an update."""
+        return self.config.batch
+
+    def learning_rate(self, step: int) -> float:
+        return learning_rate(self.pace, step)
+
+    def update(self, step: int, *, record: bool) -> Update:
+        """Read a batch, take a step. Nothing here waits for the device."""
+        batch = next(self.batches)
+        self.recent.append(batch)
+        outputs = []
+        parts = zip(*(part.chunk(self.config.split) for part in self._altered(batch)), strict=True)
+        for images, targets_BK in parts:
+            out = self._forward(images, targets_BK, record=record)
+            assert out.loss is not None
+            ((out.loss + out.aux_loss) / self.config.split).backward()  # type: ignore[no-untyped-call]
+            outputs.append(out)
+        loss, aux_loss = mean([out.loss for out in outputs]), mean([o.aux_loss for o in outputs])
+        sound = take_step(
+            self.model,
+            self.optimizer,
+            lr=self.learning_rate(step),
+            clip=self.config.clip,
+            sound=(loss + aux_loss).isfinite(),
+        )
+        routings = [out.routings or () for out in outputs]
+        return Update(loss, aux_loss, sound, summed_loads(routings, self.config.model.num_experts))
+
+    @torch.no_grad()
+    def replay(self, batch: ImageBatch) -> None:
+        """Read a batch again."""
+        self._forward(*self._altered(batch), record=False)
+
+    def validate(self) -> ImageValidation:
+        """Score the validation images as an evaluation would; training goes on as if nothing was.
+
+        With running statistics no image changes another's score.
+        """
+        valid = self.images.valid
+        config = ImageEvaluateConfig(
+            split="valid",
+            batch=self.config.eval_batch,
+            limit=self.config.eval_images,
+            precision=self.config.precision,
+        )
+        report = evaluate_images(
+            self.model, valid, self.config.data, config, device=str(self.device)
+        )
+        figure = report.figures[0]
+        return ImageValidation(
+            loss=figure.loss,
+            top1=figure.top1,
+            top5=figure.top5,
+            images=report.images,
+            statistics=figure.statistics,
+            batch=report.batch,
+        )
+
+    def close(self) -> None:
+        """Stop reading images ahead."""
+        self.batches.close()
+
+    def _altered(self, batch: ImageBatch) -> tuple[Tensor, Tensor]:
+        """Normalised images and (B, K) targets, on the device."""
+        images, labels_B = batch.images, batch.labels
+        if self.device.type == "cuda":
+            images, labels_B = (
+                tensor.pin_memory().to(self.device, non_blocking=True)
+                for tensor in (images, labels_B)
+            )
+        return self.augment(images, labels_B, seed=batch.seed)
+
+    def _forward(self, images: Tensor, targets_BK: Tensor, *, record: bool) -> VisionOutput:
+        with autocast(self.config.precision, self.device):
+            out = self.model(images, targets_BK, return_routings=record)
+        return cast(VisionOutput, out)
+
+
+def decays(name: str, parameter: nn.Parameter) -> bool:
+    """Matrices that are neither biases (of experts: one row each) nor positions."""
+    parts = name.split(".")
+    return (
+        parameter.dim() >= 2
+        and not parts[-1].endswith("bias")
+        and not {"position", "positions"} & set(parts)
+    )
+
+
+def check_images(config: VisionRunConfig, images: ImageSplits) -> None:
+    """The images are those the run's model and settings are made for."""
+    classes = len(images.classes)
+    check(
+        classes == config.model.num_classes,
+        f"{images.train.title} has {classes} classes, not model.num_classes="
+        f"{config.model.num_classes}; set it to {classes}",
+    )
+    check(
+        (config.eval_images or 1) <= len(images.valid),
+        f"eval_images={config.eval_images} exceeds the {len(images.valid):,} validation images; "
+        "lower it",
+    )

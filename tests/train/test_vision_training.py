@@ -1,0 +1,324 @@
+"""Training image classifiers: one update, the whole run, and the run that was interrupted."""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from acmoe.config.image_data import AugmentConfig
+from acmoe.config.serialize import from_document, to_document
+from acmoe.config.train_vision import SwinRunConfig, VisionRunConfig, override_vision_run
+from acmoe.data.image_load import load_images
+from acmoe.errors import UserError
+from acmoe.evaluate.run import open_run, open_vision_run
+from acmoe.evaluate.statistics import own_statistics
+from acmoe.recipes import recipe
+from acmoe.routing.statistics import ClusterStatistics
+from acmoe.train.health import TrainingStopped
+from acmoe.train.loop import train
+from acmoe.train.vision import ImageJournal, train_images
+from acmoe.train.vision_step import ImageValidation, VisionTrainer, decays
+from tiny_runs import byte_corpus, tiny_run
+from tiny_vision_runs import (
+    QUIET,
+    all_numbers,
+    tiny_vision_run,
+    train_images_in_child,
+    trained_images,
+    vision_records,
+)
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["tiny_vision_runs"])
+
+
+def trainer_of(config: VisionRunConfig) -> VisionTrainer:
+    torch.manual_seed(config.seed)
+    return VisionTrainer(config, load_images(config.data), torch.device("cpu"))
+
+
+def stop_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send this process SIGTERM once, in the middle of that step."""
+    update, left = VisionTrainer.update, [step]
+
+    def interrupted(self: VisionTrainer, step: int, *, record: bool) -> Any:
+        result = update(self, step, record=record)
+        if left == [step]:
+            left.clear()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    monkeypatch.setattr(VisionTrainer, "update", interrupted)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "options"),
+    [
+        ((), {}),  # batch statistics, drop path, expert dropout, noise of the gate
+        (("model.router.statistics=running", "schedule=constant"), {}),
+        ((), {"router": "smoe"}),
+        ((), {"router": "random"}),  # draws a scale in every call
+        ((), {"soft": True}),
+    ],
+    ids=["adaptive", "running", "smoe", "random", "softmoe"],
+)
+def test_stopped_at_5_and_continued_equals_12_steps_in_one_run(
+    overrides: tuple[str, ...],
+    options: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = tiny_vision_run(*overrides, **options)
+    trained_images(config, tmp_path / "whole")
+    stop_at(5, monkeypatch)
+    first = train_images(config, tmp_path / "parts", console=QUIET)
+    assert (first.step, first.signal) == (5, signal.SIGTERM)
+    assert "same command" in first.message
+    with (tmp_path / "parts" / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 6}\n{"kind": "tra')  # as a killed process leaves it
+    second = train_images(config, tmp_path / "parts", console=QUIET)
+    assert (second.step, second.signal) == (12, None)
+    assert all_numbers(tmp_path / "whole") == all_numbers(tmp_path / "parts")
+    assert vision_records(tmp_path / "whole") == vision_records(tmp_path / "parts")
+
+
+def test_sigterm_finishes_the_step_saves_and_exits_with_143(tmp_path: Path) -> None:
+    config = tiny_vision_run("steps=100000", "checkpoint_every=100000", "eval_every=100000")
+    process = FORKS.Process(target=train_images_in_child, args=(config, tmp_path / "run"))
+    process.start()
+    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 60
+    while not (metrics.is_file() and metrics.read_text()):
+        assert process.is_alive() and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.terminate()
+    process.join(60)
+    assert process.exitcode == 143
+    # Only the signal can have saved this: no checkpoint was due.
+    assert 4 <= open_vision_run(tmp_path / "run").step("last") < 100000
+
+
+def test_a_run_folder_holds_metrics_and_a_config_of_its_kind(tmp_path: Path) -> None:
+    config = tiny_vision_run()
+    folder = trained_images(config, tmp_path / "run")
+    assert [(line["kind"], line["step"]) for line in vision_records(folder)] == [
+        ("train", 4),
+        ("valid", 6),
+        ("train", 8),
+        ("train", 12),
+        ("valid", 12),
+    ]
+    line = vision_records(folder)[0]
+    assert len(line["load_balance"]) == 3  # two MoE layers in the first stage, one in the second
+    valid = vision_records(folder)[-1]
+    assert (valid["images"], valid["statistics"], valid["batch"]) == (40, "running", 64)
+    assert 0 <= valid["top1"] <= valid["top5"] <= 100
+    document = json.loads((folder / "config.json").read_text())
+    assert document["kind"] == "swin-run"
+    assert open_vision_run(folder).config == config
+
+
+def test_the_loss_is_the_models_on_the_altered_batch() -> None:
+    quiet = ("model.expert_dropout=0", "model.drop_path=0", "split=1", "augment.mixup=0")
+    trainer = trainer_of(
+        tiny_vision_run(*quiet, "augment.cutmix=0", "augment.erase=0", router="smoe")
+    )
+    other = trainer_of(trainer.config)
+    batch = next(other.batches)
+    x, targets_BK = other.augment(batch.images, batch.labels, seed=batch.seed)
+    assert targets_BK.shape == (16, 10)
+    torch.manual_seed(7)  # of the gate's noise
+    logits_BK = other.model(x).logits.double()
+    expected = functional.cross_entropy(logits_BK, targets_BK.double())
+    torch.manual_seed(7)
+    update = trainer.update(1, record=True)
+    assert update.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert update.aux_loss > 0
+    # 16 images of 4 x 4 tokens, then of 2 x 2, each at two experts.
+    assert [int(load.sum()) for load in update.loads] == [512, 512, 128]
+    for closing in (trainer, other):
+        closing.close()
+
+
+def test_the_auxiliary_loss_is_part_of_what_is_minimised() -> None:
+    gates = []
+    for balance in (0, 1):
+        trainer = trainer_of(tiny_vision_run(f"model.balance={balance}", router="smoe"))
+        trainer.update(1, record=False)
+        trainer.close()
+        gates.append(trainer.model.moe_layers()[0].router.embedding.detach().clone())
+    assert not torch.equal(*gates)
+
+
+def test_statistics_are_folded_in_once_per_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    folds = []
+    fold = ClusterStatistics.fold
+
+    def counted(self: ClusterStatistics) -> None:
+        folds.append(self)
+        fold(self)
+
+    monkeypatch.setattr(ClusterStatistics, "fold", counted)
+    trainer = trainer_of(tiny_vision_run("split=4"))
+    trainer.update(1, record=False)
+    trainer.close()
+    assert len(folds) == 1  # of the two MoE layers in the adaptive stage the first emits
+    assert folds[0].weight.sum() > 0
+    assert own_statistics(trainer.model) == "running"
+
+
+def test_validation_leaves_training_as_it_was() -> None:
+    trainer, alone = (trainer_of(tiny_vision_run()) for _ in range(2))
+    torch.manual_seed(1)
+    trainer.update(1, record=False)
+    trainer.validate()
+    after = trainer.update(2, record=False)
+    torch.manual_seed(1)
+    alone.update(1, record=False)
+    assert torch.equal(after.loss, alone.update(2, record=False).loss)
+    assert trainer.model.training
+    for closing in (trainer, alone):
+        closing.close()
+
+
+def test_biases_gains_and_positions_do_not_decay() -> None:
+    swin, soft = (trainer_of(tiny_vision_run(soft=soft)) for soft in (False, True))
+    parameters = dict(swin.model.named_parameters()) | dict(soft.model.named_parameters())
+    kept = {name for name, parameter in parameters.items() if not decays(name, parameter)}
+    for name in (
+        "stages.0.blocks.0.attention.position.up.weight",  # a matrix, but of positions
+        "stages.0.blocks.1.layer.experts.up_bias",  # a matrix, but one bias for each expert
+        "stages.0.blocks.0.norm_layer.weight",
+        "head.bias",
+        "positions",
+        "class_token",
+    ):
+        assert name in kept, name
+    for name in ("stages.0.blocks.1.layer.experts.up", "head.weight"):
+        assert name not in kept, name
+    decaying, others = swin.optimizer.param_groups
+    assert (decaying["weight_decay"], others["weight_decay"]) == (0.05, 0.0)
+    for closing in (swin, soft):
+        closing.close()
+
+
+def test_a_length_in_epochs_is_counted_in_whole_batches() -> None:
+    # 1,257 training digits (1,797 less 15 % of each class, twice) make 78 batches of 16.
+    trainer = trainer_of(tiny_vision_run("epochs=2.5", "warmup=0.5"))
+    trainer.close()
+    per_pass = len(trainer.images.train) // 16
+    assert (trainer.pace.steps, trainer.pace.warmup) == (
+        round(2.5 * per_pass),
+        round(0.5 * per_pass),
+    )
+    assert trainer.learning_rate(trainer.pace.warmup) == pytest.approx(3e-3)
+    assert trainer.learning_rate(trainer.pace.steps) == pytest.approx(0, abs=1e-12)
+
+
+def test_a_length_in_another_unit_asks_for_the_warmup_in_it() -> None:
+    run = recipe("swin-small")
+    assert isinstance(run, SwinRunConfig)
+    changed = override_vision_run(run, ["steps=100", "warmup=10"])
+    assert (changed.steps, changed.epochs, changed.warmup) == (100, None, 10)
+    with pytest.raises(UserError, match=r"warmup=5 in epochs; with steps, give warmup in steps"):
+        override_vision_run(run, ["steps=100"])
+    with pytest.raises(UserError, match=r"steps=None and epochs=None; give one"):
+        override_vision_run(run, ["epochs=none"])
+
+
+def test_the_best_checkpoint_has_the_highest_accuracy_then_the_lowest_loss(tmp_path: Path) -> None:
+    journal = ImageJournal(tmp_path, "validation top-1 (%)")
+    journal.open(0)
+    for step, top1, loss in ((1, 50.0, 1.0), (2, 60.0, 2.0), (3, 55.0, 0.5), (4, 60.0, 1.5)):
+        journal.valid_record(step, ImageValidation(loss, top1, None, 10, "none", 2))
+    assert (journal.best_step, journal.best_value) == (4, 60.0)
+
+
+def test_names_of_routers_mean_what_they_mean_in_image_models() -> None:
+    run = tiny_vision_run("model.router=adaptive", router="smoe")
+    assert run == tiny_vision_run()
+    assert tiny_vision_run("model.router=smoe") == tiny_vision_run(router="smoe")
+
+
+@pytest.mark.parametrize("soft", [False, True], ids=["swin", "softmoe"])
+def test_a_config_comes_back_from_its_document(soft: bool) -> None:
+    run = tiny_vision_run(soft=soft)
+    document = json.loads(json.dumps(to_document(run)))
+    assert from_document(document, type(run), "here") == run
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        ("data.size=16", r"data.size=16 differs from model.image_size=8"),
+        ("split=3", r"batch=16 images do not split into 3"),
+        ("min_lr=1", r"min_lr=1.0 exceeds lr=0.003"),
+        ("model.channels=1", r"model.channels=1; images are read in 3 colours"),
+        ("steps=0", r"steps=0; it must be a whole number of at least 1"),
+        ("model.router=soft", r"router='soft' fills slots"),
+        ("eps=0", r"eps=0.0; it must be positive"),
+    ],
+)
+def test_a_wrong_setting_is_refused_in_one_line(pair: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as refusal:
+        tiny_vision_run(pair)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        ("model.num_classes=7", r"digits has 10 classes, not model.num_classes=7; set it to 10"),
+        ("eval_images=1000", r"eval_images=1000 exceeds the 26\d validation images"),
+        ("batch=4096", r"batch=4096 exceeds the 1,2\d\d training images"),
+        ("model.placement=everywhere", r"placement='everywhere' is unknown"),
+    ],
+)
+def test_a_mistake_is_found_before_the_folder_is_begun(
+    pair: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        train_images(tiny_vision_run(pair), tmp_path / "run", console=QUIET)
+    assert not (tmp_path / "run").exists()
+
+
+def test_language_and_vision_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+    trained_images(tiny_vision_run("steps=1"), tmp_path / "run")
+    with pytest.raises(UserError, match=r"holds a swin-run, not a softmoe-run; choose another"):
+        train_images(tiny_vision_run(soft=True), tmp_path / "run", console=QUIET)
+    with pytest.raises(UserError, match=r"holds a swin-run, not a language-run; choose another"):
+        train(tiny_run(byte_corpus(tmp_path)), tmp_path / "run", console=QUIET)
+    with pytest.raises(UserError, match=r"is a run of an image model \(swin-run\)"):
+        open_run(tmp_path / "run")
+
+
+def test_other_images_in_the_same_place_are_refused(tmp_path: Path) -> None:
+    def write(last: int) -> None:
+        rng = np.random.default_rng(0)
+        for split in ("train", "val"):
+            labels = np.array([*(n % 10 for n in range(39)), last])
+            pixels = rng.integers(0, 256, (40, 8, 8, 3), dtype=np.uint8)
+            np.savez(tmp_path / f"{split}.npz", images=pixels, labels=labels)
+
+    write(last=3)
+    place = ("data.name=arrays", f"data.source={tmp_path}", "data.resize=8", "steps=2")
+    config = tiny_vision_run(*place, "eval_images=none")
+    trained_images(config, tmp_path / "run")
+    write(last=4)
+    with pytest.raises(UserError, match="not the images this run was begun with"):
+        train_images(config, tmp_path / "run", console=QUIET)
+
+
+def test_a_diverging_run_names_step_and_layer(tmp_path: Path) -> None:
+    config = tiny_vision_run("lr=1e30", "clip=none", "checkpoint_every=1", router="smoe")
+    config = replace(config, augment=AugmentConfig())
+    with pytest.raises(TrainingStopped, match=r"step 2 gave .* first gives .*step-00000001"):
+        train_images(config, tmp_path / "run", console=QUIET)
