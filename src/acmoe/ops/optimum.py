@@ -12,7 +12,7 @@ from torch import Tensor
 from acmoe.errors import check
 
 # Newton steps, a fixed number so that no step waits for the host. Quadratic from the left: the
-# hardest spectra found (dispersions whose number grows with their size) need 12; see the tests.
+# hardest spectra found (dispersions whose number grows with their size) need 15; see the tests.
 _STEPS = 24
 # A dispersion this many times lambda gets a weight of nothing; its square must still be a float64.
 _FAR = 1e140
@@ -42,7 +42,10 @@ def optimal_weights(dispersion: Tensor, strength: float | Tensor) -> Tensor:
         if not valid.all():
             bad = dispersion[~valid].flatten()[0].item()
             check(False, f"dispersion holds {bad}; every entry must be finite and at least 0")
-    lam = torch.as_tensor(strength, dtype=torch.float64, device=dispersion.device)
+    if isinstance(strength, Tensor):
+        lam = strength.to(dispersion.device, torch.float64)
+    else:  # filled on the device: a copy from the host would make it wait
+        lam = dispersion.new_full((), strength, dtype=torch.float64)
     rows = (*dispersion.shape[:-1], 1)
     pairs = zip(reversed(lam.shape), reversed(rows), strict=False)
     check(
