@@ -77,11 +77,11 @@ def test_stopped_between_epochs_it_continues_to_the_same_result(
 
     real, calls = room._Work.train_epoch, []
 
-    def dies_in_the_second(self: room._Work, epoch: int) -> float:
+    def dies_in_the_second(self: room._Work, epoch: int, progress: room.Progress) -> float:
         calls.append(epoch)
         if len(calls) == 2:
             raise Killed
-        return real(self, epoch)
+        return real(self, epoch, progress)
 
     monkeypatch.setattr(room._Work, "train_epoch", dies_in_the_second)
     with pytest.raises(Killed):

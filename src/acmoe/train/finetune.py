@@ -17,6 +17,7 @@ from rich.console import Console
 from torch import nn
 
 from acmoe.config.finetune import FinetuneConfig
+from acmoe.data.progress import Progress, progress_bars, silent
 from acmoe.data.seeding import derive_seed
 from acmoe.data.sentence_batches import (
     EncodedSentence,
@@ -114,7 +115,8 @@ def _train(work: "_Work", store: CheckpointStore, metrics: Path, console: Consol
     forget_after(metrics, len(accuracies))
     for epoch in range(len(accuracies) + 1, config.epochs + 1):
         started = time.perf_counter()
-        loss = work.train_epoch(epoch)
+        with progress_bars(console) as progress:
+            loss = work.train_epoch(epoch, progress)
         accuracies.append(work.accuracy("dev"))
         seconds = time.perf_counter() - started
         record = {"kind": "epoch", "step": epoch, "loss": loss, "dev_accuracy": accuracies[-1]}
@@ -179,9 +181,10 @@ class _Work:
             self.model, lr=config.lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
         )
 
-    def train_epoch(self, epoch: int) -> float:
+    def train_epoch(self, epoch: int, progress: Progress = silent) -> float:
         """Mean loss per sentence, in nats."""
         self.model.train()
+        done, all_sentences = 0, len(self.rows["train"])
         total = torch.zeros((), device=self.device)
         for batch in self._batches("train", epoch):
             for part in _micro_batches(batch, self.config.split):
@@ -193,7 +196,9 @@ class _Work:
             self.optimizer.step()
             self.optimizer.zero_grad()
             fold_statistics(self.model)
-        return float(total) / len(self.rows["train"])
+            done += len(batch.labels)
+            progress(f"epoch {epoch}/{self.config.epochs}, sentences", done, all_sentences)
+        return float(total) / all_sentences
 
     @torch.no_grad()
     def accuracy(self, split: str) -> float:
