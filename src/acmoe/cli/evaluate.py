@@ -131,7 +131,7 @@ def _show(report: "LanguageReport") -> None:
     console.print(table)
     for figure in report.figures:
         if figure.layers and not figure.contaminated:
-            console.print(_layers(figure.layers))
+            console.print(_layers(figure.layers, figure.statistics))
 
 
 def _show_images(found: "RunReport") -> None:
@@ -150,11 +150,12 @@ def _show_images(found: "RunReport") -> None:
     console.print(table)
     for figure in report.figures:
         if figure.layers:
-            console.print(_layers(figure.layers))
+            console.print(_layers(figure.layers, figure.statistics))
 
 
-def _layers(layers: "Sequence[LayerReport]") -> Table:
-    table = Table("MoE layer", "load balance (std, points)", "instability", "chance")
+def _layers(layers: "Sequence[LayerReport]", statistics: str) -> Table:
+    columns = ("MoE layer", "load balance (std, points)", "instability", "chance")
+    table = Table(*columns, title=f"statistics: {statistics}")
     for number, layer in enumerate(layers):
         change = "" if layer.instability is None else f"{layer.instability:.3f}"
         chance = "" if layer.chance is None else f"{layer.chance:.3f}"
