@@ -1,9 +1,9 @@
 """Gradients of the expert MLPs. The activation is computed again, never stored.
 
     rows         (expert_forward.py) gathers the output gradient and multiplies by down
-    activation   recomputes the activation and its slope, and sums the gate's gradient. Fused into
-                 the product's epilogue it was 2.6 times slower than product and pass together: two
-                 more tiles of h in registers spill (H200, olmoe: 4.7 ms against 1.8).
+    activation   recomputes the activation and its slope, and sums the gate's gradient. In the
+                 product's epilogue it was slower: 4.7 ms against 1.7 + 0.85 (H200, olmoe), probably
+                 for the registers that two more tiles of h take.
     weight       sums outer products of an expert's rows, with the bias gradient beside them
 
 Shapes as in expert_forward.py.
