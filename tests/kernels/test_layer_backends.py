@@ -16,6 +16,7 @@ ROUTERS = {
     "running, previous": acmoe.AdaptiveConfig(statistics="running"),
     "batch, current": acmoe.AdaptiveConfig(statistics="batch", statistics_of="current"),
     "running, current": acmoe.AdaptiveConfig(statistics="running", statistics_of="current"),
+    "prefix": acmoe.AdaptiveConfig(statistics="prefix"),
     # What no kernel serves falls to the reference, inside the same layer.
     "two clusters mixed": acmoe.AdaptiveConfig(statistics="batch", mix=2),
     "gradient through the scale": acmoe.AdaptiveConfig(statistics="batch", detach=False),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from acmoe.experts.moe import MoE
+from acmoe.models.capacity import override_capacity
 
 
 def own_capacity(model: nn.Module) -> float | None:
@@ -17,12 +18,5 @@ def own_capacity(model: nn.Module) -> float | None:
 @contextlib.contextmanager
 def using_capacity(model: nn.Module, *, dropless: bool) -> Iterator[float | None]:
     """Drop no token inside `with`, where asked; yields the capacity factor in force."""
-    limited = [m for m in model.modules() if isinstance(m, MoE)] if dropless else []
-    before = [module.capacity_factor for module in limited]
-    try:
-        for module in limited:
-            module.capacity_factor = None
+    with override_capacity(model, None) if dropless else contextlib.nullcontext():
         yield own_capacity(model)
-    finally:
-        for module, factor in zip(limited, before, strict=True):
-            module.capacity_factor = factor

@@ -1,6 +1,6 @@
-"""Dispersion, and dispersion with its scale, on the backend that serves the call.
+"""Dispersion, its scale, and causal dispersion, on the backend that serves the call.
 
-D features, C clusters, X any leading dimensions.
+B sequences of L tokens, D features, C clusters, J clusters per token, X any leading dimensions.
 """
 
 from typing import NamedTuple
@@ -8,10 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acmoe.ops.backend import Option, choose, triton_obstacle
+from acmoe.ops.backend import Option, choose, requested, triton_obstacle
 from acmoe.ops.dispersion import dispersion_and_count
 from acmoe.ops.fused_dispersion import KERNEL_MEASURES, fused_dispersion
+from acmoe.ops.fused_prefix import fused_prefix_dispersion
 from acmoe.ops.fused_scale import SCALE_MEASURES, fused_cluster_scale
+from acmoe.ops.prefix import PrefixMoments, prefix_dispersion
 from acmoe.ops.scale import scale_from_dispersion
 
 
@@ -64,6 +66,31 @@ def measured_scale(
         x, assignment, num_clusters, measure=measure, token_mask=token_mask
     )
     return scale_from_dispersion(spread, count, **options._asdict()), spread, count
+
+
+def measured_prefix(
+    x_BLD: Tensor,
+    assignment_BLJ: Tensor,
+    before: PrefixMoments,
+    *,
+    measure: str,
+    token_mask: Tensor | None,
+) -> tuple[Tensor, Tensor, PrefixMoments]:
+    """`prefix_dispersion` of each token's clusters, the first of which is its own."""
+    own_BL = assignment_BLJ[..., 0]
+    obstacle = triton_obstacle(x_BLD) if x_BLD.numel() else "there are no tokens"
+    if obstacle is None and assignment_BLJ.shape[-1] > 1:
+        obstacle = "it reads one cluster per token"
+    if obstacle is None and requested() != "triton":
+        obstacle = "its kernel has not been timed; ask for it with ACMOE_BACKEND=triton"
+    options = (Option("triton", obstacle), Option("torch", None))
+    if choose("prefix statistics", options) == "triton":
+        return fused_prefix_dispersion(
+            x_BLD, own_BL, before, measure=measure, token_mask=token_mask
+        )
+    return prefix_dispersion(
+        x_BLD, own_BL, assignment_BLJ, before, measure=measure, token_mask=token_mask
+    )
 
 
 def _backend(x: Tensor, served: bool) -> str:

@@ -23,8 +23,13 @@ from torch import Tensor, nn
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.errors import check
 from acmoe.ops.dispersion import accumulation_dtype
-from acmoe.ops.measure import ScaleOptions, measured_dispersion, measured_scale
-from acmoe.ops.prefix import PrefixMoments, prefix_dispersion
+from acmoe.ops.measure import (
+    ScaleOptions,
+    measured_dispersion,
+    measured_prefix,
+    measured_scale,
+)
+from acmoe.ops.prefix import PrefixMoments
 from acmoe.ops.scale import scale_from_dispersion
 from acmoe.routing.cache import StatisticsSlot, check_inference
 from acmoe.routing.step import StepStatistics
@@ -158,9 +163,8 @@ class ClusterStatistics(StepStatistics):
                     device=x_BLD.device,
                     dtype=accumulation_dtype(x_BLD.dtype),
                 )
-            spread_BLJD, count_BLJ, after = prefix_dispersion(
+            spread_BLJD, count_BLJ, after = measured_prefix(
                 x_BLD,
-                assignment_BLJ[..., 0],
                 assignment_BLJ,
                 before,
                 measure=self.config.measure,
