@@ -15,6 +15,7 @@ from acmoe.config.routing import (
     LossConfig,
     RandomConfig,
 )
+from acmoe.errors import check
 from acmoe.ops.dispersion import accumulation_dtype
 from acmoe.routing.adaptive import gather_scale, mix_scales
 from acmoe.routing.cache import StatisticsSlot
@@ -123,6 +124,8 @@ class HashRouter(Router):
         top_k: int,
         losses: LossConfig | None = None,
     ) -> None:
+        losses = no_noise_losses(losses, config.name)
+        check(losses.z == 0, f"z={losses.z}; router='hash' has no weights to train, use z=0")
         super().__init__(dim=dim, num_experts=num_experts, top_k=top_k, losses=losses)
         self.config = config
 
