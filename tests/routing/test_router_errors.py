@@ -104,7 +104,6 @@ BUILDS = [
         {"losses": LossConfig(importance_load=0.1)},
         r"needs a noisy top-k router, not .*hash",
     ),
-    ("hash", {"losses": LossConfig(z=0.1)}, r"z=0.1; router='hash' has no weights to train"),
     ("dense", {}, r"router='dense' is unknown; choose one of smoe, adaptive, cosine, stable"),
     ("smoe", {"top_k": 4}, r"top_k=4 exceeds num_experts=3; lower top_k"),
     ("adaptive", {"top_k": 4}, r"top_k=4 exceeds num_experts=3; lower top_k"),
