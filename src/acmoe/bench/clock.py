@@ -102,4 +102,14 @@ def capture(action: Action) -> Action:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         action()
-    return graph.replay
+    return Replay(graph, action)
+
+
+class Replay:
+    """A graph, and the call it was taken from: with that go the weights that the graph reads."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, action: Action) -> None:
+        self.graph, self.action = graph, action
+
+    def __call__(self) -> None:
+        self.graph.replay()

@@ -136,7 +136,7 @@ def prepare(mode: str, trial: Trial, config: RouterBenchConfig) -> dict[tuple[st
     layer: AnyLayer = torch.compile(moe, dynamic=False) if config.compile else moe
     check_mode(layer, mode, trial)
     fold_statistics(moe)  # running averages hold something from here on
-    ready = {(mode, BOTH): warmed(partial(_both, layer, trial), config)}
+    ready = {(mode, BOTH): warmed(partial(both_passes, layer, trial), config)}
     if mode in INFERENCE:
         still = build_moe(trial.shape, trial.weights, MODES[mode]).eval()
         still.load_state_dict(moe.state_dict())
@@ -189,7 +189,7 @@ def warmed(action: Action, config: RouterBenchConfig) -> Measured:
     return Measured(capture(action) if config.graph else action, memory)
 
 
-def _both(layer: AnyLayer, trial: Trial) -> None:
+def both_passes(layer: AnyLayer, trial: Trial) -> None:
     y_TD, _ = layer(trial.x, trial.state)
     torch.autograd.grad(y_TD, [trial.x, *trial.weights.parameters], trial.cotangent)
 

@@ -76,6 +76,13 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("added", lambda row: _percent(row["added_percent"])),
         Column("extra MiB", _number("memory_mib", ",.0f")),
     ),
+    "profile": (
+        Column("what", _number("subject", "")),
+        Column("kernel", _number("kernel", "")),
+        Column("launches", _number("launches", ".0f")),
+        Column("us", _number("us", ",.1f")),
+        Column("share", _number("share", ".1%")),
+    ),
     "tune": (
         Column("shape", _number("shape", "")),
         Column("kernel", _number("kernel", "")),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from acmoe.bench.results import Report
 
 
-def _command(name: str, action: "Layer | Router | Train | Tune") -> str:
+def _command(name: str, action: "Layer | Router | Train | Profile | Tune") -> str:
     """What a reader types to take the figures again."""
     words = ["acmoe", "bench", name]
     for option in fields(action):
@@ -162,6 +162,54 @@ class Train:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Where the time goes: kernels of a layer (by shape) or of a training step (by model)."""
+
+    shapes: tuple[str, ...] = ()
+    """As in `bench layer`."""
+    models: tuple[str, ...] = ()
+    """As in `bench train`."""
+    statistics: str = "plain"
+    """Of the layer's router: plain, batch, running or current."""
+    router: str = "smoe"
+    """Of the trained model."""
+    variant: str = "eager"
+    """Of the training step: eager, compile, graph or compile+graph."""
+    batch: int | None = None
+    """Streams or images of the training step."""
+    dtype: str = "bf16"
+    """Of the layer."""
+    top: int = 30
+    """Kernels shown; the others are summed up."""
+    device: str = "auto"
+    """cuda where there is one."""
+    json: bool = False
+    """Print as JSON."""
+    save: bool = False
+    """Also write benchmarks/results/DATE-profile-DEVICE.json."""
+
+    def run(self) -> int:
+        from acmoe.bench.profile import ProfileConfig, bench_profile
+
+        config = ProfileConfig(
+            shapes=self.shapes,
+            models=self.models,
+            statistics=self.statistics,
+            router=self.router,
+            variant=self.variant,
+            batch=self.batch,
+            dtype=self.dtype,
+            top=self.top,
+            device=self.device,
+        )
+        return _show(
+            bench_profile(config, command=_command("profile", self)),
+            json=self.json,
+            save=self.save,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Tune:
     """Sweep the block sizes of the expert kernels, and write the fastest into the package."""
 
@@ -217,6 +265,7 @@ class Bench:
         Annotated[Layer, tyro.conf.subcommand("layer")]
         | Annotated[Router, tyro.conf.subcommand("router")]
         | Annotated[Train, tyro.conf.subcommand("train")]
+        | Annotated[Profile, tyro.conf.subcommand("profile")]
         | Annotated[Tune, tyro.conf.subcommand("tune")]
         | Annotated[Table, tyro.conf.subcommand("table")]
     ) = Layer()
