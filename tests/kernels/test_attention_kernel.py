@@ -131,15 +131,19 @@ def test_a_query_that_sees_nothing_gets_zeros_and_gives_none(device: str, poison
     torch.testing.assert_close(found[4], expected[4])
 
 
-def survivors(bits_BHL: Tensor, num_keys: int, dropout: float) -> Tensor:
-    """(B, H, L, N): the generator of the kernels once more, in 64-bit integers."""
-    word = 2**32 - 1
-    key_N = torch.arange(num_keys, device=bits_BHL.device) * 0x9E3779B1 & word
-    bits = (bits_BHL.long() & word)[..., None] ^ key_N
-    # The factors in two halves: a product of two 32-bit numbers leaves a signed 64-bit one.
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        bits = bits ^ (bits >> shift)
-        bits = bits * (factor & 0xFFFF) + ((bits * (factor >> 16) & 0xFFFF) << 16) & word
+def survivors(bits: Tensor, num_keys: int, dropout: float) -> Tensor:
+    """Which probabilities are kept, by 64-bit integers: (a query's bits ^ a key's) * a constant."""
+    word = 0xFFFFFFFF
+
+    def times(bits: Tensor, factor: int) -> Tensor:
+        """In two halves, whose products fit 64 bits."""
+        low, high = factor & 0xFFFF, factor >> 16
+        return bits * low + ((bits * high & 0xFFFF) << 16) & word
+
+    key = times(torch.arange(1, num_keys + 1, device=bits.device), 0x9E3779B1)
+    key = times(key ^ (key >> 16), 0xC2B2AE35)
+    key = key ^ (key >> 13)
+    bits = times((bits.long() & word)[..., None] ^ key, 0x85EBCA6B)
     return bits >= round(dropout * 2**32)
 
 
@@ -177,6 +181,9 @@ def test_survivors_are_as_many_as_asked_and_know_nothing_of_each_other() -> None
         keep[:-1, :-1] * keep[1:, 1:],
     ):
         assert abs(product.mean().item()) < 5 * 0.09 / math.sqrt(product.numel())
+    # Nor do four corners of a rectangle, whose xor is 0.
+    corners = keep[:-1, :-1] * keep[1:, :-1] * keep[:-1, 1:] * keep[1:, 1:]
+    assert abs(corners.mean().item()) < 5 * 0.09**2 / math.sqrt(corners.numel())
     # Each query's and each key's share is that of fair coins as well: variance 0.09 / number.
     assert keep.mean(1).var().item() == pytest.approx(0.09 / 500, rel=0.2)
     assert keep.mean(0).var().item() == pytest.approx(0.09 / 2000, rel=0.35)
@@ -194,6 +201,20 @@ def test_dropout_preserves_the_mean_and_every_call_draws_anew(device: str) -> No
     assert not torch.equal(first, second)
     torch.manual_seed(0)
     assert torch.equal(fused_window_attention(q, k, v, **options), first)
+
+
+def test_keys_and_values_as_a_projection_leaves_them_give_the_same_bits(device: str) -> None:
+    # (B, N, H, P) in memory, heads of 12 features filled up with zeros to 16.
+    q, k, v, table, upstream = draw(Shape(20, 37, 20, features=12), device)
+    wide = [
+        torch.nn.functional.pad(t, (0, 4)).transpose(1, 2).contiguous().transpose(1, 2)
+        for t in (k, v)
+    ]
+    assert not wide[0].is_contiguous()
+    narrow = with_gradients(fused_window_attention, [q, k, v, table], upstream, span=20)
+    found = with_gradients(fused_window_attention, [q, *wide, table], upstream, span=20)
+    for one, other in zip(found, narrow, strict=True):
+        assert torch.equal(one[..., : other.shape[-1]], other)
 
 
 def test_repeated_runs_are_equal_in_every_bit(device: str) -> None:

@@ -104,9 +104,7 @@ def blocks_for(kernel: str, dtype: torch.dtype, width: int) -> Blocks:
     if dtype.itemsize > 2:
         return Blocks(32, 32, width, 4, 2)
     wide = width > 64  # more warps share the registers, fewer copies the shared memory
-    if kernel == "attention":
-        return Blocks(128, 64, width, 8, 2 if wide else 3)
-    return Blocks(64, 64, width, 8 if wide else 4, 2)
+    return Blocks(64, 64, width, 8 if wide else 4, 3 if kernel == "attention" and not wide else 2)
 
 
 @triton.jit
@@ -117,16 +115,22 @@ def score_offsets(x, i, num_heads_rows, num_rows, columns, shift):
 
 
 @triton.jit
-def kept(bits, j, DROPPED: tl.constexpr):
-    """True where the probability of key j survives: `bits` are 32 random ones a query.
+def kept(bits, spread, DROPPED: tl.constexpr):
+    """True where a probability survives: `bits` are 32 random ones a query, `spread` a key's.
 
-    Two rounds of multiply and shift spread them over the keys; a full generator for each of X * L *
-    W probabilities takes ten rounds of two wide products. DROPPED counts in 2^-32.
+    One xor and one product mix the two. The generators of a library take ten rounds of two wide
+    products, which for X * L * W probabilities would cost more than attention itself; its high
+    bits, which decide, hang on all of both. DROPPED counts in 2^-32.
     """
-    bits = bits.to(tl.uint32, bitcast=True) ^ (j.to(tl.uint32) * 0x9E3779B1)
-    bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
-    bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
-    return bits >= DROPPED
+    return (bits.to(tl.uint32, bitcast=True) ^ spread) * 0x85EBCA6B >= DROPPED
+
+
+@triton.jit
+def spread_of(j):
+    """32 bits of a key's own: two rounds of multiply and shift of its place."""
+    bits = (j.to(tl.uint32) + 1) * 0x9E3779B1
+    bits = (bits ^ (bits >> 16)) * 0xC2B2AE35
+    return bits ^ (bits >> 13)
 
 
 @triton.jit
@@ -136,8 +140,58 @@ def in_window(i, j, S, span):
 
 
 @triton.jit
+def inner_keys(i0, S, L, span, start, BM: tl.constexpr, BN: tl.constexpr):
+    """Where the tiles of keys begin and end of which every query of a tile sees every key.
+
+    Between them no entry asks whether it is in the window, which costs as much as its softmax.
+    """
+    first = tl.maximum(S + i0 + BM - 1 - span, 0)
+    begin = tl.maximum(start, (first + BN - 1) // BN * BN)
+    # The last tile of queries may reach beyond them; there every entry is asked.
+    end = tl.where(i0 + BM <= L, (S + i0) // BN * BN, begin)
+    return begin, tl.maximum(begin, end)
+
+
+@triton.jit
+def load_rows(base, j, p, N, stride, INTERIOR: tl.constexpr):
+    """Keys or values j of one head."""
+    place = j[:, None].to(tl.int64) * stride + p[None, :]
+    if INTERIOR:
+        return tl.load(base + place)
+    return tl.load(base + place, mask=(j < N)[:, None], other=0.0)
+
+
+@triton.jit
+def _attend(
+    j0, q, k_base, v_base, scores, seen_ptr, bits, i, p, peak, total, acc, S, N, span, k_stride,
+    v_stride, scale, INTERIOR: tl.constexpr, HAS_MASK: tl.constexpr, DROPPED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys added to the softmax of a tile of queries."""
+    j = tl.multiple_of(j0, BN) + tl.arange(0, BN)
+    k = load_rows(k_base, j, p, N, k_stride, INTERIOR)
+    v = load_rows(v_base, j, p, N, v_stride, INTERIOR)
+    score = tl.load(scores[:, None] + j[None, :]).to(tl.float32)
+    score = (dot(q, k.T, tl.zeros((BM, BN), tl.float32)) + score) * (scale * LOG2E)
+    if not INTERIOR:
+        score = tl.where(in_window(i[:, None], j[None, :], S, span), score, float("-inf"))
+    if HAS_MASK:
+        seen = tl.load(seen_ptr + j, mask=j < N, other=0)
+        score = tl.where((seen != 0)[None, :], score, float("-inf"))
+    higher = tl.maximum(peak, tl.max(score, axis=1))
+    base = tl.where(higher > float("-inf"), higher, 0.0)  # nothing seen yet
+    weight = tl.exp2(score - base[:, None])
+    shrink = tl.exp2(peak - base)
+    total = total * shrink + tl.sum(weight, axis=1)
+    if DROPPED > 0:
+        weight = tl.where(kept(bits[:, None], spread_of(j)[None, :], DROPPED), weight, 0.0)
+    return higher, total, dot(weight.to(v.dtype), v, acc * shrink[:, None])
+
+
+@triton.jit
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, score_ptr, mask_ptr, bits_ptr, out_ptr, lse_ptr,
+    k_batch, k_head, k_stride, v_batch, v_head, v_stride,
     num_heads, L, N, span, num_heads_rows, num_rows, columns, shift, scale,
     HAS_MASK: tl.constexpr, DROPPED: tl.constexpr,
     P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -153,6 +207,9 @@ def forward_kernel(
     real = i < L
     S = N - L
     q = tl.load(q_ptr + (x * L + i[:, None]) * P + p[None, :], mask=real[:, None], other=0.0)
+    k_base = k_ptr + x // num_heads * k_batch + x % num_heads * k_head
+    v_base = v_ptr + x // num_heads * v_batch + x % num_heads * v_head
+    seen_ptr = mask_ptr + x // num_heads * N
     safe = tl.minimum(i, L - 1)
     scores = score_ptr + score_offsets(x, safe, num_heads_rows, num_rows, columns, shift)
     bits = tl.load(bits_ptr + x * L + i, mask=real, other=0) if DROPPED > 0 else i
@@ -161,33 +218,34 @@ def forward_kernel(
     acc = tl.zeros((BM, P), tl.float32)
     start = tl.maximum(S + i0 - span, 0) // BN * BN
     end = S + tl.minimum(i0 + BM, L) - 1
-    for j0 in range(start, end, BN):
-        j = tl.multiple_of(j0, BN) + tl.arange(0, BN)
-        known = j < N
-        k = tl.load(k_ptr + (x * N + j[:, None]) * P + p[None, :], mask=known[:, None], other=0.0)
-        v = tl.load(v_ptr + (x * N + j[:, None]) * P + p[None, :], mask=known[:, None], other=0.0)
-        score = tl.load(scores[:, None] + j[None, :]).to(tl.float32)
-        score = dot(q, k.T, tl.zeros((BM, BN), tl.float32)) + score
-        allowed = in_window(i[:, None], j[None, :], S, span)
-        if HAS_MASK:
-            seen = tl.load(mask_ptr + x // num_heads * N + j, mask=known, other=0)
-            allowed = allowed & (seen != 0)[None, :]
-        score = tl.where(allowed, score * (scale * LOG2E), float("-inf"))
-        higher = tl.maximum(peak, tl.max(score, axis=1))
-        base = tl.where(higher > float("-inf"), higher, 0.0)  # nothing seen yet
-        weight = tl.exp2(score - base[:, None])
-        shrink = tl.exp2(peak - base)
-        total = total * shrink + tl.sum(weight, axis=1)
-        if DROPPED > 0:
-            weight = tl.where(kept(bits[:, None], j[None, :], DROPPED), weight, 0.0)
-        acc = dot(weight.to(v.dtype), v, acc * shrink[:, None])
-        peak = higher
+    inner, outer = inner_keys(i0, S, L, span, start, BM, BN)
+    for j0 in range(start, tl.minimum(inner, end), BN):
+        peak, total, acc = _attend(
+            j0, q, k_base, v_base, scores, seen_ptr, bits, i, p, peak, total, acc, S, N, span,
+            k_stride, v_stride, scale, False, HAS_MASK, DROPPED, BM, BN,
+        )  # fmt: skip
+    for j0 in range(inner, outer, BN):
+        peak, total, acc = _attend(
+            j0, q, k_base, v_base, scores, seen_ptr, bits, i, p, peak, total, acc, S, N, span,
+            k_stride, v_stride, scale, True, HAS_MASK, DROPPED, BM, BN,
+        )  # fmt: skip
+    for j0 in range(outer, end, BN):
+        peak, total, acc = _attend(
+            j0, q, k_base, v_base, scores, seen_ptr, bits, i, p, peak, total, acc, S, N, span,
+            k_stride, v_stride, scale, False, HAS_MASK, DROPPED, BM, BN,
+        )  # fmt: skip
     empty = total == 0.0
     share = tl.where(empty, 0.0, 1.0 / (1.0 - DROPPED / 4294967296)) / tl.where(empty, 1.0, total)
     out_ptrs = out_ptr + (x * L + i[:, None]) * P + p[None, :]
     tl.store(out_ptrs, (acc * share[:, None]).to(out_ptr.dtype.element_ty), mask=real[:, None])
     lse = tl.where(empty, 0.0, peak + tl.log2(tl.where(empty, 1.0, total)))
     tl.store(lse_ptr + x * L + i, lse, mask=real)
+
+
+def strides_of(k: Tensor, v: Tensor) -> tuple[int, ...]:
+    """Streams, heads and positions of keys and values; features lie side by side."""
+    assert k.stride(3) == 1 and v.stride(3) == 1
+    return (*k.stride()[:3], *v.stride()[:3])
 
 
 def geometry(band: Band, num: int) -> tuple[int, ...]:
@@ -235,7 +293,7 @@ def run_forward(
         num = q[some].shape[0] * heads
         forward_kernel[(triton.cdiv(num_queries, blocks.m), num)](
             *(q[some], k[some], v[some], scores, mask, bits[some], out[some], lse[some]),
-            *(*geometry(band, num), scale),
+            *(*strides_of(k, v), *geometry(band, num), scale),
             **launch(blocks, key_mask, dropout),
         )
     return out, lse

@@ -14,7 +14,11 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the customary name
 
 from acmoe.ops.backend import Option, choose
-from acmoe.ops.window_attention import fused_window_attention, window_attention_obstacle
+from acmoe.ops.window_attention import (
+    fused_width,
+    fused_window_attention,
+    window_attention_obstacle,
+)
 
 _SHORTEST_PIECE = 64  # queries; shorter pieces cost more in launches than they save in scores
 
@@ -44,6 +48,20 @@ def window_attention_reference(
     return torch.where(allowed, score_BHLN.softmax(-1), 0.0) @ v
 
 
+def window_attention_width(q: Tensor, table: Tensor | None, dropout: float) -> int:
+    """Features in which these queries' keys and values are best given: more where a kernel wants
+    heads filled up with zeros."""
+    return fused_width(q.shape[-1]) if _backend(q, table, dropout) == "triton" else q.shape[-1]
+
+
+def _backend(q: Tensor, table: Tensor | None, dropout: float) -> str:
+    options = (
+        Option("triton", window_attention_obstacle(q, table, dropout)),
+        Option("torch", None),
+    )
+    return choose("attention", options)
+
+
 def window_attention(
     q: Tensor,
     k: Tensor,
@@ -58,8 +76,8 @@ def window_attention(
 
     Args:
         q: (B, H, L, P).
-        k, v: (B, H, N, P); the queries are the last L positions, and at most `span` keys precede
-            the first of them.
+        k, v: (B, H, N, P), or filled up with zeros to `window_attention_width`; the queries are the
+            last L positions, and at most `span` keys precede the first of them.
         span: tokens in a window.
         table: (P, span) relative positions, the last column for distance 1; None: no positions.
         key_mask: (B, N) True where a key may be seen.
@@ -73,11 +91,7 @@ def window_attention(
     """
     num_before = k.shape[-2] - q.shape[-2]
     assert 0 <= num_before <= span, f"{num_before} keys before a window of {span}"
-    options = (
-        Option("triton", window_attention_obstacle(q, table, dropout)),
-        Option("torch", None),
-    )
-    if choose("attention", options) == "triton":
+    if _backend(q, table, dropout) == "triton":
         assert table is not None
         return fused_window_attention(
             q, k, v, span=span, table=table, key_mask=key_mask, dropout=dropout

@@ -37,6 +37,11 @@ def window_attention_obstacle(q: Tensor, table: Tensor | None, dropout: float) -
     return triton_obstacle(q)
 
 
+def fused_width(features: int) -> int:
+    """A power of two: zeros change no product, and spare the kernels every mask on features."""
+    return max(16, 1 << (features - 1).bit_length())
+
+
 def fused_window_attention(
     q: Tensor,
     k: Tensor,
@@ -51,7 +56,8 @@ def fused_window_attention(
 
     Args:
         q: (B, H, L, P) in the dtype of the products.
-        k, v: (B, H, N, P) in the same.
+        k, v: (B, H, N, P) in the same; or of `fused_width(P)` features, the last ones zero, as a
+            projection with a filled-up weight gives them: then read as they lie, without a copy.
         span: tokens in a window.
         table: (P, span), the last column for distance 1; its gradient is summed in float32.
         key_mask: (B, N) True where a key may be seen.
@@ -64,14 +70,15 @@ def fused_window_attention(
     reach = min(span, num_keys - 1)
     if reach == 0:
         return torch.zeros_like(q)
-    # Zeros up to a power of two change no product, and spare the kernels every mask on features.
-    more = max(16, 1 << (features - 1).bit_length()) - features
+    width = fused_width(features)
+    more = width - features
     # 32 random bits a query, drawn on the device: a captured CUDA graph draws new ones each replay.
     bits_BHL = torch.zeros(q.shape[:3], dtype=torch.int32, device=q.device)
     if dropout > 0:
         bits_BHL = torch.randint_like(bits_BHL, -(2**31), 2**31)
     out_BHLP: Tensor = _window_attention(
-        *(F.pad(t, (0, more)).contiguous() for t in (q, k, v)),
+        F.pad(q, (0, more)).contiguous(),
+        *(_rows(t, width) for t in (k, v)),
         F.pad(table[:, span - reach :], (0, 0, 0, more)),
         key_mask,
         bits_BHL,
@@ -79,6 +86,14 @@ def fused_window_attention(
         dropout,
     )[0]
     return out_BHLP[..., :features]
+
+
+def _rows(t_BHNP: Tensor, width: int) -> Tensor:
+    """Heads of `width` features that lie side by side, each number in a place of its own."""
+    if t_BHNP.shape[-1] < width:
+        return F.pad(t_BHNP, (0, width - t_BHNP.shape[-1]))
+    whole = t_BHNP.stride(-1) == 1 and 0 not in t_BHNP.stride()
+    return t_BHNP if whole else t_BHNP.contiguous()
 
 
 @torch.library.custom_op("acmoe::window_attention", mutates_args=())
