@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the customary name
 
 from acmoe.errors import check
+from acmoe.ops.backend import Option, choose, requested, triton_obstacle
 from acmoe.ops.dispersion import accumulation_dtype
 
 # Largest number of logits held at once. A GPU wants chunks long enough that adding to the weight
@@ -117,13 +118,44 @@ def _with_ones(x_TD: Tensor, product: torch.dtype) -> Tensor:
     return joined_TA
 
 
-def _log_softmax(x_NA: Tensor, weight_VA: Tensor) -> Tensor:
-    """(N, V) log probabilities in the accumulation dtype."""
+def _logits(x_NA: Tensor, weight_VA: Tensor) -> Tensor:
+    """(N, V), in float32 where 16-bit numbers are multiplied on a GPU: it sums them so anyway."""
     wide = accumulation_dtype(x_NA.dtype)
     if x_NA.dtype != wide and x_NA.is_cuda:
-        # The product of 16-bit numbers is summed in float32 anyway; keep it so.
-        return torch.mm(x_NA, weight_VA.T, out_dtype=wide).log_softmax(1)
-    return (x_NA @ weight_VA.T).log_softmax(1, dtype=wide)
+        return torch.mm(x_NA, weight_VA.T, out_dtype=wide)
+    return x_NA @ weight_VA.T
+
+
+def _log_softmax(x_NA: Tensor, weight_VA: Tensor) -> Tensor:
+    """(N, V) log probabilities in the accumulation dtype."""
+    return _logits(x_NA, weight_VA).log_softmax(1, dtype=accumulation_dtype(x_NA.dtype))
+
+
+def _by_torch(
+    x_NA: Tensor, weight_VA: Tensor, targets_N: Tensor, keep_N: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(N,) losses and the (N, V) gradient of their logits, in the product's dtype."""
+    log_NV = _log_softmax(x_NA, weight_VA)
+    chosen_N1 = log_NV.gather(1, targets_N[:, None])
+    return -chosen_N1[:, 0], _grad_of_logits(log_NV, chosen_N1, targets_N[:, None], x_NA.dtype)
+
+
+def _by_kernel(
+    x_NA: Tensor, weight_VA: Tensor, targets_N: Tensor, keep_N: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same; the gradient is written over the logits, which are read twice and not copied."""
+    from acmoe.kernels.cross_entropy import gradient_view, softmax_gradient_
+
+    logits_NV = _logits(x_NA, weight_VA)
+    losses_N = softmax_gradient_(logits_NV, targets_N, keep_N.float(), x_NA.dtype)
+    return losses_N, gradient_view(logits_NV, x_NA.dtype)
+
+
+def _options(x_TA: Tensor) -> tuple[Option, Option]:
+    obstacle = triton_obstacle(x_TA)
+    if not x_TA.is_cuda and requested() != "triton":
+        obstacle = "its interpreter is slow, and has to be asked for"
+    return Option("triton", obstacle), Option("torch", None)
 
 
 def _token_losses(
@@ -163,22 +195,20 @@ class _SumOfLosses(torch.autograd.Function):
         wide, features = accumulation_dtype(product), x_TD.shape[1]
         needs_x, *needs_layer = ctx.needs_input_grad[:3]
         keep_T1 = keep_T.to(product)[:, None]
-        x_TA = _with_ones(x_TD, product)
-        # A masked token adds zeros to the layer's gradient.
+        # A masked token may hold anything, and adds zeros to the layer's gradient.
+        x_TA = _with_ones(x_TD.masked_fill(~keep_T[:, None], 0.0), product)
         kept_TA = x_TA * keep_T1
         weight_VA = _with_bias(weight_VD, bias_V, product)
         grad_x_TD = torch.empty_like(x_TD) if needs_x else None
         grad_VA = torch.zeros_like(weight_VA, dtype=wide) if any(needs_layer) else None
         total = x_TD.new_zeros((), dtype=wide)
+        fused = choose("cross-entropy", _options(x_TA)) == "triton"
         for start in range(0, x_TD.shape[0], chunk):
             rows = slice(start, start + chunk)
-            log_NV = _log_softmax(x_TA[rows], weight_VA)
-            target_N1 = targets_T[rows, None]
-            chosen_N1 = log_NV.gather(1, target_N1)
-            total -= (chosen_N1 * keep_T1[rows]).sum()
-            if grad_x_TD is None and grad_VA is None:
-                continue
-            grad_NV = _grad_of_logits(log_NV, chosen_N1, target_N1, product)
+            losses_N, grad_NV = (_by_kernel if fused else _by_torch)(
+                x_TA[rows], weight_VA, targets_T[rows], keep_T[rows]
+            )
+            total += losses_N.masked_fill(~keep_T[rows], 0.0).sum()
             if grad_x_TD is not None:
                 grad_x_TD[rows] = (grad_NV @ weight_VA[:, :features]) * keep_T1[rows]
             if grad_VA is not None:
