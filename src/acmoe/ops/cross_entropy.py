@@ -25,10 +25,10 @@ from acmoe.errors import check
 from acmoe.ops.backend import Option, choose, requested, triton_obstacle
 from acmoe.ops.dispersion import accumulation_dtype
 
-# Largest number of logits held at once. A GPU wants chunks long enough that adding to the weight
-# gradient (V x A, read and written once a chunk) stays cheap beside the products.
-_LOGITS_ON_CPU = 2**22
-_LOGITS_ON_GPU = 2**28
+_LOGITS_ON_CPU = 2**22  # held at once, at most
+# A GPU wants chunks long enough that adding to the weight gradient (V x A, read and written once a
+# chunk) stays cheap beside the products: logits take up to this share of its memory.
+_SHARE_OF_GPU = 1 / 32
 _BIAS_COLUMNS = 8  # two for the bias; eight keep rows aligned for tensor cores
 _WORDS_MULTIPLE = 64  # rows of logits that begin on 128 bytes: 267,735 of them do not
 
@@ -64,14 +64,20 @@ def chunked_cross_entropy(
     keep_T = torch.ones_like(targets, dtype=torch.bool) if token_mask is None else token_mask
     safe_T = targets.masked_fill(~keep_T, 0)
     if chunk is None:
-        budget = _LOGITS_ON_CPU if device == "cpu" else _LOGITS_ON_GPU
-        chunk = max(1, min(x.shape[0], budget // weight.shape[0]))
+        chunk = max(1, min(x.shape[0], _most_logits(x.device) // weight.shape[0]))
     # Autocast is off inside: every chunk would cast the whole weight again.
     with torch.autocast(device, enabled=False):
         if reduction == "none":
             return _token_losses(x, weight, bias, safe_T, product, chunk).masked_fill(~keep_T, 0.0)
         total: Tensor = _SumOfLosses.apply(x, weight, bias, safe_T, keep_T, product, chunk)  # type: ignore[no-untyped-call]
         return total if reduction == "sum" else total / keep_T.sum().clamp(min=1)
+
+
+def _most_logits(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _LOGITS_ON_CPU
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return int(_SHARE_OF_GPU * memory) // torch.float32.itemsize
 
 
 def cross_entropy_reference(
