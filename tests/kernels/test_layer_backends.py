@@ -17,8 +17,15 @@ ROUTERS = {
     "batch, current": acmoe.AdaptiveConfig(statistics="batch", statistics_of="current"),
     "running, current": acmoe.AdaptiveConfig(statistics="running", statistics_of="current"),
     "prefix": acmoe.AdaptiveConfig(statistics="prefix"),
+    # Arithmetic on the (C, D) scale, between two kernels.
+    "own part, root, matched": acmoe.AdaptiveConfig(
+        statistics="batch", part="own", power=0.5, match=True
+    ),
     # What no kernel serves falls to the reference, inside the same layer.
     "two clusters mixed": acmoe.AdaptiveConfig(statistics="batch", mix=2),
+    "centred, learned lambda": acmoe.AdaptiveConfig(
+        statistics="batch", statistics_of="current", center=True, strength=0.5, learn_strength=True
+    ),
     "gradient through the scale": acmoe.AdaptiveConfig(statistics="batch", detach=False),
 }
 

@@ -48,3 +48,62 @@ def test_a_run_finishes_and_continues(flags: tuple[str, ...], tmp_path: Path) ->
     assert train(config, tmp_path / "run", console=QUIET).best == summary.best
     losses = [line["loss"] for line in records(tmp_path / "run") if line["kind"] == "train"]
     assert losses[-1] < losses[0]
+
+
+def losses_of(folder: Path) -> list[float]:
+    return [line["loss"] for line in records(folder)]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("model.dropout=0",),
+        ("model.dropout=0", "precision=bf16", "clip=1.0", "split=1"),
+        ("model.dropout=0", "model.router=stable"),
+    ],
+)
+def test_replayed_updates_are_the_updates(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    # 60 lines are a pass of a few dozen blocks: memory is forgotten and filled again on the way.
+    corpus = byte_corpus(tmp_path, lines=60)
+    for name in ("false", "true"):
+        config = tiny_run(
+            corpus, "device=cuda", "steps=60", "log_every=3", f"graph={name}", *overrides
+        )
+        train(config, tmp_path / name, console=QUIET)
+    # The learning rate is float64 on one side and float32 on the other.
+    assert losses_of(tmp_path / "true") == pytest.approx(losses_of(tmp_path / "false"), rel=1e-4)
+
+
+def test_a_replayed_run_continues_to_the_same_numbers(tmp_path: Path) -> None:
+    corpus = byte_corpus(tmp_path)
+    config = tiny_run(corpus, "device=cuda", "graph=true", "steps=40", "checkpoint_every=14")
+    train(config, tmp_path / "whole", console=QUIET)
+    part = tiny_run(corpus, "device=cuda", "graph=true", "steps=40", "checkpoint_every=14")
+    trainer_steps = 20
+    with pytest.MonkeyPatch.context() as patch:
+        update = Trainer.update
+
+        def killed(self: Trainer, step: int, *, record: bool) -> object:
+            if step > trainer_steps:
+                raise KeyboardInterrupt
+            return update(self, step, record=record)
+
+        patch.setattr(Trainer, "update", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(part, tmp_path / "part", console=QUIET)
+    train(part, tmp_path / "part", console=QUIET)
+    assert records(tmp_path / "part") == records(tmp_path / "whole")
+
+
+def test_a_replayed_step_never_waits_for_the_device(tmp_path: Path) -> None:
+    config = tiny_run(byte_corpus(tmp_path), "device=cuda", "graph=true")
+    trainer = Trainer(config, open_corpus(config.data), torch.device("cuda"))
+    for step in range(1, 10):
+        trainer.update(step, record=False)
+    assert trainer.graph is not None and trainer.graph.captured
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(10, 14):
+            trainer.update(step, record=False)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -17,6 +17,7 @@ from acmoe.config.base_routers import (
     StableConfig,
     ThresholdConfig,
 )
+from acmoe.config.remedies import Remedies
 from acmoe.errors import UserError, check, check_choice, check_not_negative, check_positive
 
 Statistics = Literal["batch", "running", "prefix", "sequence"]
@@ -66,7 +67,7 @@ class RandomConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptiveConfig:
+class AdaptiveConfig(Remedies):
     """The adaptive clustering router: any base router, read in the space of M."""
 
     name: ClassVar[str] = "adaptive"
@@ -138,6 +139,10 @@ class AdaptiveConfig:
         check(
             self.min_tokens > 0 or self.eps > 0,
             "min_tokens=0 takes 1/s of empty clusters; it needs eps > 0",
+        )
+        self._check_scale(self.strength, self.normalize, modes)
+        self._check_tokens(
+            self.base, modes, self.reads, mix=self.mix, scale_experts=self.scale_experts
         )
 
     @property

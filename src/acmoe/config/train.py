@@ -52,6 +52,10 @@ class RunConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0  # decoupled, on matrices only
+    # The routers' matrices alone: plain SGD lacks Adam's division by each feature's gradient size,
+    # which undoes any stretching that all clusters share.
+    router_optimizer: Literal["adam", "sgd"] = "adam"
+    router_lr: float | None = None  # of that SGD; rises and falls with lr. None: lr
     clip: float | None = None  # greatest norm of the gradient; None: not clipped, as in the paper
     precision: Precision = "fp32"  # bf16: autocast; weights and optimizer stay float32
     seed: int = 0
@@ -62,6 +66,7 @@ class RunConfig:
     checkpoint_every: int = 1000
     keep: int = 1  # latest checkpoints kept, beside the best one
     compile: bool = False  # torch.compile each block
+    graph: bool = False  # replay updates as CUDA graphs: small models wait for launches otherwise
     device: str = "auto"  # cuda where there is one
 
     def __post_init__(self) -> None:
@@ -79,6 +84,14 @@ class RunConfig:
         check(self.clip is None or self.clip > 0, f"clip={self.clip}; it must be positive, or none")
         check_choice(self.schedule, ("constant", "cosine"), "schedule")
         check_choice(self.precision, ("fp32", "bf16"), "precision")
+        check_choice(self.router_optimizer, ("adam", "sgd"), "router_optimizer")
+        if self.router_lr is not None:
+            check_positive(self.router_lr, "router_lr")
+            check(
+                self.router_optimizer == "sgd",
+                f"router_lr={self.router_lr} is the rate of router_optimizer='sgd'; Adam gives "
+                "routers the same as all: leave it out",
+            )
         check(
             self.batch % self.split == 0,
             f"batch={self.batch} streams do not split into {self.split} micro-batches; make split "
@@ -94,6 +107,13 @@ class RunConfig:
             f"eval_batch={self.eval_batch} rows; raise it",
         )
         check_device(self.device)
+
+    @property
+    def router_sgd(self) -> float | None:
+        """Learning rate of plain SGD on the routers' matrices; None where Adam trains them."""
+        if self.router_optimizer == "adam":
+            return None
+        return self.lr if self.router_lr is None else self.router_lr
 
     @property
     def epochs(self) -> float:

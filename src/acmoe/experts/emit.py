@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from acmoe.config.routing import AdaptiveConfig, RandomConfig
-from acmoe.errors import UserError
+from acmoe.errors import UserError, check
 from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.baselines import RandomRouter
 from acmoe.routing.cache import StatisticsSlot
@@ -54,7 +54,9 @@ class Emitter(nn.Module):
         *,
         token_mask: Tensor | None = None,
         slot: StatisticsSlot | None = None,
+        source: Tensor | None = None,
     ) -> RoutingState:
+        """`source` holds the tokens statistics are taken of, where the reader asks for others."""
         aux_loss = state.aux_loss + routing.loss
         scale = torch.ones_like(state.scale)
         if self.reader is None:
@@ -67,11 +69,25 @@ class Emitter(nn.Module):
             routing.affinity, self.reader.mix, detach=getattr(self.reader, "detach", True)
         )
         if self.statistics is not None:
-            x_BLD = x if x.dim() == 3 else x[None]
+            source = self._measured(x, source)
+            x_BLD = source if source.dim() == 3 else source[None]
             mask_BL = None if token_mask is None else token_mask.view(x_BLD.shape[:-1])
             first_BL = assignment[:, 0].view(x_BLD.shape[:-1])
             scale = self.statistics.cluster_scale(x_BLD, first_BL, mask_BL, slot)
         return RoutingState(assignment, membership, scale, aux_loss)
+
+    def _measured(self, x: Tensor, source: Tensor | None) -> Tensor:
+        assert isinstance(self.reader, AdaptiveConfig)
+        if self.reader.source == "input":
+            return x
+        check(
+            source is not None and source.shape == x.shape,
+            f"gain={self.reader.gain} and read={self.reader.read!r} take statistics of tokens on "
+            f"the way to the layer; pass source= of shape {tuple(x.shape)}, as the blocks of "
+            "language models do",
+        )
+        assert source is not None
+        return source
 
     def new_slot(
         self, num_sequences: int, *, device: torch.device | str | None, dtype: torch.dtype

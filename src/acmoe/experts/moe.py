@@ -103,8 +103,13 @@ class MoE(nn.Module):
         token_mask: Tensor | None = None,
         token_ids: Tensor | None = None,
         cache: LayerCache | None = None,
+        source: Tensor | None = None,
     ) -> tuple[Tensor, RoutingState]:
-        """x (T, D), or (B, L, D) where statistics are kept per sequence; y has x's shape."""
+        """x (T, D), or (B, L, D) where statistics are kept per sequence; y has x's shape.
+
+        `source`, shaped like x, is what the next router's statistics are taken of where its config
+        asks for other tokens than x (`gain`, `read`).
+        """
         check_dim(x, self.dim)
         check_token_mask(x, token_mask)
         slots = cache or LayerCache(None, None)
@@ -113,7 +118,9 @@ class MoE(nn.Module):
             routing, expert_input = self.router.route(
                 x, state, token_mask=token_mask, token_ids=token_ids, cache=slots.router
             )
-            emitted = self.emitter(x, routing, state, token_mask=token_mask, slot=slots.emit)
+            emitted = self.emitter(
+                x, routing, state, token_mask=token_mask, slot=slots.emit, source=source
+            )
 
         mask_T = None if token_mask is None else token_mask.reshape(-1)
         sent = routing

@@ -29,11 +29,11 @@ def _forward(
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
     """(T, D) outputs, and h (N, W) for backward."""
-    from acmoe.kernels.experts import Plan, run_combine, run_rows, run_up, sizes_of
+    from acmoe.kernels.experts import Plan, run_combine, run_rows, run_up, sizes_of, source_of
 
     size = sizes_of(x, down, gate, act)
     plan = Plan(order, end, size.top_k)
-    h, a = run_up(x, up, up_bias, plan, size, dropout, seed)
+    h, a = run_up(source_of(x, plan, size), up, up_bias, plan, size, dropout, seed)
     y = run_rows("down", a, down, down_bias, plan, size)
     return run_combine(y, gate, back, end, size.tokens), h
 
@@ -63,21 +63,31 @@ def _gradients(
         run_rows,
         run_weight,
         sizes_of,
+        source_of,
     )
 
     size = sizes_of(x, down, gate, act)
     plan = Plan(order, end, size.top_k)
-    da = run_rows("hidden", grad, down, None, plan, size, across=True, gather=True)
+    upstream = source_of(grad, plan, size)
+    da = run_rows(
+        *("hidden", upstream.values, down, None, plan, size), across=True, gather=upstream.gather
+    )
     by_bias = None if down_bias is None else grad @ down_bias.T
     dh, gated, dgate = run_activation(da, h, gate, by_bias, expert, plan, size, dropout, seed)
     common = (gate, plan, size)
     d_down, d_down_bias = run_weight(
-        "down_weight", grad, gated, *common, gather_p=True, bias=down_bias is not None
+        *("down_weight", upstream.values, gated, *common),
+        gather="p" if upstream.gather else "none",
+        bias=down_bias is not None,
     )
-    del da, gated  # one buffer, freed before the next large one
+    del da, gated, upstream  # freed before the next large ones
+    tokens = source_of(x, plan, size)
     d_up, d_up_bias = run_weight(
-        "up_weight", dh, x, *common, gather_p=False, bias=up_bias is not None
+        *("up_weight", dh, tokens.values, *common),
+        gather="q" if tokens.gather else "none",
+        bias=up_bias is not None,
     )
+    del tokens
     dx_rows = run_rows("input", dh, up, None, plan, size, across=True)
     dx = run_combine(dx_rows, None, back, end, size.tokens)
     return (

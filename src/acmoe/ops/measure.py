@@ -13,19 +13,22 @@ from acmoe.ops.dispersion import dispersion_and_count
 from acmoe.ops.fused_dispersion import KERNEL_MEASURES, fused_dispersion
 from acmoe.ops.fused_prefix import fused_prefix_dispersion
 from acmoe.ops.fused_scale import SCALE_MEASURES, fused_cluster_scale
+from acmoe.ops.log_scale import reshape_scale
 from acmoe.ops.prefix import PrefixMoments, prefix_dispersion
-from acmoe.ops.scale import scale_from_dispersion
+from acmoe.ops.scale import informs, scale_from_dispersion
 
 
 class ScaleOptions(NamedTuple):
-    """How a dispersion becomes a scale: the arguments of `scale_from_dispersion`."""
+    """How a dispersion becomes a scale: what `scale_from_dispersion` and `reshape_scale` take."""
 
     normalize: str
-    strength: float | None
+    strength: float | Tensor | None
     floor: float
     eps: float
     clamp: float | None
     min_tokens: int
+    power: float = 1.0
+    part: str = "both"
 
 
 def measured_dispersion(
@@ -50,7 +53,7 @@ def measured_scale(
     constant = not (x.requires_grad and torch.is_grad_enabled())
     served = measure in SCALE_MEASURES and options.strength is None and constant
     if _backend(x, served) == "triton":
-        return fused_cluster_scale(
+        scale, spread, count = fused_cluster_scale(
             x,
             assignment,
             num_clusters,
@@ -62,10 +65,35 @@ def measured_scale(
             clamp=options.clamp,
             min_tokens=options.min_tokens,
         )
+        return _reshaped(scale, spread, count, options), spread, count
     spread, count = measured_dispersion(
         x, assignment, num_clusters, measure=measure, token_mask=token_mask
     )
-    return scale_from_dispersion(spread, count, **options._asdict()), spread, count
+    return scale_of(spread, count, options), spread, count
+
+
+def scale_of(spread: Tensor, count: Tensor, options: ScaleOptions) -> Tensor:
+    """Scale (X, C, D) of a dispersion (X, C, D) and count (X, C) in hand."""
+    scale = scale_from_dispersion(
+        spread,
+        count,
+        normalize=options.normalize,
+        strength=options.strength,
+        floor=options.floor,
+        eps=options.eps,
+        clamp=options.clamp,
+        min_tokens=options.min_tokens,
+    )
+    return _reshaped(scale, spread, count, options)
+
+
+def _reshaped(scale: Tensor, spread: Tensor, count: Tensor, options: ScaleOptions) -> Tensor:
+    if options.power == 1 and options.part == "both":
+        return scale
+    occupied = informs(spread, count, eps=options.eps, min_tokens=options.min_tokens)
+    return reshape_scale(
+        scale, occupied, power=options.power, part=options.part, normalize=options.normalize
+    )
 
 
 def measured_prefix(

@@ -68,9 +68,7 @@ def scale_from_dispersion(
     # float64: reciprocals of tiny dispersions overflow float32 before they are normalised.
     s_XCD = dispersion.double()
     mean_XC1 = s_XCD.mean(-1, keepdim=True)
-    informs_XC1 = (count[..., None] >= min_tokens) & torch.isfinite(mean_XC1)
-    if eps == 0:
-        informs_XC1 = informs_XC1 & (mean_XC1 > 0)
+    informs_XC1 = informs(dispersion, count, eps=eps, min_tokens=min_tokens)[..., None]
     # Clusters that do not inform take part in nothing, so that their NaN cannot reach a gradient.
     s_XCD = torch.where(informs_XC1, torch.maximum(s_XCD, floor * mean_XC1) + eps, 1.0)
     s_XCD = s_XCD.clamp(min=_LEAST)
@@ -82,12 +80,22 @@ def scale_from_dispersion(
     if clamp is not None:
         highest = clamp * _mean(weight_XCD, informs_XC1, (-2, -1))
         weight_XCD = torch.minimum(weight_XCD, highest)
+    return mean_one(weight_XCD, informs_XC1, normalize).to(dispersion.dtype)
+
+
+def informs(dispersion: Tensor, count: Tensor, *, eps: float = 0.0, min_tokens: int = 2) -> Tensor:
+    """(X, C) whether a cluster's scale comes from its tokens; if not, it is one."""
+    mean_XC = dispersion.double().mean(-1)
+    informs_XC = (count >= min_tokens) & torch.isfinite(mean_XC)
+    return informs_XC & (mean_XC > 0) if eps == 0 else informs_XC
+
+
+def mean_one(weight_XCD: Tensor, informs_XC1: Tensor, normalize: str) -> Tensor:
+    """Weights over their mean, within float32's normal range; ones where none inform."""
     over = {"cluster": (-1,), "feature": (-2,), "global": (-2, -1)}[normalize]
     weight_XCD = weight_XCD / _mean(weight_XCD, informs_XC1, over)
-
     finite = torch.finfo(torch.float32)
-    scale_XCD = torch.where(informs_XC1, weight_XCD, 1.0).clamp(finite.tiny, finite.max)
-    return scale_XCD.to(dispersion.dtype)
+    return torch.where(informs_XC1, weight_XCD, 1.0).clamp(finite.tiny, finite.max)
 
 
 def _mean(weight_XCD: Tensor, informs_XC1: Tensor, over: tuple[int, ...]) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.ops.dispersion import accumulation_dtype
 from acmoe.routing.cache import StatisticsSlot
+from acmoe.routing.remedies import Remedies
 from acmoe.routing.router import Router
 from acmoe.routing.state import Routing, RoutingState, check_mix, check_state
 from acmoe.routing.statistics import ClusterStatistics
@@ -46,6 +47,10 @@ class AdaptiveRouter(Router):
         self.statistics: ClusterStatistics | None = None
         if config.reads == "current":
             self.statistics = ClusterStatistics(config, num_clusters=base.num_experts, dim=base.dim)
+        # Beyond the paper: stretching about a cluster's mean, keeping the gate's temperature.
+        self.remedies: Remedies | None = None
+        if config.center or config.match:
+            self.remedies = Remedies(config, base)
 
     preset = staticmethod(AdaptiveConfig.preset)
 
@@ -80,7 +85,12 @@ class AdaptiveRouter(Router):
         none_BLJ1 = (assignment_BLJ < 0)[..., None]
         scale_BLJD = scale_BLJD.masked_fill(none_BLJ1, 1.0)
         scale_BLD = mix_scales(scale_BLJD, state.membership.view(B, L, self.mix))
-        return (x_BLD.to(accumulation_dtype(x.dtype)) * scale_BLD).view(x.shape)
+        scaled_BLD = x_BLD.to(accumulation_dtype(x.dtype)) * scale_BLD
+        if self.remedies is not None:
+            scaled_BLD = self.remedies(
+                x_BLD, scale_BLJD, scaled_BLD, state, self.base, mask_BL, cache
+            )
+        return scaled_BLD.view(x.shape)
 
     def route(
         self,
@@ -93,10 +103,7 @@ class AdaptiveRouter(Router):
     ) -> tuple[Routing, Tensor]:
         """With one scale per cluster for all tokens, rescaling and base router are one kernel."""
         base = self.base
-        shared = self.statistics is None or self.statistics.mode in ("batch", "running")
-        constant = self.config.detach and not state.scale.requires_grad
-        simple = shared and constant and self.mix == 1 and not self.scale_experts
-        if not (simple and isinstance(base, TopKRouter) and base.fuses(x)):
+        if not (isinstance(base, TopKRouter) and base.fuses(x, self._obstacle(state))):
             return super().route(x, state, token_mask=token_mask, token_ids=token_ids, cache=cache)
         check_state(state, x, self.mix, self.num_experts)
         scale_CD, assignment_T = state.scale, state.assignment[:, 0]
@@ -105,7 +112,19 @@ class AdaptiveRouter(Router):
             mask_BL = None if token_mask is None else token_mask.view(x_BLD.shape[:-1])
             assignment_BL = assignment_T.view(x_BLD.shape[:-1])
             scale_CD = self.statistics.cluster_scale(x_BLD, assignment_BL, mask_BL, cache)
+        if self.remedies is not None:
+            scale_CD = self.remedies.match_scale(x, scale_CD, assignment_T, base, token_mask, cache)
         return base.fused(x, scale_CD, assignment_T, token_mask), x
+
+    def _obstacle(self, state: RoutingState) -> str | None:
+        """What keeps this call from that kernel."""
+        config, mode = self.config, self.statistics and self.statistics.mode
+        learns = config.learn_strength and torch.is_grad_enabled()
+        if mode in ("prefix", "sequence") or self.mix > 1 or config.center:
+            return "it knows one scale per cluster, the same for all tokens, and no shift"
+        if not config.detach or learns or state.scale.requires_grad:
+            return "it has no gradient for the scale"
+        return "it hands no rescaled tokens to the experts" if self.scale_experts else None
 
     def decide(
         self, x: Tensor, *, token_mask: Tensor | None = None, token_ids: Tensor | None = None
@@ -115,9 +134,10 @@ class AdaptiveRouter(Router):
     def new_slot(
         self, num_sequences: int, *, device: torch.device | str | None, dtype: torch.dtype
     ) -> StatisticsSlot | None:
-        if self.statistics is None:
-            return None
-        return self.statistics.new_slot(num_sequences, device=device, dtype=dtype)
+        slot = None
+        if self.statistics is not None:
+            slot = self.statistics.new_slot(num_sequences, device=device, dtype=dtype)
+        return slot or (None if self.remedies is None else StatisticsSlot())
 
 
 def gather_scale(scale: Tensor, assignment_BLJ: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ One token has no dispersion, so decoding reads what prefill saw. Slots are preal
 place and used in inference only. `running` statistics need no slot: they are frozen buffers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ class StatisticsSlot:
     moments: PrefixMoments | None = None
     scale: Tensor | None = None  # (C, D), or (B, C, D) for sequence statistics
     filled: bool = False  # prefill has written `scale`
+    kept: dict[str, Tensor] = field(default_factory=dict)  # what else prefill used, by name
 
     def remember(self, after: PrefixMoments) -> None:
         assert self.moments is not None

@@ -28,11 +28,12 @@ from acmoe.ops.measure import (
     measured_dispersion,
     measured_prefix,
     measured_scale,
+    scale_of,
 )
 from acmoe.ops.prefix import PrefixMoments
-from acmoe.ops.scale import scale_from_dispersion
 from acmoe.routing.cache import StatisticsSlot, check_inference
-from acmoe.routing.step import StepStatistics
+from acmoe.routing.step import StepStatistics, fold_average
+from acmoe.routing.strength import Strength
 
 
 class ClusterStatistics(StepStatistics):
@@ -55,6 +56,9 @@ class ClusterStatistics(StepStatistics):
         self.register_buffer("last_dispersion", torch.zeros(num_clusters, dim), persistent=False)
         self.register_buffer("last_count", torch.zeros(num_clusters), persistent=False)
         self.register_buffer("running_scale", torch.ones(num_clusters, dim), persistent=False)
+        self.strength: Strength | None = None
+        if config.learn_strength or config.strength_end is not None:
+            self.strength = Strength(config)
         self.scaled_from: Tensor | None = None  # the average `running_scale` was made of, and when
         self.scaled_state: tuple[object, ...] = ()
 
@@ -93,6 +97,7 @@ class ClusterStatistics(StepStatistics):
     ) -> Tensor:
         """(C, D) for batch and running; (B, C, D) for sequence."""
         with self._recording(x_BLD, slot):
+            x_BLD = x_BLD.detach() if self.config.detach else x_BLD
             if self.mode == "batch":
                 scale, spread_CD, count_C = measured_scale(
                     *self._all_tokens(x_BLD, assignment_BL),
@@ -135,9 +140,11 @@ class ClusterStatistics(StepStatistics):
 
         Kept in a buffer of its own place, so that a captured CUDA graph reads what `fold` writes.
         """
-        if torch.compiler.is_compiling() or self.dispersion.is_inference():
+        fresh = torch.compiler.is_compiling() or self.config.learn_strength
+        if fresh or self.dispersion.is_inference():
             return self._scale(self.dispersion, self.weight)
-        state = (self.dispersion._version, self.weight._version, self.config)
+        step = 0 if self.strength is None else self.strength.step._version
+        state = (self.dispersion._version, self.weight._version, step, self.config)
         if self.scaled_from is not self.dispersion or self.scaled_state != state:
             with torch.no_grad():
                 self.running_scale.copy_(self._scale(self.dispersion, self.weight))
@@ -153,6 +160,7 @@ class ClusterStatistics(StepStatistics):
     ) -> Tensor:
         """(B, L, J, D) scale of each token's clusters, as seen at that token."""
         with self._recording(x_BLD, slot):
+            x_BLD = x_BLD.detach() if self.config.detach else x_BLD
             self._look(x_BLD, assignment_BLJ[..., 0], token_mask_BL)
             before = slot.moments if slot is not None else None
             if before is None:
@@ -189,18 +197,20 @@ class ClusterStatistics(StepStatistics):
         return mixed_BLJD / total_BLJ.clamp(min=1)[..., None], total_BLJ
 
     def _scale(self, spread: Tensor, count: Tensor) -> Tensor:
-        return scale_from_dispersion(spread, count, **self._options._asdict())
+        return scale_of(spread, count, self._options)
 
     @property
     def _options(self) -> ScaleOptions:
         config = self.config
         return ScaleOptions(
             normalize=config.normalize,
-            strength=config.strength,
+            strength=config.strength if self.strength is None else self.strength(),
             floor=config.floor,
             eps=config.eps,
             clamp=config.clamp,
             min_tokens=config.min_tokens,
+            power=config.power,
+            part=config.part,
         )
 
     def _note(self, spread_CD: Tensor, count_C: Tensor) -> None:
@@ -215,30 +225,25 @@ class ClusterStatistics(StepStatistics):
         """Statistics carry no gradient unless the config lets it flow."""
         if slot is not None:
             check_inference(x)
-        return torch.no_grad() if self.config.detach else contextlib.nullcontext()
+        constant = self.config.detach and not self.config.learn_strength
+        return torch.no_grad() if constant else contextlib.nullcontext()
 
     @torch.no_grad()
     def fold(self) -> None:
-        """Move the last batch into the average, each cluster weighted by its tokens.
-
-        A cluster the batch did not reach (or reached once: one token has no dispersion) keeps its
-        average and its weight, so a rare expert keeps its history.
-        """
-        count_C = torch.where(self.last_count >= 2, self.last_count, 0.0)
-        kept_C = torch.where(count_C > 0, self.config.momentum * self.weight, self.weight)
-        total_C = kept_C + count_C
-        share_C1 = (count_C / total_C.clamp(min=1e-12))[:, None]
-        # lerp by 0 would still read a NaN of the batch; such a batch is not folded in.
-        sound = torch.isfinite(self.last_dispersion).all(-1, keepdim=True) & (share_C1 > 0)
-        mixed_CD = self.dispersion + share_C1 * (self.last_dispersion - self.dispersion)
-        self.dispersion.copy_(torch.where(sound, mixed_CD, self.dispersion))
-        self.weight.copy_(torch.where(sound[:, 0], total_C, self.weight))
+        """Move the last batch into the average, each cluster weighted by its tokens."""
+        fold_average(
+            self.dispersion,
+            self.weight,
+            self.last_dispersion,
+            self.last_count,
+            self.config.momentum,
+        )
         self.last_count.zero_()
         self._running_scale()
 
 
 # What a model is built with; the other fields of a config are read at every call.
-_BUILT = ("base", "mix", "scale_experts")
+_BUILT = ("base", "mix", "scale_experts", "center", "match", "learn_strength", "strength_end")
 
 
 @contextlib.contextmanager
@@ -264,6 +269,10 @@ def override_statistics(model: nn.Module, **changes: Any) -> Iterator[None]:
     try:
         for module, name, config in found:
             changed = replace(config, **changes)
+            check(
+                "strength" not in changes or not config.learn_strength,
+                f"strength={changes.get('strength')} cannot be overridden where it is learned",
+            )
             check(
                 changed.reads == config.reads,
                 f"{changes} would take statistics of the {changed.reads} layer in a model built "

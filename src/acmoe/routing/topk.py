@@ -145,9 +145,15 @@ class TopKRouter(Router):
             return self.fused(x, None, None, token_mask), x
         return super().route(x, state, token_mask=token_mask, token_ids=token_ids, cache=cache)
 
-    def fuses(self, x: Tensor) -> bool:
-        """Whether the whole decision is one kernel for this call."""
+    def inner_products(self, x_TD: Tensor) -> Tensor:
+        """(T, E) affinities without the experts' biases."""
+        affinity_TE = self.affinity(x_TD)
+        return affinity_TE if self.bias is None else affinity_TE - self.bias.to(x_TD.dtype)
+
+    def fuses(self, x: Tensor, other: str | None = None) -> bool:
+        """Whether the whole decision is one kernel for this call; `other` is what else hinders."""
         obstacle = triton_obstacle(x) if x.numel() else "there are no tokens"
+        obstacle = obstacle or other
         if obstacle is None and (self.selection is not None or self.config.normalize_embeddings):
             obstacle = "it has no selection bias and no normalised embeddings"
         if obstacle is None and self.training and self.config.noise > 0:

@@ -24,18 +24,10 @@ from acmoe.routing.losses import load
 from acmoe.routing.stable import StableRouter
 from acmoe.routing.state import Routing
 from acmoe.routing.step import fold_statistics
-from acmoe.train.optim import adam, learning_rate
+from acmoe.train.graph import StepGraph, Update, make_capturable
+from acmoe.train.optim import adam, learning_rate, set_learning_rate
 
 STABLE_STAGE_ONE = 10  # StableMoE learns its routing in the first tenth of the steps
-
-
-class Update(NamedTuple):
-    """What an update tells; on the model's device, so that nobody waits for it."""
-
-    loss: Tensor  # () mean nats per token
-    aux_loss: Tensor  # ()
-    sound: Tensor  # () whether losses (and the gradient, where clipped) are finite: else no update
-    loads: tuple[Tensor, ...]  # (E,) routed tokens of each MoE layer, where recorded
 
 
 class Validation(NamedTuple):
@@ -64,43 +56,78 @@ class Trainer:
             betas=config.betas,
             eps=config.eps,
             weight_decay=config.weight_decay,
+            router_sgd=config.router_sgd,
         )
         self.batches = TrainingBatches(
             corpus["train"], batch=config.batch, block=config.model.block, seed=config.seed
         )
         self.memories: list[Memory | None] = [None] * config.split
+        self.inputs: list[tuple[Tensor, Tensor]] = []  # tokens and targets of each micro-batch
         self.recent: list[Batch] = []
+        self.graph: StepGraph | None = None
+        if config.graph:
+            make_capturable(self.optimizer, device)
+            self.graph = StepGraph(self._step)
         if config.compile:
             for block in self.model.blocks:
                 block.compile()
 
     def update(self, step: int, *, record: bool) -> Update:
         """Read a batch, take a step. Nothing here waits for the device."""
-        if step == self.config.steps // STABLE_STAGE_ONE + 1:
-            freeze_stable_routers(self.model)
+        if step == self.config.steps // STABLE_STAGE_ONE + 1 and freeze_stable_routers(self.model):
+            self._capture_anew()
         batch = next(self.batches)
         self.recent.append(batch)
         if batch.reset:
             self.memories = [None] * self.config.split
+        set_learning_rate(self.optimizer, self.learning_rate(step))
+        parts = zip(self._parts(batch.tokens), self._parts(batch.targets), strict=True)
+        if self.graph is None or not all(map(self._full, self.memories)):
+            self.inputs = list(parts)
+            return self._step(record)
+        hold = self.graph.hold
+        self.inputs = [
+            (hold(("tokens", part), tokens_BL), hold(("targets", part), targets_BL))
+            for part, (tokens_BL, targets_BL) in enumerate(parts)
+        ]
+        self.memories = [self._held(part, memory) for part, memory in enumerate(self.memories)]
+        return self.graph(record)
+
+    def _step(self, record: bool) -> Update:
+        """An update by `inputs` and `memories`. Inside a graph it may only touch the device."""
         outputs = []
-        parts = zip(*(self._parts(ids) for ids in (batch.tokens, batch.targets)), strict=True)
-        for part, (tokens_BL, targets_BL) in enumerate(parts):
+        for part, (tokens_BL, targets_BL) in enumerate(self.inputs):
             out = self._forward(tokens_BL, targets_BL, self.memories[part], record=record)
             assert out.loss is not None
             ((out.loss + out.aux_loss) / self.config.split).backward()  # type: ignore[no-untyped-call]
-            self.memories[part] = out.memory
+            self.memories[part] = self._held(part, out.memory)
             outputs.append(out)
         loss = mean([out.loss for out in outputs])
         aux_loss = mean([out.aux_loss for out in outputs])
         sound = take_step(
             self.model,
             self.optimizer,
-            lr=self.learning_rate(step),
             clip=self.config.clip,
             sound=(loss + aux_loss).isfinite(),
         )
         routings = [out.routings or () for out in outputs]
         return Update(loss, aux_loss, sound, summed_loads(routings, self.config.model.num_experts))
+
+    def _full(self, memory: Memory | None) -> bool:
+        """Whether streams have filled their window, so that no later step has another shape."""
+        return memory is not None and memory.hidden[0].shape[1] == self.config.model.span
+
+    def _held(self, part: int, memory: Memory | None) -> Memory | None:
+        """The memory, where graphs find it."""
+        if self.graph is None or memory is None or not self._full(memory):
+            return memory
+        named = enumerate(memory.hidden)
+        hidden = tuple(self.graph.hold(("memory", part, depth), kept) for depth, kept in named)
+        return Memory(hidden, memory.mask)
+
+    def _capture_anew(self) -> None:
+        if self.graph is not None:
+            self.graph.forget()
 
     @property
     def per_step(self) -> int:
@@ -137,9 +164,8 @@ class Trainer:
     ) -> LanguageOutput:
         # Recording hangs hooks on modules, and streams begin with shapes of their own: blocks would
         # be compiled again for each, and beyond a few such times no more.
-        full = memory is not None and memory.hidden[0].shape[1] == self.config.model.span
         with (
-            _eager(self.config.compile and (record or not full)),
+            _eager(self.config.compile and (record or not self._full(memory))),
             autocast(self.config.precision, self.device),
         ):
             out = self.model(tokens_BL, targets_BL, memory=memory, return_routings=record)
@@ -150,7 +176,6 @@ def take_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    lr: float,
     clip: float | None,
     sound: Tensor,
 ) -> Tensor:
@@ -164,8 +189,6 @@ def take_step(
     # The fused kernel skips its update where this is 1: weights stay those that gave the first
     # bad loss, and can be examined when the host next looks.
     optimizer.found_inf = (~sound).float()  # type: ignore[attr-defined]
-    for group in optimizer.param_groups:
-        group["lr"] = lr
     optimizer.step()
     optimizer.zero_grad()
     fold_statistics(model)
@@ -184,10 +207,12 @@ def _eager(wanted: bool) -> contextlib.AbstractContextManager[object]:
     return torch.compiler.set_stance("force_eager") if wanted else contextlib.nullcontext()
 
 
-def freeze_stable_routers(model: LanguageModel) -> None:
-    for module in model.modules():
-        if isinstance(module, StableRouter):
-            module.freeze()
+def freeze_stable_routers(model: LanguageModel) -> bool:
+    """Whether there was one."""
+    routers = [module for module in model.modules() if isinstance(module, StableRouter)]
+    for router in routers:
+        router.freeze()
+    return bool(routers)
 
 
 def mean(values: list[Tensor | None]) -> Tensor:

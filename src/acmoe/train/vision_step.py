@@ -18,8 +18,9 @@ from acmoe.evaluate.device import autocast
 from acmoe.evaluate.vision import evaluate_images
 from acmoe.models.classifier import ImageClassifier, VisionOutput
 from acmoe.models.registry import build_model
-from acmoe.train.optim import adam, learning_rate
-from acmoe.train.step import Update, mean, summed_loads, take_step
+from acmoe.train.graph import StepGraph, Update, make_capturable
+from acmoe.train.optim import adam, learning_rate, set_learning_rate
+from acmoe.train.step import mean, summed_loads, take_step
 
 
 class ImageValidation(NamedTuple):
@@ -75,7 +76,12 @@ class VisionTrainer:
             weight_decay=config.weight_decay,
             decays=decays,
         )
+        self.inputs: tuple[Tensor, Tensor] | None = None  # images and targets of the update
         self.recent: list[ImageBatch] = []
+        self.graph: StepGraph | None = None
+        if config.graph:
+            make_capturable(self.optimizer, device)
+            self.graph = StepGraph(self._step)
 
     @property
     def per_step(self) -> int:
@@ -89,8 +95,20 @@ class VisionTrainer:
         """Read a batch, take a step. Nothing here waits for the device."""
         batch = next(self.batches)
         self.recent.append(batch)
+        set_learning_rate(self.optimizer, self.learning_rate(step))
+        images, targets_BK = self._altered(batch)
+        if self.graph is None:
+            self.inputs = images, targets_BK
+            return self._step(record)
+        hold = self.graph.hold
+        self.inputs = hold("images", images), hold("targets", targets_BK)
+        return self.graph(record)
+
+    def _step(self, record: bool) -> Update:
+        """An update by `inputs`. Inside a graph it may only touch the device."""
+        assert self.inputs is not None
         outputs = []
-        parts = zip(*(part.chunk(self.config.split) for part in self._altered(batch)), strict=True)
+        parts = zip(*(part.chunk(self.config.split) for part in self.inputs), strict=True)
         for images, targets_BK in parts:
             out = self._forward(images, targets_BK, record=record)
             assert out.loss is not None
@@ -100,7 +118,6 @@ class VisionTrainer:
         sound = take_step(
             self.model,
             self.optimizer,
-            lr=self.learning_rate(step),
             clip=self.config.clip,
             sound=(loss + aux_loss).isfinite(),
         )
