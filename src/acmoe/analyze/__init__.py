@@ -1,1 +1,1 @@
-"""Figures from measurements. The only room that draws, and only when asked."""
+"""What the routers of a run do: recorded, measured, drawn. The only room that draws."""

@@ -1,0 +1,213 @@
+"""Every figure that a sampled run has the numbers for.
+
+N tokens, B images, Y rows and X columns of patches, M MoE layers, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from acmoe.analyze.analysis import Analysis
+from acmoe.analyze.figures.attack_changes import save_changed_patches, save_changed_text
+from acmoe.analyze.figures.colored_text import save_colored_text
+from acmoe.analyze.figures.convergence import save_curves
+from acmoe.analyze.figures.instability import save_instability
+from acmoe.analyze.figures.load import save_load
+from acmoe.analyze.figures.patches import save_patches
+from acmoe.analyze.figures.pgd import save_pgd
+from acmoe.analyze.figures.scale_map import save_scale_map
+from acmoe.analyze.figures.tsne import save_tsne
+from acmoe.analyze.measure.scale import LEAST
+from acmoe.analyze.record import LayerRecord, RoutingRecord
+from acmoe.analyze.sampling import Disturbed, Sampled
+from acmoe.data.vocabulary import ByteVocabulary, Vocabulary
+from acmoe.evaluate.run import ATTACKS, Run, read_json
+
+TEXT_TOKENS = 400  # on a page
+SHOWN_IMAGES = 6
+SHOWN_LAYERS = 3  # first, middle and last
+
+# What a run is judged by, the first that its validation records have.
+METRICS = (
+    ("top1", "validation top-1 (%)"),
+    ("bits_per_byte", "validation bits per byte"),
+    ("perplexity", "validation perplexity"),
+)
+
+Paths = tuple[Path, ...]
+
+
+def save_figures(
+    sampled: Sampled, analysis: Analysis, folder: Path, *, seed: int = 0
+) -> list[Path]:
+    """Each as PNG and SVG; a figure whose numbers the run lacks (an attack) is left out."""
+    router = sampled.run.config.model.router.name
+    where = f"{sampled.run.folder.name}, step {sampled.step}"
+    paths: list[Path] = []
+    paths += _convergence(sampled, folder, router, where)
+    load = {router: [layer.load.share for layer in analysis.layers]}
+    paths += save_load(load, folder, title=f"Load: {where}")
+    paths += _instability(analysis, folder, router, where)
+    paths += _tsne(sampled.own, folder, where, seed)
+    paths += _scale_maps(sampled.own, folder, where)
+    if isinstance(sampled.run, Run):
+        paths += _text(sampled, sampled.run.vocabulary(), folder, where)
+    else:
+        paths += _images(sampled, folder, where)
+        paths += _sweep(sampled, folder, router, where)
+    return paths
+
+
+def _convergence(sampled: Sampled, folder: Path, router: str, where: str) -> Paths:
+    records = sampled.run.metrics("valid")
+    for key, label in METRICS:
+        if records and key in records[0]:
+            curve = ([one["step"] for one in records], [one[key] for one in records])
+            return save_curves({router: curve}, folder, metric=label, title=f"Training: {where}")
+    return ()
+
+
+def _instability(analysis: Analysis, folder: Path, router: str, where: str) -> Paths:
+    bars = [
+        None if layer.change is None else (layer.change.instability, layer.change.chance)
+        for layer in analysis.layers
+    ]
+    if not any(bars):
+        return ()
+    return save_instability({router: bars}, folder, title=f"Instability: {where}")
+
+
+def _tsne(record: RoutingRecord, folder: Path, where: str, seed: int) -> Paths:
+    """The last adaptive layer in both spaces; without one, the last layer as it is."""
+    depth = max(_adaptive(record) or [len(record.layers) - 1])
+    layer = record.layers[depth]
+    panels: dict[str, tuple[Tensor, Tensor]] = {"router input": (layer.input, layer.first)}
+    if layer.adaptive:
+        panels["as read, scaled by M"] = (layer.scaled, layer.first)
+    title = f"Router inputs by first choice, MoE layer {depth + 1}: {where}"
+    return save_tsne(panels, folder, num_experts=layer.num_experts, title=title, seed=seed)
+
+
+def _scale_maps(record: RoutingRecord, folder: Path, where: str) -> Paths:
+    paths: Paths = ()
+    for depth in _adaptive(record):
+        layer = record.layers[depth]
+        seen_C = layer.clusters_seen()
+        if bool(seen_C.any()):
+            title = f"Scale read by MoE layer {depth + 1}: {where}"
+            scale_CD = layer.scale[seen_C].clamp(min=LEAST)
+            paths += save_scale_map(scale_CD, folder, title=title, name=f"scale_map_{depth + 1}")
+    return paths
+
+
+def _adaptive(record: RoutingRecord) -> list[int]:
+    return [depth for depth, layer in enumerate(record.layers) if layer.adaptive]
+
+
+def _text(sampled: Sampled, vocabulary: Vocabulary, folder: Path, where: str) -> Paths:
+    record, disturbed = sampled.own, sampled.disturbed
+    tokens, gap = _symbols(record, vocabulary), 0 if vocabulary.kind == "bytes" else 1
+    pages = {
+        f"MoE layer {depth + 1}": record.layers[depth].first[:TEXT_TOKENS]
+        for depth in _shown(len(record.layers))
+    }
+    experts = record.layers[0].num_experts
+    title = f"First choices: {where}"
+    paths: Paths = save_colored_text(
+        tokens, pages, folder, num_experts=experts, title=title, gap=gap
+    )
+    if disturbed is not None:
+        last, other = record.layers[-1], disturbed.record.layers[-1]
+        paths += save_changed_text(
+            (tokens, _symbols(disturbed.record, vocabulary)),
+            (last.first[:TEXT_TOKENS], other.first[:TEXT_TOKENS]),
+            folder,
+            num_experts=experts,
+            title=f"{disturbed.how}, last MoE layer: {where}",
+            gap=gap,
+        )
+    return paths
+
+
+def _symbols(record: RoutingRecord, vocabulary: Vocabulary) -> Sequence[str | bytes]:
+    assert record.token_ids is not None
+    ids = record.token_ids[:TEXT_TOKENS].tolist()
+    if isinstance(vocabulary, ByteVocabulary):
+        return [bytes([value]) for value in vocabulary.decode_bytes(ids)]
+    return ["\n" if one == vocabulary.eos_id else vocabulary.symbols[one] for one in ids]
+
+
+def _images(sampled: Sampled, folder: Path, where: str) -> Paths:
+    record, disturbed = sampled.own, sampled.disturbed
+    assert record.pixels is not None
+    maps = {
+        f"MoE layer {depth + 1}": _map(record.layers[depth]) for depth in _shown(len(record.layers))
+    }
+    paths: Paths = save_patches(
+        record.pixels[:SHOWN_IMAGES].clamp(0, 1),
+        maps,
+        folder,
+        num_experts=record.layers[0].num_experts,
+        title=f"First choices: {where}",
+        captions=_captions(record),
+    )
+    if disturbed is not None:
+        paths += _changed_patches(record, disturbed, folder, where)
+    return paths
+
+
+def _changed_patches(
+    record: RoutingRecord, disturbed: Disturbed, folder: Path, where: str
+) -> Paths:
+    """At the last layer of the finest map: the patches are small enough to see what moved."""
+    other = disturbed.record
+    assert record.pixels is not None
+    assert other.pixels is not None
+    finest = max(len(layer.cluster) for layer in record.layers)
+    depth = max(d for d, layer in enumerate(record.layers) if len(layer.cluster) == finest)
+    return save_changed_patches(
+        (record.pixels[:SHOWN_IMAGES].clamp(0, 1), other.pixels[:SHOWN_IMAGES]),
+        (_map(record.layers[depth]), _map(other.layers[depth])),
+        folder,
+        num_experts=record.layers[depth].num_experts,
+        title=f"{disturbed.how}, MoE layer {depth + 1}: {where}",
+        captions=_captions(other),
+    )
+
+
+def _captions(record: RoutingRecord) -> list[str]:
+    assert record.labels is not None
+    assert record.predicted is not None
+    pairs = zip(record.labels.tolist(), record.predicted.tolist(), strict=True)
+    return [f"class {label}, said {said}" for label, said in list(pairs)[:SHOWN_IMAGES]]
+
+
+def _map(layer: LayerRecord) -> Tensor:
+    """(B, Y, X) first choices of the images shown."""
+    assert layer.grid is not None
+    return layer.first.view(-1, *layer.grid)[:SHOWN_IMAGES]
+
+
+def _shown(layers: int) -> list[int]:
+    return sorted({round(depth) for depth in torch.linspace(0, layers - 1, SHOWN_LAYERS).tolist()})
+
+
+def _sweep(sampled: Sampled, folder: Path, router: str, where: str) -> Paths:
+    """The widest sweep of PGD that `acmoe attack` has left in the run's folder."""
+    reports = [read_json(path) for path in (sampled.run.folder / ATTACKS).glob("report-pgd-*.json")]
+    reports = [report for report in reports if report["step"] == sampled.step]
+    if not reports:
+        return ()
+    report = max(reports, key=lambda one: len(one["figures"]))
+    figures = sorted(report["figures"], key=lambda one: float(one["eps"]))
+    budgets = [0.0, *(one["eps"] for one in figures)]
+    sweeps = {"top-1": {router: (budgets, [report["clean_top1"], *(f["top1"] for f in figures)])}}
+    if report["clean_top5"] is not None:
+        percents = [report["clean_top5"], *(f["top5"] for f in figures)]
+        sweeps["top-5"] = {router: (budgets, percents)}
+    title = f"PGD in {report['space']} space, {report['images']:,} images: {where}"
+    return save_pgd(sweeps, folder, title=title)

@@ -1,0 +1,52 @@
+"""Tokens as characters that the figures' monospaced font can show, one column each."""
+
+from __future__ import annotations
+
+import unicodedata
+from functools import cache
+
+FONT = "DejaVu Sans Mono"  # comes with matplotlib, so it is the same on every machine
+ADVANCE = 1233 / 2048  # width of one of its characters, in ems
+
+_SIGNS = {"\n": "\u23ce", "\t": "\u21e5", "\r": "\\r"}
+_NOTHING = "\u2205"
+
+
+def visible(token: str | bytes) -> str:
+    """The token with everything that would not show written out.
+
+    A newline becomes a return sign and a tab an arrow. Control characters, bytes above 127,
+    combining marks and what the font lacks are escaped as Python would; an empty token is ∅.
+    """
+    if isinstance(token, bytes):
+        shown = "".join(_shown(chr(byte)) if byte < 128 else f"\\x{byte:02x}" for byte in token)
+    else:
+        shown = "".join(map(_shown, token))
+    return shown or _NOTHING
+
+
+def ends_line(token: str | bytes) -> bool:
+    return token[-1:] in ("\n", b"\n")
+
+
+def _shown(character: str) -> str:
+    if character in _SIGNS:
+        return _SIGNS[character]
+    if character == " " or (character.isprintable() and _has_a_column(character)):
+        return character
+    return (
+        character.encode("ascii", "backslashreplace").decode()
+        if ord(character) > 127
+        else (f"\\x{ord(character):02x}")
+    )
+
+
+def _has_a_column(character: str) -> bool:
+    return not unicodedata.combining(character) and ord(character) in _glyphs()
+
+
+@cache
+def _glyphs() -> frozenset[int]:
+    from matplotlib.font_manager import findfont, get_font
+
+    return frozenset(get_font(findfont(FONT)).get_charmap())

@@ -1,0 +1,74 @@
+"""What M does to the features: is it near the identity, and whose doing is the rest?
+
+C clusters, D features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from acmoe.errors import check
+
+QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+LEAST = 1e-6  # smaller scales count as this in logarithms; a random M may hold zeros
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleSpread:
+    """The diagonals of M over the clusters that have tokens. Logarithms are natural.
+
+    log M[c, d] = mean + cluster c + feature d + what is left: the three shares add up to one.
+    """
+
+    rms_log: float  # distance from the identity; 0.1: features stretched by about 10%
+    std_log: float
+    feature_share: float  # of log M's variance: the same for all clusters, one scale per feature
+    cluster_share: float  # one factor per cluster, the same for all features
+    own_share: float  # each cluster's own view of the features: what clustering adds
+    quantiles: tuple[float, ...]  # of M at QUANTILES
+    effective_features: float  # (sum w)^2 / sum w^2, mean over clusters; D: all weigh alike
+    stretched: tuple[tuple[int, float], ...]  # the most stretched features, geometric mean of M
+
+
+def measure_scale(scale_CD: Tensor, *, top: int = 5) -> ScaleSpread:
+    """Of the rows given; leave out clusters without a token."""
+    check(len(scale_CD) > 0, "no cluster has a token; there is no scale to measure")
+    scale_CD = scale_CD.double()
+    log_CD = scale_CD.clamp(min=LEAST).log()
+    feature_share, cluster_share, own_share = two_way(log_CD)
+    effective_C = scale_CD.sum(-1).square() / scale_CD.square().sum(-1)
+    mean_D = log_CD.mean(0)
+    best = mean_D.argsort(descending=True, stable=True)[:top]
+    points = torch.tensor(QUANTILES, dtype=torch.float64)
+    return ScaleSpread(
+        rms_log=float(log_CD.square().mean().sqrt()),
+        std_log=float(log_CD.std(correction=0)),
+        feature_share=feature_share,
+        cluster_share=cluster_share,
+        own_share=own_share,
+        quantiles=tuple(scale_CD.flatten().quantile(points).tolist()),
+        effective_features=float(effective_C.mean()),
+        stretched=tuple((int(d), float(mean_D[d].exp())) for d in best),
+    )
+
+
+def two_way(value_CD: Tensor) -> tuple[float, float, float]:
+    """Shares of the variance due to columns, to rows, and to neither alone; zeros if constant."""
+    value_CD = value_CD - value_CD.mean()
+    total = value_CD.square().mean()
+    if total <= 1e-24:  # rounding of equal values
+        return 0.0, 0.0, 0.0
+    column_D, row_C1 = value_CD.mean(0), value_CD.mean(1, keepdim=True)
+    rest_CD = value_CD - column_D - row_C1
+    parts = (column_D.square().mean(), row_C1.square().mean(), rest_CD.square().mean())
+    columns, rows, rest = (float(part / total) for part in parts)
+    return columns, rows, rest
+
+
+def log_distance(first_CD: Tensor, second_CD: Tensor) -> float:
+    """Root mean square of log M's difference; 0: the same scale."""
+    logs = [scale.double().clamp(min=LEAST).log() for scale in (first_CD, second_CD)]
+    return float((logs[0] - logs[1]).square().mean().sqrt())

@@ -1,0 +1,187 @@
+"""From a run to the records an analysis is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from acmoe.analyze.record import RoutingRecord, record_language, record_vision
+from acmoe.config.attack import AttackConfig, eps_text
+from acmoe.config.data import ContaminationConfig
+from acmoe.config.routing import AdaptiveConfig, Statistics
+from acmoe.config.train_vision import VISION_RUNS
+from acmoe.data.contaminate import contaminate
+from acmoe.errors import check
+from acmoe.evaluate.attacked import attacked_images
+from acmoe.evaluate.device import pick_device
+from acmoe.evaluate.language import check_vocabulary
+from acmoe.evaluate.run import Run, VisionRun, open_run, open_vision_run, run_kind
+from acmoe.evaluate.statistics import using_statistics
+
+COMPARED: tuple[Statistics, ...] = (
+    "batch",
+    "running",
+)  # the paper's statistics, and what a causal model has instead
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnalyzeConfig:
+    """What to look at. Everything a figure depends on stands in the analysis again."""
+
+    split: Literal["valid", "test"] = "test"
+    which: Literal["best", "last"] = "best"  # checkpoint of the run
+    tokens: int | None = None  # text: the first so many of the split; None: 4096
+    images: int | None = None  # images: every patch of so many; None: 64
+    statistics: Statistics | None = None  # mode of the adaptive routers; None: the model's own
+    batch: int | None = None  # rows of text (8) or images (64) of a forward pass
+    contamination: ContaminationConfig | None = None  # text: look at the corrupted one too
+    attack: AttackConfig | None = None  # images: look at attacked ones too
+    seed: int = 0  # of the images' order and of routers that draw at random
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "images", "batch"):
+            value = getattr(self, name)
+            check(value is None or value >= 1, f"{name}={value}; it must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disturbed:
+    """The same sample after somebody has tampered with it."""
+
+    record: RoutingRecord
+    how: str
+    touched: Tensor | None  # text: (N,) tokens that were replaced; attacks touch every patch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """One sample of a run, routed in several ways."""
+
+    run: Run | VisionRun
+    step: int
+    own: RoutingRecord
+    compared: dict[str, RoutingRecord]  # in each of COMPARED; empty for models without statistics
+    disturbed: Disturbed | None
+
+
+def sample_run(folder: Path | str, config: AnalyzeConfig | None = None) -> Sampled:
+    """Route a sample of the run's own data."""
+    config = config or AnalyzeConfig()
+    if run_kind(folder) in VISION_RUNS:
+        return _sample_images(open_vision_run(folder), config)
+    return _sample_text(open_run(folder), config)
+
+
+def _sample_text(run: Run, config: AnalyzeConfig) -> Sampled:
+    attack = None if config.attack is None else config.attack.attack.name
+    _not_for(run.folder, "a language model", images=config.images, attack=attack)
+    model = run.model(config.which, device=pick_device(config.device))
+    corpus = run.corpus()
+    check_vocabulary(model.config.vocab_size, corpus)
+    clean = corpus[config.split]
+    record = partial(
+        record_language,
+        model,
+        tokens=config.tokens or 4096,
+        batch=config.batch or 8,
+        precision=run.config.precision,
+        seed=config.seed,
+        title=f"{corpus.title}, {config.split}",
+    )
+    own, compared = _in_modes(model, config.statistics, partial(record, clean))
+    disturbed = None
+    if config.contamination is not None:
+        inputs, targets, report = contaminate(corpus, config.split, config.contamination)
+        with using_statistics(model, config.statistics):
+            found = record(inputs, targets)
+        count = len(own.layers[0].cluster)
+        disturbed = Disturbed(
+            record=found,
+            how=f"{report.replaced / report.words:.1%} of {corpus.kind} replaced",
+            touched=torch.from_numpy(np.asarray(inputs[:count] != clean[:count])),
+        )
+    return Sampled(
+        run=run,
+        step=run.step(config.which),
+        own=own,
+        compared=compared,
+        disturbed=disturbed,
+    )
+
+
+def _sample_images(run: VisionRun, config: AnalyzeConfig) -> Sampled:
+    rate = None if config.contamination is None else config.contamination.rate or "default"
+    _not_for(run.folder, "an image model", tokens=config.tokens, contaminate=rate)
+    device = pick_device(config.device)
+    model = run.model(config.which, device=device)
+    record = partial(
+        record_vision,
+        model,
+        run.images()[config.split],
+        run.config.data,
+        count=config.images or 64,
+        batch=config.batch or 64,
+        precision=run.config.precision,
+        seed=config.seed,
+    )
+    own, compared = _in_modes(model, config.statistics, record)
+    disturbed = None
+    if config.attack is not None:
+        with using_statistics(model, config.statistics):
+            reading = attacked_images(model, run.config.data, config.attack, device)
+            found = record(reading=reading)
+        how = f"{config.attack.attack.name}, eps {eps_text(config.attack.eps[0])}"
+        disturbed = Disturbed(record=found, how=how, touched=None)
+    return Sampled(
+        run=run,
+        step=run.step(config.which),
+        own=own,
+        compared=compared,
+        disturbed=disturbed,
+    )
+
+
+def _in_modes(
+    model: nn.Module, asked: Statistics | None, record: Callable[[], RoutingRecord]
+) -> tuple[RoutingRecord, dict[str, RoutingRecord]]:
+    """The sample in the mode asked for, and in each mode to compare."""
+    with using_statistics(model, asked):
+        own = record()
+    compared: dict[str, RoutingRecord] = {}
+    for mode in COMPARED if _takes(model, COMPARED) else ():
+        if mode == own.statistics:
+            compared[mode] = own
+            continue
+        with using_statistics(model, mode):
+            compared[mode] = record()
+    return own, compared
+
+
+def _takes(model: nn.Module, modes: Sequence[Statistics]) -> bool:
+    """Whether the model has adaptive routers, and all can be asked for these statistics.
+
+    A router built for statistics of its own layer's tokens has none of the layer before.
+    """
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    adaptive = [config for config in configs if isinstance(config, AdaptiveConfig)]
+    return bool(adaptive) and all(
+        replace(config, eval_statistics=mode).reads == config.reads
+        for config in adaptive
+        for mode in modes
+    )
+
+
+def _not_for(folder: Path, kind: str, **options: object) -> None:
+    for name, value in options.items():
+        check(
+            value is None,
+            f"{name}={value} says nothing about {folder}, a run of {kind}; leave it out",
+        )

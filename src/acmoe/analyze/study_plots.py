@@ -1,0 +1,97 @@
+"""Figures of a study: differences with their intervals, and curves with their spread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from acmoe.analyze.theory_plots import BLACK, BLUE, GREEN, ORANGE, RED, STYLE
+from acmoe.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Told apart by colour and by dashes: either is enough.
+_COLOURS = (BLUE, ORANGE, GREEN, RED, BLACK, "#56B4E9", "#CC79A7", "#F0E442")
+_DASHES = ("-", "--", "-.", ":")
+
+
+class Bar(NamedTuple):
+    """A mean difference and its interval, if it has one."""
+
+    label: str
+    group: str
+    mean: float
+    low: float | None
+    high: float | None
+
+
+class Band(NamedTuple):
+    """A curve's mean over seeds, and its standard deviation at each step."""
+
+    label: str
+    steps: Sequence[int]
+    means: Sequence[float]
+    spreads: Sequence[float]
+
+
+def save_bars(bars: Sequence[Bar], folder: Path, *, name: str, label: str) -> list[Path]:
+    """One row a comparison, groups apart, zero marked; `name`.png and .svg."""
+
+    def draw(axes: Axes) -> None:
+        rows, ticks, y = list(bars), [], 0.0
+        for place, bar in enumerate(rows):
+            first = place == 0 or rows[place - 1].group != bar.group
+            if first:
+                y += 1.0
+                axes.text(0, y - 0.55, bar.group, transform=axes.get_yaxis_transform(), fontsize=8)
+            if bar.low is not None and bar.high is not None:
+                axes.plot([bar.low, bar.high], [y, y], color=BLUE, linewidth=2)
+            axes.plot([bar.mean], [y], "o", color=BLUE, markersize=6)
+            ticks.append(y)
+            y += 1.0
+        axes.axvline(0, color=BLACK, linewidth=1)
+        axes.set_yticks(ticks, [bar.label for bar in rows])
+        axes.set_ylim(y, 0)
+        axes.set(xlabel=label)
+
+    groups = len({bar.group for bar in bars})
+    return _save(draw, folder, name, height=1.2 + 0.3 * (len(bars) + groups))
+
+
+def save_bands(
+    bands: Sequence[Band], folder: Path, *, name: str, title: str, label: str
+) -> list[Path]:
+    """Mean curves with their standard deviation; `name`.png and .svg."""
+
+    def draw(axes: Axes) -> None:
+        for place, band in enumerate(bands):
+            colour = _COLOURS[place % len(_COLOURS)]
+            # Colours come round again with other dashes.
+            dashes = _DASHES[(place + place // len(_COLOURS)) % len(_DASHES)]
+            axes.plot(band.steps, band.means, dashes, color=colour, label=band.label)
+            low = [mean - spread for mean, spread in zip(band.means, band.spreads, strict=True)]
+            high = [mean + spread for mean, spread in zip(band.means, band.spreads, strict=True)]
+            axes.fill_between(band.steps, low, high, color=colour, alpha=0.15, linewidth=0)
+        axes.set(title=title, xlabel="optimizer step", ylabel=label)
+        axes.legend(fontsize=8)
+
+    return _save(draw, folder, name, height=4.4)
+
+
+def _save(draw: Callable[[Axes], None], folder: Path, name: str, *, height: float) -> list[Path]:
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError("figures need the plots extra: pip install 'acmoe[plots]'") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(7.0, height), dpi=150, layout="constrained")
+        draw(figure.subplots())
+        for suffix, metadata in ((".png", None), (".svg", {"Date": None})):
+            paths.append(folder / f"{name}{suffix}")
+            figure.savefig(paths[-1], metadata=metadata)
+    return paths

@@ -1,0 +1,132 @@
+"""`acmoe analyze RUN`: what the routers of a trained model do, measured and drawn."""
+
+import json as json_format
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from acmoe.analyze.analysis import Analysis
+    from acmoe.analyze.sampling import AnalyzeConfig, Sampled
+
+
+@dataclass(frozen=True, kw_only=True)
+class Analyze:
+    """Load, stability, entropy, separation, scale and conditioning of every MoE layer."""
+
+    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """The run's folder."""
+    split: Literal["valid", "test"] = "test"
+    """Which text or images."""
+    tokens: int | None = None
+    """Text: look at the first so many tokens; 4096 if not given."""
+    images: int | None = None
+    """Images: look at every patch of so many; 64 if not given."""
+    statistics: Literal["batch", "running", "prefix", "sequence"] | None = None
+    """Statistics mode of the adaptive routers; the model's own if not given."""
+    contaminate: float | None = None
+    """Text: also route a corrupted text: share of words or bytes replaced."""
+    attack: Literal["fgsm", "pgd", "spsa"] | None = None
+    """Images: also route attacked ones."""
+    eps: str | None = None
+    """The attack's radius, such as 2/255; 1/255 if not given."""
+    batch: int | None = None
+    """Rows a text is cut into (8), or images of a forward pass (64)."""
+    which: Literal["best", "last"] = "best"
+    """Checkpoint."""
+    seed: int = 0
+    """Of the images' order, the attack, and what is drawn for silhouettes and maps."""
+    device: str = "auto"
+    """cuda where there is one."""
+    out: Path | None = None
+    """Folder for analysis.json and the figures; RUN/analysis if not given."""
+    figures: bool = True
+    """Draw the figures, as PNG and SVG."""
+    json: bool = False
+    """Print as JSON."""
+
+    def run(self) -> int:
+        from acmoe.analyze.analysis import analyze
+        from acmoe.analyze.sampling import sample_run
+
+        sampled = sample_run(self.folder, self.config())
+        analysis = analyze(sampled, seed=self.seed)
+        folder = self.out or self.folder / "analysis"
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json_format.dumps(analysis.to_json(), indent=2)
+        (folder / "analysis.json").write_text(text + "\n", encoding="utf-8")
+        lines = [f"wrote {folder / 'analysis.json'}"]
+        if self.figures:
+            lines += _draw(sampled, analysis, folder, self.seed)
+        if self.json:
+            print(text)
+            return 0
+        _show(analysis)
+        for line in lines:
+            print(line)
+        return 0
+
+    def config(self) -> "AnalyzeConfig":
+        from dataclasses import replace
+
+        from acmoe.analyze.sampling import AnalyzeConfig
+        from acmoe.config.attack import attack_config, parse_eps
+        from acmoe.config.data import ContaminationConfig
+        from acmoe.errors import check
+
+        check(
+            self.eps is None or self.attack is not None,
+            f"--eps {self.eps} without an attack; add --attack pgd",
+        )
+        attack = None
+        if self.attack is not None:
+            attack = attack_config(self.attack, eps=(parse_eps(self.eps or "1/255"),))
+            attack = replace(attack, split=self.split, seed=self.seed)
+        corrupt = None if self.contaminate is None else ContaminationConfig(rate=self.contaminate)
+        return AnalyzeConfig(
+            split=self.split,
+            which=self.which,
+            tokens=self.tokens,
+            images=self.images,
+            statistics=self.statistics,
+            batch=self.batch,
+            contamination=corrupt,
+            attack=attack,
+            seed=self.seed,
+            device=self.device,
+        )
+
+
+def _draw(sampled: "Sampled", analysis: "Analysis", folder: Path, seed: int) -> list[str]:
+    from acmoe.analyze.draw import save_figures
+    from acmoe.errors import UserError
+
+    try:
+        paths = save_figures(sampled, analysis, folder, seed=seed)
+    except UserError as missing:
+        return [f"no figures: {missing}"]
+    return [f"wrote {path}" for path in paths]
+
+
+def _show(analysis: "Analysis") -> None:
+    from acmoe.analyze.reading import ROUTING, SPACE, read, routing_row, space_row
+
+    console = Console()
+    console.print(
+        f"step {analysis.step}, {analysis.sample}; statistics {analysis.statistics}; loss "
+        f"{analysis.loss:.4f} nats",
+        highlight=False,
+    )
+    routing = Table(*ROUTING, title="load (std in points), entropy (bits), stability; AC: adaptive")
+    space = Table(*SPACE, title="router input, plain > as read; own: clusters' own part of log M")
+    for number, layer in enumerate(analysis.layers, start=1):
+        routing.add_row(*routing_row(number, layer))
+        space.add_row(*space_row(number, layer))
+    console.print(routing)
+    console.print(space)
+    for sentence in read(analysis):
+        console.print(sentence, highlight=False)

@@ -1,0 +1,144 @@
+"""`acmoe analyze`: what it prints, writes and refuses."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from acmoe.cli import main
+from tiny_runs import byte_corpus, tiny_run, trained, word_corpus
+from tiny_vision_runs import tiny_vision_run, trained_images
+
+CONTENT = ("convergence", "load", "instability", "tsne")
+
+
+def acmoe(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main([str(argument) for argument in arguments])
+    assert isinstance(stop.value.code, int)
+    return stop.value.code
+
+
+@pytest.fixture(scope="module")
+def text_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    return trained(tiny_run(byte_corpus(folder)), folder / "run")
+
+
+@pytest.fixture(scope="module")
+def image_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained_images(tiny_vision_run(), tmp_path_factory.mktemp("images") / "run")
+
+
+def figures(folder: Path) -> set[str]:
+    """Names of the figures, each of which is there as PNG and SVG."""
+    names = [{path.stem for path in folder.glob(f"*.{kind}")} for kind in ("png", "svg")]
+    assert names[0] == names[1]
+    return names[0]
+
+
+def test_a_text_run_is_measured_and_drawn_into_its_own_folder(
+    text_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path for path in text_run.rglob("*") if path.is_file()}
+    assert acmoe("analyze", text_run, "--tokens", 80, "--contaminate", 0.1) == 0
+    printed = capsys.readouterr().out
+    assert "the first 80 tokens" in printed
+    assert "statistics running" in printed
+    folder = text_run / "analysis"
+    adaptive = {"scale_map_2", "scale_map_3", "colored_text", "attack_changes"}
+    assert figures(folder) == {*CONTENT, *adaptive}
+    written = {path for path in text_run.rglob("*") if path.is_file()} - before
+    assert all(path.parent == folder for path in written)
+    assert len(written) == 1 + 2 * 8
+    layers = json.loads((folder / "analysis.json").read_text())["layers"]
+    assert [layer["adaptive"] for layer in layers] == [False, True, True]
+
+
+def test_json_is_what_was_written(
+    text_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--tokens", 80, "--out", tmp_path / "there", "--no-figures", "--json")
+    assert acmoe("analyze", text_run, *options) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((tmp_path / "there" / "analysis.json").read_text())
+    assert figures(tmp_path / "there") == set()
+
+
+def test_the_statistics_asked_for_are_those_measured(
+    text_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ("--tokens", 80, "--out", tmp_path, "--no-figures", "--json")
+    scales = {}
+    for mode in ("batch", "running"):
+        assert acmoe("analyze", text_run, *common, "--statistics", mode) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["statistics"] == mode
+        scales[mode] = found["layers"][1]["scale"]["rms_log"]
+    assert scales["batch"] != scales["running"]
+
+
+def test_an_image_run_is_measured_under_attack(
+    image_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attack = ("--attack", "pgd", "--eps", "4/255")
+    assert acmoe("attack", image_run, *attack, "--limit", 16, "--device", "cpu") == 0
+    options = ("--images", 3, *attack, "--device", "cpu")
+    assert acmoe("analyze", image_run, *options) == 0
+    printed = capsys.readouterr().out
+    assert "pgd, eps 4/255:" in printed
+    expected = {*CONTENT, "scale_map_2", "patches", "attack_changes", "pgd"}
+    assert figures(image_run / "analysis") == expected
+
+
+def test_words_and_plain_routers_are_analysed_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = word_corpus(tmp_path)
+    size = json.loads((corpus / "manifest.json").read_text())["vocabulary_size"]
+    settings = ("data.name=words", f"model.vocab_size={size}", "steps=2", "eval_tokens=60")
+    run = trained(tiny_run(corpus, *settings, router="smoe"), tmp_path / "run")
+    assert acmoe("analyze", run, "--tokens", 64, "--contaminate", 0.1) == 0
+    assert "no layer reads its tokens in another one than the identity" in capsys.readouterr().out
+    assert figures(run / "analysis") == {*CONTENT, "colored_text", "attack_changes"}
+
+
+def test_without_matplotlib_the_figures_alone_are_missing(
+    text_run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert acmoe("analyze", text_run, "--tokens", 64, "--out", tmp_path) == 0
+    assert "no figures: figures need the plots extra" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["analysis.json"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--attack", "pgd"), "attack=pgd says nothing about"),
+        (("--images", 5), "images=5 says nothing about"),
+        (("--eps", "1/255"), "--eps 1/255 without an attack"),
+        (("--tokens", 0), "tokens=0"),
+        (("--contaminate", 2), "rate=2"),
+        (("--statistics", "nosuch"), "nosuch"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    text_run: Path, capsys: pytest.CaptureFixture[str], options: tuple[object, ...], says: str
+) -> None:
+    assert acmoe("analyze", text_run, *options) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert says in printed.err
+
+
+def test_contamination_is_refused_for_images(
+    image_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert acmoe("analyze", image_run, "--contaminate", 0.1) == 2
+    assert "contaminate=0.1 says nothing about" in capsys.readouterr().err
