@@ -5,7 +5,7 @@ READY := .venv/.ready
 # Two workers: a laptop and CI have two cores or more, and torch runs one thread in each test.
 PYTEST := $(BIN)/python -m pytest -n 2
 
-.PHONY: demo test test-all lint format bench docs clean setup
+.PHONY: demo test test-all lint format bench docs screenshot clean setup
 
 setup: $(READY)
 
@@ -39,6 +39,11 @@ bench: $(READY)
 docs: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	$(BIN)/mkdocs build --strict
+
+# The picture in the README, from the demo's own report; needs Chromium.
+screenshot: $(READY)
+	$(BIN)/acmoe demo --out runs/demo
+	$(BIN)/python tests/chromium.py runs/demo/report.html docs/images/report.png
 
 clean:
 	rm -rf .venv build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

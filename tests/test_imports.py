@@ -41,15 +41,21 @@ ROOMS: dict[str, set[str]] = {
     # config -> trained model, measured as it goes
     "train": EVERYONE | LAYERS | {"recipes", "data", "models", "distributed", "evaluate"},
     "analyze": EVERYONE | LAYERS | {"data", "models", "theory", "evaluate"},  # runs -> figures
+    # runs -> one HTML page
+    "report": EVERYONE | LAYERS | {"data", "models", "evaluate", "train", "analyze"},
     # The two commands that show and measure everything else.
     "demo": EVERYONE | LAYERS | {"recipes", "data", "models", "evaluate", "train", "analyze"},
     "bench": EVERYONE | LAYERS | {"kernels", "recipes", "data", "models", "evaluate", "train"},
+    # Declared grids of runs, and what they show.
+    "study": EVERYONE
+    | LAYERS
+    | {"recipes", "data", "models", "evaluate", "train", "analyze", "bench"},
     # The front door, `import acmoe`: re-exports, and nothing that a command alone needs.
     "__init__": EVERYONE | LAYERS | {"data", "models", "adapters"},
     "cli": EVERYONE
     | LAYERS
     | {"recipes", "data", "models", "theory", "adapters", "attacks", "distributed"}
-    | {"evaluate", "train", "analyze", "demo", "bench"},
+    | {"evaluate", "train", "analyze", "report", "demo", "bench", "study"},
     "__main__": {"cli"},  # python -m acmoe
 }
 

@@ -17,7 +17,7 @@ class Demo:
     """Train SMoE and ACMoE nano models on the same data and seed, and compare them."""
 
     out: Path = Path("runs/demo")
-    """Folder for both runs, the figure and the table."""
+    """Folder for both runs, the report, the figure and the table."""
     seed: int = 0
     """Of both runs."""
     steps: int = 300
@@ -33,15 +33,24 @@ class Demo:
         )
         text = json_format.dumps(comparison.to_json(), indent=2)
         (self.out / "comparison.json").write_text(text + "\n")
+        report = _report(self.out)
         if self.json:
             print(text)
             return 0
         _show(comparison)
         for line in _figure(comparison, self.out):
             print(line)
-        print(f"everything is in {self.out}: runs smoe and acmoe, comparison.json")
+        print(f"everything is in {self.out}: runs smoe and acmoe, comparison.json, report.html")
+        print(f"open {report} in a browser: curves, a routing explorer, what the figures can show")
         print(f'next: acmoe generate {self.out}/acmoe --prompt "def "')
         return 0
+
+
+def _report(folder: Path) -> Path:
+    from acmoe.report.page import write_report
+
+    path, _ = write_report((folder / "smoe", folder / "acmoe"), folder / "report.html")
+    return path
 
 
 def _show(comparison: "Comparison") -> None:
@@ -67,7 +76,7 @@ def _show(comparison: "Comparison") -> None:
 
 
 def _figure(comparison: "Comparison", folder: Path) -> list[str]:
-    from acmoe.analyze.curves import save_curves
+    from acmoe.analyze.figures.convergence import save_curves
     from acmoe.errors import UserError
 
     curves = {curve.router: (curve.steps, curve.values) for curve in comparison.curves}

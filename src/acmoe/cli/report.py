@@ -1,0 +1,68 @@
+"""`acmoe report RUN [RUN ...]`: one HTML page that compares runs and shows how they route."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+PORT = 8765
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Compare runs on one self-contained page: figures, routing, and what they can show."""
+
+    folders: Annotated[
+        tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN [RUN ...]")
+    ]
+    """Folders of runs, or folders that hold some; the others are compared with the first."""
+    out: Annotated[Path | None, tyro.conf.arg(aliases=("-o",))] = None
+    """The file to write; report.html, of one run inside its folder, if not given."""
+    serve: bool = False
+    """Write nothing; serve the page on this machine, refreshed while a run trains."""
+    port: int | None = None
+    """Of --serve; 8765 if not given, 0 for any that is free."""
+    tokens: int = 640
+    """Tokens of text in the routing explorer."""
+    device: str = "auto"
+    """For the routing; cuda where there is one."""
+
+    def run(self) -> int:
+        from acmoe.config.train import check_device
+        from acmoe.errors import check
+
+        check(bool(self.folders), "no run given; say which, as in `acmoe report runs/demo`")
+        check(self.tokens >= 8, f"--tokens {self.tokens} shows nothing; give at least 8")
+        check_device(self.device)
+        if self.serve:
+            check(self.out is None, f"--out {self.out} with --serve, which writes nothing")
+            return self._serve()
+        check(self.port is None, f"--port {self.port} is for --serve; leave it out, or add --serve")
+        return self._write()
+
+    def _write(self) -> int:
+        from acmoe.report.page import write_report
+
+        single = len(self.folders) == 1 and self.folders[0].is_dir()
+        out = self.out or (self.folders[0] if single else Path()) / "report.html"
+        path, notes = write_report(self.folders, out, tokens=self.tokens, device=self.device)
+        console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+        for note in notes:
+            console.print(note)
+        print(f"wrote {path}: open it in a browser")
+        return 0
+
+    def _serve(self) -> int:
+        from acmoe.report.routing import RoutingReader
+        from acmoe.report.serve import LiveReport, ReportServer
+
+        report = LiveReport(self.folders, RoutingReader(tokens=self.tokens, device=self.device))
+        with ReportServer(report, PORT if self.port is None else self.port) as server:
+            try:
+                print(f"{server.url} shows {len(report.folders)} runs; ctrl-C ends it", flush=True)
+                server.serve_forever()
+            except KeyboardInterrupt:
+                print("\nstopped")
+        return 0

@@ -1,0 +1,166 @@
+"""Runs against the first one, and routers against each other over paired seeds.
+
+Runs are comparable where nothing but the router and the seed differs.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+from acmoe.report.runs import RunFacts
+
+# Two-sided 95% points of Student's t for 1, 2, ... degrees of freedom; beyond them 2 is near.
+T_POINTS = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A run minus the first run, in units of the metric."""
+
+    value: float
+    percent: float | None  # of the first run's value
+    step: int | None  # both at this step; None: each at its best
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paired:
+    """One router minus another, seed by seed, over finished runs of one group."""
+
+    group: int
+    metric: str
+    lower: bool
+    first: str
+    second: str
+    seeds: tuple[int, ...]
+    first_mean: float
+    second_mean: float
+    first_spread: float | None  # standard deviation over seeds; None: one seed
+    second_spread: float | None
+    difference: float  # mean of second - first
+    low: float | None  # of the 95% interval of the mean difference, paired t; None: one seed
+    high: float | None
+
+    @property
+    def percent(self) -> float | None:
+        return 100 * self.difference / abs(self.first_mean) if self.first_mean else None
+
+    @property
+    def told_from_chance(self) -> bool:
+        """Whether the interval leaves out zero."""
+        return self.low is not None and self.high is not None and self.low * self.high > 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "percent": self.percent, "told": self.told_from_chance}
+
+
+def difference(run: RunFacts, first: RunFacts) -> Difference | None:
+    """Best against best where both have finished, else at the last step both were validated at."""
+    if run.metric != first.metric:
+        return None
+    own, base = run.best(), first.best()
+    if own is None or base is None:
+        return None
+    if run.state == first.state == "finished":
+        return _difference(own[1], base[1], None)
+    own_scores, base_scores = run.scores(), first.scores()
+    shared = own_scores.keys() & base_scores.keys()
+    if not shared:
+        return None
+    step = max(shared)
+    return _difference(own_scores[step], base_scores[step], step)
+
+
+def _difference(own: float, base: float, step: int | None) -> Difference:
+    change = own - base
+    return Difference(value=change, percent=100 * change / abs(base) if base else None, step=step)
+
+
+def groups(runs: Sequence[RunFacts]) -> list[int]:
+    """The group of each run: equal settings but for seed, router and where the data lie."""
+    seen: dict[str, int] = {}
+    return [seen.setdefault(_essence(run), len(seen)) for run in runs]
+
+
+def _essence(run: RunFacts) -> str:
+    kept = {
+        key: value
+        for key, value in run.settings.items()
+        if key not in ("seed", "data.folder", "device") and not key.startswith("model.router")
+    }
+    return repr((run.kind, sorted(kept.items(), key=lambda item: item[0])))
+
+
+def condition(run: RunFacts) -> str:
+    """The router's settings: runs that agree in them are one condition, over seeds."""
+    settings = run.settings.items()
+    return repr(sorted((key, repr(v)) for key, v in settings if key.startswith("model.router")))
+
+
+def paired(runs: Sequence[RunFacts]) -> list[Paired]:
+    """Every router of a group against the group's first, over the seeds both have finished."""
+    found = []
+    numbers = groups(runs)
+    for group in sorted(set(numbers)):
+        own = [run for run, number in zip(runs, numbers, strict=True) if number == group]
+        conditions: dict[str, list[RunFacts]] = {}
+        for run in own:
+            conditions.setdefault(condition(run), []).append(run)
+        first, *others = conditions.values()
+        for other in others:
+            pair = _paired(group, first, other)
+            found += [] if pair is None else [pair]
+    return found
+
+
+def _paired(group: int, first: list[RunFacts], other: list[RunFacts]) -> Paired | None:
+    left, right = _by_seed(first), _by_seed(other)
+    seeds = tuple(sorted(left.keys() & right.keys()))
+    if not seeds or first[0].metric != other[0].metric:
+        return None
+    one, two = [left[seed] for seed in seeds], [right[seed] for seed in seeds]
+    changes = [b - a for a, b in zip(one, two, strict=True)]
+    several, mean = len(seeds) > 1, fmean(changes)
+    half = t_point(len(seeds) - 1) * stdev(changes) / math.sqrt(len(seeds)) if several else None
+    return Paired(
+        group=group,
+        metric=first[0].metric.label,
+        lower=first[0].metric.lower,
+        first=label_of(first),
+        second=label_of(other),
+        seeds=seeds,
+        first_mean=fmean(one),
+        second_mean=fmean(two),
+        first_spread=stdev(one) if several else None,
+        second_spread=stdev(two) if several else None,
+        difference=mean,
+        low=None if half is None else mean - half,
+        high=None if half is None else mean + half,
+    )
+
+
+def _by_seed(runs: list[RunFacts]) -> dict[int, float]:
+    """Seed -> best validation of the finished run; the first run of a seed counts."""
+    found: dict[int, float] = {}
+    for run in runs:
+        best = run.best()
+        if run.state == "finished" and best is not None and run.seed is not None:
+            found.setdefault(run.seed, best[1])
+    return found
+
+
+def label_of(runs: list[RunFacts]) -> str:
+    """The router's name, or that of its only run."""
+    router, name = runs[0].router, runs[0].name
+    if len(runs) > 1:
+        return router
+    return name if router in name else f"{name} ({router})"
+
+
+def t_point(freedom: int) -> float:
+    return T_POINTS[freedom - 1] if freedom <= len(T_POINTS) else 2.042

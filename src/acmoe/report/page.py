@@ -1,0 +1,203 @@
+"""Runs -> one HTML file that needs nothing else: data as escaped JSON, scripts by their hash."""
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import acmoe
+from acmoe.report.compare import difference, groups, paired
+from acmoe.report.reading import read_figures
+from acmoe.report.robustness import robustness
+from acmoe.report.routing import RoutingReader, RunRouting
+from acmoe.report.runs import RunFacts, find_runs, read_runs
+
+# In this order they are one script; live.js only where a server answers it.
+SCRIPTS = (
+    *("dom.js", "numbers.js", "summary.js", "settings.js", "scale.js", "chart.js", "curves.js"),
+    *("tokens.js", "details.js", "explorer.js", "layers.js", "robustness.js", "theme.js"),
+)
+ROUTER, BASE = "model.router.", "model.router.base."  # settings
+POINTS = 1500  # of a curve; longer ones keep every n-th record
+# JSON inside <script>: no character may end the element or begin a comment in it.
+ESCAPES = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
+
+
+def write_report(
+    folders: Sequence[Path], out: Path, *, tokens: int = 640, device: str = "auto"
+) -> tuple[Path, list[str]]:
+    """Write the page of these runs; its path, and a line for each thing that is missing in it."""
+    reader = RoutingReader(tokens=tokens, device=device)
+    data = report_data(find_runs(folders), reader)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    draft = out.with_name(f".{out.name}.draft")
+    draft.write_text(render(data), encoding="utf-8")
+    draft.replace(out)
+    return out, [f"{run['name']}: {note}" for run in data["runs"] for note in run["notes"]]
+
+
+def report_data(folders: Sequence[Path], reader: RoutingReader) -> dict[str, Any]:
+    """Everything the page shows, as values that JSON has."""
+    runs = read_runs(folders)
+    routings = [reader.read(run, len(runs)) for run in runs]
+    samples: dict[str, Any] = {}
+    for routing in routings:
+        if isinstance(routing, RunRouting):
+            known = samples.get(routing.sample.mark)
+            if known is None or known.count < routing.sample.count:
+                samples[routing.sample.mark] = routing.sample
+    marks = list(samples)
+    numbers = groups(runs)
+    entries = []
+    for run, routing, group in zip(runs, routings, numbers, strict=True):
+        entry = _run_entry(run, runs[0], group)
+        if isinstance(routing, RunRouting):
+            entry["routing"] = routing.to_json(marks.index(routing.sample.mark))
+        else:
+            entry["notes"].append(f"no routing: {routing}")
+        entries.append(entry)
+    return {
+        "acmoe": acmoe.__version__,
+        "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "runs": entries,
+        "pairs": [pair.to_json() for pair in paired(runs)],
+        "settings": _settings(runs),
+        "samples": [sample.content for sample in samples.values()],
+        "reading": read_figures(runs, routings).to_json(),
+    }
+
+
+def _run_entry(run: RunFacts, first: RunFacts, group: int) -> dict[str, Any]:
+    apart, best, measured = difference(run, first), run.best(), robustness(run)
+    last = run.train[-1] if run.train else {}
+    return {
+        "name": run.name,
+        "folder": str(run.folder),
+        "kind": run.kind,
+        "router": run.router,
+        "seed": run.seed,
+        "group": group,
+        "state": run.state,
+        "step": run.step,
+        "steps": run.steps,
+        "metric": {"key": run.metric.key, "label": run.metric.label, "lower": run.metric.lower},
+        "best": None if best is None else {"step": best[0], "value": best[1]},
+        "difference": None if apart is None or run is first else vars(apart),
+        "seconds": last.get("seconds"),
+        "speed": _speed(run),
+        "train": _columns(run.train),
+        "valid": _columns(run.valid),
+        "notes": [*run.notes, *measured.notes],
+        "robustness": measured.to_json(),
+        "routing": None,
+    }
+
+
+def _speed(run: RunFacts) -> dict[str, Any] | None:
+    """The median over a run's records: a machine that was busy for a while does not count."""
+    unit = next((key for key in (run.train or ({},))[-1] if key.endswith("_per_second")), None)
+    if unit is None:
+        return None
+    return {"value": median(record[unit] for record in run.train if unit in record), "unit": unit}
+
+
+def _columns(records: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Records as columns of numbers; a list of one number a layer becomes its mean."""
+    stride = -(-len(records) // POINTS) or 1
+    kept = records[::-1][::stride][::-1]  # the last one always
+    keys = dict.fromkeys(key for record in kept for key in record)
+    columns = {key: [_number(record.get(key)) for record in kept] for key in keys}
+    return {key: found for key, found in columns.items() if any(x is not None for x in found)}
+
+
+def _number(value: Any) -> float | int | None:
+    if isinstance(value, list) and value and all(isinstance(one, int | float) for one in value):
+        value = sum(value) / len(value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value if isinstance(value, int) else float(f"{value:.6g}")
+
+
+def _settings(runs: Sequence[RunFacts]) -> list[dict[str, Any]]:
+    """Every setting, its value in each run as text, and whether the runs differ in it."""
+    aligned = aligned_settings(runs)
+    keys = dict.fromkeys(key for settings in aligned for key in settings)
+    rows = []
+    for key in keys:
+        values = [
+            json.dumps(settings[key], ensure_ascii=False) if key in settings else None
+            for settings in aligned
+        ]
+        rows.append({"key": key, "values": values, "differs": len(set(values)) > 1})
+    return rows
+
+
+def aligned_settings(runs: Sequence[RunFacts]) -> list[dict[str, Any]]:
+    """Settings by name; a plain router's stand beside those of the base that another run wraps."""
+    wraps = [f"{BASE}name" in run.settings for run in runs]
+    if all(wraps) or not any(wraps):
+        return [run.settings for run in runs]
+    return [
+        run.settings if wrapped else _as_base(run.settings)
+        for run, wrapped in zip(runs, wraps, strict=True)
+    ]
+
+
+def _as_base(settings: dict[str, Any]) -> dict[str, Any]:
+    found = {f"{ROUTER}name": settings.get(f"{ROUTER}name")}
+    for key, value in settings.items():
+        found[BASE + key.removeprefix(ROUTER) if key.startswith(ROUTER) else key] = value
+    return found
+
+
+def escaped_json(data: Any) -> str:
+    """JSON that may stand inside a script element, whatever texts it holds."""
+    text = json.dumps(_finite(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.translate(ESCAPES)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity; a figure that is none becomes null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def render(data: dict[str, Any], *, live: bool = False) -> str:
+    """The page. `live`: it asks the server it came from for news, and nobody else."""
+    names = (*SCRIPTS, "live.js", "main.js") if live else (*SCRIPTS, "main.js")
+    script = "".join(static(name) for name in names)
+    style = static("style.css")
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    parts = {
+        "POLICY": f"{policy}; connect-src 'self'" if live else policy,
+        "STYLE": style,
+        "SCRIPT": script,
+        "DATA": escaped_json(data),
+    }
+    page = static("page.html")
+    for name, part in parts.items():  # DATA last: nothing inside it is taken for a mark
+        page = page.replace(f"{{{{{name}}}}}", part)
+    return page
+
+
+def static(name: str) -> str:
+    return (files("acmoe.report") / "static" / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode("utf-8")).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"

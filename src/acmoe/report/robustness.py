@@ -1,0 +1,168 @@
+"""What was measured of a run beyond clean validation, wherever it was written down.
+
+RUN/attacks/report-*.json   `acmoe attack` leaves them there
+RUN/evaluation*.json        `acmoe evaluate RUN --contaminate ... --json > RUN/evaluation.json`
+RUN/shift*.json             `acmoe shift RUN ... --json > RUN/shift-imagenet-a.json`
+RUN/../comparison.json      `acmoe demo` leaves it beside its two runs
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from acmoe.config.attack import eps_text
+from acmoe.config.train_vision import VISION_RUNS
+from acmoe.errors import UserError
+from acmoe.evaluate.run import ATTACKS, LANGUAGE_RUN, read_json
+from acmoe.report.runs import RunFacts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One figure, and the clean one beside it."""
+
+    what: str  # the attack, the shift or the contamination; equal text: comparable between runs
+    unit: str
+    lower: bool  # less is better
+    clean: float | None
+    value: float
+    chance: float | None = None
+    details: str = ""  # what the figure depends on
+    source: str  # the file it was read from
+
+
+@dataclass(frozen=True, kw_only=True)
+class Robustness:
+    figures: tuple[Measured, ...]
+    notes: tuple[str, ...]  # files that could not be read
+    command: str  # measures it
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def robustness(run: RunFacts) -> Robustness:
+    """Everything found for a run; a damaged file becomes a note."""
+    readers = {
+        f"{ATTACKS}/report-*.json": _attacks,
+        "evaluation*.json": _evaluation,
+        "shift*.json": _shift,
+    }
+    found: list[Measured] = []
+    notes: list[str] = []
+    for pattern, reader in readers.items():
+        for path in sorted(run.folder.glob(pattern)):
+            try:
+                found += reader(read_json(path), str(path.relative_to(run.folder)))
+            except UserError as error:
+                notes.append(str(error))
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                notes.append(f"{path} is no report that acmoe wrote ({error!r}); left out")
+    if not any("replaced" in one.what for one in found):
+        found += _demo(run, notes)
+    return Robustness(figures=tuple(found), notes=tuple(notes), command=_command(run))
+
+
+def _command(run: RunFacts) -> str:
+    if run.kind in VISION_RUNS:
+        return f"acmoe attack {run.folder} --attack pgd"
+    if run.kind == LANGUAGE_RUN:
+        rate = 0.05 if run.metric.key == "bits_per_byte" else 0.025
+        target = run.folder / "evaluation.json"
+        return f"acmoe evaluate {run.folder} --contaminate {rate} --json > {target}"
+    return ""
+
+
+def _attacks(document: dict[str, Any], source: str) -> list[Measured]:
+    name, bound = document["attack"]["name"], "clamped" if document["clamp"] else "unbounded"
+    settings = (
+        f"{document['split']}, {document['images']} images in batches of {document['batch']}; "
+        f"{document['space']} space, {bound}, {document['labels']} labels; statistics "
+        f"{document['statistics']}; step {document['step']}"
+    )
+    found = []
+    for figure in document["figures"]:
+        moved = f"; {fmean(figure['moved']):.1f}% of tokens moved" if figure["moved"] else ""
+        found.append(
+            Measured(
+                what=f"{name}, radius {eps_text(figure['eps'])}",
+                unit="top-1 (%)",
+                lower=False,
+                clean=float(document["clean_top1"]),
+                value=float(figure["top1"]),
+                details=settings + moved,
+                source=source,
+            )
+        )
+    return found
+
+
+def _evaluation(document: dict[str, Any], source: str) -> list[Measured]:
+    """Contaminated text beside the clean text of the same statistics mode."""
+    if document.get("contamination") is None:
+        return []
+    figures = document["figures"]
+    clean = {one["statistics"]: one["value"] for one in figures if not one["contaminated"]}
+    unit = "bytes" if document["metric"] == "bits per byte" else "words"
+    rate = document["contamination"]["token_rate"]
+    return [
+        Measured(
+            what=f"{rate:.1%} of {unit} replaced",
+            unit=document["metric"],
+            lower=True,
+            clean=clean.get(one["statistics"]),
+            value=float(one["value"]),
+            details=f"{document['split']}, {one['tokens']:,} tokens; statistics "
+            f"{one['statistics']}; {document['batch']} rows in blocks of {document['block']}; step "
+            f"{document['step']}",
+            source=source,
+        )
+        for one in figures
+        if one["contaminated"]
+    ]
+
+
+def _shift(document: dict[str, Any], source: str) -> list[Measured]:
+    return [
+        Measured(
+            what=str(document["shift"]),
+            unit=str(document["metric"]),
+            lower=False,
+            clean=None,
+            value=float(document["value"]),
+            chance=float(document["chance"]),
+            details=f"{document['images']} images, among {document['classes']} classes; statistics "
+            f"{document['statistics']}",
+            source=source,
+        )
+    ]
+
+
+def _demo(run: RunFacts, notes: list[str]) -> list[Measured]:
+    """The demo's figures, where this run is one of the two they were taken of."""
+    path = run.folder.resolve().parent / "comparison.json"
+    if not path.is_file():
+        return []
+    try:
+        document = read_json(path)
+        if document["seed"] != run.seed or document["steps"] != run.steps:
+            return []  # of an earlier demo in the same folder
+        return [
+            Measured(
+                what=f"{document['replaced']:.1%} of bytes replaced",
+                unit="bits per byte",
+                lower=True,
+                clean=float(row["bits_per_byte"]),
+                value=float(row["contaminated"]),
+                details=f"test, {document['test_tokens']:,} bytes",
+                source=str(Path("..") / path.name),
+            )
+            for row in document["rows"]
+            if row["router"].lower() == run.folder.resolve().name
+        ]
+    except UserError as error:
+        notes.append(str(error))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        notes.append(f"{path} is no comparison that acmoe wrote ({error!r}); left out")
+    return []

@@ -1,0 +1,184 @@
+"""How the best checkpoint of a run routes a stated sample, as plain values for the page.
+
+N tokens or patches shown, E experts, K experts a token, C clusters, D features.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acmoe.analyze.record import LayerRecord, RoutingRecord, record_language, record_vision
+from acmoe.config.train_vision import VISION_RUNS
+from acmoe.errors import UserError, check
+from acmoe.evaluate.device import pick_device
+from acmoe.evaluate.language import check_vocabulary
+from acmoe.evaluate.run import LANGUAGE_RUN, RunFolder, open_run, open_vision_run
+from acmoe.evaluate.vision import StageTally
+from acmoe.report.runs import RunFacts
+from acmoe.report.sample import Sample, image_sample, text_sample
+from acmoe.routing.state import Routing
+
+MEASURED_TOKENS = 8192  # that load and instability are taken over: about a second of a nano model
+MEASURED_IMAGES = 64
+SHOWN_IMAGES = 12
+MOST_STRETCHED = 6  # features listed for a cluster
+NUMBERS = 600_000  # affinities on one page, about 3 MB
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRouting:
+    """One run's part of the explorer."""
+
+    sample: Sample
+    step: int  # of the checkpoint
+    statistics: str
+    measured: str  # what load and instability were taken over, in words
+    measures: list[dict[str, Any]]  # one LayerReport a layer
+    layers: list[dict[str, Any]]  # what is shown of each layer
+    predicted: list[str] | None  # images: the class chosen for each
+
+    def to_json(self, sample: int) -> dict[str, Any]:
+        """`sample`: the number of its sample on the page."""
+        return {
+            "sample": sample,
+            "step": self.step,
+            "statistics": self.statistics,
+            "measured": self.measured,
+            "measures": self.measures,
+            "layers": self.layers,
+            "predicted": self.predicted,
+        }
+
+
+class RoutingReader:
+    """Reads each checkpoint once, however often the page is made again while a run trains."""
+
+    def __init__(self, *, tokens: int, device: str) -> None:
+        self.tokens, self.device = tokens, device
+        self._known: dict[Path, tuple[object, RunRouting | str]] = {}
+
+    def read(self, run: RunFacts, share: int) -> RunRouting | str:
+        """The run's routing, or one line on why there is none; `share` runs fill the page."""
+        try:
+            folder = RunFolder(folder=run.folder).checkpoint("best")
+            mark = (folder, folder.stat().st_mtime_ns, share)
+        except (UserError, OSError) as error:
+            return str(error)
+        known = self._known.get(run.folder)
+        if known is None or known[0] != mark:
+            known = (mark, self._read(run, share))
+            self._known[run.folder] = known
+        return known[1]
+
+    def _read(self, run: RunFacts, share: int) -> RunRouting | str:
+        try:
+            record, sample, predicted = self._recorded(run, share)
+            step = RunFolder(folder=run.folder).step("best")
+        except (UserError, OSError) as error:
+            return str(error)
+        return RunRouting(
+            sample=sample,
+            step=step,
+            statistics=record.statistics,
+            measured=record.sample,
+            measures=_measures(record),
+            layers=[_shown(layer, sample.items(layer.grid)) for layer in record.layers],
+            predicted=predicted,
+        )
+
+    def _recorded(
+        self, run: RunFacts, share: int
+    ) -> tuple[RoutingRecord, Sample, list[str] | None]:
+        if run.kind in VISION_RUNS:
+            return self._images(run)
+        check(
+            run.kind == LANGUAGE_RUN,
+            f"{run.folder} is a {run.kind}; routing is shown of language models and of image "
+            "classifiers",
+        )
+        return *self._text(run, share), None
+
+    def _images(self, run: RunFacts) -> tuple[RoutingRecord, Sample, list[str]]:
+        vision = open_vision_run(run.folder)
+        images = vision.images().test
+        record = record_vision(
+            vision.model(device=pick_device(self.device)),
+            images,
+            vision.config.data,
+            count=MEASURED_IMAGES,
+            precision=vision.config.precision,
+        )
+        assert record.predicted is not None
+        predicted = [images.classes[one] for one in record.predicted[:SHOWN_IMAGES].tolist()]
+        return record, image_sample(record, images, SHOWN_IMAGES), predicted
+
+    def _text(self, run: RunFacts, share: int) -> tuple[RoutingRecord, Sample]:
+        language = open_run(run.folder)
+        corpus, model = language.corpus(), language.model(device=pick_device(self.device))
+        check_vocabulary(model.config.vocab_size, corpus)
+        record = record_language(
+            model,
+            corpus["test"],
+            tokens=max(self.tokens, MEASURED_TOKENS),
+            precision=language.config.precision,
+            title=f"{corpus.title}, test",
+        )
+        affinities = sum(layer.num_experts for layer in record.layers)
+        shown = min(self.tokens, max(64, NUMBERS // (share * affinities)))
+        return record, text_sample(record, corpus, shown)
+
+
+def _measures(record: RoutingRecord) -> list[dict[str, Any]]:
+    """Load and instability of every layer; stages of Swin are kept apart."""
+    tally = StageTally()
+    nothing = torch.zeros(())
+    tally.add([Routing(one.expert_ids, one.gate, one.affinity, nothing) for one in record.layers])
+    return [asdict(layer) for layer in tally.layers()]
+
+
+def _shown(layer: LayerRecord, count: int) -> dict[str, Any]:
+    """The first `count` tokens of a layer, and its clusters' most stretched features."""
+    return {
+        "adaptive": layer.adaptive,
+        "experts": layer.num_experts,
+        "grid": layer.grid,
+        "first": layer.affinity[:count].argmax(-1).tolist(),
+        "ids": layer.expert_ids[:count].tolist(),
+        "gate": _rounded(layer.gate[:count]),
+        "affinity": _rounded(layer.affinity[:count]),
+        "cluster": layer.cluster[:count].tolist(),
+        "varies": layer.scale_varies,
+        "deviation": _deviation(layer),
+        "features": layer.scale.shape[1],
+        "stretched": [_stretched(scale_D) for scale_D in layer.scale],
+    }
+
+
+def _deviation(layer: LayerRecord) -> float:
+    """How far M is from the identity: root mean square of ln M over the clusters that have tokens.
+
+    0.1 means that features are stretched or shrunk by about a tenth.
+    """
+    used = sorted({cluster for cluster in layer.cluster.tolist() if cluster >= 0})
+    if not used:
+        return 0.0
+    return round(math.sqrt(float(layer.scale[used].double().log().square().mean())), 4)
+
+
+def _stretched(scale_D: Tensor) -> list[tuple[int, float]]:
+    """Feature and scale, most stretched first; none where M = I."""
+    if bool((scale_D == 1).all()):
+        return []
+    top = scale_D.topk(min(MOST_STRETCHED, len(scale_D)))
+    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return [(feature, round(scale, 3)) for feature, scale in pairs]
+
+
+def _rounded(values_NX: Tensor) -> list[list[float]]:
+    rows: Sequence[Sequence[float]] = values_NX.double().tolist()
+    return [[round(value, 3) for value in row] for row in rows]

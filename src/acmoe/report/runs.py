@@ -1,0 +1,228 @@
+"""What a run's folder holds at this moment, read without a model: config, records, state of work.
+
+A run that is still training, was stopped or crashed is read as far as it got.
+"""
+
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from acmoe.config.serialize import flatten
+from acmoe.config.train_vision import VISION_RUNS
+from acmoe.data.image_load import load_images
+from acmoe.errors import UserError, check
+from acmoe.evaluate.run import CONFIG, METRICS, open_vision_run, read_json, read_metrics, run_kind
+from acmoe.train.run_folder import LOCK
+
+if sys.platform != "win32":
+    import fcntl
+
+Record = dict[str, Any]
+State = Literal["finished", "training", "stopped", "not started"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """The figure a run is judged by."""
+
+    key: str  # in the records of metrics.jsonl
+    label: str
+    lower: bool  # less is better
+
+
+# The first that the validation records have.
+METRICS_KNOWN = (
+    Metric(key="top1", label="validation top-1 (%)", lower=False),
+    Metric(key="bits_per_byte", label="validation bits per byte", lower=True),
+    Metric(key="perplexity", label="validation perplexity", lower=True),
+    Metric(key="dev_accuracy", label="development accuracy (%)", lower=False),
+    Metric(key="loss", label="validation loss (nats)", lower=True),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """A run as its folder tells it."""
+
+    folder: Path
+    name: str
+    kind: str
+    settings: dict[str, Any]  # dotted name -> value
+    train: tuple[Record, ...]
+    valid: tuple[Record, ...]
+    steps: int | None  # of the whole run; None: counted in epochs of images that are not here
+    in_use: bool  # a process holds the folder
+    notes: tuple[str, ...]  # what is wrong with the folder, one line each
+
+    @property
+    def router(self) -> str:
+        return str(self.settings.get("model.router.name", "unknown"))
+
+    @property
+    def seed(self) -> int | None:
+        return self.settings.get("seed")
+
+    @property
+    def step(self) -> int:
+        """The last one written down."""
+        return max((record["step"] for record in (*self.train, *self.valid)), default=0)
+
+    @property
+    def state(self) -> State:
+        if self.steps is not None and self.step >= self.steps:
+            return "finished"
+        if self.in_use:
+            return "training"
+        return "stopped" if self.step else "not started"
+
+    @property
+    def metric(self) -> Metric:
+        for metric in METRICS_KNOWN:
+            if any(metric.key in record for record in self.valid):
+                return metric
+        return METRICS_KNOWN[-1]
+
+    def scores(self) -> dict[int, float]:
+        """Step -> the metric in validation, where it is a finite number."""
+        key = self.metric.key
+        return {
+            record["step"]: float(record[key])
+            for record in self.valid
+            if isinstance(record.get(key), int | float) and math.isfinite(record[key])
+        }
+
+    def best(self) -> tuple[int, float] | None:
+        """Step and value of the best validation; the earlier of equals, as training keeps it."""
+        sign = 1 if self.metric.lower else -1
+        ranked = sorted((sign * value, step, value) for step, value in self.scores().items())
+        return (ranked[0][1], ranked[0][2]) if ranked else None
+
+
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """The run folders meant: each path is one, or holds some, plain routers first."""
+    found: list[Path] = []
+    for path in paths:
+        check(path.is_dir(), f"{path} is no folder; give the folder of a run, such as runs/demo")
+        if (path / CONFIG).is_file():
+            found.append(path)
+            continue
+        inside = [one.parent for one in path.glob(f"*/{CONFIG}")]
+        check(
+            bool(inside),
+            f"{path} is no run: {path / CONFIG} is missing, and no folder in it is one; give a "
+            "folder `acmoe train` wrote",
+        )
+        found += sorted(inside, key=_plain_first)
+    unique = list(dict.fromkeys(one.resolve() for one in found))
+    by_place = {one.resolve(): one for one in reversed(found)}
+    return [by_place[place] for place in unique]
+
+
+def _plain_first(folder: Path) -> tuple[bool, str]:
+    document = read_json(folder / CONFIG)
+    return flatten(document).get("config.model.router.name") == "adaptive", folder.name
+
+
+def read_runs(folders: Sequence[Path]) -> list[RunFacts]:
+    """Every run, under names that tell them apart."""
+    names = _short_names([folder.resolve() for folder in folders])
+    return [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+
+
+def _short_names(places: list[Path]) -> list[str]:
+    """The last parts of each path, as many as it takes to differ."""
+    longest = max((len(place.parts) for place in places), default=1)
+    for count in range(1, longest + 1):
+        names = ["/".join(place.parts[-count:]) for place in places]
+        if len(set(names)) == len(names):
+            return names
+    return [str(place) for place in places]
+
+
+def read_run(folder: Path, name: str) -> RunFacts:
+    """A run's folder as it is now; what is damaged becomes a note, a folder that is no run raises.
+
+    Raises:
+        UserError: there is no config.json, or it is not one that `train` wrote.
+    """
+    kind = run_kind(folder)
+    config = read_json(folder / CONFIG).get("config")
+    if not isinstance(config, dict):
+        raise UserError(f"{folder / CONFIG} lacks 'config'; it was not written by acmoe")
+    records, notes = _records(folder / METRICS)
+    steps, length_note = _steps(folder, kind, config)
+    return RunFacts(
+        folder=folder,
+        name=name,
+        kind=kind,
+        settings=flatten(config),
+        train=tuple(record for record in records if record["kind"] in ("train", "epoch")),
+        valid=tuple(record for record in records if record["kind"] in ("valid", "epoch")),
+        steps=steps,
+        in_use=_in_use(folder / LOCK),
+        notes=(*notes, *length_note),
+    )
+
+
+def _records(path: Path) -> tuple[list[Record], list[str]]:
+    """The whole records, and a line on what was left out."""
+    if not path.is_file():
+        return [], [f"{path.name} is not there yet: nothing has been measured"]
+    lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
+    found = read_metrics(path)
+    records = [
+        record
+        for record in found
+        if isinstance(record, dict) and isinstance(record.get("step"), int) and "kind" in record
+    ]
+    notes = []
+    if len(lines) > len(found):
+        left = len(lines) - len(found)
+        what = "is cut off" if left == 1 else "cannot be read"
+        notes.append(
+            f"{path.name}: line {len(found) + 1} {what}; it and what follows are left out "
+            f"({left} of {len(lines)} lines)"
+        )
+    if len(records) < len(found):
+        notes.append(f"{path.name}: {len(found) - len(records)} lines are no records; left out")
+    return records, notes
+
+
+def _steps(folder: Path, kind: str, config: Record) -> tuple[int | None, list[str]]:
+    """The run's length in updates. Epochs of images can only be counted where the images are."""
+    if config.get("steps") is not None:
+        return int(config["steps"]), []
+    if kind not in VISION_RUNS:
+        return config.get("epochs"), []
+    try:
+        run = open_vision_run(folder)
+        images = len(load_images(run.config.data).train)
+    except UserError as error:
+        return None, [f"its length in steps is not known: {error}"]
+    return run.config.updates(images // run.config.batch), []
+
+
+def _in_use(path: Path) -> bool:
+    """Whether a process trains here.
+
+    The lock itself is tried only while the process named in it lives: held for a moment by a
+    reader, it could turn away a trainer that starts just then.
+    """
+    if sys.platform == "win32" or not path.is_file():
+        return False
+    try:
+        os.kill(int(path.read_text(encoding="utf-8")), 0)
+    except PermissionError:
+        pass  # somebody else's process, which lives
+    except (ValueError, OSError):
+        return False
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False

@@ -1,0 +1,112 @@
+"""What the explorer shows: a stretch of text, or images cut into patches.
+
+B images, C = 3 colours, Y rows and X columns of pixels.
+"""
+
+import base64
+import hashlib
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from acmoe.analyze.record import RoutingRecord
+from acmoe.data.corpus import Corpus
+from acmoe.data.images import ImageSet
+from acmoe.data.vocabulary import ByteVocabulary, Vocabulary
+
+MOST_PIXELS = 112  # a side of an image on the page
+NEWLINE, SPACE, TAB, DELETE = 10, 32, 9, 127
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Runs that show the same one are compared token by token."""
+
+    mark: str  # equal for equal content
+    count: int  # tokens, or images
+    content: dict[str, Any]  # for the page
+
+    def items(self, grid: tuple[int, int] | None) -> int:
+        """Rows of a layer's record that belong to what is shown."""
+        return self.count if grid is None else self.count * grid[0] * grid[1]
+
+
+def text_sample(record: RoutingRecord, corpus: Corpus, count: int) -> Sample:
+    """The first `count` recorded tokens as what a reader sees of each."""
+    assert record.token_ids is not None
+    ids = record.token_ids[:count].tolist()
+    vocabulary = corpus.vocabulary
+    content = {
+        "kind": "text",
+        "title": f"{corpus.title}, test, from its beginning",
+        "unit": "bytes" if isinstance(vocabulary, ByteVocabulary) else "words",
+        "tokens": [visible(token, vocabulary) for token in ids],
+        "breaks": [place for place, token in enumerate(ids) if token == vocabulary.eos_id],
+    }
+    # Of a text that one run shows further than another, the beginning is compared.
+    mark = _mark(repr((content["title"], content["unit"], content["tokens"][:64])))
+    return Sample(mark=mark, count=len(ids), content=content)
+
+
+def visible(token: int, vocabulary: Vocabulary) -> str:
+    """A word as it is; a byte as a character, or as a sign that stands for one."""
+    if not isinstance(vocabulary, ByteVocabulary):
+        return "\u23ce" if token == vocabulary.eos_id else vocabulary.symbols[token]
+    value = vocabulary.values[token]
+    signs = {NEWLINE: "\u23ce", TAB: "\u21e5", DELETE: "\u2421"}
+    if value in signs:
+        return signs[value]
+    if value < SPACE:
+        return chr(0x2400 + value)  # Unicode has a picture of each control character
+    return chr(value) if value < DELETE else f"{value:02X}"  # part of a longer character: in hex
+
+
+def image_sample(record: RoutingRecord, images: ImageSet, count: int) -> Sample:
+    """The first `count` recorded images, small enough for the page."""
+    assert record.pixels is not None and record.labels is not None
+    pixels_BCYX = record.pixels[:count]
+    names = images.classes
+    labels = [names[label] for label in record.labels[:count].tolist()]
+    shown = [
+        {"src": png_uri(pixels_CYX), "label": label}
+        for pixels_CYX, label in zip(pixels_BCYX, labels, strict=True)
+    ]
+    content = {
+        "kind": "images",
+        "title": f"{images.title}, test",
+        "unit": "patches",
+        "images": shown,
+    }
+    return Sample(mark=_mark(repr(shown)), count=len(shown), content=content)
+
+
+def png_uri(pixels_CYX: Tensor) -> str:
+    """Colours in [0, 1] as a data URI; what is larger than the page needs is averaged."""
+    shrink = -(-pixels_CYX.shape[-1] // MOST_PIXELS)
+    if shrink > 1:
+        pixels_CYX = functional.avg_pool2d(pixels_CYX[None], shrink)[0]
+    levels_YXC = (pixels_CYX.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0)
+    return "data:image/png;base64," + base64.b64encode(_png(levels_YXC)).decode()
+
+
+def _png(levels_YXC: Tensor) -> bytes:
+    """8-bit RGB; each row begins with filter 0."""
+    height, width, _ = levels_YXC.shape
+    rows = b"".join(b"\0" + row_XC.numpy().tobytes() for row_XC in levels_YXC.contiguous())
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        check_sum = zlib.crc32(name + content)
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", check_sum)
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows, 9)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+def _mark(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,112 @@
+"""The page over HTTP on this machine only, made again as the runs go on."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from acmoe.errors import UserError, check
+from acmoe.evaluate.run import ATTACKS, CHECKPOINTS, METRICS
+from acmoe.report.page import escaped_json, render, report_data
+from acmoe.report.routing import RoutingReader
+from acmoe.report.runs import find_runs
+
+LOOPBACK = "127.0.0.1"
+WATCHED = (
+    *("config.json", METRICS, "lock", f"{CHECKPOINTS}/step-*", f"{ATTACKS}/report-*.json"),
+    *("evaluation*.json", "shift*.json", "../comparison.json"),
+)
+
+
+class LiveReport:
+    """The newest page data of some runs; made again when a file of theirs has changed."""
+
+    def __init__(self, folders: Sequence[Path], reader: RoutingReader) -> None:
+        self.folders = find_runs(folders)
+        self.reader = reader
+        self._lock = threading.Lock()
+        self._made: tuple[str, dict[str, Any]] | None = None
+
+    def version(self) -> str:
+        """Changes when a file changes; cheap to ask for."""
+        seen = []
+        for folder in self.folders:
+            for pattern in WATCHED:
+                for path in sorted(folder.glob(pattern)):
+                    try:
+                        found = path.stat()
+                    except OSError:  # a checkpoint that was just replaced
+                        continue
+                    seen.append(f"{path} {found.st_mtime_ns} {found.st_size}")
+        return hashlib.sha256("\n".join(seen).encode()).hexdigest()[:16]
+
+    def data(self) -> dict[str, Any]:
+        """The page's data, with the version they were made at."""
+        with self._lock:  # one making at a time: a model is read for it
+            version = self.version()
+            if self._made is None or self._made[0] != version:
+                data = report_data(self.folders, self.reader)
+                self._made = (version, {**data, "version": version})
+            return self._made[1]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: "ReportServer"
+
+    def do_GET(self) -> None:
+        # A page elsewhere may point its own host name at this machine; it is not answered.
+        if self.headers.get("Host") not in self.server.hosts:
+            self.send_error(HTTPStatus.MISDIRECTED_REQUEST, "not served under this host name")
+            return
+        path = self.path.partition("?")[0]
+        try:
+            if path == "/":
+                self._send("text/html", render(self.server.report.data(), live=True))
+            elif path == "/version":
+                self._send("application/json", json.dumps(self.server.report.version()))
+            elif path == "/data.json":
+                self._send("application/json", escaped_json(self.server.report.data()))
+            else:
+                self.send_error(HTTPStatus.NOT_FOUND)
+        except UserError as error:
+            failed = HTTPStatus.INTERNAL_SERVER_ERROR
+            self.send_error(failed, "the report cannot be made", str(error))
+
+    def _send(self, kind: str, text: str) -> None:
+        content = text.encode("utf-8")
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Silent: the terminal belongs to whoever trains."""
+
+
+class ReportServer(ThreadingHTTPServer):
+    """Answers on the loopback address alone."""
+
+    daemon_threads = True
+
+    def __init__(self, report: LiveReport, port: int) -> None:
+        check(0 <= port <= 65535, f"--port {port} is no port; choose 1024 to 65535, 0 for any free")
+        self.report = report
+        try:
+            super().__init__((LOOPBACK, port), _Handler)
+        except OSError as error:
+            raise UserError(
+                f"--port {port} cannot be used: {error.strerror}; choose another, 0 for any free"
+            ) from error
+        self.port = self.server_address[1]
+        self.hosts = {f"{LOOPBACK}:{self.port}", f"localhost:{self.port}"}
+
+    @property
+    def url(self) -> str:
+        return f"http://{LOOPBACK}:{self.port}/"

@@ -1,0 +1,108 @@
+"""Figures of attacks, contaminations and shifts, found where the commands leave them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from acmoe.report.robustness import robustness
+from acmoe.report.runs import RunFacts
+from run_facts import run_facts
+
+ATTACK: dict[str, Any] = {
+    **{"step": 40, "attack": {"name": "pgd"}, "space": "pixel", "clamp": True, "labels": "true"},
+    **{"split": "test", "images": 270, "batch": 64, "statistics": "running", "clean_top1": 90.0},
+    "figures": [{"eps": 2 / 255, "top1": 41.5, "top5": 80.0, "moved": [10.0, 20.0]}],
+}
+EVALUATION: dict[str, Any] = {
+    **{"split": "test", "metric": "perplexity", "batch": 8, "block": 256, "step": 100},
+    "contamination": {"token_rate": 0.025},
+    "figures": [
+        {"statistics": "batch", "contaminated": False, "value": 30.0, "tokens": 9},
+        {"statistics": "batch", "contaminated": True, "value": 33.0, "tokens": 9},
+        {"statistics": "running", "contaminated": False, "value": 31.0, "tokens": 9},
+        {"statistics": "running", "contaminated": True, "value": 35.0, "tokens": 9},
+    ],
+}
+SHIFT = {
+    **{"shift": "imagenet-o", "metric": "AUPR (%)", "value": 17.5, "chance": 9.0, "images": 2000},
+    **{"classes": 200, "statistics": "batch"},
+}
+DEMO: dict[str, Any] = {
+    **{"seed": 0, "steps": 20, "replaced": 0.05, "test_tokens": 1000},
+    "rows": [
+        {"router": "SMoE", "bits_per_byte": 2.0, "contaminated": 2.5},
+        {"router": "ACMoE", "bits_per_byte": 2.1, "contaminated": 2.4},
+    ],
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFacts:
+    folder = tmp_path / "acmoe"
+    folder.mkdir()
+    return replace(run_facts({20: 2.0}), folder=folder)
+
+
+def put(path: Path, document: object) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(document if isinstance(document, str) else json.dumps(document))
+
+
+def test_an_attack_is_a_row_a_radius(run: RunFacts) -> None:
+    put(run.folder / "attacks" / "report-pgd-0.json", ATTACK)
+    (figure,) = robustness(run).figures
+    assert (figure.what, figure.clean, figure.value) == ("pgd, radius 2/255", 90.0, 41.5)
+    assert not figure.lower
+    assert "15.0% of tokens moved" in figure.details
+
+
+def test_contaminated_text_stands_beside_clean_text_of_the_same_statistics(run: RunFacts) -> None:
+    put(run.folder / "evaluation.json", EVALUATION)
+    found = robustness(run).figures
+    assert [(one.clean, one.value) for one in found] == [(30.0, 33.0), (31.0, 35.0)]
+    assert found[0].what == "2.5% of words replaced"
+
+
+def test_an_evaluation_of_clean_text_alone_says_nothing_here(run: RunFacts) -> None:
+    put(run.folder / "evaluation.json", {**EVALUATION, "contamination": None})
+    assert robustness(run).figures == ()
+
+
+def test_a_shift_has_its_chance_and_no_clean_figure(run: RunFacts) -> None:
+    put(run.folder / "shift-o.json", SHIFT)
+    (figure,) = robustness(run).figures
+    assert (figure.value, figure.chance, figure.clean) == (17.5, 9.0, None)
+
+
+def test_the_demo_gives_each_of_its_runs_its_own_row(run: RunFacts) -> None:
+    put(run.folder.parent / "comparison.json", DEMO)
+    (figure,) = robustness(run).figures
+    assert (figure.what, figure.clean, figure.value) == ("5.0% of bytes replaced", 2.1, 2.4)
+
+
+@pytest.mark.parametrize("other", [{"seed": 1}, {"steps": 300}])
+def test_the_figures_of_an_earlier_demo_are_not_taken(run: RunFacts, other: dict[str, int]) -> None:
+    put(run.folder.parent / "comparison.json", {**DEMO, **other})
+    assert robustness(run).figures == ()
+
+
+def test_nothing_measured_gives_the_command_that_would(run: RunFacts) -> None:
+    found = robustness(run)
+    assert found.figures == ()
+    assert found.command == (
+        f"acmoe evaluate {run.folder} --contaminate 0.05 --json > {run.folder}/evaluation.json"
+    )
+    assert robustness(replace(run, kind="swin-run")).command.startswith("acmoe attack ")
+
+
+@pytest.mark.parametrize("document", ["{", "[]", {"figures": 3}, {**ATTACK, "figures": [{}]}])
+def test_a_damaged_file_is_a_note_and_not_an_end(run: RunFacts, document: object) -> None:
+    put(run.folder / "attacks" / "report-pgd-0.json", document)
+    put(run.folder / "shift.json", SHIFT)
+    found = robustness(run)
+    assert len(found.figures) == 1
+    assert len(found.notes) == 1
+    assert "report-pgd-0.json" in found.notes[0]

@@ -1,0 +1,103 @@
+"""The live page: on this machine only, and new when a run has moved on."""
+
+import http.client
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from acmoe.errors import UserError
+from acmoe.report.routing import RoutingReader
+from acmoe.report.serve import LiveReport, ReportServer
+
+
+@pytest.fixture
+def run(two_runs: tuple[Path, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(two_runs[1], tmp_path / "run"))
+
+
+@pytest.fixture
+def server(run: Path) -> Iterator[ReportServer]:
+    report = LiveReport([run], RoutingReader(tokens=16, device="cpu"))
+    with ReportServer(report, 0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def get(server: ReportServer, path: str, host: str | None = None) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    try:
+        connection.request("GET", path, headers={} if host is None else {"Host": host})
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def test_the_page_comes_with_its_version_and_data(server: ReportServer) -> None:
+    status, page = get(server, "/")
+    assert status == 200
+    assert "connect-src 'self'" in page
+    _, version = get(server, "/version")
+    _, data = get(server, "/data.json")
+    assert json.loads(data)["version"] == json.loads(version)
+
+
+def test_the_version_changes_with_the_metrics_and_so_do_the_data(
+    server: ReportServer, run: Path
+) -> None:
+    before, data = get(server, "/version")[1], json.loads(get(server, "/data.json")[1])
+    assert get(server, "/version")[1] == before
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "valid", "step": 21, "bits_per_byte": 0.5}) + "\n")
+    assert get(server, "/version")[1] != before
+    fresh = json.loads(get(server, "/data.json")[1])
+    assert data["runs"][0]["step"] == 20
+    assert fresh["runs"][0]["step"] == 21
+    assert fresh["runs"][0]["best"] == {"step": 21, "value": 0.5}
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:{port}", "127.0.0.1", ""])
+def test_other_host_names_are_refused(server: ReportServer, host: str) -> None:
+    for path in ("/", "/version", "/data.json"):
+        status, text = get(server, path, host.format(port=server.port))
+        assert status == 421
+        assert "runs" not in text
+
+
+def test_localhost_is_this_machine_too(server: ReportServer) -> None:
+    assert get(server, "/version", f"localhost:{server.port}")[0] == 200
+
+
+def test_nothing_else_is_served(server: ReportServer) -> None:
+    for path in ("/config.json", "/../config.json", "/metrics.jsonl", "/page.html"):
+        assert get(server, path)[0] == 404
+
+
+def test_it_listens_on_the_loopback_address_alone(server: ReportServer) -> None:
+    assert server.server_address[0] == "127.0.0.1"
+
+
+def test_a_run_that_broke_is_an_error_and_not_an_end(server: ReportServer, run: Path) -> None:
+    config = (run / "config.json").read_text()
+    (run / "config.json").write_text("{")
+    status, text = get(server, "/data.json")
+    assert status == 500
+    assert "is damaged" in text
+    (run / "config.json").write_text(config)
+    assert get(server, "/data.json")[0] == 200
+
+
+def test_a_port_in_use_is_one_line(server: ReportServer, run: Path) -> None:
+    with pytest.raises(UserError, match=f"--port {server.port} cannot be used"):
+        ReportServer(server.report, server.port)
+    with pytest.raises(UserError, match="--port 70000 is no port"):
+        ReportServer(server.report, 70000)
