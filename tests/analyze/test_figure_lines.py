@@ -95,3 +95,13 @@ def test_bars_of_several_routers_stand_side_by_side(tmp_path: Path) -> None:
     bars = sorted((b for bars in figure.axes[0].containers for b in bars), key=lambda b: b.get_x())
     ends = [bar.get_x() + bar.get_width() for bar in bars]
     assert all(end < after.get_x() for end, after in zip(ends, bars[1:], strict=False))
+
+
+def test_a_title_may_be_in_any_script(tmp_path: Path) -> None:
+    # Missing glyphs would be a warning, and warnings are errors here.
+    png, _ = save_curves({"a": ((1,), (1.0,))}, tmp_path, metric="m", title="run \u4e2d\n$x$")
+    assert png.exists()
+    figure = drawn(
+        lambda: save_curves({"a": ((1,), (1.0,))}, tmp_path, metric="m", title="\u4e2d\n$x$")
+    )
+    assert figure.axes[0].get_title(loc="left") == "\\u4e2d $x$"

@@ -13,7 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from acmoe.analyze.figures.canvas import set_heading, write_figure
-from acmoe.analyze.figures.inputs import Numbers, as_array, as_experts, check_count
+from acmoe.analyze.figures.inputs import (
+    Numbers,
+    as_array,
+    as_experts,
+    check_captions,
+    check_count,
+)
 from acmoe.analyze.figures.key import key_height, swatch_key
 from acmoe.analyze.figures.patch_grid import as_pixels, draw_experts, draw_pixels, panel_side
 from acmoe.analyze.figures.text_cells import Token, check_tokens, lay_out
@@ -21,6 +27,7 @@ from acmoe.analyze.figures.text_pages import TextPages
 from acmoe.errors import check
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -49,25 +56,13 @@ def save_changed_patches(
         f"clean images are {clean.shape}, attacked ones {attacked.shape}; pair them",
     )
     before, after = _pair(experts, 3, len(clean), num_experts)
-    check(
-        captions is None or len(captions) == len(clean),
-        f"{len(captions or ())} captions for {len(clean)} images; give one for each",
-    )
+    check_captions(captions, len(clean))
 
     def draw(figure: Figure) -> None:
         figure.set_layout_engine("compressed")  # square panels, no gaps from their own shape
         grid = figure.subplots(len(clean), 4, squeeze=False)
-        for row, (left, right, old, new) in enumerate(
-            zip(clean, attacked, before, after, strict=True)
-        ):
-            changed = old != new
-            draw_pixels(grid[row, 0], left)
-            draw_pixels(grid[row, 1], right)
-            draw_experts(grid[row, 2], left, old, changed)
-            draw_experts(grid[row, 3], right, new, changed)
-            count = f"{int(changed.sum())} of {changed.size} moved"
-            caption = count if captions is None else f"{captions[row]}\n{count}"
-            grid[row, 0].set_ylabel(caption, fontsize=9)
+        for row, one in enumerate(zip(clean, attacked, before, after, strict=True)):
+            _draw_pair(grid[row], *one, caption="" if captions is None else captions[row])
         headings = ("clean", "attacked", "experts, clean", "experts, attacked")
         for axes, heading in zip(grid[0], headings, strict=True):
             axes.set_title(heading, loc="center", fontsize=10)
@@ -78,6 +73,24 @@ def save_changed_patches(
     tall = clean.shape[1] / clean.shape[2]
     height = 0.75 + key_height([before, after]) + (side * tall + 0.2) * len(clean)
     return write_figure(draw, folder, name, size=(0.6 + 4 * (side + 0.25), height))
+
+
+def _draw_pair(
+    row: Sequence[Axes],
+    clean_HW3: NDArray[np.float64],
+    attacked_HW3: NDArray[np.float64],
+    before_YX: NDArray[np.int64],
+    after_YX: NDArray[np.int64],
+    *,
+    caption: str,
+) -> None:
+    changed_YX = before_YX != after_YX
+    draw_pixels(row[0], clean_HW3)
+    draw_pixels(row[1], attacked_HW3)
+    draw_experts(row[2], clean_HW3, before_YX, changed_YX)
+    draw_experts(row[3], attacked_HW3, after_YX, changed_YX)
+    count = f"{int(changed_YX.sum())} of {changed_YX.size} moved"
+    row[0].set_ylabel(f"{caption}\n{count}".strip(), fontsize=9)
 
 
 def save_changed_text(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from acmoe.analyze.figures.visible import visible
 from acmoe.analyze.theory_plots import STYLE
 from acmoe.errors import UserError
 
@@ -50,8 +51,8 @@ def write_figure(
 
 
 def wrapped(text: str, inches: float = WIDTH) -> str:
-    """A heading, broken into lines that fit the width."""
-    return textwrap.fill(text, int(12.5 * inches))
+    """A heading, broken into lines that fit the width; folders may have any name."""
+    return textwrap.fill(visible(" ".join(text.split())), int(12.5 * inches))
 
 
 def set_heading(figure: Figure, title: str) -> None:

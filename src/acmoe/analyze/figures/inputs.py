@@ -42,5 +42,12 @@ def as_experts(values: Numbers, name: str, ndim: int, num_experts: int) -> NDArr
     return array.astype(np.int64)
 
 
+def check_captions(captions: Sequence[str] | None, count: int) -> None:
+    check(
+        captions is None or len(captions) == count,
+        f"{len(captions or ())} captions for {count} images; give one for each",
+    )
+
+
 def check_count(count: int, most: int, what: str) -> None:
     check(0 < count <= most, f"{count} {what}; one figure holds 1 to {most}")

@@ -9,8 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from acmoe.analyze.figures.canvas import set_heading, write_figure
-from acmoe.analyze.figures.inputs import Numbers, as_experts, check_count
+from acmoe.analyze.figures.inputs import Numbers, as_experts, check_captions, check_count
 from acmoe.analyze.figures.key import key_height, swatch_key
 from acmoe.analyze.figures.patch_grid import as_pixels, draw_experts, draw_pixels, panel_side
 from acmoe.errors import check
@@ -38,19 +41,8 @@ def save_patches(
     pixels = as_pixels(images, "images")
     check_count(len(pixels), 8, "images")
     check_count(len(experts), 4, "routers")
-    maps = {
-        router: as_experts(choices, f"experts of {router!r}", 3, num_experts)
-        for router, choices in experts.items()
-    }
-    for router, map_NYX in maps.items():
-        check(
-            len(map_NYX) == len(pixels),
-            f"{router!r} has {len(map_NYX)} maps for {len(pixels)} images; give one for each",
-        )
-    check(
-        captions is None or len(captions) == len(pixels),
-        f"{len(captions or ())} captions for {len(pixels)} images; give one for each",
-    )
+    maps = _maps(experts, len(pixels), num_experts)
+    check_captions(captions, len(pixels))
 
     def draw(figure: Figure) -> None:
         figure.set_layout_engine("compressed")  # square panels, no gaps from their own shape
@@ -71,3 +63,18 @@ def save_patches(
     width = max(3.6, 0.4 + (side + 0.25) * (1 + len(maps)))
     height = 0.75 + key_height(list(maps.values())) + (side * tall + 0.2) * len(pixels)
     return write_figure(draw, folder, name, size=(width, height))
+
+
+def _maps(
+    experts: Mapping[str, Numbers], images: int, num_experts: int
+) -> dict[str, NDArray[np.int64]]:
+    maps = {
+        router: as_experts(choices, f"experts of {router!r}", 3, num_experts)
+        for router, choices in experts.items()
+    }
+    for router, map_NYX in maps.items():
+        check(
+            len(map_NYX) == images,
+            f"{router!r} has {len(map_NYX)} maps for {images} images; give one for each",
+        )
+    return maps

@@ -42,17 +42,10 @@ def save_tsne(
     """
     check_count(len(panels), 4, "panels")
     check(sample >= 8, f"sample={sample}; a map needs at least 8 tokens")
-    sampled = {}
-    for label, (features, experts) in panels.items():
-        x_ND = as_array(features, f"features of {label!r}", 2).astype(np.float64)
-        experts_N = as_experts(experts, f"experts of {label!r}", 1, num_experts)
-        check(
-            len(x_ND) == len(experts_N) >= 8,
-            f"{label!r} has {len(x_ND)} features and {len(experts_N)} experts; give 8 or more, "
-            "one of each a token",
-        )
-        kept = _sample(len(x_ND), sample, seed)
-        sampled[label] = (x_ND[kept], experts_N[kept])
+    sampled = {
+        label: _sampled(label, features, experts, num_experts, sample, seed)
+        for label, (features, experts) in panels.items()
+    }
     drawn = [experts_N for _, experts_N in sampled.values()]
 
     def draw(figure: Figure) -> None:
@@ -70,10 +63,19 @@ def save_tsne(
     return write_figure(draw, folder, name, size=(WIDTH, height))
 
 
-def _sample(count: int, sample: int, seed: int) -> NDArray[np.int64]:
+def _sampled(
+    label: str, features: Numbers, experts: Numbers, num_experts: int, sample: int, seed: int
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Rows in their own order: panels of one count show the same tokens."""
-    drawn = np.random.default_rng(seed).permutation(count)[:sample]
-    return np.sort(drawn)
+    x_ND = as_array(features, f"features of {label!r}", 2).astype(np.float64)
+    experts_N = as_experts(experts, f"experts of {label!r}", 1, num_experts)
+    check(
+        len(x_ND) == len(experts_N) >= 8,
+        f"{label!r} has {len(x_ND)} features and {len(experts_N)} experts; give 8 or more, "
+        "one of each a token",
+    )
+    kept = np.sort(np.random.default_rng(seed).permutation(len(x_ND))[:sample])
+    return x_ND[kept], experts_N[kept]
 
 
 def _mapped(x_ND: NDArray[np.float64], seed: int) -> NDArray[np.float64]:

@@ -8,7 +8,7 @@ from functools import cache
 FONT = "DejaVu Sans Mono"  # comes with matplotlib, so it is the same on every machine
 ADVANCE = 1233 / 2048  # width of one of its characters, in ems
 
-_SIGNS = {"\n": "\u23ce", "\t": "\u21e5", "\r": "\\r"}
+_SIGNS = {"\n": "\u23ce", "\t": "\u21e5"}
 _NOTHING = "\u2205"
 
 
@@ -34,11 +34,7 @@ def _shown(character: str) -> str:
         return _SIGNS[character]
     if character == " " or (character.isprintable() and _has_a_column(character)):
         return character
-    return (
-        character.encode("ascii", "backslashreplace").decode()
-        if ord(character) > 127
-        else (f"\\x{ord(character):02x}")
-    )
+    return character.encode("unicode_escape").decode("ascii")
 
 
 def _has_a_column(character: str) -> bool:
