@@ -60,6 +60,23 @@ def differentiable(route: Route) -> list[Tensor]:
     return [route.gate, route.affinity, route.gate_sum]
 
 
+def lost_by_terms(exact: dict[str, Any], dtype: torch.dtype, mask: Tensor | None) -> float:
+    """What 4 terms for 16-bit tokens may cost an affinity (kernels/products.py).
+
+    At most 2^-17 of each product, of either sign: twice their root sum of squares is rare.
+    """
+    if dtype == torch.float32:
+        return 0.0
+    x = exact["x"].detach()
+    if exact["scale"] is not None:
+        own = exact["assignment"].clamp(min=0)
+        x = x * exact["scale"][own].masked_fill((exact["assignment"] < 0)[:, None], 1.0)
+    if mask is not None:
+        x = x[mask]
+    norm = (x.square() @ exact["embedding"].detach().square().T).sqrt().max()
+    return 2.0**-16 * norm.item()
+
+
 @pytest.mark.parametrize(("dtype", "scaled", "selected", "masked"), CASES)
 def test_the_kernel_is_the_reference(
     dtype: torch.dtype,
@@ -80,9 +97,11 @@ def test_the_kernel_is_the_reference(
     wanted = route_reference(*exact.values(), *settings)
     assert torch.equal(found.expert_ids, wanted.expert_ids)
     assert torch.equal(found.load.double(), wanted.load)
-    for one, other in zip(differentiable(found), differentiable(wanted), strict=True):
+    # Gates move no more than affinities do; their sums over T tokens add that up.
+    cuts = [lost_by_terms(exact, dtype, mask) * times for times in (1, 1, T)]
+    for one, other, cut in zip(differentiable(found), differentiable(wanted), cuts, strict=True):
         # float32 accuracy: the products keep 24 bits, the sums of 70 features a few less.
-        assert (one - other).abs().max() < 2e-6 * other.abs().max()
+        assert (one - other).abs().max() < 2e-6 * other.abs().max() + cut
 
     upstream = [torch.randn(z.shape, generator=generator).to(device) for z in differentiable(found)]
     grads = torch.autograd.grad(differentiable(found), mine, upstream)
@@ -134,8 +153,11 @@ def test_a_bad_token_still_gets_distinct_experts_and_harms_no_other(
     assert torch.equal(found.expert_ids[others], clean.expert_ids[others])
 
 
-def test_a_scale_of_one_is_the_plain_router(generator: torch.Generator, device: str) -> None:
-    case = drawn(generator, device, torch.float32, True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_scale_of_one_is_the_plain_router(
+    dtype: torch.dtype, generator: torch.Generator, device: str
+) -> None:
+    case = drawn(generator, device, dtype, True)
     plain = fused_route(case["x"], case["embedding"], case["bias"], None, None, K, True)
     case["scale"] = torch.ones(C, D, device=device)
     ones = fused_route(*case.values(), K, True)
@@ -176,7 +198,8 @@ def test_products_keep_float32_accuracy(
     scaled: bool, dtype: torch.dtype, generator: torch.Generator, device: str
 ) -> None:
     # All positive, so nothing cancels: 500 additions of 24-bit products stay within 2^-20, where
-    # tf32 would leave 2^-11 and bf16 2^-8.
+    # tf32 would leave 2^-11 and bf16 2^-8. Rescaled 16-bit tokens lose up to 2^-17 of a product, of
+    # either sign: over 500 of them about 2^-18 / sqrt(500) = 2^-22.
     x = torch.rand(16, 500, generator=generator).to(device, dtype)
     embedding = torch.rand(16, 500, generator=generator).to(device)
     scale = torch.rand(1, 500, generator=generator).to(device) if scaled else None

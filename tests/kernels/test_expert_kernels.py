@@ -86,6 +86,57 @@ def test_the_fused_experts_are_the_experts(
         close(mine, right)
 
 
+# Wide experts read rows that were copied into sorted order; here every expert counts as wide. Each
+# case has an expert without rows and rows without an expert, the third rows of no multiple of 16
+# bytes, which the copy engine cannot read.
+@pytest.mark.parametrize(
+    ("case", "copy_engine"),
+    [
+        (("swiglu", True, (12, 36, 20, 3, 2)), True),
+        (("relu", True, (12, 36, 20, 3, 2)), False),
+        (("gelu", True, (12, 33, 20, 3, 1)), True),
+    ],
+)
+def test_experts_over_copied_rows_are_the_experts(case, copy_engine, device, monkeypatch):
+    from acmoe.kernels import tuning
+
+    blocks = tuning.Blocks(16, 32, 32, 4, 2, copy_engine)
+    monkeypatch.setattr(tuning, "OVERRIDE", dict.fromkeys(KERNELS, blocks))
+    monkeypatch.setattr(tuning, "COPY_WIDTH", 1)
+    layer = Layer(*case, device)
+    expected, found = layer.reference(), layer.fused()
+    close(found, expected)
+    for mine, right in zip(layer.gradients(found), layer.gradients(expected), strict=True):
+        close(mine, right)
+
+
+def test_copied_rows_give_the_bits_of_gathered_ones(device, monkeypatch):
+    """The same products of the same rows, in the same order."""
+    from acmoe.kernels import tuning
+
+    results = []
+    for width in (tuning.COPY_WIDTH, 1):
+        monkeypatch.setattr(tuning, "COPY_WIDTH", width)
+        layer = Layer("relu", True, (9, 16, 16, 3, 2), device)
+        found = layer.fused()
+        results.append([found, *layer.gradients(found)])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_rows_are_copied_in_sorted_order_where_experts_are_wide(device):
+    from acmoe.kernels.experts import Plan, Sizes, source_of
+    from acmoe.kernels.tuning import COPY_WIDTH
+
+    x = torch.arange(12.0, device=device).view(4, 3)
+    order = torch.tensor([3, 0, 6, 1, 7, 2, 4, 5], device=device)  # row 2 t + k of token t
+    plan = Plan(order, torch.tensor([3, 6], device=device), 2)
+    wide = Sizes(4, 3, COPY_WIDTH // 2, 2, 2, "swiglu")  # W = COPY_WIDTH
+    values, gather = source_of(x, plan, wide)
+    assert not gather and torch.equal(values, x[[1, 0, 3, 0, 3, 1, 2, 2]])
+    values, gather = source_of(x, plan, wide._replace(act="relu"))
+    assert gather and values is x
+
+
 def test_all_rows_may_go_to_one_expert(device):
     layer = Layer("swiglu", True, (40, 32, 24, 3, 2), device, one_expert=True)
     expected, found = layer.reference(), layer.fused()

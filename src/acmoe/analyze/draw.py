@@ -100,7 +100,13 @@ def _scale_maps(record: RoutingRecord, folder: Path, where: str) -> Paths:
         if bool(seen_C.any()):
             title = f"Scale read by MoE layer {depth + 1}: {where}"
             scale_CD = layer.scale[seen_C].clamp(min=LEAST)
-            paths += save_scale_map(scale_CD, folder, title=title, name=f"scale_map_{depth + 1}")
+            paths += save_scale_map(
+                scale_CD,
+                folder,
+                title=title,
+                clusters=seen_C.nonzero()[:, 0],
+                name=f"scale_map_{depth + 1}",
+            )
     return paths
 
 

@@ -41,7 +41,7 @@ _TILES = (
     *((128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 8, 3), (128, 128, 64, 8, 4)),
     *((128, 128, 64, 4, 4), (128, 128, 32, 4, 4), (256, 128, 64, 8, 3), (128, 64, 64, 4, 4)),
     *((64, 128, 64, 4, 4), (64, 256, 64, 4, 4), (128, 128, 128, 8, 2), (128, 256, 32, 8, 4)),
-    *((128, 128, 32, 8, 4), (256, 128, 32, 8, 4)),
+    *((128, 128, 32, 8, 4), (256, 128, 32, 8, 4), (256, 128, 64, 8, 4)),
 )
 
 
@@ -89,11 +89,12 @@ def compile_jobs(shapes: Iterable[Shape], kernels: Sequence[str]) -> list[Job]:
     """Each kernel once for every set of constants it is compiled with, not once for every shape."""
     jobs: dict[tuple[object, ...], Job] = {}
     for shape in shapes:
+        copied = tuning.copies_rows(shape.width)
         for kernel in kernels:
             for blocks in candidates(kernel, shape):
                 sizes = (shape.dim, shape.hidden, shape.width)
                 even = tuple(size % side == 0 for size in sizes for side in blocks[:3])
-                constants = (kernel, shape.activation, blocks, even)
+                constants = (kernel, shape.activation, blocks, even, copied)
                 jobs.setdefault(constants, Job(shape.name, kernel, blocks))
     return list(jobs.values())
 
@@ -216,20 +217,26 @@ def kernel_calls(shape: Shape, device: torch.device, seed: int) -> dict[str, Cal
     )
     common = (gate_TK, plan, size)
 
+    x, grad = (launch.source_of(tokens_TD, plan, size) for tokens_TD in (x_TD, grad_TD))
+
     def backward(kernel: str, rows: Tensor, weight: Tensor, gather: bool) -> Tensor:
         how = {"across": True, "gather": gather}
         return launch.run_rows(kernel, rows, weight, None, plan, size, **how)
 
     return {
-        "up": lambda: launch.run_up(x_TD, up, up_bias, plan, size, 0.0, none),
+        "up": lambda: launch.run_up(x, up, up_bias, plan, size, 0.0, none),
         "down": lambda: launch.run_rows("down", a_NF, down, down_bias, plan, size),
-        "hidden": lambda: backward("hidden", grad_TD, down, True),
+        "hidden": lambda: backward("hidden", grad.values, down, grad.gather),
         "input": lambda: backward("input", dh_NW, up, False),
         "down_weight": lambda: launch.run_weight(
-            "down_weight", grad_TD, a_NF, *common, gather_p=True, bias=bias
+            *("down_weight", grad.values, a_NF, *common),
+            gather="p" if grad.gather else "none",
+            bias=bias,
         ),
         "up_weight": lambda: launch.run_weight(
-            "up_weight", dh_NW, x_TD, *common, gather_p=False, bias=bias
+            *("up_weight", dh_NW, x.values, *common),
+            gather="q" if x.gather else "none",
+            bias=bias,
         ),
     }
 

@@ -58,22 +58,22 @@ class Emitter(nn.Module):
     ) -> RoutingState:
         """`source` holds the tokens statistics are taken of, where the reader asks for others."""
         aux_loss = state.aux_loss + routing.loss
-        scale = torch.ones_like(state.scale)
         if self.reader is None:
             assignment, membership = no_cluster(
                 len(routing.affinity), 1, device=x.device, dtype=state.membership.dtype
             )
-            return RoutingState(assignment, membership, scale, aux_loss)
+            return RoutingState(assignment, membership, torch.ones_like(state.scale), aux_loss)
         # The choice before any dropping: a full expert does not change where a token belongs.
         assignment, membership = clusters_of(
             routing.affinity, self.reader.mix, detach=getattr(self.reader, "detach", True)
         )
-        if self.statistics is not None:
-            source = self._measured(x, source)
-            x_BLD = source if source.dim() == 3 else source[None]
-            mask_BL = None if token_mask is None else token_mask.view(x_BLD.shape[:-1])
-            first_BL = assignment[:, 0].view(x_BLD.shape[:-1])
-            scale = self.statistics.cluster_scale(x_BLD, first_BL, mask_BL, slot)
+        if self.statistics is None:
+            return RoutingState(assignment, membership, torch.ones_like(state.scale), aux_loss)
+        source = self._measured(x, source)
+        x_BLD = source if source.dim() == 3 else source[None]
+        mask_BL = None if token_mask is None else token_mask.view(x_BLD.shape[:-1])
+        first_BL = assignment[:, 0].view(x_BLD.shape[:-1])
+        scale = self.statistics.cluster_scale(x_BLD, first_BL, mask_BL, slot)
         return RoutingState(assignment, membership, scale, aux_loss)
 
     def _measured(self, x: Tensor, source: Tensor | None) -> Tensor:

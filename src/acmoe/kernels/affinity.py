@@ -5,7 +5,7 @@ Each program owns a block of tokens and all experts, reads x once, and keeps the
 registers while it chooses. No (T, D) float32 copy of the tokens exists.
 
 Floor: x read once (T D itemsize bytes); (T, E) float32 affinities and (T, K) choices written. The
-products are 2 T D E operations, done up to 6 times in bf16 for float32 accuracy.
+products are 2 T D E operations, done 3 to 6 times in bf16 (kernels/products.py).
 
 T tokens, D features, E experts, K experts per token, N token blocks.
 """
@@ -19,9 +19,13 @@ from torch import Tensor
 
 from acmoe.kernels.products import accurate_dot, pieces
 
-# Below every real key of the choice of experts: a place that is taken or does not exist.
-TAKEN = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
-TERMS = 6  # products per product (kernels/products.py): 6 for float32 accuracy
+# Below every rank, that of -inf too: an expert that is taken or does not exist.
+TAKEN = tl.constexpr(-0x80000000)
+# Terms of a product with a 16-bit token (kernels/products.py). A bf16 token in no cluster loses
+# nothing, and a scale of one changes no bit. A rescaled one is cut to two pieces: its affinities
+# are off by 2^-18 of their size (root mean square), where a float32 sum over 2048 features one by
+# one is off by 2^-20 and the token's own rounding moves them by 2^-10.
+TERMS_OF_16_BITS = 4
 
 
 class Tile(NamedTuple):
@@ -32,12 +36,22 @@ class Tile(NamedTuple):
 
 
 def launch_table(num_experts: int, num_tokens: int) -> Tile:
-    """The whole row of experts sits in registers: more experts, fewer tokens."""
+    """The whole row of experts sits in registers: more experts, fewer tokens.
+
+    32 features a step, with a scale (128 registers a thread) and without: two blocks of 128 tokens
+    then share a multiprocessor. The same for both, since the steps decide the order of additions,
+    and a scale of one must not change a bit.
+    """
     if num_experts > 256:
         return Tile(16, 32, 8, 2)
     if num_experts > 128:
         return Tile(64, 32, 8, 2)
-    return Tile(128 if num_tokens >= 2**14 else 64, 64 if num_experts <= 64 else 32, 8, 3)
+    return Tile(128, 32, 8, 3) if num_tokens >= 2**15 else Tile(64, 32, 4, 3)
+
+
+def terms(dtype: torch.dtype) -> int:
+    """Products per product, for tokens of this dtype."""
+    return 6 if dtype == torch.float32 else TERMS_OF_16_BITS
 
 
 class Tokens(NamedTuple):
@@ -97,7 +111,8 @@ def route(
             *tokens.pointers, embedding_ED.contiguous(), embedding_ED if bias_E is None else bias_E,
             ids_TK, gate_TK, affinity_TE, partial_2NE, T, D, E, tokens.scale.shape[0],
             1.0 / temperature, K=top_k,
-            SELECTED=over_selected, HAS_BIAS=bias_E is not None, **tokens.flags, TERMS=TERMS,
+            SELECTED=over_selected, HAS_BIAS=bias_E is not None, **tokens.flags,
+            TERMS=terms(tokens.x.dtype),
             BT=tile.tokens, BD=tile.features, BE=max(16, triton.next_power_of_2(E)),
             BK=max(2, triton.next_power_of_2(top_k)), num_warps=tile.num_warps,
             num_stages=tile.num_stages,
@@ -159,26 +174,25 @@ def _affinity(
 def _choose(affinity, e, E, K: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr):
     """The best k experts and their affinities, best first, and which are taken.
 
-    A key holds an affinity, as an integer of the same order, above the expert's place counted from
-    the right: its maximum is the best expert, the leftmost of equals. NaN comes first, as in topk.
+    An affinity's rank is an integer of the same order. NaN comes first, as in topk; of equals the
+    leftmost.
     """
     bits = (affinity + 0.0).to(tl.int32, bitcast=True)  # + 0: -0 is no less than 0
-    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    order = tl.where(affinity != affinity, 0x7FFFFFFF, order)
-    key = (order.to(tl.int64) << 32) | (BE - 1 - e)[None, :].to(tl.int64)
-    key = tl.where(e[None, :] < E, key, TAKEN)
+    rank = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    rank = tl.where(affinity != affinity, 0x7FFFFFFF, rank)
+    rank = tl.where(e[None, :] < E, rank, TAKEN)
     k = tl.arange(0, BK)
     ids = tl.zeros((BT, BK), dtype=tl.int32)
     values = tl.zeros((BT, BK), dtype=tl.float32)
     for i in range(0, K):
-        best = tl.max(key, axis=1)
-        high = (best >> 32).to(tl.int32)
-        value = tl.where(high < 0, high ^ 0x7FFFFFFF, high).to(tl.float32, bitcast=True)
+        best = tl.max(rank, axis=1)
+        place = tl.min(tl.where(rank == best[:, None], e[None, :], BE), axis=1)
+        value = tl.where(best < 0, best ^ 0x7FFFFFFF, best).to(tl.float32, bitcast=True)
         here = k[None, :] == i
-        ids = tl.where(here, (BE - 1 - (best & 0xFFFFFFFF)).to(tl.int32)[:, None], ids)
+        ids = tl.where(here, place[:, None], ids)
         values = tl.where(here, value[:, None], values)
-        key = tl.where(key == best[:, None], TAKEN, key)
-    return ids, values, (key == TAKEN) & (e[None, :] < E)
+        rank = tl.where(e[None, :] == place[:, None], TAKEN, rank)
+    return ids, values, (rank == TAKEN) & (e[None, :] < E)
 
 
 @triton.jit

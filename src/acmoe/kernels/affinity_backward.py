@@ -37,12 +37,16 @@ def affinity_table(num_experts: int) -> Tile:
 
 
 def token_table(num_experts: int) -> Tile:
-    return Tile(64, 128, min(64, max(16, triton.next_power_of_2(num_experts))), 4, 2)
+    """Up to 64 experts are one step of the product: nothing to load ahead."""
+    experts = min(64, max(16, triton.next_power_of_2(num_experts)))
+    return Tile(128, 64, experts, 8, 1 if num_experts <= 64 else 2)
 
 
 def embedding_table(num_experts: int, dim: int) -> Tile:
+    """8 warps where 4 would hold so many registers that only 8 ran on a multiprocessor."""
     experts = min(128, max(16, triton.next_power_of_2(num_experts)))
-    return Tile(64, 64 if dim >= 1024 else 32, experts, 8 if experts == 128 else 4, 3)
+    features = 64 if dim >= 1024 else 32
+    return Tile(64, features, experts, 8 if experts == 128 or features == 64 else 4, 3)
 
 
 def terms(dtype: torch.dtype) -> int:

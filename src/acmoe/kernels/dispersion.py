@@ -37,20 +37,27 @@ POISON = tl.constexpr(3.38e38)
 
 
 class Tile(NamedTuple):
-    """Block sizes of both passes, their warps, and how many loads ahead each pass runs."""
+    """Block sizes of both passes, and for each its warps and how many loads ahead it runs."""
 
     tokens: int
     features: int
     clusters: int
-    num_warps: int
+    warps: tuple[int, int]
     stages: tuple[int, int]
 
 
 def launch_table(num_clusters: int, dim: int) -> Tile:
-    """Narrow models take narrow blocks, so that there are programs enough."""
+    """Narrow models take narrow blocks, so that there are programs enough.
+
+    Pass 2 holds a term, a mean and a pointer of every number of its block: with 4 warps 200
+    registers a thread let a multiprocessor run 8 warps, with 8 warps 128 let it run 16.
+    """
     clusters = max(16, min(128, triton.next_power_of_2(num_clusters)))
     features = 64 if dim >= 1024 else 32
-    return Tile(64, features, clusters, num_warps=8 if clusters == 128 else 4, stages=(3, 5))
+    least = 8 if clusters == 128 else 4
+    return Tile(
+        64, features, clusters, warps=(least, 8 if features == 64 else least), stages=(3, 3)
+    )
 
 
 def split_tokens(num_tokens: int, programs_per_split: int, block: int) -> tuple[int, int]:
@@ -88,16 +95,20 @@ def partial_sums(
     anchored = x_BTD.dtype == torch.float32
     tokens = (assignment_BT, mask, count_BPC, first_BPC)
     shape = {"T": T, "C": num_clusters, "P": P, "split": split, "HAS_MASK": mask_BT is not None}
-    shape |= {"BT": tile.tokens, "BC": tile.clusters, "num_warps": tile.num_warps}
+    shape |= {"BT": tile.tokens, "BC": tile.clusters}
+    first, second = (
+        {"num_warps": warps, "num_stages": stages}
+        for warps, stages in zip(tile.warps, tile.stages, strict=True)
+    )
     if anchored:
-        _census_kernel[(B * P, 1, blocks[1])](*tokens, **shape)
+        _census_kernel[(B * P, 1, blocks[1])](*tokens, **shape, **first)
     shape |= {"D": D, "BD": tile.features, "ANCHORED": anchored}
     # Without anchors nothing needs the census yet: it is one more block beside the features.
     grid = (B * P, blocks[0] + (0 if anchored else 1), blocks[1])
-    _sums_kernel[grid](x_BTD, *tokens, sums_BPCD, **shape, num_stages=tile.stages[0])
+    _sums_kernel[grid](x_BTD, *tokens, sums_BPCD, **shape, **first)
     results = sums_BPCD, mean_BCD, spread_BPCD
     _deviations_kernel[(B * P, *blocks)](
-        x_BTD, *tokens, *results, **shape, MEASURE=measure, num_stages=tile.stages[1]
+        x_BTD, *tokens, *results, **shape, MEASURE=measure, **second
     )
     return Partials(spread_BPCD, count_BPC, mean_BCD)
 
@@ -216,7 +227,7 @@ def _means(
     known = (c[:, None] < C) & (d[None, :] < D)
     total = tl.zeros((BC, BD), dtype=tl.float64)
     tokens = tl.zeros((BC,), dtype=tl.int32)
-    for p in range(0, P):
+    for p in tl.range(0, P, loop_unroll_factor=4):  # 4 loads under way instead of one
         row = (set_of * P + p).to(tl.int64) * C + c
         count = tl.load(count_ptr + row, mask=c < C, other=0)
         part = tl.load(sums_ptr + row[:, None] * D + d[None, :], mask=known, other=0.0)

@@ -86,15 +86,30 @@ def activation_kernel(
 
 
 @triton.jit
-def _bias_step(bias, p, rows, inside, gate_ptr, order_ptr, GATHER_P: tl.constexpr):
+def _bias_step(bias, p, rows, inside, gate_ptr, order_ptr, GATED: tl.constexpr):
     """Sum of p's rows, with the gate where p is the output gradient itself."""
-    if GATHER_P:
+    if GATED:
         place = tl.load(order_ptr + rows, mask=inside, other=0)
         gate = tl.load(gate_ptr + place, mask=inside, other=0.0).to(tl.float32)
         bias += tl.sum(p.to(tl.float32) * gate[:, None], axis=0)
     else:
         bias += tl.sum(p.to(tl.float32), axis=0)
     return bias
+
+
+@triton.jit
+def _load_block(
+    ptr, desc, rows, start, cols, first, width, COPIED: tl.constexpr, EVEN: tl.constexpr
+):
+    """A full block: `rows` by pointers, or, COPIED by the engine, the rows from `start` on."""
+    if COPIED:
+        block = desc.load([start, first])
+    elif EVEN:
+        block = tl.load(ptr + rows[:, None] * width + cols[None, :])
+    else:
+        mask = (cols < width)[None, :]
+        block = tl.load(ptr + rows[:, None] * width + cols[None, :], mask=mask, other=0.0)
+    return block
 
 
 @triton.jit
@@ -113,7 +128,8 @@ def weight_kernel(
     I,
     num_splits,
     GROUP: tl.constexpr,
-    GATHER_P: tl.constexpr,
+    GATHER: tl.constexpr,
+    GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EVEN: tl.constexpr,
     TMA: tl.constexpr,
@@ -121,10 +137,11 @@ def weight_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """dw[e] (O, I) = sum over e's rows of p^T q. One of p, q holds tokens and is gathered.
+    """dw[e] (O, I) = sum over e's rows of p^T q. GATHER says which of p, q holds tokens, if any.
 
-    With the gathered p the bias gradient needs the gate, which q carries already. Small weights
-    have too few tiles for the chip: then an expert's rows are split, and the parts summed after.
+    GATED: p is the output gradient, and the bias gradient needs the gate, which q carries already.
+    Small weights have too few tiles for the chip: then an expert's rows are split, and the parts
+    summed after.
     """
     num_i = tl.cdiv(I, BN)
     tile_o, tile_i = _tile_of(tl.program_id(0), tl.cdiv(O, BM), num_i, GROUP)
@@ -144,40 +161,35 @@ def weight_kernel(
     bias = tl.zeros((BM,), dtype=tl.float32)
     full = begin + (end - begin) // BK * BK
     # The tokens of the next block are fetched a block ahead, so that a gather never waits for them.
-    token = tl.load(token_ptr + begin + step, mask=begin + step < end, other=0).to(tl.int64)
+    token = (begin + step).to(tl.int64)
+    if GATHER != "none":
+        token = tl.load(token_ptr + begin + step, mask=begin + step < end, other=0).to(tl.int64)
     for start in range(begin, full, BK):
         rows = start + step
-        ahead = rows + BK
-        following = tl.load(token_ptr + ahead, mask=ahead < end, other=0).to(tl.int64)
-        if GATHER_P:
-            p_ptrs = p_ptr + token[:, None] * O + o[None, :]
-            q_ptrs = q_ptr + rows[:, None].to(tl.int64) * I + i[None, :]
-        else:
-            p_ptrs = p_ptr + rows[:, None].to(tl.int64) * O + o[None, :]
-            q_ptrs = q_ptr + token[:, None] * I + i[None, :]
-        if TMA and not GATHER_P:
-            p = p_desc.load([start, first_o])
-        elif EVEN:
-            p = tl.load(p_ptrs)
-        else:
-            p = tl.load(p_ptrs, mask=(o < O)[None, :], other=0.0)
-        if TMA and GATHER_P:
-            q = q_desc.load([start, first_i])
-        elif EVEN:
-            q = tl.load(q_ptrs)
-        else:
-            q = tl.load(q_ptrs, mask=(i < I)[None, :], other=0.0)
+        rows64 = rows.to(tl.int64)
+        following = rows64 + BK
+        if GATHER != "none":
+            ahead = rows + BK
+            following = tl.load(token_ptr + ahead, mask=ahead < end, other=0).to(tl.int64)
+        p_rows = token if GATHER == "p" else rows64
+        q_rows = token if GATHER == "q" else rows64
+        p = _load_block(
+            p_ptr, p_desc, p_rows, start, o, first_o, O, TMA and GATHER != "p", EVEN
+        )  # fmt: skip
+        q = _load_block(
+            q_ptr, q_desc, q_rows, start, i, first_i, I, TMA and GATHER != "q", EVEN
+        )  # fmt: skip
         acc = tl.dot(tl.trans(p), q, acc)
         if HAS_BIAS:
             if with_bias:
-                bias = _bias_step(bias, p, rows, rows < end, gate_ptr, order_ptr, GATHER_P)
+                bias = _bias_step(bias, p, rows, rows < end, gate_ptr, order_ptr, GATED)
         token = following
     if full < end:  # the last rows, fewer than a block
         rows = full + step
         inside = rows < end
         rows64 = tl.minimum(rows, end - 1).to(tl.int64)
-        p_rows = token if GATHER_P else rows64
-        q_rows = rows64 if GATHER_P else token
+        p_rows = token if GATHER == "p" else rows64
+        q_rows = token if GATHER == "q" else rows64
         p_mask = inside[:, None] & (o < O)[None, :]
         q_mask = inside[:, None] & (i < I)[None, :]
         p = tl.load(p_ptr + p_rows[:, None] * O + o[None, :], mask=p_mask, other=0.0)
@@ -185,7 +197,7 @@ def weight_kernel(
         acc = tl.dot(tl.trans(p), q, acc)
         if HAS_BIAS:
             if with_bias:
-                bias = _bias_step(bias, p, rows, inside, gate_ptr, order_ptr, GATHER_P)
+                bias = _bias_step(bias, p, rows, inside, gate_ptr, order_ptr, GATED)
     w_ptrs = dw_ptr + (part.to(tl.int64) * O + o[:, None]) * I + i[None, :]
     tl.store(w_ptrs, acc.to(dw_ptr.dtype.element_ty), mask=(o < O)[:, None] & (i < I)[None, :])
     if HAS_BIAS:

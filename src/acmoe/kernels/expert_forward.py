@@ -1,5 +1,6 @@
 """Expert MLPs over rows sorted by expert: the products, with what stands around them fused in.
 
+    copy    rows of tokens in sorted order, for experts so wide that the copy pays (experts.py)
     up      gathers tokens, multiplies, adds the bias; activation and dropout in its epilogue
     down    multiplies rows, adds the bias; also serves the input gradient
 
@@ -36,8 +37,19 @@ def _keep(seed_ptr, rows, cols, width, DROPOUT: tl.constexpr):
 
 
 @triton.jit
+def copy_kernel(x_ptr, token_ptr, out_ptr, D, BD: tl.constexpr):
+    """out (N, D): x[token]. Bytes: N D read, from L2 after a token's first row, and N D written."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BD + tl.arange(0, BD)
+    token = tl.load(token_ptr + row).to(tl.int64)
+    value = tl.load(x_ptr + token * D + cols, mask=cols < D)
+    tl.store(out_ptr + row * D + cols, value, mask=cols < D)
+
+
+@triton.jit
 def up_kernel(
     x_ptr,
+    x_desc,
     w_ptr,
     w_desc,
     bias_ptr,
@@ -53,6 +65,7 @@ def up_kernel(
     num_tiles,
     num_n,
     GROUP: tl.constexpr,
+    GATHER: tl.constexpr,
     ACT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     DROPOUT: tl.constexpr,
@@ -62,27 +75,34 @@ def up_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
+    """h (N, W) and a (N, F) of x (T, D) with GATHER, of rows (N, D) without."""
     tile, n_tile = _tile_of(tl.program_id(0), num_tiles, num_n, GROUP)
     expert = tl.load(tile_expert_ptr + tile)
     if expert < 0:
         return
-    rows = tl.load(tile_start_ptr + tile) + tl.arange(0, BM)
+    start_row = tl.load(tile_start_ptr + tile)
+    rows = start_row + tl.arange(0, BM)
     inside = rows < tl.load(end_ptr + expert)
-    token = tl.load(token_ptr + rows, mask=inside, other=0).to(tl.int64)
+    source = tl.where(inside, rows, 0)
+    if GATHER:
+        source = tl.load(token_ptr + rows, mask=inside, other=0)
+    source = source.to(tl.int64)
     first = n_tile * BN
     cols = first + tl.arange(0, BN)
     known = cols < F
     safe = tl.where(known, cols, 0)
     k = tl.arange(0, BK)
     W = 2 * F if ACT == "swiglu" else F
-    x_ptrs = x_ptr + token[:, None] * D + k[None, :]
+    x_ptrs = x_ptr + source[:, None] * D + k[None, :]
     w_row = expert * W + first
     w_ptrs = w_ptr + (expert.to(tl.int64) * W + safe[None, :]) * D + k[:, None]
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     second = tl.zeros((BM, BN), dtype=tl.float32)
     for start in range(0, D, BK):
         left = k < D - start
-        if EVEN_K:
+        if TMA and not GATHER:
+            x = x_desc.load([start_row, start])
+        elif EVEN_K:
             x = tl.load(x_ptrs)
         else:
             x = tl.load(x_ptrs, mask=left[None, :], other=0.0)

@@ -11,9 +11,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from acmoe.kernels.expert_backward import activation_kernel, weight_kernel
-from acmoe.kernels.expert_forward import combine_kernel, rows_kernel, up_kernel
+from acmoe.kernels.expert_forward import combine_kernel, copy_kernel, rows_kernel, up_kernel
 from acmoe.kernels.tiles import tile_table
-from acmoe.kernels.tuning import Blocks, blocks_for
+from acmoe.kernels.tuning import Blocks, blocks_for, copies_rows
 
 _GROUP = 8  # row tiles that walk over the columns together
 
@@ -64,12 +64,36 @@ def _desc(tensor: Tensor, block: list[int], blocks: Blocks) -> Any:
     return TensorDescriptor.from_tensor(flat, block)
 
 
+class Source(NamedTuple):
+    """What stands at each routed row: rows (N, D) in sorted order, or tokens (T, D) to gather."""
+
+    values: Tensor
+    gather: bool
+
+
+def source_of(x: Tensor, plan: Plan, size: Sizes) -> Source:
+    """Rows where the experts are so wide that the copy pays, else the tokens themselves.
+
+    Every row is some token's. Those for no expert stand last; what a last tile reads of them goes
+    nowhere.
+    """
+    if not copies_rows(size.width):
+        return Source(x, True)
+    dim = x.shape[1]
+    rows = torch.empty(plan.num_rows, dim, device=x.device, dtype=x.dtype)
+    block = min(4096, triton.next_power_of_2(dim))
+    copy_kernel[(plan.num_rows, triton.cdiv(dim, block))](
+        x, plan.token, rows, dim, BD=block, num_warps=4
+    )
+    return Source(rows, False)
+
+
 def _launch(blocks: Blocks) -> dict[str, Any]:
     return {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
 
 
 def run_up(
-    x: Tensor,
+    source: Source,
     up: Tensor,
     up_bias: Tensor | None,
     plan: Plan,
@@ -78,17 +102,19 @@ def run_up(
     seed: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """h (N, W) before the activation, and a (N, F) after activation and dropout."""
-    rows = plan.num_rows
+    x, rows = source.values, plan.num_rows
     h = torch.empty(rows, size.width, device=x.device, dtype=x.dtype)
     a = torch.empty(rows, size.hidden, device=x.device, dtype=x.dtype)
     blocks = _blocks("up", size, x.dtype)
     expert, start = plan[blocks.m]
     num_n = triton.cdiv(size.hidden, blocks.n)
     up_kernel[(expert.numel() * num_n,)](
-        *(x, up, _desc(up, [blocks.n, blocks.k], blocks), up if up_bias is None else up_bias),
-        *(h, a, plan.token, expert, start, plan.end, seed),
+        *(x, x if source.gather else _desc(x, [blocks.m, blocks.k], blocks)),
+        *(up, _desc(up, [blocks.n, blocks.k], blocks)),
+        *(up if up_bias is None else up_bias, h, a, plan.token, expert, start, plan.end, seed),
         *(size.dim, size.hidden, expert.numel(), num_n),
         GROUP=_GROUP,
+        GATHER=source.gather,
         ACT=size.act,
         HAS_BIAS=up_bias is not None,
         DROPOUT=dropout,
@@ -190,10 +216,13 @@ def run_weight(
     plan: Plan,
     size: Sizes,
     *,
-    gather_p: bool,
+    gather: str,
     bias: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """(E, O, I) sums of outer products p^T q over each expert's rows, and (E, O) sums of p."""
+    """(E, O, I) sums of outer products p^T q over each expert's rows, and (E, O) sums of p.
+
+    gather: "p" or "q" for the one that holds tokens, "none" where both hold rows.
+    """
     outer, inner = p.shape[1], q.shape[1]
     blocks = _blocks(kernel, size, p.dtype)
     tiles = (triton.cdiv(inner, blocks.n), triton.cdiv(outer, blocks.m))
@@ -216,7 +245,8 @@ def run_weight(
             splits,
         ),
         GROUP=_GROUP,
-        GATHER_P=gather_p,
+        GATHER=gather,
+        GATED=kernel == "down_weight",
         HAS_BIAS=bias,
         EVEN=outer % blocks.m == 0 and inner % blocks.n == 0,
         TMA=blocks.tma,

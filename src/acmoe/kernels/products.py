@@ -5,6 +5,11 @@ such sums needs only its largest terms, added up in float32 from the smallest. W
 relative error of a product is about 2^-23, with 3 about 2^-16; tf32x3, for comparison, costs as
 much as 6 terms and leaves 2^-21. Terms are summed tile by tile, and tiles by the ordinary adders:
 the matrix units truncate every addition, which over thousands of features would show.
+
+With 4 terms the left number keeps two pieces and the right one three. Cutting to the nearest leaves
+|middle| <= 2^-9 and |low| <= 2^-18 of a number, so that what is left out (low * high and middle *
+middle) is at most 2^-17 of each product, of either sign; a left number of one or two pieces loses
+at most middle * middle, a bf16 one nothing.
 """
 
 import triton
@@ -75,13 +80,12 @@ def accurate_dot(
 ):  # fmt: skip
     """left @ right of tiles cut by `pieces`."""
     total = tl.zeros((left_high.shape[0], right_high.shape[1]), dtype=tl.float32)
-    if TERMS == 6:
-        if not LEFT_IS_BF16:
-            total = dot(left_low, right_high, total)
-        if not RIGHT_IS_BF16:
-            total = dot(left_high, right_low, total)
-        if not (LEFT_IS_BF16 or RIGHT_IS_BF16):
-            total = dot(left_middle, right_middle, total)
+    if TERMS == 6 and not LEFT_IS_BF16:
+        total = dot(left_low, right_high, total)
+    if TERMS >= 4 and not RIGHT_IS_BF16:
+        total = dot(left_high, right_low, total)
+    if TERMS == 6 and not (LEFT_IS_BF16 or RIGHT_IS_BF16):
+        total = dot(left_middle, right_middle, total)
     if not LEFT_IS_BF16:
         total = dot(left_middle, right_high, total)
     if not RIGHT_IS_BF16:

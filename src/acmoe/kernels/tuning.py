@@ -7,6 +7,18 @@ from typing import Any, NamedTuple
 
 import torch
 
+# A product whose gathered operand was copied into rows first, so that the copy engine reads both,
+# is about 12% faster (H200, olmoe: 657 against 577 TFLOP/s). Of 2 N D W operations at 600 TFLOP/s
+# that saves N D W * 4e-16 seconds; the copy moves 4 N D bytes, N D * 1e-12 seconds at 4 TB/s. They
+# meet at a width of W = 2500. (The output gradient, copied once, serves two products of half a
+# gated width.)
+COPY_WIDTH = 4096
+
+
+def copies_rows(width: int) -> bool:
+    """Whether experts of this width, W, read copied rows instead of gathering tokens."""
+    return width >= COPY_WIDTH
+
 
 class Blocks(NamedTuple):
     m: int
