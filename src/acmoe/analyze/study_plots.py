@@ -45,7 +45,10 @@ def save_bars(bars: Sequence[Bar], folder: Path, *, name: str, label: str) -> li
             first = place == 0 or rows[place - 1].group != bar.group
             if first:
                 y += 1.0
-                axes.text(0, y - 0.55, bar.group, transform=axes.get_yaxis_transform(), fontsize=8)
+                across = axes.get_yaxis_transform()  # shares of the width, rows of the height
+                axes.text(
+                    0.01, y - 0.6, bar.group, transform=across, fontsize=8, backgroundcolor="white"
+                )
             if bar.low is not None and bar.high is not None:
                 axes.plot([bar.low, bar.high], [y, y], color=BLUE, linewidth=2)
             axes.plot([bar.mean], [y], "o", color=BLUE, markersize=6)
@@ -75,12 +78,15 @@ def save_bands(
             high = [mean + spread for mean, spread in zip(band.means, band.spreads, strict=True)]
             axes.fill_between(band.steps, low, high, color=colour, alpha=0.15, linewidth=0)
         axes.set(title=title, xlabel="optimizer step", ylabel=label)
-        axes.legend(fontsize=8)
+        # Beside the axes: over the curves it would hide what it explains.
+        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
-    return _save(draw, folder, name, height=4.4)
+    return _save(draw, folder, name, width=9.0, height=max(4.4, 0.6 + 0.2 * len(bands)))
 
 
-def _save(draw: Callable[[Axes], None], folder: Path, name: str, *, height: float) -> list[Path]:
+def _save(
+    draw: Callable[[Axes], None], folder: Path, name: str, *, height: float, width: float = 7.0
+) -> list[Path]:
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -89,7 +95,7 @@ def _save(draw: Callable[[Axes], None], folder: Path, name: str, *, height: floa
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(7.0, height), dpi=150, layout="constrained")
+        figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
         draw(figure.subplots())
         for suffix, metadata in ((".png", None), (".svg", {"Date": None})):
             paths.append(folder / f"{name}{suffix}")

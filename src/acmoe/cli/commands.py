@@ -1,5 +1,6 @@
 """Every command, in the order of the help page."""
 
+from acmoe.cli.analyze import Analyze
 from acmoe.cli.attack import Attack
 from acmoe.cli.bench import Bench
 from acmoe.cli.data import Data
@@ -9,7 +10,9 @@ from acmoe.cli.finetune import Finetune
 from acmoe.cli.generate import Generate
 from acmoe.cli.models import Models
 from acmoe.cli.parse import Command
+from acmoe.cli.report import Report
 from acmoe.cli.shift import Shift
+from acmoe.cli.study import Study
 from acmoe.cli.theory import Theory
 from acmoe.cli.train import Train
 
@@ -22,7 +25,10 @@ COMMANDS: dict[str, type[Command]] = {
     "finetune": Finetune,
     "attack": Attack,
     "shift": Shift,
+    "analyze": Analyze,
+    "report": Report,
     "generate": Generate,
+    "study": Study,
     "theory": Theory,
     "bench": Bench,
 }

@@ -1,0 +1,206 @@
+"""`acmoe study NAME`: run a declared grid of runs, or say what it shows."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from acmoe.study.cell import Cell
+    from acmoe.study.size import Size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Run a study's cells side by side on one device; the same command continues it."""
+
+    study: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")] = ""
+    """Which study; `acmoe study --list` shows them all."""
+    overrides: Annotated[
+        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")
+    ] = ()
+    """Settings changed in every cell, such as compile=true or model.dim=64."""
+    data: Path | None = None
+    """The folder that holds the data sets (enwiki15-bytes, imagenette, ...)."""
+    out: Path | None = None
+    """The results, one JSON line a cell; results/NAME.jsonl if not given."""
+    work: Path = Path("runs/study")
+    """Where data are made ready, once."""
+    scratch: Path | None = None
+    """Where cells put what they throw away; the system's temporary folder if not given."""
+    seeds: tuple[int, ...] = ()
+    """Each a pair for every comparison; 0, 1, ... as many as the study needs, if not given."""
+    only: tuple[str, ...] = ()
+    """Conditions; all if not given."""
+    settings: tuple[str, ...] = ()
+    """Settings, by their names or any part of them; all if not given."""
+    jobs: int = 1
+    """Cells at once on the device."""
+    minutes: float | None = None
+    """Begin no cell that would not end in this time, by the longest so far."""
+    retry: bool = False
+    """Run cells that failed again."""
+    steps: int | None = None
+    """Optimizer updates of a cell; this and the options below are the study's own if not given."""
+    batch: int | None = None
+    """Streams, or images, of an update."""
+    tokens: int | None = None
+    """Tokens of each text scored at the end."""
+    megabytes: float | None = None
+    """Length of the byte corpus."""
+    parts: int | None = None
+    """Files of the word corpus' training text."""
+    vocabulary: int | None = None
+    """Words kept."""
+    images: int | None = None
+    """Images attacked by FGSM and PGD."""
+    spsa_images: int | None = None
+    """Images attacked by SPSA."""
+    brief: bool = False
+    """Leave out finetuning and attacks."""
+    device: str = "auto"
+    """cuda where there is one."""
+    list: bool = False
+    """List the studies, or the cells of one, and stop."""
+    summarise: bool = False
+    """Write the study's tables into the page and its figures beside, and stop."""
+    page: Path = Path("docs/results.md")
+    """The page with the study's markers."""
+    pictures: Path = Path("docs/images/results")
+    """The folder of the figures."""
+
+    def run(self) -> int:
+        from acmoe.errors import check
+        from acmoe.study.registry import study_of
+
+        if not self.study:
+            check(self.list, "no study given; `acmoe study --list` shows them all")
+            return _list_studies()
+        study_of(self.study)  # says what is wrong with the name before anything is read
+        if self.summarise:
+            return self._summarise()
+        cells = self._cells()
+        return _list_cells(cells) if self.list else self._run(cells)
+
+    @property
+    def _results(self) -> Path:
+        return self.out or Path("results") / f"{self.study}.jsonl"
+
+    def _size(self) -> "Size":
+        from acmoe.study.size import Size
+
+        names = ("steps", "batch", "tokens", "megabytes", "parts", "vocabulary", "images")
+        given = {name: getattr(self, name) for name in (*names, "spsa_images", "brief", "device")}
+        return Size(overrides=self.overrides, **given)
+
+    def _cells(self) -> "Sequence[Cell]":
+        from acmoe.data.progress import progress_bars
+        from acmoe.errors import check
+        from acmoe.study.cell import seeds_major
+        from acmoe.study.materials import Materials
+        from acmoe.study.registry import study_of
+
+        study = study_of(self.study)
+        check(
+            self.data is not None or study.name == "synthetic",
+            f"the study {study.name!r} reads data sets; give their folder with --data",
+        )
+        seeds = self.seeds or tuple(range(study.seeds))
+        check(len(set(seeds)) == len(seeds), f"--seeds {seeds} names a seed twice; leave one out")
+        with progress_bars(Console(stderr=True)) as progress:
+            materials = Materials(
+                data=self.data or Path(), work=self.work.resolve(), progress=progress
+            )
+            cells = study.grid(materials, self._size(), seeds)
+        return seeds_major(_chosen(cells, self.only, self.settings))
+
+    def _run(self, cells: "Sequence[Cell]") -> int:
+        from acmoe.errors import check
+        from acmoe.study.environment import surroundings
+        from acmoe.study.pool import run_cells
+        from acmoe.study.progress import Watch
+        from acmoe.study.results import DONE, FAILED, open_results
+
+        check(self.jobs >= 1, f"--jobs {self.jobs}; it must be at least 1")
+        skipped = {DONE} if self.retry else {DONE, FAILED}
+        if self.scratch is not None:
+            self.scratch.mkdir(parents=True, exist_ok=True)
+        with open_results(self._results) as results:
+            left = [cell for cell in cells if results.status(cell.digest) not in skipped]
+            origin = {
+                "environment": surroundings(self.device, jobs=self.jobs),
+                "options": self._size().text,
+            }
+            with Watch(self.study, len(cells), len(cells) - len(left)) as watch:
+                tally = run_cells(
+                    left,
+                    results,
+                    jobs=self.jobs,
+                    scratch=self.scratch,
+                    minutes=self.minutes,
+                    origin=origin,
+                    watch=watch,
+                )
+        print(
+            f"{self.study}: {len(cells) - len(left)} cells were there, {tally.done} done, "
+            f"{tally.failed} failed, {tally.left} left for want of time ({self._results})"
+        )
+        return 1 if tally.failed else 0
+
+    def _summarise(self) -> int:
+        from acmoe.study.registry import study_of
+        from acmoe.study.report import report
+
+        for path in report(study_of(self.study), self._results, self.page, self.pictures):
+            print(path)
+        return 0
+
+
+def _chosen(cells: "list[Cell]", only: tuple[str, ...], settings: tuple[str, ...]) -> "list[Cell]":
+    from acmoe.errors import check
+
+    conditions = list(dict.fromkeys(cell.condition for cell in cells))
+    for name in only:
+        check(
+            name in conditions,
+            f"--only {name}: the study has no such condition; choose from {', '.join(conditions)}",
+        )
+    names = list(dict.fromkeys(cell.setting for cell in cells))
+    for part in settings:
+        check(
+            any(part in name for name in names),
+            f"--settings {part}: no setting has that in its name; they are: {'; '.join(names)}",
+        )
+    return [
+        cell
+        for cell in cells
+        if (not only or cell.condition in only)
+        and (not settings or any(_matches(part, cell.setting, names) for part in settings))
+    ]
+
+
+def _matches(part: str, setting: str, names: "Sequence[str]") -> bool:
+    """A whole name stands for itself alone, although it may begin another."""
+    return part == setting if part in names else part in setting
+
+
+def _list_studies() -> int:
+    from acmoe.study.registry import STUDIES
+
+    table = Table("study", "seeds", "question")
+    for name, study in STUDIES.items():
+        table.add_row(name, str(study.seeds), study.question)
+    Console().print(table)
+    return 0
+
+
+def _list_cells(cells: "Sequence[Cell]") -> int:
+    for cell in cells:
+        print(f"{cell.digest}  {cell.name}  ({cell.size})")
+    print(f"{len(cells)} cells")
+    return 0

@@ -1,0 +1,58 @@
+"""What a study is: a question, a grid of cells, and the comparisons that answer it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from acmoe.study.cell import Cell
+from acmoe.study.materials import Materials
+from acmoe.study.size import Size
+
+# The cells of some seeds, all settings and conditions.
+Grid = Callable[[Materials, Size, Sequence[int]], list[Cell]]
+
+
+class Metric(NamedTuple):
+    """A figure of a cell's record."""
+
+    key: str
+    label: str
+    better: Literal["lower", "higher", "neither"] = "neither"
+    digits: int = 4
+
+
+class Reported(NamedTuple):
+    """A figure of the paper, for the eye: other data, sizes and lengths than ours."""
+
+    what: str
+    plain: str
+    adaptive: str
+    source: str  # where in the paper
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A family of comparisons. Holm's correction covers all of them in one metric."""
+
+    name: str
+    question: str
+    grid: Grid
+    seeds: int  # fewest for the claims the study is for
+    comparisons: tuple[tuple[str, str], ...]  # condition, and the baseline it is compared with
+    compared: tuple[Metric, ...]  # the first is the primary one
+    beside: tuple[Metric, ...] = ()  # shown, not tested
+    curve: str = "valid"
+    curve_label: str = ""
+    reported: tuple[Reported, ...] = ()
+
+
+# How the routers behave and what they cost; the same in every study of trained models.
+BESIDE = (
+    Metric("load_balance", "load balance (std, points)", digits=2),
+    Metric("instability", "instability", digits=3),
+    Metric("instability_chance", "by chance", digits=3),
+    Metric("scale_rms_log", "rms of log M", digits=3),
+    Metric("scale_common", "common to clusters", digits=2),
+    Metric("step_ms", "step (ms)", digits=1),
+    Metric("peak_memory_gib", "memory (GiB)", digits=2),
+)

@@ -1,0 +1,95 @@
+"""A cell that trains an image classifier, scores it and attacks it."""
+
+import contextlib
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any, cast
+
+from acmoe.config.attack import AttackConfig, eps_text
+from acmoe.config.image_data import ImageEvaluateConfig
+from acmoe.config.train_vision import VisionRunConfig
+from acmoe.config.vision_models import vision_router
+from acmoe.data.image_load import load_images
+from acmoe.evaluate.attack import evaluate_attack
+from acmoe.evaluate.device import pick_device, seeded
+from acmoe.evaluate.vision import evaluate_images
+from acmoe.models.count import count_parameters
+from acmoe.study.cell import Cell, ImageTests
+from acmoe.study.follow import curve_of, follow, records_of
+from acmoe.study.outcome import (
+    News,
+    Outcome,
+    curve_mean,
+    peak_memory,
+    routing_metrics,
+    scale_metrics,
+    step_milliseconds,
+)
+from acmoe.study.pairing import pair_with_plain
+from acmoe.study.scale_statistics import model_scale_statistics
+from acmoe.train.vision import ImageJournal
+from acmoe.train.vision_step import VisionTrainer, check_images
+
+
+def run_images(cell: Cell, folder: Path, news: News) -> Outcome:
+    """Train in the folder, which is the caller's to throw away."""
+    config, tests = cast(VisionRunConfig, cell.config), cast(ImageTests, cell.tests)
+    device, images = pick_device(config.device), load_images(config.data)
+    check_images(config, images)
+    with (
+        seeded(config.seed, device),
+        contextlib.closing(VisionTrainer(config, images, device)) as trainer,
+    ):
+        plain = vision_router("smoe", config.model)
+        pair_with_plain(trainer.model, config.model, plain, config.seed)
+        journal = ImageJournal(folder, "validation top-1 (%)")
+        follow(
+            trainer,
+            journal,
+            folder,
+            steps=trainer.pace.steps,
+            validate=trainer.validate,
+            news=news,
+        )
+    curve = curve_of(folder, "valid", "top1")
+    scales = model_scale_statistics(trainer.model)
+    metrics = {
+        "step_ms": step_milliseconds(records_of(folder, "train"), "images", config.batch),
+        "train_seconds": journal.seconds,
+        "parameters": float(count_parameters(trainer.model).total),
+        **peak_memory(device),
+        "valid": curve[-1][1],
+        "valid_curve": curve_mean(curve),
+        **scale_metrics(scales),
+    }
+    asked = ImageEvaluateConfig(
+        batch=tests.batch, limit=tests.images, precision=config.precision, routing=True
+    )
+    report = evaluate_images(trainer.model, images.test, config.data, asked, device=str(device))
+    clean = report.figures[0]
+    metrics |= {"test": clean.top1, "test_loss": clean.loss, **routing_metrics(clean.layers)}
+    details: dict[str, Any] = {
+        "layers": [asdict(layer) for layer in clean.layers],
+        "scale": [scale._asdict() for scale in scales],
+        "scored": {"statistics": clean.statistics, "batch": tests.batch, "images": report.images},
+        "attacks": [],
+    }
+    for attack in tests.attacks:
+        news(f"{attack_name(attack)} attack")
+        found = evaluate_attack(trainer.model, images.test, config.data, attack, device=str(device))
+        for figure in found.figures:
+            name = f"{attack_name(attack)} {eps_text(figure.eps)}"
+            metrics[name] = figure.top1
+            metrics[f"{name} moved"] = fmean(figure.moved)
+        details["attacks"].append(found.to_json())
+    return Outcome(
+        metrics=metrics,
+        curves={"valid": curve, "train_loss": curve_of(folder, "train", "loss")},
+        details=details,
+    )
+
+
+def attack_name(config: AttackConfig) -> str:
+    """`pgd`, or `pgd-paper` where the attack moves normalised images, as the paper's do."""
+    return config.attack.name + ("-paper" if config.space == "normalized" else "")

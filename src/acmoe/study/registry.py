@@ -1,0 +1,185 @@
+"""Every study by name: its question, what answers it, and the paper's figures beside."""
+
+import difflib
+
+from acmoe.errors import check
+from acmoe.study.declared import BESIDE, Metric, Reported, Study
+from acmoe.study.image_grid import vision_study
+from acmoe.study.synthetic_cells import SYNTHETIC_CONDITIONS, synthetic_study
+from acmoe.study.text_grids import bytes_study, words_study
+from acmoe.study.variant_grids import (
+    ADAPTIVE,
+    PLACEMENTS,
+    ROUTERS,
+    ablations_study,
+    remedies_study,
+    remedy_comparisons,
+)
+
+_BITS = (
+    Metric("test", "test bits per byte", "lower"),
+    Metric("valid_curve", "mean over the validation curve", "lower"),
+    Metric("contaminated", "contaminated bits per byte", "lower"),
+    Metric("enwik8", "EnWik-8 prefix, bits per byte", "lower"),
+)
+_WORDS = (
+    Metric("test", "test perplexity", "lower", 2),
+    Metric("valid_curve", "mean over the validation curve", "lower", 2),
+    Metric("contaminated", "contaminated perplexity", "lower", 2),
+    Metric("wikitext103", "WikiText-103 validation perplexity", "lower", 2),
+    Metric("sst2", "SST-2 accuracy (%)", "higher", 2),
+    Metric("sst5", "SST-5 accuracy (%)", "higher", 2),
+    Metric("banking77", "Banking-77 accuracy (%)", "higher", 2),
+)
+_RUNNING = Metric("test_running", "test, running statistics")
+
+BYTES = Study(
+    name="bytes",
+    question="Does adaptive clustering lower the bits per byte of a Switch model, and is it the "
+    "scale or the normalised embeddings of the published gate that does it?",
+    grid=bytes_study,
+    seeds=5,
+    comparisons=(
+        ("adaptive-previous", "smoe"),
+        ("adaptive-current", "smoe"),
+        ("control", "smoe"),
+        ("reference-lm", "control"),
+    ),
+    compared=_BITS,
+    beside=(_RUNNING, *BESIDE),
+    curve_label="validation bits per byte",
+    reported=(
+        Reported("test bits per byte, EnWik-8, 80,000 steps", "1.153", "1.137", "Table 1"),
+        Reported("load balance, Switch-medium", "5.577 ± 4.131", "5.317 ± 2.622", "Table 6"),
+    ),
+)
+
+WORDS = Study(
+    name="words",
+    question="Does it lower perplexity on words, clean and contaminated, and help finetuning?",
+    grid=words_study,
+    seeds=5,
+    comparisons=(("adaptive-previous", "smoe"), ("adaptive-current", "smoe")),
+    compared=_WORDS,
+    beside=(_RUNNING._replace(digits=2), *BESIDE),
+    curve_label="validation perplexity",
+    reported=(
+        Reported(
+            "WikiText-103 perplexity, Switch-small, 40,000 steps", "87.94", "85.07", "Table 3"
+        ),
+        Reported("WikiText-103 perplexity, GLaM-small, 60,000 steps", "58.27", "54.55", "Table 3"),
+        Reported("contaminated perplexity, Switch-medium", "48.12", "47.61", "Table 2"),
+        Reported("SST-2 accuracy, Switch-medium", "76.27", "77.32", "Table 1"),
+        Reported("SST-5 accuracy, Switch-medium", "39.13", "40.04", "Table 1"),
+        Reported("Banking-77 accuracy, Switch-medium", "83.82", "86.01", "Table 1"),
+    ),
+)
+
+VISION = Study(
+    name="vision",
+    question="Is an image classifier better, or harder to fool, with adaptive clustering?",
+    grid=vision_study,
+    seeds=5,
+    comparisons=(("adaptive-previous", "smoe"), ("published", "smoe")),
+    compared=(
+        Metric("test", "top-1 (%)", "higher", 2),
+        Metric("fgsm 1/255", "FGSM 1/255", "higher", 2),
+        *(Metric(f"pgd {n}/255", f"PGD {n}/255", "higher", 2) for n in (1, 2, 3, 4, 5)),
+        Metric("spsa 8/255", "SPSA 8/255", "higher", 2),
+        Metric("fgsm-paper 1/255", "FGSM 1/255, paper's way", "higher", 2),
+        *(
+            Metric(f"pgd-paper {n}/255", f"PGD {n}/255, paper's way", "higher", 2)
+            for n in (1, 2, 3, 4, 5)
+        ),
+        Metric("spsa-paper 1", "SPSA 1, paper's way", "higher", 2),
+    ),
+    beside=(
+        Metric("pgd 1/255 moved", "tokens moved by PGD 1/255 (%)", digits=2),
+        *BESIDE,
+    ),
+    curve_label="validation top-1 (%)",
+    reported=(
+        Reported("ImageNet top-1, Swin, one expert", "75.22", "75.39", "Table 4"),
+        Reported("ImageNet top-1, Swin, two experts", "76.10", "76.31", "Table 4"),
+        Reported("PGD 1/255, Swin, two experts", "40.85", "43.74", "Table 4"),
+        Reported("FGSM 1/255, Swin, two experts", "54.70", "55.78", "Table 4"),
+        Reported("SPSA 1, Swin, two experts", "60.57", "63.47", "Table 4"),
+        Reported("ImageNet top-1, SoftMoE", "72.86", "73.21", "appendix, Soft-ACMoE"),
+    ),
+)
+
+ABLATIONS = Study(
+    name="ablations",
+    question="Which choice inside the router matters?",
+    grid=ablations_study,
+    seeds=3,
+    comparisons=(
+        (ADAPTIVE, "smoe"),
+        *(
+            (name, ADAPTIVE)
+            for name in (*ROUTERS, *PLACEMENTS)
+            if name not in ("smoe", ADAPTIVE) and not name.startswith("threshold")
+        ),
+        ("threshold-adaptive", "threshold"),
+        ("threshold-learned-adaptive", "threshold-learned"),
+    ),
+    compared=(
+        Metric("test", "test (bits per byte, or perplexity)", "lower"),
+        Metric("contaminated", "contaminated", "lower"),
+    ),
+    beside=(_RUNNING, *BESIDE),
+    curve_label="validation (bits per byte, or perplexity)",
+    reported=(
+        Reported("perplexity, Switch-medium, variance for MAD", "34.87", "34.42", "appendix"),
+        Reported("perplexity, Switch-medium, full for skip-1", "34.88", "34.42", "appendix"),
+        Reported("perplexity, Switch-medium, random scale", "38.17", "34.42", "appendix"),
+        Reported("perplexity, Switch-medium, Mix 2 for Mix 1", "34.66", "34.42", "appendix"),
+        Reported("perplexity, Switch-medium, fixed threshold", "35.20", "34.14", "appendix"),
+        Reported("perplexity, Switch-medium, learned threshold", "34.29", "33.49", "appendix"),
+    ),
+)
+
+REMEDY_STUDY = Study(
+    name="remedies",
+    question="If the paper's form does not win, does anything the mathematics offers?",
+    grid=remedies_study,
+    seeds=3,
+    comparisons=remedy_comparisons(),
+    compared=(_BITS[0], _BITS[1], _BITS[2]),
+    beside=(_RUNNING, *BESIDE),
+    curve_label="validation bits per byte",
+)
+
+SYNTHETIC = Study(
+    name="synthetic",
+    question="In the case the theory describes, are the clusters found faster, and how does that "
+    "depend on contrast, dimension and noise?",
+    grid=synthetic_study,
+    seeds=5,
+    comparisons=tuple((name, "smoe") for name in SYNTHETIC_CONDITIONS if name != "smoe"),
+    compared=(
+        Metric("ari_curve", "agreement with the clusters, mean over training", "higher"),
+        Metric("ari", "agreement at the end", "higher"),
+        Metric("loss", "held-out loss (share of variance)", "lower"),
+        Metric("steps_to_threshold", "steps to the threshold", "lower", 1),
+    ),
+    beside=(
+        Metric("load_balance", "load balance (std, points)", digits=2),
+        Metric("scale_rms_log", "rms of log M", digits=3),
+        Metric("condition", "condition number", digits=1),
+        Metric("condition_plain", "without M", digits=1),
+    ),
+    curve="ari",
+    curve_label="agreement with the true clusters (adjusted Rand)",
+)
+
+STUDIES = {
+    study.name: study for study in (BYTES, WORDS, VISION, ABLATIONS, REMEDY_STUDY, SYNTHETIC)
+}
+
+
+def study_of(name: str) -> Study:
+    near = difflib.get_close_matches(name, STUDIES, n=1)
+    meant = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(STUDIES)}"
+    check(name in STUDIES, f"study {name!r} is unknown; {meant}")
+    return STUDIES[name]

@@ -1,0 +1,114 @@
+"""What a few seeds say: means, spreads, paired differences and how sure they are.
+
+Two tests of "no difference" stand side by side: the paired t test, which trusts the bell curve, and
+the sign-flip permutation test, which trusts nothing but symmetry and cannot go below 2 / 2^n.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+import numpy as np
+
+from acmoe.errors import check
+from acmoe.study.student import critical_value, two_sided_p
+
+CONFIDENCE = 0.95
+EXACT_PAIRS = 16  # beyond 2^16 sign patterns a sample of them is drawn
+DRAWS = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Figures of one condition over its seeds."""
+
+    n: int
+    mean: float
+    std: float | None  # of the sample; None: one seed has none
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        check(len(values) > 0, "no figure to take the mean of; run the study first")
+        return cls(
+            n=len(values), mean=fmean(values), std=stdev(values) if len(values) > 1 else None
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """One condition minus another, seed by seed."""
+
+    n: int
+    mean: float
+    std: float | None
+    low: float | None  # of the 95 % interval for the mean difference
+    high: float | None
+    p_t: float | None  # paired t test, two-sided
+    p_flip: float  # sign flips, two-sided
+
+
+def paired_difference(
+    values: Mapping[int, float], baseline: Mapping[int, float]
+) -> Difference | None:
+    """Over the seeds both have; None where there are none."""
+    seeds = sorted(values.keys() & baseline.keys())
+    if not seeds:
+        return None
+    differences = [values[seed] - baseline[seed] for seed in seeds]
+    spread = Spread.of(differences)
+    p_flip = sign_flip_p(differences)
+    if spread.std is None:
+        return Difference(
+            n=1, mean=spread.mean, std=None, low=None, high=None, p_t=None, p_flip=p_flip
+        )
+    error = spread.std / math.sqrt(spread.n)
+    reach = critical_value(CONFIDENCE, spread.n - 1) * error
+    return Difference(
+        n=spread.n,
+        mean=spread.mean,
+        std=spread.std,
+        low=spread.mean - reach,
+        high=spread.mean + reach,
+        p_t=two_sided_p(_ratio(spread.mean, error), spread.n - 1),
+        p_flip=p_flip,
+    )
+
+
+def _ratio(mean: float, error: float) -> float:
+    """t; equal differences are certain, whatever their size."""
+    if error > 0:
+        return mean / error
+    return 0.0 if mean == 0 else math.inf
+
+
+def sign_flip_p(differences: Sequence[float]) -> float:
+    """Share of sign patterns whose sum is at least as far from 0; the observed one counts.
+
+    Exact up to 16 pairs. With more, of a seeded sample to which the observed pattern is added.
+    """
+    size = np.abs(np.asarray(differences, dtype=np.float64))
+    n = len(size)
+    seen = abs(float(np.sum(differences)))
+    if n <= EXACT_PAIRS:
+        patterns = (np.arange(1 << n)[:, None] >> np.arange(n)) & 1
+    else:
+        patterns = np.random.default_rng(0).integers(0, 2, size=(DRAWS, n))
+    sums = np.abs((1 - 2 * patterns) @ size)
+    # Sums that are equal in exact arithmetic differ by rounding.
+    extreme = int((sums >= seen - 1e-12 * size.sum()).sum())
+    return extreme / len(sums) if n <= EXACT_PAIRS else (extreme + 1) / (len(sums) + 1)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Each p corrected so that the chance of any false claim in the family stays below it.
+
+    The smallest is multiplied by m, the next by m - 1 and so on, and none becomes smaller than the
+    one before it.
+    """
+    order = sorted(range(len(p_values)), key=lambda place: p_values[place])
+    corrected, least = [0.0] * len(p_values), 0.0
+    for rank, place in enumerate(order):
+        least = max(least, min(1.0, (len(p_values) - rank) * p_values[place]))
+        corrected[place] = least
+    return corrected

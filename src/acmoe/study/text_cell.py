@@ -1,0 +1,145 @@
+"""A cell that trains a language model and scores it, clean and contaminated."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+from rich.console import Console
+
+from acmoe.config.data import ContaminationConfig
+from acmoe.config.language import language_router
+from acmoe.config.train import RunConfig
+from acmoe.data.arrays import Tokens
+from acmoe.data.contaminate import contaminate
+from acmoe.data.corpus import Corpus
+from acmoe.evaluate.device import pick_device, seeded
+from acmoe.evaluate.language import Score, check_vocabulary, metric_of, score_stream, value_of
+from acmoe.evaluate.run import open_corpus, open_run
+from acmoe.evaluate.statistics import own_statistics, using_statistics
+from acmoe.models.count import count_parameters
+from acmoe.models.decoder import LanguageModel
+from acmoe.study.cell import Cell, TextTests
+from acmoe.study.follow import curve_of, follow, records_of
+from acmoe.study.outcome import (
+    News,
+    Outcome,
+    curve_mean,
+    peak_memory,
+    routing_metrics,
+    scale_metrics,
+    step_milliseconds,
+)
+from acmoe.study.pairing import pair_with_plain
+from acmoe.study.scale_statistics import model_scale_statistics
+from acmoe.train.finetune import finetune
+from acmoe.train.journal import Journal
+from acmoe.train.resume import save_run
+from acmoe.train.run_folder import claim, keep_vocabulary
+from acmoe.train.step import Trainer
+
+
+def run_text(cell: Cell, folder: Path, news: News) -> Outcome:
+    """Train in the folder, which is the caller's to throw away."""
+    config, tests = cast(RunConfig, cell.config), cast(TextTests, cell.tests)
+    device, corpus = pick_device(config.device), open_corpus(config.data)
+    check_vocabulary(config.model.vocab_size, corpus)
+    metric, valid = metric_of(corpus), corpus["valid"][: config.eval_tokens]
+    with claim(folder, config), seeded(config.seed, device):
+        keep_vocabulary(corpus.vocabulary, folder)
+        trainer, journal = Trainer(config, corpus, device), Journal(folder, metric)
+        plain = language_router("smoe", config.model)
+        pair_with_plain(trainer.model, config.model, plain, config.seed)
+        store = follow(
+            trainer,
+            journal,
+            folder,
+            steps=config.steps,
+            validate=partial(trainer.validate, valid),
+            news=news,
+        )
+        if tests.tasks:
+            save_run(store, config.steps, trainer, journal, corpus)
+    figure = metric.replace(" ", "_")
+    curve, train = curve_of(folder, "valid", figure), records_of(folder, "train")
+    scales = model_scale_statistics(trainer.model)
+    metrics = {
+        "step_ms": step_milliseconds(train, "tokens", config.tokens_per_step),
+        "train_seconds": journal.seconds,
+        "parameters": float(count_parameters(trainer.model).total),
+        **peak_memory(device),
+        "valid": curve[-1][1],
+        "valid_curve": curve_mean(curve),
+        **scale_metrics(scales),
+    }
+    scored, details = _scored(trainer.model, corpus, tests, config, cell.seed)
+    return Outcome(
+        metrics={**metrics, **scored, **_finetuned(folder, tests, config, news)},
+        curves={"valid": curve, "train_loss": curve_of(folder, "train", "loss")},
+        details={**details, "scale": [scale._asdict() for scale in scales], "metric": metric},
+    )
+
+
+def _scored(
+    model: LanguageModel, corpus: Corpus, tests: TextTests, config: RunConfig, seed: int
+) -> tuple[dict[str, float], dict[str, object]]:
+    """Every text in every mode, and what the routers did on the clean test text."""
+    metric = metric_of(corpus)
+    metrics: dict[str, float] = {}
+    details: dict[str, object] = {}
+    score = partial(
+        score_stream,
+        model,
+        batch=tests.rows,
+        block=config.model.block,
+        precision=config.precision,
+        routing=True,
+    )
+    for mode in (None, *_further_modes(model, tests)):
+        suffix = "" if mode is None else f"_{mode}"
+        with using_statistics(model, mode) as used:
+            for name, inputs, targets in _texts(corpus, tests, seed):
+                found: Score = score(inputs[: tests.tokens], targets[: tests.tokens])
+                metrics[f"{name}{suffix}"] = value_of(found.loss, metric)
+                if mode is None and name == "test":
+                    metrics |= routing_metrics(found.layers)
+                    details["layers"] = [asdict(layer) for layer in found.layers]
+                    details["scored"] = {
+                        "statistics": used,
+                        "rows": tests.rows,
+                        "block": config.model.block,
+                        "tokens": found.tokens,
+                    }
+    return metrics, details
+
+
+def _further_modes(model: LanguageModel, tests: TextTests) -> tuple[str, ...]:
+    """What the paper trains with, batch statistics, looks ahead; the same weights without that."""
+    return tests.statistics if own_statistics(model) == "batch" else ()
+
+
+def _texts(corpus: Corpus, tests: TextTests, seed: int) -> Iterator[tuple[str, Tokens, Tokens]]:
+    """(name, inputs, targets); a seed has one corrupted text, the same for all conditions."""
+    yield "test", corpus["test"], corpus["test"]
+    corrupted = contaminate(corpus, "test", ContaminationConfig(seed=seed))
+    yield "contaminated", corrupted.inputs, corrupted.targets
+    for name, file in tests.others:
+        stream: Tokens = np.load(file, mmap_mode="r", allow_pickle=False)
+        yield name, stream, stream
+
+
+def _finetuned(folder: Path, tests: TextTests, config: RunConfig, news: News) -> dict[str, float]:
+    """Test accuracy of each task, at the epoch that was best on its development set."""
+    found = {}
+    for task in tests.tasks:
+        news(f"finetuning on {task.task}")
+        report = finetune(
+            open_run(folder),
+            replace(task, which="last", seed=config.seed, device=config.device),
+            Path(tests.task_folder) / task.task,
+            console=Console(quiet=True),
+        )
+        found[task.task] = report.test_accuracy
+    return found

@@ -1,0 +1,106 @@
+"""`acmoe study` from data to page, on a CPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from acmoe.cli import main
+from acmoe.study.page import markers
+from acmoe.study.registry import STUDIES
+from study_cases import SMALL, data_folder
+
+ROOT = Path(__file__).parents[2]
+
+MODEL = (
+    *("model.dim=16", "model.hidden=16", "model.heads=2", "model.repeats=3"),
+    *("model.span=24", "model.block=16", "model.num_experts=4"),
+)
+
+
+def call(capsys, *arguments):
+    """Exit code, standard output and standard error of `acmoe study ARGUMENTS`."""
+    with pytest.raises(SystemExit) as stop:
+        main(["study", *arguments])
+    printed = capsys.readouterr()
+    return stop.value.code, printed.out, printed.err
+
+
+def test_a_study_of_two_cells_runs_resumes_and_is_summarised(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACMOE_COMMIT", "0123abc")
+    data_folder(tmp_path / "data")
+    sizes = ("--steps", "4", "--batch", "2", "--tokens", "200", "--megabytes", "0.01")
+    where = ("--data", "data", "--device", "cpu", "--seeds", "0")
+    which = ("--only", "smoe", "adaptive-previous", "--settings", "pre-norm, balance 0.01")
+    command = ("bytes", *MODEL, *SMALL, *sizes, *where, *which)
+
+    code, out, err = call(capsys, *command)
+    assert code == 0, err
+    assert "0 cells were there, 2 done, 0 failed, 0 left" in out
+    lines = [json.loads(line) for line in Path("results/bytes.jsonl").read_text().splitlines()]
+    assert [line["condition"] for line in lines] == ["smoe", "adaptive-previous"]
+    for line in lines:
+        assert line["environment"]["commit"] == "0123abc"
+        assert line["config"]["model"]["dim"] == 16
+        assert 1 < line["metrics"]["test"] < 9  # bits; a uniform guess among 256 is 8
+        assert line["metrics"]["enwik8"] > 1
+        assert str(tmp_path) not in json.dumps(line)
+
+    code, out, _ = call(capsys, *command)
+    assert code == 0
+    assert "2 cells were there, 0 done" in out
+
+    begin, end = markers("bytes")
+    Path("page.md").write_text(f"{begin}\n{end}\n")
+    code, out, _ = call(capsys, "bytes", "--summarise", "--page", "page.md", "--pictures", "out")
+    assert code == 0
+    page = Path("page.md").read_text()
+    assert "commit 0123abc" in page
+    assert "| test bits per byte | adaptive-previous | smoe | 1 |" in page
+    assert Path("out/bytes-differences.svg").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "no study given"),
+        (("byte",), "did you mean bytes?"),
+        (("bytes",), "give their folder with --data"),
+        (("bytes", "--data", "nowhere"), "enwiki15-bytes is missing"),
+        (("bytes", "--summarise"), "bytes.jsonl is missing"),
+        (("synthetic", "--steps", "0"), "--steps 0; it must be positive"),
+        (("synthetic", "seed=3"), "use --seeds or --device"),
+        (("synthetic", "--only", "nosuch"), "no such condition"),
+        (("synthetic", "--settings", "nosuch"), "no setting has that in its name"),
+        (("synthetic", "--jobs", "0"), "--jobs 0"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, tmp_path, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = call(capsys, *arguments)
+    assert code == 2
+    assert out == ""
+    assert err.count("\n") == 1
+    assert says in err
+
+
+def test_every_study_is_listed_and_has_its_place_on_the_page(capsys):
+    code, out, _ = call(capsys, "--list")
+    assert code == 0
+    page = (ROOT / "docs" / "results.md").read_text()
+    for name in STUDIES:
+        assert name in out
+        for marker in markers(name):
+            assert page.count(marker) == 1
+
+
+def test_the_cells_of_a_study_can_be_listed_without_running_them(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    arguments = ("synthetic", "--list", "--seeds", "0", "1", "--only", "smoe")
+    code, out, _ = call(capsys, *arguments)
+    assert code == 0
+    *cells, total = out.splitlines()
+    assert total == f"{len(cells)} cells"
+    assert all("/ smoe / seed" in cell for cell in cells)
+    assert list(tmp_path.iterdir()) == []
