@@ -7,7 +7,7 @@ from statistics import fmean
 
 from acmoe.analyze.analysis import Analysis, LayerAnalysis
 
-NEAR_IDENTITY = 0.05  # rms of log M: features stretched by about 5%
+NEAR_IDENTITY = 0.05  # rms of log M: features stretched by about 5%; below, M is all but I
 
 
 def read(analysis: Analysis) -> list[str]:

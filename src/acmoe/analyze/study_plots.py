@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from acmoe.analyze.theory_plots import BLACK, BLUE, GREEN, ORANGE, RED, STYLE
-from acmoe.errors import UserError
+from acmoe.analyze.figures.canvas import WIDTH, write_axes
+from acmoe.analyze.figures.palette import (
+    BLACK,
+    BLUE,
+    GREEN,
+    ORANGE,
+    PINK,
+    RED,
+    SKY,
+    YELLOW,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Told apart by colour and by dashes: either is enough.
-_COLOURS = (BLUE, ORANGE, GREEN, RED, BLACK, "#56B4E9", "#CC79A7", "#F0E442")
+_COLOURS = (BLUE, ORANGE, GREEN, RED, BLACK, SKY, PINK, YELLOW)
 _DASHES = ("-", "--", "-.", ":")
 
 
@@ -36,7 +45,7 @@ class Band(NamedTuple):
     spreads: Sequence[float]
 
 
-def save_bars(bars: Sequence[Bar], folder: Path, *, name: str, label: str) -> list[Path]:
+def save_bars(bars: Sequence[Bar], folder: Path, *, name: str, label: str) -> tuple[Path, Path]:
     """One row a comparison, groups apart, zero marked; `name`.png and .svg."""
 
     def draw(axes: Axes) -> None:
@@ -60,12 +69,13 @@ def save_bars(bars: Sequence[Bar], folder: Path, *, name: str, label: str) -> li
         axes.set(xlabel=label)
 
     groups = len({bar.group for bar in bars})
-    return _save(draw, folder, name, height=1.2 + 0.3 * (len(bars) + groups))
+    height = 1.2 + 0.3 * (len(bars) + groups)
+    return write_axes(draw, folder, name, size=(WIDTH, height))
 
 
 def save_bands(
     bands: Sequence[Band], folder: Path, *, name: str, title: str, label: str
-) -> list[Path]:
+) -> tuple[Path, Path]:
     """Mean curves with their standard deviation; `name`.png and .svg."""
 
     def draw(axes: Axes) -> None:
@@ -81,23 +91,5 @@ def save_bands(
         # Beside the axes: over the curves it would hide what it explains.
         axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
-    return _save(draw, folder, name, width=9.0, height=max(4.4, 0.6 + 0.2 * len(bands)))
-
-
-def _save(
-    draw: Callable[[Axes], None], folder: Path, name: str, *, height: float, width: float = 7.0
-) -> list[Path]:
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError("figures need the plots extra: pip install 'acmoe[plots]'") from error
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
-        draw(figure.subplots())
-        for suffix, metadata in ((".png", None), (".svg", {"Date": None})):
-            paths.append(folder / f"{name}{suffix}")
-            figure.savefig(paths[-1], metadata=metadata)
-    return paths
+    height = max(4.4, 0.6 + 0.2 * len(bands))
+    return write_axes(draw, folder, name, size=(9.0, height))

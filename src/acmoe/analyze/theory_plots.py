@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from acmoe.errors import UserError
+from acmoe.analyze.figures.canvas import write_axes
+from acmoe.analyze.figures.palette import BLACK, BLUE, GREEN, ORANGE, RED
 from acmoe.ops.optimum import optimal_weights
 from acmoe.theory.convergence import (
     aligned_conditioning,
@@ -24,49 +25,20 @@ from acmoe.theory.roots import phi, real_roots
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito: told apart with every common form of colour blindness.
-BLACK, ORANGE, GREEN, BLUE, RED = "#000000", "#E69F00", "#009E73", "#0072B2", "#D55E00"
-STYLE: Any = {  # matplotlib types its keys as literals of one version
-    "font.size": 10,
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#DDDDDD",
-    "grid.linewidth": 0.6,
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-    "figure.constrained_layout.w_pad": 0.12,
-    "figure.constrained_layout.h_pad": 0.08,
-    "svg.hashsalt": "acmoe",  # without it element ids, and so the file, differ from run to run
-}
-
 
 def save_theory_figures(folder: Path, *, seed: int = 0) -> list[Path]:
     """Write each figure as PNG and SVG into `folder`; equal seeds give equal files."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError("figures need the plots extra: pip install 'acmoe[plots]'") from error
-    folder.mkdir(parents=True, exist_ok=True)
     drawings: dict[str, Callable[[Axes], None]] = {
         "weights": draw_weights,
         "roots": draw_roots,
         "misassignment": partial(draw_noise, seed=seed),
         "conditioning": partial(draw_conditioning, seed=seed),
     }
-    paths = []
-    for name, draw in drawings.items():
-        with matplotlib.rc_context(STYLE):
-            figure = Figure(figsize=(7.0, 4.4), dpi=180, layout="constrained")
-            draw(figure.subplots())
-            for suffix, metadata in ((".png", None), (".svg", {"Date": None})):
-                path = folder / f"{name}{suffix}"
-                figure.savefig(path, metadata=metadata)
-                paths.append(path)
-    return paths
+    return [
+        path
+        for name, draw in drawings.items()
+        for path in write_axes(draw, folder, name, formulas=True)
+    ]
 
 
 def draw_weights(axes: Axes) -> None:

@@ -18,7 +18,7 @@ from acmoe.bench.results import Report, new_report
 from acmoe.bench.rivals import Contestant, Layer, find_contestants
 from acmoe.bench.shapes import Shape, find_shapes
 from acmoe.bench.weights import Weights, draw_tokens, draw_weights
-from acmoe.errors import check
+from acmoe.errors import check, check_choice
 from acmoe.evaluate.device import pick_device
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -40,10 +40,7 @@ class LayerConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check(
-            self.dtype in DTYPES,
-            f"dtype={self.dtype!r} is unknown; choose one of {', '.join(DTYPES)}",
-        )
+        check_choice(self.dtype, tuple(DTYPES), "dtype")
         check(self.repeat >= 2, f"repeat={self.repeat}; quartiles need at least 2 rounds")
 
     @property

@@ -19,7 +19,7 @@ from acmoe.bench.results import Report, new_report
 from acmoe.bench.shapes import Shape, find_shapes
 from acmoe.bench.weights import Weights, draw_tokens, draw_weights
 from acmoe.config.routing import AdaptiveConfig, RouterConfig, SMoEConfig
-from acmoe.errors import check
+from acmoe.errors import check, check_choice
 from acmoe.evaluate.device import pick_device
 from acmoe.experts.moe import MoE
 from acmoe.ops.scale import cluster_scale
@@ -53,10 +53,7 @@ class RouterBenchConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check(
-            self.dtype in DTYPES,
-            f"dtype={self.dtype!r} is unknown; choose one of {', '.join(DTYPES)}",
-        )
+        check_choice(self.dtype, tuple(DTYPES), "dtype")
         check(self.repeat >= 2, f"repeat={self.repeat}; quartiles need at least 2 rounds")
 
     @property

@@ -44,6 +44,24 @@ class SMoEConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MetricConfig(SMoEConfig):
+    """Top-k, less the token's distance from each expert in that expert's own metric."""
+
+    name: ClassVar[str] = "metric"
+    strength: float = 1.0  # where the learned weight of the distance starts; 0: the plain router
+    momentum: float = 0.95  # of each expert's mean and variance, per optimizer step
+    prior_tokens: float = 16.0  # mean and variance of all tokens count as this many of the expert's
+    floor: float = 1e-3  # least variance, as a share of that of all tokens
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_not_negative(self.strength, "strength")
+        check(0 <= self.momentum < 1, f"momentum={self.momentum}; it must lie in [0, 1)")
+        check_positive(self.prior_tokens, "prior_tokens")
+        check_positive(self.floor, "floor")
+
+
+@dataclass(frozen=True, kw_only=True)
 class CosineConfig:
     """XMoE: affinity = cos(R x, e_k) / temperature, in a low dimension."""
 
@@ -145,4 +163,5 @@ BaseConfig = (
     | HashConfig
     | ExpertChoiceConfig
     | SoftConfig
+    | MetricConfig
 )

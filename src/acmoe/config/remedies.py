@@ -106,7 +106,7 @@ class Remedies:
             "use statistics_of='current' with statistics 'batch' or 'running'",
         )
         check(
-            not self.match or isinstance(base, SMoEConfig),
+            not self.match or type(base) is SMoEConfig,
             f"match=True compares inner products with expert embeddings; base={base.name!r} "
             "has other affinities: use SMoEConfig",
         )

@@ -12,6 +12,7 @@ from acmoe.config.base_routers import (
     ExpertChoiceConfig,
     HashConfig,
     LossConfig,
+    MetricConfig,
     SMoEConfig,
     SoftConfig,
     StableConfig,
@@ -31,6 +32,7 @@ __all__ = [
     "ExpertChoiceConfig",
     "HashConfig",
     "LossConfig",
+    "MetricConfig",
     "RandomConfig",
     "RouterConfig",
     "SMoEConfig",
@@ -47,7 +49,8 @@ def _check_base(base: object) -> None:
     check(
         isinstance(base, BaseConfig) and not isinstance(base, HashConfig),
         f"base={base!r} cannot be rescaled; choose a config of a router that reads its input: "
-        "SMoEConfig, CosineConfig, StableConfig, ThresholdConfig, ExpertChoiceConfig, SoftConfig",
+        "SMoEConfig, MetricConfig, CosineConfig, StableConfig, ThresholdConfig, "
+        "ExpertChoiceConfig, SoftConfig",
     )
 
 
@@ -223,6 +226,7 @@ ROUTERS: dict[str, type[RouterConfig]] = {
     for config in (
         SMoEConfig,
         AdaptiveConfig,
+        MetricConfig,
         CosineConfig,
         StableConfig,
         RandomConfig,

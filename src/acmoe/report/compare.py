@@ -9,14 +9,10 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
 from typing import Any
 
+from acmoe.evaluate.student import critical_value
 from acmoe.report.runs import RunFacts
 
-# Two-sided 95% points of Student's t for 1, 2, ... degrees of freedom; beyond them 2 is near.
-T_POINTS = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
-    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
-    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
-)
+CONFIDENCE = 0.95  # of intervals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +122,10 @@ def _paired(group: int, first: list[RunFacts], other: list[RunFacts]) -> Paired 
     one, two = [left[seed] for seed in seeds], [right[seed] for seed in seeds]
     changes = [b - a for a, b in zip(one, two, strict=True)]
     several, mean = len(seeds) > 1, fmean(changes)
-    half = t_point(len(seeds) - 1) * stdev(changes) / math.sqrt(len(seeds)) if several else None
+    half = None
+    if several:
+        error = stdev(changes) / math.sqrt(len(seeds))
+        half = critical_value(CONFIDENCE, len(seeds) - 1) * error
     return Paired(
         group=group,
         metric=first[0].metric.label,
@@ -160,7 +159,3 @@ def label_of(runs: list[RunFacts]) -> str:
     if len(runs) > 1:
         return router
     return name if router in name else f"{name} ({router})"
-
-
-def t_point(freedom: int) -> float:
-    return T_POINTS[freedom - 1] if freedom <= len(T_POINTS) else 2.042

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from acmoe.analyze.reading import NEAR_IDENTITY
 from acmoe.report.compare import Paired, groups, paired
 from acmoe.report.routing import RunRouting
 from acmoe.report.runs import RunFacts
 
 FEW_SEEDS = 5
-NEAR_IDENTITY = 0.05  # a root mean square of ln M below which the adaptive router is a plain one
 
 
 @dataclass(frozen=True, kw_only=True)

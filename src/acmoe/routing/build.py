@@ -6,6 +6,7 @@ from acmoe.config.routing import (
     ExpertChoiceConfig,
     HashConfig,
     LossConfig,
+    MetricConfig,
     RandomConfig,
     RouterConfig,
     SMoEConfig,
@@ -16,6 +17,7 @@ from acmoe.config.routing import (
 )
 from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.baselines import CosineRouter, ExpertChoiceRouter, HashRouter, RandomRouter
+from acmoe.routing.metric import MetricRouter
 from acmoe.routing.router import Router
 from acmoe.routing.soft import SoftRouter
 from acmoe.routing.stable import StableRouter
@@ -42,6 +44,8 @@ def build_router(
         return RandomRouter(config, base)
     size = {"dim": dim, "num_experts": num_experts, "top_k": top_k}
     match config:
+        case MetricConfig():  # before SMoEConfig, which it extends
+            return MetricRouter(config, **size, losses=losses)
         case SMoEConfig():
             return TopKRouter(config, **size, losses=losses)
         case CosineConfig():

@@ -5,14 +5,23 @@ are those after the last step, the same step for every condition.
 """
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from acmoe.evaluate.run import CHECKPOINTS, METRICS, read_metrics
-from acmoe.study.outcome import Curve, News
+from acmoe.models.count import count_parameters
+from acmoe.study.outcome import (
+    Curve,
+    News,
+    curve_mean,
+    peak_memory,
+    scale_metrics,
+    step_milliseconds,
+)
+from acmoe.study.scale_statistics import ScaleStatistics
 from acmoe.train.checkpoint import CheckpointStore
 from acmoe.train.course import AnyTrainer, Course
 from acmoe.train.display import Display
@@ -51,6 +60,28 @@ def follow(
             save=lambda step: None,
         ).run(0)
     return store
+
+
+def course_metrics(
+    trainer: AnyTrainer,
+    journal: Journal,
+    folder: Path,
+    curve: Curve,
+    scales: Sequence[ScaleStatistics],
+    *,
+    unit: str,
+) -> dict[str, float]:
+    """What the course itself tells: its cost, the height of its curve, how far M went."""
+    device = next(trainer.model.parameters()).device
+    return {
+        "step_ms": step_milliseconds(records_of(folder, "train"), unit, trainer.per_step),
+        "train_seconds": journal.seconds,
+        "parameters": float(count_parameters(trainer.model).total),
+        **peak_memory(device),
+        "valid": curve[-1][1],
+        "valid_curve": curve_mean(curve),
+        **scale_metrics(scales),
+    }
 
 
 def records_of(folder: Path, kind: str) -> list[dict[str, Any]]:

@@ -14,18 +14,9 @@ from acmoe.data.image_load import load_images
 from acmoe.evaluate.attack import evaluate_attack
 from acmoe.evaluate.device import pick_device, seeded
 from acmoe.evaluate.vision import evaluate_images
-from acmoe.models.count import count_parameters
 from acmoe.study.cell import Cell, ImageTests
-from acmoe.study.follow import curve_of, follow, records_of
-from acmoe.study.outcome import (
-    News,
-    Outcome,
-    curve_mean,
-    peak_memory,
-    routing_metrics,
-    scale_metrics,
-    step_milliseconds,
-)
+from acmoe.study.follow import course_metrics, curve_of, follow
+from acmoe.study.outcome import News, Outcome, routing_metrics
 from acmoe.study.pairing import pair_with_plain
 from acmoe.study.scale_statistics import model_scale_statistics
 from acmoe.train.vision import ImageJournal
@@ -54,15 +45,7 @@ def run_images(cell: Cell, folder: Path, news: News) -> Outcome:
         )
     curve = curve_of(folder, "valid", "top1")
     scales = model_scale_statistics(trainer.model)
-    metrics = {
-        "step_ms": step_milliseconds(records_of(folder, "train"), "images", config.batch),
-        "train_seconds": journal.seconds,
-        "parameters": float(count_parameters(trainer.model).total),
-        **peak_memory(device),
-        "valid": curve[-1][1],
-        "valid_curve": curve_mean(curve),
-        **scale_metrics(scales),
-    }
+    metrics = course_metrics(trainer, journal, folder, curve, scales, unit="images")
     asked = ImageEvaluateConfig(
         batch=tests.batch, limit=tests.images, precision=config.precision, routing=True
     )

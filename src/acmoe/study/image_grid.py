@@ -6,7 +6,7 @@ from itertools import product
 
 from acmoe.config.attack import AttackConfig, SPSAConfig, attack_config
 from acmoe.config.image_data import ImageDataConfig
-from acmoe.config.routing import AdaptiveConfig, RouterConfig
+from acmoe.config.routing import AdaptiveConfig, MetricConfig, RouterConfig
 from acmoe.config.train_vision import VisionRunConfig, override_vision_run
 from acmoe.config.vision import SwinConfig
 from acmoe.config.vision_models import vision_router
@@ -17,6 +17,8 @@ from acmoe.study.size import Size
 
 STEPS = 2000
 ATTACKED, SPSA_ATTACKED = 512, 32  # images
+
+METRIC = MetricConfig(gate="all", noise=1.0)  # beside Swin-MoE's noisy gate
 
 SETTINGS = {
     "swin, one expert": ("swin-imagenette", 1),
@@ -37,6 +39,8 @@ def vision_study(materials: Materials, size: Size, seeds: Sequence[int]) -> list
             "adaptive-previous": "adaptive",
             "published": published,
         }
+        if not soft:
+            routers["metric"] = METRIC
         for seed, (condition, router) in product(seeds, routers.items()):
             run = image_run(name, router, images, size, seed, top_k)
             cells.append(

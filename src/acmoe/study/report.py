@@ -28,7 +28,8 @@ def report(study: Study, results: Path, page: Path, images: Path) -> list[Path]:
 
 def draw(summary: Summary, images: Path) -> list[Path]:
     """The differences of the primary metric, and the curves of every group."""
-    study, paths = summary.study, []
+    study = summary.study
+    paths: list[Path] = []
     primary = study.compared[0]
     bars = [
         Bar(

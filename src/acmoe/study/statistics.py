@@ -12,7 +12,7 @@ from statistics import fmean, stdev
 import numpy as np
 
 from acmoe.errors import check
-from acmoe.study.student import critical_value, two_sided_p
+from acmoe.evaluate.student import critical_value, two_sided_p
 
 CONFIDENCE = 0.95
 EXACT_PAIRS = 16  # beyond 2^16 sign patterns a sample of them is drawn

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from acmoe.config.routing import AdaptiveConfig, RandomConfig, SMoEConfig
+from acmoe.config.routing import AdaptiveConfig, MetricConfig, RandomConfig, SMoEConfig
 from acmoe.data.synthetic import GaussianClusters
 from acmoe.study.synthetic_task import SyntheticConfig
 
@@ -31,6 +31,7 @@ ORACLES: Conditions = {
     "oracle-scale": {"router": PREVIOUS, "oracle": "scale"},
     "oracle-cluster": {"router": PREVIOUS, "oracle": "cluster"},
 }
+METRIC: Conditions = {"metric": {"router": MetricConfig()}}
 RANDOM: Conditions = {"random": {"router": RandomConfig()}}
 
 
@@ -75,7 +76,7 @@ def synthetic_grid(*, seeds: Sequence[int]) -> list[tuple[str, Factors, Syntheti
 
 def _cells() -> Iterator[tuple[str, Factors, SyntheticConfig]]:
     for layers in (1, 2):
-        plain_and_adaptive = SMOE | adaptive(layers)
+        plain_and_adaptive = SMOE | adaptive(layers) | METRIC
         everything = plain_and_adaptive | ORACLES | RANDOM | remedies(layers)
         yield from _setting({"layers": layers}, everything)
         for name, values in VARIED.items():
@@ -96,7 +97,7 @@ def _causes() -> Iterator[tuple[str, Factors, SyntheticConfig]]:
         {"top_k": 2},
     ]
     for cause in causes:
-        yield from _setting({"layers": 2} | cause, SMOE | adaptive(2))
+        yield from _setting({"layers": 2} | cause, SMOE | adaptive(2) | METRIC)
     parts = {name: remedies(2)[name] for name in ("own-part", "common-part")}
     for optimizer, router_lr in (("adam", BASE.router_lr), ("sgd", 1.0)):
         factors = {"layers": 2, "feature_range": 16.0, "router_optimizer": optimizer}

@@ -8,20 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from acmoe.evaluate.measures import instability
+from acmoe.analyze.measure.change import cluster_change, contingency
 from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.router import Router
 from acmoe.routing.state import RoutingState
 
 
-def contingency(first_T: Tensor, second_T: Tensor, size: int) -> Tensor:
-    """(size, size) counts of tokens by their labels in two clusterings."""
-    return torch.bincount(first_T * size + second_T, minlength=size**2).view(size, size)
-
-
 def adjusted_rand(first_T: Tensor, second_T: Tensor, size: int) -> float:
     """1: the same clusters, whatever their numbers; 0: as unlike as chance."""
-    return instability(contingency(first_T, second_T, size)).adjusted_rand
+    return cluster_change(first_T, second_T, size).adjusted_rand
 
 
 def condition_number(x_TD: Tensor) -> float:

@@ -19,19 +19,10 @@ from acmoe.evaluate.device import pick_device, seeded
 from acmoe.evaluate.language import Score, check_vocabulary, metric_of, score_stream, value_of
 from acmoe.evaluate.run import open_corpus, open_run
 from acmoe.evaluate.statistics import own_statistics, using_statistics
-from acmoe.models.count import count_parameters
 from acmoe.models.decoder import LanguageModel
 from acmoe.study.cell import Cell, TextTests
-from acmoe.study.follow import curve_of, follow, records_of
-from acmoe.study.outcome import (
-    News,
-    Outcome,
-    curve_mean,
-    peak_memory,
-    routing_metrics,
-    scale_metrics,
-    step_milliseconds,
-)
+from acmoe.study.follow import course_metrics, curve_of, follow
+from acmoe.study.outcome import News, Outcome, routing_metrics
 from acmoe.study.pairing import pair_with_plain
 from acmoe.study.scale_statistics import model_scale_statistics
 from acmoe.train.finetune import finetune
@@ -63,17 +54,9 @@ def run_text(cell: Cell, folder: Path, news: News) -> Outcome:
         if tests.tasks:
             save_run(store, config.steps, trainer, journal, corpus)
     figure = metric.replace(" ", "_")
-    curve, train = curve_of(folder, "valid", figure), records_of(folder, "train")
+    curve = curve_of(folder, "valid", figure)
     scales = model_scale_statistics(trainer.model)
-    metrics = {
-        "step_ms": step_milliseconds(train, "tokens", config.tokens_per_step),
-        "train_seconds": journal.seconds,
-        "parameters": float(count_parameters(trainer.model).total),
-        **peak_memory(device),
-        "valid": curve[-1][1],
-        "valid_curve": curve_mean(curve),
-        **scale_metrics(scales),
-    }
+    metrics = course_metrics(trainer, journal, folder, curve, scales, unit="tokens")
     scored, details = _scored(trainer.model, corpus, tests, config, cell.seed)
     return Outcome(
         metrics={**metrics, **scored, **_finetuned(folder, tests, config, news)},

@@ -27,6 +27,7 @@ CONDITIONS: dict[str, str | RouterConfig] = {
     "adaptive-previous": PAPER,
     "adaptive-current": replace(PAPER, statistics_of="current"),
     "reference-lm": PUBLISHED,
+    "metric": "metric",
 }
 
 # The paper's block is post-norm; its text has the balance loss, its code does not, and begins with
@@ -83,7 +84,7 @@ def byte_parts(materials: Materials, size: Size) -> tuple[Text, LanguageConfig, 
 def words_study(materials: Materials, size: Size, seeds: Sequence[int]) -> list[Cell]:
     """The small models on words, WikiText-103's articles as a second test, then three tasks."""
     text, tests = word_parts(materials, size, tasks=not size.brief)
-    names = ("smoe", "adaptive-previous", "adaptive-current")
+    names = ("smoe", "adaptive-previous", "adaptive-current", "metric")
     conditions = {name: CONDITIONS[name] for name in names}
     settings = (("switch-small", 0.7), ("switch-small", 0.1), ("glam-small", 0.1))
     cells = []

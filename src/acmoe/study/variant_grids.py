@@ -7,6 +7,7 @@ from typing import Any
 from acmoe.config.language import LanguageConfig
 from acmoe.config.routing import (
     AdaptiveConfig,
+    MetricConfig,
     RandomConfig,
     RouterConfig,
     ThresholdConfig,
@@ -74,7 +75,8 @@ def _ablated(
 class Remedy:
     """A change of the paper's router, and of the training where the remedy lies there."""
 
-    router: Mapping[str, Any] | None = None  # fields of AdaptiveConfig; None: the plain router
+    router: Mapping[str, Any] | None = None  # fields of AdaptiveConfig; None: `other`
+    other: str | RouterConfig = "smoe"
     run: tuple[str, ...] = field(default=())  # key=value
 
 
@@ -106,6 +108,10 @@ REMEDIES: dict[str, Remedy] = {
     "no-gain": Remedy(router={"gain": False}),
     "residual": Remedy(router={"read": "residual"}),
     "gradient": Remedy(router={"detach": False}),
+    # Beyond the paper: every expert in its own metric, as a distance.
+    "metric": Remedy(other="metric"),
+    "metric-4": Remedy(other=MetricConfig(bias=True, strength=4.0)),
+    "metric-16": Remedy(other=MetricConfig(bias=True, strength=16.0)),
     # Adam divides out what all clusters share, feature by feature; plain descent does not.
     "smoe-sgd": Remedy(run=_SGD),
     "adaptive-sgd": Remedy(router={}, run=_SGD),
@@ -126,7 +132,7 @@ def remedies_study(materials: Materials, size: Size, seeds: Sequence[int]) -> li
     model = replace(model, norm="pre")
     cells = []
     for name, remedy in REMEDIES.items():
-        router = "smoe" if remedy.router is None else replace(PAPER, **remedy.router)
+        router = remedy.other if remedy.router is None else replace(PAPER, **remedy.router)
         cells += text_cells(
             "remedies",
             "switch-enwik8, pre-norm",

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from acmoe.analyze.figures.visible import visible
-from acmoe.analyze.theory_plots import STYLE
 from acmoe.errors import UserError
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 WIDTH = 7.0  # inches: a page of print, and a column of the documentation
@@ -21,8 +21,21 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     ".png": {"metadata": {"Software": None}},
     ".svg": {"metadata": {"Date": None, "Creator": None}},
 }
-# Labels and tokens are other people's text: a dollar sign in them is a dollar sign.
-_RC: Any = {**STYLE, "text.parse_math": False}
+_STYLE: Any = {  # matplotlib types its keys as literals of one version
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#DDDDDD",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "figure.constrained_layout.w_pad": 0.12,
+    "figure.constrained_layout.h_pad": 0.08,
+    "svg.hashsalt": "acmoe",  # without it element ids, and so the file, differ from run to run
+}
 
 
 def write_figure(
@@ -31,8 +44,13 @@ def write_figure(
     name: str,
     *,
     size: tuple[float, float] = (WIDTH, 4.4),
+    formulas: bool = False,
 ) -> tuple[Path, Path]:
-    """Let `draw` fill a figure of `size` inches, and write `name`.png and `name`.svg."""
+    """Let `draw` fill a figure of `size` inches, and write `name`.png and `name`.svg.
+
+    Labels and tokens are other people's text: a dollar sign in them is a dollar sign, unless
+    `formulas` says that they are ours.
+    """
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -42,12 +60,26 @@ def write_figure(
     png, svg = folder / f"{name}.png", folder / f"{name}.svg"
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # a user's own style file changes nothing
-        matplotlib.rcParams.update(_RC)
+        matplotlib.rcParams.update({**_STYLE, "text.parse_math": formulas})
         figure = Figure(figsize=size, dpi=_DPI, layout="constrained")
         draw(figure)
         for path in (png, svg):
             figure.savefig(path, **_OPTIONS[path.suffix])
     return png, svg
+
+
+def write_axes(
+    draw: Callable[[Axes], None],
+    folder: Path,
+    name: str,
+    *,
+    size: tuple[float, float] = (WIDTH, 4.4),
+    formulas: bool = False,
+) -> tuple[Path, Path]:
+    """`write_figure` of a single diagram."""
+    return write_figure(
+        lambda figure: draw(figure.subplots()), folder, name, size=size, formulas=formulas
+    )
 
 
 def wrapped(text: str, inches: float = WIDTH) -> str:

@@ -15,6 +15,7 @@ OKABE_ITO = (
     "#CC79A7",
     "#000000",
 )
+ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK, BLACK = OKABE_ITO
 # Found by greedy search: each as far as possible, in OKLab and under the worst of four kinds of
 # sight, from all before it and from white. No two are closer than the closest two of the eight.
 _MORE = (

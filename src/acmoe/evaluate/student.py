@@ -1,6 +1,6 @@
 """Student's t distribution, from the regularised incomplete beta function.
 
-Written out so that a study can be summarised wherever the library runs; the tests compare it with
+Written out so that runs can be compared wherever the library runs; the tests compare it with
 scipy.
 """
 
