@@ -82,12 +82,11 @@ def _widened(layer: nn.Linear, source: Tensor, heads: int, width: int) -> Tensor
     Zero rows of the weight give them for little; copying every key and value into wider rows took
     a tenth of a training step (H200, switch-enwik8).
     """
-    weight = layer.weight
-    missing = width - weight.shape[0] // heads
-    if missing > 0:
-        weight_HPD = weight.view(heads, -1, weight.shape[1])
-        weight = F.pad(weight_HPD, (0, 0, 0, missing)).flatten(0, 1)
-    return F.linear(source, weight)
+    missing = width - layer.out_features // heads
+    if missing == 0:
+        return cast(Tensor, layer(source))
+    weight_HPD = layer.weight.view(heads, -1, layer.in_features)
+    return F.linear(source, F.pad(weight_HPD, (0, 0, 0, missing)).flatten(0, 1))
 
 
 class FeedForward(nn.Module):
