@@ -3,6 +3,7 @@
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import subprocess
@@ -65,7 +66,10 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Of the checkout this package lies in; None where there is none, or no git."""
+    """What ACMOE_COMMIT names, for a copy without its history; else that of the checkout this
+    package lies in, and None where there is none, or no git."""
+    if named := os.environ.get("ACMOE_COMMIT"):
+        return named
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
