@@ -9,6 +9,7 @@ import pytest
 
 from acmoe.config.routing import AdaptiveConfig, RandomConfig, SMoEConfig
 from acmoe.config.serialize import decode, encode
+from acmoe.study.registry import STUDIES
 from acmoe.study.synthetic import SyntheticConfig, run_synthetic, synthetic_grid
 
 TINY = SyntheticConfig(steps=4, batch=32, eval_every=2, held_out=64, hidden=4)
@@ -54,6 +55,13 @@ def test_metrics_are_read_off_the_curves():
     # Nothing is perfect after four updates: the run counts with all its steps.
     assert metrics["steps_to_threshold"] == 4
     assert metrics["reached"] == 0
+
+
+def test_every_figure_that_the_study_shows_is_measured():
+    study = STUDIES["synthetic"]
+    found = run_synthetic(replace(TINY, router=PREVIOUS))
+    assert {metric.key for metric in (*study.compared, *study.beside)} <= found["metrics"].keys()
+    assert study.curve in found["curves"]
 
 
 def test_only_routers_with_a_scale_report_one():

@@ -19,6 +19,10 @@ class Metric(NamedTuple):
     label: str
     better: Literal["lower", "higher", "neither"] = "neither"
     digits: int = 4
+    setting: str = ""  # the one it is a figure of; empty: all
+
+    def is_of(self, setting: str) -> bool:
+        return self.setting in ("", setting)
 
 
 class Reported(NamedTuple):
@@ -37,6 +41,7 @@ class Study:
     name: str
     question: str
     grid: Grid
+    reads_data: bool = True  # False: no folder of data sets has to be given
     seeds: int  # fewest for the claims the study is for
     comparisons: tuple[tuple[str, str], ...]  # condition, and the baseline it is compared with
     compared: tuple[Metric, ...]  # the first is the primary one
@@ -44,6 +49,12 @@ class Study:
     curve: str = "valid"
     curve_label: str = ""
     reported: tuple[Reported, ...] = ()
+    note: str = ""  # what a reader of the tables has to know
+
+    @property
+    def primary(self) -> tuple[Metric, ...]:
+        """The first of the compared metrics; it may have other units in another setting."""
+        return tuple(metric for metric in self.compared if metric.key == self.compared[0].key)
 
 
 # How the routers behave and what they cost; the same in every study of trained models.

@@ -10,7 +10,7 @@ from acmoe.study.summary import Compared, Group, Summary
 def study_markdown(summary: Summary, images: Sequence[str]) -> str:
     """What stands between a study's markers; `images` are paths as the page sees them."""
     study = summary.study
-    parts = [study.question]
+    parts = [study.question, *([study.note] if study.note else [])]
     for group in summary.groups:
         parts.append(f"### {group.setting}")
         parts.append(_origin(summary, group))
@@ -20,7 +20,7 @@ def study_markdown(summary: Summary, images: Sequence[str]) -> str:
         if beside := [m for m in study.beside if _measured(group, m)]:
             parts.append(_figures(group, beside))
     parts += [f"![{study.name}]({image})" for image in images]
-    if any(one.metric == study.compared[0] for one in summary.comparisons):
+    if any(one.metric in study.primary for one in summary.comparisons):
         parts.append(_reading(summary))
     if summary.failed:
         parts.append(_failures(summary))
@@ -38,12 +38,9 @@ def _origin(summary: Summary, group: Group) -> str:
     """The command, the code and the machine behind a group's figures."""
     seeds = sorted({seed for _, seed in group.runs})
     options = {record.get("options", "") for record in group.records}
-    commands = [
-        " ".join(
-            ["acmoe study", summary.study.name, "--data DATA --seeds", *map(str, seeds), option]
-        ).strip()
-        for option in sorted(options)
-    ]
+    data = ["--data DATA"] if summary.study.reads_data else []
+    words = ["acmoe study", summary.study.name, *data, "--seeds", *map(str, seeds)]
+    commands = [" ".join([*words, option]).strip() for option in sorted(options)]
     places = [record["environment"] for record in group.records]
     commits = sorted({str(place.get("commit")) for place in places})
     devices = sorted({str(place.get("device")) for place in places})
@@ -55,7 +52,9 @@ def _origin(summary: Summary, group: Group) -> str:
 
 
 def _measured(group: Group, metric: Metric) -> bool:
-    return any(group.by_seed(condition, metric.key) for condition in group.conditions)
+    return metric.is_of(group.setting) and any(
+        group.by_seed(condition, metric.key) for condition in group.conditions
+    )
 
 
 def _figures(group: Group, metrics: Sequence[Metric]) -> str:
@@ -108,7 +107,14 @@ def _p(p: float | None) -> str:
 
 def _reading(summary: Summary) -> str:
     """Which comparisons of the primary metric survive the correction, in a sentence."""
-    primary = summary.study.compared[0]
+    said = [_verdict(summary, metric) for metric in summary.study.primary]
+    return (
+        f"{' '.join(said)} Pairs share a seed: the same data in the same order, and the same first "
+        "weights wherever shapes agree. The sign-flip test cannot give less than 2 / 2^n."
+    )
+
+
+def _verdict(summary: Summary, primary: Metric) -> str:
     family = [one for one in summary.comparisons if one.metric == primary]
     sure = [one for one in family if one.holm_t is not None and one.holm_t < 0.05]
     names = {"lower": ("better", "worse"), "higher": ("worse", "better")}
@@ -121,9 +127,7 @@ def _reading(summary: Summary) -> str:
     said = "; ".join(verdicts) if verdicts else "none"
     return (
         f"Of {len(family)} comparisons in {primary.label}, Holm-corrected over all of them, those "
-        f"below 0.05 by the paired t test: {said}. Pairs share a seed: the same data in the same "
-        "order, and the same first weights wherever shapes agree. The sign-flip test cannot give "
-        "less than 2 / 2^n."
+        f"below 0.05 by the paired t test: {said}."
     )
 
 
