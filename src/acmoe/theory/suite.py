@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from acmoe.errors import check
 from acmoe.theory.check import Check
+from acmoe.theory.confirmation import check_confirmation
 from acmoe.theory.convergence import check_aligned, check_rotated, check_separated
 from acmoe.theory.eigenvalues import check_eigenvalue_lemma
 from acmoe.theory.misassignment import check_misassignment, check_misassignment_scope
@@ -12,6 +13,7 @@ from acmoe.theory.optimum import check_kkt, check_optimiser
 from acmoe.theory.robustness import check_clean_scale, check_noisy_scale, check_without_noise
 from acmoe.theory.roots import check_distinct_roots, check_tied_roots
 from acmoe.theory.separation import check_separation, check_separation_needs_assumption
+from acmoe.theory.votes import check_confirmation_scope
 
 CHECKS: tuple[Callable[[int], Check], ...] = (
     check_kkt,
@@ -27,6 +29,8 @@ CHECKS: tuple[Callable[[int], Check], ...] = (
     check_clean_scale,
     check_noise_sweep,
     check_previous_assignment,
+    check_confirmation,
+    check_confirmation_scope,
     check_aligned,
     check_rotated,
     check_separated,
