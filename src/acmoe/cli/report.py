@@ -30,7 +30,7 @@ class Report:
     """For the routing; cuda where there is one."""
 
     def run(self) -> int:
-        from acmoe.config.train import check_device
+        from acmoe.config.updates import check_device
         from acmoe.errors import check
 
         check(bool(self.folders), "no run given; say which, as in `acmoe report runs/demo`")

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from acmoe.config.train import Precision, check_device
+from acmoe.config.train import Precision
+from acmoe.config.updates import check_device
 from acmoe.errors import check, check_choice, check_not_negative, check_positive
 
 Form = Literal["clean", "paper"]

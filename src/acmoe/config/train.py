@@ -1,6 +1,5 @@
 """A whole experiment as data: the model, its corpus, the optimizer and what is written when."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,7 +8,8 @@ from typing import Literal
 from acmoe.config.language import LanguageConfig, base_router, language_router
 from acmoe.config.overrides import override
 from acmoe.config.routing import AdaptiveConfig, RandomConfig, RouterConfig, StableConfig
-from acmoe.errors import check, check_choice, check_not_negative, check_positive
+from acmoe.config.updates import check_count, check_updates
+from acmoe.errors import check, check_choice, check_positive
 
 Precision = Literal["fp32", "bf16"]
 
@@ -70,20 +70,8 @@ class RunConfig:
     device: str = "auto"  # cuda where there is one
 
     def __post_init__(self) -> None:
-        counts = ("steps", "batch", "split", "log_every", "eval_every", "eval_batch")
-        for name in (*counts, "checkpoint_every", "keep"):
-            value = getattr(self, name)
-            whole = isinstance(value, int) and value >= 1
-            check(whole, f"{name}={value!r}; it must be a whole number of at least 1")
-        for name in ("warmup", "min_lr", "weight_decay", "seed"):
-            check_not_negative(getattr(self, name), name)
-        check_positive(self.lr, "lr")
-        check_positive(self.eps, "eps")
-        for beta in self.betas:
-            check(0 <= beta < 1, f"betas={self.betas}; both must lie in [0, 1)")
-        check(self.clip is None or self.clip > 0, f"clip={self.clip}; it must be positive, or none")
-        check_choice(self.schedule, ("constant", "cosine"), "schedule")
-        check_choice(self.precision, ("fp32", "bf16"), "precision")
+        check_updates(self, rows="streams")
+        check_count(self.steps, "steps")
         check_choice(self.router_optimizer, ("adam", "sgd"), "router_optimizer")
         if self.router_lr is not None:
             check_positive(self.router_lr, "router_lr")
@@ -93,20 +81,10 @@ class RunConfig:
                 "routers the same as all: leave it out",
             )
         check(
-            self.batch % self.split == 0,
-            f"batch={self.batch} streams do not split into {self.split} micro-batches; make split "
-            "a divisor",
-        )
-        check(
-            self.min_lr <= self.lr,
-            f"min_lr={self.min_lr} exceeds lr={self.lr}; lower it",
-        )
-        check(
             self.eval_tokens is None or self.eval_tokens > self.eval_batch,
             f"eval_tokens={self.eval_tokens} leaves no prediction for each of "
             f"eval_batch={self.eval_batch} rows; raise it",
         )
-        check_device(self.device)
 
     @property
     def router_sgd(self) -> float | None:
@@ -123,13 +101,6 @@ class RunConfig:
     @property
     def tokens_per_step(self) -> int:
         return self.batch * self.model.block
-
-
-def check_device(device: str) -> None:
-    check(
-        re.fullmatch(r"auto|cpu|cuda(:\d+)?", device) is not None,
-        f"device={device!r} is unknown; use auto, cpu, cuda or cuda:0",
-    )
 
 
 def override_run(config: RunConfig, pairs: Sequence[str]) -> RunConfig:

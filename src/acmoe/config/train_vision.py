@@ -6,10 +6,11 @@ from typing import ClassVar, Literal, TypeVar
 
 from acmoe.config.image_data import AugmentConfig, ImageDataConfig
 from acmoe.config.overrides import override
-from acmoe.config.train import Precision, check_device
+from acmoe.config.train import Precision
+from acmoe.config.updates import check_count, check_updates
 from acmoe.config.vision import SoftViTConfig, SwinConfig, VisionConfig
 from acmoe.config.vision_models import vision_router
-from acmoe.errors import check, check_choice, check_not_negative, check_positive
+from acmoe.errors import check, check_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,27 +49,9 @@ class VisionRunConfig:
     device: str = "auto"  # cuda where there is one
 
     def __post_init__(self) -> None:
-        counts = ("batch", "split", "log_every", "eval_every", "eval_batch")
-        for name in (*counts, "checkpoint_every", "keep"):
-            _check_count(getattr(self, name), name)
-        for name in ("warmup", "min_lr", "weight_decay", "seed"):
-            check_not_negative(getattr(self, name), name)
-        check_positive(self.lr, "lr")
-        check_positive(self.eps, "eps")
-        for beta in self.betas:
-            check(0 <= beta < 1, f"betas={self.betas}; both must lie in [0, 1)")
-        check(self.clip is None or self.clip > 0, f"clip={self.clip}; it must be positive, or none")
-        check_choice(self.schedule, ("constant", "cosine"), "schedule")
-        check_choice(self.precision, ("fp32", "bf16"), "precision")
-        check(self.min_lr <= self.lr, f"min_lr={self.min_lr} exceeds lr={self.lr}; lower it")
-        check(
-            self.batch % self.split == 0,
-            f"batch={self.batch} images do not split into {self.split} micro-batches; make split "
-            "a divisor",
-        )
+        check_updates(self, rows="images")
         if self.eval_images is not None:
-            _check_count(self.eval_images, "eval_images")
-        check_device(self.device)
+            check_count(self.eval_images, "eval_images")
         self._check_length()
         self._check_images()
 
@@ -78,7 +61,7 @@ class VisionRunConfig:
             f"steps={self.steps} and epochs={self.epochs}; give one of them, the other as none",
         )
         if self.steps is not None:
-            _check_count(self.steps, "steps")
+            check_count(self.steps, "steps")
         if self.epochs is not None:
             check_positive(self.epochs, "epochs")
 
@@ -151,8 +134,3 @@ def override_vision_run(config: R, pairs: Sequence[str]) -> R:
         (*pairs, *added),
         named=lambda owner, name, value: vision_router(value, config.model),
     )
-
-
-def _check_count(value: object, name: str) -> None:
-    whole = isinstance(value, int) and value >= 1
-    check(whole, f"{name}={value!r}; it must be a whole number of at least 1")

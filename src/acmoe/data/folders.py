@@ -46,15 +46,15 @@ def _build(out: Path, build: Callable[[Path], None]) -> None:
     try:
         build(partial)
         for path in sorted(partial.rglob("*")):
-            _sync(path)
-        _sync(partial)
+            sync(path)
+        sync(partial)
     except BaseException:  # an interrupt too: leave nothing behind
         shutil.rmtree(partial, ignore_errors=True)
         raise
     if out.exists():
         os.replace(out, old)
     os.replace(partial, out)
-    _sync(out.parent)
+    sync(out.parent)
     _remove(old)
 
 
@@ -76,7 +76,8 @@ def _locked(folder: Path) -> Iterator[bool]:
         os.close(handle)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Make a file, or a folder's list of names, survive a power cut."""
     if path.is_dir() and os.name != "posix":
         return  # only POSIX can sync a directory
     handle = os.open(path, os.O_RDONLY)

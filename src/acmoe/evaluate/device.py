@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import torch
 
-from acmoe.config.train import Precision, check_device
+from acmoe.config.train import Precision
+from acmoe.config.updates import check_device
 from acmoe.errors import check
 
 

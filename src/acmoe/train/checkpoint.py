@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from acmoe.data.folders import sync
 from acmoe.errors import UserError, check
 from acmoe.evaluate.run import STATE, checkpoints, read_json, step_folder
 from acmoe.models.checkpoint import save
@@ -95,17 +96,6 @@ def write_text(path: Path, text: str) -> None:
     sync(draft)
     os.replace(draft, path)
     sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Make a file, or a folder's list of names, survive a power cut."""
-    if path.is_dir() and os.name != "posix":
-        return  # only POSIX can sync a directory
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _sha256(file: Path) -> str:
