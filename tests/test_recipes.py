@@ -1,6 +1,9 @@
 """Every recipe of a language model builds, and says what the paper says."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, stdev
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from acmoe.models.count import count_parameters
 from acmoe.models.registry import build_model, list_models
 from acmoe.recipes import recipe, recipes
 from acmoe.routing.placement import adaptive_depths
+from acmoe.study.nano_grid import IMAGE_SETTING, TEXT_SETTING
 
 # The paper's tables: Switch and GLaM pretraining, dispersion, placement, random, mixing, top-p.
 REPORTED = {
@@ -50,6 +54,22 @@ OURS_ALONE = {
 }
 
 
+RESULTS = Path(__file__).parents[1] / "results"
+# Where a shortened run was measured: study, digits, setting, condition.
+_BYTES = ("bytes", 4, "switch-enwik8, post-norm, balance 0")
+_WORDS = ("words", 2, "switch-small, dropout 0.1")
+_NANO, _DIGITS = ("nano", 4, TEXT_SETTING), ("nano", 2, IMAGE_SETTING)
+MEASURED = {
+    "switch-small": (*_WORDS, "smoe"),
+    "switch-small-acmoe": (*_WORDS, "adaptive-previous"),
+    "switch-enwik8": (*_BYTES, "smoe"),
+    "switch-enwik8-acmoe": (*_BYTES, "adaptive-previous"),
+    "switch-nano": (*_NANO, "smoe"),
+    "switch-nano-acmoe": (*_NANO, "adaptive-previous"),
+    "swin-nano": (*_DIGITS, "smoe"),
+    "swin-nano-acmoe": (*_DIGITS, "adaptive-previous"),
+}
+
 LANGUAGE = {
     name: found for name, found in recipes().items() if isinstance(found.build(), RunConfig)
 }
@@ -74,7 +94,23 @@ def test_every_row_of_the_papers_tables_is_a_recipe_with_its_figure() -> None:
 def test_every_recipe_says_in_one_line_what_it_is_and_what_we_measured(name: str) -> None:
     found = recipes()[name]
     assert 0 < len(found.description) <= 100
-    assert "Ours: not measured yet." in (found.build.__doc__ or "")
+    unmeasured = "Ours: not measured yet." in (found.build.__doc__ or "")
+    assert unmeasured == (name not in MEASURED)
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_what_a_recipe_says_we_measured_stands_in_the_results(name: str) -> None:
+    study, digits, setting, condition = MEASURED[name]
+    text = (RESULTS / f"{study}.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    found = [
+        line["metrics"]["test"]
+        for line in lines
+        if (line["status"], line["setting"], line["condition"]) == ("done", setting, condition)
+    ]
+    said = " ".join((recipes()[name].build.__doc__ or "").split())
+    assert f"Ours: {fmean(found):.{digits}f} +- {stdev(found):.{digits}f}" in said
+    assert f"n = {len(found)}" in said
 
 
 def test_every_language_model_is_a_recipe_of_its_plain_router() -> None:

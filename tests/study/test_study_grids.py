@@ -20,6 +20,12 @@ class Listed(Materials):
     def bytes(self, megabytes):
         return Text("bytes", Path(f"bytes-{megabytes:g}"), 256, "b")
 
+    def stdlib(self, megabytes):
+        return Text("stdlib", Path("stdlib"), 256, "s", int(megabytes * 1e6))
+
+    def digits(self):
+        return "d"
+
     def words(self, parts, vocabulary):
         return Text("words", Path("words"), vocabulary, "w")
 

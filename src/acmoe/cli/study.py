@@ -107,7 +107,7 @@ class Study:
 
         study = study_of(self.study)
         check(
-            self.data is not None or study.name == "synthetic",
+            self.data is not None or not study.reads_data,
             f"the study {study.name!r} reads data sets; give their folder with --data",
         )
         seeds = self.seeds or tuple(range(study.seeds))

@@ -33,7 +33,8 @@ def nano_run(model: str, router: str | RouterConfig) -> RunConfig:
 def switch_nano() -> RunConfig:
     """Switch-nano, SMoE, bytes of Python's standard library (not in the paper).
 
-    Ours: not measured yet. Minutes on two CPU cores.
+    Ours: 2.9676 +- 0.0700 bits per byte after 300 updates (n = 5, docs/results.md). Minutes on two
+    CPU cores.
     """
     return nano_run("switch-nano", "smoe")
 
@@ -41,7 +42,8 @@ def switch_nano() -> RunConfig:
 def switch_nano_acmoe() -> RunConfig:
     """Switch-nano, ACMoE with running statistics, the same bytes (not in the paper).
 
-    Ours: not measured yet. Minutes on two CPU cores.
+    Ours: 2.9645 +- 0.0611 bits per byte after 300 updates with the statistics of the batch (n = 5,
+    docs/results.md). Minutes on two CPU cores.
     """
     return nano_run("switch-nano", "adaptive")
 

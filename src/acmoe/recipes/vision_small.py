@@ -130,7 +130,8 @@ def _swin_nano(router: str) -> SwinRunConfig:
 def swin_nano() -> VisionRunConfig:
     """Swin-nano, SMoE, scanned digits (not in the paper).
 
-    Ours: 95.11 top-1 on the 266 test images (seed 0 alone). A minute on two CPU cores.
+    Ours: 95.11 +- 1.38 top-1 on the 266 test images (n = 5, docs/results.md). A minute on two CPU
+    cores.
     """
     return _swin_nano("smoe")
 
@@ -138,7 +139,8 @@ def swin_nano() -> VisionRunConfig:
 def swin_nano_acmoe() -> VisionRunConfig:
     """Swin-nano, ACMoE, the same digits (not in the paper).
 
-    Ours: 95.49 top-1 on the 266 test images (seed 0 alone). A minute on two CPU cores.
+    Ours: 95.19 +- 0.82 top-1 on the 266 test images (n = 5, docs/results.md). A minute on two CPU
+    cores.
     """
     return _swin_nano("adaptive")
 

@@ -19,9 +19,11 @@ from typing import NamedTuple
 import numpy as np
 
 from acmoe.config.data import PrepareConfig
+from acmoe.config.image_data import ImageDataConfig
 from acmoe.data.corpus import load_corpus
 from acmoe.data.folders import build_folder
 from acmoe.data.image_arrays import open_array_splits
+from acmoe.data.image_load import load_images
 from acmoe.data.prepare import prepare
 from acmoe.data.progress import Progress, silent
 from acmoe.data.sources import find_file, read_chunks
@@ -38,6 +40,7 @@ class Text(NamedTuple):
     folder: Path
     vocab_size: int
     fingerprint: str  # of its training text
+    limit: int | None = None  # bytes of the standard library
 
 
 class Images(NamedTuple):
@@ -60,6 +63,18 @@ class Materials:
         limit = int(megabytes * MEGABYTE)
         config = PrepareConfig(limit=limit, title=f"enwiki15 bytes, {megabytes:g} MB")
         return self._corpus("bytes", "enwiki15-bytes", f"bytes-{megabytes:g}", config)
+
+    def stdlib(self, megabytes: float) -> Text:
+        """Source text of this Python's standard library, split 90 : 5 : 5; reads no `data`."""
+        limit = int(megabytes * MEGABYTE)
+        config = PrepareConfig(limit=limit)
+        return self._corpus("stdlib", None, f"stdlib-{megabytes:g}", config)._replace(limit=limit)
+
+    def digits(self) -> str:
+        """The fingerprint of scikit-learn's digits, of which nothing has to be made."""
+        train = load_images(ImageDataConfig(name="digits")).train
+        pixels = np.stack([train.pixels(index) for index in range(len(train))])
+        return hashlib.sha256(pixels.tobytes()).hexdigest()[:12]
 
     def words(self, parts: int, vocabulary: int) -> Text:
         """Its words: so many files of training text, and the most frequent words kept."""
@@ -111,7 +126,9 @@ class Materials:
             prepare(name, self._folder(name), self.work / name)
         return self.work
 
-    def _corpus(self, name: str, source: str | Path, out: str, config: PrepareConfig) -> Text:
+    def _corpus(
+        self, name: str, source: str | Path | None, out: str, config: PrepareConfig
+    ) -> Text:
         place = self._folder(source) if isinstance(source, str) else source
         made = prepare(name, place, self.work / out, config=config, progress=self.progress)
         manifest = load_corpus(made.folder).manifest

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from acmoe.analyze.study_plots import Band, Bar, save_bands, save_bars
-from acmoe.study.declared import Study
+from acmoe.study.declared import Metric, Study
 from acmoe.study.page import write_page
 from acmoe.study.results import read_results
 from acmoe.study.summary import Group, Summary, summarise
@@ -30,7 +30,20 @@ def draw(summary: Summary, images: Path) -> list[Path]:
     """The differences of the primary metric, and the curves of every group."""
     study = summary.study
     paths: list[Path] = []
-    primary = study.compared[0]
+    for primary in study.primary:
+        paths += _differences(summary, primary, images)
+    for group in summary.groups:
+        bands = [_band(group, condition, study.curve) for condition in group.conditions]
+        drawn = [band for band in bands if band is not None and len(band.steps) > 1]
+        if drawn:
+            name = _file_name(f"{study.name}-{group.title}")
+            paths += save_bands(
+                drawn, images, name=name, title=group.title, label=study.curve_label
+            )
+    return paths
+
+
+def _differences(summary: Summary, metric: Metric, images: Path) -> list[Path]:
     bars = [
         Bar(
             label=f"{one.condition} - {one.baseline}",
@@ -40,20 +53,17 @@ def draw(summary: Summary, images: Path) -> list[Path]:
             high=one.difference.high,
         )
         for one in summary.comparisons
-        if one.metric == primary
+        if one.metric == metric
     ]
-    if bars:
-        label = f"difference in {primary.label}, 95 % interval"
-        paths += save_bars(bars, images, name=f"{study.name}-differences", label=label)
-    for group in summary.groups:
-        bands = [_band(group, condition, study.curve) for condition in group.conditions]
-        drawn = [band for band in bands if band is not None and len(band.steps) > 1]
-        if drawn:
-            name = re.sub(r"[^a-z0-9.]+", "-", f"{study.name}-{group.title}".lower())
-            paths += save_bands(
-                drawn, images, name=name, title=group.title, label=study.curve_label
-            )
-    return paths
+    if not bars:
+        return []
+    name = _file_name(f"{summary.study.name}-differences {metric.setting}".strip())
+    label = f"difference in {metric.label}, 95 % interval"
+    return [*save_bars(bars, images, name=name, label=label)]
+
+
+def _file_name(text: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower())
 
 
 def _band(group: Group, condition: str, name: str) -> Band | None:

@@ -93,9 +93,9 @@ def summarise(study: Study, records: Sequence[Record]) -> Summary:
 
 
 def _compared(study: Study, metric: Metric, groups: Sequence[Group]) -> list[Compared]:
-    """A family: all settings and all comparisons in one metric."""
+    """A family: all settings of a metric and all comparisons in it."""
     found = []
-    for group in groups:
+    for group in (group for group in groups if metric.is_of(group.setting)):
         for condition, baseline in study.comparisons:
             base = group.by_seed(baseline, metric.key)
             difference = paired_difference(group.by_seed(condition, metric.key), base)
