@@ -226,7 +226,6 @@ ROUTERS: dict[str, type[RouterConfig]] = {
     for config in (
         SMoEConfig,
         AdaptiveConfig,
-        MetricConfig,
         CosineConfig,
         StableConfig,
         RandomConfig,
@@ -234,6 +233,7 @@ ROUTERS: dict[str, type[RouterConfig]] = {
         SoftConfig,
         HashConfig,
         ExpertChoiceConfig,
+        MetricConfig,
     )
 }
 
