@@ -1,11 +1,23 @@
 """Timing: who runs when, and what is made of the samples."""
 
+import gc
+import weakref
 from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from acmoe.bench.clock import Action, HostClock, Timing, extra_memory, interleave, timing
+from acmoe.bench.clock import (
+    Action,
+    HostClock,
+    Replay,
+    Timing,
+    extra_memory,
+    interleave,
+    timing,
+)
 from acmoe.errors import UserError
 
 
@@ -56,3 +68,18 @@ def test_the_host_clock_counts_milliseconds() -> None:
 
 def test_a_cpu_tells_no_peak_memory() -> None:
     assert extra_memory(lambda: None, torch.device("cpu")) is None
+
+
+def test_a_replay_keeps_alive_what_its_graph_reads() -> None:
+    layer = torch.nn.Linear(2, 2)
+    seen = weakref.ref(layer)
+    replayed: list[int] = []
+    graph = SimpleNamespace(replay=lambda: replayed.append(1))
+    replay = Replay(graph, partial(layer, torch.ones(1, 2)))  # type: ignore[arg-type]
+    del layer
+    gc.collect()
+    replay()
+    assert replayed == [1] and seen() is not None
+    del replay
+    gc.collect()
+    assert seen() is None

@@ -14,6 +14,7 @@ from torch import Tensor
 from acmoe.bench.check import TOLERANCE, Errors, Reference, compare, reference
 from acmoe.bench.clock import Action, Timing, capture, clock_for, extra_memory, interleave
 from acmoe.bench.plain import route
+from acmoe.bench.progress import Say, silent
 from acmoe.bench.results import Report, new_report
 from acmoe.bench.rivals import Contestant, Layer, find_contestants
 from acmoe.bench.shapes import Shape, find_shapes
@@ -88,7 +89,11 @@ class Ready(NamedTuple):
 
 
 def bench_layer(
-    config: LayerConfig, *, contestants: Sequence[Contestant] = (), command: str = ""
+    config: LayerConfig,
+    *,
+    contestants: Sequence[Contestant] = (),
+    command: str = "",
+    say: Say = silent,
 ) -> Report:
     """`contestants` replaces those that `config.rivals` names."""
     device = pick_device(config.device)
@@ -99,12 +104,16 @@ def bench_layer(
     entrants = list(contestants) or find_contestants(config.rivals)
     rows: list[LayerRow] = []
     for shape in find_shapes(config.shapes, device):
-        rows += measure_shape(shape, entrants, config, device)
+        rows += measure_shape(shape, entrants, config, device, say)
     return new_report(config.kind, device, command, config, [asdict(row) for row in rows])
 
 
 def measure_shape(
-    shape: Shape, entrants: Sequence[Contestant], config: LayerConfig, device: torch.device
+    shape: Shape,
+    entrants: Sequence[Contestant],
+    config: LayerConfig,
+    device: torch.device,
+    say: Say = silent,
 ) -> list[LayerRow]:
     if device.type == "cuda":
         torch.compiler.reset()  # a shape's graphs are of no use to the next
@@ -112,6 +121,7 @@ def measure_shape(
     ready: list[Ready] = []
     rows: list[LayerRow] = []
     for entrant in entrants:
+        say(f"{shape.name}: building and checking {entrant.name}")
         found = enter(entrant, trial, graph=config.graph)
         if isinstance(found, LayerRow):
             rows.append(found)
@@ -120,6 +130,7 @@ def measure_shape(
     actions: dict[str, Action] = {CEILING: dense_matmul(trial)}
     for one in ready:
         actions |= {f"{one.name}/{part}": action for part, action in one.actions.items()}
+    say(f"{shape.name}: timing {len(ready)} layers, {config.repeat} rounds")
     times = interleave(actions, rounds=config.repeat, clock=clock_for(device))
     ceiling = dense_flops(shape) / times[CEILING].median
     load = busiest_load(trial)

@@ -15,6 +15,7 @@ from acmoe.bench.check import TOLERANCE, compare, reference
 from acmoe.bench.clock import Action, Timing, capture, clock_for, extra_memory, interleave
 from acmoe.bench.layer import BOTH, DTYPES, FORWARD, WARM_UP, first_line
 from acmoe.bench.ours import build_moe
+from acmoe.bench.progress import Say, silent
 from acmoe.bench.results import Report, new_report
 from acmoe.bench.shapes import Shape, find_shapes
 from acmoe.bench.weights import Weights, draw_tokens, draw_weights
@@ -94,7 +95,7 @@ class Measured(NamedTuple):
     memory: int | None  # bytes
 
 
-def bench_router(config: RouterBenchConfig, *, command: str = "") -> Report:
+def bench_router(config: RouterBenchConfig, *, command: str = "", say: Say = silent) -> Report:
     device = pick_device(config.device)
     check(
         device.type == "cuda" or not (config.graph or config.compile),
@@ -102,17 +103,20 @@ def bench_router(config: RouterBenchConfig, *, command: str = "") -> Report:
     )
     rows: list[RouterRow] = []
     for shape in find_shapes(config.shapes, device):
-        rows += measure_shape(shape, config, device)
+        rows += measure_shape(shape, config, device, say)
     return new_report(config.kind, device, command, config, [asdict(row) for row in rows])
 
 
-def measure_shape(shape: Shape, config: RouterBenchConfig, device: torch.device) -> list[RouterRow]:
+def measure_shape(
+    shape: Shape, config: RouterBenchConfig, device: torch.device, say: Say = silent
+) -> list[RouterRow]:
     if config.compile:
         torch.compiler.reset()  # a shape's graphs are of no use to the next
     trial = draw_trial(shape, config, device)
     ready: dict[tuple[str, str], Measured] = {}
     lost: list[RouterRow] = []
     for mode in MODES:
+        say(f"{shape.name}: building and checking {mode}")
         try:
             ready |= prepare(mode, trial, config)
         except Exception as failure:  # one mode's failure must not end the run
@@ -122,6 +126,7 @@ def measure_shape(shape: Shape, config: RouterBenchConfig, device: torch.device)
     ready[ALONE, BOTH] = warmed(alone, config)
     actions = {f"{mode}/{part}": found.action for (mode, part), found in ready.items()}
     actions[COPY], moved = copy_bytes(device)
+    say(f"{shape.name}: timing, {config.repeat} rounds")
     times = interleave(actions, rounds=config.repeat, clock=clock_for(device))
     floor = 2 * trial.x.nbytes * times[COPY].median / moved
     return [*(_row(shape, key, ready, times, floor) for key in ready), *lost]

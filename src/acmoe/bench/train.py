@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from acmoe.bench.clock import Action, Timing, capture, clock_for, extra_memory, interleave
 from acmoe.bench.layer import first_line
+from acmoe.bench.progress import Say, silent
 from acmoe.bench.results import Report, new_report
 from acmoe.config.routing import AdaptiveConfig, RouterConfig
 from acmoe.errors import check
@@ -143,14 +144,16 @@ class Step:
                 return
 
 
-def bench_train(config: TrainBenchConfig, *, command: str = "") -> Report:
+def bench_train(config: TrainBenchConfig, *, command: str = "", say: Say = silent) -> Report:
     device = pick_device(config.device)
     models = config.models or (PAPER_MODELS if device.type == "cuda" else NANO_MODELS)
-    rows = [row for name in models for row in measure_model(name, config, device)]
+    rows = [row for name in models for row in measure_model(name, config, device, say)]
     return new_report("train", device, command, config, [asdict(row) for row in rows])
 
 
-def measure_model(name: str, config: TrainBenchConfig, device: torch.device) -> Iterator[TrainRow]:
+def measure_model(
+    name: str, config: TrainBenchConfig, device: torch.device, say: Say = silent
+) -> Iterator[TrainRow]:
     """Every router and variant of a model, in interleaved rounds."""
     variants = config.variants or (VARIANTS if device.type == "cuda" else ("eager",))
     if device.type == "cuda":
@@ -161,6 +164,7 @@ def measure_model(name: str, config: TrainBenchConfig, device: torch.device) -> 
     for variant in variants:
         for router in config.routers:
             key = f"{router}/{variant}"
+            say(f"{name}: preparing {router}, {variant}")
             try:
                 steps[key], actions[key], memory[key] = prepare(name, router, variant, config)
             except Exception as failure:  # one variant's failure must not end the run
@@ -169,6 +173,7 @@ def measure_model(name: str, config: TrainBenchConfig, device: torch.device) -> 
                 )
     if not actions:
         return
+    say(f"{name}: timing, {config.repeat} rounds")
     times = interleave(actions, rounds=config.repeat, clock=clock_for(device))
     for key in actions:
         yield _row(name, key, steps[key], times, memory[key], config.routers[0])

@@ -29,6 +29,11 @@ def _command(name: str, action: "Layer | Router | Train | Profile | Tune") -> st
     return shlex.join(words)
 
 
+def _say(text: str) -> None:
+    """Progress, beside the report."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def _show(report: "Report", *, json: bool, save: bool) -> int:
     """The report on stdout, and in a file of its own where asked."""
     from acmoe.bench import results
@@ -80,7 +85,9 @@ class Layer:
             device=self.device,
         )
         return _show(
-            bench_layer(config, command=_command("layer", self)), json=self.json, save=self.save
+            bench_layer(config, command=_command("layer", self), say=_say),
+            json=self.json,
+            save=self.save,
         )
 
 
@@ -117,7 +124,9 @@ class Router:
             device=self.device,
         )
         return _show(
-            bench_router(config, command=_command("router", self)), json=self.json, save=self.save
+            bench_router(config, command=_command("router", self), say=_say),
+            json=self.json,
+            save=self.save,
         )
 
 
@@ -157,7 +166,9 @@ class Train:
             device=self.device,
         )
         return _show(
-            bench_train(config, command=_command("train", self)), json=self.json, save=self.save
+            bench_train(config, command=_command("train", self), say=_say),
+            json=self.json,
+            save=self.save,
         )
 
 
