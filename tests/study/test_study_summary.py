@@ -3,7 +3,7 @@
 import pytest
 
 from acmoe.errors import UserError
-from acmoe.study.page import markers, put
+from acmoe.study.page import markers, write_page
 from acmoe.study.registry import STUDIES
 from acmoe.study.report import report
 from acmoe.study.summary import summarise
@@ -74,16 +74,23 @@ def test_a_claim_that_survives_is_said_with_its_direction():
     assert "adaptive-previous is better than smoe (switch; 4 steps of 32 tokens)" in page
 
 
-def test_only_the_part_between_the_markers_is_replaced():
+def test_only_the_part_between_the_markers_is_replaced(tmp_path):
+    page = tmp_path / "results.md"
+
+    def put(text: str, name: str, content: str) -> str:
+        page.write_text(text)
+        write_page(page, name, content)
+        return page.read_text()
+
     begin, end = markers("bytes")
     other_begin, other_end = markers("words")
     text = f"# Results\n\nmine\n{begin}\nold\n{end}\nalso mine\n{other_begin}\nkept\n{other_end}\n"
     new = put(text, "bytes", "fresh \\1 | figures")
     assert new == text.replace(f"{begin}\nold\n{end}", f"{begin}\n\nfresh \\1 | figures\n\n{end}")
     assert put(new, "bytes", "fresh \\1 | figures") == new
-    with pytest.raises(UserError, match="0 places for the study 'vision'"):
+    with pytest.raises(UserError, match="must hold <!-- study:vision:begin -->"):
         put(text, "vision", "x")
-    with pytest.raises(UserError, match="2 places"):
+    with pytest.raises(UserError, match="once each"):
         put(text + text, "bytes", "x")
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from acmoe.experts.moe import MoE
 from acmoe.experts.soft import SoftMoE
-from acmoe.routing.adaptive import AdaptiveRouter, gather_scale, mix_scales
+from acmoe.routing.adaptive import AdaptiveRouter, mix_scales
 from acmoe.routing.router import Router
 from acmoe.routing.state import Routing, RoutingState
 
@@ -109,18 +109,9 @@ def scale_read(router: Router, x: Tensor, state: RoutingState, token_mask: Tenso
     if not isinstance(router, AdaptiveRouter):
         return router.rescale(torch.ones_like(x), state, token_mask=token_mask)
     x_BLD = x if x.dim() == 3 else x[None]
-    assignment_BLJ = state.assignment.view(*x_BLD.shape[:2], router.mix)
-    mask_BL = None if token_mask is None else token_mask.view(x_BLD.shape[:2])
-    statistics = router.statistics
-    if statistics is not None and statistics.mode == "prefix":
-        scale_BLJD = statistics.prefix_scale(x_BLD, assignment_BLJ, mask_BL, None)
-    else:
-        scale = state.scale
-        if statistics is not None:
-            scale = statistics.cluster_scale(x_BLD, assignment_BLJ[..., 0], mask_BL, None)
-        scale_BLJD = gather_scale(scale, assignment_BLJ)
-    scale_BLJD = scale_BLJD.masked_fill((assignment_BLJ < 0)[..., None], 1.0)
-    return mix_scales(scale_BLJD, state.membership.view_as(assignment_BLJ)).view(x.shape)
+    mask_BL = None if token_mask is None else token_mask.view(x_BLD.shape[:-1])
+    scale_BLJD = router.cluster_scales(x_BLD, state, mask_BL, None)
+    return mix_scales(scale_BLJD, state.membership.view(scale_BLJD.shape[:-1])).view(x.shape)
 
 
 def _kept(value: Tensor) -> Tensor:

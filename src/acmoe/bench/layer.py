@@ -28,13 +28,11 @@ WARM_UP = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerConfig:
-    """What `acmoe bench layer` measures."""
+class ShapesConfig:
+    """What every benchmark of layers is told."""
 
     shapes: tuple[str, ...] = ()  # none: all published ones, or on a CPU the tiny ones
-    rivals: tuple[str, ...] = ()  # none: every one that is not optional
     dtype: str = "bf16"
-    skew: bool = False  # one expert is among the choices of nearly half of the tokens
     graph: bool = False  # time replays of a CUDA graph: small layers without launch overhead
     repeat: int = 50
     device: str = "auto"
@@ -43,6 +41,14 @@ class LayerConfig:
     def __post_init__(self) -> None:
         check_choice(self.dtype, tuple(DTYPES), "dtype")
         check(self.repeat >= 2, f"repeat={self.repeat}; quartiles need at least 2 rounds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig(ShapesConfig):
+    """What `acmoe bench layer` measures."""
+
+    rivals: tuple[str, ...] = ()  # none: every one that is not optional
+    skew: bool = False  # one expert is among the choices of nearly half of the tokens
 
     @property
     def kind(self) -> str:

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from acmoe.bench.check import TOLERANCE, compare, reference
 from acmoe.bench.clock import Action, Timing, capture, clock_for, extra_memory, interleave
-from acmoe.bench.layer import BOTH, DTYPES, FORWARD, WARM_UP, first_line
+from acmoe.bench.layer import BOTH, DTYPES, FORWARD, WARM_UP, ShapesConfig, first_line
 from acmoe.bench.ours import build_moe
 from acmoe.bench.progress import Say, silent
 from acmoe.bench.results import Report, new_report
 from acmoe.bench.shapes import Shape, find_shapes
 from acmoe.bench.weights import Weights, draw_tokens, draw_weights
 from acmoe.config.routing import AdaptiveConfig, RouterConfig, SMoEConfig
-from acmoe.errors import check, check_choice
+from acmoe.errors import check
 from acmoe.evaluate.device import pick_device
 from acmoe.experts.moe import MoE
 from acmoe.ops.scale import cluster_scale
@@ -42,20 +42,10 @@ _COPIED = 2**28  # bytes of the copy that measures the bandwidth
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterBenchConfig:
+class RouterBenchConfig(ShapesConfig):
     """What `acmoe bench router` measures."""
 
-    shapes: tuple[str, ...] = ()
-    dtype: str = "bf16"
-    graph: bool = False
     compile: bool = False
-    repeat: int = 50
-    device: str = "auto"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_choice(self.dtype, tuple(DTYPES), "dtype")
-        check(self.repeat >= 2, f"repeat={self.repeat}; quartiles need at least 2 rounds")
 
     @property
     def kind(self) -> str:

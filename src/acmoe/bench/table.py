@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from acmoe.bench.layer import BOTH
+from acmoe.bench.page import replace_between
 from acmoe.bench.results import Report, newest
 from acmoe.errors import UserError
 
@@ -159,10 +160,7 @@ def _line(texts: Sequence[str]) -> str:
 def update_page(page: Path, folder: Path) -> int:
     """Write the newest reports between the page's markers; how many there are."""
     text = page.read_text() if page.exists() else ""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise UserError(f"{page} must hold {BEGIN} and, below it, {END}, once each; put them there")
     reports = newest(folder)
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
     body = "\n\n".join(markdown(report) for report in reports) or "No figures yet."
-    page.write_text(f"{before}{BEGIN}\n\n{body}\n\n{END}{after}")
+    page.write_text(replace_between(text, BEGIN, END, body, page=str(page)))
     return len(reports)

@@ -10,6 +10,7 @@ scikit-learn.
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from acmoe.config.image_data import AugmentConfig, ImageDataConfig
 from acmoe.config.train_vision import SoftViTRunConfig, SwinRunConfig, VisionRunConfig
@@ -45,21 +46,22 @@ SOFT_IMAGENETTE = SoftViTConfig(
 )
 
 
+# How both models learn Imagenette; they differ in the number of epochs.
+_ON_IMAGENETTE: dict[str, Any] = {
+    "data": IMAGENETTE,
+    "augment": AugmentConfig.preset("swin"),
+    "batch": 128,
+    "lr": 1e-3,
+    "min_lr": 1e-5,
+    "clip": 3.0,
+    "eval_every": 330,
+    "checkpoint_every": 330,
+}
+
+
 def _swin_imagenette(router: str) -> SwinRunConfig:
     model = replace(SWIN_IMAGENETTE, router=vision_router(router, SWIN_IMAGENETTE))
-    return SwinRunConfig(
-        model=model,
-        data=IMAGENETTE,
-        augment=AugmentConfig.preset("swin"),
-        epochs=100,
-        warmup=5,
-        batch=128,
-        lr=1e-3,
-        min_lr=1e-5,
-        clip=3.0,
-        eval_every=330,
-        checkpoint_every=330,
-    )
+    return SwinRunConfig(model=model, epochs=100, warmup=5, **_ON_IMAGENETTE)
 
 
 def swin_imagenette() -> VisionRunConfig:
@@ -80,19 +82,7 @@ def swin_imagenette_acmoe() -> VisionRunConfig:
 
 def _softmoe_imagenette(router: str) -> SoftViTRunConfig:
     model = replace(SOFT_IMAGENETTE, router=vision_router(router, SOFT_IMAGENETTE))
-    return SoftViTRunConfig(
-        model=model,
-        data=IMAGENETTE,
-        augment=AugmentConfig.preset("swin"),
-        epochs=200,
-        warmup=10,
-        batch=128,
-        lr=1e-3,
-        min_lr=1e-5,
-        clip=3.0,
-        eval_every=330,
-        checkpoint_every=330,
-    )
+    return SoftViTRunConfig(model=model, epochs=200, warmup=10, **_ON_IMAGENETTE)
 
 
 def softmoe_imagenette() -> VisionRunConfig:

@@ -70,10 +70,25 @@ class AdaptiveRouter(Router):
         """M_k* h for every token (Eqn. 8), in float32: bf16 scales flip near-ties of the top-k."""
         check_state(state, x, self.mix, self.num_experts)
         x_BLD = x if x.dim() == 3 else x[None]
-        B, L, _ = x_BLD.shape
-        assignment_BLJ = state.assignment.view(B, L, self.mix)
-        mask_BL = None if token_mask is None else token_mask.view(B, L)
+        mask_BL = None if token_mask is None else token_mask.view(x_BLD.shape[:-1])
+        scale_BLJD = self.cluster_scales(x_BLD, state, mask_BL, cache)
+        scale_BLD = mix_scales(scale_BLJD, state.membership.view(scale_BLJD.shape[:-1]))
+        scaled_BLD = x_BLD.to(accumulation_dtype(x.dtype)) * scale_BLD
+        if self.remedies is not None:
+            scaled_BLD = self.remedies(
+                x_BLD, scale_BLJD, scaled_BLD, state, self.base, mask_BL, cache
+            )
+        return scaled_BLD.view(x.shape)
 
+    def cluster_scales(
+        self,
+        x_BLD: Tensor,
+        state: RoutingState,
+        mask_BL: Tensor | None,
+        cache: StatisticsSlot | None,
+    ) -> Tensor:
+        """(B, L, J, D): the diagonal of M for each of a token's clusters."""
+        assignment_BLJ = state.assignment.view(*x_BLD.shape[:-1], self.mix)
         if self.statistics is None:
             scale_BLJD = gather_scale(state.scale, assignment_BLJ)
         elif self.statistics.mode == "prefix":
@@ -82,15 +97,7 @@ class AdaptiveRouter(Router):
             scale = self.statistics.cluster_scale(x_BLD, assignment_BLJ[..., 0], mask_BL, cache)
             scale_BLJD = gather_scale(scale, assignment_BLJ)
         # A token in no cluster yet (first layer, fresh tokens) keeps M = I.
-        none_BLJ1 = (assignment_BLJ < 0)[..., None]
-        scale_BLJD = scale_BLJD.masked_fill(none_BLJ1, 1.0)
-        scale_BLD = mix_scales(scale_BLJD, state.membership.view(B, L, self.mix))
-        scaled_BLD = x_BLD.to(accumulation_dtype(x.dtype)) * scale_BLD
-        if self.remedies is not None:
-            scaled_BLD = self.remedies(
-                x_BLD, scale_BLJD, scaled_BLD, state, self.base, mask_BL, cache
-            )
-        return scaled_BLD.view(x.shape)
+        return scale_BLJD.masked_fill((assignment_BLJ < 0)[..., None], 1.0)
 
     def route(
         self,
