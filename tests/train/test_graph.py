@@ -7,9 +7,10 @@ import torch
 
 from acmoe.errors import UserError
 from acmoe.evaluate.run import open_corpus
-from acmoe.train.graph import WARM_UP, StepGraph, Update
+from acmoe.train.graph import WARM_UP, StepGraph
 from acmoe.train.optim import adam, set_learning_rate
 from acmoe.train.step import Trainer
+from acmoe.train.update import Update
 from tiny_runs import byte_corpus, tiny_run
 
 

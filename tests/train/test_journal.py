@@ -12,10 +12,10 @@ import torch
 from rich.console import Console
 
 from acmoe.evaluate.run import read_metrics
-from acmoe.train.graph import Update
 from acmoe.train.journal import Board, Journal, append, forget_after
 from acmoe.train.loop import train
 from acmoe.train.step import Validation
+from acmoe.train.update import Update
 from tiny_runs import byte_corpus, records, tiny_run
 
 

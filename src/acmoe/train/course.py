@@ -8,10 +8,10 @@ from torch import nn
 
 from acmoe.train.checkpoint import CheckpointStore
 from acmoe.train.display import Display
-from acmoe.train.graph import Update
 from acmoe.train.health import stopped
 from acmoe.train.interrupt import Interrupts
 from acmoe.train.journal import Journal, Scored
+from acmoe.train.update import Update
 
 
 class AnyTrainer(Protocol):

@@ -7,22 +7,12 @@ changes on the host alone, such as a router that is frozen on the way, asks for 
 
 from collections import Counter
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from acmoe.errors import check
-
-
-class Update(NamedTuple):
-    """What an update tells; on the model's device, so that nobody waits for it."""
-
-    loss: Tensor  # () mean nats per token
-    aux_loss: Tensor  # ()
-    sound: Tensor  # () whether losses (and the gradient, where clipped) are finite: else no update
-    loads: tuple[Tensor, ...]  # (E,) routed tokens of each MoE layer, where recorded
-
+from acmoe.train.update import Update
 
 WARM_UP = 2  # updates of each kind before a capture: kernels are compiled, moments allocated
 

@@ -16,7 +16,7 @@ from acmoe.evaluate.language import Metric, value_of
 from acmoe.evaluate.measures import load_balance
 from acmoe.evaluate.run import METRICS, read_metrics
 from acmoe.train.checkpoint import write_text
-from acmoe.train.graph import Update
+from acmoe.train.update import Update
 
 Record = dict[str, Any]
 

@@ -24,8 +24,9 @@ from acmoe.routing.losses import load
 from acmoe.routing.stable import StableRouter
 from acmoe.routing.state import Routing
 from acmoe.routing.step import fold_statistics
-from acmoe.train.graph import StepGraph, Update, make_capturable
+from acmoe.train.graph import StepGraph, make_capturable
 from acmoe.train.optim import adam, learning_rate, set_learning_rate
+from acmoe.train.update import Update
 
 STABLE_STAGE_ONE = 10  # StableMoE learns its routing in the first tenth of the steps
 

@@ -18,9 +18,10 @@ from acmoe.evaluate.device import autocast
 from acmoe.evaluate.vision import evaluate_images
 from acmoe.models.classifier import ImageClassifier, VisionOutput
 from acmoe.models.registry import build_model
-from acmoe.train.graph import StepGraph, Update, make_capturable
+from acmoe.train.graph import StepGraph, make_capturable
 from acmoe.train.optim import adam, learning_rate, set_learning_rate
 from acmoe.train.step import mean, summed_loads, take_step
+from acmoe.train.update import Update
 
 
 class ImageValidation(NamedTuple):
