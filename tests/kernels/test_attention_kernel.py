@@ -44,6 +44,7 @@ SHAPES = [
     Shape(0, 40, 7, streams=1),
     Shape(0, 2, 1),
     Shape(70, 37, 70, streams=1, heads=1),
+    Shape(0, 75, 90, streams=1, heads=1),
 ]
 
 
@@ -132,10 +133,10 @@ def test_a_query_that_sees_nothing_gets_zeros_and_gives_none(device: str, poison
 
 
 def survivors(bits: Tensor, num_keys: int, dropout: float) -> Tensor:
-    """Which probabilities are kept, by 64-bit integers: (a query's bits ^ a key's) * a constant."""
+    """Which are kept, by 64-bit integers: (a query's bits ^ a key's) * (the query's | 1)."""
     word = 0xFFFFFFFF
 
-    def times(bits: Tensor, factor: int) -> Tensor:
+    def times(bits: Tensor, factor: int | Tensor) -> Tensor:
         """In two halves, whose products fit 64 bits."""
         low, high = factor & 0xFFFF, factor >> 16
         return bits * low + ((bits * high & 0xFFFF) << 16) & word
@@ -143,8 +144,8 @@ def survivors(bits: Tensor, num_keys: int, dropout: float) -> Tensor:
     key = times(torch.arange(1, num_keys + 1, device=bits.device), 0x9E3779B1)
     key = times(key ^ (key >> 16), 0xC2B2AE35)
     key = key ^ (key >> 13)
-    bits = times((bits.long() & word)[..., None] ^ key, 0x85EBCA6B)
-    return bits >= round(dropout * 2**32)
+    own = (bits.long() & word)[..., None]
+    return times(own ^ key, own | 1) >= round(dropout * 2**32)
 
 
 @pytest.mark.parametrize("dropout", [0.1, 0.7])
@@ -229,19 +230,22 @@ def test_repeated_runs_are_equal_in_every_bit(device: str) -> None:
 
 
 def test_groups_of_streams_change_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from acmoe.kernels import attention
+    from acmoe.kernels import attention_skew
 
     shape = Shape(9, 18, 9, streams=3)
     *tensors, upstream = draw(shape, device)
     runs = []
     for limit in (2**30, 1, 2 * 2 * 24 * 32 * 4):  # all streams, one, then two of them at a time
-        monkeypatch.setattr(attention, "_MOST_BYTES", limit)
+        monkeypatch.setattr(attention_skew, "_MOST_BYTES", limit)
         torch.manual_seed(3)
         options = {"span": 9, "key_mask": padding(shape, device), "dropout": 0.3}
         runs.append(with_gradients(fused_window_attention, tensors, upstream, **options))
     for run in runs[1:]:
-        assert all(torch.equal(one, other) for one, other in zip(runs[0][:4], run[:4], strict=True))
-        torch.testing.assert_close(run[4], runs[0][4], rtol=1e-5, atol=1e-5)  # summed in groups
+        # Gradients of queries and table go through products of a whole group, which sum in an
+        # order that hangs on its size.
+        for name, one, other in zip(("out", "q", "k", "v", "table"), run, runs[0], strict=True):
+            tolerance = 1e-5 if name in ("q", "table") else 0.0
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 def test_other_tiles_change_only_the_rounding(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,107 @@
+"""Products of queries and relative positions, laid out so that tiles of keys can read them.
+
+These products, one matrix, are the one large buffer of attention to a window: X * L * W numbers,
+0.8 GB in bf16 for 48 streams of 8 heads, 512 queries and 2,048 keys in reach. The backward writes
+their gradient in their place. Streams go in groups, so that the buffer stays below a limit.
+
+The skew. A tile of queries and keys wants entry (i, j) of the buffer at column W - S - i + j, one
+column further left in every row, which a copy of 16 bytes cannot follow. So row i is shifted right
+by i mod 8: the products of every eighth query are taken with a table shifted alike, and entries
+(i, j) then start every row of a tile at a multiple of 8 numbers. What lies in a tile but outside
+the window reads a neighbouring row, or the margin around the buffer, and is thrown away.
+
+B streams, H heads, X = B * H, L queries, S keys before them, N = S + L, W distances in reach, P
+features of a head, C columns of the buffer, M rows of eight queries, R = X * M.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+COMB = tl.constexpr(8)  # rows shifted apart; 8 numbers of 16 bits are one copy of 16 bytes
+_MARGIN = 512  # numbers around the buffer: a tile reaches up to BM + BN beyond it
+_MOST_BYTES = 2**30  # of scores at a time
+
+
+class Band(NamedTuple):
+    """Sizes of one call, and where entry (i, j) of the skewed scores lies."""
+
+    heads: int
+    queries: int  # L
+    keys: int  # N
+    span: int  # W
+
+    @property
+    def left(self) -> int:
+        """Empty columns before the first, so that key 0 stands at a multiple of 8."""
+        return (self.keys - self.queries - self.span) % 8
+
+    @property
+    def shift(self) -> int:
+        """Column of key 0 in row 0, in eights."""
+        return (self.span - (self.keys - self.queries) + self.left) // 8
+
+    @property
+    def columns(self) -> int:
+        return triton.cdiv(self.span + self.left + 7, 16) * 16
+
+    @property
+    def rows(self) -> int:
+        """Rows of eight queries."""
+        return triton.cdiv(self.queries, 8)
+
+    def groups(self, batch: int, itemsize: int) -> range:
+        """First streams of groups whose scores fit the limit."""
+        one = self.heads * 8 * self.rows * self.columns * itemsize
+        return range(0, batch, max(1, min(batch, _MOST_BYTES // one)))
+
+
+def whole_rows(q_BHLP: Tensor, band: Band) -> Tensor:
+    """Queries up to a multiple of eight; zeros fill the last row."""
+    missing = 8 * band.rows - band.queries
+    return torch.nn.functional.pad(q_BHLP, (0, 0, 0, missing)) if missing else q_BHLP
+
+
+def comb(q_BHLP: Tensor) -> Tensor:
+    """(8, X * M, P) view of whole rows: every eighth query together."""
+    return q_BHLP.view(-1, 8, q_BHLP.shape[-1]).transpose(0, 1)
+
+
+def shifted(table_8PC: Tensor, band: Band) -> Tensor:
+    """(8, P, W) view of eight tables, the r-th shifted right by r."""
+    _, width, columns = table_8PC.shape
+    strides = (width * columns + 1, columns, 1)
+    return table_8PC.as_strided((8, width, band.span), strides, band.left)
+
+
+def shifted_tables(table_PW: Tensor, band: Band) -> Tensor:
+    """(8, P, C), zero where no distance is in reach."""
+    table_8PC = table_PW.new_zeros(8, table_PW.shape[0], band.columns)
+    shifted(table_8PC, band).copy_(table_PW)
+    return table_8PC
+
+
+def skewed_scores(q_8RP: Tensor, table_8PC: Tensor) -> Tensor:
+    """(8, X * M, C) products of queries and positions, with a margin around them in memory."""
+    shape = (8, q_8RP.shape[1], table_8PC.shape[2])
+    size = shape[0] * shape[1] * shape[2]
+    flat = q_8RP.new_empty(size + 2 * _MARGIN)
+    return torch.bmm(q_8RP, table_8PC, out=flat[_MARGIN : _MARGIN + size].view(shape))
+
+
+def geometry(band: Band, num: int) -> tuple[int, ...]:
+    """The integers every kernel takes, for a group of `num` heads."""
+    return (
+        *(band.heads, band.queries, band.keys, band.span),
+        *(num * band.rows, band.rows, band.columns, band.shift),
+    )
+
+
+@triton.jit
+def score_offsets(x, i, num_heads_rows, num_rows, columns, shift):
+    """Where key 0 of each query lies in the skewed scores; in eights, so the compiler sees it."""
+    row = (i % COMB).to(tl.int64) * num_heads_rows + x * num_rows + i // COMB
+    return row * columns + (shift - i // COMB) * COMB

@@ -1,0 +1,129 @@
+"""The buffer of position scores in memory, and their gradient that the backward leaves there.
+
+Shapes: X heads of all streams, L queries, S keys before them, N = S + L, W span, P features of a
+head, C columns of the buffer, M rows of eight queries.
+"""
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+
+class Shape(NamedTuple):
+    before: int  # S
+    queries: int  # L
+    span: int  # W
+    heads: int = 2
+    features: int = 16
+
+
+# No memory; windows shorter than a tile of 32, and longer than two; queries that fill neither a row
+# of eight nor a tile; distances that reach beyond the first key.
+SHAPES = [
+    Shape(0, 40, 7),
+    Shape(0, 75, 74, heads=1),
+    Shape(33, 20, 33),
+    Shape(3, 17, 9),
+    Shape(100, 64, 100, heads=1),
+    Shape(5, 41, 45),
+]
+
+
+def draw(shape: Shape, device: str) -> list[Tensor]:
+    """q, k, v, table and a gradient of the output, of one stream."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    lead, num_keys = (1, shape.heads), shape.before + shape.queries
+    sizes = [
+        (*lead, shape.queries, shape.features),
+        (*lead, num_keys, shape.features),
+        (*lead, num_keys, shape.features),
+        (shape.features, shape.span),
+        (*lead, shape.queries, shape.features),
+    ]
+    return [torch.randn(size, generator=generator).to(device) for size in sizes]
+
+
+def entry_of(shape: Shape, columns: int, left: int, device: str) -> tuple[Tensor, Tensor]:
+    """(8, M, C) query and key of each place in one head's buffer, -1 where there is no key.
+
+    The row of query i is shifted right by i mod 8.
+    """
+    num_rows = math.ceil(shape.queries / 8)
+    shift_8 = torch.arange(8, device=device)[:, None, None]
+    row_M = torch.arange(num_rows, device=device)[:, None]
+    column_C = torch.arange(columns, device=device)
+    query_8MC = (8 * row_M + shift_8).expand(8, num_rows, columns)
+    nearness_8MC = column_C - left - shift_8  # W - distance
+    key_8MC = shape.before + query_8MC - (shape.span - nearness_8MC)
+    real = (nearness_8MC >= 0) & (nearness_8MC < shape.span) & (query_8MC < shape.queries)
+    return query_8MC, torch.where(real, key_8MC, -1)
+
+
+def score_gradient(shape: Shape, tensors: list[Tensor]) -> Tensor:
+    """(X, L, N) float64 gradient of q . (k + position), zero outside the window; before the scale:
+    weight * (dweight - output . its gradient)."""
+    q, k, v, table, upstream = (tensor.double() for tensor in tensors)
+    num_keys = shape.before + shape.queries
+    at_L = torch.arange(shape.before, num_keys, device=q.device)
+    distance_LN = at_L[:, None] - torch.arange(num_keys, device=q.device)
+    open_LN = (distance_LN >= 1) & (distance_LN <= shape.span)
+    column_LN = (shape.span - distance_LN).clamp(0, shape.span - 1)
+    position = (q @ table).gather(-1, column_LN.expand(1, shape.heads, -1, -1))
+    score = ((q @ k.mT + position) / math.sqrt(shape.features)).masked_fill(~open_LN, -math.inf)
+    weight = torch.where(open_LN, score.softmax(-1), 0.0)
+    dweight = upstream @ v.mT
+    return (weight * (dweight - (weight * dweight).sum(-1, keepdim=True)))[0]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_backward_leaves_the_gradient_of_each_score_and_zeros_elsewhere(
+    shape: Shape, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from acmoe.kernels import attention, attention_backward, attention_skew
+
+    q, k, v, table, upstream = tensors = draw(shape, device)
+    buffers = []
+
+    def recorded(q_8RP: Tensor, dscore_8RC: Tensor, band: attention_skew.Band) -> Tensor:
+        buffers.append(dscore_8RC.clone())
+        return torch.zeros_like(table)
+
+    monkeypatch.setattr(attention_backward, "_table_gradient", recorded)
+    bits = torch.zeros(q.shape[:3], dtype=torch.int32, device=device)
+    scale = 1 / math.sqrt(shape.features)
+    out, lse = attention.run_forward(q, k, v, table, None, bits, scale, 0.0)
+    attention_backward.run_backward(upstream, q, k, v, table, None, bits, out, lse, scale, 0.0)
+    (buffer,) = buffers
+    band = attention_skew.Band(shape.heads, shape.queries, k.shape[2], shape.span)
+    query_8MC, key_8MC = entry_of(shape, band.columns, band.left, device)
+    met = key_8MC >= 0
+    expected_XLN = score_gradient(shape, tensors)
+    found = buffer.view(8, shape.heads, -1, band.columns)
+    for head in range(shape.heads):
+        assert not found[:, head][~met].any()
+        expected = expected_XLN[head][query_8MC[met], key_8MC[met]]
+        error = (found[:, head][met].double() - expected).norm()
+        assert error <= 2e-6 * (1 + expected.norm())
+    # Every score of a window has a place of its own.
+    assert int(met.sum()) == sum(min(shape.before + i, shape.span) for i in range(shape.queries))
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.integers(0, 40), st.integers(1, 40), st.integers(1, 60))
+def test_key_zero_of_every_row_stands_at_a_multiple_of_eight_numbers(
+    before: int, queries: int, beyond: int
+) -> None:
+    from acmoe.kernels.attention_skew import Band
+
+    span = before + beyond
+    band = Band(5, queries, before + queries, span)
+    for i in range(queries):
+        # Key j lies W - distance columns in, past the empty ones and the row's own shift.
+        column = band.left + i % 8 + span - (before + i)
+        assert column == 8 * (band.shift - i // 8)
+        assert band.left + i % 8 + span <= band.columns and band.columns % 16 == 0
