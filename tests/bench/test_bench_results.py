@@ -130,13 +130,25 @@ def test_refusals_stand_in_the_table_and_absences_below_it() -> None:
 
 
 def test_candidates_are_compiled_once_for_all_shapes_that_share_them() -> None:
-    # olmoe and qwen30b: swiglu, and every tile divides 2048, 1024, 768 and their doubles alike
-    # but 256 and 768, which divide too; so the second shape adds nothing.
+    # olmoe and qwen30b: swiglu, every block of features divides 2048, 1024, 768 and their doubles,
+    # and no tile is wider than 768; so the second shape adds nothing.
     one = compile_jobs([SHAPES["olmoe"]], ("down",))
     both = compile_jobs([SHAPES["olmoe"], SHAPES["qwen30b"]], ("down",))
     assert both == one and len(one) == len(candidates("down", SHAPES["olmoe"]))
-    # relu is another kernel
+    # gelu is another kernel
     assert len(compile_jobs([SHAPES["olmoe"], SHAPES["swin"]], ("down",))) == 2 * len(one)
+    # Parts of a weight gradient are other kernels than the whole, but two parts than four are not.
+    weights = compile_jobs([SHAPES["switch"]], ("up_weight",))
+    tiles = {blocks._replace(splits=0) for blocks in candidates("up_weight", SHAPES["switch"])}
+    assert len(weights) == 2 * len(tiles)
+
+
+def test_only_small_weights_are_summed_in_parts() -> None:
+    # mixtral: 8 * 4096 * 28672 / (128 * 256) = 28,672 tiles; switch, of 128 by 128: 121.
+    assert {blocks.splits for blocks in candidates("up_weight", SHAPES["mixtral"])} == {1}
+    square = [b for b in candidates("up_weight", SHAPES["switch"]) if b[:5] == (128, 128, 64, 8, 3)]
+    assert {blocks.splits for blocks in square} == {1, 2, 3, 4, 6}
+    assert {blocks.splits for blocks in candidates("down", SHAPES["switch"])} == {0}
 
 
 def test_two_accumulators_leave_no_room_for_the_widest_tile() -> None:
@@ -151,8 +163,8 @@ def test_winners_join_the_table_that_is_there(tmp_path: Path) -> None:
     write_winners({"up/8/8/2": Blocks(1, 2, 3, 4, 5), "down/8/8/2": Blocks(1, 1, 1, 1, 1)}, table)
     write_winners({"up/8/8/2": Blocks(16, 16, 16, 4, 2, True)}, table)
     assert json.loads(table.read_text()) == {
-        "down/8/8/2": [1, 1, 1, 1, 1, False],
-        "up/8/8/2": [16, 16, 16, 4, 2, True],
+        "down/8/8/2": [1, 1, 1, 1, 1, False, 0],
+        "up/8/8/2": [16, 16, 16, 4, 2, True, 0],
     }
 
 

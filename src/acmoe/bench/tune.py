@@ -36,13 +36,19 @@ Call = Callable[[], Tensor | tuple[Tensor | None, ...]]
 KERNELS = ("up", "down", "hidden", "down_weight", "up_weight", "input")
 TABLE = Path(tuning.__file__).with_name("tuned.json")
 _COMPILE_TOKENS = 256  # enough to launch a kernel once
-# (m, n, k, warps, stages) worth a try on a Hopper card; each with and without the copy engine.
-_TILES = (
-    *((128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 8, 3), (128, 128, 64, 8, 4)),
-    *((128, 128, 64, 4, 4), (128, 128, 32, 4, 4), (256, 128, 64, 8, 3), (128, 64, 64, 4, 4)),
-    *((64, 128, 64, 4, 4), (64, 256, 64, 4, 4), (128, 128, 128, 8, 2), (128, 256, 32, 8, 4)),
-    *((128, 128, 32, 8, 4), (256, 128, 32, 8, 4), (256, 128, 64, 8, 4)),
+# (m, n, k, warps, stages) worth a try on a Hopper card, by the copy engine.
+_LARGE = (
+    *((128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (256, 128, 64, 8, 3), (256, 128, 64, 8, 4)),
+    *((128, 256, 32, 8, 4), (256, 128, 32, 8, 4)),
 )
+# Also with plain loads, whose addresses take registers that a larger accumulator needs.
+_SMALL = (
+    *((128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 4, 3), (128, 128, 64, 4, 4)),
+    *((128, 128, 32, 8, 4), (128, 128, 32, 4, 4), (128, 128, 128, 8, 2), (128, 64, 64, 4, 4)),
+    *((64, 128, 64, 4, 3), (64, 128, 64, 4, 4), (64, 256, 64, 4, 3), (64, 256, 64, 4, 4)),
+)
+_SPLITS = (1, 2, 3, 4, 6)  # of an expert's rows, for weights of few tiles
+_MOST_PROGRAMS = 1056  # of a split product: 8 a multiprocessor of an H200; more only sum more parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,20 +87,33 @@ class Found(NamedTuple):
 def candidates(kernel: str, shape: Shape) -> list[Blocks]:
     """Gated experts hold two accumulators in their first product, so no tile 256 wide there."""
     double = kernel == "up" and shape.activation == "swiglu"
-    tiles = [tile for tile in _TILES if not (double and tile[1] == 256)]
-    return [Blocks(*tile, tma=tma) for tile in tiles for tma in (False, True)]
+    tiles = [(*tile, True) for tile in _LARGE + _SMALL] + [(*tile, False) for tile in _SMALL]
+    found = [Blocks(*tile) for tile in tiles if not (double and tile[1] == 256)]
+    if kernel not in ("down_weight", "up_weight"):
+        return found
+    return [blocks._replace(splits=n) for blocks in found for n in _splits(blocks, shape)]
+
+
+def _splits(blocks: Blocks, shape: Shape) -> list[int]:
+    """1, and more where that leaves the chip idle."""
+    outputs = shape.num_experts * shape.dim * shape.width
+    programs = outputs // (blocks.m * blocks.n)
+    return [splits for splits in _SPLITS if splits == 1 or splits * programs <= _MOST_PROGRAMS]
 
 
 def compile_jobs(shapes: Iterable[Shape], kernels: Sequence[str]) -> list[Job]:
     """Each kernel once for every set of constants it is compiled with, not once for every shape."""
     jobs: dict[tuple[object, ...], Job] = {}
     for shape in shapes:
-        copied = tuning.copies_rows(shape.width)
+        copied = tuning.copies_rows(shape.dim, shape.hidden, shape.num_experts, shape.width)
         for kernel in kernels:
             for blocks in candidates(kernel, shape):
                 sizes = (shape.dim, shape.hidden, shape.width)
-                even = tuple(size % side == 0 for size in sizes for side in blocks[:3])
-                constants = (kernel, shape.activation, blocks, even, copied)
+                even = tuple(size % blocks.k == 0 for size in sizes)
+                whole = tuple(size >= side for size in sizes for side in blocks[:2])
+                split = blocks.splits > 1  # parts are float32, however many
+                tile = blocks._replace(splits=0)
+                constants = (kernel, shape.activation, tile, even, whole, split, copied)
                 jobs.setdefault(constants, Job(shape.name, kernel, blocks))
     return list(jobs.values())
 
@@ -201,22 +220,20 @@ def _row(shape: Shape, kernel: str, ranked: Sequence[Found]) -> dict[str, Any]:
 def kernel_calls(shape: Shape, device: torch.device, seed: int) -> dict[str, Call]:
     """Each kernel's launch on random tokens, as ops/experts.py makes it."""
     from acmoe.kernels import experts as launch
+    from acmoe.kernels.tiles import Plan
 
     generator = torch.Generator(device).manual_seed(seed)
     weights = draw_weights(shape, generator=generator)
     x_TD, grad_TD = (draw_tokens(shape, generator=generator) for _ in range(2))
     order, gate_TK = _random_order(shape, generator)
     size = launch.sizes_of(x_TD, weights.down, gate_TK, shape.activation)
-    plan = launch.Plan(order.order, order.end, shape.top_k)
+    plan = Plan(order.order, order.end, shape.top_k)
     none = torch.zeros(1, dtype=torch.int64, device=device)  # a seed nobody draws with
     up, down, up_bias, down_bias = _detached(weights)
-    bias = up_bias is not None
     a_NF, dh_NW = (
         torch.randn(shape.rows, width, generator=generator, device=device, dtype=x_TD.dtype)
         for width in (shape.hidden, shape.width)
     )
-    common = (gate_TK, plan, size)
-
     x, grad = (launch.source_of(tokens_TD, plan, size) for tokens_TD in (x_TD, grad_TD))
 
     def backward(kernel: str, rows: Tensor, weight: Tensor, gather: bool) -> Tensor:
@@ -229,14 +246,12 @@ def kernel_calls(shape: Shape, device: torch.device, seed: int) -> dict[str, Cal
         "hidden": lambda: backward("hidden", grad.values, down, grad.gather),
         "input": lambda: backward("input", dh_NW, up, False),
         "down_weight": lambda: launch.run_weight(
-            *("down_weight", grad.values, a_NF, *common),
+            *("down_weight", grad.values, a_NF, plan, size),
             gather="p" if grad.gather else "none",
-            bias=bias,
         ),
         "up_weight": lambda: launch.run_weight(
-            *("up_weight", dh_NW, x.values, *common),
+            *("up_weight", dh_NW, x.values, plan, size),
             gather="q" if x.gather else "none",
-            bias=bias,
         ),
     }
 

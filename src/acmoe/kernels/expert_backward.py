@@ -1,205 +1,214 @@
-"""Gradients of the expert MLPs. The activation is computed again, never stored.
+"""Backward of the expert MLPs beside their products. The activation is computed again, not stored.
 
-    rows         (expert_forward.py) gathers the output gradient and multiplies by down
-    activation   recomputes the activation and its slope, and sums the gate's gradient. In the
-                 product's epilogue it was slower: 4.7 ms against 1.7 + 0.85 (H200, olmoe), probably
-                 for the registers that two more tiles of h take.
-    weight       sums outer products of an expert's rows, with the bias gradient beside them
+    activation   recomputes the activation and its slope, tile by tile; leaves the tile's share of
+                 the gate's gradient and of the biases'. In the product's epilogue it was slower:
+                 4.7 ms against 1.7 + 0.85 (H200, olmoe), probably for the registers that two more
+                 tiles of h take.
+    finish       adds up these shares
 
-Shapes as in expert_forward.py.
+The products themselves: rows (expert_forward.py) for activations, weight (expert_weights.py).
+Shapes as in expert_forward.py; B blocks of BN columns of the hidden units.
 """
 
 import triton
 import triton.language as tl
 
-from acmoe.kernels.expert_forward import _keep, _tile_of
+from acmoe.kernels.activation import activate, keep_tile
+from acmoe.kernels.tiles import tiles_before
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def activation_kernel(
     da_ptr,
     h_ptr,
     gate_ptr,
+    grad_ptr,
+    share_ptr,
+    part_ptr,
+    order_ptr,
+    tile_expert_ptr,
+    tile_start_ptr,
+    end_ptr,
+    seed_ptr,
+    num_rows,
+    D,
+    F,
+    num_blocks,
+    top_k,
+    ACT: tl.constexpr,
+    UP_BIAS: tl.constexpr,
+    DOWN_BIAS: tl.constexpr,
+    DROPPED: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """A tile of an expert's rows: from da, the gradient of y by down, to dh and gate * a.
+
+    dh is written over h and gate * a over da: the largest buffers of the layer are then held once.
+    share (B, N): da * a summed over a block of columns, for the gate.
+    part (tiles, W + D), less where a bias is missing: sums over the tile's rows of dh for the first
+    bias, of gate * grad for the second, which has programs of its own behind those of the hidden
+    units. Rows go one after the other, so that a thread adds up its columns by itself.
+    Bytes: reads N * (F + W), writes N * (F + W).
+    """
+    tile = tl.program_id(0)
+    block = tl.program_id(1)
+    expert = tl.load(tile_expert_ptr + tile)
+    if expert < 0:  # these rows were sent to no expert
+        return
+    first = tl.load(tile_start_ptr + tile)
+    end = tl.minimum(first + HEIGHT, tl.load(end_ptr + expert)).to(tl.int32)
+    W = 2 * F if ACT == "swiglu" else F
+    sums = (W if UP_BIAS else 0) + (D if DOWN_BIAS else 0)
+    part_ptr += tile.to(tl.int64) * sums
+    if block < num_blocks:
+        _differentiate(
+            da_ptr, h_ptr, gate_ptr, share_ptr + block.to(tl.int64) * num_rows, part_ptr,
+            order_ptr, seed_ptr, first, end, block * BN, F, W, ACT, UP_BIAS, DROPPED, BM, BN,
+        )  # fmt: skip
+    else:
+        _sum_gradient(
+            grad_ptr, gate_ptr, part_ptr + sums - D, order_ptr, first, end,
+            (block - num_blocks) * BN, D, top_k, BM, BN,
+        )  # fmt: skip
+
+
+@triton.jit
+def _differentiate(
+    da_ptr, h_ptr, gate_ptr, share_ptr, part_ptr, order_ptr, seed_ptr, first, end, from_column, F,
+    W, ACT: tl.constexpr, UP_BIAS: tl.constexpr, DROPPED: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    cols = from_column + tl.arange(0, BN)
+    dh_sum = tl.zeros((BM, BN), dtype=tl.float32)
+    du_sum = tl.zeros((BM, BN), dtype=tl.float32)
+    for start in range(first, end, BM):
+        rows = start + tl.arange(0, BM)
+        inside = rows < end
+        gate = _gate_of(rows, inside, gate_ptr, order_ptr)
+        both = inside[:, None] & (cols < F)[None, :]
+        da_ptrs = da_ptr + rows[:, None].to(tl.int64) * F + cols[None, :]
+        h_ptrs = h_ptr + rows[:, None].to(tl.int64) * W + cols[None, :]
+        da = tl.load(da_ptrs, mask=both, other=0.0).to(tl.float32)
+        h = tl.load(h_ptrs, mask=both, other=0.0).to(tl.float32)
+        u = h
+        if ACT == "swiglu":
+            u = tl.load(h_ptrs + F, mask=both, other=0.0).to(tl.float32)
+        a, slope, slope_u = activate(h, u, ACT)
+        if DROPPED > 0:
+            keep = keep_tile(seed_ptr, rows, cols, DROPPED)
+            a *= keep
+            slope *= keep
+            slope_u *= keep
+        tl.store(share_ptr + rows, tl.sum(da * a, axis=1), mask=inside)
+        d = da * gate[:, None]
+        dh = d * slope
+        tl.store(h_ptrs, dh.to(h_ptr.dtype.element_ty), mask=both)
+        tl.store(da_ptrs, (a * gate[:, None]).to(da_ptr.dtype.element_ty), mask=both)
+        dh_sum += dh
+        if ACT == "swiglu":
+            du = d * slope_u
+            tl.store(h_ptrs + F, du.to(h_ptr.dtype.element_ty), mask=both)
+            du_sum += du
+    if UP_BIAS:
+        tl.store(part_ptr + cols, tl.sum(dh_sum, axis=0), mask=cols < F)
+        if ACT == "swiglu":
+            tl.store(part_ptr + F + cols, tl.sum(du_sum, axis=0), mask=cols < F)
+
+
+@triton.jit
+def _sum_gradient(
+    grad_ptr, gate_ptr, part_ptr, order_ptr, first, end, from_column, D, top_k, BM: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """gate * grad of these rows' tokens, for the second bias."""
+    cols = from_column + tl.arange(0, BN)
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    for start in range(first, end, BM):
+        rows = start + tl.arange(0, BM)
+        inside = rows < end
+        gate = _gate_of(rows, inside, gate_ptr, order_ptr)
+        token = tl.load(order_ptr + rows, mask=inside, other=0) // top_k
+        both = inside[:, None] & (cols < D)[None, :]
+        grad = tl.load(grad_ptr + token[:, None] * D + cols[None, :], mask=both, other=0.0)
+        total += grad.to(tl.float32) * gate[:, None]
+    tl.store(part_ptr + cols, tl.sum(total, axis=0), mask=cols < D)
+
+
+@triton.jit
+def _gate_of(rows, inside, gate_ptr, order_ptr):
+    place = tl.load(order_ptr + rows, mask=inside, other=0)
+    return tl.load(gate_ptr + place, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def finish_kernel(
+    share_ptr,
+    part_ptr,
     by_bias_ptr,
-    gated_ptr,
     dgate_ptr,
+    up_ptr,
+    down_ptr,
     order_ptr,
     expert_ptr,
     end_ptr,
-    seed_ptr,
-    F,
+    num_rows,
+    num_blocks,
     num_experts,
     top_k,
-    ACT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    BF: tl.constexpr,
-):
-    """One routed row: from da, the gradient of y by down, to dh, gate * a and the gate's gradient.
-
-    The activation is computed again from h, and dh written over it: the largest buffer of the
-    layer is then held once. Bytes: reads N * (F + W), writes N * (F + W).
-    """
-    row = tl.program_id(0)
-    place = tl.load(order_ptr + row)
-    if row >= tl.load(end_ptr + num_experts - 1):
-        tl.store(dgate_ptr + place, 0.0)  # sent to no expert
-        return
-    gate = tl.load(gate_ptr + place).to(tl.float32)
-    W = 2 * F if ACT == "swiglu" else F
-    base = row.to(tl.int64)
-    share = tl.zeros((BF,), dtype=tl.float32)
-    for start in range(0, F, BF):
-        cols = start + tl.arange(0, BF)
-        known = cols < F
-        da = tl.load(da_ptr + base * F + cols, mask=known, other=0.0).to(tl.float32)
-        h = tl.load(h_ptr + base * W + cols, mask=known, other=0.0).to(tl.float32)
-        keep = tl.full((BF,), 1.0, tl.float32)
-        if DROPOUT > 0:
-            keep = tl.sum(_keep(seed_ptr, row + tl.zeros((1,), tl.int32), cols, F, DROPOUT), axis=0)
-        d = da * gate * keep
-        if ACT == "swiglu":
-            u = tl.load(h_ptr + base * W + F + cols, mask=known, other=0.0).to(tl.float32)
-            sig = tl.sigmoid(h)
-            silu = h * sig
-            a = silu * u * keep
-            second = d * silu
-            tl.store(h_ptr + base * W + F + cols, second.to(h_ptr.dtype.element_ty), mask=known)
-            d *= u * (sig + silu * (1.0 - sig))
-        elif ACT == "gelu":
-            phi = 0.5 * (1.0 + tl.math.erf(h * 0.7071067811865476))
-            a = h * phi * keep
-            d *= phi + h * 0.3989422804014327 * tl.exp(-0.5 * h * h)
-        else:
-            a = tl.maximum(h, 0.0) * keep
-            d = tl.where(h > 0, d, 0.0)
-        tl.store(h_ptr + base * W + cols, d.to(h_ptr.dtype.element_ty), mask=known)
-        tl.store(gated_ptr + base * F + cols, (a * gate).to(gated_ptr.dtype.element_ty), mask=known)
-        share += da * a
-    total = tl.sum(share, axis=0)
-    if HAS_BIAS:  # y holds the bias too, so the gate meets it
-        token = (place // top_k).to(tl.int64)
-        total += tl.load(by_bias_ptr + token * num_experts + tl.load(expert_ptr + row)).to(
-            tl.float32
-        )
-    tl.store(dgate_ptr + place, total)
-
-
-@triton.jit
-def _bias_step(bias, p, rows, inside, gate_ptr, order_ptr, GATED: tl.constexpr):
-    """Sum of p's rows, with the gate where p is the output gradient itself."""
-    if GATED:
-        place = tl.load(order_ptr + rows, mask=inside, other=0)
-        gate = tl.load(gate_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        bias += tl.sum(p.to(tl.float32) * gate[:, None], axis=0)
-    else:
-        bias += tl.sum(p.to(tl.float32), axis=0)
-    return bias
-
-
-@triton.jit
-def _load_block(
-    ptr, desc, rows, start, cols, first, width, COPIED: tl.constexpr, EVEN: tl.constexpr
-):
-    """A full block: `rows` by pointers, or, COPIED by the engine, the rows from `start` on."""
-    if COPIED:
-        block = desc.load([start, first])
-    elif EVEN:
-        block = tl.load(ptr + rows[:, None] * width + cols[None, :])
-    else:
-        mask = (cols < width)[None, :]
-        block = tl.load(ptr + rows[:, None] * width + cols[None, :], mask=mask, other=0.0)
-    return block
-
-
-@triton.jit
-def weight_kernel(
-    p_ptr,
-    p_desc,
-    q_ptr,
-    q_desc,
-    gate_ptr,
-    dw_ptr,
-    db_ptr,
-    order_ptr,
-    token_ptr,
-    end_ptr,
-    O,
-    I,
-    num_splits,
-    GROUP: tl.constexpr,
-    GATHER: tl.constexpr,
-    GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    EVEN: tl.constexpr,
-    TMA: tl.constexpr,
+    num_up,
+    num_down,
+    columns,
+    HEIGHT: tl.constexpr,
+    BE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    BK: tl.constexpr,
 ):
-    """dw[e] (O, I) = sum over e's rows of p^T q. GATHER says which of p, q holds tokens, if any.
+    """Bias gradients, one program for an expert's `columns`th part; then the gate's, BM * BN rows.
 
-    GATED: p is the output gradient, and the bias gradient needs the gate, which q carries already.
-    Small weights have too few tiles for the chip: then an expert's rows are split, and the parts
-    summed after.
+    The gate's gradient (T, K): a row's shares added up, and what the second bias gives it: y holds
+    that bias too. Zero for a row that was sent to no expert.
     """
-    num_i = tl.cdiv(I, BN)
-    tile_o, tile_i = _tile_of(tl.program_id(0), tl.cdiv(O, BM), num_i, GROUP)
-    first_o, first_i = tile_o * BM, tile_i * BN
-    part = tl.program_id(1)
-    expert = part // num_splits
-    end = tl.load(end_ptr + expert).to(tl.int32)
-    begin = tl.where(expert > 0, tl.load(end_ptr + tl.maximum(expert - 1, 0)), 0).to(tl.int32)
-    length = tl.cdiv(tl.cdiv(end - begin, num_splits), BK) * BK
-    begin = tl.minimum(begin + (part % num_splits) * length, end)
-    end = tl.minimum(begin + length, end)
-    o = first_o + tl.arange(0, BM)
-    i = first_i + tl.arange(0, BN)
-    step = tl.arange(0, BK)
-    with_bias = tile_i == 0
-    acc = tl.zeros((BM, BN), dtype=tl.float32)
-    bias = tl.zeros((BM,), dtype=tl.float32)
-    full = begin + (end - begin) // BK * BK
-    # The tokens of the next block are fetched a block ahead, so that a gather never waits for them.
-    token = (begin + step).to(tl.int64)
-    if GATHER != "none":
-        token = tl.load(token_ptr + begin + step, mask=begin + step < end, other=0).to(tl.int64)
-    for start in range(begin, full, BK):
-        rows = start + step
-        rows64 = rows.to(tl.int64)
-        following = rows64 + BK
-        if GATHER != "none":
-            ahead = rows + BK
-            following = tl.load(token_ptr + ahead, mask=ahead < end, other=0).to(tl.int64)
-        p_rows = token if GATHER == "p" else rows64
-        q_rows = token if GATHER == "q" else rows64
-        p = _load_block(
-            p_ptr, p_desc, p_rows, start, o, first_o, O, TMA and GATHER != "p", EVEN
+    pid = tl.program_id(0)
+    if pid < num_experts * columns:
+        _add_biases(
+            part_ptr, up_ptr, down_ptr, end_ptr, pid // columns, pid % columns * BN, num_experts,
+            num_up, num_down, HEIGHT, BE, BM, BN,
         )  # fmt: skip
-        q = _load_block(
-            q_ptr, q_desc, q_rows, start, i, first_i, I, TMA and GATHER != "q", EVEN
-        )  # fmt: skip
-        acc = tl.dot(tl.trans(p), q, acc)
-        if HAS_BIAS:
-            if with_bias:
-                bias = _bias_step(bias, p, rows, rows < end, gate_ptr, order_ptr, GATED)
-        token = following
-    if full < end:  # the last rows, fewer than a block
-        rows = full + step
-        inside = rows < end
-        rows64 = tl.minimum(rows, end - 1).to(tl.int64)
-        p_rows = token if GATHER == "p" else rows64
-        q_rows = token if GATHER == "q" else rows64
-        p_mask = inside[:, None] & (o < O)[None, :]
-        q_mask = inside[:, None] & (i < I)[None, :]
-        p = tl.load(p_ptr + p_rows[:, None] * O + o[None, :], mask=p_mask, other=0.0)
-        q = tl.load(q_ptr + q_rows[:, None] * I + i[None, :], mask=q_mask, other=0.0)
-        acc = tl.dot(tl.trans(p), q, acc)
-        if HAS_BIAS:
-            if with_bias:
-                bias = _bias_step(bias, p, rows, inside, gate_ptr, order_ptr, GATED)
-    w_ptrs = dw_ptr + (part.to(tl.int64) * O + o[:, None]) * I + i[None, :]
-    tl.store(w_ptrs, acc.to(dw_ptr.dtype.element_ty), mask=(o < O)[:, None] & (i < I)[None, :])
-    if HAS_BIAS:
-        if with_bias:
-            tl.store(db_ptr + part * O + o, bias.to(db_ptr.dtype.element_ty), mask=o < O)
+        return
+    rows = (pid - num_experts * columns) * BM * BN + tl.arange(0, BM * BN)
+    inside = rows < num_rows
+    routed = rows < tl.load(end_ptr + num_experts - 1)
+    total = tl.zeros((BM * BN,), dtype=tl.float32)
+    share_ptrs = share_ptr + rows
+    for _ in range(num_blocks):
+        total += tl.load(share_ptrs, mask=routed, other=0.0)
+        share_ptrs += num_rows
+    place = tl.load(order_ptr + rows, mask=inside, other=0)
+    if num_down > 0:
+        expert = tl.load(expert_ptr + rows, mask=routed, other=0)
+        at = place // top_k * num_experts + expert
+        total += tl.load(by_bias_ptr + at, mask=routed, other=0.0).to(tl.float32)
+    tl.store(dgate_ptr + place, total, mask=inside)
+
+
+@triton.jit
+def _add_biases(
+    part_ptr, up_ptr, down_ptr, end_ptr, expert, from_column, num_experts, num_up, num_down,
+    HEIGHT: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Each expert's tiles of part (tiles, num_up + num_down) added up."""
+    cols = from_column + tl.arange(0, BN)
+    sums = num_up + num_down
+    first, mine, _ = tiles_before(end_ptr, expert, num_experts, HEIGHT, BE)
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    for start in range(0, mine, BM):
+        step = start + tl.arange(0, BM)
+        both = (step < mine)[:, None] & (cols < sums)[None, :]
+        at = (first + step)[:, None].to(tl.int64) * sums + cols[None, :]
+        total += tl.load(part_ptr + at, mask=both, other=0.0)
+    found = tl.sum(total, axis=0).to(up_ptr.dtype.element_ty)
+    tl.store(up_ptr + expert * num_up + cols, found, mask=cols < num_up)
+    down_ptrs = down_ptr + expert * num_down + cols - num_up
+    tl.store(down_ptrs, found, mask=(cols >= num_up) & (cols < sums))

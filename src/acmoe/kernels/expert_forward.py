@@ -12,10 +12,7 @@ N * (W + F); its 2 * N * D * W operations dominate from D = 512 on.
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _gelu(h):
-    return 0.5 * h * (1.0 + tl.math.erf(h * 0.7071067811865476))
+from acmoe.kernels.activation import gelu, keep_tile, positive, silu
 
 
 @triton.jit
@@ -28,25 +25,32 @@ def _tile_of(pid, num_tiles, num_n, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _keep(seed_ptr, rows, cols, width, DROPOUT: tl.constexpr):
-    """1 / (1 - p) where a unit is kept, 0 where it is dropped; the same numbers in the backward."""
-    seed = tl.load(seed_ptr)
-    place = rows[:, None].to(tl.int64) * width + cols[None, :]
-    drawn = tl.rand(seed, place.to(tl.int32))
-    return tl.where(drawn >= DROPOUT, 1.0 / (1.0 - DROPOUT), 0.0)
+def _first_column(tile, columns, WHOLE: tl.constexpr, BN: tl.constexpr):
+    """WHOLE: there are columns for a tile, and the last one moves left to stay among them.
+
+    What two tiles then compute, and write, is the same; and no access needs a mask, which for the
+    columns of an accumulator costs up to 90 registers a thread.
+    """
+    first = tile * BN
+    if WHOLE:
+        first = tl.minimum(first, columns - BN)
+    return first
 
 
-@triton.jit
-def copy_kernel(x_ptr, token_ptr, out_ptr, D, BD: tl.constexpr):
+@triton.jit(do_not_specialize=["num_rows"])
+def copy_kernel(x_ptr, token_ptr, out_ptr, num_rows, D, BM: tl.constexpr, BD: tl.constexpr):
     """out (N, D): x[token]. Bytes: N D read, from L2 after a token's first row, and N D written."""
-    row = tl.program_id(0).to(tl.int64)
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
     cols = tl.program_id(1) * BD + tl.arange(0, BD)
-    token = tl.load(token_ptr + row).to(tl.int64)
-    value = tl.load(x_ptr + token * D + cols, mask=cols < D)
-    tl.store(out_ptr + row * D + cols, value, mask=cols < D)
+    inside = rows < num_rows
+    token = tl.load(token_ptr + rows, mask=inside, other=0).to(tl.int64)
+    both = inside[:, None] & (cols < D)[None, :]
+    value = tl.load(x_ptr + token[:, None] * D + cols[None, :], mask=both)
+    tl.store(out_ptr + rows[:, None].to(tl.int64) * D + cols[None, :], value, mask=both)
 
 
-@triton.jit
+# What hangs on the number of rows is not specialised: batches of other sizes compile nothing new.
+@triton.jit(do_not_specialize=["num_tiles", "num_n"])
 def up_kernel(
     x_ptr,
     x_desc,
@@ -68,8 +72,9 @@ def up_kernel(
     GATHER: tl.constexpr,
     ACT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    DROPOUT: tl.constexpr,
+    DROPPED: tl.constexpr,
     EVEN_K: tl.constexpr,
+    WHOLE: tl.constexpr,
     TMA: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -87,10 +92,10 @@ def up_kernel(
     if GATHER:
         source = tl.load(token_ptr + rows, mask=inside, other=0)
     source = source.to(tl.int64)
-    first = n_tile * BN
+    first = _first_column(n_tile, F, WHOLE, BN)
     cols = first + tl.arange(0, BN)
     known = cols < F
-    safe = tl.where(known, cols, 0)
+    safe = cols if WHOLE else tl.where(known, cols, 0)
     k = tl.arange(0, BK)
     W = 2 * F if ACT == "swiglu" else F
     x_ptrs = x_ptr + source[:, None] * D + k[None, :]
@@ -120,26 +125,30 @@ def up_kernel(
         w_ptrs += BK
 
     out = rows.to(tl.int64)
-    both = inside[:, None] & known[None, :]
+    both = inside[:, None] if WHOLE else inside[:, None] & known[None, :]
     if HAS_BIAS:
         acc += tl.load(bias_ptr + expert * W + safe)[None, :].to(tl.float32)
+    # Of h as it is stored, for backward will see that; and 16 bits change layout before the stores
+    # in half the traffic, once instead of twice.
+    h = acc.to(h_ptr.dtype.element_ty)
     h_ptrs = h_ptr + out[:, None] * W + cols[None, :]
-    tl.store(h_ptrs, acc.to(h_ptr.dtype.element_ty), mask=both)
+    tl.store(h_ptrs, h, mask=both)
     if ACT == "swiglu":
         if HAS_BIAS:
             second += tl.load(bias_ptr + expert * W + F + safe)[None, :].to(tl.float32)
-        tl.store(h_ptrs + F, second.to(h_ptr.dtype.element_ty), mask=both)
-        value = acc * tl.sigmoid(acc) * second
+        u = second.to(h_ptr.dtype.element_ty)
+        tl.store(h_ptrs + F, u, mask=both)
+        value = silu(h.to(tl.float32)) * u.to(tl.float32)
     elif ACT == "gelu":
-        value = _gelu(acc)
+        value = gelu(h.to(tl.float32))
     else:
-        value = tl.maximum(acc, 0.0)
-    if DROPOUT > 0:
-        value *= _keep(seed_ptr, rows, cols, F, DROPOUT)
+        value = positive(h.to(tl.float32))
+    if DROPPED > 0:
+        value *= keep_tile(seed_ptr, rows, cols, DROPPED)
     tl.store(a_ptr + out[:, None] * F + cols[None, :], value.to(a_ptr.dtype.element_ty), mask=both)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "num_n"])
 def rows_kernel(
     a_ptr,
     a_desc,
@@ -160,6 +169,7 @@ def rows_kernel(
     ACROSS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
+    WHOLE: tl.constexpr,
     TMA: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -182,7 +192,7 @@ def rows_kernel(
     if GATHER:
         source = tl.load(token_ptr + source)
     source = source.to(tl.int64)
-    first = n_tile * BN
+    first = _first_column(n_tile, O, WHOLE, BN)
     cols = first + tl.arange(0, BN)
     known = cols < O
     k = tl.arange(0, BK)
@@ -205,7 +215,7 @@ def rows_kernel(
             else:
                 w = w_desc.load([expert * O + first, start]).T
         else:
-            both = left[:, None] & known[None, :]
+            both = left[:, None] if WHOLE else left[:, None] & known[None, :]
             if ACROSS:
                 w_ptrs = base + (start + k)[:, None].to(tl.int64) * O + cols[None, :]
             else:
@@ -213,27 +223,44 @@ def rows_kernel(
             w = tl.load(w_ptrs, mask=both, other=0.0)
         acc = tl.dot(a, w, acc)
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + expert * O + cols, mask=known, other=0.0)[None, :].to(tl.float32)
+        safe = cols if WHOLE else tl.where(known, cols, 0)
+        acc += tl.load(bias_ptr + expert * O + safe)[None, :].to(tl.float32)
     y_ptrs = y_ptr + rows[:, None].to(tl.int64) * O + cols[None, :]
-    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=inside[:, None] & known[None, :])
+    both = inside[:, None] if WHOLE else inside[:, None] & known[None, :]
+    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=both)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def combine_kernel(
-    y_ptr, gate_ptr, back_ptr, out_ptr, last_ptr, D, top_k, HAS_GATE: tl.constexpr, BD: tl.constexpr
+    y_ptr,
+    gate_ptr,
+    back_ptr,
+    out_ptr,
+    last_ptr,
+    num_tokens,
+    D,
+    top_k,
+    HAS_GATE: tl.constexpr,
+    BM: tl.constexpr,
+    BD: tl.constexpr,
 ):
     """out (T, D) = sum over a token's K rows of gate * y: gathers in the order of choice."""
-    token = tl.program_id(0).to(tl.int64)
+    tokens = tl.program_id(0) * BM + tl.arange(0, BM)
     cols = tl.program_id(1) * BD + tl.arange(0, BD)
+    inside = tokens < num_tokens
     known = cols < D
-    total = tl.zeros((BD,), dtype=tl.float32)
+    total = tl.zeros((BM, BD), dtype=tl.float32)
     num_rows = tl.load(last_ptr)
     for choice in range(top_k):
-        row = tl.load(back_ptr + token * top_k + choice).to(tl.int64)
+        row = tl.load(back_ptr + tokens * top_k + choice, mask=inside, other=0).to(tl.int64)
         # A row for no expert stands behind the last expert's and was never written.
-        length = tl.where(row < num_rows, D, 0)
-        y = tl.load(y_ptr + row * D + cols, mask=cols < length, other=0.0).to(tl.float32)
+        written = (inside & (row < num_rows))[:, None] & known[None, :]
+        y = tl.load(y_ptr + row[:, None] * D + cols[None, :], mask=written, other=0.0)
+        y = y.to(tl.float32)
         if HAS_GATE:
-            y *= tl.load(gate_ptr + token * top_k + choice).to(tl.float32)
+            gate = tl.load(gate_ptr + tokens * top_k + choice, mask=inside, other=0.0)
+            y *= gate.to(tl.float32)[:, None]
         total += y
-    tl.store(out_ptr + token * D + cols, total.to(out_ptr.dtype.element_ty), mask=known)
+    out_ptrs = out_ptr + tokens[:, None].to(tl.int64) * D + cols[None, :]
+    both = inside[:, None] & known[None, :]
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=both)

@@ -10,12 +10,15 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from acmoe.kernels.expert_backward import activation_kernel, weight_kernel
+from acmoe.kernels.expert_backward import activation_kernel, finish_kernel
 from acmoe.kernels.expert_forward import combine_kernel, copy_kernel, rows_kernel, up_kernel
-from acmoe.kernels.tiles import tile_table
+from acmoe.kernels.expert_weights import add_kernel, weight_kernel
+from acmoe.kernels.tiles import Plan
 from acmoe.kernels.tuning import Blocks, blocks_for, copies_rows
 
 _GROUP = 8  # row tiles that walk over the columns together
+# Rows of a program and of a step, columns, and warps of the activation's backward.
+ACTIVATION_TILE = (128, 8, 128, 4)
 
 
 class Sizes(NamedTuple):
@@ -33,21 +36,6 @@ class Sizes(NamedTuple):
 
 def sizes_of(x: Tensor, down: Tensor, gate: Tensor, act: str) -> Sizes:
     return Sizes(x.shape[0], x.shape[1], down.shape[2], down.shape[0], gate.shape[1], act)
-
-
-class Plan:
-    """Where each sorted row comes from, and the tiles of each height asked for."""
-
-    def __init__(self, order_N: Tensor, end_E: Tensor, top_k: int) -> None:
-        self.order, self.end, self.num_rows = order_N, end_E, order_N.numel()
-        # Divided here once: in the inner loop of a kernel the division costs more than the load.
-        self.token = torch.div(order_N, top_k, rounding_mode="floor").to(torch.int32)
-        self.tables: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def __getitem__(self, block_m: int) -> tuple[Tensor, Tensor]:
-        if block_m not in self.tables:
-            self.tables[block_m] = tile_table(self.end, self.num_rows, block_m)
-        return self.tables[block_m]
 
 
 def _blocks(kernel: str, size: Sizes, dtype: torch.dtype) -> Blocks:
@@ -77,19 +65,32 @@ def source_of(x: Tensor, plan: Plan, size: Sizes) -> Source:
     Every row is some token's. Those for no expert stand last; what a last tile reads of them goes
     nowhere.
     """
-    if not copies_rows(size.width):
+    if not copies_rows(size.dim, size.hidden, size.experts, size.width):
         return Source(x, True)
     dim = x.shape[1]
     rows = torch.empty(plan.num_rows, dim, device=x.device, dtype=x.dtype)
-    block = min(4096, triton.next_power_of_2(dim))
-    copy_kernel[(plan.num_rows, triton.cdiv(dim, block))](
-        x, plan.token, rows, dim, BD=block, num_warps=4
+    height, block = _flat_tile(dim)
+    copy_kernel[(triton.cdiv(plan.num_rows, height), triton.cdiv(dim, block))](
+        *(x, plan.token, rows, plan.num_rows, dim), BM=height, BD=block, num_warps=4
     )
     return Source(rows, False)
 
 
+def _flat_tile(dim: int) -> tuple[int, int]:
+    """Rows and columns of a pass without products: 2,048 numbers, and few columns that are not."""
+    block = 64 if dim <= 64 else 128
+    while block < 1024 and triton.cdiv(dim, 2 * block) * 2 == triton.cdiv(dim, block):
+        block *= 2
+    return 2048 // block, block
+
+
 def _launch(blocks: Blocks) -> dict[str, Any]:
     return {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
+
+
+def _dropped(dropout: float) -> int:
+    """The share that is dropped, in 2^-32."""
+    return min(round(dropout * 2**32), 2**32 - 1)
 
 
 def run_up(
@@ -117,8 +118,9 @@ def run_up(
         GATHER=source.gather,
         ACT=size.act,
         HAS_BIAS=up_bias is not None,
-        DROPOUT=dropout,
+        DROPPED=_dropped(dropout),
         EVEN_K=size.dim % blocks.k == 0,
+        WHOLE=size.hidden >= blocks.n,
         TMA=blocks.tma,
         BM=blocks.m,
         BN=blocks.n,
@@ -159,6 +161,7 @@ def run_rows(
         ACROSS=across,
         HAS_BIAS=bias is not None,
         EVEN_K=inner % blocks.k == 0,
+        WHOLE=outer >= blocks.n,
         TMA=blocks.tma,
         BM=blocks.m,
         BN=blocks.n,
@@ -172,97 +175,134 @@ def run_combine(y: Tensor, gate: Tensor | None, back: Tensor, end: Tensor, token
     """(T, D): each token's rows, weighted by the gate or plainly summed."""
     dim = y.shape[1]
     out = torch.empty(tokens, dim, device=y.device, dtype=y.dtype)
-    block = min(1024, triton.next_power_of_2(dim))
-    combine_kernel[(tokens, triton.cdiv(dim, block))](
-        *(y, y if gate is None else gate, back, out, end[-1:], dim, back.numel() // tokens),
+    height, block = _flat_tile(dim)
+    combine_kernel[(triton.cdiv(tokens, height), triton.cdiv(dim, block))](
+        *(y, y if gate is None else gate, back, out, end[-1:], tokens, dim),
+        back.numel() // tokens,
         HAS_GATE=gate is not None,
+        BM=height,
         BD=block,
-        num_warps=4 if block >= 512 else 2,
+        num_warps=4,
     )
     return out
+
+
+class Sums(NamedTuple):
+    """Columns of which biases get their gradients: W, or 0 for no first bias, and D, or 0."""
+
+    up: int
+    down: int
+
+
+class Shares(NamedTuple):
+    """What the tiles of the activation's backward leave to be added up."""
+
+    gate: Tensor  # (B, N) of each row, by blocks of hidden units
+    bias: Tensor  # (tiles, columns) of each tile
 
 
 def run_activation(
     da: Tensor,
     h: Tensor,
     gate: Tensor,
+    grad: Tensor,
+    plan: Plan,
+    size: Sizes,
+    sums: Sums,
+    dropout: float,
+    seed: Tensor,
+) -> Shares:
+    """Writes dh (N, W) over h and gate * a (N, F) over da; the rest is for `run_finish`."""
+    height, rows, block, warps = ACTIVATION_TILE
+    block = min(block, triton.next_power_of_2(size.hidden))
+    expert, start = plan[height]
+    num_blocks = triton.cdiv(size.hidden, block)
+    share = torch.empty(num_blocks, plan.num_rows, device=h.device)
+    part = torch.empty(expert.numel(), sum(sums), device=h.device)
+    activation_kernel[(expert.numel(), num_blocks + triton.cdiv(sums.down, block))](
+        *(da, h, gate, grad, share, part, plan.order, expert, start, plan.end, seed),
+        *(plan.num_rows, size.dim, size.hidden, num_blocks, size.top_k),
+        ACT=size.act,
+        UP_BIAS=sums.up > 0,
+        DOWN_BIAS=sums.down > 0,
+        DROPPED=_dropped(dropout),
+        HEIGHT=height,
+        BM=rows,
+        BN=block,
+        num_warps=warps,
+    )
+    return Shares(share, part)
+
+
+def run_finish(
+    shares: Shares,
     by_bias: Tensor | None,
     expert_N: Tensor,
     plan: Plan,
     size: Sizes,
-    dropout: float,
-    seed: Tensor,
+    sums: Sums,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dh (N, W), written over h; gate * a (N, F), over da; and the gate's gradient (T, K)."""
-    dgate = torch.empty(gate.shape, device=h.device)
-    block = min(1024, triton.next_power_of_2(size.hidden))
-    activation_kernel[(plan.num_rows,)](
-        *(da, h, gate, gate if by_bias is None else by_bias, da, dgate),
-        *(plan.order, expert_N, plan.end, seed, size.hidden, size.experts, size.top_k),
-        ACT=size.act,
-        HAS_BIAS=by_bias is not None,
-        DROPOUT=dropout,
-        BF=block,
-        num_warps=4 if block >= 512 else 2,
+    """dgate (T, K) in float32; (E, W) and (E, D) of the biases, without columns where none is."""
+    dgate = torch.empty(size.tokens, size.top_k, device=plan.end.device)
+    d_up, d_down = (
+        torch.empty(size.experts, columns, device=dgate.device, dtype=dtype) for columns in sums
     )
-    return h, da, dgate
+    height, width = 16, 64
+    columns = triton.cdiv(sum(sums), width)
+    finish_kernel[(size.experts * columns + triton.cdiv(plan.num_rows, height * width),)](
+        *(*shares, dgate if by_bias is None else by_bias, dgate, d_up, d_down),
+        *(plan.order, expert_N, plan.end, plan.num_rows, shares.gate.shape[0]),
+        *(size.experts, size.top_k, *sums, columns),
+        HEIGHT=ACTIVATION_TILE[0],
+        BE=triton.next_power_of_2(size.experts),
+        BM=height,
+        BN=width,
+        num_warps=4,
+    )
+    return dgate, d_up, d_down
 
 
 def run_weight(
-    kernel: str,
-    p: Tensor,
-    q: Tensor,
-    gate: Tensor,
-    plan: Plan,
-    size: Sizes,
-    *,
-    gather: str,
-    bias: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """(E, O, I) sums of outer products p^T q over each expert's rows, and (E, O) sums of p.
+    kernel: str, p: Tensor, q: Tensor, plan: Plan, size: Sizes, *, gather: str
+) -> Tensor:
+    """(E, O, I) sums of outer products p^T q over each expert's rows.
 
     gather: "p" or "q" for the one that holds tokens, "none" where both hold rows.
     """
     outer, inner = p.shape[1], q.shape[1]
     blocks = _blocks(kernel, size, p.dtype)
-    tiles = (triton.cdiv(inner, blocks.n), triton.cdiv(outer, blocks.m))
-    splits = _splits(tiles[0] * tiles[1] * size.experts, plan.num_rows // size.experts, blocks.k)
+    tiles = triton.cdiv(inner, blocks.n) * triton.cdiv(outer, blocks.m)
+    splits = blocks.splits or _splits(tiles * size.experts, plan.num_rows // size.experts, blocks.k)
     dtype = p.dtype if splits == 1 else torch.float32
     dw = torch.empty(size.experts, splits, outer, inner, device=p.device, dtype=dtype)
-    db = torch.empty(size.experts, splits, outer, device=p.device, dtype=dtype) if bias else None
-    grid = (tiles[0] * tiles[1], size.experts * splits)
-    weight_kernel[grid](
+    weight_kernel[(tiles, size.experts * splits)](
         *(p, _desc(p, [blocks.k, blocks.m], blocks), q, _desc(q, [blocks.k, blocks.n], blocks)),
-        *(
-            gate,
-            dw,
-            dw if db is None else db,
-            plan.order,
-            plan.token,
-            plan.end,
-            outer,
-            inner,
-            splits,
-        ),
+        *(dw, plan.token, plan.end, outer, inner, splits),
         GROUP=_GROUP,
         GATHER=gather,
-        GATED=kernel == "down_weight",
-        HAS_BIAS=bias,
-        EVEN=outer % blocks.m == 0 and inner % blocks.n == 0,
+        WHOLE=outer >= blocks.m and inner >= blocks.n,
         TMA=blocks.tma,
         BM=blocks.m,
         BN=blocks.n,
         BK=blocks.k,
         **_launch(blocks),
     )
-    if splits == 1:
-        return dw[:, 0], None if db is None else db[:, 0]
-    return dw.sum(1).to(p.dtype), None if db is None else db.sum(1).to(p.dtype)
+    return dw[:, 0] if splits == 1 else _add(dw, p.dtype)
+
+
+def _add(dw: Tensor, dtype: torch.dtype) -> Tensor:
+    """(E, O, I): the sum of (E, splits, O, I)."""
+    experts, splits, outer, inner = dw.shape
+    out = torch.empty(experts, outer, inner, device=dw.device, dtype=dtype)
+    size = outer * inner
+    add_kernel[(experts, triton.cdiv(size, 1024))](dw, out, size, splits, BN=1024, num_warps=4)
+    return out
 
 
 def _splits(tiles: int, rows_per_expert: int, block_k: int) -> int:
-    """How often to split an expert's rows: two programs a multiprocessor, 8 blocks of rows each."""
+    """How often to split an expert's rows: three programs a multiprocessor, 8 blocks each."""
     if not torch.cuda.is_available():
         return 2 if rows_per_expert >= 2 * block_k else 1
     processors = torch.cuda.get_device_properties().multi_processor_count
-    return max(1, min(8, 2 * processors // tiles, rows_per_expert // (8 * block_k)))
+    return max(1, min(8, 3 * processors // tiles, rows_per_expert // (8 * block_k)))

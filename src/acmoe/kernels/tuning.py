@@ -15,9 +15,10 @@ import torch
 COPY_WIDTH = 4096
 
 
-def copies_rows(width: int) -> bool:
+def copies_rows(dim: int, hidden: int, experts: int, width: int) -> bool:
     """Whether experts of this width, W, read copied rows instead of gathering tokens."""
-    return width >= COPY_WIDTH
+    measured = _table().get(key("copy", dim, hidden, experts))
+    return width >= COPY_WIDTH if measured is None else bool(measured[0])
 
 
 class Blocks(NamedTuple):
@@ -27,11 +28,15 @@ class Blocks(NamedTuple):
     num_warps: int
     num_stages: int
     tma: bool = False  # tiles by the copy engine; needs rows of a multiple of 16 bytes
+    splits: int = 0  # of an expert's rows in a weight gradient; 0: as many as fill the chip
 
 
 @functools.cache
 def _table() -> dict[str, list[Any]]:
-    """ "kernel/dim/hidden/experts" -> blocks, written by `acmoe bench tune` on an H200."""
+    """ "kernel/dim/hidden/experts" -> blocks, written by `acmoe bench tune` on an H200.
+
+    "copy/dim/hidden/experts" -> [whether rows are copied], where that was measured.
+    """
     path = Path(__file__).with_name("tuned.json")
     found: dict[str, list[Any]] = json.loads(path.read_text()) if path.exists() else {}
     return found
@@ -55,6 +60,4 @@ def blocks_for(kernel: str, dim: int, hidden: int, experts: int, dtype: torch.dt
         return Blocks(16, 32, 32, 4, 2)
     if wide:
         return Blocks(64, 64, 32, 4, 2)
-    if kernel in ("down_weight", "up_weight"):
-        return Blocks(128, 128, 64, 8, 3)
     return Blocks(128, 128, 64, 8, 3)

@@ -29,7 +29,8 @@ def _forward(
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
     """(T, D) outputs, and h (N, W) for backward."""
-    from acmoe.kernels.experts import Plan, run_combine, run_rows, run_up, sizes_of, source_of
+    from acmoe.kernels.experts import run_combine, run_rows, run_up, sizes_of, source_of
+    from acmoe.kernels.tiles import Plan
 
     size = sizes_of(x, down, gate, act)
     plan = Plan(order, end, size.top_k)
@@ -55,16 +56,18 @@ def _gradients(
     act: str,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of x, up, down, up_bias, down_bias (empty where there is none) and gate. Overwrites h."""
+    """Of x, up, down, the biases (no columns where there is none) and gate. Overwrites h."""
     from acmoe.kernels.experts import (
-        Plan,
+        Sums,
         run_activation,
         run_combine,
+        run_finish,
         run_rows,
         run_weight,
         sizes_of,
         source_of,
     )
+    from acmoe.kernels.tiles import Plan
 
     size = sizes_of(x, down, gate, act)
     plan = Plan(order, end, size.top_k)
@@ -73,31 +76,22 @@ def _gradients(
         *("hidden", upstream.values, down, None, plan, size), across=True, gather=upstream.gather
     )
     by_bias = None if down_bias is None else grad @ down_bias.T
-    dh, gated, dgate = run_activation(da, h, gate, by_bias, expert, plan, size, dropout, seed)
-    common = (gate, plan, size)
-    d_down, d_down_bias = run_weight(
-        *("down_weight", upstream.values, gated, *common),
-        gather="p" if upstream.gather else "none",
-        bias=down_bias is not None,
+    sums = Sums(
+        0 if up_bias is None else up_bias.shape[1], 0 if down_bias is None else down_bias.shape[1]
     )
-    del da, gated, upstream  # freed before the next large ones
+    shares = run_activation(da, h, gate, grad, plan, size, sums, dropout, seed)
+    dgate, d_up_bias, d_down_bias = run_finish(shares, by_bias, expert, plan, size, sums, x.dtype)
+    # h now holds its own gradient, and da the activation times the gate.
+    gather = "p" if upstream.gather else "none"
+    d_down = run_weight("down_weight", upstream.values, da, plan, size, gather=gather)
+    del da, upstream  # freed before the next large ones
     tokens = source_of(x, plan, size)
-    d_up, d_up_bias = run_weight(
-        *("up_weight", dh, tokens.values, *common),
-        gather="q" if tokens.gather else "none",
-        bias=up_bias is not None,
-    )
+    gather = "q" if tokens.gather else "none"
+    d_up = run_weight("up_weight", h, tokens.values, plan, size, gather=gather)
     del tokens
-    dx_rows = run_rows("input", dh, up, None, plan, size, across=True)
+    dx_rows = run_rows("input", h, up, None, plan, size, across=True)
     dx = run_combine(dx_rows, None, back, end, size.tokens)
-    return (
-        dx,
-        d_up,
-        d_down,
-        x.new_empty(0) if d_up_bias is None else d_up_bias,
-        x.new_empty(0) if d_down_bias is None else d_down_bias,
-        dgate.to(gate.dtype),
-    )
+    return dx, d_up, d_down, d_up_bias, d_down_bias, dgate.to(gate.dtype)
 
 
 class _Eager(torch.autograd.Function):
@@ -188,8 +182,8 @@ def _(grad, x, up, down, up_bias, down_bias, gate, order, back, end, expert, see
         torch.empty_like(x),
         torch.empty_like(up),
         torch.empty_like(down),
-        x.new_empty(0) if up_bias is None else torch.empty_like(up_bias),
-        x.new_empty(0) if down_bias is None else torch.empty_like(down_bias),
+        up.new_empty(up.shape[0], 0) if up_bias is None else torch.empty_like(up_bias),
+        up.new_empty(up.shape[0], 0) if down_bias is None else torch.empty_like(down_bias),
         torch.empty_like(gate),
     )
 

@@ -1,0 +1,113 @@
+"""What stands between an expert's two products: its activation, and dropout.
+
+Both are arithmetic on N * F numbers behind a product that the matrix units do, so both are made of
+few instructions. Coins from the library's generator, ten rounds of two wide products each, took the
+first product of switch from 59 to 250 us (H200); its error function takes about 30 instructions and
+was two thirds of the backward's activation at swin, by their count.
+"""
+
+import triton
+import triton.language as tl
+
+_FAR = tl.constexpr(5.5)  # from here on a normal's tail, 2e-8, is nothing beside float32's rounding
+
+
+@triton.jit
+def normal_tail(h):
+    """P(X > |h|) of a normal X: two to the power of a polynomial in |h|.
+
+    The polynomial was fitted to log2 of the tail on [0, 5.5]. The tail is off by at most 2e-6, and
+    by 2^-12 of itself up to |h| = 4; GELU, which multiplies by h, by 2e-7 (rounding to float32
+    included; tests/kernels/test_activation_kernel.py).
+    """
+    t = tl.minimum(tl.abs(h), _FAR)
+    power = 3.4497396e-05 * t - 7.79430498e-04
+    power = power * t + 8.10542703e-03
+    power = power * t - 5.34322523e-02
+    power = power * t - 4.58773673e-01
+    power = power * t - 1.15119362e00
+    return tl.exp2(power * t - 9.99994636e-01)
+
+
+@triton.jit
+def normal_below(h):
+    """P(X < h) of a normal X."""
+    tail = normal_tail(h)
+    return tl.where(h < 0, tail, 1.0 - tail)
+
+
+@triton.jit
+def normal_density(h):
+    # log2(e) / 2 and log2(sqrt(2 pi))
+    return tl.exp2(h * h * -0.7213475204444817 - 1.3257480647361595)
+
+
+@triton.jit
+def positive(h):
+    """max(h, 0); NaN stays NaN."""
+    return tl.maximum(h, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def gelu(h):
+    """h P(X < h): h less its tail where positive, minus the tail where not."""
+    return positive(h) - tl.minimum(tl.abs(h), _FAR) * normal_tail(h)
+
+
+@triton.jit
+def silu(h):
+    return h * tl.sigmoid(h)
+
+
+@triton.jit
+def activate(h, u, ACT: tl.constexpr):
+    """The activation, and its slopes by h and by u, which only a gated one reads."""
+    if ACT == "swiglu":
+        sig = tl.sigmoid(h)
+        slope_u = h * sig
+        value, slope = slope_u * u, u * (sig + slope_u * (1.0 - sig))
+    elif ACT == "gelu":
+        below = normal_below(h)
+        value, slope, slope_u = h * below, below + h * normal_density(h), h
+    else:
+        value, slope, slope_u = positive(h), tl.where(h > 0, 1.0, 0.0), h
+    return value, slope, slope_u
+
+
+@triton.jit
+def _mixed(bits):
+    """Two rounds of multiply and shift: every bit of the result hangs on all given."""
+    bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
+    bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
+    return bits ^ (bits >> 16)
+
+
+@triton.jit
+def row_bits(seed, rows):
+    """32 bits of each row's own in this draw."""
+    place = (rows.to(tl.uint32) + 1) * 0x9E3779B1
+    return _mixed(_mixed(place) ^ _mixed(seed.to(tl.uint32) + 0x9E3779B9))
+
+
+@triton.jit
+def column_bits(cols):
+    """32 bits of each column's own, the same in every draw."""
+    return _mixed((cols.to(tl.uint32) + 1) * 0x9E3779B1)
+
+
+@triton.jit
+def keep(row, column, DROPPED: tl.constexpr):
+    """1 / (1 - p) where a unit is kept, 0 where it is dropped, for bits that broadcast.
+
+    One xor and one product a unit. The factor is the row's own: with one factor for all, columns
+    whose bits differ in few places would fall together in every row. DROPPED counts p in 2^-32.
+    """
+    drawn = (row ^ column) * (row | 1)
+    return tl.where(drawn >= DROPPED, 1.0 / (1.0 - DROPPED / 4294967296), 0.0)
+
+
+@triton.jit
+def keep_tile(seed_ptr, rows, cols, DROPPED: tl.constexpr):
+    """(rows, columns) factors of dropout; the same numbers in forward and backward."""
+    bits = row_bits(tl.load(seed_ptr), rows)
+    return keep(bits[:, None], column_bits(cols)[None, :], DROPPED)
