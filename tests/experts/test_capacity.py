@@ -120,7 +120,7 @@ def test_clusters_are_those_of_the_choice_before_dropping():
     assert (y == 0).all(1).any()
     assert after.assignment.flatten().tolist() == [0] * 16
     unlimited = MoE(dim=6, hidden=5, num_experts=4, top_k=2, router=moe.router).double()
-    for a, b in zip(unlimited(x, state)[1], after, strict=True):
+    for a, b in zip(unlimited(x, state)[1][:4], after[:4], strict=True):
         assert torch.equal(a, b)
 
 

@@ -136,7 +136,7 @@ def test_equal_inputs_give_equal_bits_forwards_and_backwards(router):
         weight = torch.randn(4, 50, 6)
         ((y * weight).sum() + state.aux_loss).backward()
         grads = [p.grad for p in moe.parameters() if p.grad is not None]
-        found.append([y, *state, x.grad, *grads])
+        found.append([y, *state[:4], x.grad, *grads])
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
 
@@ -150,7 +150,7 @@ def test_flat_tokens_are_one_sequence(router):
         x = torch.randn(9, 6)
         y, state = run(moe, x.view(shape))
         assert y.shape == shape
-        results.append([y.flatten(), *state])
+        results.append([y.flatten(), *state[:4]])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
 

@@ -65,7 +65,7 @@ def test_a_training_step_reads_no_number(name, masked):
     (y.sum() + emitted.aux_loss).backward()
     fold_statistics(moe)
     assert y.shape == x.grad.shape == (3, 5, 6)
-    assert all(value.is_meta for value in (y, x.grad, *emitted))
+    assert all(value.is_meta for value in (y, x.grad, *emitted[:4]))
 
 
 @pytest.mark.parametrize("router", [SoftConfig(), AdaptiveConfig(base=SoftConfig(), mix=2)])
@@ -80,4 +80,4 @@ def test_a_soft_layer_reads_no_number(router):
     y.sum().backward()
     fold_statistics(moe)
     assert y.shape == x.grad.shape == (3, 5, 6)
-    assert all(value.is_meta for value in emitted)
+    assert all(value.is_meta for value in emitted[:4])

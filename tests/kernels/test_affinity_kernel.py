@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from acmoe.errors import UserError
-from acmoe.ops.affinity import Route, fused_route, route_op, route_reference
+from acmoe.ops.affinity import Route, fused_route, route_reference
+from acmoe.ops.route_op import route_op
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -128,6 +129,27 @@ def test_a_gradient_of_one_result_alone_is_enough(generator: torch.Generator, de
             assert (one - other).abs().max() < 1e-5 * other.abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_who_reads_x_after_the_router_has_his_gradient_added(
+    dtype: torch.dtype, generator: torch.Generator, device: str
+) -> None:
+    case = drawn(generator, device, dtype, True)
+    (x, *_) = leaves(case)
+    upstream = torch.randn(T, D, generator=generator).to(device, dtype)
+    found = fused_route(*case.values(), K, True)
+    loss = found.gate.square().sum()
+    (own,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (both,) = torch.autograd.grad([loss, found.x], x, [torch.ones_like(loss), upstream])
+    # Of 16 bits the sum is rounded once here and twice there (truncated by the interpreter).
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(both, own + upstream, rtol=2 * eps, atol=4 * eps)
+    assert torch.equal(found.x, x)
+    # Alone, it is the identity.
+    found = fused_route(*case.values(), K, True)
+    (alone,) = torch.autograd.grad(found.x, x, upstream)
+    assert torch.equal(alone, upstream)
+
+
 def test_of_equal_experts_the_first_is_chosen(device: str) -> None:
     # Affinities (0, 1, 0, 1, -1): best first, ties by index, and -0 ties with 0.
     embedding = torch.tensor([[0.0], [1.0], [-0.0], [1.0], [-1.0]], device=device)
@@ -174,7 +196,7 @@ def test_an_id_that_is_no_cluster_keeps_the_token(generator: torch.Generator, de
     results = []
     for outside in (-1, C, 10**6):
         case["assignment"][3:9] = outside
-        found = route_op(*case.values(), K, True, None, 1.0)
+        found = route_op(*case.values(), K, True, None, 1.0, None, None)
         results.append((*found, *torch.autograd.grad(found[1].square().sum(), x)))
     for result in results[1:]:
         assert all(torch.equal(one, other) for one, other in zip(result, results[0], strict=True))
@@ -237,7 +259,7 @@ def test_no_tokens_no_load(device: str) -> None:
 def test_the_op_is_well_formed(generator: torch.Generator, device: str) -> None:
     case = drawn(generator, device, torch.float32, True)
     leaves(case)
-    args = (*case.values(), K, True, None, 1.0)
+    args = (*case.values(), K, True, None, 1.0, None, None)
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(route_op, args, test_utils=tests)
 

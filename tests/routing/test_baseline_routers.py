@@ -84,7 +84,7 @@ class TestRandom:
     def test_without_deviation_it_is_its_base_router(self):
         router = build(RandomConfig(std=0.0, base=SMoEConfig(bias=True)))
         x, state = torch.randn(4, 6), in_clusters([0, 1, 2, 3], router)
-        for a, b in zip(router(x, state), router.base(x, state), strict=True):
+        for a, b in zip(router(x, state)[:4], router.base(x, state)[:4], strict=True):
             assert torch.equal(a, b)
 
 

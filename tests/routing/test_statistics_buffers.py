@@ -61,7 +61,8 @@ def test_a_checkpoint_holds_the_averages_and_not_the_last_batch(tmp_path):
     assert torch.equal(other.router.base.selection.bias, moe.router.base.selection.bias)
     x = torch.randn(30, 4)
     state = RoutingState.identity(num_tokens=30, num_clusters=3, dim=4)
-    for a, b in zip(moe.eval()(x, state)[1], other.eval()(x, state)[1], strict=True):
+    told = [layer.eval()(x, state)[1][:4] for layer in (moe, other)]
+    for a, b in zip(*told, strict=True):
         assert torch.equal(a, b)
 
 

@@ -93,7 +93,7 @@ def _note(
                 _kept(x).flatten(0, -2),
                 _kept(scaled).flatten(0, -2),
                 _kept(scale).flatten(0, -2),
-                Routing(*(_kept(value) for value in routing)),
+                Routing(*(_kept(value) for value in routing[:4])),
                 _kept(state.assignment[:, 0]),
             )
         )

@@ -22,7 +22,10 @@ from acmoe.bench.weights import Weights, draw_tokens, draw_weights
 from acmoe.config.routing import AdaptiveConfig, RouterConfig, SMoEConfig
 from acmoe.errors import check
 from acmoe.evaluate.device import pick_device
+from acmoe.experts.dispatch import sort_by_expert
 from acmoe.experts.moe import MoE
+from acmoe.ops.backend import triton_obstacle
+from acmoe.ops.order import worth_sorting
 from acmoe.ops.scale import cluster_scale
 from acmoe.routing.state import RoutingState
 from acmoe.routing.step import fold_statistics
@@ -146,11 +149,16 @@ def draw_trial(shape: Shape, config: RouterBenchConfig, device: torch.device) ->
     C, size = shape.num_experts, (shape.tokens, 1)
     assignment_TJ = torch.randint(C, size, generator=generator, device=device)
     scale_CD = torch.rand(C, shape.dim, generator=generator, device=device) + 0.5
+    clusters = None
+    if triton_obstacle(x_TD) is None and worth_sorting(shape.tokens, C):
+        sort = sort_by_expert(assignment_TJ, C, backend="triton", assignment_T1=assignment_TJ)
+        clusters = sort.clusters
     state = RoutingState(
         assignment_TJ,
         torch.ones(size, device=device),
         scale_CD / scale_CD.mean(-1, keepdim=True),
         torch.zeros((), device=device),
+        clusters,
     )
     return Trial(shape, weights, x_TD, cotangent_TD, state)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acmoe.ops.order import sort_rows
+from acmoe.ops.order import Clusters, sort_rows, sort_rows_and_tokens
 from acmoe.routing.router import real_tokens
 from acmoe.routing.state import Routing
 
@@ -20,12 +20,31 @@ class Order(NamedTuple):
     back: Tensor  # (N,) the sorted place of each row
     end: Tensor  # (E,) where each expert's rows end; rows for no expert stand behind the last
     expert: Tensor  # (N,) sorted expert ids
+    clusters: Clusters | None = None  # the tokens sorted by cluster, where that was asked for
 
 
-def sort_by_expert(expert_ids_TK: Tensor, num_experts: int, *, backend: str = "torch") -> Order:
-    """Stable, so that an expert sees its tokens in their own order. No host sync."""
+def sort_by_expert(
+    expert_ids_TK: Tensor,
+    num_experts: int,
+    *,
+    backend: str = "torch",
+    assignment_T1: Tensor | None = None,
+    token_mask_T: Tensor | None = None,
+) -> Order:
+    """Stable, so that an expert sees its tokens in their own order. No host sync.
+
+    assignment_T1: sort the tokens by these clusters in the same launches, masked ones into none; a
+    backend that has no such launches leaves it.
+    """
     if backend == "triton" and expert_ids_TK.numel() > 0:
-        return Order(*sort_rows(expert_ids_TK, num_experts))
+        if assignment_T1 is None:
+            return Order(*sort_rows(expert_ids_TK, num_experts))
+        cluster_T = assignment_T1[:, 0]
+        if token_mask_T is not None:
+            cluster_T = cluster_T.masked_fill(~token_mask_T, -1)
+        found = sort_rows_and_tokens(expert_ids_TK, cluster_T, num_experts)
+        order, back, ends, expert, token, begin, end = found
+        return Order(order, back, ends, expert, Clusters(assignment_T1, token, begin, end))
     expert_N, order_N = expert_ids_TK.reshape(-1).sort(stable=True)
     back_N = torch.empty_like(order_N).scatter_(
         0, order_N, torch.arange(order_N.numel(), device=order_N.device)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from acmoe.config.routing import AdaptiveConfig, RandomConfig
 from acmoe.errors import UserError, check
+from acmoe.ops.order import Clusters, worth_sorting
 from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.baselines import RandomRouter
 from acmoe.routing.cache import StatisticsSlot
@@ -55,8 +56,12 @@ class Emitter(nn.Module):
         token_mask: Tensor | None = None,
         slot: StatisticsSlot | None = None,
         source: Tensor | None = None,
+        clusters: Clusters | None = None,
     ) -> RoutingState:
-        """`source` holds the tokens statistics are taken of, where the reader asks for others."""
+        """`source` holds the tokens statistics are taken of, where the reader asks for others.
+
+        `clusters`: the tokens sorted by what `sorted_by` named, masked ones in none.
+        """
         aux_loss = state.aux_loss + routing.loss
         if self.reader is None:
             assignment, membership = no_cluster(
@@ -65,16 +70,34 @@ class Emitter(nn.Module):
             return RoutingState(assignment, membership, torch.ones_like(state.scale), aux_loss)
         # The choice before any dropping: a full expert does not change where a token belongs.
         assignment, membership = clusters_of(
-            routing.affinity, self.reader.mix, detach=getattr(self.reader, "detach", True)
+            routing.affinity,
+            self.reader.mix,
+            detach=getattr(self.reader, "detach", True),
+            first_T1=routing.first,
         )
+        # Under a mask the reader would have to know that it is the same one.
+        carried = clusters if token_mask is None else None
         if self.statistics is None:
-            return RoutingState(assignment, membership, torch.ones_like(state.scale), aux_loss)
+            scale = torch.ones_like(state.scale)
+            return RoutingState(assignment, membership, scale, aux_loss, carried)
         source = self._measured(x, source)
         x_BLD = source if source.dim() == 3 else source[None]
         mask_BL = None if token_mask is None else token_mask.view(x_BLD.shape[:-1])
         first_BL = assignment[:, 0].view(x_BLD.shape[:-1])
-        scale = self.statistics.cluster_scale(x_BLD, first_BL, mask_BL, slot)
-        return RoutingState(assignment, membership, scale, aux_loss)
+        scale = self.statistics.cluster_scale(x_BLD, first_BL, mask_BL, slot, clusters)
+        return RoutingState(assignment, membership, scale, aux_loss, carried)
+
+    def sorted_by(self, routing: Routing) -> Tensor | None:
+        """(T, 1) the clusters by which statistics and the next router would like tokens sorted.
+
+        None where neither reads one cluster a token over the whole call, where the first choice
+        would have to be looked for first, or where clusters are small.
+        """
+        if not isinstance(self.reader, AdaptiveConfig) or routing.first is None:
+            return None
+        mode = self.reader.modes[0 if self.training else 1]
+        served = self.reader.mix == 1 and mode in ("batch", "running")
+        return routing.first if served and worth_sorting(*routing.affinity.shape) else None
 
     def _measured(self, x: Tensor, source: Tensor | None) -> Tensor:
         assert isinstance(self.reader, AdaptiveConfig)

@@ -118,10 +118,6 @@ class MoE(nn.Module):
             routing, expert_input = self.router.route(
                 x, state, token_mask=token_mask, token_ids=token_ids, cache=slots.router
             )
-            emitted = self.emitter(
-                x, routing, state, token_mask=token_mask, slot=slots.emit, source=source
-            )
-
         mask_T = None if token_mask is None else token_mask.reshape(-1)
         sent = routing
         if mask_T is not None:
@@ -130,11 +126,25 @@ class MoE(nn.Module):
             sent = routing._replace(expert_ids=nowhere)
         if self.capacity_factor is not None:
             sent = limit_capacity(sent, self.num_experts, self.top_k, self.capacity_factor, mask_T)
-        y_TD = self.experts.mix(
-            expert_input.reshape(-1, self.dim),
+        input_TD = expert_input.reshape(-1, self.dim)
+        complete = self.capacity_factor is None and token_mask is None and self.router.always_k
+        order = self.experts.order(
+            input_TD,
             sent.expert_ids,
-            sent.gate,
-            complete=self.capacity_factor is None and token_mask is None and self.router.always_k,
+            complete=complete,
+            assignment_T1=self.emitter.sorted_by(routing),
+            token_mask_T=mask_T,
+        )
+        with without_autocast(x):
+            emitted = self.emitter(
+                *(x, routing, state),
+                token_mask=token_mask,
+                slot=slots.emit,
+                source=source,
+                clusters=None if order is None else order.clusters,
+            )
+        y_TD = self.experts.mix(
+            input_TD, sent.expert_ids, sent.gate, complete=complete, order=order
         )
         return blank(y_TD.view(x.shape), token_mask), emitted
 

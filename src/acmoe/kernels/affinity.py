@@ -4,10 +4,15 @@
 Each program owns a block of tokens and all experts, reads x once, and keeps the affinities in
 registers while it chooses. No (T, D) float32 copy of the tokens exists.
 
+Where tokens come sorted by cluster (kernels/order.py) a block has one scale, and
+    affinity_te = sum_d x_td * (scale_d * embedding_ed)
+leaves the token as it is: the products of the plain router, on an embedding rescaled on the way.
+In their own order tokens are rescaled one by one instead.
+
 Floor: x read once (T D itemsize bytes); (T, E) float32 affinities and (T, K) choices written. The
 products are 2 T D E operations, done 3 to 6 times in bf16 (kernels/products.py).
 
-T tokens, D features, E experts, K experts per token, N token blocks.
+T tokens, D features, E experts, C clusters, K experts per token, N token blocks, X sorted places.
 """
 
 from typing import NamedTuple
@@ -18,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from acmoe.kernels.products import accurate_dot, pieces
+from acmoe.kernels.tokens import Tokens, load_scale, load_scaled, load_tokens
 
 # Below every rank, that of -inf too: an expert that is taken or does not exist.
 TAKEN = tl.constexpr(-0x80000000)
@@ -28,6 +34,9 @@ TAKEN = tl.constexpr(-0x80000000)
 TERMS_OF_16_BITS = 4
 
 
+ROWS, COLUMNS = 128, 16  # of a step of `_total_kernel`
+
+
 class Tile(NamedTuple):
     tokens: int
     features: int
@@ -35,7 +44,7 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def launch_table(num_experts: int, num_tokens: int) -> Tile:
+def launch_table(num_experts: int, num_tokens: int, in_order: bool) -> Tile:
     """The whole row of experts sits in registers: more experts, fewer tokens.
 
     32 features a step, with a scale (128 registers a thread) and without: two blocks of 128 tokens
@@ -46,47 +55,12 @@ def launch_table(num_experts: int, num_tokens: int) -> Tile:
         return Tile(16, 32, 8, 2)
     if num_experts > 128:
         return Tile(64, 32, 8, 2)
-    return Tile(128, 32, 8, 3) if num_tokens >= 2**15 else Tile(64, 32, 4, 3)
+    return Tile(128, 32, 8, 3) if in_order and num_tokens >= 2**15 else Tile(64, 32, 4, 3)
 
 
 def terms(dtype: torch.dtype) -> int:
     """Products per product, for tokens of this dtype."""
     return 6 if dtype == torch.float32 else TERMS_OF_16_BITS
-
-
-class Tokens(NamedTuple):
-    """What the kernels of a router read of its tokens, each optional part with a stand-in."""
-
-    x: Tensor  # (T, D)
-    scale: Tensor  # (C, D) float32
-    assignment: Tensor  # (T,) cluster; what is not one of the C is none
-    mask: Tensor  # (T,) uint8
-    has_scale: bool
-    has_mask: bool
-
-    @classmethod
-    def of(
-        cls, x: Tensor, scale: Tensor | None, assignment: Tensor | None, mask: Tensor | None
-    ) -> "Tokens":
-        x = x.contiguous()
-        return cls(
-            x,
-            x if scale is None else scale.contiguous(),
-            x if assignment is None else assignment.contiguous(),
-            x if mask is None else mask.contiguous().view(torch.uint8),
-            scale is not None,
-            mask is not None,
-        )
-
-    @property
-    def pointers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self[:4]
-
-    @property
-    def flags(self) -> dict[str, bool]:
-        """HAS_*, and whether every number that enters a product is a bf16 one as it is."""
-        plain = self.x.dtype == torch.bfloat16 and not self.has_scale
-        return {"HAS_SCALE": self.has_scale, "HAS_MASK": self.has_mask, "PLAIN_BF16": plain}
 
 
 def route(
@@ -96,20 +70,24 @@ def route(
     top_k: int,
     over_selected: bool,
     temperature: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """expert_ids (T, K) int64, gate (T, K), affinity (T, E), summed gates (E,) and load (E,)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """expert_ids (T, K) int64, gate (T, K), affinity (T, E), gate sums (E,), load (E,), first (T,).
+
+    The last is the first choice, int64, in a tensor of its own.
+    """
     T, D = tokens.x.shape
     E = embedding_ED.shape[0]
-    tile = launch_table(E, T)
-    N = triton.cdiv(T, tile.tokens)
+    tile = launch_table(E, T, not tokens.has_order)
+    N = tokens.blocks(tile.tokens)
     affinity_TE = tokens.x.new_empty(T, E, dtype=torch.float32)
     gate_TK = affinity_TE.new_empty(T, top_k)
     ids_TK = affinity_TE.new_empty(T, top_k, dtype=torch.int64)
+    first_T = ids_TK.new_empty(T)
     partial_2NE = affinity_TE.new_empty(2, N, E)
     if T > 0:
         _route_kernel[(N,)](
             *tokens.pointers, embedding_ED.contiguous(), embedding_ED if bias_E is None else bias_E,
-            ids_TK, gate_TK, affinity_TE, partial_2NE, T, D, E, tokens.scale.shape[0],
+            ids_TK, gate_TK, affinity_TE, partial_2NE, first_T, T, D, E, tokens.scale.shape[0],
             1.0 / temperature, K=top_k,
             SELECTED=over_selected, HAS_BIAS=bias_E is not None, **tokens.flags,
             TERMS=terms(tokens.x.dtype),
@@ -117,53 +95,30 @@ def route(
             BK=max(2, triton.next_power_of_2(top_k)), num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )  # fmt: skip
-    gate_NE, load_NE = partial_2NE
-    return ids_TK, gate_TK, affinity_TE, gate_NE.sum(0), load_NE.sum(0)
-
-
-@triton.jit
-def load_scaled(
-    x_ptr, scale_ptr, cluster, row, kept, d, D, HAS_SCALE: tl.constexpr, BT: tl.constexpr
-):  # fmt: skip
-    """float32 tokens from int64 `row` on, times their clusters' scale; zeros where masked."""
-    known = kept[:, None] & (d[None, :] < D)
-    at = tl.arange(0, BT)[:, None] * D + d[None, :]
-    x = tl.load(x_ptr + row * D + at, mask=known, other=0.0).to(tl.float32)
-    if HAS_SCALE:
-        known &= (cluster >= 0)[:, None]
-        x *= tl.load(scale_ptr + cluster[:, None] * D + d[None, :], mask=known, other=1.0)
-    return x
-
-
-@triton.jit
-def load_kept(
-    assignment_ptr, mask_ptr, t, T, C, HAS_SCALE: tl.constexpr, HAS_MASK: tl.constexpr
-):  # fmt: skip
-    """Which tokens exist and are not masked, and their clusters, -1 for none."""
-    kept = t < T
-    if HAS_MASK:
-        kept &= tl.load(mask_ptr + t, mask=kept, other=0) != 0
-    cluster = t
-    if HAS_SCALE:
-        cluster = tl.load(assignment_ptr + t, mask=kept, other=-1).to(tl.int32)
-        cluster = tl.where(cluster < C, cluster, -1)
-    return kept, cluster
+    gate_E, load_E = affinity_TE.new_empty(E), affinity_TE.new_empty(E)
+    _total_kernel[(2, triton.cdiv(E, COLUMNS))](
+        partial_2NE, gate_E, load_E, N if T > 0 else 0, E, BN=ROWS, BE=COLUMNS, num_warps=4
+    )
+    return ids_TK, gate_TK, affinity_TE, gate_E, load_E, first_T
 
 
 @triton.jit
 def _affinity(
-    x_ptr, scale_ptr, cluster, embedding_ptr, row, kept, e, D, E, HAS_SCALE: tl.constexpr,
-    PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-    BE: tl.constexpr,
+    x_ptr, scale_ptr, cluster, embedding_ptr, t, row, kept, e, D, E, HAS_SCALE: tl.constexpr,
+    SORTED: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, BT: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     total = tl.zeros((BT, BE), dtype=tl.float32)
     for start in range(0, D, BD):
         d = start + tl.arange(0, BD)
-        x = load_scaled(x_ptr, scale_ptr, cluster, row, kept, d, D, HAS_SCALE, BT)
+        x = load_scaled(x_ptr, scale_ptr, cluster, t, row, kept, d, D, HAS_SCALE, SORTED, BT)
         known = (d[:, None] < D) & (e[None, :] < E)
         weight = tl.load(embedding_ptr + e[None, :] * D + d[:, None], mask=known, other=0.0)
+        weight = weight.to(tl.float32)
+        if SORTED:
+            weight *= load_scale(scale_ptr, cluster, d, D)[:, None]
         x_high, x_middle, x_low = pieces(x, PLAIN_BF16)
-        high, middle, low = pieces(weight.to(tl.float32), False)
+        high, middle, low = pieces(weight, False)
         total += accurate_dot(
             x_high, x_middle, x_low, high, middle, low, PLAIN_BF16, False, TERMS
         )  # fmt: skip
@@ -204,24 +159,32 @@ def softmax_rows(value):
 
 @triton.jit
 def _route_kernel(
-    x_ptr, scale_ptr, assignment_ptr, mask_ptr, embedding_ptr, bias_ptr, ids_ptr, gate_ptr,
-    affinity_ptr, partial_ptr, T, D, E, C, inverse_temperature, K: tl.constexpr,
-    SELECTED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr,
-    HAS_MASK: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, BT: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
+    x_ptr, scale_ptr, assignment_ptr, mask_ptr, place_ptr, embedding_ptr, bias_ptr, ids_ptr,
+    gate_ptr, affinity_ptr, partial_ptr, first_ptr, T, D, E, C, inverse_temperature,
+    K: tl.constexpr, SELECTED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr,
+    HAS_MASK: tl.constexpr, SORTED: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * BT
-    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    start = tl.program_id(0) * BT
     e = tl.arange(0, BE)
-    kept, cluster = load_kept(assignment_ptr, mask_ptr, t, T, C, HAS_SCALE, HAS_MASK)
+    partial_ptr += tl.program_id(0) * E + e
+    t, known, kept, cluster = load_tokens(
+        assignment_ptr, mask_ptr, place_ptr, start, T, C, HAS_SCALE, HAS_MASK, SORTED, BT
+    )  # fmt: skip
+    if SORTED:
+        if tl.max(t) < 0:  # a block without tokens
+            tl.store(partial_ptr, tl.zeros((BE,), dtype=tl.float32), mask=e < E)
+            partial_ptr += tl.num_programs(0) * E
+            tl.store(partial_ptr, tl.zeros((BE,), dtype=tl.float32), mask=e < E)
+            return
     affinity = _affinity(
-        x_ptr, scale_ptr, cluster, embedding_ptr, row, kept, e, D, E, HAS_SCALE, PLAIN_BF16,
-        TERMS, BT, BD, BE,
+        x_ptr, scale_ptr, cluster, embedding_ptr, t, start.to(tl.int64), kept, e, D, E, HAS_SCALE,
+        SORTED, PLAIN_BF16, TERMS, BT, BD, BE,
     )  # fmt: skip
     if HAS_BIAS:
         affinity += tl.load(bias_ptr + e, mask=e < E, other=0.0).to(tl.float32)[None, :]
     at = t.to(tl.int64)[:, None] * E + e[None, :]
-    tl.store(affinity_ptr + at, affinity, mask=(t[:, None] < T) & (e[None, :] < E))
+    tl.store(affinity_ptr + at, affinity, mask=known[:, None] & (e[None, :] < E))
 
     ids, values, taken = _choose(affinity, e, E, K, BT, BE, BK)
     k = tl.arange(0, BK)
@@ -233,12 +196,31 @@ def _route_kernel(
         top = tl.max(affinity, axis=1)[:, None]
         gate = tl.exp(values - top) / tl.sum(tl.exp(affinity - top), axis=1)[:, None]
     at = t.to(tl.int64)[:, None] * K + k[None, :]
-    known = (t[:, None] < T) & (k[None, :] < K)
-    tl.store(gate_ptr + at, gate, mask=known)
-    tl.store(ids_ptr + at, ids.to(tl.int64), mask=known)
+    tl.store(gate_ptr + at, gate, mask=known[:, None] & (k[None, :] < K))
+    tl.store(ids_ptr + at, ids.to(tl.int64), mask=known[:, None] & (k[None, :] < K))
+    first = tl.sum(tl.where(k[None, :] == 0, ids, 0), axis=1)
+    tl.store(first_ptr + t, first.to(tl.int64), mask=known)
 
     share = tl.where(kept[:, None], softmax_rows(affinity * inverse_temperature), 0.0)
-    partial_ptr += tl.program_id(0) * E + e
     tl.store(partial_ptr, tl.sum(share, axis=0), mask=e < E)
     taken = (taken & kept[:, None]).to(tl.float32)
-    tl.store(partial_ptr + tl.num_programs(0) * E, tl.sum(taken, axis=0), mask=e < E)
+    partial_ptr += tl.num_programs(0) * E
+    tl.store(partial_ptr, tl.sum(taken, axis=0), mask=e < E)
+
+
+@triton.jit
+def _total_kernel(
+    partial_ptr, gate_ptr, load_ptr, N, E, BN: tl.constexpr, BE: tl.constexpr
+):  # fmt: skip
+    """What the token blocks left of the gates (program 0) and of the load (1), added up."""
+    e = tl.program_id(1) * BE + tl.arange(0, BE)
+    total = tl.zeros((BN, BE), dtype=tl.float32)
+    for start in range(0, N, BN):
+        n = start + tl.arange(0, BN)
+        known = (n[:, None] < N) & (e[None, :] < E)
+        row = tl.program_id(0) * N + n
+        total += tl.load(partial_ptr + row[:, None] * E + e[None, :], mask=known, other=0.0)
+    if tl.program_id(0) == 0:
+        tl.store(gate_ptr + e, tl.sum(total, axis=0), mask=e < E)
+    else:
+        tl.store(load_ptr + e, tl.sum(total, axis=0), mask=e < E)

@@ -4,10 +4,12 @@
                   2 or 3 bf16 pieces (kernels/products.py), which the other two multiply
     d x           (d affinity @ embedding) * scale of the token's cluster
     d embedding   d affinity^T @ (x * scale), in partial sums over splits of the tokens: no atomics
-The scale is a constant here. Floors: T E float32 read and 2 or 3 T E bf16 written; x's bytes
+The scale is a constant here. Of sorted tokens a block has one, which multiplies its product instead
+of every token. Floors: T E float32 read and 2 or 3 T E bf16 written; x's bytes
 written; x's bytes read.
 
-T tokens, D features, E experts, K experts per token, N token blocks, P splits, Z pieces.
+T tokens, D features, E experts, C clusters, K experts per token, N token blocks, P splits,
+Z pieces.
 """
 
 from typing import NamedTuple
@@ -17,9 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from acmoe.kernels.affinity import Tokens, load_kept, load_scaled, softmax_rows
-from acmoe.kernels.dispersion import split_tokens
+from acmoe.kernels.affinity import softmax_rows
+from acmoe.kernels.dispersion import PROGRAMS, split_tokens
 from acmoe.kernels.products import accurate_dot, in_three, pieces
+from acmoe.kernels.tokens import Tokens, load_scale, load_scaled, load_tokens
 
 
 class Tile(NamedTuple):
@@ -36,16 +39,21 @@ def affinity_table(num_experts: int) -> Tile:
     return Tile(min(64, 4096 // experts), 0, experts, 4, 1)
 
 
-def token_table(num_experts: int) -> Tile:
-    """Up to 64 experts are one step of the product: nothing to load ahead."""
+def token_table(num_experts: int, in_order: bool) -> Tile:
+    """Up to 64 experts are one step of the product: nothing to load ahead.
+
+    A block of sorted tokens is half as high, and takes half the warps.
+    """
     experts = min(64, max(16, triton.next_power_of_2(num_experts)))
-    return Tile(128, 64, experts, 8, 1 if num_experts <= 64 else 2)
+    height, num_warps = (128, 8) if in_order else (64, 4)
+    return Tile(height, 64, experts, num_warps, 1 if num_experts <= 64 else 2)
 
 
-def embedding_table(num_experts: int, dim: int) -> Tile:
+def embedding_table(num_experts: int, dim: int, in_order: bool) -> Tile:
     """4 warps up to 64 experts: 8 took 86 us for 50, and 217 for 146 with a scale (H200, olmoe)."""
     experts = min(128, max(16, triton.next_power_of_2(num_experts)))
-    return Tile(64, 64 if dim >= 1024 else 32, experts, 8 if experts == 128 else 4, 3)
+    features = 32 if in_order and dim < 1024 else 64
+    return Tile(64, features, experts, 8 if experts == 128 else 4, 3)
 
 
 def terms(dtype: torch.dtype) -> int:
@@ -65,7 +73,7 @@ def affinity_gradient(
     temperature: float,
     num_pieces: int,
 ) -> tuple[Tensor, Tensor]:
-    """d affinity (Z, T, E) in bf16 pieces, and its sum over tokens (E,): the bias's gradient."""
+    """d affinity (Z, T, E) in bf16 pieces, and what its blocks sum to over their tokens (N, E)."""
     T, E = affinity_TE.shape
     K = ids_TK.shape[1]
     tile = affinity_table(E)
@@ -84,35 +92,41 @@ def affinity_gradient(
             BE=tile.experts, BK=max(2, triton.next_power_of_2(K)), num_warps=tile.num_warps,
             PIECES=num_pieces,
         )  # fmt: skip
-    return grad_ZTE, partial_NE.sum(0)
+    return grad_ZTE, partial_NE
 
 
-def token_gradient(tokens: Tokens, grad_ZTE: Tensor, embedding_ED: Tensor) -> Tensor:
-    """d x (T, D), in x's dtype."""
+def token_gradient(
+    tokens: Tokens, grad_ZTE: Tensor, embedding_ED: Tensor, other_TD: Tensor | None = None
+) -> Tensor:
+    """d x (T, D), in x's dtype; other_TD is what comes to x from elsewhere, to be added."""
     T, D = tokens.x.shape
     E = grad_ZTE.shape[2]
-    tile = token_table(E)
+    tile = token_table(E, not tokens.has_order)
     grad_TD = torch.empty_like(tokens.x)
     if T > 0:
-        _token_kernel[(triton.cdiv(T, tile.tokens), triton.cdiv(D, tile.features))](
-            *tokens.pointers, grad_ZTE, embedding_ED.contiguous(), grad_TD, T, D, E,
-            tokens.scale.shape[0], **tokens.flags, TERMS=terms(tokens.x.dtype), BT=tile.tokens,
-            BD=tile.features, BE=tile.experts, num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+        _token_kernel[(tokens.blocks(tile.tokens), triton.cdiv(D, tile.features))](
+            *tokens.pointers, grad_ZTE, embedding_ED.contiguous(),
+            grad_TD if other_TD is None else other_TD.contiguous(), grad_TD, T, D, E,
+            tokens.scale.shape[0], HAS_OTHER=other_TD is not None, **tokens.flags,
+            TERMS=terms(tokens.x.dtype), BT=tile.tokens, BD=tile.features, BE=tile.experts,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return grad_TD
 
 
-def embedding_gradient(tokens: Tokens, grad_ZTE: Tensor) -> Tensor:
-    """d embedding (E, D), float32."""
+def embedding_gradient(tokens: Tokens, end: Tensor | None, grad_ZTE: Tensor) -> Tensor:
+    """d embedding (E, D), float32. end: (C + 1,) where the clusters of sorted tokens end."""
     T, D = tokens.x.shape
     E = grad_ZTE.shape[2]
-    tile = embedding_table(E, D)
+    tile = embedding_table(E, D, end is None)
     blocks = triton.cdiv(D, tile.features), triton.cdiv(E, tile.experts)
-    P, split = split_tokens(T, blocks[0] * blocks[1], tile.tokens)
+    # Sorted tokens arrive from all over memory: twice the programs hide that (99 -> 68 us, olmoe).
+    programs = PROGRAMS if end is None else 2 * PROGRAMS
+    P, split = split_tokens(T, blocks[0] * blocks[1], tile.tokens, programs)
     partial_PED = grad_ZTE.new_empty(P, E, D, dtype=torch.float32)
     _embedding_kernel[(P, *blocks)](
-        *tokens.pointers, grad_ZTE, partial_PED, T, D, E, tokens.scale.shape[0], split,
+        *tokens.pointers, tokens.place if end is None else end, grad_ZTE, partial_PED, T, D, E,
+        tokens.scale.shape[0], split,
         **tokens.flags, TERMS=terms(tokens.x.dtype), BT=tile.tokens, BD=tile.features,
         BE=tile.experts, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -129,7 +143,9 @@ def _affinity_kernel(
 ):  # fmt: skip
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     e = tl.arange(0, BE)
-    kept, _ = load_kept(mask_ptr, mask_ptr, t, T, 0, False, HAS_MASK)
+    kept = t < T
+    if HAS_MASK:
+        kept &= tl.load(mask_ptr + t, mask=kept, other=0) != 0
     known = (t[:, None] < T) & (e[None, :] < E)
     at = t.to(tl.int64)[:, None] * E + e[None, :]
     affinity = tl.load(affinity_ptr + at, mask=known, other=0.0)
@@ -182,69 +198,104 @@ def _gate_gradient(
 
 
 @triton.jit
-def _load_pieces(grad_ptr, at, known, T, E, TERMS: tl.constexpr):
+def _load_pieces(grad_ptr, known, T, E, TERMS: tl.constexpr):
     size = (tl.full((), 0, dtype=tl.int64) + T) * E
-    high = tl.load(grad_ptr + at, mask=known, other=0.0)
-    middle = tl.load(grad_ptr + size + at, mask=known, other=0.0)
+    high = tl.load(grad_ptr, mask=known, other=0.0)
+    middle = tl.load(grad_ptr + size, mask=known, other=0.0)
     low = high
     if TERMS == 6:
-        low = tl.load(grad_ptr + 2 * size + at, mask=known, other=0.0)
+        low = tl.load(grad_ptr + 2 * size, mask=known, other=0.0)
     return high, middle, low
 
 
 @triton.jit
+def _rows_of(grad_ptr, t, row, E, SORTED: tl.constexpr, BT: tl.constexpr):
+    """(BT,) where these tokens' gradients begin: from int64 `row` on, or each at its own place."""
+    if SORTED:
+        rows = grad_ptr + t.to(tl.int64) * E
+    else:
+        rows = grad_ptr + row * E + tl.arange(0, BT) * E
+    return rows
+
+
+@triton.jit
 def _token_kernel(
-    x_ptr, scale_ptr, assignment_ptr, mask_ptr, grad_ptr, embedding_ptr, out_ptr, T, D, E, C,
-    HAS_SCALE: tl.constexpr, HAS_MASK: tl.constexpr, PLAIN_BF16: tl.constexpr,
-    TERMS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    x_ptr, scale_ptr, assignment_ptr, mask_ptr, place_ptr, grad_ptr, embedding_ptr, other_ptr,
+    out_ptr, T, D, E, C, HAS_OTHER: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_MASK: tl.constexpr,
+    SORTED: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, BT: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0) * BT
-    t = first + tl.arange(0, BT)
+    start = tl.program_id(0) * BT
+    t, exists, kept, cluster = load_tokens(
+        assignment_ptr, mask_ptr, place_ptr, start, T, C, HAS_SCALE, HAS_MASK, SORTED, BT
+    )
+    if SORTED:
+        if tl.max(t) < 0:
+            return
+    row = start.to(tl.int64)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
-    kept, cluster = load_kept(assignment_ptr, mask_ptr, t, T, C, HAS_SCALE, HAS_MASK)
-    grad_ptr += first.to(tl.int64) * E
+    row_ptr = _rows_of(grad_ptr, t, row, E, SORTED, BT)
     total = tl.zeros((BT, BD), dtype=tl.float32)
-    for start in range(0, E, BE):
-        e = start + tl.arange(0, BE)
-        at = tl.arange(0, BT)[:, None] * E + e[None, :]
+    for begin in range(0, E, BE):
+        e = begin + tl.arange(0, BE)
         known = kept[:, None] & (e[None, :] < E)
-        grad_high, grad_middle, grad_low = _load_pieces(grad_ptr, at, known, T, E, TERMS)
+        grad_high, grad_middle, grad_low = _load_pieces(
+            row_ptr[:, None] + e[None, :], known, T, E, TERMS
+        )
         known = (e[:, None] < E) & (d[None, :] < D)
         weight = tl.load(embedding_ptr + e[:, None] * D + d[None, :], mask=known, other=0.0)
         high, middle, low = pieces(weight.to(tl.float32), False)
         total += accurate_dot(
             grad_high, grad_middle, grad_low, high, middle, low, False, False, TERMS
         )  # fmt: skip
-    if HAS_SCALE:
-        known = (kept & (cluster >= 0))[:, None] & (d[None, :] < D)
-        total *= tl.load(scale_ptr + cluster[:, None] * D + d[None, :], mask=known, other=1.0)
-    out_ptr += first.to(tl.int64) * D + tl.arange(0, BT)[:, None] * D + d[None, :]
-    out = total.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr, out, mask=(t[:, None] < T) & (d[None, :] < D))
+    if SORTED:
+        total *= load_scale(scale_ptr, cluster, d, D)[None, :]
+        at = t.to(tl.int64)[:, None] * D + d[None, :]
+    else:
+        if HAS_SCALE:
+            known = (kept & (cluster >= 0))[:, None] & (d[None, :] < D)
+            total *= tl.load(scale_ptr + cluster[:, None] * D + d[None, :], mask=known, other=1.0)
+        out_ptr += row * D
+        other_ptr += row * D
+        at = tl.arange(0, BT)[:, None] * D + d[None, :]
+    known = exists[:, None] & (d[None, :] < D)
+    if HAS_OTHER:
+        total += tl.load(other_ptr + at, mask=known, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=known)
 
 
 @triton.jit
 def _embedding_kernel(
-    x_ptr, scale_ptr, assignment_ptr, mask_ptr, grad_ptr, out_ptr, T, D, E, C, split,
-    HAS_SCALE: tl.constexpr, HAS_MASK: tl.constexpr, PLAIN_BF16: tl.constexpr,
-    TERMS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    x_ptr, scale_ptr, assignment_ptr, mask_ptr, place_ptr, end_ptr, grad_ptr, out_ptr, T, D, E, C,
+    split, HAS_SCALE: tl.constexpr, HAS_MASK: tl.constexpr, SORTED: tl.constexpr,
+    PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr,
 ):  # fmt: skip
-    begin = tl.program_id(0) * split
+    size, count = split, T
+    if SORTED:  # only the device knows how many places are taken
+        count = tl.load(end_ptr + C)
+        size = tl.cdiv(tl.cdiv(count, BT), tl.num_programs(0)) * BT
+    begin = tl.program_id(0) * size
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     e = tl.program_id(2) * BE + tl.arange(0, BE)
     total = tl.zeros((BE, BD), dtype=tl.float32)
-    for start in range(begin, tl.minimum(begin + split, T), BT):
+    for start in range(begin, tl.minimum(begin + size, count), BT):
         row = tl.full((), 0, dtype=tl.int64) + start
-        kept, cluster = load_kept(
-            assignment_ptr, mask_ptr, start + tl.arange(0, BT), T, C, HAS_SCALE, HAS_MASK
+        t, _, kept, cluster = load_tokens(
+            assignment_ptr, mask_ptr, place_ptr, start, T, C, HAS_SCALE, HAS_MASK, SORTED, BT
         )
-        x = load_scaled(x_ptr, scale_ptr, cluster, row, kept, d, D, HAS_SCALE, BT)
+        x = load_scaled(x_ptr, scale_ptr, cluster, t, row, kept, d, D, HAS_SCALE, SORTED, BT)
         high, middle, low = pieces(x, PLAIN_BF16)
-        at = tl.arange(0, BT)[None, :] * E + e[:, None]
+        row_ptr = _rows_of(grad_ptr, t, row, E, SORTED, BT)
         known = kept[None, :] & (e[:, None] < E)
-        grad_high, grad_middle, grad_low = _load_pieces(grad_ptr + row * E, at, known, T, E, TERMS)
-        total += accurate_dot(
+        grad_high, grad_middle, grad_low = _load_pieces(
+            row_ptr[None, :] + e[:, None], known, T, E, TERMS
+        )
+        product = accurate_dot(
             grad_high, grad_middle, grad_low, high, middle, low, False, PLAIN_BF16, TERMS
         )  # fmt: skip
+        if SORTED:
+            product *= load_scale(scale_ptr, cluster, d, D)[None, :]
+        total += product
     at = (tl.program_id(0).to(tl.int64) * E + e)[:, None] * D + d[None, :]
     tl.store(out_ptr + at, total, mask=(e[:, None] < E) & (d[None, :] < D))

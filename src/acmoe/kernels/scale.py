@@ -1,7 +1,8 @@
 """From partial sums to dispersion and scale: the Triton form of ops/scale.py.
 
-One program a cluster adds up its splits and, where the weights of a cluster average one by
-themselves (normalize="cluster" without clamp, the default), writes the scale at once. The other
+One program a cluster adds up its parts, splits of all tokens (kernels/dispersion.py) or chunks of
+its own (kernels/sorted_dispersion.py). Where the weights of a cluster average one by themselves
+(normalize="cluster" without clamp, the default) it writes the scale at once; the other
 normalisations compare clusters and take a second launch.
 
     finish      floor: P C D partials read, 2 C D written (float32)
@@ -9,7 +10,7 @@ normalisations compare clusters and take a second launch.
                 needs the mean of what it left
 Arithmetic is float64, as in ops/scale.py: reciprocals of tiny dispersions overflow float32.
 
-B sets of clusters, C clusters, D features, P splits.
+B sets of clusters, C clusters, D features, P splits, Q chunks.
 """
 
 import torch
@@ -18,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from acmoe.kernels.dispersion import Partials
+from acmoe.kernels.sorted_dispersion import Chunks, chunks_before
 
 # A sum with a poisoned term (kernels/dispersion.py) is at least this.
 SPOILED = tl.constexpr(1e38)
@@ -29,7 +31,7 @@ ROW_STATISTICS = tl.constexpr(3)  # mean dispersion, 1 if the cluster informs, s
 NORMALISE_TILE = 2048
 
 
-def finish_dispersion(partials: Partials, *, root: bool) -> tuple[Tensor, Tensor]:
+def finish_dispersion(partials: Partials | Chunks, *, root: bool) -> tuple[Tensor, Tensor]:
     """Dispersion (B, C, D) and count (B, C), float32. root: of a variance its square root."""
     _, dispersion_BCD, count_BC = _finish(
         partials, root=root, result="dispersion", floor=0.0, eps=0.0, min_tokens=0
@@ -38,7 +40,7 @@ def finish_dispersion(partials: Partials, *, root: bool) -> tuple[Tensor, Tensor
 
 
 def finish_scale(
-    partials: Partials,
+    partials: Partials | Chunks,
     *,
     root: bool,
     normalize: str,
@@ -71,11 +73,22 @@ def finish_scale(
 
 
 def _finish(
-    partials: Partials, *, root: bool, result: str, floor: float, eps: float, min_tokens: int
+    partials: Partials | Chunks,
+    *,
+    root: bool,
+    result: str,
+    floor: float,
+    eps: float,
+    min_tokens: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `result` names (scale, rows of statistics, or nothing more); dispersion; count."""
-    B, P, C, D = partials.spread.shape
-    dispersion_BCD = torch.empty_like(partials.mean)
+    if isinstance(partials, Chunks):
+        B, P, C, D = 1, 0, partials.begin.numel() - 1, partials.spread.shape[1]
+        parts = partials.spread, partials.begin, partials.end
+    else:
+        B, P, C, D = partials.spread.shape
+        parts = partials.spread, partials.count, partials.count
+    dispersion_BCD = partials.spread.new_empty(B, C, D)
     count_BC = dispersion_BCD.new_empty(B, C)
     out = dispersion_BCD
     if result == "scale":
@@ -84,27 +97,39 @@ def _finish(
         out = dispersion_BCD.new_empty(B, C, ROW_STATISTICS.value, dtype=torch.float64)
     width = max(16, triton.next_power_of_2(D))
     _finish_kernel[(B * C,)](
-        partials.spread, partials.count, dispersion_BCD, count_BC, out, C, D, P, floor, eps,
-        min_tokens, ROOT=root, RESULT=result, BD=width, num_warps=8 if width > 2048 else 4,
+        *parts, dispersion_BCD, count_BC, out, C, D, P, floor, eps, min_tokens,
+        ROWS=partials.rows if isinstance(partials, Chunks) else 0,
+        BC=max(16, triton.next_power_of_2(C)), ROOT=root, RESULT=result, BD=width,
+        num_warps=8 if width > 2048 else 4,
     )  # fmt: skip
     return out, dispersion_BCD, count_BC
 
 
 @triton.jit
 def _finish_kernel(
-    spread_ptr, count_ptr, dispersion_ptr, tokens_ptr, out_ptr, C, D, P, floor, eps, min_tokens,
-    ROOT: tl.constexpr, RESULT: tl.constexpr, BD: tl.constexpr,
+    spread_ptr, count_ptr, end_ptr, dispersion_ptr, tokens_ptr, out_ptr, C, D, P, floor, eps,
+    min_tokens, ROWS: tl.constexpr, BC: tl.constexpr, ROOT: tl.constexpr, RESULT: tl.constexpr,
+    BD: tl.constexpr,
 ):  # fmt: skip
-    """One cluster: its dispersion, then its scale or what `normalise` needs of it."""
+    """One cluster: its dispersion, then its scale or what `normalise` needs of it.
+
+    ROWS of a chunk: count_ptr is where clusters begin; 0: there are splits, and it counts tokens.
+    """
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BD)
     known = d < D
     total = tl.zeros((BD,), dtype=tl.float64)
     tokens = 0
-    for p in tl.range(0, P, loop_unroll_factor=4):  # 4 loads under way instead of one
-        at = ((row // C) * P + p) * C + row % C
-        total += tl.load(spread_ptr + at * D + d, mask=known, other=0.0).to(tl.float64)
-        tokens += tl.load(count_ptr + at)
+    if ROWS > 0:
+        first = chunks_before(count_ptr, end_ptr, row, C, ROWS, BC)
+        tokens += tl.load(end_ptr + row) - tl.load(count_ptr + row)
+        for q in tl.range(first, first + (tokens + ROWS - 1) // ROWS, loop_unroll_factor=4):
+            total += tl.load(spread_ptr + q * D + d, mask=known, other=0.0).to(tl.float64)
+    else:
+        for p in tl.range(0, P, loop_unroll_factor=4):  # 4 loads under way instead of one
+            at = ((row // C) * P + p) * C + row % C
+            total += tl.load(spread_ptr + at * D + d, mask=known, other=0.0).to(tl.float64)
+            tokens += tl.load(count_ptr + at)
     share = 1.0 / tl.maximum(tokens, 1).to(tl.float64)
     s = total * share
     if ROOT:

@@ -3,19 +3,22 @@
 B sequences of L tokens, D features, C clusters, J clusters per token, X any leading dimensions.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from acmoe.ops.backend import Option, choose, requested, triton_obstacle
+from acmoe.ops.backend import Option, choose, triton_obstacle
 from acmoe.ops.dispersion import dispersion_and_count
 from acmoe.ops.fused_dispersion import KERNEL_MEASURES, fused_dispersion
 from acmoe.ops.fused_prefix import fused_prefix_dispersion
 from acmoe.ops.fused_scale import SCALE_MEASURES, fused_cluster_scale
 from acmoe.ops.log_scale import reshape_scale
+from acmoe.ops.order import Clusters
 from acmoe.ops.prefix import PrefixMoments, prefix_dispersion
 from acmoe.ops.scale import informs, scale_from_dispersion
+from acmoe.ops.sorted_scale import sorted_cluster_scale, sorted_dispersion
 
 
 class ScaleOptions(NamedTuple):
@@ -32,10 +35,21 @@ class ScaleOptions(NamedTuple):
 
 
 def measured_dispersion(
-    x: Tensor, assignment: Tensor, num_clusters: int, *, measure: str, token_mask: Tensor | None
+    x: Tensor,
+    assignment: Tensor,
+    num_clusters: int,
+    *,
+    measure: str,
+    token_mask: Tensor | None,
+    clusters: Clusters | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`dispersion_and_count`, by a kernel where there is one."""
+    """`dispersion_and_count`, by a kernel where there is one.
+
+    clusters: the same tokens sorted by `assignment`, masked ones in none, where somebody did that.
+    """
     fused = _backend(x, measure in KERNEL_MEASURES) == "triton"
+    if fused and clusters is not None and measure in SCALE_MEASURES and _constant(x):
+        return sorted_dispersion(x, clusters, measure=measure)
     compute = fused_dispersion if fused else dispersion_and_count
     return compute(x, assignment, num_clusters, measure=measure, token_mask=token_mask)
 
@@ -48,17 +62,18 @@ def measured_scale(
     *,
     measure: str,
     token_mask: Tensor | None,
+    clusters: Clusters | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scale (X, C, D), dispersion (X, C, D) and count (X, C)."""
-    constant = not (x.requires_grad and torch.is_grad_enabled())
-    served = measure in SCALE_MEASURES and options.strength is None and constant
+    """Scale (X, C, D), dispersion (X, C, D) and count (X, C); clusters as `measured_dispersion`."""
+    served = measure in SCALE_MEASURES and options.strength is None and _constant(x)
     if _backend(x, served) == "triton":
-        scale, spread, count = fused_cluster_scale(
-            x,
-            assignment,
-            num_clusters,
+        if clusters is not None:
+            compute = partial(sorted_cluster_scale, x, clusters)
+        else:
+            compute = partial(fused_cluster_scale, x, assignment, num_clusters)
+            compute = partial(compute, token_mask=token_mask)
+        scale, spread, count = compute(
             measure=measure,
-            token_mask=token_mask,
             normalize=options.normalize,
             floor=options.floor,
             eps=options.eps,
@@ -67,7 +82,7 @@ def measured_scale(
         )
         return _reshaped(scale, spread, count, options), spread, count
     spread, count = measured_dispersion(
-        x, assignment, num_clusters, measure=measure, token_mask=token_mask
+        x, assignment, num_clusters, measure=measure, token_mask=token_mask, clusters=clusters
     )
     return scale_of(spread, count, options), spread, count
 
@@ -109,8 +124,6 @@ def measured_prefix(
     obstacle = triton_obstacle(x_BLD) if x_BLD.numel() else "there are no tokens"
     if obstacle is None and assignment_BLJ.shape[-1] > 1:
         obstacle = "it reads one cluster per token"
-    if obstacle is None and requested() != "triton":
-        obstacle = "its kernel has not been timed; ask for it with ACMOE_BACKEND=triton"
     options = (Option("triton", obstacle), Option("torch", None))
     if choose("prefix statistics", options) == "triton":
         return fused_prefix_dispersion(
@@ -119,6 +132,11 @@ def measured_prefix(
     return prefix_dispersion(
         x_BLD, own_BL, assignment_BLJ, before, measure=measure, token_mask=token_mask
     )
+
+
+def _constant(x: Tensor) -> bool:
+    """Whether no gradient is asked for."""
+    return not (x.requires_grad and torch.is_grad_enabled())
 
 
 def _backend(x: Tensor, served: bool) -> str:

@@ -114,14 +114,15 @@ class AdaptiveRouter(Router):
             return super().route(x, state, token_mask=token_mask, token_ids=token_ids, cache=cache)
         check_state(state, x, self.mix, self.num_experts)
         scale_CD, assignment_T = state.scale, state.assignment[:, 0]
+        clusters = state.sorted if token_mask is None else None
         if self.statistics is not None:
             x_BLD = x if x.dim() == 3 else x[None]
             mask_BL = None if token_mask is None else token_mask.view(x_BLD.shape[:-1])
             assignment_BL = assignment_T.view(x_BLD.shape[:-1])
-            scale_CD = self.statistics.cluster_scale(x_BLD, assignment_BL, mask_BL, cache)
+            scale_CD = self.statistics.cluster_scale(x_BLD, assignment_BL, mask_BL, cache, clusters)
         if self.remedies is not None:
             scale_CD = self.remedies.match_scale(x, scale_CD, assignment_T, base, token_mask, cache)
-        return base.fused(x, scale_CD, assignment_T, token_mask), x
+        return base.fused(x, scale_CD, assignment_T, token_mask, clusters)
 
     def _obstacle(self, state: RoutingState) -> str | None:
         """What keeps this call from that kernel."""

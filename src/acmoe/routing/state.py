@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from acmoe.errors import check
+from acmoe.ops.order import Clusters
 
 
 class Routing(NamedTuple):
@@ -21,15 +22,26 @@ class Routing(NamedTuple):
     gate: Tensor  # (T, K) combine weights, 0 where there is no expert
     affinity: Tensor  # (T, E) token-expert affinities in the scaled space, training noise included
     loss: Tensor  # () float32 weighted auxiliary losses of this layer
+    first: Tensor | None = None  # (T, 1) argmax of the affinity, of a router that has it in hand
 
 
 class RoutingState(NamedTuple):
-    """What the next MoE layer needs of this one. Tensors only, all contiguous."""
+    """What the next MoE layer needs of this one. Tensors only, all contiguous.
+
+    `clusters` saves time and says nothing new: without it every result is the same to rounding.
+    """
 
     assignment: Tensor  # (T, J) int64 clusters of each token, best first; -1: none yet
     membership: Tensor  # (T, J) weights of those clusters, summing to one
     scale: Tensor  # (C, D) diagonals of M; ones where the reader takes its own statistics
     aux_loss: Tensor  # () float32 sum over the MoE layers so far
+    clusters: Clusters | None = None  # the tokens sorted by assignment, where the experts' sort was
+
+    @property
+    def sorted(self) -> Clusters | None:
+        """`clusters`, unless the assignment has been replaced since."""
+        known = self.clusters is not None and self.clusters.assignment is self.assignment
+        return self.clusters if known else None
 
     @classmethod
     def identity(
@@ -61,16 +73,19 @@ def no_cluster(
     return assignment, membership
 
 
-def clusters_of(affinity_TE: Tensor, mix: int, *, detach: bool = True) -> tuple[Tensor, Tensor]:
+def clusters_of(
+    affinity_TE: Tensor, mix: int, *, detach: bool = True, first_T1: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Each token's `mix` best clusters, best first, and their renormalised affinities.
 
-    The first is the argmax, never column 0 of an unsorted top-k. Which cluster a token belongs to
-    is a label; how much of each, part of its scale, has a gradient unless detached.
+    The first is the argmax, never column 0 of an unsorted top-k; `first_T1` if that is known. Which
+    cluster a token belongs to is a label; how much of each, part of its scale, has a gradient
+    unless detached.
     """
     if detach:
         affinity_TE = affinity_TE.detach()
     if mix == 1:
-        assignment_TJ = affinity_TE.argmax(-1, keepdim=True)
+        assignment_TJ = affinity_TE.argmax(-1, keepdim=True) if first_T1 is None else first_T1
         return assignment_TJ, torch.ones_like(assignment_TJ, dtype=affinity_TE.dtype)
     best_TE, order_TE = affinity_TE.sort(dim=-1, descending=True, stable=True)
     return order_TE[:, :mix].contiguous(), best_TE[:, :mix].softmax(-1)

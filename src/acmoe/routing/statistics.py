@@ -30,6 +30,7 @@ from acmoe.ops.measure import (
     measured_scale,
     scale_of,
 )
+from acmoe.ops.order import Clusters
 from acmoe.ops.prefix import PrefixMoments
 from acmoe.routing.cache import StatisticsSlot, check_inference
 from acmoe.routing.step import StepStatistics, fold_average
@@ -94,8 +95,12 @@ class ClusterStatistics(StepStatistics):
         assignment_BL: Tensor,
         token_mask_BL: Tensor | None,
         slot: StatisticsSlot | None,
+        clusters: Clusters | None = None,
     ) -> Tensor:
-        """(C, D) for batch and running; (B, C, D) for sequence."""
+        """(C, D) for batch and running; (B, C, D) for sequence.
+
+        clusters: the same tokens sorted by assignment, masked ones in none, if somebody did that.
+        """
         with self._recording(x_BLD, slot):
             x_BLD = x_BLD.detach() if self.config.detach else x_BLD
             if self.mode == "batch":
@@ -104,10 +109,11 @@ class ClusterStatistics(StepStatistics):
                     self._options,
                     measure=self.config.measure,
                     token_mask=None if token_mask_BL is None else token_mask_BL.flatten(),
+                    clusters=clusters,
                 )
                 self._note(spread_CD, count_C)
             else:
-                self._look(x_BLD, assignment_BL, token_mask_BL)
+                self._look(x_BLD, assignment_BL, token_mask_BL, clusters)
             if self.mode == "running":
                 # A copy: the state that carries it on must not change when the buffer does.
                 return self._running_scale().to(accumulation_dtype(x_BLD.dtype), copy=True)
@@ -125,13 +131,20 @@ class ClusterStatistics(StepStatistics):
     def _all_tokens(self, x_BLD: Tensor, assignment_BL: Tensor) -> tuple[Tensor, Tensor, int]:
         return x_BLD.flatten(0, 1), assignment_BL.flatten(), self.num_clusters
 
-    def _look(self, x_BLD: Tensor, assignment_BL: Tensor, token_mask_BL: Tensor | None) -> None:
+    def _look(
+        self,
+        x_BLD: Tensor,
+        assignment_BL: Tensor,
+        token_mask_BL: Tensor | None,
+        clusters: Clusters | None = None,
+    ) -> None:
         """In training, note what the whole call looked like, for `fold`."""
         if self.training:
             spread_CD, count_C = measured_dispersion(
                 *self._all_tokens(x_BLD, assignment_BL),
                 measure=self.config.measure,
                 token_mask=None if token_mask_BL is None else token_mask_BL.flatten(),
+                clusters=clusters,
             )
             self._note(spread_CD, count_C)
 

@@ -12,6 +12,7 @@ from acmoe.config.routing import LossConfig, SMoEConfig
 from acmoe.errors import check
 from acmoe.ops.affinity import fused_route
 from acmoe.ops.backend import Option, choose, triton_obstacle
+from acmoe.ops.order import Clusters
 from acmoe.routing.cache import StatisticsSlot
 from acmoe.routing.losses import (
     balance_loss,
@@ -142,7 +143,7 @@ class TopKRouter(Router):
         cache: StatisticsSlot | None = None,
     ) -> tuple[Routing, Tensor]:
         if self.fuses(x):
-            return self.fused(x, None, None, token_mask), x
+            return self.fused(x, None, None, token_mask)
         return super().route(x, state, token_mask=token_mask, token_ids=token_ids, cache=cache)
 
     def inner_products(self, x_TD: Tensor) -> Tensor:
@@ -168,8 +169,9 @@ class TopKRouter(Router):
         scale_CD: Tensor | None,
         assignment_T: Tensor | None,
         token_mask: Tensor | None,
-    ) -> Routing:
-        """`decide`, on tokens rescaled by `scale_CD[assignment_T]`, reading x once."""
+        clusters: Clusters | None = None,
+    ) -> tuple[Routing, Tensor]:
+        """`decide`, on tokens rescaled by `scale_CD[assignment_T]`, reading x once; and x."""
         mask_T = None if token_mask is None else token_mask.reshape(-1)
         found = fused_route(
             x.reshape(-1, self.dim),
@@ -181,6 +183,7 @@ class TopKRouter(Router):
             over_selected(self.config.gate, self.top_k),
             mask_T,
             self.config.balance_temperature,
+            clusters,
         )
         loss = found.affinity.new_zeros(())
         if self.losses.balance:
@@ -200,7 +203,8 @@ class TopKRouter(Router):
                 tutel=self.losses.tutel,
             )
             loss = loss + self.losses.importance_load * both / 2
-        return Routing(found.expert_ids, found.gate, found.affinity, loss)
+        chosen = found.expert_ids, found.gate, found.affinity
+        return Routing(*chosen, loss, found.first[:, None]), found.x.view(x.shape)
 
     @property
     def noise_std(self) -> float:

@@ -1,0 +1,122 @@
+"""Statistics of tokens that stand sorted by cluster: `ops.fused_scale` and `ops.fused_dispersion`.
+
+The same numbers to rounding, sooner: where the experts of a layer sort its rows anyway, its tokens
+by cluster come along (ops/order.py). Without gradient.
+
+T tokens, D features, C clusters.
+"""
+
+import torch
+from torch import Tensor
+
+from acmoe.errors import check
+from acmoe.ops.fused_dispersion import check_kernel_dtype
+from acmoe.ops.fused_scale import SCALE_MEASURES
+from acmoe.ops.order import Clusters
+from acmoe.ops.scale import check_normalize
+
+
+def sorted_cluster_scale(
+    x: Tensor,
+    clusters: Clusters,
+    *,
+    measure: str = "mad",
+    normalize: str = "cluster",
+    floor: float = 1e-3,
+    eps: float = 0.0,
+    clamp: float | None = None,
+    min_tokens: int = 2,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scale and dispersion (C, D) and count (C,) of x (T, D); the rest as `fused_cluster_scale`."""
+    _check(x, clusters, measure)
+    check_normalize(normalize)
+    scale, spread, count = sorted_scale_op(
+        x.detach(), *clusters[1:], measure, normalize, floor, eps, clamp, min_tokens
+    )
+    return scale, spread, count
+
+
+def sorted_dispersion(
+    x: Tensor, clusters: Clusters, *, measure: str = "mad"
+) -> tuple[Tensor, Tensor]:
+    """Dispersion (C, D) and count (C,) of x (T, D)."""
+    _check(x, clusters, measure)
+    spread, count = sorted_dispersion_op(x.detach(), *clusters[1:], measure)
+    return spread, count
+
+
+def _check(x: Tensor, clusters: Clusters, measure: str) -> None:
+    check(
+        measure in SCALE_MEASURES,
+        f"measure={measure!r} has no kernel for sorted tokens; choose one of "
+        f"{', '.join(SCALE_MEASURES)}, or leave the tokens in their order",
+    )
+    check_kernel_dtype(x)
+    tokens = clusters.assignment.shape[0]
+    check(
+        x.dim() == 2 and x.shape[0] == tokens,
+        f"x has shape {tuple(x.shape)}; pass ({tokens}, features), the tokens that were sorted",
+    )
+
+
+@torch.library.custom_op("acmoe::sorted_scale", mutates_args=())
+def sorted_scale_op(
+    x: Tensor,
+    token: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    measure: str,
+    normalize: str,
+    floor: float,
+    eps: float,
+    clamp: float | None,
+    min_tokens: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from acmoe.kernels.scale import finish_scale
+    from acmoe.kernels.sorted_dispersion import chunk_sums
+
+    scale, spread, count = finish_scale(
+        chunk_sums(x, token, begin, end, "mad" if measure == "mad" else "square"),
+        root=measure == "std",
+        normalize=normalize,
+        floor=floor,
+        eps=eps,
+        clamp=clamp,
+        min_tokens=min_tokens,
+    )
+    return scale[0], spread[0], count[0]
+
+
+@sorted_scale_op.register_fake
+def _(
+    x: Tensor,
+    token: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    measure: str,
+    normalize: str,
+    floor: float,
+    eps: float,
+    clamp: float | None,
+    min_tokens: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    scale = x.new_empty(begin.shape[0] - 1, x.shape[1], dtype=torch.float32)
+    return scale, torch.empty_like(scale), scale.new_empty(scale.shape[:1])
+
+
+@torch.library.custom_op("acmoe::sorted_dispersion", mutates_args=())
+def sorted_dispersion_op(
+    x: Tensor, token: Tensor, begin: Tensor, end: Tensor, measure: str
+) -> tuple[Tensor, Tensor]:
+    from acmoe.kernels.scale import finish_dispersion
+    from acmoe.kernels.sorted_dispersion import chunk_sums
+
+    chunks = chunk_sums(x, token, begin, end, "mad" if measure == "mad" else "square")
+    spread, count = finish_dispersion(chunks, root=measure == "std")
+    return spread[0], count[0]
+
+
+@sorted_dispersion_op.register_fake
+def _(x: Tensor, token: Tensor, begin: Tensor, end: Tensor, measure: str) -> tuple[Tensor, Tensor]:
+    spread = x.new_empty(begin.shape[0] - 1, x.shape[1], dtype=torch.float32)
+    return spread, spread.new_empty(spread.shape[:1])

@@ -1,0 +1,233 @@
+"""Tokens sorted by cluster: the sort, statistics over it, and the router over it.
+
+T = 200 tokens of C = 5 clusters: some larger than a stretch of 64 places, one empty, one of a
+single token, some tokens in none. D = 70 features: no multiple of a block.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from acmoe.errors import UserError
+from acmoe.ops.affinity import fused_route, route_reference
+from acmoe.ops.dispersion import dispersion_and_count
+from acmoe.ops.order import Clusters, sort_rows_and_tokens
+from acmoe.ops.route_op import route_op
+from acmoe.ops.scale import scale_from_dispersion
+from acmoe.ops.sorted_scale import sorted_cluster_scale, sorted_dispersion, sorted_scale_op
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+T, D, C, E, K = 200, 70, 5, 5, 2
+STRETCH = 64
+
+
+def drawn_assignment(generator: torch.Generator) -> Tensor:
+    """(T, 1): cluster 3 has one token, cluster 4 none; about a seventh are in no cluster."""
+    assignment = torch.randint(-1, 6, (T, 1), generator=generator).clamp(max=2)
+    assignment[assignment == 1] = 2  # about 4/7 of all tokens
+    assignment[50:60] = 1
+    assignment[17] = 3
+    return assignment
+
+
+def sort(assignment_T1: Tensor) -> Clusters:
+    ids = assignment_T1.clamp(min=0)
+    return Clusters(assignment_T1, *sort_rows_and_tokens(ids, assignment_T1[:, 0], C)[4:])
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 200])
+def test_clusters_stand_in_order_at_multiples_of_the_stretch(
+    tokens: int, generator: torch.Generator, device: str
+) -> None:
+    assignment = drawn_assignment(generator)[:tokens].to(device)
+    ids = torch.randint(0, E + 1, (tokens, K), generator=generator).to(device)
+    *rows, token, begin, end = sort_rows_and_tokens(ids, assignment[:, 0], C)
+    assert torch.equal(rows[0], ids.flatten().sort(stable=True).indices)
+    place = 0
+    wanted = torch.full_like(token, -1)
+    for c in (*range(C), -1):  # -1: in none, behind the last cluster
+        members = (assignment[:, 0] == c).nonzero()[:, 0].int()
+        at = C if c < 0 else c
+        assert (begin[at], end[at]) == (place, place + len(members))
+        wanted[place : place + len(members)] = members
+        place += -(-len(members) // STRETCH) * STRETCH
+    assert torch.equal(token, wanted)
+
+
+@pytest.mark.parametrize(
+    ("measure", "dtype", "rows"),  # of a chunk: a cluster has one, or several
+    [
+        ("mad", torch.float32, 256),
+        ("mad", torch.bfloat16, 64),
+        ("mad", torch.float16, 256),
+        ("variance", torch.float32, 64),
+        ("variance", torch.bfloat16, 256),
+        ("std", torch.float16, 64),
+    ],
+)
+def test_sorted_statistics_are_the_references(
+    measure: str,
+    dtype: torch.dtype,
+    rows: int,
+    generator: torch.Generator,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from acmoe.kernels import sorted_dispersion as kernels
+
+    monkeypatch.setattr(kernels, "FEWEST_ROWS", rows)
+    monkeypatch.setattr(kernels, "MOST_ROWS", rows)
+    x = torch.randn(T, D, generator=generator).exp().to(device, dtype)
+    assignment = drawn_assignment(generator).to(device)
+    clusters = sort(assignment)
+    scale, spread, count = sorted_cluster_scale(x, clusters, measure=measure)
+    wanted, wanted_count = dispersion_and_count(x.double(), assignment[:, 0], C, measure=measure)
+    # Sums of at most 200 float32 terms, and a mean rounded to 2^-24 of the values.
+    assert torch.allclose(spread.double(), wanted, rtol=2e-6, atol=0)
+    assert torch.equal(count, wanted_count)
+    wanted_scale = scale_from_dispersion(wanted, wanted_count)
+    assert torch.allclose(scale.double(), wanted_scale, rtol=5e-6, atol=0)
+    alone, alone_count = sorted_dispersion(x, clusters, measure=measure)
+    assert torch.equal(alone, spread) and torch.equal(alone_count, count)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_equal_tokens_have_a_dispersion_of_exactly_zero(dtype: torch.dtype, device: str) -> None:
+    # 0.1 is no binary number: 67 * 0.1 / 67 rounds away from it unless sums are exact.
+    x = torch.full((T, D), 0.1, device=device, dtype=dtype)
+    spread, _ = sorted_dispersion(x, sort((torch.arange(T, device=device) % 3)[:, None]))
+    assert (spread == 0).all()
+
+
+@pytest.mark.parametrize("measure", ["mad", "variance"])
+def test_a_large_offset_costs_no_precision(
+    measure: str, generator: torch.Generator, device: str
+) -> None:
+    x = (1000 + torch.randn(T, D, generator=generator)).to(device)
+    assignment = (torch.arange(T, device=device) % 4)[:, None]
+    found, _ = sorted_dispersion(x, sort(assignment), measure=measure)
+    wanted, _ = dispersion_and_count(x.double(), assignment[:, 0], C, measure=measure)
+    assert torch.allclose(found.double(), wanted, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_token_spoils_its_own_cluster_only(
+    bad: float, generator: torch.Generator, device: str
+) -> None:
+    x = torch.randn(T, D, generator=generator).to(device, torch.bfloat16)
+    assignment = drawn_assignment(generator).to(device)
+    clusters = sort(assignment)
+    clean_scale, clean, _ = sorted_cluster_scale(x, clusters)
+    x[55, 5] = bad  # of cluster 1
+    scale, spread, count = sorted_cluster_scale(x, clusters)
+    others = torch.tensor([0, 2, 3, 4], device=device)
+    assert spread[1].isnan().all() and (scale[1] == 1).all() and count[1] == 10
+    assert torch.equal(spread[others], clean[others])
+    assert torch.equal(scale[others], clean_scale[others])
+
+
+def drawn(generator: torch.Generator, device: str, dtype: torch.dtype) -> dict[str, Any]:
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    return {
+        "x": normal(T, D).to(dtype),
+        "embedding": normal(E, D) / D**0.5,
+        "bias": normal(E),
+        "scale": normal(C, D).exp(),
+        "assignment": drawn_assignment(generator)[:, 0].to(device),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_sorted_router_is_the_reference(
+    dtype: torch.dtype, generator: torch.Generator, device: str
+) -> None:
+    case = drawn(generator, device, dtype)
+    settings = (K, dtype != torch.float32, None, 0.7)
+    clusters = sort(case["assignment"][:, None])
+    names = ("x", "embedding", "bias")
+    exact = {n: v.double() if v.is_floating_point() else v for n, v in case.items()}
+    mine = [case[name].requires_grad_() for name in names]
+    theirs = [exact[name].requires_grad_() for name in names]
+    found = fused_route(*case.values(), *settings, clusters)
+    wanted = route_reference(*exact.values(), *settings)
+    assert torch.equal(found.expert_ids, wanted.expert_ids)
+    assert torch.equal(found.first, wanted.expert_ids[:, 0])
+    assert torch.equal(found.load.double(), wanted.load)
+    results = [found.gate, found.affinity, found.gate_sum]
+    exact_results = [wanted.gate, wanted.affinity, wanted.gate_sum]
+    # A bf16 token enters as it is, fp16 takes 4 terms: 2^-17 of a product (kernels/products.py).
+    tolerance = 2e-5 if dtype == torch.float16 else 2e-6
+    for one, other in zip(results, exact_results, strict=True):
+        assert (one - other).abs().max() < tolerance * other.abs().max()
+    upstream = [torch.randn(z.shape, generator=generator).to(device) for z in results]
+    grads = torch.autograd.grad(results, mine, upstream)
+    exact_grads = torch.autograd.grad(exact_results, theirs, [grad.double() for grad in upstream])
+    tolerances = [2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps, 2e-5, 2e-5]
+    for one, other, allowed in zip(grads, exact_grads, tolerances, strict=True):
+        assert (one - other).abs().max() < allowed * other.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_scale_of_one_is_the_plain_router(
+    dtype: torch.dtype, generator: torch.Generator, device: str
+) -> None:
+    case = drawn(generator, device, dtype)
+    plain = fused_route(case["x"], case["embedding"], case["bias"], None, None, K, True)
+    case["scale"] = torch.ones(C, D, device=device)
+    found = fused_route(*case.values(), K, True, clusters=sort(case["assignment"][:, None]))
+    for name in ("expert_ids", "gate", "affinity", "load", "first"):
+        assert torch.equal(getattr(found, name), getattr(plain, name))
+
+
+def test_equal_inputs_give_equal_bits(generator: torch.Generator, device: str) -> None:
+    case = drawn(generator, device, torch.bfloat16)
+    clusters = sort(case["assignment"][:, None])
+    inputs = [case[name].requires_grad_() for name in ("x", "embedding", "bias")]
+    runs = []
+    for _ in range(2):
+        found = fused_route(*case.values(), K, True, clusters=clusters)
+        results = [found.gate, found.gate_sum]
+        runs.append([*found, *torch.autograd.grad(results, inputs, results)])
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+
+
+def test_a_masked_token_changes_nothing(generator: torch.Generator, device: str) -> None:
+    case = drawn(generator, device, torch.bfloat16)
+    mask = (torch.rand(T, generator=generator) < 0.8).to(device)
+    clusters = sort(case["assignment"][:, None])
+    runs = []
+    for padding in (0.0, float("nan")):
+        case["x"] = case["x"].detach().masked_fill(~mask[:, None], padding).requires_grad_()
+        found = fused_route(*case.values(), K, True, mask, clusters=clusters)
+        grad = torch.autograd.grad(found.gate.square().sum() + found.gate_sum[0], case["x"])
+        runs.append([*found[:6], *grad])  # the last is x itself
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+    assert (runs[0][-1][~mask] == 0).all()
+
+
+def test_the_ops_are_well_formed(generator: torch.Generator, device: str) -> None:
+    case = drawn(generator, device, torch.float32)
+    clusters = sort(case["assignment"][:, None])
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    case["x"].requires_grad_()
+    args = (*case.values(), K, True, None, 1.0, clusters.token, clusters.end)
+    torch.library.opcheck(route_op, args, test_utils=tests)
+    options = ("mad", "cluster", 1e-3, 0.0, None, 2)
+    args = (case["x"].detach(), *clusters[1:], *options)
+    torch.library.opcheck(sorted_scale_op, args, test_utils=tests[:2])
+    args = (case["assignment"].clamp(min=0)[:, None], case["assignment"], C)
+    torch.library.opcheck(sort_rows_and_tokens, args, test_utils=tests[:2])
+
+
+def test_what_does_not_fit_is_refused(generator: torch.Generator, device: str) -> None:
+    clusters = sort(drawn_assignment(generator).to(device))
+    with pytest.raises(UserError, match=r"\(200, features\)"):
+        sorted_dispersion(torch.zeros(199, D, device=device), clusters)
+    with pytest.raises(UserError, match="iqr"):
+        sorted_dispersion(torch.zeros(T, D, device=device), clusters, measure="iqr")
