@@ -98,11 +98,11 @@ def test_the_paper_s_dense_block_adds_its_input_once(x: Tensor, table: Tensor) -
 def test_the_modern_block_norms_what_goes_in(x: Tensor, placed: Placed | None) -> None:
     made = block(placed, norm="pre", position="rope")
     memory = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    source = made.norm_attention(torch.cat([memory, x], dim=1))
-    h = x + made.attention(source, 5, table=None)
+    source = torch.cat([memory, x], dim=1)
+    h = x + made.attention(made.norm_attention(source), 5, table=None)
     inner = made.norm_layer(h)
     y = made.layer(inner) if placed is None else made.layer(inner, start(x))[0]
-    found, _ = made(x, start(x), table=None, memory=memory)
+    found, _ = made(x, start(x), table=None, source=source)
     torch.testing.assert_close(found, h + y, rtol=1e-12, atol=1e-12)
 
 

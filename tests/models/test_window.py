@@ -118,8 +118,8 @@ def test_offsets_are_log_spaced_and_odd() -> None:
     near, far = math.log2(5) / 3, math.log2(9) / 3
     line = [-far, -near, 0.0, near, far]
     expected = [[down, right] for down in line for right in line]
-    torch.testing.assert_close(log_offsets(3, CPU), torch.tensor(expected))
-    assert log_offsets(1, CPU).tolist() == [[0.0, 0.0]]
+    torch.testing.assert_close(log_offsets(3), torch.tensor(expected))
+    assert log_offsets(1).tolist() == [[0.0, 0.0]]
 
 
 @pytest.mark.parametrize("kind", [TableBias, NetworkBias])

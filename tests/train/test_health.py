@@ -58,7 +58,7 @@ def test_the_first_layer_that_overflows_is_named(tmp_path: Path) -> None:
         trainer.model.blocks[1].attention.key.weight.fill_(1e38)  # 16 features of about 1 each
     assert first_bad_parameter(trainer.model) is None
     stop = stopped(trainer, step=1, bad=0, good=None)
-    assert "blocks.1.attention.key (Linear) first gives" in str(stop)
+    assert "blocks.1.attention.key (Projection) first gives" in str(stop)
 
 
 def test_a_parameter_that_is_not_finite_is_named(tmp_path: Path) -> None:

@@ -18,10 +18,9 @@ from acmoe.config.routing import AdaptiveConfig, RouterConfig
 from acmoe.errors import check
 from acmoe.evaluate.device import autocast, pick_device, seeded
 from acmoe.models.classifier import ImageClassifier
+from acmoe.models.compiled import compile_blocks
 from acmoe.models.decoder import LanguageModel, Memory
 from acmoe.models.registry import create_model, list_models
-from acmoe.models.swin import SwinBlock
-from acmoe.models.vit import ViTBlock
 from acmoe.routing.step import fold_statistics
 from acmoe.train.optim import adam
 
@@ -205,14 +204,6 @@ def prepare(
 
 def _router(name: str) -> str | RouterConfig:
     return AdaptiveConfig.preset("paper") if name == "paper" else name
-
-
-def compile_blocks(model: nn.Module) -> None:
-    """Block by block, as training does: equal blocks share one graph."""
-    blocks = model.blocks if isinstance(model, LanguageModel) else model.modules()
-    for block in blocks:
-        if isinstance(model, LanguageModel) or isinstance(block, SwinBlock | ViTBlock):
-            block.compile()
 
 
 def _row(

@@ -45,6 +45,7 @@ class VisionRunConfig:
     eval_images: int | None = None  # validate on this many; None: on all
     checkpoint_every: int = 1000
     keep: int = 1  # latest checkpoints kept, beside the best one
+    compile: bool = False  # torch.compile each block
     graph: bool = False  # replay updates as CUDA graphs: small models wait for launches otherwise
     device: str = "auto"  # cuda where there is one
 

@@ -21,6 +21,8 @@ from acmoe.models.recorded import recorded
 from acmoe.ops.checks import check_range
 from acmoe.ops.cross_entropy import chunked_cross_entropy
 from acmoe.ops.dispersion import accumulation_dtype
+from acmoe.ops.embedding import Embedding
+from acmoe.ops.precision import autocast_dtype
 from acmoe.routing.placement import place
 from acmoe.routing.state import Routing, RoutingState
 
@@ -54,7 +56,7 @@ class LanguageModel(nn.Module):
         self.config = config
         self.checkpoint_blocks = checkpoint_blocks
         placed = iter(place(config.router, config.placement, max(1, config.num_moe_layers)))
-        self.embed = nn.Embedding(config.vocab_size, config.dim)
+        self.embed = Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(
             Block(config, next(placed) if layer == "moe" else None) for layer in config.sequence
         )
@@ -128,12 +130,14 @@ class LanguageModel(nn.Module):
             past = memory.hidden[depth] if memory is not None else None
             if token_mask is not None and self.config.empty_memory == "zeros":
                 x_BLD = x_BLD.masked_fill(~token_mask[..., None], 0.0)
-            kept.append(self._remember(past, x_BLD))
+            source = None if cache is not None else self._source(past, x_BLD)
+            if source is not None:
+                kept.append(source.detach()[:, -self.config.span :])
             x_BLD, state = (partial(recompute, block) if again else block)(
                 x_BLD,
                 state,
                 table=self.positions,
-                memory=past,
+                source=source,
                 key_mask=key_mask,
                 token_mask=token_mask,
                 token_ids=tokens,
@@ -192,13 +196,22 @@ class LanguageModel(nn.Module):
             return cache.extend_mask(tokens, token_mask)
         return _joined_mask(memory, token_mask, tokens)
 
-    def _remember(self, past_BSD: Tensor | None, x_BLD: Tensor) -> Tensor:
-        """The last `span` positions of memory and segment."""
-        x_BLD = x_BLD.detach()
-        room = self.config.span - x_BLD.shape[1]
-        if past_BSD is None or room <= 0:
-            return x_BLD[:, -self.config.span :]
-        return torch.cat([past_BSD[:, -room:].to(x_BLD.dtype), x_BLD], dim=1)
+    def _source(self, past_BSD: Tensor | None, x_BLD: Tensor) -> Tensor:
+        """(B, S + L, D) what a block attends to; its last `span` positions are the next memory.
+
+        In post-norm blocks products alone read it, in the precision they multiply in: so it is
+        held. Gradients go to x itself.
+        """
+        if self.config.norm == "post":
+            x_BLD = x_BLD.detach().to(self.memory_dtype)
+        return x_BLD if past_BSD is None else torch.cat([past_BSD.to(x_BLD.dtype), x_BLD], dim=1)
+
+    @property
+    def memory_dtype(self) -> torch.dtype:
+        """Of the memory a call leaves, here and now: autocast has a say in post-norm models."""
+        weight = self.embed.weight
+        lowered = autocast_dtype(weight) if self.config.norm == "post" else None
+        return lowered or weight.dtype
 
     def _check(
         self,

@@ -1,12 +1,11 @@
 """The parts of a decoder: attention, dense layer, and the two kinds of block.
 
-Shapes: B batch, L length of the segment, S positions of memory before it, N = S + L, D features,
+Shapes: B batch, L length of the segment, N positions in view: before it and in it, D features,
 H heads, P features of a head.
 """
 
 from typing import cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812, the customary name
 
@@ -15,8 +14,29 @@ from acmoe.config.routing import AdaptiveConfig, RandomConfig
 from acmoe.experts.moe import MoE
 from acmoe.models.attention import rotate, window_attention, window_attention_width
 from acmoe.models.cache import BlockCache
+from acmoe.ops.projection import project
 from acmoe.routing.placement import Placed
 from acmoe.routing.state import RoutingState
+
+
+class Projection(nn.Linear):
+    """Keys or values of every position in view, for each head."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, dim, bias=False)
+        self.heads = heads
+
+    def forward(self, source: Tensor, *, segment: Tensor | None = None, width: int = 0) -> Tensor:
+        """(B, N, D) -> (B, N, H * P), each head filled up with zeros to `width` features.
+
+        Zero rows of the weight give them for little; copying every key and value into wider rows
+        took a tenth of a training step (H200, switch-enwik8).
+        """
+        weight, missing = self.weight, width - self.out_features // self.heads
+        if missing > 0:
+            weight_HPD = weight.view(self.heads, -1, self.in_features)
+            weight = F.pad(weight_HPD, (0, 0, 0, missing)).flatten(0, 1)
+        return F.linear(source, weight) if segment is None else project(source, segment, weight)
 
 
 class Attention(nn.Module):
@@ -28,8 +48,8 @@ class Attention(nn.Module):
         self.span = config.span
         self.dropout = config.dropout
         self.query = nn.Linear(config.dim, config.dim, bias=False)
-        self.key = nn.Linear(config.dim, config.dim, bias=False)
-        self.value = nn.Linear(config.dim, config.dim, bias=False)
+        self.key = Projection(config.dim, config.heads)
+        self.value = Projection(config.dim, config.heads)
         self.output = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(
@@ -38,21 +58,24 @@ class Attention(nn.Module):
         num_queries: int,
         *,
         table: Tensor | None,
+        segment: Tensor | None = None,
         key_mask: Tensor | None = None,
         cache: BlockCache | None = None,
     ) -> Tensor:
         """Attend from the last `num_queries` of the (B, N, D) source to all of it.
 
         `table` holds the relative positions; None turns queries and keys by rotary ones instead.
+        `segment` (B, L, D) takes the gradient where the source's end is a constant copy of it.
         With a cache the keys and values of earlier positions come from there.
         """
-        q_BHLP = self._split(self.query(source[:, -num_queries:]))
+        newest = source[:, -num_queries:] if segment is None else segment
+        q_BHLP = self._split(self.query(newest))
         dropout = self.dropout if self.training else 0.0
         width = q_BHLP.shape[-1]
         if cache is None:
             width = window_attention_width(q_BHLP, table, dropout)
         k_BHNP, v_BHNP = (
-            self._split(_widened(layer, source, self.heads, width))
+            self._split(layer(source, segment=segment, width=width))
             for layer in (self.key, self.value)
         )
         if table is None:
@@ -74,19 +97,6 @@ class Attention(nn.Module):
 
     def _split(self, x_BND: Tensor) -> Tensor:
         return x_BND.view(*x_BND.shape[:2], self.heads, -1).transpose(1, 2)
-
-
-def _widened(layer: nn.Linear, source: Tensor, heads: int, width: int) -> Tensor:
-    """The layer's output with each head filled up with zeros to `width` features.
-
-    Zero rows of the weight give them for little; copying every key and value into wider rows took
-    a tenth of a training step (H200, switch-enwik8).
-    """
-    missing = width - layer.out_features // heads
-    if missing == 0:
-        return cast(Tensor, layer(source))
-    weight_HPD = layer.weight.view(heads, -1, layer.in_features)
-    return F.linear(source, F.pad(weight_HPD, (0, 0, 0, missing)).flatten(0, 1))
 
 
 class FeedForward(nn.Module):
@@ -136,7 +146,7 @@ class Block(nn.Module):
         state: RoutingState,
         *,
         table: Tensor | None,
-        memory: Tensor | None = None,
+        source: Tensor | None = None,
         key_mask: Tensor | None = None,
         token_mask: Tensor | None = None,
         token_ids: Tensor | None = None,
@@ -148,16 +158,23 @@ class Block(nn.Module):
             x: hidden states of the segment.
             state: what the previous MoE layer saw of the same tokens.
             table: (P, span) relative positions, or None for rotary ones.
-            memory: (B, S, D) this block's inputs at the positions before the segment.
-            key_mask: (B, N) which positions of memory and segment may be attended to.
+            source: (B, N, D) this block's inputs at the positions before the segment, then x.
+                norm="post": a constant, in any precision. None: x alone.
+            key_mask: (B, N) which positions of the source may be attended to.
             token_mask: (B, L) which tokens of the segment are real.
             token_ids: (B, L) for routers that read them.
-            cache: decoding only; takes the place of memory.
+            cache: decoding only; holds what the source would before x.
         """
-        source = x if memory is None else torch.cat([memory.to(x.dtype), x], dim=1)
-        if self.pre:
-            source = self.norm_attention(source)
-        seen = self.attention(source, x.shape[1], table=table, key_mask=key_mask, cache=cache)
+        segment = None if source is None or self.pre else x
+        source = x if source is None else source
+        seen = self.attention(
+            self.norm_attention(source) if self.pre else source,
+            x.shape[1],
+            table=table,
+            segment=segment,
+            key_mask=key_mask,
+            cache=cache,
+        )
         residual = x + seen
         x = residual if self.pre else self.norm_attention(residual)
         y = self.norm_layer(x) if self.pre else x

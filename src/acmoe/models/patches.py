@@ -1,6 +1,6 @@
 """Images to maps of tokens, and maps to coarser ones.
 
-Shapes: B batch, C channels, Y rows and X columns of the map, D features.
+Shapes: B batch, C channels, Y rows and X columns of the map, P numbers of a patch, D features.
 """
 
 from typing import cast
@@ -17,8 +17,16 @@ class PatchEmbedding(nn.Module):
         self.project = nn.Conv2d(channels, dim, kernel_size=patch, stride=patch)
         self.norm = nn.LayerNorm(dim) if norm else nn.Identity()
 
-    def forward(self, images_BCYX: Tensor) -> Tensor:
-        return cast(Tensor, self.norm(self.project(images_BCYX).permute(0, 2, 3, 1)))
+    def forward(self, images: Tensor) -> Tensor:
+        # A matrix product: that of the convolution's library, on a GPU, may add a weight's gradient
+        # in another order in every run.
+        B, C, height, width = images.shape
+        side = self.project.kernel_size[0]
+        squares = images.view(B, C, height // side, side, width // side, side)
+        pixels_BYXP = squares.permute(0, 2, 4, 1, 3, 5).flatten(3)
+        weight_DP = self.project.weight.flatten(1)
+        tokens_BYXD = nn.functional.linear(pixels_BYXP, weight_DP, self.project.bias)
+        return cast(Tensor, self.norm(tokens_BYXD))
 
 
 class PatchMerging(nn.Module):

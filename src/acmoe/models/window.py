@@ -4,7 +4,7 @@ A shift rolls the map, so that the windows along its edge hold tokens from both 
 see each other. Everything is rolled back afterwards: outside this file a token keeps its place.
 
 Shapes: B batch, Y rows and X columns of the map, D features, W windows in it, N tokens of a window,
-H heads, P features of a head.
+H heads, P features of a head, A = 3D numbers of query, key and value.
 """
 
 import math
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from acmoe.models.position_bias import POSITIONS
+from acmoe.ops.map_attention import map_attention, map_attention_fuses
+from acmoe.ops.precision import autocast_dtype
 
 
 class Tiling(NamedTuple):
@@ -78,8 +80,15 @@ class WindowAttention(nn.Module):
         self.output = nn.Linear(dim, dim)
 
     def forward(self, x_BYXD: Tensor) -> Tensor:
+        tiles = tiling(x_BYXD.shape[1], x_BYXD.shape[2], self.window, shifted=self.shifted)
+        if _fuses(x_BYXD, tiles, self.heads):
+            qkv_BYXA, bias_HNN = self.qkv(x_BYXD), self.position(*tiles.window)
+            seen = map_attention(qkv_BYXA, bias_HNN, window=tiles.window, shift=tiles.shift)
+            return cast(Tensor, self.output(seen))
+        return self._by_windows(x_BYXD, tiles)
+
+    def _by_windows(self, x_BYXD: Tensor, tiles: Tiling) -> Tensor:
         size = (x_BYXD.shape[1], x_BYXD.shape[2])
-        tiles = tiling(*size, self.window, shifted=self.shifted)
         q, k, v = split_heads(self.qkv(split_windows(x_BYXD, tiles)), self.heads)
         B, W, H, N, P = q.shape
         bias_WHNN = self.position(*tiles.window).to(q.dtype).expand(W, H, N, N)
@@ -95,6 +104,14 @@ class WindowAttention(nn.Module):
         )
         out_BWND = out.view(B, W, H, N, P).transpose(2, 3).flatten(3)
         return join_windows(cast(Tensor, self.output(out_BWND)), tiles, size)
+
+
+def _fuses(x_BYXD: Tensor, tiles: Tiling, heads: int) -> bool:
+    """Whether windows can be attended to where they lie in the map."""
+    dtype = autocast_dtype(x_BYXD) or x_BYXD.dtype
+    rows, columns = tiles.window
+    features = x_BYXD.shape[-1] // heads
+    return map_attention_fuses(x_BYXD.device, dtype, tokens=rows * columns, features=features)
 
 
 def split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:

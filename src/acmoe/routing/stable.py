@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from acmoe.config.routing import LossConfig, StableConfig
 from acmoe.errors import check
 from acmoe.ops.checks import check_range
+from acmoe.ops.embedding import Embedding
 from acmoe.routing.losses import distillation_loss, stable_balance_loss
 from acmoe.routing.router import Router, flat, need_token_ids
 from acmoe.routing.state import Routing
@@ -43,7 +44,7 @@ class StableRouter(Router):
         self.config = config
         self.stage = 1
         self.embedding = expert_embeddings(num_experts, dim, "orthogonal")
-        self.light_tokens = nn.Embedding(config.vocab_size, config.light_dim)
+        self.light_tokens = Embedding(config.vocab_size, config.light_dim)
         self.light_experts = nn.Parameter(torch.empty(num_experts, config.light_dim))
         nn.init.orthogonal_(self.light_experts, gain=0.1)
 

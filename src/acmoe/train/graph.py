@@ -35,7 +35,9 @@ class StepGraph:
 
     def hold(self, name: Hashable, new: Tensor) -> Tensor:
         """`new`, in the place where graphs find what goes by this name."""
-        kept = self.places.setdefault(name, new)
+        if name not in self.places:
+            self.places[name] = new.contiguous()
+        kept = self.places[name]
         if kept is not new:
             assert kept.shape == new.shape and kept.dtype == new.dtype, name
             kept.copy_(new, non_blocking=True)

@@ -18,6 +18,7 @@ from acmoe.data.corpus import Corpus
 from acmoe.data.loader import Batch, TrainingBatches
 from acmoe.evaluate.device import autocast
 from acmoe.evaluate.language import score_stream, statistics_modes
+from acmoe.models.compiled import compile_blocks
 from acmoe.models.decoder import LanguageModel, LanguageOutput, Memory
 from acmoe.models.registry import build_model
 from acmoe.routing.losses import load
@@ -70,8 +71,7 @@ class Trainer:
             make_capturable(self.optimizer, device)
             self.graph = StepGraph(self._step)
         if config.compile:
-            for block in self.model.blocks:
-                block.compile()
+            compile_blocks(self.model)
 
     def update(self, step: int, *, record: bool) -> Update:
         """Read a batch, take a step. Nothing here waits for the device."""
@@ -122,8 +122,12 @@ class Trainer:
         """The memory, where graphs find it."""
         if self.graph is None or memory is None or not self._full(memory):
             return memory
-        named = enumerate(memory.hidden)
-        hidden = tuple(self.graph.hold(("memory", part, depth), kept) for depth, kept in named)
+        with autocast(self.config.precision, self.device):
+            dtype = self.model.memory_dtype  # a checkpoint may hold a wider one
+        hidden = tuple(
+            self.graph.hold(("memory", part, depth), kept.to(dtype))
+            for depth, kept in enumerate(memory.hidden)
+        )
         return Memory(hidden, memory.mask)
 
     def _capture_anew(self) -> None:
@@ -148,7 +152,7 @@ class Trainer:
         """Score a stream as an evaluation would; training goes on as if nothing had happened."""
         batch, block = self.config.eval_batch, self.config.model.block
         # Blocks with padding and without memory have shapes that are not worth compiling for.
-        with _eager(self.config.compile):
+        with eager(self.config.compile):
             score = score_stream(
                 self.model, stream, batch=batch, block=block, precision=self.config.precision
             )
@@ -166,7 +170,7 @@ class Trainer:
         # Recording hangs hooks on modules, and streams begin with shapes of their own: blocks would
         # be compiled again for each, and beyond a few such times no more.
         with (
-            _eager(self.config.compile and (record or not self._full(memory))),
+            eager(self.config.compile and (record or not self._full(memory))),
             autocast(self.config.precision, self.device),
         ):
             out = self.model(tokens_BL, targets_BL, memory=memory, return_routings=record)
@@ -204,7 +208,8 @@ def summed_loads(parts: Sequence[Sequence[Routing]], num_experts: int) -> tuple[
     )
 
 
-def _eager(wanted: bool) -> contextlib.AbstractContextManager[object]:
+def eager(wanted: bool) -> contextlib.AbstractContextManager[object]:
+    """Inside, compiled blocks run uncompiled, if so wanted."""
     return torch.compiler.set_stance("force_eager") if wanted else contextlib.nullcontext()
 
 

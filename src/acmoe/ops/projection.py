@@ -1,0 +1,55 @@
+"""A linear map of the positions in view, whose gradient goes to the newest of them alone.
+
+Memory has no gradient. Autograd knows this of a joined tensor's parts, but only after it has
+multiplied the whole gradient with the weight: for a memory four times as long as the segment, four
+fifths of that product are thrown away.
+
+Shapes: B batch, L length of the segment, N positions in view, D features, A features of the map.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812, the customary name
+
+
+def project(source: Tensor, segment: Tensor, weight: Tensor) -> Tensor:
+    """source @ weight^T: (B, N, A) of source (B, N, D) and weight (A, D), in the source's dtype.
+
+    `segment` (B, L, D) is what the source's last L positions are a copy of. It is not read; their
+    gradient goes there, and none to the source.
+    """
+    source = source.detach()
+    found: Tensor = _project(source, segment.to(source.dtype), weight.to(source.dtype))
+    return found
+
+
+@torch.library.custom_op("acmoe::project", mutates_args=())
+def _project(source: Tensor, segment: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(source, weight)
+
+
+@_project.register_fake
+def _(source: Tensor, segment: Tensor, weight: Tensor) -> Tensor:
+    return source.new_empty(*source.shape[:-1], weight.shape[0])
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    source, segment, weight = inputs
+    ctx.length = segment.shape[1]
+    ctx.save_for_backward(source, weight)
+
+
+def _backward(ctx: Any, upstream: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
+    source, weight = ctx.saved_tensors
+    _, needs_segment, needs_weight = ctx.needs_input_grad
+    segment_grad = weight_grad = None
+    if needs_segment:
+        segment_grad = upstream[:, -ctx.length :] @ weight
+    if needs_weight:
+        weight_grad = upstream.flatten(0, 1).T @ source.flatten(0, 1)
+    return None, segment_grad, weight_grad
+
+
+_project.register_autograd(_backward, setup_context=_save)

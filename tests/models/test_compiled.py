@@ -1,0 +1,78 @@
+"""Compiled blocks give what uncompiled ones give."""
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters as COUNTERS  # noqa: N812, a constant of this file
+
+from acmoe.models.compiled import compile_blocks
+from acmoe.models.registry import create_model
+
+SWIN = {
+    "image_size": 16,
+    "patch": 2,
+    "dim": 8,
+    "depths": (2, 2),
+    "heads": (1, 2),
+    "window": 2,
+    "moe_stages": (1,),
+    "adaptive_stage": 1,
+    "num_experts": 4,
+    "drop_path": 0.2,
+}
+# The compiler itself makes an instance of a torch.autograd.Function while it traces, and looks at
+# the gradients of tensors that have none.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    COUNTERS.clear()
+    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True):
+        yield
+
+
+def step(compiled: bool, **changes: Any) -> list[Tensor]:
+    """Loss and gradients of an update, every coin thrown alike."""
+    torch.manual_seed(0)
+    model = create_model("swin-nano", router="adaptive", **{**SWIN, **changes}).train()
+    if compiled:
+        compile_blocks(model, backend="aot_eager")
+    torch.manual_seed(1)
+    out = model(
+        torch.randn(2, 3, model.config.image_size, model.config.image_size), torch.tensor([3, 7])
+    )
+    (out.loss + out.aux_loss).backward()
+    return [out.loss, *(cast(Tensor, p.grad) for p in model.parameters() if p.grad is not None)]
+
+
+def test_compiled_blocks_give_loss_and_gradients_of_plain_ones() -> None:
+    plain, found = step(False), step(True)
+    assert COUNTERS["stats"]["unique_graphs"] == 4  # two widths, with and without shift
+    assert not COUNTERS["graph_break"]
+    assert len(found) == len(plain) > 50
+    for got, wanted in zip(found, plain, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.slow
+def test_more_kinds_of_blocks_than_the_compiler_expects_are_all_compiled() -> None:
+    """Beyond its limit it would run the others as they are, and here raise."""
+    step(
+        True,
+        image_size=32,
+        adaptive_stage=2,
+        depths=(2, 2, 6, 2),
+        heads=(1, 2, 2, 4),
+        moe_stages=(2, 3),
+    )
+    # Two for each of the first widths; the third: dense before and after the first MoE layer, that
+    # layer, which reads no scale, one between, and the last, which emits none; and two more.
+    assert COUNTERS["stats"]["unique_graphs"] > 8

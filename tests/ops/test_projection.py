@@ -1,0 +1,57 @@
+"""A map of memory and segment whose gradient goes to the segment. B, N, L, D, A as in the op."""
+
+import torch
+
+from acmoe.ops.projection import project
+
+B, N, L, D, A = 2, 7, 3, 5, 4
+
+
+def draw(*shape: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def test_segment_and_weight_get_the_gradients_of_a_linear_map_over_the_joined_tensor() -> None:
+    memory, upstream = draw(B, N - L, D, seed=0), draw(B, N, A, seed=1)
+    plain = [draw(B, L, D, seed=2).requires_grad_(), draw(A, D, seed=3).requires_grad_()]
+    wanted = torch.cat([memory, plain[0]], dim=1) @ plain[1].T
+    (wanted * upstream).sum().backward()
+
+    segment, weight = (tensor.detach().clone().requires_grad_() for tensor in plain)
+    source = torch.cat([memory, segment], dim=1)
+    found = project(source, segment, weight)
+    (found * upstream).sum().backward()
+    torch.testing.assert_close(found, wanted)
+    for ours, theirs in zip((segment, weight), plain, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_nothing_flows_to_the_source() -> None:
+    source = draw(B, N, D, seed=0).requires_grad_()
+    segment, weight = draw(B, L, D, seed=1), draw(A, D, seed=2).requires_grad_()
+    project(source, segment, weight).sum().backward()
+    assert source.grad is None and weight.grad is not None
+
+
+def test_the_source_s_precision_is_that_of_the_product() -> None:
+    source = draw(B, N, D, seed=0).bfloat16()
+    segment = source[:, -L:].float().requires_grad_()
+    weight = draw(A, D, seed=2).float().requires_grad_()
+    found = project(source, segment, weight)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, source @ weight.bfloat16().T)
+    found.sum().backward()
+    assert segment.grad is not None and segment.grad.dtype == torch.float32
+    assert weight.grad is not None and weight.grad.dtype == torch.float32
+
+
+def test_a_compiled_call_gives_the_same() -> None:
+    segment, weight = draw(B, L, D, seed=1).requires_grad_(), draw(A, D, seed=2).requires_grad_()
+    source = torch.cat([draw(B, N - L, D, seed=0), segment.detach()], dim=1)
+    compiled = torch.compile(project, fullgraph=True, backend="aot_eager")
+    gradients = [
+        torch.autograd.grad((call(source, segment, weight) ** 2).sum(), (segment, weight))
+        for call in (project, compiled)
+    ]
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
