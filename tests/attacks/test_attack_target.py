@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from acmoe import AdaptiveConfig, SMoEConfig
+from acmoe.attacks.attack import perturb
 from acmoe.attacks.target import Target, logits_of, loss_gradient, margin, white_box
+from acmoe.config.attack import AnyAttack, FGSMConfig, PGDConfig
 from acmoe.errors import UserError
 from vision_cases import BATCH_STATISTICS, Linear, TinyMoE, seeded_model
 
@@ -126,7 +128,8 @@ def test_an_answer_without_logits_or_with_nan_is_refused() -> None:
         logits_of(torch.tensor([[math.nan, 1.0]]))
 
 
-def test_a_gradient_that_is_no_number_is_refused() -> None:
+@pytest.mark.parametrize("attack", [FGSMConfig(), PGDConfig(steps=2)])
+def test_a_gradient_that_is_no_number_is_refused(attack: AnyAttack) -> None:
     class Cusp(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             # sqrt at 0 has an infinite slope, times 0: NaN.
@@ -134,4 +137,19 @@ def test_a_gradient_that_is_no_number_is_refused() -> None:
 
     target = Target(Cusp(), mean=(0.0,) * 3, std=(1.0,) * 3)
     with pytest.raises(UserError, match="gradient with respect to an image is not finite"):
-        loss_gradient(target, torch.rand(2, 3, 4, 4), torch.tensor([0, 1]))
+        perturb(target, torch.rand(2, 3, 4, 4), torch.tensor([0, 1]), 0.1, attack, seed=0)
+
+
+def test_a_gradient_in_bf16_points_where_that_in_fp32_does_and_scores_stay_in_fp32() -> None:
+    model = seeded_model(lambda: TinyMoE(BATCH_STATISTICS))
+    images, labels = batch(count=16)
+    fine, coarse = (
+        Target(model, mean=MEAN, std=STD, precision=precision) for precision in ("fp32", "bf16")
+    )
+    x = fine.enter(images)
+    with white_box(model):
+        exact, rounded = (loss_gradient(target, x, labels) for target in (fine, coarse))
+        assert torch.equal(fine(x), coarse(x))
+    assert rounded.dtype == torch.float32 and not torch.equal(exact, rounded)
+    # bf16 keeps 8 bits, and a token near the border may change its expert: not more than that.
+    assert functional.cosine_similarity(exact.flatten(), rounded.flatten(), dim=0) > 0.95

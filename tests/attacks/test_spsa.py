@@ -10,6 +10,7 @@ from acmoe.attacks.attack import perturb
 from acmoe.attacks.spsa import spsa_gradient
 from acmoe.attacks.target import Target, margin, white_box
 from acmoe.config.attack import SPSAConfig
+from acmoe.errors import UserError
 from vision_cases import BATCH_STATISTICS, Convolutional, Linear, TinyMoE, seeded_model
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.5)
@@ -211,3 +212,13 @@ def test_the_seed_decides_everything_drawn() -> None:
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert torch.equal(torch.random.get_rng_state(), state)
     assert math.isclose(SPSAConfig().delta, 0.01) and SPSAConfig().directions == 128
+
+
+def test_answers_that_are_no_numbers_are_refused() -> None:
+    class Broken(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.flatten(1)[:, :2] * math.nan
+
+    target = Target(Broken(), mean=MEAN, std=STD)
+    with pytest.raises(UserError, match="gradient with respect to an image is not finite"):
+        perturb(target, torch.rand(2, 3, 4, 4), torch.tensor([0, 1]), 0.1, SMALL, seed=0)

@@ -96,6 +96,7 @@ def test_a_report_states_what_it_depends_on_and_is_json(tiny: nn.Module) -> None
         "space": "pixel",
         "clamp": True,
         "labels": "true",
+        "precision": "fp32",
         "data": "noise",
         "split": "test",
         "images": 20,

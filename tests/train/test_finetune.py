@@ -20,6 +20,7 @@ from acmoe.train.classifier import (
     published_backbone,
     published_encoding,
     published_vocabulary,
+    widened,
 )
 from acmoe.train.finetune import finetune, task_splits
 from tiny_runs import QUIET, byte_corpus, records, tiny_run, trained, word_corpus
@@ -47,7 +48,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settings(form: str = "clean", **changes: object) -> FinetuneConfig:
     config = finetune_config("sst2", form)  # type: ignore[arg-type]
-    return replace(config, epochs=3, lr=1e-2, device="cpu", **changes)  # type: ignore[arg-type]
+    return replace(config, **{"epochs": 3, "lr": 1e-2, "device": "cpu", **changes})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("form", ["clean", "paper"])
@@ -95,6 +96,17 @@ def test_stopped_between_epochs_it_continues_to_the_same_result(
     assert losses[0] == losses[1] and len(losses[0]) == 3
 
 
+def test_without_checkpoints_the_best_epoch_is_held_and_nothing_is_left(
+    run: Run, task: Path, tmp_path: Path
+) -> None:
+    config = settings(epochs=4, lr=0.1)  # wild enough that the last epoch is not the best
+    saved = finetune(run, config, task, out=tmp_path / "saved", console=QUIET)
+    held = finetune(run, config, task, out=tmp_path / "held", checkpoints=False, console=QUIET)
+    assert saved.best_epoch < 4
+    assert replace(held, folder="") == replace(saved, folder="")
+    assert not (tmp_path / "held" / "checkpoints").exists()
+
+
 def test_the_work_is_kept_inside_the_runs_folder(task: Path, tmp_path: Path) -> None:
     config = tiny_run(byte_corpus(tmp_path), "steps=1")
     folder = trained(config, tmp_path / "run")
@@ -112,9 +124,18 @@ def test_padding_changes_no_logit_of_the_clean_form(run: Run) -> None:
     backbone = pretrained_backbone(run.model(), config)
     model = Classifier(backbone, 2, config).eval()
     short, long = (EncodedSentence(np.arange(1, n + 1), 0) for n in (5, 12))
+    both = collate([short, long])
     with torch.no_grad():
-        together, alone = model(collate([short, long])), model(collate([short]))
+        together, alone, wide = model(both), model(collate([short])), model(widened(both))
+    assert widened(both).tokens.shape == (2, 32) and widened(both).token_mask.sum() == 17
     assert torch.allclose(together[0], alone[0], atol=1e-6)
+    assert torch.allclose(together, wide, atol=1e-6)
+
+
+def test_a_batch_that_is_wide_enough_is_not_widened() -> None:
+    batch = collate([EncodedSentence(np.arange(32), 0)])
+    assert widened(batch).tokens.shape == (1, 32)
+    assert widened(batch).last.tolist() == [31]
 
 
 def test_padding_changes_the_logits_of_the_papers_form(run: Run) -> None:

@@ -68,8 +68,9 @@ def stop_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
         ((), {"router": "smoe"}),
         ((), {"router": "random"}),  # draws a scale in every call
         ((), {"soft": True}),
+        (("data.on_device=true", "augment.crop=0.5,1.0"), {"router": "smoe"}),
     ],
-    ids=["adaptive", "running", "smoe", "random", "softmoe"],
+    ids=["adaptive", "running", "smoe", "random", "softmoe", "on-device"],
 )
 def test_stopped_at_5_and_continued_equals_12_steps_in_one_run(
     overrides: tuple[str, ...],

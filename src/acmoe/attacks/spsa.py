@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from acmoe.attacks.ball import Ball
-from acmoe.attacks.target import Target, margin
+from acmoe.attacks.target import Soundness, Target, margin
 from acmoe.config.attack import SPSAConfig
 
 Loss = Callable[[Tensor], Tensor]  # images -> one loss an image
@@ -57,20 +57,23 @@ def spsa(
     """Adam on the estimated gradient of the margin, from a random start, kept in the ball."""
 
     def loss(x: Tensor) -> Tensor:
-        return margin(target(x), labels.repeat(len(x) // len(labels)))
+        return margin(target.on_the_way(x), labels.repeat(len(x) // len(labels)))
 
-    x = ball.random(generator)
+    x, sound = ball.random(generator), Soundness()
     optimizer = torch.optim.Adam([x], lr=config.lr)
     for _ in range(config.steps):
-        x.grad = spsa_gradient(
-            loss,
-            x if config.estimate_at == "iterate" else 2 * ball.x,
-            directions=config.directions,
-            delta=config.delta,
-            copies=config.copies,
-            generator=generator,
+        x.grad = sound.note(
+            spsa_gradient(
+                loss,
+                x if config.estimate_at == "iterate" else 2 * ball.x,
+                directions=config.directions,
+                delta=config.delta,
+                copies=config.copies,
+                generator=generator,
+            )
         )
         optimizer.step()
         x.copy_(ball.project(x))
+    sound.check()
     x.grad = None
     return x

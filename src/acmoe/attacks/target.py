@@ -19,16 +19,24 @@ from acmoe.routing.statistics import override_statistics
 class Target:
     """Images of a space -> logits: no balance loss, no noise, float32.
 
-    space   pixel: images in [0, 1], normalised on the way in; normalized: as the classifier reads
-    clamp   attacks stay within the range of images
+    space       pixel: images in [0, 1], normalised on the way in; normalized: as the classifier
+                reads
+    clamp       attacks stay within the range of images
+    precision   of the gradients an attack follows; bf16 is autocast
     """
 
     def __init__(
-        self, model: nn.Module, *, mean: RGB, std: RGB, space: str = "pixel", clamp: bool = True
+        self,
+        model: nn.Module,
+        *,
+        mean: RGB,
+        std: RGB,
+        space: str = "pixel",
+        clamp: bool = True,
+        precision: str = "fp32",
     ) -> None:
-        self.model, self.space = model, space
+        self.model, self.space, self.clamp, self.precision = model, space, clamp, precision
         self.mean, self.std = (torch.tensor(value).view(1, 3, 1, 1) for value in (mean, std))
-        self.clamp = clamp
 
     def enter(self, images: Tensor) -> Tensor:
         """Bytes as images of the space."""
@@ -46,26 +54,41 @@ class Target:
         return self._normalize(black), self._normalize(white)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(B, K) logits."""
+        """(B, K) logits, all finite."""
         with torch.autocast(x.device.type, enabled=False):
-            return logits_of(self.model(self._normalize(x) if self.space == "pixel" else x))
+            return logits_of(self._answer(x))
+
+    def on_the_way(self, x: Tensor, *, precision: str = "fp32") -> Tensor:
+        """(B, K) logits for an attack's next step: not looked at, since the host would wait."""
+        with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
+            return _logits(self._answer(x))
+
+    def _answer(self, x: Tensor) -> object:
+        return self.model(self._normalize(x) if self.space == "pixel" else x)
 
     def _normalize(self, pixels: Tensor) -> Tensor:
-        return (pixels - self.mean.to(pixels.device)) / self.std.to(pixels.device)
+        # Kept where the images are: the host waits for a copy from its own memory.
+        self.mean, self.std = (value.to(pixels.device) for value in (self.mean, self.std))
+        return (pixels - self.mean) / self.std
 
 
 def logits_of(output: object) -> Tensor:
-    """The logits of a model's answer: a tensor, or something that has them."""
+    """The logits of a model's answer, all finite: a tensor, or something that has them."""
+    logits = _logits(output)
+    check(
+        bool(torch.isfinite(logits).all()),
+        "the model's logits are not all finite; nothing can be scored with it",
+    )
+    return logits
+
+
+def _logits(output: object) -> Tensor:
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor):
         raise UserError(
             f"the model answers with {type(output).__name__} and no logits; only classifiers can "
             "be attacked"
         )
-    check(
-        bool(torch.isfinite(logits).all()),
-        "the model's logits are not all finite; nothing can be scored with it",
-    )
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
@@ -97,10 +120,25 @@ def loss_gradient(target: Target, x: Tensor, labels_B: Tensor) -> Tensor:
     """Gradient of each image's cross-entropy, summed where a batch couples its images."""
     x = x.detach().requires_grad_()
     with torch.enable_grad():
-        loss = functional.cross_entropy(target(x), labels_B, reduction="sum")
+        logits_BK = target.on_the_way(x, precision=target.precision)
+        loss = functional.cross_entropy(logits_BK, labels_B, reduction="sum")
     (gradient,) = torch.autograd.grad(loss, x)
-    check(
-        bool(torch.isfinite(gradient).all()),
-        "the gradient with respect to an image is not finite; the model cannot be attacked",
-    )
     return gradient
+
+
+class Soundness:
+    """Whether all gradients of an attack were finite; asked once, since the host waits for it."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def note(self, gradient: Tensor) -> Tensor:
+        """The gradient, for whoever uses it."""
+        self.seen.append(gradient.isfinite().all())
+        return gradient
+
+    def check(self) -> None:
+        check(
+            bool(torch.stack(self.seen).all()),
+            "the gradient with respect to an image is not finite; the model cannot be attacked",
+        )

@@ -31,6 +31,8 @@ class Attack:
     """Of pgd and spsa; 20 if not given."""
     directions: int | None = None
     """Of each of spsa's estimates; 128 if not given."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Of the gradients fgsm and pgd follow; images are scored in fp32."""
     split: Literal["valid", "test"] = "test"
     """Which images."""
     statistics: Literal["batch", "running", "sequence"] | None = None
@@ -84,6 +86,7 @@ class Attack:
         return replace(
             config,
             attack=replace(config.attack, **chosen),
+            precision=self.precision,
             split=self.split,
             statistics=self.statistics,
             dropless=self.dropless,

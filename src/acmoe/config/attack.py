@@ -82,6 +82,9 @@ class AttackConfig:
     space: Literal["pixel", "normalized"] = "pixel"  # [0, 1], or what the classifier reads
     clamp: bool = True  # stay within the range of images
     labels: Literal["true", "predicted"] = "true"  # what the attack moves away from
+    # Of the gradients an attack follows. Images are always scored in fp32: between 1 and 2 the
+    # numbers of bf16 lie 1/128 apart, and a radius of 1/255 would be rounded away.
+    precision: Literal["fp32", "bf16"] = "fp32"
     split: Literal["valid", "test"] = "test"
     statistics: Statistics | None = None  # mode of the adaptive routers; None: the model's own
     dropless: bool = False  # lift the experts' capacity, so that no token is dropped
@@ -108,6 +111,12 @@ class AttackConfig:
         )
         check_choice(self.space, ("pixel", "normalized"), "space")
         check_choice(self.labels, ("true", "predicted"), "labels")
+        check_choice(self.precision, ("fp32", "bf16"), "precision")
+        check(
+            self.precision == "fp32" or isinstance(self.attack, FGSMConfig | PGDConfig),
+            f"precision={self.precision} is for gradients; {self.attack.name} compares answers, "
+            "whose differences it would round away: use fp32",
+        )
         check_choice(self.split, ("valid", "test"), "split")
         if self.statistics is not None:
             modes = ("batch", "running", "prefix", "sequence")

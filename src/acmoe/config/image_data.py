@@ -37,6 +37,9 @@ class ImageDataConfig:
     mean: RGB | None = None  # of each colour in [0, 1]; None: ImageNet's, or the digits' own
     std: RGB | None = None
     threads: int = 4  # that read and decode
+    # Keep the training images on the device, as bytes of `resize` squared pixels, and gather and
+    # crop batches there: no step waits for the host, whose cores may be few.
+    on_device: bool = False
 
     def __post_init__(self) -> None:
         check_choice(self.name, ("digits", "folder", "arrays", "hub"), "data.name")
@@ -63,6 +66,11 @@ class ImageDataConfig:
         check(
             self.holdout == 0 or self.name != "digits",
             f"data.holdout={self.holdout}: digits have a fixed split; leave it out",
+        )
+        check(
+            not self.on_device or self.shorter_side <= 2 * self.size,
+            f"data.resize={self.resize} is over twice data.size={self.size}: crops on the device "
+            "are not smoothed, and would leave pixels out; lower it, or use data.on_device=false",
         )
         check_not_negative(self.seed, "data.seed")
         check(self.threads >= 1, f"data.threads={self.threads}; it must be at least 1")
@@ -134,7 +142,7 @@ class AugmentConfig:
 
     @classmethod
     def preset(cls, name: str) -> "AugmentConfig":
-        """none | light (small images such as digits) | swin."""
+        """none | light (small images such as digits) | crop (runs of a few passes) | swin."""
         if name not in _PRESETS:
             raise UserError(
                 f"augment preset {name!r} is unknown; choose one of {', '.join(_PRESETS)}"
@@ -145,6 +153,7 @@ class AugmentConfig:
 _PRESETS = {
     "none": AugmentConfig(),
     "light": AugmentConfig(shift=2, erase=0.25),
+    "crop": AugmentConfig(crop=(0.35, 1.0), flip=0.5),
     "swin": AugmentConfig(
         crop=(0.08, 1.0),
         flip=0.5,

@@ -20,6 +20,7 @@ from acmoe.data.image_mix import (
     soft_targets,
 )
 from acmoe.data.randaugment import randaugment
+from acmoe.data.transfer import constant, to_device
 
 
 def normalize(images: Tensor, mean: RGB, std: RGB) -> Tensor:
@@ -30,7 +31,7 @@ def normalize(images: Tensor, mean: RGB, std: RGB) -> Tensor:
 
 def color(values: RGB, like: Tensor) -> Tensor:
     """(1, 3, 1, 1) on the device of `like`."""
-    return torch.tensor(values, dtype=like.dtype, device=like.device).view(1, 3, 1, 1)
+    return constant(values, like.device).to(like.dtype).view(1, 3, 1, 1)
 
 
 class Augment:
@@ -59,11 +60,11 @@ class Augment:
         """Mirror and move."""
         config, device = self.config, images.device
         if config.flip > 0:
-            mirrored = torch.from_numpy(rng.random(len(images)) < config.flip).to(device)
-            images = torch.where(mirrored.view(-1, 1, 1, 1), images.flip(-1), images)
+            mirrored_B = to_device(rng.random(len(images)) < config.flip, device)
+            images = torch.where(mirrored_B.view(-1, 1, 1, 1), images.flip(-1), images)
         if config.shift > 0:
             by = rng.integers(-config.shift, config.shift + 1, size=(2, len(images)))
-            down_B, right_B = torch.from_numpy(by).to(device)
+            down_B, right_B = to_device(by, device)
             images = shift(images, down_B, right_B, config.shift)
         return images
 
@@ -82,7 +83,7 @@ class Augment:
             for number in rng.permutation(len(operations)):
                 least = max(0.0, 1 - config.color_jitter)
                 factor_B = rng.uniform(least, 1 + config.color_jitter, len(images))
-                images = operations[number](images, torch.from_numpy(factor_B).to(images.device))
+                images = operations[number](images, to_device(factor_B, images.device))
         return images
 
     def _erased(self, x: Tensor, seed: int, rng: np.random.Generator) -> Tensor:

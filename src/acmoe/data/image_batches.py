@@ -2,8 +2,8 @@
 
 B images of a batch (of this rank), S side in pixels.
 
-What is random about a batch follows from the seed and its number alone. So a run resumes at any
-batch bit by bit, and neither the number of threads nor what they decoded ahead matters.
+What is random about a batch follows from the seed and its number alone: neither the number of
+threads nor what they decoded ahead matters.
 """
 
 from collections import deque
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from acmoe.config.image_data import AugmentConfig, ImageDataConfig, Order
+from acmoe.data.image_order import ShuffledBatches
 from acmoe.data.image_pixels import Pixels, centre_crop, random_crop
 from acmoe.data.images import ImageSet, Indices
 from acmoe.data.seeding import derive_seed
@@ -30,11 +31,8 @@ class ImageBatch(NamedTuple):
     seed: int  # of whatever is drawn for this batch later on, such as its augmentation
 
 
-class TrainingImages:
-    """Endless shuffled batches; each pass over the images leaves out what fills no whole batch.
-
-    `batch` counts the images of all ranks together, so a run may resume on another number of them.
-    """
+class TrainingImages(ShuffledBatches):
+    """Endless shuffled batches, decoded and cropped by threads."""
 
     def __init__(
         self,
@@ -47,24 +45,8 @@ class TrainingImages:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        check(batch >= 1, f"batch={batch} must be 1 or more images")
-        check(0 <= rank < world_size, f"rank={rank} must lie below world_size={world_size}")
-        check(
-            batch % world_size == 0,
-            f"batch={batch} images cannot be dealt to world_size={world_size} ranks; use a "
-            "multiple",
-        )
-        check(
-            batch <= len(images),
-            f"batch={batch} exceeds the {len(images):,} training images; lower batch",
-        )
-        self.images, self.data, self.augment = images, data, augment
-        self.batch, self.seed = batch, seed
-        self.batches_per_pass = len(images) // batch
-        local = batch // world_size
-        self.rank, self.own = rank, slice(rank * local, (rank + 1) * local)
-        self.number = 0  # batches delivered so far
-        self._order: tuple[int, Indices] | None = None  # pass, and its order
+        super().__init__(images, batch=batch, seed=seed, rank=rank, world_size=world_size)
+        self.data, self.augment = data, augment
         self._pool = ThreadPoolExecutor(data.threads, thread_name_prefix="images")
         self._ahead: deque[tuple[Indices, list[Future[Pixels]]]] = deque()
 
@@ -77,21 +59,12 @@ class TrainingImages:
         own, futures = self._ahead.popleft()
         pixels = [future.result() for future in futures]
         labels = torch.from_numpy(self.images.labels[own])
-        seed = derive_seed(self.seed, "batch", self.number, self.rank)
+        seed = self.batch_seed(self.number)
         self.number += 1
         return ImageBatch(stacked(pixels), labels, seed)
 
-    def _indices(self, number: int) -> Indices:
-        """The images of this rank in a batch."""
-        passes, place = divmod(number, self.batches_per_pass)
-        if self._order is None or self._order[0] != passes:
-            rng = np.random.default_rng(derive_seed(self.seed, "order of pass", passes))
-            self._order = (passes, rng.permutation(len(self.images)))
-        whole = self._order[1][place * self.batch : (place + 1) * self.batch]
-        return whole[self.own]
-
     def _begin(self, number: int) -> tuple[Indices, list[Future[Pixels]]]:
-        own, passes = self._indices(number), number // self.batches_per_pass
+        own, passes = self.indices(number), number // self.batches_per_pass
         return own, [self._pool.submit(self._crop, int(index), passes) for index in own]
 
     def _crop(self, index: int, passes: int) -> Pixels:
@@ -102,26 +75,9 @@ class TrainingImages:
         area, ratio = self.augment.crop, self.augment.ratio
         return random_crop(pixels, size=size, area=area, ratio=ratio, rng=rng)
 
-    def state_dict(self) -> dict[str, int]:
-        """Which batch comes next, and what its content follows from."""
-        return {
-            "number": self.number,
-            "seed": self.seed,
-            "batch": self.batch,
-            "images": len(self.images),
-        }
-
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue where `state_dict` was taken; the images must be the same."""
-        own = self.state_dict()
-        for key in ("seed", "batch", "images"):
-            check(
-                state[key] == own[key],
-                f"the saved run read its images with {key}={state[key]}, this one with"
-                f" {key}={own[key]}; use the same",
-            )
+        super().load_state_dict(state)
         self._drop_ahead()
-        self.number = state["number"]
 
     def close(self) -> None:
         """Stop decoding ahead."""

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from acmoe.data.transfer import to_device
+
 Box = tuple[int, int, int, int]  # top, left, bottom, right
 
 ERASED_AREA = (0.02, 1 / 3)  # share of the image
@@ -79,7 +81,7 @@ def _erase_box(height: int, width: int, rng: np.random.Generator) -> Box:
 def erase(images: Tensor, boxes: Sequence[Box], noise: Tensor) -> Tensor:
     """Each image with its box replaced by the noise there."""
     height, width = images.shape[-2:]
-    edges = torch.tensor(boxes).T.to(images.device, non_blocking=True)
+    edges = to_device(torch.tensor(boxes).T.contiguous(), images.device)
     top, left, bottom, right = edges.view(4, -1, 1, 1, 1)
     y = torch.arange(height, device=images.device)[:, None]
     x = torch.arange(width, device=images.device)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from acmoe.data.transfer import constant
+
 # Luminance as Pillow weighs it: integers of a fixed point with 16 bits behind it.
 _LUMA = (19595, 38470, 7471)
 _MEAN_COLOR = (124.0, 116.0, 104.0)  # ImageNet's, moved in where an image moves out
@@ -109,13 +111,13 @@ def warp(images: Tensor, matrix_B23: Tensor, mode: str = "bicubic") -> Tensor:
     place = torch.stack((x.expand(height, -1), y[:, None].expand(-1, width)), -1).view(-1, 2)
     matrix_B23 = matrix_B23.to(place)
     source = place @ matrix_B23[:, :, :2].mT + matrix_B23[:, None, :, 2]  # (B, H * W, 2)
-    side = torch.tensor((width, height), device=images.device)
+    side = constant((width, height), images.device)
     inside = ((source >= 0) & (source < side)).all(-1).view(-1, 1, height, width)
     grid = (2 * source / side - 1).view(-1, height, width, 2)
     moved = functional.grid_sample(
         images.float(), grid, mode=mode, padding_mode="border", align_corners=False
     )
-    fill = torch.tensor(_MEAN_COLOR, device=images.device).view(1, 3, 1, 1)
+    fill = constant(_MEAN_COLOR, images.device).view(1, 3, 1, 1)
     return torch.where(inside, moved, fill).round().clamp(0, 255).to(torch.uint8)
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from acmoe.data import image_ops
+from acmoe.data.transfer import to_device
 
 Strength = NDArray[np.float64]  # (B,) magnitude / 10, in [0, 1]
 Sign = NDArray[np.float64]  # (B,) -1 or 1
@@ -34,13 +35,13 @@ def randaugment(
         for number, operation in enumerate(operations):
             own = np.flatnonzero(applied_B & (choice_B == number))
             if len(own):
-                place = torch.from_numpy(own).to(images.device, non_blocking=True)
+                place = to_device(own, images.device)
                 images[place] = operation(images[place], strength_B[own], sign_B[own])
     return images
 
 
 def _on(images: Tensor, values: NDArray[np.floating] | NDArray[np.integer]) -> Tensor:
-    return torch.from_numpy(values).to(images.device, non_blocking=True)
+    return to_device(values, images.device)
 
 
 def _whole(values: Strength) -> NDArray[np.int64]:
@@ -73,9 +74,8 @@ def _solarize_add(images: Tensor, strength: Strength, sign: Sign) -> Tensor:
 def _rotate(images: Tensor, strength: Strength, sign: Sign) -> Tensor:
     degrees = torch.from_numpy(30 * strength * sign)
     height, width = images.shape[-2:]
-    return image_ops.warp(
-        images, image_ops.rotation_matrix(degrees, height=height, width=width).to(images.device)
-    )
+    matrix = image_ops.rotation_matrix(degrees, height=height, width=width)
+    return image_ops.warp(images, to_device(matrix, images.device))
 
 
 def _along(axis: int, most: float, *, shear: bool) -> Operation:
@@ -87,7 +87,7 @@ def _along(axis: int, most: float, *, shear: bool) -> Operation:
         both = (amount, torch.zeros_like(amount))
         x, y = both if axis == 0 else both[::-1]
         matrix = image_ops.shear_matrix(x, y) if shear else image_ops.shift_matrix(x, y)
-        return image_ops.warp(images, matrix.to(images.device))
+        return image_ops.warp(images, to_device(matrix, images.device))
 
     return operation
 

@@ -47,6 +47,7 @@ class AttackReport:
     space: str
     clamp: bool
     labels: str
+    precision: str  # of the gradients the attack followed; figures are of fp32
     data: str
     split: str
     images: int
@@ -91,7 +92,14 @@ def evaluate_attack(
         limit=config.limit,
     )
     mean, std = data.normalization
-    target = Target(model, mean=mean, std=std, space=config.space, clamp=config.clamp)
+    target = Target(
+        model,
+        mean=mean,
+        std=std,
+        space=config.space,
+        clamp=config.clamp,
+        precision=config.precision,
+    )
     sweep = _Sweep(target, batches, config, place)
     with contextlib.ExitStack() as stack:
         mode = stack.enter_context(using_statistics(model, config.statistics))
@@ -196,6 +204,7 @@ def _report(sweep: _Sweep, mode: str, journal: AttackJournal) -> AttackReport:
         space=config.space,
         clamp=config.clamp,
         labels=config.labels,
+        precision=config.precision,
         data=batches.images.title,
         split=config.split,
         images=count,

@@ -87,8 +87,44 @@ class ExpertMLP(nn.Module):
         h_NF = nn.functional.dropout(h_NF, self.dropout, self.training)
         return linear(h_NF, self.down, self.down_bias, order, backend)
 
+    def even(self, x_END: Tensor) -> Tensor:
+        """(E, N, D) -> (E, N, D): each expert on N rows of its own; nothing to sort or to count."""
+        h_ENF = batched_linear(x_END, self.up, self.up_bias)
+        h_ENF = ACTIVATIONS[self.activation](h_ENF)
+        h_ENF = nn.functional.dropout(h_ENF, self.dropout, self.training)
+        return batched_linear(h_ENF, self.down, self.down_bias)
+
+    def order(
+        self,
+        x_TD: Tensor,
+        expert_ids_TK: Tensor,
+        *,
+        complete: bool = False,
+        assignment_T1: Tensor | None = None,
+        token_mask_T: Tensor | None = None,
+    ) -> Order | None:
+        """The sort `mix` begins with, for who needs it earlier; None if its backend has its own."""
+        x_0D = x_TD[:0]
+        dtype = autocast_dtype(x_0D)
+        backend = self.backend(x_0D if dtype is None else x_0D.to(dtype), expert_ids_TK, complete)
+        if backend == "sonicmoe":
+            return None
+        return sort_by_expert(
+            expert_ids_TK,
+            self.up.shape[0],
+            backend=backend,
+            assignment_T1=assignment_T1,
+            token_mask_T=token_mask_T,
+        )
+
     def mix(
-        self, x_TD: Tensor, expert_ids_TK: Tensor, gate_TK: Tensor, *, complete: bool = False
+        self,
+        x_TD: Tensor,
+        expert_ids_TK: Tensor,
+        gate_TK: Tensor,
+        *,
+        complete: bool = False,
+        order: Order | None = None,
     ) -> Tensor:
         """(T, D): dispatch, experts and combine, on the fastest backend that can.
 
@@ -100,7 +136,8 @@ class ExpertMLP(nn.Module):
         backend = self.backend(x_TD, expert_ids_TK, complete)
         if backend == "sonicmoe":
             return sonic_mlp(x_TD, self.up, self.down, expert_ids_TK, gate_TK)
-        order = sort_by_expert(expert_ids_TK, num_experts, backend=backend)
+        if order is None:
+            order = sort_by_expert(expert_ids_TK, num_experts, backend=backend)
         if backend == "triton":
             return expert_mlp(
                 x_TD,
@@ -137,6 +174,14 @@ class ExpertMLP(nn.Module):
                 ),
             ),
         )
+
+
+def batched_linear(x_ENI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None) -> Tensor:
+    """(E, N, O): every expert's rows times its own weight, in one product."""
+    weight_EIO = weight_EOI.to(x_ENI.dtype).mT
+    if bias_EO is None:
+        return x_ENI @ weight_EIO
+    return torch.baddbmm(bias_EO.to(x_ENI.dtype)[:, None], x_ENI, weight_EIO)
 
 
 def linear(

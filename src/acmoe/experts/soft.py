@@ -3,12 +3,10 @@
 B sequences of L tokens, D features, E experts, P slots per expert, S = E * P slots.
 """
 
-import torch
 from torch import Tensor, nn
 
 from acmoe.config.routing import AdaptiveConfig, RandomConfig, SoftConfig
 from acmoe.errors import check
-from acmoe.experts.dispatch import sort_by_expert
 from acmoe.experts.emit import AS_ROUTER, Emitter, resolve_emit
 from acmoe.experts.mlp import ExpertMLP
 from acmoe.ops.checks import check_dim, check_token_mask
@@ -85,8 +83,6 @@ class SoftMoE(nn.Module):
     def run_experts(self, slot_BSD: Tensor) -> Tensor:
         B, S, D = slot_BSD.shape
         per_expert = S // self.num_experts
-        slot_NSD = slot_BSD.view(B, self.num_experts, per_expert, D).transpose(0, 1)
-        expert_E = torch.arange(self.num_experts, device=slot_BSD.device)
-        order = sort_by_expert(expert_E.repeat_interleave(B * per_expert), self.num_experts)
-        out_ND: Tensor = self.experts(slot_NSD.reshape(-1, D), order)
-        return out_ND.view(self.num_experts, B, per_expert, D).transpose(0, 1).reshape(B, S, D)
+        slot_EBPD = slot_BSD.view(B, self.num_experts, per_expert, D).transpose(0, 1)
+        out_END = self.experts.even(slot_EBPD.reshape(self.num_experts, B * per_expert, D))
+        return out_END.view(slot_EBPD.shape).transpose(0, 1).reshape(B, S, D)

@@ -2,15 +2,17 @@
 
 import contextlib
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
 
 from acmoe.config.attack import AttackConfig, eps_text
-from acmoe.config.image_data import ImageEvaluateConfig
+from acmoe.config.image_data import ImageDataConfig, ImageEvaluateConfig
 from acmoe.config.train_vision import VisionRunConfig
 from acmoe.config.vision_models import vision_router
 from acmoe.data.image_load import load_images
+from acmoe.data.images import ImageSplits
 from acmoe.evaluate.attack import evaluate_attack
 from acmoe.evaluate.device import pick_device, seeded
 from acmoe.evaluate.vision import evaluate_images
@@ -26,7 +28,7 @@ from acmoe.train.vision_step import VisionTrainer, check_images
 def run_images(cell: Cell, folder: Path, news: News) -> Outcome:
     """Train in the folder, which is the caller's to throw away."""
     config, tests = cast(VisionRunConfig, cell.config), cast(ImageTests, cell.tests)
-    device, images = pick_device(config.device), load_images(config.data)
+    device, images = pick_device(config.device), _images(config.data)
     check_images(config, images)
     with (
         seeded(config.seed, device),
@@ -59,8 +61,14 @@ def run_images(cell: Cell, folder: Path, news: News) -> Outcome:
         "attacks": [],
     }
     for attack in tests.attacks:
-        news(f"{attack_name(attack)} attack")
-        found = evaluate_attack(trainer.model, images.test, config.data, attack, device=str(device))
+        found = evaluate_attack(
+            trainer.model,
+            images.test,
+            config.data,
+            attack,
+            device=str(device),
+            progress=lambda stage, done, total: news(f"{stage}, batch {done} of {total}"),
+        )
         for figure in found.figures:
             name = f"{attack_name(attack)} {eps_text(figure.eps)}"
             metrics[name] = figure.top1
@@ -71,6 +79,12 @@ def run_images(cell: Cell, folder: Path, news: News) -> Outcome:
         curves={"valid": curve, "train_loss": curve_of(folder, "train", "loss")},
         details=details,
     )
+
+
+@lru_cache(maxsize=1)
+def _images(config: ImageDataConfig) -> ImageSplits:
+    """Half a gigabyte for Imagenette; a worker's next cell reads the same."""
+    return load_images(config)
 
 
 def attack_name(config: AttackConfig) -> str:

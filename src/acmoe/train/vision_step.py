@@ -11,16 +11,19 @@ from torch import Tensor, nn
 from acmoe.config.image_data import ImageEvaluateConfig
 from acmoe.config.train_vision import VisionRunConfig
 from acmoe.data.augment import Augment
-from acmoe.data.image_batches import ImageBatch, TrainingImages
+from acmoe.data.image_batches import ImageBatch
+from acmoe.data.image_device import training_images
 from acmoe.data.images import ImageSplits
+from acmoe.data.transfer import to_device
 from acmoe.errors import check
 from acmoe.evaluate.device import autocast
 from acmoe.evaluate.vision import evaluate_images
 from acmoe.models.classifier import ImageClassifier, VisionOutput
+from acmoe.models.compiled import compile_blocks
 from acmoe.models.registry import build_model
 from acmoe.train.graph import StepGraph, make_capturable
 from acmoe.train.optim import adam, learning_rate, set_learning_rate
-from acmoe.train.step import mean, summed_loads, take_step
+from acmoe.train.step import eager, mean, summed_loads, take_step
 from acmoe.train.update import Update
 
 
@@ -53,8 +56,13 @@ class VisionTrainer:
 
     def __init__(self, config: VisionRunConfig, images: ImageSplits, device: torch.device) -> None:
         self.config, self.images, self.device = config, images, device
-        self.batches = TrainingImages(
-            images.train, config.data, config.augment, batch=config.batch, seed=config.seed
+        self.batches = training_images(
+            images.train,
+            config.data,
+            config.augment,
+            batch=config.batch,
+            device=device,
+            seed=config.seed,
         )
         per_pass = self.batches.batches_per_pass
         self.pace = Pace(
@@ -83,6 +91,8 @@ class VisionTrainer:
         if config.graph:
             make_capturable(self.optimizer, device)
             self.graph = StepGraph(self._step)
+        if config.compile:
+            compile_blocks(self.model)
 
     @property
     def per_step(self) -> int:
@@ -142,9 +152,11 @@ class VisionTrainer:
             limit=self.config.eval_images,
             precision=self.config.precision,
         )
-        report = evaluate_images(
-            self.model, valid, self.config.data, config, device=str(self.device)
-        )
+        # A last batch of another size is not worth compiling for.
+        with eager(self.config.compile):
+            report = evaluate_images(
+                self.model, valid, self.config.data, config, device=str(self.device)
+            )
         figure = report.figures[0]
         return ImageValidation(
             loss=figure.loss,
@@ -156,21 +168,18 @@ class VisionTrainer:
         )
 
     def close(self) -> None:
-        """Stop reading images ahead."""
+        """Stop reading images ahead, and let go of the memory of captured updates."""
         self.batches.close()
+        self.graph, self.inputs = None, None
 
     def _altered(self, batch: ImageBatch) -> tuple[Tensor, Tensor]:
         """Normalised images and (B, K) targets, on the device."""
-        images, labels_B = batch.images, batch.labels
-        if self.device.type == "cuda":
-            images, labels_B = (
-                tensor.pin_memory().to(self.device, non_blocking=True)
-                for tensor in (images, labels_B)
-            )
+        images, labels_B = (to_device(part, self.device) for part in (batch.images, batch.labels))
         return self.augment(images, labels_B, seed=batch.seed)
 
     def _forward(self, images: Tensor, targets_BK: Tensor, *, record: bool) -> VisionOutput:
-        with autocast(self.config.precision, self.device):
+        # Recording hangs hooks on modules: blocks would be compiled once more for them.
+        with eager(self.config.compile and record), autocast(self.config.precision, self.device):
             out = self.model(images, targets_BK, return_routings=record)
         return cast(VisionOutput, out)
 
