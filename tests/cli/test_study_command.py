@@ -67,6 +67,7 @@ def test_a_study_of_two_cells_runs_resumes_and_is_summarised(capsys, monkeypatch
         ((), "no study given"),
         (("byte",), "did you mean bytes?"),
         (("bytes",), "give their folder with --data"),
+        (("ablations", "--settings", "enwik8"), '--settings "switch-nano, standard library" reads'),
         (("bytes", "--data", "nowhere"), "enwiki15-bytes is missing"),
         (("bytes", "--summarise"), "bytes.jsonl is missing"),
         (("synthetic", "--steps", "0"), "--steps 0; it must be positive"),

@@ -9,9 +9,12 @@ import pytest
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.config.serialize import encode, flatten
 from acmoe.errors import UserError
+from acmoe.study.ablation_grids import PLACEMENTS, ROUTERS, placements
 from acmoe.study.materials import Images, Materials, Text
+from acmoe.study.nano_grid import TEXT_SETTING
 from acmoe.study.registry import STUDIES, study_of
 from acmoe.study.size import Size
+from acmoe.study.variant_grids import CHOSEN
 
 
 class Listed(Materials):
@@ -45,8 +48,8 @@ class Listed(Materials):
 NOWHERE = Listed(data=Path("data"), work=Path("work"))
 
 
-def cells_of(name, size=None, seeds=(0, 1)):
-    return STUDIES[name].grid(NOWHERE, size or Size(), seeds)
+def cells_of(name, size=None, seeds=(10, 11)):
+    return STUDIES[name].cells(NOWHERE, size or Size(), seeds)
 
 
 @pytest.mark.parametrize("name", STUDIES)
@@ -101,7 +104,10 @@ def test_an_update_is_the_papers_24576_tokens():
 
 
 def test_brief_cells_are_neither_finetuned_nor_attacked():
-    assert all(len(cell.tests.tasks) == 3 for cell in cells_of("words"))
+    tasks = {(cell.setting, len(cell.tests.tasks)) for cell in cells_of("words")}
+    finetuned, others = ("switch-small, dropout 0.1", 3), ("switch-small", "glam-small")
+    assert finetuned in tasks
+    assert all(count == 0 and setting.startswith(others) for setting, count in tasks - {finetuned})
     assert all(cell.tests.tasks == () for cell in cells_of("words", Size(brief=True)))
     assert all(cell.tests.attacks == () for cell in cells_of("vision", Size(brief=True)))
     (attacks,) = {cell.tests.attacks for cell in cells_of("vision", Size(images=9, spsa_images=2))}
@@ -109,11 +115,58 @@ def test_brief_cells_are_neither_finetuned_nor_attacked():
     assert [attack.space for attack in attacks] == ["pixel"] * 3 + ["normalized"] * 3
 
 
-def test_a_placement_that_leaves_no_adaptive_layer_is_left_out():
-    cells = cells_of("ablations", seeds=(0,))
-    words = {cell.condition for cell in cells if cell.setting.startswith("switch-small")}
-    others = {cell.condition for cell in cells} - words
-    assert others == {"skip-2"}  # three layers: from the fourth on there is none
+def test_a_placement_that_changes_nothing_is_left_out():
+    # 3 layers: skip-2 leaves none, back-half is full. 4: back-half is skip-1.
+    assert placements(3) == ["skip-1", "alternating"]
+    assert placements(4) == ["skip-1", "skip-2", "alternating"]
+    assert placements(8) == ["skip-1", "skip-2", "alternating", "back-half"]
+    missing = {
+        setting: set(PLACEMENTS)
+        - {cell.condition for cell in cells_of("ablations", seeds=(0,)) if cell.setting == setting}
+        for setting in ("switch-small, dropout 0.1", "switch-enwik8, pre-norm", TEXT_SETTING)
+    }
+    assert list(missing.values()) == [{"skip-2", "back-half"}, set(), {"back-half"}]
+
+
+def test_every_ablation_of_a_card_is_one_of_a_cpu_that_reads_no_data():
+    study = STUDIES["ablations"]
+    nothing = Listed(data=Path(), work=Path("work"))
+    free = study.cells(nothing, Size(), (0,), asked=("nano",))
+    assert {cell.setting for cell in free} == set(study.free_settings) == {TEXT_SETTING}
+    assert {cell.condition for cell in free} == {*ROUTERS, *placements(4)}
+    for cell in free:
+        assert cell.config.data.name == "stdlib"
+        assert cell.config.model.placement == (
+            cell.condition if cell.condition in PLACEMENTS else "full"
+        )
+    assert not study.reads(("nano",)) and not study.reads((TEXT_SETTING, "standard"))
+    assert study.reads(()) and study.reads(("nano", "enwik8")) and STUDIES["bytes"].reads(("nano",))
+    assert not STUDIES["synthetic"].reads(())
+    everything = study.cells(NOWHERE, Size(), (0,), asked=("nano", "enwik8"))
+    assert len({cell.setting for cell in everything}) == 3
+
+
+def test_a_nano_ablation_begins_as_the_nano_study_does():
+    twins = (("smoe", "smoe"), ("adaptive", "adaptive-previous"))
+    ours, theirs = (
+        {cell.condition: cell for cell in cells_of(name) if cell.setting == TEXT_SETTING}
+        for name in ("ablations", "nano")
+    )
+    for one, other in twins:
+        assert (ours[one].config, ours[one].tests) == (theirs[other].config, theirs[other].tests)
+
+
+def test_remedies_are_confirmed_on_seeds_that_chose_nothing():
+    study = STUDIES["confirm"]
+    assert study.own_seeds == (10, 11, 12, 13, 14)
+    chosen, all_of_them = cells_of("confirm"), cells_of("remedies")
+    assert {cell.condition for cell in chosen} == {"smoe", "adaptive", *CHOSEN}
+    assert len(study.comparisons) == 7  # four with the plain router, three with the paper's form
+    known = [(cell.setting, cell.condition, cell.config, cell.tests) for cell in all_of_them]
+    for cell in chosen:
+        assert (cell.setting, cell.condition, cell.config, cell.tests) in known
+    with pytest.raises(UserError, match="--seeds 2: remedies were chosen on seeds below 10"):
+        cells_of("confirm", seeds=(2, 10))
 
 
 def test_the_metrics_of_images_are_those_their_cells_measure():

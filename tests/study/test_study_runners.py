@@ -68,13 +68,17 @@ def test_words_are_scored_twice_and_finetuned(tmp_path):
     (cell,) = text_cells(
         "words", "tiny", model, {"smoe": "smoe"}, text, tests, size, (0,), factors={}
     )
-    metrics = run_cell(cell, None, silent)["metrics"]
+    record = run_cell(cell, None, silent)
+    metrics = record["metrics"]
     # 20 lines of 4 words and the end of line, each unknown word one <unk>.
     assert len(np.load(other)) == 100
     assert metrics["test"] > 1
     assert metrics["wikitext103"] > 1
     assert metrics["contaminated"] > 1
-    assert 0 <= metrics["sst2"] <= 100
+    (told,) = record["details"]["tasks"]
+    assert (told["test_accuracy"], told["majority"]) == (metrics["sst2"], 50)
+    assert told["sentences"] == {"train": 12, "dev": 12, "test": 12}
+    assert told["folder"] == ""  # thrown away, and a place of this machine
     with pytest.raises(UserError, match="--parts 3, but"):
         materials.words(3, 20)
 

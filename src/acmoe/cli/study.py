@@ -34,7 +34,7 @@ class Study:
     scratch: Path | None = None
     """Where cells put what they throw away; the system's temporary folder if not given."""
     seeds: tuple[int, ...] = ()
-    """Each a pair for every comparison; 0, 1, ... as many as the study needs, if not given."""
+    """Each a pair for every comparison; the study's own, as many as it needs, if not given."""
     only: tuple[str, ...] = ()
     """Conditions; all if not given."""
     settings: tuple[str, ...] = ()
@@ -106,17 +106,20 @@ class Study:
         from acmoe.study.registry import study_of
 
         study = study_of(self.study)
+        free = [f'--settings "{setting}" reads none' for setting in study.free_settings]
         check(
-            self.data is not None or not study.reads_data,
-            f"the study {study.name!r} reads data sets; give their folder with --data",
+            self.data is not None or not study.reads(self.settings),
+            "; ".join(
+                [f"the study {study.name!r} reads data sets; give their folder with --data", *free]
+            ),
         )
-        seeds = self.seeds or tuple(range(study.seeds))
+        seeds = self.seeds or study.own_seeds
         check(len(set(seeds)) == len(seeds), f"--seeds {seeds} names a seed twice; leave one out")
         with progress_bars(Console(stderr=True)) as progress:
             materials = Materials(
                 data=self.data or Path(), work=self.work.resolve(), progress=progress
             )
-            cells = study.grid(materials, self._size(), seeds)
+            cells = study.cells(materials, self._size(), seeds, self.settings)
         return seeds_major(_chosen(cells, self.only, self.settings))
 
     def _run(self, cells: "Sequence[Cell]") -> int:

@@ -12,6 +12,13 @@ from acmoe.study.size import Size
 Grid = Callable[[Materials, Size, Sequence[int]], list[Cell]]
 
 
+class Free(NamedTuple):
+    """Settings without a data set: what they read comes with Python and the packages."""
+
+    settings: tuple[str, ...]
+    grid: Grid
+
+
 class Metric(NamedTuple):
     """A figure of a cell's record."""
 
@@ -41,8 +48,10 @@ class Study:
     name: str
     question: str
     grid: Grid
-    reads_data: bool = True  # False: no folder of data sets has to be given
+    reads_data: bool = True  # `grid`; False: no folder of data sets has to be given
+    free: Free | None = None  # further settings of a study that reads data
     seeds: int  # fewest for the claims the study is for
+    first_seed: int = 0
     comparisons: tuple[tuple[str, str], ...]  # condition, and the baseline it is compared with
     compared: tuple[Metric, ...]  # the first is the primary one
     beside: tuple[Metric, ...] = ()  # shown, not tested
@@ -50,6 +59,31 @@ class Study:
     curve_label: str = ""
     reported: tuple[Reported, ...] = ()
     note: str = ""  # what a reader of the tables has to know
+
+    @property
+    def own_seeds(self) -> tuple[int, ...]:
+        return tuple(range(self.first_seed, self.first_seed + self.seeds))
+
+    @property
+    def free_settings(self) -> tuple[str, ...]:
+        """Those that need no folder although the study reads data."""
+        return () if self.free is None else self.free.settings
+
+    def cells(
+        self, materials: Materials, size: Size, seeds: Sequence[int], asked: Sequence[str] = ()
+    ) -> list[Cell]:
+        """All cells, or the free ones where `asked`, parts of names of settings, means no other."""
+        free = [] if self.free is None else self.free.grid(materials, size, seeds)
+        return free if self._all_free(asked) else [*self.grid(materials, size, seeds), *free]
+
+    def reads(self, asked: Sequence[str]) -> bool:
+        """Whether a folder of data sets is needed for these settings; for all, if none is given."""
+        return self.reads_data and not self._all_free(asked)
+
+    def _all_free(self, asked: Sequence[str]) -> bool:
+        return bool(asked) and all(
+            any(part in name for name in self.free_settings) for part in asked
+        )
 
     @property
     def primary(self) -> tuple[Metric, ...]:

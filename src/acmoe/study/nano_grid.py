@@ -4,7 +4,7 @@ Bytes of Python's standard library, and the digits that come with scikit-learn. 
 augmentation are those of the recipes switch-nano and swin-nano.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -44,18 +44,28 @@ IMAGE_CONDITIONS: dict[str, str | RouterConfig] = {
 
 def nano_study(materials: Materials, size: Size, seeds: Sequence[int]) -> list[Cell]:
     """A language model, clean and contaminated, and an image classifier, clean and attacked."""
-    return [*_text_cells(materials, size, seeds), *_image_cells(materials, size, seeds)]
+    text = nano_text_cells("nano", CONDITIONS, materials, size, seeds)
+    return [*text, *_image_cells(materials, size, seeds)]
 
 
-def _text_cells(materials: Materials, size: Size, seeds: Sequence[int]) -> list[Cell]:
+def nano_text_cells(
+    study: str,
+    conditions: Mapping[str, str | RouterConfig],
+    materials: Materials,
+    size: Size,
+    seeds: Sequence[int],
+    *,
+    placement: str = "full",
+) -> list[Cell]:
+    """Routers of switch-nano on the standard library's text."""
     text = materials.stdlib(size.megabytes or MEGABYTES)
     tests = TextTests(rows=16, tokens=size.tokens or TEST_TOKENS)
     cells = []
-    for seed, (condition, router) in product(seeds, CONDITIONS.items()):
-        run = text_run(router, text, size, seed)
+    for seed, (condition, router) in product(seeds, conditions.items()):
+        run = text_run(router, text, size, seed, placement)
         cells.append(
             Cell(
-                study="nano",
+                study=study,
                 setting=TEXT_SETTING,
                 condition=condition,
                 seed=seed,
@@ -68,11 +78,14 @@ def _text_cells(materials: Materials, size: Size, seeds: Sequence[int]) -> list[
     return cells
 
 
-def text_run(router: str | RouterConfig, text: Text, size: Size, seed: int) -> RunConfig:
+def text_run(
+    router: str | RouterConfig, text: Text, size: Size, seed: int, placement: str = "full"
+) -> RunConfig:
     """The recipe, shortened; batch statistics where the paper has them."""
     run, steps = nano_run("switch-nano", router), size.steps or TEXT_STEPS
     run = replace(
         run,
+        model=replace(run.model, placement=placement),
         data=DataConfig(name=text.name, folder=str(text.folder), limit=text.limit),
         eval_tokens=VALID_TOKENS,
         **_pace(run, steps, size, seed),

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from acmoe.study.declared import Metric
+from acmoe.study.scale_effect import points_of, scale_effect
 from acmoe.study.statistics import Spread
 from acmoe.study.summary import Compared, Group, Summary
 
@@ -22,6 +23,8 @@ def study_markdown(summary: Summary, images: Sequence[str]) -> str:
     parts += [f"![{study.name}]({image})" for image in images]
     if any(one.metric in study.primary for one in summary.comparisons):
         parts.append(_reading(summary))
+    if explained := _scale_effects(summary):
+        parts.append(explained)
     if summary.failed:
         parts.append(_failures(summary))
     if study.reported:
@@ -38,8 +41,11 @@ def _origin(summary: Summary, group: Group) -> str:
     """The command, the code and the machine behind a group's figures."""
     seeds = sorted({seed for _, seed in group.runs})
     options = {record.get("options", "") for record in group.records}
-    data = ["--data DATA"] if summary.study.reads_data else []
-    words = ["acmoe study", summary.study.name, *data, "--seeds", *map(str, seeds)]
+    study = summary.study
+    free = group.setting in study.free_settings
+    which = [f'--settings "{group.setting}"'] if free else []
+    data = ["--data DATA"] if study.reads([group.setting]) else []
+    words = ["acmoe study", study.name, *data, *which, "--seeds", *map(str, seeds)]
     commands = [" ".join([*words, option]).strip() for option in sorted(options)]
     places = [record["environment"] for record in group.records]
     commits = sorted({str(place.get("commit")) for place in places})
@@ -128,6 +134,30 @@ def _verdict(summary: Summary, primary: Metric) -> str:
     return (
         f"Of {len(family)} comparisons in {primary.label}, Holm-corrected over all of them, those "
         f"below 0.05 by the paired t test: {said}."
+    )
+
+
+def _scale_effects(summary: Summary) -> str:
+    """Slope and correlation of each setting and of all together; empty without runs for it."""
+    points = {group.title: points_of(summary.study, group) for group in summary.groups}
+    if len(points) > 1 and len(summary.study.primary) == 1:  # else percents of unlike things
+        points["all of them"] = [point for found in points.values() for point in found]
+    rows = []
+    for title, found in points.items():
+        if (effect := scale_effect(found)) is not None:
+            reach = f"{effect.least:.3f} to {effect.most:.3f}"
+            measured = [f"{effect.slope:+.2f}", f"{effect.correlation:+.2f}", _p(effect.p)]
+            rows.append([title, str(effect.runs), str(effect.blocks), reach, *measured])
+    if not rows:
+        return ""
+    labels = " or ".join(metric.label for metric in summary.study.primary)
+    header = ["setting", "runs", "blocks", "rms of log M", "% for each 0.1", "correlation", "p"]
+    return (
+        "Does it matter how far from the identity M is? Among the adaptive routers of a block, a "
+        f"setting and a seed, the change of {labels} from the plain router, in percent, against "
+        "the rms of log M; p by shuffling within blocks, uncorrected. The distances were not drawn "
+        "by lot: routers that differ in them differ in how they come about, too.\n\n"
+        + table(header, rows)
     )
 
 

@@ -25,7 +25,7 @@ from acmoe.study.follow import course_metrics, curve_of, follow
 from acmoe.study.outcome import News, Outcome, routing_metrics
 from acmoe.study.pairing import pair_with_plain
 from acmoe.study.scale_statistics import model_scale_statistics
-from acmoe.train.finetune import finetune
+from acmoe.train.finetune import FinetuneReport, finetune
 from acmoe.train.journal import Journal
 from acmoe.train.resume import save_run
 from acmoe.train.run_folder import claim, keep_vocabulary
@@ -58,10 +58,17 @@ def run_text(cell: Cell, folder: Path, news: News) -> Outcome:
     scales = model_scale_statistics(trainer.model)
     metrics = course_metrics(trainer, journal, folder, curve, scales, unit="tokens")
     scored, details = _scored(trainer.model, corpus, tests, config, cell.seed)
+    tasks = _finetuned(folder, tests, config, news)
+    metrics |= scored | {task.task: task.test_accuracy for task in tasks}
     return Outcome(
-        metrics={**metrics, **scored, **_finetuned(folder, tests, config, news)},
+        metrics=metrics,
         curves={"valid": curve, "train_loss": curve_of(folder, "train", "loss")},
-        details={**details, "scale": [scale._asdict() for scale in scales], "metric": metric},
+        details={
+            **details,
+            "scale": [scale._asdict() for scale in scales],
+            "metric": metric,
+            "tasks": [replace(task, folder="").to_json() for task in tasks],
+        },
     )
 
 
@@ -113,16 +120,19 @@ def _texts(corpus: Corpus, tests: TextTests, seed: int) -> Iterator[tuple[str, T
         yield name, stream, stream
 
 
-def _finetuned(folder: Path, tests: TextTests, config: RunConfig, news: News) -> dict[str, float]:
-    """Test accuracy of each task, at the epoch that was best on its development set."""
-    found = {}
+def _finetuned(
+    folder: Path, tests: TextTests, config: RunConfig, news: News
+) -> list[FinetuneReport]:
+    """Each task from the weights after the last step of pretraining."""
+    found = []
     for task in tests.tasks:
         news(f"finetuning on {task.task}")
         report = finetune(
             open_run(folder),
             replace(task, which="last", seed=config.seed, device=config.device),
             Path(tests.task_folder) / task.task,
+            checkpoints=False,
             console=Console(quiet=True),
         )
-        found[task.task] = report.test_accuracy
+        found.append(report)
     return found

@@ -73,6 +73,8 @@ def published_backbone(
     return backbone
 
 
+_WIDTH = 32  # positions, of which the lengths of batches are multiples
+
 FIRST, LAST = "CLS", "S"  # around each sentence in the paper's form; other words are lower case
 
 
@@ -93,6 +95,15 @@ def published_encoding(
         )
         for text, label in sentences
     ]
+
+
+def widened(batch: SentenceBatch) -> SentenceBatch:
+    """Padded on to a multiple of 32: batches of few shapes, for which few kernels are compiled."""
+    extra = -batch.tokens.shape[1] % _WIDTH
+    tokens_BL, mask_BL = (
+        nn.functional.pad(tensor, (0, extra)) for tensor in (batch.tokens, batch.token_mask)
+    )
+    return batch._replace(tokens=tokens_BL, token_mask=mask_BL)
 
 
 def left_padded(batch: SentenceBatch) -> SentenceBatch:

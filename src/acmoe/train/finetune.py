@@ -1,7 +1,8 @@
 """Finetuning a pretrained run on SST-2, SST-5 or Banking-77.
 
-Each epoch ends with a checkpoint, so the same call continues an interrupted one. The epoch with the
-best accuracy on the development set is the one whose accuracy on the test set is reported.
+Each epoch ends with a checkpoint, unless none are wanted, so the same call continues an interrupted
+one. The epoch with the best accuracy on the development set is the one whose accuracy on the test
+set is reported.
 
 B sentences.
 """
@@ -39,6 +40,7 @@ from acmoe.train.classifier import (
     published_backbone,
     published_encoding,
     published_vocabulary,
+    widened,
 )
 from acmoe.train.journal import append, forget_after
 from acmoe.train.optim import adam, optimizer_tensors, restore_optimizer
@@ -76,22 +78,24 @@ def finetune(
     data: Path | str,
     *,
     out: Path | None = None,
+    checkpoints: bool = True,
     console: Console | None = None,
 ) -> FinetuneReport:
     """Finetune a run on the task's files in the folder `data`.
 
-    `out` is the folder to work in; by default one inside the run's, named after the task.
+    `out` is the folder to work in; by default one inside the run's, named after the task. Without
+    `checkpoints` the best epoch is held in memory: nothing is left to use or to continue.
     """
     run = source if isinstance(source, Run) else open_run(source)
     out = out or run.folder / "finetune" / f"{config.task}-{config.form}-seed{config.seed}"
     device = pick_device(config.device)
     rows, origin = task_splits(load_sentences(config.task, data), config.seed)
     with claim(out, config), seeded(config.seed, device):
-        work = _Work(run, config, rows, device)
-        store = CheckpointStore(out / CHECKPOINTS, keep=1)
-        accuracies = _train(work, store, out / METRICS, console or Console(stderr=True))
+        store = CheckpointStore(out / CHECKPOINTS, keep=1) if checkpoints else None
+        work = _Work(run, config, rows, device, store)
+        accuracies = _train(work, out / METRICS, console or Console(stderr=True))
         best = _best(accuracies)
-        work.restore(store, step_folder(store.folder, best))
+        work.restore(best)
         test = work.accuracy("test")
     labels = torch.tensor([sentence.label for sentence in rows["test"]])
     return FinetuneReport(
@@ -109,9 +113,9 @@ def finetune(
     )
 
 
-def _train(work: "_Work", store: CheckpointStore, metrics: Path, console: Console) -> list[float]:
+def _train(work: "_Work", metrics: Path, console: Console) -> list[float]:
     """The epochs that are left; development accuracy after each of all."""
-    config, accuracies = work.config, work.resume(store)
+    config, accuracies = work.config, work.resume()
     forget_after(metrics, len(accuracies))
     for epoch in range(len(accuracies) + 1, config.epochs + 1):
         started = time.perf_counter()
@@ -121,7 +125,7 @@ def _train(work: "_Work", store: CheckpointStore, metrics: Path, console: Consol
         seconds = time.perf_counter() - started
         record = {"kind": "epoch", "step": epoch, "loss": loss, "dev_accuracy": accuracies[-1]}
         append(metrics, {**record, "seconds": seconds})
-        work.save(store, epoch, accuracies)
+        work.keep(epoch, accuracies)
         console.print(
             f"{config.task}: epoch {epoch}/{config.epochs}  loss {loss:.4f}  development accuracy "
             f"{accuracies[-1]:.2f} %  {seconds:.0f} s",
@@ -155,7 +159,10 @@ def _best(accuracies: Sequence[float]) -> int:
 
 
 class _Work:
-    """Model, optimizer and encoded sentences of one finetuning run."""
+    """Model, optimizer and encoded sentences of one finetuning run.
+
+    Without a store the weights of the best epoch so far are `held`.
+    """
 
     def __init__(
         self,
@@ -163,8 +170,10 @@ class _Work:
         config: FinetuneConfig,
         rows: dict[str, list[Sentence]],
         device: torch.device,
+        store: CheckpointStore | None,
     ) -> None:
-        self.config, self.device = config, device
+        self.config, self.device, self.store = config, device, store
+        self.held: dict[str, torch.Tensor] = {}
         self.pretrained_step = int(run.checkpoint(config.which).name.split("-")[1])
         pretrained = run.model(config.which)
         if config.form == "clean":
@@ -220,10 +229,21 @@ class _Work:
             epoch=epoch or 0,
             shuffle=clean and epoch is not None,
         ):
-            arranged = batch if clean else left_padded(batch)
-            yield SentenceBatch(*(tensor.to(self.device) for tensor in arranged))
+            arranged = widened(batch) if clean else left_padded(batch)
+            yield SentenceBatch(*(self._moved(tensor) for tensor in arranged))
 
-    def save(self, store: CheckpointStore, epoch: int, accuracies: list[float]) -> None:
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """On the device. From pinned memory nobody waits for the updates before."""
+        if self.device.type == "cuda":
+            return tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor.to(self.device)
+
+    def keep(self, epoch: int, accuracies: list[float]) -> None:
+        """After an epoch: a checkpoint, or in memory the weights if they are the best."""
+        if self.store is None:
+            if epoch == _best(accuracies):
+                self.held = {name: v.clone() for name, v in self.model.state_dict().items()}
+            return
         tensors = optimizer_tensors(self.optimizer, self.model) | rng_tensors(self.device)
         for name, value in self.model.head.state_dict().items():
             tensors[f"head/{name}"] = value
@@ -232,25 +252,32 @@ class _Work:
             "best": {"step": _best(accuracies)},
             "pretrained_step": self.pretrained_step,
         }
-        store.save(epoch, self.model.backbone, tensors, state)
+        self.store.save(epoch, self.model.backbone, tensors, state)
 
-    def resume(self, store: CheckpointStore) -> list[float]:
+    def resume(self) -> list[float]:
         """Continue after the last whole epoch; the accuracies up to it."""
-        folder = store.latest()
-        if folder is None:
+        folder = None if self.store is None else self.store.latest()
+        if self.store is None or folder is None:
             return []
-        tensors, state = self.restore(store, folder)
+        tensors, state = self._read(self.store, folder)
         before, now = state["pretrained_step"], self.pretrained_step
         check(
             before == now,
-            f"{store.folder.parent} began with step {before} of the run, whose {self.config.which} "
-            f"checkpoint is now step {now}; finetune into another folder",
+            f"{self.store.folder.parent} began with step {before} of the run, whose "
+            f"{self.config.which} checkpoint is now step {now}; finetune into another folder",
         )
         restore_optimizer(self.optimizer, self.model, tensors)
         restore_rng(tensors, self.device)
         return list(state["accuracies"])
 
-    def restore(
+    def restore(self, best: int) -> None:
+        """The weights of the best epoch."""
+        if self.store is None:
+            self.model.load_state_dict(self.held)
+        else:
+            self._read(self.store, step_folder(self.store.folder, best))
+
+    def _read(
         self, store: CheckpointStore, folder: Path
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Weights as they were after an epoch."""
