@@ -78,7 +78,7 @@ def test_no_alteration_of_images_waits_for_the_device(preset: tuple[str, ...]) -
 def test_batches_on_the_device_are_those_of_the_cpu() -> None:
     images, targets = [], []
     for device in ("cpu", "cuda"):
-        config = tiny_vision_run(*ON_DEVICE, f"device={device}", "augment.erase=0")
+        config = tiny_vision_run(*ON_DEVICE[1:], f"device={device}", "augment.erase=0")
         trainer = VisionTrainer(config, load_images(config.data), torch.device(device))
         batch = next(trainer.batches)
         x, targets_BK = trainer.augment(batch.images, batch.labels, seed=batch.seed)

@@ -5,8 +5,8 @@
     d x           (d affinity @ embedding) * scale of the token's cluster
     d embedding   d affinity^T @ (x * scale), in partial sums over splits of the tokens: no atomics
 The scale is a constant here. Of sorted tokens a block has one, which multiplies its product instead
-of every token. Floors: T E float32 read and 2 or 3 T E bf16 written; x's bytes
-written; x's bytes read.
+of every token. Floors: T E float32 read and 2 or 3 T E bf16 written; x's bytes written; x's bytes
+read.
 
 T tokens, D features, E experts, C clusters, K experts per token, N token blocks, P splits,
 Z pieces.
