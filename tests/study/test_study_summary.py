@@ -21,7 +21,8 @@ def three_seeds():
 
 
 def test_a_comparison_is_paired_by_seed_and_corrected_over_the_family():
-    lines = three_seeds() + [record("adaptive-current", seed, 1.5 + seed) for seed in range(3)]
+    # Differences of -1, 0 and 1.
+    lines = three_seeds() + [record("adaptive-current", seed, 0.5 + 2 * seed) for seed in range(3)]
     summary = summarise(BYTES, lines)
     first, second = [one for one in summary.comparisons if one.metric.key == "test"]
     assert (first.condition, first.baseline) == ("adaptive-previous", "smoe")

@@ -15,6 +15,7 @@ from acmoe.errors import check
 from acmoe.evaluate.student import critical_value, two_sided_p
 
 CONFIDENCE = 0.95
+FEWEST_PAIRS = 3  # of an interval and a t test: two pairs that happen to agree would look certain
 EXACT_PAIRS = 16  # beyond 2^16 sign patterns a sample of them is drawn
 DRAWS = 1 << 16
 
@@ -51,16 +52,26 @@ class Difference:
 def paired_difference(
     values: Mapping[int, float], baseline: Mapping[int, float]
 ) -> Difference | None:
-    """Over the seeds both have; None where there are none."""
+    """Over the seeds both have; None where there are none.
+
+    Without interval and t test where the spread is not known: below three pairs, or where all
+    differences are equal, as accuracies over few images can be.
+    """
     seeds = sorted(values.keys() & baseline.keys())
     if not seeds:
         return None
     differences = [values[seed] - baseline[seed] for seed in seeds]
     spread = Spread.of(differences)
     p_flip = sign_flip_p(differences)
-    if spread.std is None:
+    if spread.n < FEWEST_PAIRS or not spread.std:
         return Difference(
-            n=1, mean=spread.mean, std=None, low=None, high=None, p_t=None, p_flip=p_flip
+            n=spread.n,
+            mean=spread.mean,
+            std=spread.std,
+            low=None,
+            high=None,
+            p_t=None,
+            p_flip=p_flip,
         )
     error = spread.std / math.sqrt(spread.n)
     reach = critical_value(CONFIDENCE, spread.n - 1) * error
@@ -70,16 +81,9 @@ def paired_difference(
         std=spread.std,
         low=spread.mean - reach,
         high=spread.mean + reach,
-        p_t=two_sided_p(_ratio(spread.mean, error), spread.n - 1),
+        p_t=two_sided_p(spread.mean / error, spread.n - 1),
         p_flip=p_flip,
     )
-
-
-def _ratio(mean: float, error: float) -> float:
-    """t; equal differences are certain, whatever their size."""
-    if error > 0:
-        return mean / error
-    return 0.0 if mean == 0 else math.inf
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:
