@@ -1,21 +1,14 @@
-"""The router's benchmark, the list of what runs, and training steps, on a CPU."""
-
-from typing import Any
+"""The router's benchmark on a CPU."""
 
 import pytest
 import torch
-from torch import Tensor
 
 from acmoe.bench import router as router_bench
 from acmoe.bench.layer import BOTH, FORWARD
 from acmoe.bench.router import RouterBenchConfig, bench_router, check_mode, draw_trial
 from acmoe.bench.shapes import SHAPES
-from acmoe.bench.which import rivals, which
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.errors import UserError
-from acmoe.ops.backend import use_backend
-from acmoe.ops.grouped import grouped_linear
-from acmoe.routing.statistics import ClusterStatistics
 
 CPU = torch.device("cpu")
 
@@ -59,41 +52,3 @@ def test_the_plain_layer_fails_the_check_of_an_adaptive_one() -> None:
 def test_graphs_and_compilation_are_refused_on_a_cpu() -> None:
     with pytest.raises(UserError, match="device=cpu"):
         bench_router(RouterBenchConfig(graph=True, device="cpu"))
-
-
-def test_one_backend_of_each_op_runs_and_the_others_say_why_not() -> None:
-    choices = which(CPU, torch.bfloat16)
-    for op in ("experts", "statistics"):
-        mine = {choice.backend: choice for choice in choices if choice.op == op}
-        assert [name for name, choice in mine.items() if choice.runs] == ["torch"]
-        assert "CUDA" in (mine["triton"].obstacle or "")
-
-
-def test_a_request_that_cannot_be_met_still_names_what_runs() -> None:
-    with use_backend("grouped_mm"):
-        runs = [choice for choice in which(CPU, torch.float32) if choice.runs]
-    assert {(choice.op, choice.backend) for choice in runs} == {
-        ("experts", "torch"),
-        ("statistics", "torch"),
-    }
-
-
-def test_statistics_by_an_op_of_our_own_are_told_from_those_of_torch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    plain = ClusterStatistics.cluster_scale
-
-    def by_own_op(self: ClusterStatistics, x: Tensor, *others: Any) -> Tensor:
-        end = torch.tensor([x.shape[1]])
-        grouped_linear(x[0], torch.ones(1, 1, x.shape[2], dtype=x.dtype), end)
-        return plain(self, x, *others)
-
-    monkeypatch.setattr(ClusterStatistics, "cluster_scale", by_own_op)
-    runs = {choice.op: choice.backend for choice in which(CPU, torch.float32) if choice.runs}
-    assert runs["statistics"] == "triton"
-
-
-def test_rivals_that_can_take_part_have_no_obstacle() -> None:
-    found = {choice.backend: choice for choice in rivals(CPU, torch.bfloat16)}
-    assert found["acmoe"].runs and found["acmoe"].obstacle is None
-    assert not found["sonicmoe"].runs and found["sonicmoe"].obstacle

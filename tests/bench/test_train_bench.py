@@ -72,3 +72,9 @@ def test_unknown_models_and_variants_are_refused() -> None:
         TrainBenchConfig(variants=("fast",))
     with pytest.raises(UserError, match="model 'switch' is unknown"):
         TrainBenchConfig(models=("switch",))
+
+
+def test_reports_of_different_variants_do_not_replace_each_other() -> None:
+    assert TrainBenchConfig().kind == "train"
+    assert TrainBenchConfig(variants=("compile+graph",)).kind == "train-compile-graph"
+    assert TrainBenchConfig(variants=("eager", "graph")).kind == "train-eager-graph"

@@ -61,6 +61,11 @@ class TrainBenchConfig:
         )
         check(self.repeat >= 2, f"repeat={self.repeat}; quartiles need at least 2 rounds")
 
+    @property
+    def kind(self) -> str:
+        """Reports of chosen variants stand beside each other: one of each kind and day is kept."""
+        return "-".join(["train", *(variant.replace("+", "-") for variant in self.variants)])
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRow:
@@ -147,7 +152,7 @@ def bench_train(config: TrainBenchConfig, *, command: str = "", say: Say = silen
     device = pick_device(config.device)
     models = config.models or (PAPER_MODELS if device.type == "cuda" else NANO_MODELS)
     rows = [row for name in models for row in measure_model(name, config, device, say)]
-    return new_report("train", device, command, config, [asdict(row) for row in rows])
+    return new_report(config.kind, device, command, config, [asdict(row) for row in rows])
 
 
 def measure_model(

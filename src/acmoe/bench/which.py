@@ -1,8 +1,9 @@
 """What runs on this machine, and what keeps the faster from it. The ops themselves are asked.
 
-T tokens, D features, K experts per token.
+T tokens, D features, K experts per token, V words.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from acmoe.bench.rivals import CONTESTANTS
 from acmoe.bench.shapes import SHAPES, Shape
 from acmoe.config.routing import AdaptiveConfig
+from acmoe.config.vision import SwinConfig
+from acmoe.config.vision_models import SWIN_MODELS
 from acmoe.experts.mlp import ExpertMLP
 from acmoe.ops.backend import (
     Option,
@@ -19,6 +22,10 @@ from acmoe.ops.backend import (
     sonicmoe_obstacle,
     triton_obstacle,
 )
+from acmoe.ops.embedding import _obstacle as embedding_obstacle
+from acmoe.ops.embedding import embedding
+from acmoe.ops.map_attention import _obstacle as map_attention_obstacle
+from acmoe.ops.map_attention import map_attention_fuses
 from acmoe.routing.statistics import ClusterStatistics
 
 
@@ -32,7 +39,10 @@ class Choice(NamedTuple):
 
 
 def which(device: torch.device, dtype: torch.dtype, shape: Shape | None = None) -> list[Choice]:
-    """Of each op that has a choice, for tokens of `dtype`; experts as those of `shape`."""
+    """Of each op that has a choice, for tokens of `dtype`; experts as those of `shape`.
+
+    Windows of a map are those of swin-small.
+    """
     shape = shape or SHAPES["olmoe"]
     x_TD = torch.empty(1, shape.dim, dtype=dtype, device=device)
     triton = Option("triton", triton_obstacle(x_TD))
@@ -43,6 +53,8 @@ def which(device: torch.device, dtype: torch.dtype, shape: Shape | None = None) 
     return [
         *_choices("experts", _experts(x_TD, shape), (triton, grouped, torch_, sonic)),
         *_choices("statistics", _statistics(device, dtype), (triton, torch_)),
+        *_embedding(x_TD),
+        *_map_attention(device, dtype),
     ]
 
 
@@ -72,14 +84,36 @@ def _experts(x_TD: Tensor, shape: Shape) -> str:
 
 
 def _statistics(device: torch.device, dtype: torch.dtype) -> str:
-    """By taking those of a handful of tokens, and looking for an op of our own among the calls."""
+    """By taking those of a handful of tokens."""
     tokens, dim, clusters = 32, 32, 2
     with torch.device(device):
         statistics = ClusterStatistics(AdaptiveConfig(), num_clusters=clusters, dim=dim)
         x_BLD = torch.ones(1, tokens, dim, dtype=dtype)
         assignment_BL = torch.arange(tokens)[None] % clusters
+    return _owner(lambda: statistics.cluster_scale(x_BLD, assignment_BL, None, None))
+
+
+def _embedding(weight_VD: Tensor) -> list[Choice]:
+    """By looking a word up."""
+    ids = torch.zeros(1, dtype=torch.int64, device=weight_VD.device)
+    options = Option("triton", embedding_obstacle(weight_VD)), Option("torch", None)
+    return _choices("embedding", _owner(lambda: embedding(ids, weight_VD)), options)
+
+
+def _map_attention(device: torch.device, dtype: torch.dtype) -> list[Choice]:
+    config = SWIN_MODELS["swin-small"].config
+    assert isinstance(config, SwinConfig)
+    tokens, features = config.window**2, config.dim // config.heads[0]
+    fuses = map_attention_fuses(device, dtype, tokens=tokens, features=features)
+    obstacle = map_attention_obstacle(device, dtype, tokens, features)
+    options = Option("triton", obstacle), Option("torch", None)
+    return _choices("map attention", "triton" if fuses else "torch", options)
+
+
+def _owner(call: Callable[[], object]) -> str:
+    """triton where an op of our own is among the calls, else torch."""
     with _Calls() as calls:
-        statistics.cluster_scale(x_BLD, assignment_BL, None, None)
+        call()
     return "triton" if "acmoe" in calls.namespaces else "torch"
 
 
