@@ -1,9 +1,11 @@
-"""Every recipe of a language model builds, and says what the paper says."""
+"""Every recipe of a language model builds and says what the paper says; all say what we found."""
 
 import json
-from dataclasses import replace
+import re
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -55,20 +57,69 @@ OURS_ALONE = {
 
 
 RESULTS = Path(__file__).parents[1] / "results"
-# Where a shortened run was measured: study, digits, setting, condition.
-_BYTES = ("bytes", 4, "switch-enwik8, post-norm, balance 0")
-_WORDS = ("words", 2, "switch-small, dropout 0.1")
-_NANO, _DIGITS = ("nano", 4, TEXT_SETTING), ("nano", 2, IMAGE_SETTING)
+
+
+class Measured(NamedTuple):
+    """Where the runs behind a figure of a recipe's docstring stand."""
+
+    study: str
+    setting: str
+    condition: str
+    metric: str = "test"
+    digits: int = 2
+
+    @property
+    def runs(self) -> list[dict[str, Any]]:
+        asked = ("done", self.setting, self.condition)
+        lines = map(json.loads, (RESULTS / f"{self.study}.jsonl").read_text().splitlines())
+        found = (line for line in lines if self.metric in line.get("metrics", {}))
+        return [
+            line for line in found if (line["status"], line["setting"], line["condition"]) == asked
+        ]
+
+    @property
+    def values(self) -> list[float]:
+        return [run["metrics"][self.metric] for run in self.runs]
+
+    @property
+    def text(self) -> str:
+        return f"{fmean(self.values):.{self.digits}f} +- {stdev(self.values):.{self.digits}f}"
+
+
+def _words(condition: str) -> list[Measured]:
+    test = Measured("words", "switch-small, dropout 0.1", condition)
+    return [test, *(test._replace(metric=task) for task in ("sst2", "sst5", "banking77"))]
+
+
+def _bytes(condition: str, confirmed: str) -> list[Measured]:
+    return [
+        Measured("bytes", "switch-enwik8, post-norm, balance 0", condition, digits=4),
+        Measured("confirm", "switch-enwik8, pre-norm", confirmed, digits=4),
+    ]
+
+
+def _images(condition: str, *settings: str) -> list[Measured]:
+    clean = [Measured("vision", setting, condition) for setting in settings]
+    return [*clean, clean[0]._replace(metric="pgd 1/255")]
+
+
+_SWIN = ("swin, two experts", "swin, one expert")
+# All figures of a docstring, the one it begins with first.
 MEASURED = {
-    "switch-small": (*_WORDS, "smoe"),
-    "switch-small-acmoe": (*_WORDS, "adaptive-previous"),
-    "switch-enwik8": (*_BYTES, "smoe"),
-    "switch-enwik8-acmoe": (*_BYTES, "adaptive-previous"),
-    "switch-nano": (*_NANO, "smoe"),
-    "switch-nano-acmoe": (*_NANO, "adaptive-previous"),
-    "swin-nano": (*_DIGITS, "smoe"),
-    "swin-nano-acmoe": (*_DIGITS, "adaptive-previous"),
+    "switch-small": _words("smoe"),
+    "switch-small-acmoe": _words("adaptive-previous"),
+    "switch-enwik8": _bytes("smoe", "smoe"),
+    "switch-enwik8-acmoe": _bytes("adaptive-previous", "adaptive"),
+    "switch-nano": [Measured("nano", TEXT_SETTING, "smoe", digits=4)],
+    "switch-nano-acmoe": [Measured("nano", TEXT_SETTING, "adaptive-previous", digits=4)],
+    "swin-imagenette": _images("smoe", *_SWIN),
+    "swin-imagenette-acmoe": _images("adaptive-previous", *_SWIN),
+    "softmoe-imagenette": _images("smoe", "softmoe"),
+    "softmoe-imagenette-acmoe": _images("adaptive-previous", "softmoe"),
+    "swin-nano": [Measured("nano", IMAGE_SETTING, "smoe")],
+    "swin-nano-acmoe": [Measured("nano", IMAGE_SETTING, "adaptive-previous")],
 }
+ONE_SEED = {"softmoe-nano", "softmoe-nano-acmoe"}  # runs of their own, no study's
 
 LANGUAGE = {
     name: found for name, found in recipes().items() if isinstance(found.build(), RunConfig)
@@ -90,27 +141,54 @@ def test_every_row_of_the_papers_tables_is_a_recipe_with_its_figure() -> None:
         assert f"(paper: {figure} " in found[name].description, name
 
 
-@pytest.mark.parametrize("name", LANGUAGE)
+@pytest.mark.parametrize("name", recipes())
 def test_every_recipe_says_in_one_line_what_it_is_and_what_we_measured(name: str) -> None:
     found = recipes()[name]
     assert 0 < len(found.description) <= 100
-    unmeasured = "Ours: not measured yet." in (found.build.__doc__ or "")
-    assert unmeasured == (name not in MEASURED)
+    unmeasured = "Ours: not measured yet." in _said(name)
+    assert unmeasured == (name not in {*MEASURED, *ONE_SEED})
 
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_what_a_recipe_says_we_measured_stands_in_the_results(name: str) -> None:
-    study, digits, setting, condition = MEASURED[name]
-    text = (RESULTS / f"{study}.jsonl").read_text()
-    lines = [json.loads(line) for line in text.splitlines()]
-    found = [
-        line["metrics"]["test"]
-        for line in lines
-        if (line["status"], line["setting"], line["condition"]) == ("done", setting, condition)
-    ]
-    said = " ".join((recipes()[name].build.__doc__ or "").split())
-    assert f"Ours: {fmean(found):.{digits}f} +- {stdev(found):.{digits}f}" in said
-    assert f"n = {len(found)}" in said
+    said, measured = _said(name), MEASURED[name]
+    assert f"Ours: {measured[0].text}" in said
+    # Each figure, no other, and how many seeds each has.
+    assert sorted(re.findall(r"[\d.]+ \+- [\d.]+\d", said)) == sorted(one.text for one in measured)
+    assert set(re.findall(r"n = (\d+)", said)) == {str(len(one.values)) for one in measured}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_recipe_says_where_what_we_measured_differs_from_it(name: str) -> None:
+    said, own = _said(name), _flat(asdict(recipe(name)))
+    runs = [_flat(run["config"]) for one in MEASURED[name] for run in one.runs]
+    named = {
+        "steps": "{:,} updates",
+        "precision": "{}",
+        "split": "split {}",
+        "schedule": "a falling rate",
+        "augment.mixup": "cropped and mirrored alone",
+        "model.dropout": "dropout {}",
+        "model.balance": "balance {:g}",
+        "model.span": "span {}",
+        "model.norm": "`model.norm={}`",
+        "model.top_k": "`model.top_k={}`",
+        "model.router.statistics": "statistics of the {}",
+    }
+    for key, words in named.items():
+        for value in {run[key] for run in runs if key in run and run[key] != own[key]}:
+            assert words.format(value) in said, (key, value)
+
+
+def _said(name: str) -> str:
+    return " ".join((recipes()[name].build.__doc__ or "").split())
+
+
+def _flat(config: dict[str, Any], start: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= _flat(value, f"{start}{key}.") if isinstance(value, dict) else {start + key: value}
+    return flat
 
 
 def test_every_language_model_is_a_recipe_of_its_plain_router() -> None:

@@ -141,12 +141,12 @@ def line(setting, condition, seed, test):
 
 
 def bits_and_accuracies():
-    """Bits fall by 0.1 in every seed; accuracies fall by 5, 6 and 7 points."""
+    """Bits fall by 0.10, 0.11 and 0.12; accuracies by 5, 6 and 7 points."""
     made = []
     for seed in range(3):
         made += [
             line(TEXT_SETTING, "smoe", seed, 3.0),
-            line(TEXT_SETTING, "adaptive-previous", seed, 2.9),
+            line(TEXT_SETTING, "adaptive-previous", seed, 2.9 - 0.01 * seed),
             line(IMAGE_SETTING, "smoe", seed, 95.0),
             line(IMAGE_SETTING, "adaptive-previous", seed, 90.0 - seed),
         ]
