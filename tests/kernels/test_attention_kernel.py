@@ -104,6 +104,22 @@ def test_bfloat16_is_off_by_its_own_rounding(device: str) -> None:
     assert_equal_the_definition(shape, True, device, torch.bfloat16, 0.02)
 
 
+def test_parts_of_wider_tensors_and_a_turned_mask_are_read_as_they_are(device: str) -> None:
+    shape = Shape(9, 12, 9, features=16)
+    q, k, v, table, upstream = draw(shape, device)
+    mask_BN = padding(shape, device)
+
+    def apart(q: Tensor, k: Tensor, v: Tensor, table: Tensor, key_mask: Tensor) -> Tensor:
+        k, v = torch.cat([k, v], dim=-1).chunk(2, dim=-1)  # a key every 32 numbers
+        return fused_window_attention(q, k, v, span=9, table=table, key_mask=key_mask)
+
+    turned = mask_BN.T.contiguous().T
+    found = with_gradients(apart, (q, k, v, table), upstream, key_mask=turned)
+    options = {"span": 9, "key_mask": mask_BN}
+    expected = with_gradients(fused_window_attention, (q, k, v, table), upstream, **options)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 def test_a_memory_of_zeros_takes_its_share_of_attention(device: str) -> None:
     # The published model's empty memory: keys and values of zero that are seen like others.
     shape = Shape(17, 9, 17)
@@ -142,8 +158,9 @@ def survivors(bits: Tensor, num_keys: int, dropout: float) -> Tensor:
         return bits * low + ((bits * high & 0xFFFF) << 16) & word
 
     key = times(torch.arange(1, num_keys + 1, device=bits.device), 0x9E3779B1)
-    key = times(key ^ (key >> 16), 0xC2B2AE35)
-    key = key ^ (key >> 13)
+    key = times(key ^ (key >> 16), 0x85EBCA6B)
+    key = times(key ^ (key >> 13), 0xC2B2AE35)
+    key = key ^ (key >> 16)
     own = (bits.long() & word)[..., None]
     return times(own ^ key, own | 1) >= round(dropout * 2**32)
 

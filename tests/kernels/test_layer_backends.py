@@ -7,6 +7,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import acmoe
+from acmoe.experts.mlp import ExpertMLP
+from acmoe.models.recompute import recompute
 from acmoe.ops.backend import use_backend
 from acmoe.ops.order import Clusters
 
@@ -58,12 +60,12 @@ def two_steps(layers, x, mask, cotangent, backend):
     return results | dict(layers.named_buffers()), state.sorted is not None
 
 
-def built(name, device):
+def built(name, device, *, num_experts=E, top_k=K):
     torch.manual_seed(0)
+    sizes = {"dim": D, "hidden": 12, "num_experts": num_experts, "top_k": top_k}
     losses = acmoe.LossConfig(balance=0.1, z=0.01)
     return torch.nn.ModuleList(
-        acmoe.MoE(dim=D, hidden=12, num_experts=E, top_k=K, router=ROUTERS[name], losses=losses)
-        for _ in range(2)
+        acmoe.MoE(**sizes, router=ROUTERS[name], losses=losses) for _ in range(2)
     ).to(device)
 
 
@@ -79,8 +81,21 @@ def compare(layers, x, mask, cotangent):
     return was_sorted
 
 
+@pytest.fixture
+def products_by_torch(monkeypatch):
+    """What the interpreter spends most of its time on, and no router changes."""
+    mix = ExpertMLP.mix
+
+    def by_torch(*arguments, **options):
+        with use_backend("torch"):
+            return mix(*arguments, **options)
+
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(ExpertMLP, "mix", by_torch)
+
+
 @pytest.mark.parametrize("name", ROUTERS)
-def test_a_layer_computes_the_same_on_its_kernels(name, device):
+def test_a_layer_computes_the_same_on_its_kernels(name, device, products_by_torch):
     layers = built(name, device)
     x, cotangent = torch.randn(2, B, L, D, device=device)
     mask = torch.rand(B, L, device=device) > 0.2
@@ -94,7 +109,7 @@ def test_a_layer_computes_the_same_on_its_kernels(name, device):
     "name", [name for name in ROUTERS if name.endswith(("previous", "current"))]
 )
 def test_a_layer_whose_tokens_are_sorted_by_cluster_computes_the_same(
-    name, masked, device, monkeypatch
+    name, masked, device, monkeypatch, products_by_torch
 ):
     monkeypatch.setattr("acmoe.experts.emit.worth_sorting", lambda tokens, clusters: True)
     layers = built(name, device)
@@ -104,6 +119,12 @@ def test_a_layer_whose_tokens_are_sorted_by_cluster_computes_the_same(
         cotangent = cotangent.masked_fill(~mask[..., None], 0.0)
     # Under a mask statistics are taken of sorted tokens, and none are handed on.
     assert compare(layers, x, mask, cotangent) == (not masked)
+
+
+def test_a_layer_computes_the_same_with_its_products_by_kernels_too(device, monkeypatch):
+    monkeypatch.setattr("acmoe.experts.emit.worth_sorting", lambda tokens, clusters: True)
+    x, cotangent = torch.randn(2, B, L, D, device=device)
+    assert compare(built("batch, previous", device), x, None, cotangent)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at it
@@ -119,11 +140,11 @@ def test_sorted_tokens_reach_the_next_router_compiled_and_recomputed_too(device,
         return route(tokens, *arguments)
 
     monkeypatch.setattr(affinity, "route", watched)
-    layers = built("batch, previous", device)
-    x = torch.randn(B * L, D, device=device, requires_grad=True)
+    layers = built("batch, previous", device, num_experts=2, top_k=1)
+    x = torch.randn(L, D, device=device, requires_grad=True)
 
     def run(x, calls):
-        state = acmoe.RoutingState.identity(num_tokens=B * L, num_clusters=E, dim=D, device=device)
+        state = acmoe.RoutingState.identity(num_tokens=L, num_clusters=2, dim=D, device=device)
         for call in calls:
             y, state = call(x, state)
             x = x + y
@@ -149,6 +170,35 @@ def test_sorted_tokens_reach_the_next_router_compiled_and_recomputed_too(device,
             (grad,) = torch.autograd.grad(found.square().sum(), x)
             assert torch.equal(found, wanted)
             torch.testing.assert_close(grad, wanted_grad)
+
+
+def test_a_block_computed_again_keeps_the_choices_of_the_kernel(
+    device, monkeypatch, products_by_torch
+):
+    from acmoe.kernels import affinity
+
+    calls, route = [], affinity.route
+
+    def counted(*arguments):
+        calls.append(arguments)
+        return route(*arguments)
+
+    monkeypatch.setattr(affinity, "route", counted)
+    layers = built("batch, previous", device)
+    x = torch.randn(B * L, D, device=device, requires_grad=True)
+    identity = acmoe.RoutingState.identity(num_tokens=B * L, num_clusters=E, dim=D, device=device)
+
+    def gradients(call):
+        calls.clear()
+        y, state = call(layers[0], x, identity)
+        z, state = call(layers[1], x + y, state)
+        return torch.autograd.grad(z.square().sum() + state.aux_loss, [x, *layers[1].parameters()])
+
+    with use_backend("triton"):
+        plain = gradients(lambda layer, *inputs: layer(*inputs))
+        found = gradients(recompute)
+    assert len(calls) == 2  # one a layer, none in the backward
+    assert all(torch.equal(*pair) for pair in zip(found, plain, strict=True))
 
 
 def test_a_replaced_assignment_is_not_the_sorted_one():

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from acmoe.errors import UserError
 from acmoe.models.window import WindowAttention
+from acmoe.ops import backend
 from acmoe.ops.backend import use_backend
 from acmoe.ops.map_attention import map_attention
 
@@ -60,6 +62,41 @@ def test_a_map_in_place_is_its_windows_cut_out(
         scale = right.abs().max().clamp(min=1e-3)
         error = (got.cpu().double() - right).abs().max() / scale
         assert error < (5e-2 if half else 1e-5), error
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_are_off_by_their_own_rounding(
+    dtype: torch.dtype, generator: torch.Generator, device: str
+) -> None:
+    module = attention(3, 2, True)
+    x_BYXD, weight = torch.randn(2, 1, 6, 6, 12, generator=generator)
+    wanted = gradients(module.double(), x_BYXD.double(), weight.double())
+    with use_backend("triton"):
+        ours = module.to(device, dtype)
+        found = gradients(ours, x_BYXD.to(device, dtype), weight.to(device, dtype))
+    for got, right in zip(found, wanted, strict=True):
+        assert (got.cpu().double() - right).norm() < 0.02 * right.norm().clamp(min=1e-2)
+
+
+def test_windows_that_do_not_fill_the_map_are_refused() -> None:
+    with pytest.raises(UserError, match="5 x 4 tokens"):
+        map_attention(torch.zeros(1, 5, 4, 12), torch.zeros(1, 4, 4), window=(2, 2), shift=(0, 0))
+
+
+def test_windows_and_heads_too_large_for_a_tile_are_cut_out_and_it_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, device: str
+) -> None:
+    monkeypatch.setattr(backend, "_said", set())
+    options = {"window": 9, "shifted": True, "position": "table"}
+    module = WindowAttention(dim=129, heads=1, **options).to(device, torch.bfloat16)
+    x_BYXD = torch.randn(1, 9, 18, 129, device=device, dtype=torch.bfloat16)
+    found = []
+    for name in ("triton", "triton", "torch"):
+        with use_backend(name):
+            found.append(module(x_BYXD))
+    assert torch.equal(found[0], found[2])
+    (line,) = (m for m in caplog.messages if m.startswith("map attention: triton cannot"))
+    assert "not 81 and 129" in line and line.endswith("running on torch")
 
 
 def test_it_is_the_kernel_that_runs(

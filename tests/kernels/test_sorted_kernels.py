@@ -16,7 +16,12 @@ from acmoe.ops.dispersion import dispersion_and_count
 from acmoe.ops.order import Clusters, sort_rows_and_tokens
 from acmoe.ops.route_op import route_op
 from acmoe.ops.scale import scale_from_dispersion
-from acmoe.ops.sorted_scale import sorted_cluster_scale, sorted_dispersion, sorted_scale_op
+from acmoe.ops.sorted_scale import (
+    sorted_cluster_scale,
+    sorted_dispersion,
+    sorted_dispersion_op,
+    sorted_scale_op,
+)
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -221,6 +226,7 @@ def test_the_ops_are_well_formed(generator: torch.Generator, device: str) -> Non
     options = ("mad", "cluster", 1e-3, 0.0, None, 2)
     args = (case["x"].detach(), *clusters[1:], *options)
     torch.library.opcheck(sorted_scale_op, args, test_utils=tests[:2])
+    torch.library.opcheck(sorted_dispersion_op, (*args[:4], "std"), test_utils=tests[:2])
     args = (case["assignment"].clamp(min=0)[:, None], case["assignment"], C)
     torch.library.opcheck(sort_rows_and_tokens, args, test_utils=tests[:2])
 

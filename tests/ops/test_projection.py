@@ -46,6 +46,18 @@ def test_the_source_s_precision_is_that_of_the_product() -> None:
     assert weight.grad is not None and weight.grad.dtype == torch.float32
 
 
+def test_autocast_lowers_it_as_it_lowers_a_linear_map() -> None:
+    source = draw(B, N, D, seed=0).float()
+    segment = source[:, -L:].clone().requires_grad_()
+    weight = draw(A, D, seed=2).float().requires_grad_()
+    for call in (project, torch.compile(project, fullgraph=True, backend="aot_eager")):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = call(source, segment, weight)
+            assert torch.equal(found, torch.nn.functional.linear(source, weight))
+        segment_grad, weight_grad = torch.autograd.grad(found.sum(), (segment, weight))
+        assert segment_grad.dtype == weight_grad.dtype == torch.float32
+
+
 def test_a_compiled_call_gives_the_same() -> None:
     segment, weight = draw(B, L, D, seed=1).requires_grad_(), draw(A, D, seed=2).requires_grad_()
     source = torch.cat([draw(B, N - L, D, seed=0), segment.detach()], dim=1)

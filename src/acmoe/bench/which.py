@@ -22,9 +22,9 @@ from acmoe.ops.backend import (
     sonicmoe_obstacle,
     triton_obstacle,
 )
-from acmoe.ops.embedding import _obstacle as embedding_obstacle
+from acmoe.ops.embedding import embedding_obstacle
 from acmoe.ops.embedding import embedding
-from acmoe.ops.map_attention import _obstacle as map_attention_obstacle
+from acmoe.ops.map_attention import map_attention_obstacle
 from acmoe.ops.map_attention import map_attention_fuses
 from acmoe.routing.statistics import ClusterStatistics
 

@@ -1,9 +1,8 @@
-"""What stands between an expert's two products: its activation, and dropout.
+"""What stands between an expert's two products: its activation (dropout: coins.py).
 
-Both are arithmetic on N * F numbers behind a product that the matrix units do, so both are made of
-few instructions. Coins from the library's generator, ten rounds of two wide products each, took the
-first product of switch from 59 to 250 us (H200); its error function takes about 30 instructions and
-was two thirds of the backward's activation at swin, by their count.
+It is arithmetic on N * F numbers behind a product that the matrix units do, so it is made of few
+instructions. The error function of the library takes about 30, and was two thirds of the backward's
+activation at swin, by their count.
 """
 
 import triton
@@ -72,42 +71,3 @@ def activate(h, u, ACT: tl.constexpr):
     else:
         value, slope, slope_u = positive(h), tl.where(h > 0, 1.0, 0.0), h
     return value, slope, slope_u
-
-
-@triton.jit
-def _mixed(bits):
-    """Two rounds of multiply and shift: every bit of the result hangs on all given."""
-    bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
-    bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
-    return bits ^ (bits >> 16)
-
-
-@triton.jit
-def row_bits(seed, rows):
-    """32 bits of each row's own in this draw."""
-    place = (rows.to(tl.uint32) + 1) * 0x9E3779B1
-    return _mixed(_mixed(place) ^ _mixed(seed.to(tl.uint32) + 0x9E3779B9))
-
-
-@triton.jit
-def column_bits(cols):
-    """32 bits of each column's own, the same in every draw."""
-    return _mixed((cols.to(tl.uint32) + 1) * 0x9E3779B1)
-
-
-@triton.jit
-def keep(row, column, DROPPED: tl.constexpr):
-    """1 / (1 - p) where a unit is kept, 0 where it is dropped, for bits that broadcast.
-
-    One xor and one product a unit. The factor is the row's own: with one factor for all, columns
-    whose bits differ in few places would fall together in every row. DROPPED counts p in 2^-32.
-    """
-    drawn = (row ^ column) * (row | 1)
-    return tl.where(drawn >= DROPPED, 1.0 / (1.0 - DROPPED / 4294967296), 0.0)
-
-
-@triton.jit
-def keep_tile(seed_ptr, rows, cols, DROPPED: tl.constexpr):
-    """(rows, columns) factors of dropout; the same numbers in forward and backward."""
-    bits = row_bits(tl.load(seed_ptr), rows)
-    return keep(bits[:, None], column_bits(cols)[None, :], DROPPED)

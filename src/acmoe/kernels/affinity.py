@@ -28,11 +28,10 @@ from acmoe.kernels.tokens import Tokens, load_scale, load_scaled, load_tokens
 # Below every rank, that of -inf too: an expert that is taken or does not exist.
 TAKEN = tl.constexpr(-0x80000000)
 # Terms of a product with a 16-bit token (kernels/products.py). A bf16 token in no cluster loses
-# nothing, and a scale of one changes no bit. A rescaled one is cut to two pieces: its affinities
-# are off by 2^-18 of their size (root mean square), where a float32 sum over 2048 features one by
-# one is off by 2^-20 and the token's own rounding moves them by 2^-10.
+# nothing, and a scale of one changes no bit. A token rescaled in its own order is cut to two
+# pieces: its affinities are off by 2^-18 of their size (root mean square), where a float32 sum over
+# 2048 features one by one is off by 2^-20 and the token's own rounding moves them by 2^-10.
 TERMS_OF_16_BITS = 4
-
 
 ROWS, COLUMNS = 128, 16  # of a step of `_total_kernel`
 

@@ -21,6 +21,7 @@ from acmoe.kernels.attention_skew import (
     skewed_scores,
     whole_rows,
 )
+from acmoe.kernels.coins import column_bits, survives, threshold
 from acmoe.kernels.products import as_number, dot
 from acmoe.kernels.tuning import OVERRIDE, Blocks
 
@@ -40,23 +41,9 @@ def blocks_for(kernel: str, dtype: torch.dtype, width: int) -> Blocks:
 
 
 @triton.jit
-def kept(bits, spread, DROPPED: tl.constexpr):
-    """True where a probability survives: `bits` are 32 random ones a query, `spread` a key's.
-
-    One xor and one product mix the two. The generators of a library take ten rounds of two wide
-    products, which for X * L * W probabilities would cost more than attention itself. The factor is
-    the query's own: with one factor for all, keys whose bits differ in few places would be dropped
-    together by every query. DROPPED counts in 2^-32.
-    """
-    return ((bits ^ spread) * (bits | 1)).to(tl.uint32, bitcast=True) >= DROPPED
-
-
-@triton.jit
 def spread_of(j):
-    """32 bits of a key's own: two rounds of multiply and shift of its place."""
-    bits = (j.to(tl.uint32) + 1) * 0x9E3779B1
-    bits = (bits ^ (bits >> 16)) * 0xC2B2AE35
-    return (bits ^ (bits >> 13)).to(tl.int32, bitcast=True)
+    """32 bits of a key's own."""
+    return column_bits(j).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -152,7 +139,7 @@ def _attend(
     total = total * shrink + tl.sum(weight, axis=1)
     if DROPPED > 0:
         spread = load_numbers(spread_ptr, j, N, INTERIOR)
-        weight = tl.where(kept(bits[:, None], spread[None, :], DROPPED), weight, 0.0)
+        weight = tl.where(survives(bits[:, None], spread[None, :], DROPPED), weight, 0.0)
     return higher, total, dot(weight.to(v.dtype), v, acc * shrink[:, None])
 
 
@@ -218,7 +205,7 @@ def launch(blocks: Blocks) -> dict[str, int]:
 
 def choices(key_mask: Tensor | None, dropout: float) -> dict[str, int]:
     """What kernels that take probabilities are compiled for."""
-    return {"HAS_MASK": key_mask is not None, "DROPPED": round(dropout * 2**32)}
+    return {"HAS_MASK": key_mask is not None, "DROPPED": threshold(dropout)}
 
 
 def run_forward(

@@ -25,7 +25,6 @@ from acmoe.kernels.attention import (
     choices,
     identity,
     in_window,
-    kept,
     key_phases,
     launch,
     load_numbers,
@@ -45,6 +44,7 @@ from acmoe.kernels.attention_skew import (
     skewed_scores,
     whole_rows,
 )
+from acmoe.kernels.coins import survives, threshold
 from acmoe.kernels.products import dot
 
 _KERNELS = ("attention_keys", "attention_queries")
@@ -102,7 +102,7 @@ def _by_query(
     left = weight
     if DROPPED > 0:
         bits = load_numbers(bits_base, i, L, INTERIOR)
-        left = tl.where(kept(bits[:, None], spread[None, :], DROPPED), weight, 0.0)
+        left = tl.where(survives(bits[:, None], spread[None, :], DROPPED), weight, 0.0)
     dscore = (left * dweight - weight * delta[:, None]).to(q.dtype)
     dv = dot(left.to(q.dtype).T, grad, dv)
     if INTERIOR:  # whole lines of 16 bytes; a mask would write number by number
@@ -230,7 +230,7 @@ def run_backward(
     assert strides_of(dk, dv) == strides_of(k, v)
     dtable = torch.zeros(table.shape, device=q.device)
     table_8PC = shifted_tables(table.to(q.dtype), band)
-    share = 1 - round(dropout * 2**32) / 2**32  # of probabilities kept
+    share = 1 - threshold(dropout) / 2**32  # of probabilities kept
     delta = _delta(out, grad, share)
     by_keys, by_queries = (blocks_for(name, q.dtype, width) for name in _KERNELS)
     groups = band.groups(batch, q.element_size())

@@ -13,7 +13,8 @@ Shapes as in expert_forward.py; B blocks of BN columns of the hidden units.
 import triton
 import triton.language as tl
 
-from acmoe.kernels.activation import activate, keep_tile
+from acmoe.kernels.activation import activate
+from acmoe.kernels.coins import keep_tile
 from acmoe.kernels.tiles import tiles_before
 
 

@@ -1,8 +1,9 @@
 """Expert MLPs over rows sorted by expert: the products, with what stands around them fused in.
 
-    copy    rows of tokens in sorted order, for experts so wide that the copy pays (experts.py)
-    up      gathers tokens, multiplies, adds the bias; activation and dropout in its epilogue
-    down    multiplies rows, adds the bias; also serves the input gradient
+    copy      rows of tokens in sorted order, for experts so wide that the copy pays (experts.py)
+    up        gathers tokens, multiplies, adds the bias; activation and dropout in its epilogue
+    rows      multiplies rows, adds the bias: down, and the two products of the backward by rows
+    combine   sums a token's rows, weighted by its gate
 
 x (T, D) tokens; N = T * K routed rows; up (E, W, D) with W = F, or 2F for swiglu (gate, then up);
 down (E, D, F). Accumulation is float32. Floors at bf16: up reads N * D and E * W * D, writes
@@ -12,29 +13,10 @@ N * (W + F); its 2 * N * D * W operations dominate from D = 512 on.
 import triton
 import triton.language as tl
 
-from acmoe.kernels.activation import gelu, keep_tile, positive, silu
-
-
-@triton.jit
-def _tile_of(pid, num_tiles, num_n, GROUP: tl.constexpr):
-    """Row tile and column tile of a program: GROUP row tiles share the columns' weights in L2."""
-    block = pid // (GROUP * num_n)
-    height = tl.minimum(num_tiles - block * GROUP, GROUP)
-    place = pid % (GROUP * num_n)
-    return block * GROUP + place % height, place // height
-
-
-@triton.jit
-def _first_column(tile, columns, WHOLE: tl.constexpr, BN: tl.constexpr):
-    """WHOLE: there are columns for a tile, and the last one moves left to stay among them.
-
-    What two tiles then compute, and write, is the same; and no access needs a mask, which for the
-    columns of an accumulator costs up to 90 registers a thread.
-    """
-    first = tile * BN
-    if WHOLE:
-        first = tl.minimum(first, columns - BN)
-    return first
+from acmoe.kernels.activation import gelu, positive, silu
+from acmoe.kernels.coins import keep_tile
+from acmoe.kernels.products import fast_dot
+from acmoe.kernels.tiles import first_column, tile_of
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -81,7 +63,7 @@ def up_kernel(
     BK: tl.constexpr,
 ):
     """h (N, W) and a (N, F) of x (T, D) with GATHER, of rows (N, D) without."""
-    tile, n_tile = _tile_of(tl.program_id(0), num_tiles, num_n, GROUP)
+    tile, n_tile = tile_of(tl.program_id(0), num_tiles, num_n, GROUP)
     expert = tl.load(tile_expert_ptr + tile)
     if expert < 0:
         return
@@ -92,7 +74,7 @@ def up_kernel(
     if GATHER:
         source = tl.load(token_ptr + rows, mask=inside, other=0)
     source = source.to(tl.int64)
-    first = _first_column(n_tile, F, WHOLE, BN)
+    first = first_column(n_tile, F, WHOLE, BN)
     cols = first + tl.arange(0, BN)
     known = cols < F
     safe = cols if WHOLE else tl.where(known, cols, 0)
@@ -112,15 +94,15 @@ def up_kernel(
         else:
             x = tl.load(x_ptrs, mask=left[None, :], other=0.0)
         if TMA:
-            acc = tl.dot(x, w_desc.load([w_row, start]).T, acc)
+            acc = fast_dot(x, w_desc.load([w_row, start]).T, acc)
             if ACT == "swiglu":
-                second = tl.dot(x, w_desc.load([w_row + F, start]).T, second)
+                second = fast_dot(x, w_desc.load([w_row + F, start]).T, second)
         else:
-            acc = tl.dot(x, tl.load(w_ptrs, mask=left[:, None], other=0.0), acc)
+            acc = fast_dot(x, tl.load(w_ptrs, mask=left[:, None], other=0.0), acc)
             if ACT == "swiglu":
                 shift = F.to(tl.int64) * D
                 w = tl.load(w_ptrs + shift, mask=left[:, None], other=0.0)
-                second = tl.dot(x, w, second)
+                second = fast_dot(x, w, second)
         x_ptrs += BK
         w_ptrs += BK
 
@@ -179,7 +161,7 @@ def rows_kernel(
 
     a (N, I) holds rows, or with GATHER (T, I) tokens.
     """
-    tile, n_tile = _tile_of(tl.program_id(0), num_tiles, num_n, GROUP)
+    tile, n_tile = tile_of(tl.program_id(0), num_tiles, num_n, GROUP)
     expert = tl.load(tile_expert_ptr + tile)
     if expert < 0:
         return
@@ -187,12 +169,13 @@ def rows_kernel(
     end = tl.load(end_ptr + expert)
     rows = start_row + tl.arange(0, BM)
     inside = rows < end
-    # Rows of the next expert are read and thrown away: cheaper than a mask in the loop.
+    # Behind its last row pointers read that one again and the copy engine the next expert's; both
+    # are thrown away, which is cheaper than a mask in the loop.
     source = tl.minimum(rows, end - 1)
     if GATHER:
         source = tl.load(token_ptr + source)
     source = source.to(tl.int64)
-    first = _first_column(n_tile, O, WHOLE, BN)
+    first = first_column(n_tile, O, WHOLE, BN)
     cols = first + tl.arange(0, BN)
     known = cols < O
     k = tl.arange(0, BK)
@@ -221,7 +204,7 @@ def rows_kernel(
             else:
                 w_ptrs = base + cols[None, :].to(tl.int64) * I + (start + k)[:, None]
             w = tl.load(w_ptrs, mask=both, other=0.0)
-        acc = tl.dot(a, w, acc)
+        acc = fast_dot(a, w, acc)
     if HAS_BIAS:
         safe = cols if WHOLE else tl.where(known, cols, 0)
         acc += tl.load(bias_ptr + expert * O + safe)[None, :].to(tl.float32)

@@ -11,7 +11,8 @@ Shapes as in expert_forward.py.
 import triton
 import triton.language as tl
 
-from acmoe.kernels.expert_forward import _first_column, _tile_of
+from acmoe.kernels.products import fast_dot
+from acmoe.kernels.tiles import first_column, tile_of
 
 
 @triton.jit
@@ -54,9 +55,9 @@ def weight_kernel(
     With num_splits > 1, dw holds (E, num_splits, O, I) parts.
     """
     num_i = tl.cdiv(I, BN)
-    tile_o, tile_i = _tile_of(tl.program_id(0), tl.cdiv(O, BM), num_i, GROUP)
-    first_o = _first_column(tile_o, O, WHOLE, BM)
-    first_i = _first_column(tile_i, I, WHOLE, BN)
+    tile_o, tile_i = tile_of(tl.program_id(0), tl.cdiv(O, BM), num_i, GROUP)
+    first_o = first_column(tile_o, O, WHOLE, BM)
+    first_i = first_column(tile_i, I, WHOLE, BN)
     part = tl.program_id(1)
     expert = part // num_splits
     end = tl.load(end_ptr + expert).to(tl.int32)
@@ -88,7 +89,7 @@ def weight_kernel(
         q = _load_block(
             q_ptr, q_desc, q_rows, start, i, first_i, I, TMA and GATHER != "q", WHOLE
         )  # fmt: skip
-        acc = tl.dot(tl.trans(p), q, acc)
+        acc = fast_dot(tl.trans(p), q, acc)
         token = following
     if full < end:  # the last rows, fewer than a block
         rows = full + step
@@ -100,7 +101,7 @@ def weight_kernel(
         q_mask = inside[:, None] & (i < I)[None, :]
         p = tl.load(p_ptr + p_rows[:, None] * O + o[None, :], mask=p_mask, other=0.0)
         q = tl.load(q_ptr + q_rows[:, None] * I + i[None, :], mask=q_mask, other=0.0)
-        acc = tl.dot(tl.trans(p), q, acc)
+        acc = fast_dot(tl.trans(p), q, acc)
     w_ptrs = dw_ptr + (part.to(tl.int64) * O + o[:, None]) * I + i[None, :]
     tl.store(w_ptrs, acc.to(dw_ptr.dtype.element_ty), mask=(o < O)[:, None] & (i < I)[None, :])
 

@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from acmoe.kernels.coins import threshold
 from acmoe.kernels.expert_backward import activation_kernel, finish_kernel
 from acmoe.kernels.expert_forward import combine_kernel, copy_kernel, rows_kernel, up_kernel
 from acmoe.kernels.expert_weights import add_kernel, weight_kernel
@@ -88,11 +89,6 @@ def _launch(blocks: Blocks) -> dict[str, Any]:
     return {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
 
 
-def _dropped(dropout: float) -> int:
-    """The share that is dropped, in 2^-32."""
-    return min(round(dropout * 2**32), 2**32 - 1)
-
-
 def run_up(
     source: Source,
     up: Tensor,
@@ -118,7 +114,7 @@ def run_up(
         GATHER=source.gather,
         ACT=size.act,
         HAS_BIAS=up_bias is not None,
-        DROPPED=_dropped(dropout),
+        DROPPED=threshold(dropout),
         EVEN_K=size.dim % blocks.k == 0,
         WHOLE=size.hidden >= blocks.n,
         TMA=blocks.tma,
@@ -225,7 +221,7 @@ def run_activation(
         ACT=size.act,
         UP_BIAS=sums.up > 0,
         DOWN_BIAS=sums.down > 0,
-        DROPPED=_dropped(dropout),
+        DROPPED=threshold(dropout),
         HEIGHT=height,
         BM=rows,
         BN=block,

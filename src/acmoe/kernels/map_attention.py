@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from acmoe.kernels.products import dot
+
 PROGRAMS = 1056  # of the backward: eight for each of an H200's 132 processors
 
 
@@ -45,7 +47,7 @@ def _share(q, k, bias_ptr, piece, scale, N: tl.constexpr, BN: tl.constexpr):
     """(BN, BN) softmax of the scores; rows past the window's end see all of it and are not used."""
     n = tl.arange(0, BN)
     inside = (n[:, None] < N) & (n[None, :] < N)
-    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    score = dot(q, tl.trans(k), tl.zeros((BN, BN), tl.float32)) * scale
     score += tl.load(bias_ptr + n[:, None] * N + n[None, :], mask=inside, other=0.0)
     seen = (n[None, :] < N) & ((piece[:, None] == piece[None, :]) | (n[:, None] >= N))
     score = tl.where(seen, score, float("-inf"))
@@ -67,7 +69,7 @@ def _forward_kernel(
     k = tl.load(qkv_ptr + at + H * P, mask=inside, other=0.0)
     v = tl.load(qkv_ptr + at + 2 * H * P, mask=inside, other=0.0)
     share = _share(q, k, bias_ptr + head * N * N, piece, scale, N, BN)
-    out = tl.dot(share.to(v.dtype), v, input_precision="ieee")
+    out = dot(share.to(v.dtype), v, tl.zeros((BN, BP), tl.float32))
     at = place[:, None] * (H * P) + head * P + p[None, :]
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -82,6 +84,7 @@ def _backward_kernel(
     n, p = tl.arange(0, BN), tl.arange(0, BP)
     inside = (n[:, None] < N) & (p[None, :] < P)
     dbias = tl.zeros((BN, BN), dtype=tl.float32)
+    nothing = tl.zeros((BN, BP), dtype=tl.float32)
     for index in range(tl.program_id(0), windows, tl.num_programs(0)):
         place, piece = _window(index, Y, X, rows, columns, down, right, N, BN)
         at = place[:, None] * (3 * H * P) + head * P + p[None, :]
@@ -91,13 +94,13 @@ def _backward_kernel(
         from_out = place[:, None] * (H * P) + head * P + p[None, :]
         grad = tl.load(grad_ptr + from_out, mask=inside, other=0.0)
         share = _share(q, k, bias_ptr + head * N * N, piece, scale, N, BN)
-        dshare = tl.dot(grad, tl.trans(v), input_precision="ieee")
+        dshare = dot(grad, tl.trans(v), tl.zeros((BN, BN), tl.float32))
         dscore = share * (dshare - tl.sum(share * dshare, axis=1)[:, None])
         dbias += dscore
         low = dscore.to(q.dtype)
-        dq = tl.dot(low, k, input_precision="ieee") * scale
-        dk = tl.dot(tl.trans(low), q, input_precision="ieee") * scale
-        dv = tl.dot(tl.trans(share.to(grad.dtype)), grad, input_precision="ieee")
+        dq = dot(low, k, nothing) * scale
+        dk = dot(tl.trans(low), q, nothing) * scale
+        dv = dot(tl.trans(share.to(grad.dtype)), grad, nothing)
         tl.store(dqkv_ptr + at, dq.to(dqkv_ptr.dtype.element_ty), mask=inside)
         tl.store(dqkv_ptr + at + H * P, dk.to(dqkv_ptr.dtype.element_ty), mask=inside)
         tl.store(dqkv_ptr + at + 2 * H * P, dv.to(dqkv_ptr.dtype.element_ty), mask=inside)

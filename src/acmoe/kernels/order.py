@@ -10,7 +10,7 @@ holds one cluster and finds its scale at one place; -1 fills the gaps.
 
 N rows, T tokens, E experts; the id E is "no expert" and stands last. C = E clusters, any other id
 is none, which stands last too. X places of sorted tokens.
-Bytes: two reads of N ids, four writes; two reads of T, one write.
+Bytes: two reads of N ids, three writes; two reads of T, one write.
 """
 
 from typing import NamedTuple
@@ -34,20 +34,17 @@ def most_places(num_tokens: int, num_clusters: int) -> int:
     return (-(-num_tokens // STRETCH) + num_clusters) * STRETCH
 
 
-def sort_rows(
-    expert_ids_TK: Tensor, num_experts: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """order, back, end, expert (as experts/dispatch.py) and token, int32, of each sorted row."""
+def sort_rows(expert_ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """order, back, end and expert, as experts/dispatch.py has them."""
     return sort_rows_and_tokens(expert_ids_TK, None, num_experts)[0]
 
 
 def sort_rows_and_tokens(
     expert_ids_TK: Tensor, cluster_T: Tensor | None, num_experts: int
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor], SortedTokens]:
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], SortedTokens]:
     """`sort_rows`, and tokens by cluster where those are given."""
     ids = expert_ids_TK.reshape(-1)
-    N, top_k = ids.numel(), expert_ids_TK.shape[-1] if expert_ids_TK.dim() > 1 else 1
-    T = 0 if cluster_T is None else cluster_T.numel()
+    N, T = ids.numel(), 0 if cluster_T is None else cluster_T.numel()
     width = max(16, triton.next_power_of_2(num_experts))
     rows = max(16, min(256, 16384 // width))
     blocks = max(1, triton.cdiv(N, rows))
@@ -60,7 +57,6 @@ def sort_rows_and_tokens(
     offset = torch.empty_like(count)
     end = empty(num_experts, dtype=torch.int64)
     order, back, expert = (empty(N, dtype=torch.int64) for _ in range(3))
-    token = empty(N)
     places = 0 if cluster_T is None else most_places(T, num_experts)
     found = SortedTokens(empty(places), empty(num_experts + 1), empty(num_experts + 1))
     both = ids, ids if cluster_T is None else cluster_T
@@ -71,10 +67,10 @@ def sort_rows_and_tokens(
         count, offset, total, num_experts, blocks, more, BB=1024, num_warps=4
     )
     _place_kernel[(blocks + more,)](
-        *both, offset, total, end, order, back, token, expert, *found, *sizes, top_k, places,
+        *both, offset, total, end, order, back, expert, *found, *sizes, places,
         STRETCH=STRETCH, **block,
     )  # fmt: skip
-    return (order, back, end, expert, token), found
+    return (order, back, end, expert), found
 
 
 @triton.jit
@@ -115,15 +111,15 @@ def _offset_kernel(count_ptr, offset_ptr, total_ptr, E, blocks, more, BB: tl.con
 
 @triton.jit
 def _place_kernel(
-    ids_ptr, cluster_ptr, offset_ptr, total_ptr, end_ptr, order_ptr, back_ptr, row_token_ptr,
-    expert_ptr, token_ptr, cluster_begin_ptr, cluster_end_ptr, N, T, E, blocks, more, top_k,
-    places, STRETCH: tl.constexpr, R: tl.constexpr, BE: tl.constexpr,
+    ids_ptr, cluster_ptr, offset_ptr, total_ptr, end_ptr, order_ptr, back_ptr, expert_ptr,
+    token_ptr, cluster_begin_ptr, cluster_end_ptr, N, T, E, blocks, more, places,
+    STRETCH: tl.constexpr, R: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     if block < blocks:
         _place_rows(
-            ids_ptr, offset_ptr, total_ptr, end_ptr, order_ptr, back_ptr, row_token_ptr, expert_ptr,
-            block, N, E, blocks, top_k, R, BE,
+            ids_ptr, offset_ptr, total_ptr, end_ptr, order_ptr, back_ptr, expert_ptr, block, N, E,
+            blocks, R, BE,
         )  # fmt: skip
     else:
         _place_tokens(
@@ -134,8 +130,8 @@ def _place_kernel(
 
 @triton.jit
 def _place_rows(
-    ids_ptr, offset_ptr, total_ptr, end_ptr, order_ptr, back_ptr, token_ptr, expert_ptr, block, N,
-    E, num_blocks, top_k, R: tl.constexpr, BE: tl.constexpr,
+    ids_ptr, offset_ptr, total_ptr, end_ptr, order_ptr, back_ptr, expert_ptr, block, N, E,
+    num_blocks, R: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     rows = block * R + tl.arange(0, R)
     ids, place, _, end = _place(ids_ptr, offset_ptr, total_ptr, block, N, E, num_blocks, 1, R, BE)
@@ -145,7 +141,6 @@ def _place_rows(
     inside = rows < N
     tl.store(order_ptr + place, rows.to(tl.int64), mask=inside)
     tl.store(back_ptr + rows, place.to(tl.int64), mask=inside)
-    tl.store(token_ptr + place, rows // top_k, mask=inside)
     tl.store(expert_ptr + place, ids.to(tl.int64), mask=inside)
 
 

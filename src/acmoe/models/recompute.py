@@ -11,12 +11,15 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+import acmoe.ops.route_op  # noqa: F401, defines acmoe::route
+
 # Operators that choose: their results are kept, all others are computed again.
 _CHOICES = (
     torch.ops.aten.topk.default,
     torch.ops.aten.sort.default,
     torch.ops.aten.sort.stable,
     torch.ops.aten.argmax.default,
+    torch.ops.acmoe.route.default,
 )
 
 

@@ -33,14 +33,14 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     tensor([[3.],
             [1.]])
     """
-    options = (Option("triton", _obstacle(weight)), Option("torch", None))
+    options = (Option("triton", embedding_obstacle(weight)), Option("torch", None))
     if choose("embedding", options) == "torch":
         return F.embedding(ids, weight)
     found: Tensor = _embedding(ids, weight)
     return found
 
 
-def _obstacle(weight: Tensor) -> str | None:
+def embedding_obstacle(weight: Tensor) -> str | None:
     if not weight.is_cuda and requested() != "triton":
         return "a CPU sums in order anyway"
     return triton_obstacle(weight)

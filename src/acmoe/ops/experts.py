@@ -220,11 +220,12 @@ def expert_mlp(
 ) -> Tensor:
     """(T, D): every token through its experts, weighted by its gate."""
     # On the device, so that a captured CUDA graph draws new dropout in every replay.
-    seed = gate_TK.new_zeros(1, dtype=torch.int64)
+    seed = end_E  # not read
     if dropout > 0:
         seed = torch.randint(2**31, (1,), device=x_TD.device)
+    numbers = (x_TD, up_EWD, down_EDF, up_bias_EW, down_bias_ED, gate_TK)
     arguments = (
-        *(x_TD, up_EWD, down_EDF, up_bias_EW, down_bias_ED, gate_TK),
+        *(None if tensor is None else tensor.contiguous() for tensor in numbers),
         *(order_N, back_N, end_E, expert_N, seed, activation, dropout),
     )
     out: Tensor

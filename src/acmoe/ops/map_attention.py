@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acmoe.errors import check
 from acmoe.ops.backend import Option, choose, requested, triton_obstacle
 
 _MOST_TOKENS, _MOST_FEATURES = 64, 128  # of a window and of a head: what one tile holds
@@ -19,11 +20,13 @@ def map_attention_fuses(
     device: torch.device, dtype: torch.dtype, *, tokens: int, features: int
 ) -> bool:
     """Whether the kernel serves windows of so many tokens, and heads of so many features."""
-    obstacle = _obstacle(device, dtype, tokens, features)
+    obstacle = map_attention_obstacle(device, dtype, tokens, features)
     return choose("map attention", (Option("triton", obstacle), Option("torch", None))) == "triton"
 
 
-def _obstacle(device: torch.device, dtype: torch.dtype, tokens: int, features: int) -> str | None:
+def map_attention_obstacle(
+    device: torch.device, dtype: torch.dtype, tokens: int, features: int
+) -> str | None:
     on_gpu = device.type == "cuda"
     if not on_gpu and requested() != "triton":
         return "its interpreter is slow, and has to be asked for"
@@ -48,6 +51,12 @@ def map_attention(
     shift    by which the map is rolled up and to the left before it is cut; tokens that this brings
              together from two ends of it do not see each other
     """
+    Y, X = qkv.shape[1:3]
+    check(
+        Y % window[0] == 0 and X % window[1] == 0,
+        f"a map of {Y} x {X} tokens cannot be cut into windows of {window[0]} x {window[1]}; pass "
+        "a window whose sides divide it",
+    )
     found: Tensor = _map_attention(qkv.contiguous(), bias.float().contiguous(), *window, *shift)
     return found
 

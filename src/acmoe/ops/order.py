@@ -30,8 +30,7 @@ def sort_rows(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
     """order (N,), back (N,), end (E,) and the sorted experts (N,)."""
     from acmoe.kernels.order import sort_rows as launch
 
-    order, back, end, expert, _ = launch(expert_ids, num_experts)
-    return order, back, end, expert
+    return launch(expert_ids, num_experts)
 
 
 @sort_rows.register_fake
@@ -52,8 +51,8 @@ def sort_rows_and_tokens(
     """`sort_rows`, then token (X,), begin and end (C + 1,) of `Clusters`, in the same launches."""
     from acmoe.kernels.order import sort_rows_and_tokens as launch
 
-    (order, back, end, expert, _), tokens = launch(expert_ids, cluster, num_experts)
-    return order, back, end, expert, *tokens
+    rows, tokens = launch(expert_ids, cluster, num_experts)
+    return *rows, *tokens
 
 
 @sort_rows_and_tokens.register_fake

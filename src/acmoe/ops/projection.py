@@ -13,14 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the customary name
 
+from acmoe.ops.precision import autocast_dtype
+
 
 def project(source: Tensor, segment: Tensor, weight: Tensor) -> Tensor:
-    """source @ weight^T: (B, N, A) of source (B, N, D) and weight (A, D), in the source's dtype.
+    """source @ weight^T: (B, N, A) of source (B, N, D) and weight (A, D).
 
-    `segment` (B, L, D) is what the source's last L positions are a copy of. It is not read; their
-    gradient goes there, and none to the source.
+    The product is taken in the source's dtype, or in what autocast makes of it. `segment` (B, L, D)
+    is what the source's last L positions are a copy of. It is not read; their gradient goes there,
+    and none to the source.
     """
-    source = source.detach()
+    source = source.detach().to(autocast_dtype(source) or source.dtype)
     found: Tensor = _project(source, segment.to(source.dtype), weight.to(source.dtype))
     return found
 

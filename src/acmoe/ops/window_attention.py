@@ -80,7 +80,7 @@ def fused_window_attention(
         F.pad(q, (0, more)).contiguous(),
         *(_rows(t, width) for t in (k, v)),
         F.pad(table[:, span - reach :], (0, 0, 0, more)),
-        key_mask,
+        None if key_mask is None else key_mask.contiguous(),
         bits_BHL,
         1 / math.sqrt(features),
         dropout,
@@ -89,10 +89,13 @@ def fused_window_attention(
 
 
 def _rows(t_BHNP: Tensor, width: int) -> Tensor:
-    """Heads of `width` features that lie side by side, each number in a place of its own."""
+    """Heads of `width` features that lie side by side, without overlap and without gaps."""
     if t_BHNP.shape[-1] < width:
         return F.pad(t_BHNP, (0, width - t_BHNP.shape[-1]))
-    whole = t_BHNP.stride(-1) == 1 and 0 not in t_BHNP.stride()
+    places = 1 + sum(
+        (size - 1) * step for size, step in zip(t_BHNP.shape, t_BHNP.stride(), strict=True)
+    )
+    whole = t_BHNP.stride(-1) == 1 and 0 not in t_BHNP.stride() and places == t_BHNP.numel()
     return t_BHNP if whole else t_BHNP.contiguous()
 
 

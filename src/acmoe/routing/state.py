@@ -39,7 +39,7 @@ class RoutingState(NamedTuple):
 
     @property
     def sorted(self) -> Clusters | None:
-        """`clusters`, unless the assignment has been replaced since."""
+        """`clusters`, unless the assignment has been replaced since; nobody writes into a state."""
         known = self.clusters is not None and self.clusters.assignment is self.assignment
         return self.clusters if known else None
 
