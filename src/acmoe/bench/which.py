@@ -22,10 +22,8 @@ from acmoe.ops.backend import (
     sonicmoe_obstacle,
     triton_obstacle,
 )
-from acmoe.ops.embedding import embedding_obstacle
-from acmoe.ops.embedding import embedding
-from acmoe.ops.map_attention import map_attention_obstacle
-from acmoe.ops.map_attention import map_attention_fuses
+from acmoe.ops.embedding import embedding, embedding_obstacle
+from acmoe.ops.map_attention import map_attention_fuses, map_attention_obstacle
 from acmoe.routing.statistics import ClusterStatistics
 
 
