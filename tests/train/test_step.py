@@ -161,7 +161,11 @@ def test_compiled_blocks_train_as_eager_ones_with_a_graph_for_each_kind(
 
     counter = CompileCounterWithBackend("aot_eager")  # captures graphs, builds no machine code
     real = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda self: real(self, backend=counter))
+
+    def traced(self: nn.Module, *, backend: str, **how: object) -> None:
+        real(self, backend=counter, **how)
+
+    monkeypatch.setattr(nn.Module, "compile", traced)
     corpus = byte_corpus(tmp_path)
     overrides = ("model.dropout=0", "steps=9", "lr=1e-3", "model.repeats=4")
     eager, compiled = (
