@@ -90,3 +90,19 @@ def test_all_conditions_of_a_seed_come_before_the_next_seed(text):
     ordered = seeds_major(cells[::-1])
     assert [cell.seed for cell in ordered] == [0, 0, 1, 1]
     assert {cell.condition for cell in ordered[:2]} == {"smoe", "control"}
+
+
+def test_a_field_that_came_later_changes_a_cell_only_where_it_is_used() -> None:
+    """Results from before it stay those of their cells."""
+    before = {"augment": {}, "data": {"holdout": 0.1}, "attacks": [{"attack": {}}]}
+    unused = {
+        "augment": {},
+        "compile": False,
+        "data": {"holdout": 0.1, "on_device": False},
+        "attacks": [{"attack": {}, "precision": "fp32"}],
+    }
+    assert placeless(unused) == before
+    used = {"augment": {}, "compile": True, "data": {"holdout": 0.1, "on_device": True}}
+    assert placeless(used) == used
+    language = {"steps": 3, "compile": False}  # had it from the start
+    assert placeless(language) == language

@@ -14,6 +14,13 @@ from acmoe.config.serialize import encode
 
 # Where a file lies, and on which device it is read, is no part of what was asked.
 _PLACES = {"folder", "source", "device", "threads"}
+# Fields that came after the first results: beside which other one, the name, and what held before.
+# Left out where it still holds, so that a cell is known again by its earlier results.
+_LATER = (
+    ("augment", "compile", False),
+    ("holdout", "on_device", False),
+    ("attack", "precision", "fp32"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +94,15 @@ class Cell:
 
 
 def placeless(value: Any) -> Any:
-    """An encoded config without the places its files have on this machine."""
+    """An encoded config without the places its files have on this machine, or later fields."""
     if isinstance(value, dict):
         kept = {key: item for key, item in value.items() if key not in _PLACES}
         if "others" in kept:
             kept["others"] = [name for name, _ in kept["others"]]
         kept.pop("task_folder", None)
+        for beside, name, before in _LATER:
+            if beside in kept and kept.get(name) == before:
+                del kept[name]
         return {key: placeless(item) for key, item in kept.items()}
     return [placeless(item) for item in value] if isinstance(value, list) else value
 
