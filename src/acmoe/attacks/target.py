@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from acmoe.attacks.ball import Bounds
-from acmoe.config.image_data import RGB
+from acmoe.config.attack import AttackConfig
+from acmoe.config.image_data import RGB, ImageDataConfig
 from acmoe.errors import UserError, check
 from acmoe.routing.statistics import override_statistics
 
@@ -37,6 +38,19 @@ class Target:
     ) -> None:
         self.model, self.space, self.clamp, self.precision = model, space, clamp, precision
         self.mean, self.std = (torch.tensor(value).view(1, 3, 1, 1) for value in (mean, std))
+
+    @classmethod
+    def of(cls, model: nn.Module, data: ImageDataConfig, config: AttackConfig) -> "Target":
+        """The classifier as this attack sees it, on images normalised as these data are."""
+        mean, std = data.normalization
+        return cls(
+            model,
+            mean=mean,
+            std=std,
+            space=config.space,
+            clamp=config.clamp,
+            precision=config.precision,
+        )
 
     def enter(self, images: Tensor) -> Tensor:
         """Bytes as images of the space."""

@@ -91,16 +91,7 @@ def evaluate_attack(
         seed=config.seed,
         limit=config.limit,
     )
-    mean, std = data.normalization
-    target = Target(
-        model,
-        mean=mean,
-        std=std,
-        space=config.space,
-        clamp=config.clamp,
-        precision=config.precision,
-    )
-    sweep = _Sweep(target, batches, config, place)
+    sweep = _Sweep(Target.of(model, data, config), batches, config, place)
     with contextlib.ExitStack() as stack:
         mode = stack.enter_context(using_statistics(model, config.statistics))
         stack.enter_context(using_capacity(model, dropless=config.dropless))

@@ -31,14 +31,7 @@ def attacked_images(
         len(config.eps) == 1, f"{len(config.eps)} radii; images are attacked within one: give one"
     )
     (eps,), (mean, std) = config.eps, data.normalization
-    target = Target(
-        model,
-        mean=mean,
-        std=std,
-        space=config.space,
-        clamp=config.clamp,
-        precision=config.precision,
-    )
+    target = Target.of(model, data, config)
 
     def attacked(batch: ImageBatch, number: int) -> Tensor:
         seed = derive_seed(config.seed, config.attack.name, repr(eps), number)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
+from functools import partial
 
 from acmoe.config.attack import PGDConfig, SPSAConfig, attack_config
 from acmoe.config.image_data import AugmentConfig, ImageDataConfig
@@ -12,6 +12,7 @@ from acmoe.config.vision import SwinConfig
 from acmoe.config.vision_models import vision_router
 from acmoe.recipes import recipe
 from acmoe.study.cell import Cell, ImageTests
+from acmoe.study.crossed import crossed
 from acmoe.study.materials import Images, Materials
 from acmoe.study.size import Size
 
@@ -38,7 +39,7 @@ SETTINGS = {
 def vision_study(materials: Materials, size: Size, seeds: Sequence[int]) -> list[Cell]:
     """Clean accuracy, and under attack as a careful adversary and as the paper's code would."""
     images, tests = materials.images(), image_tests(size)
-    cells = []
+    cells: list[Cell] = []
     for setting, (name, top_k) in SETTINGS.items():
         soft = top_k is None
         published = AdaptiveConfig.preset("reference-soft" if soft else "reference-swin")
@@ -49,31 +50,27 @@ def vision_study(materials: Materials, size: Size, seeds: Sequence[int]) -> list
         }
         if not soft:
             routers["metric"] = METRIC
-        for seed, (condition, router) in product(seeds, routers.items()):
-            run = image_run(name, router, images, size, seed, top_k)
-            cells.append(
-                Cell(
-                    study="vision",
-                    setting=setting,
-                    condition=condition,
-                    factors={"model": name, **({} if top_k is None else {"top_k": top_k})},
-                    seed=seed,
-                    size=f"{run.steps:,} steps of {run.batch} images",
-                    data=images.fingerprint,
-                    config=run,
-                    tests=tests,
-                )
-            )
+        cells += crossed(
+            "vision",
+            setting,
+            routers,
+            seeds,
+            partial(image_run, name, images, size, top_k),
+            unit="images",
+            data=images.fingerprint,
+            tests=tests,
+            factors={"model": name, **({} if top_k is None else {"top_k": top_k})},
+        )
     return cells
 
 
 def image_run(
     name: str,
-    router: str | RouterConfig,
     images: Images,
     size: Size,
-    seed: int,
     top_k: int | None,
+    router: str | RouterConfig,
+    seed: int,
 ) -> VisionRunConfig:
     """The recipe's model over so many steps, on arrays of pixels.
 

@@ -4,9 +4,8 @@ Bytes of Python's standard library, and the digits that come with scikit-learn. 
 augmentation are those of the recipes switch-nano and swin-nano.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 from acmoe.config.attack import PGDConfig, attack_config
@@ -17,6 +16,7 @@ from acmoe.config.vision_models import vision_router
 from acmoe.recipes import recipe
 from acmoe.recipes.nano import nano_run
 from acmoe.study.cell import Cell, ImageTests, TextTests
+from acmoe.study.crossed import Conditions, crossed
 from acmoe.study.image_grid import METRIC
 from acmoe.study.materials import Materials, Text
 from acmoe.study.size import Size
@@ -34,7 +34,7 @@ TEST_BATCH = 133  # images: half of the 266, so that statistics of both batches 
 # Six steps cross the ball from any random start: 6 x 0.35 exceeds its two radii.
 PGD = PGDConfig(steps=6, step_size=0.35)
 
-IMAGE_CONDITIONS: dict[str, str | RouterConfig] = {
+IMAGE_CONDITIONS: Conditions = {
     "smoe": "smoe",
     "adaptive-previous": "adaptive",
     "published": AdaptiveConfig.preset("reference-swin"),
@@ -50,7 +50,7 @@ def nano_study(materials: Materials, size: Size, seeds: Sequence[int]) -> list[C
 
 def nano_text_cells(
     study: str,
-    conditions: Mapping[str, str | RouterConfig],
+    conditions: Conditions,
     materials: Materials,
     size: Size,
     seeds: Sequence[int],
@@ -60,22 +60,16 @@ def nano_text_cells(
     """Routers of switch-nano on the standard library's text."""
     text = materials.stdlib(size.megabytes or MEGABYTES)
     tests = TextTests(rows=16, tokens=size.tokens or TEST_TOKENS)
-    cells = []
-    for seed, (condition, router) in product(seeds, conditions.items()):
-        run = text_run(router, text, size, seed, placement)
-        cells.append(
-            Cell(
-                study=study,
-                setting=TEXT_SETTING,
-                condition=condition,
-                seed=seed,
-                size=f"{run.steps:,} steps of {run.tokens_per_step:,} bytes",
-                data=text.fingerprint,
-                config=run,
-                tests=tests,
-            )
-        )
-    return cells
+    return crossed(
+        study,
+        TEXT_SETTING,
+        conditions,
+        seeds,
+        lambda router, seed: text_run(router, text, size, seed, placement),
+        unit="bytes",
+        data=text.fingerprint,
+        tests=tests,
+    )
 
 
 def text_run(
@@ -94,23 +88,16 @@ def text_run(
 
 
 def _image_cells(materials: Materials, size: Size, seeds: Sequence[int]) -> list[Cell]:
-    fingerprint, tests = materials.digits(), image_tests(size)
-    cells = []
-    for seed, (condition, router) in product(seeds, IMAGE_CONDITIONS.items()):
-        run = image_run(router, size, seed)
-        cells.append(
-            Cell(
-                study="nano",
-                setting=IMAGE_SETTING,
-                condition=condition,
-                seed=seed,
-                size=f"{run.steps:,} steps of {run.batch} images",
-                data=fingerprint,
-                config=run,
-                tests=tests,
-            )
-        )
-    return cells
+    return crossed(
+        "nano",
+        IMAGE_SETTING,
+        IMAGE_CONDITIONS,
+        seeds,
+        lambda router, seed: image_run(router, size, seed),
+        unit="images",
+        data=materials.digits(),
+        tests=image_tests(size),
+    )
 
 
 def image_run(router: str | RouterConfig, size: Size, seed: int) -> VisionRunConfig:

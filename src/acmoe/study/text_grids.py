@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 from acmoe.config.finetune import FinetuneConfig
@@ -10,6 +9,7 @@ from acmoe.config.language import LANGUAGE_MODELS, LanguageConfig, language_rout
 from acmoe.config.routing import AdaptiveConfig, RouterConfig
 from acmoe.config.train import DataConfig, RunConfig, override_run
 from acmoe.study.cell import Cell, TextTests
+from acmoe.study.crossed import Conditions, crossed
 from acmoe.study.materials import Materials, Text
 from acmoe.study.size import Size
 
@@ -127,7 +127,7 @@ def text_cells(
     study: str,
     setting: str,
     model: LanguageConfig,
-    conditions: Mapping[str, str | RouterConfig],
+    conditions: Conditions,
     text: Text,
     tests: TextTests,
     size: Size,
@@ -136,23 +136,17 @@ def text_cells(
     factors: Mapping[str, str | int | float],
 ) -> list[Cell]:
     """A cell for each seed and condition; 24,576 tokens an update unless told otherwise."""
-    cells = []
-    for seed, (condition, router) in product(seeds, conditions.items()):
-        run = text_run(model, router, text, size, seed)
-        cells.append(
-            Cell(
-                study=study,
-                setting=setting,
-                condition=condition,
-                factors=factors,
-                seed=seed,
-                size=f"{run.steps:,} steps of {run.tokens_per_step:,} tokens",
-                data=text.fingerprint,
-                config=run,
-                tests=tests,
-            )
-        )
-    return cells
+    return crossed(
+        study,
+        setting,
+        conditions,
+        seeds,
+        lambda router, seed: text_run(model, router, text, size, seed),
+        unit="tokens",
+        data=text.fingerprint,
+        tests=tests,
+        factors=factors,
+    )
 
 
 def text_run(
