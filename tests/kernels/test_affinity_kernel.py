@@ -1,22 +1,24 @@
 """The fused router against `route_reference` in float64, forwards and backwards.
 
-T = 37 tokens, D = 70 features, E = 5 experts, K = 3: nothing is a multiple of a block.
+T tokens, D features, E experts, C clusters, K experts per token, as route_cases.py has them.
 """
 
+import math
 from typing import Any
 
 import pytest
 import torch
+from route_cases import C, D, E, K, T, differentiable, drawn, leaves, lost_by_terms, wide
 from torch import Tensor
 
 from acmoe.errors import UserError
 from acmoe.ops.affinity import Route, fused_route, route_reference
+from acmoe.ops.order import Clusters, sort_rows_and_tokens
 from acmoe.ops.route_op import route_op
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
-T, D, E, C, K = 37, 70, 5, 7, 3
 CASES = [  # dtype, scaled, over selected, masked
     (torch.float32, True, True, True),
     (torch.float32, False, False, False),
@@ -24,58 +26,14 @@ CASES = [  # dtype, scaled, over selected, masked
     (torch.bfloat16, False, True, False),
     (torch.float16, True, True, False),
 ]
-
-
-def drawn(
-    generator: torch.Generator, device: str, dtype: torch.dtype, scaled: bool
-) -> dict[str, Any]:
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device)
-
-    case: dict[str, Any] = {
-        "x": normal(T, D).to(dtype),
-        "embedding": normal(E, D) / D**0.5,
-        "bias": normal(E) if scaled else None,
-        "scale": normal(C, D).exp() if scaled else None,
-        "assignment": None,
-    }
-    if scaled:
-        case["assignment"] = torch.randint(-1, C, (T,), generator=generator).to(device)
-    return case
-
-
-def wide(case: dict[str, Any]) -> dict[str, Any]:
-    floats = ("x", "embedding", "bias", "scale")
-    return {
-        name: value.detach().double() if name in floats and value is not None else value
-        for name, value in case.items()
-    }
-
-
-def leaves(case: dict[str, Any]) -> list[Tensor]:
-    names = ("x", "embedding", "bias")
-    return [case[name].requires_grad_() for name in names if case[name] is not None]
-
-
-def differentiable(route: Route) -> list[Tensor]:
-    return [route.gate, route.affinity, route.gate_sum]
-
-
-def lost_by_terms(exact: dict[str, Any], dtype: torch.dtype, mask: Tensor | None) -> float:
-    """What 4 terms for 16-bit tokens may cost an affinity (kernels/products.py).
-
-    At most 2^-17 of each product, of either sign: twice their root sum of squares is rare.
-    """
-    if dtype == torch.float32:
-        return 0.0
-    x = exact["x"].detach()
-    if exact["scale"] is not None:
-        own = exact["assignment"].clamp(min=0)
-        x = x * exact["scale"][own].masked_fill((exact["assignment"] < 0)[:, None], 1.0)
-    if mask is not None:
-        x = x[mask]
-    norm = (x.square() @ exact["embedding"].detach().square().T).sqrt().max()
-    return 2.0**-16 * norm.item()
+NOISY = [  # dtype, scaled, over selected, masked, sorted by cluster
+    (torch.float32, True, True, True, False),
+    (torch.float32, True, False, False, True),
+    (torch.float32, False, True, False, False),
+    (torch.bfloat16, True, False, False, False),
+    (torch.bfloat16, True, True, True, True),
+    (torch.bfloat16, False, False, True, False),
+]
 
 
 @pytest.mark.parametrize(("dtype", "scaled", "selected", "masked"), CASES)
@@ -87,16 +45,50 @@ def test_the_kernel_is_the_reference(
     generator: torch.Generator,
     device: str,
 ) -> None:
+    compare(drawn(generator, device, dtype, scaled), selected, masked, generator)
+
+
+@pytest.mark.parametrize(("dtype", "scaled", "selected", "masked", "in_clusters"), NOISY)
+def test_the_kernel_is_the_reference_under_noise_too(
+    dtype: torch.dtype,
+    scaled: bool,
+    selected: bool,
+    masked: bool,
+    in_clusters: bool,
+    generator: torch.Generator,
+    device: str,
+) -> None:
     case = drawn(generator, device, dtype, scaled)
+    clusters = None
+    if in_clusters:
+        assignment_T1 = case["assignment"][:, None]
+        places = sort_rows_and_tokens(assignment_T1.clamp(min=0), case["assignment"], C)[4:]
+        clusters = Clusters(assignment_T1, *places)
+    noise = torch.randn(E, T, generator=generator).to(device).T  # its memory is in another order
+    found = compare(case, selected, masked, generator, clusters, noise)
+    assert not torch.equal(found.first, (found.affinity - noise).argmax(-1))  # it changes choices
+
+
+def compare(
+    case: dict[str, Any],
+    selected: bool,
+    masked: bool,
+    generator: torch.Generator,
+    clusters: Clusters | None = None,
+    noise: Tensor | None = None,
+) -> Route:
+    """What the kernel found, after it was compared, with its gradients."""
+    device, dtype = case["x"].device, case["x"].dtype
     mask = (torch.rand(T, generator=generator) < 0.8).to(device) if masked else None
     if mask is not None:
         case["x"][~mask] = float("nan")  # padding may hold anything
     settings = (K, selected, mask, 0.7)
     exact = wide(case)
     mine, theirs = leaves(case), leaves(exact)
-    found = fused_route(*case.values(), *settings)
-    wanted = route_reference(*exact.values(), *settings)
+    found = fused_route(*case.values(), *settings, clusters, noise)
+    wanted = route_reference(*exact.values(), *settings, noise)
     assert torch.equal(found.expert_ids, wanted.expert_ids)
+    assert torch.equal(found.first, wanted.first)
     assert torch.equal(found.load.double(), wanted.load)
     # Gates move no more than affinities do; their sums over T tokens add that up.
     cuts = [lost_by_terms(exact, dtype, mask) * times for times in (1, 1, T)]
@@ -114,6 +106,24 @@ def test_the_kernel_is_the_reference(
     tolerances = [2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps, 2e-5, 2e-5]
     for one, other, tolerance in zip(grads, exact_grads, tolerances, strict=False):
         assert (one - other).abs().max() < tolerance * other.abs().max()
+    return found
+
+
+def test_where_experts_are_equal_the_noise_decides(device: str) -> None:
+    # x = 0: the affinities are the noise. Softmax over the chosen (2, 1): (e, 1) / (e + 1). The
+    # second token is padding: chosen for, but not counted.
+    x, embedding = torch.zeros(2, 3, device=device), torch.ones(3, 3, device=device)
+    noise = torch.tensor([[0.0, 2.0, 1.0], [3.0, 2.0, 1.0]], device=device, requires_grad=True)
+    mask = torch.tensor([True, False], device=device)
+    x.requires_grad_()
+    found = fused_route(x, embedding, None, None, None, 2, True, mask, noise=noise)
+    assert torch.equal(found.affinity, noise)
+    assert found.expert_ids.tolist() == [[1, 2], [0, 1]] and found.first.tolist() == [1, 0]
+    assert found.load.tolist() == [0, 1, 1]
+    share = 1 / (1 + math.exp(-1))
+    assert found.gate[0].tolist() == pytest.approx([share, 1 - share])
+    total = found.gate[:, 0].sum() + found.affinity.sum()
+    assert torch.autograd.grad(total, noise, allow_unused=True) == (None,)  # it is a constant
 
 
 def test_a_gradient_of_one_result_alone_is_enough(generator: torch.Generator, device: str) -> None:
@@ -262,6 +272,8 @@ def test_the_op_is_well_formed(generator: torch.Generator, device: str) -> None:
     args = (*case.values(), K, True, None, 1.0, None, None)
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(route_op, args, test_utils=tests)
+    noise = torch.randn(T, E, generator=generator).to(device)
+    torch.library.opcheck(route_op, (*args, noise), test_utils=tests)
 
 
 def test_a_compiled_router_is_the_eager_one(generator: torch.Generator, device: str) -> None:
@@ -289,5 +301,8 @@ def test_arguments_that_do_not_fit_are_refused(device: str) -> None:
         fused_route(x, embedding, None, None, assignment, 1, True)
     with pytest.raises(UserError, match=r"scale \(3, 5\)"):
         fused_route(x, embedding, None, torch.ones(3, 5, device=device), assignment, 1, True)
+    with pytest.raises(UserError, match=r"noise has shape \(3, 4\); .* need \(4, 3\)"):
+        noise = torch.ones(3, 4, device=device)
+        fused_route(x, embedding, None, None, None, 1, True, noise=noise)
     with pytest.raises(UserError, match="float64"):
         fused_route(x.double(), embedding, None, None, None, 1, True)

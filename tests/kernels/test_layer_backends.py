@@ -1,6 +1,7 @@
 """Two MoE layers and two optimizer steps, on the kernels and on plain PyTorch."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from acmoe.ops.backend import use_backend
 from acmoe.ops.order import Clusters
 
 B, L, D, E, K = 2, 9, 20, 5, 2
+NOISY = acmoe.SMoEConfig(gate="all", noise=1.0)
+NOISY_NAME = "noisy, full experts, batch, previous"
 ROUTERS = {
     "plain": acmoe.SMoEConfig(),
     "plain with bias, gate over all": acmoe.SMoEConfig(bias=True, gate="all"),
@@ -21,6 +24,18 @@ ROUTERS = {
     "batch, current": acmoe.AdaptiveConfig(statistics="batch", statistics_of="current"),
     "running, current": acmoe.AdaptiveConfig(statistics="running", statistics_of="current"),
     "prefix": acmoe.AdaptiveConfig(statistics="prefix"),
+    # Swin-MoE: noise, the losses that need it, and a capacity.
+    "noisy, full experts": NOISY,
+    NOISY_NAME: acmoe.AdaptiveConfig(base=NOISY, statistics="batch"),
+    # The kernel's affinities, and a choice by others.
+    "unit embeddings, selection bias": acmoe.SMoEConfig(
+        normalize_embeddings=True, bias_balancing=0.1
+    ),
+    "noisy, full experts, unit embeddings, selection bias, running, current": acmoe.AdaptiveConfig(
+        base=replace(NOISY, normalize_embeddings=True, bias_balancing=0.1),
+        statistics="running",
+        statistics_of="current",
+    ),
     # Arithmetic on the (C, D) scale, between two kernels.
     "own part, root, matched": acmoe.AdaptiveConfig(
         statistics="batch", part="own", power=0.5, match=True
@@ -40,6 +55,7 @@ def two_steps(layers, x, mask, cotangent, backend):
     And whether the last state carried sorted tokens.
     """
     layers, x = copy.deepcopy(layers), x.clone().requires_grad_()
+    torch.manual_seed(1)  # of the noise
     mix = max(layer.router.mix for layer in layers)
     with use_backend(backend):
         for _ in range(2):
@@ -62,10 +78,12 @@ def two_steps(layers, x, mask, cotangent, backend):
 
 def built(name, device, *, num_experts=E, top_k=K):
     torch.manual_seed(0)
-    sizes = {"dim": D, "hidden": 12, "num_experts": num_experts, "top_k": top_k}
-    losses = acmoe.LossConfig(balance=0.1, z=0.01)
+    noisy = name.startswith("noisy")
+    options = {"dim": D, "hidden": 12, "num_experts": num_experts, "top_k": top_k}
+    options["capacity_factor"] = 0.75 if noisy else None
+    losses = acmoe.LossConfig(balance=0.1, z=0.01, importance_load=0.2 if noisy else 0.0)
     return torch.nn.ModuleList(
-        acmoe.MoE(**sizes, router=ROUTERS[name], losses=losses) for _ in range(2)
+        acmoe.MoE(**options, router=ROUTERS[name], losses=losses) for _ in range(2)
     ).to(device)
 
 
@@ -121,6 +139,48 @@ def test_a_layer_whose_tokens_are_sorted_by_cluster_computes_the_same(
     assert compare(layers, x, mask, cotangent) == (not masked)
 
 
+@pytest.mark.parametrize("name", [name for name in ROUTERS if "noisy" in name or "bias" in name])
+def test_noise_biases_and_unit_embeddings_do_not_keep_a_router_from_its_kernel(
+    name, device, monkeypatch
+):
+    from acmoe.kernels import affinity
+
+    calls, route = [], affinity.route
+    monkeypatch.setattr(affinity, "route", lambda *given: calls.append(given) or route(*given))
+    router = built(name, device)[1].router
+    state = acmoe.RoutingState.identity(num_tokens=L, num_clusters=E, dim=D, device=device)
+    with use_backend("triton"):
+        routing = router(torch.randn(L, D, device=device), state)
+    assert len(calls) == 1
+    assert torch.equal(routing.first, routing.affinity.argmax(-1, keepdim=True))
+
+
+def test_a_token_that_found_its_expert_full_is_in_the_cluster_it_chose_under_noise(
+    device, monkeypatch, products_by_torch
+):
+    monkeypatch.setattr("acmoe.experts.emit.worth_sorting", lambda tokens, clusters: True)
+    layer = built(NOISY_NAME, device, top_k=1)[0]
+    x = torch.randn(B * L, D, device=device)
+    identity = acmoe.RoutingState.identity(num_tokens=B * L, num_clusters=E, dim=D, device=device)
+    states = {}
+    for backend in ("torch", "triton"):
+        torch.manual_seed(1)
+        with use_backend(backend):
+            y, states[backend] = layer(x, identity)
+    # 18 tokens, 5 experts of floor(0.75 * ceil(18 / 5)) = 3 rows: 3 tokens at least are dropped.
+    assert (y == 0).all(-1).sum() >= 3
+    torch.manual_seed(1)
+    clean = x @ layer.router.base.embedding.T
+    noisy = clean + torch.randn(B * L, E, device=device) / E
+    first = noisy.argmax(-1)
+    assert not torch.equal(first, clean.argmax(-1))
+    assert all(torch.equal(state.assignment[:, 0], first) for state in states.values())
+    clusters = states["triton"].sorted
+    for c in range(E):
+        members = clusters.token[clusters.begin[c] : clusters.end[c]].long()
+        assert torch.equal(members, (first == c).nonzero()[:, 0])
+
+
 def test_a_layer_computes_the_same_with_its_products_by_kernels_too(device, monkeypatch):
     monkeypatch.setattr("acmoe.experts.emit.worth_sorting", lambda tokens, clusters: True)
     x, cotangent = torch.randn(2, B, L, D, device=device)
@@ -172,8 +232,9 @@ def test_sorted_tokens_reach_the_next_router_compiled_and_recomputed_too(device,
             torch.testing.assert_close(grad, wanted_grad)
 
 
+@pytest.mark.parametrize("name", ["batch, previous", NOISY_NAME])
 def test_a_block_computed_again_keeps_the_choices_of_the_kernel(
-    device, monkeypatch, products_by_torch
+    name, device, monkeypatch, products_by_torch
 ):
     from acmoe.kernels import affinity
 
@@ -184,12 +245,13 @@ def test_a_block_computed_again_keeps_the_choices_of_the_kernel(
         return route(*arguments)
 
     monkeypatch.setattr(affinity, "route", counted)
-    layers = built("batch, previous", device)
+    layers = built(name, device)
     x = torch.randn(B * L, D, device=device, requires_grad=True)
     identity = acmoe.RoutingState.identity(num_tokens=B * L, num_clusters=E, dim=D, device=device)
 
     def gradients(call):
         calls.clear()
+        torch.manual_seed(1)  # of the noise
         y, state = call(layers[0], x, identity)
         z, state = call(layers[1], x + y, state)
         return torch.autograd.grad(z.square().sum() + state.aux_loss, [x, *layers[1].parameters()])

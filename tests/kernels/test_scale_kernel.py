@@ -52,6 +52,23 @@ def test_the_kernel_is_the_reference(
     assert torch.equal(count, wanted_count)
 
 
+@pytest.mark.parametrize("sets", [None, 2])
+def test_dispersion_and_count_go_where_they_are_wanted(
+    sets: int | None, generator: torch.Generator, device: str
+) -> None:
+    leading = () if sets is None else (sets,)
+    x = torch.randn(*leading, T, D, generator=generator).to(device)
+    assignment = torch.randint(-1, C, (*leading, T), generator=generator).to(device)
+    into = (torch.zeros(*leading, C, D, device=device), torch.zeros(*leading, C, device=device))
+    scale, spread, count = fused_cluster_scale(x, assignment, C)
+    found = fused_cluster_scale(x, assignment, C, into=into)
+    assert found[1] is into[0] and found[2] is into[1]
+    for one, other in zip(found, (scale, spread, count), strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(UserError, match="pass contiguous float32"):
+        fused_cluster_scale(x, assignment, C, into=(into[0], into[1].double()))
+
+
 @pytest.mark.parametrize("normalize", ["cluster", "feature", "global"])
 def test_clusters_that_tell_nothing_get_ones(normalize: str, device: str) -> None:
     """Equal tokens, a token that is not finite, one token, no token; only cluster 0 informs."""
@@ -96,7 +113,8 @@ def test_the_statistics_carry_no_gradient(device: str) -> None:
 def test_the_op_is_well_formed(generator: torch.Generator, device: str) -> None:
     x = torch.randn(1, 9, 3, generator=generator).to(device)
     assignment = torch.zeros(1, 9, device=device).long()
-    args = (x, assignment, None, 2, "mad", "cluster", 1e-3, 0.0, None, 2)
+    places = (torch.empty(2, 3, device=device), torch.empty(2, device=device))
+    args = (x, assignment, None, *places, "mad", "cluster", 1e-3, 0.0, None, 2)
     torch.library.opcheck(scale_op, args, test_utils=("test_schema", "test_faketensor"))
 
 

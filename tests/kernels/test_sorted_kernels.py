@@ -100,6 +100,26 @@ def test_sorted_statistics_are_the_references(
     assert torch.equal(alone, spread) and torch.equal(alone_count, count)
 
 
+def test_results_go_where_they_are_wanted(generator: torch.Generator, device: str) -> None:
+    x = torch.randn(T, D, generator=generator).to(device)
+    clusters = sort(drawn_assignment(generator).to(device))
+    scale, spread, count = sorted_cluster_scale(x, clusters)
+    into = (torch.zeros(C, D, device=device), torch.zeros(C, device=device))
+    for compute in (sorted_cluster_scale, sorted_dispersion):
+        for place in into:
+            place.zero_()
+        versions = [place._version for place in into]
+        *others, found, tokens = compute(x, clusters, into=into)
+        assert found is into[0] and tokens is into[1]
+        assert torch.equal(found, spread) and torch.equal(tokens, count)
+        assert all(torch.equal(other, scale) for other in others)
+        pairs = zip(into, versions, strict=True)
+        assert all(place._version > before for place, before in pairs)  # autograd would notice
+    for wrong in (into[0].T.contiguous().T, into[0].double(), into[0][:-1]):
+        with pytest.raises(UserError, match=r"contiguous float32 of shape \(5, 70\)"):
+            sorted_dispersion(x, clusters, into=(wrong, into[1]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_equal_tokens_have_a_dispersion_of_exactly_zero(dtype: torch.dtype, device: str) -> None:
     # 0.1 is no binary number: 67 * 0.1 / 67 rounds away from it unless sums are exact.
@@ -224,9 +244,10 @@ def test_the_ops_are_well_formed(generator: torch.Generator, device: str) -> Non
     args = (*case.values(), K, True, None, 1.0, clusters.token, clusters.end)
     torch.library.opcheck(route_op, args, test_utils=tests)
     options = ("mad", "cluster", 1e-3, 0.0, None, 2)
-    args = (case["x"].detach(), *clusters[1:], *options)
-    torch.library.opcheck(sorted_scale_op, args, test_utils=tests[:2])
-    torch.library.opcheck(sorted_dispersion_op, (*args[:4], "std"), test_utils=tests[:2])
+    places = (torch.empty(C, D, device=device), torch.empty(C, device=device))
+    args = (case["x"].detach(), *clusters[1:], *places)
+    torch.library.opcheck(sorted_scale_op, (*args, *options), test_utils=tests[:2])
+    torch.library.opcheck(sorted_dispersion_op, (*args, "std"), test_utils=tests[:2])
     args = (case["assignment"].clamp(min=0)[:, None], case["assignment"], C)
     torch.library.opcheck(sort_rows_and_tokens, args, test_utils=tests[:2])
 

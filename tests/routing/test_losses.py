@@ -92,6 +92,17 @@ def test_load_by_hand_in_both_forms():
         assert found == pytest.approx(variance / mean**2, rel=1e-5)
 
 
+def test_load_with_its_threshold_given_is_the_same_with_the_same_gradient():
+    clean, noisy = draws(20, 4).requires_grad_(), draws(20, 4, seed=1).requires_grad_()
+    searched = load_loss(clean, noisy, 3, 0.5)
+    last = noisy.sort(dim=1, descending=True).indices[:, 2:3]
+    given_it = load_loss(clean, noisy, 3, 0.5, kth_T1=noisy.gather(1, last))
+    assert torch.equal(given_it, searched)
+    slopes = [torch.autograd.grad(loss, [clean, noisy]) for loss in (given_it, searched)]
+    assert all(torch.equal(*pair) for pair in zip(*slopes, strict=True))
+    assert load_loss(clean, noisy, 3, 0.5, kth_T1=noisy[:, :1]) != searched  # it is what is read
+
+
 def test_tutels_load_loss_differs_from_the_consistent_one():
     affinity, noisy = draws(20, 4), draws(20, 4, seed=1)
     plain = load_loss(affinity, noisy, 2, 0.25)
@@ -156,6 +167,28 @@ def test_no_tokens_at_all_give_a_finite_loss(name):
     loss = LOSSES[name](some, some, ids, torch.zeros(3, dtype=torch.bool))
     assert loss.item() == 0
     assert torch.autograd.grad(loss, some)[0].abs().max() == 0
+
+
+@pytest.mark.parametrize("bias_balancing", [0.0, 0.1])
+def test_a_noisy_router_compares_with_its_k_th_noisy_affinity(bias_balancing):
+    """Not with that of its last choice, where a selection bias chose."""
+    torch.manual_seed(0)
+    router = build_router(
+        SMoEConfig(noise=1.0, bias_balancing=bias_balancing),
+        dim=5,
+        num_experts=4,
+        top_k=2,
+        losses=LossConfig(balance=0.0, importance_load=2.0),
+    )
+    if router.selection is not None:
+        router.selection.bias.copy_(torch.tensor([1.0, 0.0, 0.0, -1.0]))
+    x = torch.randn(9, 5)
+    routing = router(x, RoutingState.identity(num_tokens=9, num_clusters=4, dim=5))
+    clean = x @ router.embedding.T
+    expected = importance_loss(clean) + load_loss(clean, routing.affinity, 2, 0.25)
+    torch.testing.assert_close(routing.loss, expected)
+    best = routing.affinity.topk(2).indices
+    assert torch.equal(routing.expert_ids, best) == (router.selection is None)
 
 
 def test_a_router_adds_each_loss_with_its_weight():

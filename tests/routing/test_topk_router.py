@@ -114,6 +114,16 @@ def test_noise_is_drawn_in_training_only():
     assert torch.equal(router(x, state).affinity, x @ router.embedding.T)
 
 
+def test_noise_is_one_draw_for_each_token_and_expert():
+    # noise = 2 and E = 4: deviation 1/2.
+    router = build(SMoEConfig(noise=2.0))
+    x = torch.randn(9, 6)
+    torch.manual_seed(5)
+    found = router(x, identity(9, router)).affinity
+    torch.manual_seed(5)
+    assert torch.equal(found, x @ router.embedding.T + torch.randn(9, 4) / 2)
+
+
 def test_the_choice_under_noise_is_the_one_that_forms_clusters():
     router = build(SMoEConfig(noise=4.0))
     x = torch.randn(200, 6)

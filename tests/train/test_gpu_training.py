@@ -13,7 +13,6 @@ from tiny_runs import QUIET, byte_corpus, records, tiny_run
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
 

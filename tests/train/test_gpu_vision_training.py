@@ -13,7 +13,6 @@ from tiny_vision_runs import QUIET, all_numbers, tiny_vision_run, vision_records
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
 CUDA = torch.device("cuda")

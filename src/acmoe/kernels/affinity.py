@@ -1,6 +1,6 @@
 """A router in one kernel: affinities, the best k, their gate, and the sums of the balance loss.
 
-    affinity_te = sum_d x_td * scale[cluster of t]_d * embedding_ed + bias_e
+    affinity_te = sum_d x_td * scale[cluster of t]_d * embedding_ed + bias_e + noise_te
 Each program owns a block of tokens and all experts, reads x once, and keeps the affinities in
 registers while it chooses. No (T, D) float32 copy of the tokens exists.
 
@@ -9,8 +9,9 @@ Where tokens come sorted by cluster (kernels/order.py) a block has one scale, an
 leaves the token as it is: the products of the plain router, on an embedding rescaled on the way.
 In their own order tokens are rescaled one by one instead.
 
-Floor: x read once (T D itemsize bytes); (T, E) float32 affinities and (T, K) choices written. The
-products are 2 T D E operations, done 3 to 6 times in bf16 (kernels/products.py).
+Floor: x read once (T D itemsize bytes), and (T, E) float32 noise, if any; (T, E) float32 affinities
+and (T, K) choices written. The products are 2 T D E operations, done 3 to 6 times in bf16
+(kernels/products.py).
 
 T tokens, D features, E experts, C clusters, K experts per token, N token blocks, X sorted places.
 """
@@ -69,6 +70,7 @@ def route(
     top_k: int,
     over_selected: bool,
     temperature: float,
+    noise_TE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """expert_ids (T, K) int64, gate (T, K), affinity (T, E), gate sums (E,), load (E,), first (T,).
 
@@ -86,10 +88,10 @@ def route(
     if T > 0:
         _route_kernel[(N,)](
             *tokens.pointers, embedding_ED.contiguous(), embedding_ED if bias_E is None else bias_E,
-            ids_TK, gate_TK, affinity_TE, partial_2NE, first_T, T, D, E, tokens.scale.shape[0],
-            1.0 / temperature, K=top_k,
-            SELECTED=over_selected, HAS_BIAS=bias_E is not None, **tokens.flags,
-            TERMS=terms(tokens.x.dtype),
+            affinity_TE if noise_TE is None else noise_TE.contiguous(), ids_TK, gate_TK,
+            affinity_TE, partial_2NE, first_T, T, D, E, tokens.scale.shape[0], 1.0 / temperature,
+            K=top_k, SELECTED=over_selected, HAS_BIAS=bias_E is not None,
+            HAS_NOISE=noise_TE is not None, **tokens.flags, TERMS=terms(tokens.x.dtype),
             BT=tile.tokens, BD=tile.features, BE=max(16, triton.next_power_of_2(E)),
             BK=max(2, triton.next_power_of_2(top_k)), num_warps=tile.num_warps,
             num_stages=tile.num_stages,
@@ -158,11 +160,12 @@ def softmax_rows(value):
 
 @triton.jit
 def _route_kernel(
-    x_ptr, scale_ptr, assignment_ptr, mask_ptr, place_ptr, embedding_ptr, bias_ptr, ids_ptr,
-    gate_ptr, affinity_ptr, partial_ptr, first_ptr, T, D, E, C, inverse_temperature,
-    K: tl.constexpr, SELECTED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr,
-    HAS_MASK: tl.constexpr, SORTED: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr,
-    BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
+    x_ptr, scale_ptr, assignment_ptr, mask_ptr, place_ptr, embedding_ptr, bias_ptr,
+    noise_ptr, ids_ptr, gate_ptr, affinity_ptr, partial_ptr, first_ptr, T, D, E, C,
+    inverse_temperature, K: tl.constexpr, SELECTED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_NOISE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_MASK: tl.constexpr, SORTED: tl.constexpr,
+    PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) * BT
     e = tl.arange(0, BE)
@@ -183,7 +186,10 @@ def _route_kernel(
     if HAS_BIAS:
         affinity += tl.load(bias_ptr + e, mask=e < E, other=0.0).to(tl.float32)[None, :]
     at = t.to(tl.int64)[:, None] * E + e[None, :]
-    tl.store(affinity_ptr + at, affinity, mask=known[:, None] & (e[None, :] < E))
+    exists = known[:, None] & (e[None, :] < E)
+    if HAS_NOISE:
+        affinity += tl.load(noise_ptr + at, mask=exists, other=0.0)
+    tl.store(affinity_ptr + at, affinity, mask=exists)
 
     ids, values, taken = _choose(affinity, e, E, K, BT, BE, BK)
     k = tl.arange(0, BK)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from acmoe.kernels.activation import gelu, positive, silu
 from acmoe.kernels.coins import keep_tile
-from acmoe.kernels.products import fast_dot
+from acmoe.kernels.products import dot
 from acmoe.kernels.tiles import first_column, tile_of
 
 
@@ -58,6 +58,7 @@ def up_kernel(
     EVEN_K: tl.constexpr,
     WHOLE: tl.constexpr,
     TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -94,15 +95,15 @@ def up_kernel(
         else:
             x = tl.load(x_ptrs, mask=left[None, :], other=0.0)
         if TMA:
-            acc = fast_dot(x, w_desc.load([w_row, start]).T, acc)
+            acc = dot(x, w_desc.load([w_row, start]).T, acc, PRECISION)
             if ACT == "swiglu":
-                second = fast_dot(x, w_desc.load([w_row + F, start]).T, second)
+                second = dot(x, w_desc.load([w_row + F, start]).T, second, PRECISION)
         else:
-            acc = fast_dot(x, tl.load(w_ptrs, mask=left[:, None], other=0.0), acc)
+            acc = dot(x, tl.load(w_ptrs, mask=left[:, None], other=0.0), acc, PRECISION)
             if ACT == "swiglu":
                 shift = F.to(tl.int64) * D
                 w = tl.load(w_ptrs + shift, mask=left[:, None], other=0.0)
-                second = fast_dot(x, w, second)
+                second = dot(x, w, second, PRECISION)
         x_ptrs += BK
         w_ptrs += BK
 
@@ -153,6 +154,7 @@ def rows_kernel(
     EVEN_K: tl.constexpr,
     WHOLE: tl.constexpr,
     TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -204,7 +206,7 @@ def rows_kernel(
             else:
                 w_ptrs = base + cols[None, :].to(tl.int64) * I + (start + k)[:, None]
             w = tl.load(w_ptrs, mask=both, other=0.0)
-        acc = fast_dot(a, w, acc)
+        acc = dot(a, w, acc, PRECISION)
     if HAS_BIAS:
         safe = cols if WHOLE else tl.where(known, cols, 0)
         acc += tl.load(bias_ptr + expert * O + safe)[None, :].to(tl.float32)

@@ -14,6 +14,7 @@ from acmoe.kernels.coins import threshold
 from acmoe.kernels.expert_backward import activation_kernel, finish_kernel
 from acmoe.kernels.expert_forward import combine_kernel, copy_kernel, rows_kernel, up_kernel
 from acmoe.kernels.expert_weights import add_kernel, weight_kernel
+from acmoe.kernels.products import dot_precision
 from acmoe.kernels.tiles import Plan
 from acmoe.kernels.tuning import Blocks, blocks_for, copies_rows
 
@@ -85,8 +86,18 @@ def _flat_tile(dim: int) -> tuple[int, int]:
     return 2048 // block, block
 
 
-def _launch(blocks: Blocks) -> dict[str, Any]:
-    return {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
+def _launch(blocks: Blocks, dtype: torch.dtype) -> dict[str, Any]:
+    """What the kernels of products have in common."""
+    return {
+        "GROUP": _GROUP,
+        "TMA": blocks.tma,
+        "PRECISION": dot_precision(dtype),
+        "BM": blocks.m,
+        "BN": blocks.n,
+        "BK": blocks.k,
+        "num_warps": blocks.num_warps,
+        "num_stages": blocks.num_stages,
+    }
 
 
 def run_up(
@@ -110,18 +121,13 @@ def run_up(
         *(up, _desc(up, [blocks.n, blocks.k], blocks)),
         *(up if up_bias is None else up_bias, h, a, plan.token, expert, start, plan.end, seed),
         *(size.dim, size.hidden, expert.numel(), num_n),
-        GROUP=_GROUP,
         GATHER=source.gather,
         ACT=size.act,
         HAS_BIAS=up_bias is not None,
         DROPPED=threshold(dropout),
         EVEN_K=size.dim % blocks.k == 0,
         WHOLE=size.hidden >= blocks.n,
-        TMA=blocks.tma,
-        BM=blocks.m,
-        BN=blocks.n,
-        BK=blocks.k,
-        **_launch(blocks),
+        **_launch(blocks, x.dtype),
     )
     return h, a
 
@@ -152,17 +158,12 @@ def run_rows(
         *(a, _desc(a, [blocks.m, blocks.k], blocks), weight, _desc(weight, w_block, blocks)),
         *(weight if bias is None else bias, y, plan.token, expert, start, plan.end),
         *(inner, outer, expert.numel(), num_n),
-        GROUP=_GROUP,
         GATHER=gather,
         ACROSS=across,
         HAS_BIAS=bias is not None,
         EVEN_K=inner % blocks.k == 0,
         WHOLE=outer >= blocks.n,
-        TMA=blocks.tma,
-        BM=blocks.m,
-        BN=blocks.n,
-        BK=blocks.k,
-        **_launch(blocks),
+        **_launch(blocks, a.dtype),
     )
     return y
 
@@ -275,14 +276,9 @@ def run_weight(
     weight_kernel[(tiles, size.experts * splits)](
         *(p, _desc(p, [blocks.k, blocks.m], blocks), q, _desc(q, [blocks.k, blocks.n], blocks)),
         *(dw, plan.token, plan.end, outer, inner, splits),
-        GROUP=_GROUP,
         GATHER=gather,
         WHOLE=outer >= blocks.m and inner >= blocks.n,
-        TMA=blocks.tma,
-        BM=blocks.m,
-        BN=blocks.n,
-        BK=blocks.k,
-        **_launch(blocks),
+        **_launch(blocks, p.dtype),
     )
     return dw[:, 0] if splits == 1 else _add(dw, p.dtype)
 

@@ -12,6 +12,7 @@ middle) is at most 2^-17 of each product, of either sign; a left number of one o
 at most middle * middle, a bf16 one nothing.
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -20,20 +21,25 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
+def dot_precision(dtype: torch.dtype) -> str:
+    """How `dot` multiplies rows and weights of a dtype: float32 as torch's own products do.
+
+    By default those keep float32's accuracy, and tf32x3 does at three times the work; a user who
+    lets them round to tf32 (`torch.set_float32_matmul_precision("high")`) lets these as well. 16
+    bits are multiplied as they are, whatever the setting, so that it compiles nothing anew.
+    """
+    if dtype != torch.float32:
+        return "ieee"
+    # Not torch.get_float32_matmul_precision(): it raises where this newer setting was used.
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
+
+
 @triton.jit
-def dot(left, right, total):
+def dot(left, right, total, PRECISION: tl.constexpr = "ieee"):
     """total + left @ right, left and right of the same dtype."""
     if INTERPRETED:
         left, right = left.to(tl.float32), right.to(tl.float32)
-    return tl.dot(left, right, total, input_precision="ieee")
-
-
-@triton.jit
-def fast_dot(left, right, total):
-    """`dot`, but of float32 numbers at the matrix units' own speed: they round those to tf32."""
-    if INTERPRETED:
-        left, right = left.to(tl.float32), right.to(tl.float32)
-    return tl.dot(left, right, total)
+    return tl.dot(left, right, total, input_precision=PRECISION)
 
 
 @triton.jit

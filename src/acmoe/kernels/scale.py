@@ -31,12 +31,16 @@ ROW_STATISTICS = tl.constexpr(3)  # mean dispersion, 1 if the cluster informs, s
 NORMALISE_TILE = 2048
 
 
-def finish_dispersion(partials: Partials | Chunks, *, root: bool) -> tuple[Tensor, Tensor]:
-    """Dispersion (B, C, D) and count (B, C), float32. root: of a variance its square root."""
-    _, dispersion_BCD, count_BC = _finish(
-        partials, root=root, result="dispersion", floor=0.0, eps=0.0, min_tokens=0
-    )
-    return dispersion_BCD, count_BC
+def finish_dispersion(
+    partials: Partials | Chunks, *, root: bool, into: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Dispersion (B, C, D) and count (B, C), float32.
+
+    root: of a variance its square root. into: contiguous tensors to write both into.
+    """
+    into = into or _places(partials)
+    _finish(partials, *into, root=root, result="dispersion", floor=0.0, eps=0.0, min_tokens=0)
+    return into
 
 
 def finish_scale(
@@ -48,11 +52,15 @@ def finish_scale(
     eps: float,
     clamp: float | None,
     min_tokens: int,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scale and dispersion (B, C, D), count (B, C), all float32."""
+    """Scale and dispersion (B, C, D), count (B, C); the latter two as `finish_dispersion`."""
     direct = normalize == "cluster" and clamp is None
-    result, dispersion_BCD, count_BC = _finish(
+    dispersion_BCD, count_BC = into or _places(partials)
+    result = _finish(
         partials,
+        dispersion_BCD,
+        count_BC,
         root=root,
         result="scale" if direct else "rows",
         floor=floor,
@@ -72,24 +80,34 @@ def finish_scale(
     return scale_BCD, dispersion_BCD, count_BC
 
 
+def _places(partials: Partials | Chunks) -> tuple[Tensor, Tensor]:
+    """Where dispersion (B, C, D) and count (B, C) go."""
+    if isinstance(partials, Chunks):
+        B, C, D = 1, partials.begin.numel() - 1, partials.spread.shape[1]
+    else:
+        B, _, C, D = partials.spread.shape
+    return partials.spread.new_empty(B, C, D), partials.spread.new_empty(B, C)
+
+
 def _finish(
     partials: Partials | Chunks,
+    dispersion_BCD: Tensor,
+    count_BC: Tensor,
     *,
     root: bool,
     result: str,
     floor: float,
     eps: float,
     min_tokens: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What `result` names (scale, rows of statistics, or nothing more); dispersion; count."""
+) -> Tensor:
+    """Write dispersion and count; what `result` names (scale, rows of statistics, or neither)."""
     if isinstance(partials, Chunks):
-        B, P, C, D = 1, 0, partials.begin.numel() - 1, partials.spread.shape[1]
+        P, rows = 0, partials.rows
         parts = partials.spread, partials.begin, partials.end
     else:
-        B, P, C, D = partials.spread.shape
+        P, rows = partials.spread.shape[1], 0
         parts = partials.spread, partials.count, partials.count
-    dispersion_BCD = partials.spread.new_empty(B, C, D)
-    count_BC = dispersion_BCD.new_empty(B, C)
+    B, C, D = dispersion_BCD.shape
     out = dispersion_BCD
     if result == "scale":
         out = torch.empty_like(dispersion_BCD)
@@ -97,12 +115,11 @@ def _finish(
         out = dispersion_BCD.new_empty(B, C, ROW_STATISTICS.value, dtype=torch.float64)
     width = max(16, triton.next_power_of_2(D))
     _finish_kernel[(B * C,)](
-        *parts, dispersion_BCD, count_BC, out, C, D, P, floor, eps, min_tokens,
-        ROWS=partials.rows if isinstance(partials, Chunks) else 0,
+        *parts, dispersion_BCD, count_BC, out, C, D, P, floor, eps, min_tokens, ROWS=rows,
         BC=max(16, triton.next_power_of_2(C)), ROOT=root, RESULT=result, BD=width,
         num_warps=8 if width > 2048 else 4,
     )  # fmt: skip
-    return out, dispersion_BCD, count_BC
+    return out
 
 
 @triton.jit
@@ -140,19 +157,31 @@ def _finish_kernel(
     tl.store(tokens_ptr + row, tokens.to(tl.float32))
 
     if RESULT != "dispersion":
-        s = tl.where(known, s.to(tl.float64), 0.0)
-        mean = tl.sum(s) / D
-        informs = (tokens >= min_tokens) & (mean < SPOILED) & ((eps > 0) | (mean > 0))
-        known &= informs
-        weight = 1.0 / tl.where(known, tl.maximum(s, floor * mean) + eps, 1.0)
-        weight_sum = tl.sum(tl.where(known, weight, 0.0))
+        weight, weight_sum, mean, informs = reciprocals(s, tokens, known, D, floor, eps, min_tokens)
         if RESULT == "scale":
-            scale = tl.where(known, _bounded(weight / tl.where(informs, weight_sum / D, 1.0)), 1.0)
-            tl.store(out_ptr + row * D + d, scale.to(tl.float32), mask=d < D)
+            scale = mean_one(weight, weight_sum, informs, D)
+            tl.store(out_ptr + row * D + d, scale.to(tl.float32), mask=known)
         else:
             tl.store(out_ptr + row * ROW_STATISTICS, mean)
             tl.store(out_ptr + row * ROW_STATISTICS + 1, informs.to(tl.float64))
             tl.store(out_ptr + row * ROW_STATISTICS + 2, weight_sum)
+
+
+@triton.jit
+def reciprocals(s, tokens, known, D, floor, eps, min_tokens):
+    """1 / s of one cluster, floored, and their sum; the mean s; whether the cluster informs."""
+    s = tl.where(known, s.to(tl.float64), 0.0)
+    mean = tl.sum(s) / D
+    informs = (tokens >= min_tokens) & (mean < SPOILED) & ((eps > 0) | (mean > 0))
+    weight = 1.0 / tl.where(informs, tl.maximum(s, floor * mean) + eps, 1.0)
+    weight_sum = tl.where(informs, tl.sum(tl.where(known, weight, 0.0)), 0.0)
+    return weight, weight_sum, mean, informs
+
+
+@triton.jit
+def mean_one(weight, weight_sum, informs, D):
+    """Weights of one cluster over their mean; ones if it does not inform."""
+    return tl.where(informs, _bounded(weight / tl.where(informs, weight_sum / D, 1.0)), 1.0)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ class Route(NamedTuple):
 
     expert_ids: Tensor  # (T, K) int64, best first; of equals the lower index; column 0 is argmax
     gate: Tensor  # (T, K) softmax over the chosen, or their part of the softmax over all
-    affinity: Tensor  # (T, E)
+    affinity: Tensor  # (T, E), noise included
     gate_sum: Tensor  # (E,) softmax of affinity / temperature, summed over tokens that count
     load: Tensor  # (E,) how many of those tokens chose each expert; no gradient
     first: Tensor  # (T,) int64, column 0 of expert_ids in a tensor of its own
@@ -39,18 +39,20 @@ def fused_route(
     token_mask: Tensor | None = None,
     temperature: float = 1.0,
     clusters: Clusters | None = None,
+    noise: Tensor | None = None,
 ) -> Route:
-    """Route x (T, D) by affinity = (x * scale[assignment]) @ embedding^T + bias, in float32.
+    """Route x (T, D) by (x * scale[assignment]) @ embedding^T + bias + noise, in float32.
 
     embedding   (E, D), and bias (E,) or None
     scale       (C, D) float32, a constant: no gradient flows to it; None for the plain router
     assignment  (T,) cluster of each token; -1 for none, which keeps the token as it is
     token_mask  (T,) False for padding: read as zeros, whatever it holds, and summed nowhere
     clusters    the tokens sorted by `assignment`: the same result, to rounding, sooner
+    noise       (T, E), a constant: what is chosen, gated and summed has it
 
     `route_reference` says the same in plain PyTorch.
     """
-    _check(x, embedding, scale, assignment, top_k, token_mask)
+    _check(x, embedding, scale, assignment, top_k, token_mask, noise)
     check_kernel_dtype(x)
     return Route(
         *route_through(
@@ -65,6 +67,7 @@ def fused_route(
             temperature,
             None if clusters is None else clusters.token,
             None if clusters is None else clusters.end,
+            None if noise is None else noise.detach().float(),
         )
     )
 
@@ -79,9 +82,10 @@ def route_reference(
     gate_over_selected: bool,
     token_mask: Tensor | None = None,
     temperature: float = 1.0,
+    noise: Tensor | None = None,
 ) -> Route:
     """The specification of `fused_route`."""
-    _check(x, embedding, scale, assignment, top_k, token_mask)
+    _check(x, embedding, scale, assignment, top_k, token_mask, noise)
     wide = accumulation_dtype(x.dtype)
     keep_T1 = torch.ones_like(x[:, :1], dtype=torch.bool)
     if token_mask is not None:
@@ -92,6 +96,8 @@ def route_reference(
         x_TD = x_TD * scale_TD.masked_fill((assignment < 0)[:, None], 1.0)
     bias_E = None if bias is None else bias.to(wide)
     affinity_TE = torch.nn.functional.linear(x_TD, embedding.to(wide), bias_E)
+    if noise is not None:
+        affinity_TE = affinity_TE + noise.detach().to(wide)
     order_TE = affinity_TE.detach().sort(dim=-1, descending=True, stable=True).indices
     ids_TK = order_TE[:, :top_k].contiguous()
     if gate_over_selected:
@@ -112,6 +118,7 @@ def _check(
     assignment: Tensor | None,
     top_k: int,
     token_mask: Tensor | None,
+    noise: Tensor | None,
 ) -> None:
     check(
         x.dim() == 2 and embedding.dim() == 2 and x.shape[1] == embedding.shape[1],
@@ -122,6 +129,12 @@ def _check(
     check(1 <= top_k <= E, f"top_k={top_k}; it must lie between 1 and the {E} experts")
     check((scale is None) == (assignment is None), "scale and assignment come together or not")
     check_token_mask(x, token_mask)
+    if noise is not None:
+        check(
+            noise.shape == (x.shape[0], E),
+            f"noise has shape {tuple(noise.shape)}; {x.shape[0]} tokens and {E} experts need "
+            f"{(x.shape[0], E)}",
+        )
     if scale is not None and assignment is not None:
         check(
             assignment.shape == x.shape[:1] and scale.shape[1:] == x.shape[1:],

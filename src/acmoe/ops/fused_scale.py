@@ -9,6 +9,7 @@ B sets of T tokens, D features, C clusters.
 import torch
 from torch import Tensor
 
+from acmoe.errors import check
 from acmoe.ops.fused_dispersion import as_sets, check_kernel_input
 from acmoe.ops.scale import check_normalize
 
@@ -28,17 +29,20 @@ def fused_cluster_scale(
     eps: float = 0.0,
     clamp: float | None = None,
     min_tokens: int = 2,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Scale and dispersion (C, D) and count (C,), each with a leading B for x of (B, T, D).
 
     float32 and detached. The arguments are those of `dispersion` and `scale_from_dispersion`, with
-    strength=None: w = 1/s.
+    strength=None: w = 1/s. into: where dispersion and count are written, if given.
     """
     check_kernel_input(x, assignment, num_clusters, measure, token_mask, SCALE_MEASURES)
     check_normalize(normalize)
-    results = scale_op(
+    spread, count = places_for(x, (*x.shape[:-2], num_clusters, x.shape[-1]), into)
+    scale = scale_op(
         *as_sets(x.detach(), assignment, token_mask),
-        num_clusters,
+        spread,
+        count,
         measure,
         normalize,
         floor,
@@ -46,36 +50,55 @@ def fused_cluster_scale(
         clamp,
         min_tokens,
     )
-    scale, spread, count = results if x.dim() == 3 else (result[0] for result in results)
     return scale, spread, count
 
 
-@torch.library.custom_op("acmoe::cluster_scale", mutates_args=())
+def places_for(
+    x: Tensor, shape: tuple[int, ...], into: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """Where the kernels write a dispersion of `shape` and its count: `into`, or new memory."""
+    if into is None:
+        spread = x.new_empty(shape, dtype=torch.float32)
+        return spread, spread.new_empty(shape[:-1])
+    for place, wanted in zip(into, (shape, shape[:-1]), strict=True):
+        check(
+            place.shape == wanted and place.dtype == torch.float32 and place.is_contiguous(),
+            f"into holds a {place.dtype} tensor of shape {tuple(place.shape)}; pass contiguous "
+            f"float32 of shape {wanted}",
+        )
+    return into
+
+
+@torch.library.custom_op("acmoe::cluster_scale", mutates_args=("spread", "count"))
 def scale_op(
     x: Tensor,
     assignment: Tensor,
     token_mask: Tensor | None,
-    num_clusters: int,
+    spread: Tensor,
+    count: Tensor,
     measure: str,
     normalize: str,
     floor: float,
     eps: float,
     clamp: float | None,
     min_tokens: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Tensor:
+    """The scale, shaped as `spread`, of x (B, T, D); a single set may go without its B."""
     from acmoe.kernels.dispersion import partial_sums
     from acmoe.kernels.scale import finish_scale
 
-    term = "mad" if measure == "mad" else "square"
-    return finish_scale(
-        partial_sums(x, assignment, token_mask, num_clusters, term),
+    C, D = spread.shape[-2:]
+    scale, _, _ = finish_scale(
+        partial_sums(x, assignment, token_mask, C, "mad" if measure == "mad" else "square"),
         root=measure == "std",
         normalize=normalize,
         floor=floor,
         eps=eps,
         clamp=clamp,
         min_tokens=min_tokens,
+        into=(spread.view(-1, C, D), count.view(-1, C)),
     )
+    return scale.view_as(spread)
 
 
 @scale_op.register_fake
@@ -83,13 +106,13 @@ def _(
     x: Tensor,
     assignment: Tensor,
     token_mask: Tensor | None,
-    num_clusters: int,
+    spread: Tensor,
+    count: Tensor,
     measure: str,
     normalize: str,
     floor: float,
     eps: float,
     clamp: float | None,
     min_tokens: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    scale = x.new_empty(x.shape[0], num_clusters, x.shape[2], dtype=torch.float32)
-    return scale, torch.empty_like(scale), scale.new_empty(scale.shape[:2])
+) -> Tensor:
+    return torch.empty_like(spread)

@@ -33,6 +33,16 @@ class ScaleOptions(NamedTuple):
     power: float = 1.0
     part: str = "both"
 
+    @property
+    def direct(self) -> bool:
+        """Whether a cluster's scale is its 1/s over their mean, whatever the others' are."""
+        plain = self.strength is None and self.clamp is None and self.normalize == "cluster"
+        return plain and not self.reshaped
+
+    @property
+    def reshaped(self) -> bool:
+        return self.power != 1 or self.part != "both"
+
 
 def measured_dispersion(
     x: Tensor,
@@ -42,16 +52,22 @@ def measured_dispersion(
     measure: str,
     token_mask: Tensor | None,
     clusters: Clusters | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`dispersion_and_count`, by a kernel where there is one.
 
     clusters: the same tokens sorted by `assignment`, masked ones in none, where somebody did that.
+    into: float32 buffers that take both results, and may be what is returned.
     """
     fused = _backend(x, measure in KERNEL_MEASURES) == "triton"
     if fused and clusters is not None and measure in SCALE_MEASURES and _constant(x):
-        return sorted_dispersion(x, clusters, measure=measure)
+        return sorted_dispersion(x, clusters, measure=measure, into=into)
     compute = fused_dispersion if fused else dispersion_and_count
-    return compute(x, assignment, num_clusters, measure=measure, token_mask=token_mask)
+    found = compute(x, assignment, num_clusters, measure=measure, token_mask=token_mask)
+    if into is not None:
+        for place, value in zip(into, found, strict=True):
+            place.copy_(value.detach())
+    return found
 
 
 def measured_scale(
@@ -63,8 +79,9 @@ def measured_scale(
     measure: str,
     token_mask: Tensor | None,
     clusters: Clusters | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Scale (X, C, D), dispersion (X, C, D) and count (X, C); clusters as `measured_dispersion`."""
+    into: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Scale (X, C, D), in memory of its own; clusters and into as `measured_dispersion`."""
     served = measure in SCALE_MEASURES and options.strength is None and _constant(x)
     if _backend(x, served) == "triton":
         if clusters is not None:
@@ -79,12 +96,19 @@ def measured_scale(
             eps=options.eps,
             clamp=options.clamp,
             min_tokens=options.min_tokens,
+            into=into,
         )
-        return _reshaped(scale, spread, count, options), spread, count
+        return _reshaped(scale, spread, count, options)
     spread, count = measured_dispersion(
-        x, assignment, num_clusters, measure=measure, token_mask=token_mask, clusters=clusters
+        x,
+        assignment,
+        num_clusters,
+        measure=measure,
+        token_mask=token_mask,
+        clusters=clusters,
+        into=into,
     )
-    return scale_of(spread, count, options), spread, count
+    return scale_of(spread, count, options)
 
 
 def scale_of(spread: Tensor, count: Tensor, options: ScaleOptions) -> Tensor:
@@ -103,7 +127,7 @@ def scale_of(spread: Tensor, count: Tensor, options: ScaleOptions) -> Tensor:
 
 
 def _reshaped(scale: Tensor, spread: Tensor, count: Tensor, options: ScaleOptions) -> Tensor:
-    if options.power == 1 and options.part == "both":
+    if not options.reshaped:
         return scale
     occupied = informs(spread, count, eps=options.eps, min_tokens=options.min_tokens)
     return reshape_scale(

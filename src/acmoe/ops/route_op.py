@@ -22,13 +22,14 @@ def route_op(
     temperature: float,
     place: Tensor | None,
     end: Tensor | None,
+    noise: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """place (X,), end (C + 1,): `Clusters`, or None; the gradient needs the second."""
     from acmoe.kernels.affinity import route
     from acmoe.kernels.tokens import Tokens
 
     tokens = Tokens.of(x, scale, assignment, token_mask, place)
-    return route(tokens, embedding, bias, top_k, over_selected, temperature)
+    return route(tokens, embedding, bias, top_k, over_selected, temperature, noise)
 
 
 @route_op.register_fake
@@ -44,6 +45,7 @@ def _(
     temperature: float,
     place: Tensor | None,
     end: Tensor | None,
+    noise: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     affinity = x.new_empty(x.shape[0], embedding.shape[0], dtype=torch.float32)
     gate = affinity.new_empty(x.shape[0], top_k)
@@ -122,7 +124,7 @@ def _(
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     x, embedding, bias, scale, assignment, _, ctx.over_selected, mask, *rest = inputs
-    ctx.temperature, place, end = rest
+    ctx.temperature, place, end, _ = rest
     expert_ids, gate, affinity, _, load, first = output
     ctx.mark_non_differentiable(expert_ids, load, first)
     ctx.set_materialize_grads(False)
@@ -140,7 +142,7 @@ def _backward(ctx, _ids, grad_gate, grad_affinity, grad_sum, _load, _first, grad
     grad_x, grad_embedding, grad_bias = route_backward_op(*grads, *saved, *settings)
     grad_embedding = grad_embedding.to(saved[1].dtype)
     grad_bias = grad_bias.to(ctx.bias_dtype) if has_bias else None
-    return grad_x, grad_embedding, grad_bias, *[None] * 8
+    return grad_x, grad_embedding, grad_bias, *[None] * 9
 
 
 route_op.register_autograd(_backward, setup_context=_save)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from acmoe.errors import check
 from acmoe.ops.fused_dispersion import check_kernel_dtype
-from acmoe.ops.fused_scale import SCALE_MEASURES
+from acmoe.ops.fused_scale import SCALE_MEASURES, places_for
 from acmoe.ops.order import Clusters
 from acmoe.ops.scale import check_normalize
 
@@ -26,23 +26,34 @@ def sorted_cluster_scale(
     eps: float = 0.0,
     clamp: float | None = None,
     min_tokens: int = 2,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Scale and dispersion (C, D) and count (C,) of x (T, D); the rest as `fused_cluster_scale`."""
     _check(x, clusters, measure)
     check_normalize(normalize)
-    scale, spread, count = sorted_scale_op(
-        x.detach(), *clusters[1:], measure, normalize, floor, eps, clamp, min_tokens
+    spread, count = places_for(x, _shape(x, clusters), into)
+    scale = sorted_scale_op(
+        x.detach(), *clusters[1:], spread, count, measure, normalize, floor, eps, clamp, min_tokens
     )
     return scale, spread, count
 
 
 def sorted_dispersion(
-    x: Tensor, clusters: Clusters, *, measure: str = "mad"
+    x: Tensor,
+    clusters: Clusters,
+    *,
+    measure: str = "mad",
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Dispersion (C, D) and count (C,) of x (T, D)."""
+    """Dispersion (C, D) and count (C,) of x (T, D), in the places `into` if given."""
     _check(x, clusters, measure)
-    spread, count = sorted_dispersion_op(x.detach(), *clusters[1:], measure)
+    spread, count = places_for(x, _shape(x, clusters), into)
+    sorted_dispersion_op(x.detach(), *clusters[1:], spread, count, measure)
     return spread, count
+
+
+def _shape(x: Tensor, clusters: Clusters) -> tuple[int, int]:
+    return clusters.begin.shape[0] - 1, x.shape[1]
 
 
 def _check(x: Tensor, clusters: Clusters, measure: str) -> None:
@@ -59,23 +70,25 @@ def _check(x: Tensor, clusters: Clusters, measure: str) -> None:
     )
 
 
-@torch.library.custom_op("acmoe::sorted_scale", mutates_args=())
+@torch.library.custom_op("acmoe::sorted_scale", mutates_args=("spread", "count"))
 def sorted_scale_op(
     x: Tensor,
     token: Tensor,
     begin: Tensor,
     end: Tensor,
+    spread: Tensor,
+    count: Tensor,
     measure: str,
     normalize: str,
     floor: float,
     eps: float,
     clamp: float | None,
     min_tokens: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Tensor:
     from acmoe.kernels.scale import finish_scale
     from acmoe.kernels.sorted_dispersion import chunk_sums
 
-    scale, spread, count = finish_scale(
+    scale, _, _ = finish_scale(
         chunk_sums(x, token, begin, end, "mad" if measure == "mad" else "square"),
         root=measure == "std",
         normalize=normalize,
@@ -83,8 +96,9 @@ def sorted_scale_op(
         eps=eps,
         clamp=clamp,
         min_tokens=min_tokens,
+        into=(spread[None], count[None]),
     )
-    return scale[0], spread[0], count[0]
+    return scale[0]
 
 
 @sorted_scale_op.register_fake
@@ -93,30 +107,43 @@ def _(
     token: Tensor,
     begin: Tensor,
     end: Tensor,
+    spread: Tensor,
+    count: Tensor,
     measure: str,
     normalize: str,
     floor: float,
     eps: float,
     clamp: float | None,
     min_tokens: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    scale = x.new_empty(begin.shape[0] - 1, x.shape[1], dtype=torch.float32)
-    return scale, torch.empty_like(scale), scale.new_empty(scale.shape[:1])
+) -> Tensor:
+    return torch.empty_like(spread)
 
 
-@torch.library.custom_op("acmoe::sorted_dispersion", mutates_args=())
+@torch.library.custom_op("acmoe::sorted_dispersion", mutates_args=("spread", "count"))
 def sorted_dispersion_op(
-    x: Tensor, token: Tensor, begin: Tensor, end: Tensor, measure: str
-) -> tuple[Tensor, Tensor]:
+    x: Tensor,
+    token: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    spread: Tensor,
+    count: Tensor,
+    measure: str,
+) -> None:
     from acmoe.kernels.scale import finish_dispersion
     from acmoe.kernels.sorted_dispersion import chunk_sums
 
     chunks = chunk_sums(x, token, begin, end, "mad" if measure == "mad" else "square")
-    spread, count = finish_dispersion(chunks, root=measure == "std")
-    return spread[0], count[0]
+    finish_dispersion(chunks, root=measure == "std", into=(spread[None], count[None]))
 
 
 @sorted_dispersion_op.register_fake
-def _(x: Tensor, token: Tensor, begin: Tensor, end: Tensor, measure: str) -> tuple[Tensor, Tensor]:
-    spread = x.new_empty(begin.shape[0] - 1, x.shape[1], dtype=torch.float32)
-    return spread, spread.new_empty(spread.shape[:1])
+def _(
+    x: Tensor,
+    token: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    spread: Tensor,
+    count: Tensor,
+    measure: str,
+) -> None:
+    return None

@@ -29,9 +29,14 @@ def balance_loss(
     """E * sum_e f_e P_e: f the share of routed rows, P the mean gate. 1 at perfect balance."""
     num_experts = affinity_TE.shape[-1]
     load_E = load(expert_ids_TK, num_experts, token_mask_T).to(affinity_TE.dtype)
-    share_E = load_E / load_E.sum().clamp(min=1)
     gate_E = masked_mean((affinity_TE / temperature).softmax(-1), token_mask_T)
-    return num_experts * (share_E * gate_E).sum()
+    return balance_of(load_E, gate_E)
+
+
+def balance_of(load_E: Tensor, gate_E: Tensor) -> Tensor:
+    """The balance loss, of each expert's routed rows and mean gate."""
+    share_E = load_E / load_E.sum().clamp(min=1)
+    return load_E.numel() * (share_E * gate_E).sum()
 
 
 def z_loss(affinity_TE: Tensor, token_mask_T: Tensor | None = None) -> Tensor:
@@ -52,14 +57,16 @@ def load_loss(
     token_mask_T: Tensor | None = None,
     *,
     tutel: bool = False,
+    kth_T1: Tensor | None = None,
 ) -> Tensor:
     """Squared variation of the load expected under the router's noise: smooth, as a count is not.
 
     An expert is chosen when its noisy affinity reaches the token's k-th largest one. `tutel`
     compares probabilities with that threshold of affinities, as Swin-MoE was trained; the units of
-    the two do not agree.
+    the two do not agree. `kth_T1` is that k-th largest one of `noisy_TE`, if it has been found.
     """
-    kth_T1 = noisy_TE.topk(top_k, dim=-1).values[:, -1:]
+    if kth_T1 is None:
+        kth_T1 = noisy_TE.topk(top_k, dim=-1).values[:, -1:]
     clean_TE = affinity_TE.softmax(-1) if tutel else affinity_TE
     chance_TE = torch.special.ndtr((clean_TE - kth_T1) / noise_std)
     return squared_variation(masked_sum(chance_TE, token_mask_T))

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from acmoe.config.routing import LossConfig, MetricConfig
 from acmoe.ops.cluster_mean import cluster_mean
+from acmoe.ops.fold import fold_average
 from acmoe.routing.router import flat
 from acmoe.routing.state import Routing
-from acmoe.routing.step import StepStatistics, fold_average
+from acmoe.routing.step import StepStatistics
 from acmoe.routing.topk import TopKRouter
 
 
@@ -48,12 +49,10 @@ class ExpertMoments(StepStatistics):
         self.last_moments.copy_(moments_EX)
         self.last_count.copy_(count_E)
 
-    @torch.no_grad()
     def fold(self) -> None:
         fold_average(
             self.moments, self.weight, self.last_moments, self.last_count, self.config.momentum
         )
-        self.last_count.zero_()
 
     def mean_and_variance(self) -> tuple[Tensor, Tensor]:
         """(E, D) each, drawn towards those of all tokens, which count as `prior_tokens`.

@@ -27,10 +27,11 @@ from torch import Tensor, nn
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.errors import check
 from acmoe.ops.cluster_mean import cluster_mean
+from acmoe.ops.fold import fold_average
 from acmoe.routing.cache import StatisticsSlot
 from acmoe.routing.router import Router, flat
 from acmoe.routing.state import RoutingState
-from acmoe.routing.step import StepStatistics, fold_average
+from acmoe.routing.step import StepStatistics
 from acmoe.routing.topk import TopKRouter
 
 
@@ -80,10 +81,8 @@ class ClusterAverage(StepStatistics):
             slot.kept[name] = mean_CX
         return mean_CX if self.of_call else self.average
 
-    @torch.no_grad()
     def fold(self) -> None:
         fold_average(self.average, self.weight, self.last, self.last_count, self.config.momentum)
-        self.last_count.zero_()
 
 
 class Remedies(nn.Module):

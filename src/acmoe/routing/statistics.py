@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.errors import check
 from acmoe.ops.dispersion import accumulation_dtype
+from acmoe.ops.fold import fold_and_scale, fold_average
 from acmoe.ops.measure import (
     ScaleOptions,
     measured_dispersion,
@@ -33,7 +34,7 @@ from acmoe.ops.measure import (
 from acmoe.ops.order import Clusters
 from acmoe.ops.prefix import PrefixMoments
 from acmoe.routing.cache import StatisticsSlot, check_inference
-from acmoe.routing.step import StepStatistics, fold_average
+from acmoe.routing.step import StepStatistics
 from acmoe.routing.strength import Strength
 
 
@@ -104,21 +105,21 @@ class ClusterStatistics(StepStatistics):
         with self._recording(x_BLD, slot):
             x_BLD = x_BLD.detach() if self.config.detach else x_BLD
             if self.mode == "batch":
-                scale, spread_CD, count_C = measured_scale(
+                scale = measured_scale(
                     *self._all_tokens(x_BLD, assignment_BL),
                     self._options,
                     measure=self.config.measure,
                     token_mask=None if token_mask_BL is None else token_mask_BL.flatten(),
                     clusters=clusters,
+                    into=self._last if self.training else None,
                 )
-                self._note(spread_CD, count_C)
             else:
                 self._look(x_BLD, assignment_BL, token_mask_BL, clusters)
             if self.mode == "running":
                 # A copy: the state that carries it on must not change when the buffer does.
                 return self._running_scale().to(accumulation_dtype(x_BLD.dtype), copy=True)
             if self.mode == "sequence":
-                scale, _, _ = measured_scale(
+                scale = measured_scale(
                     x_BLD,
                     assignment_BL,
                     self.num_clusters,
@@ -140,29 +141,43 @@ class ClusterStatistics(StepStatistics):
     ) -> None:
         """In training, note what the whole call looked like, for `fold`."""
         if self.training:
-            spread_CD, count_C = measured_dispersion(
+            measured_dispersion(
                 *self._all_tokens(x_BLD, assignment_BL),
                 measure=self.config.measure,
                 token_mask=None if token_mask_BL is None else token_mask_BL.flatten(),
                 clusters=clusters,
+                into=self._last,
             )
-            self._note(spread_CD, count_C)
+
+    @property
+    def _last(self) -> tuple[Tensor, Tensor]:
+        """What `fold` reads. Only `forward` and it may see them: the next forward overwrites."""
+        return self.last_dispersion, self.last_count
 
     def _running_scale(self) -> Tensor:
         """The scale of the running average, worked out again only when that has changed.
 
         Kept in a buffer of its own place, so that a captured CUDA graph reads what `fold` writes.
         """
-        fresh = torch.compiler.is_compiling() or self.config.learn_strength
-        if fresh or self.dispersion.is_inference():
-            return self._scale(self.dispersion, self.weight)
-        step = 0 if self.strength is None else self.strength.step._version
-        state = (self.dispersion._version, self.weight._version, step, self.config)
-        if self.scaled_from is not self.dispersion or self.scaled_state != state:
+        if not self._keeps_scale:
+            return scale_of(self.dispersion, self.weight, self._options)
+        if self.scaled_from is not self.dispersion or self.scaled_state != self._state:
             with torch.no_grad():
-                self.running_scale.copy_(self._scale(self.dispersion, self.weight))
-            self.scaled_from, self.scaled_state = self.dispersion, state
+                self.running_scale.copy_(scale_of(self.dispersion, self.weight, self._options))
+            self.scaled_from, self.scaled_state = self.dispersion, self._state
         return self.running_scale
+
+    @property
+    def _keeps_scale(self) -> bool:
+        """Not under a learned lambda, nor where nothing tells that an average has changed."""
+        fresh = torch.compiler.is_compiling() or self.config.learn_strength
+        return not (fresh or self.dispersion.is_inference())
+
+    @property
+    def _state(self) -> tuple[object, ...]:
+        """What changes when anything does that the running scale depends on."""
+        step = 0 if self.strength is None else self.strength.step._version
+        return self.dispersion._version, self.weight._version, step, self.config
 
     def prefix_scale(
         self,
@@ -193,7 +208,7 @@ class ClusterStatistics(StepStatistics):
             )
             if slot is not None:
                 slot.remember(after)
-            return self._scale(*self._shrink(spread_BLJD, count_BLJ, assignment_BLJ))
+            return scale_of(*self._shrink(spread_BLJD, count_BLJ, assignment_BLJ), self._options)
 
     def _shrink(
         self, spread_BLJD: Tensor, count_BLJ: Tensor, assignment_BLJ: Tensor
@@ -209,9 +224,6 @@ class ClusterStatistics(StepStatistics):
         mixed_BLJD = seen_BLJ[..., None] * spread_BLJD + prior_BLJ[..., None] * prior_BLJD
         return mixed_BLJD / total_BLJ.clamp(min=1)[..., None], total_BLJ
 
-    def _scale(self, spread: Tensor, count: Tensor) -> Tensor:
-        return scale_of(spread, count, self._options)
-
     @property
     def _options(self) -> ScaleOptions:
         config = self.config
@@ -226,12 +238,6 @@ class ClusterStatistics(StepStatistics):
             part=config.part,
         )
 
-    def _note(self, spread_CD: Tensor, count_C: Tensor) -> None:
-        if self.training:
-            with torch.no_grad():
-                self.last_dispersion.copy_(spread_CD)
-                self.last_count.copy_(count_C)
-
     def _recording(
         self, x: Tensor, slot: StatisticsSlot | None
     ) -> contextlib.AbstractContextManager[Any]:
@@ -241,18 +247,14 @@ class ClusterStatistics(StepStatistics):
         constant = self.config.detach and not self.config.learn_strength
         return torch.no_grad() if constant else contextlib.nullcontext()
 
-    @torch.no_grad()
     def fold(self) -> None:
         """Move the last batch into the average, each cluster weighted by its tokens."""
-        fold_average(
-            self.dispersion,
-            self.weight,
-            self.last_dispersion,
-            self.last_count,
-            self.config.momentum,
-        )
-        self.last_count.zero_()
-        self._running_scale()
+        buffers = (self.dispersion, self.weight, *self._last)
+        if self._keeps_scale:
+            fold_and_scale(*buffers, self.running_scale, self.config.momentum, self._options)
+            self.scaled_from, self.scaled_state = self.dispersion, self._state
+        else:
+            fold_average(*buffers, self.config.momentum)
 
 
 # What a model is built with; the other fields of a config are read at every call.

@@ -38,23 +38,3 @@ def fold_statistics(model: nn.Module) -> None:
     for module in reversed(list(model.modules())):
         if isinstance(module, StepStatistics):
             module.fold()
-
-
-@torch.no_grad()
-def fold_average(
-    average_CX: Tensor, weight_C: Tensor, last_CX: Tensor, count_C: Tensor, momentum: float
-) -> None:
-    """Move a batch's means into an average, each cluster weighted by its tokens, in place.
-
-    A cluster the batch did not reach (or reached once: one token has no dispersion) keeps its
-    average and its weight, so a rare expert keeps its history.
-    """
-    count_C = torch.where(count_C >= 2, count_C, 0.0)
-    kept_C = torch.where(count_C > 0, momentum * weight_C, weight_C)
-    total_C = kept_C + count_C
-    share_C1 = (count_C / total_C.clamp(min=1e-12))[:, None]
-    # lerp by 0 would still read a NaN of the batch; such a batch is not folded in.
-    sound_C1 = torch.isfinite(last_CX).all(-1, keepdim=True) & (share_C1 > 0)
-    mixed_CX = average_CX + share_C1 * (last_CX - average_CX)
-    average_CX.copy_(torch.where(sound_C1, mixed_CX, average_CX))
-    weight_C.copy_(torch.where(sound_C1[:, 0], total_C, weight_C))

@@ -12,10 +12,12 @@ from acmoe.config.routing import LossConfig, SMoEConfig
 from acmoe.errors import check
 from acmoe.ops.affinity import fused_route
 from acmoe.ops.backend import Option, choose, triton_obstacle
+from acmoe.ops.dispersion import accumulation_dtype
 from acmoe.ops.order import Clusters
 from acmoe.routing.cache import StatisticsSlot
 from acmoe.routing.losses import (
     balance_loss,
+    balance_of,
     importance_loss,
     load,
     load_loss,
@@ -110,28 +112,40 @@ class TopKRouter(Router):
             self.selection = SelectionBias(num_experts, config.bias_balancing)
 
     def affinity(self, x_TD: Tensor) -> Tensor:
-        embedding_ED = self.embedding.to(x_TD.dtype)
-        if self.config.normalize_embeddings:
-            embedding_ED = nn.functional.normalize(embedding_ED, dim=-1)
         bias_E = None if self.bias is None else self.bias.to(x_TD.dtype)
-        return nn.functional.linear(x_TD, embedding_ED, bias_E)
+        return nn.functional.linear(x_TD, self.directions(x_TD).to(x_TD.dtype), bias_E)
+
+    def directions(self, x: Tensor) -> Tensor:
+        """(E, D) embeddings; normalised ones in the dtype in which tokens like x are routed."""
+        if not self.config.normalize_embeddings:
+            return self.embedding
+        return nn.functional.normalize(self.embedding.to(accumulation_dtype(x.dtype)), dim=-1)
+
+    def noise(self, x_TD: Tensor) -> Tensor | None:
+        """(T, E) what training adds to the affinities of these tokens; a constant."""
+        if not self.training or self.config.noise == 0:
+            return None
+        shape, dtype = (x_TD.shape[0], self.num_experts), accumulation_dtype(x_TD.dtype)
+        return torch.randn(shape, dtype=dtype, device=x_TD.device) * self.noise_std
 
     def decide(
         self, x: Tensor, *, token_mask: Tensor | None = None, token_ids: Tensor | None = None
     ) -> Routing:
         mask_T = None if token_mask is None else token_mask.reshape(-1)
-        clean_TE = self.affinity(flat(x))
-        noisy_TE = clean_TE
-        if self.training and self.config.noise > 0:
-            noisy_TE = clean_TE + torch.randn_like(clean_TE) * self.noise_std
-        if self.selection is None:
-            expert_ids_TK, gate_TK = select(noisy_TE, self.top_k, self.config.gate)
-        else:
-            expert_ids_TK, gate_TK = self.selection.select(noisy_TE, self.top_k, self.config.gate)
-            if self.training:
-                self.selection.note(expert_ids_TK, mask_T)
+        x_TD = flat(x)
+        clean_TE, noise_TE = self.affinity(x_TD), self.noise(x_TD)
+        noisy_TE = clean_TE if noise_TE is None else clean_TE + noise_TE
+        expert_ids_TK, gate_TK = self.select(noisy_TE, mask_T)
         loss = self.loss(clean_TE, noisy_TE, expert_ids_TK, mask_T)
         return Routing(expert_ids_TK, gate_TK, noisy_TE, loss)
+
+    def select(self, affinity_TE: Tensor, mask_T: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self.selection is None:
+            return select(affinity_TE, self.top_k, self.config.gate)
+        expert_ids_TK, gate_TK = self.selection.select(affinity_TE, self.top_k, self.config.gate)
+        if self.training:
+            self.selection.note(expert_ids_TK, mask_T)
+        return expert_ids_TK, gate_TK
 
     def route(
         self,
@@ -155,10 +169,6 @@ class TopKRouter(Router):
         """Whether the whole decision is one kernel for this call; `other` is what else hinders."""
         obstacle = triton_obstacle(x) if x.numel() else "there are no tokens"
         obstacle = obstacle or other
-        if obstacle is None and (self.selection is not None or self.config.normalize_embeddings):
-            obstacle = "it has no selection bias and no normalised embeddings"
-        if obstacle is None and self.training and self.config.noise > 0:
-            obstacle = "it draws no noise"
         if obstacle is None and (self.num_experts > 512 or self.top_k > 16):
             obstacle = f"it serves 512 experts and k = 16, not {self.num_experts} and {self.top_k}"
         return choose("router", (Option("triton", obstacle), Option("torch", None))) == "triton"
@@ -173,9 +183,11 @@ class TopKRouter(Router):
     ) -> tuple[Routing, Tensor]:
         """`decide`, on tokens rescaled by `scale_CD[assignment_T]`, reading x once; and x."""
         mask_T = None if token_mask is None else token_mask.reshape(-1)
+        x_TD = x.reshape(-1, self.dim)
+        noise_TE = self.noise(x_TD)
         found = fused_route(
-            x.reshape(-1, self.dim),
-            self.embedding,
+            x_TD,
+            self.directions(x),
             self.bias,
             scale_CD,
             assignment_T,
@@ -184,45 +196,47 @@ class TopKRouter(Router):
             mask_T,
             self.config.balance_temperature,
             clusters,
+            noise_TE,
         )
-        loss = found.affinity.new_zeros(())
-        if self.losses.balance:
+        chosen, clean_TE, balance = (found.expert_ids, found.gate), found.affinity, None
+        if self.selection is not None:
+            chosen = self.select(found.affinity, mask_T)
+        if noise_TE is not None:
+            clean_TE = found.affinity - noise_TE  # the affinities before the noise, to rounding
+        elif self.losses.balance and self.selection is None:
+            # The kernel's sums are of the affinities it chose from, and of its own choice.
             tokens = found.load.sum() / self.top_k
-            share_E = found.load / found.load.sum().clamp(min=1)
-            gate_E = found.gate_sum / tokens.clamp(min=1)
-            loss = loss + self.losses.balance * self.num_experts * (share_E * gate_E).sum()
-        if self.losses.z:
-            loss = loss + self.losses.z * z_loss(found.affinity, mask_T)
-        if self.losses.importance_load:
-            both = importance_loss(found.affinity, mask_T) + load_loss(
-                found.affinity,
-                found.affinity,
-                self.top_k,
-                self.noise_std,
-                mask_T,
-                tutel=self.losses.tutel,
-            )
-            loss = loss + self.losses.importance_load * both / 2
-        chosen = found.expert_ids, found.gate, found.affinity
-        return Routing(*chosen, loss, found.first[:, None]), found.x.view(x.shape)
+            balance = balance_of(found.load, found.gate_sum / tokens.clamp(min=1))
+        loss = self.loss(clean_TE, found.affinity, chosen[0], mask_T, balance)
+        return Routing(*chosen, found.affinity, loss, found.first[:, None]), found.x.view(x.shape)
 
     @property
     def noise_std(self) -> float:
         return self.config.noise / self.num_experts
 
     def loss(
-        self, clean_TE: Tensor, noisy_TE: Tensor, expert_ids_TK: Tensor, mask_T: Tensor | None
+        self,
+        clean_TE: Tensor,
+        noisy_TE: Tensor,
+        expert_ids_TK: Tensor,
+        mask_T: Tensor | None,
+        balance: Tensor | None = None,
     ) -> Tensor:
-        weights = self.losses
+        """The weighted auxiliary losses; `balance` is that of them which may be known."""
+        weights, temperature = self.losses, self.config.balance_temperature
         total = common_losses(
-            weights, clean_TE, expert_ids_TK, mask_T, temperature=self.config.balance_temperature
+            weights, clean_TE, expert_ids_TK, mask_T, temperature=temperature, balance=balance
         )
         if weights.importance_load:
-            importance = importance_loss(clean_TE, mask_T)
+            # The last choice has the k-th affinity, unless a selection bias had its say.
+            biased = self.selection is not None
             expected = load_loss(
-                clean_TE, noisy_TE, self.top_k, self.noise_std, mask_T, tutel=weights.tutel
+                *(clean_TE, noisy_TE, self.top_k, self.noise_std, mask_T),
+                tutel=weights.tutel,
+                kth_T1=None if biased else noisy_TE.gather(1, expert_ids_TK[:, -1:]),
             )
-            total = total + weights.importance_load * (importance + expected) / 2
+            both = importance_loss(clean_TE, mask_T) + expected
+            total = total + weights.importance_load * both / 2
         return total
 
 
@@ -233,11 +247,13 @@ def common_losses(
     mask_T: Tensor | None,
     *,
     temperature: float = 1.0,
+    balance: Tensor | None = None,
 ) -> Tensor:
-    """Balance and z-loss, for every router that has affinities."""
+    """Balance and z-loss, for every router that has affinities; `balance` if it is known."""
     total = affinity_TE.new_zeros((), dtype=torch.float32)
     if weights.balance:
-        balance = balance_loss(affinity_TE, expert_ids_TK, mask_T, temperature=temperature)
+        if balance is None:
+            balance = balance_loss(affinity_TE, expert_ids_TK, mask_T, temperature=temperature)
         total = total + weights.balance * balance
     if weights.z:
         total = total + weights.z * z_loss(affinity_TE, mask_T)

@@ -1,0 +1,153 @@
+"""What a training forward leaves for `fold`: written by the kernels where it is kept.
+
+T tokens, D features, C clusters.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from acmoe import AdaptiveConfig
+from acmoe.ops.backend import use_backend
+from acmoe.ops.dispersion import dispersion_and_count
+from acmoe.ops.order import Clusters, sort_rows_and_tokens
+from acmoe.routing.statistics import ClusterStatistics
+
+pytest.importorskip("triton")
+
+T, D, C = 40, 7, 3
+
+
+def taker(device: str, **options: Any) -> ClusterStatistics:
+    return ClusterStatistics(AdaptiveConfig(**options), num_clusters=C, dim=D).to(device)
+
+
+def tokens(device: str, seed: int = 0) -> tuple[Tensor, Tensor, Clusters]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(1, T, D, generator=generator).to(device)
+    cluster = torch.randint(0, C, (T, 1), generator=generator).to(device)
+    return x, cluster, Clusters(cluster, *sort_rows_and_tokens(cluster, cluster[:, 0], C)[4:])
+
+
+def look(taken: ClusterStatistics, x: Tensor, cluster: Tensor, clusters: Clusters | None) -> Tensor:
+    with use_backend("triton"):
+        return taken.cluster_scale(x, cluster.view(1, T), None, None, clusters)
+
+
+def assert_noted(taken: ClusterStatistics, x: Tensor, cluster: Tensor) -> None:
+    measure = taken.config.measure
+    wanted, count = dispersion_and_count(x[0].double(), cluster[:, 0], C, measure=measure)
+    torch.testing.assert_close(taken.last_dispersion.double(), wanted, rtol=1e-5, atol=0)
+    assert torch.equal(taken.last_count, count.float())
+
+
+class Copies(TorchDispatchMode):
+    """Which tensors are copied into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.into.append(args[0].data_ptr())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("measure", ["mad", "std", "iqr"])
+@pytest.mark.parametrize("is_sorted", [True, False])
+@pytest.mark.parametrize("mode", ["batch", "running"])
+def test_the_batch_is_noted_by_every_way(
+    mode: str, is_sorted: bool, measure: str, device: str
+) -> None:
+    taken = taker(device, statistics=mode, measure=measure)
+    x, cluster, clusters = tokens(device)
+    with Copies() as copies:
+        look(taken, x, cluster, clusters if is_sorted else None)
+    assert_noted(taken, x, cluster)
+    fused = measure != "iqr" and (is_sorted or mode == "batch")
+    buffers = [taken.last_dispersion.data_ptr(), taken.last_count.data_ptr()]
+    assert [place for place in copies.into if place in buffers] == ([] if fused else buffers)
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_evaluation_leaves_the_note_alone(is_sorted: bool, device: str) -> None:
+    taken = taker(device, statistics="batch")
+    x, cluster, clusters = tokens(device)
+    scale = look(taken, x, cluster, clusters if is_sorted else None)
+    taken.eval()
+    other, other_cluster, other_clusters = tokens(device, seed=1)
+    # Another batch, and another scale; what training noted is as it was.
+    found = look(taken, other, other_cluster, other_clusters if is_sorted else None)
+    assert not torch.equal(found, scale)
+    assert_noted(taken, x, cluster)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"power": 0.5, "part": "own"},
+        {"strength": 0.5},
+        {"strength": 0.5, "learn_strength": True},
+    ],
+    ids=str,
+)
+def test_a_scale_and_its_gradient_outlive_the_next_forward(
+    options: dict[str, Any], device: str
+) -> None:
+    """Two micro-batches, two backwards after them: the second overwrites what was noted."""
+    taken = taker(device, statistics="batch", **options)
+    batches = [tokens(device, seed) for seed in range(2)]
+    alone = []
+    for batch in batches:
+        scale = look(taken, *batch)
+        alone.append((scale.detach().clone(), gradient(taken, scale)))
+    scales = [look(taken, *batch) for batch in batches]
+    for scale, (wanted, wanted_grad) in zip(scales, alone, strict=True):
+        assert torch.equal(scale, wanted)
+        grad = gradient(taken, scale)
+        assert grad == wanted_grad
+    assert_noted(taken, *batches[1][:2])
+
+
+def gradient(taken: ClusterStatistics, scale: Tensor) -> float | None:
+    if not taken.config.learn_strength:
+        assert not scale.requires_grad
+        return None
+    (grad,) = torch.autograd.grad(scale.square().sum(), list(taken.parameters()))
+    assert grad != 0
+    return grad.item()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at it
+@pytest.mark.parametrize("is_sorted", [True, False])
+@pytest.mark.parametrize("mode", ["batch", "running"])
+def test_compiled_and_recomputed_forwards_note_the_same(
+    mode: str, is_sorted: bool, device: str
+) -> None:
+    taken = taker(device, statistics=mode)
+    x, cluster, clusters = tokens(device)
+    x.requires_grad_()
+
+    def forward(x: Tensor) -> Tensor:
+        given = clusters if is_sorted else None
+        return x.square() * taken.cluster_scale(x, cluster.view(1, T), None, None, given)[0]
+
+    ways = {
+        "compiled": torch.compile(forward, backend="aot_eager", fullgraph=True),
+        "recomputed": lambda x: checkpoint(forward, x, use_reentrant=False),
+    }
+    with use_backend("triton"):
+        wanted = forward(x)
+        for way in ways.values():
+            taken.last_dispersion.zero_()
+            taken.last_count.zero_()
+            y = way(x)
+            torch.testing.assert_close(y, wanted)
+            y.sum().backward()
+            assert_noted(taken, x.detach(), cluster)
