@@ -49,11 +49,10 @@ def token_table(num_experts: int, in_order: bool) -> Tile:
     return Tile(height, 64, experts, num_warps, 1 if num_experts <= 64 else 2)
 
 
-def embedding_table(num_experts: int, dim: int, in_order: bool) -> Tile:
+def embedding_table(num_experts: int, dim: int) -> Tile:
     """4 warps up to 64 experts: 8 took 86 us for 50, and 217 for 146 with a scale (H200, olmoe)."""
     experts = min(128, max(16, triton.next_power_of_2(num_experts)))
-    features = 32 if in_order and dim < 1024 else 64
-    return Tile(64, features, experts, 8 if experts == 128 else 4, 3)
+    return Tile(64, 32 if dim < 1024 else 64, experts, 8 if experts == 128 else 4, 3)
 
 
 def terms(dtype: torch.dtype) -> int:
@@ -118,11 +117,12 @@ def embedding_gradient(tokens: Tokens, end: Tensor | None, grad_ZTE: Tensor) -> 
     """d embedding (E, D), float32. end: (C + 1,) where the clusters of sorted tokens end."""
     T, D = tokens.x.shape
     E = grad_ZTE.shape[2]
-    tile = embedding_table(E, D, end is None)
+    tile = embedding_table(E, D)
     blocks = triton.cdiv(D, tile.features), triton.cdiv(E, tile.experts)
-    # Sorted tokens arrive from all over memory: twice the programs hide that (99 -> 68 us, olmoe).
-    programs = PROGRAMS if end is None else 2 * PROGRAMS
-    P, split = split_tokens(T, blocks[0] * blocks[1], tile.tokens, programs)
+    # What arrives from all over memory, as sorted tokens do, is waited for, and so is any block of
+    # a narrow model: twice the programs hide that (sorted tokens of olmoe 99 -> 68 us).
+    programs = 2 * PROGRAMS if D < 1024 or end is not None else PROGRAMS
+    P, split = split_tokens(T, blocks[0] * blocks[1], tile.tokens, programs, most=64)
     partial_PED = grad_ZTE.new_empty(P, E, D, dtype=torch.float32)
     _embedding_kernel[(P, *blocks)](
         *tokens.pointers, tokens.place if end is None else end, grad_ZTE, partial_PED, T, D, E,

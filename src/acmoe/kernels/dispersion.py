@@ -61,11 +61,15 @@ def launch_table(num_clusters: int, dim: int) -> Tile:
 
 
 def split_tokens(
-    num_tokens: int, programs_per_split: int, block: int, programs: int = PROGRAMS
+    num_tokens: int,
+    programs_per_split: int,
+    block: int,
+    programs: int = PROGRAMS,
+    most: int = MAX_SPLITS,
 ) -> tuple[int, int]:
     """How many splits, and the tokens of each: a multiple of the block."""
     wanted = max(programs // programs_per_split, triton.cdiv(num_tokens, 4096))
-    splits = max(1, min(wanted, MAX_SPLITS, triton.cdiv(num_tokens, block)))
+    splits = max(1, min(wanted, most, triton.cdiv(num_tokens, block)))
     size = triton.cdiv(triton.cdiv(max(num_tokens, 1), splits), block) * block
     return max(1, triton.cdiv(num_tokens, size)), size
 

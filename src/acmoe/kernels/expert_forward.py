@@ -15,7 +15,7 @@ import triton.language as tl
 
 from acmoe.kernels.activation import gelu, positive, silu
 from acmoe.kernels.coins import keep_tile
-from acmoe.kernels.products import dot
+from acmoe.kernels.products import dot_as
 from acmoe.kernels.tiles import first_column, tile_of
 
 
@@ -95,15 +95,15 @@ def up_kernel(
         else:
             x = tl.load(x_ptrs, mask=left[None, :], other=0.0)
         if TMA:
-            acc = dot(x, w_desc.load([w_row, start]).T, acc, PRECISION)
+            acc = dot_as(x, w_desc.load([w_row, start]).T, acc, PRECISION)
             if ACT == "swiglu":
-                second = dot(x, w_desc.load([w_row + F, start]).T, second, PRECISION)
+                second = dot_as(x, w_desc.load([w_row + F, start]).T, second, PRECISION)
         else:
-            acc = dot(x, tl.load(w_ptrs, mask=left[:, None], other=0.0), acc, PRECISION)
+            acc = dot_as(x, tl.load(w_ptrs, mask=left[:, None], other=0.0), acc, PRECISION)
             if ACT == "swiglu":
                 shift = F.to(tl.int64) * D
                 w = tl.load(w_ptrs + shift, mask=left[:, None], other=0.0)
-                second = dot(x, w, second, PRECISION)
+                second = dot_as(x, w, second, PRECISION)
         x_ptrs += BK
         w_ptrs += BK
 
@@ -206,7 +206,7 @@ def rows_kernel(
             else:
                 w_ptrs = base + cols[None, :].to(tl.int64) * I + (start + k)[:, None]
             w = tl.load(w_ptrs, mask=both, other=0.0)
-        acc = dot(a, w, acc, PRECISION)
+        acc = dot_as(a, w, acc, PRECISION)
     if HAS_BIAS:
         safe = cols if WHOLE else tl.where(known, cols, 0)
         acc += tl.load(bias_ptr + expert * O + safe)[None, :].to(tl.float32)

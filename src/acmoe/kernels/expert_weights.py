@@ -11,7 +11,7 @@ Shapes as in expert_forward.py.
 import triton
 import triton.language as tl
 
-from acmoe.kernels.products import dot
+from acmoe.kernels.products import dot_as
 from acmoe.kernels.tiles import first_column, tile_of
 
 
@@ -90,7 +90,7 @@ def weight_kernel(
         q = _load_block(
             q_ptr, q_desc, q_rows, start, i, first_i, I, TMA and GATHER != "q", WHOLE
         )  # fmt: skip
-        acc = dot(tl.trans(p), q, acc, PRECISION)
+        acc = dot_as(tl.trans(p), q, acc, PRECISION)
         token = following
     if full < end:  # the last rows, fewer than a block
         rows = full + step
@@ -102,7 +102,7 @@ def weight_kernel(
         q_mask = inside[:, None] & (i < I)[None, :]
         p = tl.load(p_ptr + p_rows[:, None] * O + o[None, :], mask=p_mask, other=0.0)
         q = tl.load(q_ptr + q_rows[:, None] * I + i[None, :], mask=q_mask, other=0.0)
-        acc = dot(tl.trans(p), q, acc, PRECISION)
+        acc = dot_as(tl.trans(p), q, acc, PRECISION)
     w_ptrs = dw_ptr + (part.to(tl.int64) * O + o[:, None]) * I + i[None, :]
     tl.store(w_ptrs, acc.to(dw_ptr.dtype.element_ty), mask=(o < O)[:, None] & (i < I)[None, :])
 

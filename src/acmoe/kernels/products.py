@@ -22,7 +22,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """How `dot` multiplies rows and weights of a dtype: float32 as torch's own products do.
+    """How `dot_as` multiplies rows and weights of a dtype: float32 as torch's own products do.
 
     By default those keep float32's accuracy, and tf32x3 does at three times the work; a user who
     lets them round to tf32 (`torch.set_float32_matmul_precision("high")`) lets these as well. 16
@@ -35,8 +35,14 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 
 @triton.jit
-def dot(left, right, total, PRECISION: tl.constexpr = "ieee"):
+def dot(left, right, total):
     """total + left @ right, left and right of the same dtype."""
+    return dot_as(left, right, total, "ieee")
+
+
+@triton.jit
+def dot_as(left, right, total, PRECISION: tl.constexpr):
+    """`dot`, where `dot_precision` says how float32 is multiplied."""
     if INTERPRETED:
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, total, input_precision=PRECISION)
