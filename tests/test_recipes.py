@@ -87,13 +87,16 @@ class Measured(NamedTuple):
 
 
 def _words(condition: str) -> list[Measured]:
-    test = Measured("words", "switch-small, dropout 0.1", condition)
-    return [test, *(test._replace(metric=task) for task in ("sst2", "sst5", "banking77"))]
+    own = Measured("words", "switch-small, dropout 0.7", condition)
+    test = own._replace(setting="switch-small, dropout 0.1")
+    return [own, test, *(test._replace(metric=task) for task in ("sst2", "sst5", "banking77"))]
 
 
 def _bytes(condition: str, confirmed: str) -> list[Measured]:
+    own = Measured("bytes", "switch-enwik8, post-norm, balance 0.01", condition, digits=4)
     return [
-        Measured("bytes", "switch-enwik8, post-norm, balance 0", condition, digits=4),
+        own,
+        own._replace(setting="switch-enwik8, post-norm, balance 0"),
         Measured("confirm", "switch-enwik8, pre-norm", confirmed, digits=4),
     ]
 
@@ -108,6 +111,8 @@ _SWIN = ("swin, two experts", "swin, one expert")
 MEASURED = {
     "switch-small": _words("smoe"),
     "switch-small-acmoe": _words("adaptive-previous"),
+    "glam-small": [Measured("words", "glam-small, dropout 0.1", "smoe")],
+    "glam-small-acmoe": [Measured("words", "glam-small, dropout 0.1", "adaptive-previous")],
     "switch-enwik8": _bytes("smoe", "smoe"),
     "switch-enwik8-acmoe": _bytes("adaptive-previous", "adaptive"),
     "switch-nano": [Measured("nano", TEXT_SETTING, "smoe", digits=4)],

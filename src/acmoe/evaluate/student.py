@@ -10,14 +10,14 @@ _STEPS = 300  # of the continued fraction; it converges in tens
 _TINY = 1e-300  # in the place of a zero denominator
 
 
-def two_sided_p(t: float, freedom: int) -> float:
+def two_sided_p(t: float, freedom: float) -> float:
     """P(|T| >= |t|) with that many degrees of freedom."""
     if math.isinf(t):
         return 0.0
     return _incomplete_beta(freedom / 2, 0.5, freedom / (freedom + t * t))
 
 
-def critical_value(confidence: float, freedom: int) -> float:
+def critical_value(confidence: float, freedom: float) -> float:
     """The t that |T| stays below with that probability."""
     low, high = 0.0, 1.0
     while two_sided_p(high, freedom) > 1 - confidence:

@@ -69,7 +69,7 @@ def swin_imagenette() -> VisionRunConfig:
 
     Ours: 65.67 +- 0.85 top-1 on the 3,925 test images after 600 updates in bf16, cropped and
     mirrored alone (n = 5, docs/results.md), 28.52 +- 1.24 on 256 of them under PGD 1/255; with
-    `model.top_k=1` 65.91 +- 1.23 (n = 2). 100 epochs are 6,600 updates. Written for one GPU.
+    `model.top_k=1` 65.38 +- 0.81. 100 epochs are 6,600 updates. Written for one GPU.
     """
     return _swin_imagenette("smoe")
 
@@ -79,7 +79,7 @@ def swin_imagenette_acmoe() -> VisionRunConfig:
 
     Ours: 65.12 +- 0.72 top-1 on the 3,925 test images after 600 updates in bf16, cropped and
     mirrored alone (n = 5, docs/results.md), 27.34 +- 2.96 on 256 of them under PGD 1/255; with
-    `model.top_k=1` 65.49 +- 0.23 (n = 2). 100 epochs are 6,600 updates. Written for one GPU.
+    `model.top_k=1` 65.39 +- 0.43. 100 epochs are 6,600 updates. Written for one GPU.
     """
     return _swin_imagenette("adaptive")
 

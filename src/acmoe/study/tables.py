@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from acmoe.study.declared import Metric
+from acmoe.study.overall import overall
 from acmoe.study.scale_effect import points_of, scale_effect
 from acmoe.study.statistics import Spread
 from acmoe.study.summary import Compared, Group, Summary
@@ -23,6 +24,8 @@ def study_markdown(summary: Summary, images: Sequence[str]) -> str:
     parts += [f"![{study.name}]({image})" for image in images]
     if any(one.metric in study.primary for one in summary.comparisons):
         parts.append(_reading(summary))
+    if whole := _overall(summary):
+        parts.append(whole)
     if explained := _scale_effects(summary):
         parts.append(explained)
     if summary.failed:
@@ -134,6 +137,30 @@ def _verdict(summary: Summary, primary: Metric) -> str:
     return (
         f"Of {len(family)} comparisons in {primary.label}, Holm-corrected over all of them, those "
         f"below 0.05 by the paired t test: {said}."
+    )
+
+
+def _overall(summary: Summary) -> str:
+    """Each comparison over the settings that have it; empty where none has two."""
+    found = overall(summary.study, summary.groups)
+    if not found:
+        return ""
+    rows = [
+        [
+            *names,
+            *map(str, (seen.settings, seen.pairs, seen.above)),
+            f"{seen.mean:+.2f} [{seen.low:+.2f}, {seen.high:+.2f}]",
+        ]
+        for names, seen in found.items()
+    ]
+    (metric,) = summary.study.primary
+    header = ["condition", "minus", "settings", "pairs", "above 0", "% [95 %]"]
+    return (
+        f"All settings together, in {metric.label}: the differences of the pairs in percent of "
+        "their baseline's mean, and the mean of the settings' means, every setting counting alike. "
+        "The interval has the spread of pairs within settings, as if they were independent; "
+        "settings of fewer than three pairs are left out. It describes, and is none of the tests "
+        "above.\n\n" + table(header, rows)
     )
 
 
