@@ -168,3 +168,12 @@ def test_the_reference_backend_takes_part_only_when_named() -> None:
     assert "torch" not in default and default[0] == "acmoe"
     assert [one.name for one in find_contestants(["torch"])] == ["acmoe", "torch"]
     assert len({one.name for one in CONTESTANTS}) == len(CONTESTANTS)
+
+
+def test_a_report_on_one_rival_alone_has_a_name_of_its_own():
+    assert LayerConfig().kind == "layer"
+    assert LayerConfig(rivals=("grouped_mm+compile", "scattermoe")).kind == "layer"
+    assert LayerConfig(rivals=("sonicmoe",)).kind == "layer-sonicmoe"
+    assert (
+        LayerConfig(rivals=("sonicmoe",), skew=True, graph=True).kind == "layer-sonicmoe-skew-graph"
+    )

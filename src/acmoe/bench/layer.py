@@ -52,7 +52,11 @@ class LayerConfig(ShapesConfig):
 
     @property
     def kind(self) -> str:
-        return "layer" + ("-skew" if self.skew else "") + ("-graph" if self.graph else "")
+        """A report on one rival alone, slow to make ready, stands beside that on the others."""
+        parts = ["layer"]
+        parts += self.rivals if len(self.rivals) == 1 else ()
+        parts += ["skew"] * self.skew + ["graph"] * self.graph
+        return "-".join(parts).replace("+", "-")
 
 
 @dataclass(frozen=True, kw_only=True)
