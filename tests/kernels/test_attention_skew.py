@@ -96,18 +96,18 @@ def test_the_backward_leaves_the_gradient_of_each_score_and_zeros_elsewhere(
     monkeypatch.setattr(attention_backward, "_table_gradient", recorded)
     bits = torch.zeros(q.shape[:3], dtype=torch.int32, device=device)
     scale = 1 / math.sqrt(shape.features)
-    found = attention.run_forward(q, k, v, table, None, bits, scale, 0.0)
-    attention_backward.run_backward(upstream, q, k, v, table, None, bits, *found, scale, 0.0)
+    out, lse = attention.run_forward(q, k, v, table, None, bits, scale, 0.0)
+    attention_backward.run_backward(upstream, q, k, v, table, None, bits, out, lse, scale, 0.0)
     (buffer,) = buffers
     band = attention_skew.Band(shape.heads, shape.queries, k.shape[2], shape.span)
     query_8MC, key_8MC = entry_of(shape, band.columns, band.left, device)
     met = key_8MC >= 0
     expected_XLN = score_gradient(shape, tensors)
-    found_8XMC = buffer.view(8, shape.heads, -1, band.columns)
+    found = buffer.view(8, shape.heads, -1, band.columns)
     for head in range(shape.heads):
-        assert not found_8XMC[:, head][~met].any()
+        assert not found[:, head][~met].any()
         expected = expected_XLN[head][query_8MC[met], key_8MC[met]]
-        error = (found_8XMC[:, head][met].double() - expected).norm()
+        error = (found[:, head][met].double() - expected).norm()
         assert error <= 2e-6 * (1 + expected.norm())
     # Every score of a window has a place of its own.
     assert int(met.sum()) == sum(min(shape.before + i, shape.span) for i in range(shape.queries))

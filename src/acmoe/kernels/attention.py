@@ -20,7 +20,6 @@ from acmoe.kernels.attention_skew import (
     shifted_tables,
     skewed_scores,
     whole_rows,
-    within,
 )
 from acmoe.kernels.coins import column_bits, survives, threshold
 from acmoe.kernels.products import as_number, dot
@@ -218,9 +217,8 @@ def run_forward(
     bits: Tensor,
     scale: float,
     dropout: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, H, L, P) attended values, (B, H, L) log2 of each query's sum, and what the backward may
-    have of the scores: `band.kept` numbers."""
+) -> tuple[Tensor, Tensor]:
+    """(B, H, L, P) attended values and (B, H, L) log2 of each query's sum."""
     batch, heads, num_queries, width = q.shape
     band = Band(heads, num_queries, k.shape[2], table.shape[1])
     out = torch.empty_like(q)
@@ -233,9 +231,7 @@ def run_forward(
     groups = band.groups(batch, q.element_size())
     for first in groups:
         some = slice(first, first + groups.step)
-        q_8RP = comb(whole_rows(q[some], band))
-        flat = skewed_scores(q_8RP, table_8PC)
-        scores = within(flat, q_8RP.shape[1])
+        scores = skewed_scores(comb(whole_rows(q[some], band)), table_8PC)
         mask = q if key_mask is None else key_mask[some].to(torch.uint8)
         num = q[some].shape[0] * heads
         forward_kernel[(triton.cdiv(num_queries, blocks.m), num)](
@@ -243,4 +239,4 @@ def run_forward(
             *(*strides_of(k, v), *geometry(band, num), scale * LOG2E),
             **(launch(blocks) | choices(key_mask, dropout)),
         )
-    return out, lse, flat if band.kept(q) else flat.new_empty(0)
+    return out, lse

@@ -1,4 +1,4 @@
-"""Gradients of attention to a sliding window. Dropout is computed again, and scores not kept.
+"""Gradients of attention to a sliding window. Scores and dropout are computed again, once.
 
     delta     output times its gradient, summed for each query
     keys      one program a tile of keys walks over the queries that see it: dk, dv, and the
@@ -43,7 +43,6 @@ from acmoe.kernels.attention_skew import (
     shifted_tables,
     skewed_scores,
     whole_rows,
-    within,
 )
 from acmoe.kernels.coins import survives, threshold
 from acmoe.kernels.products import dot
@@ -220,14 +219,10 @@ def run_backward(
     bits: Tensor,
     out: Tensor,
     lse: Tensor,
-    kept: Tensor,
     scale: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys, values and table, each in its own shape and dtype.
-
-    kept: the forward's scores, which are overwritten; or nothing.
-    """
+    """Gradients of queries, keys, values and table, each in its own shape and dtype."""
     batch, heads, num_queries, width = q.shape
     band = Band(heads, num_queries, k.shape[2], table.shape[1])
     dq = q.new_empty(batch, heads, 8 * band.rows, width)
@@ -242,8 +237,7 @@ def run_backward(
     for first in groups:
         some = slice(first, first + groups.step)
         q_8RP = comb(whole_rows(q[some], band))
-        flat = kept if kept.numel() else skewed_scores(q_8RP, table_8PC)
-        scores = within(flat, q_8RP.shape[1])
+        scores = skewed_scores(q_8RP, table_8PC)
         mask = q if key_mask is None else key_mask[some].to(torch.uint8)
         num = q[some].shape[0] * heads
         rest = (grad[some], lse[some], delta[some])

@@ -2,8 +2,7 @@
 
 These products, one matrix, are the one large buffer of attention to a window: X * L * W numbers,
 0.8 GB in bf16 for 48 streams of 8 heads, 512 queries and 2,048 keys in reach. The backward writes
-their gradient in their place. A buffer that is small beside the card's memory is kept for it; else
-it is computed again, streams in groups so that it stays below a limit.
+their gradient in their place. Streams go in groups, so that the buffer stays below a limit.
 
 The skew. A tile of queries and keys wants entry (i, j) of the buffer at column W - S - i + j, one
 column further left in every row, which a copy of 16 bytes cannot follow. So row i is shifted right
@@ -15,7 +14,6 @@ B streams, H heads, X = B * H, L queries, S keys before them, N = S + L, W dista
 features of a head, C columns of the buffer, M rows of eight queries, R = X * M.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -26,7 +24,6 @@ from torch import Tensor
 COMB = tl.constexpr(8)  # rows shifted apart; 8 numbers of 16 bits are one copy of 16 bytes
 _MARGIN = 512  # numbers around the buffer: a tile reaches up to BM + BN beyond it
 _MOST_BYTES = 2**30  # of scores at a time
-_KEPT_SHARE = 128  # of the card's memory, one part may be scores kept by one call
 
 
 class Band(NamedTuple):
@@ -56,27 +53,10 @@ class Band(NamedTuple):
         """Rows of eight queries."""
         return triton.cdiv(self.queries, 8)
 
-    @property
-    def scores(self) -> int:
-        """Numbers of one stream's scores."""
-        return self.heads * 8 * self.rows * self.columns
-
     def groups(self, batch: int, itemsize: int) -> range:
         """First streams of groups whose scores fit the limit."""
-        most = _MOST_BYTES // (self.scores * itemsize)
-        return range(0, batch, max(1, min(batch, most)))
-
-    def kept(self, q: Tensor) -> int:
-        """Numbers of the buffer the forward leaves to the backward; 0: it is to be made again.
-
-        On an H200 that spares 0.27 ms of 3.0 a layer of switch-enwik8, for 0.8 GB of 140.
-        """
-        size = q.shape[0] * self.scores
-        most = _MOST_BYTES
-        if q.is_cuda:
-            memory = torch.cuda.get_device_properties(q.device).total_memory
-            most = min(most, memory // _KEPT_SHARE)
-        return size + 2 * _MARGIN if size * q.element_size() <= most else 0
+        one = self.heads * 8 * self.rows * self.columns * itemsize
+        return range(0, batch, max(1, min(batch, _MOST_BYTES // one)))
 
 
 def whole_rows(q_BHLP: Tensor, band: Band) -> Tensor:
@@ -105,16 +85,11 @@ def shifted_tables(table_PW: Tensor, band: Band) -> Tensor:
 
 
 def skewed_scores(q_8RP: Tensor, table_8PC: Tensor) -> Tensor:
-    """Products of queries and positions, flat, with a margin before and behind them."""
+    """(8, X * M, C) products of queries and positions, with a margin around them in memory."""
     shape = (8, q_8RP.shape[1], table_8PC.shape[2])
-    flat = q_8RP.new_empty(math.prod(shape) + 2 * _MARGIN)
-    torch.bmm(q_8RP, table_8PC, out=within(flat, shape[1]))
-    return flat
-
-
-def within(flat: Tensor, num_rows: int) -> Tensor:
-    """(8, R, C) view of the scores between their margins."""
-    return flat[_MARGIN:-_MARGIN].view(8, num_rows, -1)
+    size = shape[0] * shape[1] * shape[2]
+    flat = q_8RP.new_empty(size + 2 * _MARGIN)
+    return torch.bmm(q_8RP, table_8PC, out=flat[_MARGIN : _MARGIN + size].view(shape))
 
 
 def geometry(band: Band, num: int) -> tuple[int, ...]:

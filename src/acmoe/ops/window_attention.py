@@ -2,9 +2,7 @@
 
 The definition is `window_attention_reference` in models/attention.py, where one of the two is
 chosen. A custom op, so that `torch.compile(fullgraph=True)` sees one call. Kept for the backward:
-queries, keys, values, output, one number a query, and the products of queries and positions if they
-are small beside the card's memory. The backward writes over those: through a retained graph a
-second one raises. Dropout is computed again.
+queries, keys, values, output and one number a query; scores and dropout are computed again.
 
 B streams, H heads, L queries, N keys of which they are the last, W distances in reach, P features
 of a head.
@@ -111,7 +109,7 @@ def _window_attention(
     bits: Tensor,
     scale: float,
     dropout: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     from acmoe.kernels.attention import run_forward
 
     return run_forward(q, k, v, table, key_mask, bits, scale, dropout)
@@ -119,13 +117,10 @@ def _window_attention(
 
 @_window_attention.register_fake
 def _(q, k, v, table, key_mask, bits, scale, dropout):  # type: ignore[no-untyped-def]
-    from acmoe.kernels.attention_skew import Band
-
-    kept = Band(q.shape[1], q.shape[2], k.shape[2], table.shape[1]).kept(q)
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32), q.new_empty(kept)
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op("acmoe::window_attention_backward", mutates_args=("kept",))
+@torch.library.custom_op("acmoe::window_attention_backward", mutates_args=())
 def _window_attention_backward(
     grad: Tensor,
     q: Tensor,
@@ -136,27 +131,25 @@ def _window_attention_backward(
     bits: Tensor,
     out: Tensor,
     lse: Tensor,
-    kept: Tensor,
     scale: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from acmoe.kernels.attention_backward import run_backward
 
-    return run_backward(grad, q, k, v, table, key_mask, bits, out, lse, kept, scale, dropout)
+    return run_backward(grad, q, k, v, table, key_mask, bits, out, lse, scale, dropout)
 
 
 @_window_attention_backward.register_fake
-def _(grad, q, k, v, table, key_mask, bits, out, lse, kept, scale, dropout):  # type: ignore[no-untyped-def]
+def _(grad, q, k, v, table, key_mask, bits, out, lse, scale, dropout):  # type: ignore[no-untyped-def]
     return tuple(torch.empty_like(t) for t in (q, k, v, table))
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     *tensors, ctx.scale, ctx.dropout = inputs
-    ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*tensors, *output)
 
 
-def _backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
+def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
     gradients = _window_attention_backward(
         grad.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.dropout
     )
