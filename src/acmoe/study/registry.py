@@ -14,6 +14,7 @@ from acmoe.study.variant_grids import (
     FRESH_SEED,
     confirm_comparisons,
     confirm_study,
+    nano_remedies,
     remedies_study,
     remedy_comparisons,
 )
@@ -154,7 +155,10 @@ ABLATIONS = Study(
 REMEDY_STUDY = Study(
     name="remedies",
     question="If the paper's form does not win, does anything the mathematics offers?",
+    note="The nano size is for two CPU cores and needs no data folder (--settings nano); its step "
+    "times are of cores that other work shared.",
     grid=remedies_study,
+    free=Free((TEXT_SETTING,), nano_remedies),
     seeds=3,
     comparisons=remedy_comparisons(),
     compared=(_BITS[0], _BITS[1], _BITS[2]),

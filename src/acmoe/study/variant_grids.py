@@ -1,6 +1,7 @@
-"""Remedies of what the paper's router may lack, and the chosen ones again on fresh seeds."""
+"""Remedies of what the paper's router may lack, on a card and on two CPU cores, and the chosen ones
+again on fresh seeds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,8 +10,9 @@ from acmoe.errors import check
 from acmoe.study.ablation_grids import ADAPTIVE
 from acmoe.study.cell import Cell
 from acmoe.study.materials import Materials
+from acmoe.study.nano_grid import TEXT_STEPS, nano_text_cells
 from acmoe.study.size import Size
-from acmoe.study.text_grids import PAPER, byte_parts, text_cells
+from acmoe.study.text_grids import BYTE_STEPS, PAPER, byte_parts, text_cells
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +22,13 @@ class Remedy:
     router: Mapping[str, Any] | None = None  # fields of AdaptiveConfig; None: `other`
     other: str | RouterConfig = "smoe"
     run: tuple[str, ...] = field(default=())  # key=value
+
+    def of(self, steps: int) -> str | RouterConfig:
+        """The router of a run of so many steps; a strength that falls reaches its end with it."""
+        if self.router is None:
+            return self.other
+        falls = {"strength_steps": steps} if "strength_end" in self.router else {}
+        return replace(PAPER, **{**self.router, **falls})
 
 
 _SGD = ("router_optimizer=sgd", "router_lr=0.3")
@@ -43,9 +52,7 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "strength-1": Remedy(router={"strength": 1.0}),
     "strength-10": Remedy(router={"strength": 10.0}),
-    "strength-falling": Remedy(
-        router={"strength": 100.0, "strength_end": 1.0, "strength_steps": 500}
-    ),
+    "strength-falling": Remedy(router={"strength": 100.0, "strength_end": 1.0}),
     "strength-learned": Remedy(router={"strength": 10.0, "learn_strength": True}),
     "no-gain": Remedy(router={"gain": False}),
     "residual": Remedy(router={"read": "residual"}),
@@ -71,6 +78,24 @@ def remedy_comparisons() -> tuple[tuple[str, str], ...]:
 def remedies_study(materials: Materials, size: Size, seeds: Sequence[int]) -> list[Cell]:
     """What the mathematics offers, on bytes with pre-norm blocks."""
     return _remedied("remedies", tuple(REMEDIES), materials, size, seeds)
+
+
+def nano_remedies(materials: Materials, size: Size, seeds: Sequence[int]) -> list[Cell]:
+    """All of them on the standard library's text, for a CPU."""
+    cells = []
+    for conditions, sized in _by_run(tuple(REMEDIES), size, size.steps or TEXT_STEPS):
+        cells += nano_text_cells("remedies", conditions, materials, sized, seeds)
+    return cells
+
+
+def _by_run(
+    names: Sequence[str], size: Size, steps: int
+) -> Iterator[tuple[dict[str, str | RouterConfig], Size]]:
+    """The routers that are trained alike, and how."""
+    chosen = {name: REMEDIES[name] for name in names}
+    for run in dict.fromkeys(remedy.run for remedy in chosen.values()):
+        routers = {name: one.of(steps) for name, one in chosen.items() if one.run == run}
+        yield routers, replace(size, overrides=(*run, *size.overrides))
 
 
 # Closest to the plain router, or below it, in test bits per byte on the first seeds of the study of
@@ -104,17 +129,15 @@ def _remedied(
     text, model, tests = byte_parts(materials, size)
     model = replace(model, norm="pre")
     cells = []
-    for name in names:
-        remedy = REMEDIES[name]
-        router = remedy.other if remedy.router is None else replace(PAPER, **remedy.router)
+    for conditions, sized in _by_run(names, size, size.steps or BYTE_STEPS):
         cells += text_cells(
             study,
             "switch-enwik8, pre-norm",
             model,
-            {name: router},
+            conditions,
             text,
             tests,
-            replace(size, overrides=(*remedy.run, *size.overrides)),
+            sized,
             seeds,
             factors={},
         )
