@@ -89,9 +89,9 @@ def test_the_backward_leaves_the_gradient_of_each_score_and_zeros_elsewhere(
     q, k, v, table, upstream = tensors = draw(shape, device)
     buffers = []
 
-    def recorded(q_8RP: Tensor, dscore_8RC: Tensor, band: attention_skew.Band) -> Tensor:
+    def recorded(q_8RP: Tensor, dscore_8RC: Tensor) -> Tensor:
         buffers.append(dscore_8RC.clone())
-        return torch.zeros_like(table)
+        return dscore_8RC.new_zeros(8, table.shape[0], dscore_8RC.shape[2], dtype=torch.float32)
 
     monkeypatch.setattr(attention_backward, "_table_gradient", recorded)
     bits = torch.zeros(q.shape[:3], dtype=torch.int32, device=device)
@@ -127,3 +127,28 @@ def test_key_zero_of_every_row_stands_at_a_multiple_of_eight_numbers(
         column = band.left + i % 8 + span - (before + i)
         assert column == 8 * (band.shift - i // 8)
         assert band.left + i % 8 + span <= band.columns and band.columns % 16 == 0
+
+
+@settings(derandomize=True, deadline=None, max_examples=15)
+@given(st.integers(0, 20), st.integers(1, 20), st.integers(1, 600), st.integers(1, 5))
+def test_eight_tables_shifted_apart_and_the_gradients_they_hand_back(
+    before: int, queries: int, beyond: int, width: int
+) -> None:
+    from acmoe.kernels.attention_skew import Band, add_shifted, shifted_tables
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    span = before + beyond
+    band = Band(1, queries, before + queries, span)
+    table_PW = torch.randn(width, span, device=device)
+    found_8PC = shifted_tables(table_PW, band, torch.float32)
+    for r in range(8):
+        first = band.left + r
+        assert torch.equal(found_8PC[r, :, first : first + span], table_PW)
+        assert not found_8PC[r, :, :first].any() and not found_8PC[r, :, first + span :].any()
+    # The gradient of a sum of products with what was handed out, from 1 on.
+    grad_8PC = torch.randn_like(found_8PC)
+    dtable_PW = torch.ones_like(table_PW)
+    add_shifted(dtable_PW, grad_8PC, band, 0.5)
+    own = [grad_8PC[r, :, band.left + r : band.left + r + span].double() for r in range(8)]
+    expected_PW = 1 + 0.5 * torch.stack(own).sum(0)
+    torch.testing.assert_close(dtable_PW.double(), expected_PW, rtol=1e-6, atol=1e-6)

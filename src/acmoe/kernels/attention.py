@@ -223,7 +223,7 @@ def run_forward(
     band = Band(heads, num_queries, k.shape[2], table.shape[1])
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], device=q.device)
-    table_8PC = shifted_tables(table.to(q.dtype), band)
+    table_8PC = shifted_tables(table, band, q.dtype)
     spread = torch.empty(band.keys, dtype=torch.int32, device=q.device)
     if dropout > 0:
         spread_kernel[(triton.cdiv(band.keys, 1024),)](spread, band.keys, BN=1024)

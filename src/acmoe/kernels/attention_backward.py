@@ -36,10 +36,10 @@ from acmoe.kernels.attention import (
 from acmoe.kernels.attention_skew import (
     COMB,
     Band,
+    add_shifted,
     comb,
     geometry,
     score_offsets,
-    shifted,
     shifted_tables,
     skewed_scores,
     whole_rows,
@@ -200,13 +200,11 @@ def _delta(out: Tensor, grad: Tensor, share: float) -> Tensor:
     return delta
 
 
-def _table_gradient(q_8RP: Tensor, dscore_8RC: Tensor, band: Band) -> Tensor:
-    """(P, W) float32 sum over all queries."""
+def _table_gradient(q_8RP: Tensor, dscore_8RC: Tensor) -> Tensor:
+    """(8, P, C) float32 sums over all queries."""
     if q_8RP.is_cuda and q_8RP.dtype != torch.float32:
-        dtable_8PC = torch.bmm(q_8RP.mT, dscore_8RC, out_dtype=torch.float32)
-    else:
-        dtable_8PC = torch.bmm(q_8RP.float().mT, dscore_8RC.float())
-    return shifted(dtable_8PC, band).sum(0)
+        return torch.bmm(q_8RP.mT, dscore_8RC, out_dtype=torch.float32)
+    return torch.bmm(q_8RP.float().mT, dscore_8RC.float())
 
 
 def run_backward(
@@ -229,7 +227,7 @@ def run_backward(
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     assert strides_of(dk, dv) == strides_of(k, v)
     dtable = torch.zeros(table.shape, device=q.device)
-    table_8PC = shifted_tables(table.to(q.dtype), band)
+    table_8PC = shifted_tables(table, band, q.dtype)
     share = 1 - threshold(dropout) / 2**32  # of probabilities kept
     delta = _delta(out, grad, share)
     by_keys, by_queries = (blocks_for(name, q.dtype, width) for name in _KERNELS)
@@ -252,6 +250,6 @@ def run_backward(
             *(k[some], dscores, dq[some], *k.stride()[:3], *sizes, scale / share),
             **launch(by_queries),
         )
-        dtable.add_(_table_gradient(q_8RP, dscores, band), alpha=scale / share)
+        add_shifted(dtable, _table_gradient(q_8RP, dscores), band, scale / share)
         comb(dq[some]).baddbmm_(dscores, table_8PC.mT, alpha=scale / share)
     return dq[:, :, :num_queries].contiguous(), dk, dv, dtable.to(table.dtype)

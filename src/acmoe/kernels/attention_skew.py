@@ -24,6 +24,7 @@ from torch import Tensor
 COMB = tl.constexpr(8)  # rows shifted apart; 8 numbers of 16 bits are one copy of 16 bytes
 _MARGIN = 512  # numbers around the buffer: a tile reaches up to BM + BN beyond it
 _MOST_BYTES = 2**30  # of scores at a time
+_STRIP = 512  # columns of a table a program copies
 
 
 class Band(NamedTuple):
@@ -70,18 +71,47 @@ def comb(q_BHLP: Tensor) -> Tensor:
     return q_BHLP.view(-1, 8, q_BHLP.shape[-1]).transpose(0, 1)
 
 
-def shifted(table_8PC: Tensor, band: Band) -> Tensor:
-    """(8, P, W) view of eight tables, the r-th shifted right by r."""
-    _, width, columns = table_8PC.shape
-    strides = (width * columns + 1, columns, 1)
-    return table_8PC.as_strided((8, width, band.span), strides, band.left)
-
-
-def shifted_tables(table_PW: Tensor, band: Band) -> Tensor:
-    """(8, P, C), zero where no distance is in reach."""
-    table_8PC = table_PW.new_zeros(8, table_PW.shape[0], band.columns)
-    shifted(table_8PC, band).copy_(table_PW)
+def shifted_tables(table_PW: Tensor, band: Band, dtype: torch.dtype) -> Tensor:
+    """(8, P, C) tables, the r-th shifted right by r; zero where no distance is in reach."""
+    width = table_PW.shape[0]
+    table_8PC = table_PW.new_empty(8, width, band.columns, dtype=dtype)
+    _shift_kernel[(8 * width, triton.cdiv(band.columns, _STRIP))](
+        table_PW.contiguous(), table_8PC, width, band.span, band.columns, band.left, BC=_STRIP
+    )
     return table_8PC
+
+
+def add_shifted(dtable_PW: Tensor, dtable_8PC: Tensor, band: Band, scale: float) -> None:
+    """Add `scale` times the gradient of the eight tables to that of the one, both float32."""
+    width = dtable_PW.shape[0]
+    _unshift_kernel[(width, triton.cdiv(band.span, _STRIP))](
+        dtable_8PC, dtable_PW, width, band.span, band.columns, band.left, scale, BC=_STRIP
+    )
+
+
+@triton.jit
+def _shift_kernel(table_ptr, out_ptr, width, span, columns, left, BC: tl.constexpr):
+    """A strip of one feature's row in one of the eight tables."""
+    row = tl.program_id(0)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    w = c - left - row // width
+    inside = (w >= 0) & (w < span)
+    value = tl.load(table_ptr + row % width * span + w, mask=inside, other=0.0)
+    tl.store(out_ptr + row * columns + c, value.to(out_ptr.dtype.element_ty), mask=c < columns)
+
+
+@triton.jit
+def _unshift_kernel(grad_ptr, out_ptr, width, span, columns, left, scale, BC: tl.constexpr):
+    """A strip of one feature's gradient, in the order of the tables."""
+    p = tl.program_id(0)
+    w = tl.program_id(1) * BC + tl.arange(0, BC)
+    total = tl.zeros((BC,), dtype=tl.float32)
+    for r in tl.static_range(COMB):
+        at = (r * width + p) * columns + left + r + w
+        total += tl.load(grad_ptr + at, mask=w < span, other=0.0)
+    out_ptrs = out_ptr + p * span + w
+    total = tl.load(out_ptrs, mask=w < span, other=0.0) + scale * total
+    tl.store(out_ptrs, total, mask=w < span)
 
 
 def skewed_scores(q_8RP: Tensor, table_8PC: Tensor) -> Tensor:
