@@ -67,6 +67,27 @@ def test_variants_that_need_a_gpu_are_refused_one_by_one() -> None:
     assert eager["variant"] == "eager" and eager["ms"] > 0
 
 
+def test_a_model_is_measured_with_the_options_asked_for() -> None:
+    config = TrainBenchConfig(
+        models=("switch-nano",),
+        routers=("smoe",),
+        options=("block=32", "repeats=1"),
+        device="cpu",
+        batch=2,
+        repeat=2,
+    )
+    assert config.kind == "train-block-32-repeats-1"
+    (row,) = bench_train(config).rows
+    assert row["model"] == "switch-nano, block=32, repeats=1"
+    assert row["items_per_step"] == 64  # two streams of 32
+    with pytest.raises(UserError, match="name the models they fit"):
+        TrainBenchConfig(options=("block=32",))
+    with pytest.raises(UserError, match="spam"):
+        TrainBenchConfig(models=("switch-nano",), options=("spam=1",))
+    with pytest.raises(UserError, match="--routers"):
+        TrainBenchConfig(models=("switch-nano",), options=("router=adaptive",))
+
+
 def test_unknown_models_and_variants_are_refused() -> None:
     with pytest.raises(UserError, match="variant 'fast' is unknown"):
         TrainBenchConfig(variants=("fast",))

@@ -31,6 +31,7 @@ class ProfileConfig:
     router: str = "smoe"  # of the trained model
     variant: str = "eager"  # of the training step
     batch: int | None = None  # of the training step
+    options: tuple[str, ...] = ()  # key=value of the models' configs
     dtype: str = "bf16"
     top: int = 30  # rows; the rest is summed up in one
     device: str = "auto"
@@ -71,7 +72,9 @@ def _subjects(config: ProfileConfig, device: torch.device) -> Iterator[tuple[str
         trial = draw_trial(shape, layers, device)
         moe = build_moe(shape, trial.weights, MODES[config.statistics])
         yield f"{shape.name}, {config.statistics}", partial(both_passes, moe, trial)
-    steps = TrainBenchConfig(batch=config.batch, device=config.device, seed=config.seed)
+    steps = TrainBenchConfig(
+        batch=config.batch, options=config.options, device=config.device, seed=config.seed
+    )
     for model in config.models:
         _, action, _ = prepare(model, config.router, config.variant, steps)
         yield f"{model}, {config.router}, {config.variant}", action

@@ -4,7 +4,7 @@ B streams or images, L tokens of a block.
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import cast
 
 import torch
@@ -14,13 +14,14 @@ from acmoe.bench.clock import Action, Timing, capture, clock_for, extra_memory, 
 from acmoe.bench.layer import first_line
 from acmoe.bench.progress import Say, silent
 from acmoe.bench.results import Report, new_report
+from acmoe.config.overrides import override
 from acmoe.config.routing import AdaptiveConfig, RouterConfig
 from acmoe.errors import check
 from acmoe.evaluate.device import autocast, pick_device, seeded
 from acmoe.models.classifier import ImageClassifier
 from acmoe.models.compiled import compile_blocks
 from acmoe.models.decoder import LanguageModel, Memory
-from acmoe.models.registry import create_model, list_models
+from acmoe.models.registry import create_model, list_models, model_card
 from acmoe.routing.step import fold_statistics
 from acmoe.train.optim import adam
 
@@ -41,6 +42,7 @@ class TrainBenchConfig:
     routers: tuple[str, ...] = ("smoe", "adaptive")  # the first is what others are compared with
     variants: tuple[str, ...] = ()  # none: all, or on a CPU eager
     batch: int | None = None  # streams or images; None: the paper's 24,576 tokens, or 128 images
+    options: tuple[str, ...] = ()  # key=value of the models' configs, such as span=512
     precision: str = "bf16"
     repeat: int = 20
     device: str = "auto"
@@ -53,6 +55,15 @@ class TrainBenchConfig:
         for model in self.models:
             known = ", ".join(list_models())
             check(model in list_models(), f"model {model!r} is unknown; choose among {known}")
+            override(model_card(model).config, self.options)
+        check(
+            bool(self.models) or not self.options,
+            f"options {' '.join(self.options)} are of a model's config; name the models they fit",
+        )
+        check(
+            not any(option.startswith("router") for option in self.options),
+            "routers are named by --routers, not by an option router=",
+        )
         check(len(self.routers) >= 1, "routers is empty; name at least one, such as smoe")
         check(self.batch is None or self.batch >= 1, f"batch={self.batch}; it must be at least 1")
         check(
@@ -64,7 +75,8 @@ class TrainBenchConfig:
     @property
     def kind(self) -> str:
         """Reports of chosen variants stand beside each other: one of each kind and day is kept."""
-        return "-".join(["train", *(variant.replace("+", "-") for variant in self.variants)])
+        parts = ["train", *self.variants, *self.options]
+        return "-".join(part.replace("+", "-").replace("=", "-") for part in parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +192,8 @@ def measure_model(
     say(f"{name}: timing, {config.repeat} rounds")
     times = interleave(actions, rounds=config.repeat, clock=clock_for(device))
     for key in actions:
-        yield _row(name, key, steps[key], times, memory[key], config.routers[0])
+        label = ", ".join((name, *config.options))
+        yield _row(label, key, steps[key], times, memory[key], config.routers[0])
 
 
 def prepare(
@@ -192,8 +205,15 @@ def prepare(
         variant == "eager" or device.type == "cuda",
         f"variant {variant} is measured on CUDA, not {device.type}",
     )
+    given = model_card(name).config
+    wanted = override(given, config.options)
+    changed = {
+        field.name: value
+        for field in fields(wanted)
+        if (value := getattr(wanted, field.name)) != getattr(given, field.name)
+    }
     with seeded(config.seed, device), torch.device(device):
-        model = create_model(name, router=_router(router))
+        model = create_model(name, router=_router(router), **changed)
     batch = config.batch or (_NANO_BATCH if name.endswith("-nano") else None)
     step = Step(model, batch, config)
     if "compile" in variant:

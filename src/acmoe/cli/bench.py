@@ -142,6 +142,8 @@ class Train:
     """eager, compile, graph, compile+graph. None: all, or on a CPU eager."""
     batch: int | None = None
     """Streams or images; none: 24,576 tokens as in the paper, or 128 images."""
+    options: tuple[str, ...] = ()
+    """Changes of the models' configs, such as span=512."""
     precision: str = "bf16"
     """bf16 (autocast) or fp32."""
     repeat: int = 20
@@ -161,6 +163,7 @@ class Train:
             routers=self.routers,
             variants=self.variant,
             batch=self.batch,
+            options=self.options,
             precision=self.precision,
             repeat=self.repeat,
             device=self.device,
@@ -188,6 +191,8 @@ class Profile:
     """Of the training step: eager, compile, graph or compile+graph."""
     batch: int | None = None
     """Streams or images of the training step."""
+    options: tuple[str, ...] = ()
+    """As in `bench train`."""
     dtype: str = "bf16"
     """Of the layer."""
     top: int = 30
@@ -209,6 +214,7 @@ class Profile:
             router=self.router,
             variant=self.variant,
             batch=self.batch,
+            options=self.options,
             dtype=self.dtype,
             top=self.top,
             device=self.device,
