@@ -98,15 +98,5 @@ def fold_op(
 
 
 @fold_op.register_fake
-def _(
-    average: Tensor,
-    weight: Tensor,
-    last: Tensor,
-    count: Tensor,
-    scale: Tensor | None,
-    momentum: float,
-    floor: float,
-    eps: float,
-    min_tokens: int,
-) -> None:
+def _(*arguments):  # type: ignore[no-untyped-def]
     return None
