@@ -260,7 +260,7 @@ def test_training_folds_to_the_same_buffers_and_a_fresh_scale(
                 torch.testing.assert_close(kept, wanted, rtol=1e-6, atol=0)
                 # A reader finds it fresh, and does not work it out again.
                 taken.running_scale.mul_(2)
-                assert torch.equal(taken._running_scale(), 2 * kept)
+                assert torch.equal(taken.average_scale(), 2 * kept)
         by_backend[backend] = dict(taken.named_buffers())
     for name, value in by_backend["torch"].items():
         torch.testing.assert_close(by_backend["triton"][name], value, rtol=1e-5, atol=1e-7)
@@ -281,4 +281,4 @@ def test_the_next_read_follows_a_change_after_the_fold(device: str) -> None:
         # Whoever else caches by versions learns of the fold.
         assert taken.dispersion._version > versions[0] and taken.weight._version > versions[1]
         taken.weight.zero_()
-        assert (taken._running_scale() == 1).all()
+        assert (taken.average_scale() == 1).all()

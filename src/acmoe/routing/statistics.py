@@ -117,7 +117,7 @@ class ClusterStatistics(StepStatistics):
                 self._look(x_BLD, assignment_BL, token_mask_BL, clusters)
             if self.mode == "running":
                 # A copy: the state that carries it on must not change when the buffer does.
-                return self._running_scale().to(accumulation_dtype(x_BLD.dtype), copy=True)
+                return self.average_scale().to(accumulation_dtype(x_BLD.dtype), copy=True)
             if self.mode == "sequence":
                 scale = measured_scale(
                     x_BLD,
@@ -154,7 +154,7 @@ class ClusterStatistics(StepStatistics):
         """What `fold` reads. Only `forward` and it may see them: the next forward overwrites."""
         return self.last_dispersion, self.last_count
 
-    def _running_scale(self) -> Tensor:
+    def average_scale(self) -> Tensor:
         """The scale of the running average, worked out again only when that has changed.
 
         Kept in a buffer of its own place, so that a captured CUDA graph reads what `fold` writes.

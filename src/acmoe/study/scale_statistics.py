@@ -6,6 +6,7 @@ C clusters, D features.
 import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from acmoe.ops.log_scale import split_log_scale
@@ -30,10 +31,11 @@ def scale_statistics(scale_CD: Tensor, occupied_C: Tensor) -> ScaleStatistics:
     return ScaleStatistics(math.sqrt(total), common / total if total else 0.0, clusters)
 
 
+@torch.no_grad()
 def model_scale_statistics(model: nn.Module) -> list[ScaleStatistics]:
     """Of the running average behind every adaptive layer, first to last; empty without any."""
     return [
-        scale_statistics(module.running_scale, module.weight >= max(1, module.config.min_tokens))
+        scale_statistics(module.average_scale(), module.weight >= max(1, module.config.min_tokens))
         for module in model.modules()
         if isinstance(module, ClusterStatistics)
     ]
