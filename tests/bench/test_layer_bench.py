@@ -170,9 +170,10 @@ def test_the_reference_backend_takes_part_only_when_named() -> None:
     assert len({one.name for one in CONTESTANTS}) == len(CONTESTANTS)
 
 
-def test_a_report_on_one_rival_alone_has_a_name_of_its_own():
+def test_a_report_on_the_rival_that_is_slow_to_start_has_a_name_of_its_own():
     assert LayerConfig().kind == "layer"
     assert LayerConfig(rivals=("grouped_mm+compile", "scattermoe")).kind == "layer"
+    assert LayerConfig(rivals=("grouped_mm+compile",), graph=True).kind == "layer-graph"
     assert LayerConfig(rivals=("sonicmoe",)).kind == "layer-sonicmoe"
     assert (
         LayerConfig(rivals=("sonicmoe",), skew=True, graph=True).kind == "layer-sonicmoe-skew-graph"

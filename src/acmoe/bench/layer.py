@@ -25,6 +25,7 @@ from acmoe.evaluate.device import pick_device
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FORWARD, BOTH, CEILING = "forward", "forward+backward", "dense matmul"
 WARM_UP = 3
+_SLOW_TO_START = ("sonicmoe",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +53,11 @@ class LayerConfig(ShapesConfig):
 
     @property
     def kind(self) -> str:
-        """A report on one rival alone, slow to make ready, stands beside that on the others."""
+        """A report on a rival that takes minutes to make ready stands beside that on the others."""
         parts = ["layer"]
-        parts += self.rivals if len(self.rivals) == 1 else ()
+        parts += self.rivals if self.rivals == _SLOW_TO_START else ()
         parts += ["skew"] * self.skew + ["graph"] * self.graph
-        return "-".join(parts).replace("+", "-")
+        return "-".join(parts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,27 +57,33 @@ class ProfileRow:
 
 def bench_profile(config: ProfileConfig, *, command: str = "") -> Report:
     device = pick_device(config.device)
+    steps = TrainBenchConfig(
+        models=config.models,
+        batch=config.batch,
+        options=config.options,
+        device=config.device,
+        seed=config.seed,
+    )
     rows = [
         row
-        for subject, action in _subjects(config, device)
+        for subject, action in _subjects(config, steps, device)
         for row in look(subject, action, device, config.top)
     ]
     return new_report("profile", device, command, config, [asdict(row) for row in rows])
 
 
-def _subjects(config: ProfileConfig, device: torch.device) -> Iterator[tuple[str, Action]]:
+def _subjects(
+    config: ProfileConfig, steps: TrainBenchConfig, device: torch.device
+) -> Iterator[tuple[str, Action]]:
     layers = RouterBenchConfig(dtype=config.dtype, device=config.device, seed=config.seed)
     wanted = config.shapes or not config.models  # without either: every shape
     for shape in find_shapes(config.shapes, device) if wanted else ():
         trial = draw_trial(shape, layers, device)
         moe = build_moe(shape, trial.weights, MODES[config.statistics])
         yield f"{shape.name}, {config.statistics}", partial(both_passes, moe, trial)
-    steps = TrainBenchConfig(
-        batch=config.batch, options=config.options, device=config.device, seed=config.seed
-    )
     for model in config.models:
         _, action, _ = prepare(model, config.router, config.variant, steps)
-        yield f"{model}, {config.router}, {config.variant}", action
+        yield ", ".join((model, *config.options, config.router, config.variant)), action
 
 
 def look(subject: str, action: Action, device: torch.device, top: int) -> list[ProfileRow]:

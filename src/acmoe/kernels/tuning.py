@@ -42,7 +42,7 @@ def _table() -> dict[str, list[Any]]:
     """ "kernel/dim/hidden/experts" -> blocks, written by `acmoe bench tune` on an H200.
 
     "copy/dim/hidden/experts" -> [whether rows are copied], and "group/dim/hidden/experts" -> [row
-    tiles of a group], where that was measured.
+    tiles of a group], where that was measured by hand.
     """
     path = Path(__file__).with_name("tuned.json")
     found: dict[str, list[Any]] = json.loads(path.read_text()) if path.exists() else {}

@@ -26,7 +26,7 @@ class Overall(NamedTuple):
 
 
 def overall(study: Study, groups: Sequence[Group]) -> dict[tuple[str, str], Overall]:
-    """By condition and baseline; none where the primary metric has several units."""
+    """By condition and baseline; none where a study has several primary metrics."""
     if len(study.primary) != 1:
         return {}
     found = {}

@@ -159,8 +159,8 @@ def _overall(summary: Summary) -> str:
         f"All settings together, in {metric.label}: the differences of the pairs in percent of "
         "their baseline's mean, and the mean of the settings' means, every setting counting alike. "
         "The interval has the spread of pairs within settings, as if they were independent; "
-        "settings of fewer than three pairs are left out. It describes, and is none of the tests "
-        "above.\n\n" + table(header, rows)
+        "settings of fewer than three pairs, or of equal ones, are left out. It describes, and is "
+        "none of the tests above.\n\n" + table(header, rows)
     )
 
 
