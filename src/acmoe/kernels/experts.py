@@ -16,8 +16,9 @@ from acmoe.kernels.expert_forward import combine_kernel, copy_kernel, rows_kerne
 from acmoe.kernels.expert_weights import add_kernel, weight_kernel
 from acmoe.kernels.products import dot_precision
 from acmoe.kernels.tiles import Plan
-from acmoe.kernels.tuning import Blocks, blocks_for, copies_rows, group_of
+from acmoe.kernels.tuning import Blocks, blocks_for, copies_rows
 
+_GROUP = 8  # row tiles that walk over the columns together, and find the weights in L2
 # Rows of a program and of a step, columns, and warps of the activation's backward.
 ACTIVATION_TILE = (128, 8, 128, 4)
 
@@ -85,10 +86,10 @@ def _flat_tile(dim: int) -> tuple[int, int]:
     return 2048 // block, block
 
 
-def _launch(blocks: Blocks, size: Sizes, dtype: torch.dtype) -> dict[str, Any]:
+def _launch(blocks: Blocks, dtype: torch.dtype) -> dict[str, Any]:
     """What the kernels of products have in common."""
     return {
-        "GROUP": group_of(size.dim, size.hidden, size.experts),
+        "GROUP": _GROUP,
         "TMA": blocks.tma,
         "PRECISION": dot_precision(dtype),
         "BM": blocks.m,
@@ -126,7 +127,7 @@ def run_up(
         DROPPED=threshold(dropout),
         EVEN_K=size.dim % blocks.k == 0,
         WHOLE=size.hidden >= blocks.n,
-        **_launch(blocks, size, x.dtype),
+        **_launch(blocks, x.dtype),
     )
     return h, a
 
@@ -162,7 +163,7 @@ def run_rows(
         HAS_BIAS=bias is not None,
         EVEN_K=inner % blocks.k == 0,
         WHOLE=outer >= blocks.n,
-        **_launch(blocks, size, a.dtype),
+        **_launch(blocks, a.dtype),
     )
     return y
 
@@ -277,7 +278,7 @@ def run_weight(
         *(dw, plan.token, plan.end, outer, inner, splits),
         GATHER=gather,
         WHOLE=outer >= blocks.m and inner >= blocks.n,
-        **_launch(blocks, size, p.dtype),
+        **_launch(blocks, p.dtype),
     )
     return dw[:, 0] if splits == 1 else _add(dw, p.dtype)
 

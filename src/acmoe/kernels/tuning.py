@@ -21,12 +21,6 @@ def copies_rows(dim: int, hidden: int, experts: int, width: int) -> bool:
     return width >= COPY_WIDTH if measured is None else bool(measured[0])
 
 
-def group_of(dim: int, hidden: int, experts: int) -> int:
-    """Row tiles that walk over the columns together, so that they find the weights in L2."""
-    measured = _table().get(key("group", dim, hidden, experts))
-    return 8 if measured is None else int(measured[0])
-
-
 class Blocks(NamedTuple):
     m: int
     n: int
@@ -41,8 +35,7 @@ class Blocks(NamedTuple):
 def _table() -> dict[str, list[Any]]:
     """ "kernel/dim/hidden/experts" -> blocks, written by `acmoe bench tune` on an H200.
 
-    "copy/dim/hidden/experts" -> [whether rows are copied], and "group/dim/hidden/experts" -> [row
-    tiles of a group], where that was measured by hand.
+    "copy/dim/hidden/experts" -> [whether rows are copied], where that was measured by hand.
     """
     path = Path(__file__).with_name("tuned.json")
     found: dict[str, list[Any]] = json.loads(path.read_text()) if path.exists() else {}
