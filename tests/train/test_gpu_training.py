@@ -15,6 +15,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
     # torch 2.11's compiler looks at the gradient of every input.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),  # float32 stays float32
 ]
 
 

@@ -31,6 +31,21 @@ def test_what_a_graph_reads_keeps_its_place_and_takes_new_values() -> None:
         graph.hold("tokens", torch.tensor([3, 4, 5]))
 
 
+@pytest.mark.parametrize(
+    ("features", "first"),
+    [(16, 2), (16, 0), (12, 1), (3, 1)],  # a word is 8 numbers: rows of two, of one and a half
+)
+def test_a_view_of_rows_is_kept_bit_for_bit(features: int, first: int) -> None:
+    # Among them a NaN of another payload, which no arithmetic would hand on.
+    bits = torch.arange(2 * 5 * features, dtype=torch.int16).view(2, 5, features)
+    bits[:, first] = 0x7FC1
+    source = bits.view(torch.bfloat16)
+    graph = StepGraph(lambda record: pytest.fail("no step was asked for"))
+    kept = graph.hold("memory", torch.zeros(2, 3, features, dtype=torch.bfloat16))
+    assert graph.hold("memory", source[:, first : first + 3]) is kept
+    assert torch.equal(kept.view(torch.int16), bits[:, first : first + 3])
+
+
 def test_the_first_updates_of_each_kind_run_as_they_are() -> None:
     seen: list[bool] = []
     nothing = torch.zeros(())
