@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from acmoe.kernels.scale import mean_one, reciprocals
+from acmoe.kernels.finish import mean_one, reciprocals
 
 
 def fold(

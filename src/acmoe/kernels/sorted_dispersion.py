@@ -1,14 +1,16 @@
-"""Deviations of each cluster from its mean, over tokens sorted by cluster (kernels/order.py).
+"""Dispersion and scale of each cluster, over tokens sorted by cluster (kernels/order.py).
 
 A program owns a block of features of one chunk of one cluster. A cluster of one chunk, as most are,
 needs nobody else: its mean, then the deviations from it, whose tokens are still in the cache. The
-chunks of a larger cluster are summed by a launch before.
+chunks of a larger cluster are summed by a launch before. Whichever program of a cluster comes last
+finishes it (kernels/finish.py): all have written by then, and it adds what they wrote in order.
 
     sums         larger clusters alone       floor: their tokens read once
     deviations   every cluster               floor: x read once, T D itemsize bytes
-Sums run in a fixed order, no atomics. Of 16-bit tokens they are exact while a feature's values
-share one binade and a chunk has at most 2^16 tokens (bf16; 2^13 in fp16), and float32 tokens are
-summed in float64: a common offset costs nothing, and equal tokens deviate by exactly 0.
+Sums run in a fixed order; the one atomic counts arrivals. Of 16-bit tokens they are exact while a
+feature's values share one binade and a chunk has at most 2^16 tokens (bf16; 2^13 in fp16), and
+float32 tokens are summed in float64: a common offset costs nothing, and equal tokens deviate by
+exactly 0.
 
 T tokens, D features, C clusters, Q chunks.
 """
@@ -21,97 +23,101 @@ import triton.language as tl
 from torch import Tensor
 
 from acmoe.kernels.dispersion import POISON
+from acmoe.kernels.finish import finish_cluster
 
 FEWEST_ROWS, MOST_ROWS = 256, 2048  # of a chunk
-# Eight on each of an H200's 132 multiprocessors hide how long a token takes to arrive. A constant,
-# not a property of the device: chunks decide the order of additions.
-PROGRAMS = 1056
 
 
 class Tile(NamedTuple):
-    tokens: int
+    tokens: int  # of a step
     features: int
     num_warps: int
 
 
 def launch_table(dim: int) -> Tile:
-    """256 bytes of a row of 16-bit features at once; narrow models have too few such blocks.
+    """Blocks of few features: a chunk's tokens stay in the cache between the two passes over them.
 
-    The fastest of eight: both passes 87 us at olmoe, 15 at switch (H200).
+    The fastest of ten at switch (18 us), of seven at olmoe (96; H200).
     """
-    return Tile(32, 128, 4) if dim >= 1024 else Tile(64, 32, 2)
+    return Tile(128, 64, 4) if dim >= 1024 else Tile(512, 16, 8)
 
 
-def chunk_rows(num_tokens: int, num_clusters: int, blocks: int) -> int:
-    """Twice an even share, so that a cluster seldom needs a second chunk, if that keeps all busy.
+def chunk_rows(num_tokens: int, num_clusters: int) -> int:
+    """Twice an even share, so that a cluster seldom needs a second chunk.
 
-    blocks: of features. A cluster that holds every token has chunks enough in any case.
+    Of shapes alone, not of the device: chunks decide the order of additions.
     """
-    rows = min(MOST_ROWS, triton.next_power_of_2(max(1, 2 * num_tokens // num_clusters)))
-    while rows > FEWEST_ROWS and most_chunks(num_tokens, num_clusters, rows) * blocks < PROGRAMS:
-        rows //= 2
-    return max(FEWEST_ROWS, rows)
+    even = triton.next_power_of_2(max(1, 2 * num_tokens // num_clusters))
+    return max(FEWEST_ROWS, min(MOST_ROWS, even))
 
 
 def most_chunks(num_tokens: int, num_clusters: int, rows: int) -> int:
-    """Every cluster may end in a chunk that is not full."""
+    """Every cluster may end in a chunk that is not full, or be empty."""
     return triton.cdiv(num_tokens, rows) + num_clusters
 
 
 class Chunks(NamedTuple):
-    """What the launches leave behind for kernels/scale.py."""
+    """Sorted tokens, of which kernels/scale.py wants dispersion and scale."""
 
-    spread: Tensor  # (Q, D) float32 sums of the measure's terms, by cluster and then by chunk
+    x: Tensor  # (T, D)
+    token: Tensor  # (X,) int32 token at each place
     begin: Tensor  # (C + 1,) int32 places of sorted tokens
     end: Tensor
-    rows: int  # of a chunk
+    measure: str  # mad, or square
 
 
-def chunk_sums(x_TD: Tensor, token_X: Tensor, begin: Tensor, end: Tensor, measure: str) -> Chunks:
-    """measure: mad, or square."""
-    T, D = x_TD.shape
-    C = begin.numel() - 1
+def finish_chunks(
+    chunks: Chunks,
+    dispersion_CD: Tensor,
+    count_C: Tensor,
+    out: Tensor,
+    *,
+    root: bool,
+    result: str,
+    floor: float,
+    eps: float,
+    min_tokens: int,
+) -> None:
+    """Write dispersion and count, and into `out` what `result` names (kernels/finish.py)."""
+    T, D = chunks.x.shape
+    C = chunks.begin.numel() - 1
     tile = launch_table(D)
-    blocks = triton.cdiv(D, tile.features)
-    rows = chunk_rows(T, C, blocks)
+    rows = chunk_rows(T, C)
     Q = most_chunks(T, C, rows)
-    wide = x_TD.dtype == torch.float32
-    spread_QD = x_TD.new_empty(Q, D, dtype=torch.float32)
-    sums_QD = x_TD.new_empty(Q, D, dtype=torch.float64 if wide else torch.float32)
-    tokens = x_TD.contiguous(), token_X, begin, end
-    grid = Q, blocks
+    wide = chunks.x.dtype == torch.float32
+    sums_QD = dispersion_CD.new_empty(Q, D, dtype=torch.float64 if wide else torch.float32)
+    spread_QD = dispersion_CD.new_empty(Q, D)
+    arrived_C = chunks.begin.new_empty(C)
+    tokens = chunks.x.contiguous(), chunks.token, chunks.begin, chunks.end
+    # Neighbours in the grid read neighbouring features of the same tokens.
+    grid = triton.cdiv(D, tile.features), Q
     shape = {"BT": tile.tokens, "BD": tile.features, "BC": max(16, triton.next_power_of_2(C))}
     shape |= {"ROWS": rows, "WIDE": wide, "num_warps": tile.num_warps}
-    if T > 0:
-        _sums_kernel[grid](*tokens, sums_QD, D, C, **shape)
-        _deviations_kernel[grid](*tokens, sums_QD, spread_QD, D, C, MEASURE=measure, **shape)
-    return Chunks(spread_QD, begin, end, rows)
-
-
-@triton.jit
-def chunks_before(begin_ptr, end_ptr, cluster, C, ROWS: tl.constexpr, BC: tl.constexpr):
-    """How many chunks the clusters before this one have."""
-    c = tl.arange(0, BC)
-    known = c < tl.minimum(cluster, C)
-    size = tl.load(end_ptr + c, mask=known, other=0) - tl.load(begin_ptr + c, mask=known, other=0)
-    return tl.sum((size + ROWS - 1) // ROWS)
+    _sums_kernel[grid](*tokens, sums_QD, arrived_C, D, C, **shape)
+    _deviations_kernel[grid](
+        *tokens, sums_QD, arrived_C, spread_QD, dispersion_CD, count_C, out, D, C, floor, eps,
+        min_tokens, MEASURE=chunks.measure, ROOT=root, RESULT=result,
+        WIDTH=max(16, triton.next_power_of_2(D)), **shape,
+    )  # fmt: skip
 
 
 @triton.jit
 def _find(begin_ptr, end_ptr, C, ROWS: tl.constexpr, BC: tl.constexpr):
-    """This program's places, the number of its cluster's chunks and tokens, its first chunk."""
-    chunk = tl.program_id(0)
+    """This program's cluster, and where it begins and ends; its first chunk and all its chunks.
+
+    No chunks behind the last one.
+    """
     c = tl.arange(0, BC)
     begin = tl.load(begin_ptr + c, mask=c < C, other=0)
     end = tl.load(end_ptr + c, mask=c < C, other=0)
-    chunks = (end - begin + ROWS - 1) // ROWS
+    # One chunk of an empty cluster: somebody has to say that it is empty.
+    chunks = tl.where(c < C, tl.maximum((end - begin + ROWS - 1) // ROWS, 1), 0)
     after = tl.cumsum(chunks, axis=0)
-    here = (after > chunk) & (after - chunks <= chunk)  # nowhere behind the last chunk
+    cluster = tl.sum((after <= tl.program_id(1)).to(tl.int32))
+    here = c == cluster
+    begin, end = tl.sum(tl.where(here, begin, 0)), tl.sum(tl.where(here, end, 0))
     earlier = tl.sum(tl.where(here, after - chunks, 0))
-    first = tl.sum(tl.where(here, begin, 0)) + (chunk - earlier) * ROWS
-    stop = tl.sum(tl.where(here, end, 0))
-    size = tl.sum(tl.where(here, end - begin, 0))
-    return first, tl.minimum(first + ROWS, stop), tl.sum(tl.where(here, chunks, 0)), size, earlier
+    return cluster, begin, end, earlier, tl.sum(tl.where(here, chunks, 0))
 
 
 @triton.jit
@@ -137,25 +143,37 @@ def _sum(
 
 @triton.jit
 def _sums_kernel(
-    x_ptr, token_ptr, begin_ptr, end_ptr, sums_ptr, D, C, ROWS: tl.constexpr, WIDE: tl.constexpr,
-    BT: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr,
+    x_ptr, token_ptr, begin_ptr, end_ptr, sums_ptr, arrived_ptr, D, C, ROWS: tl.constexpr,
+    WIDE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    first, stop, chunks, _, _ = _find(begin_ptr, end_ptr, C, ROWS, BC)
+    chunk = tl.program_id(1)
+    if (tl.program_id(0) == 0) & (chunk == 0):
+        c = tl.arange(0, BC)
+        tl.store(arrived_ptr + c, tl.zeros((BC,), dtype=tl.int32), mask=c < C)
+    _, begin, end, earlier, chunks = _find(begin_ptr, end_ptr, C, ROWS, BC)
     if chunks > 1:
-        d = tl.program_id(1) * BD + tl.arange(0, BD)
-        total = _sum(x_ptr, token_ptr, first, stop, d, D, WIDE, BT, BD)
-        tl.store(sums_ptr + tl.program_id(0) * D + d, total, mask=d < D)
+        d = tl.program_id(0) * BD + tl.arange(0, BD)
+        first = begin + (chunk - earlier) * ROWS
+        total = _sum(
+            x_ptr, token_ptr, first, tl.minimum(first + ROWS, end), d, D, WIDE, BT, BD
+        )  # fmt: skip
+        tl.store(sums_ptr + chunk * D + d, total, mask=d < D)
 
 
 @triton.jit
 def _deviations_kernel(
-    x_ptr, token_ptr, begin_ptr, end_ptr, sums_ptr, spread_ptr, D, C, MEASURE: tl.constexpr,
-    ROWS: tl.constexpr, WIDE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr,
+    x_ptr, token_ptr, begin_ptr, end_ptr, sums_ptr, arrived_ptr, spread_ptr, dispersion_ptr,
+    count_ptr, out_ptr, D, C, floor, eps, min_tokens, MEASURE: tl.constexpr, ROOT: tl.constexpr,
+    RESULT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    first, stop, chunks, size, earlier = _find(begin_ptr, end_ptr, C, ROWS, BC)
+    chunk = tl.program_id(1)
+    cluster, begin, end, earlier, chunks = _find(begin_ptr, end_ptr, C, ROWS, BC)
     if chunks == 0:
         return
-    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    d = tl.program_id(0) * BD + tl.arange(0, BD)
+    first = begin + (chunk - earlier) * ROWS
+    stop = tl.minimum(first + ROWS, end)
     # float64, so that tokens that are all equal have exactly their own value for a mean.
     mean = tl.zeros((BD,), dtype=tl.float64)
     if chunks == 1:
@@ -164,7 +182,7 @@ def _deviations_kernel(
         for q in range(earlier, earlier + chunks):
             part = tl.load(sums_ptr + q * D + d, mask=d < D, other=0.0)
             mean += part.to(tl.float64)
-    mean = (mean * (1.0 / size.to(tl.float64))).to(tl.float32)
+    mean = (mean * (1.0 / tl.maximum(end - begin, 1).to(tl.float64))).to(tl.float32)
     total = tl.zeros((BT, BD), dtype=tl.float32)
     for start in range(first, stop, BT):
         x, known = _load(x_ptr, token_ptr, start, stop, d, D, BT)
@@ -172,6 +190,32 @@ def _deviations_kernel(
         term = tl.abs(away) if MEASURE == "mad" else away * away
         total += tl.where(known, term, 0.0)
     total = tl.sum(total, axis=0)
-    # NaN and inf stay in their feature, and are told to the whole cluster by kernels/scale.py.
+    # NaN and inf stay in their feature, and are told to the whole cluster by kernels/finish.py.
     total = tl.where(total < POISON, total, POISON)
-    tl.store(spread_ptr + tl.program_id(0) * D + d, total, mask=d < D)
+    tl.store(spread_ptr + chunk * D + d, total, mask=d < D)
+
+    tl.debug_barrier()  # every warp has written before one says that this program has arrived
+    before = tl.atomic_add(arrived_ptr + cluster, 1, sem="acq_rel")
+    if before == chunks * tl.num_programs(0) - 1:
+        _finish(
+            spread_ptr, dispersion_ptr, count_ptr, out_ptr, cluster, earlier, chunks, end - begin,
+            D, floor, eps, min_tokens, ROOT, RESULT, WIDTH,
+        )  # fmt: skip
+
+
+@triton.jit
+def _finish(
+    spread_ptr, dispersion_ptr, count_ptr, out_ptr, cluster, earlier, chunks, size, D, floor, eps,
+    min_tokens, ROOT: tl.constexpr, RESULT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The last program of a cluster: add up what all of them have written."""
+    d = tl.arange(0, WIDTH)
+    total = tl.zeros((WIDTH,), dtype=tl.float64)
+    for q in tl.range(earlier, earlier + chunks, loop_unroll_factor=4):  # 4 loads under way
+        # .cg: from the cache that all multiprocessors share.
+        part = tl.load(spread_ptr + q * D + d, mask=d < D, other=0.0, cache_modifier=".cg")
+        total += part.to(tl.float64)
+    finish_cluster(
+        total, size, cluster.to(tl.int64), d, D, dispersion_ptr, count_ptr, out_ptr, floor, eps,
+        min_tokens, ROOT, RESULT,
+    )  # fmt: skip

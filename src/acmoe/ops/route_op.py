@@ -71,6 +71,7 @@ def route_backward_op(
         token_gradient,
     )
     from acmoe.kernels.tokens import Tokens
+    from acmoe.kernels.total import totals
 
     tokens = Tokens.of(x, scale, assignment, token_mask, place)
     upstream = grad_gate, grad_affinity, grad_sum
@@ -80,7 +81,7 @@ def route_backward_op(
         *upstream, *chosen, token_mask, over_selected, temperature, num_pieces
     )
     grad_TD = token_gradient(tokens, grad_ZTE, embedding, grad_x)
-    grad_bias = partial_NE.sum(0) if has_bias else partial_NE.new_empty(0)
+    grad_bias = totals(partial_NE[None])[0] if has_bias else partial_NE.new_empty(0)
     return grad_TD, embedding_gradient(tokens, end, grad_ZTE), grad_bias
 
 

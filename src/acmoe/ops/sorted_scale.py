@@ -86,10 +86,10 @@ def sorted_scale_op(
     min_tokens: int,
 ) -> Tensor:
     from acmoe.kernels.scale import finish_scale
-    from acmoe.kernels.sorted_dispersion import chunk_sums
+    from acmoe.kernels.sorted_dispersion import Chunks
 
     scale, _, _ = finish_scale(
-        chunk_sums(x, token, begin, end, "mad" if measure == "mad" else "square"),
+        Chunks(x, token, begin, end, "mad" if measure == "mad" else "square"),
         root=measure == "std",
         normalize=normalize,
         floor=floor,
@@ -117,9 +117,9 @@ def sorted_dispersion_op(
     measure: str,
 ) -> None:
     from acmoe.kernels.scale import finish_dispersion
-    from acmoe.kernels.sorted_dispersion import chunk_sums
+    from acmoe.kernels.sorted_dispersion import Chunks
 
-    chunks = chunk_sums(x, token, begin, end, "mad" if measure == "mad" else "square")
+    chunks = Chunks(x, token, begin, end, "mad" if measure == "mad" else "square")
     finish_dispersion(chunks, root=measure == "std", into=(spread[None], count[None]))
 
 

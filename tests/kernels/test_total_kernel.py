@@ -1,0 +1,30 @@
+"""Parts added up: each sum apart, parts and columns no multiples of a block."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.parametrize(
+    ("sums", "parts", "numbers"), [(1, 1, 1), (2, 0, 5), (1, 48, 70), (2, 300, 17)]
+)
+def test_every_part_counts_once(
+    sums: int, parts: int, numbers: int, generator: torch.Generator, device: str
+) -> None:
+    from acmoe.kernels.total import totals
+
+    partial = torch.randn(sums, parts, numbers, generator=generator).to(device)
+    found = totals(partial)
+    assert len({total.data_ptr() for total in found}) == sums
+    for total, wanted in zip(found, partial.double().sum(1), strict=True):
+        # At most 300 float32 additions of numbers of about one.
+        assert (total - wanted).abs().max() < 1e-4
+        assert total.shape == (numbers,)
+
+
+def test_equal_parts_give_equal_bits(generator: torch.Generator, device: str) -> None:
+    from acmoe.kernels.total import totals
+
+    partial = torch.randn(1, 200, 40, generator=generator).to(device)
+    assert torch.equal(totals(partial)[0], totals(partial)[0])
