@@ -158,13 +158,20 @@ def test_two_accumulators_leave_no_room_for_the_widest_tile() -> None:
     assert {blocks.tma for blocks in gated} == {False, True}
 
 
+def test_programs_that_stay_read_by_the_copy_engine_and_share_a_multiprocessor() -> None:
+    """At most 255 registers for each of 256 threads, of the 65,536 there are."""
+    stay = [blocks for blocks in candidates("down", SHAPES["olmoe"]) if blocks.persistent]
+    assert {blocks.num_warps * blocks.persistent for blocks in stay} == {8}
+    assert all(blocks.tma for blocks in stay)
+
+
 def test_winners_join_the_table_that_is_there(tmp_path: Path) -> None:
     table = tmp_path / "tuned.json"
     write_winners({"up/8/8/2": Blocks(1, 2, 3, 4, 5), "down/8/8/2": Blocks(1, 1, 1, 1, 1)}, table)
     write_winners({"up/8/8/2": Blocks(16, 16, 16, 4, 2, True)}, table)
     assert json.loads(table.read_text()) == {
-        "down/8/8/2": [1, 1, 1, 1, 1, False, 0],
-        "up/8/8/2": [16, 16, 16, 4, 2, True, 0],
+        "down/8/8/2": [1, 1, 1, 1, 1, False, 0, 0],
+        "up/8/8/2": [16, 16, 16, 4, 2, True, 0, 0],
     }
 
 

@@ -148,7 +148,8 @@ def test_copied_rows_give_the_bits_of_gathered_ones(device, monkeypatch):
 
 
 def test_rows_are_copied_in_sorted_order_where_experts_are_wide(device):
-    from acmoe.kernels.experts import Sizes, source_of
+    from acmoe.kernels.expert_tokens import source_of
+    from acmoe.kernels.experts import Sizes
     from acmoe.kernels.tiles import Plan
     from acmoe.kernels.tuning import COPY_WIDTH
 

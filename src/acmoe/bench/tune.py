@@ -85,13 +85,28 @@ class Found(NamedTuple):
 
 
 def candidates(kernel: str, shape: Shape) -> list[Blocks]:
-    """Gated experts hold two accumulators in their first product, so no tile 256 wide there."""
+    """Gated experts hold two accumulators in their first product, so no tile 256 wide there.
+
+    Programs that stay sum rows to weights, not gathered tokens.
+    """
     double = kernel == "up" and shape.activation == "swiglu"
+    weight = kernel in ("down_weight", "up_weight")
     tiles = [(*tile, True) for tile in _LARGE + _SMALL] + [(*tile, False) for tile in _SMALL]
     found = [Blocks(*tile) for tile in tiles if not (double and tile[1] == 256)]
-    if kernel not in ("down_weight", "up_weight"):
+    if not weight or copies(shape):
+        found += [_persistent(one) for one in found if one.tma and one.m * one.n >= 128 * 128]
+    if not weight:
         return found
     return [blocks._replace(splits=n) for blocks in found for n in _splits(blocks, shape)]
+
+
+def copies(shape: Shape) -> bool:
+    return tuning.copies_rows(shape.dim, shape.hidden, shape.num_experts, shape.width)
+
+
+def _persistent(blocks: Blocks) -> Blocks:
+    """By programs that stay: one of 8 warps, or two of 4, take a multiprocessor's registers."""
+    return blocks._replace(persistent=8 // blocks.num_warps)
 
 
 def _splits(blocks: Blocks, shape: Shape) -> list[int]:
@@ -105,7 +120,6 @@ def compile_jobs(shapes: Iterable[Shape], kernels: Sequence[str]) -> list[Job]:
     """Each kernel once for every set of constants it is compiled with, not once for every shape."""
     jobs: dict[tuple[object, ...], Job] = {}
     for shape in shapes:
-        copied = tuning.copies_rows(shape.dim, shape.hidden, shape.num_experts, shape.width)
         for kernel in kernels:
             for blocks in candidates(kernel, shape):
                 sizes = (shape.dim, shape.hidden, shape.width)
@@ -113,7 +127,7 @@ def compile_jobs(shapes: Iterable[Shape], kernels: Sequence[str]) -> list[Job]:
                 whole = tuple(size >= side for size in sizes for side in blocks[:2])
                 split = blocks.splits > 1  # parts are float32, however many
                 tile = blocks._replace(splits=0)
-                constants = (kernel, shape.activation, tile, even, whole, split, copied)
+                constants = (kernel, shape.activation, tile, even, whole, split, copies(shape))
                 jobs.setdefault(constants, Job(shape.name, kernel, blocks))
     return list(jobs.values())
 
@@ -220,6 +234,7 @@ def _row(shape: Shape, kernel: str, ranked: Sequence[Found]) -> dict[str, Any]:
 def kernel_calls(shape: Shape, device: torch.device, seed: int) -> dict[str, Call]:
     """Each kernel's launch on random tokens, as ops/experts.py makes it."""
     from acmoe.kernels import experts as launch
+    from acmoe.kernels.expert_tokens import source_of
     from acmoe.kernels.tiles import Plan
 
     generator = torch.Generator(device).manual_seed(seed)
@@ -234,7 +249,7 @@ def kernel_calls(shape: Shape, device: torch.device, seed: int) -> dict[str, Cal
         torch.randn(shape.rows, width, generator=generator, device=device, dtype=x_TD.dtype)
         for width in (shape.hidden, shape.width)
     )
-    x, grad = (launch.source_of(tokens_TD, plan, size) for tokens_TD in (x_TD, grad_TD))
+    x, grad = (source_of(tokens_TD, plan, size) for tokens_TD in (x_TD, grad_TD))
 
     def backward(kernel: str, rows: Tensor, weight: Tensor, gather: bool) -> Tensor:
         how = {"across": True, "gather": gather}

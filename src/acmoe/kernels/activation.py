@@ -8,6 +8,8 @@ activation at swin, by their count.
 import triton
 import triton.language as tl
 
+from acmoe.kernels.products import INTERPRETED
+
 _FAR = tl.constexpr(5.5)  # from here on a normal's tail, 2e-8, is nothing beside float32's rounding
 
 
@@ -54,15 +56,38 @@ def gelu(h):
 
 
 @triton.jit
+def sigmoid(h):
+    """1 / (1 + exp(-h)), in 4 instructions; Triton's takes 14 to keep numbers below 2^-126, and the
+    first product of olmoe's experts with it 3.65 for 3.45 ms (H200)."""
+    if INTERPRETED:
+        value = tl.sigmoid(h)
+    else:
+        value = tl.inline_asm_elementwise(
+            """
+            mul.f32 $0, $1, 0fBFB8AA3B;  // -log2(e)
+            ex2.approx.ftz.f32 $0, $0;
+            add.f32 $0, $0, 0f3F800000;
+            rcp.approx.ftz.f32 $0, $0;
+            """,
+            "=&f,f",
+            [h],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    return value
+
+
+@triton.jit
 def silu(h):
-    return h * tl.sigmoid(h)
+    return h * sigmoid(h)
 
 
 @triton.jit
 def activate(h, u, ACT: tl.constexpr):
     """The activation, and its slopes by h and by u, which only a gated one reads."""
     if ACT == "swiglu":
-        sig = tl.sigmoid(h)
+        sig = sigmoid(h)
         slope_u = h * sig
         value, slope = slope_u * u, u * (sig + slope_u * (1.0 - sig))
     elif ACT == "gelu":

@@ -1,9 +1,10 @@
 """Expert MLPs over rows sorted by expert: the products, with what stands around them fused in.
 
-    copy      rows of tokens in sorted order, for experts so wide that the copy pays (experts.py)
     up        gathers tokens, multiplies, adds the bias; activation and dropout in its epilogue
     rows      multiplies rows, adds the bias: down, and the two products of the backward by rows
-    combine   sums a token's rows, weighted by its gate
+
+A program computes one tile; or, PERSISTENT, as many programs as the chip holds take tile after tile
+in one loop over the blocks of them all: while one is stored, the next one's are on their way.
 
 x (T, D) tokens; N = T * K routed rows; up (E, W, D) with W = F, or 2F for swiglu (gate, then up);
 down (E, D, F). Accumulation is float32. Floors at bf16: up reads N * D and E * W * D, writes
@@ -19,55 +20,16 @@ from acmoe.kernels.products import dot_as
 from acmoe.kernels.tiles import first_column, tile_of
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def copy_kernel(x_ptr, token_ptr, out_ptr, num_rows, D, BM: tl.constexpr, BD: tl.constexpr):
-    """out (N, D): x[token]. Bytes: N D read, from L2 after a token's first row, and N D written."""
-    rows = tl.program_id(0) * BM + tl.arange(0, BM)
-    cols = tl.program_id(1) * BD + tl.arange(0, BD)
-    inside = rows < num_rows
-    token = tl.load(token_ptr + rows, mask=inside, other=0).to(tl.int64)
-    both = inside[:, None] & (cols < D)[None, :]
-    value = tl.load(x_ptr + token[:, None] * D + cols[None, :], mask=both)
-    tl.store(out_ptr + rows[:, None].to(tl.int64) * D + cols[None, :], value, mask=both)
-
-
-# What hangs on the number of rows is not specialised: batches of other sizes compile nothing new.
-@triton.jit(do_not_specialize=["num_tiles", "num_n"])
-def up_kernel(
-    x_ptr,
-    x_desc,
-    w_ptr,
-    w_desc,
-    bias_ptr,
-    h_ptr,
-    a_ptr,
-    token_ptr,
-    tile_expert_ptr,
-    tile_start_ptr,
-    end_ptr,
-    seed_ptr,
-    D,
-    F,
-    num_tiles,
-    num_n,
-    GROUP: tl.constexpr,
-    GATHER: tl.constexpr,
-    ACT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    DROPPED: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    WHOLE: tl.constexpr,
-    TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
+@triton.jit
+def _up_tile(
+    tile, n_tile, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, h_ptr, a_ptr, token_ptr, tile_expert_ptr,
+    tile_start_ptr, end_ptr, seed_ptr, D, F, GATHER: tl.constexpr, ACT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, DROPPED: tl.constexpr, EVEN_K: tl.constexpr, WHOLE: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr,
-):
-    """h (N, W) and a (N, F) of x (T, D) with GATHER, of rows (N, D) without."""
-    tile, n_tile = tile_of(tl.program_id(0), num_tiles, num_n, GROUP)
+):  # fmt: skip
+    """One tile of `up_kernel`."""
     expert = tl.load(tile_expert_ptr + tile)
-    if expert < 0:
-        return
     start_row = tl.load(tile_start_ptr + tile)
     rows = start_row + tl.arange(0, BM)
     inside = rows < tl.load(end_ptr + expert)
@@ -81,11 +43,13 @@ def up_kernel(
     safe = cols if WHOLE else tl.where(known, cols, 0)
     k = tl.arange(0, BK)
     W = 2 * F if ACT == "swiglu" else F
+    # Gate and up side by side are one product, which reads x from shared memory once.
+    JOINED: tl.constexpr = TMA and ACT == "swiglu"
     x_ptrs = x_ptr + source[:, None] * D + k[None, :]
-    w_row = expert * W + first
     w_ptrs = w_ptr + (expert.to(tl.int64) * W + safe[None, :]) * D + k[:, None]
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     second = tl.zeros((BM, BN), dtype=tl.float32)
+    joined = tl.zeros((BM, 2 * BN), dtype=tl.float32)
     for start in range(0, D, BK):
         left = k < D - start
         if TMA and not GATHER:
@@ -94,10 +58,11 @@ def up_kernel(
             x = tl.load(x_ptrs)
         else:
             x = tl.load(x_ptrs, mask=left[None, :], other=0.0)
-        if TMA:
-            acc = dot_as(x, w_desc.load([w_row, start]).T, acc, PRECISION)
-            if ACT == "swiglu":
-                second = dot_as(x, w_desc.load([w_row + F, start]).T, second, PRECISION)
+        if JOINED:
+            w = w_desc.load([2 * expert, first, start]).reshape(2 * BN, BK)
+            joined = dot_as(x, w.T, joined, PRECISION)
+        elif TMA:
+            acc = dot_as(x, w_desc.load([expert * F + first, start]).T, acc, PRECISION)
         else:
             acc = dot_as(x, tl.load(w_ptrs, mask=left[:, None], other=0.0), acc, PRECISION)
             if ACT == "swiglu":
@@ -107,6 +72,8 @@ def up_kernel(
         x_ptrs += BK
         w_ptrs += BK
 
+    if JOINED:
+        acc, second = joined.reshape(BM, 2, BN).permute(0, 2, 1).split()
     out = rows.to(tl.int64)
     both = inside[:, None] if WHOLE else inside[:, None] & known[None, :]
     if HAS_BIAS:
@@ -131,26 +98,32 @@ def up_kernel(
     tl.store(a_ptr + out[:, None] * F + cols[None, :], value.to(a_ptr.dtype.element_ty), mask=both)
 
 
+# What hangs on the number of rows is not specialised: batches of other sizes compile nothing new.
 @triton.jit(do_not_specialize=["num_tiles", "num_n"])
-def rows_kernel(
-    a_ptr,
-    a_desc,
+def up_kernel(
+    x_ptr,
+    x_desc,
     w_ptr,
     w_desc,
     bias_ptr,
-    y_ptr,
+    h_ptr,
+    a_ptr,
     token_ptr,
     tile_expert_ptr,
     tile_start_ptr,
     end_ptr,
-    I,
-    O,
+    live_ptr,
+    seed_ptr,
+    D,
+    F,
     num_tiles,
     num_n,
+    PERSISTENT: tl.constexpr,
     GROUP: tl.constexpr,
     GATHER: tl.constexpr,
-    ACROSS: tl.constexpr,
+    ACT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    DROPPED: tl.constexpr,
     EVEN_K: tl.constexpr,
     WHOLE: tl.constexpr,
     TMA: tl.constexpr,
@@ -159,14 +132,36 @@ def rows_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """y (N, O) = a times each row's expert's weight, (O, I), or (I, O) if ACROSS.
+    """h (N, W) and a (N, F) of x (T, D) with GATHER, of rows (N, D) without."""
+    if PERSISTENT:
+        live = tl.load(live_ptr)
+        for place in tl.range(tl.program_id(0), live * num_n, tl.num_programs(0), flatten=True):
+            tile, n_tile = tile_of(place, live, num_n, GROUP)
+            _up_tile(
+                *(tile, n_tile, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, h_ptr, a_ptr, token_ptr),
+                *(tile_expert_ptr, tile_start_ptr, end_ptr, seed_ptr, D, F),
+                *(GATHER, ACT, HAS_BIAS, DROPPED, EVEN_K, WHOLE, TMA, PRECISION, BM, BN, BK),
+            )
+    else:
+        tile, n_tile = tile_of(tl.program_id(0), num_tiles, num_n, GROUP)
+        if tl.load(tile_expert_ptr + tile) < 0:
+            return
+        _up_tile(
+            *(tile, n_tile, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, h_ptr, a_ptr, token_ptr),
+            *(tile_expert_ptr, tile_start_ptr, end_ptr, seed_ptr, D, F),
+            *(GATHER, ACT, HAS_BIAS, DROPPED, EVEN_K, WHOLE, TMA, PRECISION, BM, BN, BK),
+        )
 
-    a (N, I) holds rows, or with GATHER (T, I) tokens.
-    """
-    tile, n_tile = tile_of(tl.program_id(0), num_tiles, num_n, GROUP)
+
+@triton.jit
+def _rows_tile(
+    tile, n_tile, a_ptr, a_desc, w_ptr, w_desc, bias_ptr, y_ptr, token_ptr, tile_expert_ptr,
+    tile_start_ptr, end_ptr, I, O, GATHER: tl.constexpr, ACROSS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, WHOLE: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """One tile of `rows_kernel`."""
     expert = tl.load(tile_expert_ptr + tile)
-    if expert < 0:
-        return
     start_row = tl.load(tile_start_ptr + tile)
     end = tl.load(end_ptr + expert)
     rows = start_row + tl.arange(0, BM)
@@ -215,37 +210,57 @@ def rows_kernel(
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=both)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def combine_kernel(
+@triton.jit(do_not_specialize=["num_tiles", "num_n"])
+def rows_kernel(
+    a_ptr,
+    a_desc,
+    w_ptr,
+    w_desc,
+    bias_ptr,
     y_ptr,
-    gate_ptr,
-    back_ptr,
-    out_ptr,
-    last_ptr,
-    num_tokens,
-    D,
-    top_k,
-    HAS_GATE: tl.constexpr,
+    token_ptr,
+    tile_expert_ptr,
+    tile_start_ptr,
+    end_ptr,
+    live_ptr,
+    I,
+    O,
+    num_tiles,
+    num_n,
+    PERSISTENT: tl.constexpr,
+    GROUP: tl.constexpr,
+    GATHER: tl.constexpr,
+    ACROSS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
     BM: tl.constexpr,
-    BD: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
 ):
-    """out (T, D) = sum over a token's K rows of gate * y: gathers in the order of choice."""
-    tokens = tl.program_id(0) * BM + tl.arange(0, BM)
-    cols = tl.program_id(1) * BD + tl.arange(0, BD)
-    inside = tokens < num_tokens
-    known = cols < D
-    total = tl.zeros((BM, BD), dtype=tl.float32)
-    num_rows = tl.load(last_ptr)
-    for choice in range(top_k):
-        row = tl.load(back_ptr + tokens * top_k + choice, mask=inside, other=0).to(tl.int64)
-        # A row for no expert stands behind the last expert's and was never written.
-        written = (inside & (row < num_rows))[:, None] & known[None, :]
-        y = tl.load(y_ptr + row[:, None] * D + cols[None, :], mask=written, other=0.0)
-        y = y.to(tl.float32)
-        if HAS_GATE:
-            gate = tl.load(gate_ptr + tokens * top_k + choice, mask=inside, other=0.0)
-            y *= gate.to(tl.float32)[:, None]
-        total += y
-    out_ptrs = out_ptr + tokens[:, None].to(tl.int64) * D + cols[None, :]
-    both = inside[:, None] & known[None, :]
-    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=both)
+    """y (N, O) = a times each row's expert's weight, (O, I), or (I, O) if ACROSS.
+
+    a (N, I) holds rows, or with GATHER (T, I) tokens.
+    """
+    if PERSISTENT:
+        live = tl.load(live_ptr)
+        for place in tl.range(tl.program_id(0), live * num_n, tl.num_programs(0), flatten=True):
+            tile, n_tile = tile_of(place, live, num_n, GROUP)
+            _rows_tile(
+                *(tile, n_tile),
+                *(a_ptr, a_desc, w_ptr, w_desc, bias_ptr, y_ptr, token_ptr, tile_expert_ptr),
+                *(tile_start_ptr, end_ptr, I, O),
+                *(GATHER, ACROSS, HAS_BIAS, EVEN_K, WHOLE, TMA, PRECISION, BM, BN, BK),
+            )
+    else:
+        tile, n_tile = tile_of(tl.program_id(0), num_tiles, num_n, GROUP)
+        if tl.load(tile_expert_ptr + tile) < 0:
+            return
+        _rows_tile(
+            *(tile, n_tile),
+            *(a_ptr, a_desc, w_ptr, w_desc, bias_ptr, y_ptr, token_ptr, tile_expert_ptr),
+            *(tile_start_ptr, end_ptr, I, O),
+            *(GATHER, ACROSS, HAS_BIAS, EVEN_K, WHOLE, TMA, PRECISION, BM, BN, BK),
+        )

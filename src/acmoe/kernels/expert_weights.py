@@ -16,6 +16,18 @@ from acmoe.kernels.tiles import first_column, tile_of
 
 
 @triton.jit
+def part_rows(end_ptr, part, num_splits, BK: tl.constexpr):
+    """Where the rows of an expert's part begin and end: all but the last have whole blocks."""
+    expert = part // num_splits
+    end = tl.load(end_ptr + expert).to(tl.int32)
+    begin = tl.where(expert > 0, tl.load(end_ptr + tl.maximum(expert - 1, 0)), 0).to(tl.int32)
+    length = tl.cdiv(tl.cdiv(end - begin, num_splits), BK) * BK
+    begin = tl.minimum(begin + (part % num_splits) * length, end)
+    end = tl.minimum(begin + length, end)
+    return begin, end
+
+
+@triton.jit
 def _load_block(
     ptr, desc, rows, start, cols, first, width, COPIED: tl.constexpr, WHOLE: tl.constexpr
 ):
@@ -60,12 +72,7 @@ def weight_kernel(
     first_o = first_column(tile_o, O, WHOLE, BM)
     first_i = first_column(tile_i, I, WHOLE, BN)
     part = tl.program_id(1)
-    expert = part // num_splits
-    end = tl.load(end_ptr + expert).to(tl.int32)
-    begin = tl.where(expert > 0, tl.load(end_ptr + tl.maximum(expert - 1, 0)), 0).to(tl.int32)
-    length = tl.cdiv(tl.cdiv(end - begin, num_splits), BK) * BK
-    begin = tl.minimum(begin + (part % num_splits) * length, end)
-    end = tl.minimum(begin + length, end)
+    begin, end = part_rows(end_ptr, part, num_splits, BK)
     o = first_o + tl.arange(0, BM)
     i = first_i + tl.arange(0, BN)
     step = tl.arange(0, BK)
@@ -104,7 +111,10 @@ def weight_kernel(
         q = tl.load(q_ptr + q_rows[:, None] * I + i[None, :], mask=q_mask, other=0.0)
         acc = dot_as(tl.trans(p), q, acc, PRECISION)
     w_ptrs = dw_ptr + (part.to(tl.int64) * O + o[:, None]) * I + i[None, :]
-    tl.store(w_ptrs, acc.to(dw_ptr.dtype.element_ty), mask=(o < O)[:, None] & (i < I)[None, :])
+    if WHOLE:
+        tl.store(w_ptrs, acc.to(dw_ptr.dtype.element_ty))
+    else:
+        tl.store(w_ptrs, acc.to(dw_ptr.dtype.element_ty), mask=(o < O)[:, None] & (i < I)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_splits"])

@@ -12,11 +12,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from acmoe.kernels.coins import threshold
 from acmoe.kernels.expert_backward import activation_kernel, finish_kernel
-from acmoe.kernels.expert_forward import combine_kernel, copy_kernel, rows_kernel, up_kernel
+from acmoe.kernels.expert_forward import rows_kernel, up_kernel
 from acmoe.kernels.expert_weights import add_kernel, weight_kernel
+from acmoe.kernels.persistent_weights import persistent_weight_kernel
 from acmoe.kernels.products import dot_precision
 from acmoe.kernels.tiles import Plan
-from acmoe.kernels.tuning import Blocks, blocks_for, copies_rows
+from acmoe.kernels.tuning import Blocks, blocks_for
 
 _GROUP = 8  # row tiles that walk over the columns together, and find the weights in L2
 # Rows of a program and of a step, columns, and warps of the activation's backward.
@@ -43,7 +44,17 @@ def sizes_of(x: Tensor, down: Tensor, gate: Tensor, act: str) -> Sizes:
 def _blocks(kernel: str, size: Sizes, dtype: torch.dtype) -> Blocks:
     blocks = blocks_for(kernel, size.dim, size.hidden, size.experts, dtype)
     aligned = size.dim * dtype.itemsize % 16 == 0 and size.hidden * dtype.itemsize % 16 == 0
-    return blocks if aligned else blocks._replace(tma=False)
+    return blocks if aligned and blocks.tma else blocks._replace(tma=False, persistent=0)
+
+
+def _programs(tiles: int, blocks: Blocks) -> int:
+    """One a tile, or few that take many; without a GPU so few that some do take many."""
+    if not blocks.persistent:
+        return tiles
+    if not torch.cuda.is_available():
+        return min(tiles, 3)
+    processors = torch.cuda.get_device_properties().multi_processor_count
+    return min(tiles, blocks.persistent * processors)
 
 
 def _desc(tensor: Tensor, block: list[int], blocks: Blocks) -> Any:
@@ -54,36 +65,19 @@ def _desc(tensor: Tensor, block: list[int], blocks: Blocks) -> Any:
     return TensorDescriptor.from_tensor(flat, block)
 
 
+def _up_desc(up: Tensor, size: Sizes, blocks: Blocks) -> Any:
+    """Gate and up are one block of twice the rows: one product, which reads x once."""
+    if size.act != "swiglu" or not blocks.tma:
+        return _desc(up, [blocks.n, blocks.k], blocks)
+    pairs = up.reshape(2 * size.experts, size.hidden, size.dim)
+    return TensorDescriptor.from_tensor(pairs, [2, blocks.n, blocks.k])
+
+
 class Source(NamedTuple):
     """What stands at each routed row: rows (N, D) in sorted order, or tokens (T, D) to gather."""
 
     values: Tensor
     gather: bool
-
-
-def source_of(x: Tensor, plan: Plan, size: Sizes) -> Source:
-    """Rows where the experts are so wide that the copy pays, else the tokens themselves.
-
-    Every row is some token's. Those for no expert stand last; what a last tile reads of them goes
-    nowhere.
-    """
-    if not copies_rows(size.dim, size.hidden, size.experts, size.width):
-        return Source(x, True)
-    dim = x.shape[1]
-    rows = torch.empty(plan.num_rows, dim, device=x.device, dtype=x.dtype)
-    height, block = _flat_tile(dim)
-    copy_kernel[(triton.cdiv(plan.num_rows, height), triton.cdiv(dim, block))](
-        *(x, plan.token, rows, plan.num_rows, dim), BM=height, BD=block, num_warps=4
-    )
-    return Source(rows, False)
-
-
-def _flat_tile(dim: int) -> tuple[int, int]:
-    """Rows and columns of a pass without products: 2,048 numbers, and few columns that are not."""
-    block = 64 if dim <= 64 else 128
-    while block < 1024 and triton.cdiv(dim, 2 * block) * 2 == triton.cdiv(dim, block):
-        block *= 2
-    return 2048 // block, block
 
 
 def _launch(blocks: Blocks, dtype: torch.dtype) -> dict[str, Any]:
@@ -116,11 +110,13 @@ def run_up(
     blocks = _blocks("up", size, x.dtype)
     expert, start = plan[blocks.m]
     num_n = triton.cdiv(size.hidden, blocks.n)
-    up_kernel[(expert.numel() * num_n,)](
+    up_kernel[(_programs(expert.numel() * num_n, blocks),)](
         *(x, x if source.gather else _desc(x, [blocks.m, blocks.k], blocks)),
-        *(up, _desc(up, [blocks.n, blocks.k], blocks)),
-        *(up if up_bias is None else up_bias, h, a, plan.token, expert, start, plan.end, seed),
+        *(up, _up_desc(up, size, blocks)),
+        *(up if up_bias is None else up_bias, h, a, plan.token, expert, start),
+        *(plan.end, plan.live(blocks.m), seed),
         *(size.dim, size.hidden, expert.numel(), num_n),
+        PERSISTENT=blocks.persistent > 0,
         GATHER=source.gather,
         ACT=size.act,
         HAS_BIAS=up_bias is not None,
@@ -154,10 +150,12 @@ def run_rows(
     expert, start = plan[blocks.m]
     num_n = triton.cdiv(outer, blocks.n)
     w_block = [blocks.k, blocks.n] if across else [blocks.n, blocks.k]
-    rows_kernel[(expert.numel() * num_n,)](
+    rows_kernel[(_programs(expert.numel() * num_n, blocks),)](
         *(a, _desc(a, [blocks.m, blocks.k], blocks), weight, _desc(weight, w_block, blocks)),
-        *(weight if bias is None else bias, y, plan.token, expert, start, plan.end),
+        *(weight if bias is None else bias, y, plan.token, expert, start),
+        *(plan.end, plan.live(blocks.m)),
         *(inner, outer, expert.numel(), num_n),
+        PERSISTENT=blocks.persistent > 0,
         GATHER=gather,
         ACROSS=across,
         HAS_BIAS=bias is not None,
@@ -166,22 +164,6 @@ def run_rows(
         **_launch(blocks, a.dtype),
     )
     return y
-
-
-def run_combine(y: Tensor, gate: Tensor | None, back: Tensor, end: Tensor, tokens: int) -> Tensor:
-    """(T, D): each token's rows, weighted by the gate or plainly summed."""
-    dim = y.shape[1]
-    out = torch.empty(tokens, dim, device=y.device, dtype=y.dtype)
-    height, block = _flat_tile(dim)
-    combine_kernel[(triton.cdiv(tokens, height), triton.cdiv(dim, block))](
-        *(y, y if gate is None else gate, back, out, end[-1:], tokens, dim),
-        back.numel() // tokens,
-        HAS_GATE=gate is not None,
-        BM=height,
-        BD=block,
-        num_warps=4,
-    )
-    return out
 
 
 class Sums(NamedTuple):
@@ -273,13 +255,22 @@ def run_weight(
     splits = blocks.splits or _splits(tiles * size.experts, plan.num_rows // size.experts, blocks.k)
     dtype = p.dtype if splits == 1 else torch.float32
     dw = torch.empty(size.experts, splits, outer, inner, device=p.device, dtype=dtype)
-    weight_kernel[(tiles, size.experts * splits)](
-        *(p, _desc(p, [blocks.k, blocks.m], blocks), q, _desc(q, [blocks.k, blocks.n], blocks)),
-        *(dw, plan.token, plan.end, outer, inner, splits),
-        GATHER=gather,
-        WHOLE=outer >= blocks.m and inner >= blocks.n,
-        **_launch(blocks, p.dtype),
+    parts = size.experts * splits
+    factors = (
+        *(p, _desc(p, [blocks.k, blocks.m], blocks)),
+        *(q, _desc(q, [blocks.k, blocks.n], blocks)),
     )
+    how = {"WHOLE": outer >= blocks.m and inner >= blocks.n} | _launch(blocks, p.dtype)
+    if blocks.persistent and gather == "none":
+        persistent_weight_kernel[(_programs(tiles * parts, blocks),)](
+            *(*factors, dw, plan.end, outer, inner, splits, parts, plan.num_rows),
+            BP=max(128, triton.next_power_of_2(parts)),
+            **how,
+        )
+    else:
+        weight_kernel[(tiles, parts)](
+            *(*factors, dw, plan.token, plan.end, outer, inner, splits), GATHER=gather, **how
+        )
     return dw[:, 0] if splits == 1 else _add(dw, p.dtype)
 
 

@@ -60,6 +60,7 @@ def _plan_kernel(
     token_ptr,
     expert_ptr,
     start_ptr,
+    live_ptr,
     num_rows,
     num_experts,
     top_k,
@@ -83,6 +84,7 @@ def _plan_kernel(
     base = table * stride
     before, mine, first_row = tiles_before(end_ptr, expert, num_experts, height, BE)
     if expert == num_experts - 1:  # the tiles left over stand behind its own
+        tl.store(live_ptr + table, before + mine)
         last_row = tl.load(end_ptr + expert).to(tl.int32)
         left = tl.cdiv(num_rows, height) + num_experts - before - mine
         for i in range(0, left, STEP):
@@ -111,10 +113,11 @@ class Plan:
         stride = triton.cdiv(most_tiles(self.num_rows, num_experts, HEIGHTS[0]), 4) * 4
         shape = (2, len(HEIGHTS), stride)
         self.tables = torch.empty(shape, dtype=torch.int32, device=end_E.device)
+        self._live = torch.empty(len(HEIGHTS), dtype=torch.int32, device=end_E.device)
         programs = len(HEIGHTS) * num_experts + triton.cdiv(self.num_rows, _STEP)
         _plan_kernel[(programs,)](
-            *(order_N, end_E, self.token, *self.tables, self.num_rows, num_experts, top_k),
-            *(len(HEIGHTS), stride),
+            *(order_N, end_E, self.token, *self.tables, self._live),
+            *(self.num_rows, num_experts, top_k, len(HEIGHTS), stride),
             LOWEST=HEIGHTS[0],
             STEP=_STEP,
             BE=triton.next_power_of_2(num_experts),
@@ -125,3 +128,8 @@ class Plan:
         tiles = most_tiles(self.num_rows, self.end.shape[0], height)
         expert, start = self.tables[:, HEIGHTS.index(height), :tiles]
         return expert, start
+
+    def live(self, height: int) -> Tensor:
+        """(1,) int32 number of this height's tiles that are some expert's; they stand first."""
+        at = HEIGHTS.index(height)
+        return self._live[at : at + 1]

@@ -29,6 +29,7 @@ class Blocks(NamedTuple):
     num_stages: int
     tma: bool = False  # tiles by the copy engine; needs rows of a multiple of 16 bytes
     splits: int = 0  # of an expert's rows in a weight gradient; 0: as many as fill the chip
+    persistent: int = 0  # programs a multiprocessor, each of many tiles; 0: a program a tile
 
 
 @functools.cache

@@ -29,7 +29,8 @@ def _forward(
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
     """(T, D) outputs, and h (N, W) for backward."""
-    from acmoe.kernels.experts import run_combine, run_rows, run_up, sizes_of, source_of
+    from acmoe.kernels.expert_tokens import run_combine, source_of
+    from acmoe.kernels.experts import run_rows, run_up, sizes_of
     from acmoe.kernels.tiles import Plan
 
     size = sizes_of(x, down, gate, act)
@@ -57,15 +58,14 @@ def _gradients(
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Of x, up, down, the biases (no columns where there is none) and gate. Overwrites h."""
+    from acmoe.kernels.expert_tokens import run_combine, source_of
     from acmoe.kernels.experts import (
         Sums,
         run_activation,
-        run_combine,
         run_finish,
         run_rows,
         run_weight,
         sizes_of,
-        source_of,
     )
     from acmoe.kernels.tiles import Plan
 

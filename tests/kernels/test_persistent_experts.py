@@ -1,0 +1,110 @@
+"""Expert products by few programs, each of many tiles, against a program for each tile.
+
+Without a GPU a launch has three programs at most, so that each of them takes several tiles.
+"""
+
+import pytest
+import torch
+from test_expert_kernels import KERNELS, Layer, close
+
+from acmoe.kernels.tuning import Blocks
+
+ONE_A_TILE = Blocks(16, 32, 32, 4, 2, True, 1)
+# Activation, (tokens, features, hidden units, experts, experts per token), whether rows are copied,
+# whether all go to one expert; else one expert has none, and two tokens have no expert.
+CASES = [
+    ("swiglu", (28, 48, 40, 4, 2), False, False),
+    ("swiglu", (21, 32, 36, 3, 2), True, False),
+    ("relu", (27, 24, 40, 3, 2), False, True),
+    ("gelu", (19, 36, 20, 3, 1), True, True),
+    ("swiglu", (3, 16, 16, 1, 1), False, False),  # fewer tiles than programs
+]
+# Of `Layer.gradients`: tokens and gate; then the first weight and the second.
+BY_ROWS, BY_WEIGHTS = slice(0, 2), slice(2, 4)
+
+
+def results(layer, blocks, monkeypatch):
+    """Output and gradients by all six products with these blocks."""
+    from acmoe.kernels import tuning
+
+    monkeypatch.setattr(tuning, "OVERRIDE", dict.fromkeys(KERNELS, blocks))
+    out = layer.fused()
+    return out, layer.gradients(out)
+
+
+@pytest.mark.parametrize(("activation", "sizes", "copied", "one_expert"), CASES)
+def test_few_programs_compute_what_one_a_tile_does(
+    activation, sizes, copied, one_expert, device, monkeypatch
+):
+    """Products by rows sum in the same order; weights take an expert's odd rows first, not last."""
+    from acmoe.kernels import tuning
+
+    if copied:
+        monkeypatch.setattr(tuning, "COPY_WIDTH", 1)
+    layer = Layer(activation, True, sizes, device, one_expert=one_expert)
+    out, right = results(layer, ONE_A_TILE, monkeypatch)
+    found, mine = results(layer, ONE_A_TILE._replace(persistent=1), monkeypatch)
+    assert torch.equal(found, out)
+    for one, other in zip(mine[BY_ROWS], right[BY_ROWS], strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(mine[BY_WEIGHTS], right[BY_WEIGHTS], strict=True):
+        close(one, other)
+
+
+def test_few_programs_sum_an_expert_s_rows_in_parts(device, monkeypatch):
+    """Of three parts some have no rows, some fewer than a block, some several blocks."""
+    layer = Layer("relu", True, (45, 20, 24, 3, 2), device)
+    few = ONE_A_TILE._replace(n=16, k=16, splits=3, persistent=2)
+    _, found = results(layer, few, monkeypatch)
+    right = layer.gradients(layer.reference())
+    for mine, wanted in zip(found, right, strict=True):
+        close(mine, wanted)
+
+
+@pytest.mark.parametrize("gather", ["none", "p", "q"])
+def test_what_an_expert_does_not_own_never_enters_its_sums(gather, device, monkeypatch):
+    """Rows for no expert are never written: here they, and a token they alone name, are NaN."""
+    from acmoe.kernels import tuning
+    from acmoe.kernels.experts import Sizes, run_weight
+    from acmoe.kernels.tiles import Plan
+
+    blocks = Blocks(16, 16, 16, 4, 2, True, 1, 1)
+    monkeypatch.setattr(tuning, "OVERRIDE", {"down_weight": blocks})
+    torch.manual_seed(0)
+    # Experts of 5 rows (no whole block), none, 16 (one) and 35 (two and an odd one); 4 for nobody.
+    end = torch.tensor([5, 5, 21, 56], device=device)
+    order = torch.randint(1, 30, (60,), device=device)
+    order[56:] = 0
+    plan = Plan(order, end, 1)
+    p, q = torch.randn(60, 32, device=device), torch.randn(60, 16, device=device)
+    p[56:] = q[56:] = torch.nan
+    sources = {"p": p, "q": q}
+    if gather in sources:
+        sources[gather] = torch.randn(30, sources[gather].shape[1], device=device)
+        sources[gather][0] = torch.nan
+    size = Sizes(60, 32, 16, 4, 1, "relu")
+    found = run_weight("down_weight", sources["p"], sources["q"], plan, size, gather=gather)
+    by_row = {
+        name: (value[order] if name == gather else value).double()
+        for name, value in sources.items()
+    }
+    for expert, (begin, stop) in enumerate([(0, 5), (5, 5), (5, 21), (21, 56)]):
+        right = by_row["p"][begin:stop].T @ by_row["q"][begin:stop]
+        close(found[expert], right.float())
+
+
+def test_a_plan_counts_the_tiles_of_experts(device):
+    from acmoe.kernels.tiles import HEIGHTS, Plan
+
+    # Experts of 0, 5, 0, 32 and 3 rows; 7 rows for no expert.
+    end = torch.tensor([0, 5, 5, 37, 40], device=device)
+    plan = Plan(torch.arange(47, device=device), end, 1)
+    assert [plan.live(height).item() for height in HEIGHTS] == [4, 3, 3, 3, 3]
+
+
+def test_rows_the_copy_engine_cannot_read_have_a_program_a_tile(device, monkeypatch):
+    """Rows of 33 float32 numbers are no multiple of 16 bytes."""
+    layer = Layer("gelu", True, (20, 33, 40, 3, 1), device)
+    _, right = results(layer, ONE_A_TILE, monkeypatch)
+    _, found = results(layer, ONE_A_TILE._replace(persistent=1), monkeypatch)
+    assert all(torch.equal(mine, wanted) for mine, wanted in zip(found, right, strict=True))
