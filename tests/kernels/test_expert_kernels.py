@@ -197,6 +197,33 @@ def test_equal_inputs_give_equal_bits(device):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("case", [CASES[0], CASES[2]])
+def test_nothing_is_kept_for_a_backward_that_will_not_come(case, device, monkeypatch):
+    from acmoe.kernels import experts
+
+    kept = []
+
+    def watched(*args, **options):
+        h, a = run_up(*args, **options)
+        kept.append(h.shape[0])
+        return h, a
+
+    run_up = experts.run_up
+    monkeypatch.setattr(experts, "run_up", watched)
+    layer = Layer(*case, device)
+    trained = layer.fused()
+    with torch.no_grad():
+        plain = layer.fused()
+    compiled = torch.compile(layer.fused, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(), trained)
+    assert torch.equal(plain, trained)
+    assert kept == [layer.ids.numel(), 0, 0]
+    for parameter in layer.leaves:
+        parameter.requires_grad_(False)
+    assert torch.equal(layer.fused(), trained) and kept[-1] == 0
+
+
 def test_backward_drops_the_units_that_forward_dropped(device):
     """ReLU of positive units: y is linear in down, so that <y, g> = <down, dy/ddown g>."""
     layer = Layer("relu", False, (10, 16, 16, 2, 1), device)

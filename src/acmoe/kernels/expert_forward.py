@@ -23,10 +23,10 @@ from acmoe.kernels.tiles import first_column, tile_of
 @triton.jit
 def _up_tile(
     tile, n_tile, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, h_ptr, a_ptr, token_ptr, tile_expert_ptr,
-    tile_start_ptr, end_ptr, seed_ptr, D, F, GATHER: tl.constexpr, ACT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, DROPPED: tl.constexpr, EVEN_K: tl.constexpr, WHOLE: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr,
+    tile_start_ptr, end_ptr, seed_ptr, D, F, GATHER: tl.constexpr, KEEP: tl.constexpr,
+    ACT: tl.constexpr, HAS_BIAS: tl.constexpr, DROPPED: tl.constexpr, EVEN_K: tl.constexpr,
+    WHOLE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One tile of `up_kernel`."""
     expert = tl.load(tile_expert_ptr + tile)
@@ -78,16 +78,18 @@ def _up_tile(
     both = inside[:, None] if WHOLE else inside[:, None] & known[None, :]
     if HAS_BIAS:
         acc += tl.load(bias_ptr + expert * W + safe)[None, :].to(tl.float32)
-    # Of h as it is stored, for backward will see that; and 16 bits change layout before the stores
+    # Of h as it is kept, for backward will see that; and 16 bits change layout before the stores
     # in half the traffic, once instead of twice.
     h = acc.to(h_ptr.dtype.element_ty)
     h_ptrs = h_ptr + out[:, None] * W + cols[None, :]
-    tl.store(h_ptrs, h, mask=both)
+    if KEEP:
+        tl.store(h_ptrs, h, mask=both)
     if ACT == "swiglu":
         if HAS_BIAS:
             second += tl.load(bias_ptr + expert * W + F + safe)[None, :].to(tl.float32)
         u = second.to(h_ptr.dtype.element_ty)
-        tl.store(h_ptrs + F, u, mask=both)
+        if KEEP:
+            tl.store(h_ptrs + F, u, mask=both)
         value = silu(h.to(tl.float32)) * u.to(tl.float32)
     elif ACT == "gelu":
         value = gelu(h.to(tl.float32))
@@ -121,6 +123,7 @@ def up_kernel(
     PERSISTENT: tl.constexpr,
     GROUP: tl.constexpr,
     GATHER: tl.constexpr,
+    KEEP: tl.constexpr,
     ACT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     DROPPED: tl.constexpr,
@@ -132,7 +135,7 @@ def up_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """h (N, W) and a (N, F) of x (T, D) with GATHER, of rows (N, D) without."""
+    """h (N, W), if to KEEP, and a (N, F) of x (T, D) with GATHER, of rows (N, D) without."""
     if PERSISTENT:
         live = tl.load(live_ptr)
         for place in tl.range(tl.program_id(0), live * num_n, tl.num_programs(0), flatten=True):
@@ -140,7 +143,7 @@ def up_kernel(
             _up_tile(
                 *(tile, n_tile, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, h_ptr, a_ptr, token_ptr),
                 *(tile_expert_ptr, tile_start_ptr, end_ptr, seed_ptr, D, F),
-                *(GATHER, ACT, HAS_BIAS, DROPPED, EVEN_K, WHOLE, TMA, PRECISION, BM, BN, BK),
+                *(GATHER, KEEP, ACT, HAS_BIAS, DROPPED, EVEN_K, WHOLE, TMA, PRECISION, BM, BN, BK),
             )
     else:
         tile, n_tile = tile_of(tl.program_id(0), num_tiles, num_n, GROUP)
@@ -149,7 +152,7 @@ def up_kernel(
         _up_tile(
             *(tile, n_tile, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, h_ptr, a_ptr, token_ptr),
             *(tile_expert_ptr, tile_start_ptr, end_ptr, seed_ptr, D, F),
-            *(GATHER, ACT, HAS_BIAS, DROPPED, EVEN_K, WHOLE, TMA, PRECISION, BM, BN, BK),
+            *(GATHER, KEEP, ACT, HAS_BIAS, DROPPED, EVEN_K, WHOLE, TMA, PRECISION, BM, BN, BK),
         )
 
 

@@ -102,10 +102,13 @@ def run_up(
     size: Sizes,
     dropout: float,
     seed: Tensor,
+    *,
+    keep: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """h (N, W) before the activation, and a (N, F) after activation and dropout."""
+    """h (N, W) before the activation, no rows of it unless to keep; a (N, F) after activation and
+    dropout."""
     x, rows = source.values, plan.num_rows
-    h = torch.empty(rows, size.width, device=x.device, dtype=x.dtype)
+    h = torch.empty(rows if keep else 0, size.width, device=x.device, dtype=x.dtype)
     a = torch.empty(rows, size.hidden, device=x.device, dtype=x.dtype)
     blocks = _blocks("up", size, x.dtype)
     expert, start = plan[blocks.m]
@@ -118,6 +121,7 @@ def run_up(
         *(size.dim, size.hidden, expert.numel(), num_n),
         PERSISTENT=blocks.persistent > 0,
         GATHER=source.gather,
+        KEEP=keep,
         ACT=size.act,
         HAS_BIAS=up_bias is not None,
         DROPPED=threshold(dropout),

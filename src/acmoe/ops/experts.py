@@ -3,8 +3,8 @@
 The reference is experts/mlp.py; this is the same function by Triton kernels, with the gather, the
 activation, the gate and the combine fused in. A custom op, so `torch.compile(fullgraph=True)` sees
 one call; eager calls go past the dispatcher, whose outputs autograd would copy into .grad (0.4 ms
-of 19 at olmoe). Only h, before the activation, is kept for backward, and backward writes its
-gradient over it: a second backward through a retained graph raises.
+of 19 at olmoe). Only h, before the activation, is kept for backward, where there will be one, and
+backward writes its gradient over it: a second backward through a retained graph raises.
 """
 
 from collections.abc import Sequence
@@ -27,15 +27,16 @@ def _forward(
     seed: Tensor,
     act: str,
     dropout: float,
+    keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(T, D) outputs, and h (N, W) for backward."""
+    """(T, D) outputs, and h (N, W) for backward; no rows of it unless to keep."""
     from acmoe.kernels.expert_tokens import run_combine, source_of
     from acmoe.kernels.experts import run_rows, run_up, sizes_of
     from acmoe.kernels.tiles import Plan
 
     size = sizes_of(x, down, gate, act)
     plan = Plan(order, end, size.top_k)
-    h, a = run_up(source_of(x, plan, size), up, up_bias, plan, size, dropout, seed)
+    h, a = run_up(source_of(x, plan, size), up, up_bias, plan, size, dropout, seed, keep=keep)
     y = run_rows("down", a, down, down_bias, plan, size)
     return run_combine(y, gate, back, end, size.tokens), h
 
@@ -98,7 +99,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
         out, h = _forward(*inputs)
-        *tensors, ctx.act, ctx.dropout = inputs
+        *tensors, ctx.act, ctx.dropout, _ = inputs
         ctx.save_for_backward(*tensors, h)
         return out
 
@@ -122,7 +123,7 @@ def _aligned(
         *(dx, d_up, d_down),
         None if up_bias is None else d_up_bias,
         None if down_bias is None else d_down_bias,
-        *(d_gate, None, None, None, None, None, None, None),
+        *(d_gate, None, None, None, None, None, None, None, None),
     )
 
 
@@ -141,15 +142,16 @@ def _expert_mlp(
     seed: Tensor,
     act: str,
     dropout: float,
+    keep: bool,
 ) -> tuple[Tensor, Tensor]:
     return _forward(
-        *(x, up, down, up_bias, down_bias, gate, order, back, end, expert, seed, act, dropout)
+        *(x, up, down, up_bias, down_bias, gate, order, back, end, expert, seed, act, dropout, keep)
     )
 
 
 @_expert_mlp.register_fake
-def _(x, up, down, up_bias, down_bias, gate, order, back, end, expert, seed, act, dropout):  # type: ignore[no-untyped-def]
-    return torch.empty_like(x), x.new_empty(order.numel(), up.shape[1])
+def _(x, up, down, up_bias, down_bias, gate, order, back, end, expert, seed, act, dropout, keep):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x), x.new_empty(order.numel() if keep else 0, up.shape[1])
 
 
 @torch.library.custom_op("acmoe::expert_mlp_backward", mutates_args=("h",))
@@ -189,7 +191,7 @@ def _(grad, x, up, down, up_bias, down_bias, gate, order, back, end, expert, see
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    *tensors, act, dropout = inputs
+    *tensors, act, dropout, _ = inputs
     ctx.save_for_backward(*tensors, output[1])
     ctx.act, ctx.dropout = act, dropout
 
@@ -224,9 +226,12 @@ def expert_mlp(
     if dropout > 0:
         seed = torch.randint(2**31, (1,), device=x_TD.device)
     numbers = (x_TD, up_EWD, down_EDF, up_bias_EW, down_bias_ED, gate_TK)
+    keep = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in numbers
+    )
     arguments = (
         *(None if tensor is None else tensor.contiguous() for tensor in numbers),
-        *(order_N, back_N, end_E, expert_N, seed, activation, dropout),
+        *(order_N, back_N, end_E, expert_N, seed, activation, dropout, keep),
     )
     out: Tensor
     if torch.compiler.is_compiling():
