@@ -3,10 +3,10 @@
     delta     output times its gradient, summed for each query
     keys      one program a tile of keys walks over the queries that see it: dk, dv, and the
               gradient of the skewed scores, each written over the score it came from
-    queries   one program a tile of queries walks over its keys: dq, a product along the band
+    queries   their products with keys and table: dq, in attention_queries.py
 
-Two products then carry the scores' gradient on to queries and table. No atomics: equal inputs give
-equal bits. Shapes as in attention.py, the skew in attention_skew.py.
+One more product carries the scores' gradient on to the table. No atomics: equal inputs give equal
+bits. Shapes as in attention.py, the skew in attention_skew.py.
 
 With dropout a kept weight w counts 1 / (1 - dropout) times. This factor, and the scale of a score,
 are the same for every entry, so they are left out of what is written and multiply the finished
@@ -21,18 +21,19 @@ from torch import Tensor
 
 from acmoe.kernels.attention import (
     LOG2E,
+    as_runs,
     blocks_for,
     choices,
     identity,
     in_window,
-    key_phases,
-    launch,
     load_numbers,
     load_rows,
+    place_of,
     spread_of,
     strides_of,
     with_positions,
 )
+from acmoe.kernels.attention_queries import queries_gradient
 from acmoe.kernels.attention_skew import (
     COMB,
     Band,
@@ -47,8 +48,6 @@ from acmoe.kernels.attention_skew import (
 from acmoe.kernels.coins import survives, threshold
 from acmoe.kernels.products import dot
 
-_KERNELS = ("attention_keys", "attention_queries")
-
 
 @triton.jit
 def delta_kernel(out_ptr, grad_ptr, delta_ptr, num, share, P: tl.constexpr, BM: tl.constexpr):
@@ -62,14 +61,13 @@ def delta_kernel(out_ptr, grad_ptr, delta_ptr, num, share, P: tl.constexpr, BM: 
 
 
 @triton.jit
-def query_phases(j0, S, L, span, BM: tl.constexpr, BN: tl.constexpr):
-    """Where a tile of keys finds the queries that see it; see `key_phases`."""
+def query_runs(j0, S, L, span, BM: tl.constexpr, BN: tl.constexpr):
+    """Where a tile of keys finds the queries that see it; see `as_runs`."""
     start = tl.maximum(j0 + 1 - S, 0) // BM * BM
     end = tl.minimum(j0 + BN + span - S, L)
     inner = tl.maximum(start, (tl.maximum(j0 + BN - S, 0) + BM - 1) // BM * BM)
     outer = tl.maximum(tl.minimum(j0 + span - S + 1, L), 0) // BM * BM
-    outer = tl.maximum(inner, outer)
-    return start, tl.minimum(inner, end), inner, outer, outer, end
+    return as_runs(start, inner, tl.maximum(inner, outer), end, BM)
 
 
 @triton.jit
@@ -80,11 +78,13 @@ def _by_query(
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """What one tile of queries adds to the gradients of a tile of keys and values."""
-    i = tl.multiple_of(i0, BM) + tl.arange(0, BM)
-    q = load_rows(q_base, i, p, L, P, INTERIOR)
-    grad = load_rows(grad_base, i, p, L, P, INTERIOR)
-    lse = load_numbers(lse_base, i, L, INTERIOR)
-    delta = load_numbers(delta_base, i, L, INTERIOR)
+    i0 = tl.multiple_of(i0, BM)
+    m = tl.arange(0, BM)
+    i = i0 + m
+    q = load_rows(q_base, i0, m, p, L, P, INTERIOR)
+    grad = load_rows(grad_base, i0, m, p, L, P, INTERIOR)
+    lse = load_numbers(lse_base, i0, m, L, INTERIOR)
+    delta = load_numbers(delta_base, i0, m, L, INTERIOR)
     # Eight queries on is one row on, and one comb to the left.
     score_ptrs = scores + i0 // COMB * (columns - COMB).to(tl.int64)
     window = in_window(i, j, S, L, span)
@@ -101,7 +101,7 @@ def _by_query(
         weight = tl.where(seen[None, :], weight, 0.0)
     left = weight
     if DROPPED > 0:
-        bits = load_numbers(bits_base, i, L, INTERIOR)
+        bits = load_numbers(bits_base, i0, m, L, INTERIOR)
         left = tl.where(survives(bits[:, None], spread[None, :], DROPPED), weight, 0.0)
     dscore = (left * dweight - weight * delta[:, None]).to(q.dtype)
     dv = dot(left.to(q.dtype).T, grad, dv)
@@ -118,19 +118,20 @@ def keys_kernel(
     dk_ptr, dv_ptr, k_batch, k_head, k_stride, v_batch, v_head, v_stride,
     num_heads, L, N, span, num_heads_rows, num_rows, columns, shift, steep, dk_scale, dv_scale,
     HAS_MASK: tl.constexpr, DROPPED: tl.constexpr,
-    P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dk, dv, and the scores' gradient in their place: every entry of a window is visited once."""
     x = tl.program_id(1).to(tl.int64)
     j0 = tl.program_id(0) * BN
-    j = j0 + tl.arange(0, BN)
+    n = tl.arange(0, BN)
+    j = j0 + n
     p = tl.arange(0, P)
     known = j < N
     S = N - L
     k_start = x // num_heads * k_batch + x % num_heads * k_head
     v_start = x // num_heads * v_batch + x % num_heads * v_head
-    k = load_rows(k_ptr + k_start, j, p, N, k_stride, False)
-    v = load_rows(v_ptr + v_start, j, p, N, v_stride, False)
+    k = load_rows(k_ptr + k_start, j0, n, p, N, k_stride, False)
+    v = load_rows(v_ptr + v_start, j0, n, p, N, v_stride, False)
     seen = known
     if HAS_MASK:
         seen = tl.load(mask_ptr + x // num_heads * N + j, mask=known, other=0) != 0
@@ -140,13 +141,15 @@ def keys_kernel(
     eye = identity(BN, score_ptr.dtype.element_ty)
     dk = tl.zeros((BN, P), tl.float32)
     dv = tl.zeros((BN, P), tl.float32)
-    bounds = query_phases(j0, S, L, span, BM, BN)
-    for PHASE in tl.static_range(3):
-        for i0 in range(bounds[2 * PHASE], bounds[2 * PHASE + 1], BM):
+    runs = query_runs(j0, S, L, span, BM, BN)
+    for INTERIOR in tl.static_range(2):
+        low, high = runs[2 * INTERIOR], runs[2 * INTERIOR + 1]
+        for at in tl.range(low, high, BM if INTERIOR else 1, num_stages=STAGES):
             dk, dv = _by_query(
-                i0, k, v, eye, q_ptr + x * L * P, grad_ptr + x * L * P, scores, bits_ptr + x * L,
-                lse_ptr + x * L, delta_ptr + x * L, seen, spread, j, p, dk, dv, L, S, span,
-                columns, steep, PHASE == 1, HAS_MASK, DROPPED, P, BM, BN,
+                place_of(at, runs, BM, INTERIOR), k, v, eye, q_ptr + x * L * P,
+                grad_ptr + x * L * P, scores, bits_ptr + x * L, lse_ptr + x * L, delta_ptr + x * L,
+                seen, spread, j, p, dk, dv, L, S, span, columns, steep,
+                INTERIOR, HAS_MASK, DROPPED, P, BM, BN,
             )  # fmt: skip
     kind = dk_ptr.dtype.element_ty
     place = j[:, None].to(tl.int64)
@@ -154,42 +157,6 @@ def keys_kernel(
     dv_ptrs = dv_ptr + v_start + place * v_stride + p[None, :]
     tl.store(dk_ptrs, (dk * dk_scale).to(kind), mask=known[:, None])
     tl.store(dv_ptrs, (dv * dv_scale).to(kind), mask=known[:, None])
-
-
-@triton.jit
-def queries_kernel(
-    k_ptr, dscore_ptr, dq_ptr, k_batch, k_head, k_stride,
-    num_heads, L, N, span, num_heads_rows, num_rows, columns, shift, dq_scale,
-    P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """dq (X, 8 * M, P) without the table's part; zeros where a distance met no key."""
-    x = tl.program_id(1).to(tl.int64)
-    i0 = tl.program_id(0) * BM
-    i = i0 + tl.arange(0, BM)
-    p = tl.arange(0, P)
-    real = i < L
-    S = N - L
-    k_base = k_ptr + x // num_heads * k_batch + x % num_heads * k_head
-    safe = tl.minimum(i, L - 1)
-    dscores = dscore_ptr + score_offsets(x, safe, num_heads_rows, num_rows, columns, shift)
-    dq = tl.zeros((BM, P), tl.float32)
-    bounds = key_phases(i0, S, L, span, BM, BN)
-    for PHASE in tl.static_range(3):
-        for j0 in range(bounds[2 * PHASE], bounds[2 * PHASE + 1], BN):
-            j = tl.multiple_of(j0, BN) + tl.arange(0, BN)
-            k = load_rows(k_base, j, p, N, k_stride, PHASE == 1)
-            dscore = tl.load(dscores[:, None] + j[None, :])
-            if PHASE != 1:  # what lies beside the window belongs to others
-                dscore = tl.where(in_window(i, j, S, L, span), dscore, 0.0)
-            dq = dot(dscore, k, dq)
-    dq_ptrs = dq_ptr + (x * num_rows * COMB + i[:, None]) * P + p[None, :]
-    tl.store(dq_ptrs, (dq * dq_scale).to(dq_ptr.dtype.element_ty), mask=real[:, None])
-    # Distances that reach beyond the first key met none, and carry no gradient.
-    for j0 in range(tl.minimum(S + i0 - span, 0), 0, BN):
-        j = j0 + tl.arange(0, BN)
-        beyond = (S + i[:, None] - j[None, :] <= span) & (j < 0)[None, :] & real[:, None]
-        nothing = tl.zeros((BM, BN), dscore_ptr.dtype.element_ty)
-        tl.store(dscores[:, None] + j[None, :], nothing, mask=beyond)
 
 
 def _delta(out: Tensor, grad: Tensor, share: float) -> Tensor:
@@ -223,14 +190,13 @@ def run_backward(
     """Gradients of queries, keys, values and table, each in its own shape and dtype."""
     batch, heads, num_queries, width = q.shape
     band = Band(heads, num_queries, k.shape[2], table.shape[1])
-    dq = q.new_empty(batch, heads, 8 * band.rows, width)
-    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = (torch.empty_like(tensor) for tensor in (q, k, v))
     assert strides_of(dk, dv) == strides_of(k, v)
     dtable = torch.zeros(table.shape, device=q.device)
     table_8PC = shifted_tables(table, band, q.dtype)
     share = 1 - threshold(dropout) / 2**32  # of probabilities kept
     delta = _delta(out, grad, share)
-    by_keys, by_queries = (blocks_for(name, q.dtype, width) for name in _KERNELS)
+    blocks = blocks_for("attention_keys", q.dtype, width)
     groups = band.groups(batch, q.element_size())
     for first in groups:
         some = slice(first, first + groups.step)
@@ -239,17 +205,12 @@ def run_backward(
         mask = q if key_mask is None else key_mask[some].to(torch.uint8)
         num = q[some].shape[0] * heads
         rest = (grad[some], lse[some], delta[some])
-        sizes = geometry(band, num)
-        keys_kernel[(triton.cdiv(band.keys, by_keys.n), num)](
+        keys_kernel[(triton.cdiv(band.keys, blocks.n), num)](
             *(q[some], k[some], v[some], scores, mask, bits[some], *rest, dk[some], dv[some]),
-            *(*strides_of(k, v), *sizes, scale * LOG2E, scale / share, 1 / share),
-            **(launch(by_keys) | choices(key_mask, dropout)),
+            *(*strides_of(k, v), *geometry(band, num), scale * LOG2E, scale / share, 1 / share),
+            **choices(blocks, key_mask, dropout),
         )
         dscores = scores  # the same memory
-        queries_kernel[(triton.cdiv(num_queries, by_queries.m), num)](
-            *(k[some], dscores, dq[some], *k.stride()[:3], *sizes, scale / share),
-            **launch(by_queries),
-        )
+        queries_gradient(k[some], table_8PC, dscores, dq[some], band, scale / share)
         add_shifted(dtable, _table_gradient(q_8RP, dscores), band, scale / share)
-        comb(dq[some]).baddbmm_(dscores, table_8PC.mT, alpha=scale / share)
-    return dq[:, :, :num_queries].contiguous(), dk, dv, dtable.to(table.dtype)
+    return dq, dk, dv, dtable.to(table.dtype)
