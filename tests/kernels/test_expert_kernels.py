@@ -150,16 +150,14 @@ def test_copied_rows_give_the_bits_of_gathered_ones(device, monkeypatch):
 def test_rows_are_copied_in_sorted_order_where_experts_are_wide(device):
     from acmoe.kernels.expert_tokens import source_of
     from acmoe.kernels.experts import Sizes
-    from acmoe.kernels.tiles import Plan
     from acmoe.kernels.tuning import COPY_WIDTH
 
     x = torch.arange(12.0, device=device).view(4, 3)
-    order = torch.tensor([3, 0, 6, 1, 7, 2, 4, 5], device=device)  # row 2 t + k of token t
-    plan = Plan(order, torch.tensor([3, 6], device=device), 2)
+    back = torch.tensor([1, 3, 5, 0, 6, 7, 2, 4], device=device)  # of choice k of token t: 2 t + k
     wide = Sizes(4, 3, COPY_WIDTH // 2, 2, 2, "swiglu")  # W = COPY_WIDTH
-    values, gather = source_of(x, plan, wide)
+    values, gather = source_of(x, back, wide)
     assert not gather and torch.equal(values, x[[1, 0, 3, 0, 3, 1, 2, 2]])
-    values, gather = source_of(x, plan, wide._replace(act="relu"))
+    values, gather = source_of(x, back, wide._replace(act="relu"))
     assert gather and values is x
 
 
@@ -168,8 +166,9 @@ def test_the_table_has_the_last_word_on_copying(monkeypatch):
 
     sizes = (8, 4, 2)
     assert not tuning.copies_rows(*sizes, width=4)
-    monkeypatch.setattr(tuning, "_table", lambda: {"copy/8/4/2": [True]})
-    assert tuning.copies_rows(*sizes, width=4)
+    monkeypatch.setattr(tuning, "_table", lambda: {"copy/8/4/2": [False, True]})
+    assert not tuning.copies_rows(*sizes, width=4)
+    assert tuning.copies_rows(*sizes, width=4, backward=True)
 
 
 def test_all_rows_may_go_to_one_expert(device):

@@ -93,15 +93,16 @@ def candidates(kernel: str, shape: Shape) -> list[Blocks]:
     weight = kernel in ("down_weight", "up_weight")
     tiles = [(*tile, True) for tile in _LARGE + _SMALL] + [(*tile, False) for tile in _SMALL]
     found = [Blocks(*tile) for tile in tiles if not (double and tile[1] == 256)]
-    if not weight or copies(shape):
+    if not weight or copies(shape, backward=True):
         found += [_persistent(one) for one in found if one.tma and one.m * one.n >= 128 * 128]
     if not weight:
         return found
     return [blocks._replace(splits=n) for blocks in found for n in _splits(blocks, shape)]
 
 
-def copies(shape: Shape) -> bool:
-    return tuning.copies_rows(shape.dim, shape.hidden, shape.num_experts, shape.width)
+def copies(shape: Shape, *, backward: bool) -> bool:
+    sizes = (shape.dim, shape.hidden, shape.num_experts, shape.width)
+    return tuning.copies_rows(*sizes, backward=backward)
 
 
 def _persistent(blocks: Blocks) -> Blocks:
@@ -127,7 +128,8 @@ def compile_jobs(shapes: Iterable[Shape], kernels: Sequence[str]) -> list[Job]:
                 whole = tuple(size >= side for size in sizes for side in blocks[:2])
                 split = blocks.splits > 1  # parts are float32, however many
                 tile = blocks._replace(splits=0)
-                constants = (kernel, shape.activation, tile, even, whole, split, copies(shape))
+                copied = copies(shape, backward=kernel != "up")
+                constants = (kernel, shape.activation, tile, even, whole, split, copied)
                 jobs.setdefault(constants, Job(shape.name, kernel, blocks))
     return list(jobs.values())
 
@@ -249,7 +251,10 @@ def kernel_calls(shape: Shape, device: torch.device, seed: int) -> dict[str, Cal
         torch.randn(shape.rows, width, generator=generator, device=device, dtype=x_TD.dtype)
         for width in (shape.hidden, shape.width)
     )
-    x, grad = (source_of(tokens_TD, plan, size) for tokens_TD in (x_TD, grad_TD))
+    x = source_of(x_TD, order.back, size)
+    later, grad = (
+        source_of(tokens_TD, order.back, size, backward=True) for tokens_TD in (x_TD, grad_TD)
+    )
 
     def backward(kernel: str, rows: Tensor, weight: Tensor, gather: bool) -> Tensor:
         how = {"across": True, "gather": gather}
@@ -265,8 +270,8 @@ def kernel_calls(shape: Shape, device: torch.device, seed: int) -> dict[str, Cal
             gather="p" if grad.gather else "none",
         ),
         "up_weight": lambda: launch.run_weight(
-            *("up_weight", dh_NW, x.values, plan, size),
-            gather="q" if x.gather else "none",
+            *("up_weight", dh_NW, later.values, plan, size),
+            gather="q" if later.gather else "none",
         ),
     }
 

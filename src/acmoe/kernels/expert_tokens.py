@@ -12,20 +12,22 @@ import triton.language as tl
 from torch import Tensor
 
 from acmoe.kernels.experts import Sizes, Source
-from acmoe.kernels.tiles import Plan
 from acmoe.kernels.tuning import copies_rows
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def copy_kernel(x_ptr, token_ptr, out_ptr, num_rows, D, BM: tl.constexpr, BD: tl.constexpr):
-    """out (N, D): x[token]. Bytes: N D read, from L2 after a token's first row, and N D written."""
-    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+@triton.jit(do_not_specialize=["num_tokens"])
+def copy_kernel(
+    x_ptr, back_ptr, out_ptr, num_tokens, D, top_k, BM: tl.constexpr, BD: tl.constexpr
+):  # fmt: skip
+    """out (N, D): x at each of its K rows. Bytes: T D read, N D written."""
+    tokens = tl.program_id(0) * BM + tl.arange(0, BM)
     cols = tl.program_id(1) * BD + tl.arange(0, BD)
-    inside = rows < num_rows
-    token = tl.load(token_ptr + rows, mask=inside, other=0).to(tl.int64)
+    inside = tokens < num_tokens
     both = inside[:, None] & (cols < D)[None, :]
-    value = tl.load(x_ptr + token[:, None] * D + cols[None, :], mask=both)
-    tl.store(out_ptr + rows[:, None].to(tl.int64) * D + cols[None, :], value, mask=both)
+    value = tl.load(x_ptr + tokens[:, None].to(tl.int64) * D + cols[None, :], mask=both)
+    for choice in range(top_k):
+        row = tl.load(back_ptr + tokens * top_k + choice, mask=inside, other=0).to(tl.int64)
+        tl.store(out_ptr + row[:, None] * D + cols[None, :], value, mask=both)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -64,19 +66,19 @@ def combine_kernel(
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=both)
 
 
-def source_of(x: Tensor, plan: Plan, size: Sizes) -> Source:
-    """Rows where the experts are so wide that the copy pays, else the tokens themselves.
+def source_of(x: Tensor, back: Tensor, size: Sizes, *, backward: bool = False) -> Source:
+    """Rows where the copy pays (kernels/tuning.py), else the tokens themselves.
 
-    Every row is some token's. Those for no expert stand last; what a last tile reads of them goes
-    nowhere.
+    back (N,): the row of each choice. Every row is some token's. Those for no expert stand last;
+    what a last tile reads of them goes nowhere.
     """
-    if not copies_rows(size.dim, size.hidden, size.experts, size.width):
+    if not copies_rows(size.dim, size.hidden, size.experts, size.width, backward=backward):
         return Source(x, True)
-    dim = x.shape[1]
-    rows = torch.empty(plan.num_rows, dim, device=x.device, dtype=x.dtype)
+    tokens, dim = x.shape
+    rows = torch.empty(back.numel(), dim, device=x.device, dtype=x.dtype)
     height, block = _flat_tile(dim)
-    copy_kernel[(triton.cdiv(plan.num_rows, height), triton.cdiv(dim, block))](
-        *(x, plan.token, rows, plan.num_rows, dim), BM=height, BD=block, num_warps=4
+    copy_kernel[(triton.cdiv(tokens, height), triton.cdiv(dim, block))](
+        *(x, back, rows, tokens, dim, size.top_k), BM=height, BD=block, num_warps=4
     )
     return Source(rows, False)
 

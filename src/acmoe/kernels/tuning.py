@@ -9,16 +9,17 @@ import torch
 
 # A product whose gathered operand was copied into rows first, so that the copy engine reads both,
 # is about 12% faster (H200, olmoe: 657 against 577 TFLOP/s). Of 2 N D W operations at 600 TFLOP/s
-# that saves N D W * 4e-16 seconds; the copy moves 4 N D bytes, N D * 1e-12 seconds at 4 TB/s. They
-# meet at a width of W = 2500. (The output gradient, copied once, serves two products of half a
-# gated width.)
+# that saves N D W * 4e-16 seconds; the copy writes 2 N D bytes and reads the tokens once, a little
+# over N D * 5e-13 seconds at 4 TB/s. They meet at a width of W = 1250. (The output gradient, copied
+# once, serves two products of half a gated width.) A forward product gains less: its tiles of
+# tokens are shared by many columns.
 COPY_WIDTH = 4096
 
 
-def copies_rows(dim: int, hidden: int, experts: int, width: int) -> bool:
+def copies_rows(dim: int, hidden: int, experts: int, width: int, *, backward: bool = False) -> bool:
     """Whether experts of this width, W, read copied rows instead of gathering tokens."""
     measured = _table().get(key("copy", dim, hidden, experts))
-    return width >= COPY_WIDTH if measured is None else bool(measured[0])
+    return width >= COPY_WIDTH if measured is None else bool(measured[backward])
 
 
 class Blocks(NamedTuple):
@@ -36,7 +37,8 @@ class Blocks(NamedTuple):
 def _table() -> dict[str, list[Any]]:
     """ "kernel/dim/hidden/experts" -> blocks, written by `acmoe bench tune` on an H200.
 
-    "copy/dim/hidden/experts" -> [whether rows are copied], where that was measured by hand.
+    "copy/dim/hidden/experts" -> [whether rows are copied in the forward, in the backward], where
+    that was measured by hand.
     """
     path = Path(__file__).with_name("tuned.json")
     found: dict[str, list[Any]] = json.loads(path.read_text()) if path.exists() else {}

@@ -36,7 +36,7 @@ def _forward(
 
     size = sizes_of(x, down, gate, act)
     plan = Plan(order, end, size.top_k)
-    h, a = run_up(source_of(x, plan, size), up, up_bias, plan, size, dropout, seed, keep=keep)
+    h, a = run_up(source_of(x, back, size), up, up_bias, plan, size, dropout, seed, keep=keep)
     y = run_rows("down", a, down, down_bias, plan, size)
     return run_combine(y, gate, back, end, size.tokens), h
 
@@ -72,7 +72,7 @@ def _gradients(
 
     size = sizes_of(x, down, gate, act)
     plan = Plan(order, end, size.top_k)
-    upstream = source_of(grad, plan, size)
+    upstream = source_of(grad, back, size, backward=True)
     da = run_rows(
         *("hidden", upstream.values, down, None, plan, size), across=True, gather=upstream.gather
     )
@@ -86,7 +86,7 @@ def _gradients(
     gather = "p" if upstream.gather else "none"
     d_down = run_weight("down_weight", upstream.values, da, plan, size, gather=gather)
     del da, upstream  # freed before the next large ones
-    tokens = source_of(x, plan, size)
+    tokens = source_of(x, back, size, backward=True)
     gather = "q" if tokens.gather else "none"
     d_up = run_weight("up_weight", h, tokens.values, plan, size, gather=gather)
     del tokens
