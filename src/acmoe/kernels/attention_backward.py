@@ -24,14 +24,12 @@ from acmoe.kernels.attention import (
     as_runs,
     blocks_for,
     choices,
-    identity,
     in_window,
     load_numbers,
     load_rows,
     place_of,
     spread_of,
     strides_of,
-    with_positions,
 )
 from acmoe.kernels.attention_queries import queries_gradient
 from acmoe.kernels.attention_skew import (
@@ -72,7 +70,7 @@ def query_runs(j0, S, L, span, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def _by_query(
-    i0, k, v, eye, q_base, grad_base, scores, bits_base, lse_base, delta_base, seen, spread, j,
+    i0, k, v, q_base, grad_base, scores, bits_base, lse_base, delta_base, seen, spread, j,
     p, dk, dv, L, S, span, columns, steep,
     INTERIOR: tl.constexpr, HAS_MASK: tl.constexpr, DROPPED: tl.constexpr, P: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
@@ -92,7 +90,7 @@ def _by_query(
         score = tl.load(score_ptrs)
     else:
         score = tl.load(score_ptrs, mask=(i < L)[:, None], other=0.0)
-    score = dot(q, k.T, with_positions(score, eye, INTERIOR))
+    score = dot(q, k.T, score.to(tl.float32))
     dweight = dot(grad, v.T, tl.zeros((BM, BN), tl.float32))
     weight = tl.exp2(score * steep - lse[:, None])
     if not INTERIOR:
@@ -138,7 +136,6 @@ def keys_kernel(
     spread = spread_of(j)
     first = score_offsets(x, tl.arange(0, BM), num_heads_rows, num_rows, columns, shift)
     scores = score_ptr + first[:, None] + j[None, :]
-    eye = identity(BN, score_ptr.dtype.element_ty)
     dk = tl.zeros((BN, P), tl.float32)
     dv = tl.zeros((BN, P), tl.float32)
     runs = query_runs(j0, S, L, span, BM, BN)
@@ -146,7 +143,7 @@ def keys_kernel(
         low, high = runs[2 * INTERIOR], runs[2 * INTERIOR + 1]
         for at in tl.range(low, high, BM if INTERIOR else 1, num_stages=STAGES):
             dk, dv = _by_query(
-                place_of(at, runs, BM, INTERIOR), k, v, eye, q_ptr + x * L * P,
+                place_of(at, runs, BM, INTERIOR), k, v, q_ptr + x * L * P,
                 grad_ptr + x * L * P, scores, bits_ptr + x * L, lse_ptr + x * L, delta_ptr + x * L,
                 seen, spread, j, p, dk, dv, L, S, span, columns, steep,
                 INTERIOR, HAS_MASK, DROPPED, P, BM, BN,
