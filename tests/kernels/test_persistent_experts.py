@@ -108,3 +108,47 @@ def test_rows_the_copy_engine_cannot_read_have_a_program_a_tile(device, monkeypa
     _, right = results(layer, ONE_A_TILE, monkeypatch)
     _, found = results(layer, ONE_A_TILE._replace(persistent=1), monkeypatch)
     assert all(torch.equal(mine, wanted) for mine, wanted in zip(found, right, strict=True))
+
+
+def test_the_copy_engine_reads_views_that_begin_anywhere(device, monkeypatch):
+    """It wants multiples of 16 bytes; a view of a flat buffer may begin one number further."""
+
+    def beside(tensor):
+        flat = torch.empty(tensor.numel() + 1, device=device)
+        return flat[1:].view(tensor.shape).copy_(tensor.detach())
+
+    layer = Layer("swiglu", True, (12, 16, 16, 3, 2), device)
+    _, right = results(layer, ONE_A_TILE, monkeypatch)
+    layer.x = beside(layer.x).requires_grad_()
+    for name, parameter in layer.mlp.named_parameters():
+        setattr(layer.mlp, name, torch.nn.Parameter(beside(parameter)))
+    assert layer.mlp.up.data_ptr() % 16 == 4
+    for blocks in (ONE_A_TILE, ONE_A_TILE._replace(persistent=1)):
+        _, found = results(layer, blocks, monkeypatch)
+        assert torch.equal(found[0], right[0]) and torch.equal(found[1], right[1])
+
+
+def test_a_gated_product_has_the_warps_for_two_accumulators(monkeypatch):
+    """A table of block sizes knows no activation: four warps were measured for GELU."""
+    from acmoe.kernels import experts, tuning
+
+    monkeypatch.setattr(tuning, "OVERRIDE", {"up": Blocks(128, 128, 64, 4, 3, True, 0, 2)})
+    sizes = experts.Sizes(64, 384, 1536, 16, 2, "gelu")
+    assert experts._blocks("up", sizes, torch.bfloat16)[3:] == (4, 3, True, 0, 2)
+    gated = sizes._replace(act="swiglu")
+    assert experts._blocks("up", gated, torch.bfloat16)[3:] == (8, 3, True, 0, 1)
+
+
+@pytest.mark.parametrize(("capability", "tuned"), [((9, 0), True), ((8, 0), False)])
+def test_block_sizes_that_fill_a_hopper_are_for_those_alone(capability, tuned, monkeypatch):
+    from acmoe.kernels import tuning
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(tuning, "_table", lambda: {"up/64/64/2": [16, 16, 16, 4, 2]})
+    tuning._has_room.cache_clear()
+    try:
+        blocks = tuning.blocks_for("up", 64, 64, 2, torch.bfloat16)
+    finally:
+        tuning._has_room.cache_clear()
+    assert (blocks == Blocks(16, 16, 16, 4, 2)) == tuned

@@ -53,11 +53,13 @@ def token_table(num_experts: int, in_order: bool) -> Tile:
 def embedding_table(num_experts: int, dim: int) -> Tile:
     """4 warps up to 64 experts: 8 took 86 us for 50, and 217 for 146 with a scale (H200, olmoe).
 
-    Five stages where programs are short: a sorted token is two loads in turn, of its place and of
-    itself, and of three stages one load of x is under way, of five two (switch: 15.3 -> 11.4 us).
+    A sorted token is two loads in turn, of its place and of itself: of three stages one load of x
+    is under way, of five two (switch: 15.3 -> 11.4 us). For more experts these fill the memory.
     """
     experts = min(128, max(16, triton.next_power_of_2(num_experts)))
-    return Tile(64, 64, experts, 8 if experts == 128 else 4, 5 if dim < 1024 else 3)
+    if dim < 1024 and experts == 16:
+        return Tile(64, 64, experts, 4, 5)
+    return Tile(64, 32 if dim < 1024 else 64, experts, 8 if experts == 128 else 4, 3)
 
 
 def terms(dtype: torch.dtype) -> int:

@@ -114,7 +114,7 @@ def queries_gradient(
     """Fill dq (B, H, L, P); every distance that met no key gets a gradient of zero."""
     blocks = blocks_for("attention_queries", dq.dtype, dq.shape[3])
     num = dq.shape[0] * band.heads
-    queries_kernel[(8 // _PLANES.value * triton.cdiv(band.rows, blocks.m), num)](
+    queries_kernel[(COMB.value // _PLANES.value * triton.cdiv(band.rows, blocks.m), num)](
         *(k, table_8PC, dscore_8RC, dq, *k.stride()[:3], *geometry(band, num), scale),
         **launch(blocks),
     )

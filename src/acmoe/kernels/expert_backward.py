@@ -1,12 +1,13 @@
 """Backward of the expert MLPs beside their products. The activation is computed again, not stored.
 
     activation   recomputes the activation and its slope, tile by tile; leaves the tile's share of
-                 the gate's gradient and of the biases'. In the product's epilogue it was slower:
-                 4.7 ms against 1.7 + 0.85 (H200, olmoe), probably for the registers that two more
-                 tiles of h take.
+                 the gate's gradient and of the biases'. In the epilogue of the product before it,
+                 in slices of columns, the best of 22 forms took 2.38 ms for 1.64 + 0.86 (H200,
+                 olmoe; mixtral as much as apart): too little for a second form of both.
     finish       adds up these shares
 
-The products themselves: rows (expert_forward.py) for activations, weight (expert_weights.py).
+The products themselves: rows (expert_forward.py) for activations, weight (expert_weights.py,
+persistent_weights.py).
 Shapes as in expert_forward.py; B blocks of BN columns of the hidden units.
 """
 

@@ -44,7 +44,12 @@ def sizes_of(x: Tensor, down: Tensor, gate: Tensor, act: str) -> Sizes:
 def _blocks(kernel: str, size: Sizes, dtype: torch.dtype) -> Blocks:
     blocks = blocks_for(kernel, size.dim, size.hidden, size.experts, dtype)
     aligned = size.dim * dtype.itemsize % 16 == 0 and size.hidden * dtype.itemsize % 16 == 0
-    return blocks if aligned and blocks.tma else blocks._replace(tma=False, persistent=0)
+    if not (aligned and blocks.tma):
+        return blocks._replace(tma=False, persistent=0)
+    if kernel == "up" and size.act == "swiglu" and blocks.num_warps < 8:
+        # The table does not know the activation: two products' accumulators need all registers.
+        return blocks._replace(num_warps=8, persistent=min(blocks.persistent, 1))
+    return blocks
 
 
 def _programs(tiles: int, blocks: Blocks) -> int:
@@ -62,7 +67,12 @@ def _desc(tensor: Tensor, block: list[int], blocks: Blocks) -> Any:
     if not blocks.tma:
         return tensor
     flat = tensor.reshape(-1, tensor.shape[-1])
-    return TensorDescriptor.from_tensor(flat, block)
+    return TensorDescriptor.from_tensor(_on_line(flat), block)
+
+
+def _on_line(tensor: Tensor) -> Tensor:
+    """From a multiple of 16 bytes on, as the copy engine reads; a view may begin anywhere."""
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def _up_desc(up: Tensor, size: Sizes, blocks: Blocks) -> Any:
@@ -70,7 +80,7 @@ def _up_desc(up: Tensor, size: Sizes, blocks: Blocks) -> Any:
     if size.act != "swiglu" or not blocks.tma:
         return _desc(up, [blocks.n, blocks.k], blocks)
     pairs = up.reshape(2 * size.experts, size.hidden, size.dim)
-    return TensorDescriptor.from_tensor(pairs, [2, blocks.n, blocks.k])
+    return TensorDescriptor.from_tensor(_on_line(pairs), [2, blocks.n, blocks.k])
 
 
 class Source(NamedTuple):

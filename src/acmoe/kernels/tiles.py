@@ -1,8 +1,8 @@
 """Which tile of which expert each program owns, worked out on the device: the host never waits.
 
 N routed rows sorted by expert, E experts. A tile is BM consecutive rows of one expert; there are at
-most N / BM + E of them, and that bound is what gets launched. Those left over, at least U / BM,
-cover the U rows for no expert, which stand last.
+most N / BM + E of them, and that bound is what gets launched, or walked through by programs that
+stay. Those left over, at least U / BM, cover the U rows for no expert, which stand last.
 """
 
 import torch

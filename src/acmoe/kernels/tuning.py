@@ -45,6 +45,13 @@ def _table() -> dict[str, list[Any]]:
     return found
 
 
+@functools.cache
+def _has_room() -> bool:
+    """The table's blocks fill the 227 KiB of shared memory that a multiprocessor of an H100, H200
+    or B200 gives a program; others have less."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] in (9, 10)
+
+
 def key(kernel: str, dim: int, hidden: int, experts: int) -> str:
     return f"{kernel}/{dim}/{hidden}/{experts}"
 
@@ -57,7 +64,7 @@ def blocks_for(kernel: str, dim: int, hidden: int, experts: int, dtype: torch.dt
         return OVERRIDE[kernel]
     wide = dtype.itemsize > 2  # float32 tiles take twice the shared memory
     found = _table().get(key(kernel, dim, hidden, experts))
-    if found is not None and not wide:
+    if found is not None and not wide and _has_room():
         return Blocks(*found)
     if dim <= 32 or hidden <= 32:
         return Blocks(16, 32, 32, 4, 2)
