@@ -9,6 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from acmoe.bench import results
 from acmoe.bench.layer import LayerConfig, bench_layer
 from acmoe.bench.results import Report, environment, newest, save
 from acmoe.bench.shapes import SHAPES
@@ -68,7 +69,15 @@ def test_the_file_is_named_by_date_kind_and_device(tmp_path: Path) -> None:
 def test_the_environment_names_the_versions_that_ran() -> None:
     found = environment(torch.device("cpu"))
     assert found["torch"] == torch.__version__
-    assert set(found) == {"device", "python", "acmoe", "torch", "triton", "commit"}
+    assert set(found) >= {"device", "python", "acmoe", "torch", "triton", "commit"}
+
+
+def test_the_environment_names_rivals_that_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"sonic-moe": "0.1", "torch": "2", "scattermoe": None}
+    monkeypatch.setattr(results, "_version", lambda package: versions.get(package))
+    found = environment(torch.device("cpu"))
+    assert found["sonic-moe"] == "0.1"
+    assert "scattermoe" not in found and found["triton"] is None
 
 
 def test_a_file_that_is_no_report_is_named(tmp_path: Path) -> None:

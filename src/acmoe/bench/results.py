@@ -17,6 +17,8 @@ from acmoe.errors import UserError
 
 FOLDER = Path("benchmarks/results")
 
+_RIVALS = ("sonic-moe", "quack-kernels", "scattermoe", "liger-kernel", "transformers")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
@@ -42,12 +44,13 @@ class Report:
 
 
 def environment(device: torch.device) -> dict[str, str | None]:
-    """Where the figures were taken; None for what is not installed."""
+    """Where the figures were taken; None for what is not installed, rivals only where they are."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     return {
         "device": name,
         "python": platform.python_version(),
         **{package: _version(package) for package in ("acmoe", "torch", "triton")},
+        **{package: found for package in _RIVALS if (found := _version(package)) is not None},
         "commit": _commit(),
     }
 

@@ -23,6 +23,7 @@ from acmoe.models.compiled import compile_blocks
 from acmoe.models.decoder import LanguageModel, Memory
 from acmoe.models.registry import create_model, list_models, model_card
 from acmoe.routing.step import fold_statistics
+from acmoe.train.graph import copy_rows
 from acmoe.train.optim import adam
 
 VARIANTS = ("eager", "compile", "graph", "compile+graph")
@@ -146,7 +147,7 @@ class Step:
         """Into the same tensors: a captured graph reads and writes them."""
         assert self.memory is not None
         for kept, new in zip(self.memory.hidden, memory.hidden, strict=True):
-            kept.copy_(new)
+            copy_rows(kept, new)
 
     @torch.no_grad()
     def _fill_memory(self) -> None:

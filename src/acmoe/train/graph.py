@@ -40,7 +40,7 @@ class StepGraph:
         kept = self.places[name]
         if kept is not new:
             assert kept.shape == new.shape and kept.dtype == new.dtype, name
-            _copy(kept, new)
+            copy_rows(kept, new)
         return kept
 
     def __call__(self, record: bool) -> Update:
@@ -64,7 +64,7 @@ class StepGraph:
 _WORD = torch.complex128  # 16 bytes, the most a thread moves at once
 
 
-def _copy(kept: Tensor, new: Tensor) -> None:
+def copy_rows(kept: Tensor, new: Tensor) -> None:
     """A view of rows goes in words: torch copies what is not contiguous number by number."""
     if not new.is_contiguous() and _in_words(new) and _in_words(kept):
         kept, new = kept.view(_WORD), new.view(_WORD)
