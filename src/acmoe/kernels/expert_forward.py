@@ -74,6 +74,22 @@ def _up_tile(
 
     if JOINED:
         acc, second = joined.reshape(BM, 2, BN).permute(0, 2, 1).split()
+    _store_up(
+        acc, second, bias_ptr, h_ptr, a_ptr, seed_ptr, expert, rows, inside, cols, F, KEEP, ACT,
+        HAS_BIAS, DROPPED, WHOLE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_up(
+    acc, second, bias_ptr, h_ptr, a_ptr, seed_ptr, expert, rows, inside, cols, F,
+    KEEP: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr, DROPPED: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The epilogue: biases, h, activation and dropout. Gated experts have a `second` product."""
+    W = 2 * F if ACT == "swiglu" else F
+    known = cols < F
+    safe = cols if WHOLE else tl.where(known, cols, 0)
     out = rows.to(tl.int64)
     both = inside[:, None] if WHOLE else inside[:, None] & known[None, :]
     if HAS_BIAS:
