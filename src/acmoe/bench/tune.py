@@ -93,14 +93,14 @@ def candidates(kernel: str, shape: Shape) -> list[Blocks]:
     weight = kernel in ("down_weight", "up_weight")
     tiles = [(*tile, True) for tile in _LARGE + _SMALL] + [(*tile, False) for tile in _SMALL]
     found = [Blocks(*tile) for tile in tiles if not (double and tile[1] == 256)]
-    if not weight or copies(shape, backward=True):
+    if not weight or _copies(shape, backward=True):
         found += [_persistent(one) for one in found if one.tma and one.m * one.n >= 128 * 128]
     if not weight:
         return found
     return [blocks._replace(splits=n) for blocks in found for n in _splits(blocks, shape)]
 
 
-def copies(shape: Shape, *, backward: bool) -> bool:
+def _copies(shape: Shape, *, backward: bool) -> bool:
     sizes = (shape.dim, shape.hidden, shape.num_experts, shape.width)
     return tuning.copies_rows(*sizes, backward=backward)
 
@@ -128,7 +128,7 @@ def compile_jobs(shapes: Iterable[Shape], kernels: Sequence[str]) -> list[Job]:
                 whole = tuple(size >= side for size in sizes for side in blocks[:2])
                 split = blocks.splits > 1  # parts are float32, however many
                 tile = blocks._replace(splits=0)
-                copied = copies(shape, backward=kernel != "up")
+                copied = _copies(shape, backward=kernel != "up")
                 constants = (kernel, shape.activation, tile, even, whole, split, copied)
                 jobs.setdefault(constants, Job(shape.name, kernel, blocks))
     return list(jobs.values())

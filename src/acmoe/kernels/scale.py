@@ -22,26 +22,26 @@ from torch import Tensor
 
 from acmoe.kernels.dispersion import Partials
 from acmoe.kernels.finish import ROW_STATISTICS, bounded, finish_cluster
-from acmoe.kernels.sorted_dispersion import Chunks, finish_chunks
+from acmoe.kernels.sorted_dispersion import SortedTokens, measure_sorted
 
 # Features of a `normalise` program, per cluster of its block: tiles of 2048 numbers.
 NORMALISE_TILE = 2048
 
 
 def finish_dispersion(
-    partials: Partials | Chunks, *, root: bool, into: tuple[Tensor, Tensor] | None = None
+    source: Partials | SortedTokens, *, root: bool, into: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Dispersion (B, C, D) and count (B, C), float32.
 
     root: of a variance its square root. into: contiguous tensors to write both into.
     """
-    into = into or _places(partials)
-    _finish(partials, *into, root=root, result="dispersion", floor=0.0, eps=0.0, min_tokens=0)
+    into = into or _places(source)
+    _finish(source, *into, root=root, result="dispersion", floor=0.0, eps=0.0, min_tokens=0)
     return into
 
 
 def finish_scale(
-    partials: Partials | Chunks,
+    source: Partials | SortedTokens,
     *,
     root: bool,
     normalize: str,
@@ -53,9 +53,9 @@ def finish_scale(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Scale and dispersion (B, C, D), count (B, C); the latter two as `finish_dispersion`."""
     direct = normalize == "cluster" and clamp is None
-    dispersion_BCD, count_BC = into or _places(partials)
+    dispersion_BCD, count_BC = into or _places(source)
     result = _finish(
-        partials,
+        source,
         dispersion_BCD,
         count_BC,
         root=root,
@@ -77,18 +77,18 @@ def finish_scale(
     return scale_BCD, dispersion_BCD, count_BC
 
 
-def _places(partials: Partials | Chunks) -> tuple[Tensor, Tensor]:
+def _places(source: Partials | SortedTokens) -> tuple[Tensor, Tensor]:
     """Where dispersion (B, C, D) and count (B, C) go."""
-    if isinstance(partials, Chunks):
-        B, C, D = 1, partials.begin.numel() - 1, partials.x.shape[1]
+    if isinstance(source, SortedTokens):
+        B, C, D = 1, source.begin.numel() - 1, source.x.shape[1]
     else:
-        B, _, C, D = partials.spread.shape
-    new = partial(partials[0].new_empty, dtype=torch.float32)
+        B, _, C, D = source.spread.shape
+    new = partial(source[0].new_empty, dtype=torch.float32)
     return new(B, C, D), new(B, C)
 
 
 def _finish(
-    partials: Partials | Chunks,
+    source: Partials | SortedTokens,
     dispersion_BCD: Tensor,
     count_BC: Tensor,
     *,
@@ -106,13 +106,13 @@ def _finish(
     elif result == "rows":
         out = dispersion_BCD.new_empty(B, C, ROW_STATISTICS.value, dtype=torch.float64)
     places = dispersion_BCD, count_BC, out
-    if isinstance(partials, Chunks):
+    if isinstance(source, SortedTokens):
         options = {"floor": floor, "eps": eps, "min_tokens": min_tokens}
-        finish_chunks(partials, *places, root=root, result=result, **options)
+        measure_sorted(source, *places, root=root, result=result, **options)
         return out
     width = max(16, triton.next_power_of_2(D))
     _finish_kernel[(B * C,)](
-        partials.spread, partials.count, *places, C, D, partials.spread.shape[1], floor, eps,
+        source.spread, source.count, *places, C, D, source.spread.shape[1], floor, eps,
         min_tokens, ROOT=root, RESULT=result, BD=width, num_warps=8 if width > 2048 else 4,
     )  # fmt: skip
     return out

@@ -12,7 +12,7 @@ feature's values share one binade and a chunk has at most 2^16 tokens (bf16; 2^1
 float32 tokens are summed in float64: a common offset costs nothing, and equal tokens deviate by
 exactly 0.
 
-T tokens, D features, C clusters, Q chunks.
+T tokens, D features, C clusters, Q chunks, X sorted places.
 """
 
 from typing import NamedTuple
@@ -56,8 +56,8 @@ def most_chunks(num_tokens: int, num_clusters: int, rows: int) -> int:
     return triton.cdiv(num_tokens, rows) + num_clusters
 
 
-class Chunks(NamedTuple):
-    """Sorted tokens, of which kernels/scale.py wants dispersion and scale."""
+class SortedTokens(NamedTuple):
+    """What is measured, and how: tokens by cluster, as kernels/order.py leaves them."""
 
     x: Tensor  # (T, D)
     token: Tensor  # (X,) int32 token at each place
@@ -66,8 +66,8 @@ class Chunks(NamedTuple):
     measure: str  # mad, or square
 
 
-def finish_chunks(
-    chunks: Chunks,
+def measure_sorted(
+    sorted_tokens: SortedTokens,
     dispersion_CD: Tensor,
     count_C: Tensor,
     out: Tensor,
@@ -79,16 +79,17 @@ def finish_chunks(
     min_tokens: int,
 ) -> None:
     """Write dispersion and count, and into `out` what `result` names (kernels/finish.py)."""
-    T, D = chunks.x.shape
-    C = chunks.begin.numel() - 1
+    x_TD, token_X, begin, end, measure = sorted_tokens
+    T, D = x_TD.shape
+    C = begin.numel() - 1
     tile = launch_table(D)
     rows = chunk_rows(T, C)
     Q = most_chunks(T, C, rows)
-    wide = chunks.x.dtype == torch.float32
+    wide = x_TD.dtype == torch.float32
     sums_QD = dispersion_CD.new_empty(Q, D, dtype=torch.float64 if wide else torch.float32)
     spread_QD = dispersion_CD.new_empty(Q, D)
-    arrived_C = chunks.begin.new_empty(C)
-    tokens = chunks.x.contiguous(), chunks.token, chunks.begin, chunks.end
+    arrived_C = begin.new_empty(C)
+    tokens = x_TD.contiguous(), token_X, begin, end
     # Neighbours in the grid read neighbouring features of the same tokens.
     grid = triton.cdiv(D, tile.features), Q
     shape = {"BT": tile.tokens, "BD": tile.features, "BC": max(16, triton.next_power_of_2(C))}
@@ -96,7 +97,7 @@ def finish_chunks(
     _sums_kernel[grid](*tokens, sums_QD, arrived_C, D, C, **shape)
     _deviations_kernel[grid](
         *tokens, sums_QD, arrived_C, spread_QD, dispersion_CD, count_C, out, D, C, floor, eps,
-        min_tokens, MEASURE=chunks.measure, ROOT=root, RESULT=result,
+        min_tokens, MEASURE=measure, ROOT=root, RESULT=result,
         WIDTH=max(16, triton.next_power_of_2(D)), **shape,
     )  # fmt: skip
 

@@ -86,10 +86,10 @@ def sorted_scale_op(
     min_tokens: int,
 ) -> Tensor:
     from acmoe.kernels.scale import finish_scale
-    from acmoe.kernels.sorted_dispersion import Chunks
+    from acmoe.kernels.sorted_dispersion import SortedTokens
 
     scale, _, _ = finish_scale(
-        Chunks(x, token, begin, end, "mad" if measure == "mad" else "square"),
+        SortedTokens(x, token, begin, end, "mad" if measure == "mad" else "square"),
         root=measure == "std",
         normalize=normalize,
         floor=floor,
@@ -117,10 +117,10 @@ def sorted_dispersion_op(
     measure: str,
 ) -> None:
     from acmoe.kernels.scale import finish_dispersion
-    from acmoe.kernels.sorted_dispersion import Chunks
+    from acmoe.kernels.sorted_dispersion import SortedTokens
 
-    chunks = Chunks(x, token, begin, end, "mad" if measure == "mad" else "square")
-    finish_dispersion(chunks, root=measure == "std", into=(spread[None], count[None]))
+    tokens = SortedTokens(x, token, begin, end, "mad" if measure == "mad" else "square")
+    finish_dispersion(tokens, root=measure == "std", into=(spread[None], count[None]))
 
 
 @sorted_dispersion_op.register_fake
