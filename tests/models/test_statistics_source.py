@@ -80,10 +80,11 @@ def test_by_default_they_are_the_routers_input(norm):
 
 
 def test_the_default_hands_no_other_tokens_on():
-    x, norm = torch.randn(2, 3, 4), nn.LayerNorm(4)
-    assert statistics_source(AdaptiveConfig(), x, norm) is None
-    assert statistics_source(None, x, norm) is None
-    assert statistics_source(AdaptiveConfig(read="residual"), x, norm) is x
+    x, seen, norm = torch.randn(2, 3, 4), torch.randn(2, 3, 4), nn.LayerNorm(4)
+    assert statistics_source(AdaptiveConfig(), (x, seen), norm) is None
+    assert statistics_source(None, (x, seen), norm) is None
+    found = statistics_source(AdaptiveConfig(read="residual"), (x, seen), norm)
+    torch.testing.assert_close(found, x + seen)
 
 
 def test_padding_changes_nothing_about_the_residuals_statistics():

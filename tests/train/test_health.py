@@ -27,7 +27,7 @@ def test_a_diverging_run_names_step_layer_and_the_last_good_checkpoint(tmp_path:
         train(bad, tmp_path / "bad", console=QUIET)
     message = str(stop.value)
     assert "step 2 gave a loss or gradient that is not finite" in message
-    assert "blocks.0.attention.query (Linear) first gives" in message
+    assert "blocks.0.attention.query (Projection) first gives" in message
     assert f"the last good checkpoint is {tmp_path / 'bad' / 'checkpoints' / 'step-00000001'}" in (
         message
     )

@@ -104,11 +104,13 @@ class MoE(nn.Module):
         token_ids: Tensor | None = None,
         cache: LayerCache | None = None,
         source: Tensor | None = None,
+        lowered: Tensor | None = None,
     ) -> tuple[Tensor, RoutingState]:
         """x (T, D), or (B, L, D) where statistics are kept per sequence; y has x's shape.
 
         `source`, shaped like x, is what the next router's statistics are taken of where its config
-        asks for other tokens than x (`gain`, `read`).
+        asks for other tokens than x (`gain`, `read`). `lowered` is x in the precision that experts
+        multiply in, where the caller has it.
         """
         check_dim(x, self.dim)
         check_token_mask(x, token_mask)
@@ -126,6 +128,8 @@ class MoE(nn.Module):
             sent = routing._replace(expert_ids=nowhere)
         if self.capacity_factor is not None:
             sent = limit_capacity(sent, self.num_experts, self.top_k, self.capacity_factor, mask_T)
+        if lowered is not None and token_mask is None and not self.router.scale_experts:
+            expert_input = lowered
         input_TD = expert_input.reshape(-1, self.dim)
         complete = self.capacity_factor is None and token_mask is None and self.router.always_k
         order = self.experts.order(

@@ -23,6 +23,7 @@ from acmoe.kernels.tiles import tiles_before
 def activation_kernel(
     da_ptr,
     h_ptr,
+    dh_ptr,
     gate_ptr,
     grad_ptr,
     share_ptr,
@@ -47,7 +48,7 @@ def activation_kernel(
 ):
     """A tile of an expert's rows: from da, the gradient of y by down, to dh and gate * a.
 
-    dh is written over h and gate * a over da: the largest buffers of the layer are then held once.
+    gate * a is written over da, and dh may be h: the largest buffers are then held once.
     share (B, N): da * a summed over a block of columns, for the gate.
     part (tiles, W + D), less where a bias is missing: sums over the tile's rows of dh for the first
     bias, of gate * grad for the second, which has programs of its own behind those of the hidden
@@ -66,7 +67,7 @@ def activation_kernel(
     part_ptr += tile.to(tl.int64) * sums
     if block < num_blocks:
         _differentiate(
-            da_ptr, h_ptr, gate_ptr, share_ptr + block.to(tl.int64) * num_rows, part_ptr,
+            da_ptr, h_ptr, dh_ptr, gate_ptr, share_ptr + block.to(tl.int64) * num_rows, part_ptr,
             order_ptr, seed_ptr, first, end, block * BN, F, W, ACT, UP_BIAS, DROPPED, BM, BN,
         )  # fmt: skip
     else:
@@ -78,9 +79,9 @@ def activation_kernel(
 
 @triton.jit
 def _differentiate(
-    da_ptr, h_ptr, gate_ptr, share_ptr, part_ptr, order_ptr, seed_ptr, first, end, from_column, F,
-    W, ACT: tl.constexpr, UP_BIAS: tl.constexpr, DROPPED: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr,
+    da_ptr, h_ptr, dh_ptr, gate_ptr, share_ptr, part_ptr, order_ptr, seed_ptr, first, end,
+    from_column, F, W, ACT: tl.constexpr, UP_BIAS: tl.constexpr, DROPPED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     cols = from_column + tl.arange(0, BN)
     dh_sum = tl.zeros((BM, BN), dtype=tl.float32)
@@ -91,7 +92,8 @@ def _differentiate(
         gate = _gate_of(rows, inside, gate_ptr, order_ptr)
         both = inside[:, None] & (cols < F)[None, :]
         da_ptrs = da_ptr + rows[:, None].to(tl.int64) * F + cols[None, :]
-        h_ptrs = h_ptr + rows[:, None].to(tl.int64) * W + cols[None, :]
+        place = rows[:, None].to(tl.int64) * W + cols[None, :]
+        h_ptrs, dh_ptrs = h_ptr + place, dh_ptr + place
         da = tl.load(da_ptrs, mask=both, other=0.0).to(tl.float32)
         h = tl.load(h_ptrs, mask=both, other=0.0).to(tl.float32)
         u = h
@@ -106,12 +108,12 @@ def _differentiate(
         tl.store(share_ptr + rows, tl.sum(da * a, axis=1), mask=inside)
         d = da * gate[:, None]
         dh = d * slope
-        tl.store(h_ptrs, dh.to(h_ptr.dtype.element_ty), mask=both)
+        tl.store(dh_ptrs, dh.to(h_ptr.dtype.element_ty), mask=both)
         tl.store(da_ptrs, (a * gate[:, None]).to(da_ptr.dtype.element_ty), mask=both)
         dh_sum += dh
         if ACT == "swiglu":
             du = d * slope_u
-            tl.store(h_ptrs + F, du.to(h_ptr.dtype.element_ty), mask=both)
+            tl.store(dh_ptrs + F, du.to(h_ptr.dtype.element_ty), mask=both)
             du_sum += du
     if UP_BIAS:
         tl.store(part_ptr + cols, tl.sum(dh_sum, axis=0), mask=cols < F)

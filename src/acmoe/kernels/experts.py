@@ -197,6 +197,7 @@ class Shares(NamedTuple):
 def run_activation(
     da: Tensor,
     h: Tensor,
+    dh: Tensor,
     gate: Tensor,
     grad: Tensor,
     plan: Plan,
@@ -205,7 +206,7 @@ def run_activation(
     dropout: float,
     seed: Tensor,
 ) -> Shares:
-    """Writes dh (N, W) over h and gate * a (N, F) over da; the rest is for `run_finish`."""
+    """Writes dh (N, W), maybe over h, and gate * a (N, F) over da; the rest is for `run_finish`."""
     height, rows, block, warps = ACTIVATION_TILE
     block = min(block, triton.next_power_of_2(size.hidden))
     expert, start = plan[height]
@@ -213,7 +214,7 @@ def run_activation(
     share = torch.empty(num_blocks, plan.num_rows, device=h.device)
     part = torch.empty(expert.numel(), sum(sums), device=h.device)
     activation_kernel[(expert.numel(), num_blocks + triton.cdiv(sums.down, block))](
-        *(da, h, gate, grad, share, part, plan.order, expert, start, plan.end, seed),
+        *(da, h, dh, gate, grad, share, part, plan.order, expert, start, plan.end, seed),
         *(plan.num_rows, size.dim, size.hidden, num_blocks, size.top_k),
         ACT=size.act,
         UP_BIAS=sums.up > 0,

@@ -130,14 +130,16 @@ class LanguageModel(nn.Module):
             past = memory.hidden[depth] if memory is not None else None
             if token_mask is not None and self.config.empty_memory == "zeros":
                 x_BLD = x_BLD.masked_fill(~token_mask[..., None], 0.0)
-            source = None if cache is not None else self._source(past, x_BLD)
-            if source is not None:
+            newest = source = None
+            if cache is None:
+                newest, source = self._source(past, x_BLD)
                 kept.append(source.detach()[:, -self.config.span :])
             x_BLD, state = (partial(recompute, block) if again else block)(
                 x_BLD,
                 state,
                 table=self.positions,
                 source=source,
+                newest=newest,
                 key_mask=key_mask,
                 token_mask=token_mask,
                 token_ids=tokens,
@@ -196,15 +198,18 @@ class LanguageModel(nn.Module):
             return cache.extend_mask(tokens, token_mask)
         return _joined_mask(memory, token_mask, tokens)
 
-    def _source(self, past_BSD: Tensor | None, x_BLD: Tensor) -> Tensor:
-        """(B, S + L, D) what a block attends to; its last `span` positions are the next memory.
+    def _source(self, past_BSD: Tensor | None, x_BLD: Tensor) -> tuple[Tensor, Tensor]:
+        """What a block attends from, (B, L, D), and to, (B, S + L, D).
 
-        In post-norm blocks products alone read it, in the precision they multiply in: so it is
-        held. Gradients go to x itself.
+        The last `span` positions of the second are the next memory. In post-norm blocks products
+        alone read both, in the precision they multiply in: so they are held. Gradients go to x
+        itself.
         """
         if self.config.norm == "post":
             x_BLD = x_BLD.detach().to(self.memory_dtype)
-        return x_BLD if past_BSD is None else torch.cat([past_BSD.to(x_BLD.dtype), x_BLD], dim=1)
+        if past_BSD is None:
+            return x_BLD, x_BLD
+        return x_BLD, torch.cat([past_BSD.to(x_BLD.dtype), x_BLD], dim=1)
 
     @property
     def memory_dtype(self) -> torch.dtype:

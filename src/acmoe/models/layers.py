@@ -14,13 +14,14 @@ from acmoe.config.routing import AdaptiveConfig, RandomConfig
 from acmoe.experts.moe import MoE
 from acmoe.models.attention import rotate, window_attention, window_attention_width
 from acmoe.models.cache import BlockCache
+from acmoe.ops.norm import norm_sum, norm_sum_lowered, norm_sum_twice
 from acmoe.ops.projection import project
 from acmoe.routing.placement import Placed
 from acmoe.routing.state import RoutingState
 
 
 class Projection(nn.Linear):
-    """Keys or values of every position in view, for each head."""
+    """Queries, keys or values of positions in view, for each head."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__(dim, dim, bias=False)
@@ -47,7 +48,7 @@ class Attention(nn.Module):
         self.heads = config.heads
         self.span = config.span
         self.dropout = config.dropout
-        self.query = nn.Linear(config.dim, config.dim, bias=False)
+        self.query = Projection(config.dim, config.heads)
         self.key = Projection(config.dim, config.heads)
         self.value = Projection(config.dim, config.heads)
         self.output = nn.Linear(config.dim, config.dim, bias=False)
@@ -59,17 +60,20 @@ class Attention(nn.Module):
         *,
         table: Tensor | None,
         segment: Tensor | None = None,
+        newest: Tensor | None = None,
         key_mask: Tensor | None = None,
         cache: BlockCache | None = None,
     ) -> Tensor:
         """Attend from the last `num_queries` of the (B, N, D) source to all of it.
 
         `table` holds the relative positions; None turns queries and keys by rotary ones instead.
-        `segment` (B, L, D) takes the gradient where the source's end is a constant copy of it.
+        `segment` (B, L, D) takes the gradient where the source's end is a constant copy of it, as
+        `newest` then is, in one piece.
         With a cache the keys and values of earlier positions come from there.
         """
-        newest = source[:, -num_queries:] if segment is None else segment
-        q_BHLP = self._split(self.query(newest))
+        if newest is None:
+            newest = source[:, -num_queries:] if segment is None else segment
+        q_BHLP = self._split(self.query(newest, segment=segment))
         dropout = self.dropout if self.training else 0.0
         width = q_BHLP.shape[-1]
         if cache is None:
@@ -147,6 +151,7 @@ class Block(nn.Module):
         *,
         table: Tensor | None,
         source: Tensor | None = None,
+        newest: Tensor | None = None,
         key_mask: Tensor | None = None,
         token_mask: Tensor | None = None,
         token_ids: Tensor | None = None,
@@ -160,6 +165,7 @@ class Block(nn.Module):
             table: (P, span) relative positions, or None for rotary ones.
             source: (B, N, D) this block's inputs at the positions before the segment, then x.
                 norm="post": a constant, in any precision. None: x alone.
+            newest: (B, L, D) its last positions, contiguous.
             key_mask: (B, N) which positions of the source may be attended to.
             token_mask: (B, L) which tokens of the segment are real.
             token_ids: (B, L) for routers that read them.
@@ -172,31 +178,50 @@ class Block(nn.Module):
             x.shape[1],
             table=table,
             segment=segment,
+            newest=None if segment is None else newest,
             key_mask=key_mask,
             cache=cache,
         )
-        residual = x + seen
-        x = residual if self.pre else self.norm_attention(residual)
+        given = x
+        lowered = None
+        if self.pre:
+            x = given + seen
+        else:
+            x, lowered = norm_sum_lowered(given, seen, self.norm_attention)
         y = self.norm_layer(x) if self.pre else x
         if isinstance(self.layer, MoE):
             slot = None if cache is None else cache.routing
             norm = self.norm_layer if self.pre else self.norm_attention
-            measured = statistics_source(self.layer.emitter.reader, residual, norm)
+            measured = statistics_source(self.layer.emitter.reader, (given, seen), norm)
             y, state = self.layer(
-                y, state, token_mask=token_mask, token_ids=token_ids, cache=slot, source=measured
+                y,
+                state,
+                token_mask=token_mask,
+                token_ids=token_ids,
+                cache=slot,
+                source=measured,
+                lowered=lowered,
             )
-            y = self.dropout(y)
         else:
-            y = self.layer(y)
+            y = self.layer(y if lowered is None else lowered)
+        return self._joined(x, y), state
+
+    def _joined(self, x: Tensor, y: Tensor) -> Tensor:
+        """x and what its layer made of it."""
+        dropout = self.dropout.p if self.training and isinstance(self.layer, MoE) else 0.0
         if self.norm_inner is not None:
-            y = self.norm_inner(x + y)
-        return x + y if self.pre else self.norm_layer(x + y), state
+            return norm_sum_twice(x, y, self.norm_inner, self.norm_layer, dropout)
+        if self.pre:
+            return x + F.dropout(y, dropout)
+        return norm_sum(x, y, self.norm_layer)
 
 
 def statistics_source(
-    reader: AdaptiveConfig | RandomConfig | None, residual: Tensor, norm: nn.LayerNorm
+    reader: AdaptiveConfig | RandomConfig | None, parts: tuple[Tensor, Tensor], norm: nn.LayerNorm
 ) -> Tensor | None:
     """The tokens `reader` wants measured in place of norm(residual); None: those themselves.
+
+    `parts` of the residual stream are summed where it is wanted.
 
     With h = g z + b, z the standardized token, the dispersion of h is |g| times that of z, so the
     paper's M divides by g what the norm has just multiplied: h M e = sign(g) z M_z e, up to b, and
@@ -204,6 +229,7 @@ def statistics_source(
     """
     if not isinstance(reader, AdaptiveConfig) or reader.source == "input":
         return None
+    residual = parts[0] + parts[1]
     if reader.source == "residual":
         return residual
     return F.layer_norm(residual, norm.normalized_shape, eps=norm.eps)

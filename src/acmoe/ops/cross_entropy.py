@@ -61,16 +61,18 @@ def chunked_cross_entropy(
     _check(x, weight, targets, chunk, reduction)
     device = x.device.type
     product = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    keep_T = torch.ones_like(targets, dtype=torch.bool) if token_mask is None else token_mask
-    safe_T = targets.masked_fill(~keep_T, 0)
+    keep_T = token_mask
+    safe_T = targets if keep_T is None else targets.masked_fill(~keep_T, 0)
     if chunk is None:
         chunk = max(1, min(x.shape[0], _most_logits(x.device) // weight.shape[0]))
     # Autocast is off inside: every chunk would cast the whole weight again.
     with torch.autocast(device, enabled=False):
         if reduction == "none":
-            return _token_losses(x, weight, bias, safe_T, product, chunk).masked_fill(~keep_T, 0.0)
+            return _masked(_token_losses(x, weight, bias, safe_T, product, chunk), keep_T)
         total: Tensor = _SumOfLosses.apply(x, weight, bias, safe_T, keep_T, product, chunk)  # type: ignore[no-untyped-call]
-        return total if reduction == "sum" else total / keep_T.sum().clamp(min=1)
+        if reduction == "sum":
+            return total
+        return total / (max(1, len(x)) if keep_T is None else keep_T.sum().clamp(min=1))
 
 
 def _most_logits(device: torch.device) -> int:
@@ -137,8 +139,15 @@ def _log_softmax(x_NA: Tensor, weight_VA: Tensor) -> Tensor:
     return _logits(x_NA, weight_VA).log_softmax(1, dtype=accumulation_dtype(x_NA.dtype))
 
 
+def _masked(x: Tensor, keep_T: Tensor | None) -> Tensor:
+    """Zeros for tokens that do not count."""
+    if keep_T is None:
+        return x
+    return x.masked_fill(~keep_T.view(-1, *[1] * (x.dim() - 1)), 0.0)
+
+
 def _by_torch(
-    x_NA: Tensor, weight_VA: Tensor, targets_N: Tensor, keep_N: Tensor
+    x_NA: Tensor, weight_VA: Tensor, targets_N: Tensor, keep_N: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(N,) losses and the (N, V) gradient of their logits, in the product's dtype."""
     log_NV = _log_softmax(x_NA, weight_VA)
@@ -147,13 +156,14 @@ def _by_torch(
 
 
 def _by_kernel(
-    x_NA: Tensor, weight_VA: Tensor, targets_N: Tensor, keep_N: Tensor
+    x_NA: Tensor, weight_VA: Tensor, targets_N: Tensor, keep_N: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The same; the gradient is written over the logits, which are read twice and not copied."""
     from acmoe.kernels.cross_entropy import gradient_view, softmax_gradient_
 
     logits_NV = _logits(x_NA, weight_VA)
-    losses_N = softmax_gradient_(logits_NV, targets_N, keep_N.float(), x_NA.dtype)
+    share_N = torch.ones_like(logits_NV[:, 0]) if keep_N is None else keep_N.float()
+    losses_N = softmax_gradient_(logits_NV, targets_N, share_N, x_NA.dtype)
     return losses_N, gradient_view(logits_NV, x_NA.dtype)
 
 
@@ -194,16 +204,15 @@ class _SumOfLosses(torch.autograd.Function):
         weight_VD: Tensor,
         bias_V: Tensor | None,
         targets_T: Tensor,
-        keep_T: Tensor,
+        keep_T: Tensor | None,
         product: torch.dtype,
         chunk: int,
     ) -> Tensor:
         wide, features = accumulation_dtype(product), x_TD.shape[1]
         needs_x, *needs_layer = ctx.needs_input_grad[:3]
-        keep_T1 = keep_T.to(product)[:, None]
         # A masked token may hold anything, and adds zeros to the layer's gradient.
-        x_TA = _with_ones(x_TD.masked_fill(~keep_T[:, None], 0.0), product)
-        kept_TA = x_TA * keep_T1
+        x_TA = _with_ones(_masked(x_TD, keep_T), product)
+        kept_TA = _masked(x_TA, keep_T)
         weight_VA = _with_bias(weight_VD, bias_V, product)
         grad_x_TD = torch.empty_like(x_TD) if needs_x else None
         grad_VA = torch.zeros_like(weight_VA, dtype=wide) if any(needs_layer) else None
@@ -211,12 +220,13 @@ class _SumOfLosses(torch.autograd.Function):
         fused = choose("cross-entropy", _options(x_TA)) == "triton"
         for start in range(0, x_TD.shape[0], chunk):
             rows = slice(start, start + chunk)
+            keep_N = None if keep_T is None else keep_T[rows]
             losses_N, grad_NV = (_by_kernel if fused else _by_torch)(
-                x_TA[rows], weight_VA, targets_T[rows], keep_T[rows]
+                x_TA[rows], weight_VA, targets_T[rows], keep_N
             )
-            total += losses_N.masked_fill(~keep_T[rows], 0.0).sum()
+            total += _masked(losses_N, keep_N).sum()
             if grad_x_TD is not None:
-                grad_x_TD[rows] = (grad_NV @ weight_VA[:, :features]) * keep_T1[rows]
+                grad_x_TD[rows] = _masked(grad_NV @ weight_VA[:, :features], keep_N)
             if grad_VA is not None:
                 _add_product(grad_VA, grad_NV.T, kept_TA[rows])
         ctx.save_for_backward(grad_x_TD, grad_VA)

@@ -4,7 +4,8 @@ The reference is experts/mlp.py; this is the same function by Triton kernels, wi
 activation, the gate and the combine fused in. A custom op, so `torch.compile(fullgraph=True)` sees
 one call; eager calls go past the dispatcher, whose outputs autograd would copy into .grad (0.4 ms
 of 19 at olmoe). Only h, before the activation, is kept for backward, where there will be one, and
-backward writes its gradient over it: a second backward through a retained graph raises.
+backward writes its gradient over it: a second backward through a retained graph raises. Compiled,
+it has a buffer of its own: a graph may not write over what another left it, and would copy h.
 """
 
 from collections.abc import Sequence
@@ -55,10 +56,11 @@ def _gradients(
     expert: Tensor,
     seed: Tensor,
     h: Tensor,
+    dh: Tensor,
     act: str,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of x, up, down, the biases (no columns where there is none) and gate. Overwrites h."""
+    """Of x, up, down, the biases (no columns where there is none) and gate. dh is room, or h."""
     from acmoe.kernels.expert_tokens import run_combine, source_of
     from acmoe.kernels.experts import (
         Sums,
@@ -80,17 +82,17 @@ def _gradients(
     sums = Sums(
         0 if up_bias is None else up_bias.shape[1], 0 if down_bias is None else down_bias.shape[1]
     )
-    shares = run_activation(da, h, gate, grad, plan, size, sums, dropout, seed)
+    shares = run_activation(da, h, dh, gate, grad, plan, size, sums, dropout, seed)
     dgate, d_up_bias, d_down_bias = run_finish(shares, by_bias, expert, plan, size, sums, x.dtype)
-    # h now holds its own gradient, and da the activation times the gate.
+    # da now holds the activation times the gate.
     gather = "p" if upstream.gather else "none"
     d_down = run_weight("down_weight", upstream.values, da, plan, size, gather=gather)
     del da, upstream  # freed before the next large ones
     tokens = source_of(x, back, size, backward=True)
     gather = "q" if tokens.gather else "none"
-    d_up = run_weight("up_weight", h, tokens.values, plan, size, gather=gather)
+    d_up = run_weight("up_weight", dh, tokens.values, plan, size, gather=gather)
     del tokens
-    dx_rows = run_rows("input", h, up, None, plan, size, across=True)
+    dx_rows = run_rows("input", dh, up, None, plan, size, across=True)
     dx = run_combine(dx_rows, None, back, end, size.tokens)
     return dx, d_up, d_down, d_up_bias, d_down_bias, dgate.to(gate.dtype)
 
@@ -107,7 +109,7 @@ class _Eager(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         *tensors, h = ctx.saved_tensors
-        arguments = (grad.contiguous(), *tensors, h, ctx.act, ctx.dropout)
+        arguments = (grad.contiguous(), *tensors, h, h, ctx.act, ctx.dropout)
         found = _gradients(*arguments)
         torch.autograd.graph.increment_version(h)
         return _aligned(found, tensors)
@@ -154,7 +156,7 @@ def _(x, up, down, up_bias, down_bias, gate, order, back, end, expert, seed, act
     return torch.empty_like(x), x.new_empty(order.numel() if keep else 0, up.shape[1])
 
 
-@torch.library.custom_op("acmoe::expert_mlp_backward", mutates_args=("h",))
+@torch.library.custom_op("acmoe::expert_mlp_backward", mutates_args=())
 def _expert_mlp_backward(
     grad: Tensor,
     x: Tensor,
@@ -174,7 +176,7 @@ def _expert_mlp_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     return _gradients(
         *(grad, x, up, down, up_bias, down_bias, gate, order, back, end, expert, seed, h),
-        *(act, dropout),
+        *(torch.empty_like(h), act, dropout),
     )
 
 

@@ -20,11 +20,11 @@ def project(source: Tensor, segment: Tensor, weight: Tensor) -> Tensor:
     """source @ weight^T: (B, N, A) of source (B, N, D) and weight (A, D).
 
     The product is taken in the source's dtype, or in what autocast makes of it. `segment` (B, L, D)
-    is what the source's last L positions are a copy of. It is not read; their gradient goes there,
-    and none to the source.
+    is what the source's last L positions are a copy of. It is not read, nor brought to the source's
+    precision; their gradient goes there, and none to the source.
     """
     source = source.detach().to(autocast_dtype(source) or source.dtype)
-    found: Tensor = _project(source, segment.to(source.dtype), weight.to(source.dtype))
+    found: Tensor = _project(source, segment, weight.to(source.dtype))
     return found
 
 
@@ -40,7 +40,7 @@ def _(source: Tensor, segment: Tensor, weight: Tensor) -> Tensor:
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
     source, segment, weight = inputs
-    ctx.length = segment.shape[1]
+    ctx.length, ctx.dtype = segment.shape[1], segment.dtype
     ctx.save_for_backward(source, weight)
 
 
@@ -49,10 +49,24 @@ def _backward(ctx: Any, upstream: Tensor) -> tuple[None, Tensor | None, Tensor |
     _, needs_segment, needs_weight = ctx.needs_input_grad
     segment_grad = weight_grad = None
     if needs_segment:
-        segment_grad = upstream[:, -ctx.length :] @ weight
+        segment_grad = _times(upstream[:, -ctx.length :], weight).to(ctx.dtype)
     if needs_weight:
         weight_grad = upstream.flatten(0, 1).T @ source.flatten(0, 1)
     return None, segment_grad, weight_grad
+
+
+@torch.library.custom_op("acmoe::project_back", mutates_args=())
+def _times(part: Tensor, weight: Tensor) -> Tensor:
+    """part @ weight, stream by stream: as one product it would first be copied, for it has gaps.
+
+    An op, so that no compiler brings the weight into another form.
+    """
+    return torch.bmm(part, weight.expand(part.shape[0], -1, -1))
+
+
+@_times.register_fake
+def _(part: Tensor, weight: Tensor) -> Tensor:
+    return part.new_empty(*part.shape[:-1], weight.shape[1])
 
 
 _project.register_autograd(_backward, setup_context=_save)
