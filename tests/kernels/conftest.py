@@ -25,6 +25,7 @@ def import_triton_to_interpret() -> None:
             del sys.modules[name]
     os.environ[VARIABLE] = "1"
     try:
+        import triton.experimental.gluon.language
         import triton.language  # noqa: F401, defines its functions
     finally:
         del os.environ[VARIABLE]
