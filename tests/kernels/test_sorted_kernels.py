@@ -39,9 +39,9 @@ def drawn_assignment(generator: torch.Generator) -> Tensor:
     return assignment
 
 
-def sort(assignment_T1: Tensor) -> Clusters:
+def sort(assignment_T1: Tensor, clusters: int = C) -> Clusters:
     ids = assignment_T1.clamp(min=0)
-    return Clusters(assignment_T1, *sort_rows_and_tokens(ids, assignment_T1[:, 0], C)[4:])
+    return Clusters(assignment_T1, *sort_rows_and_tokens(ids, assignment_T1[:, 0], clusters)[4:])
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 200])
@@ -208,6 +208,63 @@ def test_a_scale_of_one_is_the_plain_router(
     found = fused_route(*case.values(), K, True, clusters=sort(case["assignment"][:, None]))
     for name in ("expert_ids", "gate", "affinity", "load", "first"):
         assert torch.equal(getattr(found, name), getattr(plain, name))
+
+
+# Experts, clusters, features. Few clusters are looked up in a list, more at a token. The scale goes
+# to the embedding, or to the token where there are many experts; 130 are two blocks. One program
+# does up to 16 blocks of 64 features.
+SIZES = [(E, C, D), (40, 40, D), (128, 1, 1100), (130, C, D)]
+
+
+def drawn_in_bf16(
+    generator: torch.Generator, device: str, experts: int, clusters: int, dim: int
+) -> tuple[dict[str, Any], Clusters]:
+    assignment = torch.randint(-1, clusters, (T,), generator=generator).to(device)
+    case = {
+        "x": torch.randn(T, dim, generator=generator).to(device, torch.bfloat16),
+        "embedding": torch.randn(experts, dim, generator=generator) / dim**0.5,
+        "bias": None,
+        "scale": torch.randn(clusters, dim, generator=generator).exp().to(device),
+        "assignment": assignment,
+    }
+    case["embedding"] = case["embedding"].to(device, torch.bfloat16)
+    return case, sort(assignment[:, None], clusters)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_bf16_embedding_costs_the_sorted_router_nothing(
+    sizes: tuple[int, int, int], generator: torch.Generator, device: str
+) -> None:
+    case, clusters = drawn_in_bf16(generator, device, *sizes)
+    wide = {n: case[n].double() for n in ("x", "embedding", "scale")}
+    leaves = [case["x"].requires_grad_(), case["embedding"].requires_grad_()]
+    exact_leaves = [wide["x"].requires_grad_(), wide["embedding"].requires_grad_()]
+    found = fused_route(*case.values(), K, True, clusters=clusters)
+    wanted = route_reference(*(case | wide).values(), K, True)
+    assert torch.equal(found.expert_ids, wanted.expert_ids)
+    results, exact_results = [found.gate, found.affinity], [wanted.gate, wanted.affinity]
+    for one, other in zip(results, exact_results, strict=True):
+        assert (one - other).abs().max() < 2e-6 * other.abs().max()
+    grads = torch.autograd.grad(results, leaves, [z.detach() for z in results])
+    exact_grads = torch.autograd.grad(exact_results, exact_leaves, exact_results)
+    for one, other in zip(grads, exact_grads, strict=True):  # both are rounded to bf16
+        assert (one - other).abs().max() < torch.finfo(torch.bfloat16).eps * other.abs().max()
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_scale_of_one_changes_no_bit_of_results_and_tokens_gradients(
+    sizes: tuple[int, int, int], generator: torch.Generator, device: str
+) -> None:
+    case, clusters = drawn_in_bf16(generator, device, *sizes)
+    x = case["x"].requires_grad_()
+    case["scale"] = torch.ones_like(case["scale"])
+    found = fused_route(*case.values(), K, True, clusters=clusters)
+    plain = fused_route(x, case["embedding"], None, None, None, K, True)
+    for name in ("expert_ids", "gate", "affinity", "load", "first"):
+        assert torch.equal(getattr(found, name), getattr(plain, name))
+    upstream = torch.randn(T, K, generator=generator).to(device)
+    grads = [torch.autograd.grad(route.gate, x, upstream)[0] for route in (found, plain)]
+    assert grads[0].any() and torch.equal(*grads)
 
 
 def test_equal_inputs_give_equal_bits(generator: torch.Generator, device: str) -> None:

@@ -7,7 +7,8 @@ registers while it chooses. No (T, D) float32 copy of the tokens exists.
 Where tokens come sorted by cluster (kernels/order.py) a block has one scale, and
     affinity_te = sum_d x_td * (scale_d * embedding_ed)
 leaves the token as it is: the products of the plain router, on an embedding rescaled on the way.
-In their own order tokens are rescaled one by one instead.
+(Where the embedding's tile is no smaller than the tokens', and both are bf16, the tokens are
+rescaled by that one scale instead.) In their own order tokens are rescaled one by one.
 
 Floor: x read once (T D itemsize bytes), and (T, E) float32 noise, if any; (T, E) float32 affinities
 and (T, K) choices written. The products are 2 T D E operations, done 3 to 6 times in bf16
@@ -24,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from acmoe.kernels.products import accurate_dot, pieces
-from acmoe.kernels.tokens import Tokens, load_scale, load_scaled, load_tokens
+from acmoe.kernels.tokens import Tokens, load_limits, load_scale, load_scaled, load_tokens
 from acmoe.kernels.total import totals
 
 # Below every rank, that of -inf too: an expert that is taken or does not exist.
@@ -41,6 +42,7 @@ class Tile(NamedTuple):
     features: int
     num_warps: int
     num_stages: int
+    registers: int | None = None
 
 
 def launch_table(num_experts: int, num_tokens: int, in_order: bool) -> Tile:
@@ -50,17 +52,27 @@ def launch_table(num_experts: int, num_tokens: int, in_order: bool) -> Tile:
     then share a multiprocessor. The same for both, since the steps decide the order of additions,
     and a scale of one must not change a bit. (64 save 0.7 of 17 us at switch on an H200; but within
     a step the matrix units truncate, and float32 tokens then lose 2^-20.)
+
+    Where steps are short or programs few, more loads are under way: 38 us with 8 stages, 48 with 5
+    for mixtral's 8192 tokens; 16.4 with 5, 17.0 with 3 at switch. So where 128 experts leave room
+    for one program a multiprocessor: 96 with 5, 122 with 3 (qwen30b). Sorted tokens, each waited
+    for twice, rather have three programs there, though some numbers spill: 202 us for 220.
     """
     if num_experts > 256:
         return Tile(16, 32, 8, 2)
     if num_experts > 128:
         return Tile(64, 32, 8, 2)
-    return Tile(128, 32, 8, 3) if in_order and num_tokens >= 2**15 else Tile(64, 32, 4, 3)
+    if num_experts <= 16:
+        return Tile(64, 32, 4, 8 if num_tokens <= 2**14 else 5)
+    if in_order and num_tokens >= 2**15:
+        return Tile(128, 32, 8, 5)
+    return Tile(64, 32, 4, 3, 168 if num_experts > 64 and not in_order else None)
 
 
-def terms(dtype: torch.dtype) -> int:
-    """Products per product, for tokens of this dtype."""
-    return 6 if dtype == torch.float32 else TERMS_OF_16_BITS
+def terms(tokens: Tokens) -> int:
+    """Products per product. Of a sorted bf16 token nothing is left out."""
+    whole = tokens.x.dtype == torch.bfloat16 and tokens.has_order
+    return 6 if whole or tokens.x.dtype == torch.float32 else TERMS_OF_16_BITS
 
 
 def route(
@@ -91,10 +103,10 @@ def route(
             affinity_TE if noise_TE is None else noise_TE.contiguous(), ids_TK, gate_TK,
             affinity_TE, partial_2NE, first_T, T, D, E, tokens.scale.shape[0], 1.0 / temperature,
             K=top_k, SELECTED=over_selected, HAS_BIAS=bias_E is not None,
-            HAS_NOISE=noise_TE is not None, **tokens.flags, TERMS=terms(tokens.x.dtype),
+            HAS_NOISE=noise_TE is not None, **tokens.flags, TERMS=terms(tokens),
             BT=tile.tokens, BD=tile.features, BE=max(16, triton.next_power_of_2(E)),
             BK=max(2, triton.next_power_of_2(top_k)), num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            num_stages=tile.num_stages, maxnreg=tile.registers,
         )  # fmt: skip
     gate_E, load_E = totals(partial_2NE if T > 0 else partial_2NE[:, :0])
     return ids_TK, gate_TK, affinity_TE, gate_E, load_E, first_T
@@ -107,6 +119,11 @@ def _affinity(
     BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     total = tl.zeros((BT, BE), dtype=tl.float32)
+    # What is bf16, and not rescaled, goes from memory to the matrix units; what is not is cut into
+    # pieces. Of a bf16 embedding and sorted bf16 tokens one has to be: the smaller tile.
+    WHOLE: tl.constexpr = PLAIN_BF16 and embedding_ptr.dtype.element_ty == tl.bfloat16
+    CUT_X: tl.constexpr = WHOLE and SORTED and BE >= BT
+    CUT_WEIGHT: tl.constexpr = not WHOLE or (SORTED and not CUT_X)
     for start in range(0, D, BD):
         d = start + tl.arange(0, BD)
         x = load_scaled(x_ptr, scale_ptr, cluster, t, row, kept, d, D, HAS_SCALE, SORTED, BT)
@@ -114,11 +131,16 @@ def _affinity(
         weight = tl.load(embedding_ptr + e[None, :] * D + d[:, None], mask=known, other=0.0)
         weight = weight.to(tl.float32)
         if SORTED:
-            weight *= load_scale(scale_ptr, cluster, d, D)[:, None]
-        x_high, x_middle, x_low = pieces(x, PLAIN_BF16)
-        high, middle, low = pieces(weight, False)
+            scale = load_scale(scale_ptr, cluster, d, D)
+            if CUT_X:
+                x *= scale[None, :]
+            else:
+                weight *= scale[:, None]
+        x_high, x_middle, x_low = pieces(x, PLAIN_BF16 and not CUT_X)
+        high, middle, low = pieces(weight, not CUT_WEIGHT)
         total += accurate_dot(
-            x_high, x_middle, x_low, high, middle, low, PLAIN_BF16, False, TERMS
+            x_high, x_middle, x_low, high, middle, low, PLAIN_BF16 and not CUT_X, not CUT_WEIGHT,
+            TERMS,
         )  # fmt: skip
     return total
 
@@ -157,18 +179,19 @@ def softmax_rows(value):
 
 @triton.jit
 def _route_kernel(
-    x_ptr, scale_ptr, assignment_ptr, mask_ptr, place_ptr, embedding_ptr, bias_ptr,
+    x_ptr, scale_ptr, cluster_ptr, mask_ptr, place_ptr, embedding_ptr, bias_ptr,
     noise_ptr, ids_ptr, gate_ptr, affinity_ptr, partial_ptr, first_ptr, T, D, E, C,
     inverse_temperature, K: tl.constexpr, SELECTED: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_NOISE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_MASK: tl.constexpr, SORTED: tl.constexpr,
     PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-    BE: tl.constexpr, BK: tl.constexpr,
+    BE: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) * BT
     e = tl.arange(0, BE)
     partial_ptr += tl.program_id(0) * E + e
     t, known, kept, cluster = load_tokens(
-        assignment_ptr, mask_ptr, place_ptr, start, T, C, HAS_SCALE, HAS_MASK, SORTED, BT
+        cluster_ptr, mask_ptr, place_ptr, load_limits(cluster_ptr, C, BC), start, T, C, HAS_SCALE,
+        HAS_MASK, SORTED, BT, BC,
     )  # fmt: skip
     if SORTED:
         if tl.max(t) < 0:  # a block without tokens

@@ -49,6 +49,18 @@ def dot_as(left, right, total, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def lone_dot(left, right):
+    """left @ right of bf16, rounded to float32 before anything is added to it.
+
+    The compiler would make `total + dot` one product that the matrix units add to `total`,
+    truncating. Where it must mind inexact sums it does not; only 8-bit numbers have these.
+    """
+    if INTERPRETED:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, input_precision="ieee", max_num_imprecise_acc=1)
+
+
+@triton.jit
 def as_number(condition, dtype: tl.constexpr):
     """1 where true, 0 elsewhere."""
     if INTERPRETED:
@@ -110,4 +122,7 @@ def accurate_dot(
         total = dot(left_middle, right_high, total)
     if not RIGHT_IS_BF16:
         total = dot(left_high, right_middle, total)
+    if LEFT_IS_BF16 and RIGHT_IS_BF16:
+        # One product of several tiles is no chain: told so, or the sum of tiles goes into it.
+        return lone_dot(left_high, right_high)
     return dot(left_high, right_high, total)

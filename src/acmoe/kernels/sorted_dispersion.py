@@ -32,14 +32,22 @@ class Tile(NamedTuple):
     tokens: int  # of a step
     features: int
     num_warps: int
+    num_stages: int = 1  # loads of a step that are under way
+    registers: int | None = None
 
 
-def launch_table(dim: int) -> Tile:
+def launch_table(dim: int, rows: int) -> Tile:
     """Blocks of few features: a chunk's tokens stay in the cache between the two passes over them.
 
-    The fastest of ten at switch (18 us), of seven at olmoe (96; H200).
+    Short chunks are waited for at their ends: more programs at once, by fewer registers (rows of
+    512, as at qwen30b: 103 us for 125; of 1024, olmoe: 93 for 101). Long ones load ahead (of 2048,
+    mixtral: 65 for 71; switch: 24.6 for 26.6; H200).
     """
-    return Tile(128, 64, 4) if dim >= 1024 else Tile(512, 16, 8)
+    if dim < 1024:
+        return Tile(256, 32, 8, 3)
+    if rows <= 512:
+        return Tile(64, 64, 4, 1, 64)
+    return Tile(128, 64, 4, 1, 128) if rows <= 1024 else Tile(64, 64, 4, 3)
 
 
 def chunk_rows(num_tokens: int, num_clusters: int) -> int:
@@ -82,8 +90,8 @@ def measure_sorted(
     x_TD, token_X, begin, end, measure = sorted_tokens
     T, D = x_TD.shape
     C = begin.numel() - 1
-    tile = launch_table(D)
     rows = chunk_rows(T, C)
+    tile = launch_table(D, rows)
     Q = most_chunks(T, C, rows)
     wide = x_TD.dtype == torch.float32
     sums_QD = dispersion_CD.new_empty(Q, D, dtype=torch.float64 if wide else torch.float32)
@@ -93,12 +101,12 @@ def measure_sorted(
     # Neighbours in the grid read neighbouring features of the same tokens.
     grid = triton.cdiv(D, tile.features), Q
     shape = {"BT": tile.tokens, "BD": tile.features, "BC": max(16, triton.next_power_of_2(C))}
-    shape |= {"ROWS": rows, "WIDE": wide, "num_warps": tile.num_warps}
+    shape |= {"ROWS": rows, "WIDE": wide, "STAGES": tile.num_stages, "num_warps": tile.num_warps}
     _sums_kernel[grid](*tokens, sums_QD, arrived_C, D, C, **shape)
     _deviations_kernel[grid](
         *tokens, sums_QD, arrived_C, spread_QD, dispersion_CD, count_C, out, D, C, floor, eps,
         min_tokens, MEASURE=measure, ROOT=root, RESULT=result,
-        WIDTH=max(16, triton.next_power_of_2(D)), **shape,
+        WIDTH=max(16, triton.next_power_of_2(D)), maxnreg=None if wide else tile.registers, **shape,
     )  # fmt: skip
 
 
@@ -132,11 +140,12 @@ def _load(x_ptr, token_ptr, start, stop, d, D, BT: tl.constexpr):
 
 @triton.jit
 def _sum(
-    x_ptr, token_ptr, first, stop, d, D, WIDE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr
+    x_ptr, token_ptr, first, stop, d, D, WIDE: tl.constexpr, STAGES: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = tl.float64 if WIDE else tl.float32
     total = tl.zeros((BT, BD), dtype=dtype)
-    for start in range(first, stop, BT):
+    for start in tl.range(first, stop, BT, num_stages=STAGES):
         x, _ = _load(x_ptr, token_ptr, start, stop, d, D, BT)
         total += x.to(dtype)
     return tl.sum(total, axis=0)
@@ -145,7 +154,7 @@ def _sum(
 @triton.jit
 def _sums_kernel(
     x_ptr, token_ptr, begin_ptr, end_ptr, sums_ptr, arrived_ptr, D, C, ROWS: tl.constexpr,
-    WIDE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr,
+    WIDE: tl.constexpr, STAGES: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(1)
     if (tl.program_id(0) == 0) & (chunk == 0):
@@ -156,7 +165,7 @@ def _sums_kernel(
         d = tl.program_id(0) * BD + tl.arange(0, BD)
         first = begin + (chunk - earlier) * ROWS
         total = _sum(
-            x_ptr, token_ptr, first, tl.minimum(first + ROWS, end), d, D, WIDE, BT, BD
+            x_ptr, token_ptr, first, tl.minimum(first + ROWS, end), d, D, WIDE, STAGES, BT, BD
         )  # fmt: skip
         tl.store(sums_ptr + chunk * D + d, total, mask=d < D)
 
@@ -166,7 +175,7 @@ def _deviations_kernel(
     x_ptr, token_ptr, begin_ptr, end_ptr, sums_ptr, arrived_ptr, spread_ptr, dispersion_ptr,
     count_ptr, out_ptr, D, C, floor, eps, min_tokens, MEASURE: tl.constexpr, ROOT: tl.constexpr,
     RESULT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
-    BT: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr,
+    STAGES: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(1)
     cluster, begin, end, earlier, chunks = _find(begin_ptr, end_ptr, C, ROWS, BC)
@@ -178,14 +187,14 @@ def _deviations_kernel(
     # float64, so that tokens that are all equal have exactly their own value for a mean.
     mean = tl.zeros((BD,), dtype=tl.float64)
     if chunks == 1:
-        mean += _sum(x_ptr, token_ptr, first, stop, d, D, WIDE, BT, BD).to(tl.float64)
+        mean += _sum(x_ptr, token_ptr, first, stop, d, D, WIDE, STAGES, BT, BD).to(tl.float64)
     else:
         for q in range(earlier, earlier + chunks):
             part = tl.load(sums_ptr + q * D + d, mask=d < D, other=0.0)
             mean += part.to(tl.float64)
     mean = (mean * (1.0 / tl.maximum(end - begin, 1).to(tl.float64))).to(tl.float32)
     total = tl.zeros((BT, BD), dtype=tl.float32)
-    for start in range(first, stop, BT):
+    for start in tl.range(first, stop, BT, num_stages=STAGES):
         x, known = _load(x_ptr, token_ptr, start, stop, d, D, BT)
         away = x.to(tl.float32) - mean[None, :]
         term = tl.abs(away) if MEASURE == "mad" else away * away

@@ -28,7 +28,7 @@ def route_op(
     from acmoe.kernels.affinity import route
     from acmoe.kernels.tokens import Tokens
 
-    tokens = Tokens.of(x, scale, assignment, token_mask, place)
+    tokens = Tokens.of(x, scale, assignment, token_mask, place, end)
     return route(tokens, embedding, bias, top_k, over_selected, temperature, noise)
 
 
@@ -65,15 +65,12 @@ def route_backward_op(
 
     grad_x: what comes to x from elsewhere, to be added.
     """
-    from acmoe.kernels.affinity_backward import (
-        affinity_gradient,
-        embedding_gradient,
-        token_gradient,
-    )
+    from acmoe.kernels.affinity_backward import embedding_gradient, token_gradient
+    from acmoe.kernels.affinity_gradient import affinity_gradient
     from acmoe.kernels.tokens import Tokens
     from acmoe.kernels.total import totals
 
-    tokens = Tokens.of(x, scale, assignment, token_mask, place)
+    tokens = Tokens.of(x, scale, assignment, token_mask, place, end)
     upstream = grad_gate, grad_affinity, grad_sum
     chosen = expert_ids, gate, affinity
     num_pieces = 3 if x.dtype == torch.float32 else 2
