@@ -14,7 +14,11 @@ from torch import Tensor
 
 from acmoe.models.attention import window_attention, window_attention_reference
 from acmoe.ops import backend
-from acmoe.ops.window_attention import _window_attention, fused_window_attention
+from acmoe.ops.window_attention import (
+    _window_attention,
+    fused_window_attention,
+    joined_window_attention,
+)
 
 
 class Shape(NamedTuple):
@@ -175,7 +179,7 @@ def test_forward_and_backward_drop_the_same_probabilities(dropout: float, device
     keep = survivors(bits, 57, dropout)
 
     def fused(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
-        return _window_attention(q, k, v, table, None, bits, 1 / 4, dropout)[0]
+        return _window_attention(q, torch.stack([k, v]), table, None, bits, 1 / 4, dropout)[0]
 
     def definition(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
         every = torch.eye(57, dtype=v.dtype, device=device).expand(2, 2, 57, 57)
@@ -223,18 +227,25 @@ def test_dropout_preserves_the_mean_and_every_call_draws_anew(device: str) -> No
     assert torch.equal(fused_window_attention(q, k, v, **options), first)
 
 
-def test_keys_and_values_as_a_projection_leaves_them_give_the_same_bits(device: str) -> None:
-    # (B, N, H, P) in memory, heads of 12 features filled up with zeros to 16.
+# As a product with both weights leaves them in memory, (B, N, 2, H, P); one after the other; and
+# with features far apart, which is copied.
+@pytest.mark.parametrize("order", [(1, 3, 0, 2, 4), (0, 1, 2, 3, 4), (1, 2, 3, 4, 0)])
+def test_keys_and_values_in_one_tensor_give_the_bits_of_two(
+    order: tuple[int, ...], device: str, poisoned: None
+) -> None:
+    # Heads of 12 features filled up with zeros to 16.
     q, k, v, table, upstream = draw(Shape(20, 37, 20, features=12), device)
-    wide = [
-        torch.nn.functional.pad(t, (0, 4)).transpose(1, 2).contiguous().transpose(1, 2)
-        for t in (k, v)
-    ]
-    assert not wide[0].is_contiguous()
-    narrow = with_gradients(fused_window_attention, [q, k, v, table], upstream, span=20)
-    found = with_gradients(fused_window_attention, [q, *wide, table], upstream, span=20)
-    for one, other in zip(found, narrow, strict=True):
-        assert torch.equal(one[..., : other.shape[-1]], other)
+    back = [order.index(place) for place in range(5)]
+    kv = torch.nn.functional.pad(torch.stack([k, v]), (0, 4)).permute(order).contiguous()
+    leaves = [tensor.requires_grad_() for tensor in (q, kv.permute(back).detach(), table)]
+    out = joined_window_attention(leaves[0], leaves[1], span=20, table=leaves[2])
+    dq, dkv, dtable = torch.autograd.grad(out, leaves, upstream)
+    found = [out.detach(), dq, *dkv[..., :12], dtable]
+    expected = with_gradients(fused_window_attention, (q, k, v, table), upstream, span=20)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert not dkv[..., 12:].any()
+    if order[-1] == 4:  # features side by side: nothing was copied on the way back
+        assert dkv.permute(order).is_contiguous()
 
 
 def test_repeated_runs_are_equal_in_every_bit(device: str) -> None:
@@ -297,8 +308,9 @@ def test_one_graph_holds_the_whole_of_it(device: str) -> None:
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_op_keeps_torchs_contract(masked: bool, device: str) -> None:
     shape = Shape(9, 12, 9, features=16)
-    *tensors, _ = draw(shape, device)
-    leaves = [tensor.requires_grad_() for tensor in tensors]
+    q, k, v, table, _ = draw(shape, device)
+    kv = torch.stack([k, v]).permute(1, 3, 0, 2, 4).contiguous().permute(2, 0, 3, 1, 4)
+    leaves = [tensor.requires_grad_() for tensor in (q, kv, table)]
     bits = torch.randint(-(2**31), 2**31, (2, 2, 12), dtype=torch.int32, device=device)
     arguments = (*leaves, padding(shape, device) if masked else None, bits, 0.25, 0.2)
     torch.library.opcheck(_window_attention, arguments)

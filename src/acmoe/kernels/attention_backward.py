@@ -181,13 +181,15 @@ def run_backward(
     bits: Tensor,
     out: Tensor,
     lse: Tensor,
+    dk: Tensor,
+    dv: Tensor,
     scale: float,
     dropout: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys, values and table, each in its own shape and dtype."""
+) -> tuple[Tensor, Tensor]:
+    """Gradients of queries and table, each in its own shape and dtype; dk and dv are filled."""
     batch, heads, num_queries, width = q.shape
     band = Band(heads, num_queries, k.shape[2], table.shape[1])
-    dq, dk, dv = (torch.empty_like(tensor) for tensor in (q, k, v))
+    dq = torch.empty_like(q)
     assert strides_of(dk, dv) == strides_of(k, v)
     dtable = torch.zeros(table.shape, device=q.device)
     table_8PC = shifted_tables(table, band, q.dtype)
@@ -210,4 +212,4 @@ def run_backward(
         dscores = scores  # the same memory
         queries_gradient(k[some], table_8PC, dscores, dq[some], band, scale / share)
         add_shifted(dtable, _table_gradient(q_8RP, dscores), band, scale / share)
-    return dq, dk, dv, dtable.to(table.dtype)
+    return dq, dtable.to(table.dtype)

@@ -48,10 +48,10 @@ def window_attention_reference(
     return torch.where(allowed, score_BHLN.softmax(-1), 0.0) @ v
 
 
-def window_attention_width(q: Tensor, table: Tensor | None, dropout: float) -> int:
-    """Features in which these queries' keys and values are best given: more where a kernel wants
-    heads filled up with zeros."""
-    return fused_width(q.shape[-1]) if _backend(q, table, dropout) == "triton" else q.shape[-1]
+def joined_width(q: Tensor, table: Tensor | None, dropout: float) -> int | None:
+    """Features of a head in the one tensor of keys and values that `joined_window_attention` takes;
+    None where `window_attention` serves these queries without it."""
+    return fused_width(q.shape[-1]) if _backend(q, table, dropout) == "triton" else None
 
 
 def _backend(q: Tensor, table: Tensor | None, dropout: float) -> str:
@@ -76,8 +76,8 @@ def window_attention(
 
     Args:
         q: (B, H, L, P).
-        k, v: (B, H, N, P), or filled up with zeros to `window_attention_width`; the queries are the
-            last L positions, and at most `span` keys precede the first of them.
+        k, v: (B, H, N, P); the queries are the last L positions, and at most `span` keys precede
+            the first of them.
         span: tokens in a window.
         table: (P, span) relative positions, the last column for distance 1; None: no positions.
         key_mask: (B, N) True where a key may be seen.

@@ -5,7 +5,8 @@ chosen. A custom op, so that `torch.compile(fullgraph=True)` sees one call. Kept
 queries, keys, values, output and one number a query; scores and dropout are computed again.
 
 B streams, H heads, L queries, N keys of which they are the last, W distances in reach, P features
-of a head.
+of a head. Keys and values are one tensor, so that one product gives them, and another takes their
+gradient.
 """
 
 import math
@@ -56,8 +57,7 @@ def fused_window_attention(
 
     Args:
         q: (B, H, L, P) in the dtype of the products.
-        k, v: (B, H, N, P) in the same; or of `fused_width(P)` features, the last ones zero, as a
-            projection with a filled-up weight gives them: then read as they lie, without a copy.
+        k, v: (B, H, N, P) in the same; copied, see `joined_window_attention`.
         span: tokens in a window.
         table: (P, span), the last column for distance 1; its gradient is summed in float32.
         key_mask: (B, N) True where a key may be seen.
@@ -66,19 +66,41 @@ def fused_window_attention(
     Returns:
         (B, H, L, P); zeros for a query that sees nothing.
     """
-    features, num_keys = q.shape[-1], k.shape[-2]
+    width = fused_width(q.shape[-1])
+    kv_2BHNP = torch.stack([F.pad(t, (0, width - t.shape[-1])) for t in (k, v)])
+    return joined_window_attention(
+        q, kv_2BHNP, span=span, table=table, key_mask=key_mask, dropout=dropout
+    )
+
+
+def joined_window_attention(
+    q: Tensor,
+    kv: Tensor,
+    *,
+    span: int,
+    table: Tensor,
+    key_mask: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """`fused_window_attention` for keys and values in one tensor, whose gradient is one as well.
+
+    kv: (2, B, H, N, `fused_width(P)`), keys first, the last features zero. Read as it lies if that
+    is in one piece, in any order of its dimensions but the last: without a copy, as one product
+    with both weights gives it.
+    """
+    features, num_keys = q.shape[-1], kv.shape[-2]
     reach = min(span, num_keys - 1)
     if reach == 0:
         return torch.zeros_like(q)
-    width = fused_width(features)
-    more = width - features
+    more = kv.shape[-1] - features
+    assert kv.shape[-1] == fused_width(features), f"heads of {kv.shape[-1]} for {features} features"
     # 32 random bits a query, drawn on the device: a captured CUDA graph draws new ones each replay.
     bits_BHL = torch.zeros(q.shape[:3], dtype=torch.int32, device=q.device)
     if dropout > 0:
         bits_BHL = torch.randint_like(bits_BHL, -(2**31), 2**31)
     out_BHLP: Tensor = _window_attention(
         F.pad(q, (0, more)).contiguous(),
-        *(_rows(t, width) for t in (k, v)),
+        kv if _in_one_piece(kv) else kv.contiguous(),
         F.pad(table[:, span - reach :], (0, 0, 0, more)),
         None if key_mask is None else key_mask.contiguous(),
         bits_BHL,
@@ -88,22 +110,16 @@ def fused_window_attention(
     return out_BHLP[..., :features]
 
 
-def _rows(t_BHNP: Tensor, width: int) -> Tensor:
-    """Heads of `width` features that lie side by side, without overlap and without gaps."""
-    if t_BHNP.shape[-1] < width:
-        return F.pad(t_BHNP, (0, width - t_BHNP.shape[-1]))
-    places = 1 + sum(
-        (size - 1) * step for size, step in zip(t_BHNP.shape, t_BHNP.stride(), strict=True)
-    )
-    whole = t_BHNP.stride(-1) == 1 and 0 not in t_BHNP.stride() and places == t_BHNP.numel()
-    return t_BHNP if whole else t_BHNP.contiguous()
+def _in_one_piece(t: Tensor) -> bool:
+    """Whether features lie side by side, and all of it without overlap and without gaps."""
+    places = 1 + sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True))
+    return t.stride(-1) == 1 and 0 not in t.stride() and places == t.numel()
 
 
 @torch.library.custom_op("acmoe::window_attention", mutates_args=())
 def _window_attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    kv: Tensor,
     table: Tensor,
     key_mask: Tensor | None,
     bits: Tensor,
@@ -112,11 +128,12 @@ def _window_attention(
 ) -> tuple[Tensor, Tensor]:
     from acmoe.kernels.attention import run_forward
 
+    k, v = kv.unbind()
     return run_forward(q, k, v, table, key_mask, bits, scale, dropout)
 
 
 @_window_attention.register_fake
-def _(q, k, v, table, key_mask, bits, scale, dropout):  # type: ignore[no-untyped-def]
+def _(q, kv, table, key_mask, bits, scale, dropout):  # type: ignore[no-untyped-def]
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -124,8 +141,7 @@ def _(q, k, v, table, key_mask, bits, scale, dropout):  # type: ignore[no-untype
 def _window_attention_backward(
     grad: Tensor,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    kv: Tensor,
     table: Tensor,
     key_mask: Tensor | None,
     bits: Tensor,
@@ -133,15 +149,21 @@ def _window_attention_backward(
     lse: Tensor,
     scale: float,
     dropout: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     from acmoe.kernels.attention_backward import run_backward
 
-    return run_backward(grad, q, k, v, table, key_mask, bits, out, lse, scale, dropout)
+    k, v = kv.unbind()
+    dkv = torch.empty_like(kv)
+    dk, dv = dkv.unbind()
+    dq, dtable = run_backward(
+        grad, q, k, v, table, key_mask, bits, out, lse, dk, dv, scale, dropout
+    )
+    return dq, dkv, dtable
 
 
 @_window_attention_backward.register_fake
-def _(grad, q, k, v, table, key_mask, bits, out, lse, scale, dropout):  # type: ignore[no-untyped-def]
-    return tuple(torch.empty_like(t) for t in (q, k, v, table))
+def _(grad, q, kv, table, key_mask, bits, out, lse, scale, dropout):  # type: ignore[no-untyped-def]
+    return tuple(torch.empty_like(t) for t in (q, kv, table))
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
