@@ -43,7 +43,9 @@ def test_an_interpreter_that_is_asked_for_runs(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(which_module, "_statistics", lambda device, dtype: "torch")
     with use_backend("triton"):
         found = running()
-    assert found == {**dict.fromkeys(OPS, "triton"), "statistics": "torch"}
+    kernels = ("hidden", "down", "input", "down_weight", "up_weight")
+    products = [f"experts: {kernel}" for kernel in kernels]
+    assert found == {**dict.fromkeys((*OPS, *products), "triton"), "statistics": "torch"}
 
 
 def test_statistics_by_an_op_of_our_own_are_told_from_those_of_torch(

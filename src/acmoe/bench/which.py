@@ -48,8 +48,10 @@ def which(device: torch.device, dtype: torch.dtype, shape: Shape | None = None) 
     widths = (shape.width, shape.dim, shape.hidden)
     grouped = Option("grouped_mm", grouped_mm_obstacle(x_TD, *widths))
     sonic = Option("sonicmoe", sonicmoe_obstacle(x_TD, shape.activation, shape.bias, 0.0))
+    experts = _experts(x_TD, shape)
     return [
-        *_choices("experts", _experts(x_TD, shape), (triton, grouped, torch_, sonic)),
+        *_choices("experts", experts, (triton, grouped, torch_, sonic)),
+        *(_products(x_TD, shape) if experts == "triton" else ()),
         *_choices("statistics", _statistics(device, dtype), (triton, torch_)),
         *_embedding(x_TD),
         *_map_attention(device, dtype),
@@ -79,6 +81,26 @@ def _experts(x_TD: Tensor, shape: Shape) -> str:
         )
     expert_ids_TK = torch.zeros(len(x_TD), shape.top_k, dtype=torch.int64, device=x_TD.device)
     return experts.backend(x_TD, expert_ids_TK, complete=True)
+
+
+def _products(x_TD: Tensor, shape: Shape) -> list[Choice]:
+    """Those that Gluon's kernels may do."""
+    from acmoe.kernels.experts import Sizes
+    from acmoe.kernels.ring_choice import BY_ROWS, BY_WEIGHTS, ring_obstacle
+    from acmoe.kernels.tuning import copies_rows
+
+    sizes = (shape.dim, shape.hidden, shape.num_experts)
+    size = Sizes(shape.tokens, *sizes, shape.top_k, shape.activation)
+    copied = copies_rows(*sizes, shape.width, backward=True)
+    found = []
+    for kernel in (*BY_ROWS, *BY_WEIGHTS):
+        gather = kernel not in ("down", "input") and not copied
+        how = {"gather": gather, "bare": kernel in BY_WEIGHTS or not shape.bias}
+        obstacle = ring_obstacle(kernel, size, x_TD.dtype, x_TD.device, **how)
+        options = Option("gluon", obstacle), Option("triton", None)
+        runs = "gluon" if obstacle is None else "triton"
+        found += _choices(f"experts: {kernel}", runs, options)
+    return found
 
 
 def _statistics(device: torch.device, dtype: torch.dtype) -> str:

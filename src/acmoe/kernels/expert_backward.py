@@ -3,7 +3,8 @@
     activation   recomputes the activation and its slope, tile by tile; leaves the tile's share of
                  the gate's gradient and of the biases'. In the epilogue of the product before it,
                  in slices of columns, the best of 22 forms took 2.38 ms for 1.64 + 0.86 (H200,
-                 olmoe; mixtral as much as apart): too little for a second form of both.
+                 olmoe; mixtral as much as apart): too little for a second form of both. Where
+                 some warps do the epilogue while others multiply it pays: ring_hidden.py.
     finish       adds up these shares
 
 The products themselves: rows (expert_forward.py) for activations, weight (expert_weights.py,

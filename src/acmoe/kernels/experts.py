@@ -19,7 +19,7 @@ from acmoe.kernels.products import dot_precision
 from acmoe.kernels.tiles import Plan
 from acmoe.kernels.tuning import Blocks, blocks_for
 
-_GROUP = 8  # row tiles that walk over the columns together, and find the weights in L2
+GROUP = 8  # row tiles that walk over the columns together, and find the weights in L2
 # Rows of a program and of a step, columns, and warps of the activation's backward.
 ACTIVATION_TILE = (128, 8, 128, 4)
 
@@ -67,10 +67,10 @@ def _desc(tensor: Tensor, block: list[int], blocks: Blocks) -> Any:
     if not blocks.tma:
         return tensor
     flat = tensor.reshape(-1, tensor.shape[-1])
-    return TensorDescriptor.from_tensor(_on_line(flat), block)
+    return TensorDescriptor.from_tensor(on_line(flat), block)
 
 
-def _on_line(tensor: Tensor) -> Tensor:
+def on_line(tensor: Tensor) -> Tensor:
     """From a multiple of 16 bytes on, as the copy engine reads; a view may begin anywhere."""
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
@@ -80,7 +80,7 @@ def _up_desc(up: Tensor, size: Sizes, blocks: Blocks) -> Any:
     if size.act != "swiglu" or not blocks.tma:
         return _desc(up, [blocks.n, blocks.k], blocks)
     pairs = up.reshape(2 * size.experts, size.hidden, size.dim)
-    return TensorDescriptor.from_tensor(_on_line(pairs), [2, blocks.n, blocks.k])
+    return TensorDescriptor.from_tensor(on_line(pairs), [2, blocks.n, blocks.k])
 
 
 class Source(NamedTuple):
@@ -93,7 +93,7 @@ class Source(NamedTuple):
 def _launch(blocks: Blocks, dtype: torch.dtype) -> dict[str, Any]:
     """What the kernels of products have in common."""
     return {
-        "GROUP": _GROUP,
+        "GROUP": GROUP,
         "TMA": blocks.tma,
         "PRECISION": dot_precision(dtype),
         "BM": blocks.m,

@@ -34,12 +34,34 @@ class Blocks(NamedTuple):
     persistent: int = 0  # programs a multiprocessor, each of many tiles; 0: a program a tile
 
 
+RING_HEIGHT = 128  # rows of a tile
+
+
+class Ring(NamedTuple):
+    """How a product by a ring of shared memory runs (kernels/ring.py)."""
+
+    form: str  # "turns": each group of warps its own tile; "together": both halves of one
+    stages: int  # blocks in the ring
+    buffers: int = 0  # of h, fetched behind a product in turns
+    lead: int = 0  # blocks by which the second of the groups together starts later
+    depth: int = 64  # of a block along the inner dimension
+
+    @property
+    def columns(self) -> int:
+        return 256 if self.form == "together" else 128
+
+
+# Less than product and activation apart took wherever that was measured: 9% less at mixtral, 11% at
+# fine, 25% at olmoe (H200).
+_HIDDEN_RING = Ring("turns", 5, 2)
+
+
 @functools.cache
 def _table() -> dict[str, list[Any]]:
     """ "kernel/dim/hidden/experts" -> blocks, written by `acmoe bench tune` on an H200.
 
     "copy/dim/hidden/experts" -> [whether rows are copied in the forward, in the backward], where
-    that was measured by hand.
+    that was measured by hand; "ring_kernel/dim/hidden/experts" -> the ring that was faster.
     """
     path = Path(__file__).with_name("tuned.json")
     found: dict[str, list[Any]] = json.loads(path.read_text()) if path.exists() else {}
@@ -72,3 +94,11 @@ def blocks_for(kernel: str, dim: int, hidden: int, experts: int, dtype: torch.dt
     if wide:
         return Blocks(64, 64, 32, 4, 2)
     return Blocks(128, 128, 64, 8, 3)
+
+
+def ring_for(kernel: str, dim: int, hidden: int, experts: int) -> Ring | None:
+    """None where a ring was not found faster, or not tried."""
+    found = _table().get(key(f"ring_{kernel}", dim, hidden, experts))
+    if found is not None:
+        return Ring(*found)
+    return _HIDDEN_RING if kernel == "hidden" else None

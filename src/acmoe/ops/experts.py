@@ -32,7 +32,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """(T, D) outputs, and h (N, W) for backward; no rows of it unless to keep."""
     from acmoe.kernels.expert_tokens import run_combine, source_of
-    from acmoe.kernels.experts import run_rows, run_up, sizes_of
+    from acmoe.kernels.experts import run_up, sizes_of
+    from acmoe.kernels.ring_choice import run_rows
     from acmoe.kernels.tiles import Plan
 
     size = sizes_of(x, down, gate, act)
@@ -62,32 +63,22 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Of x, up, down, the biases (no columns where there is none) and gate. dh is room, or h."""
     from acmoe.kernels.expert_tokens import run_combine, source_of
-    from acmoe.kernels.experts import (
-        Sums,
-        run_activation,
-        run_finish,
-        run_rows,
-        run_weight,
-        sizes_of,
-    )
+    from acmoe.kernels.experts import Sums, run_finish, sizes_of
+    from acmoe.kernels.ring_choice import run_hidden, run_rows, run_weight
     from acmoe.kernels.tiles import Plan
 
     size = sizes_of(x, down, gate, act)
     plan = Plan(order, end, size.top_k)
     upstream = source_of(grad, back, size, backward=True)
-    da = run_rows(
-        *("hidden", upstream.values, down, None, plan, size), across=True, gather=upstream.gather
-    )
     by_bias = None if down_bias is None else grad @ down_bias.T
     sums = Sums(
         0 if up_bias is None else up_bias.shape[1], 0 if down_bias is None else down_bias.shape[1]
     )
-    shares = run_activation(da, h, dh, gate, grad, plan, size, sums, dropout, seed)
+    a, shares = run_hidden(*(upstream, down, h, dh, gate, grad, plan, size, sums, dropout, seed))
     dgate, d_up_bias, d_down_bias = run_finish(shares, by_bias, expert, plan, size, sums, x.dtype)
-    # da now holds the activation times the gate.
     gather = "p" if upstream.gather else "none"
-    d_down = run_weight("down_weight", upstream.values, da, plan, size, gather=gather)
-    del da, upstream  # freed before the next large ones
+    d_down = run_weight("down_weight", upstream.values, a, plan, size, gather=gather)
+    del a, upstream  # freed before the next large ones
     tokens = source_of(x, back, size, backward=True)
     gather = "q" if tokens.gather else "none"
     d_up = run_weight("up_weight", dh, tokens.values, plan, size, gather=gather)

@@ -1,0 +1,163 @@
+"""The experts' products by a ring of shared memory (ring.py) where that is known to be faster.
+
+Everywhere else, and wherever the ring cannot, by what Triton pipelines: experts.py. D features, F
+hidden units, W = 2F, N rows.
+"""
+
+import functools
+import importlib.util
+import logging
+
+import torch
+import triton
+from torch import Tensor
+
+from acmoe.kernels import experts
+from acmoe.kernels.experts import Shares, Sizes, Source, Sums
+from acmoe.kernels.tiles import Plan
+from acmoe.kernels.tuning import RING_HEIGHT, Ring, ring_for
+
+# Gluon's functions still change their names from version to version.
+_KNOWN_VERSIONS = ("3.6.",)
+BY_ROWS, BY_WEIGHTS = ("hidden", "down", "input"), ("down_weight", "up_weight")
+_log = logging.getLogger("acmoe")
+
+
+def _sides(kernel: str, size: Sizes) -> tuple[int, int]:
+    """Inner and outer dimension of a product by rows; columns and rows of a weight's gradient."""
+    return {
+        "hidden": (size.dim, size.hidden),
+        "down": (size.hidden, size.dim),
+        "input": (size.width, size.dim),
+        "down_weight": (size.hidden, size.dim),
+        "up_weight": (size.dim, size.width),
+    }[kernel]
+
+
+def _machine_obstacle(device: torch.device) -> str | None:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"its kernels need a CUDA device, not {torch.version.hip or device.type}"
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return "its kernels are for compute capability 9"
+    if not triton.__version__.startswith(_KNOWN_VERSIONS):
+        return f"its kernels were tested with triton 3.6, not {triton.__version__}"
+    if importlib.util.find_spec("triton.experimental.gluon") is None:
+        return "this triton has no Gluon"
+    return None
+
+
+def _shape_obstacle(kernel: str, size: Sizes, ring: Ring) -> str | None:
+    """Tiles must be whole. A product by rows needs as many blocks as the ring has places: of groups
+    together one waits for the other's `lead` blocks, and would wait forever."""
+    inner, outer = _sides(kernel, size)
+    weight = kernel in BY_WEIGHTS
+    steps = (ring.columns, RING_HEIGHT) if weight else (ring.depth, ring.columns)
+    if inner % steps[0] or outer % steps[1]:
+        return f"its tiles need multiples of {steps[0]} and {steps[1]}, not {inner}, {outer}"
+    if not weight and inner // ring.depth < max(ring.stages, ring.lead):
+        return f"its ring needs {ring.stages} blocks of {ring.depth}, more than {inner}"
+    return None
+
+
+def ring_obstacle(
+    kernel: str,
+    size: Sizes,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    gather: bool,
+    bare: bool = True,
+) -> str | None:
+    """What keeps a product from the ring. bare: without bias and dropout; gather: of tokens."""
+    ring = ring_for(kernel, size.dim, size.hidden, size.experts)
+    if ring is None:
+        return "it was not found faster for this shape"
+    if dtype != torch.bfloat16:
+        return f"it takes bfloat16, not {dtype}"
+    if not bare or (kernel == "hidden" and size.act != "swiglu"):
+        return "it has neither bias nor dropout, and of activations swiglu"
+    if gather:
+        return "it reads rows, and tokens are gathered for this shape"
+    return _shape_obstacle(kernel, size, ring) or _machine_obstacle(device)
+
+
+@functools.lru_cache(maxsize=256)
+def _ring(
+    kernel: str, size: Sizes, dtype: torch.dtype, device: torch.device, gather: bool, bare: bool
+) -> Ring | None:
+    obstacle = ring_obstacle(kernel, size, dtype, device, gather=gather, bare=bare)
+    if obstacle is None:
+        _log.info("the experts' product %s runs on gluon", kernel)
+        return ring_for(kernel, size.dim, size.hidden, size.experts)
+    _log.info("the experts' product %s runs on triton; gluon: %s", kernel, obstacle)
+    return None
+
+
+def _ring_of(kernel: str, size: Sizes, x: Tensor, *, gather: bool, bare: bool) -> Ring | None:
+    """None: not by a ring. Batches of any size are one kind of call."""
+    return _ring(kernel, size._replace(tokens=0), x.dtype, x.device, gather, bare)
+
+
+def run_rows(
+    kernel: str,
+    a: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: Plan,
+    size: Sizes,
+    *,
+    across: bool = False,
+) -> Tensor:
+    """(N, O): rows times their expert's weight, (E, O, I), or (E, I, O) if `across`."""
+    ring = _ring_of(kernel, size, a, gather=False, bare=bias is None)
+    if ring is None:
+        return experts.run_rows(kernel, a, weight, bias, plan, size, across=across)
+    from acmoe.kernels.ring_launch import rows_by_ring
+
+    return rows_by_ring(a, weight, plan, ring, across=across)
+
+
+def run_hidden(
+    upstream: Source,
+    down: Tensor,
+    h: Tensor,
+    dh: Tensor,
+    gate: Tensor,
+    grad: Tensor,
+    plan: Plan,
+    size: Sizes,
+    sums: Sums,
+    dropout: float,
+    seed: Tensor,
+) -> tuple[Tensor, Shares]:
+    """gate * a (N, F), and what is left for `run_finish`; writes dh (N, W), maybe over h.
+
+    Either way one buffer of (N, F) is made: apart, gate * a is written over the gradient by a.
+    """
+    bare = not any(sums) and dropout == 0
+    ring = _ring_of("hidden", size, upstream.values, gather=upstream.gather, bare=bare)
+    if ring is not None:
+        from acmoe.kernels.ring_launch import hidden_by_ring
+
+        a, share = hidden_by_ring(upstream.values, down, h, dh, gate, plan, ring)
+        return a, Shares(share, share[:0])
+    da = experts.run_rows(
+        *("hidden", upstream.values, down, None, plan, size), across=True, gather=upstream.gather
+    )
+    shares = experts.run_activation(da, h, dh, gate, grad, plan, size, sums, dropout, seed)
+    return da, shares
+
+
+def run_weight(
+    kernel: str, p: Tensor, q: Tensor, plan: Plan, size: Sizes, *, gather: str
+) -> Tensor:
+    """(E, O, I) sums of outer products p^T q over each expert's rows.
+
+    gather: "p" or "q" for the one that holds tokens, "none" where both hold rows.
+    """
+    ring = _ring_of(kernel, size, p, gather=gather != "none", bare=True)
+    if ring is None:
+        return experts.run_weight(kernel, p, q, plan, size, gather=gather)
+    from acmoe.kernels.ring_launch import weights_by_ring
+
+    return weights_by_ring(p, q, plan, ring)

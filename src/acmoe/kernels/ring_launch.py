@@ -1,0 +1,107 @@
+"""Launches of the products by a ring of shared memory (ring.py). Imports Gluon: ring_choice.py."""
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from acmoe.kernels import ring_hidden, ring_hidden_together, ring_rows, ring_weights
+from acmoe.kernels.experts import GROUP, on_line
+from acmoe.kernels.tiles import Plan
+from acmoe.kernels.tuning import RING_HEIGHT, Ring
+
+_SIDE = 64  # rows of half a tile, and columns of a panel
+
+
+def _out_desc(tensor: Tensor, block: list[int]) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+    return TensorDescriptor.from_tensor(tensor, block, layout)
+
+
+def _desc(tensor: Tensor, block: list[int]) -> TensorDescriptor:
+    return _out_desc(on_line(tensor.reshape(-1, tensor.shape[-1])), block)
+
+
+def _programs() -> int:
+    """One a multiprocessor; where the kernels are emulated two."""
+    if not torch.cuda.is_available():
+        return 2
+    return torch.cuda.get_device_properties().multi_processor_count
+
+
+def rows_by_ring(a: Tensor, weight: Tensor, plan: Plan, ring: Ring, *, across: bool) -> Tensor:
+    """(N, O): rows times their expert's weight, (E, O, I), or (E, I, O) if `across`."""
+    inner = a.shape[1]
+    outer = weight.shape[2] if across else weight.shape[1]
+    y = torch.empty(plan.num_rows, outer, device=a.device, dtype=a.dtype)
+    expert, start = plan[RING_HEIGHT]
+    w_block = [ring.depth, ring.columns] if across else [ring.columns, ring.depth]
+    together = ring.form == "together"
+    kernel = ring_rows.rows_together if together else ring_rows.rows_in_turns
+    kernel[(_programs(),)](
+        *(
+            _desc(a, [RING_HEIGHT, ring.depth]),
+            _desc(weight, w_block),
+            _out_desc(y, [_SIDE, 128]),
+            y,
+        ),
+        *(expert, start, plan.end, plan.live(RING_HEIGHT)),
+        *(inner // ring.depth, outer // ring.columns, weight.shape[1], outer),
+        GROUP=GROUP,
+        ACROSS=across,
+        STAGES=ring.stages,
+        num_warps=4,
+        **({"LEAD": ring.lead} if together else {}),
+    )
+    return y
+
+
+def hidden_by_ring(
+    x: Tensor, down: Tensor, h: Tensor, dh: Tensor, gate: Tensor, plan: Plan, ring: Ring
+) -> tuple[Tensor, Tensor]:
+    """gate * a (N, F), and the rows' shares (B, N) of the gate's gradient; writes dh (N, 2F)."""
+    _, dim, hidden = down.shape
+    rows = plan.num_rows
+    a = torch.empty(rows, hidden, device=h.device, dtype=h.dtype)
+    share = torch.empty(hidden // ring.columns, rows, device=h.device)
+    expert, start = plan[RING_HEIGHT]
+    panel = [_SIDE, _SIDE]
+    together = ring.form == "together"
+    kernel = ring_hidden_together.hidden_together if together else ring_hidden.hidden_in_turns
+    kernel[(_programs(),)](
+        *(_desc(x, [RING_HEIGHT, ring.depth]), _desc(down, [ring.depth, ring.columns])),
+        *(
+            _desc(h, panel),
+            _out_desc(dh, panel),
+            _out_desc(a, panel),
+            dh,
+            a,
+            share,
+            gate,
+            plan.order,
+        ),
+        *(expert, start, plan.end, plan.live(RING_HEIGHT)),
+        *(rows, dim // ring.depth, hidden // ring.columns, dim, hidden),
+        GROUP=GROUP,
+        STAGES=ring.stages,
+        BUFFERS=ring.buffers,
+        num_warps=4,
+        **({"LEAD": ring.lead} if together else {}),
+    )
+    return a, share
+
+
+def weights_by_ring(p: Tensor, q: Tensor, plan: Plan, ring: Ring) -> Tensor:
+    """(E, O, I) sums of outer products p^T q over each expert's rows; both hold rows."""
+    outer, inner, experts = p.shape[1], q.shape[1], plan.end.shape[0]
+    dw = torch.empty(experts, outer, inner, device=p.device, dtype=p.dtype)
+    p_block, q_block = [ring.depth, _SIDE], [ring.depth, ring.columns]
+    ring_weights.weights_together[(_programs(),)](
+        *(_desc(p, p_block), _desc(q, q_block), _out_desc(dw.view(-1, inner), [_SIDE, 128])),
+        *(p, q, plan.end, experts * (outer // RING_HEIGHT) * (inner // ring.columns)),
+        *(outer, inner),
+        GROUP=GROUP,
+        STAGES=ring.stages,
+        num_warps=4,
+    )
+    return dw

@@ -1,0 +1,298 @@
+"""Products by a ring of shared memory, emulated on a CPU, against float64 and the other kernels.
+
+Gluon has no interpreter: tests/gluon_emulator.py runs the kernels' Python, warps with different
+tasks as threads, and copies and products land as late as they may.
+D features, F hidden units, N rows, E experts; I, O inner and outer dimension of a product.
+"""
+
+import pytest
+import torch
+from test_expert_kernels import Layer
+
+# Rows of each expert, and rows for none: a whole tile and a ragged one, none, half a tile, a tile
+# and a ragged half.
+COUNTS, NOBODY = (130, 0, 64, 200), 70
+
+
+@pytest.fixture
+def fresh_choice():
+    """`ring_choice`, which remembers what it chose, without memory before and after."""
+    pytest.importorskip("triton")
+    from acmoe.kernels import ring_choice
+
+    ring_choice._ring.cache_clear()
+    yield ring_choice
+    ring_choice._ring.cache_clear()
+
+
+@pytest.fixture
+def ring_launch(monkeypatch):
+    """The launches; without a GPU their kernels emulated."""
+    pytest.importorskip("triton.experimental.gluon")
+    from acmoe.kernels import (
+        ring_hidden,
+        ring_hidden_together,
+        ring_launch,
+        ring_rows,
+        ring_weights,
+    )
+
+    if not torch.cuda.is_available():
+        from gluon_emulator import emulate
+
+        for module, name in (
+            (ring_rows, "rows_in_turns"),
+            (ring_rows, "rows_together"),
+            (ring_hidden, "hidden_in_turns"),
+            (ring_hidden_together, "hidden_together"),
+            (ring_weights, "weights_together"),
+        ):
+            monkeypatch.setattr(module, name, emulate(getattr(module, name), seed=1))
+    return ring_launch
+
+
+def drawn(*shape, device):
+    return torch.randn(*shape, device=device).to(torch.bfloat16)
+
+
+def plan_of(counts, nobody, device):
+    from acmoe.kernels.tiles import Plan
+
+    torch.manual_seed(0)
+    end = torch.tensor(counts).cumsum(0)
+    order = torch.randperm(int(end[-1]) + nobody)
+    return Plan(order.to(device), end.to(device), 1)
+
+
+def each_expert(plan):
+    begin = 0
+    for expert, end in enumerate(plan.end.tolist()):
+        yield expert, slice(begin, end)
+        begin = end
+
+
+def assert_near(found, right, most=4e-3):
+    """bf16 keeps 8 bits: 2^-9 of a number are lost at most."""
+    assert ((found.double() - right).norm() / right.norm()).item() < most
+
+
+@pytest.mark.parametrize(
+    ("across", "inner", "outer", "ring"),
+    [
+        (True, 192, 256, ("turns", 3)),
+        (False, 192, 256, ("turns", 6)),  # a tile is less than a round of the ring
+        (True, 256, 512, ("together", 3, 0, 2)),
+        (False, 256, 256, ("together", 4, 0, 0)),
+        (False, 256, 256, ("together", 4, 0, 3)),
+    ],
+)
+def test_rows_by_a_ring_are_their_products(across, inner, outer, ring, device, ring_launch):
+    from acmoe.kernels.tuning import Ring
+
+    plan = plan_of(COUNTS, NOBODY, device)
+    a_NI = drawn(plan.num_rows, inner, device=device)
+    shape = (inner, outer) if across else (outer, inner)
+    weight = drawn(len(COUNTS), *shape, device=device)
+    y_NO = ring_launch.rows_by_ring(a_NI, weight, plan, Ring(*ring), across=across)
+    right_NO = torch.zeros(y_NO.shape, dtype=torch.float64, device=device)
+    for expert, rows in each_expert(plan):
+        w = weight[expert].double()
+        right_NO[rows] = a_NI[rows].double() @ (w if across else w.T)
+    routed = sum(COUNTS)
+    assert_near(y_NO[:routed], right_NO[:routed])
+
+
+@pytest.mark.parametrize("over", [False, True])
+@pytest.mark.parametrize(
+    ("counts", "dim", "hidden", "ring"),
+    [
+        (COUNTS, 128, 256, ("turns", 2, 2)),
+        ((1, 256, 63), 192, 128, ("turns", 4, 1)),
+        (COUNTS, 192, 512, ("together", 3, 2, 1)),
+        ((1, 256, 63), 192, 256, ("together", 6, 2, 4, 32)),
+    ],
+)
+def test_the_activation_s_backward_behind_the_product(
+    counts, dim, hidden, ring, over, device, ring_launch
+):
+    from acmoe.kernels.tuning import Ring
+
+    plan = plan_of(counts, NOBODY, device)
+    x_ND = drawn(plan.num_rows, dim, device=device)
+    down_EDF = drawn(len(counts), dim, hidden, device=device) / dim**0.5
+    h_NW = drawn(plan.num_rows, 2 * hidden, device=device)
+    gate_N = torch.rand(plan.num_rows, device=device)
+    before_NW = h_NW.clone()
+    dh_NW = h_NW if over else torch.zeros_like(h_NW)
+    found_NF, share_BN = ring_launch.hidden_by_ring(
+        x_ND, down_EDF, h_NW, dh_NW, gate_N, plan, Ring(*ring)
+    )
+
+    # By autograd: the gradient by h of the sum of gate * (down a) * x.
+    leaf_NW = before_NW.double().requires_grad_()
+    g_NF, u_NF = leaf_NW.split(hidden, dim=1)
+    a_NF = torch.nn.functional.silu(g_NF) * u_NF
+    gate_N1 = gate_N[plan.order].double()[:, None].requires_grad_()
+    routed = sum(counts)
+    total = sum(
+        (gate_N1[rows] * (a_NF[rows] @ down_EDF[expert].double().T) * x_ND[rows].double()).sum()
+        for expert, rows in each_expert(plan)
+    )
+    right_NW, right_gate_N1 = torch.autograd.grad(total, (leaf_NW, gate_N1))
+    assert_near(dh_NW[:routed], right_NW[:routed])
+    assert_near(found_NF[:routed], (a_NF * gate_N1).detach()[:routed])
+    assert_near(share_BN.sum(0)[:routed], right_gate_N1[:routed, 0], 1e-4)
+    untouched = before_NW if over else torch.zeros_like(h_NW)
+    assert torch.equal(dh_NW[routed:], untouched[routed:])
+
+
+@pytest.mark.parametrize("depth", [32, 64])
+def test_weights_by_a_ring_see_their_expert_s_rows_alone(depth, device, ring_launch):
+    """Rows for no expert, which nobody writes, are NaN. An expert without rows gets zeros."""
+    from acmoe.kernels.tuning import Ring
+
+    plan, routed = plan_of(COUNTS, NOBODY, device), sum(COUNTS)
+    p_NO, q_NI = (drawn(plan.num_rows, width, device=device) for width in (256, 512))
+    p_NO[routed:] = q_NI[routed:] = torch.nan
+    ring = Ring("together", 3, depth=depth)
+    dw_EOI = ring_launch.weights_by_ring(p_NO, q_NI, plan, ring)
+    for expert, rows in each_expert(plan):
+        if COUNTS[expert] == 0:
+            assert not dw_EOI[expert].any()
+        else:
+            assert_near(dw_EOI[expert], p_NO[rows].double().T @ q_NI[rows].double())
+
+
+def test_a_layer_by_rings_is_the_layer(device, ring_launch, fresh_choice, monkeypatch):
+    from acmoe.kernels import tuning
+
+    rings = {
+        "ring_hidden/256/256/4": ["turns", 2, 2],
+        "ring_down/256/256/4": ["together", 3, 0, 2],
+        "ring_input/256/256/4": ["turns", 3],
+        "ring_down_weight/256/256/4": ["together", 2],
+        "ring_up_weight/256/256/4": ["together", 2],
+        "copy/256/256/4": [False, True],
+    }
+    monkeypatch.setattr(tuning, "_table", lambda: rings)
+    monkeypatch.setattr(fresh_choice, "_machine_obstacle", lambda device: None)
+    layer = Layer("swiglu", False, (37, 256, 256, 4, 2), device)
+    expected = layer.reference().detach(), *layer.gradients(layer.reference())
+    layer.x, layer.gate = (
+        leaf.detach().to(torch.bfloat16).requires_grad_() for leaf in (layer.x, layer.gate)
+    )
+    layer.mlp.to(torch.bfloat16)
+    layer.cotangent = layer.cotangent.to(torch.bfloat16)
+    out = layer.fused()
+    found = out, *layer.gradients(out)
+    for mine, right in zip(found, expected, strict=True):
+        assert_near(mine, right.double(), 1.5e-2)  # a chain of three roundings
+
+
+class TestChoice:
+    """Of an H200 with the triton that is known to work, unless said otherwise."""
+
+    @pytest.fixture(autouse=True)
+    def card(self, monkeypatch):
+        triton = pytest.importorskip("triton")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        monkeypatch.setattr(torch.version, "hip", None)
+        monkeypatch.setattr(triton, "__version__", "3.6.0")
+
+    @staticmethod
+    def obstacle(kernel, sizes, dtype=torch.bfloat16, act="swiglu", **how):
+        from acmoe.kernels.experts import Sizes
+        from acmoe.kernels.ring_choice import ring_obstacle
+
+        size = Sizes(32768, *sizes, 8, act)
+        device = torch.device(how.pop("device", "cuda"))
+        return ring_obstacle(kernel, size, dtype, device, **({"gather": False} | how))
+
+    def test_what_was_measured_faster_runs(self):
+        for sizes in ((2048, 1024, 64), (2048, 768, 128)):
+            assert [self.obstacle(k, sizes) for k in ("hidden", "down", "input")] == [None] * 3
+        assert self.obstacle("hidden", (1024, 512, 32)) is None  # by the rule
+
+    @pytest.mark.parametrize(
+        ("kernel", "sizes", "how", "reason"),
+        [
+            ("input", (4096, 14336, 8), {}, "not found faster"),
+            ("down", (1024, 512, 32), {}, "not found faster"),
+            ("hidden", (2048, 1024, 64), {"dtype": torch.float16}, "bfloat16"),
+            ("hidden", (2048, 1024, 64), {"act": "gelu"}, "swiglu"),
+            ("down", (2048, 1024, 64), {"bare": False}, "neither bias nor dropout"),
+            ("hidden", (1536, 256, 128), {"gather": True}, "tokens are gathered"),
+            ("hidden", (1024, 320, 32), {}, "multiples of 64 and 128, not 1024, 320"),
+            ("hidden", (256, 512, 32), {}, "5 blocks of 64, more than 256"),
+            ("down_weight", (1024, 512, 32), {}, "not found faster"),
+            ("hidden", (2048, 1024, 64), {"device": "cpu"}, "CUDA device, not cpu"),
+        ],
+    )
+    def test_what_cannot_or_should_not_says_why(self, kernel, sizes, how, reason):
+        assert reason in self.obstacle(kernel, sizes, **how)
+
+    def test_other_cards_and_other_versions_do_not(self, monkeypatch):
+        import triton
+
+        monkeypatch.setattr(triton, "__version__", "3.7.1")
+        assert "not 3.7.1" in self.obstacle("hidden", (2048, 1024, 64))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
+        assert "capability 9" in self.obstacle("hidden", (2048, 1024, 64))
+
+    def test_what_was_chosen_is_said_once(self, fresh_choice, caplog):
+        from acmoe.kernels.experts import Sizes
+
+        caplog.set_level("INFO", logger="acmoe")
+        x_TD = torch.empty(1, 2048, dtype=torch.float16)
+        for tokens in (8, 16, 32):
+            size = Sizes(tokens, 2048, 1024, 64, 8, "swiglu")
+            assert fresh_choice._ring_of("down", size, x_TD, gather=False, bare=True) is None
+        assert [record.message for record in caplog.records] == [
+            "the experts' product down runs on triton; gluon: it takes bfloat16, not torch.float16"
+        ]
+
+    def test_a_ring_of_the_table_never_waits_forever(self):
+        """A group waits for blocks that the other must have: the table's shapes have them."""
+        from acmoe.kernels import tuning
+
+        for name in tuning._table():
+            kernel, *sizes = name.split("/")
+            if kernel.startswith("ring_"):
+                product = kernel.removeprefix("ring_")
+                assert self.obstacle(product, tuple(map(int, sizes))) is None, name
+
+
+def on_known_card():
+    from acmoe.kernels.ring_choice import _machine_obstacle
+
+    return _machine_obstacle(torch.device("cuda")) is None
+
+
+@pytest.mark.gpu
+def test_on_a_card_both_ways_to_the_hidden_gradient_agree(fresh_choice, monkeypatch):
+    from acmoe.kernels.experts import Sizes, Source, Sums
+
+    if not on_known_card():
+        pytest.skip("the ring's kernels are for another card or another triton")
+    plan = plan_of((1000, 0, 64, 3001), 70, "cuda")
+    size = Sizes(plan.num_rows, 512, 384, 4, 1, "swiglu")
+    x_ND = drawn(plan.num_rows, size.dim, device="cuda")
+    down_EDF = drawn(4, size.dim, size.hidden, device="cuda") / size.dim**0.5
+    h_NW = drawn(plan.num_rows, size.width, device="cuda")
+    gate_N1 = torch.rand(plan.num_rows, 1, device="cuda")
+
+    def results():
+        dh_NW = h_NW.clone()
+        a_NF, shares = fresh_choice.run_hidden(
+            *(Source(x_ND, False), down_EDF, dh_NW, dh_NW, gate_N1, x_ND, plan, size),
+            *(Sums(0, 0), 0.0, plan.end),
+        )
+        return [dh_NW[:4065], a_NF[:4065], shares.gate.sum(0)[:4065]]
+
+    first, second = results(), results()
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    monkeypatch.setattr(fresh_choice, "_machine_obstacle", lambda device: "not today")
+    fresh_choice._ring.cache_clear()
+    apart = results()
+    for one, other in zip(first, apart, strict=True):
+        assert_near(one, other.double(), 8e-3)  # apart, the gradient by a is rounded on its way
