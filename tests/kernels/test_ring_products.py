@@ -31,7 +31,6 @@ def ring_launch(monkeypatch):
     pytest.importorskip("triton.experimental.gluon")
     from acmoe.kernels import (
         ring_hidden,
-        ring_hidden_together,
         ring_launch,
         ring_rows,
         ring_weights,
@@ -44,7 +43,6 @@ def ring_launch(monkeypatch):
             (ring_rows, "rows_in_turns"),
             (ring_rows, "rows_together"),
             (ring_hidden, "hidden_in_turns"),
-            (ring_hidden_together, "hidden_together"),
             (ring_weights, "weights_together"),
         ):
             monkeypatch.setattr(module, name, emulate(getattr(module, name), seed=1))
@@ -108,8 +106,6 @@ def test_rows_by_a_ring_are_their_products(across, inner, outer, ring, device, r
     [
         (COUNTS, 128, 256, ("turns", 2, 2)),
         ((1, 256, 63), 192, 128, ("turns", 4, 1)),
-        (COUNTS, 192, 512, ("together", 3, 2, 1)),
-        ((1, 256, 63), 192, 256, ("together", 6, 2, 4, 32)),
     ],
 )
 def test_the_activation_s_backward_behind_the_product(
@@ -146,15 +142,14 @@ def test_the_activation_s_backward_behind_the_product(
     assert torch.equal(dh_NW[routed:], untouched[routed:])
 
 
-@pytest.mark.parametrize("depth", [32, 64])
-def test_weights_by_a_ring_see_their_expert_s_rows_alone(depth, device, ring_launch):
+def test_weights_by_a_ring_see_their_expert_s_rows_alone(device, ring_launch):
     """Rows for no expert, which nobody writes, are NaN. An expert without rows gets zeros."""
     from acmoe.kernels.tuning import Ring
 
     plan, routed = plan_of(COUNTS, NOBODY, device), sum(COUNTS)
     p_NO, q_NI = (drawn(plan.num_rows, width, device=device) for width in (256, 512))
     p_NO[routed:] = q_NI[routed:] = torch.nan
-    ring = Ring("together", 3, depth=depth)
+    ring = Ring("together", 3)
     dw_EOI = ring_launch.weights_by_ring(p_NO, q_NI, plan, ring)
     for expert, rows in each_expert(plan):
         if COUNTS[expert] == 0:
@@ -175,7 +170,7 @@ def test_a_layer_by_rings_is_the_layer(device, ring_launch, fresh_choice, monkey
         "copy/256/256/4": [False, True],
     }
     monkeypatch.setattr(tuning, "_table", lambda: rings)
-    monkeypatch.setattr(fresh_choice, "_machine_obstacle", lambda device: None)
+    monkeypatch.setattr(fresh_choice, "gluon_obstacle", lambda device: None)
     layer = Layer("swiglu", False, (37, 256, 256, 4, 2), device)
     expected = layer.reference().detach(), *layer.gradients(layer.reference())
     layer.x, layer.gate = (
@@ -263,9 +258,9 @@ class TestChoice:
 
 
 def on_known_card():
-    from acmoe.kernels.ring_choice import _machine_obstacle
+    from acmoe.kernels.hopper import gluon_obstacle
 
-    return _machine_obstacle(torch.device("cuda")) is None
+    return gluon_obstacle(torch.device("cuda")) is None
 
 
 @pytest.mark.gpu
@@ -291,7 +286,7 @@ def test_on_a_card_both_ways_to_the_hidden_gradient_agree(fresh_choice, monkeypa
 
     first, second = results(), results()
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-    monkeypatch.setattr(fresh_choice, "_machine_obstacle", lambda device: "not today")
+    monkeypatch.setattr(fresh_choice, "gluon_obstacle", lambda device: "not today")
     fresh_choice._ring.cache_clear()
     apart = results()
     for one, other in zip(first, apart, strict=True):

@@ -5,20 +5,17 @@ hidden units, W = 2F, N rows.
 """
 
 import functools
-import importlib.util
 import logging
 
 import torch
-import triton
 from torch import Tensor
 
 from acmoe.kernels import experts
 from acmoe.kernels.experts import Shares, Sizes, Source, Sums
+from acmoe.kernels.hopper import gluon_obstacle
 from acmoe.kernels.tiles import Plan
-from acmoe.kernels.tuning import RING_HEIGHT, Ring, ring_for
+from acmoe.kernels.tuning import RING_DEPTH, RING_HEIGHT, Ring, ring_for
 
-# Gluon's functions still change their names from version to version.
-_KNOWN_VERSIONS = ("3.6.",)
 BY_ROWS, BY_WEIGHTS = ("hidden", "down", "input"), ("down_weight", "up_weight")
 _log = logging.getLogger("acmoe")
 
@@ -34,28 +31,16 @@ def _sides(kernel: str, size: Sizes) -> tuple[int, int]:
     }[kernel]
 
 
-def _machine_obstacle(device: torch.device) -> str | None:
-    if device.type != "cuda" or torch.version.hip is not None:
-        return f"its kernels need a CUDA device, not {torch.version.hip or device.type}"
-    if torch.cuda.get_device_capability(device)[0] != 9:
-        return "its kernels are for compute capability 9"
-    if not triton.__version__.startswith(_KNOWN_VERSIONS):
-        return f"its kernels were tested with triton 3.6, not {triton.__version__}"
-    if importlib.util.find_spec("triton.experimental.gluon") is None:
-        return "this triton has no Gluon"
-    return None
-
-
 def _shape_obstacle(kernel: str, size: Sizes, ring: Ring) -> str | None:
     """Tiles must be whole. A product by rows needs as many blocks as the ring has places: of groups
     together one waits for the other's `lead` blocks, and would wait forever."""
     inner, outer = _sides(kernel, size)
     weight = kernel in BY_WEIGHTS
-    steps = (ring.columns, RING_HEIGHT) if weight else (ring.depth, ring.columns)
+    steps = (ring.columns, RING_HEIGHT) if weight else (RING_DEPTH, ring.columns)
     if inner % steps[0] or outer % steps[1]:
         return f"its tiles need multiples of {steps[0]} and {steps[1]}, not {inner}, {outer}"
-    if not weight and inner // ring.depth < max(ring.stages, ring.lead):
-        return f"its ring needs {ring.stages} blocks of {ring.depth}, more than {inner}"
+    if not weight and inner // RING_DEPTH < max(ring.stages, ring.lead):
+        return f"its ring needs {ring.stages} blocks of {RING_DEPTH}, more than {inner}"
     return None
 
 
@@ -78,7 +63,7 @@ def ring_obstacle(
         return "it has neither bias nor dropout, and of activations swiglu"
     if gather:
         return "it reads rows, and tokens are gathered for this shape"
-    return _shape_obstacle(kernel, size, ring) or _machine_obstacle(device)
+    return _shape_obstacle(kernel, size, ring) or gluon_obstacle(device)
 
 
 @functools.lru_cache(maxsize=256)

@@ -5,10 +5,10 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from acmoe.kernels import ring_hidden, ring_hidden_together, ring_rows, ring_weights
+from acmoe.kernels import ring_hidden, ring_rows, ring_weights
 from acmoe.kernels.experts import GROUP, on_line
 from acmoe.kernels.tiles import Plan
-from acmoe.kernels.tuning import RING_HEIGHT, Ring
+from acmoe.kernels.tuning import RING_DEPTH, RING_HEIGHT, Ring
 
 _SIDE = 64  # rows of half a tile, and columns of a panel
 
@@ -35,18 +35,18 @@ def rows_by_ring(a: Tensor, weight: Tensor, plan: Plan, ring: Ring, *, across: b
     outer = weight.shape[2] if across else weight.shape[1]
     y = torch.empty(plan.num_rows, outer, device=a.device, dtype=a.dtype)
     expert, start = plan[RING_HEIGHT]
-    w_block = [ring.depth, ring.columns] if across else [ring.columns, ring.depth]
+    w_block = [RING_DEPTH, ring.columns] if across else [ring.columns, RING_DEPTH]
     together = ring.form == "together"
     kernel = ring_rows.rows_together if together else ring_rows.rows_in_turns
     kernel[(_programs(),)](
         *(
-            _desc(a, [RING_HEIGHT, ring.depth]),
+            _desc(a, [RING_HEIGHT, RING_DEPTH]),
             _desc(weight, w_block),
             _out_desc(y, [_SIDE, 128]),
             y,
         ),
         *(expert, start, plan.end, plan.live(RING_HEIGHT)),
-        *(inner // ring.depth, outer // ring.columns, weight.shape[1], outer),
+        *(inner // RING_DEPTH, outer // ring.columns, weight.shape[1], outer),
         GROUP=GROUP,
         ACROSS=across,
         STAGES=ring.stages,
@@ -66,10 +66,8 @@ def hidden_by_ring(
     share = torch.empty(hidden // ring.columns, rows, device=h.device)
     expert, start = plan[RING_HEIGHT]
     panel = [_SIDE, _SIDE]
-    together = ring.form == "together"
-    kernel = ring_hidden_together.hidden_together if together else ring_hidden.hidden_in_turns
-    kernel[(_programs(),)](
-        *(_desc(x, [RING_HEIGHT, ring.depth]), _desc(down, [ring.depth, ring.columns])),
+    ring_hidden.hidden_in_turns[(_programs(),)](
+        *(_desc(x, [RING_HEIGHT, RING_DEPTH]), _desc(down, [RING_DEPTH, ring.columns])),
         *(
             _desc(h, panel),
             _out_desc(dh, panel),
@@ -81,12 +79,11 @@ def hidden_by_ring(
             plan.order,
         ),
         *(expert, start, plan.end, plan.live(RING_HEIGHT)),
-        *(rows, dim // ring.depth, hidden // ring.columns, dim, hidden),
+        *(rows, dim // RING_DEPTH, hidden // ring.columns, dim, hidden),
         GROUP=GROUP,
         STAGES=ring.stages,
         BUFFERS=ring.buffers,
         num_warps=4,
-        **({"LEAD": ring.lead} if together else {}),
     )
     return a, share
 
@@ -95,7 +92,7 @@ def weights_by_ring(p: Tensor, q: Tensor, plan: Plan, ring: Ring) -> Tensor:
     """(E, O, I) sums of outer products p^T q over each expert's rows; both hold rows."""
     outer, inner, experts = p.shape[1], q.shape[1], plan.end.shape[0]
     dw = torch.empty(experts, outer, inner, device=p.device, dtype=p.dtype)
-    p_block, q_block = [ring.depth, _SIDE], [ring.depth, ring.columns]
+    p_block, q_block = [RING_DEPTH, _SIDE], [RING_DEPTH, ring.columns]
     ring_weights.weights_together[(_programs(),)](
         *(_desc(p, p_block), _desc(q, q_block), _out_desc(dw.view(-1, inner), [_SIDE, 128])),
         *(p, q, plan.end, experts * (outer // RING_HEIGHT) * (inner // ring.columns)),

@@ -35,6 +35,7 @@ class Blocks(NamedTuple):
 
 
 RING_HEIGHT = 128  # rows of a tile
+RING_DEPTH = 64  # of a block along the inner dimension
 
 
 class Ring(NamedTuple):
@@ -44,7 +45,6 @@ class Ring(NamedTuple):
     stages: int  # blocks in the ring
     buffers: int = 0  # of h, fetched behind a product in turns
     lead: int = 0  # blocks by which the second of the groups together starts later
-    depth: int = 64  # of a block along the inner dimension
 
     @property
     def columns(self) -> int:
