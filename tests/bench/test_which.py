@@ -13,7 +13,7 @@ from acmoe.ops.grouped import grouped_linear
 from acmoe.routing.statistics import ClusterStatistics
 
 CPU = torch.device("cpu")
-OPS = ("experts", "statistics", "embedding", "map attention")
+OPS = ("experts", "statistics", "embedding", "attention", "map attention")
 
 
 def running() -> dict[str, str]:
@@ -23,7 +23,8 @@ def running() -> dict[str, str]:
 def test_one_backend_of_each_op_runs_and_the_others_say_why_not() -> None:
     choices = which(CPU, torch.bfloat16)
     assert {choice.op for choice in choices} == set(OPS)
-    reasons = {"embedding": "in order anyway", "map attention": "interpreter is slow"}
+    slow = "interpreter is slow"
+    reasons = {"embedding": "in order anyway", "attention": slow, "map attention": slow}
     for op in OPS:
         mine = {choice.backend: choice for choice in choices if choice.op == op}
         assert [name for name, choice in mine.items() if choice.runs] == ["torch"]
@@ -44,8 +45,8 @@ def test_an_interpreter_that_is_asked_for_runs(monkeypatch: pytest.MonkeyPatch) 
     with use_backend("triton"):
         found = running()
     kernels = ("hidden", "down", "input", "down_weight", "up_weight")
-    products = [f"experts: {kernel}" for kernel in kernels]
-    assert found == {**dict.fromkeys((*OPS, *products), "triton"), "statistics": "torch"}
+    parts = [*(f"experts: {kernel}" for kernel in kernels), "attention: forward"]
+    assert found == {**dict.fromkeys((*OPS, *parts), "triton"), "statistics": "torch"}
 
 
 def test_statistics_by_an_op_of_our_own_are_told_from_those_of_torch(

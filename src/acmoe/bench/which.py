@@ -12,18 +12,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from acmoe.bench.rivals import CONTESTANTS
 from acmoe.bench.shapes import SHAPES, Shape
+from acmoe.config.language import LANGUAGE_MODELS
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.config.vision import SwinConfig
 from acmoe.config.vision_models import SWIN_MODELS
 from acmoe.experts.mlp import ExpertMLP
 from acmoe.ops.backend import (
     Option,
+    choose,
     grouped_mm_obstacle,
     sonicmoe_obstacle,
     triton_obstacle,
 )
 from acmoe.ops.embedding import embedding, embedding_obstacle
 from acmoe.ops.map_attention import map_attention_fuses, map_attention_obstacle
+from acmoe.ops.window_attention import (
+    fused_width,
+    hopper_obstacle,
+    window_attention_obstacle,
+)
 from acmoe.routing.statistics import ClusterStatistics
 
 
@@ -39,7 +46,7 @@ class Choice(NamedTuple):
 def which(device: torch.device, dtype: torch.dtype, shape: Shape | None = None) -> list[Choice]:
     """Of each op that has a choice, for tokens of `dtype`; experts as those of `shape`.
 
-    Windows of a map are those of swin-small.
+    Windows of a text are those of switch-enwik8, of a map those of swin-small.
     """
     shape = shape or SHAPES["olmoe"]
     x_TD = torch.empty(1, shape.dim, dtype=dtype, device=device)
@@ -54,6 +61,7 @@ def which(device: torch.device, dtype: torch.dtype, shape: Shape | None = None) 
         *(_products(x_TD, shape) if experts == "triton" else ()),
         *_choices("statistics", _statistics(device, dtype), (triton, torch_)),
         *_embedding(x_TD),
+        *_window_attention(device, dtype),
         *_map_attention(device, dtype),
     ]
 
@@ -97,10 +105,14 @@ def _products(x_TD: Tensor, shape: Shape) -> list[Choice]:
         gather = kernel not in ("down", "input") and not copied
         how = {"gather": gather, "bare": kernel in BY_WEIGHTS or not shape.bias}
         obstacle = ring_obstacle(kernel, size, x_TD.dtype, x_TD.device, **how)
-        options = Option("gluon", obstacle), Option("triton", None)
-        runs = "gluon" if obstacle is None else "triton"
-        found += _choices(f"experts: {kernel}", runs, options)
+        found += _between(f"experts: {kernel}", obstacle)
     return found
+
+
+def _between(part: str, obstacle: str | None) -> list[Choice]:
+    """Gluon's kernel and that which Triton compiles for every card."""
+    options = Option("gluon", obstacle), Option("triton", None)
+    return _choices(part, "triton" if obstacle else "gluon", options)
 
 
 def _statistics(device: torch.device, dtype: torch.dtype) -> str:
@@ -118,6 +130,22 @@ def _embedding(weight_VD: Tensor) -> list[Choice]:
     ids = torch.zeros(1, dtype=torch.int64, device=weight_VD.device)
     options = Option("triton", embedding_obstacle(weight_VD)), Option("torch", None)
     return _choices("embedding", _owner(lambda: embedding(ids, weight_VD)), options)
+
+
+def _window_attention(device: torch.device, dtype: torch.dtype) -> list[Choice]:
+    """And whose forward it is, of the two."""
+    config = LANGUAGE_MODELS["switch-enwik8"].config
+    features = config.dim // config.heads
+    q = torch.empty(1, 1, config.block, fused_width(features), dtype=dtype, device=device)
+    table = torch.empty(0, dtype=dtype, device=device)
+    obstacle = window_attention_obstacle(q, table, config.dropout)
+    options = Option("triton", obstacle), Option("torch", None)
+    runs = choose("attention", options)
+    found = _choices("attention", runs, options)
+    if runs == "triton":
+        hopper = hopper_obstacle(q, q, q, config.span, config.dropout)
+        found += _between("attention: forward", hopper)
+    return found
 
 
 def _map_attention(device: torch.device, dtype: torch.dtype) -> list[Choice]:

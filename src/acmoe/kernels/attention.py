@@ -21,7 +21,7 @@ from acmoe.kernels.attention_skew import (
     skewed_scores,
     whole_rows,
 )
-from acmoe.kernels.coins import column_bits, survives, threshold
+from acmoe.kernels.coins import pair_threshold, paired_column_bits, survives_paired
 from acmoe.kernels.products import as_number, dot
 from acmoe.kernels.tuning import OVERRIDE, Blocks
 
@@ -37,12 +37,6 @@ def blocks_for(kernel: str, dtype: torch.dtype, width: int) -> Blocks:
     wide = width > 64  # more warps share the registers, fewer copies the shared memory
     stages = 2 if wide or kernel == "attention_queries" else 3
     return Blocks(64, 64, width, 8 if wide else 4, stages)
-
-
-@triton.jit
-def spread_of(j):
-    """32 bits of a key's own."""
-    return column_bits(j).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -136,9 +130,9 @@ def load_numbers(base, first, n, num, INTERIOR: tl.constexpr):
 
 @triton.jit
 def spread_kernel(spread_ptr, N, BN: tl.constexpr):
-    """Every key's `spread_of`: a query tile that walks over the keys would compute each anew."""
+    """32 bits of each key's own: a query tile that walks over the keys would compute each anew."""
     j = tl.program_id(0) * BN + tl.arange(0, BN)
-    tl.store(spread_ptr + j, spread_of(j), mask=j < N)
+    tl.store(spread_ptr + j, paired_column_bits(j).to(tl.int32, bitcast=True), mask=j < N)
 
 
 @triton.jit
@@ -169,7 +163,8 @@ def _attend(
         spread = load_numbers(spread_ptr, j0, n, N, INTERIOR)
         # Not `where`: the compiler moves that behind the cast, which packs two numbers in a word,
         # and takes each out to choose. (H200: the forward takes 560 us, with `where` 585.)
-        weight *= as_number(survives(bits[:, None], spread[None, :], DROPPED), tl.float32)
+        kept = survives_paired(bits[:, None], spread[None, :], DROPPED)
+        weight *= as_number(kept, tl.float32)
     return higher, total, dot(weight.to(v.dtype), v, acc * shrink[:, None])
 
 
@@ -220,6 +215,14 @@ def forward_kernel(
     tl.store(lse_ptr + x * L + i, lse, mask=real)
 
 
+def spread_of_keys(num: int, dropout: float, device: torch.device) -> Tensor:
+    """(N,) bits of each key's own; nobody reads them without dropout."""
+    spread = torch.empty(num, dtype=torch.int32, device=device)
+    if dropout > 0:
+        spread_kernel[(triton.cdiv(num, 1024),)](spread, num, BN=1024)
+    return spread
+
+
 def strides_of(k: Tensor, v: Tensor) -> tuple[int, ...]:
     """Streams, heads and positions of keys and values; features lie side by side."""
     assert k.stride(3) == 1 and v.stride(3) == 1
@@ -240,7 +243,7 @@ def choices(blocks: Blocks, key_mask: Tensor | None, dropout: float) -> dict[str
     """What kernels that take probabilities are compiled for."""
     return launch(blocks) | {
         "HAS_MASK": key_mask is not None,
-        "DROPPED": threshold(dropout),
+        "DROPPED": pair_threshold(dropout),
         "STAGES": blocks.num_stages,
     }
 
@@ -261,9 +264,7 @@ def run_forward(
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], device=q.device)
     table_8PC = shifted_tables(table, band, q.dtype)
-    spread = torch.empty(band.keys, dtype=torch.int32, device=q.device)
-    if dropout > 0:
-        spread_kernel[(triton.cdiv(band.keys, 1024),)](spread, band.keys, BN=1024)
+    spread = spread_of_keys(band.keys, dropout, q.device)
     blocks = blocks_for("attention", q.dtype, width)
     groups = band.groups(batch, q.element_size())
     for first in groups:

@@ -28,7 +28,7 @@ from acmoe.kernels.attention import (
     load_numbers,
     load_rows,
     place_of,
-    spread_of,
+    spread_of_keys,
     strides_of,
 )
 from acmoe.kernels.attention_queries import queries_gradient
@@ -43,8 +43,8 @@ from acmoe.kernels.attention_skew import (
     skewed_scores,
     whole_rows,
 )
-from acmoe.kernels.coins import survives, threshold
-from acmoe.kernels.products import dot
+from acmoe.kernels.coins import pair_threshold, survives_paired
+from acmoe.kernels.products import as_number, dot
 
 
 @triton.jit
@@ -100,7 +100,8 @@ def _by_query(
     left = weight
     if DROPPED > 0:
         bits = load_numbers(bits_base, i0, m, L, INTERIOR)
-        left = tl.where(survives(bits[:, None], spread[None, :], DROPPED), weight, 0.0)
+        kept = survives_paired(bits[:, None], spread[None, :], DROPPED)
+        left = weight * as_number(kept, tl.float32)
     dscore = (left * dweight - weight * delta[:, None]).to(q.dtype)
     dv = dot(left.to(q.dtype).T, grad, dv)
     if INTERIOR:  # whole lines of 16 bytes; a mask would write number by number
@@ -112,7 +113,7 @@ def _by_query(
 
 @triton.jit
 def keys_kernel(
-    q_ptr, k_ptr, v_ptr, score_ptr, mask_ptr, bits_ptr, grad_ptr, lse_ptr, delta_ptr,
+    q_ptr, k_ptr, v_ptr, score_ptr, mask_ptr, bits_ptr, spread_ptr, grad_ptr, lse_ptr, delta_ptr,
     dk_ptr, dv_ptr, k_batch, k_head, k_stride, v_batch, v_head, v_stride,
     num_heads, L, N, span, num_heads_rows, num_rows, columns, shift, steep, dk_scale, dv_scale,
     HAS_MASK: tl.constexpr, DROPPED: tl.constexpr,
@@ -133,7 +134,8 @@ def keys_kernel(
     seen = known
     if HAS_MASK:
         seen = tl.load(mask_ptr + x // num_heads * N + j, mask=known, other=0) != 0
-    spread = spread_of(j)
+    # Loaded: computed here, half of it would be computed again in every round of the loop.
+    spread = tl.load(spread_ptr + j, mask=known, other=0) if DROPPED > 0 else j
     first = score_offsets(x, tl.arange(0, BM), num_heads_rows, num_rows, columns, shift)
     scores = score_ptr + first[:, None] + j[None, :]
     dk = tl.zeros((BN, P), tl.float32)
@@ -193,8 +195,9 @@ def run_backward(
     assert strides_of(dk, dv) == strides_of(k, v)
     dtable = torch.zeros(table.shape, device=q.device)
     table_8PC = shifted_tables(table, band, q.dtype)
-    share = 1 - threshold(dropout) / 2**32  # of probabilities kept
+    share = 1 - pair_threshold(dropout) / 2**32  # of probabilities kept
     delta = _delta(out, grad, share)
+    spread = spread_of_keys(band.keys, dropout, q.device)
     blocks = blocks_for("attention_keys", q.dtype, width)
     groups = band.groups(batch, q.element_size())
     for first in groups:
@@ -203,9 +206,9 @@ def run_backward(
         scores = skewed_scores(q_8RP, table_8PC)
         mask = q if key_mask is None else key_mask[some].to(torch.uint8)
         num = q[some].shape[0] * heads
-        rest = (grad[some], lse[some], delta[some])
+        rest = (bits[some], spread, grad[some], lse[some], delta[some], dk[some], dv[some])
         keys_kernel[(triton.cdiv(band.keys, blocks.n), num)](
-            *(q[some], k[some], v[some], scores, mask, bits[some], *rest, dk[some], dv[some]),
+            *(q[some], k[some], v[some], scores, mask, *rest),
             *(*strides_of(k, v), *geometry(band, num), scale * LOG2E, scale / share, 1 / share),
             **choices(blocks, key_mask, dropout),
         )

@@ -3,6 +3,9 @@
 The generators of a library take ten rounds of two wide products, which for the probabilities of
 attention would cost more than attention itself, and took the first product of switch's experts from
 59 to 250 us (H200).
+
+Attention tosses two coins with one product: the halves of a word. Neighbouring columns share one,
+so that numbers packed two in a word are kept or dropped by three instructions.
 """
 
 import triton
@@ -51,3 +54,48 @@ def keep_tile(seed_ptr, rows, cols, DROPPED: tl.constexpr):
     bits = row_bits(tl.load(seed_ptr), rows)
     kept = survives(bits[:, None], column_bits(cols)[None, :], DROPPED)
     return tl.where(kept, 1.0 / (1.0 - DROPPED / 4294967296), 0.0)
+
+
+def pair_threshold(dropout: float) -> int:
+    """As `threshold`, but in whole 2^-16: a coin of a pair has 16 bits."""
+    return min(round(dropout * 2**16), 2**16 - 1) << 16
+
+
+@triton.jit
+def pair_bits(pairs):
+    """32 bits of each pair of columns. Of 65,536 pairs no two have equal low halves, which would
+    fall together in every row."""
+    low = ((pairs.to(tl.uint32) + 1) * 0x9E35) & 0xFFFF
+    low = ((low ^ (low >> 8)) * 0xCA6B) & 0xFFFF
+    return (column_bits(pairs) & 0xFFFF0000) | low ^ (low >> 7)
+
+
+@triton.jit
+def paired_column_bits(cols):
+    """Each column's own: shifted up in even ones, for theirs is the low half of the product."""
+    return pair_bits(cols // 2) << (16 - cols % 2 * 16).to(tl.uint32)
+
+
+@triton.jit
+def paired_row_terms(row):
+    """What a row's bits multiply those of columns by, and what they add to each half."""
+    row = row.to(tl.uint32, bitcast=True)
+    return row | 1, (row >> 16) * 0x10001
+
+
+@triton.jit
+def survives_paired(row, column, DROPPED: tl.constexpr):
+    """`survives` for `paired_column_bits`. DROPPED: `pair_threshold`.
+
+    Dropped are the halves that are, read as numbers of 16 bits, the lowest: from minus infinity,
+    0xFC00, on. So one instruction can compare both halves of a word with a number.
+    """
+    factor, term = paired_row_terms(row)
+    lowest: tl.constexpr = 0xFC010000 - DROPPED
+    return factor * column.to(tl.uint32, bitcast=True) + (term - lowest) >= DROPPED
+
+
+def packed_limit(dropped: int) -> int:
+    """The number, in both halves of a signed word, below which a half is dropped. It is negative:
+    of `dropped` 0x7C00 * 2^16 are the most."""
+    return (0xFC00 - (dropped >> 16)) * 0x10001 - 2**32

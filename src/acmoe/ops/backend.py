@@ -3,7 +3,8 @@
     ACMOE_BACKEND=auto        the fastest that can: triton, grouped_mm, torch, in this order
     ACMOE_BACKEND=NAME        that one where it can, else the next of the list, with one log line
 
-torch is the plain reference and can do everything; it is what a CPU gets.
+torch is the plain reference and can do everything; it is what a CPU gets. triton includes kernels
+in its lower language, Gluon, which run wherever they can: kernels/hopper.py.
 """
 
 import contextlib
@@ -67,12 +68,16 @@ def choose(op: str, options: Sequence[Option]) -> str:
 def _say(op: str, wanted: str, found: str, order: Sequence[Option]) -> None:
     refused = order[0] if order[0].name == wanted and order[0].name != found else None
     if refused is None:
-        line = f"{op} runs on {found}"
+        say_once(f"{op} runs on {found}")
     else:
         line = f"{op}: {wanted} cannot, {refused.obstacle}; running on {found}"
+        say_once(line, logging.WARNING)
+
+
+def say_once(line: str, level: int = logging.INFO) -> None:
     if line not in _said:
         _said.add(line)
-        _log.log(logging.INFO if refused is None else logging.WARNING, line)
+        _log.log(level, line)
 
 
 # Looked up once, here, so that `torch.compile` finds constants where a call chooses.

@@ -1,8 +1,9 @@
 """Attention to a sliding window with relative positions, by Triton kernels.
 
 The definition is `window_attention_reference` in models/attention.py, where one of the two is
-chosen. A custom op, so that `torch.compile(fullgraph=True)` sees one call. Kept for the backward:
-queries, keys, values, output and one number a query; scores and dropout are computed again.
+chosen. The forward has a kernel for Hopper, and one for all others. A custom op, so that
+`torch.compile(fullgraph=True)` sees one call. Kept for the backward: queries, keys, values, output
+and one number a query; scores and dropout are computed again.
 
 B streams, H heads, L queries, N keys of which they are the last, W distances in reach, P features
 of a head. Keys and values are one tensor, so that one product gives them, and another takes their
@@ -15,10 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the customary name
 
-from acmoe.ops.backend import requested, triton_obstacle
+from acmoe.ops.backend import requested, say_once, triton_obstacle
 
 _WIDEST = 128  # features of a head; a wider tile leaves no registers for the scores
 _FEWEST_QUERIES = 16  # the smallest tile the matrix units take
+_WIDEST_ON_HOPPER = 64
+_SHARED_ON_HOPPER = 227 * 1024  # bytes of shared memory
+_MOST_DROPPED = 0.48  # the coins of packed numbers, see kernels/coins.py
 
 
 def window_attention_obstacle(q: Tensor, table: Tensor | None, dropout: float) -> str | None:
@@ -36,6 +40,28 @@ def window_attention_obstacle(q: Tensor, table: Tensor | None, dropout: float) -
     if not 0 <= dropout < 1:
         return f"its kernel has no dropout of {dropout}"
     return triton_obstacle(q)
+
+
+def hopper_obstacle(q: Tensor, k: Tensor, v: Tensor, span: int, dropout: float) -> str | None:
+    """What keeps the forward from the kernel for Hopper; None: nothing. Widths as `fused_width`."""
+    from acmoe.kernels.hopper import gluon_obstacle
+
+    obstacle = gluon_obstacle(q.device)
+    if obstacle is not None:
+        return obstacle
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"its kernel multiplies numbers of 16 bits, not {q.dtype}"
+    if q.shape[-1] > _WIDEST_ON_HOPPER:
+        return f"its kernel holds heads of at most {_WIDEST_ON_HOPPER} features, not {q.shape[-1]}"
+    if dropout > _MOST_DROPPED:
+        return f"its kernel drops at most {_MOST_DROPPED}, not {dropout}"
+    if any(byte % 16 for t in (k, v) for byte in (t.data_ptr(), *(2 * s for s in t.stride()[:-1]))):
+        return "its kernel reads rows of keys and values from multiples of 16 bytes on"
+    from acmoe.kernels.attention_hopper import shared_bytes
+
+    if shared_bytes(q.shape[-1], span) > _SHARED_ON_HOPPER:
+        return f"its kernel has no room for a window of {span}"
+    return None
 
 
 def fused_width(features: int) -> int:
@@ -106,6 +132,7 @@ def joined_window_attention(
         bits_BHL,
         1 / math.sqrt(features),
         dropout,
+        features,
     )[0]
     return out_BHLP[..., :features]
 
@@ -125,15 +152,26 @@ def _window_attention(
     bits: Tensor,
     scale: float,
     dropout: float,
+    features: int,
 ) -> tuple[Tensor, Tensor]:
-    from acmoe.kernels.attention import run_forward
-
+    """`features`: those beyond are zeros."""
     k, v = kv.unbind()
-    return run_forward(q, k, v, table, key_mask, bits, scale, dropout)
+    obstacle = hopper_obstacle(q, k, v, table.shape[1], dropout)
+    if obstacle is None:
+        say_once("attention's forward runs on gluon")
+        from acmoe.kernels import attention_hopper
+
+        return attention_hopper.run_forward(
+            q, k, v, table, key_mask, bits, scale, dropout, features
+        )
+    say_once(f"attention's forward runs on triton; gluon: {obstacle}")
+    from acmoe.kernels import attention
+
+    return attention.run_forward(q, k, v, table, key_mask, bits, scale, dropout)
 
 
 @_window_attention.register_fake
-def _(q, kv, table, key_mask, bits, scale, dropout):  # type: ignore[no-untyped-def]
+def _(q, kv, table, key_mask, bits, scale, dropout, features):  # type: ignore[no-untyped-def]
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -167,7 +205,7 @@ def _(grad, q, kv, table, key_mask, bits, out, lse, scale, dropout):  # type: ig
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    *tensors, ctx.scale, ctx.dropout = inputs
+    *tensors, ctx.scale, ctx.dropout, _ = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
@@ -175,7 +213,7 @@ def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
     gradients = _window_attention_backward(
         grad.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.dropout
     )
-    return (*gradients, None, None, None, None)
+    return (*gradients, None, None, None, None, None)
 
 
 _window_attention.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,255 @@
+"""The forward of attention to a window on Hopper, which multiplies queries and positions itself.
+
+attention.py reads those products from memory, where another kernel has put them. Here a program of
+128 queries makes them as it walks over the keys: one tile of 64 keys on needs 64 more columns of
+the table. They wait in shared memory for the keys they meet: see attention_strip.py.
+
+Two warpgroups, of every second query each, share the tiles of keys, values and table, which the
+copy engine fetches a step ahead. They run without each other: where one waits for the matrix units
+the other has exponentials to take.
+
+B streams, H heads, X = B * H, L queries, S keys before them, N = S + L, W distances in reach, P
+features of a head, of which the first FEATURES, a multiple of 16, are read.
+"""
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma_wait,
+)
+
+from acmoe.kernels.attention import LOG2E
+from acmoe.kernels.attention_coins import dropped_out, pairs_kernel, pairs_of, row_terms
+from acmoe.kernels.attention_fetch import await_tiles, feed, tiles_of, walk_of
+from acmoe.kernels.attention_parts import (
+    gathered,
+    nothing_gathered,
+    plus_values,
+    queries_of,
+    scaled,
+    times,
+    write,
+)
+from acmoe.kernels.attention_strip import (
+    KEYS,
+    QUERIES,
+    ROWS,
+    SCORE,
+    keep_products,
+    query_of,
+    skewed_products,
+    strip_words,
+)
+from acmoe.kernels.coins import packed_limit, pair_threshold
+
+_STAGES = 2  # tiles of keys, values and table; three would leave one program an SM
+_OWN = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[8, 0]],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 4],
+    )
+)  # a number a thread and row of SCORE
+
+
+@gluon.jit
+def _first_products(q, strip, walk, b, h, loads, GROUP: gl.constexpr):
+    """The columns that the first tile of keys meets, but for the last."""
+    _, _, _, _, _, table_tiles, full, empty = loads
+    _, _, _, first = walk
+    nothing = gl.zeros([ROWS, KEYS], gl.float32, SCORE)
+    if GROUP == 0:
+        feed(first, walk, b, h, loads)
+    for s in range(first, 0):
+        if GROUP == 0:
+            feed(s + 1, walk, b, h, loads)
+        at = await_tiles(s, first, full)
+        product = times(q, table_tiles.index(at), nothing, False)
+        product = warpgroup_mma_wait(0, deps=[product])
+        mbarrier.arrive(empty.index(at), count=1)
+        keep_products(strip, s + 3, product, q[0].dtype)
+
+
+@gluon.jit
+def _own_sums(weight):
+    """Each row's in the four threads that share it: they meet at the end."""
+    sums = gl.sum(gl.sum(weight.reshape([ROWS, 8, 4, 2]), axis=3), axis=1)
+    return gl.convert_layout(sums, _OWN, assert_trivial=True)
+
+
+@gluon.jit
+def _shares(score, peak, total, steep):
+    """Softmax goes on by a tile: its weights, by what those before it shrink, and the sums."""
+    higher = gl.maximum(peak, gl.max(score, axis=1))
+    base = gl.where(higher > float("-inf"), higher, 0.0) * steep  # nothing seen yet
+    weight = gl.exp2(score * steep - base[:, None])
+    shrink = gl.exp2(peak * steep - base)
+    own = gl.convert_layout(shrink, gl.SliceLayout(1, _OWN), assert_trivial=True)
+    return weight, shrink, higher, total * own[:, None] + _own_sums(weight)
+
+
+@gluon.jit
+def _write_sums(peak, total, lse_ptr, i0, L, steep, KEPT: gl.constexpr, GROUP: gl.constexpr):
+    """The log2 of a warpgroup's rows' sums; returns by what to multiply the rows."""
+    total = gl.convert_layout(gl.sum(total, axis=1), gl.SliceLayout(1, SCORE), assert_trivial=True)
+    empty = total == 0.0
+    share = gl.where(empty, 0.0, 1.0 / KEPT) / gl.where(empty, 1.0, total)
+    lse = gl.where(empty, 0.0, peak * steep + gl.log2(gl.where(empty, 1.0, total)))
+    i = i0 + query_of(gl.arange(0, ROWS, gl.SliceLayout(1, SCORE)), GROUP)
+    gl.store(lse_ptr + i, lse, mask=i < L)
+    return share
+
+
+@gluon.jit
+def _in_sight(score, before, j0, inner, outer, span, seen_ptr, N, HAS_MASK: gl.constexpr):
+    """Minus infinity where a query does not see a key. From `inner` to `outer` all are in all
+    windows."""
+    n = gl.arange(0, KEYS, gl.SliceLayout(0, SCORE))
+    if (j0 < inner) | (j0 > outer):
+        distance = before[:, None] - (j0 + n)[None, :]
+        score = gl.where(distance.to(gl.uint32, bitcast=True) < span, score, float("-inf"))
+    if HAS_MASK:
+        seen = gl.load(seen_ptr + j0 + n, mask=j0 + n < N, other=0)
+        score = gl.where((seen != 0)[None, :], score, float("-inf"))
+    return score
+
+
+@gluon.jit
+def _group(
+    q_ptr, loads, strip, mask_ptr, bits_ptr, spread_ptr, out_ptr, lse_ptr, num_heads, L, N, span,
+    steep, limit, HAS_MASK: gl.constexpr, KEPT: gl.constexpr, P: gl.constexpr,
+    FEATURES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """64 of a program's queries: every second one. Group 0 fetches the tiles for both."""
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    _, _, _, k_tiles, v_tiles, table_tiles, full, empty = loads
+    tiles = gl.cdiv(L, QUERIES)
+    x, i0 = gl.program_id(0) // tiles, gl.program_id(0) % tiles * QUERIES
+    b, h, rows = x // num_heads, x % num_heads, x.to(gl.int64) * L
+    walk = walk_of(i0, L, N, span)
+    start, steps, _, first = walk
+    inner = N - L + i0 + QUERIES - 1 - span
+    outer = gl.where(i0 + QUERIES <= L, N - L + i0 - KEYS, -1)
+    i = i0 + query_of(gl.arange(0, ROWS, gl.SliceLayout(1, SCORE)), GROUP)
+    before = gl.where(i < L, N - L - 1 + i, -1)
+    factor, term = i, i
+    if KEPT < 1:
+        factor, term = row_terms(gl.load(bits_ptr + rows + i, mask=i < L, other=0))
+    q = queries_of(q_ptr + rows * P, i0, L, P, FEATURES, GROUP)
+    peak = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORE))
+    total = gl.zeros([ROWS, 4], gl.float32, _OWN)
+    acc = nothing_gathered(FEATURES)
+    nothing = gl.zeros([ROWS, KEYS], gl.float32, SCORE)
+    _first_products(q, strip, walk, b, h, loads, GROUP)
+    for s in range(0, steps):
+        j0 = start + s * KEYS
+        score = skewed_products(strip, s, dtype, GROUP)
+        at = await_tiles(s, first, full)
+        score = times(q, k_tiles.index(at).reshape([KEYS, P]), score, True)
+        if GROUP == 0:
+            if s + 1 < steps:
+                feed(s + 1, walk, b, h, loads)
+        score = warpgroup_mma_wait(0, deps=[score])
+        seen_ptr = mask_ptr + b.to(gl.int64) * N
+        score = _in_sight(score, before, j0, inner, outer, span, seen_ptr, N, HAS_MASK)
+        weight, shrink, peak, total = _shares(score, peak, total, steep)
+        weight = weight.to(dtype)
+        if KEPT < 1:
+            weight = dropped_out(weight, factor, term, pairs_of(spread_ptr + j0 // 2), limit)
+        acc = scaled(acc, shrink)
+        # The table's product first: it is written while the values' runs.
+        product = times(q, table_tiles.index(at), nothing, False)
+        acc = plus_values(acc, weight, v_tiles.index(at).reshape([KEYS, P]))
+        product = warpgroup_mma_wait(len(acc), deps=[product])
+        keep_products(strip, s + 3, product, dtype)
+        acc = gathered(acc)
+        mbarrier.arrive(empty.index(at), count=1)
+    share = _write_sums(peak, total, lse_ptr + rows, i0, L, steep, KEPT, GROUP)
+    write(scaled(acc, share), out_ptr + rows * P, i0, L, P, GROUP)
+
+
+@gluon.jit
+def forward_kernel(
+    q_ptr, k_desc, v_desc, table_desc, mask_ptr, bits_ptr, spread_ptr, out_ptr, lse_ptr,
+    num_heads, L, N, span, steep, limit,
+    HAS_MASK: gl.constexpr, KEPT: gl.constexpr, P: gl.constexpr, FEATURES: gl.constexpr,
+    WORDS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """What `forward_kernel` of attention.py gives, for 128 queries of a head."""
+    dtype: gl.constexpr = k_desc.dtype
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, P], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, P], v_desc.layout)
+    table_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, P], table_desc.layout)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    even = gl.allocate_shared_memory(gl.int32, [WORDS, 1], flat)
+    odd = gl.allocate_shared_memory(gl.int32, [WORDS, 1], flat)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    loads = (k_desc, v_desc, table_desc, k_tiles, v_tiles, table_tiles, full, empty)
+    gl.warp_specialize(
+        [
+            (_group, (
+                q_ptr, loads, even, mask_ptr, bits_ptr, spread_ptr, out_ptr, lse_ptr, num_heads,
+                L, N, span, steep, limit, HAS_MASK, KEPT, P, FEATURES, gl.constexpr(0),
+            )),
+            (_group, (
+                q_ptr, loads, odd, mask_ptr, bits_ptr, spread_ptr, out_ptr, lse_ptr, num_heads,
+                L, N, span, steep, limit, HAS_MASK, KEPT, P, FEATURES, gl.constexpr(1),
+            )),
+        ],
+        [4],
+        [128],
+    )  # fmt: skip
+
+
+def shared_bytes(width: int, span: int) -> int:
+    """Shared memory of a program: two strips, the tiles, and a little for barriers."""
+    return 2 * 4 * strip_words(span) + _STAGES * 3 * 64 * width * 2 + 1024
+
+
+def run_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    key_mask: Tensor | None,
+    bits: Tensor,
+    scale: float,
+    dropout: float,
+    features: int,
+) -> tuple[Tensor, Tensor]:
+    """(B, H, L, P) attended values and (B, H, L) log2 of each query's sum; the features of a head
+    from `features` on are zeros."""
+    batch, heads, num_queries, width = q.shape
+    num_keys, span = k.shape[2], table.shape[1]
+    out = torch.empty_like(q)
+    lse = torch.empty(q.shape[:3], device=q.device)
+    dropped = pair_threshold(dropout)
+    spread = torch.empty(triton.cdiv(num_keys, 64) * 32, dtype=torch.int32, device=q.device)
+    if dropped > 0:
+        pairs_kernel[(triton.cdiv(spread.numel(), 1024),)](spread, spread.numel(), BN=1024)
+    table_WP = torch.empty(span, width, dtype=q.dtype, device=q.device).copy_(table.T)
+    forward_kernel[(triton.cdiv(num_queries, 128) * batch * heads,)](
+        *(q, tiles_of(k, features), tiles_of(v, features), tiles_of(table_WP, features)),
+        q if key_mask is None else key_mask.to(torch.uint8),
+        *(bits, spread, out, lse, heads, num_queries, num_keys, span, scale * LOG2E),
+        packed_limit(dropped),
+        HAS_MASK=key_mask is not None,
+        KEPT=1 - dropped / 2**32,
+        P=width,
+        FEATURES=triton.cdiv(features, 16) * 16,
+        WORDS=strip_words(span),
+        STAGES=_STAGES,
+        num_warps=4,
+        maxnreg=128,  # two programs an SM
+    )
+    return out, lse

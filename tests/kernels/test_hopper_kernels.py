@@ -1,0 +1,43 @@
+"""Where kernels in Gluon can run."""
+
+import pytest
+import torch
+
+GPU = torch.device("cuda")
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch):
+    """The module, on a Hopper card with the triton that its kernels were tested with."""
+    triton = pytest.importorskip("triton")
+    from acmoe.kernels import hopper
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    monkeypatch.setattr(hopper, "_has_gluon", lambda: True)
+    return hopper
+
+
+def test_on_a_hopper_with_a_known_triton_nothing_is_in_the_way(hopper):
+    assert hopper.gluon_obstacle(GPU) is None
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "reason"),
+    [
+        ("torch.cuda", "get_device_capability", lambda *_: (8, 0), "compute capability 9"),
+        ("torch.cuda", "get_device_capability", lambda *_: (10, 0), "compute capability 9"),
+        ("torch.version", "hip", "6.2", "CUDA device, not 6.2"),
+        ("triton", "__version__", "3.7.0", "triton 3.6, not 3.7.0"),
+        ("triton", "__version__", "3.60.0", "triton 3.6, not 3.60.0"),
+        ("acmoe.kernels.hopper", "_has_gluon", lambda: False, "no Gluon"),
+    ],
+)
+def test_every_other_machine_says_why_not(hopper, monkeypatch, owner, name, value, reason):
+    monkeypatch.setattr(f"{owner}.{name}", value)
+    assert reason in hopper.gluon_obstacle(GPU)
+
+
+def test_a_cpu_is_named(hopper):
+    assert hopper.gluon_obstacle(torch.device("cpu")) == "its kernels need a CUDA device, not cpu"
