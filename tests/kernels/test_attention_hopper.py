@@ -189,6 +189,9 @@ def test_gradients_agree_with_those_behind_the_portable_forward(
 
     (q, k, v, table), _, _ = draw(256, 200, 256, 44, 44)
     leaves = [tensor.cuda().requires_grad_() for tensor in (q, k, v, table)]
+    obstacle = hopper.gluon_obstacle(leaves[0].device)
+    if obstacle is not None:
+        pytest.skip(obstacle)
     found = []
     for _ in range(2):
         torch.manual_seed(0)

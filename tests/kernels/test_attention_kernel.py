@@ -179,7 +179,7 @@ def survivors(bits: Tensor, num_keys: int, dropout: float) -> Tensor:
     return (0xFC00 - half & short) >= round(dropout * 2**16)
 
 
-@pytest.mark.parametrize("dropout", [0.1, 0.7])
+@pytest.mark.parametrize("dropout", [0.1, 0.7, 0.99])
 def test_forward_and_backward_drop_the_same_probabilities(dropout: float, device: str) -> None:
     shape = Shape(20, 37, 20, features=16)  # 16 needs no padding: the op itself is called
     *tensors, upstream = draw(shape, device)

@@ -15,7 +15,6 @@ def hopper(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(triton, "__version__", "3.6.0")
-    monkeypatch.setattr(hopper, "_has_gluon", lambda: True)
     return hopper
 
 
@@ -31,7 +30,6 @@ def test_on_a_hopper_with_a_known_triton_nothing_is_in_the_way(hopper):
         ("torch.version", "hip", "6.2", "CUDA device, not 6.2"),
         ("triton", "__version__", "3.7.0", "triton 3.6, not 3.7.0"),
         ("triton", "__version__", "3.60.0", "triton 3.6, not 3.60.0"),
-        ("acmoe.kernels.hopper", "_has_gluon", lambda: False, "no Gluon"),
     ],
 )
 def test_every_other_machine_says_why_not(hopper, monkeypatch, owner, name, value, reason):

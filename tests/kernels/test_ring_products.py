@@ -218,13 +218,29 @@ class TestChoice:
             ("down", (2048, 1024, 64), {"bare": False}, "neither bias nor dropout"),
             ("hidden", (1536, 256, 128), {"gather": True}, "tokens are gathered"),
             ("hidden", (1024, 320, 32), {}, "multiples of 64 and 128, not 1024, 320"),
-            ("hidden", (256, 512, 32), {}, "5 blocks of 64, more than 256"),
             ("down_weight", (1024, 512, 32), {}, "not found faster"),
             ("hidden", (2048, 1024, 64), {"device": "cpu"}, "CUDA device, not cpu"),
         ],
     )
     def test_what_cannot_or_should_not_says_why(self, kernel, sizes, how, reason):
         assert reason in self.obstacle(kernel, sizes, **how)
+
+    @pytest.mark.parametrize(
+        ("kernel", "ring", "reason"),
+        [
+            ("down", ["together", 5], "5 blocks of 64, more than 256"),
+            ("down", ["together", 3, 0, 4], "4 blocks later, in a ring of 3"),
+            ("hidden", ["together", 3, 2], "no product hidden in the form 'together'"),
+            ("up_weight", ["turns", 4], "no product up_weight in the form 'turns'"),
+        ],
+    )
+    def test_a_ring_that_would_hang_or_does_not_exist_is_refused(
+        self, kernel, ring, reason, monkeypatch
+    ):
+        from acmoe.kernels import tuning
+
+        monkeypatch.setattr(tuning, "_table", lambda: {f"ring_{kernel}/256/256/4": ring})
+        assert reason in self.obstacle(kernel, (256, 256, 4))
 
     def test_other_cards_and_other_versions_do_not(self, monkeypatch):
         import triton

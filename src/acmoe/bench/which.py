@@ -103,7 +103,7 @@ def _products(x_TD: Tensor, shape: Shape) -> list[Choice]:
     found = []
     for kernel in (*BY_ROWS, *BY_WEIGHTS):
         gather = kernel not in ("down", "input") and not copied
-        how = {"gather": gather, "bare": kernel in BY_WEIGHTS or not shape.bias}
+        how = {"gather": gather, "bare": kernel not in ("hidden", "down") or not shape.bias}
         obstacle = ring_obstacle(kernel, size, x_TD.dtype, x_TD.device, **how)
         found += _between(f"experts: {kernel}", obstacle)
     return found

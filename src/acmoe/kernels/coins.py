@@ -64,7 +64,10 @@ def pair_threshold(dropout: float) -> int:
 @triton.jit
 def pair_bits(pairs):
     """32 bits of each pair of columns. Of 65,536 pairs no two have equal low halves, which would
-    fall together in every row."""
+    fall together in every row. (Where they differ by nearly half of all, which a few in a hundred
+    thousand do, one is kept a little more often where the other falls: correlation -0.11 for a
+    share of 0.1.)
+    """
     low = ((pairs.to(tl.uint32) + 1) * 0x9E35) & 0xFFFF
     low = ((low ^ (low >> 8)) * 0xCA6B) & 0xFFFF
     return (column_bits(pairs) & 0xFFFF0000) | low ^ (low >> 7)
@@ -91,7 +94,7 @@ def survives_paired(row, column, DROPPED: tl.constexpr):
     0xFC00, on. So one instruction can compare both halves of a word with a number.
     """
     factor, term = paired_row_terms(row)
-    lowest: tl.constexpr = 0xFC010000 - DROPPED
+    lowest: tl.constexpr = (0xFC010000 - DROPPED) & 0xFFFFFFFF
     return factor * column.to(tl.uint32, bitcast=True) + (term - lowest) >= DROPPED
 
 

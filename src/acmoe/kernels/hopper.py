@@ -1,18 +1,10 @@
 """Whether kernels in Gluon, Triton's lower language, can run: ours are written for Hopper."""
 
-import functools
-import importlib.util
-
 import torch
 import triton
 
 # Gluon's functions still change their names from version to version.
 _KNOWN_VERSIONS = ("3.6.",)
-
-
-@functools.cache
-def _has_gluon() -> bool:
-    return importlib.util.find_spec("triton.experimental.gluon") is not None
 
 
 def gluon_obstacle(device: torch.device) -> str | None:
@@ -23,6 +15,4 @@ def gluon_obstacle(device: torch.device) -> str | None:
         return "its kernels are for compute capability 9"
     if not triton.__version__.startswith(_KNOWN_VERSIONS):
         return f"its kernels were tested with triton 3.6, not {triton.__version__}"
-    if not _has_gluon():
-        return "this triton has no Gluon"
     return None

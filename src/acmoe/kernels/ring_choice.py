@@ -32,14 +32,20 @@ def _sides(kernel: str, size: Sizes) -> tuple[int, int]:
 
 
 def _shape_obstacle(kernel: str, size: Sizes, ring: Ring) -> str | None:
-    """Tiles must be whole. A product by rows needs as many blocks as the ring has places: of groups
-    together one waits for the other's `lead` blocks, and would wait forever."""
+    """Tiles must be whole. Of groups together one waits for the other's `lead` blocks: a product by
+    rows that has fewer blocks than the ring places, or a ring with fewer than these, would wait
+    forever."""
     inner, outer = _sides(kernel, size)
     weight = kernel in BY_WEIGHTS
+    other = {"hidden": "together"}.get(kernel, "turns" if weight else None)
+    if ring.form == other:
+        return f"there is no product {kernel} in the form {ring.form!r}"
     steps = (ring.columns, RING_HEIGHT) if weight else (RING_DEPTH, ring.columns)
     if inner % steps[0] or outer % steps[1]:
         return f"its tiles need multiples of {steps[0]} and {steps[1]}, not {inner}, {outer}"
-    if not weight and inner // RING_DEPTH < max(ring.stages, ring.lead):
+    if ring.lead > ring.stages:
+        return f"its second group starts {ring.lead} blocks later, in a ring of {ring.stages}"
+    if not weight and ring.form == "together" and inner // RING_DEPTH < ring.stages:
         return f"its ring needs {ring.stages} blocks of {RING_DEPTH}, more than {inner}"
     return None
 

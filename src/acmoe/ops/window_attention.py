@@ -116,7 +116,7 @@ def joined_window_attention(
     """
     features, num_keys = q.shape[-1], kv.shape[-2]
     reach = min(span, num_keys - 1)
-    if reach == 0:
+    if reach == 0 or q.numel() == 0:
         return torch.zeros_like(q)
     more = kv.shape[-1] - features
     assert kv.shape[-1] == fused_width(features), f"heads of {kv.shape[-1]} for {features} features"
