@@ -13,7 +13,7 @@ from acmoe.ops.grouped import grouped_linear
 from acmoe.routing.statistics import ClusterStatistics
 
 CPU = torch.device("cpu")
-OPS = ("experts", "statistics", "embedding", "attention", "map attention")
+OPS = ("experts", "statistics", "embedding", "norms", "attention", "map attention")
 
 
 def running() -> dict[str, str]:
@@ -24,7 +24,8 @@ def test_one_backend_of_each_op_runs_and_the_others_say_why_not() -> None:
     choices = which(CPU, torch.bfloat16)
     assert {choice.op for choice in choices} == set(OPS)
     slow = "interpreter is slow"
-    reasons = {"embedding": "in order anyway", "attention": slow, "map attention": slow}
+    reasons = dict.fromkeys(("norms", "attention", "map attention"), slow)
+    reasons["embedding"] = "in order anyway"
     for op in OPS:
         mine = {choice.backend: choice for choice in choices if choice.op == op}
         assert [name for name, choice in mine.items() if choice.runs] == ["torch"]

@@ -6,6 +6,7 @@ T tokens, D features.
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from acmoe.ops.backend import use_backend
 from acmoe.ops.norm import norm_sum, norm_sum_lowered, norm_sum_twice
@@ -66,6 +67,41 @@ def test_a_norm_around_a_norm_is_torchs(branch, atol):
         return norm(x + inner(x + y))
 
     compare(kernel, plain, [draw(0), draw(1, branch)], [norm_of(2), norm_of(3)], atol=atol)
+
+
+def test_a_program_of_many_rows_adds_their_gradients_up(monkeypatch):
+    from acmoe.kernels import norm as kernels
+
+    monkeypatch.setattr(kernels, "_PROGRAMS", {"once": 4, "twice": 3})  # of 21 rows
+    tensors = [draw(0), draw(1)]
+    compare(norm_sum, lambda x, y, norm: norm(x + y), tensors, [norm_of(2)], atol=2e-5)
+    compare(
+        lambda x, y, inner, norm: norm_sum_twice(x, y, inner, norm, 0.0),
+        lambda x, y, inner, norm: norm(x + inner(x + y)),
+        tensors,
+        [norm_of(2), norm_of(3)],
+        atol=2e-5,
+    )
+
+
+def test_checkpointed_the_gradients_are_the_same():
+    x, y, inner, norm = draw(0), draw(1), norm_of(2), norm_of(3)
+
+    def both(x, y):
+        return norm_sum_twice(norm_sum(x, y, norm), y, inner, norm, 0.0)
+
+    with use_backend("triton"):
+        outs = both(x, y), checkpoint(both, x, y, use_reentrant=False)
+        found = [torch.autograd.grad(out.square().sum(), (x, y)) for out in outs]
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_other_shapes_go_to_torch():
+    x, norm = draw(0), norm_of(2)
+    row = draw(1)[:1, :1].detach()
+    with use_backend("triton"):
+        torch.testing.assert_close(norm_sum(x, row, norm), norm(x + row))
 
 
 def test_dropout_takes_its_share_and_the_gradient_knows_which():

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from acmoe.bench.rivals import CONTESTANTS
@@ -26,6 +26,7 @@ from acmoe.ops.backend import (
 )
 from acmoe.ops.embedding import embedding, embedding_obstacle
 from acmoe.ops.map_attention import map_attention_fuses, map_attention_obstacle
+from acmoe.ops.norm import norm_obstacle
 from acmoe.ops.window_attention import (
     fused_width,
     hopper_obstacle,
@@ -44,9 +45,9 @@ class Choice(NamedTuple):
 
 
 def which(device: torch.device, dtype: torch.dtype, shape: Shape | None = None) -> list[Choice]:
-    """Of each op that has a choice, for tokens of `dtype`; experts as those of `shape`.
+    """Of the larger ops that have a choice, for tokens of `dtype`; experts as those of `shape`.
 
-    Windows of a text are those of switch-enwik8, of a map those of swin-small.
+    Windows of a text and norms are those of switch-enwik8, windows of a map those of swin-small.
     """
     shape = shape or SHAPES["olmoe"]
     x_TD = torch.empty(1, shape.dim, dtype=dtype, device=device)
@@ -61,6 +62,7 @@ def which(device: torch.device, dtype: torch.dtype, shape: Shape | None = None) 
         *(_products(x_TD, shape) if experts == "triton" else ()),
         *_choices("statistics", _statistics(device, dtype), (triton, torch_)),
         *_embedding(x_TD),
+        *_norms(device, dtype),
         *_window_attention(device, dtype),
         *_map_attention(device, dtype),
     ]
@@ -130,6 +132,15 @@ def _embedding(weight_VD: Tensor) -> list[Choice]:
     ids = torch.zeros(1, dtype=torch.int64, device=weight_VD.device)
     options = Option("triton", embedding_obstacle(weight_VD)), Option("torch", None)
     return _choices("embedding", _owner(lambda: embedding(ids, weight_VD)), options)
+
+
+def _norms(device: torch.device, dtype: torch.dtype) -> list[Choice]:
+    """Of the sums in a post-norm block."""
+    dim = LANGUAGE_MODELS["switch-enwik8"].config.dim
+    x_TD = torch.empty(1, dim, dtype=dtype, device=device)
+    obstacle = norm_obstacle(x_TD, x_TD, (nn.LayerNorm(dim, device=device),))
+    options = Option("triton", obstacle), Option("torch", None)
+    return _choices("norms", choose("norms", options), options)
 
 
 def _window_attention(device: torch.device, dtype: torch.dtype) -> list[Choice]:

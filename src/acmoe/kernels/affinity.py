@@ -11,7 +11,7 @@ leaves the token as it is: the products of the plain router, on an embedding res
 rescaled by that one scale instead.) In their own order tokens are rescaled one by one.
 
 Floor: x read once (T D itemsize bytes), and (T, E) float32 noise, if any; (T, E) float32 affinities
-and (T, K) choices written. The products are 2 T D E operations, done 3 to 6 times in bf16
+and (T, K) choices written. The products are 2 T D E operations, done 1 to 6 times in bf16
 (kernels/products.py).
 
 T tokens, D features, E experts, C clusters, K experts per token, N token blocks, X sorted places.
@@ -45,7 +45,7 @@ class Tile(NamedTuple):
     registers: int | None = None
 
 
-def launch_table(num_experts: int, num_tokens: int, in_order: bool) -> Tile:
+def launch_table(num_experts: int, num_tokens: int, in_order: bool, wide: bool) -> Tile:
     """The whole row of experts sits in registers: more experts, fewer tokens.
 
     32 features a step, with a scale (128 registers a thread) and without: two blocks of 128 tokens
@@ -55,8 +55,9 @@ def launch_table(num_experts: int, num_tokens: int, in_order: bool) -> Tile:
 
     Where steps are short or programs few, more loads are under way: 38 us with 8 stages, 48 with 5
     for mixtral's 8192 tokens; 16.4 with 5, 17.0 with 3 at switch. So where 128 experts leave room
-    for one program a multiprocessor: 96 with 5, 122 with 3 (qwen30b). Sorted tokens, each waited
-    for twice, rather have three programs there, though some numbers spill: 202 us for 220.
+    for one program a multiprocessor: 96 with 5, 122 with 3 (qwen30b); of float32 tokens 5 stages
+    would be more than the 99 KiB a program has on smaller cards. Sorted tokens, each waited for
+    twice, rather have three programs there, though some numbers spill: 202 us for 220.
     """
     if num_experts > 256:
         return Tile(16, 32, 8, 2)
@@ -65,12 +66,12 @@ def launch_table(num_experts: int, num_tokens: int, in_order: bool) -> Tile:
     if num_experts <= 16:
         return Tile(64, 32, 4, 8 if num_tokens <= 2**14 else 5)
     if in_order and num_tokens >= 2**15:
-        return Tile(128, 32, 8, 5)
+        return Tile(128, 32, 8, 3 if wide else 5)
     return Tile(64, 32, 4, 3, 168 if num_experts > 64 and not in_order else None)
 
 
 def terms(tokens: Tokens) -> int:
-    """Products per product. Of a sorted bf16 token nothing is left out."""
+    """Products per product, at most. Of a sorted bf16 token nothing is left out."""
     whole = tokens.x.dtype == torch.bfloat16 and tokens.has_order
     return 6 if whole or tokens.x.dtype == torch.float32 else TERMS_OF_16_BITS
 
@@ -90,7 +91,7 @@ def route(
     """
     T, D = tokens.x.shape
     E = embedding_ED.shape[0]
-    tile = launch_table(E, T, not tokens.has_order)
+    tile = launch_table(E, T, not tokens.has_order, tokens.x.dtype == torch.float32)
     N = tokens.blocks(tile.tokens)
     affinity_TE = tokens.x.new_empty(T, E, dtype=torch.float32)
     gate_TK = affinity_TE.new_empty(T, top_k)

@@ -227,7 +227,7 @@ class Block(nn.Module):
 
     def _joined(self, x: Tensor, y: Tensor) -> Tensor:
         """x and what its layer made of it."""
-        dropout = self.dropout.p if self.training and isinstance(self.layer, MoE) else 0.0
+        dropout = self.dropout.p if self.dropout.training and isinstance(self.layer, MoE) else 0.0
         if self.norm_inner is not None:
             return norm_sum_twice(x, y, self.norm_inner, self.norm_layer, dropout)
         if self.pre:

@@ -69,11 +69,14 @@ def _dtype(x: Tensor, y: Tensor) -> torch.dtype:
 
 
 def _backend(x: Tensor, y: Tensor, norms: tuple[nn.LayerNorm, ...]) -> str:
-    options = (Option("triton", _obstacle(x, y, norms)), Option("torch", None))
+    options = (Option("triton", norm_obstacle(x, y, norms)), Option("torch", None))
     return choose("norms", options)
 
 
-def _obstacle(x: Tensor, y: Tensor, norms: tuple[nn.LayerNorm, ...]) -> str | None:
+def norm_obstacle(x: Tensor, y: Tensor, norms: tuple[nn.LayerNorm, ...]) -> str | None:
+    """What keeps the kernels from serving this call; None: nothing."""
+    if x.shape != y.shape or any(norm.normalized_shape != x.shape[-1:] for norm in norms):
+        return "its kernel is for tensors of one shape, and norms of their last dimension"
     if x.shape[-1] > _WIDEST:
         return f"its kernel holds rows of at most {_WIDEST} features, not {x.shape[-1]}"
     if any(norm.weight is None or norm.bias is None for norm in norms):
@@ -127,10 +130,10 @@ def _save_once(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _of_once(ctx: Any, grad: Tensor, low_grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    gain = ctx.saved_tensors[2]
+    saved = ctx.saved_tensors  # once: checkpointing hands each out a single time
     grads = grad.contiguous(), low_grad.contiguous()
-    dx, dy, (dgain, dbias) = _once_backward(*grads, *ctx.saved_tensors)
-    return dx, dy, dgain.to(gain.dtype), dbias.to(ctx.bias_dtype), None, None, None
+    dx, dy, (dgain, dbias) = _once_backward(*grads, *saved)
+    return dx, dy, dgain.to(saved[2].dtype), dbias.to(ctx.bias_dtype), None, None, None
 
 
 _once.register_autograd(_of_once, setup_context=_save_once)
@@ -190,9 +193,9 @@ def _save_twice(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _of_twice(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    _, _, inner_gain, inner_bias, gain, *_ = ctx.saved_tensors
-    dx, dy, parts = _twice_backward(grad.contiguous(), *ctx.saved_tensors, ctx.dropout)
-    dtypes = (inner_gain.dtype, inner_bias.dtype, gain.dtype, ctx.bias_dtype)
+    saved = ctx.saved_tensors
+    dx, dy, parts = _twice_backward(grad.contiguous(), *saved, ctx.dropout)
+    dtypes = (*(tensor.dtype for tensor in saved[2:5]), ctx.bias_dtype)
     gradients = (part.to(dtype) for part, dtype in zip(parts, dtypes, strict=True))
     return dx, dy, *gradients, None, None, None, None, None
 
