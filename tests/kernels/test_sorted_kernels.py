@@ -251,7 +251,9 @@ def test_a_bf16_embedding_costs_the_sorted_router_nothing(
         assert (one - other).abs().max() < torch.finfo(torch.bfloat16).eps * other.abs().max()
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(
+    "sizes", [*SIZES[:2], pytest.param(SIZES[2], marks=pytest.mark.slow), SIZES[3]]
+)
 def test_a_scale_of_one_changes_no_bit_of_results_and_tokens_gradients(
     sizes: tuple[int, int, int], generator: torch.Generator, device: str
 ) -> None:
