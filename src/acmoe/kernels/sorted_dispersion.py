@@ -42,7 +42,7 @@ def launch_table(dim: int, rows: int) -> Tile:
     Short chunks are waited for at their ends: more programs at once, by fewer registers (rows of
     512, as at qwen30b: 103 us for 125; of 1024, olmoe: 93 for 101). Long ones load ahead (of 2048,
     mixtral: 65 for 71). Narrow ones do not: alone that takes 24.6 for 26.6 us at switch, but in a
-    captured layer adaptive clustering then adds 24 for 21 (H200).
+    captured layer adaptive clustering then adds 24 for 21 to 23, on other cards (H200).
     """
     if dim < 1024:
         return Tile(512, 16, 8)
