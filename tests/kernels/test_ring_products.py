@@ -40,8 +40,7 @@ def ring_launch(monkeypatch):
         from gluon_emulator import emulate
 
         for module, name in (
-            (ring_rows, "rows_in_turns"),
-            (ring_rows, "rows_together"),
+            (ring_rows, "rows_by_ring"),
             (ring_hidden, "hidden_in_turns"),
             (ring_weights, "weights_together"),
         ):

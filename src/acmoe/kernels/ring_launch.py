@@ -36,9 +36,7 @@ def rows_by_ring(a: Tensor, weight: Tensor, plan: Plan, ring: Ring, *, across: b
     y = torch.empty(plan.num_rows, outer, device=a.device, dtype=a.dtype)
     expert, start = plan[RING_HEIGHT]
     w_block = [RING_DEPTH, ring.columns] if across else [ring.columns, RING_DEPTH]
-    together = ring.form == "together"
-    kernel = ring_rows.rows_together if together else ring_rows.rows_in_turns
-    kernel[(_programs(),)](
+    ring_rows.rows_by_ring[(_programs(),)](
         *(
             _desc(a, [RING_HEIGHT, RING_DEPTH]),
             _desc(weight, w_block),
@@ -50,8 +48,9 @@ def rows_by_ring(a: Tensor, weight: Tensor, plan: Plan, ring: Ring, *, across: b
         GROUP=GROUP,
         ACROSS=across,
         STAGES=ring.stages,
+        TOGETHER=ring.form == "together",
+        LEAD=ring.lead,
         num_warps=4,
-        **({"LEAD": ring.lead} if together else {}),
     )
     return y
 

@@ -1,8 +1,8 @@
 """Rows times their experts' weights by a ring of shared memory (ring.py).
 
-rows_in_turns   each group its own tile: the stores of one stand beside the products of the other
-rows_together   each group half of a tile twice as wide, which reads less; one starts later than
-                the other by a few steps, and so do its stores
+in turns    each group its own tile: the stores of one stand beside the products of the other
+together    each group half of a tile twice as wide, which reads less; one starts later than the
+            other by a few steps, and so do its stores
 
 Which is faster, or the compiler's pipeline, depends on the shape (H200; kernels/tuned.json): 1.26
 for 1.41 ms (down, qwen30b, in turns), 1.50 for 1.57 (down, olmoe, together), 6.48 for 6.24 (input,
@@ -64,45 +64,6 @@ def _turns(WHICH: gl.constexpr, work, GROUP: gl.constexpr, ACROSS: gl.constexpr)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_k", "num_n"])
-def rows_in_turns(
-    a_desc,
-    w_desc,
-    y_desc,
-    y_ptr,
-    tile_expert_ptr,
-    tile_start_ptr,
-    end_ptr,
-    live_ptr,
-    num_k,
-    num_n,
-    w_rows,
-    O,
-    GROUP: gl.constexpr,
-    ACROSS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """As `rows_kernel` without biases, of a (N, I) that holds rows."""
-    a_bufs = buffers(STAGES, a_desc)
-    w_bufs = buffers(STAGES, w_desc)
-    y_bufs = buffers(2, y_desc)
-    full, empty = barriers(STAGES, 1, 1)
-    turns, _ = barriers(2, 1, 1)
-    ring = (a_bufs, w_bufs, full, empty, turns)
-    plan = (tile_expert_ptr, tile_start_ptr, end_ptr, live_ptr)
-    work = (y_desc, y_ptr, y_bufs, ring, plan, num_k, num_n, O)
-    fetch = (a_desc, w_desc, ring, plan, num_k, num_n, w_rows)
-    gl.warp_specialize(
-        [
-            (_turns, (0, work, GROUP, ACROSS)),
-            (_turns, (1, work, GROUP, ACROSS)),
-            (fetch_blocks, (fetch, GROUP, ACROSS)),
-        ],
-        [4, 1],
-        [240, 24],
-    )
-
-
 @gluon.jit
 def _multiply_half(ring, ahead, at, num_k, half, ACROSS: gl.constexpr, LEAD: gl.constexpr):
     """This half of a tile, whose first block is the ring's at-th."""
@@ -162,7 +123,7 @@ def _halves(
 
 
 @gluon.jit(do_not_specialize=["num_k", "num_n"])
-def rows_together(
+def rows_by_ring(
     a_desc,
     w_desc,
     y_desc,
@@ -178,24 +139,39 @@ def rows_together(
     GROUP: gl.constexpr,
     ACROSS: gl.constexpr,
     STAGES: gl.constexpr,
+    TOGETHER: gl.constexpr,
     LEAD: gl.constexpr,
 ):
-    """As `rows_in_turns`; num_k >= STAGES >= LEAD, the steps by which the second group is late."""
+    """As `rows_kernel` without biases, of a (N, I) that holds rows.
+
+    TOGETHER: num_k >= STAGES >= LEAD, the steps by which the second group is late.
+    """
     a_bufs = buffers(STAGES, a_desc)
     w_bufs = buffers(STAGES, w_desc)
     y_bufs = buffers(2, y_desc)
-    full, empty = barriers(STAGES, 1, 2)
-    turns, _ = barriers(1, 1, 1)
+    full, empty = barriers(STAGES, 1, 2 if TOGETHER else 1)
+    turns, _ = barriers(1 if TOGETHER else 2, 1, 1)
     ring = (a_bufs, w_bufs, full, empty, turns)
     plan = (tile_expert_ptr, tile_start_ptr, end_ptr, live_ptr)
     work = (y_desc, y_ptr, y_bufs, ring, plan, num_k, num_n, O)
     fetch = (a_desc, w_desc, ring, plan, num_k, num_n, w_rows)
-    gl.warp_specialize(
-        [
-            (_halves, (0, work, GROUP, ACROSS, LEAD)),
-            (_halves, (1, work, GROUP, ACROSS, LEAD)),
-            (fetch_blocks, (fetch, GROUP, ACROSS)),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+    if TOGETHER:
+        gl.warp_specialize(
+            [
+                (_halves, (0, work, GROUP, ACROSS, LEAD)),
+                (_halves, (1, work, GROUP, ACROSS, LEAD)),
+                (fetch_blocks, (fetch, GROUP, ACROSS)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_turns, (0, work, GROUP, ACROSS)),
+                (_turns, (1, work, GROUP, ACROSS)),
+                (fetch_blocks, (fetch, GROUP, ACROSS)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
