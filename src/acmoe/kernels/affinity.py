@@ -45,24 +45,27 @@ class Tile(NamedTuple):
     registers: int | None = None
 
 
-def launch_table(num_experts: int, num_tokens: int, in_order: bool, wide: bool) -> Tile:
+def launch_table(
+    num_experts: int, num_tokens: int, in_order: bool, wide: bool, whole: bool
+) -> Tile:
     """The whole row of experts sits in registers: more experts, fewer tokens.
 
-    32 features a step, with a scale (128 registers a thread) and without: two blocks of 128 tokens
-    then share a multiprocessor. The same for both, since the steps decide the order of additions,
-    and a scale of one must not change a bit. (64 save 0.7 of 17 us at switch on an H200; but within
-    a step the matrix units truncate, and float32 tokens then lose 2^-20.)
+    As many features a step with a scale as without: steps decide the order of additions, and a
+    scale of one must not change a bit. 64 where tokens and embedding are bf16 (`whole`): 86 us, 96
+    with 32, and 180 for 199 with a scale (qwen30b, H200). Else 32: within a step the matrix units
+    truncate, and float32 tokens would lose 2^-20.
 
     Where steps are short or programs few, more loads are under way: 38 us with 8 stages, 48 with 5
-    for mixtral's 8192 tokens; 16.4 with 5, 17.0 with 3 at switch. So where 128 experts leave room
-    for one program a multiprocessor: 96 with 5, 122 with 3 (qwen30b); of float32 tokens 5 stages
-    would be more than the 99 KiB a program has on smaller cards. Sorted tokens, each waited for
-    twice, rather have three programs there, though some numbers spill: 202 us for 220.
+    for mixtral's 8192 tokens. So where 128 experts leave room for one program a multiprocessor; of
+    float32 tokens 5 stages would be more than the 99 KiB a program has on smaller cards. Sorted
+    tokens, each waited for twice, rather have three programs there, though some numbers spill.
     """
     if num_experts > 256:
         return Tile(16, 32, 8, 2)
     if num_experts > 128:
         return Tile(64, 32, 8, 2)
+    if whole:
+        return Tile(64, 64, 4, 6 if num_experts <= 16 and num_tokens <= 2**14 else 3)
     if num_experts <= 16:
         return Tile(64, 32, 4, 8 if num_tokens <= 2**14 else 5)
     if in_order and num_tokens >= 2**15:
@@ -91,7 +94,9 @@ def route(
     """
     T, D = tokens.x.shape
     E = embedding_ED.shape[0]
-    tile = launch_table(E, T, not tokens.has_order, tokens.x.dtype == torch.float32)
+    whole = tokens.x.dtype == embedding_ED.dtype == torch.bfloat16
+    wide = tokens.x.dtype == torch.float32
+    tile = launch_table(E, T, not tokens.has_order, wide, whole)
     N = tokens.blocks(tile.tokens)
     affinity_TE = tokens.x.new_empty(T, E, dtype=torch.float32)
     gate_TK = affinity_TE.new_empty(T, top_k)
@@ -137,8 +142,8 @@ def _affinity(
                 x *= scale[None, :]
             else:
                 weight *= scale[:, None]
-        x_high, x_middle, x_low = pieces(x, PLAIN_BF16 and not CUT_X)
-        high, middle, low = pieces(weight, not CUT_WEIGHT)
+        x_high, x_middle, x_low = pieces(x, PLAIN_BF16 and not CUT_X, CUT_X)
+        high, middle, low = pieces(weight, not CUT_WEIGHT, WHOLE)
         total += accurate_dot(
             x_high, x_middle, x_low, high, middle, low, PLAIN_BF16 and not CUT_X, not CUT_WEIGHT,
             TERMS,

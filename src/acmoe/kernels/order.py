@@ -4,6 +4,7 @@
     offset   one program an expert: a running sum of its counts over blocks
     place    a row's place: its expert's first one, its block's offset there, its rank in the block
 No atomics. The tokens' sort takes more programs of the same launches: a launch costs more than it.
+They come first, since the first of them also writes where clusters begin and end, and the gaps.
 
 Sorted tokens of a cluster begin at a multiple of STRETCH places, so that a tile of that height
 holds one cluster and finds its scale at one place; -1 fills the gaps.
@@ -46,7 +47,7 @@ def sort_rows_and_tokens(
     ids = expert_ids_TK.reshape(-1)
     N, T = ids.numel(), 0 if cluster_T is None else cluster_T.numel()
     width = max(16, triton.next_power_of_2(num_experts))
-    rows = max(16, min(256, 16384 // width))
+    rows = max(16, min(128, 16384 // width))
     blocks = max(1, triton.cdiv(N, rows))
     more = 0 if cluster_T is None else max(1, triton.cdiv(T, rows))
 
@@ -78,10 +79,10 @@ def _count_kernel(
     ids_ptr, cluster_ptr, count_ptr, N, T, E, blocks, more, R: tl.constexpr, BE: tl.constexpr
 ):  # fmt: skip
     block = tl.program_id(0)
-    if block < blocks:
-        _count(ids_ptr, count_ptr, block, N, E, blocks, R, BE)
+    if block < more:
+        _count(cluster_ptr, count_ptr + E * blocks, block, T, E, more, R, BE)
     else:
-        _count(cluster_ptr, count_ptr + E * blocks, block - blocks, T, E, more, R, BE)
+        _count(ids_ptr, count_ptr, block - more, N, E, blocks, R, BE)
 
 
 @triton.jit
@@ -116,15 +117,15 @@ def _place_kernel(
     STRETCH: tl.constexpr, R: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
-    if block < blocks:
-        _place_rows(
-            ids_ptr, offset_ptr, total_ptr, end_ptr, order_ptr, back_ptr, expert_ptr, block, N, E,
-            blocks, R, BE,
-        )  # fmt: skip
-    else:
+    if block < more:
         _place_tokens(
             cluster_ptr, offset_ptr + E * blocks, total_ptr + E, token_ptr, cluster_begin_ptr,
-            cluster_end_ptr, block - blocks, T, E, more, places, STRETCH, R, BE,
+            cluster_end_ptr, block, T, E, more, places, STRETCH, R, BE,
+        )  # fmt: skip
+    else:
+        _place_rows(
+            ids_ptr, offset_ptr, total_ptr, end_ptr, order_ptr, back_ptr, expert_ptr, block - more,
+            N, E, blocks, R, BE,
         )  # fmt: skip
 
 
@@ -167,22 +168,21 @@ def _place(
 
     Bins begin at multiples of STEP.
     """
-    rows = block * R + tl.arange(0, R)
+    i = tl.arange(0, R)
+    rows = block * R + i
     ids = tl.load(ids_ptr + rows, mask=rows < num_rows, other=-1).to(tl.int32)
     bins = tl.arange(0, BE)
-    known = bins < E
-    hits = ((ids[:, None] == bins[None, :]) & known[None, :]).to(tl.int32)
-    rank = tl.cumsum(hits, axis=0) - hits
-    total = tl.load(total_ptr + bins, mask=known, other=0)
+    total = tl.load(total_ptr + bins, mask=bins < E, other=0)
     room = (total + STEP - 1) // STEP * STEP
     begin = tl.cumsum(room, axis=0) - room
-    earlier = tl.load(offset_ptr + bins * num_blocks + block, mask=known, other=0)
-    first = begin + earlier
-    place = tl.sum(tl.where(hits > 0, rank + first[None, :], 0), axis=1)
-    # Rows in no bin follow the last one, in order: those before them that have none.
-    served = tl.sum(hits, axis=1)
-    served_before = tl.cumsum(served, axis=0) - served + tl.sum(earlier)
-    place = tl.where(served > 0, place, tl.sum(room) + rows - served_before)
+    earlier = tl.load(offset_ptr + bins * num_blocks + block, mask=bins < E, other=0)
+    # Rows in no bin follow the last one, in order: those of earlier blocks that have none.
+    own = tl.where((ids >= 0) & (ids < E), ids, -1)
+    outside = tl.sum(room) + block * R - tl.sum(earlier)
+    first = tl.where(own >= 0, tl.gather(begin + earlier, tl.maximum(own, 0), 0), outside)
+    # Every row beside every earlier one: a sum, where running sums of hits (R, BE) fill registers.
+    alike = (own[:, None] == own[None, :]) & (i[:, None] < i[None, :])
+    place = first + tl.sum(alike.to(tl.int32), axis=0)
     return ids, place, begin, begin + total
 
 
@@ -200,8 +200,10 @@ def _extents(
     reached = outside + T - tl.sum(tl.where(known, end - begin, 0))
     tl.store(begin_ptr + C, outside)
     tl.store(end_ptr + C, reached)
-    nobody = tl.full((BE,), -1, dtype=tl.int32)
-    for i in range(0, STRETCH):
-        tl.store(token_ptr + end + i, nobody, mask=known & (end + i < limit))
-    for start in range(reached, places, BE):
-        tl.store(token_ptr + start + c, nobody, mask=start + c < places)
+    for start in range(0, STRETCH, 8):
+        at = end[None, :] + start + tl.arange(0, 8)[:, None]
+        nobody = tl.full((8, BE), -1, dtype=tl.int32)
+        tl.store(token_ptr + at, nobody, mask=known[None, :] & (at < limit[None, :]))
+    for start in range(reached, places, 1024):
+        at = start + tl.arange(0, 1024)
+        tl.store(token_ptr + at, tl.full((1024,), -1, dtype=tl.int32), mask=at < places)
