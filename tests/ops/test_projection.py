@@ -1,6 +1,12 @@
 """A map of memory and segment whose gradient goes to the segment. B, N, L, D, A as in the op."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
 from acmoe.ops.projection import project
 
@@ -67,3 +73,26 @@ def test_a_compiled_call_gives_the_same() -> None:
         for call in (project, compiled)
     ]
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
+def test_a_compiled_backward_reads_its_gradient_in_one_place() -> None:
+    """Whose upstream is not contiguous: the compiler would write a copy for each reader."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def noted(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=noted, bw_compiler=noted)
+    segment, weight = draw(B, L, D, seed=1).requires_grad_(), draw(A, D, seed=2).requires_grad_()
+    source = torch.cat([draw(B, N - L, D, seed=0), segment.detach()], dim=1)
+
+    def turned(source: Tensor, segment: Tensor, weight: Tensor) -> Tensor:
+        return project(source, segment, weight).unflatten(2, (-1, 2)).transpose(1, 2).relu()
+
+    out = torch.compile(turned, fullgraph=True, backend=backend)(source, segment, weight)
+    torch.autograd.grad(out, (segment, weight), torch.ones_like(out))
+    nodes = [node for node in graphs[1].graph.nodes if node.op == "call_function"]
+    (backward,) = [node for node in nodes if "project_backward" in str(node.target)]
+    assert len(backward.args[0].users) == 1
+    assert not [node for node in nodes if "mm" in str(node.target)]

@@ -44,29 +44,31 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> No
     ctx.save_for_backward(source, weight)
 
 
-def _backward(ctx: Any, upstream: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
+def _backward(ctx: Any, upstream: Tensor) -> tuple[None, Tensor, Tensor]:
     source, weight = ctx.saved_tensors
-    _, needs_segment, needs_weight = ctx.needs_input_grad
-    segment_grad = weight_grad = None
-    if needs_segment:
-        segment_grad = _times(upstream[:, -ctx.length :], weight).to(ctx.dtype)
-    if needs_weight:
-        weight_grad = upstream.flatten(0, 1).T @ source.flatten(0, 1)
-    return None, segment_grad, weight_grad
+    segment_grad, weight_grad = _gradients(upstream, source, weight, ctx.length)
+    return None, segment_grad.to(ctx.dtype), weight_grad
 
 
-@torch.library.custom_op("acmoe::project_back", mutates_args=())
-def _times(part: Tensor, weight: Tensor) -> Tensor:
-    """part @ weight, stream by stream: as one product it would first be copied, for it has gaps.
+@torch.library.custom_op("acmoe::project_backward", mutates_args=())
+def _gradients(
+    upstream: Tensor, source: Tensor, weight: Tensor, length: int
+) -> tuple[Tensor, Tensor]:
+    """Of the source's last `length` positions, (B, L, D), and of the weight.
 
-    An op, so that no compiler brings the weight into another form.
+    The first stream by stream: as one product it would first be copied, for those positions have
+    gaps between them. Both in one op: a compiler would bring the weight into another form, and
+    write an upstream that is not contiguous once for each product.
     """
-    return torch.bmm(part, weight.expand(part.shape[0], -1, -1))
+    weight_BAD = weight.expand(upstream.shape[0], -1, -1)
+    segment_grad = torch.bmm(upstream[:, -length:], weight_BAD)
+    return segment_grad, upstream.flatten(0, 1).T @ source.flatten(0, 1)
 
 
-@_times.register_fake
-def _(part: Tensor, weight: Tensor) -> Tensor:
-    return part.new_empty(*part.shape[:-1], weight.shape[1])
+@_gradients.register_fake
+def _(upstream: Tensor, source: Tensor, weight: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    segment_grad = upstream.new_empty(upstream.shape[0], length, weight.shape[1])
+    return segment_grad, torch.empty_like(weight)
 
 
 _project.register_autograd(_backward, setup_context=_save)
