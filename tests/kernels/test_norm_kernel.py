@@ -72,7 +72,7 @@ def test_a_norm_around_a_norm_is_torchs(branch, atol):
 def test_a_program_of_many_rows_adds_their_gradients_up(monkeypatch):
     from acmoe.kernels import norm as kernels
 
-    monkeypatch.setattr(kernels, "_PROGRAMS", {"once": 4, "twice": 3})  # of 21 rows
+    monkeypatch.setattr(kernels, "_PROGRAMS", {"once": 4, "echo": 5, "twice": 3})  # of 21 rows
     tensors = [draw(0), draw(1)]
     compare(norm_sum, lambda x, y, norm: norm(x + y), tensors, [norm_of(2)], atol=2e-5)
     compare(
@@ -143,7 +143,7 @@ def test_the_lowered_copy_has_a_gradient_of_its_own():
     x, y, norm = draw(0), draw(1, torch.bfloat16), norm_of(2)
     first, second = draw(3).detach(), draw(4, torch.bfloat16).detach()
     with use_backend("triton"), torch.autocast(DEVICE, torch.bfloat16):
-        out, lowered = norm_sum_lowered(x, y, norm)
+        out, lowered, _ = norm_sum_lowered(x, y, norm)
     assert out.dtype == torch.float32 and lowered.dtype == torch.bfloat16
     # The interpreter cuts off what a GPU rounds.
     torch.testing.assert_close(lowered.float(), out, atol=1e-6, rtol=2**-7)
@@ -153,7 +153,29 @@ def test_the_lowered_copy_has_a_gradient_of_its_own():
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-2)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_gradient_that_comes_by_an_echo_is_added_to_the_others(compiled):
+    x, y, inner, norm = draw(0), draw(1, torch.bfloat16), norm_of(2), norm_of(3)
+    weight = draw(4).detach()
+
+    def block(x, y, echoed):
+        with torch.autocast(DEVICE, torch.bfloat16):
+            out, lowered, echo = norm_sum_lowered(x, y, norm)
+            assert echo is not None and echo.stride() == (0, 0)
+            y = (out * weight).relu() + lowered  # two readers beside the second sum
+            return norm_sum_twice(out, y, inner, norm, 0.0, echo=echo if echoed else None)
+
+    call = torch.compile(block, fullgraph=True, backend="aot_eager") if compiled else block
+    with use_backend("triton"):
+        outs = call(x, y, True), block(x, y, False)
+        assert torch.equal(*outs)
+        wanted = (x, y, *norm.parameters(), *inner.parameters())
+        found, expected = (torch.autograd.grad(out.square().sum(), wanted) for out in outs)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
 def test_without_autocast_there_is_nothing_to_lower_to():
     x, y, norm = draw(0), draw(1), norm_of(2)
-    out, lowered = norm_sum_lowered(x, y, norm)
-    assert lowered is out
+    out, lowered, echo = norm_sum_lowered(x, y, norm)
+    assert lowered is out and echo is None

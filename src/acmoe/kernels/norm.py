@@ -8,7 +8,7 @@ backward computes everything else again from them. Gradients of gains and biases
 up its own rows, `totals` the programs, in a fixed order.
 
 Bytes, for float32 x and branches of 16 bits: forward 10 T D, and 2 for a copy in 16 bits; backward
-16 T D, and 2 for the gradient of that copy.
+16 T D, 2 for the gradient of that copy and 4 for that of an echo.
 
 T tokens, D features, BM rows of a tile, BD features filled up to a power of two.
 """
@@ -22,7 +22,9 @@ from acmoe.kernels.coins import keep_tile, threshold
 from acmoe.kernels.total import totals
 
 _ROWS = _WARPS = 1  # a row to a warp: its sums are shuffles, and no warp waits for another
-_PROGRAMS = {"once": 2112, "twice": 1056}  # of the backwards, each with sums of its own to write
+# Of the backwards, each with sums of its own to write: as many as an H200 runs at one time, 16 on
+# each of 132 processors, 15 with an echo, whose rows take more registers, and 8.
+_PROGRAMS = {"once": 2112, "echo": 1980, "twice": 1056}
 
 
 @triton.jit
@@ -104,16 +106,22 @@ def once_kernel(
 
 @triton.jit
 def once_backward_kernel(
-    grad_ptr, low_grad_ptr, x_ptr, branch_ptr, gain_ptr, stat_ptr, dx_ptr, dbranch_ptr, part_ptr,
-    T, D, LOW: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+    grad_ptr, low_grad_ptr, echo_grad_ptr, x_ptr, branch_ptr, gain_ptr, stat_ptr, dx_ptr,
+    dbranch_ptr, part_ptr, T, D,
+    LOW: tl.constexpr, ECHO: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """part (programs, 2, D): sums of the rows' gradients for gain and bias."""
+    """part (programs, 2, D): sums of the rows' gradients for gain and bias.
+
+    LOW, ECHO: the gradient is a sum, with that of the copy in low precision, of the echo.
+    """
     d = _features(BD)
     dgain = tl.zeros((BM, BD), tl.float32)
     dbias = tl.zeros((BM, BD), tl.float32)
     for start in range(tl.program_id(0) * BM, T, tl.num_programs(0) * BM):
         row = start + tl.arange(0, BM)
         grad = _load_tile(grad_ptr, row, d, T, D)
+        if ECHO:
+            grad += _load_tile(echo_grad_ptr, row, d, T, D)
         if LOW:
             grad += _load_tile(low_grad_ptr, row, d, T, D)
         s = _load_tile(x_ptr, row, d, T, D) + _load_tile(branch_ptr, row, d, T, D)
@@ -220,16 +228,25 @@ def run_once(
 
 
 def run_once_backward(
-    grad: Tensor, low_grad: Tensor, x: Tensor, branch: Tensor, gain: Tensor, stat: Tensor
+    grad: Tensor,
+    low_grad: Tensor | None,
+    echo_grad: Tensor | None,
+    x: Tensor,
+    branch: Tensor,
+    gain: Tensor,
+    stat: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, of the branch, and (2, D) of gain and bias."""
     T, D = x.shape
     dx, dbranch = torch.empty_like(x), torch.empty_like(branch)
-    programs = min(_PROGRAMS["once"], triton.cdiv(T, _ROWS))
+    kind = "once" if echo_grad is None else "echo"
+    programs = min(_PROGRAMS[kind], triton.cdiv(T, _ROWS))
     part = x.new_empty(1, programs, 2 * D, dtype=torch.float32)
+    others = (grad if other is None else other for other in (low_grad, echo_grad))
     once_backward_kernel[(programs,)](
-        *(grad, low_grad, x, branch, gain, stat, dx, dbranch, part, T, D),
-        LOW=len(low_grad) > 0,
+        *(grad, *others, x, branch, gain, stat, dx, dbranch, part, T, D),
+        LOW=low_grad is not None,
+        ECHO=echo_grad is not None,
         **_blocks(D),
     )
     return dx, dbranch, totals(part)[0].view(2, D)

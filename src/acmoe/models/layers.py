@@ -203,11 +203,11 @@ class Block(nn.Module):
             cache=cache,
         )
         given = x
-        lowered = None
+        lowered = echo = None
         if self.pre:
             x = given + seen
         else:
-            x, lowered = norm_sum_lowered(given, seen, self.norm_attention)
+            x, lowered, echo = norm_sum_lowered(given, seen, self.norm_attention)
         y = self.norm_layer(x) if self.pre else x
         if isinstance(self.layer, MoE):
             slot = None if cache is None else cache.routing
@@ -224,13 +224,13 @@ class Block(nn.Module):
             )
         else:
             y = self.layer(y if lowered is None else lowered)
-        return self._joined(x, y), state
+        return self._joined(x, y, echo), state
 
-    def _joined(self, x: Tensor, y: Tensor) -> Tensor:
+    def _joined(self, x: Tensor, y: Tensor, echo: Tensor | None) -> Tensor:
         """x and what its layer made of it."""
         dropout = self.dropout.p if self.dropout.training and isinstance(self.layer, MoE) else 0.0
         if self.norm_inner is not None:
-            return norm_sum_twice(x, y, self.norm_inner, self.norm_layer, dropout)
+            return norm_sum_twice(x, y, self.norm_inner, self.norm_layer, dropout, echo=echo)
         if self.pre:
             return x + F.dropout(y, dropout)
         return norm_sum(x, y, self.norm_layer)

@@ -31,21 +31,37 @@ def norm_sum(x: Tensor, y: Tensor, norm: nn.LayerNorm) -> Tensor:
     return out.view(x.shape)
 
 
-def norm_sum_lowered(x: Tensor, y: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-    """norm(x + y), and the same in the precision that autocast has products in."""
+def norm_sum_lowered(
+    x: Tensor, y: Tensor, norm: nn.LayerNorm
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """norm(x + y), the same in the precision that autocast has products in, and its echo.
+
+    The echo, (T, D) of no memory and never read, stands for the first in `norm_sum_twice`: the
+    gradient comes back by it, beside that of other readers, and no pass adds the two. None: it has
+    none.
+    """
     low = autocast_dtype(x)
     if low is None or _backend(x, y, (norm,)) == "torch":
         found = norm_sum(x, y, norm)
-        return found, found
+        return found, found, None
     arguments = (norm.weight, norm.bias, norm.eps, _dtype(x, y), low)
-    out, again, _ = _once(_rows(x), _rows(y), *arguments)
-    return out.view(x.shape), again.view(x.shape)
+    out, again, echo, _ = _once(_rows(x), _rows(y), *arguments)
+    return out.view(x.shape), again.view(x.shape), echo
 
 
 def norm_sum_twice(
-    x: Tensor, y: Tensor, inner: nn.LayerNorm, norm: nn.LayerNorm, dropout: float
+    x: Tensor,
+    y: Tensor,
+    inner: nn.LayerNorm,
+    norm: nn.LayerNorm,
+    dropout: float,
+    *,
+    echo: Tensor | None = None,
 ) -> Tensor:
-    """norm(x + inner(x + y)): (..., D), with a share `dropout` of y's numbers dropped."""
+    """norm(x + inner(x + y)): (..., D), with a share `dropout` of y's numbers dropped.
+
+    `echo`: x's, from `norm_sum_lowered`.
+    """
     if _backend(x, y, (inner, norm)) == "torch":
         y = inner(x + F.dropout(y, dropout))
         found: Tensor = norm(x + y)
@@ -55,7 +71,8 @@ def norm_sum_twice(
     if dropout > 0:
         seed = torch.randint_like(seed, 2**31)
     norms = (inner.weight, inner.bias, norm.weight, norm.bias, inner.eps, norm.eps)
-    out: Tensor = _twice(_rows(x), _rows(y), *norms, seed, dropout, _dtype(x, y))[0]
+    read = x if echo is None else x.detach()
+    out: Tensor = _twice(_rows(read), _rows(y), *norms, seed, dropout, _dtype(x, y), echo)[0]
     return out.view(x.shape)
 
 
@@ -97,42 +114,57 @@ def _once(
     eps: float,
     dtype: torch.dtype,
     low: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from acmoe.kernels.norm import run_once
 
-    return run_once(x, y, gain, bias, eps, dtype, low)
+    out, again, stat = run_once(x, y, gain, bias, eps, dtype, low)
+    return out, again, _echo(out), stat
+
+
+def _echo(out: Tensor) -> Tensor:
+    return out.new_empty(1).expand(out.shape)
 
 
 @_once.register_fake
 def _(x, y, gain, bias, eps, dtype, low):  # type: ignore[no-untyped-def]
+    out = x.new_empty(x.shape, dtype=dtype)
     again = x.new_empty(0 if low is None else len(x), x.shape[1], dtype=low or dtype)
-    return x.new_empty(x.shape, dtype=dtype), again, x.new_empty(2, len(x), dtype=torch.float32)
+    return out, again, _echo(out), x.new_empty(2, len(x), dtype=torch.float32)
 
 
 @torch.library.custom_op("acmoe::norm_sum_backward", mutates_args=())
 def _once_backward(
-    grad: Tensor, low_grad: Tensor, x: Tensor, y: Tensor, gain: Tensor, stat: Tensor
+    grad: Tensor,
+    low_grad: Tensor | None,
+    echo_grad: Tensor | None,
+    x: Tensor,
+    y: Tensor,
+    gain: Tensor,
+    stat: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from acmoe.kernels.norm import run_once_backward
 
-    return run_once_backward(grad, low_grad, x, y, gain, stat)
+    return run_once_backward(grad, low_grad, echo_grad, x, y, gain, stat)
 
 
 @_once_backward.register_fake
-def _(grad, low_grad, x, y, gain, stat):  # type: ignore[no-untyped-def]
+def _(grad, low_grad, echo_grad, x, y, gain, stat):  # type: ignore[no-untyped-def]
     return torch.empty_like(x), torch.empty_like(y), stat.new_empty(2, x.shape[1])
 
 
 def _save_once(ctx: Any, inputs: Any, output: Any) -> None:
     x, y, gain, bias, *_ = inputs
     ctx.bias_dtype = bias.dtype
-    ctx.save_for_backward(x, y, gain, output[2])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, y, gain, output[3])
 
 
-def _of_once(ctx: Any, grad: Tensor, low_grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def _of_once(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # once: checkpointing hands each out a single time
-    grads = grad.contiguous(), low_grad.contiguous()
-    dx, dy, (dgain, dbias) = _once_backward(*grads, *saved)
+    grad, *others = (None if part is None else part.contiguous() for part in upstream[:3])
+    if grad is None:
+        grad = torch.zeros_like(saved[0])
+    dx, dy, (dgain, dbias) = _once_backward(grad, *others, *saved)
     return dx, dy, dgain.to(saved[2].dtype), dbias.to(ctx.bias_dtype), None, None, None
 
 
@@ -152,7 +184,9 @@ def _twice(
     seed: Tensor,
     dropout: float,
     dtype: torch.dtype,
+    echo: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    """`echo` takes the gradient of x where it is given."""
     from acmoe.kernels.norm import run_twice
 
     inner, outer = (inner_gain, inner_bias, inner_eps), (gain, bias, eps)
@@ -160,7 +194,7 @@ def _twice(
 
 
 @_twice.register_fake
-def _(x, y, inner_gain, inner_bias, gain, bias, inner_eps, eps, seed, dropout, dtype):  # type: ignore[no-untyped-def]
+def _(x, y, inner_gain, inner_bias, gain, bias, inner_eps, eps, seed, dropout, dtype, echo):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(4, len(x), dtype=torch.float32)
 
 
@@ -187,8 +221,8 @@ def _(grad, x, y, inner_gain, inner_bias, gain, seed, stat, dropout):  # type: i
 
 
 def _save_twice(ctx: Any, inputs: Any, output: Any) -> None:
-    x, y, inner_gain, inner_bias, gain, bias, _, _, seed, ctx.dropout, _ = inputs
-    ctx.bias_dtype = bias.dtype
+    x, y, inner_gain, inner_bias, gain, bias, _, _, seed, ctx.dropout, _, echo = inputs
+    ctx.bias_dtype, ctx.echoed = bias.dtype, echo is not None
     ctx.save_for_backward(x, y, inner_gain, inner_bias, gain, seed, output[1])
 
 
@@ -197,7 +231,8 @@ def _of_twice(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     dx, dy, parts = _twice_backward(grad.contiguous(), *saved, ctx.dropout)
     dtypes = (*(tensor.dtype for tensor in saved[2:5]), ctx.bias_dtype)
     gradients = (part.to(dtype) for part, dtype in zip(parts, dtypes, strict=True))
-    return dx, dy, *gradients, None, None, None, None, None
+    dx, decho = (None, dx) if ctx.echoed else (dx, None)
+    return dx, dy, *gradients, None, None, None, None, None, decho
 
 
 _twice.register_autograd(_of_twice, setup_context=_save_twice)
