@@ -23,7 +23,7 @@ from acmoe.models.compiled import compile_blocks
 from acmoe.models.decoder import LanguageModel, Memory
 from acmoe.models.registry import create_model, list_models, model_card
 from acmoe.routing.step import fold_statistics
-from acmoe.train.graph import copy_rows
+from acmoe.train.memory import HeldMemory
 from acmoe.train.optim import adam
 
 VARIANTS = ("eager", "compile", "graph", "compile+graph")
@@ -110,6 +110,7 @@ class Step:
         for group in self.optimizer.param_groups:
             group["capturable"] = self.device.type == "cuda"
         self.memory: Memory | None = None
+        self.place: HeldMemory | None = None  # a captured graph reads and writes the same tensors
         self.inputs, self.targets = self._draw(batch, config.seed)
         self.loss = torch.zeros((), device=self.device)
         self._fill_memory()
@@ -137,17 +138,11 @@ class Step:
             else:
                 out = self.model(self.inputs, self.targets)
         (out.loss + out.aux_loss).backward()
-        if isinstance(self.model, LanguageModel):
-            self._remember(out.memory)
+        if self.place is not None:
+            self.memory = self.place.hold(out.memory)
         self.optimizer.step()
         fold_statistics(self.model)
         self.loss.copy_(out.loss.detach())
-
-    def _remember(self, memory: Memory) -> None:
-        """Into the same tensors: a captured graph reads and writes them."""
-        assert self.memory is not None
-        for kept, new in zip(self.memory.hidden, memory.hidden, strict=True):
-            copy_rows(kept, new)
 
     @torch.no_grad()
     def _fill_memory(self) -> None:
@@ -155,9 +150,11 @@ class Step:
         while isinstance(self.model, LanguageModel):
             before = 0 if self.memory is None else self.memory.hidden[0].shape[1]
             with autocast(self.precision, self.device):  # type: ignore[arg-type]
-                memory = self.model(self.inputs, self.targets, memory=self.memory).memory
-            self.memory = Memory(tuple(hidden.clone() for hidden in memory.hidden), memory.mask)
-            if self.memory.hidden[0].shape[1] == before:
+                self.memory = self.model(self.inputs, self.targets, memory=self.memory).memory
+            kept = self.memory.hidden[0]
+            if kept.shape[1] == before:
+                self.place = HeldMemory(self.memory, self.inputs.shape[1], kept.dtype)
+                self.memory = self.place.hold(self.memory)
                 return
 
 

@@ -23,6 +23,7 @@ from acmoe.ops.cross_entropy import chunked_cross_entropy
 from acmoe.ops.dispersion import accumulation_dtype
 from acmoe.ops.embedding import Embedding
 from acmoe.ops.precision import autocast_dtype
+from acmoe.ops.rows import copy_rows
 from acmoe.routing.placement import place
 from acmoe.routing.state import Routing, RoutingState
 
@@ -32,6 +33,9 @@ class Memory(NamedTuple):
 
     hidden: tuple[Tensor, ...]  # (B, S, D) inputs of each block
     mask: Tensor | None = None  # (B, S) False where a slot is padding; None: all are tokens
+    # (B, S + L, D) each, with `hidden` in front: a call of L tokens writes its own behind them,
+    # where it would join copies of both.
+    rooms: tuple[Tensor, ...] | None = None
 
 
 class LanguageOutput(NamedTuple):
@@ -128,11 +132,12 @@ class LanguageModel(nn.Module):
         kept = []
         for depth, block in enumerate(self.blocks):
             past = memory.hidden[depth] if memory is not None else None
+            room = memory.rooms[depth] if memory is not None and memory.rooms else None
             if token_mask is not None and self.config.empty_memory == "zeros":
                 x_BLD = x_BLD.masked_fill(~token_mask[..., None], 0.0)
             newest = source = None
             if cache is None:
-                newest, source = self._source(past, x_BLD)
+                newest, source = self._source(past, x_BLD, room)
                 kept.append(source.detach()[:, -self.config.span :])
             x_BLD, state = (partial(recompute, block) if again else block)(
                 x_BLD,
@@ -198,7 +203,9 @@ class LanguageModel(nn.Module):
             return cache.extend_mask(tokens, token_mask)
         return _joined_mask(memory, token_mask, tokens)
 
-    def _source(self, past_BSD: Tensor | None, x_BLD: Tensor) -> tuple[Tensor, Tensor]:
+    def _source(
+        self, past_BSD: Tensor | None, x_BLD: Tensor, room_BND: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """What a block attends from, (B, L, D), and to, (B, S + L, D).
 
         The last `span` positions of the second are the next memory. In post-norm blocks products
@@ -209,6 +216,9 @@ class LanguageModel(nn.Module):
             x_BLD = x_BLD.detach().to(self.memory_dtype)
         if past_BSD is None:
             return x_BLD, x_BLD
+        if room_BND is not None and self.config.norm == "post":
+            copy_rows(room_BND[:, past_BSD.shape[1] :], x_BLD)
+            return x_BLD, room_BND
         return x_BLD, torch.cat([past_BSD.to(x_BLD.dtype), x_BLD], dim=1)
 
     @property

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from acmoe.errors import check
+from acmoe.ops.rows import copy_rows
 from acmoe.train.update import Update
 
 WARM_UP = 2  # updates of each kind before a capture: kernels are compiled, moments allocated
@@ -59,23 +60,6 @@ class StepGraph:
         with torch.cuda.graph(graph, pool=pools[0] if pools else None):
             update = self.step(record)
         return graph, update
-
-
-_WORD = torch.complex128  # 16 bytes, the most a thread moves at once
-
-
-def copy_rows(kept: Tensor, new: Tensor) -> None:
-    """A view of rows goes in words: torch copies what is not contiguous number by number."""
-    if not new.is_contiguous() and _in_words(new) and _in_words(kept):
-        kept, new = kept.view(_WORD), new.view(_WORD)
-    kept.copy_(new, non_blocking=True)
-
-
-def _in_words(tensor: Tensor) -> bool:
-    """Whether every row begins and ends with a word."""
-    numbers = _WORD.itemsize // tensor.element_size()
-    steps = (tensor.storage_offset(), tensor.shape[-1], *tensor.stride()[:-1])
-    return tensor.stride(-1) == 1 and not any(step % numbers for step in steps)
 
 
 def make_capturable(optimizer: torch.optim.Optimizer, device: torch.device) -> None:

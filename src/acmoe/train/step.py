@@ -26,6 +26,7 @@ from acmoe.routing.stable import StableRouter
 from acmoe.routing.state import Routing
 from acmoe.routing.step import fold_statistics
 from acmoe.train.graph import StepGraph, make_capturable
+from acmoe.train.memory import HeldMemory
 from acmoe.train.optim import adam, learning_rate, set_learning_rate
 from acmoe.train.update import Update
 
@@ -64,6 +65,7 @@ class Trainer:
             corpus["train"], batch=config.batch, block=config.model.block, seed=config.seed
         )
         self.memories: list[Memory | None] = [None] * config.split
+        self.places: dict[int, HeldMemory] = {}  # of each micro-batch's memory, where graphs run
         self.inputs: list[tuple[Tensor, Tensor]] = []  # tokens and targets of each micro-batch
         self.recent: list[Batch] = []
         self.graph: StepGraph | None = None
@@ -122,13 +124,11 @@ class Trainer:
         """The memory, where graphs find it."""
         if self.graph is None or memory is None or not self._full(memory):
             return memory
-        with autocast(self.config.precision, self.device):
-            dtype = self.model.memory_dtype  # a checkpoint may hold a wider one
-        hidden = tuple(
-            self.graph.hold(("memory", part, depth), kept.to(dtype))
-            for depth, kept in enumerate(memory.hidden)
-        )
-        return Memory(hidden, memory.mask)
+        if part not in self.places:
+            with autocast(self.config.precision, self.device):
+                dtype = self.model.memory_dtype  # a checkpoint may hold a wider one
+            self.places[part] = HeldMemory(memory, self.config.model.block, dtype)
+        return self.places[part].hold(memory)
 
     def _capture_anew(self) -> None:
         if self.graph is not None:

@@ -1,0 +1,129 @@
+"""Memory that keeps its place from update to update, against memory that comes and goes."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from acmoe.config.language import LanguageConfig
+from acmoe.evaluate.run import open_corpus
+from acmoe.models.decoder import LanguageModel, LanguageOutput, Memory
+from acmoe.train import graph
+from acmoe.train.memory import HeldMemory
+from acmoe.train.step import Trainer
+from tiny_runs import byte_corpus, tiny_run
+
+BLOCK = 4
+CONFIG = LanguageConfig(
+    vocab_size=11,
+    dim=16,
+    heads=2,
+    hidden=8,
+    repeats=2,
+    span=12,
+    block=BLOCK,
+    num_experts=4,
+    dropout=0.0,
+)
+
+
+def model_of(**changes: object) -> LanguageModel:
+    torch.manual_seed(0)
+    return LanguageModel(replace(CONFIG, **changes))  # type: ignore[arg-type]
+
+
+def read(model: LanguageModel, ids: Tensor, memory: Memory | None) -> LanguageOutput:
+    with torch.autocast("cpu", torch.bfloat16):
+        out: LanguageOutput = model(ids, ids, memory=memory)
+    return out
+
+
+def full(model: LanguageModel) -> Memory:
+    """What streams remember once they have filled their window."""
+    memory = None
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        memory = read(model, torch.randint(11, (3, BLOCK), generator=generator), memory).memory
+    assert memory is not None and memory.hidden[0].shape[1] == model.config.span
+    return memory
+
+
+def numbers(model: LanguageModel, ids: Tensor, memory: Memory) -> tuple[Memory, list[Tensor]]:
+    model.zero_grad()
+    out = read(model, ids, memory)
+    assert out.loss is not None
+    out.loss.backward()  # type: ignore[no-untyped-call]
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return out.memory, [out.loss, *gradients]
+
+
+# Three segments, one and a half, and less than one; a pre-norm block joins a tensor of its own.
+@pytest.mark.parametrize(("span", "norm"), [(12, "post"), (6, "post"), (3, "post"), (12, "pre")])
+def test_every_number_is_that_of_memory_that_comes_and_goes(span: int, norm: str) -> None:
+    model = model_of(span=span, norm=norm)
+    free = full(model)
+    place = HeldMemory(free, BLOCK, free.hidden[0].dtype)
+    held = place.hold(free)
+    generator = torch.Generator().manual_seed(2)
+    where = [hidden.data_ptr() for hidden in held.hidden]
+    for _ in range(5):
+        ids = torch.randint(11, (3, BLOCK), generator=generator)
+        free, expected = numbers(model, ids, free)
+        after, found = numbers(model, ids, held)
+        held = place.hold(after)
+        assert place.hold(held).hidden is held.hidden  # it is there already
+        assert len(found) > 20
+        for got, right in zip([*found, *held.hidden], [*expected, *free.hidden], strict=True):
+            assert torch.equal(got, right)
+    assert where == [hidden.data_ptr() for hidden in held.hidden]
+
+
+def test_a_post_norm_model_joins_no_copy_of_a_memory_with_room() -> None:
+    model = model_of()
+    place = HeldMemory(full(model), BLOCK, torch.bfloat16)
+    held = place.hold(full(model))
+    seen: list[int] = []
+    model.blocks[1].register_forward_pre_hook(
+        lambda _, positional, named: seen.append(named["source"].data_ptr()), with_kwargs=True
+    )
+    read(model, torch.zeros(3, BLOCK, dtype=torch.int64), held)
+    assert held.rooms is not None and seen == [held.rooms[1].data_ptr()]
+
+
+def test_a_backward_after_the_memory_has_moved_raises() -> None:
+    model = model_of()
+    place = HeldMemory(full(model), BLOCK, torch.bfloat16)
+    out = read(model, torch.zeros(3, BLOCK, dtype=torch.int64), place.hold(full(model)))
+    place.hold(out.memory)
+    assert out.loss is not None
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.loss.backward()  # type: ignore[no-untyped-call]
+
+
+def test_a_wider_memory_is_kept_in_the_precision_of_the_place() -> None:
+    """As a checkpoint of an earlier version holds it."""
+    memory = full(model_of())
+    place = HeldMemory(memory, BLOCK, torch.bfloat16)
+    held = place.hold(Memory(tuple(hidden.float() for hidden in memory.hidden)))
+    assert all(torch.equal(*pair) for pair in zip(held.hidden, memory.hidden, strict=True))
+
+
+def test_updates_that_keep_memory_in_its_place_are_the_updates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As graphs do, which a CPU cannot capture: here every update runs as it is."""
+    monkeypatch.setattr(graph, "WARM_UP", 1000)
+    # 60 lines are a pass of a few dozen blocks: memory is forgotten and filled again on the way.
+    config = tiny_run(byte_corpus(tmp_path, lines=60), "precision=bf16", "split=2")
+    losses = []
+    for held in (False, True):
+        torch.manual_seed(0)
+        trainer = Trainer(config, open_corpus(config.data), torch.device("cpu"))
+        if held:
+            trainer.graph = graph.StepGraph(trainer._step)
+        losses.append([trainer.update(step, record=False).loss.item() for step in range(1, 41)])
+        assert trainer.batches.passes >= 1
+        assert len(trainer.places) == (2 if held else 0)
+    assert losses[0] == losses[1]
