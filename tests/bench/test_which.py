@@ -46,7 +46,8 @@ def test_an_interpreter_that_is_asked_for_runs(monkeypatch: pytest.MonkeyPatch) 
     with use_backend("triton"):
         found = running()
     kernels = ("hidden", "down", "input", "down_weight", "up_weight")
-    parts = [*(f"experts: {kernel}" for kernel in kernels), "attention: forward"]
+    parts = [f"experts: {kernel}" for kernel in kernels]
+    parts += ["attention: forward", "attention: backward"]
     assert found == {**dict.fromkeys((*OPS, *parts), "triton"), "statistics": "torch"}
 
 

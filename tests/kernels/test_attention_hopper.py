@@ -61,6 +61,12 @@ def draw(
     return tensors, seen_BN, bits
 
 
+def nothing_kept() -> Any:
+    from acmoe.kernels.attention_kept import Kept
+
+    return Kept(torch.empty(0), torch.empty(0))
+
+
 def close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
     return bool((found.double() - expected.double()).norm() <= tolerance * expected.double().norm())
 
@@ -81,12 +87,13 @@ def test_the_emulated_kernel_equals_the_definition(
 ) -> None:
     tensors, seen_BN, bits = draw(S, L, W, P, features)
     mask = seen_BN if masked else None
-    out, lse = emulated.run_forward(*tensors, mask, bits, 1 / math.sqrt(P), 0.0, features)
+    arguments = (*tensors, mask, bits, 1 / math.sqrt(P), 0.0, features)
+    out, lse = emulated.run_forward(*arguments, nothing_kept())
     q, k, v, table = (tensor.double() for tensor in tensors)
     expected = window_attention_reference(q, k, v, span=W, table=table, key_mask=mask)
     # 8 bits of mantissa: 2^-9 a rounding, of positions' scores, weights and the output.
-    assert torch.isfinite(out).all() and close(out, expected, 0.01)
-    assert not out[..., features:].any()
+    assert torch.isfinite(out).all() and close(out, expected[..., :features], 0.01)
+    assert out.transpose(1, 2).is_contiguous()  # heads side by side, as a product reads them
     # With ones for values weights are 1 / sum: exp(score) / 2^lse of a key sums to one.
     every = torch.eye(S + L).double().expand(1, 2, -1, -1)
     weight = window_attention_reference(q, k, every, span=W, table=table, key_mask=mask)
@@ -108,11 +115,11 @@ def test_it_drops_what_the_portable_kernel_drops(
     from acmoe.kernels import attention
 
     tensors, seen_BN, bits = draw(70, 130, 90, fused_width(features), features, dtype)
-    arguments = (*tensors, seen_BN, bits, 0.25, 0.3)
-    out, lse = emulated.run_forward(*arguments, features)
-    expected, expected_lse = attention.run_forward(*arguments)
+    arguments = (*tensors, seen_BN, bits, 0.25)
+    out, lse = emulated.run_forward(*arguments, 0.3, features, nothing_kept())
+    expected, expected_lse = attention.run_forward(*arguments, 0.3, features)
     assert close(out, expected, 0.01) and (lse - expected_lse).abs().max() < 0.05
-    assert not close(out, attention.run_forward(*arguments[:-1], 0.0)[0], 0.2)
+    assert not close(out, attention.run_forward(*arguments, 0.0, features)[0], 0.2)
 
 
 def test_a_longer_window_needs_more_shared_memory() -> None:
@@ -124,12 +131,12 @@ def test_a_longer_window_needs_more_shared_memory() -> None:
 
 
 def test_a_cpu_has_another_kernel() -> None:
-    q, k, v = (torch.zeros(1, 1, 16, 64) for _ in range(3))
-    assert hopper_obstacle(q, k, v, 16, 0.0) == "its kernels need a CUDA device, not cpu"
+    q, kv = torch.zeros(1, 1, 16, 64), torch.zeros(2, 1, 1, 16, 64)
+    assert hopper_obstacle(q, kv, 16, 0.0) == "its kernels need a CUDA device, not cpu"
 
 
 @pytest.mark.parametrize(
-    ("width", "offset", "span", "dropout", "dtype", "reason"),
+    ("width", "beside", "span", "dropout", "dtype", "reason"),
     [
         (64, 0, 2048, 0.1, torch.bfloat16, None),
         (64, 0, 2048, 0.1, torch.float32, "numbers of 16 bits, not torch.float32"),
@@ -140,15 +147,15 @@ def test_a_cpu_has_another_kernel() -> None:
     ],
 )
 def test_what_keeps_a_call_from_the_kernel_is_said(
-    width: int, offset: int, span: int, dropout: float, dtype: torch.dtype, reason: str | None,
+    width: int, beside: int, span: int, dropout: float, dtype: torch.dtype, reason: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     from acmoe.kernels import hopper
 
     monkeypatch.setattr(hopper, "gluon_obstacle", lambda device: None)
     q = torch.zeros(1, 1, 16, width, dtype=dtype)
-    k = torch.zeros(offset + 16 * width, dtype=dtype)[offset:].view(1, 1, 16, width)
-    found = hopper_obstacle(q, k, k, span, dropout)
+    kv = torch.zeros(2, 1, 1, 16, width + beside, dtype=dtype)[..., :width]
+    found = hopper_obstacle(q, kv, span, dropout)
     assert found is None if reason is None else reason in str(found)
 
 
@@ -168,13 +175,14 @@ def test_on_the_card_it_equals_the_portable_kernel(
 ) -> None:
     tensors, seen_BN, bits = draw(S, L, W, P, features)
     tensors, seen_BN, bits = [t.cuda() for t in tensors], seen_BN.cuda(), bits.cuda()
-    obstacle = hopper_obstacle(*tensors[:3], W, dropout)
+    obstacle = hopper_obstacle(tensors[0], torch.stack(tensors[1:3]), W, dropout)
     if obstacle is not None:
         pytest.skip(obstacle)
     from acmoe.kernels import attention, attention_hopper
 
-    arguments = (*tensors, seen_BN if masked else None, bits, 1 / math.sqrt(P), dropout)
-    runs = [attention_hopper.run_forward(*arguments, features) for _ in range(2)]
+    mask = seen_BN if masked else None
+    arguments = (*tensors, mask, bits, 1 / math.sqrt(P), dropout, features)
+    runs = [attention_hopper.run_forward(*arguments, nothing_kept()) for _ in range(2)]
     expected, expected_lse = attention.run_forward(*arguments)
     for out, lse in runs:
         assert close(out, expected, 0.01) and (lse - expected_lse).abs().max() < 0.05

@@ -187,7 +187,8 @@ def test_forward_and_backward_drop_the_same_probabilities(dropout: float, device
     keep = survivors(bits, 57, dropout)
 
     def fused(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
-        return _window_attention(q, torch.stack([k, v]), table, None, bits, 1 / 4, dropout, 16)[0]
+        kv = torch.stack([k, v])
+        return _window_attention(q, q.detach(), kv, table, None, bits, 1 / 4, dropout, True)[0]
 
     def definition(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
         every = torch.eye(57, dtype=v.dtype, device=device).expand(2, 2, 57, 57)
@@ -321,7 +322,8 @@ def test_the_op_keeps_torchs_contract(masked: bool, device: str) -> None:
     kv = torch.stack([k, v]).permute(1, 3, 0, 2, 4).contiguous().permute(2, 0, 3, 1, 4)
     leaves = [tensor.requires_grad_() for tensor in (q, kv, table)]
     bits = torch.randint(-(2**31), 2**31, (2, 2, 12), dtype=torch.int32, device=device)
-    arguments = (*leaves, padding(shape, device) if masked else None, bits, 0.25, 0.2, 16)
+    mask = padding(shape, device) if masked else None
+    arguments = (q, q.detach(), *leaves[1:], mask, bits, 0.25, 0.2, True)
     torch.library.opcheck(_window_attention, arguments)
 
 

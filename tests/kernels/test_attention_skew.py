@@ -93,12 +93,12 @@ def test_the_backward_leaves_the_gradient_of_each_score_and_zeros_elsewhere(
         buffers.append(dscore_8RC.clone())
         return dscore_8RC.new_zeros(8, table.shape[0], dscore_8RC.shape[2], dtype=torch.float32)
 
-    monkeypatch.setattr(attention_backward, "_table_gradient", recorded)
+    monkeypatch.setattr(attention_backward, "table_gradient", recorded)
     bits = torch.zeros(q.shape[:3], dtype=torch.int32, device=device)
     scale = 1 / math.sqrt(shape.features)
-    out, lse = attention.run_forward(q, k, v, table, None, bits, scale, 0.0)
+    out, lse = attention.run_forward(q, k, v, table, None, bits, scale, 0.0, shape.features)
     parts = (q, k, v, table, None, bits, out, lse, torch.empty_like(k), torch.empty_like(v))
-    attention_backward.run_backward(upstream, *parts, scale, 0.0)
+    attention_backward.run_backward(upstream, *parts, scale, 0.0, shape.features)
     (buffer,) = buffers
     band = attention_skew.Band(shape.heads, shape.queries, k.shape[2], shape.span)
     query_8MC, key_8MC = entry_of(shape, band.columns, band.left, device)

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from acmoe.bench.rivals import CONTESTANTS
 from acmoe.bench.shapes import SHAPES, Shape
+from acmoe.bench.train import PAPER_TOKENS
 from acmoe.config.language import LANGUAGE_MODELS
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.config.vision import SwinConfig
@@ -30,6 +31,7 @@ from acmoe.ops.norm import norm_obstacle
 from acmoe.ops.window_attention import (
     fused_width,
     hopper_obstacle,
+    keeping_obstacle,
     window_attention_obstacle,
 )
 from acmoe.routing.statistics import ClusterStatistics
@@ -144,18 +146,23 @@ def _norms(device: torch.device, dtype: torch.dtype) -> list[Choice]:
 
 
 def _window_attention(device: torch.device, dtype: torch.dtype) -> list[Choice]:
-    """And whose forward it is, of the two."""
+    """And whose forward and backward it is, of the two; of a whole batch, for it may keep weights
+    only if they fit."""
     config = LANGUAGE_MODELS["switch-enwik8"].config
     features = config.dim // config.heads
-    q = torch.empty(1, 1, config.block, fused_width(features), dtype=dtype, device=device)
-    table = torch.empty(0, dtype=dtype, device=device)
-    obstacle = window_attention_obstacle(q, table, config.dropout)
+    number = torch.empty(1, dtype=dtype, device=device)
+    streams = PAPER_TOKENS // config.block
+    lead, width = (streams, config.heads), fused_width(features)
+    q = number.expand(*lead, config.block, width)
+    kv = number.expand(2, *lead, config.span + config.block, width)
+    obstacle = window_attention_obstacle(q, number, config.dropout)
     options = Option("triton", obstacle), Option("torch", None)
     runs = choose("attention", options)
     found = _choices("attention", runs, options)
     if runs == "triton":
-        hopper = hopper_obstacle(q, q, q, config.span, config.dropout)
-        found += _between("attention: forward", hopper)
+        window = (q, kv, config.span, config.dropout)
+        found += _between("attention: forward", hopper_obstacle(*window))
+        found += _between("attention: backward", keeping_obstacle(*window, features))
     return found
 
 

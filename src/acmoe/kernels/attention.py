@@ -129,6 +129,13 @@ def load_numbers(base, first, n, num, INTERIOR: tl.constexpr):
 
 
 @triton.jit
+def output_places(ptr, x, i, p, num_heads, L, num_features):
+    """Of a head's queries in the order of `empty_output`."""
+    row = (x // num_heads * L + i) * num_heads + x % num_heads
+    return ptr + row[:, None] * num_features + p[None, :]
+
+
+@triton.jit
 def spread_kernel(spread_ptr, N, BN: tl.constexpr):
     """32 bits of each key's own: a query tile that walks over the keys would compute each anew."""
     j = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -172,7 +179,7 @@ def _attend(
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, score_ptr, mask_ptr, bits_ptr, spread_ptr, out_ptr, lse_ptr,
     k_batch, k_head, k_stride, v_batch, v_head, v_stride,
-    num_heads, L, N, span, num_heads_rows, num_rows, columns, shift, steep,
+    num_heads, L, N, span, num_heads_rows, num_rows, columns, shift, num_features, steep,
     HAS_MASK: tl.constexpr, DROPPED: tl.constexpr,
     P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -209,8 +216,9 @@ def forward_kernel(
             )  # fmt: skip
     empty = total == 0.0
     share = tl.where(empty, 0.0, 1.0 / (1.0 - DROPPED / 4294967296)) / tl.where(empty, 1.0, total)
-    out_ptrs = out_ptr + (x * L + i[:, None]) * P + p[None, :]
-    tl.store(out_ptrs, (acc * share[:, None]).to(out_ptr.dtype.element_ty), mask=real[:, None])
+    out_ptrs = output_places(out_ptr, x, i, p, num_heads, L, num_features)
+    known = real[:, None] & (p < num_features)[None, :]
+    tl.store(out_ptrs, (acc * share[:, None]).to(out_ptr.dtype.element_ty), mask=known)
     lse = tl.where(empty, 0.0, peak * steep + tl.log2(tl.where(empty, 1.0, total)))
     tl.store(lse_ptr + x * L + i, lse, mask=real)
 
@@ -221,6 +229,13 @@ def spread_of_keys(num: int, dropout: float, device: torch.device) -> Tensor:
     if dropout > 0:
         spread_kernel[(triton.cdiv(num, 1024),)](spread, num, BN=1024)
     return spread
+
+
+def empty_output(q: Tensor, features: int) -> Tensor:
+    """(B, H, L, `features`) like queries of a power of two of them, in the order (B, L, H, P): what
+    reads it, a product over all heads' features, copies nothing."""
+    batch, heads, num_queries, _ = q.shape
+    return q.new_empty(batch, num_queries, heads, features).transpose(1, 2)
 
 
 def strides_of(k: Tensor, v: Tensor) -> tuple[int, ...]:
@@ -257,24 +272,24 @@ def run_forward(
     bits: Tensor,
     scale: float,
     dropout: float,
+    features: int,
 ) -> tuple[Tensor, Tensor]:
-    """(B, H, L, P) attended values and (B, H, L) log2 of each query's sum."""
+    """(B, H, L, `features`) attended values, as `empty_output` has them, and (B, H, L) log2 of each
+    query's sum; the features of a head from `features` on are zeros."""
     batch, heads, num_queries, width = q.shape
     band = Band(heads, num_queries, k.shape[2], table.shape[1])
-    out = torch.empty_like(q)
+    out = empty_output(q, features)
     lse = torch.empty(q.shape[:3], device=q.device)
     table_8PC = shifted_tables(table, band, q.dtype)
     spread = spread_of_keys(band.keys, dropout, q.device)
     blocks = blocks_for("attention", q.dtype, width)
-    groups = band.groups(batch, q.element_size())
-    for first in groups:
-        some = slice(first, first + groups.step)
+    for some in band.groups(batch, q.element_size()):
         scores = skewed_scores(comb(whole_rows(q[some], band)), table_8PC)
         mask = q if key_mask is None else key_mask[some].to(torch.uint8)
         num = q[some].shape[0] * heads
         forward_kernel[(triton.cdiv(num_queries, blocks.m), num)](
             *(q[some], k[some], v[some], scores, mask, bits[some], spread, out[some], lse[some]),
-            *(*strides_of(k, v), *geometry(band, num), scale * LOG2E),
+            *(*strides_of(k, v), *geometry(band, num), features, scale * LOG2E),
             **choices(blocks, key_mask, dropout),
         )
     return out, lse

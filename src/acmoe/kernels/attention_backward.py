@@ -24,9 +24,11 @@ from acmoe.kernels.attention import (
     as_runs,
     blocks_for,
     choices,
+    empty_output,
     in_window,
     load_numbers,
     load_rows,
+    output_places,
     place_of,
     spread_of_keys,
     strides_of,
@@ -48,13 +50,19 @@ from acmoe.kernels.products import as_number, dot
 
 
 @triton.jit
-def delta_kernel(out_ptr, grad_ptr, delta_ptr, num, share, P: tl.constexpr, BM: tl.constexpr):
+def delta_kernel(
+    out_ptr, grad_ptr, delta_ptr, num, num_heads, L, num_features, share,
+    P: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
     """`share` times the sum of products."""
     rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     real = rows < num
-    place = rows[:, None] * P + tl.arange(0, P)[None, :]
-    out = tl.load(out_ptr + place, mask=real[:, None], other=0.0).to(tl.float32)
-    grad = tl.load(grad_ptr + place, mask=real[:, None], other=0.0).to(tl.float32)
+    p = tl.arange(0, P)
+    known = real[:, None] & (p < num_features)[None, :]
+    out_ptrs = output_places(out_ptr, rows // L, rows % L, p, num_heads, L, num_features)
+    out = tl.load(out_ptrs, mask=known, other=0.0).to(tl.float32)
+    grad_ptrs = grad_ptr + rows[:, None] * P + p[None, :]
+    grad = tl.load(grad_ptrs, mask=known, other=0.0).to(tl.float32)
     tl.store(delta_ptr + rows, tl.sum(out * grad, axis=1) * share, mask=real)
 
 
@@ -158,15 +166,19 @@ def keys_kernel(
     tl.store(dv_ptrs, (dv * dv_scale).to(kind), mask=known[:, None])
 
 
-def _delta(out: Tensor, grad: Tensor, share: float) -> Tensor:
+def delta_of(out: Tensor, grad: Tensor, share: float) -> Tensor:
+    """(B, H, L) float32."""
     delta = torch.empty(out.shape[:3], device=out.device)
     delta_kernel[(triton.cdiv(delta.numel(), 64),)](
-        out, grad, delta, delta.numel(), share, P=out.shape[3], BM=64, num_warps=4
+        *(out, grad, delta, delta.numel(), *out.shape[1:], share),
+        P=grad.shape[3],
+        BM=64,
+        num_warps=4,
     )
     return delta
 
 
-def _table_gradient(q_8RP: Tensor, dscore_8RC: Tensor) -> Tensor:
+def table_gradient(q_8RP: Tensor, dscore_8RC: Tensor) -> Tensor:
     """(8, P, C) float32 sums over all queries."""
     if q_8RP.is_cuda and q_8RP.dtype != torch.float32:
         return torch.bmm(q_8RP.mT, dscore_8RC, out_dtype=torch.float32)
@@ -187,21 +199,20 @@ def run_backward(
     dv: Tensor,
     scale: float,
     dropout: float,
+    features: int,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of queries and table, each in its own shape and dtype; dk and dv are filled."""
+    """Gradients of queries, as `empty_output` has them, and of the table; dk and dv are filled."""
     batch, heads, num_queries, width = q.shape
     band = Band(heads, num_queries, k.shape[2], table.shape[1])
-    dq = torch.empty_like(q)
+    dq = empty_output(q, features)
     assert strides_of(dk, dv) == strides_of(k, v)
     dtable = torch.zeros(table.shape, device=q.device)
     table_8PC = shifted_tables(table, band, q.dtype)
     share = 1 - pair_threshold(dropout) / 2**32  # of probabilities kept
-    delta = _delta(out, grad, share)
+    delta = delta_of(out, grad, share)
     spread = spread_of_keys(band.keys, dropout, q.device)
     blocks = blocks_for("attention_keys", q.dtype, width)
-    groups = band.groups(batch, q.element_size())
-    for first in groups:
-        some = slice(first, first + groups.step)
+    for some in band.groups(batch, q.element_size()):
         q_8RP = comb(whole_rows(q[some], band))
         scores = skewed_scores(q_8RP, table_8PC)
         mask = q if key_mask is None else key_mask[some].to(torch.uint8)
@@ -213,6 +224,6 @@ def run_backward(
             **choices(blocks, key_mask, dropout),
         )
         dscores = scores  # the same memory
-        queries_gradient(k[some], table_8PC, dscores, dq[some], band, scale / share)
-        add_shifted(dtable, _table_gradient(q_8RP, dscores), band, scale / share)
+        queries_gradient(k[some], table_8PC, dscores, dq[some], band, scale / share, features)
+        add_shifted(dtable, table_gradient(q_8RP, dscores), band, scale / share)
     return dq, dtable.to(table.dtype)

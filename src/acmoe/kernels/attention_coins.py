@@ -17,6 +17,11 @@ TOSS = gl.constexpr(
     "{ .reg .b32 coin; mad.lo.u32 coin, $2, $4, $6; set.geu.u32.f16x2 coin, coin, $8;"
     " and.b32 $0, $1, coin; }"
 )
+# The same, and before it the two numbers with the sign bit set where they fall.
+SIGN = gl.constexpr(
+    "{ .reg .b32 coin; mad.lo.u32 coin, $3, $5, $7; set.geu.u32.f16x2 coin, coin, $9;"
+    " lop3.b32 $0, $2, coin, 0x80008000, 0xF2; and.b32 $1, $2, coin; }"
+)
 _SPREAD = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[1], [2], [4]],
@@ -51,4 +56,14 @@ def dropped_out(weight, factor, term, pairs, limit):
         TOSS, "=r,r,r,r,r,r,r,r,r,r",
         [weight, factor[:, None], pairs[None, :], term[:, None], limit],
         weight.dtype, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def signed_and_dropped_out(weight, factor, term, pairs, limit):
+    """The weights with a sign where they fall, and with zeros there."""
+    return gl.inline_asm_elementwise(
+        SIGN, "=&r,=r,r,r,r,r,r,r,r,r,r",
+        [weight, factor[:, None], pairs[None, :], term[:, None], limit],
+        (weight.dtype, weight.dtype), is_pure=True, pack=2,
     )  # fmt: skip

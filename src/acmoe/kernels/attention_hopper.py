@@ -8,6 +8,8 @@ Two warpgroups, of every second query each, share the tiles of keys, values and 
 copy engine fetches a step ahead. They run without each other: where one waits for the matrix units
 the other has exponentials to take.
 
+Weights are kept for the backward as attention_keep.py writes them.
+
 B streams, H heads, X = B * H, L queries, S keys before them, N = S + L, W distances in reach, P
 features of a head, of which the first FEATURES, a multiple of 16, are read.
 """
@@ -22,9 +24,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from acmoe.kernels.attention import LOG2E
-from acmoe.kernels.attention_coins import dropped_out, pairs_kernel, pairs_of, row_terms
+from acmoe.kernels.attention import LOG2E, empty_output
+from acmoe.kernels.attention_coins import (
+    dropped_out,
+    pairs_kernel,
+    pairs_of,
+    row_terms,
+    signed_and_dropped_out,
+)
 from acmoe.kernels.attention_fetch import await_tiles, feed, tiles_of, walk_of
+from acmoe.kernels.attention_keep import (
+    PASSED_BYTES,
+    keep_base,
+    keep_weights,
+    places_of,
+)
+from acmoe.kernels.attention_kept import Kept, kept_band
 from acmoe.kernels.attention_parts import (
     gathered,
     nothing_gathered,
@@ -34,6 +49,7 @@ from acmoe.kernels.attention_parts import (
     times,
     write,
 )
+from acmoe.kernels.attention_skew import geometry, rows_of
 from acmoe.kernels.attention_strip import (
     KEYS,
     QUERIES,
@@ -85,13 +101,14 @@ def _own_sums(weight):
 
 @gluon.jit
 def _shares(score, peak, total, steep):
-    """Softmax goes on by a tile: its weights, by what those before it shrink, and the sums."""
+    """Softmax goes on by a tile: its weights, what they are relative to, by what those before it
+    shrink, and the sums."""
     higher = gl.maximum(peak, gl.max(score, axis=1))
     base = gl.where(higher > float("-inf"), higher, 0.0) * steep  # nothing seen yet
     weight = gl.exp2(score * steep - base[:, None])
     shrink = gl.exp2(peak * steep - base)
     own = gl.convert_layout(shrink, gl.SliceLayout(1, _OWN), assert_trivial=True)
-    return weight, shrink, higher, total * own[:, None] + _own_sums(weight)
+    return weight, base, shrink, higher, total * own[:, None] + _own_sums(weight)
 
 
 @gluon.jit
@@ -121,10 +138,23 @@ def _in_sight(score, before, j0, inner, outer, span, seen_ptr, N, HAS_MASK: gl.c
 
 
 @gluon.jit
+def _tossed(weight, factor, term, pairs_ptr, limit, KEPT: gl.constexpr, KEEPS: gl.constexpr):
+    """Weights as they are kept, and as they multiply values."""
+    signed = weight
+    if KEPT < 1:
+        if KEEPS:
+            pairs = pairs_of(pairs_ptr)
+            signed, weight = signed_and_dropped_out(weight, factor, term, pairs, limit)
+        else:
+            weight = dropped_out(weight, factor, term, pairs_of(pairs_ptr), limit)
+    return signed, weight
+
+
+@gluon.jit
 def _group(
-    q_ptr, loads, strip, mask_ptr, bits_ptr, spread_ptr, out_ptr, lse_ptr, num_heads, L, N, span,
-    steep, limit, HAS_MASK: gl.constexpr, KEPT: gl.constexpr, P: gl.constexpr,
-    FEATURES: gl.constexpr, GROUP: gl.constexpr,
+    q_ptr, loads, strip, mask_ptr, bits_ptr, spread_ptr, out_ptr, lse_ptr, keep, num_heads, L, N,
+    span, steep, limit, num_features, HAS_MASK: gl.constexpr, KEPT: gl.constexpr,
+    KEEPS: gl.constexpr, P: gl.constexpr, FEATURES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """64 of a program's queries: every second one. Group 0 fetches the tiles for both."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -141,6 +171,9 @@ def _group(
     factor, term = i, i
     if KEPT < 1:
         factor, term = row_terms(gl.load(bits_ptr + rows + i, mask=i < L, other=0))
+    places = i
+    if KEEPS:
+        places = places_of(keep, x, i0, L, GROUP)
     q = queries_of(q_ptr + rows * P, i0, L, P, FEATURES, GROUP)
     peak = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORE))
     total = gl.zeros([ROWS, 4], gl.float32, _OWN)
@@ -158,10 +191,12 @@ def _group(
         score = warpgroup_mma_wait(0, deps=[score])
         seen_ptr = mask_ptr + b.to(gl.int64) * N
         score = _in_sight(score, before, j0, inner, outer, span, seen_ptr, N, HAS_MASK)
-        weight, shrink, peak, total = _shares(score, peak, total, steep)
-        weight = weight.to(dtype)
-        if KEPT < 1:
-            weight = dropped_out(weight, factor, term, pairs_of(spread_ptr + j0 // 2), limit)
+        weight, base, shrink, peak, total = _shares(score, peak, total, steep)
+        pairs_ptr = spread_ptr + j0 // 2
+        signed, weight = _tossed(weight.to(dtype), factor, term, pairs_ptr, limit, KEPT, KEEPS)
+        if KEEPS:
+            keep_weights(keep[0], signed, places, j0)
+            keep_base(keep[1], base, rows, i, j0, L, N)
         acc = scaled(acc, shrink)
         # The table's product first: it is written while the values' runs.
         product = times(q, table_tiles.index(at), nothing, False)
@@ -171,17 +206,20 @@ def _group(
         acc = gathered(acc)
         mbarrier.arrive(empty.index(at), count=1)
     share = _write_sums(peak, total, lse_ptr + rows, i0, L, steep, KEPT, GROUP)
-    write(scaled(acc, share), out_ptr + rows * P, i0, L, P, GROUP)
+    first_out = out_ptr + (b.to(gl.int64) * L * num_heads + h) * num_features
+    write(scaled(acc, share), first_out, i0, L, num_heads * num_features, num_features, GROUP)
 
 
 @gluon.jit
 def forward_kernel(
     q_ptr, k_desc, v_desc, table_desc, mask_ptr, bits_ptr, spread_ptr, out_ptr, lse_ptr,
-    num_heads, L, N, span, steep, limit,
-    HAS_MASK: gl.constexpr, KEPT: gl.constexpr, P: gl.constexpr, FEATURES: gl.constexpr,
-    WORDS: gl.constexpr, STAGES: gl.constexpr,
+    num_heads, L, N, span, steep, limit, num_features,
+    kept_ptr, base_ptr, num_heads_rows, num_rows, pitch, shift,
+    HAS_MASK: gl.constexpr, KEPT: gl.constexpr, KEEPS: gl.constexpr, P: gl.constexpr,
+    FEATURES: gl.constexpr, WORDS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """What `forward_kernel` of attention.py gives, for 128 queries of a head."""
+    """What `forward_kernel` of attention.py gives, for 128 queries of a head. KEEPS: the weights
+    are written as well."""
     dtype: gl.constexpr = k_desc.dtype
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, P], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, P], v_desc.layout)
@@ -195,15 +233,18 @@ def forward_kernel(
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
     loads = (k_desc, v_desc, table_desc, k_tiles, v_tiles, table_tiles, full, empty)
+    keep = (kept_ptr, base_ptr, num_heads_rows, num_rows, pitch, shift)
     gl.warp_specialize(
         [
             (_group, (
-                q_ptr, loads, even, mask_ptr, bits_ptr, spread_ptr, out_ptr, lse_ptr, num_heads,
-                L, N, span, steep, limit, HAS_MASK, KEPT, P, FEATURES, gl.constexpr(0),
+                q_ptr, loads, even, mask_ptr, bits_ptr, spread_ptr, out_ptr, lse_ptr, keep,
+                num_heads, L, N, span, steep, limit, num_features, HAS_MASK, KEPT, KEEPS, P,
+                FEATURES, gl.constexpr(0),
             )),
             (_group, (
-                q_ptr, loads, odd, mask_ptr, bits_ptr, spread_ptr, out_ptr, lse_ptr, num_heads,
-                L, N, span, steep, limit, HAS_MASK, KEPT, P, FEATURES, gl.constexpr(1),
+                q_ptr, loads, odd, mask_ptr, bits_ptr, spread_ptr, out_ptr, lse_ptr, keep,
+                num_heads, L, N, span, steep, limit, num_features, HAS_MASK, KEPT, KEEPS, P,
+                FEATURES, gl.constexpr(1),
             )),
         ],
         [4],
@@ -212,8 +253,9 @@ def forward_kernel(
 
 
 def shared_bytes(width: int, span: int) -> int:
-    """Shared memory of a program: two strips, the tiles, and a little for barriers."""
-    return 2 * 4 * strip_words(span) + _STAGES * 3 * 64 * width * 2 + 1024
+    """Shared memory of a program: two strips, the tiles, what weights pass through, and a little
+    for barriers."""
+    return 2 * 4 * strip_words(span) + _STAGES * 3 * 64 * width * 2 + 2 * PASSED_BYTES + 1024
 
 
 def run_forward(
@@ -226,12 +268,17 @@ def run_forward(
     scale: float,
     dropout: float,
     features: int,
+    kept: Kept,
 ) -> tuple[Tensor, Tensor]:
-    """(B, H, L, P) attended values and (B, H, L) log2 of each query's sum; the features of a head
-    from `features` on are zeros."""
+    """(B, H, L, `features`) attended values, as `attention.empty_output` has them, and (B, H, L)
+    log2 of each query's sum; the features of a head from `features` on are zeros. `kept` is filled
+    if it has room for anything."""
     batch, heads, num_queries, width = q.shape
     num_keys, span = k.shape[2], table.shape[1]
-    out = torch.empty_like(q)
+    keeps = kept.weights.numel() > 0
+    assert not keeps or (num_queries % 8 == 0 and kept.weights.numel() < 2**31)
+    band = kept_band(q.shape, num_keys, span)
+    out = empty_output(q, features)
     lse = torch.empty(q.shape[:3], device=q.device)
     dropped = pair_threshold(dropout)
     spread = torch.empty(triton.cdiv(num_keys, 64) * 32, dtype=torch.int32, device=q.device)
@@ -242,9 +289,12 @@ def run_forward(
         *(q, tiles_of(k, features), tiles_of(v, features), tiles_of(table_WP, features)),
         q if key_mask is None else key_mask.to(torch.uint8),
         *(bits, spread, out, lse, heads, num_queries, num_keys, span, scale * LOG2E),
-        packed_limit(dropped),
+        *(packed_limit(dropped), features),
+        *(rows_of(kept.weights, band) if keeps else out, kept.base if keeps else lse),
+        *geometry(band, batch * heads)[4:],
         HAS_MASK=key_mask is not None,
         KEPT=1 - dropped / 2**32,
+        KEEPS=keeps,
         P=width,
         FEATURES=triton.cdiv(features, 16) * 16,
         WORDS=strip_words(span),

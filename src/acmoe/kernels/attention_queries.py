@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from acmoe.kernels.attention import blocks_for, launch
+from acmoe.kernels.attention import blocks_for, launch, output_places
 from acmoe.kernels.attention_skew import COMB, Band, geometry
 from acmoe.kernels.products import dot
 
@@ -23,55 +23,56 @@ _PLANES = tl.constexpr(2)  # of a program: they share the tiles of keys
 
 @triton.jit
 def _by_columns(
-    c0, band, by_table, dscores, k_base, table, m, n, p, first, unmet, whole, N, k_stride, plane,
-    columns, TABLE: tl.constexpr,
+    c0, band, by_table, dscores, k_base, table, m, n, p, first, starts, ends, N, k_stride, plane,
+    pitch, columns, TABLE: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
     """What a strip of columns adds to the gradients of a program's queries.
 
-    A row holds zeros around its window, so that no entry asks whether it is in it, only whether it
-    is in its row: eight numbers at a time, in one copy of 16 bytes.
+    Zeros fill a window up to eights, so that no entry asks whether it is in it, only whether its
+    eight is: one copy of 16 bytes.
     """
     c = tl.multiple_of(c0, n.shape[0]) + n[None, :]
     band_c = c - m[:, None] * COMB
-    in_band = (band_c >= unmet) & (band_c < whole)
-    in_row = (c >= unmet) & (c < whole)
-    rows = m[:, None] * columns
+    rows = m[:, None] * pitch
     j = (first + c0 + n)[:, None]
     k_ptrs = k_base + j.to(tl.int64) * k_stride + p[None, :]
-    k = tl.load(k_ptrs, mask=(j >= 0) & (j < N), other=0.0)
+    k = tl.load(k_ptrs, mask=(j >= 0) & (j < N) & (p[None, :] < FEATURES), other=0.0)
     new_band = ()
     new_by_table = ()
     for b in tl.static_range(_PLANES):
         base = dscores + b * plane
         if TABLE:
             place = (b * p.shape[0] + p[:, None]) * columns + c
-            positions = tl.load(table + place, mask=c < columns, other=0.0)
+            known = (c < columns) & (p[:, None] < FEATURES)
+            positions = tl.load(table + place, mask=known, other=0.0)
+        in_band = (band_c >= starts[b]) & (band_c < ends[b])
         along = tl.load(base + rows + band_c, mask=in_band, other=0.0)
         new_band += (dot(along, k, band[b]),)
         if TABLE:
+            in_row = (c >= starts[b]) & (c < ends[b])
             row = tl.load(base + rows + c, mask=in_row, other=0.0)
             new_by_table += (dot(row, positions.T, by_table[b]),)
     return new_band, new_by_table if TABLE else by_table
 
 
 @triton.jit
-def _clear_unmet(dscores, m, n, first, unmet, whole, plane, columns):
+def _clear_unmet(dscores, m, n, first, unmet, whole, plane, pitch, columns):
     """Zeros where a distance met no key, for the table's own gradient to read."""
     nothing = tl.zeros((m.shape[0], n.shape[0]), dscores.dtype.element_ty)
     for c0 in range(0, tl.minimum(-first, columns), n.shape[0]):
         c = tl.multiple_of(c0, n.shape[0]) + n[None, :]
         for b in tl.static_range(_PLANES):
-            rows = dscores + b * plane + m[:, None] * columns
+            rows = dscores + b * plane + m[:, None] * pitch
             tl.store(rows + c, nothing, mask=(c < unmet) & (c < whole))
 
 
 @triton.jit
 def queries_kernel(
     k_ptr, table_ptr, dscore_ptr, dq_ptr, k_batch, k_head, k_stride,
-    num_heads, L, N, span, num_heads_rows, num_rows, columns, shift, dq_scale,
-    P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    num_heads, L, N, span, num_heads_rows, num_rows, pitch, shift, columns, left, num_features,
+    dq_scale, FEATURES: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """dq (X, L, P); and zeros in the scores' gradient where a distance met no key."""
+    """dq as `empty_output` has it; zeros in the scores' gradient where a distance met no key."""
     parts: tl.constexpr = COMB // _PLANES
     x = tl.program_id(1).to(tl.int64)
     b0 = tl.program_id(0) % parts * _PLANES
@@ -82,8 +83,15 @@ def queries_kernel(
     first = (a0 - shift) * COMB  # the key at column 0 of the first row
     unmet = tl.maximum(-first - m * COMB, 0)[:, None]  # columns of a row before key 0
     whole = tl.where(a0 + m < num_rows, columns, 0)[:, None]
-    plane = num_heads_rows.to(tl.int64) * columns
-    dscores = dscore_ptr + b0 * plane + (x * num_rows + a0) * columns
+    starts = ()
+    ends = ()
+    for b in tl.static_range(_PLANES):  # of windows, out to eights
+        w = left + b0 + b
+        starts += (tl.maximum(unmet, w // COMB * COMB),)
+        ends += (tl.minimum(whole, (w + span + COMB - 1) // COMB * COMB),)
+    pitch = pitch // COMB * COMB  # so the compiler sees it
+    plane = num_heads_rows.to(tl.int64) * pitch
+    dscores = dscore_ptr + b0 * plane + (x * num_rows + a0) * pitch
     k_base = k_ptr + x // num_heads * k_batch + x % num_heads * k_head
     table = table_ptr + b0 * P * columns
     # Two sums a query: a product waits for the one before it in the same sum.
@@ -93,28 +101,38 @@ def queries_kernel(
     turn = tl.cdiv(columns, BN) * BN
     for c0 in range(start, turn, BN):
         band, by_table = _by_columns(
-            c0, band, by_table, dscores, k_base, table, m, n, p, first, unmet, whole, N, k_stride,
-            plane, columns, True,
+            c0, band, by_table, dscores, k_base, table, m, n, p, first, starts, ends, N, k_stride,
+            plane, pitch, columns, True, FEATURES,
         )  # fmt: skip
     for c0 in range(turn, columns + (BM - 1) * COMB, BN):  # the band of the later rows ends later
         band, by_table = _by_columns(
-            c0, band, by_table, dscores, k_base, table, m, n, p, first, unmet, whole, N, k_stride,
-            plane, columns, False,
+            c0, band, by_table, dscores, k_base, table, m, n, p, first, starts, ends, N, k_stride,
+            plane, pitch, columns, False, FEATURES,
         )  # fmt: skip
     for b in tl.static_range(_PLANES):
-        i = ((a0 + m) * COMB + b0 + b)[:, None]
+        i = (a0 + m) * COMB + b0 + b
         dq = ((band[b] + by_table[b]) * dq_scale).to(dq_ptr.dtype.element_ty)
-        tl.store(dq_ptr + (x * L + i) * P + p[None, :], dq, mask=i < L)
-    _clear_unmet(dscores, m, n, first, unmet, whole, plane, columns)
+        known = (i < L)[:, None] & (p < num_features)[None, :]
+        tl.store(output_places(dq_ptr, x, i, p, num_heads, L, num_features), dq, mask=known)
+    _clear_unmet(dscores, m, n, first, unmet, whole, plane, pitch, columns)
 
 
 def queries_gradient(
-    k: Tensor, table_8PC: Tensor, dscore_8RC: Tensor, dq: Tensor, band: Band, scale: float
+    k: Tensor,
+    table_8PC: Tensor,
+    dscore_8RC: Tensor,
+    dq: Tensor,
+    band: Band,
+    scale: float,
+    features: int,
 ) -> None:
-    """Fill dq (B, H, L, P); every distance that met no key gets a gradient of zero."""
-    blocks = blocks_for("attention_queries", dq.dtype, dq.shape[3])
+    """Fill dq, made by `empty_output`; every distance that met no key gets a gradient of zero. The
+    features of k and table from `features` on are zeros."""
+    blocks = blocks_for("attention_queries", dq.dtype, k.shape[3])
     num = dq.shape[0] * band.heads
     queries_kernel[(COMB.value // _PLANES.value * triton.cdiv(band.rows, blocks.m), num)](
-        *(k, table_8PC, dscore_8RC, dq, *k.stride()[:3], *geometry(band, num), scale),
+        *(k, table_8PC, dscore_8RC, dq, *k.stride()[:3], *geometry(band, num)),
+        *(band.columns, band.left, features, scale),
+        FEATURES=triton.cdiv(features, 16) * 16,
         **launch(blocks),
     )

@@ -1,14 +1,18 @@
-"""Products of queries and relative positions, laid out so that tiles of keys can read them.
+"""A number for every query and key of a window, laid out so that products with keys and with the
+table of relative positions can both read it.
 
-These products, one matrix, are the one large buffer of attention to a window: X * L * W numbers,
-0.8 GB in bf16 for 48 streams of 8 heads, 512 queries and 2,048 keys in reach. The backward writes
-their gradient in their place. Streams go in groups, so that the buffer stays below a limit.
+One large buffer: X * L * W numbers, 0.8 GB in bf16 for 48 streams of 8 heads, 512 queries and 2,048
+keys in reach. It holds products of queries and positions, the weights kept for the backward, or the
+gradient of the scores.
 
 The skew. A tile of queries and keys wants entry (i, j) of the buffer at column W - S - i + j, one
 column further left in every row, which a copy of 16 bytes cannot follow. So row i is shifted right
 by i mod 8: the products of every eighth query are taken with a table shifted alike, and entries
 (i, j) then start every row of a tile at a multiple of 8 numbers. What lies in a tile but outside
 the window reads a neighbouring row, or the margin around the buffer, and is thrown away.
+
+Where rows lie APART tiles can be written whole: what is outside the window then falls between two
+rows, and is zero in both.
 
 B streams, H heads, X = B * H, L queries, S keys before them, N = S + L, W distances in reach, P
 features of a head, C columns of the buffer, M rows of eight queries, R = X * M.
@@ -22,8 +26,9 @@ import triton.language as tl
 from torch import Tensor
 
 COMB = tl.constexpr(8)  # rows shifted apart; 8 numbers of 16 bits are one copy of 16 bytes
-_MARGIN = 512  # numbers around the buffer: a tile reaches up to BM + BN beyond it
+MARGIN = 512  # numbers around the buffer: a tile reaches up to BM + BN beyond it
 _MOST_BYTES = 2**30  # of scores at a time
+APART = 192  # numbers between rows: a tile of 128 queries and 64 keys reaches no further
 _STRIP = 512  # columns of a table a program copies
 
 
@@ -34,6 +39,7 @@ class Band(NamedTuple):
     queries: int  # L
     keys: int  # N
     span: int  # W
+    apart: int = 0  # numbers between two rows
 
     @property
     def left(self) -> int:
@@ -50,14 +56,27 @@ class Band(NamedTuple):
         return triton.cdiv(self.span + self.left + 7, 16) * 16
 
     @property
+    def pitch(self) -> int:
+        """From row to row. Rows that lie apart have their tiles of 64 keys at multiples of 128
+        bytes: a tile is written whole, and a write of half a sector takes as long as two."""
+        if self.apart == 0:
+            return self.columns
+        return triton.cdiv(self.columns + self.apart - 8, 64) * 64 + 8
+
+    @property
     def rows(self) -> int:
         """Rows of eight queries."""
         return triton.cdiv(self.queries, 8)
 
-    def groups(self, batch: int, itemsize: int) -> range:
-        """First streams of groups whose scores fit the limit."""
-        one = self.heads * 8 * self.rows * self.columns * itemsize
-        return range(0, batch, max(1, min(batch, _MOST_BYTES // one)))
+    def size(self, num: int) -> int:
+        """Numbers of the buffer of `num` heads, with a margin on either side."""
+        return 8 * num * self.rows * self.pitch + 2 * MARGIN
+
+    def groups(self, batch: int, itemsize: int) -> list[slice]:
+        """Streams in groups whose scores fit the limit."""
+        one = self.heads * 8 * self.rows * self.pitch * itemsize
+        step = max(1, min(batch, _MOST_BYTES // one))
+        return [slice(first, first + step) for first in range(0, batch, step)]
 
 
 def whole_rows(q_BHLP: Tensor, band: Band) -> Tensor:
@@ -114,24 +133,29 @@ def _unshift_kernel(grad_ptr, out_ptr, width, span, columns, left, scale, BC: tl
     tl.store(out_ptrs, total, mask=w < span)
 
 
+def rows_of(flat: Tensor, band: Band) -> Tensor:
+    """(8, R, C) view of a buffer of `Band.size` numbers."""
+    return flat[MARGIN:-MARGIN].view(8, -1, band.pitch)[..., : band.columns]
+
+
 def skewed_scores(q_8RP: Tensor, table_8PC: Tensor) -> Tensor:
     """(8, X * M, C) products of queries and positions, with a margin around them in memory."""
     shape = (8, q_8RP.shape[1], table_8PC.shape[2])
     size = shape[0] * shape[1] * shape[2]
-    flat = q_8RP.new_empty(size + 2 * _MARGIN)
-    return torch.bmm(q_8RP, table_8PC, out=flat[_MARGIN : _MARGIN + size].view(shape))
+    flat = q_8RP.new_empty(size + 2 * MARGIN)
+    return torch.bmm(q_8RP, table_8PC, out=flat[MARGIN : MARGIN + size].view(shape))
 
 
 def geometry(band: Band, num: int) -> tuple[int, ...]:
     """The integers every kernel takes, for a group of `num` heads."""
     return (
         *(band.heads, band.queries, band.keys, band.span),
-        *(num * band.rows, band.rows, band.columns, band.shift),
+        *(num * band.rows, band.rows, band.pitch, band.shift),
     )
 
 
 @triton.jit
-def score_offsets(x, i, num_heads_rows, num_rows, columns, shift):
+def score_offsets(x, i, num_heads_rows, num_rows, pitch, shift):
     """Where key 0 of each query lies in the skewed scores; in eights, so the compiler sees it."""
     row = (i % COMB).to(tl.int64) * num_heads_rows + x * num_rows + i // COMB
-    return row * columns + (shift - i // COMB) * COMB
+    return row * pitch + (shift - i // COMB) * COMB

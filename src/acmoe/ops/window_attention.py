@@ -3,7 +3,7 @@
 The definition is `window_attention_reference` in models/attention.py, where one of the two is
 chosen. The forward has a kernel for Hopper, and one for all others. A custom op, so that
 `torch.compile(fullgraph=True)` sees one call. Kept for the backward: queries, keys, values, output
-and one number a query; scores and dropout are computed again.
+and one number a query; and where they fit the weights, which are computed again otherwise.
 
 B streams, H heads, L queries, N keys of which they are the last, W distances in reach, P features
 of a head. Keys and values are one tensor, so that one product gives them, and another takes their
@@ -11,11 +11,13 @@ gradient.
 """
 
 import math
+import os
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the customary name
 
+from acmoe.errors import UserError
 from acmoe.ops.backend import requested, say_once, triton_obstacle
 
 _WIDEST = 128  # features of a head; a wider tile leaves no registers for the scores
@@ -23,6 +25,7 @@ _FEWEST_QUERIES = 16  # the smallest tile the matrix units take
 _WIDEST_ON_HOPPER = 64
 _SHARED_ON_HOPPER = 227 * 1024  # bytes of shared memory
 _MOST_DROPPED = 0.48  # the coins of packed numbers, see kernels/coins.py
+_KEPT_SHARE = 1 / 64  # of a card's memory for the weights of one call
 
 
 def window_attention_obstacle(q: Tensor, table: Tensor | None, dropout: float) -> str | None:
@@ -42,8 +45,8 @@ def window_attention_obstacle(q: Tensor, table: Tensor | None, dropout: float) -
     return triton_obstacle(q)
 
 
-def hopper_obstacle(q: Tensor, k: Tensor, v: Tensor, span: int, dropout: float) -> str | None:
-    """What keeps the forward from the kernel for Hopper; None: nothing. Widths as `fused_width`."""
+def hopper_obstacle(q: Tensor, kv: Tensor, span: int, dropout: float) -> str | None:
+    """What keeps attention from the kernels for Hopper; None: nothing. Widths as `fused_width`."""
     from acmoe.kernels.hopper import gluon_obstacle
 
     obstacle = gluon_obstacle(q.device)
@@ -55,13 +58,42 @@ def hopper_obstacle(q: Tensor, k: Tensor, v: Tensor, span: int, dropout: float) 
         return f"its kernel holds heads of at most {_WIDEST_ON_HOPPER} features, not {q.shape[-1]}"
     if dropout > _MOST_DROPPED:
         return f"its kernel drops at most {_MOST_DROPPED}, not {dropout}"
-    if any(byte % 16 for t in (k, v) for byte in (t.data_ptr(), *(2 * s for s in t.stride()[:-1]))):
+    if any(2 * step % 16 for step in kv.stride()[:-1]):
         return "its kernel reads rows of keys and values from multiples of 16 bytes on"
     from acmoe.kernels.attention_hopper import shared_bytes
 
     if shared_bytes(q.shape[-1], span) > _SHARED_ON_HOPPER:
         return f"its kernel has no room for a window of {span}"
     return None
+
+
+def keeping_obstacle(q: Tensor, kv: Tensor, span: int, dropout: float, features: int) -> str | None:
+    """What keeps attention from keeping its weights for the backward; None: nothing."""
+    from acmoe.kernels.attention_kept import kept_sizes
+
+    wanted = os.environ.get("ACMOE_KEEP_ATTENTION", "auto")
+    if wanted not in ("auto", "never"):
+        raise UserError(f"ACMOE_KEEP_ATTENTION={wanted!r} is unknown; choose auto or never")
+    if wanted == "never":
+        return "ACMOE_KEEP_ATTENTION=never"
+    obstacle = hopper_obstacle(q, kv, span, dropout)
+    if obstacle is not None:
+        return obstacle
+    if q.shape[2] % 8 > 0:
+        return f"{q.shape[2]} queries are no multiple of 8"
+    from acmoe.kernels.attention_keys import stages_for
+
+    if stages_for(q.shape[-1], features, q.shape[2]) < 2:
+        return f"its backward's kernel has no room for {q.shape[2]} queries of a head"
+    size = kept_sizes(q.shape, kv.shape[-2], span)[0] * q.element_size()
+    limit = int(_KEPT_SHARE * _memory(q.device))
+    if size > limit:
+        return f"they take {size / 2**20:,.0f} MiB a call, and the limit is {limit / 2**20:,.0f}"
+    return None
+
+
+def _memory(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory
 
 
 def fused_width(features: int) -> int:
@@ -125,16 +157,17 @@ def joined_window_attention(
     if dropout > 0:
         bits_BHL = torch.randint_like(bits_BHL, -(2**31), 2**31)
     out_BHLP: Tensor = _window_attention(
-        F.pad(q, (0, more)).contiguous(),
+        q,
+        F.pad(q.detach(), (0, more)).contiguous(),
         kv if _in_one_piece(kv) else kv.contiguous(),
         F.pad(table[:, span - reach :], (0, 0, 0, more)),
         None if key_mask is None else key_mask.contiguous(),
         bits_BHL,
         1 / math.sqrt(features),
         dropout,
-        features,
+        torch.is_grad_enabled() and any(t.requires_grad for t in (q, kv, table)),
     )[0]
-    return out_BHLP[..., :features]
+    return out_BHLP
 
 
 def _in_one_piece(t: Tensor) -> bool:
@@ -143,8 +176,14 @@ def _in_one_piece(t: Tensor) -> bool:
     return t.stride(-1) == 1 and 0 not in t.stride() and places == t.numel()
 
 
+def _aligned(t: Tensor) -> Tensor:
+    """The copy engine reads from multiples of 16 bytes on; nearly every tensor begins at one."""
+    return t if t.data_ptr() % 16 == 0 else t.clone()
+
+
 @torch.library.custom_op("acmoe::window_attention", mutates_args=())
 def _window_attention(
+    given: Tensor,
     q: Tensor,
     kv: Tensor,
     table: Tensor,
@@ -152,27 +191,60 @@ def _window_attention(
     bits: Tensor,
     scale: float,
     dropout: float,
-    features: int,
-) -> tuple[Tensor, Tensor]:
-    """`features`: those beyond are zeros."""
-    k, v = kv.unbind()
-    obstacle = hopper_obstacle(q, k, v, table.shape[1], dropout)
+    differentiated: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, log2 of each query's sum, and what kernels/attention_kept.py describes.
+
+    given            (B, H, L, P) queries, which take the gradient
+    q                the same, filled up with zeros, which is read
+    differentiated   a backward may come
+    """
+    features = given.shape[-1]
+    obstacle = hopper_obstacle(q, kv, table.shape[1], dropout)
+    kept = _room(q, kv, table.shape[1], dropout, features, differentiated)
     if obstacle is None:
         say_once("attention's forward runs on gluon")
         from acmoe.kernels import attention_hopper
+        from acmoe.kernels.attention_kept import Kept
 
-        return attention_hopper.run_forward(
-            q, k, v, table, key_mask, bits, scale, dropout, features
+        k, v = _aligned(kv).unbind()
+        found = attention_hopper.run_forward(
+            q, k, v, table, key_mask, bits, scale, dropout, features, Kept(*kept)
         )
-    say_once(f"attention's forward runs on triton; gluon: {obstacle}")
-    from acmoe.kernels import attention
+    else:
+        say_once(f"attention's forward runs on triton; gluon: {obstacle}")
+        from acmoe.kernels import attention
 
-    return attention.run_forward(q, k, v, table, key_mask, bits, scale, dropout)
+        k, v = kv.unbind()
+        found = attention.run_forward(q, k, v, table, key_mask, bits, scale, dropout, features)
+    return (*found, *kept)
+
+
+def _room(
+    q: Tensor, kv: Tensor, span: int, dropout: float, features: int, differentiated: bool
+) -> tuple[Tensor, Tensor]:
+    """Memory for weights and their bases: empty if they are not kept."""
+    from acmoe.kernels.attention_kept import kept_sizes
+
+    nothing = q.new_empty(0), q.new_empty(0, dtype=torch.float32)
+    if not differentiated:
+        return nothing
+    obstacle = keeping_obstacle(q, kv, span, dropout, features)
+    if obstacle is not None:
+        say_once(f"attention computes its weights again in the backward: {obstacle}")
+        return nothing
+    say_once("attention keeps its weights for the backward; ACMOE_KEEP_ATTENTION=never: not")
+    weights, bases = kept_sizes(q.shape, kv.shape[-2], span)
+    return q.new_empty(weights), q.new_empty(bases, dtype=torch.float32)
 
 
 @_window_attention.register_fake
-def _(q, kv, table, key_mask, bits, scale, dropout, features):  # type: ignore[no-untyped-def]
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+def _(given, q, kv, table, key_mask, bits, scale, dropout, differentiated):  # type: ignore[no-untyped-def]
+    from acmoe.kernels.attention import empty_output
+
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    kept = _room(q, kv, table.shape[1], dropout, given.shape[-1], differentiated)
+    return empty_output(q, given.shape[-1]), lse, *kept
 
 
 @torch.library.custom_op("acmoe::window_attention_backward", mutates_args=())
@@ -185,35 +257,49 @@ def _window_attention_backward(
     bits: Tensor,
     out: Tensor,
     lse: Tensor,
+    weights: Tensor,
+    base: Tensor,
     scale: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from acmoe.kernels.attention_backward import run_backward
-
-    k, v = kv.unbind()
+    features = out.shape[-1]
     dkv = torch.empty_like(kv)
-    dk, dv = dkv.unbind()
-    dq, dtable = run_backward(
-        grad, q, k, v, table, key_mask, bits, out, lse, dk, dv, scale, dropout
-    )
+    if weights.numel() > 0:
+        from acmoe.kernels import attention_kept
+
+        kept = attention_kept.Kept(weights, base)
+        dq, dtable = attention_kept.run_backward(
+            _aligned(grad), _aligned(q), _aligned(kv), table, out, lse, kept, dkv, scale, dropout,
+            features,
+        )  # fmt: skip
+    else:
+        from acmoe.kernels.attention_backward import run_backward
+
+        (k, v), (dk, dv) = kv.unbind(), dkv.unbind()
+        dq, dtable = run_backward(
+            grad, q, k, v, table, key_mask, bits, out, lse, dk, dv, scale, dropout, features
+        )
     return dq, dkv, dtable
 
 
 @_window_attention_backward.register_fake
-def _(grad, q, kv, table, key_mask, bits, out, lse, scale, dropout):  # type: ignore[no-untyped-def]
-    return tuple(torch.empty_like(t) for t in (q, kv, table))
+def _(grad, q, kv, table, *rest):  # type: ignore[no-untyped-def]
+    from acmoe.kernels.attention import empty_output
+
+    out = rest[2]
+    return empty_output(q, out.shape[-1]), torch.empty_like(kv), torch.empty_like(table)
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    *tensors, ctx.scale, ctx.dropout, _ = inputs
+    _, *tensors, ctx.scale, ctx.dropout, _ = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
-def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
-    gradients = _window_attention_backward(
-        grad.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.dropout
-    )
-    return (*gradients, None, None, None, None, None)
+def _backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
+    q, *rest = ctx.saved_tensors
+    wide = F.pad(grad, (0, q.shape[-1] - grad.shape[-1])).contiguous()
+    dq, *others = _window_attention_backward(wide, q, *rest, ctx.scale, ctx.dropout)
+    return (dq, None, *others, None, None, None, None, None)
 
 
 _window_attention.register_autograd(_backward, setup_context=_save)
