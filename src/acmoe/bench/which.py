@@ -32,6 +32,7 @@ from acmoe.ops.window_attention import (
     fused_width,
     hopper_obstacle,
     keeping_obstacle,
+    stored_width,
     window_attention_obstacle,
 )
 from acmoe.routing.statistics import ClusterStatistics
@@ -152,9 +153,9 @@ def _window_attention(device: torch.device, dtype: torch.dtype) -> list[Choice]:
     features = config.dim // config.heads
     number = torch.empty(1, dtype=dtype, device=device)
     streams = PAPER_TOKENS // config.block
-    lead, width = (streams, config.heads), fused_width(features)
-    q = number.expand(*lead, config.block, width)
-    kv = number.expand(2, *lead, config.span + config.block, width)
+    lead = (streams, config.heads)
+    q = number.expand(*lead, config.block, fused_width(features))
+    kv = number.expand(2, *lead, config.span + config.block, stored_width(features))
     obstacle = window_attention_obstacle(q, number, config.dropout)
     options = Option("triton", obstacle), Option("torch", None)
     runs = choose("attention", options)

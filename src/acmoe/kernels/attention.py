@@ -4,7 +4,8 @@ A query at key position S + i sees the keys j at distances 1 to W before it, and
 with column W - distance of the table. Those products lie skewed in memory: see attention_skew.py.
 
 B streams, H heads, X = B * H, L queries, S keys before them, N = S + L, W distances in reach, P
-features of a head (padded to a power of two), BM queries and BN keys of a tile.
+features of a head (padded to a power of two; keys and values lie padded to a multiple of 16), BM
+queries and BN keys of a tile.
 """
 
 import torch
@@ -107,17 +108,20 @@ def with_positions(score, eye, INTERIOR: tl.constexpr):
 
 
 @triton.jit
-def load_rows(base, first, n, p, num, stride, INTERIOR: tl.constexpr):
-    """Features of one head's queries, keys or values: rows n from `first` on.
+def load_rows(base, first, n, p, num, stride, INTERIOR: tl.constexpr, STORED: tl.constexpr):
+    """Features of one head's queries, keys or values: rows n from `first` on, zeros behind the
+    STORED first.
 
     Only the address of the tile moves from round to round of a loop, not the places within it.
     (H200: the forward takes 585 us, with an address computed for every row 622; keys 1,121, and
     1,157.)
     """
     ptrs = base + first.to(tl.int64) * stride + (n[:, None] * stride + p[None, :])
-    if INTERIOR:
+    if INTERIOR and p.shape[0] == STORED:
         return tl.load(ptrs)
-    return tl.load(ptrs, mask=(first + n < num)[:, None], other=0.0)
+    if INTERIOR:
+        return tl.load(ptrs, mask=(p < STORED)[None, :], other=0.0)
+    return tl.load(ptrs, mask=(first + n < num)[:, None] & (p < STORED)[None, :], other=0.0)
 
 
 @triton.jit
@@ -146,14 +150,14 @@ def spread_kernel(spread_ptr, N, BN: tl.constexpr):
 def _attend(
     j0, q, eye, k_base, v_base, scores, seen_ptr, bits, spread_ptr, i, p, peak, total, acc, S, L,
     N, span, k_stride, v_stride, steep, INTERIOR: tl.constexpr, HAS_MASK: tl.constexpr,
-    DROPPED: tl.constexpr, BN: tl.constexpr,
+    DROPPED: tl.constexpr, STORED: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys added to the softmax of a tile of queries."""
     j0 = tl.multiple_of(j0, BN)
     n = tl.arange(0, BN)
     j = j0 + n
-    k = load_rows(k_base, j0, n, p, N, k_stride, INTERIOR)
-    v = load_rows(v_base, j0, n, p, N, v_stride, INTERIOR)
+    k = load_rows(k_base, j0, n, p, N, k_stride, INTERIOR, STORED)
+    v = load_rows(v_base, j0, n, p, N, v_stride, INTERIOR, STORED)
     score = with_positions(tl.load(scores + j0), eye, INTERIOR)
     score = dot(q, k.T, score)
     if not INTERIOR:
@@ -180,7 +184,7 @@ def forward_kernel(
     q_ptr, k_ptr, v_ptr, score_ptr, mask_ptr, bits_ptr, spread_ptr, out_ptr, lse_ptr,
     k_batch, k_head, k_stride, v_batch, v_head, v_stride,
     num_heads, L, N, span, num_heads_rows, num_rows, columns, shift, num_features, steep,
-    HAS_MASK: tl.constexpr, DROPPED: tl.constexpr,
+    HAS_MASK: tl.constexpr, DROPPED: tl.constexpr, STORED: tl.constexpr,
     P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Softmax in one pass over a query tile's keys, in powers of two: of `steep` times a score.
@@ -193,7 +197,7 @@ def forward_kernel(
     p = tl.arange(0, P)
     real = i < L
     S = N - L
-    q = load_rows(q_ptr + x * L * P, i0, tl.arange(0, BM), p, L, P, False)
+    q = load_rows(q_ptr + x * L * P, i0, tl.arange(0, BM), p, L, P, False, P)
     k_base = k_ptr + x // num_heads * k_batch + x % num_heads * k_head
     v_base = v_ptr + x // num_heads * v_batch + x % num_heads * v_head
     seen_ptr = mask_ptr + x // num_heads * N
@@ -212,7 +216,7 @@ def forward_kernel(
             peak, total, acc = _attend(
                 place_of(at, runs, BN, INTERIOR), q, eye, k_base, v_base, scores, seen_ptr, bits,
                 spread_ptr, i, p, peak, total, acc, S, L, N, span, k_stride, v_stride, steep,
-                INTERIOR, HAS_MASK, DROPPED, BN,
+                INTERIOR, HAS_MASK, DROPPED, STORED, BN,
             )  # fmt: skip
     empty = total == 0.0
     share = tl.where(empty, 0.0, 1.0 / (1.0 - DROPPED / 4294967296)) / tl.where(empty, 1.0, total)
@@ -290,6 +294,7 @@ def run_forward(
         forward_kernel[(triton.cdiv(num_queries, blocks.m), num)](
             *(q[some], k[some], v[some], scores, mask, bits[some], spread, out[some], lse[some]),
             *(*strides_of(k, v), *geometry(band, num), features, scale * LOG2E),
+            STORED=k.shape[3],
             **choices(blocks, key_mask, dropout),
         )
     return out, lse

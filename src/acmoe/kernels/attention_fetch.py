@@ -1,8 +1,8 @@
 """What a program of the forward on Hopper walks over, and how the copy engine brings it.
 
-A step needs a tile of keys, one of values, and the table's next columns: three copies that one
-barrier counts. Another says when both warpgroups are done with them. Shapes as in
-attention_hopper.py.
+A step needs a tile of keys, one of values, and the table's next columns: three copies, and three
+more of heads in two parts, each warpgroup its own. One barrier counts them. Another says when both
+warpgroups are done with them. Shapes as in attention_hopper.py.
 """
 
 import torch
@@ -12,12 +12,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from acmoe.kernels.attention_parts import FIRST
 from acmoe.kernels.attention_strip import KEYS, QUERIES
 
 
-def tiles_of(t: Tensor, features: int) -> TensorDescriptor:
-    """How the copy engine reads 64 rows; zeros beyond `features` it does not read, but knows."""
-    block = [1] * (t.dim() - 2) + [64, t.shape[-1]]
+def tiles_of(t: Tensor, features: int, width: int) -> TensorDescriptor:
+    """How the copy engine reads `width` features of 64 rows; zeros beyond `features` it does not
+    read, but knows."""
+    block = [1] * (t.dim() - 2) + [64, width]
     dtype = gl.bfloat16 if t.dtype == torch.bfloat16 else gl.float16
     layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
     return TensorDescriptor(t, [*t.shape[:-1], features], [*t.stride()], block, layout)
@@ -36,12 +38,15 @@ def walk_of(i0, L, N, span):
 
 
 @gluon.jit
-def feed(s, walk, b, h, loads):
-    """Fetch what step s needs: its keys and values, and the table's next columns."""
-    k_desc, v_desc, table_desc, k_tiles, v_tiles, table_tiles, full, empty = loads
+def feed(s, walk, b, h, loads, PART: gl.constexpr):
+    """Fetch one part of what step s needs: its keys and values, and the table's next columns."""
+    descs, tiles, full, empty = loads
+    k_desc, v_desc, table_desc = descs[PART]
+    k_tiles, v_tiles, table_tiles = tiles[PART]
     start, _, column, first = walk
     stages: gl.constexpr = full.shape[0]
     tile_bytes: gl.constexpr = KEYS * table_tiles.shape[2] * 2
+    p0: gl.constexpr = PART * FIRST
     turn = s - first
     at = turn % stages
     ready = full.index(at)
@@ -49,12 +54,12 @@ def feed(s, walk, b, h, loads):
     if s >= 0:
         mbarrier.expect(ready, 3 * tile_bytes)
         j0 = start + s * KEYS
-        tma.async_copy_global_to_shared(k_desc, [b, h, j0, 0], ready, k_tiles.index(at))
-        tma.async_copy_global_to_shared(v_desc, [b, h, j0, 0], ready, v_tiles.index(at))
+        tma.async_copy_global_to_shared(k_desc, [b, h, j0, p0], ready, k_tiles.index(at))
+        tma.async_copy_global_to_shared(v_desc, [b, h, j0, p0], ready, v_tiles.index(at))
     else:
         mbarrier.expect(ready, tile_bytes)
     c0 = column + (s + 3) * KEYS
-    tma.async_copy_global_to_shared(table_desc, [c0, 0], ready, table_tiles.index(at))
+    tma.async_copy_global_to_shared(table_desc, [c0, p0], ready, table_tiles.index(at))
 
 
 @gluon.jit

@@ -21,6 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
+    tma,
     warpgroup_mma_wait,
 )
 
@@ -34,22 +35,27 @@ from acmoe.kernels.attention_coins import (
 )
 from acmoe.kernels.attention_fetch import await_tiles, feed, tiles_of, walk_of
 from acmoe.kernels.attention_keep import (
-    PASSED_BYTES,
+    STAGED_BYTES,
+    first_key,
     keep_base,
     keep_weights,
-    places_of,
+    kept_tiles,
+    stage_weights,
 )
 from acmoe.kernels.attention_kept import Kept, kept_band
 from acmoe.kernels.attention_parts import (
+    FIRST,
+    SECOND,
     gathered,
     nothing_gathered,
+    part_widths,
     plus_values,
     queries_of,
     scaled,
+    tile_at,
     times,
     write,
 )
-from acmoe.kernels.attention_skew import geometry, rows_of
 from acmoe.kernels.attention_strip import (
     KEYS,
     QUERIES,
@@ -77,16 +83,16 @@ _OWN = gl.constexpr(
 @gluon.jit
 def _first_products(q, strip, walk, b, h, loads, GROUP: gl.constexpr):
     """The columns that the first tile of keys meets, but for the last."""
-    _, _, _, _, _, table_tiles, full, empty = loads
+    _, tiles, full, empty = loads
     _, _, _, first = walk
     nothing = gl.zeros([ROWS, KEYS], gl.float32, SCORE)
-    if GROUP == 0:
-        feed(first, walk, b, h, loads)
+    if len(tiles) > GROUP:
+        feed(first, walk, b, h, loads, GROUP)
     for s in range(first, 0):
-        if GROUP == 0:
-            feed(s + 1, walk, b, h, loads)
+        if len(tiles) > GROUP:
+            feed(s + 1, walk, b, h, loads, GROUP)
         at = await_tiles(s, first, full)
-        product = times(q, table_tiles.index(at), nothing, False)
+        product = times(q, tile_at(tiles, 2, at), nothing, False)
         product = warpgroup_mma_wait(0, deps=[product])
         mbarrier.arrive(empty.index(at), count=1)
         keep_products(strip, s + 3, product, q[0].dtype)
@@ -152,13 +158,15 @@ def _tossed(weight, factor, term, pairs_ptr, limit, KEPT: gl.constexpr, KEEPS: g
 
 @gluon.jit
 def _group(
-    q_ptr, loads, strip, mask_ptr, bits_ptr, spread_ptr, out_ptr, lse_ptr, keep, num_heads, L, N,
-    span, steep, limit, num_features, HAS_MASK: gl.constexpr, KEPT: gl.constexpr,
-    KEEPS: gl.constexpr, P: gl.constexpr, FEATURES: gl.constexpr, GROUP: gl.constexpr,
+    q_ptr, loads, strip, staged, mask_ptr, bits_ptr, spread_ptr, out_ptr, lse_ptr, keep,
+    num_heads, L, N, span, steep, limit, num_features, HAS_MASK: gl.constexpr,
+    KEPT: gl.constexpr, KEEPS: gl.constexpr, P: gl.constexpr, FEATURES: gl.constexpr,
+    GROUP: gl.constexpr,
 ):  # fmt: skip
-    """64 of a program's queries: every second one. Group 0 fetches the tiles for both."""
+    """64 of a program's queries: every second one. Each group fetches one part of the tiles for
+    both."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    _, _, _, k_tiles, v_tiles, table_tiles, full, empty = loads
+    _, shared_tiles, full, empty = loads
     tiles = gl.cdiv(L, QUERIES)
     x, i0 = gl.program_id(0) // tiles, gl.program_id(0) % tiles * QUERIES
     b, h, rows = x // num_heads, x % num_heads, x.to(gl.int64) * L
@@ -171,9 +179,6 @@ def _group(
     factor, term = i, i
     if KEPT < 1:
         factor, term = row_terms(gl.load(bits_ptr + rows + i, mask=i < L, other=0))
-    places = i
-    if KEEPS:
-        places = places_of(keep, x, i0, L, GROUP)
     q = queries_of(q_ptr + rows * P, i0, L, P, FEATURES, GROUP)
     peak = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORE))
     total = gl.zeros([ROWS, 4], gl.float32, _OWN)
@@ -184,10 +189,10 @@ def _group(
         j0 = start + s * KEYS
         score = skewed_products(strip, s, dtype, GROUP)
         at = await_tiles(s, first, full)
-        score = times(q, k_tiles.index(at).reshape([KEYS, P]), score, True)
-        if GROUP == 0:
+        score = times(q, tile_at(shared_tiles, 0, at), score, True)
+        if len(shared_tiles) > GROUP:
             if s + 1 < steps:
-                feed(s + 1, walk, b, h, loads)
+                feed(s + 1, walk, b, h, loads, GROUP)
         score = warpgroup_mma_wait(0, deps=[score])
         seen_ptr = mask_ptr + b.to(gl.int64) * N
         score = _in_sight(score, before, j0, inner, outer, span, seen_ptr, N, HAS_MASK)
@@ -195,56 +200,76 @@ def _group(
         pairs_ptr = spread_ptr + j0 // 2
         signed, weight = _tossed(weight.to(dtype), factor, term, pairs_ptr, limit, KEPT, KEEPS)
         if KEEPS:
-            keep_weights(keep[0], signed, places, j0)
-            keep_base(keep[1], base, rows, i, j0, L, N)
+            stage_weights(staged, signed)
+            keep_base(keep[1], base, rows, i0, j0, L, N, GROUP)
         acc = scaled(acc, shrink)
         # The table's product first: it is written while the values' runs.
-        product = times(q, table_tiles.index(at), nothing, False)
-        acc = plus_values(acc, weight, v_tiles.index(at).reshape([KEYS, P]))
+        product = times(q, tile_at(shared_tiles, 2, at), nothing, False)
+        acc = plus_values(acc, weight, tile_at(shared_tiles, 1, at))
+        if KEEPS:
+            keep_weights(keep[0], staged, x, i0, j0 - keep[2], GROUP)
         product = warpgroup_mma_wait(len(acc), deps=[product])
         keep_products(strip, s + 3, product, dtype)
         acc = gathered(acc)
         mbarrier.arrive(empty.index(at), count=1)
+    if KEEPS:
+        tma.store_wait(0)
     share = _write_sums(peak, total, lse_ptr + rows, i0, L, steep, KEPT, GROUP)
     first_out = out_ptr + (b.to(gl.int64) * L * num_heads + h) * num_features
     write(scaled(acc, share), first_out, i0, L, num_heads * num_features, num_features, GROUP)
 
 
 @gluon.jit
+def _room_for(k_desc, v_desc, table_desc, STAGES: gl.constexpr):
+    """For one part of the tiles of keys, values and table."""
+    dtype: gl.constexpr = k_desc.dtype
+    width: gl.constexpr = table_desc.block_shape[1]
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, width], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, width], v_desc.layout)
+    table_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, width], table_desc.layout)
+    return k_tiles, v_tiles, table_tiles
+
+
+@gluon.jit
 def forward_kernel(
-    q_ptr, k_desc, v_desc, table_desc, mask_ptr, bits_ptr, spread_ptr, out_ptr, lse_ptr,
+    q_ptr, k_desc, v_desc, table_desc, k_rest, v_rest, table_rest, mask_ptr, bits_ptr, spread_ptr,
+    out_ptr, lse_ptr,
     num_heads, L, N, span, steep, limit, num_features,
-    kept_ptr, base_ptr, num_heads_rows, num_rows, pitch, shift,
+    kept_desc, base_ptr, origin,
     HAS_MASK: gl.constexpr, KEPT: gl.constexpr, KEEPS: gl.constexpr, P: gl.constexpr,
     FEATURES: gl.constexpr, WORDS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """What `forward_kernel` of attention.py gives, for 128 queries of a head. KEEPS: the weights
-    are written as well."""
+    are written as well, from key `origin` on. Of heads in one part the `rest` is not read."""
     dtype: gl.constexpr = k_desc.dtype
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, P], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, P], v_desc.layout)
-    table_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, P], table_desc.layout)
+    descs = ((k_desc, v_desc, table_desc), (k_rest, v_rest, table_rest))
+    tiles = (_room_for(k_desc, v_desc, table_desc, STAGES),)
+    if FEATURES == FIRST + SECOND:
+        tiles = (tiles[0], _room_for(k_rest, v_rest, table_rest, STAGES))
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     even = gl.allocate_shared_memory(gl.int32, [WORDS, 1], flat)
     odd = gl.allocate_shared_memory(gl.int32, [WORDS, 1], flat)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(full.index(stage), count=len(tiles))
         mbarrier.init(empty.index(stage), count=2)
-    loads = (k_desc, v_desc, table_desc, k_tiles, v_tiles, table_tiles, full, empty)
-    keep = (kept_ptr, base_ptr, num_heads_rows, num_rows, pitch, shift)
+    loads = (descs, tiles, full, empty)
+    keep = (kept_desc, base_ptr, origin)
+    staged = full  # never looked at
+    if KEEPS:
+        staged = gl.allocate_shared_memory(dtype, [2, 1, 1, 4, 16, KEYS], kept_desc.layout)
     gl.warp_specialize(
         [
             (_group, (
-                q_ptr, loads, even, mask_ptr, bits_ptr, spread_ptr, out_ptr, lse_ptr, keep,
-                num_heads, L, N, span, steep, limit, num_features, HAS_MASK, KEPT, KEEPS, P,
-                FEATURES, gl.constexpr(0),
+                q_ptr, loads, even, staged.index(0), mask_ptr, bits_ptr, spread_ptr, out_ptr,
+                lse_ptr, keep, num_heads, L, N, span, steep, limit, num_features, HAS_MASK, KEPT,
+                KEEPS, P, FEATURES, gl.constexpr(0),
             )),
             (_group, (
-                q_ptr, loads, odd, mask_ptr, bits_ptr, spread_ptr, out_ptr, lse_ptr, keep,
-                num_heads, L, N, span, steep, limit, num_features, HAS_MASK, KEPT, KEEPS, P,
-                FEATURES, gl.constexpr(1),
+                q_ptr, loads, odd, staged.index(1), mask_ptr, bits_ptr, spread_ptr, out_ptr,
+                lse_ptr, keep, num_heads, L, N, span, steep, limit, num_features, HAS_MASK, KEPT,
+                KEEPS, P, FEATURES, gl.constexpr(1),
             )),
         ],
         [4],
@@ -252,10 +277,11 @@ def forward_kernel(
     )  # fmt: skip
 
 
-def shared_bytes(width: int, span: int) -> int:
+def shared_bytes(features: int, span: int) -> int:
     """Shared memory of a program: two strips, the tiles, what weights pass through, and a little
     for barriers."""
-    return 2 * 4 * strip_words(span) + _STAGES * 3 * 64 * width * 2 + 2 * PASSED_BYTES + 1024
+    tile_bytes = 64 * 2 * (48 if 32 < features <= 48 else triton.next_power_of_2(features))
+    return 2 * 4 * strip_words(span) + _STAGES * 3 * tile_bytes + 2 * STAGED_BYTES + 1024
 
 
 def run_forward(
@@ -278,6 +304,7 @@ def run_forward(
     keeps = kept.weights.numel() > 0
     assert not keeps or (num_queries % 8 == 0 and kept.weights.numel() < 2**31)
     band = kept_band(q.shape, num_keys, span)
+    parts = part_widths(features, width)
     out = empty_output(q, features)
     lse = torch.empty(q.shape[:3], device=q.device)
     dropped = pair_threshold(dropout)
@@ -286,12 +313,13 @@ def run_forward(
         pairs_kernel[(triton.cdiv(spread.numel(), 1024),)](spread, spread.numel(), BN=1024)
     table_WP = torch.empty(span, width, dtype=q.dtype, device=q.device).copy_(table.T)
     forward_kernel[(triton.cdiv(num_queries, 128) * batch * heads,)](
-        *(q, tiles_of(k, features), tiles_of(v, features), tiles_of(table_WP, features)),
+        q,
+        *(tiles_of(t, features, part) for part in parts for t in (k, v, table_WP)),
         q if key_mask is None else key_mask.to(torch.uint8),
         *(bits, spread, out, lse, heads, num_queries, num_keys, span, scale * LOG2E),
         *(packed_limit(dropped), features),
-        *(rows_of(kept.weights, band) if keeps else out, kept.base if keeps else lse),
-        *geometry(band, batch * heads)[4:],
+        *((kept_tiles(kept.weights, band, batch * heads), kept.base) if keeps else (out, lse)),
+        first_key(band),
         HAS_MASK=key_mask is not None,
         KEPT=1 - dropped / 2**32,
         KEEPS=keeps,

@@ -1,79 +1,82 @@
 """How the forward on Hopper writes the weights it keeps: see attention_kept.py.
 
-The matrix units leave two keys of every eight in a thread: stores of 4 bytes, 16 bytes of a row at
-a time, half a sector of memory. So the threads of a warp first hand them on, through shared memory,
-until each has eight keys of a row side by side: stores of 16 bytes, 64 bytes of a row at a time.
-This takes half of the rows and half of the keys at once: for more there is no room where two
-programs share an SM.
+The copy engine does it, while the matrix units have products to do: 64 rows of 128 bytes at a time.
+In its memory a warpgroup's rows, every second query of 128, are four planes, and in each sixteen
+rows one below the other.
 
 Shapes as in attention_hopper.py, rows, columns and planes as in attention_skew.py.
 """
 
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from acmoe.kernels.attention_skew import COMB
+from acmoe.kernels.attention_skew import MARGIN, Band
 from acmoe.kernels.attention_strip import KEYS, query_of
 
-PASSED_BYTES = 32 * 32 * 2  # of shared memory that a warpgroup's weights pass through
-_HALF = gl.constexpr(32)  # of a tile's keys, and of a warpgroup's rows: bit 3 unset, or set
-_EIGHTS = gl.constexpr(
+STAGED_BYTES = 64 * 64 * 2  # of shared memory that a warpgroup's weights pass through
+_HALF = gl.constexpr(32)  # of a warpgroup's rows: bit 3 unset, or set
+_QUADS = gl.constexpr(
     gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32], [8, 0]],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
+        reg_bases=[],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[8, 0], [16, 0]],
         block_bases=[],
-        shape=[64, 64],
+        shape=[32, 4],
     )
-)  # eight keys of a row side by side; a row is in the warp where SCORE has it
-_STORED = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 1, 0]],
-        lane_bases=[[0, 0, 8], [0, 0, 16], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        warp_bases=[[8, 0, 0], [16, 0, 0]],
-        block_bases=[],
-        shape=[32, 2, 32],
-    )
-)  # half of these rows, and their keys in two halves
-_ONE = gl.constexpr(gl.SliceLayout(1, _STORED.value))  # of the two
+)  # the four threads that share a row of one half of SCORE
+
+
+def first_key(band: Band) -> int:
+    """Of the first tile that any query meets."""
+    return max(band.keys - band.queries - band.span, 0) // 64 * 64
+
+
+def kept_tiles(weights: Tensor, band: Band, num: int) -> TensorDescriptor:
+    """How the copy engine writes every second query of 128, and 64 keys: parity, head, every second
+    plane, eight queries, key from `first_key` on."""
+    dtype = gl.bfloat16 if weights.dtype == torch.bfloat16 else gl.float16
+    block = [1, 1, 4, 16, 64]
+    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+    first = first_key(band)
+    plane = num * band.rows * band.pitch
+    shape = [2, num, 4, band.rows, (band.keys - first + 63) // 64 * 64]
+    strides = [plane, band.rows * band.pitch, 2 * plane, band.pitch - 8, 1]
+    base = weights[MARGIN + 8 * band.shift + first :]
+    return TensorDescriptor(base, shape, strides, block, layout)
 
 
 @gluon.jit
-def _row_of(x, i, num_heads_rows, num_rows, pitch):
-    """Where the row of query i begins; in eights, so the compiler sees it. 32 bits: the buffer has
-    less than 2^31 numbers."""
-    return (i % COMB * num_heads_rows + x * num_rows + i // COMB) * (pitch // COMB) * COMB
+def stage_weights(staged, signed):
+    """A tile's weights for the copy engine, when it is done with the last. Row m is query
+    2 (8 (m % 8) + m // 8) of the group: bits 4 and 3 of m are its plane."""
+    rows = signed.reshape([2, 2, 2, 8, KEYS]).permute([1, 2, 3, 0, 4])
+    tma.store_wait(0)
+    staged.store(rows.reshape([1, 1, 4, 16, KEYS]))
+    fence_async_shared()
 
 
 @gluon.jit
-def places_of(keep, x, i0, L, GROUP: gl.constexpr):
-    """Where the first 32 keys of a warpgroup's rows with bit 3 unset lie, which of the rows there
-    are, and how far before them the others lie: row m + 8 is the query two before that of row m,
-    in the same eight of queries and so two planes before."""
-    _, _, num_heads_rows, num_rows, pitch, shift = keep
-    m = gl.arange(0, _HALF, gl.SliceLayout(1, _ONE))
+def keep_weights(kept_desc, staged, x, i0, j, GROUP: gl.constexpr):
+    """Each into its place; j counts from `first_key`."""
+    tma.async_copy_shared_to_global(kept_desc, [GROUP, x, 0, i0 // 8, j], staged)
+
+
+@gluon.jit
+def keep_base(base_ptr, base, rows, i0, j0, L, N, GROUP: gl.constexpr):
+    """What the weights of a tile are relative to, a number a row: of a row's four threads one
+    stores it, and one that of the row eight on, two queries after it."""
+    low, high = gl.split(base.reshape([4, 2, 8]).permute([0, 2, 1]))
+    own: gl.constexpr = gl.SliceLayout(1, _QUADS)
+    low = gl.convert_layout(low.reshape([_HALF]), own, assert_trivial=True)
+    high = gl.convert_layout(high.reshape([_HALF]), own, assert_trivial=True)
+    m = gl.arange(0, _HALF, own)
     i = i0 + query_of(m // 8 * 16 + m % 8, GROUP)
-    row = _row_of(x, i, num_heads_rows, num_rows, pitch) + (shift - i // COMB) * COMB
-    place = row[:, None] + gl.arange(0, _HALF, gl.SliceLayout(0, _ONE))[None, :]
-    return place, (i < L)[:, None], 2 * num_heads_rows * (pitch // COMB) * COMB
-
-
-@gluon.jit
-def keep_weights(kept_ptr, signed, places, j0):
-    """A tile's weights, each in its place."""
-    place, real, planes = places
-    eights = gl.convert_layout(signed, _EIGHTS)
-    rows = gl.split(eights.reshape([4, 2, 8, KEYS]).permute([0, 2, 3, 1]))
-    keys = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(2, _STORED))) * _HALF
-    for half in gl.static_range(2):
-        block = rows[half].reshape([_HALF, 2, _HALF])
-        block = gl.convert_layout(block, _STORED, assert_trivial=True)
-        ptrs = kept_ptr - half * planes + (place + j0)[:, None, :] + keys[None, :, None]
-        gl.store(ptrs, block, mask=real[:, None, :])
-
-
-@gluon.jit
-def keep_base(base_ptr, base, rows, i, j0, L, N):
-    """What the weights of a tile are relative to, a number a row."""
+    quarter = gl.arange(0, 4, gl.SliceLayout(0, _QUADS))[None, :]
+    place = j0 // KEYS * L + i[:, None] + 2 * quarter
+    both = gl.where(quarter == 0, low[:, None], high[:, None])
     head = base_ptr + rows * gl.cdiv(N, KEYS)
-    gl.store(head + (j0 // KEYS * L + i), base, mask=i < L)
+    gl.store(head + place, both, mask=(i < L)[:, None] & (quarter < 2))

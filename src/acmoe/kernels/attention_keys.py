@@ -233,7 +233,8 @@ def run_keys(
 ) -> None:
     """Fill dk, dv and the gradient of the scores.
 
-    q and grad (B, H, L, P) are contiguous; v, dk and dv (B, H, N, P) have features side by side;
+    q and grad (B, H, L, P) are contiguous; v, dk and dv (B, H, N, `stored_width`) have features
+    side by side;
     lse and delta (B, H, L); dscores lies as the weights do. Tiles of 64 queries and 64 keys that
     meet the window are written whole, with zeros outside it, and nothing else is.
     """

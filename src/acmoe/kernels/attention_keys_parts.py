@@ -119,11 +119,10 @@ def _write_part(part, ptr, j0, N, stride, scale):
 
 @gluon.jit
 def write(acc, ptr, j0, N, stride, scale):
-    """P features of a tile's keys: behind two parts stand zeros."""
+    """The features of a tile's keys."""
     _write_part(acc[0], ptr, j0, N, stride, scale)
     if len(acc) == 2:
         _write_part(acc[1], ptr + _FIRST, j0, N, stride, scale)
-        _write_part(_zeros(_SECOND), ptr + _FIRST + _SECOND, j0, N, stride, scale)
 
 
 def features_in(width: int, features: int) -> int:

@@ -2,9 +2,10 @@
 
 The matrix units take 16 features at a time, and a tile a power of two of them. Heads of 33 to 48
 features are multiplied as 32 and 16: never the last 16 zeros, and fewer sums are held. (H200, the
-forward with 44 features: 462 -> 416 us.)
+forward with 44 features: 462 -> 416 us.) Their tiles are fetched as two as well: the 16 zeros would
+take the shared memory that weights need on their way out.
 
-q and acc are tuples of parts. Shapes as in attention_hopper.py.
+q, acc and tiles are tuples of parts. Shapes as in attention_hopper.py.
 """
 
 from triton.experimental import gluon
@@ -13,8 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from acmoe.kernels.attention_strip import ROWS, SCORE, query_of
 
-_FIRST = gl.constexpr(32)  # of two parts
-_SECOND = gl.constexpr(16)
+FIRST = gl.constexpr(32)  # of two parts
+SECOND = gl.constexpr(16)
 
 
 @gluon.jit
@@ -30,22 +31,42 @@ def _part_of_queries(
 
 @gluon.jit
 def queries_of(q_ptr, i0, L, P: gl.constexpr, FEATURES: gl.constexpr, GROUP: gl.constexpr):
-    if FEATURES == _FIRST + _SECOND:
-        first = _part_of_queries(q_ptr, i0, L, P, _FIRST, GROUP)
-        return first, _part_of_queries(q_ptr + _FIRST, i0, L, P, _SECOND, GROUP)
+    if FEATURES == FIRST + SECOND:
+        first = _part_of_queries(q_ptr, i0, L, P, FIRST, GROUP)
+        return first, _part_of_queries(q_ptr + FIRST, i0, L, P, SECOND, GROUP)
     else:
         return (_part_of_queries(q_ptr, i0, L, P, FEATURES, GROUP),)
+
+
+def part_widths(features: int, width: int) -> tuple[int, int]:
+    """Features of either part's tiles; all of them where there is only one part."""
+    return (32, 16) if 32 < features <= 48 else (width, width)
+
+
+@gluon.jit
+def _rows_at(tiles, at):
+    tile = tiles.index(at)
+    return tile.reshape([tile.shape[len(tile.shape) - 2], tile.shape[len(tile.shape) - 1]])
+
+
+@gluon.jit
+def tile_at(tiles, WHICH: gl.constexpr, at):
+    """Keys (0), values (1) or columns of the table (2) of a stage."""
+    first = _rows_at(tiles[0][WHICH], at)
+    if len(tiles) == 2:
+        return first, _rows_at(tiles[1][WHICH], at)
+    else:
+        return (first,)
 
 
 @gluon.jit
 def times(q, tile, sums, ADDS: gl.constexpr):
     """Begins q @ tile^T, added to the sums or instead of them."""
     width: gl.constexpr = q[0].shape[1]
-    part = tile.slice(0, width, 1).permute((1, 0))
+    part = tile[0].slice(0, width, 1).permute((1, 0))
     sums = warpgroup_mma(q[0], part, sums, use_acc=ADDS, is_async=True)
     if len(q) == 2:
-        part = tile.slice(width, _SECOND, 1).permute((1, 0))
-        sums = warpgroup_mma(q[1], part, sums, is_async=True)
+        sums = warpgroup_mma(q[1], tile[1].permute((1, 0)), sums, is_async=True)
     return sums
 
 
@@ -58,8 +79,8 @@ def _zeros(WIDTH: gl.constexpr):
 @gluon.jit
 def nothing_gathered(FEATURES: gl.constexpr):
     """The sums of weighted values, before the first."""
-    if FEATURES == _FIRST + _SECOND:
-        return _zeros(_FIRST), _zeros(_SECOND)
+    if FEATURES == FIRST + SECOND:
+        return _zeros(FIRST), _zeros(SECOND)
     else:
         return (_zeros(FEATURES),)
 
@@ -88,9 +109,9 @@ def _plus_values(part, weight, v_tile):
 def plus_values(acc, weight, v_tile):
     """Begins acc + weight @ values: as many products as there are parts."""
     width: gl.constexpr = acc[0].shape[1]
-    first = _plus_values(acc[0], weight, v_tile.slice(0, width, 1))
+    first = _plus_values(acc[0], weight, v_tile[0].slice(0, width, 1))
     if len(acc) == 2:
-        return first, _plus_values(acc[1], weight, v_tile.slice(width, _SECOND, 1))
+        return first, _plus_values(acc[1], weight, v_tile[1])
     else:
         return (first,)
 
@@ -119,4 +140,4 @@ def write(acc, out_ptr, i0, L, stride, num_features, GROUP: gl.constexpr):
     """A warpgroup's rows of the output, so many features of each."""
     _write(acc[0], out_ptr, i0, L, stride, num_features, GROUP)
     if len(acc) == 2:
-        _write(acc[1], out_ptr + _FIRST, i0, L, stride, num_features - _FIRST, GROUP)
+        _write(acc[1], out_ptr + FIRST, i0, L, stride, num_features - FIRST, GROUP)

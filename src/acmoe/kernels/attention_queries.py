@@ -24,7 +24,7 @@ _PLANES = tl.constexpr(2)  # of a program: they share the tiles of keys
 @triton.jit
 def _by_columns(
     c0, band, by_table, dscores, k_base, table, m, n, p, first, starts, ends, N, k_stride, plane,
-    pitch, columns, TABLE: tl.constexpr, FEATURES: tl.constexpr,
+    pitch, columns, TABLE: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
     """What a strip of columns adds to the gradients of a program's queries.
 
@@ -36,14 +36,14 @@ def _by_columns(
     rows = m[:, None] * pitch
     j = (first + c0 + n)[:, None]
     k_ptrs = k_base + j.to(tl.int64) * k_stride + p[None, :]
-    k = tl.load(k_ptrs, mask=(j >= 0) & (j < N) & (p[None, :] < FEATURES), other=0.0)
+    k = tl.load(k_ptrs, mask=(j >= 0) & (j < N) & (p[None, :] < STORED), other=0.0)
     new_band = ()
     new_by_table = ()
     for b in tl.static_range(_PLANES):
         base = dscores + b * plane
         if TABLE:
             place = (b * p.shape[0] + p[:, None]) * columns + c
-            known = (c < columns) & (p[:, None] < FEATURES)
+            known = (c < columns) & (p[:, None] < STORED)
             positions = tl.load(table + place, mask=known, other=0.0)
         in_band = (band_c >= starts[b]) & (band_c < ends[b])
         along = tl.load(base + rows + band_c, mask=in_band, other=0.0)
@@ -70,7 +70,7 @@ def _clear_unmet(dscores, m, n, first, unmet, whole, plane, pitch, columns):
 def queries_kernel(
     k_ptr, table_ptr, dscore_ptr, dq_ptr, k_batch, k_head, k_stride,
     num_heads, L, N, span, num_heads_rows, num_rows, pitch, shift, columns, left, num_features,
-    dq_scale, FEATURES: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    dq_scale, STORED: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dq as `empty_output` has it; zeros in the scores' gradient where a distance met no key."""
     parts: tl.constexpr = COMB // _PLANES
@@ -102,12 +102,12 @@ def queries_kernel(
     for c0 in range(start, turn, BN):
         band, by_table = _by_columns(
             c0, band, by_table, dscores, k_base, table, m, n, p, first, starts, ends, N, k_stride,
-            plane, pitch, columns, True, FEATURES,
+            plane, pitch, columns, True, STORED,
         )  # fmt: skip
     for c0 in range(turn, columns + (BM - 1) * COMB, BN):  # the band of the later rows ends later
         band, by_table = _by_columns(
             c0, band, by_table, dscores, k_base, table, m, n, p, first, starts, ends, N, k_stride,
-            plane, pitch, columns, False, FEATURES,
+            plane, pitch, columns, False, STORED,
         )  # fmt: skip
     for b in tl.static_range(_PLANES):
         i = (a0 + m) * COMB + b0 + b
@@ -128,11 +128,11 @@ def queries_gradient(
 ) -> None:
     """Fill dq, made by `empty_output`; every distance that met no key gets a gradient of zero. The
     features of k and table from `features` on are zeros."""
-    blocks = blocks_for("attention_queries", dq.dtype, k.shape[3])
+    blocks = blocks_for("attention_queries", dq.dtype, table_8PC.shape[1])
     num = dq.shape[0] * band.heads
     queries_kernel[(COMB.value // _PLANES.value * triton.cdiv(band.rows, blocks.m), num)](
         *(k, table_8PC, dscore_8RC, dq, *k.stride()[:3], *geometry(band, num)),
         *(band.columns, band.left, features, scale),
-        FEATURES=triton.cdiv(features, 16) * 16,
+        STORED=k.shape[3],
         **launch(blocks),
     )

@@ -4,12 +4,12 @@ Query i meets key j at column W - S - i + j of the table: a row of a tile of pro
 column further right than the row of the next query. A tile is written as rows of one pitch and read
 as rows of another. A warpgroup takes every second query of a program: its rows stand two columns
 apart then, and an even query's products are read two in a word. Nothing is moved from step to step:
-each writes its columns after those of the step before, into the place where the next row ended.
+each writes its columns after those of the step before, into what the next row has left behind.
 
 Where a row lies. In the layout of the matrix units the eight rows of a warp's access are m, m + 1,
 .. m + 7 for m a multiple of 8. The place of row m is 8 (m % 8) + m // 8, so that these rows stand
 eight places, a multiple of 16 columns, apart, and eight more numbers after every eighth place keep
-the rows of both a write and a read in different banks. Queries go from the last place to the first.
+the rows of both a write and a read in different banks. Queries go from the first place to the last.
 
 Shapes as in attention_hopper.py.
 """
@@ -31,9 +31,9 @@ def _rows_at(paddings: list[list[int]], numbers: int) -> gl.PaddedSharedLayout:
     return gl.PaddedSharedLayout(pairs, columns + places, [], [32, 128 * numbers])
 
 
-_HALF = gl.constexpr(96)  # words of a row: 192 columns, for 126 of skew and a tile
-_WRITTEN = gl.constexpr(_rows_at([[32, 16], [512, 4]], 2))  # two rows are 192 words
-_SKEWED = gl.constexpr(_rows_at([[32, 16], [128, 2], [512, 4]], 1))  # and as read 194
+_HALF = gl.constexpr(96)  # words of a row as read: 192 columns, for 126 of skew and a tile
+_WRITTEN = gl.constexpr(_rows_at([[32, 16], [128, 2], [512, 4]], 2))  # two rows are 194 words
+_SKEWED = gl.constexpr(_rows_at([[32, 16], [512, 4]], 1))  # and as read 192
 SCORE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 _PAIRS = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -50,14 +50,14 @@ def strip_words(span: int) -> int:
     """Words of one warpgroup's products: 64 rows, eighths of them 4 apart, and the drift of 32
     words a step."""
     steps = -(-(span + 127) // 64) + 1
-    return 64 * 96 + 8 * 4 + 32 * (steps + 4)
+    return 64 * 97 + 8 * 4 + 32 * (steps + 4)
 
 
 @gluon.jit
 def query_of(m, GROUP: gl.constexpr):
     """The queries of rows m, from the first of the program on."""
     place = m % 8 * 8 + m // 8
-    return QUERIES - 2 + GROUP - 2 * place
+    return 2 * place + GROUP
 
 
 @gluon.jit
@@ -66,7 +66,7 @@ def keep_products(strip, tile, product, dtype: gl.constexpr):
     one thread's addresses differ by constants."""
     halves = gl.split(product.to(dtype).reshape([4, 2, 8, KEYS]).permute([0, 2, 3, 1]))
     for half in gl.static_range(2):
-        at = strip.index(tile * (KEYS // 2) + half * _HALF)
+        at = strip.index(tile * (KEYS // 2) + half * (_HALF + 1))
         view = at._reinterpret(dtype, [ROWS // 2, 256], _WRITTEN)
         view.slice(0, KEYS, 1).store(halves[half].reshape([ROWS // 2, KEYS]))
 
@@ -103,8 +103,8 @@ def _skewed_half(strip, first, dtype: gl.constexpr, GROUP: gl.constexpr):
 @gluon.jit
 def skewed_products(strip, s, dtype: gl.constexpr, GROUP: gl.constexpr):
     """The products that step s meets, each under its key."""
-    first = s * (KEYS // 2)
+    first = s * (KEYS // 2) + QUERIES // 2 - 1  # the first query's columns begin last
     low = _skewed_half(strip, first, dtype, GROUP)
-    high = _skewed_half(strip, first + _HALF + 1, dtype, GROUP)
+    high = _skewed_half(strip, first + _HALF, dtype, GROUP)
     both = gl.join(low, high).reshape([4, 8, KEYS // 2, 2, 2]).permute([0, 4, 1, 2, 3])
     return gl.convert_layout(both.reshape([ROWS, KEYS]), SCORE, assert_trivial=True)

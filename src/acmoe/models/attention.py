@@ -15,8 +15,8 @@ from torch.nn import functional as F  # noqa: N812, the customary name
 
 from acmoe.ops.backend import Option, choose
 from acmoe.ops.window_attention import (
-    fused_width,
     fused_window_attention,
+    stored_width,
     window_attention_obstacle,
 )
 
@@ -51,7 +51,7 @@ def window_attention_reference(
 def joined_width(q: Tensor, table: Tensor | None, dropout: float) -> int | None:
     """Features of a head in the one tensor of keys and values that `joined_window_attention` takes;
     None where `window_attention` serves these queries without it."""
-    return fused_width(q.shape[-1]) if _backend(q, table, dropout) == "triton" else None
+    return stored_width(q.shape[-1]) if _backend(q, table, dropout) == "triton" else None
 
 
 def _backend(q: Tensor, table: Tensor | None, dropout: float) -> str:

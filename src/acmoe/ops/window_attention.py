@@ -97,8 +97,13 @@ def _memory(device: torch.device) -> int:
 
 
 def fused_width(features: int) -> int:
-    """A power of two: zeros change no product, and spare the kernels every mask on features."""
+    """Of a tile, a power of two: zeros change no product, and spare the kernels most masks."""
     return max(16, 1 << (features - 1).bit_length())
+
+
+def stored_width(features: int) -> int:
+    """Of keys and values in memory, 32 bytes at a time."""
+    return (features + 15) // 16 * 16
 
 
 def fused_window_attention(
@@ -124,7 +129,7 @@ def fused_window_attention(
     Returns:
         (B, H, L, P); zeros for a query that sees nothing.
     """
-    width = fused_width(q.shape[-1])
+    width = stored_width(q.shape[-1])
     kv_2BHNP = torch.stack([F.pad(t, (0, width - t.shape[-1])) for t in (k, v)])
     return joined_window_attention(
         q, kv_2BHNP, span=span, table=table, key_mask=key_mask, dropout=dropout
@@ -142,7 +147,7 @@ def joined_window_attention(
 ) -> Tensor:
     """`fused_window_attention` for keys and values in one tensor, whose gradient is one as well.
 
-    kv: (2, B, H, N, `fused_width(P)`), keys first, the last features zero. Read as it lies if that
+    kv: (2, B, H, N, `stored_width(P)`), keys first, the last features zero. Read as it lies if that
     is in one piece, in any order of its dimensions but the last: without a copy, as one product
     with both weights gives it.
     """
@@ -150,8 +155,9 @@ def joined_window_attention(
     reach = min(span, num_keys - 1)
     if reach == 0 or q.numel() == 0:
         return torch.zeros_like(q)
-    more = kv.shape[-1] - features
-    assert kv.shape[-1] == fused_width(features), f"heads of {kv.shape[-1]} for {features} features"
+    more = fused_width(features) - features
+    stored = kv.shape[-1]
+    assert stored == stored_width(features), f"heads of {stored} for {features} features"
     # 32 random bits a query, drawn on the device: a captured CUDA graph draws new ones each replay.
     bits_BHL = torch.zeros(q.shape[:3], dtype=torch.int32, device=q.device)
     if dropout > 0:
