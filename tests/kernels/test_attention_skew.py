@@ -153,33 +153,3 @@ def test_eight_tables_shifted_apart_and_the_gradients_they_hand_back(
     own = [grad_8PC[r, :, band.left + r : band.left + r + span].double() for r in range(8)]
     expected_PW = 1 + 0.5 * torch.stack(own).sum(0)
     torch.testing.assert_close(dtable_PW.double(), expected_PW, rtol=1e-6, atol=1e-6)
-
-
-def test_a_tables_gradient_in_parts_is_the_sum_of_its_parts(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from acmoe.kernels import attention_backward
-    from acmoe.kernels.attention_skew import APART, Band, add_shifted, comb, rows_of
-
-    band = Band(3, 32, 40, 8, APART)  # 12 rows of eight queries: six parts
-    q_BHLP = torch.randn(1, 3, 32, 16, device=device)
-    flat = torch.randn(band.size(3), device=device)
-    found = []
-    for most in (2**13, 1):
-        monkeypatch.setattr(attention_backward, "_LONG", most)
-        parts = attention_backward.table_gradient(comb(q_BHLP), rows_of(flat, band))
-        dtable_PW = torch.zeros(16, 8, device=device)
-        add_shifted(dtable_PW, parts, band, 2.0)
-        found.append((parts.shape[0], dtable_PW))
-    (whole, expected), (split, dtable_PW) = found
-    assert (whole, split) == (8, 48)
-    torch.testing.assert_close(dtable_PW, expected, rtol=1e-5, atol=1e-5)
-    # By hand: entry w of a query's row stands at its own shift; L = 32 queries of 3 heads.
-    rows = rows_of(flat, band).double()
-    total = sum(
-        q_BHLP[0, x, i].double()[:, None] * rows[i % 8, 4 * x + i // 8, first : first + 8]
-        for x in range(3)
-        for i in range(32)
-        for first in [band.left + i % 8]
-    )
-    torch.testing.assert_close(dtable_PW.double(), 2 * total, rtol=1e-5, atol=1e-4)

@@ -48,20 +48,18 @@ from acmoe.kernels.attention_skew import (
 from acmoe.kernels.coins import pair_threshold, survives_paired
 from acmoe.kernels.products import as_number, dot
 
-_LONG = 2**13  # queries of a plane whose sums are worth parting
-
 
 @triton.jit
 def delta_kernel(
-    out_ptr, grad_ptr, delta_ptr, num_heads, L, num_features, share,
-    P: tl.constexpr, BM: tl.constexpr,
+    out_ptr, grad_ptr, delta_ptr, num_heads, L, share,
+    FEATURES: tl.constexpr, P: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """`share` times the sum of products."""
     x = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BM + tl.arange(0, BM)
     p = tl.arange(0, P)
-    known = (i < L)[:, None] & (p < num_features)[None, :]
-    out_ptrs = output_places(out_ptr, x, i, p, num_heads, L, num_features)
+    known = (i < L)[:, None] & (p < FEATURES)[None, :]
+    out_ptrs = output_places(out_ptr, x, i, p, num_heads, L, FEATURES)
     out = tl.load(out_ptrs, mask=known, other=0.0).to(tl.float32)
     grad_ptrs = grad_ptr + x * L * P + (i[:, None] * P + p[None, :])
     grad = tl.load(grad_ptrs, mask=known, other=0.0).to(tl.float32)
@@ -172,9 +170,10 @@ def keys_kernel(
 def delta_of(out: Tensor, grad: Tensor, share: float) -> Tensor:
     """(B, H, L) float32."""
     delta = torch.empty(out.shape[:3], device=out.device)
-    batch, heads, num_queries, _ = out.shape
+    batch, heads, num_queries, features = out.shape
     delta_kernel[(triton.cdiv(num_queries, 64), batch * heads)](
-        *(out, grad, delta, *out.shape[1:], share),
+        *(out, grad, delta, heads, num_queries, share),
+        FEATURES=features,
         P=grad.shape[3],
         BM=64,
         num_warps=4,
@@ -182,20 +181,8 @@ def delta_of(out: Tensor, grad: Tensor, share: float) -> Tensor:
     return delta
 
 
-def _parts_of(rows: int) -> int:
-    """Up to six that leave each a long sum. One product a plane has fewer tiles than an H200 has
-    multiprocessors, and reads at 3.3 TB/s, where the card has 4.2."""
-    return max(
-        parts for parts in range(1, 7) if rows % parts == 0 and (parts == 1 or rows >= _LONG)
-    )
-
-
 def table_gradient(q_8RP: Tensor, dscore_8RC: Tensor) -> Tensor:
-    """(8 * parts, P, C) float32 sums over parts of the queries; those of a plane lie together."""
-    parts = _parts_of(q_8RP.shape[1])
-    if parts > 1:
-        q_8RP = q_8RP.contiguous().unflatten(1, (parts, -1)).flatten(0, 1)
-        dscore_8RC = dscore_8RC.unflatten(1, (parts, -1)).flatten(0, 1)
+    """(8, P, C) float32 sums over all queries."""
     if q_8RP.is_cuda and q_8RP.dtype != torch.float32:
         return torch.bmm(q_8RP.mT, dscore_8RC, out_dtype=torch.float32)
     return torch.bmm(q_8RP.float().mT, dscore_8RC.float())

@@ -11,7 +11,8 @@ the other has exponentials to take.
 Weights are kept for the backward as attention_keep.py writes them.
 
 B streams, H heads, X = B * H, L queries, S keys before them, N = S + L, W distances in reach, P
-features of a head, of which the first FEATURES, a multiple of 16, are read.
+features of a head, of which the first FEATURES, a multiple of 16, are read and the REAL ones
+written.
 """
 
 import torch
@@ -159,9 +160,9 @@ def _tossed(weight, factor, term, pairs_ptr, limit, KEPT: gl.constexpr, KEEPS: g
 @gluon.jit
 def _group(
     q_ptr, loads, strip, staged, mask_ptr, bits_ptr, spread_ptr, out_ptr, lse_ptr, keep,
-    num_heads, L, N, span, steep, limit, num_features, HAS_MASK: gl.constexpr,
+    num_heads, L, N, span, steep, limit, HAS_MASK: gl.constexpr,
     KEPT: gl.constexpr, KEEPS: gl.constexpr, P: gl.constexpr, FEATURES: gl.constexpr,
-    GROUP: gl.constexpr,
+    REAL: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """64 of a program's queries: every second one. Each group fetches one part of the tiles for
     both."""
@@ -215,8 +216,8 @@ def _group(
     if KEEPS:
         tma.store_wait(0)
     share = _write_sums(peak, total, lse_ptr + rows, i0, L, steep, KEPT, GROUP)
-    first_out = out_ptr + (b.to(gl.int64) * L * num_heads + h) * num_features
-    write(scaled(acc, share), first_out, i0, L, num_heads * num_features, num_features, GROUP)
+    first_out = out_ptr + (b.to(gl.int64) * L * num_heads + h) * REAL
+    write(scaled(acc, share), first_out, i0, L, num_heads * REAL, REAL, GROUP)
 
 
 @gluon.jit
@@ -234,10 +235,10 @@ def _room_for(k_desc, v_desc, table_desc, STAGES: gl.constexpr):
 def forward_kernel(
     q_ptr, k_desc, v_desc, table_desc, k_rest, v_rest, table_rest, mask_ptr, bits_ptr, spread_ptr,
     out_ptr, lse_ptr,
-    num_heads, L, N, span, steep, limit, num_features,
+    num_heads, L, N, span, steep, limit,
     kept_desc, base_ptr, origin,
     HAS_MASK: gl.constexpr, KEPT: gl.constexpr, KEEPS: gl.constexpr, P: gl.constexpr,
-    FEATURES: gl.constexpr, WORDS: gl.constexpr, STAGES: gl.constexpr,
+    FEATURES: gl.constexpr, REAL: gl.constexpr, WORDS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """What `forward_kernel` of attention.py gives, for 128 queries of a head. KEEPS: the weights
     are written as well, from key `origin` on. Of heads in one part the `rest` is not read."""
@@ -263,13 +264,13 @@ def forward_kernel(
         [
             (_group, (
                 q_ptr, loads, even, staged.index(0), mask_ptr, bits_ptr, spread_ptr, out_ptr,
-                lse_ptr, keep, num_heads, L, N, span, steep, limit, num_features, HAS_MASK, KEPT,
-                KEEPS, P, FEATURES, gl.constexpr(0),
+                lse_ptr, keep, num_heads, L, N, span, steep, limit, HAS_MASK, KEPT,
+                KEEPS, P, FEATURES, REAL, gl.constexpr(0),
             )),
             (_group, (
                 q_ptr, loads, odd, staged.index(1), mask_ptr, bits_ptr, spread_ptr, out_ptr,
-                lse_ptr, keep, num_heads, L, N, span, steep, limit, num_features, HAS_MASK, KEPT,
-                KEEPS, P, FEATURES, gl.constexpr(1),
+                lse_ptr, keep, num_heads, L, N, span, steep, limit, HAS_MASK, KEPT,
+                KEEPS, P, FEATURES, REAL, gl.constexpr(1),
             )),
         ],
         [4],
@@ -317,7 +318,7 @@ def run_forward(
         *(tiles_of(t, features, part) for part in parts for t in (k, v, table_WP)),
         q if key_mask is None else key_mask.to(torch.uint8),
         *(bits, spread, out, lse, heads, num_queries, num_keys, span, scale * LOG2E),
-        *(packed_limit(dropped), features),
+        packed_limit(dropped),
         *((kept_tiles(kept.weights, band, batch * heads), kept.base) if keeps else (out, lse)),
         first_key(band),
         HAS_MASK=key_mask is not None,
@@ -325,6 +326,7 @@ def run_forward(
         KEEPS=keeps,
         P=width,
         FEATURES=triton.cdiv(features, 16) * 16,
+        REAL=features,
         WORDS=strip_words(span),
         STAGES=_STAGES,
         num_warps=4,

@@ -126,18 +126,18 @@ def gathered(acc):
 
 
 @gluon.jit
-def _write(part, out_ptr, i0, L, stride, num_features, GROUP: gl.constexpr):
+def _write(part, out_ptr, i0, L, stride, REAL: gl.constexpr, GROUP: gl.constexpr):
     layout: gl.constexpr = part.type.layout
     row = i0 + query_of(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), GROUP)
     p = gl.arange(0, part.shape[1], gl.SliceLayout(0, layout))
-    known = (row < L)[:, None] & (p < num_features)[None, :]
+    known = (row < L)[:, None] & (p < REAL)[None, :]
     places = row[:, None] * stride + p[None, :]
     gl.store(out_ptr + places, part.to(out_ptr.dtype.element_ty), mask=known)
 
 
 @gluon.jit
-def write(acc, out_ptr, i0, L, stride, num_features, GROUP: gl.constexpr):
-    """A warpgroup's rows of the output, so many features of each."""
-    _write(acc[0], out_ptr, i0, L, stride, num_features, GROUP)
+def write(acc, out_ptr, i0, L, stride, REAL: gl.constexpr, GROUP: gl.constexpr):
+    """A warpgroup's rows of the output, the REAL features of each."""
+    _write(acc[0], out_ptr, i0, L, stride, REAL, GROUP)
     if len(acc) == 2:
-        _write(acc[1], out_ptr + FIRST, i0, L, stride, num_features - FIRST, GROUP)
+        _write(acc[1], out_ptr + FIRST, i0, L, stride, REAL - FIRST, GROUP)

@@ -101,12 +101,10 @@ def shifted_tables(table_PW: Tensor, band: Band, dtype: torch.dtype) -> Tensor:
 
 
 def add_shifted(dtable_PW: Tensor, dtable_8PC: Tensor, band: Band, scale: float) -> None:
-    """Add `scale` times the gradient of the eight tables, each maybe in parts that lie together, to
-    that of the one, all float32."""
+    """Add `scale` times the gradient of the eight tables to that of the one, both float32."""
     width = dtable_PW.shape[0]
-    sizes = (width, band.span, band.columns, band.left, dtable_8PC.shape[0] // 8)
     _unshift_kernel[(width, triton.cdiv(band.span, _STRIP))](
-        dtable_8PC, dtable_PW, *sizes, scale, BC=_STRIP
+        dtable_8PC, dtable_PW, width, band.span, band.columns, band.left, scale, BC=_STRIP
     )
 
 
@@ -122,15 +120,14 @@ def _shift_kernel(table_ptr, out_ptr, width, span, columns, left, BC: tl.constex
 
 
 @triton.jit
-def _unshift_kernel(grad_ptr, out_ptr, width, span, columns, left, parts, scale, BC: tl.constexpr):
+def _unshift_kernel(grad_ptr, out_ptr, width, span, columns, left, scale, BC: tl.constexpr):
     """A strip of one feature's gradient, in the order of the tables."""
     p = tl.program_id(0)
     w = tl.program_id(1) * BC + tl.arange(0, BC)
     total = tl.zeros((BC,), dtype=tl.float32)
     for r in tl.static_range(COMB):
-        for part in range(parts):
-            at = ((r * parts + part) * width + p) * columns + left + r + w
-            total += tl.load(grad_ptr + at, mask=w < span, other=0.0)
+        at = (r * width + p) * columns + left + r + w
+        total += tl.load(grad_ptr + at, mask=w < span, other=0.0)
     out_ptrs = out_ptr + p * span + w
     total = tl.load(out_ptrs, mask=w < span, other=0.0) + scale * total
     tl.store(out_ptrs, total, mask=w < span)
