@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from acmoe.kernels.attention_output import empty_output, output_places
 from acmoe.kernels.attention_skew import (
     Band,
     comb,
@@ -133,14 +134,6 @@ def load_numbers(base, first, n, num, INTERIOR: tl.constexpr):
 
 
 @triton.jit
-def output_places(ptr, x, i, p, num_heads, L, FEATURES: tl.constexpr):
-    """Of a head's queries in the order of `empty_output`. Known when compiled, 44 features are read
-    and written four at a time."""
-    row = (x // num_heads * L + i) * num_heads + x % num_heads
-    return ptr + row[:, None] * FEATURES + p[None, :]
-
-
-@triton.jit
 def spread_kernel(spread_ptr, N, BN: tl.constexpr):
     """32 bits of each key's own: a query tile that walks over the keys would compute each anew."""
     j = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -234,13 +227,6 @@ def spread_of_keys(num: int, dropout: float, device: torch.device) -> Tensor:
     if dropout > 0:
         spread_kernel[(triton.cdiv(num, 1024),)](spread, num, BN=1024)
     return spread
-
-
-def empty_output(q: Tensor, features: int) -> Tensor:
-    """(B, H, L, `features`) like queries of a power of two of them, in the order (B, L, H, P): what
-    reads it, a product over all heads' features, copies nothing."""
-    batch, heads, num_queries, _ = q.shape
-    return q.new_empty(batch, num_queries, heads, features).transpose(1, 2)
 
 
 def strides_of(k: Tensor, v: Tensor) -> tuple[int, ...]:

@@ -24,15 +24,14 @@ from acmoe.kernels.attention import (
     as_runs,
     blocks_for,
     choices,
-    empty_output,
     in_window,
     load_numbers,
     load_rows,
-    output_places,
     place_of,
     spread_of_keys,
     strides_of,
 )
+from acmoe.kernels.attention_output import empty_output, output_places
 from acmoe.kernels.attention_queries import queries_gradient
 from acmoe.kernels.attention_skew import (
     COMB,

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from acmoe.kernels.attention import LOG2E, empty_output
+from acmoe.kernels.attention import LOG2E
 from acmoe.kernels.attention_coins import (
     dropped_out,
     pairs_kernel,
@@ -44,6 +44,7 @@ from acmoe.kernels.attention_keep import (
     stage_weights,
 )
 from acmoe.kernels.attention_kept import Kept, kept_band
+from acmoe.kernels.attention_output import empty_output
 from acmoe.kernels.attention_parts import (
     FIRST,
     SECOND,
@@ -57,6 +58,7 @@ from acmoe.kernels.attention_parts import (
     times,
     write,
 )
+from acmoe.kernels.attention_softmax import in_sight, nothing_summed, shares, write_sums
 from acmoe.kernels.attention_strip import (
     KEYS,
     QUERIES,
@@ -70,15 +72,6 @@ from acmoe.kernels.attention_strip import (
 from acmoe.kernels.coins import packed_limit, pair_threshold
 
 _STAGES = 2  # tiles of keys, values and table; three would leave one program an SM
-_OWN = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[8, 0]],
-        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 4],
-    )
-)  # a number a thread and row of SCORE
 
 
 @gluon.jit
@@ -97,51 +90,6 @@ def _first_products(q, strip, walk, b, h, loads, GROUP: gl.constexpr):
         product = warpgroup_mma_wait(0, deps=[product])
         mbarrier.arrive(empty.index(at), count=1)
         keep_products(strip, s + 3, product, q[0].dtype)
-
-
-@gluon.jit
-def _own_sums(weight):
-    """Each row's in the four threads that share it: they meet at the end."""
-    sums = gl.sum(gl.sum(weight.reshape([ROWS, 8, 4, 2]), axis=3), axis=1)
-    return gl.convert_layout(sums, _OWN, assert_trivial=True)
-
-
-@gluon.jit
-def _shares(score, peak, total, steep):
-    """Softmax goes on by a tile: its weights, what they are relative to, by what those before it
-    shrink, and the sums."""
-    higher = gl.maximum(peak, gl.max(score, axis=1))
-    base = gl.where(higher > float("-inf"), higher, 0.0) * steep  # nothing seen yet
-    weight = gl.exp2(score * steep - base[:, None])
-    shrink = gl.exp2(peak * steep - base)
-    own = gl.convert_layout(shrink, gl.SliceLayout(1, _OWN), assert_trivial=True)
-    return weight, base, shrink, higher, total * own[:, None] + _own_sums(weight)
-
-
-@gluon.jit
-def _write_sums(peak, total, lse_ptr, i0, L, steep, KEPT: gl.constexpr, GROUP: gl.constexpr):
-    """The log2 of a warpgroup's rows' sums; returns by what to multiply the rows."""
-    total = gl.convert_layout(gl.sum(total, axis=1), gl.SliceLayout(1, SCORE), assert_trivial=True)
-    empty = total == 0.0
-    share = gl.where(empty, 0.0, 1.0 / KEPT) / gl.where(empty, 1.0, total)
-    lse = gl.where(empty, 0.0, peak * steep + gl.log2(gl.where(empty, 1.0, total)))
-    i = i0 + query_of(gl.arange(0, ROWS, gl.SliceLayout(1, SCORE)), GROUP)
-    gl.store(lse_ptr + i, lse, mask=i < L)
-    return share
-
-
-@gluon.jit
-def _in_sight(score, before, j0, inner, outer, span, seen_ptr, N, HAS_MASK: gl.constexpr):
-    """Minus infinity where a query does not see a key. From `inner` to `outer` all are in all
-    windows."""
-    n = gl.arange(0, KEYS, gl.SliceLayout(0, SCORE))
-    if (j0 < inner) | (j0 > outer):
-        distance = before[:, None] - (j0 + n)[None, :]
-        score = gl.where(distance.to(gl.uint32, bitcast=True) < span, score, float("-inf"))
-    if HAS_MASK:
-        seen = gl.load(seen_ptr + j0 + n, mask=j0 + n < N, other=0)
-        score = gl.where((seen != 0)[None, :], score, float("-inf"))
-    return score
 
 
 @gluon.jit
@@ -182,7 +130,7 @@ def _group(
         factor, term = row_terms(gl.load(bits_ptr + rows + i, mask=i < L, other=0))
     q = queries_of(q_ptr + rows * P, i0, L, P, FEATURES, GROUP)
     peak = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORE))
-    total = gl.zeros([ROWS, 4], gl.float32, _OWN)
+    total = nothing_summed()
     acc = nothing_gathered(FEATURES)
     nothing = gl.zeros([ROWS, KEYS], gl.float32, SCORE)
     _first_products(q, strip, walk, b, h, loads, GROUP)
@@ -196,8 +144,8 @@ def _group(
                 feed(s + 1, walk, b, h, loads, GROUP)
         score = warpgroup_mma_wait(0, deps=[score])
         seen_ptr = mask_ptr + b.to(gl.int64) * N
-        score = _in_sight(score, before, j0, inner, outer, span, seen_ptr, N, HAS_MASK)
-        weight, base, shrink, peak, total = _shares(score, peak, total, steep)
+        score = in_sight(score, before, j0, inner, outer, span, seen_ptr, N, HAS_MASK)
+        weight, base, shrink, peak, total = shares(score, peak, total, steep)
         pairs_ptr = spread_ptr + j0 // 2
         signed, weight = _tossed(weight.to(dtype), factor, term, pairs_ptr, limit, KEPT, KEEPS)
         if KEEPS:
@@ -215,7 +163,7 @@ def _group(
         mbarrier.arrive(empty.index(at), count=1)
     if KEEPS:
         tma.store_wait(0)
-    share = _write_sums(peak, total, lse_ptr + rows, i0, L, steep, KEPT, GROUP)
+    share = write_sums(peak, total, lse_ptr + rows, i0, L, steep, KEPT, GROUP)
     first_out = out_ptr + (b.to(gl.int64) * L * num_heads + h) * REAL
     write(scaled(acc, share), first_out, i0, L, num_heads * REAL, REAL, GROUP)
 
@@ -297,7 +245,7 @@ def run_forward(
     features: int,
     kept: Kept,
 ) -> tuple[Tensor, Tensor]:
-    """(B, H, L, `features`) attended values, as `attention.empty_output` has them, and (B, H, L)
+    """(B, H, L, `features`) attended values, as `empty_output` has them, and (B, H, L)
     log2 of each query's sum; the features of a head from `features` on are zeros. `kept` is filled
     if it has room for anything."""
     batch, heads, num_queries, width = q.shape

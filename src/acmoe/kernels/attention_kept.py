@@ -17,8 +17,8 @@ import torch
 import triton
 from torch import Tensor
 
-from acmoe.kernels.attention import empty_output
 from acmoe.kernels.attention_backward import delta_of, table_gradient
+from acmoe.kernels.attention_output import empty_output
 from acmoe.kernels.attention_queries import queries_gradient
 from acmoe.kernels.attention_skew import (
     APART,

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from acmoe.kernels.attention import blocks_for, launch, output_places
+from acmoe.kernels.attention import blocks_for, launch
+from acmoe.kernels.attention_output import output_places
 from acmoe.kernels.attention_skew import COMB, Band, geometry
 from acmoe.kernels.products import dot
 from acmoe.kernels.tuning import OVERRIDE, Blocks

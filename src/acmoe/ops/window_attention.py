@@ -246,7 +246,7 @@ def _room(
 
 @_window_attention.register_fake
 def _(given, q, kv, table, key_mask, bits, scale, dropout, differentiated):  # type: ignore[no-untyped-def]
-    from acmoe.kernels.attention import empty_output
+    from acmoe.kernels.attention_output import empty_output
 
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     kept = _room(q, kv, table.shape[1], dropout, given.shape[-1], differentiated)
@@ -290,7 +290,7 @@ def _window_attention_backward(
 
 @_window_attention_backward.register_fake
 def _(grad, q, kv, table, *rest):  # type: ignore[no-untyped-def]
-    from acmoe.kernels.attention import empty_output
+    from acmoe.kernels.attention_output import empty_output
 
     out = rest[2]
     return empty_output(q, out.shape[-1]), torch.empty_like(kv), torch.empty_like(table)
