@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from acmoe.errors import UserError
 from acmoe.models.attention import window_attention_reference
@@ -114,7 +115,7 @@ def test_a_forward_can_be_differentiated_twice(device: str, hopper: None) -> Non
         # A row of 64 distances and 7 of shift, filled up to 80, with 192 behind: 328 numbers, eight
         # more than a multiple of 64, for each of 64 queries, and 512 on either side.
         (64, "auto", 64 * 2 * (64 * 328 + 1024), None),
-        (64, "auto", 64 * 2 * (64 * 328 + 1024) - 1, "they take 0 MiB a call, and the limit is 0"),
+        (64, "auto", 64 * 2 * (64 * 328 + 1024) - 1, "its weights take 0 MiB a call, of 0 allowed"),
     ],
 )
 def test_what_keeps_weights_from_being_kept_is_said(
@@ -148,3 +149,35 @@ def test_a_wish_nobody_knows_is_named(
     q, k, v, table, _ = draw(32, 32, 32, 16, device)
     with pytest.raises(UserError, match="ACMOE_KEEP_ATTENTION='yes' is unknown; choose auto or"):
         fused_window_attention(q.requires_grad_(), k, v, table=table, span=32)
+
+
+def test_no_zeros_as_large_as_the_weights_are_made_for_the_backward(
+    device: str, hopper: None
+) -> None:
+    made: list[int] = []
+
+    class Zeros(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = func(*args, **(kwargs or {}))
+            if "zeros" in str(func) and isinstance(out, Tensor):
+                made.append(out.numel())
+            return out
+
+    q, k, v, table, upstream = draw(32, 32, 32, 16, device)
+    out = fused_window_attention(q.requires_grad_(), k, v, table=table, span=32)
+    with Zeros():
+        torch.autograd.grad(out, q, upstream)
+    assert max(made, default=0) <= 128  # a number a query; weights are over 200 of them
+
+
+def test_an_output_that_a_hook_has_laid_elsewhere_is_read_where_it_is(
+    device: str, hopper: None
+) -> None:
+    *tensors, upstream = draw(32, 32, 32, 16, device)
+    expected = with_gradients(fused_window_attention, tensors, upstream, span=32)
+    packed = torch.autograd.graph.saved_tensors_hooks(
+        lambda t: t.clone(memory_format=torch.contiguous_format), lambda t: t
+    )
+    with packed:
+        found = with_gradients(fused_window_attention, tensors, upstream, span=32)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))

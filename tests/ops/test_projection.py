@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -96,3 +97,16 @@ def test_a_compiled_backward_reads_its_gradient_in_one_place() -> None:
     (backward,) = [node for node in nodes if "project_backward" in str(node.target)]
     assert len(backward.args[0].users) == 1
     assert not [node for node in nodes if "mm" in str(node.target)]
+
+
+@pytest.mark.parametrize("frozen", ["segment", "weight"])
+def test_what_needs_no_gradient_is_given_none(frozen: str) -> None:
+    segment, weight = draw(B, L, D, seed=1), draw(D, A, seed=2).T  # not contiguous
+    source = torch.cat([draw(B, N - L, D, seed=0), segment], dim=1)
+    leaf = (weight if frozen == "segment" else segment).requires_grad_()
+    expected = torch.autograd.grad(
+        (source @ weight.T if frozen == "segment" else segment @ weight.T).sum(), leaf
+    )
+    for call in (project, torch.compile(project, fullgraph=True, backend="aot_eager")):
+        found = torch.autograd.grad(call(source, segment, weight).sum(), leaf)
+        torch.testing.assert_close(found, expected)

@@ -102,6 +102,32 @@ def test_a_backward_after_the_memory_has_moved_raises() -> None:
         out.loss.backward()  # type: ignore[no-untyped-call]
 
 
+def test_blocks_that_are_computed_again_write_into_no_room() -> None:
+    torch.manual_seed(0)
+    model = LanguageModel(CONFIG, checkpoint_blocks=True)
+    ids = torch.zeros(3, BLOCK, dtype=torch.int64)
+    place = HeldMemory(full(model), BLOCK, torch.bfloat16)
+    _, expected = numbers(model, ids, full(model))
+    model.zero_grad()
+    out = read(model, ids, place.hold(full(model)))
+    place.hold(out.memory)  # before the backward, which computes the blocks again
+    assert out.loss is not None
+    out.loss.backward()  # type: ignore[no-untyped-call]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(torch.equal(*pair) for pair in zip([out.loss, *gradients], expected, strict=True))
+
+
+@pytest.mark.parametrize(("length", "autocast"), [(1, True), (3, True), (BLOCK, False)])
+def test_a_room_that_does_not_fit_a_call_is_left_alone(length: int, autocast: bool) -> None:
+    model = model_of()
+    free = full(model)
+    held = HeldMemory(free, BLOCK, torch.bfloat16).hold(free)
+    ids = torch.ones(3, length, dtype=torch.int64)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found, expected = (model(ids, ids, memory=memory) for memory in (held, free))
+    assert torch.equal(found.loss, expected.loss)
+
+
 def test_a_wider_memory_is_kept_in_the_precision_of_the_place() -> None:
     """As a checkpoint of an earlier version holds it."""
     memory = full(model_of())

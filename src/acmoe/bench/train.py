@@ -110,7 +110,9 @@ class Step:
         for group in self.optimizer.param_groups:
             group["capturable"] = self.device.type == "cuda"
         self.memory: Memory | None = None
-        self.place: HeldMemory | None = None  # a captured graph reads and writes the same tensors
+        # As a captured graph needs it, which reads and writes the same tensors; without one a
+        # trainer joins memory and segment, which moves as many bytes.
+        self.place: HeldMemory | None = None
         self.inputs, self.targets = self._draw(batch, config.seed)
         self.loss = torch.zeros((), device=self.device)
         self._fill_memory()
@@ -153,7 +155,9 @@ class Step:
                 self.memory = self.model(self.inputs, self.targets, memory=self.memory).memory
             kept = self.memory.hidden[0]
             if kept.shape[1] == before:
-                self.place = HeldMemory(self.memory, self.inputs.shape[1], kept.dtype)
+                post = self.model.config.norm == "post"
+                length = self.inputs.shape[1] if post else 0
+                self.place = HeldMemory(self.memory, length, kept.dtype)
                 self.memory = self.place.hold(self.memory)
                 return
 

@@ -55,10 +55,11 @@ def launch_table(
     with 32, and 180 for 199 with a scale (qwen30b, H200). Else 32: within a step the matrix units
     truncate, and float32 tokens would lose 2^-20.
 
-    Where steps are short or programs few, more loads are under way: 38 us with 8 stages, 48 with 5
-    for mixtral's 8192 tokens. So where 128 experts leave room for one program a multiprocessor; of
-    float32 tokens 5 stages would be more than the 99 KiB a program has on smaller cards. Sorted
-    tokens, each waited for twice, rather have three programs there, though some numbers spill.
+    Where steps are short or programs few, more loads are under way: of 32 features, 38 us with 8
+    stages, 48 with 5 for mixtral's 8192 tokens. So where 128 experts leave room for one program a
+    multiprocessor, of 32 features again; of float32 tokens 5 stages would be more than the 99 KiB a
+    program has on smaller cards. Sorted tokens, each waited for twice, rather have three programs
+    there, though some numbers spill.
     """
     if num_experts > 256:
         return Tile(16, 32, 8, 2)
@@ -97,6 +98,10 @@ def route(
     whole = tokens.x.dtype == embedding_ED.dtype == torch.bfloat16
     wide = tokens.x.dtype == torch.float32
     tile = launch_table(E, T, not tokens.has_order, wide, whole)
+    if tokens.has_scale and not tokens.has_order:
+        # A scale a token is loaded ahead as well: 6 stages would take more than the 99 KiB of
+        # shared memory that a program has on smaller cards.
+        tile = tile._replace(num_stages=min(tile.num_stages, 3))
     N = tokens.blocks(tile.tokens)
     affinity_TE = tokens.x.new_empty(T, E, dtype=torch.float32)
     gate_TK = affinity_TE.new_empty(T, top_k)

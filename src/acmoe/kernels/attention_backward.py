@@ -54,8 +54,8 @@ def delta_kernel(
     FEATURES: tl.constexpr, P: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """`share` times the sum of products."""
-    x = tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0) * BM + tl.arange(0, BM)
+    x = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BM + tl.arange(0, BM)
     p = tl.arange(0, P)
     known = (i < L)[:, None] & (p < FEATURES)[None, :]
     out_ptrs = output_places(out_ptr, x, i, p, num_heads, L, FEATURES)
@@ -170,7 +170,7 @@ def delta_of(out: Tensor, grad: Tensor, share: float) -> Tensor:
     """(B, H, L) float32."""
     delta = torch.empty(out.shape[:3], device=out.device)
     batch, heads, num_queries, features = out.shape
-    delta_kernel[(triton.cdiv(num_queries, 64), batch * heads)](
+    delta_kernel[(batch * heads, triton.cdiv(num_queries, 64))](
         *(out, grad, delta, heads, num_queries, share),
         FEATURES=features,
         P=grad.shape[3],

@@ -207,12 +207,12 @@ def stages_for(width: int, features: int, queries: int) -> int:
     return min(_MOST_STAGES, room // (GROUPS.value * _SLOT))
 
 
-def _programs(num: int, tiles: int) -> tuple[int, int]:
+def _programs(num: int, tiles: int, device: torch.device) -> tuple[int, int]:
     """One a multiprocessor: heads that run at a time, and shares of each one's keys. Where the
     kernel is emulated two."""
     most = 2
-    if torch.cuda.is_available():
-        most = torch.cuda.get_device_properties().multi_processor_count
+    if device.type == "cuda":
+        most = torch.cuda.get_device_properties(device).multi_processor_count
     return min(num, most), max(1, min(most // num, tiles // GROUPS.value))
 
 
@@ -234,9 +234,8 @@ def run_keys(
     """Fill dk, dv and the gradient of the scores.
 
     q and grad (B, H, L, P) are contiguous; v, dk and dv (B, H, N, `stored_width`) have features
-    side by side;
-    lse and delta (B, H, L); dscores lies as the weights do. Tiles of 64 queries and 64 keys that
-    meet the window are written whole, with zeros outside it, and nothing else is.
+    side by side; lse and delta (B, H, L). dscores lies as the weights do: tiles of 64 queries and
+    64 keys that meet the window are written whole, with zeros outside it, and nothing else is.
     """
     assert dv.stride() == v.stride()
     batch, heads, num_queries, width = q.shape
@@ -245,7 +244,7 @@ def run_keys(
     parts = parts_of(used)
     boxes = [rows_box(t, *part) for t in (q, grad) for part in (parts[0], parts[-1])]
     numbers = (numbers_box(t.view(num, num_queries)) for t in (lse, delta))
-    keys_kernel[_programs(num, triton.cdiv(band.keys, 64))](
+    keys_kernel[_programs(num, triton.cdiv(band.keys, 64), q.device)](
         *(weights_box(t, num, band) for t in (kept.weights, dscores)),
         *(numbers_box(kept.base.view(num, -1, num_queries)), *boxes, *numbers, v, dk, dv),
         *(*dk.stride()[:3], *dv.stride()[:3], num, heads, num_queries, band.keys, band.span),

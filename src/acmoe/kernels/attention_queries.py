@@ -78,9 +78,11 @@ def queries_kernel(
 ):  # fmt: skip
     """dq as `empty_output` has it; zeros in the scores' gradient where a distance met no key."""
     parts: tl.constexpr = COMB // _PLANES
-    x = tl.program_id(1).to(tl.int64)
-    b0 = tl.program_id(0) % parts * _PLANES
-    a0 = tl.program_id(0) // parts * BM
+    tiles = tl.cdiv(num_rows, BM) * parts  # of a head
+    x = (tl.program_id(0) // tiles).to(tl.int64)
+    tile = tl.program_id(0) % tiles
+    b0 = tile % parts * _PLANES
+    a0 = tile // parts * BM
     m = tl.arange(0, BM)
     n = tl.arange(0, BN)
     p = tl.arange(0, P)
@@ -142,7 +144,7 @@ def queries_gradient(
     features of k and table from `features` on are zeros."""
     blocks = _blocks_for(dq.dtype, table_8PC.shape[1], band)
     num = dq.shape[0] * band.heads
-    queries_kernel[(COMB.value // _PLANES.value * triton.cdiv(band.rows, blocks.m), num)](
+    queries_kernel[(COMB.value // _PLANES.value * triton.cdiv(band.rows, blocks.m) * num,)](
         *(k, table_8PC, dscore_8RC, dq, *k.stride()[:3], *geometry(band, num)),
         *(band.columns, band.left, scale),
         STORED=k.shape[3],

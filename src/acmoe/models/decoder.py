@@ -33,8 +33,8 @@ class Memory(NamedTuple):
 
     hidden: tuple[Tensor, ...]  # (B, S, D) inputs of each block
     mask: Tensor | None = None  # (B, S) False where a slot is padding; None: all are tokens
-    # (B, S + L, D) each, with `hidden` in front: a call of L tokens writes its own behind them,
-    # where it would join copies of both.
+    # (B, S + L, D) each, with `hidden` in front, which is then read there: a call of L tokens
+    # writes its own behind them, where it would join copies of both.
     rooms: tuple[Tensor, ...] | None = None
 
 
@@ -49,7 +49,8 @@ class LanguageOutput(NamedTuple):
 
 
 class LanguageModel(nn.Module):
-    """A decoder with MoE layers. Pure: memory and routing state come and go as values.
+    """A decoder with MoE layers. Pure: memory and routing state come and go as values, but for a
+    memory with rooms, behind which a call writes its own.
 
     With `checkpoint_blocks=True` activations inside a block are computed again in backward;
     routing choices are kept, so that rounding cannot send a token elsewhere the second time.
@@ -132,7 +133,9 @@ class LanguageModel(nn.Module):
         kept = []
         for depth, block in enumerate(self.blocks):
             past = memory.hidden[depth] if memory is not None else None
-            room = memory.rooms[depth] if memory is not None and memory.rooms else None
+            room = None
+            if memory is not None and memory.rooms and self.config.norm == "post" and not again:
+                room = memory.rooms[depth]  # not where it is read again, maybe after it has moved
             if token_mask is not None and self.config.empty_memory == "zeros":
                 x_BLD = x_BLD.masked_fill(~token_mask[..., None], 0.0)
             newest = source = None
@@ -216,7 +219,9 @@ class LanguageModel(nn.Module):
             x_BLD = x_BLD.detach().to(self.memory_dtype)
         if past_BSD is None:
             return x_BLD, x_BLD
-        if room_BND is not None and self.config.norm == "post":
+        num_keys = past_BSD.shape[1] + x_BLD.shape[1]
+        fits = room_BND is not None and room_BND.shape[1] == num_keys
+        if room_BND is not None and fits and room_BND.dtype == x_BLD.dtype:
             copy_rows(room_BND[:, past_BSD.shape[1] :], x_BLD)
             return x_BLD, room_BND
         return x_BLD, torch.cat([past_BSD.to(x_BLD.dtype), x_BLD], dim=1)

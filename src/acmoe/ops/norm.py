@@ -161,10 +161,12 @@ def _save_once(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _of_once(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # once: checkpointing hands each out a single time
-    grad, *others = (None if part is None else part.contiguous() for part in upstream[:3])
+    grad, low, echo = (None if part is None else part.contiguous() for part in upstream[:3])
+    if grad is None:
+        grad, echo = echo, None
     if grad is None:
         grad = torch.zeros_like(saved[0])
-    dx, dy, (dgain, dbias) = _once_backward(grad, *others, *saved)
+    dx, dy, (dgain, dbias) = _once_backward(grad, low, echo, *saved)
     return dx, dy, dgain.to(saved[2].dtype), dbias.to(ctx.bias_dtype), None, None, None
 
 

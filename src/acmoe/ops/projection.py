@@ -44,31 +44,43 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> No
     ctx.save_for_backward(source, weight)
 
 
-def _backward(ctx: Any, upstream: Tensor) -> tuple[None, Tensor, Tensor]:
+def _backward(ctx: Any, upstream: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
     source, weight = ctx.saved_tensors
-    segment_grad, weight_grad = _gradients(upstream, source, weight, ctx.length)
-    return None, segment_grad.to(ctx.dtype), weight_grad
+    _, of_segment, of_weight = ctx.needs_input_grad
+    segment_grad, weight_grad = _gradients(
+        upstream, source, weight, ctx.length if of_segment else 0, of_weight
+    )
+    return (
+        None,
+        segment_grad.to(ctx.dtype) if of_segment else None,
+        weight_grad if of_weight else None,
+    )
 
 
 @torch.library.custom_op("acmoe::project_backward", mutates_args=())
 def _gradients(
-    upstream: Tensor, source: Tensor, weight: Tensor, length: int
+    upstream: Tensor, source: Tensor, weight: Tensor, length: int, of_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """Of the source's last `length` positions, (B, L, D), and of the weight.
+    """Of the source's last `length` positions, (B, L, D), and of the weight, or (0, D) numbers.
 
     The first stream by stream: as one product it would first be copied, for those positions have
     gaps between them. Both in one op: a compiler would bring the weight into another form, and
     write an upstream that is not contiguous once for each product.
     """
     weight_BAD = weight.expand(upstream.shape[0], -1, -1)
-    segment_grad = torch.bmm(upstream[:, -length:], weight_BAD)
+    segment_grad = torch.bmm(upstream[:, upstream.shape[1] - length :], weight_BAD)
+    if not of_weight:
+        return segment_grad, weight.new_empty(0, weight.shape[1])
     return segment_grad, upstream.flatten(0, 1).T @ source.flatten(0, 1)
 
 
 @_gradients.register_fake
-def _(upstream: Tensor, source: Tensor, weight: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    segment_grad = upstream.new_empty(upstream.shape[0], length, weight.shape[1])
-    return segment_grad, torch.empty_like(weight)
+def _(
+    upstream: Tensor, source: Tensor, weight: Tensor, length: int, of_weight: bool
+) -> tuple[Tensor, Tensor]:
+    num, dim = weight.shape
+    segment_grad = upstream.new_empty(upstream.shape[0], length, dim)
+    return segment_grad, weight.new_empty(num if of_weight else 0, dim)
 
 
 _project.register_autograd(_backward, setup_context=_save)

@@ -46,7 +46,8 @@ def window_attention_obstacle(q: Tensor, table: Tensor | None, dropout: float) -
 
 
 def hopper_obstacle(q: Tensor, kv: Tensor, span: int, dropout: float) -> str | None:
-    """What keeps attention from the kernels for Hopper; None: nothing. Widths as `fused_width`."""
+    """What keeps attention from the kernels for Hopper; None: nothing. q has `fused_width`, kv
+    `stored_width`."""
     from acmoe.kernels.hopper import gluon_obstacle
 
     obstacle = gluon_obstacle(q.device)
@@ -67,20 +68,26 @@ def hopper_obstacle(q: Tensor, kv: Tensor, span: int, dropout: float) -> str | N
     return None
 
 
+def _keeping_wanted() -> str:
+    wanted = os.environ.get("ACMOE_KEEP_ATTENTION", "auto")
+    if wanted not in ("auto", "never"):
+        raise UserError(f"ACMOE_KEEP_ATTENTION={wanted!r} is unknown; choose auto or never")
+    return wanted
+
+
 def keeping_obstacle(q: Tensor, kv: Tensor, span: int, dropout: float, features: int) -> str | None:
     """What keeps attention from keeping its weights for the backward; None: nothing."""
     from acmoe.kernels.attention_kept import kept_sizes
 
-    wanted = os.environ.get("ACMOE_KEEP_ATTENTION", "auto")
-    if wanted not in ("auto", "never"):
-        raise UserError(f"ACMOE_KEEP_ATTENTION={wanted!r} is unknown; choose auto or never")
-    if wanted == "never":
+    if _keeping_wanted() == "never":
         return "ACMOE_KEEP_ATTENTION=never"
     obstacle = hopper_obstacle(q, kv, span, dropout)
     if obstacle is not None:
         return obstacle
     if q.shape[2] % 8 > 0:
         return f"{q.shape[2]} queries are no multiple of 8"
+    if kv.shape[-2] - q.shape[2] > span:
+        return f"more than {span} keys precede the first query"
     from acmoe.kernels.attention_keys import stages_for
 
     if stages_for(q.shape[-1], features, q.shape[2]) < 2:
@@ -88,7 +95,7 @@ def keeping_obstacle(q: Tensor, kv: Tensor, span: int, dropout: float, features:
     size = kept_sizes(q.shape, kv.shape[-2], span)[0] * q.element_size()
     limit = int(_KEPT_SHARE * _memory(q.device))
     if size > limit:
-        return f"they take {size / 2**20:,.0f} MiB a call, and the limit is {limit / 2**20:,.0f}"
+        return f"its weights take {size / 2**20:,.0f} MiB a call, of {limit / 2**20:,.0f} allowed"
     return None
 
 
@@ -151,6 +158,7 @@ def joined_window_attention(
     is in one piece, in any order of its dimensions but the last: without a copy, as one product
     with both weights gives it.
     """
+    _keeping_wanted()  # a wish nobody knows is named here, before anything is compiled
     features, num_keys = q.shape[-1], kv.shape[-2]
     reach = min(span, num_keys - 1)
     if reach == 0 or q.numel() == 0:
@@ -239,8 +247,11 @@ def _room(
     if obstacle is not None:
         say_once(f"attention computes its weights again in the backward: {obstacle}")
         return nothing
-    say_once("attention keeps its weights for the backward; ACMOE_KEEP_ATTENTION=never: not")
     weights, bases = kept_sizes(q.shape, kv.shape[-2], span)
+    size = f"{weights * q.element_size() / 2**20:,.0f} MiB a call"
+    say_once(
+        f"attention keeps its weights for the backward, {size}; ACMOE_KEEP_ATTENTION=never: not"
+    )
     return q.new_empty(weights), q.new_empty(bases, dtype=torch.float32)
 
 
@@ -269,6 +280,7 @@ def _window_attention_backward(
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     features = out.shape[-1]
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # a hook may have laid it elsewhere
     dkv = torch.empty_like(kv)
     if weights.numel() > 0:
         from acmoe.kernels import attention_kept
@@ -298,10 +310,13 @@ def _(grad, q, kv, table, *rest):  # type: ignore[no-untyped-def]
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     _, *tensors, ctx.scale, ctx.dropout, _ = inputs
+    ctx.set_materialize_grads(False)  # nor zeros for the gradients of weights nobody differentiates
     ctx.save_for_backward(*tensors, *output)
 
 
 def _backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
+    if grad is None:
+        return (None,) * 9
     q, *rest = ctx.saved_tensors
     wide = F.pad(grad, (0, q.shape[-1] - grad.shape[-1])).contiguous()
     dq, *others = _window_attention_backward(wide, q, *rest, ctx.scale, ctx.dropout)

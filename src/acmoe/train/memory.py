@@ -14,26 +14,29 @@ from acmoe.ops.rows import copy_rows
 
 
 class HeldMemory:
-    """A place for memories like this one, and for segments of `length` behind them."""
+    """A place for memories like this one, and for segments of `length` behind them; 0: no room, for
+    models that join a tensor of their own."""
 
     def __init__(self, like: Memory, length: int, dtype: torch.dtype) -> None:
         first_BSD = like.hidden[0]
         streams, self.positions, dim = first_BSD.shape
         self.length = length
-        # One tensor for all blocks, so that they move up in S / L launches; parts with versions of
-        # their own, so that autograd does not take what one block writes for a change of another's.
+        # One tensor for all blocks, so that they move up in a launch a segment; parts with versions
+        # of their own, so that autograd does not take one block's writing for another's change.
         shape = (len(like.hidden), streams, self.positions + length, dim)
         self.room_KBND = first_BSD.new_empty(shape, dtype=dtype)
         self.rooms = tuple(room_BND.data for room_BND in self.room_KBND)
         hidden = tuple(room_BND[:, : self.positions] for room_BND in self.rooms)
-        self.memory = Memory(hidden, like.mask, self.rooms)
+        self.memory = Memory(hidden, like.mask, self.rooms if length > 0 else None)
 
     def hold(self, new: Memory) -> Memory:
         """`new`, in this place; a backward that reads what the room held before then raises."""
         kept = self.memory.hidden
-        if new.hidden[0].data_ptr() == self.room_KBND[:, :, self.length :].data_ptr():
+        if new.hidden[0].data_ptr() == kept[0].data_ptr():
+            pass
+        elif new.hidden[0].data_ptr() == self.room_KBND[:, :, self.length :].data_ptr():
             self._move_up()
-        elif new.hidden[0].data_ptr() != kept[0].data_ptr():
+        else:
             for into, hidden in zip(kept, new.hidden, strict=True):
                 copy_rows(into, hidden.to(into.dtype))
         return self.memory._replace(mask=new.mask)

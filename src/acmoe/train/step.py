@@ -127,7 +127,9 @@ class Trainer:
         if part not in self.places:
             with autocast(self.config.precision, self.device):
                 dtype = self.model.memory_dtype  # a checkpoint may hold a wider one
-            self.places[part] = HeldMemory(memory, self.config.model.block, dtype)
+            config = self.config.model
+            length = config.block if config.norm == "post" else 0
+            self.places[part] = HeldMemory(memory, length, dtype)
         return self.places[part].hold(memory)
 
     def _capture_anew(self) -> None:
