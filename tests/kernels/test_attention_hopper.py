@@ -11,11 +11,8 @@ import torch
 from torch import Tensor
 
 from acmoe.models.attention import window_attention_reference
-from acmoe.ops.window_attention import (
-    fused_width,
-    fused_window_attention,
-    hopper_obstacle,
-)
+from acmoe.ops.attention_choice import fused_width, hopper_obstacle
+from acmoe.ops.window_attention import fused_window_attention
 
 
 def packed_toss(

@@ -241,7 +241,7 @@ def test_on_the_card_the_same_is_kept(
     S: int, L: int, W: int, P: int, features: int, masked: bool, dtype: torch.dtype
 ) -> None:
     from acmoe.kernels import attention_hopper
-    from acmoe.ops.window_attention import hopper_obstacle
+    from acmoe.ops.attention_choice import hopper_obstacle
 
     case = draw(S, L, W, P, features, masked, dtype, "cuda")
     q, k, v = case.arguments[:3]

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from acmoe.errors import UserError
 from acmoe.models.attention import window_attention_reference
-from acmoe.ops import backend, window_attention
-from acmoe.ops.window_attention import fused_window_attention, keeping_obstacle
+from acmoe.ops import attention_choice, backend
+from acmoe.ops.attention_choice import keeping_obstacle
+from acmoe.ops.window_attention import fused_window_attention
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     for module, name in ((attention_hopper, "forward_kernel"), (attention_keys, "keys_kernel")):
         monkeypatch.setattr(module, name, emulate(getattr(module, name), seed=0))
     monkeypatch.setattr(where, "gluon_obstacle", lambda device: None)
-    monkeypatch.setattr(window_attention, "_memory", lambda device: 2**30)
+    monkeypatch.setattr(attention_choice, "memory_of", lambda device: 2**30)
 
 
 def draw(S: int, L: int, W: int, features: int, device: str) -> list[Tensor]:
@@ -123,7 +124,7 @@ def test_what_keeps_weights_from_being_kept_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("ACMOE_KEEP_ATTENTION", wanted)
-    monkeypatch.setattr(window_attention, "_memory", lambda device: memory)
+    monkeypatch.setattr(attention_choice, "memory_of", lambda device: memory)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q = torch.zeros(1, 1, queries, 64, dtype=torch.bfloat16, device=device)
     kv = torch.zeros(2, 1, 1, 64 + queries, 64, dtype=torch.bfloat16, device=device)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from acmoe.ops.window_attention import stored_width
+from acmoe.ops.attention_choice import stored_width
 
 if TYPE_CHECKING:  # a test imports kernels itself, to be interpreted
     from acmoe.kernels.attention_kept import Kept

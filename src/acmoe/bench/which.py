@@ -18,6 +18,13 @@ from acmoe.config.routing import AdaptiveConfig
 from acmoe.config.vision import SwinConfig
 from acmoe.config.vision_models import SWIN_MODELS
 from acmoe.experts.mlp import ExpertMLP
+from acmoe.ops.attention_choice import (
+    fused_width,
+    hopper_obstacle,
+    keeping_obstacle,
+    stored_width,
+    window_attention_obstacle,
+)
 from acmoe.ops.backend import (
     Option,
     choose,
@@ -28,13 +35,6 @@ from acmoe.ops.backend import (
 from acmoe.ops.embedding import embedding, embedding_obstacle
 from acmoe.ops.map_attention import map_attention_fuses, map_attention_obstacle
 from acmoe.ops.norm import norm_obstacle
-from acmoe.ops.window_attention import (
-    fused_width,
-    hopper_obstacle,
-    keeping_obstacle,
-    stored_width,
-    window_attention_obstacle,
-)
 from acmoe.routing.statistics import ClusterStatistics
 
 

@@ -13,12 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the customary name
 
+from acmoe.ops.attention_choice import stored_width, window_attention_obstacle
 from acmoe.ops.backend import Option, choose
-from acmoe.ops.window_attention import (
-    fused_window_attention,
-    stored_width,
-    window_attention_obstacle,
-)
+from acmoe.ops.window_attention import fused_window_attention
 
 _SHORTEST_PIECE = 64  # queries; shorter pieces cost more in launches than they save in scores
 

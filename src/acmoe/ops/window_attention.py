@@ -11,106 +11,19 @@ gradient.
 """
 
 import math
-import os
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the customary name
 
-from acmoe.errors import UserError
-from acmoe.ops.backend import requested, say_once, triton_obstacle
-
-_WIDEST = 128  # features of a head; a wider tile leaves no registers for the scores
-_FEWEST_QUERIES = 16  # the smallest tile the matrix units take
-_WIDEST_ON_HOPPER = 64
-_SHARED_ON_HOPPER = 227 * 1024  # bytes of shared memory
-_MOST_DROPPED = 0.48  # the coins of packed numbers, see kernels/coins.py
-_KEPT_SHARE = 1 / 64  # of a card's memory for the weights of one call
-
-
-def window_attention_obstacle(q: Tensor, table: Tensor | None, dropout: float) -> str | None:
-    """What keeps the kernels from serving this call; None: nothing."""
-    if table is None:
-        return "its kernel is for relative positions"
-    if q.shape[-1] > _WIDEST:
-        return f"its kernel holds heads of at most {_WIDEST} features, not {q.shape[-1]}"
-    if q.shape[-2] < _FEWEST_QUERIES:
-        return f"its kernel is for {_FEWEST_QUERIES} queries or more, not {q.shape[-2]}"
-    if q.is_cuda and q.dtype == torch.float32:
-        return "its kernel multiplies numbers of 16 bits, not float32"
-    if not q.is_cuda and requested() != "triton":
-        return "its interpreter is slow, and has to be asked for"
-    if not 0 <= dropout < 1:
-        return f"its kernel has no dropout of {dropout}"
-    return triton_obstacle(q)
-
-
-def hopper_obstacle(q: Tensor, kv: Tensor, span: int, dropout: float) -> str | None:
-    """What keeps attention from the kernels for Hopper; None: nothing. q has `fused_width`, kv
-    `stored_width`."""
-    from acmoe.kernels.hopper import gluon_obstacle
-
-    obstacle = gluon_obstacle(q.device)
-    if obstacle is not None:
-        return obstacle
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"its kernel multiplies numbers of 16 bits, not {q.dtype}"
-    if q.shape[-1] > _WIDEST_ON_HOPPER:
-        return f"its kernel holds heads of at most {_WIDEST_ON_HOPPER} features, not {q.shape[-1]}"
-    if dropout > _MOST_DROPPED:
-        return f"its kernel drops at most {_MOST_DROPPED}, not {dropout}"
-    if any(2 * step % 16 for step in kv.stride()[:-1]):
-        return "its kernel reads rows of keys and values from multiples of 16 bytes on"
-    from acmoe.kernels.attention_hopper import shared_bytes
-
-    if shared_bytes(q.shape[-1], span) > _SHARED_ON_HOPPER:
-        return f"its kernel has no room for a window of {span}"
-    return None
-
-
-def _keeping_wanted() -> str:
-    wanted = os.environ.get("ACMOE_KEEP_ATTENTION", "auto")
-    if wanted not in ("auto", "never"):
-        raise UserError(f"ACMOE_KEEP_ATTENTION={wanted!r} is unknown; choose auto or never")
-    return wanted
-
-
-def keeping_obstacle(q: Tensor, kv: Tensor, span: int, dropout: float, features: int) -> str | None:
-    """What keeps attention from keeping its weights for the backward; None: nothing."""
-    from acmoe.kernels.attention_kept import kept_sizes
-
-    if _keeping_wanted() == "never":
-        return "ACMOE_KEEP_ATTENTION=never"
-    obstacle = hopper_obstacle(q, kv, span, dropout)
-    if obstacle is not None:
-        return obstacle
-    if q.shape[2] % 8 > 0:
-        return f"{q.shape[2]} queries are no multiple of 8"
-    if kv.shape[-2] - q.shape[2] > span:
-        return f"more than {span} keys precede the first query"
-    from acmoe.kernels.attention_keys import stages_for
-
-    if stages_for(q.shape[-1], features, q.shape[2]) < 2:
-        return f"its backward's kernel has no room for {q.shape[2]} queries of a head"
-    size = kept_sizes(q.shape, kv.shape[-2], span)[0] * q.element_size()
-    limit = int(_KEPT_SHARE * _memory(q.device))
-    if size > limit:
-        return f"its weights take {size / 2**20:,.0f} MiB a call, of {limit / 2**20:,.0f} allowed"
-    return None
-
-
-def _memory(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).total_memory
-
-
-def fused_width(features: int) -> int:
-    """Of a tile, a power of two: zeros change no product, and spare the kernels most masks."""
-    return max(16, 1 << (features - 1).bit_length())
-
-
-def stored_width(features: int) -> int:
-    """Of keys and values in memory, 32 bytes at a time."""
-    return (features + 15) // 16 * 16
+from acmoe.ops.attention_choice import (
+    fused_width,
+    hopper_obstacle,
+    keeping_obstacle,
+    keeping_wanted,
+    stored_width,
+)
+from acmoe.ops.backend import say_once
 
 
 def fused_window_attention(
@@ -158,7 +71,7 @@ def joined_window_attention(
     is in one piece, in any order of its dimensions but the last: without a copy, as one product
     with both weights gives it.
     """
-    _keeping_wanted()  # a wish nobody knows is named here, before anything is compiled
+    keeping_wanted()  # a wish nobody knows is named here, before anything is compiled
     features, num_keys = q.shape[-1], kv.shape[-2]
     reach = min(span, num_keys - 1)
     if reach == 0 or q.numel() == 0:
