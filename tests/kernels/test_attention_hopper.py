@@ -77,6 +77,7 @@ def close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
         (40, 100, 90, 64, 50, True),
         (0, 140, 128, 32, 32, False),
         (200, 20, 263, 16, 9, True),
+        (36, 256, 64, 16, 16, False),
     ],
 )
 def test_the_emulated_kernel_equals_the_definition(
