@@ -52,13 +52,13 @@ from acmoe.kernels.attention_keys_parts import (
     SQUARE,
     features_in,
     finished,
-    no_sums,
     parts_of,
     plus_rows,
     times_values,
     values_of,
     write,
 )
+from acmoe.kernels.attention_parts import nothing_gathered
 from acmoe.kernels.attention_skew import Band
 
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -121,8 +121,8 @@ def _group(ring, work, FEATURES: gl.constexpr, GROUP: gl.constexpr):
         v = values_of(v_ptr + v_start, j0, N, v_stride, FEATURES)
         low, high = queries_for(j0, walk)
         given = give_back(given, turn * per_head + low, full, empty)
-        dk = no_sums(FEATURES)
-        dv = no_sums(FEATURES)
+        dk = nothing_gathered(FEATURES)
+        dv = nothing_gathered(FEATURES)
         for t in range(low, high):
             mbarrier.wait(full.index(t), turn & 1)
             corner = [x, t * COMB, 0, j0]

@@ -10,9 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from acmoe.kernels.attention_keys_fetch import BLOCK
+from acmoe.kernels.attention_parts import FIRST, SECOND
 
-_FIRST = gl.constexpr(32)  # of two parts
-_SECOND = gl.constexpr(16)
 IN_PARTS = gl.constexpr(48)
 SQUARE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
@@ -30,24 +29,10 @@ def _values(v_ptr, j0, N, stride, WIDTH: gl.constexpr):
 @gluon.jit
 def values_of(v_ptr, j0, N, stride, FEATURES: gl.constexpr):
     if FEATURES == IN_PARTS:
-        first = _values(v_ptr, j0, N, stride, _FIRST)
-        return first, _values(v_ptr + _FIRST, j0, N, stride, _SECOND)
+        first = _values(v_ptr, j0, N, stride, FIRST)
+        return first, _values(v_ptr + FIRST, j0, N, stride, SECOND)
     else:
         return (_values(v_ptr, j0, N, stride, FEATURES),)
-
-
-@gluon.jit
-def _zeros(WIDTH: gl.constexpr):
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    return gl.zeros([BLOCK, WIDTH], gl.float32, layout)
-
-
-@gluon.jit
-def no_sums(FEATURES: gl.constexpr):
-    if FEATURES == IN_PARTS:
-        return _zeros(_FIRST), _zeros(_SECOND)
-    else:
-        return (_zeros(FEATURES),)
 
 
 @gluon.jit
@@ -122,7 +107,7 @@ def write(acc, ptr, j0, N, stride, scale):
     """The features of a tile's keys."""
     _write_part(acc[0], ptr, j0, N, stride, scale)
     if len(acc) == 2:
-        _write_part(acc[1], ptr + _FIRST, j0, N, stride, scale)
+        _write_part(acc[1], ptr + FIRST, j0, N, stride, scale)
 
 
 def features_in(width: int, features: int) -> int:

@@ -58,7 +58,7 @@ class Band(NamedTuple):
     @property
     def pitch(self) -> int:
         """From row to row. Rows that lie apart have their tiles of 64 keys at multiples of 128
-        bytes: a tile is written whole, and a write of half a sector takes as long as two."""
+        bytes: a tile is written whole, and writes of half sectors are slow."""
         if self.apart == 0:
             return self.columns
         return triton.cdiv(self.columns + self.apart - 8, 64) * 64 + 8
