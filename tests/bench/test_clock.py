@@ -2,8 +2,10 @@
 
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +19,7 @@ from acmoe.bench.clock import (
     extra_memory,
     interleave,
     timing,
+    timings,
 )
 from acmoe.errors import UserError
 
@@ -32,21 +35,43 @@ class ScriptedClock:
         return next(self.times)
 
 
-def test_every_round_runs_each_action_once_and_begins_with_the_next() -> None:
+class HotClock:
+    """A card that slows down: a call takes what its action returns times the round's factor."""
+
+    def __init__(self, factors: list[float], actions: int) -> None:
+        self.factors = iter([factor for factor in factors for _ in range(actions)])
+
+    def measure(self, action: Action) -> float:
+        return next(self.factors) * action()  # type: ignore[operator]
+
+
+def test_every_round_runs_each_action_once_and_none_has_a_place_of_its_own() -> None:
     calls: list[str] = []
-    actions: dict[str, Action] = {name: lambda name=name: calls.append(name) for name in "abc"}
-    interleave(actions, rounds=3, clock=ScriptedClock([1.0] * 9))
-    assert "".join(calls) == "abc" + "bca" + "cab"
+    actions: dict[str, Action] = {name: lambda name=name: calls.append(name) for name in "abcd"}
+    interleave(actions, rounds=60, clock=ScriptedClock([1.0] * 240))
+    rounds = ["".join(calls[at : at + 4]) for at in range(0, 240, 4)]
+    assert {"".join(sorted(one)) for one in rounds} == {"abcd"}
+    before = Counter(pairwise(calls))
+    # Each follows each other one in about a quarter to a third of 60 rounds, none in all of them.
+    follow = [before[one, other] for one in "abcd" for other in "abcd" if one != other]
+    assert min(follow) >= 5 and max(follow) <= 35
+
+
+def test_orders_are_the_same_in_every_run() -> None:
+    def once() -> list[str]:
+        calls: list[str] = []
+        actions: dict[str, Action] = {name: lambda name=name: calls.append(name) for name in "abc"}
+        interleave(actions, rounds=8, clock=ScriptedClock([1.0] * 24))
+        return calls
+
+    assert once() == once()
 
 
 def test_a_slow_minute_hits_all_contestants_alike() -> None:
-    # a takes 1 and b takes 2, but the machine is ten times slower in rounds 1 and 2 of 0 to 4.
-    # Order of calls: ab, ba, ab, ba, ab.
-    times = [1.0, 2.0, 20.0, 10.0, 10.0, 20.0, 2.0, 1.0, 1.0, 2.0]
-    actions: dict[str, Action] = {"a": lambda: None, "b": lambda: None}
-    found = interleave(actions, rounds=5, clock=ScriptedClock(times))
-    # a: 1 10 10 1 1, sorted 1 1 1 10 10; b twice that
-    assert found == {"a": Timing(1.0, 1.0, 10.0), "b": Timing(2.0, 2.0, 20.0)}
+    actions: dict[str, Action] = {"a": lambda: 1.0, "b": lambda: 2.0}
+    found = interleave(actions, rounds=5, clock=HotClock([1.0, 10.0, 10.0, 1.0, 1.0], 2))
+    assert found == {"a": [1.0, 10.0, 10.0, 1.0, 1.0], "b": [2.0, 20.0, 20.0, 2.0, 2.0]}
+    assert timings(found) == {"a": Timing(1.0, 1.0, 10.0), "b": Timing(2.0, 2.0, 20.0)}
 
 
 def test_quartiles_lie_on_the_line_between_neighbours() -> None:

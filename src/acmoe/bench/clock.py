@@ -1,5 +1,6 @@
 """Time several functions side by side, so that a drifting clock rate hits all of them alike."""
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -69,15 +70,26 @@ def clock_for(device: torch.device) -> Clock:
     return CudaClock(device) if device.type == "cuda" else HostClock()
 
 
-def interleave(actions: Mapping[str, Action], *, rounds: int, clock: Clock) -> dict[str, Timing]:
-    """Every action once a round; each round begins with the next one, so none is always first."""
+def interleave(
+    actions: Mapping[str, Action], *, rounds: int, clock: Clock
+) -> dict[str, list[float]]:
+    """Milliseconds of every action, once a round. The order is drawn anew for each round.
+
+    A card at its power limit is faster after a call that let it cool: whoever always followed the
+    same neighbour would be measured together with it.
+    """
     check(rounds >= 2, f"repeat={rounds}; quartiles need at least 2 rounds")
     names = list(actions)
     samples: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds):
-        for place in range(len(names)):
-            name = names[(turn + place) % len(names)]
+    draw = random.Random(0)
+    for _ in range(rounds):
+        draw.shuffle(names)
+        for name in names:
             samples[name].append(clock.measure(actions[name]))
+    return samples
+
+
+def timings(samples: Mapping[str, Sequence[float]]) -> dict[str, Timing]:
     return {name: timing(found) for name, found in samples.items()}
 
 

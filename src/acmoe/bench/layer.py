@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from acmoe.bench.check import TOLERANCE, Errors, Reference, compare, reference
-from acmoe.bench.clock import Action, Timing, capture, clock_for, extra_memory, interleave
+from acmoe.bench.clock import (
+    Action,
+    Timing,
+    capture,
+    clock_for,
+    extra_memory,
+    interleave,
+    timings,
+)
 from acmoe.bench.plain import route
 from acmoe.bench.progress import Say, silent
 from acmoe.bench.results import Report, new_report
@@ -142,7 +150,7 @@ def measure_shape(
     for one in ready:
         actions |= {f"{one.name}/{part}": action for part, action in one.actions.items()}
     say(f"{shape.name}: timing {len(ready)} layers, {config.repeat} rounds")
-    times = interleave(actions, rounds=config.repeat, clock=clock_for(device))
+    times = timings(interleave(actions, rounds=config.repeat, clock=clock_for(device)))
     ceiling = dense_flops(shape) / times[CEILING].median
     load = busiest_load(trial)
     timed = [_row(one, part, trial, times, ceiling, load) for one in ready for part in one.actions]

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from acmoe.bench.added import added
 from acmoe.bench.check import TOLERANCE, compare, reference
-from acmoe.bench.clock import Action, Timing, capture, clock_for, extra_memory, interleave
+from acmoe.bench.clock import Action, capture, clock_for, extra_memory, interleave, timing
 from acmoe.bench.layer import BOTH, DTYPES, FORWARD, WARM_UP, ShapesConfig, first_line
 from acmoe.bench.ours import build_moe
 from acmoe.bench.progress import Say, silent
@@ -68,6 +69,8 @@ class RouterRow:
     ms_high: float | None = None
     added_ms: float | None = None
     added_percent: float | None = None
+    added_percent_low: float | None = None  # 95% interval of the median
+    added_percent_high: float | None = None
     floor_ms: float | None = None  # two reads of the tokens at the copy's bandwidth
     memory_mib: float | None = None
     added_memory_percent: float | None = None
@@ -120,9 +123,9 @@ def measure_shape(
     actions = {f"{mode}/{part}": found.action for (mode, part), found in ready.items()}
     actions[COPY], moved = copy_bytes(device)
     say(f"{shape.name}: timing, {config.repeat} rounds")
-    times = interleave(actions, rounds=config.repeat, clock=clock_for(device))
-    floor = 2 * trial.x.nbytes * times[COPY].median / moved
-    return [*(_row(shape, key, ready, times, floor) for key in ready), *lost]
+    samples = interleave(actions, rounds=config.repeat, clock=clock_for(device))
+    floor = 2 * trial.x.nbytes * timing(samples[COPY]).median / moved
+    return [*(_row(shape, key, ready, samples, floor) for key in ready), *lost]
 
 
 def prepare(mode: str, trial: Trial, config: RouterBenchConfig) -> dict[tuple[str, str], Measured]:
@@ -217,15 +220,15 @@ def _row(
     shape: Shape,
     key: tuple[str, str],
     ready: dict[tuple[str, str], Measured],
-    times: dict[str, Timing],
+    samples: dict[str, list[float]],
     floor: float,
 ) -> RouterRow:
     mode, part = key
-    time, memory = times[f"{mode}/{part}"], ready[key].memory
-    added = percent = more = None
+    own, memory = samples[f"{mode}/{part}"], ready[key].memory
+    time = timing(own)
+    price = more = None
     if mode not in (PLAIN, ALONE) and (PLAIN, part) in ready:
-        plain = times[f"{PLAIN}/{part}"].median
-        added, percent = time.median - plain, 100 * (time.median / plain - 1)
+        price = added(own, samples[f"{PLAIN}/{part}"])
         before = ready[PLAIN, part].memory
         more = 100 * (memory / before - 1) if memory and before else None
     return RouterRow(
@@ -235,9 +238,11 @@ def _row(
         ms=time.median,
         ms_low=time.low,
         ms_high=time.high,
-        added_ms=added,
-        added_percent=percent,
-        floor_ms=floor if added is not None and part == BOTH else None,
+        added_ms=price and price.ms,
+        added_percent=price and price.percent,
+        added_percent_low=price and price.low_percent,
+        added_percent_high=price and price.high_percent,
+        floor_ms=floor if price and part == BOTH else None,
         memory_mib=None if memory is None else memory / 2**20,
         added_memory_percent=more,
     )

@@ -43,6 +43,13 @@ def _part(row: dict[str, Any]) -> str:
     return "f+b" if row["part"] == BOTH else str(row["part"])
 
 
+def _added(row: dict[str, Any]) -> str:
+    """Beyond the base, with its interval; reports of older versions have none."""
+    low, high = row.get("added_percent_low"), row.get("added_percent_high")
+    interval = "" if low is None else f" ({low:+.2f} to {high:+.2f})"
+    return _percent(row["added_percent"]) + interval
+
+
 def _rate(row: dict[str, Any]) -> str:
     return "" if row["items"] is None else f"{row['items_per_second']:,.0f} {row['items']}"
 
@@ -64,7 +71,7 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("pass", _part),
         Column("ms (quartiles)", _ms),
         Column("added ms", _number("added_ms", "+.3f")),
-        Column("added", lambda row: _percent(row["added_percent"])),
+        Column("added (95% interval)", _added),
         Column("floor ms", _number("floor_ms", ".3f")),
         Column("added memory", lambda row: _percent(row["added_memory_percent"])),
     ),
@@ -74,7 +81,7 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("variant", _number("variant", "")),
         Column("ms a step (quartiles)", _ms),
         Column("a second", _rate),
-        Column("added", lambda row: _percent(row["added_percent"])),
+        Column("added (95% interval)", _added),
         Column("extra MiB", _number("memory_mib", ",.0f")),
     ),
     "profile": (

@@ -10,7 +10,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from acmoe.bench.clock import Action, Timing, capture, clock_for, extra_memory, interleave
+from acmoe.bench.added import added
+from acmoe.bench.clock import Action, capture, clock_for, extra_memory, interleave, timing
 from acmoe.bench.layer import first_line
 from acmoe.bench.progress import Say, silent
 from acmoe.bench.results import Report, new_report
@@ -95,6 +96,8 @@ class TrainRow:
     ms_high: float | None = None
     items_per_second: float | None = None
     added_percent: float | None = None
+    added_percent_low: float | None = None  # 95% interval of the median
+    added_percent_high: float | None = None
     memory_mib: float | None = None  # peak beyond weights and optimizer
     loss: float | None = None
 
@@ -192,10 +195,10 @@ def measure_model(
     if not actions:
         return
     say(f"{name}: timing, {config.repeat} rounds")
-    times = interleave(actions, rounds=config.repeat, clock=clock_for(device))
+    samples = interleave(actions, rounds=config.repeat, clock=clock_for(device))
     for key in actions:
         label = ", ".join((name, *config.options))
-        yield _row(label, key, steps[key], times, memory[key], config.routers[0])
+        yield _row(label, key, steps[key], samples, memory[key], config.routers[0])
 
 
 def prepare(
@@ -234,15 +237,18 @@ def _router(name: str) -> str | RouterConfig:
 
 
 def _row(
-    name: str, key: str, step: Step, times: dict[str, Timing], memory: int | None, first: str
+    name: str,
+    key: str,
+    step: Step,
+    samples: dict[str, list[float]],
+    memory: int | None,
+    first: str,
 ) -> TrainRow:
     router, variant = key.split("/")
-    time, base = times[key], times.get(f"{first}/{variant}")
+    time, base = timing(samples[key]), samples.get(f"{first}/{variant}")
     language = isinstance(step.model, LanguageModel)
     items = step.inputs.numel() if language else len(step.inputs)
-    added = None
-    if router != first and base is not None:
-        added = 100 * (time.median / base.median - 1)
+    price = None if router == first or base is None else added(samples[key], base)
     return TrainRow(
         model=name,
         router=router,
@@ -253,7 +259,9 @@ def _row(
         ms_low=time.low,
         ms_high=time.high,
         items_per_second=1e3 * items / time.median,
-        added_percent=added,
+        added_percent=price and price.percent,
+        added_percent_low=price and price.low_percent,
+        added_percent_high=price and price.high_percent,
         memory_mib=None if memory is None else memory / 2**20,
         loss=float(step.loss),
     )

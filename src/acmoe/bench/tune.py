@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from acmoe.bench.check import TOLERANCE
-from acmoe.bench.clock import Action, clock_for, interleave
+from acmoe.bench.clock import Action, clock_for, interleave, timings
 from acmoe.bench.results import Report, new_report
 from acmoe.bench.shapes import SHAPES, Shape, find_shapes
 from acmoe.bench.weights import Weights, draw_tokens, draw_weights
@@ -206,7 +206,7 @@ def rank(
         if right:
             actions[str(place)] = partial(_run, kernel, one, call)
     check(bool(actions), f"no candidate of kernel {kernel!r} runs on {device}")
-    times = interleave(actions, rounds=repeat, clock=clock_for(device))
+    times = timings(interleave(actions, rounds=repeat, clock=clock_for(device)))
     found = [Found(blocks[int(place)], time.median) for place, time in times.items()]
     return sorted(found, key=lambda one: one.ms)
 
