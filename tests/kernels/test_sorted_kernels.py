@@ -232,7 +232,7 @@ def drawn_in_bf16(
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_a_bf16_embedding_costs_the_sorted_router_nothing(
+def test_a_bf16_embedding_costs_the_sorted_router_an_eighteenth_bit_at_most(
     sizes: tuple[int, int, int], generator: torch.Generator, device: str
 ) -> None:
     case, clusters = drawn_in_bf16(generator, device, *sizes)
@@ -243,8 +243,13 @@ def test_a_bf16_embedding_costs_the_sorted_router_nothing(
     wanted = route_reference(*(case | wide).values(), K, True)
     assert torch.equal(found.expert_ids, wanted.expert_ids)
     results, exact_results = [found.gate, found.affinity], [wanted.gate, wanted.affinity]
+    # 2^-18 of each product may be left out, of either sign: twice their root sum of squares is
+    # rare. Gates move no more than affinities do.
+    own = case["assignment"].clamp(min=0)
+    scale = wide["scale"][own].masked_fill((case["assignment"] < 0)[:, None], 1.0)
+    norm = ((wide["x"] * scale).square() @ wide["embedding"].square().T).sqrt().max()
     for one, other in zip(results, exact_results, strict=True):
-        assert (one - other).abs().max() < 2e-6 * other.abs().max()
+        assert (one - other).abs().max() < 2e-6 * other.abs().max() + 2.0**-17 * norm
     grads = torch.autograd.grad(results, leaves, [z.detach() for z in results])
     exact_grads = torch.autograd.grad(exact_results, exact_leaves, exact_results)
     for one, other in zip(grads, exact_grads, strict=True):  # both are rounded to bf16

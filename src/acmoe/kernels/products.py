@@ -9,7 +9,8 @@ the matrix units truncate every addition, which over thousands of features would
 With 4 terms the left number keeps two pieces and the right one three. Cutting to the nearest leaves
 |middle| <= 2^-9 and |low| <= 2^-18 of a number, so that what is left out (low * high and middle *
 middle) is at most 2^-17 of each product, of either sign; a left number of one or two pieces loses
-at most middle * middle, a bf16 one nothing.
+at most middle * middle, a bf16 one nothing. With 3 terms both keep two: a product with a bf16
+number on one side loses at most 2^-18.
 """
 
 import torch
@@ -95,26 +96,11 @@ def in_three(value):
 
 
 @triton.jit
-def cut_bf16(value):
-    """The next bf16 number towards zero, still float32."""
-    return (value.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def pieces(value, IS_BF16: tl.constexpr, ALL_COUNT: tl.constexpr = False):
-    """`in_three`; where every value is a bf16 number already the last two are not for use.
-
-    Where all three enter the product (ALL_COUNT) they are cut off and not rounded, which is cheaper
-    and leaves out as little: 8 bits each of 24.
-    """
+def pieces(value, IS_BF16: tl.constexpr):
+    """`in_three`; where every value is a bf16 number already the last two are not for use."""
     if IS_BF16:
         high = value.to(tl.bfloat16)
         middle, low = high, high
-    elif ALL_COUNT:
-        high = cut_bf16(value)
-        middle = cut_bf16(value - high)
-        low = ((value - high) - middle).to(tl.bfloat16)
-        high, middle = high.to(tl.bfloat16), middle.to(tl.bfloat16)
     else:
         high, middle, low = in_three(value)
     return high, middle, low
