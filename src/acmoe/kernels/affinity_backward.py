@@ -34,14 +34,16 @@ class Tile(NamedTuple):
 def token_table(num_experts: int, dim: int, num_pieces: int, in_order: bool) -> Tile:
     """All experts in one step of the product: a program reads its tokens' gradients once.
 
-    That serves 8 blocks of features, 98 us at olmoe where 1 took 141 (H200); 3 of the 6 of a narrow
-    model, that there be programs enough. The gradients of sorted tokens come from all over memory,
-    long ones with many experts: 135 us with 16 blocks, 158 with 8 (qwen30b). More experts, or 3
-    pieces of 128, do not fit the registers, and are read for every block.
+    That serves 8 blocks of features (olmoe: 1 took 43 us more, H200); 3 of the 6 of a narrow model,
+    that there be programs enough. The gradients of sorted tokens come from all over memory, long
+    ones with many experts: 135 us with 16 blocks, 158 with 8 (qwen30b). More experts, or 3 pieces
+    of 128, do not fit the registers, and are read for every block.
     """
     experts = max(16, triton.next_power_of_2(num_experts))
     if experts > (128 if num_pieces == 2 else 64):
         return Tile(64, 64, 64, 4, 2, 1)
+    if in_order and experts == 128:
+        return Tile(128, 64, experts, 8, 2, 8)
     if in_order:
         return Tile(64, 64, experts, 4, 3, 8 if dim >= 1024 else 3)
     return Tile(64, 64, experts, 4, 2, 16) if experts == 128 else Tile(64, 64, experts, 4, 3, 8)
@@ -79,7 +81,7 @@ def token_gradient(
     grad_TD = torch.empty_like(tokens.x)
     if T > 0:
         columns = triton.cdiv(D, tile.features * tile.steps)
-        _token_kernel[(tokens.blocks(tile.tokens), columns)](
+        _token_kernel[(tokens.blocks(tile.tokens) * columns,)](
             *tokens.pointers, grad_ZTE, embedding_ED.contiguous(),
             grad_TD if other_TD is None else other_TD.contiguous(), grad_TD, T, D, E,
             tokens.scale.shape[0], HAS_OTHER=other_TD is not None, **tokens.flags,
@@ -138,7 +140,15 @@ def _token_kernel(
     SORTED: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, ONCE: tl.constexpr,
     STEPS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    start = tl.program_id(0) * BT
+    columns = tl.cdiv(D, STEPS * BD)
+    # Rows lie side by side in memory, sorted ones do not: parts of a row follow each other, or
+    # blocks of tokens (olmoe 98 -> 88 us; 135 -> 151 at qwen30b, sorted).
+    if SORTED:
+        block = tl.program_id(0) % (tl.num_programs(0) // columns)
+        first = tl.program_id(0) // (tl.num_programs(0) // columns) * STEPS * BD
+    else:
+        block, first = tl.program_id(0) // columns, tl.program_id(0) % columns * STEPS * BD
+    start = block * BT
     t, exists, kept, cluster = load_tokens(
         cluster_ptr, mask_ptr, place_ptr, load_limits(cluster_ptr, C, BC), start, T, C, HAS_SCALE,
         HAS_MASK, SORTED, BT, BC,
@@ -158,12 +168,21 @@ def _token_kernel(
     grad = _load_pieces(
         row_ptr[:, None] + e[None, :], kept[:, None] & (e[None, :] < E), T, E, TERMS
     )  # fmt: skip
-    first = tl.program_id(1) * STEPS * BD
-    for begin in range(first, tl.minimum(first + STEPS * BD, D), BD):
+    last = tl.minimum(first + STEPS * BD, D)
+    AHEAD: tl.constexpr = HAS_OTHER and not SORTED  # asked for a step before (olmoe 88 -> 83 us)
+    ahead = exists
+    if AHEAD:
+        d = first + tl.arange(0, BD)
+        known = exists[:, None] & (d[None, :] < last)
+        ahead = tl.load(other_ptr + at + d[None, :], mask=known, other=0.0)
+    for begin in range(first, last, BD):
         d = begin + tl.arange(0, BD)
         known = exists[:, None] & (d[None, :] < D)
-        other = known
-        if HAS_OTHER:  # asked for before the product, needed after it
+        other = ahead
+        if AHEAD:
+            following = exists[:, None] & (d[None, :] + BD < last)
+            ahead = tl.load(other_ptr + at + d[None, :] + BD, mask=following, other=0.0)
+        elif HAS_OTHER:  # asked for before the product, needed after it
             other = tl.load(other_ptr + at + d[None, :], mask=known, other=0.0)
         total = _spread(embedding_ptr, grad, e, d, D, E, TERMS)
         if not ONCE:
