@@ -249,8 +249,11 @@ def test_keys_and_values_in_one_tensor_give_the_bits_of_two(
     kv = torch.nn.functional.pad(torch.stack([k, v]), (0, 4)).permute(order).contiguous()
     leaves = [tensor.requires_grad_() for tensor in (q, kv.permute(back).detach(), table)]
     out = joined_window_attention(leaves[0], leaves[1], span=20, table=leaves[2])
-    dq, dkv, dtable = torch.autograd.grad(out, leaves, upstream)
-    found = [out.detach(), dq, *dkv[..., :12], dtable]
+    assert out.shape[-1] == 16 and not out[..., 12:].any()
+    assert out.transpose(1, 2).is_contiguous()
+    wide = torch.nn.functional.pad(upstream, (0, 4))
+    dq, dkv, dtable = torch.autograd.grad(out, leaves, wide)
+    found = [out.detach()[..., :12], dq, *dkv[..., :12], dtable]
     expected = with_gradients(fused_window_attention, (q, k, v, table), upstream, span=20)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert not dkv[..., 12:].any()

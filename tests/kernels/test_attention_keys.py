@@ -148,6 +148,8 @@ def run(module: Any, case: Case, features: int, device: str = "cpu") -> tuple[Te
     kept = type(case.kept)(*(t.to(device, copy=True) for t in case.kept))
     dscores = torch.full_like(kept.weights, math.nan)
     q, grad, lse, delta = (t.to(device) for t in (case.q, case.grad, case.lse, case.delta))
+    # As the output lies, which a projection reads: a position's heads side by side.
+    grad = grad[..., : stored_width(features)].transpose(1, 2).contiguous().transpose(1, 2)
     module.run_keys(
         q, v, grad, kept, lse, delta, dscores, dk, dv, case.band, 1 / 5, 1 / 3, features
     )  # fmt: skip

@@ -97,6 +97,29 @@ def test_each_bias_gets_its_gradient_without_the_other(missing, device):
         close(mine, right)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tokens_of_16_bits_give_wide_weights_a_gradient_that_is_not_rounded(compiled, device):
+    layer = Layer("relu", False, (40, 20, 24, 4, 2), device)
+    mlp, order = layer.mlp, layer.order
+    rest = (layer.gate, order.order, order.back, order.end, order.expert)
+
+    def fused(up, down):
+        low = layer.x.detach().bfloat16()
+        return expert_mlp(low, up, down, None, None, *rest, activation="relu")
+
+    call = torch.compile(fused, fullgraph=True, backend="aot_eager") if compiled else fused
+    cotangent = layer.cotangent.bfloat16()
+    weights = [weight.detach().requires_grad_() for weight in (mlp.up, mlp.down)]
+    wide = torch.autograd.grad(call(*weights), weights, cotangent)
+    weights = [weight.detach().bfloat16().requires_grad_() for weight in weights]
+    narrow = torch.autograd.grad(fused(*weights), weights, cotangent)
+    for one, other in zip(wide, narrow, strict=True):
+        assert one.dtype == torch.float32 and other.dtype == torch.bfloat16
+        # The interpreter cuts off what a GPU rounds.
+        torch.testing.assert_close(one, other.float(), rtol=2**-7, atol=1e-6)
+        assert not torch.equal(one, other.float())
+
+
 @pytest.mark.parametrize("splits", [1, 3])
 def test_an_expert_s_rows_may_be_summed_in_parts(splits, device, monkeypatch):
     """Of 16 rows each at most, so that some experts have fewer than there are parts."""

@@ -76,23 +76,30 @@ def test_keys_and_values_are_one_product_where_the_kernels_read_them(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attention, rows = layer(device), []
-    real = layers.project
 
-    def noted(source: Tensor, segment: Tensor, weight: Tensor) -> Tensor:
-        rows.append(weight.shape[0])
-        return real(source, segment, weight)
+    def note(name: str) -> None:
+        real = getattr(layers, name)
 
-    monkeypatch.setattr(layers, "project", noted)
+        def noted(source: Tensor, segment: Tensor, *weights: Tensor) -> object:
+            rows.extend(weight.shape[0] for weight in weights)
+            return real(source, segment, *weights)
+
+        monkeypatch.setattr(layers, name, noted)
+
+    note("project")
+    note("project_both")
     seen: list[Tensor] = []
-    handle = attention.key.register_forward_hook(lambda _, given, out: seen.append(out))
-    for name, expected in (("triton", [D, 2 * 2 * 16]), ("torch", [D, D, D])):
+    handle = attention.key.register_forward_hook(
+        lambda _, given, out: seen.extend(out if isinstance(out, tuple) else [out])
+    )
+    for name, expected in (("triton", [2 * 2 * 16, D]), ("torch", [D, D, D])):
         rows.clear()
         with use_backend(name):
             outcome(attention, device, memory=True)
         assert rows == expected
     handle.remove()
     # Whoever watches the layers for a number that is not finite sees the keys either way.
-    assert [out.shape for out in seen] == [(B, S + L, 64), (B, S + L, D)]
+    assert [out.shape for out in seen] == [(B, S + L, 64), (B, L, D), (B, S + L, D)]
 
 
 def test_a_cache_holds_heads_without_the_zeros(device: str) -> None:

@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.parametrize(
-    ("sums", "parts", "numbers"), [(1, 1, 1), (2, 0, 5), (1, 48, 70), (2, 300, 17)]
+    ("sums", "parts", "numbers"), [(1, 1, 1), (2, 0, 5), (1, 48, 70), (2, 300, 17), (1, 2050, 9)]
 )
 def test_every_part_counts_once(
     sums: int, parts: int, numbers: int, generator: torch.Generator, device: str
@@ -18,8 +18,8 @@ def test_every_part_counts_once(
     found = totals(partial)
     assert len({total.data_ptr() for total in found}) == sums
     for total, wanted in zip(found, partial.double().sum(1), strict=True):
-        # At most 300 float32 additions of numbers of about one.
-        assert (total - wanted).abs().max() < 1e-4
+        # At most 2,050 float32 additions of numbers of about one.
+        assert (total - wanted).abs().max() < 1e-3
         assert total.shape == (numbers,)
 
 

@@ -81,7 +81,7 @@ def test_the_paper_s_moe_block_adds_its_input_twice(x: Tensor, table: Tensor) ->
     y, _ = made.layer(h, start(x))
     assert made.norm_inner is not None
     expected = made.norm_layer(h + made.norm_inner(h + y))
-    found, _ = made(x, start(x), table=table)
+    found, _, _ = made(x, start(x), table=table)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -90,7 +90,7 @@ def test_the_paper_s_dense_block_adds_its_input_once(x: Tensor, table: Tensor) -
     h = made.norm_attention(x + made.attention(x, 5, table=table))
     inner = torch.relu(h @ made.layer.up.weight.T + made.layer.up.bias)
     expected = made.norm_layer(h + inner @ made.layer.down.weight.T + made.layer.down.bias)
-    found, _ = made(x, start(x), table=table)
+    found, _, _ = made(x, start(x), table=table)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -102,13 +102,13 @@ def test_the_modern_block_norms_what_goes_in(x: Tensor, placed: Placed | None) -
     h = x + made.attention(made.norm_attention(source), 5, table=None)
     inner = made.norm_layer(h)
     y = made.layer(inner) if placed is None else made.layer(inner, start(x))[0]
-    found, _ = made(x, start(x), table=None, source=source)
+    found, _, _ = made(x, start(x), table=None, source=source)
     torch.testing.assert_close(found, h + y, rtol=1e-12, atol=1e-12)
 
 
 def test_a_dense_block_hands_the_routing_state_through(x: Tensor, table: Tensor) -> None:
     state = start(x)._replace(aux_loss=torch.tensor(3.0))
-    _, after = block(None)(x, state, table=table)
+    *_, after = block(None)(x, state, table=table)
     assert after is state
 
 
@@ -144,7 +144,7 @@ def test_dropout_acts_on_probabilities_hidden_units_and_moe_output_alone(
 def test_evaluation_drops_nothing(x: Tensor, table: Tensor) -> None:
     for placed in (MOE, None):
         dropping, keeping = block(placed, dropout=0.9).eval(), block(placed)
-        found, _ = dropping(x, start(x), table=table)
+        found, _, _ = dropping(x, start(x), table=table)
         assert torch.equal(found, keeping(x, start(x), table=table)[0])
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
-from acmoe.ops.projection import project
+from acmoe.ops.projection import project, project_both
 
 B, N, L, D, A = 2, 7, 3, 5, 4
 
@@ -110,3 +110,60 @@ def test_what_needs_no_gradient_is_given_none(frozen: str) -> None:
     for call in (project, torch.compile(project, fullgraph=True, backend="aot_eager")):
         found = torch.autograd.grad(call(source, segment, weight).sum(), leaf)
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_two_maps_give_the_segment_one_gradient(compiled: bool) -> None:
+    memory, upstream, other = (
+        draw(B, N - L, D, seed=0),
+        draw(B, N, A, seed=1),
+        draw(B, L, 6, seed=4),
+    )
+    plain = [draw(*shape, seed=2).requires_grad_() for shape in ((B, L, D), (A, D), (6, D))]
+    joined = torch.cat([memory, plain[0]], dim=1)
+    wanted = joined @ plain[1].T, plain[0] @ plain[2].T
+    expected = torch.autograd.grad(wanted, plain, (upstream, other))
+
+    call: Callable[..., Any] = project_both
+    if compiled:
+        call = torch.compile(project_both, fullgraph=True, backend="aot_eager")
+    found = call(joined.detach(), *plain)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    gradients = torch.autograd.grad(found, plain, (upstream, other))
+    for ours, theirs in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2])
+def test_of_two_maps_what_is_frozen_is_given_none(frozen: int) -> None:
+    leaves = [draw(*shape, seed=2) for shape in ((B, L, D), (A, D), (6, D))]
+    wanted = [leaf.requires_grad_() for place, leaf in enumerate(leaves) if place != frozen]
+    segment, weight, other = leaves
+    source = torch.cat([draw(B, N - L, D, seed=0), segment.detach()], dim=1)
+    plain = torch.cat([source[:, :-L], segment], dim=1)
+    expected = torch.autograd.grad(
+        ((plain @ weight.T) ** 2).sum() + (segment @ other.T).sum(), wanted
+    )
+    every, newest = project_both(source, *leaves)
+    found = torch.autograd.grad((every**2).sum() + newest.sum(), wanted)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_two_maps_are_taken_in_the_precision_of_what_they_read() -> None:
+    source = draw(B, N, D, seed=0).float()
+    segment = source[:, -L:].clone().requires_grad_()
+    weights = [draw(rows, D, seed=2).float().requires_grad_() for rows in (A, 6)]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = project_both(source, segment, *weights)
+    assert {part.dtype for part in found} == {torch.bfloat16}
+    gradients = torch.autograd.grad([part.sum() for part in found], [segment, *weights])
+    assert {gradient.dtype for gradient in gradients} == {torch.float32}
+
+
+def test_the_op_of_two_maps_keeps_torchs_contract() -> None:
+    leaves = [draw(*shape, seed=2).requires_grad_() for shape in ((B, L, D), (A, D), (6, D))]
+    source = draw(B, N, D, seed=0)
+    op = torch.ops.acmoe.project_both.default
+    torch.library.opcheck(op, (source, leaves[0].detach().clone(), *leaves))

@@ -141,8 +141,8 @@ class ExpertMLP(nn.Module):
         if backend == "triton":
             return expert_mlp(
                 x_TD,
-                self.up.to(x_TD.dtype),
-                self.down.to(x_TD.dtype),
+                self.up,
+                self.down,
                 None if self.up_bias is None else self.up_bias.to(x_TD.dtype),
                 None if self.down_bias is None else self.down_bias.to(x_TD.dtype),
                 gate_TK,

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812, the customary name
 
 from acmoe.kernels.attention import (
     LOG2E,
@@ -60,7 +61,7 @@ def delta_kernel(
     known = (i < L)[:, None] & (p < FEATURES)[None, :]
     out_ptrs = output_places(out_ptr, x, i, p, num_heads, L, FEATURES)
     out = tl.load(out_ptrs, mask=known, other=0.0).to(tl.float32)
-    grad_ptrs = grad_ptr + x * L * P + (i[:, None] * P + p[None, :])
+    grad_ptrs = output_places(grad_ptr, x, i, p, num_heads, L, FEATURES)
     grad = tl.load(grad_ptrs, mask=known, other=0.0).to(tl.float32)
     tl.store(delta_ptr + x * L + i, tl.sum(out * grad, axis=1) * share, mask=i < L)
 
@@ -167,13 +168,13 @@ def keys_kernel(
 
 
 def delta_of(out: Tensor, grad: Tensor, share: float) -> Tensor:
-    """(B, H, L) float32."""
+    """(B, H, L) float32, of two tensors as `empty_output` has them."""
     delta = torch.empty(out.shape[:3], device=out.device)
     batch, heads, num_queries, features = out.shape
     delta_kernel[(batch * heads, triton.cdiv(num_queries, 64))](
         *(out, grad, delta, heads, num_queries, share),
         FEATURES=features,
-        P=grad.shape[3],
+        P=triton.next_power_of_2(features),
         BM=64,
         num_warps=4,
     )
@@ -203,7 +204,10 @@ def run_backward(
     dropout: float,
     features: int,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of queries, as `empty_output` has them, and of the table; dk and dv are filled."""
+    """Gradients of `features` of the queries and of the table; dk and dv are filled.
+
+    The first like grad and out, which are as wide as k: as `empty_output` has them.
+    """
     batch, heads, num_queries, width = q.shape
     band = Band(heads, num_queries, k.shape[2], table.shape[1])
     dq = empty_output(q, features)
@@ -212,6 +216,7 @@ def run_backward(
     table_8PC = shifted_tables(table, band, q.dtype)
     share = 1 - pair_threshold(dropout) / 2**32  # of probabilities kept
     delta = delta_of(out, grad, share)
+    grad = F.pad(grad, (0, width - grad.shape[3])).contiguous()
     spread = spread_of_keys(band.keys, dropout, q.device)
     blocks = blocks_for("attention_keys", q.dtype, width)
     for some in band.groups(batch, q.element_size()):

@@ -65,7 +65,9 @@ def run_backward(
     dropout: float,
     features: int,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of queries, as `empty_output` has them, and of the table; dkv is filled.
+    """Gradients of `features` of the queries and of the table; dkv is filled.
+
+    The first like grad and out, which are as wide as kv: as `empty_output` has them.
 
     What was kept stays as it is, for another backward of the same forward: the gradient of the
     scores has a buffer of its own.

@@ -40,6 +40,7 @@ from acmoe.kernels.attention_keys_fetch import (
     fetch_queries,
     fetch_weights,
     give_back,
+    grads_box,
     numbers_box,
     place_of,
     queries_for,
@@ -168,11 +169,13 @@ def keys_kernel(
     walk = walk_of(num, L, N, span)
     q_tiles = (_buffers(q_desc, TILES),)
     grad_tiles = (_buffers(grad_desc, TILES),)
-    rows = ((q_desc, q_tiles[0]), (grad_desc, grad_tiles[0]))
+    rows = ((q_desc, q_tiles[0]),)
+    grads = ((grad_desc, grad_tiles[0]),)
     if FEATURES == IN_PARTS:
         q_tiles += (_buffers(q_rest, TILES),)
         grad_tiles += (_buffers(grad_rest, TILES),)
-        rows += ((q_rest, q_tiles[1]), (grad_rest, grad_tiles[1]))
+        rows += ((q_rest, q_tiles[1]),)
+        grads += ((grad_rest, grad_tiles[1]),)
     lse, delta = _buffers(lse_desc, TILES), _buffers(delta_desc, TILES)
     numbers = ((lse_desc, lse), (delta_desc, delta))
     full, empty = _barriers(TILES, GROUPS)
@@ -192,7 +195,20 @@ def keys_kernel(
             (fetch_weights, (kept_desc, base_desc, ring0, walk, gl.constexpr(0))),
             (fetch_weights, (kept_desc, base_desc, ring1, walk, gl.constexpr(1))),
             (fetch_weights, (kept_desc, base_desc, ring2, walk, gl.constexpr(2))),
-            (fetch_queries, (rows, numbers, full, empty, walk, bytes_of_tile)),
+            (
+                fetch_queries,
+                (
+                    rows,
+                    grads,
+                    numbers,
+                    num_heads,
+                    full,
+                    empty,
+                    walk,
+                    bytes_of_tile,
+                    FEATURES,
+                ),
+            ),
         ],
         [4, 4, 1, 1, 1, 1],
         [160, 160, 24, 24, 24, 24],
@@ -233,16 +249,22 @@ def run_keys(
 ) -> None:
     """Fill dk, dv and the gradient of the scores.
 
-    q and grad (B, H, L, P) are contiguous; v, dk and dv (B, H, N, `stored_width`) have features
-    side by side; lse and delta (B, H, L). dscores lies as the weights do: tiles of 64 queries and
-    64 keys that meet the window are written whole, with zeros outside it, and nothing else is.
+    q (B, H, L, P) is contiguous, grad (B, H, L, `stored_width`) as `empty_output` has it; v, dk and
+    dv (B, H, N, `stored_width`) have features side by side; lse and delta (B, H, L). dscores lies
+    as the weights do: tiles of 64 queries and 64 keys that meet the window are written whole, with
+    zeros outside it, and nothing else is.
     """
     assert dv.stride() == v.stride()
     batch, heads, num_queries, width = q.shape
     num = batch * heads
     used = features_in(width, features)
     parts = parts_of(used)
-    boxes = [rows_box(t, *part) for t in (q, grad) for part in (parts[0], parts[-1])]
+    assert grad.shape[3] == used
+    boxes = [
+        box(t, *part)
+        for box, t in ((rows_box, q), (grads_box, grad))
+        for part in (parts[0], parts[-1])
+    ]
     numbers = (numbers_box(t.view(num, num_queries)) for t in (lse, delta))
     keys_kernel[_programs(num, triton.cdiv(band.keys, 64), q.device)](
         *(weights_box(t, num, band) for t in (kept.weights, dscores)),

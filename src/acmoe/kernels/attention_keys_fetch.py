@@ -75,9 +75,11 @@ def fetch_weights(kept_desc, base_desc, ring, walk, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def fetch_queries(rows, numbers, full, empty, walk, BYTES: gl.constexpr):
+def fetch_queries(
+    rows, grads, numbers, num_heads, full, empty, walk, BYTES: gl.constexpr, STORED: gl.constexpr
+):  # fmt: skip
     """All tiles of queries of every head: pairs of what the copy engine reads and where it goes, of
-    rows of features and of one number a query."""
+    rows of features, of the output's gradients, and of one number a query."""
     for turn in range(0, walk[2]):
         x = gl.program_id(0) + turn * gl.num_programs(0)
         for t in range(0, full.shape[0]):
@@ -87,6 +89,9 @@ def fetch_queries(rows, numbers, full, empty, walk, BYTES: gl.constexpr):
             for i in gl.static_range(len(rows)):
                 desc, tiles = rows[i]
                 tma.async_copy_global_to_shared(desc, [x, t * BLOCK, 0], ready, tiles.index(t))
+                desc, tiles = grads[i]
+                corner = [x // num_heads, t * BLOCK, x % num_heads * STORED]
+                tma.async_copy_global_to_shared(desc, corner, ready, tiles.index(t))
             for i in gl.static_range(len(numbers)):
                 desc, tiles = numbers[i]
                 tma.async_copy_global_to_shared(desc, [x, t * BLOCK], ready, tiles.index(t))
@@ -130,6 +135,14 @@ def rows_box(t: Tensor, first: int, width: int) -> TensorDescriptor:
     num, length, features = t.shape[0] * t.shape[1], t.shape[2], t.shape[3]
     strides = [length * features, features, 1]
     return _box(t[..., first:], [num, length, width], strides, [1, BLOCK.value, width])
+
+
+def grads_box(t: Tensor, first: int, width: int) -> TensorDescriptor:
+    """Tiles of the output's gradients, some features of a head; t is as `empty_output` has it."""
+    batch, heads, length, features = t.shape
+    strides = [length * heads * features, heads * features, 1]
+    shape = [batch, length, heads * features - first]
+    return _box(t[..., first:], shape, strides, [1, BLOCK.value, width])
 
 
 def numbers_box(t: Tensor) -> TensorDescriptor:

@@ -258,9 +258,16 @@ def run_finish(
 
 
 def run_weight(
-    kernel: str, p: Tensor, q: Tensor, plan: Plan, size: Sizes, *, gather: str
+    kernel: str,
+    p: Tensor,
+    q: Tensor,
+    plan: Plan,
+    size: Sizes,
+    *,
+    gather: str,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """(E, O, I) sums of outer products p^T q over each expert's rows.
+    """(E, O, I) sums of outer products p^T q over each expert's rows, in p's dtype or another.
 
     gather: "p" or "q" for the one that holds tokens, "none" where both hold rows.
     """
@@ -268,8 +275,9 @@ def run_weight(
     blocks = _blocks(kernel, size, p.dtype)
     tiles = triton.cdiv(inner, blocks.n) * triton.cdiv(outer, blocks.m)
     splits = blocks.splits or _splits(tiles * size.experts, plan.num_rows // size.experts, blocks.k)
-    dtype = p.dtype if splits == 1 else torch.float32
-    dw = torch.empty(size.experts, splits, outer, inner, device=p.device, dtype=dtype)
+    dtype = dtype or p.dtype
+    kept = dtype if splits == 1 else torch.float32
+    dw = torch.empty(size.experts, splits, outer, inner, device=p.device, dtype=kept)
     parts = size.experts * splits
     factors = (
         *(p, _desc(p, [blocks.k, blocks.m], blocks)),
@@ -286,7 +294,7 @@ def run_weight(
         weight_kernel[(tiles, parts)](
             *(*factors, dw, plan.token, plan.end, outer, inner, splits), GATHER=gather, **how
         )
-    return dw[:, 0] if splits == 1 else _add(dw, p.dtype)
+    return dw[:, 0] if splits == 1 else _add(dw, dtype)
 
 
 def _add(dw: Tensor, dtype: torch.dtype) -> Tensor:

@@ -147,8 +147,10 @@ def _dropped(tile, seed_ptr, row, d, DROPPED: tl.constexpr):
 @triton.jit
 def twice_kernel(
     x_ptr, branch_ptr, inner_gain_ptr, inner_bias_ptr, gain_ptr, bias_ptr, seed_ptr, out_ptr,
-    stat_ptr, T, D, inner_eps, eps, DROPPED: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+    low_ptr, stat_ptr, T, D, inner_eps, eps,
+    LOW: tl.constexpr, DROPPED: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
+    """LOW as in `once_kernel`."""
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     d = _features(BD)
     x = _load_tile(x_ptr, row, d, T, D)
@@ -160,15 +162,20 @@ def twice_kernel(
     standard = _standard(s, mean, steep, d, D)
     out = standard * _load_row(gain_ptr, d, D) + _load_row(bias_ptr, d, D)
     _store_tile(out_ptr, out, row, d, T, D)
+    if LOW:
+        _store_tile(low_ptr, out, row, d, T, D)
 
 
 @triton.jit
 def twice_backward_kernel(
-    grad_ptr, x_ptr, branch_ptr, inner_gain_ptr, inner_bias_ptr, gain_ptr, seed_ptr, stat_ptr,
-    dx_ptr, dbranch_ptr, part_ptr, T, D,
-    DROPPED: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+    grad_ptr, low_grad_ptr, x_ptr, branch_ptr, inner_gain_ptr, inner_bias_ptr, gain_ptr, seed_ptr,
+    stat_ptr, dx_ptr, dbranch_ptr, part_ptr, T, D,
+    LOW: tl.constexpr, DROPPED: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """part (programs, 4, D): for gain and bias of the inner norm, then of the outer one."""
+    """part (programs, 4, D): for gain and bias of the inner norm, then of the outer one.
+
+    LOW as in `once_backward_kernel`.
+    """
     d = _features(BD)
     dinner_gain = tl.zeros((BM, BD), tl.float32)
     dinner_bias = tl.zeros((BM, BD), tl.float32)
@@ -177,6 +184,8 @@ def twice_backward_kernel(
     for start in range(tl.program_id(0) * BM, T, tl.num_programs(0) * BM):
         row = start + tl.arange(0, BM)
         grad = _load_tile(grad_ptr, row, d, T, D)
+        if LOW:
+            grad += _load_tile(low_grad_ptr, row, d, T, D)
         x = _load_tile(x_ptr, row, d, T, D)
         s = x + _dropped(_load_tile(branch_ptr, row, d, T, D), seed_ptr, row, d, DROPPED)
         mean, inner_steep = _load_statistics(stat_ptr, row, T)
@@ -260,19 +269,25 @@ def run_twice(
     seed: Tensor,
     dropout: float,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """(T, D) norm of x + inner norm, and (4, T) statistics. A norm is gain, bias, epsilon."""
+    low: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(T, D) norm of x + inner norm, the same in `low`, and (4, T) statistics; see `run_once`.
+
+    A norm is gain, bias, epsilon.
+    """
     T, D = x.shape
     out, stat = x.new_empty(T, D, dtype=dtype), x.new_empty(4, T, dtype=torch.float32)
+    again = x.new_empty(0 if low is None else T, D, dtype=low or dtype)
     twice_kernel[(triton.cdiv(T, _ROWS),)](
-        *(x, branch, *inner[:2], *outer[:2], seed, out, stat, T, D, inner[2], outer[2]),
-        DROPPED=threshold(dropout), **_blocks(D),
+        *(x, branch, *inner[:2], *outer[:2], seed, out, again, stat, T, D, inner[2], outer[2]),
+        LOW=low is not None, DROPPED=threshold(dropout), **_blocks(D),
     )  # fmt: skip
-    return out, stat
+    return out, again, stat
 
 
 def run_twice_backward(
     grad: Tensor,
+    low_grad: Tensor | None,
     x: Tensor,
     branch: Tensor,
     inner_gain: Tensor,
@@ -288,7 +303,10 @@ def run_twice_backward(
     programs = min(_PROGRAMS["twice"], triton.cdiv(T, _ROWS))
     part = x.new_empty(1, programs, 4 * D, dtype=torch.float32)
     twice_backward_kernel[(programs,)](
-        *(grad, x, branch, inner_gain, inner_bias, gain, seed, stat, dx, dbranch, part, T, D),
-        DROPPED=threshold(dropout), **_blocks(D),
-    )  # fmt: skip
+        *(grad, grad if low_grad is None else low_grad, x, branch, inner_gain, inner_bias, gain),
+        *(seed, stat, dx, dbranch, part, T, D),
+        LOW=low_grad is not None,
+        DROPPED=threshold(dropout),
+        **_blocks(D),
+    )
     return dx, dbranch, totals(part)[0].view(4, D)

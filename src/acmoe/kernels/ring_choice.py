@@ -140,7 +140,7 @@ def run_hidden(
 
 
 def run_weight(
-    kernel: str, p: Tensor, q: Tensor, plan: Plan, size: Sizes, *, gather: str
+    kernel: str, p: Tensor, q: Tensor, plan: Plan, size: Sizes, *, gather: str, dtype: torch.dtype
 ) -> Tensor:
     """(E, O, I) sums of outer products p^T q over each expert's rows.
 
@@ -148,7 +148,7 @@ def run_weight(
     """
     ring = _ring_of(kernel, size, p, gather=gather != "none", bare=True)
     if ring is None:
-        return experts.run_weight(kernel, p, q, plan, size, gather=gather)
+        return experts.run_weight(kernel, p, q, plan, size, gather=gather, dtype=dtype)
     from acmoe.kernels.ring_launch import weights_by_ring
 
-    return weights_by_ring(p, q, plan, ring)
+    return weights_by_ring(p, q, plan, ring).to(dtype)

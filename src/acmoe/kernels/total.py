@@ -9,17 +9,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-STEP = 2048  # numbers of a program's step: at most 128 parts, at least 16 columns
+STEP = 2048  # numbers of a program's step, or more where so many parts make it more
+COLUMNS = 8  # at least: 32 bytes, what memory is read in
+_MOST_ROWS = 1024  # parts a step: a long sum is a few waits for memory, not one for each 128 parts
 
 
 def totals(partial_GNM: Tensor) -> tuple[Tensor, ...]:
     """G tensors (M,), each with memory of its own. G is 1 or 2."""
     G, N, M = partial_GNM.shape
-    rows = min(128, max(16, triton.next_power_of_2(N)))
-    columns = STEP // rows
+    rows = min(_MOST_ROWS, max(16, triton.next_power_of_2(N)))
+    columns = max(COLUMNS, STEP // rows)
     out = [partial_GNM.new_empty(M) for _ in range(G)]
     _total_kernel[(triton.cdiv(M, columns), G)](
-        partial_GNM, out[0], out[-1], N, M, BN=rows, BM=columns, num_warps=4
+        *(partial_GNM, out[0], out[-1], N, M),
+        BN=rows,
+        BM=columns,
+        num_warps=8 if rows * columns > STEP else 4,
     )
     return tuple(out)
 

@@ -120,7 +120,7 @@ class LanguageModel(nn.Module):
         if memory is None and cache is None:
             memory = self.new_memory(tokens.shape[0])
         tokens = _blank(tokens, token_mask)
-        x_BLD = self.embed(tokens)
+        x_BLD = lowered_BLD = self.embed(tokens)
         state = RoutingState.identity(
             num_tokens=tokens.numel(),
             num_clusters=self.config.num_experts,
@@ -137,17 +137,19 @@ class LanguageModel(nn.Module):
             if memory is not None and memory.rooms and self.config.norm == "post" and not again:
                 room = memory.rooms[depth]  # not where it is read again, maybe after it has moved
             if token_mask is not None and self.config.empty_memory == "zeros":
-                x_BLD = x_BLD.masked_fill(~token_mask[..., None], 0.0)
-            newest = source = None
+                x_BLD = lowered_BLD = x_BLD.masked_fill(~token_mask[..., None], 0.0)
+            source = None
             if cache is None:
-                newest, source = self._source(past, x_BLD, room)
+                if self.config.norm == "post":
+                    lowered_BLD = lowered_BLD.to(self.memory_dtype)
+                source = self._source(past, lowered_BLD, room)
                 kept.append(source.detach()[:, -self.config.span :])
-            x_BLD, state = (partial(recompute, block) if again else block)(
+            x_BLD, lowered_BLD, state = (partial(recompute, block) if again else block)(
                 x_BLD,
                 state,
                 table=self.positions,
                 source=source,
-                newest=newest,
+                lowered=lowered_BLD,
                 key_mask=key_mask,
                 token_mask=token_mask,
                 token_ids=tokens,
@@ -206,25 +208,22 @@ class LanguageModel(nn.Module):
             return cache.extend_mask(tokens, token_mask)
         return _joined_mask(memory, token_mask, tokens)
 
-    def _source(
-        self, past_BSD: Tensor | None, x_BLD: Tensor, room_BND: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """What a block attends from, (B, L, D), and to, (B, S + L, D).
+    def _source(self, past_BSD: Tensor | None, x_BLD: Tensor, room_BND: Tensor | None) -> Tensor:
+        """What a block attends to, (B, S + L, D).
 
-        The last `span` positions of the second are the next memory. In post-norm blocks products
-        alone read both, in the precision they multiply in: so they are held. Gradients go to x
-        itself.
+        Its last `span` positions are the next memory. In post-norm blocks products alone read it,
+        in the precision they multiply in: so it is held. Gradients go to x itself.
         """
         if self.config.norm == "post":
-            x_BLD = x_BLD.detach().to(self.memory_dtype)
+            x_BLD = x_BLD.detach()
         if past_BSD is None:
-            return x_BLD, x_BLD
+            return x_BLD
         num_keys = past_BSD.shape[1] + x_BLD.shape[1]
         fits = room_BND is not None and room_BND.shape[1] == num_keys
         if room_BND is not None and fits and room_BND.dtype == x_BLD.dtype:
             copy_rows(room_BND[:, past_BSD.shape[1] :], x_BLD)
-            return x_BLD, room_BND
-        return x_BLD, torch.cat([past_BSD.to(x_BLD.dtype), x_BLD], dim=1)
+            return room_BND
+        return torch.cat([past_BSD.to(x_BLD.dtype), x_BLD], dim=1)
 
     @property
     def memory_dtype(self) -> torch.dtype:

@@ -4,7 +4,7 @@ Shapes: B batch, L length of the segment, N positions in view: before it and in 
 H heads, P features of a head.
 """
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,9 @@ from acmoe.config.routing import AdaptiveConfig, RandomConfig
 from acmoe.experts.moe import MoE
 from acmoe.models.attention import joined_width, rotate, window_attention
 from acmoe.models.cache import BlockCache
-from acmoe.ops.norm import norm_sum, norm_sum_lowered, norm_sum_twice
-from acmoe.ops.projection import project
+from acmoe.ops.norm import norm_sum_lowered, norm_sum_twice
+from acmoe.ops.precision import autocast_dtype
+from acmoe.ops.projection import project, project_both
 from acmoe.ops.window_attention import joined_window_attention
 from acmoe.routing.placement import Placed
 from acmoe.routing.state import RoutingState
@@ -36,13 +37,15 @@ class Projection(nn.Linear):
         segment: Tensor | None = None,
         beside: "Projection | None" = None,
         width: int = 0,
-    ) -> Tensor:
+        queries: "Projection | None" = None,
+    ) -> Any:
         """(B, N, D) -> (B, N, H * P); with another projection `beside` it (B, N, 2 * H * width),
-        the maps of both, each head filled up with zeros to `width` features.
+        the maps of both, each head filled up with zeros to `width` features; with that of `queries`
+        as well a pair, of it and of (B, L, H * P), theirs of the segment.
 
-        One product reads the source once; a hook on this module sees both maps, and one on the
-        other none. Zero rows of the weight give the zeros for little:
-        copying every key and value into wider rows took a tenth of a training step (H200,
+        One product reads the source once, and one gradient goes to the segment; a hook on this
+        module sees all maps, and one on the others none. Zero rows of the weight give the zeros for
+        little: copying every key and value into wider rows took a tenth of a training step (H200,
         switch-enwik8).
         """
         weight = self.weight
@@ -50,7 +53,29 @@ class Projection(nn.Linear):
             both = torch.stack([weight, beside.weight])
             both_2HPD = both.view(2, self.heads, -1, self.in_features)
             weight = F.pad(both_2HPD, (0, 0, 0, width - both_2HPD.shape[2])).flatten(0, 2)
-        return F.linear(source, weight) if segment is None else project(source, segment, weight)
+        if segment is None:
+            assert queries is None, "queries of no segment"
+            return F.linear(source, weight)
+        if queries is None:
+            return project(source, segment, weight)
+        return project_both(source, segment, weight, queries.weight)
+
+
+class Output(nn.Linear):
+    """What all heads found, joined."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__(dim, dim, bias=False)
+        self.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., H * P or more) -> (..., D). What each head has beyond its features is multiplied
+        with zeros, and its gradient comes back as wide."""
+        weight, width = self.weight, x.shape[-1] // self.heads
+        if x.shape[-1] > self.in_features:
+            weight_DHP = weight.view(self.out_features, self.heads, -1)
+            weight = F.pad(weight_DHP, (0, width - weight_DHP.shape[2])).flatten(1)
+        return F.linear(x, weight)
 
 
 class Attention(nn.Module):
@@ -64,7 +89,7 @@ class Attention(nn.Module):
         self.query = Projection(config.dim, config.heads)
         self.key = Projection(config.dim, config.heads)
         self.value = Projection(config.dim, config.heads)
-        self.output = nn.Linear(config.dim, config.dim, bias=False)
+        self.output = Output(config.dim, config.heads)
 
     def forward(
         self,
@@ -73,29 +98,31 @@ class Attention(nn.Module):
         *,
         table: Tensor | None,
         segment: Tensor | None = None,
-        newest: Tensor | None = None,
         key_mask: Tensor | None = None,
         cache: BlockCache | None = None,
     ) -> Tensor:
         """Attend from the last `num_queries` of the (B, N, D) source to all of it.
 
         `table` holds the relative positions; None turns queries and keys by rotary ones instead.
-        `segment` (B, L, D) takes the gradient where the source's end is a constant copy of it, as
-        `newest` then is, in one piece.
+        `segment` (B, L, D) takes the gradient where the source's end is a constant copy of it.
         With a cache the keys and values of earlier positions come from there.
         """
-        if newest is None:
-            newest = source[:, -num_queries:] if segment is None else segment
-        q_BHLP = self._split(self.query(newest, segment=segment))
+        newest = source[:, -num_queries:] if segment is None else segment
         dropout = self.dropout if self.training else 0.0
-        width = joined_width(q_BHLP, table, dropout) if cache is None else None
+        width = self._joined_width(newest, table, dropout) if cache is None else None
         if table is not None and width is not None:
-            kv_BNA = self.key(source, segment=segment, beside=self.value, width=width)
+            joined = {"segment": segment, "beside": self.value, "width": width}
+            if segment is None:
+                kv_BNA, q_BLD = self.key(source, **joined), self.query(newest)
+            else:
+                kv_BNA, q_BLD = self.key(source, **joined, queries=self.query)
+            q_BHLP = self._split(q_BLD)
             kv_2BHNP = kv_BNA.unflatten(2, (2, self.heads, width)).permute(2, 0, 3, 1, 4)
             out_BHLP = joined_window_attention(
                 q_BHLP, kv_2BHNP, span=self.span, table=table, key_mask=key_mask, dropout=dropout
             )
             return self._output(out_BHLP)
+        q_BHLP = self._split(self.query(newest, segment=segment))
         k_BHNP, v_BHNP = (
             self._split(layer(source, segment=segment)) for layer in (self.key, self.value)
         )
@@ -118,6 +145,13 @@ class Attention(nn.Module):
 
     def _output(self, x_BHLP: Tensor) -> Tensor:
         return cast(Tensor, self.output(x_BHLP.transpose(1, 2).flatten(2)))
+
+    def _joined_width(self, newest: Tensor, table: Tensor | None, dropout: float) -> int | None:
+        """`joined_width` of queries that are not there yet, by one stream's share of what they are
+        made of."""
+        like = newest[:1].detach()
+        like = like.to(autocast_dtype(like) or like.dtype)
+        return joined_width(self._split(like), table, dropout)
 
     def _split(self, x_BND: Tensor) -> Tensor:
         return x_BND.view(*x_BND.shape[:2], self.heads, -1).transpose(1, 2)
@@ -171,13 +205,13 @@ class Block(nn.Module):
         *,
         table: Tensor | None,
         source: Tensor | None = None,
-        newest: Tensor | None = None,
+        lowered: Tensor | None = None,
         key_mask: Tensor | None = None,
         token_mask: Tensor | None = None,
         token_ids: Tensor | None = None,
         cache: BlockCache | None = None,
-    ) -> tuple[Tensor, RoutingState]:
-        """(B, L, D) -> (B, L, D), and the state for the next MoE layer.
+    ) -> tuple[Tensor, Tensor, RoutingState]:
+        """(B, L, D) -> (B, L, D), the same `lowered`, and the state for the next MoE layer.
 
         Args:
             x: hidden states of the segment.
@@ -185,29 +219,29 @@ class Block(nn.Module):
             table: (P, span) relative positions, or None for rotary ones.
             source: (B, N, D) this block's inputs at the positions before the segment, then x.
                 norm="post": a constant, in any precision. None: x alone.
-            newest: (B, L, D) its last positions, contiguous.
+            lowered: x in the source's precision, which takes the gradient by way of attention: as
+                the block before gave it, two gradients then need no pass that adds them. None: x.
             key_mask: (B, N) which positions of the source may be attended to.
             token_mask: (B, L) which tokens of the segment are real.
             token_ids: (B, L) for routers that read them.
             cache: decoding only; holds what the source would before x.
         """
-        segment = None if source is None or self.pre else x
+        segment = None if source is None or self.pre else x if lowered is None else lowered
         source = x if source is None else source
         seen = self.attention(
             self.norm_attention(source) if self.pre else source,
             x.shape[1],
             table=table,
             segment=segment,
-            newest=None if segment is None else newest,
             key_mask=key_mask,
             cache=cache,
         )
         given = x
-        lowered = echo = None
+        again = echo = None
         if self.pre:
             x = given + seen
         else:
-            x, lowered, echo = norm_sum_lowered(given, seen, self.norm_attention)
+            x, again, echo = norm_sum_lowered(given, seen, self.norm_attention)
         y = self.norm_layer(x) if self.pre else x
         if isinstance(self.layer, MoE):
             slot = None if cache is None else cache.routing
@@ -220,20 +254,21 @@ class Block(nn.Module):
                 token_ids=token_ids,
                 cache=slot,
                 source=measured,
-                lowered=lowered,
+                lowered=again,
             )
         else:
-            y = self.layer(y if lowered is None else lowered)
-        return self._joined(x, y, echo), state
+            y = self.layer(y if again is None else again)
+        return *self._joined(x, y, echo), state
 
-    def _joined(self, x: Tensor, y: Tensor, echo: Tensor | None) -> Tensor:
-        """x and what its layer made of it."""
+    def _joined(self, x: Tensor, y: Tensor, echo: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x and what its layer made of it, and the same lowered."""
         dropout = self.dropout.p if self.dropout.training and isinstance(self.layer, MoE) else 0.0
         if self.norm_inner is not None:
             return norm_sum_twice(x, y, self.norm_inner, self.norm_layer, dropout, echo=echo)
         if self.pre:
-            return x + F.dropout(y, dropout)
-        return norm_sum(x, y, self.norm_layer)
+            joined = x + F.dropout(y, dropout)
+            return joined, joined
+        return norm_sum_lowered(x, y, self.norm_layer)[:2]
 
 
 def statistics_source(

@@ -67,11 +67,16 @@ def keeping_wanted() -> str:
     return wanted
 
 
-def keeping_obstacle(q: Tensor, kv: Tensor, span: int, dropout: float, features: int) -> str | None:
-    """What keeps attention from keeping its weights for the backward; None: nothing."""
+def keeping_obstacle(
+    q: Tensor, kv: Tensor, span: int, dropout: float, features: int, *, wanted: str | None = None
+) -> str | None:
+    """What keeps attention from keeping its weights for the backward; None: nothing.
+
+    wanted: auto or never; None: what the environment asks for.
+    """
     from acmoe.kernels.attention_kept import kept_sizes
 
-    if keeping_wanted() == "never":
+    if (wanted or keeping_wanted()) == "never":
         return "ACMOE_KEEP_ATTENTION=never"
     obstacle = hopper_obstacle(q, kv, span, dropout)
     if obstacle is not None:

@@ -29,8 +29,13 @@ def _forward(
     act: str,
     dropout: float,
     keep: bool,
+    given_up: Tensor,
+    given_down: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """(T, D) outputs, and h (N, W) for backward; no rows of it unless to keep."""
+    """(T, D) outputs, and h (N, W) for backward; no rows of it unless to keep.
+
+    The given weights are not read: they take the gradients of up and down, in their own precision.
+    """
     from acmoe.kernels.expert_tokens import run_combine, source_of
     from acmoe.kernels.experts import run_up, sizes_of
     from acmoe.kernels.ring_choice import run_rows
@@ -60,8 +65,12 @@ def _gradients(
     dh: Tensor,
     act: str,
     dropout: float,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of x, up, down, the biases (no columns where there is none) and gate. dh is room, or h."""
+    """Of x, up, down, the biases (no columns where there is none) and gate. dh is room, or h.
+
+    dtype: of the second and third.
+    """
     from acmoe.kernels.expert_tokens import run_combine, source_of
     from acmoe.kernels.experts import Sums, run_finish, sizes_of
     from acmoe.kernels.ring_choice import run_hidden, run_rows, run_weight
@@ -77,11 +86,11 @@ def _gradients(
     a, shares = run_hidden(*(upstream, down, h, dh, gate, grad, plan, size, sums, dropout, seed))
     dgate, d_up_bias, d_down_bias = run_finish(shares, by_bias, expert, plan, size, sums, x.dtype)
     gather = "p" if upstream.gather else "none"
-    d_down = run_weight("down_weight", upstream.values, a, plan, size, gather=gather)
+    d_down = run_weight("down_weight", upstream.values, a, plan, size, gather=gather, dtype=dtype)
     del a, upstream  # freed before the next large ones
     tokens = source_of(x, back, size, backward=True)
     gather = "q" if tokens.gather else "none"
-    d_up = run_weight("up_weight", dh, tokens.values, plan, size, gather=gather)
+    d_up = run_weight("up_weight", dh, tokens.values, plan, size, gather=gather, dtype=dtype)
     del tokens
     dx_rows = run_rows("input", dh, up, None, plan, size, across=True)
     dx = run_combine(dx_rows, None, back, end, size.tokens)
@@ -92,7 +101,8 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
         out, h = _forward(*inputs)
-        *tensors, ctx.act, ctx.dropout, _ = inputs
+        *tensors, ctx.act, ctx.dropout, _, given, _ = inputs
+        ctx.dtype = given.dtype
         ctx.save_for_backward(*tensors, h)
         return out
 
@@ -100,7 +110,7 @@ class _Eager(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         *tensors, h = ctx.saved_tensors
-        arguments = (grad.contiguous(), *tensors, h, h, ctx.act, ctx.dropout)
+        arguments = (grad.contiguous(), *tensors, h, h, ctx.act, ctx.dropout, ctx.dtype)
         found = _gradients(*arguments)
         torch.autograd.graph.increment_version(h)
         return _aligned(found, tensors)
@@ -113,10 +123,10 @@ def _aligned(
     dx, d_up, d_down, d_up_bias, d_down_bias, d_gate = found
     up_bias, down_bias = tensors[3], tensors[4]
     return (
-        *(dx, d_up, d_down),
+        *(dx, None, None),
         None if up_bias is None else d_up_bias,
         None if down_bias is None else d_down_bias,
-        *(d_gate, None, None, None, None, None, None, None, None),
+        *(d_gate, None, None, None, None, None, None, None, None, d_up, d_down),
     )
 
 
@@ -136,14 +146,17 @@ def _expert_mlp(
     act: str,
     dropout: float,
     keep: bool,
+    given_up: Tensor,
+    given_down: Tensor,
 ) -> tuple[Tensor, Tensor]:
     return _forward(
-        *(x, up, down, up_bias, down_bias, gate, order, back, end, expert, seed, act, dropout, keep)
+        *(x, up, down, up_bias, down_bias, gate, order, back, end, expert, seed, act, dropout),
+        *(keep, given_up, given_down),
     )
 
 
 @_expert_mlp.register_fake
-def _(x, up, down, up_bias, down_bias, gate, order, back, end, expert, seed, act, dropout, keep):  # type: ignore[no-untyped-def]
+def _(x, up, down, ub, db, gate, order, back, end, expert, seed, act, dropout, keep, gu, gd):  # type: ignore[no-untyped-def]
     return torch.empty_like(x), x.new_empty(order.numel() if keep else 0, up.shape[1])
 
 
@@ -164,19 +177,20 @@ def _expert_mlp_backward(
     h: Tensor,
     act: str,
     dropout: float,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     return _gradients(
         *(grad, x, up, down, up_bias, down_bias, gate, order, back, end, expert, seed, h),
-        *(torch.empty_like(h), act, dropout),
+        *(torch.empty_like(h), act, dropout, dtype),
     )
 
 
 @_expert_mlp_backward.register_fake
-def _(grad, x, up, down, up_bias, down_bias, gate, order, back, end, expert, seed, h, act, dropout):  # type: ignore[no-untyped-def]
+def _(grad, x, up, down, up_bias, down_bias, gate, *rest):  # type: ignore[no-untyped-def]
     return (
         torch.empty_like(x),
-        torch.empty_like(up),
-        torch.empty_like(down),
+        torch.empty_like(up, dtype=rest[-1]),
+        torch.empty_like(down, dtype=rest[-1]),
         up.new_empty(up.shape[0], 0) if up_bias is None else torch.empty_like(up_bias),
         up.new_empty(up.shape[0], 0) if down_bias is None else torch.empty_like(down_bias),
         torch.empty_like(gate),
@@ -184,14 +198,14 @@ def _(grad, x, up, down, up_bias, down_bias, gate, order, back, end, expert, see
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    *tensors, act, dropout, _ = inputs
+    *tensors, ctx.act, ctx.dropout, _, given, _ = inputs
+    ctx.dtype = given.dtype
     ctx.save_for_backward(*tensors, output[1])
-    ctx.act, ctx.dropout = act, dropout
 
 
 def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
     *tensors, h = ctx.saved_tensors
-    found = _expert_mlp_backward(grad.contiguous(), *tensors, h, ctx.act, ctx.dropout)
+    found = _expert_mlp_backward(grad.contiguous(), *tensors, h, ctx.act, ctx.dropout, ctx.dtype)
     return _aligned(found, tensors)
 
 
@@ -213,18 +227,22 @@ def expert_mlp(
     activation: str,
     dropout: float = 0.0,
 ) -> Tensor:
-    """(T, D): every token through its experts, weighted by its gate."""
+    """(T, D): every token through its experts, weighted by its gate.
+
+    Products are taken in the tokens' precision; the gradients of up and down are written in theirs.
+    """
     # On the device, so that a captured CUDA graph draws new dropout in every replay.
     seed = end_E  # not read
     if dropout > 0:
         seed = torch.randint(2**31, (1,), device=x_TD.device)
-    numbers = (x_TD, up_EWD, down_EDF, up_bias_EW, down_bias_ED, gate_TK)
+    weights = [weight.detach().to(x_TD.dtype) for weight in (up_EWD, down_EDF)]
+    numbers = (x_TD, *weights, up_bias_EW, down_bias_ED, gate_TK)
     keep = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in numbers
+        tensor is not None and tensor.requires_grad for tensor in (*numbers, up_EWD, down_EDF)
     )
     arguments = (
         *(None if tensor is None else tensor.contiguous() for tensor in numbers),
-        *(order_N, back_N, end_E, expert_N, seed, activation, dropout, keep),
+        *(order_N, back_N, end_E, expert_N, seed, activation, dropout, keep, up_EWD, down_EDF),
     )
     out: Tensor
     if torch.compiler.is_compiling():

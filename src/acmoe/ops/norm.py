@@ -57,23 +57,27 @@ def norm_sum_twice(
     dropout: float,
     *,
     echo: Tensor | None = None,
-) -> Tensor:
-    """norm(x + inner(x + y)): (..., D), with a share `dropout` of y's numbers dropped.
+) -> tuple[Tensor, Tensor]:
+    """norm(x + inner(x + y)): (..., D), with a share `dropout` of y's numbers dropped; and the same
+    in the precision that autocast has products in.
 
     `echo`: x's, from `norm_sum_lowered`.
     """
     if _backend(x, y, (inner, norm)) == "torch":
         y = inner(x + F.dropout(y, dropout))
         found: Tensor = norm(x + y)
-        return found
+        return found, found
     # On the device, so that a captured CUDA graph draws new dropout in every replay.
     seed = torch.zeros(1, dtype=torch.int64, device=x.device)
     if dropout > 0:
         seed = torch.randint_like(seed, 2**31)
     norms = (inner.weight, inner.bias, norm.weight, norm.bias, inner.eps, norm.eps)
     read = x if echo is None else x.detach()
-    out: Tensor = _twice(_rows(read), _rows(y), *norms, seed, dropout, _dtype(x, y), echo)[0]
-    return out.view(x.shape)
+    low = autocast_dtype(x)
+    arguments = (*norms, seed, dropout, _dtype(x, y), low, echo)
+    rows, again, _ = _twice(_rows(read), _rows(y), *arguments)
+    out: Tensor = rows.view(x.shape)
+    return out, out if low is None else again.view(x.shape)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -186,23 +190,26 @@ def _twice(
     seed: Tensor,
     dropout: float,
     dtype: torch.dtype,
+    low: torch.dtype | None,
     echo: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """`echo` takes the gradient of x where it is given."""
     from acmoe.kernels.norm import run_twice
 
     inner, outer = (inner_gain, inner_bias, inner_eps), (gain, bias, eps)
-    return run_twice(x, y, inner, outer, seed, dropout, dtype)
+    return run_twice(x, y, inner, outer, seed, dropout, dtype, low)
 
 
 @_twice.register_fake
-def _(x, y, inner_gain, inner_bias, gain, bias, inner_eps, eps, seed, dropout, dtype, echo):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(4, len(x), dtype=torch.float32)
+def _(x, y, inner_gain, inner_bias, gain, bias, inner_eps, eps, seed, dropout, dtype, low, echo):  # type: ignore[no-untyped-def]
+    again = x.new_empty(0 if low is None else len(x), x.shape[1], dtype=low or dtype)
+    return x.new_empty(x.shape, dtype=dtype), again, x.new_empty(4, len(x), dtype=torch.float32)
 
 
 @torch.library.custom_op("acmoe::norm_sum_twice_backward", mutates_args=())
 def _twice_backward(
     grad: Tensor,
+    low_grad: Tensor | None,
     x: Tensor,
     y: Tensor,
     inner_gain: Tensor,
@@ -214,27 +221,33 @@ def _twice_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from acmoe.kernels.norm import run_twice_backward
 
-    return run_twice_backward(grad, x, y, inner_gain, inner_bias, gain, seed, stat, dropout)
+    return run_twice_backward(
+        grad, low_grad, x, y, inner_gain, inner_bias, gain, seed, stat, dropout
+    )
 
 
 @_twice_backward.register_fake
-def _(grad, x, y, inner_gain, inner_bias, gain, seed, stat, dropout):  # type: ignore[no-untyped-def]
+def _(grad, low_grad, x, y, inner_gain, inner_bias, gain, seed, stat, dropout):  # type: ignore[no-untyped-def]
     return torch.empty_like(x), torch.empty_like(y), stat.new_empty(4, x.shape[1])
 
 
 def _save_twice(ctx: Any, inputs: Any, output: Any) -> None:
-    x, y, inner_gain, inner_bias, gain, bias, _, _, seed, ctx.dropout, _, echo = inputs
+    x, y, inner_gain, inner_bias, gain, bias, _, _, seed, ctx.dropout, _, _, echo = inputs
     ctx.bias_dtype, ctx.echoed = bias.dtype, echo is not None
-    ctx.save_for_backward(x, y, inner_gain, inner_bias, gain, seed, output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, y, inner_gain, inner_bias, gain, seed, output[2])
 
 
-def _of_twice(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def _of_twice(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors
-    dx, dy, parts = _twice_backward(grad.contiguous(), *saved, ctx.dropout)
+    grad, low = (None if part is None else part.contiguous() for part in upstream[:2])
+    if grad is None:
+        grad, low = torch.zeros_like(saved[0]) if low is None else low, None
+    dx, dy, parts = _twice_backward(grad, low, *saved, ctx.dropout)
     dtypes = (*(tensor.dtype for tensor in saved[2:5]), ctx.bias_dtype)
     gradients = (part.to(dtype) for part, dtype in zip(parts, dtypes, strict=True))
     dx, decho = (None, dx) if ctx.echoed else (dx, None)
-    return dx, dy, *gradients, None, None, None, None, None, decho
+    return dx, dy, *gradients, None, None, None, None, None, None, decho
 
 
 _twice.register_autograd(_of_twice, setup_context=_save_twice)

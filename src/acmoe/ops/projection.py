@@ -4,7 +4,8 @@ Memory has no gradient. Autograd knows this of a joined tensor's parts, but only
 multiplied the whole gradient with the weight: for a memory four times as long as the segment, four
 fifths of that product are thrown away.
 
-Shapes: B batch, L length of the segment, N positions in view, D features, A features of the map.
+Shapes: B batch, L length of the segment, N positions in view, D features, A features of the map,
+C those of another map of the segment alone.
 """
 
 from typing import Any
@@ -23,9 +24,27 @@ def project(source: Tensor, segment: Tensor, weight: Tensor) -> Tensor:
     is what the source's last L positions are a copy of. It is not read, nor brought to the source's
     precision; their gradient goes there, and none to the source.
     """
-    source = source.detach().to(autocast_dtype(source) or source.dtype)
+    source = _lowered(source)
     found: Tensor = _project(source, segment, weight.to(source.dtype))
     return found
+
+
+def project_both(
+    source: Tensor, segment: Tensor, weight: Tensor, segment_weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`project`, and segment @ segment_weight^T, (B, L, C).
+
+    The segment's gradient is one: the second product adds to what the first has written, where
+    autograd would add the two in a pass of its own.
+    """
+    source, copy = _lowered(source), _lowered(segment)
+    weights = weight.to(source.dtype), segment_weight.to(copy.dtype)
+    found: tuple[Tensor, Tensor] = _project_both(source, copy, segment, *weights)
+    return found
+
+
+def _lowered(x: Tensor) -> Tensor:
+    return x.detach().to(autocast_dtype(x) or x.dtype)
 
 
 @torch.library.custom_op("acmoe::project", mutates_args=())
@@ -67,11 +86,19 @@ def _gradients(
     gaps between them. Both in one op: a compiler would bring the weight into another form, and
     write an upstream that is not contiguous once for each product.
     """
+    segment_grad = _segment_gradient(upstream, weight, length)
+    return segment_grad, _weight_gradient(upstream, source, of_weight)
+
+
+def _segment_gradient(upstream: Tensor, weight: Tensor, length: int) -> Tensor:
     weight_BAD = weight.expand(upstream.shape[0], -1, -1)
-    segment_grad = torch.bmm(upstream[:, upstream.shape[1] - length :], weight_BAD)
-    if not of_weight:
-        return segment_grad, weight.new_empty(0, weight.shape[1])
-    return segment_grad, upstream.flatten(0, 1).T @ source.flatten(0, 1)
+    return torch.bmm(upstream[:, upstream.shape[1] - length :], weight_BAD)
+
+
+def _weight_gradient(upstream: Tensor, source: Tensor, wanted: bool) -> Tensor:
+    if not wanted:
+        return source.new_empty(0, source.shape[-1])
+    return upstream.flatten(0, 1).T @ source.flatten(0, 1)
 
 
 @_gradients.register_fake
@@ -84,3 +111,79 @@ def _(
 
 
 _project.register_autograd(_backward, setup_context=_save)
+
+
+@torch.library.custom_op("acmoe::project_both", mutates_args=())
+def _project_both(
+    source: Tensor, copy: Tensor, segment: Tensor, weight: Tensor, segment_weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`copy` of the segment is read; the segment takes the gradient."""
+    return F.linear(source, weight), F.linear(copy, segment_weight)
+
+
+@_project_both.register_fake
+def _(
+    source: Tensor, copy: Tensor, segment: Tensor, weight: Tensor, segment_weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    found = source.new_empty(*source.shape[:-1], weight.shape[0])
+    return found, copy.new_empty(*copy.shape[:-1], segment_weight.shape[0])
+
+
+def _save_both(ctx: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
+    source, copy, segment, weight, segment_weight = inputs
+    ctx.dtype = segment.dtype
+    ctx.save_for_backward(source, copy, weight, segment_weight)
+
+
+def _of_both(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+    wanted = ctx.needs_input_grad[2:]
+    found = _both_gradients(*upstream, *ctx.saved_tensors, *wanted)
+    segment_grad = found[0].to(ctx.dtype)
+    gradients = zip((segment_grad, *found[1:]), wanted, strict=True)
+    return None, None, *(gradient if one else None for gradient, one in gradients)
+
+
+@torch.library.custom_op("acmoe::project_both_backward", mutates_args=())
+def _both_gradients(
+    upstream: Tensor,
+    segment_upstream: Tensor,
+    source: Tensor,
+    copy: Tensor,
+    weight: Tensor,
+    segment_weight: Tensor,
+    of_segment: bool,
+    of_weight: bool,
+    of_segment_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the segment, and of both weights; of what is not wanted none of the rows."""
+    segment_grad = _segment_gradient(upstream, weight, copy.shape[1] if of_segment else 0)
+    if of_segment:
+        segment_grad.flatten(0, 1).addmm_(segment_upstream.flatten(0, 1), segment_weight)
+    return (
+        segment_grad,
+        _weight_gradient(upstream, source, of_weight),
+        _weight_gradient(segment_upstream, copy, of_segment_weight),
+    )
+
+
+@_both_gradients.register_fake
+def _(
+    upstream: Tensor,
+    segment_upstream: Tensor,
+    source: Tensor,
+    copy: Tensor,
+    weight: Tensor,
+    segment_weight: Tensor,
+    of_segment: bool,
+    of_weight: bool,
+    of_segment_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, length, dim = copy.shape
+    return (
+        copy.new_empty(batch, length if of_segment else 0, dim),
+        weight.new_empty(len(weight) if of_weight else 0, dim),
+        weight.new_empty(len(segment_weight) if of_segment_weight else 0, dim),
+    )
+
+
+_project_both.register_autograd(_of_both, setup_context=_save_both)

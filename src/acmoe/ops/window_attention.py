@@ -25,6 +25,8 @@ from acmoe.ops.attention_choice import (
 )
 from acmoe.ops.backend import say_once
 
+NO_BACKWARD = "nothing"  # to keep: no backward will come
+
 
 def fused_window_attention(
     q: Tensor,
@@ -51,9 +53,10 @@ def fused_window_attention(
     """
     width = stored_width(q.shape[-1])
     kv_2BHNP = torch.stack([F.pad(t, (0, width - t.shape[-1])) for t in (k, v)])
-    return joined_window_attention(
+    out_BHLP = joined_window_attention(
         q, kv_2BHNP, span=span, table=table, key_mask=key_mask, dropout=dropout
     )
+    return out_BHLP[..., : q.shape[-1]]
 
 
 def joined_window_attention(
@@ -70,12 +73,17 @@ def joined_window_attention(
     kv: (2, B, H, N, `stored_width(P)`), keys first, the last features zero. Read as it lies if that
     is in one piece, in any order of its dimensions but the last: without a copy, as one product
     with both weights gives it.
+
+    Returns (B, H, L, `stored_width(P)`), with zeros as well, in the order (B, L, H, P): a product
+    with a weight filled up likewise reads it, and gives its gradient, without a copy.
     """
-    keeping_wanted()  # a wish nobody knows is named here, before anything is compiled
+    keep = keeping_wanted()  # a wish nobody knows is named here, before anything is compiled
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in (q, kv, table))):
+        keep = NO_BACKWARD
     features, num_keys = q.shape[-1], kv.shape[-2]
     reach = min(span, num_keys - 1)
     if reach == 0 or q.numel() == 0:
-        return torch.zeros_like(q)
+        return q.new_zeros(*q.shape[:3], kv.shape[-1])
     more = fused_width(features) - features
     stored = kv.shape[-1]
     assert stored == stored_width(features), f"heads of {stored} for {features} features"
@@ -92,7 +100,7 @@ def joined_window_attention(
         bits_BHL,
         1 / math.sqrt(features),
         dropout,
-        torch.is_grad_enabled() and any(t.requires_grad for t in (q, kv, table)),
+        keep,
     )[0]
     return out_BHLP
 
@@ -118,17 +126,18 @@ def _window_attention(
     bits: Tensor,
     scale: float,
     dropout: float,
-    differentiated: bool,
+    keep: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, log2 of each query's sum, and what kernels/attention_kept.py describes.
+    """Output, as wide as kv; log2 of each query's sum; what kernels/attention_kept.py describes.
 
-    given            (B, H, L, P) queries, which take the gradient
-    q                the same, filled up with zeros, which is read
-    differentiated   a backward may come
+    given   (B, H, L, P) queries, which take the gradient
+    q       the same, filled up with zeros, which is read
+    keep    what the environment asks for, or NO_BACKWARD. An argument, so that a compiled graph in
+            a cache on disk is not taken for another wish
     """
-    features = given.shape[-1]
+    features = kv.shape[-1]
     obstacle = hopper_obstacle(q, kv, table.shape[1], dropout)
-    kept = _room(q, kv, table.shape[1], dropout, features, differentiated)
+    kept = _room(q, kv, table.shape[1], dropout, features, keep)
     if obstacle is None:
         say_once("attention's forward runs on gluon")
         from acmoe.kernels import attention_hopper
@@ -148,15 +157,15 @@ def _window_attention(
 
 
 def _room(
-    q: Tensor, kv: Tensor, span: int, dropout: float, features: int, differentiated: bool
+    q: Tensor, kv: Tensor, span: int, dropout: float, features: int, keep: str
 ) -> tuple[Tensor, Tensor]:
     """Memory for weights and their bases: empty if they are not kept."""
     from acmoe.kernels.attention_kept import kept_sizes
 
     nothing = q.new_empty(0), q.new_empty(0, dtype=torch.float32)
-    if not differentiated:
+    if keep == NO_BACKWARD:
         return nothing
-    obstacle = keeping_obstacle(q, kv, span, dropout, features)
+    obstacle = keeping_obstacle(q, kv, span, dropout, features, wanted=keep)
     if obstacle is not None:
         say_once(f"attention computes its weights again in the backward: {obstacle}")
         return nothing
@@ -169,12 +178,12 @@ def _room(
 
 
 @_window_attention.register_fake
-def _(given, q, kv, table, key_mask, bits, scale, dropout, differentiated):  # type: ignore[no-untyped-def]
+def _(given, q, kv, table, key_mask, bits, scale, dropout, keep):  # type: ignore[no-untyped-def]
     from acmoe.kernels.attention_output import empty_output
 
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    kept = _room(q, kv, table.shape[1], dropout, given.shape[-1], differentiated)
-    return empty_output(q, given.shape[-1]), lse, *kept
+    kept = _room(q, kv, table.shape[1], dropout, kv.shape[-1], keep)
+    return empty_output(q, kv.shape[-1]), lse, *kept
 
 
 @torch.library.custom_op("acmoe::window_attention_backward", mutates_args=())
@@ -191,9 +200,11 @@ def _window_attention_backward(
     base: Tensor,
     scale: float,
     dropout: float,
+    features: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    features = out.shape[-1]
-    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # a hook may have laid it elsewhere
+    """Of the `features` of queries that are given, of keys and values, and of the table."""
+    # As `empty_output` has them; a hook may have laid them elsewhere.
+    grad, out = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (grad, out))
     dkv = torch.empty_like(kv)
     if weights.numel() > 0:
         from acmoe.kernels import attention_kept
@@ -217,12 +228,12 @@ def _window_attention_backward(
 def _(grad, q, kv, table, *rest):  # type: ignore[no-untyped-def]
     from acmoe.kernels.attention_output import empty_output
 
-    out = rest[2]
-    return empty_output(q, out.shape[-1]), torch.empty_like(kv), torch.empty_like(table)
+    return empty_output(q, rest[-1]), torch.empty_like(kv), torch.empty_like(table)
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    _, *tensors, ctx.scale, ctx.dropout, _ = inputs
+    given, *tensors, ctx.scale, ctx.dropout, _ = inputs
+    ctx.features = given.shape[-1]
     ctx.set_materialize_grads(False)  # nor zeros for the gradients of weights nobody differentiates
     ctx.save_for_backward(*tensors, *output)
 
@@ -230,9 +241,8 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 def _backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
     if grad is None:
         return (None,) * 9
-    q, *rest = ctx.saved_tensors
-    wide = F.pad(grad, (0, q.shape[-1] - grad.shape[-1])).contiguous()
-    dq, *others = _window_attention_backward(wide, q, *rest, ctx.scale, ctx.dropout)
+    numbers = (ctx.scale, ctx.dropout, ctx.features)
+    dq, *others = _window_attention_backward(grad, *ctx.saved_tensors, *numbers)
     return (dq, None, *others, None, None, None, None, None)
 
 
