@@ -173,14 +173,17 @@ def test_copied_rows_give_the_bits_of_gathered_ones(device, monkeypatch):
 def test_rows_are_copied_in_sorted_order_where_experts_are_wide(device):
     from acmoe.kernels.expert_tokens import source_of
     from acmoe.kernels.experts import Sizes
+    from acmoe.kernels.ring_choice import gathers
     from acmoe.kernels.tuning import COPY_WIDTH
 
     x = torch.arange(12.0, device=device).view(4, 3)
     back = torch.tensor([1, 3, 5, 0, 6, 7, 2, 4], device=device)  # of choice k of token t: 2 t + k
     wide = Sizes(4, 3, COPY_WIDTH // 2, 2, 2, "swiglu")  # W = COPY_WIDTH
-    values, gather = source_of(x, back, wide)
+    assert not gathers("up", wide, x.dtype, x.device)
+    values, gather = source_of(x, back, wide, gather=False)
     assert not gather and torch.equal(values, x[[1, 0, 3, 0, 3, 1, 2, 2]])
-    values, gather = source_of(x, back, wide._replace(act="relu"))
+    assert gathers("up", wide._replace(act="relu"), x.dtype, x.device)
+    values, gather = source_of(x, back, wide, gather=True)
     assert gather and values is x
 
 

@@ -5,6 +5,8 @@ tasks as threads, and copies and products land as late as they may.
 D features, F hidden units, N rows, E experts; I, O inner and outer dimension of a product.
 """
 
+import functools
+
 import pytest
 import torch
 from test_expert_kernels import Layer
@@ -33,6 +35,7 @@ def ring_launch(monkeypatch):
         ring_hidden,
         ring_launch,
         ring_rows,
+        ring_tokens,
         ring_weights,
     )
 
@@ -43,22 +46,34 @@ def ring_launch(monkeypatch):
             (ring_rows, "rows_by_ring"),
             (ring_hidden, "hidden_in_turns"),
             (ring_weights, "weights_together"),
+            (ring_tokens, "weights_of_tokens"),
         ):
             monkeypatch.setattr(module, name, emulate(getattr(module, name), seed=1))
     return ring_launch
+
+
+def noted(called, function):
+    """The function, which leaves its name each time it is called."""
+
+    @functools.wraps(function)
+    def call(*arguments, **how):
+        called.append(function.__name__)
+        return function(*arguments, **how)
+
+    return call
 
 
 def drawn(*shape, device):
     return torch.randn(*shape, device=device).to(torch.bfloat16)
 
 
-def plan_of(counts, nobody, device):
+def plan_of(counts, nobody, device, top_k=1):
     from acmoe.kernels.tiles import Plan
 
     torch.manual_seed(0)
     end = torch.tensor(counts).cumsum(0)
     order = torch.randperm(int(end[-1]) + nobody)
-    return Plan(order.to(device), end.to(device), 1)
+    return Plan(order.to(device), end.to(device), top_k)
 
 
 def each_expert(plan):
@@ -157,16 +172,52 @@ def test_weights_by_a_ring_see_their_expert_s_rows_alone(device, ring_launch):
             assert_near(dw_EOI[expert], p_NO[rows].double().T @ q_NI[rows].double())
 
 
-def test_a_layer_by_rings_is_the_layer(device, ring_launch, fresh_choice, monkeypatch):
+@pytest.mark.parametrize(("turned", "stages"), [(False, 4), (True, 3)])
+def test_weights_of_tokens_gather_their_expert_s_tokens_alone(turned, stages, device, ring_launch):
+    """Rows for no expert are NaN, and so are the tokens that only they name."""
+    from acmoe.kernels.tuning import Ring
+
+    plan, routed = plan_of(COUNTS, NOBODY, device, top_k=2), sum(COUNTS)
+    x_TD = drawn(plan.num_rows // 2, 256, device=device)
+    r_NR = drawn(plan.num_rows, 512, device=device)
+    r_NR[routed:] = torch.nan
+    token_N = plan.order // 2
+    unused_T = torch.ones(len(x_TD), dtype=torch.bool, device=device)
+    unused_T[token_N[:routed]] = False
+    x_TD[unused_T] = torch.nan
+    ring = Ring("together", stages)
+    dw = ring_launch.weights_of_tokens(x_TD, r_NR, plan, ring, turned=turned)
+    for expert, rows in each_expert(plan):
+        if COUNTS[expert] == 0:
+            assert not dw[expert].any()
+        else:
+            right_DR = x_TD[token_N[rows]].double().T @ r_NR[rows].double()
+            assert_near(dw[expert], right_DR.T if turned else right_DR)
+
+
+@pytest.mark.parametrize(
+    ("copied", "gathers", "calls"),
+    [
+        (True, False, ["weights_by_ring", "weights_by_ring"]),
+        (True, True, ["weights_by_ring", "weights_of_tokens"]),  # what hidden reads stays copied
+        (False, True, ["weights_of_tokens", "weights_of_tokens"]),
+    ],
+)
+def test_a_layer_by_rings_is_the_layer(
+    copied, gathers, calls, device, ring_launch, fresh_choice, monkeypatch
+):
     from acmoe.kernels import tuning
 
+    called = []
+    for name in ("weights_by_ring", "weights_of_tokens"):
+        monkeypatch.setattr(ring_launch, name, noted(called, getattr(ring_launch, name)))
     rings = {
         "ring_hidden/256/256/4": ["turns", 2, 2],
         "ring_down/256/256/4": ["together", 3, 0, 2],
         "ring_input/256/256/4": ["turns", 3],
-        "ring_down_weight/256/256/4": ["together", 2],
-        "ring_up_weight/256/256/4": ["together", 2],
-        "copy/256/256/4": [False, True],
+        "ring_down_weight/256/256/4": ["together", 2, 0, 0, gathers],
+        "ring_up_weight/256/256/4": ["together", 2, 0, 0, gathers],
+        "copy/256/256/4": [False, copied],
     }
     monkeypatch.setattr(tuning, "_table", lambda: rings)
     monkeypatch.setattr(fresh_choice, "gluon_obstacle", lambda device: None)
@@ -181,6 +232,7 @@ def test_a_layer_by_rings_is_the_layer(device, ring_launch, fresh_choice, monkey
     found = out, *layer.gradients(out)
     for mine, right in zip(found, expected, strict=True):
         assert_near(mine, right.double(), 1.5e-2)  # a chain of three roundings
+    assert called == calls
 
 
 class TestChoice:
@@ -206,6 +258,8 @@ class TestChoice:
         for sizes in ((2048, 1024, 64), (2048, 768, 128)):
             assert [self.obstacle(k, sizes) for k in ("hidden", "down", "input")] == [None] * 3
         assert self.obstacle("hidden", (1024, 512, 32)) is None  # by the rule
+        for kernel in ("down_weight", "up_weight"):
+            assert self.obstacle(kernel, (1536, 256, 128), gather=True) is None
 
     @pytest.mark.parametrize(
         ("kernel", "sizes", "how", "reason"),
@@ -216,6 +270,7 @@ class TestChoice:
             ("hidden", (2048, 1024, 64), {"act": "gelu"}, "swiglu"),
             ("down", (2048, 1024, 64), {"bare": False}, "neither bias nor dropout"),
             ("hidden", (1536, 256, 128), {"gather": True}, "tokens are gathered"),
+            ("up_weight", (2048, 1024, 64), {"gather": True}, "tokens are gathered"),
             ("hidden", (1024, 320, 32), {}, "multiples of 64 and 128, not 1024, 320"),
             ("down_weight", (1024, 512, 32), {}, "not found faster"),
             ("hidden", (2048, 1024, 64), {"device": "cpu"}, "CUDA device, not cpu"),
@@ -240,6 +295,43 @@ class TestChoice:
 
         monkeypatch.setattr(tuning, "_table", lambda: {f"ring_{kernel}/256/256/4": ring})
         assert reason in self.obstacle(kernel, (256, 256, 4))
+
+    @pytest.mark.parametrize(
+        ("sizes", "gathering"),
+        [
+            ((1536, 256, 128), ["up", "hidden", "down_weight", "up_weight"]),
+            ((2048, 768, 128), ["up", "up_weight"]),
+            ((2048, 1024, 64), ["up"]),
+            ((4096, 14336, 8), []),
+        ],
+    )
+    def test_each_copy_of_tokens_is_made_where_it_was_measured_to_pay(self, sizes, gathering):
+        assert self.gathering(sizes) == gathering
+
+    def test_what_no_ring_can_gather_is_copied(self, monkeypatch):
+        """Of the first weight's gradient: gathered by Triton it takes twice as long."""
+        import triton
+
+        assert self.gathering((2048, 768, 128), torch.float16) == ["up"]
+        monkeypatch.setattr(triton, "__version__", "3.7.1")
+        assert self.gathering((2048, 768, 128)) == ["up"]
+
+    @staticmethod
+    def gathering(sizes, dtype=torch.bfloat16):
+        from acmoe.kernels.experts import Sizes
+        from acmoe.kernels.ring_choice import gathers
+
+        where = Sizes(32768, *sizes, 8, "swiglu"), dtype, torch.device("cuda")
+        return [k for k in ("up", "hidden", "down_weight", "up_weight") if gathers(k, *where)]
+
+    def test_tokens_are_the_narrow_side_of_a_tile(self, monkeypatch):
+        """up_weight of rows: 128 of 2F by 256 features; of tokens: 128 features by 256 of 2F."""
+        from acmoe.kernels import tuning
+
+        ring = {"ring_up_weight/384/256/4": ["together", 4, 0, 0, True]}
+        monkeypatch.setattr(tuning, "_table", lambda: ring)
+        assert self.obstacle("up_weight", (384, 256, 4), gather=True) is None
+        assert "not 384, 512" in self.obstacle("up_weight", (384, 256, 4))
 
     def test_other_cards_and_other_versions_do_not(self, monkeypatch):
         import triton
@@ -269,7 +361,9 @@ class TestChoice:
             kernel, *sizes = name.split("/")
             if kernel.startswith("ring_"):
                 product = kernel.removeprefix("ring_")
-                assert self.obstacle(product, tuple(map(int, sizes))) is None, name
+                sizes = tuple(map(int, sizes))
+                gather = product in self.gathering(sizes)
+                assert self.obstacle(product, sizes, gather=gather) is None, name
 
 
 def on_known_card():

@@ -251,9 +251,9 @@ def kernel_calls(shape: Shape, device: torch.device, seed: int) -> dict[str, Cal
         torch.randn(shape.rows, width, generator=generator, device=device, dtype=x_TD.dtype)
         for width in (shape.hidden, shape.width)
     )
-    x = source_of(x_TD, order.back, size)
-    later, grad = (
-        source_of(tokens_TD, order.back, size, backward=True) for tokens_TD in (x_TD, grad_TD)
+    x, later, grad = (
+        source_of(tokens_TD, order.back, size, gather=not _copies(shape, backward=backward))
+        for tokens_TD, backward in ((x_TD, False), (x_TD, True), (grad_TD, True))
     )
 
     def backward(kernel: str, rows: Tensor, weight: Tensor, gather: bool) -> Tensor:

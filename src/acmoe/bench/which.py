@@ -99,17 +99,16 @@ def _experts(x_TD: Tensor, shape: Shape) -> str:
 def _products(x_TD: Tensor, shape: Shape) -> list[Choice]:
     """Those that Gluon's kernels may do."""
     from acmoe.kernels.experts import Sizes
-    from acmoe.kernels.ring_choice import BY_ROWS, BY_WEIGHTS, ring_obstacle
-    from acmoe.kernels.tuning import copies_rows
+    from acmoe.kernels.ring_choice import BY_ROWS, BY_WEIGHTS, gathers, ring_obstacle
 
     sizes = (shape.dim, shape.hidden, shape.num_experts)
     size = Sizes(shape.tokens, *sizes, shape.top_k, shape.activation)
-    copied = copies_rows(*sizes, shape.width, backward=True)
     found = []
     for kernel in (*BY_ROWS, *BY_WEIGHTS):
-        gather = kernel not in ("down", "input") and not copied
-        how = {"gather": gather, "bare": kernel not in ("hidden", "down") or not shape.bias}
-        obstacle = ring_obstacle(kernel, size, x_TD.dtype, x_TD.device, **how)
+        where = (kernel, size, x_TD.dtype, x_TD.device)
+        gather = kernel not in ("down", "input") and gathers(*where)
+        bare = kernel not in ("hidden", "down") or not shape.bias
+        obstacle = ring_obstacle(*where, gather=gather, bare=bare)
         found += _between(f"experts: {kernel}", obstacle)
     return found
 

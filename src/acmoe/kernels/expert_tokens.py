@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from acmoe.kernels.experts import Sizes, Source
-from acmoe.kernels.tuning import copies_rows
 
 # Of a tile. Sums of 8 rows of 2048 features take 277 us on an H200 (4.37 TB/s), 285 with twice the
 # warps, and took 301 in tiles of two rows, one choice after the other.
@@ -79,13 +78,13 @@ def combine_kernel(
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=both)
 
 
-def source_of(x: Tensor, back: Tensor, size: Sizes, *, backward: bool = False) -> Source:
-    """Rows where the copy pays (kernels/tuning.py), else the tokens themselves.
+def source_of(x: Tensor, back: Tensor, size: Sizes, *, gather: bool) -> Source:
+    """The tokens themselves, to `gather` (ring_choice.py says when), else a copy of their rows.
 
     back (N,): the row of each choice. Every row is some token's. Those for no expert stand last;
     what a last tile reads of them goes nowhere.
     """
-    if not copies_rows(size.dim, size.hidden, size.experts, size.width, backward=backward):
+    if gather:
         return Source(x, True)
     tokens, dim = x.shape
     rows = torch.empty(back.numel(), dim, device=x.device, dtype=x.dtype)

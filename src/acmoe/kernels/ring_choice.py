@@ -14,14 +14,17 @@ from acmoe.kernels import experts
 from acmoe.kernels.experts import Shares, Sizes, Source, Sums
 from acmoe.kernels.hopper import gluon_obstacle
 from acmoe.kernels.tiles import Plan
-from acmoe.kernels.tuning import RING_DEPTH, RING_HEIGHT, Ring, ring_for
+from acmoe.kernels.tuning import RING_DEPTH, RING_HEIGHT, Ring, copies_rows, ring_for
 
 BY_ROWS, BY_WEIGHTS = ("hidden", "down", "input"), ("down_weight", "up_weight")
 _log = logging.getLogger("acmoe")
 
 
-def _sides(kernel: str, size: Sizes) -> tuple[int, int]:
-    """Inner and outer dimension of a product by rows; columns and rows of a weight's gradient."""
+def _sides(kernel: str, size: Sizes, gather: bool) -> tuple[int, int]:
+    """Inner and outer dimension of a product by rows; wide and narrow side of a weight's gradient,
+    of which tokens to gather are the narrow one."""
+    if kernel == "up_weight" and gather:
+        return size.width, size.dim
     return {
         "hidden": (size.dim, size.hidden),
         "down": (size.hidden, size.dim),
@@ -31,11 +34,11 @@ def _sides(kernel: str, size: Sizes) -> tuple[int, int]:
     }[kernel]
 
 
-def _shape_obstacle(kernel: str, size: Sizes, ring: Ring) -> str | None:
+def _shape_obstacle(kernel: str, size: Sizes, ring: Ring, gather: bool) -> str | None:
     """Tiles must be whole. Of groups together one waits for the other's `lead` blocks: a product by
     rows that has fewer blocks than the ring places, or a ring with fewer than these, would wait
     forever."""
-    inner, outer = _sides(kernel, size)
+    inner, outer = _sides(kernel, size, gather)
     weight = kernel in BY_WEIGHTS
     other = {"hidden": "together"}.get(kernel, "turns" if weight else None)
     if ring.form == other:
@@ -67,9 +70,24 @@ def ring_obstacle(
         return f"it takes bfloat16, not {dtype}"
     if not bare or (kernel == "hidden" and size.act != "swiglu"):
         return "it has neither bias nor dropout, and of activations swiglu"
-    if gather:
+    if gather and not (ring.gathers and kernel in BY_WEIGHTS):
         return "it reads rows, and tokens are gathered for this shape"
-    return _shape_obstacle(kernel, size, ring) or gluon_obstacle(device)
+    return _shape_obstacle(kernel, size, ring, gather) or gluon_obstacle(device)
+
+
+def gathers(kernel: str, size: Sizes, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a product gathers its tokens, instead of reading rows that were copied first.
+
+    Of the backward's two copies that of x may be saved alone: it serves the gradient of the first
+    weight, for which a ring may gather. The other serves two products, one by a ring of rows.
+    """
+    sizes = (size.dim, size.hidden, size.experts)
+    if not copies_rows(*sizes, size.width, backward=kernel != "up"):
+        return True
+    ring = ring_for(kernel, *sizes)
+    if kernel != "up_weight" or ring is None or not ring.gathers:
+        return False
+    return ring_obstacle(kernel, size, dtype, device, gather=True) is None
 
 
 @functools.lru_cache(maxsize=256)
@@ -149,6 +167,9 @@ def run_weight(
     ring = _ring_of(kernel, size, p, gather=gather != "none", bare=True)
     if ring is None:
         return experts.run_weight(kernel, p, q, plan, size, gather=gather, dtype=dtype)
-    from acmoe.kernels.ring_launch import weights_by_ring
+    from acmoe.kernels.ring_launch import weights_by_ring, weights_of_tokens
 
-    return weights_by_ring(p, q, plan, ring).to(dtype)
+    if gather == "none":
+        return weights_by_ring(p, q, plan, ring).to(dtype)
+    tokens, rows = (p, q) if gather == "p" else (q, p)
+    return weights_of_tokens(tokens, rows, plan, ring, turned=gather == "q").to(dtype)

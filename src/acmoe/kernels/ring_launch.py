@@ -5,7 +5,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from acmoe.kernels import ring_hidden, ring_rows, ring_weights
+from acmoe.kernels import ring_hidden, ring_rows, ring_tokens, ring_weights
 from acmoe.kernels.experts import GROUP, on_line
 from acmoe.kernels.tiles import Plan
 from acmoe.kernels.tuning import RING_DEPTH, RING_HEIGHT, Ring
@@ -98,6 +98,27 @@ def weights_by_ring(p: Tensor, q: Tensor, plan: Plan, ring: Ring) -> Tensor:
         *(outer, inner),
         GROUP=GROUP,
         STAGES=ring.stages,
+        num_warps=4,
+    )
+    return dw
+
+
+def weights_of_tokens(
+    tokens: Tensor, rows: Tensor, plan: Plan, ring: Ring, *, turned: bool
+) -> Tensor:
+    """(E, D, R) sums of outer products over each expert's rows of tokens (T, D) and rows (N, R);
+    `turned` (E, R, D)."""
+    dim, width, experts = tokens.shape[1], rows.shape[1], plan.end.shape[0]
+    shape = (experts, width, dim) if turned else (experts, dim, width)
+    dw = torch.empty(shape, device=rows.device, dtype=rows.dtype)
+    rows = on_line(rows)
+    ring_tokens.weights_of_tokens[(_programs(),)](
+        *(on_line(tokens), plan.token, _desc(rows, [RING_DEPTH, ring.columns]), rows),
+        _out_desc(dw.view(-1, shape[2]), [128, _SIDE] if turned else [_SIDE, 128]),
+        *(plan.end, experts * (dim // RING_HEIGHT) * (width // ring.columns), dim, width),
+        GROUP=GROUP,
+        STAGES=ring.stages,
+        TURNED=turned,
         num_warps=4,
     )
     return dw

@@ -22,7 +22,7 @@ from acmoe.kernels.tiles import tile_of
 
 
 @gluon.jit
-def _tile_at(place, sizes, GROUP: gl.constexpr):
+def tile_at(place, sizes, GROUP: gl.constexpr):
     """Expert, its rows' begin and end, first output and first input of a tile."""
     end_ptr, _, O, I = sizes
     num_o, num_i = O // 128, I // 256
@@ -55,7 +55,7 @@ def _fetch(fetch, GROUP: gl.constexpr):
     BN: gl.constexpr = q_bufs.shape[2]
     at = 0
     for place in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        _, begin, end, first_o, first_i = _tile_at(place, sizes, GROUP)
+        _, begin, end, first_o, first_i = tile_at(place, sizes, GROUP)
         whole = begin + (end - begin) // BK * BK
         for row in range(begin, whole, BK):
             slot = at % STAGES
@@ -86,8 +86,11 @@ def _fetch(fetch, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(ring, at, blocks, WHICH: gl.constexpr):
-    """This half of a tile, whose first block is the ring's at-th."""
+def multiply_half(ring, at, blocks, WHICH: gl.constexpr, FENCED: gl.constexpr):
+    """This half of a tile, whose first block is the ring's at-th.
+
+    FENCED: threads copied some of it, which the matrix units see only behind a fence.
+    """
     p_bufs, q_bufs, full, empty = ring
     STAGES: gl.constexpr = q_bufs.shape[0]
     BN: gl.constexpr = q_bufs.shape[2]
@@ -95,6 +98,8 @@ def _multiply(ring, at, blocks, WHICH: gl.constexpr):
     for k in range(blocks):
         slot = at % STAGES
         mbarrier.wait(full.index(slot), at // STAGES & 1)
+        if FENCED:
+            fence_async_shared()
         p = p_bufs.index(2 * slot + WHICH).permute((1, 0))
         acc = warpgroup_mma(p, q_bufs.index(slot), acc, use_acc=k > 0, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
@@ -106,10 +111,11 @@ def _multiply(ring, at, blocks, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def _store(acc, buf, dw_desc, row, column):
+def store_panel(acc, view, buf, dw_desc, row, column):
+    """By way of the buffer, which its view may show turned."""
     tma.store_wait(0)  # what was here before has left the buffer
     gl.thread_barrier()
-    buf.store(acc.to(buf.dtype))
+    view.store(acc.to(buf.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(dw_desc, [row, column], buf)
 
@@ -125,14 +131,14 @@ def _halves(WHICH: gl.constexpr, work, GROUP: gl.constexpr):
     buf = dw_bufs.index(WHICH)
     at = 0
     for place in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        expert, begin, end, first_o, first_i = _tile_at(place, sizes, GROUP)
+        expert, begin, end, first_o, first_i = tile_at(place, sizes, GROUP)
         blocks = (end - begin + BK - 1) // BK
-        acc = _multiply(ring, at, blocks, WHICH)
+        acc = multiply_half(ring, at, blocks, WHICH, False)
         at += blocks
         left, right = gl.split(acc.reshape(HALF, 2, BN // 2).permute(0, 2, 1))
         row = expert * O + first_o + WHICH * HALF
-        _store(left, buf, dw_desc, row, first_i)
-        _store(right, buf, dw_desc, row, first_i + BN // 2)
+        store_panel(left, buf, buf, dw_desc, row, first_i)
+        store_panel(right, buf, buf, dw_desc, row, first_i + BN // 2)
     tma.store_wait(0)
 
 

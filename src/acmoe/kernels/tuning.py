@@ -45,6 +45,7 @@ class Ring(NamedTuple):
     stages: int  # blocks in the ring
     buffers: int = 0  # of h, fetched behind a product in turns
     lead: int = 0  # blocks by which the second of the groups together starts later
+    gathers: bool = False  # tokens, in a weight's gradient, where that costs less than a copy
 
     @property
     def columns(self) -> int:
@@ -61,7 +62,8 @@ def _table() -> dict[str, list[Any]]:
     """ "kernel/dim/hidden/experts" -> blocks, written by `acmoe bench tune` on an H200.
 
     "copy/dim/hidden/experts" -> [whether rows are copied in the forward, in the backward], where
-    that was measured by hand; "ring_kernel/dim/hidden/experts" -> the ring that was faster.
+    that was measured by hand; "ring_kernel/dim/hidden/experts" -> the ring that was faster, which
+    may gather where others read copied rows.
     """
     path = Path(__file__).with_name("tuned.json")
     found: dict[str, list[Any]] = json.loads(path.read_text()) if path.exists() else {}

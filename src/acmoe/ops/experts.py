@@ -38,12 +38,14 @@ def _forward(
     """
     from acmoe.kernels.expert_tokens import run_combine, source_of
     from acmoe.kernels.experts import run_up, sizes_of
-    from acmoe.kernels.ring_choice import run_rows
+    from acmoe.kernels.ring_choice import gathers, run_rows
     from acmoe.kernels.tiles import Plan
 
     size = sizes_of(x, down, gate, act)
     plan = Plan(order, end, size.top_k)
-    h, a = run_up(source_of(x, back, size), up, up_bias, plan, size, dropout, seed, keep=keep)
+    tokens = source_of(x, back, size, gather=gathers("up", size, x.dtype, x.device))
+    h, a = run_up(tokens, up, up_bias, plan, size, dropout, seed, keep=keep)
+    del tokens  # maybe a copy
     y = run_rows("down", a, down, down_bias, plan, size)
     return run_combine(y, gate, back, end, size.tokens), h
 
@@ -73,12 +75,12 @@ def _gradients(
     """
     from acmoe.kernels.expert_tokens import run_combine, source_of
     from acmoe.kernels.experts import Sums, run_finish, sizes_of
-    from acmoe.kernels.ring_choice import run_hidden, run_rows, run_weight
+    from acmoe.kernels.ring_choice import gathers, run_hidden, run_rows, run_weight
     from acmoe.kernels.tiles import Plan
 
     size = sizes_of(x, down, gate, act)
     plan = Plan(order, end, size.top_k)
-    upstream = source_of(grad, back, size, backward=True)
+    upstream = source_of(grad, back, size, gather=gathers("hidden", size, x.dtype, x.device))
     by_bias = None if down_bias is None else grad @ down_bias.T
     sums = Sums(
         0 if up_bias is None else up_bias.shape[1], 0 if down_bias is None else down_bias.shape[1]
@@ -88,7 +90,7 @@ def _gradients(
     gather = "p" if upstream.gather else "none"
     d_down = run_weight("down_weight", upstream.values, a, plan, size, gather=gather, dtype=dtype)
     del a, upstream  # freed before the next large ones
-    tokens = source_of(x, back, size, backward=True)
+    tokens = source_of(x, back, size, gather=gathers("up_weight", size, x.dtype, x.device))
     gather = "q" if tokens.gather else "none"
     d_up = run_weight("up_weight", dh, tokens.values, plan, size, gather=gather, dtype=dtype)
     del tokens
