@@ -31,13 +31,15 @@ def finish_cluster(
     s = total * share
     if ROOT:
         s = tl.sqrt(s)
-    # One token that is not finite spoils all features of its cluster.
-    s = tl.where(tl.max(total) < SPOILED, s, float("nan")).to(tl.float32)
+    s = tl.where(total < SPOILED, s, float("nan")).to(tl.float32)
+    mean = mean_of(s, known, D)
+    # One token that is not finite spoils all features of its cluster: the mean tells them.
+    s = tl.where(mean == mean, s, float("nan"))
     tl.store(dispersion_ptr + row * D + d, s, mask=known)
     tl.store(count_ptr + row, tokens.to(tl.float32))
 
     if RESULT != "dispersion":
-        weight, weight_sum, mean, informs = reciprocals(s, tokens, known, D, floor, eps, min_tokens)
+        weight, weight_sum, informs = reciprocals(s, mean, tokens, known, floor, eps, min_tokens)
         if RESULT == "scale":
             scale = mean_one(weight, weight_sum, informs, D)
             tl.store(out_ptr + row * D + d, scale.to(tl.float32), mask=known)
@@ -48,14 +50,19 @@ def finish_cluster(
 
 
 @triton.jit
-def reciprocals(s, tokens, known, D, floor, eps, min_tokens):
-    """1 / s of one cluster, floored, and their sum; the mean s; whether the cluster informs."""
+def mean_of(s, known, D):
+    """NaN if one of them is."""
+    return tl.sum(tl.where(known, s.to(tl.float64), 0.0)) / D
+
+
+@triton.jit
+def reciprocals(s, mean, tokens, known, floor, eps, min_tokens):
+    """1 / s of one cluster, floored, and their sum; whether the cluster informs."""
     s = tl.where(known, s.to(tl.float64), 0.0)
-    mean = tl.sum(s) / D
     informs = (tokens >= min_tokens) & (mean < SPOILED) & ((eps > 0) | (mean > 0))
     weight = 1.0 / tl.where(informs, tl.maximum(s, floor * mean) + eps, 1.0)
     weight_sum = tl.where(informs, tl.sum(tl.where(known, weight, 0.0)), 0.0)
-    return weight, weight_sum, mean, informs
+    return weight, weight_sum, informs
 
 
 @triton.jit

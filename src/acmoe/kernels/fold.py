@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from acmoe.kernels.finish import mean_one, reciprocals
+from acmoe.kernels.finish import mean_of, mean_one, reciprocals
 
 
 def fold(
@@ -64,8 +64,9 @@ def _fold_kernel(
     tl.store(weight_ptr + c, weight)
     tl.store(count_ptr + c, 0.0)
     if SCALED:
-        inverse, inverse_sum, _, informs = reciprocals(
-            average, weight, known, D, floor, eps, min_tokens
+        mean = mean_of(average, known, D)
+        inverse, inverse_sum, informs = reciprocals(
+            average, mean, weight, known, floor, eps, min_tokens
         )
         scale = mean_one(inverse, inverse_sum, informs, D)
         tl.store(scale_ptr + c * D + d, scale.to(tl.float32), mask=known)

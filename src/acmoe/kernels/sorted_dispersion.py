@@ -26,6 +26,7 @@ from acmoe.kernels.dispersion import POISON
 from acmoe.kernels.finish import finish_cluster
 
 FEWEST_ROWS, MOST_ROWS = 256, 2048  # of a chunk
+SHORT = 2**31  # offsets below this fit int32: half the instructions
 
 
 class Tile(NamedTuple):
@@ -35,20 +36,25 @@ class Tile(NamedTuple):
     num_stages: int = 1  # loads of a step that are under way
     registers: int | None = None
 
+    @property
+    def sums(self) -> int:
+        """Of a feature, under way: tokens that all threads load at once, 8 numbers each."""
+        return 8 * 32 * self.num_warps // self.features
+
 
 def launch_table(dim: int, rows: int) -> Tile:
     """Blocks of few features: a chunk's tokens stay in the cache between the two passes over them.
 
-    Short chunks are waited for at their ends: more programs at once, by fewer registers (rows of
-    512, as at qwen30b: 103 us for 125; of 1024, olmoe: 93 for 101). Long ones load ahead (of 2048,
-    mixtral: 65 for 71). Narrow ones do not: alone that takes 24.6 for 26.6 us at switch, but in a
-    captured layer adaptive clustering then adds 24 for 21 to 23, on other cards (H200).
+    Short chunks are waited for at their ends: more programs at once, by fewer registers. Both
+    launches in a graph of calls in a row (H200): chunks of 512 tokens, as at qwen30b, 79 us (83 in
+    steps of 64); of 1024, olmoe, 72 (82 with 72 registers). Long ones load ahead: of 2048, mixtral,
+    49. A narrow model's load all of a step at once: 16.5 at switch, 17.4 at swin.
     """
     if dim < 1024:
-        return Tile(512, 16, 8)
+        return Tile(512, 16, 8, 1, 80)
     if rows <= 512:
-        return Tile(64, 64, 4, 1, 64)
-    return Tile(128, 64, 4, 1, 128) if rows <= 1024 else Tile(64, 64, 4, 3)
+        return Tile(128, 64, 4, 1, 64)
+    return Tile(128, 64, 4, 1, 96) if rows <= 1024 else Tile(64, 64, 4, 3)
 
 
 def chunk_rows(num_tokens: int, num_clusters: int) -> int:
@@ -101,8 +107,9 @@ def measure_sorted(
     tokens = x_TD.contiguous(), token_X, begin, end
     # Neighbours in the grid read neighbouring features of the same tokens.
     grid = triton.cdiv(D, tile.features), Q
-    shape = {"BT": tile.tokens, "BD": tile.features, "BC": max(16, triton.next_power_of_2(C))}
-    shape |= {"ROWS": rows, "WIDE": wide, "STAGES": tile.num_stages, "num_warps": tile.num_warps}
+    shape = {"BT": tile.tokens, "BS": tile.sums, "BD": tile.features, "STAGES": tile.num_stages}
+    shape |= {"ROWS": rows, "WIDE": wide, "LONG": T * D >= SHORT, "num_warps": tile.num_warps}
+    shape["BC"] = max(16, triton.next_power_of_2(C))
     _sums_kernel[grid](*tokens, sums_QD, arrived_C, D, C, **shape)
     _deviations_kernel[grid](
         *tokens, sums_QD, arrived_C, spread_QD, dispersion_CD, count_C, out, D, C, floor, eps,
@@ -131,31 +138,54 @@ def _find(begin_ptr, end_ptr, C, ROWS: tl.constexpr, BC: tl.constexpr):
 
 
 @triton.jit
-def _load(x_ptr, token_ptr, start, stop, d, D, BT: tl.constexpr):
-    """(BT, BD) tokens at these places, zeros behind the last, and which there are."""
+def _load(x_ptr, token_ptr, start, stop, d, D, LONG: tl.constexpr, BT: tl.constexpr):
+    """(BT, BD) tokens at these places, zeros behind the last."""
     place = start + tl.arange(0, BT)
-    t = tl.load(token_ptr + place, mask=place < stop, other=0).to(tl.int64)
-    known = (place < stop)[:, None] & (d[None, :] < D)
-    return tl.load(x_ptr + t[:, None] * D + d[None, :], mask=known, other=0.0), known
+    t = tl.load(token_ptr + place, mask=place < stop, other=0)[:, None]
+    at = (t.to(tl.int64) if LONG else t) * D + d[None, :]
+    return tl.load(x_ptr + at, mask=(place < stop)[:, None] & (d[None, :] < D), other=0.0)
+
+
+@triton.jit
+def _folded(x, BS: tl.constexpr):
+    """(BT, BD) to (BS, BD): a thread adds up what it holds, and keeps less of it."""
+    return tl.sum(x.reshape(x.shape[0] // BS, BS, x.shape[1]), axis=0)
 
 
 @triton.jit
 def _sum(
-    x_ptr, token_ptr, first, stop, d, D, WIDE: tl.constexpr, STAGES: tl.constexpr,
-    BT: tl.constexpr, BD: tl.constexpr,
+    x_ptr, token_ptr, first, stop, d, D, WIDE: tl.constexpr, LONG: tl.constexpr,
+    STAGES: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = tl.float64 if WIDE else tl.float32
-    total = tl.zeros((BT, BD), dtype=dtype)
+    total = tl.zeros((BS, BD), dtype=dtype)
     for start in tl.range(first, stop, BT, num_stages=STAGES):
-        x, _ = _load(x_ptr, token_ptr, start, stop, d, D, BT)
-        total += x.to(dtype)
+        x = _load(x_ptr, token_ptr, start, stop, d, D, LONG, BT)
+        total += _folded(x.to(dtype), BS)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def _deviations(
+    x_ptr, token_ptr, first, stop, d, D, mean, MEASURE: tl.constexpr, LONG: tl.constexpr,
+    STAGES: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    total = tl.zeros((BS, BD), dtype=tl.float32)
+    for start in tl.range(first, stop, BT, num_stages=STAGES):
+        x = _load(x_ptr, token_ptr, start, stop, d, D, LONG, BT).to(tl.float32)
+        # A factor, not a choice: predicates are so few that the loads would wait for each other.
+        # 0 * mean is NaN only where tokens that are there make the feature's sum one as well.
+        there = (start + tl.arange(0, BT) < stop).to(tl.float32)
+        away = x - mean[None, :] * there[:, None]
+        total += _folded(tl.abs(away) if MEASURE == "mad" else away * away, BS)
     return tl.sum(total, axis=0)
 
 
 @triton.jit
 def _sums_kernel(
     x_ptr, token_ptr, begin_ptr, end_ptr, sums_ptr, arrived_ptr, D, C, ROWS: tl.constexpr,
-    WIDE: tl.constexpr, STAGES: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr,
+    WIDE: tl.constexpr, LONG: tl.constexpr, STAGES: tl.constexpr, BT: tl.constexpr,
+    BS: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(1)
     if (tl.program_id(0) == 0) & (chunk == 0):
@@ -165,9 +195,8 @@ def _sums_kernel(
     if chunks > 1:
         d = tl.program_id(0) * BD + tl.arange(0, BD)
         first = begin + (chunk - earlier) * ROWS
-        total = _sum(
-            x_ptr, token_ptr, first, tl.minimum(first + ROWS, end), d, D, WIDE, STAGES, BT, BD
-        )  # fmt: skip
+        stop = tl.minimum(first + ROWS, end)
+        total = _sum(x_ptr, token_ptr, first, stop, d, D, WIDE, LONG, STAGES, BT, BS, BD)
         tl.store(sums_ptr + chunk * D + d, total, mask=d < D)
 
 
@@ -176,7 +205,8 @@ def _deviations_kernel(
     x_ptr, token_ptr, begin_ptr, end_ptr, sums_ptr, arrived_ptr, spread_ptr, dispersion_ptr,
     count_ptr, out_ptr, D, C, floor, eps, min_tokens, MEASURE: tl.constexpr, ROOT: tl.constexpr,
     RESULT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
-    STAGES: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr,
+    LONG: tl.constexpr, STAGES: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
+    BC: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(1)
     cluster, begin, end, earlier, chunks = _find(begin_ptr, end_ptr, C, ROWS, BC)
@@ -186,47 +216,35 @@ def _deviations_kernel(
     first = begin + (chunk - earlier) * ROWS
     stop = tl.minimum(first + ROWS, end)
     # float64, so that tokens that are all equal have exactly their own value for a mean.
-    mean = tl.zeros((BD,), dtype=tl.float64)
     if chunks == 1:
-        mean += _sum(x_ptr, token_ptr, first, stop, d, D, WIDE, STAGES, BT, BD).to(tl.float64)
+        total = _sum(x_ptr, token_ptr, first, stop, d, D, WIDE, LONG, STAGES, BT, BS, BD)
+        mean = total.to(tl.float64)
     else:
-        for q in range(earlier, earlier + chunks):
-            part = tl.load(sums_ptr + q * D + d, mask=d < D, other=0.0)
-            mean += part.to(tl.float64)
+        mean = _total(sums_ptr, earlier, chunks, d, D)
     mean = (mean * (1.0 / tl.maximum(end - begin, 1).to(tl.float64))).to(tl.float32)
-    total = tl.zeros((BT, BD), dtype=tl.float32)
-    for start in tl.range(first, stop, BT, num_stages=STAGES):
-        x, known = _load(x_ptr, token_ptr, start, stop, d, D, BT)
-        away = x.to(tl.float32) - mean[None, :]
-        term = tl.abs(away) if MEASURE == "mad" else away * away
-        total += tl.where(known, term, 0.0)
-    total = tl.sum(total, axis=0)
+    spread = _deviations(
+        x_ptr, token_ptr, first, stop, d, D, mean, MEASURE, LONG, STAGES, BT, BS, BD
+    )  # fmt: skip
     # NaN and inf stay in their feature, and are told to the whole cluster by kernels/finish.py.
-    total = tl.where(total < POISON, total, POISON)
-    tl.store(spread_ptr + chunk * D + d, total, mask=d < D)
+    spread = tl.where(spread < POISON, spread, POISON)
+    tl.store(spread_ptr + chunk * D + d, spread, mask=d < D)
 
     tl.debug_barrier()  # every warp has written before one says that this program has arrived
     before = tl.atomic_add(arrived_ptr + cluster, 1, sem="acq_rel")
     if before == chunks * tl.num_programs(0) - 1:
-        _finish(
-            spread_ptr, dispersion_ptr, count_ptr, out_ptr, cluster, earlier, chunks, end - begin,
-            D, floor, eps, min_tokens, ROOT, RESULT, WIDTH,
+        every = tl.arange(0, WIDTH)
+        finish_cluster(
+            _total(spread_ptr, earlier, chunks, every, D), end - begin, cluster.to(tl.int64), every,
+            D, dispersion_ptr, count_ptr, out_ptr, floor, eps, min_tokens, ROOT, RESULT,
         )  # fmt: skip
 
 
 @triton.jit
-def _finish(
-    spread_ptr, dispersion_ptr, count_ptr, out_ptr, cluster, earlier, chunks, size, D, floor, eps,
-    min_tokens, ROOT: tl.constexpr, RESULT: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """The last program of a cluster: add up what all of them have written."""
-    d = tl.arange(0, WIDTH)
-    total = tl.zeros((WIDTH,), dtype=tl.float64)
+def _total(part_ptr, earlier, chunks, d, D):
+    """Features d of what a cluster's chunks have written, added up in order."""
+    total = tl.zeros(d.shape, dtype=tl.float64)
     for q in tl.range(earlier, earlier + chunks, loop_unroll_factor=4):  # 4 loads under way
         # .cg: from the cache that all multiprocessors share.
-        part = tl.load(spread_ptr + q * D + d, mask=d < D, other=0.0, cache_modifier=".cg")
+        part = tl.load(part_ptr + q * D + d, mask=d < D, other=0.0, cache_modifier=".cg")
         total += part.to(tl.float64)
-    finish_cluster(
-        total, size, cluster.to(tl.int64), d, D, dispersion_ptr, count_ptr, out_ptr, floor, eps,
-        min_tokens, ROOT, RESULT,
-    )  # fmt: skip
+    return total

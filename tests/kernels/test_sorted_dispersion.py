@@ -1,0 +1,111 @@
+"""Chunks of sorted clusters: their tiles, where their tokens lie, and bad tokens among them.
+
+T = 300 tokens of C = 3 clusters in chunks of 64: cluster 1 has about 225, four chunks of which the
+last is not full; cluster 0 has two, cluster 2 none. D = 20 features: no multiple of a block.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from acmoe.ops.dispersion import dispersion_and_count
+from acmoe.ops.order import Clusters, sort_rows_and_tokens
+from acmoe.ops.sorted_scale import sorted_cluster_scale, sorted_dispersion
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+T, D, C = 300, 20, 3
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
+    from acmoe.kernels import sorted_dispersion
+
+    monkeypatch.setattr(sorted_dispersion, "FEWEST_ROWS", 64)
+    monkeypatch.setattr(sorted_dispersion, "MOST_ROWS", 64)
+    return sorted_dispersion
+
+
+@pytest.fixture
+def clusters(generator: torch.Generator, device: str) -> Clusters:
+    assignment = (torch.rand(T, 1, generator=generator) < 0.75).long().to(device)
+    return Clusters(assignment, *sort_rows_and_tokens(assignment, assignment[:, 0], C)[4:])
+
+
+def drawn(generator: torch.Generator, device: str, dim: int = D) -> Tensor:
+    return torch.randn(T, dim, generator=generator).to(device, torch.bfloat16)
+
+
+@pytest.mark.parametrize("rows", [256, 512, 1024, 2048])
+@pytest.mark.parametrize("dim", [16, 1024])
+def test_a_steps_tokens_fold_evenly_into_its_sums(kernels: Any, dim: int, rows: int) -> None:
+    tile = kernels.launch_table(dim, rows)
+    assert tile.sums > 0 and tile.tokens % tile.sums == 0
+
+
+# Each tile of a wide model; 1030 features end in a block that is not full.
+@pytest.mark.parametrize("rows", [512, 1024, 2048])
+def test_a_wide_models_tiles_give_the_references_statistics(
+    rows: int,
+    kernels: Any,
+    clusters: Clusters,
+    generator: torch.Generator,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernels, "FEWEST_ROWS", rows)
+    x = drawn(generator, device, 1030)
+    found, count = sorted_dispersion(x, clusters)
+    wanted, wanted_count = dispersion_and_count(x.double(), clusters.assignment[:, 0], C)
+    # Sums of at most 300 float32 terms, and a mean rounded to 2^-24 of the values.
+    assert torch.allclose(found.double(), wanted, rtol=2e-6, atol=0)
+    assert torch.equal(count, wanted_count)
+
+
+def test_offsets_of_either_width_find_the_same_tokens(
+    kernels: Any,
+    clusters: Clusters,
+    generator: torch.Generator,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = drawn(generator, device)
+    short = sorted_cluster_scale(x, clusters)
+    monkeypatch.setattr(kernels, "SHORT", 0)
+    long = sorted_cluster_scale(x, clusters)
+    assert all(torch.equal(*pair) for pair in zip(short, long, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("bad", "measure"),
+    [
+        ([float("nan")], "variance"),
+        ([float("inf")], "mad"),
+        ([-float("inf"), float("inf")], "mad"),
+        ([3e38, 3e38], "mad"),  # their sum is not finite
+    ],
+)
+def test_one_chunks_bad_tokens_spoil_all_chunks_of_their_cluster_and_no_other(
+    bad: list[float],
+    measure: str,
+    kernels: Any,
+    clusters: Clusters,
+    generator: torch.Generator,
+    device: str,
+) -> None:
+    x = drawn(generator, device)
+    clean_scale, clean, _ = sorted_cluster_scale(x, clusters, measure=measure)
+    first = int(clusters.begin[1])
+    for place, value in enumerate(bad, start=first + 5):
+        x[clusters.token[place], 7] = value
+    scale, spread, count = sorted_cluster_scale(x, clusters, measure=measure)
+    alone, _ = sorted_dispersion(x, clusters, measure=measure)
+    assert spread[1].isnan().all() and (scale[1] == 1).all()
+    assert count[1] == clusters.end[1] - clusters.begin[1]
+    others = [0, 2]
+    assert torch.equal(spread[others], clean[others])
+    assert torch.equal(scale[others], clean_scale[others])
+    assert torch.equal(alone.nan_to_num(-1), spread.nan_to_num(-1))
