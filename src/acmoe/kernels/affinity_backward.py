@@ -29,6 +29,8 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
     steps: int = 1  # blocks of features that a program does one after the other
+    near: bool = False  # programs of the same tokens follow each other, else those of next tokens
+    ahead: bool = False  # what is added is asked for a step before
 
 
 def token_table(num_experts: int, dim: int, num_pieces: int, in_order: bool) -> Tile:
@@ -38,14 +40,18 @@ def token_table(num_experts: int, dim: int, num_pieces: int, in_order: bool) -> 
     that there be programs enough. The gradients of sorted tokens come from all over memory, long
     ones with many experts: 135 us with 16 blocks, 158 with 8 (qwen30b). More experts, or 3 pieces
     of 128, do not fit the registers, and are read for every block.
+
+    Wide rows in their own order are written whole by programs in a row: 98 -> 88 us at olmoe, 83
+    with addends a step ahead (qwen30b 138 -> 118, fine 105 -> 91); sorted ones lose by both.
     """
     experts = max(16, triton.next_power_of_2(num_experts))
     if experts > (128 if num_pieces == 2 else 64):
         return Tile(64, 64, 64, 4, 2, 1)
     if in_order and experts == 128:
-        return Tile(128, 64, experts, 8, 2, 8)
+        return Tile(128, 64, experts, 8, 2, 8, True, True)
     if in_order:
-        return Tile(64, 64, experts, 4, 3, 8 if dim >= 1024 else 3)
+        wide = dim >= 1024
+        return Tile(64, 64, experts, 4, 3, 8 if wide else 3, wide, wide)
     return Tile(64, 64, experts, 4, 2, 16) if experts == 128 else Tile(64, 64, experts, 4, 3, 8)
 
 
@@ -86,8 +92,8 @@ def token_gradient(
             grad_TD if other_TD is None else other_TD.contiguous(), grad_TD, T, D, E,
             tokens.scale.shape[0], HAS_OTHER=other_TD is not None, **tokens.flags,
             TERMS=terms(tokens.x.dtype), BT=tile.tokens, BD=tile.features, BE=tile.experts,
-            ONCE=tile.experts >= E, STEPS=tile.steps, num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            ONCE=tile.experts >= E, STEPS=tile.steps, NEAR=tile.near, AHEAD=tile.ahead,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return grad_TD
 
@@ -138,17 +144,15 @@ def _token_kernel(
     x_ptr, scale_ptr, cluster_ptr, mask_ptr, place_ptr, grad_ptr, embedding_ptr, other_ptr,
     out_ptr, T, D, E, C, HAS_OTHER: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_MASK: tl.constexpr,
     SORTED: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, ONCE: tl.constexpr,
-    STEPS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
+    STEPS: tl.constexpr, NEAR: tl.constexpr, AHEAD: tl.constexpr, BT: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     columns = tl.cdiv(D, STEPS * BD)
-    # Rows lie side by side in memory, sorted ones do not: parts of a row follow each other, or
-    # blocks of tokens (olmoe 98 -> 88 us; 135 -> 151 at qwen30b, sorted).
-    if SORTED:
-        block = tl.program_id(0) % (tl.num_programs(0) // columns)
-        first = tl.program_id(0) // (tl.num_programs(0) // columns) * STEPS * BD
+    if NEAR:
+        start, first = tl.program_id(0) // columns * BT, tl.program_id(0) % columns * STEPS * BD
     else:
-        block, first = tl.program_id(0) // columns, tl.program_id(0) % columns * STEPS * BD
-    start = block * BT
+        blocks = tl.num_programs(0) // columns
+        start, first = tl.program_id(0) % blocks * BT, tl.program_id(0) // blocks * STEPS * BD
     t, exists, kept, cluster = load_tokens(
         cluster_ptr, mask_ptr, place_ptr, load_limits(cluster_ptr, C, BC), start, T, C, HAS_SCALE,
         HAS_MASK, SORTED, BT, BC,
@@ -169,9 +173,8 @@ def _token_kernel(
         row_ptr[:, None] + e[None, :], kept[:, None] & (e[None, :] < E), T, E, TERMS
     )  # fmt: skip
     last = tl.minimum(first + STEPS * BD, D)
-    AHEAD: tl.constexpr = HAS_OTHER and not SORTED  # asked for a step before (olmoe 88 -> 83 us)
     ahead = exists
-    if AHEAD:
+    if HAS_OTHER and AHEAD:
         d = first + tl.arange(0, BD)
         known = exists[:, None] & (d[None, :] < last)
         ahead = tl.load(other_ptr + at + d[None, :], mask=known, other=0.0)
@@ -179,11 +182,12 @@ def _token_kernel(
         d = begin + tl.arange(0, BD)
         known = exists[:, None] & (d[None, :] < D)
         other = ahead
-        if AHEAD:
-            following = exists[:, None] & (d[None, :] + BD < last)
-            ahead = tl.load(other_ptr + at + d[None, :] + BD, mask=following, other=0.0)
-        elif HAS_OTHER:  # asked for before the product, needed after it
-            other = tl.load(other_ptr + at + d[None, :], mask=known, other=0.0)
+        if HAS_OTHER:
+            if AHEAD:
+                following = exists[:, None] & (d[None, :] + BD < last)
+                ahead = tl.load(other_ptr + at + d[None, :] + BD, mask=following, other=0.0)
+            else:  # before the product, and needed after it
+                other = tl.load(other_ptr + at + d[None, :], mask=known, other=0.0)
         total = _spread(embedding_ptr, grad, e, d, D, E, TERMS)
         if not ONCE:
             for more in range(BE, E, BE):
