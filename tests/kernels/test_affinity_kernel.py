@@ -160,6 +160,26 @@ def test_who_reads_x_after_the_router_has_his_gradient_added(
     assert torch.equal(alone, upstream)
 
 
+@pytest.mark.parametrize(("tokens", "dim", "experts"), [(70, 1090, 5), (150, 1100, 70)])
+def test_long_rows_get_both_gradients_in_every_column(
+    tokens: int, dim: int, experts: int, generator: torch.Generator, device: str
+) -> None:
+    # Programs of 512 features: several a row, the last of them not full.
+    x = torch.randn(tokens, dim, generator=generator).to(device, torch.bfloat16).requires_grad_()
+    embedding = (torch.randn(experts, dim, generator=generator) / dim**0.5).to(device)
+    upstream = torch.randn(tokens, dim, generator=generator).to(device, torch.bfloat16)
+    found = fused_route(x, embedding, None, None, None, K, True)
+    loss = found.gate.square().sum()
+    (own,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (both,) = torch.autograd.grad([loss, found.x], x, [torch.ones_like(loss), upstream])
+    exact = x.detach().double().requires_grad_()
+    gate = route_reference(exact, embedding.double(), None, None, None, K, True).gate
+    (wanted,) = torch.autograd.grad(gate.square().sum(), exact)
+    eps = torch.finfo(torch.bfloat16).eps
+    assert (own - wanted).abs().max() < 2 * eps * wanted.abs().max()
+    torch.testing.assert_close(both, own + upstream, rtol=2 * eps, atol=4 * eps)
+
+
 def test_of_equal_experts_the_first_is_chosen(device: str) -> None:
     # Affinities (0, 1, 0, 1, -1): best first, ties by index, and -0 ties with 0.
     embedding = torch.tensor([[0.0], [1.0], [-0.0], [1.0], [-1.0]], device=device)

@@ -128,7 +128,7 @@ def test_what_keeps_weights_from_being_kept_is_said(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q = torch.zeros(1, 1, queries, 64, dtype=torch.bfloat16, device=device)
     kv = torch.zeros(2, 1, 1, 64 + queries, 64, dtype=torch.bfloat16, device=device)
-    found = keeping_obstacle(q, kv, 64, 0.1, 44)
+    found = keeping_obstacle(q, kv, 64, 0.1)
     assert found is None if reason is None else reason in str(found)
 
 

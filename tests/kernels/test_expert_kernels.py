@@ -171,8 +171,8 @@ def test_copied_rows_give_the_bits_of_gathered_ones(device, monkeypatch):
 
 
 def test_rows_are_copied_in_sorted_order_where_experts_are_wide(device):
+    from acmoe.kernels.expert_sizes import Sizes
     from acmoe.kernels.expert_tokens import source_of
-    from acmoe.kernels.experts import Sizes
     from acmoe.kernels.ring_choice import gathers
     from acmoe.kernels.tuning import COPY_WIDTH
 
@@ -185,6 +185,35 @@ def test_rows_are_copied_in_sorted_order_where_experts_are_wide(device):
     assert gathers("up", wide._replace(act="relu"), x.dtype, x.device)
     values, gather = source_of(x, back, wide, gather=True)
     assert gather and values is x
+
+
+@pytest.mark.parametrize(("T", "D", "K"), [(5, 2500, 3), (3, 70, 18)])
+@pytest.mark.parametrize("gated", [True, False])
+def test_long_rows_and_many_choices_are_copied_and_summed(T, D, K, gated, device):
+    # Rows of more than one block, and more choices than are under way together. The last two rows
+    # are for no expert: never written, and in no sum.
+    from acmoe.kernels.expert_sizes import Sizes
+    from acmoe.kernels.expert_tokens import run_combine, source_of
+
+    generator = torch.Generator().manual_seed(0)
+    back = torch.randperm(T * K, generator=generator)
+    x = torch.randn(T, D, generator=generator)
+    size = Sizes(T, D, 8, 4, K, "relu")
+    rows = source_of(x.to(device), back.to(device), size, gather=False).values.cpu()
+    for choice, row in enumerate(back.tolist()):
+        assert torch.equal(rows[row], x[choice // K])
+
+    y, gate = torch.randn(T * K, D, generator=generator), torch.rand(T, K, generator=generator)
+    y[-2:] = float("nan")
+    end = torch.tensor([T * K - 2])
+    found = run_combine(
+        y.to(device), gate.to(device) if gated else None, back.to(device), end.to(device), T
+    )
+    for token in range(T):
+        terms = [(back[token * K + k].item(), gate[token, k].item()) for k in range(K)]
+        terms = [(row, share if gated else 1.0) for row, share in terms if row < T * K - 2]
+        wanted = sum((y[row].double() * share for row, share in terms), torch.zeros(D).double())
+        torch.testing.assert_close(found[token].cpu().double(), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_the_table_has_the_last_word_on_copying(monkeypatch):

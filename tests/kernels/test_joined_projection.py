@@ -11,7 +11,7 @@ from torch import Tensor
 
 from acmoe.config.language import LanguageConfig
 from acmoe.config.routing import SMoEConfig
-from acmoe.models import layers
+from acmoe.models import heads
 from acmoe.models.cache import BlockCache
 from acmoe.models.layers import Attention
 from acmoe.ops.backend import use_backend
@@ -78,13 +78,13 @@ def test_keys_and_values_are_one_product_where_the_kernels_read_them(
     attention, rows = layer(device), []
 
     def note(name: str) -> None:
-        real = getattr(layers, name)
+        real = getattr(heads, name)
 
         def noted(source: Tensor, segment: Tensor, *weights: Tensor) -> object:
             rows.extend(weight.shape[0] for weight in weights)
             return real(source, segment, *weights)
 
-        monkeypatch.setattr(layers, name, noted)
+        monkeypatch.setattr(heads, name, noted)
 
     note("project")
     note("project_both")

@@ -70,7 +70,7 @@ def test_a_norm_around_a_norm_is_torchs(branch, atol):
 
 
 def test_a_program_of_many_rows_adds_their_gradients_up(monkeypatch):
-    from acmoe.kernels import norm as kernels
+    from acmoe.kernels import norm_launch as kernels
 
     monkeypatch.setattr(kernels, "_PROGRAMS", {"once": 4, "echo": 5, "twice": 3})  # of 21 rows
     tensors = [draw(0), draw(1)]

@@ -65,7 +65,8 @@ def test_few_programs_sum_an_expert_s_rows_in_parts(device, monkeypatch):
 def test_what_an_expert_does_not_own_never_enters_its_sums(gather, device, monkeypatch):
     """Rows for no expert are never written: here they, and a token they alone name, are NaN."""
     from acmoe.kernels import tuning
-    from acmoe.kernels.experts import Sizes, run_weight
+    from acmoe.kernels.expert_sizes import Sizes
+    from acmoe.kernels.experts import run_weight
     from acmoe.kernels.tiles import Plan
 
     blocks = Blocks(16, 16, 16, 4, 2, True, 1, 1)
@@ -131,9 +132,10 @@ def test_the_copy_engine_reads_views_that_begin_anywhere(device, monkeypatch):
 def test_a_gated_product_has_the_warps_for_two_accumulators(monkeypatch):
     """A table of block sizes knows no activation: four warps were measured for GELU."""
     from acmoe.kernels import experts, tuning
+    from acmoe.kernels.expert_sizes import Sizes
 
     monkeypatch.setattr(tuning, "OVERRIDE", {"up": Blocks(128, 128, 64, 4, 3, True, 0, 2)})
-    sizes = experts.Sizes(64, 384, 1536, 16, 2, "gelu")
+    sizes = Sizes(64, 384, 1536, 16, 2, "gelu")
     assert experts._blocks("up", sizes, torch.bfloat16)[3:] == (4, 3, True, 0, 2)
     gated = sizes._replace(act="swiglu")
     assert experts._blocks("up", gated, torch.bfloat16)[3:] == (8, 3, True, 0, 1)

@@ -247,7 +247,7 @@ class TestChoice:
 
     @staticmethod
     def obstacle(kernel, sizes, dtype=torch.bfloat16, act="swiglu", **how):
-        from acmoe.kernels.experts import Sizes
+        from acmoe.kernels.expert_sizes import Sizes
         from acmoe.kernels.ring_choice import ring_obstacle
 
         size = Sizes(32768, *sizes, 8, act)
@@ -318,7 +318,7 @@ class TestChoice:
 
     @staticmethod
     def gathering(sizes, dtype=torch.bfloat16):
-        from acmoe.kernels.experts import Sizes
+        from acmoe.kernels.expert_sizes import Sizes
         from acmoe.kernels.ring_choice import gathers
 
         where = Sizes(32768, *sizes, 8, "swiglu"), dtype, torch.device("cuda")
@@ -342,7 +342,7 @@ class TestChoice:
         assert "capability 9" in self.obstacle("hidden", (2048, 1024, 64))
 
     def test_what_was_chosen_is_said_once(self, fresh_choice, caplog):
-        from acmoe.kernels.experts import Sizes
+        from acmoe.kernels.expert_sizes import Sizes
 
         caplog.set_level("INFO", logger="acmoe")
         x_TD = torch.empty(1, 2048, dtype=torch.float16)
@@ -374,7 +374,7 @@ def on_known_card():
 
 @pytest.mark.gpu
 def test_on_a_card_both_ways_to_the_hidden_gradient_agree(fresh_choice, monkeypatch):
-    from acmoe.kernels.experts import Sizes, Source, Sums
+    from acmoe.kernels.expert_sizes import Sizes, Source, Sums
 
     if not on_known_card():
         pytest.skip("the ring's kernels are for another card or another triton")

@@ -18,8 +18,8 @@ def test_every_part_counts_once(
     found = totals(partial)
     assert len({total.data_ptr() for total in found}) == sums
     for total, wanted in zip(found, partial.double().sum(1), strict=True):
-        # At most 2,050 float32 additions of numbers of about one.
-        assert (total - wanted).abs().max() < 1e-3
+        # Float32 additions of numbers of about one.
+        assert (total - wanted).abs().max() < 1e-4 * max(1, parts / 300)
         assert total.shape == (numbers,)
 
 

@@ -167,3 +167,22 @@ def test_the_op_of_two_maps_keeps_torchs_contract() -> None:
     source = draw(B, N, D, seed=0)
     op = torch.ops.acmoe.project_both.default
     torch.library.opcheck(op, (source, leaves[0].detach().clone(), *leaves))
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_a_backward_inside_autocast_keeps_the_precision_of_a_forward_outside(low: bool) -> None:
+    # low: a source of 16 bits beside a segment of 32, for which all products are of 16 bits.
+    dtype = torch.bfloat16 if low else torch.float32
+    source = draw(B, N, D, seed=0).to(dtype)
+    leaves = [source[:, -L:].float(), draw(A, D, seed=2).float(), draw(A + 1, D, seed=3).float()]
+    results = []
+    for inside in (False, True):
+        segment, weight, other = (leaf.clone().requires_grad_() for leaf in leaves)
+        found = project_both(source, segment, weight, other)
+        assert {one.dtype for one in found} == {dtype}
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            torch.autograd.backward(found, [torch.ones_like(one) for one in found])
+        results.append([leaf.grad for leaf in (segment, weight, other)])
+    for one, again in zip(*results, strict=True):
+        assert one is not None and again is not None
+        assert one.dtype == torch.float32 and torch.equal(one, again)

@@ -236,6 +236,7 @@ def _row(shape: Shape, kernel: str, ranked: Sequence[Found]) -> dict[str, Any]:
 def kernel_calls(shape: Shape, device: torch.device, seed: int) -> dict[str, Call]:
     """Each kernel's launch on random tokens, as ops/experts.py makes it."""
     from acmoe.kernels import experts as launch
+    from acmoe.kernels.expert_sizes import sizes_of
     from acmoe.kernels.expert_tokens import source_of
     from acmoe.kernels.tiles import Plan
 
@@ -243,7 +244,7 @@ def kernel_calls(shape: Shape, device: torch.device, seed: int) -> dict[str, Cal
     weights = draw_weights(shape, generator=generator)
     x_TD, grad_TD = (draw_tokens(shape, generator=generator) for _ in range(2))
     order, gate_TK = _random_order(shape, generator)
-    size = launch.sizes_of(x_TD, weights.down, gate_TK, shape.activation)
+    size = sizes_of(x_TD, weights.down, gate_TK, shape.activation)
     plan = Plan(order.order, order.end, shape.top_k)
     none = torch.zeros(1, dtype=torch.int64, device=device)  # a seed nobody draws with
     up, down, up_bias, down_bias = _detached(weights)

@@ -98,7 +98,7 @@ def _experts(x_TD: Tensor, shape: Shape) -> str:
 
 def _products(x_TD: Tensor, shape: Shape) -> list[Choice]:
     """Those that Gluon's kernels may do."""
-    from acmoe.kernels.experts import Sizes
+    from acmoe.kernels.expert_sizes import Sizes
     from acmoe.kernels.ring_choice import BY_ROWS, BY_WEIGHTS, gathers, ring_obstacle
 
     sizes = (shape.dim, shape.hidden, shape.num_experts)
@@ -162,7 +162,7 @@ def _window_attention(device: torch.device, dtype: torch.dtype) -> list[Choice]:
     if runs == "triton":
         window = (q, kv, config.span, config.dropout)
         found += _between("attention: forward", hopper_obstacle(*window))
-        found += _between("attention: backward", keeping_obstacle(*window, features))
+        found += _between("attention: backward", keeping_obstacle(*window))
     return found
 
 

@@ -47,11 +47,11 @@ def token_table(num_experts: int, dim: int, num_pieces: int, in_order: bool) -> 
     experts = max(16, triton.next_power_of_2(num_experts))
     if experts > (128 if num_pieces == 2 else 64):
         return Tile(64, 64, 64, 4, 2, 1)
-    if in_order and experts == 128:
-        return Tile(128, 64, experts, 8, 2, 8, True, True)
+    if in_order and dim < 1024:
+        return Tile(64, 64, experts, 4, 3, 3)
     if in_order:
-        wide = dim >= 1024
-        return Tile(64, 64, experts, 4, 3, 8 if wide else 3, wide, wide)
+        tokens, num_warps, stages = (128, 8, 2) if experts == 128 else (64, 4, 3)
+        return Tile(tokens, 64, experts, num_warps, stages, 8, True, True)
     return Tile(64, 64, experts, 4, 2, 16) if experts == 128 else Tile(64, 64, experts, 4, 3, 8)
 
 

@@ -216,7 +216,8 @@ def run_backward(
     table_8PC = shifted_tables(table, band, q.dtype)
     share = 1 - pair_threshold(dropout) / 2**32  # of probabilities kept
     delta = delta_of(out, grad, share)
-    grad = F.pad(grad, (0, width - grad.shape[3])).contiguous()
+    more = width - grad.shape[3]  # padding by nothing would copy as well
+    grad = (F.pad(grad, (0, more)) if more else grad).contiguous()
     spread = spread_of_keys(band.keys, dropout, q.device)
     blocks = blocks_for("attention_keys", q.dtype, width)
     for some in band.groups(batch, q.element_size()):

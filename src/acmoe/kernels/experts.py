@@ -3,7 +3,7 @@
 T tokens, K experts per token, N = T * K rows, D features, F hidden units, E experts, W = F or 2F.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from acmoe.kernels.coins import threshold
 from acmoe.kernels.expert_backward import activation_kernel, finish_kernel
 from acmoe.kernels.expert_forward import rows_kernel, up_kernel
+from acmoe.kernels.expert_sizes import Shares, Sizes, Source, Sums
 from acmoe.kernels.expert_weights import add_kernel, weight_kernel
 from acmoe.kernels.persistent_weights import persistent_weight_kernel
 from acmoe.kernels.products import dot_precision
@@ -22,23 +23,6 @@ from acmoe.kernels.tuning import Blocks, blocks_for
 GROUP = 8  # row tiles that walk over the columns together, and find the weights in L2
 # Rows of a program and of a step, columns, and warps of the activation's backward.
 ACTIVATION_TILE = (128, 8, 128, 4)
-
-
-class Sizes(NamedTuple):
-    tokens: int
-    dim: int
-    hidden: int
-    experts: int
-    top_k: int
-    act: str
-
-    @property
-    def width(self) -> int:
-        return 2 * self.hidden if self.act == "swiglu" else self.hidden
-
-
-def sizes_of(x: Tensor, down: Tensor, gate: Tensor, act: str) -> Sizes:
-    return Sizes(x.shape[0], x.shape[1], down.shape[2], down.shape[0], gate.shape[1], act)
 
 
 def _blocks(kernel: str, size: Sizes, dtype: torch.dtype) -> Blocks:
@@ -81,13 +65,6 @@ def _up_desc(up: Tensor, size: Sizes, blocks: Blocks) -> Any:
         return _desc(up, [blocks.n, blocks.k], blocks)
     pairs = up.reshape(2 * size.experts, size.hidden, size.dim)
     return TensorDescriptor.from_tensor(on_line(pairs), [2, blocks.n, blocks.k])
-
-
-class Source(NamedTuple):
-    """What stands at each routed row: rows (N, D) in sorted order, or tokens (T, D) to gather."""
-
-    values: Tensor
-    gather: bool
 
 
 def _launch(blocks: Blocks, dtype: torch.dtype) -> dict[str, Any]:
@@ -178,20 +155,6 @@ def run_rows(
         **_launch(blocks, a.dtype),
     )
     return y
-
-
-class Sums(NamedTuple):
-    """Columns of which biases get their gradients: W, or 0 for no first bias, and D, or 0."""
-
-    up: int
-    down: int
-
-
-class Shares(NamedTuple):
-    """What the tiles of the activation's backward leave to be added up."""
-
-    gate: Tensor  # (B, N) of each row, by blocks of hidden units
-    bias: Tensor  # (tiles, columns) of each tile
 
 
 def run_activation(

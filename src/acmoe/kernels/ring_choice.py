@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from acmoe.kernels import experts
-from acmoe.kernels.experts import Shares, Sizes, Source, Sums
+from acmoe.kernels.expert_sizes import Shares, Sizes, Source, Sums
 from acmoe.kernels.hopper import gluon_obstacle
 from acmoe.kernels.tiles import Plan
 from acmoe.kernels.tuning import RING_DEPTH, RING_HEIGHT, Ring, copies_rows, ring_for
@@ -162,7 +162,8 @@ def run_weight(
 ) -> Tensor:
     """(E, O, I) sums of outer products p^T q over each expert's rows.
 
-    gather: "p" or "q" for the one that holds tokens, "none" where both hold rows.
+    gather: "p" or "q" for the one that holds tokens, "none" where both hold rows. dtype: of the
+    result; a ring rounds it to that of p first.
     """
     ring = _ring_of(kernel, size, p, gather=gather != "none", bare=True)
     if ring is None:

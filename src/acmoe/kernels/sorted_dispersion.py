@@ -174,7 +174,7 @@ def _deviations(
     for start in tl.range(first, stop, BT, num_stages=STAGES):
         x = _load(x_ptr, token_ptr, start, stop, d, D, LONG, BT).to(tl.float32)
         # A factor, not a choice: predicates are so few that the loads would wait for each other.
-        # 0 * mean is NaN only where tokens that are there make the feature's sum one as well.
+        # 0 * mean is NaN only where tokens that are there make the feature's sum not finite anyway.
         there = (start + tl.arange(0, BT) < stop).to(tl.float32)
         away = x - mean[None, :] * there[:, None]
         total += _folded(tl.abs(away) if MEASURE == "mad" else away * away, BS)

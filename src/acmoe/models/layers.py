@@ -4,9 +4,8 @@ Shapes: B batch, L length of the segment, N positions in view: before it and in 
 H heads, P features of a head.
 """
 
-from typing import Any, cast
+from typing import cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812, the customary name
 
@@ -15,67 +14,12 @@ from acmoe.config.routing import AdaptiveConfig, RandomConfig
 from acmoe.experts.moe import MoE
 from acmoe.models.attention import joined_width, rotate, window_attention
 from acmoe.models.cache import BlockCache
+from acmoe.models.heads import Output, Projection
 from acmoe.ops.norm import norm_sum_lowered, norm_sum_twice
 from acmoe.ops.precision import autocast_dtype
-from acmoe.ops.projection import project, project_both
 from acmoe.ops.window_attention import joined_window_attention
 from acmoe.routing.placement import Placed
 from acmoe.routing.state import RoutingState
-
-
-class Projection(nn.Linear):
-    """Queries, keys or values of positions in view, for each head."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__(dim, dim, bias=False)
-        self.heads = heads
-
-    def forward(
-        self,
-        source: Tensor,
-        *,
-        segment: Tensor | None = None,
-        beside: "Projection | None" = None,
-        width: int = 0,
-        queries: "Projection | None" = None,
-    ) -> Any:
-        """(B, N, D) -> (B, N, H * P); with another projection `beside` it (B, N, 2 * H * width),
-        the maps of both, each head filled up with zeros to `width` features; with that of `queries`
-        as well a pair, of it and of (B, L, H * P), theirs of the segment.
-
-        One product reads the source once, and one gradient goes to the segment; a hook on this
-        module sees all maps, and one on the others none. Zero rows of the weight give the zeros for
-        little: copying every key and value into wider rows took a tenth of a training step (H200,
-        switch-enwik8).
-        """
-        weight = self.weight
-        if beside is not None:
-            both = torch.stack([weight, beside.weight])
-            both_2HPD = both.view(2, self.heads, -1, self.in_features)
-            weight = F.pad(both_2HPD, (0, 0, 0, width - both_2HPD.shape[2])).flatten(0, 2)
-        if segment is None:
-            assert queries is None, "queries of no segment"
-            return F.linear(source, weight)
-        if queries is None:
-            return project(source, segment, weight)
-        return project_both(source, segment, weight, queries.weight)
-
-
-class Output(nn.Linear):
-    """What all heads found, joined."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__(dim, dim, bias=False)
-        self.heads = heads
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., H * P or more) -> (..., D). What each head has beyond its features is multiplied
-        with zeros, and its gradient comes back as wide."""
-        weight, width = self.weight, x.shape[-1] // self.heads
-        if x.shape[-1] > self.in_features:
-            weight_DHP = weight.view(self.out_features, self.heads, -1)
-            weight = F.pad(weight_DHP, (0, width - weight_DHP.shape[2])).flatten(1)
-        return F.linear(x, weight)
 
 
 class Attention(nn.Module):
@@ -147,10 +91,9 @@ class Attention(nn.Module):
         return cast(Tensor, self.output(x_BHLP.transpose(1, 2).flatten(2)))
 
     def _joined_width(self, newest: Tensor, table: Tensor | None, dropout: float) -> int | None:
-        """`joined_width` of queries that are not there yet, by one stream's share of what they are
-        made of."""
-        like = newest[:1].detach()
-        like = like.to(autocast_dtype(like) or like.dtype)
+        """`joined_width` of queries that are not there yet, by a tensor like one stream's."""
+        dtype = autocast_dtype(newest) or newest.dtype
+        like = newest.new_empty((1, *newest.shape[1:]), dtype=dtype)
         return joined_width(self._split(like), table, dropout)
 
     def _split(self, x_BND: Tensor) -> Tensor:
@@ -221,6 +164,8 @@ class Block(nn.Module):
                 norm="post": a constant, in any precision. None: x alone.
             lowered: x in the source's precision, which takes the gradient by way of attention: as
                 the block before gave it, two gradients then need no pass that adds them. None: x.
+                Read by post-norm blocks that are given a source. Whoever changes one of a block's
+                two outputs, by a hook say, changes the other.
             key_mask: (B, N) which positions of the source may be attended to.
             token_mask: (B, L) which tokens of the segment are real.
             token_ids: (B, L) for routers that read them.

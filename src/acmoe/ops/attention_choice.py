@@ -68,7 +68,7 @@ def keeping_wanted() -> str:
 
 
 def keeping_obstacle(
-    q: Tensor, kv: Tensor, span: int, dropout: float, features: int, *, wanted: str | None = None
+    q: Tensor, kv: Tensor, span: int, dropout: float, *, wanted: str | None = None
 ) -> str | None:
     """What keeps attention from keeping its weights for the backward; None: nothing.
 
@@ -87,7 +87,7 @@ def keeping_obstacle(
         return f"more than {span} keys precede the first query"
     from acmoe.kernels.attention_keys import stages_for
 
-    if stages_for(q.shape[-1], features, q.shape[2]) < 2:
+    if stages_for(q.shape[-1], kv.shape[-1], q.shape[2]) < 2:
         return f"its backward's kernel has no room for {q.shape[2]} queries of a head"
     size = kept_sizes(q.shape, kv.shape[-2], span)[0] * q.element_size()
     limit = int(_KEPT_SHARE * memory_of(q.device))

@@ -34,10 +34,12 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """(T, D) outputs, and h (N, W) for backward; no rows of it unless to keep.
 
-    The given weights are not read: they take the gradients of up and down, in their own precision.
+    The given weights are not read: they take the gradients of up and down, both in the precision of
+    the first.
     """
+    from acmoe.kernels.expert_sizes import sizes_of
     from acmoe.kernels.expert_tokens import run_combine, source_of
-    from acmoe.kernels.experts import run_up, sizes_of
+    from acmoe.kernels.experts import run_up
     from acmoe.kernels.ring_choice import gathers, run_rows
     from acmoe.kernels.tiles import Plan
 
@@ -73,8 +75,9 @@ def _gradients(
 
     dtype: of the second and third.
     """
+    from acmoe.kernels.expert_sizes import Sums, sizes_of
     from acmoe.kernels.expert_tokens import run_combine, source_of
-    from acmoe.kernels.experts import Sums, run_finish, sizes_of
+    from acmoe.kernels.experts import run_finish
     from acmoe.kernels.ring_choice import gathers, run_hidden, run_rows, run_weight
     from acmoe.kernels.tiles import Plan
 
@@ -231,7 +234,8 @@ def expert_mlp(
 ) -> Tensor:
     """(T, D): every token through its experts, weighted by its gate.
 
-    Products are taken in the tokens' precision; the gradients of up and down are written in theirs.
+    Products are taken in the tokens' precision; the gradients of up and down come in that of up,
+    and are not rounded to the tokens' before, but by a ring (kernels/ring_choice.py).
     """
     # On the device, so that a captured CUDA graph draws new dropout in every replay.
     seed = end_E  # not read

@@ -1,7 +1,8 @@
 """Sums and layer norms around the parts of a post-norm block, in one pass each.
 
-    norm_sum(x, y)         norm(x + y)
-    norm_sum_twice(x, y)   norm(x + inner(x + dropout(y)))
+    norm_sum(x, y)           norm(x + y)
+    norm_sum_lowered(x, y)   the same, and once more in 16 bits under autocast
+    norm_sum_twice(x, y)     norm(x + inner(x + dropout(y))), likewise in both
 
 The torch forms below are the definition; on a GPU kernels read x and y once and keep for the
 backward those two and some numbers a token. Custom ops, so that `torch.compile` sees one call.
@@ -119,7 +120,7 @@ def _once(
     dtype: torch.dtype,
     low: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from acmoe.kernels.norm import run_once
+    from acmoe.kernels.norm_launch import run_once
 
     out, again, stat = run_once(x, y, gain, bias, eps, dtype, low)
     return out, again, _echo(out), stat
@@ -146,7 +147,7 @@ def _once_backward(
     gain: Tensor,
     stat: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from acmoe.kernels.norm import run_once_backward
+    from acmoe.kernels.norm_launch import run_once_backward
 
     return run_once_backward(grad, low_grad, echo_grad, x, y, gain, stat)
 
@@ -194,7 +195,7 @@ def _twice(
     echo: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`echo` takes the gradient of x where it is given."""
-    from acmoe.kernels.norm import run_twice
+    from acmoe.kernels.norm_launch import run_twice
 
     inner, outer = (inner_gain, inner_bias, inner_eps), (gain, bias, eps)
     return run_twice(x, y, inner, outer, seed, dropout, dtype, low)
@@ -219,7 +220,7 @@ def _twice_backward(
     stat: Tensor,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from acmoe.kernels.norm import run_twice_backward
+    from acmoe.kernels.norm_launch import run_twice_backward
 
     return run_twice_backward(
         grad, low_grad, x, y, inner_gain, inner_bias, gain, seed, stat, dropout

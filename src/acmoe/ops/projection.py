@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the customary name
 
-from acmoe.ops.precision import autocast_dtype
+from acmoe.ops.precision import autocast_dtype, without_autocast
 
 
 def project(source: Tensor, segment: Tensor, weight: Tensor) -> Tensor:
@@ -32,13 +32,13 @@ def project(source: Tensor, segment: Tensor, weight: Tensor) -> Tensor:
 def project_both(
     source: Tensor, segment: Tensor, weight: Tensor, segment_weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`project`, and segment @ segment_weight^T, (B, L, C).
+    """`project`, and segment @ segment_weight^T, (B, L, C), in the same precision.
 
     The segment's gradient is one: the second product adds to what the first has written, where
     autograd would add the two in a pass of its own.
     """
-    source, copy = _lowered(source), _lowered(segment)
-    weights = weight.to(source.dtype), segment_weight.to(copy.dtype)
+    source = _lowered(source)
+    copy, *weights = (t.to(source.dtype) for t in (segment.detach(), weight, segment_weight))
     found: tuple[Tensor, Tensor] = _project_both(source, copy, segment, *weights)
     return found
 
@@ -86,8 +86,9 @@ def _gradients(
     gaps between them. Both in one op: a compiler would bring the weight into another form, and
     write an upstream that is not contiguous once for each product.
     """
-    segment_grad = _segment_gradient(upstream, weight, length)
-    return segment_grad, _weight_gradient(upstream, source, of_weight)
+    with without_autocast(upstream):  # a backward may be called inside it, the forward outside
+        segment_grad = _segment_gradient(upstream, weight, length)
+        return segment_grad, _weight_gradient(upstream, source, of_weight)
 
 
 def _segment_gradient(upstream: Tensor, weight: Tensor, length: int) -> Tensor:
@@ -156,14 +157,15 @@ def _both_gradients(
     of_segment_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of the segment, and of both weights; of what is not wanted none of the rows."""
-    segment_grad = _segment_gradient(upstream, weight, copy.shape[1] if of_segment else 0)
-    if of_segment:
-        segment_grad.flatten(0, 1).addmm_(segment_upstream.flatten(0, 1), segment_weight)
-    return (
-        segment_grad,
-        _weight_gradient(upstream, source, of_weight),
-        _weight_gradient(segment_upstream, copy, of_segment_weight),
-    )
+    with without_autocast(upstream):
+        segment_grad = _segment_gradient(upstream, weight, copy.shape[1] if of_segment else 0)
+        if of_segment:
+            segment_grad.flatten(0, 1).addmm_(segment_upstream.flatten(0, 1), segment_weight)
+        return (
+            segment_grad,
+            _weight_gradient(upstream, source, of_weight),
+            _weight_gradient(segment_upstream, copy, of_segment_weight),
+        )
 
 
 @_both_gradients.register_fake

@@ -137,7 +137,7 @@ def _window_attention(
     """
     features = kv.shape[-1]
     obstacle = hopper_obstacle(q, kv, table.shape[1], dropout)
-    kept = _room(q, kv, table.shape[1], dropout, features, keep)
+    kept = _room(q, kv, table.shape[1], dropout, keep)
     if obstacle is None:
         say_once("attention's forward runs on gluon")
         from acmoe.kernels import attention_hopper
@@ -156,16 +156,14 @@ def _window_attention(
     return (*found, *kept)
 
 
-def _room(
-    q: Tensor, kv: Tensor, span: int, dropout: float, features: int, keep: str
-) -> tuple[Tensor, Tensor]:
+def _room(q: Tensor, kv: Tensor, span: int, dropout: float, keep: str) -> tuple[Tensor, Tensor]:
     """Memory for weights and their bases: empty if they are not kept."""
     from acmoe.kernels.attention_kept import kept_sizes
 
     nothing = q.new_empty(0), q.new_empty(0, dtype=torch.float32)
     if keep == NO_BACKWARD:
         return nothing
-    obstacle = keeping_obstacle(q, kv, span, dropout, features, wanted=keep)
+    obstacle = keeping_obstacle(q, kv, span, dropout, wanted=keep)
     if obstacle is not None:
         say_once(f"attention computes its weights again in the backward: {obstacle}")
         return nothing
@@ -182,7 +180,7 @@ def _(given, q, kv, table, key_mask, bits, scale, dropout, keep):  # type: ignor
     from acmoe.kernels.attention_output import empty_output
 
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    kept = _room(q, kv, table.shape[1], dropout, kv.shape[-1], keep)
+    kept = _room(q, kv, table.shape[1], dropout, keep)
     return empty_output(q, kv.shape[-1]), lse, *kept
 
 
