@@ -36,23 +36,28 @@ class Tile(NamedTuple):
 def token_table(num_experts: int, dim: int, num_pieces: int, in_order: bool) -> Tile:
     """All experts in one step of the product: a program reads its tokens' gradients once.
 
-    That serves 8 blocks of features (olmoe: 1 took 43 us more, H200); 3 of the 6 of a narrow model,
-    that there be programs enough. The gradients of sorted tokens come from all over memory, long
-    ones with many experts: 135 us with 16 blocks, 158 with 8 (qwen30b). More experts, or 3 pieces
-    of 128, do not fit the registers, and are read for every block.
+    That serves 8 blocks of features (olmoe: 1 took 43 us more, H200); 3 of the 6 of a narrow model
+    in float32, that there be programs enough. The gradients of sorted tokens come from all over
+    memory, long ones with many experts: 135 us with 16 blocks, 158 with 8 (qwen30b). More experts,
+    or 3 pieces of 128, do not fit the registers, and are read for every block.
 
     Wide rows in their own order are written whole by programs in a row: 98 -> 88 us at olmoe, 83
-    with addends a step ahead (qwen30b 138 -> 118, fine 105 -> 91); sorted ones lose by both.
+    with addends a step ahead (qwen30b 138 -> 118, fine 105 -> 91); sorted ones lose by both. A
+    narrow row of 16-bit numbers is one program's, with addends ahead: the layer of switch takes 2
+    us less, that of swin 4; sorted, 2 less at switch, but 3 more at swin.
     """
     experts = max(16, triton.next_power_of_2(num_experts))
     if experts > (128 if num_pieces == 2 else 64):
         return Tile(64, 64, 64, 4, 2, 1)
-    if in_order and dim < 1024:
+    narrow = dim < 1024
+    if in_order and narrow and num_pieces == 3:
         return Tile(64, 64, experts, 4, 3, 3)
     if in_order:
-        tokens, num_warps, stages = (128, 8, 2) if experts == 128 else (64, 4, 3)
+        tokens, num_warps, stages = (128, 8, 2) if experts == 128 and not narrow else (64, 4, 3)
         return Tile(tokens, 64, experts, num_warps, stages, 8, True, True)
-    return Tile(64, 64, experts, 4, 2, 16) if experts == 128 else Tile(64, 64, experts, 4, 3, 8)
+    if experts == 128:
+        return Tile(64, 64, experts, 4, 2, 16)
+    return Tile(64, 64, experts, 4, 3, 8, ahead=dim < 384 and num_pieces == 2)
 
 
 def embedding_table(num_experts: int, dim: int, num_pieces: int) -> Tile:
