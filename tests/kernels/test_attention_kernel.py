@@ -188,7 +188,7 @@ def test_forward_and_backward_drop_the_same_probabilities(dropout: float, device
 
     def fused(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
         kv = torch.stack([k, v])
-        return _window_attention(q, q.detach(), kv, table, None, bits, 1 / 4, dropout, True)[0]
+        return _window_attention(q, q.detach(), kv, table, None, bits, 1 / 4, dropout, "auto")[0]
 
     def definition(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
         every = torch.eye(57, dtype=v.dtype, device=device).expand(2, 2, 57, 57)
@@ -326,7 +326,7 @@ def test_the_op_keeps_torchs_contract(masked: bool, device: str) -> None:
     leaves = [tensor.requires_grad_() for tensor in (q, kv, table)]
     bits = torch.randint(-(2**31), 2**31, (2, 2, 12), dtype=torch.int32, device=device)
     mask = padding(shape, device) if masked else None
-    arguments = (q, q.detach(), *leaves[1:], mask, bits, 0.25, 0.2, True)
+    arguments = (q, q.detach(), *leaves[1:], mask, bits, 0.25, 0.2, "auto")
     torch.library.opcheck(_window_attention, arguments)
 
 
