@@ -160,7 +160,10 @@ def test_who_reads_x_after_the_router_has_his_gradient_added(
     assert torch.equal(alone, upstream)
 
 
-@pytest.mark.parametrize(("tokens", "dim", "experts"), [(70, 1090, 5), (150, 1100, 70)])
+@pytest.mark.parametrize(
+    ("tokens", "dim", "experts"),
+    [(70, 1090, 5), pytest.param(150, 1100, 70, marks=pytest.mark.slow)],
+)
 def test_long_rows_get_both_gradients_in_every_column(
     tokens: int, dim: int, experts: int, generator: torch.Generator, device: str
 ) -> None:

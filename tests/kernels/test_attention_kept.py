@@ -63,7 +63,7 @@ def with_gradients(form: Any, tensors: Sequence[Tensor], upstream: Tensor, **opt
 
 
 # Memory as long as a window, shorter, and none; queries that fill no tile.
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     ("S", "L", "W", "features"), [(72, 136, 72, 44), (20, 40, 90, 16), (0, 72, 65, 20)]
 )

@@ -239,7 +239,10 @@ def test_dropout_preserves_the_mean_and_every_call_draws_anew(device: str) -> No
 
 # As a product with both weights leaves them in memory, (B, N, 2, H, P); one after the other; and
 # with features far apart, which is copied.
-@pytest.mark.parametrize("order", [(1, 3, 0, 2, 4), (0, 1, 2, 3, 4), (1, 2, 3, 4, 0)])
+@pytest.mark.parametrize(
+    "order",
+    [(1, 3, 0, 2, 4), pytest.param((0, 1, 2, 3, 4), marks=pytest.mark.slow), (1, 2, 3, 4, 0)],
+)
 def test_keys_and_values_in_one_tensor_give_the_bits_of_two(
     order: tuple[int, ...], device: str, poisoned: None
 ) -> None:
@@ -272,6 +275,7 @@ def test_repeated_runs_are_equal_in_every_bit(device: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
 
+@pytest.mark.slow
 def test_groups_of_streams_change_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from acmoe.kernels import attention_skew
 
@@ -291,6 +295,7 @@ def test_groups_of_streams_change_nothing(device: str, monkeypatch: pytest.Monke
             torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 def test_other_tiles_change_only_the_rounding(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from acmoe.kernels.tuning import OVERRIDE, Blocks
 
@@ -318,7 +323,7 @@ def test_one_graph_holds_the_whole_of_it(device: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_op_keeps_torchs_contract(masked: bool, device: str) -> None:
     shape = Shape(9, 12, 9, features=16)
     q, k, v, table, _ = draw(shape, device)

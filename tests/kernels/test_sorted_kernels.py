@@ -231,7 +231,10 @@ def drawn_in_bf16(
     return case, sort(assignment[:, None], clusters)
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(
+    "sizes",
+    [SIZES[0], *(pytest.param(one, marks=pytest.mark.slow) for one in SIZES[1:3]), SIZES[3]],
+)
 def test_a_bf16_embedding_costs_the_sorted_router_an_eighteenth_bit_at_most(
     sizes: tuple[int, int, int], generator: torch.Generator, device: str
 ) -> None:
