@@ -96,8 +96,15 @@ def padding(shape: Shape, device: str) -> Tensor:
     return mask_BN.to(device)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
+# Every shape with a mask or without; the other half is slow.
+ALTERNATING = [
+    pytest.param(shape, masked, marks=[] if masked == bool(place % 2) else [pytest.mark.slow])
+    for place, shape in enumerate(SHAPES)
+    for masked in (False, True)
+]
+
+
+@pytest.mark.parametrize(("shape", "masked"), ALTERNATING)
 def test_output_and_gradients_equal_the_definition(
     shape: Shape, masked: bool, device: str, poisoned: None
 ) -> None:
@@ -241,7 +248,11 @@ def test_dropout_preserves_the_mean_and_every_call_draws_anew(device: str) -> No
 # with features far apart, which is copied.
 @pytest.mark.parametrize(
     "order",
-    [(1, 3, 0, 2, 4), pytest.param((0, 1, 2, 3, 4), marks=pytest.mark.slow), (1, 2, 3, 4, 0)],
+    [
+        (1, 3, 0, 2, 4),
+        pytest.param((0, 1, 2, 3, 4), marks=pytest.mark.slow),
+        pytest.param((1, 2, 3, 4, 0), marks=pytest.mark.slow),
+    ],
 )
 def test_keys_and_values_in_one_tensor_give_the_bits_of_two(
     order: tuple[int, ...], device: str, poisoned: None
