@@ -222,6 +222,24 @@ def test_checkpointed_blocks_give_the_same_gradients_with_two_forwards_in_flight
             torch.testing.assert_close(other.grad, one.grad, rtol=1e-12, atol=1e-14)
 
 
+def test_checkpointed_blocks_may_run_twice_in_one_region_of_autocast() -> None:
+    """The region keeps cast weights for its second call; blocks that run again have none."""
+    plain = trained("adaptive", dropout=0.2).float().train()
+    frugal = copy.deepcopy(plain)
+    frugal.checkpoint_blocks = True
+    gradients = []
+    for model in (plain, frugal):
+        torch.manual_seed(7)
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=model is frugal):
+            first = model(draw(11, 2, 6), draw(12, 2, 6))
+            second = model(draw(13, 2, 6), draw(14, 2, 6), memory=first.memory)
+            assert torch.is_autocast_cache_enabled() == (model is frugal)
+        (first.loss + second.loss).backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert len(gradients[0]) > 20
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
 def test_routings_are_one_per_moe_layer_and_only_when_asked_for() -> None:
     model, tokens = trained("adaptive"), draw(12, 2, 5)
     assert model(tokens).routings is None

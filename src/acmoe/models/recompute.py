@@ -24,9 +24,18 @@ _CHOICES = (
 
 
 def recompute(module: nn.Module, *inputs: Any, **arguments: Any) -> Any:
-    """Call the module, keeping its inputs and routing choices instead of its activations."""
+    """Call the module, keeping its inputs and routing choices instead of its activations.
+
+    Inside, autocast keeps no weights it has cast: a second call in its region would find them, and
+    cast fewer than the backward does, which computes every call on its own.
+    """
     contexts = partial(create_selective_checkpoint_contexts, _policy)
-    return checkpoint(module, *inputs, use_reentrant=False, context_fn=contexts, **arguments)
+    keeps = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        return checkpoint(module, *inputs, use_reentrant=False, context_fn=contexts, **arguments)
+    finally:
+        torch.set_autocast_cache_enabled(keeps)
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
