@@ -1,6 +1,7 @@
 """The layer's benchmark: what is checked, what is refused, what is counted."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -150,6 +151,36 @@ def test_the_published_shapes_have_the_published_operations() -> None:
     assert olmoe.flops(backward=True) == 3 * 2 * 262_144 * 3 * 2048 * 1024
     # relu experts have 2 matrices
     assert SHAPES["switch"].flops(backward=False) == 2 * 49_152 * 2 * 352 * 352
+
+
+def test_a_shape_may_be_given_by_its_sizes() -> None:
+    (own, gated) = find_shapes(["192x24x32x4x1-relu", "8192x4096x14336x8x2"], CPU)
+    assert own == replace(SHAPES["tiny-relu"], name="192x24x32x4x1-relu")
+    assert gated == replace(SHAPES["mixtral"], name="8192x4096x14336x8x2")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("8192x4096x14336x8", "give your own as TOKENSxFEATURES"),
+        ("8192x4096x14336x8xtwo", "give your own as TOKENSxFEATURES"),
+        ("8192x4096x14336x8x-2", "give your own as TOKENSxFEATURES"),
+        ("8192x4096x14336x8x2-tanh", "activation 'tanh' is unknown; choose relu, gelu, swiglu"),
+        ("8192x0x14336x8x2", "holds a zero"),
+        ("8192x4096x14336x2x8", "to 8 of 2 experts"),
+    ],
+)
+def test_sizes_that_are_no_layer_are_refused(name: str, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        find_shapes([name], CPU)
+
+
+@pytest.mark.parametrize("name", ["1x8x8x2x1", "37x20x12x3x3-gelu"])
+def test_a_layer_of_any_size_is_checked_and_timed(name: str) -> None:
+    """One token, and sizes that no block divides."""
+    report = bench_layer(LayerConfig(shapes=(name,), repeat=2, dtype="fp32", device="cpu"))
+    (row,) = [row for row in report.rows if row["contestant"] == "acmoe" and row["part"] == BOTH]
+    assert row["shape"] == name and row["ms"] > 0 and row["refused"] is None
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:

@@ -72,7 +72,7 @@ def _clear_tokens(affinity_TE: Tensor, top_k: int) -> Tensor:
     if top_k == sorted_TE.shape[1]:
         return torch.arange(min(_COMPARED, len(sorted_TE)), device=sorted_TE.device)
     gap_T = sorted_TE[:, top_k - 1] - sorted_TE[:, top_k]
-    return gap_T.topk(min(_COMPARED, len(gap_T) // 2)).indices
+    return gap_T.topk(min(_COMPARED, (len(gap_T) + 1) // 2)).indices  # one at least
 
 
 def _layer(x_SD: Tensor, weights: Weights, shape: Shape, scale_SD: Tensor | None) -> Tensor:

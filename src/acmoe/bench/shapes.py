@@ -1,4 +1,4 @@
-"""The layers that are measured, by name.
+"""The layers that are measured, by name or by their sizes.
 
 T tokens, D features, F hidden units of an expert, E experts, K experts per token.
 """
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from acmoe.errors import UserError
+from acmoe.errors import UserError, check
+from acmoe.experts.mlp import ACTIVATIONS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +73,33 @@ SHAPES: dict[str, Shape] = {shape.name: shape for shape in (*_PUBLISHED, *_TINY)
 
 
 def find_shapes(names: Sequence[str], device: torch.device) -> list[Shape]:
-    """The named ones; without names every published one, or on a CPU the tiny ones."""
-    for name in names:
-        if name not in SHAPES:
-            raise UserError(f"shape {name!r} is unknown; choose among {', '.join(SHAPES)}")
+    """Those given; without any every published one, or on a CPU the tiny ones."""
     if names:
-        return [SHAPES[name] for name in names]
+        return [find_shape(name) for name in names]
     return list(_PUBLISHED if device.type == "cuda" else _TINY)
+
+
+def find_shape(name: str) -> Shape:
+    """By its name, or by sizes: 8192x4096x14336x8x2, 24576x352x352x16x2-relu."""
+    if name in SHAPES:
+        return SHAPES[name]
+    sizes, _, activation = name.partition("-")
+    numbers = sizes.split("x")
+    if len(numbers) != 5 or not all(number.isdecimal() for number in numbers):
+        raise UserError(
+            f"shape {name!r} is unknown; choose among {', '.join(SHAPES)}, or give your own as "
+            "TOKENSxFEATURESxHIDDENxEXPERTSxTOP_K, such as 8192x4096x14336x8x2, with -relu or "
+            "-gelu behind it for experts that are not gated"
+        )
+    shape = _shape(name, *map(int, numbers), activation=activation or "swiglu")
+    check(
+        shape.activation in ACTIVATIONS,
+        f"shape {name!r}: activation {activation!r} is unknown; choose {', '.join(ACTIVATIONS)}",
+    )
+    check(min(map(int, numbers)) > 0, f"shape {name!r} holds a zero; every size must be positive")
+    check(
+        shape.top_k <= shape.num_experts,
+        f"shape {name!r} sends a token to {shape.top_k} of {shape.num_experts} experts; "
+        "give TOP_K last, at most EXPERTS",
+    )
+    return shape

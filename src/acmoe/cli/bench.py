@@ -54,7 +54,8 @@ class Layer:
     """Forward and backward of the MoE layer with its plain router, ours and everybody's."""
 
     shapes: tuple[str, ...] = ()
-    """olmoe, qwen30b, fine, mixtral, switch, swin; tiny, tiny-relu, which a CPU does if none is."""
+    """olmoe, qwen30b, fine, mixtral, switch, swin; tiny, tiny-relu, which a CPU does if none is.
+    Or your own: TOKENSxFEATURESxHIDDENxEXPERTSxTOP_K, with -relu or -gelu if it is not gated."""
     rivals: tuple[str, ...] = ()
     """Only these beside acmoe; `torch`, our reference, takes part only when named."""
     dtype: str = "bf16"
