@@ -203,6 +203,14 @@ def test_which_names_every_op_and_rival(capsys: pytest.CaptureFixture[str]) -> N
     assert parse(COMMANDS, ["bench", "--which"]).run() == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("experts", "statistics", "sonicmoe", "grouped_mm"))
+    assert "experts of olmoe" in shown
+
+
+def test_which_answers_for_the_layers_that_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "--which", "layer", "--shapes", "swin", "64x32x32x4x2"]
+    assert parse(COMMANDS, words).run() == 0
+    shown = capsys.readouterr().out
+    assert "experts of swin" in shown and "experts of 64x32x32x4x2" in shown
 
 
 def test_the_table_command_counts_what_it_wrote(

@@ -7,21 +7,23 @@ import torch
 from torch import Tensor
 
 from acmoe.bench import which as which_module
+from acmoe.bench.shapes import SHAPES
 from acmoe.bench.which import rivals, which
 from acmoe.ops.backend import use_backend
 from acmoe.ops.grouped import grouped_linear
 from acmoe.routing.statistics import ClusterStatistics
 
 CPU = torch.device("cpu")
+OLMOE = SHAPES["olmoe"]
 OPS = ("experts", "statistics", "embedding", "norms", "attention", "map attention")
 
 
 def running() -> dict[str, str]:
-    return {choice.op: choice.backend for choice in which(CPU, torch.float32) if choice.runs}
+    return {choice.op: choice.backend for choice in which(CPU, torch.float32, OLMOE) if choice.runs}
 
 
 def test_one_backend_of_each_op_runs_and_the_others_say_why_not() -> None:
-    choices = which(CPU, torch.bfloat16)
+    choices = which(CPU, torch.bfloat16, OLMOE)
     assert {choice.op for choice in choices} == set(OPS)
     slow = "interpreter is slow"
     reasons = dict.fromkeys(("norms", "attention", "map attention"), slow)
@@ -66,6 +68,6 @@ def test_statistics_by_an_op_of_our_own_are_told_from_those_of_torch(
 
 
 def test_rivals_that_can_take_part_have_no_obstacle() -> None:
-    found = {choice.backend: choice for choice in rivals(CPU, torch.bfloat16)}
+    found = {choice.backend: choice for choice in rivals(CPU, torch.bfloat16, OLMOE)}
     assert found["acmoe"].runs and found["acmoe"].obstacle is None
     assert not found["sonicmoe"].runs and found["sonicmoe"].obstacle

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from acmoe.bench.rivals import CONTESTANTS
-from acmoe.bench.shapes import SHAPES, Shape
+from acmoe.bench.shapes import Shape
 from acmoe.bench.train import PAPER_TOKENS
 from acmoe.config.language import LANGUAGE_MODELS
 from acmoe.config.routing import AdaptiveConfig
@@ -47,12 +47,11 @@ class Choice(NamedTuple):
     obstacle: str | None  # None: it could
 
 
-def which(device: torch.device, dtype: torch.dtype, shape: Shape | None = None) -> list[Choice]:
+def which(device: torch.device, dtype: torch.dtype, shape: Shape) -> list[Choice]:
     """Of the larger ops that have a choice, for tokens of `dtype`; experts as those of `shape`.
 
     Windows of a text and norms are those of switch-enwik8, windows of a map those of swin-small.
     """
-    shape = shape or SHAPES["olmoe"]
     x_TD = torch.empty(1, shape.dim, dtype=dtype, device=device)
     triton = Option("triton", triton_obstacle(x_TD))
     torch_ = Option("torch", None)
@@ -71,9 +70,8 @@ def which(device: torch.device, dtype: torch.dtype, shape: Shape | None = None) 
     ]
 
 
-def rivals(device: torch.device, dtype: torch.dtype, shape: Shape | None = None) -> list[Choice]:
+def rivals(device: torch.device, dtype: torch.dtype, shape: Shape) -> list[Choice]:
     """Whether each rival of `acmoe bench layer` can take part."""
-    shape = shape or SHAPES["olmoe"]
     x_TD = torch.empty(1, shape.dim, dtype=dtype, device=device)
     obstacles = {rival.name: rival.available(shape, x_TD) for rival in CONTESTANTS}
     return [Choice("rival", name, why is None, why) for name, why in obstacles.items()]

@@ -288,20 +288,25 @@ class Bench:
         | Annotated[Table, tyro.conf.subcommand("table")]
     ) = Layer()
     which: bool = False
-    """Only say what runs on this machine, and what keeps the faster from it."""
+    """Only say what runs on this machine, and what keeps the faster from it: for olmoe's experts,
+    or for those of `--which layer --shapes ...`."""
 
     def run(self) -> int:
         if not self.which:
             return self.action.run()
         import torch
 
+        from acmoe.bench.shapes import find_shapes
         from acmoe.bench.which import rivals, which
         from acmoe.evaluate.device import pick_device
 
         device = pick_device("auto")
-        table = RichTable("what", "name", "runs", "obstacle", title=f"bf16 on {device}")
-        for choice in (*which(device, torch.bfloat16), *rivals(device, torch.bfloat16)):
-            runs = "yes" if choice.runs else "can" if choice.obstacle is None else "no"
-            table.add_row(choice.op, choice.backend, runs, choice.obstacle or "")
-        Console().print(table)
+        for shape in find_shapes(getattr(self.action, "shapes", ()) or ("olmoe",), device):
+            title = f"bf16 on {device}, experts of {shape.name}"
+            table = RichTable("what", "name", "runs", "obstacle", title=title)
+            where = (device, torch.bfloat16, shape)
+            for choice in (*which(*where), *rivals(*where)):
+                runs = "yes" if choice.runs else "can" if choice.obstacle is None else "no"
+                table.add_row(choice.op, choice.backend, runs, choice.obstacle or "")
+            Console().print(table)
         return 0
