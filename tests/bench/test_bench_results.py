@@ -1,4 +1,4 @@
-"""Reports on disk, on the terminal and on the page; the tuner's bookkeeping; the command."""
+"""Reports on disk, on the terminal and on the page; the command."""
 
 import io
 import json
@@ -12,20 +12,10 @@ from rich.console import Console
 from acmoe.bench import results
 from acmoe.bench.layer import LayerConfig, bench_layer
 from acmoe.bench.results import Report, environment, newest, save
-from acmoe.bench.shapes import SHAPES
 from acmoe.bench.table import BEGIN, END, absences, markdown, terminal_table, update_page
-from acmoe.bench.tune import (
-    KERNELS,
-    TuneConfig,
-    bench_tune,
-    candidates,
-    compile_jobs,
-    write_winners,
-)
 from acmoe.cli.bench import Bench
 from acmoe.cli.parse import Command, parse
 from acmoe.errors import UserError
-from acmoe.kernels.tuning import Blocks
 
 COMMANDS: dict[str, type[Command]] = {"bench": Bench, "again": Bench}
 
@@ -136,59 +126,6 @@ def test_refusals_stand_in_the_table_and_absences_below_it() -> None:
     console.print(terminal_table(taken))
     shown = console.export_text()
     assert "WrongResultError" in shown and "scattermoe" not in shown
-
-
-def test_candidates_are_compiled_once_for_all_shapes_that_share_them() -> None:
-    # olmoe and qwen30b: swiglu, every block of features divides 2048, 1024, 768 and their doubles,
-    # and no tile is wider than 768; so the second shape adds nothing.
-    one = compile_jobs([SHAPES["olmoe"]], ("down",))
-    both = compile_jobs([SHAPES["olmoe"], SHAPES["qwen30b"]], ("down",))
-    assert both == one and len(one) == len(candidates("down", SHAPES["olmoe"]))
-    # gelu is another kernel
-    assert len(compile_jobs([SHAPES["olmoe"], SHAPES["swin"]], ("down",))) == 2 * len(one)
-    # Parts of a weight gradient are other kernels than the whole, but two parts than four are not.
-    weights = compile_jobs([SHAPES["switch"]], ("up_weight",))
-    tiles = {blocks._replace(splits=0) for blocks in candidates("up_weight", SHAPES["switch"])}
-    assert len(weights) == 2 * len(tiles)
-
-
-def test_only_small_weights_are_summed_in_parts() -> None:
-    # mixtral: 8 * 4096 * 28672 / (128 * 256) = 28,672 tiles; switch, of 128 by 128: 121.
-    assert {blocks.splits for blocks in candidates("up_weight", SHAPES["mixtral"])} == {1}
-    square = [b for b in candidates("up_weight", SHAPES["switch"]) if b[:5] == (128, 128, 64, 8, 3)]
-    assert {blocks.splits for blocks in square} == {1, 2, 3, 4, 6}
-    assert {blocks.splits for blocks in candidates("down", SHAPES["switch"])} == {0}
-
-
-def test_two_accumulators_leave_no_room_for_the_widest_tile() -> None:
-    gated = candidates("up", SHAPES["olmoe"])
-    assert all(blocks.n < 256 for blocks in gated)
-    assert len(gated) < len(candidates("up", SHAPES["switch"]))
-    assert {blocks.tma for blocks in gated} == {False, True}
-
-
-def test_programs_that_stay_read_by_the_copy_engine_and_share_a_multiprocessor() -> None:
-    """At most 255 registers for each of 256 threads, of the 65,536 there are."""
-    stay = [blocks for blocks in candidates("down", SHAPES["olmoe"]) if blocks.persistent]
-    assert {blocks.num_warps * blocks.persistent for blocks in stay} == {8}
-    assert all(blocks.tma for blocks in stay)
-
-
-def test_winners_join_the_table_that_is_there(tmp_path: Path) -> None:
-    table = tmp_path / "tuned.json"
-    write_winners({"up/8/8/2": Blocks(1, 2, 3, 4, 5), "down/8/8/2": Blocks(1, 1, 1, 1, 1)}, table)
-    write_winners({"up/8/8/2": Blocks(16, 16, 16, 4, 2, True)}, table)
-    assert json.loads(table.read_text()) == {
-        "down/8/8/2": [1, 1, 1, 1, 1, False, 0, 0],
-        "up/8/8/2": [16, 16, 16, 4, 2, True, 0, 0],
-    }
-
-
-def test_tuning_needs_a_gpu_and_known_kernels() -> None:
-    with pytest.raises(UserError, match="device=cpu"):
-        bench_tune(TuneConfig(device="cpu"))
-    with pytest.raises(UserError, match=f"kernel 'side' is unknown; choose among {KERNELS[0]}"):
-        TuneConfig(kernels=("side",))
 
 
 def test_the_command_prints_json_that_repeats_it(capsys: pytest.CaptureFixture[str]) -> None:

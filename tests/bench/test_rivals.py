@@ -4,7 +4,6 @@ T tokens, E experts, K experts per token, N = T * K rows.
 """
 
 import sys
-from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -16,10 +15,6 @@ from acmoe.bench.layer import LayerConfig, check_layer, draw_trial
 from acmoe.bench.plain import grouped_layer
 from acmoe.bench.rivals import CONTESTANTS
 from acmoe.bench.shapes import SHAPES
-from acmoe.bench.tune import rank
-from acmoe.errors import UserError
-from acmoe.kernels import tuning
-from acmoe.kernels.tuning import Blocks
 
 CPU = torch.device("cpu")
 
@@ -118,27 +113,3 @@ def test_the_layer_given_to_the_compiler_is_the_layer_we_mean(shape: str) -> Non
     trial = draw_trial(SHAPES[shape], LayerConfig(dtype="bf16"), CPU)
     errors = check_layer(lambda x: grouped_layer(x, trial.weights, trial.shape), trial)
     errors.require(TOLERANCE[torch.bfloat16])
-
-
-def kernel_of(results: dict[int, float]) -> Callable[[], Tensor]:
-    """A kernel whose result depends on its block height; a height it does not know fails."""
-
-    def call() -> Tensor:
-        blocks = tuning.OVERRIDE.get("up")
-        return torch.full((4,), 1.0 if blocks is None else results[blocks.m])
-
-    return call
-
-
-def test_the_tuner_drops_candidates_that_fail_or_compute_something_else() -> None:
-    heights = {16: 1.0, 32: 1.0 + 1e-5, 64: 1.5, 128: float("nan")}
-    tried = [Blocks(m, 16, 16, 4, 2) for m in (*heights, 256)]
-    found = rank("up", kernel_of(heights), tried, CPU, 2)
-    assert sorted(one.blocks.m for one in found) == [16, 32]
-    assert found[0].ms <= found[1].ms
-    assert tuning.OVERRIDE == {}
-
-
-def test_a_kernel_no_candidate_can_run_is_named() -> None:
-    with pytest.raises(UserError, match="no candidate of kernel 'up' runs"):
-        rank("up", kernel_of({}), [Blocks(16, 16, 16, 4, 2)], CPU, 2)

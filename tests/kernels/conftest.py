@@ -51,3 +51,39 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setenv(VARIABLE, "1")
     with np.errstate(all="ignore"):
         yield
+
+
+@pytest.fixture
+def fresh_choice():
+    """`ring_choice`, which remembers what it chose, without memory before and after."""
+    pytest.importorskip("triton")
+    from acmoe.kernels import ring_choice
+
+    ring_choice._ring.cache_clear()
+    yield ring_choice
+    ring_choice._ring.cache_clear()
+
+
+@pytest.fixture
+def ring_launch(monkeypatch):
+    """The launches; without a GPU their kernels emulated."""
+    pytest.importorskip("triton.experimental.gluon")
+    from acmoe.kernels import (
+        ring_hidden,
+        ring_launch,
+        ring_rows,
+        ring_tokens,
+        ring_weights,
+    )
+
+    if not torch.cuda.is_available():
+        from gluon_emulator import emulate
+
+        for module, name in (
+            (ring_rows, "rows_by_ring"),
+            (ring_hidden, "hidden_in_turns"),
+            (ring_weights, "weights_together"),
+            (ring_tokens, "weights_of_tokens"),
+        ):
+            monkeypatch.setattr(module, name, emulate(getattr(module, name), seed=1))
+    return ring_launch

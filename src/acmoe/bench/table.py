@@ -50,6 +50,10 @@ def _added(row: dict[str, Any]) -> str:
     return _percent(row["added_percent"]) + interval
 
 
+def _blocks(row: dict[str, Any]) -> str:
+    return "no ring" if row["blocks"] is None else " ".join(map(str, row["blocks"]))
+
+
 def _rate(row: dict[str, Any]) -> str:
     return "" if row["items"] is None else f"{row['items_per_second']:,.0f} {row['items']}"
 
@@ -94,7 +98,7 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
     "tune": (
         Column("shape", _number("shape", "")),
         Column("kernel", _number("kernel", "")),
-        Column("blocks", lambda row: " ".join(map(str, row["blocks"]))),
+        Column("blocks", _blocks),
         Column("ms", _number("ms", ".3f")),
         Column("TFLOP/s", _number("tflops", ".3g")),
         Column("second best ms", _number("second_ms", ".3f")),

@@ -97,7 +97,8 @@ def _experts(x_TD: Tensor, shape: Shape) -> str:
 def _products(x_TD: Tensor, shape: Shape) -> list[Choice]:
     """Those that Gluon's kernels may do."""
     from acmoe.kernels.expert_sizes import Sizes
-    from acmoe.kernels.ring_choice import BY_ROWS, BY_WEIGHTS, gathers, ring_obstacle
+    from acmoe.kernels.ring_choice import gathers, ring_obstacle
+    from acmoe.kernels.tuning import BY_ROWS, BY_WEIGHTS
 
     sizes = (shape.dim, shape.hidden, shape.num_experts)
     size = Sizes(shape.tokens, *sizes, shape.top_k, shape.activation)

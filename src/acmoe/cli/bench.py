@@ -229,12 +229,16 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True)
 class Tune:
-    """Sweep the block sizes of the expert kernels, and write the fastest into the package."""
+    """Sweep block sizes and rings of the expert kernels, and write the fastest where they look."""
 
     shapes: tuple[str, ...] = ()
     """As in `bench layer`."""
     kernels: tuple[str, ...] = ()
-    """up, down, hidden, down_weight, up_weight, input. None: all."""
+    """up, down, hidden, down_weight, up_weight, input: block sizes of these; and with ring_ before
+    any but up: a ring for it, if that is faster. None: all."""
+    table: Path | None = None
+    """The table to write; none: that which ACMOE_TUNED names, else the package's own. Kernels look
+    into the file that ACMOE_TUNED names first."""
     workers: int | None = None
     """Processes that compile; none: one a core."""
     repeat: int = 15
@@ -245,17 +249,18 @@ class Tune:
     """Also write benchmarks/results/DATE-tune-DEVICE.json."""
 
     def run(self) -> int:
-        from acmoe.bench.tune import KERNELS, TuneConfig, bench_tune
+        from acmoe.bench.tune import TuneConfig, bench_tune
+        from acmoe.bench.tune_candidates import KERNELS
 
         config = TuneConfig(
             shapes=self.shapes,
             kernels=self.kernels or KERNELS,
+            table=None if self.table is None else str(self.table),
             workers=self.workers,
             repeat=self.repeat,
         )
-        return _show(
-            bench_tune(config, command=_command("tune", self)), json=self.json, save=self.save
-        )
+        report = bench_tune(config, command=_command("tune", self), say=_say)
+        return _show(report, json=self.json, save=self.save)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,15 @@ from acmoe.kernels import experts
 from acmoe.kernels.expert_sizes import Shares, Sizes, Source, Sums
 from acmoe.kernels.hopper import gluon_obstacle
 from acmoe.kernels.tiles import Plan
-from acmoe.kernels.tuning import RING_DEPTH, RING_HEIGHT, Ring, copies_rows, ring_for
+from acmoe.kernels.tuning import (
+    BY_WEIGHTS,
+    RING_DEPTH,
+    RING_HEIGHT,
+    Ring,
+    copies_rows,
+    ring_for,
+)
 
-BY_ROWS, BY_WEIGHTS = ("hidden", "down", "input"), ("down_weight", "up_weight")
 _log = logging.getLogger("acmoe")
 
 
@@ -92,19 +98,27 @@ def gathers(kernel: str, size: Sizes, dtype: torch.dtype, device: torch.device) 
 
 @functools.lru_cache(maxsize=256)
 def _ring(
-    kernel: str, size: Sizes, dtype: torch.dtype, device: torch.device, gather: bool, bare: bool
+    ring: Ring | None,
+    kernel: str,
+    size: Sizes,
+    dtype: torch.dtype,
+    device: torch.device,
+    gather: bool,
+    bare: bool,
 ) -> Ring | None:
+    """The ring that this kind of call has, if nothing keeps it from that; says so once."""
     obstacle = ring_obstacle(kernel, size, dtype, device, gather=gather, bare=bare)
     if obstacle is None:
         _log.info("the experts' product %s runs on gluon", kernel)
-        return ring_for(kernel, size.dim, size.hidden, size.experts)
+        return ring
     _log.info("the experts' product %s runs on triton; gluon: %s", kernel, obstacle)
     return None
 
 
 def _ring_of(kernel: str, size: Sizes, x: Tensor, *, gather: bool, bare: bool) -> Ring | None:
     """None: not by a ring. Batches of any size are one kind of call."""
-    return _ring(kernel, size._replace(tokens=0), x.dtype, x.device, gather, bare)
+    ring = ring_for(kernel, size.dim, size.hidden, size.experts)
+    return _ring(ring, kernel, size._replace(tokens=0), x.dtype, x.device, gather, bare)
 
 
 def run_rows(

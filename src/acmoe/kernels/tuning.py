@@ -2,10 +2,15 @@
 
 import functools
 import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from acmoe.errors import UserError
+
+TABLE = Path(__file__).with_name("tuned.json")
 
 # A product whose gathered operand was copied into rows first, so that the copy engine reads both,
 # is faster, by 12% in an early form (H200, olmoe: 657 against 577 TFLOP/s). Of 2 N D W operations
@@ -34,6 +39,7 @@ class Blocks(NamedTuple):
     persistent: int = 0  # programs a multiprocessor, each of many tiles; 0: a program a tile
 
 
+BY_ROWS, BY_WEIGHTS = ("hidden", "down", "input"), ("down_weight", "up_weight")  # by a ring
 RING_HEIGHT = 128  # rows of a tile
 RING_DEPTH = 64  # of a block along the inner dimension
 
@@ -57,17 +63,50 @@ class Ring(NamedTuple):
 _HIDDEN_RING = Ring("turns", 5, 2)
 
 
+Table = dict[str, list[Any] | None]
+
+
 @functools.cache
-def _table() -> dict[str, list[Any]]:
+def _table() -> Table:
     """ "kernel/dim/hidden/experts" -> blocks, written by `acmoe bench tune` on an H200.
 
-    "copy/dim/hidden/experts" -> [whether rows are copied in the forward, in the backward], where
-    that was measured by hand; "ring_kernel/dim/hidden/experts" -> the ring that was faster, which
-    may gather where others read copied rows.
+    "ring_kernel/dim/hidden/experts" -> the ring that was faster, which may gather where others read
+    copied rows; null: none was. "copy/dim/hidden/experts" -> [whether rows are copied in the
+    forward, in the backward], where that was measured by hand. Rows of the file that ACMOE_TUNED
+    names come before the package's.
     """
-    path = Path(__file__).with_name("tuned.json")
-    found: dict[str, list[Any]] = json.loads(path.read_text()) if path.exists() else {}
+    own = os.environ.get("ACMOE_TUNED")
+    if own and not Path(own).exists():
+        raise UserError(
+            f"ACMOE_TUNED={own} does not exist; `acmoe bench tune --table {own}` writes it"
+        )
+    return read_table(TABLE) | (read_table(Path(own)) if own else {})
+
+
+def read_table(path: Path) -> Table:
+    """The rows of a table; a file that is not there has none."""
+    try:
+        found = json.loads(path.read_text()) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as a table of block sizes: {error}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds no table of block sizes; let `acmoe bench tune` write one")
+    for name, row in found.items():
+        if not _is_row(name, row):
+            raise UserError(f"{path}: {name!r} cannot be {json.dumps(row)}; tune it again")
     return found
+
+
+def _is_row(name: str, row: Any) -> bool:
+    kernel, *sizes = name.split("/")
+    if len(sizes) != 3 or not all(size.isdecimal() for size in sizes):
+        return False
+    if row is None:
+        return kernel.startswith("ring_")
+    kind = Ring if kernel.startswith("ring_") else Blocks
+    least = 2 if kernel == "copy" else len(kind._fields) - len(kind._field_defaults)
+    most = 2 if kernel == "copy" else len(kind._fields)
+    return isinstance(row, list) and least <= len(row) <= most
 
 
 @functools.cache
@@ -81,7 +120,9 @@ def key(kernel: str, dim: int, hidden: int, experts: int) -> str:
     return f"{kernel}/{dim}/{hidden}/{experts}"
 
 
-OVERRIDE: dict[str, Blocks] = {}  # the tuner's candidate, by kernel
+# The tuner's candidate, by kernel.
+OVERRIDE: dict[str, Blocks] = {}
+RING_OVERRIDE: dict[str, Ring | None] = {}
 
 
 def blocks_for(kernel: str, dim: int, hidden: int, experts: int, dtype: torch.dtype) -> Blocks:
@@ -100,7 +141,10 @@ def blocks_for(kernel: str, dim: int, hidden: int, experts: int, dtype: torch.dt
 
 def ring_for(kernel: str, dim: int, hidden: int, experts: int) -> Ring | None:
     """None where a ring was not found faster, or not tried."""
-    found = _table().get(key(f"ring_{kernel}", dim, hidden, experts))
-    if found is not None:
-        return Ring(*found)
-    return _HIDDEN_RING if kernel == "hidden" else None
+    if kernel in RING_OVERRIDE:
+        return RING_OVERRIDE[kernel]
+    name, table = key(f"ring_{kernel}", dim, hidden, experts), _table()
+    if name not in table:
+        return _HIDDEN_RING if kernel == "hidden" else None
+    found = table[name]
+    return None if found is None else Ring(*found)

@@ -1,0 +1,84 @@
+"""The tuner on a CPU: its products by blocks interpreted, by rings emulated. Times mean nothing
+there; that every candidate computes the product, and the winner is written, does."""
+
+import json
+
+import pytest
+import torch
+
+CPU = torch.device("cpu")
+RINGS = ("ring_hidden", "ring_down", "ring_input", "ring_down_weight", "ring_up_weight")
+
+
+@pytest.fixture
+def tuner(device, ring_launch, fresh_choice, monkeypatch):
+    """With a tile for each product, and rings as if this were a Hopper card."""
+    from acmoe.bench import tune, tune_candidates
+
+    monkeypatch.setattr(fresh_choice, "gluon_obstacle", lambda device: None)
+    monkeypatch.setattr(tune_candidates, "_LARGE", ())
+    monkeypatch.setattr(tune_candidates, "_SMALL", ((32, 64, 64, 4, 2),))
+    return tune
+
+
+def copied(monkeypatch, rows):
+    from acmoe.kernels import tuning
+
+    monkeypatch.setattr(tuning, "_table", lambda: {"copy/256/256/4": [False, rows]})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [True, False], ids=["copied", "gathered"])
+def test_every_ring_computes_the_product(rows, tuner, monkeypatch):
+    from acmoe.bench.shapes import find_shape
+    from acmoe.bench.tune_calls import kernel_calls
+    from acmoe.bench.tune_candidates import candidates
+
+    copied(monkeypatch, rows)
+    shape = find_shape("37x256x256x4x2")
+    calls = kernel_calls(shape, CPU, seed=0)
+    counted = {}
+    for kernel in RINGS:
+        tried = candidates(kernel, shape, CPU)
+        found = tuner.rank(kernel, calls[kernel], tried, CPU, repeat=2)
+        assert sorted(map(str, tried)) == sorted(str(one.candidate) for one in found), kernel
+        counted[kernel] = len(tried) - 1
+    # Rows: 3 in turns, and together of 3 and 4 blocks with 3 leads each. Of 4 forms for weights
+    # those that gather, or those that do not; x may be gathered though the gradient is copied. A
+    # gathered gradient has no ring for the hidden units.
+    hidden, second, first = (4, 2, 4) if rows else (0, 2, 2)
+    assert counted == dict(zip(RINGS, (hidden, 9, 9, second, first), strict=True))
+
+
+def test_winners_are_written_one_by_one(tuner, tmp_path, monkeypatch):
+    from acmoe.bench import tune_candidates
+    from acmoe.bench.shapes import find_shape
+    from acmoe.kernels import tuning
+
+    copied(monkeypatch, True)
+    for name, few in (("_HIDDEN", ((2, 2),)), ("_TURNS", (3,)), ("_TOGETHER", ())):
+        monkeypatch.setattr(tune_candidates, name, few)
+    said, table = [], tmp_path / "tuned.json"
+    kernels = ("down", "ring_down", "ring_hidden")
+    shape = find_shape("37x256x256x4x2")
+    rows = []
+    for row in tuner.tune_shape(shape, kernels, table, CPU, 2, 0, said.append):
+        rows.append(row)
+        assert json.loads(table.read_text())[f"{row['kernel']}/256/256/4"] == row["blocks"]
+        assert row["candidates"][0]["ms"] == row["ms"] <= row["second_ms"]
+    assert [row["kernel"] for row in rows] == list(kernels)
+    assert len(said) == 3 and said[1] == "37x256x256x4x2: ring_down, 2 candidates"
+    assert tuning.OVERRIDE == {} and tuning.RING_OVERRIDE == {}
+
+
+@pytest.mark.parametrize("name", ["37x24x32x4x2-relu", "37x192x320x4x2"])
+def test_a_shape_without_a_ring_has_its_blocks_alone(name, tuner, tmp_path):
+    """Biases, or no whole tiles."""
+    from acmoe.bench.shapes import find_shape
+
+    said, table = [], tmp_path / "tuned.json"
+    kernels = ("input", *RINGS)
+    shape = find_shape(name)
+    (row,) = tuner.tune_shape(shape, kernels, table, CPU, 2, 0, said.append)
+    assert row["kernel"] == "input" and len(json.loads(table.read_text())) == 1
+    assert said[1:] == [f"{name}: no ring can do {ring[5:]} here" for ring in RINGS]
