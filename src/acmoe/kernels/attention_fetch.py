@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from acmoe.kernels.attention_parts import FIRST
 from acmoe.kernels.attention_strip import KEYS, QUERIES
+from acmoe.kernels.gluon_names import load_tile
 
 
 def tiles_of(t: Tensor, features: int, width: int) -> TensorDescriptor:
@@ -54,12 +55,12 @@ def feed(s, walk, b, h, loads, PART: gl.constexpr):
     if s >= 0:
         mbarrier.expect(ready, 3 * tile_bytes)
         j0 = start + s * KEYS
-        tma.async_copy_global_to_shared(k_desc, [b, h, j0, p0], ready, k_tiles.index(at))
-        tma.async_copy_global_to_shared(v_desc, [b, h, j0, p0], ready, v_tiles.index(at))
+        load_tile(k_desc, [b, h, j0, p0], ready, k_tiles.index(at))
+        load_tile(v_desc, [b, h, j0, p0], ready, v_tiles.index(at))
     else:
         mbarrier.expect(ready, tile_bytes)
     c0 = column + (s + 3) * KEYS
-    tma.async_copy_global_to_shared(table_desc, [c0, p0], ready, table_tiles.index(at))
+    load_tile(table_desc, [c0, p0], ready, table_tiles.index(at))
 
 
 @gluon.jit

@@ -16,6 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from acmoe.kernels.attention_skew import MARGIN, Band
 from acmoe.kernels.attention_strip import KEYS, query_of
+from acmoe.kernels.gluon_names import store_tile
 
 STAGED_BYTES = 64 * 64 * 2  # of shared memory that a warpgroup's weights pass through
 _HALF = gl.constexpr(32)  # of a warpgroup's rows: bit 3 unset, or set
@@ -62,7 +63,7 @@ def stage_weights(staged, signed):
 @gluon.jit
 def keep_weights(kept_desc, staged, x, i0, j, GROUP: gl.constexpr):
     """Each into its place; j counts from `first_key`."""
-    tma.async_copy_shared_to_global(kept_desc, [GROUP, x, 0, i0 // 8, j], staged)
+    store_tile(kept_desc, [GROUP, x, 0, i0 // 8, j], staged)
 
 
 @gluon.jit

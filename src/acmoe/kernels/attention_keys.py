@@ -61,6 +61,7 @@ from acmoe.kernels.attention_keys_parts import (
 )
 from acmoe.kernels.attention_parts import nothing_gathered
 from acmoe.kernels.attention_skew import Band
+from acmoe.kernels.gluon_names import seen_as, store_tile
 
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _MOST_SHARED = 227 * 1024
@@ -71,7 +72,7 @@ _SLOT = 64 * 64 * 2 + 64 * 4 + 16  # bytes of a tile of weights, its bases and t
 @gluon.jit
 def _across(numbers, index):
     """A number for each query of a tile."""
-    flat = numbers.index(index)._reinterpret(gl.float32, [BLOCK], _FLAT)
+    flat = seen_as(numbers.index(index), gl.float32, [BLOCK], _FLAT)
     return flat.load(gl.SliceLayout(0, SQUARE))
 
 
@@ -99,7 +100,7 @@ def _tile(v, dk, dv, ring, at, places, t, dscore_desc, corner):
     mbarrier.arrive(empty.index((at + stages - 1) % stages), count=1, pred=at > 0)
     tile.store(dscore)
     fence_async_shared()
-    tma.async_copy_shared_to_global(dscore_desc, corner, tiles.index(slot))
+    store_tile(dscore_desc, corner, tiles.index(slot))
     return finished(dk, dv)
 
 

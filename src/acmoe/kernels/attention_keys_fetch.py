@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from acmoe.kernels.attention_skew import MARGIN, Band
+from acmoe.kernels.gluon_names import load_tile
 
 BLOCK = gl.constexpr(64)  # queries and keys of a tile
 COMB = gl.constexpr(8)
@@ -65,12 +66,8 @@ def fetch_weights(kept_desc, base_desc, ring, walk, GROUP: gl.constexpr):
             ready = full.index(slot)
             mbarrier.wait(empty.index(slot), (at // stages & 1) ^ 1)
             mbarrier.expect(ready, kept_desc.block_type.nbytes + base_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                kept_desc, [x, t * COMB, 0, j0], ready, tiles.index(slot)
-            )
-            tma.async_copy_global_to_shared(
-                base_desc, [x, j0 // BLOCK, t * BLOCK], ready, bases.index(slot)
-            )
+            load_tile(kept_desc, [x, t * COMB, 0, j0], ready, tiles.index(slot))
+            load_tile(base_desc, [x, j0 // BLOCK, t * BLOCK], ready, bases.index(slot))
             at += 1
 
 
@@ -88,13 +85,13 @@ def fetch_queries(
             mbarrier.expect(ready, BYTES)
             for i in gl.static_range(len(rows)):
                 desc, tiles = rows[i]
-                tma.async_copy_global_to_shared(desc, [x, t * BLOCK, 0], ready, tiles.index(t))
+                load_tile(desc, [x, t * BLOCK, 0], ready, tiles.index(t))
                 desc, tiles = grads[i]
                 corner = [x // num_heads, t * BLOCK, x % num_heads * STORED]
-                tma.async_copy_global_to_shared(desc, corner, ready, tiles.index(t))
+                load_tile(desc, corner, ready, tiles.index(t))
             for i in gl.static_range(len(numbers)):
                 desc, tiles = numbers[i]
-                tma.async_copy_global_to_shared(desc, [x, t * BLOCK], ready, tiles.index(t))
+                load_tile(desc, [x, t * BLOCK], ready, tiles.index(t))
 
 
 @gluon.jit

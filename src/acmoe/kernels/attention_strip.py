@@ -17,6 +17,8 @@ Shapes as in attention_hopper.py.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from acmoe.kernels.gluon_names import seen_as
+
 ROWS = gl.constexpr(64)  # queries of a warpgroup
 QUERIES = gl.constexpr(128)  # of a program
 KEYS = gl.constexpr(64)  # of a tile, and new columns of the table that it needs
@@ -67,7 +69,7 @@ def keep_products(strip, tile, product, dtype: gl.constexpr):
     halves = gl.split(product.to(dtype).reshape([4, 2, 8, KEYS]).permute([0, 2, 3, 1]))
     for half in gl.static_range(2):
         at = strip.index(tile * (KEYS // 2) + half * (_HALF + 1))
-        view = at._reinterpret(dtype, [ROWS // 2, 256], _WRITTEN)
+        view = seen_as(at, dtype, [ROWS // 2, 256], _WRITTEN)
         view.slice(0, KEYS, 1).store(halves[half].reshape([ROWS // 2, KEYS]))
 
 
@@ -87,7 +89,7 @@ def _high(words, dtype: gl.constexpr):
 
 @gluon.jit
 def _skewed_words(strip, first):
-    view = strip.index(first)._reinterpret(gl.int32, [ROWS // 2, 128], _SKEWED)
+    view = seen_as(strip.index(first), gl.int32, [ROWS // 2, 128], _SKEWED)
     return view.slice(0, KEYS // 2, 1).load(_PAIRS)
 
 

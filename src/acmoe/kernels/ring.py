@@ -14,11 +14,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from acmoe.kernels.gluon_names import load_tile
 from acmoe.kernels.tiles import tile_of
 
 HALF = gl.constexpr(64)  # rows
@@ -82,12 +82,12 @@ def fetch_blocks(fetch, GROUP: gl.constexpr, ACROSS: gl.constexpr):
             ready = full.index(slot)
             mbarrier.wait(empty.index(slot), (at // STAGES & 1) ^ 1)
             mbarrier.expect(ready, a_desc.block_type.nbytes + w_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(a_desc, [row, k * BK], ready, a_bufs.index(slot))
+            load_tile(a_desc, [row, k * BK], ready, a_bufs.index(slot))
             if ACROSS:
                 corner = [w_row + k * BK, n_tile * BN]
             else:
                 corner = [w_row + n_tile * BN, k * BK]
-            tma.async_copy_global_to_shared(w_desc, corner, ready, w_bufs.index(slot))
+            load_tile(w_desc, corner, ready, w_bufs.index(slot))
             at += 1
 
 

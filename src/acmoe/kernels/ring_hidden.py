@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from acmoe.kernels.activation import activate
+from acmoe.kernels.gluon_names import load_tile, store_tile, thread_barrier
 from acmoe.kernels.ring import (
     HALF,
     PANEL,
@@ -43,10 +44,8 @@ def _fetch_h(h_desc, h_bufs, full, empty, plan, num_n, F, GROUP: gl.constexpr):
             mbarrier.expect(ready, 2 * h_desc.block_type.nbytes)
             first = row + panel // 2 * HALF
             column = n_tile * 2 * PANEL + panel % 2 * PANEL
-            tma.async_copy_global_to_shared(h_desc, [first, column], ready, h_bufs.index(2 * slot))
-            tma.async_copy_global_to_shared(
-                h_desc, [first, F + column], ready, h_bufs.index(2 * slot + 1)
-            )
+            load_tile(h_desc, [first, column], ready, h_bufs.index(2 * slot))
+            load_tile(h_desc, [first, F + column], ready, h_bufs.index(2 * slot + 1))
             at += 1
 
 
@@ -78,16 +77,16 @@ def _differentiate(da, gate, at, panels, row, end, column):
     a_buf.store((a * gate).to(dtype))
     fence_async_shared()
     if row + HALF <= end:
-        tma.async_copy_shared_to_global(dh_desc, [row, column], h_buf)
-        tma.async_copy_shared_to_global(dh_desc, [row, F + column], u_buf)
-        tma.async_copy_shared_to_global(a_desc, [row, column], a_buf)
+        store_tile(dh_desc, [row, column], h_buf)
+        store_tile(dh_desc, [row, F + column], u_buf)
+        store_tile(a_desc, [row, column], a_buf)
         tma.store_wait(0)
     else:
         store_masked(h_buf, dh_ptr, row, end, column, 2 * F)
         store_masked(u_buf, dh_ptr, row, end, column + F, 2 * F)
         store_masked(a_buf, a_ptr, row, end, column, F)
         fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(empty.index(slot))
     return share
 

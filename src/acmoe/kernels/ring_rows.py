@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from acmoe.kernels.gluon_names import store_tile, thread_barrier
 from acmoe.kernels.ring import (
     HALF,
     accumulator,
@@ -34,11 +35,11 @@ from acmoe.kernels.tiles import tile_of
 @gluon.jit
 def _store_half(acc, buf, y_desc, y_ptr, row, end, column, O):
     tma.store_wait(0)  # the half before has left the buffer
-    gl.thread_barrier()
+    thread_barrier()
     buf.store(acc.to(buf.dtype))
     fence_async_shared()
     if row + HALF <= end:
-        tma.async_copy_shared_to_global(y_desc, [row, column], buf)
+        store_tile(y_desc, [row, column], buf)
     else:
         store_masked(buf, y_ptr, row, end, column, O)
 

@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from acmoe.kernels.gluon_names import load_rows, load_tile
 from acmoe.kernels.ring import HALF, barriers, buffers
 from acmoe.kernels.ring_weights import multiply_half, store_panel, tile_at
 
@@ -31,7 +32,7 @@ def _copy_rest(ptr, row, end, column, width, buf):
     rows = row + gl.arange(0, BK, gl.SliceLayout(1, layout))
     cols = column + gl.arange(0, BN, gl.SliceLayout(0, layout))
     ptrs = ptr + rows[:, None].to(gl.int64) * width + cols[None, :]
-    async_copy.async_copy_global_to_shared(buf, ptrs, mask=(rows < end)[:, None])
+    load_rows(buf, ptrs, mask=(rows < end)[:, None])
 
 
 @gluon.jit
@@ -50,9 +51,7 @@ def _fetch_rows(r_desc, ring, sizes, GROUP: gl.constexpr):
             whole = row + BK <= end
             mbarrier.wait(empty.index(slot), (at // STAGES & 1) ^ 1)
             mbarrier.expect(ready, r_desc.block_type.nbytes, pred=whole)
-            tma.async_copy_global_to_shared(
-                r_desc, [row, first_r], ready, r_bufs.index(slot), pred=whole
-            )
+            load_tile(r_desc, [row, first_r], ready, r_bufs.index(slot), pred=whole)
             mbarrier.arrive(ready, pred=row + BK > end)
             at += 1
 
@@ -82,7 +81,7 @@ def _fetch_tokens(fetch, GROUP: gl.constexpr):
             mbarrier.wait(empty.index(slot), (at // STAGES & 1) ^ 1)
             for half in gl.static_range(2):
                 buf = t_bufs.index(2 * slot + half)
-                async_copy.async_copy_global_to_shared(buf, ptrs + half * HALF, mask=inside)
+                load_rows(buf, ptrs + half * HALF, mask=inside)
             if row + BK > end:
                 _copy_rest(r_ptr, row, end, first_r, R, r_bufs.index(slot))
             async_copy.mbarrier_arrive(full.index(slot), increment_count=False)

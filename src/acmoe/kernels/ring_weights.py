@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from acmoe.kernels.gluon_names import load_tile, store_tile, thread_barrier
 from acmoe.kernels.ring import HALF, PANEL, accumulator, barriers, buffers
 from acmoe.kernels.tiles import tile_of
 
@@ -64,10 +65,8 @@ def _fetch(fetch, GROUP: gl.constexpr):
             mbarrier.expect(ready, 2 * p_desc.block_type.nbytes + q_desc.block_type.nbytes)
             for half in gl.static_range(2):
                 corner = [row, first_o + half * HALF]
-                tma.async_copy_global_to_shared(
-                    p_desc, corner, ready, p_bufs.index(2 * slot + half)
-                )
-            tma.async_copy_global_to_shared(q_desc, [row, first_i], ready, q_bufs.index(slot))
+                load_tile(p_desc, corner, ready, p_bufs.index(2 * slot + half))
+            load_tile(q_desc, [row, first_i], ready, q_bufs.index(slot))
             at += 1
         if whole < end:
             # Fetched before the wait for a place, which hides how long that takes.
@@ -80,7 +79,7 @@ def _fetch(fetch, GROUP: gl.constexpr):
             p_bufs.index(2 * slot + 1).store(lower)
             q_bufs.index(slot).store(q)
             fence_async_shared()
-            gl.thread_barrier()
+            thread_barrier()
             mbarrier.arrive(full.index(slot))
             at += 1
 
@@ -114,10 +113,10 @@ def multiply_half(ring, at, blocks, WHICH: gl.constexpr, FENCED: gl.constexpr):
 def store_panel(acc, view, buf, dw_desc, row, column):
     """By way of the buffer, which its view may show turned."""
     tma.store_wait(0)  # what was here before has left the buffer
-    gl.thread_barrier()
+    thread_barrier()
     view.store(acc.to(buf.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(dw_desc, [row, column], buf)
+    store_tile(dw_desc, [row, column], buf)
 
 
 @gluon.jit
