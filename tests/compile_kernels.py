@@ -1,0 +1,230 @@
+"""Compiles the library's kernels for a card that need not be there, and prints what came out.
+
+    python tests/compile_kernels.py 90 weights|experts|own|text|images|measures|backward|forward ...
+
+Tests interpret kernels or emulate them, which takes what the compiler may not. Here the library
+runs on a CPU's tensors, and whatever it launches is compiled for the arguments of the launch
+instead of run: results are zeros. 90 is the compute capability, times ten. One JSON object a kernel
+and a use of it, by "FILE.KERNEL, USE".
+"""
+
+import importlib
+import json
+import pkgutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.runtime.jit import JITFunction, mangle_type
+
+import acmoe.kernels
+from acmoe.bench.shapes import SHAPES, find_shape
+from acmoe.bench.tune_calls import kernel_calls
+from acmoe.config.language import LanguageConfig
+from acmoe.config.routing import AdaptiveConfig
+from acmoe.config.vision import SwinConfig
+from acmoe.config.vision_models import vision_router
+from acmoe.kernels import attention_hopper, attention_keys, ring_choice, ring_launch, tuning
+from acmoe.kernels.attention_kept import Kept, kept_band, kept_sizes
+from acmoe.kernels.tiles import Plan
+from acmoe.kernels.tuning import Ring
+from acmoe.models.registry import build_model
+from acmoe.ops import backend
+from acmoe.ops.attention_choice import fused_width, stored_width
+from acmoe.ops.fused_scale import fused_cluster_scale
+from acmoe.ops.measure import measured_dispersion
+from acmoe.routing.step import fold_statistics
+
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+CPU = torch.device("cpu")
+found: dict[str, dict[str, Any]] = {}
+target = GPUTarget("cuda", 90, 32)
+use = ""  # what is being launched for
+
+
+def compile_launch(kernel: JITFunction, *values: Any, grid: Any, warmup: bool, **named: Any):
+    """In place of `JITFunction.run`."""
+    options = {name: named.pop(name) for name in OPTIONS if name in named}
+    given = dict(zip([p.name for p in kernel.params], values, strict=False)) | named
+    signature, constants, attributes = {}, {}, {}
+    for place, parameter in enumerate(kernel.params):
+        value = given[parameter.name]
+        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+            signature[parameter.name], constants[place,] = "constexpr", value
+            continue
+        signature[parameter.name] = mangle_type(value)
+        even = value.data_ptr() if isinstance(value, torch.Tensor) else value
+        if type(even) is int and even % 16 == 0:
+            attributes[place,] = [["tt.divisibility", 16]]
+    language = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = language(kernel, signature, constants, attributes)
+    ptx = (done := triton.compile(source, target=target, options=options)).asm["ptx"]
+    found[f"{_full(kernel)}, {use}"] = {
+        "gluon": language is GluonASTSource,
+        "shared": done.metadata.shared,
+        "products": ptx.count("wgmma.mma_async"),
+        "copies": ptx.count("cp.async.bulk.tensor"),
+    }
+
+
+def _full(kernel: JITFunction) -> str:
+    return f"{kernel.__module__.removeprefix('acmoe.kernels.')}.{kernel.__name__}"
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def weights() -> None:
+    """One product by a ring: the quickest of all."""
+    global use
+    use, rows = "weights", bf16(128, 256)
+    plan = Plan(torch.arange(128), torch.tensor([64, 128]), 1)
+    ring_launch.weights_by_ring(rows, rows, plan, Ring("together", 4))
+
+
+def experts() -> None:
+    """The products of the published layers, by the blocks and rings of the table.
+
+    Two experts instead of up to 128, whose number no product is compiled for.
+    """
+    global use
+    table = {f"{name.rpartition('/')[0]}/2": row for name, row in tuning._table().items()}
+    tuning._table = lambda: table
+    ring_choice.gluon_obstacle = lambda device: None
+    for name in ("olmoe", "qwen30b", "fine", "mixtral", "switch", "swin"):
+        shape = replace(SHAPES[name], tokens=256, num_experts=2, top_k=2)
+        for product, call in kernel_calls(shape, CPU, seed=0).items():
+            use = f"{name} {product}"
+            call()
+
+
+def own() -> None:
+    """Layers that nobody has tuned, narrow, wide and not gated, by blocks of the rule."""
+    global use
+    for name in ("256x512x512x2x2", "256x1024x4096x2x2", "256x352x352x2x2-relu"):
+        for product, call in kernel_calls(find_shape(name), CPU, seed=0).items():
+            use = f"{name} {product}"
+            call()
+
+
+def text() -> None:
+    """Steps of language models: attention, norms, routers, words; bf16, and float32."""
+    global use
+    routers = {
+        "batch": AdaptiveConfig(),
+        "running": AdaptiveConfig(statistics="running"),
+        "prefix": AdaptiveConfig(statistics="prefix"),
+    }
+    for (name, router), lowered in zip(routers.items(), (True, True, False), strict=True):
+        use = f"text {name}"
+        sizes = {"dim": 64, "heads": 2, "hidden": 64, "repeats": 2, "span": 64, "block": 64}
+        model = build_model(
+            LanguageConfig(**sizes, vocab_size=300, num_experts=4, dropout=0.1, router=router)
+        )
+        ids = torch.zeros(16, 64, dtype=torch.int64)  # enough to sort them by cluster
+        with torch.autocast("cpu", torch.bfloat16, enabled=lowered):
+            first = model(ids, ids)
+            out = model(ids, ids, memory=first.memory)
+        (out.loss + out.aux_loss).backward()
+        fold_statistics(model)
+
+
+def images() -> None:
+    """A step of a Swin: windows of a map, a noisy gate."""
+    global use
+    use = "images"
+    sizes = {"image_size": 56, "dim": 32, "depths": (2, 2), "heads": (2, 4), "num_classes": 10}
+    config = SwinConfig(**sizes, num_experts=4, moe_stages=(1,), adaptive_stage=1)
+    model = build_model(replace(config, router=vision_router("adaptive", config)))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(torch.zeros(2, 3, 56, 56), torch.zeros(2, dtype=torch.int64))
+    (out.loss + out.aux_loss).backward()
+
+
+def measures() -> None:
+    """Statistics of tokens that nobody has sorted."""
+    global use
+    assignment = torch.zeros(2, 64, dtype=torch.int64)
+    for measure in ("mad", "variance", "std", "iqr"):
+        use = f"measure {measure}"
+        x = bf16(2, 64, 32).requires_grad_(measure != "iqr")
+        spread, _ = measured_dispersion(x, assignment, 4, measure=measure, token_mask=None)
+        if x.requires_grad:
+            spread.sum().backward()
+    for normalize in ("cluster", "feature", "global"):
+        use = f"scale {normalize}"
+        fused_cluster_scale(bf16(2, 64, 32), assignment, 4, normalize=normalize)
+
+
+def attention(features: int, keeps: bool) -> tuple[Any, ...]:
+    """Queries, keys and values, what is kept; two streams of 256 behind a memory of 256."""
+    q = bf16(2, 2, 256, fused_width(features))
+    kv = bf16(2, 512, 2, 2, stored_width(features)).permute(2, 0, 3, 1, 4)
+    weights, bases = kept_sizes(q.shape, 512, 256) if keeps else (0, (0,))
+    return q, kv, Kept(bf16(weights), torch.zeros(bases))
+
+
+def backward() -> None:
+    """Of attention on Hopper, by kept weights."""
+    global use
+    for features in (16, 44):
+        use = f"{features} features"
+        q, kv, kept = attention(features, True)
+        grad = bf16(2, 256, 2, stored_width(features)).transpose(1, 2)
+        numbers = torch.zeros(2, 2, 256), torch.zeros(2, 2, 256), torch.zeros_like(kept.weights)
+        band = kept_band(q.shape, 512, 256)
+        attention_keys.run_keys(q, kv[1], grad, kept, *numbers, *kv, band, 1.0, 1.0, features)
+
+
+def forward() -> None:
+    """Of attention on Hopper."""
+    global use
+    for features in (16, 44):
+        for keeps in (False, True):
+            use = f"{features} features, {'kept' if keeps else 'not kept'}"
+            q, kv, kept = attention(features, keeps)
+            mask = torch.ones(2, 512, dtype=torch.bool)
+            bits = torch.zeros(2, 2, 256, dtype=torch.int32)
+            positions = bf16(q.shape[-1], 256)
+            attention_hopper.run_forward(q, *kv, positions, mask, bits, 0.1, 0.1, features, kept)
+
+
+GROUPS: dict[str, Callable[[], None]] = {
+    group.__name__: group
+    for group in (weights, experts, own, text, images, measures, backward, forward)
+}
+
+
+def every_kernel() -> list[str]:
+    """All that the library launches: by their names, or, of rings, by what they compute."""
+    launched = {"rows_by_ring", "hidden_in_turns", "weights_together", "weights_of_tokens"}
+    kernels = []
+    for module in pkgutil.iter_modules(acmoe.kernels.__path__):
+        here = importlib.import_module(f"acmoe.kernels.{module.name}")
+        for name, value in vars(here).items():
+            own = isinstance(value, JITFunction) and value.__module__ == here.__name__
+            if own and (name.endswith("_kernel") or name in launched):
+                kernels.append(_full(value))
+    return sorted(kernels)
+
+
+if __name__ == "__main__":
+    assert not torch.cuda.is_available(), "launches on a CPU's tensors alone are compiled"
+    target = GPUTarget("cuda", int(sys.argv[1]), 32)
+    kernels = every_kernel()
+    backend.interpreting = lambda: True  # a CPU's tensors may go to kernels
+    tuning._has_room = lambda: target.arch in (90, 100)
+    JITFunction.run = GluonJITFunction.run = compile_launch
+    torch.empty, torch.empty_like = torch.zeros, torch.zeros_like
+    torch.Tensor.new_empty = torch.Tensor.new_zeros
+    with backend.use_backend("triton"):
+        for chosen in sys.argv[2:]:
+            GROUPS[chosen]()
+    print(json.dumps({"kernels": kernels, "compiled": found}, indent=1))
