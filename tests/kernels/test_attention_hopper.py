@@ -29,7 +29,7 @@ def packed_toss(
     return weight.masked_fill(dropped, 0.0)
 
 
-@pytest.fixture(params=[0, 1])
+@pytest.fixture(params=[0, pytest.param(1, marks=pytest.mark.slow)])
 def emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The kernel's module, whose launches the emulator runs, under two schedules of the groups."""
     if torch.cuda.is_available():

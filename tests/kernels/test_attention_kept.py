@@ -65,7 +65,12 @@ def with_gradients(form: Any, tensors: Sequence[Tensor], upstream: Tensor, **opt
 # Memory as long as a window, shorter, and none; queries that fill no tile.
 @pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
-    ("S", "L", "W", "features"), [(72, 136, 72, 44), (20, 40, 90, 16), (0, 72, 65, 20)]
+    ("S", "L", "W", "features"),
+    [
+        pytest.param(72, 136, 72, 44, marks=pytest.mark.slow),
+        (20, 40, 90, 16),
+        (0, 72, 65, 20),
+    ],
 )
 def test_gradients_from_kept_weights_equal_the_definition(
     S: int, L: int, W: int, features: int, masked: bool, device: str, hopper: None,

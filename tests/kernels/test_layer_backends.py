@@ -49,6 +49,9 @@ ROUTERS = {
 }
 
 
+SORTED = [name for name in ROUTERS if name.endswith(("previous", "current"))]
+
+
 def two_steps(layers, x, mask, cotangent, backend):
     """Outputs, gradients and statistics after two forward-backward passes with a fold between.
 
@@ -122,9 +125,14 @@ def test_a_layer_computes_the_same_on_its_kernels(name, device, products_by_torc
     assert not compare(layers, x, mask, cotangent.masked_fill(~mask[..., None], 0.0))
 
 
-@pytest.mark.parametrize("masked", [False, True])
+# Every router with a mask or without; the other half is slow.
 @pytest.mark.parametrize(
-    "name", [name for name in ROUTERS if name.endswith(("previous", "current"))]
+    ("name", "masked"),
+    [
+        pytest.param(name, masked, marks=[pytest.mark.slow] if masked != bool(place % 2) else [])
+        for place, name in enumerate(SORTED)
+        for masked in (False, True)
+    ],
 )
 def test_a_layer_whose_tokens_are_sorted_by_cluster_computes_the_same(
     name, masked, device, monkeypatch, products_by_torch
@@ -187,6 +195,7 @@ def test_a_layer_computes_the_same_with_its_products_by_kernels_too(device, monk
     assert compare(built("batch, previous", device), x, None, cotangent)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at it
 def test_sorted_tokens_reach_the_next_router_compiled_and_recomputed_too(device, monkeypatch):
     """A state knows its sorted tokens by the identity of its assignment: every way must keep it."""

@@ -58,7 +58,7 @@ class Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("measure", ["mad", "std", "iqr"])
+@pytest.mark.parametrize("measure", ["mad", "std", pytest.param("iqr", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("is_sorted", [True, False])
 @pytest.mark.parametrize("mode", ["batch", "running"])
 def test_the_batch_is_noted_by_every_way(
