@@ -166,6 +166,7 @@ def test_a_shape_may_be_given_by_its_sizes() -> None:
         ("8192x4096x14336x8xtwo", "give your own as TOKENSxFEATURES"),
         ("8192x4096x14336x8x-2", "give your own as TOKENSxFEATURES"),
         ("8192x4096x14336x8x2-tanh", "activation 'tanh' is unknown; choose relu, gelu, swiglu"),
+        ("8192x4096x14336x8x2-", "activation '' is unknown"),
         ("8192x0x14336x8x2", "holds a zero"),
         ("8192x4096x14336x2x8", "to 8 of 2 experts"),
     ],

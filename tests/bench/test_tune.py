@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from acmoe.bench.shapes import SHAPES
-from acmoe.bench.tune import TuneConfig, bench_tune, rank, trying, write_winners
-from acmoe.bench.tune_candidates import KERNELS, blocks, compile_jobs
+from acmoe.bench.tune import TuneConfig, bench_tune, rank, reading, write_winners
+from acmoe.bench.tune_candidates import KERNELS, blocks, compile_jobs, trying
 from acmoe.errors import UserError
 from acmoe.kernels import tuning
 from acmoe.kernels.tuning import Blocks, Ring
@@ -56,7 +56,7 @@ def test_programs_that_stay_read_by_the_copy_engine_and_share_a_multiprocessor()
 
 def test_winners_join_the_table_that_is_there(tmp_path: Path) -> None:
     table = tmp_path / "tuned.json"
-    write_winners({"up/8/8/2": Blocks(1, 2, 3, 4, 5), "down/8/8/2": Blocks(1, 1, 1, 1, 1)}, table)
+    write_winners({"up/8/8/2": Blocks(1, 2, 4, 4, 5), "down/8/8/2": Blocks(1, 1, 1, 1, 1)}, table)
     write_winners({"up/8/8/2": Blocks(16, 16, 16, 4, 2, True)}, table)
     assert json.loads(table.read_text()) == {
         "down/8/8/2": [1, 1, 1, 1, 1, False, 0, 0],
@@ -95,6 +95,48 @@ def test_a_kernel_no_candidate_can_run_is_named() -> None:
         rank("up", kernel_of({}), [Blocks(16, 16, 16, 4, 2)], CPU, 2)
 
 
+@pytest.mark.parametrize("size", [64, 4096, 2**16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_the_last_candidate_left_in_memory_is_not_a_result(
+    size: int, dtype: torch.dtype
+) -> None:
+    """A kernel that writes nothing would be the fastest, and right where its memory was freed by
+    one that is."""
+
+    def call() -> tuple[Tensor]:
+        held = tuning.OVERRIDE.get("up")
+        y = torch.empty(4, size, dtype=dtype)
+        return (y if held is not None and held.m == 32 else y.fill_(1.5),)
+
+    tried = [Blocks(m, 16, 16, 4, 2) for m in (16, 32)]
+    assert [one.candidate for one in rank("up", call, tried, CPU, 2)] == tried[:1]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_one_wrong_row_of_thousands_is_seen() -> None:
+    def call() -> tuple[Tensor]:
+        held = tuning.OVERRIDE.get("up")
+        y = torch.ones(5000, 4)
+        if held is not None and held.m == 32:
+            y[4321] = 0
+        return (y,)
+
+    tried = [Blocks(m, 16, 16, 4, 2) for m in (16, 32)]
+    assert [one.candidate for one in rank("up", call, tried, CPU, 2)] == tried[:1]
+
+
+def test_rings_are_held_against_the_product_without_one() -> None:
+    """Not against the ring of the table, which may be the one that is wrong."""
+
+    def call() -> tuple[Tensor]:
+        ring = tuning.ring_for("hidden", 512, 512, 8)
+        return (torch.full((4,), 1.0 if ring is None else 1.5),)
+
+    tried = [None, Ring("turns", 5, 2), Ring("turns", 4, 4)]
+    assert tuning.ring_for("hidden", 512, 512, 8) is not None
+    assert [one.candidate for one in rank("ring_hidden", call, tried, CPU, 2)] == [None]
+
+
 def test_a_candidate_is_tried_on_top_of_what_was_found_before() -> None:
     """Rings are measured against products by the best blocks, not by those of the old table."""
     best, ring = Blocks(16, 16, 16, 4, 2), Ring("turns", 4)
@@ -114,9 +156,9 @@ class TestOwnTable:
     def own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         path = tmp_path / "own.json"
         monkeypatch.setenv("ACMOE_TUNED", str(path))
-        tuning._table.cache_clear()
+        tuning.forget()
         yield path
-        tuning._table.cache_clear()
+        tuning.forget()
 
     def test_its_rows_come_before_the_package_s(self, own: Path) -> None:
         mine = Blocks(16, 32, 32, 4, 2)
@@ -137,6 +179,24 @@ class TestOwnTable:
         assert tuning.ring_for("hidden", 512, 512, 8) is None  # the rule has one
         assert tuning.ring_for("input", 512, 512, 8) == Ring("turns", 5)
 
+    def test_it_is_for_any_card_and_the_package_s_for_hopper_and_blackwell(
+        self, own: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        mine = Blocks(64, 64, 32, 4, 3)
+        write_winners({"up/2048/1024/64": mine}, own)
+        monkeypatch.setattr(tuning, "_has_room", lambda: False)
+        assert tuning.blocks_for("up", 2048, 1024, 64, torch.bfloat16) == mine
+        rule = Blocks(128, 128, 64, 8, 3)
+        assert tuning.blocks_for("down", 2048, 1024, 64, torch.bfloat16) == rule
+
+    def test_the_tuner_looks_into_the_one_it_writes(self, own: Path, tmp_path: Path) -> None:
+        other = tmp_path / "other.json"
+        write_winners({"ring_input/8/8/2": Ring("turns", 4)}, own)
+        write_winners({"ring_input/8/8/2": Ring("turns", 5)}, other)
+        with reading(other):
+            assert tuning.ring_for("input", 8, 8, 2) == Ring("turns", 5)
+        assert tuning.ring_for("input", 8, 8, 2) == Ring("turns", 4)
+
     def test_one_that_does_not_exist_is_named(self, own: Path) -> None:
         with pytest.raises(UserError, match=r"ACMOE_TUNED=.*own.json does not exist; .*--table"):
             tuning.ring_for("down", 8, 8, 2)
@@ -151,6 +211,17 @@ class TestOwnTable:
             ('{"up/8/8/2": null}', "'up/8/8/2' cannot be null"),
             ('{"ring_down/8/8/2": ["turns"]}', "cannot be"),
             ('{"copy/8/8/2": [true]}', "cannot be"),
+            ('{"copy/8/8/2": [1, 0]}', "cannot be"),
+            ('{"up/8/8/2": [16, 16, 16, 4, "2"]}', "cannot be"),
+            ('{"up/8/8/2": [16, 16, 48, 4, 2]}', "cannot be"),
+            ('{"up/8/8/2": [16, 16, 16, 4, 0]}', "cannot be"),
+            ('{"up/8/8/2": [16, 16, 16, 4, 2, 1]}', "cannot be"),
+            ('{"sideways/8/8/2": [16, 16, 16, 4, 2]}', "cannot be"),
+            ('{"ring_up/8/8/2": ["turns", 4]}', "cannot be"),
+            ('{"ring_down/8/8/2": ["turnz", 4]}', "cannot be"),
+            ('{"ring_down_weight/8/8/2": ["turns", 4]}', "cannot be"),
+            ('{"ring_down/8/8/2": ["turns", 1]}', "cannot be"),
+            ('{"ring_hidden/8/8/2": ["turns", 5]}', "cannot be"),
         ],
     )
     def test_one_that_was_damaged_is_named(self, own: Path, text: str, reason: str) -> None:

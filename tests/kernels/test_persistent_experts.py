@@ -129,7 +129,7 @@ def test_the_copy_engine_reads_views_that_begin_anywhere(device, monkeypatch):
         assert torch.equal(found[0], right[0]) and torch.equal(found[1], right[1])
 
 
-def test_a_gated_product_has_the_warps_for_two_accumulators(monkeypatch):
+def test_a_gated_product_has_room_and_warps_for_two_accumulators(monkeypatch):
     """A table of block sizes knows no activation: four warps were measured for GELU."""
     from acmoe.kernels import experts, tuning
     from acmoe.kernels.expert_sizes import Sizes
@@ -139,6 +139,10 @@ def test_a_gated_product_has_the_warps_for_two_accumulators(monkeypatch):
     assert experts._blocks("up", sizes, torch.bfloat16)[3:] == (4, 3, True, 0, 2)
     gated = sizes._replace(act="swiglu")
     assert experts._blocks("up", gated, torch.bfloat16)[3:] == (8, 3, True, 0, 1)
+    # And no tile of 256 columns: with gate and up its three stages would take 240 KiB.
+    monkeypatch.setattr(tuning, "OVERRIDE", {"up": Blocks(128, 256, 64, 8, 3, True)})
+    assert experts._blocks("up", sizes, torch.bfloat16).n == 256
+    assert experts._blocks("up", gated, torch.bfloat16).n == 128
 
 
 @pytest.mark.parametrize(("capability", "tuned"), [((9, 0), True), ((8, 0), False)])

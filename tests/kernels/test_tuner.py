@@ -6,12 +6,15 @@ import json
 import pytest
 import torch
 
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels of a CPU's tensors are interpreted and emulated"
+)
 CPU = torch.device("cpu")
 RINGS = ("ring_hidden", "ring_down", "ring_input", "ring_down_weight", "ring_up_weight")
 
 
 @pytest.fixture
-def tuner(device, ring_launch, fresh_choice, monkeypatch):
+def tuner(ring_launch, fresh_choice, monkeypatch):
     """With a tile for each product, and rings as if this were a Hopper card."""
     from acmoe.bench import tune, tune_candidates
 
@@ -81,4 +84,7 @@ def test_a_shape_without_a_ring_has_its_blocks_alone(name, tuner, tmp_path):
     shape = find_shape(name)
     (row,) = tuner.tune_shape(shape, kernels, table, CPU, 2, 0, said.append)
     assert row["kernel"] == "input" and len(json.loads(table.read_text())) == 1
-    assert said[1:] == [f"{name}: no ring can do {ring[5:]} here" for ring in RINGS]
+    assert [line.split(", ")[0] for line in said[1:]] == [
+        f"{name}: {ring} has no candidate" for ring in RINGS
+    ]
+    assert "multiples of" in said[-1] or "multiples of" in said[-2]

@@ -83,7 +83,7 @@ def find_shape(name: str) -> Shape:
     """By its name, or by sizes: 8192x4096x14336x8x2, 24576x352x352x16x2-relu."""
     if name in SHAPES:
         return SHAPES[name]
-    sizes, _, activation = name.partition("-")
+    sizes, dash, activation = name.partition("-")
     numbers = sizes.split("x")
     if len(numbers) != 5 or not all(number.isdecimal() for number in numbers):
         raise UserError(
@@ -91,7 +91,7 @@ def find_shape(name: str) -> Shape:
             "TOKENSxFEATURESxHIDDENxEXPERTSxTOP_K, such as 8192x4096x14336x8x2, with -relu or "
             "-gelu behind it for experts that are not gated"
         )
-    shape = _shape(name, *map(int, numbers), activation=activation or "swiglu")
+    shape = _shape(name, *map(int, numbers), activation=activation if dash else "swiglu")
     check(
         shape.activation in ACTIVATIONS,
         f"shape {name!r}: activation {activation!r} is unknown; choose {', '.join(ACTIVATIONS)}",

@@ -8,6 +8,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -32,12 +33,15 @@ from acmoe.bench.tune_candidates import (
     Job,
     candidates,
     compile_jobs,
+    no_ring,
+    trying,
 )
 from acmoe.errors import UserError, check
 from acmoe.evaluate.device import pick_device
 from acmoe.kernels import tuning
 
 _COMPILE_TOKENS = 256  # enough to launch a kernel once
+_CONTEXT = 2**30  # bytes of the card that a process takes before it has any tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,19 +74,35 @@ def bench_tune(config: TuneConfig, *, command: str = "", say: Say = silent) -> R
     """Each kernel's winner is written as soon as it is known, so that nothing measured is lost."""
     device = pick_device(config.device)
     check(device.type == "cuda", f"tuning times kernels on CUDA; device={device} has none")
-    table = Path(config.table or os.environ.get("ACMOE_TUNED") or tuning.TABLE)
-    write_winners({}, table)  # a table that cannot be written had better be known now
     shapes = find_shapes(config.shapes, device)
     kernels = [kernel for kernel in KERNELS if kernel in config.kernels]  # rings against the best
-    jobs = compile_jobs(shapes, kernels, device)
-    say(f"compiling {len(jobs)} candidates")
-    _compile(jobs, config.workers)
-    rows = [
-        row
-        for shape in shapes
-        for row in tune_shape(shape, kernels, table, device, config.repeat, config.seed, say)
-    ]
+    table = Path(config.table or os.environ.get("ACMOE_TUNED") or tuning.TABLE)
+    write_winners({}, table)  # a table that cannot be written had better be known now
+    with reading(table):
+        jobs = compile_jobs(shapes, kernels, device)
+        say(f"compiling {len(jobs)} candidates")
+        _compile(jobs, config.workers or _workers(shapes))
+        rows = [
+            row
+            for shape in shapes
+            for row in tune_shape(shape, kernels, table, device, config.repeat, config.seed, say)
+        ]
     return new_report("tune", device, command, config, rows)
+
+
+@contextlib.contextmanager
+def reading(table: Path) -> Iterator[None]:
+    """Inside, and in the processes that compile, kernels look into this table first."""
+    before = os.environ.get("ACMOE_TUNED")
+    os.environ["ACMOE_TUNED"] = str(table)
+    tuning.forget()
+    try:
+        yield
+    finally:
+        del os.environ["ACMOE_TUNED"]
+        if before is not None:
+            os.environ["ACMOE_TUNED"] = before
+        tuning.forget()
 
 
 def tune_shape(
@@ -100,7 +120,8 @@ def tune_shape(
         for kernel in kernels:
             tried = candidates(kernel, shape, device)
             if len(tried) == 1:
-                say(f"{shape.name}: no ring can do {kernel.removeprefix(RING)} here")
+                why = no_ring(kernel.removeprefix(RING), shape, device)
+                say(f"{shape.name}: {kernel} has no candidate, {why}")
                 continue
             say(f"{shape.name}: {kernel}, {len(tried)} candidates")
             ranked = rank(kernel, calls[kernel], tried, device, repeat)
@@ -111,9 +132,17 @@ def tune_shape(
             yield _row(shape, kernel, ranked)
 
 
-def _compile(jobs: Sequence[Job], workers: int | None) -> None:
+def _workers(shapes: Sequence[Shape]) -> int:
+    """One a core, but no more than have room for a context and the widest layer's weights, their
+    gradients and its rows."""
+    weights = max(one.num_experts * one.dim * (one.width + one.hidden) for one in shapes)
+    free, _ = torch.cuda.mem_get_info()
+    return max(1, min(os.cpu_count() or 1, free // (_CONTEXT + 3 * 2 * weights)))
+
+
+def _compile(jobs: Sequence[Job], workers: int) -> None:
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    with ProcessPoolExecutor(workers or os.cpu_count(), mp_context=context) as pool:
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
         for _ in pool.map(compile_one, jobs, chunksize=4):
             pass
 
@@ -121,23 +150,10 @@ def _compile(jobs: Sequence[Job], workers: int | None) -> None:
 def compile_one(job: Job) -> None:
     """Launch the candidate once. One that cannot be, as for shared memory, drops out later."""
     shape = replace(find_shape(job.shape), tokens=_COMPILE_TOKENS)
-    call = kernel_calls(shape, torch.device("cuda"), 0)[job.kernel]
     with contextlib.suppress(Exception):
+        call = kernel_calls(shape, torch.device("cuda"), 0)[job.kernel]
         _run(job.kernel, job.candidate, call)
         torch.cuda.synchronize()
-
-
-@contextlib.contextmanager
-def trying(kernel: str, candidate: Candidate) -> Iterator[None]:
-    """Inside, the kernel has this candidate."""
-    held: dict[str, Any] = tuning.RING_OVERRIDE if kernel in RINGS else tuning.OVERRIDE
-    before = dict(held)
-    held[kernel.removeprefix(RING)] = candidate
-    try:
-        yield
-    finally:
-        held.clear()
-        held.update(before)
 
 
 def _run(kernel: str, candidate: Candidate, call: Call) -> list[Tensor]:
@@ -151,24 +167,51 @@ def _tensors(found: tuple[Tensor | None, ...]) -> list[Tensor]:
 
 
 def _agrees(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
-    """Candidates change the order of sums and what is rounded on the way, not the result; NaN never
-    agrees. The coarsest result tells how much that may be."""
+    """Candidates change the order of sums and what is rounded on the way, not the result: of no row
+    more than the coarsest result may be off. NaN never agrees."""
     tolerance = max(TOLERANCE[one.dtype] for one in wanted)
     return all(
-        bool((one - other).float().norm() < tolerance * other.float().norm())
+        bool((_off(one, other) <= tolerance * (_size(other) + _size(other).mean())).all())
         for one, other in zip(found, wanted, strict=True)
     )
+
+
+def _size(one: Tensor) -> Tensor:
+    """Of every row."""
+    size: Tensor = one.float().norm(dim=-1)
+    return size
+
+
+def _off(one: Tensor, other: Tensor) -> Tensor:
+    return _size(one.float() - other.float())
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Inside, new memory holds NaN and not what the last candidate left in it."""
+    before = torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=only_warned)
 
 
 def rank(
     kernel: str, call: Call, tried: Sequence[Candidate], device: torch.device, repeat: int
 ) -> list[Found]:
-    """The candidates that run and compute what the default does, fastest first."""
-    wanted = _tensors(call())
+    """The candidates that run and compute what the default does, fastest first.
+
+    Of rings that is no ring: one that is wrong must not be the measure of others.
+    """
+    wanted = _run(kernel, None, call) if kernel in RINGS else _tensors(call())
     actions: dict[str, Action] = {}
     for place, one in enumerate(tried):
         try:
-            right = _agrees(_run(kernel, one, call), wanted)
+            with poisoned():
+                right = _agrees(_run(kernel, one, call), wanted)
         except Exception:  # Triton raises many kinds; each only rules this candidate out
             continue
         if right:
@@ -183,7 +226,7 @@ def write_winners(winners: dict[str, Candidate], table: Path) -> None:
     """Into the table, beside the keys that were not tuned this time."""
     after = tuning.read_table(table) | {name: _listed(one) for name, one in winners.items()}
     lines = [f"  {json.dumps(key)}: {json.dumps(after[key])}" for key in sorted(after)]
-    draft = table.with_name(f"{table.name}.draft")
+    draft = table.with_name(f"{table.name}.{os.getpid()}.draft")
     try:
         draft.write_text("{\n" + ",\n".join(lines) + "\n}\n")
         os.replace(draft, table)

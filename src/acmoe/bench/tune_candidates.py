@@ -3,19 +3,19 @@
 T tokens, D features, F hidden units, W = F or 2F, E experts, K experts per token.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from acmoe.bench.shapes import Shape
 from acmoe.kernels import tuning
-from acmoe.kernels.tuning import BY_ROWS, BY_WEIGHTS, Blocks, Ring
+from acmoe.kernels.tuning import BY_ROWS, BY_WEIGHTS, PRODUCTS, Blocks, Ring
 
 Candidate = Blocks | Ring | None  # None: by no ring
 
 RING = "ring_"  # what a kernel's name has before it where a ring is meant, as in the table
-PRODUCTS = ("up", "down", "hidden", "down_weight", "up_weight", "input")
 RINGS = tuple(RING + product for product in (*BY_ROWS, *BY_WEIGHTS))
 KERNELS = (*PRODUCTS, *RINGS)
 # (m, n, k, warps, stages) worth a try on a Hopper card, by the copy engine.
@@ -34,6 +34,19 @@ _MOST_PROGRAMS = 1056  # of a split product: 8 a multiprocessor of an H200; more
 # (stages, buffers of h) of the hidden units' gradient: what 227 KiB hold beside its outputs.
 _HIDDEN = ((5, 2), (4, 4), (4, 2), (3, 4))
 _TURNS, _TOGETHER, _LEADS = (4, 5, 6), (3, 4), (0, 2, 3)
+
+
+@contextlib.contextmanager
+def trying(kernel: str, candidate: Candidate) -> Iterator[None]:
+    """Inside, the kernel has this candidate."""
+    held: dict[str, Any] = tuning.RING_OVERRIDE if kernel in RINGS else tuning.OVERRIDE
+    before = dict(held)
+    held[kernel.removeprefix(RING)] = candidate
+    try:
+        yield
+    finally:
+        held.clear()
+        held.update(before)
 
 
 def candidates(kernel: str, shape: Shape, device: torch.device) -> Sequence[Candidate]:
@@ -60,32 +73,32 @@ def blocks(kernel: str, shape: Shape) -> list[Blocks]:
 
 def rings(product: str, shape: Shape, device: torch.device) -> list[Ring | None]:
     """No ring, and those that can run here; no ring alone where none can."""
+    can = [ring for ring in _forms(product) if obstacle(product, ring, shape, device) is None]
+    return [None, *can]
+
+
+def obstacle(product: str, ring: Ring, shape: Shape, device: torch.device) -> str | None:
+    """What keeps a product of this layer from a ring."""
     from acmoe.kernels.expert_sizes import Sizes
     from acmoe.kernels.ring_choice import ring_obstacle
 
     sizes = (shape.dim, shape.hidden, shape.num_experts)
     size = Sizes(shape.tokens, *sizes, shape.top_k, shape.activation)
+    # The gradient's rows, once copied for the hidden units, serve the second weight too; x may be
+    # gathered for the first one instead of copied.
+    gather = product in ("hidden", *BY_WEIGHTS)
+    if copies(shape, backward=True):
+        gather = product == "up_weight" and ring.gathers
+    if product in BY_WEIGHTS and ring.gathers and not gather:
+        return "it gathers, and the rows are there"
     bare = product not in ("hidden", "down") or not shape.bias
-    found: list[Ring | None] = [None]
-    for ring in _forms(product):
-        # The gradient's rows, once copied for the hidden units, serve the second weight too; x may
-        # be gathered for the first one instead of copied.
-        if not copies(shape, backward=True):
-            gather = product in ("hidden", *BY_WEIGHTS)
-        else:
-            gather = product == "up_weight" and ring.gathers
-        if product in BY_WEIGHTS and ring.gathers != gather:
-            continue
-        tuning.RING_OVERRIDE[product] = ring
-        try:
-            obstacle = ring_obstacle(
-                *(product, size, torch.bfloat16, device), gather=gather, bare=bare
-            )
-        finally:
-            del tuning.RING_OVERRIDE[product]
-        if obstacle is None:
-            found.append(ring)
-    return found
+    with trying(RING + product, ring):
+        return ring_obstacle(*(product, size, torch.bfloat16, device), gather=gather, bare=bare)
+
+
+def no_ring(product: str, shape: Shape, device: torch.device) -> str:
+    """Why none of the forms can run."""
+    return str(obstacle(product, _forms(product)[-1], shape, device))
 
 
 def _forms(product: str) -> list[Ring]:

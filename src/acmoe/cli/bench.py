@@ -1,52 +1,14 @@
 """`acmoe bench`: how fast, side by side with every rival that is installed."""
 
-import shlex
-import sys
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass
+from typing import Annotated
 
 import tyro
 from rich.console import Console
 from rich.table import Table as RichTable
 
-if TYPE_CHECKING:
-    from acmoe.bench.results import Report
-
-
-def _command(name: str, action: "Layer | Router | Train | Profile | Tune") -> str:
-    """What a reader types to take the figures again."""
-    words = ["acmoe", "bench", name]
-    for option in fields(action):
-        value = getattr(action, option.name)
-        if value == option.default or option.name == "json":
-            continue
-        words.append(f"--{option.name}")
-        if isinstance(value, tuple):
-            words += value
-        elif value is not True:
-            words.append(str(value))
-    return shlex.join(words)
-
-
-def _say(text: str) -> None:
-    """Progress, beside the report."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def _show(report: "Report", *, json: bool, save: bool) -> int:
-    """The report on stdout, and in a file of its own where asked."""
-    from acmoe.bench import results
-    from acmoe.bench.table import absences, terminal_table
-
-    if json:
-        print(report.to_json())
-    else:
-        Console().print(terminal_table(report))
-        print(*absences(report), sep="\n")
-    if save:
-        print(f"wrote {results.save(report)}", file=sys.stderr)
-    return 0
+from acmoe.cli.bench_output import command_of, say, show
+from acmoe.cli.bench_tools import Profile, Table, Tune
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +47,8 @@ class Layer:
             repeat=self.repeat,
             device=self.device,
         )
-        return _show(
-            bench_layer(config, command=_command("layer", self), say=_say),
+        return show(
+            bench_layer(config, command=command_of("layer", self), say=say),
             json=self.json,
             save=self.save,
         )
@@ -124,8 +86,8 @@ class Router:
             repeat=self.repeat,
             device=self.device,
         )
-        return _show(
-            bench_router(config, command=_command("router", self), say=_say),
+        return show(
+            bench_router(config, command=command_of("router", self), say=say),
             json=self.json,
             save=self.save,
         )
@@ -169,115 +131,11 @@ class Train:
             repeat=self.repeat,
             device=self.device,
         )
-        return _show(
-            bench_train(config, command=_command("train", self), say=_say),
+        return show(
+            bench_train(config, command=command_of("train", self), say=say),
             json=self.json,
             save=self.save,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Profile:
-    """Where the time goes: kernels of a layer (by shape) or of a training step (by model)."""
-
-    shapes: tuple[str, ...] = ()
-    """As in `bench layer`."""
-    models: tuple[str, ...] = ()
-    """As in `bench train`."""
-    statistics: str = "plain"
-    """Of the layer's router: plain, batch, running or current."""
-    router: str = "smoe"
-    """Of the trained model."""
-    variant: str = "eager"
-    """Of the training step: eager, compile, graph or compile+graph."""
-    batch: int | None = None
-    """Streams or images of the training step."""
-    options: tuple[str, ...] = ()
-    """As in `bench train`."""
-    dtype: str = "bf16"
-    """Of the layer."""
-    top: int = 30
-    """Kernels shown; the others are summed up."""
-    device: str = "auto"
-    """cuda where there is one."""
-    json: bool = False
-    """Print as JSON."""
-    save: bool = False
-    """Also write benchmarks/results/DATE-profile-DEVICE.json."""
-
-    def run(self) -> int:
-        from acmoe.bench.profile import ProfileConfig, bench_profile
-
-        config = ProfileConfig(
-            shapes=self.shapes,
-            models=self.models,
-            statistics=self.statistics,
-            router=self.router,
-            variant=self.variant,
-            batch=self.batch,
-            options=self.options,
-            dtype=self.dtype,
-            top=self.top,
-            device=self.device,
-        )
-        return _show(
-            bench_profile(config, command=_command("profile", self)),
-            json=self.json,
-            save=self.save,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tune:
-    """Sweep block sizes and rings of the expert kernels, and write the fastest where they look."""
-
-    shapes: tuple[str, ...] = ()
-    """As in `bench layer`."""
-    kernels: tuple[str, ...] = ()
-    """up, down, hidden, down_weight, up_weight, input: block sizes of these; and with ring_ before
-    any but up: a ring for it, if that is faster. None: all."""
-    table: Path | None = None
-    """The table to write; none: that which ACMOE_TUNED names, else the package's own. Kernels look
-    into the file that ACMOE_TUNED names first."""
-    workers: int | None = None
-    """Processes that compile; none: one a core."""
-    repeat: int = 15
-    """Timed calls of each candidate."""
-    json: bool = False
-    """Print as JSON."""
-    save: bool = False
-    """Also write benchmarks/results/DATE-tune-DEVICE.json."""
-
-    def run(self) -> int:
-        from acmoe.bench.tune import TuneConfig, bench_tune
-        from acmoe.bench.tune_candidates import KERNELS
-
-        config = TuneConfig(
-            shapes=self.shapes,
-            kernels=self.kernels or KERNELS,
-            table=None if self.table is None else str(self.table),
-            workers=self.workers,
-            repeat=self.repeat,
-        )
-        report = bench_tune(config, command=_command("tune", self), say=_say)
-        return _show(report, json=self.json, save=self.save)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """Write the newest saved reports into the page of the documentation, between its markers."""
-
-    page: Path = Path("docs/performance.md")
-    """The page to update."""
-    results: Path = Path("benchmarks/results")
-    """Folder of saved reports."""
-
-    def run(self) -> int:
-        from acmoe.bench.table import update_page
-
-        count = update_page(self.page, self.results)
-        print(f"{self.page}: {count} {'table' if count == 1 else 'tables'}")
-        return 0
 
 
 @dataclass(frozen=True, kw_only=True)

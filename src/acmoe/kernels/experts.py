@@ -27,11 +27,15 @@ ACTIVATION_TILE = (128, 8, 128, 4)
 
 def _blocks(kernel: str, size: Sizes, dtype: torch.dtype) -> Blocks:
     blocks = blocks_for(kernel, size.dim, size.hidden, size.experts, dtype)
+    # The table does not know the activation: gate and up need room for two tiles of weights, and
+    # their accumulators all registers.
+    two = kernel == "up" and size.act == "swiglu"
+    if two:
+        blocks = blocks._replace(n=min(blocks.n, 128))
     aligned = size.dim * dtype.itemsize % 16 == 0 and size.hidden * dtype.itemsize % 16 == 0
     if not (aligned and blocks.tma):
         return blocks._replace(tma=False, persistent=0)
-    if kernel == "up" and size.act == "swiglu" and blocks.num_warps < 8:
-        # The table does not know the activation: two products' accumulators need all registers.
+    if two and blocks.num_warps < 8:
         return blocks._replace(num_warps=8, persistent=min(blocks.persistent, 1))
     return blocks
 

@@ -39,6 +39,7 @@ class Blocks(NamedTuple):
     persistent: int = 0  # programs a multiprocessor, each of many tiles; 0: a program a tile
 
 
+PRODUCTS = ("up", "down", "hidden", "down_weight", "up_weight", "input")
 BY_ROWS, BY_WEIGHTS = ("hidden", "down", "input"), ("down_weight", "up_weight")  # by a ring
 RING_HEIGHT = 128  # rows of a tile
 RING_DEPTH = 64  # of a block along the inner dimension
@@ -72,15 +73,26 @@ def _table() -> Table:
 
     "ring_kernel/dim/hidden/experts" -> the ring that was faster, which may gather where others read
     copied rows; null: none was. "copy/dim/hidden/experts" -> [whether rows are copied in the
-    forward, in the backward], where that was measured by hand. Rows of the file that ACMOE_TUNED
-    names come before the package's.
+    forward, in the backward], where that was measured by hand. Rows of one's own come first.
     """
+    return read_table(TABLE) | _own_table()
+
+
+@functools.cache
+def _own_table() -> Table:
+    """Of the file that ACMOE_TUNED names."""
     own = os.environ.get("ACMOE_TUNED")
     if own and not Path(own).exists():
         raise UserError(
             f"ACMOE_TUNED={own} does not exist; `acmoe bench tune --table {own}` writes it"
         )
-    return read_table(TABLE) | (read_table(Path(own)) if own else {})
+    return read_table(Path(own)) if own else {}
+
+
+def forget() -> None:
+    """Read the tables anew."""
+    _table.cache_clear()
+    _own_table.cache_clear()
 
 
 def read_table(path: Path) -> Table:
@@ -101,12 +113,34 @@ def _is_row(name: str, row: Any) -> bool:
     kernel, *sizes = name.split("/")
     if len(sizes) != 3 or not all(size.isdecimal() for size in sizes):
         return False
-    if row is None:
-        return kernel.startswith("ring_")
-    kind = Ring if kernel.startswith("ring_") else Blocks
-    least = 2 if kernel == "copy" else len(kind._fields) - len(kind._field_defaults)
-    most = 2 if kernel == "copy" else len(kind._fields)
-    return isinstance(row, list) and least <= len(row) <= most
+    product = kernel.removeprefix("ring_")
+    if product != kernel:
+        return product in (*BY_ROWS, *BY_WEIGHTS) and (row is None or _is_ring(product, row))
+    if kernel == "copy":
+        return isinstance(row, list) and len(row) == 2 and {*map(type, row)} == {bool}
+    return kernel in PRODUCTS and _is_blocks(row)
+
+
+def _is_blocks(row: Any) -> bool:
+    if not isinstance(row, list) or not 5 <= len(row) <= len(Blocks._fields):
+        return False
+    one = Blocks(*row)
+    counts = (*one[:5], one.splits, one.persistent)
+    if type(one.tma) is not bool or any(type(n) is not int or n < 0 for n in counts):
+        return False
+    return one.num_stages > 0 and all(n > 0 and n & (n - 1) == 0 for n in one[:4])
+
+
+def _is_ring(product: str, row: Any) -> bool:
+    """Forms that exist; whether one fits a shape is ring_choice.py's question."""
+    if not isinstance(row, list) or not 2 <= len(row) <= len(Ring._fields):
+        return False
+    one = Ring(*row)
+    if type(one.gathers) is not bool or any(type(n) is not int or n < 0 for n in one[1:4]):
+        return False
+    forms = {"hidden": ("turns",), "down": ("turns", "together"), "input": ("turns", "together")}
+    buffered = one.buffers > 0 or product != "hidden"
+    return one.form in forms.get(product, ("together",)) and one.stages > 1 and buffered
 
 
 @functools.cache
@@ -129,8 +163,10 @@ def blocks_for(kernel: str, dim: int, hidden: int, experts: int, dtype: torch.dt
     if kernel in OVERRIDE:
         return OVERRIDE[kernel]
     wide = dtype.itemsize > 2  # float32 tiles take twice the shared memory
-    found = _table().get(key(kernel, dim, hidden, experts))
-    if found is not None and not wide and _has_room():
+    name = key(kernel, dim, hidden, experts)
+    found = _table().get(name)
+    # What somebody has measured on a card of their own is for that card.
+    if found is not None and not wide and (name in _own_table() or _has_room()):
         return Blocks(*found)
     if dim <= 32 or hidden <= 32:
         return Blocks(16, 32, 32, 4, 2)
