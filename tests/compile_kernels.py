@@ -54,23 +54,27 @@ def compile_launch(kernel: JITFunction, *values: Any, grid: Any, warmup: bool, *
     given = dict(zip([p.name for p in kernel.params], values, strict=False)) | named
     signature, constants, attributes = {}, {}, {}
     for place, parameter in enumerate(kernel.params):
-        value = given[parameter.name]
-        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+        value = given.pop(parameter.name)
+        free = not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (free and type(value) is int and value == 1):
             signature[parameter.name], constants[place,] = "constexpr", value
             continue
         signature[parameter.name] = mangle_type(value)
         even = value.data_ptr() if isinstance(value, torch.Tensor) else value
-        if type(even) is int and even % 16 == 0:
+        if free and type(even) is int and even % 16 == 0:
             attributes[place,] = [["tt.divisibility", 16]]
+    assert not given, f"{kernel.__name__} is launched with options that are not known: {given}"
     language = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     source = language(kernel, signature, constants, attributes)
     ptx = (done := triton.compile(source, target=target, options=options)).asm["ptx"]
-    found[f"{_full(kernel)}, {use}"] = {
-        "gluon": language is GluonASTSource,
-        "shared": done.metadata.shared,
-        "products": ptx.count("wgmma.mma_async"),
-        "copies": ptx.count("cp.async.bulk.tensor"),
-    }
+    one = found.setdefault(
+        f"{_full(kernel)}, {use}",
+        {"gluon": language is GluonASTSource, "shared": 0, "products": 10**9, "copies": 10**9},
+    )
+    # Of several launches in one use the worst.
+    one["shared"] = max(one["shared"], done.metadata.shared)
+    one["products"] = min(one["products"], ptx.count("wgmma.mma_async"))
+    one["copies"] = min(one["copies"], ptx.count("cp.async.bulk.tensor"))
 
 
 def _full(kernel: JITFunction) -> str:
@@ -202,17 +206,18 @@ GROUPS: dict[str, Callable[[], None]] = {
 }
 
 
-def every_kernel() -> list[str]:
-    """All that the library launches: by their names, or, of rings, by what they compute."""
+def every_kernel() -> dict[str, bool]:
+    """All that the library launches, by their names, or, of rings, by what they compute; whether it
+    is in Gluon."""
     launched = {"rows_by_ring", "hidden_in_turns", "weights_together", "weights_of_tokens"}
-    kernels = []
+    kernels = {}
     for module in pkgutil.iter_modules(acmoe.kernels.__path__):
         here = importlib.import_module(f"acmoe.kernels.{module.name}")
         for name, value in vars(here).items():
             own = isinstance(value, JITFunction) and value.__module__ == here.__name__
             if own and (name.endswith("_kernel") or name in launched):
-                kernels.append(_full(value))
-    return sorted(kernels)
+                kernels[_full(value)] = isinstance(value, GluonJITFunction)
+    return kernels
 
 
 if __name__ == "__main__":

@@ -148,13 +148,19 @@ def test_nothing_is_kept_where_no_backward_can_come(
     assert not any("backward" in line for line in caplog.messages)
 
 
+@pytest.mark.parametrize("name", ["ACMOE_KEEP_ATTENTION", "ACMOE_GLUON"])
+@pytest.mark.parametrize("compiled", [False, True])
 def test_a_wish_nobody_knows_is_named(
-    device: str, hopper: None, monkeypatch: pytest.MonkeyPatch
+    name: str, compiled: bool, device: str, hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ACMOE_KEEP_ATTENTION", "yes")
+    monkeypatch.setenv(name, "yes")
     q, k, v, table, _ = draw(32, 32, 32, 16, device)
-    with pytest.raises(UserError, match="ACMOE_KEEP_ATTENTION='yes' is unknown; choose auto or"):
-        fused_window_attention(q.requires_grad_(), k, v, table=table, span=32)
+    form = fused_window_attention
+    if compiled:
+        form = torch.compile(form, backend="eager")
+    with pytest.raises(UserError, match=f"{name}='yes' is unknown; choose auto"):
+        form(q.requires_grad_(), k, v, table=table, span=32)
+    torch._dynamo.reset()  # it remembers what it could not trace
 
 
 def test_no_zeros_as_large_as_the_weights_are_made_for_the_backward(

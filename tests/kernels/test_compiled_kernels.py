@@ -24,7 +24,9 @@ def compiled(capability, *groups):
     pytest.importorskip("triton.experimental.gluon")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(SCRIPT), str(capability), *groups]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=1800
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     for name, kernel in found["compiled"].items():
@@ -61,6 +63,7 @@ def test_every_kernel_compiles_for_a_hopper_card():
 def test_kernels_compile_and_fit_on_other_cards(capability):
     """As they launch there: by the rule's blocks, in Triton alone."""
     found = compiled(capability, "own", "text", "images", "measures")
-    others = {name for name in found["kernels"] if not name.startswith(("ring_", "attention_"))}
-    assert kernels_of(found) >= others - {"persistent_weights.persistent_weight_kernel"}
-    assert not any(kernel["gluon"] for kernel in found["compiled"].values())
+    portable = {name for name, gluon in found["kernels"].items() if not gluon}
+    # Of these two one is launched before a kernel in Gluon, and one needs a row of the table.
+    hopper = {"attention_coins.pairs_kernel", "persistent_weights.persistent_weight_kernel"}
+    assert kernels_of(found) == portable - hopper

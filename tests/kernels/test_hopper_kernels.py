@@ -16,6 +16,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.delenv("ACMOE_GLUON", raising=False)
     monkeypatch.setattr(triton, "__version__", "3.6.0")
     return hopper
 

@@ -1,21 +1,17 @@
 """Whether kernels in Gluon, Triton's lower language, can run: ours are written for Hopper."""
 
-import os
-
 import torch
 import triton
 
-from acmoe.errors import UserError
+from acmoe.config.environment import gluon_wanted
 
 _RUN = ("3.6.",)  # versions of Triton whose kernels have run on a card
-_COMPILED = ("3.7.",)  # and that compile them to nearly the same instructions: gluon_names.py
+_COMPILED = ("3.7.",)  # and that compile them to nearly the same instructions
 
 
 def gluon_obstacle(device: torch.device) -> str | None:
-    """What keeps this machine from them; None: nothing. ACMOE_GLUON may be auto, try or never."""
-    wanted = os.environ.get("ACMOE_GLUON", "auto")
-    if wanted not in ("auto", "try", "never"):
-        raise UserError(f"ACMOE_GLUON={wanted!r} is unknown; choose auto, try or never")
+    """What keeps this machine from them; None: nothing."""
+    wanted = gluon_wanted()
     if device.type != "cuda" or torch.version.hip is not None:
         return f"its kernels need a CUDA device, not {torch.version.hip or device.type}"
     if wanted == "never":

@@ -10,6 +10,7 @@ import logging
 import torch
 from torch import Tensor
 
+from acmoe.config.environment import gluon_wanted
 from acmoe.kernels import experts
 from acmoe.kernels.expert_sizes import Shares, Sizes, Source, Sums
 from acmoe.kernels.hopper import gluon_obstacle
@@ -98,6 +99,7 @@ def gathers(kernel: str, size: Sizes, dtype: torch.dtype, device: torch.device) 
 
 @functools.lru_cache(maxsize=256)
 def _ring(
+    wanted: str,
     ring: Ring | None,
     kernel: str,
     size: Sizes,
@@ -106,7 +108,10 @@ def _ring(
     gather: bool,
     bare: bool,
 ) -> Ring | None:
-    """The ring that this kind of call has, if nothing keeps it from that; says so once."""
+    """The ring that this kind of call has, if nothing keeps it from that; says so once.
+
+    wanted: of the environment, which `ring_obstacle` asks: for another wish another answer.
+    """
     obstacle = ring_obstacle(kernel, size, dtype, device, gather=gather, bare=bare)
     if obstacle is None:
         _log.info("the experts' product %s runs on gluon", kernel)
@@ -118,7 +123,8 @@ def _ring(
 def _ring_of(kernel: str, size: Sizes, x: Tensor, *, gather: bool, bare: bool) -> Ring | None:
     """None: not by a ring. Batches of any size are one kind of call."""
     ring = ring_for(kernel, size.dim, size.hidden, size.experts)
-    return _ring(ring, kernel, size._replace(tokens=0), x.dtype, x.device, gather, bare)
+    where = (size._replace(tokens=0), x.dtype, x.device)
+    return _ring(gluon_wanted(), ring, kernel, *where, gather, bare)
 
 
 def run_rows(

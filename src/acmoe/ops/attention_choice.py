@@ -4,12 +4,10 @@ B streams, H heads, L queries, N keys, P features of a head. q is (B, H, L, `fus
 keys and values in one tensor, (2, B, H, N, `stored_width`).
 """
 
-import os
-
 import torch
 from torch import Tensor
 
-from acmoe.errors import UserError
+from acmoe.config.environment import gluon_wanted, keeping_wanted
 from acmoe.ops.backend import requested, triton_obstacle
 
 _WIDEST = 128  # features of a head; a wider tile leaves no registers for the scores
@@ -59,12 +57,10 @@ def hopper_obstacle(q: Tensor, kv: Tensor, span: int, dropout: float) -> str | N
     return None
 
 
-def keeping_wanted() -> str:
-    """What the environment asks for: auto, or never."""
-    wanted = os.environ.get("ACMOE_KEEP_ATTENTION", "auto")
-    if wanted not in ("auto", "never"):
-        raise UserError(f"ACMOE_KEEP_ATTENTION={wanted!r} is unknown; choose auto or never")
-    return wanted
+def wishes() -> str:
+    """What the environment asks for, of kept weights and of kernels in Gluon: which sizes an op's
+    results have is decided by both."""
+    return f"{keeping_wanted()}/{gluon_wanted()}"
 
 
 def keeping_obstacle(

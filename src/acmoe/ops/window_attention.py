@@ -20,8 +20,8 @@ from acmoe.ops.attention_choice import (
     fused_width,
     hopper_obstacle,
     keeping_obstacle,
-    keeping_wanted,
     stored_width,
+    wishes,
 )
 from acmoe.ops.backend import say_once
 
@@ -77,7 +77,7 @@ def joined_window_attention(
     Returns (B, H, L, `stored_width(P)`), with zeros as well, in the order (B, L, H, P): a product
     with a weight filled up likewise reads it, and gives its gradient, without a copy.
     """
-    keep = keeping_wanted()  # a wish nobody knows is named here, before anything is compiled
+    keep = wishes()  # those that nobody knows are named here, before anything is compiled
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in (q, kv, table))):
         keep = NO_BACKWARD
     features, num_keys = q.shape[-1], kv.shape[-2]
@@ -132,8 +132,8 @@ def _window_attention(
 
     given   (B, H, L, P) queries, which take the gradient
     q       the same, filled up with zeros, which is read
-    keep    what the environment asks for, or NO_BACKWARD. An argument, so that a compiled graph in
-            a cache on disk is not taken for another wish
+    keep    `wishes` of the environment, or NO_BACKWARD. An argument, so that a compiled graph in a
+            cache on disk is not taken for other wishes
     """
     features = kv.shape[-1]
     obstacle = hopper_obstacle(q, kv, table.shape[1], dropout)
@@ -163,7 +163,7 @@ def _room(q: Tensor, kv: Tensor, span: int, dropout: float, keep: str) -> tuple[
     nothing = q.new_empty(0), q.new_empty(0, dtype=torch.float32)
     if keep == NO_BACKWARD:
         return nothing
-    obstacle = keeping_obstacle(q, kv, span, dropout, wanted=keep)
+    obstacle = keeping_obstacle(q, kv, span, dropout, wanted=keep.partition("/")[0])
     if obstacle is not None:
         say_once(f"attention computes its weights again in the backward: {obstacle}")
         return nothing
