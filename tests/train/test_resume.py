@@ -126,7 +126,8 @@ def test_sigterm_finishes_the_step_saves_and_says_so(tmp_path: Path) -> None:
     assert 8 <= reached < 5000
 
 
-def test_killed_at_random_moments_it_ends_with_the_same_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [2, pytest.param(5, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_it_ends_with_the_same_weights(kills: int, tmp_path: Path) -> None:
     config = tiny_run(byte_corpus(tmp_path), "steps=40", "checkpoint_every=2", "log_every=3")
     trained(config, tmp_path / "whole")
     moments = random.Random(0)
@@ -135,7 +136,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_weights(tmp_path: Path) 
     def reached() -> int:
         return max((int(folder.name[5:]) for folder in checkpoints.glob("step-*")), default=0)
 
-    for _ in range(4):
+    for _ in range(kills):
         before, wanted = reached(), moments.choice((1, 2, 4))
         process = child(config, tmp_path / "killed")
         wait_for(process, lambda: reached() >= before + wanted)  # noqa: B023, called at once
