@@ -160,15 +160,18 @@ def test_weights_of_tokens_gather_their_expert_s_tokens_alone(turned, stages, de
 
 
 @pytest.mark.parametrize(
-    ("copied", "gathers", "calls"),
+    ("copied", "gathers", "dtype", "calls"),
     [
-        (True, False, ["weights_by_ring", "weights_by_ring"]),
-        (True, True, ["weights_by_ring", "weights_of_tokens"]),  # what hidden reads stays copied
-        (False, True, ["weights_of_tokens", "weights_of_tokens"]),
+        (True, False, torch.bfloat16, ["weights_by_ring", "weights_by_ring"]),
+        # What hidden reads stays copied.
+        (True, True, torch.bfloat16, ["weights_by_ring", "weights_of_tokens"]),
+        (False, True, torch.bfloat16, ["weights_of_tokens", "weights_of_tokens"]),
+        # Gradients of float32, which a ring does not give: x is copied after all.
+        (True, True, torch.float32, []),
     ],
 )
 def test_a_layer_by_rings_is_the_layer(
-    copied, gathers, calls, device, ring_launch, fresh_choice, monkeypatch
+    copied, gathers, dtype, calls, device, ring_launch, fresh_choice, monkeypatch
 ):
     from acmoe.kernels import tuning
 
@@ -190,13 +193,16 @@ def test_a_layer_by_rings_is_the_layer(
     layer.x, layer.gate = (
         leaf.detach().to(torch.bfloat16).requires_grad_() for leaf in (layer.x, layer.gate)
     )
-    layer.mlp.to(torch.bfloat16)
+    layer.mlp.to(dtype)
     layer.cotangent = layer.cotangent.to(torch.bfloat16)
     out = layer.fused()
     found = out, *layer.gradients(out)
     for mine, right in zip(found, expected, strict=True):
         assert_near(mine, right.double(), 1.5e-2)  # a chain of three roundings
     assert called == calls
+    for weight in found[3:]:
+        is_rounded = torch.equal(weight, weight.bfloat16().to(dtype))
+        assert weight.dtype == dtype and is_rounded == (dtype == torch.bfloat16)
 
 
 class TestChoice:
@@ -232,6 +238,7 @@ class TestChoice:
             ("down", (1024, 512, 32), {}, "not found faster"),
             ("hidden", (2048, 1024, 64), {"dtype": torch.float16}, "bfloat16"),
             ("hidden", (2048, 1024, 64), {"act": "gelu"}, "swiglu"),
+            ("up_weight", (2048, 1024, 64), {"result": torch.float32}, "weights are torch.float32"),
             ("down", (2048, 1024, 64), {"bare": False}, "neither bias nor dropout"),
             ("hidden", (1536, 256, 128), {"gather": True}, "tokens are gathered"),
             ("up_weight", (2048, 1024, 64), {"gather": True}, "tokens are gathered"),

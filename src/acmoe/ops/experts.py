@@ -93,7 +93,8 @@ def _gradients(
     gather = "p" if upstream.gather else "none"
     d_down = run_weight("down_weight", upstream.values, a, plan, size, gather=gather, dtype=dtype)
     del a, upstream  # freed before the next large ones
-    tokens = source_of(x, back, size, gather=gathers("up_weight", size, x.dtype, x.device))
+    gathered = gathers("up_weight", size, x.dtype, x.device, result=dtype)
+    tokens = source_of(x, back, size, gather=gathered)
     gather = "q" if tokens.gather else "none"
     d_up = run_weight("up_weight", dh, tokens.values, plan, size, gather=gather, dtype=dtype)
     del tokens
@@ -235,7 +236,7 @@ def expert_mlp(
     """(T, D): every token through its experts, weighted by its gate.
 
     Products are taken in the tokens' precision; the gradients of up and down come in that of up,
-    and are not rounded to the tokens' before, but by a ring (kernels/ring_choice.py).
+    and are not rounded to the tokens' before.
     """
     # On the device, so that a captured CUDA graph draws new dropout in every replay.
     seed = end_E  # not read
