@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from acmoe.bench import tune
 from acmoe.bench.shapes import SHAPES
 from acmoe.bench.tune import TuneConfig, bench_tune, rank, reading, write_winners
 from acmoe.bench.tune_candidates import KERNELS, blocks, compile_jobs, trying
@@ -184,7 +185,7 @@ class TestOwnTable:
     ) -> None:
         mine = Blocks(64, 64, 32, 4, 3)
         write_winners({"up/2048/1024/64": mine}, own)
-        monkeypatch.setattr(tuning, "_has_room", lambda: False)
+        monkeypatch.setattr(tuning, "has_room", lambda: False)
         assert tuning.blocks_for("up", 2048, 1024, 64, torch.bfloat16) == mine
         rule = Blocks(128, 128, 64, 8, 3)
         assert tuning.blocks_for("down", 2048, 1024, 64, torch.bfloat16) == rule
@@ -231,6 +232,16 @@ class TestOwnTable:
         with pytest.raises(UserError, match=reason):
             write_winners({"up/8/8/2": Blocks(16, 16, 16, 4, 2)}, own)
         assert own.read_text() == text  # nothing is lost
+
+
+def test_a_card_that_the_package_s_table_is_not_for_needs_one_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("ACMOE_TUNED", raising=False)
+    monkeypatch.setattr(tune, "pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(tuning, "has_room", lambda: False)
+    with pytest.raises(UserError, match=r"for H100, H200 and B200, .* --table"):
+        bench_tune(TuneConfig())
 
 
 def test_a_table_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -152,9 +152,9 @@ def test_block_sizes_that_fill_a_hopper_are_for_those_alone(capability, tuned, m
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(tuning, "_table", lambda: {"up/64/64/2": [16, 16, 16, 4, 2]})
-    tuning._has_room.cache_clear()
+    tuning.has_room.cache_clear()
     try:
         blocks = tuning.blocks_for("up", 64, 64, 2, torch.bfloat16)
     finally:
-        tuning._has_room.cache_clear()
+        tuning.has_room.cache_clear()
     assert (blocks == Blocks(16, 16, 16, 4, 2)) == tuned

@@ -144,7 +144,7 @@ def _is_ring(product: str, row: Any) -> bool:
 
 
 @functools.cache
-def _has_room() -> bool:
+def has_room() -> bool:
     """The table's blocks fill the 227 KiB of shared memory that a multiprocessor of an H100, H200
     or B200 gives a program; others have less."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] in (9, 10)
@@ -166,7 +166,7 @@ def blocks_for(kernel: str, dim: int, hidden: int, experts: int, dtype: torch.dt
     name = key(kernel, dim, hidden, experts)
     found = _table().get(name)
     # What somebody has measured on a card of their own is for that card.
-    if found is not None and not wide and (name in _own_table() or _has_room()):
+    if found is not None and not wide and (name in _own_table() or has_room()):
         return Blocks(*found)
     if dim <= 32 or hidden <= 32:
         return Blocks(16, 32, 32, 4, 2)
