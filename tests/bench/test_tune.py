@@ -249,6 +249,6 @@ def test_a_table_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         write_winners({}, tmp_path / "nowhere" / "tuned.json")
 
 
-def test_the_package_s_own_table_reads() -> None:
+def test_the_package_sown_table_reads() -> None:
     table = tuning.read_table(tuning.TABLE)
     assert {name.split("/")[0] for name in table} >= {"up", "copy", "ring_down"}

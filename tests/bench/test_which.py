@@ -9,6 +9,8 @@ from torch import Tensor
 from acmoe.bench import which as which_module
 from acmoe.bench.shapes import SHAPES
 from acmoe.bench.which import rivals, which
+from acmoe.errors import UserError
+from acmoe.kernels import tuning
 from acmoe.ops.backend import use_backend
 from acmoe.ops.grouped import grouped_linear
 from acmoe.routing.statistics import ClusterStatistics
@@ -71,3 +73,22 @@ def test_rivals_that_can_take_part_have_no_obstacle() -> None:
     found = {choice.backend: choice for choice in rivals(CPU, torch.bfloat16, OLMOE)}
     assert found["acmoe"].runs and found["acmoe"].obstacle is None
     assert not found["sonicmoe"].runs and found["sonicmoe"].obstacle
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("ACMOE_GLUON", "yes", "ACMOE_GLUON='yes' is unknown"),
+        ("ACMOE_KEEP_ATTENTION", "yes", "ACMOE_KEEP_ATTENTION='yes' is unknown"),
+        ("ACMOE_TUNED", "nowhere.json", "ACMOE_TUNED=nowhere.json does not exist"),
+    ],
+)
+def test_a_wish_nobody_knows_is_named_on_any_machine(
+    name: str, value: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    tuning.forget()
+    with pytest.raises(UserError, match=reason):
+        which(CPU, torch.bfloat16, OLMOE)
+    monkeypatch.undo()
+    tuning.forget()

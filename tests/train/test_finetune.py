@@ -204,7 +204,7 @@ def test_stablemoe_cannot_take_another_vocabulary(tmp_path: Path, task: Path) ->
         finetune(folder, settings("paper"), task, console=QUIET)
 
 
-def test_a_word_models_own_table_is_used(task: Path, tmp_path: Path) -> None:
+def test_a_word_modelsown_table_is_used(task: Path, tmp_path: Path) -> None:
     corpus = word_corpus(tmp_path)
     size = len(json.loads((corpus / "vocabulary.json").read_text())["symbols"])
     overrides = ("data.name=words", f"data.folder={corpus}", f"model.vocab_size={size}", "steps=1")

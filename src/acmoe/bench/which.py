@@ -18,12 +18,14 @@ from acmoe.config.routing import AdaptiveConfig
 from acmoe.config.vision import SwinConfig
 from acmoe.config.vision_models import SWIN_MODELS
 from acmoe.experts.mlp import ExpertMLP
+from acmoe.kernels.tuning import own_table
 from acmoe.ops.attention_choice import (
     fused_width,
     hopper_obstacle,
     keeping_obstacle,
     stored_width,
     window_attention_obstacle,
+    wishes,
 )
 from acmoe.ops.backend import (
     Option,
@@ -51,7 +53,10 @@ def which(device: torch.device, dtype: torch.dtype, shape: Shape) -> list[Choice
     """Of the larger ops that have a choice, for tokens of `dtype`; experts as those of `shape`.
 
     Windows of a text and norms are those of switch-enwik8, windows of a map those of swin-small.
+    What the environment asks for is checked, though another machine may be meant.
     """
+    wishes()
+    own_table()
     x_TD = torch.empty(1, shape.dim, dtype=dtype, device=device)
     triton = Option("triton", triton_obstacle(x_TD))
     torch_ = Option("torch", None)

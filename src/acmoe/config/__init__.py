@@ -1,1 +1,2 @@
-"""Frozen, keyword-only configs, checked when they are made. Standard library only."""
+"""Frozen, keyword-only configs, checked when they are made, and what the environment may ask of
+kernels. Standard library only."""

@@ -75,11 +75,11 @@ def _table() -> Table:
     copied rows; null: none was. "copy/dim/hidden/experts" -> [whether rows are copied in the
     forward, in the backward], where that was measured by hand. Rows of one's own come first.
     """
-    return read_table(TABLE) | _own_table()
+    return read_table(TABLE) | own_table()
 
 
 @functools.cache
-def _own_table() -> Table:
+def own_table() -> Table:
     """Of the file that ACMOE_TUNED names."""
     own = os.environ.get("ACMOE_TUNED")
     if own and not Path(own).exists():
@@ -92,7 +92,7 @@ def _own_table() -> Table:
 def forget() -> None:
     """Read the tables anew."""
     _table.cache_clear()
-    _own_table.cache_clear()
+    own_table.cache_clear()
 
 
 def read_table(path: Path) -> Table:
@@ -166,7 +166,7 @@ def blocks_for(kernel: str, dim: int, hidden: int, experts: int, dtype: torch.dt
     name = key(kernel, dim, hidden, experts)
     found = _table().get(name)
     # What somebody has measured on a card of their own is for that card.
-    if found is not None and not wide and (name in _own_table() or has_room()):
+    if found is not None and not wide and (name in own_table() or has_room()):
         return Blocks(*found)
     if dim <= 32 or hidden <= 32:
         return Blocks(16, 32, 32, 4, 2)
