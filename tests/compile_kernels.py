@@ -23,22 +23,26 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import JITFunction, mangle_type
 
-import acmoe.kernels
-from acmoe.bench.shapes import SHAPES, find_shape
-from acmoe.bench.tune_calls import kernel_calls
-from acmoe.config.language import LanguageConfig
+import acmoe.ops
+from acmoe.config.images.presets import vision_router
+from acmoe.config.images.vision import SwinConfig
 from acmoe.config.routing import AdaptiveConfig
-from acmoe.config.vision import SwinConfig
-from acmoe.config.vision_models import vision_router
-from acmoe.kernels import attention_hopper, attention_keys, ring_choice, ring_launch, tuning
-from acmoe.kernels.attention_kept import Kept, kept_band, kept_sizes
-from acmoe.kernels.tiles import Plan
-from acmoe.kernels.tuning import Ring
+from acmoe.config.text.language import LanguageConfig
+from acmoe.lab.bench.shapes import SHAPES, find_shape
+from acmoe.lab.bench.tune_calls import kernel_calls
 from acmoe.models.registry import build_model
-from acmoe.ops import backend
-from acmoe.ops.attention_choice import fused_width, stored_width
-from acmoe.ops.fused_scale import fused_cluster_scale
-from acmoe.ops.measure import measured_dispersion
+from acmoe.ops import dispatch as backend
+from acmoe.ops.attention.hopper import forward as attention_hopper
+from acmoe.ops.attention.hopper import keys as attention_keys
+from acmoe.ops.attention.hopper.saved_weights import Kept, kept_band, kept_sizes
+from acmoe.ops.attention.support import fused_width, stored_width
+from acmoe.ops.device import tuning
+from acmoe.ops.device.tuning import Ring
+from acmoe.ops.experts.hopper import choice as ring_choice
+from acmoe.ops.experts.hopper import launch as ring_launch
+from acmoe.ops.experts.triton.tiles import Plan
+from acmoe.ops.statistics.op import measured_dispersion
+from acmoe.ops.statistics.scale_op import fused_cluster_scale
 from acmoe.routing.step import fold_statistics
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
@@ -78,7 +82,7 @@ def compile_launch(kernel: JITFunction, *values: Any, grid: Any, warmup: bool, *
 
 
 def _full(kernel: JITFunction) -> str:
-    return f"{kernel.__module__.removeprefix('acmoe.kernels.')}.{kernel.__name__}"
+    return f"{kernel.__module__.removeprefix('acmoe.ops.')}.{kernel.__name__}"
 
 
 def bf16(*shape: int) -> torch.Tensor:
@@ -211,8 +215,8 @@ def every_kernel() -> dict[str, bool]:
     is in Gluon."""
     launched = {"rows_by_ring", "hidden_in_turns", "weights_together", "weights_of_tokens"}
     kernels = {}
-    for module in pkgutil.iter_modules(acmoe.kernels.__path__):
-        here = importlib.import_module(f"acmoe.kernels.{module.name}")
+    for module in pkgutil.walk_packages(acmoe.ops.__path__, "acmoe.ops."):
+        here = importlib.import_module(module.name)
         for name, value in vars(here).items():
             own = isinstance(value, JITFunction) and value.__module__ == here.__name__
             if own and (name.endswith("_kernel") or name in launched):

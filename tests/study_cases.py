@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from acmoe.study.cell import Cell, TextTests
-from acmoe.study.materials import Materials, Text
-from acmoe.study.size import Size
-from acmoe.study.text_grids import CONDITIONS, text_cells
+from acmoe.lab.study.cell import Cell, TextTests
+from acmoe.lab.study.materials import Materials, Text
+from acmoe.lab.study.size import Size
+from acmoe.lab.study.text_grids import CONDITIONS, text_cells
 from tiny_runs import MODEL
 
 SMALL = ("split=1", "precision=fp32", "eval_tokens=200", "eval_batch=2")

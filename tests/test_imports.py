@@ -27,50 +27,45 @@ ROOMS: dict[str, set[str]] = {
     "errors": set(),  # the one exception for a user's mistakes
     "config": {"errors"},  # what can be asked: frozen dataclasses
     "recipes": EVERYONE,  # whole experiments as configs
-    "kernels": EVERYONE,  # Triton, imported by ops when a GPU is there
-    "ops": EVERYONE | {"kernels"},  # tensor functions: the mathematics
+    "runtime": EVERYONE,  # device, precision and random seed of a run
+    "ops": EVERYONE,  # tensor functions: definitions in plain PyTorch, with kernels beside them
     "routing": EVERYONE | {"ops"},  # hidden states -> who goes where
     "experts": EVERYONE | {"ops", "routing"},  # tokens + routing -> expert outputs
     "data": EVERYONE,  # bytes on disk -> batches; knows no model
     "models": EVERYONE | LAYERS,  # batches -> logits
-    "theory": EVERYONE | LAYERS | {"data"},  # the paper's claims, checked
     "adapters": EVERYONE | LAYERS | {"models"},  # other people's models
     "attacks": EVERYONE | LAYERS,  # inputs -> inputs that fool a model; any model that has logits
-    "distributed": EVERYONE | LAYERS | {"models"},  # one model -> many devices
-    "evaluate": EVERYONE | LAYERS | {"data", "models", "attacks", "distributed"},  # -> report
+    "evaluate": EVERYONE | LAYERS | {"runtime", "data", "models", "attacks"},  # -> report
     # config -> trained model, measured as it goes
-    "train": EVERYONE | LAYERS | {"recipes", "data", "models", "distributed", "evaluate"},
-    "analyze": EVERYONE | LAYERS | {"data", "models", "theory", "evaluate"},  # runs -> figures
+    "train": EVERYONE | LAYERS | {"runtime", "recipes", "data", "models", "evaluate"},
+    "analyze": EVERYONE | LAYERS | {"runtime", "data", "models", "evaluate"},  # runs -> figures
     # runs -> one HTML page
-    "report": EVERYONE | LAYERS | {"data", "models", "evaluate", "train", "analyze"},
-    # The two commands that show and measure everything else.
-    "demo": EVERYONE | LAYERS | {"recipes", "data", "models", "evaluate", "train", "analyze"},
-    "bench": EVERYONE | LAYERS | {"kernels", "recipes", "data", "models", "evaluate", "train"},
-    # Declared grids of runs, and what they show.
-    "study": EVERYONE
+    "report": EVERYONE | LAYERS | {"runtime", "data", "models", "evaluate", "train", "analyze"},
+    # Benchmarks, studies and checks of the theory. Only the command line imports it.
+    "lab": EVERYONE
     | LAYERS
-    | {"recipes", "data", "models", "evaluate", "train", "analyze", "bench"},
+    | {"runtime", "recipes", "data", "models", "evaluate", "train", "analyze"},
     # The front door, `import acmoe`: re-exports, and nothing that a command alone needs.
     "__init__": EVERYONE | LAYERS | {"data", "models", "adapters"},
     "cli": EVERYONE
     | LAYERS
-    | {"recipes", "data", "models", "theory", "adapters", "attacks", "distributed"}
-    | {"evaluate", "train", "analyze", "report", "demo", "bench", "study"},
+    | {"runtime", "recipes", "data", "models", "adapters", "attacks"}
+    | {"evaluate", "train", "analyze", "report", "lab"},
     "__main__": {"cli"},  # python -m acmoe
 }
 
 # Packages that only some rooms know.
 AT_HOME: dict[str, set[str]] = {
-    "triton": {"kernels"},
-    "transformers": {"adapters", "bench"},
+    "triton": {"ops"},
+    "transformers": {"adapters", "lab"},
     "timm": {"adapters"},
-    "matplotlib": {"analyze"},
+    "matplotlib": {"analyze", "lab"},
     "tyro": {"cli"},
     # Rivals, measured where a user has installed them; one is also a backend of the experts.
-    "sonicmoe": {"ops", "bench"},
-    "scattermoe": {"bench"},
-    "liger_kernel": {"bench"},
-    "torch.distributed": {"ops", "distributed", "train"},  # ops: the group of a dispersion
+    "sonicmoe": {"ops", "lab"},
+    "scattermoe": {"lab"},
+    "liger_kernel": {"lab"},
+    "torch.distributed": {"ops", "train"},  # ops: the group of a dispersion
 }
 # config and errors are read before anything is installed, and recipes are configs.
 STANDARD_LIBRARY_ONLY = {"errors", "config", "recipes"}
@@ -88,7 +83,7 @@ NO_ROOM = {"utils", "util", "common", "helpers", "helper", "misc"}
 class Import(NamedTuple):
     file: Path
     line: int
-    name: str  # acmoe.ops.scale, torch.nn, ...
+    name: str  # acmoe.ops.statistics.scale, torch.nn, ...
     deferred: bool  # inside a function
     for_types: bool  # under `if TYPE_CHECKING`
     level: int  # dots of a relative import
@@ -267,4 +262,4 @@ def test_importing_the_library_loads_no_heavy_package(
     assert isinstance(rooms, list)
     heavy = OPTIONAL | {"scipy", "timm", "triton", "pandas", "tyro"}
     assert not set(loaded) & heavy  # torch's own imports are not counted
-    assert not set(rooms) & {"kernels", "cli", "train", "analyze"}
+    assert not set(rooms) & {"cli", "train", "analyze", "lab"}

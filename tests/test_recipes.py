@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from acmoe.config.language import LANGUAGE_MODELS, language_router
 from acmoe.config.routing import AdaptiveConfig, RandomConfig, SMoEConfig, ThresholdConfig
-from acmoe.config.train import RunConfig
+from acmoe.config.text.language import LANGUAGE_MODELS, language_router
+from acmoe.config.text.train import RunConfig
 from acmoe.errors import UserError
+from acmoe.lab.study.nano_grid import IMAGE_SETTING, TEXT_SETTING
 from acmoe.models.count import count_parameters
 from acmoe.models.registry import build_model, list_models
 from acmoe.recipes import recipe, recipes
 from acmoe.routing.placement import adaptive_depths
-from acmoe.study.nano_grid import IMAGE_SETTING, TEXT_SETTING
 
 # The paper's tables: Switch and GLaM pretraining, dispersion, placement, random, mixing, top-p.
 REPORTED = {
@@ -56,7 +56,7 @@ OURS_ALONE = {
 }
 
 
-RESULTS = Path(__file__).parents[1] / "results"
+RESULTS = Path(__file__).parents[1] / "studies" / "records"
 
 
 class Measured(NamedTuple):

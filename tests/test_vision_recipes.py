@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from acmoe.config.image_data import AugmentConfig
+from acmoe.config.images.data import AugmentConfig
+from acmoe.config.images.presets import SOFT_VIT_MODELS, SWIN_MODELS
+from acmoe.config.images.train import VisionRunConfig
+from acmoe.config.images.vision import SwinConfig
 from acmoe.config.routing import AdaptiveConfig, RandomConfig
-from acmoe.config.train_vision import VisionRunConfig
-from acmoe.config.vision import SwinConfig
-from acmoe.config.vision_models import SOFT_VIT_MODELS, SWIN_MODELS
 from acmoe.models.count import count_parameters
 from acmoe.models.registry import build_model
 from acmoe.recipes import recipe, recipes

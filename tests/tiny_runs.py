@@ -10,9 +10,9 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from acmoe.config.language import LanguageConfig, language_router
-from acmoe.config.train import DataConfig, RunConfig, override_run
-from acmoe.data.prepare import prepare
+from acmoe.config.text.language import LanguageConfig, language_router
+from acmoe.config.text.train import DataConfig, RunConfig, override_run
+from acmoe.data.text.prepare import prepare
 from acmoe.evaluate.run import open_run
 from acmoe.train.loop import train
 

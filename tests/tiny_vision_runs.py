@@ -10,15 +10,15 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from acmoe.config.image_data import AugmentConfig, ImageDataConfig
-from acmoe.config.train_vision import (
+from acmoe.config.images.data import AugmentConfig, ImageDataConfig
+from acmoe.config.images.presets import vision_router
+from acmoe.config.images.train import (
     SoftViTRunConfig,
     SwinRunConfig,
     VisionRunConfig,
     override_vision_run,
 )
-from acmoe.config.vision import SoftViTConfig, SwinConfig
-from acmoe.config.vision_models import vision_router
+from acmoe.config.images.vision import SoftViTConfig, SwinConfig
 from acmoe.evaluate.run import RunFolder
 from acmoe.train.vision import train_images
 

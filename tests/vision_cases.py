@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from acmoe import AdaptiveConfig, LossConfig, MoE, RoutingState, fold_statistics
-from acmoe.config.image_data import AugmentConfig, ImageDataConfig
+from acmoe.config.images.data import AugmentConfig, ImageDataConfig
 from acmoe.config.routing import RouterConfig
-from acmoe.data.augment import normalize
-from acmoe.data.image_arrays import ArrayImages
-from acmoe.data.image_batches import TrainingImages
-from acmoe.data.image_load import load_images
-from acmoe.data.images import ImageSet
+from acmoe.data.images.arrays import ArrayImages
+from acmoe.data.images.augment import normalize
+from acmoe.data.images.batches import TrainingImages
+from acmoe.data.images.load import load_images
+from acmoe.data.images.splits import ImageSet
 
 EXPERTS = 4
 PLAIN = ImageDataConfig(size=8)  # digits as they are

@@ -24,9 +24,9 @@ from acmoe.experts.moe import MoE
 from acmoe.experts.soft import SoftMoE
 from acmoe.models.checkpoint import load, save
 from acmoe.models.registry import create_model, list_models
-from acmoe.ops.dispersion import dispersion
-from acmoe.ops.optimum import optimal_weights
-from acmoe.ops.scale import cluster_scale
+from acmoe.ops.statistics.dispersion import dispersion
+from acmoe.ops.statistics.optimum import optimal_weights
+from acmoe.ops.statistics.scale import cluster_scale
 from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.build import build_router
 from acmoe.routing.placement import adaptive_depths, place

@@ -11,8 +11,8 @@ import torch
 from acmoe.adapters.timm import TimmClassifier, register, timm_name
 from acmoe.config.routing import SMoEConfig
 from acmoe.errors import UserError
-from acmoe.models.swin import SwinModel
-from acmoe.models.vit import SoftViT
+from acmoe.models.images.swin import SwinModel
+from acmoe.models.images.vit import SoftViT
 
 
 class Timm(ModuleType):

@@ -15,8 +15,8 @@ from acmoe.analyze.analysis import Analysis, analyze
 from acmoe.analyze.reading import read
 from acmoe.analyze.record import LayerRecord, RoutingRecord
 from acmoe.analyze.sampling import AnalyzeConfig, Disturbed, Sampled, sample_run
-from acmoe.config.attack import attack_config
-from acmoe.config.data import ContaminationConfig
+from acmoe.config.images.attack import attack_config
+from acmoe.config.text.data import ContaminationConfig
 from acmoe.errors import UserError
 from acmoe.evaluate.attack import evaluate_attack
 from acmoe.evaluate.run import open_vision_run

@@ -13,18 +13,18 @@ from torch import Tensor
 from acmoe import AdaptiveConfig, fold_statistics
 from acmoe.analyze.observe import observed
 from acmoe.analyze.record import cluster_scales, record_language, record_vision
-from acmoe.config.language import language_router
+from acmoe.config.images.presets import vision_router
 from acmoe.config.routing import RandomConfig, RouterConfig
-from acmoe.config.vision_models import vision_router
-from acmoe.data.arrays import Tokens
-from acmoe.data.image_load import load_images
+from acmoe.config.text.language import language_router
+from acmoe.data.images.load import load_images
+from acmoe.data.text.arrays import Tokens
 from acmoe.errors import UserError
 from acmoe.evaluate.language import score_stream
 from acmoe.evaluate.statistics import using_statistics
 from acmoe.evaluate.vision import evaluate_images
-from acmoe.models.decoder import LanguageModel
-from acmoe.models.swin import SwinModel
-from acmoe.models.vit import SoftViT
+from acmoe.models.images.swin import SwinModel
+from acmoe.models.images.vit import SoftViT
+from acmoe.models.text.decoder import LanguageModel
 from tiny_runs import MODEL
 from tiny_vision_runs import SOFT, SWIN
 from vision_cases import PLAIN

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from acmoe.config.attack import (
+from acmoe.config.images.attack import (
     AttackConfig,
     AutoAttackConfig,
     FGSMConfig,

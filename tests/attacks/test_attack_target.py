@@ -10,7 +10,7 @@ from torch.nn import functional
 from acmoe import AdaptiveConfig, SMoEConfig
 from acmoe.attacks.attack import perturb
 from acmoe.attacks.target import Target, logits_of, loss_gradient, margin, white_box
-from acmoe.config.attack import AnyAttack, FGSMConfig, PGDConfig
+from acmoe.config.images.attack import AnyAttack, FGSMConfig, PGDConfig
 from acmoe.errors import UserError
 from vision_cases import BATCH_STATISTICS, Linear, TinyMoE, seeded_model
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from acmoe.attacks.attack import perturb
 from acmoe.attacks.target import Target
-from acmoe.config.attack import AutoAttackConfig
+from acmoe.config.images.attack import AutoAttackConfig
 from acmoe.errors import UserError
 from vision_cases import Linear, seeded_model
 

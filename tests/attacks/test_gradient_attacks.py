@@ -9,7 +9,7 @@ from torch.nn import functional
 from acmoe.attacks.attack import perturb
 from acmoe.attacks.ball import Ball
 from acmoe.attacks.target import Target, white_box
-from acmoe.config.attack import FGSMConfig, PGDConfig
+from acmoe.config.images.attack import FGSMConfig, PGDConfig
 from vision_cases import BATCH_STATISTICS, Convolutional, Linear, TinyMoE, seeded_model
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.5)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from acmoe.attacks.attack import perturb
 from acmoe.attacks.spsa import spsa_gradient
 from acmoe.attacks.target import Target, margin, white_box
-from acmoe.config.attack import SPSAConfig
+from acmoe.config.images.attack import SPSAConfig
 from acmoe.errors import UserError
 from vision_cases import BATCH_STATISTICS, Convolutional, Linear, TinyMoE, seeded_model
 

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from acmoe.cli import main
-from acmoe.config.image_data import ImageDataConfig
+from acmoe.config.images.data import ImageDataConfig
 from tiny_vision_runs import tiny_vision_run, trained_images
 
 WNIDS = ("n01440764", "n02102040", "n03000684", "n03028079")

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from acmoe.cli import main
-from acmoe.study.page import markers
-from acmoe.study.registry import STUDIES
+from acmoe.lab.study.page import markers
+from acmoe.lab.study.registry import STUDIES
 from study_cases import SMALL, data_folder
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,9 @@ def test_a_study_of_two_cells_runs_resumes_and_is_summarised(capsys, monkeypatch
     code, out, err = call(capsys, *command)
     assert code == 0, err
     assert "0 cells were there, 2 done, 0 failed, 0 left" in out
-    lines = [json.loads(line) for line in Path("results/bytes.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in Path("studies/records/bytes.jsonl").read_text().splitlines()
+    ]
     assert [line["condition"] for line in lines] == ["smoe", "adaptive-previous"]
     for line in lines:
         assert line["environment"]["commit"] == "0123abc"

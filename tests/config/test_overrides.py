@@ -2,10 +2,10 @@
 
 import pytest
 
-from acmoe.config.language import LANGUAGE_MODELS
 from acmoe.config.overrides import keys
 from acmoe.config.routing import AdaptiveConfig, SMoEConfig, StableConfig
-from acmoe.config.train import RunConfig, override_run
+from acmoe.config.text.language import LANGUAGE_MODELS
+from acmoe.config.text.train import RunConfig, override_run
 from acmoe.errors import UserError
 
 RUN = RunConfig(model=LANGUAGE_MODELS["switch-nano"].config, steps=10, batch=4, lr=1e-3)

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from acmoe.config.finetune import finetune_config
-from acmoe.config.language import LANGUAGE_MODELS
 from acmoe.config.serialize import differences, from_document, to_document
-from acmoe.config.train import RunConfig, override_run
+from acmoe.config.text.finetune import finetune_config
+from acmoe.config.text.language import LANGUAGE_MODELS
+from acmoe.config.text.train import RunConfig, override_run
 from acmoe.errors import UserError
 from acmoe.recipes import recipe, recipes
 

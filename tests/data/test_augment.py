@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from acmoe.config.image_data import AugmentConfig
-from acmoe.data.augment import Augment, normalize
-from acmoe.data.randaugment import OPERATIONS, randaugment
+from acmoe.config.images.data import AugmentConfig
+from acmoe.data.images.augment import Augment, normalize
+from acmoe.data.images.randaugment import OPERATIONS, randaugment
 from acmoe.errors import UserError
 from vision_cases import random_pixels
 

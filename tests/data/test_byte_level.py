@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from acmoe.data.byte_level import file_bytes, find_byte_file, proportional, write_bytes
 from acmoe.data.progress import silent
+from acmoe.data.text.byte_level import file_bytes, find_byte_file, proportional, write_bytes
 from acmoe.errors import UserError
 
 

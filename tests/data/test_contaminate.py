@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from acmoe.config.data import ContaminationConfig
-from acmoe.data.contaminate import contaminate
-from acmoe.data.corpus import Corpus, load_corpus
-from acmoe.data.prepare import prepare
+from acmoe.config.text.data import ContaminationConfig
+from acmoe.data.text.contaminate import contaminate
+from acmoe.data.text.corpus import Corpus, load_corpus
+from acmoe.data.text.prepare import prepare
 from acmoe.errors import UserError
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from acmoe.data.corpus import Corpus, load_corpus
-from acmoe.data.prepare import prepare
+from acmoe.data.text.corpus import Corpus, load_corpus
+from acmoe.data.text.prepare import prepare
 from acmoe.errors import UserError
 
 

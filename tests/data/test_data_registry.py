@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from acmoe.data.prepare import prepare
-from acmoe.data.registry import dataset, datasets, found
-from acmoe.data.sentences import TASKS
+from acmoe.data.text.prepare import prepare
+from acmoe.data.text.registry import dataset, datasets, found
+from acmoe.data.text.sentences import TASKS
 from acmoe.errors import UserError
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from acmoe.config.data import PrepareConfig
-from acmoe.data.corpus import load_corpus
-from acmoe.data.hub import download
-from acmoe.data.prepare import prepare
-from acmoe.data.sentences import load_sentences
+from acmoe.config.text.data import PrepareConfig
+from acmoe.data.text.corpus import load_corpus
+from acmoe.data.text.hub import download
+from acmoe.data.text.prepare import prepare
+from acmoe.data.text.sentences import load_sentences
 from acmoe.errors import UserError
 
 

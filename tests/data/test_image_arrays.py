@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from acmoe.config.image_data import ImageDataConfig
-from acmoe.data.image_arrays import open_array_splits, open_arrays
-from acmoe.data.image_load import load_images
+from acmoe.config.images.data import ImageDataConfig
+from acmoe.data.images.arrays import open_array_splits, open_arrays
+from acmoe.data.images.load import load_images
 from acmoe.errors import UserError
 from vision_cases import random_pixels
 

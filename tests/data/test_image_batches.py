@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from acmoe.config.image_data import AugmentConfig, ImageDataConfig
-from acmoe.data.image_batches import EvaluationImages, ImageBatch, TrainingImages
-from acmoe.data.image_pixels import Pixels
-from acmoe.data.images import ImageSet
+from acmoe.config.images.data import AugmentConfig, ImageDataConfig
+from acmoe.data.images.batches import EvaluationImages, ImageBatch, TrainingImages
+from acmoe.data.images.pixels import Pixels
+from acmoe.data.images.splits import ImageSet
 from acmoe.errors import UserError
 from vision_cases import PLAIN, random_images
 

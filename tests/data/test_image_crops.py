@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from acmoe.data.image_crops import Boxes, cut_boxes, random_boxes
-from acmoe.data.image_pixels import random_box, random_crop
+from acmoe.data.images.crops import Boxes, cut_boxes, random_boxes
+from acmoe.data.images.pixels import random_box, random_crop
 from vision_cases import random_pixels
 
 RATIO = (3 / 4, 4 / 3)

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from acmoe.config.image_data import ImageDataConfig
-from acmoe.data.digits import load_digit_splits
-from acmoe.data.image_load import load_images
-from acmoe.data.images import ImageSet, make_splits, stratified
+from acmoe.config.images.data import ImageDataConfig
+from acmoe.data.images.digits import load_digit_splits
+from acmoe.data.images.load import load_images
+from acmoe.data.images.splits import ImageSet, make_splits, stratified
 from acmoe.errors import UserError
 from vision_cases import random_images
 
@@ -60,7 +60,7 @@ def test_without_scikit_learn_the_install_line_is_shown(monkeypatch: pytest.Monk
 
 
 def test_without_pillow_the_install_line_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    from acmoe.data.image_pixels import decode
+    from acmoe.data.images.pixels import decode
 
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(UserError, match=r"pip install 'acmoe\[vision\]'"):

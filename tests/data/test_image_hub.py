@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from acmoe.config.image_data import ImageDataConfig
-from acmoe.data.image_hub import open_hub_splits
-from acmoe.data.image_load import load_images
+from acmoe.config.images.data import ImageDataConfig
+from acmoe.data.images.hub import open_hub_splits
+from acmoe.data.images.load import load_images
 from acmoe.errors import UserError
 from vision_cases import random_pixels
 

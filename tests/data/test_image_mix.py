@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from acmoe.data.image_mix import (
+from acmoe.data.images.mix import (
     cutmix,
     cutmix_box,
     erase,

@@ -8,7 +8,7 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 
-from acmoe.data import image_ops
+from acmoe.data.images import transforms as image_ops
 from vision_cases import random_pixels
 
 FACTORS = torch.tensor([0.1, 0.55, 1.0, 1.45, 1.9], dtype=torch.float64)

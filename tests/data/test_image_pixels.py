@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from acmoe.data.image_pixels import (
+from acmoe.data.images.pixels import (
     array_to_rgb,
     centre_crop,
     decode,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from acmoe.data.imagenet_shift import class_subset, images_of
+from acmoe.data.images.imagenet_shift import class_subset, images_of
 from acmoe.errors import UserError
 from vision_cases import random_images
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from acmoe.data.contaminate import contaminate
-from acmoe.data.corpus import load_corpus
 from acmoe.data.folders import build_folder
-from acmoe.data.prepare import prepare
+from acmoe.data.text.contaminate import contaminate
+from acmoe.data.text.corpus import load_corpus
+from acmoe.data.text.prepare import prepare
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="kill -9 and fork are POSIX")
 
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="kill -9 and fork are
 START = """
 import json, os, random, signal, sys, time
 from pathlib import Path
-from acmoe.data.contaminate import contaminate
-from acmoe.data.corpus import load_corpus
-from acmoe.data.prepare import prepare
+from acmoe.data.text.contaminate import contaminate
+from acmoe.data.text.corpus import load_corpus
+from acmoe.data.text.prepare import prepare
 
 root = Path(sys.argv[1])
 

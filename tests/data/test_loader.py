@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from acmoe.data.loader import IGNORED, Batch, EvaluationBatches, TrainingBatches
+from acmoe.data.text.loader import IGNORED, Batch, EvaluationBatches, TrainingBatches
 from acmoe.errors import UserError
 
 few = settings(max_examples=60, deadline=None, derandomize=True)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from acmoe.config.data import PrepareConfig
-from acmoe.data.corpus import load_corpus, read_manifest
-from acmoe.data.prepare import prepare
+from acmoe.config.text.data import PrepareConfig
+from acmoe.data.text.corpus import load_corpus, read_manifest
+from acmoe.data.text.prepare import prepare
 from acmoe.errors import UserError
 
 TEXT = {"train": "the cat sat\non the mat\n", "valid": "the mat\n", "test": "a cat\n"}

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from acmoe.data.prepare import prepare
 from acmoe.data.progress import progress_bars
+from acmoe.data.text.prepare import prepare
 
 
 def test_a_bar_is_drawn_for_each_file_and_reaches_its_end(tmp_path: Path) -> None:

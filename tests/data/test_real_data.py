@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from acmoe.config.data import ContaminationConfig
-from acmoe.data.contaminate import contaminate
-from acmoe.data.corpus import load_corpus
-from acmoe.data.prepare import prepare
+from acmoe.config.text.data import ContaminationConfig
 from acmoe.data.sources import find_file
+from acmoe.data.text.contaminate import contaminate
+from acmoe.data.text.corpus import load_corpus
+from acmoe.data.text.prepare import prepare
 
 DATA = Path(os.environ.get("ACMOE_DATA", ""))
 pytestmark = pytest.mark.skipif("ACMOE_DATA" not in os.environ, reason="ACMOE_DATA is not set")

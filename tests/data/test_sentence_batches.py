@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from acmoe.data.sentence_batches import collate, encode_sentences, sentence_batches
-from acmoe.data.sentences import Sentence
-from acmoe.data.vocabulary import ByteVocabulary, WordVocabulary
+from acmoe.data.text.sentence_batches import collate, encode_sentences, sentence_batches
+from acmoe.data.text.sentences import Sentence
+from acmoe.data.text.vocabulary import ByteVocabulary, WordVocabulary
 from acmoe.errors import UserError
 
 WORDS = WordVocabulary(("<eos>", "<unk>", "where", "is", "my", "card", "?", "Card", "n't"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from acmoe.data.sentences import (
+from acmoe.data.text.sentences import (
     TASKS,
     Sentence,
     find_sentence_files,

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from acmoe.config.data import PrepareConfig
-from acmoe.data.corpus import load_corpus
-from acmoe.data.prepare import prepare
+from acmoe.config.text.data import PrepareConfig
 from acmoe.data.progress import silent
-from acmoe.data.stdlib import read_stdlib, stdlib_texts
+from acmoe.data.text.corpus import load_corpus
+from acmoe.data.text.prepare import prepare
+from acmoe.data.text.stdlib import read_stdlib, stdlib_texts
 from acmoe.errors import UserError
 
 SIZE = 2000

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from acmoe.data.stop_words import STOP_WORDS
-from acmoe.data.swaps import swap_bytes, swap_words
-from acmoe.data.vocabulary import ByteVocabulary, WordVocabulary
+from acmoe.data.text.stop_words import STOP_WORDS
+from acmoe.data.text.swaps import swap_bytes, swap_words
+from acmoe.data.text.vocabulary import ByteVocabulary, WordVocabulary
 from acmoe.errors import UserError
 
 few = settings(max_examples=40, deadline=None, derandomize=True)

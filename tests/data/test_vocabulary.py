@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from acmoe.data.vocabulary import (
+from acmoe.data.text.vocabulary import (
     ByteVocabulary,
     WordVocabulary,
     load_vocabulary,

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from acmoe.config.data import PrepareConfig
-from acmoe.data import word_level
+from acmoe.config.text.data import PrepareConfig
 from acmoe.data.progress import silent
-from acmoe.data.vocabulary import WordVocabulary
-from acmoe.data.word_level import find_word_files, write_words
+from acmoe.data.text import word_level
+from acmoe.data.text.vocabulary import WordVocabulary
+from acmoe.data.text.word_level import find_word_files, write_words
 from acmoe.errors import UserError
 
 

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from acmoe.config.data import ContaminationConfig
-from acmoe.config.evaluate import EvaluateConfig
-from acmoe.config.language import language_router
 from acmoe.config.routing import AdaptiveConfig
-from acmoe.data.contaminate import contaminate
-from acmoe.data.corpus import load_corpus
+from acmoe.config.text.data import ContaminationConfig
+from acmoe.config.text.evaluate import EvaluateConfig
+from acmoe.config.text.language import language_router
+from acmoe.data.text.contaminate import contaminate
+from acmoe.data.text.corpus import load_corpus
 from acmoe.errors import UserError
 from acmoe.evaluate.language import evaluate, score_stream
 from acmoe.evaluate.run import open_run
-from acmoe.models.decoder import LanguageModel
+from acmoe.models.text.decoder import LanguageModel
 from acmoe.routing.statistics import override_statistics
 from tiny_runs import MODEL, byte_corpus, records, tiny_run, trained, word_corpus
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from acmoe import AdaptiveConfig
-from acmoe.config.image_data import ImageEvaluateConfig
+from acmoe.config.images.data import ImageEvaluateConfig
 from acmoe.errors import UserError
 from acmoe.evaluate.statistics import own_statistics
 from acmoe.evaluate.vision import count_hits, evaluate_images

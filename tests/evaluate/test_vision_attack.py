@@ -14,9 +14,9 @@ from torch import nn
 
 import acmoe.evaluate.attack as module
 from acmoe import RandomConfig
-from acmoe.config.attack import FGSMConfig, PGDConfig, SPSAConfig, attack_config
-from acmoe.config.image_data import ImageEvaluateConfig
-from acmoe.data.image_load import load_images
+from acmoe.config.images.attack import FGSMConfig, PGDConfig, SPSAConfig, attack_config
+from acmoe.config.images.data import ImageEvaluateConfig
+from acmoe.data.images.load import load_images
 from acmoe.errors import UserError
 from acmoe.evaluate.attack import AttackReport, evaluate_attack
 from acmoe.evaluate.attack_journal import fingerprint, open_journal

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score
 
-from acmoe.config.image_data import ImageEvaluateConfig
+from acmoe.config.images.data import ImageEvaluateConfig
 from acmoe.errors import UserError
 from acmoe.evaluate.shift import average_precision, evaluate_shift
 from vision_cases import BATCH_STATISTICS, PLAIN, Linear, TinyMoE, random_images, seeded_model

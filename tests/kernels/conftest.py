@@ -57,7 +57,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def fresh_choice():
     """`ring_choice`, which remembers what it chose, without memory before and after."""
     pytest.importorskip("triton")
-    from acmoe.kernels import ring_choice
+    from acmoe.ops.experts.hopper import choice as ring_choice
 
     ring_choice._ring.cache_clear()
     yield ring_choice
@@ -68,13 +68,11 @@ def fresh_choice():
 def ring_launch(monkeypatch):
     """The launches; without a GPU their kernels emulated."""
     pytest.importorskip("triton.experimental.gluon")
-    from acmoe.kernels import (
-        ring_hidden,
-        ring_launch,
-        ring_rows,
-        ring_tokens,
-        ring_weights,
-    )
+    from acmoe.ops.experts.hopper import hidden as ring_hidden
+    from acmoe.ops.experts.hopper import launch as ring_launch
+    from acmoe.ops.experts.hopper import rows as ring_rows
+    from acmoe.ops.experts.hopper import tokens as ring_tokens
+    from acmoe.ops.experts.hopper import weights as ring_weights
 
     if not torch.cuda.is_available():
         from gluon_emulator import emulate

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acmoe.ops.affinity import Route
+from acmoe.ops.route.op import Route
 
 T, D, E, C, K = 37, 70, 5, 7, 3
 
@@ -50,7 +50,7 @@ def differentiable(route: Route) -> list[Tensor]:
 
 
 def lost_by_terms(exact: dict[str, Any], dtype: torch.dtype, mask: Tensor | None) -> float:
-    """What 4 terms for 16-bit tokens may cost an affinity (kernels/products.py).
+    """What 4 terms for 16-bit tokens may cost an affinity (ops/device/dot.py).
 
     At most 2^-17 of each product, of either sign: twice their root sum of squares is rare.
     """

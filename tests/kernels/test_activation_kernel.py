@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from acmoe.experts.dispatch import sort_by_expert
-from acmoe.ops.experts import expert_mlp
+from acmoe.ops.experts.autograd import expert_mlp
 
 HIDDEN = 16
 

@@ -12,9 +12,9 @@ from route_cases import C, D, E, K, T, differentiable, drawn, leaves, lost_by_te
 from torch import Tensor
 
 from acmoe.errors import UserError
-from acmoe.ops.affinity import Route, fused_route, route_reference
-from acmoe.ops.order import Clusters, sort_rows_and_tokens
-from acmoe.ops.route_op import route_op
+from acmoe.ops.route.autograd import route_op
+from acmoe.ops.route.op import Route, fused_route, route_reference
+from acmoe.ops.sort.op import Clusters, sort_rows_and_tokens
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned_empty")

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from acmoe.models.attention import window_attention_reference
-from acmoe.ops.attention_choice import fused_width, hopper_obstacle
-from acmoe.ops.window_attention import fused_window_attention
+from acmoe.models.text.attention import window_attention_reference
+from acmoe.ops.attention.op import fused_window_attention
+from acmoe.ops.attention.support import fused_width, hopper_obstacle
 
 
 def packed_toss(
@@ -34,7 +34,8 @@ def emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """The kernel's module, whose launches the emulator runs, under two schedules of the groups."""
     if torch.cuda.is_available():
         pytest.skip("the card itself is there")
-    from acmoe.kernels import attention_coins, attention_hopper
+    from acmoe.ops.attention.hopper import dropout as attention_coins
+    from acmoe.ops.attention.hopper import forward as attention_hopper
     from gluon_emulator import emulate, register_asm
 
     register_asm(attention_coins.TOSS.value, packed_toss)
@@ -59,7 +60,7 @@ def draw(
 
 
 def nothing_kept() -> Any:
-    from acmoe.kernels.attention_kept import Kept
+    from acmoe.ops.attention.hopper.saved_weights import Kept
 
     return Kept(torch.empty(0), torch.empty(0))
 
@@ -110,7 +111,7 @@ def test_the_emulated_kernel_equals_the_definition(
 def test_it_drops_what_the_portable_kernel_drops(
     features: int, dtype: torch.dtype, emulated: Any
 ) -> None:
-    from acmoe.kernels import attention
+    from acmoe.ops.attention.triton import forward as attention
 
     tensors, seen_BN, bits = draw(70, 130, 90, fused_width(features), features, dtype)
     arguments = (*tensors, seen_BN, bits, 0.25)
@@ -121,7 +122,7 @@ def test_it_drops_what_the_portable_kernel_drops(
 
 
 def test_a_longer_window_needs_more_shared_memory() -> None:
-    from acmoe.kernels.attention_hopper import shared_bytes
+    from acmoe.ops.attention.hopper.forward import shared_bytes
 
     # Two programs of 113 KB an SM at the paper's window, none at all at sixty thousand.
     assert shared_bytes(44, 2048) <= 113 * 1024 < shared_bytes(44, 4096)
@@ -148,7 +149,7 @@ def test_what_keeps_a_call_from_the_kernel_is_said(
     width: int, beside: int, span: int, dropout: float, dtype: torch.dtype, reason: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from acmoe.kernels import hopper
+    from acmoe.ops.device import hopper
 
     monkeypatch.setattr(hopper, "gluon_obstacle", lambda device: None)
     q = torch.zeros(1, 1, 16, width, dtype=dtype)
@@ -176,7 +177,8 @@ def test_on_the_card_it_equals_the_portable_kernel(
     obstacle = hopper_obstacle(tensors[0], torch.stack(tensors[1:3]), W, dropout)
     if obstacle is not None:
         pytest.skip(obstacle)
-    from acmoe.kernels import attention, attention_hopper
+    from acmoe.ops.attention.hopper import forward as attention_hopper
+    from acmoe.ops.attention.triton import forward as attention
 
     mask = seen_BN if masked else None
     arguments = (*tensors, mask, bits, 1 / math.sqrt(P), dropout, features)
@@ -191,7 +193,7 @@ def test_on_the_card_it_equals_the_portable_kernel(
 def test_gradients_agree_with_those_behind_the_portable_forward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from acmoe.kernels import hopper
+    from acmoe.ops.device import hopper
 
     (q, k, v, table), _, _ = draw(256, 200, 256, 44, 44)
     leaves = [tensor.cuda().requires_grad_() for tensor in (q, k, v, table)]

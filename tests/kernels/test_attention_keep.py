@@ -52,7 +52,8 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """The kernel's module, whose launches the emulator runs, under two schedules of the groups."""
     if torch.cuda.is_available():
         pytest.skip("the card itself is there")
-    from acmoe.kernels import attention_coins, attention_hopper
+    from acmoe.ops.attention.hopper import dropout as attention_coins
+    from acmoe.ops.attention.hopper import forward as attention_hopper
     from gluon_emulator import emulate, register_asm
 
     register_asm(attention_coins.SIGN.value, packed_sign)
@@ -92,7 +93,7 @@ def draw(
 
 def run(kernels: Any, case: Case, dropout: float, keeps: bool = True) -> tuple[Tensor, ...]:
     """Output, log2 of sums, weights and their bases; memory nobody writes holds NaN."""
-    from acmoe.kernels.attention_kept import Kept, kept_sizes
+    from acmoe.ops.attention.hopper.saved_weights import Kept, kept_sizes
 
     q = case.arguments[0]
     sizes = kept_sizes(q.shape, case.S + case.L, case.W) if keeps else (0, (0,))
@@ -103,7 +104,7 @@ def run(kernels: Any, case: Case, dropout: float, keeps: bool = True) -> tuple[T
 
 def sizes_of(case: Case) -> tuple[int, int]:
     """Numbers from row to row, and the column of key 0 in row 0, in eights."""
-    from acmoe.kernels.attention_skew import APART, Band
+    from acmoe.ops.attention.triton.skew import APART, Band
 
     left = (case.S - case.W) % 8
     columns = -(-(case.W + left + 7) // 16) * 16
@@ -182,7 +183,7 @@ def test_the_weights_of_the_softmax_are_kept_each_in_its_place(
 
 
 def falls(bits_BHL: Tensor, num_keys: int, dropout: float) -> Tensor:
-    """(B, H, L, N) what the coins of kernels/coins.py drop, in whole numbers: a key's coin is its
+    """(B, H, L, N) what ops/device/dropout_rng.py drops, in whole numbers: a key's coin is its
     half of a product of 32 bits, and falls from 0xFC00, minus infinity, down for the share."""
 
     def mixed(x: Tensor) -> Tensor:
@@ -240,8 +241,8 @@ def test_a_buffer_for_queries_that_are_no_multiple_of_eight_is_refused(kernels: 
 def test_on_the_card_the_same_is_kept(
     S: int, L: int, W: int, P: int, features: int, masked: bool, dtype: torch.dtype
 ) -> None:
-    from acmoe.kernels import attention_hopper
-    from acmoe.ops.attention_choice import hopper_obstacle
+    from acmoe.ops.attention.hopper import forward as attention_hopper
+    from acmoe.ops.attention.support import hopper_obstacle
 
     case = draw(S, L, W, P, features, masked, dtype, "cuda")
     q, k, v = case.arguments[:3]

@@ -13,17 +13,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from acmoe.errors import UserError
-from acmoe.models.attention import window_attention_reference
-from acmoe.ops import attention_choice, backend
-from acmoe.ops.attention_choice import keeping_obstacle
-from acmoe.ops.window_attention import fused_window_attention
+from acmoe.models.text.attention import window_attention_reference
+from acmoe.ops import dispatch as backend
+from acmoe.ops.attention import support as attention_choice
+from acmoe.ops.attention.op import fused_window_attention
+from acmoe.ops.attention.support import keeping_obstacle
 
 
 @pytest.fixture
 def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels for Hopper serve: on the card if there is one, else emulated."""
-    from acmoe.kernels import attention_coins, attention_hopper, attention_keys
-    from acmoe.kernels import hopper as where
+    from acmoe.ops.attention.hopper import dropout as attention_coins
+    from acmoe.ops.attention.hopper import forward as attention_hopper
+    from acmoe.ops.attention.hopper import keys as attention_keys
+    from acmoe.ops.device import hopper as where
 
     monkeypatch.setattr(backend, "_said", set())
     if torch.cuda.is_available():

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from acmoe.models.attention import window_attention, window_attention_reference
-from acmoe.ops import backend
-from acmoe.ops.window_attention import (
+from acmoe.models.text.attention import window_attention, window_attention_reference
+from acmoe.ops import dispatch as backend
+from acmoe.ops.attention.op import (
     _window_attention,
     fused_window_attention,
     joined_window_attention,
@@ -291,7 +291,7 @@ def test_repeated_runs_are_equal_in_every_bit(device: str) -> None:
 
 @pytest.mark.slow
 def test_groups_of_streams_change_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from acmoe.kernels import attention_skew
+    from acmoe.ops.attention.triton import skew as attention_skew
 
     shape = Shape(9, 18, 9, streams=3)
     *tensors, upstream = draw(shape, device)
@@ -311,7 +311,7 @@ def test_groups_of_streams_change_nothing(device: str, monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_other_tiles_change_only_the_rounding(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from acmoe.kernels.tuning import OVERRIDE, Blocks
+    from acmoe.ops.device.tuning import OVERRIDE, Blocks
 
     *tensors, upstream = draw(Shape(50, 70, 50, streams=1, heads=1), device)
     runs = []

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from acmoe.ops.attention_choice import stored_width
+from acmoe.ops.attention.support import stored_width
 
 if TYPE_CHECKING:  # a test imports kernels itself, to be interpreted
-    from acmoe.kernels.attention_kept import Kept
-    from acmoe.kernels.attention_skew import Band
+    from acmoe.ops.attention.hopper.saved_weights import Kept
+    from acmoe.ops.attention.triton.skew import Band
 
 
 class Case(NamedTuple):
@@ -56,7 +56,7 @@ def running_base(score_XLN: Tensor, visited: Tensor) -> tuple[Tensor, Tensor]:
 
 def places(band: "Band", num: int) -> Tensor:
     """(X, L, 64 J) where entries lie: see attention_skew.py, with rows `pitch` apart."""
-    from acmoe.kernels.attention_skew import MARGIN
+    from acmoe.ops.attention.triton.skew import MARGIN
 
     x = torch.arange(num)[:, None, None]
     i = torch.arange(band.queries)[None, :, None]
@@ -78,8 +78,8 @@ def make(
     dropout: float = 0.2, level: float = 0.0, dtype: torch.dtype = torch.bfloat16,
 ) -> Case:  # fmt: skip
     """A case in which scores lie around `level`."""
-    from acmoe.kernels.attention_kept import Kept
-    from acmoe.kernels.attention_skew import APART, Band
+    from acmoe.ops.attention.hopper.saved_weights import Kept
+    from acmoe.ops.attention.triton.skew import APART, Band
 
     generator = torch.Generator().manual_seed(S + L + W + P)
     band, N = Band(heads, L, S + L, W, APART), S + L
@@ -130,7 +130,7 @@ def emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """The kernel's module, whose launches the emulator runs, under two schedules of the warps."""
     if torch.cuda.is_available():
         pytest.skip("the card itself is there")
-    from acmoe.kernels import attention_keys
+    from acmoe.ops.attention.hopper import keys as attention_keys
     from gluon_emulator import emulate
 
     kernel = emulate(attention_keys.keys_kernel, seed=request.param)
@@ -202,12 +202,12 @@ def test_the_emulated_kernel_equals_the_definition(
 def test_on_the_card_it_equals_the_definition_twice(
     S: int, L: int, W: int, P: int, features: int, options: dict[str, Any]
 ) -> None:
-    from acmoe.kernels import hopper
+    from acmoe.ops.device import hopper
 
     obstacle = hopper.gluon_obstacle(torch.device("cuda"))
     if obstacle is not None:
         pytest.skip(obstacle)
-    from acmoe.kernels import attention_keys
+    from acmoe.ops.attention.hopper import keys as attention_keys
 
     case = make(S, L, W, P, features, **options)
     first, second = (run(attention_keys, case, features, "cuda") for _ in range(2))
@@ -218,7 +218,7 @@ def test_on_the_card_it_equals_the_definition_twice(
 
 
 def test_there_is_room_for_the_queries_of_a_head_beside_the_rings() -> None:
-    from acmoe.kernels.attention_keys import stages_for
+    from acmoe.ops.attention.hopper.keys import stages_for
 
     # 227 KB: 8 tiles of 64 queries with 48 features, q and grad, are 100 KB; of 64 features 132.
     assert stages_for(64, 44, 512) == 5 and stages_for(64, 64, 512) == 3

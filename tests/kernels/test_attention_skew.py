@@ -84,7 +84,9 @@ def score_gradient(shape: Shape, tensors: list[Tensor]) -> Tensor:
 def test_the_backward_leaves_the_gradient_of_each_score_and_zeros_elsewhere(
     shape: Shape, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from acmoe.kernels import attention, attention_backward, attention_skew
+    from acmoe.ops.attention.triton import backward as attention_backward
+    from acmoe.ops.attention.triton import forward as attention
+    from acmoe.ops.attention.triton import skew as attention_skew
 
     q, k, v, table, upstream = tensors = draw(shape, device)
     buffers = []
@@ -120,7 +122,7 @@ def test_the_backward_leaves_the_gradient_of_each_score_and_zeros_elsewhere(
 def test_key_zero_of_every_row_stands_at_a_multiple_of_eight_numbers(
     before: int, queries: int, beyond: int
 ) -> None:
-    from acmoe.kernels.attention_skew import Band
+    from acmoe.ops.attention.triton.skew import Band
 
     span = before + beyond
     band = Band(5, queries, before + queries, span)
@@ -136,7 +138,7 @@ def test_key_zero_of_every_row_stands_at_a_multiple_of_eight_numbers(
 def test_eight_tables_shifted_apart_and_the_gradients_they_hand_back(
     before: int, queries: int, beyond: int, width: int
 ) -> None:
-    from acmoe.kernels.attention_skew import Band, add_shifted, shifted_tables
+    from acmoe.ops.attention.triton.skew import Band, add_shifted, shifted_tables
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     span = before + beyond

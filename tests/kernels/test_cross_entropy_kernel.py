@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from acmoe.ops.backend import use_backend
-from acmoe.ops.cross_entropy import chunked_cross_entropy
+from acmoe.ops.cross_entropy.op import chunked_cross_entropy
+from acmoe.ops.dispatch import use_backend
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -29,7 +29,7 @@ def test_logits_become_their_gradient(
     generator: torch.Generator,
     device: str,
 ) -> None:
-    from acmoe.kernels.cross_entropy import gradient_view, softmax_gradient_
+    from acmoe.ops.cross_entropy.triton.cross_entropy import gradient_view, softmax_gradient_
 
     buffer = (10 * torch.randn(N, pitch, generator=generator)).to(device, dtype)
     logits = buffer[:, :words]
@@ -53,7 +53,7 @@ def test_logits_become_their_gradient(
 
 
 def test_huge_and_impossible_words_are_no_trouble(device: str) -> None:
-    from acmoe.kernels.cross_entropy import softmax_gradient_
+    from acmoe.ops.cross_entropy.triton.cross_entropy import softmax_gradient_
 
     inf = float("inf")
     logits = torch.tensor([[3e38, 0.0, -inf], [-inf, -inf, 2.0], [0.0, 0.0, -inf]], device=device)
@@ -68,7 +68,7 @@ def test_huge_and_impossible_words_are_no_trouble(device: str) -> None:
 
 
 def test_a_masked_row_may_hold_anything(device: str) -> None:
-    from acmoe.kernels.cross_entropy import softmax_gradient_
+    from acmoe.ops.cross_entropy.triton.cross_entropy import softmax_gradient_
 
     logits = torch.full((1, 4), float("nan"), device=device)
     zero = torch.zeros(1, device=device)
@@ -77,7 +77,7 @@ def test_a_masked_row_may_hold_anything(device: str) -> None:
 
 
 def test_the_op_is_well_formed(generator: torch.Generator, device: str) -> None:
-    from acmoe.kernels.cross_entropy import softmax_gradient_
+    from acmoe.ops.cross_entropy.triton.cross_entropy import softmax_gradient_
 
     logits = torch.randn(2, 5, generator=generator).to(device)
     targets = torch.tensor([0, 4], device=device)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from acmoe.errors import UserError
-from acmoe.ops.dispersion import dispersion_and_count
-from acmoe.ops.fused_dispersion import dispersion_op, fused_dispersion
+from acmoe.ops.statistics.dispersion import dispersion_and_count
+from acmoe.ops.statistics.dispersion_op import dispersion_op, fused_dispersion
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned_empty")

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from acmoe.ops.backend import use_backend
-from acmoe.ops.embedding import Embedding, embedding, sum_by_word
+from acmoe.ops.dispatch import use_backend
+from acmoe.ops.embedding.op import Embedding, embedding, sum_by_word
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned_empty")

@@ -5,7 +5,7 @@ import torch
 
 from acmoe.experts.dispatch import Order, combine, dispatch, sort_by_expert
 from acmoe.experts.mlp import ExpertMLP
-from acmoe.ops.experts import expert_mlp
+from acmoe.ops.experts.autograd import expert_mlp
 
 KERNELS = ("up", "down", "hidden", "down_weight", "up_weight", "input")
 # activation, bias, (tokens, features, hidden units, experts, experts per token)
@@ -75,7 +75,7 @@ def close(found, expected):
 def test_the_fused_experts_are_the_experts(
     activation, bias, sizes, copy_engine, device, monkeypatch
 ):
-    from acmoe.kernels import tuning
+    from acmoe.ops.device import tuning
 
     blocks = tuning.Blocks(16, 32, 32, 4, 2, copy_engine)
     monkeypatch.setattr(tuning, "OVERRIDE", dict.fromkeys(KERNELS, blocks))
@@ -123,7 +123,7 @@ def test_tokens_of_16_bits_give_wide_weights_a_gradient_that_is_not_rounded(comp
 @pytest.mark.parametrize("splits", [1, 3])
 def test_an_expert_s_rows_may_be_summed_in_parts(splits, device, monkeypatch):
     """Of 16 rows each at most, so that some experts have fewer than there are parts."""
-    from acmoe.kernels import tuning
+    from acmoe.ops.device import tuning
 
     blocks = tuning.Blocks(16, 16, 16, 4, 2, splits=splits)
     monkeypatch.setattr(tuning, "OVERRIDE", {"down_weight": blocks, "up_weight": blocks})
@@ -145,7 +145,7 @@ def test_an_expert_s_rows_may_be_summed_in_parts(splits, device, monkeypatch):
     ],
 )
 def test_experts_over_copied_rows_are_the_experts(case, copy_engine, device, monkeypatch):
-    from acmoe.kernels import tuning
+    from acmoe.ops.device import tuning
 
     blocks = tuning.Blocks(16, 32, 32, 4, 2, copy_engine)
     monkeypatch.setattr(tuning, "OVERRIDE", dict.fromkeys(KERNELS, blocks))
@@ -159,7 +159,7 @@ def test_experts_over_copied_rows_are_the_experts(case, copy_engine, device, mon
 
 def test_copied_rows_give_the_bits_of_gathered_ones(device, monkeypatch):
     """The same products of the same rows, in the same order."""
-    from acmoe.kernels import tuning
+    from acmoe.ops.device import tuning
 
     results = []
     for width in (tuning.COPY_WIDTH, 1):
@@ -171,10 +171,10 @@ def test_copied_rows_give_the_bits_of_gathered_ones(device, monkeypatch):
 
 
 def test_rows_are_copied_in_sorted_order_where_experts_are_wide(device):
-    from acmoe.kernels.expert_sizes import Sizes
-    from acmoe.kernels.expert_tokens import source_of
-    from acmoe.kernels.ring_choice import gathers
-    from acmoe.kernels.tuning import COPY_WIDTH
+    from acmoe.ops.device.tuning import COPY_WIDTH
+    from acmoe.ops.experts.hopper.choice import gathers
+    from acmoe.ops.experts.triton.sizes import Sizes
+    from acmoe.ops.experts.triton.tokens import source_of
 
     x = torch.arange(12.0, device=device).view(4, 3)
     back = torch.tensor([1, 3, 5, 0, 6, 7, 2, 4], device=device)  # of choice k of token t: 2 t + k
@@ -192,8 +192,8 @@ def test_rows_are_copied_in_sorted_order_where_experts_are_wide(device):
 def test_long_rows_and_many_choices_are_copied_and_summed(T, D, K, gated, device):
     # Rows of more than one block, and more choices than are under way together. The last two rows
     # are for no expert: never written, and in no sum.
-    from acmoe.kernels.expert_sizes import Sizes
-    from acmoe.kernels.expert_tokens import run_combine, source_of
+    from acmoe.ops.experts.triton.sizes import Sizes
+    from acmoe.ops.experts.triton.tokens import run_combine, source_of
 
     generator = torch.Generator().manual_seed(0)
     back = torch.randperm(T * K, generator=generator)
@@ -217,7 +217,7 @@ def test_long_rows_and_many_choices_are_copied_and_summed(T, D, K, gated, device
 
 
 def test_the_table_has_the_last_word_on_copying(monkeypatch):
-    from acmoe.kernels import tuning
+    from acmoe.ops.device import tuning
 
     sizes = (8, 4, 2)
     assert not tuning.copies_rows(*sizes, width=4)
@@ -253,7 +253,7 @@ def test_equal_inputs_give_equal_bits(device):
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[2]])
 def test_nothing_is_kept_for_a_backward_that_will_not_come(case, device, monkeypatch):
-    from acmoe.kernels import experts
+    from acmoe.ops.experts.triton import launch as experts
 
     kept = []
 
@@ -348,7 +348,7 @@ def test_tensors_need_not_lie_row_by_row(device):
     [(100, 2, 5), (1, 1, 1), (700, 3, 16), (300, 8, 40), (64, 2, 100)],
 )
 def test_the_counting_sort_is_the_stable_sort(tokens, top_k, experts, device):
-    from acmoe.kernels.order import sort_rows
+    from acmoe.ops.sort.triton.sort import sort_rows
 
     torch.manual_seed(tokens)
     ids = torch.randint(0, experts + 1, (tokens, top_k), device=device)
@@ -361,7 +361,7 @@ def test_the_counting_sort_is_the_stable_sort(tokens, top_k, experts, device):
 
 
 def test_tiles_cover_every_row_once(device):
-    from acmoe.kernels.tiles import HEIGHTS, Plan
+    from acmoe.ops.experts.triton.tiles import HEIGHTS, Plan
 
     # Experts of 0, 5, 0, 32 and 3 rows; 7 rows for no expert.
     end = torch.tensor([0, 5, 5, 37, 40], device=device)
@@ -378,7 +378,7 @@ def test_tiles_cover_every_row_once(device):
 
 
 def test_every_row_finds_its_token(device):
-    from acmoe.kernels.tiles import Plan
+    from acmoe.ops.experts.triton.tiles import Plan
 
     order = torch.tensor([5, 0, 3, 1, 4, 2], device=device)  # row 3 t + k of token t
     plan = Plan(order, torch.tensor([6], device=device), 3)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from acmoe import AdaptiveConfig
-from acmoe.ops import fold as ops
-from acmoe.ops.backend import use_backend
-from acmoe.ops.fold import fold_and_scale, fold_average, fold_op
-from acmoe.ops.measure import ScaleOptions, scale_of
+from acmoe.ops.dispatch import use_backend
+from acmoe.ops.statistics import running as ops
+from acmoe.ops.statistics.op import ScaleOptions, scale_of
+from acmoe.ops.statistics.running import fold_and_scale, fold_average, fold_op
 from acmoe.routing.statistics import ClusterStatistics
 
 pytest.importorskip("triton")

@@ -12,7 +12,7 @@ GPU = torch.device("cuda")
 def hopper(monkeypatch: pytest.MonkeyPatch):
     """The module, on a Hopper card with the triton that its kernels were tested with."""
     triton = pytest.importorskip("triton")
-    from acmoe.kernels import hopper
+    from acmoe.ops.device import hopper
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.version, "hip", None)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from acmoe.config.language import LanguageConfig
 from acmoe.config.routing import SMoEConfig
-from acmoe.models import heads
-from acmoe.models.cache import BlockCache
-from acmoe.models.layers import Attention
-from acmoe.ops.backend import use_backend
+from acmoe.config.text.language import LanguageConfig
+from acmoe.models.text import heads
+from acmoe.models.text.blocks import Attention
+from acmoe.models.text.cache import BlockCache
+from acmoe.ops.dispatch import use_backend
 
 B, S, L, D = 2, 20, 16, 24
 CONFIG = LanguageConfig(  # heads of 12 features, filled up to 16

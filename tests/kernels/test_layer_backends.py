@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 import acmoe
 from acmoe.experts.mlp import ExpertMLP
 from acmoe.models.recompute import recompute
-from acmoe.ops.backend import use_backend
-from acmoe.ops.order import Clusters
+from acmoe.ops.dispatch import use_backend
+from acmoe.ops.sort.op import Clusters
 
 B, L, D, E, K = 2, 9, 20, 5, 2
 NOISY = acmoe.SMoEConfig(gate="all", noise=1.0)
@@ -151,7 +151,7 @@ def test_a_layer_whose_tokens_are_sorted_by_cluster_computes_the_same(
 def test_noise_biases_and_unit_embeddings_do_not_keep_a_router_from_its_kernel(
     name, device, monkeypatch
 ):
-    from acmoe.kernels import affinity
+    from acmoe.ops.route.triton import route as affinity
 
     calls, route = [], affinity.route
     monkeypatch.setattr(affinity, "route", lambda *given: calls.append(given) or route(*given))
@@ -200,7 +200,7 @@ def test_a_layer_computes_the_same_with_its_products_by_kernels_too(device, monk
 def test_sorted_tokens_reach_the_next_router_compiled_and_recomputed_too(device, monkeypatch):
     """A state knows its sorted tokens by the identity of its assignment: every way must keep it."""
     monkeypatch.setattr("acmoe.experts.emit.worth_sorting", lambda tokens, clusters: True)
-    from acmoe.kernels import affinity
+    from acmoe.ops.route.triton import route as affinity
 
     seen, route = [], affinity.route
 
@@ -245,7 +245,7 @@ def test_sorted_tokens_reach_the_next_router_compiled_and_recomputed_too(device,
 def test_a_block_computed_again_keeps_the_choices_of_the_kernel(
     name, device, monkeypatch, products_by_torch
 ):
-    from acmoe.kernels import affinity
+    from acmoe.ops.route.triton import route as affinity
 
     calls, route = [], affinity.route
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from acmoe.errors import UserError
-from acmoe.models.window import WindowAttention
-from acmoe.ops import backend
-from acmoe.ops.backend import use_backend
-from acmoe.ops.map_attention import map_attention
+from acmoe.models.images.window import WindowAttention
+from acmoe.ops import dispatch as backend
+from acmoe.ops.dispatch import use_backend
+from acmoe.ops.map_attention.op import map_attention
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned_empty")

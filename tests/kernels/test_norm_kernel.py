@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from acmoe.ops.backend import use_backend
-from acmoe.ops.norm import norm_sum, norm_sum_lowered, norm_sum_twice
+from acmoe.ops.dispatch import use_backend
+from acmoe.ops.norm.op import norm_sum, norm_sum_lowered, norm_sum_twice
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPE = (3, 7, 44)  # 21 tokens: no multiple of a tile's rows, features no power of two
@@ -70,7 +70,7 @@ def test_a_norm_around_a_norm_is_torchs(branch, atol):
 
 
 def test_a_program_of_many_rows_adds_their_gradients_up(monkeypatch):
-    from acmoe.kernels import norm_launch as kernels
+    from acmoe.ops.norm.triton import launch as kernels
 
     monkeypatch.setattr(kernels, "_PROGRAMS", {"once": 4, "echo": 5, "twice": 3})  # of 21 rows
     tensors = [draw(0), draw(1)]

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from acmoe import AdaptiveConfig
-from acmoe.ops.backend import use_backend
-from acmoe.ops.dispersion import dispersion_and_count
-from acmoe.ops.order import Clusters, sort_rows_and_tokens
+from acmoe.ops.dispatch import use_backend
+from acmoe.ops.sort.op import Clusters, sort_rows_and_tokens
+from acmoe.ops.statistics.dispersion import dispersion_and_count
 from acmoe.routing.statistics import ClusterStatistics
 
 pytest.importorskip("triton")

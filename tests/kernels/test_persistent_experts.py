@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_expert_kernels import KERNELS, Layer, close
 
-from acmoe.kernels.tuning import Blocks
+from acmoe.ops.device.tuning import Blocks
 
 ONE_A_TILE = Blocks(16, 32, 32, 4, 2, True, 1)
 # Activation, (tokens, features, hidden units, experts, experts per token), whether rows are copied,
@@ -25,7 +25,7 @@ BY_ROWS, BY_WEIGHTS = slice(0, 2), slice(2, 4)
 
 def results(layer, blocks, monkeypatch):
     """Output and gradients by all six products with these blocks."""
-    from acmoe.kernels import tuning
+    from acmoe.ops.device import tuning
 
     monkeypatch.setattr(tuning, "OVERRIDE", dict.fromkeys(KERNELS, blocks))
     out = layer.fused()
@@ -37,7 +37,7 @@ def test_few_programs_compute_what_one_a_tile_does(
     activation, sizes, copied, one_expert, device, monkeypatch
 ):
     """Products by rows sum in the same order; weights take an expert's odd rows first, not last."""
-    from acmoe.kernels import tuning
+    from acmoe.ops.device import tuning
 
     if copied:
         monkeypatch.setattr(tuning, "COPY_WIDTH", 1)
@@ -64,10 +64,10 @@ def test_few_programs_sum_an_expert_s_rows_in_parts(device, monkeypatch):
 @pytest.mark.parametrize("gather", ["none", "p", "q"])
 def test_what_an_expert_does_not_own_never_enters_its_sums(gather, device, monkeypatch):
     """Rows for no expert are never written: here they, and a token they alone name, are NaN."""
-    from acmoe.kernels import tuning
-    from acmoe.kernels.expert_sizes import Sizes
-    from acmoe.kernels.experts import run_weight
-    from acmoe.kernels.tiles import Plan
+    from acmoe.ops.device import tuning
+    from acmoe.ops.experts.triton.launch import run_weight
+    from acmoe.ops.experts.triton.sizes import Sizes
+    from acmoe.ops.experts.triton.tiles import Plan
 
     blocks = Blocks(16, 16, 16, 4, 2, True, 1, 1)
     monkeypatch.setattr(tuning, "OVERRIDE", {"down_weight": blocks})
@@ -95,7 +95,7 @@ def test_what_an_expert_does_not_own_never_enters_its_sums(gather, device, monke
 
 
 def test_a_plan_counts_the_tiles_of_experts(device):
-    from acmoe.kernels.tiles import HEIGHTS, Plan
+    from acmoe.ops.experts.triton.tiles import HEIGHTS, Plan
 
     # Experts of 0, 5, 0, 32 and 3 rows; 7 rows for no expert.
     end = torch.tensor([0, 5, 5, 37, 40], device=device)
@@ -131,8 +131,9 @@ def test_the_copy_engine_reads_views_that_begin_anywhere(device, monkeypatch):
 
 def test_a_gated_product_has_room_and_warps_for_two_accumulators(monkeypatch):
     """A table of block sizes knows no activation: four warps were measured for GELU."""
-    from acmoe.kernels import experts, tuning
-    from acmoe.kernels.expert_sizes import Sizes
+    from acmoe.ops.device import tuning
+    from acmoe.ops.experts.triton import launch as experts
+    from acmoe.ops.experts.triton.sizes import Sizes
 
     monkeypatch.setattr(tuning, "OVERRIDE", {"up": Blocks(128, 128, 64, 4, 3, True, 0, 2)})
     sizes = Sizes(64, 384, 1536, 16, 2, "gelu")
@@ -147,7 +148,7 @@ def test_a_gated_product_has_room_and_warps_for_two_accumulators(monkeypatch):
 
 @pytest.mark.parametrize(("capability", "tuned"), [((9, 0), True), ((8, 0), False)])
 def test_block_sizes_that_fill_a_hopper_are_for_those_alone(capability, tuned, monkeypatch):
-    from acmoe.kernels import tuning
+    from acmoe.ops.device import tuning
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from acmoe.ops.fused_prefix import fused_prefix_dispersion, prefix_op
-from acmoe.ops.prefix import PrefixMoments, prefix_dispersion
+from acmoe.ops.statistics.prefix import PrefixMoments, prefix_dispersion
+from acmoe.ops.statistics.prefix_op import fused_prefix_dispersion, prefix_op
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned_empty")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from acmoe.experts.mlp import ExpertMLP
-from acmoe.ops.backend import use_backend
+from acmoe.ops.dispatch import use_backend
 
 SETTINGS = [("highest", "tf32x3"), ("high", "tf32"), ("medium", "tf32")]
 
@@ -47,7 +47,7 @@ def drawn(tokens: int, dim: int, hidden: int, device: str) -> tuple[ExpertMLP, T
 
 @pytest.mark.parametrize(("setting", "wanted"), SETTINGS)
 def test_only_float32_follows_torchs_setting(setting: str, wanted: str, restored: None) -> None:
-    from acmoe.kernels.products import dot_precision
+    from acmoe.ops.device.dot import dot_precision
 
     torch.set_float32_matmul_precision(setting)
     assert dot_precision(torch.float32) == wanted
@@ -56,7 +56,7 @@ def test_only_float32_follows_torchs_setting(setting: str, wanted: str, restored
 
 
 def test_torchs_newer_name_of_the_setting_is_followed_too(restored: None) -> None:
-    from acmoe.kernels.products import dot_precision
+    from acmoe.ops.device.dot import dot_precision
 
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     assert dot_precision(torch.float32) == "tf32"

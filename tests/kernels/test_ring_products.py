@@ -32,7 +32,7 @@ def drawn(*shape, device):
 
 
 def plan_of(counts, nobody, device, top_k=1):
-    from acmoe.kernels.tiles import Plan
+    from acmoe.ops.experts.triton.tiles import Plan
 
     torch.manual_seed(0)
     end = torch.tensor(counts).cumsum(0)
@@ -63,7 +63,7 @@ def assert_near(found, right, most=4e-3):
     ],
 )
 def test_rows_by_a_ring_are_their_products(across, inner, outer, ring, device, ring_launch):
-    from acmoe.kernels.tuning import Ring
+    from acmoe.ops.device.tuning import Ring
 
     plan = plan_of(COUNTS, NOBODY, device)
     a_NI = drawn(plan.num_rows, inner, device=device)
@@ -89,7 +89,7 @@ def test_rows_by_a_ring_are_their_products(across, inner, outer, ring, device, r
 def test_the_activation_s_backward_behind_the_product(
     counts, dim, hidden, ring, over, device, ring_launch
 ):
-    from acmoe.kernels.tuning import Ring
+    from acmoe.ops.device.tuning import Ring
 
     plan = plan_of(counts, NOBODY, device)
     x_ND = drawn(plan.num_rows, dim, device=device)
@@ -122,7 +122,7 @@ def test_the_activation_s_backward_behind_the_product(
 
 def test_weights_by_a_ring_see_their_expert_s_rows_alone(device, ring_launch):
     """Rows for no expert, which nobody writes, are NaN. An expert without rows gets zeros."""
-    from acmoe.kernels.tuning import Ring
+    from acmoe.ops.device.tuning import Ring
 
     plan, routed = plan_of(COUNTS, NOBODY, device), sum(COUNTS)
     p_NO, q_NI = (drawn(plan.num_rows, width, device=device) for width in (256, 512))
@@ -139,7 +139,7 @@ def test_weights_by_a_ring_see_their_expert_s_rows_alone(device, ring_launch):
 @pytest.mark.parametrize(("turned", "stages"), [(False, 4), (True, 3)])
 def test_weights_of_tokens_gather_their_expert_s_tokens_alone(turned, stages, device, ring_launch):
     """Rows for no expert are NaN, and so are the tokens that only they name."""
-    from acmoe.kernels.tuning import Ring
+    from acmoe.ops.device.tuning import Ring
 
     plan, routed = plan_of(COUNTS, NOBODY, device, top_k=2), sum(COUNTS)
     x_TD = drawn(plan.num_rows // 2, 256, device=device)
@@ -173,7 +173,7 @@ def test_weights_of_tokens_gather_their_expert_s_tokens_alone(turned, stages, de
 def test_a_layer_by_rings_is_the_layer(
     copied, gathers, dtype, calls, device, ring_launch, fresh_choice, monkeypatch
 ):
-    from acmoe.kernels import tuning
+    from acmoe.ops.device import tuning
 
     called = []
     for name in ("weights_by_ring", "weights_of_tokens"):
@@ -217,8 +217,8 @@ class TestChoice:
 
     @staticmethod
     def obstacle(kernel, sizes, dtype=torch.bfloat16, act="swiglu", **how):
-        from acmoe.kernels.expert_sizes import Sizes
-        from acmoe.kernels.ring_choice import ring_obstacle
+        from acmoe.ops.experts.hopper.choice import ring_obstacle
+        from acmoe.ops.experts.triton.sizes import Sizes
 
         size = Sizes(32768, *sizes, 8, act)
         device = torch.device(how.pop("device", "cuda"))
@@ -262,7 +262,7 @@ class TestChoice:
     def test_a_ring_that_would_hang_or_does_not_exist_is_refused(
         self, kernel, ring, reason, monkeypatch
     ):
-        from acmoe.kernels import tuning
+        from acmoe.ops.device import tuning
 
         monkeypatch.setattr(tuning, "_table", lambda: {f"ring_{kernel}/256/256/4": ring})
         assert reason in self.obstacle(kernel, (256, 256, 4))
@@ -289,15 +289,15 @@ class TestChoice:
 
     @staticmethod
     def gathering(sizes, dtype=torch.bfloat16):
-        from acmoe.kernels.expert_sizes import Sizes
-        from acmoe.kernels.ring_choice import gathers
+        from acmoe.ops.experts.hopper.choice import gathers
+        from acmoe.ops.experts.triton.sizes import Sizes
 
         where = Sizes(32768, *sizes, 8, "swiglu"), dtype, torch.device("cuda")
         return [k for k in ("up", "hidden", "down_weight", "up_weight") if gathers(k, *where)]
 
     def test_tokens_are_the_narrow_side_of_a_tile(self, monkeypatch):
         """up_weight of rows: 128 of 2F by 256 features; of tokens: 128 features by 256 of 2F."""
-        from acmoe.kernels import tuning
+        from acmoe.ops.device import tuning
 
         ring = {"ring_up_weight/384/256/4": ["together", 4, 0, 0, True]}
         monkeypatch.setattr(tuning, "_table", lambda: ring)
@@ -313,7 +313,7 @@ class TestChoice:
         assert "capability 9" in self.obstacle("hidden", (2048, 1024, 64))
 
     def test_what_was_chosen_is_said_once(self, fresh_choice, caplog):
-        from acmoe.kernels.expert_sizes import Sizes
+        from acmoe.ops.experts.triton.sizes import Sizes
 
         caplog.set_level("INFO", logger="acmoe")
         x_TD = torch.empty(1, 2048, dtype=torch.float16)
@@ -326,7 +326,7 @@ class TestChoice:
 
     def test_a_ring_of_the_table_never_waits_forever(self):
         """A group waits for blocks that the other must have: the table's shapes have them."""
-        from acmoe.kernels import tuning
+        from acmoe.ops.device import tuning
 
         for name, row in tuning._table().items():
             kernel, *sizes = name.split("/")
@@ -338,14 +338,14 @@ class TestChoice:
 
 
 def on_known_card():
-    from acmoe.kernels.hopper import gluon_obstacle
+    from acmoe.ops.device.hopper import gluon_obstacle
 
     return gluon_obstacle(torch.device("cuda")) is None
 
 
 @pytest.mark.gpu
 def test_on_a_card_both_ways_to_the_hidden_gradient_agree(fresh_choice, monkeypatch):
-    from acmoe.kernels.expert_sizes import Sizes, Source, Sums
+    from acmoe.ops.experts.triton.sizes import Sizes, Source, Sums
 
     if not on_known_card():
         pytest.skip("the ring's kernels are for another card or another triton")

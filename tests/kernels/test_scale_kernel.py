@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from acmoe.errors import UserError
-from acmoe.ops.dispersion import dispersion_and_count
-from acmoe.ops.fused_scale import fused_cluster_scale, scale_op
-from acmoe.ops.scale import scale_from_dispersion
+from acmoe.ops.statistics.dispersion import dispersion_and_count
+from acmoe.ops.statistics.scale import scale_from_dispersion
+from acmoe.ops.statistics.scale_op import fused_cluster_scale, scale_op
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned_empty")

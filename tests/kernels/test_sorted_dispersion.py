@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from acmoe.ops.dispersion import dispersion_and_count
-from acmoe.ops.order import Clusters, sort_rows_and_tokens
-from acmoe.ops.sorted_scale import sorted_cluster_scale, sorted_dispersion
+from acmoe.ops.sort.op import Clusters, sort_rows_and_tokens
+from acmoe.ops.statistics.dispersion import dispersion_and_count
+from acmoe.ops.statistics.sorted_op import sorted_cluster_scale, sorted_dispersion
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -22,7 +22,7 @@ T, D, C = 300, 20, 3
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
-    from acmoe.kernels import sorted_dispersion
+    from acmoe.ops.statistics.triton import sorted_dispersion
 
     monkeypatch.setattr(sorted_dispersion, "FEWEST_ROWS", 64)
     monkeypatch.setattr(sorted_dispersion, "MOST_ROWS", 64)

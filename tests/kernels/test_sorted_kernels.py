@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from acmoe.errors import UserError
-from acmoe.ops.affinity import fused_route, route_reference
-from acmoe.ops.dispersion import dispersion_and_count
-from acmoe.ops.order import Clusters, sort_rows_and_tokens
-from acmoe.ops.route_op import route_op
-from acmoe.ops.scale import scale_from_dispersion
-from acmoe.ops.sorted_scale import (
+from acmoe.ops.route.autograd import route_op
+from acmoe.ops.route.op import fused_route, route_reference
+from acmoe.ops.sort.op import Clusters, sort_rows_and_tokens
+from acmoe.ops.statistics.dispersion import dispersion_and_count
+from acmoe.ops.statistics.scale import scale_from_dispersion
+from acmoe.ops.statistics.sorted_op import (
     sorted_cluster_scale,
     sorted_dispersion,
     sorted_dispersion_op,
@@ -82,7 +82,7 @@ def test_sorted_statistics_are_the_references(
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from acmoe.kernels import sorted_dispersion as kernels
+    from acmoe.ops.statistics.triton import sorted_dispersion as kernels
 
     monkeypatch.setattr(kernels, "FEWEST_ROWS", rows)
     monkeypatch.setattr(kernels, "MOST_ROWS", rows)
@@ -186,7 +186,7 @@ def test_the_sorted_router_is_the_reference(
     assert torch.equal(found.load.double(), wanted.load)
     results = [found.gate, found.affinity, found.gate_sum]
     exact_results = [wanted.gate, wanted.affinity, wanted.gate_sum]
-    # A bf16 token enters as it is, fp16 takes 4 terms: 2^-17 of a product (kernels/products.py).
+    # A bf16 token enters as it is, fp16 takes 4 terms: 2^-17 of a product (ops/device/dot.py).
     tolerance = 2e-5 if dtype == torch.float16 else 2e-6
     for one, other in zip(results, exact_results, strict=True):
         assert (one - other).abs().max() < tolerance * other.abs().max()

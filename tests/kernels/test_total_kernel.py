@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 def test_every_part_counts_once(
     sums: int, parts: int, numbers: int, generator: torch.Generator, device: str
 ) -> None:
-    from acmoe.kernels.total import totals
+    from acmoe.ops.device.reduce_partials import totals
 
     partial = torch.randn(sums, parts, numbers, generator=generator).to(device)
     found = totals(partial)
@@ -24,7 +24,7 @@ def test_every_part_counts_once(
 
 
 def test_equal_parts_give_equal_bits(generator: torch.Generator, device: str) -> None:
-    from acmoe.kernels.total import totals
+    from acmoe.ops.device.reduce_partials import totals
 
     partial = torch.randn(1, 200, 40, generator=generator).to(device)
     assert torch.equal(totals(partial)[0], totals(partial)[0])

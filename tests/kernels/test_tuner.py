@@ -16,7 +16,7 @@ RINGS = ("ring_hidden", "ring_down", "ring_input", "ring_down_weight", "ring_up_
 @pytest.fixture
 def tuner(ring_launch, fresh_choice, monkeypatch):
     """With a tile for each product, and rings as if this were a Hopper card."""
-    from acmoe.bench import tune, tune_candidates
+    from acmoe.lab.bench import tune, tune_candidates
 
     monkeypatch.setattr(fresh_choice, "gluon_obstacle", lambda device: None)
     monkeypatch.setattr(tune_candidates, "_LARGE", ())
@@ -25,7 +25,7 @@ def tuner(ring_launch, fresh_choice, monkeypatch):
 
 
 def copied(monkeypatch, rows):
-    from acmoe.kernels import tuning
+    from acmoe.ops.device import tuning
 
     monkeypatch.setattr(tuning, "_table", lambda: {"copy/256/256/4": [False, rows]})
 
@@ -33,9 +33,9 @@ def copied(monkeypatch, rows):
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [True, False], ids=["copied", "gathered"])
 def test_every_ring_computes_the_product(rows, tuner, monkeypatch):
-    from acmoe.bench.shapes import find_shape
-    from acmoe.bench.tune_calls import kernel_calls
-    from acmoe.bench.tune_candidates import candidates
+    from acmoe.lab.bench.shapes import find_shape
+    from acmoe.lab.bench.tune_calls import kernel_calls
+    from acmoe.lab.bench.tune_candidates import candidates
 
     copied(monkeypatch, rows)
     shape = find_shape("37x256x256x4x2")
@@ -54,9 +54,9 @@ def test_every_ring_computes_the_product(rows, tuner, monkeypatch):
 
 
 def test_winners_are_written_one_by_one(tuner, tmp_path, monkeypatch):
-    from acmoe.bench import tune_candidates
-    from acmoe.bench.shapes import find_shape
-    from acmoe.kernels import tuning
+    from acmoe.lab.bench import tune_candidates
+    from acmoe.lab.bench.shapes import find_shape
+    from acmoe.ops.device import tuning
 
     copied(monkeypatch, True)
     for name, few in (("_TURNS", (3,)), ("_TOGETHER", ())):
@@ -77,7 +77,7 @@ def test_winners_are_written_one_by_one(tuner, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["9x24x32x4x2-relu", "9x192x320x2x2"])
 def test_a_shape_without_a_ring_has_its_blocks_alone(name, tuner, tmp_path):
     """Biases, or no whole tiles."""
-    from acmoe.bench.shapes import find_shape
+    from acmoe.lab.bench.shapes import find_shape
 
     said, table = [], tmp_path / "tuned.json"
     kernels = ("input", *RINGS)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from acmoe.config.images.presets import SWIN_MODELS, vision_router
+from acmoe.config.images.vision import SwinConfig
 from acmoe.config.routing import RouterConfig, SMoEConfig
-from acmoe.config.vision import SwinConfig
-from acmoe.config.vision_models import SWIN_MODELS, vision_router
-from acmoe.models.swin import SwinModel
+from acmoe.models.images.swin import SwinModel
 from acmoe.routing.state import RoutingState
 from acmoe.routing.step import fold_statistics
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from acmoe.models.attention import rotate, window_attention, window_attention_reference
+from acmoe.models.text.attention import rotate, window_attention, window_attention_reference
 
 
 def draw(seed: int, *shape: int) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from acmoe.models.cache import SlidingStore
+from acmoe.models.text.cache import SlidingStore
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

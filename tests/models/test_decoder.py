@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from acmoe.config.language import LANGUAGE_MODELS, LanguageConfig, language_router
 from acmoe.config.routing import AdaptiveConfig, RouterConfig
+from acmoe.config.text.language import LANGUAGE_MODELS, LanguageConfig, language_router
 from acmoe.errors import UserError
-from acmoe.models.decoder import LanguageModel
+from acmoe.models.text.decoder import LanguageModel
 from acmoe.routing.step import fold_statistics
 
 VOCAB = 23

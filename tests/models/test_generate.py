@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from acmoe.config.language import LANGUAGE_MODELS, language_router
 from acmoe.config.routing import AdaptiveConfig, CosineConfig, RouterConfig
+from acmoe.config.text.language import LANGUAGE_MODELS, language_router
 from acmoe.errors import UserError
-from acmoe.models.decoder import LanguageModel
-from acmoe.models.generate import keep_likely, next_logits, sample
+from acmoe.models.text.decoder import LanguageModel
+from acmoe.models.text.generate import keep_likely, next_logits, sample
 from acmoe.routing.state import Routing
 from acmoe.routing.step import fold_statistics
 

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-from acmoe.config.language import LANGUAGE_MODELS, LanguageConfig, language_router
 from acmoe.config.routing import (
     AdaptiveConfig,
     CosineConfig,
@@ -17,9 +16,10 @@ from acmoe.config.routing import (
     StableConfig,
     ThresholdConfig,
 )
+from acmoe.config.text.language import LANGUAGE_MODELS, LanguageConfig, language_router
 from acmoe.errors import UserError
 from acmoe.models.count import count_parameters
-from acmoe.models.decoder import LanguageModel
+from acmoe.models.text.decoder import LanguageModel
 
 # Totals, and the sum of the parts below, worked out by hand from the paper's sizes.
 TOTALS = {

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from acmoe.config.language import LanguageConfig
 from acmoe.config.routing import SMoEConfig
-from acmoe.models.attention import rotate, window_attention_reference
-from acmoe.models.layers import Attention, Block, FeedForward
+from acmoe.config.text.language import LanguageConfig
+from acmoe.models.text.attention import rotate, window_attention_reference
+from acmoe.models.text.blocks import Attention, Block, FeedForward
 from acmoe.routing.placement import Placed
 from acmoe.routing.state import RoutingState
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from acmoe.config.language import LanguageConfig
-from acmoe.models.decoder import LanguageModel, LanguageOutput, Memory
+from acmoe.config.text.language import LanguageConfig
+from acmoe.models.text.decoder import LanguageModel, LanguageOutput, Memory
 
 CONFIG = LanguageConfig(
     vocab_size=11, dim=8, heads=2, hidden=8, repeats=2, span=6, block=4, num_experts=4, dropout=0.0

@@ -14,8 +14,8 @@ from acmoe.config.routing import AdaptiveConfig, CosineConfig, RouterConfig, Sta
 from acmoe.errors import UserError
 from acmoe.models import checkpoint
 from acmoe.models.checkpoint import load, save
-from acmoe.models.decoder import LanguageModel
 from acmoe.models.registry import create_model
+from acmoe.models.text.decoder import LanguageModel
 from acmoe.routing.stable import StableRouter
 from acmoe.routing.step import fold_statistics
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from acmoe.config.language import LANGUAGE_MODELS
 from acmoe.config.routing import AdaptiveConfig, SMoEConfig
+from acmoe.config.text.language import LANGUAGE_MODELS
 from acmoe.errors import UserError
-from acmoe.models.decoder import LanguageModel
 from acmoe.models.registry import build_model, create_model, list_models, model_card
+from acmoe.models.text.decoder import LanguageModel
 
 
 def test_the_decoders_of_the_paper_and_two_for_a_laptop_are_listed() -> None:

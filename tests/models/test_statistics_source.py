@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from acmoe import AdaptiveConfig, MoE, RoutingState, UserError
-from acmoe.config.language import LanguageConfig
-from acmoe.models.decoder import LanguageModel
-from acmoe.models.layers import statistics_source
-from acmoe.ops.scale import cluster_scale
+from acmoe.config.text.language import LanguageConfig
+from acmoe.models.text.blocks import statistics_source
+from acmoe.models.text.decoder import LanguageModel
+from acmoe.ops.statistics.scale import cluster_scale
 
 MODEL = LanguageConfig(
     vocab_size=64, dim=16, heads=2, hidden=8, repeats=2, span=8, block=8, dropout=0.0, num_experts=3

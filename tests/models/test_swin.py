@@ -15,8 +15,8 @@ from acmoe.errors import UserError
 from acmoe.experts.moe import MoE
 from acmoe.models.capacity import override_capacity
 from acmoe.models.checkpoint import load, save
+from acmoe.models.images.swin import SwinModel
 from acmoe.models.registry import create_model
-from acmoe.models.swin import SwinModel
 from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.topk import TopKRouter
 

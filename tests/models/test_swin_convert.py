@@ -11,11 +11,11 @@ from plain_swin import plain_swin, random_swin
 from safetensors.torch import save_file
 from torch import Tensor
 
-from acmoe.config.vision import SwinConfig
-from acmoe.config.vision_models import SWIN_MODELS, vision_router
+from acmoe.config.images.presets import SWIN_MODELS, vision_router
+from acmoe.config.images.vision import SwinConfig
 from acmoe.errors import UserError
-from acmoe.models.swin import SwinModel
-from acmoe.models.swin_convert import load_dense_swin, read_weights
+from acmoe.models.images.swin import SwinModel
+from acmoe.models.images.swin_convert import load_dense_swin, read_weights
 
 SIZES: dict[str, Any] = {"depths": (2, 2, 4), "heads": (1, 2, 4), "window": 4, "patch": 2}
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from acmoe.config.routing import AdaptiveConfig, RouterConfig, SMoEConfig
 from acmoe.errors import UserError
 from acmoe.models.checkpoint import load, save
-from acmoe.models.classifier import VisionOutput
-from acmoe.models.swin import SwinModel
-from acmoe.models.vision_layers import draw_kept, drop_path_rates
+from acmoe.models.images.classifier import VisionOutput
+from acmoe.models.images.layers import draw_kept, drop_path_rates
+from acmoe.models.images.swin import SwinModel
 from acmoe.routing.state import RoutingState
 from acmoe.routing.topk import TopKRouter
 

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from acmoe.config.images.presets import SOFT_VIT_MODELS, SWIN_MODELS, vision_router
+from acmoe.config.images.vision import SWIN_GATE, SoftViTConfig, SwinConfig
 from acmoe.config.routing import (
     AdaptiveConfig,
     CosineConfig,
@@ -17,14 +19,12 @@ from acmoe.config.routing import (
     StableConfig,
 )
 from acmoe.config.serialize import decode, encode
-from acmoe.config.vision import SWIN_GATE, SoftViTConfig, SwinConfig
-from acmoe.config.vision_models import SOFT_VIT_MODELS, SWIN_MODELS, vision_router
 from acmoe.errors import UserError
 from acmoe.models.count import count_parameters
+from acmoe.models.images.swin import SwinModel
+from acmoe.models.images.vit import SoftViT
 from acmoe.models.registry import build_model, create_model, list_models, model_card
-from acmoe.models.swin import SwinModel
 from acmoe.models.table import model_rows
-from acmoe.models.vit import SoftViT
 
 SMALL = SWIN_MODELS["swin-small"].config
 TINY = SOFT_VIT_MODELS["softmoe-tiny"].config

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from acmoe.config.images.presets import SOFT_VIT_MODELS, vision_router
+from acmoe.config.images.vision import SoftViTConfig
 from acmoe.config.routing import AdaptiveConfig, RouterConfig, SoftConfig
-from acmoe.config.vision import SoftViTConfig
-from acmoe.config.vision_models import SOFT_VIT_MODELS, vision_router
 from acmoe.errors import UserError
 from acmoe.experts.soft import SoftMoE
 from acmoe.models.checkpoint import load, save
+from acmoe.models.images.vit import SoftViT, ViTBlock
 from acmoe.models.registry import create_model
-from acmoe.models.vit import SoftViT, ViTBlock
 from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.step import fold_statistics
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from plain_swin import Bias, merge_patches, pair_bias, table_bias, whole_map_attention
 from torch import Tensor
 
-from acmoe.models.patches import PatchEmbedding, PatchMerging
-from acmoe.models.position_bias import NetworkBias, TableBias, log_offsets
-from acmoe.models.window import (
+from acmoe.models.images.patches import PatchEmbedding, PatchMerging
+from acmoe.models.images.position_bias import NetworkBias, TableBias, log_offsets
+from acmoe.models.images.window import (
     Tiling,
     WindowAttention,
     join_windows,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import acmoe
-from acmoe.ops import backend
-from acmoe.ops.backend import Option, choose, requested, use_backend
+from acmoe.ops import dispatch as backend
+from acmoe.ops.dispatch import Option, choose, requested, use_backend
 
 OPTIONS = (Option("triton", "no GPU"), Option("grouped_mm", None), Option("torch", None))
 

@@ -13,10 +13,10 @@ import torch
 
 import acmoe
 from acmoe.ops.checks import check_dim
-from acmoe.ops.dispersion import dispersion, dispersion_and_count
-from acmoe.ops.optimum import optimal_weights
-from acmoe.ops.prefix import PrefixMoments, prefix_dispersion
-from acmoe.ops.scale import cluster_scale, scale_from_dispersion
+from acmoe.ops.statistics.dispersion import dispersion, dispersion_and_count
+from acmoe.ops.statistics.optimum import optimal_weights
+from acmoe.ops.statistics.prefix import PrefixMoments, prefix_dispersion
+from acmoe.ops.statistics.scale import cluster_scale, scale_from_dispersion
 
 X = torch.zeros(4, 2)
 IDS = torch.tensor([0, 1, 2, 0])

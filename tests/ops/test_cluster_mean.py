@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from acmoe.ops.cluster_mean import cluster_mean
+from acmoe.ops.statistics.cluster_mean import cluster_mean
 
 
 def test_means_equal_a_loop_and_bad_tokens_count_nowhere(generator: torch.Generator) -> None:

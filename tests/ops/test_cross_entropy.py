@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from acmoe.errors import UserError
-from acmoe.ops.cross_entropy import chunked_cross_entropy, cross_entropy_reference
+from acmoe.ops.cross_entropy.op import chunked_cross_entropy, cross_entropy_reference
 
 
 def inputs(

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from acmoe.ops.dispersion import dispersion, dispersion_and_count
+from acmoe.ops.statistics.dispersion import dispersion, dispersion_and_count
 from cases import (
     MEASURES,
     TokenSet,

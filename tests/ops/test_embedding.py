@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from acmoe.ops import backend
-from acmoe.ops.backend import use_backend
-from acmoe.ops.embedding import Embedding, embedding
+from acmoe.ops import dispatch as backend
+from acmoe.ops.dispatch import use_backend
+from acmoe.ops.embedding.op import Embedding, embedding
 
 
 @given(

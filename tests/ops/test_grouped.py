@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from acmoe.ops.grouped import grouped_linear, grouped_mm
+from acmoe.ops.experts.grouped import grouped_linear, grouped_mm
 
 # Rows per expert, and rows behind the last one.
 LOADS = {

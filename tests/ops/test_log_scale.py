@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from acmoe.ops.log_scale import reshape_scale, split_log_scale
-from acmoe.ops.scale import scale_from_dispersion
+from acmoe.ops.statistics.log_scale import reshape_scale, split_log_scale
+from acmoe.ops.statistics.scale import scale_from_dispersion
 
 cases = {
     "clusters": st.integers(1, 5),

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from acmoe.ops import optimum
-from acmoe.ops.optimum import optimal_weights
+from acmoe.ops.statistics import optimum
+from acmoe.ops.statistics.optimum import optimal_weights
 from cases import root_weights
 
 # Zeros, ties and anything between a millionth and a million.

@@ -6,10 +6,10 @@ N rows, T tokens, D features, E experts.
 import pytest
 import torch
 
-from acmoe.ops.dispersion import dispersion
-from acmoe.ops.grouped import grouped_linear
+from acmoe.ops.experts.grouped import grouped_linear
 from acmoe.ops.precision import autocast_dtype, without_autocast
-from acmoe.ops.scale import cluster_scale
+from acmoe.ops.statistics.dispersion import dispersion
+from acmoe.ops.statistics.scale import cluster_scale
 from cases import MEASURES
 
 

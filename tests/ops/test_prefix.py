@@ -17,7 +17,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from acmoe.ops.prefix import PREFIX_MEASURES, PrefixMoments, prefix_dispersion, segmented_sum
+from acmoe.ops.statistics.prefix import (
+    PREFIX_MEASURES,
+    PrefixMoments,
+    prefix_dispersion,
+    segmented_sum,
+)
 
 measures = pytest.mark.parametrize("measure", PREFIX_MEASURES)
 

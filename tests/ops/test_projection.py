@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
-from acmoe.ops.projection import project, project_both
+from acmoe.ops.projection.op import project, project_both
 
 B, N, L, D, A = 2, 7, 3, 5, 4
 

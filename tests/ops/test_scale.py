@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from acmoe.ops.dispersion import dispersion_and_count
-from acmoe.ops.scale import NORMALIZATIONS, cluster_scale, scale_from_dispersion
+from acmoe.ops.statistics.dispersion import dispersion_and_count
+from acmoe.ops.statistics.scale import NORMALIZATIONS, cluster_scale, scale_from_dispersion
 from cases import MEASURES, TokenSet, loop_dispersion, loop_scale, spread, token_sets
 
 measures = pytest.mark.parametrize("measure", MEASURES)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from acmoe.data.prepare import prepare
+from acmoe.data.text.prepare import prepare
 from run_facts import HOSTILE
 from tiny_runs import tiny_run, trained
 from tiny_vision_runs import tiny_vision_run, trained_images

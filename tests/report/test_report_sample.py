@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from acmoe.data.vocabulary import ByteVocabulary, WordVocabulary
+from acmoe.data.text.vocabulary import ByteVocabulary, WordVocabulary
 from acmoe.report.sample import Sample, png_uri, visible
 
 BYTES = ByteVocabulary(bytes(range(256)))

@@ -12,7 +12,7 @@ from filled_layers import see, taker
 from router_loops import dispersion, matrix, rows, scales
 
 from acmoe import AdaptiveConfig, MoE, RoutingState, UserError, fold_statistics, override_statistics
-from acmoe.ops.scale import scale_from_dispersion
+from acmoe.ops.statistics.scale import scale_from_dispersion
 
 SCHEDULE = {"strength": 4.0, "strength_end": 0.25, "strength_steps": 4}
 

@@ -9,7 +9,7 @@ import torch
 
 from acmoe.errors import UserError
 from acmoe.models.checkpoint import load
-from acmoe.models.decoder import LanguageModel
+from acmoe.models.text.decoder import LanguageModel
 from acmoe.train import checkpoint
 from acmoe.train.checkpoint import CheckpointStore
 from tiny_runs import MODEL

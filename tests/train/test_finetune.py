@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from acmoe.config.finetune import FinetuneConfig, finetune_config
-from acmoe.data.sentence_batches import EncodedSentence, collate
-from acmoe.data.sentences import Sentence
+from acmoe.config.text.finetune import FinetuneConfig, finetune_config
+from acmoe.data.text.sentence_batches import EncodedSentence, collate
+from acmoe.data.text.sentences import Sentence
 from acmoe.errors import UserError
 from acmoe.evaluate.run import Run, open_run
 from acmoe.train.classifier import (

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from acmoe.data.image_load import load_images
+from acmoe.data.images.load import load_images
 from acmoe.train.vision import train_images
 from acmoe.train.vision_step import VisionTrainer
 from tiny_vision_runs import QUIET, all_numbers, tiny_vision_run, vision_records

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from acmoe.config.train import RunConfig
+from acmoe.config.text.train import RunConfig
 from acmoe.evaluate.run import open_corpus, open_run
 from acmoe.train.health import TrainingStopped, first_bad_parameter, stopped
 from acmoe.train.loop import train

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from acmoe.config.language import LanguageConfig
+from acmoe.config.text.language import LanguageConfig
 from acmoe.evaluate.run import open_corpus
-from acmoe.models.decoder import LanguageModel, LanguageOutput, Memory
+from acmoe.models.text.decoder import LanguageModel, LanguageOutput, Memory
 from acmoe.train import graph
 from acmoe.train.memory import HeldMemory
 from acmoe.train.step import Trainer

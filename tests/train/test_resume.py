@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from acmoe.config.train import RunConfig
+from acmoe.config.text.train import RunConfig
 from acmoe.errors import UserError
 from acmoe.evaluate.run import open_run
 from acmoe.train import loop

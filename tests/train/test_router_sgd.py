@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from acmoe import AdaptiveConfig, CosineConfig, HashConfig, MoE, UserError, create_model
-from acmoe.data.corpus import load_corpus
+from acmoe.data.text.corpus import load_corpus
 from acmoe.train import loop
 from acmoe.train.optim import (
     AdamAndSGD,

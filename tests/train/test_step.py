@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from acmoe.config.train import RunConfig
+from acmoe.config.text.train import RunConfig
 from acmoe.evaluate.run import open_corpus
 from acmoe.routing.stable import StableRouter
 from acmoe.routing.statistics import ClusterStatistics

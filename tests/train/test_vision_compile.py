@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from acmoe.config.train_vision import VisionRunConfig
-from acmoe.data.image_load import load_images
+from acmoe.config.images.train import VisionRunConfig
+from acmoe.data.images.load import load_images
 from acmoe.models.compiled import compile_blocks
 from acmoe.train import vision_step
 from acmoe.train.vision_step import VisionTrainer

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from acmoe.config.image_data import AugmentConfig
+from acmoe.config.images.data import AugmentConfig
+from acmoe.config.images.train import SwinRunConfig, VisionRunConfig, override_vision_run
 from acmoe.config.serialize import from_document, to_document
-from acmoe.config.train_vision import SwinRunConfig, VisionRunConfig, override_vision_run
-from acmoe.data.image_load import load_images
+from acmoe.data.images.load import load_images
 from acmoe.errors import UserError
 from acmoe.evaluate.run import open_run, open_vision_run
 from acmoe.evaluate.statistics import own_statistics

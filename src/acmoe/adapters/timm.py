@@ -12,10 +12,10 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from acmoe.config.images.presets import SOFT_VIT_MODELS, SWIN_MODELS
 from acmoe.config.routing import RouterConfig
-from acmoe.config.vision_models import SOFT_VIT_MODELS, SWIN_MODELS
 from acmoe.errors import UserError, check
-from acmoe.models.classifier import ImageClassifier
+from acmoe.models.images.classifier import ImageClassifier
 from acmoe.models.registry import create_model, model_card
 
 # What timm's callers say, in this library's words.
@@ -91,7 +91,7 @@ def _entry_point(entry: str, name: str) -> Callable[..., TimmClassifier]:
         check(
             not pretrained,
             f"{entry} has no pretrained weights; pass pretrained=False, and for dense Swin weights "
-            "see acmoe.models.swin_convert",
+            "see acmoe.models.images.swin_convert",
         )
         own = {
             _OPTIONS.get(key, key): value

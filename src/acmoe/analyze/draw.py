@@ -24,7 +24,7 @@ from acmoe.analyze.figures.tsne import save_tsne
 from acmoe.analyze.measure.scale import LEAST
 from acmoe.analyze.record import LayerRecord, RoutingRecord
 from acmoe.analyze.sampling import Disturbed, Sampled
-from acmoe.data.vocabulary import ByteVocabulary, Vocabulary
+from acmoe.data.text.vocabulary import ByteVocabulary, Vocabulary
 from acmoe.evaluate.run import ATTACKS, Run, read_json
 
 TEXT_TOKENS = 400  # on a page

@@ -16,21 +16,21 @@ from torch import Tensor
 from torch.nn import functional
 
 from acmoe.analyze.observe import Seen, observed
-from acmoe.config.image_data import ImageDataConfig
-from acmoe.config.train import Precision
-from acmoe.data.arrays import Tokens
-from acmoe.data.augment import color, normalize
-from acmoe.data.image_batches import EvaluationImages, ImageBatch
-from acmoe.data.images import ImageSet
-from acmoe.data.loader import EvaluationBatches
+from acmoe.config.images.data import ImageDataConfig
+from acmoe.config.text.train import Precision
+from acmoe.data.images.augment import color, normalize
+from acmoe.data.images.batches import EvaluationImages, ImageBatch
+from acmoe.data.images.splits import ImageSet
+from acmoe.data.text.arrays import Tokens
+from acmoe.data.text.loader import EvaluationBatches
 from acmoe.errors import check
-from acmoe.evaluate.device import autocast, seeded
 from acmoe.evaluate.statistics import own_statistics
 from acmoe.evaluate.vision import check_classes, evaluating
-from acmoe.models.classifier import ImageClassifier
-from acmoe.models.decoder import LanguageModel, Memory
+from acmoe.models.images.classifier import ImageClassifier
+from acmoe.models.text.decoder import LanguageModel, Memory
 from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.baselines import RandomRouter
+from acmoe.runtime import autocast, seeded
 
 # A batch of images and its number -> what the classifier reads; an attack is one.
 Reading = Callable[[ImageBatch, int], Tensor]

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from acmoe.analyze.record import RoutingRecord, record_language, record_vision
-from acmoe.config.attack import AttackConfig, eps_text
-from acmoe.config.data import ContaminationConfig
+from acmoe.config.images.attack import AttackConfig, eps_text
+from acmoe.config.images.train import VISION_RUNS
 from acmoe.config.routing import AdaptiveConfig, Statistics
-from acmoe.config.train_vision import VISION_RUNS
-from acmoe.data.contaminate import contaminate
+from acmoe.config.text.data import ContaminationConfig
+from acmoe.data.text.contaminate import contaminate
 from acmoe.errors import check
 from acmoe.evaluate.attacked import attacked_images
-from acmoe.evaluate.device import pick_device
 from acmoe.evaluate.language import check_vocabulary
 from acmoe.evaluate.run import Run, VisionRun, open_run, open_vision_run, run_kind
 from acmoe.evaluate.statistics import using_statistics
+from acmoe.runtime import pick_device
 
 COMPARED: tuple[Statistics, ...] = (
     "batch",

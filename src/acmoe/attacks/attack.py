@@ -8,7 +8,7 @@ from acmoe.attacks.ball import Ball
 from acmoe.attacks.gradient import fgsm, pgd
 from acmoe.attacks.spsa import spsa
 from acmoe.attacks.target import Target
-from acmoe.config.attack import AnyAttack, FGSMConfig, PGDConfig, SPSAConfig
+from acmoe.config.images.attack import AnyAttack, FGSMConfig, PGDConfig, SPSAConfig
 
 
 def perturb(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from acmoe.attacks.ball import Ball
 from acmoe.attacks.target import Target
-from acmoe.config.attack import AutoAttackConfig
+from acmoe.config.images.attack import AutoAttackConfig
 from acmoe.errors import UserError
 
 SOURCE = "git+https://github.com/fra31/auto-attack"

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from acmoe.attacks.ball import Ball
 from acmoe.attacks.target import Soundness, Target, loss_gradient
-from acmoe.config.attack import PGDConfig
+from acmoe.config.images.attack import PGDConfig
 
 
 def fgsm(target: Target, ball: Ball, labels: Tensor) -> Tensor:

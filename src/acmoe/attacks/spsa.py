@@ -10,7 +10,7 @@ from torch import Tensor
 
 from acmoe.attacks.ball import Ball
 from acmoe.attacks.target import Soundness, Target, margin
-from acmoe.config.attack import SPSAConfig
+from acmoe.config.images.attack import SPSAConfig
 
 Loss = Callable[[Tensor], Tensor]  # images -> one loss an image
 

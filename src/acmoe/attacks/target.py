@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from acmoe.attacks.ball import Bounds
-from acmoe.config.attack import AttackConfig
-from acmoe.config.image_data import RGB, ImageDataConfig
+from acmoe.config.images.attack import AttackConfig
+from acmoe.config.images.data import RGB, ImageDataConfig
 from acmoe.errors import UserError, check
 from acmoe.routing.statistics import override_statistics
 

@@ -74,8 +74,8 @@ class Analyze:
         from dataclasses import replace
 
         from acmoe.analyze.sampling import AnalyzeConfig
-        from acmoe.config.attack import attack_config, parse_eps
-        from acmoe.config.data import ContaminationConfig
+        from acmoe.config.images.attack import attack_config, parse_eps
+        from acmoe.config.text.data import ContaminationConfig
         from acmoe.errors import check
 
         check(

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from acmoe.config.attack import AttackConfig
+    from acmoe.config.images.attack import AttackConfig
     from acmoe.evaluate.vision_run import RunAttack
 
 
@@ -72,7 +72,7 @@ class Attack:
     def config(self) -> "AttackConfig":
         from dataclasses import fields
 
-        from acmoe.config.attack import attack_config, parse_eps
+        from acmoe.config.images.attack import attack_config, parse_eps
         from acmoe.errors import check
 
         config = attack_config(
@@ -97,7 +97,7 @@ class Attack:
 
 
 def _show(found: "RunAttack") -> None:
-    from acmoe.config.attack import eps_text
+    from acmoe.config.images.attack import eps_text
 
     report = found.report
     table = Table("eps", "clean top-1", "attacked top-1", "attacked top-5", "tokens moved")

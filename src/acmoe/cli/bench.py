@@ -36,7 +36,7 @@ class Layer:
     """Also write benchmarks/results/DATE-layer-DEVICE.json."""
 
     def run(self) -> int:
-        from acmoe.bench.layer import LayerConfig, bench_layer
+        from acmoe.lab.bench.layer import LayerConfig, bench_layer
 
         config = LayerConfig(
             shapes=self.shapes,
@@ -76,7 +76,7 @@ class Router:
     """Also write benchmarks/results/DATE-router-DEVICE.json."""
 
     def run(self) -> int:
-        from acmoe.bench.router import RouterBenchConfig, bench_router
+        from acmoe.lab.bench.router import RouterBenchConfig, bench_router
 
         config = RouterBenchConfig(
             shapes=self.shapes,
@@ -119,7 +119,7 @@ class Train:
     """Also write benchmarks/results/DATE-train-DEVICE.json."""
 
     def run(self) -> int:
-        from acmoe.bench.train import TrainBenchConfig, bench_train
+        from acmoe.lab.bench.train import TrainBenchConfig, bench_train
 
         config = TrainBenchConfig(
             models=self.models,
@@ -159,9 +159,9 @@ class Bench:
             return self.action.run()
         import torch
 
-        from acmoe.bench.shapes import find_shapes
-        from acmoe.bench.which import rivals, which
-        from acmoe.evaluate.device import pick_device
+        from acmoe.lab.bench.shapes import find_shapes
+        from acmoe.lab.bench.which import rivals, which
+        from acmoe.runtime import pick_device
 
         device = pick_device("auto")
         for shape in find_shapes(getattr(self.action, "shapes", ()) or ("olmoe",), device):

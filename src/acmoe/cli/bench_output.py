@@ -10,7 +10,7 @@ from rich.console import Console
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from acmoe.bench.results import Report
+    from acmoe.lab.bench.results import Report
 
 
 def command_of(name: str, action: "DataclassInstance") -> str:
@@ -35,8 +35,8 @@ def say(text: str) -> None:
 
 def show(report: "Report", *, json: bool, save: bool) -> int:
     """The report on stdout, and in a file of its own where asked."""
-    from acmoe.bench import results
-    from acmoe.bench.table import absences, terminal_table
+    from acmoe.lab.bench import results
+    from acmoe.lab.bench.table import absences, terminal_table
 
     if json:
         print(report.to_json())

@@ -36,7 +36,7 @@ class Profile:
     """Also write benchmarks/results/DATE-profile-DEVICE.json."""
 
     def run(self) -> int:
-        from acmoe.bench.profile import ProfileConfig, bench_profile
+        from acmoe.lab.bench.profile import ProfileConfig, bench_profile
 
         config = ProfileConfig(
             shapes=self.shapes,
@@ -79,8 +79,8 @@ class Tune:
     """Also write benchmarks/results/DATE-tune-DEVICE.json."""
 
     def run(self) -> int:
-        from acmoe.bench.tune import TuneConfig, bench_tune
-        from acmoe.bench.tune_candidates import KERNELS
+        from acmoe.lab.bench.tune import TuneConfig, bench_tune
+        from acmoe.lab.bench.tune_candidates import KERNELS
 
         config = TuneConfig(
             shapes=self.shapes,
@@ -103,7 +103,7 @@ class Table:
     """Folder of saved reports."""
 
     def run(self) -> int:
-        from acmoe.bench.table import update_page
+        from acmoe.lab.bench.table import update_page
 
         count = update_page(self.page, self.results)
         print(f"{self.page}: {count} {'table' if count == 1 else 'tables'}")

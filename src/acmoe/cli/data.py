@@ -21,7 +21,7 @@ class List:
     """Print as JSON."""
 
     def run(self) -> int:
-        from acmoe.data.registry import datasets, found
+        from acmoe.data.text.registry import datasets, found
 
         entries = [(entry, found(entry.name, self.root)) for entry in datasets()]
         if self.json:
@@ -64,10 +64,10 @@ class Prepare:
     """How reports name the corpus."""
 
     def run(self) -> int:
-        from acmoe.config.data import PrepareConfig
-        from acmoe.data.hub import download
-        from acmoe.data.prepare import prepare
+        from acmoe.config.text.data import PrepareConfig
         from acmoe.data.progress import progress_bars
+        from acmoe.data.text.hub import download
+        from acmoe.data.text.prepare import prepare
 
         console = Console(stderr=True)
         config = PrepareConfig(

@@ -48,7 +48,7 @@ class Evaluate:
     """Print as JSON."""
 
     def run(self) -> int:
-        from acmoe.config.train_vision import VISION_RUNS
+        from acmoe.config.images.train import VISION_RUNS
         from acmoe.evaluate.run import run_kind
 
         if run_kind(self.folder) in VISION_RUNS:
@@ -66,7 +66,7 @@ class Evaluate:
             show()
 
     def _images(self) -> "RunReport":
-        from acmoe.config.image_data import ImageEvaluateConfig
+        from acmoe.config.images.data import ImageEvaluateConfig
         from acmoe.data.progress import progress_bars
         from acmoe.errors import check
         from acmoe.evaluate.run import open_vision_run
@@ -93,8 +93,8 @@ class Evaluate:
             )
 
     def _text(self) -> "LanguageReport":
-        from acmoe.config.data import ContaminationConfig
-        from acmoe.config.evaluate import EvaluateConfig
+        from acmoe.config.text.data import ContaminationConfig
+        from acmoe.config.text.evaluate import EvaluateConfig
         from acmoe.errors import check
         from acmoe.evaluate.language import evaluate
 

@@ -37,7 +37,7 @@ class Finetune:
     """Print as JSON."""
 
     def run(self) -> int:
-        from acmoe.config.finetune import finetune_config
+        from acmoe.config.text.finetune import finetune_config
         from acmoe.train.finetune import finetune
 
         chosen: dict[str, Any] = {"epochs": self.epochs, "lr": self.lr, "batch": self.batch}

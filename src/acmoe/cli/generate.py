@@ -37,8 +37,8 @@ class Generate:
         import torch
 
         from acmoe.errors import check
-        from acmoe.evaluate.device import pick_device
         from acmoe.evaluate.run import open_run
+        from acmoe.runtime import pick_device
 
         device = pick_device(self.device)
         run = open_run(self.folder)

@@ -33,8 +33,8 @@ class Shift:
     """Print as JSON."""
 
     def run(self) -> int:
-        from acmoe.config.image_data import ImageEvaluateConfig
-        from acmoe.data.image_folder import open_folder
+        from acmoe.config.images.data import ImageEvaluateConfig
+        from acmoe.data.images.folder import open_folder
         from acmoe.data.progress import progress_bars
         from acmoe.evaluate.run import open_vision_run
         from acmoe.evaluate.shift import evaluate_shift

@@ -11,8 +11,8 @@ from rich.table import Table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from acmoe.study.cell import Cell
-    from acmoe.study.size import Size
+    from acmoe.lab.study.cell import Cell
+    from acmoe.lab.study.size import Size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Study:
     data: Path | None = None
     """The folder that holds the data sets (enwiki15-bytes, imagenette, ...)."""
     out: Path | None = None
-    """The results, one JSON line a cell; results/NAME.jsonl if not given."""
+    """The results, one JSON line a cell; studies/records/NAME.jsonl if not given."""
     work: Path = Path("runs/study")
     """Where data are made ready, once."""
     scratch: Path | None = None
@@ -69,14 +69,14 @@ class Study:
     """List the studies, or the cells of one, and stop."""
     summarise: bool = False
     """Write the study's tables into the page and its figures beside, and stop."""
-    page: Path = Path("docs/results.md")
+    page: Path = Path("studies/results.md")
     """The page with the study's markers."""
-    pictures: Path = Path("docs/images/results")
+    pictures: Path = Path("studies/figures")
     """The folder of the figures."""
 
     def run(self) -> int:
         from acmoe.errors import check
-        from acmoe.study.registry import study_of
+        from acmoe.lab.study.registry import study_of
 
         if not self.study:
             check(self.list, "no study given; `acmoe study --list` shows them all")
@@ -89,10 +89,10 @@ class Study:
 
     @property
     def _results(self) -> Path:
-        return self.out or Path("results") / f"{self.study}.jsonl"
+        return self.out or Path("studies/records") / f"{self.study}.jsonl"
 
     def _size(self) -> "Size":
-        from acmoe.study.size import Size
+        from acmoe.lab.study.size import Size
 
         names = ("steps", "batch", "tokens", "megabytes", "parts", "vocabulary", "images")
         given = {name: getattr(self, name) for name in (*names, "spsa_images", "brief", "device")}
@@ -101,9 +101,9 @@ class Study:
     def _cells(self) -> "Sequence[Cell]":
         from acmoe.data.progress import progress_bars
         from acmoe.errors import check
-        from acmoe.study.cell import seeds_major
-        from acmoe.study.materials import Materials
-        from acmoe.study.registry import study_of
+        from acmoe.lab.study.cell import seeds_major
+        from acmoe.lab.study.materials import Materials
+        from acmoe.lab.study.registry import study_of
 
         study = study_of(self.study)
         free = [f'--settings "{setting}" reads none' for setting in study.free_settings]
@@ -124,10 +124,10 @@ class Study:
 
     def _run(self, cells: "Sequence[Cell]") -> int:
         from acmoe.errors import check
-        from acmoe.study.environment import surroundings
-        from acmoe.study.pool import run_cells
-        from acmoe.study.progress import Watch
-        from acmoe.study.results import DONE, FAILED, open_results
+        from acmoe.lab.study.environment import surroundings
+        from acmoe.lab.study.pool import run_cells
+        from acmoe.lab.study.progress import Watch
+        from acmoe.lab.study.results import DONE, FAILED, open_results
 
         check(self.jobs >= 1, f"--jobs {self.jobs}; it must be at least 1")
         skipped = {DONE} if self.retry else {DONE, FAILED}
@@ -156,8 +156,8 @@ class Study:
         return 1 if tally.failed else 0
 
     def _summarise(self) -> int:
-        from acmoe.study.registry import study_of
-        from acmoe.study.report import report
+        from acmoe.lab.study.registry import study_of
+        from acmoe.lab.study.report import report
 
         for path in report(study_of(self.study), self._results, self.page, self.pictures):
             print(path)
@@ -193,7 +193,7 @@ def _matches(part: str, setting: str, names: "Sequence[str]") -> bool:
 
 
 def _list_studies() -> int:
-    from acmoe.study.registry import STUDIES
+    from acmoe.lab.study.registry import STUDIES
 
     table = Table("study", "seeds", "question")
     for name, study in STUDIES.items():

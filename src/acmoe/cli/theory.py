@@ -19,7 +19,7 @@ class Theory:
     """Folder for figures (needs the plots extra)."""
 
     def run(self) -> int:
-        from acmoe.theory import all_confirmed, render, run_checks, to_json
+        from acmoe.lab.theory import all_confirmed, render, run_checks, to_json
 
         checks = run_checks(seed=self.seed)
         if self.json:
@@ -27,7 +27,7 @@ class Theory:
         else:
             Console().print(render(checks))
         if self.figures is not None:
-            from acmoe.analyze.theory_plots import save_theory_figures
+            from acmoe.lab.theory.plots import save_theory_figures
 
             for path in save_theory_figures(self.figures, seed=self.seed):
                 print(f"wrote {path}", file=sys.stderr)

@@ -40,8 +40,8 @@ class Train:
 
 
 def run_recipe(config: object, overrides: tuple[str, ...], folder: Path) -> int:
-    from acmoe.config.train import RunConfig, override_run
-    from acmoe.config.train_vision import VisionRunConfig, override_vision_run
+    from acmoe.config.images.train import VisionRunConfig, override_vision_run
+    from acmoe.config.text.train import RunConfig, override_run
 
     console = Console(stderr=True)
     if isinstance(config, VisionRunConfig):

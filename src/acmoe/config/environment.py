@@ -1,5 +1,5 @@
 """What the environment may ask of kernels. ACMOE_BACKEND, which chooses among them, is an op's:
-ops/backend.py; ACMOE_TUNED, a table of block sizes, is theirs: kernels/tuning.py."""
+ops/dispatch.py; ACMOE_TUNED, a table of block sizes, is theirs: ops/device/tuning.py."""
 
 import os
 

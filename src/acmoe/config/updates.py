@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from acmoe.errors import check, check_choice, check_not_negative, check_positive
 
 if TYPE_CHECKING:
-    from acmoe.config.train import RunConfig
-    from acmoe.config.train_vision import VisionRunConfig
+    from acmoe.config.images.train import VisionRunConfig
+    from acmoe.config.text.train import RunConfig
 
 _COUNTS = ("batch", "split", "log_every", "eval_every", "eval_batch", "checkpoint_every", "keep")
 

@@ -14,19 +14,19 @@ from torch import Tensor, nn
 
 from acmoe.attacks.attack import perturb
 from acmoe.attacks.target import Target, white_box
-from acmoe.config.attack import AttackConfig, eps_text
-from acmoe.config.image_data import ImageDataConfig
+from acmoe.config.images.attack import AttackConfig, eps_text
+from acmoe.config.images.data import ImageDataConfig
 from acmoe.config.serialize import encode
-from acmoe.data.image_batches import EvaluationImages, ImageBatch
-from acmoe.data.images import ImageSet
+from acmoe.data.images.batches import EvaluationImages, ImageBatch
+from acmoe.data.images.splits import ImageSet
 from acmoe.data.progress import Progress, silent
 from acmoe.data.seeding import derive_seed
 from acmoe.evaluate.attack_journal import AttackJournal, Record, fingerprint, open_journal
 from acmoe.evaluate.capacity import own_capacity, using_capacity
-from acmoe.evaluate.device import pick_device, seeded
 from acmoe.evaluate.statistics import using_statistics
 from acmoe.evaluate.vision import check_classes, count_hits, moe_layers
 from acmoe.models.recorded import recorded
+from acmoe.runtime import pick_device, seeded
 
 
 @dataclass(frozen=True, kw_only=True)

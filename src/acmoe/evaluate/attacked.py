@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from acmoe.attacks.attack import perturb
 from acmoe.attacks.target import Target, white_box
-from acmoe.config.attack import AttackConfig
-from acmoe.config.image_data import ImageDataConfig
-from acmoe.data.augment import normalize
-from acmoe.data.image_batches import ImageBatch
+from acmoe.config.images.attack import AttackConfig
+from acmoe.config.images.data import ImageDataConfig
+from acmoe.data.images.augment import normalize
+from acmoe.data.images.batches import ImageBatch
 from acmoe.data.seeding import derive_seed
 from acmoe.errors import check
-from acmoe.evaluate.device import seeded
+from acmoe.runtime import seeded
 
 
 def attacked_images(

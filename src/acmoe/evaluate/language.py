@@ -12,20 +12,20 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from acmoe.config.evaluate import EvaluateConfig
 from acmoe.config.routing import AdaptiveConfig
-from acmoe.config.train import Precision
-from acmoe.data.arrays import Tokens
-from acmoe.data.contaminate import contaminate
-from acmoe.data.corpus import Corpus
-from acmoe.data.loader import EvaluationBatches
-from acmoe.data.swaps import SwapReport
+from acmoe.config.text.evaluate import EvaluateConfig
+from acmoe.config.text.train import Precision
+from acmoe.data.text.arrays import Tokens
+from acmoe.data.text.contaminate import contaminate
+from acmoe.data.text.corpus import Corpus
+from acmoe.data.text.loader import EvaluationBatches
+from acmoe.data.text.swaps import SwapReport
 from acmoe.errors import UserError, check
-from acmoe.evaluate.device import autocast, pick_device, seeded
 from acmoe.evaluate.routing import LayerReport, RoutingTally
 from acmoe.evaluate.run import Run, open_run
 from acmoe.evaluate.statistics import NONE, using_statistics
-from acmoe.models.decoder import LanguageModel, Memory
+from acmoe.models.text.decoder import LanguageModel, Memory
+from acmoe.runtime import autocast, pick_device, seeded
 
 Metric = Literal["bits per byte", "perplexity"]
 

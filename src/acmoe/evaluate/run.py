@@ -14,20 +14,20 @@ from typing import Any, Literal, cast
 
 import torch
 
-from acmoe.config.data import PrepareConfig
+from acmoe.config.images.train import VISION_RUNS, VisionRunConfig
 from acmoe.config.serialize import from_document
-from acmoe.config.train import DataConfig, RunConfig
-from acmoe.config.train_vision import VISION_RUNS, VisionRunConfig
-from acmoe.data.corpus import MANIFEST, Corpus, load_corpus
-from acmoe.data.image_load import load_images
-from acmoe.data.images import ImageSplits
-from acmoe.data.prepare import prepare
-from acmoe.data.registry import dataset
-from acmoe.data.vocabulary import Vocabulary, load_vocabulary
+from acmoe.config.text.data import PrepareConfig
+from acmoe.config.text.train import DataConfig, RunConfig
+from acmoe.data.images.load import load_images
+from acmoe.data.images.splits import ImageSplits
+from acmoe.data.text.corpus import MANIFEST, Corpus, load_corpus
+from acmoe.data.text.prepare import prepare
+from acmoe.data.text.registry import dataset
+from acmoe.data.text.vocabulary import Vocabulary, load_vocabulary
 from acmoe.errors import UserError, check
 from acmoe.models.checkpoint import load
-from acmoe.models.classifier import ImageClassifier
-from acmoe.models.decoder import LanguageModel
+from acmoe.models.images.classifier import ImageClassifier
+from acmoe.models.text.decoder import LanguageModel
 
 CONFIG = "config.json"
 VOCABULARY = "vocabulary.json"

@@ -13,17 +13,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from acmoe.attacks.target import logits_of
-from acmoe.config.image_data import ImageDataConfig, ImageEvaluateConfig
-from acmoe.data.augment import normalize
-from acmoe.data.image_batches import EvaluationImages
-from acmoe.data.imagenet_shift import Shift, class_subset, images_of
-from acmoe.data.images import ImageSet
+from acmoe.config.images.data import ImageDataConfig, ImageEvaluateConfig
+from acmoe.data.images.augment import normalize
+from acmoe.data.images.batches import EvaluationImages
+from acmoe.data.images.imagenet_shift import Shift, class_subset, images_of
+from acmoe.data.images.splits import ImageSet
 from acmoe.data.progress import Progress, silent
 from acmoe.errors import UserError, check
 from acmoe.evaluate.capacity import using_capacity
-from acmoe.evaluate.device import autocast, pick_device, seeded
 from acmoe.evaluate.statistics import using_statistics
 from acmoe.evaluate.vision import check_classes, count_hits, evaluating
+from acmoe.runtime import autocast, pick_device, seeded
 
 
 @dataclass(frozen=True, kw_only=True)

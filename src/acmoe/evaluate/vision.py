@@ -13,20 +13,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from acmoe.attacks.target import logits_of
-from acmoe.config.image_data import ImageDataConfig, ImageEvaluateConfig
-from acmoe.data.augment import normalize
-from acmoe.data.image_batches import EvaluationImages
-from acmoe.data.images import ImageSet
+from acmoe.config.images.data import ImageDataConfig, ImageEvaluateConfig
+from acmoe.data.images.augment import normalize
+from acmoe.data.images.batches import EvaluationImages
+from acmoe.data.images.splits import ImageSet
 from acmoe.data.progress import Progress, silent
 from acmoe.errors import check
 from acmoe.evaluate.capacity import using_capacity
-from acmoe.evaluate.device import autocast, pick_device, seeded
 from acmoe.evaluate.routing import LayerReport, RoutingTally
 from acmoe.evaluate.statistics import using_statistics
 from acmoe.experts.moe import MoE
 from acmoe.experts.soft import SoftMoE
 from acmoe.models.recorded import recorded
 from acmoe.routing.state import Routing
+from acmoe.runtime import autocast, pick_device, seeded
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from acmoe.config.attack import AttackConfig
-from acmoe.config.image_data import ImageEvaluateConfig
+from acmoe.config.images.attack import AttackConfig
+from acmoe.config.images.data import ImageEvaluateConfig
 from acmoe.data.progress import Progress, silent
 from acmoe.evaluate.attack import AttackReport, evaluate_attack
 from acmoe.evaluate.run import ATTACKS, VisionRun, Which

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acmoe.ops.order import Clusters, sort_rows, sort_rows_and_tokens
+from acmoe.ops.sort.op import Clusters, sort_rows, sort_rows_and_tokens
 from acmoe.routing.router import real_tokens
 from acmoe.routing.state import Routing
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from acmoe.config.routing import AdaptiveConfig, RandomConfig
 from acmoe.errors import UserError, check
-from acmoe.ops.order import Clusters, worth_sorting
+from acmoe.ops.sort.op import Clusters, worth_sorting
 from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.baselines import RandomRouter
 from acmoe.routing.cache import StatisticsSlot

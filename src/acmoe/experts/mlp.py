@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from acmoe.errors import check
 from acmoe.experts.dispatch import Order, combine, dispatch, sort_by_expert
-from acmoe.ops.backend import (
+from acmoe.ops.dispatch import (
     Option,
     choose,
     grouped_mm_obstacle,
     sonicmoe_obstacle,
     triton_obstacle,
 )
-from acmoe.ops.experts import expert_mlp
-from acmoe.ops.grouped import grouped_linear, grouped_mm
+from acmoe.ops.experts.autograd import expert_mlp
+from acmoe.ops.experts.grouped import grouped_linear, grouped_mm
+from acmoe.ops.experts.sonicmoe import sonic_mlp
 from acmoe.ops.precision import autocast_dtype
-from acmoe.ops.sonic import sonic_mlp
 
 
 def swiglu(h: Tensor) -> Tensor:

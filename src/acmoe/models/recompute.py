@@ -11,7 +11,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-import acmoe.ops.route_op  # noqa: F401, defines acmoe::route
+import acmoe.ops.route.autograd  # noqa: F401, defines acmoe::route
 
 # Operators that choose: their results are kept, all others are computed again.
 _CHOICES = (

@@ -7,24 +7,24 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from acmoe.config.language import (
-    LANGUAGE_MODELS,
-    LanguageConfig,
-    LanguageModelCard,
-    language_router,
-)
-from acmoe.config.routing import RouterConfig
-from acmoe.config.vision import SoftViTConfig, SwinConfig
-from acmoe.config.vision_models import (
+from acmoe.config.images.presets import (
     SOFT_VIT_MODELS,
     SWIN_MODELS,
     VisionModelCard,
     vision_router,
 )
+from acmoe.config.images.vision import SoftViTConfig, SwinConfig
+from acmoe.config.routing import RouterConfig
+from acmoe.config.text.language import (
+    LANGUAGE_MODELS,
+    LanguageConfig,
+    LanguageModelCard,
+    language_router,
+)
 from acmoe.errors import UserError, check
-from acmoe.models.decoder import LanguageModel
-from acmoe.models.swin import SwinModel
-from acmoe.models.vit import SoftViT
+from acmoe.models.images.swin import SwinModel
+from acmoe.models.images.vit import SoftViT
+from acmoe.models.text.decoder import LanguageModel
 
 ModelCard = LanguageModelCard | VisionModelCard
 

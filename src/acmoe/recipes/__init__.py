@@ -10,8 +10,8 @@ import difflib
 from collections.abc import Callable
 from typing import NamedTuple
 
-from acmoe.config.train import RunConfig
-from acmoe.config.train_vision import VisionRunConfig
+from acmoe.config.images.train import VisionRunConfig
+from acmoe.config.text.train import RunConfig
 from acmoe.errors import check
 from acmoe.recipes import ablations, language, nano, vision, vision_small
 

@@ -5,14 +5,14 @@ Each changes one thing of `switch-medium-acmoe` (34.42 PPL in the paper: MAD, sk
 
 The same choices in a model for two CPU cores, five seeds each: `acmoe study ablations --settings
 nano`; and in `switch-enwik8`, three seeds each: `--settings enwik8 --data DATA`. Both are in
-docs/results.md.
+studies/.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 
 from acmoe.config.routing import AdaptiveConfig, RandomConfig, SMoEConfig, ThresholdConfig
-from acmoe.config.train import RunConfig
+from acmoe.config.text.train import RunConfig
 from acmoe.recipes.language import PAPER, glam_medium, switch_medium
 
 

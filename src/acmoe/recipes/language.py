@@ -15,9 +15,9 @@ be ("full"). Its headline Switch-medium is adaptive from the third layer on ("sk
 from collections.abc import Callable
 from dataclasses import replace
 
-from acmoe.config.language import LANGUAGE_MODELS, language_router
 from acmoe.config.routing import AdaptiveConfig, RouterConfig
-from acmoe.config.train import UPDATES_PER_EPOCH, DataConfig, RunConfig
+from acmoe.config.text.language import LANGUAGE_MODELS, language_router
+from acmoe.config.text.train import UPDATES_PER_EPOCH, DataConfig, RunConfig
 
 PAPER = AdaptiveConfig.preset("paper")
 
@@ -45,7 +45,7 @@ def paper_run(
 def switch_small(router: str | RouterConfig = "smoe") -> RunConfig:
     """Switch-small, SMoE, WikiText-103 (paper: 87.94 PPL).
 
-    Ours: 621.24 +- 1.76 after 300 updates on words of Wikipedia (n = 3, docs/results.md; vocabulary
+    Ours: 621.24 +- 1.76 after 300 updates on words of Wikipedia (n = 3, studies/; vocabulary
     50,000, bf16, split 1, a falling rate), and 523.22 +- 10.02 with dropout 0.1 (n = 8). This then
     finetuned, 1 to 4 epochs at 1e-3: SST-2 75.04 +- 2.21, SST-5 35.23 +- 0.52, Banking-77 81.31 +-
     0.89 % (n = 5). 40 epochs on four A100 40 GB; the paper gives no hours.
@@ -64,7 +64,7 @@ def switch_small_xmoe() -> RunConfig:
 def switch_small_acmoe() -> RunConfig:
     """Switch-small, ACMoE, WikiText-103 (paper: 85.07 PPL).
 
-    Ours: 624.63 +- 3.24 after 300 updates on words of Wikipedia (n = 3, docs/results.md; vocabulary
+    Ours: 624.63 +- 3.24 after 300 updates on words of Wikipedia (n = 3, studies/; vocabulary
     50,000, bf16, split 1, a falling rate), and 528.71 +- 11.15 with dropout 0.1 (n = 8). This then
     finetuned, 1 to 4 epochs at 1e-3: SST-2 74.60 +- 1.69, SST-5 35.20 +- 0.71, Banking-77 81.47 +-
     0.71 % (n = 5). 40 epochs on four A100 40 GB; the paper gives no hours.
@@ -111,7 +111,7 @@ def switch_medium_acmoe() -> RunConfig:
 def glam_small(router: str | RouterConfig = "smoe") -> RunConfig:
     """GLaM-small, SMoE, WikiText-103 (paper: 58.27 PPL).
 
-    Ours: 496.80 +- 15.72 after 300 updates on words of Wikipedia (n = 3, docs/results.md; dropout
+    Ours: 496.80 +- 15.72 after 300 updates on words of Wikipedia (n = 3, studies/; dropout
     0.1, vocabulary 50,000, bf16, split 1, a falling rate). 60 epochs on four A100 40 GB; the paper
     gives no hours.
     """
@@ -129,7 +129,7 @@ def glam_small_xmoe() -> RunConfig:
 def glam_small_acmoe() -> RunConfig:
     """GLaM-small, ACMoE, WikiText-103 (paper: 54.55 PPL).
 
-    Ours: 500.46 +- 15.23 after 300 updates on words of Wikipedia (n = 3, docs/results.md; dropout
+    Ours: 500.46 +- 15.23 after 300 updates on words of Wikipedia (n = 3, studies/; dropout
     0.1, vocabulary 50,000, bf16, split 1, a falling rate). 60 epochs on four A100 40 GB; the paper
     gives no hours.
     """
@@ -173,7 +173,7 @@ def glam_medium_acmoe() -> RunConfig:
 def switch_enwik8(router: str | RouterConfig = "smoe") -> RunConfig:
     """Switch, SMoE, EnWik-8 (paper: 1.153 bits per byte).
 
-    Ours: 2.4762 +- 0.0381 after 500 updates of 8,192 bytes of Wikipedia (n = 3, docs/results.md;
+    Ours: 2.4762 +- 0.0381 after 500 updates of 8,192 bytes of Wikipedia (n = 3, studies/;
     span 512, bf16, split 1, a falling rate), 2.5040 +- 0.0450 with balance 0 (n = 5), and 2.4237 +-
     0.0528 with `model.norm=pre` and fresh seeds (n = 5). 80 epochs on four A100 40 GB; the paper
     gives no hours.
@@ -184,7 +184,7 @@ def switch_enwik8(router: str | RouterConfig = "smoe") -> RunConfig:
 def switch_enwik8_acmoe() -> RunConfig:
     """Switch, ACMoE, EnWik-8 (paper: 1.137 bits per byte).
 
-    Ours: 2.4786 +- 0.0373 after 500 updates of 8,192 bytes of Wikipedia (n = 3, docs/results.md;
+    Ours: 2.4786 +- 0.0373 after 500 updates of 8,192 bytes of Wikipedia (n = 3, studies/;
     span 512, bf16, split 1, a falling rate), 2.5123 +- 0.0457 with balance 0 (n = 5), and 2.4453 +-
     0.0595 with `model.norm=pre` and fresh seeds (n = 5). 80 epochs on four A100 40 GB; the paper
     gives no hours.

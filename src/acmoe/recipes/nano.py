@@ -6,9 +6,9 @@ Two routers of one model differ in the router alone: same seed, same first weigh
 from collections.abc import Callable
 from dataclasses import replace
 
-from acmoe.config.language import LANGUAGE_MODELS, language_router
 from acmoe.config.routing import RouterConfig
-from acmoe.config.train import DataConfig, RunConfig
+from acmoe.config.text.language import LANGUAGE_MODELS, language_router
+from acmoe.config.text.train import DataConfig, RunConfig
 
 
 def nano_run(model: str, router: str | RouterConfig) -> RunConfig:
@@ -33,7 +33,7 @@ def nano_run(model: str, router: str | RouterConfig) -> RunConfig:
 def switch_nano() -> RunConfig:
     """Switch-nano, SMoE, bytes of Python's standard library (not in the paper).
 
-    Ours: 2.9676 +- 0.0700 bits per byte after 300 updates (n = 5, docs/results.md). Minutes on two
+    Ours: 2.9676 +- 0.0700 bits per byte after 300 updates (n = 5, studies/). Minutes on two
     CPU cores.
     """
     return nano_run("switch-nano", "smoe")
@@ -43,7 +43,7 @@ def switch_nano_acmoe() -> RunConfig:
     """Switch-nano, ACMoE with running statistics, the same bytes (not in the paper).
 
     Ours: 2.9645 +- 0.0611 bits per byte after 300 updates with the statistics of the batch (n = 5,
-    docs/results.md). Minutes on two CPU cores.
+    studies/). Minutes on two CPU cores.
     """
     return nano_run("switch-nano", "adaptive")
 

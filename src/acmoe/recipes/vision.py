@@ -15,11 +15,11 @@ ImageNet is read from data/imagenet (train/CLASS/file and val/CLASS/file); anoth
 from collections.abc import Callable
 from dataclasses import replace
 
-from acmoe.config.image_data import AugmentConfig, ImageDataConfig
+from acmoe.config.images.data import AugmentConfig, ImageDataConfig
+from acmoe.config.images.presets import SOFT_VIT_MODELS, SWIN_MODELS, vision_router
+from acmoe.config.images.train import SoftViTRunConfig, SwinRunConfig, VisionRunConfig
+from acmoe.config.images.vision import SoftViTConfig, SwinConfig
 from acmoe.config.routing import AdaptiveConfig, RandomConfig, RouterConfig
-from acmoe.config.train_vision import SoftViTRunConfig, SwinRunConfig, VisionRunConfig
-from acmoe.config.vision import SoftViTConfig, SwinConfig
-from acmoe.config.vision_models import SOFT_VIT_MODELS, SWIN_MODELS, vision_router
 
 IMAGENET = ImageDataConfig(name="folder", source="data/imagenet", size=224, threads=16)
 

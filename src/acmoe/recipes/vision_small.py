@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from acmoe.config.image_data import AugmentConfig, ImageDataConfig
-from acmoe.config.train_vision import SoftViTRunConfig, SwinRunConfig, VisionRunConfig
-from acmoe.config.vision import SoftViTConfig, SwinConfig
-from acmoe.config.vision_models import SOFT_VIT_MODELS, SWIN_MODELS, vision_router
+from acmoe.config.images.data import AugmentConfig, ImageDataConfig
+from acmoe.config.images.presets import SOFT_VIT_MODELS, SWIN_MODELS, vision_router
+from acmoe.config.images.train import SoftViTRunConfig, SwinRunConfig, VisionRunConfig
+from acmoe.config.images.vision import SoftViTConfig, SwinConfig
 
 IMAGENETTE = ImageDataConfig(
     name="folder", source="data/imagenette", size=112, holdout=0.1, threads=8
@@ -68,7 +68,7 @@ def swin_imagenette() -> VisionRunConfig:
     """Swin, 4 + 1 MoE layers of 8 experts, SMoE, Imagenette at 112 px (not in the paper).
 
     Ours: 65.67 +- 0.85 top-1 on the 3,925 test images after 600 updates in bf16, cropped and
-    mirrored alone (n = 5, docs/results.md), 28.52 +- 1.24 on 256 of them under PGD 1/255; with
+    mirrored alone (n = 5, studies/), 28.52 +- 1.24 on 256 of them under PGD 1/255; with
     `model.top_k=1` 65.38 +- 0.81. 100 epochs are 6,600 updates. Written for one GPU.
     """
     return _swin_imagenette("smoe")
@@ -78,7 +78,7 @@ def swin_imagenette_acmoe() -> VisionRunConfig:
     """Swin, 4 + 1 MoE layers of 8 experts, ACMoE, Imagenette at 112 px (not in the paper).
 
     Ours: 65.12 +- 0.72 top-1 on the 3,925 test images after 600 updates in bf16, cropped and
-    mirrored alone (n = 5, docs/results.md), 27.34 +- 2.96 on 256 of them under PGD 1/255; with
+    mirrored alone (n = 5, studies/), 27.34 +- 2.96 on 256 of them under PGD 1/255; with
     `model.top_k=1` 65.39 +- 0.43. 100 epochs are 6,600 updates. Written for one GPU.
     """
     return _swin_imagenette("adaptive")
@@ -93,7 +93,7 @@ def softmoe_imagenette() -> VisionRunConfig:
     """ViT, 4 SoftMoE layers of 32 experts, Imagenette at 112 px (not in the paper).
 
     Ours: 53.26 +- 1.23 top-1 on the 3,925 test images after 600 updates in bf16, cropped and
-    mirrored alone (n = 3, docs/results.md), 32.55 +- 2.29 on 256 of them under PGD 1/255. 200
+    mirrored alone (n = 3, studies/), 32.55 +- 2.29 on 256 of them under PGD 1/255. 200
     epochs are 13,200 updates. Written for one GPU.
     """
     return _softmoe_imagenette("soft")
@@ -103,7 +103,7 @@ def softmoe_imagenette_acmoe() -> VisionRunConfig:
     """ViT, 4 Soft-ACMoE layers of 32 experts, Imagenette at 112 px (not in the paper).
 
     Ours: 53.82 +- 0.61 top-1 on the 3,925 test images after 600 updates in bf16, cropped and
-    mirrored alone (n = 3, docs/results.md), 31.90 +- 2.60 on 256 of them under PGD 1/255. 200
+    mirrored alone (n = 3, studies/), 31.90 +- 2.60 on 256 of them under PGD 1/255. 200
     epochs are 13,200 updates. Written for one GPU.
     """
     return _softmoe_imagenette("adaptive")
@@ -128,7 +128,7 @@ def _swin_nano(router: str) -> SwinRunConfig:
 def swin_nano() -> VisionRunConfig:
     """Swin-nano, SMoE, scanned digits (not in the paper).
 
-    Ours: 95.11 +- 1.38 top-1 on the 266 test images (n = 5, docs/results.md). A minute on two CPU
+    Ours: 95.11 +- 1.38 top-1 on the 266 test images (n = 5, studies/). A minute on two CPU
     cores.
     """
     return _swin_nano("smoe")
@@ -137,7 +137,7 @@ def swin_nano() -> VisionRunConfig:
 def swin_nano_acmoe() -> VisionRunConfig:
     """Swin-nano, ACMoE, the same digits (not in the paper).
 
-    Ours: 95.19 +- 0.82 top-1 on the 266 test images (n = 5, docs/results.md). A minute on two CPU
+    Ours: 95.19 +- 0.82 top-1 on the 266 test images (n = 5, studies/). A minute on two CPU
     cores.
     """
     return _swin_nano("adaptive")

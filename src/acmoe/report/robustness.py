@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from acmoe.config.attack import eps_text
-from acmoe.config.train_vision import VISION_RUNS
+from acmoe.config.images.attack import eps_text
+from acmoe.config.images.train import VISION_RUNS
 from acmoe.errors import UserError
 from acmoe.evaluate.run import ATTACKS, LANGUAGE_RUN, read_json
 from acmoe.report.runs import RunFacts

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from acmoe.analyze.record import LayerRecord, RoutingRecord, record_language, record_vision
-from acmoe.config.train_vision import VISION_RUNS
+from acmoe.config.images.train import VISION_RUNS
 from acmoe.errors import UserError, check
-from acmoe.evaluate.device import pick_device
 from acmoe.evaluate.language import check_vocabulary
 from acmoe.evaluate.run import LANGUAGE_RUN, RunFolder, open_run, open_vision_run
 from acmoe.evaluate.vision import StageTally
 from acmoe.report.runs import RunFacts
 from acmoe.report.sample import Sample, image_sample, text_sample
 from acmoe.routing.state import Routing
+from acmoe.runtime import pick_device
 
 MEASURED_TOKENS = 8192  # that load and instability are taken over: about a second of a nano model
 MEASURED_IMAGES = 64

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from acmoe.config.images.train import VISION_RUNS
 from acmoe.config.serialize import flatten
-from acmoe.config.train_vision import VISION_RUNS
-from acmoe.data.image_load import load_images
+from acmoe.data.images.load import load_images
 from acmoe.errors import UserError, check
 from acmoe.evaluate.run import CONFIG, METRICS, open_vision_run, read_json, read_metrics, run_kind
 from acmoe.train.run_folder import LOCK

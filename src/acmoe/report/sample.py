@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from acmoe.analyze.record import RoutingRecord
-from acmoe.data.corpus import Corpus
-from acmoe.data.images import ImageSet
-from acmoe.data.vocabulary import ByteVocabulary, Vocabulary
+from acmoe.data.images.splits import ImageSet
+from acmoe.data.text.corpus import Corpus
+from acmoe.data.text.vocabulary import ByteVocabulary, Vocabulary
 
 MOST_PIXELS = 112  # a side of an image on the page
 NEWLINE, SPACE, TAB, DELETE = 10, 32, 9, 127

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from acmoe.config.routing import AdaptiveConfig
-from acmoe.ops.dispersion import accumulation_dtype
+from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.routing.cache import StatisticsSlot
 from acmoe.routing.remedies import Remedies
 from acmoe.routing.router import Router

@@ -15,7 +15,7 @@ from acmoe.config.routing import (
     LossConfig,
     RandomConfig,
 )
-from acmoe.ops.dispersion import accumulation_dtype
+from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.routing.adaptive import gather_scale, mix_scales
 from acmoe.routing.cache import StatisticsSlot
 from acmoe.routing.router import Router, flat, need_token_ids, real_tokens

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from acmoe.errors import check
-from acmoe.ops.prefix import PrefixMoments
+from acmoe.ops.statistics.prefix import PrefixMoments
 
 
 @dataclass

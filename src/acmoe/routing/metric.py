@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from acmoe.config.routing import LossConfig, MetricConfig
-from acmoe.ops.cluster_mean import cluster_mean
-from acmoe.ops.fold import fold_average
+from acmoe.ops.statistics.cluster_mean import cluster_mean
+from acmoe.ops.statistics.running import fold_average
 from acmoe.routing.router import flat
 from acmoe.routing.state import Routing
 from acmoe.routing.step import StepStatistics

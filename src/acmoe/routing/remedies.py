@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.errors import check
-from acmoe.ops.cluster_mean import cluster_mean
-from acmoe.ops.fold import fold_average
+from acmoe.ops.statistics.cluster_mean import cluster_mean
+from acmoe.ops.statistics.running import fold_average
 from acmoe.routing.cache import StatisticsSlot
 from acmoe.routing.router import Router, flat
 from acmoe.routing.state import RoutingState

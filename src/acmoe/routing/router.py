@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from acmoe.config.routing import LossConfig
 from acmoe.errors import check
 from acmoe.ops.checks import check_dim, check_token_mask
-from acmoe.ops.dispersion import accumulation_dtype
 from acmoe.ops.precision import without_autocast
+from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.routing.cache import StatisticsSlot
 from acmoe.routing.state import Routing, RoutingState
 

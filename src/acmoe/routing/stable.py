@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from acmoe.config.routing import LossConfig, StableConfig
 from acmoe.errors import check
 from acmoe.ops.checks import check_range
-from acmoe.ops.embedding import Embedding
+from acmoe.ops.embedding.op import Embedding
 from acmoe.routing.losses import distillation_loss, stable_balance_loss
 from acmoe.routing.router import Router, flat, need_token_ids
 from acmoe.routing.state import Routing

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from acmoe.errors import check
-from acmoe.ops.order import Clusters
+from acmoe.ops.sort.op import Clusters
 
 
 class Routing(NamedTuple):

@@ -22,17 +22,17 @@ from torch import Tensor, nn
 
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.errors import check
-from acmoe.ops.dispersion import accumulation_dtype
-from acmoe.ops.fold import fold_and_scale, fold_average
-from acmoe.ops.measure import (
+from acmoe.ops.sort.op import Clusters
+from acmoe.ops.statistics.dispersion import accumulation_dtype
+from acmoe.ops.statistics.op import (
     ScaleOptions,
     measured_dispersion,
     measured_prefix,
     measured_scale,
     scale_of,
 )
-from acmoe.ops.order import Clusters
-from acmoe.ops.prefix import PrefixMoments
+from acmoe.ops.statistics.prefix import PrefixMoments
+from acmoe.ops.statistics.running import fold_and_scale, fold_average
 from acmoe.routing.cache import StatisticsSlot, check_inference
 from acmoe.routing.step import StepStatistics
 from acmoe.routing.strength import Strength

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from acmoe.config.routing import LossConfig, SMoEConfig
 from acmoe.errors import check
-from acmoe.ops.affinity import fused_route
-from acmoe.ops.backend import Option, choose, triton_obstacle
-from acmoe.ops.dispersion import accumulation_dtype
-from acmoe.ops.order import Clusters
+from acmoe.ops.dispatch import Option, choose, triton_obstacle
+from acmoe.ops.route.op import fused_route
+from acmoe.ops.sort.op import Clusters
+from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.routing.cache import StatisticsSlot
 from acmoe.routing.losses import (
     balance_loss,

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from acmoe.config.finetune import FinetuneConfig
-from acmoe.config.language import base_router
 from acmoe.config.routing import StableConfig
-from acmoe.data.sentence_batches import EncodedSentence, SentenceBatch
-from acmoe.data.sentences import Sentence
-from acmoe.data.vocabulary import EOS, UNK, WordVocabulary
+from acmoe.config.text.finetune import FinetuneConfig
+from acmoe.config.text.language import base_router
+from acmoe.data.text.sentence_batches import EncodedSentence, SentenceBatch
+from acmoe.data.text.sentences import Sentence
+from acmoe.data.text.vocabulary import EOS, UNK, WordVocabulary
 from acmoe.errors import check
-from acmoe.models.decoder import LanguageModel
+from acmoe.models.text.decoder import LanguageModel
 
 
 class Classifier(nn.Module):

@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
-from acmoe.config.data import ContaminationConfig
-from acmoe.config.evaluate import EvaluateConfig
-from acmoe.config.train import DataConfig, RunConfig
+from acmoe.config.text.data import ContaminationConfig
+from acmoe.config.text.evaluate import EvaluateConfig
+from acmoe.config.text.train import DataConfig, RunConfig
 from acmoe.errors import check
 from acmoe.evaluate.language import LanguageReport, evaluate
 from acmoe.evaluate.run import open_run

@@ -17,21 +17,21 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from acmoe.config.finetune import FinetuneConfig
+from acmoe.config.text.finetune import FinetuneConfig
 from acmoe.data.progress import Progress, progress_bars, silent
 from acmoe.data.seeding import derive_seed
-from acmoe.data.sentence_batches import (
+from acmoe.data.text.sentence_batches import (
     EncodedSentence,
     SentenceBatch,
     encode_sentences,
     sentence_batches,
 )
-from acmoe.data.sentences import Sentence, load_sentences, task_of
+from acmoe.data.text.sentences import Sentence, load_sentences, task_of
 from acmoe.errors import check
-from acmoe.evaluate.device import autocast, pick_device, seeded
 from acmoe.evaluate.run import CHECKPOINTS, METRICS, Run, open_run, step_folder
 from acmoe.models.checkpoint import load
 from acmoe.routing.step import fold_statistics
+from acmoe.runtime import autocast, pick_device, seeded
 from acmoe.train.checkpoint import CheckpointStore
 from acmoe.train.classifier import (
     Classifier,

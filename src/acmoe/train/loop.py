@@ -5,10 +5,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from acmoe.config.train import RunConfig
-from acmoe.evaluate.device import pick_device, seeded
+from acmoe.config.text.train import RunConfig
 from acmoe.evaluate.language import check_vocabulary, metric_of
 from acmoe.evaluate.run import CHECKPOINTS, open_corpus
+from acmoe.runtime import pick_device, seeded
 from acmoe.train.checkpoint import CheckpointStore
 from acmoe.train.course import Course
 from acmoe.train.display import Display

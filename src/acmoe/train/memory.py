@@ -9,7 +9,7 @@ K blocks, B streams, S positions of memory, L of a segment, D features, N = S + 
 
 import torch
 
-from acmoe.models.decoder import Memory
+from acmoe.models.text.decoder import Memory
 from acmoe.ops.rows import copy_rows
 
 

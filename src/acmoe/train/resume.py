@@ -5,10 +5,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from acmoe.data.corpus import Corpus
+from acmoe.data.text.corpus import Corpus
 from acmoe.errors import check
 from acmoe.models.checkpoint import load
-from acmoe.models.decoder import Memory
+from acmoe.models.text.decoder import Memory
 from acmoe.train.checkpoint import CheckpointStore
 from acmoe.train.journal import Journal
 from acmoe.train.optim import optimizer_tensors, restore_optimizer

@@ -10,7 +10,7 @@ from typing import Any
 
 import acmoe
 from acmoe.config.serialize import differences, from_document, to_document
-from acmoe.data.vocabulary import Vocabulary, save_vocabulary
+from acmoe.data.text.vocabulary import Vocabulary, save_vocabulary
 from acmoe.errors import UserError, check
 from acmoe.evaluate.run import CONFIG, LANGUAGE_RUN, VOCABULARY, read_json, run_kind
 from acmoe.train.checkpoint import write_text

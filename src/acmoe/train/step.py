@@ -11,20 +11,20 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from acmoe.config.language import language_router
-from acmoe.config.train import RunConfig
-from acmoe.data.arrays import Tokens
-from acmoe.data.corpus import Corpus
-from acmoe.data.loader import Batch, TrainingBatches
-from acmoe.evaluate.device import autocast
+from acmoe.config.text.language import language_router
+from acmoe.config.text.train import RunConfig
+from acmoe.data.text.arrays import Tokens
+from acmoe.data.text.corpus import Corpus
+from acmoe.data.text.loader import Batch, TrainingBatches
 from acmoe.evaluate.language import score_stream, statistics_modes
 from acmoe.models.compiled import compile_blocks
-from acmoe.models.decoder import LanguageModel, LanguageOutput, Memory
 from acmoe.models.registry import build_model
+from acmoe.models.text.decoder import LanguageModel, LanguageOutput, Memory
 from acmoe.routing.losses import load
 from acmoe.routing.stable import StableRouter
 from acmoe.routing.state import Routing
 from acmoe.routing.step import fold_statistics
+from acmoe.runtime import autocast
 from acmoe.train.graph import StepGraph, make_capturable
 from acmoe.train.memory import HeldMemory
 from acmoe.train.optim import adam, learning_rate, set_learning_rate

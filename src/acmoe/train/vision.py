@@ -8,13 +8,13 @@ from typing import Any, cast
 
 from rich.console import Console
 
-from acmoe.config.train_vision import VisionRunConfig
-from acmoe.data.image_load import load_images
-from acmoe.data.images import ImageSplits
+from acmoe.config.images.train import VisionRunConfig
+from acmoe.data.images.load import load_images
+from acmoe.data.images.splits import ImageSplits
 from acmoe.errors import check
-from acmoe.evaluate.device import pick_device, seeded
 from acmoe.evaluate.run import CHECKPOINTS
 from acmoe.models.checkpoint import load
+from acmoe.runtime import pick_device, seeded
 from acmoe.train.checkpoint import CheckpointStore
 from acmoe.train.course import Course
 from acmoe.train.display import Display

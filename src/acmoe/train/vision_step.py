@@ -8,19 +8,19 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from acmoe.config.image_data import ImageEvaluateConfig
-from acmoe.config.train_vision import VisionRunConfig
-from acmoe.data.augment import Augment
-from acmoe.data.image_batches import ImageBatch
-from acmoe.data.image_device import training_images
-from acmoe.data.images import ImageSplits
+from acmoe.config.images.data import ImageEvaluateConfig
+from acmoe.config.images.train import VisionRunConfig
+from acmoe.data.images.augment import Augment
+from acmoe.data.images.batches import ImageBatch
+from acmoe.data.images.on_device import training_images
+from acmoe.data.images.splits import ImageSplits
 from acmoe.data.transfer import to_device
 from acmoe.errors import check
-from acmoe.evaluate.device import autocast
 from acmoe.evaluate.vision import evaluate_images
-from acmoe.models.classifier import ImageClassifier, VisionOutput
 from acmoe.models.compiled import compile_blocks
+from acmoe.models.images.classifier import ImageClassifier, VisionOutput
 from acmoe.models.registry import build_model
+from acmoe.runtime import autocast
 from acmoe.train.graph import StepGraph, make_capturable
 from acmoe.train.optim import adam, learning_rate, set_learning_rate
 from acmoe.train.step import eager, mean, summed_loads, take_step

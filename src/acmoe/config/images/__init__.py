@@ -1,0 +1,1 @@
+"""Settings of image classifiers and their runs."""

@@ -1,0 +1,137 @@
+"""Training an image classifier, as data: the model, its images, the optimizer, what is written."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, TypeVar
+
+from acmoe.config.images.data import AugmentConfig, ImageDataConfig
+from acmoe.config.images.presets import vision_router
+from acmoe.config.images.vision import SoftViTConfig, SwinConfig, VisionConfig
+from acmoe.config.overrides import override
+from acmoe.config.text.train import Precision
+from acmoe.config.updates import check_count, check_updates
+from acmoe.errors import check, check_positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionRunConfig:
+    """One training run. Equal configs on one machine's CPU give equal weights, bit by bit.
+
+    Its length is given in `steps` or in `epochs`, and the warmup in the same unit.
+    """
+
+    kind: ClassVar[str]  # stands in the run's config.json
+
+    model: VisionConfig
+    data: ImageDataConfig = field(default_factory=ImageDataConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    steps: int | None = None  # optimizer updates
+    epochs: float | None = None  # passes over the training images
+    batch: int  # images of an update
+    split: int = 1  # micro-batches whose gradients make one update; each has its own statistics
+    lr: float
+    warmup: float = 0.0  # over which lr rises from 0
+    schedule: Literal["constant", "cosine"] = "cosine"  # after the warmup
+    min_lr: float = 0.0  # where cosine ends, at the last step
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.05  # decoupled; none on biases, gains, positions or single numbers
+    clip: float | None = None  # greatest norm of the gradient; None: not clipped
+    precision: Precision = "fp32"  # bf16: autocast; weights and optimizer stay float32
+    seed: int = 0
+    log_every: int = 10  # steps between lines of metrics.jsonl
+    eval_every: int = 1000
+    eval_batch: int = 64  # images of a forward pass in validation
+    eval_images: int | None = None  # validate on this many; None: on all
+    checkpoint_every: int = 1000
+    keep: int = 1  # latest checkpoints kept, beside the best one
+    compile: bool = False  # torch.compile each block
+    graph: bool = False  # replay updates as CUDA graphs: small models wait for launches otherwise
+    device: str = "auto"  # cuda where there is one
+
+    def __post_init__(self) -> None:
+        check_updates(self, rows="images")
+        if self.eval_images is not None:
+            check_count(self.eval_images, "eval_images")
+        self._check_length()
+        self._check_images()
+
+    def _check_length(self) -> None:
+        check(
+            (self.steps is None) != (self.epochs is None),
+            f"steps={self.steps} and epochs={self.epochs}; give one of them, the other as none",
+        )
+        if self.steps is not None:
+            check_count(self.steps, "steps")
+        if self.epochs is not None:
+            check_positive(self.epochs, "epochs")
+
+    def _check_images(self) -> None:
+        check(
+            self.data.size == self.model.image_size,
+            f"data.size={self.data.size} differs from model.image_size={self.model.image_size}; "
+            "set both to the same number of pixels",
+        )
+        check(
+            self.model.channels == 3,
+            f"model.channels={self.model.channels}; images are read in 3 colours",
+        )
+
+    def updates(self, batches_per_pass: int) -> int:
+        """The length of the run in optimizer updates."""
+        return self._in_updates(self.steps or 0, self.epochs, batches_per_pass, least=1)
+
+    def warmup_updates(self, batches_per_pass: int) -> int:
+        epochs = None if self.epochs is None else self.warmup
+        return self._in_updates(round(self.warmup), epochs, batches_per_pass, least=0)
+
+    def _in_updates(self, steps: int, epochs: float | None, per_pass: int, *, least: int) -> int:
+        return steps if epochs is None else max(least, round(epochs * per_pass))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwinRunConfig(VisionRunConfig):
+    """A run of a Swin-MoE."""
+
+    kind: ClassVar[str] = "swin-run"
+
+    model: SwinConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftViTRunConfig(VisionRunConfig):
+    """A run of a vision transformer with SoftMoE layers."""
+
+    kind: ClassVar[str] = "softmoe-run"
+
+    model: SoftViTConfig
+
+
+VISION_RUNS: dict[str, type[VisionRunConfig]] = {
+    config.kind: config for config in (SwinRunConfig, SoftViTRunConfig)
+}
+
+R = TypeVar("R", bound=VisionRunConfig)
+
+
+def override_vision_run(config: R, pairs: Sequence[str]) -> R:
+    """A run with `key=value` overrides; see `acmoe.config.overrides`.
+
+    A router given by its name, or the base of one, is what that name means in an image model, as in
+    `create_model`. A length in another unit replaces the one the run had.
+    """
+    keys = {pair.partition("=")[0] for pair in pairs}
+    added = []
+    for own, other in (("steps", "epochs"), ("epochs", "steps")):
+        if own in keys and other not in keys and getattr(config, own) is None:
+            added.append(f"{other}=none")
+            check(
+                config.warmup == 0 or "warmup" in keys,
+                f"the run counted its warmup={config.warmup:g} in {other}; with {own}, give warmup "
+                f"in {own} too",
+            )
+    return override(
+        config,
+        (*pairs, *added),
+        named=lambda owner, name, value: vision_router(value, config.model),
+    )

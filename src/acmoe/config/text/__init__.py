@@ -1,0 +1,1 @@
+"""Settings of language models and their runs."""

@@ -1,0 +1,63 @@
+"""Finetuning on sentence classification: the clean form, and the paper's."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from acmoe.config.text.train import Precision
+from acmoe.config.updates import check_device
+from acmoe.errors import check, check_choice, check_not_negative, check_positive
+
+Form = Literal["clean", "paper"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneConfig:
+    """One finetuning run.
+
+    form="clean" keeps the pretraining vocabulary and its table, masks padding, reads the last real
+    token through one linear layer and shuffles. form="paper" is the published code: a vocabulary
+    rebuilt from the task (so a fresh table), lower case, padding on the left that is not masked,
+    the last position read through three layers with a log-softmax between, a fixed order.
+    """
+
+    task: str
+    form: Form = "clean"
+    epochs: int
+    lr: float
+    batch: int = 16
+    split: int = 1  # micro-batches whose gradients make one update
+    dropout: float = 0.1
+    which: Literal["best", "last"] = "best"  # checkpoint of the pretraining run
+    precision: Precision = "fp32"
+    seed: int = 0
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_choice(self.task, tuple(_TASKS), "task")
+        check_choice(self.form, ("clean", "paper"), "form")
+        check_choice(self.which, ("best", "last"), "which")
+        check_choice(self.precision, ("fp32", "bf16"), "precision")
+        for name in ("epochs", "batch", "split"):
+            value = getattr(self, name)
+            check(value >= 1, f"{name}={value}; it must be at least 1")
+        check_positive(self.lr, "lr")
+        check(0 <= self.dropout < 1, f"dropout={self.dropout}; it must lie in [0, 1)")
+        check_not_negative(self.seed, "seed")
+        check_device(self.device)
+
+
+# Task: epochs, and the learning rates of the published scripts and of the paper's text.
+_TASKS = {
+    "sst2": (5, 1e-4, 1e-3),
+    "sst5": (5, 1e-4, 1e-3),
+    "banking77": (50, 1e-5, 1e-5),
+}
+
+
+def finetune_config(task: str, form: Form = "clean") -> FinetuneConfig:
+    """The settings of a task: the clean form with the scripts' learning rate, or the paper's."""
+    check_choice(task, tuple(_TASKS), "task")
+    epochs, scripts, text = _TASKS[task]
+    if form == "paper":
+        return FinetuneConfig(task=task, form=form, epochs=epochs, lr=text, split=2)
+    return FinetuneConfig(task=task, form=form, epochs=epochs, lr=scripts)

@@ -1,0 +1,109 @@
+"""Batches of bytes -> what a classifier trains on: altered, normalised, with soft targets.
+
+B images of S pixels a side; K classes. All of it runs on the device the images are on; every draw
+follows from the batch's seed, and none of it waits for the device.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from acmoe.config.images.data import RGB, AugmentConfig
+from acmoe.data.images import transforms as image_ops
+from acmoe.data.images.mix import (
+    cutmix,
+    cutmix_box,
+    erase,
+    erase_boxes,
+    mixup,
+    shift,
+    soft_targets,
+)
+from acmoe.data.images.randaugment import randaugment
+from acmoe.data.transfer import constant, to_device
+
+
+def normalize(images: Tensor, mean: RGB, std: RGB) -> Tensor:
+    """Bytes, or shares of white in [0, 1], as float32 of about mean 0 and deviation 1."""
+    x = images.float() / 255 if images.dtype == torch.uint8 else images
+    return (x - color(mean, x)) / color(std, x)
+
+
+def color(values: RGB, like: Tensor) -> Tensor:
+    """(1, 3, 1, 1) on the device of `like`."""
+    return constant(values, like.device).to(like.dtype).view(1, 3, 1, 1)
+
+
+class Augment:
+    """The alterations of a config, in the order of Swin's recipe.
+
+    >>> augment = Augment(AugmentConfig(), num_classes=10, mean=(0.5,) * 3, std=(0.5,) * 3)
+    >>> images = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
+    >>> x, targets = augment(images, torch.tensor([3, 7]), seed=0)
+    >>> x.shape, targets.shape
+    (torch.Size([2, 3, 8, 8]), torch.Size([2, 10]))
+    """
+
+    def __init__(self, config: AugmentConfig, *, num_classes: int, mean: RGB, std: RGB) -> None:
+        self.config, self.num_classes, self.mean, self.std = config, num_classes, mean, std
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor, labels: Tensor, *, seed: int) -> tuple[Tensor, Tensor]:
+        """uint8 (B, 3, S, S) and labels (B,) -> float32 images and targets (B, K)."""
+        rng = np.random.default_rng(seed)
+        x = normalize(self._colors(self._places(images, rng), rng), self.mean, self.std)
+        x = self._erased(x, seed, rng)
+        targets_BK = soft_targets(labels, self.num_classes, self.config.label_smoothing)
+        return self._mixed(x, targets_BK, rng)
+
+    def _places(self, images: Tensor, rng: np.random.Generator) -> Tensor:
+        """Mirror and move."""
+        config, device = self.config, images.device
+        if config.flip > 0:
+            mirrored_B = to_device(rng.random(len(images)) < config.flip, device)
+            images = torch.where(mirrored_B.view(-1, 1, 1, 1), images.flip(-1), images)
+        if config.shift > 0:
+            by = rng.integers(-config.shift, config.shift + 1, size=(2, len(images)))
+            down_B, right_B = to_device(by, device)
+            images = shift(images, down_B, right_B, config.shift)
+        return images
+
+    def _colors(self, images: Tensor, rng: np.random.Generator) -> Tensor:
+        config = self.config
+        if config.randaugment is not None:
+            images = randaugment(
+                images,
+                magnitude=config.randaugment,
+                std=config.randaugment_std,
+                ops=config.randaugment_ops,
+                rng=rng,
+            )
+        if config.color_jitter > 0:
+            operations = (image_ops.brightness, image_ops.contrast, image_ops.saturation)
+            for number in rng.permutation(len(operations)):
+                least = max(0.0, 1 - config.color_jitter)
+                factor_B = rng.uniform(least, 1 + config.color_jitter, len(images))
+                images = operations[number](images, to_device(factor_B, images.device))
+        return images
+
+    def _erased(self, x: Tensor, seed: int, rng: np.random.Generator) -> Tensor:
+        if self.config.erase == 0:
+            return x
+        height, width = x.shape[-2:]
+        boxes = erase_boxes(len(x), height, width, self.config.erase, rng)
+        generator = torch.Generator(x.device).manual_seed(seed)
+        noise = torch.randn(x.shape, generator=generator, device=x.device)
+        return erase(x, boxes, noise)
+
+    def _mixed(
+        self, x: Tensor, targets_BK: Tensor, rng: np.random.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """Mixup or cutmix, the same share for the whole batch."""
+        config = self.config
+        cut = config.cutmix > 0 and (config.mixup == 0 or rng.random() < config.switch)
+        if cut:
+            share, (height, width) = rng.beta(config.cutmix, config.cutmix), x.shape[-2:]
+            return cutmix(x, targets_BK, cutmix_box(height, width, share, rng))
+        if config.mixup > 0:
+            return mixup(x, targets_BK, float(rng.beta(config.mixup, config.mixup)))
+        return x, targets_BK

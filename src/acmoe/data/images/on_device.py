@@ -1,0 +1,107 @@
+"""Training images that live on the device: no step reads, decodes or copies one.
+
+B images of a batch (of this rank) of S pixels a side, N of the set, kept at R pixels a side.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from acmoe.config.images.data import AugmentConfig, ImageDataConfig
+from acmoe.data.images.batches import ImageBatch, TrainingImages
+from acmoe.data.images.crops import cut_boxes, random_boxes
+from acmoe.data.images.order import ShuffledBatches
+from acmoe.data.images.pixels import centre_crop
+from acmoe.data.images.splits import ImageSet
+from acmoe.data.seeding import derive_seed
+from acmoe.data.transfer import to_device
+from acmoe.errors import UserError
+
+TOGETHER = 64  # images a thread reads before it takes the next: handing out one takes longer
+
+
+class DeviceImages(ShuffledBatches):
+    """Endless shuffled batches, gathered and cropped on the device.
+
+    The images, and their order, are those of `TrainingImages`; crops are cut from the square centre
+    of an image, its shorter side at `data.resize`, and drawn for the batch instead of image by
+    image.
+    """
+
+    def __init__(
+        self,
+        images: ImageSet,
+        data: ImageDataConfig,
+        augment: AugmentConfig,
+        *,
+        batch: int,
+        device: torch.device,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        super().__init__(images, batch=batch, seed=seed, rank=rank, world_size=world_size)
+        self.data, self.augment, self.device = data, augment, device
+        self.pixels = device_pixels(images, data, device)
+        self.labels = to_device(images.labels, device)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> ImageBatch:
+        number = self.number
+        own_B = to_device(self.indices(number), self.device)
+        images, labels = self._cropped(self.pixels[own_B], number), self.labels[own_B]
+        self.number += 1
+        return ImageBatch(images, labels, self.batch_seed(number))
+
+    def _cropped(self, whole: Tensor, number: int) -> Tensor:
+        side, size = whole.shape[-1], self.data.size
+        if self.augment.crop is None:
+            edge = round((side - size) / 2)
+            return whole[..., edge : edge + size, edge : edge + size]
+        rng = np.random.default_rng(derive_seed(self.seed, "crops", number, self.rank))
+        boxes = random_boxes(len(whole), side, self.augment.crop, self.augment.ratio, rng)
+        return cut_boxes(whole, to_device(boxes, self.device), size)
+
+    def close(self) -> None:
+        """Nothing runs ahead."""
+
+
+def device_pixels(images: ImageSet, data: ImageDataConfig, device: torch.device) -> Tensor:
+    """(N, 3, R, R) uint8."""
+    side = data.shorter_side
+    whole = np.empty((len(images), side, side, 3), np.uint8)
+
+    def read(start: int) -> None:
+        for index in range(start, min(start + TOGETHER, len(images))):
+            whole[index] = centre_crop(images.pixels(index), resize=side, size=side)
+
+    with ThreadPoolExecutor(data.threads, thread_name_prefix="images") as pool:
+        for _ in pool.map(read, range(0, len(images), TOGETHER)):
+            pass  # raises what a thread raised
+    try:
+        return torch.from_numpy(whole).to(device).permute(0, 3, 1, 2).contiguous()
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"{len(images):,} images of {side} pixels a side take {2 * whole.nbytes / 1e9:.1f} GB "
+            f"of {device} on their way there, which has not as much left; use data.on_device=false"
+        ) from error
+
+
+def training_images(
+    images: ImageSet,
+    data: ImageDataConfig,
+    augment: AugmentConfig,
+    *,
+    batch: int,
+    device: torch.device,
+    seed: int = 0,
+) -> TrainingImages | DeviceImages:
+    """The batches of a run, from the device where the config asks for it."""
+    if data.on_device:
+        return DeviceImages(images, data, augment, batch=batch, device=device, seed=seed)
+    return TrainingImages(images, data, augment, batch=batch, seed=seed)

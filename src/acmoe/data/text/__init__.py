@@ -1,0 +1,1 @@
+"""Text: corpora, vocabularies, sentences and their batches."""

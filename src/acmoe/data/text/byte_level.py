@@ -1,0 +1,82 @@
+"""Byte-level corpora in EnWik-8's format: one file, its first 90 % for training, 5 % and 5 %."""
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from acmoe.data.progress import Progress
+from acmoe.data.sources import CHUNK, find_file, read_chunks
+from acmoe.data.text.arrays import smallest_dtype, write_array
+from acmoe.data.text.vocabulary import ByteVocabulary
+from acmoe.errors import check
+
+# Length of the text in bytes -> length of each split in bytes.
+Lengths = Callable[[int], dict[str, int]]
+
+
+def proportional(length: int) -> dict[str, int]:
+    """90 %, 5 % and the rest: for EnWik-8's 100,000,000 bytes its usual 90M, 5M and 5M."""
+    train, valid = length * 9 // 10, length // 20
+    return {"train": train, "valid": valid, "test": length - train - valid}
+
+
+def find_byte_file(source: Path) -> Path:
+    """The file itself, or in a folder the one called enwik8, or its only file."""
+    if source.is_file():
+        return source
+    check(source.is_dir(), f"{source} does not exist; expected a file or a folder with one")
+    if found := find_file(source, ("enwik8",)):
+        return found
+    files = sorted(path for path in source.iterdir() if path.is_file())
+    check(
+        len(files) == 1,
+        f"{source} holds {len(files)} files and none is called enwik8; name the file to use",
+    )
+    return files[0]
+
+
+def file_bytes(path: Path, limit: int | None, progress: Progress) -> Iterator[bytes]:
+    """The bytes of a file in chunks, no more than `limit` of them."""
+    left = limit
+
+    def report(done: int, size: int) -> None:
+        progress(path.name, done, size)
+
+    for chunk in read_chunks(path, report):
+        yield chunk[:left]
+        if left is not None:
+            left -= len(chunk)
+            if left <= 0:
+                return
+
+
+def write_bytes(
+    chunks: Iterable[bytes], folder: Path, *, lengths: Lengths, all_values: bool
+) -> tuple[ByteVocabulary, dict[str, int]]:
+    """Write each split as `folder`/SPLIT.npy; returns the vocabulary and the token counts.
+
+    `all_values` keeps all 256 byte values, else only those that occur.
+    """
+    raw = folder / "text.raw"
+    seen = np.zeros(256, dtype=np.bool_)
+    with raw.open("wb") as out:
+        for chunk in chunks:
+            out.write(chunk)
+            seen[np.frombuffer(chunk, dtype=np.uint8)] = True
+    counts = lengths(raw.stat().st_size)
+    for split, length in counts.items():
+        check(length >= 2, f"the {split} split holds {length} bytes; expected two or more")
+    vocabulary = ByteVocabulary(bytes(range(256) if all_values else np.flatnonzero(seen).tolist()))
+    start = 0
+    with raw.open("rb") as text:
+        for split, length in counts.items():
+            text.seek(start)
+            pieces = (
+                vocabulary.lookup[np.frombuffer(text.read(min(CHUNK, length - at)), dtype=np.uint8)]
+                for at in range(0, length, CHUNK)
+            )
+            write_array(folder / f"{split}.npy", smallest_dtype(vocabulary.size), length, pieces)
+            start += length
+    raw.unlink()
+    return vocabulary, counts

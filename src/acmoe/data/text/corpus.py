@@ -1,0 +1,124 @@
+"""A prepared corpus: three memory-mapped streams of token ids, a vocabulary and a manifest."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from acmoe.data.sources import SourceRecord, sha256_of
+from acmoe.data.text.arrays import ArrayRecord, Tokens, check_array, open_array
+from acmoe.data.text.records import check_record, read_record
+from acmoe.data.text.vocabulary import Vocabulary, load_vocabulary
+from acmoe.errors import UserError, check
+
+SPLITS = ("train", "valid", "test")
+MANIFEST = "manifest.json"
+VOCABULARY = "vocabulary.json"
+FORMAT, VERSION = "acmoe-corpus", 1
+
+Kind = Literal["words", "bytes"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What stands in a corpus folder and where it came from; the last file to be written.
+
+    Nothing in it depends on the day or the machine, so equal sources give equal manifests.
+    `published` says that the counts are those known for the data set of that name.
+    """
+
+    name: str
+    title: str
+    kind: Kind
+    published: bool
+    vocabulary_size: int
+    vocabulary_sha256: str
+    splits: dict[str, ArrayRecord]
+    sources: list[SourceRecord]
+    options: dict[str, int | str | None] = field(default_factory=dict)
+    details: dict[str, int | str] = field(default_factory=dict)
+    format: str = FORMAT
+    version: int = VERSION
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Token ids by split (`corpus["valid"]`), with the vocabulary that reads them."""
+
+    folder: Path
+    manifest: Manifest
+    vocabulary: Vocabulary
+    streams: dict[str, Tokens]
+
+    @property
+    def name(self) -> str:
+        return self.manifest.name
+
+    @property
+    def title(self) -> str:
+        return self.manifest.title
+
+    @property
+    def kind(self) -> Kind:
+        return self.manifest.kind
+
+    def __getitem__(self, split: str) -> Tokens:
+        check(
+            split in self.streams,
+            f"split {split!r} is not in {self.folder}; choose one of {', '.join(self.streams)}",
+        )
+        return self.streams[split]
+
+
+def _fix(folder: Path, name: str) -> str:
+    return f"delete {folder} and prepare {name!r} again"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a corpus folder, refused when it is of another format or version."""
+    path = folder / MANIFEST
+    check(path.is_file(), f"no prepared corpus in {folder}; run `acmoe data prepare NAME` first")
+    fix = _fix(folder, folder.name)
+    manifest = read_record(path, Manifest, fix=fix)
+    check_record(path, (manifest.format, manifest.version), (FORMAT, VERSION), fix)
+    check(
+        set(manifest.splits) == set(SPLITS),
+        f"{path} lists {', '.join(manifest.splits)}; expected {', '.join(SPLITS)}; {fix}",
+    )
+    return manifest
+
+
+def is_intact(folder: Path, manifest: Manifest) -> bool:
+    """Whether every array of the manifest is there with its recorded size."""
+    try:
+        for record in manifest.splits.values():
+            check_array(folder, record, fix="")
+    except UserError:
+        return False
+    return (folder / VOCABULARY).is_file()
+
+
+def load_corpus(folder: Path | str, *, verify: bool = False) -> Corpus:
+    """Open a prepared corpus without reading it; `verify` also compares every SHA-256.
+
+    Raises:
+        UserError: nothing is prepared there, or a file is not the one the manifest records.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    fix = _fix(folder, manifest.name)
+    path = folder / VOCABULARY
+    vocabulary = load_vocabulary(path)
+    check(
+        vocabulary.size == manifest.vocabulary_size and vocabulary.kind == manifest.kind,
+        f"{path} holds {vocabulary.size} {vocabulary.kind}, expected {manifest.vocabulary_size}"
+        f" {manifest.kind}; {fix}",
+    )
+    check(
+        not verify or sha256_of(path) == manifest.vocabulary_sha256,
+        f"{path} was changed after it was written: its SHA-256 is not the recorded one; {fix}",
+    )
+    streams = {
+        split: open_array(folder, manifest.splits[split], fix=fix, verify=verify)
+        for split in SPLITS
+    }
+    return Corpus(folder=folder, manifest=manifest, vocabulary=vocabulary, streams=streams)

@@ -1,0 +1,166 @@
+"""Every language data set the commands know by name: what it is, and where to get it."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from acmoe.data.text.corpus import MANIFEST, is_intact, read_manifest
+from acmoe.data.text.sentences import read_sentence_manifest
+from acmoe.errors import UserError, check
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """One data set.
+
+    Attributes:
+        layout: the local files `prepare` takes; empty where none are needed.
+        hub: its id on the HuggingFace hub, for `download` with the `text` extra; empty if none.
+        hub_config: the hub's name for the variant wanted.
+        counts: published tokens of each split, checked by `prepare`; empty for anybody's text.
+        vocabulary_size: published number of symbols; 0 for anybody's text.
+        all_values: byte level: keep all 256 values rather than those that occur.
+    """
+
+    name: str
+    kind: Literal["words", "bytes", "sentences"]
+    title: str
+    about: str
+    licence: str
+    origin: str
+    layout: str
+    hub: str = ""
+    hub_config: str = ""
+    counts: dict[str, int] = field(default_factory=dict)
+    vocabulary_size: int = 0
+    all_values: bool = False
+
+
+_DATASETS = (
+    Dataset(
+        name="stdlib",
+        kind="bytes",
+        title="Python standard library",
+        about="source text of the running Python's standard library, bytes, split by file",
+        licence="PSF-2.0",
+        origin="already on this machine",
+        layout="",
+        all_values=True,
+    ),
+    Dataset(
+        name="wikitext103",
+        kind="words",
+        title="WikiText-103",
+        about="103 million words of verified Wikipedia articles, whole words with case",
+        licence="CC BY-SA 3.0",
+        origin="Merity et al. 2016, Pointer Sentinel Mixture Models",
+        layout="a folder with wiki.train.tokens, wiki.valid.tokens, wiki.test.tokens",
+        hub="Salesforce/wikitext",
+        hub_config="wikitext-103-v1",
+        counts={"train": 103_227_021, "valid": 217_646, "test": 245_569},
+        vocabulary_size=267_735,
+    ),
+    Dataset(
+        name="enwik8",
+        kind="bytes",
+        title="EnWik-8",
+        about="first 100,000,000 bytes of a 2006 dump of the English Wikipedia",
+        licence="GFDL",
+        origin="http://mattmahoney.net/dc/enwik8.zip, unzipped",
+        layout="the file enwik8, or the folder it lies in",
+        counts={"train": 90_000_000, "valid": 5_000_000, "test": 5_000_000},
+        vocabulary_size=205,
+    ),
+    Dataset(
+        name="words",
+        kind="words",
+        title="words",
+        about="any text of yours, word by word, one paragraph a line",
+        licence="yours",
+        origin="yours",
+        layout="a folder with train.txt, valid.txt, test.txt, or parts train_00.txt, train_01.txt",
+    ),
+    Dataset(
+        name="bytes",
+        kind="bytes",
+        title="bytes",
+        about="any file of yours, byte by byte",
+        licence="yours",
+        origin="yours",
+        layout="a file",
+        all_values=True,
+    ),
+    Dataset(
+        name="sst2",
+        kind="sentences",
+        title="SST-2",
+        about="film reviews, negative or positive",
+        licence="not stated by its authors; research use",
+        origin="Socher et al. 2013, Stanford Sentiment Treebank, as in GLUE",
+        layout="a folder with train.tsv, dev.tsv, test.tsv: sentence<TAB>label",
+        hub="stanfordnlp/sst2",
+    ),
+    Dataset(
+        name="sst5",
+        kind="sentences",
+        title="SST-5",
+        about="film reviews in five grades",
+        licence="not stated by its authors; research use",
+        origin="Socher et al. 2013, Stanford Sentiment Treebank",
+        layout="a folder with train.tsv, dev.tsv, test.tsv: sentence<TAB>label",
+        hub="SetFit/sst5",
+    ),
+    Dataset(
+        name="banking77",
+        kind="sentences",
+        title="Banking-77",
+        about="questions to a bank in 77 intents",
+        licence="CC BY 4.0",
+        origin="Casanueva et al. 2020, Efficient Intent Detection with Dual Sentence Encoders",
+        layout="a folder with train.csv, test.csv: text,category",
+        hub="legacy-datasets/banking77",
+    ),
+)
+
+
+def datasets() -> list[Dataset]:
+    """Every known data set, the one that needs no download first."""
+    return list(_DATASETS)
+
+
+def dataset(name: str) -> Dataset:
+    """The data set of that name."""
+    by_name = {entry.name: entry for entry in _DATASETS}
+    check(name in by_name, f"data set {name!r} is not known; choose one of {', '.join(by_name)}")
+    return by_name[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What lies in a data set's place: `state` is prepared, absent or damaged."""
+
+    folder: Path
+    state: Literal["prepared", "absent", "damaged"]
+    detail: str
+
+
+def found(name: str, root: Path) -> Found:
+    """Whether `root`/`name` holds the data set, prepared and whole; reads manifests only."""
+    entry, folder = dataset(name), root / name
+    if not (folder / MANIFEST).is_file():
+        return Found(folder=folder, state="absent", detail="not prepared")
+    try:
+        if entry.kind == "sentences":
+            rows = read_sentence_manifest(folder)
+            check(rows.name == name, f"{folder} holds {rows.name!r}, not {name!r}")
+            splits = rows.splits
+            detail = ", ".join(f"{split} {record.rows:,}" for split, record in splits.items())
+        else:
+            manifest = read_manifest(folder)
+            check(manifest.name == name, f"{folder} holds {manifest.name!r}, not {name!r}")
+            check(is_intact(folder, manifest), f"{folder} is damaged: prepare {name!r} again")
+            tokens = (f"{split} {record.tokens:,}" for split, record in manifest.splits.items())
+            detail = f"{manifest.title}: {', '.join(tokens)}"
+    except UserError as error:
+        return Found(folder=folder, state="damaged", detail=str(error))
+    return Found(folder=folder, state="prepared", detail=detail)

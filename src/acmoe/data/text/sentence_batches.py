@@ -1,0 +1,91 @@
+"""Sentences -> padded batches for finetuning, encoded with a pretraining vocabulary.
+
+Shape letters: B sentences, L positions of the longest of them.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from acmoe.data.seeding import derive_seed
+from acmoe.data.text.sentences import Sentence
+from acmoe.data.text.vocabulary import Ids, Vocabulary, WordVocabulary
+from acmoe.errors import check
+
+_WORD_OR_SIGN = re.compile(r"\w+|[^\w\s]")
+
+
+class EncodedSentence(NamedTuple):
+    """Token ids, the last of them the end of line where the vocabulary has one, and the class."""
+
+    tokens: Ids
+    label: int
+
+
+class SentenceBatch(NamedTuple):
+    """Right-padded sentences; `token_mask` is True for real tokens, `last` is the last of each."""
+
+    tokens: Tensor
+    token_mask: Tensor
+    last: Tensor
+    labels: Tensor
+
+
+def encode_sentences(
+    sentences: Sequence[Sentence], vocabulary: Vocabulary, *, lower: bool = False
+) -> list[EncodedSentence]:
+    """Token ids of each sentence with an end of line behind it.
+
+    A word the vocabulary lacks is tried again with its punctuation split off, since texts such as
+    Banking-77's are not tokenised ("card?"); parts still unknown become `<unk>`. `lower` folds case
+    first.
+    """
+    return [
+        EncodedSentence(_encode(text.lower() if lower else text, vocabulary), label)
+        for text, label in sentences
+    ]
+
+
+def _encode(text: str, vocabulary: Vocabulary) -> Ids:
+    if isinstance(vocabulary, WordVocabulary):
+        words = [part for word in text.split() for part in _parts(word, vocabulary)]
+        return np.array([*map(vocabulary.id_of, words), vocabulary.eos_id], dtype=np.int64)
+    end = [] if vocabulary.eos_id is None else [vocabulary.eos_id]
+    return np.append(vocabulary.encode(text), np.array(end, dtype=np.int64))
+
+
+def _parts(word: str, vocabulary: WordVocabulary) -> list[str]:
+    return [word] if word in vocabulary.ids else _WORD_OR_SIGN.findall(word)
+
+
+def sentence_batches(
+    sentences: Sequence[EncodedSentence],
+    *,
+    batch: int,
+    seed: int = 0,
+    epoch: int = 0,
+    shuffle: bool = False,
+) -> Iterator[SentenceBatch]:
+    """Every sentence once; the shuffled order follows from seed and epoch alone."""
+    check(batch >= 1, f"batch={batch} must be 1 or more sentences")
+    order = torch.arange(len(sentences))
+    if shuffle:
+        generator = torch.Generator().manual_seed(derive_seed(seed, "sentences of epoch", epoch))
+        order = torch.randperm(len(sentences), generator=generator)
+    for start in range(0, len(sentences), batch):
+        yield collate([sentences[i] for i in order[start : start + batch].tolist()])
+
+
+def collate(sentences: Sequence[EncodedSentence]) -> SentenceBatch:
+    """Pad sentences on the right to the longest; padding is token 0 and masked."""
+    lengths = [len(sentence.tokens) for sentence in sentences]
+    tokens_BL = torch.zeros(len(sentences), max(lengths), dtype=torch.int64)
+    for row, sentence in enumerate(sentences):
+        tokens_BL[row, : lengths[row]] = torch.from_numpy(sentence.tokens)
+    last_B = torch.tensor(lengths) - 1
+    mask_BL = torch.arange(max(lengths)) <= last_B[:, None]
+    return SentenceBatch(tokens_BL, mask_BL, last_B, torch.tensor([s.label for s in sentences]))

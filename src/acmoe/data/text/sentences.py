@@ -1,0 +1,199 @@
+"""Sentence classification: SST-2, SST-5 and Banking-77, read from local files and checked."""
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from acmoe.data.sources import SourceRecord, find_file, read_chunks, read_lines, sha256_of
+from acmoe.data.text.banking77 import CATEGORIES
+from acmoe.data.text.records import check_record, read_record, write_record
+from acmoe.errors import UserError, check
+
+FORMAT, VERSION = "acmoe-sentences", 1
+MANIFEST = "manifest.json"
+
+
+class Sentence(NamedTuple):
+    """A text and the position of its class in the task's `classes`."""
+
+    text: str
+    label: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What the files of a task must look like; `classes` are their labels, in order of class id."""
+
+    name: str
+    classes: tuple[str, ...]
+    extension: str
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+
+
+TASKS = {
+    "sst2": Task(
+        name="sst2",
+        classes=("0", "1"),
+        extension="tsv",
+        required=("train", "dev"),
+        optional=("test",),  # GLUE publishes it without labels
+    ),
+    "sst5": Task(
+        name="sst5",
+        classes=("0", "1", "2", "3", "4"),
+        extension="tsv",
+        required=("train", "dev", "test"),
+    ),
+    "banking77": Task(
+        name="banking77", classes=CATEGORIES, extension="csv", required=("train", "test")
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitRecord:
+    """One prepared file: its rows, its size in bytes and its SHA-256."""
+
+    file: str
+    rows: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentenceManifest:
+    """What a prepared folder of sentences holds, and the files it was made from."""
+
+    name: str
+    splits: dict[str, SplitRecord]
+    sources: list[SourceRecord]
+    format: str = FORMAT
+    version: int = VERSION
+
+
+def task_of(name: str) -> Task:
+    """The task of that name."""
+    check(name in TASKS, f"task {name!r} is not known; choose one of {', '.join(TASKS)}")
+    return TASKS[name]
+
+
+def find_sentence_files(task: Task, folder: Path) -> dict[str, Path]:
+    """The file of each split in the folder; a required one that is missing is an error."""
+    check(folder.is_dir(), f"{folder} is not a folder; expected one with the files of {task.name}")
+    files = {}
+    for split in (*task.required, *task.optional):
+        name = f"{split}.{task.extension}"
+        if found := find_file(folder, (name,)):
+            files[split] = found
+        check(
+            split in files or split in task.optional,
+            f"{folder} has no {name}, plain, .xz or .gz; {task.name} needs it",
+        )
+    return files
+
+
+def load_sentences(name: str, folder: Path | str) -> dict[str, list[Sentence]]:
+    """Every split of a task, from a prepared folder or from the files as published."""
+    task, folder = task_of(name), Path(folder)
+    if (folder / MANIFEST).is_file():
+        read_sentence_manifest(folder)
+    files = find_sentence_files(task, folder)
+    return {split: read_sentences(task, split, path) for split, path in files.items()}
+
+
+def read_sentences(task: Task, split: str, path: Path) -> list[Sentence]:
+    """The rows of one file; a wrong column, label or encoding is named with its line."""
+    rows = _tsv_rows(path) if task.extension == "tsv" else _csv_rows(path)
+    label_of = {label: number for number, label in enumerate(task.classes)}
+    expected = ", ".join(task.classes) if len(task.classes) < 10 else "one of its 77 categories"
+    sentences = []
+    for number, text, label in rows:
+        check(
+            label in label_of,
+            f"{path}: line {number}: label {label!r}; {task.name} expects {expected}",
+        )
+        check(bool(text.strip()), f"{path}: line {number}: the sentence is empty")
+        sentences.append(Sentence(text, label_of[label]))
+    check(bool(sentences), f"{path} holds no sentence; expected {task.name}'s {split} rows")
+    missing = set(range(len(task.classes))) - {sentence.label for sentence in sentences}
+    check(
+        split != "train" or not missing,
+        f"{path}: no row of {len(missing)} of the {len(task.classes)} classes"
+        f" ({task.classes[min(missing, default=0)]} first); is this {task.name}'s training file?",
+    )
+    return sentences
+
+
+def _tsv_rows(path: Path) -> Iterator[tuple[int, str, str]]:
+    """(line, sentence, label) of tab-separated text without quoting; a header is skipped."""
+    for number, line in read_lines(path):
+        columns = line.rstrip("\r").split("\t")
+        check(
+            len(columns) == 2,
+            f"{path}: line {number} has {len(columns)} tab-separated columns;"
+            " expected 2, sentence<TAB>label",
+        )
+        text, label = columns
+        if not (number == 1 and label.strip().lower() == "label"):
+            yield number, text, label.strip()
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[int, str, str]]:
+    """(line, text, category) of comma-separated text with quoting; a text may hold newlines."""
+    reader = csv.reader((line + "\n" for _, line in read_lines(path)), strict=True)
+    header = ["text", "category"]
+    number = 1
+    try:
+        for row in reader:
+            check(
+                number > 1 or row == header,
+                f"{path}: line 1 is {','.join(row)!r}; expected the header text,category",
+            )
+            check(
+                len(row) == 2,
+                f"{path}: line {number} has {len(row)} columns; expected 2, text,category",
+            )
+            if number > 1:
+                yield number, row[0], row[1].strip()
+            number = reader.line_num + 1
+    except csv.Error as error:
+        raise UserError(
+            f"{path}: line {number}: {error}; expected CSV with double quotes"
+        ) from error
+
+
+def write_sentences(
+    task: Task, files: dict[str, Path], sources: list[SourceRecord], folder: Path
+) -> None:
+    """Copy checked source files, decompressed, into a folder with a manifest."""
+    splits = {}
+    for split, path in files.items():
+        rows = len(read_sentences(task, split, path))
+        copy = folder / f"{split}.{task.extension}"
+        with copy.open("wb") as out:
+            out.writelines(read_chunks(path))
+        splits[split] = SplitRecord(
+            file=copy.name, rows=rows, bytes=copy.stat().st_size, sha256=sha256_of(copy)
+        )
+    manifest = SentenceManifest(name=task.name, splits=splits, sources=sources)
+    write_record(folder / MANIFEST, manifest)
+
+
+def read_sentence_manifest(folder: Path) -> SentenceManifest:
+    """The manifest of a prepared folder, refused when a file is missing or of another size."""
+    path = folder / MANIFEST
+    fix = f"delete {folder} and prepare {folder.name!r} again"
+    manifest = read_record(path, SentenceManifest, fix=fix)
+    check_record(path, (manifest.format, manifest.version), (FORMAT, VERSION), fix)
+    for record in manifest.splits.values():
+        file = folder / record.file
+        check(file.is_file(), f"{file} is missing; {fix}")
+        size = file.stat().st_size
+        check(
+            size == record.bytes,
+            f"{file} has {size:,} bytes, expected {record.bytes:,} as recorded; {fix}",
+        )
+    return manifest

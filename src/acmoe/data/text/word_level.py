@@ -1,0 +1,127 @@
+"""Word-level corpora in WikiText's format: whitespace-separated words, `<eos>` after every line.
+
+One pass over the text numbers the words as they appear, in training, validation and test text in
+that order; a second pass, over the numbers only, drops rare words and narrows the type.
+"""
+
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from acmoe.config.text.data import PrepareConfig
+from acmoe.data.progress import Progress
+from acmoe.data.sources import SUFFIXES, find_file, read_lines
+from acmoe.data.text.arrays import smallest_dtype, write_array
+from acmoe.data.text.vocabulary import EOS, UNK, WordVocabulary
+from acmoe.errors import UserError, check
+
+BUFFER = 1 << 20  # token ids held before they go to disk
+
+
+def find_word_files(source: Path | Mapping[str, Path]) -> dict[str, list[Path]]:
+    """The text files of each split: given one by one, or found in a folder by their names.
+
+    Names are `wiki.SPLIT.tokens`, `SPLIT.txt` or numbered parts `SPLIT_*.txt`, plain, .xz or .gz.
+    """
+    if not isinstance(source, Path):
+        missing = {"train", "valid", "test"} - set(source)
+        check(not missing, f"no file was given for {', '.join(sorted(missing))}")
+        return {split: [Path(source[split])] for split in ("train", "valid", "test")}
+    check(
+        source.is_dir(), f"{source} is not a folder; expected one with train, valid and test text"
+    )
+    return {split: _split_files(source, split) for split in ("train", "valid", "test")}
+
+
+def _split_files(folder: Path, split: str) -> list[Path]:
+    names = (f"wiki.{split}.tokens", f"{split}.txt")
+    if found := find_file(folder, names):
+        return [found]
+    for suffix in SUFFIXES:
+        if parts := sorted(folder.glob(f"{split}_*.txt{suffix}")):
+            return parts
+    raise UserError(
+        f"{folder} has no {split} text; expected {' or '.join(names)} or {split}_*.txt,"
+        " plain, .xz or .gz"
+    )
+
+
+def write_words(
+    files: Mapping[str, Sequence[Path]], folder: Path, config: PrepareConfig, progress: Progress
+) -> tuple[WordVocabulary, dict[str, int]]:
+    """Tokenise each split into `folder`/SPLIT.npy; returns the vocabulary and the token counts."""
+    numbers: defaultdict[str, int] = defaultdict()
+    numbers.default_factory = numbers.__len__  # an unseen word gets the next number
+    end = numbers[EOS]
+    counts = {
+        split: _number_words(paths, folder / f"{split}.raw", numbers, end, progress)
+        for split, paths in files.items()
+    }
+    keep = _kept(numbers, folder / "train.raw", config)
+    symbols = [word for word, kept in zip(numbers, keep, strict=True) if kept]
+    vocabulary = WordVocabulary(tuple(symbols if UNK in symbols else [*symbols, UNK]))
+    renumber = np.full(len(keep), vocabulary.unk_id, dtype=np.int32)
+    renumber[keep] = np.arange(len(symbols))
+    for split, length in counts.items():
+        check(length >= 2, f"{files[split][0]} holds {length} token; expected two or more")
+        raw = folder / f"{split}.raw"
+        pieces = (renumber[piece] for piece in _pieces(raw))
+        write_array(folder / f"{split}.npy", smallest_dtype(vocabulary.size), length, pieces)
+        raw.unlink()
+    return vocabulary, counts
+
+
+def _number_words(
+    paths: Sequence[Path], raw: Path, numbers: dict[str, int], end: int, progress: Progress
+) -> int:
+    """Write the word numbers of some text files as raw int32; returns how many there are."""
+    total = 0
+    with raw.open("wb") as out:
+        for path in paths:
+            buffer = array("i")
+
+            def report(done: int, size: int, name: str = path.name) -> None:
+                progress(name, done, size)
+
+            for _, line in read_lines(path, report):
+                buffer.extend([numbers[word] for word in line.split()])
+                buffer.append(end)
+                if len(buffer) >= BUFFER:
+                    total += len(buffer)
+                    buffer.tofile(out)
+                    del buffer[:]
+            total += len(buffer)
+            buffer.tofile(out)
+    return total
+
+
+def _pieces(raw: Path) -> Iterator[NDArray[np.int32]]:
+    with raw.open("rb") as file:
+        while (piece := np.fromfile(file, dtype=np.int32, count=BUFFER)).size:
+            yield piece
+
+
+def _kept(numbers: Mapping[str, int], train: Path, config: PrepareConfig) -> NDArray[np.bool_]:
+    """Which words stay: all of every split, or those frequent enough in the training text.
+
+    Frequency counts only the training text, so that an embedding is never left untrained.
+    """
+    if config.min_count == 1 and config.max_vocabulary is None:
+        return np.ones(len(numbers), dtype=np.bool_)
+    counts = np.zeros(len(numbers), dtype=np.int64)
+    for piece in _pieces(train):
+        counts += np.bincount(piece, minlength=len(numbers))
+    special = [numbers[EOS], *([numbers[UNK]] if UNK in numbers else [])]
+    keep: NDArray[np.bool_] = counts >= config.min_count
+    keep[special] = False
+    if config.max_vocabulary is not None:
+        # Most frequent first, ties by first appearance; <eos> and <unk> take two places.
+        rank = np.lexsort((np.arange(len(counts)), -counts))
+        rank = rank[keep[rank]]
+        keep[rank[config.max_vocabulary - 2 :]] = False
+    keep[special] = True
+    return keep

@@ -1,1 +1,0 @@
-"""Triton kernels. Imported by ops alone, inside functions: the library works without Triton."""

@@ -1,0 +1,1 @@
+"""The laboratory: benchmarks, studies and theory checks. Only the command line imports it."""

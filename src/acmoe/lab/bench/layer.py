@@ -1,0 +1,271 @@
+"""The MoE layer beside every rival that is installed: time, rate, memory, and whether it is right.
+
+T tokens, D features.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from acmoe.errors import check, check_choice
+from acmoe.lab.bench.check import TOLERANCE, Errors, Reference, compare, reference
+from acmoe.lab.bench.clock import (
+    Action,
+    Timing,
+    capture,
+    clock_for,
+    extra_memory,
+    interleave,
+    timings,
+)
+from acmoe.lab.bench.plain import route
+from acmoe.lab.bench.progress import Say, silent
+from acmoe.lab.bench.results import Report, new_report
+from acmoe.lab.bench.rivals import Contestant, Layer, find_contestants
+from acmoe.lab.bench.shapes import Shape, find_shapes
+from acmoe.lab.bench.weights import Weights, draw_tokens, draw_weights
+from acmoe.runtime import pick_device
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+FORWARD, BOTH, CEILING = "forward", "forward+backward", "dense matmul"
+WARM_UP = 3
+_SLOW_TO_START = ("sonicmoe",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapesConfig:
+    """What every benchmark of layers is told."""
+
+    shapes: tuple[str, ...] = ()  # none: all published ones, or on a CPU the tiny ones
+    dtype: str = "bf16"
+    graph: bool = False  # time replays of a CUDA graph: small layers without launch overhead
+    repeat: int = 50
+    device: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choice(self.dtype, tuple(DTYPES), "dtype")
+        check(self.repeat >= 2, f"repeat={self.repeat}; quartiles need at least 2 rounds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig(ShapesConfig):
+    """What `acmoe bench layer` measures."""
+
+    rivals: tuple[str, ...] = ()  # none: every one that is not optional
+    skew: bool = False  # one expert is among the choices of nearly half of the tokens
+
+    @property
+    def kind(self) -> str:
+        """A report on a rival that takes minutes to make ready stands beside that on the others."""
+        parts = ["layer"]
+        parts += self.rivals if self.rivals == _SLOW_TO_START else ()
+        parts += ["skew"] * self.skew + ["graph"] * self.graph
+        return "-".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRow:
+    """One contestant at one shape; without a time it was absent, or refused for what it did."""
+
+    shape: str
+    contestant: str
+    part: str  # forward (without gradients), or forward+backward
+    absent: str | None = None  # what is missing: a package, a device, an activation
+    refused: str | None = None  # a failure, or a wrong result
+    ms: float | None = None
+    ms_low: float | None = None  # quartiles
+    ms_high: float | None = None
+    tflops: float | None = None
+    of_ceiling: float | None = None  # share of the dense matmul's rate in the same run
+    memory_mib: float | None = None  # peak beyond weights and tokens
+    forward_error: float | None = None
+    gradient_error: float | None = None
+    busiest_load: float | None = None  # rows of the fullest expert, in shares of the tokens
+
+
+class Trial(NamedTuple):
+    """What every contestant of a shape is given."""
+
+    shape: Shape
+    weights: Weights
+    x: Tensor  # (T, D) wants a gradient
+    cotangent: Tensor  # (T, D) gradient of the output
+    wanted: Reference
+
+
+class Ready(NamedTuple):
+    """A contestant that passed its check."""
+
+    name: str
+    actions: dict[str, Action]
+    errors: Errors
+    memory: dict[str, int | None]  # bytes
+
+
+def bench_layer(
+    config: LayerConfig,
+    *,
+    contestants: Sequence[Contestant] = (),
+    command: str = "",
+    say: Say = silent,
+) -> Report:
+    """`contestants` replaces those that `config.rivals` names."""
+    device = pick_device(config.device)
+    check(
+        not config.graph or device.type == "cuda",
+        f"graph=True captures CUDA graphs; device={device} has none",
+    )
+    entrants = list(contestants) or find_contestants(config.rivals)
+    rows: list[LayerRow] = []
+    for shape in find_shapes(config.shapes, device):
+        rows += measure_shape(shape, entrants, config, device, say)
+    return new_report(config.kind, device, command, config, [asdict(row) for row in rows])
+
+
+def measure_shape(
+    shape: Shape,
+    entrants: Sequence[Contestant],
+    config: LayerConfig,
+    device: torch.device,
+    say: Say = silent,
+) -> list[LayerRow]:
+    if device.type == "cuda":
+        torch.compiler.reset()  # a shape's graphs are of no use to the next
+    trial = draw_trial(shape, config, device)
+    ready: list[Ready] = []
+    rows: list[LayerRow] = []
+    for entrant in entrants:
+        say(f"{shape.name}: building and checking {entrant.name}")
+        found = enter(entrant, trial, graph=config.graph)
+        if isinstance(found, LayerRow):
+            rows.append(found)
+        else:
+            ready.append(found)
+    actions: dict[str, Action] = {CEILING: dense_matmul(trial)}
+    for one in ready:
+        actions |= {f"{one.name}/{part}": action for part, action in one.actions.items()}
+    say(f"{shape.name}: timing {len(ready)} layers, {config.repeat} rounds")
+    times = timings(interleave(actions, rounds=config.repeat, clock=clock_for(device)))
+    ceiling = dense_flops(shape) / times[CEILING].median
+    load = busiest_load(trial)
+    timed = [_row(one, part, trial, times, ceiling, load) for one in ready for part in one.actions]
+    return [_ceiling_row(shape, times[CEILING]), *timed, *rows]
+
+
+def draw_trial(shape: Shape, config: LayerConfig, device: torch.device) -> Trial:
+    generator = torch.Generator(device).manual_seed(config.seed)
+    dtype = DTYPES[config.dtype]
+    weights = draw_weights(shape, generator=generator, dtype=dtype, skew=config.skew)
+    x_TD = draw_tokens(shape, generator=generator, dtype=dtype).requires_grad_()
+    cotangent_TD = draw_tokens(shape, generator=generator, dtype=dtype)
+    wanted = reference(x_TD, cotangent_TD, weights, shape)
+    return Trial(shape, weights, x_TD, cotangent_TD, wanted)
+
+
+def enter(entrant: Contestant, trial: Trial, *, graph: bool = False) -> Ready | LayerRow:
+    """Build, check, warm up; or a row that says why not."""
+    without_time = partial(LayerRow, shape=trial.shape.name, contestant=entrant.name, part=BOTH)
+    obstacle = entrant.available(trial.shape, trial.x)
+    if obstacle is not None:
+        return without_time(absent=obstacle)
+    try:
+        layer = entrant.build(trial.shape, trial.weights)
+        errors = check_layer(layer, trial)
+        errors.require(TOLERANCE[trial.x.dtype])
+        return warmed(entrant.name, layer, trial, errors, graph=graph)
+    except Exception as failure:  # a rival's failure must not end the run
+        return without_time(refused=first_line(failure))
+
+
+def first_line(failure: Exception) -> str:
+    lines = str(failure).strip().splitlines()
+    return f"{type(failure).__name__}: {lines[0] if lines else 'no message'}"
+
+
+def check_layer(layer: Layer, trial: Trial) -> Errors:
+    y_TD = layer(trial.x)
+    (grad_TD,) = torch.autograd.grad(y_TD, trial.x, trial.cotangent)
+    return compare(y_TD, grad_TD, trial.wanted)
+
+
+def warmed(name: str, layer: Layer, trial: Trial, errors: Errors, *, graph: bool) -> Ready:
+    actions: dict[str, Action] = {
+        FORWARD: partial(_forward, layer, trial.x.detach()),
+        BOTH: partial(_both, layer, trial),
+    }
+    memory: dict[str, int | None] = {}
+    for part, action in actions.items():
+        for _ in range(WARM_UP):
+            action()
+        memory[part] = extra_memory(action, trial.x.device)
+    if graph:
+        actions = {part: capture(action) for part, action in actions.items()}
+    return Ready(name, actions, errors, memory)
+
+
+@torch.no_grad()
+def _forward(layer: Layer, x_TD: Tensor) -> None:
+    layer(x_TD)
+
+
+def _both(layer: Layer, trial: Trial) -> None:
+    y_TD = layer(trial.x)
+    torch.autograd.grad(y_TD, [trial.x, *trial.weights.parameters], trial.cotangent)
+
+
+def dense_matmul(trial: Trial) -> Action:
+    """The experts' first product as if all rows went to one: the rate nobody can exceed by much."""
+    x_ND = trial.x.detach().repeat(trial.shape.top_k, 1)
+    weight_DW = trial.weights.up.detach()[0].T
+    return lambda: x_ND @ weight_DW
+
+
+def dense_flops(shape: Shape) -> int:
+    return 2 * shape.rows * shape.dim * shape.width
+
+
+@torch.no_grad()
+def busiest_load(trial: Trial) -> float:
+    expert_ids_TK, _ = route(trial.x, trial.weights.embedding, trial.shape.top_k)
+    load_E = expert_ids_TK.flatten().bincount(minlength=trial.shape.num_experts)
+    return float(load_E.max()) / trial.shape.tokens
+
+
+def _ceiling_row(shape: Shape, time: Timing) -> LayerRow:
+    return LayerRow(
+        shape=shape.name,
+        contestant=CEILING,
+        part="one product",
+        ms=time.median,
+        ms_low=time.low,
+        ms_high=time.high,
+        tflops=dense_flops(shape) / time.median / 1e9,
+        of_ceiling=1.0,
+    )
+
+
+def _row(
+    one: Ready, part: str, trial: Trial, times: dict[str, Timing], ceiling: float, load: float
+) -> LayerRow:
+    time = times[f"{one.name}/{part}"]
+    rate = trial.shape.flops(backward=part == BOTH) / time.median
+    memory = one.memory[part]
+    return LayerRow(
+        shape=trial.shape.name,
+        contestant=one.name,
+        part=part,
+        ms=time.median,
+        ms_low=time.low,
+        ms_high=time.high,
+        tflops=rate / 1e9,
+        of_ceiling=rate / ceiling,
+        memory_mib=None if memory is None else memory / 2**20,
+        forward_error=one.errors.forward,
+        gradient_error=one.errors.gradient,
+        busiest_load=load,
+    )

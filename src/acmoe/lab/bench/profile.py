@@ -1,0 +1,118 @@
+"""Where the time goes: the kernels of a layer or of a training step, longest first."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from acmoe.errors import check, check_choice
+from acmoe.lab.bench.clock import Action
+from acmoe.lab.bench.layer import DTYPES
+from acmoe.lab.bench.ours import build_moe
+from acmoe.lab.bench.results import Report, new_report
+from acmoe.lab.bench.router import MODES, RouterBenchConfig, both_passes, draw_trial
+from acmoe.lab.bench.shapes import find_shapes
+from acmoe.lab.bench.train import VARIANTS, TrainBenchConfig, prepare
+from acmoe.runtime import pick_device
+
+_CALLS = 5  # profiled; the figures are those of one
+_LONGEST_NAME = 70  # characters; templates of C++ fill pages
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """What `acmoe bench profile` looks into: layers by shape, training steps by model."""
+
+    shapes: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    statistics: str = "plain"  # of the layer's router: plain, batch, running, current
+    router: str = "smoe"  # of the trained model
+    variant: str = "eager"  # of the training step
+    batch: int | None = None  # of the training step
+    options: tuple[str, ...] = ()  # key=value of the models' configs
+    dtype: str = "bf16"
+    top: int = 30  # rows; the rest is summed up in one
+    device: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choice(self.statistics, tuple(MODES), "statistics")
+        check_choice(self.variant, VARIANTS, "variant")
+        check_choice(self.dtype, tuple(DTYPES), "dtype")
+        check(self.top >= 1, f"top={self.top}; show at least one row")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileRow:
+    """All launches of one kernel in one call."""
+
+    subject: str
+    kernel: str
+    launches: float
+    us: float
+    share: float  # of the device's busy time
+
+
+def bench_profile(config: ProfileConfig, *, command: str = "") -> Report:
+    device = pick_device(config.device)
+    steps = TrainBenchConfig(
+        models=config.models,
+        batch=config.batch,
+        options=config.options,
+        device=config.device,
+        seed=config.seed,
+    )
+    rows = [
+        row
+        for subject, action in _subjects(config, steps, device)
+        for row in look(subject, action, device, config.top)
+    ]
+    return new_report("profile", device, command, config, [asdict(row) for row in rows])
+
+
+def _subjects(
+    config: ProfileConfig, steps: TrainBenchConfig, device: torch.device
+) -> Iterator[tuple[str, Action]]:
+    layers = RouterBenchConfig(dtype=config.dtype, device=config.device, seed=config.seed)
+    wanted = config.shapes or not config.models  # without either: every shape
+    for shape in find_shapes(config.shapes, device) if wanted else ():
+        trial = draw_trial(shape, layers, device)
+        moe = build_moe(shape, trial.weights, MODES[config.statistics])
+        yield f"{shape.name}, {config.statistics}", partial(both_passes, moe, trial)
+    for model in config.models:
+        _, action, _ = prepare(model, config.router, config.variant, steps)
+        yield ", ".join((model, *config.options, config.router, config.variant)), action
+
+
+def look(subject: str, action: Action, device: torch.device, top: int) -> list[ProfileRow]:
+    """Kernels on a GPU, operators on a CPU."""
+    for _ in range(3):
+        action()
+    cuda = device.type == "cuda"
+    kinds = [ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]
+    with profile(activities=kinds, acc_events=True) as found:
+        for _ in range(_CALLS):
+            action()
+        if cuda:
+            torch.cuda.synchronize()
+    field = "self_device_time_total" if cuda else "self_cpu_time_total"
+    events = [
+        (event.key, event.count, float(getattr(event, field))) for event in found.key_averages()
+    ]
+    events = sorted((event for event in events if event[2] > 0), key=lambda event: -event[2])
+    busy = sum(time for _, _, time in events)
+    rows = [("all", sum(count for _, count, _ in events), busy), *events[:top]]
+    if rest := events[top:]:
+        rows.append((f"{len(rest)} more", sum(c for _, c, _ in rest), sum(t for *_, t in rest)))
+    return [
+        ProfileRow(
+            subject=subject,
+            kernel=name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 3] + "...",
+            launches=count / _CALLS,
+            us=time / _CALLS,
+            share=time / busy,
+        )
+        for name, count, time in rows
+    ]

@@ -1,0 +1,248 @@
+"""What the adaptive router adds to the plain layer, and the least it could add.
+
+T tokens, D features, C clusters.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from acmoe.config.routing import AdaptiveConfig, RouterConfig, SMoEConfig
+from acmoe.errors import check
+from acmoe.experts.dispatch import sort_by_expert
+from acmoe.experts.moe import MoE
+from acmoe.lab.bench.added import added
+from acmoe.lab.bench.check import TOLERANCE, compare, reference
+from acmoe.lab.bench.clock import Action, capture, clock_for, extra_memory, interleave, timing
+from acmoe.lab.bench.layer import BOTH, DTYPES, FORWARD, WARM_UP, ShapesConfig, first_line
+from acmoe.lab.bench.ours import build_moe
+from acmoe.lab.bench.progress import Say, silent
+from acmoe.lab.bench.results import Report, new_report
+from acmoe.lab.bench.shapes import Shape, find_shapes
+from acmoe.lab.bench.weights import Weights, draw_tokens, draw_weights
+from acmoe.ops.dispatch import triton_obstacle
+from acmoe.ops.sort.op import worth_sorting
+from acmoe.ops.statistics.scale import cluster_scale
+from acmoe.routing.state import RoutingState
+from acmoe.routing.step import fold_statistics
+from acmoe.runtime import pick_device
+
+AnyLayer = Callable[..., tuple[Tensor, RoutingState]]
+
+PLAIN, ALONE, COPY = "plain", "plain routing alone", "copy"
+# Whose statistics, by the name of the row. In training `running` takes them too, to fold them in.
+MODES: dict[str, RouterConfig] = {
+    PLAIN: SMoEConfig(),
+    "batch": AdaptiveConfig(statistics="batch"),
+    "running": AdaptiveConfig(statistics="running"),
+    "current": AdaptiveConfig(statistics="batch", statistics_of="current"),
+}
+INFERENCE = (PLAIN, "running")  # batch statistics are not causal: nobody decodes with them
+_COPIED = 2**28  # bytes of the copy that measures the bandwidth
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterBenchConfig(ShapesConfig):
+    """What `acmoe bench router` measures."""
+
+    compile: bool = False
+
+    @property
+    def kind(self) -> str:
+        return "router" + ("-compile" if self.compile else "") + ("-graph" if self.graph else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterRow:
+    """One statistics mode at one shape, and its price over the plain layer's."""
+
+    shape: str
+    mode: str
+    part: str
+    refused: str | None = None
+    ms: float | None = None
+    ms_low: float | None = None
+    ms_high: float | None = None
+    added_ms: float | None = None
+    added_percent: float | None = None
+    added_percent_low: float | None = None  # 95% interval of the median
+    added_percent_high: float | None = None
+    floor_ms: float | None = None  # two reads of the tokens at the copy's bandwidth
+    memory_mib: float | None = None
+    added_memory_percent: float | None = None
+
+
+class Trial(NamedTuple):
+    """Weights, tokens, and what an earlier layer would have told about them."""
+
+    shape: Shape
+    weights: Weights
+    x: Tensor  # (T, D)
+    cotangent: Tensor  # (T, D)
+    state: RoutingState
+
+
+class Measured(NamedTuple):
+    action: Action
+    memory: int | None  # bytes
+
+
+def bench_router(config: RouterBenchConfig, *, command: str = "", say: Say = silent) -> Report:
+    device = pick_device(config.device)
+    check(
+        device.type == "cuda" or not (config.graph or config.compile),
+        f"graph and compile are measured on CUDA; device={device} is none",
+    )
+    rows: list[RouterRow] = []
+    for shape in find_shapes(config.shapes, device):
+        rows += measure_shape(shape, config, device, say)
+    return new_report(config.kind, device, command, config, [asdict(row) for row in rows])
+
+
+def measure_shape(
+    shape: Shape, config: RouterBenchConfig, device: torch.device, say: Say = silent
+) -> list[RouterRow]:
+    if config.compile:
+        torch.compiler.reset()  # a shape's graphs are of no use to the next
+    trial = draw_trial(shape, config, device)
+    ready: dict[tuple[str, str], Measured] = {}
+    lost: list[RouterRow] = []
+    for mode in MODES:
+        say(f"{shape.name}: building and checking {mode}")
+        try:
+            ready |= prepare(mode, trial, config)
+        except Exception as failure:  # one mode's failure must not end the run
+            why = first_line(failure)
+            lost.append(RouterRow(shape=shape.name, mode=mode, part=BOTH, refused=why))
+    alone = partial(_routing, build_moe(shape, trial.weights), trial)
+    ready[ALONE, BOTH] = warmed(alone, config)
+    actions = {f"{mode}/{part}": found.action for (mode, part), found in ready.items()}
+    actions[COPY], moved = copy_bytes(device)
+    say(f"{shape.name}: timing, {config.repeat} rounds")
+    samples = interleave(actions, rounds=config.repeat, clock=clock_for(device))
+    floor = 2 * trial.x.nbytes * timing(samples[COPY]).median / moved
+    return [*(_row(shape, key, ready, samples, floor) for key in ready), *lost]
+
+
+def prepare(mode: str, trial: Trial, config: RouterBenchConfig) -> dict[tuple[str, str], Measured]:
+    """The layer in this mode, checked: in training, and at inference where that makes sense."""
+    moe = build_moe(trial.shape, trial.weights, MODES[mode])
+    layer: AnyLayer = torch.compile(moe, dynamic=False) if config.compile else moe
+    check_mode(layer, mode, trial)
+    fold_statistics(moe)  # running averages hold something from here on
+    ready = {(mode, BOTH): warmed(partial(both_passes, layer, trial), config)}
+    if mode in INFERENCE:
+        still = build_moe(trial.shape, trial.weights, MODES[mode]).eval()
+        still.load_state_dict(moe.state_dict())
+        layer = torch.compile(still, dynamic=False) if config.compile else still
+        ready[mode, FORWARD] = warmed(partial(_forward, layer, trial), config)
+    return ready
+
+
+def draw_trial(shape: Shape, config: RouterBenchConfig, device: torch.device) -> Trial:
+    generator = torch.Generator(device).manual_seed(config.seed)
+    dtype = DTYPES[config.dtype]
+    weights = draw_weights(shape, generator=generator, dtype=dtype)
+    x_TD = draw_tokens(shape, generator=generator, dtype=dtype).requires_grad_()
+    cotangent_TD = draw_tokens(shape, generator=generator, dtype=dtype)
+    C, size = shape.num_experts, (shape.tokens, 1)
+    assignment_TJ = torch.randint(C, size, generator=generator, device=device)
+    scale_CD = torch.rand(C, shape.dim, generator=generator, device=device) + 0.5
+    clusters = None
+    if triton_obstacle(x_TD) is None and worth_sorting(shape.tokens, C):
+        sort = sort_by_expert(assignment_TJ, C, backend="triton", assignment_T1=assignment_TJ)
+        clusters = sort.clusters
+    state = RoutingState(
+        assignment_TJ,
+        torch.ones(size, device=device),
+        scale_CD / scale_CD.mean(-1, keepdim=True),
+        torch.zeros((), device=device),
+        clusters,
+    )
+    return Trial(shape, weights, x_TD, cotangent_TD, state)
+
+
+def check_mode(layer: AnyLayer, mode: str, trial: Trial) -> None:
+    """Raise WrongResultError unless output and gradient are those of the reference."""
+    y_TD, _ = layer(trial.x, trial.state)
+    (grad_TD,) = torch.autograd.grad(y_TD, trial.x, trial.cotangent)
+    scale_TD = _scale_of(mode, trial)
+    wanted = reference(trial.x, trial.cotangent, trial.weights, trial.shape, scale_TD=scale_TD)
+    compare(y_TD, grad_TD, wanted).require(TOLERANCE[trial.x.dtype])
+
+
+def _scale_of(mode: str, trial: Trial) -> Tensor | None:
+    """(T, D) what the router of this mode multiplies its tokens with."""
+    if mode == PLAIN:
+        return None
+    own_T = trial.state.assignment[:, 0]
+    if mode == "current":
+        return cluster_scale(trial.x.detach().double(), own_T, trial.shape.num_experts)[own_T]
+    return trial.state.scale[own_T]
+
+
+def warmed(action: Action, config: RouterBenchConfig) -> Measured:
+    for _ in range(WARM_UP):
+        action()
+    memory = extra_memory(action, pick_device(config.device))
+    return Measured(capture(action) if config.graph else action, memory)
+
+
+def both_passes(layer: AnyLayer, trial: Trial) -> None:
+    y_TD, _ = layer(trial.x, trial.state)
+    torch.autograd.grad(y_TD, [trial.x, *trial.weights.parameters], trial.cotangent)
+
+
+@torch.no_grad()
+def _forward(layer: AnyLayer, trial: Trial) -> None:
+    layer(trial.x, trial.state)
+
+
+def _routing(moe: MoE, trial: Trial) -> None:
+    routing = moe.router(trial.x, trial.state)
+    sources = [trial.x, trial.weights.embedding]
+    torch.autograd.grad(routing.gate, sources, routing.gate.detach())
+
+
+def copy_bytes(device: torch.device) -> tuple[Action, int]:
+    """A copy that measures the bandwidth, and the bytes it reads and writes."""
+    size = _COPIED if device.type == "cuda" else _COPIED // 64
+    source = torch.ones(size, dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source), 2 * size
+
+
+def _row(
+    shape: Shape,
+    key: tuple[str, str],
+    ready: dict[tuple[str, str], Measured],
+    samples: dict[str, list[float]],
+    floor: float,
+) -> RouterRow:
+    mode, part = key
+    own, memory = samples[f"{mode}/{part}"], ready[key].memory
+    time = timing(own)
+    price = more = None
+    if mode not in (PLAIN, ALONE) and (PLAIN, part) in ready:
+        price = added(own, samples[f"{PLAIN}/{part}"])
+        before = ready[PLAIN, part].memory
+        more = 100 * (memory / before - 1) if memory and before else None
+    return RouterRow(
+        shape=shape.name,
+        mode=mode,
+        part=part,
+        ms=time.median,
+        ms_low=time.low,
+        ms_high=time.high,
+        added_ms=price and price.ms,
+        added_percent=price and price.percent,
+        added_percent_low=price and price.low_percent,
+        added_percent_high=price and price.high_percent,
+        floor_ms=floor if price and part == BOTH else None,
+        memory_mib=None if memory is None else memory / 2**20,
+        added_memory_percent=more,
+    )

@@ -1,0 +1,177 @@
+"""Reports as tables: for the terminal, and for the page of the documentation."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from acmoe.errors import UserError
+from acmoe.lab.bench.layer import BOTH
+from acmoe.lab.bench.page import replace_between
+from acmoe.lab.bench.results import Report, newest
+
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+
+
+class Column(NamedTuple):
+    """One column: its heading, and a row's text in it."""
+
+    heading: str
+    text: Callable[[dict[str, Any]], str]
+
+
+def _number(field: str, form: str) -> Callable[[dict[str, Any]], str]:
+    return lambda row: "" if row[field] is None else format(row[field], form)
+
+
+def _ms(row: dict[str, Any]) -> str:
+    """The median with its quartiles, or why there is none."""
+    if row["refused"] is not None:
+        return f"refused: {row['refused']}"
+    return f"{row['ms']:.3f} ({row['ms_low']:.3f}-{row['ms_high']:.3f})"
+
+
+def _error(row: dict[str, Any]) -> str:
+    """The larger of output's and gradient's."""
+    if row["forward_error"] is None:
+        return ""
+    return f"{max(row['forward_error'], row['gradient_error']):.1e}"
+
+
+def _part(row: dict[str, Any]) -> str:
+    return "f+b" if row["part"] == BOTH else str(row["part"])
+
+
+def _added(row: dict[str, Any]) -> str:
+    """Beyond the base, with its interval; reports of older versions have none."""
+    low, high = row.get("added_percent_low"), row.get("added_percent_high")
+    interval = "" if low is None else f" ({low:+.2f} to {high:+.2f})"
+    return _percent(row["added_percent"]) + interval
+
+
+def _blocks(row: dict[str, Any]) -> str:
+    return "no ring" if row["blocks"] is None else " ".join(map(str, row["blocks"]))
+
+
+def _rate(row: dict[str, Any]) -> str:
+    return "" if row["items"] is None else f"{row['items_per_second']:,.0f} {row['items']}"
+
+
+_COLUMNS: dict[str, tuple[Column, ...]] = {
+    "layer": (
+        Column("shape", _number("shape", "")),
+        Column("layer", _number("contestant", "")),
+        Column("pass", _part),
+        Column("ms (quartiles)", _ms),
+        Column("TFLOP/s", _number("tflops", ".3g")),
+        Column("of dense", _number("of_ceiling", ".0%")),
+        Column("extra MiB", _number("memory_mib", ",.0f")),
+        Column("error", _error),
+    ),
+    "router": (
+        Column("shape", _number("shape", "")),
+        Column("statistics", _number("mode", "")),
+        Column("pass", _part),
+        Column("ms (quartiles)", _ms),
+        Column("added ms", _number("added_ms", "+.3f")),
+        Column("added (95% interval)", _added),
+        Column("floor ms", _number("floor_ms", ".3f")),
+        Column("added memory", lambda row: _percent(row["added_memory_percent"])),
+    ),
+    "train": (
+        Column("model", _number("model", "")),
+        Column("router", _number("router", "")),
+        Column("variant", _number("variant", "")),
+        Column("ms a step (quartiles)", _ms),
+        Column("a second", _rate),
+        Column("added (95% interval)", _added),
+        Column("extra MiB", _number("memory_mib", ",.0f")),
+    ),
+    "profile": (
+        Column("what", _number("subject", "")),
+        Column("kernel", _number("kernel", "")),
+        Column("launches", _number("launches", ".0f")),
+        Column("us", _number("us", ",.1f")),
+        Column("share", _number("share", ".1%")),
+    ),
+    "tune": (
+        Column("shape", _number("shape", "")),
+        Column("kernel", _number("kernel", "")),
+        Column("blocks", _blocks),
+        Column("ms", _number("ms", ".3f")),
+        Column("TFLOP/s", _number("tflops", ".3g")),
+        Column("second best ms", _number("second_ms", ".3f")),
+    ),
+}
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:+.2f}%"
+
+
+def columns_of(report: Report) -> tuple[Column, ...]:
+    """layer-skew has the columns of layer."""
+    family = report.kind.split("-")[0]
+    if family not in _COLUMNS:
+        raise UserError(f"kind={report.kind!r} of a report is unknown; delete the file")
+    return _COLUMNS[family]
+
+
+def cells(report: Report) -> list[list[str]]:
+    rows = [row for row in report.rows if row.get("absent") is None]
+    return [[column.text(row) for column in columns_of(report)] for row in rows]
+
+
+def absences(report: Report) -> list[str]:
+    """One line for each contestant that could not take part, and where."""
+    where: dict[str, list[str]] = {}
+    for row in report.rows:
+        if row.get("absent") is not None:
+            line = f"{row['contestant']} took no part, {row['absent']}"
+            where.setdefault(line, []).append(row["shape"])
+    return [f"{line}: {', '.join(shapes)}" for line, shapes in where.items()]
+
+
+def terminal_table(report: Report) -> Table:
+    where = report.environment
+    title = f"{report.kind}: {where['device']}, torch {where['torch']}, triton {where['triton']}"
+    table = Table(title=title)
+    for column in columns_of(report):
+        table.add_column(column.heading, overflow="fold")
+    for row in cells(report):
+        table.add_row(*(text.replace("[", "\\[") for text in row))
+    return table
+
+
+def markdown(report: Report) -> str:
+    """A section: the command that takes the figures again, where they were taken, the table."""
+    where = report.environment
+    headings = [column.heading for column in columns_of(report)]
+    lines = [
+        f"### {report.kind}, {where['device']}",
+        "",
+        f"```\n{report.command}\n```",
+        "",
+        f"{report.date}, torch {where['torch']}, triton {where['triton']}, commit "
+        f"{where['commit'] or 'not recorded'}",
+        "",
+        _line(headings),
+        _line(["---"] * len(headings)),
+        *(_line(row) for row in cells(report)),
+        *("", *(f"- {line}" for line in absences(report))),
+    ]
+    return "\n".join(lines).rstrip()
+
+
+def _line(texts: Sequence[str]) -> str:
+    return "| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |"
+
+
+def update_page(page: Path, folder: Path) -> int:
+    """Write the newest reports between the page's markers; how many there are."""
+    text = page.read_text() if page.exists() else ""
+    reports = newest(folder)
+    body = "\n\n".join(markdown(report) for report in reports) or "No figures yet."
+    page.write_text(replace_between(text, BEGIN, END, body, page=str(page)))
+    return len(reports)

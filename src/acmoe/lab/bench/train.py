@@ -1,0 +1,267 @@
+"""Whole training steps, tokens a second: forward, backward, Adam, and the fold of the statistics.
+
+B streams or images, L tokens of a block.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from acmoe.config.overrides import override
+from acmoe.config.routing import AdaptiveConfig, RouterConfig
+from acmoe.errors import check
+from acmoe.lab.bench.added import added
+from acmoe.lab.bench.clock import Action, capture, clock_for, extra_memory, interleave, timing
+from acmoe.lab.bench.layer import first_line
+from acmoe.lab.bench.progress import Say, silent
+from acmoe.lab.bench.results import Report, new_report
+from acmoe.models.compiled import compile_blocks
+from acmoe.models.images.classifier import ImageClassifier
+from acmoe.models.registry import create_model, list_models, model_card
+from acmoe.models.text.decoder import LanguageModel, Memory
+from acmoe.routing.step import fold_statistics
+from acmoe.runtime import autocast, pick_device, seeded
+from acmoe.train.memory import HeldMemory
+from acmoe.train.optim import adam
+
+VARIANTS = ("eager", "compile", "graph", "compile+graph")
+PAPER_MODELS = ("switch-enwik8", "switch-medium", "glam-medium", "swin-small")
+NANO_MODELS = ("switch-nano", "swin-nano")
+PAPER_TOKENS = 24_576  # of an update in the paper's language models
+_IMAGES = 128
+_NANO_BATCH = 4
+_WARM_UP = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainBenchConfig:
+    """What `acmoe bench train` measures."""
+
+    models: tuple[str, ...] = ()  # none: those of the paper, or on a CPU the nano ones
+    routers: tuple[str, ...] = ("smoe", "adaptive")  # the first is what others are compared with
+    variants: tuple[str, ...] = ()  # none: all, or on a CPU eager
+    batch: int | None = None  # streams or images; None: the paper's 24,576 tokens, or 128 images
+    options: tuple[str, ...] = ()  # key=value of the models' configs, such as span=512
+    precision: str = "bf16"
+    repeat: int = 20
+    device: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for variant in self.variants:
+            known = ", ".join(VARIANTS)
+            check(variant in VARIANTS, f"variant {variant!r} is unknown; choose among {known}")
+        for model in self.models:
+            known = ", ".join(list_models())
+            check(model in list_models(), f"model {model!r} is unknown; choose among {known}")
+            override(model_card(model).config, self.options)
+        check(
+            bool(self.models) or not self.options,
+            f"options {' '.join(self.options)} are of a model's config; name the models they fit",
+        )
+        check(
+            not any(option.startswith("router") for option in self.options),
+            "routers are named by --routers, not by an option router=",
+        )
+        check(len(self.routers) >= 1, "routers is empty; name at least one, such as smoe")
+        check(self.batch is None or self.batch >= 1, f"batch={self.batch}; it must be at least 1")
+        check(
+            self.precision in ("bf16", "fp32"),
+            f"precision={self.precision!r} is unknown; choose bf16 or fp32",
+        )
+        check(self.repeat >= 2, f"repeat={self.repeat}; quartiles need at least 2 rounds")
+
+    @property
+    def kind(self) -> str:
+        """Reports of chosen variants stand beside each other: one of each kind and day is kept."""
+        parts = ["train", *self.variants, *self.options]
+        return "-".join(part.replace("+", "-").replace("=", "-") for part in parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRow:
+    """One model, router and variant; `added_percent` is over the first router's step."""
+
+    model: str
+    router: str
+    variant: str
+    refused: str | None = None
+    items: str | None = None  # tokens or images
+    items_per_step: int | None = None
+    ms: float | None = None
+    ms_low: float | None = None
+    ms_high: float | None = None
+    items_per_second: float | None = None
+    added_percent: float | None = None
+    added_percent_low: float | None = None  # 95% interval of the median
+    added_percent_high: float | None = None
+    memory_mib: float | None = None  # peak beyond weights and optimizer
+    loss: float | None = None
+
+
+class Step:
+    """One update of a model on the same random batch again and again. Nothing in it waits."""
+
+    def __init__(self, model: nn.Module, batch: int | None, config: TrainBenchConfig) -> None:
+        self.model = model.train()
+        self.device = pick_device(config.device)
+        self.precision = config.precision
+        self.optimizer = adam(model, lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+        for group in self.optimizer.param_groups:
+            group["capturable"] = self.device.type == "cuda"
+        self.memory: Memory | None = None
+        # As a captured graph needs it, which reads and writes the same tensors; without one a
+        # trainer joins memory and segment, which moves as many bytes.
+        self.place: HeldMemory | None = None
+        self.inputs, self.targets = self._draw(batch, config.seed)
+        self.loss = torch.zeros((), device=self.device)
+        self._fill_memory()
+
+    def _draw(self, batch: int | None, seed: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        if isinstance(self.model, LanguageModel):
+            block, vocab = self.model.config.block, self.model.config.vocab_size
+            streams = batch or max(1, PAPER_TOKENS // block)
+            tokens_BL = torch.randint(vocab, (streams, block + 1), generator=generator)
+            inputs, targets = tokens_BL[:, :-1].contiguous(), tokens_BL[:, 1:].contiguous()
+        else:
+            shape = cast(ImageClassifier, self.model).config
+            images = batch or _IMAGES
+            size = (images, shape.channels, shape.image_size, shape.image_size)
+            inputs = torch.randn(size, generator=generator)
+            targets = torch.randint(shape.num_classes, (images,), generator=generator)
+        return inputs.to(self.device), targets.to(self.device)
+
+    def __call__(self) -> None:
+        self.optimizer.zero_grad()
+        with autocast(self.precision, self.device):  # type: ignore[arg-type]
+            if isinstance(self.model, LanguageModel):
+                out = self.model(self.inputs, self.targets, memory=self.memory)
+            else:
+                out = self.model(self.inputs, self.targets)
+        (out.loss + out.aux_loss).backward()
+        if self.place is not None:
+            self.memory = self.place.hold(out.memory)
+        self.optimizer.step()
+        fold_statistics(self.model)
+        self.loss.copy_(out.loss.detach())
+
+    @torch.no_grad()
+    def _fill_memory(self) -> None:
+        """Read until the window is full, so that no later step has another shape."""
+        while isinstance(self.model, LanguageModel):
+            before = 0 if self.memory is None else self.memory.hidden[0].shape[1]
+            with autocast(self.precision, self.device):  # type: ignore[arg-type]
+                self.memory = self.model(self.inputs, self.targets, memory=self.memory).memory
+            kept = self.memory.hidden[0]
+            if kept.shape[1] == before:
+                post = self.model.config.norm == "post"
+                length = self.inputs.shape[1] if post else 0
+                self.place = HeldMemory(self.memory, length, kept.dtype)
+                self.memory = self.place.hold(self.memory)
+                return
+
+
+def bench_train(config: TrainBenchConfig, *, command: str = "", say: Say = silent) -> Report:
+    device = pick_device(config.device)
+    models = config.models or (PAPER_MODELS if device.type == "cuda" else NANO_MODELS)
+    rows = [row for name in models for row in measure_model(name, config, device, say)]
+    return new_report(config.kind, device, command, config, [asdict(row) for row in rows])
+
+
+def measure_model(
+    name: str, config: TrainBenchConfig, device: torch.device, say: Say = silent
+) -> Iterator[TrainRow]:
+    """Every router and variant of a model, in interleaved rounds."""
+    variants = config.variants or (VARIANTS if device.type == "cuda" else ("eager",))
+    if device.type == "cuda":
+        torch.compiler.reset()  # a model's graphs are of no use to the next
+    steps: dict[str, Step] = {}
+    actions: dict[str, Action] = {}
+    memory: dict[str, int | None] = {}
+    for variant in variants:
+        for router in config.routers:
+            key = f"{router}/{variant}"
+            say(f"{name}: preparing {router}, {variant}")
+            try:
+                steps[key], actions[key], memory[key] = prepare(name, router, variant, config)
+            except Exception as failure:  # one variant's failure must not end the run
+                yield TrainRow(
+                    model=name, router=router, variant=variant, refused=first_line(failure)
+                )
+    if not actions:
+        return
+    say(f"{name}: timing, {config.repeat} rounds")
+    samples = interleave(actions, rounds=config.repeat, clock=clock_for(device))
+    for key in actions:
+        label = ", ".join((name, *config.options))
+        yield _row(label, key, steps[key], samples, memory[key], config.routers[0])
+
+
+def prepare(
+    name: str, router: str, variant: str, config: TrainBenchConfig
+) -> tuple[Step, Action, int | None]:
+    """A warm step of a fresh model; every router starts from the same seed."""
+    device = pick_device(config.device)
+    check(
+        variant == "eager" or device.type == "cuda",
+        f"variant {variant} is measured on CUDA, not {device.type}",
+    )
+    given = model_card(name).config
+    wanted = override(given, config.options)
+    changed = {
+        field.name: value
+        for field in fields(wanted)
+        if (value := getattr(wanted, field.name)) != getattr(given, field.name)
+    }
+    with seeded(config.seed, device), torch.device(device):
+        model = create_model(name, router=_router(router), **changed)
+    batch = config.batch or (_NANO_BATCH if name.endswith("-nano") else None)
+    step = Step(model, batch, config)
+    if "compile" in variant:
+        compile_blocks(model)
+    for _ in range(_WARM_UP):
+        step()
+    memory = extra_memory(step, device)
+    action = capture(step) if "graph" in variant else step
+    action()
+    check(bool(step.loss.isfinite()), f"the loss is {float(step.loss)} after {_WARM_UP + 2} steps")
+    return step, action, memory
+
+
+def _router(name: str) -> str | RouterConfig:
+    return AdaptiveConfig.preset("paper") if name == "paper" else name
+
+
+def _row(
+    name: str,
+    key: str,
+    step: Step,
+    samples: dict[str, list[float]],
+    memory: int | None,
+    first: str,
+) -> TrainRow:
+    router, variant = key.split("/")
+    time, base = timing(samples[key]), samples.get(f"{first}/{variant}")
+    language = isinstance(step.model, LanguageModel)
+    items = step.inputs.numel() if language else len(step.inputs)
+    price = None if router == first or base is None else added(samples[key], base)
+    return TrainRow(
+        model=name,
+        router=router,
+        variant=variant,
+        items="tokens" if language else "images",
+        items_per_step=items,
+        ms=time.median,
+        ms_low=time.low,
+        ms_high=time.high,
+        items_per_second=1e3 * items / time.median,
+        added_percent=price and price.percent,
+        added_percent_low=price and price.low_percent,
+        added_percent_high=price and price.high_percent,
+        memory_mib=None if memory is None else memory / 2**20,
+        loss=float(step.loss),
+    )

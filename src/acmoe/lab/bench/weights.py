@@ -1,0 +1,65 @@
+"""One set of weights and tokens, which every contestant of a shape shares.
+
+T tokens, D features, F hidden units, W = F or 2F, E experts.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from acmoe.lab.bench.shapes import Shape
+
+# Times the embedding of one expert: its affinity is then the highest for nearly half of the tokens,
+# and the lowest for the others.
+_SKEW = 8.0
+
+
+class Weights(NamedTuple):
+    """A layer's parameters, as acmoe lays them out: out features before in features."""
+
+    embedding: nn.Parameter  # (E, D)
+    up: nn.Parameter  # (E, W, D); swiglu: gate, then up
+    down: nn.Parameter  # (E, D, F)
+    up_bias: nn.Parameter | None  # (E, W)
+    down_bias: nn.Parameter | None  # (E, D)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [weight for weight in self if weight is not None]
+
+
+def draw_weights(
+    shape: Shape,
+    *,
+    generator: torch.Generator,
+    dtype: torch.dtype = torch.bfloat16,
+    skew: bool = False,
+) -> Weights:
+    """Random with variance 1 / fan-in; the experts' loads differ by chance alone, unless skewed."""
+
+    def normal(*size: int, std: float) -> nn.Parameter:
+        device = generator.device
+        values = torch.randn(size, generator=generator, device=device, dtype=dtype)
+        return nn.Parameter(values.mul_(std))
+
+    D, F, W, E = shape.dim, shape.hidden, shape.width, shape.num_experts
+    embedding = normal(E, D, std=D**-0.5)
+    if skew:
+        with torch.no_grad():
+            embedding[0] *= _SKEW
+    return Weights(
+        embedding,
+        normal(E, W, D, std=D**-0.5),
+        normal(E, D, F, std=F**-0.5),
+        normal(E, W, std=0.1) if shape.bias else None,
+        normal(E, D, std=0.1) if shape.bias else None,
+    )
+
+
+def draw_tokens(
+    shape: Shape, *, generator: torch.Generator, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """(T, D) standard normal."""
+    size = (shape.tokens, shape.dim)
+    return torch.randn(size, generator=generator, device=generator.device, dtype=dtype)

@@ -1,0 +1,167 @@
+"""The data of the studies, found in one folder and made ready once.
+
+The folder holds, plain or compressed (.xz, .gz):
+
+    enwiki15-bytes/   one file of bytes          enwik8-prefix/   one file of bytes
+    enwiki15-words/   train_*.txt, valid, test   wikitext103/     wiki.valid.tokens
+    sst2/ sst5/ banking77/                       as `acmoe data prepare` takes them
+    imagenette/       train*.npz, val*.npz of image files, all of one size
+
+Only what a study reads has to be there.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from acmoe.config.images.data import ImageDataConfig
+from acmoe.config.text.data import PrepareConfig
+from acmoe.data.folders import build_folder
+from acmoe.data.images.arrays import open_array_splits
+from acmoe.data.images.load import load_images
+from acmoe.data.progress import Progress, silent
+from acmoe.data.sources import find_file, read_chunks
+from acmoe.data.text.corpus import load_corpus
+from acmoe.data.text.prepare import prepare
+from acmoe.data.text.vocabulary import ByteVocabulary, Ids
+from acmoe.errors import UserError, check
+
+MEGABYTE = 1_000_000
+
+
+class Text(NamedTuple):
+    """A prepared corpus."""
+
+    name: str  # in the registry of data sets
+    folder: Path
+    vocab_size: int
+    fingerprint: str  # of its training text
+    limit: int | None = None  # bytes of the standard library
+
+
+class Images(NamedTuple):
+    folder: Path
+    size: int  # pixels a side
+    classes: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Materials:
+    """`data` is only read; whatever is made of it goes into `work`."""
+
+    data: Path
+    work: Path
+    progress: Progress = silent
+
+    def bytes(self, megabytes: float) -> Text:
+        """The first megabytes of the English Wikipedia of 2015, split 90 : 5 : 5."""
+        limit = int(megabytes * MEGABYTE)
+        config = PrepareConfig(limit=limit, title=f"enwiki15 bytes, {megabytes:g} MB")
+        return self._corpus("bytes", "enwiki15-bytes", f"bytes-{megabytes:g}", config)
+
+    def stdlib(self, megabytes: float) -> Text:
+        """Source text of this Python's standard library, split 90 : 5 : 5; reads no `data`."""
+        limit = int(megabytes * MEGABYTE)
+        config = PrepareConfig(limit=limit)
+        return self._corpus("stdlib", None, f"stdlib-{megabytes:g}", config)._replace(limit=limit)
+
+    def digits(self) -> str:
+        """The fingerprint of scikit-learn's digits, of which nothing has to be made."""
+        train = load_images(ImageDataConfig(name="digits")).train
+        pixels = np.stack([train.pixels(index) for index in range(len(train))])
+        return hashlib.sha256(pixels.tobytes()).hexdigest()[:12]
+
+    def words(self, parts: int, vocabulary: int) -> Text:
+        """Its words: so many files of training text, and the most frequent words kept."""
+        source = self._folder("enwiki15-words")
+        files = sorted(source.glob("train_*.txt*"))
+        check(
+            len(files) >= parts,
+            f"--parts {parts}, but {source} has {len(files)} files train_*.txt; lower it",
+        )
+        chosen = self.work / f"words-{parts}-source"
+        chosen.mkdir(parents=True, exist_ok=True)
+        for file in (*files[:parts], *source.glob("valid.txt*"), *source.glob("test.txt*")):
+            if not (chosen / file.name).exists():
+                (chosen / file.name).symlink_to(file.resolve())
+        config = PrepareConfig(max_vocabulary=vocabulary, title="enwiki15 words")
+        return self._corpus("words", chosen, f"words-{parts}-{vocabulary}", config)
+
+    def images(self) -> Images:
+        """Imagenette, decoded once into arrays of pixels."""
+        source, out = self._folder("imagenette"), self.work / "imagenette"
+        build_folder(out, lambda new: _decode(source, new, self.progress), out.is_dir)
+        with np.load(out / "train.npz", allow_pickle=False) as train:
+            labels, pixels = train["labels"], train["images"]
+        fingerprint = hashlib.sha256(pixels).hexdigest()[:12]
+        return Images(out, int(pixels.shape[1]), int(labels.max()) + 1, fingerprint)
+
+    def other_bytes(self, text: Text, tokens: int) -> Path:
+        """The first bytes of EnWik-8, in the token ids of a byte corpus."""
+        file = _only_file(self._folder("enwik8-prefix"))
+        vocabulary = load_corpus(text.folder).vocabulary
+        assert isinstance(vocabulary, ByteVocabulary)
+        content = b"".join(read_chunks(file))[:tokens]
+        return self._stream(f"enwik8-{tokens}", lambda: vocabulary.encode_bytes(content))
+
+    def other_words(self, text: Text) -> Path:
+        """WikiText-103's validation articles, in the token ids of a word corpus."""
+        folder = self._folder("wikitext103")
+        file = find_file(folder, ("wiki.valid.tokens",))
+        if file is None:
+            raise UserError(f"{folder} has no wiki.valid.tokens, plain, .xz or .gz")
+        vocabulary = load_corpus(text.folder).vocabulary
+        content = b"".join(read_chunks(file)).decode("utf-8")
+        name = f"wikitext103-{text.folder.name}"
+        return self._stream(name, lambda: vocabulary.encode(content))
+
+    def tasks(self, names: tuple[str, ...]) -> Path:
+        """A folder with the prepared sentences of each task."""
+        for name in names:
+            prepare(name, self._folder(name), self.work / name)
+        return self.work
+
+    def _corpus(
+        self, name: str, source: str | Path | None, out: str, config: PrepareConfig
+    ) -> Text:
+        place = self._folder(source) if isinstance(source, str) else source
+        made = prepare(name, place, self.work / out, config=config, progress=self.progress)
+        manifest = load_corpus(made.folder).manifest
+        return Text(name, made.folder, made.vocabulary_size, manifest.splits["train"].sha256[:12])
+
+    def _folder(self, name: str) -> Path:
+        folder = self.data / name
+        check(folder.is_dir(), f"{folder} is missing; --data is the folder that holds {name}")
+        return folder
+
+    def _stream(self, name: str, encode: Callable[[], Ids]) -> Path:
+        out = self.work / name
+        build_folder(out, lambda new: np.save(new / "tokens.npy", encode()), out.is_dir)
+        return out / "tokens.npy"
+
+
+def _only_file(folder: Path) -> Path:
+    files = [path for path in folder.iterdir() if path.is_file()]
+    check(len(files) == 1, f"{folder} holds {len(files)} files; expected one")
+    return files[0]
+
+
+def _decode(source: Path, out: Path, progress: Progress) -> None:
+    """Image files to arrays of pixels, which every worker then reads without decoding."""
+    for split, images in open_array_splits(source).items():
+        pixels = []
+        for index in range(len(images)):
+            pixels.append(images.pixels(index))
+            progress(f"decoding {split}", index + 1, len(images))
+        shapes = {image.shape for image in pixels}
+        check(
+            len(shapes) == 1 and next(iter(shapes))[0] == next(iter(shapes))[1],
+            f"{source} has images of {len(shapes)} shapes; the study needs squares of one size",
+        )
+        name = "val" if split == "valid" else split
+        np.savez(out / f"{name}.npz", images=np.stack(pixels), labels=images.labels)

@@ -1,0 +1,144 @@
+"""Cells side by side: worker processes that share one device, and one writer of results."""
+
+import multiprocessing
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from acmoe.lab.study.cell import Cell
+from acmoe.lab.study.results import DONE, Record, Results
+from acmoe.lab.study.worker import Message, failure, work
+
+# A child of a process that has used CUDA, or has threads, must start afresh.
+_FRESH = multiprocessing.get_context("spawn")
+
+# What is said of a cell: begun, news, done or failed; and the news or the error.
+Watcher = Callable[[Cell, str, str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tally:
+    """How a call of `run_cells` ended."""
+
+    done: int
+    failed: int
+    left: int  # cells not begun, for want of time
+
+
+@dataclass
+class _Worker:
+    process: Any  # of the spawn context
+    pipe: Connection
+    cell: Cell | None = None
+    began: float = 0.0
+
+    def give(self, cell: Cell) -> None:
+        self.cell, self.began = cell, time.monotonic()
+        self.pipe.send(cell)
+
+
+@dataclass(kw_only=True)
+class _Pool:
+    jobs: int
+    scratch: Path | None
+    workers: list[_Worker] = field(default_factory=list)
+    longest: float = 0.0  # seconds of the slowest cell so far
+
+    def idle(self) -> _Worker | None:
+        """A worker without a cell, started where there is room for another."""
+        free = [one for one in self.workers if one.cell is None and one.process.is_alive()]
+        if free or len(self.workers) == self.jobs:
+            return free[0] if free else None
+        ours, theirs = _FRESH.Pipe()
+        arguments = (theirs, cores_each(self.jobs), self.scratch)
+        process = _FRESH.Process(target=work, args=arguments, daemon=True)
+        process.start()
+        theirs.close()  # so that the pipe ends with the worker
+        self.workers.append(_Worker(process, ours))
+        return self.workers[-1]
+
+    def busy(self) -> list[_Worker]:
+        return [worker for worker in self.workers if worker.cell is not None]
+
+    def messages(self) -> list[tuple[_Worker, Cell, Message]]:
+        """What workers say next; a worker that died says so by its exit code."""
+        by_pipe = {worker.pipe: worker for worker in self.busy()}
+        found = []
+        for pipe in wait(list(by_pipe)):
+            assert isinstance(pipe, Connection)
+            worker = by_pipe[pipe]
+            assert worker.cell is not None
+            try:
+                message = pipe.recv()
+            except (EOFError, ConnectionError):
+                self.drop(worker)
+                message = Message("failed", f"its process ended with {worker.process.exitcode}")
+            found.append((worker, worker.cell, message))
+        return found
+
+    def free(self, worker: _Worker) -> None:
+        self.longest = max(self.longest, time.monotonic() - worker.began)
+        worker.cell = None
+
+    def drop(self, worker: _Worker) -> None:
+        worker.pipe.close()
+        worker.process.join(timeout=10)
+        if worker in self.workers:
+            self.workers.remove(worker)
+
+    def end(self) -> None:
+        for worker in self.workers:
+            worker.process.kill() if worker.cell is not None else worker.pipe.close()
+        for worker in self.workers:
+            worker.process.join(timeout=30)
+
+
+def cores_each(jobs: int) -> int | None:
+    """Threads of a worker: its share of the cores; None where the user has set a number."""
+    return None if "OMP_NUM_THREADS" in os.environ else max(1, (os.cpu_count() or 1) // jobs)
+
+
+def run_cells(
+    cells: Sequence[Cell],
+    results: Results,
+    *,
+    jobs: int = 1,
+    scratch: Path | None = None,
+    minutes: float | None = None,
+    origin: Record | None = None,
+    watch: Watcher = lambda cell, event, text: None,
+) -> Tally:
+    """Run the cells in their order, `jobs` at a time, and write each down when it ends.
+
+    `minutes` begins no cell that, taking as long as the longest so far, would end later. A cell
+    that fails is written down as failed, and the others go on. `origin` stands in every record.
+    """
+    ends = None if minutes is None else time.monotonic() + 60 * minutes
+    waiting, pool = deque(cells), _Pool(jobs=jobs, scratch=scratch)
+    counts = {"done": 0, "failed": 0}
+    try:
+        while waiting or pool.busy():
+            late = ends is not None and time.monotonic() + pool.longest >= ends
+            while waiting and not late and (worker := pool.idle()) is not None:
+                watch(waiting[0], "begun", "")
+                worker.give(waiting.popleft())
+            if not pool.busy():
+                break
+            for worker, cell, message in pool.messages():
+                watch(cell, message.kind, message.text)
+                if message.kind == "news":
+                    continue
+                record = message.record or failure(cell, message.text)
+                results.add({**record, **(origin or {})})
+                counts["done" if record["status"] == DONE else "failed"] += 1
+                pool.free(worker)
+                if message.kind == "failed":
+                    pool.drop(worker)  # it has ended itself
+    finally:
+        pool.end()
+    return Tally(**counts, left=len(waiting))

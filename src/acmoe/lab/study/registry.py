@@ -1,0 +1,250 @@
+"""Every study by name: its question, what answers it, and the paper's figures beside."""
+
+import difflib
+from itertools import product
+
+from acmoe.errors import check
+from acmoe.lab.study.ablation_grids import ablation_comparisons, ablations_study, nano_ablations
+from acmoe.lab.study.declared import BESIDE, Free, Metric, Reported, Study
+from acmoe.lab.study.image_grid import PGD_RADII, vision_study
+from acmoe.lab.study.nano_grid import IMAGE_SETTING, RADII, TEXT_SETTING, nano_study
+from acmoe.lab.study.synthetic_cells import SYNTHETIC_CONDITIONS, synthetic_study
+from acmoe.lab.study.text_grids import TASKS, bytes_study, words_study
+from acmoe.lab.study.variant_grids import (
+    FRESH_SEED,
+    confirm_comparisons,
+    confirm_study,
+    nano_remedies,
+    remedies_study,
+    remedy_comparisons,
+)
+
+_BITS = (
+    Metric("test", "test bits per byte", "lower"),
+    Metric("valid_curve", "mean over the validation curve", "lower"),
+    Metric("contaminated", "contaminated bits per byte", "lower"),
+    Metric("enwik8", "EnWik-8 prefix, bits per byte", "lower"),
+)
+_WORDS = (
+    Metric("test", "test perplexity", "lower", 2),
+    Metric("valid_curve", "mean over the validation curve", "lower", 2),
+    Metric("contaminated", "contaminated perplexity", "lower", 2),
+    Metric("wikitext103", "WikiText-103 validation perplexity", "lower", 2),
+    Metric("sst2", "SST-2 accuracy (%)", "higher", 2),
+    Metric("sst5", "SST-5 accuracy (%)", "higher", 2),
+    Metric("banking77", "Banking-77 accuracy (%)", "higher", 2),
+)
+_RUNNING = Metric("test_running", "test, running statistics")
+
+BYTES = Study(
+    name="bytes",
+    question="Does adaptive clustering lower the bits per byte of a Switch model, and is it the "
+    "scale or the normalised embeddings of the published gate that does it?",
+    grid=bytes_study,
+    seeds=5,
+    comparisons=(
+        ("adaptive-previous", "smoe"),
+        ("adaptive-current", "smoe"),
+        ("control", "smoe"),
+        ("reference-lm", "control"),
+        ("metric", "smoe"),
+    ),
+    compared=_BITS,
+    beside=(_RUNNING, *BESIDE),
+    curve_label="validation bits per byte",
+    reported=(
+        Reported("test bits per byte, EnWik-8, 80,000 steps", "1.153", "1.137", "Table 1"),
+        Reported("load balance, Switch-medium", "5.577 ± 4.131", "5.317 ± 2.622", "Table 6"),
+    ),
+)
+
+WORDS = Study(
+    name="words",
+    question="Does it lower perplexity on words, clean and contaminated, and help finetuning?",
+    note="Finetuning is the same for all, from the weights after the last step, and scored at the "
+    "epoch that was best in development. Epochs, sentences of an update, rate: "
+    + "; ".join(f"{task.task} {task.epochs}, {task.batch}, {task.lr:g}" for task in TASKS)
+    + ". The most frequent class is 50, 29 and 1 % of the test sentences.",
+    grid=words_study,
+    seeds=5,
+    comparisons=(
+        ("adaptive-previous", "smoe"),
+        ("adaptive-current", "smoe"),
+        ("metric", "smoe"),
+    ),
+    compared=_WORDS,
+    beside=(_RUNNING._replace(digits=2), *BESIDE),
+    curve_label="validation perplexity",
+    reported=(
+        Reported(
+            "WikiText-103 perplexity, Switch-small, 40,000 steps", "87.94", "85.07", "Table 3"
+        ),
+        Reported("WikiText-103 perplexity, GLaM-small, 60,000 steps", "58.27", "54.55", "Table 3"),
+        Reported("contaminated perplexity, Switch-medium", "48.12", "47.61", "Table 2"),
+        Reported("SST-2 accuracy, Switch-medium", "76.27", "77.32", "Table 1"),
+        Reported("SST-5 accuracy, Switch-medium", "39.13", "40.04", "Table 1"),
+        Reported("Banking-77 accuracy, Switch-medium", "83.82", "86.01", "Table 1"),
+    ),
+)
+
+VISION = Study(
+    name="vision",
+    question="Is an image classifier better, or harder to fool, with adaptive clustering?",
+    note="Imagenette at 112 pixels, a tenth of its training images kept back for the curves; "
+    "figures are of its 3,925 validation images, attacks of the first of them in one fixed order, "
+    "the same for every cell: 256 by FGSM and PGD, 32 by SPSA, unless the sizes below say "
+    "otherwise. Training images are cropped and mirrored, no more. In pixels, with true labels "
+    "and within the range of images, PGD takes 10 steps of 0.3 of its radius; the paper's way is "
+    "in normalised space, without that bound, away from the model's own answer, 20 steps of 0.15. "
+    "Gradients are taken in bf16, images scored in fp32. SPSA takes 8 steps of 16 directions, a "
+    "twentieth of what is usual, so it is a weak one; it asks 512 images at a time. `published` "
+    "takes statistics of the batch when it is scored, too: 128 images, 256 under attack.",
+    grid=vision_study,
+    seeds=5,
+    comparisons=(("adaptive-previous", "smoe"), ("published", "smoe"), ("metric", "smoe")),
+    compared=(
+        Metric("test", "top-1 (%)", "higher", 2),
+        Metric("fgsm 1/255", "FGSM 1/255", "higher", 2),
+        *(Metric(f"pgd {n}/255", f"PGD {n}/255", "higher", 2) for n in PGD_RADII),
+        Metric("spsa 8/255", "SPSA 8/255", "higher", 2),
+        Metric("fgsm-paper 1/255", "FGSM 1/255, paper's way", "higher", 2),
+        Metric("pgd-paper 1/255", "PGD 1/255, paper's way", "higher", 2),
+        Metric("spsa-paper 1", "SPSA 1, paper's way", "higher", 2),
+    ),
+    beside=(
+        Metric("pgd 1/255 moved", "tokens moved by PGD 1/255 (%)", digits=2),
+        *BESIDE,
+    ),
+    curve_label="validation top-1 (%)",
+    reported=(
+        Reported("ImageNet top-1, Swin, one expert", "75.22", "75.39", "Table 4"),
+        Reported("ImageNet top-1, Swin, two experts", "76.10", "76.31", "Table 4"),
+        Reported("PGD 1/255, Swin, two experts", "40.85", "43.74", "Table 4"),
+        Reported("FGSM 1/255, Swin, two experts", "54.70", "55.78", "Table 4"),
+        Reported("SPSA 1, Swin, two experts", "60.57", "63.47", "Table 4"),
+        Reported("ImageNet top-1, SoftMoE", "72.86", "73.21", "appendix, Soft-ACMoE"),
+    ),
+)
+
+ABLATIONS = Study(
+    name="ablations",
+    question="Which choice inside the router matters?",
+    note="The nano size is for two CPU cores and needs no data folder (--settings nano). There "
+    "back-half is skip-1, and three of the four layers can be adaptive. Its step times are of "
+    "cores that other work shared: they compare nothing.",
+    grid=ablations_study,
+    free=Free((TEXT_SETTING,), nano_ablations),
+    seeds=3,
+    comparisons=ablation_comparisons(),
+    compared=(
+        Metric("test", "test (bits per byte, or perplexity)", "lower"),
+        Metric("contaminated", "contaminated", "lower"),
+    ),
+    beside=(_RUNNING, *BESIDE),
+    curve_label="validation (bits per byte, or perplexity)",
+    reported=(
+        Reported("perplexity, Switch-medium, variance for MAD", "34.87", "34.42", "appendix"),
+        Reported("perplexity, Switch-medium, full for skip-1", "34.88", "34.42", "appendix"),
+        Reported("perplexity, Switch-medium, random scale", "38.17", "34.42", "appendix"),
+        Reported("perplexity, Switch-medium, Mix 2 for Mix 1", "34.66", "34.42", "appendix"),
+        Reported("perplexity, Switch-medium, fixed threshold", "35.20", "34.14", "appendix"),
+        Reported("perplexity, Switch-medium, learned threshold", "34.29", "33.49", "appendix"),
+    ),
+)
+
+REMEDY_STUDY = Study(
+    name="remedies",
+    question="If the paper's form does not win, does anything the mathematics offers?",
+    note="The nano size is for two CPU cores and needs no data folder (--settings nano); its step "
+    "times are of cores that other work shared.",
+    grid=remedies_study,
+    free=Free((TEXT_SETTING,), nano_remedies),
+    seeds=3,
+    comparisons=remedy_comparisons(),
+    compared=(_BITS[0], _BITS[1], _BITS[2]),
+    beside=(_RUNNING, *BESIDE),
+    curve_label="validation bits per byte",
+)
+
+CONFIRM = Study(
+    name="confirm",
+    question="Do the remedies that were chosen on other seeds equal or beat the plain router on "
+    "fresh ones?",
+    note="Chosen before these runs: of the remedies that had seeds 0 and 1 in the study above, the "
+    "three whose test bits per byte were closest to the plain router's, or below. The text is the "
+    "same, the first weights and the order of the data are new, and this is asked once.",
+    grid=confirm_study,
+    seeds=5,
+    first_seed=FRESH_SEED,
+    comparisons=confirm_comparisons(),
+    compared=REMEDY_STUDY.compared,
+    beside=REMEDY_STUDY.beside,
+    curve_label=REMEDY_STUDY.curve_label,
+)
+
+SYNTHETIC = Study(
+    name="synthetic",
+    question="In the case the theory describes, are the clusters found faster, and how does that "
+    "depend on contrast, dimension and noise?",
+    grid=synthetic_study,
+    reads_data=False,
+    seeds=5,
+    comparisons=tuple((name, "smoe") for name in SYNTHETIC_CONDITIONS if name != "smoe"),
+    compared=(
+        Metric("ari_area", "agreement with the clusters, mean over training", "higher"),
+        Metric("ari", "agreement at the end", "higher"),
+        Metric("loss", "held-out loss (share of variance)", "lower"),
+        Metric("steps_to_threshold", "steps to the threshold", "lower", 1),
+    ),
+    beside=(
+        Metric("load_balance", "load balance (std, points)", digits=2),
+        Metric("scale_rms_log", "rms of log M", digits=3),
+        Metric("condition", "condition number", digits=1),
+        Metric("condition_plain", "without M", digits=1),
+    ),
+    curve="ari",
+    curve_label="agreement with the true clusters (adjusted Rand)",
+)
+
+NANO = Study(
+    name="nano",
+    question="What does the comparison show at a size that two CPU cores finish in half an hour, "
+    "on data that come with Python and scikit-learn?",
+    note="Bytes are the source text of the standard library, another text in another version of "
+    "Python; each record has its fingerprint. Digits have 266 test images, the same for every "
+    "seed: were they drawn anew, an accuracy near 95 % would vary by 1.3 points (one binomial "
+    "standard deviation), one near 50 % by 3.1. The intervals below are over seeds and do not "
+    "contain that. Attacks are in pixels with true labels, PGD with 6 steps; digits are scaled to "
+    "32 pixels a side.",
+    grid=nano_study,
+    reads_data=False,
+    seeds=5,
+    comparisons=(*BYTES.comparisons, ("published", "smoe")),
+    compared=(
+        *(metric._replace(setting=TEXT_SETTING) for metric in _BITS[:3]),
+        Metric("test", "top-1 (%)", "higher", 2, IMAGE_SETTING),
+        *(
+            Metric(f"{attack.lower()} {n}/255", f"{attack} {n}/255", "higher", 2, IMAGE_SETTING)
+            for attack, n in product(("FGSM", "PGD"), RADII)
+        ),
+    ),
+    beside=(
+        _RUNNING,
+        Metric("pgd 1/255 moved", "tokens moved by PGD 1/255 (%)", digits=2),
+        Metric("pgd 8/255 moved", "tokens moved by PGD 8/255 (%)", digits=2),
+        *BESIDE,
+    ),
+    curve_label="validation bits per byte, or top-1 (%)",
+)
+
+STUDIES = {
+    study.name: study
+    for study in (BYTES, WORDS, VISION, ABLATIONS, REMEDY_STUDY, CONFIRM, SYNTHETIC, NANO)
+}
+
+
+def study_of(name: str) -> Study:
+    near = difflib.get_close_matches(name, STUDIES, n=1)
+    meant = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(STUDIES)}"
+    check(name in STUDIES, f"study {name!r} is unknown; {meant}")
+    return STUDIES[name]

@@ -1,0 +1,41 @@
+"""How far a trained model's M is from the identity, and how much of it all clusters share.
+
+C clusters, D features.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from acmoe.ops.statistics.log_scale import split_log_scale
+from acmoe.routing.statistics import ClusterStatistics
+
+
+class ScaleStatistics(NamedTuple):
+    """Of log M over the clusters that have a scale of their own; all 0 where M = I."""
+
+    rms_log: float  # sqrt(mean (log M)^2)
+    common: float  # share of that mean square which is the same in every cluster, by feature
+    clusters: int  # with enough tokens to have a scale
+
+
+def scale_statistics(scale_CD: Tensor, occupied_C: Tensor) -> ScaleStatistics:
+    """The common and the own part of log M are orthogonal, so their squares add up."""
+    clusters = int(occupied_C.sum())
+    common_D, own_CD = split_log_scale(scale_CD.double(), occupied_C)
+    common = float(common_D.square().mean())
+    own = float(own_CD[occupied_C].square().mean()) if clusters else 0.0
+    total = common + own
+    return ScaleStatistics(math.sqrt(total), common / total if total else 0.0, clusters)
+
+
+@torch.no_grad()
+def model_scale_statistics(model: nn.Module) -> list[ScaleStatistics]:
+    """Of the running average behind every adaptive layer, first to last; empty without any."""
+    return [
+        scale_statistics(module.average_scale(), module.weight >= max(1, module.config.min_tokens))
+        for module in model.modules()
+        if isinstance(module, ClusterStatistics)
+    ]

@@ -1,0 +1,7 @@
+"""The paper's theory, checked numerically: where it holds, and where it does not as printed."""
+
+from acmoe.lab.theory.check import Check
+from acmoe.lab.theory.report import all_confirmed, render, to_json
+from acmoe.lab.theory.suite import run_checks
+
+__all__ = ["Check", "all_confirmed", "render", "run_checks", "to_json"]

@@ -1,0 +1,59 @@
+"""Rules that send a token of a known mixture to an expert, as the library's routers apply them.
+
+T tokens, D features, C clusters and as many experts, E.
+"""
+
+import torch
+from torch import Tensor
+
+from acmoe.config.routing import AdaptiveConfig, MetricConfig, SMoEConfig
+from acmoe.data.text.synthetic import GaussianClusters
+from acmoe.routing.adaptive import AdaptiveRouter
+from acmoe.routing.metric import MetricRouter
+from acmoe.routing.state import RoutingState
+from acmoe.routing.topk import TopKRouter
+
+
+def adaptive_choice(
+    x_TD: Tensor, embedding_ED: Tensor, scale_CD: Tensor, assignment_T: Tensor
+) -> Tensor:
+    """(T,) first choices by h' M_k* e_k, k* the cluster each token is said to come from."""
+    num_experts, dim = embedding_ED.shape
+    base = TopKRouter(SMoEConfig(), dim=dim, num_experts=num_experts, top_k=1)
+    router = AdaptiveRouter(AdaptiveConfig.preset("paper"), base).to(x_TD.dtype).eval()
+    state = RoutingState.identity(
+        num_tokens=len(x_TD), num_clusters=num_experts, dim=dim, dtype=x_TD.dtype
+    )
+    state = state._replace(assignment=assignment_T[:, None], scale=scale_CD)
+    with torch.no_grad():
+        base.embedding.copy_(embedding_ED)
+        affinity_TE: Tensor = router(x_TD, state).affinity
+    return affinity_TE.argmax(-1)
+
+
+def own_metric_choice(x_TD: Tensor, assignment_T: Tensor, num_experts: int) -> Tensor:
+    """(T,) first choices where each expert measures in the metric of the tokens assigned to it.
+
+    Mean and variance of those tokens are all it knows: the embeddings are zero.
+    """
+    dim = x_TD.shape[1]
+    # The router's distance is a mean over features, the log density a sum.
+    config = MetricConfig(strength=float(dim))
+    router = MetricRouter(config, dim=dim, num_experts=num_experts, top_k=1)
+    with torch.no_grad():
+        router.embedding.zero_()
+        router.statistics.note(x_TD, assignment_T, None)
+        router.statistics.fold()
+        return router.affinity(x_TD).argmax(-1)
+
+
+def bayes_choice(x_TD: Tensor, clusters: GaussianClusters) -> Tensor:
+    """(T,) the likeliest cluster, given the true moments: no rule of h alone errs less often."""
+    log_density_TC = torch.stack(
+        [
+            -((x_TD - mean_D) / std_D).square().sum(-1) / 2 - std_D.log().sum()
+            for mean_D, std_D in zip(clusters.means, clusters.stds, strict=True)
+        ],
+        dim=-1,
+    )
+    return log_density_TC.argmax(-1)

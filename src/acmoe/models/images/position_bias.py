@@ -1,0 +1,83 @@
+"""What attention inside a window adds to a score for the offset between query and key.
+
+Shapes: W tokens a side of a full window, O = (2W - 1)^2 offsets, H heads, N tokens of a window.
+"""
+
+import math
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from acmoe.ops.embedding.op import embedding
+
+
+class PositionBias(nn.Module):
+    """One number for each head and offset; smaller windows use the offsets that occur in them."""
+
+    index: Tensor  # (W^2, W^2) constants
+
+    def __init__(self, *, window: int, heads: int) -> None:
+        super().__init__()
+        self.window = window
+        self.heads = heads
+        self.register_buffer("index", offset_index(window), persistent=False)
+
+    def by_offset(self) -> Tensor:
+        """(O, H), row offsets slow, column offsets fast, both from -(W - 1) to W - 1."""
+        raise NotImplementedError(f"{type(self).__name__} must define by_offset")
+
+    def forward(self, rows: int, columns: int) -> Tensor:
+        """(H, N, N) for a window of rows x columns tokens."""
+        side, tokens = self.window, rows * columns
+        index_NN = self.index.view(side, side, side, side)[:rows, :columns, :rows, :columns]
+        return embedding(index_NN.reshape(tokens, tokens), self.by_offset()).permute(2, 0, 1)
+
+
+class TableBias(PositionBias):
+    """Swin's: every offset learns its own numbers."""
+
+    def __init__(self, *, window: int, heads: int) -> None:
+        super().__init__(window=window, heads=heads)
+        self.table = nn.Parameter(torch.empty((2 * window - 1) ** 2, heads))
+        nn.init.trunc_normal_(self.table, std=0.02)
+
+    def by_offset(self) -> Tensor:
+        return self.table
+
+
+class NetworkBias(PositionBias):
+    """Swin-MoE's: a small network reads the offset, so that near offsets start out alike."""
+
+    hidden = 512
+    offsets: Tensor  # (O, 2) constants
+
+    def __init__(self, *, window: int, heads: int) -> None:
+        super().__init__(window=window, heads=heads)
+        self.register_buffer("offsets", log_offsets(window), persistent=False)
+        self.up = nn.Linear(2, self.hidden)
+        self.down = nn.Linear(self.hidden, heads, bias=False)
+
+    def by_offset(self) -> Tensor:
+        offsets_O2 = self.offsets.to(self.up.weight.dtype)
+        return cast(Tensor, self.down(nn.functional.relu(self.up(offsets_O2))))
+
+
+POSITIONS: dict[str, type[PositionBias]] = {"mlp": NetworkBias, "table": TableBias}
+
+
+def offset_index(window: int) -> Tensor:
+    """(W^2, W^2) the place of (query - key) among the O offsets, for tokens counted row by row."""
+    y_N = torch.arange(window).repeat_interleave(window)
+    x_N = torch.arange(window).repeat(window)
+    down_NN = y_N[:, None] - y_N + window - 1
+    right_NN = x_N[:, None] - x_N + window - 1
+    return down_NN * (2 * window - 1) + right_NN
+
+
+def log_offsets(window: int) -> Tensor:
+    """(O, 2) offsets in [-8, 8] as sign * log2(1 + |offset|) / 3: near ones are told apart best."""
+    reach = max(window - 1, 1)
+    far_W = torch.arange(-(window - 1), window, dtype=torch.float32) * 8 / reach
+    log_W = far_W.sign() * far_W.abs().log1p() / math.log(8)
+    return torch.cartesian_prod(log_W, log_W)

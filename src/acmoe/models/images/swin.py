@@ -1,0 +1,188 @@
+"""Swin-MoE: window attention over a map that shrinks from stage to stage.
+
+Tokens keep one flat index b * Y * X + y * X + x inside a stage, shifted windows or not, so a
+token's cluster at one MoE layer is its own at the next. Merging patches makes other tokens of
+another width; there the routing state begins anew.
+
+Shapes: B batch, Y rows and X columns of the map, D features.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from acmoe.config.images.vision import SwinConfig
+from acmoe.config.text.language import base_router
+from acmoe.experts.moe import MoE
+from acmoe.models.images.classifier import ImageClassifier
+from acmoe.models.images.layers import (
+    FeedForward,
+    draw_kept,
+    drop_path_rates,
+    init_linear,
+    kept,
+    new_state,
+)
+from acmoe.models.images.patches import PatchEmbedding, PatchMerging
+from acmoe.models.images.window import WindowAttention
+from acmoe.models.recompute import recompute
+from acmoe.routing.placement import Placed, place
+from acmoe.routing.state import RoutingState
+from acmoe.routing.topk import TopKRouter
+
+
+class SwinBlock(nn.Module):
+    """Window attention, then one layer: MoE where a router is `placed`, dense where None is."""
+
+    def __init__(
+        self, config: SwinConfig, *, stage: int, shifted: bool, placed: Placed | None
+    ) -> None:
+        super().__init__()
+        dim = config.widths[stage]
+        self.norm_attention = nn.LayerNorm(dim)
+        self.attention = WindowAttention(
+            dim=dim,
+            heads=config.heads[stage],
+            window=config.windows[stage],
+            shifted=shifted,
+            position=config.position,
+        )
+        self.norm_layer = nn.LayerNorm(dim)
+        self.layer: MoE | FeedForward
+        if placed is None:
+            self.layer = FeedForward(dim, config.mlp_ratio * dim, last_bias=config.last_bias)
+        else:
+            self.layer = _moe(config, dim, placed)
+
+    def forward(
+        self, x_BYXD: Tensor, state: RoutingState, kept_2B: Tensor | None = None
+    ) -> tuple[Tensor, RoutingState]:
+        """(B, Y, X, D) -> (B, Y, X, D), and the state for the next MoE layer.
+
+        `kept_2B` weights each image's attention and layer branch (stochastic depth).
+        """
+        kept_attention, kept_layer = (None, None) if kept_2B is None else kept_2B.unbind()
+        x_BYXD = x_BYXD + kept(self.attention(self.norm_attention(x_BYXD)), kept_attention)
+        h_BYXD = self.norm_layer(x_BYXD)
+        if isinstance(self.layer, MoE):
+            y_BLD, state = self.layer(h_BYXD.flatten(1, 2), state)
+            y_BYXD = y_BLD.view_as(x_BYXD)
+        else:
+            y_BYXD = self.layer(h_BYXD)
+        return x_BYXD + kept(y_BYXD, kept_layer), state
+
+
+class SwinStage(nn.Module):
+    """Blocks of one width, and (but for the last stage) the merge into the next."""
+
+    def __init__(self, config: SwinConfig, stage: int, drops: list[float]) -> None:
+        super().__init__()
+        self.num_experts = config.num_experts
+        self.drops = drops
+        placed = iter(_placed(config, stage))
+        self.blocks = nn.ModuleList(
+            SwinBlock(
+                config,
+                stage=stage,
+                shifted=block % 2 == 1,
+                placed=next(placed) if config.is_moe(stage, block) else None,
+            )
+            for block in range(config.depths[stage])
+        )
+        last = stage == len(config.depths) - 1
+        self.merge = None if last else PatchMerging(config.widths[stage])
+
+    def forward(
+        self, x_BYXD: Tensor, state: RoutingState, *, checkpoint_blocks: bool = False
+    ) -> tuple[Tensor, RoutingState]:
+        again = checkpoint_blocks and torch.is_grad_enabled()
+        for block, drop in zip(self.blocks, self.drops, strict=True):
+            kept_2B = draw_kept(x_BYXD, drop, training=self.training)
+            x_BYXD, state = (partial(recompute, block) if again else block)(x_BYXD, state, kept_2B)
+        if self.merge is None:
+            return x_BYXD, state
+        x_BYXD = self.merge(x_BYXD)
+        return x_BYXD, new_state(x_BYXD, self.num_experts, state.aux_loss)
+
+
+class SwinModel(ImageClassifier):
+    """Swin-MoE, or with `moe_stages=()` the dense Swin.
+
+    >>> from acmoe.models.registry import create_model
+    >>> model = create_model("swin-nano", router="adaptive")
+    >>> model(torch.zeros(2, 3, 32, 32)).logits.shape
+    torch.Size([2, 10])
+    """
+
+    config: SwinConfig
+
+    def __init__(self, config: SwinConfig, *, checkpoint_blocks: bool = False) -> None:
+        super().__init__(config, checkpoint_blocks=checkpoint_blocks)
+        self.embed = PatchEmbedding(
+            channels=config.channels, dim=config.dim, patch=config.patch, norm=True
+        )
+        drops = iter(drop_path_rates(config.drop_path, sum(config.depths)))
+        self.stages = nn.ModuleList(
+            SwinStage(config, stage, [next(drops) for _ in range(depth)])
+            for stage, depth in enumerate(config.depths)
+        )
+        self.norm = nn.LayerNorm(config.widths[-1])
+        self.head = nn.Linear(config.widths[-1], config.num_classes)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        init_linear(self, self.config.init_std)
+        for module in self.modules():
+            # Swin-MoE's gates start like its other weights, unless the gate asks for its own.
+            if isinstance(module, TopKRouter) and module.config.init == "uniform":
+                nn.init.trunc_normal_(module.embedding, std=self.config.init_std)
+
+    def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, D) mean of the last map, and the auxiliary losses."""
+        x_BYXD = self.embed(images)
+        state = new_state(x_BYXD, self.config.num_experts)
+        for stage in self.stages:
+            x_BYXD, state = stage(x_BYXD, state, checkpoint_blocks=self.checkpoint_blocks)
+        return self.norm(x_BYXD).mean((1, 2)), state.aux_loss
+
+    def check_size(self, height: int, width: int) -> None:
+        self.config.maps(height, width)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The blocks of all stages, first to last."""
+        return [block for stage in self.stages for block in stage.blocks]  # type: ignore[union-attr]
+
+    def moe_layers(self) -> list[MoE]:
+        """The MoE layers, first to last."""
+        return [block.layer for block in self.blocks if isinstance(block.layer, MoE)]
+
+
+def _placed(config: SwinConfig, stage: int) -> list[Placed]:
+    """The routers of a stage's MoE layers."""
+    number = config.num_moe_layers(stage)
+    if number == 0:
+        return []
+    if stage == config.adaptive_stage:
+        return place(config.router, config.placement, number)
+    return place(base_router(config.router), "full", number)
+
+
+def _moe(config: SwinConfig, dim: int, placed: Placed) -> MoE:
+    layer = MoE(
+        dim=dim,
+        hidden=config.mlp_ratio * dim,
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        router=placed.router,
+        emit=placed.emit,
+        activation="gelu",
+        bias=True,
+        dropout=config.expert_dropout,
+        capacity_factor=config.capacity_factor,
+        losses=config.losses,
+    )
+    if not config.last_bias:
+        layer.experts.down_bias = None  # Swin-MoE keeps the first bias alone
+    return layer

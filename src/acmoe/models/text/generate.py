@@ -1,0 +1,202 @@
+"""Continue prompts token by token.
+
+Every step runs one new token per sequence against cached keys, values and routing statistics. With
+a plain router, and with `running` or `prefix` statistics, its logits are those of a forward pass
+over the whole text, and a batch of prompts of any lengths gives what each gives alone.
+
+Shapes: B sequences, L prompt length with padding, V words.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from acmoe.config.routing import ExpertChoiceConfig
+from acmoe.config.text.language import base_router
+from acmoe.errors import check
+from acmoe.ops.checks import check_range
+
+if TYPE_CHECKING:
+    from acmoe.models.text.cache import DecodeCache
+    from acmoe.models.text.decoder import LanguageModel
+
+Prompt = Tensor | Sequence[Tensor] | Sequence[Sequence[int]]
+
+
+@torch.no_grad()
+def generate(
+    model: "LanguageModel",
+    prompt: Prompt,
+    max_new_tokens: int,
+    *,
+    prompt_mask: Tensor | None = None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop_token: int | None = None,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """(B, at most max_new_tokens) the tokens that follow each prompt.
+
+    Args:
+        model: put in evaluation mode for the call.
+        prompt: (B, L) ids, (L,) ids of one prompt, or a list of prompts of any lengths.
+        max_new_tokens: the most tokens to add.
+        prompt_mask: (B, L) True for real tokens of a padded prompt; padding stands on the left.
+        temperature: 0 takes the likeliest token; above, logits are divided by it and sampled.
+        top_k: sample among the k likeliest tokens.
+        top_p: sample among the fewest tokens that hold this share of the probability.
+        stop_token: a sequence ends with it; shorter ones are filled up with it.
+        seed: of the sampling; the same seed gives the same tokens.
+        generator: in place of a seed, one on the model's device.
+    """
+    check(seed is None or generator is None, "seed and generator are both given; give one of them")
+    _check_options(model, max_new_tokens, temperature, top_k, top_p, stop_token)
+    device = model.embed.weight.device
+    if seed is not None:
+        generator = torch.Generator(device=device).manual_seed(seed)
+    tokens_BL, mask_BL = _batch(prompt, prompt_mask, model.config.vocab_size, device)
+    draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+    was_training = model.training
+    model.eval()
+    try:
+        return _continue(model, tokens_BL, mask_BL, max_new_tokens, draw, stop_token)
+    finally:
+        model.train(was_training)
+
+
+def _continue(
+    model: "LanguageModel",
+    tokens_BL: Tensor,
+    mask_BL: Tensor | None,
+    max_new_tokens: int,
+    draw: Callable[[Tensor], Tensor],
+    stop_token: int | None,
+) -> Tensor:
+    cache = model.new_cache(tokens_BL.shape[0])
+    logits_BV = next_logits(model, tokens_BL, cache, mask_BL)
+    done_B = torch.zeros_like(tokens_BL[:, 0], dtype=torch.bool)
+    chosen: list[Tensor] = []
+    while True:
+        token_B = draw(logits_BV)
+        if stop_token is not None:
+            token_B = token_B.masked_fill(done_B, stop_token)
+            done_B = done_B | (token_B == stop_token)
+        chosen.append(token_B)
+        if len(chosen) == max_new_tokens or (stop_token is not None and bool(done_B.all())):
+            return torch.stack(chosen, dim=1)
+        # A finished sequence is padding: under batch statistics it must not sway the others.
+        going_B1 = None if stop_token is None else ~done_B[:, None]
+        logits_BV = next_logits(model, token_B[:, None], cache, going_B1)
+
+
+def next_logits(
+    model: "LanguageModel", tokens: Tensor, cache: "DecodeCache", token_mask: Tensor | None = None
+) -> Tensor:
+    """(B, V) logits after the last of the (B, L) new tokens; the cache grows by them."""
+    x_BLD, _, _ = model.hidden_states(tokens, token_mask=token_mask, cache=cache)
+    logits: Tensor = model.unembed(x_BLD[:, -1])
+    return logits
+
+
+def sample(
+    logits: Tensor,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """(B,) one id for each row of (B, V) logits."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    probability_BV = keep_likely(logits.float() / temperature, top_k, top_p).softmax(-1)
+    return torch.multinomial(probability_BV, 1, generator=generator)[:, 0]
+
+
+def keep_likely(logits: Tensor, top_k: int | None = None, top_p: float | None = None) -> Tensor:
+    """-inf at all but the top_k likeliest, then at all but the fewest that hold top_p."""
+    order_BV = logits.argsort(dim=-1, descending=True, stable=True)
+    sorted_BV = logits.gather(-1, order_BV)
+    if top_k is not None:
+        sorted_BV[:, top_k:] = -torch.inf
+    if top_p is not None:
+        probability_BV = sorted_BV.softmax(-1)
+        # A token stays if those before it do not yet hold the share; the first always does.
+        before_BV = probability_BV.cumsum(-1) - probability_BV
+        sorted_BV = sorted_BV.masked_fill(before_BV >= top_p, -torch.inf)
+    return torch.empty_like(logits).scatter_(-1, order_BV, sorted_BV)
+
+
+def _batch(
+    prompt: Prompt, prompt_mask: Tensor | None, vocab_size: int, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """(B, L) prompts padded on the left, and their mask if there is any padding."""
+    if isinstance(prompt, Tensor):
+        tokens_BL, mask_BL = _padded(prompt, prompt_mask, device)
+    else:
+        check(prompt_mask is None, "prompt_mask is for a padded tensor; a list needs none")
+        tokens_BL, mask_BL = _pad(prompt, device)
+    real_BL = tokens_BL if mask_BL is None else tokens_BL.masked_fill(~mask_BL, 0)
+    check_range(real_BL, 0, vocab_size, "prompt")
+    return tokens_BL, mask_BL
+
+
+def _padded(
+    prompt: Tensor, prompt_mask: Tensor | None, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    tokens_BL = (prompt if prompt.dim() == 2 else prompt[None]).to(device)
+    check(
+        tokens_BL.dim() == 2 and tokens_BL.numel() > 0,
+        f"prompt has shape {tuple(prompt.shape)}; pass ids of shape (sequences, length), each with "
+        "one token at least",
+    )
+    if prompt_mask is None:
+        return tokens_BL, None
+    mask_BL = prompt_mask.to(device)
+    check(
+        mask_BL.shape == tokens_BL.shape and bool(mask_BL[:, -1].all()),
+        f"prompt_mask of shape {tuple(mask_BL.shape)} must fit the prompt and be True in its last "
+        "column: pad on the left",
+    )
+    return tokens_BL, mask_BL
+
+
+def _pad(
+    prompts: Sequence[Tensor] | Sequence[Sequence[int]], device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    rows = [torch.as_tensor(row, dtype=torch.int64, device=device).flatten() for row in prompts]
+    check(len(rows) > 0 and min(map(len, rows)) > 0, "a prompt is empty; give each one token")
+    length = max(map(len, rows))
+    tokens_BL = torch.zeros(len(rows), length, dtype=torch.int64, device=device)
+    mask_BL = torch.zeros_like(tokens_BL, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        tokens_BL[index, length - len(row) :] = row
+        mask_BL[index, length - len(row) :] = True
+    return tokens_BL, None if min(map(len, rows)) == length else mask_BL
+
+
+def _check_options(
+    model: "LanguageModel",
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    stop_token: int | None,
+) -> None:
+    check(max_new_tokens >= 1, f"max_new_tokens={max_new_tokens}; it must be at least 1")
+    check(temperature >= 0, f"temperature={temperature}; it must be 0 (greedy) or more")
+    check(top_k is None or top_k >= 1, f"top_k={top_k}; it must be at least 1")
+    check(top_p is None or 0 < top_p <= 1, f"top_p={top_p}; it must lie in (0, 1]")
+    check(
+        stop_token is None or 0 <= stop_token < model.config.vocab_size,
+        f"stop_token={stop_token}; the vocabulary is 0 to {model.config.vocab_size - 1}",
+    )
+    check(
+        not isinstance(base_router(model.config.router), ExpertChoiceConfig),
+        "router='expert-choice' picks among all tokens of a text and cannot choose for the next "
+        "one; train a model with another router to generate",
+    )

@@ -1,0 +1,1 @@
+"""Attention to a sliding window of earlier tokens."""

@@ -1,0 +1,1 @@
+"""Device functions and launch settings that kernels of several ops share."""

@@ -1,0 +1,1 @@
+"""Embedding lookup with a deterministic gradient."""

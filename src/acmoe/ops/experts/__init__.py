@@ -1,0 +1,1 @@
+"""The expert MLPs of one layer."""

@@ -1,0 +1,259 @@
+"""The experts of a whole layer as one function of tokens, weights, gate and order.
+
+The reference is experts/mlp.py; this is the same function by Triton kernels, with the gather, the
+activation, the gate and the combine fused in. A custom op, so `torch.compile(fullgraph=True)` sees
+one call; eager calls go past the dispatcher, whose outputs autograd would copy into .grad (0.4 ms
+of 19 at olmoe). Only h, before the activation, is kept for backward, where there will be one, and
+backward writes its gradient over it: a second backward through a retained graph raises. Compiled,
+it has a buffer of its own: a graph may not write over what another left it, and would copy h.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def _forward(
+    x: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    gate: Tensor,
+    order: Tensor,
+    back: Tensor,
+    end: Tensor,
+    expert: Tensor,
+    seed: Tensor,
+    act: str,
+    dropout: float,
+    keep: bool,
+    given_up: Tensor,
+    given_down: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(T, D) outputs, and h (N, W) for backward; no rows of it unless to keep.
+
+    The given weights are not read: they take the gradients of up and down, both in the precision of
+    the first.
+    """
+    from acmoe.ops.experts.hopper.choice import gathers, run_rows
+    from acmoe.ops.experts.triton.launch import run_up
+    from acmoe.ops.experts.triton.sizes import sizes_of
+    from acmoe.ops.experts.triton.tiles import Plan
+    from acmoe.ops.experts.triton.tokens import run_combine, source_of
+
+    size = sizes_of(x, down, gate, act)
+    plan = Plan(order, end, size.top_k)
+    tokens = source_of(x, back, size, gather=gathers("up", size, x.dtype, x.device))
+    h, a = run_up(tokens, up, up_bias, plan, size, dropout, seed, keep=keep)
+    del tokens  # maybe a copy
+    y = run_rows("down", a, down, down_bias, plan, size)
+    return run_combine(y, gate, back, end, size.tokens), h
+
+
+def _gradients(
+    grad: Tensor,
+    x: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    gate: Tensor,
+    order: Tensor,
+    back: Tensor,
+    end: Tensor,
+    expert: Tensor,
+    seed: Tensor,
+    h: Tensor,
+    dh: Tensor,
+    act: str,
+    dropout: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of x, up, down, the biases (no columns where there is none) and gate. dh is room, or h.
+
+    dtype: of the second and third.
+    """
+    from acmoe.ops.experts.hopper.choice import gathers, run_hidden, run_rows, run_weight
+    from acmoe.ops.experts.triton.launch import run_finish
+    from acmoe.ops.experts.triton.sizes import Sums, sizes_of
+    from acmoe.ops.experts.triton.tiles import Plan
+    from acmoe.ops.experts.triton.tokens import run_combine, source_of
+
+    size = sizes_of(x, down, gate, act)
+    plan = Plan(order, end, size.top_k)
+    upstream = source_of(grad, back, size, gather=gathers("hidden", size, x.dtype, x.device))
+    by_bias = None if down_bias is None else grad @ down_bias.T
+    sums = Sums(
+        0 if up_bias is None else up_bias.shape[1], 0 if down_bias is None else down_bias.shape[1]
+    )
+    a, shares = run_hidden(*(upstream, down, h, dh, gate, grad, plan, size, sums, dropout, seed))
+    dgate, d_up_bias, d_down_bias = run_finish(shares, by_bias, expert, plan, size, sums, x.dtype)
+    gather = "p" if upstream.gather else "none"
+    d_down = run_weight("down_weight", upstream.values, a, plan, size, gather=gather, dtype=dtype)
+    del a, upstream  # freed before the next large ones
+    gathered = gathers("up_weight", size, x.dtype, x.device, result=dtype)
+    tokens = source_of(x, back, size, gather=gathered)
+    gather = "q" if tokens.gather else "none"
+    d_up = run_weight("up_weight", dh, tokens.values, plan, size, gather=gather, dtype=dtype)
+    del tokens
+    dx_rows = run_rows("input", dh, up, None, plan, size, across=True)
+    dx = run_combine(dx_rows, None, back, end, size.tokens)
+    return dx, d_up, d_down, d_up_bias, d_down_bias, dgate.to(gate.dtype)
+
+
+class _Eager(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
+        out, h = _forward(*inputs)
+        *tensors, ctx.act, ctx.dropout, _, given, _ = inputs
+        ctx.dtype = given.dtype
+        ctx.save_for_backward(*tensors, h)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        *tensors, h = ctx.saved_tensors
+        arguments = (grad.contiguous(), *tensors, h, h, ctx.act, ctx.dropout, ctx.dtype)
+        found = _gradients(*arguments)
+        torch.autograd.graph.increment_version(h)
+        return _aligned(found, tensors)
+
+
+def _aligned(
+    found: tuple[Tensor, ...], tensors: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """One gradient, or None, for each argument of `_forward`."""
+    dx, d_up, d_down, d_up_bias, d_down_bias, d_gate = found
+    up_bias, down_bias = tensors[3], tensors[4]
+    return (
+        *(dx, None, None),
+        None if up_bias is None else d_up_bias,
+        None if down_bias is None else d_down_bias,
+        *(d_gate, None, None, None, None, None, None, None, None, d_up, d_down),
+    )
+
+
+@torch.library.custom_op("acmoe::expert_mlp", mutates_args=())
+def _expert_mlp(
+    x: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    gate: Tensor,
+    order: Tensor,
+    back: Tensor,
+    end: Tensor,
+    expert: Tensor,
+    seed: Tensor,
+    act: str,
+    dropout: float,
+    keep: bool,
+    given_up: Tensor,
+    given_down: Tensor,
+) -> tuple[Tensor, Tensor]:
+    return _forward(
+        *(x, up, down, up_bias, down_bias, gate, order, back, end, expert, seed, act, dropout),
+        *(keep, given_up, given_down),
+    )
+
+
+@_expert_mlp.register_fake
+def _(x, up, down, ub, db, gate, order, back, end, expert, seed, act, dropout, keep, gu, gd):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x), x.new_empty(order.numel() if keep else 0, up.shape[1])
+
+
+@torch.library.custom_op("acmoe::expert_mlp_backward", mutates_args=())
+def _expert_mlp_backward(
+    grad: Tensor,
+    x: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    gate: Tensor,
+    order: Tensor,
+    back: Tensor,
+    end: Tensor,
+    expert: Tensor,
+    seed: Tensor,
+    h: Tensor,
+    act: str,
+    dropout: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _gradients(
+        *(grad, x, up, down, up_bias, down_bias, gate, order, back, end, expert, seed, h),
+        *(torch.empty_like(h), act, dropout, dtype),
+    )
+
+
+@_expert_mlp_backward.register_fake
+def _(grad, x, up, down, up_bias, down_bias, gate, *rest):  # type: ignore[no-untyped-def]
+    return (
+        torch.empty_like(x),
+        torch.empty_like(up, dtype=rest[-1]),
+        torch.empty_like(down, dtype=rest[-1]),
+        up.new_empty(up.shape[0], 0) if up_bias is None else torch.empty_like(up_bias),
+        up.new_empty(up.shape[0], 0) if down_bias is None else torch.empty_like(down_bias),
+        torch.empty_like(gate),
+    )
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    *tensors, ctx.act, ctx.dropout, _, given, _ = inputs
+    ctx.dtype = given.dtype
+    ctx.save_for_backward(*tensors, output[1])
+
+
+def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
+    *tensors, h = ctx.saved_tensors
+    found = _expert_mlp_backward(grad.contiguous(), *tensors, h, ctx.act, ctx.dropout, ctx.dtype)
+    return _aligned(found, tensors)
+
+
+_expert_mlp.register_autograd(_backward, setup_context=_save)
+
+
+def expert_mlp(
+    x_TD: Tensor,
+    up_EWD: Tensor,
+    down_EDF: Tensor,
+    up_bias_EW: Tensor | None,
+    down_bias_ED: Tensor | None,
+    gate_TK: Tensor,
+    order_N: Tensor,
+    back_N: Tensor,
+    end_E: Tensor,
+    expert_N: Tensor,
+    *,
+    activation: str,
+    dropout: float = 0.0,
+) -> Tensor:
+    """(T, D): every token through its experts, weighted by its gate.
+
+    Products are taken in the tokens' precision; the gradients of up and down come in that of up,
+    and are not rounded to the tokens' before.
+    """
+    # On the device, so that a captured CUDA graph draws new dropout in every replay.
+    seed = end_E  # not read
+    if dropout > 0:
+        seed = torch.randint(2**31, (1,), device=x_TD.device)
+    weights = [weight.detach().to(x_TD.dtype) for weight in (up_EWD, down_EDF)]
+    numbers = (x_TD, *weights, up_bias_EW, down_bias_ED, gate_TK)
+    keep = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in (*numbers, up_EWD, down_EDF)
+    )
+    arguments = (
+        *(None if tensor is None else tensor.contiguous() for tensor in numbers),
+        *(order_N, back_N, end_E, expert_N, seed, activation, dropout, keep, up_EWD, down_EDF),
+    )
+    out: Tensor
+    if torch.compiler.is_compiling():
+        out, _ = _expert_mlp(*arguments)
+    else:
+        out = _Eager.apply(*arguments)  # type: ignore[no-untyped-call]
+    return out

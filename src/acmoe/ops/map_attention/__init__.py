@@ -1,0 +1,1 @@
+"""Attention inside the windows of an image's feature map."""

@@ -1,0 +1,1 @@
+"""Residual sums with layer norm."""

@@ -1,0 +1,1 @@
+"""Linear maps whose input gradient covers the newest positions only."""

@@ -1,0 +1,1 @@
+"""Token-to-expert routing: affinity, top-k and gate."""

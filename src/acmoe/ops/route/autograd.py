@@ -1,0 +1,142 @@
+"""The fused router as custom ops with their gradient (ops/route/op.py says what they compute).
+
+T tokens, D features, E experts, C clusters, K experts per token, X places of sorted tokens.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("acmoe::route", mutates_args=())
+def route_op(
+    x: Tensor,
+    embedding: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    assignment: Tensor | None,
+    top_k: int,
+    over_selected: bool,
+    token_mask: Tensor | None,
+    temperature: float,
+    place: Tensor | None,
+    end: Tensor | None,
+    noise: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """place (X,), end (C + 1,): `Clusters`, or None; the gradient needs the second."""
+    from acmoe.ops.route.triton.route import route
+    from acmoe.ops.route.triton.tokens import Tokens
+
+    tokens = Tokens.of(x, scale, assignment, token_mask, place, end)
+    return route(tokens, embedding, bias, top_k, over_selected, temperature, noise)
+
+
+@route_op.register_fake
+def _(x, embedding, bias, scale, assignment, top_k, *rest):  # type: ignore[no-untyped-def]
+    affinity = x.new_empty(x.shape[0], embedding.shape[0], dtype=torch.float32)
+    gate = affinity.new_empty(x.shape[0], top_k)
+    ids = gate.new_empty(gate.shape, dtype=torch.int64)
+    gate_sum = affinity.new_empty(embedding.shape[0])
+    return ids, gate, affinity, gate_sum, torch.empty_like(gate_sum), ids.new_empty(x.shape[0])
+
+
+@torch.library.custom_op("acmoe::route_backward", mutates_args=())
+def route_backward_op(
+    grad_gate: Tensor | None,
+    grad_affinity: Tensor | None,
+    grad_sum: Tensor | None,
+    grad_x: Tensor | None,
+    x: Tensor,
+    embedding: Tensor,
+    scale: Tensor | None,
+    assignment: Tensor | None,
+    token_mask: Tensor | None,
+    place: Tensor | None,
+    end: Tensor | None,
+    expert_ids: Tensor,
+    gate: Tensor,
+    affinity: Tensor,
+    over_selected: bool,
+    temperature: float,
+    has_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, of the embedding and of a bias (both float32; empty if there is none).
+
+    grad_x: what comes to x from elsewhere, to be added.
+    """
+    from acmoe.ops.device.reduce_partials import totals
+    from acmoe.ops.route.triton.affinity_gradient import affinity_gradient
+    from acmoe.ops.route.triton.backward import embedding_gradient, token_gradient
+    from acmoe.ops.route.triton.tokens import Tokens
+
+    tokens = Tokens.of(x, scale, assignment, token_mask, place, end)
+    upstream = grad_gate, grad_affinity, grad_sum
+    chosen = expert_ids, gate, affinity
+    num_pieces = 3 if x.dtype == torch.float32 else 2
+    grad_ZTE, partial_NE = affinity_gradient(
+        *upstream, *chosen, token_mask, over_selected, temperature, num_pieces
+    )
+    grad_TD = token_gradient(tokens, grad_ZTE, embedding, grad_x)
+    grad_bias = totals(partial_NE[None])[0] if has_bias else partial_NE.new_empty(0)
+    return grad_TD, embedding_gradient(tokens, end, grad_ZTE), grad_bias
+
+
+@route_backward_op.register_fake
+def _(g_gate, g_affinity, g_sum, g_x, x, embedding, *rest):  # type: ignore[no-untyped-def]
+    *_, affinity, _, _, has_bias = rest
+    grad_embedding = affinity.new_empty(embedding.shape)
+    grad_bias = affinity.new_empty(embedding.shape[0] if has_bias else 0)
+    return x.new_empty(x.shape), grad_embedding, grad_bias
+
+
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, embedding, bias, scale, assignment, _, ctx.over_selected, mask, *rest = inputs
+    ctx.temperature, place, end, _ = rest
+    expert_ids, gate, affinity, _, load, first = output
+    ctx.mark_non_differentiable(expert_ids, load, first)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(
+        x, embedding, scale, assignment, mask, place, end, expert_ids, gate, affinity
+    )
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _backward(ctx, _ids, grad_gate, grad_affinity, grad_sum, _load, _first, grad_x=None):  # type: ignore[no-untyped-def]
+    has_bias = ctx.bias_dtype is not None
+    grads = (grad_gate, grad_affinity, grad_sum, grad_x)
+    settings = ctx.over_selected, ctx.temperature, has_bias
+    saved = ctx.saved_tensors  # asked for once: a recomputed activation is handed out once
+    grad_x, grad_embedding, grad_bias = route_backward_op(*grads, *saved, *settings)
+    grad_embedding = grad_embedding.to(saved[1].dtype)
+    grad_bias = grad_bias.to(ctx.bias_dtype) if has_bias else None
+    return grad_x, grad_embedding, grad_bias, *[None] * 9
+
+
+route_op.register_autograd(_backward, setup_context=_save)
+
+
+class _Eager(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
+        found = route_op(*inputs)
+        _save(ctx, inputs, found)
+        return (*found, inputs[0])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+        return _backward(ctx, *grads)  # type: ignore[no-untyped-call]
+
+
+def route_through(*inputs: Any) -> tuple[Tensor, ...]:
+    """The results of `route_op`, then x again for those who read it after the router.
+
+    The gradient of that x is added where the router's own is written, instead of by a launch that
+    reads both. A custom op may not return what it was given: compiled, x stays x.
+    """
+    x = inputs[0]
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and x.requires_grad):
+        return (*route_op(*inputs), x)
+    found: tuple[Tensor, ...] = _Eager.apply(*inputs)  # type: ignore[no-untyped-call]
+    return found

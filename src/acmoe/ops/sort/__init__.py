@@ -1,0 +1,1 @@
+"""Sort routed rows by expert and tokens by cluster."""

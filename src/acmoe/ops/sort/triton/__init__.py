@@ -1,0 +1,1 @@
+"""Portable Triton kernels."""

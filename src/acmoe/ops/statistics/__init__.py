@@ -1,0 +1,1 @@
+"""Cluster dispersion and the scale made from it."""

@@ -1,0 +1,32 @@
+"""Means over the tokens of each cluster.
+
+T tokens, X features or none, C clusters.
+"""
+
+import torch
+from torch import Tensor
+
+from acmoe.ops.statistics import reference
+from acmoe.ops.statistics.dispersion import exclude
+
+
+def cluster_mean(
+    value: Tensor, assignment: Tensor, num_clusters: int, token_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Mean (C, X) of the values of each cluster, 0 where there are none, and their number (C,).
+
+    value        (T, X)
+    assignment   (T,) 0 to C-1; -1 for a token in no cluster
+    A token that holds NaN or inf counts nowhere.
+
+    >>> cluster_mean(torch.tensor([[1.0], [3.0], [5.0]]), torch.tensor([0, 0, -1]), 2)
+    (tensor([[2.],
+            [0.]]), tensor([2., 0.]))
+    """
+    keep_T = torch.isfinite(value).all(-1)
+    if token_mask is not None:
+        keep_T = keep_T & token_mask
+    value_TX, cluster_T = exclude(value, assignment, num_clusters, keep_T)
+    member_1TC = reference.membership(cluster_T[None], num_clusters, value_TX.dtype)
+    mean_CX = reference.mean_per_cluster(value_TX[None], member_1TC)[0]
+    return mean_CX, reference.cluster_count(cluster_T[None], num_clusters)[0]

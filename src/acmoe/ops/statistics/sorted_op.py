@@ -1,0 +1,128 @@
+"""Statistics of tokens that stand sorted by cluster: `ops.fused_scale` and `ops.fused_dispersion`.
+
+The same numbers to rounding, sooner: where the experts of a layer sort its rows anyway, its tokens
+by cluster come along (ops/sort/op.py). Without gradient.
+
+T tokens, D features, C clusters.
+"""
+
+import torch
+from torch import Tensor
+
+from acmoe.errors import check
+from acmoe.ops.sort.op import Clusters
+from acmoe.ops.statistics.dispersion_op import check_kernel_dtype
+from acmoe.ops.statistics.scale import check_normalize
+from acmoe.ops.statistics.scale_op import SCALE_MEASURES, places_for
+
+
+def sorted_cluster_scale(
+    x: Tensor,
+    clusters: Clusters,
+    *,
+    measure: str = "mad",
+    normalize: str = "cluster",
+    floor: float = 1e-3,
+    eps: float = 0.0,
+    clamp: float | None = None,
+    min_tokens: int = 2,
+    into: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scale and dispersion (C, D) and count (C,) of x (T, D); the rest as `fused_cluster_scale`."""
+    _check(x, clusters, measure)
+    check_normalize(normalize)
+    spread, count = places_for(x, _shape(x, clusters), into)
+    scale = sorted_scale_op(
+        x.detach(), *clusters[1:], spread, count, measure, normalize, floor, eps, clamp, min_tokens
+    )
+    return scale, spread, count
+
+
+def sorted_dispersion(
+    x: Tensor,
+    clusters: Clusters,
+    *,
+    measure: str = "mad",
+    into: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Dispersion (C, D) and count (C,) of x (T, D), in the places `into` if given."""
+    _check(x, clusters, measure)
+    spread, count = places_for(x, _shape(x, clusters), into)
+    sorted_dispersion_op(x.detach(), *clusters[1:], spread, count, measure)
+    return spread, count
+
+
+def _shape(x: Tensor, clusters: Clusters) -> tuple[int, int]:
+    return clusters.begin.shape[0] - 1, x.shape[1]
+
+
+def _check(x: Tensor, clusters: Clusters, measure: str) -> None:
+    check(
+        measure in SCALE_MEASURES,
+        f"measure={measure!r} has no kernel for sorted tokens; choose one of "
+        f"{', '.join(SCALE_MEASURES)}, or leave the tokens in their order",
+    )
+    check_kernel_dtype(x)
+    tokens = clusters.assignment.shape[0]
+    check(
+        x.dim() == 2 and x.shape[0] == tokens,
+        f"x has shape {tuple(x.shape)}; pass ({tokens}, features), the tokens that were sorted",
+    )
+
+
+@torch.library.custom_op("acmoe::sorted_scale", mutates_args=("spread", "count"))
+def sorted_scale_op(
+    x: Tensor,
+    token: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    spread: Tensor,
+    count: Tensor,
+    measure: str,
+    normalize: str,
+    floor: float,
+    eps: float,
+    clamp: float | None,
+    min_tokens: int,
+) -> Tensor:
+    from acmoe.ops.statistics.triton.scale import finish_scale
+    from acmoe.ops.statistics.triton.sorted_dispersion import SortedTokens
+
+    scale, _, _ = finish_scale(
+        SortedTokens(x, token, begin, end, "mad" if measure == "mad" else "square"),
+        root=measure == "std",
+        normalize=normalize,
+        floor=floor,
+        eps=eps,
+        clamp=clamp,
+        min_tokens=min_tokens,
+        into=(spread[None], count[None]),
+    )
+    return scale[0]
+
+
+@sorted_scale_op.register_fake
+def _(x, token, begin, end, spread, *rest):  # type: ignore[no-untyped-def]
+    return torch.empty_like(spread)
+
+
+@torch.library.custom_op("acmoe::sorted_dispersion", mutates_args=("spread", "count"))
+def sorted_dispersion_op(
+    x: Tensor,
+    token: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    spread: Tensor,
+    count: Tensor,
+    measure: str,
+) -> None:
+    from acmoe.ops.statistics.triton.scale import finish_dispersion
+    from acmoe.ops.statistics.triton.sorted_dispersion import SortedTokens
+
+    tokens = SortedTokens(x, token, begin, end, "mad" if measure == "mad" else "square")
+    finish_dispersion(tokens, root=measure == "std", into=(spread[None], count[None]))
+
+
+@sorted_dispersion_op.register_fake
+def _(*arguments):  # type: ignore[no-untyped-def]
+    return None

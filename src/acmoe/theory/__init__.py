@@ -1,7 +1,0 @@
-"""The paper's theory, checked numerically: where it holds, and where it does not as printed."""
-
-from acmoe.theory.check import Check
-from acmoe.theory.report import all_confirmed, render, to_json
-from acmoe.theory.suite import run_checks
-
-__all__ = ["Check", "all_confirmed", "render", "run_checks", "to_json"]

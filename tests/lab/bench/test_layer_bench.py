@@ -1,0 +1,212 @@
+"""The layer's benchmark: what is checked, what is refused, what is counted."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from acmoe.errors import UserError
+from acmoe.lab.bench.check import Errors, WrongResultError, compare, reference
+from acmoe.lab.bench.layer import BOTH, FORWARD, LayerConfig, bench_layer, draw_trial
+from acmoe.lab.bench.ours import build_ours
+from acmoe.lab.bench.plain import activate, route
+from acmoe.lab.bench.rivals import CONTESTANTS, Contestant, find_contestants
+from acmoe.lab.bench.shapes import SHAPES, Shape, find_shapes
+from acmoe.lab.bench.weights import Weights
+
+CPU = torch.device("cpu")
+
+
+def entrant(name: str, change: Callable[[Tensor], Tensor]) -> Contestant:
+    """Our layer with a changed output."""
+
+    def build(shape: Shape, weights: Weights) -> Callable[[Tensor], Tensor]:
+        layer = build_ours(shape, weights, "torch")
+        return lambda x: change(layer(x))
+
+    return Contestant(name=name, available=lambda shape, x: None, build=build)
+
+
+def fail(y: Tensor) -> Tensor:
+    raise RuntimeError("no such kernel\nwith a long story")
+
+
+def test_a_contestant_whose_output_is_a_tenth_too_large_gets_no_time() -> None:
+    entrants = [entrant("right", lambda y: y), entrant("wrong", lambda y: 1.1 * y)]
+    config = LayerConfig(shapes=("tiny",), repeat=2, device="cpu")
+    rows = bench_layer(config, contestants=entrants).rows
+    (wrong,) = [row for row in rows if row["contestant"] == "wrong"]
+    # 1.1 y is off by a tenth of y, and so is its gradient
+    assert "1.0e-01 forward, 1.0e-01 gradient" in wrong["refused"]
+    assert wrong["ms"] is None and wrong["tflops"] is None
+    right = [row for row in rows if row["contestant"] == "right"]
+    assert [row["part"] for row in right] == [FORWARD, BOTH]
+    assert all(row["ms"] > 0 and row["refused"] is None for row in right)
+
+
+def test_a_contestant_with_the_right_output_and_a_wrong_gradient_is_refused() -> None:
+    bent = entrant("bent", lambda y: y.detach() + 0.9 * (y - y.detach()))
+    config = LayerConfig(shapes=("tiny-relu",), repeat=2, device="cpu", dtype="fp32")
+    *_, row = bench_layer(config, contestants=[bent]).rows
+    assert "1.0e-01 gradient" in row["refused"] and row["ms"] is None
+
+
+def test_a_contestant_that_fails_or_gives_nan_does_not_end_the_run() -> None:
+    broken = [entrant("broken", fail), entrant("nan", lambda y: y * float("nan"))]
+    config = LayerConfig(shapes=("tiny",), repeat=2, device="cpu")
+    _, first, second = bench_layer(config, contestants=broken).rows
+    assert first["refused"] == "RuntimeError: no such kernel"
+    assert "nan forward" in second["refused"]
+
+
+def test_on_a_cpu_rivals_are_listed_with_what_they_lack() -> None:
+    rows = bench_layer(LayerConfig(shapes=("tiny",), repeat=2, device="cpu")).rows
+    absent = {row["contestant"]: row["absent"] for row in rows if row["absent"]}
+    assert "CUDA" in absent["acmoe+compile"]
+    assert {"grouped_mm", "scattermoe", "sonicmoe", "transformers", "liger"} <= set(absent)
+    assert {row["contestant"] for row in rows if row["ms"]} == {"dense matmul", "acmoe"}
+
+
+def test_rates_follow_from_the_time_and_the_operations() -> None:
+    rows = bench_layer(LayerConfig(shapes=("tiny",), repeat=2, device="cpu", dtype="fp32")).rows
+    dense, forward, both = rows[:3]
+    # 256 tokens, 2 experts each: 512 rows of 32 features to 96 gate and up units, and 48 back to 32
+    operations = 2 * 512 * (32 * 96 + 48 * 32)
+    assert forward["tflops"] == pytest.approx(operations / forward["ms"] / 1e9)
+    assert both["tflops"] == pytest.approx(3 * operations / both["ms"] / 1e9)
+    assert both["of_ceiling"] == pytest.approx(both["tflops"] / dense["tflops"])
+
+
+def test_skewed_weights_send_nearly_half_of_the_tokens_to_one_expert() -> None:
+    config = LayerConfig(shapes=("tiny",), repeat=2, device="cpu", skew=True)
+    row = bench_layer(config).rows[1]
+    assert 0.38 < row["busiest_load"] < 0.52
+    balanced = bench_layer(LayerConfig(shapes=("tiny",), repeat=2, device="cpu")).rows[1]
+    assert balanced["busiest_load"] < 0.35  # 2 of 8 experts is a quarter
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-relu"])
+def test_the_reference_is_the_layer_one_token_at_a_time(name: str) -> None:
+    trial = draw_trial(SHAPES[name], LayerConfig(dtype="fp32"), CPU)
+    weights = [None if one is None else one.detach().double() for one in trial.weights]
+    embedding, up, down, up_bias, down_bias = weights
+    place = 3
+    x = trial.x[int(trial.wanted.token[place])].detach().double().requires_grad_()
+    affinity = embedding @ x
+    chosen = affinity.argsort(descending=True)[: trial.shape.top_k]
+    share = affinity[chosen].softmax(0) if len(chosen) > 1 else affinity.softmax(0)[chosen]
+    y = torch.zeros_like(x)
+    for weight, expert in zip(share, chosen, strict=True):
+        h = up[expert] @ x + (0 if up_bias is None else up_bias[expert])
+        out = down[expert] @ activate(h, trial.shape.activation)
+        y = y + weight * (out + (0 if down_bias is None else down_bias[expert]))
+    cotangent = trial.cotangent[int(trial.wanted.token[place])].double()
+    (grad,) = torch.autograd.grad(y, x, cotangent)
+    torch.testing.assert_close(trial.wanted.y[place], y)
+    torch.testing.assert_close(trial.wanted.grad[place], grad)
+
+
+def test_the_rivals_router_decides_as_ours() -> None:
+    trial = draw_trial(SHAPES["tiny"], LayerConfig(dtype="fp32"), CPU)
+    expert_ids, gate = route(trial.x, trial.weights.embedding, 2)
+    affinity = trial.x @ trial.weights.embedding.T
+    assert torch.equal(expert_ids, affinity.topk(2).indices)
+    torch.testing.assert_close(gate, affinity.topk(2).values.softmax(-1))
+
+
+def test_a_scale_enters_the_reference_router_and_not_its_experts() -> None:
+    trial = draw_trial(SHAPES["tiny"], LayerConfig(dtype="fp32"), CPU)
+    ones = torch.ones_like(trial.x)
+    same = reference(trial.x, trial.cotangent, trial.weights, trial.shape, scale_TD=ones)
+    assert torch.equal(same.y, trial.wanted.y)
+    # Scaled by 1e-9 all affinities vanish: each of the two chosen experts gets half.
+    faint = reference(trial.x, trial.cotangent, trial.weights, trial.shape, scale_TD=1e-9 * ones)
+    token = int(faint.token[0])
+    affinity = trial.weights.embedding.detach().double() @ trial.x[token].detach().double()
+    y = torch.zeros(trial.shape.dim, dtype=torch.float64)
+    for expert in affinity.topk(2).indices:
+        h = trial.weights.up[expert].detach().double() @ trial.x[token].detach().double()
+        y += 0.5 * (trial.weights.down[expert].detach().double() @ activate(h, "swiglu"))
+    torch.testing.assert_close(faint.y[0], y, rtol=1e-6, atol=1e-6)
+
+
+def test_errors_are_relative_and_nan_is_never_small() -> None:
+    trial = draw_trial(SHAPES["tiny"], LayerConfig(dtype="fp32"), CPU)
+    y = torch.zeros_like(trial.x).double()
+    y[trial.wanted.token] = 1.5 * trial.wanted.y
+    grad = torch.zeros_like(y)
+    errors = compare(y, grad, trial.wanted)
+    assert errors == pytest.approx(Errors(0.5, 1.0))
+    Errors(0.01, 0.01).require(0.02)
+    for bad in (Errors(float("nan"), 0.0), Errors(0.0, float("nan")), Errors(0.02, 0.0)):
+        with pytest.raises(WrongResultError):
+            bad.require(0.02)
+
+
+def test_the_published_shapes_have_the_published_operations() -> None:
+    # 32768 tokens x 8 experts = 262,144 rows; 3 matrices of 2048 x 1024; 2 operations; x 3
+    olmoe = SHAPES["olmoe"]
+    assert olmoe.flops(backward=True) == 3 * 2 * 262_144 * 3 * 2048 * 1024
+    # relu experts have 2 matrices
+    assert SHAPES["switch"].flops(backward=False) == 2 * 49_152 * 2 * 352 * 352
+
+
+def test_a_shape_may_be_given_by_its_sizes() -> None:
+    (own, gated) = find_shapes(["192x24x32x4x1-relu", "8192x4096x14336x8x2"], CPU)
+    assert own == replace(SHAPES["tiny-relu"], name="192x24x32x4x1-relu")
+    assert gated == replace(SHAPES["mixtral"], name="8192x4096x14336x8x2")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("8192x4096x14336x8", "give your own as TOKENSxFEATURES"),
+        ("8192x4096x14336x8xtwo", "give your own as TOKENSxFEATURES"),
+        ("8192x4096x14336x8x-2", "give your own as TOKENSxFEATURES"),
+        ("8192x4096x14336x8x2-tanh", "activation 'tanh' is unknown; choose relu, gelu, swiglu"),
+        ("8192x4096x14336x8x2-", "activation '' is unknown"),
+        ("8192x0x14336x8x2", "holds a zero"),
+        ("8192x4096x14336x2x8", "to 8 of 2 experts"),
+    ],
+)
+def test_sizes_that_are_no_layer_are_refused(name: str, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        find_shapes([name], CPU)
+
+
+@pytest.mark.parametrize("name", ["1x8x8x2x1", "37x20x12x3x3-gelu"])
+def test_a_layer_of_any_size_is_checked_and_timed(name: str) -> None:
+    """One token, and sizes that no block divides."""
+    report = bench_layer(LayerConfig(shapes=(name,), repeat=2, dtype="fp32", device="cpu"))
+    (row,) = [row for row in report.rows if row["contestant"] == "acmoe" and row["part"] == BOTH]
+    assert row["shape"] == name and row["ms"] > 0 and row["refused"] is None
+
+
+def test_unknown_names_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(UserError, match=r"shape 'olm' is unknown; choose among olmoe"):
+        find_shapes(["olm"], CPU)
+    with pytest.raises(UserError, match=r"rival 'sonic' is unknown; choose among acmoe"):
+        find_contestants(["sonic"])
+    with pytest.raises(UserError, match=r"dtype='int8' is unknown"):
+        LayerConfig(dtype="int8")
+    with pytest.raises(UserError, match="CUDA graphs"):
+        bench_layer(LayerConfig(graph=True, device="cpu"))
+
+
+def test_the_reference_backend_takes_part_only_when_named() -> None:
+    default = [one.name for one in find_contestants([])]
+    assert "torch" not in default and default[0] == "acmoe"
+    assert [one.name for one in find_contestants(["torch"])] == ["acmoe", "torch"]
+    assert len({one.name for one in CONTESTANTS}) == len(CONTESTANTS)
+
+
+def test_a_report_on_the_rival_that_is_slow_to_start_has_a_name_of_its_own():
+    assert LayerConfig().kind == "layer"
+    assert LayerConfig(rivals=("grouped_mm+compile", "scattermoe")).kind == "layer"
+    assert LayerConfig(rivals=("grouped_mm+compile",), graph=True).kind == "layer-graph"
+    assert LayerConfig(rivals=("sonicmoe",)).kind == "layer-sonicmoe"
+    assert (
+        LayerConfig(rivals=("sonicmoe",), skew=True, graph=True).kind == "layer-sonicmoe-skew-graph"
+    )

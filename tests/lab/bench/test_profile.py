@@ -1,0 +1,23 @@
+"""Where the time goes, of a training step as it was asked for."""
+
+import pytest
+
+from acmoe.errors import UserError
+from acmoe.lab.bench.profile import ProfileConfig, bench_profile
+
+
+def test_a_profile_is_of_the_model_with_its_options() -> None:
+    config = ProfileConfig(
+        models=("switch-nano",), options=("block=32", "repeats=1"), batch=1, device="cpu", top=3
+    )
+    rows = bench_profile(config).rows
+    assert {row["subject"] for row in rows} == {"switch-nano, block=32, repeats=1, smoe, eager"}
+    whole, *parts = rows
+    assert whole["kernel"] == "all" and whole["share"] == 1
+    assert len(parts) == 4  # three, and the rest as one
+    assert sum(row["us"] for row in parts) == pytest.approx(whole["us"])
+
+
+def test_options_without_a_model_are_refused() -> None:
+    with pytest.raises(UserError, match="name the models they fit"):
+        bench_profile(ProfileConfig(options=("block=32",), device="cpu"))

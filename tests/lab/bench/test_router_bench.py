@@ -1,0 +1,54 @@
+"""The router's benchmark on a CPU."""
+
+import pytest
+import torch
+
+from acmoe.config.routing import AdaptiveConfig
+from acmoe.errors import UserError
+from acmoe.lab.bench import router as router_bench
+from acmoe.lab.bench.layer import BOTH, FORWARD
+from acmoe.lab.bench.router import RouterBenchConfig, bench_router, check_mode, draw_trial
+from acmoe.lab.bench.shapes import SHAPES
+
+CPU = torch.device("cpu")
+
+
+def test_every_mode_is_measured_and_compared_with_the_plain_layer() -> None:
+    config = RouterBenchConfig(shapes=("tiny",), repeat=2, device="cpu")
+    rows = {(row["mode"], row["part"]): row for row in bench_router(config).rows}
+    assert set(rows) == {
+        *((mode, BOTH) for mode in ("plain", "batch", "running", "current")),
+        *((mode, FORWARD) for mode in ("plain", "running")),
+        ("plain routing alone", BOTH),
+    }
+    plain = rows["plain", BOTH]
+    assert plain["added_ms"] is None
+    for mode in ("batch", "running", "current"):
+        row = rows[mode, BOTH]
+        assert row["added_ms"] == pytest.approx(row["ms"] - plain["ms"])
+        assert row["added_percent"] == pytest.approx(100 * row["added_ms"] / plain["ms"])
+        assert row["floor_ms"] > 0
+
+
+def test_a_mode_that_routes_by_another_scale_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The reference multiplies by 1/s; strength 1e9 is nearly the plain router.
+    plain_like = AdaptiveConfig(statistics="batch", statistics_of="current", strength=1e9)
+    monkeypatch.setitem(router_bench.MODES, "current", plain_like)
+    config = RouterBenchConfig(shapes=("tiny",), repeat=2, device="cpu", dtype="fp32")
+    rows = {row["mode"]: row for row in bench_router(config).rows if row["part"] == BOTH}
+    assert "WrongResultError" in rows["current"]["refused"] and rows["current"]["ms"] is None
+    assert rows["batch"]["refused"] is None
+
+
+def test_the_plain_layer_fails_the_check_of_an_adaptive_one() -> None:
+    config = RouterBenchConfig(dtype="fp32", device="cpu")
+    trial = draw_trial(SHAPES["tiny"], config, CPU)
+    moe = router_bench.build_moe(trial.shape, trial.weights)
+    check_mode(moe, "plain", trial)
+    with pytest.raises(Exception, match="relative error"):
+        check_mode(moe, "batch", trial)
+
+
+def test_graphs_and_compilation_are_refused_on_a_cpu() -> None:
+    with pytest.raises(UserError, match="device=cpu"):
+        bench_router(RouterBenchConfig(graph=True, device="cpu"))

@@ -1,0 +1,116 @@
+"""From lines to tables, figures and a page."""
+
+import pytest
+
+from acmoe.errors import UserError
+from acmoe.lab.study.page import markers, write_page
+from acmoe.lab.study.registry import STUDIES
+from acmoe.lab.study.report import report
+from acmoe.lab.study.summary import summarise
+from acmoe.lab.study.tables import study_markdown
+from study_cases import record, write_results
+
+BYTES = STUDIES["bytes"]
+
+
+def three_seeds():
+    plain = [record("smoe", seed, 1.5 + seed) for seed in range(3)]
+    # Differences of -0.1, -0.2, -0.3: mean -0.2, deviation 0.1, t = -3.4641.
+    better = [record("adaptive-previous", seed, 1.4 + 0.9 * seed) for seed in range(3)]
+    return plain + better
+
+
+def test_a_comparison_is_paired_by_seed_and_corrected_over_the_family():
+    # Differences of -1, 0 and 1.
+    lines = three_seeds() + [record("adaptive-current", seed, 0.5 + 2 * seed) for seed in range(3)]
+    summary = summarise(BYTES, lines)
+    first, second = [one for one in summary.comparisons if one.metric.key == "test"]
+    assert (first.condition, first.baseline) == ("adaptive-previous", "smoe")
+    assert first.difference.mean == pytest.approx(-0.2)
+    assert first.difference.p_t == pytest.approx(0.0742, abs=1e-4)
+    assert first.relative == pytest.approx(-8.0)  # of the baseline's mean, 2.5
+    assert first.holm_t == pytest.approx(2 * 0.0742, abs=2e-4)
+    assert (second.difference.mean, second.difference.p_t, second.holm_t) == (0.0, 1.0, 1.0)
+
+
+def test_other_sizes_and_settings_are_never_compared():
+    lines = [record("smoe", 0, 1.5), record("adaptive-previous", 0, 1.0, size="8 steps")]
+    lines.append(record("adaptive-previous", 1, 1.0, setting="other"))
+    summary = summarise(BYTES, lines)
+    assert len(summary.groups) == 3
+    assert summary.comparisons == ()
+
+
+def test_two_configs_under_one_name_are_refused():
+    lines = [record("smoe", 0, 1.5), record("smoe", 0, 1.6, digest="another")]
+    with pytest.raises(UserError, match="two different runs of switch"):
+        summarise(BYTES, lines)
+
+
+def test_failed_runs_stand_apart_from_the_figures():
+    broken = record("control", 0, 0.0, status="failed", error="step 3 | not finite")
+    summary = summarise(BYTES, [*three_seeds(), broken])
+    page = study_markdown(summary, [])
+    assert "| switch | control | 0 | step 3 \\| not finite |" in page
+    with pytest.raises(UserError, match="no finished run"):
+        summarise(BYTES, [broken])
+
+
+def test_the_tables_hold_spread_interval_command_and_commit():
+    page = study_markdown(summarise(BYTES, three_seeds()), ["images/x.svg"])
+    assert "`acmoe study bytes --data DATA --seeds 0 1 2 --steps 4`" in page
+    assert "commit abc1234; a card, 2 at once" in page
+    assert "| smoe | 3 | 2.5000 ± 1.0000 |" in page
+    # 4.3027 * 0.1 / sqrt(3) = 0.2484
+    assert "| -0.2000 [-0.4484, +0.0484] | -8.00 | 0.0742 | 0.0742 | 0.2500 | 0.2500 |" in page
+    assert "those below 0.05 by the paired t test: none" in page
+    assert "![bytes](images/x.svg)" in page
+    assert "| 1.153 | 1.137 | Table 1 |" in page
+
+
+def test_a_claim_that_survives_is_said_with_its_direction():
+    sure = [record("smoe", seed, 1.5 + seed) for seed in range(5)]
+    sure += [record("adaptive-previous", s, 1.4 + s + 0.001 * (s % 2)) for s in range(5)]
+    page = study_markdown(summarise(BYTES, sure), [])
+    assert "adaptive-previous is better than smoe (switch; 4 steps of 32 tokens)" in page
+
+
+def test_only_the_part_between_the_markers_is_replaced(tmp_path):
+    page = tmp_path / "results.md"
+
+    def put(text: str, name: str, content: str) -> str:
+        page.write_text(text)
+        write_page(page, name, content)
+        return page.read_text()
+
+    begin, end = markers("bytes")
+    other_begin, other_end = markers("words")
+    text = f"# Results\n\nmine\n{begin}\nold\n{end}\nalso mine\n{other_begin}\nkept\n{other_end}\n"
+    new = put(text, "bytes", "fresh \\1 | figures")
+    assert new == text.replace(f"{begin}\nold\n{end}", f"{begin}\n\nfresh \\1 | figures\n\n{end}")
+    assert put(new, "bytes", "fresh \\1 | figures") == new
+    with pytest.raises(UserError, match="must hold <!-- study:vision:begin -->"):
+        put(text, "vision", "x")
+    with pytest.raises(UserError, match="once each"):
+        put(text + text, "bytes", "x")
+
+
+def test_a_report_is_the_same_bytes_every_time(tmp_path):
+    pytest.importorskip("matplotlib")
+    begin, end = markers("bytes")
+    page = tmp_path / "docs" / "results.md"
+    page.parent.mkdir()
+    page.write_text(f"# Results\n\n{begin}\n{end}\n\nthe end\n")
+    results = write_results(tmp_path / "bytes.jsonl", three_seeds())
+    files = report(BYTES, results, page, tmp_path / "docs" / "images")
+    names = sorted(path.name for path in files)
+    curves = "bytes-switch-4-steps-of-32-tokens"
+    figures = [
+        f"{name}.{kind}" for name in ("bytes-differences", curves) for kind in ("png", "svg")
+    ]
+    assert names == sorted([*figures, "results.md"])
+    first = {path: path.read_bytes() for path in files}
+    assert b"![bytes](images/bytes-differences.svg)" in first[page]
+    assert first[page].endswith(b"the end\n")
+    again = report(BYTES, results, page, tmp_path / "docs" / "images")
+    assert {path: path.read_bytes() for path in again} == first
