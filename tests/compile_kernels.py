@@ -29,19 +29,19 @@ from acmoe.config.images.vision import SwinConfig
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.config.text.language import LanguageConfig
 from acmoe.lab.bench.shapes import SHAPES, find_shape
-from acmoe.lab.bench.tune_calls import kernel_calls
+from acmoe.lab.bench.tune.calls import kernel_calls
 from acmoe.models.registry import build_model
 from acmoe.ops import dispatch as backend
 from acmoe.ops.attention.hopper import forward as attention_hopper
 from acmoe.ops.attention.hopper import keys as attention_keys
-from acmoe.ops.attention.hopper.saved_weights import Kept, kept_band, kept_sizes
+from acmoe.ops.attention.hopper.saved_weights import SavedWeights, saved_band, saved_sizes
 from acmoe.ops.attention.support import fused_width, stored_width
 from acmoe.ops.device import tuning
-from acmoe.ops.device.tuning import Ring
+from acmoe.ops.device.tuning import PipelineConfig
 from acmoe.ops.experts.hopper import choice as ring_choice
 from acmoe.ops.experts.hopper import launch as ring_launch
 from acmoe.ops.experts.triton.tiles import Plan
-from acmoe.ops.statistics.op import measured_dispersion
+from acmoe.ops.statistics.op import measure_dispersion
 from acmoe.ops.statistics.scale_op import fused_cluster_scale
 from acmoe.routing.step import fold_statistics
 
@@ -94,7 +94,7 @@ def weights() -> None:
     global use
     use, rows = "weights", bf16(128, 256)
     plan = Plan(torch.arange(128), torch.tensor([64, 128]), 1)
-    ring_launch.weights_by_ring(rows, rows, plan, Ring("together", 4))
+    ring_launch.launch_weights(rows, rows, plan, PipelineConfig("together", 4))
 
 
 def experts() -> None:
@@ -105,7 +105,7 @@ def experts() -> None:
     global use
     table = {f"{name.rpartition('/')[0]}/2": row for name, row in tuning._table().items()}
     tuning._table = lambda: table
-    ring_choice.gluon_obstacle = lambda device: None
+    ring_choice.gluon_unsupported = lambda device: None
     for name in ("olmoe", "qwen30b", "fine", "mixtral", "switch", "swin"):
         shape = replace(SHAPES[name], tokens=256, num_experts=2, top_k=2)
         for product, call in kernel_calls(shape, CPU, seed=0).items():
@@ -163,7 +163,7 @@ def measures() -> None:
     for measure in ("mad", "variance", "std", "iqr"):
         use = f"measure {measure}"
         x = bf16(2, 64, 32).requires_grad_(measure != "iqr")
-        spread, _ = measured_dispersion(x, assignment, 4, measure=measure, token_mask=None)
+        spread, _ = measure_dispersion(x, assignment, 4, measure=measure, token_mask=None)
         if x.requires_grad:
             spread.sum().backward()
     for normalize in ("cluster", "feature", "global"):
@@ -175,8 +175,8 @@ def attention(features: int, keeps: bool) -> tuple[Any, ...]:
     """Queries, keys and values, what is kept; two streams of 256 behind a memory of 256."""
     q = bf16(2, 2, 256, fused_width(features))
     kv = bf16(2, 512, 2, 2, stored_width(features)).permute(2, 0, 3, 1, 4)
-    weights, bases = kept_sizes(q.shape, 512, 256) if keeps else (0, (0,))
-    return q, kv, Kept(bf16(weights), torch.zeros(bases))
+    weights, bases = saved_sizes(q.shape, 512, 256) if keeps else (0, (0,))
+    return q, kv, SavedWeights(bf16(weights), torch.zeros(bases))
 
 
 def backward() -> None:
@@ -187,7 +187,7 @@ def backward() -> None:
         q, kv, kept = attention(features, True)
         grad = bf16(2, 256, 2, stored_width(features)).transpose(1, 2)
         numbers = torch.zeros(2, 2, 256), torch.zeros(2, 2, 256), torch.zeros_like(kept.weights)
-        band = kept_band(q.shape, 512, 256)
+        band = saved_band(q.shape, 512, 256)
         attention_keys.run_keys(q, kv[1], grad, kept, *numbers, *kv, band, 1.0, 1.0, features)
 
 
@@ -229,7 +229,7 @@ if __name__ == "__main__":
     target = GPUTarget("cuda", int(sys.argv[1]), 32)
     kernels = every_kernel()
     backend.interpreting = lambda: True  # a CPU's tensors may go to kernels
-    tuning.has_room = lambda: target.arch in (90, 100)
+    tuning.has_shared_memory = lambda: target.arch in (90, 100)
     JITFunction.run = GluonJITFunction.run = compile_launch
     torch.empty, torch.empty_like = torch.zeros, torch.zeros_like
     torch.Tensor.new_empty = torch.Tensor.new_zeros

@@ -5,6 +5,7 @@ variable; its own functions (tl.sum and such) are defined when it is imported. T
 for those moments only: elsewhere a CPU keeps the plain PyTorch form.
 """
 
+import contextlib
 import importlib.util
 import os
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from quick_interpreter import quicken, without_overflow_checks
 
 VARIABLE = "TRITON_INTERPRET"
 
@@ -26,9 +28,11 @@ def import_triton_to_interpret() -> None:
     os.environ[VARIABLE] = "1"
     try:
         import triton.experimental.gluon.language
-        import triton.language  # noqa: F401, defines its functions
+        import triton.language
+        import triton.runtime.interpreter
     finally:
         del os.environ[VARIABLE]
+    quicken(triton.runtime.interpreter)
 
 
 if (
@@ -45,43 +49,49 @@ def device() -> str:
 
 
 @pytest.fixture(autouse=True)
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels imported by a test are interpreted; numpy, which that uses, does not warn of NaN."""
+def interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels imported by a test are interpreted; numpy, which that uses, does not warn of NaN.
+
+    Slow tests check integers for overflow, too.
+    """
     if not torch.cuda.is_available():
         monkeypatch.setenv(VARIABLE, "1")
-    with np.errstate(all="ignore"):
+    module = sys.modules.get("triton.runtime.interpreter")
+    quick = module is not None and request.node.get_closest_marker("slow") is None
+    checks = without_overflow_checks(module) if quick else contextlib.nullcontext()
+    with np.errstate(all="ignore"), checks:
         yield
 
 
 @pytest.fixture
 def fresh_choice():
-    """`ring_choice`, which remembers what it chose, without memory before and after."""
+    """hopper/choice.py, with the cache of its choices cleared before and after."""
     pytest.importorskip("triton")
-    from acmoe.ops.experts.hopper import choice as ring_choice
+    from acmoe.ops.experts.hopper import choice
 
-    ring_choice._ring.cache_clear()
-    yield ring_choice
-    ring_choice._ring.cache_clear()
+    choice._usable_settings.cache_clear()
+    yield choice
+    choice._usable_settings.cache_clear()
 
 
 @pytest.fixture
-def ring_launch(monkeypatch):
-    """The launches; without a GPU their kernels emulated."""
+def hopper_launch(monkeypatch):
+    """The launches of the Hopper GEMMs; without a GPU their kernels are emulated."""
     pytest.importorskip("triton.experimental.gluon")
-    from acmoe.ops.experts.hopper import hidden as ring_hidden
-    from acmoe.ops.experts.hopper import launch as ring_launch
-    from acmoe.ops.experts.hopper import rows as ring_rows
-    from acmoe.ops.experts.hopper import tokens as ring_tokens
-    from acmoe.ops.experts.hopper import weights as ring_weights
+    from acmoe.ops.experts.hopper import hidden as hidden_module
+    from acmoe.ops.experts.hopper import launch as hopper_launch
+    from acmoe.ops.experts.hopper import rows as rows_module
+    from acmoe.ops.experts.hopper import tokens as tokens_module
+    from acmoe.ops.experts.hopper import weights as weights_module
 
     if not torch.cuda.is_available():
         from gluon_emulator import emulate
 
         for module, name in (
-            (ring_rows, "rows_by_ring"),
-            (ring_hidden, "hidden_in_turns"),
-            (ring_weights, "weights_together"),
-            (ring_tokens, "weights_of_tokens"),
+            (rows_module, "rows_gemm_kernel"),
+            (hidden_module, "hidden_gradient_kernel"),
+            (weights_module, "weight_gradient_kernel"),
+            (tokens_module, "gathered_weight_gradient_kernel"),
         ):
             monkeypatch.setattr(module, name, emulate(getattr(module, name), seed=1))
-    return ring_launch
+    return hopper_launch

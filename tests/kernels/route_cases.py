@@ -4,14 +4,94 @@ T = 37 tokens, D = 70 features, E = 5 experts, C = 7 clusters, K = 3 experts per
 multiple of a block.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from acmoe.ops.route.op import Route
+from acmoe.ops.route.op import fused_route as kernel
+from acmoe.ops.route.tokens import ScaledTokens
+from acmoe.ops.sort.op import sort_with_tokens_op
 
 T, D, E, C, K = 37, 70, 5, 7, 3
+
+
+class Route(NamedTuple):
+    """The results of the kernel that are compared."""
+
+    expert_ids: Tensor
+    gate: Tensor
+    affinity: Tensor
+    gate_sum: Tensor
+    load: Tensor
+    first: Tensor
+    x: Tensor
+
+
+def sorted_by(assignment: Tensor, num_clusters: int) -> Tensor:
+    """The packed order of tokens by cluster."""
+    return sort_with_tokens_op(assignment.clamp(min=0)[:, None], assignment, num_clusters)[4]
+
+
+def fused_route(
+    x: Tensor,
+    embedding: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    assignment: Tensor | None,
+    top_k: int,
+    over_selected: bool,
+    token_mask: Tensor | None = None,
+    temperature: float = 1.0,
+    order: Tensor | None = None,
+    noise: Tensor | None = None,
+) -> Route:
+    """The registered kernel, whatever the machine."""
+    found = kernel(
+        ScaledTokens(x, scale, assignment, order),
+        embedding,
+        bias,
+        top_k=top_k,
+        over_selected=over_selected,
+        token_mask=token_mask,
+        temperature=temperature,
+        noise=noise,
+    )
+    return Route(*(getattr(found, name) for name in Route._fields))
+
+
+def route_reference(
+    x: Tensor,
+    embedding: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    assignment: Tensor | None,
+    top_k: int,
+    over_selected: bool,
+    token_mask: Tensor | None = None,
+    temperature: float = 1.0,
+    noise: Tensor | None = None,
+) -> Route:
+    """The specification: of equal affinities the lower index first, padding read as zeros."""
+    keep_T1 = torch.ones_like(x[:, :1], dtype=torch.bool)
+    if token_mask is not None:
+        keep_T1 = token_mask[:, None]
+    x_TD = x.masked_fill(~keep_T1, 0.0)
+    if scale is not None and assignment is not None:
+        scale_TD = scale.detach()[assignment.clamp(min=0)]
+        x_TD = x_TD * scale_TD.masked_fill((assignment < 0)[:, None], 1.0)
+    clean_TE = torch.nn.functional.linear(x_TD, embedding, bias)
+    affinity_TE = clean_TE if noise is None else clean_TE + noise.detach().to(clean_TE.dtype)
+    order_TE = affinity_TE.detach().sort(dim=-1, descending=True, stable=True).indices
+    ids_TK = order_TE[:, :top_k].contiguous()
+    if over_selected:
+        gate_TK = affinity_TE.gather(1, ids_TK).softmax(-1)
+    else:
+        gate_TK = affinity_TE.softmax(-1).gather(1, ids_TK)
+    share_TE = (clean_TE / temperature).softmax(-1).masked_fill(~keep_T1, 0.0)
+    chosen_TE = torch.zeros_like(affinity_TE).scatter(1, ids_TK, 1.0).masked_fill(~keep_T1, 0.0)
+    load_E = chosen_TE.sum(0).detach()
+    return Route(ids_TK, gate_TK, affinity_TE, share_TE.sum(0), load_E, ids_TK[:, 0], x)
 
 
 def drawn(

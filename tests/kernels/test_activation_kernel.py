@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from acmoe.experts.dispatch import sort_by_expert
-from acmoe.ops.experts.autograd import expert_mlp
+from acmoe.ops.experts.autograd import fused_expert_mlp
+from acmoe.ops.sort import sort_rows
 
 HIDDEN = 16
 
@@ -22,8 +22,8 @@ def activated(h_T: Tensor, activation: str, *, units: int = HIDDEN, dropout: flo
     up[:, :, 0] = 1.0
     down = torch.eye(units, device=device)[None]
     gate = torch.ones(tokens, 1, device=device)
-    order = sort_by_expert(torch.zeros(tokens, 1, dtype=torch.int64, device=device), 1)
-    return expert_mlp(
+    order = sort_rows(torch.zeros(tokens, 1, dtype=torch.int64, device=device), 1)
+    return fused_expert_mlp(
         *(x_TD, up, down, None, None, gate, *order[:4]), activation=activation, dropout=dropout
     )
 

@@ -8,13 +8,28 @@ from typing import Any
 
 import pytest
 import torch
-from route_cases import C, D, E, K, T, differentiable, drawn, leaves, lost_by_terms, wide
+from route_cases import (
+    C,
+    D,
+    E,
+    K,
+    Route,
+    T,
+    differentiable,
+    drawn,
+    fused_route,
+    leaves,
+    lost_by_terms,
+    route_reference,
+    sorted_by,
+    wide,
+)
 from torch import Tensor
 
 from acmoe.errors import UserError
 from acmoe.ops.route.autograd import route_op
-from acmoe.ops.route.op import Route, fused_route, route_reference
-from acmoe.ops.sort.op import Clusters, sort_rows_and_tokens
+from acmoe.ops.route.op import unsupported
+from acmoe.ops.route.tokens import ScaledTokens
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -59,13 +74,9 @@ def test_the_kernel_is_the_reference_under_noise_too(
     device: str,
 ) -> None:
     case = drawn(generator, device, dtype, scaled)
-    clusters = None
-    if in_clusters:
-        assignment_T1 = case["assignment"][:, None]
-        places = sort_rows_and_tokens(assignment_T1.clamp(min=0), case["assignment"], C)[4:]
-        clusters = Clusters(assignment_T1, *places)
+    order = sorted_by(case["assignment"], C) if in_clusters else None
     noise = torch.randn(E, T, generator=generator).to(device).T  # its memory is in another order
-    found = compare(case, selected, masked, generator, clusters, noise)
+    found = compare(case, selected, masked, generator, order, noise)
     assert not torch.equal(found.first, (found.affinity - noise).argmax(-1))  # it changes choices
 
 
@@ -74,7 +85,7 @@ def compare(
     selected: bool,
     masked: bool,
     generator: torch.Generator,
-    clusters: Clusters | None = None,
+    order: Tensor | None = None,
     noise: Tensor | None = None,
 ) -> Route:
     """What the kernel found, after it was compared, with its gradients."""
@@ -85,7 +96,7 @@ def compare(
     settings = (K, selected, mask, 0.7)
     exact = wide(case)
     mine, theirs = leaves(case), leaves(exact)
-    found = fused_route(*case.values(), *settings, clusters, noise)
+    found = fused_route(*case.values(), *settings, order, noise)
     wanted = route_reference(*exact.values(), *settings, noise)
     assert torch.equal(found.expert_ids, wanted.expert_ids)
     assert torch.equal(found.first, wanted.first)
@@ -327,5 +338,5 @@ def test_arguments_that_do_not_fit_are_refused(device: str) -> None:
     with pytest.raises(UserError, match=r"noise has shape \(3, 4\); .* need \(4, 3\)"):
         noise = torch.ones(3, 4, device=device)
         fused_route(x, embedding, None, None, None, 1, True, noise=noise)
-    with pytest.raises(UserError, match="float64"):
-        fused_route(x.double(), embedding, None, None, None, 1, True)
+    reason = unsupported(ScaledTokens(x.double()), embedding, 1)
+    assert reason is not None and "float64" in reason

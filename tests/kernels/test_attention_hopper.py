@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from acmoe.models.text.attention import window_attention_reference
 from acmoe.ops.attention.op import fused_window_attention
-from acmoe.ops.attention.support import fused_width, hopper_obstacle
+from acmoe.ops.attention.reference import window_attention_reference
+from acmoe.ops.attention.support import fused_width, hopper_unsupported
 
 
-def packed_toss(
+def packed_dropout(
     weight: Tensor, factor: Tensor, pair: Tensor, term: Tensor, limit: Tensor
 ) -> Tensor:
     """Three instructions: the product, a comparison of its halves as numbers, and."""
@@ -34,11 +34,11 @@ def emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """The kernel's module, whose launches the emulator runs, under two schedules of the groups."""
     if torch.cuda.is_available():
         pytest.skip("the card itself is there")
-    from acmoe.ops.attention.hopper import dropout as attention_coins
+    from acmoe.ops.attention.hopper import dropout as attention_dropout
     from acmoe.ops.attention.hopper import forward as attention_hopper
     from gluon_emulator import emulate, register_asm
 
-    register_asm(attention_coins.TOSS.value, packed_toss)
+    register_asm(attention_dropout.DROPOUT_ASM.value, packed_dropout)
     kernel = emulate(attention_hopper.forward_kernel, seed=request.param)
     monkeypatch.setattr(attention_hopper, "forward_kernel", kernel)
     return attention_hopper
@@ -60,9 +60,9 @@ def draw(
 
 
 def nothing_kept() -> Any:
-    from acmoe.ops.attention.hopper.saved_weights import Kept
+    from acmoe.ops.attention.hopper.saved_weights import SavedWeights
 
-    return Kept(torch.empty(0), torch.empty(0))
+    return SavedWeights(torch.empty(0), torch.empty(0))
 
 
 def close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
@@ -89,13 +89,13 @@ def test_the_emulated_kernel_equals_the_definition(
     arguments = (*tensors, mask, bits, 1 / math.sqrt(P), 0.0, features)
     out, lse = emulated.run_forward(*arguments, nothing_kept())
     q, k, v, table = (tensor.double() for tensor in tensors)
-    expected = window_attention_reference(q, k, v, span=W, table=table, key_mask=mask)
+    expected = window_attention_reference(q, k, v, span=W, positions=table, key_mask=mask)
     # 8 bits of mantissa: 2^-9 a rounding, of positions' scores, weights and the output.
     assert torch.isfinite(out).all() and close(out, expected[..., :features], 0.01)
     assert out.transpose(1, 2).is_contiguous()  # heads side by side, as a product reads them
     # With ones for values weights are 1 / sum: exp(score) / 2^lse of a key sums to one.
     every = torch.eye(S + L).double().expand(1, 2, -1, -1)
-    weight = window_attention_reference(q, k, every, span=W, table=table, key_mask=mask)
+    weight = window_attention_reference(q, k, every, span=W, positions=table, key_mask=mask)
     nearest = weight.argmax(-1, keepdim=True)
     score = q.unsqueeze(-2) @ k.gather(2, nearest.expand(*nearest.shape[:-1], P)).unsqueeze(-1)
     distance = S + torch.arange(L)[:, None] - nearest
@@ -107,7 +107,10 @@ def test_the_emulated_kernel_equals_the_definition(
     assert not lse[~sees].any()
 
 
-@pytest.mark.parametrize(("features", "dtype"), [(16, torch.bfloat16), (48, torch.float16)])
+@pytest.mark.parametrize(
+    ("features", "dtype"),
+    [(16, torch.bfloat16), pytest.param(48, torch.float16, marks=pytest.mark.slow)],
+)
 def test_it_drops_what_the_portable_kernel_drops(
     features: int, dtype: torch.dtype, emulated: Any
 ) -> None:
@@ -131,7 +134,7 @@ def test_a_longer_window_needs_more_shared_memory() -> None:
 
 def test_a_cpu_has_another_kernel() -> None:
     q, kv = torch.zeros(1, 1, 16, 64), torch.zeros(2, 1, 1, 16, 64)
-    assert hopper_obstacle(q, kv, 16, 0.0) == "its kernels need a CUDA device, not cpu"
+    assert hopper_unsupported(q, kv, 16, 0.0) == "its kernels need a CUDA device, not cpu"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +145,7 @@ def test_a_cpu_has_another_kernel() -> None:
         (128, 0, 2048, 0.1, torch.bfloat16, "at most 64 features, not 128"),
         (64, 0, 2048, 0.5, torch.bfloat16, "drops at most 0.48, not 0.5"),
         (64, 4, 2048, 0.1, torch.bfloat16, "multiples of 16 bytes"),
-        (64, 0, 60_000, 0.1, torch.bfloat16, "no room for a window of 60000"),
+        (64, 0, 60_000, 0.1, torch.bfloat16, "too little shared memory for a window of 60000"),
     ],
 )
 def test_what_keeps_a_call_from_the_kernel_is_said(
@@ -151,10 +154,10 @@ def test_what_keeps_a_call_from_the_kernel_is_said(
 ) -> None:  # fmt: skip
     from acmoe.ops.device import hopper
 
-    monkeypatch.setattr(hopper, "gluon_obstacle", lambda device: None)
+    monkeypatch.setattr(hopper, "gluon_unsupported", lambda device: None)
     q = torch.zeros(1, 1, 16, width, dtype=dtype)
     kv = torch.zeros(2, 1, 1, 16, width + beside, dtype=dtype)[..., :width]
-    found = hopper_obstacle(q, kv, span, dropout)
+    found = hopper_unsupported(q, kv, span, dropout)
     assert found is None if reason is None else reason in str(found)
 
 
@@ -174,7 +177,7 @@ def test_on_the_card_it_equals_the_portable_kernel(
 ) -> None:
     tensors, seen_BN, bits = draw(S, L, W, P, features)
     tensors, seen_BN, bits = [t.cuda() for t in tensors], seen_BN.cuda(), bits.cuda()
-    obstacle = hopper_obstacle(tensors[0], torch.stack(tensors[1:3]), W, dropout)
+    obstacle = hopper_unsupported(tensors[0], torch.stack(tensors[1:3]), W, dropout)
     if obstacle is not None:
         pytest.skip(obstacle)
     from acmoe.ops.attention.hopper import forward as attention_hopper
@@ -197,13 +200,13 @@ def test_gradients_agree_with_those_behind_the_portable_forward(
 
     (q, k, v, table), _, _ = draw(256, 200, 256, 44, 44)
     leaves = [tensor.cuda().requires_grad_() for tensor in (q, k, v, table)]
-    obstacle = hopper.gluon_obstacle(leaves[0].device)
+    obstacle = hopper.gluon_unsupported(leaves[0].device)
     if obstacle is not None:
         pytest.skip(obstacle)
     found = []
     for _ in range(2):
         torch.manual_seed(0)
-        out = fused_window_attention(*leaves[:3], span=256, table=leaves[3], dropout=0.1)
+        out = fused_window_attention(*leaves[:3], span=256, positions=leaves[3], dropout=0.1)
         found.append(torch.autograd.grad(out.float().square().sum(), leaves))
-        monkeypatch.setattr(hopper, "gluon_obstacle", lambda device: "not today")
+        monkeypatch.setattr(hopper, "gluon_unsupported", lambda device: "not today")
     assert all(close(one, other, 0.02) for one, other in zip(*found, strict=True))

@@ -14,7 +14,7 @@ from torch import Tensor
 B, H, MARGIN = 2, 2, 512
 # Memory as long as a window, shorter, none, longer; queries that fill no tile of 128.
 SHAPES = [
-    (109, 152, 109, 64, 44, True, torch.bfloat16),
+    pytest.param(109, 152, 109, 64, 44, True, torch.bfloat16, marks=pytest.mark.slow),
     (40, 104, 90, 64, 50, True, torch.float16),
     (0, 136, 128, 32, 32, False, torch.bfloat16),
     (200, 24, 120, 16, 9, False, torch.float16),
@@ -33,7 +33,7 @@ class Case(NamedTuple):
     window: Tensor  # (L, N)
 
 
-def packed_sign(
+def packed_signed_dropout(
     weight: Tensor, factor: Tensor, pair: Tensor, term: Tensor, limit: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Four instructions: the product, a comparison of its halves as numbers, or, and."""
@@ -47,17 +47,19 @@ def packed_sign(
     return torch.where(dropped, -weight, weight), weight.masked_fill(dropped, 0.0)
 
 
-@pytest.fixture(params=[0, 1])
+@pytest.fixture(params=[0, pytest.param(1, marks=pytest.mark.slow)])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The kernel's module, whose launches the emulator runs, under two schedules of the groups."""
     if torch.cuda.is_available():
         pytest.skip("the card itself is there")
-    from acmoe.ops.attention.hopper import dropout as attention_coins
+    from acmoe.ops.attention.hopper import dropout as attention_dropout
     from acmoe.ops.attention.hopper import forward as attention_hopper
     from gluon_emulator import emulate, register_asm
 
-    register_asm(attention_coins.SIGN.value, packed_sign)
-    register_asm(attention_coins.TOSS.value, lambda *words: packed_sign(*words)[1])
+    register_asm(attention_dropout.SIGNED_DROPOUT_ASM.value, packed_signed_dropout)
+    register_asm(
+        attention_dropout.DROPOUT_ASM.value, lambda *words: packed_signed_dropout(*words)[1]
+    )
     kernel = emulate(attention_hopper.forward_kernel, seed=request.param)
     monkeypatch.setattr(attention_hopper, "forward_kernel", kernel)
     return attention_hopper
@@ -93,23 +95,24 @@ def draw(
 
 def run(kernels: Any, case: Case, dropout: float, keeps: bool = True) -> tuple[Tensor, ...]:
     """Output, log2 of sums, weights and their bases; memory nobody writes holds NaN."""
-    from acmoe.ops.attention.hopper.saved_weights import Kept, kept_sizes
+    from acmoe.ops.attention.hopper.saved_weights import SavedWeights, saved_sizes
 
     q = case.arguments[0]
-    sizes = kept_sizes(q.shape, case.S + case.L, case.W) if keeps else (0, (0,))
-    kept = Kept(q.new_full((sizes[0],), torch.nan), torch.full(sizes[1], torch.nan).to(q.device))
+    sizes = saved_sizes(q.shape, case.S + case.L, case.W) if keeps else (0, (0,))
+    row_max = torch.full(sizes[1], torch.nan).to(q.device)
+    kept = SavedWeights(q.new_full((sizes[0],), torch.nan), row_max)
     out, lse = kernels.run_forward(*case.arguments, dropout, case.features, kept)
     return tuple(tensor.cpu() for tensor in (out, lse, *kept))
 
 
 def sizes_of(case: Case) -> tuple[int, int]:
     """Numbers from row to row, and the column of key 0 in row 0, in eights."""
-    from acmoe.ops.attention.triton.skew import APART, Band
+    from acmoe.ops.attention.triton.skew import ROW_GAP, SkewLayout
 
     left = (case.S - case.W) % 8
     columns = -(-(case.W + left + 7) // 16) * 16
-    pitch = Band(H, case.L, case.S + case.L, case.W, APART).pitch
-    # Rows do not meet, and eight queries on, less a comb, is a multiple of 128 bytes.
+    pitch = SkewLayout(H, case.L, case.S + case.L, case.W, ROW_GAP).pitch
+    # Rows do not meet, and eight queries on, less 8 elements, is a multiple of 128 bytes.
     assert pitch >= columns + 192 and (pitch - 8) % 64 == 0
     return pitch, (case.W - case.S + left) // 8
 
@@ -183,8 +186,9 @@ def test_the_weights_of_the_softmax_are_kept_each_in_its_place(
 
 
 def falls(bits_BHL: Tensor, num_keys: int, dropout: float) -> Tensor:
-    """(B, H, L, N) what ops/device/dropout_rng.py drops, in whole numbers: a key's coin is its
-    half of a product of 32 bits, and falls from 0xFC00, minus infinity, down for the share."""
+    """(B, H, L, N) True where ops/device/dropout_rng.py drops, in integer arithmetic: the random
+    number of a key is its 16-bit half of a 32-bit product, and the key is dropped if that is one of
+    the dropout * 2^16 values from 0xFC00 (minus infinity as float16) down."""
 
     def mixed(x: Tensor) -> Tensor:
         x = ((x ^ (x >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
@@ -202,8 +206,8 @@ def falls(bits_BHL: Tensor, num_keys: int, dropout: float) -> Tensor:
 
 
 def check_signs(case: Case, dropped: tuple[Tensor, ...], whole: tuple[Tensor, ...]) -> None:
-    """Dropout changes signs, where its coins fall, and nothing else that is kept; and what is kept
-    is what multiplied values."""
+    """Dropout sets the sign of dropped weights and changes nothing else that is saved; the saved
+    weights are those that multiplied the values."""
     weight, expected = (weights_at(case, found[2]) for found in (dropped, whole))
     fallen = falls(case.arguments[5].cpu(), case.S + case.L, 0.3)
     signed = torch.where(fallen, -expected, expected)
@@ -242,11 +246,11 @@ def test_on_the_card_the_same_is_kept(
     S: int, L: int, W: int, P: int, features: int, masked: bool, dtype: torch.dtype
 ) -> None:
     from acmoe.ops.attention.hopper import forward as attention_hopper
-    from acmoe.ops.attention.support import hopper_obstacle
+    from acmoe.ops.attention.support import hopper_unsupported
 
     case = draw(S, L, W, P, features, masked, dtype, "cuda")
     q, k, v = case.arguments[:3]
-    obstacle = hopper_obstacle(q, torch.stack([k, v]), W, 0.0)
+    obstacle = hopper_unsupported(q, torch.stack([k, v]), W, 0.0)
     if obstacle is not None:
         pytest.skip(obstacle)
     whole, dropped, alone = (

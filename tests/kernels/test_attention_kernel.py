@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from acmoe.models.text.attention import window_attention, window_attention_reference
 from acmoe.ops import dispatch as backend
 from acmoe.ops.attention.op import (
     _window_attention,
     fused_window_attention,
     joined_window_attention,
 )
+from acmoe.ops.attention.reference import window_attention, window_attention_reference
 
 
 class Shape(NamedTuple):
@@ -42,10 +42,10 @@ def poisoned(request: pytest.FixtureRequest, device: str) -> None:
 # nobody sees.
 SHAPES = [
     Shape(7, 5, 7),
-    Shape(0, 20, 33, features=44),
-    Shape(33, 16, 33, features=44),
-    Shape(11, 17, 33),
-    Shape(9, 15, 9, heads=3),
+    Shape(0, 20, 33, features=44, streams=1, heads=1),
+    Shape(33, 16, 33, features=44, streams=1, heads=1),
+    Shape(11, 17, 33, heads=1),
+    Shape(9, 15, 9, streams=1, heads=3),
     Shape(0, 40, 7, streams=1),
     Shape(0, 2, 1),
     Shape(70, 37, 70, streams=1, heads=1),
@@ -70,7 +70,7 @@ def draw(shape: Shape, device: str, dtype: torch.dtype = torch.float32) -> list[
 
 def with_gradients(form, tensors: Sequence[Tensor], upstream: Tensor, **options) -> list[Tensor]:
     q, k, v, table = leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
-    out = form(q, k, v, table=table, **options)
+    out = form(q, k, v, positions=table, **options)
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
 
 
@@ -113,7 +113,7 @@ def test_output_and_gradients_equal_the_definition(
 
 def test_bfloat16_is_off_by_its_own_rounding(device: str) -> None:
     # 8 bits of mantissa: 2^-9 a rounding, of which scores, weights and gradients go through a few.
-    shape = Shape(33, 20, 33, features=44, heads=1)
+    shape = Shape(17, 20, 17, features=20, heads=1)
     assert_equal_the_definition(shape, True, device, torch.bfloat16, 0.02)
 
 
@@ -122,9 +122,9 @@ def test_parts_of_wider_tensors_and_a_turned_mask_are_read_as_they_are(device: s
     q, k, v, table, upstream = draw(shape, device)
     mask_BN = padding(shape, device)
 
-    def apart(q: Tensor, k: Tensor, v: Tensor, table: Tensor, key_mask: Tensor) -> Tensor:
+    def apart(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, key_mask: Tensor) -> Tensor:
         k, v = torch.cat([k, v], dim=-1).chunk(2, dim=-1)  # a key every 32 numbers
-        return fused_window_attention(q, k, v, span=9, table=table, key_mask=key_mask)
+        return fused_window_attention(q, k, v, span=9, positions=positions, key_mask=key_mask)
 
     turned = mask_BN.T.contiguous().T
     found = with_gradients(apart, (q, k, v, table), upstream, key_mask=turned)
@@ -143,7 +143,7 @@ def test_a_memory_of_zeros_takes_its_share_of_attention(device: str) -> None:
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     hidden = torch.arange(26, device=device).expand(2, 26) >= 17
-    masked = fused_window_attention(q, k, v, span=17, table=table, key_mask=hidden)
+    masked = fused_window_attention(q, k, v, span=17, positions=table, key_mask=hidden)
     assert (found[0] - masked).abs().max() > 0.1
 
 
@@ -196,14 +196,16 @@ def test_forward_and_backward_drop_the_same_probabilities(dropout: float, device
     bits = torch.randint(-(2**31), 2**31, (2, 2, 37), dtype=torch.int32, device=device)
     keep = survivors(bits, 57, dropout)
 
-    def fused(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    def fused(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
         kv = torch.stack([k, v])
-        return _window_attention(q, q.detach(), kv, table, None, bits, 1 / 4, dropout, "auto")[0]
+        return _window_attention(q, q.detach(), kv, positions, None, bits, 1 / 4, dropout, "auto")[
+            0
+        ]
 
-    def definition(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    def definition(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
         every = torch.eye(57, dtype=v.dtype, device=device).expand(2, 2, 57, 57)
         # 57 values of one-hot rows turn the reference's output into its probabilities.
-        weight = window_attention_reference(q, k, every, span=20, table=table)
+        weight = window_attention_reference(q, k, every, span=20, positions=positions)
         return (weight * keep / (1 - round(dropout * 2**16) / 2**16)) @ v
 
     found = with_gradients(fused, tensors, upstream)
@@ -237,7 +239,7 @@ def test_dropout_preserves_the_mean_and_every_call_draws_anew(device: str) -> No
     # Equal scores and values of one: the output is the share kept, doubled.
     q, k = (torch.zeros(2, 4, length, 4, device=device) for length in (32, 64))
     v = torch.ones_like(k)
-    options = {"span": 32, "table": torch.zeros(4, 32, device=device), "dropout": 0.5}
+    options = {"span": 32, "positions": torch.zeros(4, 32, device=device), "dropout": 0.5}
     torch.manual_seed(0)
     first, second = (fused_window_attention(q, k, v, **options) for _ in range(2))
     # 32 probabilities each kept half the time: variance 1/32 a query, over 256 queries.
@@ -261,17 +263,17 @@ def test_keys_and_values_in_one_tensor_give_the_bits_of_two(
     order: tuple[int, ...], device: str, poisoned: None
 ) -> None:
     # Heads of 12 features filled up with zeros to 16.
-    q, k, v, table, upstream = draw(Shape(20, 37, 20, features=12), device)
+    q, k, v, table, upstream = draw(Shape(9, 18, 9, features=12), device)
     back = [order.index(place) for place in range(5)]
     kv = torch.nn.functional.pad(torch.stack([k, v]), (0, 4)).permute(order).contiguous()
     leaves = [tensor.requires_grad_() for tensor in (q, kv.permute(back).detach(), table)]
-    out = joined_window_attention(leaves[0], leaves[1], span=20, table=leaves[2])
+    out = joined_window_attention(leaves[0], leaves[1], span=9, positions=leaves[2])
     assert out.shape[-1] == 16 and not out[..., 12:].any()
     assert out.transpose(1, 2).is_contiguous()
     wide = torch.nn.functional.pad(upstream, (0, 4))
     dq, dkv, dtable = torch.autograd.grad(out, leaves, wide)
     found = [out.detach()[..., :12], dq, *dkv[..., :12], dtable]
-    expected = with_gradients(fused_window_attention, (q, k, v, table), upstream, span=20)
+    expected = with_gradients(fused_window_attention, (q, k, v, table), upstream, span=9)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert not dkv[..., 12:].any()
     if order[-1] == 4:  # features side by side: nothing was copied on the way back
@@ -279,12 +281,12 @@ def test_keys_and_values_in_one_tensor_give_the_bits_of_two(
 
 
 def test_repeated_runs_are_equal_in_every_bit(device: str) -> None:
-    shape = Shape(33, 20, 33, heads=1)
+    shape = Shape(9, 12, 9, heads=1)
     *tensors, upstream = draw(shape, device)
     runs = []
     for _ in range(2):
         torch.manual_seed(3)
-        options = {"span": 33, "key_mask": padding(shape, device), "dropout": 0.3}
+        options = {"span": 9, "key_mask": padding(shape, device), "dropout": 0.3}
         runs.append(with_gradients(fused_window_attention, tensors, upstream, **options))
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
@@ -297,7 +299,7 @@ def test_groups_of_streams_change_nothing(device: str, monkeypatch: pytest.Monke
     *tensors, upstream = draw(shape, device)
     runs = []
     for limit in (2**30, 1, 2 * 2 * 24 * 32 * 4):  # all streams, one, then two of them at a time
-        monkeypatch.setattr(attention_skew, "_MOST_BYTES", limit)
+        monkeypatch.setattr(attention_skew, "_MAX_SCORE_BYTES", limit)
         torch.manual_seed(3)
         options = {"span": 9, "key_mask": padding(shape, device), "dropout": 0.3}
         runs.append(with_gradients(fused_window_attention, tensors, upstream, **options))
@@ -328,7 +330,7 @@ def test_other_tiles_change_only_the_rounding(device: str, monkeypatch: pytest.M
 
 @pytest.mark.filterwarnings("default")  # the compiler's own, not ours
 def test_one_graph_holds_the_whole_of_it(device: str) -> None:
-    shape = Shape(16, 16, 16, heads=1)
+    shape = Shape(16, 16, 16, streams=1, heads=1)
     *tensors, upstream = draw(shape, device)
     options = {"span": 16, "key_mask": padding(shape, device)}
     whole = torch.compile(fused_window_attention, fullgraph=True, backend="aot_eager")
@@ -339,11 +341,11 @@ def test_one_graph_holds_the_whole_of_it(device: str) -> None:
 
 @pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_op_keeps_torchs_contract(masked: bool, device: str) -> None:
-    shape = Shape(9, 12, 9, features=16, heads=1)
+    shape = Shape(9, 12, 9, features=16, streams=1, heads=1)
     q, k, v, table, _ = draw(shape, device)
     kv = torch.stack([k, v]).permute(1, 3, 0, 2, 4).contiguous().permute(2, 0, 3, 1, 4)
     leaves = [tensor.requires_grad_() for tensor in (q, kv, table)]
-    bits = torch.randint(-(2**31), 2**31, (2, 1, 12), dtype=torch.int32, device=device)
+    bits = torch.randint(-(2**31), 2**31, (1, 1, 12), dtype=torch.int32, device=device)
     mask = padding(shape, device) if masked else None
     arguments = (q, q.detach(), *leaves[1:], mask, bits, 0.25, 0.2, "auto")
     torch.library.opcheck(_window_attention, arguments)
@@ -352,27 +354,28 @@ def test_the_op_keeps_torchs_contract(masked: bool, device: str) -> None:
 def test_the_model_takes_the_kernel_where_it_can_and_says_so(
     device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(backend, "_said", set())
+    monkeypatch.setattr(backend, "_logged", set())
     caplog.set_level(logging.INFO, "acmoe")
     q, k, v, table, _ = draw(Shape(8, 16, 8), device, torch.bfloat16)
     for name in ("triton", "torch"):
         with backend.use_backend(name):
-            found = window_attention(q, k, v, span=8, table=table)
-        expected = window_attention_reference(q, k, v, span=8, table=table)
+            found = window_attention(q, k, v, span=8, positions=table)
+        expected = window_attention_reference(q, k, v, span=8, positions=table)
         assert (found - expected).norm() <= 0.02 * expected.norm()
     with backend.use_backend("triton"):
         window_attention(q, k, v, span=8)
-        window_attention(q[:, :, -1:], k, v, span=23, table=table.new_zeros(6, 23))
+        window_attention(q[:, :, -1:], k, v, span=23, positions=table.new_zeros(6, 23))
     messages = [record.message for record in caplog.records]
+    refusal = "window_attention: triton cannot serve,"
     forward = messages.pop(1)  # which of two kernels hangs on the card
     if device == "cpu":
         reason = "its kernels need a CUDA device, not cpu"
-        assert forward == f"attention's forward runs on triton; gluon: {reason}"
+        assert forward == f"window_attention's forward runs on triton; gluon: {reason}"
     assert messages == [
-        "attention runs on triton",
-        "attention runs on torch",
-        "attention: triton cannot, its kernel is for relative positions; running on torch",
-        "attention: triton cannot, its kernel is for 16 queries or more, not 1; running on torch",
+        "window_attention runs on triton",
+        "window_attention runs on torch",
+        f"{refusal} its kernel is for relative positions; running on torch",
+        f"{refusal} its kernel is for 16 queries or more, not 1; running on torch",
     ]
 
 

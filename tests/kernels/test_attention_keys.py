@@ -14,18 +14,18 @@ from torch import Tensor
 from acmoe.ops.attention.support import stored_width
 
 if TYPE_CHECKING:  # a test imports kernels itself, to be interpreted
-    from acmoe.ops.attention.hopper.saved_weights import Kept
-    from acmoe.ops.attention.triton.skew import Band
+    from acmoe.ops.attention.hopper.saved_weights import SavedWeights
+    from acmoe.ops.attention.triton.skew import SkewLayout
 
 
 class Case(NamedTuple):
     """What the forward leaves, and what is to become of it, in float64."""
 
-    band: "Band"
+    skew: "SkewLayout"
     q: Tensor
     v: Tensor
     grad: Tensor
-    kept: "Kept"
+    kept: "SavedWeights"
     lse: Tensor
     delta: Tensor
     place: Tensor  # (X, L, N): of entry (x, i, j)
@@ -54,22 +54,22 @@ def running_base(score_XLN: Tensor, visited: Tensor) -> tuple[Tensor, Tensor]:
     return base_XJL, own_XLN
 
 
-def places(band: "Band", num: int) -> Tensor:
-    """(X, L, 64 J) where entries lie: see attention_skew.py, with rows `pitch` apart."""
+def places(skew: "SkewLayout", num: int) -> Tensor:
+    """(X, L, 64 J) where entries lie: see triton/skew.py, with rows `pitch` apart."""
     from acmoe.ops.attention.triton.skew import MARGIN
 
     x = torch.arange(num)[:, None, None]
-    i = torch.arange(band.queries)[None, :, None]
-    j = torch.arange(-(-band.keys // 64) * 64)
-    row = (i % 8) * num * band.rows + x * band.rows + i // 8
-    return MARGIN + row * band.pitch + (band.shift - i // 8) * 8 + j
+    i = torch.arange(skew.queries)[None, :, None]
+    j = torch.arange(-(-skew.keys // 64) * 64)
+    row = (i % 8) * num * skew.rows + x * skew.rows + i // 8
+    return MARGIN + row * skew.pitch + (skew.key0_block - i // 8) * 8 + j
 
 
-def buffer(band: "Band", num: int, met: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+def buffer(skew: "SkewLayout", num: int, met: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     """NaN, but zeros in all tiles of `size` queries and 64 keys that are met."""
-    flat = torch.full((band.size(num),), math.nan, dtype=dtype)
-    met_LN = met.repeat_interleave(size, 0)[: band.queries].repeat_interleave(64, 1)
-    flat[places(band, num)[:, met_LN]] = 0
+    flat = torch.full((skew.numel(num),), math.nan, dtype=dtype)
+    met_LN = met.repeat_interleave(size, 0)[: skew.queries].repeat_interleave(64, 1)
+    flat[places(skew, num)[:, met_LN]] = 0
     return flat
 
 
@@ -78,11 +78,11 @@ def make(
     dropout: float = 0.2, level: float = 0.0, dtype: torch.dtype = torch.bfloat16,
 ) -> Case:  # fmt: skip
     """A case in which scores lie around `level`."""
-    from acmoe.ops.attention.hopper.saved_weights import Kept
-    from acmoe.ops.attention.triton.skew import APART, Band
+    from acmoe.ops.attention.hopper.saved_weights import SavedWeights
+    from acmoe.ops.attention.triton.skew import ROW_GAP, SkewLayout
 
     generator = torch.Generator().manual_seed(S + L + W + P)
-    band, N = Band(heads, L, S + L, W, APART), S + L
+    skew, N = SkewLayout(heads, L, S + L, W, ROW_GAP), S + L
     q, grad, v = (torch.randn(1, heads, n, P, generator=generator) for n in (L, L, N))
     q, grad, v = (torch.where(torch.arange(P) < features, t, 0).to(dtype) for t in (q, grad, v))
     i, j = torch.arange(L)[:, None], torch.arange(N)
@@ -104,8 +104,8 @@ def make(
     weight_XLN = torch.exp2(score_XLN - own_XLN).to(dtype)
     dropped = torch.rand(heads, L, N, generator=generator) < dropout
     weight_XLN = torch.where(dropped, -weight_XLN, weight_XLN)
-    kept = buffer(band, heads, visited, 128, dtype)
-    place_XLN = places(band, heads)[:, :, :N]
+    kept = buffer(skew, heads, visited, 128, dtype)
+    place_XLN = places(skew, heads)[:, :, :N]
     kept[place_XLN[:, window_LN]] = weight_XLN[:, window_LN]
     delta_XL = torch.randn(heads, L, generator=generator)
     share_XL1 = torch.exp2(own_XLN - lse_XL.double()[:, :, None])
@@ -114,8 +114,8 @@ def make(
     dweight_XLN = grad[0].double() @ v[0].double().mT
     dscore_XLN = left_XLN * dweight_XLN - t_XLN.abs() * delta_XL.double()[:, :, None]
     return Case(
-        *(band, q, v, grad, Kept(kept, base_XJL[None]), lse_XL[None], delta_XL[None]),
-        *(place_XLN, window_LN, buffer(band, heads, met, 64, dtype), dscore_XLN),
+        *(skew, q, v, grad, SavedWeights(kept, base_XJL[None]), lse_XL[None], delta_XL[None]),
+        *(place_XLN, window_LN, buffer(skew, heads, met, 64, dtype), dscore_XLN),
         (dscore_XLN.mT @ q[0].double())[None],
         (left_XLN.mT @ grad[0].double())[None],
     )
@@ -151,7 +151,7 @@ def run(module: Any, case: Case, features: int, device: str = "cpu") -> tuple[Te
     # As the output lies, which a projection reads: a position's heads side by side.
     grad = grad[..., : stored_width(features)].transpose(1, 2).contiguous().transpose(1, 2)
     module.run_keys(
-        q, v, grad, kept, lse, delta, dscores, dk, dv, case.band, 1 / 5, 1 / 3, features
+        q, v, grad, kept, lse, delta, dscores, dk, dv, case.skew, 1 / 5, 1 / 3, features
     )  # fmt: skip
     for before, after in zip(case.kept, kept, strict=True):
         assert torch.equal(before.nan_to_num(7), after.cpu().nan_to_num(7))
@@ -204,7 +204,7 @@ def test_on_the_card_it_equals_the_definition_twice(
 ) -> None:
     from acmoe.ops.device import hopper
 
-    obstacle = hopper.gluon_obstacle(torch.device("cuda"))
+    obstacle = hopper.gluon_unsupported(torch.device("cuda"))
     if obstacle is not None:
         pytest.skip(obstacle)
     from acmoe.ops.attention.hopper import keys as attention_keys
@@ -217,9 +217,9 @@ def test_on_the_card_it_equals_the_definition_twice(
     )
 
 
-def test_there_is_room_for_the_queries_of_a_head_beside_the_rings() -> None:
-    from acmoe.ops.attention.hopper.keys import stages_for
+def test_there_is_room_for_the_queries_of_a_head_beside_the_pipelines() -> None:
+    from acmoe.ops.attention.hopper.keys import pipeline_stages
 
     # 227 KB: 8 tiles of 64 queries with 48 features, q and grad, are 100 KB; of 64 features 132.
-    assert stages_for(64, 44, 512) == 5 and stages_for(64, 64, 512) == 3
-    assert stages_for(64, 64, 1024) < 2
+    assert pipeline_stages(64, 44, 512) == 5 and pipeline_stages(64, 64, 512) == 3
+    assert pipeline_stages(64, 64, 1024) < 2

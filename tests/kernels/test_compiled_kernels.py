@@ -40,8 +40,8 @@ def kernels_of(found):
     return {name.split(",")[0] for name in found["compiled"]}
 
 
-def test_a_product_by_a_ring_compiles_for_a_hopper_card():
-    assert "experts.hopper.weights.weights_together" in kernels_of(compiled(90, "weights"))
+def test_a_pipelined_gemm_compiles_for_a_hopper_card():
+    assert "experts.hopper.weights.weight_gradient_kernel" in kernels_of(compiled(90, "weights"))
 
 
 @pytest.mark.slow
@@ -54,7 +54,7 @@ def test_every_kernel_compiles_for_a_hopper_card():
         groups.remove("forward")
         missing = {
             "attention.hopper.forward.forward_kernel",
-            "attention.hopper.dropout.pairs_kernel",
+            "attention.hopper.dropout.pair_bits_kernel",
         }
     found = compiled(90, *groups)
     assert len(found["compiled"]) > 200  # a kernel has several uses
@@ -68,5 +68,8 @@ def test_kernels_compile_and_fit_on_other_cards(capability):
     found = compiled(capability, "own", "text", "images", "measures")
     portable = {name for name, gluon in found["kernels"].items() if not gluon}
     # Of these two one is launched before a kernel in Gluon, and one needs a row of the table.
-    hopper = {"attention_coins.pairs_kernel", "persistent_weights.persistent_weight_kernel"}
+    hopper = {
+        "attention.hopper.dropout.pair_bits_kernel",
+        "experts.triton.persistent_weights.persistent_weight_kernel",
+    }
     assert kernels_of(found) == portable - hopper

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from acmoe.experts.dispatch import Order, combine, dispatch, sort_by_expert
 from acmoe.experts.mlp import ExpertMLP
-from acmoe.ops.experts.autograd import expert_mlp
+from acmoe.ops.experts import ExpertWeights, expert_mlp
+from acmoe.ops.experts.autograd import fused_expert_mlp
+from acmoe.ops.sort import Rows, sort_rows
 
 KERNELS = ("up", "down", "hidden", "down_weight", "up_weight", "input")
 # activation, bias, (tokens, features, hidden units, experts, experts per token)
@@ -40,7 +41,7 @@ class Layer:
             ids[:] = experts - 1
         ids[2:4] = experts  # no expert
         self.ids = ids.to(device)
-        self.order: Order = sort_by_expert(self.ids, experts)
+        self.order: Rows = sort_rows.definition(self.ids, experts)
         self.cotangent = torch.randn(tokens, dim, device=device)
 
     @property
@@ -48,13 +49,17 @@ class Layer:
         return [self.x, self.gate, *self.mlp.parameters()]
 
     def reference(self):
-        return combine(self.mlp(dispatch(self.x, self.order), self.order), self.gate, self.order)
+        mlp = self.mlp
+        weights = ExpertWeights(mlp.up, mlp.down, mlp.up_bias, mlp.down_bias)
+        return expert_mlp.definition(
+            self.x, weights, self.order, self.gate, activation=mlp.activation
+        )
 
     def fused(self, **options):
         mlp, order = self.mlp, self.order
-        return expert_mlp(
+        return fused_expert_mlp(
             *(self.x, mlp.up, mlp.down, mlp.up_bias, mlp.down_bias, self.gate),
-            *(order.order, order.back, order.end, order.expert),
+            *order[:4],
             activation=mlp.activation,
             **options,
         )
@@ -70,7 +75,12 @@ def close(found, expected):
 # Rows of 33 numbers are no multiple of 16 bytes: asked for the copy engine, the kernels do without.
 @pytest.mark.parametrize(
     ("activation", "bias", "sizes", "copy_engine"),
-    [(*case, False) for case in CASES] + [(*CASES[1], True), (*CASES[2], True)],
+    [
+        *((*CASES[n], False) for n in (0, 1, 3, 4)),
+        pytest.param(*CASES[2], False, marks=pytest.mark.slow),
+        pytest.param(*CASES[1], True, marks=pytest.mark.slow),
+        (*CASES[2], True),
+    ],
 )
 def test_the_fused_experts_are_the_experts(
     activation, bias, sizes, copy_engine, device, monkeypatch
@@ -101,11 +111,11 @@ def test_each_bias_gets_its_gradient_without_the_other(missing, device):
 def test_tokens_of_16_bits_give_wide_weights_a_gradient_that_is_not_rounded(compiled, device):
     layer = Layer("relu", False, (40, 20, 24, 4, 2), device)
     mlp, order = layer.mlp, layer.order
-    rest = (layer.gate, order.order, order.back, order.end, order.expert)
+    rest = (layer.gate, *order[:4])
 
     def fused(up, down):
         low = layer.x.detach().bfloat16()
-        return expert_mlp(low, up, down, None, None, *rest, activation="relu")
+        return fused_expert_mlp(low, up, down, None, None, *rest, activation="relu")
 
     call = torch.compile(fused, fullgraph=True, backend="aot_eager") if compiled else fused
     cotangent = layer.cotangent.bfloat16()
@@ -120,7 +130,7 @@ def test_tokens_of_16_bits_give_wide_weights_a_gradient_that_is_not_rounded(comp
         assert not torch.equal(one, other.float())
 
 
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_an_expert_s_rows_may_be_summed_in_parts(splits, device, monkeypatch):
     """Of 16 rows each at most, so that some experts have fewer than there are parts."""
     from acmoe.ops.device import tuning
@@ -140,7 +150,7 @@ def test_an_expert_s_rows_may_be_summed_in_parts(splits, device, monkeypatch):
     ("case", "copy_engine"),
     [
         (("swiglu", True, (12, 36, 20, 3, 2)), True),
-        (("relu", True, (12, 36, 20, 3, 2)), False),
+        pytest.param(("relu", True, (12, 36, 20, 3, 2)), False, marks=pytest.mark.slow),
         (("gelu", True, (12, 33, 20, 3, 1)), True),
     ],
 )
@@ -174,16 +184,16 @@ def test_rows_are_copied_in_sorted_order_where_experts_are_wide(device):
     from acmoe.ops.device.tuning import COPY_WIDTH
     from acmoe.ops.experts.hopper.choice import gathers
     from acmoe.ops.experts.triton.sizes import Sizes
-    from acmoe.ops.experts.triton.tokens import source_of
+    from acmoe.ops.experts.triton.tokens import row_operand
 
     x = torch.arange(12.0, device=device).view(4, 3)
     back = torch.tensor([1, 3, 5, 0, 6, 7, 2, 4], device=device)  # of choice k of token t: 2 t + k
     wide = Sizes(4, 3, COPY_WIDTH // 2, 2, 2, "swiglu")  # W = COPY_WIDTH
     assert not gathers("up", wide, x.dtype, x.device)
-    values, gather = source_of(x, back, wide, gather=False)
+    values, gather = row_operand(x, back, wide, gather=False)
     assert not gather and torch.equal(values, x[[1, 0, 3, 0, 3, 1, 2, 2]])
     assert gathers("up", wide._replace(act="relu"), x.dtype, x.device)
-    values, gather = source_of(x, back, wide, gather=True)
+    values, gather = row_operand(x, back, wide, gather=True)
     assert gather and values is x
 
 
@@ -193,13 +203,13 @@ def test_long_rows_and_many_choices_are_copied_and_summed(T, D, K, gated, device
     # Rows of more than one block, and more choices than are under way together. The last two rows
     # are for no expert: never written, and in no sum.
     from acmoe.ops.experts.triton.sizes import Sizes
-    from acmoe.ops.experts.triton.tokens import run_combine, source_of
+    from acmoe.ops.experts.triton.tokens import row_operand, run_combine
 
     generator = torch.Generator().manual_seed(0)
     back = torch.randperm(T * K, generator=generator)
     x = torch.randn(T, D, generator=generator)
     size = Sizes(T, D, 8, 4, K, "relu")
-    rows = source_of(x.to(device), back.to(device), size, gather=False).values.cpu()
+    rows = row_operand(x.to(device), back.to(device), size, gather=False).values.cpu()
     for choice, row in enumerate(back.tolist()):
         assert torch.equal(rows[row], x[choice // K])
 
@@ -348,16 +358,13 @@ def test_tensors_need_not_lie_row_by_row(device):
     [(100, 2, 5), (1, 1, 1), (700, 3, 16), (300, 8, 40), (64, 2, 100)],
 )
 def test_the_counting_sort_is_the_stable_sort(tokens, top_k, experts, device):
-    from acmoe.ops.sort.triton.sort import sort_rows
+    from acmoe.ops.sort.triton.sort import sort_rows as counting_sort
 
     torch.manual_seed(tokens)
     ids = torch.randint(0, experts + 1, (tokens, top_k), device=device)
-    right = sort_by_expert(ids, experts)
-    order, back, end, expert = sort_rows(ids, experts)
-    assert torch.equal(order, right.order)
-    assert torch.equal(back, right.back)
-    assert torch.equal(end, right.end)
-    assert torch.equal(expert, right.expert)
+    right = sort_rows.definition(ids, experts)
+    for found, wanted in zip(counting_sort(ids, experts), right[:4], strict=True):
+        assert torch.equal(found, wanted)
 
 
 def test_tiles_cover_every_row_once(device):

@@ -13,11 +13,11 @@ from gluon_kernels import (
     LAYOUT,
     asm_kernel,
     batch_kernel,
-    copy_kernel,
+    cp_async_kernel,
+    gemm_kernel,
     integer_kernel,
     mismatched_kernel,
     padded_kernel,
-    product_kernel,
     specialized_kernel,
 )
 from gluon_memory import addresses
@@ -34,7 +34,7 @@ def run_product(generator: torch.Generator, bug: str = "") -> tuple[torch.Tensor
     c_MN = torch.full((72, 136), 7.0, dtype=torch.bfloat16)
     a, b = (TensorDescriptor.from_tensor(x, [64, 64], LAYOUT) for x in (a_MK, b_KN))
     c = TensorDescriptor.from_tensor(c_MN, [64, 64], LAYOUT)
-    emulate(product_kernel)[(2, 3)](a, b, c, 160, 64, 64, 64, bug)
+    emulate(gemm_kernel)[(2, 3)](a, b, c, 160, 64, 64, 64, bug)
     return c_MN, (a_MK.float() @ b_KN.float()).to(torch.bfloat16)
 
 
@@ -54,7 +54,7 @@ def test_a_tma_and_wgmma_product_is_right_also_at_ragged_edges(generator: torch.
 
 
 @pytest.mark.parametrize("bug", ["wait", "phase"])
-def test_a_ring_that_does_not_wait_for_its_barrier_overruns_it(
+def test_a_pipeline_that_does_not_wait_for_its_barrier_overruns_it(
     bug: str, generator: torch.Generator
 ) -> None:
     with pytest.raises(RuntimeError, match="more arrivals"):
@@ -85,7 +85,7 @@ def test_partitions_give_the_product_under_every_schedule(
 
 
 def test_a_missing_arrive_is_a_deadlock_that_names_who_waits(generator: torch.Generator) -> None:
-    with pytest.raises(Deadlock, match=r"partition 2 \(_produce\) waits for phase 0 of barrier 0"):
+    with pytest.raises(Deadlock, match=r"partition 2 \(_producer\) waits for phase 0 of barrier 0"):
         run_specialized(generator, "arrive")
 
 
@@ -124,9 +124,9 @@ def test_a_padded_layout_leaves_gaps_that_a_flat_view_shows() -> None:
 def test_cp_async_lands_at_its_wait_and_masked_elements_are_zero() -> None:
     x = -torch.arange(1.0, 32 * 24 + 1).reshape(24, 32)
     out = torch.zeros(24)
-    emulate(copy_kernel)[(1,)](x, out, 24, 32, 32, "")
+    emulate(cp_async_kernel)[(1,)](x, out, 24, 32, 32, "")
     assert torch.equal(out, torch.zeros(24))
-    emulate(copy_kernel)[(1,)](x, out, 24, 32, 32, "wait")
+    emulate(cp_async_kernel)[(1,)](x, out, 24, 32, 32, "wait")
     assert out.isnan().all()
 
 

@@ -22,7 +22,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_on_a_hopper_with_a_known_triton_nothing_is_in_the_way(hopper):
-    assert hopper.gluon_obstacle(GPU) is None
+    assert hopper.gluon_unsupported(GPU) is None
 
 
 @pytest.mark.parametrize(
@@ -38,25 +38,27 @@ def test_on_a_hopper_with_a_known_triton_nothing_is_in_the_way(hopper):
 )
 def test_every_other_machine_says_why_not(hopper, monkeypatch, owner, name, value, reason):
     monkeypatch.setattr(f"{owner}.{name}", value)
-    assert reason in hopper.gluon_obstacle(GPU)
+    assert reason in hopper.gluon_unsupported(GPU)
 
 
 def test_a_cpu_is_named(hopper):
-    assert hopper.gluon_obstacle(torch.device("cpu")) == "its kernels need a CUDA device, not cpu"
+    assert (
+        hopper.gluon_unsupported(torch.device("cpu")) == "its kernels need a CUDA device, not cpu"
+    )
 
 
 def test_a_triton_that_compiles_them_may_be_tried(hopper, monkeypatch):
     monkeypatch.setenv("ACMOE_GLUON", "try")
-    assert hopper.gluon_obstacle(GPU) is None
+    assert hopper.gluon_unsupported(GPU) is None
     monkeypatch.setattr("triton.__version__", "3.7.1")
-    assert hopper.gluon_obstacle(GPU) is None
+    assert hopper.gluon_unsupported(GPU) is None
     monkeypatch.setattr("triton.__version__", "3.9.0")
-    assert hopper.gluon_obstacle(GPU) is not None
+    assert hopper.gluon_unsupported(GPU) is not None
 
 
 def test_they_can_be_turned_off(hopper, monkeypatch):
     monkeypatch.setenv("ACMOE_GLUON", "never")
-    assert hopper.gluon_obstacle(GPU) == "ACMOE_GLUON=never turns its kernels off"
+    assert hopper.gluon_unsupported(GPU) == "ACMOE_GLUON=never turns its kernels off"
     monkeypatch.setenv("ACMOE_GLUON", "yes")
     with pytest.raises(UserError, match="ACMOE_GLUON='yes' is unknown; choose auto, try or never"):
-        hopper.gluon_obstacle(GPU)
+        hopper.gluon_unsupported(GPU)

@@ -5,13 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import acmoe
 from acmoe.experts.mlp import ExpertMLP
+from acmoe.lab.variants import VariantConfig
 from acmoe.models.recompute import recompute
 from acmoe.ops.dispatch import use_backend
-from acmoe.ops.sort.op import Clusters
+from acmoe.ops.sort.order import TokenOrder, no_order
 
 B, L, D, E, K = 2, 9, 20, 5, 2
 NOISY = acmoe.SMoEConfig(gate="all", noise=1.0)
@@ -37,12 +39,10 @@ ROUTERS = {
         statistics_of="current",
     ),
     # Arithmetic on the (C, D) scale, between two kernels.
-    "own part, root, matched": acmoe.AdaptiveConfig(
-        statistics="batch", part="own", power=0.5, match=True
-    ),
+    "own part, root, matched": VariantConfig(statistics="batch", part="own", power=0.5, match=True),
     # What no kernel serves falls to the reference, inside the same layer.
     "two clusters mixed": acmoe.AdaptiveConfig(statistics="batch", mix=2),
-    "centred, learned lambda": acmoe.AdaptiveConfig(
+    "centred, learned lambda": VariantConfig(
         statistics="batch", statistics_of="current", center=True, strength=0.5, learn_strength=True
     ),
     "gradient through the scale": acmoe.AdaptiveConfig(statistics="batch", detach=False),
@@ -76,7 +76,7 @@ def two_steps(layers, x, mask, cotangent, backend):
     assert x.grad is not None
     results = {"output": h.detach(), "input": x.grad, "aux": state.aux_loss.detach()}
     results |= {name: p.grad for name, p in layers.named_parameters() if p.grad is not None}
-    return results | dict(layers.named_buffers()), state.sorted is not None
+    return results | dict(layers.named_buffers()), state.order.numel() > 0
 
 
 def built(name, device, *, num_experts=E, top_k=K):
@@ -97,7 +97,7 @@ def compare(layers, x, mask, cotangent):
     assert found.keys() == right.keys()
     for key in right:
         real = mask if mask is not None and right[key].shape[:2] == (B, L) else ...
-        # The interpreter truncates bf16 pieces where a GPU rounds: 1.5e-5 on statistics.
+        # The interpreter truncates bf16 splits where a GPU rounds: 1.5e-5 on statistics.
         torch.testing.assert_close(found[key][real], right[key][real], rtol=2e-3, atol=2e-4)
     return was_sorted
 
@@ -105,17 +105,26 @@ def compare(layers, x, mask, cotangent):
 @pytest.fixture
 def products_by_torch(monkeypatch):
     """What the interpreter spends most of its time on, and no router changes."""
-    mix = ExpertMLP.mix
+    forward = ExpertMLP.forward
 
     def by_torch(*arguments, **options):
         with use_backend("torch"):
-            return mix(*arguments, **options)
+            return forward(*arguments, **options)
 
     if not torch.cuda.is_available():
-        monkeypatch.setattr(ExpertMLP, "mix", by_torch)
+        monkeypatch.setattr(ExpertMLP, "forward", by_torch)
 
 
-@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # Other routers have these parts, too.
+        pytest.param(name, marks=pytest.mark.slow)
+        if name in ("plain", "running, previous", "batch, current", "noisy, full experts")
+        else name
+        for name in ROUTERS
+    ],
+)
 def test_a_layer_computes_the_same_on_its_kernels(name, device, products_by_torch):
     layers = built(name, device)
     x, cotangent = torch.randn(2, B, L, D, device=device)
@@ -137,7 +146,7 @@ def test_a_layer_computes_the_same_on_its_kernels(name, device, products_by_torc
 def test_a_layer_whose_tokens_are_sorted_by_cluster_computes_the_same(
     name, masked, device, monkeypatch, products_by_torch
 ):
-    monkeypatch.setattr("acmoe.experts.emit.worth_sorting", lambda tokens, clusters: True)
+    monkeypatch.setattr("acmoe.routing.next_state.worth_sorting", lambda tokens, clusters: True)
     layers = built(name, device)
     x, cotangent = torch.randn(2, B, L, D, device=device)
     mask = torch.rand(B, L, device=device) > 0.2 if masked else None
@@ -160,13 +169,13 @@ def test_noise_biases_and_unit_embeddings_do_not_keep_a_router_from_its_kernel(
     with use_backend("triton"):
         routing = router(torch.randn(L, D, device=device), state)
     assert len(calls) == 1
-    assert torch.equal(routing.first, routing.affinity.argmax(-1, keepdim=True))
+    assert torch.equal(routing.first, routing.affinity.argmax(-1))
 
 
 def test_a_token_that_found_its_expert_full_is_in_the_cluster_it_chose_under_noise(
     device, monkeypatch, products_by_torch
 ):
-    monkeypatch.setattr("acmoe.experts.emit.worth_sorting", lambda tokens, clusters: True)
+    monkeypatch.setattr("acmoe.routing.next_state.worth_sorting", lambda tokens, clusters: True)
     layer = built(NOISY_NAME, device, top_k=1)[0]
     x = torch.randn(B * L, D, device=device)
     identity = acmoe.RoutingState.identity(num_tokens=B * L, num_clusters=E, dim=D, device=device)
@@ -183,39 +192,67 @@ def test_a_token_that_found_its_expert_full_is_in_the_cluster_it_chose_under_noi
     first = noisy.argmax(-1)
     assert not torch.equal(first, clean.argmax(-1))
     assert all(torch.equal(state.assignment[:, 0], first) for state in states.values())
-    clusters = states["triton"].sorted
+    clusters = TokenOrder.unpack(states["triton"].order, E)
     for c in range(E):
         members = clusters.token[clusters.begin[c] : clusters.end[c]].long()
         assert torch.equal(members, (first == c).nonzero()[:, 0])
 
 
 def test_a_layer_computes_the_same_with_its_products_by_kernels_too(device, monkeypatch):
-    monkeypatch.setattr("acmoe.experts.emit.worth_sorting", lambda tokens, clusters: True)
+    monkeypatch.setattr("acmoe.routing.next_state.worth_sorting", lambda tokens, clusters: True)
     x, cotangent = torch.randn(2, B, L, D, device=device)
     assert compare(built("batch, previous", device), x, None, cotangent)
 
 
-@pytest.mark.slow
+def cloned(state):
+    return acmoe.RoutingState(*(tensor.clone() for tensor in state))
+
+
+def mapped(state):
+    return pytree.tree_map(torch.clone, state)
+
+
+def sent(state):
+    """To another pipeline stage, which receives plain tensors."""
+    flat = [tensor.detach().clone() for tensor in state]
+    return acmoe.RoutingState(*flat)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at it
-def test_sorted_tokens_reach_the_next_router_compiled_and_recomputed_too(device, monkeypatch):
-    """A state knows its sorted tokens by the identity of its assignment: every way must keep it."""
-    monkeypatch.setattr("acmoe.experts.emit.worth_sorting", lambda tokens, clusters: True)
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # so does it, of Functions
+@pytest.mark.parametrize(
+    "way",
+    [
+        "cloned",
+        "mapped",
+        "sent",
+        "checkpointed",
+        pytest.param("compiled layers", marks=pytest.mark.slow),
+        pytest.param("compiled", marks=pytest.mark.slow),
+    ],
+)
+def test_a_state_keeps_results_and_kernels_however_it_travels(
+    way, device, monkeypatch, products_by_torch
+):
+    """Its tokens stay sorted for the next router when a state is cloned, mapped, sent to another
+    pipeline stage, recomputed or compiled."""
+    monkeypatch.setattr("acmoe.routing.next_state.worth_sorting", lambda tokens, clusters: True)
     from acmoe.ops.route.triton import route as affinity
 
     seen, route = [], affinity.route
 
     def watched(tokens, *arguments):
-        seen.append(tokens.has_order)
+        seen.append(tokens.is_sorted)
         return route(tokens, *arguments)
 
     monkeypatch.setattr(affinity, "route", watched)
     layers = built("batch, previous", device, num_experts=2, top_k=1)
     x = torch.randn(L, D, device=device, requires_grad=True)
 
-    def run(x, calls):
+    def run(x, calls, travel=lambda state: state):
         state = acmoe.RoutingState.identity(num_tokens=L, num_clusters=2, dim=D, device=device)
         for call in calls:
-            y, state = call(x, state)
+            y, state = call(x, travel(state))
             x = x + y
         return x
 
@@ -225,20 +262,23 @@ def test_sorted_tokens_reach_the_next_router_compiled_and_recomputed_too(device,
     def compiled(function):
         return torch.compile(function, backend="aot_eager", fullgraph=True)
 
+    ways = {
+        "cloned": lambda: run(x, layers, cloned),
+        "mapped": lambda: run(x, layers, mapped),
+        "sent": lambda: run(x, layers, sent),
+        "checkpointed": lambda: run(x, [recomputed(layer) for layer in layers]),
+        "compiled layers": lambda: run(x, [compiled(layer) for layer in layers]),
+        "compiled": lambda: compiled(lambda x: run(x, layers))(x),
+    }
     with use_backend("triton"):
         wanted = run(x, layers)
         (wanted_grad,) = torch.autograd.grad(wanted.square().sum(), x)
-        for way in (
-            lambda: compiled(lambda x: run(x, layers))(x),
-            lambda: run(x, [compiled(layer) for layer in layers]),
-            lambda: run(x, [recomputed(layer) for layer in layers]),
-        ):
-            seen.clear()
-            found = way()
-            assert seen == [False, True]  # the first layer has none before it
-            (grad,) = torch.autograd.grad(found.square().sum(), x)
-            assert torch.equal(found, wanted)
-            torch.testing.assert_close(grad, wanted_grad)
+        seen.clear()
+        found = ways[way]()
+        assert seen == [False, True]  # the first layer has no sorted tokens before it
+        (grad,) = torch.autograd.grad(found.square().sum(), x)
+        assert torch.equal(found, wanted)
+        torch.testing.assert_close(grad, wanted_grad)
 
 
 @pytest.mark.parametrize("name", ["batch, previous", NOISY_NAME])
@@ -272,10 +312,14 @@ def test_a_block_computed_again_keeps_the_choices_of_the_kernel(
     assert all(torch.equal(*pair) for pair in zip(found, plain, strict=True))
 
 
-def test_a_replaced_assignment_is_not_the_sorted_one():
+def test_a_state_is_made_of_tensors_and_a_new_assignment_drops_the_old_order():
     state = acmoe.RoutingState.identity(num_tokens=4, num_clusters=2, dim=3)
-    nothing = torch.empty(0)
-    state = state._replace(clusters=Clusters(state.assignment, nothing, nothing, nothing))
-    assert state.sorted is state.clusters
-    assert state._replace(scale=2 * state.scale).sorted is state.clusters
-    assert state._replace(assignment=state.assignment + 1).sorted is None
+    assert all(isinstance(field, torch.Tensor) for field in state)
+    assert len(state) == len(state._fields) == 5
+    order = torch.arange(3, dtype=torch.int32)
+    state = state._replace(order=order)
+    assert state._replace(scale=2 * state.scale).order is order
+    assert state._replace(assignment=state.assignment + 1).order.numel() == 0
+    assert torch.equal(no_order(order), torch.empty(0, dtype=torch.int32))
+    mapped_state = pytree.tree_map(torch.clone, state)
+    assert type(mapped_state) is acmoe.RoutingState

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from acmoe.ops.dispatch import use_backend
-from acmoe.ops.norm.op import norm_sum, norm_sum_lowered, norm_sum_twice
+from acmoe.ops.norm import add_norm, add_norm_twice
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPE = (3, 7, 44)  # 21 tokens: no multiple of a tile's rows, features no power of two
@@ -27,6 +27,10 @@ def norm_of(seed):
     nn.init.uniform_(norm.weight, 0.2, 2.0, generator=generator)
     nn.init.uniform_(norm.bias, -1.0, 1.0, generator=generator)
     return norm.to(DEVICE)
+
+
+def summed(x, y, norm):
+    return add_norm(x, y, norm).x
 
 
 def gradients(call, tensors, norms):
@@ -55,13 +59,13 @@ BRANCHES = [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)]  # a gradient of 8 bi
 @pytest.mark.parametrize(("branch", "atol"), BRANCHES)
 def test_a_sum_and_its_norm_are_torchs(branch, atol):
     tensors = [draw(0), draw(1, branch)]
-    compare(norm_sum, lambda x, y, norm: norm(x + y), tensors, [norm_of(2)], atol=atol)
+    compare(summed, lambda x, y, norm: norm(x + y), tensors, [norm_of(2)], atol=atol)
 
 
 @pytest.mark.parametrize(("branch", "atol"), BRANCHES)
 def test_a_norm_around_a_norm_is_torchs(branch, atol):
     def kernel(x, y, inner, norm):
-        return norm_sum_twice(x, y, inner, norm, 0.0)[0]
+        return add_norm_twice(x, y, inner, norm).x
 
     def plain(x, y, inner, norm):
         return norm(x + inner(x + y))
@@ -72,11 +76,11 @@ def test_a_norm_around_a_norm_is_torchs(branch, atol):
 def test_a_program_of_many_rows_adds_their_gradients_up(monkeypatch):
     from acmoe.ops.norm.triton import launch as kernels
 
-    monkeypatch.setattr(kernels, "_PROGRAMS", {"once": 4, "echo": 5, "twice": 3})  # of 21 rows
+    monkeypatch.setattr(kernels, "_PROGRAMS", {"once": 4, "alias": 5, "twice": 3})  # of 21 rows
     tensors = [draw(0), draw(1)]
-    compare(norm_sum, lambda x, y, norm: norm(x + y), tensors, [norm_of(2)], atol=2e-5)
+    compare(summed, lambda x, y, norm: norm(x + y), tensors, [norm_of(2)], atol=2e-5)
     compare(
-        lambda x, y, inner, norm: norm_sum_twice(x, y, inner, norm, 0.0)[0],
+        lambda x, y, inner, norm: add_norm_twice(x, y, inner, norm).x,
         lambda x, y, inner, norm: norm(x + inner(x + y)),
         tensors,
         [norm_of(2), norm_of(3)],
@@ -88,7 +92,7 @@ def test_checkpointed_the_gradients_are_the_same():
     x, y, inner, norm = draw(0), draw(1), norm_of(2), norm_of(3)
 
     def both(x, y):
-        return norm_sum_twice(norm_sum(x, y, norm), y, inner, norm, 0.0)[0]
+        return add_norm_twice(summed(x, y, norm), y, inner, norm).x
 
     with use_backend("triton"):
         outs = both(x, y), checkpoint(both, x, y, use_reentrant=False)
@@ -101,14 +105,14 @@ def test_other_shapes_go_to_torch():
     x, norm = draw(0), norm_of(2)
     row = draw(1)[:1, :1].detach()
     with use_backend("triton"):
-        torch.testing.assert_close(norm_sum(x, row, norm), norm(x + row))
+        torch.testing.assert_close(summed(x, row, norm), norm(x + row))
 
 
 def test_dropout_takes_its_share_and_the_gradient_knows_which():
     x, y, inner, norm = draw(0), draw(1), norm_of(2), norm_of(3)
     torch.manual_seed(0)
     with use_backend("triton"):
-        out, _ = norm_sum_twice(x, y, inner, norm, 0.4)
+        out = add_norm_twice(x, y, inner, norm, dropout=0.4).x
     (grad,) = torch.autograd.grad((out * draw(4).detach()).sum(), y)
     kept = grad != 0
     # 924 coins: 60% are kept, give or take 4 standard deviations of 1.6%.
@@ -120,7 +124,7 @@ def test_dropout_takes_its_share_and_the_gradient_knows_which():
 def test_every_call_drops_others():
     x, y, inner, norm = draw(0), draw(1), norm_of(2), norm_of(3)
     with use_backend("triton"):
-        first, second = (norm_sum_twice(x, y, inner, norm, 0.4)[0] for _ in range(2))
+        first, second = (add_norm_twice(x, y, inner, norm, dropout=0.4).x for _ in range(2))
     assert not torch.equal(first, second)
 
 
@@ -128,7 +132,7 @@ def test_compiled_it_is_one_graph_with_the_same_numbers():
     x, y, inner, norm = draw(0), draw(1), norm_of(2), norm_of(3)
 
     def both(x, y):
-        return norm_sum_twice(norm_sum(x, y, norm), y, inner, norm, 0.0)[0]
+        return add_norm_twice(summed(x, y, norm), y, inner, norm).x
 
     with use_backend("triton"):
         plain = both(x, y)
@@ -143,7 +147,7 @@ def test_the_lowered_copy_has_a_gradient_of_its_own():
     x, y, norm = draw(0), draw(1, torch.bfloat16), norm_of(2)
     first, second = draw(3).detach(), draw(4, torch.bfloat16).detach()
     with use_backend("triton"), torch.autocast(DEVICE, torch.bfloat16):
-        out, lowered, _ = norm_sum_lowered(x, y, norm)
+        out, lowered, _ = add_norm(x, y, norm)
     assert out.dtype == torch.float32 and lowered.dtype == torch.bfloat16
     # The interpreter cuts off what a GPU rounds.
     torch.testing.assert_close(lowered.float(), out, atol=1e-6, rtol=2**-7)
@@ -161,7 +165,7 @@ def test_both_forms_of_the_second_sum_take_gradients(compiled, readers):
 
     def twice(x, y):
         with torch.autocast(DEVICE, torch.bfloat16):
-            return norm_sum_twice(x, y, inner, norm, 0.0)
+            return add_norm_twice(x, y, inner, norm)[:2]
 
     call = torch.compile(twice, fullgraph=True, backend="aot_eager") if compiled else twice
     with use_backend("triton"):
@@ -179,16 +183,17 @@ def test_both_forms_of_the_second_sum_take_gradients(compiled, readers):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_gradient_that_comes_by_an_echo_is_added_to_the_others(compiled):
+def test_the_gradient_that_comes_by_an_alias_is_added_to_the_others(compiled):
     x, y, inner, norm = draw(0), draw(1, torch.bfloat16), norm_of(2), norm_of(3)
     weight = draw(4).detach()
 
-    def block(x, y, echoed):
+    def block(x, y, aliased):
         with torch.autocast(DEVICE, torch.bfloat16):
-            out, lowered, echo = norm_sum_lowered(x, y, norm)
-            assert echo is not None and echo.stride() == (0, 0)
+            out, lowered, alias = add_norm(x, y, norm)
+            assert alias is not None and alias.stride() == (0, 0)
             y = (out * weight).relu() + lowered  # two readers beside the second sum
-            return norm_sum_twice(out, y, inner, norm, 0.0, echo=echo if echoed else None)[0]
+            alias = alias if aliased else None
+            return add_norm_twice(out, y, inner, norm, grad_alias=alias).x
 
     call = torch.compile(block, fullgraph=True, backend="aot_eager") if compiled else block
     with use_backend("triton"):
@@ -202,7 +207,7 @@ def test_the_gradient_that_comes_by_an_echo_is_added_to_the_others(compiled):
 
 def test_without_autocast_there_is_nothing_to_lower_to():
     x, y, norm = draw(0), draw(1), norm_of(2)
-    out, lowered, echo = norm_sum_lowered(x, y, norm)
-    assert lowered is out and echo is None
-    again, lowered = norm_sum_twice(x, y, norm, norm_of(3), 0.0)
+    out, lowered, alias = add_norm(x, y, norm)
+    assert lowered is out and alias is None
+    again, lowered, _ = add_norm_twice(x, y, norm, norm_of(3))
     assert lowered is again

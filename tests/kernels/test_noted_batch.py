@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from route_cases import sorted_by
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from acmoe import AdaptiveConfig
+from acmoe.lab.variants import variant_of
 from acmoe.ops.dispatch import use_backend
-from acmoe.ops.sort.op import Clusters, sort_rows_and_tokens
 from acmoe.ops.statistics.dispersion import dispersion_and_count
-from acmoe.routing.statistics import ClusterStatistics
+from acmoe.routing.statistics import ClusterStatistics, build_statistics
 
 pytest.importorskip("triton")
 
@@ -23,17 +24,18 @@ T, D, C = 40, 7, 3
 
 
 def taker(device: str, **options: Any) -> ClusterStatistics:
-    return ClusterStatistics(AdaptiveConfig(**options), num_clusters=C, dim=D).to(device)
+    config = variant_of(AdaptiveConfig(), **options)
+    return build_statistics(config, num_clusters=C, dim=D).to(device)
 
 
-def tokens(device: str, seed: int = 0) -> tuple[Tensor, Tensor, Clusters]:
+def tokens(device: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(1, T, D, generator=generator).to(device)
     cluster = torch.randint(0, C, (T, 1), generator=generator).to(device)
-    return x, cluster, Clusters(cluster, *sort_rows_and_tokens(cluster, cluster[:, 0], C)[4:])
+    return x, cluster, sorted_by(cluster[:, 0], C)
 
 
-def look(taken: ClusterStatistics, x: Tensor, cluster: Tensor, clusters: Clusters | None) -> Tensor:
+def look(taken: ClusterStatistics, x: Tensor, cluster: Tensor, clusters: Tensor | None) -> Tensor:
     with use_backend("triton"):
         return taken.cluster_scale(x, cluster.view(1, T), None, None, clusters)
 
@@ -91,42 +93,35 @@ def test_evaluation_leaves_the_note_alone(is_sorted: bool, device: str) -> None:
     "options",
     [
         {},
-        {"power": 0.5, "part": "own"},
         {"strength": 0.5},
-        {"strength": 0.5, "learn_strength": True},
     ],
     ids=str,
 )
-def test_a_scale_and_its_gradient_outlive_the_next_forward(
-    options: dict[str, Any], device: str
-) -> None:
+def test_a_scale_outlives_the_next_forward(options: dict[str, Any], device: str) -> None:
     """Two micro-batches, two backwards after them: the second overwrites what was noted."""
     taken = taker(device, statistics="batch", **options)
     batches = [tokens(device, seed) for seed in range(2)]
     alone = []
     for batch in batches:
         scale = look(taken, *batch)
-        alone.append((scale.detach().clone(), gradient(taken, scale)))
+        alone.append(scale.clone())
+        assert not scale.requires_grad
     scales = [look(taken, *batch) for batch in batches]
-    for scale, (wanted, wanted_grad) in zip(scales, alone, strict=True):
+    for scale, wanted in zip(scales, alone, strict=True):
         assert torch.equal(scale, wanted)
-        grad = gradient(taken, scale)
-        assert grad == wanted_grad
     assert_noted(taken, *batches[1][:2])
 
 
-def gradient(taken: ClusterStatistics, scale: Tensor) -> float | None:
-    if not taken.config.learn_strength:
-        assert not scale.requires_grad
-        return None
-    (grad,) = torch.autograd.grad(scale.square().sum(), list(taken.parameters()))
-    assert grad != 0
-    return grad.item()
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at it
-@pytest.mark.parametrize("is_sorted", [True, False])
-@pytest.mark.parametrize("mode", ["batch", "running"])
+@pytest.mark.parametrize(
+    ("mode", "is_sorted"),
+    [
+        ("batch", True),
+        ("running", False),
+        pytest.param("batch", False, marks=pytest.mark.slow),
+        pytest.param("running", True, marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_and_recomputed_forwards_note_the_same(
     mode: str, is_sorted: bool, device: str
 ) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from acmoe.experts.mlp import ExpertMLP
 from acmoe.ops.dispatch import use_backend
+from acmoe.ops.sort import sort_rows
 
 SETTINGS = [("highest", "tf32x3"), ("high", "tf32"), ("medium", "tf32")]
 
@@ -33,7 +34,7 @@ def mixed(mlp: ExpertMLP, x_TD: Tensor, ids_TK: Tensor, backend: str) -> list[Te
     )
     leaves = [x_TD.detach().requires_grad_(), gate_TK.requires_grad_(), *mlp.parameters()]
     with use_backend(backend):
-        out_TD = mlp.mix(leaves[0], ids_TK, gate_TK)
+        out_TD = mlp(leaves[0], sort_rows(ids_TK, 3), gate_TK)
     return [out_TD.detach(), *torch.autograd.grad(out_TD, leaves, cotangent_TD.to(out_TD))]
 
 

@@ -1,7 +1,7 @@
-"""Products by a ring of shared memory, emulated on a CPU, against float64 and the other kernels.
+"""The Hopper GEMMs with a multistage TMA pipeline, emulated on a CPU, against float64 and Triton.
 
-Gluon has no interpreter: tests/gluon_emulator.py runs the kernels' Python, warps with different
-tasks as threads, and copies and products land as late as they may.
+Gluon has no interpreter: tools/gluon_emulator runs the kernels' Python, with warps of different
+roles as threads, and completes asynchronous copies and MMAs as late as it may.
 D features, F hidden units, N rows, E experts; I, O inner and outer dimension of a product.
 """
 
@@ -42,7 +42,7 @@ def plan_of(counts, nobody, device, top_k=1):
 
 def each_expert(plan):
     begin = 0
-    for expert, end in enumerate(plan.end.tolist()):
+    for expert, end in enumerate(plan.offsets.tolist()):
         yield expert, slice(begin, end)
         begin = end
 
@@ -56,20 +56,22 @@ def assert_near(found, right, most=4e-3):
     ("across", "inner", "outer", "ring"),
     [
         (True, 192, 256, ("turns", 3)),
-        (False, 192, 256, ("turns", 6)),  # a tile is less than a round of the ring
+        (False, 192, 256, ("turns", 6)),  # a tile has fewer K blocks than stages
         (True, 256, 512, ("together", 3, 0, 2)),
         (False, 256, 256, ("together", 4, 0, 0)),
         (False, 256, 256, ("together", 4, 0, 3)),
     ],
 )
-def test_rows_by_a_ring_are_their_products(across, inner, outer, ring, device, ring_launch):
-    from acmoe.ops.device.tuning import Ring
+def test_rows_gemms_by_a_pipeline_are_their_products(
+    across, inner, outer, ring, device, hopper_launch
+):
+    from acmoe.ops.device.tuning import PipelineConfig
 
     plan = plan_of(COUNTS, NOBODY, device)
     a_NI = drawn(plan.num_rows, inner, device=device)
     shape = (inner, outer) if across else (outer, inner)
     weight = drawn(len(COUNTS), *shape, device=device)
-    y_NO = ring_launch.rows_by_ring(a_NI, weight, plan, Ring(*ring), across=across)
+    y_NO = hopper_launch.launch_rows(a_NI, weight, plan, PipelineConfig(*ring), across=across)
     right_NO = torch.zeros(y_NO.shape, dtype=torch.float64, device=device)
     for expert, rows in each_expert(plan):
         w = weight[expert].double()
@@ -87,9 +89,9 @@ def test_rows_by_a_ring_are_their_products(across, inner, outer, ring, device, r
     ],
 )
 def test_the_activation_s_backward_behind_the_product(
-    counts, dim, hidden, ring, over, device, ring_launch
+    counts, dim, hidden, ring, over, device, hopper_launch
 ):
-    from acmoe.ops.device.tuning import Ring
+    from acmoe.ops.device.tuning import PipelineConfig
 
     plan = plan_of(counts, NOBODY, device)
     x_ND = drawn(plan.num_rows, dim, device=device)
@@ -98,15 +100,15 @@ def test_the_activation_s_backward_behind_the_product(
     gate_N = torch.rand(plan.num_rows, device=device)
     before_NW = h_NW.clone()
     dh_NW = h_NW if over else torch.zeros_like(h_NW)
-    found_NF, share_BN = ring_launch.hidden_by_ring(
-        x_ND, down_EDF, h_NW, dh_NW, gate_N, plan, Ring(*ring)
+    found_NF, share_BN = hopper_launch.launch_hidden(
+        x_ND, down_EDF, h_NW, dh_NW, gate_N, plan, PipelineConfig(*ring)
     )
 
     # By autograd: the gradient by h of the sum of gate * (down a) * x.
     leaf_NW = before_NW.double().requires_grad_()
     g_NF, u_NF = leaf_NW.split(hidden, dim=1)
     a_NF = torch.nn.functional.silu(g_NF) * u_NF
-    gate_N1 = gate_N[plan.order].double()[:, None].requires_grad_()
+    gate_N1 = gate_N[plan.permutation].double()[:, None].requires_grad_()
     routed = sum(counts)
     total = sum(
         (gate_N1[rows] * (a_NF[rows] @ down_EDF[expert].double().T) * x_ND[rows].double()).sum()
@@ -120,15 +122,15 @@ def test_the_activation_s_backward_behind_the_product(
     assert torch.equal(dh_NW[routed:], untouched[routed:])
 
 
-def test_weights_by_a_ring_see_their_expert_s_rows_alone(device, ring_launch):
+def test_weight_gradients_by_a_pipeline_see_their_expert_s_rows_alone(device, hopper_launch):
     """Rows for no expert, which nobody writes, are NaN. An expert without rows gets zeros."""
-    from acmoe.ops.device.tuning import Ring
+    from acmoe.ops.device.tuning import PipelineConfig
 
     plan, routed = plan_of(COUNTS, NOBODY, device), sum(COUNTS)
     p_NO, q_NI = (drawn(plan.num_rows, width, device=device) for width in (256, 512))
     p_NO[routed:] = q_NI[routed:] = torch.nan
-    ring = Ring("together", 3)
-    dw_EOI = ring_launch.weights_by_ring(p_NO, q_NI, plan, ring)
+    ring = PipelineConfig("together", 3)
+    dw_EOI = hopper_launch.launch_weights(p_NO, q_NI, plan, ring)
     for expert, rows in each_expert(plan):
         if COUNTS[expert] == 0:
             assert not dw_EOI[expert].any()
@@ -136,48 +138,53 @@ def test_weights_by_a_ring_see_their_expert_s_rows_alone(device, ring_launch):
             assert_near(dw_EOI[expert], p_NO[rows].double().T @ q_NI[rows].double())
 
 
-@pytest.mark.parametrize(("turned", "stages"), [(False, 4), (True, 3)])
-def test_weights_of_tokens_gather_their_expert_s_tokens_alone(turned, stages, device, ring_launch):
+@pytest.mark.parametrize(("transposed", "stages"), [(False, 4), (True, 3)])
+def test_gathered_weight_gradients_see_their_expert_s_tokens_alone(
+    transposed, stages, device, hopper_launch
+):
     """Rows for no expert are NaN, and so are the tokens that only they name."""
-    from acmoe.ops.device.tuning import Ring
+    from acmoe.ops.device.tuning import PipelineConfig
 
     plan, routed = plan_of(COUNTS, NOBODY, device, top_k=2), sum(COUNTS)
     x_TD = drawn(plan.num_rows // 2, 256, device=device)
     r_NR = drawn(plan.num_rows, 512, device=device)
     r_NR[routed:] = torch.nan
-    token_N = plan.order // 2
+    token_N = plan.permutation // 2
     unused_T = torch.ones(len(x_TD), dtype=torch.bool, device=device)
     unused_T[token_N[:routed]] = False
     x_TD[unused_T] = torch.nan
-    ring = Ring("together", stages)
-    dw = ring_launch.weights_of_tokens(x_TD, r_NR, plan, ring, turned=turned)
+    ring = PipelineConfig("together", stages)
+    dw = hopper_launch.launch_gathered_weights(x_TD, r_NR, plan, ring, transposed=transposed)
     for expert, rows in each_expert(plan):
         if COUNTS[expert] == 0:
             assert not dw[expert].any()
         else:
             right_DR = x_TD[token_N[rows]].double().T @ r_NR[rows].double()
-            assert_near(dw[expert], right_DR.T if turned else right_DR)
+            assert_near(dw[expert], right_DR.T if transposed else right_DR)
 
 
 @pytest.mark.parametrize(
     ("copied", "gathers", "dtype", "calls"),
     [
-        (True, False, torch.bfloat16, ["weights_by_ring", "weights_by_ring"]),
+        (True, False, torch.bfloat16, ["launch_weights", "launch_weights"]),
         # What hidden reads stays copied.
-        (True, True, torch.bfloat16, ["weights_by_ring", "weights_of_tokens"]),
-        (False, True, torch.bfloat16, ["weights_of_tokens", "weights_of_tokens"]),
-        # Gradients of float32, which a ring does not give: x is copied after all.
+        pytest.param(
+            *(True, True, torch.bfloat16, ["launch_weights", "launch_gathered_weights"]),
+            marks=pytest.mark.slow,
+        ),
+        (False, True, torch.bfloat16, ["launch_gathered_weights", "launch_gathered_weights"]),
+        # Gradients of float32, which the Hopper kernel does not give: x is copied after all.
         (True, True, torch.float32, []),
     ],
 )
-def test_a_layer_by_rings_is_the_layer(
-    copied, gathers, dtype, calls, device, ring_launch, fresh_choice, monkeypatch
+def test_a_layer_by_pipelined_gemms_is_the_layer(
+    copied, gathers, dtype, calls, device, hopper_launch, fresh_choice, monkeypatch
 ):
     from acmoe.ops.device import tuning
 
     called = []
-    for name in ("weights_by_ring", "weights_of_tokens"):
-        monkeypatch.setattr(ring_launch, name, noted(called, getattr(ring_launch, name)))
+    for name in ("launch_weights", "launch_gathered_weights"):
+        monkeypatch.setattr(hopper_launch, name, noted(called, getattr(hopper_launch, name)))
     rings = {
         "ring_hidden/256/256/4": ["turns", 2, 2],
         "ring_down/256/256/4": ["together", 3, 0, 2],
@@ -187,7 +194,7 @@ def test_a_layer_by_rings_is_the_layer(
         "copy/256/256/4": [False, copied],
     }
     monkeypatch.setattr(tuning, "_table", lambda: rings)
-    monkeypatch.setattr(fresh_choice, "gluon_obstacle", lambda device: None)
+    monkeypatch.setattr(fresh_choice, "gluon_unsupported", lambda device: None)
     layer = Layer("swiglu", False, (37, 256, 256, 4, 2), device)
     expected = layer.reference().detach(), *layer.gradients(layer.reference())
     layer.x, layer.gate = (
@@ -217,12 +224,12 @@ class TestChoice:
 
     @staticmethod
     def obstacle(kernel, sizes, dtype=torch.bfloat16, act="swiglu", **how):
-        from acmoe.ops.experts.hopper.choice import ring_obstacle
+        from acmoe.ops.experts.hopper.choice import pipeline_unsupported
         from acmoe.ops.experts.triton.sizes import Sizes
 
         size = Sizes(32768, *sizes, 8, act)
         device = torch.device(how.pop("device", "cuda"))
-        return ring_obstacle(kernel, size, dtype, device, **({"gather": False} | how))
+        return pipeline_unsupported(kernel, size, dtype, device, **({"gather": False} | how))
 
     def test_what_was_measured_faster_runs(self):
         for sizes in ((2048, 1024, 64), (2048, 768, 128)):
@@ -254,12 +261,12 @@ class TestChoice:
         ("kernel", "ring", "reason"),
         [
             ("down", ["together", 5], "5 blocks of 64, more than 256"),
-            ("down", ["together", 3, 0, 4], "4 blocks later, in a ring of 3"),
-            ("hidden", ["together", 3, 2], "no product hidden in the form 'together'"),
-            ("up_weight", ["turns", 4], "no product up_weight in the form 'turns'"),
+            ("down", ["together", 3, 0, 4], "4 blocks later, in a pipeline of 3"),
+            ("hidden", ["together", 3, 2], "no GEMM hidden in the form 'together'"),
+            ("up_weight", ["turns", 4], "no GEMM up_weight in the form 'turns'"),
         ],
     )
-    def test_a_ring_that_would_hang_or_does_not_exist_is_refused(
+    def test_a_pipeline_that_would_hang_or_does_not_exist_is_refused(
         self, kernel, ring, reason, monkeypatch
     ):
         from acmoe.ops.device import tuning
@@ -279,7 +286,7 @@ class TestChoice:
     def test_each_copy_of_tokens_is_made_where_it_was_measured_to_pay(self, sizes, gathering):
         assert self.gathering(sizes) == gathering
 
-    def test_what_no_ring_can_gather_is_copied(self, monkeypatch):
+    def test_what_no_pipeline_can_gather_is_copied(self, monkeypatch):
         """Of the first weight's gradient: gathered by Triton it takes twice as long."""
         import triton
 
@@ -319,12 +326,12 @@ class TestChoice:
         x_TD = torch.empty(1, 2048, dtype=torch.float16)
         for tokens in (8, 16, 32):
             size = Sizes(tokens, 2048, 1024, 64, 8, "swiglu")
-            assert fresh_choice._ring_of("down", size, x_TD, gather=False, bare=True) is None
+            assert fresh_choice._settings_for("down", size, x_TD, gather=False, bare=True) is None
         assert [record.message for record in caplog.records] == [
-            "the experts' product down runs on triton; gluon: it takes bfloat16, not torch.float16"
+            "the experts' GEMM down runs on triton; gluon: it takes bfloat16, not torch.float16"
         ]
 
-    def test_a_ring_of_the_table_never_waits_forever(self):
+    def test_a_pipeline_of_the_table_never_waits_forever(self):
         """A group waits for blocks that the other must have: the table's shapes have them."""
         from acmoe.ops.device import tuning
 
@@ -338,17 +345,17 @@ class TestChoice:
 
 
 def on_known_card():
-    from acmoe.ops.device.hopper import gluon_obstacle
+    from acmoe.ops.device.hopper import gluon_unsupported
 
-    return gluon_obstacle(torch.device("cuda")) is None
+    return gluon_unsupported(torch.device("cuda")) is None
 
 
 @pytest.mark.gpu
 def test_on_a_card_both_ways_to_the_hidden_gradient_agree(fresh_choice, monkeypatch):
-    from acmoe.ops.experts.triton.sizes import Sizes, Source, Sums
+    from acmoe.ops.experts.triton.sizes import RowOperand, Sizes, Sums
 
     if not on_known_card():
-        pytest.skip("the ring's kernels are for another card or another triton")
+        pytest.skip("the Hopper kernels are for another card or another triton")
     plan = plan_of((1000, 0, 64, 3001), 70, "cuda")
     size = Sizes(plan.num_rows, 512, 384, 4, 1, "swiglu")
     x_ND = drawn(plan.num_rows, size.dim, device="cuda")
@@ -359,15 +366,15 @@ def test_on_a_card_both_ways_to_the_hidden_gradient_agree(fresh_choice, monkeypa
     def results():
         dh_NW = h_NW.clone()
         a_NF, shares = fresh_choice.run_hidden(
-            *(Source(x_ND, False), down_EDF, dh_NW, dh_NW, gate_N1, x_ND, plan, size),
-            *(Sums(0, 0), 0.0, plan.end),
+            *(RowOperand(x_ND, False), down_EDF, dh_NW, dh_NW, gate_N1, x_ND, plan, size),
+            *(Sums(0, 0), 0.0, plan.offsets),
         )
         return [dh_NW[:4065], a_NF[:4065], shares.gate.sum(0)[:4065]]
 
     first, second = results(), results()
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-    monkeypatch.setattr(fresh_choice, "gluon_obstacle", lambda device: "not today")
-    fresh_choice._ring.cache_clear()
+    monkeypatch.setattr(fresh_choice, "gluon_unsupported", lambda device: "not today")
+    fresh_choice._usable_settings.cache_clear()
     apart = results()
     for one, other in zip(first, apart, strict=True):
         assert_near(one, other.double(), 8e-3)  # apart, the gradient by a is rounded on its way

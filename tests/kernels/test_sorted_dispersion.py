@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from route_cases import sorted_by
 from torch import Tensor
 
-from acmoe.ops.sort.op import Clusters, sort_rows_and_tokens
+from acmoe.ops.sort.order import TokenOrder
 from acmoe.ops.statistics.dispersion import dispersion_and_count
 from acmoe.ops.statistics.sorted_op import sorted_cluster_scale, sorted_dispersion
 
@@ -30,9 +31,20 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def clusters(generator: torch.Generator, device: str) -> Clusters:
+def clusters(generator: torch.Generator, device: str) -> TokenOrder:
     assignment = (torch.rand(T, 1, generator=generator) < 0.75).long().to(device)
-    return Clusters(assignment, *sort_rows_and_tokens(assignment, assignment[:, 0], C)[4:])
+    found = TokenOrder.unpack(sorted_by(assignment[:, 0], C), C)
+    assert found is not None
+    return found
+
+
+def assignment_of(order: TokenOrder) -> Tensor:
+    """(T,) the cluster of each token, read from the sorted slots."""
+    assignment = torch.full((T,), -1, device=order.token.device)
+    for cluster in range(C):
+        members = order.token[order.begin[cluster] : order.end[cluster]]
+        assignment[members.long()] = cluster
+    return assignment
 
 
 def drawn(generator: torch.Generator, device: str, dim: int = D) -> Tensor:
@@ -47,11 +59,13 @@ def test_a_steps_tokens_fold_evenly_into_its_sums(kernels: Any, dim: int, rows: 
 
 
 # Each tile of a wide model; 1030 features end in a block that is not full.
-@pytest.mark.parametrize("rows", [512, 1024, 2048])
+@pytest.mark.parametrize(
+    "rows", [*(pytest.param(rows, marks=pytest.mark.slow) for rows in (512, 1024)), 2048]
+)
 def test_a_wide_models_tiles_give_the_references_statistics(
     rows: int,
     kernels: Any,
-    clusters: Clusters,
+    clusters: TokenOrder,
     generator: torch.Generator,
     device: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -59,7 +73,7 @@ def test_a_wide_models_tiles_give_the_references_statistics(
     monkeypatch.setattr(kernels, "FEWEST_ROWS", rows)
     x = drawn(generator, device, 1030)
     found, count = sorted_dispersion(x, clusters)
-    wanted, wanted_count = dispersion_and_count(x.double(), clusters.assignment[:, 0], C)
+    wanted, wanted_count = dispersion_and_count(x.double(), assignment_of(clusters), C)
     # Sums of at most 300 float32 terms, and a mean rounded to 2^-24 of the values.
     assert torch.allclose(found.double(), wanted, rtol=2e-6, atol=0)
     assert torch.equal(count, wanted_count)
@@ -67,14 +81,14 @@ def test_a_wide_models_tiles_give_the_references_statistics(
 
 def test_offsets_of_either_width_find_the_same_tokens(
     kernels: Any,
-    clusters: Clusters,
+    clusters: TokenOrder,
     generator: torch.Generator,
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x = drawn(generator, device)
     short = sorted_cluster_scale(x, clusters)
-    monkeypatch.setattr(kernels, "SHORT", 0)
+    monkeypatch.setattr(kernels, "INT32_LIMIT", 0)
     long = sorted_cluster_scale(x, clusters)
     assert all(torch.equal(*pair) for pair in zip(short, long, strict=True))
 
@@ -92,7 +106,7 @@ def test_one_chunks_bad_tokens_spoil_all_chunks_of_their_cluster_and_no_other(
     bad: list[float],
     measure: str,
     kernels: Any,
-    clusters: Clusters,
+    clusters: TokenOrder,
     generator: torch.Generator,
     device: str,
 ) -> None:

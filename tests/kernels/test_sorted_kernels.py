@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from route_cases import fused_route, route_reference, sorted_by
 from torch import Tensor
 
 from acmoe.errors import UserError
 from acmoe.ops.route.autograd import route_op
-from acmoe.ops.route.op import fused_route, route_reference
-from acmoe.ops.sort.op import Clusters, sort_rows_and_tokens
+from acmoe.ops.sort.op import sort_with_tokens_op
+from acmoe.ops.sort.order import TokenOrder
 from acmoe.ops.statistics.dispersion import dispersion_and_count
 from acmoe.ops.statistics.scale import scale_from_dispersion
 from acmoe.ops.statistics.sorted_op import (
@@ -27,7 +28,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 T, D, C, E, K = 200, 70, 5, 5, 2
-STRETCH = 64
+ALIGNMENT = 64
 
 
 def drawn_assignment(generator: torch.Generator) -> Tensor:
@@ -39,9 +40,10 @@ def drawn_assignment(generator: torch.Generator) -> Tensor:
     return assignment
 
 
-def sort(assignment_T1: Tensor, clusters: int = C) -> Clusters:
-    ids = assignment_T1.clamp(min=0)
-    return Clusters(assignment_T1, *sort_rows_and_tokens(ids, assignment_T1[:, 0], clusters)[4:])
+def sort(assignment_T1: Tensor, clusters: int = C) -> TokenOrder:
+    found = TokenOrder.unpack(sorted_by(assignment_T1[:, 0], clusters), clusters)
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 200])
@@ -50,7 +52,8 @@ def test_clusters_stand_in_order_at_multiples_of_the_stretch(
 ) -> None:
     assignment = drawn_assignment(generator)[:tokens].to(device)
     ids = torch.randint(0, E + 1, (tokens, K), generator=generator).to(device)
-    *rows, token, begin, end = sort_rows_and_tokens(ids, assignment[:, 0], C)
+    *rows, order = sort_with_tokens_op(ids, assignment[:, 0], C)
+    token, begin, end = TokenOrder.unpack(order, C)
     assert torch.equal(rows[0], ids.flatten().sort(stable=True).indices)
     place = 0
     wanted = torch.full_like(token, -1)
@@ -59,7 +62,7 @@ def test_clusters_stand_in_order_at_multiples_of_the_stretch(
         at = C if c < 0 else c
         assert (begin[at], end[at]) == (place, place + len(members))
         wanted[place : place + len(members)] = members
-        place += -(-len(members) // STRETCH) * STRETCH
+        place += -(-len(members) // ALIGNMENT) * ALIGNMENT
     assert torch.equal(token, wanted)
 
 
@@ -174,12 +177,12 @@ def test_the_sorted_router_is_the_reference(
 ) -> None:
     case = drawn(generator, device, dtype)
     settings = (K, dtype != torch.float32, None, 0.7)
-    clusters = sort(case["assignment"][:, None])
+    order = sorted_by(case["assignment"], C)
     names = ("x", "embedding", "bias")
     exact = {n: v.double() if v.is_floating_point() else v for n, v in case.items()}
     mine = [case[name].requires_grad_() for name in names]
     theirs = [exact[name].requires_grad_() for name in names]
-    found = fused_route(*case.values(), *settings, clusters)
+    found = fused_route(*case.values(), *settings, order=order)
     wanted = route_reference(*exact.values(), *settings)
     assert torch.equal(found.expert_ids, wanted.expert_ids)
     assert torch.equal(found.first, wanted.expert_ids[:, 0])
@@ -205,7 +208,7 @@ def test_a_scale_of_one_is_the_plain_router(
     case = drawn(generator, device, dtype)
     plain = fused_route(case["x"], case["embedding"], case["bias"], None, None, K, True)
     case["scale"] = torch.ones(C, D, device=device)
-    found = fused_route(*case.values(), K, True, clusters=sort(case["assignment"][:, None]))
+    found = fused_route(*case.values(), K, True, order=sorted_by(case["assignment"], C))
     for name in ("expert_ids", "gate", "affinity", "load", "first"):
         assert torch.equal(getattr(found, name), getattr(plain, name))
 
@@ -218,7 +221,7 @@ SIZES = [(E, C, D), (40, 40, D), (128, 1, 1100), (130, C, D)]
 
 def drawn_in_bf16(
     generator: torch.Generator, device: str, experts: int, clusters: int, dim: int
-) -> tuple[dict[str, Any], Clusters]:
+) -> tuple[dict[str, Any], Tensor]:
     assignment = torch.randint(-1, clusters, (T,), generator=generator).to(device)
     case = {
         "x": torch.randn(T, dim, generator=generator).to(device, torch.bfloat16),
@@ -228,7 +231,7 @@ def drawn_in_bf16(
         "assignment": assignment,
     }
     case["embedding"] = case["embedding"].to(device, torch.bfloat16)
-    return case, sort(assignment[:, None], clusters)
+    return case, sorted_by(assignment, clusters)
 
 
 @pytest.mark.parametrize(
@@ -238,11 +241,11 @@ def drawn_in_bf16(
 def test_a_bf16_embedding_costs_the_sorted_router_an_eighteenth_bit_at_most(
     sizes: tuple[int, int, int], generator: torch.Generator, device: str
 ) -> None:
-    case, clusters = drawn_in_bf16(generator, device, *sizes)
+    case, order = drawn_in_bf16(generator, device, *sizes)
     wide = {n: case[n].double() for n in ("x", "embedding", "scale")}
     leaves = [case["x"].requires_grad_(), case["embedding"].requires_grad_()]
     exact_leaves = [wide["x"].requires_grad_(), wide["embedding"].requires_grad_()]
-    found = fused_route(*case.values(), K, True, clusters=clusters)
+    found = fused_route(*case.values(), K, True, order=order)
     wanted = route_reference(*(case | wide).values(), K, True)
     assert torch.equal(found.expert_ids, wanted.expert_ids)
     results, exact_results = [found.gate, found.affinity], [wanted.gate, wanted.affinity]
@@ -266,10 +269,10 @@ def test_a_bf16_embedding_costs_the_sorted_router_an_eighteenth_bit_at_most(
 def test_a_scale_of_one_changes_no_bit_of_results_and_tokens_gradients(
     sizes: tuple[int, int, int], generator: torch.Generator, device: str
 ) -> None:
-    case, clusters = drawn_in_bf16(generator, device, *sizes)
+    case, order = drawn_in_bf16(generator, device, *sizes)
     x = case["x"].requires_grad_()
     case["scale"] = torch.ones_like(case["scale"])
-    found = fused_route(*case.values(), K, True, clusters=clusters)
+    found = fused_route(*case.values(), K, True, order=order)
     plain = fused_route(x, case["embedding"], None, None, None, K, True)
     for name in ("expert_ids", "gate", "affinity", "load", "first"):
         assert torch.equal(getattr(found, name), getattr(plain, name))
@@ -280,11 +283,11 @@ def test_a_scale_of_one_changes_no_bit_of_results_and_tokens_gradients(
 
 def test_equal_inputs_give_equal_bits(generator: torch.Generator, device: str) -> None:
     case = drawn(generator, device, torch.bfloat16)
-    clusters = sort(case["assignment"][:, None])
+    order = sorted_by(case["assignment"], C)
     inputs = [case[name].requires_grad_() for name in ("x", "embedding", "bias")]
     runs = []
     for _ in range(2):
-        found = fused_route(*case.values(), K, True, clusters=clusters)
+        found = fused_route(*case.values(), K, True, order=order)
         results = [found.gate, found.gate_sum]
         runs.append([*found, *torch.autograd.grad(results, inputs, results)])
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
@@ -293,11 +296,11 @@ def test_equal_inputs_give_equal_bits(generator: torch.Generator, device: str) -
 def test_a_masked_token_changes_nothing(generator: torch.Generator, device: str) -> None:
     case = drawn(generator, device, torch.bfloat16)
     mask = (torch.rand(T, generator=generator) < 0.8).to(device)
-    clusters = sort(case["assignment"][:, None])
+    order = sorted_by(case["assignment"], C)
     runs = []
     for padding in (0.0, float("nan")):
         case["x"] = case["x"].detach().masked_fill(~mask[:, None], padding).requires_grad_()
-        found = fused_route(*case.values(), K, True, mask, clusters=clusters)
+        found = fused_route(*case.values(), K, True, mask, order=order)
         grad = torch.autograd.grad(found.gate.square().sum() + found.gate_sum[0], case["x"])
         runs.append([*found[:6], *grad])  # the last is x itself
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
@@ -306,23 +309,24 @@ def test_a_masked_token_changes_nothing(generator: torch.Generator, device: str)
 
 def test_the_ops_are_well_formed(generator: torch.Generator, device: str) -> None:
     case = drawn(generator, device, torch.float32)
-    clusters = sort(case["assignment"][:, None])
+    order = sorted_by(case["assignment"], C)
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     case["x"].requires_grad_()
+    clusters = TokenOrder.unpack(order, C)
     args = (*case.values(), K, True, None, 1.0, clusters.token, clusters.end)
     torch.library.opcheck(route_op, args, test_utils=tests)
     options = ("mad", "cluster", 1e-3, 0.0, None, 2)
     places = (torch.empty(C, D, device=device), torch.empty(C, device=device))
-    args = (case["x"].detach(), *clusters[1:], *places)
+    args = (case["x"].detach(), *clusters, *places)
     torch.library.opcheck(sorted_scale_op, (*args, *options), test_utils=tests[:2])
     torch.library.opcheck(sorted_dispersion_op, (*args, "std"), test_utils=tests[:2])
     args = (case["assignment"].clamp(min=0)[:, None], case["assignment"], C)
-    torch.library.opcheck(sort_rows_and_tokens, args, test_utils=tests[:2])
+    torch.library.opcheck(sort_with_tokens_op, args, test_utils=tests[:2])
 
 
 def test_what_does_not_fit_is_refused(generator: torch.Generator, device: str) -> None:
     clusters = sort(drawn_assignment(generator).to(device))
-    with pytest.raises(UserError, match=r"\(200, features\)"):
-        sorted_dispersion(torch.zeros(199, D, device=device), clusters)
+    with pytest.raises(UserError, match=r"x has shape \(120, 70\) and the order 576 slots"):
+        sorted_dispersion(torch.zeros(120, D, device=device), clusters)
     with pytest.raises(UserError, match="iqr"):
         sorted_dispersion(torch.zeros(T, D, device=device), clusters, measure="iqr")

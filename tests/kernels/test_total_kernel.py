@@ -12,10 +12,10 @@ pytest.importorskip("triton")
 def test_every_part_counts_once(
     sums: int, parts: int, numbers: int, generator: torch.Generator, device: str
 ) -> None:
-    from acmoe.ops.device.reduce_partials import totals
+    from acmoe.ops.device.reduce_partials import reduce_partials
 
     partial = torch.randn(sums, parts, numbers, generator=generator).to(device)
-    found = totals(partial)
+    found = reduce_partials(partial)
     assert len({total.data_ptr() for total in found}) == sums
     for total, wanted in zip(found, partial.double().sum(1), strict=True):
         # Float32 additions of numbers of about one.
@@ -24,7 +24,7 @@ def test_every_part_counts_once(
 
 
 def test_equal_parts_give_equal_bits(generator: torch.Generator, device: str) -> None:
-    from acmoe.ops.device.reduce_partials import totals
+    from acmoe.ops.device.reduce_partials import reduce_partials
 
     partial = torch.randn(1, 200, 40, generator=generator).to(device)
-    assert torch.equal(totals(partial)[0], totals(partial)[0])
+    assert torch.equal(reduce_partials(partial)[0], reduce_partials(partial)[0])

@@ -1,5 +1,5 @@
-"""The tuner on a CPU: its products by blocks interpreted, by rings emulated. Times mean nothing
-there; that every candidate computes the product, and the winner is written, does."""
+"""The tuner on a CPU: its GEMMs by blocks interpreted, by pipelines emulated. Times mean nothing
+there; that every candidate computes the GEMM, and the winner is written, does."""
 
 import json
 
@@ -10,15 +10,16 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels of a CPU's tensors are interpreted and emulated"
 )
 CPU = torch.device("cpu")
-RINGS = ("ring_hidden", "ring_down", "ring_input", "ring_down_weight", "ring_up_weight")
+PIPELINES = ("ring_hidden", "ring_down", "ring_input", "ring_down_weight", "ring_up_weight")
 
 
 @pytest.fixture
-def tuner(ring_launch, fresh_choice, monkeypatch):
-    """With a tile for each product, and rings as if this were a Hopper card."""
-    from acmoe.lab.bench import tune, tune_candidates
+def tuner(hopper_launch, fresh_choice, monkeypatch):
+    """With a tile for each GEMM, and pipelines as if this were a Hopper card."""
+    from acmoe.lab.bench.tune import candidates as tune_candidates
+    from acmoe.lab.bench.tune import search as tune
 
-    monkeypatch.setattr(fresh_choice, "gluon_obstacle", lambda device: None)
+    monkeypatch.setattr(fresh_choice, "gluon_unsupported", lambda device: None)
     monkeypatch.setattr(tune_candidates, "_LARGE", ())
     monkeypatch.setattr(tune_candidates, "_SMALL", ((32, 64, 64, 4, 2),))
     return tune
@@ -32,34 +33,34 @@ def copied(monkeypatch, rows):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [True, False], ids=["copied", "gathered"])
-def test_every_ring_computes_the_product(rows, tuner, monkeypatch):
+def test_every_pipeline_computes_the_gemm(rows, tuner, monkeypatch):
     from acmoe.lab.bench.shapes import find_shape
-    from acmoe.lab.bench.tune_calls import kernel_calls
-    from acmoe.lab.bench.tune_candidates import candidates
+    from acmoe.lab.bench.tune.calls import kernel_calls
+    from acmoe.lab.bench.tune.candidates import candidates
 
     copied(monkeypatch, rows)
     shape = find_shape("37x256x256x4x2")
     calls = kernel_calls(shape, CPU, seed=0)
     counted = {}
-    for kernel in RINGS:
+    for kernel in PIPELINES:
         tried = candidates(kernel, shape, CPU)
         found = tuner.rank(kernel, calls[kernel], tried, CPU, repeat=2)
         assert sorted(map(str, tried)) == sorted(str(one.candidate) for one in found), kernel
         counted[kernel] = len(tried) - 1
-    # Rows: 3 in turns, and together of 3 and 4 blocks with 3 leads each. Of 4 forms for weights
+    # Rows: 3 ping-pong, and cooperative of 3 and 4 stages with 3 leads each. Of 4 forms for weights
     # those that gather, or those that do not; x may be gathered though the gradient is copied. A
-    # gathered gradient has no ring for the hidden units.
+    # gathered gradient has no pipeline for the hidden units.
     hidden, second, first = (4, 2, 4) if rows else (0, 2, 2)
-    assert counted == dict(zip(RINGS, (hidden, 9, 9, second, first), strict=True))
+    assert counted == dict(zip(PIPELINES, (hidden, 9, 9, second, first), strict=True))
 
 
 def test_winners_are_written_one_by_one(tuner, tmp_path, monkeypatch):
-    from acmoe.lab.bench import tune_candidates
     from acmoe.lab.bench.shapes import find_shape
+    from acmoe.lab.bench.tune import candidates as tune_candidates
     from acmoe.ops.device import tuning
 
     copied(monkeypatch, True)
-    for name, few in (("_TURNS", (3,)), ("_TOGETHER", ())):
+    for name, few in (("_PING_PONG", (3,)), ("_COOPERATIVE", ())):
         monkeypatch.setattr(tune_candidates, name, few)
     said, table = [], tmp_path / "tuned.json"
     kernels = ("down", "ring_down")
@@ -71,20 +72,20 @@ def test_winners_are_written_one_by_one(tuner, tmp_path, monkeypatch):
         assert row["candidates"][0]["ms"] == row["ms"] <= row["second_ms"]
     assert [row["kernel"] for row in rows] == list(kernels)
     assert len(said) == 2 and said[1] == "37x256x256x4x2: ring_down, 2 candidates"
-    assert tuning.OVERRIDE == {} and tuning.RING_OVERRIDE == {}
+    assert tuning.OVERRIDE == {} and tuning.PIPELINE_OVERRIDE == {}
 
 
 @pytest.mark.parametrize("name", ["9x24x32x4x2-relu", "9x192x320x2x2"])
-def test_a_shape_without_a_ring_has_its_blocks_alone(name, tuner, tmp_path):
+def test_a_shape_without_a_pipeline_has_its_blocks_alone(name, tuner, tmp_path):
     """Biases, or no whole tiles."""
     from acmoe.lab.bench.shapes import find_shape
 
     said, table = [], tmp_path / "tuned.json"
-    kernels = ("input", *RINGS)
+    kernels = ("input", *PIPELINES)
     shape = find_shape(name)
     (row,) = tuner.tune_shape(shape, kernels, table, CPU, 2, 0, said.append)
     assert row["kernel"] == "input" and len(json.loads(table.read_text())) == 1
     assert [line.split(", ")[0] for line in said[1:]] == [
-        f"{name}: {ring} has no candidate" for ring in RINGS
+        f"{name}: {pipeline} has no candidate" for pipeline in PIPELINES
     ]
     assert "multiples of" in said[-1] or "multiples of" in said[-2]

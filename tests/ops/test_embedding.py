@@ -51,7 +51,7 @@ def test_what_cannot_run_is_said_aloud(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Float64 has no kernel, on any device."""
-    monkeypatch.setattr(backend, "_said", set())
+    monkeypatch.setattr(backend, "_logged", set())
     weight_VD = torch.ones(3, 2, dtype=torch.float64)
     with use_backend("triton"), caplog.at_level("WARNING", "acmoe"):
         found = embedding(torch.tensor([1]), weight_VD)

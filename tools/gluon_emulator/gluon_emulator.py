@@ -1,8 +1,9 @@
-"""Runs Gluon kernels on the CPU: `emulate(kernel)[grid](*arguments, **constexprs)`.
+"""Run Gluon kernels on the CPU: `emulate(kernel)[grid](*arguments, **constexprs)`.
 
-The Python of a kernel runs once a program, with the names it uses replaced by emulations. What the
-emulation knows of the card: the modules gluon_values (types), gluon_memory, gluon_async (late
-copies and products) and gluon_program (partitions as threads).
+The Python function of a kernel runs once for each program of the grid, one program after the other.
+The globals that it uses are replaced by emulations: of types (gluon_values), memory (gluon_memory),
+mbarriers (gluon_barrier), asynchronous copies and MMAs (gluon_async) and partitions of warps
+(gluon_program). This module has the reductions, the replacement of names, and the launch.
 """
 
 import itertools
@@ -16,7 +17,7 @@ import triton.experimental.gluon.language as gl
 
 import gluon_async
 from gluon_memory import pointer_to
-from gluon_program import Program, here, step
+from gluon_program import Program, current_partition, yield_point
 from gluon_values import EMULATED, Value, as_value, cast, emulates, permute, reshape
 
 _LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
@@ -24,7 +25,7 @@ _ASM: dict[str, Callable[..., Any]] = {}
 
 
 def register_asm(text: str, function: Callable[..., Any]) -> None:
-    """`function` (torch tensors to torch tensors) stands for the inline assembly `text`."""
+    """Emulate the inline assembly `text` by `function`, from torch tensors to torch tensors."""
     _ASM[text] = function
 
 
@@ -50,8 +51,8 @@ def _slice(x: Value, axis: int) -> Any:
     return gl.SliceLayout(axis, x.layout) if x.layout is not None and x.data.ndim > 1 else None
 
 
-def _drop(x: Value, data: torch.Tensor, axis: int | None, keep_dims: bool, dtype: Any) -> Value:
-    """A reduction's result; with the axis kept its layout is the block's own."""
+def _reduced(x: Value, data: torch.Tensor, axis: int | None, keep_dims: bool, dtype: Any) -> Value:
+    """Return a reduction's result; with keep_dims its layout is the block's, else a slice of it."""
     if axis is None:
         return Value(data, dtype)
     axis %= x.data.ndim
@@ -71,7 +72,7 @@ def sum_(x: Value, axis: int | None = None, keep_dims: bool = False, dtype: Any 
     dtype = dtype or x.dtype
     data = cast(x, dtype).data
     total = cast(Value(data.sum() if axis is None else data.sum(axis), dtype), dtype)
-    return _drop(x, total.data, axis, keep_dims, dtype)
+    return _reduced(x, total.data, axis, keep_dims, dtype)
 
 
 def _extreme(reduction: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,10 +85,10 @@ def _extreme(reduction: Callable[..., Any]) -> Callable[..., Any]:
         **__: Any,
     ) -> Any:
         data, at = reduction(x.data.reshape(-1), 0) if axis is None else reduction(x.data, axis)
-        best = _drop(x, data, axis, keep_dims, x.dtype)
+        best = _reduced(x, data, axis, keep_dims, x.dtype)
         if not return_indices:
             return best
-        return best, _drop(x, at.to(torch.int32), axis, keep_dims, gl.int32)
+        return best, _reduced(x, at.to(torch.int32), axis, keep_dims, gl.int32)
 
     return apply
 
@@ -99,7 +100,7 @@ EMULATED |= {"max": _extreme(torch.max), "min": _extreme(torch.min)}
 def reduce(
     x: Any, axis: int | None, combine_fn: Callable[..., Any], keep_dims: bool = False
 ) -> Any:
-    """Halves are combined pairwise, as a tree."""
+    """Reduce by combining the two halves of the axis elementwise, as a tree."""
     parts = list(x) if isinstance(x, tuple | list) else [x]
     first = parts[0]
     along = 0 if axis is None else axis
@@ -111,7 +112,7 @@ def reduce(
         highs = [Value(p.data.narrow(along, half, half), p.dtype) for p in parts]
         combined = combine_fn(*lows, *highs)
         parts = list(combined) if isinstance(combined, tuple | list) else [combined]
-    done = [_drop(first, p.data.squeeze(along), axis, keep_dims, p.dtype) for p in parts]
+    done = [_reduced(first, p.data.squeeze(along), axis, keep_dims, p.dtype) for p in parts]
     return tuple(done) if isinstance(x, tuple | list) else done[0]
 
 
@@ -124,7 +125,7 @@ for _name, _method in (("permute", permute), ("reshape", reshape), ("trans", per
 
 
 def _range(*bounds: Any, **_hints: Any) -> Iterator[Any]:
-    """The counter of a loop is an int32 scalar, as on the card."""
+    """Return an iterator over int32 scalars, the type of a loop counter on the GPU."""
     return map(as_value, range(*(int(bound) for bound in bounds)))
 
 
@@ -137,8 +138,8 @@ def _static_assert(condition: Any, message: str = "") -> None:
         raise AssertionError(f"static_assert: {message}")
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    """Hints and prints do not change what a kernel computes."""
+def _no_op(*_: Any, **__: Any) -> None:
+    """Ignore a hint or a print: it does not change what a kernel computes."""
 
 
 EMULATED |= {
@@ -149,18 +150,18 @@ EMULATED |= {
     "device_assert": lambda condition, message="", mask=None: _static_assert(
         condition.data.all(), message
     ),
-    "static_print": _nothing,
-    "device_print": _nothing,
-    "assume": _nothing,
-    "thread_barrier": step,
-    "barrier": lambda cluster=False: step(),
+    "static_print": _no_op,
+    "device_print": _no_op,
+    "assume": _no_op,
+    "thread_barrier": yield_point,
+    "barrier": lambda cluster=False: yield_point(),
     "multiple_of": lambda x, _: x,
     "max_contiguous": lambda x, _: x,
     "max_constancy": lambda x, _: x,
     "to_tensor": as_value,
-    "program_id": lambda axis: as_value(here().program.index[axis]),
-    "num_programs": lambda axis: as_value(here().program.grid[axis]),
-    "num_warps": lambda: here().num_warps,
+    "program_id": lambda axis: as_value(current_partition().program.index[axis]),
+    "num_programs": lambda axis: as_value(current_partition().program.grid[axis]),
+    "num_warps": lambda: current_partition().num_warps,
     "num_ctas": lambda: 1,
 }
 
@@ -169,32 +170,32 @@ EMULATED |= {
 def warp_specialize(
     functions_and_args: Any, worker_num_warps: Any, worker_num_regs: Any = None
 ) -> Any:
-    return here().program.specialize(functions_and_args, worker_num_warps)
+    return current_partition().program.specialize(functions_and_args, worker_num_warps)
 
 
 _BUILTINS = {"range": _range, "max": EMULATED["maximum"], "min": EMULATED["minimum"]}
-_copies: dict[Any, Any] = {}
+_emulated: dict[Any, Any] = {}
 
 
-class _Names:
-    """A module seen from inside a kernel."""
+class _EmulatedModule:
+    """A module of Triton as a kernel sees it: its attributes are emulated."""
 
     def __init__(self, module: types.ModuleType) -> None:
         self._module = module
 
     def __getattr__(self, name: str) -> Any:
         key = f"{self._module.__name__.rsplit('.')[-1]}.{name}"
-        if not hasattr(self._module, name):  # a name of another version of Triton
+        if not hasattr(self._module, name):  # a name from another version of Triton
             return EMULATED[key if key in EMULATED else name]
-        return _inside(getattr(self._module, name))
+        return _emulated_value(getattr(self._module, name))
 
 
-def _inside(value: Any) -> Any:
-    """What a name of the kernel's module means inside the kernel."""
+def _emulated_value(value: Any) -> Any:
+    """Return the emulation of a global of the kernel's module, or the value itself."""
     if isinstance(value, gl.constexpr):
         return value.value
     if isinstance(value, types.ModuleType):
-        return _Names(value) if value.__name__.startswith("triton.") else value
+        return _EmulatedModule(value) if value.__name__.startswith("triton.") else value
     module, name = str(getattr(value, "__module__", "")), getattr(value, "__name__", "")
     if module.startswith("triton.") and not isinstance(value, gl.dtype):
         for key in (f"{module.rsplit('.')[-1]}.{name}", name):
@@ -205,21 +206,21 @@ def _inside(value: Any) -> Any:
     if getattr(value, "__triton_aggregate__", False):
         return _aggregate(value)
     if type(value).__name__ in ("GluonJITFunction", "JITFunction", "InterpretedFunction"):
-        return _copy(value.fn)
+        return _emulated_function(value.fn)
     return value
 
 
 def _aggregate(cls: Any) -> type:
-    """A plain class with the aggregate's methods, which takes emulated values as its fields."""
-    if cls not in _copies:
+    """Return a plain class with the aggregate's methods, whose fields are emulated values."""
+    if cls not in _emulated:
         start = cls.hash_attrs[0]
         written = not hasattr(getattr(start, "fn", start), "__triton_builtin__")
         members = {name: member for name, member in vars(cls).items() if not name.startswith("_")}
         methods = {name: _method(member) for name, member in members.items()}
         methods["__init__"] = _method(start) if written else _set_fields
         methods["fields"] = tuple(getattr(cls, "__annotations__", ()))
-        _copies[cls] = type(cls.__name__, (), methods)
-    return _copies[cls]
+        _emulated[cls] = type(cls.__name__, (), methods)
+    return _emulated[cls]
 
 
 def _set_fields(self: Any, *values: Any, **named: Any) -> None:
@@ -230,44 +231,50 @@ def _method(member: Any) -> Any:
     if isinstance(member, staticmethod):
         return staticmethod(_method(member.__func__))
     inner = getattr(member, "fn", member)
-    return _copy(inner) if isinstance(inner, types.FunctionType) else member
+    return _emulated_function(inner) if isinstance(inner, types.FunctionType) else member
 
 
-def _names_of(code: types.CodeType) -> set[str]:
+def _global_names(code: types.CodeType) -> set[str]:
     nested = (c for c in code.co_consts if isinstance(c, types.CodeType))
-    return set(code.co_names).union(*map(_names_of, nested))
+    return set(code.co_names).union(*map(_global_names, nested))
 
 
-def _copy(function: types.FunctionType) -> types.FunctionType:
-    """The function with every global and closed-over name replaced by what it means inside."""
-    if function not in _copies:
+def _emulated_function(function: types.FunctionType) -> types.FunctionType:
+    """Return a copy of the function with its globals and closure replaced by emulations."""
+    if function not in _emulated:
         names = {"__builtins__": __builtins__} | _BUILTINS
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
-        defaults = tuple(map(_inside, function.__defaults__ or ()))
+        defaults = tuple(map(_emulated_value, function.__defaults__ or ()))
         copy = types.FunctionType(function.__code__, names, function.__name__, defaults, cells)
-        copy.__kwdefaults__ = {k: _inside(v) for k, v in (function.__kwdefaults__ or {}).items()}
-        _copies[function] = copy
-        for name in _names_of(function.__code__) & function.__globals__.keys():
-            names[name] = _inside(function.__globals__[name])
+        copy.__kwdefaults__ = {
+            k: _emulated_value(v) for k, v in (function.__kwdefaults__ or {}).items()
+        }
+        _emulated[function] = copy
+        for name in _global_names(function.__code__) & function.__globals__.keys():
+            names[name] = _emulated_value(function.__globals__[name])
         for cell, outer in zip(cells, function.__closure__ or (), strict=True):
-            cell.cell_contents = _inside(outer.cell_contents)
-    return _copies[function]
+            cell.cell_contents = _emulated_value(outer.cell_contents)
+    return _emulated[function]
 
 
 def _argument(value: Any, is_constexpr: bool) -> Any:
+    """Convert an argument of the launch to what the kernel sees: pointers, descriptors, scalars."""
     if is_constexpr or value is None:
         return getattr(value, "value", value) if isinstance(value, gl.constexpr) else value
     if isinstance(value, torch.Tensor):
         return pointer_to(value)
     if hasattr(value, "block_shape"):
-        return gluon_async.tensor_map(value)
+        return gluon_async.descriptor(value)
     if isinstance(value, tuple | list):
         return tuple(_argument(item, False) for item in value)
     return as_value(value)
 
 
 class emulate:  # noqa: N801
-    """`emulate(kernel, seed=0)[grid](...)` does what `kernel[grid](...)` would do on the card."""
+    """`emulate(kernel, seed=0)[grid](...)` runs on the CPU what `kernel[grid](...)` runs on a GPU.
+
+    The seed determines the schedule of the partitions.
+    """
 
     def __init__(self, kernel: Any, seed: int = 0) -> None:
         self.kernel, self.seed = kernel, seed
@@ -281,13 +288,13 @@ class emulate:  # noqa: N801
         if unknown:
             raise TypeError(f"{self.kernel.fn.__name__} takes no {', '.join(sorted(unknown))}")
         bound = dict(zip((p.name for p in parameters), arguments, strict=False)) | named
-        inside = {
+        converted = {
             p.name: _argument(bound[p.name], p.is_constexpr) for p in parameters if p.name in bound
         }
         grid = grid(bound) if callable(grid) else grid
         sizes = (*grid, 1, 1)[:3]
-        function = _copy(self.kernel.fn)
+        function = _emulated_function(self.kernel.fn)
         for number, index in enumerate(itertools.product(*map(range, sizes[::-1]))):
             seed = self.seed * math.prod(sizes) + number
             program = Program(index[::-1], sizes, named.get("num_warps", 4), seed)
-            program.run(lambda: function(**inside))
+            program.run(lambda: function(**converted))

@@ -1,4 +1,4 @@
-"""Small Gluon kernels with known results and, by a switch, known bugs, for the emulator's tests."""
+"""Small Gluon kernels for the emulator's tests, with known results; BUG selects a known bug."""
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
@@ -21,7 +21,7 @@ STAGES = gl.constexpr(2)
 
 
 @gluon.jit
-def product_kernel(
+def gemm_kernel(
     a_desc,
     b_desc,
     c_desc,
@@ -31,7 +31,7 @@ def product_kernel(
     BK: gl.constexpr,
     BUG: gl.constexpr,
 ):
-    """C = A B, a ring of two stages; BUG leaves out one synchronisation."""
+    """Compute C = A B with a two-stage TMA pipeline; BUG leaves out one synchronisation."""
     row = gl.program_id(0) * BM
     col = gl.program_id(1) * BN
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout(
@@ -69,13 +69,14 @@ def product_kernel(
 
 
 @gluon.jit
-def _produce(a_desc, b_desc, a_buf, b_buf, full, free, K, BK: gl.constexpr, BUG: gl.constexpr):
+def _producer(a_desc, b_desc, a_buf, b_buf, full, empty, K, BK: gl.constexpr, BUG: gl.constexpr):
+    """Load both operands into the pipeline: two halves of A, and B."""
     row = gl.program_id(0) * a_desc.block_type.shape[0] * 2
     for k in range(gl.cdiv(K, BK)):
         stage = k % STAGES
         phase = (k // STAGES) & 1
         if BUG != "free":
-            mbarrier.wait(free.index(stage), phase ^ 1)
+            mbarrier.wait(empty.index(stage), phase ^ 1)
         bar = full.index(stage)
         mbarrier.expect(bar, 2 * a_desc.block_type.nbytes + b_desc.block_type.nbytes)
         for half in gl.static_range(2):
@@ -86,9 +87,10 @@ def _produce(a_desc, b_desc, a_buf, b_buf, full, free, K, BK: gl.constexpr, BUG:
 
 
 @gluon.jit
-def _consume(
-    half: gl.constexpr, c_ptr, a_buf, b_buf, full, free, K, BK: gl.constexpr, BUG: gl.constexpr
+def _consumer(
+    half: gl.constexpr, c_ptr, a_buf, b_buf, full, empty, K, BK: gl.constexpr, BUG: gl.constexpr
 ):
+    """Compute and store one half of the rows of C."""
     BM: gl.constexpr = a_buf.shape[1]
     BN: gl.constexpr = b_buf.shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout(
@@ -101,7 +103,7 @@ def _consume(
         acc = warpgroup_mma(a_buf.index(stage * 2 + half), b_buf.index(stage), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         if BUG != "arrive" or half == 0:
-            mbarrier.arrive(free.index(stage), count=1)
+            mbarrier.arrive(empty.index(stage), count=1)
     rows = (gl.program_id(0) * 2 + half) * BM + gl.arange(0, BM, gl.SliceLayout(1, layout))
     cols = gl.arange(0, BN, gl.SliceLayout(0, layout))
     gl.store(c_ptr + rows[:, None] * BN + cols[None, :], acc)
@@ -118,19 +120,19 @@ def specialized_kernel(
     BK: gl.constexpr,
     BUG: gl.constexpr,
 ):
-    """C = A B: one producer, two consumers of BM rows each."""
+    """Compute C = A B with warp specialisation: one producer, two consumers of BM rows each."""
     a_buf = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, BM, BK], a_desc.layout)
     b_buf = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BK, BN], b_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=2)
+        mbarrier.init(empty.index(i), count=2)
     gl.warp_specialize(
         [
-            (_consume, (0, c_ptr, a_buf, b_buf, full, free, K, BK, BUG)),
-            (_consume, (1, c_ptr, a_buf, b_buf, full, free, K, BK, BUG)),
-            (_produce, (a_desc, b_desc, a_buf, b_buf, full, free, K, BK, BUG)),
+            (_consumer, (0, c_ptr, a_buf, b_buf, full, empty, K, BK, BUG)),
+            (_consumer, (1, c_ptr, a_buf, b_buf, full, empty, K, BK, BUG)),
+            (_producer, (a_desc, b_desc, a_buf, b_buf, full, empty, K, BK, BUG)),
         ],
         [4, 1],
         [200, 24],
@@ -139,7 +141,7 @@ def specialized_kernel(
 
 @gluon.jit
 def padded_kernel(out_ptr, B: gl.constexpr):
-    """Writes B x B numbers under a padded layout, reads the allocation's first B * B words flat."""
+    """Write B x B numbers in a padded layout; read the first B * B words of the allocation."""
     block: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     padded: gl.constexpr = gl.PaddedSharedLayout.with_identity_for([[B, 4]], [B, B], [1, 0])
@@ -159,8 +161,8 @@ def _larger(x, y):
 
 
 @gluon.jit
-def copy_kernel(x_ptr, out_ptr, n, stride, B: gl.constexpr, BUG: gl.constexpr):
-    """Rows of x through cp.async; out gets their maxima."""
+def cp_async_kernel(x_ptr, out_ptr, n, stride, B: gl.constexpr, BUG: gl.constexpr):
+    """Copy rows of x to shared memory by cp.async; write the maximum of each to out."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     smem = gl.allocate_shared_memory(gl.float32, [B, B], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
     rows = gl.arange(0, B, gl.SliceLayout(1, layout))
@@ -178,6 +180,7 @@ def copy_kernel(x_ptr, out_ptr, n, stride, B: gl.constexpr, BUG: gl.constexpr):
 
 @gluon.jit
 def integer_kernel(x_ptr, out_ptr, factor, B: gl.constexpr):
+    """Write products that wrap, a logical shift, and quotients that round towards zero."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     at = gl.arange(0, B, layout)
     x = gl.load(x_ptr + at)
@@ -188,6 +191,7 @@ def integer_kernel(x_ptr, out_ptr, factor, B: gl.constexpr):
 
 @gluon.jit
 def asm_kernel(x_ptr, B: gl.constexpr):
+    """Replace x by 2^x, by inline assembly."""
     at = gl.arange(0, B, gl.BlockedLayout([1], [32], [4], [0]))
     x = gl.load(x_ptr + at)
     y = gl.inline_asm_elementwise("ex2.approx.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
@@ -196,6 +200,7 @@ def asm_kernel(x_ptr, B: gl.constexpr):
 
 @gluon.jit
 def mismatched_kernel(B: gl.constexpr):
+    """Add two blocks of different layouts, which must raise."""
     x = gl.arange(0, B, gl.BlockedLayout([1], [32], [4], [0]))
     y = gl.arange(0, B, gl.BlockedLayout([2], [32], [4], [0]))
     x + y
@@ -223,7 +228,7 @@ class Pair:
 
 @gluon.jit
 def batch_kernel(x_ptr, out_ptr, count_ptr, n, B: gl.constexpr):
-    """out[p] = x[p] x[p]^T by a descriptor made in the kernel; adds up p + n over programs."""
+    """Compute out[p] = x[p] x[p]^T by a descriptor made in the kernel; sum p + n over programs."""
     shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, B, 16]

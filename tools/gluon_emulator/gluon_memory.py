@@ -1,7 +1,8 @@
-"""Memory of an emulated Gluon kernel: pointers, shared memory at its true addresses.
+"""Memory of an emulated Gluon kernel: global pointers, and shared memory with the GPU's addresses.
 
-Shared memory starts as poison and keeps a mark on bytes written by ordinary stores until
-`fence_async_shared`: TMA and wgmma must not read marked bytes.
+Shared memory starts as poison (NaN). Bytes written by ordinary stores (the generic proxy) are
+marked as unfenced until `fence_async_shared`; TMA and wgmma (the async proxy) raise if they read
+such bytes.
 """
 
 import math
@@ -10,10 +11,10 @@ from typing import Any
 import torch
 import triton.experimental.gluon.language as gl
 
-from gluon_program import here, step
+from gluon_program import current_partition, yield_point
 from gluon_values import (
-    HELD,
     POISON,
+    REGISTER_DTYPE,
     TORCH,
     TRITON,
     Value,
@@ -26,7 +27,7 @@ from gluon_values import (
 
 
 def pointer_to(tensor: torch.Tensor) -> Value:
-    """The address of a torch tensor's first element, good for all of its storage."""
+    """Return a pointer to a tensor's first element, valid for all of its storage."""
     size = tensor.untyped_storage().nbytes() // tensor.itemsize
     flat = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage(), 0, (size,))
     return Value(
@@ -34,51 +35,56 @@ def pointer_to(tensor: torch.Tensor) -> Value:
     )
 
 
-def _active(pointer: Value, mask: Any, *others: Any) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """Layout, offsets and mask of an access; the addresses of its true lanes are checked."""
+def _checked_access(
+    pointer: Value, mask: Any, *others: Any
+) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """Return layout, offsets and mask of an access; raise if an active lane is out of bounds."""
     mask = as_value(True if mask is None else mask)
     layout = common_layout(pointer, mask, *map(as_value, others))
-    offsets, keep = torch.broadcast_tensors(pointer.data, mask.data.bool())
-    if ((offsets < 0) | (offsets >= pointer.base.numel()))[keep].any():
+    offsets, active = torch.broadcast_tensors(pointer.data, mask.data.bool())
+    if ((offsets < 0) | (offsets >= pointer.base.numel()))[active].any():
         raise IndexError(f"access outside a tensor of {pointer.base.numel()} elements")
-    return layout, offsets, keep
+    return layout, offsets, active
 
 
 @emulates("load")
 def load(pointer: Value, mask: Any = None, other: Any = None, **_hints: Any) -> Value:
-    """Lanes that are masked off without `other` are poison: the card promises nothing."""
+    """Load; masked-off lanes without `other` are poison, since the GPU leaves them undefined."""
     dtype = pointer.dtype.element_ty
-    layout, offsets, keep = _active(pointer, mask, *([] if other is None else [other]))
+    layout, offsets, active = _checked_access(pointer, mask, *([] if other is None else [other]))
     data = poison((), dtype) if other is None else cast(other, dtype).data
     data = data.expand(offsets.shape).clone()
-    data[keep] = pointer.base[offsets[keep]].to(HELD[dtype])
+    data[active] = pointer.base[offsets[active]].to(REGISTER_DTYPE[dtype])
     return Value(data, dtype, layout)
 
 
 @emulates("store")
 def store(pointer: Value, value: Any, mask: Any = None, **_hints: Any) -> None:
-    _, offsets, keep = _active(pointer, mask, value)
+    _, offsets, active = _checked_access(pointer, mask, value)
     data = cast(value, pointer.dtype.element_ty).data.to(pointer.base.dtype)
-    pointer.base[offsets[keep]] = data.expand(offsets.shape)[keep]
-    step()
+    pointer.base[offsets[active]] = data.expand(offsets.shape)[active]
+    yield_point()
 
 
 @emulates("atomic_add")
 def atomic_add(pointer: Value, value: Any, mask: Any = None, **_order: Any) -> Value:
-    step()
-    layout, offsets, keep = _active(pointer, mask, value)
+    yield_point()
+    layout, offsets, active = _checked_access(pointer, mask, value)
     dtype = pointer.dtype.element_ty
     data = cast(value, dtype).data.expand(offsets.shape)
     old = poison((), dtype).expand(offsets.shape).clone()
-    for index in keep.nonzero().tolist():
-        at, place = offsets[tuple(index)], tuple(index)
-        old[place] = pointer.base[at]
-        pointer.base[at] += data[place]
+    for index in active.nonzero().tolist():
+        at, lane = offsets[tuple(index)], tuple(index)
+        old[lane] = pointer.base[at]
+        pointer.base[at] += data[lane]
     return Value(old, dtype, layout)
 
 
 def _nvmma_offsets(layout: Any, coords: list[torch.Tensor], itemsize: int) -> torch.Tensor:
-    """Columns of one swizzle width after another; in it 16-byte chunks are xored with the row."""
+    """Return offsets of NVMMASharedLayout.
+
+    Columns are tiled by the swizzle width, in which 16-byte chunks are xored with the row.
+    """
     if layout.fp4_padded:
         raise NotImplementedError("fp4 padding is not emulated")
     coords = coords[1:] + coords[:1] if layout.transposed else coords
@@ -96,6 +102,7 @@ def _nvmma_offsets(layout: Any, coords: list[torch.Tensor], itemsize: int) -> to
 
 
 def _swizzled_offsets(layout: Any, coords: list[torch.Tensor]) -> torch.Tensor:
+    """Return offsets of SwizzledSharedLayout."""
     sizes = [int(coord.max()) + 1 for coord in coords]
     if layout.max_phase > 1:
         fast, slow = layout.order[:2]
@@ -110,7 +117,7 @@ def _swizzled_offsets(layout: Any, coords: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _linear_offsets(layout: Any, shape: list[int]) -> torch.Tensor:
-    """Offset bit i stands for the coordinates offset_bases[i]."""
+    """Return offsets of a linear layout: bit i of an offset stands for offset_bases[i]."""
     offset = torch.arange(math.prod(shape))
     coords = [torch.zeros_like(offset) for _ in shape]
     for bit, basis in enumerate(layout.offset_bases):
@@ -121,7 +128,7 @@ def _linear_offsets(layout: Any, shape: list[int]) -> torch.Tensor:
 
 
 def addresses(layout: Any, shape: list[int], itemsize: int) -> torch.Tensor:
-    """Address of each element, in elements; dimensions the layout does not know are stages."""
+    """Return each element's address, in elements; dimensions before the layout's are stages."""
     kind = type(layout).__name__
     bases = getattr(layout, "offset_bases", None)
     rank = (
@@ -146,26 +153,29 @@ def addresses(layout: Any, shape: list[int], itemsize: int) -> torch.Tensor:
     return flat + sum(flat // interval * padding for interval, padding in pairs)
 
 
-class Memory:
-    """One allocation: bytes, the unfenced writes, and the barriers by address."""
+class Allocation:
+    """One allocation of shared memory: bytes, marks of unfenced bytes, and mbarriers by address."""
 
     def __init__(self, size: int) -> None:
-        size += -size % 16  # any element type divides it
+        size += -size % 16  # a multiple of every element size
         self.bytes = torch.full((size,), POISON, dtype=torch.uint8)
         self.unfenced = torch.zeros(size, dtype=torch.bool)
         self.barriers: dict[int, Any] = {}
-        here().program.memories.append(self)
+        current_partition().program.allocations.append(self)
 
-    def finish(self) -> None:
+    def check_done(self) -> None:
+        """Raise if a barrier has copies in flight."""
         for barrier in self.barriers.values():
-            barrier.finish()
+            barrier.check_done()
 
 
 class Shared:
-    """A shared memory descriptor: a view of an allocation, with each element's address."""
+    """A shared-memory descriptor: a view of an allocation, with the address of each element."""
 
-    def __init__(self, memory: Memory, dtype: Any, address: torch.Tensor, layout: Any) -> None:
-        self.memory, self.dtype, self.address, self.layout = memory, dtype, address, layout
+    def __init__(
+        self, allocation: Allocation, dtype: Any, address: torch.Tensor, layout: Any
+    ) -> None:
+        self.allocation, self.dtype, self.address, self.layout = allocation, dtype, address, layout
 
     shape = property(lambda self: list(self.address.shape))
     rank = property(lambda self: self.address.ndim)
@@ -175,31 +185,32 @@ class Shared:
     element_ty = property(lambda self: self.dtype)
 
     def _view(self, address: torch.Tensor, layout: Any = None) -> "Shared":
-        return Shared(self.memory, self.dtype, address, layout)
+        return Shared(self.allocation, self.dtype, address, layout)
 
     def read(self) -> torch.Tensor:
-        return self.memory.bytes.view(TORCH[self.dtype])[self.address]
+        return self.allocation.bytes.view(TORCH[self.dtype])[self.address]
 
     def write(self, data: torch.Tensor) -> None:
-        self.memory.bytes.view(TORCH[self.dtype])[self.address] = data.to(TORCH[self.dtype])
+        self.allocation.bytes.view(TORCH[self.dtype])[self.address] = data.to(TORCH[self.dtype])
 
-    def marks(self) -> torch.Tensor:
-        """The unfenced marks of the allocation, a row of bytes each element."""
-        return self.memory.unfenced.view(-1, TORCH[self.dtype].itemsize)
+    def unfenced_rows(self) -> torch.Tensor:
+        """Return the marks of unfenced bytes of the allocation, one row for each element."""
+        return self.allocation.unfenced.view(-1, TORCH[self.dtype].itemsize)
 
     def check_fenced(self) -> None:
-        if self.marks()[self.address].any():
+        """Raise if an ordinary store wrote here since the last fence."""
+        if self.unfenced_rows()[self.address].any():
             raise RuntimeError(
                 "TMA or wgmma reads shared memory that a store wrote: fence_async_shared is missing"
             )
 
-    def spoil(self) -> None:
-        """An asynchronous copy is about to write here: until it lands nothing is known."""
-        self.memory.bytes.view(-1, TORCH[self.dtype].itemsize)[self.address] = POISON
+    def poison_contents(self) -> None:
+        """Poison the contents: an asynchronous copy that is not complete yet will write here."""
+        self.allocation.bytes.view(-1, TORCH[self.dtype].itemsize)[self.address] = POISON
 
     def load(self, layout: Any = None) -> Value:
-        step()
-        return Value(self.read().to(HELD[self.dtype]), self.dtype, layout)
+        yield_point()
+        return Value(self.read().to(REGISTER_DTYPE[self.dtype]), self.dtype, layout)
 
     def store(self, value: Value) -> None:
         if value.shape != self.shape or value.dtype != self.dtype:
@@ -207,8 +218,8 @@ class Shared:
                 f"{value.dtype}{value.shape} stored into shared {self.dtype}{self.shape}"
             )
         self.write(value.data)
-        self.marks()[self.address] = True
-        step()
+        self.unfenced_rows()[self.address] = True
+        yield_point()
 
     def slice(self, start: int, length: int, dim: int = 0) -> "Shared":
         return self._view(self.address.narrow(dim, int(start), int(length)), self.layout)
@@ -225,28 +236,28 @@ class Shared:
         return self._view(self.address.reshape(tuple(shape)))
 
     def reinterpret(self, dtype: Any = None, shape: Any = None, layout: Any = None) -> "Shared":
-        """The same bytes from this view's first address on, under another type and layout."""
+        """Return a view of the bytes from the first address on, with another dtype and layout."""
         dtype, layout = dtype or self.dtype, layout or self.layout
         gaps = int(self.address.max() - self.address.min()) + 1 - self.numel
         if gaps and not hasattr(self.layout, "interval_padding_pairs"):
             raise ValueError(f"reinterpret of a slice with gaps: {self.layout}{self.shape}")
         size, new_size = TORCH[self.dtype].itemsize, TORCH[dtype].itemsize
         address = addresses(layout, list(self.shape if shape is None else shape), new_size)
-        # It may reach beyond the allocation, if nobody reads or writes there: indexing asks.
+        # The view may reach beyond the allocation; only an access there raises.
         address = address + int(self.address.min()) * size // new_size
-        return Shared(self.memory, dtype, address, layout)
+        return Shared(self.allocation, dtype, address, layout)
 
     _reinterpret = reinterpret
 
     def _keep_alive(self) -> None:
-        """Nothing is freed before the program ends."""
+        """Do nothing: no allocation is freed before the program ends."""
 
 
 @emulates("allocate_shared_memory")
 def allocate_shared_memory(element_ty: Any, shape: Any, layout: Any, value: Any = None) -> Shared:
     size = TORCH[element_ty].itemsize
     address = addresses(layout, [int(n) for n in shape], size)
-    shared = Shared(Memory((int(address.max()) + 1) * size), element_ty, address, layout)
+    shared = Shared(Allocation((int(address.max()) + 1) * size), element_ty, address, layout)
     if value is not None:
         shared.store(value)
     return shared
@@ -254,6 +265,6 @@ def allocate_shared_memory(element_ty: Any, shape: Any, layout: Any, value: Any 
 
 @emulates("fence_async_shared")
 def fence_async_shared(cluster: bool = False) -> None:
-    """Seen as one for all partitions: a fence in the wrong one goes unnoticed."""
-    for memory in here().program.memories:
-        memory.unfenced[:] = False
+    """Clear all marks: a fence in one partition counts for all, so a misplaced one is not seen."""
+    for allocation in current_partition().program.allocations:
+        allocation.unfenced[:] = False

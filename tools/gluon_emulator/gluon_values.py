@@ -1,8 +1,9 @@
-"""Values of an emulated Gluon kernel: torch tensors with Triton's types, and the functions on them.
+"""Values of an emulated Gluon kernel: torch tensors with Triton's types, and their functions.
 
-A block carries its layout: an operation on two blocks with different known layouts is refused, as
-the compiler refuses it; a layout that only the compiler can infer (after reshape, join, ...) is
-None and agrees with every other. Values are poisoned with bytes of ones, which is NaN as a float.
+A block carries its layout. An operation on two blocks with different known layouts raises, as it
+does in the compiler. A layout that only the compiler can infer (after reshape, join, ...) is None
+and matches every other. Memory and results that are not yet written are poisoned: all their bytes
+are 0xFF, which is NaN as a float.
 """
 
 import operator
@@ -32,14 +33,14 @@ TORCH = {
     gl.float64: torch.float64,
 }
 TRITON = {torch_dtype: dtype for dtype, torch_dtype in TORCH.items()}
-# torch has little arithmetic on wide unsigned integers: they are held as int64, reduced mod 2^bits.
-HELD = TORCH | {gl.uint16: torch.int64, gl.uint32: torch.int64}
-_TYPES = TritonSemantic(None)
+# Storage of registers: torch has little arithmetic on wide unsigned integers, so int64 mod 2^bits.
+REGISTER_DTYPE = TORCH | {gl.uint16: torch.int64, gl.uint32: torch.int64}
+_SEMANTIC = TritonSemantic(None)
 EMULATED: dict[str, Any] = {}
 
 
 def emulates(*names: str) -> Callable[[Any], Any]:
-    """Registers the emulation of Gluon's functions `names` ("name" or "module.name")."""
+    """Register the emulation of the Gluon functions `names` ("name" or "module.name")."""
 
     def register(function: Any) -> Any:
         EMULATED.update(dict.fromkeys(names, function))
@@ -49,13 +50,13 @@ def emulates(*names: str) -> Callable[[Any], Any]:
 
 
 def poison(shape: Any, dtype: Any) -> torch.Tensor:
-    """What nobody wrote yet: NaN, or all bits set in integers."""
+    """Return a tensor for values that were not written yet: NaN, or all bits set in integers."""
     full = torch.full((*shape, TORCH[dtype].itemsize), POISON, dtype=torch.uint8)
-    return full.view(TORCH[dtype])[..., 0].to(HELD[dtype])
+    return full.view(TORCH[dtype])[..., 0].to(REGISTER_DTYPE[dtype])
 
 
 class Value:
-    """A scalar or block inside a kernel; of a pointer, `data` are offsets into the flat `base`."""
+    """A scalar or block inside a kernel; a pointer's `data` holds offsets into the flat `base`."""
 
     def __init__(
         self, data: torch.Tensor, dtype: Any, layout: Any = None, base: Any = None
@@ -73,7 +74,7 @@ class Value:
 
     @property
     def type(self) -> Any:
-        """What kernels ask of a type: a scalar's is its dtype."""
+        """Return the attributes of a type that kernels use; the type of a scalar is its dtype."""
         if self.data.ndim == 0:
             return self.dtype
         return SimpleNamespace(
@@ -82,7 +83,7 @@ class Value:
 
     def _scalar(self) -> Any:
         if self.data.ndim:
-            raise TypeError(f"a block of shape {self.shape} stands where Gluon needs a scalar")
+            raise TypeError(f"Gluon needs a scalar here, not a block of shape {self.shape}")
         return self.data.item()
 
     def __bool__(self) -> bool:
@@ -111,21 +112,21 @@ class Value:
 
 
 def as_value(x: Any) -> Value:
-    """A Python number as Triton types it; a Value unchanged."""
+    """Convert a Python number with the type that Triton gives it; return a Value unchanged."""
     if isinstance(x, Value):
         return x
     if isinstance(x, bool):
         return Value(torch.tensor(x), gl.int1)
     if isinstance(x, int):
         dtype = gl.int32 if -(2**31) <= x < 2**31 else gl.uint32 if 0 <= x < 2**32 else gl.int64
-        return Value(torch.tensor(x, dtype=HELD[dtype]), dtype)
+        return Value(torch.tensor(x, dtype=REGISTER_DTYPE[dtype]), dtype)
     if isinstance(x, float):
         return Value(torch.tensor(x, dtype=torch.float32), gl.float32)
     raise TypeError(f"{x!r} cannot be a value inside a Gluon kernel")
 
 
 def common_layout(*values: Value) -> Any:
-    """The layout the blocks share; blocks of two layouts or ranks are refused."""
+    """Return the layout that the blocks share; raise if their layouts or ranks differ."""
     blocks = [value for value in values if value.data.ndim]
     layouts = [value.layout for value in blocks if value.layout is not None]
     if len({value.data.ndim for value in blocks}) > 1:
@@ -135,8 +136,9 @@ def common_layout(*values: Value) -> Any:
     return layouts[0] if layouts else None
 
 
-def _held(data: torch.Tensor, dtype: Any) -> torch.Tensor:
-    data = data.to(HELD[dtype])
+def _to_register(data: torch.Tensor, dtype: Any) -> torch.Tensor:
+    """Convert data to the torch dtype that stores registers of type `dtype`; integers wrap."""
+    data = data.to(REGISTER_DTYPE[dtype])
     wide_unsigned = dtype in (gl.uint16, gl.uint32)
     return data & (2**dtype.primitive_bitwidth - 1) if wide_unsigned else data
 
@@ -147,23 +149,25 @@ def cast(x: Any, dtype: Any, fp_downcast_rounding: Any = None, bitcast: bool = F
     if fp_downcast_rounding not in (None, "rtne"):
         raise NotImplementedError(f"rounding {fp_downcast_rounding} is not emulated")
     if bitcast:
-        data = x.data.to(TORCH[x.dtype]).view(TORCH[dtype]).to(HELD[dtype])
+        data = x.data.to(TORCH[x.dtype]).view(TORCH[dtype]).to(REGISTER_DTYPE[dtype])
     elif x.dtype.is_floating() and dtype in (gl.uint16, gl.uint32):
-        data = _held(x.data.to(torch.int64), dtype)
+        data = _to_register(x.data.to(torch.int64), dtype)
     else:
-        data = _held(x.data, dtype)
+        data = _to_register(x.data, dtype)
     return Value(data, dtype, x.layout)
 
 
-def matched(x: Any, y: Any, divides: bool = False) -> tuple[Value, Value]:
-    """Both in the type Triton computes their operation in."""
+def promote(x: Any, y: Any, divides: bool = False) -> tuple[Value, Value]:
+    """Convert both operands to the type in which Triton computes their operation."""
     x_weak, y_weak = not isinstance(x, Value), not isinstance(y, Value)
     x, y = as_value(x), as_value(y)
-    dtype = _TYPES.computation_type_impl(x.dtype, x_weak, y.dtype, y_weak, divides)
+    dtype = _SEMANTIC.computation_type_impl(x.dtype, x_weak, y.dtype, y_weak, divides)
     return cast(x, dtype), cast(y, dtype)
 
 
 def _binary(function: Callable[..., Any], divides: bool = False, compares: bool = False) -> Any:
+    """Return the emulation of a binary operator, with pointer arithmetic and type promotion."""
+
     def apply(x: Any, y: Any) -> Any:
         if x is None or y is None:
             return NotImplemented
@@ -172,18 +176,18 @@ def _binary(function: Callable[..., Any], divides: bool = False, compares: bool 
                 offsets = as_value(other)
                 data = function(pointer.data, offsets.data.to(torch.int64))
                 return Value(data, pointer.dtype, common_layout(pointer, offsets), pointer.base)
-        x, y = matched(x, y, divides)
+        x, y = promote(x, y, divides)
         if function is torch.true_divide and not x.dtype.is_floating():
             x, y = cast(x, gl.float32), cast(y, gl.float32)
         data = function(x.data, y.data)
         dtype = gl.int1 if compares else x.dtype
-        return Value(_held(data, dtype), dtype, common_layout(x, y))
+        return Value(_to_register(data, dtype), dtype, common_layout(x, y))
 
     return apply
 
 
 def _floor_div(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Integers are divided as in C: rounded towards zero."""
+    """Divide integers as C does, rounding towards zero."""
     return torch.div(x, y, rounding_mode="trunc")
 
 
@@ -211,21 +215,21 @@ for _name, _function, _divides, _compares in (
     setattr(Value, f"__r{_name}__", lambda self, other, _op=_operation: _op(other, self))
     EMULATED[_name] = _operation
 setattr(Value, "__neg__", lambda self: 0 - self)  # noqa: B010
-setattr(Value, "__invert__", lambda self: self.with_data(_held(~self.data, self.dtype)))  # noqa: B010
+setattr(Value, "__invert__", lambda self: self.with_data(_to_register(~self.data, self.dtype)))  # noqa: B010
 
 for _name in ("exp", "exp2", "log", "log2", "sin", "cos", "rsqrt", "sqrt", "abs", "erf", "floor"):
     _unary = getattr(torch, _name)
     EMULATED[_name] = lambda x, _f=_unary: as_value(x).with_data(_f(as_value(x).data))
 EMULATED |= {"ceil": lambda x: x.with_data(torch.ceil(x.data)), "sqrt_rn": EMULATED["sqrt"]}
 EMULATED |= {"fdiv": EMULATED["truediv"], "div_rn": EMULATED["truediv"]}
-# NaN wins, unlike on the card, so that poison shows in the result.
+# NaN propagates, unlike on the GPU, so that poison shows in the result.
 EMULATED["maximum"] = lambda x, y, propagate_nan=None: _binary(torch.maximum)(x, y)
 EMULATED["minimum"] = lambda x, y, propagate_nan=None: _binary(torch.minimum)(x, y)
-EMULATED["fma"] = lambda x, y, z: cast(cast(x, gl.float64) * y + z, matched(x, z)[0].dtype)
-EMULATED["umulhi"] = lambda x, y: x.with_data(_high_product(*matched(x, y)))
+EMULATED["fma"] = lambda x, y, z: cast(cast(x, gl.float64) * y + z, promote(x, z)[0].dtype)
+EMULATED["umulhi"] = lambda x, y: x.with_data(_high_half_product(*promote(x, y)))
 
 
-def _high_product(x: Value, y: Value) -> torch.Tensor:
+def _high_half_product(x: Value, y: Value) -> torch.Tensor:
     if x.dtype == gl.int32:
         return (x.data.to(torch.int64) * y.data >> 32).to(torch.int32)
     return (x.data >> 16) * y.data + ((x.data & 0xFFFF) * y.data >> 16) >> 16
@@ -265,7 +269,7 @@ def broadcast(x: Value, y: Value) -> tuple[Value, Value]:
 
 @emulates("where")
 def where(condition: Any, x: Any, y: Any) -> Value:
-    condition, (x, y) = as_value(condition), matched(x, y)
+    condition, (x, y) = as_value(condition), promote(x, y)
     layout = common_layout(condition, x, y)
     return Value(torch.where(condition.data.bool(), x.data, y.data), x.dtype, layout)
 

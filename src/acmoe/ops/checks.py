@@ -1,7 +1,7 @@
-"""What a tensor argument must be before the mathematics starts.
+"""Checks of tensor arguments: shapes, dtypes and value ranges.
 
-Values are read only on the CPU and outside `torch.compile`: on an accelerator reading one would
-stop the host in every training step, so there the check is asynchronous.
+Values are read only on the CPU and outside `torch.compile`: reading one on an accelerator would
+synchronise in every training step, so the check there is an asynchronous device assert.
 """
 
 import torch
@@ -11,7 +11,7 @@ from acmoe.errors import UserError, check
 
 
 def check_tokens(x: Tensor, assignment: Tensor, token_mask: Tensor | None) -> None:
-    """`x` is (T, D) or (B, L, D); the other two have one entry per token."""
+    """Require x of (T, D) or (B, L, D), and one assignment and mask entry per token."""
     check(
         x.dim() in (2, 3),
         f"x has shape {tuple(x.shape)}; pass (tokens, features) or (sequences, length, features)",
@@ -30,6 +30,7 @@ def check_tokens(x: Tensor, assignment: Tensor, token_mask: Tensor | None) -> No
 
 
 def check_token_mask(x: Tensor, token_mask: Tensor | None) -> None:
+    """Require a bool mask with one entry per token of x, if there is a mask."""
     if token_mask is None:
         return
     check(
@@ -44,10 +45,10 @@ def check_token_mask(x: Tensor, token_mask: Tensor | None) -> None:
 
 
 def check_range(ids: Tensor, low: int, high: int, name: str) -> None:
-    """Every id lies in [low, high)."""
+    """Require every id in [low, high)."""
     if torch.compiler.is_compiling() or ids.numel() == 0 or ids.is_meta:
         return
-    ids = ids.long()  # a bound outside the range of uint8 or int8 would wrap around
+    ids = ids.long()  # in uint8 or int8 a bound could overflow
     inside = ((ids >= low) & (ids < high)).all()
     if ids.device.type != "cpu":
         torch._assert_async(inside, f"{name} holds ids outside [{low}, {high})")
@@ -57,10 +58,12 @@ def check_range(ids: Tensor, low: int, high: int, name: str) -> None:
 
 
 def check_count(value: int, name: str, *, least: int = 1) -> None:
+    """Require value >= least."""
     check(value >= least, f"{name}={value}; it must be at least {least}")
 
 
 def check_dim(x: Tensor, dim: int) -> None:
+    """Require x of (T, dim) or (B, L, dim)."""
     check(
         x.dim() in (2, 3) and x.shape[-1] == dim,
         f"x has shape {tuple(x.shape)}; this layer takes (tokens, {dim}) or "

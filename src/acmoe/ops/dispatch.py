@@ -1,27 +1,186 @@
-"""Which implementation runs, and why: chosen once per kind of call, and said aloud.
+"""Choose the kernel that serves a call of an op, and log the choice.
 
-    ACMOE_BACKEND=auto        the fastest that can: triton, grouped_mm, torch, in this order
-    ACMOE_BACKEND=NAME        that one where it can, else the next of the list, with one log line
+An op is a function whose body is its definition in plain PyTorch. Faster kernels are registered
+with it, each with a function that returns the reason why it cannot serve a call, or None:
 
-torch is the plain reference and can do everything; it is what a CPU gets. triton includes kernels
-in its lower language, Gluon, which run wherever they can: ops/device/hopper.py.
+    @op
+    def route(tokens, embedding, bias, *, top_k): ...      # the definition: kernel "torch"
+
+    @route.register("triton", unsupported=lambda tokens, top_k: None if top_k <= 16 else "...")
+    def _(tokens, embedding, bias, *, top_k): ...
+
+A call runs the first registered kernel that supports its arguments, and the definition where none
+does. Callers never name a kernel. Users may request one:
+
+    ACMOE_BACKEND=auto     the first kernel of each op that can serve the call
+    ACMOE_BACKEND=NAME     kernel NAME where it can serve the call, else as auto, with a log line
 """
 
 import contextlib
+import functools
 import importlib.util
+import inspect
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from acmoe.errors import UserError
 
-BACKENDS = ("auto", "torch", "grouped_mm", "triton", "sonicmoe")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+DEFINITION = "torch"  # the name of every op's plain-PyTorch definition
+BACKENDS = ("auto", DEFINITION, "grouped_mm", "triton", "sonicmoe")
+OPS: "dict[str, Op[..., Any]]" = {}  # every op of the library, by name
+
 _log = logging.getLogger("acmoe")
-_said: set[str] = set()
+_logged: set[str] = set()
+_requested: list[str] = []  # the innermost `use_backend`, if any
+_records: "list[list[Choice]]" = []  # the lists that `record_choices` fills
+
+
+class Kernel(NamedTuple):
+    """One implementation of an op."""
+
+    name: str
+    run: Callable[..., Any]
+    unsupported: Callable[
+        ..., str | None
+    ]  # the reason why it cannot serve these arguments, or None
+    reads: tuple[str, ...]  # names of the op's arguments that `unsupported` takes
+    automatic: bool = True  # False: it serves only if it is requested by name
+
+
+class Choice(NamedTuple):
+    """The kernel that served one call, and the reasons why the others did not."""
+
+    op: str
+    kernel: str
+    reasons: dict[str, str | None]  # by kernel name; None: that kernel could have served the call
+
+
+class Op(Generic[P, R]):
+    """A function with a definition in plain PyTorch and any number of faster kernels."""
+
+    def __init__(self, definition: Callable[P, R]) -> None:
+        functools.update_wrapper(self, definition)
+        self.definition = definition
+        self.name = definition.__name__
+        parameters = inspect.signature(definition).parameters
+        self.parameters = tuple(parameters)
+        self.defaults = {
+            name: one.default for name, one in parameters.items() if one.default is not one.empty
+        }
+        self.kernels: tuple[Kernel, ...] = (Kernel(DEFINITION, definition, _always, ()),)
+
+    def register(
+        self, name: str, *, unsupported: Callable[..., str | None], automatic: bool = True
+    ) -> Callable[[Callable[..., R]], Callable[..., R]]:
+        """Register a kernel, to be tried after those registered before and before the definition.
+
+        `unsupported` names the op's arguments that it needs as its parameters.
+        """
+        assert name in BACKENDS, name
+        reads = tuple(inspect.signature(unsupported).parameters)
+        assert set(reads) <= set(self.parameters), (self.name, name, reads)
+
+        def add(run: Callable[..., R]) -> Callable[..., R]:
+            kernel = Kernel(name, run, unsupported, reads, automatic)
+            self.kernels = (*self.kernels[:-1], kernel, self.kernels[-1])
+            return run
+
+        return add
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        found: R = self.select(*args, **kwargs).run(*args, **kwargs)
+        return found
+
+    def select(self, *args: P.args, **kwargs: P.kwargs) -> Kernel:
+        """Return the kernel that serves a call with these arguments."""
+        values = {**self.defaults, **dict(zip(self.parameters, args, strict=False)), **kwargs}
+        wanted = requested()
+        refusal = None
+        for kernel in self.kernels:
+            if kernel.name == wanted:
+                refusal = self._reason(kernel, values)
+                if refusal is None:
+                    self._note(kernel, values)
+                    return kernel
+        for kernel in self.kernels:
+            if kernel.automatic and self._reason(kernel, values) is None:
+                self._note(kernel, values, wanted, refusal)
+                return kernel
+        raise AssertionError(f"the definition of {self.name} serves every call")
+
+    def reasons(self, *args: P.args, **kwargs: P.kwargs) -> dict[str, str | None]:
+        """Return for each kernel the reason why it cannot serve these arguments; None: it can."""
+        values = {**self.defaults, **dict(zip(self.parameters, args, strict=False)), **kwargs}
+        return {kernel.name: self._reason(kernel, values) for kernel in self.kernels}
+
+    def _reason(self, kernel: Kernel, values: dict[str, Any]) -> str | None:
+        return kernel.unsupported(**{name: values[name] for name in kernel.reads})
+
+    def _note(
+        self,
+        kernel: Kernel,
+        values: dict[str, Any],
+        wanted: str = "",
+        refusal: str | None = None,
+    ) -> None:
+        """Log the choice once, and append it to the lists of `record_choices`."""
+        if torch.compiler.is_compiling():
+            return
+        if refusal is not None:
+            line = f"{self.name}: {wanted} cannot serve, {refusal}; running on {kernel.name}"
+            log_once(line, logging.WARNING)
+        else:
+            log_once(f"{self.name} runs on {kernel.name}")
+        if _records:
+            reasons = {one.name: self._reason(one, values) for one in self.kernels}
+            for choices in _records:
+                choices.append(Choice(self.name, kernel.name, reasons))
+
+
+def op(definition: Callable[P, R]) -> Op[P, R]:
+    """Make a plain function the definition of an op."""
+    found = Op(definition)
+    assert found.name not in OPS, f"two ops are named {found.name}"
+    OPS[found.name] = found
+    return found
+
+
+def _always() -> str | None:
+    return None
+
+
+@contextlib.contextmanager
+def record_choices() -> Iterator[list[Choice]]:
+    """Collect the choice of every op that is called inside `with`."""
+    choices: list[Choice] = []
+    _records.append(choices)
+    try:
+        yield choices
+    finally:
+        _records.remove(choices)
+
+
+def requested() -> str:
+    """Return the backend that `use_backend` or ACMOE_BACKEND requests."""
+    return _requested[-1] if _requested else _checked(os.environ.get("ACMOE_BACKEND", "auto"))
+
+
+@contextlib.contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Request a backend inside `with`, as ACMOE_BACKEND does for a whole process."""
+    _requested.append(_checked(name))
+    try:
+        yield
+    finally:
+        _requested.pop()
 
 
 def _checked(name: str) -> str:
@@ -30,67 +189,35 @@ def _checked(name: str) -> str:
     return name
 
 
-_requested: list[str] = []  # the innermost `use_backend`, if any
-
-
-def requested() -> str:
-    """What the caller or the environment asks for."""
-    return _requested[-1] if _requested else _checked(os.environ.get("ACMOE_BACKEND", "auto"))
-
-
-@contextlib.contextmanager
-def use_backend(name: str) -> Iterator[None]:
-    """Ask for a backend inside `with`, as ACMOE_BACKEND does for a whole process."""
-    _requested.append(_checked(name))
-    try:
-        yield
-    finally:
-        _requested.pop()
-
-
-class Option(NamedTuple):
-    """One implementation, and what keeps it from serving this call (None: nothing)."""
-
-    name: str
-    obstacle: str | None
-
-
-def choose(op: str, options: Sequence[Option]) -> str:
-    """The first option that can, beginning with the one asked for."""
-    wanted = requested()
-    order = sorted(options, key=lambda option: option.name != wanted)
-    found = next(option for option in order if option.obstacle is None)
-    if not torch.compiler.is_compiling():
-        _say(op, wanted, found.name, order)
-    return found.name
-
-
-def _say(op: str, wanted: str, found: str, order: Sequence[Option]) -> None:
-    refused = order[0] if order[0].name == wanted and order[0].name != found else None
-    if refused is None:
-        say_once(f"{op} runs on {found}")
-    else:
-        line = f"{op}: {wanted} cannot, {refused.obstacle}; running on {found}"
-        say_once(line, logging.WARNING)
-
-
-def say_once(line: str, level: int = logging.INFO) -> None:
-    if line not in _said:
-        _said.add(line)
+def log_once(line: str, level: int = logging.INFO) -> None:
+    """Log a line of the "acmoe" logger the first time it occurs in this process."""
+    if line not in _logged:
+        _logged.add(line)
         _log.log(level, line)
 
 
-# Looked up once, here, so that `torch.compile` finds constants where a call chooses.
-_present = {name: importlib.util.find_spec(name) is not None for name in ("triton", "sonicmoe")}
+# Looked up once, at import, so that `torch.compile` sees constants.
+_installed = {name: importlib.util.find_spec(name) is not None for name in ("triton", "sonicmoe")}
+
+
+def installed(package: str) -> bool:
+    """Return True if an optional package that kernels need is installed."""
+    return _installed[package]
 
 
 def interpreting() -> bool:
-    """Triton's interpreter runs kernels on the CPU: for tests, not for speed."""
+    """Return True if Triton's interpreter runs kernels on the CPU, which tests do."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def triton_obstacle(x: Tensor) -> str | None:
-    if not _present["triton"]:
+def triton_unsupported(x: Tensor, *, on_cpu: bool = True) -> str | None:
+    """Return the reason why Triton kernels cannot read x, or None.
+
+    on_cpu: False if the interpreter is so slow that it must be requested by name.
+    """
+    if not on_cpu and x.device.type != "cuda" and requested() != "triton":
+        return "its kernel is for GPUs; Triton's interpreter has to be asked for by name"
+    if not installed("triton"):
         return "triton is not installed"
     if x.device.type != "cuda" and not interpreting():
         return f"its kernels need a CUDA device, not {x.device.type}"
@@ -98,26 +225,4 @@ def triton_obstacle(x: Tensor) -> str | None:
         return "its kernels need compute capability 8.0 or newer"
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"its kernels have no {x.dtype}"
-    return None
-
-
-def grouped_mm_obstacle(x: Tensor, *widths: int) -> str | None:
-    if not hasattr(torch.nn.functional, "grouped_mm"):
-        return "this torch has no grouped_mm; 2.10 is the first"
-    if x.device.type != "cuda":
-        return f"on {x.device.type} it is slower than a product per expert"
-    if x.dtype != torch.bfloat16:
-        return f"it takes bfloat16 on this device, not {x.dtype}"
-    if any(width * x.element_size() % 16 for width in widths):
-        return f"it needs rows of a multiple of 16 bytes, not widths {widths}"
-    return None
-
-
-def sonicmoe_obstacle(x: Tensor, activation: str, bias: bool, dropout: float) -> str | None:
-    if not _present["sonicmoe"]:
-        return "sonicmoe is not installed"
-    if x.device.type != "cuda" or x.dtype not in (torch.bfloat16, torch.float16):
-        return f"it takes bf16 or fp16 on CUDA, not {x.dtype} on {x.device.type}"
-    if activation != "swiglu" or bias or dropout:
-        return f"it has swiglu without bias and dropout, not {activation} with them"
     return None

@@ -1,4 +1,4 @@
-"""Autocast and the mathematics: what must not be lowered to 16 bits, and what may."""
+"""Autocast: which GEMMs must stay float32, and the dtype of the others."""
 
 import contextlib
 from typing import Any
@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Inside, a matrix product of float32 tensors on x's device stays float32."""
-    if x.is_meta:  # no such thing as autocast there
+    """Return a context in which GEMMs of float32 tensors on x's device stay float32."""
+    if x.is_meta:  # the meta device has no autocast
         return contextlib.nullcontext()
     return torch.autocast(x.device.type, enabled=False)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast lowers a matrix product of x to; None where it leaves x alone."""
+    """Return the dtype that autocast gives a GEMM of x; None where it leaves x alone."""
     device = x.device.type
     if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return None

@@ -1,13 +1,13 @@
-"""Attention to a sliding window with relative positions, by Triton kernels.
+"""Register the kernels of the op `window_attention`.
 
-The definition is `window_attention_reference` in models/text/attention.py, where one of the two is
-chosen. The forward has a kernel for Hopper, and one for all others. A custom op, so that
-`torch.compile(fullgraph=True)` sees one call. Kept for the backward: queries, keys, values, output
-and one number a query; and where they fit the weights, which are computed again otherwise.
+The kernels need a relative-position embedding. The forward has a Gluon kernel for Hopper and a
+Triton kernel for all other GPUs. The op is a custom op, so that `torch.compile(fullgraph=True)`
+sees one call. It saves queries, keys, values, output and one logsumexp per query for backward. The
+Hopper kernel also saves the attention probabilities where they fit in memory; otherwise backward
+recomputes them.
 
-B streams, H heads, L queries, N keys of which they are the last, W distances in reach, P features
-of a head. Keys and values are one tensor, so that one product gives them, and another takes their
-gradient.
+B streams, H heads, L queries, at the last L of N key positions, W window length, P features of a
+head. Keys and values are one tensor, so that one GEMM computes them and one takes their gradient.
 """
 
 import math
@@ -16,45 +16,42 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the customary name
 
+from acmoe.ops.attention.reference import window_attention
 from acmoe.ops.attention.support import (
     fused_width,
-    hopper_obstacle,
-    keeping_obstacle,
+    hopper_unsupported,
+    kernel_unsupported,
+    requested_options,
+    saving_unsupported,
     stored_width,
-    wishes,
 )
-from acmoe.ops.dispatch import say_once
+from acmoe.ops.dispatch import log_once
 
-NO_BACKWARD = "nothing"  # to keep: no backward will come
+NO_BACKWARD = "nothing"  # value of `keep` if no backward will follow: save nothing
 
 
+def unsupported(q: Tensor, positions: Tensor | None, dropout: float) -> str | None:
+    """Return the reason why the kernels cannot serve this call, or None."""
+    return kernel_unsupported(q, positions, dropout)
+
+
+@window_attention.register("triton", unsupported=unsupported)
 def fused_window_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
     span: int,
-    table: Tensor,
+    positions: Tensor | None = None,
     key_mask: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention of the last L of N positions to the `span` keys before each of them.
-
-    Args:
-        q: (B, H, L, P) in the dtype of the products.
-        k, v: (B, H, N, P) in the same; copied, see `joined_window_attention`.
-        span: tokens in a window.
-        table: (P, span), the last column for distance 1; its gradient is summed in float32.
-        key_mask: (B, N) True where a key may be seen.
-        dropout: share of the attention probabilities dropped.
-
-    Returns:
-        (B, H, L, P); zeros for a query that sees nothing.
-    """
+    """Copy keys and values into one tensor; `joined_window_attention` avoids the copy."""
+    assert positions is not None
     width = stored_width(q.shape[-1])
     kv_2BHNP = torch.stack([F.pad(t, (0, width - t.shape[-1])) for t in (k, v)])
     out_BHLP = joined_window_attention(
-        q, kv_2BHNP, span=span, table=table, key_mask=key_mask, dropout=dropout
+        q, kv_2BHNP, span=span, positions=positions, key_mask=key_mask, dropout=dropout
     )
     return out_BHLP[..., : q.shape[-1]]
 
@@ -64,21 +61,21 @@ def joined_window_attention(
     kv: Tensor,
     *,
     span: int,
-    table: Tensor,
+    positions: Tensor,
     key_mask: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """`fused_window_attention` for keys and values in one tensor, whose gradient is one as well.
+    """Compute `window_attention` for keys and values in one tensor; their gradient is one tensor.
 
-    kv: (2, B, H, N, `stored_width(P)`), keys first, the last features zero. Read as it lies if that
-    is in one piece, in any order of its dimensions but the last: without a copy, as one product
-    with both weights gives it.
+    kv is (2, B, H, N, `stored_width(P)`), keys first, padded with zero features. No copy is made if
+    its memory is dense and its last dimension contiguous; the other dimensions may be in any order,
+    for example as one GEMM with the joined weights of keys and values writes them.
 
-    Returns (B, H, L, `stored_width(P)`), with zeros as well, in the order (B, L, H, P): a product
-    with a weight filled up likewise reads it, and gives its gradient, without a copy.
+    Returns (B, H, L, `stored_width(P)`), padded likewise, stored in the order (B, L, H, P): an
+    output projection with a padded weight reads it, and writes its gradient, without a copy.
     """
-    keep = wishes()  # those that nobody knows are named here, before anything is compiled
-    if not (torch.is_grad_enabled() and any(t.requires_grad for t in (q, kv, table))):
+    keep = requested_options()  # an unknown option raises here, before anything is compiled
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in (q, kv, positions))):
         keep = NO_BACKWARD
     features, num_keys = q.shape[-1], kv.shape[-2]
     reach = min(span, num_keys - 1)
@@ -87,15 +84,16 @@ def joined_window_attention(
     more = fused_width(features) - features
     stored = kv.shape[-1]
     assert stored == stored_width(features), f"heads of {stored} for {features} features"
-    # 32 random bits a query, drawn on the device: a captured CUDA graph draws new ones each replay.
+    # 32 random bits per query seed dropout. They are drawn on the device, so that every replay of a
+    # captured CUDA graph draws new ones.
     bits_BHL = torch.zeros(q.shape[:3], dtype=torch.int32, device=q.device)
     if dropout > 0:
         bits_BHL = torch.randint_like(bits_BHL, -(2**31), 2**31)
     out_BHLP: Tensor = _window_attention(
         q,
         F.pad(q.detach(), (0, more)).contiguous(),
-        kv if _in_one_piece(kv) else kv.contiguous(),
-        F.pad(table[:, span - reach :], (0, 0, 0, more)),
+        kv if _is_dense(kv) else kv.contiguous(),
+        F.pad(positions[:, span - reach :], (0, 0, 0, more)),
         None if key_mask is None else key_mask.contiguous(),
         bits_BHL,
         1 / math.sqrt(features),
@@ -105,14 +103,14 @@ def joined_window_attention(
     return out_BHLP
 
 
-def _in_one_piece(t: Tensor) -> bool:
-    """Whether features lie side by side, and all of it without overlap and without gaps."""
-    places = 1 + sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True))
-    return t.stride(-1) == 1 and 0 not in t.stride() and places == t.numel()
+def _is_dense(t: Tensor) -> bool:
+    """Return whether the memory is dense and the last dimension contiguous."""
+    extent = 1 + sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True))
+    return t.stride(-1) == 1 and 0 not in t.stride() and extent == t.numel()
 
 
 def _aligned(t: Tensor) -> Tensor:
-    """The copy engine reads from multiples of 16 bytes on; nearly every tensor begins at one."""
+    """Return t, or a copy if its address is not a multiple of 16 bytes, as TMA requires."""
     return t if t.data_ptr() % 16 == 0 else t.clone()
 
 
@@ -121,67 +119,71 @@ def _window_attention(
     given: Tensor,
     q: Tensor,
     kv: Tensor,
-    table: Tensor,
+    positions: Tensor,
     key_mask: Tensor | None,
     bits: Tensor,
     scale: float,
     dropout: float,
     keep: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, as wide as kv; log2 of each query's sum; what hopper/saved_weights.py describes.
+    """Return the output, as wide as kv, the base-2 logsumexp of each query, and the saved
+    probabilities and their row maxima (hopper/saved_weights.py).
 
-    given   (B, H, L, P) queries, which take the gradient
-    q       the same, filled up with zeros, which is read
-    keep    `wishes` of the environment, or NO_BACKWARD. An argument, so that a compiled graph in a
-            cache on disk is not taken for other wishes
+    given   (B, H, L, P) queries; autograd sends the gradient to them, their values are not read
+    q       the queries, padded with zeros
+    keep    `requested_options()`, or NO_BACKWARD. It is an argument, so that a compiled graph from
+            the disk cache is not reused under other options
     """
     features = kv.shape[-1]
-    obstacle = hopper_obstacle(q, kv, table.shape[1], dropout)
-    kept = _room(q, kv, table.shape[1], dropout, keep)
-    if obstacle is None:
-        say_once("attention's forward runs on gluon")
+    reason = hopper_unsupported(q, kv, positions.shape[1], dropout)
+    saved = _saved_buffers(q, kv, positions.shape[1], dropout, keep)
+    if reason is None:
+        log_once("window_attention's forward runs on gluon")
         from acmoe.ops.attention.hopper import forward as attention_hopper
-        from acmoe.ops.attention.hopper.saved_weights import Kept
+        from acmoe.ops.attention.hopper.saved_weights import SavedWeights
 
         k, v = _aligned(kv).unbind()
         found = attention_hopper.run_forward(
-            q, k, v, table, key_mask, bits, scale, dropout, features, Kept(*kept)
+            q, k, v, positions, key_mask, bits, scale, dropout, features, SavedWeights(*saved)
         )
     else:
-        say_once(f"attention's forward runs on triton; gluon: {obstacle}")
+        log_once(f"window_attention's forward runs on triton; gluon: {reason}")
         from acmoe.ops.attention.triton import forward as attention
 
         k, v = kv.unbind()
-        found = attention.run_forward(q, k, v, table, key_mask, bits, scale, dropout, features)
-    return (*found, *kept)
+        found = attention.run_forward(q, k, v, positions, key_mask, bits, scale, dropout, features)
+    return (*found, *saved)
 
 
-def _room(q: Tensor, kv: Tensor, span: int, dropout: float, keep: str) -> tuple[Tensor, Tensor]:
-    """Memory for weights and their bases: empty if they are not kept."""
-    from acmoe.ops.attention.hopper.saved_weights import kept_sizes
+def _saved_buffers(
+    q: Tensor, kv: Tensor, span: int, dropout: float, keep: str
+) -> tuple[Tensor, Tensor]:
+    """Return buffers for the saved probabilities and row maxima; empty if they are not saved."""
+    from acmoe.ops.attention.hopper.saved_weights import saved_sizes
 
     nothing = q.new_empty(0), q.new_empty(0, dtype=torch.float32)
     if keep == NO_BACKWARD:
         return nothing
-    obstacle = keeping_obstacle(q, kv, span, dropout, wanted=keep.partition("/")[0])
-    if obstacle is not None:
-        say_once(f"attention computes its weights again in the backward: {obstacle}")
+    reason = saving_unsupported(q, kv, span, dropout, wanted=keep.partition("/")[0])
+    if reason is not None:
+        log_once(f"attention recomputes its probabilities in the backward: {reason}")
         return nothing
-    weights, bases = kept_sizes(q.shape, kv.shape[-2], span)
+    weights, maxima = saved_sizes(q.shape, kv.shape[-2], span)
     size = f"{weights * q.element_size() / 2**20:,.0f} MiB a call"
-    say_once(
-        f"attention keeps its weights for the backward, {size}; ACMOE_KEEP_ATTENTION=never: not"
+    log_once(
+        f"attention saves its probabilities for the backward, {size}; ACMOE_KEEP_ATTENTION=never "
+        "recomputes them"
     )
-    return q.new_empty(weights), q.new_empty(bases, dtype=torch.float32)
+    return q.new_empty(weights), q.new_empty(maxima, dtype=torch.float32)
 
 
 @_window_attention.register_fake
-def _(given, q, kv, table, key_mask, bits, scale, dropout, keep):  # type: ignore[no-untyped-def]
+def _(given, q, kv, positions, key_mask, bits, scale, dropout, keep):  # type: ignore[no-untyped-def]
     from acmoe.ops.attention.triton.output import empty_output
 
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    kept = _room(q, kv, table.shape[1], dropout, keep)
-    return empty_output(q, kv.shape[-1]), lse, *kept
+    saved = _saved_buffers(q, kv, positions.shape[1], dropout, keep)
+    return empty_output(q, kv.shape[-1]), lse, *saved
 
 
 @torch.library.custom_op("acmoe::window_attention_backward", mutates_args=())
@@ -189,50 +191,50 @@ def _window_attention_backward(
     grad: Tensor,
     q: Tensor,
     kv: Tensor,
-    table: Tensor,
+    positions: Tensor,
     key_mask: Tensor | None,
     bits: Tensor,
     out: Tensor,
     lse: Tensor,
     weights: Tensor,
-    base: Tensor,
+    row_max: Tensor,
     scale: float,
     dropout: float,
     features: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the `features` of queries that are given, of keys and values, and of the table."""
-    # As `empty_output` has them; a hook may have laid them elsewhere.
+    """Return the gradients of the queries (`features` wide), of kv and of the positions."""
+    # The kernels expect the memory order of `empty_output`; a hook may have changed it.
     grad, out = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (grad, out))
     dkv = torch.empty_like(kv)
     if weights.numel() > 0:
-        from acmoe.ops.attention.hopper import saved_weights as attention_kept
+        from acmoe.ops.attention.hopper import saved_weights as hopper_backward
 
-        kept = attention_kept.Kept(weights, base)
-        dq, dtable = attention_kept.run_backward(
-            _aligned(grad), _aligned(q), _aligned(kv), table, out, lse, kept, dkv, scale, dropout,
-            features,
-        )  # fmt: skip
+        saved = hopper_backward.SavedWeights(weights, row_max)
+        dq, dpositions = hopper_backward.run_backward(
+            *(_aligned(grad), _aligned(q), _aligned(kv), positions, out, lse, saved, dkv),
+            *(scale, dropout, features),
+        )
     else:
         from acmoe.ops.attention.triton.backward import run_backward
 
         (k, v), (dk, dv) = kv.unbind(), dkv.unbind()
-        dq, dtable = run_backward(
-            grad, q, k, v, table, key_mask, bits, out, lse, dk, dv, scale, dropout, features
+        dq, dpositions = run_backward(
+            grad, q, k, v, positions, key_mask, bits, out, lse, dk, dv, scale, dropout, features
         )
-    return dq, dkv, dtable
+    return dq, dkv, dpositions
 
 
 @_window_attention_backward.register_fake
-def _(grad, q, kv, table, *rest):  # type: ignore[no-untyped-def]
+def _(grad, q, kv, positions, *rest):  # type: ignore[no-untyped-def]
     from acmoe.ops.attention.triton.output import empty_output
 
-    return empty_output(q, rest[-1]), torch.empty_like(kv), torch.empty_like(table)
+    return empty_output(q, rest[-1]), torch.empty_like(kv), torch.empty_like(positions)
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     given, *tensors, ctx.scale, ctx.dropout, _ = inputs
     ctx.features = given.shape[-1]
-    ctx.set_materialize_grads(False)  # nor zeros for the gradients of weights nobody differentiates
+    ctx.set_materialize_grads(False)  # no zero gradients for the saved probabilities
     ctx.save_for_backward(*tensors, *output)
 
 

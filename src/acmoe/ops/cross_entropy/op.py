@@ -1,17 +1,17 @@
-"""Cross-entropy of a linear output layer whose logits are never held whole.
+"""Cross-entropy of a linear output layer, chunked over tokens so that the full logits never exist.
 
 A vocabulary of 267,735 words makes the logits of 24,576 tokens 26 GB in float32. Here they are
-computed for a few tokens at a time, and the gradients of those tokens are taken while their logits
-are at hand: three matrix products as in the plain form, nothing recomputed in backward.
-Chunks run over tokens alone: cutting the vocabulary too would cost a fourth product, since the
-gradient of the first words needs the normaliser of the last.
+computed for a chunk of tokens at a time, and the gradients of the chunk are computed while its
+logits exist: three GEMMs as in the plain form, and nothing is recomputed in backward. Chunks run
+over tokens alone: chunking the vocabulary too would cost a fourth GEMM, since the gradient of the
+first words needs the normaliser of the last.
 
-The bias rides along in the products, as columns that meet ones: x' = [x, 1, 1, 0...] and
-W' = [W, high, low, 0...], where high + low is the bias to twice the bits of the product's dtype.
-Its gradient is then a column of the weight's, and neither costs a pass over the logits.
+The bias is part of the GEMMs, as columns that multiply ones: x' = [x, 1, 1, 0...] and
+W' = [W, high, low, 0...], where high + low is the bias to twice the precision of the GEMM's dtype.
+Its gradient is then a column of the weight's gradient, and neither costs a pass over the logits.
 
-Shapes: T tokens, D features, A = D + 8 features with the bias, V words (filled up on a GPU),
-N tokens of one chunk.
+Shapes: T tokens, D features, A = D + 8 features with the bias, V words (padded on a GPU), N tokens
+of one chunk.
 """
 
 import math
@@ -22,15 +22,15 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the customary name
 
 from acmoe.errors import check
-from acmoe.ops.dispatch import Option, choose, requested, triton_obstacle
+from acmoe.ops.dispatch import op, triton_unsupported
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 
-_LOGITS_ON_CPU = 2**22  # held at once, at most
-# A GPU wants chunks long enough that adding to the weight gradient (V x A, read and written once a
-# chunk) stays cheap beside the products: logits take up to this share of its memory.
+_LOGITS_ON_CPU = 2**22  # the most logits that exist at a time
+# On a GPU, logits may take this share of its memory: chunks must be long enough that accumulating
+# the weight gradient (V x A, read and written once per chunk) is cheap beside the GEMMs.
 _SHARE_OF_GPU = 1 / 32
-_BIAS_COLUMNS = 8  # two for the bias; eight keep rows aligned for tensor cores
-_WORDS_MULTIPLE = 64  # rows of logits that begin on 128 bytes: 267,735 of them do not
+_BIAS_COLUMNS = 8  # two hold the bias; eight keep rows aligned for tensor cores
+_WORDS_MULTIPLE = 64  # rows of logits begin on 128 bytes; with 267,735 words they would not
 
 
 def chunked_cross_entropy(
@@ -43,7 +43,7 @@ def chunked_cross_entropy(
     token_mask: Tensor | None = None,
     reduction: Literal["mean", "sum", "none"] = "mean",
 ) -> Tensor:
-    """Cross-entropy in nats of `softmax(x @ weight.T + bias)` against `targets`.
+    """Return the cross-entropy in nats of `softmax(x @ weight.T + bias)` against `targets`.
 
     Args:
         x: (T, D) hidden states.
@@ -60,22 +60,23 @@ def chunked_cross_entropy(
     """
     _check(x, weight, targets, chunk, reduction)
     device = x.device.type
-    product = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    gemm_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     keep_T = token_mask
     safe_T = targets if keep_T is None else targets.masked_fill(~keep_T, 0)
     if chunk is None:
         chunk = max(1, min(x.shape[0], _most_logits(x.device) // weight.shape[0]))
-    # Autocast is off inside: every chunk would cast the whole weight again.
+    # Autocast is off: it would cast the whole weight again in every chunk.
     with torch.autocast(device, enabled=False):
         if reduction == "none":
-            return _masked(_token_losses(x, weight, bias, safe_T, product, chunk), keep_T)
-        total: Tensor = _SumOfLosses.apply(x, weight, bias, safe_T, keep_T, product, chunk)  # type: ignore[no-untyped-call]
+            return _masked(_token_losses(x, weight, bias, safe_T, gemm_dtype, chunk), keep_T)
+        total: Tensor = _SumOfLosses.apply(x, weight, bias, safe_T, keep_T, gemm_dtype, chunk)  # type: ignore[no-untyped-call]
         if reduction == "sum":
             return total
         return total / (max(1, len(x)) if keep_T is None else keep_T.sum().clamp(min=1))
 
 
 def _most_logits(device: torch.device) -> int:
+    """Return how many logits may exist at a time."""
     if device.type != "cuda":
         return _LOGITS_ON_CPU
     memory = torch.cuda.get_device_properties(device).total_memory
@@ -85,7 +86,7 @@ def _most_logits(device: torch.device) -> int:
 def cross_entropy_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, token_mask: Tensor
 ) -> Tensor:
-    """The definition, logits held whole: the mean over tokens with a True mask."""
+    """Return the mean loss over unmasked tokens, from full logits; tests compare with it."""
     losses_T = F.cross_entropy(F.linear(x, weight, bias), targets, reduction="none")
     return losses_T[token_mask].mean()
 
@@ -105,29 +106,29 @@ def _check(x: Tensor, weight: Tensor, targets: Tensor, chunk: int | None, reduct
     )
 
 
-def _with_bias(weight_VD: Tensor, bias_V: Tensor | None, product: torch.dtype) -> Tensor:
-    """(V, A) weight and bias; words that fill up the vocabulary have bias -inf, so share 0."""
+def _with_bias(weight_VD: Tensor, bias_V: Tensor | None, gemm_dtype: torch.dtype) -> Tensor:
+    """Return (V, A) weight and bias; padding words get bias -inf, so probability 0."""
     words, features = weight_VD.shape
     filled = words + (-words % _WORDS_MULTIPLE if weight_VD.is_cuda else 0)
-    joined_VA = weight_VD.new_zeros(filled, features + _BIAS_COLUMNS, dtype=product)
+    joined_VA = weight_VD.new_zeros(filled, features + _BIAS_COLUMNS, dtype=gemm_dtype)
     joined_VA[:words, :features] = weight_VD
     joined_VA[words:, features] = -math.inf
     if bias_V is not None:
-        high_V = bias_V.to(product)
+        high_V = bias_V.to(gemm_dtype)
         joined_VA[:words, features] = high_V
         joined_VA[:words, features + 1] = bias_V - high_V.to(bias_V.dtype)
     return joined_VA
 
 
-def _with_ones(x_TD: Tensor, product: torch.dtype) -> Tensor:
-    """(T, A) hidden states and the ones the bias is multiplied by."""
-    joined_TA = F.pad(x_TD.to(product), (0, _BIAS_COLUMNS))
+def _with_ones(x_TD: Tensor, gemm_dtype: torch.dtype) -> Tensor:
+    """Return (T, A): hidden states, and the ones that multiply the bias."""
+    joined_TA = F.pad(x_TD.to(gemm_dtype), (0, _BIAS_COLUMNS))
     joined_TA[:, x_TD.shape[1] : x_TD.shape[1] + 2] = 1.0
     return joined_TA
 
 
 def _logits(x_NA: Tensor, weight_VA: Tensor) -> Tensor:
-    """(N, V), in float32 where 16-bit numbers are multiplied on a GPU: it sums them so anyway."""
+    """Return (N, V) logits; on a GPU float32 even for 16-bit operands, as the GEMM accumulates."""
     wide = accumulation_dtype(x_NA.dtype)
     if x_NA.dtype != wide and x_NA.is_cuda:
         return torch.mm(x_NA, weight_VA.T, out_dtype=wide)
@@ -135,30 +136,34 @@ def _logits(x_NA: Tensor, weight_VA: Tensor) -> Tensor:
 
 
 def _log_softmax(x_NA: Tensor, weight_VA: Tensor) -> Tensor:
-    """(N, V) log probabilities in the accumulation dtype."""
+    """Return (N, V) log probabilities in the accumulation dtype."""
     return _logits(x_NA, weight_VA).log_softmax(1, dtype=accumulation_dtype(x_NA.dtype))
 
 
 def _masked(x: Tensor, keep_T: Tensor | None) -> Tensor:
-    """Zeros for tokens that do not count."""
+    """Set masked tokens to zero."""
     if keep_T is None:
         return x
     return x.masked_fill(~keep_T.view(-1, *[1] * (x.dim() - 1)), 0.0)
 
 
-def _by_torch(
+@op
+def cross_entropy_chunk(
     x_NA: Tensor, weight_VA: Tensor, targets_N: Tensor, keep_N: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(N,) losses and the (N, V) gradient of their logits, in the product's dtype."""
+    """Return a chunk's losses (N,) and the gradient of its logits (N, V), in x's dtype."""
     log_NV = _log_softmax(x_NA, weight_VA)
     chosen_N1 = log_NV.gather(1, targets_N[:, None])
     return -chosen_N1[:, 0], _grad_of_logits(log_NV, chosen_N1, targets_N[:, None], x_NA.dtype)
 
 
-def _by_kernel(
+@cross_entropy_chunk.register(
+    "triton", unsupported=lambda x_NA: triton_unsupported(x_NA, on_cpu=False)
+)
+def _cross_entropy_chunk_triton(
     x_NA: Tensor, weight_VA: Tensor, targets_N: Tensor, keep_N: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The same; the gradient is written over the logits, which are read twice and not copied."""
+    """Compute `cross_entropy_chunk` by a kernel that overwrites the logits with their gradient."""
     from acmoe.ops.cross_entropy.triton.cross_entropy import gradient_view, softmax_gradient_
 
     logits_NV = _logits(x_NA, weight_VA)
@@ -167,23 +172,16 @@ def _by_kernel(
     return losses_N, gradient_view(logits_NV, x_NA.dtype)
 
 
-def _options(x_TA: Tensor) -> tuple[Option, Option]:
-    obstacle = triton_obstacle(x_TA)
-    if not x_TA.is_cuda and requested() != "triton":
-        obstacle = "its interpreter is slow, and has to be asked for"
-    return Option("triton", obstacle), Option("torch", None)
-
-
 def _token_losses(
     x_TD: Tensor,
     weight_VD: Tensor,
     bias_V: Tensor | None,
     targets_T: Tensor,
-    product: torch.dtype,
+    gemm_dtype: torch.dtype,
     chunk: int,
 ) -> Tensor:
-    x_TA, weight_VA = _with_ones(x_TD, product), _with_bias(weight_VD, bias_V, product)
-    losses_T = x_TD.new_empty(x_TD.shape[0], dtype=accumulation_dtype(product))
+    x_TA, weight_VA = _with_ones(x_TD, gemm_dtype), _with_bias(weight_VD, bias_V, gemm_dtype)
+    losses_T = x_TD.new_empty(x_TD.shape[0], dtype=accumulation_dtype(gemm_dtype))
     for start in range(0, x_TD.shape[0], chunk):
         rows = slice(start, start + chunk)
         log_NV = _log_softmax(x_TA[rows], weight_VA)
@@ -192,9 +190,9 @@ def _token_losses(
 
 
 class _SumOfLosses(torch.autograd.Function):
-    """Sum over kept tokens, with the gradients taken chunk by chunk in forward.
+    """Sum of losses over unmasked tokens; forward computes the gradients chunk by chunk.
 
-    The result is a scalar, so backward only multiplies what forward stored by one number.
+    The result is a scalar, so backward only multiplies the stored gradients by one number.
     """
 
     @staticmethod
@@ -205,30 +203,27 @@ class _SumOfLosses(torch.autograd.Function):
         bias_V: Tensor | None,
         targets_T: Tensor,
         keep_T: Tensor | None,
-        product: torch.dtype,
+        gemm_dtype: torch.dtype,
         chunk: int,
     ) -> Tensor:
-        wide, features = accumulation_dtype(product), x_TD.shape[1]
+        wide, features = accumulation_dtype(gemm_dtype), x_TD.shape[1]
         needs_x, *needs_layer = ctx.needs_input_grad[:3]
-        # A masked token may hold anything, and adds zeros to the layer's gradient.
-        x_TA = _with_ones(_masked(x_TD, keep_T), product)
-        kept_TA = _masked(x_TA, keep_T)
-        weight_VA = _with_bias(weight_VD, bias_V, product)
+        # A masked token may hold any values; it adds zeros to the layer's gradient.
+        x_TA = _with_ones(_masked(x_TD, keep_T), gemm_dtype)
+        unmasked_TA = _masked(x_TA, keep_T)
+        weight_VA = _with_bias(weight_VD, bias_V, gemm_dtype)
         grad_x_TD = torch.empty_like(x_TD) if needs_x else None
         grad_VA = torch.zeros_like(weight_VA, dtype=wide) if any(needs_layer) else None
         total = x_TD.new_zeros((), dtype=wide)
-        fused = choose("cross-entropy", _options(x_TA)) == "triton"
         for start in range(0, x_TD.shape[0], chunk):
             rows = slice(start, start + chunk)
             keep_N = None if keep_T is None else keep_T[rows]
-            losses_N, grad_NV = (_by_kernel if fused else _by_torch)(
-                x_TA[rows], weight_VA, targets_T[rows], keep_N
-            )
+            losses_N, grad_NV = cross_entropy_chunk(x_TA[rows], weight_VA, targets_T[rows], keep_N)
             total += _masked(losses_N, keep_N).sum()
             if grad_x_TD is not None:
                 grad_x_TD[rows] = _masked(grad_NV @ weight_VA[:, :features], keep_N)
             if grad_VA is not None:
-                _add_product(grad_VA, grad_NV.T, kept_TA[rows])
+                _add_gemm(grad_VA, grad_NV.T, unmasked_TA[rows])
         ctx.save_for_backward(grad_x_TD, grad_VA)
         ctx.layer = weight_VD.shape, weight_VD.dtype, None if bias_V is None else bias_V.dtype
         return total
@@ -248,19 +243,22 @@ class _SumOfLosses(torch.autograd.Function):
 
 
 def _grad_of_logits(
-    log_NV: Tensor, chosen_N1: Tensor, target_N1: Tensor, product: torch.dtype
+    log_NV: Tensor, chosen_N1: Tensor, target_N1: Tensor, gemm_dtype: torch.dtype
 ) -> Tensor:
-    """Softmax, less one at the target: p - 1 before rounding, since after it the rounding of a
-    confident token's p would outgrow what is left."""
-    if log_NV.dtype == product:
+    """Return softmax minus one-hot, in the GEMM's dtype.
+
+    p - 1 at the target is computed before rounding: the rounding error of a confident token's p
+    would exceed the difference.
+    """
+    if log_NV.dtype == gemm_dtype:
         grad_NV = log_NV.exp_()
     else:
-        grad_NV = torch.exp(log_NV, out=torch.empty_like(log_NV, dtype=product))
-    return grad_NV.scatter_(1, target_N1, chosen_N1.expm1().to(product))
+        grad_NV = torch.exp(log_NV, out=torch.empty_like(log_NV, dtype=gemm_dtype))
+    return grad_NV.scatter_(1, target_N1, chosen_N1.expm1().to(gemm_dtype))
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, in total's precision whatever the factors' one."""
+def _add_gemm(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, accumulated in total's dtype, whatever the factors' dtype."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:

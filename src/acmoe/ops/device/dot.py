@@ -1,60 +1,63 @@
-"""Products of float32 accuracy on matrix units that multiply bf16.
+"""Device functions for tile products on tensor cores, up to float32 accuracy by bf16 splits.
 
-A float32 number is a sum of three bf16 numbers, 8 bits each: high + middle + low. A product of two
-such sums needs only its largest terms, added up in float32 from the smallest. With 6 terms the
-relative error of a product is about 2^-23, with 3 about 2^-16; tf32x3, for comparison, costs as
-much as 6 terms and leaves 2^-21. Terms are summed tile by tile, and tiles by the ordinary adders:
-the matrix units truncate every addition, which over thousands of features would show.
+A float32 value is the sum of three bf16 values of 8 bits each, high + middle + low (a bf16x3 split;
+high + middle alone is a bf16x2 split). The product of two split values needs only its largest
+terms, added up in float32 from the smallest to the largest. The relative error of a product is
+about 2^-23 with 6 terms and about 2^-16 with 3; tf32x3 costs as much as 6 terms and has 2^-21.
+Terms are accumulated within a tile by the tensor cores and across tiles by ordinary float32
+additions: tensor cores truncate every addition, which would show over thousands of features.
 
-With 4 terms the left number keeps two pieces and the right one three. Cutting to the nearest leaves
-|middle| <= 2^-9 and |low| <= 2^-18 of a number, so that what is left out (low * high and middle *
-middle) is at most 2^-17 of each product, of either sign; a left number of one or two pieces loses
-at most middle * middle, a bf16 one nothing. With 3 terms both keep two: a product with a bf16
-number on one side loses at most 2^-18.
+With 4 terms the left operand is split in two and the right one in three. Rounding to nearest leaves
+|middle| <= 2^-9 and |low| <= 2^-18 of a value, so that the omitted terms (low * high and
+middle * middle) are at most 2^-17 of each product, of either sign. If the left operand is exact in
+two bf16 values, only middle * middle is omitted; if it is bf16, nothing is. With 3 terms both
+operands are split in two: a product with a bf16 value on one side has an error of at most 2^-18.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-# Triton's interpreter, the kernels' test bed without a GPU, multiplies bf16 tiles and converts
-# booleans to bf16 by their bit patterns; there both go through float32.
+# Triton's interpreter, which runs the kernels' tests without a GPU, multiplies bf16 tiles and
+# converts booleans to bf16 by their bit patterns, which is wrong. There both go through float32.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """How `dot_as` multiplies rows and weights of a dtype: float32 as torch's own products do.
+    """Return the input_precision with which `dot_with_precision` multiplies operands of a dtype.
 
-    By default those keep float32's accuracy, and tf32x3 does at three times the work; a user who
-    lets them round to tf32 (`torch.set_float32_matmul_precision("high")`) lets these as well. 16
-    bits are multiplied as they are, whatever the setting, so that it compiles nothing anew.
+    float32 follows torch's setting for its own GEMMs. By default these have float32 accuracy, as
+    tf32x3 has at three times the work of tf32; a user who allows tf32 there
+    (`torch.set_float32_matmul_precision("high")`) gets it here too. 16-bit operands ignore the
+    setting, so that changing it does not recompile their kernels.
     """
     if dtype != torch.float32:
         return "ieee"
-    # Not torch.get_float32_matmul_precision(): it raises where this newer setting was used.
+    # torch.get_float32_matmul_precision() raises if the user has set this newer attribute.
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
 
 @triton.jit
-def dot(left, right, total):
-    """total + left @ right, left and right of the same dtype."""
-    return dot_as(left, right, total, "ieee")
+def dot(left, right, acc):
+    """Return acc + left @ right for left and right of the same dtype."""
+    return dot_with_precision(left, right, acc, "ieee")
 
 
 @triton.jit
-def dot_as(left, right, total, PRECISION: tl.constexpr):
-    """`dot`, where `dot_precision` says how float32 is multiplied."""
+def dot_with_precision(left, right, acc, PRECISION: tl.constexpr):
+    """Return acc + left @ right; PRECISION, of `dot_precision`, applies to float32 operands."""
     if INTERPRETED:
         left, right = left.to(tl.float32), right.to(tl.float32)
-    return tl.dot(left, right, total, input_precision=PRECISION)
+    return tl.dot(left, right, acc, input_precision=PRECISION)
 
 
 @triton.jit
-def lone_dot(left, right):
-    """left @ right of bf16, rounded to float32 before anything is added to it.
+def dot_without_acc(left, right):
+    """Return left @ right of bf16 operands, which the compiler does not fuse with a later addition.
 
-    The compiler would make `total + dot` one product that the matrix units add to `total`,
-    truncating. Where it must mind inexact sums it does not; only 8-bit numbers have these.
+    It would turn `acc + tl.dot(...)` into an MMA that accumulates into acc, truncating. It does not
+    where max_num_imprecise_acc limits inexact accumulation, an option that otherwise only affects
+    8-bit operands.
     """
     if INTERPRETED:
         left, right = left.to(tl.float32), right.to(tl.float32)
@@ -62,8 +65,8 @@ def lone_dot(left, right):
 
 
 @triton.jit
-def as_number(condition, dtype: tl.constexpr):
-    """1 where true, 0 elsewhere."""
+def mask_to_dtype(condition, dtype: tl.constexpr):
+    """Return 1 where the condition is true and 0 elsewhere, as `dtype`."""
     if INTERPRETED:
         number = condition.to(tl.float32).to(dtype)
     else:
@@ -72,37 +75,40 @@ def as_number(condition, dtype: tl.constexpr):
 
 
 @triton.jit
-def as_bf16(value):
-    """The nearest bf16 number, still float32 (halves go up): cheaper than converting and back."""
+def round_to_bf16(value):
+    """Round float32 to the nearest bf16 value, kept as float32; ties round away from zero.
+
+    This is cheaper than converting to bf16 and back.
+    """
     bits = value.to(tl.int32, bitcast=True)
     return ((bits + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def dot_in_two(left, value, total):
-    """total + left @ value for bf16 left and float32 values cut into two: 2^-18 a term."""
-    high = as_bf16(value)
+def dot_bf16x2(left, value, acc):
+    """Return acc + left @ value, left bf16, value float32 as a bf16x2 split: error 2^-18 a term."""
+    high = round_to_bf16(value)
     low = (value - high).to(tl.bfloat16)
-    return dot(left, high.to(tl.bfloat16), dot(left, low, total))
+    return dot(left, high.to(tl.bfloat16), dot(left, low, acc))
 
 
 @triton.jit
-def in_three(value):
-    """Three bf16 numbers that sum to a float32 one."""
-    high = as_bf16(value)
-    middle = as_bf16(value - high)
+def split_bf16x3(value):
+    """Split float32 value in three bf16 values (high, middle, low) that sum to it: bf16x3."""
+    high = round_to_bf16(value)
+    middle = round_to_bf16(value - high)
     low = (value - high) - middle
     return high.to(tl.bfloat16), middle.to(tl.bfloat16), low.to(tl.bfloat16)
 
 
 @triton.jit
-def pieces(value, IS_BF16: tl.constexpr):
-    """`in_three`; where every value is a bf16 number already the last two are not for use."""
+def split_bf16(value, IS_BF16: tl.constexpr):
+    """Return the bf16x3 split of value; if IS_BF16, value is exact in `high`: ignore the others."""
     if IS_BF16:
         high = value.to(tl.bfloat16)
         middle, low = high, high
     else:
-        high, middle, low = in_three(value)
+        high, middle, low = split_bf16x3(value)
     return high, middle, low
 
 
@@ -111,19 +117,22 @@ def accurate_dot(
     left_high, left_middle, left_low, right_high, right_middle, right_low,
     LEFT_IS_BF16: tl.constexpr, RIGHT_IS_BF16: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
-    """left @ right of tiles cut by `pieces`."""
-    total = tl.zeros((left_high.shape[0], right_high.shape[1]), dtype=tl.float32)
+    """Return left @ right in float32 from the results of `split_bf16`, with 3, 4 or 6 terms.
+
+    An operand that IS_BF16 has only its `high`, so that the terms with its others are omitted.
+    """
+    acc = tl.zeros((left_high.shape[0], right_high.shape[1]), dtype=tl.float32)
     if TERMS == 6 and not LEFT_IS_BF16:
-        total = dot(left_low, right_high, total)
+        acc = dot(left_low, right_high, acc)
     if TERMS >= 4 and not RIGHT_IS_BF16:
-        total = dot(left_high, right_low, total)
+        acc = dot(left_high, right_low, acc)
     if TERMS == 6 and not (LEFT_IS_BF16 or RIGHT_IS_BF16):
-        total = dot(left_middle, right_middle, total)
+        acc = dot(left_middle, right_middle, acc)
     if not LEFT_IS_BF16:
-        total = dot(left_middle, right_high, total)
+        acc = dot(left_middle, right_high, acc)
     if not RIGHT_IS_BF16:
-        total = dot(left_high, right_middle, total)
+        acc = dot(left_high, right_middle, acc)
     if LEFT_IS_BF16 and RIGHT_IS_BF16:
-        # One product of several tiles is no chain: told so, or the sum of tiles goes into it.
-        return lone_dot(left_high, right_high)
-    return dot(left_high, right_high, total)
+        # A single MMA: keep the compiler from fusing the caller's sum over tiles into it.
+        return dot_without_acc(left_high, right_high)
+    return dot(left_high, right_high, acc)

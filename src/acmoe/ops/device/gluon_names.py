@@ -1,7 +1,8 @@
-"""Functions of Gluon that go by another name in another version of Triton.
+"""One name for each Gluon function whose name differs between versions of Triton.
 
-With these names 3.6 and 3.7 compile every kernel in Gluon, 3.9 all but attention's forward: it sees
-no memory as both padded and not (attention_strip.py). What may run is in hopper.py.
+With these names Triton 3.6 and 3.7 compile every Gluon kernel of this library, and 3.9 all but
+attention's forward, because it cannot reinterpret shared memory between a padded and a plain layout
+(attention/hopper/staging.py). hopper.py decides which versions may run them.
 """
 
 from types import ModuleType
@@ -13,23 +14,25 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 
-def _named(module: ModuleType, *names: str) -> Any:
+def _first_attr(module: ModuleType, *names: str) -> Any:
+    """Return the first of these attributes that the module has."""
     return next(getattr(module, name) for name in names if hasattr(module, name))
 
 
-# The newer name first: the older one may be left as a function that raises.
-load_tile = _named(tma, "async_load", "async_copy_global_to_shared")
-store_tile = _named(tma, "async_store", "async_copy_shared_to_global")
-load_rows = _named(async_copy, "async_load", "async_copy_global_to_shared")  # 4 to 16 bytes each
-thread_barrier = _named(gl, "barrier", "thread_barrier")
+# The newer name comes first: the older one may still exist as a function that raises.
+load_tile = _first_attr(tma, "async_load", "async_copy_global_to_shared")
+store_tile = _first_attr(tma, "async_store", "async_copy_shared_to_global")
+# cp.async, which copies 4 to 16 bytes per thread
+load_rows = _first_attr(async_copy, "async_load", "async_copy_global_to_shared")
+thread_barrier = _first_attr(gl, "barrier", "thread_barrier")
 
-_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+_HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 @gluon.jit
-def seen_as(buffer, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    """The same shared memory, as numbers of another type in another layout."""
-    if _PUBLIC:
+def reinterpret(buffer, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    """Return a view of the same shared memory with another dtype, shape and layout."""
+    if _HAS_REINTERPRET:
         return buffer.reinterpret(dtype, shape, layout)
     else:
         return buffer._reinterpret(dtype, shape, layout)

@@ -1,26 +1,26 @@
-"""Whether kernels in Gluon, Triton's lower language, can run: ours are written for Hopper."""
+"""Decide whether the Hopper kernels, written in Gluon (Triton's low-level language), can run."""
 
 import torch
 import triton
 
-from acmoe.config.environment import gluon_wanted
+from acmoe.config.environment import gluon_requested
 
-_RUN = ("3.6.",)  # versions of Triton whose kernels have run on a card
-_COMPILED = ("3.7.",)  # and that compile them to nearly the same instructions
+_RUN_VERSIONS = ("3.6.",)  # versions of Triton with which the kernels have run on a GPU
+_COMPILED_VERSIONS = ("3.7.",)  # versions that compile them to nearly the same instructions
 
 
-def gluon_obstacle(device: torch.device) -> str | None:
-    """What keeps this machine from them; None: nothing."""
-    wanted = gluon_wanted()
+def gluon_unsupported(device: torch.device) -> str | None:
+    """Return the reason why Gluon kernels cannot run on this device, or None if they can."""
+    wanted = gluon_requested()
     if device.type != "cuda" or torch.version.hip is not None:
         return f"its kernels need a CUDA device, not {torch.version.hip or device.type}"
     if wanted == "never":
         return "ACMOE_GLUON=never turns its kernels off"
     if torch.cuda.get_device_capability(device)[0] != 9:
         return "its kernels are for compute capability 9"
-    if triton.__version__.startswith(_RUN):
+    if triton.__version__.startswith(_RUN_VERSIONS):
         return None
-    if not triton.__version__.startswith(_COMPILED):
+    if not triton.__version__.startswith(_COMPILED_VERSIONS):
         return f"its kernels are written for triton 3.6, not {triton.__version__}"
     if wanted == "try":
         return None

@@ -1,26 +1,28 @@
-"""What the programs of a launch left behind, added up in a fixed order.
+"""Add up the partial results that the programs of a launch wrote: out[g] (M,) = sum of (N, M).
 
-Floor: G N M float32 read.
-
-G sums of N parts each, of M numbers.
+partial (G, N, M) float32 holds G reductions over N partial vectors of M columns. A program adds up
+all N partials of BM columns of one g, in a fixed order, so that equal inputs give equal bits (no
+atomics). It reads G * N * M float32, the lower bound.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-STEP = 2048  # numbers of a program's step, or more where so many parts make it more
-COLUMNS = 8  # at least: 32 bytes, what memory is read in
-_MOST_ROWS = 1024  # parts a step: a long sum is a few waits for memory, not one for each 128 parts
+STEP = 2048  # elements that a program loads at a time, unless many partials need more
+COLUMNS = 8  # the least columns of a program: 32 bytes, a sector of memory
+# Partials loaded at a time: a long sum waits for memory a few times, not once for each 128
+# partials.
+_MAX_ROWS = 1024
 
 
-def totals(partial_GNM: Tensor) -> tuple[Tensor, ...]:
-    """G tensors (M,), each with memory of its own. G is 1 or 2."""
+def reduce_partials(partial_GNM: Tensor) -> tuple[Tensor, ...]:
+    """Return the G sums (M,) of partial (G, N, M), each in a tensor of its own; G is 1 or 2."""
     G, N, M = partial_GNM.shape
-    rows = min(_MOST_ROWS, max(16, triton.next_power_of_2(N)))
+    rows = min(_MAX_ROWS, max(16, triton.next_power_of_2(N)))
     columns = max(COLUMNS, STEP // rows)
     out = [partial_GNM.new_empty(M) for _ in range(G)]
-    _total_kernel[(triton.cdiv(M, columns), G)](
+    _reduce_kernel[(triton.cdiv(M, columns), G)](
         *(partial_GNM, out[0], out[-1], N, M),
         BN=rows,
         BM=columns,
@@ -30,16 +32,17 @@ def totals(partial_GNM: Tensor) -> tuple[Tensor, ...]:
 
 
 @triton.jit
-def _total_kernel(
+def _reduce_kernel(
     partial_ptr, first_ptr, second_ptr, N, M, BN: tl.constexpr, BM: tl.constexpr
 ):  # fmt: skip
+    """Write to first_ptr, or for g = 1 to second_ptr, the sum over N of columns m of partial[g]."""
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     partial_ptr += tl.program_id(1).to(tl.int64) * N * M
-    total = tl.zeros((BN, BM), dtype=tl.float32)
+    acc = tl.zeros((BN, BM), dtype=tl.float32)
     for start in range(0, N, BN):
         n = start + tl.arange(0, BN)
-        known = (n[:, None] < N) & (m[None, :] < M)
+        mask = (n[:, None] < N) & (m[None, :] < M)
         at = n.to(tl.int64)[:, None] * M + m[None, :]
-        total += tl.load(partial_ptr + at, mask=known, other=0.0)
+        acc += tl.load(partial_ptr + at, mask=mask, other=0.0)
     out_ptr = first_ptr if tl.program_id(1) == 0 else second_ptr
-    tl.store(out_ptr + m, tl.sum(total, axis=0), mask=m < M)
+    tl.store(out_ptr + m, tl.sum(acc, axis=0), mask=m < M)

@@ -1,4 +1,25 @@
-"""Block sizes: a table of what was measured, and a rule for shapes that were not."""
+"""Block sizes and pipeline settings of the expert GEMMs: a table of measurements, and defaults.
+
+The six grouped GEMMs of a layer are named
+    up            h = x @ up^T                 (N, W)
+    down          y = a @ down^T               (N, D)
+    hidden        da = grad @ down             (N, F)
+    down_weight   grad^T a                     (E, D, F)
+    up_weight     dh^T x                       (E, W, D)
+    input         dx = dh @ up                 (N, D)
+for N rows sorted by expert, D features, F hidden units, W = 2F for swiglu, else F, E experts.
+
+The keys of the JSON table are "NAME/D/F/E". There are three kinds of rows:
+    "up/..."         `Blocks` of the Triton kernel: [m, n, k, num_warps, num_stages, tma, splits,
+                     persistent], the last three optional
+    "ring_down/..."  `PipelineConfig` of the Hopper kernel, a GEMM with a multistage TMA pipeline:
+                     [form, stages, buffers, lead, gathers], the last three optional; null where
+                     that kernel was not faster. The form "turns" is a ping-pong schedule: each of
+                     two consumer warpgroups computes tiles of its own. The form "together" is a
+                     cooperative schedule: each computes half of every tile.
+    "copy/..."       [forward, backward]: true where tokens are copied into sorted rows before the
+                     GEMMs instead of being gathered by them
+"""
 
 import functools
 import json
@@ -12,56 +33,62 @@ from acmoe.errors import UserError
 
 TABLE = Path(__file__).with_name("tuned.json")
 
-# A product whose gathered operand was copied into rows first, so that the copy engine reads both,
-# is faster, by 12% in an early form (H200, olmoe: 657 against 577 TFLOP/s). Of 2 N D W operations
-# at 600 TFLOP/s that saves N D W * 4e-16 seconds; the copy writes 2 N D bytes and reads the tokens
-# once, a little over N D * 5e-13 seconds at 4 TB/s. They meet at a width of W = 1250. Measured, the
-# backward gains at W = 1536 and 2048 (qwen30b, olmoe) and loses at 512 (fine); a forward product
-# gathers at little cost now (3.71 against 3.6 ms at olmoe) and does not earn its copy there. For
-# widths that were not measured the rule is on the safe side.
+# A GEMM is faster if its gathered operand is first copied into sorted rows, because TMA can then
+# load both operands: by 12% in an early version (H200, olmoe: 657 against 577 TFLOP/s). For 2 N D W
+# operations at 600 TFLOP/s this saves N D W * 4e-16 seconds. The copy writes 2 N D bytes and reads
+# the tokens once, a little over N D * 5e-13 seconds at 4 TB/s. Both are equal at W = 1250. As
+# measured, the backward gains at W = 1536 and 2048 (qwen30b, olmoe) and loses at 512 (fine);
+# gathering in the forward now costs little (3.71 against 3.6 ms at olmoe), less than a copy. The
+# default for widths that were not measured is conservative.
 COPY_WIDTH = 4096
 
 
 def copies_rows(dim: int, hidden: int, experts: int, width: int, *, backward: bool = False) -> bool:
-    """Whether experts of this width, W, read copied rows instead of gathering tokens."""
+    """Return True if experts of this width W read copied rows instead of gathering tokens."""
     measured = _table().get(key("copy", dim, hidden, experts))
     return width >= COPY_WIDTH if measured is None else bool(measured[backward])
 
 
 class Blocks(NamedTuple):
+    """Block sizes and launch options of a Triton GEMM kernel."""
+
     m: int
     n: int
     k: int
     num_warps: int
     num_stages: int
-    tma: bool = False  # tiles by the copy engine; needs rows of a multiple of 16 bytes
-    splits: int = 0  # of an expert's rows in a weight gradient; 0: as many as fill the chip
-    persistent: int = 0  # programs a multiprocessor, each of many tiles; 0: a program a tile
+    tma: bool = False  # load tiles by TMA; needs rows of a multiple of 16 bytes
+    splits: int = 0  # split-K factor of a weight gradient; 0: as many as fill the GPU
+    persistent: int = 0  # programs a multiprocessor of a persistent launch; 0: one program a tile
 
 
-PRODUCTS = ("up", "down", "hidden", "down_weight", "up_weight", "input")
-BY_ROWS, BY_WEIGHTS = ("hidden", "down", "input"), ("down_weight", "up_weight")  # by a ring
-RING_HEIGHT = 128  # rows of a tile
-RING_DEPTH = 64  # of a block along the inner dimension
+GEMMS = ("up", "down", "hidden", "down_weight", "up_weight", "input")
+# GEMMs that have a Hopper kernel with a multistage TMA pipeline: those with one output row for each
+# routed row, and the weight gradients.
+ROW_GEMMS, WEIGHT_GEMMS = ("hidden", "down", "input"), ("down_weight", "up_weight")
+PIPELINE_BM = 128  # BM of these kernels: rows of a tile
+PIPELINE_BK = 64  # BK of these kernels: the inner dimension of a pipeline stage
 
 
-class Ring(NamedTuple):
-    """How a product by a ring of shared memory runs (ops/experts/hopper/pipeline.py)."""
+class PipelineConfig(NamedTuple):
+    """Settings of a Hopper GEMM with a multistage TMA pipeline (ops/experts/hopper/pipeline.py)."""
 
-    form: str  # "turns": each group of warps its own tile; "together": both halves of one
-    stages: int  # blocks in the ring
-    buffers: int = 0  # of h, fetched behind a product in turns
-    lead: int = 0  # blocks by which the second of the groups together starts later
-    gathers: bool = False  # tokens, in a weight's gradient, where that costs less than a copy
+    form: str  # "turns": ping-pong, one tile a consumer; "together": cooperative, half a tile each
+    stages: int  # pipeline stages
+    buffers: int = 0  # shared-memory buffers for panels of h in the epilogue of "hidden"
+    lead: int = 0  # K blocks by which the second cooperative consumer starts later
+    gathers: bool = False  # a weight gradient gathers tokens, where that costs less than a copy
 
     @property
     def columns(self) -> int:
+        """Return BN, the columns of a tile."""
         return 256 if self.form == "together" else 128
 
 
-# Less than product and activation apart took wherever that was measured: 9% less at mixtral, where
-# the table has a better one, 21% at qwen30b, 25% at olmoe (H200).
-_HIDDEN_RING = Ring("turns", 5, 2)
+# The default for "hidden". It took less time than GEMM and activation apart wherever that was
+# measured: 9% less at mixtral, where the table has a better one, 21% at qwen30b, 25% at olmoe
+# (H200).
+_HIDDEN_PIPELINE = PipelineConfig("turns", 5, 2)
 
 
 Table = dict[str, list[Any] | None]
@@ -69,34 +96,33 @@ Table = dict[str, list[Any] | None]
 
 @functools.cache
 def _table() -> Table:
-    """ "kernel/dim/hidden/experts" -> blocks, written by `acmoe bench tune` on an H200.
+    """Return the package's table with the rows of the user's own table, which take precedence.
 
-    "ring_kernel/dim/hidden/experts" -> the ring that was faster, which may gather where others read
-    copied rows; null: none was. "copy/dim/hidden/experts" -> [whether rows are copied in the
-    forward, in the backward], where that was measured by hand. Rows of one's own come first.
+    `acmoe bench tune` wrote the package's on an H200, except for the "copy" rows, which were
+    measured by hand.
     """
-    return read_table(TABLE) | own_table()
+    return read_table(TABLE) | user_table()
 
 
 @functools.cache
-def own_table() -> Table:
-    """Of the file that ACMOE_TUNED names."""
-    own = os.environ.get("ACMOE_TUNED")
-    if own and not Path(own).exists():
+def user_table() -> Table:
+    """Return the rows of the file that ACMOE_TUNED names; none if it is not set."""
+    path = os.environ.get("ACMOE_TUNED")
+    if path and not Path(path).exists():
         raise UserError(
-            f"ACMOE_TUNED={own} does not exist; `acmoe bench tune --table {own}` writes it"
+            f"ACMOE_TUNED={path} does not exist; `acmoe bench tune --table {path}` writes it"
         )
-    return read_table(Path(own)) if own else {}
+    return read_table(Path(path)) if path else {}
 
 
-def forget() -> None:
-    """Read the tables anew."""
+def clear_cache() -> None:
+    """Clear the caches, so that the tables are read again."""
     _table.cache_clear()
-    own_table.cache_clear()
+    user_table.cache_clear()
 
 
 def read_table(path: Path) -> Table:
-    """The rows of a table; a file that is not there has none."""
+    """Return the checked rows of a table; none if the file does not exist."""
     try:
         found = json.loads(path.read_text()) if path.exists() else {}
     except (OSError, ValueError) as error:
@@ -110,63 +136,73 @@ def read_table(path: Path) -> Table:
 
 
 def _is_row(name: str, row: Any) -> bool:
+    """Return True if the row has the format that the module's docstring gives for its name."""
     kernel, *sizes = name.split("/")
     if len(sizes) != 3 or not all(size.isdecimal() for size in sizes):
         return False
-    product = kernel.removeprefix("ring_")
-    if product != kernel:
-        return product in (*BY_ROWS, *BY_WEIGHTS) and (row is None or _is_ring(product, row))
+    gemm = kernel.removeprefix("ring_")
+    if gemm != kernel:
+        return gemm in (*ROW_GEMMS, *WEIGHT_GEMMS) and (row is None or _is_pipeline(gemm, row))
     if kernel == "copy":
         return isinstance(row, list) and len(row) == 2 and {*map(type, row)} == {bool}
-    return kernel in PRODUCTS and _is_blocks(row)
+    return kernel in GEMMS and _is_blocks(row)
 
 
 def _is_blocks(row: Any) -> bool:
+    """Return True if the row is a valid `Blocks`."""
     if not isinstance(row, list) or not 5 <= len(row) <= len(Blocks._fields):
         return False
-    one = Blocks(*row)
-    counts = (*one[:5], one.splits, one.persistent)
-    if type(one.tma) is not bool or any(type(n) is not int or n < 0 for n in counts):
+    blocks = Blocks(*row)
+    counts = (*blocks[:5], blocks.splits, blocks.persistent)
+    if type(blocks.tma) is not bool or any(type(n) is not int or n < 0 for n in counts):
         return False
-    return one.num_stages > 0 and all(n > 0 and n & (n - 1) == 0 for n in one[:4])
+    return blocks.num_stages > 0 and all(n > 0 and n & (n - 1) == 0 for n in blocks[:4])
 
 
-def _is_ring(product: str, row: Any) -> bool:
-    """Forms that exist; whether one fits a shape is ring_choice.py's question."""
-    if not isinstance(row, list) or not 2 <= len(row) <= len(Ring._fields):
+def _is_pipeline(gemm: str, row: Any) -> bool:
+    """Return True if the row is a valid `PipelineConfig`; hopper/choice.py checks if it fits the
+    shape."""
+    if not isinstance(row, list) or not 2 <= len(row) <= len(PipelineConfig._fields):
         return False
-    one = Ring(*row)
-    if type(one.gathers) is not bool or any(type(n) is not int or n < 0 for n in one[1:4]):
+    settings = PipelineConfig(*row)
+    if type(settings.gathers) is not bool or any(
+        type(n) is not int or n < 0 for n in settings[1:4]
+    ):
         return False
     forms = {"hidden": ("turns",), "down": ("turns", "together"), "input": ("turns", "together")}
-    buffered = one.buffers > 0 or product != "hidden"
-    return one.form in forms.get(product, ("together",)) and one.stages > 1 and buffered
+    buffered = settings.buffers > 0 or gemm != "hidden"
+    return settings.form in forms.get(gemm, ("together",)) and settings.stages > 1 and buffered
 
 
 @functools.cache
-def has_room() -> bool:
-    """The table's blocks fill the 227 KiB of shared memory that a multiprocessor of an H100, H200
-    or B200 gives a program; others have less."""
+def has_shared_memory() -> bool:
+    """Return True if a program has 227 KiB of shared memory, which the table's blocks fill.
+
+    It has on H100, H200 and B200; other GPUs have less.
+    """
     return not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] in (9, 10)
 
 
 def key(kernel: str, dim: int, hidden: int, experts: int) -> str:
+    """Return the table's key of a GEMM and a shape."""
     return f"{kernel}/{dim}/{hidden}/{experts}"
 
 
-# The tuner's candidate, by kernel.
+# The candidates that the tuner is trying, by GEMM; they take precedence over the tables.
 OVERRIDE: dict[str, Blocks] = {}
-RING_OVERRIDE: dict[str, Ring | None] = {}
+PIPELINE_OVERRIDE: dict[str, PipelineConfig | None] = {}
 
 
 def blocks_for(kernel: str, dim: int, hidden: int, experts: int, dtype: torch.dtype) -> Blocks:
+    """Return the block sizes of a Triton GEMM: the table's, or a default."""
     if kernel in OVERRIDE:
         return OVERRIDE[kernel]
     wide = dtype.itemsize > 2  # float32 tiles take twice the shared memory
     name = key(kernel, dim, hidden, experts)
     found = _table().get(name)
-    # What somebody has measured on a card of their own is for that card.
-    if found is not None and not wide and (name in own_table() or has_room()):
+    # A row of the user's own table was measured on their GPU, so it needs no check of
+    # has_shared_memory.
+    if found is not None and not wide and (name in user_table() or has_shared_memory()):
         return Blocks(*found)
     if dim <= 32 or hidden <= 32:
         return Blocks(16, 32, 32, 4, 2)
@@ -175,12 +211,12 @@ def blocks_for(kernel: str, dim: int, hidden: int, experts: int, dtype: torch.dt
     return Blocks(128, 128, 64, 8, 3)
 
 
-def ring_for(kernel: str, dim: int, hidden: int, experts: int) -> Ring | None:
-    """None where a ring was not found faster, or not tried."""
-    if kernel in RING_OVERRIDE:
-        return RING_OVERRIDE[kernel]
+def pipeline_for(kernel: str, dim: int, hidden: int, experts: int) -> PipelineConfig | None:
+    """Return the settings of a Hopper GEMM, or None where it was not faster, or not tried."""
+    if kernel in PIPELINE_OVERRIDE:
+        return PIPELINE_OVERRIDE[kernel]
     name, table = key(f"ring_{kernel}", dim, hidden, experts), _table()
     if name not in table:
-        return _HIDDEN_RING if kernel == "hidden" else None
+        return _HIDDEN_PIPELINE if kernel == "hidden" else None
     found = table[name]
-    return None if found is None else Ring(*found)
+    return None if found is None else PipelineConfig(*found)

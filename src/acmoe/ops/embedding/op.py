@@ -1,8 +1,9 @@
-"""Rows of a table looked up by word, with a gradient that is the same in every run.
+"""Embedding lookup whose gradient is deterministic on a GPU.
 
-A table's gradient is a sum of rows that share a word. Torch's adds them on a GPU as threads happen
-to arrive: in training by equal seeds this one gradient differed in its last bits, and after some
-steps everything did. Here rows are sorted by word, stably, and each run is summed in its order.
+The gradient of the embedding matrix (V, D) sums the upstream rows (T, D) that share a word. On a
+GPU PyTorch adds them with atomics, in arrival order: with equal seeds this one gradient differed in
+its last bits between runs, and after some steps all weights did. Here a stable sort orders the rows
+by word, and each word's rows are summed in that order.
 
 T rows looked up, V words, D features.
 """
@@ -13,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812, the customary name
 
-from acmoe.ops.dispatch import Option, choose, requested, triton_obstacle
+from acmoe.ops.dispatch import op, triton_unsupported
 
 
 class Embedding(nn.Embedding):
-    """`nn.Embedding`, whose gradient is repeatable on a GPU too; its parameter is the same."""
+    """`nn.Embedding` with a gradient that is deterministic on a GPU; same parameter."""
 
     def __init__(self, num_words: int, dim: int) -> None:
         super().__init__(num_words, dim)
@@ -26,24 +27,22 @@ class Embedding(nn.Embedding):
         return embedding(ids, self.weight)
 
 
+@op
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
-    """weight[ids]: (..., D) of a table (V, D).
+    """Return weight[ids]: (..., D) for a weight of (V, D).
 
     >>> embedding(torch.tensor([2, 0]), torch.tensor([[1.0], [2.0], [3.0]]))
     tensor([[3.],
             [1.]])
     """
-    options = (Option("triton", embedding_obstacle(weight)), Option("torch", None))
-    if choose("embedding", options) == "torch":
-        return F.embedding(ids, weight)
+    return F.embedding(ids, weight)
+
+
+@embedding.register("triton", unsupported=lambda weight: triton_unsupported(weight, on_cpu=False))
+def _embedding_triton(ids: Tensor, weight: Tensor) -> Tensor:
+    """Return weight[ids], with a gradient that is summed in a fixed order."""
     found: Tensor = _embedding(ids, weight)
     return found
-
-
-def embedding_obstacle(weight: Tensor) -> str | None:
-    if not weight.is_cuda and requested() != "triton":
-        return "a CPU sums in order anyway"
-    return triton_obstacle(weight)
 
 
 @torch.library.custom_op("acmoe::embedding", mutates_args=())
@@ -58,10 +57,10 @@ def _(ids: Tensor, weight: Tensor) -> Tensor:
 
 @torch.library.custom_op("acmoe::sum_by_word", mutates_args=())
 def sum_by_word(rows: Tensor, ids: Tensor, num_words: int) -> Tensor:
-    """(V, D): of each word the sum of the rows (..., D) whose id it is, added in float32."""
+    """Return (V, D): for each word the float32 sum of the rows (..., D) with its id."""
     from acmoe.ops.embedding.triton.embedding import sum_sorted_rows
 
-    # int32: the passes of a radix sort go by the bytes of its keys.
+    # int32 keys: a radix sort takes one pass per byte of its keys.
     word_T, order_T = ids.reshape(-1).int().sort(stable=True)
     rows_TD = rows.reshape(-1, rows.shape[-1]).contiguous()
     return sum_sorted_rows(rows_TD, word_T, order_T, num_words)

@@ -1,11 +1,17 @@
-"""The experts of a whole layer as one function of tokens, weights, gate and order.
+"""The experts of a layer (`expert_mlp`) by Triton and Hopper kernels, with their gradient.
 
-The reference is experts/mlp.py; this is the same function by Triton kernels, with the gather, the
-activation, the gate and the combine fused in. A custom op, so `torch.compile(fullgraph=True)` sees
-one call; eager calls go past the dispatcher, whose outputs autograd would copy into .grad (0.4 ms
-of 19 at olmoe). Only h, before the activation, is kept for backward, where there will be one, and
-backward writes its gradient over it: a second backward through a retained graph raises. Compiled,
-it has a buffer of its own: a graph may not write over what another left it, and would copy h.
+The kernels fuse the gather, the activation, the gate and the combine into the GEMMs; reference.py
+defines the result. `torch.compile(fullgraph=True)` sees one custom op. Eager calls use an
+autograd.Function instead, because autograd would copy the outputs of a custom op into .grad (0.4 ms
+of 19 at olmoe, a shape of lab/bench/shapes.py).
+
+Only h, the hidden units before the activation, is saved for backward, and only if a backward can
+follow. Eager backward overwrites h with its gradient, so a second backward through a retained graph
+raises. Compiled backward allocates a buffer for the gradient: a compiled graph may not overwrite
+its inputs and would copy h first.
+
+T tokens, K experts per token, N = T * K rows sorted by expert, D features, F hidden units, W = F
+(or 2F for swiglu), E experts.
 """
 
 from collections.abc import Sequence
@@ -21,9 +27,9 @@ def _forward(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     gate: Tensor,
-    order: Tensor,
-    back: Tensor,
-    end: Tensor,
+    permutation: Tensor,
+    inverse: Tensor,
+    offsets: Tensor,
     expert: Tensor,
     seed: Tensor,
     act: str,
@@ -32,24 +38,25 @@ def _forward(
     given_up: Tensor,
     given_down: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """(T, D) outputs, and h (N, W) for backward; no rows of it unless to keep.
+    """Return the outputs (T, D), and h (N, W) for backward if `keep`, else h without rows.
 
-    The given weights are not read: they take the gradients of up and down, both in the precision of
-    the first.
+    up and down are in the dtype of x. given_up and given_down are the parameters they were cast
+    from; their values are not read, but autograd sends the weight gradients to them, in the dtype
+    of given_up.
     """
     from acmoe.ops.experts.hopper.choice import gathers, run_rows
     from acmoe.ops.experts.triton.launch import run_up
     from acmoe.ops.experts.triton.sizes import sizes_of
     from acmoe.ops.experts.triton.tiles import Plan
-    from acmoe.ops.experts.triton.tokens import run_combine, source_of
+    from acmoe.ops.experts.triton.tokens import row_operand, run_combine
 
     size = sizes_of(x, down, gate, act)
-    plan = Plan(order, end, size.top_k)
-    tokens = source_of(x, back, size, gather=gathers("up", size, x.dtype, x.device))
+    plan = Plan(permutation, offsets, size.top_k)
+    tokens = row_operand(x, inverse, size, gather=gathers("up", size, x.dtype, x.device))
     h, a = run_up(tokens, up, up_bias, plan, size, dropout, seed, keep=keep)
-    del tokens  # maybe a copy
+    del tokens  # may be a sorted copy of x: free it
     y = run_rows("down", a, down, down_bias, plan, size)
-    return run_combine(y, gate, back, end, size.tokens), h
+    return run_combine(y, gate, inverse, offsets, size.tokens), h
 
 
 def _gradients(
@@ -60,9 +67,9 @@ def _gradients(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     gate: Tensor,
-    order: Tensor,
-    back: Tensor,
-    end: Tensor,
+    permutation: Tensor,
+    inverse: Tensor,
+    offsets: Tensor,
     expert: Tensor,
     seed: Tensor,
     h: Tensor,
@@ -71,35 +78,38 @@ def _gradients(
     dropout: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of x, up, down, the biases (no columns where there is none) and gate. dh is room, or h.
+    """Return the gradients of x, up, down, up_bias, down_bias and gate.
 
-    dtype: of the second and third.
+    A bias that is None has a gradient of 0 columns. dh is the buffer for the gradient of h; it may
+    be h itself. dtype is that of the gradients of up and down.
     """
     from acmoe.ops.experts.hopper.choice import gathers, run_hidden, run_rows, run_weight
-    from acmoe.ops.experts.triton.launch import run_finish
+    from acmoe.ops.experts.triton.launch import run_reduce_partials
     from acmoe.ops.experts.triton.sizes import Sums, sizes_of
     from acmoe.ops.experts.triton.tiles import Plan
-    from acmoe.ops.experts.triton.tokens import run_combine, source_of
+    from acmoe.ops.experts.triton.tokens import row_operand, run_combine
 
     size = sizes_of(x, down, gate, act)
-    plan = Plan(order, end, size.top_k)
-    upstream = source_of(grad, back, size, gather=gathers("hidden", size, x.dtype, x.device))
+    plan = Plan(permutation, offsets, size.top_k)
+    upstream = row_operand(grad, inverse, size, gather=gathers("hidden", size, x.dtype, x.device))
     by_bias = None if down_bias is None else grad @ down_bias.T
     sums = Sums(
         0 if up_bias is None else up_bias.shape[1], 0 if down_bias is None else down_bias.shape[1]
     )
     a, shares = run_hidden(*(upstream, down, h, dh, gate, grad, plan, size, sums, dropout, seed))
-    dgate, d_up_bias, d_down_bias = run_finish(shares, by_bias, expert, plan, size, sums, x.dtype)
+    dgate, d_up_bias, d_down_bias = run_reduce_partials(
+        shares, by_bias, expert, plan, size, sums, x.dtype
+    )
     gather = "p" if upstream.gather else "none"
     d_down = run_weight("down_weight", upstream.values, a, plan, size, gather=gather, dtype=dtype)
-    del a, upstream  # freed before the next large ones
+    del a, upstream  # free them before the next large allocation
     gathered = gathers("up_weight", size, x.dtype, x.device, result=dtype)
-    tokens = source_of(x, back, size, gather=gathered)
+    tokens = row_operand(x, inverse, size, gather=gathered)
     gather = "q" if tokens.gather else "none"
     d_up = run_weight("up_weight", dh, tokens.values, plan, size, gather=gather, dtype=dtype)
     del tokens
     dx_rows = run_rows("input", dh, up, None, plan, size, across=True)
-    dx = run_combine(dx_rows, None, back, end, size.tokens)
+    dx = run_combine(dx_rows, None, inverse, offsets, size.tokens)
     return dx, d_up, d_down, d_up_bias, d_down_bias, dgate.to(gate.dtype)
 
 
@@ -125,7 +135,7 @@ class _Eager(torch.autograd.Function):
 def _aligned(
     found: tuple[Tensor, ...], tensors: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """One gradient, or None, for each argument of `_forward`."""
+    """Return a gradient, or None, for each argument of `_forward`."""
     dx, d_up, d_down, d_up_bias, d_down_bias, d_gate = found
     up_bias, down_bias = tensors[3], tensors[4]
     return (
@@ -144,9 +154,9 @@ def _expert_mlp(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     gate: Tensor,
-    order: Tensor,
-    back: Tensor,
-    end: Tensor,
+    permutation: Tensor,
+    inverse: Tensor,
+    offsets: Tensor,
     expert: Tensor,
     seed: Tensor,
     act: str,
@@ -156,14 +166,15 @@ def _expert_mlp(
     given_down: Tensor,
 ) -> tuple[Tensor, Tensor]:
     return _forward(
-        *(x, up, down, up_bias, down_bias, gate, order, back, end, expert, seed, act, dropout),
-        *(keep, given_up, given_down),
+        *(x, up, down, up_bias, down_bias, gate, permutation, inverse, offsets, expert, seed),
+        *(act, dropout, keep, given_up, given_down),
     )
 
 
 @_expert_mlp.register_fake
-def _(x, up, down, ub, db, gate, order, back, end, expert, seed, act, dropout, keep, gu, gd):  # type: ignore[no-untyped-def]
-    return torch.empty_like(x), x.new_empty(order.numel() if keep else 0, up.shape[1])
+def _(x, up, down, up_bias, down_bias, gate, permutation, *rest):  # type: ignore[no-untyped-def]
+    keep = rest[-3]
+    return torch.empty_like(x), x.new_empty(permutation.numel() if keep else 0, up.shape[1])
 
 
 @torch.library.custom_op("acmoe::expert_mlp_backward", mutates_args=())
@@ -175,9 +186,9 @@ def _expert_mlp_backward(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     gate: Tensor,
-    order: Tensor,
-    back: Tensor,
-    end: Tensor,
+    permutation: Tensor,
+    inverse: Tensor,
+    offsets: Tensor,
     expert: Tensor,
     seed: Tensor,
     h: Tensor,
@@ -186,8 +197,8 @@ def _expert_mlp_backward(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     return _gradients(
-        *(grad, x, up, down, up_bias, down_bias, gate, order, back, end, expert, seed, h),
-        *(torch.empty_like(h), act, dropout, dtype),
+        *(grad, x, up, down, up_bias, down_bias, gate, permutation, inverse, offsets, expert),
+        *(seed, h, torch.empty_like(h), act, dropout, dtype),
     )
 
 
@@ -218,38 +229,39 @@ def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
 _expert_mlp.register_autograd(_backward, setup_context=_save)
 
 
-def expert_mlp(
+def fused_expert_mlp(
     x_TD: Tensor,
     up_EWD: Tensor,
     down_EDF: Tensor,
     up_bias_EW: Tensor | None,
     down_bias_ED: Tensor | None,
     gate_TK: Tensor,
-    order_N: Tensor,
-    back_N: Tensor,
-    end_E: Tensor,
+    permutation_N: Tensor,
+    inverse_N: Tensor,
+    offsets_E: Tensor,
     expert_N: Tensor,
     *,
     activation: str,
     dropout: float = 0.0,
 ) -> Tensor:
-    """(T, D): every token through its experts, weighted by its gate.
+    """Return (T, D): the sum of each token's expert outputs, weighted by its gate.
 
-    Products are taken in the tokens' precision; the gradients of up and down come in that of up,
-    and are not rounded to the tokens' before.
+    GEMMs run in the dtype of the tokens. The gradients of up and down have the dtype of up and are
+    not rounded to the tokens' dtype first.
     """
-    # On the device, so that a captured CUDA graph draws new dropout in every replay.
-    seed = end_E  # not read
+    # Drawn on the device, so that a captured CUDA graph draws new dropout in every replay.
+    seed = offsets_E  # a placeholder, not read
     if dropout > 0:
         seed = torch.randint(2**31, (1,), device=x_TD.device)
     weights = [weight.detach().to(x_TD.dtype) for weight in (up_EWD, down_EDF)]
-    numbers = (x_TD, *weights, up_bias_EW, down_bias_ED, gate_TK)
+    tensors = (x_TD, *weights, up_bias_EW, down_bias_ED, gate_TK)
     keep = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in (*numbers, up_EWD, down_EDF)
+        tensor is not None and tensor.requires_grad for tensor in (*tensors, up_EWD, down_EDF)
     )
     arguments = (
-        *(None if tensor is None else tensor.contiguous() for tensor in numbers),
-        *(order_N, back_N, end_E, expert_N, seed, activation, dropout, keep, up_EWD, down_EDF),
+        *(None if tensor is None else tensor.contiguous() for tensor in tensors),
+        *(permutation_N, inverse_N, offsets_E, expert_N, seed),
+        *(activation, dropout, keep, up_EWD, down_EDF),
     )
     out: Tensor
     if torch.compiler.is_compiling():

@@ -1,8 +1,7 @@
-"""One matrix product per expert, over rows sorted by expert.
+"""Grouped GEMM in plain PyTorch: one matmul per expert, over rows sorted by expert.
 
-`grouped_linear` is a custom op, so that `torch.compile(fullgraph=True)` sees one call where the
-reference is a loop whose bounds are data. Each expert's product is an ordinary matmul: no atomics,
-equal inputs give equal bits.
+`grouped_linear` is a custom op, so that `torch.compile(fullgraph=True)` sees one call instead of a
+loop whose bounds depend on data. There are no atomics, so equal inputs give equal bits.
 
 N rows, I features in, O features out, E experts.
 """
@@ -14,10 +13,10 @@ from acmoe.ops.precision import autocast_dtype
 
 
 @torch.library.custom_op("acmoe::grouped_linear", mutates_args=())
-def _grouped_linear(x_NI: Tensor, weight_EOI: Tensor, end_E: Tensor) -> Tensor:
+def _grouped_linear(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
     out_NO = x_NI.new_zeros(x_NI.shape[0], weight_EOI.shape[1])
     start = 0
-    for expert, end in enumerate(end_E.tolist()):
+    for expert, end in enumerate(offsets_E.tolist()):
         if end > start:
             torch.mm(x_NI[start:end], weight_EOI[expert].T, out=out_NO[start:end])
         start = end
@@ -25,16 +24,16 @@ def _grouped_linear(x_NI: Tensor, weight_EOI: Tensor, end_E: Tensor) -> Tensor:
 
 
 @_grouped_linear.register_fake
-def _(x_NI: Tensor, weight_EOI: Tensor, end_E: Tensor) -> Tensor:
+def _(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
     return x_NI.new_empty(x_NI.shape[0], weight_EOI.shape[1])
 
 
 @torch.library.custom_op("acmoe::grouped_outer", mutates_args=())
-def _grouped_outer(grad_NO: Tensor, x_NI: Tensor, end_E: Tensor) -> Tensor:
-    """(E, O, I): the weight gradient, each expert's rows summed."""
-    out_EOI = x_NI.new_zeros(end_E.shape[0], grad_NO.shape[1], x_NI.shape[1])
+def _grouped_outer(grad_NO: Tensor, x_NI: Tensor, offsets_E: Tensor) -> Tensor:
+    """Return the (E, O, I) weight gradient: grad^T @ x over the rows of each expert."""
+    out_EOI = x_NI.new_zeros(offsets_E.shape[0], grad_NO.shape[1], x_NI.shape[1])
     start = 0
-    for expert, end in enumerate(end_E.tolist()):
+    for expert, end in enumerate(offsets_E.tolist()):
         if end > start:
             torch.mm(grad_NO[start:end].T, x_NI[start:end], out=out_EOI[expert])
         start = end
@@ -42,8 +41,8 @@ def _grouped_outer(grad_NO: Tensor, x_NI: Tensor, end_E: Tensor) -> Tensor:
 
 
 @_grouped_outer.register_fake
-def _(grad_NO: Tensor, x_NI: Tensor, end_E: Tensor) -> Tensor:
-    return x_NI.new_empty(end_E.shape[0], grad_NO.shape[1], x_NI.shape[1])
+def _(grad_NO: Tensor, x_NI: Tensor, offsets_E: Tensor) -> Tensor:
+    return x_NI.new_empty(offsets_E.shape[0], grad_NO.shape[1], x_NI.shape[1])
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -51,39 +50,39 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _backward(ctx, grad_NO):  # type: ignore[no-untyped-def]
-    x_NI, weight_EOI, end_E = ctx.saved_tensors
+    x_NI, weight_EOI, offsets_E = ctx.saved_tensors
     grad_NO = grad_NO.contiguous()
     grad_x = grad_weight = None
     if ctx.needs_input_grad[0]:
-        grad_x = _grouped_linear(grad_NO, weight_EOI.mT, end_E)
+        grad_x = _grouped_linear(grad_NO, weight_EOI.mT, offsets_E)
     if ctx.needs_input_grad[1]:
-        grad_weight = _grouped_outer(grad_NO, x_NI, end_E)
+        grad_weight = _grouped_outer(grad_NO, x_NI, offsets_E)
     return grad_x, grad_weight, None
 
 
 _grouped_linear.register_autograd(_backward, setup_context=_save)
 
 
-def grouped_linear(x_NI: Tensor, weight_EOI: Tensor, end_E: Tensor) -> Tensor:
-    """(N, O): rows end_E[e-1] to end_E[e] times the transpose of expert e's weight.
+def grouped_linear(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
+    """Return (N, O): rows offsets_E[e-1] to offsets_E[e] of x times weight[e]^T.
 
-    Rows from end_E[-1] on belong to no expert and give zeros. Under autocast it runs in 16 bits, as
-    `torch.nn.functional.linear` does.
+    Rows from offsets_E[-1] on belong to no expert and give zeros. Under autocast it runs in the
+    16-bit dtype, as `torch.nn.functional.linear` does.
     """
     dtype = autocast_dtype(x_NI)
     if dtype is not None:
         x_NI, weight_EOI = x_NI.to(dtype), weight_EOI.to(dtype)
-    out_NO: Tensor = _grouped_linear(x_NI, weight_EOI, end_E)
+    out_NO: Tensor = _grouped_linear(x_NI, weight_EOI, offsets_E)
     return out_NO
 
 
-def grouped_mm(x_NI: Tensor, weight_EOI: Tensor, end_E: Tensor) -> Tensor:
-    """The same by torch's own grouped kernel, which reads the ends on the device.
+def grouped_mm(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
+    """Compute `grouped_linear` with PyTorch's grouped GEMM, which reads the offsets on the device.
 
-    It leaves rows for no expert unwritten, in the output and, backward, in the gradient of x: both
-    masks below are needed, the first for its gradient.
+    PyTorch's kernel does not write the rows that belong to no expert, neither in the output nor in
+    the gradient of x. The two masks below set them to zero; the first acts in backward.
     """
-    behind_N1 = (torch.arange(x_NI.shape[0], device=x_NI.device) >= end_E[-1])[:, None]
-    x_NI = x_NI.masked_fill(behind_N1, 0.0)
-    y_NO = torch.nn.functional.grouped_mm(x_NI, weight_EOI.mT, offs=end_E.to(torch.int32))
-    return y_NO.masked_fill(behind_N1, 0.0)
+    unrouted_N1 = (torch.arange(x_NI.shape[0], device=x_NI.device) >= offsets_E[-1])[:, None]
+    x_NI = x_NI.masked_fill(unrouted_N1, 0.0)
+    y_NO = torch.nn.functional.grouped_mm(x_NI, weight_EOI.mT, offs=offsets_E.to(torch.int32))
+    return y_NO.masked_fill(unrouted_N1, 0.0)

@@ -1,4 +1,4 @@
-"""The experts by the SonicMoE package, where it is installed: a backend to choose or to measure."""
+"""Run the experts with the SonicMoE package, an optional backend."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from torch import Tensor
 def sonic_mlp(
     x_TD: Tensor, up_EWD: Tensor, down_EDF: Tensor, expert_ids_TK: Tensor, gate_TK: Tensor
 ) -> Tensor:
-    """(T, D): every row needs an expert; the id E is not known there."""
+    """Return (T, D) expert outputs. Every id must be below E: SonicMoE has no "no expert" id."""
     from sonicmoe import moe_general_routing_inputs  # type: ignore[import-not-found]
     from sonicmoe.enums import ActivationType  # type: ignore[import-not-found]
 
@@ -26,6 +26,6 @@ def sonic_mlp(
         torch.cuda.current_stream().cuda_stream,
         ActivationType.SWIGLU,
         is_inference_mode_enabled=not torch.is_grad_enabled(),
-        concat_layout=True,  # gate and up one after the other, as ours
+        concat_layout=True,  # rows of `up`: all of gate, then all of up, as in this library
     )[0]
     return y_TD

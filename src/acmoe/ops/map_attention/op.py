@@ -1,6 +1,8 @@
-"""Attention inside the windows of a map as one op: no copies for rolling, cutting and joining.
+"""Register the Triton kernel of the op `map_attention`.
 
-A custom op, so that `torch.compile(fullgraph=True)` sees one call.
+The kernel reads and writes tokens at their positions in the map, so the map is neither rolled nor
+copied into windows and back. It is a custom op, so that `torch.compile(fullgraph=True)` sees one
+call.
 
 Shapes: B images, Y rows and X columns of the map, D = H * P features, N tokens of a window.
 """
@@ -10,53 +12,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acmoe.errors import check
-from acmoe.ops.dispatch import Option, choose, requested, triton_obstacle
+from acmoe.ops.dispatch import triton_unsupported
+from acmoe.ops.map_attention.reference import check_windows, map_attention
 
-_MOST_TOKENS, _MOST_FEATURES = 64, 128  # of a window and of a head: what one tile holds
-
-
-def map_attention_fuses(
-    device: torch.device, dtype: torch.dtype, *, tokens: int, features: int
-) -> bool:
-    """Whether the kernel serves windows of so many tokens, and heads of so many features."""
-    obstacle = map_attention_obstacle(device, dtype, tokens, features)
-    return choose("map attention", (Option("triton", obstacle), Option("torch", None))) == "triton"
+_MOST_TOKENS, _MOST_FEATURES = 64, 128  # tokens of a window and features of a head in a tile
 
 
-def map_attention_obstacle(
-    device: torch.device, dtype: torch.dtype, tokens: int, features: int
-) -> str | None:
-    on_gpu = device.type == "cuda"
-    if not on_gpu and requested() != "triton":
-        return "its interpreter is slow, and has to be asked for"
-    if on_gpu and dtype not in (torch.bfloat16, torch.float16):
-        return f"it multiplies 16-bit numbers, not {dtype}"
+def unsupported(qkv: Tensor, bias: Tensor, window: tuple[int, int]) -> str | None:
+    """Return the reason why the kernel cannot serve this call, or None."""
+    features = qkv.shape[-1] // (3 * bias.shape[0])
+    return kernel_unsupported(qkv, window[0] * window[1], features)
+
+
+def kernel_unsupported(like: Tensor, tokens: int, features: int) -> str | None:
+    """Return the reason why the kernel cannot serve windows of `tokens` tokens and heads of
+    `features` features with the dtype and device of `like`, or None."""
+    if like.is_cuda and like.dtype not in (torch.bfloat16, torch.float16):
+        return f"its kernel multiplies 16-bit numbers, not {like.dtype}"
     if tokens > _MOST_TOKENS or features > _MOST_FEATURES:
         return (
-            f"it serves windows of {_MOST_TOKENS} tokens and heads of {_MOST_FEATURES} features, "
-            f"not {tokens} and {features}"
+            f"its kernel serves windows of {_MOST_TOKENS} tokens and heads of {_MOST_FEATURES} "
+            f"features, not {tokens} and {features}"
         )
-    return triton_obstacle(torch.empty(0, dtype=dtype, device=device))
+    return triton_unsupported(like, on_cpu=False)
 
 
-def map_attention(
+@map_attention.register("triton", unsupported=unsupported)
+def _map_attention_triton(
     qkv: Tensor, bias: Tensor, *, window: tuple[int, int], shift: tuple[int, int]
 ) -> Tensor:
-    """(B, Y, X, D): softmax(q . k / sqrt(P) + bias) v of every token over its window.
-
-    qkv      (B, Y, X, 3D): query, key and value of each token, H heads of P features each
-    bias     (H, N, N) by query and key of a window; its gradient is summed in float32
-    window   rows and columns, which divide Y and X
-    shift    by which the map is rolled up and to the left before it is cut; tokens that this brings
-             together from two ends of it do not see each other
-    """
-    Y, X = qkv.shape[1:3]
-    check(
-        Y % window[0] == 0 and X % window[1] == 0,
-        f"a map of {Y} x {X} tokens cannot be cut into windows of {window[0]} x {window[1]}; pass "
-        "a window whose sides divide it",
-    )
+    """Compute `map_attention` by the kernel; it sums the gradient of the bias in float32."""
+    check_windows(qkv, window)
     found: Tensor = _map_attention(qkv.contiguous(), bias.float().contiguous(), *window, *shift)
     return found
 

@@ -1,6 +1,6 @@
-"""The fused router as custom ops with their gradient (ops/route/op.py says what they compute).
+"""The fused router as a custom op with a gradient; ops/route/reference.py defines what it computes.
 
-T tokens, D features, E experts, C clusters, K experts per token, X places of sorted tokens.
+T tokens, D features, E experts, C clusters, K experts per token, X slots of sorted tokens.
 """
 
 from typing import Any
@@ -20,15 +20,20 @@ def route_op(
     over_selected: bool,
     token_mask: Tensor | None,
     temperature: float,
-    place: Tensor | None,
+    permutation: Tensor | None,
     end: Tensor | None,
     noise: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """place (X,), end (C + 1,): `Clusters`, or None; the gradient needs the second."""
+    """Return expert ids (T, K), gates (T, K), affinities (T, E), the gate sum (E,) and load (E,) of
+    the balance loss, and each token's first choice (T,).
+
+    permutation (X,) and end (C + 1,) are `token` and `end` of a `TokenOrder`, or None if tokens are
+    not sorted; the backward reads `end`.
+    """
     from acmoe.ops.route.triton.route import route
     from acmoe.ops.route.triton.tokens import Tokens
 
-    tokens = Tokens.of(x, scale, assignment, token_mask, place, end)
+    tokens = Tokens.of(x, scale, assignment, token_mask, permutation, end)
     return route(tokens, embedding, bias, top_k, over_selected, temperature, noise)
 
 
@@ -52,7 +57,7 @@ def route_backward_op(
     scale: Tensor | None,
     assignment: Tensor | None,
     token_mask: Tensor | None,
-    place: Tensor | None,
+    permutation: Tensor | None,
     end: Tensor | None,
     expert_ids: Tensor,
     gate: Tensor,
@@ -61,24 +66,25 @@ def route_backward_op(
     temperature: float,
     has_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, of the embedding and of a bias (both float32; empty if there is none).
+    """Return the gradients of x, of the embedding and of the bias.
 
-    grad_x: what comes to x from elsewhere, to be added.
+    The last two are float32; that of the bias is empty if there is no bias. grad_x is the gradient
+    of x from its other consumers; the kernel adds it to the router's.
     """
-    from acmoe.ops.device.reduce_partials import totals
+    from acmoe.ops.device.reduce_partials import reduce_partials
     from acmoe.ops.route.triton.affinity_gradient import affinity_gradient
     from acmoe.ops.route.triton.backward import embedding_gradient, token_gradient
     from acmoe.ops.route.triton.tokens import Tokens
 
-    tokens = Tokens.of(x, scale, assignment, token_mask, place, end)
+    tokens = Tokens.of(x, scale, assignment, token_mask, permutation, end)
     upstream = grad_gate, grad_affinity, grad_sum
     chosen = expert_ids, gate, affinity
-    num_pieces = 3 if x.dtype == torch.float32 else 2
+    num_parts = 3 if x.dtype == torch.float32 else 2
     grad_ZTE, partial_NE = affinity_gradient(
-        *upstream, *chosen, token_mask, over_selected, temperature, num_pieces
+        *upstream, *chosen, token_mask, over_selected, temperature, num_parts
     )
     grad_TD = token_gradient(tokens, grad_ZTE, embedding, grad_x)
-    grad_bias = totals(partial_NE[None])[0] if has_bias else partial_NE.new_empty(0)
+    grad_bias = reduce_partials(partial_NE[None])[0] if has_bias else partial_NE.new_empty(0)
     return grad_TD, embedding_gradient(tokens, end, grad_ZTE), grad_bias
 
 
@@ -92,12 +98,12 @@ def _(g_gate, g_affinity, g_sum, g_x, x, embedding, *rest):  # type: ignore[no-u
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     x, embedding, bias, scale, assignment, _, ctx.over_selected, mask, *rest = inputs
-    ctx.temperature, place, end, _ = rest
+    ctx.temperature, permutation, end, _ = rest
     expert_ids, gate, affinity, _, load, first = output
     ctx.mark_non_differentiable(expert_ids, load, first)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(
-        x, embedding, scale, assignment, mask, place, end, expert_ids, gate, affinity
+        x, embedding, scale, assignment, mask, permutation, end, expert_ids, gate, affinity
     )
     ctx.bias_dtype = None if bias is None else bias.dtype
 
@@ -106,7 +112,7 @@ def _backward(ctx, _ids, grad_gate, grad_affinity, grad_sum, _load, _first, grad
     has_bias = ctx.bias_dtype is not None
     grads = (grad_gate, grad_affinity, grad_sum, grad_x)
     settings = ctx.over_selected, ctx.temperature, has_bias
-    saved = ctx.saved_tensors  # asked for once: a recomputed activation is handed out once
+    saved = ctx.saved_tensors  # read once: activation checkpointing unpacks each tensor only once
     grad_x, grad_embedding, grad_bias = route_backward_op(*grads, *saved, *settings)
     grad_embedding = grad_embedding.to(saved[1].dtype)
     grad_bias = grad_bias.to(ctx.bias_dtype) if has_bias else None
@@ -130,10 +136,11 @@ class _Eager(torch.autograd.Function):
 
 
 def route_through(*inputs: Any) -> tuple[Tensor, ...]:
-    """The results of `route_op`, then x again for those who read it after the router.
+    """Return the results of `route_op`, then x, for the layers that read x after the router.
 
-    The gradient of that x is added where the router's own is written, instead of by a launch that
-    reads both. A custom op may not return what it was given: compiled, x stays x.
+    In eager mode the returned x is an output of this autograd node: the backward kernel adds its
+    gradient to the router's own, which saves a launch that reads both. A custom op may not return
+    an input, so a compiled call returns x unchanged.
     """
     x = inputs[0]
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and x.requires_grad):

@@ -1,39 +1,48 @@
-"""Routed rows sorted by expert and tokens sorted by cluster, over the counting-sort kernels.
+"""Register the counting-sort kernels of the op `sort_rows`.
 
-T tokens, K experts per token, N = T * K rows, E experts, C = E clusters, X places.
+T tokens, K experts per token, N = T * K rows, E experts, C = E clusters.
 """
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-# Below this many tokens for each cluster the gaps between sorted clusters cost more than they save.
-FEWEST_TOKENS = 128
+from acmoe.ops.dispatch import triton_unsupported
+from acmoe.ops.sort.order import header_size, no_order, num_slots
+from acmoe.ops.sort.reference import Rows, sort_rows
 
 
-class Clusters(NamedTuple):
-    """The tokens of a call sorted by cluster, as ops/sort/triton/sort.py leaves them."""
-
-    assignment: Tensor  # (T, 1) int64 what was sorted: a state that holds another is not this one
-    token: Tensor  # (X,) int32 token at each place, -1 for none; clusters begin at multiples of 64
-    begin: Tensor  # (C + 1,) int32 first place of each cluster; the last: of tokens in none
-    end: Tensor  # (C + 1,) int32 the place behind its last token
+def unsupported(expert_ids: Tensor) -> str | None:
+    """Return the reason why the kernels cannot serve this call, or None."""
+    if expert_ids.numel() == 0:
+        return "there are no tokens"
+    return triton_unsupported(expert_ids.new_empty(0, dtype=torch.float32))
 
 
-def worth_sorting(num_tokens: int, num_clusters: int) -> bool:
-    return num_tokens >= FEWEST_TOKENS * num_clusters
+@sort_rows.register("triton", unsupported=unsupported)
+def _sort_rows_triton(
+    expert_ids: Tensor,
+    num_experts: int,
+    *,
+    cluster: Tensor | None = None,
+    token_mask: Tensor | None = None,
+) -> Rows:
+    if cluster is None:
+        permutation, inverse, offsets, expert = sort_op(expert_ids, num_experts)
+        return Rows(permutation, inverse, offsets, expert, no_order(expert_ids))
+    if token_mask is not None:
+        cluster = cluster.masked_fill(~token_mask, -1)
+    return Rows(*sort_with_tokens_op(expert_ids, cluster, num_experts))
 
 
 @torch.library.custom_op("acmoe::sort_rows", mutates_args=())
-def sort_rows(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """order (N,), back (N,), end (E,) and the sorted experts (N,)."""
+def sort_op(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return permutation (N,), inverse (N,), offsets (E,) and the sorted expert ids (N,)."""
     from acmoe.ops.sort.triton.sort import sort_rows as launch
 
     return launch(expert_ids, num_experts)
 
 
-@sort_rows.register_fake
+@sort_op.register_fake
 def _(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = expert_ids.numel()
     return (
@@ -45,30 +54,26 @@ def _(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Ten
 
 
 @torch.library.custom_op("acmoe::sort_rows_and_tokens", mutates_args=())
-def sort_rows_and_tokens(
+def sort_with_tokens_op(
     expert_ids: Tensor, cluster: Tensor, num_experts: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`sort_rows`, then token (X,), begin and end (C + 1,) of `Clusters`, in the same launches."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the results of `sort_op` and, from the same launches, the packed `TokenOrder`."""
     from acmoe.ops.sort.triton.sort import sort_rows_and_tokens as launch
 
-    rows, tokens = launch(expert_ids, cluster, num_experts)
-    return *rows, *tokens
+    rows, order = launch(expert_ids, cluster, num_experts)
+    return *rows, order
 
 
-@sort_rows_and_tokens.register_fake
+@sort_with_tokens_op.register_fake
 def _(
     expert_ids: Tensor, cluster: Tensor, num_experts: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from acmoe.ops.sort.triton.sort import most_places
-
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows = expert_ids.numel()
-    tokens = cluster.new_empty(most_places(cluster.numel(), num_experts), dtype=torch.int32)
+    slots = 2 * header_size(num_experts) + num_slots(cluster.numel(), num_experts)
     return (
         expert_ids.new_empty(rows),
         expert_ids.new_empty(rows),
         expert_ids.new_empty(num_experts),
         expert_ids.new_empty(rows),
-        tokens,
-        tokens.new_empty(num_experts + 1),
-        tokens.new_empty(num_experts + 1),
+        cluster.new_empty(slots, dtype=torch.int32),
     )

@@ -1,6 +1,6 @@
-"""Means over the tokens of each cluster.
+"""Mean of a vector over the tokens of each cluster.
 
-T tokens, X features or none, C clusters.
+T tokens, X features, C clusters.
 """
 
 import torch
@@ -13,11 +13,11 @@ from acmoe.ops.statistics.dispersion import exclude
 def cluster_mean(
     value: Tensor, assignment: Tensor, num_clusters: int, token_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Mean (C, X) of the values of each cluster, 0 where there are none, and their number (C,).
+    """Return the mean (C, X) of each cluster's values, 0 where it has none, and their number (C,).
 
     value        (T, X)
     assignment   (T,) 0 to C-1; -1 for a token in no cluster
-    A token that holds NaN or inf counts nowhere.
+    A token that holds NaN or inf is left out.
 
     >>> cluster_mean(torch.tensor([[1.0], [3.0], [5.0]]), torch.tensor([0, 0, -1]), 2)
     (tensor([[2.],

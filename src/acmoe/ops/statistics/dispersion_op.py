@@ -1,7 +1,7 @@
-"""Dispersion by Triton kernels: `ops.dispersion.dispersion_and_count`, faster.
+"""Dispersion by Triton kernels, for the measures mad, variance, std and iqr.
 
-mad, variance, std and iqr. What needs sorted values stays with the reference: gini, and iqr where
-it must carry a gradient.
+dispersion.py defines the results. It also computes what needs sorted values: gini, and iqr if a
+gradient is needed.
 
 B sets of T tokens, D features, C clusters.
 """
@@ -25,7 +25,7 @@ def fused_dispersion(
     measure: str = "mad",
     token_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Dispersion (C, D) and count (C,), or (B, C, D) and (B, C) for x of (B, T, D); float32.
+    """Return float32 dispersion (C, D) and count (C,); with a leading B for x of (B, T, D).
 
     Arguments, semantics and gradient are those of `dispersion_and_count`.
     """
@@ -57,9 +57,9 @@ def check_kernel_input(
 
 
 def check_clusters(assignment: Tensor, num_clusters: int) -> None:
-    """On the CPU alone: on a GPU the check would take more launches than the statistics.
+    """Raise a UserError for an id outside [-1, C), on a CPU only.
 
-    There a token with an id outside [-1, C) counts nowhere.
+    On a GPU the check would take more launches than the statistics; the kernels ignore such tokens.
     """
     if assignment.device.type == "cpu":
         check_range(assignment, -1, num_clusters, "assignment")
@@ -75,7 +75,7 @@ def check_kernel_dtype(x: Tensor) -> None:
 def as_sets(
     x: Tensor, assignment: Tensor, token_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(B, T, D), (B, T) and (B, T): one set if there is no leading dimension."""
+    """Return x (B, T, D), assignment (B, T) and mask (B, T), with B = 1 added if it is missing."""
     if x.dim() == 3:
         return x, assignment, token_mask
     return x[None], assignment[None], None if token_mask is None else token_mask[None]
@@ -85,10 +85,10 @@ def as_sets(
 def dispersion_op(
     x: Tensor, assignment: Tensor, token_mask: Tensor | None, num_clusters: int, measure: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Dispersion (B, C, D), count (B, C), and the cluster means (B, C, D) for the gradient."""
+    """Return dispersion (B, C, D), count (B, C), and cluster means (B, C, D) for backward."""
     from acmoe.ops.statistics.triton.dispersion import partial_sums
     from acmoe.ops.statistics.triton.quantile import interquartile_range
-    from acmoe.ops.statistics.triton.scale import finish_dispersion
+    from acmoe.ops.statistics.triton.scale import reduce_to_dispersion
 
     if measure == "iqr":
         _, cluster_BT = exclude(x[..., :0], assignment, num_clusters, token_mask)
@@ -96,7 +96,7 @@ def dispersion_op(
         return spread_BCD, count_BC, torch.empty_like(spread_BCD)
     term = "mad" if measure == "mad" else "square"
     partials = partial_sums(x, assignment, token_mask, num_clusters, term)
-    spread_BCD, count_BC = finish_dispersion(partials, root=measure == "std")
+    spread_BCD, count_BC = reduce_to_dispersion(partials, root=measure == "std")
     return spread_BCD, count_BC, partials.mean
 
 
@@ -124,7 +124,7 @@ def dispersion_backward_op(
 
     C = spread.shape[1]
     share_BC1 = 1 / count.clamp(min=1)[..., None]
-    # Where a token was not finite the dispersion is NaN, and there is no gradient.
+    # A cluster with a non-finite token has a dispersion of NaN and gets no gradient.
     weight_BCD = torch.where(spread.isfinite(), grad, 0.0) * share_BC1
     if measure == "mad":
         signs = partial_sums(x, assignment, token_mask, C, "sign").spread.sum(1) * share_BC1

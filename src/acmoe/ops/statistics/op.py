@@ -1,28 +1,29 @@
-"""Dispersion, its scale, and causal dispersion, on the backend that serves the call.
+"""Cluster statistics as ops: dispersion, the scale computed from it, and causal dispersion.
 
 B sequences of L tokens, D features, C clusters, J clusters per token, X any leading dimensions.
 """
 
-from functools import partial
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from acmoe.ops.dispatch import Option, choose, triton_obstacle
-from acmoe.ops.sort.op import Clusters
+from acmoe.ops.dispatch import op, triton_unsupported
+from acmoe.ops.sort.order import TokenOrder
 from acmoe.ops.statistics.dispersion import dispersion_and_count
 from acmoe.ops.statistics.dispersion_op import KERNEL_MEASURES, fused_dispersion
-from acmoe.ops.statistics.log_scale import reshape_scale
 from acmoe.ops.statistics.prefix import PrefixMoments, prefix_dispersion
 from acmoe.ops.statistics.prefix_op import fused_prefix_dispersion
-from acmoe.ops.statistics.scale import informs, scale_from_dispersion
+from acmoe.ops.statistics.scale import scale_from_dispersion
 from acmoe.ops.statistics.scale_op import SCALE_MEASURES, fused_cluster_scale
 from acmoe.ops.statistics.sorted_op import sorted_cluster_scale, sorted_dispersion
 
+ScaleTransform = Callable[[Tensor, Tensor, Tensor], Tensor]
+
 
 class ScaleOptions(NamedTuple):
-    """How a dispersion becomes a scale: what `scale_from_dispersion` and `reshape_scale` take."""
+    """The options of `scale_from_dispersion`, and an optional function applied to the scale."""
 
     normalize: str
     strength: float | Tensor | None
@@ -30,89 +31,22 @@ class ScaleOptions(NamedTuple):
     eps: float
     clamp: float | None
     min_tokens: int
-    power: float = 1.0
-    part: str = "both"
+    # (scale, dispersion, count) -> scale; None: the identity
+    transform: ScaleTransform | None = None
 
     @property
-    def direct(self) -> bool:
-        """Whether a cluster's scale is its 1/s over their mean, whatever the others' are."""
+    def separable(self) -> bool:
+        """Return True if a cluster's scale is 1/s over its mean, independent of other clusters."""
         plain = self.strength is None and self.clamp is None and self.normalize == "cluster"
-        return plain and not self.reshaped
+        return plain and self.transform is None
 
-    @property
-    def reshaped(self) -> bool:
-        return self.power != 1 or self.part != "both"
-
-
-def measured_dispersion(
-    x: Tensor,
-    assignment: Tensor,
-    num_clusters: int,
-    *,
-    measure: str,
-    token_mask: Tensor | None,
-    clusters: Clusters | None = None,
-    into: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`dispersion_and_count`, by a kernel where there is one.
-
-    clusters: the same tokens sorted by `assignment`, masked ones in none, where somebody did that.
-    into: float32 buffers that take both results, and may be what is returned.
-    """
-    fused = _backend(x, measure in KERNEL_MEASURES) == "triton"
-    if fused and clusters is not None and measure in SCALE_MEASURES and _constant(x):
-        return sorted_dispersion(x, clusters, measure=measure, into=into)
-    compute = fused_dispersion if fused else dispersion_and_count
-    found = compute(x, assignment, num_clusters, measure=measure, token_mask=token_mask)
-    if into is not None:
-        for place, value in zip(into, found, strict=True):
-            place.copy_(value.detach())
-    return found
-
-
-def measured_scale(
-    x: Tensor,
-    assignment: Tensor,
-    num_clusters: int,
-    options: ScaleOptions,
-    *,
-    measure: str,
-    token_mask: Tensor | None,
-    clusters: Clusters | None = None,
-    into: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """Scale (X, C, D), in memory of its own; clusters and into as `measured_dispersion`."""
-    served = measure in SCALE_MEASURES and options.strength is None and _constant(x)
-    if _backend(x, served) == "triton":
-        if clusters is not None:
-            compute = partial(sorted_cluster_scale, x, clusters)
-        else:
-            compute = partial(fused_cluster_scale, x, assignment, num_clusters)
-            compute = partial(compute, token_mask=token_mask)
-        scale, spread, count = compute(
-            measure=measure,
-            normalize=options.normalize,
-            floor=options.floor,
-            eps=options.eps,
-            clamp=options.clamp,
-            min_tokens=options.min_tokens,
-            into=into,
-        )
-        return _reshaped(scale, spread, count, options)
-    spread, count = measured_dispersion(
-        x,
-        assignment,
-        num_clusters,
-        measure=measure,
-        token_mask=token_mask,
-        clusters=clusters,
-        into=into,
-    )
-    return scale_of(spread, count, options)
+    def transformed(self, scale: Tensor, spread: Tensor, count: Tensor) -> Tensor:
+        """Return transform(scale, spread, count), or the scale without a transform."""
+        return scale if self.transform is None else self.transform(scale, spread, count)
 
 
 def scale_of(spread: Tensor, count: Tensor, options: ScaleOptions) -> Tensor:
-    """Scale (X, C, D) of a dispersion (X, C, D) and count (X, C) in hand."""
+    """Return the scale (X, C, D) computed from a dispersion (X, C, D) and a count (X, C)."""
     scale = scale_from_dispersion(
         spread,
         count,
@@ -123,48 +57,187 @@ def scale_of(spread: Tensor, count: Tensor, options: ScaleOptions) -> Tensor:
         clamp=options.clamp,
         min_tokens=options.min_tokens,
     )
-    return _reshaped(scale, spread, count, options)
+    return options.transformed(scale, spread, count)
 
 
-def _reshaped(scale: Tensor, spread: Tensor, count: Tensor, options: ScaleOptions) -> Tensor:
-    if not options.reshaped:
-        return scale
-    occupied = informs(spread, count, eps=options.eps, min_tokens=options.min_tokens)
-    return reshape_scale(
-        scale, occupied, power=options.power, part=options.part, normalize=options.normalize
+@op
+def measure_dispersion(
+    x: Tensor,
+    assignment: Tensor,
+    num_clusters: int,
+    *,
+    measure: str,
+    token_mask: Tensor | None = None,
+    order: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return dispersion (X, C, D) and count (X, C) of x (X, T, D); see `dispersion_and_count`.
+
+    Args:
+        order: the packed `TokenOrder` of `assignment` (`RoutingState.order`), where masked tokens
+            are in no cluster, or None. Kernels read it, this definition does not.
+        out: float32 buffers that also receive the two results, detached.
+    """
+    found = dispersion_and_count(
+        x, assignment, num_clusters, measure=measure, token_mask=token_mask
     )
+    return _written(found, out)
 
 
-def measured_prefix(
+def _dispersion_unsupported(x: Tensor, measure: str) -> str | None:
+    if x.numel() == 0:
+        return "there are no tokens"
+    if measure not in KERNEL_MEASURES:
+        return f"measure={measure!r} has no kernel"
+    return triton_unsupported(x)
+
+
+@measure_dispersion.register("triton", unsupported=_dispersion_unsupported)
+def _dispersion_triton(
+    x: Tensor,
+    assignment: Tensor,
+    num_clusters: int,
+    *,
+    measure: str,
+    token_mask: Tensor | None = None,
+    order: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    sorted_tokens = _unpacked(order, num_clusters)
+    if sorted_tokens is not None and measure in SCALE_MEASURES and _constant(x):
+        return sorted_dispersion(x, sorted_tokens, measure=measure, into=out)
+    found = fused_dispersion(x, assignment, num_clusters, measure=measure, token_mask=token_mask)
+    return _written(found, out)
+
+
+@op
+def measure_scale(
+    x: Tensor,
+    assignment: Tensor,
+    num_clusters: int,
+    options: ScaleOptions,
+    *,
+    measure: str,
+    token_mask: Tensor | None = None,
+    order: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Return the scale (X, C, D) of the tokens' clusters, in newly allocated memory.
+
+    `order` and `out` are those of `measure_dispersion`.
+    """
+    spread, count = measure_dispersion(
+        x,
+        assignment,
+        num_clusters,
+        measure=measure,
+        token_mask=token_mask,
+        order=order,
+        out=out,
+    )
+    return scale_of(spread, count, options)
+
+
+def _scale_unsupported(x: Tensor, options: ScaleOptions, measure: str) -> str | None:
+    if x.numel() == 0:
+        return "there are no tokens"
+    if measure not in SCALE_MEASURES:
+        return f"measure={measure!r} has no kernel"
+    if options.strength is not None:
+        return "its kernel takes 1/s, not the optimum of a given strength"
+    if not _constant(x):
+        return "its kernel has no gradient"
+    return triton_unsupported(x)
+
+
+@measure_scale.register("triton", unsupported=_scale_unsupported)
+def _scale_triton(
+    x: Tensor,
+    assignment: Tensor,
+    num_clusters: int,
+    options: ScaleOptions,
+    *,
+    measure: str,
+    token_mask: Tensor | None = None,
+    order: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    settings = {
+        "measure": measure,
+        "normalize": options.normalize,
+        "floor": options.floor,
+        "eps": options.eps,
+        "clamp": options.clamp,
+        "min_tokens": options.min_tokens,
+        "into": out,
+    }
+    sorted_tokens = _unpacked(order, num_clusters)
+    if sorted_tokens is not None:
+        found = sorted_cluster_scale(x, sorted_tokens, **settings)  # type: ignore[arg-type]
+    else:
+        found = fused_cluster_scale(
+            x,
+            assignment,
+            num_clusters,
+            token_mask=token_mask,
+            **settings,  # type: ignore[arg-type]
+        )
+    return options.transformed(*found)
+
+
+@op
+def measure_prefix(
     x_BLD: Tensor,
     assignment_BLJ: Tensor,
     before: PrefixMoments,
     *,
     measure: str,
-    token_mask: Tensor | None,
+    token_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, PrefixMoments]:
-    """`prefix_dispersion` of each token's clusters, the first of which is its own."""
-    own_BL = assignment_BLJ[..., 0]
-    obstacle = triton_obstacle(x_BLD) if x_BLD.numel() else "there are no tokens"
-    if obstacle is None and assignment_BLJ.shape[-1] > 1:
-        obstacle = "it reads one cluster per token"
-    options = (Option("triton", obstacle), Option("torch", None))
-    if choose("prefix statistics", options) == "triton":
-        return fused_prefix_dispersion(
-            x_BLD, own_BL, before, measure=measure, token_mask=token_mask
-        )
+    """Compute `prefix_dispersion` for the J clusters of each token, its own cluster first."""
     return prefix_dispersion(
-        x_BLD, own_BL, assignment_BLJ, before, measure=measure, token_mask=token_mask
+        x_BLD,
+        assignment_BLJ[..., 0],
+        assignment_BLJ,
+        before,
+        measure=measure,
+        token_mask=token_mask,
     )
 
 
+def _prefix_unsupported(x_BLD: Tensor, assignment_BLJ: Tensor) -> str | None:
+    if x_BLD.numel() == 0:
+        return "there are no tokens"
+    if assignment_BLJ.shape[-1] > 1:
+        return "its kernel reads one cluster per token"
+    return triton_unsupported(x_BLD)
+
+
+@measure_prefix.register("triton", unsupported=_prefix_unsupported)
+def _prefix_triton(
+    x_BLD: Tensor,
+    assignment_BLJ: Tensor,
+    before: PrefixMoments,
+    *,
+    measure: str,
+    token_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, PrefixMoments]:
+    own_BL = assignment_BLJ[..., 0]
+    return fused_prefix_dispersion(x_BLD, own_BL, before, measure=measure, token_mask=token_mask)
+
+
+def _written(
+    found: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    for buffer, value in zip(out or (), found, strict=False):
+        buffer.copy_(value.detach())
+    return found
+
+
+def _unpacked(order: Tensor | None, num_clusters: int) -> TokenOrder | None:
+    return None if order is None else TokenOrder.unpack(order, num_clusters)
+
+
 def _constant(x: Tensor) -> bool:
-    """Whether no gradient is asked for."""
+    """Return True if x needs no gradient."""
     return not (x.requires_grad and torch.is_grad_enabled())
-
-
-def _backend(x: Tensor, served: bool) -> str:
-    obstacle = triton_obstacle(x) if x.numel() else "there are no tokens"
-    if obstacle is None and not served:
-        obstacle = "this measure or option has no kernel"
-    return choose("statistics", (Option("triton", obstacle), Option("torch", None)))

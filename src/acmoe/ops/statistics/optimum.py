@@ -1,7 +1,8 @@
 """Theorem 1: the feature weights that minimise dispersion plus lambda * KL(uniform || weights).
 
-The minimiser is w_q = (lambda / d) / (s_q + alpha), alpha making the weights sum to one. That
-equation has a root between any two neighbouring poles; only the largest gives positive weights.
+The minimiser is w_q = (lambda / d) / (s_q + alpha), where alpha makes the d weights sum to one.
+This equation for alpha has one root between any two neighbouring poles; only the largest root gives
+positive weights.
 """
 
 import math
@@ -11,22 +12,23 @@ from torch import Tensor
 
 from acmoe.errors import check
 
-# Newton steps, a fixed number so that no step waits for the host. Quadratic from the left: the
-# hardest spectra found (dispersions whose number grows with their size) need 15; see the tests.
+# Newton steps, a fixed number, so that the device never waits for the host. Convergence from the
+# left is quadratic: the hardest spectra found (dispersions whose number grows with their size) need
+# 15; see the tests.
 _STEPS = 24
-# A dispersion this many times lambda gets a weight of nothing; its square must still be a float64.
-_FAR = 1e140
+# A dispersion this many times lambda gets weight 0; its square must not overflow float64.
+_MAX_RATIO = 1e140
 
 
 def optimal_weights(dispersion: Tensor, strength: float | Tensor) -> Tensor:
-    """Optimal feature weights (C, D), rows summing to one (Theorem 1).
+    """Return the optimal feature weights (C, D) of Theorem 1; each row sums to one.
 
-    dispersion   (C, D) non-negative; zeros and ties are fine (leading dimensions may be any)
+    dispersion   (C, D) non-negative, zeros and ties allowed, any leading dimensions
     strength     lambda > 0, one number or a tensor that broadcasts to (C, 1), in the unit of the
                  dispersion. Large: equal weights. The harmonic mean of a row: weights exactly
-                 proportional to 1/s. Small: all weight on the tightest features.
+                 proportional to 1/s. Small: all weight on the features of least dispersion.
 
-    Differentiable in both by the implicit function theorem: the root is not unrolled.
+    Differentiable in both by the implicit function theorem: the iteration is not unrolled.
 
     >>> optimal_weights(torch.tensor([[1.0, 3.0]]), 1.5)  # 1.5 = harmonic mean, so alpha = 0
     tensor([[0.7500, 0.2500]])
@@ -44,7 +46,7 @@ def optimal_weights(dispersion: Tensor, strength: float | Tensor) -> Tensor:
             check(False, f"dispersion holds {bad}; every entry must be finite and at least 0")
     if isinstance(strength, Tensor):
         lam = strength.to(dispersion.device, torch.float64)
-    else:  # filled on the device: a copy from the host would make it wait
+    else:  # fill on the device: a copy from the host would synchronise
         lam = dispersion.new_full((), strength, dtype=torch.float64)
     rows = (*dispersion.shape[:-1], 1)
     pairs = zip(reversed(lam.shape), reversed(rows), strict=False)
@@ -53,12 +55,13 @@ def optimal_weights(dispersion: Tensor, strength: float | Tensor) -> Tensor:
         f"strength has shape {tuple(lam.shape)}; pass one number, or one for each row: {rows}",
     )
     lam = lam.expand(rows)
-    # float64 inside: the root meets dispersions a millionth of lambda and a million times it.
+    # float64: dispersions range from a millionth of lambda to a million times it.
     weights: Tensor = _OptimalWeights.apply(dispersion.double(), lam)  # type: ignore[no-untyped-call]
     return weights.to(dispersion.dtype)
 
 
 def check_strength(strength: float | Tensor) -> None:
+    """Raise a UserError unless lambda is positive and finite."""
     if isinstance(strength, Tensor):
         if strength.device.type != "cpu" or torch.compiler.is_compiling():
             return
@@ -75,26 +78,28 @@ def check_strength(strength: float | Tensor) -> None:
 
 
 def solve(s: Tensor, lam: Tensor) -> Tensor:
-    """(s + alpha) / lambda at the largest root, without ever forming alpha.
+    """Return (s + alpha) / lambda at the largest root, without forming alpha.
 
-    In units of lambda, with t = s - min(s) and u = alpha + min(s) > 0, the equation reads
-    H(t + u) = 1, H the harmonic mean. H is concave and increasing in u, so Newton from the left
-    never passes the root; and t + u has no cancellation, where s + alpha would.
+    In units of lambda, with t = s - min(s) and u = alpha + min(s) > 0, the equation is H(t + u) =
+    1, where H is the harmonic mean. H is concave and increasing in u, so Newton's method from the
+    left never passes the root. t + u has no cancellation, where s + alpha would.
     """
     d = s.shape[-1]
-    t = ((s - s.amin(-1, keepdim=True)) / lam).clamp(max=_FAR)
+    t = ((s - s.amin(-1, keepdim=True)) / lam).clamp(max=_MAX_RATIO)
     # u <= H(t + u) <= min(d * u, u + mean(t)) brackets the root from below.
     u = (1 - t.mean(-1, keepdim=True)).clamp(min=1 / d)
     for _ in range(_STEPS):
         inverse = 1 / (t + u)
         mean = inverse.mean(-1, keepdim=True)
         slope = (inverse / mean).square().mean(-1, keepdim=True)  # dH/du, between 1 and d
-        # Rounding may push a converged u by an ulp; it is never allowed to leave (0, 1].
+        # Rounding may move a converged u by an ulp; clamp it to (0, 1].
         u = (u + ((1 - 1 / mean) / slope).clamp(min=0)).clamp(max=1)
     return t + u
 
 
 class _OptimalWeights(torch.autograd.Function):
+    """Weights of Theorem 1, with their gradient by the implicit function theorem."""
+
     @staticmethod
     def forward(s: Tensor, lam: Tensor) -> Tensor:
         weights = 1 / solve(s, lam)

@@ -1,4 +1,4 @@
-"""Causal dispersion by a Triton kernel: `ops.prefix.prefix_dispersion` for J = 1, faster.
+"""Causal dispersion by a Triton kernel: `prefix_dispersion` (prefix.py) for J = 1.
 
 B sequences of L tokens, D features, C clusters.
 """
@@ -20,10 +20,10 @@ def fused_prefix_dispersion(
     measure: str = "mad",
     token_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, PrefixMoments]:
-    """Dispersion (B, L, 1, D) and count (B, L, 1) of each token's own cluster, and the moments.
+    """Return dispersion (B, L, 1, D) and count (B, L, 1) of each token's cluster, and the moments.
 
-    A token that is masked or in no cluster reads zeros: nothing depends on what it would see.
-    Where a gradient is wanted the reference computes both ways.
+    A token that is masked or in no cluster gets zeros. If a gradient is needed, the plain PyTorch
+    definition computes both forward and backward.
     """
     check_prefix_measure(measure)
     check_kernel_dtype(x)

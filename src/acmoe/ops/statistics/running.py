@@ -1,36 +1,62 @@
-"""The last batch moved into a running average, once per optimizer step, and the average's scale.
+"""Running averages of cluster statistics, updated once per optimizer step, and their scale.
 
-In plain PyTorch this is some fifty small operations a layer, more time than the statistics take;
-on a GPU it is one launch.
+In plain PyTorch an update takes about fifty small operations per layer, which take longer than the
+statistics. The Triton kernel is one launch.
 
-C clusters, X numbers of each.
+C clusters, X statistics of each.
 """
 
 import torch
 from torch import Tensor
 
-from acmoe.ops.dispatch import Option, choose, triton_obstacle
+from acmoe.ops.dispatch import op, triton_unsupported
 from acmoe.ops.statistics.op import ScaleOptions, scale_of
 
 
+@op
 @torch.no_grad()
-def fold_average(
+def update_average(
     average_CX: Tensor, weight_C: Tensor, last_CX: Tensor, count_C: Tensor, momentum: float
 ) -> None:
-    """Move a batch's means into an average, each cluster weighted by its tokens, in place.
+    """Update the running average with the means of the last batch, in place.
 
-    A cluster the batch did not reach (or reached once: one token has no dispersion) keeps its
-    average and its weight, so a rare expert keeps its history. The count becomes 0: a batch is
-    folded in once.
+    weight_C counts the tokens behind each cluster's average, discounted by momentum; the batch
+    enters with its token count. A cluster with fewer than two tokens in the batch (one token has no
+    dispersion) keeps its average and weight, so a rare expert keeps its history. count_C is set to
+    0, so that a batch is used once.
     """
-    if _backend(average_CX, weight_C, last_CX, count_C) == "triton":
-        fold_op(average_CX, weight_C, last_CX, count_C, None, momentum, 0.0, 0.0, 0)
-    else:
-        _fold(average_CX, weight_C, last_CX, count_C, momentum)
+    seen_C = torch.where(count_C >= 2, count_C, 0.0)
+    discounted_C = torch.where(seen_C > 0, momentum * weight_C, weight_C)
+    total_C = discounted_C + seen_C
+    share_C1 = (seen_C / total_C.clamp(min=1e-12))[:, None]
+    # torch.where instead of a share of 0: 0 * NaN would carry a NaN of the batch into the average.
+    used_C1 = torch.isfinite(last_CX).all(-1, keepdim=True) & (share_C1 > 0)
+    mixed_CX = average_CX + share_C1 * (last_CX - average_CX)
+    average_CX.copy_(torch.where(used_C1, mixed_CX, average_CX))
+    weight_C.copy_(torch.where(used_C1[:, 0], total_C, weight_C))
+    count_C.zero_()
 
 
+def _average_unsupported(
+    average_CX: Tensor, weight_C: Tensor, last_CX: Tensor, count_C: Tensor
+) -> str | None:
+    buffers = (average_CX, weight_C, last_CX, count_C)
+    if not all(buffer.dtype == torch.float32 and buffer.is_contiguous() for buffer in buffers):
+        return "its kernel takes contiguous float32 averages"
+    return triton_unsupported(average_CX)
+
+
+@update_average.register("triton", unsupported=_average_unsupported)
 @torch.no_grad()
-def fold_and_scale(
+def _update_average_triton(
+    average_CX: Tensor, weight_C: Tensor, last_CX: Tensor, count_C: Tensor, momentum: float
+) -> None:
+    update_op(average_CX, weight_C, last_CX, count_C, None, momentum, 0.0, 0.0, 0)
+
+
+@op
+@torch.no_grad()
+def update_average_and_scale(
     average_CX: Tensor,
     weight_C: Tensor,
     last_CX: Tensor,
@@ -39,39 +65,43 @@ def fold_and_scale(
     momentum: float,
     options: ScaleOptions,
 ) -> None:
-    """`fold_average`, and overwrite the scale with `scale_of` the average and its weight."""
-    buffers = (average_CX, weight_C, last_CX, count_C)
-    if options.direct and _backend(*buffers, scale_CX) == "triton":
-        fold_op(*buffers, scale_CX, momentum, options.floor, options.eps, options.min_tokens)
-    else:
-        fold_average(*buffers, momentum)
-        scale_CX.copy_(scale_of(average_CX, weight_C, options))
+    """Call `update_average`, then overwrite `scale_CX` with the scale of the new average."""
+    update_average(average_CX, weight_C, last_CX, count_C, momentum)
+    scale_CX.copy_(scale_of(average_CX, weight_C, options))
 
 
-def _fold(
-    average_CX: Tensor, weight_C: Tensor, last_CX: Tensor, count_C: Tensor, momentum: float
+def _average_and_scale_unsupported(
+    average_CX: Tensor,
+    weight_C: Tensor,
+    last_CX: Tensor,
+    count_C: Tensor,
+    scale_CX: Tensor,
+    options: ScaleOptions,
+) -> str | None:
+    if not options.separable:
+        return "its kernel scales each cluster by itself; these options compare clusters"
+    if scale_CX.dtype != torch.float32 or not scale_CX.is_contiguous():
+        return "its kernel takes contiguous float32 averages"
+    return _average_unsupported(average_CX, weight_C, last_CX, count_C)
+
+
+@update_average_and_scale.register("triton", unsupported=_average_and_scale_unsupported)
+@torch.no_grad()
+def _update_average_and_scale_triton(
+    average_CX: Tensor,
+    weight_C: Tensor,
+    last_CX: Tensor,
+    count_C: Tensor,
+    scale_CX: Tensor,
+    momentum: float,
+    options: ScaleOptions,
 ) -> None:
-    seen_C = torch.where(count_C >= 2, count_C, 0.0)
-    kept_C = torch.where(seen_C > 0, momentum * weight_C, weight_C)
-    total_C = kept_C + seen_C
-    share_C1 = (seen_C / total_C.clamp(min=1e-12))[:, None]
-    # lerp by 0 would still read a NaN of the batch; such a batch is not folded in.
-    sound_C1 = torch.isfinite(last_CX).all(-1, keepdim=True) & (share_C1 > 0)
-    mixed_CX = average_CX + share_C1 * (last_CX - average_CX)
-    average_CX.copy_(torch.where(sound_C1, mixed_CX, average_CX))
-    weight_C.copy_(torch.where(sound_C1[:, 0], total_C, weight_C))
-    count_C.zero_()
-
-
-def _backend(*buffers: Tensor) -> str:
-    obstacle = triton_obstacle(buffers[0])
-    if not all(buffer.dtype == torch.float32 and buffer.is_contiguous() for buffer in buffers):
-        obstacle = obstacle or "its kernel takes contiguous float32 averages"
-    return choose("running averages", (Option("triton", obstacle), Option("torch", None)))
+    buffers = (average_CX, weight_C, last_CX, count_C, scale_CX)
+    update_op(*buffers, momentum, options.floor, options.eps, options.min_tokens)
 
 
 @torch.library.custom_op("acmoe::fold", mutates_args=("average", "weight", "count", "scale"))
-def fold_op(
+def update_op(
     average: Tensor,
     weight: Tensor,
     last: Tensor,
@@ -82,9 +112,9 @@ def fold_op(
     eps: float,
     min_tokens: int,
 ) -> None:
-    from acmoe.ops.statistics.triton.running import fold
+    from acmoe.ops.statistics.triton.running import update_running
 
-    fold(
+    update_running(
         average,
         weight,
         last,
@@ -97,6 +127,6 @@ def fold_op(
     )
 
 
-@fold_op.register_fake
+@update_op.register_fake
 def _(*arguments):  # type: ignore[no-untyped-def]
     return None

@@ -1,4 +1,6 @@
-"""From dispersion to the diagonal of M: weight a feature by how tightly its cluster holds it.
+"""From dispersion s to the scale, the diagonal of M (C, D): a feature's weight is 1/s, normalised.
+
+A cluster is called informative if its scale comes from its tokens; any other cluster gets ones.
 
 C clusters, D features, X any leading dimensions (none, or one set of clusters per sequence).
 """
@@ -12,8 +14,8 @@ from acmoe.ops.statistics.optimum import check_strength, optimal_weights
 
 NORMALIZATIONS = ("cluster", "feature", "global")
 
-# Reciprocals of anything smaller would overflow float64 when they are summed.
-_LEAST = 1e-290
+# Sums of reciprocals of anything smaller would overflow float64.
+_MIN_DISPERSION = 1e-290
 
 
 def cluster_scale(
@@ -26,13 +28,13 @@ def cluster_scale(
     strength: float | Tensor | None = None,
     token_mask: Tensor | None = None,
 ) -> Tensor:
-    """The diagonals of M (Definition 1), mean one: (C, D), or (B, C, D) for x of (B, L, D).
+    """Return the diagonals of M (Definition 1), mean one: (C, D), or (B, C, D) for x of (B, L, D).
 
     normalize    cluster: each cluster's weights average one over features (the proof of Lemma 1);
                  feature: each feature's average one over clusters; global: all average one
     strength     None for the paper's 1/s, a number for lambda of Theorem 1
-    The other arguments are those of `dispersion`. Always finite and positive; a cluster of fewer
-    than two tokens, or whose tokens are all equal, has no preference and gets ones.
+    The other arguments are those of `dispersion`. The scale is finite and positive; a cluster of
+    fewer than two tokens, or whose tokens are all equal, gets ones.
 
     >>> x = torch.tensor([[0.0, 0.0], [2.0, 6.0]])  # mad (1, 3), so 1/s = (1, 1/3), mean 2/3
     >>> cluster_scale(x, torch.tensor([0, 0]), 1)
@@ -56,10 +58,10 @@ def scale_from_dispersion(
     clamp: float | None = None,
     min_tokens: int = 2,
 ) -> Tensor:
-    """`cluster_scale` from statistics already in hand: dispersion (X, C, D) and count (X, C).
+    """Compute `cluster_scale` from given statistics: dispersion (X, C, D) and count (X, C).
 
-    floor        each s is at least this share of its cluster's mean s, so no feature takes all
-    eps, clamp   1 / (s + eps), then at most `clamp` times the mean weight: the published code
+    floor        raise each s to at least this share of its cluster's mean s: no weight dominates
+    eps, clamp   1 / (s + eps), then at most `clamp` times the mean weight, as in the published code
     min_tokens   clusters below it get ones; 0 treats an empty cluster as one with s = 0
     """
     check_normalize(normalize)
@@ -68,47 +70,53 @@ def scale_from_dispersion(
     # float64: reciprocals of tiny dispersions overflow float32 before they are normalised.
     s_XCD = dispersion.double()
     mean_XC1 = s_XCD.mean(-1, keepdim=True)
-    informs_XC1 = informs(dispersion, count, eps=eps, min_tokens=min_tokens)[..., None]
-    # Clusters that do not inform take part in nothing, so that their NaN cannot reach a gradient.
-    s_XCD = torch.where(informs_XC1, torch.maximum(s_XCD, floor * mean_XC1) + eps, 1.0)
-    s_XCD = s_XCD.clamp(min=_LEAST)
+    informative_XC1 = informs(dispersion, count, eps=eps, min_tokens=min_tokens)[..., None]
+    # Uninformative clusters get the constant 1, so that their NaN cannot reach a gradient.
+    s_XCD = torch.where(informative_XC1, torch.maximum(s_XCD, floor * mean_XC1) + eps, 1.0)
+    s_XCD = s_XCD.clamp(min=_MIN_DISPERSION)
 
     if strength is None:
         weight_XCD = 1 / s_XCD
     else:
         weight_XCD = s_XCD.shape[-1] * optimal_weights(s_XCD, strength)
     if clamp is not None:
-        highest = clamp * _mean(weight_XCD, informs_XC1, (-2, -1))
+        highest = clamp * _mean(weight_XCD, informative_XC1, (-2, -1))
         weight_XCD = torch.minimum(weight_XCD, highest)
-    return mean_one(weight_XCD, informs_XC1, normalize).to(dispersion.dtype)
+    return mean_one(weight_XCD, informative_XC1, normalize).to(dispersion.dtype)
 
 
 def informs(dispersion: Tensor, count: Tensor, *, eps: float = 0.0, min_tokens: int = 2) -> Tensor:
-    """(X, C) whether a cluster's scale comes from its tokens; if not, it is one."""
+    """Return the (X, C) mask of informative clusters: enough tokens, and a finite, positive mean s.
+
+    With eps > 0 a mean s of 0 is informative too.
+    """
     mean_XC = dispersion.double().mean(-1)
-    informs_XC = (count >= min_tokens) & torch.isfinite(mean_XC)
-    return informs_XC & (mean_XC > 0) if eps == 0 else informs_XC
+    informative_XC = (count >= min_tokens) & torch.isfinite(mean_XC)
+    return informative_XC & (mean_XC > 0) if eps == 0 else informative_XC
 
 
-def mean_one(weight_XCD: Tensor, informs_XC1: Tensor, normalize: str) -> Tensor:
-    """Weights over their mean, within float32's normal range; ones where none inform."""
+def mean_one(weight_XCD: Tensor, informative_XC1: Tensor, normalize: str) -> Tensor:
+    """Divide weights by their mean and clamp to float32's normal range; ones if not informative."""
     over = {"cluster": (-1,), "feature": (-2,), "global": (-2, -1)}[normalize]
-    weight_XCD = weight_XCD / _mean(weight_XCD, informs_XC1, over)
+    weight_XCD = weight_XCD / _mean(weight_XCD, informative_XC1, over)
     finite = torch.finfo(torch.float32)
-    return torch.where(informs_XC1, weight_XCD, 1.0).clamp(finite.tiny, finite.max)
+    return torch.where(informative_XC1, weight_XCD, 1.0).clamp(finite.tiny, finite.max)
 
 
-def _mean(weight_XCD: Tensor, informs_XC1: Tensor, over: tuple[int, ...]) -> Tensor:
-    """Mean over features, clusters or both, of the clusters that inform."""
+def _mean(weight_XCD: Tensor, informative_XC1: Tensor, over: tuple[int, ...]) -> Tensor:
+    """Return the mean over features, clusters or both, of the informative clusters."""
     if over == (-1,):
         return weight_XCD.mean(-1, keepdim=True)
-    kept_XCD = weight_XCD * informs_XC1
-    number = informs_XC1.expand_as(weight_XCD).sum(over, keepdim=True).clamp(min=1)
-    # No cluster informs: any positive number does, since every row becomes ones.
-    return kept_XCD.sum(over, keepdim=True) / number + (~informs_XC1).all(-2, keepdim=True)
+    informative_XCD = weight_XCD * informative_XC1
+    count = informative_XC1.expand_as(weight_XCD).sum(over, keepdim=True).clamp(min=1)
+    # If no cluster is informative, any positive mean will do: every row becomes ones.
+    return informative_XCD.sum(over, keepdim=True) / count + (~informative_XC1).all(
+        -2, keepdim=True
+    )
 
 
 def check_normalize(normalize: str) -> None:
+    """Raise a UserError unless the normalisation is known."""
     check(
         normalize in NORMALIZATIONS,
         f"normalize={normalize!r} is unknown; choose one of {', '.join(NORMALIZATIONS)}",

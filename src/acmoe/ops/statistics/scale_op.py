@@ -1,7 +1,8 @@
-"""The batch statistics of a layer in three launches: `ops.scale` over `ops.dispersion`, faster.
+"""Dispersion and scale of all clusters in three Triton launches.
 
-Sums of the tokens, sums of their deviations, and the scale. Without gradient: statistics that
-should carry one use `ops.scale.scale_from_dispersion` on `fused_dispersion`.
+The launches compute sums of the tokens, sums of their deviations, and the scale; scale.py defines
+the results. There is no gradient: where one is needed, `scale_from_dispersion` is applied to
+`fused_dispersion`.
 
 B sets of T tokens, D features, C clusters.
 """
@@ -13,7 +14,7 @@ from acmoe.errors import check
 from acmoe.ops.statistics.dispersion_op import as_sets, check_kernel_input
 from acmoe.ops.statistics.scale import check_normalize
 
-# The measures whose scale needs nothing but sums.
+# The measures that are computed from sums alone.
 SCALE_MEASURES = ("mad", "variance", "std")
 
 
@@ -31,14 +32,15 @@ def fused_cluster_scale(
     min_tokens: int = 2,
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scale and dispersion (C, D) and count (C,), each with a leading B for x of (B, T, D).
+    """Return scale and dispersion (C, D) and count (C,), each with a leading B for x of (B, T, D).
 
-    float32 and detached. The arguments are those of `dispersion` and `scale_from_dispersion`, with
-    strength=None: w = 1/s. into: where dispersion and count are written, if given.
+    The results are float32 and detached. The arguments are those of `dispersion` and
+    `scale_from_dispersion` with strength=None: w = 1/s. into: buffers for dispersion and count;
+    None allocates them.
     """
     check_kernel_input(x, assignment, num_clusters, measure, token_mask, SCALE_MEASURES)
     check_normalize(normalize)
-    spread, count = places_for(x, (*x.shape[:-2], num_clusters, x.shape[-1]), into)
+    spread, count = output_buffers(x, (*x.shape[:-2], num_clusters, x.shape[-1]), into)
     scale = scale_op(
         *as_sets(x.detach(), assignment, token_mask),
         spread,
@@ -53,17 +55,17 @@ def fused_cluster_scale(
     return scale, spread, count
 
 
-def places_for(
+def output_buffers(
     x: Tensor, shape: tuple[int, ...], into: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
-    """Where the kernels write a dispersion of `shape` and its count: `into`, or new memory."""
+    """Return buffers for a dispersion of `shape` and its count: `into` if given, or new ones."""
     if into is None:
         spread = x.new_empty(shape, dtype=torch.float32)
         return spread, spread.new_empty(shape[:-1])
-    for place, wanted in zip(into, (shape, shape[:-1]), strict=True):
+    for buffer, wanted in zip(into, (shape, shape[:-1]), strict=True):
         check(
-            place.shape == wanted and place.dtype == torch.float32 and place.is_contiguous(),
-            f"into holds a {place.dtype} tensor of shape {tuple(place.shape)}; pass contiguous "
+            buffer.shape == wanted and buffer.dtype == torch.float32 and buffer.is_contiguous(),
+            f"into holds a {buffer.dtype} tensor of shape {tuple(buffer.shape)}; pass contiguous "
             f"float32 of shape {wanted}",
         )
     return into
@@ -83,12 +85,15 @@ def scale_op(
     clamp: float | None,
     min_tokens: int,
 ) -> Tensor:
-    """The scale, shaped as `spread`, of x (B, T, D); a single set may go without its B."""
+    """Return the scale, shaped as `spread`, of x (B, T, D); fill spread and count.
+
+    For B = 1 spread and count may lack the leading dimension.
+    """
     from acmoe.ops.statistics.triton.dispersion import partial_sums
-    from acmoe.ops.statistics.triton.scale import finish_scale
+    from acmoe.ops.statistics.triton.scale import reduce_to_scale
 
     C, D = spread.shape[-2:]
-    scale, _, _ = finish_scale(
+    scale, _, _ = reduce_to_scale(
         partial_sums(x, assignment, token_mask, C, "mad" if measure == "mad" else "square"),
         root=measure == "std",
         normalize=normalize,

@@ -1,6 +1,14 @@
-"""Dropout of packed weights on Hopper: two numbers of 16 bits and their two coins in one word each.
+"""Dropout of attention weights on Hopper, two 16-bit elements per 32-bit word.
 
-The coins are those of coins.py, `survives_paired`. Shapes as in attention_hopper.py.
+Inline PTX computes the RNG bits of a pair of neighbouring keys with one multiply-add, compares both
+16-bit halves with the dropout threshold, and applies the keep mask to both elements: three
+instructions for two weights. The random numbers are those of `keep_mask_paired` in
+ops/device/dropout_rng.py, so this kernel and the Triton kernel drop the same elements.
+
+`pair_bits_kernel` precomputes the bits of all pairs of keys (N / 2 words) before a forward launch,
+one program per block of pairs, and each warpgroup of the forward kernel loads them tile by tile.
+
+Shapes as in forward.py.
 """
 
 import triton
@@ -12,17 +20,18 @@ from acmoe.ops.attention.hopper.staging import KEYS, SCORE
 from acmoe.ops.device.dropout_rng import pair_bits, paired_row_terms
 
 row_terms = gluon.jit(paired_row_terms.fn)
-# Two numbers of 16 bits, and their two coins: see `survives_paired`.
-TOSS = gl.constexpr(
-    "{ .reg .b32 coin; mad.lo.u32 coin, $2, $4, $6; set.geu.u32.f16x2 coin, coin, $8;"
-    " and.b32 $0, $1, coin; }"
+# $0 = keep mask & weights. $1: two weights, $2: row factor, $4: bits of the pair, $6: row term,
+# $8: threshold in both halves. `set` compares the halves as f16 numbers; see `keep_mask_paired`.
+DROPOUT_ASM = gl.constexpr(
+    "{ .reg .b32 keep; mad.lo.u32 keep, $2, $4, $6; set.geu.u32.f16x2 keep, keep, $8;"
+    " and.b32 $0, $1, keep; }"
 )
-# The same, and before it the two numbers with the sign bit set where they fall.
-SIGN = gl.constexpr(
-    "{ .reg .b32 coin; mad.lo.u32 coin, $3, $5, $7; set.geu.u32.f16x2 coin, coin, $9;"
-    " lop3.b32 $0, $2, coin, 0x80008000, 0xF2; and.b32 $1, $2, coin; }"
+# $1 = keep mask & weights; $0 holds the two weights with the sign bit set where they are dropped.
+SIGNED_DROPOUT_ASM = gl.constexpr(
+    "{ .reg .b32 keep; mad.lo.u32 keep, $3, $5, $7; set.geu.u32.f16x2 keep, keep, $9;"
+    " lop3.b32 $0, $2, keep, 0x80008000, 0xF2; and.b32 $1, $2, keep; }"
 )
-_SPREAD = gl.constexpr(
+_PAIR_LAYOUT = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[1], [2], [4]],
         lane_bases=[[8], [16], [0], [0], [0]],
@@ -30,40 +39,54 @@ _SPREAD = gl.constexpr(
         block_bases=[],
         shape=[32],
     )
-)  # 8 pairs a thread, side by side
+)  # 8 consecutive pairs per thread
 
 
 @triton.jit
-def pairs_kernel(spread_ptr, num, BN: tl.constexpr):
-    """Bits of pairs of keys, those of a tile in the order in which threads hold its scores."""
-    at = tl.program_id(0) * BN + tl.arange(0, BN)
-    pair = at // 32 * 32 + at % 8 * 4 + at % 32 // 8
-    tl.store(spread_ptr + at, pair_bits(pair).to(tl.int32, bitcast=True), mask=at < num)
+def pair_bits_kernel(bits_ptr, num, BN: tl.constexpr):
+    """Store the RNG bits of all pairs of keys.
+
+    Inside each tile of 64 keys, the pairs are in the order in which threads hold their scores.
+    """
+    index = tl.program_id(0) * BN + tl.arange(0, BN)
+    pair = index // 32 * 32 + index % 8 * 4 + index % 32 // 8
+    tl.store(bits_ptr + index, pair_bits(pair).to(tl.int32, bitcast=True), mask=index < num)
 
 
 @gluon.jit
-def pairs_of(spread_ptr):
-    """A tile's bits, twice: a pair of scores lies in one word, and has them in common."""
-    pairs = gl.load(spread_ptr + gl.arange(0, KEYS // 2, _SPREAD))
+def load_pair_bits(bits_ptr):
+    """Load the bits of a tile's 32 pairs as (64,), each twice, in the column layout of SCORE.
+
+    Both elements of a packed word use the bits of their pair.
+    """
+    pairs = gl.load(bits_ptr + gl.arange(0, KEYS // 2, _PAIR_LAYOUT))
     pairs = pairs.reshape([4, 8]).permute([1, 0]).reshape([KEYS // 2])
     both = gl.join(pairs, pairs).reshape([KEYS])
     return gl.convert_layout(both, gl.SliceLayout(0, SCORE), assert_trivial=True)
 
 
 @gluon.jit
-def dropped_out(weight, factor, term, pairs, limit):
+def apply_dropout(weight, factor, term, pairs, limit):
+    """Return the (64, 64) weights with zeros where they are dropped.
+
+    factor and term (64,) are the `row_terms` of the queries, pairs (64,) the bits of the keys, and
+    limit is `packed_limit`.
+    """
     return gl.inline_asm_elementwise(
-        TOSS, "=r,r,r,r,r,r,r,r,r,r",
+        DROPOUT_ASM, "=r,r,r,r,r,r,r,r,r,r",
         [weight, factor[:, None], pairs[None, :], term[:, None], limit],
         weight.dtype, is_pure=True, pack=2,
     )  # fmt: skip
 
 
 @gluon.jit
-def signed_and_dropped_out(weight, factor, term, pairs, limit):
-    """The weights with a sign where they fall, and with zeros there."""
+def apply_signed_dropout(weight, factor, term, pairs, limit):
+    """Return the weights twice: with the sign bit set where dropped, and with zeros there.
+
+    The arguments are those of `apply_dropout`.
+    """
     return gl.inline_asm_elementwise(
-        SIGN, "=&r,=r,r,r,r,r,r,r,r,r,r",
+        SIGNED_DROPOUT_ASM, "=&r,=r,r,r,r,r,r,r,r,r,r",
         [weight, factor[:, None], pairs[None, :], term[:, None], limit],
         (weight.dtype, weight.dtype), is_pure=True, pack=2,
     )  # fmt: skip

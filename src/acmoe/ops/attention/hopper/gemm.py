@@ -1,124 +1,132 @@
-"""Products with a head's features on Hopper, in one part or in two.
+"""Tensor-core GEMMs of the forward kernel on Hopper, over a head dimension of one or two chunks.
 
-The matrix units take 16 features at a time, and a tile a power of two of them. Heads of 33 to 48
-features are multiplied as 32 and 16: never the last 16 zeros, and fewer sums are held. (H200, the
-forward with 44 features: 462 -> 416 us.) Their tiles are fetched as two as well: the 16 zeros would
-take the shared memory that weights need on their way out.
+    score (64, 64)        += q (64, HEAD_DIM) @ tile^T, tile (64, HEAD_DIM) of keys or of rel_emb
+    acc   (64, HEAD_DIM)  += weight (64, 64) @ v (64, HEAD_DIM)
 
-q, acc and tiles are tuples of parts. Shapes as in attention_hopper.py.
+One warpgroup runs each GEMM with asynchronous wgmma: q and weight are in registers, tiles in shared
+memory. wgmma takes 16 features at a time, but a shared-memory tile must be a power of two wide.
+Heads of 33 to 48 features are therefore split into chunks of 32 and 16 features: the last 16
+padding features are not multiplied, and the accumulators are smaller. (H200, forward with 44
+features: 462 -> 416 us.) TMA loads the chunks as separate tiles, because 16 padding features would
+take the shared memory that the staging of saved weights needs.
+
+q, acc and tiles are tuples of chunks. Shapes as in forward.py.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from acmoe.ops.attention.hopper.staging import ROWS, SCORE, query_of
+from acmoe.ops.attention.hopper.staging import ROWS, SCORE, query_of_row
 
-FIRST = gl.constexpr(32)  # of two parts
-SECOND = gl.constexpr(16)
+CHUNK0 = gl.constexpr(32)  # features of the first chunk, where there are two
+CHUNK1 = gl.constexpr(16)
 
 
 @gluon.jit
-def _part_of_queries(
+def _load_query_chunk(
     q_ptr, i0, L, P: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
-    """WIDTH features of a warpgroup's queries, as a factor in registers."""
+    """Load WIDTH features of a warpgroup's 64 queries as a wgmma operand in registers."""
     layout: gl.constexpr = gl.DotOperandLayout(0, SCORE, 2)
-    m = i0 + query_of(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), GROUP)
+    m = i0 + query_of_row(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), GROUP)
     p = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     return gl.load(q_ptr + (m[:, None] * P + p[None, :]), mask=(m < L)[:, None], other=0.0)
 
 
 @gluon.jit
-def queries_of(q_ptr, i0, L, P: gl.constexpr, FEATURES: gl.constexpr, GROUP: gl.constexpr):
-    if FEATURES == FIRST + SECOND:
-        first = _part_of_queries(q_ptr, i0, L, P, FIRST, GROUP)
-        return first, _part_of_queries(q_ptr + FIRST, i0, L, P, SECOND, GROUP)
+def load_queries(q_ptr, i0, L, P: gl.constexpr, HEAD_DIM: gl.constexpr, GROUP: gl.constexpr):
+    """Load the queries of warpgroup GROUP, in chunks."""
+    if HEAD_DIM == CHUNK0 + CHUNK1:
+        first = _load_query_chunk(q_ptr, i0, L, P, CHUNK0, GROUP)
+        return first, _load_query_chunk(q_ptr + CHUNK0, i0, L, P, CHUNK1, GROUP)
     else:
-        return (_part_of_queries(q_ptr, i0, L, P, FEATURES, GROUP),)
+        return (_load_query_chunk(q_ptr, i0, L, P, HEAD_DIM, GROUP),)
 
 
-def part_widths(features: int, width: int) -> tuple[int, int]:
-    """Features of either part's tiles; all of them where there is only one part."""
+def chunk_widths(features: int, width: int) -> tuple[int, int]:
+    """Return the features of both chunks' tiles; `width` twice where there is only one chunk."""
     return (32, 16) if 32 < features <= 48 else (width, width)
 
 
 @gluon.jit
-def _rows_at(tiles, at):
-    tile = tiles.index(at)
+def _stage_matrix(tiles, stage):
+    """View the tile of a pipeline stage as a matrix, without its leading dimensions of size 1."""
+    tile = tiles.index(stage)
     return tile.reshape([tile.shape[len(tile.shape) - 2], tile.shape[len(tile.shape) - 1]])
 
 
 @gluon.jit
-def tile_at(tiles, WHICH: gl.constexpr, at):
-    """Keys (0), values (1) or columns of the table (2) of a stage."""
-    first = _rows_at(tiles[0][WHICH], at)
+def stage_tile(tiles, WHICH: gl.constexpr, stage):
+    """Return the chunks of the tile of keys (0), values (1) or rel_emb rows (2) of a stage."""
+    first = _stage_matrix(tiles[0][WHICH], stage)
     if len(tiles) == 2:
-        return first, _rows_at(tiles[1][WHICH], at)
+        return first, _stage_matrix(tiles[1][WHICH], stage)
     else:
         return (first,)
 
 
 @gluon.jit
-def times(q, tile, sums, ADDS: gl.constexpr):
-    """Begins q @ tile^T, added to the sums or instead of them."""
+def start_score_gemm(q, tile, acc, ACCUMULATE: gl.constexpr):
+    """Issue q @ tile^T, added to acc or, unless ACCUMULATE, replacing it."""
     width: gl.constexpr = q[0].shape[1]
-    part = tile[0].slice(0, width, 1).permute((1, 0))
-    sums = warpgroup_mma(q[0], part, sums, use_acc=ADDS, is_async=True)
+    chunk = tile[0].slice(0, width, 1).permute((1, 0))
+    acc = warpgroup_mma(q[0], chunk, acc, use_acc=ACCUMULATE, is_async=True)
     if len(q) == 2:
-        sums = warpgroup_mma(q[1], tile[1].permute((1, 0)), sums, is_async=True)
-    return sums
+        acc = warpgroup_mma(q[1], tile[1].permute((1, 0)), acc, is_async=True)
+    return acc
 
 
 @gluon.jit
 def _zeros(WIDTH: gl.constexpr):
+    """Return a (64, WIDTH) float32 accumulator of zeros."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     return gl.zeros([ROWS, WIDTH], gl.float32, layout)
 
 
 @gluon.jit
-def nothing_gathered(FEATURES: gl.constexpr):
-    """The sums of weighted values, before the first."""
-    if FEATURES == FIRST + SECOND:
-        return _zeros(FIRST), _zeros(SECOND)
+def zero_accumulators(HEAD_DIM: gl.constexpr):
+    """Return (64, HEAD_DIM) float32 accumulators of zeros, in chunks."""
+    if HEAD_DIM == CHUNK0 + CHUNK1:
+        return _zeros(CHUNK0), _zeros(CHUNK1)
     else:
-        return (_zeros(FEATURES),)
+        return (_zeros(HEAD_DIM),)
 
 
 @gluon.jit
-def _scaled(part, row):
-    return part * gl.convert_layout(row, gl.SliceLayout(1, part.type.layout))[:, None]
+def _scale_rows(chunk, row_factor):
+    return chunk * gl.convert_layout(row_factor, gl.SliceLayout(1, chunk.type.layout))[:, None]
 
 
 @gluon.jit
-def scaled(acc, row):
-    """Each query's sums by a number of its own."""
+def scale_rows(acc, row_factor):
+    """Multiply each row of the accumulators by its own factor."""
     if len(acc) == 2:
-        return _scaled(acc[0], row), _scaled(acc[1], row)
+        return _scale_rows(acc[0], row_factor), _scale_rows(acc[1], row_factor)
     else:
-        return (_scaled(acc[0], row),)
+        return (_scale_rows(acc[0], row_factor),)
 
 
 @gluon.jit
-def _plus_values(part, weight, v_tile):
-    weight = gl.convert_layout(weight, gl.DotOperandLayout(0, part.type.layout, 2))
-    return warpgroup_mma(weight, v_tile, part, is_async=True)
+def _start_value_gemm(chunk, weight, v_tile):
+    weight = gl.convert_layout(weight, gl.DotOperandLayout(0, chunk.type.layout, 2))
+    return warpgroup_mma(weight, v_tile, chunk, is_async=True)
 
 
 @gluon.jit
-def plus_values(acc, weight, v_tile):
-    """Begins acc + weight @ values: as many products as there are parts."""
+def start_value_gemm(acc, weight, v_tile):
+    """Issue acc + weight @ v: one wgmma for each chunk."""
     width: gl.constexpr = acc[0].shape[1]
-    first = _plus_values(acc[0], weight, v_tile[0].slice(0, width, 1))
+    first = _start_value_gemm(acc[0], weight, v_tile[0].slice(0, width, 1))
     if len(acc) == 2:
-        return first, _plus_values(acc[1], weight, v_tile[1])
+        return first, _start_value_gemm(acc[1], weight, v_tile[1])
     else:
         return (first,)
 
 
 @gluon.jit
-def gathered(acc):
-    """The sums when their products are done."""
+def wait_accumulators(acc):
+    """Wait for all outstanding wgmma, and return the accumulators."""
     if len(acc) == 2:
         return warpgroup_mma_wait(0, deps=acc)
     else:
@@ -126,18 +134,18 @@ def gathered(acc):
 
 
 @gluon.jit
-def _write(part, out_ptr, i0, L, stride, REAL: gl.constexpr, GROUP: gl.constexpr):
-    layout: gl.constexpr = part.type.layout
-    row = i0 + query_of(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), GROUP)
-    p = gl.arange(0, part.shape[1], gl.SliceLayout(0, layout))
-    known = (row < L)[:, None] & (p < REAL)[None, :]
-    places = row[:, None] * stride + p[None, :]
-    gl.store(out_ptr + places, part.to(out_ptr.dtype.element_ty), mask=known)
+def _store_chunk(chunk, out_ptr, i0, L, stride, OUT_DIM: gl.constexpr, GROUP: gl.constexpr):
+    layout: gl.constexpr = chunk.type.layout
+    row = i0 + query_of_row(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), GROUP)
+    p = gl.arange(0, chunk.shape[1], gl.SliceLayout(0, layout))
+    in_bounds = (row < L)[:, None] & (p < OUT_DIM)[None, :]
+    offsets = row[:, None] * stride + p[None, :]
+    gl.store(out_ptr + offsets, chunk.to(out_ptr.dtype.element_ty), mask=in_bounds)
 
 
 @gluon.jit
-def write(acc, out_ptr, i0, L, stride, REAL: gl.constexpr, GROUP: gl.constexpr):
-    """A warpgroup's rows of the output, the REAL features of each."""
-    _write(acc[0], out_ptr, i0, L, stride, REAL, GROUP)
+def store_output(acc, out_ptr, i0, L, stride, OUT_DIM: gl.constexpr, GROUP: gl.constexpr):
+    """Store the first OUT_DIM features of a warpgroup's output rows."""
+    _store_chunk(acc[0], out_ptr, i0, L, stride, OUT_DIM, GROUP)
     if len(acc) == 2:
-        _write(acc[1], out_ptr + FIRST, i0, L, stride, REAL - FIRST, GROUP)
+        _store_chunk(acc[1], out_ptr + CHUNK0, i0, L, stride, OUT_DIM - CHUNK0, GROUP)

@@ -1,23 +1,29 @@
-"""Gradients of keys and values of window attention on Hopper, from weights that the forward kept.
+"""Gradients of keys and values of sliding-window attention on Hopper, from saved weights.
 
-The bound is memory: a tile of weights is read, and the scores' gradient written, 16 KB for 64
-queries and 64 keys. So a program, one a multiprocessor, keeps many tiles in flight:
+For each head, with prob from the weights that the forward saved (saved_weights.py):
 
-    groups      of four warps, each at its own tile of keys, walk over the queries that see it
-    weights     a warp for each group runs ahead and fetches them into a ring of shared memory; a
-                slot comes back when the copy engine has read the gradient that replaced them
-    queries     and their output's gradients lie in shared memory, a head's all at once; one more
-                warp brings those of the next head
+    dprob = grad_out @ v^T,  dscore = prob * keep_mask * dprob - prob * delta
+    dv = dv_scale * (prob * keep_mask)^T @ grad_out,  dk = dk_scale * dscore^T @ q
 
-Everything is computed keys down, queries across: weights and the scores' gradient are then the left
-factors of the next products without leaving their registers.
+The kernel is memory-bound: for each 64 x 64 tile of queries and keys it reads the weights and
+writes dscore, 16 KB. One program per SM therefore keeps many tiles in flight:
 
-A tile of weights is one box of a tensor of four dimensions, heads, rows, planes and keys, whose
-rows overlap: eight queries on is one row on, and one comb to the left (attention_skew.py). Around
-the window lie zeros, which give zeros: no entry asks whether it is in the window.
+    3 consumer warpgroups   each takes its own tile of keys and loops over the query tiles that see
+                            it
+    3 producer warps        one per consumer: load its weights into a multistage TMA pipeline; a
+                            stage is free once TMA has read the dscore that replaced the weights
+    1 producer warp         loads q, grad_out, lse and delta; shared memory holds all queries of a
+                            head, and this warp loads those of the next head
 
-B streams, H heads, X = B * H, L queries, S keys before them, N = S + L, W distances in reach, P
-features of a head, of which the first FEATURES, P or 48 of 64, are multiplied.
+All tiles are transposed, with keys as rows and queries as columns: prob and dscore are then the
+left operands of the next GEMMs, and stay in registers.
+
+A tile of weights is one TMA box of a 4-dimensional tensor (head, row, plane, key) whose rows
+overlap: eight queries further is one row further and 8 columns to the left (triton/skew.py).
+Weights outside the window are zero and give zero gradients, so there is no window mask.
+
+Shapes: B batch, H heads, X = B * H, L queries, S keys before the first query, N = S + L keys,
+W window, P head dimension, of which the first HEAD_DIM (P, or 48 of 64) are multiplied.
 """
 
 import torch
@@ -32,249 +38,252 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from acmoe.ops.attention.hopper.gemm import nothing_gathered
+from acmoe.ops.attention.hopper.gemm import zero_accumulators
 from acmoe.ops.attention.hopper.keys_gemm import (
-    IN_PARTS,
-    SQUARE,
-    features_in,
-    finished,
-    parts_of,
-    plus_rows,
-    times_values,
-    values_of,
-    write,
+    CHUNKED_DIM,
+    SCORE_T,
+    chunks_of,
+    load_values,
+    multiplied_dim,
+    start_dprob_gemm,
+    start_grad_gemm,
+    store_gradient,
+    wait_gradients,
 )
 from acmoe.ops.attention.hopper.keys_loads import (
     BLOCK,
-    COMB,
-    GROUPS,
-    fetch_queries,
-    fetch_weights,
-    give_back,
-    grads_box,
-    numbers_box,
-    place_of,
-    queries_for,
-    rows_box,
-    walk_of,
-    weights_box,
+    CONSUMERS,
+    SKEW,
+    grad_descriptor,
+    key_tile,
+    produce_queries,
+    produce_weights,
+    query_descriptor,
+    query_tile_range,
+    release_queries,
+    tile_schedule,
+    vector_descriptor,
+    weight_descriptor,
 )
-from acmoe.ops.attention.hopper.saved_weights import Kept
-from acmoe.ops.attention.triton.skew import Band
-from acmoe.ops.device.gluon_names import seen_as, store_tile
+from acmoe.ops.attention.hopper.saved_weights import SavedWeights
+from acmoe.ops.attention.triton.skew import SkewLayout
+from acmoe.ops.device.gluon_names import reinterpret, store_tile
 
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-_MOST_SHARED = 227 * 1024
-_MOST_STAGES = 6
-_SLOT = 64 * 64 * 2 + 64 * 4 + 16  # bytes of a tile of weights, its bases and two barriers
+_MAX_SHARED_BYTES = 227 * 1024
+_MAX_STAGES = 6
+_STAGE_BYTES = 64 * 64 * 2 + 64 * 4 + 16  # a tile of weights, its row maxima and two mbarriers
 
 
 @gluon.jit
-def _across(numbers, index):
-    """A number for each query of a tile."""
-    flat = seen_as(numbers.index(index), gl.float32, [BLOCK], _FLAT)
-    return flat.load(gl.SliceLayout(0, SQUARE))
+def _load_columns(vectors, index):
+    """Load one element per query of a tile, as a row vector over the columns."""
+    flat = reinterpret(vectors.index(index), gl.float32, [BLOCK], _FLAT)
+    return flat.load(gl.SliceLayout(0, SCORE_T))
 
 
 @gluon.jit
-def _tile(v, dk, dv, ring, at, places, t, dscore_desc, corner):
-    """What a tile of queries adds to the gradients of a tile of keys and values."""
-    q_tiles, grad_tiles, lse, delta = places
-    tiles, bases, full, empty = ring
+def _accumulate_tile(v, dk, dv, pipeline, iteration, query_tiles, t, dscore_desc, offsets):
+    """Add query tile t to dk and dv of a tile of keys, and store its dscore over the weights."""
+    q_tiles, grad_tiles, lse, delta = query_tiles
+    tiles, row_max, full, empty = pipeline
     stages: gl.constexpr = tiles.shape[0]
     dtype: gl.constexpr = tiles.dtype
-    slot = at % stages
-    dweight = times_values(v, grad_tiles, t)
-    mbarrier.wait(full.index(slot), at // stages & 1)
-    # A query that has seen nothing yet has base 0, maybe far above its sum, and weights of 0.
-    share = gl.exp2(gl.minimum(_across(bases, slot) - _across(lse, t), 0.0))
-    dweight = warpgroup_mma_wait(0, deps=[dweight])
-    tile = tiles.index(slot).reshape([BLOCK, BLOCK]).permute([1, 0])
-    weight = tile.load(SQUARE).to(gl.float32) * share[None, :]
-    left = gl.maximum(weight, 0.0)  # a negative one was dropped
-    dscore = left * dweight - gl.abs(weight) * _across(delta, t)[None, :]
+    stage = iteration % stages
+    dprob = start_dprob_gemm(v, grad_tiles, t)
+    mbarrier.wait(full.index(stage), iteration // stages & 1)
+    # The row maximum of a query that has seen no key yet is stored as 0, which may be far above its
+    # lse; its weights are 0. The minimum avoids an overflow.
+    norm = gl.exp2(gl.minimum(_load_columns(row_max, stage) - _load_columns(lse, t), 0.0))
+    dprob = warpgroup_mma_wait(0, deps=[dprob])
+    tile = tiles.index(stage).reshape([BLOCK, BLOCK]).permute([1, 0])
+    prob = tile.load(SCORE_T).to(gl.float32) * norm[None, :]
+    kept_prob = gl.maximum(prob, 0.0)  # negative: dropped by dropout
+    dscore = kept_prob * dprob - gl.abs(prob) * _load_columns(delta, t)[None, :]
     dscore = dscore.to(dtype)
-    dv = plus_rows(dv, left.to(dtype), grad_tiles, t)
-    dk = plus_rows(dk, dscore, q_tiles, t)
+    dv = start_grad_gemm(dv, kept_prob.to(dtype), grad_tiles, t)
+    dk = start_grad_gemm(dk, dscore, q_tiles, t)
     tma.store_wait(0)
-    mbarrier.arrive(empty.index((at + stages - 1) % stages), count=1, pred=at > 0)
+    mbarrier.arrive(empty.index((iteration + stages - 1) % stages), count=1, pred=iteration > 0)
     tile.store(dscore)
     fence_async_shared()
-    store_tile(dscore_desc, corner, tiles.index(slot))
-    return finished(dk, dv)
+    store_tile(dscore_desc, offsets, tiles.index(stage))
+    return wait_gradients(dk, dv)
 
 
 @gluon.jit
-def _group(ring, work, FEATURES: gl.constexpr, GROUP: gl.constexpr):
-    """Every third tile of a program's keys."""
-    queries, dscore_desc, pointers, steps, scales, walk, num_heads = work
-    places, full, empty = queries
+def _consumer(pipeline, work, HEAD_DIM: gl.constexpr, GROUP: gl.constexpr):
+    """Compute dk, dv and dscore of every third tile of the program's keys."""
+    queries, dscore_desc, pointers, strides, scales, schedule, num_heads = work
+    query_tiles, full, empty = queries
     v_ptr, dk_ptr, dv_ptr = pointers
-    k_batch, k_head, k_stride, v_batch, v_head, v_stride = steps
-    first, end, heads, _, N, _ = walk
+    k_batch, k_head, k_stride, v_batch, v_head, v_stride = strides
+    first, end, heads, _, N, _ = schedule
     per_head: gl.constexpr = full.shape[0]
-    at = 0
-    given = 0
-    for n in range(GROUP, heads * (end - first), GROUPS):
-        turn, x, j0 = place_of(n, walk)
+    iteration = 0
+    released = 0
+    for n in range(GROUP, heads * (end - first), CONSUMERS):
+        head_index, x, j0 = key_tile(n, schedule)
         b, h = (x // num_heads).to(gl.int64), x % num_heads
         k_start = b * k_batch + h * k_head
         v_start = b * v_batch + h * v_head
-        v = values_of(v_ptr + v_start, j0, N, v_stride, FEATURES)
-        low, high = queries_for(j0, walk)
-        given = give_back(given, turn * per_head + low, full, empty)
-        dk = nothing_gathered(FEATURES)
-        dv = nothing_gathered(FEATURES)
+        v = load_values(v_ptr + v_start, j0, N, v_stride, HEAD_DIM)
+        low, high = query_tile_range(j0, schedule)
+        released = release_queries(released, head_index * per_head + low, full, empty)
+        dk = zero_accumulators(HEAD_DIM)
+        dv = zero_accumulators(HEAD_DIM)
         for t in range(low, high):
-            mbarrier.wait(full.index(t), turn & 1)
-            corner = [x, t * COMB, 0, j0]
-            dk, dv = _tile(v, dk, dv, ring, at, places, t, dscore_desc, corner)
-            at += 1
-        write(dk, dk_ptr + k_start, j0, N, k_stride, scales[0])
-        write(dv, dv_ptr + v_start, j0, N, v_stride, scales[1])
+            mbarrier.wait(full.index(t), head_index & 1)
+            offsets = [x, t * SKEW, 0, j0]
+            dk, dv = _accumulate_tile(
+                v, dk, dv, pipeline, iteration, query_tiles, t, dscore_desc, offsets
+            )
+            iteration += 1
+        store_gradient(dk, dk_ptr + k_start, j0, N, k_stride, scales[0])
+        store_gradient(dv, dv_ptr + v_start, j0, N, v_stride, scales[1])
     tma.store_wait(0)
-    give_back(given, heads * per_head, full, empty)
+    release_queries(released, heads * per_head, full, empty)
 
 
 @gluon.jit
-def _barriers(NUMBER: gl.constexpr, READERS: gl.constexpr):
-    """A pair for each place: full, and empty when all its readers say so."""
-    full = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUMBER):
+def _allocate_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
+    """Allocate mbarriers `full` and `empty` for each stage; READERS arrivals complete `empty`."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=READERS)
     return full, empty
 
 
 @gluon.jit
-def _buffers(desc, NUMBER: gl.constexpr):
-    shape: gl.constexpr = [NUMBER] + desc.block_shape  # noqa: RUF005
+def _allocate_tiles(desc, STAGES: gl.constexpr):
+    """Allocate shared memory for STAGES blocks of a TMA descriptor."""
+    shape: gl.constexpr = [STAGES] + desc.block_shape  # noqa: RUF005
     return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
 
 
 @gluon.jit
-def _ring(kept_desc, base_desc, STAGES: gl.constexpr):
-    full, empty = _barriers(STAGES, 1)
-    return _buffers(kept_desc, STAGES), _buffers(base_desc, STAGES), full, empty
+def _allocate_pipeline(weight_desc, max_desc, STAGES: gl.constexpr):
+    """Allocate one consumer's pipeline: weight tiles, row maxima and mbarriers."""
+    full, empty = _allocate_barriers(STAGES, 1)
+    return _allocate_tiles(weight_desc, STAGES), _allocate_tiles(max_desc, STAGES), full, empty
 
 
 @gluon.jit
 def keys_kernel(
-    kept_desc, dscore_desc, base_desc, q_desc, q_rest, grad_desc, grad_rest, lse_desc,
+    weight_desc, dscore_desc, max_desc, q_desc, q_desc1, grad_desc, grad_desc1, lse_desc,
     delta_desc, v_ptr, dk_ptr, dv_ptr, k_batch, k_head, k_stride, v_batch, v_head, v_stride,
     num, num_heads, L, N, span, dk_scale, dv_scale,
-    FEATURES: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr,
+    HEAD_DIM: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """dk, dv and the scores' gradient, for some heads."""
-    walk = walk_of(num, L, N, span)
-    q_tiles = (_buffers(q_desc, TILES),)
-    grad_tiles = (_buffers(grad_desc, TILES),)
-    rows = ((q_desc, q_tiles[0]),)
-    grads = ((grad_desc, grad_tiles[0]),)
-    if FEATURES == IN_PARTS:
-        q_tiles += (_buffers(q_rest, TILES),)
-        grad_tiles += (_buffers(grad_rest, TILES),)
-        rows += ((q_rest, q_tiles[1]),)
-        grads += ((grad_rest, grad_tiles[1]),)
-    lse, delta = _buffers(lse_desc, TILES), _buffers(delta_desc, TILES)
-    numbers = ((lse_desc, lse), (delta_desc, delta))
-    full, empty = _barriers(TILES, GROUPS)
+    """Compute dk, dv and dscore for a program's share of the heads; allocate and start the warps.
+
+    q_desc1 and grad_desc1 describe the second head-dimension chunk, and are unused with one chunk.
+    """
+    schedule = tile_schedule(num, L, N, span)
+    q_tiles = (_allocate_tiles(q_desc, TILES),)
+    grad_tiles = (_allocate_tiles(grad_desc, TILES),)
+    q_loads = ((q_desc, q_tiles[0]),)
+    grad_loads = ((grad_desc, grad_tiles[0]),)
+    if HEAD_DIM == CHUNKED_DIM:
+        q_tiles += (_allocate_tiles(q_desc1, TILES),)
+        grad_tiles += (_allocate_tiles(grad_desc1, TILES),)
+        q_loads += ((q_desc1, q_tiles[1]),)
+        grad_loads += ((grad_desc1, grad_tiles[1]),)
+    lse, delta = _allocate_tiles(lse_desc, TILES), _allocate_tiles(delta_desc, TILES)
+    vector_loads = ((lse_desc, lse), (delta_desc, delta))
+    full, empty = _allocate_barriers(TILES, CONSUMERS)
     queries = ((q_tiles, grad_tiles, lse, delta), full, empty)
-    ring0 = _ring(kept_desc, base_desc, STAGES)
-    ring1 = _ring(kept_desc, base_desc, STAGES)
-    ring2 = _ring(kept_desc, base_desc, STAGES)
+    pipeline0 = _allocate_pipeline(weight_desc, max_desc, STAGES)
+    pipeline1 = _allocate_pipeline(weight_desc, max_desc, STAGES)
+    pipeline2 = _allocate_pipeline(weight_desc, max_desc, STAGES)
     pointers = (v_ptr, dk_ptr, dv_ptr)
-    steps = (k_batch, k_head, k_stride, v_batch, v_head, v_stride)
-    work = (queries, dscore_desc, pointers, steps, (dk_scale, dv_scale), walk, num_heads)
-    bytes_of_tile: gl.constexpr = BLOCK * (2 * 2 * FEATURES + 2 * 4)
+    strides = (k_batch, k_head, k_stride, v_batch, v_head, v_stride)
+    work = (queries, dscore_desc, pointers, strides, (dk_scale, dv_scale), schedule, num_heads)
+    tile_bytes: gl.constexpr = BLOCK * (2 * 2 * HEAD_DIM + 2 * 4)
     gl.warp_specialize(
         [
-            (_group, (ring0, work, FEATURES, gl.constexpr(0))),
-            (_group, (ring1, work, FEATURES, gl.constexpr(1))),
-            (_group, (ring2, work, FEATURES, gl.constexpr(2))),
-            (fetch_weights, (kept_desc, base_desc, ring0, walk, gl.constexpr(0))),
-            (fetch_weights, (kept_desc, base_desc, ring1, walk, gl.constexpr(1))),
-            (fetch_weights, (kept_desc, base_desc, ring2, walk, gl.constexpr(2))),
-            (
-                fetch_queries,
-                (
-                    rows,
-                    grads,
-                    numbers,
-                    num_heads,
-                    full,
-                    empty,
-                    walk,
-                    bytes_of_tile,
-                    FEATURES,
-                ),
-            ),
+            (_consumer, (pipeline0, work, HEAD_DIM, gl.constexpr(0))),
+            (_consumer, (pipeline1, work, HEAD_DIM, gl.constexpr(1))),
+            (_consumer, (pipeline2, work, HEAD_DIM, gl.constexpr(2))),
+            (produce_weights, (weight_desc, max_desc, pipeline0, schedule, gl.constexpr(0))),
+            (produce_weights, (weight_desc, max_desc, pipeline1, schedule, gl.constexpr(1))),
+            (produce_weights, (weight_desc, max_desc, pipeline2, schedule, gl.constexpr(2))),
+            (produce_queries, (
+                q_loads, grad_loads, vector_loads, num_heads, full, empty, schedule, tile_bytes,
+                HEAD_DIM,
+            )),
         ],
         [4, 4, 1, 1, 1, 1],
         [160, 160, 24, 24, 24, 24],
-    )
+    )  # fmt: skip
 
 
-def stages_for(width: int, features: int, queries: int) -> int:
-    """Weights a group's ring has room for beside a head's queries; fewer than two: too many
-    queries."""
-    tile = 64 * (2 * 2 * features_in(width, features) + 2 * 4) + 16
-    room = _MOST_SHARED - triton.cdiv(queries, 64) * tile - 1024
-    return min(_MOST_STAGES, room // (GROUPS.value * _SLOT))
+def pipeline_stages(width: int, features: int, queries: int) -> int:
+    """Return the stages of each consumer's pipeline that fit beside all queries of a head.
+
+    Fewer than two: the head has too many queries for this kernel.
+    """
+    tile_bytes = 64 * (2 * 2 * multiplied_dim(width, features) + 2 * 4) + 16
+    free_bytes = _MAX_SHARED_BYTES - triton.cdiv(queries, 64) * tile_bytes - 1024
+    return min(_MAX_STAGES, free_bytes // (CONSUMERS.value * _STAGE_BYTES))
 
 
-def _programs(num: int, tiles: int, device: torch.device) -> tuple[int, int]:
-    """One a multiprocessor: heads that run at a time, and shares of each one's keys. Where the
-    kernel is emulated two."""
-    most = 2
+def _grid(num: int, tiles: int, device: torch.device) -> tuple[int, int]:
+    """Return the heads that run at a time, and the programs that split the keys of each.
+
+    The grid has at most one program per SM; two programs where the kernel is emulated.
+    """
+    programs = 2
     if device.type == "cuda":
-        most = torch.cuda.get_device_properties(device).multi_processor_count
-    return min(num, most), max(1, min(most // num, tiles // GROUPS.value))
+        programs = torch.cuda.get_device_properties(device).multi_processor_count
+    return min(num, programs), max(1, min(programs // num, tiles // CONSUMERS.value))
 
 
 def run_keys(
     q: Tensor,
     v: Tensor,
-    grad: Tensor,
-    kept: Kept,
+    grad_out: Tensor,
+    saved: SavedWeights,
     lse: Tensor,
     delta: Tensor,
     dscores: Tensor,
     dk: Tensor,
     dv: Tensor,
-    band: Band,
+    skew: SkewLayout,
     dk_scale: float,
     dv_scale: float,
     features: int,
 ) -> None:
-    """Fill dk, dv and the gradient of the scores.
+    """Fill dk, dv and dscores.
 
-    q (B, H, L, P) is contiguous, grad (B, H, L, `stored_width`) as `empty_output` has it; v, dk and
-    dv (B, H, N, `stored_width`) have features side by side; lse and delta (B, H, L). dscores lies
-    as the weights do: tiles of 64 queries and 64 keys that meet the window are written whole, with
-    zeros outside it, and nothing else is.
+    q (B, H, L, P) is contiguous; grad_out (B, H, L, `stored_width`) is laid out by `empty_output`;
+    v, dk and dv (B, H, N, `stored_width`) have feature stride 1; lse and delta are (B, H, L).
+    dscores has the layout of the saved weights: tiles of 64 queries and 64 keys that meet the
+    window are stored whole, with zeros outside it, and the rest is not written.
     """
     assert dv.stride() == v.stride()
     batch, heads, num_queries, width = q.shape
     num = batch * heads
-    used = features_in(width, features)
-    parts = parts_of(used)
-    assert grad.shape[3] == used
-    boxes = [
-        box(t, *part)
-        for box, t in ((rows_box, q), (grads_box, grad))
-        for part in (parts[0], parts[-1])
+    head_dim = multiplied_dim(width, features)
+    chunks = chunks_of(head_dim)
+    assert grad_out.shape[3] == head_dim
+    descriptors = [
+        describe(t, *chunk)
+        for describe, t in ((query_descriptor, q), (grad_descriptor, grad_out))
+        for chunk in (chunks[0], chunks[-1])
     ]
-    numbers = (numbers_box(t.view(num, num_queries)) for t in (lse, delta))
-    keys_kernel[_programs(num, triton.cdiv(band.keys, 64), q.device)](
-        *(weights_box(t, num, band) for t in (kept.weights, dscores)),
-        *(numbers_box(kept.base.view(num, -1, num_queries)), *boxes, *numbers, v, dk, dv),
-        *(*dk.stride()[:3], *dv.stride()[:3], num, heads, num_queries, band.keys, band.span),
+    vectors = (vector_descriptor(t.view(num, num_queries)) for t in (lse, delta))
+    keys_kernel[_grid(num, triton.cdiv(skew.keys, 64), q.device)](
+        *(weight_descriptor(t, num, skew) for t in (saved.weights, dscores)),
+        vector_descriptor(saved.row_max.view(num, -1, num_queries)),
+        *(*descriptors, *vectors, v, dk, dv),
+        *(*dk.stride()[:3], *dv.stride()[:3], num, heads, num_queries, skew.keys, skew.span),
         *(dk_scale, dv_scale),
-        FEATURES=used,
+        HEAD_DIM=head_dim,
         TILES=triton.cdiv(num_queries, 64),
-        STAGES=stages_for(width, features, num_queries),
+        STAGES=pipeline_stages(width, features, num_queries),
         num_warps=4,
         maxnreg=128,
     )

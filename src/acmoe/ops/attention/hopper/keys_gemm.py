@@ -1,76 +1,83 @@
-"""Products of the keys' gradients on Hopper: keys down, queries or features across.
+"""Tensor-core GEMMs of the dk/dv kernel on Hopper: rows are keys, columns are queries or features.
 
-As in attention_parts.py heads of 33 to 48 features are multiplied as 32 and 16. Here the parts lie
-apart in shared memory, too, which leaves room for a quarter more weights there. v, dk, dv and tiles
-are tuples of parts. Shapes as in attention_keys.py.
+    dprob (64 keys, 64 queries)   = v @ grad_out^T
+    dv    (64 keys, HEAD_DIM)    += prob (64 keys, 64 queries) @ grad_out
+    dk    (64 keys, HEAD_DIM)    += dscore (64 keys, 64 queries) @ q
+
+One warpgroup runs each GEMM with asynchronous wgmma; v, prob and dscore are in registers, the tiles
+of q and grad_out in shared memory. As in gemm.py, heads of 33 to 48 features are split into chunks
+of 32 and 16. Here the chunks are also separate tiles in shared memory, which leaves space for a
+quarter more stages of weights. v, dk, dv and tiles are tuples of chunks. Shapes as in keys.py.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from acmoe.ops.attention.hopper.gemm import FIRST, SECOND
+from acmoe.ops.attention.hopper.gemm import CHUNK0, CHUNK1
 from acmoe.ops.attention.hopper.keys_loads import BLOCK
 
-IN_PARTS = gl.constexpr(48)
-SQUARE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+CHUNKED_DIM = gl.constexpr(48)  # the head dimension that is split into two chunks
+SCORE_T = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 
 
 @gluon.jit
-def _values(v_ptr, j0, N, stride, WIDTH: gl.constexpr):
-    """Values of a tile of keys, as a factor in registers."""
-    layout: gl.constexpr = gl.DotOperandLayout(0, SQUARE, 2)
+def _load_value_chunk(v_ptr, j0, N, stride, WIDTH: gl.constexpr):
+    """Load WIDTH features of a tile of 64 values as a wgmma operand in registers."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, SCORE_T, 2)
     j = j0 + gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
     p = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-    places = j[:, None].to(gl.int64) * stride + p[None, :]
-    return gl.load(v_ptr + places, mask=(j < N)[:, None], other=0.0)
+    offsets = j[:, None].to(gl.int64) * stride + p[None, :]
+    return gl.load(v_ptr + offsets, mask=(j < N)[:, None], other=0.0)
 
 
 @gluon.jit
-def values_of(v_ptr, j0, N, stride, FEATURES: gl.constexpr):
-    if FEATURES == IN_PARTS:
-        first = _values(v_ptr, j0, N, stride, FIRST)
-        return first, _values(v_ptr + FIRST, j0, N, stride, SECOND)
+def load_values(v_ptr, j0, N, stride, HEAD_DIM: gl.constexpr):
+    """Load a tile of 64 values, in chunks."""
+    if HEAD_DIM == CHUNKED_DIM:
+        first = _load_value_chunk(v_ptr, j0, N, stride, CHUNK0)
+        return first, _load_value_chunk(v_ptr + CHUNK0, j0, N, stride, CHUNK1)
     else:
-        return (_values(v_ptr, j0, N, stride, FEATURES),)
+        return (_load_value_chunk(v_ptr, j0, N, stride, HEAD_DIM),)
 
 
 @gluon.jit
-def _rows(tiles, t):
+def _tile_matrix(tiles, t):
+    """View tile t as a matrix, without its leading dimension of size 1."""
     return tiles.index(t).reshape([BLOCK, tiles.shape[3]])
 
 
 @gluon.jit
-def times_values(v, grad_tiles, t):
-    """Begins values @ gradients^T: the gradient of the weights."""
-    dweight = gl.zeros([BLOCK, BLOCK], gl.float32, SQUARE)
-    grad = _rows(grad_tiles[0], t).permute([1, 0])
-    dweight = warpgroup_mma(v[0], grad, dweight, use_acc=False, is_async=True)
+def start_dprob_gemm(v, grad_tiles, t):
+    """Issue dprob = v @ grad_out^T, the gradient of the probabilities, for query tile t."""
+    dprob = gl.zeros([BLOCK, BLOCK], gl.float32, SCORE_T)
+    grad_out = _tile_matrix(grad_tiles[0], t).permute([1, 0])
+    dprob = warpgroup_mma(v[0], grad_out, dprob, use_acc=False, is_async=True)
     if len(v) == 2:
-        grad = _rows(grad_tiles[1], t).permute([1, 0])
-        dweight = warpgroup_mma(v[1], grad, dweight, is_async=True)
-    return dweight
+        grad_out = _tile_matrix(grad_tiles[1], t).permute([1, 0])
+        dprob = warpgroup_mma(v[1], grad_out, dprob, is_async=True)
+    return dprob
 
 
 @gluon.jit
-def _plus(acc, factor, rows):
-    factor = gl.convert_layout(factor, gl.DotOperandLayout(0, acc.type.layout, 2))
-    return warpgroup_mma(factor, rows, acc, is_async=True)
+def _start_chunk_gemm(acc, left, tile):
+    left = gl.convert_layout(left, gl.DotOperandLayout(0, acc.type.layout, 2))
+    return warpgroup_mma(left, tile, acc, is_async=True)
 
 
 @gluon.jit
-def plus_rows(acc, factor, tiles, t):
-    """Begins acc + factor @ rows of a tile of queries."""
-    first = _plus(acc[0], factor, _rows(tiles[0], t))
+def start_grad_gemm(acc, left, tiles, t):
+    """Issue acc + left @ tile t, for dv (tiles of grad_out) or dk (tiles of q)."""
+    first = _start_chunk_gemm(acc[0], left, _tile_matrix(tiles[0], t))
     if len(acc) == 2:
-        return first, _plus(acc[1], factor, _rows(tiles[1], t))
+        return first, _start_chunk_gemm(acc[1], left, _tile_matrix(tiles[1], t))
     else:
         return (first,)
 
 
 @gluon.jit
-def finished(dk, dv):
-    """The sums when their products are done."""
+def wait_gradients(dk, dv):
+    """Wait for all outstanding wgmma, and return the accumulators dk and dv."""
     if len(dk) == 2:
         a, b, c, d = warpgroup_mma_wait(0, deps=[dk[0], dk[1], dv[0], dv[1]])
         return (a, b), (c, d)
@@ -80,9 +87,10 @@ def finished(dk, dv):
 
 
 @gluon.constexpr_function
-def _lines(width):
-    """Four features a thread, so that a row's four threads write 32 bytes, a sector. Pairs of
-    threads swap two numbers for it, which needs no shared memory; eight features would."""
+def _store_layout(width):
+    """Layout with four features per thread, so that the four threads of a row store a 32-byte
+    sector. Converting to it swaps two elements between pairs of threads, without shared memory;
+    eight features per thread would need shared memory."""
     rest = [[0, 16 << bit] for bit in range((width // 16).bit_length() - 1)]
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], *rest, [8, 0]],
@@ -94,27 +102,30 @@ def _lines(width):
 
 
 @gluon.jit
-def _write_part(part, ptr, j0, N, stride, scale):
-    layout: gl.constexpr = _lines(part.shape[1])
-    rows = gl.convert_layout((part * scale).to(ptr.dtype.element_ty), layout)
+def _store_chunk(chunk, ptr, j0, N, stride, scale):
+    layout: gl.constexpr = _store_layout(chunk.shape[1])
+    rows = gl.convert_layout((chunk * scale).to(ptr.dtype.element_ty), layout)
     j = j0 + gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
-    p = gl.arange(0, part.shape[1], gl.SliceLayout(0, layout))
+    p = gl.arange(0, chunk.shape[1], gl.SliceLayout(0, layout))
     gl.store(ptr + (j[:, None].to(gl.int64) * stride + p[None, :]), rows, mask=(j < N)[:, None])
 
 
 @gluon.jit
-def write(acc, ptr, j0, N, stride, scale):
-    """The features of a tile's keys."""
-    _write_part(acc[0], ptr, j0, N, stride, scale)
+def store_gradient(acc, ptr, j0, N, stride, scale):
+    """Store scale * acc as the dk or dv of a tile of 64 keys."""
+    _store_chunk(acc[0], ptr, j0, N, stride, scale)
     if len(acc) == 2:
-        _write_part(acc[1], ptr + FIRST, j0, N, stride, scale)
+        _store_chunk(acc[1], ptr + CHUNK0, j0, N, stride, scale)
 
 
-def features_in(width: int, features: int) -> int:
-    """Those that are multiplied: zeros fill a head up to its width."""
-    return IN_PARTS.value if width == 64 and features <= IN_PARTS.value else width
+def multiplied_dim(width: int, features: int) -> int:
+    """Return the features of a head that are multiplied: 48 or the padded width.
+
+    Features between `features` and `width` are zeros.
+    """
+    return CHUNKED_DIM.value if width == 64 and features <= CHUNKED_DIM.value else width
 
 
-def parts_of(used: int) -> tuple[tuple[int, int], ...]:
-    """First feature and number of them."""
-    return ((0, 32), (32, 16)) if used == IN_PARTS.value else ((0, used),)
+def chunks_of(head_dim: int) -> tuple[tuple[int, int], ...]:
+    """Return (first feature, number of features) of each chunk."""
+    return ((0, 32), (32, 16)) if head_dim == CHUNKED_DIM.value else ((0, head_dim),)

@@ -1,14 +1,21 @@
-"""What attention to a window keeps for its backward: every weight, in the dtype of its products.
+"""Attention weights saved by the Hopper forward for backward, and the backward pass that uses them.
 
-With them the backward reads 2 bytes an entry where it would take two products, an exponential and a
-coin again. Without, it computes them again, stream by stream: where they do not fit.
+The forward saves the weight of every query and key in the 16-bit dtype of the GEMMs. Backward then
+reads 2 bytes per element, instead of recomputing it with two GEMMs, an exponential and the dropout
+mask. Where the weights do not fit in memory, triton/backward.py recomputes them slice by slice of
+the batch.
 
-A weight lies where attention_skew.py puts its query and key, in rows `APART`. It is relative to the
-peak its row had seen when its tile came: exp2(steep * score - base), with the sign bit set where
-dropout has dropped it. The softmax's own weight is |weight| * exp2(base - lse). Tiles of queries
-and keys that meet the window are written whole, with zeros outside it; what none meets is not.
+Format. The weights are in the skewed layout of triton/skew.py, with gaps of ROW_GAP between rows. A
+weight is exp2(scale_log2 * score - row_max), where row_max is the running row maximum, times
+scale_log2 = scale * log2(e), when the forward visited the tile. Its sign bit is set where dropout
+dropped it. The softmax probability is |weight| * exp2(row_max - lse). Tiles of queries and keys
+that meet the window are stored whole, with zeros outside the window; the rest of the buffer is not
+initialised.
 
-B streams, H heads, L queries, N keys, W distances in reach, P features of a head.
+Backward runs delta_kernel (triton/backward.py), keys_kernel (keys.py: dk, dv and dscore),
+queries_kernel (triton/queries.py: dq), and a torch.bmm for the relative-position embedding.
+
+Shapes: B batch, H heads, L queries, N keys, W window, P head dimension.
 """
 
 from typing import NamedTuple
@@ -17,74 +24,78 @@ import torch
 import triton
 from torch import Tensor
 
-from acmoe.ops.attention.triton.backward import delta_of, table_gradient
+from acmoe.ops.attention.triton.backward import compute_delta, rel_emb_gradient
 from acmoe.ops.attention.triton.output import empty_output
 from acmoe.ops.attention.triton.queries import queries_gradient
 from acmoe.ops.attention.triton.skew import (
-    APART,
-    Band,
-    add_shifted,
-    comb,
-    rows_of,
-    shifted_tables,
+    ROW_GAP,
+    SkewLayout,
+    add_shifted_gradient,
+    query_planes,
+    shift_rel_emb,
+    skewed_view,
 )
-from acmoe.ops.device.dropout_rng import pair_threshold
+from acmoe.ops.device.dropout_rng import drop_threshold_paired
 
-TILE = 64  # keys that share a base
-
-
-class Kept(NamedTuple):
-    """Both without a number where nothing is kept."""
-
-    weights: Tensor  # flat, of `Band.size`
-    base: Tensor  # (B, H, tiles of keys, L) float32, in powers of two
+TILE = 64  # keys per tile, which share a running maximum
 
 
-def kept_band(shape: torch.Size, num_keys: int, span: int) -> Band:
-    """Where weights of queries of a shape (B, H, L, P) lie."""
-    return Band(shape[1], shape[2], num_keys, span, APART)
+class SavedWeights(NamedTuple):
+    """Buffers of the weights saved for backward; both are empty where nothing is saved."""
+
+    weights: Tensor  # flat, `SkewLayout.numel` elements
+    row_max: Tensor  # (B, H, tiles of keys, L) float32, the row maxima times scale_log2
 
 
-def kept_sizes(shape: torch.Size, num_keys: int, span: int) -> tuple[int, tuple[int, ...]]:
-    """Of weights and bases."""
+def saved_band(shape: torch.Size, num_keys: int, span: int) -> SkewLayout:
+    """Return the layout of the saved weights for queries of shape (B, H, L, P)."""
+    return SkewLayout(shape[1], shape[2], num_keys, span, ROW_GAP)
+
+
+def saved_sizes(shape: torch.Size, num_keys: int, span: int) -> tuple[int, tuple[int, ...]]:
+    """Return the number of elements of `SavedWeights.weights` and the shape of
+    `SavedWeights.row_max`."""
     batch, heads, num_queries, _ = shape
-    weights = kept_band(shape, num_keys, span).size(batch * heads)
+    weights = saved_band(shape, num_keys, span).numel(batch * heads)
     return weights, (batch, heads, triton.cdiv(num_keys, TILE), num_queries)
 
 
 def run_backward(
-    grad: Tensor,
+    grad_out: Tensor,
     q: Tensor,
     kv: Tensor,
-    table: Tensor,
+    rel_emb: Tensor,
     out: Tensor,
     lse: Tensor,
-    kept: Kept,
+    saved: SavedWeights,
     dkv: Tensor,
     scale: float,
     dropout: float,
     features: int,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `features` of the queries and of the table; dkv is filled.
+    """Return dq and the gradient of rel_emb, and fill dkv.
 
-    The first like grad and out, which are as wide as kv: as `empty_output` has them.
+    dq has the first `features` of a head. grad_out and out have as many features as kv. All three
+    are laid out by `empty_output`.
 
-    What was kept stays as it is, for another backward of the same forward: the gradient of the
-    scores has a buffer of its own.
+    `saved` is not modified, so that backward can run again for the same forward: the gradient of
+    the scores has a buffer of its own.
     """
     from acmoe.ops.attention.hopper.keys import run_keys
 
     k, v = kv.unbind()
-    band = kept_band(q.shape, k.shape[2], table.shape[1])
-    share = 1 - pair_threshold(dropout) / 2**32  # of probabilities kept
-    dscores = torch.empty_like(kept.weights)
-    delta = delta_of(out, grad, share)
-    scales = (scale / share, 1 / share)
-    run_keys(q, v, grad, kept, lse, delta, dscores, *dkv.unbind(), band, *scales, features)
+    skew = saved_band(q.shape, k.shape[2], rel_emb.shape[1])
+    keep_prob = 1 - drop_threshold_paired(dropout) / 2**32
+    dscores = torch.empty_like(saved.weights)
+    delta = compute_delta(out, grad_out, keep_prob)
+    scales = (scale / keep_prob, 1 / keep_prob)
+    run_keys(q, v, grad_out, saved, lse, delta, dscores, *dkv.unbind(), skew, *scales, features)
     dq = empty_output(q, features)
-    table_8PC = shifted_tables(table, band, q.dtype)
-    rows = rows_of(dscores, band)
-    queries_gradient(k, table_8PC, rows, dq, band, scale / share, features)
-    dtable = torch.zeros(table.shape, device=q.device)
-    add_shifted(dtable, table_gradient(comb(q), rows), band, scale / share)
-    return dq, dtable.to(table.dtype)
+    rel_emb_8PC = shift_rel_emb(rel_emb, skew, q.dtype)
+    dscore_8RC = skewed_view(dscores, skew)
+    queries_gradient(k, rel_emb_8PC, dscore_8RC, dq, skew, scale / keep_prob, features)
+    drel_emb = torch.zeros(rel_emb.shape, device=q.device)
+    add_shifted_gradient(
+        drel_emb, rel_emb_gradient(query_planes(q), dscore_8RC), skew, scale / keep_prob
+    )
+    return dq, drel_emb.to(rel_emb.dtype)

@@ -1,6 +1,9 @@
-"""Where attention's output, and the gradient of its queries, lie in memory.
+"""Memory layout of the attention output and of the gradient of the queries: (B, L, H, P).
 
-B streams, H heads, L queries, P features of a head.
+The kernels of this folder address both tensors with `output_ptrs`. The heads of a token are
+contiguous, so the GEMM of the output projection over all H * P features reads them without a copy.
+
+Shapes: B batch, H heads, L queries, P head dimension.
 """
 
 import triton
@@ -9,15 +12,20 @@ from torch import Tensor
 
 
 def empty_output(q: Tensor, features: int) -> Tensor:
-    """(B, H, L, `features`) like queries of a power of two of them, in the order (B, L, H, P): what
-    reads it, a product over all heads' features, copies nothing."""
+    """Allocate (B, H, L, `features`) as a transposed view of contiguous (B, L, H, `features`).
+
+    q is (B, H, L, P) with P padded to a power of two; `features` is the head dimension stored.
+    """
     batch, heads, num_queries, _ = q.shape
     return q.new_empty(batch, num_queries, heads, features).transpose(1, 2)
 
 
 @triton.jit
-def output_places(ptr, x, i, p, num_heads, L, FEATURES: tl.constexpr):
-    """Of a head's queries in the order of `empty_output`. Known when compiled, 44 features are read
-    and written four at a time."""
+def output_ptrs(ptr, x, i, p, num_heads, L, OUT_DIM: tl.constexpr):
+    """Pointers to features p of queries i of head x in a tensor made by `empty_output`.
+
+    OUT_DIM is known at compile time, so that rows of 44 features are loaded and stored four
+    elements at a time.
+    """
     row = (x // num_heads * L + i) * num_heads + x % num_heads
-    return ptr + row[:, None] * FEATURES + p[None, :]
+    return ptr + row[:, None] * OUT_DIM + p[None, :]

@@ -1,13 +1,18 @@
-"""Gradient of the queries of window attention: the scores' gradient times the keys and the table.
+"""Gradient of the queries of sliding-window attention, from the stored gradient of the scores.
 
-Both products read the whole buffer of attention_skew.py, so one kernel takes both: it walks over
-the columns, and what the product along the band needs was read for the table's shortly before, and
-is found in L2. (H200: 443 us a layer of 48 streams, against 520 for one kernel after the other.)
+    dq[i] = dq_scale * sum over j of dscore[i, j] * (k[j] + rel_emb[:, W - d]), d = S + i - j
 
-A tile is BM rows of one of the eight planes: every eighth query of a head. Times the table it is a
-plain product. Along the band a row on is eight queries on, whose keys stand a comb further left.
+The GEMM with k and the GEMM with rel_emb each read the whole dscore buffer of skew.py, so one
+kernel computes both: it loops over the columns, and the elements that the GEMM with k needs were
+read shortly before for the GEMM with rel_emb and are still in L2. (H200: 443 us for one layer with
+a batch of 48, and 520 us with one kernel after the other.)
 
-Shapes as in attention.py; C columns of the buffer, M rows of eight queries.
+One program takes BM rows of two planes of a head: the queries i = 8 * row + plane. Multiplied by
+rel_emb, a tile of BM rows and BN columns is a plain GEMM. Multiplied by k, row m is read 8 * m
+columns further left, because the keys of the next row, eight queries further, are 8 columns to the
+left in the skewed layout.
+
+Shapes as in forward.py; C columns of the buffer, M rows per head and plane.
 """
 
 import torch
@@ -15,139 +20,153 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from acmoe.ops.attention.triton.forward import blocks_for, launch
-from acmoe.ops.attention.triton.output import output_places
-from acmoe.ops.attention.triton.skew import COMB, Band, geometry
+from acmoe.ops.attention.triton.forward import blocks_for, launch_options
+from acmoe.ops.attention.triton.output import output_ptrs
+from acmoe.ops.attention.triton.skew import SKEW, SkewLayout, layout_arguments
 from acmoe.ops.device.dot import dot
 from acmoe.ops.device.tuning import OVERRIDE, Blocks
 
-_PLANES = tl.constexpr(2)  # of a program: they share the tiles of keys
+_PLANES = tl.constexpr(2)  # planes per program; they share the loaded tiles of keys
 
 
 @triton.jit
-def _by_columns(
-    c0, band, by_table, dscores, k_base, table, m, n, p, first, starts, ends, N, k_stride, plane,
-    pitch, columns, TABLE: tl.constexpr, STORED: tl.constexpr,
+def _accumulate_columns(
+    c0, acc_k, acc_rel, dscore_base, k_base, rel_emb_base, m, n, p, first_key, starts, ends, N,
+    k_stride, plane_stride, pitch, columns, WITH_REL_EMB: tl.constexpr, KV_DIM: tl.constexpr,
 ):  # fmt: skip
-    """What a strip of columns adds to the gradients of a program's queries.
+    """Add BN columns of dscore, times k and rel_emb, to the accumulators of both planes.
 
-    Zeros fill a window up to eights, so that no entry asks whether it is in it, only whether its
-    eight is: one copy of 16 bytes.
+    The windows are padded with zeros to multiples of 8 columns, so the masks are uniform over 8
+    elements and every load is one copy of 16 bytes.
     """
     c = tl.multiple_of(c0, n.shape[0]) + n[None, :]
-    band_c = c - m[:, None] * COMB
-    rows = m[:, None] * pitch
-    j = (first + c0 + n)[:, None]
+    key_c = c - m[:, None] * SKEW
+    row_offsets = m[:, None] * pitch
+    j = (first_key + c0 + n)[:, None]
     k_ptrs = k_base + j.to(tl.int64) * k_stride + p[None, :]
-    k = tl.load(k_ptrs, mask=(j >= 0) & (j < N) & (p[None, :] < STORED), other=0.0)
-    new_band = ()
-    new_by_table = ()
+    k = tl.load(k_ptrs, mask=(j >= 0) & (j < N) & (p[None, :] < KV_DIM), other=0.0)
+    new_acc_k = ()
+    new_acc_rel = ()
     for b in tl.static_range(_PLANES):
-        base = dscores + b * plane
-        if TABLE:
-            place = (b * p.shape[0] + p[:, None]) * columns + c
-            known = (c < columns) & (p[:, None] < STORED)
-            positions = tl.load(table + place, mask=known, other=0.0)
-        in_band = (band_c >= starts[b]) & (band_c < ends[b])
-        along = tl.load(base + rows + band_c, mask=in_band, other=0.0)
-        new_band += (dot(along, k, band[b]),)
-        if TABLE:
-            in_row = (c >= starts[b]) & (c < ends[b])
-            row = tl.load(base + rows + c, mask=in_row, other=0.0)
-            new_by_table += (dot(row, positions.T, by_table[b]),)
-    return new_band, new_by_table if TABLE else by_table
+        base = dscore_base + b * plane_stride
+        if WITH_REL_EMB:
+            offsets = (b * p.shape[0] + p[:, None]) * columns + c
+            in_bounds = (c < columns) & (p[:, None] < KV_DIM)
+            rel_emb = tl.load(rel_emb_base + offsets, mask=in_bounds, other=0.0)
+        key_mask = (key_c >= starts[b]) & (key_c < ends[b])
+        dscore_by_key = tl.load(base + row_offsets + key_c, mask=key_mask, other=0.0)
+        new_acc_k += (dot(dscore_by_key, k, acc_k[b]),)
+        if WITH_REL_EMB:
+            rel_mask = (c >= starts[b]) & (c < ends[b])
+            dscore_by_distance = tl.load(base + row_offsets + c, mask=rel_mask, other=0.0)
+            new_acc_rel += (dot(dscore_by_distance, rel_emb.T, acc_rel[b]),)
+    return new_acc_k, new_acc_rel if WITH_REL_EMB else acc_rel
 
 
 @triton.jit
-def _clear_unmet(dscores, m, n, first, unmet, whole, plane, pitch, columns):
-    """Zeros where a distance met no key, for the table's own gradient to read."""
-    nothing = tl.zeros((m.shape[0], n.shape[0]), dscores.dtype.element_ty)
-    for c0 in range(0, tl.minimum(-first, columns), n.shape[0]):
+def _zero_before_key0(
+    dscore_base, m, n, first_key, key0_column, row_end, plane_stride, pitch, columns
+):  # fmt: skip
+    """Store zeros in the columns left of key 0, which the gradient of rel_emb reads."""
+    zeros = tl.zeros((m.shape[0], n.shape[0]), dscore_base.dtype.element_ty)
+    for c0 in range(0, tl.minimum(-first_key, columns), n.shape[0]):
         c = tl.multiple_of(c0, n.shape[0]) + n[None, :]
         for b in tl.static_range(_PLANES):
-            rows = dscores + b * plane + m[:, None] * pitch
-            tl.store(rows + c, nothing, mask=(c < unmet) & (c < whole))
+            row_ptrs = dscore_base + b * plane_stride + m[:, None] * pitch
+            tl.store(row_ptrs + c, zeros, mask=(c < key0_column) & (c < row_end))
 
 
 @triton.jit
 def queries_kernel(
-    k_ptr, table_ptr, dscore_ptr, dq_ptr, k_batch, k_head, k_stride,
-    num_heads, L, N, span, num_heads_rows, num_rows, pitch, shift, columns, left, dq_scale,
-    STORED: tl.constexpr, FEATURES: tl.constexpr, P: tl.constexpr, BM: tl.constexpr,
+    k_ptr, rel_emb_ptr, dscore_ptr, dq_ptr, k_batch, k_head, k_stride, num_heads, L, N, span,
+    total_rows, num_rows, pitch, key0_block, columns, left_pad, dq_scale,
+    KV_DIM: tl.constexpr, OUT_DIM: tl.constexpr, P: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """dq as `empty_output` has it; zeros in the scores' gradient where a distance met no key."""
-    parts: tl.constexpr = COMB // _PLANES
-    tiles = tl.cdiv(num_rows, BM) * parts  # of a head
-    x = (tl.program_id(0) // tiles).to(tl.int64)
-    tile = tl.program_id(0) % tiles
-    b0 = tile % parts * _PLANES
-    a0 = tile // parts * BM
+    """Store dq of BM rows of two planes, laid out by `empty_output`.
+
+    Columns of dscore whose distance reaches before key 0 are set to zero.
+    """
+    plane_groups: tl.constexpr = SKEW // _PLANES
+    programs = tl.cdiv(num_rows, BM) * plane_groups  # per head
+    x = (tl.program_id(0) // programs).to(tl.int64)
+    program = tl.program_id(0) % programs
+    b0 = program % plane_groups * _PLANES
+    a0 = program // plane_groups * BM
     m = tl.arange(0, BM)
     n = tl.arange(0, BN)
     p = tl.arange(0, P)
-    first = (a0 - shift) * COMB  # the key at column 0 of the first row
-    unmet = tl.maximum(-first - m * COMB, 0)[:, None]  # columns of a row before key 0
-    whole = tl.where(a0 + m < num_rows, columns, 0)[:, None]
+    first_key = (a0 - key0_block) * SKEW  # the key in column 0 of the first row
+    key0_column = tl.maximum(-first_key - m * SKEW, 0)[:, None]  # of each row
+    row_end = tl.where(a0 + m < num_rows, columns, 0)[:, None]
     starts = ()
     ends = ()
-    for b in tl.static_range(_PLANES):  # of windows, out to eights
-        w = left + b0 + b
-        starts += (tl.maximum(unmet, w // COMB * COMB),)
-        ends += (tl.minimum(whole, (w + span + COMB - 1) // COMB * COMB),)
-    pitch = pitch // COMB * COMB  # so the compiler sees it
-    plane = num_heads_rows.to(tl.int64) * pitch
-    dscores = dscore_ptr + b0 * plane + (x * num_rows + a0) * pitch
+    for b in tl.static_range(_PLANES):  # bounds of the windows, rounded out to multiples of 8
+        w = left_pad + b0 + b
+        starts += (tl.maximum(key0_column, w // SKEW * SKEW),)
+        ends += (tl.minimum(row_end, (w + span + SKEW - 1) // SKEW * SKEW),)
+    pitch = pitch // SKEW * SKEW  # lets the compiler prove the alignment
+    plane_stride = total_rows.to(tl.int64) * pitch
+    dscore_base = dscore_ptr + b0 * plane_stride + (x * num_rows + a0) * pitch
     k_base = k_ptr + x // num_heads * k_batch + x % num_heads * k_head
-    table = table_ptr + b0 * P * columns
-    # Two sums a query: a product waits for the one before it in the same sum.
-    band = (tl.zeros((BM, P), tl.float32),) * _PLANES
-    by_table = (tl.zeros((BM, P), tl.float32),) * _PLANES
-    start = tl.maximum(-first - (BM - 1) * COMB, 0) // BN * BN
-    turn = tl.cdiv(columns, BN) * BN
-    for c0 in range(start, turn, BN):
-        band, by_table = _by_columns(
-            c0, band, by_table, dscores, k_base, table, m, n, p, first, starts, ends, N, k_stride,
-            plane, pitch, columns, True, STORED,
+    rel_emb_base = rel_emb_ptr + b0 * P * columns
+    # Two accumulators per plane, because a dot waits for the previous one on the same accumulator.
+    acc_k = (tl.zeros((BM, P), tl.float32),) * _PLANES
+    acc_rel = (tl.zeros((BM, P), tl.float32),) * _PLANES
+    start = tl.maximum(-first_key - (BM - 1) * SKEW, 0) // BN * BN
+    rel_end = tl.cdiv(columns, BN) * BN
+    for c0 in range(start, rel_end, BN):
+        acc_k, acc_rel = _accumulate_columns(
+            c0, acc_k, acc_rel, dscore_base, k_base, rel_emb_base, m, n, p, first_key, starts,
+            ends, N, k_stride, plane_stride, pitch, columns, True, KV_DIM,
         )  # fmt: skip
-    for c0 in range(turn, columns + (BM - 1) * COMB, BN):  # the band of the later rows ends later
-        band, by_table = _by_columns(
-            c0, band, by_table, dscores, k_base, table, m, n, p, first, starts, ends, N, k_stride,
-            plane, pitch, columns, False, STORED,
+    for c0 in range(
+        rel_end, columns + (BM - 1) * SKEW, BN
+    ):  # keys of later rows end in later columns
+        acc_k, acc_rel = _accumulate_columns(
+            c0, acc_k, acc_rel, dscore_base, k_base, rel_emb_base, m, n, p, first_key, starts,
+            ends, N, k_stride, plane_stride, pitch, columns, False, KV_DIM,
         )  # fmt: skip
     for b in tl.static_range(_PLANES):
-        i = (a0 + m) * COMB + b0 + b
-        dq = ((band[b] + by_table[b]) * dq_scale).to(dq_ptr.dtype.element_ty)
-        known = (i < L)[:, None] & (p < FEATURES)[None, :]
-        tl.store(output_places(dq_ptr, x, i, p, num_heads, L, FEATURES), dq, mask=known)
-    _clear_unmet(dscores, m, n, first, unmet, whole, plane, pitch, columns)
+        i = (a0 + m) * SKEW + b0 + b
+        dq = ((acc_k[b] + acc_rel[b]) * dq_scale).to(dq_ptr.dtype.element_ty)
+        in_bounds = (i < L)[:, None] & (p < OUT_DIM)[None, :]
+        tl.store(output_ptrs(dq_ptr, x, i, p, num_heads, L, OUT_DIM), dq, mask=in_bounds)
+    _zero_before_key0(
+        dscore_base, m, n, first_key, key0_column, row_end, plane_stride, pitch, columns
+    )
 
 
-def _blocks_for(dtype: torch.dtype, width: int, band: Band) -> Blocks:
-    """More is fetched ahead where weights are kept, on Hopper, which has the shared memory. (H200:
-    422 for 439 us a layer of 48 streams, windows of 2,048; 195 for 212 with 256.)"""
-    if band.apart == 0 or width != 64 or "attention_queries" in OVERRIDE:
+def _blocks_for(dtype: torch.dtype, width: int, skew: SkewLayout) -> Blocks:
+    """Choose the tile sizes; more stages after a forward pass on Hopper that saved its weights.
+
+    Only that layout has a row gap, and Hopper has the shared memory. (H200, one layer, batch of 48:
+    422 us instead of 439 us with windows of 2,048; 195 us instead of 212 us with 256.)
+    """
+    if skew.row_gap == 0 or width != 64 or "attention_queries" in OVERRIDE:
         return blocks_for("attention_queries", dtype, width)
-    return Blocks(64, 64, width, 4, 3) if band.span > 512 else Blocks(64, 32, width, 4, 4)
+    return Blocks(64, 64, width, 4, 3) if skew.span > 512 else Blocks(64, 32, width, 4, 4)
 
 
 def queries_gradient(
     k: Tensor,
-    table_8PC: Tensor,
+    rel_emb_8PC: Tensor,
     dscore_8RC: Tensor,
     dq: Tensor,
-    band: Band,
+    skew: SkewLayout,
     scale: float,
     features: int,
 ) -> None:
-    """Fill dq, made by `empty_output`; every distance that met no key gets a gradient of zero. The
-    features of k and table from `features` on are zeros."""
-    blocks = _blocks_for(dq.dtype, table_8PC.shape[1], band)
-    num = dq.shape[0] * band.heads
-    queries_kernel[(COMB.value // _PLANES.value * triton.cdiv(band.rows, blocks.m) * num,)](
-        *(k, table_8PC, dscore_8RC, dq, *k.stride()[:3], *geometry(band, num)),
-        *(band.columns, band.left, scale),
-        STORED=k.shape[3],
-        FEATURES=features,
-        **launch(blocks),
+    """Fill dq, made by `empty_output`, and zero the columns of dscore that meet no key.
+
+    The features of k and rel_emb from `features` on are zeros.
+    """
+    blocks = _blocks_for(dq.dtype, rel_emb_8PC.shape[1], skew)
+    num = dq.shape[0] * skew.heads
+    queries_kernel[(SKEW.value // _PLANES.value * triton.cdiv(skew.rows, blocks.m) * num,)](
+        *(k, rel_emb_8PC, dscore_8RC, dq, *k.stride()[:3], *layout_arguments(skew, num)),
+        *(skew.columns, skew.left_pad, scale),
+        KV_DIM=k.shape[3],
+        OUT_DIM=features,
+        **launch_options(blocks),
     )

@@ -1,1 +1,1 @@
-"""Portable Triton kernels."""
+"""Portable Triton kernel of cross-entropy."""

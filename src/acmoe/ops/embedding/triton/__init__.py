@@ -1,1 +1,1 @@
-"""Portable Triton kernels."""
+"""Portable Triton kernels of the embedding's gradient."""

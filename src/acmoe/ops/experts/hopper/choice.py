@@ -1,7 +1,8 @@
-"""The experts' products by a ring of shared memory (ring.py) where that is known to be faster.
+"""Choose for each expert GEMM between the Hopper kernel (pipeline.py) and the Triton kernel.
 
-Everywhere else, and wherever the ring cannot, by what Triton pipelines: experts.py. D features, F
-hidden units, W = 2F, N rows.
+The Hopper kernels, with a multistage TMA pipeline, run where the table (device/tuning.py) says that
+they are faster and where they support the call; the Triton kernels (triton/launch.py) run
+everywhere else. D features, F hidden units, W = 2F for swiglu, else F, E experts, N rows.
 """
 
 import functools
@@ -10,26 +11,29 @@ import logging
 import torch
 from torch import Tensor
 
-from acmoe.config.environment import gluon_wanted
-from acmoe.ops.device.hopper import gluon_obstacle
+from acmoe.config.environment import gluon_requested
+from acmoe.ops.device.hopper import gluon_unsupported
 from acmoe.ops.device.tuning import (
-    BY_WEIGHTS,
-    RING_DEPTH,
-    RING_HEIGHT,
-    Ring,
+    PIPELINE_BK,
+    PIPELINE_BM,
+    WEIGHT_GEMMS,
+    PipelineConfig,
     copies_rows,
-    ring_for,
+    pipeline_for,
 )
-from acmoe.ops.experts.triton import launch as experts
-from acmoe.ops.experts.triton.sizes import Shares, Sizes, Source, Sums
+from acmoe.ops.experts.triton import launch as triton_launch
+from acmoe.ops.experts.triton.sizes import Partials, RowOperand, Sizes, Sums
 from acmoe.ops.experts.triton.tiles import Plan
 
 _log = logging.getLogger("acmoe")
 
 
-def _sides(kernel: str, size: Sizes, gather: bool) -> tuple[int, int]:
-    """Inner and outer dimension of a product by rows; wide and narrow side of a weight's gradient,
-    of which tokens to gather are the narrow one."""
+def _gemm_sizes(kernel: str, size: Sizes, gather: bool) -> tuple[int, int]:
+    """Return the two dimensions of a GEMM that must be multiples of its block sizes.
+
+    For a GEMM by rows they are the inner and the outer dimension; for a weight gradient the wide
+    (256) and the narrow (128) side of its tiles. Tokens to gather are the narrow side.
+    """
     if kernel == "up_weight" and gather:
         return size.width, size.dim
     return {
@@ -41,26 +45,32 @@ def _sides(kernel: str, size: Sizes, gather: bool) -> tuple[int, int]:
     }[kernel]
 
 
-def _shape_obstacle(kernel: str, size: Sizes, ring: Ring, gather: bool) -> str | None:
-    """Tiles must be whole. Of groups together one waits for the other's `lead` blocks: a product by
-    rows that has fewer blocks than the ring places, or a ring with fewer than these, would wait
-    forever."""
-    inner, outer = _sides(kernel, size, gather)
-    weight = kernel in BY_WEIGHTS
-    other = {"hidden": "together"}.get(kernel, "turns" if weight else None)
-    if ring.form == other:
-        return f"there is no product {kernel} in the form {ring.form!r}"
-    steps = (ring.columns, RING_HEIGHT) if weight else (RING_DEPTH, ring.columns)
-    if inner % steps[0] or outer % steps[1]:
-        return f"its tiles need multiples of {steps[0]} and {steps[1]}, not {inner}, {outer}"
-    if ring.lead > ring.stages:
-        return f"its second group starts {ring.lead} blocks later, in a ring of {ring.stages}"
-    if not weight and ring.form == "together" and inner // RING_DEPTH < ring.stages:
-        return f"its ring needs {ring.stages} blocks of {RING_DEPTH}, more than {inner}"
+def _unsupported_shape(
+    kernel: str, size: Sizes, settings: PipelineConfig, gather: bool
+) -> str | None:
+    """Return the reason why the Hopper kernel does not support a shape, or None if it does.
+
+    Tiles must be full. A cooperative kernel by rows needs lead <= stages <= K blocks of a tile,
+    since its second consumer starts `lead` blocks after the first; otherwise one would wait
+    forever.
+    """
+    inner, outer = _gemm_sizes(kernel, size, gather)
+    weight = kernel in WEIGHT_GEMMS
+    missing_form = {"hidden": "together"}.get(kernel, "turns" if weight else None)
+    if settings.form == missing_form:
+        return f"there is no GEMM {kernel} in the form {settings.form!r}"
+    step_i, step_o = (settings.columns, PIPELINE_BM) if weight else (PIPELINE_BK, settings.columns)
+    if inner % step_i or outer % step_o:
+        return f"its tiles need multiples of {step_i} and {step_o}, not {inner}, {outer}"
+    lead, stages = settings.lead, settings.stages
+    if lead > stages:
+        return f"its second consumer starts {lead} blocks later, in a pipeline of {stages}"
+    if not weight and settings.form == "together" and inner // PIPELINE_BK < stages:
+        return f"its pipeline needs {stages} blocks of {PIPELINE_BK}, more than {inner}"
     return None
 
 
-def ring_obstacle(
+def pipeline_unsupported(
     kernel: str,
     size: Sizes,
     dtype: torch.dtype,
@@ -70,22 +80,25 @@ def ring_obstacle(
     bare: bool = True,
     result: torch.dtype | None = None,
 ) -> str | None:
-    """What keeps a product from the ring. bare: without bias and dropout; gather: of tokens;
-    result: its dtype, None for that of the tokens."""
-    ring = ring_for(kernel, size.dim, size.hidden, size.experts)
-    if ring is None:
+    """Return the reason why the Hopper kernel cannot or should not run a GEMM, or None if it can.
+
+    gather: an operand is tokens to gather; bare: the call has neither bias nor dropout; result: the
+    dtype of the result, None for that of the tokens.
+    """
+    settings = pipeline_for(kernel, size.dim, size.hidden, size.experts)
+    if settings is None:
         return "it was not found faster for this shape"
     if dtype != torch.bfloat16:
         return f"it takes bfloat16, not {dtype}"
     if result not in (None, dtype):
-        # A cast would round, and take a pass: at olmoe 2.4 GB, by bytes 0.6 ms, where a ring saves
-        # 0.2. Not timed.
+        # A cast afterwards would round, and take another pass over memory: at olmoe 2.4 GB, which
+        # is 0.6 ms by its bytes (not timed), where this kernel saves 0.2.
         return f"it gives bfloat16, and the weights are {result}"
     if not bare or (kernel == "hidden" and size.act != "swiglu"):
-        return "it has neither bias nor dropout, and of activations swiglu"
-    if gather and not (ring.gathers and kernel in BY_WEIGHTS):
+        return "it supports neither bias nor dropout, and only the activation swiglu"
+    if gather and not (settings.gathers and kernel in WEIGHT_GEMMS):
         return "it reads rows, and tokens are gathered for this shape"
-    return _shape_obstacle(kernel, size, ring, gather) or gluon_obstacle(device)
+    return _unsupported_shape(kernel, size, settings, gather) or gluon_unsupported(device)
 
 
 def gathers(
@@ -96,24 +109,25 @@ def gathers(
     *,
     result: torch.dtype | None = None,
 ) -> bool:
-    """Whether a product gathers its tokens, instead of reading rows that were copied first.
+    """Return True if a GEMM gathers its tokens, False if it reads rows that were copied first.
 
-    Of the backward's two copies that of x may be saved alone: it serves the gradient of the first
-    weight, for which a ring may gather. The other serves two products, one by a ring of rows.
+    The backward copies x and the output's gradient. x is only read by up_weight, so that its copy
+    is omitted if the Hopper kernel can gather there. The gradient's copy is read by two GEMMs, one
+    of which, hidden, cannot gather in its Hopper kernel.
     """
     sizes = (size.dim, size.hidden, size.experts)
     if not copies_rows(*sizes, size.width, backward=kernel != "up"):
         return True
-    ring = ring_for(kernel, *sizes)
-    if kernel != "up_weight" or ring is None or not ring.gathers:
+    settings = pipeline_for(kernel, *sizes)
+    if kernel != "up_weight" or settings is None or not settings.gathers:
         return False
-    return ring_obstacle(kernel, size, dtype, device, gather=True, result=result) is None
+    return pipeline_unsupported(kernel, size, dtype, device, gather=True, result=result) is None
 
 
 @functools.lru_cache(maxsize=256)
-def _ring(
-    wanted: str,
-    ring: Ring | None,
+def _usable_settings(
+    gluon_option: str,
+    settings: PipelineConfig | None,
     kernel: str,
     size: Sizes,
     dtype: torch.dtype,
@@ -121,21 +135,22 @@ def _ring(
     gather: bool,
     bare: bool,
     result: torch.dtype | None,
-) -> Ring | None:
-    """The ring that this kind of call has, if nothing keeps it from that; says so once.
+) -> PipelineConfig | None:
+    """Return the settings if the Hopper kernel can run this kind of call, else None; logged once.
 
-    wanted: of the environment, which `ring_obstacle` asks: for another wish another answer.
+    gluon_option is the environment's, on which `pipeline_unsupported` depends: it is part of the
+    cache key.
     """
     how = {"gather": gather, "bare": bare}
-    obstacle = ring_obstacle(kernel, size, dtype, device, **how, result=result)
-    if obstacle is None:
-        _log.info("the experts' product %s runs on gluon", kernel)
-        return ring
-    _log.info("the experts' product %s runs on triton; gluon: %s", kernel, obstacle)
+    reason = pipeline_unsupported(kernel, size, dtype, device, **how, result=result)
+    if reason is None:
+        _log.info("the experts' GEMM %s runs on gluon", kernel)
+        return settings
+    _log.info("the experts' GEMM %s runs on triton; gluon: %s", kernel, reason)
     return None
 
 
-def _ring_of(
+def _settings_for(
     kernel: str,
     size: Sizes,
     x: Tensor,
@@ -143,11 +158,14 @@ def _ring_of(
     gather: bool,
     bare: bool,
     result: torch.dtype | None = None,
-) -> Ring | None:
-    """None: not by a ring. Batches of any size are one kind of call."""
-    ring = ring_for(kernel, size.dim, size.hidden, size.experts)
+) -> PipelineConfig | None:
+    """Return the Hopper kernel's settings for a GEMM, or None for the Triton kernel.
+
+    The number of tokens is no part of the cache key.
+    """
+    settings = pipeline_for(kernel, size.dim, size.hidden, size.experts)
     where = (size._replace(tokens=0), x.dtype, x.device)
-    return _ring(gluon_wanted(), ring, kernel, *where, gather, bare, result)
+    return _usable_settings(gluon_requested(), settings, kernel, *where, gather, bare, result)
 
 
 def run_rows(
@@ -160,17 +178,20 @@ def run_rows(
     *,
     across: bool = False,
 ) -> Tensor:
-    """(N, O): rows times their expert's weight, (E, O, I), or (E, I, O) if `across`."""
-    ring = _ring_of(kernel, size, a, gather=False, bare=bias is None)
-    if ring is None:
-        return experts.run_rows(kernel, a, weight, bias, plan, size, across=across)
-    from acmoe.ops.experts.hopper.launch import rows_by_ring
+    """Return (N, O) = a @ weight[e]^T + bias[e] for weight (E, O, I).
 
-    return rows_by_ring(a, weight, plan, ring, across=across)
+    across: return a @ weight[e] + bias[e] for weight (E, I, O).
+    """
+    settings = _settings_for(kernel, size, a, gather=False, bare=bias is None)
+    if settings is None:
+        return triton_launch.run_rows(kernel, a, weight, bias, plan, size, across=across)
+    from acmoe.ops.experts.hopper.launch import launch_rows
+
+    return launch_rows(a, weight, plan, settings, across=across)
 
 
 def run_hidden(
-    upstream: Source,
+    upstream: RowOperand,
     down: Tensor,
     h: Tensor,
     dh: Tensor,
@@ -181,39 +202,39 @@ def run_hidden(
     sums: Sums,
     dropout: float,
     seed: Tensor,
-) -> tuple[Tensor, Shares]:
-    """gate * a (N, F), and what is left for `run_finish`; writes dh (N, W), maybe over h.
+) -> tuple[Tensor, Partials]:
+    """Return gate * a (N, F) and the partial sums for `run_reduce_partials`; write dh (N, W), maybe
+    over h.
 
-    Either way one buffer of (N, F) is made: apart, gate * a is written over the gradient by a.
+    Both ways allocate one buffer of (N, F): the Triton kernels write gate * a over da.
     """
     bare = not any(sums) and dropout == 0
-    ring = _ring_of("hidden", size, upstream.values, gather=upstream.gather, bare=bare)
-    if ring is not None:
-        from acmoe.ops.experts.hopper.launch import hidden_by_ring
+    settings = _settings_for("hidden", size, upstream.values, gather=upstream.gather, bare=bare)
+    if settings is not None:
+        from acmoe.ops.experts.hopper.launch import launch_hidden
 
-        a, share = hidden_by_ring(upstream.values, down, h, dh, gate, plan, ring)
-        return a, Shares(share, share[:0])
-    da = experts.run_rows(
+        a, dgate = launch_hidden(upstream.values, down, h, dh, gate, plan, settings)
+        return a, Partials(dgate, dgate[:0])
+    da = triton_launch.run_rows(
         *("hidden", upstream.values, down, None, plan, size), across=True, gather=upstream.gather
     )
-    shares = experts.run_activation(da, h, dh, gate, grad, plan, size, sums, dropout, seed)
-    return da, shares
+    partials = triton_launch.run_activation(da, h, dh, gate, grad, plan, size, sums, dropout, seed)
+    return da, partials
 
 
 def run_weight(
     kernel: str, p: Tensor, q: Tensor, plan: Plan, size: Sizes, *, gather: str, dtype: torch.dtype
 ) -> Tensor:
-    """(E, O, I) sums of outer products p^T q over each expert's rows.
+    """Return (E, O, I): p^T q summed over each expert's rows, rounded once to `dtype`.
 
-    gather: "p" or "q" for the one that holds tokens, "none" where both hold rows. dtype: of the
-    result, which is rounded once.
+    gather: "p" or "q" for the operand that holds tokens to gather, "none" where both hold rows.
     """
-    ring = _ring_of(kernel, size, p, gather=gather != "none", bare=True, result=dtype)
-    if ring is None:
-        return experts.run_weight(kernel, p, q, plan, size, gather=gather, dtype=dtype)
-    from acmoe.ops.experts.hopper.launch import weights_by_ring, weights_of_tokens
+    settings = _settings_for(kernel, size, p, gather=gather != "none", bare=True, result=dtype)
+    if settings is None:
+        return triton_launch.run_weight(kernel, p, q, plan, size, gather=gather, dtype=dtype)
+    from acmoe.ops.experts.hopper.launch import launch_gathered_weights, launch_weights
 
     if gather == "none":
-        return weights_by_ring(p, q, plan, ring)
+        return launch_weights(p, q, plan, settings)
     tokens, rows = (p, q) if gather == "p" else (q, p)
-    return weights_of_tokens(tokens, rows, plan, ring, turned=gather == "q")
+    return launch_gathered_weights(tokens, rows, plan, settings, transposed=gather == "q")

@@ -1,127 +1,147 @@
-"""Launches of the products by a ring of shared memory (ring.py). Imports Gluon: ring_choice.py."""
+"""Launches of the Hopper GEMMs with a multistage TMA pipeline (pipeline.py).
+
+This module imports Gluon, so that choice.py imports it only where these kernels run.
+`PipelineConfig` holds their settings; "ring" is the name of the pipeline in device/tuned.json. N
+rows sorted by expert, T tokens, D features, F hidden units, E experts; e is the expert of a row.
+"""
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from acmoe.ops.device.tuning import RING_DEPTH, RING_HEIGHT, Ring
-from acmoe.ops.experts.hopper import hidden as ring_hidden
-from acmoe.ops.experts.hopper import rows as ring_rows
-from acmoe.ops.experts.hopper import tokens as ring_tokens
-from acmoe.ops.experts.hopper import weights as ring_weights
-from acmoe.ops.experts.triton.launch import GROUP, on_line
+from acmoe.ops.device.tuning import PIPELINE_BK, PIPELINE_BM, PipelineConfig
+from acmoe.ops.experts.hopper import hidden as hidden_module
+from acmoe.ops.experts.hopper import rows as rows_module
+from acmoe.ops.experts.hopper import tokens as tokens_module
+from acmoe.ops.experts.hopper import weights as weights_module
+from acmoe.ops.experts.triton.launch import GROUP_M, tma_aligned
 from acmoe.ops.experts.triton.tiles import Plan
 
-_SIDE = 64  # rows of half a tile, and columns of a panel
+_PANEL = 64  # columns of a panel, and rows of half a tile
 
 
 def _out_desc(tensor: Tensor, block: list[int]) -> TensorDescriptor:
+    """Return a TMA descriptor for blocks in swizzled shared memory; the tensor must be aligned."""
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
     return TensorDescriptor.from_tensor(tensor, block, layout)
 
 
 def _desc(tensor: Tensor, block: list[int]) -> TensorDescriptor:
-    return _out_desc(on_line(tensor.reshape(-1, tensor.shape[-1])), block)
+    """Return a TMA descriptor of the tensor as a matrix, copied first if it is not aligned."""
+    return _out_desc(tma_aligned(tensor.reshape(-1, tensor.shape[-1])), block)
 
 
-def _programs() -> int:
-    """One a multiprocessor; where the kernels are emulated two."""
+def _num_programs() -> int:
+    """Return one program a multiprocessor, or two where the kernels are emulated."""
     if not torch.cuda.is_available():
         return 2
     return torch.cuda.get_device_properties().multi_processor_count
 
 
-def rows_by_ring(a: Tensor, weight: Tensor, plan: Plan, ring: Ring, *, across: bool) -> Tensor:
-    """(N, O): rows times their expert's weight, (E, O, I), or (E, I, O) if `across`."""
+def launch_rows(
+    a: Tensor, weight: Tensor, plan: Plan, settings: PipelineConfig, *, across: bool
+) -> Tensor:
+    """Return (N, O) = a @ weight[e]^T for weight (E, O, I), or if `across` a @ weight[e].
+
+    across: weight is (E, I, O).
+    """
     inner = a.shape[1]
     outer = weight.shape[2] if across else weight.shape[1]
     y = torch.empty(plan.num_rows, outer, device=a.device, dtype=a.dtype)
-    expert, start = plan[RING_HEIGHT]
-    w_block = [RING_DEPTH, ring.columns] if across else [ring.columns, RING_DEPTH]
-    ring_rows.rows_by_ring[(_programs(),)](
+    expert, start = plan[PIPELINE_BM]
+    w_block = [PIPELINE_BK, settings.columns] if across else [settings.columns, PIPELINE_BK]
+    rows_module.rows_gemm_kernel[(_num_programs(),)](
         *(
-            _desc(a, [RING_HEIGHT, RING_DEPTH]),
+            _desc(a, [PIPELINE_BM, PIPELINE_BK]),
             _desc(weight, w_block),
-            _out_desc(y, [_SIDE, 128]),
+            _out_desc(y, [_PANEL, 128]),
             y,
         ),
-        *(expert, start, plan.end, plan.live(RING_HEIGHT)),
-        *(inner // RING_DEPTH, outer // ring.columns, weight.shape[1], outer),
-        GROUP=GROUP,
-        ACROSS=across,
-        STAGES=ring.stages,
-        TOGETHER=ring.form == "together",
-        LEAD=ring.lead,
+        *(expert, start, plan.offsets, plan.num_used(PIPELINE_BM)),
+        *(inner // PIPELINE_BK, outer // settings.columns, weight.shape[1], outer),
+        GROUP_M=GROUP_M,
+        WEIGHT_IO=across,
+        STAGES=settings.stages,
+        COOPERATIVE=settings.form == "together",
+        LEAD=settings.lead,
         num_warps=4,
     )
     return y
 
 
-def hidden_by_ring(
-    x: Tensor, down: Tensor, h: Tensor, dh: Tensor, gate: Tensor, plan: Plan, ring: Ring
+def launch_hidden(
+    x: Tensor,
+    down: Tensor,
+    h: Tensor,
+    dh: Tensor,
+    gate: Tensor,
+    plan: Plan,
+    settings: PipelineConfig,
 ) -> tuple[Tensor, Tensor]:
-    """gate * a (N, F), and the rows' shares (B, N) of the gate's gradient; writes dh (N, 2F)."""
+    """Return gate * a (N, F) and partial sums (B, N) of the gate's gradient; write dh (N, 2F)."""
     _, dim, hidden = down.shape
     rows = plan.num_rows
     a = torch.empty(rows, hidden, device=h.device, dtype=h.dtype)
-    share = torch.empty(hidden // ring.columns, rows, device=h.device)
-    expert, start = plan[RING_HEIGHT]
-    panel = [_SIDE, _SIDE]
-    ring_hidden.hidden_in_turns[(_programs(),)](
-        *(_desc(x, [RING_HEIGHT, RING_DEPTH]), _desc(down, [RING_DEPTH, ring.columns])),
+    dgate = torch.empty(hidden // settings.columns, rows, device=h.device)
+    expert, start = plan[PIPELINE_BM]
+    panel = [_PANEL, _PANEL]
+    hidden_module.hidden_gradient_kernel[(_num_programs(),)](
+        *(_desc(x, [PIPELINE_BM, PIPELINE_BK]), _desc(down, [PIPELINE_BK, settings.columns])),
         *(
             _desc(h, panel),
             _out_desc(dh, panel),
             _out_desc(a, panel),
             dh,
             a,
-            share,
+            dgate,
             gate,
-            plan.order,
+            plan.permutation,
         ),
-        *(expert, start, plan.end, plan.live(RING_HEIGHT)),
-        *(rows, dim // RING_DEPTH, hidden // ring.columns, dim, hidden),
-        GROUP=GROUP,
-        STAGES=ring.stages,
-        BUFFERS=ring.buffers,
+        *(expert, start, plan.offsets, plan.num_used(PIPELINE_BM)),
+        *(rows, dim // PIPELINE_BK, hidden // settings.columns, dim, hidden),
+        GROUP_M=GROUP_M,
+        STAGES=settings.stages,
+        BUFFERS=settings.buffers,
         num_warps=4,
     )
-    return a, share
+    return a, dgate
 
 
-def weights_by_ring(p: Tensor, q: Tensor, plan: Plan, ring: Ring) -> Tensor:
-    """(E, O, I) sums of outer products p^T q over each expert's rows; both hold rows."""
-    outer, inner, experts = p.shape[1], q.shape[1], plan.end.shape[0]
+def launch_weights(p: Tensor, q: Tensor, plan: Plan, settings: PipelineConfig) -> Tensor:
+    """Return (E, O, I): p^T q summed over each expert's rows; p and q both hold rows."""
+    outer, inner, experts = p.shape[1], q.shape[1], plan.offsets.shape[0]
     dw = torch.empty(experts, outer, inner, device=p.device, dtype=p.dtype)
-    p_block, q_block = [RING_DEPTH, _SIDE], [RING_DEPTH, ring.columns]
-    ring_weights.weights_together[(_programs(),)](
-        *(_desc(p, p_block), _desc(q, q_block), _out_desc(dw.view(-1, inner), [_SIDE, 128])),
-        *(p, q, plan.end, experts * (outer // RING_HEIGHT) * (inner // ring.columns)),
+    p_block, q_block = [PIPELINE_BK, _PANEL], [PIPELINE_BK, settings.columns]
+    weights_module.weight_gradient_kernel[(_num_programs(),)](
+        *(_desc(p, p_block), _desc(q, q_block), _out_desc(dw.view(-1, inner), [_PANEL, 128])),
+        *(p, q, plan.offsets, experts * (outer // PIPELINE_BM) * (inner // settings.columns)),
         *(outer, inner),
-        GROUP=GROUP,
-        STAGES=ring.stages,
+        GROUP_M=GROUP_M,
+        STAGES=settings.stages,
         num_warps=4,
     )
     return dw
 
 
-def weights_of_tokens(
-    tokens: Tensor, rows: Tensor, plan: Plan, ring: Ring, *, turned: bool
+def launch_gathered_weights(
+    tokens: Tensor, rows: Tensor, plan: Plan, settings: PipelineConfig, *, transposed: bool
 ) -> Tensor:
-    """(E, D, R) sums of outer products over each expert's rows of tokens (T, D) and rows (N, R);
-    `turned` (E, R, D)."""
-    dim, width, experts = tokens.shape[1], rows.shape[1], plan.end.shape[0]
-    shape = (experts, width, dim) if turned else (experts, dim, width)
+    """Return (E, D, R): tokens[token]^T @ rows over each expert's rows, for (T, D) and (N, R).
+
+    transposed: return (E, R, D) instead.
+    """
+    dim, width, experts = tokens.shape[1], rows.shape[1], plan.offsets.shape[0]
+    shape = (experts, width, dim) if transposed else (experts, dim, width)
     dw = torch.empty(shape, device=rows.device, dtype=rows.dtype)
-    rows = on_line(rows)
-    ring_tokens.weights_of_tokens[(_programs(),)](
-        *(on_line(tokens), plan.token, _desc(rows, [RING_DEPTH, ring.columns]), rows),
-        _out_desc(dw.view(-1, shape[2]), [128, _SIDE] if turned else [_SIDE, 128]),
-        *(plan.end, experts * (dim // RING_HEIGHT) * (width // ring.columns), dim, width),
-        GROUP=GROUP,
-        STAGES=ring.stages,
-        TURNED=turned,
+    rows = tma_aligned(rows)
+    tokens_module.gathered_weight_gradient_kernel[(_num_programs(),)](
+        *(tma_aligned(tokens), plan.token, _desc(rows, [PIPELINE_BK, settings.columns]), rows),
+        _out_desc(dw.view(-1, shape[2]), [128, _PANEL] if transposed else [_PANEL, 128]),
+        *(plan.offsets, experts * (dim // PIPELINE_BM) * (width // settings.columns), dim, width),
+        GROUP_M=GROUP_M,
+        STAGES=settings.stages,
+        TRANSPOSED=transposed,
         num_warps=4,
     )
     return dw

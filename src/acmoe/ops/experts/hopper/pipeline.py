@@ -1,13 +1,19 @@
-"""Parts of products whose warps have different tasks (Hopper, in Gluon).
+"""Building blocks of the warp-specialised persistent grouped GEMMs for Hopper, in Gluon.
 
-One program a multiprocessor. Its producer, one warp, fetches blocks of both factors into a ring of
-shared memory, tile after tile. Two groups of four warps multiply; they take tiles in turns, or each
-the half of one. In turns one group stores what it has while the other one multiplies, so that the
-matrix units do not wait for an epilogue: what the compiler's pipelines (expert_forward.py) cannot.
+They compute (128, BN) tiles of y = a @ w[e]^T, or a @ w[e], for rows a (N, I) sorted by expert. One
+program runs on each multiprocessor and iterates over every num_programs-th tile. Its warps have
+different roles:
+    producer       one warp loads blocks of a and w by TMA into a multistage pipeline in shared
+                   memory, tile after tile; each stage has a "full" and an "empty" mbarrier
+    two consumers  warpgroups of four warps multiply by wgmma and run the epilogue, either
+                   ping-pong: they alternate tiles, so that one runs the epilogue while the other
+                   multiplies and the tensor cores do not wait for an epilogue, which the pipelines
+                   that Triton's compiler makes (triton/forward.py) cannot do; or
+                   cooperative: each computes half of every tile
 
-A tile's halves of 64 rows are what one matrix instruction takes. Halves leave by the copy engine in
-panels of 64 columns or more; one in which an expert's rows end is stored with masks.
-Shapes as in expert_forward.py; W is an expert's weight, by rows.
+A tile consists of two halves of 64 rows, the M of one wgmma. The epilogue stores a half by TMA in
+panels of 64 columns or more; a half in which an expert's rows end is stored with masks instead,
+because the next expert's rows follow.
 """
 
 from triton.experimental import gluon
@@ -19,140 +25,152 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from acmoe.ops.device.gluon_names import load_tile
-from acmoe.ops.experts.triton.tiles import tile_of
+from acmoe.ops.experts.triton.tiles import tile_coords
 
-HALF = gl.constexpr(64)  # rows
-PANEL = gl.constexpr(64)  # columns: 128 bytes, as far as shared memory is swizzled
-_WARPS = gl.constexpr(4)  # of a group
+HALF_M = gl.constexpr(64)  # rows of half a tile
+PANEL = gl.constexpr(64)  # columns of a panel: 128 bytes, the swizzle width of shared memory
+_CONSUMER_WARPS = gl.constexpr(4)
 
 
 @gluon.constexpr_function
-def accumulator(columns):
-    """How a group's threads hold half a tile."""
+def acc_layout(columns):
+    """Return the register layout of a wgmma accumulator (64, columns) of one warpgroup."""
     return gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
     )
 
 
 @gluon.jit
-def buffers(NUMBER: gl.constexpr, desc):
-    """Shared memory for so many blocks of a matrix."""
-    shape: gl.constexpr = [NUMBER, desc.block_shape[0], desc.block_shape[1]]
+def make_buffers(NUM_STAGES: gl.constexpr, desc):
+    """Allocate shared memory for NUM_STAGES blocks of a TMA descriptor."""
+    shape: gl.constexpr = [NUM_STAGES, desc.block_shape[0], desc.block_shape[1]]
     return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
 
 
 @gluon.jit
-def barriers(NUMBER: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr):
-    """A pair for each buffer: full when all its writers are done, empty when its readers are."""
-    full = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUMBER):
-        mbarrier.init(full.index(i), count=WRITERS)
-        mbarrier.init(empty.index(i), count=READERS)
+def make_barriers(
+    NUM_STAGES: gl.constexpr, PRODUCER_ARRIVALS: gl.constexpr, CONSUMER_ARRIVALS: gl.constexpr
+):
+    """Allocate a full and an empty mbarrier for each stage, with these arrival counts."""
+    full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM_STAGES):
+        mbarrier.init(full.index(i), count=PRODUCER_ARRIVALS)
+        mbarrier.init(empty.index(i), count=CONSUMER_ARRIVALS)
     return full, empty
 
 
 @gluon.jit
-def await_turn(turns, turn, WHICH: gl.constexpr):
-    """Until the other group has had the turn before this one.
+def wait_ping_pong(ping_pong, local_tile, CONSUMER: gl.constexpr):
+    """Wait until the other consumer has issued the MMAs of the program's previous tile.
 
-    A wait tells a barrier's phase only from the ones next to it: a group that came earlier would
-    take the ring's round before the last for its own.
+    (With the barriers of an epilogue: until it has finished that tile's epilogue.) Without this
+    order a consumer could run ahead by more than one phase of a stage's mbarrier. A wait sees only
+    the parity of a phase, so that it would take the phase before the last for its own.
     """
-    mbarrier.wait(turns.index(WHICH), (turn // 2 & 1) ^ (1 - WHICH))
+    mbarrier.wait(ping_pong.index(CONSUMER), (local_tile // 2 & 1) ^ (1 - CONSUMER))
 
 
 @gluon.jit
-def fetch_blocks(fetch, GROUP: gl.constexpr, ACROSS: gl.constexpr):
-    """The producer of rows and weights. w_rows: of W, which is (I, O) if ACROSS, else (O, I)."""
-    a_desc, w_desc, ring, plan, num_k, num_n, w_rows = fetch
-    a_bufs, w_bufs, full, empty, _ = ring
-    tile_expert_ptr, tile_start_ptr, _, live_ptr = plan
+def load_blocks(load_args, GROUP_M: gl.constexpr, WEIGHT_IO: gl.constexpr):
+    """Producer: load the blocks of a and w of all tiles of the program into the pipeline.
+
+    w is (E, O, I), or (E, I, O) if WEIGHT_IO; w_rows is its second dimension.
+    """
+    a_desc, w_desc, pipeline, plan, num_k, num_n, w_rows = load_args
+    a_bufs, w_bufs, full, empty, _ = pipeline
+    tile_expert_ptr, tile_start_ptr, _, num_used_ptr = plan
     STAGES: gl.constexpr = a_bufs.shape[0]
     BK: gl.constexpr = a_bufs.shape[2]
-    BN: gl.constexpr = w_bufs.shape[2] if ACROSS else w_bufs.shape[1]
-    live = gl.load(live_ptr)
-    at = 0
-    for place in range(gl.program_id(0), live * num_n, gl.num_programs(0)):
-        tile, n_tile = tile_of(place, live, num_n, GROUP)
-        row = gl.load(tile_start_ptr + tile)
-        w_row = gl.load(tile_expert_ptr + tile) * w_rows
+    BN: gl.constexpr = w_bufs.shape[2] if WEIGHT_IO else w_bufs.shape[1]
+    num_used = gl.load(num_used_ptr)
+    k_block = 0
+    for tile_id in range(gl.program_id(0), num_used * num_n, gl.num_programs(0)):
+        m_tile, n_tile = tile_coords(tile_id, num_used, num_n, GROUP_M)
+        row = gl.load(tile_start_ptr + m_tile)
+        w_row = gl.load(tile_expert_ptr + m_tile) * w_rows
         for k in range(num_k):
-            slot = at % STAGES
-            ready = full.index(slot)
-            mbarrier.wait(empty.index(slot), (at // STAGES & 1) ^ 1)
-            mbarrier.expect(ready, a_desc.block_type.nbytes + w_desc.block_type.nbytes)
-            load_tile(a_desc, [row, k * BK], ready, a_bufs.index(slot))
-            if ACROSS:
-                corner = [w_row + k * BK, n_tile * BN]
+            stage = k_block % STAGES
+            full_bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), (k_block // STAGES & 1) ^ 1)
+            mbarrier.expect(full_bar, a_desc.block_type.nbytes + w_desc.block_type.nbytes)
+            load_tile(a_desc, [row, k * BK], full_bar, a_bufs.index(stage))
+            if WEIGHT_IO:
+                coord = [w_row + k * BK, n_tile * BN]
             else:
-                corner = [w_row + n_tile * BN, k * BK]
-            load_tile(w_desc, corner, ready, w_bufs.index(slot))
-            at += 1
+                coord = [w_row + n_tile * BN, k * BK]
+            load_tile(w_desc, coord, full_bar, w_bufs.index(stage))
+            k_block += 1
 
 
 @gluon.jit
-def _multiply(
-    ring, upper, lower, at, num_k, WHICH: gl.constexpr, ACROSS: gl.constexpr, HALVES: gl.constexpr
+def _mma_loop(
+    pipeline, upper, lower, k_block, num_k, CONSUMER: gl.constexpr, WEIGHT_IO: gl.constexpr,
+    NUM_HALVES: gl.constexpr,
 ):  # fmt: skip
-    """The tile whose first block is the ring's at-th; its lower half only if HALVES is 2."""
-    a_bufs, w_bufs, full, empty, turns = ring
+    """Multiply a tile whose first K block is number k_block of the pipeline; return both halves.
+
+    The lower half is computed only if NUM_HALVES is 2.
+    """
+    a_bufs, w_bufs, full, empty, ping_pong = pipeline
     STAGES: gl.constexpr = a_bufs.shape[0]
     for k in range(num_k):
-        slot = at % STAGES
-        mbarrier.wait(full.index(slot), at // STAGES & 1)
-        a = a_bufs.index(slot)
-        w = w_bufs.index(slot)
-        if not ACROSS:
+        stage = k_block % STAGES
+        mbarrier.wait(full.index(stage), k_block // STAGES & 1)
+        a = a_bufs.index(stage)
+        w = w_bufs.index(stage)
+        if not WEIGHT_IO:
             w = w.permute((1, 0))
-        upper = warpgroup_mma(a.slice(0, HALF), w, upper, use_acc=k > 0, is_async=True)
-        # Afterwards those of the step before are done, and its block is free.
-        if HALVES == 2:
-            lower = warpgroup_mma(a.slice(HALF, HALF), w, lower, use_acc=k > 0, is_async=True)
+        upper = warpgroup_mma(a.slice(0, HALF_M), w, upper, use_acc=k > 0, is_async=True)
+        # Wait for the MMAs of the previous iteration, so that its stage can be released.
+        if NUM_HALVES == 2:
+            lower = warpgroup_mma(a.slice(HALF_M, HALF_M), w, lower, use_acc=k > 0, is_async=True)
             upper, lower = warpgroup_mma_wait(2, deps=[upper, lower])
         else:
             upper = warpgroup_mma_wait(1, deps=[upper])
-        mbarrier.arrive(empty.index((at + STAGES - 1) % STAGES), pred=k > 0)
-        at += 1
-    mbarrier.arrive(turns.index(1 - WHICH))
-    if HALVES == 2:
+        mbarrier.arrive(empty.index((k_block + STAGES - 1) % STAGES), pred=k > 0)
+        k_block += 1
+    mbarrier.arrive(ping_pong.index(1 - CONSUMER))
+    if NUM_HALVES == 2:
         upper, lower = warpgroup_mma_wait(0, deps=[upper, lower])
     else:
         upper = warpgroup_mma_wait(0, deps=[upper])
-    mbarrier.arrive(empty.index((at + STAGES - 1) % STAGES))
+    mbarrier.arrive(empty.index((k_block + STAGES - 1) % STAGES))
     return upper, lower
 
 
 @gluon.jit
-def multiply(ring, turn, rows, num_k, WHICH: gl.constexpr, ACROSS: gl.constexpr):
-    """Both halves of the program's turn-th tile, of so many rows."""
-    w_bufs = ring[1]
-    BN: gl.constexpr = w_bufs.shape[2] if ACROSS else w_bufs.shape[1]
-    upper = gl.zeros([HALF, BN], gl.float32, accumulator(BN))
-    lower = gl.zeros([HALF, BN], gl.float32, accumulator(BN))
-    await_turn(ring[4], turn, WHICH)
-    at = turn * num_k
-    if rows > HALF:
-        upper, lower = _multiply(ring, upper, lower, at, num_k, WHICH, ACROSS, 2)
+def mma_tile(pipeline, local_tile, rows, num_k, CONSUMER: gl.constexpr, WEIGHT_IO: gl.constexpr):
+    """Return both accumulators (64, BN) of the program's local_tile-th tile, of `rows` rows."""
+    w_bufs = pipeline[1]
+    BN: gl.constexpr = w_bufs.shape[2] if WEIGHT_IO else w_bufs.shape[1]
+    upper = gl.zeros([HALF_M, BN], gl.float32, acc_layout(BN))
+    lower = gl.zeros([HALF_M, BN], gl.float32, acc_layout(BN))
+    wait_ping_pong(pipeline[4], local_tile, CONSUMER)
+    k_block = local_tile * num_k
+    if rows > HALF_M:
+        upper, lower = _mma_loop(pipeline, upper, lower, k_block, num_k, CONSUMER, WEIGHT_IO, 2)
     else:
-        upper, lower = _multiply(ring, upper, lower, at, num_k, WHICH, ACROSS, 1)
+        upper, lower = _mma_loop(pipeline, upper, lower, k_block, num_k, CONSUMER, WEIGHT_IO, 1)
     return upper, lower
 
 
 @gluon.jit
-def panels_of(half):
-    """The left and the right 64 of 128 columns, which no thread hands to another."""
-    left, right = gl.split(half.reshape(HALF, 2, PANEL).permute(0, 2, 1))
-    left = gl.convert_layout(left, accumulator(PANEL), assert_trivial=True)
-    return left, gl.convert_layout(right, accumulator(PANEL), assert_trivial=True)
+def split_panels(half):
+    """Split (64, 128) into its left and right 64 columns, without moving data between threads."""
+    left, right = gl.split(half.reshape(HALF_M, 2, PANEL).permute(0, 2, 1))
+    left = gl.convert_layout(left, acc_layout(PANEL), assert_trivial=True)
+    return left, gl.convert_layout(right, acc_layout(PANEL), assert_trivial=True)
 
 
 @gluon.jit
 def store_masked(buf, ptr, row, end, column, stride):
-    """Those of a half's rows that stand before the end."""
+    """Store the rows before `end` of half a tile from shared memory, through registers."""
     BN: gl.constexpr = buf.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // BN, BN // 8], [_WARPS, 1], [1, 0])
-    rows = row + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 * 8 // BN, BN // 8], [_CONSUMER_WARPS, 1], [1, 0]
+    )
+    rows = row + gl.arange(0, HALF_M, gl.SliceLayout(1, layout))
     cols = column + gl.arange(0, BN, gl.SliceLayout(0, layout))
     ptrs = ptr + rows[:, None].to(gl.int64) * stride + cols[None, :]
     gl.store(ptrs, buf.load(layout), mask=(rows < end)[:, None])

@@ -1,12 +1,16 @@
-"""Rows times their experts' weights by a ring of shared memory (ring.py).
+"""Grouped GEMM with a multistage TMA pipeline: y (N, O) = a @ w[e]^T, or a @ w[e].
 
-in turns    each group its own tile: the stores of one stand beside the products of the other
-together    each group half of a tile twice as wide, which reads less; one starts later than the
-            other by a few steps, and so do its stores
+Used for the down projection and the gradient by x ("input"). Producer and consumer warps are those
+of pipeline.py, in one of two schedules:
+    ping-pong     each consumer computes a (128, 128) tile of its own; the stores of one overlap the
+                  MMAs of the other
+    cooperative   each consumer computes 64 rows of a (128, 256) tile, which loads fewer bytes for
+                  each multiply-add; the second consumer starts LEAD K blocks later, so that its
+                  epilogue does not coincide with the first one's
 
-Which is faster, or the compiler's pipeline, depends on the shape (H200; tuned.json): 1.26
-for 1.41 ms (down, qwen30b, in turns), 1.50 for 1.57 (down, olmoe, together), 6.48 for 6.24 (input,
-mixtral, together).
+Which is faster, or Triton's own pipeline, depends on the shape (device/tuned.json). This kernel
+against Triton's on an H200: 1.26 against 1.41 ms (down, qwen30b, ping-pong), 1.50 against 1.57
+(down, olmoe, cooperative), 6.48 against 6.24 (input, mixtral, cooperative).
 """
 
 from triton.experimental import gluon
@@ -21,147 +25,159 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from acmoe.ops.device.gluon_names import store_tile, thread_barrier
 from acmoe.ops.experts.hopper.pipeline import (
-    HALF,
-    accumulator,
-    barriers,
-    buffers,
-    fetch_blocks,
-    multiply,
+    HALF_M,
+    acc_layout,
+    load_blocks,
+    make_barriers,
+    make_buffers,
+    mma_tile,
     store_masked,
 )
-from acmoe.ops.experts.triton.tiles import tile_of
+from acmoe.ops.experts.triton.tiles import tile_coords
 
 
 @gluon.jit
 def _store_half(acc, buf, y_desc, y_ptr, row, end, column, O):
-    tma.store_wait(0)  # the half before has left the buffer
+    """Store an accumulator (64, columns) as y[row:row + 64, column:], through the buffer `buf`."""
+    tma.store_wait(0)  # the previous store has read the buffer
     thread_barrier()
     buf.store(acc.to(buf.dtype))
     fence_async_shared()
-    if row + HALF <= end:
+    if row + HALF_M <= end:
         store_tile(y_desc, [row, column], buf)
     else:
         store_masked(buf, y_ptr, row, end, column, O)
 
 
 @gluon.jit
-def _turns(WHICH: gl.constexpr, work, GROUP: gl.constexpr, ACROSS: gl.constexpr):
-    """Every second tile of the program."""
-    y_desc, y_ptr, y_bufs, ring, plan, num_k, num_n, O = work
-    tile_expert_ptr, tile_start_ptr, end_ptr, live_ptr = plan
+def _ping_pong_consumer(
+    CONSUMER: gl.constexpr, consumer_args, GROUP_M: gl.constexpr, WEIGHT_IO: gl.constexpr
+):
+    """Ping-pong consumer: compute and store every second tile of the program."""
+    y_desc, y_ptr, y_bufs, pipeline, plan, num_k, num_n, O = consumer_args
+    tile_expert_ptr, tile_start_ptr, offsets_ptr, num_used_ptr = plan
     BN: gl.constexpr = y_bufs.shape[2]
-    live = gl.load(live_ptr)
+    num_used = gl.load(num_used_ptr)
     programs = gl.num_programs(0)
-    turn = WHICH
-    buf = y_bufs.index(WHICH)
-    for place in range(gl.program_id(0) + WHICH * programs, live * num_n, 2 * programs):
-        tile, n_tile = tile_of(place, live, num_n, GROUP)
-        row = gl.load(tile_start_ptr + tile)
-        end = gl.load(end_ptr + gl.load(tile_expert_ptr + tile)).to(gl.int32)
-        upper, lower = multiply(ring, turn, end - row, num_k, WHICH, ACROSS)
+    local_tile = CONSUMER
+    buf = y_bufs.index(CONSUMER)
+    for tile_id in range(gl.program_id(0) + CONSUMER * programs, num_used * num_n, 2 * programs):
+        m_tile, n_tile = tile_coords(tile_id, num_used, num_n, GROUP_M)
+        row = gl.load(tile_start_ptr + m_tile)
+        end = gl.load(offsets_ptr + gl.load(tile_expert_ptr + m_tile)).to(gl.int32)
+        upper, lower = mma_tile(pipeline, local_tile, end - row, num_k, CONSUMER, WEIGHT_IO)
         _store_half(upper, buf, y_desc, y_ptr, row, end, n_tile * BN, O)
-        _store_half(lower, buf, y_desc, y_ptr, row + HALF, end, n_tile * BN, O)
-        turn += 2
+        _store_half(lower, buf, y_desc, y_ptr, row + HALF_M, end, n_tile * BN, O)
+        local_tile += 2
     tma.store_wait(0)
 
 
 @gluon.jit
-def _multiply_half(ring, ahead, at, num_k, half, ACROSS: gl.constexpr, LEAD: gl.constexpr):
-    """This half of a tile, whose first block is the ring's at-th."""
-    a_bufs, w_bufs, full, empty, _ = ring
+def _mma_half(
+    pipeline, lead_bar, k_block, num_k, half, WEIGHT_IO: gl.constexpr, LEAD: gl.constexpr
+):
+    """Return the accumulator of half a tile whose first K block is number k_block of the pipeline.
+
+    With LEAD > 0, arrive at lead_bar after LEAD blocks.
+    """
+    a_bufs, w_bufs, full, empty, _ = pipeline
     STAGES: gl.constexpr = a_bufs.shape[0]
-    BN: gl.constexpr = w_bufs.shape[2] if ACROSS else w_bufs.shape[1]
-    acc = gl.zeros([HALF, BN], gl.float32, accumulator(BN))
+    BN: gl.constexpr = w_bufs.shape[2] if WEIGHT_IO else w_bufs.shape[1]
+    acc = gl.zeros([HALF_M, BN], gl.float32, acc_layout(BN))
     for k in range(num_k):
-        slot = at % STAGES
-        mbarrier.wait(full.index(slot), at // STAGES & 1)
-        a = a_bufs.index(slot).slice(half * HALF, HALF)
-        w = w_bufs.index(slot)
-        if not ACROSS:
+        stage = k_block % STAGES
+        mbarrier.wait(full.index(stage), k_block // STAGES & 1)
+        a = a_bufs.index(stage).slice(half * HALF_M, HALF_M)
+        w = w_bufs.index(stage)
+        if not WEIGHT_IO:
             w = w.permute((1, 0))
         acc = warpgroup_mma(a, w, acc, use_acc=k > 0, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
-        mbarrier.arrive(empty.index((at + STAGES - 1) % STAGES), pred=k > 0)
+        mbarrier.arrive(empty.index((k_block + STAGES - 1) % STAGES), pred=k > 0)
         if LEAD > 0:
-            mbarrier.arrive(ahead, pred=k == LEAD - 1)
-        at += 1
+            mbarrier.arrive(lead_bar, pred=k == LEAD - 1)
+        k_block += 1
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(empty.index((at + STAGES - 1) % STAGES))
+    mbarrier.arrive(empty.index((k_block + STAGES - 1) % STAGES))
     return acc
 
 
 @gluon.jit
-def _halves(
-    WHICH: gl.constexpr, work, GROUP: gl.constexpr, ACROSS: gl.constexpr, LEAD: gl.constexpr
+def _cooperative_consumer(
+    CONSUMER: gl.constexpr, consumer_args, GROUP_M: gl.constexpr, WEIGHT_IO: gl.constexpr,
+    LEAD: gl.constexpr,
 ):  # fmt: skip
-    """The upper or the lower half of every tile of the program."""
-    y_desc, y_ptr, y_bufs, ring, plan, num_k, num_n, O = work
-    tile_expert_ptr, tile_start_ptr, end_ptr, live_ptr = plan
-    _, _, full, empty, turns = ring
-    ahead = turns.index(0)
+    """Cooperative consumer: compute and store the upper or lower half of every tile."""
+    y_desc, y_ptr, y_bufs, pipeline, plan, num_k, num_n, O = consumer_args
+    tile_expert_ptr, tile_start_ptr, offsets_ptr, num_used_ptr = plan
+    _, _, full, empty, ping_pong = pipeline
+    lead_bar = ping_pong.index(0)
     STAGES: gl.constexpr = full.shape[0]
     BN: gl.constexpr = y_bufs.shape[2] * 2
-    live = gl.load(live_ptr)
-    at = 0
-    buf = y_bufs.index(WHICH)
-    for place in range(gl.program_id(0), live * num_n, gl.num_programs(0)):
-        tile, n_tile = tile_of(place, live, num_n, GROUP)
-        row = gl.load(tile_start_ptr + tile) + WHICH * HALF
-        end = gl.load(end_ptr + gl.load(tile_expert_ptr + tile)).to(gl.int32)
-        if LEAD > 0 and WHICH == 1:
-            mbarrier.wait(ahead, at // num_k & 1)
+    num_used = gl.load(num_used_ptr)
+    k_block = 0
+    buf = y_bufs.index(CONSUMER)
+    for tile_id in range(gl.program_id(0), num_used * num_n, gl.num_programs(0)):
+        m_tile, n_tile = tile_coords(tile_id, num_used, num_n, GROUP_M)
+        row = gl.load(tile_start_ptr + m_tile) + CONSUMER * HALF_M
+        end = gl.load(offsets_ptr + gl.load(tile_expert_ptr + m_tile)).to(gl.int32)
+        if LEAD > 0 and CONSUMER == 1:
+            mbarrier.wait(lead_bar, k_block // num_k & 1)
         if row < end:
-            acc = _multiply_half(ring, ahead, at, num_k, WHICH, ACROSS, LEAD * (1 - WHICH))
-            left, right = gl.split(acc.reshape(HALF, 2, BN // 2).permute(0, 2, 1))
+            acc = _mma_half(
+                pipeline, lead_bar, k_block, num_k, CONSUMER, WEIGHT_IO, LEAD * (1 - CONSUMER)
+            )
+            left, right = gl.split(acc.reshape(HALF_M, 2, BN // 2).permute(0, 2, 1))
             _store_half(left, buf, y_desc, y_ptr, row, end, n_tile * BN, O)
             _store_half(right, buf, y_desc, y_ptr, row, end, n_tile * BN + BN // 2, O)
-        else:  # no rows, but the ring goes round
+        else:  # this half has no rows: release the stages unread
             for k in range(num_k):
-                mbarrier.wait(full.index((at + k) % STAGES), (at + k) // STAGES & 1)
-                mbarrier.arrive(empty.index((at + k) % STAGES))
-        at += num_k
+                mbarrier.wait(full.index((k_block + k) % STAGES), (k_block + k) // STAGES & 1)
+                mbarrier.arrive(empty.index((k_block + k) % STAGES))
+        k_block += num_k
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["num_k", "num_n"])
-def rows_by_ring(
+def rows_gemm_kernel(
     a_desc,
     w_desc,
     y_desc,
     y_ptr,
     tile_expert_ptr,
     tile_start_ptr,
-    end_ptr,
-    live_ptr,
+    offsets_ptr,
+    num_used_ptr,
     num_k,
     num_n,
     w_rows,
     O,
-    GROUP: gl.constexpr,
-    ACROSS: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    WEIGHT_IO: gl.constexpr,
     STAGES: gl.constexpr,
-    TOGETHER: gl.constexpr,
+    COOPERATIVE: gl.constexpr,
     LEAD: gl.constexpr,
 ):
-    """As `rows_kernel` without biases, of a (N, I) that holds rows.
+    """Compute `grouped_gemm_kernel` without bias, for a (N, I) that holds rows.
 
-    TOGETHER: num_k >= STAGES >= LEAD, the steps by which the second group is late.
+    num_k, num_n: blocks of I and of O. w_rows: second dimension of w.
+    COOPERATIVE requires num_k >= STAGES >= LEAD, the K blocks by which the second consumer is late.
     """
-    a_bufs = buffers(STAGES, a_desc)
-    w_bufs = buffers(STAGES, w_desc)
-    y_bufs = buffers(2, y_desc)
-    full, empty = barriers(STAGES, 1, 2 if TOGETHER else 1)
-    turns, _ = barriers(1 if TOGETHER else 2, 1, 1)
-    ring = (a_bufs, w_bufs, full, empty, turns)
-    plan = (tile_expert_ptr, tile_start_ptr, end_ptr, live_ptr)
-    work = (y_desc, y_ptr, y_bufs, ring, plan, num_k, num_n, O)
-    fetch = (a_desc, w_desc, ring, plan, num_k, num_n, w_rows)
-    if TOGETHER:
+    a_bufs = make_buffers(STAGES, a_desc)
+    w_bufs = make_buffers(STAGES, w_desc)
+    y_bufs = make_buffers(2, y_desc)
+    full, empty = make_barriers(STAGES, 1, 2 if COOPERATIVE else 1)
+    ping_pong, _ = make_barriers(1 if COOPERATIVE else 2, 1, 1)
+    pipeline = (a_bufs, w_bufs, full, empty, ping_pong)
+    plan = (tile_expert_ptr, tile_start_ptr, offsets_ptr, num_used_ptr)
+    consumer_args = (y_desc, y_ptr, y_bufs, pipeline, plan, num_k, num_n, O)
+    load_args = (a_desc, w_desc, pipeline, plan, num_k, num_n, w_rows)
+    if COOPERATIVE:
         gl.warp_specialize(
             [
-                (_halves, (0, work, GROUP, ACROSS, LEAD)),
-                (_halves, (1, work, GROUP, ACROSS, LEAD)),
-                (fetch_blocks, (fetch, GROUP, ACROSS)),
+                (_cooperative_consumer, (0, consumer_args, GROUP_M, WEIGHT_IO, LEAD)),
+                (_cooperative_consumer, (1, consumer_args, GROUP_M, WEIGHT_IO, LEAD)),
+                (load_blocks, (load_args, GROUP_M, WEIGHT_IO)),
             ],
             [4, 1],
             [240, 24],
@@ -169,9 +185,9 @@ def rows_by_ring(
     else:
         gl.warp_specialize(
             [
-                (_turns, (0, work, GROUP, ACROSS)),
-                (_turns, (1, work, GROUP, ACROSS)),
-                (fetch_blocks, (fetch, GROUP, ACROSS)),
+                (_ping_pong_consumer, (0, consumer_args, GROUP_M, WEIGHT_IO)),
+                (_ping_pong_consumer, (1, consumer_args, GROUP_M, WEIGHT_IO)),
+                (load_blocks, (load_args, GROUP_M, WEIGHT_IO)),
             ],
             [4, 1],
             [240, 24],

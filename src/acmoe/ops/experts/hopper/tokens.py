@@ -1,13 +1,14 @@
-"""Gradients of the expert weights by a ring (ring_weights.py), one factor of which holds tokens.
+"""The weight gradients of weights.py with one gathered operand: dw[e] (D, R) = t[token]^T r.
 
-Two warps fetch the tokens of a block's rows, 16 bytes a copy, and nobody waits for these before
-the products do; the copy engine fetches the other factor. Tokens are the narrow side of a tile, 128
-features: what is gathered passes the load units, what the copy engine fetches does not.
+t (T, D) holds tokens, gathered for the sorted rows of expert e, and r (N, R) sorted rows;
+TRANSPOSED computes r^T t[token] (R, D). Persistent and cooperative as in weights.py, with two
+producers: two warps gather the tokens of a block by cp.async, 16 bytes a copy, which arrives at the
+stage's mbarrier without anybody waiting for it before the consumers do; one warp loads r by TMA.
+Tokens are the narrow side of a (128, 256) tile, because gathered data passes through the load units
+and TMA's does not.
 
-Against Triton's pipeline: 344 for 441 us and 634 for 841 (H200, fine, second and first weight);
-with 40% of the rows at one expert 1256 for 1344 and 1443 for 1363.
-
-T tokens, N rows, D features; the other factor, r (N, R), holds rows.
+Against Triton's kernel: 344 against 441 us and 634 against 841 (H200, fine, down and up weight);
+with 40% of the rows at one expert 1256 against 1344 and 1443 against 1363.
 """
 
 from triton.experimental import gluon
@@ -16,19 +17,22 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from acmoe.ops.device.gluon_names import load_rows, load_tile
-from acmoe.ops.experts.hopper.pipeline import HALF, barriers, buffers
-from acmoe.ops.experts.hopper.weights import multiply_half, store_panel, tile_at
+from acmoe.ops.experts.hopper.pipeline import HALF_M, make_barriers, make_buffers
+from acmoe.ops.experts.hopper.weights import mma_half, store_panel, tile_at
 
-# Two, with one for the copy engine: more than four beside the groups would leave too few registers.
-_WARPS = gl.constexpr(2)  # that gather
+# Two warps, beside one for TMA: with more than four producer warps too few registers would be left
+# for the consumers.
+_GATHER_WARPS = gl.constexpr(2)
 
 
 @gluon.jit
-def _copy_rest(ptr, row, end, column, width, buf):
-    """Rows from `row` to the end, and zeros to fill a block."""
+def _load_remainder(ptr, row, end, column, width, buf):
+    """Copy the rows from `row` to `end` to shared memory by cp.async, zero-padded to BK rows."""
     BK: gl.constexpr = buf.shape[0]
     BN: gl.constexpr = buf.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BN, BN // 8], [_WARPS, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // BN, BN // 8], [_GATHER_WARPS, 1], [1, 0]
+    )
     rows = row + gl.arange(0, BK, gl.SliceLayout(1, layout))
     cols = column + gl.arange(0, BN, gl.SliceLayout(0, layout))
     ptrs = ptr + rows[:, None].to(gl.int64) * width + cols[None, :]
@@ -36,77 +40,81 @@ def _copy_rest(ptr, row, end, column, width, buf):
 
 
 @gluon.jit
-def _fetch_rows(r_desc, ring, sizes, GROUP: gl.constexpr):
-    """One producer: whole blocks of rows, by the copy engine."""
-    r_bufs, full, empty = ring[1], ring[2], ring[3]
+def _load_rows(r_desc, pipeline, sizes, GROUP_M: gl.constexpr):
+    """Producer of r: load full blocks of rows by TMA; for a remainder only arrive."""
+    r_bufs, full, empty = pipeline[1], pipeline[2], pipeline[3]
     num_tiles = sizes[1]
     STAGES: gl.constexpr = r_bufs.shape[0]
     BK: gl.constexpr = r_bufs.shape[1]
-    at = 0
-    for place in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        _, begin, end, _, first_r = tile_at(place, sizes, GROUP)
+    k_block = 0
+    for tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        _, begin, end, _, first_r = tile_at(tile_id, sizes, GROUP_M)
         for row in range(begin, end, BK):
-            slot = at % STAGES
-            ready = full.index(slot)
-            whole = row + BK <= end
-            mbarrier.wait(empty.index(slot), (at // STAGES & 1) ^ 1)
-            mbarrier.expect(ready, r_desc.block_type.nbytes, pred=whole)
-            load_tile(r_desc, [row, first_r], ready, r_bufs.index(slot), pred=whole)
-            mbarrier.arrive(ready, pred=row + BK > end)
-            at += 1
+            stage = k_block % STAGES
+            full_bar = full.index(stage)
+            is_full = row + BK <= end
+            mbarrier.wait(empty.index(stage), (k_block // STAGES & 1) ^ 1)
+            mbarrier.expect(full_bar, r_desc.block_type.nbytes, pred=is_full)
+            load_tile(r_desc, [row, first_r], full_bar, r_bufs.index(stage), pred=is_full)
+            mbarrier.arrive(full_bar, pred=row + BK > end)
+            k_block += 1
 
 
 @gluon.jit
-def _fetch_tokens(fetch, GROUP: gl.constexpr):
-    """The other: tokens, and the last rows, fewer than a block. The tokens of the next block are
-    looked up a block ahead."""
-    t_ptr, token_ptr, r_ptr, ring, sizes = fetch
-    t_bufs, r_bufs, full, empty = ring
+def _gather_tokens(load_args, GROUP_M: gl.constexpr):
+    """Producer of t: gather tokens, and load the remainder of r, fewer than BK rows, by cp.async.
+
+    Token indices are loaded one block ahead.
+    """
+    t_ptr, token_ptr, r_ptr, pipeline, sizes = load_args
+    t_bufs, r_bufs, full, empty = pipeline
     num_tiles, D, R = sizes[1], sizes[2], sizes[3]
     STAGES: gl.constexpr = r_bufs.shape[0]
     BK: gl.constexpr = r_bufs.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [_WARPS, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [_GATHER_WARPS, 1], [1, 0])
     step = gl.arange(0, BK, gl.SliceLayout(1, layout))
-    cols = gl.arange(0, HALF, gl.SliceLayout(0, layout))
-    at = 0
-    for place in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        _, begin, end, first_d, first_r = tile_at(place, sizes, GROUP)
+    cols = gl.arange(0, HALF_M, gl.SliceLayout(0, layout))
+    k_block = 0
+    for tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        _, begin, end, first_d, first_r = tile_at(tile_id, sizes, GROUP_M)
         token = gl.load(token_ptr + begin + step, mask=begin + step < end, other=0)
         for row in range(begin, end, BK):
-            ahead = row + BK + step
-            following = gl.load(token_ptr + ahead, mask=ahead < end, other=0)
+            next_rows = row + BK + step
+            next_token = gl.load(token_ptr + next_rows, mask=next_rows < end, other=0)
             ptrs = t_ptr + first_d + token.to(gl.int64)[:, None] * D + cols[None, :]
-            inside = (row + step < end)[:, None]
-            slot = at % STAGES
-            mbarrier.wait(empty.index(slot), (at // STAGES & 1) ^ 1)
+            row_mask = (row + step < end)[:, None]
+            stage = k_block % STAGES
+            mbarrier.wait(empty.index(stage), (k_block // STAGES & 1) ^ 1)
             for half in gl.static_range(2):
-                buf = t_bufs.index(2 * slot + half)
-                load_rows(buf, ptrs + half * HALF, mask=inside)
+                buf = t_bufs.index(2 * stage + half)
+                load_rows(buf, ptrs + half * HALF_M, mask=row_mask)
             if row + BK > end:
-                _copy_rest(r_ptr, row, end, first_r, R, r_bufs.index(slot))
-            async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
-            token = following
-            at += 1
+                _load_remainder(r_ptr, row, end, first_r, R, r_bufs.index(stage))
+            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+            token = next_token
+            k_block += 1
 
 
 @gluon.jit
-def _halves(WHICH: gl.constexpr, work, GROUP: gl.constexpr, TURNED: gl.constexpr):
-    """The upper or the lower half of every tile of the program."""
-    dw_desc, dw_bufs, ring, sizes = work
-    r_bufs = ring[1]
+def _cooperative_consumer(
+    CONSUMER: gl.constexpr, consumer_args, GROUP_M: gl.constexpr, TRANSPOSED: gl.constexpr
+):
+    """Cooperative consumer: compute and store the upper or lower half of every tile."""
+    dw_desc, dw_bufs, pipeline, sizes = consumer_args
+    r_bufs = pipeline[1]
     BK: gl.constexpr = r_bufs.shape[1]
     BN: gl.constexpr = r_bufs.shape[2]
     num_tiles, D, R = sizes[1], sizes[2], sizes[3]
-    buf = dw_bufs.index(WHICH)
-    at = 0
-    for place in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        expert, begin, end, first_d, first_r = tile_at(place, sizes, GROUP)
+    buf = dw_bufs.index(CONSUMER)
+    k_block = 0
+    for tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        expert, begin, end, first_d, first_r = tile_at(tile_id, sizes, GROUP_M)
         blocks = (end - begin + BK - 1) // BK
-        acc = multiply_half(ring, at, blocks, WHICH, True)
-        at += blocks
-        left, right = gl.split(acc.reshape(HALF, 2, BN // 2).permute(0, 2, 1))
-        d = first_d + WHICH * HALF
-        if TURNED:
+        acc = mma_half(pipeline, k_block, blocks, CONSUMER, True)
+        k_block += blocks
+        left, right = gl.split(acc.reshape(HALF_M, 2, BN // 2).permute(0, 2, 1))
+        d = first_d + CONSUMER * HALF_M
+        if TRANSPOSED:
             row = expert * R + first_r
             store_panel(left, buf.permute((1, 0)), buf, dw_desc, row, d)
             store_panel(right, buf.permute((1, 0)), buf, dw_desc, row + BN // 2, d)
@@ -117,39 +125,39 @@ def _halves(WHICH: gl.constexpr, work, GROUP: gl.constexpr, TURNED: gl.constexpr
 
 
 @gluon.jit(do_not_specialize=["num_tiles"])
-def weights_of_tokens(
+def gathered_weight_gradient_kernel(
     t_ptr,
     token_ptr,
     r_desc,
     r_ptr,
     dw_desc,
-    end_ptr,
+    offsets_ptr,
     num_tiles,
     D,
     R,
-    GROUP: gl.constexpr,
+    GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,
-    TURNED: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
 ):
-    """dw (E * D, R), or, TURNED, (E * R, D): of each expert's rows the sum of t^T r, or r^T t."""
-    t_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, HALF], r_desc.dtype)
+    """Compute dw (E * D, R), t^T r over each expert's rows; TRANSPOSED: (E * R, D), r^T t."""
+    t_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, HALF_M], r_desc.dtype)
     t_bufs = gl.allocate_shared_memory(
-        r_desc.dtype, [2 * STAGES, r_desc.block_shape[0], HALF], t_layout
+        r_desc.dtype, [2 * STAGES, r_desc.block_shape[0], HALF_M], t_layout
     )
-    r_bufs = buffers(STAGES, r_desc)
-    dw_bufs = buffers(2, dw_desc)
-    full, empty = barriers(STAGES, 1 + 32 * _WARPS, 2)
-    ring = (t_bufs, r_bufs, full, empty)
-    sizes = (end_ptr, num_tiles, D, R)
-    work = (dw_desc, dw_bufs, ring, sizes)
-    fetch = (t_ptr, token_ptr, r_ptr, ring, sizes)
+    r_bufs = make_buffers(STAGES, r_desc)
+    dw_bufs = make_buffers(2, dw_desc)
+    full, empty = make_barriers(STAGES, 1 + 32 * _GATHER_WARPS, 2)
+    pipeline = (t_bufs, r_bufs, full, empty)
+    sizes = (offsets_ptr, num_tiles, D, R)
+    consumer_args = (dw_desc, dw_bufs, pipeline, sizes)
+    load_args = (t_ptr, token_ptr, r_ptr, pipeline, sizes)
     gl.warp_specialize(
         [
-            (_halves, (0, work, GROUP, TURNED)),
-            (_halves, (1, work, GROUP, TURNED)),
-            (_fetch_tokens, (fetch, GROUP)),
-            (_fetch_rows, (r_desc, ring, sizes, GROUP)),
+            (_cooperative_consumer, (0, consumer_args, GROUP_M, TRANSPOSED)),
+            (_cooperative_consumer, (1, consumer_args, GROUP_M, TRANSPOSED)),
+            (_gather_tokens, (load_args, GROUP_M)),
+            (_load_rows, (r_desc, pipeline, sizes, GROUP_M)),
         ],
-        [4, _WARPS, 1],
+        [4, _GATHER_WARPS, 1],
         [208, 88, 88],
     )

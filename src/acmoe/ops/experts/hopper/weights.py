@@ -1,10 +1,12 @@
-"""Gradients of the expert weights by a ring of shared memory (ring.py).
+"""Grouped GEMM with a multistage TMA pipeline for the gradients of the expert weights.
 
-Each group of warps has half of a tile, 64 outputs by 256 inputs. The copy engine fetches whole
-blocks of an expert's rows; its last rows, fewer than a block, the producer's own threads: behind
-them stand the next expert's rows, or some that nobody wrote, and must be zeros.
-
-Shapes as in expert_forward.py. p (N, O) and q (N, I) both hold rows.
+dw[e] (O, I) = p^T q summed over the rows of expert e, for p (N, O) and q (N, I) that both hold
+sorted rows; dw is (E * O, I). Persistent and cooperative (pipeline.py): one program a
+multiprocessor, two consumer warpgroups that compute the upper and lower 64 rows of a (128, 256)
+tile of one expert's dw, and a producer. The producer loads full blocks of 64 rows by TMA. The
+remainder, fewer than 64 rows, is loaded with masks by its threads: it is followed by the next
+expert's rows, or by rows that were never written, which must count as zeros. That is why it has
+four warps.
 """
 
 from triton.experimental import gluon
@@ -18,26 +20,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from acmoe.ops.device.gluon_names import load_tile, store_tile, thread_barrier
-from acmoe.ops.experts.hopper.pipeline import HALF, PANEL, accumulator, barriers, buffers
-from acmoe.ops.experts.triton.tiles import tile_of
+from acmoe.ops.experts.hopper.pipeline import HALF_M, PANEL, acc_layout, make_barriers, make_buffers
+from acmoe.ops.experts.triton.tiles import tile_coords
 
 
 @gluon.jit
-def tile_at(place, sizes, GROUP: gl.constexpr):
-    """Expert, its rows' begin and end, first output and first input of a tile."""
-    end_ptr, _, O, I = sizes
+def tile_at(tile_id, sizes, GROUP_M: gl.constexpr):
+    """Return a tile's expert, begin and end of its rows, and the first row and column of dw[e]."""
+    offsets_ptr, _, O, I = sizes
     num_o, num_i = O // 128, I // 256
-    expert = place // (num_o * num_i)
-    tile_o, tile_i = tile_of(place % (num_o * num_i), num_o, num_i, GROUP)
-    end = gl.load(end_ptr + expert).to(gl.int32)
-    before = gl.load(end_ptr + gl.maximum(expert - 1, 0)).to(gl.int32)
+    expert = tile_id // (num_o * num_i)
+    tile_o, tile_i = tile_coords(tile_id % (num_o * num_i), num_o, num_i, GROUP_M)
+    end = gl.load(offsets_ptr + expert).to(gl.int32)
+    before = gl.load(offsets_ptr + gl.maximum(expert - 1, 0)).to(gl.int32)
     begin = gl.where(expert > 0, before, 0)
     return expert, begin, end, tile_o * 128, tile_i * 256
 
 
 @gluon.jit
-def _rest(ptr, row, end, column, width, BK: gl.constexpr, BN: gl.constexpr):
-    """Rows from `row` to the end, and zeros to fill a block."""
+def _load_remainder(ptr, row, end, column, width, BK: gl.constexpr, BN: gl.constexpr):
+    """Load the rows from `row` to `end` into registers, padded with zeros to BK rows."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BN, BN // 8], [4, 1], [1, 0])
     rows = row + gl.arange(0, BK, gl.SliceLayout(1, layout))
     cols = column + gl.arange(0, BN, gl.SliceLayout(0, layout))
@@ -46,73 +48,74 @@ def _rest(ptr, row, end, column, width, BK: gl.constexpr, BN: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(fetch, GROUP: gl.constexpr):
-    """The producer. Four warps, for the sake of the last rows."""
-    p_desc, q_desc, p_ptr, q_ptr, ring, sizes = fetch
-    p_bufs, q_bufs, full, empty = ring
+def _load(load_args, GROUP_M: gl.constexpr):
+    """Producer: load the blocks of p and q of all tiles of the program into the pipeline."""
+    p_desc, q_desc, p_ptr, q_ptr, pipeline, sizes = load_args
+    p_bufs, q_bufs, full, empty = pipeline
     num_tiles, O, I = sizes[1], sizes[2], sizes[3]
     STAGES: gl.constexpr = q_bufs.shape[0]
     BK: gl.constexpr = q_bufs.shape[1]
     BN: gl.constexpr = q_bufs.shape[2]
-    at = 0
-    for place in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        _, begin, end, first_o, first_i = tile_at(place, sizes, GROUP)
-        whole = begin + (end - begin) // BK * BK
-        for row in range(begin, whole, BK):
-            slot = at % STAGES
-            ready = full.index(slot)
-            mbarrier.wait(empty.index(slot), (at // STAGES & 1) ^ 1)
-            mbarrier.expect(ready, 2 * p_desc.block_type.nbytes + q_desc.block_type.nbytes)
+    k_block = 0
+    for tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        _, begin, end, first_o, first_i = tile_at(tile_id, sizes, GROUP_M)
+        full_end = begin + (end - begin) // BK * BK
+        for row in range(begin, full_end, BK):
+            stage = k_block % STAGES
+            full_bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), (k_block // STAGES & 1) ^ 1)
+            mbarrier.expect(full_bar, 2 * p_desc.block_type.nbytes + q_desc.block_type.nbytes)
             for half in gl.static_range(2):
-                corner = [row, first_o + half * HALF]
-                load_tile(p_desc, corner, ready, p_bufs.index(2 * slot + half))
-            load_tile(q_desc, [row, first_i], ready, q_bufs.index(slot))
-            at += 1
-        if whole < end:
-            # Fetched before the wait for a place, which hides how long that takes.
-            upper = _rest(p_ptr, whole, end, first_o, O, BK, PANEL)
-            lower = _rest(p_ptr, whole, end, first_o + HALF, O, BK, PANEL)
-            q = _rest(q_ptr, whole, end, first_i, I, BK, BN)
-            slot = at % STAGES
-            mbarrier.wait(empty.index(slot), (at // STAGES & 1) ^ 1)
-            p_bufs.index(2 * slot).store(upper)
-            p_bufs.index(2 * slot + 1).store(lower)
-            q_bufs.index(slot).store(q)
+                coord = [row, first_o + half * HALF_M]
+                load_tile(p_desc, coord, full_bar, p_bufs.index(2 * stage + half))
+            load_tile(q_desc, [row, first_i], full_bar, q_bufs.index(stage))
+            k_block += 1
+        if full_end < end:
+            # Loaded before the wait for a free stage, which hides the latency of these loads.
+            upper = _load_remainder(p_ptr, full_end, end, first_o, O, BK, PANEL)
+            lower = _load_remainder(p_ptr, full_end, end, first_o + HALF_M, O, BK, PANEL)
+            q = _load_remainder(q_ptr, full_end, end, first_i, I, BK, BN)
+            stage = k_block % STAGES
+            mbarrier.wait(empty.index(stage), (k_block // STAGES & 1) ^ 1)
+            p_bufs.index(2 * stage).store(upper)
+            p_bufs.index(2 * stage + 1).store(lower)
+            q_bufs.index(stage).store(q)
             fence_async_shared()
             thread_barrier()
-            mbarrier.arrive(full.index(slot))
-            at += 1
+            mbarrier.arrive(full.index(stage))
+            k_block += 1
 
 
 @gluon.jit
-def multiply_half(ring, at, blocks, WHICH: gl.constexpr, FENCED: gl.constexpr):
-    """This half of a tile, whose first block is the ring's at-th.
+def mma_half(pipeline, k_block, blocks, CONSUMER: gl.constexpr, FENCE: gl.constexpr):
+    """Return the accumulator of half a tile whose first block is number k_block of the pipeline.
 
-    FENCED: threads copied some of it, which the matrix units see only behind a fence.
+    FENCE: threads wrote some of the operands by cp.async, which wgmma sees only after a proxy
+    fence.
     """
-    p_bufs, q_bufs, full, empty = ring
+    p_bufs, q_bufs, full, empty = pipeline
     STAGES: gl.constexpr = q_bufs.shape[0]
     BN: gl.constexpr = q_bufs.shape[2]
-    acc = gl.zeros([HALF, BN], gl.float32, accumulator(BN))
+    acc = gl.zeros([HALF_M, BN], gl.float32, acc_layout(BN))
     for k in range(blocks):
-        slot = at % STAGES
-        mbarrier.wait(full.index(slot), at // STAGES & 1)
-        if FENCED:
+        stage = k_block % STAGES
+        mbarrier.wait(full.index(stage), k_block // STAGES & 1)
+        if FENCE:
             fence_async_shared()
-        p = p_bufs.index(2 * slot + WHICH).permute((1, 0))
-        acc = warpgroup_mma(p, q_bufs.index(slot), acc, use_acc=k > 0, is_async=True)
+        p = p_bufs.index(2 * stage + CONSUMER).permute((1, 0))
+        acc = warpgroup_mma(p, q_bufs.index(stage), acc, use_acc=k > 0, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
-        mbarrier.arrive(empty.index((at + STAGES - 1) % STAGES), pred=k > 0)
-        at += 1
+        mbarrier.arrive(empty.index((k_block + STAGES - 1) % STAGES), pred=k > 0)
+        k_block += 1
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(empty.index((at + STAGES - 1) % STAGES), pred=blocks > 0)
+    mbarrier.arrive(empty.index((k_block + STAGES - 1) % STAGES), pred=blocks > 0)
     return acc
 
 
 @gluon.jit
 def store_panel(acc, view, buf, dw_desc, row, column):
-    """By way of the buffer, which its view may show turned."""
-    tma.store_wait(0)  # what was here before has left the buffer
+    """Store an accumulator by TMA through `buf`; `view` is buf, or its transpose."""
+    tma.store_wait(0)  # the previous store has read the buffer
     thread_barrier()
     view.store(acc.to(buf.dtype))
     fence_async_shared()
@@ -120,55 +123,55 @@ def store_panel(acc, view, buf, dw_desc, row, column):
 
 
 @gluon.jit
-def _halves(WHICH: gl.constexpr, work, GROUP: gl.constexpr):
-    """The upper or the lower half of every tile of the program."""
-    dw_desc, dw_bufs, ring, sizes = work
-    q_bufs = ring[1]
+def _cooperative_consumer(CONSUMER: gl.constexpr, consumer_args, GROUP_M: gl.constexpr):
+    """Cooperative consumer: compute and store the upper or lower half of every tile."""
+    dw_desc, dw_bufs, pipeline, sizes = consumer_args
+    q_bufs = pipeline[1]
     BK: gl.constexpr = q_bufs.shape[1]
     BN: gl.constexpr = q_bufs.shape[2]
     num_tiles, O = sizes[1], sizes[2]
-    buf = dw_bufs.index(WHICH)
-    at = 0
-    for place in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        expert, begin, end, first_o, first_i = tile_at(place, sizes, GROUP)
+    buf = dw_bufs.index(CONSUMER)
+    k_block = 0
+    for tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        expert, begin, end, first_o, first_i = tile_at(tile_id, sizes, GROUP_M)
         blocks = (end - begin + BK - 1) // BK
-        acc = multiply_half(ring, at, blocks, WHICH, False)
-        at += blocks
-        left, right = gl.split(acc.reshape(HALF, 2, BN // 2).permute(0, 2, 1))
-        row = expert * O + first_o + WHICH * HALF
+        acc = mma_half(pipeline, k_block, blocks, CONSUMER, False)
+        k_block += blocks
+        left, right = gl.split(acc.reshape(HALF_M, 2, BN // 2).permute(0, 2, 1))
+        row = expert * O + first_o + CONSUMER * HALF_M
         store_panel(left, buf, buf, dw_desc, row, first_i)
         store_panel(right, buf, buf, dw_desc, row, first_i + BN // 2)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["num_tiles"])
-def weights_together(
+def weight_gradient_kernel(
     p_desc,
     q_desc,
     dw_desc,
     p_ptr,
     q_ptr,
-    end_ptr,
+    offsets_ptr,
     num_tiles,
     O,
     I,
-    GROUP: gl.constexpr,
+    GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """dw (E * O, I): of each expert's rows the sum of p^T q."""
-    p_bufs = buffers(2 * STAGES, p_desc)
-    q_bufs = buffers(STAGES, q_desc)
-    dw_bufs = buffers(2, dw_desc)
-    full, empty = barriers(STAGES, 1, 2)
-    ring = (p_bufs, q_bufs, full, empty)
-    sizes = (end_ptr, num_tiles, O, I)
-    work = (dw_desc, dw_bufs, ring, sizes)
-    fetch = (p_desc, q_desc, p_ptr, q_ptr, ring, sizes)
+    """Compute dw (E * O, I): for each expert the sum of p^T q over its rows."""
+    p_bufs = make_buffers(2 * STAGES, p_desc)
+    q_bufs = make_buffers(STAGES, q_desc)
+    dw_bufs = make_buffers(2, dw_desc)
+    full, empty = make_barriers(STAGES, 1, 2)
+    pipeline = (p_bufs, q_bufs, full, empty)
+    sizes = (offsets_ptr, num_tiles, O, I)
+    consumer_args = (dw_desc, dw_bufs, pipeline, sizes)
+    load_args = (p_desc, q_desc, p_ptr, q_ptr, pipeline, sizes)
     gl.warp_specialize(
         [
-            (_halves, (0, work, GROUP)),
-            (_halves, (1, work, GROUP)),
-            (_fetch, (fetch, GROUP)),
+            (_cooperative_consumer, (0, consumer_args, GROUP_M)),
+            (_cooperative_consumer, (1, consumer_args, GROUP_M)),
+            (_load, (load_args, GROUP_M)),
         ],
         [4, 4],
         [192, 128],

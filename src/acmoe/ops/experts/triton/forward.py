@@ -1,285 +1,268 @@
-"""Expert MLPs over rows sorted by expert: the products, with what stands around them fused in.
+"""Grouped GEMMs of the expert MLPs over rows sorted by expert, with fused prologue and epilogue.
 
-    up        gathers tokens, multiplies, adds the bias; activation and dropout in its epilogue
-    rows      multiplies rows, adds the bias: down, and the two products of the backward by rows
+    up_kernel            h (N, W) = x[token] @ up[e]^T + up_bias[e], gathering tokens
+                         a (N, F) = dropout(act(h)), in the epilogue
+    grouped_gemm_kernel  y (N, O) = a @ w[e]^T + bias[e], or a @ w[e]: the down projection, and in
+                         the backward the gradients by a ("hidden") and by x ("input")
 
-A program computes one tile; or, PERSISTENT, as many programs as the chip holds take tile after tile
-in one loop over the blocks of them all: while one is stored, the next one's are on their way.
+x (T, D) tokens; N = T * K routed rows, K experts per token; e is the expert of a row. up (E, W, D)
+with W = F, or 2F for swiglu (gate rows, then up rows); down (E, D, F). Accumulation is float32.
 
-x (T, D) tokens; N = T * K routed rows; up (E, W, D) with W = F, or 2F for swiglu (gate, then up);
-down (E, D, F). Accumulation is float32. Floors at bf16: up reads N * D and E * W * D, writes
-N * (W + F); its 2 * N * D * W operations dominate from D = 512 on.
+A program computes one (BM, BN) output tile of one expert (tiles.py). PERSISTENT launches as many
+programs as fit on the GPU; each iterates over its tiles in one flattened loop over all their K
+blocks, so that the loads of the next tile overlap the epilogue of the current one.
+
+Lower bounds with 2-byte elements: up reads N * D and E * W * D elements and writes N * (W + F); its
+2 * N * D * W operations dominate from D = 512 on.
 """
 
 import triton
 import triton.language as tl
 
-from acmoe.ops.device.dot import dot_as
-from acmoe.ops.device.dropout_rng import keep_tile
-from acmoe.ops.experts.triton.activation import gelu, positive, silu
-from acmoe.ops.experts.triton.tiles import first_column, tile_of
+from acmoe.ops.device.dot import dot_with_precision
+from acmoe.ops.device.dropout_rng import keep_scale
+from acmoe.ops.experts.triton.activation import gelu, relu, silu
+from acmoe.ops.experts.triton.tiles import first_column, tile_coords
 
 
 @triton.jit
 def _up_tile(
-    tile, n_tile, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, h_ptr, a_ptr, token_ptr, tile_expert_ptr,
-    tile_start_ptr, end_ptr, seed_ptr, D, F, GATHER: tl.constexpr, KEEP: tl.constexpr,
-    ACT: tl.constexpr, HAS_BIAS: tl.constexpr, DROPPED: tl.constexpr, EVEN_K: tl.constexpr,
-    WHOLE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr,
+    m_tile, n_tile, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, h_ptr, a_ptr, token_ptr,
+    tile_expert_ptr, tile_start_ptr, offsets_ptr, seed_ptr, D, F, GATHER: tl.constexpr,
+    SAVE_H: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr, DROP_THRESHOLD: tl.constexpr,
+    EVEN_K: tl.constexpr, SHIFT_EDGE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of `up_kernel`."""
-    expert = tl.load(tile_expert_ptr + tile)
-    start_row = tl.load(tile_start_ptr + tile)
+    """Compute one tile of `up_kernel`."""
+    expert = tl.load(tile_expert_ptr + m_tile)
+    start_row = tl.load(tile_start_ptr + m_tile)
     rows = start_row + tl.arange(0, BM)
-    inside = rows < tl.load(end_ptr + expert)
-    source = tl.where(inside, rows, 0)
+    row_mask = rows < tl.load(offsets_ptr + expert)
+    x_rows = tl.where(row_mask, rows, 0)
     if GATHER:
-        source = tl.load(token_ptr + rows, mask=inside, other=0)
-    source = source.to(tl.int64)
-    first = first_column(n_tile, F, WHOLE, BN)
-    cols = first + tl.arange(0, BN)
-    known = cols < F
-    safe = cols if WHOLE else tl.where(known, cols, 0)
+        x_rows = tl.load(token_ptr + rows, mask=row_mask, other=0)
+    x_rows = x_rows.to(tl.int64)
+    first_col = first_column(n_tile, F, SHIFT_EDGE, BN)
+    cols = first_col + tl.arange(0, BN)
+    col_mask = cols < F
+    safe_cols = cols if SHIFT_EDGE else tl.where(col_mask, cols, 0)
     k = tl.arange(0, BK)
     W = 2 * F if ACT == "swiglu" else F
-    # Gate and up side by side are one product, which reads x from shared memory once.
-    JOINED: tl.constexpr = TMA and ACT == "swiglu"
-    x_ptrs = x_ptr + source[:, None] * D + k[None, :]
-    w_ptrs = w_ptr + (expert.to(tl.int64) * W + safe[None, :]) * D + k[:, None]
+    # Gate and up weights stacked to 2 * BN rows make one MMA, which reads x from shared memory
+    # once.
+    FUSED: tl.constexpr = TMA and ACT == "swiglu"
+    x_ptrs = x_ptr + x_rows[:, None] * D + k[None, :]
+    w_ptrs = w_ptr + (expert.to(tl.int64) * W + safe_cols[None, :]) * D + k[:, None]
     acc = tl.zeros((BM, BN), dtype=tl.float32)
-    second = tl.zeros((BM, BN), dtype=tl.float32)
-    joined = tl.zeros((BM, 2 * BN), dtype=tl.float32)
+    acc_up = tl.zeros((BM, BN), dtype=tl.float32)
+    acc_both = tl.zeros((BM, 2 * BN), dtype=tl.float32)
     for start in range(0, D, BK):
-        left = k < D - start
+        k_mask = k < D - start
         if TMA and not GATHER:
             x = x_desc.load([start_row, start])
         elif EVEN_K:
             x = tl.load(x_ptrs)
         else:
-            x = tl.load(x_ptrs, mask=left[None, :], other=0.0)
-        if JOINED:
-            w = w_desc.load([2 * expert, first, start]).reshape(2 * BN, BK)
-            joined = dot_as(x, w.T, joined, PRECISION)
+            x = tl.load(x_ptrs, mask=k_mask[None, :], other=0.0)
+        if FUSED:
+            w = w_desc.load([2 * expert, first_col, start]).reshape(2 * BN, BK)
+            acc_both = dot_with_precision(x, w.T, acc_both, PRECISION)
         elif TMA:
-            acc = dot_as(x, w_desc.load([expert * F + first, start]).T, acc, PRECISION)
+            acc = dot_with_precision(
+                x, w_desc.load([expert * F + first_col, start]).T, acc, PRECISION
+            )
         else:
-            acc = dot_as(x, tl.load(w_ptrs, mask=left[:, None], other=0.0), acc, PRECISION)
+            acc = dot_with_precision(
+                x, tl.load(w_ptrs, mask=k_mask[:, None], other=0.0), acc, PRECISION
+            )
             if ACT == "swiglu":
-                shift = F.to(tl.int64) * D
-                w = tl.load(w_ptrs + shift, mask=left[:, None], other=0.0)
-                second = dot_as(x, w, second, PRECISION)
+                up_offset = F.to(tl.int64) * D
+                w = tl.load(w_ptrs + up_offset, mask=k_mask[:, None], other=0.0)
+                acc_up = dot_with_precision(x, w, acc_up, PRECISION)
         x_ptrs += BK
         w_ptrs += BK
 
-    if JOINED:
-        acc, second = joined.reshape(BM, 2, BN).permute(0, 2, 1).split()
-    _store_up(
-        acc, second, bias_ptr, h_ptr, a_ptr, seed_ptr, expert, rows, inside, cols, F, KEEP, ACT,
-        HAS_BIAS, DROPPED, WHOLE,
+    if FUSED:
+        acc, acc_up = acc_both.reshape(BM, 2, BN).permute(0, 2, 1).split()
+    _up_epilogue(
+        acc, acc_up, bias_ptr, h_ptr, a_ptr, seed_ptr, expert, rows, row_mask, cols, F, SAVE_H, ACT,
+        HAS_BIAS, DROP_THRESHOLD, SHIFT_EDGE,
     )  # fmt: skip
 
 
 @triton.jit
-def _store_up(
-    acc, second, bias_ptr, h_ptr, a_ptr, seed_ptr, expert, rows, inside, cols, F,
-    KEEP: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr, DROPPED: tl.constexpr,
-    WHOLE: tl.constexpr,
+def _up_epilogue(
+    acc, acc_up, bias_ptr, h_ptr, a_ptr, seed_ptr, expert, rows, row_mask, cols, F,
+    SAVE_H: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr, DROP_THRESHOLD: tl.constexpr,
+    SHIFT_EDGE: tl.constexpr,
 ):  # fmt: skip
-    """The epilogue: biases, h, activation and dropout. Gated experts have a `second` product."""
+    """Epilogue of the up GEMM: add biases, store h if SAVE_H, store a = dropout(act(h)).
+
+    acc holds the gate projection and acc_up the up projection of swiglu; the other activations
+    ignore acc_up.
+    """
     W = 2 * F if ACT == "swiglu" else F
-    known = cols < F
-    safe = cols if WHOLE else tl.where(known, cols, 0)
-    out = rows.to(tl.int64)
-    both = inside[:, None] if WHOLE else inside[:, None] & known[None, :]
+    col_mask = cols < F
+    safe_cols = cols if SHIFT_EDGE else tl.where(col_mask, cols, 0)
+    out_rows = rows.to(tl.int64)
+    mask = row_mask[:, None] if SHIFT_EDGE else row_mask[:, None] & col_mask[None, :]
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + expert * W + safe)[None, :].to(tl.float32)
-    # Of h as it is kept, for backward will see that; and 16 bits change layout before the stores
-    # in half the traffic, once instead of twice.
+        acc += tl.load(bias_ptr + expert * W + safe_cols)[None, :].to(tl.float32)
+    # The activation takes h rounded to the dtype in which it is saved, as the backward will. The
+    # rounding also comes first because the layout conversion before the stores then moves 16-bit
+    # values, half the traffic, and once instead of twice.
     h = acc.to(h_ptr.dtype.element_ty)
-    h_ptrs = h_ptr + out[:, None] * W + cols[None, :]
-    if KEEP:
-        tl.store(h_ptrs, h, mask=both)
+    h_ptrs = h_ptr + out_rows[:, None] * W + cols[None, :]
+    if SAVE_H:
+        tl.store(h_ptrs, h, mask=mask)
     if ACT == "swiglu":
         if HAS_BIAS:
-            second += tl.load(bias_ptr + expert * W + F + safe)[None, :].to(tl.float32)
-        u = second.to(h_ptr.dtype.element_ty)
-        if KEEP:
-            tl.store(h_ptrs + F, u, mask=both)
+            acc_up += tl.load(bias_ptr + expert * W + F + safe_cols)[None, :].to(tl.float32)
+        u = acc_up.to(h_ptr.dtype.element_ty)
+        if SAVE_H:
+            tl.store(h_ptrs + F, u, mask=mask)
         value = silu(h.to(tl.float32)) * u.to(tl.float32)
     elif ACT == "gelu":
         value = gelu(h.to(tl.float32))
     else:
-        value = positive(h.to(tl.float32))
-    if DROPPED > 0:
-        value *= keep_tile(seed_ptr, rows, cols, DROPPED)
-    tl.store(a_ptr + out[:, None] * F + cols[None, :], value.to(a_ptr.dtype.element_ty), mask=both)
+        value = relu(h.to(tl.float32))
+    if DROP_THRESHOLD > 0:
+        value *= keep_scale(seed_ptr, rows, cols, DROP_THRESHOLD)
+    tl.store(
+        a_ptr + out_rows[:, None] * F + cols[None, :], value.to(a_ptr.dtype.element_ty), mask=mask
+    )
 
 
-# What hangs on the number of rows is not specialised: batches of other sizes compile nothing new.
+# Arguments that depend on the number of rows are not specialised, so that a new batch size does not
+# trigger a compilation.
 @triton.jit(do_not_specialize=["num_tiles", "num_n"])
 def up_kernel(
-    x_ptr,
-    x_desc,
-    w_ptr,
-    w_desc,
-    bias_ptr,
-    h_ptr,
-    a_ptr,
-    token_ptr,
-    tile_expert_ptr,
-    tile_start_ptr,
-    end_ptr,
-    live_ptr,
-    seed_ptr,
-    D,
-    F,
-    num_tiles,
-    num_n,
-    PERSISTENT: tl.constexpr,
-    GROUP: tl.constexpr,
-    GATHER: tl.constexpr,
-    KEEP: tl.constexpr,
-    ACT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    DROPPED: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    WHOLE: tl.constexpr,
-    TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """h (N, W), if to KEEP, and a (N, F) of x (T, D) with GATHER, of rows (N, D) without."""
+    x_ptr, x_desc, w_ptr, w_desc, bias_ptr, h_ptr, a_ptr, token_ptr, tile_expert_ptr,
+    tile_start_ptr, offsets_ptr, num_used_ptr, seed_ptr, D, F, num_tiles, num_n,
+    PERSISTENT: tl.constexpr, GROUP_M: tl.constexpr, GATHER: tl.constexpr, SAVE_H: tl.constexpr,
+    ACT: tl.constexpr, HAS_BIAS: tl.constexpr, DROP_THRESHOLD: tl.constexpr, EVEN_K: tl.constexpr,
+    SHIFT_EDGE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Compute a (N, F) = dropout(act(h)), and store h (N, W) if SAVE_H.
+
+    h = x[token] @ up[e]^T + bias[e] for tokens x (T, D) if GATHER, else for sorted rows x (N, D).
+    Programs: PERSISTENT, any number; otherwise one for each of num_tiles * num_n tiles.
+    """
     if PERSISTENT:
-        live = tl.load(live_ptr)
-        for place in tl.range(tl.program_id(0), live * num_n, tl.num_programs(0), flatten=True):
-            tile, n_tile = tile_of(place, live, num_n, GROUP)
+        num_used = tl.load(num_used_ptr)
+        for tile_id in tl.range(
+            tl.program_id(0), num_used * num_n, tl.num_programs(0), flatten=True
+        ):
+            m_tile, n_tile = tile_coords(tile_id, num_used, num_n, GROUP_M)
             _up_tile(
-                *(tile, n_tile, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, h_ptr, a_ptr, token_ptr),
-                *(tile_expert_ptr, tile_start_ptr, end_ptr, seed_ptr, D, F),
-                *(GATHER, KEEP, ACT, HAS_BIAS, DROPPED, EVEN_K, WHOLE, TMA, PRECISION, BM, BN, BK),
+                *(m_tile, n_tile, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, h_ptr, a_ptr, token_ptr),
+                *(tile_expert_ptr, tile_start_ptr, offsets_ptr, seed_ptr, D, F),
+                *(GATHER, SAVE_H, ACT, HAS_BIAS, DROP_THRESHOLD, EVEN_K, SHIFT_EDGE, TMA),
+                *(PRECISION, BM, BN, BK),
             )
     else:
-        tile, n_tile = tile_of(tl.program_id(0), num_tiles, num_n, GROUP)
-        if tl.load(tile_expert_ptr + tile) < 0:
+        m_tile, n_tile = tile_coords(tl.program_id(0), num_tiles, num_n, GROUP_M)
+        if tl.load(tile_expert_ptr + m_tile) < 0:
             return
         _up_tile(
-            *(tile, n_tile, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, h_ptr, a_ptr, token_ptr),
-            *(tile_expert_ptr, tile_start_ptr, end_ptr, seed_ptr, D, F),
-            *(GATHER, KEEP, ACT, HAS_BIAS, DROPPED, EVEN_K, WHOLE, TMA, PRECISION, BM, BN, BK),
+            *(m_tile, n_tile, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, h_ptr, a_ptr, token_ptr),
+            *(tile_expert_ptr, tile_start_ptr, offsets_ptr, seed_ptr, D, F),
+            *(GATHER, SAVE_H, ACT, HAS_BIAS, DROP_THRESHOLD, EVEN_K, SHIFT_EDGE, TMA),
+            *(PRECISION, BM, BN, BK),
         )
 
 
 @triton.jit
-def _rows_tile(
-    tile, n_tile, a_ptr, a_desc, w_ptr, w_desc, bias_ptr, y_ptr, token_ptr, tile_expert_ptr,
-    tile_start_ptr, end_ptr, I, O, GATHER: tl.constexpr, ACROSS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, WHOLE: tl.constexpr, TMA: tl.constexpr,
+def _grouped_gemm_tile(
+    m_tile, n_tile, a_ptr, a_desc, w_ptr, w_desc, bias_ptr, y_ptr, token_ptr, tile_expert_ptr,
+    tile_start_ptr, offsets_ptr, I, O, GATHER: tl.constexpr, WEIGHT_IO: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, SHIFT_EDGE: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of `rows_kernel`."""
-    expert = tl.load(tile_expert_ptr + tile)
-    start_row = tl.load(tile_start_ptr + tile)
-    end = tl.load(end_ptr + expert)
+    """Compute one tile of `grouped_gemm_kernel`."""
+    expert = tl.load(tile_expert_ptr + m_tile)
+    start_row = tl.load(tile_start_ptr + m_tile)
+    end = tl.load(offsets_ptr + expert)
     rows = start_row + tl.arange(0, BM)
-    inside = rows < end
-    # Behind its last row pointers read that one again and the copy engine the next expert's; both
-    # are thrown away, which is cheaper than a mask in the loop.
-    source = tl.minimum(rows, end - 1)
+    row_mask = rows < end
+    # Past the expert's last row, pointer loads read that row again and TMA reads the next expert's
+    # rows. Neither result is stored, which is cheaper than a mask in the loop.
+    a_rows = tl.minimum(rows, end - 1)
     if GATHER:
-        source = tl.load(token_ptr + source)
-    source = source.to(tl.int64)
-    first = first_column(n_tile, O, WHOLE, BN)
-    cols = first + tl.arange(0, BN)
-    known = cols < O
+        a_rows = tl.load(token_ptr + a_rows)
+    a_rows = a_rows.to(tl.int64)
+    first_col = first_column(n_tile, O, SHIFT_EDGE, BN)
+    cols = first_col + tl.arange(0, BN)
+    col_mask = cols < O
     k = tl.arange(0, BK)
-    a_ptrs = a_ptr + source[:, None] * I + k[None, :]
+    a_ptrs = a_ptr + a_rows[:, None] * I + k[None, :]
     base = w_ptr + expert.to(tl.int64) * I * O
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     for start in range(0, I, BK):
-        left = k < I - start
+        k_mask = k < I - start
         if TMA and not GATHER:
             a = a_desc.load([start_row, start])
         elif EVEN_K:
             a = tl.load(a_ptrs + start)
         else:
-            a = tl.load(a_ptrs + start, mask=left[None, :], other=0.0)
+            a = tl.load(a_ptrs + start, mask=k_mask[None, :], other=0.0)
         if TMA:
-            if ACROSS:
-                w = w_desc.load([expert * I + start, first])
-                if not EVEN_K:  # the tile reaches into the next expert
-                    w = tl.where(left[:, None], w, 0.0)
+            if WEIGHT_IO:
+                w = w_desc.load([expert * I + start, first_col])
+                if not EVEN_K:  # the block reaches into the next expert's weight
+                    w = tl.where(k_mask[:, None], w, 0.0)
             else:
-                w = w_desc.load([expert * O + first, start]).T
+                w = w_desc.load([expert * O + first_col, start]).T
         else:
-            both = left[:, None] if WHOLE else left[:, None] & known[None, :]
-            if ACROSS:
+            mask = k_mask[:, None] if SHIFT_EDGE else k_mask[:, None] & col_mask[None, :]
+            if WEIGHT_IO:
                 w_ptrs = base + (start + k)[:, None].to(tl.int64) * O + cols[None, :]
             else:
                 w_ptrs = base + cols[None, :].to(tl.int64) * I + (start + k)[:, None]
-            w = tl.load(w_ptrs, mask=both, other=0.0)
-        acc = dot_as(a, w, acc, PRECISION)
+            w = tl.load(w_ptrs, mask=mask, other=0.0)
+        acc = dot_with_precision(a, w, acc, PRECISION)
     if HAS_BIAS:
-        safe = cols if WHOLE else tl.where(known, cols, 0)
-        acc += tl.load(bias_ptr + expert * O + safe)[None, :].to(tl.float32)
+        safe_cols = cols if SHIFT_EDGE else tl.where(col_mask, cols, 0)
+        acc += tl.load(bias_ptr + expert * O + safe_cols)[None, :].to(tl.float32)
     y_ptrs = y_ptr + rows[:, None].to(tl.int64) * O + cols[None, :]
-    both = inside[:, None] if WHOLE else inside[:, None] & known[None, :]
-    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=both)
+    mask = row_mask[:, None] if SHIFT_EDGE else row_mask[:, None] & col_mask[None, :]
+    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_n"])
-def rows_kernel(
-    a_ptr,
-    a_desc,
-    w_ptr,
-    w_desc,
-    bias_ptr,
-    y_ptr,
-    token_ptr,
-    tile_expert_ptr,
-    tile_start_ptr,
-    end_ptr,
-    live_ptr,
-    I,
-    O,
-    num_tiles,
-    num_n,
-    PERSISTENT: tl.constexpr,
-    GROUP: tl.constexpr,
-    GATHER: tl.constexpr,
-    ACROSS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    WHOLE: tl.constexpr,
-    TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """y (N, O) = a times each row's expert's weight, (O, I), or (I, O) if ACROSS.
+def grouped_gemm_kernel(
+    a_ptr, a_desc, w_ptr, w_desc, bias_ptr, y_ptr, token_ptr, tile_expert_ptr, tile_start_ptr,
+    offsets_ptr, num_used_ptr, I, O, num_tiles, num_n, PERSISTENT: tl.constexpr,
+    GROUP_M: tl.constexpr, GATHER: tl.constexpr, WEIGHT_IO: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EVEN_K: tl.constexpr, SHIFT_EDGE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Compute y (N, O) = a @ w[e]^T + bias[e] for w (E, O, I), or with WEIGHT_IO a @ w[e].
 
-    a (N, I) holds rows, or with GATHER (T, I) tokens.
+    WEIGHT_IO: w is (E, I, O).
+    a (N, I) holds sorted rows, or (T, I) tokens with GATHER.
+    Programs: PERSISTENT, any number; otherwise one for each of num_tiles * num_n tiles.
     """
     if PERSISTENT:
-        live = tl.load(live_ptr)
-        for place in tl.range(tl.program_id(0), live * num_n, tl.num_programs(0), flatten=True):
-            tile, n_tile = tile_of(place, live, num_n, GROUP)
-            _rows_tile(
-                *(tile, n_tile),
+        num_used = tl.load(num_used_ptr)
+        for tile_id in tl.range(
+            tl.program_id(0), num_used * num_n, tl.num_programs(0), flatten=True
+        ):
+            m_tile, n_tile = tile_coords(tile_id, num_used, num_n, GROUP_M)
+            _grouped_gemm_tile(
+                *(m_tile, n_tile),
                 *(a_ptr, a_desc, w_ptr, w_desc, bias_ptr, y_ptr, token_ptr, tile_expert_ptr),
-                *(tile_start_ptr, end_ptr, I, O),
-                *(GATHER, ACROSS, HAS_BIAS, EVEN_K, WHOLE, TMA, PRECISION, BM, BN, BK),
+                *(tile_start_ptr, offsets_ptr, I, O),
+                *(GATHER, WEIGHT_IO, HAS_BIAS, EVEN_K, SHIFT_EDGE, TMA, PRECISION, BM, BN, BK),
             )
     else:
-        tile, n_tile = tile_of(tl.program_id(0), num_tiles, num_n, GROUP)
-        if tl.load(tile_expert_ptr + tile) < 0:
+        m_tile, n_tile = tile_coords(tl.program_id(0), num_tiles, num_n, GROUP_M)
+        if tl.load(tile_expert_ptr + m_tile) < 0:
             return
-        _rows_tile(
-            *(tile, n_tile),
+        _grouped_gemm_tile(
+            *(m_tile, n_tile),
             *(a_ptr, a_desc, w_ptr, w_desc, bias_ptr, y_ptr, token_ptr, tile_expert_ptr),
-            *(tile_start_ptr, end_ptr, I, O),
-            *(GATHER, ACROSS, HAS_BIAS, EVEN_K, WHOLE, TMA, PRECISION, BM, BN, BK),
+            *(tile_start_ptr, offsets_ptr, I, O),
+            *(GATHER, WEIGHT_IO, HAS_BIAS, EVEN_K, SHIFT_EDGE, TMA, PRECISION, BM, BN, BK),
         )

@@ -1,6 +1,6 @@
-"""Launches of the expert kernels: block sizes, grids, buffers.
+"""Launches of the Triton expert kernels: block sizes, grids, TMA descriptors, output buffers.
 
-T tokens, K experts per token, N = T * K rows, D features, F hidden units, E experts, W = F or 2F.
+T tokens, K experts each, N = T * K rows, D features, F hidden units, E experts, W = F (swiglu: 2F).
 """
 
 from typing import Any
@@ -13,68 +13,72 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from acmoe.ops.device.dot import dot_precision
 from acmoe.ops.device.dropout_rng import threshold
 from acmoe.ops.device.tuning import Blocks, blocks_for
-from acmoe.ops.experts.triton.backward import activation_kernel, finish_kernel
-from acmoe.ops.experts.triton.forward import rows_kernel, up_kernel
+from acmoe.ops.experts.triton.backward import activation_kernel, reduce_partials_kernel
+from acmoe.ops.experts.triton.forward import grouped_gemm_kernel, up_kernel
 from acmoe.ops.experts.triton.persistent_weights import persistent_weight_kernel
-from acmoe.ops.experts.triton.sizes import Shares, Sizes, Source, Sums
+from acmoe.ops.experts.triton.sizes import Partials, RowOperand, Sizes, Sums
 from acmoe.ops.experts.triton.tiles import Plan
-from acmoe.ops.experts.triton.weights import add_kernel, weight_kernel
+from acmoe.ops.experts.triton.weights import reduce_splits_kernel, weight_kernel
 
-GROUP = 8  # row tiles that walk over the columns together, and find the weights in L2
-# Rows of a program and of a step, columns, and warps of the activation's backward.
+GROUP_M = 8  # row tiles that iterate over the columns together and share the weights in L2
+# Backward of the activation: rows of a program, rows of a step, columns, warps.
 ACTIVATION_TILE = (128, 8, 128, 4)
 
 
 def _blocks(kernel: str, size: Sizes, dtype: torch.dtype) -> Blocks:
+    """Return the tuned block sizes, changed where activation or alignment require it."""
     blocks = blocks_for(kernel, size.dim, size.hidden, size.experts, dtype)
-    # The table does not know the activation: gate and up need room for two tiles of weights, and
-    # their accumulators all registers.
-    two = kernel == "up" and size.act == "swiglu"
-    if two:
+    # The table does not depend on the activation. SwiGLU's gate and up need shared memory for two
+    # tiles of weights, and their two accumulators need the registers of 8 warps.
+    gated = kernel == "up" and size.act == "swiglu"
+    if gated:
         blocks = blocks._replace(n=min(blocks.n, 128))
     aligned = size.dim * dtype.itemsize % 16 == 0 and size.hidden * dtype.itemsize % 16 == 0
     if not (aligned and blocks.tma):
         return blocks._replace(tma=False, persistent=0)
-    if two and blocks.num_warps < 8:
+    if gated and blocks.num_warps < 8:
         return blocks._replace(num_warps=8, persistent=min(blocks.persistent, 1))
     return blocks
 
 
-def _programs(tiles: int, blocks: Blocks) -> int:
-    """One a tile, or few that take many; without a GPU so few that some do take many."""
+def _num_programs(tiles: int, blocks: Blocks) -> int:
+    """Return the grid size: one program a tile, or `persistent` programs a multiprocessor.
+
+    Without a GPU a persistent launch has 3 programs, so that tests see programs with many tiles.
+    """
     if not blocks.persistent:
         return tiles
     if not torch.cuda.is_available():
         return min(tiles, 3)
-    processors = torch.cuda.get_device_properties().multi_processor_count
-    return min(tiles, blocks.persistent * processors)
+    num_sms = torch.cuda.get_device_properties().multi_processor_count
+    return min(tiles, blocks.persistent * num_sms)
 
 
 def _desc(tensor: Tensor, block: list[int], blocks: Blocks) -> Any:
-    """A tensor-map of a matrix, or the tensor itself where the copy engine is not used."""
+    """Return a TMA descriptor of the tensor as a matrix; without TMA the tensor itself."""
     if not blocks.tma:
         return tensor
     flat = tensor.reshape(-1, tensor.shape[-1])
-    return TensorDescriptor.from_tensor(on_line(flat), block)
+    return TensorDescriptor.from_tensor(tma_aligned(flat), block)
 
 
-def on_line(tensor: Tensor) -> Tensor:
-    """From a multiple of 16 bytes on, as the copy engine reads; a view may begin anywhere."""
+def tma_aligned(tensor: Tensor) -> Tensor:
+    """Return the tensor at an address that is a multiple of 16 bytes, as TMA needs; copy if not."""
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def _up_desc(up: Tensor, size: Sizes, blocks: Blocks) -> Any:
-    """Gate and up are one block of twice the rows: one product, which reads x once."""
+    """Return up's descriptor; a block of swiglu is BN gate rows and BN up rows, for one MMA."""
     if size.act != "swiglu" or not blocks.tma:
         return _desc(up, [blocks.n, blocks.k], blocks)
-    pairs = up.reshape(2 * size.experts, size.hidden, size.dim)
-    return TensorDescriptor.from_tensor(on_line(pairs), [2, blocks.n, blocks.k])
+    gate_and_up = up.reshape(2 * size.experts, size.hidden, size.dim)
+    return TensorDescriptor.from_tensor(tma_aligned(gate_and_up), [2, blocks.n, blocks.k])
 
 
-def _launch(blocks: Blocks, dtype: torch.dtype) -> dict[str, Any]:
-    """What the kernels of products have in common."""
+def _launch_options(blocks: Blocks, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the keyword arguments that all GEMM kernels take."""
     return {
-        "GROUP": GROUP,
+        "GROUP_M": GROUP_M,
         "TMA": blocks.tma,
         "PRECISION": dot_precision(dtype),
         "BM": blocks.m,
@@ -86,7 +90,7 @@ def _launch(blocks: Blocks, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def run_up(
-    source: Source,
+    rows_in: RowOperand,
     up: Tensor,
     up_bias: Tensor | None,
     plan: Plan,
@@ -96,29 +100,31 @@ def run_up(
     *,
     keep: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """h (N, W) before the activation, no rows of it unless to keep; a (N, F) after activation and
-    dropout."""
-    x, rows = source.values, plan.num_rows
+    """Return h (N, W) = rows @ up[e]^T + up_bias[e] and a (N, F) = dropout(act(h)).
+
+    keep: store h for the backward; otherwise h has no rows.
+    """
+    x, rows = rows_in.values, plan.num_rows
     h = torch.empty(rows if keep else 0, size.width, device=x.device, dtype=x.dtype)
     a = torch.empty(rows, size.hidden, device=x.device, dtype=x.dtype)
     blocks = _blocks("up", size, x.dtype)
     expert, start = plan[blocks.m]
     num_n = triton.cdiv(size.hidden, blocks.n)
-    up_kernel[(_programs(expert.numel() * num_n, blocks),)](
-        *(x, x if source.gather else _desc(x, [blocks.m, blocks.k], blocks)),
+    up_kernel[(_num_programs(expert.numel() * num_n, blocks),)](
+        *(x, x if rows_in.gather else _desc(x, [blocks.m, blocks.k], blocks)),
         *(up, _up_desc(up, size, blocks)),
         *(up if up_bias is None else up_bias, h, a, plan.token, expert, start),
-        *(plan.end, plan.live(blocks.m), seed),
+        *(plan.offsets, plan.num_used(blocks.m), seed),
         *(size.dim, size.hidden, expert.numel(), num_n),
         PERSISTENT=blocks.persistent > 0,
-        GATHER=source.gather,
-        KEEP=keep,
+        GATHER=rows_in.gather,
+        SAVE_H=keep,
         ACT=size.act,
         HAS_BIAS=up_bias is not None,
-        DROPPED=threshold(dropout),
+        DROP_THRESHOLD=threshold(dropout),
         EVEN_K=size.dim % blocks.k == 0,
-        WHOLE=size.hidden >= blocks.n,
-        **_launch(blocks, x.dtype),
+        SHIFT_EDGE=size.hidden >= blocks.n,
+        **_launch_options(blocks, x.dtype),
     )
     return h, a
 
@@ -134,9 +140,10 @@ def run_rows(
     across: bool = False,
     gather: bool = False,
 ) -> Tensor:
-    """(N, O): rows times their expert's weight, (E, O, I), or (E, I, O) if `across`.
+    """Return (N, O) = a @ weight[e]^T + bias[e] for weight (E, O, I), or a @ weight[e] if `across`.
 
-    `gather`: a holds tokens (T, I), fetched row by row.
+    across: weight is (E, I, O).
+    gather: a holds tokens (T, I), which are gathered, instead of sorted rows (N, I).
     """
     rows, inner = plan.num_rows, a.shape[1]
     outer = weight.shape[2] if across else weight.shape[1]
@@ -145,18 +152,18 @@ def run_rows(
     expert, start = plan[blocks.m]
     num_n = triton.cdiv(outer, blocks.n)
     w_block = [blocks.k, blocks.n] if across else [blocks.n, blocks.k]
-    rows_kernel[(_programs(expert.numel() * num_n, blocks),)](
+    grouped_gemm_kernel[(_num_programs(expert.numel() * num_n, blocks),)](
         *(a, _desc(a, [blocks.m, blocks.k], blocks), weight, _desc(weight, w_block, blocks)),
         *(weight if bias is None else bias, y, plan.token, expert, start),
-        *(plan.end, plan.live(blocks.m)),
+        *(plan.offsets, plan.num_used(blocks.m)),
         *(inner, outer, expert.numel(), num_n),
         PERSISTENT=blocks.persistent > 0,
         GATHER=gather,
-        ACROSS=across,
+        WEIGHT_IO=across,
         HAS_BIAS=bias is not None,
         EVEN_K=inner % blocks.k == 0,
-        WHOLE=outer >= blocks.n,
-        **_launch(blocks, a.dtype),
+        SHIFT_EDGE=outer >= blocks.n,
+        **_launch_options(blocks, a.dtype),
     )
     return y
 
@@ -172,48 +179,52 @@ def run_activation(
     sums: Sums,
     dropout: float,
     seed: Tensor,
-) -> Shares:
-    """Writes dh (N, W), maybe over h, and gate * a (N, F) over da; the rest is for `run_finish`."""
+) -> Partials:
+    """Write dh (N, W), maybe over h, and gate * a (N, F) over da; return the partial sums."""
     height, rows, block, warps = ACTIVATION_TILE
     block = min(block, triton.next_power_of_2(size.hidden))
     expert, start = plan[height]
     num_blocks = triton.cdiv(size.hidden, block)
-    share = torch.empty(num_blocks, plan.num_rows, device=h.device)
-    part = torch.empty(expert.numel(), sum(sums), device=h.device)
+    dgate = torch.empty(num_blocks, plan.num_rows, device=h.device)
+    dbias = torch.empty(expert.numel(), sum(sums), device=h.device)
     activation_kernel[(expert.numel(), num_blocks + triton.cdiv(sums.down, block))](
-        *(da, h, dh, gate, grad, share, part, plan.order, expert, start, plan.end, seed),
+        *(da, h, dh, gate, grad, dgate, dbias, plan.permutation, expert, start, plan.offsets, seed),
         *(plan.num_rows, size.dim, size.hidden, num_blocks, size.top_k),
         ACT=size.act,
         UP_BIAS=sums.up > 0,
         DOWN_BIAS=sums.down > 0,
-        DROPPED=threshold(dropout),
+        DROP_THRESHOLD=threshold(dropout),
         HEIGHT=height,
         BM=rows,
         BN=block,
         num_warps=warps,
     )
-    return Shares(share, part)
+    return Partials(dgate, dbias)
 
 
-def run_finish(
-    shares: Shares,
-    by_bias: Tensor | None,
+def run_reduce_partials(
+    partials: Partials,
+    bias_dot: Tensor | None,
     expert_N: Tensor,
     plan: Plan,
     size: Sizes,
     sums: Sums,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dgate (T, K) in float32; (E, W) and (E, D) of the biases, without columns where none is."""
-    dgate = torch.empty(size.tokens, size.top_k, device=plan.end.device)
+    """Add up the partial sums to dgate (T, K) float32 and the bias gradients (E, W) and (E, D).
+
+    A bias gradient has no columns where there is no bias. bias_dot (T, E): grad @ down_bias^T, None
+    without a down bias. expert_N: the expert of each sorted row.
+    """
+    dgate = torch.empty(size.tokens, size.top_k, device=plan.offsets.device)
     d_up, d_down = (
         torch.empty(size.experts, columns, device=dgate.device, dtype=dtype) for columns in sums
     )
     height, width = 16, 64
     columns = triton.cdiv(sum(sums), width)
-    finish_kernel[(size.experts * columns + triton.cdiv(plan.num_rows, height * width),)](
-        *(*shares, dgate if by_bias is None else by_bias, dgate, d_up, d_down),
-        *(plan.order, expert_N, plan.end, plan.num_rows, shares.gate.shape[0]),
+    reduce_partials_kernel[(size.experts * columns + triton.cdiv(plan.num_rows, height * width),)](
+        *(*partials, dgate if bias_dot is None else bias_dot, dgate, d_up, d_down),
+        *(plan.permutation, expert_N, plan.offsets, plan.num_rows, partials.gate.shape[0]),
         *(size.experts, size.top_k, *sums, columns),
         HEIGHT=ACTIVATION_TILE[0],
         BE=triton.next_power_of_2(size.experts),
@@ -234,48 +245,56 @@ def run_weight(
     gather: str,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """(E, O, I) sums of outer products p^T q over each expert's rows, in p's dtype or another.
+    """Return (E, O, I): p^T q summed over each expert's rows, in `dtype`, by default p's.
 
-    gather: "p" or "q" for the one that holds tokens, "none" where both hold rows.
+    gather: "p" or "q" for the operand that holds tokens to gather, "none" where both hold rows.
     """
     outer, inner = p.shape[1], q.shape[1]
     blocks = _blocks(kernel, size, p.dtype)
     tiles = triton.cdiv(inner, blocks.n) * triton.cdiv(outer, blocks.m)
-    splits = blocks.splits or _splits(tiles * size.experts, plan.num_rows // size.experts, blocks.k)
+    splits = blocks.splits or _choose_splits(
+        tiles * size.experts, plan.num_rows // size.experts, blocks.k
+    )
     dtype = dtype or p.dtype
-    kept = dtype if splits == 1 else torch.float32
-    dw = torch.empty(size.experts, splits, outer, inner, device=p.device, dtype=kept)
-    parts = size.experts * splits
-    factors = (
+    partial_dtype = dtype if splits == 1 else torch.float32
+    dw = torch.empty(size.experts, splits, outer, inner, device=p.device, dtype=partial_dtype)
+    num_k_slices = size.experts * splits
+    operands = (
         *(p, _desc(p, [blocks.k, blocks.m], blocks)),
         *(q, _desc(q, [blocks.k, blocks.n], blocks)),
     )
-    how = {"WHOLE": outer >= blocks.m and inner >= blocks.n} | _launch(blocks, p.dtype)
+    options = {"SHIFT_EDGE": outer >= blocks.m and inner >= blocks.n} | _launch_options(
+        blocks, p.dtype
+    )
     if blocks.persistent and gather == "none":
-        persistent_weight_kernel[(_programs(tiles * parts, blocks),)](
-            *(*factors, dw, plan.end, outer, inner, splits, parts, plan.num_rows),
-            BP=max(128, triton.next_power_of_2(parts)),
-            **how,
+        persistent_weight_kernel[(_num_programs(tiles * num_k_slices, blocks),)](
+            *(*operands, dw, plan.offsets, outer, inner, splits, num_k_slices, plan.num_rows),
+            BP=max(128, triton.next_power_of_2(num_k_slices)),
+            **options,
         )
     else:
-        weight_kernel[(tiles, parts)](
-            *(*factors, dw, plan.token, plan.end, outer, inner, splits), GATHER=gather, **how
+        weight_kernel[(tiles, num_k_slices)](
+            *(*operands, dw, plan.token, plan.offsets, outer, inner, splits),
+            GATHER=gather,
+            **options,
         )
-    return dw[:, 0] if splits == 1 else _add(dw, dtype)
+    return dw[:, 0] if splits == 1 else _reduce_splits(dw, dtype)
 
 
-def _add(dw: Tensor, dtype: torch.dtype) -> Tensor:
-    """(E, O, I): the sum of (E, splits, O, I)."""
+def _reduce_splits(dw: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return (E, O, I), the sum of dw (E, splits, O, I) over the splits."""
     experts, splits, outer, inner = dw.shape
     out = torch.empty(experts, outer, inner, device=dw.device, dtype=dtype)
     size = outer * inner
-    add_kernel[(experts, triton.cdiv(size, 1024))](dw, out, size, splits, BN=1024, num_warps=4)
+    reduce_splits_kernel[(experts, triton.cdiv(size, 1024))](
+        dw, out, size, splits, BN=1024, num_warps=4
+    )
     return out
 
 
-def _splits(tiles: int, rows_per_expert: int, block_k: int) -> int:
-    """How often to split an expert's rows: three programs a multiprocessor, 8 blocks each."""
+def _choose_splits(tiles: int, rows_per_expert: int, block_k: int) -> int:
+    """Return the split-K factor for 3 programs a multiprocessor with at least 8 K blocks each."""
     if not torch.cuda.is_available():
         return 2 if rows_per_expert >= 2 * block_k else 1
-    processors = torch.cuda.get_device_properties().multi_processor_count
-    return max(1, min(8, 3 * processors // tiles, rows_per_expert // (8 * block_k)))
+    num_sms = torch.cuda.get_device_properties().multi_processor_count
+    return max(1, min(8, 3 * num_sms // tiles, rows_per_expert // (8 * block_k)))

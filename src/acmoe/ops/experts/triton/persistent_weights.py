@@ -1,89 +1,93 @@
-"""Gradients of the expert weights by as many programs as the chip holds, tile after tile.
+"""Persistent grouped GEMM for the gradients of the expert weights: dw[e] = p^T q over e's rows.
 
-A tile's rows are a head of fewer than BK and then whole blocks, all of which, of all tiles of a
-program, are one loop: while a tile is stored the copy engine already fetches the blocks of the next
-one. Its head, which needs masks and so ordinary loads, is fetched before the store and multiplied
-after it, when the accumulators are free. Both factors are rows: tokens gathered by pointers in this
-loop took 1.2 to 2 times what a program for each tile takes (H200, olmoe, qwen30b, fine).
+The same function as `weight_kernel` (weights.py) for p (N, O) and q (N, I) that both hold sorted
+rows. As many programs as fit on the GPU each iterate over every num_programs-th (BM, BN) tile of
+all K slices.
 
-Shapes as in expert_forward.py.
+The rows of a tile are a remainder of fewer than BK rows followed by full blocks of BK. The full
+blocks of all tiles of a program form one loop, so that TMA already loads the next tile's blocks
+while a tile is stored. The next tile's remainder needs masks and so ordinary loads; these are
+issued before the store and multiplied after it, when the accumulator is free. Operands gathered by
+pointers in this loop took 1.2 to 2 times as long as one program a tile does (H200, olmoe, qwen30b,
+fine), so they stay with `weight_kernel`.
 """
 
 import triton
 import triton.language as tl
 
-from acmoe.ops.device.dot import dot_as
-from acmoe.ops.experts.triton.tiles import first_column, tile_of
-from acmoe.ops.experts.triton.weights import part_rows
+from acmoe.ops.device.dot import dot_with_precision
+from acmoe.ops.experts.triton.tiles import first_column, tile_coords
+from acmoe.ops.experts.triton.weights import k_slice_rows
 
 
 @triton.jit
-def _all_blocks(
-    end_ptr, O, I, num_splits, num_parts, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    BP: tl.constexpr,
+def _count_blocks(
+    offsets_ptr, O, I, num_splits, num_k_slices, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of all tiles of this program, one at least a tile."""
+    """Return the number of loop iterations of this program: max(full blocks, 1) for each tile."""
     tiles = tl.cdiv(O, BM) * tl.cdiv(I, BN)
-    part = tl.arange(0, BP)
-    known = part < num_parts
-    begin, end = part_rows(end_ptr, tl.where(known, part, 0), num_splits, BK)
+    k_slice = tl.arange(0, BP)
+    valid = k_slice < num_k_slices
+    begin, end = k_slice_rows(offsets_ptr, tl.where(valid, k_slice, 0), num_splits, BK)
     blocks = tl.maximum((end - begin) // BK, 1)
     programs = tl.num_programs(0)
-    before = part * tiles - tl.program_id(0) + programs - 1  # of which every `programs`th is ours
-    mine = (before + tiles) // programs - before // programs
-    return tl.sum(tl.where(known, mine * blocks, 0))
+    # Every `programs`-th tile is this program's.
+    before = k_slice * tiles - tl.program_id(0) + programs - 1
+    num_own = (before + tiles) // programs - before // programs
+    return tl.sum(tl.where(valid, num_own * blocks, 0))
 
 
 @triton.jit
 def _tile_at(
-    place, end_ptr, O, I, num_splits, GROUP: tl.constexpr, WHOLE: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr,
+    tile_id, offsets_ptr, O, I, num_splits, GROUP_M: tl.constexpr, SHIFT_EDGE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Part, its rows' begin and end, first output and first input of a tile."""
+    """Return a tile's K slice, its begin and end row, and the first row and column of dw."""
     num_o, num_i = tl.cdiv(O, BM), tl.cdiv(I, BN)
-    part = place // (num_o * num_i)
-    begin, end = part_rows(end_ptr, part, num_splits, BK)
-    tile_o, tile_i = tile_of(place % (num_o * num_i), num_o, num_i, GROUP)
-    first_o = first_column(tile_o, O, WHOLE, BM)
-    return part, begin, end, first_o, first_column(tile_i, I, WHOLE, BN)
+    k_slice = tile_id // (num_o * num_i)
+    begin, end = k_slice_rows(offsets_ptr, k_slice, num_splits, BK)
+    tile_o, tile_i = tile_coords(tile_id % (num_o * num_i), num_o, num_i, GROUP_M)
+    first_o = first_column(tile_o, O, SHIFT_EDGE, BM)
+    return k_slice, begin, end, first_o, first_column(tile_i, I, SHIFT_EDGE, BN)
 
 
 @triton.jit
-def _masked(ptr, rows, inside, first, width, WHOLE: tl.constexpr, BN: tl.constexpr):
-    """(rows, BN), zero where a row is not inside."""
-    cols = first + tl.arange(0, BN)
-    mask = inside[:, None] if WHOLE else inside[:, None] & (cols < width)[None, :]
+def _load_masked(ptr, rows, row_mask, first_col, width, SHIFT_EDGE: tl.constexpr, BN: tl.constexpr):
+    """Load (rows, BN) from `first_col` on, with zeros where row_mask is false."""
+    cols = first_col + tl.arange(0, BN)
+    mask = row_mask[:, None] if SHIFT_EDGE else row_mask[:, None] & (cols < width)[None, :]
     return tl.load(ptr + rows[:, None] * width + cols[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def _head(
-    p_ptr, q_ptr, begin, end, first_o, first_i, O, I, WHOLE: tl.constexpr, BM: tl.constexpr,
+def _load_remainder(
+    p_ptr, q_ptr, begin, end, first_o, first_i, O, I, SHIFT_EDGE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The rows before a tile's first whole block, of p and q."""
+    """Load the remainder of p and q, the rows before a tile's first full block, zero-padded."""
     step = tl.arange(0, BK)
-    inside = step < (end - begin) % BK
-    rows = tl.where(inside, begin + step, 0).to(tl.int64)
-    p = _masked(p_ptr, rows, inside, first_o, O, WHOLE, BM)
-    return p, _masked(q_ptr, rows, inside, first_i, I, WHOLE, BN)
+    row_mask = step < (end - begin) % BK
+    rows = tl.where(row_mask, begin + step, 0).to(tl.int64)
+    p = _load_masked(p_ptr, rows, row_mask, first_o, O, SHIFT_EDGE, BM)
+    return p, _load_masked(q_ptr, rows, row_mask, first_i, I, SHIFT_EDGE, BN)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_splits", "num_parts"])
+@triton.jit(do_not_specialize=["num_rows", "num_splits", "num_k_slices"])
 def persistent_weight_kernel(
     p_ptr,
     p_desc,
     q_ptr,
     q_desc,
     dw_ptr,
-    end_ptr,
+    offsets_ptr,
     O,
     I,
     num_splits,
-    num_parts,
+    num_k_slices,
     num_rows,
-    GROUP: tl.constexpr,
-    WHOLE: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    SHIFT_EDGE: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
     BM: tl.constexpr,
@@ -91,42 +95,42 @@ def persistent_weight_kernel(
     BK: tl.constexpr,
     BP: tl.constexpr,
 ):
-    """As `weight_kernel`, where both p and q hold rows."""
-    tl.static_assert(TMA, "whole blocks come by the copy engine")
+    """Compute dw as `weight_kernel` does, with any number of programs; p and q both hold rows."""
+    tl.static_assert(TMA, "full blocks are loaded by TMA")
     programs = tl.num_programs(0)
-    last_place = tl.cdiv(O, BM) * tl.cdiv(I, BN) * num_parts - 1
+    last_tile_id = tl.cdiv(O, BM) * tl.cdiv(I, BN) * num_k_slices - 1
     acc = tl.zeros((BM, BN), dtype=tl.float32)
-    # Before the first tile stands one of a single block that nobody stores: the heads of all tiles
-    # then have one place in the code, and one in shared memory.
-    place = tl.program_id(0) - programs
-    part, first_o, first_i, start, end = 0, 0, 0, -BK, BK
-    for _ in range(1 + _all_blocks(end_ptr, O, I, num_splits, num_parts, BM, BN, BK, BP)):
+    # The loop starts with a dummy tile of one block that is not stored. The remainders of all tiles
+    # are then loaded at one point of the code, into one shared-memory buffer.
+    tile_id = tl.program_id(0) - programs
+    k_slice, first_o, first_i, start, end = 0, 0, 0, -BK, BK
+    for _ in range(1 + _count_blocks(offsets_ptr, O, I, num_splits, num_k_slices, BM, BN, BK, BP)):
         start += BK
         if start >= end:
-            place += programs
-            part, begin, end, first_o, first_i = _tile_at(
-                place, end_ptr, O, I, num_splits, GROUP, WHOLE, BM, BN, BK
+            tile_id += programs
+            k_slice, begin, end, first_o, first_i = _tile_at(
+                tile_id, offsets_ptr, O, I, num_splits, GROUP_M, SHIFT_EDGE, BM, BN, BK
             )  # fmt: skip
             start = begin + (end - begin) % BK
-            if start == end:  # no whole block: behind all rows the engine reads zeros
+            if start == end:  # no full block: TMA reads zeros past the last row
                 start = num_rows
         p, q = p_desc.load([start, first_o]), q_desc.load([start, first_i])
-        acc = dot_as(tl.trans(p), q, acc, PRECISION)
+        acc = dot_with_precision(tl.trans(p), q, acc, PRECISION)
         if start + BK >= end:
-            _, head, next_end, next_o, next_i = _tile_at(
-                *(tl.minimum(place + programs, last_place), end_ptr, O, I),
-                *(num_splits, GROUP, WHOLE, BM, BN, BK),
+            _, next_begin, next_end, next_o, next_i = _tile_at(
+                *(tl.minimum(tile_id + programs, last_tile_id), offsets_ptr, O, I),
+                *(num_splits, GROUP_M, SHIFT_EDGE, BM, BN, BK),
             )
-            p_head, q_head = _head(
-                p_ptr, q_ptr, head, next_end, next_o, next_i, O, I, WHOLE, BM, BN, BK
+            p_remainder, q_remainder = _load_remainder(
+                p_ptr, q_ptr, next_begin, next_end, next_o, next_i, O, I, SHIFT_EDGE, BM, BN, BK
             )
-            if place >= 0:
+            if tile_id >= 0:
                 o, i = first_o + tl.arange(0, BM), first_i + tl.arange(0, BN)
-                w_ptrs = dw_ptr + (part.to(tl.int64) * O + o[:, None]) * I + i[None, :]
+                w_ptrs = dw_ptr + (k_slice.to(tl.int64) * O + o[:, None]) * I + i[None, :]
                 value = acc.to(dw_ptr.dtype.element_ty)
-                if WHOLE:
+                if SHIFT_EDGE:
                     tl.store(w_ptrs, value)
                 else:
                     tl.store(w_ptrs, value, mask=(o < O)[:, None] & (i < I)[None, :])
             zero = tl.zeros((BM, BN), dtype=tl.float32)
-            acc = dot_as(tl.trans(p_head), q_head, zero, PRECISION)
+            acc = dot_with_precision(tl.trans(p_remainder), q_remainder, zero, PRECISION)

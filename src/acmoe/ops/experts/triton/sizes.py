@@ -1,6 +1,7 @@
-"""What the launches of the expert kernels hand to each other: sizes, rows, sums to be added up.
+"""Tuples that the launches of the expert kernels pass to each other.
 
-T tokens, N rows, D features, F hidden units, W = F or 2F.
+T tokens, K experts per token, N = T * K rows, D features, F hidden units, W = 2F for swiglu, else
+F.
 """
 
 from typing import NamedTuple
@@ -9,6 +10,8 @@ from torch import Tensor
 
 
 class Sizes(NamedTuple):
+    """The sizes of a layer of experts: T, D, F, E, K, and the activation."""
+
     tokens: int
     dim: int
     hidden: int
@@ -18,29 +21,32 @@ class Sizes(NamedTuple):
 
     @property
     def width(self) -> int:
+        """Return W, the rows of an expert's up weight."""
         return 2 * self.hidden if self.act == "swiglu" else self.hidden
 
 
 def sizes_of(x: Tensor, down: Tensor, gate: Tensor, act: str) -> Sizes:
+    """Return the sizes of a call with x (T, D), down (E, D, F) and gate (T, K)."""
     return Sizes(x.shape[0], x.shape[1], down.shape[2], down.shape[0], gate.shape[1], act)
 
 
-class Source(NamedTuple):
-    """What stands at each routed row: rows (N, D) in sorted order, or tokens (T, D) to gather."""
+class RowOperand(NamedTuple):
+    """Row operand of a grouped GEMM: rows (N, D) in sorted order, or, to gather, tokens (T, D)."""
 
     values: Tensor
     gather: bool
 
 
 class Sums(NamedTuple):
-    """Columns of which biases get their gradients: W, or 0 for no first bias, and D, or 0."""
+    """Columns of the bias gradients: W for up and D for down, or 0 where there is no bias."""
 
     up: int
     down: int
 
 
-class Shares(NamedTuple):
-    """What the tiles of the activation's backward leave to be added up."""
+class Partials(NamedTuple):
+    """Partial sums that the tiles of the activation's backward write; `run_reduce_partials` adds
+    them up."""
 
-    gate: Tensor  # (B, N) of each row, by blocks of hidden units
-    bias: Tensor  # (tiles, columns) of each tile
+    gate: Tensor  # (B, N) gate gradient of each row, by block of hidden units
+    bias: Tensor  # (tiles, up + down columns of `Sums`) bias gradients of each row tile

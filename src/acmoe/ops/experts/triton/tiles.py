@@ -1,8 +1,14 @@
-"""Which tile of which expert each program owns, worked out on the device: the host never waits.
+"""Tile scheduler of the grouped GEMMs: map each row tile to its expert, on the device.
 
-N routed rows sorted by expert, E experts. A tile is BM consecutive rows of one expert; there are at
-most N / BM + E of them, and that bound is what gets launched, or walked through by programs that
-stay. Those left over, at least U / BM, cover the U rows for no expert, which stand last.
+N routed rows are sorted by expert; offsets (E,) holds the end of each expert's rows, and U rows
+that were routed to no expert come last. A row tile is BM consecutive rows of one expert. The number
+of tiles depends on the routing, which the host does not know without a synchronisation, so launches
+use the upper bound ceil(N / BM) + E: as a grid with one program a tile, or as the table that a
+persistent kernel iterates over. The unused entries of the table, at least U / BM, are marked with
+expert -1 and cover the U rows.
+
+`_plan_kernel` writes the tables for every tile height in one launch: one program for each expert
+and height, and one for each chunk of 1024 rows, which writes the token of each row.
 """
 
 import torch
@@ -10,126 +16,145 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-HEIGHTS = (16, 32, 64, 128, 256)  # of tiles; one launch makes the tables of all
-_STEP = 1024  # rows a program finds the tokens of
+HEIGHTS = (16, 32, 64, 128, 256)  # tile heights BM; one launch writes the tables for all of them
+_CHUNK = 1024  # rows, or table entries, that a program handles at a time
 
 
 def most_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
+    """Return the upper bound on the number of row tiles of this height."""
     return triton.cdiv(num_rows, block_m) + num_experts
 
 
 @triton.jit
-def tiles_before(end_ptr, expert, num_experts, height, BE: tl.constexpr):
-    """Tiles of the experts before this one, tiles of its own, and its first row."""
+def tiles_before(offsets_ptr, expert, num_experts, height, BE: tl.constexpr):
+    """Return the number of tiles of earlier experts, of this expert, and its first row."""
     ids = tl.arange(0, BE)
-    known = ids < num_experts
-    end = tl.load(end_ptr + ids, mask=known, other=0)
-    begin = tl.load(end_ptr + ids - 1, mask=known & (ids > 0), other=0)
-    tiles = tl.where(known, (end - begin + height - 1) // height, 0).to(tl.int32)
-    mine = tl.sum(tl.where(ids == expert, tiles, 0))
+    valid = ids < num_experts
+    end = tl.load(offsets_ptr + ids, mask=valid, other=0)
+    begin = tl.load(offsets_ptr + ids - 1, mask=valid & (ids > 0), other=0)
+    tiles = tl.where(valid, (end - begin + height - 1) // height, 0).to(tl.int32)
+    num_own = tl.sum(tl.where(ids == expert, tiles, 0))
     first_row = tl.sum(tl.where(ids == expert, begin, 0)).to(tl.int32)
-    return tl.sum(tl.where(ids < expert, tiles, 0)), mine, first_row
+    return tl.sum(tl.where(ids < expert, tiles, 0)), num_own, first_row
 
 
 @triton.jit
-def tile_of(pid, num_tiles, num_n, GROUP: tl.constexpr):
-    """Row tile and column tile of a program: GROUP row tiles share the columns' weights in L2."""
-    block = pid // (GROUP * num_n)
-    height = tl.minimum(num_tiles - block * GROUP, GROUP)
-    place = pid % (GROUP * num_n)
-    return block * GROUP + place % height, place // height
+def tile_coords(pid, num_tiles, num_n, GROUP_M: tl.constexpr):
+    """Return (row tile, column tile) of the linear index pid in grouped order.
 
-
-@triton.jit
-def first_column(tile, columns, WHOLE: tl.constexpr, BN: tl.constexpr):
-    """WHOLE: there are columns for a tile, and the last one moves left to stay among them.
-
-    What two tiles then compute, and write, is the same; and no access needs a mask, which for the
-    columns of an accumulator costs up to 90 registers a thread.
+    GROUP_M row tiles iterate over the columns together, so that they share the weights in L2.
     """
-    first = tile * BN
-    if WHOLE:
-        first = tl.minimum(first, columns - BN)
-    return first
+    group = pid // (GROUP_M * num_n)
+    height = tl.minimum(num_tiles - group * GROUP_M, GROUP_M)
+    local = pid % (GROUP_M * num_n)
+    return group * GROUP_M + local % height, local // height
+
+
+@triton.jit
+def first_column(n_tile, columns, SHIFT_EDGE: tl.constexpr, BN: tl.constexpr):
+    """Return the first column of a tile of BN columns.
+
+    SHIFT_EDGE (requires columns >= BN) shifts the last tile left until it ends at the last column.
+    The columns in the overlap are computed twice and written twice with equal values. In exchange
+    no access needs a column mask, which costs up to 90 registers a thread for an accumulator.
+    """
+    first_col = n_tile * BN
+    if SHIFT_EDGE:
+        first_col = tl.minimum(first_col, columns - BN)
+    return first_col
 
 
 @triton.jit(do_not_specialize=["num_rows", "stride"])
 def _plan_kernel(
-    order_ptr,
-    end_ptr,
+    permutation_ptr,
+    offsets_ptr,
     token_ptr,
     expert_ptr,
     start_ptr,
-    live_ptr,
+    num_used_ptr,
     num_rows,
     num_experts,
     top_k,
     num_tables,
     stride,
     LOWEST: tl.constexpr,
-    STEP: tl.constexpr,
+    CHUNK: tl.constexpr,
     BE: tl.constexpr,
 ):
-    """token (N,) of each row; and the tables, one program for an expert in each of them."""
+    """Write token (N,) = permutation // top_k, and for each tile height (table) the tile tables.
+
+    Program pid < num_tables * num_experts writes the entries of one expert in one table; the last
+    expert's program also writes the unused entries and the number of used ones. The remaining
+    programs write token, CHUNK rows each.
+    """
     pid = tl.program_id(0)
-    step = tl.arange(0, STEP)
+    chunk = tl.arange(0, CHUNK)
     table = pid // num_experts
     if table >= num_tables:
-        rows = (pid - num_tables * num_experts) * STEP + step
-        order = tl.load(order_ptr + rows, mask=rows < num_rows, other=0).to(tl.int32)
-        tl.store(token_ptr + rows, order // top_k, mask=rows < num_rows)
+        rows = (pid - num_tables * num_experts) * CHUNK + chunk
+        choice = tl.load(permutation_ptr + rows, mask=rows < num_rows, other=0).to(tl.int32)
+        tl.store(token_ptr + rows, choice // top_k, mask=rows < num_rows)
         return
     expert = pid % num_experts
     height = LOWEST << table
     base = table * stride
-    before, mine, first_row = tiles_before(end_ptr, expert, num_experts, height, BE)
-    if expert == num_experts - 1:  # the tiles left over stand behind its own
-        tl.store(live_ptr + table, before + mine)
-        last_row = tl.load(end_ptr + expert).to(tl.int32)
-        left = tl.cdiv(num_rows, height) + num_experts - before - mine
-        for i in range(0, left, STEP):
-            at = base + before + mine + i + step
-            tl.store(expert_ptr + at, tl.full([STEP], -1, tl.int32), mask=i + step < left)
-            tl.store(start_ptr + at, last_row + (i + step) * height, mask=i + step < left)
-    for i in range(0, mine, STEP):
-        at = base + before + i + step
-        inside = i + step < mine
-        tl.store(expert_ptr + at, tl.full([STEP], 0, tl.int32) + expert, mask=inside)
-        tl.store(start_ptr + at, first_row + (i + step) * height, mask=inside)
+    before, num_own, first_row = tiles_before(offsets_ptr, expert, num_experts, height, BE)
+    if expert == num_experts - 1:  # the unused entries follow its own
+        tl.store(num_used_ptr + table, before + num_own)
+        last_row = tl.load(offsets_ptr + expert).to(tl.int32)
+        num_unused = tl.cdiv(num_rows, height) + num_experts - before - num_own
+        for i in range(0, num_unused, CHUNK):
+            at = base + before + num_own + i + chunk
+            tl.store(expert_ptr + at, tl.full([CHUNK], -1, tl.int32), mask=i + chunk < num_unused)
+            tl.store(start_ptr + at, last_row + (i + chunk) * height, mask=i + chunk < num_unused)
+    for i in range(0, num_own, CHUNK):
+        at = base + before + i + chunk
+        in_range = i + chunk < num_own
+        tl.store(expert_ptr + at, tl.full([CHUNK], 0, tl.int32) + expert, mask=in_range)
+        tl.store(start_ptr + at, first_row + (i + chunk) * height, mask=in_range)
 
 
 class Plan:
-    """Of rows sorted by expert: the token of each, and tables of tiles by their height.
+    """The token of each sorted row, and the row tiles of the experts for every tile height.
 
-    plan[height]: (tiles,) int32 expert of each tile, -1 for none, and (tiles,) its first row.
+    plan[height] is a pair of (tiles,) int32 tensors: the expert of each tile, -1 where unused, and
+    its first row.
+    permutation: (N,) flat index t * K + k of the routed choice at each sorted row.
+    offsets: (E,) end of each expert's rows, an inclusive prefix sum of the counts.
     """
 
-    def __init__(self, order_N: Tensor, end_E: Tensor, top_k: int) -> None:
-        self.order, self.end, self.num_rows = order_N, end_E, order_N.numel()
-        num_experts = end_E.shape[0]
-        # Divided here once: in the inner loop of a kernel the division costs more than the load.
-        self.token = torch.empty(self.num_rows, dtype=torch.int32, device=end_E.device)
-        # A multiple of 16 bytes a table: Triton compiles once more for pointers that are not.
+    def __init__(self, permutation_N: Tensor, offsets_E: Tensor, top_k: int) -> None:
+        self.permutation, self.offsets, self.num_rows = (
+            permutation_N,
+            offsets_E,
+            permutation_N.numel(),
+        )
+        num_experts = offsets_E.shape[0]
+        # permutation // top_k is computed here once: in the inner loop of a GEMM the division costs
+        # more than the load.
+        self.token = torch.empty(self.num_rows, dtype=torch.int32, device=offsets_E.device)
+        # Each table starts at a multiple of 16 bytes: Triton compiles a second version of a kernel
+        # for pointers that are not aligned.
         stride = triton.cdiv(most_tiles(self.num_rows, num_experts, HEIGHTS[0]), 4) * 4
         shape = (2, len(HEIGHTS), stride)
-        self.tables = torch.empty(shape, dtype=torch.int32, device=end_E.device)
-        self._live = torch.empty(len(HEIGHTS), dtype=torch.int32, device=end_E.device)
-        programs = len(HEIGHTS) * num_experts + triton.cdiv(self.num_rows, _STEP)
+        self.tables = torch.empty(shape, dtype=torch.int32, device=offsets_E.device)
+        self._num_used = torch.empty(len(HEIGHTS), dtype=torch.int32, device=offsets_E.device)
+        programs = len(HEIGHTS) * num_experts + triton.cdiv(self.num_rows, _CHUNK)
         _plan_kernel[(programs,)](
-            *(order_N, end_E, self.token, *self.tables, self._live),
+            *(permutation_N, offsets_E, self.token, *self.tables, self._num_used),
             *(self.num_rows, num_experts, top_k, len(HEIGHTS), stride),
             LOWEST=HEIGHTS[0],
-            STEP=_STEP,
+            CHUNK=_CHUNK,
             BE=triton.next_power_of_2(num_experts),
             num_warps=4,
         )
 
     def __getitem__(self, height: int) -> tuple[Tensor, Tensor]:
-        tiles = most_tiles(self.num_rows, self.end.shape[0], height)
+        tiles = most_tiles(self.num_rows, self.offsets.shape[0], height)
         expert, start = self.tables[:, HEIGHTS.index(height), :tiles]
         return expert, start
 
-    def live(self, height: int) -> Tensor:
-        """(1,) int32 number of this height's tiles that are some expert's; they stand first."""
+    def num_used(self, height: int) -> Tensor:
+        """Return (1,) int32: the number of tiles of this height with an expert; they come first."""
         at = HEIGHTS.index(height)
-        return self._live[at : at + 1]
+        return self._num_used[at : at + 1]

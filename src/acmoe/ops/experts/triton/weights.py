@@ -1,40 +1,46 @@
-"""Gradients of the expert weights: sums of outer products over each expert's rows.
+"""Grouped GEMM for the gradients of the expert weights: dw[e] = p[rows of e]^T @ q[rows of e].
 
-What bounds them is the traffic from L2: a tile of (BM, BN) outputs reads BM + BN numbers a row for
-BM * BN products, so tiles are large. Small weights then have too few tiles for the chip: an
-expert's rows are split, and the parts summed after. Bias gradients are none of its business: their
-sums, in this loop, took the registers and the stages of the pipeline (H200, swin: 211 TFLOP/s).
+p (N, O) and q (N, I) are rows sorted by expert, or one of them is tokens to gather; dw (E, O, I).
+The reduction dimension is an expert's rows. A program computes a (BM, BN) tile of one expert's dw,
+over all its rows or, with split-K, over one K slice of them.
 
-Shapes as in expert_forward.py.
+L2 traffic bounds it: a (BM, BN) tile reads BM + BN elements a row for BM * BN multiply-adds, so
+tiles are large. Small weights then have too few tiles to fill the GPU; their rows are split in K
+slices, and `reduce_splits_kernel` adds up the float32 partial results. Bias gradients are computed
+elsewhere (backward.py): summing them in this loop took registers and pipeline stages (H200, swin:
+211 TFLOP/s).
 """
 
 import triton
 import triton.language as tl
 
-from acmoe.ops.device.dot import dot_as
-from acmoe.ops.experts.triton.tiles import first_column, tile_of
+from acmoe.ops.device.dot import dot_with_precision
+from acmoe.ops.experts.triton.tiles import first_column, tile_coords
 
 
 @triton.jit
-def part_rows(end_ptr, part, num_splits, BK: tl.constexpr):
-    """Where the rows of an expert's part begin and end: all but the last have whole blocks."""
-    expert = part // num_splits
-    end = tl.load(end_ptr + expert).to(tl.int32)
-    begin = tl.where(expert > 0, tl.load(end_ptr + tl.maximum(expert - 1, 0)), 0).to(tl.int32)
+def k_slice_rows(offsets_ptr, k_slice, num_splits, BK: tl.constexpr):
+    """Return the begin and end row of a K slice, k_slice = expert * num_splits + split.
+
+    All slices of an expert but its last are a multiple of BK rows long.
+    """
+    expert = k_slice // num_splits
+    end = tl.load(offsets_ptr + expert).to(tl.int32)
+    begin = tl.where(expert > 0, tl.load(offsets_ptr + tl.maximum(expert - 1, 0)), 0).to(tl.int32)
     length = tl.cdiv(tl.cdiv(end - begin, num_splits), BK) * BK
-    begin = tl.minimum(begin + (part % num_splits) * length, end)
+    begin = tl.minimum(begin + (k_slice % num_splits) * length, end)
     end = tl.minimum(begin + length, end)
     return begin, end
 
 
 @triton.jit
 def _load_block(
-    ptr, desc, rows, start, cols, first, width, COPIED: tl.constexpr, WHOLE: tl.constexpr
+    ptr, desc, rows, start, cols, first, width, BY_TMA: tl.constexpr, SHIFT_EDGE: tl.constexpr
 ):
-    """A full block: `rows` by pointers, or, COPIED by the engine, the rows from `start` on."""
-    if COPIED:
+    """Load BK full rows: those from `start` on if BY_TMA, else `rows` by pointers."""
+    if BY_TMA:
         block = desc.load([start, first])
-    elif WHOLE:
+    elif SHIFT_EDGE:
         block = tl.load(ptr + rows[:, None] * width + cols[None, :])
     else:
         mask = (cols < width)[None, :]
@@ -50,80 +56,82 @@ def weight_kernel(
     q_desc,
     dw_ptr,
     token_ptr,
-    end_ptr,
+    offsets_ptr,
     O,
     I,
     num_splits,
-    GROUP: tl.constexpr,
+    GROUP_M: tl.constexpr,
     GATHER: tl.constexpr,
-    WHOLE: tl.constexpr,
+    SHIFT_EDGE: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """dw[e] (O, I) = sum over e's rows of p^T q. GATHER says which of p, q holds tokens, if any.
+    """Compute dw[e] (O, I) = sum over the rows of expert e of p^T q.
 
-    With num_splits > 1, dw holds (E, num_splits, O, I) parts.
+    GATHER is "p" or "q" where that operand is tokens (T, ...), else "none". With num_splits > 1 dw
+    is (E, num_splits, O, I), the partial results of the K slices.
+    Programs: (output tile in grouped order, K slice).
     """
     num_i = tl.cdiv(I, BN)
-    tile_o, tile_i = tile_of(tl.program_id(0), tl.cdiv(O, BM), num_i, GROUP)
-    first_o = first_column(tile_o, O, WHOLE, BM)
-    first_i = first_column(tile_i, I, WHOLE, BN)
-    part = tl.program_id(1)
-    begin, end = part_rows(end_ptr, part, num_splits, BK)
+    tile_o, tile_i = tile_coords(tl.program_id(0), tl.cdiv(O, BM), num_i, GROUP_M)
+    first_o = first_column(tile_o, O, SHIFT_EDGE, BM)
+    first_i = first_column(tile_i, I, SHIFT_EDGE, BN)
+    k_slice = tl.program_id(1)
+    begin, end = k_slice_rows(offsets_ptr, k_slice, num_splits, BK)
     o = first_o + tl.arange(0, BM)
     i = first_i + tl.arange(0, BN)
     step = tl.arange(0, BK)
     acc = tl.zeros((BM, BN), dtype=tl.float32)
-    full = begin + (end - begin) // BK * BK
-    # The tokens of the next block are fetched a block ahead, so that a gather never waits for them.
+    full_end = begin + (end - begin) // BK * BK
+    # Token indices are loaded one block ahead, so that a gather does not wait for its indices.
     token = (begin + step).to(tl.int64)
     if GATHER != "none":
         token = tl.load(token_ptr + begin + step, mask=begin + step < end, other=0).to(tl.int64)
-    for start in range(begin, full, BK):
+    for start in range(begin, full_end, BK):
         rows = start + step
         rows64 = rows.to(tl.int64)
-        following = rows64 + BK
+        next_token = rows64 + BK
         if GATHER != "none":
-            ahead = rows + BK
-            following = tl.load(token_ptr + ahead, mask=ahead < end, other=0).to(tl.int64)
+            next_rows = rows + BK
+            next_token = tl.load(token_ptr + next_rows, mask=next_rows < end, other=0).to(tl.int64)
         p_rows = token if GATHER == "p" else rows64
         q_rows = token if GATHER == "q" else rows64
         p = _load_block(
-            p_ptr, p_desc, p_rows, start, o, first_o, O, TMA and GATHER != "p", WHOLE
+            p_ptr, p_desc, p_rows, start, o, first_o, O, TMA and GATHER != "p", SHIFT_EDGE
         )  # fmt: skip
         q = _load_block(
-            q_ptr, q_desc, q_rows, start, i, first_i, I, TMA and GATHER != "q", WHOLE
+            q_ptr, q_desc, q_rows, start, i, first_i, I, TMA and GATHER != "q", SHIFT_EDGE
         )  # fmt: skip
-        acc = dot_as(tl.trans(p), q, acc, PRECISION)
-        token = following
-    if full < end:  # the last rows, fewer than a block
-        rows = full + step
-        inside = rows < end
+        acc = dot_with_precision(tl.trans(p), q, acc, PRECISION)
+        token = next_token
+    if full_end < end:  # the remainder, fewer than BK rows
+        rows = full_end + step
+        row_mask = rows < end
         rows64 = tl.minimum(rows, end - 1).to(tl.int64)
         p_rows = token if GATHER == "p" else rows64
         q_rows = token if GATHER == "q" else rows64
-        p_mask = inside[:, None] & (o < O)[None, :]
-        q_mask = inside[:, None] & (i < I)[None, :]
+        p_mask = row_mask[:, None] & (o < O)[None, :]
+        q_mask = row_mask[:, None] & (i < I)[None, :]
         p = tl.load(p_ptr + p_rows[:, None] * O + o[None, :], mask=p_mask, other=0.0)
         q = tl.load(q_ptr + q_rows[:, None] * I + i[None, :], mask=q_mask, other=0.0)
-        acc = dot_as(tl.trans(p), q, acc, PRECISION)
-    w_ptrs = dw_ptr + (part.to(tl.int64) * O + o[:, None]) * I + i[None, :]
-    if WHOLE:
+        acc = dot_with_precision(tl.trans(p), q, acc, PRECISION)
+    w_ptrs = dw_ptr + (k_slice.to(tl.int64) * O + o[:, None]) * I + i[None, :]
+    if SHIFT_EDGE:
         tl.store(w_ptrs, acc.to(dw_ptr.dtype.element_ty))
     else:
         tl.store(w_ptrs, acc.to(dw_ptr.dtype.element_ty), mask=(o < O)[:, None] & (i < I)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_splits"])
-def add_kernel(part_ptr, out_ptr, size, num_splits, BN: tl.constexpr):
-    """out (E, size): the sum of each expert's parts (E, num_splits, size)."""
+def reduce_splits_kernel(partial_ptr, out_ptr, size, num_splits, BN: tl.constexpr):
+    """Compute out (E, size), the sum over splits of partial (E, num_splits, size)."""
     expert = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BN + tl.arange(0, BN)
-    total = tl.zeros((BN,), dtype=tl.float32)
+    acc = tl.zeros((BN,), dtype=tl.float32)
     for split in range(num_splits):
         at = (expert * num_splits + split) * size + cols
-        total += tl.load(part_ptr + at, mask=cols < size, other=0.0)
-    tl.store(out_ptr + expert * size + cols, total.to(out_ptr.dtype.element_ty), mask=cols < size)
+        acc += tl.load(partial_ptr + at, mask=cols < size, other=0.0)
+    tl.store(out_ptr + expert * size + cols, acc.to(out_ptr.dtype.element_ty), mask=cols < size)

@@ -1,1 +1,1 @@
-"""Portable Triton kernels."""
+"""Attention inside the windows of a feature map, in portable Triton."""

@@ -1,1 +1,1 @@
-"""Portable Triton kernels."""
+"""Portable Triton kernels of residual addition and layer norm."""

@@ -1,4 +1,4 @@
-"""Launches of the kernels of norm.py: grids, buffers, and sums of what programs leave.
+"""Launch functions of the kernels in norm.py: grids, output buffers, and reduction of partial sums.
 
 T tokens, D features.
 """
@@ -8,25 +8,27 @@ import triton
 from torch import Tensor
 
 from acmoe.ops.device.dropout_rng import threshold
-from acmoe.ops.device.reduce_partials import totals
+from acmoe.ops.device.reduce_partials import reduce_partials
 from acmoe.ops.norm.triton.norm import (
-    once_backward_kernel,
-    once_kernel,
-    twice_backward_kernel,
-    twice_kernel,
+    add_norm_backward_kernel,
+    add_norm_kernel,
+    add_norm_twice_backward_kernel,
+    add_norm_twice_kernel,
 )
 
-_ROWS = _WARPS = 1  # a row to a warp: its sums are shuffles, and no warp waits for another
-# Of the backwards, each with sums of its own to write: as many as an H200 runs at one time, 16 on
-# each of 132 processors, 15 with an echo, whose rows take more registers, and 8.
-_PROGRAMS = {"once": 2112, "echo": 1980, "twice": 1056}
+_ROWS = _WARPS = 1  # one row per warp: reductions are shuffles, without barriers
+# Programs of the backward kernels, each of which writes partial sums: as many as an H200 runs at a
+# time on its 132 multiprocessors. 16 per multiprocessor; 15 with a gradient alias, whose rows take
+# more registers; 8 for two norms.
+_PROGRAMS = {"once": 2112, "alias": 1980, "twice": 1056}
 
 
 def _blocks(D: int) -> dict[str, int]:
+    """Tile sizes and warps of all kernels."""
     return {"BM": _ROWS, "BD": triton.next_power_of_2(D), "num_warps": _WARPS}
 
 
-def run_once(
+def run_add_norm(
     x: Tensor,
     branch: Tensor,
     gain: Tensor,
@@ -35,45 +37,51 @@ def run_once(
     dtype: torch.dtype,
     low: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(T, D) norm of the sum, the same in `low`, and (2, T) statistics for the backward.
+    """Return norm(x + branch) (T, D), a copy of it in dtype `low`, and (2, T) mean and rstd.
 
-    Of the second there are no rows where `low` is None.
+    The copy has 0 rows where `low` is None.
     """
     T, D = x.shape
-    out, stat = x.new_empty(T, D, dtype=dtype), x.new_empty(2, T, dtype=torch.float32)
-    again = x.new_empty(0 if low is None else T, D, dtype=low or dtype)
-    once_kernel[(triton.cdiv(T, _ROWS),)](
-        *(x, branch, gain, bias, out, again, stat, T, D, eps), LOW=low is not None, **_blocks(D)
+    out, stats = x.new_empty(T, D, dtype=dtype), x.new_empty(2, T, dtype=torch.float32)
+    out_low = x.new_empty(0 if low is None else T, D, dtype=low or dtype)
+    add_norm_kernel[(triton.cdiv(T, _ROWS),)](
+        *(x, branch, gain, bias, out, out_low, stats, T, D, eps), LOW=low is not None, **_blocks(D)
     )
-    return out, again, stat
+    return out, out_low, stats
 
 
-def run_once_backward(
+def run_add_norm_backward(
     grad: Tensor,
     low_grad: Tensor | None,
-    echo_grad: Tensor | None,
+    alias_grad: Tensor | None,
     x: Tensor,
     branch: Tensor,
     gain: Tensor,
-    stat: Tensor,
+    stats: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, of the branch, and (2, D) of gain and bias."""
+    """Return the gradients of x and of the branch (T, D), and of gain and bias (2, D).
+
+    low_grad: gradient of the low-precision copy. alias_grad: gradient that comes through the
+    gradient alias of the result (ops/norm/op.py).
+    """
     T, D = x.shape
     dx, dbranch = torch.empty_like(x), torch.empty_like(branch)
-    kind = "once" if echo_grad is None else "echo"
+    kind = "once" if alias_grad is None else "alias"
     programs = min(_PROGRAMS[kind], triton.cdiv(T, _ROWS))
-    part = x.new_empty(1, programs, 2 * D, dtype=torch.float32)
-    others = (grad if other is None else other for other in (low_grad, echo_grad))
-    once_backward_kernel[(programs,)](
-        *(grad, *others, x, branch, gain, stat, dx, dbranch, part, T, D),
+    partials = x.new_empty(1, programs, 2 * D, dtype=torch.float32)
+    other_grads = (
+        grad if other_grad is None else other_grad for other_grad in (low_grad, alias_grad)
+    )
+    add_norm_backward_kernel[(programs,)](
+        *(grad, *other_grads, x, branch, gain, stats, dx, dbranch, partials, T, D),
         LOW=low_grad is not None,
-        ECHO=echo_grad is not None,
+        ALIAS=alias_grad is not None,
         **_blocks(D),
     )
-    return dx, dbranch, totals(part)[0].view(2, D)
+    return dx, dbranch, reduce_partials(partials)[0].view(2, D)
 
 
-def run_twice(
+def run_add_norm_twice(
     x: Tensor,
     branch: Tensor,
     inner: tuple[Tensor, Tensor, float],
@@ -83,21 +91,22 @@ def run_twice(
     dtype: torch.dtype,
     low: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(T, D) norm of x + inner norm, the same in `low`, and (4, T) statistics; see `run_once`.
+    """Return norm(x + inner_norm(x + dropout(branch))), its copy in `low`, and (4, T) statistics.
 
-    A norm is gain, bias, epsilon.
+    inner, outer: gain, bias and epsilon of each norm. The statistics are mean and rstd of the inner
+    norm, then of the outer one. The copy is as in `run_add_norm`.
     """
     T, D = x.shape
-    out, stat = x.new_empty(T, D, dtype=dtype), x.new_empty(4, T, dtype=torch.float32)
-    again = x.new_empty(0 if low is None else T, D, dtype=low or dtype)
-    twice_kernel[(triton.cdiv(T, _ROWS),)](
-        *(x, branch, *inner[:2], *outer[:2], seed, out, again, stat, T, D, inner[2], outer[2]),
-        LOW=low is not None, DROPPED=threshold(dropout), **_blocks(D),
+    out, stats = x.new_empty(T, D, dtype=dtype), x.new_empty(4, T, dtype=torch.float32)
+    out_low = x.new_empty(0 if low is None else T, D, dtype=low or dtype)
+    add_norm_twice_kernel[(triton.cdiv(T, _ROWS),)](
+        *(x, branch, *inner[:2], *outer[:2], seed, out, out_low, stats, T, D, inner[2], outer[2]),
+        LOW=low is not None, DROP_THRESHOLD=threshold(dropout), **_blocks(D),
     )  # fmt: skip
-    return out, again, stat
+    return out, out_low, stats
 
 
-def run_twice_backward(
+def run_add_norm_twice_backward(
     grad: Tensor,
     low_grad: Tensor | None,
     x: Tensor,
@@ -106,19 +115,19 @@ def run_twice_backward(
     inner_bias: Tensor,
     gain: Tensor,
     seed: Tensor,
-    stat: Tensor,
+    stats: Tensor,
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, of the branch, and (4, D) of gain and bias, inner norm first."""
+    """Return the gradients of x and branch (T, D), and of gains and biases (4, D), inner first."""
     T, D = x.shape
     dx, dbranch = torch.empty_like(x), torch.empty_like(branch)
     programs = min(_PROGRAMS["twice"], triton.cdiv(T, _ROWS))
-    part = x.new_empty(1, programs, 4 * D, dtype=torch.float32)
-    twice_backward_kernel[(programs,)](
+    partials = x.new_empty(1, programs, 4 * D, dtype=torch.float32)
+    add_norm_twice_backward_kernel[(programs,)](
         *(grad, grad if low_grad is None else low_grad, x, branch, inner_gain, inner_bias, gain),
-        *(seed, stat, dx, dbranch, part, T, D),
+        *(seed, stats, dx, dbranch, partials, T, D),
         LOW=low_grad is not None,
-        DROPPED=threshold(dropout),
+        DROP_THRESHOLD=threshold(dropout),
         **_blocks(D),
     )
-    return dx, dbranch, totals(part)[0].view(4, D)
+    return dx, dbranch, reduce_partials(partials)[0].view(4, D)

@@ -1,6 +1,11 @@
-"""The tokens of a router as its kernels read them: in their own order, or sorted by cluster.
+"""Token loads shared by the router's kernels: unsorted tokens, or tokens sorted by cluster.
 
-T tokens, D features, C clusters, X sorted places (ops/sort/triton/sort.py).
+A block of BT tokens is either BT consecutive rows of x (T, D), each with the scale of its own
+cluster, or BT slots of a cluster-sorted permutation (ops/sort/triton/sort.py), whose clusters are
+padded to multiples of ALIGNMENT slots, so that all tokens of a block share one cluster and one
+scale.
+
+T tokens, D features, C clusters, X slots of the padded permutation.
 """
 
 from typing import NamedTuple
@@ -10,28 +15,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from acmoe.ops.sort.triton import sort as order
+from acmoe.ops.sort.order import ALIGNMENT
 
-STRETCH = tl.constexpr(order.STRETCH)
-# A table of so many numbers lies whole in every warp: looking a cluster up there takes no barrier.
-# (Over 64 clusters a warp waits for others; the embedding's gradient 63 -> 90 us at olmoe, H200.)
-MOST_LISTED = 32
+CLUSTER_ALIGNMENT = tl.constexpr(ALIGNMENT)
+# Each warp holds up to this many cluster ends in its own registers, so that finding a block's
+# cluster needs no barrier. (With 64 clusters warps wait for each other: the embedding's gradient of
+# olmoe takes 90 us instead of 63, H200.)
+MAX_CLUSTER_ENDS = 32
 
 
 class Tokens(NamedTuple):
-    """What the kernels of a router read of its tokens, each optional part with a stand-in."""
+    """Tensors and flags that every router kernel takes; x is passed for a tensor that is absent."""
 
     x: Tensor  # (T, D)
     scale: Tensor  # (C, D) float32
-    # (T,) cluster of each token, what is not one of the C is none; (C + 1,) where each cluster of
-    # sorted tokens ends if these are few
+    # (T,) cluster of each token, any id outside 0 to C-1 for none; or, for sorted tokens of few
+    # clusters, (C + 1,) slot after the last token of each cluster
     cluster: Tensor
     mask: Tensor  # (T,) uint8
-    place: Tensor  # (X,) int32 token at each sorted place, -1 for none
+    permutation: Tensor  # (X,) int32 token of each slot, -1 for padding
     has_scale: bool
     has_mask: bool
-    has_order: bool
-    listed: bool  # `cluster` is the second
+    is_sorted: bool
+    has_cluster_ends: bool  # `cluster` holds the (C + 1,) ends
 
     @classmethod
     def of(
@@ -40,112 +46,124 @@ class Tokens(NamedTuple):
         scale: Tensor | None,
         assignment: Tensor | None,
         mask: Tensor | None,
-        place: Tensor | None,
+        permutation: Tensor | None,
         end: Tensor | None,
     ) -> "Tokens":
+        """Collect the arguments; tokens are sorted where a scale and a permutation are given."""
         x = x.contiguous()
-        listed = scale is not None and end is not None and end.numel() - 1 <= MOST_LISTED
-        cluster = end if listed else assignment
+        has_cluster_ends = (
+            scale is not None and end is not None and end.numel() - 1 <= MAX_CLUSTER_ENDS
+        )
+        cluster = end if has_cluster_ends else assignment
         return cls(
             x,
             x if scale is None else scale.contiguous(),
             x if cluster is None else cluster.contiguous(),
             x if mask is None else mask.contiguous().view(torch.uint8),
-            x if place is None else place,
+            x if permutation is None else permutation,
             scale is not None,
             mask is not None,
-            scale is not None and place is not None,
-            listed,
+            scale is not None and permutation is not None,
+            has_cluster_ends,
         )
 
     @property
     def pointers(self) -> tuple[Tensor, ...]:
+        """Return the five tensors, in the order of the kernels' first arguments."""
         return self[:5]
 
     @property
     def flags(self) -> dict[str, bool | int]:
-        """HAS_*, whether a bf16 token enters products as it is, and the clusters listed."""
-        plain = self.x.dtype == torch.bfloat16 and (self.has_order or not self.has_scale)
+        """Compile-time flags of the kernels.
+
+        PLAIN_BF16: x is bf16 and is not rescaled per token, so that it enters GEMMs without a
+        split.
+        BC: width of the register vector of cluster ends, 0 where `cluster` holds assignments.
+        """
+        plain_bf16 = self.x.dtype == torch.bfloat16 and (self.is_sorted or not self.has_scale)
         return {
             "HAS_SCALE": self.has_scale,
             "HAS_MASK": self.has_mask,
-            "SORTED": self.has_order,
-            "PLAIN_BF16": plain,
-            "BC": triton.next_power_of_2(self.scale.shape[0]) if self.listed else 0,
+            "SORTED": self.is_sorted,
+            "PLAIN_BF16": plain_bf16,
+            "BC": triton.next_power_of_2(self.scale.shape[0]) if self.has_cluster_ends else 0,
         }
 
     def blocks(self, size: int) -> int:
-        """How many blocks of this many tokens there are, in their own order or sorted."""
-        return triton.cdiv(self.place.numel() if self.has_order else self.x.shape[0], size)
+        """Number of blocks of `size` tokens, or of `size` slots if tokens are sorted."""
+        return triton.cdiv(self.permutation.numel() if self.is_sorted else self.x.shape[0], size)
 
 
 @triton.jit
 def load_scaled(
-    x_ptr, scale_ptr, cluster, t, row, kept, d, D, HAS_SCALE: tl.constexpr, SORTED: tl.constexpr,
-    BT: tl.constexpr,
+    x_ptr, scale_ptr, cluster, t, row, unmasked, d, D, HAS_SCALE: tl.constexpr,
+    SORTED: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """float32 tokens, zeros where masked: from int64 `row` on, or those of t if sorted.
+    """Load a (BT, BD) float32 tile of tokens, zeros at masked ones.
 
-    In their own order they are rescaled here; a sorted block's scale is left to the caller.
+    Unsorted tokens are the rows from int64 `row` on and are multiplied by their scale here. Sorted
+    tokens are the rows t; their common scale is left to the caller.
     """
-    known = kept[:, None] & (d[None, :] < D)
+    valid = unmasked[:, None] & (d[None, :] < D)
     if SORTED:
-        at = t.to(tl.int64)[:, None] * D + d[None, :]
-        x = tl.load(x_ptr + at, mask=known, other=0.0).to(tl.float32)
+        offs = t.to(tl.int64)[:, None] * D + d[None, :]
+        x = tl.load(x_ptr + offs, mask=valid, other=0.0).to(tl.float32)
     else:
-        at = tl.arange(0, BT)[:, None] * D + d[None, :]
-        x = tl.load(x_ptr + row * D + at, mask=known, other=0.0).to(tl.float32)
+        offs = tl.arange(0, BT)[:, None] * D + d[None, :]
+        x = tl.load(x_ptr + row * D + offs, mask=valid, other=0.0).to(tl.float32)
         if HAS_SCALE:
-            known &= (cluster >= 0)[:, None]
-            x *= tl.load(scale_ptr + cluster[:, None] * D + d[None, :], mask=known, other=1.0)
+            valid &= (cluster >= 0)[:, None]
+            x *= tl.load(scale_ptr + cluster[:, None] * D + d[None, :], mask=valid, other=1.0)
     return x
 
 
 @triton.jit
 def load_scale(scale_ptr, cluster, d, D):
-    """(BD,) the scale of a sorted block: ones if its tokens are in no cluster."""
-    known = d < tl.where(cluster >= 0, D, 0)
-    return tl.load(scale_ptr + cluster * D + d, mask=known, other=1.0)
+    """Load the (BD,) scale of a sorted block; ones if its tokens are in no cluster."""
+    valid = d < tl.where(cluster >= 0, D, 0)
+    return tl.load(scale_ptr + cluster * D + d, mask=valid, other=1.0)
 
 
 @triton.jit
-def load_limits(cluster_ptr, C, BC: tl.constexpr):
-    """(BC,) where the places of each listed cluster end."""
-    limit = C
+def load_cluster_ends(cluster_ptr, C, BC: tl.constexpr):
+    """Load the (BC,) padded ends of the clusters (first slot after each); C if BC is 0."""
+    ends = C
     if BC > 0:
         c = tl.arange(0, BC)
         end = tl.load(cluster_ptr + c, mask=c < C, other=0)
-        limit = tl.where(c < C, tl.cdiv(end, STRETCH) * STRETCH, 0x7FFFFFFF)
-    return limit
+        ends = tl.where(c < C, tl.cdiv(end, CLUSTER_ALIGNMENT) * CLUSTER_ALIGNMENT, 0x7FFFFFFF)
+    return ends
 
 
 @triton.jit
 def load_tokens(
-    cluster_ptr, mask_ptr, place_ptr, limit, start, T, C, HAS_SCALE: tl.constexpr,
+    cluster_ptr, mask_ptr, perm_ptr, ends, start, T, C, HAS_SCALE: tl.constexpr,
     HAS_MASK: tl.constexpr, SORTED: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """The tokens of a block: which they are, exist, and are not masked; and clusters, -1 for none.
+    """Return a block's token indices, in-bounds mask, unmasked mask, and clusters (-1 for none).
 
-    Sorted, all are in one cluster: that which follows those that end before, or that of the first.
-    The former (`limit`, of `load_limits`) is known before the tokens are.
+    The cluster is one per token if unsorted, one scalar for the block if sorted. The scalar is the
+    number of clusters that end at or before the block (BC > 0; `ends` of `load_cluster_ends`),
+    which is known before the token indices arrive, or else the assignment of the block's first
+    token.
     """
     t = start + tl.arange(0, BT)
     cluster = t
     if SORTED:
-        t = tl.load(place_ptr + t)
-        known = t >= 0
+        t = tl.load(perm_ptr + t)
+        in_bounds = t >= 0
         if BC > 0:
-            cluster = tl.sum((limit <= start).to(tl.int32))
+            cluster = tl.sum((ends <= start).to(tl.int32))
         else:
-            first = tl.load(place_ptr + start)
+            first = tl.load(perm_ptr + start)
             cluster = tl.load(cluster_ptr + first, mask=first >= 0, other=-1).to(tl.int32)
     else:
-        known = t < T
-    kept = known
+        in_bounds = t < T
+    unmasked = in_bounds
     if HAS_MASK:
-        kept &= tl.load(mask_ptr + t, mask=known, other=0) != 0
+        unmasked &= tl.load(mask_ptr + t, mask=in_bounds, other=0) != 0
     if HAS_SCALE:
         if not SORTED:
-            cluster = tl.load(cluster_ptr + t, mask=kept, other=-1).to(tl.int32)
+            cluster = tl.load(cluster_ptr + t, mask=unmasked, other=-1).to(tl.int32)
         cluster = tl.where(cluster < C, cluster, -1)
-    return t, known, kept, cluster
+    return t, in_bounds, unmasked, cluster

@@ -1,1 +1,1 @@
-"""Portable Triton kernels."""
+"""Portable Triton kernels of the cluster statistics: dispersion, scale, running averages."""

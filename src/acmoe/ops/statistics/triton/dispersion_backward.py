@@ -1,10 +1,11 @@
-"""The gradient of a dispersion: one more read of the tokens, one write.
+"""Gradient of a dispersion with respect to the tokens (B, T, D).
 
 With m the mean of a token's cluster, n its size and g the gradient of its dispersion:
-    mad        g / n * (sign(x - m) - mean of the cluster's signs)
-    variance   g / n * 2 (x - m)
-The mean of the signs comes from the pass that also sums deviations (dispersion.py).
-Floor: x read and written once, 2 B T D itemsize bytes.
+    mad        d x = g / n * (sign(x - m) - mean of the cluster's signs)
+    variance   d x = g / n * 2 (x - m)
+The mean of the signs comes from `partial_sums` with measure "sign" (dispersion.py). Each program
+owns a block of tokens and a block of features. Memory traffic: x read once, its gradient written
+once, 2 B T D itemsize bytes.
 
 B sets of T tokens, D features, C clusters.
 """
@@ -27,7 +28,7 @@ def deviation_gradient(
     weight_BCD: Tensor,
     sign_BCD: Tensor | None,
 ) -> Tensor:
-    """weight * (sign(x - mean) - sign_BCD), or weight * (x - mean) if there is none."""
+    """Return weight * (sign(x - mean) - sign_BCD), or weight * (x - mean) if sign_BCD is None."""
     B, T, D = x_BTD.shape
     x_BTD, assignment_BT = x_BTD.contiguous(), assignment_BT.contiguous()
     mask = assignment_BT if mask_BT is None else mask_BT.contiguous().view(torch.uint8)
@@ -52,15 +53,15 @@ def _gradient_kernel(
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     cluster = load_cluster(assignment_ptr, mask_ptr, row, row < rows, HAS_MASK)
     inside = (row < rows)[:, None] & (d < D)[None, :]
-    known = inside & ((cluster >= 0) & (cluster < C))[:, None]
-    at = row[:, None] * D + d[None, :]
-    own = (row // T * C + cluster)[:, None] * D + d[None, :]
-    x = tl.load(x_ptr + at, mask=known, other=0.0).to(tl.float32)
-    away = x - tl.load(mean_ptr + own, mask=known, other=0.0)
-    weight = tl.load(weight_ptr + own, mask=known, other=0.0)
+    valid = inside & ((cluster >= 0) & (cluster < C))[:, None]
+    offs = row[:, None] * D + d[None, :]
+    cluster_offs = (row // T * C + cluster)[:, None] * D + d[None, :]
+    x = tl.load(x_ptr + offs, mask=valid, other=0.0).to(tl.float32)
+    deviation = x - tl.load(mean_ptr + cluster_offs, mask=valid, other=0.0)
+    weight = tl.load(weight_ptr + cluster_offs, mask=valid, other=0.0)
     if SIGN:
-        away = (away > 0).to(tl.float32) - (away < 0).to(tl.float32)
-        away -= tl.load(sign_ptr + own, mask=known, other=0.0)
-    # A weight of 0 marks a cluster without a gradient; its tokens may be infinite.
-    grad = tl.where(weight != 0, weight * away, 0.0)
-    tl.store(grad_ptr + at, grad.to(grad_ptr.dtype.element_ty), mask=inside)
+        deviation = (deviation > 0).to(tl.float32) - (deviation < 0).to(tl.float32)
+        deviation -= tl.load(sign_ptr + cluster_offs, mask=valid, other=0.0)
+    # A weight of 0 marks a cluster without a gradient; its tokens may hold inf or NaN.
+    grad = tl.where(weight != 0, weight * deviation, 0.0)
+    tl.store(grad_ptr + offs, grad.to(grad_ptr.dtype.element_ty), mask=inside)

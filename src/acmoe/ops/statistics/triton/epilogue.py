@@ -1,8 +1,11 @@
-"""One cluster, from the sum of its tokens' terms to dispersion and scale: device functions.
+"""Epilogue of the statistics kernels: one cluster's summed terms to dispersion and scale.
 
-Called by whoever adds up a cluster's last part: scale.py, sorted_dispersion.py and,
-for the running average, running.py. Arithmetic is float64, as in ../scale.py: reciprocals of
-tiny dispersions overflow float32.
+    dispersion s (D,) = sum / tokens, or its square root
+    scale (D,) = w / mean(w),  w = 1 / (max(s, floor * mean(s)) + eps)
+
+These are device functions. The program that holds the complete sum of a cluster calls them: in
+scale.py, sorted_dispersion.py and, for the running average, running.py. Arithmetic is float64, as
+in ../scale.py: reciprocals of tiny dispersions overflow float32.
 
 D features.
 """
@@ -10,68 +13,78 @@ D features.
 import triton
 import triton.language as tl
 
-# A sum with a poisoned term (dispersion.py) is at least this.
-SPOILED = tl.constexpr(1e38)
-TINY = tl.constexpr(1.1754943508222875e-38)  # least and greatest normal float32
+# A sum that contains POISON (dispersion.py) is at least this.
+NON_FINITE_SUM = tl.constexpr(1e38)
+TINY = tl.constexpr(1.1754943508222875e-38)  # smallest and largest normal float32
 HUGE = tl.constexpr(3.4028234663852886e38)
-ROW_STATISTICS = tl.constexpr(3)  # mean dispersion, 1 if the cluster informs, sum of weights
+ROW_STATISTICS = tl.constexpr(3)  # mean dispersion, 1 if informative, sum of weights
 
 
 @triton.jit
-def finish_cluster(
+def cluster_epilogue(
     total, tokens, row, d, D, dispersion_ptr, count_ptr, out_ptr, floor, eps, min_tokens,
     ROOT: tl.constexpr, RESULT: tl.constexpr,
 ):  # fmt: skip
-    """Write dispersion and count of a cluster, then its scale or what `normalise` needs of it.
+    """Store a cluster's dispersion and count, then its scale or the statistics to normalise it by.
 
-    total: float64 sums of all features d. row: of the cluster in what is written.
+    total: float64 sums of all features d. row: index of the cluster in the outputs. RESULT:
+    "dispersion" (nothing more), "scale", or "rows" (the ROW_STATISTICS that scale.py normalises
+    by).
     """
-    known = d < D
-    share = 1.0 / tl.maximum(tokens, 1).to(tl.float64)
-    s = total * share
+    valid = d < D
+    inverse_count = 1.0 / tl.maximum(tokens, 1).to(tl.float64)
+    s = total * inverse_count
     if ROOT:
         s = tl.sqrt(s)
-    s = tl.where(total < SPOILED, s, float("nan")).to(tl.float32)
-    mean = mean_of(s, known, D)
-    # One token that is not finite spoils all features of its cluster: the mean tells them.
+    s = tl.where(total < NON_FINITE_SUM, s, float("nan")).to(tl.float32)
+    mean = mean_of(s, valid, D)
+    # One token that is not finite makes all features of its cluster NaN, through the mean.
     s = tl.where(mean == mean, s, float("nan"))
-    tl.store(dispersion_ptr + row * D + d, s, mask=known)
+    tl.store(dispersion_ptr + row * D + d, s, mask=valid)
     tl.store(count_ptr + row, tokens.to(tl.float32))
 
     if RESULT != "dispersion":
-        weight, weight_sum, informs = reciprocals(s, mean, tokens, known, floor, eps, min_tokens)
+        weight, weight_sum, informative = reciprocals(
+            s, mean, tokens, valid, floor, eps, min_tokens
+        )
         if RESULT == "scale":
-            scale = mean_one(weight, weight_sum, informs, D)
-            tl.store(out_ptr + row * D + d, scale.to(tl.float32), mask=known)
+            scale = mean_one(weight, weight_sum, informative, D)
+            tl.store(out_ptr + row * D + d, scale.to(tl.float32), mask=valid)
         else:
             tl.store(out_ptr + row * ROW_STATISTICS, mean)
-            tl.store(out_ptr + row * ROW_STATISTICS + 1, informs.to(tl.float64))
+            tl.store(out_ptr + row * ROW_STATISTICS + 1, informative.to(tl.float64))
             tl.store(out_ptr + row * ROW_STATISTICS + 2, weight_sum)
 
 
 @triton.jit
-def mean_of(s, known, D):
-    """NaN if one of them is."""
-    return tl.sum(tl.where(known, s.to(tl.float64), 0.0)) / D
+def mean_of(s, valid, D):
+    """Mean over features; NaN if one of them is NaN."""
+    return tl.sum(tl.where(valid, s.to(tl.float64), 0.0)) / D
 
 
 @triton.jit
-def reciprocals(s, mean, tokens, known, floor, eps, min_tokens):
-    """1 / s of one cluster, floored, and their sum; whether the cluster informs."""
-    s = tl.where(known, s.to(tl.float64), 0.0)
-    informs = (tokens >= min_tokens) & (mean < SPOILED) & ((eps > 0) | (mean > 0))
-    weight = 1.0 / tl.where(informs, tl.maximum(s, floor * mean) + eps, 1.0)
-    weight_sum = tl.where(informs, tl.sum(tl.where(known, weight, 0.0)), 0.0)
-    return weight, weight_sum, informs
+def reciprocals(s, mean, tokens, valid, floor, eps, min_tokens):
+    """Return 1 / s of one cluster (s floored), their sum, and whether the cluster is informative.
+
+    A cluster is informative if it has min_tokens tokens and its mean dispersion is finite and,
+    where eps is 0, positive.
+    """
+    s = tl.where(valid, s.to(tl.float64), 0.0)
+    informative = (tokens >= min_tokens) & (mean < NON_FINITE_SUM) & ((eps > 0) | (mean > 0))
+    weight = 1.0 / tl.where(informative, tl.maximum(s, floor * mean) + eps, 1.0)
+    weight_sum = tl.where(informative, tl.sum(tl.where(valid, weight, 0.0)), 0.0)
+    return weight, weight_sum, informative
 
 
 @triton.jit
-def mean_one(weight, weight_sum, informs, D):
-    """Weights of one cluster over their mean; ones if it does not inform."""
-    return tl.where(informs, bounded(weight / tl.where(informs, weight_sum / D, 1.0)), 1.0)
+def mean_one(weight, weight_sum, informative, D):
+    """Divide the weights of one cluster by their mean; ones if it is not informative."""
+    return tl.where(
+        informative, clamp_to_float32(weight / tl.where(informative, weight_sum / D, 1.0)), 1.0
+    )
 
 
 @triton.jit
-def bounded(scale):
-    """Within the normal numbers of float32."""
+def clamp_to_float32(scale):
+    """Clamp to the normal numbers of float32."""
     return tl.minimum(tl.maximum(scale, TINY), HUGE)

@@ -1,10 +1,13 @@
-"""A batch folded into a running average, and the average's scale, in one launch.
+"""Update the running average of dispersions with a batch, and its scale, in one launch.
 
-One program a cluster: what the batch saw moves into its average, weighted by tokens, and where the
-weights of a cluster average one by themselves (as scale.py has it) the scale follows at
-once. The forms in ops/statistics/running.py and ops/statistics/scale.py are the specification.
+    total   = momentum * weight + count                    (C,)
+    average = average + count / total * (last - average)   (C, D)
+    scale   = epilogue.py's scale of the new average       (C, D), optional
 
-    fold        floor: 2 C D read, C D written, and C D more with a scale (float32)
+One program per cluster. The scale is computed here where each cluster is normalised by itself
+(normalize="cluster" without clamp, as in scale.py). ops/statistics/running.py and
+ops/statistics/scale.py hold the specification. Memory traffic: 2 C D float32 read, C D written, and
+C D more with a scale.
 
 C clusters, D features.
 """
@@ -16,7 +19,7 @@ from torch import Tensor
 from acmoe.ops.statistics.triton.epilogue import mean_of, mean_one, reciprocals
 
 
-def fold(
+def update_running(
     average_CD: Tensor,
     weight_C: Tensor,
     last_CD: Tensor,
@@ -28,13 +31,14 @@ def fold(
     eps: float,
     min_tokens: int,
 ) -> None:
-    """Change average and weight, set the count to 0 and overwrite the scale, if there is one.
+    """Update average and weight in place, zero the count, and overwrite the scale if there is one.
 
-    All contiguous float32.
+    All tensors are contiguous float32. A cluster with fewer than two tokens in the batch, or with a
+    non-finite dispersion, keeps its average and weight.
     """
     C, D = average_CD.shape
     width = max(16, triton.next_power_of_2(D))
-    _fold_kernel[(C,)](
+    _update_running_kernel[(C,)](
         average_CD, weight_C, last_CD, count_C, average_CD if scale_CD is None else scale_CD,
         D, momentum, floor, eps, min_tokens,
         SCALED=scale_CD is not None, BD=width, num_warps=8 if width > 2048 else 4,
@@ -42,31 +46,31 @@ def fold(
 
 
 @triton.jit
-def _fold_kernel(
+def _update_running_kernel(
     average_ptr, weight_ptr, last_ptr, count_ptr, scale_ptr, D, momentum, floor, eps, min_tokens,
     SCALED: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     c = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BD)
-    known = d < D
-    average = tl.load(average_ptr + c * D + d, mask=known, other=0.0)
-    last = tl.load(last_ptr + c * D + d, mask=known, other=0.0)
+    valid = d < D
+    average = tl.load(average_ptr + c * D + d, mask=valid, other=0.0)
+    last = tl.load(last_ptr + c * D + d, mask=valid, other=0.0)
     weight = tl.load(weight_ptr + c)
     count = tl.load(count_ptr + c)
-    tl.debug_barrier()  # count and weight are written below: every warp has read them by now
+    tl.debug_barrier()  # every warp has read count and weight before they are written below
     total = momentum * weight + count
-    share = count / tl.where(count >= 2, total, 1.0)  # total >= 2 where it divides
+    share = count / tl.where(count >= 2, total, 1.0)  # the divisor is total >= 2, or 1
     not_finite = tl.max(tl.where(tl.abs(last) < float("inf"), 0, 1))
-    sound = (count >= 2) & (share > 0) & (not_finite == 0)
-    average = tl.where(sound, average + share * (last - average), average)
-    weight = tl.where(sound, total, weight)
-    tl.store(average_ptr + c * D + d, average, mask=known)
+    accept = (count >= 2) & (share > 0) & (not_finite == 0)
+    average = tl.where(accept, average + share * (last - average), average)
+    weight = tl.where(accept, total, weight)
+    tl.store(average_ptr + c * D + d, average, mask=valid)
     tl.store(weight_ptr + c, weight)
     tl.store(count_ptr + c, 0.0)
     if SCALED:
-        mean = mean_of(average, known, D)
-        inverse, inverse_sum, informs = reciprocals(
-            average, mean, weight, known, floor, eps, min_tokens
+        mean = mean_of(average, valid, D)
+        inverse, inverse_sum, informative = reciprocals(
+            average, mean, weight, valid, floor, eps, min_tokens
         )
-        scale = mean_one(inverse, inverse_sum, informs, D)
-        tl.store(scale_ptr + c * D + d, scale.to(tl.float32), mask=known)
+        scale = mean_one(inverse, inverse_sum, informative, D)
+        tl.store(scale_ptr + c * D + d, scale.to(tl.float32), mask=valid)

@@ -1,13 +1,13 @@
-"""From partial sums to dispersion and scale: the Triton form of ops/statistics/scale.py.
+"""From partial sums to dispersion and scale (B, C, D): the Triton form of ops/statistics/scale.py.
 
-One program a cluster adds up its parts, the splits of all tokens (dispersion.py); sorted
-tokens do so on their own (sorted_dispersion.py). Where the weights of a cluster average one
-by themselves (normalize="cluster" without clamp, the default) it writes the scale at once; the
-other normalisations compare clusters and take a launch more.
+One program per cluster reduces the partials of all token splits (dispersion.py) and runs the
+epilogue; the kernel for sorted tokens runs the same epilogue itself (sorted_dispersion.py). Where
+each cluster is normalised by itself (normalize="cluster" without clamp, the default) the epilogue
+writes the scale. The other normalisations compare clusters and take one more launch.
 
-    finish      floor: P C D partials read, 2 C D written (float32)
-    normalise   floor: C D read, C D written; every program also reads all C D from L2 if a clamp
-                needs the mean of what it left
+    reduce partials   P C D partials read, 2 C D written (float32)
+    normalise         C D read, C D written; with a clamp every program also reads all C D from L2,
+                      for the mean of the clamped weights
 Arithmetic is float64, as in ../scale.py: reciprocals of tiny dispersions overflow float32.
 
 B sets of clusters, C clusters, D features, P splits.
@@ -21,27 +21,27 @@ import triton.language as tl
 from torch import Tensor
 
 from acmoe.ops.statistics.triton.dispersion import Partials
-from acmoe.ops.statistics.triton.epilogue import ROW_STATISTICS, bounded, finish_cluster
+from acmoe.ops.statistics.triton.epilogue import ROW_STATISTICS, clamp_to_float32, cluster_epilogue
 from acmoe.ops.statistics.triton.sorted_dispersion import SortedTokens, measure_sorted
 
-# Features of a `normalise` program, per cluster of its block: tiles of 2048 numbers.
+# Elements (clusters x features) of one program of the normalising kernel.
 NORMALISE_TILE = 2048
 
 
-def finish_dispersion(
-    source: Partials | SortedTokens, *, root: bool, into: tuple[Tensor, Tensor] | None = None
+def reduce_to_dispersion(
+    stats_input: Partials | SortedTokens, *, root: bool, into: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Dispersion (B, C, D) and count (B, C), float32.
+    """Return dispersion (B, C, D) and count (B, C), float32.
 
-    root: of a variance its square root. into: contiguous tensors to write both into.
+    root: take the square root (std from variance). into: contiguous tensors to write both into.
     """
-    into = into or _places(source)
-    _finish(source, *into, root=root, result="dispersion", floor=0.0, eps=0.0, min_tokens=0)
+    into = into or _allocate(stats_input)
+    _reduce(stats_input, *into, root=root, result="dispersion", floor=0.0, eps=0.0, min_tokens=0)
     return into
 
 
-def finish_scale(
-    source: Partials | SortedTokens,
+def reduce_to_scale(
+    stats_input: Partials | SortedTokens,
     *,
     root: bool,
     normalize: str,
@@ -51,11 +51,11 @@ def finish_scale(
     min_tokens: int,
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scale and dispersion (B, C, D), count (B, C); the latter two as `finish_dispersion`."""
+    """Return scale and dispersion (B, C, D) and count (B, C); see `reduce_to_dispersion`."""
     direct = normalize == "cluster" and clamp is None
-    dispersion_BCD, count_BC = into or _places(source)
-    result = _finish(
-        source,
+    dispersion_BCD, count_BC = into or _allocate(stats_input)
+    result = _reduce(
+        stats_input,
         dispersion_BCD,
         count_BC,
         root=root,
@@ -77,18 +77,18 @@ def finish_scale(
     return scale_BCD, dispersion_BCD, count_BC
 
 
-def _places(source: Partials | SortedTokens) -> tuple[Tensor, Tensor]:
-    """Where dispersion (B, C, D) and count (B, C) go."""
-    if isinstance(source, SortedTokens):
-        B, C, D = 1, source.begin.numel() - 1, source.x.shape[1]
+def _allocate(stats_input: Partials | SortedTokens) -> tuple[Tensor, Tensor]:
+    """Allocate the outputs: dispersion (B, C, D) and count (B, C)."""
+    if isinstance(stats_input, SortedTokens):
+        B, C, D = 1, stats_input.begin.numel() - 1, stats_input.x.shape[1]
     else:
-        B, _, C, D = source.spread.shape
-    new = partial(source[0].new_empty, dtype=torch.float32)
+        B, _, C, D = stats_input.spread.shape
+    new = partial(stats_input[0].new_empty, dtype=torch.float32)
     return new(B, C, D), new(B, C)
 
 
-def _finish(
-    source: Partials | SortedTokens,
+def _reduce(
+    stats_input: Partials | SortedTokens,
     dispersion_BCD: Tensor,
     count_BC: Tensor,
     *,
@@ -98,58 +98,59 @@ def _finish(
     eps: float,
     min_tokens: int,
 ) -> Tensor:
-    """Write dispersion and count; what `result` names (scale, rows of statistics, or neither)."""
+    """Write dispersion and count; return what `result` names: scale, rows, or dispersion."""
     B, C, D = dispersion_BCD.shape
     out = dispersion_BCD
     if result == "scale":
         out = torch.empty_like(dispersion_BCD)
     elif result == "rows":
         out = dispersion_BCD.new_empty(B, C, ROW_STATISTICS.value, dtype=torch.float64)
-    places = dispersion_BCD, count_BC, out
-    if isinstance(source, SortedTokens):
+    outputs = dispersion_BCD, count_BC, out
+    if isinstance(stats_input, SortedTokens):
         options = {"floor": floor, "eps": eps, "min_tokens": min_tokens}
-        measure_sorted(source, *places, root=root, result=result, **options)
+        measure_sorted(stats_input, *outputs, root=root, result=result, **options)
         return out
     width = max(16, triton.next_power_of_2(D))
-    _finish_kernel[(B * C,)](
-        source.spread, source.count, *places, C, D, source.spread.shape[1], floor, eps,
-        min_tokens, ROOT=root, RESULT=result, BD=width, num_warps=8 if width > 2048 else 4,
+    _reduce_partials_kernel[(B * C,)](
+        stats_input.spread, stats_input.count, *outputs, C, D, stats_input.spread.shape[1], floor,
+        eps, min_tokens, ROOT=root, RESULT=result, BD=width, num_warps=8 if width > 2048 else 4,
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _finish_kernel(
+def _reduce_partials_kernel(
     spread_ptr, count_ptr, dispersion_ptr, tokens_ptr, out_ptr, C, D, P, floor, eps, min_tokens,
     ROOT: tl.constexpr, RESULT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """One cluster of one set: what the splits of its tokens sum to."""
+    """Reduce one cluster's partials over all token splits, then run the epilogue."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BD)
-    total = tl.zeros((BD,), dtype=tl.float64)
+    acc = tl.zeros((BD,), dtype=tl.float64)
     tokens = 0
-    for p in tl.range(0, P, loop_unroll_factor=4):  # 4 loads under way instead of one
-        at = ((row // C) * P + p) * C + row % C
-        total += tl.load(spread_ptr + at * D + d, mask=d < D, other=0.0).to(tl.float64)
-        tokens += tl.load(count_ptr + at)
-    finish_cluster(
-        total, tokens, row, d, D, dispersion_ptr, tokens_ptr, out_ptr, floor, eps, min_tokens,
+    for p in tl.range(0, P, loop_unroll_factor=4):  # 4 loads in flight instead of one
+        offs = ((row // C) * P + p) * C + row % C
+        acc += tl.load(spread_ptr + offs * D + d, mask=d < D, other=0.0).to(tl.float64)
+        tokens += tl.load(count_ptr + offs)
+    cluster_epilogue(
+        acc, tokens, row, d, D, dispersion_ptr, tokens_ptr, out_ptr, floor, eps, min_tokens,
         ROOT, RESULT,
     )  # fmt: skip
 
 
 @triton.jit
 def _weights(
-    dispersion_ptr, set_of, c, d, C, D, mean, informs, floor, eps, highest, CLAMPED: tl.constexpr
+    dispersion_ptr, set_id, c, d, C, D, mean, informative, floor, eps, highest,
+    CLAMPED: tl.constexpr,
 ):  # fmt: skip
-    """1 / s of a block of clusters and features, clamped; 0 where a cluster does not inform."""
-    known = (c[:, None] < C) & (d[None, :] < D) & (informs[:, None] > 0)
-    at = (set_of * C + c)[:, None] * D + d[None, :]
-    s = tl.load(dispersion_ptr + at, mask=known, other=1.0).to(tl.float64)
-    weight = 1.0 / tl.where(known, tl.maximum(s, floor * mean[:, None]) + eps, 1.0)
+    """Return clamped 1 / s of a block of clusters and features; 0 in uninformative clusters."""
+    valid = (c[:, None] < C) & (d[None, :] < D) & (informative[:, None] > 0)
+    offs = (set_id * C + c)[:, None] * D + d[None, :]
+    s = tl.load(dispersion_ptr + offs, mask=valid, other=1.0).to(tl.float64)
+    weight = 1.0 / tl.where(valid, tl.maximum(s, floor * mean[:, None]) + eps, 1.0)
     if CLAMPED:
         weight = tl.minimum(weight, highest)
-    return tl.where(known, weight, 0.0)
+    return tl.where(valid, weight, 0.0)
 
 
 @triton.jit
@@ -157,36 +158,36 @@ def _normalise_kernel(
     dispersion_ptr, rows_ptr, scale_ptr, C, D, floor, eps, clamp, NORMALIZE: tl.constexpr,
     CLAMPED: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """A block of features of every cluster: 1 / s over the mean that NORMALIZE names."""
-    set_of = tl.program_id(0).to(tl.int64)
+    """Divide 1 / s by its mean over features, clusters or both (NORMALIZE); one feature block."""
+    set_id = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BC)
-    row_ptr = rows_ptr + (set_of * C + c) * ROW_STATISTICS
+    row_ptr = rows_ptr + (set_id * C + c) * ROW_STATISTICS
     mean = tl.load(row_ptr, mask=c < C, other=0.0)
-    informs = tl.load(row_ptr + 1, mask=c < C, other=0.0)
+    informative = tl.load(row_ptr + 1, mask=c < C, other=0.0)
     row_sum = tl.load(row_ptr + 2, mask=c < C, other=0.0)
-    clusters = tl.maximum(tl.sum(informs), 1.0)  # if none informs all rows become ones anyway
+    clusters = tl.maximum(tl.sum(informative), 1.0)  # if none is informative, all rows become ones
     highest = clamp * (tl.sum(row_sum) / (clusters * D))
     if CLAMPED and NORMALIZE != "feature":
         row_sum = tl.zeros((BC,), dtype=tl.float64)
         for start in range(0, D, BD):
             d = start + tl.arange(0, BD)
             weight = _weights(
-                dispersion_ptr, set_of, c, d, C, D, mean, informs, floor, eps, highest, CLAMPED
+                dispersion_ptr, set_id, c, d, C, D, mean, informative, floor, eps, highest, CLAMPED
             )
             row_sum += tl.sum(weight, axis=1)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     weight = _weights(
-        dispersion_ptr, set_of, c, d, C, D, mean, informs, floor, eps, highest, CLAMPED
+        dispersion_ptr, set_id, c, d, C, D, mean, informative, floor, eps, highest, CLAMPED
     )
     if NORMALIZE == "cluster":
-        scale = weight / tl.where(informs > 0, row_sum / D, 1.0)[:, None]
+        scale = weight / tl.where(informative > 0, row_sum / D, 1.0)[:, None]
     elif NORMALIZE == "feature":
         column = tl.sum(weight, axis=0)
         scale = weight / tl.where(column > 0, column / clusters, 1.0)[None, :]
     else:
         overall = tl.sum(row_sum)
         scale = weight / tl.where(overall > 0, overall / (clusters * D), 1.0)
-    scale = tl.where(informs[:, None] > 0, bounded(scale), 1.0)
-    at = (set_of * C + c)[:, None] * D + d[None, :]
-    known = (c[:, None] < C) & (d[None, :] < D)
-    tl.store(scale_ptr + at, scale.to(tl.float32), mask=known)
+    scale = tl.where(informative[:, None] > 0, clamp_to_float32(scale), 1.0)
+    offs = (set_id * C + c)[:, None] * D + d[None, :]
+    valid = (c[:, None] < C) & (d[None, :] < D)
+    tl.store(scale_ptr + offs, scale.to(tl.float32), mask=valid)

@@ -1,0 +1,126 @@
+"""Register the faster kernels of the op `expert_mlp`.
+
+triton       gather, GEMMs, activation, gate and combine as fused kernels (autograd.py)
+grouped_mm   the definition, with torch's grouped GEMM
+sonicmoe     the SonicMoE package, if it is installed and requested by name
+"""
+
+import torch
+from torch import Tensor
+
+from acmoe.ops.dispatch import installed, triton_unsupported
+from acmoe.ops.experts.autograd import fused_expert_mlp
+from acmoe.ops.experts.grouped import grouped_mm
+from acmoe.ops.experts.reference import ExpertWeights, expert_mlp, expert_mlp_with
+from acmoe.ops.experts.sonicmoe import sonic_mlp
+from acmoe.ops.sort.reference import Rows
+
+
+def fused_unsupported(x: Tensor, gate: Tensor) -> str | None:
+    """Return the reason why the Triton kernels cannot serve this call, or None."""
+    return "there are no tokens" if gate.numel() == 0 else triton_unsupported(x)
+
+
+@expert_mlp.register("triton", unsupported=fused_unsupported)
+def _expert_mlp_triton(
+    x: Tensor,
+    weights: ExpertWeights,
+    rows: Rows,
+    gate: Tensor,
+    *,
+    activation: str,
+    dropout: float = 0.0,
+    complete: bool = False,
+) -> Tensor:
+    up_bias, down_bias = (
+        None if bias is None else bias.to(x.dtype) for bias in (weights.up_bias, weights.down_bias)
+    )
+    return fused_expert_mlp(
+        x,
+        weights.up,
+        weights.down,
+        up_bias,
+        down_bias,
+        gate,
+        *rows[:4],
+        activation=activation,
+        dropout=dropout,
+    )
+
+
+def grouped_mm_unsupported(x: Tensor, weights: ExpertWeights, gate: Tensor) -> str | None:
+    """Return the reason why the grouped GEMM of PyTorch cannot serve this call, or None."""
+    widths = (weights.up.shape[1], weights.up.shape[2], weights.down.shape[2])
+    if gate.numel() == 0:
+        return "there are no tokens"
+    return grouped_gemm_unsupported(x, *widths)
+
+
+def grouped_gemm_unsupported(x: Tensor, *widths: int) -> str | None:
+    """Return the reason why `grouped_mm` cannot take rows like x of these widths, or None."""
+    if not hasattr(torch.nn.functional, "grouped_mm"):
+        return "this torch has no grouped_mm; 2.10 is the first"
+    if x.device.type != "cuda":
+        return f"on {x.device.type} it is slower than a GEMM per expert"
+    if x.dtype != torch.bfloat16:
+        return f"it takes bfloat16 on this device, not {x.dtype}"
+    if any(width * x.element_size() % 16 for width in widths):
+        return f"it needs rows of a multiple of 16 bytes, not widths {widths}"
+    return None
+
+
+@expert_mlp.register("grouped_mm", unsupported=grouped_mm_unsupported)
+def _expert_mlp_grouped(
+    x: Tensor,
+    weights: ExpertWeights,
+    rows: Rows,
+    gate: Tensor,
+    *,
+    activation: str,
+    dropout: float = 0.0,
+    complete: bool = False,
+) -> Tensor:
+    return expert_mlp_with(grouped_mm, x, weights, rows, gate, activation, dropout)
+
+
+def sonicmoe_unsupported(
+    x: Tensor,
+    weights: ExpertWeights,
+    gate: Tensor,
+    activation: str,
+    dropout: float,
+    complete: bool,
+) -> str | None:
+    """Return the reason why the SonicMoE package cannot serve this call, or None."""
+    if gate.numel() == 0:
+        return "there are no tokens"
+    if not complete:
+        return "it has no rows without an expert"
+    return sonicmoe_lacks(x, activation, weights.up_bias is not None, dropout)
+
+
+def sonicmoe_lacks(x: Tensor, activation: str, bias: bool, dropout: float) -> str | None:
+    """Return the reason why SonicMoE cannot run such experts on rows like x, or None."""
+    if not installed("sonicmoe"):
+        return "sonicmoe is not installed"
+    if x.device.type != "cuda" or x.dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bf16 or fp16 on CUDA, not {x.dtype} on {x.device.type}"
+    if activation != "swiglu" or bias or dropout:
+        return f"it has swiglu without bias and dropout, not {activation} with them"
+    return None
+
+
+@expert_mlp.register("sonicmoe", unsupported=sonicmoe_unsupported, automatic=False)
+def _expert_mlp_sonicmoe(
+    x: Tensor,
+    weights: ExpertWeights,
+    rows: Rows,
+    gate: Tensor,
+    *,
+    activation: str,
+    dropout: float = 0.0,
+    complete: bool = False,
+) -> Tensor:
+    # The package sorts the rows itself, so undo the sort: ids by token and choice.
+    expert_ids_TK = rows.expert[rows.inverse].view(gate.shape)
+    return sonic_mlp(x, weights.up, weights.down, expert_ids_TK, gate)

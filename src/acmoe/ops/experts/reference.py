@@ -1,0 +1,147 @@
+"""The experts of a layer in plain PyTorch: gather rows, apply two linear layers, combine.
+
+T tokens, K experts per token, N = T * K routed rows, D features, F hidden units, W = F (or 2F for
+swiglu), E experts, I inputs and O outputs of a linear map.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812, the customary name
+
+from acmoe.ops.dispatch import op
+from acmoe.ops.experts.grouped import grouped_linear
+from acmoe.ops.sort.reference import Rows
+
+
+class ExpertWeights(NamedTuple):
+    """The parameters of all experts of a layer."""
+
+    up: Tensor  # (E, W, D); for swiglu the rows of the gate, then those of up
+    down: Tensor  # (E, D, F)
+    up_bias: Tensor | None  # (E, W)
+    down_bias: Tensor | None  # (E, D)
+
+
+def swiglu(h: Tensor) -> Tensor:
+    """Return silu(gate) * up, where h is [gate, up] along its last dimension."""
+    gate, up = h.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "swiglu": swiglu,
+}
+
+GroupedGemm = Callable[[Tensor, Tensor, Tensor], Tensor]  # rows, weights, offsets -> rows
+
+
+@op
+def expert_mlp(
+    x: Tensor,
+    weights: ExpertWeights,
+    rows: Rows,
+    gate: Tensor,
+    *,
+    activation: str,
+    dropout: float = 0.0,
+    complete: bool = False,
+) -> Tensor:
+    """Return (T, D): the sum over a token's experts of gate * down(dropout(activation(up(x)))).
+
+    Args:
+        x: (T, D) in the dtype that the GEMMs run in.
+        weights: parameters of all experts, in any dtype.
+        rows: the routed rows sorted by expert.
+        gate: (T, K) combine weights; 0 for a row without an expert.
+        activation: relu | gelu | swiglu.
+        dropout: share of the hidden units that is dropped.
+        complete: the caller guarantees that every row has an expert.
+    """
+    return expert_mlp_with(grouped_linear, x, weights, rows, gate, activation, dropout)
+
+
+def expert_mlp_with(
+    gemm: GroupedGemm,
+    x_TD: Tensor,
+    weights: ExpertWeights,
+    rows: Rows,
+    gate_TK: Tensor,
+    activation: str,
+    dropout: float,
+) -> Tensor:
+    """Compute `expert_mlp` with the given grouped GEMM."""
+    h_NF = linear(gemm, dispatch(x_TD, rows), weights.up, weights.up_bias, rows)
+    h_NF = F.dropout(ACTIVATIONS[activation](h_NF), dropout, training=dropout > 0)
+    return combine(linear(gemm, h_NF, weights.down, weights.down_bias, rows), gate_TK, rows)
+
+
+def linear(
+    gemm: GroupedGemm, x_NI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, rows: Rows
+) -> Tensor:
+    """Return (N, O): each row times the weight of its expert, plus its expert's bias."""
+    weight_EOI = weight_EOI.to(x_NI.dtype)  # under autocast tokens are bf16 and weights float32
+    y_NO = gemm(x_NI, weight_EOI, rows.offsets)
+    if bias_EO is None:
+        return y_NO
+    # A one-hot GEMM instead of bias[expert]: its backward sums rows in a fixed order, where the
+    # backward of indexing uses atomics. A row without an expert is one-hot to nothing: no bias.
+    ids_E = torch.arange(bias_EO.shape[0], device=x_NI.device)
+    one_hot_NE = (rows.expert[:, None] == ids_E).to(y_NO.dtype)
+    return torch.addmm(y_NO, one_hot_NE, bias_EO.to(y_NO.dtype))
+
+
+def dispatch(x_TD: Tensor, rows: Rows) -> Tensor:
+    """Return (N, D): each token's row, repeated for each of its experts and sorted by expert."""
+    found: Tensor = _Dispatch.apply(x_TD, rows.permutation, rows.inverse)  # type: ignore[no-untyped-call]
+    return found
+
+
+def combine(y_ND: Tensor, gate_TK: Tensor, rows: Rows) -> Tensor:
+    """Return (T, D): the gate-weighted sum of each token's K expert outputs, first choice first."""
+    T, K = gate_TK.shape
+    rows_ND: Tensor = _Permute.apply(y_ND, rows.inverse, rows.permutation)  # type: ignore[no-untyped-call]
+    y_TKD = rows_ND.view(T, K, y_ND.shape[-1])
+    return (y_TKD * gate_TK.to(y_ND.dtype)[..., None]).sum(1)
+
+
+class _Dispatch(torch.autograd.Function):
+    """Compute x[permutation // K]; backward gathers and sums over K instead of using atomics."""
+
+    @staticmethod
+    def forward(x_TD: Tensor, permutation_N: Tensor, inverse_N: Tensor) -> Tensor:
+        top_k = permutation_N.numel() // max(x_TD.shape[0], 1)
+        return x_TD[permutation_N // max(top_k, 1)]
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(inputs[2])
+        ctx.num_tokens = inputs[0].shape[0]
+
+    @staticmethod
+    def backward(ctx, grad_ND):  # type: ignore[no-untyped-def]
+        (inverse_N,) = ctx.saved_tensors
+        if ctx.num_tokens == 0:
+            return grad_ND.new_zeros(0, grad_ND.shape[-1]), None, None
+        return grad_ND[inverse_N].view(ctx.num_tokens, -1, grad_ND.shape[-1]).sum(1), None, None
+
+
+class _Permute(torch.autograd.Function):
+    """Compute y[index] for a permutation `index`; backward gathers with the inverse permutation."""
+
+    @staticmethod
+    def forward(y_ND: Tensor, index_N: Tensor, inverse_N: Tensor) -> Tensor:
+        return y_ND[index_N]
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(inputs[2])
+
+    @staticmethod
+    def backward(ctx, grad_ND):  # type: ignore[no-untyped-def]
+        (inverse_N,) = ctx.saved_tensors
+        return grad_ND[inverse_N], None, None

@@ -1,1 +1,0 @@
-"""Linear maps whose input gradient covers the newest positions only."""

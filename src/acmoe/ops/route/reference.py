@@ -1,0 +1,158 @@
+"""The top-k router in plain PyTorch: affinity, choice, gate, and the sums of the balance loss.
+
+T tokens, D features, E experts, K experts per token.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812, the customary name
+
+from acmoe.errors import check
+from acmoe.ops.checks import check_range
+from acmoe.ops.dispatch import op
+from acmoe.ops.route.tokens import ScaledTokens
+
+
+class Route(NamedTuple):
+    """The decision of a top-k router, and the sums that its balance loss is computed from."""
+
+    expert_ids: Tensor  # (T, K) int64, highest affinity first
+    gate: Tensor  # (T, K) softmax over the chosen affinities, or softmax over all E at the chosen
+    affinity: Tensor  # (T, E) the affinities that were ranked, noise included
+    clean: Tensor  # (T, E) the affinities without noise
+    first: Tensor  # (T,) int64 argmax of `affinity`
+    # (..., D) the input tokens, unscaled. Layers after the router should read them from here: a
+    # kernel's backward then adds their gradient to the router's without another launch.
+    x: Tensor
+    gate_sum: Tensor | None = None  # (E,) sum of softmax(clean / temperature) over unmasked tokens
+    load: Tensor | None = None  # (E,) float32 number of unmasked tokens that chose each expert
+
+
+@op
+def route(
+    tokens: ScaledTokens,
+    embedding: Tensor,
+    bias: Tensor | None,
+    *,
+    top_k: int,
+    over_selected: bool,
+    token_mask: Tensor | None = None,
+    temperature: float | None = None,
+    noise: Tensor | None = None,
+) -> Route:
+    """Choose the k experts of highest affinity (M x) . e_k + b_k + noise for every token.
+
+    Args:
+        tokens: T tokens, masked ones zero.
+        embedding: (E, D) expert embeddings.
+        bias: (E,) or None.
+        top_k: experts per token.
+        over_selected: True for a softmax over the chosen k (Eqn. 2), False for one over all E.
+        token_mask: (T,) False for padding, which is left out of `gate_sum` and `load`.
+        temperature: softmax temperature of the balance loss; None: no `gate_sum` and no `load`.
+        noise: (T, E) constant, added to the affinities before the top-k.
+    """
+    check_route(tokens, embedding, top_k, token_mask, noise)
+    x_TD = tokens.dense().reshape(-1, embedding.shape[1])
+    clean_TE = linear_affinity(x_TD, embedding, bias)
+    found = choose(
+        clean_TE,
+        top_k=top_k,
+        over_selected=over_selected,
+        token_mask=token_mask,
+        temperature=temperature,
+        noise=noise,
+    )
+    return found._replace(x=tokens.x)
+
+
+def linear_affinity(x: Tensor, embedding: Tensor, bias: Tensor | None) -> Tensor:
+    """Return (T, E): x . e_k + b_k for tokens x (T, D), in the dtype of x."""
+    return F.linear(x, embedding.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def choose(
+    clean_TE: Tensor,
+    *,
+    top_k: int,
+    over_selected: bool,
+    token_mask: Tensor | None = None,
+    temperature: float | None = None,
+    noise: Tensor | None = None,
+) -> Route:
+    """Compute `route` from given affinities; the caller must replace x in the result."""
+    affinity_TE = clean_TE if noise is None else clean_TE + noise
+    best_TK, expert_ids_TK = affinity_TE.topk(top_k, dim=-1)
+    if over_selected:
+        gate_TK = best_TK.softmax(-1)
+    else:
+        gate_TK = affinity_TE.softmax(-1).gather(1, expert_ids_TK)
+    first_T = affinity_TE.detach().argmax(-1)
+    found = Route(expert_ids_TK, gate_TK, affinity_TE, clean_TE, first_T, clean_TE)
+    if temperature is None:
+        return found
+    return found._replace(
+        gate_sum=gate_sum(clean_TE, temperature, token_mask),
+        load=load(expert_ids_TK, clean_TE.shape[1], token_mask).to(clean_TE.dtype),
+    )
+
+
+def gate_sum(affinity_TE: Tensor, temperature: float, token_mask_T: Tensor | None) -> Tensor:
+    """Return (E,): softmax(affinity / temperature), summed over the unmasked tokens."""
+    gate_TE = (affinity_TE / temperature).softmax(-1)
+    if token_mask_T is not None:
+        gate_TE = gate_TE.masked_fill(~token_mask_T[:, None], 0.0)
+    return gate_TE.sum(0)
+
+
+def load(expert_ids_TK: Tensor, num_experts: int, token_mask_T: Tensor | None = None) -> Tensor:
+    """Return (E,) float32: rows routed to each expert. The id E ("no expert") is not counted.
+
+    Sums of ones are exact in float32 up to 2^24 rows, so the order of additions does not matter.
+    """
+    ones_TK = torch.ones_like(expert_ids_TK, dtype=torch.float32)
+    if token_mask_T is not None:
+        ones_TK = ones_TK * token_mask_T[:, None]
+    total = torch.zeros(num_experts + 1, device=expert_ids_TK.device)
+    return total.index_add(0, expert_ids_TK.flatten(), ones_TK.flatten())[:num_experts]
+
+
+def check_route(
+    tokens: ScaledTokens,
+    embedding: Tensor,
+    top_k: int,
+    token_mask: Tensor | None,
+    noise: Tensor | None,
+) -> None:
+    """Raise a UserError unless the shapes of the arguments fit each other."""
+    x = tokens.x
+    T, (E, D) = x.shape[:-1].numel(), embedding.shape
+    check(
+        x.shape[-1] == D,
+        f"x has shape {tuple(x.shape)} and embedding {tuple(embedding.shape)}; pass (tokens, "
+        "features) and (experts, features)",
+    )
+    check(1 <= top_k <= E, f"top_k={top_k}; it must lie between 1 and the {E} experts")
+    check(
+        token_mask is None or token_mask.shape == (T,),
+        f"token_mask has shape {token_mask is not None and tuple(token_mask.shape)}; {T} tokens "
+        f"need ({T},)",
+    )
+    check(
+        noise is None or noise.shape == (T, E),
+        f"noise has shape {noise is not None and tuple(noise.shape)}; {T} tokens and {E} experts "
+        f"need {(T, E)}",
+    )
+    together = (tokens.scale is None) == (tokens.assignment is None)
+    check(together, "scale and assignment come together or not at all")
+    if tokens.scale is None or tokens.assignment is None:
+        return
+    check(
+        tokens.assignment.shape == (T,) and tokens.scale.shape[1:] == (D,),
+        f"assignment {tuple(tokens.assignment.shape)} and scale {tuple(tokens.scale.shape)} do not "
+        f"fit x {tuple(x.shape)}; pass ({T},) and (clusters, {D})",
+    )
+    if tokens.assignment.device.type == "cpu":  # on a GPU the check would cost more than the op
+        check_range(tokens.assignment, -1, tokens.scale.shape[0], "assignment")

@@ -1,0 +1,40 @@
+"""Tokens as a router reads them, x * scale[cluster], multiplied only when the result is needed.
+
+T tokens, D features, C clusters. A shape (..., D) has T rows in all.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from acmoe.ops.statistics.dispersion import accumulation_dtype
+
+
+class ScaledTokens(NamedTuple):
+    """The rescaled tokens x * scale[assignment], stored as the two factors.
+
+    A router that needs the rescaled tokens calls `dense`; the fused kernel reads the factors. Where
+    a token's scale is not that of one cluster, `product` holds the rescaled tokens instead.
+    """
+
+    x: Tensor  # (..., D)
+    scale: Tensor | None = None  # (C, D) diagonals of M; None: M = I
+    assignment: Tensor | None = None  # (T,) cluster of each token; -1: no cluster, M = I
+    order: Tensor | None = None  # `RoutingState.order` of this assignment, or None
+    product: Tensor | None = None  # (..., D) float32 rescaled tokens
+
+    def dense(self) -> Tensor:
+        """Return rescaled tokens (..., D) in float32: bf16 would flip near-ties of the top-k."""
+        if self.product is not None:
+            return self.product
+        x = self.x.to(accumulation_dtype(self.x.dtype))
+        if self.scale is None or self.assignment is None:
+            return x
+        scale_TD = self.scale[self.assignment.clamp(min=0)]
+        scale_TD = scale_TD.masked_fill((self.assignment < 0)[:, None], 1.0)
+        return x * scale_TD.view(x.shape)
+
+    def rows(self) -> Tensor:
+        """Return the (T, D) rows that a kernel reads: `product` if given, else x."""
+        x = self.x if self.product is None else self.product
+        return x.reshape(-1, x.shape[-1])

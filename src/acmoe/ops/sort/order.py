@@ -1,0 +1,67 @@
+"""The order of tokens sorted by cluster, packed in one tensor (`RoutingState.order`).
+
+Kernels read tiles of ALIGNMENT slots whose tokens share a cluster. Each cluster therefore begins at
+a multiple of ALIGNMENT slots; a slot holds the index of a token, or -1 as padding.
+
+T tokens, C clusters, X slots.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64  # slots; the height of the kernels' tiles
+_HEADER = (
+    32  # `begin` and `end` are padded to a multiple of this size, so that the slots are aligned
+)
+# Below this many tokens per cluster the gaps between clusters cost more than sorting saves.
+FEWEST_TOKENS = 128
+
+
+class TokenOrder(NamedTuple):
+    """The parts of a packed order, as views of it."""
+
+    token: Tensor  # (X,) int32 token in each slot, -1 for none
+    begin: Tensor  # (C + 1,) int32 first slot of each cluster; entry C: tokens in no cluster
+    end: Tensor  # (C + 1,) int32 slot after each cluster's last token
+
+    @classmethod
+    def unpack(cls, order: Tensor, num_clusters: int) -> "TokenOrder | None":
+        """Return the parts of a packed order, or None if it is empty (tokens not sorted)."""
+        if order.numel() == 0:
+            return None
+        header, number = header_size(num_clusters), num_clusters + 1
+        return cls(order[2 * header :], order[:number], order[header : header + number])
+
+    @classmethod
+    def new(
+        cls, num_tokens: int, num_clusters: int, device: torch.device
+    ) -> tuple[Tensor, "TokenOrder"]:
+        """Allocate an uninitialised order; return the packed tensor and its parts."""
+        header = header_size(num_clusters)
+        size = 2 * header + num_slots(num_tokens, num_clusters)
+        packed = torch.empty(size, dtype=torch.int32, device=device)
+        parts = cls.unpack(packed, num_clusters)
+        assert parts is not None
+        return packed, parts
+
+
+def header_size(num_clusters: int) -> int:
+    """Return the padded size of `begin` and of `end`."""
+    return -(-(num_clusters + 1) // _HEADER) * _HEADER
+
+
+def num_slots(num_tokens: int, num_clusters: int) -> int:
+    """Return X, the slots needed if each cluster leaves up to ALIGNMENT - 1 slots unused."""
+    return (-(-num_tokens // ALIGNMENT) + num_clusters) * ALIGNMENT
+
+
+def no_order(like: Tensor) -> Tensor:
+    """Return the order of unsorted tokens: an empty int32 tensor on the device of `like`."""
+    return torch.empty(0, dtype=torch.int32, device=like.device)
+
+
+def worth_sorting(num_tokens: int, num_clusters: int) -> bool:
+    """Return True if clusters are large enough on average for the sorted kernels to be faster."""
+    return num_tokens >= FEWEST_TOKENS * num_clusters

@@ -1,0 +1,250 @@
+"""Every kernel that is registered for an op against the op's definition, forward and backward.
+
+The table below has cases for each op; an op that gets a kernel and no case fails the first test.
+Kernels that this machine cannot run (a package or a card is missing) are skipped by name.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import acmoe.ops
+from acmoe.ops.dispatch import DEFINITION, OPS, use_backend
+from acmoe.ops.experts import ExpertWeights
+from acmoe.ops.route import ScaledTokens
+from acmoe.ops.sort import sort_rows
+from acmoe.ops.statistics.op import ScaleOptions
+from acmoe.ops.statistics.prefix import PrefixMoments
+
+pytest.importorskip("triton")
+
+for _module in pkgutil.walk_packages(acmoe.ops.__path__, "acmoe.ops."):
+    if not {"triton", "hopper", "device"} & set(_module.name.split(".")):
+        importlib.import_module(_module.name)  # registers its kernels
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments of a call, the tensors that take gradients, and how near results must be."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    leaves: tuple[Tensor, ...] = ()
+    tolerance: float = 2e-4
+    written: tuple[Tensor, ...] = ()  # results the call writes in place
+
+
+class Draw:
+    """Tensors from a seed; on a GPU in bf16 where kernels multiply nothing wider."""
+
+    def __init__(self, seed: int, device: str) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.device = device
+
+    def normal(self, *shape: int, grad: bool = False, low: bool = False) -> Tensor:
+        dtype = torch.bfloat16 if low and self.device == "cuda" else torch.float32
+        drawn = torch.randn(*shape, generator=self.generator).to(self.device, dtype)
+        return drawn.requires_grad_(grad)
+
+    def ids(self, low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=self.generator).to(self.device)
+
+    def mask(self, *shape: int) -> Tensor:
+        return (torch.rand(*shape, generator=self.generator) < 0.8).to(self.device)
+
+
+def route_case(draw: Draw) -> Case:
+    x, embedding = draw.normal(37, 20, grad=True), draw.normal(5, 20, grad=True)
+    scale, assignment = draw.normal(5, 20).exp(), draw.ids(-1, 5, 37)
+    tokens = ScaledTokens(x, scale, assignment)
+    options = {"top_k": 2, "over_selected": True, "temperature": 0.7}
+    return Case((tokens, embedding, draw.normal(5)), options, (x, embedding), 1e-3)
+
+
+def sort_case(draw: Draw) -> Case:
+    return Case((draw.ids(0, 6, 40, 2), 5))
+
+
+def experts_case(draw: Draw) -> Case:
+    T, D, F, E = 24, 16, 16, 3
+    x = draw.normal(T, D, grad=True, low=True)
+    up, down = draw.normal(E, F, D, grad=True), draw.normal(E, D, F, grad=True)
+    biases = draw.normal(E, F, grad=True), draw.normal(E, D, grad=True)
+    gate = draw.normal(T, 2).sigmoid().requires_grad_()
+    rows = sort_rows.definition(draw.ids(0, E + 1, T, 2), E)
+    weights = ExpertWeights(up, down, *biases)
+    tolerance = 5e-2 if draw.device == "cuda" else 1e-3
+    args = (x, weights, rows, gate)
+    return Case(args, {"activation": "gelu"}, (x, up, down, *biases, gate), tolerance)
+
+
+def dispersion_case(draw: Draw) -> Case:
+    x = draw.normal(50, 12, grad=True)
+    return Case((x, draw.ids(-1, 4, 50), 4), {"measure": "std"}, (x,), 1e-3)
+
+
+def scale_case(draw: Draw) -> Case:
+    options = ScaleOptions(
+        normalize="cluster", strength=None, floor=1e-3, eps=0.0, clamp=None, min_tokens=2
+    )
+    args = (draw.normal(50, 12), draw.ids(-1, 4, 50), 4, options)
+    return Case(args, {"measure": "mad", "token_mask": draw.mask(50)}, (), 1e-3)
+
+
+def prefix_case(draw: Draw) -> Case:
+    before = PrefixMoments.empty(2, 3, 8, device=draw.device, dtype=torch.float32)
+    args = (draw.normal(2, 17, 8), draw.ids(0, 3, 2, 17, 1), before)
+    return Case(args, {"measure": "mad"}, (), 1e-3)
+
+
+def average_case(draw: Draw) -> Case:
+    average, last = draw.normal(4, 6).exp(), draw.normal(4, 6).exp()
+    weight, count = draw.normal(4).exp(), draw.ids(0, 5, 4).float()
+    return Case((average, weight, last, count, 0.9), written=(average, weight, count))
+
+
+def average_and_scale_case(draw: Draw) -> Case:
+    (average, weight, last, count, momentum) = average_case(draw).args
+    options = ScaleOptions(
+        normalize="cluster", strength=None, floor=1e-3, eps=0.0, clamp=None, min_tokens=2
+    )
+    scale = torch.zeros_like(average)
+    args = (average, weight, last, count, scale, momentum, options)
+    return Case(args, written=(average, weight, count, scale))
+
+
+def attention_case(draw: Draw) -> Case:
+    q, k, v = (draw.normal(2, 2, n, 16, grad=True, low=True) for n in (16, 24, 24))
+    positions = draw.normal(16, 12, grad=True, low=True)
+    options = {"span": 12, "positions": positions, "key_mask": draw.mask(2, 24)}
+    tolerance = 5e-2 if draw.device == "cuda" else 1e-3
+    return Case((q, k, v), options, (q, k, v, positions), tolerance)
+
+
+def map_case(draw: Draw) -> Case:
+    qkv, bias = draw.normal(2, 4, 6, 36, grad=True, low=True), draw.normal(2, 4, 4, grad=True)
+    options = {"window": (2, 2), "shift": (1, 1)}
+    return Case((qkv, bias), options, (qkv, bias), 5e-2 if draw.device == "cuda" else 1e-3)
+
+
+def norm_of(draw: Draw, dim: int) -> nn.LayerNorm:
+    norm = nn.LayerNorm(dim).to(draw.device)
+    with torch.no_grad():
+        norm.weight.copy_(draw.normal(dim).exp())
+        norm.bias.copy_(draw.normal(dim))
+    return norm
+
+
+def norm_case(draw: Draw) -> Case:
+    x, y, norm = (
+        draw.normal(3, 7, 24, grad=True),
+        draw.normal(3, 7, 24, grad=True),
+        norm_of(draw, 24),
+    )
+    return Case((x, y, norm), {}, (x, y, *norm.parameters()), 1e-3)
+
+
+def norm_twice_case(draw: Draw) -> Case:
+    x, y = draw.normal(3, 7, 24, grad=True), draw.normal(3, 7, 24, grad=True)
+    inner, norm = norm_of(draw, 24), norm_of(draw, 24)
+    return Case((x, y, inner, norm), {}, (x, y, *inner.parameters(), *norm.parameters()), 1e-3)
+
+
+def entropy_case(draw: Draw) -> Case:
+    return Case((draw.normal(9, 24), draw.normal(64, 24), draw.ids(0, 64, 9), None), {}, (), 1e-3)
+
+
+def embedding_case(draw: Draw) -> Case:
+    weight = draw.normal(11, 6, grad=True)
+    return Case((draw.ids(0, 11, 4, 9), weight), {}, (weight,))
+
+
+CASES: dict[str, Callable[[Draw], Case]] = {
+    "route": route_case,
+    "sort_rows": sort_case,
+    "expert_mlp": experts_case,
+    "measure_dispersion": dispersion_case,
+    "measure_scale": scale_case,
+    "measure_prefix": prefix_case,
+    "update_average": average_case,
+    "update_average_and_scale": average_and_scale_case,
+    "window_attention": attention_case,
+    "map_attention": map_case,
+    "add_norm": norm_case,
+    "add_norm_twice": norm_twice_case,
+    "cross_entropy_chunk": entropy_case,
+    "embedding": embedding_case,
+}
+KERNELS = [
+    (op.name, kernel.name)
+    for op in OPS.values()
+    for kernel in op.kernels
+    if kernel.name != DEFINITION
+]
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, tuple):
+        return [tensor for part in value for tensor in tensors_in(part)]
+    return []
+
+
+def outcome(run: Callable[..., Any], case: Case) -> list[Tensor]:
+    """Results, what was written in place, and gradients of all differentiable results."""
+    results = tensors_in(run(*case.args, **case.kwargs))
+    differentiable = [r for r in results if r.requires_grad and r.is_floating_point()]
+    found = [r.detach() for r in results if r.numel() and r.stride() != (0, 0)]
+    found += [tensor.clone() for tensor in case.written]
+    if differentiable and case.leaves:
+        generator = torch.Generator().manual_seed(7)
+        upstream = [torch.randn(r.shape, generator=generator).to(r) for r in differentiable]
+        found += torch.autograd.grad(differentiable, case.leaves, upstream, allow_unused=True)
+    return [tensor for tensor in found if tensor is not None]
+
+
+def compare(op: str, kernel: str, seed: int, device: str) -> None:
+    case = CASES[op](Draw(seed, device))
+    chosen = next(one for one in OPS[op].kernels if one.name == kernel)
+    with use_backend(kernel):
+        reason = OPS[op].reasons(*case.args, **case.kwargs)[kernel]
+        if reason is not None:
+            pytest.skip(f"{op}: {kernel} cannot serve here, {reason}")
+        found = outcome(chosen.run, case)
+    again = CASES[op](Draw(seed, device))  # the first call may have written into its arguments
+    with use_backend(DEFINITION):
+        wanted = outcome(OPS[op].definition, again)
+    assert len(found) == len(wanted) > 0
+    for one, other in zip(found, wanted, strict=True):
+        assert one.shape == other.shape
+        if one.is_floating_point():
+            scale = max(1.0, float(other.float().abs().max()))
+            assert (one.float() - other.float()).abs().max() <= case.tolerance * scale
+        else:
+            assert torch.equal(one, other)
+
+
+def test_every_op_that_has_a_kernel_has_a_case() -> None:
+    assert {op for op, _ in KERNELS} == set(CASES)
+
+
+@pytest.mark.parametrize(("op", "kernel"), KERNELS)
+def test_a_kernel_computes_what_the_definition_says(op: str, kernel: str, device: str) -> None:
+    compare(op, kernel, 0, device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("op", "kernel"), KERNELS)
+@settings(max_examples=6)
+@given(seed=st.integers(1, 10**6))
+def test_so_it_does_for_any_numbers(op: str, kernel: str, seed: int) -> None:
+    compare(op, kernel, seed, "cuda" if torch.cuda.is_available() else "cpu")
