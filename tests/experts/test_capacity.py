@@ -18,7 +18,7 @@ from acmoe import (
     SMoEConfig,
     ThresholdConfig,
 )
-from acmoe.experts.dispatch import limit_capacity
+from acmoe.experts.capacity import limit_capacity
 
 
 def routing_of(affinity, k):

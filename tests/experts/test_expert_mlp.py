@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from acmoe import UserError
-from acmoe.experts.dispatch import sort_by_expert
 from acmoe.experts.mlp import ExpertMLP
+from acmoe.ops.sort import sort_rows
 
 
 def test_experts_start_within_their_own_fan_in():
@@ -46,13 +46,14 @@ def test_dropout_zeroes_its_share_of_hidden_units_in_training_alone():
         experts.up_bias.fill_(1.0)
         experts.down.fill_(1.0)
     torch.manual_seed(0)
-    order = sort_by_expert(torch.arange(4000)[:, None] % 2, 2)
-    kept = experts(torch.ones(4000, 1), order)[:, 0] * 0.75
+    order = sort_rows(torch.arange(4000)[:, None] % 2, 2)
+    gate = torch.ones(4000, 1)
+    kept = experts(torch.ones(4000, 1), order, gate)[:, 0] * 0.75
     torch.testing.assert_close(kept, kept.round())
     # 20000 units: the share kept has deviation sqrt(0.25 * 0.75 / 20000) = 0.0031.
     assert abs(kept.mean().item() / 5 - 0.75) < 5 * 0.0031
     experts.eval()
-    assert torch.equal(experts(torch.ones(4000, 1), order), torch.full((4000, 1), 5.0))
+    assert torch.equal(experts(torch.ones(4000, 1), order, gate), torch.full((4000, 1), 5.0))
 
 
 def test_a_row_of_no_expert_stays_zero_in_spite_of_biases():
@@ -60,8 +61,8 @@ def test_a_row_of_no_expert_stays_zero_in_spite_of_biases():
     with torch.no_grad():
         experts.up_bias.fill_(1.0)
         experts.down_bias.fill_(7.0)
-    order = sort_by_expert(torch.tensor([[2], [0], [2]]), 2)
-    y = experts(torch.ones(3, 2), order)[order.back]
+    order = sort_rows(torch.tensor([[2], [0], [2]]), 2)
+    y = experts(torch.ones(3, 2), order, torch.ones(3, 1))
     assert torch.equal(y[[0, 2]], torch.zeros(2, 2))
     assert (y[1] != 0).all()
     y.sum().backward()

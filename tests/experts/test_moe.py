@@ -212,12 +212,12 @@ def test_a_router_module_stands_in_for_its_config():
     router = build_router(config, dim=6, num_experts=4, top_k=2)
     moe = MoE(dim=6, hidden=5, num_experts=4, top_k=2, router=router)
     assert moe.router is router
-    assert moe.emitter.reader is config
+    assert moe.next_state.next_router is config
 
 
 def test_a_layer_before_a_plain_one_emits_the_identity_and_takes_no_statistics():
-    moe = build(AdaptiveConfig(statistics="batch", mix=2), emit=None)
-    assert moe.emitter.statistics is None
+    moe = build(AdaptiveConfig(statistics="batch", mix=2), next_router=None)
+    assert moe.next_state.statistics is None
     _, state = moe(torch.randn(7, 6), begin(moe, 7))
     assert state.assignment.tolist() == [[-1]] * 7
     assert torch.equal(state.scale, torch.ones(4, 6))
@@ -225,7 +225,7 @@ def test_a_layer_before_a_plain_one_emits_the_identity_and_takes_no_statistics()
 
 def test_a_plain_layer_emits_for_the_adaptive_one_behind_it():
     config = AdaptiveConfig(statistics="batch", mix=2)
-    moe = build("smoe", emit=config)
+    moe = build("smoe", next_router=config)
     _, state = moe(torch.randn(9, 6), begin(moe, 9))
     assert state.assignment.shape == (9, 2)
     assert not torch.equal(state.scale, torch.ones(4, 6))

@@ -30,7 +30,7 @@ def forward(blocks, x, slots=None, mask=None):
     y, state, ids = x, begin(blocks, x), []
     for depth, block in enumerate(blocks):
         routing = []
-        handle = block.moe.emitter.register_forward_pre_hook(
+        handle = block.moe.next_state.register_forward_pre_hook(
             lambda module, arguments, found=routing: found.append(arguments[1])
         )
         y, state = block(y, state, mask, cache=None if slots is None else slots[depth])
@@ -95,8 +95,8 @@ def test_batch_and_sequence_decoding_read_the_scale_of_the_prompt(config):
     first, second = blocks
     y, state = first(x[:, 6:], begin(blocks, x[:, 6:]))
     if config.reads == "previous":
-        # The emitter of the first layer kept the prompt's scale.
-        state = state._replace(scale=slots[0].emit.scale)
+        # The next_state of the first layer kept the prompt's scale.
+        state = state._replace(scale=slots[0].next_state.scale)
         expected, _ = second(y, state)
     else:
         scale = slots[1].router.scale

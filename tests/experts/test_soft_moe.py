@@ -164,11 +164,11 @@ def test_a_saved_layer_holds_every_tensor_once(tmp_path):
 
 def test_a_layer_emits_for_the_reader_it_is_given():
     config = dataclasses.replace(SOFT_AC, mix=2)
-    assert build(config).emitter.reader is config
-    assert build(config, emit=None).emitter.statistics is None
-    assert build("soft", emit=config).emitter.statistics is not None
-    assert build("soft").emitter.reader is None
-    assert build(RandomConfig(base=SoftConfig())).emitter.reader.name == "random"
+    assert build(config).next_state.next_router is config
+    assert build(config, next_router=None).next_state.statistics is None
+    assert build("soft", next_router=config).next_state.statistics is not None
+    assert build("soft").next_state.next_router is None
+    assert build(RandomConfig(base=SoftConfig())).next_state.next_router.name == "random"
 
 
 @pytest.mark.parametrize("router", ["smoe", "adaptive", AdaptiveConfig()])

@@ -28,7 +28,7 @@ def filled_layer():
         moe(torch.randn(30, 4), RoutingState.identity(num_tokens=30, num_clusters=3, dim=4))
         fold_statistics(moe)
     moe(torch.randn(30, 4), RoutingState.identity(num_tokens=30, num_clusters=3, dim=4))
-    assert moe.emitter.statistics.weight.min() > 0
+    assert moe.next_state.statistics.weight.min() > 0
     assert moe.router.base.selection.bias.abs().max() > 0
     return moe
 

@@ -110,4 +110,4 @@ def test_isotropic_clusters_leave_the_router_unchanged(statistics, normalize):
     state = state._replace(assignment=torch.tensor([[0]] * 5 + [[1]] * 5))
     router.statistics.dispersion.fill_(0.7)
     router.statistics.weight.fill_(50.0)
-    torch.testing.assert_close(router.rescale(x, state), x)
+    torch.testing.assert_close(router.rescale(x, state).dense(), x)

@@ -22,8 +22,8 @@ from acmoe import (
     SMoEConfig,
     build_router,
 )
-from acmoe.experts.emit import Emitter
 from acmoe.routing.adaptive import AdaptiveRouter
+from acmoe.routing.next_state import NextState
 
 
 def build(config, *, dim=6, num_experts=4, top_k=2, seed=0):
@@ -131,13 +131,13 @@ def test_a_layer_emits_the_scale_and_clusters_of_its_own_tokens(
 ):
     mix = min(mix, num_experts)
     reader = AdaptiveConfig(statistics="batch", measure=measure, normalize=normalize, mix=mix)
-    emitter = Emitter(reader, num_clusters=num_experts, dim=dim)
+    next_state = NextState(reader, num_clusters=num_experts, dim=dim)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(num_tokens, dim, generator=generator, dtype=torch.float64)
     affinity = torch.randn(num_tokens, num_experts, generator=generator, dtype=torch.float64)
     routing = Routing(affinity.argmax(1, True), affinity, affinity, torch.tensor(0.25))
     before = RoutingState.identity(num_tokens=num_tokens, num_clusters=num_experts, dim=dim)
-    state = emitter(x, routing, before._replace(aux_loss=torch.tensor(0.5)))
+    state = next_state(x, routing, before._replace(aux_loss=torch.tensor(0.5)))
 
     chosen, share = top_k_gate(rows(affinity), mix, "selected")
     first = [ids[0] for ids in chosen]
@@ -211,7 +211,7 @@ def test_a_token_with_several_clusters_gets_their_mean_scale():
     state = RoutingState(
         torch.tensor([[2, 0]]), torch.tensor([[0.75, 0.25]]), scale, torch.zeros(())
     )
-    assert router.rescale(torch.tensor([[10.0, 10.0]]), state).tolist() == [[15.0, 10.0]]
+    assert router.rescale(torch.tensor([[10.0, 10.0]]), state).dense().tolist() == [[15.0, 10.0]]
 
 
 def test_the_experts_see_the_token_itself_unless_asked_otherwise():
@@ -221,7 +221,7 @@ def test_the_experts_see_the_token_itself_unless_asked_otherwise():
         moe = MoE(dim=6, hidden=5, num_experts=4, top_k=4, router=config, bias=False).double()
         state = some_state(7, 4, 6, seed=1)
         x = torch.randn(7, 6, dtype=torch.float64)
-        scaled = moe.router.rescale(x, state)
+        scaled = moe.router.rescale(x, state).dense()
         routing = moe.router(x, state)
         source = scaled if scale_experts else x
         wanted = torch.zeros(7, 6, dtype=torch.float64)

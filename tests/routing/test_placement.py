@@ -2,7 +2,7 @@
 
 import pytest
 
-from acmoe import AdaptiveConfig, RandomConfig, SMoEConfig, UserError, adaptive_depths, place
+from acmoe import AdaptiveConfig, RandomConfig, SMoEConfig, UserError, adaptive_depths, plan_layers
 
 # The paper counts Switch's six layers from 1, and numbers Swin's nine MoE layers 2, 4, ..., 18.
 SWITCH = {
@@ -49,22 +49,22 @@ def test_the_first_layer_is_never_adaptive(placement):
 @pytest.mark.parametrize("placement", [*SWITCH, [1, 4], []])
 def test_emitters_stand_exactly_before_adaptive_layers(config, placement):
     depths = adaptive_depths(placement, 6)
-    placed = place(config, placement, 6)
+    placed = plan_layers(config, placement, 6)
     assert len(placed) == 6
     for depth, layer in enumerate(placed):
         assert layer.router is (config if depth in depths else config.base)
-        assert layer.emit is (config if depth + 1 in depths else None)
+        assert layer.next_router is (config if depth + 1 in depths else None)
 
 
 def test_other_routers_stand_everywhere_and_emit_nothing():
-    for placed in place("cosine", "skip-2", 3):
+    for placed in plan_layers("cosine", "skip-2", 3):
         assert placed.router.name == "cosine"
-        assert placed.emit is None
+        assert placed.next_router is None
 
 
 def test_plain_layers_of_an_adaptive_model_keep_its_base_router():
     config = AdaptiveConfig(base=SMoEConfig(bias=True))
-    assert [layer.router for layer in place(config, "alternating", 4)] == [
+    assert [layer.router for layer in plan_layers(config, "alternating", 4)] == [
         config.base,
         config,
         config.base,
@@ -77,8 +77,8 @@ def test_plain_layers_of_an_adaptive_model_keep_its_base_router():
     [
         ("half", 6, r"placement='half' is unknown; choose one of full, skip-1.* or a list"),
         ("full", 0, r"num_layers=0; it must be at least 1"),
-        ([0, 2], 6, r"placement holds depth 0; .* an adaptive one stands at 1 to 5"),
-        ([6], 6, r"placement holds depth 6; .* stands at 1 to 5"),
+        ([0, 2], 6, r"placement holds depth 0; .* an adaptive one is at 1 to 5"),
+        ([6], 6, r"placement holds depth 6; .* is at 1 to 5"),
         ([1.5], 6, r"placement holds depth 1.5"),
     ],
 )
@@ -86,4 +86,4 @@ def test_a_placement_that_does_not_exist_is_refused(placement, layers, message):
     with pytest.raises(UserError, match=message):
         adaptive_depths(placement, layers)
     with pytest.raises(UserError, match=message):
-        place("smoe", placement, layers)
+        plan_layers("smoe", placement, layers)

@@ -76,7 +76,7 @@ def test_published_presets_rescale_tokens_as_the_published_code_does(
     clusters = torch.randint(num_experts, (num_tokens,)).tolist()
     scale = published_weights(x.tolist(), clusters, num_experts, *PUBLISHED[name])
     expected = x * torch.tensor([scale[c] for c in clusters], dtype=torch.float64)
-    found = router.rescale(x, clusters_state(clusters, router))
+    found = router.rescale(x, clusters_state(clusters, router)).dense()
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
@@ -91,7 +91,7 @@ def test_an_empty_cluster_reaches_the_clamp_and_lowers_all_others_by_hand():
     w0, empty = 1 / 1.0001, 1.5 * (1 / 1.0001 + 1e4) / 2
     scale = w0 / ((w0 + empty) / 2)
     assert scale == pytest.approx(0.99990 / 3750.87491, rel=1e-5)
-    found = router.rescale(x, clusters_state([0, 0], router))
+    found = router.rescale(x, clusters_state([0, 0], router)).dense()
     assert found[1, 0].item() == pytest.approx(2 * scale, rel=1e-9)
 
 
@@ -104,7 +104,7 @@ def test_the_language_preset_gates_by_unit_embeddings_over_the_selected_experts(
     state = clusters_state([0, 1, 2, 3, 0, 1, 2, 0], router)
     routing = router(x, state)
     unit = router.base.embedding / router.base.embedding.norm(dim=1, keepdim=True)
-    affinity = router.rescale(x, state) @ unit.T
+    affinity = router.rescale(x, state).dense() @ unit.T
     torch.testing.assert_close(routing.affinity, affinity)
     torch.testing.assert_close(routing.gate, affinity.topk(2).values.softmax(-1))
     # The balance loss softens the affinities by 0.3.

@@ -175,7 +175,7 @@ CALLS = [
     (
         "adaptive",
         {"state": RoutingState.identity(num_tokens=6, num_clusters=2, dim=4)},
-        r"state.scale has 2 clusters; the reader has 3: .* must agree on num_experts",
+        r"state.scale has 2 clusters; this router has 3: .* must agree on num_experts",
     ),
     (
         "adaptive",

@@ -59,8 +59,8 @@ def test_the_identity_holds_every_token_in_no_cluster_under_scale_one():
             {"num_tokens": 5},
             r"assignment has shape \(5, 1\); 6 tokens and mix=1 need \(6, 1\)",
         ),
-        ({"mix": 2}, r"state.assignment has shape \(6, 2\).*let the layer before emit"),
-        ({"num_clusters": 3}, r"state.scale has 3 clusters; the reader has 4"),
+        ({"mix": 2}, r"state.assignment has shape \(6, 2\).*give the layer before"),
+        ({"num_clusters": 3}, r"state.scale has 3 clusters; this router has 4"),
         ({"dim": 1}, r"state.scale has 1 features; the tokens have 2.*RoutingState.identity"),
     ],
 )

@@ -134,4 +134,4 @@ def test_a_single_token_reads_the_scale_that_training_left():
     router.statistics.weight.fill_(10.0)
     state = RoutingState.identity(num_tokens=1, num_clusters=2, dim=2)
     state = state._replace(assignment=torch.tensor([[0]]))
-    assert router.rescale(torch.tensor([[2.0, 2.0]]), state).tolist() == [[3.0, 1.0]]
+    assert router.rescale(torch.tensor([[2.0, 2.0]]), state).dense().tolist() == [[3.0, 1.0]]

@@ -40,7 +40,7 @@ def test_a_cast_model_runs_on_its_float32_averages(dtype):
     state = RoutingState.identity(num_tokens=30, num_clusters=3, dim=4)
     y, state = moe(torch.randn(30, 4, dtype=dtype), state)
     assert y.dtype == dtype
-    statistics = moe.emitter.statistics
+    statistics = moe.next_state.statistics
     wanted = matrix(scales(rows(statistics.dispersion.double()), 4))
     assert state.scale.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     torch.testing.assert_close(state.scale.double(), wanted, rtol=1e-6, atol=1e-6)
@@ -56,8 +56,8 @@ def test_a_checkpoint_holds_the_averages_and_not_the_last_batch(tmp_path):
     other = MoE(dim=4, hidden=8, num_experts=3, top_k=2, router=config)
     other.load_state_dict(load_file(tmp_path / "layer.safetensors"))
     fold_statistics(other)  # it has seen nothing yet, so nothing changes
-    assert torch.equal(other.emitter.statistics.dispersion, moe.emitter.statistics.dispersion)
-    assert torch.equal(other.emitter.statistics.weight, moe.emitter.statistics.weight)
+    assert torch.equal(other.next_state.statistics.dispersion, moe.next_state.statistics.dispersion)
+    assert torch.equal(other.next_state.statistics.weight, moe.next_state.statistics.weight)
     assert torch.equal(other.router.base.selection.bias, moe.router.base.selection.bias)
     x = torch.randn(30, 4)
     state = RoutingState.identity(num_tokens=30, num_clusters=3, dim=4)

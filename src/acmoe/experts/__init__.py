@@ -1,1 +1,1 @@
-"""Tokens and a routing in, expert outputs out."""
+"""Layers of experts: `MoE` and `SoftMoE`."""

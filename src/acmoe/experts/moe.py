@@ -1,33 +1,39 @@
-"""The MoE layer: router, experts, and what the next layer is told. (x, state) -> (x, state).
+"""The MoE layer: a router, experts, and the routing state for the next layer.
 
-T tokens, or B sequences of L tokens; D features.
+T tokens, or B sequences of L tokens; D features, E experts.
 """
+
+import warnings
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from acmoe.config.routing import AdaptiveConfig, LossConfig, RandomConfig, RouterConfig
 from acmoe.errors import check
-from acmoe.experts.dispatch import limit_capacity
-from acmoe.experts.emit import AS_ROUTER, Emitter, resolve_emit
+from acmoe.experts.capacity import limit_capacity
 from acmoe.experts.mlp import ExpertMLP
-from acmoe.ops.checks import check_dim, check_token_mask
-from acmoe.ops.precision import without_autocast
+from acmoe.ops.sort import sort_rows
 from acmoe.routing.build import build_router
 from acmoe.routing.cache import LayerCache
+from acmoe.routing.next_state import SAME_ROUTER, NextState, resolve_next_router
 from acmoe.routing.router import Router, blank
 from acmoe.routing.soft import SoftRouter
-from acmoe.routing.state import RoutingState
+from acmoe.routing.state import Routing, RoutingState
+
+_NOT_GIVEN = "not given"
 
 
 class MoE(nn.Module):
-    """A mixture of experts for anybody's model: y has no residual, the state goes to the next MoE.
+    """A mixture-of-experts layer for any model: (x, state) -> (y, state).
+
+    y does not include the residual; pass the state to the next MoE layer.
 
     router            a name, a config such as `AdaptiveConfig(...)`, or a `Router` module
-    emit              the config of the next MoE layer's router, whose statistics this layer takes;
-                      None when no adaptive layer follows. Left out: this layer's own router.
-    capacity_factor   None: dropless. A number: at most k * floor(factor * ceil(T / E)) rows an
-                      expert, the rest pass with output zero (Swin-MoE).
+    next_router       config of the next MoE layer's router, for which this layer computes
+                      statistics; None if no adaptive layer follows. Default: that of `router`.
+    capacity_factor   None: no row is dropped. A number: an expert takes at most
+                      k * floor(factor * ceil(T / E)) rows; the others get output 0 (Swin-MoE).
     losses            weights of the auxiliary losses summed into `state.aux_loss`
 
     >>> moe = MoE(dim=8, hidden=16, num_experts=4, top_k=2, router="adaptive")
@@ -45,13 +51,14 @@ class MoE(nn.Module):
         num_experts: int,
         top_k: int,
         router: str | RouterConfig | Router = "smoe",
-        emit: AdaptiveConfig | RandomConfig | str | None = AS_ROUTER,
+        next_router: AdaptiveConfig | RandomConfig | str | None = SAME_ROUTER,
         activation: str = "relu",
         bias: bool = True,
         dropout: float = 0.0,
         init: str = "fan_in",
         capacity_factor: float | None = None,
         losses: LossConfig | None = None,
+        emit: Any = _NOT_GIVEN,
     ) -> None:
         super().__init__()
         if isinstance(router, Router):
@@ -65,6 +72,7 @@ class MoE(nn.Module):
             capacity_factor is None or capacity_factor > 0,
             f"capacity_factor={capacity_factor}; it must be positive, or None for dropless",
         )
+        next_router = resolve_next_router(renamed_emit(next_router, emit), router)
         self.dim = dim
         self.num_experts = num_experts
         self.top_k = top_k
@@ -79,7 +87,8 @@ class MoE(nn.Module):
             dropout=dropout,
             init=init,
         )
-        self.emitter = Emitter(resolve_emit(emit, router), num_clusters=num_experts, dim=dim)
+        self.next_state = NextState(next_router, num_clusters=num_experts, dim=dim)
+        self.register_load_state_dict_pre_hook(rename_emitter)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _check_router(router: Router, dim: int, num_experts: int, top_k: int) -> None:
@@ -103,54 +112,41 @@ class MoE(nn.Module):
         token_mask: Tensor | None = None,
         token_ids: Tensor | None = None,
         cache: LayerCache | None = None,
-        source: Tensor | None = None,
-        lowered: Tensor | None = None,
+        expert_input: Tensor | None = None,
     ) -> tuple[Tensor, RoutingState]:
-        """x (T, D), or (B, L, D) where statistics are kept per sequence; y has x's shape.
+        """Route x (T, D) or (B, L, D) to its experts; return y, shaped as x, and the next state.
 
-        `source`, shaped like x, is what the next router's statistics are taken of where its config
-        asks for other tokens than x (`gain`, `read`). `lowered` is x in the precision that experts
-        multiply in, where the caller has it.
+        expert_input: x already cast to the dtype of the experts' GEMMs, if the caller has it; the
+        experts then read it instead of x. It is ignored with a token mask, and if the router passes
+        rescaled tokens to the experts.
         """
-        check_dim(x, self.dim)
-        check_token_mask(x, token_mask)
         slots = cache or LayerCache(None, None)
+        routing = self.router(
+            x, state, token_mask=token_mask, token_ids=token_ids, cache=slots.router
+        )
         x = blank(x, token_mask)
-        with without_autocast(x):
-            routing, expert_input = self.router.route(
-                x, state, token_mask=token_mask, token_ids=token_ids, cache=slots.router
-            )
         mask_T = None if token_mask is None else token_mask.reshape(-1)
-        sent = routing
-        if mask_T is not None:
-            # Padding goes to no expert: it costs nothing, and changes no rounding of a product.
-            nowhere = routing.expert_ids.masked_fill(~mask_T[:, None], self.num_experts)
-            sent = routing._replace(expert_ids=nowhere)
-        if self.capacity_factor is not None:
-            sent = limit_capacity(sent, self.num_experts, self.top_k, self.capacity_factor, mask_T)
-        if lowered is not None and token_mask is None and not self.router.scale_experts:
-            expert_input = lowered
-        input_TD = expert_input.reshape(-1, self.dim)
+        sent = self._sent(routing, mask_T)
+        clusters_T = self.next_state.clusters(routing)
+        rows = sort_rows(sent.expert_ids, self.num_experts, cluster=clusters_T, token_mask=mask_T)
+        state = self.next_state(
+            x, routing, state, token_mask=token_mask, slot=slots.next_state, order=rows.order
+        )
+        if expert_input is None or token_mask is not None or self.router.scale_experts:
+            expert_input = x if routing.expert_input is None else routing.expert_input
         complete = self.capacity_factor is None and token_mask is None and self.router.always_k
-        order = self.experts.order(
-            input_TD,
-            sent.expert_ids,
-            complete=complete,
-            assignment_T1=self.emitter.sorted_by(routing),
-            token_mask_T=mask_T,
-        )
-        with without_autocast(x):
-            emitted = self.emitter(
-                *(x, routing, state),
-                token_mask=token_mask,
-                slot=slots.emit,
-                source=source,
-                clusters=None if order is None else order.clusters,
-            )
-        y_TD = self.experts.mix(
-            input_TD, sent.expert_ids, sent.gate, complete=complete, order=order
-        )
-        return blank(y_TD.view(x.shape), token_mask), emitted
+        y_TD = self.experts(expert_input.reshape(-1, self.dim), rows, sent.gate, complete=complete)
+        return blank(y_TD.view(x.shape), token_mask), state
+
+    def _sent(self, routing: Routing, mask_T: Tensor | None) -> Routing:
+        """Return the routing without padding and without rows beyond an expert's capacity."""
+        if mask_T is not None:
+            # Padding goes to no expert, so it costs nothing and changes no rounding of a GEMM.
+            nowhere = routing.expert_ids.masked_fill(~mask_T[:, None], self.num_experts)
+            routing = routing._replace(expert_ids=nowhere)
+        if self.capacity_factor is None:
+            return routing
+        return limit_capacity(routing, self.num_experts, self.top_k, self.capacity_factor, mask_T)
 
     def new_cache(
         self,
@@ -159,8 +155,32 @@ class MoE(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> LayerCache:
-        """Decode slots of this layer, empty where its statistics need none (`running`)."""
+        """Return this layer's decode cache; `running` statistics need none: their slot is None."""
         return LayerCache(
             self.router.new_slot(num_sequences, device=device, dtype=dtype),
-            self.emitter.new_slot(num_sequences, device=device, dtype=dtype),
+            self.next_state.new_slot(num_sequences, device=device, dtype=dtype),
         )
+
+
+def renamed_emit(next_router: Any, emit: Any) -> Any:
+    """Return next_router; if its old name `emit` was given, warn and return that value."""
+    if isinstance(emit, str) and emit == _NOT_GIVEN:
+        return next_router
+    warnings.warn(
+        "emit= is now called next_router=; the old name goes with version 0.3",
+        FutureWarning,
+        stacklevel=3,
+    )
+    return emit
+
+
+def rename_emitter(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Read the state_dicts of version 0.1, where `next_state` was called `emitter`."""
+    for key in [key for key in state_dict if key.startswith(f"{prefix}emitter.")]:
+        state_dict[prefix + current_name(key.removeprefix(prefix))] = state_dict.pop(key)
+
+
+def current_name(name: str) -> str:
+    """The name of a tensor that version 0.1 may have stored by another."""
+    parts = ("next_state" if part == "emitter" else part for part in name.split("."))
+    return ".".join(part for part in parts if part != "remedies")  # variants, acmoe/lab/variants

@@ -1,28 +1,32 @@
-"""SoftMoE: experts read slots, convex mixtures of a sequence's tokens. (x, state) -> (x, state).
+"""SoftMoE: experts read slots, which are convex combinations of a sequence's tokens.
 
 B sequences of L tokens, D features, E experts, P slots per expert, S = E * P slots.
 """
+
+from typing import Any
 
 from torch import Tensor, nn
 
 from acmoe.config.routing import AdaptiveConfig, RandomConfig, SoftConfig
 from acmoe.errors import check
-from acmoe.experts.emit import AS_ROUTER, Emitter, resolve_emit
 from acmoe.experts.mlp import ExpertMLP
+from acmoe.experts.moe import _NOT_GIVEN, rename_emitter, renamed_emit
 from acmoe.ops.checks import check_dim, check_token_mask
 from acmoe.ops.precision import without_autocast
 from acmoe.routing.build import build_router
+from acmoe.routing.next_state import SAME_ROUTER, NextState, resolve_next_router
 from acmoe.routing.router import blank
 from acmoe.routing.soft import SoftRouter, as_one_sequence
 from acmoe.routing.state import RoutingState
 
 
 class SoftMoE(nn.Module):
-    """Soft mixture of experts, plain or adaptive.
+    """Soft mixture of experts, plain or adaptive: (x, state) -> (y, state).
 
-    Adaptive: a token's scale mixes those of its `mix` best clusters (8 in the paper), a cluster
-    being the tokens whose output the same expert dominated at the previous SoftMoE layer. It enters
-    the slot logits; slots are still made of the tokens themselves.
+    With an adaptive router, tokens are rescaled for the slot logits only; slots are combinations of
+    the tokens themselves. A cluster holds the tokens with the same expert of largest combine weight
+    at the previous SoftMoE layer. A token's scale is the weighted sum of those of its `mix` best
+    clusters (8 in the paper).
     """
 
     def __init__(
@@ -32,10 +36,11 @@ class SoftMoE(nn.Module):
         hidden: int,
         num_experts: int,
         router: str | SoftConfig | AdaptiveConfig | RandomConfig = "soft",
-        emit: AdaptiveConfig | RandomConfig | str | None = AS_ROUTER,
+        next_router: AdaptiveConfig | RandomConfig | str | None = SAME_ROUTER,
         activation: str = "gelu",
         bias: bool = True,
         dropout: float = 0.0,
+        emit: Any = _NOT_GIVEN,
     ) -> None:
         super().__init__()
         self.dim = dim
@@ -46,7 +51,9 @@ class SoftMoE(nn.Module):
             f"router={router!r} chooses experts; SoftMoE takes 'soft', SoftConfig(...) or "
             "AdaptiveConfig(base=SoftConfig(), mix=8)",
         )
-        self.emitter = Emitter(resolve_emit(emit, self.router), num_clusters=num_experts, dim=dim)
+        next_router = resolve_next_router(renamed_emit(next_router, emit), self.router)
+        self.next_state = NextState(next_router, num_clusters=num_experts, dim=dim)
+        self.register_load_state_dict_pre_hook(rename_emitter)  # type: ignore[no-untyped-call]
         self.experts = ExpertMLP(
             dim=dim,
             hidden=hidden,
@@ -58,27 +65,27 @@ class SoftMoE(nn.Module):
 
     @property
     def base(self) -> SoftRouter:
-        """The router without its scale. Not an attribute: it would be saved a second time."""
+        """Return the router without rescaling. As an attribute it would be saved twice."""
         base: SoftRouter = getattr(self.router, "base", self.router)  # type: ignore[arg-type]
         return base
 
     def forward(
         self, x: Tensor, state: RoutingState, *, token_mask: Tensor | None = None
     ) -> tuple[Tensor, RoutingState]:
-        """x (B, L, D), or (T, D) for one sequence; y has x's shape."""
+        """Return y, shaped as x, and the next state; x is (B, L, D), or (T, D) for one sequence."""
         check_dim(x, self.dim)
         check_token_mask(x, token_mask)
         x_BLD, mask_BL = (x, token_mask) if x.dim() == 3 else as_one_sequence(x, token_mask)
         x_BLD = blank(x_BLD, mask_BL)
         with without_autocast(x):
-            scaled_BLD = self.router.rescale(x_BLD, state, token_mask=mask_BL)
+            scaled_BLD = self.router.rescale(x_BLD, state, token_mask=mask_BL).dense()
             soft = self.base.mixtures(scaled_BLD, mask_BL)
-            emitted = self.emitter(x_BLD, soft.routing, state, token_mask=mask_BL)
-        source_BLD = scaled_BLD.to(x.dtype) if self.router.scale_experts else x_BLD
-        slot_BSD = soft.dispatch.to(x.dtype).mT @ source_BLD
-        back_BSD = self.run_experts(slot_BSD)
-        y_BLD = blank(soft.combine.to(x.dtype) @ back_BSD, mask_BL)
-        return y_BLD.view(x.shape), emitted
+            state = self.next_state(x_BLD, soft.routing, state, token_mask=mask_BL)
+        input_BLD = scaled_BLD.to(x.dtype) if self.router.scale_experts else x_BLD
+        slot_BSD = soft.dispatch.to(x.dtype).mT @ input_BLD
+        out_BSD = self.run_experts(slot_BSD)
+        y_BLD = blank(soft.combine.to(x.dtype) @ out_BSD, mask_BL)
+        return y_BLD.view(x.shape), state
 
     def run_experts(self, slot_BSD: Tensor) -> Tensor:
         B, S, D = slot_BSD.shape

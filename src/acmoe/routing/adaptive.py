@@ -1,4 +1,4 @@
-"""The adaptive clustering router: the paper in a hundred lines.
+"""The adaptive clustering router: the paper in about a hundred lines.
 
 Tokens that chose the same expert at the previous MoE layer form a cluster. A cluster is tight along
 some features and loose along others; M_k = diag(1/s_1k, ..., 1/s_dk), scaled to mean one, stretches
@@ -21,13 +21,12 @@ import torch
 from torch import Tensor
 
 from acmoe.config.routing import AdaptiveConfig
+from acmoe.ops.route import ScaledTokens
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.routing.cache import StatisticsSlot
-from acmoe.routing.remedies import Remedies
 from acmoe.routing.router import Router
 from acmoe.routing.state import Routing, RoutingState, check_mix, check_state
-from acmoe.routing.statistics import ClusterStatistics
-from acmoe.routing.topk import TopKRouter
+from acmoe.routing.statistics import ClusterStatistics, build_statistics
 
 
 class AdaptiveRouter(Router):
@@ -46,11 +45,7 @@ class AdaptiveRouter(Router):
         # Statistics of the previous layer's tokens are taken there, and arrive as state.scale.
         self.statistics: ClusterStatistics | None = None
         if config.reads == "current":
-            self.statistics = ClusterStatistics(config, num_clusters=base.num_experts, dim=base.dim)
-        # Beyond the paper: stretching about a cluster's mean, keeping the gate's temperature.
-        self.remedies: Remedies | None = None
-        if config.center or config.match:
-            self.remedies = Remedies(config, base)
+            self.statistics = build_statistics(config, num_clusters=base.num_experts, dim=base.dim)
 
     preset = staticmethod(AdaptiveConfig.preset)
 
@@ -66,86 +61,63 @@ class AdaptiveRouter(Router):
         *,
         token_mask: Tensor | None = None,
         cache: StatisticsSlot | None = None,
-    ) -> Tensor:
-        """M_k* h for every token (Eqn. 8), in float32: bf16 scales flip near-ties of the top-k."""
+    ) -> ScaledTokens:
+        """M_k* h for every token (Eqn. 8)."""
         check_state(state, x, self.mix, self.num_experts)
         x_BLD = x if x.dim() == 3 else x[None]
         mask_BL = None if token_mask is None else token_mask.view(x_BLD.shape[:-1])
-        scale_BLJD = self.cluster_scales(x_BLD, state, mask_BL, cache)
-        scale_BLD = mix_scales(scale_BLJD, state.membership.view(scale_BLJD.shape[:-1]))
-        scaled_BLD = x_BLD.to(accumulation_dtype(x.dtype)) * scale_BLD
-        if self.remedies is not None:
-            scaled_BLD = self.remedies(
-                x_BLD, scale_BLJD, scaled_BLD, state, self.base, mask_BL, cache
-            )
-        return scaled_BLD.view(x.shape)
+        scale = self.cluster_scale(x_BLD, state, mask_BL, cache)
+        if scale.dim() == 2 and self.mix == 1:  # one M per cluster, the same for all its tokens
+            return ScaledTokens(x, scale, state.assignment[:, 0], state.order)
+        scaled = x.to(accumulation_dtype(x.dtype)) * token_scale(scale, state, x)
+        return ScaledTokens(x, product=scaled)
 
-    def cluster_scales(
+    def cluster_scale(
         self,
         x_BLD: Tensor,
         state: RoutingState,
         mask_BL: Tensor | None,
         cache: StatisticsSlot | None,
     ) -> Tensor:
-        """(B, L, J, D): the diagonal of M for each of a token's clusters."""
-        assignment_BLJ = state.assignment.view(*x_BLD.shape[:-1], self.mix)
+        """The diagonals of M (Definition 1).
+
+        (C, D) for all tokens of the call, (B, C, D) for each sequence, or (B, L, J, D) for each
+        token and cluster, where a token's M depends on its position (prefix statistics).
+        """
         if self.statistics is None:
-            scale_BLJD = gather_scale(state.scale, assignment_BLJ)
-        elif self.statistics.mode == "prefix":
-            scale_BLJD = self.statistics.prefix_scale(x_BLD, assignment_BLJ, mask_BL, cache)
-        else:
-            scale = self.statistics.cluster_scale(x_BLD, assignment_BLJ[..., 0], mask_BL, cache)
-            scale_BLJD = gather_scale(scale, assignment_BLJ)
-        # A token in no cluster yet (first layer, fresh tokens) keeps M = I.
-        return scale_BLJD.masked_fill((assignment_BLJ < 0)[..., None], 1.0)
+            return state.scale
+        if self.statistics.mode == "prefix":
+            assignment_BLJ = state.assignment.view(*x_BLD.shape[:-1], self.mix)
+            return self.statistics.prefix_scale(x_BLD, assignment_BLJ, mask_BL, cache)
+        first_BL = state.assignment[:, 0].view(x_BLD.shape[:-1])
+        order = state.order if mask_BL is None else None
+        return self.statistics.cluster_scale(x_BLD, first_BL, mask_BL, cache, order)
 
     def route(
         self,
-        x: Tensor,
-        state: RoutingState,
+        tokens: ScaledTokens,
         *,
         token_mask: Tensor | None = None,
         token_ids: Tensor | None = None,
-        cache: StatisticsSlot | None = None,
-    ) -> tuple[Routing, Tensor]:
-        """With one scale per cluster for all tokens, rescaling and base router are one kernel."""
-        base = self.base
-        if not (isinstance(base, TopKRouter) and base.fuses(x, self._obstacle(state))):
-            return super().route(x, state, token_mask=token_mask, token_ids=token_ids, cache=cache)
-        check_state(state, x, self.mix, self.num_experts)
-        scale_CD, assignment_T = state.scale, state.assignment[:, 0]
-        clusters = state.sorted if token_mask is None else None
-        if self.statistics is not None:
-            x_BLD = x if x.dim() == 3 else x[None]
-            mask_BL = None if token_mask is None else token_mask.view(x_BLD.shape[:-1])
-            assignment_BL = assignment_T.view(x_BLD.shape[:-1])
-            scale_CD = self.statistics.cluster_scale(x_BLD, assignment_BL, mask_BL, cache, clusters)
-        if self.remedies is not None:
-            scale_CD = self.remedies.match_scale(x, scale_CD, assignment_T, base, token_mask, cache)
-        return base.fused(x, scale_CD, assignment_T, token_mask, clusters)
-
-    def _obstacle(self, state: RoutingState) -> str | None:
-        """What keeps this call from that kernel."""
-        config, mode = self.config, self.statistics and self.statistics.mode
-        learns = config.learn_strength and torch.is_grad_enabled()
-        if mode in ("prefix", "sequence") or self.mix > 1 or config.center:
-            return "it knows one scale per cluster, the same for all tokens, and no shift"
-        if not config.detach or learns or state.scale.requires_grad:
-            return "it has no gradient for the scale"
-        return "it hands no rescaled tokens to the experts" if self.scale_experts else None
-
-    def decide(
-        self, x: Tensor, *, token_mask: Tensor | None = None, token_ids: Tensor | None = None
     ) -> Routing:
-        return self.base.decide(x, token_mask=token_mask, token_ids=token_ids)
+        return self.base.route(tokens, token_mask=token_mask, token_ids=token_ids)
 
     def new_slot(
         self, num_sequences: int, *, device: torch.device | str | None, dtype: torch.dtype
     ) -> StatisticsSlot | None:
-        slot = None
-        if self.statistics is not None:
-            slot = self.statistics.new_slot(num_sequences, device=device, dtype=dtype)
-        return slot or (None if self.remedies is None else StatisticsSlot())
+        if self.statistics is None:
+            return None
+        return self.statistics.new_slot(num_sequences, device=device, dtype=dtype)
+
+
+def token_scale(scale: Tensor, state: RoutingState, x: Tensor) -> Tensor:
+    """The diagonal of each token's M, shaped as x, from a result of `cluster_scale`."""
+    lead = x.shape[:-1] if x.dim() == 3 else (1, x.shape[0])
+    assignment_BLJ = state.assignment.view(*lead, state.assignment.shape[1])
+    scale_BLJD = scale if scale.dim() == 4 else gather_scale(scale, assignment_BLJ)
+    # A token in no cluster yet (first layer, fresh tokens) keeps M = I.
+    scale_BLJD = scale_BLJD.masked_fill((assignment_BLJ < 0)[..., None], 1.0)
+    return mix_scales(scale_BLJD, state.membership.view(assignment_BLJ.shape)).view(x.shape)
 
 
 def gather_scale(scale: Tensor, assignment_BLJ: Tensor) -> Tensor:

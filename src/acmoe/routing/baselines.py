@@ -1,4 +1,4 @@
-"""Routers to compare with: cosine (XMoE), random scale, hash, expert choice.
+"""Baseline routers: cosine (XMoE), random scale, hash, expert choice.
 
 T tokens, D features, P projected features, E experts, C = E clusters, K experts per token.
 """
@@ -15,6 +15,8 @@ from acmoe.config.routing import (
     LossConfig,
     RandomConfig,
 )
+from acmoe.ops.route import ScaledTokens
+from acmoe.ops.route.reference import linear_affinity
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.routing.adaptive import gather_scale, mix_scales
 from acmoe.routing.cache import StatisticsSlot
@@ -28,13 +30,15 @@ from acmoe.routing.topk import (
     select,
 )
 
-_GREATEST_LOG_SCALE = math.log(100.0)  # of 1 / temperature, so that a gate cannot saturate
+_GREATEST_LOG_SCALE = math.log(
+    100.0
+)  # bound on log(1 / temperature), so that the gate cannot saturate
 
 
 class CosineRouter(Router):
-    """XMoE: affinity = cos(R x, e_k) / tau in a low dimension, tau learned.
+    """XMoE: affinity = cos(R x, e_k) / tau in a low dimension, with learned tau.
 
-    `legacy` is the baseline of the published code: R x keeps its length and there is no tau.
+    `legacy` is the baseline of the published code: R x is not normalised and there is no tau.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class CosineRouter(Router):
             self.log_scale = nn.Parameter(torch.tensor(-math.log(config.temperature)))
 
     def affinity(self, x_TD: Tensor) -> Tensor:
+        """Return the (T, E) cosine affinities."""
         reduced_TP = x_TD @ self.project.to(x_TD.dtype).T
         embedding_EP = nn.functional.normalize(self.embedding.to(x_TD.dtype), dim=-1)
         if self.log_scale is None:
@@ -68,6 +73,7 @@ class CosineRouter(Router):
     def decide(
         self, x: Tensor, *, token_mask: Tensor | None = None, token_ids: Tensor | None = None
     ) -> Routing:
+        """Select the top K experts by cosine affinity."""
         mask_T = None if token_mask is None else token_mask.reshape(-1)
         affinity_TE = self.affinity(flat(x))
         expert_ids_TK, gate_TK = select(affinity_TE, self.top_k, self.config.gate)
@@ -76,7 +82,7 @@ class CosineRouter(Router):
 
 
 class RandomRouter(Router):
-    """The paper's ablation: M drawn at random in every call, one row for each cluster."""
+    """The paper's ablation: M (C, D) is drawn at random in every call."""
 
     def __init__(self, config: RandomConfig, base: Router) -> None:
         super().__init__(
@@ -96,25 +102,34 @@ class RandomRouter(Router):
         *,
         token_mask: Tensor | None = None,
         cache: StatisticsSlot | None = None,
-    ) -> Tensor:
+    ) -> ScaledTokens:
+        """Multiply each token by the random scale of its clusters."""
         check_state(state, x, self.mix, self.num_experts)
         x_TD = flat(x)
         normal_CD = torch.randn(self.num_experts, self.dim, device=x.device, dtype=x_TD.dtype)
         scale_CD = (1 + self.config.std * normal_CD).clamp(min=0)
+        if self.mix == 1:
+            return ScaledTokens(x, scale_CD, state.assignment[:, 0], state.order)
         scale_TJD = gather_scale(scale_CD, state.assignment[None])
         scale_TJD = scale_TJD.masked_fill((state.assignment < 0)[None, ..., None], 1.0)
-        return (x_TD * mix_scales(scale_TJD, state.membership[None])[0]).view(x.shape)
+        scaled_TD = x_TD * mix_scales(scale_TJD, state.membership[None])[0]
+        return ScaledTokens(x, product=scaled_TD.view(x.shape))
 
-    def decide(
-        self, x: Tensor, *, token_mask: Tensor | None = None, token_ids: Tensor | None = None
+    def route(
+        self,
+        tokens: ScaledTokens,
+        *,
+        token_mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
     ) -> Routing:
-        return self.base.decide(x, token_mask=token_mask, token_ids=token_ids)
+        return self.base.route(tokens, token_mask=token_mask, token_ids=token_ids)
 
 
 class HashRouter(Router):
-    """Each token id has its own fixed, random experts, equally weighted.
+    """Each token id has its own fixed random experts, with equal gates.
 
-    No parameters, so the weights of balance and z-loss, which a model sets for all its layers, have
+    The router has no parameters, so the balance and z-loss that a model sets for all its layers
+    have
     nothing to act on here: the loss is 0.
     """
 
@@ -134,6 +149,7 @@ class HashRouter(Router):
     def decide(
         self, x: Tensor, *, token_mask: Tensor | None = None, token_ids: Tensor | None = None
     ) -> Routing:
+        """Select the K experts whose hash with the token id is largest."""
         ids_T = need_token_ids(token_ids, x, self.config.name)
         expert_E = torch.arange(self.num_experts, device=x.device)
         dtype = accumulation_dtype(x.dtype)
@@ -145,7 +161,7 @@ class HashRouter(Router):
 
 
 def scramble(value: Tensor, seed: int) -> Tensor:
-    """A well-mixed 31-bit number for each integer: multiply, fold the high bits down, repeat."""
+    """Hash integers to 31 bits: multiply, xor the high bits into the low ones, repeat."""
     value = value.long() + (seed * 0x9E3779B1 & 0x7FFFFFFF)
     for factor in (0x45D9F3B, 0x119DE1F3):
         value = (value ^ (value >> 16)) * factor & 0x7FFFFFFF
@@ -153,7 +169,7 @@ def scramble(value: Tensor, seed: int) -> Tensor:
 
 
 class ExpertChoiceRouter(Router):
-    """Each expert takes its best tokens of the whole call: perfect balance, no causality."""
+    """Each expert selects its best tokens of the whole call: balanced, but not causal."""
 
     causal = False
     always_k = False
@@ -176,23 +192,23 @@ class ExpertChoiceRouter(Router):
     def decide(
         self, x: Tensor, *, token_mask: Tensor | None = None, token_ids: Tensor | None = None
     ) -> Routing:
+        """Let each expert select tokens by the softmax gate."""
         x_TD = flat(x)
         mask_T = None if token_mask is None else token_mask.reshape(-1)
-        bias_E = None if self.bias is None else self.bias.to(x_TD.dtype)
-        affinity_TE = nn.functional.linear(x_TD, self.embedding.to(x_TD.dtype), bias_E)
+        affinity_TE = linear_affinity(x_TD, self.embedding, self.bias)
         gate_TE = affinity_TE.softmax(-1)
         taken_TE = self.taken(gate_TE.detach(), mask_T)
         expert_E = torch.arange(self.num_experts, device=x.device)
         expert_ids_TE = torch.where(taken_TE, expert_E, self.num_experts)
-        # Balanced by construction: only the z-loss is left to ask for.
+        # The load is balanced by construction: only the z-loss applies.
         loss = common_losses(only_z(self.losses), affinity_TE, expert_ids_TE, mask_T)
         return Routing(expert_ids_TE, gate_TE * taken_TE, affinity_TE, loss)
 
     def taken(self, gate_TE: Tensor, mask_T: Tensor | None) -> Tensor:
-        """(T, E) bool: the token is among its expert's capacity best."""
+        """Return (T, E) bool: the token is among the expert's `capacity` best."""
         if mask_T is not None:
             gate_TE = gate_TE.masked_fill(~mask_T[:, None], -1.0)
-        # float64, and the division last: k * 21 / 7 must not become 3.0000002 and its ceiling 4.
+        # float64, and divide last: k * 21 / 7 must not become 3.0000002, whose ceiling is 4.
         rows = self.config.capacity_factor * self.top_k * real_tokens(gate_TE, mask_T)
         capacity = (rows / self.num_experts).ceil()
         rank_TE = gate_TE.argsort(dim=0, descending=True, stable=True).argsort(dim=0)

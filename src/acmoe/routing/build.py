@@ -1,4 +1,7 @@
-"""From a config, or its name, to a router."""
+"""Build a router from a config or its name."""
+
+from functools import singledispatch
+from typing import Any
 
 from acmoe.config.routing import (
     AdaptiveConfig,
@@ -15,6 +18,7 @@ from acmoe.config.routing import (
     ThresholdConfig,
     router_config,
 )
+from acmoe.errors import UserError
 from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.baselines import CosineRouter, ExpertChoiceRouter, HashRouter, RandomRouter
 from acmoe.routing.metric import MetricRouter
@@ -33,34 +37,47 @@ def build_router(
     top_k: int,
     losses: LossConfig | None = None,
 ) -> Router:
-    """A router of `num_experts` experts, for x of `dim` features."""
+    """Return a router for `num_experts` experts and tokens of `dim` features."""
     config = router_config(router)
-    if isinstance(config, AdaptiveConfig | RandomConfig):
-        base = build_router(
-            config.base, dim=dim, num_experts=num_experts, top_k=top_k, losses=losses
-        )
-        if isinstance(config, AdaptiveConfig):
-            return AdaptiveRouter(config, base)
-        return RandomRouter(config, base)
-    size = {"dim": dim, "num_experts": num_experts, "top_k": top_k}
-    match config:
-        case MetricConfig():  # before SMoEConfig, which it extends
-            return MetricRouter(config, **size, losses=losses)
-        case SMoEConfig():
-            return TopKRouter(config, **size, losses=losses)
-        case CosineConfig():
-            return CosineRouter(config, **size, losses=losses)
-        case StableConfig(legacy=True):
-            # What the published baseline computes: one stage, unit-length embeddings.
-            legacy = SMoEConfig(normalize_embeddings=True, init="orthogonal", gate="selected")
-            return TopKRouter(legacy, **size, losses=losses)
-        case StableConfig():
-            return StableRouter(config, **size, losses=losses)
-        case ThresholdConfig():
-            return ThresholdRouter(config, **size, losses=losses)
-        case HashConfig():
-            return HashRouter(config, **size, losses=losses)
-        case ExpertChoiceConfig():
-            return ExpertChoiceRouter(config, **size, losses=losses)
-        case SoftConfig():
-            return SoftRouter(config, **size, losses=losses)
+    return new_router(config, dim=dim, num_experts=num_experts, top_k=top_k, losses=losses)
+
+
+@singledispatch
+def new_router(config: RouterConfig, **options: Any) -> Router:
+    """Return the router of a config; options are those of `build_router`.
+
+    A package that defines a config registers its router with `@new_router.register`.
+    """
+    raise UserError(f"{type(config).__name__} has no router; register one with new_router.register")
+
+
+@new_router.register
+def _(config: AdaptiveConfig, **options: Any) -> Router:
+    return AdaptiveRouter(config, new_router(config.base, **options))
+
+
+@new_router.register
+def _(config: RandomConfig, **options: Any) -> Router:
+    return RandomRouter(config, new_router(config.base, **options))
+
+
+@new_router.register
+def _(config: StableConfig, **options: Any) -> Router:
+    if config.legacy:
+        # The published baseline has one stage and unit-length embeddings.
+        legacy = SMoEConfig(normalize_embeddings=True, init="orthogonal", gate="selected")
+        return TopKRouter(legacy, **options)
+    return StableRouter(config, **options)
+
+
+_ROUTERS: dict[type[RouterConfig], Any] = {
+    SMoEConfig: TopKRouter,
+    MetricConfig: MetricRouter,
+    CosineConfig: CosineRouter,
+    ThresholdConfig: ThresholdRouter,
+    HashConfig: HashRouter,
+    ExpertChoiceConfig: ExpertChoiceRouter,
+    SoftConfig: SoftRouter,
+}
+for _config, _router in _ROUTERS.items():
+    new_router.register(_config, _router)

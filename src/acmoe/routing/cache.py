@@ -1,7 +1,8 @@
-"""Decode slots: the statistics of past steps, kept beside the KV cache, one slot a layer.
+"""Decoding cache of the routing statistics, one slot per layer, beside the KV cache.
 
-One token has no dispersion, so decoding reads what prefill saw. Slots are preallocated, written in
-place and used in inference only. `running` statistics need no slot: they are frozen buffers.
+One token has no dispersion, so decoding uses the statistics of prefill. Slots are preallocated,
+written in place, and for inference only. `running` statistics need no slot: they are frozen
+buffers.
 """
 
 from dataclasses import dataclass, field
@@ -16,20 +17,22 @@ from acmoe.ops.statistics.prefix import PrefixMoments
 
 @dataclass
 class StatisticsSlot:
-    """Running sums of each sequence (prefix), or the scale prefill used (batch, sequence)."""
+    """Moments of each sequence (prefix statistics), or prefill's scale (batch, sequence)."""
 
     moments: PrefixMoments | None = None
     scale: Tensor | None = None  # (C, D), or (B, C, D) for sequence statistics
     filled: bool = False  # prefill has written `scale`
-    kept: dict[str, Tensor] = field(default_factory=dict)  # what else prefill used, by name
+    # other tensors that prefill used, by name
+    extra: dict[str, Tensor] = field(default_factory=dict)
 
-    def remember(self, after: PrefixMoments) -> None:
+    def store(self, after: PrefixMoments) -> None:
+        """Store the moments after this call."""
         assert self.moments is not None
-        for kept, new in zip(self.moments, after, strict=True):
-            kept.copy_(new)
+        for moment, new in zip(self.moments, after, strict=True):
+            moment.copy_(new)
 
     def scale_once(self, scale: Tensor) -> Tensor:
-        """The first call's scale, then and ever after."""
+        """Store the scale of the first call; return the stored scale in every call."""
         assert self.scale is not None
         if not self.filled:
             self.scale.copy_(scale)
@@ -38,13 +41,14 @@ class StatisticsSlot:
 
 
 class LayerCache(NamedTuple):
-    """The slots of one MoE layer: its router's statistics, and those it emits to the next."""
+    """The slots of one MoE layer: its router's statistics, and those for the next layer."""
 
     router: StatisticsSlot | None
-    emit: StatisticsSlot | None
+    next_state: StatisticsSlot | None
 
 
 def check_inference(x: Tensor) -> None:
+    """Raise a UserError if gradients are recorded."""
     check(
         not (torch.is_grad_enabled() and x.requires_grad),
         "cache was passed while gradients are recorded; decode under torch.no_grad()",

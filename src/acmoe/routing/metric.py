@@ -1,15 +1,15 @@
-"""Every expert measures a token in the metric of its own cluster.
+"""A router whose experts each measure a token's distance in a metric of their own.
 
-The paper stretches a token by the metric of the cluster it came from, whichever expert is asked:
-tokens of one cluster are then compared with all experts in one metric, and the choice before is
-repeated (docs/theory.md). Here each expert k keeps mean and variance of the tokens that chose it,
-and its affinity falls with the token's distance in that metric, the log density of a Gaussian:
+The paper rescales a token by the metric of the cluster it came from: tokens of one cluster are then
+compared with all experts in one metric, and repeat their previous choice (docs/theory.md). Here
+each expert k has the mean and variance of the tokens that chose it, and its affinity contains the
+log density of that Gaussian:
 
     affinity_k = x . e_k + b_k - c/2 * mean over d of [(x_d - mu_kd)^2 / v_kd + log v_kd]
 
-c is learned, one number a layer; c = 0 is the plain router. The statistics are running averages,
-folded in once per optimizer step: no token reads another of its batch, and nothing is kept between
-layers or decode steps. The square is opened up, so this costs two products instead of one.
+c is learned, one scalar per layer; c = 0 is the plain router. The statistics are running averages,
+updated once per optimizer step: a token does not depend on others of its batch, and no state passes
+between layers or decode steps. The square is expanded, so that the distance is two GEMMs.
 
 T tokens, D features, E experts.
 """
@@ -18,19 +18,21 @@ import torch
 from torch import Tensor, nn
 
 from acmoe.config.routing import LossConfig, MetricConfig
+from acmoe.ops.route import Route, ScaledTokens
+from acmoe.ops.route.reference import choose
 from acmoe.ops.statistics.cluster_mean import cluster_mean
-from acmoe.ops.statistics.running import fold_average
+from acmoe.ops.statistics.running import update_average
 from acmoe.routing.router import flat
 from acmoe.routing.state import Routing
 from acmoe.routing.step import StepStatistics
-from acmoe.routing.topk import TopKRouter
+from acmoe.routing.topk import TopKRouter, over_selected
 
 
 class ExpertMoments(StepStatistics):
-    """Running means of x and x^2 over the tokens whose first choice an expert was."""
+    """Running means of x and x^2 over the tokens whose first choice was each expert."""
 
-    moments: Tensor  # (E, 2 D)
-    weight: Tensor  # (E,) tokens behind them, discounted
+    moments: Tensor  # (E, 2 D): means of x, then means of x^2
+    weight: Tensor  # (E,) number of tokens in the means, discounted by momentum
     last_moments: Tensor
     last_count: Tensor
 
@@ -49,16 +51,16 @@ class ExpertMoments(StepStatistics):
         self.last_moments.copy_(moments_EX)
         self.last_count.copy_(count_E)
 
-    def fold(self) -> None:
-        fold_average(
+    def update(self) -> None:
+        update_average(
             self.moments, self.weight, self.last_moments, self.last_count, self.config.momentum
         )
 
     def mean_and_variance(self) -> tuple[Tensor, Tensor]:
-        """(E, D) each, drawn towards those of all tokens, which count as `prior_tokens`.
+        """Return mean and variance (E, D), shrunk towards those of all tokens.
 
-        An expert that was never chosen has those of all tokens; before the first fold mean 0 and
-        variance 1, the same for all experts.
+        The moments of all tokens count as `prior_tokens` tokens of each expert; an expert that was
+        never chosen has exactly these. Before the first update, mean is 0 and variance 1.
         """
         weight_E1 = self.weight[:, None]
         total = weight_E1.sum()
@@ -72,7 +74,7 @@ class ExpertMoments(StepStatistics):
 
 
 class MetricRouter(TopKRouter):
-    """The top-k router plus each expert's own log density."""
+    """The top-k router with each expert's log density added to its affinity."""
 
     def __init__(
         self,
@@ -90,8 +92,26 @@ class MetricRouter(TopKRouter):
     def affinity(self, x_TD: Tensor) -> Tensor:
         return super().affinity(x_TD) - 0.5 * self.strength * self.distance(x_TD)
 
+    def choose(
+        self,
+        tokens: ScaledTokens,
+        *,
+        noise_TE: Tensor | None,
+        mask_T: Tensor | None,
+        temperature: float | None,
+    ) -> Route:
+        found = choose(
+            self.affinity(flat(tokens.dense())),
+            top_k=self.top_k,
+            over_selected=over_selected(self.config.gate, self.top_k),
+            token_mask=mask_T,
+            temperature=temperature,
+            noise=noise_TE,
+        )
+        return found._replace(x=tokens.x)
+
     def distance(self, x_TD: Tensor) -> Tensor:
-        """(T, E) mean over features of (x - mu)^2 / v + log v."""
+        """Return (T, E): the mean over features of (x - mu)^2 / v + log v."""
         mean_ED, variance_ED = (
             moment.to(x_TD.dtype) for moment in self.statistics.mean_and_variance()
         )
@@ -100,14 +120,16 @@ class MetricRouter(TopKRouter):
         cross_TE = x_TD @ (mean_ED * inverse_ED).T
         return (x_TD.square() @ inverse_ED.T - 2 * cross_TE + offset_E) / self.dim
 
-    def decide(
-        self, x: Tensor, *, token_mask: Tensor | None = None, token_ids: Tensor | None = None
+    def route(
+        self,
+        tokens: ScaledTokens,
+        *,
+        token_mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
     ) -> Routing:
-        routing = super().decide(x, token_mask=token_mask, token_ids=token_ids)
+        routing = super().route(tokens, token_mask=token_mask, token_ids=token_ids)
         if self.training:
             mask_T = None if token_mask is None else token_mask.reshape(-1)
-            self.statistics.note(flat(x).detach(), routing.affinity.argmax(-1), mask_T)
+            x_TD = flat(tokens.dense()).detach()
+            self.statistics.note(x_TD, routing.affinity.argmax(-1), mask_T)
         return routing
-
-    def fuses(self, x: Tensor, other: str | None = None) -> bool:
-        return super().fuses(x, other or "it knows no metric of the experts' own")

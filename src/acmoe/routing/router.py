@@ -1,4 +1,4 @@
-"""The one protocol of all routers.
+"""The interface of all routers.
 
 T tokens, D features.
 """
@@ -10,22 +10,23 @@ from acmoe.config.routing import LossConfig
 from acmoe.errors import check
 from acmoe.ops.checks import check_dim, check_token_mask
 from acmoe.ops.precision import without_autocast
+from acmoe.ops.route import ScaledTokens
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.routing.cache import StatisticsSlot
 from acmoe.routing.state import Routing, RoutingState
 
 
 class Router(nn.Module):
-    """Hidden states -> `Routing`, in two steps.
+    """Computes a `Routing` from hidden states, in two steps.
 
-    `rescale` moves the tokens into the space they are routed in (only adaptive routers do),
-    `decide` chooses experts there. A new router writes `decide`.
+    `rescale` rescales the tokens (in adaptive routers only), `route` chooses experts for them. A
+    new router must define `decide`, which is `route` for a plain tensor.
     """
 
-    causal = True  # a token's choice does not depend on later tokens or other sequences
-    always_k = True  # every token gets exactly k experts
-    scale_experts = False  # the experts read the rescaled tokens too
-    mix = 1  # clusters per token this router reads from the state
+    causal = True  # True: a token's choice does not depend on later tokens or other sequences
+    always_k = True  # True: every token gets exactly k experts
+    scale_experts = False  # True: the experts read the rescaled tokens too
+    mix = 1  # number of clusters per token that this router reads from the state
 
     def __init__(
         self, *, dim: int, num_experts: int, top_k: int, losses: LossConfig | None = None
@@ -57,21 +58,11 @@ class Router(nn.Module):
         check_token_mask(x, token_mask)
         x = blank(x, token_mask)
         with without_autocast(x):
-            return self.route(x, state, token_mask=token_mask, token_ids=token_ids, cache=cache)[0]
-
-    def route(
-        self,
-        x: Tensor,
-        state: RoutingState,
-        *,
-        token_mask: Tensor | None = None,
-        token_ids: Tensor | None = None,
-        cache: StatisticsSlot | None = None,
-    ) -> tuple[Routing, Tensor]:
-        """The decision, and the tokens the experts read. A kernel may do both steps at once."""
-        scaled = self.rescale(x, state, token_mask=token_mask, cache=cache)
-        routing = self.decide(scaled, token_mask=token_mask, token_ids=token_ids)
-        return routing, scaled.to(x.dtype) if self.scale_experts else x
+            tokens = self.rescale(x, state, token_mask=token_mask, cache=cache)
+            routing = self.route(tokens, token_mask=token_mask, token_ids=token_ids)
+            if self.scale_experts:
+                routing = routing._replace(expert_input=tokens.dense().to(x.dtype))
+        return routing
 
     def rescale(
         self,
@@ -80,33 +71,45 @@ class Router(nn.Module):
         *,
         token_mask: Tensor | None = None,
         cache: StatisticsSlot | None = None,
-    ) -> Tensor:
-        return x
+    ) -> ScaledTokens:
+        """Return the tokens as this router reads them: x itself, except in adaptive routers."""
+        return ScaledTokens(x)
+
+    def route(
+        self,
+        tokens: ScaledTokens,
+        *,
+        token_mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
+    ) -> Routing:
+        """Choose experts for the rescaled tokens."""
+        return self.decide(tokens.dense(), token_mask=token_mask, token_ids=token_ids)
 
     def decide(
         self, x: Tensor, *, token_mask: Tensor | None = None, token_ids: Tensor | None = None
     ) -> Routing:
+        """Choose experts for float32 tokens x, which have the shape that `forward` received."""
         raise NotImplementedError(f"{type(self).__name__} must define decide")
 
     def new_slot(
         self, num_sequences: int, *, device: torch.device | str | None, dtype: torch.dtype
     ) -> StatisticsSlot | None:
-        """What this router must remember between decode steps; None: nothing."""
+        """Return a cache for statistics between decode steps; None if the router needs none."""
         return None
 
 
 def blank(x: Tensor, token_mask: Tensor | None) -> Tensor:
-    """Zeros in place of padding, so that whatever it held reaches neither a sum nor a gradient."""
+    """Set padding to zero, so that its content reaches neither a sum nor a gradient."""
     return x if token_mask is None else x.masked_fill(~token_mask[..., None], 0.0)
 
 
 def flat(x: Tensor) -> Tensor:
-    """(T, D) in the accumulation dtype: routers decide in float32, whatever the model runs in."""
+    """Return x as (T, D) in float32 (or float64): routers do not decide in low precision."""
     return x.reshape(-1, x.shape[-1]).to(accumulation_dtype(x.dtype))
 
 
 def real_tokens(value_TX: Tensor, token_mask_T: Tensor | None) -> Tensor:
-    """() float64 number of tokens that are not padding, made on the device: no host waits."""
+    """Return the float64 number of tokens that are not padding, without a device sync."""
     if token_mask_T is not None:
         return token_mask_T.sum(dtype=torch.float64)
     return value_TX.new_full((), value_TX.shape[0], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""SoftMoE's slots: no token is sent anywhere, every expert reads mixtures of all of them.
+"""SoftMoE routing: every expert processes slots, each of which is a weighted mean of all tokens.
 
 B sequences of L tokens, D features, E experts, P slots per expert, S = E * P slots.
 """
@@ -15,15 +15,15 @@ from acmoe.routing.state import Routing
 
 
 class SoftRouting(NamedTuple):
-    """How slots are filled and emptied, beside the `Routing` the next layer reads."""
+    """Dispatch and combine weights, and the `Routing` that the next layer reads."""
 
-    dispatch: Tensor  # (B, L, S) softmax over the tokens of a sequence: what a slot is made of
-    combine: Tensor  # (B, L, S) softmax over slots: what a token gets back
-    routing: Routing  # affinity: log of the share each expert has in a token's output
+    dispatch: Tensor  # (B, L, S) softmax over L: weights of the tokens in each slot
+    combine: Tensor  # (B, L, S) softmax over S: weights of the slots' outputs in a token
+    routing: Routing  # affinity: log of each expert's summed combine weight
 
 
 class SoftRouter(Router):
-    """Cosine logits between tokens and slots, with one learned scale."""
+    """Cosine logits between tokens and slots, times one learned scale."""
 
     causal = False
 
@@ -43,7 +43,7 @@ class SoftRouter(Router):
         self.logit_scale = nn.Parameter(torch.ones(()))
 
     def mixtures(self, x_BLD: Tensor, token_mask: Tensor | None) -> SoftRouting:
-        """Dispatch and combine weights from (rescaled) tokens."""
+        """Return dispatch and combine weights from (rescaled) tokens."""
         B, L, _ = x_BLD.shape
         x_BLD = x_BLD.to(torch.promote_types(x_BLD.dtype, torch.float32))
         slots_SD = nn.functional.normalize(self.slots.to(x_BLD.dtype), dim=-1)
@@ -51,7 +51,7 @@ class SoftRouter(Router):
         logits_BLS = self.logit_scale.to(x_BLD.dtype) * logits_BLS
         by_token_BLS = logits_BLS
         if token_mask is not None:
-            # The lowest finite number, not -inf: a sequence of padding alone must not give NaN.
+            # The lowest finite number, not -inf: a fully masked sequence must not give NaN.
             lowest = torch.finfo(x_BLD.dtype).min
             by_token_BLS = logits_BLS.masked_fill(~token_mask[..., None], lowest)
         dispatch_BLS = by_token_BLS.softmax(1)
@@ -69,9 +69,11 @@ class SoftRouter(Router):
     def decide(
         self, x: Tensor, *, token_mask: Tensor | None = None, token_ids: Tensor | None = None
     ) -> Routing:
+        """Return the routing of each token by its expert of largest combine weight."""
         x_BLD, mask_BL = (x, token_mask) if x.dim() == 3 else as_one_sequence(x, token_mask)
         return self.mixtures(x_BLD, mask_BL).routing
 
 
 def as_one_sequence(x_TD: Tensor, mask_T: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Add a leading dimension of 1 to tokens (T, D) and mask (T,)."""
     return x_TD[None], None if mask_T is None else mask_T[None]

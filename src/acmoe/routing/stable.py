@@ -1,6 +1,6 @@
-"""StableMoE: learn where tokens go, distil it into token ids, then never change it again.
+"""StableMoE: learn a routing, distil it into a router of token ids, then freeze it.
 
-T tokens, D features, E experts, K experts per token, P light features.
+T tokens, D features, E experts, K experts per token, P features of the light router.
 """
 
 import torch
@@ -17,11 +17,11 @@ from acmoe.routing.topk import common_losses, expert_embeddings, no_noise_losses
 
 
 class StableRouter(Router):
-    """Stage one routes by x . c_k and teaches a light router on token ids; stage two obeys it.
+    """Stage 1 routes by x . c_k and trains a light router on token ids; stage 2 routes by that.
 
-    The gate is sigmoid(x . c_k) in both, so the centroids keep learning how much an expert counts.
-    Evaluation always asks the light router, as the paper of StableMoE does. It was published for
-    k = 1; with k > 1 every chosen expert has its own sigmoid.
+    The gate is sigmoid(x . c_k) in both stages, so the expert centroids c_k keep learning.
+    Evaluation always uses the light router, as in the StableMoE paper. It was published for k = 1;
+    with k > 1 every selected expert has its own sigmoid.
     """
 
     def __init__(
@@ -49,17 +49,19 @@ class StableRouter(Router):
         nn.init.orthogonal_(self.light_experts, gain=0.1)
 
     def freeze(self) -> None:
-        """Begin stage two: assignments come from the light router, which stops learning."""
+        """Begin stage 2: the light router assigns tokens and stops learning."""
         self._enter(2)
 
     def _enter(self, stage: int) -> None:
+        """Set the stage; the light router learns in stage 1 only."""
         if stage != self.stage:
             self.stage = stage
             self.light_tokens.requires_grad_(stage == 1)
             self.light_experts.requires_grad_(stage == 1)
 
     def get_extra_state(self) -> Tensor:
-        return torch.tensor(self.stage)  # a tensor, so that safetensors can hold it
+        """Return the stage as a tensor, which safetensors can store."""
+        return torch.tensor(self.stage)
 
     def set_extra_state(self, state: Tensor) -> None:
         self._enter(int(state))
@@ -67,10 +69,11 @@ class StableRouter(Router):
     def decide(
         self, x: Tensor, *, token_mask: Tensor | None = None, token_ids: Tensor | None = None
     ) -> Routing:
+        """Route by the centroids in training stage 1, otherwise by the light router."""
         ids_T = need_token_ids(token_ids, x, self.config.name)
         mask_T = None if token_mask is None else token_mask.reshape(-1)
         if mask_T is not None:
-            ids_T = ids_T.masked_fill(~mask_T, 0)  # the id of padding may be no word
+            ids_T = ids_T.masked_fill(~mask_T, 0)  # padding may have an id outside the vocabulary
         check_range(ids_T, 0, self.light_tokens.num_embeddings, "token_ids")
         x_TD = flat(x)
         affinity_TE = x_TD @ self.embedding.to(x_TD.dtype).T
@@ -79,7 +82,7 @@ class StableRouter(Router):
         chooser_TE = affinity_TE if learning else light_TE
         expert_ids_TK = chooser_TE.topk(self.top_k, dim=-1).indices
         gate_TK = affinity_TE.gather(1, expert_ids_TK).sigmoid()
-        # Its own balance loss, below, stands in place of the common one.
+        # StableMoE's own balance loss, below, replaces the common one.
         loss = common_losses(only_z(self.losses), affinity_TE, expert_ids_TK, mask_T)
         if learning:
             expert_T = affinity_TE.argmax(-1)
@@ -87,5 +90,5 @@ class StableRouter(Router):
             balance = stable_balance_loss(score_T, expert_T, self.num_experts, mask_T)
             imitation = distillation_loss(light_TE, expert_T, mask_T)
             loss = loss + self.config.balance * balance + self.config.distill * imitation
-        # The cluster of a token is where it was sent: the light router's choice, once that decides.
+        # A token's cluster is the expert it was sent to: in stage 2 the light router's choice.
         return Routing(expert_ids_TK, gate_TK, chooser_TE, loss)

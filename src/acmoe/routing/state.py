@@ -1,18 +1,18 @@
-"""What one MoE layer tells the next, and what a router decides.
+"""The state that flows from one MoE layer to the next, and the decision of a router.
 
-Two axes are kept apart: `RoutingState` flows from layer to layer inside one forward pass, the
-decode slots of cache.py from step to step. Both are arguments; nothing is remembered by a module.
+`RoutingState` is passed from layer to layer in one forward pass, the decode slots of cache.py from
+step to step. Both are arguments; no module stores them.
 
 T tokens, D features, E experts, C = E clusters, K experts per token, J clusters per token.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from acmoe.errors import check
-from acmoe.ops.sort.op import Clusters
+from acmoe.ops.sort.order import no_order
 
 
 class Routing(NamedTuple):
@@ -22,26 +22,29 @@ class Routing(NamedTuple):
     gate: Tensor  # (T, K) combine weights, 0 where there is no expert
     affinity: Tensor  # (T, E) token-expert affinities in the scaled space, training noise included
     loss: Tensor  # () float32 weighted auxiliary losses of this layer
-    first: Tensor | None = None  # (T, 1) argmax of the affinity, of a router that has it in hand
+    first: Tensor | None = None  # (T,) argmax of the affinity, if the router has computed it
+    # (..., D) the tokens the experts read: x, or M x under `scale_experts`. None: x.
+    expert_input: Tensor | None = None
 
 
-class RoutingState(NamedTuple):
-    """What the next MoE layer needs of this one. Tensors only, all contiguous.
-
-    `clusters` saves time and says nothing new: without it every result is the same to rounding.
-    """
-
+class _StateFields(NamedTuple):
     assignment: Tensor  # (T, J) int64 clusters of each token, best first; -1: none yet
     membership: Tensor  # (T, J) weights of those clusters, summing to one
-    scale: Tensor  # (C, D) diagonals of M; ones where the reader takes its own statistics
+    scale: Tensor  # (C, D) diagonals of M; ones where the next router takes its own statistics
     aux_loss: Tensor  # () float32 sum over the MoE layers so far
-    clusters: Clusters | None = None  # the tokens sorted by assignment, where the experts' sort was
+    # int32 packed `TokenOrder`: the tokens sorted by `assignment` (ops/sort/order.py); empty: not
+    # sorted. It only saves time: results without it are the same up to rounding.
+    order: Tensor = torch.empty(0, dtype=torch.int32)
 
-    @property
-    def sorted(self) -> Clusters | None:
-        """`clusters`, unless the assignment has been replaced since; nobody writes into a state."""
-        known = self.clusters is not None and self.clusters.assignment is self.assignment
-        return self.clusters if known else None
+
+class RoutingState(_StateFields):
+    """The data that an MoE layer passes to the next: five contiguous tensors.
+
+    A state may be cloned, moved, checkpointed or sent to another pipeline stage tensor by tensor:
+    `RoutingState(*(tensor.clone() for tensor in state))` behaves as the original.
+    """
+
+    __slots__ = ()
 
     @classmethod
     def identity(
@@ -54,19 +57,27 @@ class RoutingState(NamedTuple):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> "RoutingState":
-        """The state before the first MoE layer: M = I, no token in any cluster.
+        """Return the state before the first MoE layer: M = I, no token in any cluster.
 
-        With it every adaptive router is bitwise its base router, in every statistics mode.
+        With it every adaptive router equals its base router bitwise, in every statistics mode.
         """
         assignment, membership = no_cluster(num_tokens, mix, device=device, dtype=dtype)
         scale = torch.ones(num_clusters, dim, device=device, dtype=dtype)
         aux_loss = torch.zeros((), device=device)
-        return cls(assignment, membership, scale, aux_loss)
+        return cls(assignment, membership, scale, aux_loss, no_order(assignment))
+
+    def _replace(self, **changes: Any) -> "RoutingState":
+        """Replace fields; a new assignment without an order also clears the order."""
+        if "assignment" in changes and "order" not in changes:
+            changes["order"] = no_order(changes["assignment"])
+        values = {**dict(zip(self._fields, self, strict=True)), **changes}
+        return RoutingState(**values)
 
 
 def no_cluster(
     num_tokens: int, mix: int, *, device: torch.device | str | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
+    """Return the (T, J) assignment and membership of tokens that belong to no cluster."""
     assignment = torch.full((num_tokens, mix), -1, device=device, dtype=torch.int64)
     membership = torch.zeros(num_tokens, mix, device=device, dtype=dtype)
     membership[:, 0] = 1.0
@@ -74,19 +85,18 @@ def no_cluster(
 
 
 def clusters_of(
-    affinity_TE: Tensor, mix: int, *, detach: bool = True, first_T1: Tensor | None = None
+    affinity_TE: Tensor, mix: int, *, detach: bool = True, first_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Each token's `mix` best clusters, best first, and their renormalised affinities.
+    """Return the `mix` clusters of highest affinity, best first, and the softmax over them, (T, J).
 
-    The first is the argmax, never column 0 of an unsorted top-k; `first_T1` if that is known. Which
-    cluster a token belongs to is a label; how much of each, part of its scale, has a gradient
-    unless detached.
+    first_T: the argmax of the affinity, if it is known. The clusters have no gradient; their
+    weights, which enter the token's scale, have one unless `detach`.
     """
     if detach:
         affinity_TE = affinity_TE.detach()
     if mix == 1:
-        assignment_TJ = affinity_TE.argmax(-1, keepdim=True) if first_T1 is None else first_T1
-        return assignment_TJ, torch.ones_like(assignment_TJ, dtype=affinity_TE.dtype)
+        first_T = affinity_TE.argmax(-1) if first_T is None else first_T
+        return first_T[:, None], torch.ones_like(first_T[:, None], dtype=affinity_TE.dtype)
     best_TE, order_TE = affinity_TE.sort(dim=-1, descending=True, stable=True)
     return order_TE[:, :mix].contiguous(), best_TE[:, :mix].softmax(-1)
 
@@ -96,17 +106,18 @@ def check_mix(mix: int, num_clusters: int) -> None:
 
 
 def check_state(state: RoutingState, x: Tensor, mix: int, num_clusters: int) -> None:
-    """The state fits the tokens and the reader."""
+    """Raise a UserError unless the state fits the tokens and the router that reads it."""
     num_tokens, dim = x.shape[:-1].numel(), x.shape[-1]
     check(
         state.assignment.shape == (num_tokens, mix),
         f"state.assignment has shape {tuple(state.assignment.shape)}; {num_tokens} tokens and "
         f"mix={mix} need ({num_tokens}, {mix}): begin with RoutingState.identity(num_tokens="
-        f"{num_tokens}, mix={mix}, ...), and let the layer before emit for this router",
+        f"{num_tokens}, mix={mix}, ...), and give the layer before this router's config as "
+        "next_router",
     )
     check(
         state.scale.shape[0] == num_clusters,
-        f"state.scale has {state.scale.shape[0]} clusters; the reader has {num_clusters}: "
+        f"state.scale has {state.scale.shape[0]} clusters; this router has {num_clusters}: "
         "consecutive MoE layers must agree on num_experts",
     )
     check(

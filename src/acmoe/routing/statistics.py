@@ -1,20 +1,20 @@
-"""Which tokens of time and batch a cluster's dispersion is taken over.
+"""The scale of each cluster, by the set of tokens that its dispersion is computed from.
 
-    batch      every token of the call: the paper. Sees the future, and other sequences.
-    running    an average over past optimizer steps, the same in training, evaluation and decoding
+    batch      all tokens of the call, as in the paper; depends on later tokens and other sequences
+    running    a running average over optimizer steps, the same in training, evaluation and decoding
     prefix     the tokens of the same sequence up to each token, shrunk towards the running average
-    sequence   every token of the same sequence
+    sequence   all tokens of the same sequence
 
-`forward` may overwrite a buffer but never adds to one, so activation checkpointing, which replays
-it, cannot count a batch twice. `fold_statistics(model)`, called once after each optimizer step,
-moves the last batch into the average.
+A forward pass may overwrite a buffer but never adds to one, so activation checkpointing, which runs
+it twice, cannot count a batch twice. `fold_statistics(model)`, called once after each optimizer
+step, updates the running average with the last batch.
 
 B sequences, L tokens in each, D features, C clusters, J clusters per token.
 """
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
+from functools import singledispatch
 from typing import Any
 
 import torch
@@ -22,20 +22,18 @@ from torch import Tensor, nn
 
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.errors import check
-from acmoe.ops.sort.op import Clusters
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.ops.statistics.op import (
     ScaleOptions,
-    measured_dispersion,
-    measured_prefix,
-    measured_scale,
+    measure_dispersion,
+    measure_prefix,
+    measure_scale,
     scale_of,
 )
 from acmoe.ops.statistics.prefix import PrefixMoments
-from acmoe.ops.statistics.running import fold_and_scale, fold_average
+from acmoe.ops.statistics.running import update_average, update_average_and_scale
 from acmoe.routing.cache import StatisticsSlot, check_inference
 from acmoe.routing.step import StepStatistics
-from acmoe.routing.strength import Strength
 
 
 class ClusterStatistics(StepStatistics):
@@ -53,16 +51,14 @@ class ClusterStatistics(StepStatistics):
         self.num_clusters = num_clusters
         self.dim = dim
         self.register_buffer("dispersion", torch.zeros(num_clusters, dim))
-        self.register_buffer("weight", torch.zeros(num_clusters))  # tokens behind the average
-        # What the latest training forward saw; not part of a checkpoint.
+        self.register_buffer("weight", torch.zeros(num_clusters))  # discounted token count
+        # Statistics of the latest training forward; not part of a checkpoint.
         self.register_buffer("last_dispersion", torch.zeros(num_clusters, dim), persistent=False)
         self.register_buffer("last_count", torch.zeros(num_clusters), persistent=False)
         self.register_buffer("running_scale", torch.ones(num_clusters, dim), persistent=False)
-        self.strength: Strength | None = None
-        if config.learn_strength or config.strength_end is not None:
-            self.strength = Strength(config)
-        self.scaled_from: Tensor | None = None  # the average `running_scale` was made of, and when
-        self.scaled_state: tuple[object, ...] = ()
+        # The buffers and options that `running_scale` was computed from.
+        self.scaled_from: Tensor | None = None
+        self.scaled_version: tuple[object, ...] = ()
 
     @property
     def mode(self) -> str:
@@ -72,7 +68,7 @@ class ClusterStatistics(StepStatistics):
     def new_slot(
         self, num_sequences: int, *, device: torch.device | str | None, dtype: torch.dtype
     ) -> StatisticsSlot | None:
-        """A decode slot for the current mode; None where nothing needs caching."""
+        """Return a decode slot for the current mode; None if nothing needs caching."""
         train, evaluation = self.config.modes
         check(
             not self.training or train == evaluation,
@@ -96,34 +92,34 @@ class ClusterStatistics(StepStatistics):
         assignment_BL: Tensor,
         token_mask_BL: Tensor | None,
         slot: StatisticsSlot | None,
-        clusters: Clusters | None = None,
+        order: Tensor | None = None,
     ) -> Tensor:
-        """(C, D) for batch and running; (B, C, D) for sequence.
+        """Return the scale: (C, D) for batch and running statistics, (B, C, D) for sequence.
 
-        clusters: the same tokens sorted by assignment, masked ones in none, if somebody did that.
+        order: the packed `TokenOrder` of the assignment, masked tokens in no cluster, or None.
         """
         with self._recording(x_BLD, slot):
             x_BLD = x_BLD.detach() if self.config.detach else x_BLD
             if self.mode == "batch":
-                scale = measured_scale(
+                scale = measure_scale(
                     *self._all_tokens(x_BLD, assignment_BL),
-                    self._options,
+                    self.options,
                     measure=self.config.measure,
                     token_mask=None if token_mask_BL is None else token_mask_BL.flatten(),
-                    clusters=clusters,
-                    into=self._last if self.training else None,
+                    order=order,
+                    out=self._last if self.training else None,
                 )
             else:
-                self._look(x_BLD, assignment_BL, token_mask_BL, clusters)
+                self._record_dispersion(x_BLD, assignment_BL, token_mask_BL, order)
             if self.mode == "running":
-                # A copy: the state that carries it on must not change when the buffer does.
+                # Copy it: the routing state must not change when the buffer does.
                 return self.average_scale().to(accumulation_dtype(x_BLD.dtype), copy=True)
             if self.mode == "sequence":
-                scale = measured_scale(
+                scale = measure_scale(
                     x_BLD,
                     assignment_BL,
                     self.num_clusters,
-                    self._options,
+                    self.options,
                     measure=self.config.measure,
                     token_mask=token_mask_BL,
                 )
@@ -132,52 +128,50 @@ class ClusterStatistics(StepStatistics):
     def _all_tokens(self, x_BLD: Tensor, assignment_BL: Tensor) -> tuple[Tensor, Tensor, int]:
         return x_BLD.flatten(0, 1), assignment_BL.flatten(), self.num_clusters
 
-    def _look(
+    def _record_dispersion(
         self,
         x_BLD: Tensor,
         assignment_BL: Tensor,
         token_mask_BL: Tensor | None,
-        clusters: Clusters | None = None,
+        order: Tensor | None = None,
     ) -> None:
-        """In training, note what the whole call looked like, for `fold`."""
+        """In training, store the dispersion of all tokens of the call for `update`."""
         if self.training:
-            measured_dispersion(
+            measure_dispersion(
                 *self._all_tokens(x_BLD, assignment_BL),
                 measure=self.config.measure,
                 token_mask=None if token_mask_BL is None else token_mask_BL.flatten(),
-                clusters=clusters,
-                into=self._last,
+                order=order,
+                out=self._last,
             )
 
     @property
     def _last(self) -> tuple[Tensor, Tensor]:
-        """What `fold` reads. Only `forward` and it may see them: the next forward overwrites."""
+        """Return the buffers that `update` reads and the next forward pass overwrites."""
         return self.last_dispersion, self.last_count
 
     def average_scale(self) -> Tensor:
-        """The scale of the running average, worked out again only when that has changed.
+        """Return the scale of the running average, recomputed only if the average has changed.
 
-        Kept in a buffer of its own place, so that a captured CUDA graph reads what `fold` writes.
+        It is stored in a buffer, so that a captured CUDA graph reads what `update` writes.
         """
-        if not self._keeps_scale:
-            return scale_of(self.dispersion, self.weight, self._options)
-        if self.scaled_from is not self.dispersion or self.scaled_state != self._state:
+        if not self.caches_scale:
+            return scale_of(self.dispersion, self.weight, self.options)
+        if self.scaled_from is not self.dispersion or self.scaled_version != self.version:
             with torch.no_grad():
-                self.running_scale.copy_(scale_of(self.dispersion, self.weight, self._options))
-            self.scaled_from, self.scaled_state = self.dispersion, self._state
+                self.running_scale.copy_(scale_of(self.dispersion, self.weight, self.options))
+            self.scaled_from, self.scaled_version = self.dispersion, self.version
         return self.running_scale
 
     @property
-    def _keeps_scale(self) -> bool:
-        """Not under a learned lambda, nor where nothing tells that an average has changed."""
-        fresh = torch.compiler.is_compiling() or self.config.learn_strength
-        return not (fresh or self.dispersion.is_inference())
+    def caches_scale(self) -> bool:
+        """Return True if `running_scale` may be reused: changes of the average can be detected."""
+        return not (torch.compiler.is_compiling() or self.dispersion.is_inference())
 
     @property
-    def _state(self) -> tuple[object, ...]:
-        """What changes when anything does that the running scale depends on."""
-        step = 0 if self.strength is None else self.strength.step._version
-        return self.dispersion._version, self.weight._version, step, self.config
+    def version(self) -> tuple[object, ...]:
+        """Return a value that changes with everything that the running scale depends on."""
+        return self.dispersion._version, self.weight._version, self.config
 
     def prefix_scale(
         self,
@@ -186,10 +180,10 @@ class ClusterStatistics(StepStatistics):
         token_mask_BL: Tensor | None,
         slot: StatisticsSlot | None,
     ) -> Tensor:
-        """(B, L, J, D) scale of each token's clusters, as seen at that token."""
+        """Return (B, L, J, D): the scale of each token's J clusters, from tokens up to it."""
         with self._recording(x_BLD, slot):
             x_BLD = x_BLD.detach() if self.config.detach else x_BLD
-            self._look(x_BLD, assignment_BLJ[..., 0], token_mask_BL)
+            self._record_dispersion(x_BLD, assignment_BLJ[..., 0], token_mask_BL)
             before = slot.moments if slot is not None else None
             if before is None:
                 before = PrefixMoments.empty(
@@ -199,7 +193,7 @@ class ClusterStatistics(StepStatistics):
                     device=x_BLD.device,
                     dtype=accumulation_dtype(x_BLD.dtype),
                 )
-            spread_BLJD, count_BLJ, after = measured_prefix(
+            spread_BLJD, count_BLJ, after = measure_prefix(
                 x_BLD,
                 assignment_BLJ,
                 before,
@@ -207,17 +201,17 @@ class ClusterStatistics(StepStatistics):
                 token_mask=token_mask_BL,
             )
             if slot is not None:
-                slot.remember(after)
-            return scale_of(*self._shrink(spread_BLJD, count_BLJ, assignment_BLJ), self._options)
+                slot.store(after)
+            return scale_of(*self._shrink(spread_BLJD, count_BLJ, assignment_BLJ), self.options)
 
     def _shrink(
         self, spread_BLJD: Tensor, count_BLJ: Tensor, assignment_BLJ: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(n * prefix + k * prior) / (n + k): the running average, if any, counts as k tokens."""
+        """Return (n * prefix + k * average) / (n + k), with k = `prior_tokens`, and n + k."""
         own_BLJ = assignment_BLJ.clamp(min=0)
         known_BLJ = (self.weight[own_BLJ] >= self.config.min_tokens) & (assignment_BLJ >= 0)
         prior_BLJ = (self.config.prior_tokens * known_BLJ).to(spread_BLJD.dtype)
-        # One token's own deviation from itself is 0 by construction and tells nothing.
+        # A single token has dispersion 0, which carries no information.
         seen_BLJ = torch.where(count_BLJ >= 2, count_BLJ, 0.0)
         total_BLJ = seen_BLJ + prior_BLJ
         prior_BLJD = self.dispersion.to(spread_BLJD.dtype)[own_BLJ]
@@ -225,40 +219,50 @@ class ClusterStatistics(StepStatistics):
         return mixed_BLJD / total_BLJ.clamp(min=1)[..., None], total_BLJ
 
     @property
-    def _options(self) -> ScaleOptions:
-        config = self.config
-        return ScaleOptions(
-            normalize=config.normalize,
-            strength=config.strength if self.strength is None else self.strength(),
-            floor=config.floor,
-            eps=config.eps,
-            clamp=config.clamp,
-            min_tokens=config.min_tokens,
-            power=config.power,
-            part=config.part,
-        )
+    def options(self) -> ScaleOptions:
+        """Return the options by which a scale is computed from a dispersion."""
+        return scale_options(self.config)
+
+    @property
+    def constant(self) -> bool:
+        """Return True if no gradient flows through the scale."""
+        return self.config.detach
 
     def _recording(
         self, x: Tensor, slot: StatisticsSlot | None
     ) -> contextlib.AbstractContextManager[Any]:
-        """Statistics carry no gradient unless the config lets it flow."""
         if slot is not None:
             check_inference(x)
-        constant = self.config.detach and not self.config.learn_strength
-        return torch.no_grad() if constant else contextlib.nullcontext()
+        return torch.no_grad() if self.constant else contextlib.nullcontext()
 
-    def fold(self) -> None:
-        """Move the last batch into the average, each cluster weighted by its tokens."""
+    def update(self) -> None:
+        """Update the running average, and its scale, with the last batch."""
         buffers = (self.dispersion, self.weight, *self._last)
-        if self._keeps_scale:
-            fold_and_scale(*buffers, self.running_scale, self.config.momentum, self._options)
-            self.scaled_from, self.scaled_state = self.dispersion, self._state
+        if self.caches_scale:
+            update_average_and_scale(
+                *buffers, self.running_scale, self.config.momentum, self.options
+            )
+            self.scaled_from, self.scaled_version = self.dispersion, self.version
         else:
-            fold_average(*buffers, self.config.momentum)
+            update_average(*buffers, self.config.momentum)
 
 
-# What a model is built with; the other fields of a config are read at every call.
-_BUILT = ("base", "mix", "scale_experts", "center", "match", "learn_strength", "strength_end")
+def scale_options(config: AdaptiveConfig) -> ScaleOptions:
+    """The options of `scale_from_dispersion` in a config."""
+    return ScaleOptions(
+        normalize=config.normalize,
+        strength=config.strength,
+        floor=config.floor,
+        eps=config.eps,
+        clamp=config.clamp,
+        min_tokens=config.min_tokens,
+    )
+
+
+@singledispatch
+def build_statistics(config: AdaptiveConfig, *, num_clusters: int, dim: int) -> ClusterStatistics:
+    """Return the statistics of a config; its subclasses may register others (`.register`)."""
+    return ClusterStatistics(config, num_clusters=num_clusters, dim=dim)
 
 
 @contextlib.contextmanager
@@ -268,26 +272,24 @@ def override_statistics(model: nn.Module, **changes: Any) -> Iterator[None]:
     >>> # with override_statistics(model, eval_statistics="running"): ...
     >>> # with override_statistics(model, detach=False): ...   # a white-box attack
     """
-    for name in changes:
-        check(
-            name in AdaptiveConfig.__dataclass_fields__ and name not in _BUILT,
-            f"{name}={changes[name]!r} cannot be overridden; {', '.join(_BUILT)} are fixed when a "
-            "model is built, and any other name must be a field of AdaptiveConfig",
-        )
-    # Statistics, the router that reads them and the emitter before it hold the same config.
+    # The statistics, their router and the previous layer each hold the config.
     found = [
         (module, name, config)
         for module in model.modules()
-        for name in ("config", "reader")
+        for name in ("config", "next_router")
         if isinstance(config := getattr(module, name, None), AdaptiveConfig)
     ]
+    kinds = {type(config) for *_, config in found} or {AdaptiveConfig}
+    fixed = {name for kind in kinds for name in kind.built_with}
+    for name in changes:
+        check(
+            name not in fixed and all(name in kind.__dataclass_fields__ for kind in kinds),
+            f"{name}={changes[name]!r} cannot be overridden; {', '.join(sorted(fixed))} are fixed "
+            "when a model is built, and any other name must be a field of AdaptiveConfig",
+        )
     try:
         for module, name, config in found:
-            changed = replace(config, **changes)
-            check(
-                "strength" not in changes or not config.learn_strength,
-                f"strength={changes.get('strength')} cannot be overridden where it is learned",
-            )
+            changed = config.overridden(**changes)
             check(
                 changed.reads == config.reads,
                 f"{changes} would take statistics of the {changed.reads} layer in a model built "

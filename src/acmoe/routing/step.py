@@ -7,19 +7,19 @@ from torch import Tensor, nn
 
 
 class StepStatistics(nn.Module):
-    """float32 buffers filled by `forward` (overwritten, not added to) and folded in by `fold`.
+    """A module of float32 buffers. `forward` overwrites some; `update` adds them to an average.
 
-    They follow the module to a device but stay float32 under `.to(bfloat16)`: a bf16 average stops
-    moving once a step changes it by less than one part in 256.
+    The buffers move to another device with the module but stay float32 under `.to(bfloat16)`: a
+    bf16 average stops changing once a step changes it by less than one part in 256.
     """
 
-    def fold(self) -> None:
-        raise NotImplementedError(f"{type(self).__name__} must define fold")
+    def update(self) -> None:
+        raise NotImplementedError(f"{type(self).__name__} must define update")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StepStatistics":
-        kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        buffers = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, before in kept.items():
+        for name, before in buffers.items():
             after = self._buffers[name]
             assert after is not None
             if before.is_meta or after.is_meta:
@@ -30,11 +30,11 @@ class StepStatistics(nn.Module):
 
 
 def fold_statistics(model: nn.Module) -> None:
-    """Call once after every optimizer step: folds the last batch into the running averages.
+    """Update the running statistics with the last batch; call it after every optimizer step.
 
-    Updates every running dispersion and every loss-free balancing bias of the model.
+    This updates every running dispersion and every loss-free balancing bias of the model.
     """
-    # Inner ones first: a scale worked out by one `fold` may read what another moved on.
+    # Inner modules first: an outer scale may be computed from the results of an inner `update`.
     for module in reversed(list(model.modules())):
         if isinstance(module, StepStatistics):
-            module.fold()
+            module.update()

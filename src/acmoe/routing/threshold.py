@@ -1,6 +1,6 @@
-"""Threshold routing: as many experts as exceed a probability p. The paper calls it top-p.
+"""Threshold routing: a token goes to each expert whose probability exceeds p (the paper's top-p).
 
-T tokens, D features, E experts, K places for chosen experts.
+T tokens, D features, E experts, K the most experts that one token can have.
 """
 
 import math
@@ -9,16 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from acmoe.config.routing import LossConfig, ThresholdConfig
+from acmoe.ops.route.reference import linear_affinity
 from acmoe.routing.router import Router, flat
 from acmoe.routing.state import Routing
 from acmoe.routing.topk import common_losses, expert_embeddings, no_noise_losses
 
 
 class ThresholdRouter(Router):
-    """Every expert with softmax affinity above p, and always the first choice; p may be learned.
+    """Select all experts with softmax probability above p, and always the best; p may be learned.
 
-    A learned p is sigmoid(theta). The forward choice is hard; the backward pass sees a sigmoid
-    around p (near misses count too) or, "straight-through", the slope 1 of every chosen expert.
+    A learned p is sigmoid(theta). The forward selection is hard. The backward uses a surrogate: a
+    sigmoid around p, so that experts just below p get a gradient too, or "straight-through", slope
+    1 for every selected expert.
     """
 
     always_k = False
@@ -44,7 +46,7 @@ class ThresholdRouter(Router):
 
     @property
     def places(self) -> int:
-        """Probabilities above a fixed p sum to at most one, so fewer than 1/p experts have one."""
+        """K, the most experts above p: probabilities sum to one, so fewer than 1/p exceed p."""
         if self.config.learnable:
             return self.num_experts
         return min(self.num_experts, max(1, math.ceil(1 / self.config.threshold) - 1))
@@ -52,13 +54,13 @@ class ThresholdRouter(Router):
     def decide(
         self, x: Tensor, *, token_mask: Tensor | None = None, token_ids: Tensor | None = None
     ) -> Routing:
+        """Route by softmax(x @ embedding^T + bias) and the threshold."""
         x_TD = flat(x)
         mask_T = None if token_mask is None else token_mask.reshape(-1)
-        bias_E = None if self.bias is None else self.bias.to(x_TD.dtype)
-        affinity_TE = nn.functional.linear(x_TD, self.embedding.to(x_TD.dtype), bias_E)
+        affinity_TE = linear_affinity(x_TD, self.embedding, self.bias)
         gate_TK, expert_ids_TK = affinity_TE.softmax(-1).topk(self.places, dim=-1)
         active_TK = self.active(gate_TK)
-        # Renormalised over the active ones; the first choice is always among them, so never 0 / 0.
+        # Renormalise over the active experts. The first choice is always active: never 0 / 0.
         gate_TK = gate_TK * active_TK
         gate_TK = gate_TK / gate_TK.sum(-1, keepdim=True)
         expert_ids_TK = torch.where(active_TK.detach() > 0, expert_ids_TK, self.num_experts)
@@ -66,7 +68,7 @@ class ThresholdRouter(Router):
         return Routing(expert_ids_TK, gate_TK, affinity_TE, loss)
 
     def active(self, gate_TK: Tensor) -> Tensor:
-        """1 for a chosen expert, 0 for another, with the surrogate's gradient."""
+        """Return (T, K): 1 for a selected expert, else 0, with the surrogate's gradient."""
         if self.theta is None:
             active_TK = (gate_TK.detach() > self.config.threshold).to(gate_TK.dtype)
         else:
@@ -77,6 +79,6 @@ class ThresholdRouter(Router):
             else:
                 soft_TK = (margin_TK / self.config.temperature).sigmoid()
             active_TK = hard_TK + (soft_TK - soft_TK.detach())
-        # The first choice is kept whatever p is, so it has no slope. With the same slope as the
-        # others it would cancel theirs: renormalised gates do not see a common factor.
+        # The first choice is selected whatever p is, so its gradient is 0. With the same slope as
+        # the others it would cancel theirs: renormalised gates are invariant to a common factor.
         return torch.cat([torch.ones_like(active_TK[:, :1]), active_TK[:, 1:]], dim=1)

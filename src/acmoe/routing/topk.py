@@ -1,4 +1,4 @@
-"""The plain top-k router, and the gate all token-choice routers share.
+"""The plain top-k router, and the gate that all token-choice routers share.
 
 T tokens, D features, E experts, K experts per token.
 """
@@ -10,26 +10,17 @@ from torch import Tensor, nn
 
 from acmoe.config.routing import LossConfig, SMoEConfig
 from acmoe.errors import check
-from acmoe.ops.dispatch import Option, choose, triton_obstacle
-from acmoe.ops.route.op import fused_route
-from acmoe.ops.sort.op import Clusters
+from acmoe.ops.route import Route, ScaledTokens, route
+from acmoe.ops.route.reference import linear_affinity, load
 from acmoe.ops.statistics.dispersion import accumulation_dtype
-from acmoe.routing.cache import StatisticsSlot
-from acmoe.routing.losses import (
-    balance_loss,
-    balance_of,
-    importance_loss,
-    load,
-    load_loss,
-    z_loss,
-)
-from acmoe.routing.router import Router, flat
-from acmoe.routing.state import Routing, RoutingState
+from acmoe.routing.losses import balance_loss, balance_of, importance_loss, load_loss, z_loss
+from acmoe.routing.router import Router
+from acmoe.routing.state import Routing
 from acmoe.routing.step import StepStatistics
 
 
 def expert_embeddings(num_experts: int, dim: int, init: str = "uniform") -> nn.Parameter:
-    """(E, D) parameter: uniform in +-1/sqrt(d), or orthogonal rows of length 0.32."""
+    """Return an (E, D) parameter: uniform in +-1/sqrt(D), or orthogonal rows of norm 0.32."""
     embeddings_ED = torch.empty(num_experts, dim)
     if init == "orthogonal":
         nn.init.orthogonal_(embeddings_ED, gain=0.32)
@@ -39,7 +30,7 @@ def expert_embeddings(num_experts: int, dim: int, init: str = "uniform") -> nn.P
 
 
 def select(affinity_TE: Tensor, top_k: int, gate: str) -> tuple[Tensor, Tensor]:
-    """The k experts of highest affinity, best first, and their gate."""
+    """Return the k experts of highest affinity, best first, and their gates, both (T, K)."""
     best_TK, expert_ids_TK = affinity_TE.topk(top_k, dim=-1)
     if over_selected(gate, top_k):
         return expert_ids_TK, best_TK.softmax(-1)
@@ -47,14 +38,18 @@ def select(affinity_TE: Tensor, top_k: int, gate: str) -> tuple[Tensor, Tensor]:
 
 
 def over_selected(gate: str, top_k: int) -> bool:
-    """Softmax over the chosen k (Eqn. 2), or over all E: one value alone has no gradient."""
+    """Return True for a softmax over the chosen k (Eqn. 2), False for one over all E experts.
+
+    "auto" takes all E for k = 1, because the softmax of a single value has no gradient.
+    """
     return gate == "selected" or (gate == "auto" and top_k > 1)
 
 
 class SelectionBias(StepStatistics):
-    """Loss-free balancing: a bias on each expert's score, raised while it gets too few tokens.
+    """Loss-free balancing: a bias per expert that rises while the expert gets too few tokens.
 
-    It enters the choice of experts only, never the gate, so it adds no gradient.
+    The bias is added to the scores for the choice of experts, not for the gate, so it has no
+    gradient.
     """
 
     bias: Tensor
@@ -78,13 +73,13 @@ class SelectionBias(StepStatistics):
         self.last_load.copy_(load(expert_ids_TK, self.bias.numel(), token_mask_T))
 
     @torch.no_grad()
-    def fold(self) -> None:
+    def update(self) -> None:
         self.bias.add_(self.step * (self.last_load.mean() - self.last_load).sign())
         self.last_load.zero_()
 
 
 class TopKRouter(Router):
-    """affinity = x . e_k (+ b_k); the k highest win (Eqn. 1)."""
+    """Choose the k experts of highest affinity x . e_k (+ b_k) (Eqn. 1)."""
 
     def __init__(
         self,
@@ -111,131 +106,99 @@ class TopKRouter(Router):
         if config.bias_balancing > 0:
             self.selection = SelectionBias(num_experts, config.bias_balancing)
 
-    def affinity(self, x_TD: Tensor) -> Tensor:
-        bias_E = None if self.bias is None else self.bias.to(x_TD.dtype)
-        return nn.functional.linear(x_TD, self.directions(x_TD).to(x_TD.dtype), bias_E)
-
     def directions(self, x: Tensor) -> Tensor:
-        """(E, D) embeddings; normalised ones in the dtype in which tokens like x are routed."""
+        """Return the (E, D) expert embeddings, normalised if the config says so.
+
+        Normalised ones have the accumulation dtype of x.
+        """
         if not self.config.normalize_embeddings:
             return self.embedding
         return nn.functional.normalize(self.embedding.to(accumulation_dtype(x.dtype)), dim=-1)
 
+    def affinity(self, x_TD: Tensor) -> Tensor:
+        """Return (T, E): x . e_k + b_k, without noise."""
+        return linear_affinity(x_TD, self.directions(x_TD), self.bias)
+
     def noise(self, x_TD: Tensor) -> Tensor | None:
-        """(T, E) what training adds to the affinities of these tokens; a constant."""
+        """Draw the (T, E) noise that is added to affinities in training; None if there is none."""
         if not self.training or self.config.noise == 0:
             return None
         shape, dtype = (x_TD.shape[0], self.num_experts), accumulation_dtype(x_TD.dtype)
         return torch.randn(shape, dtype=dtype, device=x_TD.device) * self.noise_std
 
-    def decide(
-        self, x: Tensor, *, token_mask: Tensor | None = None, token_ids: Tensor | None = None
-    ) -> Routing:
-        mask_T = None if token_mask is None else token_mask.reshape(-1)
-        x_TD = flat(x)
-        clean_TE, noise_TE = self.affinity(x_TD), self.noise(x_TD)
-        noisy_TE = clean_TE if noise_TE is None else clean_TE + noise_TE
-        expert_ids_TK, gate_TK = self.select(noisy_TE, mask_T)
-        loss = self.loss(clean_TE, noisy_TE, expert_ids_TK, mask_T)
-        return Routing(expert_ids_TK, gate_TK, noisy_TE, loss)
-
-    def select(self, affinity_TE: Tensor, mask_T: Tensor | None) -> tuple[Tensor, Tensor]:
-        if self.selection is None:
-            return select(affinity_TE, self.top_k, self.config.gate)
-        expert_ids_TK, gate_TK = self.selection.select(affinity_TE, self.top_k, self.config.gate)
-        if self.training:
-            self.selection.note(expert_ids_TK, mask_T)
-        return expert_ids_TK, gate_TK
-
     def route(
         self,
-        x: Tensor,
-        state: RoutingState,
+        tokens: ScaledTokens,
         *,
         token_mask: Tensor | None = None,
         token_ids: Tensor | None = None,
-        cache: StatisticsSlot | None = None,
-    ) -> tuple[Routing, Tensor]:
-        if self.fuses(x):
-            return self.fused(x, None, None, token_mask)
-        return super().route(x, state, token_mask=token_mask, token_ids=token_ids, cache=cache)
-
-    def inner_products(self, x_TD: Tensor) -> Tensor:
-        """(T, E) affinities without the experts' biases."""
-        affinity_TE = self.affinity(x_TD)
-        return affinity_TE if self.bias is None else affinity_TE - self.bias.to(x_TD.dtype)
-
-    def fuses(self, x: Tensor, other: str | None = None) -> bool:
-        """Whether the whole decision is one kernel for this call; `other` is what else hinders."""
-        obstacle = triton_obstacle(x) if x.numel() else "there are no tokens"
-        obstacle = obstacle or other
-        if obstacle is None and (self.num_experts > 512 or self.top_k > 16):
-            obstacle = f"it serves 512 experts and k = 16, not {self.num_experts} and {self.top_k}"
-        return choose("router", (Option("triton", obstacle), Option("torch", None))) == "triton"
-
-    def fused(
-        self,
-        x: Tensor,
-        scale_CD: Tensor | None,
-        assignment_T: Tensor | None,
-        token_mask: Tensor | None,
-        clusters: Clusters | None = None,
-    ) -> tuple[Routing, Tensor]:
-        """`decide`, on tokens rescaled by `scale_CD[assignment_T]`, reading x once; and x."""
+    ) -> Routing:
         mask_T = None if token_mask is None else token_mask.reshape(-1)
-        x_TD = x.reshape(-1, self.dim)
-        noise_TE = self.noise(x_TD)
-        found = fused_route(
-            x_TD,
-            self.directions(x),
-            self.bias,
-            scale_CD,
-            assignment_T,
-            self.top_k,
-            over_selected(self.config.gate, self.top_k),
-            mask_T,
-            self.config.balance_temperature,
-            clusters,
-            noise_TE,
+        balances = self.losses.balance != 0 and self.selection is None
+        found = self.choose(
+            tokens,
+            noise_TE=self.noise(tokens.rows()),
+            mask_T=mask_T,
+            temperature=self.config.balance_temperature if balances else None,
         )
-        chosen, clean_TE, balance = (found.expert_ids, found.gate), found.affinity, None
+        expert_ids_TK, gate_TK = found.expert_ids, found.gate
         if self.selection is not None:
-            chosen = self.select(found.affinity, mask_T)
-        if noise_TE is not None:
-            clean_TE = found.affinity - noise_TE  # the affinities before the noise, to rounding
-        elif self.losses.balance and self.selection is None:
-            # The kernel's sums are of the affinities it chose from, and of its own choice.
-            tokens = found.load.sum() / self.top_k
-            balance = balance_of(found.load, found.gate_sum / tokens.clamp(min=1))
-        loss = self.loss(clean_TE, found.affinity, chosen[0], mask_T, balance)
-        return Routing(*chosen, found.affinity, loss, found.first[:, None]), found.x.view(x.shape)
+            expert_ids_TK, gate_TK = self.selection.select(
+                found.affinity, self.top_k, self.config.gate
+            )
+            if self.training:
+                self.selection.note(expert_ids_TK, mask_T)
+        loss = self.loss(found, expert_ids_TK, mask_T)
+        return Routing(expert_ids_TK, gate_TK, found.affinity, loss, found.first, found.x)
+
+    def choose(
+        self,
+        tokens: ScaledTokens,
+        *,
+        noise_TE: Tensor | None,
+        mask_T: Tensor | None,
+        temperature: float | None,
+    ) -> Route:
+        """Choose the experts of highest affinity (Eqn. 1) by the op `route`."""
+        return route(
+            tokens,
+            self.directions(tokens.x),
+            self.bias,
+            top_k=self.top_k,
+            over_selected=over_selected(self.config.gate, self.top_k),
+            token_mask=mask_T,
+            temperature=temperature,
+            noise=noise_TE,
+        )
+
+    def decide(
+        self, x: Tensor, *, token_mask: Tensor | None = None, token_ids: Tensor | None = None
+    ) -> Routing:
+        return self.route(ScaledTokens(x), token_mask=token_mask, token_ids=token_ids)
 
     @property
     def noise_std(self) -> float:
         return self.config.noise / self.num_experts
 
-    def loss(
-        self,
-        clean_TE: Tensor,
-        noisy_TE: Tensor,
-        expert_ids_TK: Tensor,
-        mask_T: Tensor | None,
-        balance: Tensor | None = None,
-    ) -> Tensor:
-        """The weighted auxiliary losses; `balance` is that of them which may be known."""
+    def loss(self, found: Route, expert_ids_TK: Tensor, mask_T: Tensor | None) -> Tensor:
+        """Return the weighted sum of the auxiliary losses, a scalar."""
         weights, temperature = self.losses, self.config.balance_temperature
+        balance = None
+        if found.load is not None and found.gate_sum is not None:
+            tokens = max(len(expert_ids_TK), 1) if mask_T is None else mask_T.sum().clamp(min=1)
+            balance = balance_of(found.load, found.gate_sum / tokens)
         total = common_losses(
-            weights, clean_TE, expert_ids_TK, mask_T, temperature=temperature, balance=balance
+            weights, found.clean, expert_ids_TK, mask_T, temperature=temperature, balance=balance
         )
         if weights.importance_load:
-            # The last choice has the k-th affinity, unless a selection bias had its say.
+            # Without a selection bias the last choice has the k-th largest affinity.
             biased = self.selection is not None
             expected = load_loss(
-                *(clean_TE, noisy_TE, self.top_k, self.noise_std, mask_T),
+                *(found.clean, found.affinity, self.top_k, self.noise_std, mask_T),
                 tutel=weights.tutel,
-                kth_T1=None if biased else noisy_TE.gather(1, expert_ids_TK[:, -1:]),
+                kth_T1=None if biased else found.affinity.gather(1, expert_ids_TK[:, -1:]),
             )
-            both = importance_loss(clean_TE, mask_T) + expected
+            both = importance_loss(found.clean, mask_T) + expected
             total = total + weights.importance_load * both / 2
         return total
 
@@ -249,7 +212,7 @@ def common_losses(
     temperature: float = 1.0,
     balance: Tensor | None = None,
 ) -> Tensor:
-    """Balance and z-loss, for every router that has affinities; `balance` if it is known."""
+    """Return the weighted sum of balance loss and z-loss; `balance` is used if it is given."""
     total = affinity_TE.new_zeros((), dtype=torch.float32)
     if weights.balance:
         if balance is None:
@@ -261,12 +224,12 @@ def common_losses(
 
 
 def only_z(losses: LossConfig) -> LossConfig:
-    """For a router that balances by other means than the common loss."""
+    """Return the z-loss weight alone, for a router with its own balance loss."""
     return LossConfig(balance=0.0, z=losses.z)
 
 
 def no_noise_losses(losses: LossConfig | None, router: str) -> LossConfig:
-    """The loss weights, for a router that draws no noise and so has no expected load."""
+    """Return the loss weights of a router without noise; raise if they need an expected load."""
     losses = losses or LossConfig()
     check(
         losses.importance_load == 0,

@@ -1,5 +1,6 @@
-"""Which MoE layers of a network are adaptive: a function from depth to router."""
+"""The layer plan of a network: the router of each of its MoE layers."""
 
+import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,15 +10,15 @@ from acmoe.errors import UserError, check
 PLACEMENTS = ("full", "skip-1", "skip-2", "alternating", "back-half")
 
 
-class Placed(NamedTuple):
-    """One MoE layer's router, and the router of the next layer that reads its statistics."""
+class LayerPlan(NamedTuple):
+    """One MoE layer's router, and the router of the next layer, if that one rescales."""
 
     router: RouterConfig
-    emit: AdaptiveConfig | RandomConfig | None
+    next_router: AdaptiveConfig | RandomConfig | None
 
 
 def adaptive_depths(placement: str | Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """Depths (from 0) of the adaptive layers among `num_layers` MoE layers.
+    """Return the depths (from 0) of the adaptive layers among `num_layers` MoE layers.
 
     The first MoE layer is never adaptive: no layer before it has formed clusters.
 
@@ -30,7 +31,7 @@ def adaptive_depths(placement: str | Sequence[int], num_layers: int) -> tuple[in
             check(
                 isinstance(depth, int) and 1 <= depth < num_layers,
                 f"placement holds depth {depth}; among {num_layers} MoE layers (counted from 0) an "
-                f"adaptive one stands at 1 to {num_layers - 1}",
+                f"adaptive one is at 1 to {num_layers - 1}",
             )
         return tuple(sorted(set(placement)))
     starts = {"full": 1, "skip-1": 2, "skip-2": 3, "back-half": num_layers // 2}
@@ -44,22 +45,35 @@ def adaptive_depths(placement: str | Sequence[int], num_layers: int) -> tuple[in
     return tuple(range(max(1, starts[placement]), num_layers))
 
 
-def place(
+def plan_layers(
     router: str | RouterConfig, placement: str | Sequence[int], num_layers: int
-) -> list[Placed]:
-    """The router of every MoE layer, from the first to the last.
+) -> list[LayerPlan]:
+    """Return the plan of every MoE layer, from the first to the last.
 
-    A rescaling router (adaptive, random) stands where `placement` says, its base router elsewhere,
-    and the layer before each emits what it reads. Any other router stands everywhere.
+    The layers at `placement` have the rescaling router (adaptive or random), the others its base
+    router; the layer before a rescaling one computes the statistics for it. Any other router is
+    the same in all layers.
     """
     config = router_config(router)
     depths = adaptive_depths(placement, num_layers)
     if not isinstance(config, AdaptiveConfig | RandomConfig):
-        return [Placed(config, None)] * num_layers
+        return [LayerPlan(config, None)] * num_layers
     return [
-        Placed(
+        LayerPlan(
             config if depth in depths else config.base,
             config if depth + 1 in depths else None,
         )
         for depth in range(num_layers)
     ]
+
+
+def place(
+    router: str | RouterConfig, placement: str | Sequence[int], num_layers: int
+) -> list[LayerPlan]:
+    """Call `plan_layers`, whose old name this is."""
+    warnings.warn(
+        "acmoe.place is now called acmoe.plan_layers; the old name goes with version 0.3",
+        FutureWarning,
+        stacklevel=2,
+    )
+    return plan_layers(router, placement, num_layers)

@@ -1,0 +1,51 @@
+"""Limit the number of rows an expert takes.
+
+T tokens, K experts per token, E experts.
+"""
+
+import torch
+from torch import Tensor
+
+from acmoe.routing.router import real_tokens
+from acmoe.routing.state import Routing
+
+
+def limit_capacity(
+    routing: Routing,
+    num_experts: int,
+    top_k: int,
+    factor: float,
+    token_mask_T: Tensor | None = None,
+) -> Routing:
+    """Drop the rows of an expert beyond k * floor(factor * ceil(T / E)), as Tutel does.
+
+    All first choices come before all second choices, and so on; within a choice, tokens with a
+    larger maximal gate come first. A dropped row gets expert id E and gate 0; `affinity` is not
+    changed.
+    """
+    T, K = routing.expert_ids.shape
+    priority_T = routing.gate.detach().amax(-1)
+    tokens = real_tokens(routing.gate, token_mask_T)
+    expert_ids_TK = routing.expert_ids
+    if token_mask_T is not None:
+        expert_ids_TK = expert_ids_TK.masked_fill(~token_mask_T[:, None], num_experts)
+    # float64, as in Python: in float32 1.05 * 120 is less than 126.
+    per_choice = (factor * (tokens / num_experts).ceil()).floor()
+    capacity = top_k * per_choice  # top_k, not K: a threshold router has K = E columns
+
+    # Sort all rows by (choice, priority), then stably by expert: the position of a row among those
+    # of its expert is its rank.
+    by_priority_T = priority_T.argsort(descending=True, stable=True)
+    queue_N = expert_ids_TK[by_priority_T].T.reshape(-1)
+    sorted_N, order_N = queue_N.sort(stable=True)
+    first_N = torch.searchsorted(sorted_N, sorted_N)
+    rank_sorted_N = torch.arange(T * K, device=queue_N.device) - first_N
+    rank_N = torch.empty_like(rank_sorted_N).scatter_(0, order_N, rank_sorted_N)
+    rank_TK = torch.empty_like(expert_ids_TK)
+    rank_TK[by_priority_T] = rank_N.view(K, T).T
+
+    kept_TK = (rank_TK < capacity) & (expert_ids_TK < num_experts)
+    return routing._replace(
+        expert_ids=torch.where(kept_TK, expert_ids_TK, num_experts),
+        gate=routing.gate.masked_fill(~kept_TK, 0.0),
+    )

@@ -1,0 +1,121 @@
+"""Compute the state for the next MoE layer: each token's clusters, and the scale of each cluster.
+
+The scale is computed in the layer whose tokens are measured, so that the state carries (C, D)
+numbers instead of (T, D). If no adaptive layer follows, the state is the identity.
+
+T tokens, or B sequences of L tokens; D features, C clusters, J clusters per token.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from acmoe.config.routing import AdaptiveConfig, RandomConfig
+from acmoe.errors import UserError
+from acmoe.ops.precision import without_autocast
+from acmoe.ops.sort.order import no_order, worth_sorting
+from acmoe.routing.adaptive import AdaptiveRouter
+from acmoe.routing.baselines import RandomRouter
+from acmoe.routing.cache import StatisticsSlot
+from acmoe.routing.router import Router
+from acmoe.routing.state import Routing, RoutingState, clusters_of, no_cluster
+from acmoe.routing.statistics import ClusterStatistics, build_statistics
+
+SAME_ROUTER = "as the router"
+
+NextRouter = AdaptiveConfig | RandomConfig
+
+
+def resolve_next_router(next_router: NextRouter | str | None, router: Router) -> NextRouter | None:
+    """Return the config of the next layer's router; SAME_ROUTER means the config of `router`."""
+    if next_router == SAME_ROUTER:
+        return router.config if isinstance(router, AdaptiveRouter | RandomRouter) else None
+    if next_router is not None and not isinstance(next_router, NextRouter):
+        raise UserError(
+            f"next_router={next_router!r}; pass the next router's AdaptiveConfig or RandomConfig, "
+            "or None"
+        )
+    return next_router
+
+
+class NextState(nn.Module):
+    """Computes the state for the next MoE layer, whose router has the config `next_router`."""
+
+    def __init__(self, next_router: NextRouter | None, *, num_clusters: int, dim: int) -> None:
+        super().__init__()
+        self.next_router = next_router
+        self.statistics: ClusterStatistics | None = None
+        if isinstance(next_router, AdaptiveConfig) and next_router.reads == "previous":
+            self.statistics = build_statistics(next_router, num_clusters=num_clusters, dim=dim)
+
+    def forward(
+        self,
+        x: Tensor,
+        routing: Routing,
+        state: RoutingState,
+        *,
+        token_mask: Tensor | None = None,
+        slot: StatisticsSlot | None = None,
+        order: Tensor | None = None,
+    ) -> RoutingState:
+        """Return the state for the next layer, from the router's input x and its routing.
+
+        order: the packed `TokenOrder` of `clusters(routing)`, masked tokens in no cluster.
+        """
+        aux_loss = state.aux_loss + routing.loss
+        if self.next_router is None:
+            assignment, membership = no_cluster(
+                len(routing.affinity), 1, device=x.device, dtype=state.membership.dtype
+            )
+            scale = torch.ones_like(state.scale)
+            return RoutingState(assignment, membership, scale, aux_loss, no_order(x))
+        # The choice before rows are dropped: a full expert does not change a token's cluster.
+        assignment, membership = clusters_of(
+            routing.affinity,
+            self.next_router.mix,
+            detach=getattr(self.next_router, "detach", True),
+            first_T=routing.first,
+        )
+        scale = self._scale(x, assignment, state, token_mask, slot, order)
+        # The order of a masked call is valid for the same mask only, which the next router cannot
+        # check.
+        if order is None or token_mask is not None:
+            order = no_order(x)
+        return RoutingState(assignment, membership, scale, aux_loss, order)
+
+    def _scale(
+        self,
+        x: Tensor,
+        assignment: Tensor,
+        state: RoutingState,
+        token_mask: Tensor | None,
+        slot: StatisticsSlot | None,
+        order: Tensor | None,
+    ) -> Tensor:
+        """Return the (C, D) scale of the clusters; ones if the next router computes its own."""
+        if self.statistics is None:
+            return torch.ones_like(state.scale)
+        x_BLD = x if x.dim() == 3 else x[None]
+        mask_BL = None if token_mask is None else token_mask.view(x_BLD.shape[:-1])
+        first_BL = assignment[:, 0].view(x_BLD.shape[:-1])
+        with without_autocast(x):
+            return self.statistics.cluster_scale(x_BLD, first_BL, mask_BL, slot, order)
+
+    def clusters(self, routing: Routing) -> Tensor | None:
+        """Return the (T,) clusters by which kernels want the tokens sorted, or None.
+
+        It is None if statistics and next router do not read one cluster per token over the whole
+        call, if the routing lacks the first choice, or if clusters are too small to gain.
+        """
+        if not isinstance(self.next_router, AdaptiveConfig) or routing.first is None:
+            return None
+        mode = self.next_router.modes[0 if self.training else 1]
+        served = self.next_router.mix == 1 and mode in ("batch", "running")
+        return routing.first if served and worth_sorting(*routing.affinity.shape) else None
+
+    def new_slot(
+        self, num_sequences: int, *, device: torch.device | str | None, dtype: torch.dtype
+    ) -> StatisticsSlot | None:
+        """Return the decode slot of the statistics, or None if there are none."""
+        if self.statistics is None:
+            return None
+        return self.statistics.new_slot(num_sequences, device=device, dtype=dtype)
