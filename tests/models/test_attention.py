@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from acmoe.models.text.attention import rotate, window_attention, window_attention_reference
+from acmoe.models.text.rotary import rotate
+from acmoe.ops.attention.reference import window_attention, window_attention_reference
 
 
 def draw(seed: int, *shape: int) -> Tensor:
@@ -66,7 +67,7 @@ def test_both_forms_equal_the_loops(
     key_mask = draw(seed + 4, 2, num_keys) > 0 if masked else None
     expected = by_loops(q, k, v, span, table, key_mask)
     for form in (window_attention, window_attention_reference):
-        found = form(q, k, v, span=span, table=table, key_mask=key_mask)
+        found = form(q, k, v, span=span, positions=table, key_mask=key_mask)
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -89,7 +90,7 @@ def test_gradients_of_the_fast_form_equal_the_reference_s(
     results = []
     for form in (window_attention, window_attention_reference):
         q, k, v, *table = leaves
-        out = form(q, k, v, span=span, table=table[0] if table else None, key_mask=key_mask)
+        out = form(q, k, v, span=span, positions=table[0] if table else None, key_mask=key_mask)
         loss = (out * upstream).sum() + sum(0.0 * leaf.sum() for leaf in leaves)
         results.append(torch.autograd.grad(loss, leaves))
     for found, expected in zip(*results, strict=True):
@@ -98,16 +99,16 @@ def test_gradients_of_the_fast_form_equal_the_reference_s(
 
 @pytest.mark.parametrize("relative", [True, False])
 @pytest.mark.parametrize("num_before", [0, 3, 5])
-def test_a_long_sequence_in_pieces_equals_the_whole(relative: bool, num_before: int) -> None:
-    # Span 5 makes pieces of 64 queries: 150 of them are three pieces, the last a short one.
+def test_a_long_sequence_in_chunks_equals_the_whole(relative: bool, num_before: int) -> None:
+    # Span 5 makes chunks of 64 queries: 150 of them are three chunks, the last a short one.
     q = draw(0, 2, 2, 150, 4)
     k, v = draw(1, 2, 2, 150 + num_before, 4), draw(2, 2, 2, 150 + num_before, 4)
     table = draw(3, 4, 5) if relative else None
     key_mask = draw(4, 2, 150 + num_before) > -1
     for mask in (None, key_mask):
         torch.testing.assert_close(
-            window_attention(q, k, v, span=5, table=table, key_mask=mask),
-            window_attention_reference(q, k, v, span=5, table=table, key_mask=mask),
+            window_attention(q, k, v, span=5, positions=table, key_mask=mask),
+            window_attention_reference(q, k, v, span=5, positions=table, key_mask=mask),
             rtol=1e-10,
             atol=1e-12,
         )
@@ -120,10 +121,10 @@ def test_the_last_column_of_the_table_is_distance_one() -> None:
     v = torch.arange(8, dtype=torch.float64).view(1, 1, 4, 2)
     near, far = torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, 3, dtype=torch.float64)
     near[:, -1] = far[:, 0] = 1e3
-    copied = window_attention(q, k, v, span=3, table=near)
+    copied = window_attention(q, k, v, span=3, positions=near)
     torch.testing.assert_close(copied[0, 0, 1:], v[0, 0, :3])
     # Only the fourth token has another three before it.
-    copied = window_attention(q, k, v, span=3, table=far)
+    copied = window_attention(q, k, v, span=3, positions=far)
     torch.testing.assert_close(copied[0, 0, 3], v[0, 0, 0])
 
 
@@ -131,7 +132,7 @@ def test_the_last_column_of_the_table_is_distance_one() -> None:
 def test_a_first_token_with_nothing_to_see_gets_zeros_and_finite_gradients(length: int) -> None:
     q, k, v = (draw(seed, 2, 2, length, 4).requires_grad_() for seed in range(3))
     table = draw(3, 4, 66).requires_grad_()
-    out = window_attention(q, k, v, span=66, table=table)
+    out = window_attention(q, k, v, span=66, positions=table)
     assert not out[:, :, 0].any()
     (out + 0 * (q + k + v) + 0 * table.sum()).sum().backward()
     for leaf in (q, k, v, table):
@@ -142,23 +143,25 @@ def test_a_row_of_nothing_but_masked_keys_gets_zeros() -> None:
     q, k, v = (draw(seed, 2, 1, 3, 4) for seed in range(3))
     key_mask = torch.tensor([[False, False, False], [True, True, True]])
     for table in (None, draw(3, 4, 3)):
-        out = window_attention(q, k, v, span=3, table=table, key_mask=key_mask)
+        out = window_attention(q, k, v, span=3, positions=table, key_mask=key_mask)
         assert not out[0].any()
-        assert torch.equal(out[1], window_attention(q, k, v, span=3, table=table)[1])
+        assert torch.equal(out[1], window_attention(q, k, v, span=3, positions=table)[1])
 
 
 def test_what_lies_outside_the_window_changes_nothing_bitwise() -> None:
     q, k, v, table = draw(0, 1, 2, 6, 4), draw(1, 1, 2, 9, 4), draw(2, 1, 2, 9, 4), draw(3, 4, 3)
-    before = window_attention(q, k, v, span=3, table=table)
+    before = window_attention(q, k, v, span=3, positions=table)
     # Query 2 stands at position 5: it sees 2, 3 and 4.
     for position in (0, 1, 5, 6, 7, 8):
         k2, v2 = k.clone(), v.clone()
         k2[:, :, position] = 50.0
         v2[:, :, position] = -50.0
-        after = window_attention(q, k2, v2, span=3, table=table)
+        after = window_attention(q, k2, v2, span=3, positions=table)
         assert torch.equal(after[:, :, 2], before[:, :, 2])
     k[:, :, 4] = 50.0
-    assert not torch.equal(window_attention(q, k, v, span=3, table=table)[:, :, 2], before[:, :, 2])
+    assert not torch.equal(
+        window_attention(q, k, v, span=3, positions=table)[:, :, 2], before[:, :, 2]
+    )
 
 
 def test_dropped_probabilities_leave_the_mean_alone() -> None:
@@ -167,7 +170,7 @@ def test_dropped_probabilities_leave_the_mean_alone() -> None:
     v = torch.ones(64, 4, 64, 4)
     table = torch.zeros(4, 32, requires_grad=True)
     torch.manual_seed(0)
-    out = window_attention(q, k, v, span=32, table=table, dropout=0.5)
+    out = window_attention(q, k, v, span=32, positions=table, dropout=0.5)
     # 32 equal probabilities, each kept half the time: variance 1/32 a query over 8,192 queries.
     assert out.mean().item() == pytest.approx(1.0, abs=4 * math.sqrt(1 / 32 / 8192))
     assert out[..., 0].var().item() == pytest.approx(1 / 32, rel=0.1)
@@ -200,7 +203,7 @@ def test_the_fused_kernels_of_a_gpu_equal_the_reference(
     results = []
     for form, kind in ((window_attention, dtype), (window_attention_reference, torch.float64)):
         q, k, v, *table = given = [leaf.to(kind).requires_grad_() for leaf in leaves]
-        out = form(q, k, v, span=span, table=table[0] if table else None, key_mask=key_mask)
+        out = form(q, k, v, span=span, positions=table[0] if table else None, key_mask=key_mask)
         results.append([out, *torch.autograd.grad(out, given, upstream.to(kind))])
     for found, expected in zip(*results, strict=True):
         error = (found.double() - expected).norm() / expected.norm()

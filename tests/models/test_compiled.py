@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters as COUNTERS  # noqa: N812, a constant of this file
 
-from acmoe.models.compiled import compile_blocks
+from acmoe.fast.compiled import compile_blocks
 from acmoe.models.registry import create_model
 
 SWIN = {

@@ -165,7 +165,7 @@ def test_published_zero_slots_take_part_in_the_softmax() -> None:
     score[..., 5] += (q * k).sum(-1)
     weight = (score / math.sqrt(4)).softmax(-1)[..., 5:]
     seen = attention.output((weight * attention.value(x)[:, 0].view(2, 2, 4)).view(2, 8))
-    found = attention(torch.cat([memory, x], dim=1), 2, table=table)[:, 1]
+    found = attention(x, torch.cat([memory, x], dim=1), positions=table)[:, 1]
     torch.testing.assert_close(found, seen, rtol=1e-10, atol=1e-12)
     assert not torch.allclose(masked(two).logits[:, 1], zeros(two).logits[:, 1])
 

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from acmoe.config.routing import SMoEConfig
 from acmoe.config.text.language import LanguageConfig
-from acmoe.models.text.attention import rotate, window_attention_reference
-from acmoe.models.text.blocks import Attention, Block, FeedForward
-from acmoe.routing.placement import Placed
+from acmoe.models.text.blocks import BLOCKS, Attention, Block, FeedForward
+from acmoe.models.text.rotary import rotate
+from acmoe.models.text.stack import BlockInputs
+from acmoe.ops.attention.reference import window_attention_reference
+from acmoe.routing.layer_plan import LayerPlan
 from acmoe.routing.state import RoutingState
 
 CONFIG = LanguageConfig(
@@ -28,12 +30,13 @@ CONFIG = LanguageConfig(
     num_experts=4,
     router=SMoEConfig(bias=True),
 )
-MOE = Placed(SMoEConfig(bias=True), None)
+MOE = LayerPlan(SMoEConfig(bias=True), None)
 
 
-def block(placed: Placed | None, **changes: object) -> Block:
+def block(placed: LayerPlan | None, **changes: object) -> Block:
     torch.manual_seed(0)
-    made = Block(dataclasses.replace(CONFIG, **changes), placed).double()  # type: ignore[arg-type]
+    config = dataclasses.replace(CONFIG, **changes)  # type: ignore[arg-type]
+    made = BLOCKS[config.norm](config, placed).double()
     for norm in made.modules():
         if isinstance(norm, nn.LayerNorm):  # away from one and zero, so that each norm shows
             nn.init.normal_(norm.weight, 1.0, 0.3)
@@ -67,48 +70,53 @@ def test_attention_projects_without_bias_and_sees_memory(x: Tensor, table: Tenso
 
     q = heads(x[:, -2:] @ attention.query.weight.T)
     k, v = heads(x @ attention.key.weight.T), heads(x @ attention.value.weight.T)
-    seen = window_attention_reference(q, k, v, span=4, table=table)
+    seen = window_attention_reference(q, k, v, span=4, positions=table)
     expected = torch.cat([seen[:, 0], seen[:, 1]], dim=-1) @ attention.output.weight.T
-    torch.testing.assert_close(attention(x, 2, table=table), expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        attention(x[:, -2:], x, positions=table), expected, rtol=1e-10, atol=1e-12
+    )
     turned = window_attention_reference(rotate(q, 3), rotate(k, 0), v, span=4)
     expected = torch.cat([turned[:, 0], turned[:, 1]], dim=-1) @ attention.output.weight.T
-    torch.testing.assert_close(attention(x, 2, table=None), expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        attention(x[:, -2:], x, positions=None), expected, rtol=1e-10, atol=1e-12
+    )
 
 
 def test_the_paper_s_moe_block_adds_its_input_twice(x: Tensor, table: Tensor) -> None:
     made = block(MOE)
-    h = made.norm_attention(x + made.attention(x, 5, table=table))
+    h = made.norm_attention(x + made.attention(x, x, positions=table))
     y, _ = made.layer(h, start(x))
     assert made.norm_inner is not None
     expected = made.norm_layer(h + made.norm_inner(h + y))
-    found, _, _ = made(x, start(x), table=table)
+    found, _ = made(x, start(x), x, BlockInputs(table))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_the_paper_s_dense_block_adds_its_input_once(x: Tensor, table: Tensor) -> None:
     made = block(None)
-    h = made.norm_attention(x + made.attention(x, 5, table=table))
+    h = made.norm_attention(x + made.attention(x, x, positions=table))
     inner = torch.relu(h @ made.layer.up.weight.T + made.layer.up.bias)
     expected = made.norm_layer(h + inner @ made.layer.down.weight.T + made.layer.down.bias)
-    found, _, _ = made(x, start(x), table=table)
+    found, _ = made(x, start(x), x, BlockInputs(table))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("placed", [MOE, None])
-def test_the_modern_block_norms_what_goes_in(x: Tensor, placed: Placed | None) -> None:
+def test_the_modern_block_norms_what_goes_in(x: Tensor, placed: LayerPlan | None) -> None:
     made = block(placed, norm="pre", position="rope")
     memory = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    source = torch.cat([memory, x], dim=1)
-    h = x + made.attention(made.norm_attention(source), 5, table=None)
+    context = torch.cat([memory, x], dim=1)
+    normed = made.norm_attention(context)
+    h = x + made.attention(normed[:, -5:], normed, positions=None)
     inner = made.norm_layer(h)
     y = made.layer(inner) if placed is None else made.layer(inner, start(x))[0]
-    found, _, _ = made(x, start(x), table=None, source=source)
+    found, _ = made(x, start(x), context, BlockInputs(None))
     torch.testing.assert_close(found, h + y, rtol=1e-12, atol=1e-12)
 
 
 def test_a_dense_block_hands_the_routing_state_through(x: Tensor, table: Tensor) -> None:
     state = start(x)._replace(aux_loss=torch.tensor(3.0))
-    *_, after = block(None)(x, state, table=table)
+    _, after = block(None)(x, state, x, BlockInputs(table))
     assert after is state
 
 
@@ -124,7 +132,7 @@ def test_a_dense_block_hands_the_routing_state_through(x: Tensor, table: Tensor)
 def test_dropout_acts_on_probabilities_hidden_units_and_moe_output_alone(
     x: Tensor,
     table: Tensor,
-    placed: Placed | None,
+    placed: LayerPlan | None,
     expected: list[tuple[int, ...]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -137,15 +145,15 @@ def test_dropout_acts_on_probabilities_hidden_units_and_moe_output_alone(
         return y
 
     monkeypatch.setattr(nn.functional, "dropout", record)
-    made(x, start(x), table=table.requires_grad_())
+    made(x, start(x), x, BlockInputs(table.requires_grad_()))
     assert shapes == expected
 
 
 def test_evaluation_drops_nothing(x: Tensor, table: Tensor) -> None:
     for placed in (MOE, None):
         dropping, keeping = block(placed, dropout=0.9).eval(), block(placed)
-        found, _, _ = dropping(x, start(x), table=table)
-        assert torch.equal(found, keeping(x, start(x), table=table)[0])
+        found, _ = dropping(x, start(x), x, BlockInputs(table))
+        assert torch.equal(found, keeping(x, start(x), x, BlockInputs(table))[0])
 
 
 def test_a_dense_layer_is_linear_relu_linear() -> None:

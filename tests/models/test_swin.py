@@ -37,7 +37,7 @@ def test_one_expert_is_the_dense_swin(router: str, last_bias: bool) -> None:
             if ours in name:
                 name, tensor = name.replace(ours, plain), tensor[0]
                 break
-        if ".router." not in name and ".emitter." not in name:
+        if ".router." not in name and ".next_state." not in name:
             weights[name] = tensor
     dense.load_state_dict(weights)
     torch.testing.assert_close(moe(draw(0)).logits, dense(draw(0)).logits, rtol=1e-11, atol=1e-11)
@@ -136,7 +136,7 @@ def test_placements_are_those_of_the_paper(placement: str, layers: list[int]) ->
     emits = [
         number
         for number, block in enumerate(model.stages[2].blocks, start=1)
-        if isinstance(block.layer, MoE) and block.layer.emitter.statistics is not None
+        if isinstance(block.layer, MoE) and block.layer.next_state.statistics is not None
     ]
     assert emits == [number - 2 for number in layers]
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from acmoe.models.images.patches import PatchEmbedding, PatchMerging
 from acmoe.models.images.position_bias import NetworkBias, TableBias, log_offsets
-from acmoe.models.images.window import (
+from acmoe.models.images.window import WindowAttention
+from acmoe.ops.map_attention.reference import (
     Tiling,
-    WindowAttention,
     join_windows,
     shift_mask,
     split_windows,

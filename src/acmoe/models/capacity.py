@@ -1,4 +1,4 @@
-"""How many tokens an expert takes, changed for one evaluation."""
+"""Override the capacity factor of all MoE layers for an evaluation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +11,10 @@ from acmoe.experts.moe import MoE
 
 @contextmanager
 def override_capacity(model: nn.Module, factor: float | None) -> Iterator[None]:
-    """Inside `with`, every MoE layer of the model has this capacity factor.
+    """Set the capacity factor of every MoE layer of the model inside `with`.
 
-    A full expert drops the tokens of whichever images rank lower, so one image changes another's
-    result; None drops nothing. Report which of the two a figure was taken with.
+    With a capacity, a full expert drops the tokens that rank lowest, so one image changes the
+    result of another; None drops nothing. Report which of the two a figure was taken with.
 
     >>> # with override_capacity(model, None): accuracy(model, images)
     """

@@ -1,7 +1,7 @@
-"""A model on disk: a folder with its weights (safetensors) and config.json. Nothing executable.
+"""Save and load a model as a folder: weights (safetensors) and config.json. Nothing is executable.
 
-Weights are written first, under a name made of their checksum; replacing config.json, which names
-them, is what makes the new model the folder's model. A crash at any moment leaves the old one.
+Weights are written first, to a file named by their checksum. Replacing config.json, which names
+that file, makes the new model current. A crash at any moment leaves the old model intact.
 """
 
 import contextlib
@@ -21,13 +21,14 @@ from torch import Tensor, nn
 import acmoe
 from acmoe.config.serialize import decode, encode
 from acmoe.errors import UserError, check
+from acmoe.experts.moe import current_name
 from acmoe.models.registry import FAMILIES
 
-FORMAT = 1  # raised when an older reader could no longer understand the folder
+FORMAT = 1  # increment when older readers cannot read the folder any more
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write `model` into the folder `path`, in place of a model that may be there."""
+    """Write `model` into the folder `path`, replacing a model that may be there."""
     config = getattr(model, "config", None)
     family = next((n for n, found in FAMILIES.items() if isinstance(config, found.config)), None)
     check(
@@ -60,7 +61,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> nn.Module:
-    """The model `save` wrote, in evaluation mode, with the dtypes it was saved in."""
+    """Load the model that `save` wrote, in evaluation mode and in the dtypes it was saved in."""
     folder = Path(path)
     document = _read_document(folder)
     weights = folder / Path(document["weights"]).name
@@ -75,7 +76,7 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu") ->
         raise UserError(f"{weights} is no safetensors file ({error}); save it again") from error
     family = FAMILIES[document["family"]]
     config = decode(document["model"], family.config, str(folder / "config.json"))
-    # Building draws random weights, overwritten at once; the caller's random stream stays as it is.
+    # Building draws random weights, which are then overwritten: leave the caller's RNG unchanged.
     with torch.random.fork_rng(devices=[]):
         model = family.build(config)
     _assign(model, tensors, weights)
@@ -83,6 +84,7 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu") ->
 
 
 def _read_document(folder: Path) -> dict[str, Any]:
+    """Read and check config.json."""
     file = folder / "config.json"
     check(file.is_file(), f"{folder} holds no model: {file} is missing; give a folder save() wrote")
     try:
@@ -109,7 +111,7 @@ def _read_document(folder: Path) -> dict[str, Any]:
 
 
 def _flatten(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Tensors by name. Modules' extra state, a dictionary of tensors, becomes `key:name`."""
+    """Return tensors by name; a module's extra state, a dict of tensors, becomes `key:name`."""
     flat: dict[str, Tensor] = {}
     for key, value in state.items():
         if isinstance(value, dict):
@@ -120,6 +122,7 @@ def _flatten(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _unflatten(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Invert `_flatten`."""
     state: dict[str, Any] = {}
     for key, tensor in tensors.items():
         module, _, name = key.partition(":")
@@ -131,7 +134,8 @@ def _unflatten(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _assign(model: nn.Module, tensors: dict[str, Tensor], source: Path) -> None:
-    """Put the tensors in place, after checking that they are exactly the model's."""
+    """Load the tensors, after checking that names and shapes are exactly the model's."""
+    tensors = {current_name(name): tensor for name, tensor in tensors.items()}
     wanted = _flatten(model.state_dict())
     for title, names in (
         ("lacks", wanted.keys() - tensors.keys()),
@@ -153,7 +157,7 @@ def _assign(model: nn.Module, tensors: dict[str, Tensor], source: Path) -> None:
 
 @contextlib.contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
-    """A draft in the same folder, so that renaming it is atomic; gone if it was not renamed."""
+    """Yield a draft path in the same folder, so that a rename is atomic; delete the draft after."""
     draft = folder / f".draft-{uuid.uuid4().hex}"
     try:
         yield draft
@@ -162,6 +166,7 @@ def _replacing(folder: Path) -> Iterator[Path]:
 
 
 def _sync(file: Path) -> None:
+    """Flush a file to disk."""
     with file.open("rb") as handle:
         os.fsync(handle.fileno())
 

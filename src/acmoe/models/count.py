@@ -1,4 +1,4 @@
-"""How many parameters a model has, and how many a token meets."""
+"""Count a model's parameters, in total and those active for one token."""
 
 from typing import NamedTuple
 
@@ -8,12 +8,14 @@ from acmoe.experts.moe import MoE
 
 
 class ParameterCount(NamedTuple):
+    """Number of parameters."""
+
     total: int
-    active: int  # all but the experts a token is not sent to
+    active: int  # without the experts that a token is not sent to
 
 
 def count_parameters(model: nn.Module) -> ParameterCount:
-    """Counts by shape, so a model on the meta device will do."""
+    """Count parameters by shape; a model on the meta device works too."""
     total = sum(parameter.numel() for parameter in model.parameters())
     idle = 0
     for layer in model.modules():

@@ -1,10 +1,10 @@
-"""Activation checkpointing that cannot send a token elsewhere the second time."""
+"""Activation checkpointing that saves routing choices: a recompute cannot reroute tokens."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import (
 
 import acmoe.ops.route.autograd  # noqa: F401, defines acmoe::route
 
-# Operators that choose: their results are kept, all others are computed again.
+# Operators that choose: their results are saved, all others are recomputed.
 _CHOICES = (
     torch.ops.aten.topk.default,
     torch.ops.aten.sort.default,
@@ -23,11 +23,12 @@ _CHOICES = (
 )
 
 
-def recompute(module: nn.Module, *inputs: Any, **arguments: Any) -> Any:
+def recompute(module: Callable[..., Any], *inputs: Any, **arguments: Any) -> Any:
     """Call the module, keeping its inputs and routing choices instead of its activations.
 
-    Inside, autocast keeps no weights it has cast: a second call in its region would find them, and
-    cast fewer than the backward does, which computes every call on its own.
+    Autocast's weight cache is off inside: with it, a second call in the same autocast region would
+    find weights already cast and run fewer casts than the backward, which recomputes each call
+    alone.
     """
     contexts = partial(create_selective_checkpoint_contexts, _policy)
     keeps = torch.is_autocast_cache_enabled()
@@ -39,6 +40,7 @@ def recompute(module: nn.Module, *inputs: Any, **arguments: Any) -> Any:
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Save the results of operators that choose; recompute all others."""
     if op in _CHOICES:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,4 +1,4 @@
-"""What the routers of a model decide in one forward pass, for those who ask."""
+"""Record the routings that a model's MoE layers decide in one forward pass."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,9 +17,9 @@ def recorded(layers: Sequence[MoE | SoftMoE]) -> Iterator[list[Routing]]:
     found: list[Routing] = []
 
     def note(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        found.append(arguments[1])  # the emitter of each layer is handed (x, routing, state)
+        found.append(arguments[1])  # `next_state` is handed (x, routing, state)
 
-    handles = [layer.emitter.register_forward_pre_hook(note) for layer in layers]
+    handles = [layer.next_state.register_forward_pre_hook(note) for layer in layers]
     try:
         yield found
     finally:

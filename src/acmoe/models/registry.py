@@ -1,4 +1,4 @@
-"""Models by name."""
+"""Create models by name or by config."""
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
@@ -35,33 +35,51 @@ class Family(NamedTuple):
     config: type[Any]
     cards: Mapping[str, ModelCard]
     build: Callable[[Any], nn.Module]
-    router: Callable[[str | RouterConfig, Any], RouterConfig]  # a name, in this family's terms
+    router: Callable[
+        [str | RouterConfig, Any], RouterConfig
+    ]  # router config by name, with the family's defaults
+
+
+# Functions that are called with every model that a family has built; other packages may add some.
+AFTER_BUILD: list[Callable[[nn.Module], object]] = []
+
+
+def _builder(model_class: Callable[[Any], nn.Module]) -> Callable[[Any], nn.Module]:
+    """A function that builds a model of the class and then calls the functions of AFTER_BUILD."""
+
+    def build(config: Any) -> nn.Module:
+        model = model_class(config)
+        for prepare in AFTER_BUILD:
+            prepare(model)
+        return model
+
+    return build
 
 
 FAMILIES: dict[str, Family] = {
-    "language": Family(LanguageConfig, LANGUAGE_MODELS, LanguageModel, language_router),
-    "swin": Family(SwinConfig, SWIN_MODELS, SwinModel, vision_router),
-    "softmoe": Family(SoftViTConfig, SOFT_VIT_MODELS, SoftViT, vision_router),
+    "language": Family(LanguageConfig, LANGUAGE_MODELS, _builder(LanguageModel), language_router),
+    "swin": Family(SwinConfig, SWIN_MODELS, _builder(SwinModel), vision_router),
+    "softmoe": Family(SoftViTConfig, SOFT_VIT_MODELS, _builder(SoftViT), vision_router),
 }
 
 
 def list_models() -> list[str]:
-    """The names `create_model` knows."""
+    """Return the names that `create_model` accepts."""
     return [name for family in FAMILIES.values() for name in family.cards]
 
 
 def model_card(name: str) -> ModelCard:
-    """Config, description and the paper's figures of a named model."""
+    """Return config, description and the paper's figures of a named model."""
     return _family(name).cards[name]
 
 
 def create_model(name: str, *, router: str | RouterConfig = "smoe", **overrides: Any) -> nn.Module:
-    """A freshly initialised model; `overrides` change fields of its config.
+    """Return a freshly initialised model; `overrides` change fields of its config.
 
     >>> model = create_model("switch-nano", router="adaptive", dropout=0.1)
 
-    A rescaling router whose base is left at its default wraps the model's own gate, so that models
-    of one name differ in nothing but the router's scale.
+    A rescaling router with the default base wraps the model's own gate, so that models of one name
+    differ only in the router's scale.
     """
     family = _family(name)
     known = [field.name for field in fields(family.config)]
@@ -72,7 +90,7 @@ def create_model(name: str, *, router: str | RouterConfig = "smoe", **overrides:
 
 
 def build_model(config: object) -> nn.Module:
-    """The model of any family's config."""
+    """Return a model from any family's config."""
     for family in FAMILIES.values():
         if isinstance(config, family.config):
             return family.build(config)
@@ -80,6 +98,7 @@ def build_model(config: object) -> nn.Module:
 
 
 def _family(name: str) -> Family:
+    """Return the family that has a model of this name."""
     for family in FAMILIES.values():
         if name in family.cards:
             return family
@@ -87,6 +106,7 @@ def _family(name: str) -> Family:
 
 
 def _nearest(wrong: str, known: Iterable[str]) -> str:
+    """Suggest known names that are close to a wrong one."""
     known = list(known)
     near = difflib.get_close_matches(wrong, known, n=3)
     return f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(known)}"

@@ -1,4 +1,4 @@
-"""The table of models: one source for `acmoe models` and the README."""
+"""The table of models that `acmoe models` and the README show."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,16 +10,17 @@ from acmoe.models.registry import build_model, list_models, model_card
 
 
 class ModelRow(NamedTuple):
-    """One model as a reader compares it."""
+    """One row of the table."""
 
     name: str
     description: str
     parameters: int
-    active_parameters: int  # touched by one token: k of the E experts
-    paper: str  # figures the paper reports, "" for models of our own
+    active_parameters: int  # used by one token: k of the E experts
+    paper: str  # figures reported in the paper, "" for models that are not in it
 
 
 def model_rows() -> list[ModelRow]:
+    """Return one row per model; parameters are counted on the meta device."""
     rows = []
     for name in list_models():
         card = model_card(name)
@@ -32,6 +33,7 @@ def model_rows() -> list[ModelRow]:
 
 
 def markdown_table(rows: Sequence[ModelRow]) -> str:
+    """Format rows as a Markdown table."""
     lines = ["| model | what | parameters | active | the paper |", "|---|---|---|---|---|"]
     for row in rows:
         lines.append(

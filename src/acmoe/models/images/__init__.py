@@ -1,1 +1,1 @@
-"""The image classifiers."""
+"""Image classifiers: Swin-MoE and a vision transformer with SoftMoE."""

@@ -1,4 +1,4 @@
-"""What every image classifier is from outside: images in, logits and losses out.
+"""Base class of the image classifiers: images in, logits and losses out.
 
 Shapes: B batch, D features, K classes.
 """
@@ -21,19 +21,19 @@ from acmoe.routing.state import Routing
 
 
 class VisionOutput(NamedTuple):
-    """What a forward pass gives. `loss` is the cross-entropy alone; train on loss + aux_loss."""
+    """Result of a forward pass. `loss` is the cross-entropy alone; train on loss + aux_loss."""
 
     logits: Tensor  # (B, K)
     loss: Tensor | None  # () mean nats per image, label smoothing included in training
     aux_loss: Tensor  # () weighted auxiliary losses of all MoE layers
-    routings: tuple[Routing, ...] | None  # one per MoE layer, where asked for
+    routings: tuple[Routing, ...] | None  # one per MoE layer, if requested
 
 
 class ImageClassifier(nn.Module):
-    """A backbone and a linear head. Pure: routing state comes and goes as a value.
+    """A backbone and a linear head. Routing state is passed as a value, not stored in the module.
 
-    A backbone builds `head` and writes `features`, `check_size` and `moe_layers`. With
-    `checkpoint_blocks=True` activations inside its blocks are computed again in backward.
+    A subclass builds `head` and defines `features`, `check_size` and `moe_layers`. With
+    `checkpoint_blocks=True` the activations inside its blocks are recomputed in backward.
     """
 
     head: nn.Linear
@@ -46,12 +46,12 @@ class ImageClassifier(nn.Module):
     def forward(
         self, images: Tensor, targets: Tensor | None = None, *, return_routings: bool = False
     ) -> VisionOutput:
-        """Logits of every class, and with targets their mean cross-entropy.
+        """Return the logits of every class and, with targets, their mean cross-entropy.
 
         Args:
             images: (B, channels, height, width) normalised pixels.
             targets: (B,) class ids, or (B, K) probabilities.
-            return_routings: also return each MoE layer's decision.
+            return_routings: also return each MoE layer's routing.
         """
         _check_images(images, self.config.channels)
         self.check_size(*images.shape[-2:])
@@ -68,26 +68,27 @@ class ImageClassifier(nn.Module):
         return VisionOutput(logits_BK, loss, aux_loss, found)
 
     def new_head(self, num_classes: int) -> None:
-        """Exchange the head for a freshly drawn one, to classify into other classes."""
+        """Replace the head by a freshly initialised one with `num_classes` classes."""
         self.config = replace(self.config, num_classes=num_classes)
         weight = self.head.weight
         self.head = nn.Linear(weight.shape[1], num_classes, dtype=weight.dtype).to(weight.device)
         init_linear(self.head, self.config.init_std)
 
     def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, D) what the head reads, and the auxiliary losses."""
+        """Return the (B, D) input of the head, and the auxiliary losses."""
         raise NotImplementedError(f"{type(self).__name__} must define features")
 
     def check_size(self, height: int, width: int) -> None:
-        """Refuse images of a size the backbone cannot read."""
+        """Raise a UserError for an image size that the backbone cannot process."""
         raise NotImplementedError(f"{type(self).__name__} must define check_size")
 
     def moe_layers(self) -> Sequence[MoE | SoftMoE]:
-        """The MoE layers, first to last."""
+        """Return the MoE layers, first to last."""
         raise NotImplementedError(f"{type(self).__name__} must define moe_layers")
 
 
 def _check_images(images: Tensor, channels: int) -> None:
+    """Require floating-point images of (B, channels, height, width)."""
     check(
         images.dim() == 4 and images.shape[1] == channels and images.numel() > 0,
         f"images have shape {tuple(images.shape)}; pass (batch, {channels}, height, width)",
@@ -99,7 +100,7 @@ def _check_images(images: Tensor, channels: int) -> None:
 
 
 def _check_targets(targets: Tensor, num_images: int, num_classes: int) -> None:
-    """One class per image, or (mixed images) one probability per image and class."""
+    """Require one class per image, or (mixed images) one probability per image and class."""
     if targets.is_floating_point():
         fits = tuple(targets.shape) == (num_images, num_classes)
     else:
@@ -114,7 +115,7 @@ def _check_targets(targets: Tensor, num_images: int, num_classes: int) -> None:
 
 
 def _cross_entropy(logits_BK: Tensor, targets: Tensor, smoothing: float) -> Tensor:
-    """Mean cross-entropy, in float32 even where the logits are not."""
+    """Return the mean cross-entropy, in float32 even for 16-bit logits."""
     logits_BK = logits_BK.to(accumulation_dtype(logits_BK.dtype))
     targets = targets.to(logits_BK.dtype) if targets.is_floating_point() else targets.long()
     return nn.functional.cross_entropy(logits_BK, targets, label_smoothing=smoothing)

@@ -1,4 +1,4 @@
-"""The parts of image classifiers: dense layer, stochastic depth, initial weights and state.
+"""Parts of the image classifiers: dense layer, stochastic depth, initial weights, initial state.
 
 Shapes: B batch, D features.
 """
@@ -13,7 +13,7 @@ from acmoe.routing.state import RoutingState
 
 
 class FeedForward(nn.Module):
-    """Linear, exact GELU, linear: what an expert is, for every token alike."""
+    """Linear, exact GELU, linear: the dense counterpart of an expert."""
 
     def __init__(self, dim: int, hidden: int, *, last_bias: bool) -> None:
         super().__init__()
@@ -25,28 +25,28 @@ class FeedForward(nn.Module):
 
 
 def drop_path_rates(last: float, num_blocks: int) -> list[float]:
-    """From 0 in the first block to `last` in the last, linearly."""
+    """Return the stochastic-depth rate of each block: linear from 0 to `last`."""
     return [last * block / max(num_blocks - 1, 1) for block in range(num_blocks)]
 
 
 def draw_kept(x: Tensor, rate: float, *, training: bool) -> Tensor | None:
-    """(2, B) weights of each image's two branches of a block: 0 skips it, at the given rate.
+    """Draw stochastic depth: (2, B) weights of a block's branches per image, 0 at the given rate.
 
-    Drawn outside the block, to which it is a tensor like any other: blocks of different rates then
-    compile to one graph, and a recompute sees the same draw. None: nothing is skipped.
+    The weights are drawn outside the block and passed as a tensor: blocks of different rates then
+    share one compiled graph, and a recompute sees the same draw. None: nothing is dropped.
     """
     if not training or rate == 0:
         return None
     return x.new_empty(2, len(x)).bernoulli_(1 - rate) / (1 - rate)
 
 
-def kept(branch: Tensor, weight_B: Tensor | None) -> Tensor:
-    """The branch of each image times its weight."""
+def scale_branch(branch: Tensor, weight_B: Tensor | None) -> Tensor:
+    """Multiply the branch of each image by its weight."""
     return branch if weight_B is None else branch * weight_B.view(-1, *[1] * (branch.dim() - 1))
 
 
 def init_linear(model: nn.Module, std: float) -> None:
-    """Truncated normal weights and zero biases, in dense layers and experts alike."""
+    """Set truncated normal weights and zero biases, in dense layers and experts."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.trunc_normal_(module.weight, std=std)
@@ -58,7 +58,7 @@ def init_linear(model: nn.Module, std: float) -> None:
 
 
 def new_state(x: Tensor, num_experts: int, aux_loss: Tensor | None = None) -> RoutingState:
-    """The identity for tokens x (B, ..., D) that no MoE layer has seen; the losses go on."""
+    """Return the identity state for tokens x (B, ..., D), with the given aux_loss, if any."""
     state = RoutingState.identity(
         num_tokens=x.shape[:-1].numel(),
         num_clusters=num_experts,

@@ -1,6 +1,6 @@
-"""Images to maps of tokens, and maps to coarser ones.
+"""Patch embedding of images, and merging of patches into coarser maps.
 
-Shapes: B batch, C channels, Y rows and X columns of the map, P numbers of a patch, D features.
+Shapes: B batch, C channels, Y rows and X columns of the map, P numbers per patch, D features.
 """
 
 from typing import cast
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class PatchEmbedding(nn.Module):
-    """(B, C, pixels, pixels) -> (B, Y, X, D): one token for each square of pixels."""
+    """(B, C, height, width) -> (B, Y, X, D): one token per square patch of pixels."""
 
     def __init__(self, *, channels: int, dim: int, patch: int, norm: bool) -> None:
         super().__init__()
@@ -18,8 +18,8 @@ class PatchEmbedding(nn.Module):
         self.norm = nn.LayerNorm(dim) if norm else nn.Identity()
 
     def forward(self, images: Tensor) -> Tensor:
-        # A matrix product: that of the convolution's library, on a GPU, may add a weight's gradient
-        # in another order in every run.
+        # A GEMM instead of a convolution: cuDNN may sum the weight gradient in a different order in
+        # every run.
         B, C, height, width = images.shape
         side = self.project.kernel_size[0]
         squares = images.view(B, C, height // side, side, width // side, side)
@@ -30,7 +30,7 @@ class PatchEmbedding(nn.Module):
 
 
 class PatchMerging(nn.Module):
-    """(B, Y, X, D) -> (B, Y/2, X/2, 2D): the four tokens of a square become one."""
+    """(B, Y, X, D) -> (B, Y/2, X/2, 2D): each 2 x 2 square of tokens becomes one."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -38,6 +38,6 @@ class PatchMerging(nn.Module):
         self.reduction = nn.Linear(4 * dim, 2 * dim, bias=False)
 
     def forward(self, x_BYXD: Tensor) -> Tensor:
-        # Down each column of the square first: the order published Swin weights expect.
+        # Concatenate down each column of the square first, the order of published Swin weights.
         corners = [x_BYXD[:, row::2, column::2] for column in (0, 1) for row in (0, 1)]
         return cast(Tensor, self.reduction(self.norm(torch.cat(corners, dim=-1))))

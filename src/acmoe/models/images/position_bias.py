@@ -1,4 +1,4 @@
-"""What attention inside a window adds to a score for the offset between query and key.
+"""Relative position bias of window attention: a term per head and offset between query and key.
 
 Shapes: W tokens a side of a full window, O = (2W - 1)^2 offsets, H heads, N tokens of a window.
 """
@@ -13,7 +13,7 @@ from acmoe.ops.embedding.op import embedding
 
 
 class PositionBias(nn.Module):
-    """One number for each head and offset; smaller windows use the offsets that occur in them."""
+    """One number per head and offset; smaller windows use the offsets that occur in them."""
 
     index: Tensor  # (W^2, W^2) constants
 
@@ -24,18 +24,18 @@ class PositionBias(nn.Module):
         self.register_buffer("index", offset_index(window), persistent=False)
 
     def by_offset(self) -> Tensor:
-        """(O, H), row offsets slow, column offsets fast, both from -(W - 1) to W - 1."""
+        """Return the (O, H) biases; row offsets vary slowest; both run from -(W - 1) to W - 1."""
         raise NotImplementedError(f"{type(self).__name__} must define by_offset")
 
     def forward(self, rows: int, columns: int) -> Tensor:
-        """(H, N, N) for a window of rows x columns tokens."""
+        """Return the (H, N, N) bias of a window of rows x columns tokens."""
         side, tokens = self.window, rows * columns
         index_NN = self.index.view(side, side, side, side)[:rows, :columns, :rows, :columns]
         return embedding(index_NN.reshape(tokens, tokens), self.by_offset()).permute(2, 0, 1)
 
 
 class TableBias(PositionBias):
-    """Swin's: every offset learns its own numbers."""
+    """Swin's bias: a learned number for every offset and head."""
 
     def __init__(self, *, window: int, heads: int) -> None:
         super().__init__(window=window, heads=heads)
@@ -47,7 +47,7 @@ class TableBias(PositionBias):
 
 
 class NetworkBias(PositionBias):
-    """Swin-MoE's: a small network reads the offset, so that near offsets start out alike."""
+    """Swin-MoE's bias: a small network of the offset, so that near offsets start out similar."""
 
     hidden = 512
     offsets: Tensor  # (O, 2) constants
@@ -67,7 +67,7 @@ POSITIONS: dict[str, type[PositionBias]] = {"mlp": NetworkBias, "table": TableBi
 
 
 def offset_index(window: int) -> Tensor:
-    """(W^2, W^2) the place of (query - key) among the O offsets, for tokens counted row by row."""
+    """Return (W^2, W^2): index of offset (query - key) among O, for tokens in row-major order."""
     y_N = torch.arange(window).repeat_interleave(window)
     x_N = torch.arange(window).repeat(window)
     down_NN = y_N[:, None] - y_N + window - 1
@@ -76,7 +76,7 @@ def offset_index(window: int) -> Tensor:
 
 
 def log_offsets(window: int) -> Tensor:
-    """(O, 2) offsets in [-8, 8] as sign * log2(1 + |offset|) / 3: near ones are told apart best."""
+    """Return (O, 2): offsets scaled to [-8, 8], as sign * log2(1 + |offset|) / 3; finest near 0."""
     reach = max(window - 1, 1)
     far_W = torch.arange(-(window - 1), window, dtype=torch.float32) * 8 / reach
     log_W = far_W.sign() * far_W.abs().log1p() / math.log(8)

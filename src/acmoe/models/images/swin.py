@@ -1,8 +1,8 @@
 """Swin-MoE: window attention over a map that shrinks from stage to stage.
 
-Tokens keep one flat index b * Y * X + y * X + x inside a stage, shifted windows or not, so a
-token's cluster at one MoE layer is its own at the next. Merging patches makes other tokens of
-another width; there the routing state begins anew.
+A token keeps its flat index b * Y * X + y * X + x inside a stage, with shifted windows or without,
+so its cluster at one MoE layer is still its own at the next. Merging patches makes new tokens of
+another width: the routing state starts anew there.
 
 Shapes: B batch, Y rows and X columns of the map, D features.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from acmoe.config.images.vision import SwinConfig
-from acmoe.config.text.language import base_router
+from acmoe.config.routing import base_router
 from acmoe.experts.moe import MoE
 from acmoe.models.images.classifier import ImageClassifier
 from acmoe.models.images.layers import (
@@ -21,22 +21,22 @@ from acmoe.models.images.layers import (
     draw_kept,
     drop_path_rates,
     init_linear,
-    kept,
     new_state,
+    scale_branch,
 )
 from acmoe.models.images.patches import PatchEmbedding, PatchMerging
 from acmoe.models.images.window import WindowAttention
 from acmoe.models.recompute import recompute
-from acmoe.routing.placement import Placed, place
+from acmoe.routing.layer_plan import LayerPlan, plan_layers
 from acmoe.routing.state import RoutingState
 from acmoe.routing.topk import TopKRouter
 
 
 class SwinBlock(nn.Module):
-    """Window attention, then one layer: MoE where a router is `placed`, dense where None is."""
+    """Window attention, then one layer: MoE where the plan has a router, dense where it is None."""
 
     def __init__(
-        self, config: SwinConfig, *, stage: int, shifted: bool, placed: Placed | None
+        self, config: SwinConfig, *, stage: int, shifted: bool, plan: LayerPlan | None
     ) -> None:
         super().__init__()
         dim = config.widths[stage]
@@ -50,43 +50,43 @@ class SwinBlock(nn.Module):
         )
         self.norm_layer = nn.LayerNorm(dim)
         self.layer: MoE | FeedForward
-        if placed is None:
+        if plan is None:
             self.layer = FeedForward(dim, config.mlp_ratio * dim, last_bias=config.last_bias)
         else:
-            self.layer = _moe(config, dim, placed)
+            self.layer = _moe(config, dim, plan)
 
     def forward(
         self, x_BYXD: Tensor, state: RoutingState, kept_2B: Tensor | None = None
     ) -> tuple[Tensor, RoutingState]:
-        """(B, Y, X, D) -> (B, Y, X, D), and the state for the next MoE layer.
+        """Return the output (B, Y, X, D) and the state for the next MoE layer.
 
-        `kept_2B` weights each image's attention and layer branch (stochastic depth).
+        `kept_2B` holds each image's weights of the attention and layer branch (stochastic depth).
         """
         kept_attention, kept_layer = (None, None) if kept_2B is None else kept_2B.unbind()
-        x_BYXD = x_BYXD + kept(self.attention(self.norm_attention(x_BYXD)), kept_attention)
+        x_BYXD = x_BYXD + scale_branch(self.attention(self.norm_attention(x_BYXD)), kept_attention)
         h_BYXD = self.norm_layer(x_BYXD)
         if isinstance(self.layer, MoE):
             y_BLD, state = self.layer(h_BYXD.flatten(1, 2), state)
             y_BYXD = y_BLD.view_as(x_BYXD)
         else:
             y_BYXD = self.layer(h_BYXD)
-        return x_BYXD + kept(y_BYXD, kept_layer), state
+        return x_BYXD + scale_branch(y_BYXD, kept_layer), state
 
 
 class SwinStage(nn.Module):
-    """Blocks of one width, and (but for the last stage) the merge into the next."""
+    """Blocks of one width and, except in the last stage, the merge into the next stage."""
 
     def __init__(self, config: SwinConfig, stage: int, drops: list[float]) -> None:
         super().__init__()
         self.num_experts = config.num_experts
         self.drops = drops
-        placed = iter(_placed(config, stage))
+        plans = iter(_plans(config, stage))
         self.blocks = nn.ModuleList(
             SwinBlock(
                 config,
                 stage=stage,
                 shifted=block % 2 == 1,
-                placed=next(placed) if config.is_moe(stage, block) else None,
+                plan=next(plans) if config.is_moe(stage, block) else None,
             )
             for block in range(config.depths[stage])
         )
@@ -96,6 +96,7 @@ class SwinStage(nn.Module):
     def forward(
         self, x_BYXD: Tensor, state: RoutingState, *, checkpoint_blocks: bool = False
     ) -> tuple[Tensor, RoutingState]:
+        """Run the blocks and the merge; return the map and the state for the next stage."""
         again = checkpoint_blocks and torch.is_grad_enabled()
         for block, drop in zip(self.blocks, self.drops, strict=True):
             kept_2B = draw_kept(x_BYXD, drop, training=self.training)
@@ -132,14 +133,15 @@ class SwinModel(ImageClassifier):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Initialise all weights."""
         init_linear(self, self.config.init_std)
         for module in self.modules():
-            # Swin-MoE's gates start like its other weights, unless the gate asks for its own.
+            # Swin-MoE initialises gates like its other weights, unless the config says otherwise.
             if isinstance(module, TopKRouter) and module.config.init == "uniform":
                 nn.init.trunc_normal_(module.embedding, std=self.config.init_std)
 
     def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, D) mean of the last map, and the auxiliary losses."""
+        """Return the (B, D) mean over the last map, and the auxiliary losses."""
         x_BYXD = self.embed(images)
         state = new_state(x_BYXD, self.config.num_experts)
         for stage in self.stages:
@@ -147,36 +149,37 @@ class SwinModel(ImageClassifier):
         return self.norm(x_BYXD).mean((1, 2)), state.aux_loss
 
     def check_size(self, height: int, width: int) -> None:
+        """Raise a UserError for an image size that does not divide into maps and windows."""
         self.config.maps(height, width)
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The blocks of all stages, first to last."""
+        """Return the blocks of all stages, first to last."""
         return [block for stage in self.stages for block in stage.blocks]  # type: ignore[union-attr]
 
     def moe_layers(self) -> list[MoE]:
-        """The MoE layers, first to last."""
+        """Return the MoE layers, first to last."""
         return [block.layer for block in self.blocks if isinstance(block.layer, MoE)]
 
 
-def _placed(config: SwinConfig, stage: int) -> list[Placed]:
-    """The routers of a stage's MoE layers."""
+def _plans(config: SwinConfig, stage: int) -> list[LayerPlan]:
+    """Return the layer plans of a stage's MoE layers."""
     number = config.num_moe_layers(stage)
     if number == 0:
         return []
     if stage == config.adaptive_stage:
-        return place(config.router, config.placement, number)
-    return place(base_router(config.router), "full", number)
+        return plan_layers(config.router, config.placement, number)
+    return plan_layers(base_router(config.router), "full", number)
 
 
-def _moe(config: SwinConfig, dim: int, placed: Placed) -> MoE:
+def _moe(config: SwinConfig, dim: int, plan: LayerPlan) -> MoE:
     layer = MoE(
         dim=dim,
         hidden=config.mlp_ratio * dim,
         num_experts=config.num_experts,
         top_k=config.top_k,
-        router=placed.router,
-        emit=placed.emit,
+        router=plan.router,
+        next_router=plan.next_router,
         activation="gelu",
         bias=True,
         dropout=config.expert_dropout,
@@ -184,5 +187,5 @@ def _moe(config: SwinConfig, dim: int, placed: Placed) -> MoE:
         losses=config.losses,
     )
     if not config.last_bias:
-        layer.experts.down_bias = None  # Swin-MoE keeps the first bias alone
+        layer.experts.down_bias = None  # Swin-MoE has only the first bias
     return layer

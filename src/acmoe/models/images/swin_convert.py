@@ -1,9 +1,9 @@
-"""Published weights of the dense Swin, read into this library's model.
+"""Load published weights of the dense Swin into this library's model.
 
-Checkpoints name their tensors `layers.2.blocks.0.attn.qkv.weight`. Two habits exist: the original
-one keeps the merge of patches at the end of a stage and calls the head `head`, timm at the start of
-the next stage and `head.fc`. Both are read. Experts may begin as copies of the dense layer whose
-place they take; gates always begin as they were drawn.
+Checkpoints name their tensors `layers.2.blocks.0.attn.qkv.weight`, in one of two conventions: the
+original one puts the merge of patches at the end of a stage and calls the head `head`; timm puts
+the merge at the start of the next stage and calls the head `head.fc`. Both are read. Experts may
+start as copies of the dense layer they replace; gates keep their random initialisation.
 """
 
 import os
@@ -21,7 +21,7 @@ from torch import Tensor
 from acmoe.errors import UserError, check
 from acmoe.models.images.swin import SwinModel
 
-# Ours to theirs, applied in this order.
+# Replacements from our names to the published ones, applied in this order.
 _NAMES = (
     ("embed.project.", "patch_embed.proj."),
     ("embed.norm.", "patch_embed.norm."),
@@ -39,7 +39,7 @@ _NAMES = (
     (".layer.down.", ".mlp.fc2."),
     (".merge.", ".downsample."),
 )
-# Constants that old checkpoints carry along.
+# Constant buffers in old checkpoints, which are skipped.
 _CONSTANT = re.compile(r"\.(attn\.relative_position_index|attn\.relative_coords_table|attn_mask)$")
 _FIXES = (
     (".mlp.fc2.bias", "build the model with last_bias=True"),
@@ -49,7 +49,7 @@ _FIXES = (
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The tensors of a .safetensors file, or of a torch file read without executing anything."""
+    """Read the tensors of a .safetensors or torch file, without executing anything."""
     file = Path(path)
     check(file.is_file(), f"{file} does not exist; give a file of Swin weights")
     try:
@@ -76,15 +76,15 @@ def load_dense_swin(
     upcycle: bool = False,
     head: bool = True,
 ) -> None:
-    """Put published dense weights into `model`, after checking that they fit and all are used.
+    """Load published dense weights into `model`, after checking that they fit and all are used.
 
     Args:
         model: a Swin of the same sizes; `position="table"` and `last_bias=True` as Swin was built.
         weights: the tensors, or a file of them.
-        upcycle: start every expert as the dense layer in its place. A gate of softmax over all
-            experts still weights their output, so the model is not yet the dense one. False:
-            experts stay as they are.
-        head: also read the classifier; False where the classes are others.
+        upcycle: start every expert as a copy of the dense layer it replaces. A softmax gate over
+            all experts still weights their output, so the model is not yet the dense one. False:
+            experts keep their weights.
+        head: also load the classifier; False if the classes differ.
     """
     check(
         model.config.position == "table",
@@ -111,7 +111,7 @@ def load_dense_swin(
 
 
 def _plain_names(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The original habit's names, whichever was used."""
+    """Rename tensors to the original convention."""
     late = "layers.0.downsample.reduction.weight" not in given
     plain = {}
     for name, tensor in given.items():
@@ -125,8 +125,8 @@ def _plain_names(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _source(name: str, *, upcycle: bool, head: bool) -> str | None:
-    """The published tensor behind one of ours; None where ours stays as it is."""
-    gate = ".layer.router." in name or ".layer.emitter." in name
+    """Return the name of the published tensor for one of ours; None: keep the initial value."""
+    gate = ".layer.router." in name or ".layer.next_state." in name
     if gate or (".layer.experts." in name and not upcycle) or (name[:5] == "head." and not head):
         return None
     for ours, theirs in _NAMES:
@@ -137,6 +137,7 @@ def _source(name: str, *, upcycle: bool, head: bool) -> str | None:
 def _check_all_used(
     theirs: Mapping[str, Tensor], used: set[str], model: SwinModel, *, upcycle: bool, head: bool
 ) -> None:
+    """Raise a UserError if published tensors have no counterpart in the model."""
     config = model.config
     experts = tuple(
         f"layers.{stage}.blocks.{block}.mlp."
@@ -153,7 +154,7 @@ def _check_all_used(
 
 
 def _fitted(tensor: Tensor, own: Tensor, source: str, *, copies: bool) -> Tensor:
-    """The tensor, or as many copies of it as there are experts, in the model's shape."""
+    """Return the tensor in the model's shape; `copies`: one copy per expert."""
     shape = own.shape[1:] if copies else own.shape
     check(
         tensor.shape == shape,
@@ -164,4 +165,5 @@ def _fitted(tensor: Tensor, own: Tensor, source: str, *, copies: bool) -> Tensor
 
 
 def _fix(source: str) -> str:
+    """Suggest a fix for a tensor that does not fit."""
     return next((fix for part, fix in _FIXES if part in source), "build a model of its sizes")

@@ -19,18 +19,18 @@ from acmoe.models.images.layers import (
     draw_kept,
     drop_path_rates,
     init_linear,
-    kept,
     new_state,
+    scale_branch,
 )
 from acmoe.models.images.patches import PatchEmbedding
-from acmoe.models.images.window import split_heads
 from acmoe.models.recompute import recompute
-from acmoe.routing.placement import Placed, place
+from acmoe.ops.map_attention.reference import split_heads
+from acmoe.routing.layer_plan import LayerPlan, plan_layers
 from acmoe.routing.state import RoutingState
 
 
 class SelfAttention(nn.Module):
-    """Multi-head attention of every token to every token of its image."""
+    """Multi-head self-attention over the tokens of an image."""
 
     def __init__(self, *, dim: int, heads: int) -> None:
         super().__init__()
@@ -45,47 +45,47 @@ class SelfAttention(nn.Module):
 
 
 class ViTBlock(nn.Module):
-    """Self-attention, then one layer: SoftMoE where a router is `placed`, dense where None is."""
+    """Self-attention, then one layer: SoftMoE where there is a plan for it, else a dense one."""
 
-    def __init__(self, config: SoftViTConfig, placed: Placed | None) -> None:
+    def __init__(self, config: SoftViTConfig, plan: LayerPlan | None) -> None:
         super().__init__()
         hidden = config.mlp_ratio * config.dim
         self.norm_attention = nn.LayerNorm(config.dim, eps=1e-6)
         self.attention = SelfAttention(dim=config.dim, heads=config.heads)
         self.norm_layer = nn.LayerNorm(config.dim, eps=1e-6)
         self.layer: SoftMoE | FeedForward
-        if placed is None:
+        if plan is None:
             self.layer = FeedForward(config.dim, hidden, last_bias=True)
         else:
-            assert isinstance(placed.router, SoftConfig | AdaptiveConfig | RandomConfig)
+            assert isinstance(plan.router, SoftConfig | AdaptiveConfig | RandomConfig)
             self.layer = SoftMoE(
                 dim=config.dim,
                 hidden=hidden,
                 num_experts=config.num_experts,
-                router=placed.router,
-                emit=placed.emit,
+                router=plan.router,
+                next_router=plan.next_router,
                 dropout=config.expert_dropout,
             )
 
     def forward(
         self, x_BLD: Tensor, state: RoutingState, kept_2B: Tensor | None = None
     ) -> tuple[Tensor, RoutingState]:
-        """(B, L, D) -> (B, L, D), and the state for the next MoE layer.
+        """Return the output (B, L, D) and the state for the next MoE layer.
 
-        `kept_2B` weights each image's attention and layer branch (stochastic depth).
+        `kept_2B` holds each image's weights of the attention and layer branch (stochastic depth).
         """
         kept_attention, kept_layer = (None, None) if kept_2B is None else kept_2B.unbind()
-        x_BLD = x_BLD + kept(self.attention(self.norm_attention(x_BLD)), kept_attention)
+        x_BLD = x_BLD + scale_branch(self.attention(self.norm_attention(x_BLD)), kept_attention)
         h_BLD = self.norm_layer(x_BLD)
         if isinstance(self.layer, SoftMoE):
             y_BLD, state = self.layer(h_BLD, state)
         else:
             y_BLD = self.layer(h_BLD)
-        return x_BLD + kept(y_BLD, kept_layer), state
+        return x_BLD + scale_branch(y_BLD, kept_layer), state
 
 
 class SoftViT(ImageClassifier):
-    """A DeiT with SoftMoE layers; its routings are about tokens b * L + l."""
+    """A DeiT with SoftMoE layers; token l of image b has index b * L + l in its routings."""
 
     config: SoftViTConfig
 
@@ -96,9 +96,9 @@ class SoftViT(ImageClassifier):
         )
         self.class_token = nn.Parameter(torch.empty(config.dim))
         self.positions = nn.Parameter(torch.empty(1 + config.num_patches, config.dim))
-        placed = iter(place(config.router, config.placement, config.moe_blocks))
+        plans = iter(plan_layers(config.router, config.placement, config.moe_blocks))
         self.blocks = nn.ModuleList(
-            ViTBlock(config, next(placed) if config.is_moe(block) else None)
+            ViTBlock(config, next(plans) if config.is_moe(block) else None)
             for block in range(config.depth)
         )
         self.drops = drop_path_rates(config.drop_path, config.depth)
@@ -107,12 +107,13 @@ class SoftViT(ImageClassifier):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Initialise all weights."""
         init_linear(self, self.config.init_std)
         nn.init.trunc_normal_(self.class_token, std=self.config.init_std)
         nn.init.trunc_normal_(self.positions, std=self.config.init_std)
 
     def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, D) last class token, and the auxiliary losses."""
+        """Return the (B, D) final class token, and the auxiliary losses."""
         patches_BLD = self.embed(images).flatten(1, 2)
         class_B1D = self.class_token.expand(len(images), 1, -1)
         x_BLD = torch.cat([class_B1D.to(patches_BLD.dtype), patches_BLD], dim=1) + self.positions
@@ -124,10 +125,11 @@ class SoftViT(ImageClassifier):
         return self.norm(x_BLD)[:, 0], state.aux_loss
 
     def moe_layers(self) -> list[SoftMoE]:
-        """The SoftMoE layers, first to last."""
+        """Return the SoftMoE layers, first to last."""
         return [block.layer for block in self.blocks if isinstance(block.layer, SoftMoE)]
 
     def check_size(self, height: int, width: int) -> None:
+        """Raise a UserError unless images have the size of the learned positions."""
         size = self.config.image_size
         check(
             (height, width) == (size, size),

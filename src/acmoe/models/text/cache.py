@@ -1,21 +1,18 @@
-"""What decoding keeps between steps, so that a new token costs one token.
+"""The decode cache of one block: keys, values and routing statistics of earlier positions.
 
-Shapes: B batch, H heads, L new positions, N positions in view, P features of a head.
+Shapes: B batch, H heads, L new positions, N cached and new positions, P features of a head.
 """
 
-from dataclasses import dataclass, field
-
-import torch
 from torch import Tensor
 
 from acmoe.routing.cache import LayerCache
 
 
 class SlidingStore:
-    """The last positions of a growing tensor, in preallocated storage written in place.
+    """The last `span` positions of a growing tensor, in preallocated storage written in place.
 
-    Room for as many positions again lies behind the window, so that moving the window back to the
-    front happens once in `span` steps instead of at every one.
+    The storage has space for up to `span` positions after the window, so that the window is moved
+    back to the front once in `span` steps instead of in every step.
     """
 
     def __init__(self, span: int, dim: int) -> None:
@@ -25,25 +22,25 @@ class SlidingStore:
         self.storage: Tensor | None = None
 
     def extend(self, new: Tensor) -> Tensor:
-        """Append along `dim`; a view of up to `span` earlier positions and all the new ones."""
+        """Append `new` along `dim`; return a view of up to `span` earlier positions and `new`."""
         added = new.shape[self.dim]
         if self.storage is None or self.end + added > self.storage.shape[self.dim]:
-            self._make_room(new)
+            self._reallocate(new)
         assert self.storage is not None
         self.storage.narrow(self.dim, self.end, added).copy_(new)
         first = max(0, self.end - self.span)
         self.end += added
         return self.storage.narrow(self.dim, first, self.end - first)
 
-    def _make_room(self, new: Tensor) -> None:
-        kept = min(self.end, self.span)
+    def _reallocate(self, new: Tensor) -> None:
+        moved = min(self.end, self.span)
         shape = list(new.shape)
-        shape[self.dim] = kept + new.shape[self.dim] + min(self.span, kept + new.shape[self.dim])
+        shape[self.dim] = moved + new.shape[self.dim] + min(self.span, moved + new.shape[self.dim])
         storage = new.new_empty(shape)
         if self.storage is not None:
-            last = self.storage.narrow(self.dim, self.end - kept, kept)
-            storage.narrow(self.dim, 0, kept).copy_(last)
-        self.storage, self.end = storage, kept
+            last = self.storage.narrow(self.dim, self.end - moved, moved)
+            storage.narrow(self.dim, 0, moved).copy_(last)
+        self.storage, self.end = storage, moved
 
 
 class BlockCache:
@@ -51,27 +48,11 @@ class BlockCache:
 
     def __init__(self, span: int, routing: LayerCache | None) -> None:
         self.routing = routing
-        self.position = 0  # of the next token, counted from the stream's first
+        self.position = 0  # position of the next token in its stream
         self._keys = SlidingStore(span, dim=2)
         self._values = SlidingStore(span, dim=2)
 
     def extend(self, k_BHLP: Tensor, v_BHLP: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, H, N, P) keys and values in view of the new positions."""
+        """Append keys and values; return (B, H, N, P) those that the new positions may see."""
         self.position += k_BHLP.shape[2]
         return self._keys.extend(k_BHLP), self._values.extend(v_BHLP)
-
-
-@dataclass
-class DecodeCache:
-    """One `BlockCache` a block, and which of the positions in view are real tokens."""
-
-    blocks: list[BlockCache]
-    mask: SlidingStore
-    masked: bool = field(default=False)  # a padded position was seen
-
-    def extend_mask(self, tokens_BL: Tensor, token_mask_BL: Tensor | None) -> Tensor | None:
-        """(B, N) the keys that may be seen; None while every position was a real token."""
-        real_BL = torch.ones_like(tokens_BL, dtype=torch.bool)
-        self.masked = self.masked or token_mask_BL is not None
-        view_BN = self.mask.extend(real_BL if token_mask_BL is None else token_mask_BL)
-        return view_BN if self.masked else None

@@ -1,71 +1,64 @@
-"""The causal language model: Switch and GLaM are two configs of this one file.
+"""The causal language model; Switch and GLaM are two configs of it.
 
 Shapes: B batch, L length of the segment, S positions of memory, T = B * L tokens, D features,
 P features of a head, V words.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812, the customary name
 
 from acmoe.config.text.language import LanguageConfig
 from acmoe.errors import check
 from acmoe.experts.moe import MoE
-from acmoe.models.recompute import recompute
 from acmoe.models.recorded import recorded
-from acmoe.models.text.blocks import Block
-from acmoe.models.text.cache import BlockCache, DecodeCache, SlidingStore
+from acmoe.models.text.blocks import BLOCKS
+from acmoe.models.text.cache import BlockCache, SlidingStore
 from acmoe.models.text.generate import generate
+from acmoe.models.text.memory import ConcatMemory, DecodeCache, Memory, OpenMemory, StreamMemory
+from acmoe.models.text.stack import BlockInputs, BlockRunner, run_blocks
+from acmoe.models.unmodified import modified
 from acmoe.ops.checks import check_range
 from acmoe.ops.cross_entropy.op import chunked_cross_entropy
 from acmoe.ops.embedding.op import Embedding
-from acmoe.ops.precision import autocast_dtype
-from acmoe.ops.rows import copy_rows
 from acmoe.ops.statistics.dispersion import accumulation_dtype
-from acmoe.routing.placement import place
+from acmoe.routing.layer_plan import plan_layers
 from acmoe.routing.state import Routing, RoutingState
 
 
-class Memory(NamedTuple):
-    """The last positions of the segments before, up to `span` of them, without gradient."""
-
-    hidden: tuple[Tensor, ...]  # (B, S, D) inputs of each block
-    mask: Tensor | None = None  # (B, S) False where a slot is padding; None: all are tokens
-    # (B, S + L, D) each, with `hidden` in front, which is then read there: a call of L tokens
-    # writes its own behind them, where it would join copies of both.
-    rooms: tuple[Tensor, ...] | None = None
-
-
 class LanguageOutput(NamedTuple):
-    """What a forward pass gives. `loss` is the cross-entropy alone; train on loss + aux_loss."""
+    """The result of a forward pass. `loss` is the cross-entropy alone; train on loss + aux_loss."""
 
     logits: Tensor | None  # (B, L, V); None where targets were given
     loss: Tensor | None  # () mean nats per real token
     aux_loss: Tensor  # () weighted auxiliary losses of all MoE layers
     memory: Memory  # for the next segment of the same streams
-    routings: tuple[Routing, ...] | None  # one per MoE layer, where asked for
+    routings: tuple[Routing, ...] | None  # one per MoE layer, if requested
 
 
 class LanguageModel(nn.Module):
-    """A decoder with MoE layers. Pure: memory and routing state come and go as values, but for a
-    memory with rooms, behind which a call writes its own.
+    """A decoder with MoE layers. Memory and routing state are arguments and results.
 
-    With `checkpoint_blocks=True` activations inside a block are computed again in backward;
-    routing choices are kept, so that rounding cannot send a token elsewhere the second time.
+    With `checkpoint_blocks=True` backward recomputes the activations inside a block. Routing
+    choices are saved, so that rounding cannot send a token to another expert the second time.
+
+    `runner` runs the blocks; `acmoe.fast.accelerate` may replace it.
     """
 
     def __init__(self, config: LanguageConfig, *, checkpoint_blocks: bool = False) -> None:
         super().__init__()
         self.config = config
         self.checkpoint_blocks = checkpoint_blocks
-        placed = iter(place(config.router, config.placement, max(1, config.num_moe_layers)))
+        self.runner: BlockRunner = run_blocks
+        plans = iter(plan_layers(config.router, config.placement, max(1, config.num_moe_layers)))
         self.embed = Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(
-            Block(config, next(placed) if layer == "moe" else None) for layer in config.sequence
+            BLOCKS[config.norm](config, next(plans) if layer == "moe" else None)
+            for layer in config.sequence
         )
-        # One table for all heads and layers.
+        # One relative-position embedding for all heads and layers.
         self.positions: nn.Parameter | None = None
         if config.position == "relative":
             self.positions = nn.Parameter(torch.randn(config.head_dim, config.span))
@@ -77,50 +70,60 @@ class LanguageModel(nn.Module):
         tokens: Tensor,
         targets: Tensor | None = None,
         *,
-        memory: Memory | None = None,
+        memory: StreamMemory | None = None,
         token_mask: Tensor | None = None,
         return_routings: bool = False,
     ) -> LanguageOutput:
-        """Logits of every next token, or with targets their mean cross-entropy.
+        """Return the logits of every next token, or, given targets, the mean cross-entropy.
 
         Args:
             tokens: (B, L) ids.
-            targets: (B, L) ids of the tokens that follow. The logits are then never held whole.
+            targets: (B, L) ids of the next tokens. The full logits are then never materialised.
             memory: from the previous segment's output; None begins new streams.
-            token_mask: (B, L) True for real tokens. Padding stands before a stream's first token or
-                after its last; it changes nothing, and its targets are not read.
+            token_mask: (B, L) True for real tokens. Padding must be before a stream's first token
+                or after its last; it does not affect results, and its targets are not read.
             return_routings: also return each MoE layer's decision.
         """
         self._check(tokens, targets, memory, token_mask)
         with recorded(self.moe_layers() if return_routings else []) as routings:
-            x_BLD, state, memory = self.hidden_states(tokens, memory=memory, token_mask=token_mask)
+            x_BLD, state, after = self.hidden_states(tokens, memory=memory, token_mask=token_mask)
         logits = loss = None
         if targets is None:
             logits = self.unembed(x_BLD)
         else:
-            loss = chunked_cross_entropy(
-                x_BLD.flatten(0, 1),
-                self.unembed.weight,
-                self.unembed.bias,
-                targets.flatten(),
-                token_mask=None if token_mask is None else token_mask.flatten(),
-            )
+            loss = self._loss(x_BLD, targets, token_mask)
         found = tuple(routings) if return_routings else None
-        return LanguageOutput(logits, loss, state.aux_loss, memory, found)
+        return LanguageOutput(logits, loss, state.aux_loss, after, found)
+
+    def _loss(self, x_BLD: Tensor, targets: Tensor, token_mask: Tensor | None) -> Tensor:
+        """() mean cross-entropy of the real tokens, without holding the logits whole.
+
+        An output layer that was wrapped or has hooks is called, and its logits are held.
+        """
+        x_TD, targets_T = x_BLD.flatten(0, 1), targets.flatten()
+        mask_T = None if token_mask is None else token_mask.flatten()
+        if modified(self.unembed, nn.Linear) is None:
+            weight, bias = self.unembed.weight, self.unembed.bias
+            return chunked_cross_entropy(x_TD, weight, bias, targets_T, token_mask=mask_T)
+        if mask_T is not None:
+            x_TD, targets_T = x_TD[mask_T], targets_T[mask_T]
+        logits_TV = self.unembed(x_TD)
+        total = F.cross_entropy(logits_TV.float(), targets_T, reduction="sum")
+        return total / max(1, len(targets_T))
 
     def hidden_states(
         self,
         tokens: Tensor,
         *,
-        memory: Memory | None = None,
+        memory: StreamMemory | None = None,
         token_mask: Tensor | None = None,
         cache: DecodeCache | None = None,
     ) -> tuple[Tensor, RoutingState, Memory]:
-        """(B, L, D) last hidden states, the last routing state, and the memory they leave."""
+        """Return the last hidden states (B, L, D), the routing state, and the next memory."""
         if memory is None and cache is None:
             memory = self.new_memory(tokens.shape[0])
         tokens = _blank(tokens, token_mask)
-        x_BLD = lowered_BLD = self.embed(tokens)
+        x_BLD = self.embed(tokens)
         state = RoutingState.identity(
             num_tokens=tokens.numel(),
             num_clusters=self.config.num_experts,
@@ -129,37 +132,23 @@ class LanguageModel(nn.Module):
             dtype=accumulation_dtype(x_BLD.dtype),
         )
         key_mask = self._key_mask(tokens, token_mask, memory, cache)
-        again = self.checkpoint_blocks and torch.is_grad_enabled()
-        kept = []
-        for depth, block in enumerate(self.blocks):
-            past = memory.hidden[depth] if memory is not None else None
-            room = None
-            if memory is not None and memory.rooms and self.config.norm == "post" and not again:
-                room = memory.rooms[depth]  # not where it is read again, maybe after it has moved
-            if token_mask is not None and self.config.empty_memory == "zeros":
-                x_BLD = lowered_BLD = x_BLD.masked_fill(~token_mask[..., None], 0.0)
-            source = None
-            if cache is None:
-                if self.config.norm == "post":
-                    lowered_BLD = lowered_BLD.to(self.memory_dtype)
-                source = self._source(past, lowered_BLD, room)
-                kept.append(source.detach()[:, -self.config.span :])
-            x_BLD, lowered_BLD, state = (partial(recompute, block) if again else block)(
-                x_BLD,
-                state,
-                table=self.positions,
-                source=source,
-                lowered=lowered_BLD,
-                key_mask=key_mask,
-                token_mask=token_mask,
-                token_ids=tokens,
-                cache=None if cache is None else cache.blocks[depth],
-            )
-        mask = None if key_mask is None else key_mask[:, -self.config.span :]
-        return self.norm(x_BLD), state, Memory(tuple(kept), mask)
+        inputs = BlockInputs(self.positions, key_mask, token_mask, tokens)
+        opened = cache or self._opened(memory)
+        x_BLD, state = self.runner(self, x_BLD, state, opened, inputs)
+        return self.norm(x_BLD), state, opened.next_memory(key_mask)
+
+    def _opened(self, memory: StreamMemory | None) -> OpenMemory:
+        span = self.config.span
+        return ConcatMemory(None, span) if memory is None else memory.open(span)
+
+    def blank_padding(self, x_BLD: Tensor, token_mask: Tensor | None) -> Tensor:
+        """Set padding to zero in configs that read it (the published model); others mask it."""
+        if token_mask is None or self.config.empty_memory == "masked":
+            return x_BLD
+        return x_BLD.masked_fill(~token_mask[..., None], 0.0)
 
     def new_memory(self, num_streams: int) -> Memory | None:
-        """What new streams begin with: nothing, or the published model's zeros."""
+        """Return the memory of new streams: None, or zeros as in the published model."""
         if self.config.empty_memory == "masked":
             return None
         weight = self.embed.weight
@@ -167,7 +156,7 @@ class LanguageModel(nn.Module):
         return Memory((empty,) * len(self.blocks))
 
     def new_cache(self, num_sequences: int) -> DecodeCache:
-        """An empty decode cache; fill it with the prompt, then a token at a time."""
+        """Return an empty decode cache; pass it with the prompt, then with one token at a time."""
         config, weight = self.config, self.embed.weight
         cache = DecodeCache([], SlidingStore(config.span, dim=1))
         for block in self.blocks:
@@ -190,53 +179,31 @@ class LanguageModel(nn.Module):
         return generate(self, prompt, max_new_tokens, **options)
 
     def moe_layers(self) -> list[MoE]:
-        """The MoE layers, first to last."""
+        """Return the MoE layers, first to last."""
         return [block.layer for block in self.blocks if isinstance(block.layer, MoE)]
 
     def _key_mask(
         self,
         tokens: Tensor,
         token_mask: Tensor | None,
-        memory: Memory | None,
+        memory: StreamMemory | None,
         cache: DecodeCache | None,
     ) -> Tensor | None:
-        """(B, N) the positions attention may see. The published model hides none from it: what is
-        no token is a slot of zeros there."""
+        """Return (B, N), True for positions that attention may see, or None: it may see all.
+
+        The published model masks nothing: padding and empty memory are zeros there.
+        """
         if self.config.empty_memory == "zeros":
             return None
         if cache is not None:
             return cache.extend_mask(tokens, token_mask)
         return _joined_mask(memory, token_mask, tokens)
 
-    def _source(self, past_BSD: Tensor | None, x_BLD: Tensor, room_BND: Tensor | None) -> Tensor:
-        """What a block attends to, (B, S + L, D).
-
-        Its last `span` positions are the next memory. In post-norm blocks products alone read it,
-        in the precision they multiply in: so it is held. Gradients go to x itself.
-        """
-        if self.config.norm == "post":
-            x_BLD = x_BLD.detach()
-        if past_BSD is None:
-            return x_BLD
-        num_keys = past_BSD.shape[1] + x_BLD.shape[1]
-        fits = room_BND is not None and room_BND.shape[1] == num_keys
-        if room_BND is not None and fits and room_BND.dtype == x_BLD.dtype:
-            copy_rows(room_BND[:, past_BSD.shape[1] :], x_BLD)
-            return room_BND
-        return torch.cat([past_BSD.to(x_BLD.dtype), x_BLD], dim=1)
-
-    @property
-    def memory_dtype(self) -> torch.dtype:
-        """Of the memory a call leaves, here and now: autocast has a say in post-norm models."""
-        weight = self.embed.weight
-        lowered = autocast_dtype(weight) if self.config.norm == "post" else None
-        return lowered or weight.dtype
-
     def _check(
         self,
         tokens: Tensor,
         targets: Tensor | None,
-        memory: Memory | None,
+        memory: StreamMemory | None,
         token_mask: Tensor | None,
     ) -> None:
         check(
@@ -262,14 +229,14 @@ class LanguageModel(nn.Module):
 
 
 def _blank(ids: Tensor, token_mask: Tensor | None) -> Tensor:
-    """Id 0 in place of padding, whose own ids may be anything."""
+    """Replace the ids of padding, which may be invalid, by 0."""
     return ids if token_mask is None else ids.masked_fill(~token_mask, 0)
 
 
 def _joined_mask(
-    memory: Memory | None, token_mask_BL: Tensor | None, tokens_BL: Tensor
+    memory: StreamMemory | None, token_mask_BL: Tensor | None, tokens_BL: Tensor
 ) -> Tensor | None:
-    """(B, S + L) the positions attention may see; None when all are real tokens."""
+    """Return (B, S + L), True for positions that attention may see; None if all are real tokens."""
     if token_mask_BL is None and (memory is None or memory.mask is None):
         return None
     parts = []

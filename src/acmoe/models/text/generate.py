@@ -1,8 +1,9 @@
-"""Continue prompts token by token.
+"""Generate text token by token.
 
 Every step runs one new token per sequence against cached keys, values and routing statistics. With
-a plain router, and with `running` or `prefix` statistics, its logits are those of a forward pass
-over the whole text, and a batch of prompts of any lengths gives what each gives alone.
+a plain router, and with `running` or `prefix` statistics, its logits equal those of a forward pass
+over the whole text, and a batch of prompts of any lengths gives the same tokens as each prompt
+alone.
 
 Shapes: B sequences, L prompt length with padding, V words.
 """
@@ -14,14 +15,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from acmoe.config.routing import ExpertChoiceConfig
-from acmoe.config.text.language import base_router
+from acmoe.config.routing import ExpertChoiceConfig, base_router
 from acmoe.errors import check
 from acmoe.ops.checks import check_range
 
 if TYPE_CHECKING:
-    from acmoe.models.text.cache import DecodeCache
     from acmoe.models.text.decoder import LanguageModel
+    from acmoe.models.text.memory import DecodeCache
 
 Prompt = Tensor | Sequence[Tensor] | Sequence[Sequence[int]]
 
@@ -40,19 +40,19 @@ def generate(
     seed: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """(B, at most max_new_tokens) the tokens that follow each prompt.
+    """Return (B, at most max_new_tokens): the tokens that follow each prompt.
 
     Args:
         model: put in evaluation mode for the call.
         prompt: (B, L) ids, (L,) ids of one prompt, or a list of prompts of any lengths.
         max_new_tokens: the most tokens to add.
-        prompt_mask: (B, L) True for real tokens of a padded prompt; padding stands on the left.
-        temperature: 0 takes the likeliest token; above, logits are divided by it and sampled.
-        top_k: sample among the k likeliest tokens.
-        top_p: sample among the fewest tokens that hold this share of the probability.
-        stop_token: a sequence ends with it; shorter ones are filled up with it.
-        seed: of the sampling; the same seed gives the same tokens.
-        generator: in place of a seed, one on the model's device.
+        prompt_mask: (B, L) True for real tokens of a padded prompt; padding is on the left.
+        temperature: 0 takes the most likely token; otherwise logits are divided by it and sampled.
+        top_k: sample among the k most likely tokens.
+        top_p: sample among the fewest tokens whose probabilities sum to at least top_p.
+        stop_token: ends a sequence; shorter sequences are padded with it.
+        seed: seed of the sampling; the same seed gives the same tokens.
+        generator: used instead of a seed, on the model's device.
     """
     check(seed is None or generator is None, "seed and generator are both given; give one of them")
     _check_options(model, max_new_tokens, temperature, top_k, top_p, stop_token)
@@ -77,6 +77,7 @@ def _continue(
     draw: Callable[[Tensor], Tensor],
     stop_token: int | None,
 ) -> Tensor:
+    """Prefill the cache with the prompts, then decode until done."""
     cache = model.new_cache(tokens_BL.shape[0])
     logits_BV = next_logits(model, tokens_BL, cache, mask_BL)
     done_B = torch.zeros_like(tokens_BL[:, 0], dtype=torch.bool)
@@ -89,7 +90,7 @@ def _continue(
         chosen.append(token_B)
         if len(chosen) == max_new_tokens or (stop_token is not None and bool(done_B.all())):
             return torch.stack(chosen, dim=1)
-        # A finished sequence is padding: under batch statistics it must not sway the others.
+        # Mask a finished sequence: under batch statistics it must not influence the others.
         going_B1 = None if stop_token is None else ~done_B[:, None]
         logits_BV = next_logits(model, token_B[:, None], cache, going_B1)
 
@@ -97,7 +98,7 @@ def _continue(
 def next_logits(
     model: "LanguageModel", tokens: Tensor, cache: "DecodeCache", token_mask: Tensor | None = None
 ) -> Tensor:
-    """(B, V) logits after the last of the (B, L) new tokens; the cache grows by them."""
+    """Return the (B, V) logits after the (B, L) new tokens, which are added to the cache."""
     x_BLD, _, _ = model.hidden_states(tokens, token_mask=token_mask, cache=cache)
     logits: Tensor = model.unembed(x_BLD[:, -1])
     return logits
@@ -110,7 +111,7 @@ def sample(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """(B,) one id for each row of (B, V) logits."""
+    """Return (B,): one sampled id per row of (B, V) logits."""
     if temperature == 0:
         return logits.argmax(-1)
     probability_BV = keep_likely(logits.float() / temperature, top_k, top_p).softmax(-1)
@@ -118,14 +119,14 @@ def sample(
 
 
 def keep_likely(logits: Tensor, top_k: int | None = None, top_p: float | None = None) -> Tensor:
-    """-inf at all but the top_k likeliest, then at all but the fewest that hold top_p."""
+    """Set logits outside the top_k, then outside the top_p nucleus, to -inf."""
     order_BV = logits.argsort(dim=-1, descending=True, stable=True)
     sorted_BV = logits.gather(-1, order_BV)
     if top_k is not None:
         sorted_BV[:, top_k:] = -torch.inf
     if top_p is not None:
         probability_BV = sorted_BV.softmax(-1)
-        # A token stays if those before it do not yet hold the share; the first always does.
+        # Keep a token if those before it sum to less than top_p; the first is always kept.
         before_BV = probability_BV.cumsum(-1) - probability_BV
         sorted_BV = sorted_BV.masked_fill(before_BV >= top_p, -torch.inf)
     return torch.empty_like(logits).scatter_(-1, order_BV, sorted_BV)
@@ -134,7 +135,7 @@ def keep_likely(logits: Tensor, top_k: int | None = None, top_p: float | None = 
 def _batch(
     prompt: Prompt, prompt_mask: Tensor | None, vocab_size: int, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """(B, L) prompts padded on the left, and their mask if there is any padding."""
+    """Return (B, L) prompts padded on the left, and their mask if there is any padding."""
     if isinstance(prompt, Tensor):
         tokens_BL, mask_BL = _padded(prompt, prompt_mask, device)
     else:
@@ -148,6 +149,7 @@ def _batch(
 def _padded(
     prompt: Tensor, prompt_mask: Tensor | None, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
+    """Check a prompt tensor and its mask; return both as (B, L)."""
     tokens_BL = (prompt if prompt.dim() == 2 else prompt[None]).to(device)
     check(
         tokens_BL.dim() == 2 and tokens_BL.numel() > 0,
@@ -168,6 +170,7 @@ def _padded(
 def _pad(
     prompts: Sequence[Tensor] | Sequence[Sequence[int]], device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
+    """Pad a list of prompts on the left; return tokens and mask (B, L)."""
     rows = [torch.as_tensor(row, dtype=torch.int64, device=device).flatten() for row in prompts]
     check(len(rows) > 0 and min(map(len, rows)) > 0, "a prompt is empty; give each one token")
     length = max(map(len, rows))
@@ -187,6 +190,7 @@ def _check_options(
     top_p: float | None,
     stop_token: int | None,
 ) -> None:
+    """Raise a UserError for an option out of range."""
     check(max_new_tokens >= 1, f"max_new_tokens={max_new_tokens}; it must be at least 1")
     check(temperature >= 0, f"temperature={temperature}; it must be 0 (greedy) or more")
     check(top_k is None or top_k >= 1, f"top_k={top_k}; it must be at least 1")

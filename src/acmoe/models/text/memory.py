@@ -1,0 +1,105 @@
+"""The memory of a stream: hidden states of earlier segments that its next segment attends to.
+
+A model opens a memory for one call. The opened memory has three methods:
+
+    extend(depth, x)     the context of block `depth`: its inputs at earlier positions, then x
+    cache(depth)         the block's decode cache, or None
+    next_memory(mask)    the memory for the next segment
+
+Three kinds exist: `ConcatMemory` and `DecodeCache` below, and `StaticMemory` in preallocated
+buffers (acmoe/fast/memory.py).
+
+Shapes: B batch, L length of the segment, S positions of memory, N cached and new positions,
+D features.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from acmoe.models.text.cache import BlockCache, SlidingStore
+
+
+class Memory(NamedTuple):
+    """The hidden states of up to `span` previous positions, without gradient."""
+
+    hidden: tuple[Tensor, ...]  # (B, S, D) inputs of each block
+    mask: Tensor | None = None  # (B, S) False where a position is padding; None: all are tokens
+
+    def open(self, span: int) -> "ConcatMemory":
+        """Open the memory for one call; the next memory has up to `span` positions."""
+        return ConcatMemory(self, span)
+
+
+class StreamMemory(Protocol):
+    """A memory that a model can open for a call."""
+
+    @property
+    def hidden(self) -> tuple[Tensor, ...]: ...
+    @property
+    def mask(self) -> Tensor | None: ...
+    def open(self, span: int) -> "OpenMemory": ...
+
+
+class OpenMemory(Protocol):
+    """A memory opened for one call; the module's docstring describes the methods."""
+
+    def extend(self, depth: int, x: Tensor) -> Tensor: ...
+    def cache(self, depth: int) -> BlockCache | None: ...
+    def next_memory(self, mask: Tensor | None) -> Memory: ...
+
+
+class ConcatMemory:
+    """An opened memory that concatenates memory, if there is any, and segment."""
+
+    def __init__(self, memory: Memory | None, span: int) -> None:
+        self.memory = memory
+        self.span = span
+        self.contexts: list[Tensor] = []
+
+    def extend(self, depth: int, x: Tensor) -> Tensor:
+        """Return the context (B, S + L, D) of block `depth`."""
+        context = x
+        if self.memory is not None:
+            context = torch.cat([self.memory.hidden[depth].to(x.dtype), x], dim=1)
+        self.contexts.append(context.detach()[:, -self.span :])
+        return context
+
+    def cache(self, depth: int) -> BlockCache | None:
+        return None
+
+    def next_memory(self, mask: Tensor | None) -> Memory:
+        return Memory(tuple(self.contexts), None if mask is None else mask[:, -self.span :])
+
+
+@dataclass
+class DecodeCache:
+    """One `BlockCache` per block, and the mask of cached positions that are real tokens.
+
+    It implements the interface of an opened memory; the earlier positions are keys and values in
+    the cache of each block (cache.py).
+    """
+
+    blocks: list[BlockCache]
+    mask: SlidingStore
+    masked: bool = field(default=False)  # True once a call had a token mask
+
+    def extend(self, depth: int, x: Tensor) -> Tensor:
+        """Return x, the new positions alone; the block's cache holds the earlier ones."""
+        return x
+
+    def cache(self, depth: int) -> BlockCache:
+        return self.blocks[depth]
+
+    def next_memory(self, mask: Tensor | None) -> Memory:
+        """Return an empty memory: the cache itself is used for the next call."""
+        return Memory((), mask)
+
+    def extend_mask(self, tokens_BL: Tensor, token_mask_BL: Tensor | None) -> Tensor | None:
+        """Append to the mask; return (B, N), True for keys that may be seen, or None: all may."""
+        real_BL = torch.ones_like(tokens_BL, dtype=torch.bool)
+        self.masked = self.masked or token_mask_BL is not None
+        view_BN = self.mask.extend(real_BL if token_mask_BL is None else token_mask_BL)
+        return view_BN if self.masked else None

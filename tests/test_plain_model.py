@@ -1,0 +1,100 @@
+"""The paper's model in plain PyTorch, as its specification: bitwise the library's loss on a CPU.
+
+The functions below read a model's parameters and say, in some thirty lines, what its forward pass
+is. The library must compute the same on its plain path and on its fast one.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812, the customary name
+
+import acmoe
+from acmoe.fast import restore
+from acmoe.models.text.blocks import Attention, PostNormBlock
+from acmoe.models.text.decoder import LanguageModel
+from acmoe.ops.attention import window_attention
+from acmoe.ops.cross_entropy.op import chunked_cross_entropy
+from acmoe.ops.experts import ExpertWeights, expert_mlp
+from acmoe.ops.sort import sort_rows
+
+
+def moe(layer: acmoe.MoE, x: Tensor, state: acmoe.RoutingState, ids: Tensor):
+    routing = layer.router.route(layer.router.rescale(x, state), token_ids=ids)  # M_k* h (Eqn. 8)
+    experts = layer.experts
+    weights = ExpertWeights(experts.up, experts.down, experts.up_bias, experts.down_bias)
+    rows = sort_rows(routing.expert_ids, layer.num_experts)
+    dropout = experts.dropout if layer.training else 0.0
+    y = expert_mlp(
+        x.reshape(-1, layer.dim), weights, rows, routing.gate, activation="relu", dropout=dropout
+    )
+    return y.view(x.shape), layer.next_state(x, routing, state)
+
+
+def attention(a: Attention, x: Tensor, context: Tensor, positions: Tensor) -> Tensor:
+    def heads(x: Tensor) -> Tensor:
+        return x.unflatten(-1, (a.heads, -1)).transpose(1, 2)
+
+    q = heads(F.linear(x, a.query.weight))
+    k, v = heads(F.linear(context, a.key.weight)), heads(F.linear(context, a.value.weight))
+    dropout = a.dropout if a.training else 0.0
+    out = window_attention(q, k, v, span=a.span, positions=positions, dropout=dropout)
+    return F.linear(out.transpose(1, 2).flatten(2), a.output.weight)
+
+
+def block(b: PostNormBlock, x, state, context, positions, ids):
+    h = b.norm_attention(x + attention(b.attention, x, context, positions))
+    y, state = moe(b.layer, h, state, ids)
+    return b.norm_layer(h + b.norm_inner(h + b.dropout(y))), state
+
+
+def loss_of(m: LanguageModel, tokens: Tensor, targets: Tensor, memory: list[Tensor] | None):
+    x, contexts = m.embed(tokens), []
+    state = acmoe.RoutingState.identity(
+        num_tokens=tokens.numel(), num_clusters=m.config.num_experts, dim=m.config.dim
+    )
+    for depth, one in enumerate(m.blocks):
+        context = x if memory is None else torch.cat([memory[depth], x], 1)
+        contexts.append(context.detach()[:, -m.config.span :])
+        x, state = block(one, x, state, context, m.positions, tokens)
+    x = m.norm(x).flatten(0, 1)
+    loss = chunked_cross_entropy(x, m.unembed.weight, m.unembed.bias, targets.flatten())
+    return loss + state.aux_loss, contexts
+
+
+ROUTERS = [
+    "smoe",
+    acmoe.AdaptiveConfig(statistics="batch"),
+    acmoe.AdaptiveConfig(statistics="running"),
+    acmoe.AdaptiveConfig(statistics="prefix"),
+    acmoe.AdaptiveConfig.preset("reference-lm"),
+]
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("router", ROUTERS, ids=["smoe", "batch", "running", "prefix", "published"])
+def test_the_library_computes_what_thirty_lines_say(router, fast: bool) -> None:
+    torch.manual_seed(0)
+    model = acmoe.create_model("switch-nano", router=router).train()
+    if not fast:
+        restore(model)
+    tokens, targets = torch.randint(0, 256, (2, 3, 64)), torch.randint(0, 256, (2, 3, 64))
+    losses, gradients = [], []
+    for plain in (True, False):
+        torch.manual_seed(1)  # dropout
+        model.zero_grad()
+        memory, total = None, torch.zeros(())
+        for segment, target in zip(tokens, targets, strict=True):  # two segments with memory
+            if plain:
+                loss, memory = loss_of(model, segment, target, memory)
+            else:
+                out = model(segment, target, memory=memory)
+                loss, memory = out.loss + out.aux_loss, out.memory
+            total = total + loss
+        total.backward()
+        losses.append(total.detach())
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert torch.equal(*losses)
+    assert len(gradients[0]) == len(gradients[1]) > 50
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7)
