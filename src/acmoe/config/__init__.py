@@ -1,2 +1,2 @@
-"""Frozen, keyword-only configs, checked when they are made, and what the environment may ask of
-kernels. Standard library only."""
+"""Frozen, keyword-only config dataclasses that check their values on construction, and the
+environment variables that select kernels. Uses the standard library only."""

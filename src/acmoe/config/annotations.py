@@ -1,4 +1,4 @@
-"""Reading the type annotations of config dataclasses: what a field may hold, and in which words."""
+"""Read the type annotations of config dataclasses, and describe them for error messages."""
 
 from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
@@ -6,47 +6,56 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 def field_types(config: type[Any]) -> dict[str, Any]:
-    """Annotation of each field, in order; class variables are no fields."""
+    """Map each field to its annotation, in order of definition. Class variables are left out."""
     hints = get_type_hints(config)
     return {field.name: hints[field.name] for field in fields(config)}
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
-    """The alternatives of a union, or the annotation alone."""
+    """Return the alternatives of a union, flattened, or the annotation itself as the only one."""
     if get_origin(annotation) in (Union, UnionType):
         return tuple(found for part in get_args(annotation) for found in members(part))
     return (annotation,)
 
 
 def named_configs(annotation: Any) -> dict[str, type[Any]]:
-    """Config classes a field may hold, by the class variable `name`; empty for plain values."""
+    """Map `name` to each config class a field may hold; empty for fields of plain values.
+
+    A subclass with its own name is allowed wherever its parent is.
+    """
     classes: list[Any] = [part for part in members(annotation) if is_dataclass(part)]
+    classes += [found for part in classes for found in _named_subclasses(part)]
     return {part.name: part for part in classes if has_tag(part)}
 
 
+def _named_subclasses(config: type[Any]) -> list[type[Any]]:
+    found = [child for child in config.__subclasses__() if "name" in vars(child)]
+    return found + [deeper for child in found for deeper in _named_subclasses(child)]
+
+
 def has_tag(config: Any) -> bool:
-    """Whether a config class is told from its alternatives by a class variable `name`."""
+    """Return True where a config class has a class variable `name` that identifies it."""
     return isinstance(getattr(config, "name", None), str) and "name" not in {
         field.name for field in fields(config)
     }
 
 
 def in_words(annotation: Any) -> str:
-    """What a value must be, as the end of an error message."""
+    """Describe the values that an annotation allows, to end an error message with."""
     parts = [part for part in members(annotation) if part is not NoneType]
-    words = [_one_in_words(part) for part in parts]
+    words = [_describe(part) for part in parts]
     if NoneType in members(annotation):
         words.append("none")
     return " or ".join(words)
 
 
-def _one_in_words(annotation: Any) -> str:
+def _describe(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(str(choice) for choice in get_args(annotation))
     if get_origin(annotation) is tuple:
         first, *rest = get_args(annotation)
         count = "a list" if rest == [...] else f"{1 + len(rest)} values"
-        return f"{count} separated by commas, each {_one_in_words(first)}"
+        return f"{count} separated by commas, each {_describe(first)}"
     if is_dataclass(annotation):
         return f"a {annotation.__name__}"  # type: ignore[union-attr]
     return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[

@@ -1,4 +1,4 @@
-"""Routers that choose experts by themselves, and the auxiliary losses of all routers."""
+"""Configs of the routers that wrap no other router, and of the auxiliary losses of all routers."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -10,12 +10,13 @@ Gate = Literal["auto", "selected", "all"]
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """Weights of the auxiliary losses a router adds; 0 leaves a loss out."""
+    """Weights of a router's auxiliary losses; a weight of 0 switches a loss off."""
 
-    balance: float = 0.01  # E * sum of f_e * P_e: 1 at perfect balance
+    balance: float = 0.01  # E * sum of f_e * P_e, which is 1 at perfect balance
     importance_load: float = 0.0  # Swin-MoE's (L_importance + L_load) / 2; needs router noise
     z: float = 0.0  # mean squared logsumexp of the affinities
-    tutel: bool = False  # load loss of probabilities against a logit threshold, as Tutel mixes them
+    # Compute the load loss as Tutel does: probabilities against a threshold on logits.
+    tutel: bool = False
 
     def __post_init__(self) -> None:
         for name in ("balance", "importance_load", "z"):
@@ -24,16 +25,16 @@ class LossConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SMoEConfig:
-    """The plain top-k router: affinity = x . e_k."""
+    """The plain top-k router: the affinity of a token x and expert k is x . e_k."""
 
     name: ClassVar[str] = "smoe"
     bias: bool = False
-    gate: Gate = "auto"  # softmax over the selected k, or over all E; auto: all when k = 1
+    gate: Gate = "auto"  # softmax over the selected k, or over all E; auto: all if k = 1
     noise: float = 0.0  # training noise on the affinities, std in units of 1/E
-    normalize_embeddings: bool = False  # unit-length e_k: the control for published AC gates
-    init: Literal["uniform", "orthogonal"] = "uniform"  # +-1/sqrt(d), or orthogonal of gain 0.32
-    balance_temperature: float = 1.0  # of the softmax inside the balance loss; published LM: 0.3
-    bias_balancing: float = 0.0  # loss-free balancing: step of each expert's selection bias
+    normalize_embeddings: bool = False  # unit-length e_k, a control for the published AC gates
+    init: Literal["uniform", "orthogonal"] = "uniform"  # +-1/sqrt(d), or orthogonal, gain 0.32
+    balance_temperature: float = 1.0  # softmax temperature of the balance loss; published LM: 0.3
+    bias_balancing: float = 0.0  # loss-free balancing: step size of each expert's selection bias
 
     def __post_init__(self) -> None:
         check_choice(self.gate, ("auto", "selected", "all"), "gate")
@@ -45,13 +46,17 @@ class SMoEConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricConfig(SMoEConfig):
-    """Top-k, less the token's distance from each expert in that expert's own metric."""
+    """Top-k routing where each expert's affinity is lowered by the token's distance from it.
+
+    The distance is taken in the expert's own metric: its running mean and variance.
+    """
 
     name: ClassVar[str] = "metric"
-    strength: float = 1.0  # where the learned weight of the distance starts; 0: the plain router
-    momentum: float = 0.95  # of each expert's mean and variance, per optimizer step
-    prior_tokens: float = 16.0  # mean and variance of all tokens count as this many of the expert's
-    floor: float = 1e-3  # least variance, as a share of that of all tokens
+    strength: float = 1.0  # initial value of the distance's learned weight; 0: the plain router
+    momentum: float = 0.95  # of each expert's running mean and variance, per optimizer step
+    # Mean and variance over all tokens enter each expert's statistics as this many extra tokens.
+    prior_tokens: float = 16.0
+    floor: float = 1e-3  # least variance, as a fraction of the variance over all tokens
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,13 +68,13 @@ class MetricConfig(SMoEConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class CosineConfig:
-    """XMoE: affinity = cos(R x, e_k) / temperature, in a low dimension."""
+    """XMoE: affinity = cos(R x, e_k) / temperature, where R projects to a low dimension."""
 
     name: ClassVar[str] = "cosine"
-    proj_dim: int | None = None  # None: E / 2, as XMoE
-    temperature: float = 0.3  # where the learnable temperature starts
+    proj_dim: int | None = None  # None: E / 2, as in XMoE
+    temperature: float = 0.3  # initial value; it is learned
     gate: Gate = "auto"
-    legacy: bool = False  # the published baseline: R x not normalised, no temperature
+    legacy: bool = False  # the published baseline: R x is not normalised, no temperature
 
     def __post_init__(self) -> None:
         check_choice(self.gate, ("auto", "selected", "all"), "gate")
@@ -82,10 +87,14 @@ class CosineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StableConfig:
-    """StableMoE: stage one learns and distils the routing into token ids, stage two freezes it."""
+    """StableMoE, in two stages.
+
+    Stage one learns the routing and distils it into a light router that reads token ids alone;
+    stage two freezes that light router and routes with it.
+    """
 
     name: ClassVar[str] = "stable"
-    vocab_size: int | None = None  # needed unless legacy: the light router embeds token ids
+    vocab_size: int | None = None  # the light router embeds token ids; required unless legacy
     light_dim: int = 50
     distill: float = 0.3  # weight of the light router's cross-entropy
     balance: float = 0.3  # weight of StableMoE's own balance loss
@@ -103,12 +112,12 @@ class StableConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ThresholdConfig:
-    """Every expert whose softmax affinity exceeds p, and always the first choice ("top-p")."""
+    """Select every expert whose softmax affinity exceeds a threshold p, at least one ("top-p")."""
 
     name: ClassVar[str] = "threshold"
     threshold: float = 0.05
     learnable: bool = False
-    surrogate: Literal["sigmoid", "straight-through"] = "sigmoid"  # the gradient of p
+    surrogate: Literal["sigmoid", "straight-through"] = "sigmoid"  # how p gets a gradient
     temperature: float = 0.01  # width of the sigmoid surrogate, in units of probability
     bias: bool = False
 
@@ -123,7 +132,7 @@ class ThresholdConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class HashConfig:
-    """A fixed random choice of experts for each token id; nothing is learned."""
+    """Each token id is sent to fixed, randomly drawn experts; nothing is learned."""
 
     name: ClassVar[str] = "hash"
     seed: int = 0
@@ -131,7 +140,7 @@ class HashConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertChoiceConfig:
-    """Each expert takes its best tokens of the whole batch. Not causal."""
+    """Each expert selects its top tokens of the whole batch. Not causal."""
 
     name: ClassVar[str] = "expert-choice"
     capacity_factor: float = 1.0  # tokens per expert = factor * k * T / E
@@ -143,7 +152,7 @@ class ExpertChoiceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SoftConfig:
-    """SoftMoE: every slot is a convex mixture of a sequence's tokens. Not causal."""
+    """SoftMoE: every slot is a convex combination of the tokens of a sequence. Not causal."""
 
     name: ClassVar[str] = "soft"
     slots_per_expert: int = 1

@@ -1,19 +1,32 @@
-"""What the environment may ask of kernels. ACMOE_BACKEND, which chooses among them, is an op's:
-ops/dispatch.py; ACMOE_TUNED, a table of block sizes, is theirs: ops/device/tuning.py."""
+"""Options read from the environment.
+
+Two more are read elsewhere: ACMOE_BACKEND, which chooses among kernels (ops/dispatch.py), and
+ACMOE_TUNED, a table of block sizes (ops/device/tuning.py).
+"""
 
 import os
 
 from acmoe.errors import UserError
 
 
-def gluon_wanted() -> str:
-    """Kernels in Gluon where they have run (auto), where they compile too (try), or never."""
+def gluon_requested() -> str:
+    """ACMOE_GLUON: when to use kernels written in Gluon.
+
+    auto   with versions of Triton with which they have been run
+    try    also with versions with which they have only been compiled
+    never  not at all
+    """
     return _one_of("ACMOE_GLUON", "auto", "try", "never")
 
 
-def keeping_wanted() -> str:
-    """Attention's weights kept for the backward where there is room (auto), or never."""
+def saving_requested() -> str:
+    """ACMOE_KEEP_ATTENTION: save attention weights for backward where they fit (auto), or never."""
     return _one_of("ACMOE_KEEP_ATTENTION", "auto", "never")
+
+
+def fast_requested() -> str:
+    """ACMOE_FAST: models run on their fast path where it computes the same (auto), or never."""
+    return _one_of("ACMOE_FAST", "auto", "never")
 
 
 def _one_of(name: str, *choices: str) -> str:

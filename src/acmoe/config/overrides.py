@@ -1,4 +1,4 @@
-"""`key=value` overrides of a config, on dotted names, checked against the fields' types.
+"""Apply `key=value` overrides with dotted keys to a config, parsed by the type of each field.
 
     steps=200 model.dim=64 model.router=adaptive model.router.statistics=prefix betas=0.9,0.98
 
@@ -13,6 +13,7 @@ from types import NoneType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 from acmoe.config.annotations import field_types, in_words, members, named_configs
+from acmoe.config.moved import import_hint
 from acmoe.errors import UserError, check
 
 C = TypeVar("C")
@@ -23,17 +24,17 @@ Named = Callable[[Any, str, str], Any]
 
 @dataclass
 class _Node:
-    """What was asked of one field: a value of its own, and of the fields inside it."""
+    """Overrides of one field: a new value for the field, and overrides of the fields inside it."""
 
     value: str | None = None
     inside: "dict[str, _Node]" = field(default_factory=dict)
 
 
 def override(config: C, pairs: Sequence[str], *, named: Named | None = None) -> C:
-    """`config` with every `key=value` of `pairs` applied.
+    """Return `config` with every `key=value` of `pairs` applied.
 
-    A field that holds one of several configs takes the `name` of one; `named` may say what a name
-    means there, otherwise it is that config's defaults.
+    A field that may hold one of several config classes takes the `name` of one. `named` builds the
+    config for such a name; by default the class is built with its default values.
     """
     root = _Node()
     for pair in pairs:
@@ -47,11 +48,11 @@ def override(config: C, pairs: Sequence[str], *, named: Named | None = None) -> 
             node = node.inside.setdefault(part, _Node())
         check(node.value is None, f"{key} is given twice, as {node.value} and {value}; choose one")
         node.value = value
-    return cast(C, _applied(config, root, "", config, named or _defaults))
+    return cast(C, _apply(config, root, "", config, named or _defaults))
 
 
 def keys(config: object, prefix: str = "") -> list[str]:
-    """Every dotted name `override` takes for this config."""
+    """List every dotted key that `override` accepts for this config."""
     found = []
     for name in field_types(type(config)):
         value = getattr(config, name)
@@ -68,17 +69,21 @@ def _defaults(owner: Any, name: str, value: str) -> Any:
     return named_configs(field_types(type(owner))[name])[value]()
 
 
-def _applied(config: Any, node: _Node, path: str, root: object, named: Named) -> Any:
+def _apply(config: Any, node: _Node, path: str, root: object, named: Named) -> Any:
+    if hasattr(config, "accepting"):  # it may know old names of settings
+        config = config.accepting(node.inside, path.removesuffix("."))
     types = field_types(type(config))
     changes = {}
     for name, inside in node.inside.items():
         if name not in types:
-            raise UserError(_unknown(name, config, path, root))
-        changes[name] = _changed(config, name, types[name], inside, f"{path}{name}", root, named)
+            raise UserError(_unknown_key(name, config, path, root))
+        changes[name] = _override_field(
+            config, name, types[name], inside, f"{path}{name}", root, named
+        )
     return replace(config, **changes) if changes else config
 
 
-def _changed(
+def _override_field(
     owner: Any, name: str, annotation: Any, node: _Node, path: str, root: object, named: Named
 ) -> Any:
     value = getattr(owner, name)
@@ -86,7 +91,8 @@ def _changed(
     if node.value is not None and choices:
         check(
             node.value in choices,
-            f"{path}={node.value!r} is unknown; choose one of {', '.join(choices)}",
+            f"{path}={node.value!r} is unknown; choose one of {', '.join(choices)}"
+            f"{import_hint(node.value)}",
         )
         value = named(owner, name, node.value)
     elif node.value is not None and is_dataclass(value):
@@ -99,12 +105,15 @@ def _changed(
     if node.inside:
         part = next(iter(node.inside))
         check(is_dataclass(value), f"{path}.{part} is unknown: {path} is one value, set {path}=...")
-        value = _applied(value, node, f"{path}.", root, named)
+        value = _apply(value, node, f"{path}.", root, named)
     return value
 
 
-def _unknown(name: str, config: Any, path: str, root: object) -> str:
-    """The error for a key no field has: near names of its neighbours first, then of all."""
+def _unknown_key(name: str, config: Any, path: str, root: object) -> str:
+    """Error message for an unknown key.
+
+    Suggests similar fields of the same config, or else fields of that name anywhere in the run.
+    """
     neighbours = list(field_types(type(config)))
     near = [f"{path}{other}" for other in difflib.get_close_matches(name, neighbours)]
     if not near:
@@ -116,8 +125,9 @@ def _unknown(name: str, config: Any, path: str, root: object) -> str:
 
 
 def parse(text: str, annotation: Any, key: str) -> Any:
-    """The value a text stands for in a field of that type."""
-    # A text is what nothing else fits: "2,3" and "none" are a list and None where those may stand.
+    """Parse a text as a value of the annotated type; `key` names the field in the error."""
+    # str comes last because every text is a valid str: "2,3" is a tuple and "none" is None where
+    # the annotation allows those.
     for part in sorted(members(annotation), key=lambda part: part is str):
         try:
             return _parse_one(text, part)
@@ -133,7 +143,7 @@ _WORDS: dict[type, dict[str, bool | None]] = {
 
 
 def _parse_one(text: str, annotation: Any) -> Any:
-    """Raises ValueError where the text does not fit."""
+    """Parse a text as one type that is no union; raise ValueError where it does not fit."""
     if annotation in _WORDS and text.lower() in _WORDS[annotation]:
         return _WORDS[annotation][text.lower()]
     if get_origin(annotation) is Literal and text in get_args(annotation):

@@ -1,10 +1,10 @@
-"""What each router can be asked. A name such as "adaptive" stands for its config's defaults.
+"""Configs of the routers. A name such as "adaptive" means the defaults of its config.
 
-The routers that read their input as it is are in base_routers.py; here are the two that rescale it.
+The two routers that rescale their input are here, the others in base_routers.py.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Self
 
 from acmoe.config.base_routers import (
     BaseConfig,
@@ -18,7 +18,7 @@ from acmoe.config.base_routers import (
     StableConfig,
     ThresholdConfig,
 )
-from acmoe.config.remedies import Remedies
+from acmoe.config.moved import WithMovedFields, import_hint
 from acmoe.errors import UserError, check, check_choice, check_not_negative, check_positive
 
 Statistics = Literal["batch", "running", "prefix", "sequence"]
@@ -39,6 +39,7 @@ __all__ = [
     "SoftConfig",
     "StableConfig",
     "ThresholdConfig",
+    "base_router",
     "check_choice",
     "check_not_negative",
     "router_config",
@@ -70,10 +71,12 @@ class RandomConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptiveConfig(Remedies):
+class AdaptiveConfig(WithMovedFields):
     """The adaptive clustering router: any base router, read in the space of M."""
 
     name: ClassVar[str] = "adaptive"
+    # Fields that a model is built with; all others are read at every call.
+    built_with: ClassVar[tuple[str, ...]] = ("base", "mix", "scale_experts")
     base: BaseConfig = SMoEConfig()
     measure: Measure = "mad"
     # Which tokens of time and batch: everything in the call (the paper; not causal), an average
@@ -143,10 +146,6 @@ class AdaptiveConfig(Remedies):
             self.min_tokens > 0 or self.eps > 0,
             "min_tokens=0 takes 1/s of empty clusters; it needs eps > 0",
         )
-        self._check_scale(self.strength, self.normalize, modes)
-        self._check_tokens(
-            self.base, modes, self.reads, mix=self.mix, scale_experts=self.scale_experts
-        )
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -154,16 +153,16 @@ class AdaptiveConfig(Remedies):
 
     @property
     def reads(self) -> Literal["previous", "current"]:
-        """`statistics_of`, with None resolved."""
+        """Return `statistics_of`, with None replaced by its default."""
         if self.statistics_of is not None:
             return self.statistics_of
         return "current" if {"prefix", "sequence"} & set(self.modes) else "previous"
 
     @classmethod
     def preset(cls, name: str) -> "AdaptiveConfig":
-        """paper | reference-lm | reference-swin | reference-soft.
+        """Return a preset: paper, reference-lm, reference-swin or reference-soft.
 
-        The last three are the published code to the constant: statistics of the current layer's
+        The last three have the constants of the published code: statistics of the current layer's
         input, eps and clamp for small dispersions, empty clusters counted as s = 0.
         """
         check(
@@ -171,6 +170,10 @@ class AdaptiveConfig(Remedies):
             f"preset={name!r} is unknown; choose one of {', '.join(_PRESETS)}",
         )
         return _PRESETS[name]
+
+    def overridden(self, **changes: Any) -> Self:
+        """Return this config with fields changed, for a model that is already built."""
+        return replace(self, **changes)
 
 
 def _published(
@@ -239,9 +242,16 @@ ROUTERS: dict[str, type[RouterConfig]] = {
 
 
 def router_config(router: str | RouterConfig) -> RouterConfig:
-    """The config itself, or the defaults of the router of that name."""
+    """Return the config itself, or the default config of the router of that name."""
     if isinstance(router, RouterConfig):
         return router
     if router not in ROUTERS:
-        raise UserError(f"router={router!r} is unknown; choose one of {', '.join(ROUTERS)}")
+        raise UserError(
+            f"router={router!r} is unknown; choose one of {', '.join(ROUTERS)}{import_hint(router)}"
+        )
     return ROUTERS[router]()
+
+
+def base_router(router: RouterConfig) -> RouterConfig:
+    """Return the router that an adaptive or random-scale router wraps; any other one as it is."""
+    return router.base if isinstance(router, AdaptiveConfig | RandomConfig) else router

@@ -1,7 +1,7 @@
-"""Configs as JSON and back. A router's config is told from the others by its `name`.
+"""Write configs as JSON and read them back. A router's config is identified by its `name`.
 
-Reading checks every field: an unknown one, a missing one or one of a wrong type is an error, since
-a run that continues under a misread config would be another run.
+Reading rejects unknown fields, missing fields and values of a wrong type: a run that resumed under
+a misread config would silently be a different run.
 """
 
 from dataclasses import MISSING, fields, is_dataclass
@@ -9,6 +9,7 @@ from types import NoneType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 from acmoe.config.annotations import field_types, has_tag, in_words, members, named_configs
+from acmoe.config.moved import import_hint
 from acmoe.errors import UserError, check
 
 FORMAT = 1  # raised when an older reader could no longer understand a stored config
@@ -17,12 +18,12 @@ C = TypeVar("C")
 
 
 def to_document(config: object) -> dict[str, Any]:
-    """What stands in a run's config.json."""
+    """Return the content of a run's config.json."""
     return {"format": FORMAT, "config": encode(config)}
 
 
 def from_document(document: object, kind: type[C], source: str) -> C:
-    """The config of that kind in a document `to_document` made; `source` begins each error."""
+    """Read a config of class `kind` as `to_document` wrote it; errors begin with `source`."""
     if not isinstance(document, dict):
         raise UserError(f"{source} is no JSON object; it was not written by acmoe")
     check(
@@ -34,7 +35,7 @@ def from_document(document: object, kind: type[C], source: str) -> C:
 
 
 def encode(value: Any) -> Any:
-    """A config as JSON values; tuples become lists."""
+    """Convert a config to JSON values; tuples become lists."""
     if is_dataclass(value) and not isinstance(value, type):
         tag = {"name": value.name} if has_tag(type(value)) else {}  # type: ignore[attr-defined]
         return tag | {field.name: encode(getattr(value, field.name)) for field in fields(value)}
@@ -44,23 +45,23 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any, kind: type[C], source: str) -> C:
-    """The config `encode` made of, checked like any other."""
+    """Rebuild a config of class `kind` from the output of `encode`, with all its checks."""
     return cast(C, _read(value, kind, source, ""))
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Encoded values by dotted name: {"model": {"dim": 8}} becomes {"model.dim": 8}."""
+    """Flatten encoded values to dotted keys: {"model": {"dim": 8}} becomes {"model.dim": 8}."""
     if not isinstance(value, dict):
         return {prefix: value}
     parts = [flatten(item, f"{prefix}.{key}" if prefix else key) for key, item in value.items()]
     return {name: item for part in parts for name, item in part.items()}
 
 
-def differences(stored: object, asked: object) -> list[str]:
-    """Each setting of two configs that is not the same, as `key=stored, not asked`."""
-    left, right = flatten(encode(stored)), flatten(encode(asked))
+def differences(stored: object, requested: object) -> list[str]:
+    """List the settings in which two configs differ, as `key=stored, not requested`."""
+    left, right = flatten(encode(stored)), flatten(encode(requested))
     shared = [key for key in left if key in right and left[key] != right[key]]
-    # Configs of another name have other settings, too, which then say nothing more.
+    # Where `name` differs, the classes differ too; their other fields would only repeat that.
     others = tuple(key.removesuffix("name") for key in shared if key.endswith(".name"))
     apart = [key for key in left.keys() ^ right.keys() if not key.startswith(others)]
     absent = "(absent)"
@@ -75,16 +76,30 @@ def _read(value: Any, annotation: Any, source: str, where: str) -> Any:
         tag = str(value.get("name"))
         check(
             tag in named,
-            f"{source}: {where} is {tag!r}; this acmoe knows {', '.join(named)}",
+            f"{source}: {where} is {tag!r}; this acmoe knows {', '.join(named)}{import_hint(tag)}",
         )
         content = {key: item for key, item in value.items() if key != "name"}
-        return _read_fields(content, named[tag], source, where)
+        kind, content = _migrated(named[tag], content, source)
+        return _read_fields(content, kind, source, where)
     for part in members(annotation):
         if is_dataclass(part) and isinstance(value, dict):
             return _read_fields(value, cast("type[Any]", part), source, where)
         if _fits(value, part):
             return _as_tuple(value)
     raise UserError(f"{source}: {where}={value!r}; expected {in_words(annotation)}")
+
+
+def _migrated(
+    kind: type[Any], content: dict[str, Any], source: str
+) -> tuple[type[Any], dict[str, Any]]:
+    """Class and fields after the class's `migrated`, if it has one, has read old spellings."""
+    if not hasattr(kind, "migrated"):
+        return kind, content
+    try:
+        found: tuple[type[Any], dict[str, Any]] = kind.migrated(content)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
+    return found
 
 
 def _read_fields(value: dict[str, Any], kind: type[Any], source: str, where: str) -> Any:
@@ -108,7 +123,7 @@ def _read_fields(value: dict[str, Any], kind: type[Any], source: str, where: str
 
 
 def _fits(value: Any, annotation: Any) -> bool:
-    """Whether a JSON value is one of a plain (not a config's) type."""
+    """Return True where a JSON value has the annotated type, which is not a config class."""
     if annotation is NoneType:
         return value is None
     if get_origin(annotation) is Literal:

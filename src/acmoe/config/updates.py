@@ -1,19 +1,51 @@
-"""What every run of optimizer updates is asked, whatever it trains."""
+"""Settings that every training run shares, whether it trains on text or on images."""
 
 import re
-from typing import TYPE_CHECKING
+from typing import Literal, Protocol
 
 from acmoe.errors import check, check_choice, check_not_negative, check_positive
 
-if TYPE_CHECKING:
-    from acmoe.config.images.train import VisionRunConfig
-    from acmoe.config.text.train import RunConfig
+Precision = Literal["fp32", "bf16"]
 
 _COUNTS = ("batch", "split", "log_every", "eval_every", "eval_batch", "checkpoint_every", "keep")
 
 
-def check_updates(run: "RunConfig | VisionRunConfig", *, rows: str) -> None:
-    """Optimizer, schedule and bookkeeping; `rows` are what a batch consists of."""
+class UpdateSettings(Protocol):
+    """The fields of a run's config that `check_updates` reads, beside those of `_COUNTS`."""
+
+    @property
+    def batch(self) -> int: ...
+    @property
+    def split(self) -> int: ...
+    @property
+    def lr(self) -> float: ...
+    @property
+    def warmup(self) -> float: ...
+    @property
+    def schedule(self) -> str: ...
+    @property
+    def min_lr(self) -> float: ...
+    @property
+    def betas(self) -> tuple[float, float]: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def clip(self) -> float | None: ...
+    @property
+    def precision(self) -> Precision: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def device(self) -> str: ...
+
+
+def check_updates(run: UpdateSettings, *, rows: str) -> None:
+    """Check optimizer, schedule, logging and checkpoint settings.
+
+    `rows` names the items of a batch in error messages, such as "images".
+    """
     for name in _COUNTS:
         check_count(getattr(run, name), name)
     for name in ("warmup", "min_lr", "weight_decay", "seed"):
@@ -35,11 +67,13 @@ def check_updates(run: "RunConfig | VisionRunConfig", *, rows: str) -> None:
 
 
 def check_count(value: object, name: str) -> None:
+    """Check that the setting called `name` is an integer of at least 1."""
     whole = isinstance(value, int) and value >= 1
     check(whole, f"{name}={value!r}; it must be a whole number of at least 1")
 
 
 def check_device(device: str) -> None:
+    """Check the spelling of a device; `acmoe.runtime.pick_device` checks that it exists."""
     check(
         re.fullmatch(r"auto|cpu|cuda(:\d+)?", device) is not None,
         f"device={device!r} is unknown; use auto, cpu, cuda or cuda:0",

@@ -136,10 +136,10 @@ def test_the_command_prints_json_that_repeats_it(capsys: pytest.CaptureFixture[s
     assert taken.rows[0]["contestant"] == "dense matmul"
 
 
-def test_which_names_every_op_and_rival(capsys: pytest.CaptureFixture[str]) -> None:
+def test_which_names_every_op_and_baseline(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse(COMMANDS, ["bench", "--which"]).run() == 0
     shown = capsys.readouterr().out
-    assert all(name in shown for name in ("experts", "statistics", "sonicmoe", "grouped_mm"))
+    assert all(name in shown for name in ("expert_mlp", "measure_scale", "sonicmoe", "fast path"))
     assert "experts of olmoe" in shown
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from acmoe.errors import UserError
+from acmoe.lab.bench.baselines import CONTESTANTS, Contestant, find_contestants
 from acmoe.lab.bench.check import Errors, WrongResultError, compare, reference
 from acmoe.lab.bench.layer import BOTH, FORWARD, LayerConfig, bench_layer, draw_trial
 from acmoe.lab.bench.ours import build_ours
 from acmoe.lab.bench.plain import activate, route
-from acmoe.lab.bench.rivals import CONTESTANTS, Contestant, find_contestants
 from acmoe.lab.bench.shapes import SHAPES, Shape, find_shapes
 from acmoe.lab.bench.weights import Weights
 
@@ -26,7 +26,7 @@ def entrant(name: str, change: Callable[[Tensor], Tensor]) -> Contestant:
         layer = build_ours(shape, weights, "torch")
         return lambda x: change(layer(x))
 
-    return Contestant(name=name, available=lambda shape, x: None, build=build)
+    return Contestant(name=name, unsupported=lambda shape, x: None, build=build)
 
 
 def fail(y: Tensor) -> Tensor:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from acmoe.errors import UserError
-from acmoe.lab.bench import tune
 from acmoe.lab.bench.shapes import SHAPES
-from acmoe.lab.bench.tune import TuneConfig, bench_tune, rank, reading, write_winners
-from acmoe.lab.bench.tune_candidates import KERNELS, blocks, compile_jobs, trying
+from acmoe.lab.bench.tune import search as tune
+from acmoe.lab.bench.tune.candidates import KERNELS, blocks, compile_jobs, trying
+from acmoe.lab.bench.tune.search import TuneConfig, bench_tune, rank, reading, write_winners
 from acmoe.ops.device import tuning
-from acmoe.ops.device.tuning import Blocks, Ring
+from acmoe.ops.device.tuning import Blocks, PipelineConfig
 
 CPU = torch.device("cpu")
 
@@ -130,24 +130,24 @@ def test_rings_are_held_against_the_product_without_one() -> None:
     """Not against the ring of the table, which may be the one that is wrong."""
 
     def call() -> tuple[Tensor]:
-        ring = tuning.ring_for("hidden", 512, 512, 8)
+        ring = tuning.pipeline_for("hidden", 512, 512, 8)
         return (torch.full((4,), 1.0 if ring is None else 1.5),)
 
-    tried = [None, Ring("turns", 5, 2), Ring("turns", 4, 4)]
-    assert tuning.ring_for("hidden", 512, 512, 8) is not None
+    tried = [None, PipelineConfig("turns", 5, 2), PipelineConfig("turns", 4, 4)]
+    assert tuning.pipeline_for("hidden", 512, 512, 8) is not None
     assert [one.candidate for one in rank("ring_hidden", call, tried, CPU, 2)] == [None]
 
 
 def test_a_candidate_is_tried_on_top_of_what_was_found_before() -> None:
-    """Rings are measured against products by the best blocks, not by those of the old table."""
-    best, ring = Blocks(16, 16, 16, 4, 2), Ring("turns", 4)
-    with trying("down", best), trying("ring_down", ring):
+    """Pipelines are measured against GEMMs with the best blocks, not by those of the old table."""
+    best, settings = Blocks(16, 16, 16, 4, 2), PipelineConfig("turns", 4)
+    with trying("down", best), trying("ring_down", settings):
         assert tuning.blocks_for("down", 8, 8, 2, torch.bfloat16) == best
-        assert tuning.ring_for("down", 8, 8, 2) == ring
+        assert tuning.pipeline_for("down", 8, 8, 2) == settings
         with trying("ring_down", None):
-            assert tuning.ring_for("down", 8, 8, 2) is None
-        assert tuning.ring_for("down", 8, 8, 2) == ring
-    assert tuning.OVERRIDE == {} and tuning.RING_OVERRIDE == {}
+            assert tuning.pipeline_for("down", 8, 8, 2) is None
+        assert tuning.pipeline_for("down", 8, 8, 2) == settings
+    assert tuning.OVERRIDE == {} and tuning.PIPELINE_OVERRIDE == {}
 
 
 class TestOwnTable:
@@ -157,9 +157,9 @@ class TestOwnTable:
     def own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         path = tmp_path / "own.json"
         monkeypatch.setenv("ACMOE_TUNED", str(path))
-        tuning.forget()
+        tuning.clear_cache()
         yield path
-        tuning.forget()
+        tuning.clear_cache()
 
     def test_its_rows_come_before_the_package_s(self, own: Path) -> None:
         mine = Blocks(16, 32, 32, 4, 2)
@@ -168,39 +168,41 @@ class TestOwnTable:
                 "up/2048/1024/64": mine,
                 "ring_down/2048/1024/64": None,
                 "ring_hidden/512/512/8": None,
-                "ring_input/512/512/8": Ring("turns", 5),
+                "ring_input/512/512/8": PipelineConfig("turns", 5),
             },
             own,
         )
         shape = (2048, 1024, 64)
         assert tuning.blocks_for("up", *shape, torch.bfloat16) == mine
         assert tuning.blocks_for("down", *shape, torch.bfloat16).m == 128  # the package's
-        assert tuning.ring_for("down", *shape) is None
-        assert tuning.ring_for("input", *shape) == Ring("together", 4)  # the package's
-        assert tuning.ring_for("hidden", 512, 512, 8) is None  # the rule has one
-        assert tuning.ring_for("input", 512, 512, 8) == Ring("turns", 5)
+        assert tuning.pipeline_for("down", *shape) is None
+        assert tuning.pipeline_for("input", *shape) == PipelineConfig(
+            "together", 4
+        )  # the package's
+        assert tuning.pipeline_for("hidden", 512, 512, 8) is None  # the rule has one
+        assert tuning.pipeline_for("input", 512, 512, 8) == PipelineConfig("turns", 5)
 
     def test_it_is_for_any_card_and_the_package_s_for_hopper_and_blackwell(
         self, own: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         mine = Blocks(64, 64, 32, 4, 3)
         write_winners({"up/2048/1024/64": mine}, own)
-        monkeypatch.setattr(tuning, "has_room", lambda: False)
+        monkeypatch.setattr(tuning, "has_shared_memory", lambda: False)
         assert tuning.blocks_for("up", 2048, 1024, 64, torch.bfloat16) == mine
         rule = Blocks(128, 128, 64, 8, 3)
         assert tuning.blocks_for("down", 2048, 1024, 64, torch.bfloat16) == rule
 
     def test_the_tuner_looks_into_the_one_it_writes(self, own: Path, tmp_path: Path) -> None:
         other = tmp_path / "other.json"
-        write_winners({"ring_input/8/8/2": Ring("turns", 4)}, own)
-        write_winners({"ring_input/8/8/2": Ring("turns", 5)}, other)
+        write_winners({"ring_input/8/8/2": PipelineConfig("turns", 4)}, own)
+        write_winners({"ring_input/8/8/2": PipelineConfig("turns", 5)}, other)
         with reading(other):
-            assert tuning.ring_for("input", 8, 8, 2) == Ring("turns", 5)
-        assert tuning.ring_for("input", 8, 8, 2) == Ring("turns", 4)
+            assert tuning.pipeline_for("input", 8, 8, 2) == PipelineConfig("turns", 5)
+        assert tuning.pipeline_for("input", 8, 8, 2) == PipelineConfig("turns", 4)
 
     def test_one_that_does_not_exist_is_named(self, own: Path) -> None:
         with pytest.raises(UserError, match=r"ACMOE_TUNED=.*own.json does not exist; .*--table"):
-            tuning.ring_for("down", 8, 8, 2)
+            tuning.pipeline_for("down", 8, 8, 2)
 
     @pytest.mark.parametrize(
         ("text", "reason"),
@@ -239,7 +241,7 @@ def test_a_card_that_the_package_s_table_is_not_for_needs_one_of_its_own(
 ) -> None:
     monkeypatch.delenv("ACMOE_TUNED", raising=False)
     monkeypatch.setattr(tune, "pick_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(tuning, "has_room", lambda: False)
+    monkeypatch.setattr(tuning, "has_shared_memory", lambda: False)
     with pytest.raises(UserError, match=r"for H100, H200 and B200, .* --table"):
         bench_tune(TuneConfig())
 

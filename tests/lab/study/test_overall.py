@@ -6,10 +6,10 @@ from statistics import fmean, variance
 import pytest
 from scipy import stats
 
-from acmoe.lab.study.overall import mean_of_settings, overall
 from acmoe.lab.study.registry import STUDIES
-from acmoe.lab.study.summary import summarise
-from acmoe.lab.study.tables import study_markdown
+from acmoe.lab.study.results.overall import mean_of_settings, overall
+from acmoe.lab.study.results.summary import summarise
+from acmoe.lab.study.results.tables import study_markdown
 from study_cases import record
 
 BYTES = STUDIES["bytes"]

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from acmoe.lab.study.registry import STUDIES
-from acmoe.lab.study.scale_effect import Point, plain_of, points_of, scale_effect
-from acmoe.lab.study.summary import summarise
-from acmoe.lab.study.tables import study_markdown
+from acmoe.lab.study.results.scale_effect import Point, plain_of, points_of, scale_effect
+from acmoe.lab.study.results.summary import summarise
+from acmoe.lab.study.results.tables import study_markdown
 from study_cases import record
 
 ABLATIONS = STUDIES["ablations"]

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from acmoe.lab.study.ablation_grids import ROUTERS, placements
+from acmoe.lab.study.grids.ablations import ROUTERS, placements
 from acmoe.lab.study.materials import Materials
 from acmoe.lab.study.registry import STUDIES
+from acmoe.lab.study.results.summary import summarise
+from acmoe.lab.study.results.tables import study_markdown
 from acmoe.lab.study.size import Size
-from acmoe.lab.study.summary import summarise
-from acmoe.lab.study.tables import study_markdown
 from acmoe.lab.study.worker import run_cell
 
 ABLATIONS = STUDIES["ablations"]
@@ -25,7 +25,7 @@ def records(tmp_path_factory):
     work = tmp_path_factory.mktemp("ablations")
     size = Size(steps=2, batch=2, tokens=100, megabytes=0.01, overrides=SMALL, device="cpu")
     materials = Materials(data=Path("nowhere"), work=work)
-    cells = ABLATIONS.cells(materials, size, (0,), asked=("nano",))
+    cells = ABLATIONS.cells(materials, size, (0,), settings=("nano",))
     surroundings = {"environment": {"commit": "abc1234"}, "options": size.text}
     return [run_cell(cell, work, lambda text: None) | surroundings for cell in cells]
 

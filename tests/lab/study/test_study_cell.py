@@ -8,11 +8,11 @@ import torch
 from acmoe.config.serialize import encode
 from acmoe.config.text.language import language_router
 from acmoe.evaluate.run import open_corpus
-from acmoe.lab.study.cell import placeless, seeds_major
-from acmoe.lab.study.pairing import pair_with_plain
-from acmoe.lab.study.text_grids import CONDITIONS
+from acmoe.lab.study.cell import seeds_major, without_paths
+from acmoe.lab.study.cells.pairing import pair_with_plain
+from acmoe.lab.study.grids.text import CONDITIONS
 from acmoe.models.registry import build_model
-from acmoe.train.step import Trainer
+from acmoe.train.text import TextTrainer
 from study_cases import tiny_cells, tiny_text
 
 
@@ -25,7 +25,7 @@ def first_weights(cell):
     """As a run of the cell begins."""
     config = cell.config
     torch.manual_seed(config.seed)
-    trainer = Trainer(config, open_corpus(config.data), torch.device("cpu"))
+    trainer = TextTrainer(config, open_corpus(config.data), torch.device("cpu"))
     pair_with_plain(trainer.model, config.model, language_router("smoe", config.model), config.seed)
     return dict(trainer.model.named_parameters()), torch.rand(3)
 
@@ -82,7 +82,7 @@ def test_no_place_of_this_machine_is_written_down(text, tmp_path):
     assert str(text.folder.parent.parent) not in str(cell.to_json())
     assert str(tmp_path) not in str(cell.to_json())
     assert cell.to_json()["tests"]["others"] == ["check"]
-    assert placeless([{"source": "/a", "size": 2}]) == [{"size": 2}]
+    assert without_paths([{"source": "/a", "size": 2}]) == [{"size": 2}]
 
 
 def test_all_conditions_of_a_seed_come_before_the_next_seed(text):
@@ -101,8 +101,8 @@ def test_a_field_that_came_later_changes_a_cell_only_where_it_is_used() -> None:
         "data": {"holdout": 0.1, "on_device": False},
         "attacks": [{"attack": {}, "precision": "fp32"}],
     }
-    assert placeless(unused) == before
+    assert without_paths(unused) == before
     used = {"augment": {}, "compile": True, "data": {"holdout": 0.1, "on_device": True}}
-    assert placeless(used) == used
+    assert without_paths(used) == used
     language = {"steps": 3, "compile": False}  # had it from the start
-    assert placeless(language) == language
+    assert without_paths(language) == language

@@ -9,12 +9,12 @@ import pytest
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.config.serialize import encode, flatten
 from acmoe.errors import UserError
-from acmoe.lab.study.ablation_grids import PLACEMENTS, ROUTERS, placements
+from acmoe.lab.study.grids.ablations import PLACEMENTS, ROUTERS, placements
+from acmoe.lab.study.grids.nano import TEXT_SETTING
+from acmoe.lab.study.grids.variants import CHOSEN
 from acmoe.lab.study.materials import Images, Materials, Text
-from acmoe.lab.study.nano_grid import TEXT_SETTING
 from acmoe.lab.study.registry import STUDIES, study_of
 from acmoe.lab.study.size import Size
-from acmoe.lab.study.variant_grids import CHOSEN
 
 
 class Listed(Materials):
@@ -131,7 +131,7 @@ def test_a_placement_that_changes_nothing_is_left_out():
 def test_every_ablation_of_a_card_is_one_of_a_cpu_that_reads_no_data():
     study = STUDIES["ablations"]
     nothing = Listed(data=Path(), work=Path("work"))
-    free = study.cells(nothing, Size(), (0,), asked=("nano",))
+    free = study.cells(nothing, Size(), (0,), settings=("nano",))
     assert {cell.setting for cell in free} == set(study.free_settings) == {TEXT_SETTING}
     assert {cell.condition for cell in free} == {*ROUTERS, *placements(4)}
     for cell in free:
@@ -142,7 +142,7 @@ def test_every_ablation_of_a_card_is_one_of_a_cpu_that_reads_no_data():
     assert not study.reads(("nano",)) and not study.reads((TEXT_SETTING, "standard"))
     assert study.reads(()) and study.reads(("nano", "enwik8")) and STUDIES["bytes"].reads(("nano",))
     assert not STUDIES["synthetic"].reads(())
-    everything = study.cells(NOWHERE, Size(), (0,), asked=("nano", "enwik8"))
+    everything = study.cells(NOWHERE, Size(), (0,), settings=("nano", "enwik8"))
     assert len({cell.setting for cell in everything}) == 3
 
 
@@ -156,7 +156,7 @@ def test_a_nano_ablation_begins_as_the_nano_study_does():
         assert (ours[one].config, ours[one].tests) == (theirs[other].config, theirs[other].tests)
 
 
-def test_remedies_are_confirmed_on_seeds_that_chose_nothing():
+def test_variants_are_confirmed_on_seeds_that_chose_nothing():
     study = STUDIES["confirm"]
     assert study.own_seeds == (10, 11, 12, 13, 14)
     chosen, all_of_them = cells_of("confirm"), cells_of("remedies")
@@ -165,14 +165,14 @@ def test_remedies_are_confirmed_on_seeds_that_chose_nothing():
     known = [(cell.setting, cell.condition, cell.config, cell.tests) for cell in all_of_them]
     for cell in chosen:
         assert (cell.setting, cell.condition, cell.config, cell.tests) in known
-    with pytest.raises(UserError, match="--seeds 2: remedies were chosen on seeds below 10"):
+    with pytest.raises(UserError, match="--seeds 2: variants were chosen on seeds below 10"):
         cells_of("confirm", seeds=(2, 10))
 
 
 def test_the_metrics_of_images_are_those_their_cells_measure():
     (cell, *_) = cells_of("vision")
     from acmoe.config.images.attack import eps_text
-    from acmoe.lab.study.image_cell import attack_name
+    from acmoe.lab.study.cells.images import attack_name
 
     measured = {
         f"{attack_name(attack)} {eps_text(eps)}"

@@ -1,5 +1,6 @@
 """The study of a CPU and no data folder: its grid is what it says, and a cell of each kind runs."""
 
+import functools
 import math
 from collections import defaultdict
 from dataclasses import replace
@@ -9,13 +10,13 @@ import pytest
 from acmoe.config.images.attack import eps_text
 from acmoe.config.serialize import encode, flatten
 from acmoe.data.images.digits import load_digit_splits
+from acmoe.lab.study.grids.nano import IMAGE_SETTING, RADII, TEST_BATCH, TEXT_SETTING
 from acmoe.lab.study.materials import Materials
-from acmoe.lab.study.nano_grid import IMAGE_SETTING, RADII, TEST_BATCH, TEXT_SETTING
-from acmoe.lab.study.page import markers
 from acmoe.lab.study.registry import STUDIES
-from acmoe.lab.study.report import report
+from acmoe.lab.study.results.page import markers
+from acmoe.lab.study.results.report import report
+from acmoe.lab.study.results.summary import summarise
 from acmoe.lab.study.size import Size
-from acmoe.lab.study.summary import summarise
 from acmoe.lab.study.worker import run_cell
 from acmoe.recipes import recipe
 from study_cases import record, write_results
@@ -32,9 +33,13 @@ def materials(tmp_path_factory):
     return Materials(data=folder / "none", work=folder)
 
 
+@functools.cache  # each grid looks through the standard library
+def grid_of(materials, size, seeds):
+    return NANO.grid(materials, size, seeds)
+
+
 def cells_of(materials, setting, size=SHORT, seeds=(0, 1)):
-    found = NANO.grid(materials, size, seeds)
-    return [cell for cell in found if cell.setting == setting]
+    return [cell for cell in grid_of(materials, size, seeds) if cell.setting == setting]
 
 
 def test_the_grid_is_fifty_cells_of_the_recipes_models(materials):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from acmoe.lab.study.cell import NoTests
-from acmoe.lab.study.pool import cores_each, run_cells
-from acmoe.lab.study.results import open_results, read_results
+from acmoe.lab.study.pool import run_cells, threads_per_worker
+from acmoe.lab.study.results.records import open_results, read_results
 from study_cases import tiny_cells, tiny_text
 
 
@@ -45,7 +45,7 @@ def test_failed_and_killed_cells_are_written_down_and_do_not_stop_the_others(tex
             [wrong, killed, good],
             results,
             origin={"options": "--steps 4"},
-            watch=lambda cell, event, text: seen.append((cell.condition, event)),
+            on_event=lambda cell, event, text: seen.append((cell.condition, event)),
         )
     assert (tally.done, tally.failed, tally.left) == (1, 2, 0)
     first, second, third = read_results(path)
@@ -60,7 +60,7 @@ def test_failed_and_killed_cells_are_written_down_and_do_not_stop_the_others(tex
     assert [step for step, _ in third["curves"]["valid"]] == [1, 2, 3, 4]
     assert {"layers", "scale", "scored"} <= third["details"].keys()
     assert ("killed", "failed") in seen
-    assert ("adaptive-previous", "news") in seen
+    assert ("adaptive-previous", "progress") in seen
 
 
 @pytest.mark.slow
@@ -111,8 +111,8 @@ def test_without_time_no_cell_is_begun(text, tmp_path):
 
 def test_workers_share_the_cores_unless_the_user_chose(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert cores_each(4) is None
+    assert threads_per_worker(4) is None
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    assert cores_each(5) == 3
-    assert cores_each(32) == 1
+    assert threads_per_worker(5) == 3
+    assert threads_per_worker(32) == 1

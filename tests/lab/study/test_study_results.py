@@ -5,7 +5,7 @@ import json
 import pytest
 
 from acmoe.errors import UserError
-from acmoe.lab.study.results import latest, open_results, read_results
+from acmoe.lab.study.results.records import latest, open_results, read_results
 from study_cases import record
 
 

@@ -10,12 +10,12 @@ from acmoe.config.images.attack import attack_config
 from acmoe.config.text.finetune import FinetuneConfig
 from acmoe.errors import UserError
 from acmoe.lab.study.cell import Cell, ImageTests, TextTests
+from acmoe.lab.study.cells.outcome import curve_mean, step_milliseconds
+from acmoe.lab.study.cells.scale_statistics import scale_statistics
+from acmoe.lab.study.grids.text import TextSetting, text_cells
 from acmoe.lab.study.materials import Materials
-from acmoe.lab.study.outcome import curve_mean, step_milliseconds
-from acmoe.lab.study.scale_statistics import scale_statistics
 from acmoe.lab.study.size import Size
-from acmoe.lab.study.synthetic import SyntheticConfig
-from acmoe.lab.study.text_grids import text_cells
+from acmoe.lab.study.synthetic.task import SyntheticConfig
 from acmoe.lab.study.worker import run_cell, runner_of
 from study_cases import SMALL, tiny_cells, tiny_text
 from tiny_runs import MODEL
@@ -65,9 +65,8 @@ def test_words_are_scored_twice_and_finetuned(tmp_path):
     )
     model = replace(MODEL, vocab_size=text.vocab_size)
     size = Size(steps=3, batch=2, overrides=SMALL, device="cpu")
-    (cell,) = text_cells(
-        "words", "tiny", model, {"smoe": "smoe"}, text, tests, size, (0,), factors={}
-    )
+    setting = TextSetting(study="words", name="tiny", model=model, text=text, tests=tests)
+    (cell,) = text_cells(setting, {"smoe": "smoe"}, size, (0,))
     record = run_cell(cell, None, silent)
     metrics = record["metrics"]
     # 20 lines of 4 words and the end of line, each unknown word one <unk>.

@@ -3,11 +3,11 @@
 import pytest
 
 from acmoe.errors import UserError
-from acmoe.lab.study.page import markers, write_page
 from acmoe.lab.study.registry import STUDIES
-from acmoe.lab.study.report import report
-from acmoe.lab.study.summary import summarise
-from acmoe.lab.study.tables import study_markdown
+from acmoe.lab.study.results.page import markers, write_page
+from acmoe.lab.study.results.report import report
+from acmoe.lab.study.results.summary import summarise
+from acmoe.lab.study.results.tables import study_markdown
 from study_cases import record, write_results
 
 BYTES = STUDIES["bytes"]

@@ -7,10 +7,10 @@ import pytest
 
 from acmoe.config.images.data import AugmentConfig
 from acmoe.config.images.vision import SwinConfig
-from acmoe.lab.study.image_grid import PGD, SPSA, vision_study
+from acmoe.lab.study.grids.images import PGD, SPSA, vision_study
 from acmoe.lab.study.materials import Materials
 from acmoe.lab.study.registry import VISION
-from acmoe.lab.study.report import report
+from acmoe.lab.study.results.report import report
 from acmoe.lab.study.size import Size
 from acmoe.lab.study.worker import run_cell
 from study_cases import write_results
@@ -63,7 +63,9 @@ def test_attacks_of_both_presets_are_asked_for(cells):
         assert by_kind["spsa", space].precision == "fp32"
 
 
-@pytest.mark.parametrize("setting", ["swin, two experts", "softmoe"])
+@pytest.mark.parametrize(
+    "setting", [pytest.param("swin, two experts", marks=pytest.mark.slow), "softmoe"]
+)
 def test_two_cells_fill_every_column_of_the_page(setting, cells, tmp_path):
     news, lines = [], []
     for condition in ("smoe", "adaptive-previous"):

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from acmoe.config.routing import AdaptiveConfig, RandomConfig, SMoEConfig
-from acmoe.lab.study.synthetic_measures import (
+from acmoe.lab.study.synthetic.measures import (
     adjusted_rand,
     condition_number,
-    scale_read,
+    correlation_with_truth,
+    scale_used,
     steps_to,
-    truth_of_scale,
 )
-from acmoe.lab.study.synthetic_model import SyntheticModel
-from acmoe.lab.study.synthetic_task import SyntheticConfig, SyntheticTask
+from acmoe.lab.study.synthetic.model import SyntheticModel
+from acmoe.lab.study.synthetic.task import SyntheticConfig, SyntheticTask
 from acmoe.ops.statistics.scale import cluster_scale
 from acmoe.routing.step import fold_statistics
 
@@ -47,7 +47,7 @@ def test_a_single_layer_takes_its_clusters_from_a_plain_pass_of_its_own_router()
     embedding_ED = model.moe(0).router.base.embedding
     expected_T = (batch.x @ embedding_ED.mT).argmax(-1)
     assert torch.equal(out.states[0].assignment[:, 0], expected_T)
-    scale_CD = scale_read(model.moe(0).router, batch.x, out.states[0])
+    scale_CD = scale_used(model.moe(0).router, batch.x, out.states[0])
     torch.testing.assert_close(scale_CD, cluster_scale(batch.x, expected_T, 4))
 
 
@@ -72,7 +72,7 @@ def test_after_a_permutation_the_previous_scale_is_of_other_features_and_the_cur
         if router is CURRENT:
             expected_CD = expected_CD[:, order_D]
         torch.testing.assert_close(
-            scale_read(model.moe(1).router, out.inputs[1], out.states[1]), expected_CD
+            scale_used(model.moe(1).router, out.inputs[1], out.states[1]), expected_CD
         )
 
 
@@ -92,7 +92,7 @@ def test_the_oracle_of_scales_looks_up_the_most_frequent_true_cluster():
     state = out.states[-1]._replace(assignment=told_TJ)
     # Cluster 0 holds two of true cluster 3, cluster 2 two of 1, cluster 3 one of 0; 1 is empty, and
     # its row, which no token reads, is that of the first.
-    scale_CD = model.told(state, torch.tensor([3, 1, 3, 1, 1, 0])).scale
+    scale_CD = model.with_oracle(state, torch.tensor([3, 1, 3, 1, 1, 0])).scale
     assert torch.equal(scale_CD, model.true_scale[[3, 0, 1, 0]])
 
 
@@ -135,14 +135,14 @@ def test_the_truth_of_a_scale_is_the_correlation_over_tokens_and_features():
     cluster_T = torch.randint(3, (40,), generator=generator)
     pairs = torch.stack([scale_CD[told_T].log().flatten(), -stds_CD[cluster_T].log().flatten()])
     expected = torch.corrcoef(pairs)[0, 1].item()
-    assert truth_of_scale(scale_CD, told_T, cluster_T, stds_CD) == pytest.approx(expected)
+    assert correlation_with_truth(scale_CD, told_T, cluster_T, stds_CD) == pytest.approx(expected)
 
 
 def test_a_scale_that_does_not_vary_has_no_truth():
     cluster_T = torch.tensor([0, 1, 1])
     stds_CD = torch.tensor([[1.0, 0.5], [0.5, 1.0]])
-    assert truth_of_scale(torch.ones(2, 2), cluster_T, cluster_T, stds_CD) == 0
-    assert truth_of_scale(1 / stds_CD, cluster_T, cluster_T, stds_CD) == pytest.approx(1)
+    assert correlation_with_truth(torch.ones(2, 2), cluster_T, cluster_T, stds_CD) == 0
+    assert correlation_with_truth(1 / stds_CD, cluster_T, cluster_T, stds_CD) == pytest.approx(1)
 
 
 def test_the_first_step_at_the_threshold_counts_even_if_it_is_lost_again():

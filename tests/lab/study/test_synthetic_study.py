@@ -10,7 +10,9 @@ import pytest
 from acmoe.config.routing import AdaptiveConfig, RandomConfig, SMoEConfig
 from acmoe.config.serialize import decode, encode
 from acmoe.lab.study.registry import STUDIES
-from acmoe.lab.study.synthetic import SyntheticConfig, run_synthetic, synthetic_grid
+from acmoe.lab.study.synthetic.grid import synthetic_grid
+from acmoe.lab.study.synthetic.run import run_synthetic
+from acmoe.lab.study.synthetic.task import SyntheticConfig
 
 TINY = SyntheticConfig(steps=4, batch=32, eval_every=2, held_out=64, hidden=4)
 PREVIOUS = AdaptiveConfig(statistics="batch", statistics_of="previous")
@@ -60,7 +62,9 @@ def test_metrics_are_read_off_the_curves():
 def test_every_figure_that_the_study_shows_is_measured():
     study = STUDIES["synthetic"]
     found = run_synthetic(replace(TINY, router=PREVIOUS))
-    assert {metric.key for metric in (*study.compared, *study.beside)} <= found["metrics"].keys()
+    assert {metric.key for metric in (*study.compared, *study.descriptive)} <= found[
+        "metrics"
+    ].keys()
     assert study.curve in found["curves"]
 
 

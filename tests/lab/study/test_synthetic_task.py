@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from acmoe.config.routing import AdaptiveConfig
-from acmoe.data.text.synthetic import GaussianClusters
+from acmoe.data.synthetic import GaussianClusters
 from acmoe.errors import UserError
-from acmoe.lab.study.synthetic_task import SyntheticConfig, SyntheticTask
+from acmoe.lab.study.synthetic.task import SyntheticConfig, SyntheticTask
 
 PREVIOUS = AdaptiveConfig(statistics="batch", statistics_of="previous")
 

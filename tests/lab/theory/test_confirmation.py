@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from acmoe.data.text.synthetic import GaussianClusters
+from acmoe.data.synthetic import GaussianClusters
 from acmoe.evaluate.measures import instability
 from acmoe.lab.theory import confirmation as module
 from acmoe.lab.theory.confirmation import (

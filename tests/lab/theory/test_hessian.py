@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from acmoe.lab.theory.hessian import (
+    closed_form,
     condition_number,
     conditioning,
     expert_hessians,
     router_loss,
-    written_out,
 )
 
 # Four tokens on the axes: mean square (1/2, 2), deviations (sqrt(1/2), sqrt(2)).
@@ -58,7 +58,7 @@ def test_taking_the_gate_out_of_the_mean_changes_the_hessian():
     expert_X = torch.tensor([1])
     cluster_XT = torch.randint(4, (1, 50), generator=generator)
     hessian = expert_hessians(x_XTD, embeddings_XED, cluster_XT, expert_X)
-    exact = written_out(x_XTD, embeddings_XED, expert_X, frozen_gate=False)
-    proof = written_out(x_XTD, embeddings_XED, expert_X, frozen_gate=True)
+    exact = closed_form(x_XTD, embeddings_XED, expert_X, frozen_gate=False)
+    proof = closed_form(x_XTD, embeddings_XED, expert_X, frozen_gate=True)
     torch.testing.assert_close(hessian, exact)
     assert (hessian - proof).norm() > 0.1 * hessian.norm()

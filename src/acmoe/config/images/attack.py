@@ -1,29 +1,30 @@
-"""What an adversary may do: which attack, how far, in which space, and on which images."""
+"""Configs of adversarial attacks: method, radius, input space, and the images to attack."""
 
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from acmoe.config.images.data import Order, check_batches
 from acmoe.config.routing import Statistics
+from acmoe.config.updates import Precision
 from acmoe.errors import UserError, check, check_choice, check_positive
 
 
 @dataclass(frozen=True, kw_only=True)
 class FGSMConfig:
-    """One step along the sign of the gradient."""
+    """FGSM: one step of length eps along the sign of the gradient."""
 
     name: ClassVar[str] = "fgsm"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PGDConfig:
-    """Many small steps along the sign of the gradient, from a random start in the ball."""
+    """PGD: many small steps along the sign of the gradient, from a random start in the eps-ball."""
 
     name: ClassVar[str] = "pgd"
     steps: int = 20
-    step_size: float = 0.15  # as a share of eps
+    step_size: float = 0.15  # as a fraction of eps
     random_start: bool = True
 
     def __post_init__(self) -> None:
@@ -33,18 +34,19 @@ class PGDConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SPSAConfig:
-    """Adam on a gradient estimated from the classifier's answers alone (Uesato et al. 2018)."""
+    """SPSA: Adam on a gradient estimated from logits alone (Uesato et al. 2018)."""
 
     name: ClassVar[str] = "spsa"
     steps: int = 20
-    directions: int = 128  # Rademacher directions of one estimate, two forward passes each
-    delta: float = 0.01  # how far an image is moved along a direction
+    directions: int = 128  # Rademacher directions per estimate, two forward passes each
+    delta: float = 0.01  # step along each direction, for finite differences
     lr: float = 0.01
-    # Where the estimate is taken: at the current image, or, as the code behind the paper's figures
-    # does by mistake, at twice the clean image, so that it never sees the perturbation.
+    # Where the gradient is estimated: at the current iterate, or ("double") at twice the clean
+    # image. The code behind the paper's figures does the latter by mistake, so that its estimate
+    # never depends on the perturbation.
     estimate_at: Literal["iterate", "double"] = "iterate"
-    # Copies of the batch in one forward pass. One keeps the batch the classifier is scored on,
-    # which matters where batch statistics or capacities couple its images.
+    # Copies of the batch in one forward pass. With 1, the attack sees exactly the batch that is
+    # scored, which matters where batch statistics or expert capacities couple images.
     copies: int = 1
 
     def __post_init__(self) -> None:
@@ -58,7 +60,7 @@ class SPSAConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AutoAttackConfig:
-    """The ensemble of the `autoattack` package, which must be installed."""
+    """AutoAttack: the ensemble of the `autoattack` package, which must be installed."""
 
     name: ClassVar[str] = "autoattack"
     version: Literal["standard", "plus", "rand"] = "standard"
@@ -75,23 +77,23 @@ ATTACKS: dict[str, type[AnyAttack]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class AttackConfig:
-    """A sweep of one attack over radii. Whatever a figure depends on stands in the report again."""
+    """One attack at several radii. The report repeats every setting that its figures depend on."""
 
     attack: AnyAttack
-    eps: tuple[float, ...]  # radii in the maximum norm, in units of the space
-    space: Literal["pixel", "normalized"] = "pixel"  # [0, 1], or what the classifier reads
-    clamp: bool = True  # stay within the range of images
-    labels: Literal["true", "predicted"] = "true"  # what the attack moves away from
-    # Of the gradients an attack follows. Images are always scored in fp32: between 1 and 2 the
-    # numbers of bf16 lie 1/128 apart, and a radius of 1/255 would be rounded away.
-    precision: Literal["fp32", "bf16"] = "fp32"
+    eps: tuple[float, ...]  # radii in the maximum norm, in units of `space`
+    space: Literal["pixel", "normalized"] = "pixel"  # [0, 1], or normalised as model input
+    clamp: bool = True  # keep attacked images within the range of valid images
+    labels: Literal["true", "predicted"] = "true"  # the class the attack moves away from
+    # Precision of the attack's gradients. Images are always scored in fp32: between 1 and 2 the
+    # bf16 numbers lie 1/128 apart, so a radius of 1/255 would be rounded away.
+    precision: Precision = "fp32"
     split: Literal["valid", "test"] = "test"
-    statistics: Statistics | None = None  # mode of the adaptive routers; None: the model's own
-    dropless: bool = False  # lift the experts' capacity, so that no token is dropped
+    statistics: Statistics | None = None  # statistics mode of adaptive routers; None: the model's
+    dropless: bool = False  # remove the experts' capacity limit, so that no token is dropped
     batch: int = 64
     order: Order = "shuffled"
-    seed: int = 0  # of the order, the starts and the directions
-    limit: int | None = None  # attack this many images only, the first in the order
+    seed: int = 0  # of image order, random starts and SPSA directions
+    limit: int | None = None  # attack only the first `limit` images of that order; None: all
 
     def __post_init__(self) -> None:
         check(
@@ -119,8 +121,7 @@ class AttackConfig:
         )
         check_choice(self.split, ("valid", "test"), "split")
         if self.statistics is not None:
-            modes = ("batch", "running", "prefix", "sequence")
-            check_choice(self.statistics, modes, "statistics")
+            check_choice(self.statistics, get_args(Statistics), "statistics")
         check_batches(self.batch, self.order, self.limit, self.seed)
         check(
             not isinstance(self.attack, AutoAttackConfig)
@@ -132,11 +133,11 @@ class AttackConfig:
 def attack_config(
     name: str, *, preset: str = "default", eps: tuple[float, ...] = ()
 ) -> AttackConfig:
-    """An attack with a preset's settings, at its usual radii unless others are given.
+    """Return the config of an attack by name, with the preset's radii unless `eps` is given.
 
-    default   pixels in [0, 1], true labels, a correct SPSA
-    paper     as the paper's figures were made: on normalised images, without a bound to the range
-              of images, away from the model's own prediction, SPSA with radius 1
+    default   images in [0, 1], true labels, correct SPSA
+    paper     the settings behind the paper's figures: normalised images, not clamped to the range
+              of valid images, away from the model's own prediction, SPSA with radius 1
     """
     check_choice(name, tuple(ATTACKS), "attack")
     check_choice(preset, ("default", "paper"), "preset")
@@ -153,7 +154,7 @@ def attack_config(
 
 
 def parse_eps(text: str) -> float:
-    """A radius written as a number or a fraction: `0.01`, `1/255`."""
+    """Parse a radius written as a number or a fraction: `0.01`, `1/255`."""
     try:
         value = float(Fraction(text.strip()))
     except (ValueError, ZeroDivisionError, OverflowError) as error:
@@ -163,6 +164,6 @@ def parse_eps(text: str) -> float:
 
 
 def eps_text(eps: float) -> str:
-    """`1/255` where the radius is a whole number of grey levels, else a short number."""
+    """Format a radius: as `1/255` where it is a whole number of grey levels, else as a number."""
     levels = round(eps * 255)
     return f"{levels}/255" if 0 < levels < 255 and math.isclose(eps * 255, levels) else f"{eps:g}"

@@ -1,9 +1,10 @@
-"""Which images a run reads, how they are altered in training, and how they are scored."""
+"""Configs of image data: where images come from, their augmentation, and their evaluation."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from acmoe.config.routing import Statistics
+from acmoe.config.updates import Precision
 from acmoe.errors import UserError, check, check_choice, check_not_negative
 
 Order = Literal["shuffled", "stored"]
@@ -11,7 +12,7 @@ RGB = tuple[float, float, float]
 
 IMAGENET_MEAN: RGB = (0.485, 0.456, 0.406)
 IMAGENET_STD: RGB = (0.229, 0.224, 0.225)
-# Of all pixels of the 1,797 scans, in shares of white.
+# Over all pixels of the 1,797 scans, with white as 1.
 DIGITS_MEAN: RGB = (0.305, 0.305, 0.305)
 DIGITS_STD: RGB = (0.376, 0.376, 0.376)
 
@@ -20,25 +21,25 @@ DIGITS_SIDE = 8  # pixels
 
 @dataclass(frozen=True, kw_only=True)
 class ImageDataConfig:
-    """The images of a run, as squares of `size` pixels in three colours."""
+    """The data set of a run. Images are RGB squares of `size` x `size` pixels."""
 
-    # digits: scans that come with scikit-learn; folder: SPLIT/CLASS/file, as ImageNet;
+    # digits: the scans that come with scikit-learn; folder: SPLIT/CLASS/file, as in ImageNet;
     # arrays: SPLIT.npz; hub: a data set of the HuggingFace hub.
     name: Literal["digits", "folder", "arrays", "hub"] = "digits"
     source: str | None = None  # the folder, or the id on the hub; digits need none
-    size: int = 32  # a multiple of 8 for digits, whose pixels are repeated
-    # Evaluation: the shorter side before the centre is cut out. None: size for digits, else
-    # size * 8 / 7, which is 256 for 224.
+    size: int = 32  # for digits a multiple of 8, as their pixels are repeated
+    # Shorter side, in pixels, to which evaluation resizes an image before the centre crop. None:
+    # size for digits, else size * 8 / 7, which is 256 for 224.
     resize: int | None = None
-    # Share of the training images kept back as `valid`; the source's own validation images are
-    # then `test`. With 0 they are both. Digits are always split 70 : 15 : 15.
+    # Fraction of the training images held out as `valid`; the source's own validation images then
+    # become `test`. With 0 they serve as both. Digits are always split 70 : 15 : 15.
     holdout: float = 0.0
     seed: int = 0  # of the split
-    mean: RGB | None = None  # of each colour in [0, 1]; None: ImageNet's, or the digits' own
+    mean: RGB | None = None  # per channel, in [0, 1]; None: ImageNet's, or the digits' own
     std: RGB | None = None
-    threads: int = 4  # that read and decode
-    # Keep the training images on the device, as bytes of `resize` squared pixels, and gather and
-    # crop batches there: no step waits for the host, whose cores may be few.
+    threads: int = 4  # threads that read and decode images
+    # Keep all training images on the device, as uint8 squares of `resize` pixels, and gather and
+    # crop batches there. No step then waits for the host, which may have few cores.
     on_device: bool = False
 
     def __post_init__(self) -> None:
@@ -79,14 +80,14 @@ class ImageDataConfig:
 
     @property
     def shorter_side(self) -> int:
-        """`resize`, with None resolved."""
+        """`resize`, with None replaced by its default."""
         if self.resize is not None:
             return self.resize
         return self.size if self.name == "digits" else round(self.size * 8 / 7)
 
     @property
     def normalization(self) -> tuple[RGB, RGB]:
-        """Mean and standard deviation, with None resolved."""
+        """Mean and standard deviation per channel, with None replaced by the defaults."""
         digits = self.name == "digits"
         mean = DIGITS_MEAN if digits else IMAGENET_MEAN
         std = DIGITS_STD if digits else IMAGENET_STD
@@ -95,25 +96,25 @@ class ImageDataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentConfig:
-    """How training images and their labels are altered. Everything is off by default.
+    """Augmentation of training images and labels. Everything is off by default.
 
-    The preset `swin` is the recipe of Swin-MoE, less two things. It names a colour jitter of 0.4,
-    which its loader leaves out wherever RandAugment is on; and a label smoothing of 0.1, which the
-    models of this library apply in their loss (`model.label_smoothing`).
+    The preset `swin` is Swin-MoE's recipe with two omissions: a colour jitter of 0.4, which
+    Swin-MoE's loader skips whenever RandAugment is on, and a label smoothing of 0.1, which models
+    of this library apply in their loss (`model.label_smoothing`).
     """
 
-    crop: tuple[float, float] | None = None  # area of a random crop, as shares; None: the centre
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)  # width to height of the crop
-    flip: float = 0.0  # probability of mirroring left and right
-    shift: int = 0  # most pixels an image is moved along each side; black moves in
+    crop: tuple[float, float] | None = None  # area range of a random crop; None: centre crop
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)  # range of width / height of the crop
+    flip: float = 0.0  # probability of a horizontal flip
+    shift: int = 0  # greatest translation along each axis, in pixels; filled with black
     randaugment: float | None = None  # magnitude, 0 to 10
-    randaugment_std: float = 0.5  # of the magnitude, drawn for every image
-    randaugment_ops: int = 2  # drawn for each image, each applied with probability 1/2
-    color_jitter: float = 0.0  # brightness, contrast and saturation times 1 +- this
-    erase: float = 0.0  # probability that a rectangle becomes noise
+    randaugment_std: float = 0.5  # standard deviation of the magnitude, drawn per image
+    randaugment_ops: int = 2  # operations drawn per image, each applied with probability 1/2
+    color_jitter: float = 0.0  # brightness, contrast and saturation are scaled by 1 +- this
+    erase: float = 0.0  # probability of random erasing: a rectangle becomes noise
     mixup: float = 0.0  # alpha of Beta(alpha, alpha); 0: off
     cutmix: float = 0.0
-    switch: float = 0.5  # probability of cutmix where mixup is on too
+    switch: float = 0.5  # probability of cutmix over mixup where both are on
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
@@ -142,7 +143,7 @@ class AugmentConfig:
 
     @classmethod
     def preset(cls, name: str) -> "AugmentConfig":
-        """none | light (small images such as digits) | crop (runs of a few passes) | swin."""
+        """Return a preset: none, light (small images such as digits), crop (short runs) or swin."""
         if name not in _PRESETS:
             raise UserError(
                 f"augment preset {name!r} is unknown; choose one of {', '.join(_PRESETS)}"
@@ -167,30 +168,30 @@ _PRESETS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ImageEvaluateConfig:
-    """An evaluation of a classifier. Whatever a figure depends on stands in the report again."""
+    """An evaluation of a classifier. The report repeats every setting its figures depend on."""
 
     split: Literal["valid", "test"] = "test"
-    # Statistics modes of the adaptive routers, one figure each; empty: the model's own.
+    # Statistics modes of adaptive routers, one figure for each; empty: the model's own mode.
     statistics: tuple[Statistics, ...] = ()
-    dropless: bool = False  # lift the experts' capacity, so that no token is dropped
-    batch: int = 64  # images of a forward pass; batch statistics and capacities depend on it
-    # shuffled: mixed classes in every batch, as in training; stored: as the files lie, by class.
+    dropless: bool = False  # remove the experts' capacity limit, so that no token is dropped
+    batch: int = 64  # images per forward pass; affects batch statistics and capacities
+    # shuffled: batches mix classes, as in training; stored: file order, often sorted by class.
     order: Order = "shuffled"
-    seed: int = 0  # of the order, and of routers that draw at random
-    limit: int | None = None  # score this many images only, the first in the order
-    precision: Literal["fp32", "bf16"] = "fp32"
-    routing: bool = False  # also measure load balance and instability of every MoE layer
+    seed: int = 0  # of the image order, and of routers with random choices
+    limit: int | None = None  # score only the first `limit` images of that order; None: all
+    precision: Precision = "fp32"
+    routing: bool = False  # also report load balance and instability of every MoE layer
 
     def __post_init__(self) -> None:
         check_choice(self.split, ("valid", "test"), "split")
         for mode in self.statistics:
-            check_choice(mode, ("batch", "running", "prefix", "sequence"), "statistics")
+            check_choice(mode, get_args(Statistics), "statistics")
         check_batches(self.batch, self.order, self.limit, self.seed)
         check_choice(self.precision, ("fp32", "bf16"), "precision")
 
 
 def check_batches(batch: int, order: str, limit: int | None, seed: int) -> None:
-    """The settings every evaluation of images shares."""
+    """Check the settings that evaluations and attacks of images share."""
     check(batch >= 1, f"batch={batch}; it must be at least 1")
     check_choice(order, ("shuffled", "stored"), "order")
     check(limit is None or limit >= 1, f"limit={limit}; it must be at least 1, or none")

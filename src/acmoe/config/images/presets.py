@@ -1,4 +1,4 @@
-"""Image classifiers by name, and what the name of a router means in them."""
+"""Named image classifiers, and the router configs that router names stand for in them."""
 
 from dataclasses import dataclass, replace
 
@@ -20,13 +20,13 @@ from acmoe.config.routing import (
 
 
 def vision_router(router: str | RouterConfig, config: VisionConfig) -> RouterConfig:
-    """What a router asked for by name or config means in an image model.
+    """Return the router config that a name or config stands for in an image model.
 
-    "smoe" is the family's plain router: Swin-MoE's gate, or SoftMoE's slots. "adaptive" takes its
-    statistics from the batch in training and from their running average in evaluation, where no
-    image may change another's result; with slots it mixes the scales of 8 clusters. A rescaling
-    router whose base was left at its default wraps the plain router, so that models differ in the
-    scale alone.
+    "smoe" is the plain router of the model family: Swin-MoE's gate, or SoftMoE's slots. "adaptive"
+    uses batch statistics in training and their running average in evaluation, where no image may
+    change another image's result; in a SoftMoE model it mixes the scales of 8 clusters. An adaptive
+    or random-scale router whose base was left at its default wraps the plain router, so that the
+    models differ in the scale alone.
     """
     soft = isinstance(config, SoftViTConfig)
     plain = SOFT_SLOTS if soft else SWIN_GATE
@@ -48,7 +48,7 @@ def vision_router(router: str | RouterConfig, config: VisionConfig) -> RouterCon
 
 @dataclass(frozen=True, kw_only=True)
 class VisionModelCard:
-    """A named image classifier: what it is, and what the paper reports of it."""
+    """A named image classifier: config, description, and the figures the paper reports for it."""
 
     config: VisionConfig
     description: str
@@ -78,7 +78,7 @@ SWIN_MODELS: dict[str, VisionModelCard] = {
         reported=(("smoe", 76.10), ("random", 74.22), ("adaptive", 76.31)),
     ),
     "swin-base": VisionModelCard(
-        # The paper does not say how many experts a token of this model meets.
+        # The paper does not state the top-k of this model.
         config=SwinConfig(
             dim=128, depths=(2, 2, 18, 2), heads=(4, 8, 16, 32), drop_path=0.3, label_smoothing=0.1
         ),
@@ -132,7 +132,7 @@ SOFT_VIT_MODELS: dict[str, VisionModelCard] = {
             moe_blocks=3,
             num_experts=16,
             drop_path=0.0,
-            init_std=0.05,  # of 0.02 the positions are learned too slowly for so short a training
+            init_std=0.05,  # with 0.02 positions are learned too slowly in so short a run
         ),
         description="ViT, 3 SoftMoE layers of 16 experts, 32 px, 10 classes (digits), for a CPU",
     ),

@@ -1,4 +1,4 @@
-"""Training an image classifier, as data: the model, its images, the optimizer, what is written."""
+"""Config of a training run of an image classifier."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,46 +8,45 @@ from acmoe.config.images.data import AugmentConfig, ImageDataConfig
 from acmoe.config.images.presets import vision_router
 from acmoe.config.images.vision import SoftViTConfig, SwinConfig, VisionConfig
 from acmoe.config.overrides import override
-from acmoe.config.text.train import Precision
-from acmoe.config.updates import check_count, check_updates
+from acmoe.config.updates import Precision, check_count, check_updates
 from acmoe.errors import check, check_positive
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionRunConfig:
-    """One training run. Equal configs on one machine's CPU give equal weights, bit by bit.
+    """One training run. On the CPU of one machine, equal configs give bitwise equal weights.
 
-    Its length is given in `steps` or in `epochs`, and the warmup in the same unit.
+    The length of the run is given in `steps` or in `epochs`, and the warmup in the same unit.
     """
 
-    kind: ClassVar[str]  # stands in the run's config.json
+    kind: ClassVar[str]  # identifies the run's config class in config.json
 
     model: VisionConfig
     data: ImageDataConfig = field(default_factory=ImageDataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     steps: int | None = None  # optimizer updates
     epochs: float | None = None  # passes over the training images
-    batch: int  # images of an update
-    split: int = 1  # micro-batches whose gradients make one update; each has its own statistics
+    batch: int  # images per optimizer update
+    split: int = 1  # micro-batches per update; each has its own batch statistics
     lr: float
-    warmup: float = 0.0  # over which lr rises from 0
+    warmup: float = 0.0  # steps or epochs over which lr rises from 0
     schedule: Literal["constant", "cosine"] = "cosine"  # after the warmup
-    min_lr: float = 0.0  # where cosine ends, at the last step
+    min_lr: float = 0.0  # final lr of the cosine schedule
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    weight_decay: float = 0.05  # decoupled; none on biases, gains, positions or single numbers
-    clip: float | None = None  # greatest norm of the gradient; None: not clipped
+    weight_decay: float = 0.05  # decoupled; not on biases, gains, positions or scalars
+    clip: float | None = None  # greatest gradient norm; None: no clipping
     precision: Precision = "fp32"  # bf16: autocast; weights and optimizer stay float32
     seed: int = 0
     log_every: int = 10  # steps between lines of metrics.jsonl
     eval_every: int = 1000
-    eval_batch: int = 64  # images of a forward pass in validation
-    eval_images: int | None = None  # validate on this many; None: on all
+    eval_batch: int = 64  # images per forward pass in validation
+    eval_images: int | None = None  # number of images to validate on; None: all
     checkpoint_every: int = 1000
-    keep: int = 1  # latest checkpoints kept, beside the best one
+    keep: int = 1  # number of latest checkpoints kept, beside the best one
     compile: bool = False  # torch.compile each block
-    graph: bool = False  # replay updates as CUDA graphs: small models wait for launches otherwise
-    device: str = "auto"  # cuda where there is one
+    graph: bool = False  # replay updates as CUDA graphs, faster where launches dominate
+    device: str = "auto"  # auto: CUDA where available
 
     def __post_init__(self) -> None:
         check_updates(self, rows="images")
@@ -78,10 +77,11 @@ class VisionRunConfig:
         )
 
     def updates(self, batches_per_pass: int) -> int:
-        """The length of the run in optimizer updates."""
+        """Return the length of the run in optimizer updates."""
         return self._in_updates(self.steps or 0, self.epochs, batches_per_pass, least=1)
 
     def warmup_updates(self, batches_per_pass: int) -> int:
+        """Return the length of the warmup in optimizer updates."""
         epochs = None if self.epochs is None else self.warmup
         return self._in_updates(round(self.warmup), epochs, batches_per_pass, least=0)
 
@@ -91,7 +91,7 @@ class VisionRunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SwinRunConfig(VisionRunConfig):
-    """A run of a Swin-MoE."""
+    """A training run of a Swin-MoE."""
 
     kind: ClassVar[str] = "swin-run"
 
@@ -100,7 +100,7 @@ class SwinRunConfig(VisionRunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SoftViTRunConfig(VisionRunConfig):
-    """A run of a vision transformer with SoftMoE layers."""
+    """A training run of a vision transformer with SoftMoE layers."""
 
     kind: ClassVar[str] = "softmoe-run"
 
@@ -115,10 +115,10 @@ R = TypeVar("R", bound=VisionRunConfig)
 
 
 def override_vision_run(config: R, pairs: Sequence[str]) -> R:
-    """A run with `key=value` overrides; see `acmoe.config.overrides`.
+    """Return the run with `key=value` overrides applied; see `acmoe.config.overrides`.
 
-    A router given by its name, or the base of one, is what that name means in an image model, as in
-    `create_model`. A length in another unit replaces the one the run had.
+    The name of a router, or of a router's base, is converted to a config by `vision_router`, as in
+    `create_model`. Overriding `steps` resets `epochs`, and the other way round.
     """
     keys = {pair.partition("=")[0] for pair in pairs}
     added = []

@@ -1,10 +1,16 @@
-"""The image classifiers of the paper and their laptop-sized siblings, as data."""
+"""Configs of the image classifiers: Swin-MoE, and a vision transformer with SoftMoE layers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from typing import Literal
 
+from acmoe.config.model_checks import (
+    check_counts,
+    check_router_type,
+    check_shares,
+    check_top_k,
+)
 from acmoe.config.routing import (
     HashConfig,
     LossConfig,
@@ -12,52 +18,56 @@ from acmoe.config.routing import (
     SMoEConfig,
     SoftConfig,
     StableConfig,
+    base_router,
 )
-from acmoe.config.text.language import base_router
 from acmoe.errors import UserError, check, check_choice, check_not_negative, check_positive
 
-# Swin-MoE's gate: softmax over all experts, kept as it is for the chosen ones, noise in training.
+# Swin-MoE's gate: softmax over all experts, not renormalised over the selected ones, with noise
+# in training.
 SWIN_GATE = SMoEConfig(gate="all", noise=1.0)
 SOFT_SLOTS = SoftConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwinConfig:
-    """Swin-MoE: stages of window attention; `dim` doubles and the map halves between stages."""
+    """Swin-MoE: stages of window attention.
 
-    image_size: int = 224  # pixels a side; others work too, where windows tile every stage's map
+    Between two stages the width doubles and both sides of the feature map halve.
+    """
+
+    image_size: int = 224  # pixels a side; windows must tile the map of every stage
     channels: int = 3
     num_classes: int = 1000
     patch: int = 4  # pixels a side
     dim: int  # features in the first stage
     depths: tuple[int, ...]  # blocks in each stage
     heads: tuple[int, ...]
-    window: int = 7  # tokens a side; a smaller map is one window
+    window: int = 7  # tokens a side; a smaller map is a single window
     mlp_ratio: int = 4
-    position: Literal["mlp", "table"] = "mlp"  # bias by offset: Swin-MoE's network, or Swin's table
-    moe_stages: tuple[int, ...] = (2, 3)  # stages (from 0) whose odd blocks hold experts
-    # The one stage where rescaling routers stand: clusters cannot follow tokens through a merge of
-    # patches. The MoE layers of other stages keep the base router.
+    position: Literal["mlp", "table"] = "mlp"  # relative bias: Swin-MoE's MLP, Swin's table
+    moe_stages: tuple[int, ...] = (2, 3)  # stages, counted from 0, whose odd blocks hold experts
+    # The one stage whose MoE layers use an adaptive or random-scale router; those of other stages
+    # keep the base router. Patch merging changes the tokens, so clusters do not carry over.
     adaptive_stage: int = 2
     num_experts: int = 16
     top_k: int = 2
     capacity_factor: float | None = 1.25  # in training and evaluation; None: no token is dropped
     router: RouterConfig = SWIN_GATE
-    placement: str | tuple[int, ...] = "full"  # within adaptive_stage, counted in MoE layers
+    placement: str | tuple[int, ...] = "full"  # as in LanguageConfig, within adaptive_stage
     balance: float = 0.1  # weight of the balance loss, summed over MoE layers
-    # (L_importance + L_load) / 2 needs the gate's noise; switch is E * sum of f_e * P_e. auto: the
-    # first for a noisy gate, the second for any other.
+    # importance-load is (L_importance + L_load) / 2 and needs a gate with noise; switch is
+    # E * sum of f_e * P_e. auto: importance-load for a gate with noise, else switch.
     balance_loss: Literal["auto", "importance-load", "switch"] = "auto"
-    tutel: bool = False  # L_load compares probabilities with an affinity, as Swin-MoE was trained
+    tutel: bool = False  # compute L_load as Tutel does, with which Swin-MoE was trained
     z: float = 0.0  # weight of the router z-loss
     last_bias: bool = False  # an output bias in every feed-forward layer; Swin has it
     expert_dropout: float = 0.1  # on the experts' hidden units
-    drop_path: float = 0.2  # share of images that skip the last block; rises linearly from 0
+    drop_path: float = 0.2  # stochastic depth rate of the last block; rises linearly from 0
     init_std: float = 0.005  # of every linear weight, gate and expert
     label_smoothing: float = 0.0  # in training
 
     def __post_init__(self) -> None:
-        _check_counts(
+        check_counts(
             self,
             *("image_size", "channels", "num_classes", "patch", "dim", "window", "mlp_ratio"),
             *("num_experts", "top_k"),
@@ -70,7 +80,7 @@ class SwinConfig:
             )
         check_choice(self.position, ("mlp", "table"), "position")
         check_choice(self.balance_loss, ("auto", "importance-load", "switch"), "balance_loss")
-        _check_shares(self, "expert_dropout", "drop_path", "label_smoothing")
+        check_shares(self, "expert_dropout", "drop_path", "label_smoothing")
         check_not_negative(self.balance, "balance")
         check_not_negative(self.z, "z")
         check_positive(self.init_std, "init_std")
@@ -100,7 +110,7 @@ class SwinConfig:
             )
 
     def _check_router(self) -> None:
-        _check_router_type(self.router)
+        check_router_type(self.router)
         base = base_router(self.router)
         check(
             not isinstance(base, SoftConfig),
@@ -113,10 +123,7 @@ class SwinConfig:
             f"router={base.name!r} routes by token id, which an image has not; choose another, such"
             " as 'smoe' or 'cosine'",
         )
-        check(
-            self.top_k <= self.num_experts,
-            f"top_k={self.top_k} exceeds num_experts={self.num_experts}; lower top_k",
-        )
+        check_top_k(self.top_k, self.num_experts)
         check(
             base is self.router or self.adaptive_stage in self.moe_stages,
             f"adaptive_stage={self.adaptive_stage} holds no experts for router="
@@ -124,7 +131,7 @@ class SwinConfig:
         )
 
     def _check_size(self) -> None:
-        # Windows are sized for image_size, so another choice of it brings its own.
+        # Window sizes depend on image_size: test each candidate with its own windows.
         def fits(side: int) -> bool:
             return self._tiled(side, self._windows_at(side))
 
@@ -134,12 +141,12 @@ class SwinConfig:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Features in each stage."""
+        """Number of features in each stage."""
         return tuple(self.dim * 2**stage for stage in range(len(self.depths)))
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Tokens a side of each stage's windows."""
+        """Side of the windows of each stage, in tokens."""
         return self._windows_at(self.image_size)
 
     @property
@@ -157,7 +164,7 @@ class SwinConfig:
         return self.depths[stage] // 2 if stage in self.moe_stages else 0
 
     def maps(self, height: int, width: int) -> tuple[tuple[int, int], ...]:
-        """(rows, columns) of each stage's map for images of that many pixels."""
+        """Feature map (rows, columns) of each stage for images of `height` x `width` pixels."""
         for side in (height, width):
             if not self._tiled(side, self.windows):
                 near = _nearest(side, lambda other: self._tiled(other, self.windows))
@@ -171,7 +178,11 @@ class SwinConfig:
         return tuple(min(self.window, max(1, side)) for side in self._sides(image_size))
 
     def _tiled(self, pixels: int, windows: tuple[int, ...]) -> bool:
-        """Whole patches, halved whole between stages, and whole windows or a single one."""
+        """Return True where an image side fits the model.
+
+        Patches must tile the image, the map must halve evenly between stages, and each stage's map
+        must be tiled by windows or fit in a single one.
+        """
         fits = zip(self._sides(pixels), windows, strict=True)
         return pixels % (self.patch * 2 ** (len(self.depths) - 1)) == 0 and all(
             side <= window or side % window == 0 for side, window in fits
@@ -186,7 +197,7 @@ class SwinConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SoftViTConfig:
-    """A vision transformer with a class token, whose last blocks hold SoftMoE layers."""
+    """A vision transformer with a class token and SoftMoE layers in its last blocks."""
 
     image_size: int = 224  # pixels a side
     channels: int = 3
@@ -199,19 +210,19 @@ class SoftViTConfig:
     moe_blocks: int  # how many blocks, counted from the last, hold experts
     num_experts: int
     router: RouterConfig = SOFT_SLOTS
-    placement: str | tuple[int, ...] = "full"  # counted in MoE layers
+    placement: str | tuple[int, ...] = "full"  # as in LanguageConfig
     expert_dropout: float = 0.0  # on the experts' hidden units
-    drop_path: float = 0.1  # share of images that skip the last block; rises linearly from 0
-    init_std: float = 0.02  # of every linear weight, expert, position and the class token
+    drop_path: float = 0.1  # stochastic depth rate of the last block; rises linearly from 0
+    init_std: float = 0.02  # of linear weights, experts, position embeddings and class token
     label_smoothing: float = 0.0  # in training
 
     def __post_init__(self) -> None:
-        _check_counts(
+        check_counts(
             self,
             *("image_size", "channels", "num_classes", "patch", "dim", "depth", "heads"),
             *("mlp_ratio", "moe_blocks", "num_experts"),
         )
-        _check_shares(self, "expert_dropout", "drop_path", "label_smoothing")
+        check_shares(self, "expert_dropout", "drop_path", "label_smoothing")
         check_positive(self.init_std, "init_std")
         check(
             self.image_size % self.patch == 0,
@@ -226,7 +237,7 @@ class SoftViTConfig:
             self.moe_blocks <= self.depth,
             f"moe_blocks={self.moe_blocks} exceeds depth={self.depth}; lower moe_blocks",
         )
-        _check_router_type(self.router)
+        check_router_type(self.router)
         base = base_router(self.router)
         check(
             isinstance(base, SoftConfig),
@@ -246,28 +257,6 @@ VisionConfig = SwinConfig | SoftViTConfig
 
 
 def _nearest(side: int, fits: Callable[[int], bool]) -> int:
+    """Return the number nearest to `side` for which `fits` is true."""
     either_way = (near for far in count(1) for near in (side + far, side - far) if near > 0)
     return next(near for near in either_way if fits(near))
-
-
-def _check_counts(config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        check(
-            isinstance(value, int) and value >= 1,
-            f"{name}={value!r}; it must be an integer of at least 1",
-        )
-
-
-def _check_shares(config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        check(0 <= value < 1, f"{name}={value}; it must lie in [0, 1)")
-
-
-def _check_router_type(router: object) -> None:
-    check(
-        isinstance(router, RouterConfig),
-        f"router={router!r} is no router config; pass acmoe.SMoEConfig(...) or another, or its name"
-        " to acmoe.create_model",
-    )

@@ -1,4 +1,4 @@
-"""What a user may ask of the data room: how a source becomes a corpus, and how it is corrupted."""
+"""Configs of text data: how a corpus is prepared, and how its evaluation text is corrupted."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,14 +8,15 @@ from acmoe.errors import check
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
-    """How a source becomes a corpus; everything but `allow_other_counts` stands in the manifest.
+    """How a corpus is made from source files. The manifest records all but `allow_other_counts`.
 
     Attributes:
-        min_count: words seen fewer times in the training text become `<unk>`; words only.
-        max_vocabulary: most frequent symbols kept, `<eos>` and `<unk>` included; words only.
-        limit: use only this many bytes of text; byte-level corpora only.
+        min_count: words that occur fewer times in the training text become `<unk>`; words only.
+        max_vocabulary: size of the vocabulary with `<eos>` and `<unk>`, most frequent words first;
+            words only.
+        limit: use only the first `limit` bytes of text; byte-level corpora only.
         allow_other_counts: accept a text whose counts are not those published under that name.
-        title: how reports name the corpus; empty for the published name or the source's own.
+        title: name of the corpus in reports; empty: the published name, or that of the source.
     """
 
     min_count: int = 1
@@ -38,15 +39,15 @@ class PrepareConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ContaminationConfig:
-    """How the validation and test splits are corrupted; the training split never is.
+    """How the validation and test splits are corrupted. The training split stays clean.
 
     Attributes:
-        rate: share of words or bytes replaced; None is 0.025 for words (the paper) and 0.05 for
+        rate: fraction of words or bytes replaced; None: 0.025 for words (the paper), 0.05 for
             bytes.
-        seed: one seed gives one corrupted corpus, shared by every model.
-        early_stop: words only: the paper's tool now and then leaves out the last swap of a line.
-        targets: what the model has to predict; None is `corrupted` for words (the paper) and
-            `clean` for bytes, where only the input is replaced.
+        seed: the same seed gives the same corrupted text, whatever the model.
+        early_stop: words only: leave out the last swap of a line at random, as the paper's tool.
+        targets: the text to predict; None: `corrupted` for words (the paper), and `clean` for
+            bytes, where only the input is corrupted.
     """
 
     rate: float | None = None

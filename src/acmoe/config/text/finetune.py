@@ -1,10 +1,9 @@
-"""Finetuning on sentence classification: the clean form, and the paper's."""
+"""Config of finetuning on sentence classification, in a clean form and in the paper's form."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from acmoe.config.text.train import Precision
-from acmoe.config.updates import check_device
+from acmoe.config.updates import Precision, check_device
 from acmoe.errors import check, check_choice, check_not_negative, check_positive
 
 Form = Literal["clean", "paper"]
@@ -14,10 +13,11 @@ Form = Literal["clean", "paper"]
 class FinetuneConfig:
     """One finetuning run.
 
-    form="clean" keeps the pretraining vocabulary and its table, masks padding, reads the last real
-    token through one linear layer and shuffles. form="paper" is the published code: a vocabulary
-    rebuilt from the task (so a fresh table), lower case, padding on the left that is not masked,
-    the last position read through three layers with a log-softmax between, a fixed order.
+    form="clean" keeps the pretraining vocabulary and its embedding, masks padding, classifies the
+    last real token with one linear layer, and shuffles the sentences. form="paper" follows the
+    published code: it rebuilds the vocabulary from the task (with a new embedding), lowers case,
+    pads on the left without a mask, classifies the last position with three layers and a
+    log-softmax between them, and keeps the order of the sentences.
     """
 
     task: str
@@ -25,7 +25,7 @@ class FinetuneConfig:
     epochs: int
     lr: float
     batch: int = 16
-    split: int = 1  # micro-batches whose gradients make one update
+    split: int = 1  # micro-batches per optimizer update
     dropout: float = 0.1
     which: Literal["best", "last"] = "best"  # checkpoint of the pretraining run
     precision: Precision = "fp32"
@@ -46,7 +46,7 @@ class FinetuneConfig:
         check_device(self.device)
 
 
-# Task: epochs, and the learning rates of the published scripts and of the paper's text.
+# Task -> epochs, learning rate of the published scripts, learning rate of the paper's text.
 _TASKS = {
     "sst2": (5, 1e-4, 1e-3),
     "sst5": (5, 1e-4, 1e-3),
@@ -55,7 +55,7 @@ _TASKS = {
 
 
 def finetune_config(task: str, form: Form = "clean") -> FinetuneConfig:
-    """The settings of a task: the clean form with the scripts' learning rate, or the paper's."""
+    """Return the settings of a task; the clean form takes the learning rate of the scripts."""
     check_choice(task, tuple(_TASKS), "task")
     epochs, scripts, text = _TASKS[task]
     if form == "paper":

@@ -1,8 +1,14 @@
-"""The decoders of the paper and their laptop-sized siblings, as data."""
+"""Configs of the decoders: the paper's models, and small ones for a laptop."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from acmoe.config.model_checks import (
+    check_counts,
+    check_router_type,
+    check_shares,
+    check_top_k,
+)
 from acmoe.config.routing import (
     AdaptiveConfig,
     ExpertChoiceConfig,
@@ -13,64 +19,56 @@ from acmoe.config.routing import (
     SoftConfig,
     StableConfig,
     ThresholdConfig,
-    check_choice,
-    check_not_negative,
+    base_router,
     router_config,
 )
-from acmoe.errors import check
+from acmoe.errors import check, check_choice, check_not_negative
 
 Layer = Literal["moe", "ffn"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageConfig:
-    """A decoder: `repeats` times the `layers`, each behind its own self-attention."""
+    """A decoder of `repeats` x `layers` blocks, each a self-attention followed by one layer."""
 
     vocab_size: int
     dim: int
     heads: int
-    hidden: int  # inner size of an expert and of a dense layer
+    hidden: int  # hidden size of an expert and of a dense layer
     repeats: int
     layers: tuple[Layer, ...] = ("moe",)  # Switch; GLaM is ("moe", "ffn")
-    span: int  # tokens each query can see
-    block: int  # tokens of one training segment
+    span: int  # attention span: tokens each query can see
+    block: int  # tokens per training segment
     dropout: float = 0.1  # on attention probabilities, hidden units and MoE outputs
     num_experts: int = 16
     top_k: int = 2
     router: RouterConfig = SMoEConfig(bias=True)
-    # Which MoE layers keep an adaptive router: full | skip-1 | skip-2 | alternating | back-half, or
-    # their depths, counted from 0.
+    # Which MoE layers use the adaptive router: full | skip-1 | skip-2 | alternating | back-half, or
+    # their indices among MoE layers, counted from 0. The others use its base router.
     placement: str | tuple[int, ...] = "full"
     balance: float = 0.01  # weight of the balance loss, summed over MoE layers
     z: float = 0.0  # weight of the router z-loss
-    norm: Literal["post", "pre"] = "post"  # the paper's block with its doubled residual, or GPT-2's
-    position: Literal["relative", "rope"] = "relative"  # the paper's learned table, or rotary
-    # Bound of the experts' first weights: 1/sqrt(d), or the published 1/d, 11 to 19 times smaller.
+    # The paper's post-norm block, which adds the MoE layer's residual twice, or GPT-2's pre-norm.
+    norm: Literal["post", "pre"] = "post"
+    position: Literal["relative", "rope"] = "relative"  # the paper's learned embedding, or rotary
+    # Bound of the experts' initial weights: 1/sqrt(d), or the published 1/d, 11 to 19 times less.
     expert_init: Literal["fan_in", "published"] = "fan_in"
-    # What a stream's first tokens see before them: nothing, or the published code's slots of zeros,
-    # which take part in the softmax.
+    # What the first tokens of a stream attend to before themselves: nothing, or, as in the
+    # published code, zero vectors that take part in the softmax.
     empty_memory: Literal["masked", "zeros"] = "masked"
 
     def __post_init__(self) -> None:
-        for name in (
+        check_counts(
+            self,
             *("vocab_size", "dim", "heads", "hidden", "repeats", "span", "block"),
             *("num_experts", "top_k"),
-        ):
-            value = getattr(self, name)
-            check(
-                isinstance(value, int) and value >= 1,
-                f"{name}={value!r}; it must be an integer of at least 1",
-            )
+        )
         check(
             len(self.layers) > 0 and all(layer in ("moe", "ffn") for layer in self.layers),
             f"layers={self.layers!r}; give a tuple of 'moe' and 'ffn', such as ('moe', 'ffn')",
         )
-        check(
-            isinstance(self.router, RouterConfig),
-            f"router={self.router!r} is no router config; pass acmoe.SMoEConfig(...) or another, "
-            "or its name to acmoe.create_model",
-        )
-        check(0 <= self.dropout < 1, f"dropout={self.dropout}; it must lie in [0, 1)")
+        check_router_type(self.router)
+        check_shares(self, "dropout")
         check_not_negative(self.balance, "balance")
         check_not_negative(self.z, "z")
         check_choice(self.norm, ("post", "pre"), "norm")
@@ -94,10 +92,7 @@ class LanguageConfig:
             "router='soft' mixes a text's later tokens into its earlier ones; a language model "
             "needs another, such as 'smoe' or 'adaptive'",
         )
-        check(
-            self.top_k <= self.num_experts,
-            f"top_k={self.top_k} exceeds num_experts={self.num_experts}; lower top_k",
-        )
+        check_top_k(self.top_k, self.num_experts)
         check(
             self.empty_memory == "masked" or (self.norm, self.position) == ("post", "relative"),
             f"empty_memory='zeros' is the published model's and needs norm='post' and "
@@ -110,7 +105,7 @@ class LanguageConfig:
 
     @property
     def sequence(self) -> tuple[Layer, ...]:
-        """The layer behind each self-attention, first to last."""
+        """The kind of layer after each self-attention, first to last."""
         return self.layers * self.repeats
 
     @property
@@ -122,17 +117,13 @@ class LanguageConfig:
         return LossConfig(balance=self.balance, z=self.z)
 
 
-def base_router(router: RouterConfig) -> RouterConfig:
-    """The router a rescaling one wraps, or the router itself."""
-    return router.base if isinstance(router, AdaptiveConfig | RandomConfig) else router
-
-
 def language_router(router: str | RouterConfig, config: LanguageConfig) -> RouterConfig:
-    """What a router asked for by name or config means in a language model.
+    """Return the router config that a name or config stands for in a language model.
 
-    The paper's linear gates have a bias here, so a name stands for a gate with one, and a rescaling
-    router whose base was left at its default wraps such a gate: "smoe" and any adaptive router then
-    differ in the scale alone. StableMoE learns what its vocabulary is.
+    The paper's linear gates have a bias in language models. A name therefore stands for a gate with
+    bias, and an adaptive or random-scale router whose base was left at its default wraps such a
+    gate, so that "smoe" and an adaptive router differ in the scale alone. StableMoE gets the
+    model's vocabulary size.
     """
     found = router_config(router)
     if isinstance(router, str) and isinstance(
@@ -142,17 +133,26 @@ def language_router(router: str | RouterConfig, config: LanguageConfig) -> Route
     if isinstance(found, AdaptiveConfig | RandomConfig) and found.base == SMoEConfig():
         return replace(found, base=SMoEConfig(bias=True))
     base = base_router(found)
-    if isinstance(base, StableConfig) and base.vocab_size is None and not base.legacy:
-        base = replace(base, vocab_size=config.vocab_size)
-        return (
-            replace(found, base=base) if isinstance(found, AdaptiveConfig | RandomConfig) else base
-        )
+    if isinstance(base, StableConfig) and base.vocab_size is None:
+        return with_vocabulary(found, config.vocab_size)
     return found
+
+
+def with_vocabulary(router: RouterConfig, vocab_size: int) -> RouterConfig:
+    """Set the vocabulary size of StableMoE's light router, which embeds token ids.
+
+    Other routers are returned unchanged.
+    """
+    base = base_router(router)
+    if not isinstance(base, StableConfig) or base.legacy or base.vocab_size == vocab_size:
+        return router
+    base = replace(base, vocab_size=vocab_size)
+    return replace(router, base=base) if isinstance(router, AdaptiveConfig | RandomConfig) else base
 
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModelCard:
-    """A named decoder: what it is, and what the paper reports of it."""
+    """A named decoder: config, description, and the figures the paper reports for it."""
 
     config: LanguageConfig
     description: str
@@ -165,7 +165,7 @@ def _paper(**fields: Any) -> LanguageConfig:
 
 
 def _nano(**fields: Any) -> LanguageConfig:
-    """Bytes, 8 experts, small enough that a laptop's CPU trains it in minutes."""
+    """A byte-level model with 8 experts, small enough to train on a laptop's CPU in minutes."""
     return LanguageConfig(
         **{
             **{"vocab_size": 256, "dim": 64, "heads": 4, "hidden": 64, "span": 128, "block": 128},
@@ -180,14 +180,14 @@ _ENWIK8 = "test bits per byte, EnWik-8"
 
 LANGUAGE_MODELS: dict[str, LanguageModelCard] = {
     "switch-small": LanguageModelCard(
-        # Dropout 0.7 stands in the published scripts; the paper does not print it.
+        # Dropout 0.7 is from the published scripts; the paper does not state it.
         config=_paper(dim=128, hidden=128, repeats=3, span=256, block=256, dropout=0.7),
         description="Switch, 3 MoE layers, 267,735 words (WikiText-103)",
         metric=_WIKITEXT,
         reported=(("smoe", 87.94), ("cosine", 87.21), ("adaptive", 85.07)),
     ),
     "switch-medium": LanguageModelCard(
-        # The paper's 34.42 is this placement's; "full" gave 34.88.
+        # The paper's 34.42 is with this placement; "full" gave 34.88.
         config=_paper(dim=352, hidden=352, repeats=6, span=1024, placement="skip-1"),
         description="Switch, 6 MoE layers, 267,735 words (WikiText-103)",
         metric=_WIKITEXT,
@@ -200,7 +200,8 @@ LANGUAGE_MODELS: dict[str, LanguageModelCard] = {
         reported=(("smoe", 1.153), ("adaptive", 1.137)),
     ),
     "glam-small": LanguageModelCard(
-        # 3 + 3 as the paper's table says. Its 79M fit 2 + 2 layers, a slip of the code it built on.
+        # 3 + 3 layers as in the paper's table. Its 79M parameters fit 2 + 2 layers, which is what
+        # the code it built on makes by mistake.
         config=_paper(dim=144, hidden=144, repeats=3, layers=("moe", "ffn"), span=2048),
         description="GLaM, 3 MoE and 3 dense layers, 267,735 words (WikiText-103)",
         metric=_WIKITEXT,

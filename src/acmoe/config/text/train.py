@@ -1,4 +1,4 @@
-"""A whole experiment as data: the model, its corpus, the optimizer and what is written when."""
+"""Config of a training run of a language model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -6,22 +6,19 @@ from pathlib import Path
 from typing import Literal
 
 from acmoe.config.overrides import override
-from acmoe.config.routing import AdaptiveConfig, RandomConfig, RouterConfig, StableConfig
-from acmoe.config.text.language import LanguageConfig, base_router, language_router
-from acmoe.config.updates import check_count, check_updates
+from acmoe.config.text.language import LanguageConfig, language_router, with_vocabulary
+from acmoe.config.updates import Precision, check_count, check_updates
 from acmoe.errors import check, check_choice, check_positive
 
-Precision = Literal["fp32", "bf16"]
-
-UPDATES_PER_EPOCH = 1000  # the paper counts in these "epochs", which are no passes over the data
+UPDATES_PER_EPOCH = 1000  # the paper's "epoch" is 1000 updates, not a pass over the data
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which prepared corpus a run reads."""
+    """The prepared corpus that a run reads."""
 
     name: str = "stdlib"  # a data set of the registry
-    folder: str | None = None  # None: data/NAME, where `acmoe data prepare NAME` leaves it
+    folder: str | None = None  # None: data/NAME, where `acmoe data prepare NAME` writes it
     limit: int | None = None  # stdlib: bytes of text used; None: all
 
     def __post_init__(self) -> None:
@@ -38,36 +35,36 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """One training run. Equal configs on one machine's CPU give equal weights, bit by bit."""
+    """One training run. On the CPU of one machine, equal configs give bitwise equal weights."""
 
     model: LanguageConfig
     data: DataConfig = field(default_factory=DataConfig)
     steps: int  # optimizer updates
-    batch: int  # streams read side by side, each in blocks of model.block tokens
-    split: int = 1  # micro-batches of streams whose gradients make one update
+    batch: int  # streams read in parallel, each in blocks of model.block tokens
+    split: int = 1  # micro-batches of streams per optimizer update
     lr: float
     warmup: int = 0  # updates over which lr rises from 0
     schedule: Literal["constant", "cosine"] = "constant"  # after the warmup
-    min_lr: float = 0.0  # where cosine ends, at the last step
+    min_lr: float = 0.0  # final lr of the cosine schedule
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0  # decoupled, on matrices only
-    # The routers' matrices alone: plain SGD lacks Adam's division by each feature's gradient size,
-    # which undoes any stretching that all clusters share.
+    # Optimizer of the routers' matrices alone. Adam divides by the size of each feature's gradient,
+    # which undoes any scaling that all clusters share; plain SGD does not.
     router_optimizer: Literal["adam", "sgd"] = "adam"
-    router_lr: float | None = None  # of that SGD; rises and falls with lr. None: lr
-    clip: float | None = None  # greatest norm of the gradient; None: not clipped, as in the paper
+    router_lr: float | None = None  # peak lr of router_optimizer='sgd', scheduled like lr; None: lr
+    clip: float | None = None  # greatest gradient norm; None: no clipping, as in the paper
     precision: Precision = "fp32"  # bf16: autocast; weights and optimizer stay float32
     seed: int = 0
     log_every: int = 10  # steps between lines of metrics.jsonl
     eval_every: int = 1000
-    eval_batch: int = 8  # rows of the validation split read side by side
-    eval_tokens: int | None = None  # validate on its first tokens only; None: on all
+    eval_batch: int = 8  # rows of the validation split read in parallel
+    eval_tokens: int | None = None  # validate on the first `eval_tokens` only; None: on all
     checkpoint_every: int = 1000
-    keep: int = 1  # latest checkpoints kept, beside the best one
+    keep: int = 1  # number of latest checkpoints kept, beside the best one
     compile: bool = False  # torch.compile each block
-    graph: bool = False  # replay updates as CUDA graphs: small models wait for launches otherwise
-    device: str = "auto"  # cuda where there is one
+    graph: bool = False  # replay updates as CUDA graphs, faster where launches dominate
+    device: str = "auto"  # auto: CUDA where available
 
     def __post_init__(self) -> None:
         check_updates(self, rows="streams")
@@ -95,7 +92,7 @@ class RunConfig:
 
     @property
     def epochs(self) -> float:
-        """The length of the run as the paper states it."""
+        """The length of the run in the paper's epochs of 1000 updates."""
         return self.steps / UPDATES_PER_EPOCH
 
     @property
@@ -104,22 +101,14 @@ class RunConfig:
 
 
 def override_run(config: RunConfig, pairs: Sequence[str]) -> RunConfig:
-    """A run with `key=value` overrides; see `acmoe.config.overrides`.
+    """Return the run with `key=value` overrides applied; see `acmoe.config.overrides`.
 
-    A router given by its name, or the base of one, is what the model's family means by that name,
-    as in `create_model`.
+    The name of a router, or of a router's base, is converted to a config by `language_router`, as
+    in `create_model`.
     """
     changed = override(
         config, pairs, named=lambda owner, name, value: language_router(value, config.model)
     )
     model = changed.model
-    return replace(changed, model=replace(model, router=_same_vocabulary(model.router, model)))
-
-
-def _same_vocabulary(router: RouterConfig, model: LanguageConfig) -> RouterConfig:
-    """StableMoE's light router embeds the model's token ids, however many those became."""
-    base = base_router(router)
-    if not isinstance(base, StableConfig) or base.legacy or base.vocab_size == model.vocab_size:
-        return router
-    base = replace(base, vocab_size=model.vocab_size)
-    return replace(router, base=base) if isinstance(router, AdaptiveConfig | RandomConfig) else base
+    router = with_vocabulary(model.router, model.vocab_size)
+    return replace(changed, model=replace(model, router=router))

@@ -1,1 +1,1 @@
-"""How fast: the layer beside its rivals, the adaptive router's price, whole training steps."""
+"""Measure speed: the layer beside baselines, the adaptive router's cost, whole training steps."""

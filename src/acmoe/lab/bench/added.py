@@ -1,24 +1,24 @@
-"""What one contestant takes more than another, of the same rounds."""
+"""Measure the extra time of one function over another, timed in the same rounds."""
 
 import math
 import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-_OUTSIDE = 0.025  # chance that the median lies below the interval, and the same above
+_OUTSIDE = 0.025  # probability that the median lies below the interval; the same above it
 
 
 class Added(NamedTuple):
-    """The median difference of a round and its 95% interval, in ms and in percent of the base."""
+    """The median difference per round, and its 95% interval in percent of the base."""
 
     ms: float
     percent: float
-    low_percent: float | None  # None: too few rounds for an interval
+    low_percent: float | None  # None if there are too few rounds for an interval
     high_percent: float | None
 
 
 def added(samples: Sequence[float], base: Sequence[float]) -> Added:
-    """samples - base, round by round: what slows a whole round down cancels out."""
+    """Subtract `base` from `samples` round by round, so that a slow round affects both alike."""
     differences = sorted(one - other for one, other in zip(samples, base, strict=True))
     share = 100 / statistics.median(base)
     middle = statistics.median(differences)
@@ -30,10 +30,10 @@ def added(samples: Sequence[float], base: Sequence[float]) -> Added:
 
 
 def _left_out(rounds: int) -> int | None:
-    """How many of the smallest, and of the largest, differences lie outside the interval.
+    """Return how many of the smallest (and of the largest) differences lie outside the interval.
 
-    A difference lies below the true median with chance 1/2, whatever the distribution. None where
-    even the smallest one lies above it too often, which needs 6 rounds not to be.
+    For any distribution, a difference lies below the true median with probability 1/2. Return None
+    if even the smallest difference lies above the median too often, as with fewer than 6 rounds.
     """
     below, chance = 0, 0.5**rounds
     while chance <= _OUTSIDE:

@@ -1,9 +1,9 @@
-"""A contestant must compute the layer before its time counts.
+"""Check that an implementation computes the layer correctly before it is timed.
 
-The reference is a loop over experts in float64, on some of the tokens: the router is plain, so no
-token's output or gradient depends on another's.
+The reference is a loop over experts in float64. It covers some of the tokens only, which is enough
+because with a plain router no token's output or gradient depends on another token.
 
-T tokens, S of them that are compared, D features, E experts, K experts per token.
+T tokens, S compared tokens, D features, E experts, K experts per token.
 """
 
 from typing import NamedTuple
@@ -15,31 +15,31 @@ from acmoe.lab.bench.plain import activate
 from acmoe.lab.bench.shapes import Shape
 from acmoe.lab.bench.weights import Weights
 
-# Relative errors that rounding explains; a wrong gate, activation or bias exceeds them.
+# Relative errors that rounding can cause; a wrong gate, activation or bias exceeds them.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 1e-2, torch.float32: 1e-3}
 _COMPARED = 256
 
 
 class WrongResultError(Exception):
-    """A contestant computes something else; its time would mean nothing."""
+    """An implementation computes something else, so that its time would mean nothing."""
 
 
 class Reference(NamedTuple):
-    """What the layer must give for some of the tokens."""
+    """The correct output and gradient for some of the tokens."""
 
-    token: Tensor  # (S,) which
-    y: Tensor  # (S, D) float64
-    grad: Tensor  # (S, D) float64 gradient of sum(y * cotangent) by the tokens
+    token: Tensor  # (S,) indices of these tokens
+    y: Tensor  # (S, D) output in float64
+    grad: Tensor  # (S, D) gradient of sum(y * cotangent) with respect to the tokens, in float64
 
 
 class Errors(NamedTuple):
-    """‖found - reference‖ / ‖reference‖."""
+    """Relative errors, ‖found - reference‖ / ‖reference‖."""
 
     forward: float
     gradient: float
 
     def require(self, tolerance: float) -> None:
-        """Raise unless both are below; NaN never is."""
+        """Raise unless both errors are below `tolerance`. NaN raises too."""
         if not (self.forward < tolerance and self.gradient < tolerance):
             raise WrongResultError(
                 f"relative error {self.forward:.1e} forward, {self.gradient:.1e} gradient; "
@@ -55,7 +55,7 @@ def reference(
     *,
     scale_TD: Tensor | None = None,
 ) -> Reference:
-    """`scale_TD`: what an adaptive router multiplies its input with."""
+    """Compute output and gradient in float64. An adaptive router multiplies x by `scale_TD`."""
     x_TD = x_TD.detach()
     routed_TD = x_TD.double() if scale_TD is None else x_TD.double() * scale_TD.double()
     token_S = _clear_tokens(routed_TD @ weights.embedding.detach().double().T, shape.top_k)
@@ -67,12 +67,15 @@ def reference(
 
 
 def _clear_tokens(affinity_TE: Tensor, top_k: int) -> Tensor:
-    """Tokens that no rounding sends elsewhere: the widest gaps after the k-th choice."""
+    """Return the tokens with the widest gaps after the k-th affinity.
+
+    Rounding cannot send these to other experts.
+    """
     sorted_TE = affinity_TE.sort(-1, descending=True).values
     if top_k == sorted_TE.shape[1]:
         return torch.arange(min(_COMPARED, len(sorted_TE)), device=sorted_TE.device)
     gap_T = sorted_TE[:, top_k - 1] - sorted_TE[:, top_k]
-    return gap_T.topk(min(_COMPARED, (len(gap_T) + 1) // 2)).indices  # one at least
+    return gap_T.topk(min(_COMPARED, (len(gap_T) + 1) // 2)).indices  # at least one
 
 
 def _layer(x_SD: Tensor, weights: Weights, shape: Shape, scale_SD: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Time several functions side by side, so that a drifting clock rate hits all of them alike."""
+"""Time several functions in interleaved rounds, so that a drifting clock rate affects all alike."""
 
 import random
 import statistics
@@ -12,14 +12,15 @@ from acmoe.errors import check
 
 Action = Callable[[], object]
 
-_FLUSH_BYTES = 256 * 2**20  # more than any second-level cache
-# About 3 milliseconds, in which the host queues the call: in a training loop it is ahead as well.
-# What takes longer to queue than that shows its launches, unless it is captured in a graph.
+_FLUSH_BYTES = 256 * 2**20  # larger than any L2 cache
+# The flushes take about 3 milliseconds, in which the host queues the call: in a training loop the
+# host is ahead of the device, too. A call that takes longer to queue shows its launch overhead,
+# unless it is captured in a graph.
 _FLUSHES = 48
 
 
 class Timing(NamedTuple):
-    """Milliseconds of one call: the median, and the quartiles around it."""
+    """Median and quartiles of the time of one call, in milliseconds."""
 
     median: float
     low: float
@@ -27,19 +28,19 @@ class Timing(NamedTuple):
 
 
 def timing(samples: Sequence[float]) -> Timing:
-    """Quartiles on the line between neighbours, of two samples or more."""
+    """Compute median and quartiles of two or more samples, with linear interpolation."""
     low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
     return Timing(median, low, high)
 
 
 class Clock(Protocol):
-    """Milliseconds that one call takes."""
+    """Measures the time of one call in milliseconds."""
 
     def measure(self, action: Action) -> float: ...
 
 
 class HostClock:
-    """For a CPU, where a call has ended when it returns."""
+    """Clock for a CPU, where a call has ended when it returns."""
 
     def measure(self, action: Action) -> float:
         start = time.perf_counter()
@@ -48,7 +49,7 @@ class HostClock:
 
 
 class CudaClock:
-    """Events on the device around a call that finds cold caches and a full queue."""
+    """Clock with CUDA events around the call, which starts with cold caches and a full queue."""
 
     def __init__(self, device: torch.device) -> None:
         self.buffer = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device)
@@ -73,10 +74,10 @@ def clock_for(device: torch.device) -> Clock:
 def interleave(
     actions: Mapping[str, Action], *, rounds: int, clock: Clock
 ) -> dict[str, list[float]]:
-    """Milliseconds of every action, once a round. The order is drawn anew for each round.
+    """Time every action once per round, in milliseconds, in an order drawn anew for each round.
 
-    A card at its power limit is faster after a call that let it cool: whoever always followed the
-    same neighbour would be measured together with it.
+    A GPU at its power limit is faster after a call that let it cool. In a fixed order, an action's
+    time would depend on the action before it.
     """
     check(rounds >= 2, f"repeat={rounds}; quartiles need at least 2 rounds")
     names = list(actions)
@@ -94,7 +95,7 @@ def timings(samples: Mapping[str, Sequence[float]]) -> dict[str, Timing]:
 
 
 def extra_memory(action: Action, device: torch.device) -> int | None:
-    """Bytes a call holds at its peak beyond what was there before it; None on a CPU."""
+    """Return a call's peak memory beyond what was allocated before, in bytes; None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize()
@@ -106,7 +107,7 @@ def extra_memory(action: Action, device: torch.device) -> int | None:
 
 
 def capture(action: Action) -> Action:
-    """The replay of a CUDA graph of the call: launches cost the host nothing any more."""
+    """Capture the call in a CUDA graph and return its replay, which has no launch overhead."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -120,7 +121,7 @@ def capture(action: Action) -> Action:
 
 
 class Replay:
-    """A graph, and the call it was taken from: with that go the weights that the graph reads."""
+    """A CUDA graph. It also holds the captured call, to keep alive the weights the graph reads."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, action: Action) -> None:
         self.graph, self.action = graph, action

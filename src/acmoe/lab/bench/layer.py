@@ -1,4 +1,4 @@
-"""The MoE layer beside every rival that is installed: time, rate, memory, and whether it is right.
+"""Measure the MoE layer beside installed baselines: time, FLOP rate, memory and errors.
 
 T tokens, D features.
 """
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from acmoe.errors import check, check_choice
+from acmoe.lab.bench.baselines import Contestant, Layer, find_contestants
 from acmoe.lab.bench.check import TOLERANCE, Errors, Reference, compare, reference
 from acmoe.lab.bench.clock import (
     Action,
@@ -25,7 +26,6 @@ from acmoe.lab.bench.clock import (
 from acmoe.lab.bench.plain import route
 from acmoe.lab.bench.progress import Say, silent
 from acmoe.lab.bench.results import Report, new_report
-from acmoe.lab.bench.rivals import Contestant, Layer, find_contestants
 from acmoe.lab.bench.shapes import Shape, find_shapes
 from acmoe.lab.bench.weights import Weights, draw_tokens, draw_weights
 from acmoe.runtime import pick_device
@@ -38,11 +38,11 @@ _SLOW_TO_START = ("sonicmoe",)
 
 @dataclass(frozen=True, kw_only=True)
 class ShapesConfig:
-    """What every benchmark of layers is told."""
+    """Options of every benchmark of layers."""
 
-    shapes: tuple[str, ...] = ()  # none: all published ones, or on a CPU the tiny ones
+    shapes: tuple[str, ...] = ()  # empty: all published shapes, or on a CPU the tiny ones
     dtype: str = "bf16"
-    graph: bool = False  # time replays of a CUDA graph: small layers without launch overhead
+    graph: bool = False  # time replays of a CUDA graph, without launch overhead
     repeat: int = 50
     device: str = "auto"
     seed: int = 0
@@ -54,14 +54,17 @@ class ShapesConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig(ShapesConfig):
-    """What `acmoe bench layer` measures."""
+    """Options of `acmoe bench layer`."""
 
-    rivals: tuple[str, ...] = ()  # none: every one that is not optional
-    skew: bool = False  # one expert is among the choices of nearly half of the tokens
+    rivals: tuple[str, ...] = ()  # baselines; empty: every one that is not optional
+    skew: bool = False  # nearly half of the tokens choose the same expert
 
     @property
     def kind(self) -> str:
-        """A report on a rival that takes minutes to make ready stands beside that on the others."""
+        """Return the kind of the report.
+
+        A baseline that takes minutes to prepare is measured separately and has a kind of its own.
+        """
         parts = ["layer"]
         parts += self.rivals if self.rivals == _SLOW_TO_START else ()
         parts += ["skew"] * self.skew + ["graph"] * self.graph
@@ -70,41 +73,41 @@ class LayerConfig(ShapesConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRow:
-    """One contestant at one shape; without a time it was absent, or refused for what it did."""
+    """Result of one implementation at one shape. Without a time, it was absent or refused."""
 
     shape: str
     contestant: str
     part: str  # forward (without gradients), or forward+backward
-    absent: str | None = None  # what is missing: a package, a device, an activation
-    refused: str | None = None  # a failure, or a wrong result
+    absent: str | None = None  # reason: a missing package, device or activation
+    refused: str | None = None  # reason: a failure, or a wrong result
     ms: float | None = None
     ms_low: float | None = None  # quartiles
     ms_high: float | None = None
     tflops: float | None = None
-    of_ceiling: float | None = None  # share of the dense matmul's rate in the same run
+    of_ceiling: float | None = None  # FLOP rate over that of the dense matmul in the same run
     memory_mib: float | None = None  # peak beyond weights and tokens
     forward_error: float | None = None
     gradient_error: float | None = None
-    busiest_load: float | None = None  # rows of the fullest expert, in shares of the tokens
+    busiest_load: float | None = None  # rows of the busiest expert over the number of tokens
 
 
 class Trial(NamedTuple):
-    """What every contestant of a shape is given."""
+    """Inputs that all implementations of a shape share."""
 
     shape: Shape
     weights: Weights
-    x: Tensor  # (T, D) wants a gradient
+    x: Tensor  # (T, D) requires a gradient
     cotangent: Tensor  # (T, D) gradient of the output
     wanted: Reference
 
 
 class Ready(NamedTuple):
-    """A contestant that passed its check."""
+    """An implementation that passed its check and is warmed up."""
 
     name: str
-    actions: dict[str, Action]
+    actions: dict[str, Action]  # by part
     errors: Errors
-    memory: dict[str, int | None]  # bytes
+    memory: dict[str, int | None]  # by part, in bytes
 
 
 def bench_layer(
@@ -114,7 +117,7 @@ def bench_layer(
     command: str = "",
     say: Say = silent,
 ) -> Report:
-    """`contestants` replaces those that `config.rivals` names."""
+    """Measure every shape. `contestants` replaces the ones that `config.rivals` names."""
     device = pick_device(config.device)
     check(
         not config.graph or device.type == "cuda",
@@ -135,13 +138,13 @@ def measure_shape(
     say: Say = silent,
 ) -> list[LayerRow]:
     if device.type == "cuda":
-        torch.compiler.reset()  # a shape's graphs are of no use to the next
+        torch.compiler.reset()  # the compiled graphs of one shape do not serve the next
     trial = draw_trial(shape, config, device)
     ready: list[Ready] = []
     rows: list[LayerRow] = []
     for entrant in entrants:
         say(f"{shape.name}: building and checking {entrant.name}")
-        found = enter(entrant, trial, graph=config.graph)
+        found = prepare(entrant, trial, graph=config.graph)
         if isinstance(found, LayerRow):
             rows.append(found)
         else:
@@ -167,18 +170,18 @@ def draw_trial(shape: Shape, config: LayerConfig, device: torch.device) -> Trial
     return Trial(shape, weights, x_TD, cotangent_TD, wanted)
 
 
-def enter(entrant: Contestant, trial: Trial, *, graph: bool = False) -> Ready | LayerRow:
-    """Build, check, warm up; or a row that says why not."""
+def prepare(entrant: Contestant, trial: Trial, *, graph: bool = False) -> Ready | LayerRow:
+    """Build, check and warm up an implementation, or return a row that says why this failed."""
     without_time = partial(LayerRow, shape=trial.shape.name, contestant=entrant.name, part=BOTH)
-    obstacle = entrant.available(trial.shape, trial.x)
-    if obstacle is not None:
-        return without_time(absent=obstacle)
+    reason = entrant.unsupported(trial.shape, trial.x)
+    if reason is not None:
+        return without_time(absent=reason)
     try:
         layer = entrant.build(trial.shape, trial.weights)
         errors = check_layer(layer, trial)
         errors.require(TOLERANCE[trial.x.dtype])
-        return warmed(entrant.name, layer, trial, errors, graph=graph)
-    except Exception as failure:  # a rival's failure must not end the run
+        return warm_up(entrant.name, layer, trial, errors, graph=graph)
+    except Exception as failure:  # the failure of one baseline must not end the run
         return without_time(refused=first_line(failure))
 
 
@@ -193,7 +196,7 @@ def check_layer(layer: Layer, trial: Trial) -> Errors:
     return compare(y_TD, grad_TD, trial.wanted)
 
 
-def warmed(name: str, layer: Layer, trial: Trial, errors: Errors, *, graph: bool) -> Ready:
+def warm_up(name: str, layer: Layer, trial: Trial, errors: Errors, *, graph: bool) -> Ready:
     actions: dict[str, Action] = {
         FORWARD: partial(_forward, layer, trial.x.detach()),
         BOTH: partial(_both, layer, trial),
@@ -219,7 +222,10 @@ def _both(layer: Layer, trial: Trial) -> None:
 
 
 def dense_matmul(trial: Trial) -> Action:
-    """The experts' first product as if all rows went to one: the rate nobody can exceed by much."""
+    """Return the experts' first GEMM as if all rows went to one expert.
+
+    No implementation can exceed its FLOP rate by much.
+    """
     x_ND = trial.x.detach().repeat(trial.shape.top_k, 1)
     weight_DW = trial.weights.up.detach()[0].T
     return lambda: x_ND @ weight_DW

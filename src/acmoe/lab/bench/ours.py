@@ -1,4 +1,4 @@
-"""This library's layer as a contestant, on a backend of choice.
+"""Build this library's layer for the benchmarks, with a chosen backend.
 
 T tokens, D features, E experts.
 """
@@ -12,13 +12,15 @@ from acmoe.config.routing import LossConfig, RouterConfig
 from acmoe.experts.moe import MoE
 from acmoe.lab.bench.shapes import Shape
 from acmoe.lab.bench.weights import Weights
-from acmoe.ops.dispatch import sonicmoe_obstacle, triton_obstacle, use_backend
+from acmoe.ops import dispatch
+from acmoe.ops.dispatch import use_backend
+from acmoe.ops.experts.op import sonicmoe_lacks
 from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.state import RoutingState
 
 
 def build_moe(shape: Shape, weights: Weights, router: str | RouterConfig = "smoe") -> MoE:
-    """The layer around the given weights; no auxiliary loss, which rivals have none of."""
+    """Build the layer around the given weights, without auxiliary loss, as baselines have none."""
     with torch.device(weights.up.device):
         moe = MoE(
             dim=shape.dim,
@@ -55,9 +57,9 @@ def build_ours(shape: Shape, weights: Weights, backend: str) -> Callable[[Tensor
     return layer
 
 
-def triton_missing(shape: Shape, x: Tensor) -> str | None:
-    return triton_obstacle(x)
+def triton_unsupported(shape: Shape, x: Tensor) -> str | None:
+    return dispatch.triton_unsupported(x)
 
 
-def sonicmoe_missing(shape: Shape, x: Tensor) -> str | None:
-    return sonicmoe_obstacle(x, shape.activation, shape.bias, 0.0)
+def sonicmoe_unsupported(shape: Shape, x: Tensor) -> str | None:
+    return sonicmoe_lacks(x, shape.activation, shape.bias, 0.0)

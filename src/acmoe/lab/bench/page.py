@@ -1,10 +1,10 @@
-"""A part of a page of the documentation, between two markers; the rest of the page is not ours."""
+"""Replace the part of a documentation page between two markers, and leave the rest alone."""
 
 from acmoe.errors import check
 
 
 def replace_between(text: str, begin: str, end: str, content: str, *, page: str) -> str:
-    """The page with what stands between its markers replaced."""
+    """Return the text with `content` in place of the text between the markers."""
     once = text.count(begin) == 1 and text.count(end) == 1 and text.index(begin) < text.index(end)
     check(once, f"{page} must hold {begin} and, below it, {end}, once each; put them there")
     before, after = text.split(begin)[0], text.split(end)[1]

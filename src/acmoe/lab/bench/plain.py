@@ -1,4 +1,4 @@
-"""The MoE layer in plain PyTorch: the router the rivals share, and the layer given to the compiler.
+"""The MoE layer in plain PyTorch: the router that baselines share, and a layer for torch.compile.
 
 T tokens, D features, E experts, K experts per token, N = T * K routed rows.
 """
@@ -12,7 +12,10 @@ from acmoe.lab.bench.weights import Weights
 
 
 def route(x_TD: Tensor, embedding_ED: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The k highest affinities' experts, and the softmax over them (over all where k is 1)."""
+    """Return the top-k experts (T, K) and their gates (T, K).
+
+    The gates are the softmax over the k affinities, or over all of them if k is 1.
+    """
     affinity_TE = F.linear(x_TD, embedding_ED).float()
     best_TK, expert_ids_TK = affinity_TE.topk(top_k, dim=-1)
     if top_k > 1:
@@ -28,17 +31,17 @@ def activate(h: Tensor, activation: str) -> Tensor:
 
 
 def grouped_layer(x_TD: Tensor, weights: Weights, shape: Shape) -> Tensor:
-    """Sort by expert, one grouped product for each matrix, weigh, and add up by token."""
+    """Sort rows by expert, run one grouped GEMM per matrix, and add the gated rows by token."""
     expert_ids_TK, gate_TK = route(x_TD, weights.embedding, shape.top_k)
-    expert_N, order_N = expert_ids_TK.flatten().sort()
+    expert_N, permutation_N = expert_ids_TK.flatten().sort()
     ids_E = torch.arange(shape.num_experts, device=x_TD.device)
-    end_E = torch.searchsorted(expert_N, ids_E, right=True, out_int32=True)
-    token_N = order_N // shape.top_k
-    h_NW = F.grouped_mm(x_TD[token_N], weights.up.mT, offs=end_E)
+    offsets_E = torch.searchsorted(expert_N, ids_E, right=True, out_int32=True)
+    token_N = permutation_N // shape.top_k
+    h_NW = F.grouped_mm(x_TD[token_N], weights.up.mT, offs=offsets_E)
     if weights.up_bias is not None:
         h_NW = h_NW + weights.up_bias[expert_N]
-    y_ND = F.grouped_mm(activate(h_NW, shape.activation), weights.down.mT, offs=end_E)
+    y_ND = F.grouped_mm(activate(h_NW, shape.activation), weights.down.mT, offs=offsets_E)
     if weights.down_bias is not None:
         y_ND = y_ND + weights.down_bias[expert_N]
-    y_ND = y_ND * gate_TK.flatten()[order_N, None].to(y_ND.dtype)
+    y_ND = y_ND * gate_TK.flatten()[permutation_N, None].to(y_ND.dtype)
     return torch.zeros_like(x_TD).index_add(0, token_N, y_ND)

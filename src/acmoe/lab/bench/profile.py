@@ -1,4 +1,4 @@
-"""Where the time goes: the kernels of a layer or of a training step, longest first."""
+"""Profile the kernels of a layer or of a training step, and list the longest first."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -17,23 +17,23 @@ from acmoe.lab.bench.shapes import find_shapes
 from acmoe.lab.bench.train import VARIANTS, TrainBenchConfig, prepare
 from acmoe.runtime import pick_device
 
-_CALLS = 5  # profiled; the figures are those of one
-_LONGEST_NAME = 70  # characters; templates of C++ fill pages
+_CALLS = 5  # number of profiled calls; the figures are per call
+_LONGEST_NAME = 70  # characters; names of C++ templates are far longer
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """What `acmoe bench profile` looks into: layers by shape, training steps by model."""
+    """Options of `acmoe bench profile`, which profiles layers by shape and steps by model."""
 
     shapes: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
-    statistics: str = "plain"  # of the layer's router: plain, batch, running, current
-    router: str = "smoe"  # of the trained model
-    variant: str = "eager"  # of the training step
-    batch: int | None = None  # of the training step
-    options: tuple[str, ...] = ()  # key=value of the models' configs
+    statistics: str = "plain"  # statistics of the layer's router: plain, batch, running, current
+    router: str = "smoe"  # router of the trained model
+    variant: str = "eager"  # way to run the training step
+    batch: int | None = None  # batch of the training step
+    options: tuple[str, ...] = ()  # key=value settings of the models' configs
     dtype: str = "bf16"
-    top: int = 30  # rows; the rest is summed up in one
+    top: int = 30  # number of rows; the remaining kernels are summed up in one row
     device: str = "auto"
     seed: int = 0
 
@@ -46,13 +46,13 @@ class ProfileConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileRow:
-    """All launches of one kernel in one call."""
+    """Sum over all launches of one kernel in one call."""
 
-    subject: str
+    subject: str  # the profiled layer or step
     kernel: str
     launches: float
     us: float
-    share: float  # of the device's busy time
+    share: float  # share of the device's busy time
 
 
 def bench_profile(config: ProfileConfig, *, command: str = "") -> Report:
@@ -67,7 +67,7 @@ def bench_profile(config: ProfileConfig, *, command: str = "") -> Report:
     rows = [
         row
         for subject, action in _subjects(config, steps, device)
-        for row in look(subject, action, device, config.top)
+        for row in profile_action(subject, action, device, config.top)
     ]
     return new_report("profile", device, command, config, [asdict(row) for row in rows])
 
@@ -76,8 +76,8 @@ def _subjects(
     config: ProfileConfig, steps: TrainBenchConfig, device: torch.device
 ) -> Iterator[tuple[str, Action]]:
     layers = RouterBenchConfig(dtype=config.dtype, device=config.device, seed=config.seed)
-    wanted = config.shapes or not config.models  # without either: every shape
-    for shape in find_shapes(config.shapes, device) if wanted else ():
+    with_layers = config.shapes or not config.models  # without either option: every shape
+    for shape in find_shapes(config.shapes, device) if with_layers else ():
         trial = draw_trial(shape, layers, device)
         moe = build_moe(shape, trial.weights, MODES[config.statistics])
         yield f"{shape.name}, {config.statistics}", partial(both_passes, moe, trial)
@@ -86,8 +86,10 @@ def _subjects(
         yield ", ".join((model, *config.options, config.router, config.variant)), action
 
 
-def look(subject: str, action: Action, device: torch.device, top: int) -> list[ProfileRow]:
-    """Kernels on a GPU, operators on a CPU."""
+def profile_action(
+    subject: str, action: Action, device: torch.device, top: int
+) -> list[ProfileRow]:
+    """Profile an action: its kernels on a GPU, its operators on a CPU."""
     for _ in range(3):
         action()
     cuda = device.type == "cuda"

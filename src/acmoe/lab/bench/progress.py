@@ -1,4 +1,4 @@
-"""What a benchmark is doing now: compiling a rival can take a minute without a sign of life."""
+"""Report the progress of a benchmark, since compiling a baseline can take a minute."""
 
 from collections.abc import Callable
 
@@ -6,4 +6,4 @@ Say = Callable[[str], None]
 
 
 def silent(text: str) -> None:
-    """For callers that want the report alone."""
+    """Print nothing."""

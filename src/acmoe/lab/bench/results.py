@@ -1,4 +1,4 @@
-"""A report: figures, and everything needed to take them again."""
+"""Benchmark reports: the figures, and everything needed to measure them again."""
 
 import datetime
 import importlib.metadata
@@ -17,12 +17,12 @@ from acmoe.errors import UserError
 
 FOLDER = Path("benchmarks/results")
 
-_RIVALS = ("sonic-moe", "quack-kernels", "scattermoe", "liger-kernel", "transformers")
+_BASELINES = ("sonic-moe", "quack-kernels", "scattermoe", "liger-kernel", "transformers")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """One run of `acmoe bench`. `rows` are flat: one contestant, one shape, one pass."""
+    """The result of one `acmoe bench` command. A row is one implementation, shape and pass."""
 
     kind: str  # layer, layer-skew, router, train, ...
     date: str  # YYYY-MM-DD
@@ -44,13 +44,16 @@ class Report:
 
 
 def environment(device: torch.device) -> dict[str, str | None]:
-    """Where the figures were taken; None for what is not installed, rivals only where they are."""
+    """Describe the machine: device, versions and commit.
+
+    acmoe and triton are None if they are not installed. Baselines are listed only if installed.
+    """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     return {
         "device": name,
         "python": platform.python_version(),
         **{package: _version(package) for package in ("acmoe", "torch", "triton")},
-        **{package: found for package in _RIVALS if (found := _version(package)) is not None},
+        **{package: found for package in _BASELINES if (found := _version(package)) is not None},
         "commit": _commit(),
     }
 
@@ -61,7 +64,7 @@ def _processor() -> str:
 
 def _version(package: str) -> str | None:
     if package == "torch":
-        return torch.__version__  # names the CUDA it was built for, too
+        return torch.__version__  # also names the CUDA version it was built for
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -69,8 +72,10 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """What ACMOE_COMMIT names, for a copy without its history; else that of the checkout this
-    package lies in, and None where there is none, or no git."""
+    """Return the commit of the git checkout that holds this package, or None if there is none.
+
+    The environment variable ACMOE_COMMIT names the commit of a copy without history.
+    """
     if named := os.environ.get("ACMOE_COMMIT"):
         return named
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
@@ -94,7 +99,7 @@ def new_report(
 
 
 def save(report: Report, folder: Path = FOLDER) -> Path:
-    """YYYY-MM-DD-KIND-DEVICE.json; the same kind on the same day replaces the earlier one."""
+    """Write YYYY-MM-DD-KIND-DEVICE.json. It replaces an earlier report of the same kind and day."""
     device = re.sub(r"[^a-z0-9]+", "-", (report.environment["device"] or "unknown").lower())
     path = folder / f"{report.date}-{report.kind}-{device.strip('-')}.json"
     folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +108,7 @@ def save(report: Report, folder: Path = FOLDER) -> Path:
 
 
 def newest(folder: Path = FOLDER) -> list[Report]:
-    """The latest report of each kind and device, kinds in order."""
+    """Read the latest report of each kind and device, sorted by kind."""
     found: dict[tuple[str, str | None], Report] = {}
     for path in sorted(folder.glob("*.json")):
         report = Report.from_json(path.read_text(), source=str(path))

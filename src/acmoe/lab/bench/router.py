@@ -1,4 +1,4 @@
-"""What the adaptive router adds to the plain layer, and the least it could add.
+"""Measure what the adaptive router adds to the plain layer, beside the least it could add.
 
 T tokens, D features, C clusters.
 """
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from acmoe.config.routing import AdaptiveConfig, RouterConfig, SMoEConfig
 from acmoe.errors import check
-from acmoe.experts.dispatch import sort_by_expert
 from acmoe.experts.moe import MoE
 from acmoe.lab.bench.added import added
 from acmoe.lab.bench.check import TOLERANCE, compare, reference
@@ -24,8 +23,8 @@ from acmoe.lab.bench.progress import Say, silent
 from acmoe.lab.bench.results import Report, new_report
 from acmoe.lab.bench.shapes import Shape, find_shapes
 from acmoe.lab.bench.weights import Weights, draw_tokens, draw_weights
-from acmoe.ops.dispatch import triton_obstacle
-from acmoe.ops.sort.op import worth_sorting
+from acmoe.ops.sort import sort_rows
+from acmoe.ops.sort.order import no_order, worth_sorting
 from acmoe.ops.statistics.scale import cluster_scale
 from acmoe.routing.state import RoutingState
 from acmoe.routing.step import fold_statistics
@@ -34,20 +33,21 @@ from acmoe.runtime import pick_device
 AnyLayer = Callable[..., tuple[Tensor, RoutingState]]
 
 PLAIN, ALONE, COPY = "plain", "plain routing alone", "copy"
-# Whose statistics, by the name of the row. In training `running` takes them too, to fold them in.
+# Router configs by the name of the row. In training, `running` measures statistics as well, to
+# update its running averages.
 MODES: dict[str, RouterConfig] = {
     PLAIN: SMoEConfig(),
     "batch": AdaptiveConfig(statistics="batch"),
     "running": AdaptiveConfig(statistics="running"),
     "current": AdaptiveConfig(statistics="batch", statistics_of="current"),
 }
-INFERENCE = (PLAIN, "running")  # batch statistics are not causal: nobody decodes with them
-_COPIED = 2**28  # bytes of the copy that measures the bandwidth
+INFERENCE = (PLAIN, "running")  # the others are not causal, so they cannot be used for decoding
+_COPIED = 2**28  # size in bytes of the copy that measures the bandwidth
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterBenchConfig(ShapesConfig):
-    """What `acmoe bench router` measures."""
+    """Options of `acmoe bench router`."""
 
     compile: bool = False
 
@@ -58,7 +58,7 @@ class RouterBenchConfig(ShapesConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RouterRow:
-    """One statistics mode at one shape, and its price over the plain layer's."""
+    """Result of one statistics mode at one shape, and its cost beyond the plain layer."""
 
     shape: str
     mode: str
@@ -71,13 +71,13 @@ class RouterRow:
     added_percent: float | None = None
     added_percent_low: float | None = None  # 95% interval of the median
     added_percent_high: float | None = None
-    floor_ms: float | None = None  # two reads of the tokens at the copy's bandwidth
+    floor_ms: float | None = None  # time of two reads of the tokens at the copy's bandwidth
     memory_mib: float | None = None
     added_memory_percent: float | None = None
 
 
 class Trial(NamedTuple):
-    """Weights, tokens, and what an earlier layer would have told about them."""
+    """Weights, tokens, and the routing state that a previous layer would have passed on."""
 
     shape: Shape
     weights: Weights
@@ -87,6 +87,8 @@ class Trial(NamedTuple):
 
 
 class Measured(NamedTuple):
+    """An action that is warmed up, and its peak memory."""
+
     action: Action
     memory: int | None  # bytes
 
@@ -107,7 +109,7 @@ def measure_shape(
     shape: Shape, config: RouterBenchConfig, device: torch.device, say: Say = silent
 ) -> list[RouterRow]:
     if config.compile:
-        torch.compiler.reset()  # a shape's graphs are of no use to the next
+        torch.compiler.reset()  # the compiled graphs of one shape do not serve the next
     trial = draw_trial(shape, config, device)
     ready: dict[tuple[str, str], Measured] = {}
     lost: list[RouterRow] = []
@@ -115,11 +117,11 @@ def measure_shape(
         say(f"{shape.name}: building and checking {mode}")
         try:
             ready |= prepare(mode, trial, config)
-        except Exception as failure:  # one mode's failure must not end the run
+        except Exception as failure:  # the failure of one mode must not end the run
             why = first_line(failure)
             lost.append(RouterRow(shape=shape.name, mode=mode, part=BOTH, refused=why))
     alone = partial(_routing, build_moe(shape, trial.weights), trial)
-    ready[ALONE, BOTH] = warmed(alone, config)
+    ready[ALONE, BOTH] = warm_up(alone, config)
     actions = {f"{mode}/{part}": found.action for (mode, part), found in ready.items()}
     actions[COPY], moved = copy_bytes(device)
     say(f"{shape.name}: timing, {config.repeat} rounds")
@@ -129,17 +131,17 @@ def measure_shape(
 
 
 def prepare(mode: str, trial: Trial, config: RouterBenchConfig) -> dict[tuple[str, str], Measured]:
-    """The layer in this mode, checked: in training, and at inference where that makes sense."""
+    """Build, check and warm up the layer in this mode, for training and if useful for inference."""
     moe = build_moe(trial.shape, trial.weights, MODES[mode])
     layer: AnyLayer = torch.compile(moe, dynamic=False) if config.compile else moe
     check_mode(layer, mode, trial)
-    fold_statistics(moe)  # running averages hold something from here on
-    ready = {(mode, BOTH): warmed(partial(both_passes, layer, trial), config)}
+    fold_statistics(moe)  # initialise the running averages
+    ready = {(mode, BOTH): warm_up(partial(both_passes, layer, trial), config)}
     if mode in INFERENCE:
-        still = build_moe(trial.shape, trial.weights, MODES[mode]).eval()
-        still.load_state_dict(moe.state_dict())
-        layer = torch.compile(still, dynamic=False) if config.compile else still
-        ready[mode, FORWARD] = warmed(partial(_forward, layer, trial), config)
+        frozen = build_moe(trial.shape, trial.weights, MODES[mode]).eval()
+        frozen.load_state_dict(moe.state_dict())
+        layer = torch.compile(frozen, dynamic=False) if config.compile else frozen
+        ready[mode, FORWARD] = warm_up(partial(_forward, layer, trial), config)
     return ready
 
 
@@ -152,16 +154,15 @@ def draw_trial(shape: Shape, config: RouterBenchConfig, device: torch.device) ->
     C, size = shape.num_experts, (shape.tokens, 1)
     assignment_TJ = torch.randint(C, size, generator=generator, device=device)
     scale_CD = torch.rand(C, shape.dim, generator=generator, device=device) + 0.5
-    clusters = None
-    if triton_obstacle(x_TD) is None and worth_sorting(shape.tokens, C):
-        sort = sort_by_expert(assignment_TJ, C, backend="triton", assignment_T1=assignment_TJ)
-        clusters = sort.clusters
+    order = no_order(x_TD)
+    if worth_sorting(shape.tokens, C):
+        order = sort_rows(assignment_TJ, C, cluster=assignment_TJ[:, 0]).order
     state = RoutingState(
         assignment_TJ,
         torch.ones(size, device=device),
         scale_CD / scale_CD.mean(-1, keepdim=True),
         torch.zeros((), device=device),
-        clusters,
+        order,
     )
     return Trial(shape, weights, x_TD, cotangent_TD, state)
 
@@ -176,7 +177,7 @@ def check_mode(layer: AnyLayer, mode: str, trial: Trial) -> None:
 
 
 def _scale_of(mode: str, trial: Trial) -> Tensor | None:
-    """(T, D) what the router of this mode multiplies its tokens with."""
+    """Return the scale by which the router of this mode multiplies its tokens, (T, D)."""
     if mode == PLAIN:
         return None
     own_T = trial.state.assignment[:, 0]
@@ -185,7 +186,7 @@ def _scale_of(mode: str, trial: Trial) -> Tensor | None:
     return trial.state.scale[own_T]
 
 
-def warmed(action: Action, config: RouterBenchConfig) -> Measured:
+def warm_up(action: Action, config: RouterBenchConfig) -> Measured:
     for _ in range(WARM_UP):
         action()
     memory = extra_memory(action, pick_device(config.device))
@@ -209,7 +210,7 @@ def _routing(moe: MoE, trial: Trial) -> None:
 
 
 def copy_bytes(device: torch.device) -> tuple[Action, int]:
-    """A copy that measures the bandwidth, and the bytes it reads and writes."""
+    """Return a copy that measures the bandwidth, and the number of bytes it reads and writes."""
     size = _COPIED if device.type == "cuda" else _COPIED // 64
     source = torch.ones(size, dtype=torch.int8, device=device)
     target = torch.empty_like(source)

@@ -1,4 +1,4 @@
-"""The layers that are measured, by name or by their sizes.
+"""The layers to measure, given by name or by their sizes.
 
 T tokens, D features, F hidden units of an expert, E experts, K experts per token.
 """
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from acmoe.errors import UserError, check
-from acmoe.experts.mlp import ACTIVATIONS
+from acmoe.ops.experts.reference import ACTIVATIONS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """One MoE layer and how many tokens it gets."""
+    """Sizes of one MoE layer and its number of tokens."""
 
     name: str
     tokens: int
@@ -26,12 +26,12 @@ class Shape:
 
     @property
     def bias(self) -> bool:
-        """Gated experts have none; those of the paper do."""
+        """Return whether experts have biases: gated ones have none, those of the paper do."""
         return self.activation != "swiglu"
 
     @property
     def width(self) -> int:
-        """Outputs of the first product: gate and up stand side by side."""
+        """Return the output width of the first GEMM, which computes gate and up side by side."""
         return 2 * self.hidden if self.activation == "swiglu" else self.hidden
 
     @property
@@ -39,7 +39,7 @@ class Shape:
         return self.tokens * self.top_k
 
     def flops(self, *, backward: bool) -> int:
-        """Of the experts' products alone; backward has two products for each one of forward."""
+        """Count the FLOPs of the experts' GEMMs. Backward has two GEMMs for each of forward."""
         forward = 2 * self.rows * self.dim * (self.width + self.hidden)
         return 3 * forward if backward else forward
 
@@ -73,14 +73,14 @@ SHAPES: dict[str, Shape] = {shape.name: shape for shape in (*_PUBLISHED, *_TINY)
 
 
 def find_shapes(names: Sequence[str], device: torch.device) -> list[Shape]:
-    """Those given; without any every published one, or on a CPU the tiny ones."""
+    """Return the named shapes; without names every published one, or on a CPU the tiny ones."""
     if names:
         return [find_shape(name) for name in names]
     return list(_PUBLISHED if device.type == "cuda" else _TINY)
 
 
 def find_shape(name: str) -> Shape:
-    """By its name, or by sizes: 8192x4096x14336x8x2, 24576x352x352x16x2-relu."""
+    """Find a shape by name, or by sizes such as 8192x4096x14336x8x2 or 24576x352x352x16x2-relu."""
     if name in SHAPES:
         return SHAPES[name]
     sizes, dash, activation = name.partition("-")

@@ -1,4 +1,4 @@
-"""Reports as tables: for the terminal, and for the page of the documentation."""
+"""Format reports as tables for the terminal and for the documentation."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 
 class Column(NamedTuple):
-    """One column: its heading, and a row's text in it."""
+    """A column: its heading, and a function that formats its cell of a row."""
 
     heading: str
     text: Callable[[dict[str, Any]], str]
@@ -26,14 +26,14 @@ def _number(field: str, form: str) -> Callable[[dict[str, Any]], str]:
 
 
 def _ms(row: dict[str, Any]) -> str:
-    """The median with its quartiles, or why there is none."""
+    """Format the median with its quartiles, or the reason why there is none."""
     if row["refused"] is not None:
         return f"refused: {row['refused']}"
     return f"{row['ms']:.3f} ({row['ms_low']:.3f}-{row['ms_high']:.3f})"
 
 
 def _error(row: dict[str, Any]) -> str:
-    """The larger of output's and gradient's."""
+    """Format the larger of the errors of output and gradient."""
     if row["forward_error"] is None:
         return ""
     return f"{max(row['forward_error'], row['gradient_error']):.1e}"
@@ -44,14 +44,14 @@ def _part(row: dict[str, Any]) -> str:
 
 
 def _added(row: dict[str, Any]) -> str:
-    """Beyond the base, with its interval; reports of older versions have none."""
+    """Format the extra time with its interval, which reports of older versions lack."""
     low, high = row.get("added_percent_low"), row.get("added_percent_high")
     interval = "" if low is None else f" ({low:+.2f} to {high:+.2f})"
     return _percent(row["added_percent"]) + interval
 
 
 def _blocks(row: dict[str, Any]) -> str:
-    return "no ring" if row["blocks"] is None else " ".join(map(str, row["blocks"]))
+    return "no pipeline" if row["blocks"] is None else " ".join(map(str, row["blocks"]))
 
 
 def _rate(row: dict[str, Any]) -> str:
@@ -111,7 +111,7 @@ def _percent(value: float | None) -> str:
 
 
 def columns_of(report: Report) -> tuple[Column, ...]:
-    """layer-skew has the columns of layer."""
+    """Return the columns for the report's kind; layer-skew has the columns of layer."""
     family = report.kind.split("-")[0]
     if family not in _COLUMNS:
         raise UserError(f"kind={report.kind!r} of a report is unknown; delete the file")
@@ -124,7 +124,7 @@ def cells(report: Report) -> list[list[str]]:
 
 
 def absences(report: Report) -> list[str]:
-    """One line for each contestant that could not take part, and where."""
+    """Return one line per implementation that could not run, with the reason and the shapes."""
     where: dict[str, list[str]] = {}
     for row in report.rows:
         if row.get("absent") is not None:
@@ -145,7 +145,7 @@ def terminal_table(report: Report) -> Table:
 
 
 def markdown(report: Report) -> str:
-    """A section: the command that takes the figures again, where they were taken, the table."""
+    """Format a section: the command that repeats the measurement, the machine, and the table."""
     where = report.environment
     headings = [column.heading for column in columns_of(report)]
     lines = [
@@ -169,7 +169,7 @@ def _line(texts: Sequence[str]) -> str:
 
 
 def update_page(page: Path, folder: Path) -> int:
-    """Write the newest reports between the page's markers; how many there are."""
+    """Write the newest reports between the page's markers, and return their number."""
     text = page.read_text() if page.exists() else ""
     reports = newest(folder)
     body = "\n\n".join(markdown(report) for report in reports) or "No figures yet."

@@ -1,4 +1,4 @@
-"""Whole training steps, tokens a second: forward, backward, Adam, and the fold of the statistics.
+"""Time whole training steps: forward, backward, Adam, and the update of running statistics.
 
 B streams or images, L tokens of a block.
 """
@@ -13,24 +13,25 @@ from torch import Tensor, nn
 from acmoe.config.overrides import override
 from acmoe.config.routing import AdaptiveConfig, RouterConfig
 from acmoe.errors import check
+from acmoe.fast.compiled import compile_blocks
+from acmoe.fast.memory import StaticMemory
 from acmoe.lab.bench.added import added
 from acmoe.lab.bench.clock import Action, capture, clock_for, extra_memory, interleave, timing
 from acmoe.lab.bench.layer import first_line
 from acmoe.lab.bench.progress import Say, silent
 from acmoe.lab.bench.results import Report, new_report
-from acmoe.models.compiled import compile_blocks
 from acmoe.models.images.classifier import ImageClassifier
 from acmoe.models.registry import create_model, list_models, model_card
-from acmoe.models.text.decoder import LanguageModel, Memory
+from acmoe.models.text.decoder import LanguageModel
+from acmoe.models.text.memory import StreamMemory
 from acmoe.routing.step import fold_statistics
 from acmoe.runtime import autocast, pick_device, seeded
-from acmoe.train.memory import HeldMemory
 from acmoe.train.optim import adam
 
 VARIANTS = ("eager", "compile", "graph", "compile+graph")
 PAPER_MODELS = ("switch-enwik8", "switch-medium", "glam-medium", "swin-small")
 NANO_MODELS = ("switch-nano", "swin-nano")
-PAPER_TOKENS = 24_576  # of an update in the paper's language models
+PAPER_TOKENS = 24_576  # tokens per update in the paper's language models
 _IMAGES = 128
 _NANO_BATCH = 4
 _WARM_UP = 3
@@ -38,13 +39,13 @@ _WARM_UP = 3
 
 @dataclass(frozen=True, kw_only=True)
 class TrainBenchConfig:
-    """What `acmoe bench train` measures."""
+    """Options of `acmoe bench train`."""
 
-    models: tuple[str, ...] = ()  # none: those of the paper, or on a CPU the nano ones
-    routers: tuple[str, ...] = ("smoe", "adaptive")  # the first is what others are compared with
-    variants: tuple[str, ...] = ()  # none: all, or on a CPU eager
+    models: tuple[str, ...] = ()  # empty: those of the paper, or on a CPU the nano ones
+    routers: tuple[str, ...] = ("smoe", "adaptive")  # the others are compared with the first
+    variants: tuple[str, ...] = ()  # empty: all, or on a CPU eager
     batch: int | None = None  # streams or images; None: the paper's 24,576 tokens, or 128 images
-    options: tuple[str, ...] = ()  # key=value of the models' configs, such as span=512
+    options: tuple[str, ...] = ()  # key=value settings of the models' configs, such as span=512
     precision: str = "bf16"
     repeat: int = 20
     device: str = "auto"
@@ -76,14 +77,17 @@ class TrainBenchConfig:
 
     @property
     def kind(self) -> str:
-        """Reports of chosen variants stand beside each other: one of each kind and day is kept."""
+        """Return the kind of the report.
+
+        It names variants and options, since a report replaces one of the same kind and day.
+        """
         parts = ["train", *self.variants, *self.options]
         return "-".join(part.replace("+", "-").replace("=", "-") for part in parts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRow:
-    """One model, router and variant; `added_percent` is over the first router's step."""
+    """Result of one model, router and variant. `added_percent` is relative to the first router."""
 
     model: str
     router: str
@@ -103,7 +107,7 @@ class TrainRow:
 
 
 class Step:
-    """One update of a model on the same random batch again and again. Nothing in it waits."""
+    """A training step that uses the same random batch each time. It does not synchronise."""
 
     def __init__(self, model: nn.Module, batch: int | None, config: TrainBenchConfig) -> None:
         self.model = model.train()
@@ -112,10 +116,10 @@ class Step:
         self.optimizer = adam(model, lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
         for group in self.optimizer.param_groups:
             group["capturable"] = self.device.type == "cuda"
-        self.memory: Memory | None = None
-        # As a captured graph needs it, which reads and writes the same tensors; without one a
-        # trainer joins memory and segment, which moves as many bytes.
-        self.place: HeldMemory | None = None
+        self.memory: StreamMemory | None = None
+        # A preallocated memory, because a captured graph has to read and write the same tensors. A
+        # trainer without a graph concatenates memory and segment, which moves as many bytes.
+        self.static_memory: StaticMemory | None = None
         self.inputs, self.targets = self._draw(batch, config.seed)
         self.loss = torch.zeros((), device=self.device)
         self._fill_memory()
@@ -143,25 +147,25 @@ class Step:
             else:
                 out = self.model(self.inputs, self.targets)
         (out.loss + out.aux_loss).backward()
-        if self.place is not None:
-            self.memory = self.place.hold(out.memory)
+        if self.static_memory is not None:
+            self.memory = self.static_memory.hold(out.memory)
         self.optimizer.step()
         fold_statistics(self.model)
         self.loss.copy_(out.loss.detach())
 
     @torch.no_grad()
     def _fill_memory(self) -> None:
-        """Read until the window is full, so that no later step has another shape."""
+        """Run forward passes until the memory is full, so that all later steps have one shape."""
         while isinstance(self.model, LanguageModel):
             before = 0 if self.memory is None else self.memory.hidden[0].shape[1]
             with autocast(self.precision, self.device):  # type: ignore[arg-type]
                 self.memory = self.model(self.inputs, self.targets, memory=self.memory).memory
-            kept = self.memory.hidden[0]
-            if kept.shape[1] == before:
+            hidden = self.memory.hidden[0]
+            if hidden.shape[1] == before:
                 post = self.model.config.norm == "post"
                 length = self.inputs.shape[1] if post else 0
-                self.place = HeldMemory(self.memory, length, kept.dtype)
-                self.memory = self.place.hold(self.memory)
+                self.static_memory = StaticMemory(self.memory, length, hidden.dtype)
+                self.memory = self.static_memory.hold(self.memory)
                 return
 
 
@@ -175,10 +179,10 @@ def bench_train(config: TrainBenchConfig, *, command: str = "", say: Say = silen
 def measure_model(
     name: str, config: TrainBenchConfig, device: torch.device, say: Say = silent
 ) -> Iterator[TrainRow]:
-    """Every router and variant of a model, in interleaved rounds."""
+    """Time every router and variant of a model, in interleaved rounds."""
     variants = config.variants or (VARIANTS if device.type == "cuda" else ("eager",))
     if device.type == "cuda":
-        torch.compiler.reset()  # a model's graphs are of no use to the next
+        torch.compiler.reset()  # the compiled graphs of one model do not serve the next
     steps: dict[str, Step] = {}
     actions: dict[str, Action] = {}
     memory: dict[str, int | None] = {}
@@ -188,7 +192,7 @@ def measure_model(
             say(f"{name}: preparing {router}, {variant}")
             try:
                 steps[key], actions[key], memory[key] = prepare(name, router, variant, config)
-            except Exception as failure:  # one variant's failure must not end the run
+            except Exception as failure:  # the failure of one variant must not end the run
                 yield TrainRow(
                     model=name, router=router, variant=variant, refused=first_line(failure)
                 )
@@ -204,7 +208,10 @@ def measure_model(
 def prepare(
     name: str, router: str, variant: str, config: TrainBenchConfig
 ) -> tuple[Step, Action, int | None]:
-    """A warm step of a fresh model; every router starts from the same seed."""
+    """Build a model and warm up its step; return the step, the action to time, and its memory.
+
+    Every router starts from the same seed.
+    """
     device = pick_device(config.device)
     check(
         variant == "eager" or device.type == "cuda",

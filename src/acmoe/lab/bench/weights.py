@@ -1,4 +1,4 @@
-"""One set of weights and tokens, which every contestant of a shape shares.
+"""Draw the weights and tokens that all implementations of a shape share.
 
 T tokens, D features, F hidden units, W = F or 2F, E experts.
 """
@@ -10,16 +10,16 @@ from torch import Tensor, nn
 
 from acmoe.lab.bench.shapes import Shape
 
-# Times the embedding of one expert: its affinity is then the highest for nearly half of the tokens,
-# and the lowest for the others.
+# A skewed layer multiplies one expert's embedding by this factor. Its affinity is then the highest
+# for nearly half of the tokens, and the lowest for the others.
 _SKEW = 8.0
 
 
 class Weights(NamedTuple):
-    """A layer's parameters, as acmoe lays them out: out features before in features."""
+    """Parameters of a layer in acmoe's layout, (experts, output features, input features)."""
 
     embedding: nn.Parameter  # (E, D)
-    up: nn.Parameter  # (E, W, D); swiglu: gate, then up
+    up: nn.Parameter  # (E, W, D); for swiglu the rows of gate, then those of up
     down: nn.Parameter  # (E, D, F)
     up_bias: nn.Parameter | None  # (E, W)
     down_bias: nn.Parameter | None  # (E, D)
@@ -36,7 +36,7 @@ def draw_weights(
     dtype: torch.dtype = torch.bfloat16,
     skew: bool = False,
 ) -> Weights:
-    """Random with variance 1 / fan-in; the experts' loads differ by chance alone, unless skewed."""
+    """Draw weights with variance 1 / fan-in. Unless skewed, loads differ by chance only."""
 
     def normal(*size: int, std: float) -> nn.Parameter:
         device = generator.device
@@ -60,6 +60,6 @@ def draw_weights(
 def draw_tokens(
     shape: Shape, *, generator: torch.Generator, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """(T, D) standard normal."""
+    """Draw standard normal tokens, (T, D)."""
     size = (shape.tokens, shape.dim)
     return torch.randn(size, generator=generator, device=generator.device, dtype=dtype)

@@ -1,199 +1,202 @@
-"""What runs on this machine, and what keeps the faster from it. The ops themselves are asked.
+"""List which kernels this machine uses, and the reasons why the others cannot run.
 
-T tokens, D features, K experts per token, V words.
+Each op is asked for one call: experts and router of the given shape, attention and norms of
+switch-enwik8, map attention of swin-small. Tensors hold no data: ops decide by shape, dtype and
+device.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from acmoe.config.images.presets import SWIN_MODELS
 from acmoe.config.images.vision import SwinConfig
-from acmoe.config.routing import AdaptiveConfig
 from acmoe.config.text.language import LANGUAGE_MODELS
-from acmoe.experts.mlp import ExpertMLP
-from acmoe.lab.bench.rivals import CONTESTANTS
+from acmoe.fast import accelerate, explain
+from acmoe.lab.bench.baselines import CONTESTANTS
 from acmoe.lab.bench.shapes import Shape
 from acmoe.lab.bench.train import PAPER_TOKENS
+from acmoe.models.images.window import WindowAttention
+from acmoe.models.registry import create_model
+from acmoe.ops.attention import window_attention
 from acmoe.ops.attention.support import (
     fused_width,
-    hopper_obstacle,
-    keeping_obstacle,
+    hopper_unsupported,
+    requested_options,
+    saving_unsupported,
     stored_width,
-    window_attention_obstacle,
-    wishes,
 )
-from acmoe.ops.device.tuning import own_table
-from acmoe.ops.dispatch import (
-    Option,
-    choose,
-    grouped_mm_obstacle,
-    sonicmoe_obstacle,
-    triton_obstacle,
+from acmoe.ops.cross_entropy.op import cross_entropy_chunk
+from acmoe.ops.device.tuning import user_table
+from acmoe.ops.dispatch import Op
+from acmoe.ops.embedding.op import embedding
+from acmoe.ops.experts import ExpertWeights, expert_mlp
+from acmoe.ops.map_attention import map_attention
+from acmoe.ops.norm import add_norm, add_norm_twice
+from acmoe.ops.route import ScaledTokens, route
+from acmoe.ops.sort import Rows, sort_rows
+from acmoe.ops.statistics.op import (
+    ScaleOptions,
+    measure_dispersion,
+    measure_prefix,
+    measure_scale,
 )
-from acmoe.ops.embedding.op import embedding, embedding_obstacle
-from acmoe.ops.map_attention.op import map_attention_fuses, map_attention_obstacle
-from acmoe.ops.norm.op import norm_obstacle
-from acmoe.routing.statistics import ClusterStatistics
+from acmoe.ops.statistics.prefix import PrefixMoments
+from acmoe.ops.statistics.running import update_average, update_average_and_scale
 
 
 class Choice(NamedTuple):
-    """One backend of one op."""
+    """One kernel of one op, or one way to run a model."""
 
     op: str
     backend: str
-    runs: bool  # this is the one
-    obstacle: str | None  # None: it could
+    runs: bool  # True for the one that serves
+    unsupported: str | None  # the reason why it cannot serve; None: it could
 
 
 def which(device: torch.device, dtype: torch.dtype, shape: Shape) -> list[Choice]:
-    """Of the larger ops that have a choice, for tokens of `dtype`; experts as those of `shape`.
+    """Return every kernel of every op, for tokens of `dtype` on `device`.
 
-    Windows of a text and norms are those of switch-enwik8, windows of a map those of swin-small.
-    What the environment asks for is checked, though another machine may be meant.
+    Options of the environment are checked, even where this machine would not read them.
     """
-    wishes()
-    own_table()
-    x_TD = torch.empty(1, shape.dim, dtype=dtype, device=device)
-    triton = Option("triton", triton_obstacle(x_TD))
-    torch_ = Option("torch", None)
-    widths = (shape.width, shape.dim, shape.hidden)
-    grouped = Option("grouped_mm", grouped_mm_obstacle(x_TD, *widths))
-    sonic = Option("sonicmoe", sonicmoe_obstacle(x_TD, shape.activation, shape.bias, 0.0))
-    experts = _experts(x_TD, shape)
+    requested_options()
+    user_table()
+    x = torch.empty(1, shape.dim, dtype=dtype, device=device)
     return [
-        *_choices("experts", experts, (triton, grouped, torch_, sonic)),
-        *(_products(x_TD, shape) if experts == "triton" else ()),
-        *_choices("statistics", _statistics(device, dtype), (triton, torch_)),
-        *_embedding(x_TD),
-        *_norms(device, dtype),
-        *_window_attention(device, dtype),
-        *_map_attention(device, dtype),
+        *_layer(x, shape),
+        *_statistics(x, shape),
+        *_text(x),
+        *_images(x),
+        *_runners(device, dtype),
     ]
 
 
-def rivals(device: torch.device, dtype: torch.dtype, shape: Shape) -> list[Choice]:
-    """Whether each rival of `acmoe bench layer` can take part."""
-    x_TD = torch.empty(1, shape.dim, dtype=dtype, device=device)
-    obstacles = {rival.name: rival.available(shape, x_TD) for rival in CONTESTANTS}
-    return [Choice("rival", name, why is None, why) for name, why in obstacles.items()]
+def baselines(device: torch.device, dtype: torch.dtype, shape: Shape) -> list[Choice]:
+    """Return for each baseline of `acmoe bench layer` whether it can take part."""
+    x = torch.empty(1, shape.dim, dtype=dtype, device=device)
+    reasons = {one.name: one.unsupported(shape, x) for one in CONTESTANTS}
+    return [Choice("baseline", name, why is None, why) for name, why in reasons.items()]
 
 
-def _choices(op: str, runs: str, options: tuple[Option, ...]) -> list[Choice]:
-    return [Choice(op, option.name, option.name == runs, option.obstacle) for option in options]
+def _ask(op: Op[..., Any], *args: Any, **kwargs: Any) -> Iterator[Choice]:
+    """The kernels of an op, for a call with these arguments."""
+    serves = op.select(*args, **kwargs).name
+    for name, reason in op.reasons(*args, **kwargs).items():
+        yield Choice(op.name, name, name == serves, reason)
 
 
-def _experts(x_TD: Tensor, shape: Shape) -> str:
-    with torch.device("meta"):  # no weights: their sizes decide
-        experts = ExpertMLP(
-            dim=shape.dim,
-            hidden=shape.hidden,
-            num_experts=shape.num_experts,
-            activation=shape.activation,
-            bias=shape.bias,
-        )
-    expert_ids_TK = torch.zeros(len(x_TD), shape.top_k, dtype=torch.int64, device=x_TD.device)
-    return experts.backend(x_TD, expert_ids_TK, complete=True)
+def _layer(x: Tensor, shape: Shape) -> Iterator[Choice]:
+    with torch.device("meta"):  # no memory for real weights
+        up = torch.empty(shape.num_experts, shape.width, shape.dim)
+        down = torch.empty(shape.num_experts, shape.dim, shape.hidden)
+        embedding_ED = torch.empty(shape.num_experts, shape.dim)
+        bias = torch.empty(0) if shape.bias else None
+    weights = ExpertWeights(up, down, bias, bias)
+    expert_ids = torch.zeros(1, shape.top_k, dtype=torch.int64, device=x.device)
+    gate = expert_ids.to(x.dtype)
+    ids = expert_ids.flatten()
+    rows = Rows(ids, ids, ids, ids, ids)
+    yield from _ask(
+        route, ScaledTokens(x), embedding_ED, None, top_k=shape.top_k, over_selected=True
+    )
+    yield from _ask(sort_rows, expert_ids, shape.num_experts)
+    experts: dict[str, Any] = {"activation": shape.activation, "complete": True}
+    yield from _ask(expert_mlp, x, weights, rows, gate, **experts)
+    if expert_mlp.select(x, weights, rows, gate, **experts).name == "triton":
+        yield from _expert_gemms(x, shape)
 
 
-def _products(x_TD: Tensor, shape: Shape) -> list[Choice]:
-    """Those that Gluon's kernels may do."""
-    from acmoe.ops.device.tuning import BY_ROWS, BY_WEIGHTS
-    from acmoe.ops.experts.hopper.choice import gathers, ring_obstacle
+def _expert_gemms(x: Tensor, shape: Shape) -> Iterator[Choice]:
+    """The GEMMs of the experts, each of which has a kernel for Hopper and a portable one."""
+    from acmoe.ops.device.tuning import ROW_GEMMS, WEIGHT_GEMMS
+    from acmoe.ops.experts.hopper.choice import gathers, pipeline_unsupported
     from acmoe.ops.experts.triton.sizes import Sizes
 
     sizes = (shape.dim, shape.hidden, shape.num_experts)
     size = Sizes(shape.tokens, *sizes, shape.top_k, shape.activation)
-    found = []
-    for kernel in (*BY_ROWS, *BY_WEIGHTS):
-        where = (kernel, size, x_TD.dtype, x_TD.device)
+    for kernel in (*ROW_GEMMS, *WEIGHT_GEMMS):
+        where = (kernel, size, x.dtype, x.device)
         gather = kernel not in ("down", "input") and gathers(*where)
         bare = kernel not in ("hidden", "down") or not shape.bias
-        obstacle = ring_obstacle(*where, gather=gather, bare=bare)
-        found += _between(f"experts: {kernel}", obstacle)
-    return found
+        reason = pipeline_unsupported(*where, gather=gather, bare=bare)
+        yield from _hopper_or_portable(f"expert_mlp: {kernel}", reason)
 
 
-def _between(part: str, obstacle: str | None) -> list[Choice]:
-    """Gluon's kernel and that which Triton compiles for every card."""
-    options = Option("gluon", obstacle), Option("triton", None)
-    return _choices(part, "triton" if obstacle else "gluon", options)
+def _hopper_or_portable(part: str, reason: str | None) -> Iterator[Choice]:
+    yield Choice(part, "gluon", reason is None, reason)
+    yield Choice(part, "triton", reason is not None, None)
 
 
-def _statistics(device: torch.device, dtype: torch.dtype) -> str:
-    """By taking those of a handful of tokens."""
-    tokens, dim, clusters = 32, 32, 2
-    with torch.device(device):
-        statistics = ClusterStatistics(AdaptiveConfig(), num_clusters=clusters, dim=dim)
-        x_BLD = torch.ones(1, tokens, dim, dtype=dtype)
-        assignment_BL = torch.arange(tokens)[None] % clusters
-    return _owner(lambda: statistics.cluster_scale(x_BLD, assignment_BL, None, None))
+def _statistics(x: Tensor, shape: Shape) -> Iterator[Choice]:
+    clusters = shape.num_experts
+    assignment = torch.zeros(1, dtype=torch.int64, device=x.device)
+    options = ScaleOptions(
+        normalize="cluster", strength=None, floor=1e-3, eps=0.0, clamp=None, min_tokens=2
+    )
+    yield from _ask(measure_dispersion, x, assignment, clusters, measure="mad")
+    yield from _ask(measure_scale, x, assignment, clusters, options, measure="mad")
+    moments = PrefixMoments.empty(1, 1, shape.dim, device=x.device, dtype=torch.float32)
+    yield from _ask(measure_prefix, x[None], assignment[None, :, None], moments, measure="mad")
+    average, weight = x.new_empty(1, shape.dim, dtype=torch.float32), x.float().new_empty(1)
+    buffers = (average, weight, average, weight)
+    yield from _ask(update_average, *buffers, 0.99)
+    yield from _ask(update_average_and_scale, *buffers, average, 0.99, options)
 
 
-def _embedding(weight_VD: Tensor) -> list[Choice]:
-    """By looking a word up."""
-    ids = torch.zeros(1, dtype=torch.int64, device=weight_VD.device)
-    options = Option("triton", embedding_obstacle(weight_VD)), Option("torch", None)
-    return _choices("embedding", _owner(lambda: embedding(ids, weight_VD)), options)
-
-
-def _norms(device: torch.device, dtype: torch.dtype) -> list[Choice]:
-    """Of the sums in a post-norm block."""
-    dim = LANGUAGE_MODELS["switch-enwik8"].config.dim
-    x_TD = torch.empty(1, dim, dtype=dtype, device=device)
-    obstacle = norm_obstacle(x_TD, x_TD, (nn.LayerNorm(dim, device=device),))
-    options = Option("triton", obstacle), Option("torch", None)
-    return _choices("norms", choose("norms", options), options)
-
-
-def _window_attention(device: torch.device, dtype: torch.dtype) -> list[Choice]:
-    """And whose forward and backward it is, of the two; of a whole batch, for it may keep weights
-    only if they fit."""
+def _text(x: Tensor) -> Iterator[Choice]:
+    """The ops of switch-enwik8, for a whole batch: attention saves weights only if they fit."""
     config = LANGUAGE_MODELS["switch-enwik8"].config
-    features = config.dim // config.heads
-    number = torch.empty(1, dtype=dtype, device=device)
-    streams = PAPER_TOKENS // config.block
-    lead = (streams, config.heads)
-    q = number.expand(*lead, config.block, fused_width(features))
-    kv = number.expand(2, *lead, config.span + config.block, stored_width(features))
-    obstacle = window_attention_obstacle(q, number, config.dropout)
-    options = Option("triton", obstacle), Option("torch", None)
-    runs = choose("attention", options)
-    found = _choices("attention", runs, options)
-    if runs == "triton":
+    token = x.new_empty(1, config.dim)
+    norm = nn.LayerNorm(config.dim, device=x.device)
+    ids = torch.zeros(1, dtype=torch.int64, device=x.device)
+    yield from _ask(embedding, ids, token)
+    yield from _ask(add_norm, token, token, norm)
+    yield from _ask(add_norm_twice, token, token, norm, norm)
+    yield from _ask(cross_entropy_chunk, token, token, ids, None)
+    features, lead = config.head_dim, (PAPER_TOKENS // config.block, config.heads)
+    number = x.new_empty(1)
+    q = number.expand(*lead, config.block, features)
+    k = number.expand(*lead, config.span + config.block, features)
+    options: dict[str, Any] = {"span": config.span, "positions": number, "dropout": config.dropout}
+    yield from _ask(window_attention, q, k, k, **options)
+    if window_attention.select(q, k, k, **options).name == "triton":
+        q = number.expand(*lead, config.block, fused_width(features))
+        kv = number.expand(2, *lead, config.span + config.block, stored_width(features))
         window = (q, kv, config.span, config.dropout)
-        found += _between("attention: forward", hopper_obstacle(*window))
-        found += _between("attention: backward", keeping_obstacle(*window))
-    return found
+        yield from _hopper_or_portable("window_attention: forward", hopper_unsupported(*window))
+        yield from _hopper_or_portable("window_attention: backward", saving_unsupported(*window))
 
 
-def _map_attention(device: torch.device, dtype: torch.dtype) -> list[Choice]:
+def _images(x: Tensor) -> Iterator[Choice]:
     config = SWIN_MODELS["swin-small"].config
     assert isinstance(config, SwinConfig)
-    tokens, features = config.window**2, config.dim // config.heads[0]
-    fuses = map_attention_fuses(device, dtype, tokens=tokens, features=features)
-    obstacle = map_attention_obstacle(device, dtype, tokens, features)
-    options = Option("triton", obstacle), Option("torch", None)
-    return _choices("map attention", "triton" if fuses else "torch", options)
+    side, heads = config.window, config.heads[0]
+    number = x.new_empty(1)
+    qkv = number.expand(1, side, side, 3 * config.dim)
+    bias = number.expand(heads, side**2, side**2)
+    yield from _ask(map_attention, qkv, bias, window=(side, side), shift=(0, 0))
 
 
-def _owner(call: Callable[[], object]) -> str:
-    """triton where an op of our own is among the calls, else torch."""
-    with _Calls() as calls:
-        call()
-    return "triton" if "acmoe" in calls.namespaces else "torch"
+def _runners(device: torch.device, dtype: torch.dtype) -> Iterator[Choice]:
+    """The way a language model runs its blocks, and Swin its window attention."""
+    with torch.device("meta"):
+        text = create_model("switch-nano")
+    yield from _runner("language model's blocks", explain(text))
+    config = SWIN_MODELS["swin-small"].config
+    assert isinstance(config, SwinConfig)
+    attention = WindowAttention(
+        dim=config.dim,
+        heads=config.heads[0],
+        window=config.window,
+        shifted=False,
+        position=config.position,
+    )
+    accelerate(attention.to(device, dtype))
+    yield from _runner("Swin's window attention", explain(attention))
 
 
-class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collects who owns each op that is called."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.namespaces: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.namespaces.add(func.namespace)
-        return func(*args, **(kwargs or {}))
+def _runner(part: str, reason: str | None) -> Iterator[Choice]:
+    yield Choice(part, "fast path", reason is None, reason)
+    yield Choice(part, "plain path", reason is not None, None)

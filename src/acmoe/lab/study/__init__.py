@@ -1,1 +1,1 @@
-"""The evidence as code: declared grids of runs, run side by side, and what they show."""
+"""Studies: grids of training runs, defined in code, run in parallel, and their statistics."""

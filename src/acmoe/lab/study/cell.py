@@ -1,4 +1,4 @@
-"""One run of a study as data: what is trained, what is asked of it, what it is compared with."""
+"""One run of a study as data: the training config, the tests, and the condition it stands for."""
 
 import hashlib
 import json
@@ -11,12 +11,14 @@ from acmoe.config.images.attack import AttackConfig
 from acmoe.config.routing import Statistics
 from acmoe.config.serialize import encode
 from acmoe.config.text.finetune import FinetuneConfig
+from acmoe.lab.variants.config import as_in_0_1
 
-# Where a file lies, and on which device it is read, is no part of what was asked.
-_PLACES = {"folder", "source", "device", "threads"}
-# Fields that came after the first results: beside which other one, the name, and what held before.
-# Left out where it still holds, so that a cell is known again by its earlier results.
-_LATER = (
+# Fields that do not enter a digest: paths of files and the device do not identify a run.
+_PATH_FIELDS = {"folder", "source", "device", "threads"}
+# Fields that were added after the first results: a field of the same config, the added field, and
+# the value that held before. The field is left out of the digest where it has that value, so that
+# digests of earlier results stay valid.
+_ADDED_FIELDS = (
     ("augment", "compile", False),
     ("holdout", "on_device", False),
     ("attack", "precision", "fp32"),
@@ -25,61 +27,62 @@ _LATER = (
 
 @dataclass(frozen=True, kw_only=True)
 class TextTests:
-    """What a trained language model is asked."""
+    """The tests of a trained language model."""
 
-    tokens: int | None = None  # of each text; None: all of it
-    rows: int = 32  # the text is cut into, read side by side
-    # Adaptive routers that take batch statistics are scored in these modes too.
+    tokens: int | None = None  # scored tokens of each text; None: all
+    rows: int = 32  # rows the text is cut into; they form a batch
+    # Adaptive routers with batch statistics are scored in these modes as well.
     statistics: tuple[Statistics, ...] = ("running",)
-    others: tuple[tuple[str, str], ...] = ()  # further texts: name, and file of token ids (.npy)
-    tasks: tuple[FinetuneConfig, ...] = ()  # finetuned on, each from the same weights
-    task_folder: str = ""  # holds a folder for each task
+    others: tuple[tuple[str, str], ...] = ()  # further texts: (name, .npy file of token ids)
+    tasks: tuple[FinetuneConfig, ...] = ()  # finetuning tasks, each from the same weights
+    task_folder: str = ""  # contains a folder for each task
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageTests:
-    """What a trained image classifier is asked."""
+    """The tests of a trained image classifier."""
 
     batch: int = 128
-    images: int | None = None  # of the test split; None: all
+    images: int | None = None  # scored images of the test split; None: all
     attacks: tuple[AttackConfig, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoTests:
-    """The run measures itself."""
+    """No tests after training: the run measures itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """Cells of one setting and one seed differ in their condition alone.
+    """One run of a study. Cells of one setting and one seed differ only in their condition.
 
-    The seed gives the first weights, the order of the data and the corrupted texts, so that two
-    conditions of one seed are a pair.
+    The seed determines initial weights, order of the data and contaminated texts, so two conditions
+    of one seed form a pair.
     """
 
     study: str
-    setting: str  # model, data and everything else the compared conditions share
-    condition: str  # what is compared, such as "adaptive-previous"
+    setting: str  # name of the model, data and all else that compared conditions share
+    condition: str  # name of the compared router, such as "adaptive-previous"
     factors: Mapping[str, str | int | float] = field(default_factory=dict)
     seed: int
-    size: str  # how long and on how much, in words: other sizes are never compared
-    data: str  # fingerprint of what is trained on
-    config: Any  # of a type that acmoe.lab.study.worker has a runner for
+    size: str  # length of training in words; different sizes are never compared
+    data: str  # fingerprint of the training data
+    config: Any  # acmoe.lab.study.worker.RUNNERS has a runner for its type
     tests: TextTests | ImageTests | NoTests = NoTests()
 
     @property
     def name(self) -> str:
+        """The name shown to the user."""
         return f"{self.setting} / {self.condition} / seed {self.seed}"
 
     @cached_property
     def digest(self) -> str:
-        """Tells a cell from every other; equal on all machines."""
+        """A hash that identifies the cell, equal on all machines."""
         text = json.dumps(self.to_json(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything a figure depends on."""
+        """Return everything the figures depend on."""
         return {
             "study": self.study,
             "setting": self.setting,
@@ -88,25 +91,25 @@ class Cell:
             "seed": self.seed,
             "size": self.size,
             "data": self.data,
-            "config": placeless(encode(self.config)),
-            "tests": placeless(encode(self.tests)),
+            "config": without_paths(as_in_0_1(encode(self.config))),
+            "tests": without_paths(encode(self.tests)),
         }
 
 
-def placeless(value: Any) -> Any:
-    """An encoded config without the places its files have on this machine, or later fields."""
+def without_paths(value: Any) -> Any:
+    """Remove paths, and added fields that have their earlier value, from an encoded config."""
     if isinstance(value, dict):
-        kept = {key: item for key, item in value.items() if key not in _PLACES}
+        kept = {key: item for key, item in value.items() if key not in _PATH_FIELDS}
         if "others" in kept:
             kept["others"] = [name for name, _ in kept["others"]]
         kept.pop("task_folder", None)
-        for beside, name, before in _LATER:
-            if beside in kept and kept.get(name) == before:
+        for sibling, name, before in _ADDED_FIELDS:
+            if sibling in kept and kept.get(name) == before:
                 del kept[name]
-        return {key: placeless(item) for key, item in kept.items()}
-    return [placeless(item) for item in value] if isinstance(value, list) else value
+        return {key: without_paths(item) for key, item in kept.items()}
+    return [without_paths(item) for item in value] if isinstance(value, list) else value
 
 
 def seeds_major(cells: list[Cell]) -> list[Cell]:
-    """All conditions of a seed before the next seed: an interruption leaves complete pairs."""
+    """Sort by seed, so that an interrupted study leaves complete pairs."""
     return sorted(cells, key=lambda cell: cell.seed)

@@ -1,9 +1,9 @@
-"""Where a figure was taken: the code, the versions, the device."""
+"""The environment of a figure: commit, versions and device."""
 
 from acmoe.lab.bench.results import environment
 from acmoe.runtime import pick_device
 
 
-def surroundings(device: str, *, jobs: int) -> dict[str, str | int | None]:
-    """`jobs` are the processes that shared the device: step times depend on it."""
+def study_environment(device: str, *, jobs: int) -> dict[str, str | int | None]:
+    """Return the environment; `jobs` processes share the device, and step times depend on that."""
     return {**environment(pick_device(device)), "jobs": jobs}

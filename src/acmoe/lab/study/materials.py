@@ -1,13 +1,13 @@
-"""The data of the studies, found in one folder and made ready once.
+"""The data sets of the studies: read from one folder, and prepared once.
 
-The folder holds, plain or compressed (.xz, .gz):
+The folder contains, plain or compressed (.xz, .gz):
 
     enwiki15-bytes/   one file of bytes          enwik8-prefix/   one file of bytes
     enwiki15-words/   train_*.txt, valid, test   wikitext103/     wiki.valid.tokens
     sst2/ sst5/ banking77/                       as `acmoe data prepare` takes them
     imagenette/       train*.npz, val*.npz of image files, all of one size
 
-Only what a study reads has to be there.
+A study needs only the data sets that it reads.
 """
 
 import hashlib
@@ -39,45 +39,47 @@ class Text(NamedTuple):
     name: str  # in the registry of data sets
     folder: Path
     vocab_size: int
-    fingerprint: str  # of its training text
-    limit: int | None = None  # bytes of the standard library
+    fingerprint: str  # start of the training text's checksum
+    limit: int | None = None  # bytes, for the standard library's text
 
 
 class Images(NamedTuple):
+    """Prepared images."""
+
     folder: Path
-    size: int  # pixels a side
+    size: int  # pixels per side
     classes: int
     fingerprint: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Materials:
-    """`data` is only read; whatever is made of it goes into `work`."""
+    """Prepares data sets: reads them from `data`, which stays unchanged, and writes into `work`."""
 
     data: Path
     work: Path
     progress: Progress = silent
 
     def bytes(self, megabytes: float) -> Text:
-        """The first megabytes of the English Wikipedia of 2015, split 90 : 5 : 5."""
+        """Prepare the first megabytes of the English Wikipedia of 2015, split 90 : 5 : 5."""
         limit = int(megabytes * MEGABYTE)
         config = PrepareConfig(limit=limit, title=f"enwiki15 bytes, {megabytes:g} MB")
         return self._corpus("bytes", "enwiki15-bytes", f"bytes-{megabytes:g}", config)
 
     def stdlib(self, megabytes: float) -> Text:
-        """Source text of this Python's standard library, split 90 : 5 : 5; reads no `data`."""
+        """Prepare source text of Python's standard library, split 90 : 5 : 5, without `data`."""
         limit = int(megabytes * MEGABYTE)
         config = PrepareConfig(limit=limit)
         return self._corpus("stdlib", None, f"stdlib-{megabytes:g}", config)._replace(limit=limit)
 
     def digits(self) -> str:
-        """The fingerprint of scikit-learn's digits, of which nothing has to be made."""
+        """Return the fingerprint of scikit-learn's digits, which need no preparation."""
         train = load_images(ImageDataConfig(name="digits")).train
         pixels = np.stack([train.pixels(index) for index in range(len(train))])
         return hashlib.sha256(pixels.tobytes()).hexdigest()[:12]
 
     def words(self, parts: int, vocabulary: int) -> Text:
-        """Its words: so many files of training text, and the most frequent words kept."""
+        """Prepare words of Wikipedia: `parts` files of text, and the most frequent words."""
         source = self._folder("enwiki15-words")
         files = sorted(source.glob("train_*.txt*"))
         check(
@@ -93,7 +95,7 @@ class Materials:
         return self._corpus("words", chosen, f"words-{parts}-{vocabulary}", config)
 
     def images(self) -> Images:
-        """Imagenette, decoded once into arrays of pixels."""
+        """Decode Imagenette, once, into arrays of pixels."""
         source, out = self._folder("imagenette"), self.work / "imagenette"
         build_folder(out, lambda new: _decode(source, new, self.progress), out.is_dir)
         with np.load(out / "train.npz", allow_pickle=False) as train:
@@ -102,7 +104,7 @@ class Materials:
         return Images(out, int(pixels.shape[1]), int(labels.max()) + 1, fingerprint)
 
     def other_bytes(self, text: Text, tokens: int) -> Path:
-        """The first bytes of EnWik-8, in the token ids of a byte corpus."""
+        """Encode the first bytes of EnWik-8 in the token ids of a byte corpus; return the file."""
         file = _only_file(self._folder("enwik8-prefix"))
         vocabulary = load_corpus(text.folder).vocabulary
         assert isinstance(vocabulary, ByteVocabulary)
@@ -110,7 +112,7 @@ class Materials:
         return self._stream(f"enwik8-{tokens}", lambda: vocabulary.encode_bytes(content))
 
     def other_words(self, text: Text) -> Path:
-        """WikiText-103's validation articles, in the token ids of a word corpus."""
+        """Encode WikiText-103's validation text in a word corpus' token ids; return the file."""
         folder = self._folder("wikitext103")
         file = find_file(folder, ("wiki.valid.tokens",))
         if file is None:
@@ -121,7 +123,7 @@ class Materials:
         return self._stream(name, lambda: vocabulary.encode(content))
 
     def tasks(self, names: tuple[str, ...]) -> Path:
-        """A folder with the prepared sentences of each task."""
+        """Prepare the sentences of each task; return the folder that contains them."""
         for name in names:
             prepare(name, self._folder(name), self.work / name)
         return self.work
@@ -129,8 +131,8 @@ class Materials:
     def _corpus(
         self, name: str, source: str | Path | None, out: str, config: PrepareConfig
     ) -> Text:
-        place = self._folder(source) if isinstance(source, str) else source
-        made = prepare(name, place, self.work / out, config=config, progress=self.progress)
+        path = self._folder(source) if isinstance(source, str) else source
+        made = prepare(name, path, self.work / out, config=config, progress=self.progress)
         manifest = load_corpus(made.folder).manifest
         return Text(name, made.folder, made.vocabulary_size, manifest.splits["train"].sha256[:12])
 
@@ -152,7 +154,7 @@ def _only_file(folder: Path) -> Path:
 
 
 def _decode(source: Path, out: Path, progress: Progress) -> None:
-    """Image files to arrays of pixels, which every worker then reads without decoding."""
+    """Decode image files into arrays of pixels, so that no worker has to decode them."""
     for split, images in open_array_splits(source).items():
         pixels = []
         for index in range(len(images)):

@@ -1,4 +1,4 @@
-"""Cells side by side: worker processes that share one device, and one writer of results."""
+"""Run cells in parallel: worker processes share one device, and one process writes the results."""
 
 import multiprocessing
 import os
@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from acmoe.lab.study.cell import Cell
-from acmoe.lab.study.results import DONE, Record, Results
+from acmoe.lab.study.results.records import DONE, Record, Results
 from acmoe.lab.study.worker import Message, failure, work
 
-# A child of a process that has used CUDA, or has threads, must start afresh.
-_FRESH = multiprocessing.get_context("spawn")
+# A process that has used CUDA or has threads must not be forked.
+_SPAWN = multiprocessing.get_context("spawn")
 
-# What is said of a cell: begun, news, done or failed; and the news or the error.
-Watcher = Callable[[Cell, str, str], None]
+# Called with a cell, its event (begun, progress, done or failed), and a progress line or an error.
+OnEvent = Callable[[Cell, str, str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,17 +27,17 @@ class Tally:
 
     done: int
     failed: int
-    left: int  # cells not begun, for want of time
+    left: int  # cells that were not started because the time ran out
 
 
 @dataclass
 class _Worker:
-    process: Any  # of the spawn context
+    process: Any  # a process of the spawn context
     pipe: Connection
     cell: Cell | None = None
     began: float = 0.0
 
-    def give(self, cell: Cell) -> None:
+    def start(self, cell: Cell) -> None:
         self.cell, self.began = cell, time.monotonic()
         self.pipe.send(cell)
 
@@ -47,18 +47,18 @@ class _Pool:
     jobs: int
     scratch: Path | None
     workers: list[_Worker] = field(default_factory=list)
-    longest: float = 0.0  # seconds of the slowest cell so far
+    longest: float = 0.0  # seconds that the slowest cell so far took
 
     def idle(self) -> _Worker | None:
-        """A worker without a cell, started where there is room for another."""
+        """Return a worker without a cell, a new one if there are fewer than `jobs`; else None."""
         free = [one for one in self.workers if one.cell is None and one.process.is_alive()]
         if free or len(self.workers) == self.jobs:
             return free[0] if free else None
-        ours, theirs = _FRESH.Pipe()
-        arguments = (theirs, cores_each(self.jobs), self.scratch)
-        process = _FRESH.Process(target=work, args=arguments, daemon=True)
+        ours, theirs = _SPAWN.Pipe()
+        arguments = (theirs, threads_per_worker(self.jobs), self.scratch)
+        process = _SPAWN.Process(target=work, args=arguments, daemon=True)
         process.start()
-        theirs.close()  # so that the pipe ends with the worker
+        theirs.close()  # the pipe then closes when the worker ends
         self.workers.append(_Worker(process, ours))
         return self.workers[-1]
 
@@ -66,7 +66,7 @@ class _Pool:
         return [worker for worker in self.workers if worker.cell is not None]
 
     def messages(self) -> list[tuple[_Worker, Cell, Message]]:
-        """What workers say next; a worker that died says so by its exit code."""
+        """Wait for messages; a worker that died counts as a failed cell, with its exit code."""
         by_pipe = {worker.pipe: worker for worker in self.busy()}
         found = []
         for pipe in wait(list(by_pipe)):
@@ -98,8 +98,8 @@ class _Pool:
             worker.process.join(timeout=30)
 
 
-def cores_each(jobs: int) -> int | None:
-    """Threads of a worker: its share of the cores; None where the user has set a number."""
+def threads_per_worker(jobs: int) -> int | None:
+    """Divide the cores between the workers; None where the user has set OMP_NUM_THREADS."""
     return None if "OMP_NUM_THREADS" in os.environ else max(1, (os.cpu_count() or 1) // jobs)
 
 
@@ -111,12 +111,12 @@ def run_cells(
     scratch: Path | None = None,
     minutes: float | None = None,
     origin: Record | None = None,
-    watch: Watcher = lambda cell, event, text: None,
+    on_event: OnEvent = lambda cell, event, text: None,
 ) -> Tally:
-    """Run the cells in their order, `jobs` at a time, and write each down when it ends.
+    """Run the cells in order, `jobs` at a time, and add a record to the results for each.
 
-    `minutes` begins no cell that, taking as long as the longest so far, would end later. A cell
-    that fails is written down as failed, and the others go on. `origin` stands in every record.
+    With `minutes`, no cell starts that would end later if it took as long as the longest so far.
+    A cell that fails gets a record as failed, and the others go on. Every record contains `origin`.
     """
     ends = None if minutes is None else time.monotonic() + 60 * minutes
     waiting, pool = deque(cells), _Pool(jobs=jobs, scratch=scratch)
@@ -125,20 +125,20 @@ def run_cells(
         while waiting or pool.busy():
             late = ends is not None and time.monotonic() + pool.longest >= ends
             while waiting and not late and (worker := pool.idle()) is not None:
-                watch(waiting[0], "begun", "")
-                worker.give(waiting.popleft())
+                on_event(waiting[0], "begun", "")
+                worker.start(waiting.popleft())
             if not pool.busy():
                 break
             for worker, cell, message in pool.messages():
-                watch(cell, message.kind, message.text)
-                if message.kind == "news":
+                on_event(cell, message.kind, message.text)
+                if message.kind == "progress":
                     continue
                 record = message.record or failure(cell, message.text)
                 results.add({**record, **(origin or {})})
                 counts["done" if record["status"] == DONE else "failed"] += 1
                 pool.free(worker)
                 if message.kind == "failed":
-                    pool.drop(worker)  # it has ended itself
+                    pool.drop(worker)  # a worker ends itself after a failure
     finally:
         pool.end()
     return Tally(**counts, left=len(waiting))

@@ -1,4 +1,4 @@
-"""Progress for a person: what runs now and how far; a line for each end where nobody watches."""
+"""Progress of a study: live bars on a terminal, one line per finished cell elsewhere."""
 
 from types import TracebackType
 from typing import Self
@@ -10,8 +10,8 @@ from rich.progress import TimeElapsedColumn as Elapsed
 from acmoe.lab.study.cell import Cell
 
 
-class Watch:
-    """Called with what happens to each cell; see `acmoe.lab.study.pool.Watcher`."""
+class StudyProgress:
+    """Shows the events of `run_cells`; see `acmoe.lab.study.pool.OnEvent`."""
 
     def __init__(self, title: str, total: int, done: int, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
@@ -20,11 +20,11 @@ class Watch:
             BarColumn(),
             MofNCompleteColumn(),
             Elapsed(),
-            TextColumn("{task.fields[news]}"),
+            TextColumn("{task.fields[status]}"),
             console=self.console,
             disable=not self.console.is_terminal,
         )
-        self._all = self._bars.add_task(title, total=total, completed=done, news="")
+        self._all = self._bars.add_task(title, total=total, completed=done, status="")
         self._running: dict[str, TaskID] = {}
 
     def __enter__(self) -> Self:
@@ -32,20 +32,21 @@ class Watch:
         return self
 
     def __call__(self, cell: Cell, event: str, text: str) -> None:
+        """Show an event of a cell."""
         if event == "begun":
-            self._running[cell.digest] = self._bars.add_task(cell.name, total=None, news="")
-        elif event == "news":
-            self._bars.update(self._running[cell.digest], news=text)
+            self._running[cell.digest] = self._bars.add_task(cell.name, total=None, status="")
+        elif event == "progress":
+            self._bars.update(self._running[cell.digest], status=text)
         else:
             self._bars.remove_task(self._running.pop(cell.digest))
             self._bars.advance(self._all)
-            said = f"{cell.name}: {event}" + (f": {text}" if text else "")
-            self.console.print(said, highlight=False, markup=False, soft_wrap=True)
+            line = f"{cell.name}: {event}" + (f": {text}" if text else "")
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        at: TracebackType | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._bars.stop()

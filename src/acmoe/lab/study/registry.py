@@ -1,23 +1,23 @@
-"""Every study by name: its question, what answers it, and the paper's figures beside."""
+"""All studies by name, each with its question, grid, comparisons and the paper's figures."""
 
 import difflib
 from itertools import product
 
 from acmoe.errors import check
-from acmoe.lab.study.ablation_grids import ablation_comparisons, ablations_study, nano_ablations
-from acmoe.lab.study.declared import BESIDE, Free, Metric, Reported, Study
-from acmoe.lab.study.image_grid import PGD_RADII, vision_study
-from acmoe.lab.study.nano_grid import IMAGE_SETTING, RADII, TEXT_SETTING, nano_study
-from acmoe.lab.study.synthetic_cells import SYNTHETIC_CONDITIONS, synthetic_study
-from acmoe.lab.study.text_grids import TASKS, bytes_study, words_study
-from acmoe.lab.study.variant_grids import (
+from acmoe.lab.study.grids.ablations import ablation_comparisons, ablations_study, nano_ablations
+from acmoe.lab.study.grids.images import PGD_RADII, vision_study
+from acmoe.lab.study.grids.nano import IMAGE_SETTING, RADII, TEXT_SETTING, nano_study
+from acmoe.lab.study.grids.text import TASKS, bytes_study, words_study
+from acmoe.lab.study.grids.variants import (
     FRESH_SEED,
     confirm_comparisons,
     confirm_study,
-    nano_remedies,
-    remedies_study,
-    remedy_comparisons,
+    nano_variants,
+    variant_comparisons,
+    variants_study,
 )
+from acmoe.lab.study.study import ROUTER_METRICS, DataFree, Metric, PaperFigure, Study
+from acmoe.lab.study.synthetic.cells import SYNTHETIC_CONDITIONS, synthetic_study
 
 _BITS = (
     Metric("test", "test bits per byte", "lower"),
@@ -50,11 +50,11 @@ BYTES = Study(
         ("metric", "smoe"),
     ),
     compared=_BITS,
-    beside=(_RUNNING, *BESIDE),
+    descriptive=(_RUNNING, *ROUTER_METRICS),
     curve_label="validation bits per byte",
-    reported=(
-        Reported("test bits per byte, EnWik-8, 80,000 steps", "1.153", "1.137", "Table 1"),
-        Reported("load balance, Switch-medium", "5.577 ± 4.131", "5.317 ± 2.622", "Table 6"),
+    paper=(
+        PaperFigure("test bits per byte, EnWik-8, 80,000 steps", "1.153", "1.137", "Table 1"),
+        PaperFigure("load balance, Switch-medium", "5.577 ± 4.131", "5.317 ± 2.622", "Table 6"),
     ),
 )
 
@@ -73,17 +73,19 @@ WORDS = Study(
         ("metric", "smoe"),
     ),
     compared=_WORDS,
-    beside=(_RUNNING._replace(digits=2), *BESIDE),
+    descriptive=(_RUNNING._replace(digits=2), *ROUTER_METRICS),
     curve_label="validation perplexity",
-    reported=(
-        Reported(
+    paper=(
+        PaperFigure(
             "WikiText-103 perplexity, Switch-small, 40,000 steps", "87.94", "85.07", "Table 3"
         ),
-        Reported("WikiText-103 perplexity, GLaM-small, 60,000 steps", "58.27", "54.55", "Table 3"),
-        Reported("contaminated perplexity, Switch-medium", "48.12", "47.61", "Table 2"),
-        Reported("SST-2 accuracy, Switch-medium", "76.27", "77.32", "Table 1"),
-        Reported("SST-5 accuracy, Switch-medium", "39.13", "40.04", "Table 1"),
-        Reported("Banking-77 accuracy, Switch-medium", "83.82", "86.01", "Table 1"),
+        PaperFigure(
+            "WikiText-103 perplexity, GLaM-small, 60,000 steps", "58.27", "54.55", "Table 3"
+        ),
+        PaperFigure("contaminated perplexity, Switch-medium", "48.12", "47.61", "Table 2"),
+        PaperFigure("SST-2 accuracy, Switch-medium", "76.27", "77.32", "Table 1"),
+        PaperFigure("SST-5 accuracy, Switch-medium", "39.13", "40.04", "Table 1"),
+        PaperFigure("Banking-77 accuracy, Switch-medium", "83.82", "86.01", "Table 1"),
     ),
 )
 
@@ -111,18 +113,18 @@ VISION = Study(
         Metric("pgd-paper 1/255", "PGD 1/255, paper's way", "higher", 2),
         Metric("spsa-paper 1", "SPSA 1, paper's way", "higher", 2),
     ),
-    beside=(
+    descriptive=(
         Metric("pgd 1/255 moved", "tokens moved by PGD 1/255 (%)", digits=2),
-        *BESIDE,
+        *ROUTER_METRICS,
     ),
     curve_label="validation top-1 (%)",
-    reported=(
-        Reported("ImageNet top-1, Swin, one expert", "75.22", "75.39", "Table 4"),
-        Reported("ImageNet top-1, Swin, two experts", "76.10", "76.31", "Table 4"),
-        Reported("PGD 1/255, Swin, two experts", "40.85", "43.74", "Table 4"),
-        Reported("FGSM 1/255, Swin, two experts", "54.70", "55.78", "Table 4"),
-        Reported("SPSA 1, Swin, two experts", "60.57", "63.47", "Table 4"),
-        Reported("ImageNet top-1, SoftMoE", "72.86", "73.21", "appendix, Soft-ACMoE"),
+    paper=(
+        PaperFigure("ImageNet top-1, Swin, one expert", "75.22", "75.39", "Table 4"),
+        PaperFigure("ImageNet top-1, Swin, two experts", "76.10", "76.31", "Table 4"),
+        PaperFigure("PGD 1/255, Swin, two experts", "40.85", "43.74", "Table 4"),
+        PaperFigure("FGSM 1/255, Swin, two experts", "54.70", "55.78", "Table 4"),
+        PaperFigure("SPSA 1, Swin, two experts", "60.57", "63.47", "Table 4"),
+        PaperFigure("ImageNet top-1, SoftMoE", "72.86", "73.21", "appendix, Soft-ACMoE"),
     ),
 )
 
@@ -133,53 +135,53 @@ ABLATIONS = Study(
     "back-half is skip-1, and three of the four layers can be adaptive. Its step times are of "
     "cores that other work shared: they compare nothing.",
     grid=ablations_study,
-    free=Free((TEXT_SETTING,), nano_ablations),
+    data_free=DataFree((TEXT_SETTING,), nano_ablations),
     seeds=3,
     comparisons=ablation_comparisons(),
     compared=(
         Metric("test", "test (bits per byte, or perplexity)", "lower"),
         Metric("contaminated", "contaminated", "lower"),
     ),
-    beside=(_RUNNING, *BESIDE),
+    descriptive=(_RUNNING, *ROUTER_METRICS),
     curve_label="validation (bits per byte, or perplexity)",
-    reported=(
-        Reported("perplexity, Switch-medium, variance for MAD", "34.87", "34.42", "appendix"),
-        Reported("perplexity, Switch-medium, full for skip-1", "34.88", "34.42", "appendix"),
-        Reported("perplexity, Switch-medium, random scale", "38.17", "34.42", "appendix"),
-        Reported("perplexity, Switch-medium, Mix 2 for Mix 1", "34.66", "34.42", "appendix"),
-        Reported("perplexity, Switch-medium, fixed threshold", "35.20", "34.14", "appendix"),
-        Reported("perplexity, Switch-medium, learned threshold", "34.29", "33.49", "appendix"),
+    paper=(
+        PaperFigure("perplexity, Switch-medium, variance for MAD", "34.87", "34.42", "appendix"),
+        PaperFigure("perplexity, Switch-medium, full for skip-1", "34.88", "34.42", "appendix"),
+        PaperFigure("perplexity, Switch-medium, random scale", "38.17", "34.42", "appendix"),
+        PaperFigure("perplexity, Switch-medium, Mix 2 for Mix 1", "34.66", "34.42", "appendix"),
+        PaperFigure("perplexity, Switch-medium, fixed threshold", "35.20", "34.14", "appendix"),
+        PaperFigure("perplexity, Switch-medium, learned threshold", "34.29", "33.49", "appendix"),
     ),
 )
 
-REMEDY_STUDY = Study(
+VARIANT_STUDY = Study(
     name="remedies",
     question="If the paper's form does not win, does anything the mathematics offers?",
     note="The nano size is for two CPU cores and needs no data folder (--settings nano); its step "
     "times are of cores that other work shared.",
-    grid=remedies_study,
-    free=Free((TEXT_SETTING,), nano_remedies),
+    grid=variants_study,
+    data_free=DataFree((TEXT_SETTING,), nano_variants),
     seeds=3,
-    comparisons=remedy_comparisons(),
+    comparisons=variant_comparisons(),
     compared=(_BITS[0], _BITS[1], _BITS[2]),
-    beside=(_RUNNING, *BESIDE),
+    descriptive=(_RUNNING, *ROUTER_METRICS),
     curve_label="validation bits per byte",
 )
 
 CONFIRM = Study(
     name="confirm",
-    question="Do the remedies that were chosen on other seeds equal or beat the plain router on "
+    question="Do the variants that were chosen on other seeds equal or beat the plain router on "
     "fresh ones?",
-    note="Chosen before these runs: of the remedies that had seeds 0 and 1 in the study above, the "
+    note="Chosen before these runs: of the variants that had seeds 0 and 1 in the study above, the "
     "three whose test bits per byte were closest to the plain router's, or below. The text is the "
     "same, the first weights and the order of the data are new, and this is asked once.",
     grid=confirm_study,
     seeds=5,
     first_seed=FRESH_SEED,
     comparisons=confirm_comparisons(),
-    compared=REMEDY_STUDY.compared,
-    beside=REMEDY_STUDY.beside,
-    curve_label=REMEDY_STUDY.curve_label,
+    compared=VARIANT_STUDY.compared,
+    descriptive=VARIANT_STUDY.descriptive,
+    curve_label=VARIANT_STUDY.curve_label,
 )
 
 SYNTHETIC = Study(
@@ -196,7 +198,7 @@ SYNTHETIC = Study(
         Metric("loss", "held-out loss (share of variance)", "lower"),
         Metric("steps_to_threshold", "steps to the threshold", "lower", 1),
     ),
-    beside=(
+    descriptive=(
         Metric("load_balance", "load balance (std, points)", digits=2),
         Metric("scale_rms_log", "rms of log M", digits=3),
         Metric("condition", "condition number", digits=1),
@@ -228,22 +230,23 @@ NANO = Study(
             for attack, n in product(("FGSM", "PGD"), RADII)
         ),
     ),
-    beside=(
+    descriptive=(
         _RUNNING,
         Metric("pgd 1/255 moved", "tokens moved by PGD 1/255 (%)", digits=2),
         Metric("pgd 8/255 moved", "tokens moved by PGD 8/255 (%)", digits=2),
-        *BESIDE,
+        *ROUTER_METRICS,
     ),
     curve_label="validation bits per byte, or top-1 (%)",
 )
 
 STUDIES = {
     study.name: study
-    for study in (BYTES, WORDS, VISION, ABLATIONS, REMEDY_STUDY, CONFIRM, SYNTHETIC, NANO)
+    for study in (BYTES, WORDS, VISION, ABLATIONS, VARIANT_STUDY, CONFIRM, SYNTHETIC, NANO)
 }
 
 
 def study_of(name: str) -> Study:
+    """Return the study of that name; raise a UserError with a suggestion for an unknown one."""
     near = difflib.get_close_matches(name, STUDIES, n=1)
     meant = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(STUDIES)}"
     check(name in STUDIES, f"study {name!r} is unknown; {meant}")

@@ -1,4 +1,4 @@
-"""How large the cells of a study are: the same for all of a setting, and written into each."""
+"""The size of a study's cells: the same for all cells of a setting, and stored in each."""
 
 from dataclasses import dataclass, fields
 
@@ -7,18 +7,18 @@ from acmoe.errors import check
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """None is the study's own choice."""
+    """Lengths and limits of all cells; None means the study's default."""
 
     steps: int | None = None  # optimizer updates
-    batch: int | None = None  # streams, or images, of an update
-    tokens: int | None = None  # of each text scored
-    megabytes: float | None = None  # of the byte corpus
-    parts: int | None = None  # files of the word corpus' training text
-    vocabulary: int | None = None  # words kept
-    images: int | None = None  # attacked by FGSM and PGD
-    spsa_images: int | None = None  # attacked by SPSA, which takes thousands of passes an image
-    brief: bool = False  # neither finetuning nor attacks
-    overrides: tuple[str, ...] = ()  # key=value of every cell's config
+    batch: int | None = None  # streams, or images, in an update
+    tokens: int | None = None  # scored tokens of each text
+    megabytes: float | None = None  # length of the byte corpus
+    parts: int | None = None  # number of training files of the word corpus
+    vocabulary: int | None = None  # number of words in the vocabulary
+    images: int | None = None  # images attacked by FGSM and PGD
+    spsa_images: int | None = None  # images attacked by SPSA, which needs thousands of passes each
+    brief: bool = False  # no finetuning and no attacks
+    overrides: tuple[str, ...] = ()  # key=value overrides of every cell's config
     device: str = "auto"
 
     def __post_init__(self) -> None:
@@ -33,7 +33,7 @@ class Size:
 
     @property
     def text(self) -> str:
-        """As options of the command; empty where all is the study's own choice."""
+        """The size as options of the command; empty where all are defaults."""
         given = [(name, getattr(self, name)) for name in _NUMBERS]
         options = [f"--{_option(name)} {value:g}" for name, value in given if value is not None]
         return " ".join([*options, *(["--brief"] if self.brief else []), *self.overrides])

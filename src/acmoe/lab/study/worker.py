@@ -1,4 +1,4 @@
-"""One process of a study: takes a cell, runs it, tells how it ended, takes the next."""
+"""A worker process of a study: receives cells, runs them one by one, and sends the results."""
 
 import gc
 import multiprocessing
@@ -20,17 +20,17 @@ from acmoe.config.images.train import VisionRunConfig
 from acmoe.config.text.train import RunConfig
 from acmoe.errors import UserError, check
 from acmoe.lab.study.cell import Cell
-from acmoe.lab.study.image_cell import run_images
-from acmoe.lab.study.outcome import News, Outcome
-from acmoe.lab.study.results import DONE, FAILED
-from acmoe.lab.study.synthetic import SyntheticConfig
-from acmoe.lab.study.synthetic_cell import run_synthetic_cell
-from acmoe.lab.study.text_cell import run_text
+from acmoe.lab.study.cells.images import run_images
+from acmoe.lab.study.cells.outcome import Notify, Outcome
+from acmoe.lab.study.cells.text import run_text
+from acmoe.lab.study.results.records import DONE, FAILED
+from acmoe.lab.study.synthetic.cells import run_synthetic_cell
+from acmoe.lab.study.synthetic.task import SyntheticConfig
 from acmoe.runtime import pick_device
 
-Runner = Callable[[Cell, Path, News], Outcome]
+Runner = Callable[[Cell, Path, Notify], Outcome]
 
-# What trains and scores a cell, by the type of its config.
+# The function that trains and scores a cell, by the type of its config.
 RUNNERS: dict[type[Any], Runner] = {
     RunConfig: run_text,
     VisionRunConfig: run_images,
@@ -40,27 +40,28 @@ RUNNERS: dict[type[Any], Runner] = {
 
 @dataclass(frozen=True)
 class Message:
-    """From a worker: news on the way, or the end of its cell."""
+    """A message from a worker: progress of its cell, or how the cell ended."""
 
-    kind: Literal["news", "done", "failed"]
+    kind: Literal["progress", "done", "failed"]
     text: str = ""
     record: dict[str, Any] | None = None
 
 
 def runner_of(config: object) -> Runner:
+    """Return the runner for a config."""
     found = [run for kind, run in RUNNERS.items() if isinstance(config, kind)]
     check(bool(found), f"no runner for a {type(config).__name__}; add one to study.worker.RUNNERS")
     return found[0]
 
 
-def run_cell(cell: Cell, scratch: Path | None, news: News) -> dict[str, Any]:
-    """The record of a cell that was run to its end; its folder is thrown away."""
+def run_cell(cell: Cell, scratch: Path | None, notify: Notify) -> dict[str, Any]:
+    """Run a cell in a temporary folder and return its record."""
     device = pick_device(getattr(cell.config, "device", "auto"))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="acmoe-study-", dir=scratch) as folder:
-        outcome = runner_of(cell.config)(cell, Path(folder), news)
+        outcome = runner_of(cell.config)(cell, Path(folder), notify)
     return {
         **cell.to_json(),
         "digest": cell.digest,
@@ -72,12 +73,13 @@ def run_cell(cell: Cell, scratch: Path | None, news: News) -> dict[str, Any]:
 
 
 def failure(cell: Cell, error: str) -> dict[str, Any]:
+    """Return the record of a cell that failed."""
     return {**cell.to_json(), "digest": cell.digest, "status": FAILED, "error": error}
 
 
 def work(pipe: Connection, threads: int | None, scratch: Path | None) -> None:
-    """Run the cells that come through the pipe until it closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the parent's to act on
+    """Run the cells that arrive through the pipe until it closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles ctrl-C
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if threads is not None:
         torch.set_num_threads(threads)
@@ -87,19 +89,19 @@ def work(pipe: Connection, threads: int | None, scratch: Path | None) -> None:
         except EOFError:
             return
         try:
-            record = run_cell(cell, scratch, lambda text: pipe.send(Message("news", text)))
+            record = run_cell(cell, scratch, lambda text: pipe.send(Message("progress", text)))
         except Exception as error:
-            # A broken CUDA context would fail every cell after this one: leave them to another.
+            # A broken CUDA context would fail every later cell, so this worker ends.
             pipe.send(Message("failed", _one_line(error)))
             return
         pipe.send(Message("done", record=record))
         gc.collect()
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # for the processes beside us
+            torch.cuda.empty_cache()  # leave the memory to the other workers
 
 
 def _one_line(error: Exception) -> str:
-    """A user's error is one already, such as a loss that is not finite; others are traced."""
+    """Return the error in one line; print the traceback unless it is a user's mistake."""
     if isinstance(error, UserError):
         return str(error)
     traceback.print_exception(error)
@@ -107,7 +109,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _end_with_parent() -> None:
-    """A parent that was killed cannot end its workers."""
+    """Exit when the parent exits; a parent that was killed cannot end its workers."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -1,4 +1,4 @@
-"""The paper's theory, checked numerically: where it holds, and where it does not as printed."""
+"""Check the paper's theory numerically: where it holds, and where it fails as printed."""
 
 from acmoe.lab.theory.check import Check
 from acmoe.lab.theory.report import all_confirmed, render, to_json

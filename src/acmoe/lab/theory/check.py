@@ -1,24 +1,24 @@
-"""One statement of the paper, what was measured about it, and the verdict the numbers give."""
+"""The result of one check: a statement of the paper, the measurement, and the verdict."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 Figure = float | int | bool | str | list[float] | list[int]
 
-# The paper states Proposition 2 "with high probability"; this share of draws is taken for it.
+# The paper states Proposition 2 "with high probability". Here this means: in this share of draws.
 HIGH_PROBABILITY = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """A row of the table.
+    """One row of the table that `acmoe theory` prints.
 
-    confirmed          the measurement agrees with its second, independent derivation (an
-                       optimiser, Monte Carlo, a closed form). False means that this library or
-                       the analysis in this row is wrong, whatever the paper says.
+    confirmed          The measurement agrees with a second, independent derivation (an optimiser,
+                       Monte Carlo, a closed form). False means that this library or the analysis
+                       in this row is wrong, whatever the paper says.
     holds_as_printed   True: the statement held in every draw of this setting. False: the setting
-                       meets the statement and contradicts it. None: the setting lies outside
-                       what the statement or its section says, or the statement leaves it open.
+                       meets the assumptions and contradicts the statement. None: the setting is
+                       outside the assumptions, or the statement leaves the case open.
     """
 
     name: str
@@ -33,5 +33,5 @@ class Check:
 
 
 def judge(confirmed: bool, verdict: str, doubt: str) -> str:
-    """The verdict, or why there is none."""
+    """Return the verdict, or the reason for doubt if the check is not confirmed."""
     return verdict if confirmed else f"not confirmed: {doubt}"

@@ -1,8 +1,8 @@
-"""Proposition 2: is a router's loss better conditioned in each expert embedding under AC?
+"""Check Proposition 2: is a router's loss better conditioned in each expert embedding under AC?
 
-The proof writes the Hessian as B_i M Sigma M. It takes B_i = g_i (1 - g_i) out of a mean over
-tokens although it depends on the token, and puts the covariance for the second moment, which is
-the same only for tokens centred in their cluster.
+The proof writes the Hessian as B_i M Sigma M. It moves B_i = g_i (1 - g_i) out of a mean over
+tokens although it depends on the token, and uses the covariance instead of the second moment. These
+two are equal only if the tokens of each cluster have mean zero.
 
 T tokens, D features, E experts (as many as clusters), X independent draws.
 """
@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from acmoe.data.text.synthetic import GaussianClusters
+from acmoe.data.synthetic import GaussianClusters
 from acmoe.lab.theory.check import HIGH_PROBABILITY, Check, Figure, judge
 from acmoe.lab.theory.hessian import Conditioning, conditioning
 from acmoe.lab.theory.intervals import wilson
@@ -26,9 +26,10 @@ HESSIAN_TOLERANCE = 1e-10  # relative
 def centred_tokens(
     generator: torch.Generator, *, rotated: bool, draws: int = DRAWS
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The proof's setting: every cluster has mean zero and one covariance, aligned or rotated.
+    """Draw the proof's setting: all clusters have mean zero and the same covariance.
 
-    Standard deviations along the principal axes are log-uniform in [1/4, 4].
+    Standard deviations along the principal axes are log-uniform in [1/4, 4]. The axes are the
+    features, or random directions if `rotated`.
     Returns tokens (X, T, D), clusters (X, T) and embeddings (X, E, D).
     """
 
@@ -48,7 +49,10 @@ def centred_tokens(
 def separated_tokens(
     generator: torch.Generator, draws: int = DRAWS
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The setting of Lemma 1: separated along tight features; only the whole mixture is centred."""
+    """Draw the setting of Lemma 1: clusters separated along tight features.
+
+    Only the whole mixture has mean zero. Returns the same as `centred_tokens`.
+    """
     clusters = GaussianClusters(
         num_clusters=EXPERTS, dim=2 * EXPERTS, tight_features=2, contrast=4.0, separation=2.0
     )
@@ -61,16 +65,17 @@ def separated_tokens(
 
 
 def hand_counterexample() -> tuple[float, float]:
-    """Condition numbers, plain and AC, of tokens whose covariance is I + v v', v = (1, -2, -2).
+    """Return the plain and the AC condition number for the covariance I + v v', v = (1, -2, -2).
 
-    Its eigenvalues are 1, 1, 10. Unit variances turn it into a matrix with eigenvalues 0.2 and
-    1.4 +- sqrt(0.96): 10 becomes (1.4 + sqrt(0.96)) / 0.2 = 7 + 2 sqrt(6) = 11.899.
+    Its eigenvalues are 1, 1, 10. Scaling to unit variances gives the eigenvalues 0.2 and
+    1.4 +- sqrt(0.96). The condition number 10 becomes (1.4 + sqrt(0.96)) / 0.2 = 7 + 2 sqrt(6) =
+    11.899.
     """
     v_D = torch.tensor([1.0, -2.0, -2.0], dtype=torch.float64)
     root_DD = torch.linalg.cholesky(torch.eye(3, dtype=torch.float64) + torch.outer(v_D, v_D))
     x_1TD = math.sqrt(3) * torch.cat([root_DD.mT, -root_DD.mT])[None]
     cluster_1T = torch.zeros(1, 6, dtype=torch.int64)
-    # Zero embeddings: the gate is the same for every token, so B_i is a constant indeed.
+    # With zero embeddings the gate is the same for every token, so B_i really is a constant.
     result = conditioning(x_1TD, cluster_1T, x_1TD.new_zeros(1, 2, 3), measure="std")
     return result.plain.item(), result.adaptive.item()
 
@@ -103,12 +108,14 @@ def _figures(result: Conditioning) -> dict[str, Figure]:
     }
 
 
-def _row(name: str, setting: str, result: Conditioning, note: str, *, sound: bool = True) -> Check:
-    """`sound`: what else this setting has to reproduce."""
+def _row(
+    name: str, setting: str, result: Conditioning, note: str, *, example_holds: bool = True
+) -> Check:
+    """Make the row of one setting. `example_holds`: a hand-computed example was reproduced."""
     figures = _figures(result)
     share = float((result.adaptive <= result.plain).double().mean())
     positive = bool((result.plain > 0).all() and (result.adaptive > 0).all())
-    confirmed = result.hessian_error <= HESSIAN_TOLERANCE and positive and sound
+    confirmed = result.hessian_error <= HESSIAN_TOLERANCE and positive and example_holds
     holds = share >= HIGH_PROBABILITY
     return Check(
         name=name,
@@ -135,23 +142,23 @@ def check_aligned(seed: int = 0) -> Check:
         "Proposition 2, aligned covariance",
         "the proof's setting: clusters of mean zero, principal axes along the features",
         result,
-        "The Hessian is not B_i M Sigma M: with the gate taken out of the mean, as in the proof, "
-        f"it is off by up to {result.frozen_gate_error:.1f} times its norm. The inequality holds "
-        "all the same.",
+        "The Hessian is not B_i M Sigma M: with the gate moved out of the mean, as in the proof, "
+        f"it is off by up to {result.frozen_gate_error:.1f} times its norm. The inequality still "
+        "holds.",
     )
 
 
 def check_rotated(seed: int = 0) -> Check:
     plain, adaptive = hand_counterexample()
-    sound = abs(plain - 10) <= 1e-9 and abs(adaptive - (7 + 2 * math.sqrt(6))) <= 1e-9
+    exact = abs(plain - 10) <= 1e-9 and abs(adaptive - (7 + 2 * math.sqrt(6))) <= 1e-9
     row = _row(
         "Proposition 2, rotated covariance",
         "the same with principal axes in random directions",
         rotated_conditioning(seed),
-        f"Sigma = I + v v' with v = (1, -2, -2) goes from {plain:.3f} to {adaptive:.3f}: unit "
-        "variances (Jacobi scaling) can raise a condition number. The proof assumes aligned axes, "
-        "the proposition does not.",
-        sound=sound,
+        "For Sigma = I + v v', v = (1, -2, -2), the condition number goes from "
+        f"{plain:.3f} to {adaptive:.3f}: scaling to unit variances (Jacobi scaling) can raise it. "
+        "The proof assumes aligned axes, the proposition does not.",
+        example_holds=exact,
     )
     return replace(row, figures={**row.figures, "hand_plain": plain, "hand_adaptive": adaptive})
 
@@ -162,5 +169,6 @@ def check_separated(seed: int = 0) -> Check:
         "clusters separated along tight features, the whole mixture centred",
         separated_conditioning(seed),
         "M stretches the features along which the means lie, and with them the largest eigenvalue "
-        "of the second moment. What makes Proposition 1 useful undoes Proposition 2.",
+        "of the second moment. The separation that makes Proposition 1 useful breaks "
+        "Proposition 2.",
     )

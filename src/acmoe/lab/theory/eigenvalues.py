@@ -1,7 +1,7 @@
-"""The lemma behind Proposition 2: how far variances stray from eigenvalues under a small rotation.
+"""Check the lemma behind Proposition 2, which bounds |eigenvalue - variance| for small rotations.
 
-With v_i . b_i >= 1 - eps the proof needs 1 - (v_i . b_i)^2 <= eps, but the left side may be as
-large as 1 - (1 - eps)^2 = 2 eps - eps^2.
+With v_i . b_i >= 1 - eps the proof uses 1 - (v_i . b_i)^2 <= eps, but the left side may be as large
+as 1 - (1 - eps)^2 = 2 eps - eps^2.
 
 D features, X independent draws.
 """
@@ -17,9 +17,10 @@ ROUNDING = 1e-12
 
 
 def bound_ratios(eigenvalues: Tensor, eigenvectors: Tensor) -> tuple[Tensor, Tensor]:
-    """|lambda_i - Sigma_ii| over max_j |lambda_i - lambda_j|, and eps, for columns v_i ~ b_i.
+    """Return max_i of |lambda_i - Sigma_ii| / max_j |lambda_i - lambda_j|, and eps.
 
-    Leading dimensions may be any; the first result is the worst over i.
+    Column i of `eigenvectors` is v_i, close to the unit vector b_i. Leading dimensions are batch
+    dimensions.
     """
     variance = (eigenvectors.square() * eigenvalues[..., None, :]).sum(-1)
     reach = (eigenvalues[..., :, None] - eigenvalues[..., None, :]).abs().amax(-1)
@@ -29,7 +30,7 @@ def bound_ratios(eigenvalues: Tensor, eigenvectors: Tensor) -> tuple[Tensor, Ten
 
 
 def hand_counterexample(eps: float = 0.02) -> tuple[float, float]:
-    """The left side and the printed bound for eigenvalues (2, 1) rotated by acos(1 - eps).
+    """Return the left side and the printed bound for eigenvalues (2, 1) rotated by acos(1 - eps).
 
     Sigma_11 = 2 cos^2 + sin^2 = 2 - sin^2, so |lambda_1 - Sigma_11| = sin^2 = 2 eps - eps^2.
     """
@@ -46,7 +47,7 @@ def check_eigenvalue_lemma(seed: int = 0, draws: int = 3000, dim: int = 5) -> Ch
     vectors_XDD = torch.linalg.matrix_exp(angle_X11 * (turn_XDD - turn_XDD.mT))
     values_XD = torch.randn(draws, dim, generator=generator, dtype=torch.float64).exp()
     ratio_X, eps_X = bound_ratios(values_XD, vectors_XDD)
-    small_X = eps_X < 1  # a larger rotation is no perturbation of the basis
+    small_X = eps_X < 1  # a larger rotation is not a perturbation of the basis
     ratio_X, eps_X = ratio_X[small_X], eps_X[small_X]
     violations = int((ratio_X > eps_X + ROUNDING).sum())
     corrected_violations = int((ratio_X > 2 * eps_X - eps_X.square() + ROUNDING).sum())
@@ -56,8 +57,8 @@ def check_eigenvalue_lemma(seed: int = 0, draws: int = 3000, dim: int = 5) -> Ch
         name="Lemma on eigenvalues",
         statement="|lambda_i - Sigma_ii| <= eps max_j |lambda_i - lambda_j|",
         setting=f"{len(ratio_X)} small rotations, d = {dim}; (2, 1) turned by acos(0.98) by hand",
-        measured=f"by hand {left:.4f} > {printed:.4f}; broken in {violations} of {len(ratio_X)}, "
-        f"with 2 eps - eps^2 in {corrected_violations}",
+        measured=f"by hand {left:.4f} > {printed:.4f}; violated in {violations} of {len(ratio_X)} "
+        f"draws, with 2 eps - eps^2 in {corrected_violations}",
         figures={
             "draws": len(ratio_X),
             "violations": violations,
@@ -68,12 +69,13 @@ def check_eigenvalue_lemma(seed: int = 0, draws: int = 3000, dim: int = 5) -> Ch
         },
         verdict=judge(
             confirmed,
-            "fails as printed: the bound needs 2 eps - eps^2 for eps"
+            "fails as printed: the bound needs 2 eps - eps^2 in place of eps"
             if violations or left > printed
             else "holds",
-            f"the corrected bound is broken in {corrected_violations} draws",
+            f"the corrected bound is violated in {corrected_violations} draws",
         ),
         holds_as_printed=not (violations or left > printed) if confirmed else None,
         confirmed=confirmed,
-        note="Its use survives: variances still follow eigenvalues, at twice the distance.",
+        note="The lemma stays useful: variances are still close to eigenvalues, within twice the "
+        "printed bound.",
     )

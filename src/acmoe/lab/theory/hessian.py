@@ -1,7 +1,7 @@
-"""The Hessian of a router's loss in one expert embedding, and its condition number.
+"""Compute the Hessian of a router's loss in one expert embedding, and its condition number.
 
-Taken by automatic differentiation of the cross-entropy of the gate to the true cluster. Written
-out it is the mean of g_i (1 - g_i) (M h)(M h)'.
+The loss is the cross-entropy between the gate and the true cluster. The Hessian comes from
+automatic differentiation; in closed form it is the mean of g_i (1 - g_i) (M h)(M h)'.
 
 T tokens, D features, C clusters, E experts (E = C), X independent draws.
 """
@@ -15,18 +15,22 @@ from acmoe.ops.statistics.scale import cluster_scale
 
 
 class Conditioning(NamedTuple):
-    """Condition numbers over draws, and how far autograd and the written-out Hessian differ."""
+    """Condition numbers of all draws, and relative errors of two formulas for the Hessian."""
 
     plain: Tensor  # (X,)
     adaptive: Tensor  # (X,)
-    hessian_error: float
-    frozen_gate_error: float  # of the proof's step: g_i (1 - g_i) replaced by its mean
+    hessian_error: float  # closed form, compared with autograd
+    # the proof's formula, which takes the mean of g_i (1 - g_i), compared with autograd
+    frozen_gate_error: float
 
 
 def router_loss(
     embedding_D: Tensor, x_TD: Tensor, embeddings_ED: Tensor, cluster_T: Tensor, expert: Tensor
 ) -> Tensor:
-    """Cross-entropy of the gate to the true cluster, as a function of one expert's embedding."""
+    """Return the cross-entropy of the gate with the true cluster.
+
+    It is a function of `embedding_D`, which replaces the row `expert` of `embeddings_ED`.
+    """
     ours_E = torch.arange(len(embeddings_ED)) == expert
     affinity_TE = x_TD @ torch.where(ours_E[:, None], embedding_D, embeddings_ED).mT
     target_T = affinity_TE.gather(1, cluster_T[:, None])[:, 0]
@@ -36,18 +40,21 @@ def router_loss(
 def expert_hessians(
     x_XTD: Tensor, embeddings_XED: Tensor, cluster_XT: Tensor, expert_X: Tensor
 ) -> Tensor:
-    """(X, D, D) Hessians of the router's loss in the embedding of expert_X, by autograd."""
+    """Compute the Hessians of the router's loss in the embedding of expert_X, (X, D, D)."""
     own_XD = embeddings_XED[torch.arange(len(expert_X)), expert_X]
-    # Reverse over reverse: forward mode loads torch.jit, which warns that it is deprecated.
+    # jacrev, not jacfwd: forward mode loads torch.jit, which warns that it is deprecated.
     hessian = torch.func.vmap(torch.func.jacrev(torch.func.grad(router_loss)))
     result: Tensor = hessian(own_XD, x_XTD, embeddings_XED, cluster_XT, expert_X)
     return result
 
 
-def written_out(
+def closed_form(
     x_XTD: Tensor, embeddings_XED: Tensor, expert_X: Tensor, *, frozen_gate: bool
 ) -> Tensor:
-    """Mean of g_i (1 - g_i) x x'; with the gate frozen, the proof's mean(B_i) mean(x x')."""
+    """Return the mean of g_i (1 - g_i) x x', (X, D, D).
+
+    With `frozen_gate`, return the proof's mean(B_i) mean(x x') instead, B_i = g_i (1 - g_i).
+    """
     gate_XTE = (x_XTD @ embeddings_XED.mT).softmax(-1)
     gate_XT = gate_XTE[torch.arange(len(expert_X)), :, expert_X]
     slope_XT = gate_XT * (1 - gate_XT)
@@ -62,15 +69,18 @@ def condition_number(hessian: Tensor) -> Tensor:
 
 
 def _relative_error(guess_XDD: Tensor, hessian_XDD: Tensor) -> float:
-    """Largest Frobenius distance over the draws, in units of the Hessian's norm."""
-    apart_X = torch.linalg.matrix_norm(guess_XDD - hessian_XDD)
-    return float((apart_X / torch.linalg.matrix_norm(hessian_XDD)).max())
+    """Return the largest relative error over the draws, in the Frobenius norm."""
+    distance_X = torch.linalg.matrix_norm(guess_XDD - hessian_XDD)
+    return float((distance_X / torch.linalg.matrix_norm(hessian_XDD)).max())
 
 
 def conditioning(
     x_XTD: Tensor, cluster_XT: Tensor, embeddings_XED: Tensor, *, measure: str = "mad"
 ) -> Conditioning:
-    """Plain against AC for one expert a draw, each token scaled by its own cluster."""
+    """Compare plain and AC conditioning for one expert per draw.
+
+    AC scales each token by the M of its true cluster.
+    """
     count = embeddings_XED.shape[1]
     expert_X = torch.arange(len(x_XTD)) % count
     scale_XCD = cluster_scale(x_XTD, cluster_XT, count, measure=measure)
@@ -79,7 +89,7 @@ def conditioning(
     for y_XTD in (x_XTD, own_XTD * x_XTD):
         hessian_XDD = expert_hessians(y_XTD, embeddings_XED, cluster_XT, expert_X)
         exact_XDD, proof_XDD = (
-            written_out(y_XTD, embeddings_XED, expert_X, frozen_gate=flag) for flag in (False, True)
+            closed_form(y_XTD, embeddings_XED, expert_X, frozen_gate=flag) for flag in (False, True)
         )
         error = max(error, _relative_error(exact_XDD, hessian_XDD))
         frozen = max(frozen, _relative_error(proof_XDD, hessian_XDD))

@@ -1,10 +1,11 @@
-"""Lemma 2: the probability that a noisy token is nearer to the wrong mean.
+"""Check Lemma 2: the probability that a noisy token is nearer to the wrong mean.
 
 T tokens, D features, C clusters.
 """
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +19,12 @@ Formula = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def misassignment(gap_D: Tensor, covariance_DD: Tensor, scale_D: Tensor) -> Tensor:
-    """1 - Phi(gap' M gap / (2 sqrt(gap' M Sigma M gap))), M = diag(scale); ones give Lemma 2.
+    """Return 1 - Phi(gap' M gap / (2 sqrt(gap' M Sigma M gap))) with M = diag(scale).
 
-    The decision variable is normal with mean -gap' M gap and variance 4 gap' M Sigma M gap: the
-    scale stretches the deviation too, so a larger distance alone does not mean fewer errors.
-    `covariance` is that of the token, noise included. A common factor of the scale cancels.
+    A scale of ones gives Lemma 2. The decision variable is normal with mean -gap' M gap and
+    variance 4 gap' M Sigma M gap: the scale stretches the deviation too, so a larger distance alone
+    does not mean fewer errors. `covariance` is that of the token, noise included. A common factor
+    of the scale cancels.
     """
     pulled_D = scale_D * gap_D
     signal = (pulled_D * gap_D).sum()
@@ -32,7 +34,10 @@ def misassignment(gap_D: Tensor, covariance_DD: Tensor, scale_D: Tensor) -> Tens
 
 
 def nearest(x_TD: Tensor, means_CD: Tensor, scale: Tensor) -> Tensor:
-    """(T,) cluster with the nearest mean; scale (D,) is shared, (T, D) each token's own."""
+    """Return the cluster with the nearest mean in the metric of `scale`, (T,).
+
+    `scale` is (D,) for all tokens, or (T, D) with a row for each.
+    """
     scale_TD = scale.expand_as(x_TD)
     distance_TC = torch.stack(
         [(scale_TD * (x_TD - mean_D).square()).sum(-1) for mean_D in means_CD], dim=-1
@@ -41,7 +46,7 @@ def nearest(x_TD: Tensor, means_CD: Tensor, scale: Tensor) -> Tensor:
 
 
 def _random_pair(generator: torch.Generator, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gap, covariance of the cluster, covariance of the noise, and a scale of mean one."""
+    """Draw a gap, the covariances of cluster and noise, and a scale of mean one."""
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -61,33 +66,47 @@ def _normal_tokens(covariance_DD: Tensor, generator: torch.Generator) -> Tensor:
     return unit_TD @ root_DD.mT
 
 
+class _PairResult(NamedTuple):
+    """Comparison of the formula with Monte Carlo for one pair of clusters."""
+
+    probabilities: list[float]  # by the formula, in the plain metric and in the metric M
+    outside: int  # how many of them are outside the confidence interval of the measured rate
+    # True if the formula in M with the variance of the plain metric is outside it too
+    unstretched_outside: bool
+
+
+def _compare_pair(generator: torch.Generator, dim: int, formula: Formula, z: float) -> _PairResult:
+    gap_D, covariance_DD, noise_DD, scale_D = _random_pair(generator, dim)
+    total_DD = covariance_DD + noise_DD
+    x_TD = _normal_tokens(covariance_DD, generator) + _normal_tokens(noise_DD, generator)
+    means_CD = torch.stack([torch.zeros_like(gap_D), gap_D])
+    outside, probabilities = 0, []
+    for metric_D in (torch.ones_like(scale_D), scale_D):
+        low, high = wilson(int(nearest(x_TD, means_CD, metric_D).sum()), TOKENS, z)
+        probability = formula(gap_D, total_DD, metric_D).item()
+        outside += not low <= probability <= high
+        probabilities.append(probability)
+    # Insert Lemma 1's distance into Lemma 2's formula without changing the variance there.
+    signal = (scale_D * gap_D.square()).sum()
+    naive = torch.special.ndtr(-signal / (2 * (gap_D @ total_DD @ gap_D).sqrt())).item()
+    return _PairResult(probabilities, outside, not low <= naive <= high)
+
+
 def check_misassignment(
     seed: int = 0, formula: Formula = misassignment, draws: int = 8, dim: int = 5
 ) -> Check:
     generator = torch.Generator().manual_seed(seed)
     z = family_z(2 * draws)
-    outside = unstretched_outside = 0
-    probabilities = []
-    for _ in range(draws):
-        gap_D, covariance_DD, noise_DD, scale_D = _random_pair(generator, dim)
-        total_DD = covariance_DD + noise_DD
-        x_TD = _normal_tokens(covariance_DD, generator) + _normal_tokens(noise_DD, generator)
-        means_CD = torch.stack([torch.zeros_like(gap_D), gap_D])
-        for metric_D in (torch.ones_like(scale_D), scale_D):
-            low, high = wilson(int(nearest(x_TD, means_CD, metric_D).sum()), TOKENS, z)
-            probability = formula(gap_D, total_DD, metric_D).item()
-            outside += not low <= probability <= high
-            probabilities.append(probability)
-        # Lemma 1's distance put into Lemma 2's formula, its variance left as it was.
-        signal = (scale_D * gap_D.square()).sum()
-        naive = torch.special.ndtr(-signal / (2 * (gap_D @ total_DD @ gap_D).sqrt())).item()
-        unstretched_outside += not low <= naive <= high
+    pairs = [_compare_pair(generator, dim, formula, z) for _ in range(draws)]
+    outside = sum(pair.outside for pair in pairs)
+    unstretched_outside = sum(pair.unstretched_outside for pair in pairs)
+    probabilities = [probability for pair in pairs for probability in pair.probabilities]
     confirmed = outside == 0
     return Check(
         name="Lemma 2, two Gaussian clusters",
         statement="P(wrong) = 1 - Phi(||gap||^2 / (2 sqrt(gap' (Sigma + Sigma_noise) gap)))",
         setting=f"{draws} full covariances with noise, {TOKENS} tokens; plain and in the metric M",
-        measured=f"{2 * draws - outside} of {2 * draws} rates inside their interval, "
+        measured=f"{2 * draws - outside} of {2 * draws} rates are inside their interval, "
         f"P from {min(probabilities):.3f} to {max(probabilities):.3f}",
         figures={
             "draws": draws,
@@ -100,14 +119,17 @@ def check_misassignment(
         verdict=judge(confirmed, "holds", f"{outside} rates lie outside their interval"),
         holds_as_printed=True if confirmed else None,
         confirmed=confirmed,
-        note="In the metric M the variance becomes 4 gap' M Sigma M gap. Leaving it unstretched, "
-        f"as 'Lemma 1 into Lemma 2' suggests, misses the interval in {unstretched_outside} of "
-        f"{draws} draws.",
+        note="In the metric M the variance becomes 4 gap' M Sigma M gap. If Lemma 1's distance is "
+        "inserted into Lemma 2 and the variance is not stretched, the formula misses the interval "
+        f"in {unstretched_outside} of {draws} draws.",
     )
 
 
 def _three_clusters(generator: torch.Generator) -> tuple[float, int]:
-    """The pair formula and the errors among TOKENS, for unit Gaussians on a triangle of side 2."""
+    """Return Lemma 2's probability and the number of errors among TOKENS tokens of cluster 0.
+
+    Three unit Gaussians lie on an equilateral triangle of side 2.
+    """
     means_CD = torch.tensor([[0.0, 0], [2, 0], [1, math.sqrt(3)]], dtype=torch.float64)
     ones_D = torch.ones(2, dtype=torch.float64)
     x_TD = torch.randn(TOKENS, 2, generator=generator, dtype=torch.float64)
@@ -116,9 +138,11 @@ def _three_clusters(generator: torch.Generator) -> tuple[float, int]:
 
 
 def _two_point_noise(generator: torch.Generator) -> tuple[float, float, int]:
-    """Formula, exact probability and errors for one feature, gap 2, deviation 0.1, noise +-0.9.
+    """Return Lemma 2's probability, the exact one, and the number of errors among TOKENS tokens.
 
-    Wrong when 0.9 + 0.1 g > 1, so half of 1 - Phi(1); the formula sees the variance 0.01 + 0.81.
+    One feature, gap 2, deviation 0.1, and noise of +-0.9. A token is wrong if the noise is +0.9 and
+    0.9 + 0.1 g > 1, so the exact probability is half of 1 - Phi(1). The formula uses the variance
+    0.01 + 0.81.
     """
     sign_T = torch.randint(2, (TOKENS,), generator=generator).double() * 2 - 1
     x_T = 0.1 * torch.randn(TOKENS, generator=generator, dtype=torch.float64) + 0.9 * sign_T
@@ -128,26 +152,32 @@ def _two_point_noise(generator: torch.Generator) -> tuple[float, float, int]:
 
 
 def check_misassignment_scope(seed: int = 0) -> Check:
-    """Lemma 2 says 'zero-mean noise' and 'r(h') != k*': neither two clusters nor a Gaussian."""
+    """Check Lemma 2 where it is not proved.
+
+    The lemma says "zero-mean noise" and "r(h') != k*", which restricts neither the number of
+    clusters nor the distribution of the noise.
+    """
     generator = torch.Generator().manual_seed(seed)
     z = family_z(2)
     pair, three_errors = _three_clusters(generator)
-    formula, exact, coin_errors = _two_point_noise(generator)
-    three, coin = wilson(three_errors, TOKENS, z), wilson(coin_errors, TOKENS, z)
-    contradicted = pair < three[0] and not coin[0] <= formula <= coin[1]
-    # Union bound: at most twice the pair's probability. The two-point case is known exactly.
-    confirmed = three[1] >= pair and three[0] <= 2 * pair and coin[0] <= exact <= coin[1]
+    formula, exact, two_point_errors = _two_point_noise(generator)
+    three, two_point = wilson(three_errors, TOKENS, z), wilson(two_point_errors, TOKENS, z)
+    contradicted = pair < three[0] and not two_point[0] <= formula <= two_point[1]
+    # By the union bound three clusters have at most twice the pair's probability. The probability
+    # of the two-point case is known exactly.
+    in_bounds = three[1] >= pair and three[0] <= 2 * pair
+    confirmed = in_bounds and two_point[0] <= exact <= two_point[1]
     return Check(
         name="Lemma 2, three clusters or other noise",
         statement="the same, for r: R^d -> [E] and 'some zero-mean noise'",
         setting=f"equilateral triangle; two-point noise; {TOKENS} tokens each",
         measured=f"triangle: formula {pair:.3f}, measured {three_errors / TOKENS:.3f}; "
-        f"two points: formula {formula:.3f}, measured {coin_errors / TOKENS:.3f}",
+        f"two-point noise: formula {formula:.3f}, measured {two_point_errors / TOKENS:.3f}",
         figures={
             "three_clusters_formula": pair,
             "three_clusters_interval": list(three),
             "two_point_noise_formula": formula,
-            "two_point_noise_interval": list(coin),
+            "two_point_noise_interval": list(two_point),
             "two_point_noise_exact": exact,
         },
         verdict=judge(
@@ -155,10 +185,10 @@ def check_misassignment_scope(seed: int = 0) -> Check:
             "fails as printed: exact only for two clusters and Gaussian noise"
             if contradicted
             else "holds",
-            "the Monte Carlo rates miss the union bound or the exact two-point rate",
+            "the Monte Carlo rates violate the union bound or miss the exact two-point rate",
         ),
         holds_as_printed=not contradicted if confirmed else None,
         confirmed=confirmed,
-        note="With more clusters the formula for the nearest wrong one is a lower bound; the proof "
-        "takes the noise to be Gaussian, the statement only zero-mean.",
+        note="With more clusters, the formula for the nearest wrong cluster is a lower bound. The "
+        "proof assumes Gaussian noise, the statement only zero-mean noise.",
     )

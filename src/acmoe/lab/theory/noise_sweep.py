@@ -1,4 +1,4 @@
-"""Proposition 1 by Monte Carlo, with scales that the library measures on finite tokens.
+"""Check Proposition 1 by Monte Carlo, with scales that the library measures on a finite sample.
 
 T tokens, D features, C clusters.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from acmoe.data.text.synthetic import GaussianClusters
+from acmoe.data.synthetic import GaussianClusters
 from acmoe.lab.theory.check import Check, judge
 from acmoe.lab.theory.intervals import family_z, paired_z, wilson
 from acmoe.lab.theory.misassignment import misassignment, nearest
@@ -20,26 +20,26 @@ CLUSTERS = GaussianClusters(
     num_clusters=2, dim=8, tight_features=2, contrast=4.0, separation=2.0, noise=0.0
 )
 LEVELS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # noise, in units of the loose deviation
-ROUTERS = ("plain", "clean", "noisy")  # no scale; scale from clean tokens; from noisy tokens
+ROUTERS = ("plain", "clean", "noisy")  # no scale; scale from clean tokens; scale from noisy ones
 STATISTICS_TOKENS = 20_000
 TEST_TOKENS = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPoint:
-    """One router at one noise level."""
+    """Result of one router at one noise level."""
 
     router: str
     noise: float
-    rate: float  # measured misassignment of tokens from cluster 0
-    low: float
+    rate: float  # measured share of misassigned tokens of cluster 0
+    low: float  # confidence interval of the rate
     high: float
-    expected: float  # Lemma 2 in the metric of the measured scale
-    versus_plain: float  # McNemar's z on the same tokens; above zero: errs more than plain
+    expected: float  # rate by Lemma 2 in the metric of the measured scale
+    versus_plain: float  # McNemar's z on the same tokens; positive if it errs more than plain
 
 
 def population_curve(router: str, noise: float) -> float:
-    """Lemma 2 with the true dispersions in place of measured ones."""
+    """Return the rate by Lemma 2 with the true dispersions in place of measured ones."""
     noisy = replace(CLUSTERS, noise=noise)
     gap_D = CLUSTERS.means[1] - CLUSTERS.means[0]
     scale_D = {
@@ -51,14 +51,14 @@ def population_curve(router: str, noise: float) -> float:
 
 
 def crossing() -> float:
-    """Noise above which a clean scale errs more than none."""
+    """Return the noise above which a clean scale errs more often than no scale."""
     gap_D = CLUSTERS.means[1] - CLUSTERS.means[0]
     share_D = gap_D.square() / gap_D.square().sum()
     return crossing_noise(share_D, CLUSTERS.clean_stds[0]).item()
 
 
 def _scale(noise: float, generator: torch.Generator) -> Tensor:
-    """(D,) scale of cluster 0, measured by the library."""
+    """Measure the scale of cluster 0 with the library, (D,)."""
     clusters = replace(CLUSTERS, noise=noise)
     x_TD, cluster_T = clusters.sample(STATISTICS_TOKENS, generator, dtype=torch.float64)
     return cluster_scale(x_TD, cluster_T, clusters.num_clusters)[0]
@@ -96,13 +96,17 @@ def noise_sweep(seed: int = 0) -> list[SweepPoint]:
 
 
 def _worse_than_plain(points: list[SweepPoint], router: str) -> list[float]:
-    """Noise levels at which the router errs significantly more often."""
+    """Return the noise levels at which the router errs significantly more often than plain."""
     z = family_z(len(points))
     return [p.noise for p in points if p.router == router and p.versus_plain > z]
 
 
 def _as_derived(points: list[SweepPoint]) -> bool:
-    """Both scales win at low noise; past the crossing the clean one loses, the noisy one never."""
+    """Return whether the rates behave as derived.
+
+    Both scales err less than plain at low noise. Above the crossing the clean scale errs more; the
+    noisy scale never does. Levels near the crossing are not judged.
+    """
     z, cross = family_z(len(points)), crossing()
     low = [p for p in points if p.router != "plain" and p.noise <= cross / 2]
     wins = all(p.versus_plain < -z for p in low)
@@ -140,55 +144,61 @@ def check_noise_sweep(seed: int = 0) -> Check:
             f"fails as printed: a clean scale errs more above noise {cross:.2f}"
             if lost
             else "holds",
-            f"{outside} rates outside their interval, or the crossing is not where it should be",
+            f"{outside} rates lie outside their interval, or the crossing is not where derived",
         ),
         holds_as_printed=not lost if confirmed else None,
         confirmed=confirmed,
-        note=f"The means are {gain:.2f} times farther apart (squared) in the clean metric at every "
-        "noise level, also where it errs more: Lemmas 1 and 2 together do not give Proposition 1.",
+        note=f"In the clean metric the squared distance of the means is {gain:.2f} times as large "
+        "at every noise level, even where it errs more: Lemmas 1 and 2 together do not imply "
+        "Proposition 1.",
     )
 
 
 def routed_choices(seed: int, noise: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(T,) true clusters, then choices: plain; in the true cluster's scale; in the plain choice's.
+    """Return (T,) true clusters, and the choices of three rules, (T,) each.
 
-    The last is what a router can do: the scale it gives a token is that of the cluster it was
-    assigned to before, measured over the tokens assigned there.
+    The rules are: plain; in the scale of the true cluster; in the scale of the plain choice. A
+    router can use only the last: its scale for a token is that of the cluster that the token was
+    assigned to before, measured over all tokens assigned there.
     """
     generator = torch.Generator().manual_seed(seed)
     clusters = replace(CLUSTERS, noise=noise)
     x_TD, cluster_T = clusters.sample(TEST_TOKENS, generator, dtype=torch.float64)
     means_CD, count = clusters.means, clusters.num_clusters
     plain_T = nearest(x_TD, means_CD, torch.ones_like(means_CD[0]))
-    truth_T, guess_T = (
+    by_true_T, by_assigned_T = (
         nearest(x_TD, means_CD, cluster_scale(x_TD, assignment_T, count)[assignment_T])
         for assignment_T in (cluster_T, plain_T)
     )
-    return cluster_T, plain_T, truth_T, guess_T
+    return cluster_T, plain_T, by_true_T, by_assigned_T
 
 
 def check_previous_assignment(seed: int = 0, noise: float = 0.5) -> Check:
-    """Proposition 1 grants a token the scale of its true cluster; the router has only a guess."""
-    cluster_T, plain_T, truth_T, guess_T = routed_choices(seed, noise)
-    plain, truth, guess = (
-        (choice_T != cluster_T).double().mean().item() for choice_T in (plain_T, truth_T, guess_T)
+    """Check Proposition 1 with the scale of the assigned cluster.
+
+    The proposition gives a token the scale of its true cluster, which a router does not know.
+    """
+    cluster_T, plain_T, by_true_T, by_assigned_T = routed_choices(seed, noise)
+    plain, by_true, by_assigned = (
+        (choice_T != cluster_T).double().mean().item()
+        for choice_T in (plain_T, by_true_T, by_assigned_T)
     )
-    kept = (guess_T == plain_T).double().mean().item()
-    z = paired_z(guess_T != cluster_T, plain_T != cluster_T)
+    repeated = (by_assigned_T == plain_T).double().mean().item()
+    z = paired_z(by_assigned_T != cluster_T, plain_T != cluster_T)
     threshold = family_z(2)
     low, high = wilson(int((plain_T != cluster_T).sum()), TEST_TOKENS, threshold)
-    confirmed = low <= population_curve("plain", noise) <= high and truth < low
+    confirmed = low <= population_curve("plain", noise) <= high and by_true < low
     return Check(
         name="Proposition 1, scale of the assigned cluster",
         statement=STATEMENT,
         setting=f"the token's own plain assignment picks its scale, noise {noise:g}",
-        measured=f"wrong: plain {plain:.4f}, true cluster's scale {truth:.4f}, "
-        f"assigned cluster's {guess:.4f}; {kept:.1%} keep their cluster",
+        measured=f"wrong: plain {plain:.4f}, true cluster's scale {by_true:.4f}, "
+        f"assigned cluster's scale {by_assigned:.4f}; {repeated:.1%} repeat their assignment",
         figures={
             "plain_rate": plain,
-            "true_cluster_rate": truth,
-            "assigned_cluster_rate": guess,
-            "share_that_keeps_its_cluster": kept,
+            "true_cluster_rate": by_true,
+            "assigned_cluster_rate": by_assigned,
+            "share_that_keeps_its_cluster": repeated,
             "assigned_versus_plain_z": z,
         },
         verdict=judge(
@@ -196,11 +206,11 @@ def check_previous_assignment(seed: int = 0, noise: float = 0.5) -> Check:
             f"fails once the previous layer errs: worse than plain (paired z = {z:.1f})"
             if z > threshold
             else f"no worse than plain (paired z = {z:.1f})",
-            "the plain rate misses Lemma 2, or the true cluster's scale brings nothing",
+            "the plain rate misses Lemma 2, or the true cluster's scale does not reduce errors",
         ),
         holds_as_printed=None,
         confirmed=confirmed,
-        note="The proof measures a token in the metric of its true cluster, which is what routing "
-        f"is to find out. In the metric of the assigned cluster {kept:.1%} of the tokens repeat "
-        "their assignment, right or wrong.",
+        note="The proof measures a token in the metric of its true cluster, which routing has yet "
+        f"to find. In the metric of the assigned cluster {repeated:.1%} of the tokens repeat their "
+        "assignment, right or wrong.",
     )

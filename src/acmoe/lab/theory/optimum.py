@@ -1,4 +1,4 @@
-"""Theorem 1: are the library's feature weights the minimum of the paper's clustering problem?
+"""Check Theorem 1: are the library's feature weights the minimum of the clustering problem?
 
 T tokens, D features, X independent problems.
 """
@@ -15,15 +15,16 @@ from acmoe.ops.statistics.optimum import optimal_weights
 WeightsOf = Callable[[Tensor, Tensor], Tensor]  # (X, D) dispersions, (X, 1) strengths -> (X, D)
 
 KKT_TOLERANCE = 1e-11  # relative, float64
-WEIGHT_TOLERANCE = 1e-6  # a first-order optimiser sees weights only through a flat objective
+WEIGHT_TOLERANCE = 1e-6  # the objective is flat at its minimum, so an optimiser stops near it
 STATEMENT = "w_q = (lambda/d) / (s_q + alpha) minimises dispersion + lambda KL(u || w)"
 
 
 def kkt_residual(dispersion_XD: Tensor, strength_X1: Tensor, weights_XD: Tensor) -> Tensor:
-    """(X,) worst violation of w > 0, sum w = 1 and s_q - lambda/(d w_q) = const, in units of w.
+    """Return the largest violation of the optimality (KKT) conditions, (X,).
 
-    The constant is eliminated with the tightest feature r: w_q (s_q - s_r) d/lambda + w_q/w_r = 1.
-    Only differences of dispersions enter, so small weights are judged to full relative precision.
+    The conditions are w > 0, sum w = 1 and s_q - lambda/(d w_q) = const. The constant is eliminated
+    with the tightest feature r: w_q (s_q - s_r) d/lambda + w_q/w_r = 1. Only differences of
+    dispersions enter, so small weights are judged to full relative precision.
     """
     least_X1 = dispersion_XD.argmin(-1, keepdim=True)
     above_XD = dispersion_XD - dispersion_XD.gather(-1, least_X1)
@@ -36,7 +37,10 @@ def kkt_residual(dispersion_XD: Tensor, strength_X1: Tensor, weights_XD: Tensor)
 
 
 def hard_dispersions(generator: torch.Generator, dim: int = 12) -> Tensor:
-    """(X, D) rows that strain the root: distinct, tied, with zeros, all equal, all zero."""
+    """Return dispersions that are hard to solve for, (X, D).
+
+    Rows are distinct, tied, partly zero, all equal, or all zero.
+    """
     shape = (40, dim)
     distinct_XD = torch.randn(shape, generator=generator, dtype=torch.float64).mul(2).exp()
     tied_XD = torch.randint(1, 4, shape, generator=generator).double()
@@ -73,14 +77,14 @@ def check_kkt(seed: int = 0, weights_of: WeightsOf = optimal_weights) -> Check:
 
 
 def clustering_objective(x_TD: Tensor, strength: float, weights_D: Tensor) -> Tensor:
-    """The paper's criterion for one cluster, as printed: a double sum over pairs of tokens."""
+    """Return the paper's criterion for one cluster, as printed: a double sum over token pairs."""
     distance_TTD = (x_TD[:, None] - x_TD[None]).abs()
     divergence = -(weights_D * weights_D.numel()).log().mean()
     return (distance_TTD * weights_D).sum(-1).mean() + strength * divergence
 
 
 def minimise(objective: Callable[[Tensor], Tensor], dim: int) -> Tensor:
-    """Weights on the simplex that minimise `objective`, knowing nothing of its solution."""
+    """Minimise `objective` over weights on the simplex with L-BFGS, without the closed form."""
     theta_D = torch.zeros(dim, dtype=torch.float64, requires_grad=True)
     optimiser = torch.optim.LBFGS(
         [theta_D],
@@ -114,7 +118,7 @@ def check_optimiser(seed: int = 0, weights_of: WeightsOf = optimal_weights) -> C
         ours_D = weights_of(s_1D, s_1D.new_full((1, 1), factor))[0]
 
         def criterion(w_D: Tensor, x_TD: Tensor = x_TD, factor: float = factor) -> Tensor:
-            # Divided by its largest term, so that one tolerance serves every lambda.
+            # Divided by the size of its terms, so that one tolerance serves every lambda.
             return clustering_objective(x_TD, factor, w_D) / (1 + factor)
 
         found_D = minimise(criterion, dim)

@@ -1,9 +1,9 @@
-"""Figures of the theory: optimal weights, roots, misassignment under noise, conditioning."""
+"""Draw the figures of the theory: optimal weights, roots, misassignment, conditioning."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from acmoe.lab.theory.convergence import (
     separated_conditioning,
 )
 from acmoe.lab.theory.intervals import family_z
-from acmoe.lab.theory.noise_sweep import crossing, noise_sweep, population_curve
+from acmoe.lab.theory.noise_sweep import SweepPoint, crossing, noise_sweep, population_curve
 from acmoe.lab.theory.roots import phi, real_roots
 from acmoe.ops.statistics.optimum import optimal_weights
 
@@ -42,7 +42,7 @@ def save_theory_figures(folder: Path, *, seed: int = 0) -> list[Path]:
 
 
 def draw_weights(axes: Axes) -> None:
-    """Theorem 1 by example: from a point mass to uniform weights."""
+    """Draw the optimal weights of Theorem 1 against lambda, for one example."""
     dispersion_D = torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=torch.float64)
     strengths = torch.logspace(-2.5, 2.5, 301, dtype=torch.float64)
     weights_XD = optimal_weights(dispersion_D.expand(len(strengths), -1), strengths[:, None])
@@ -68,7 +68,7 @@ def draw_weights(axes: Axes) -> None:
 
 
 def draw_roots(axes: Axes) -> None:
-    """phi between its poles, by example."""
+    """Draw phi between its poles and mark its roots, for one example."""
     dispersion_D, strength = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64), 3.0
     poles = sorted((-dispersion_D).tolist())
     edges = [-6.0, *poles, 4.0]
@@ -98,7 +98,7 @@ def draw_roots(axes: Axes) -> None:
 
 
 def draw_noise(axes: Axes, seed: int) -> None:
-    """Proposition 1: closed forms as lines, Monte Carlo with intervals as points."""
+    """Draw Proposition 1: closed forms as lines, Monte Carlo with intervals as points."""
     looks = {
         "plain": (BLACK, "-", "o", "plain router"),
         "clean": (RED, "--", "s", "AC, scale from clean tokens"),
@@ -110,23 +110,7 @@ def draw_noise(axes: Axes, seed: int) -> None:
         curve = [population_curve(router, noise) for noise in levels]
         axes.plot(levels, curve, color=colour, linestyle=dashes, linewidth=1.8)
         own = [point for point in points if point.router == router]
-        rates = [point.rate for point in own]
-        error = (
-            [point.rate - point.low for point in own],
-            [point.high - point.rate for point in own],
-        )
-        axes.errorbar(
-            [point.noise for point in own],
-            rates,
-            yerr=error,
-            color=colour,
-            marker=marker,
-            linestyle=dashes,
-            markersize=5,
-            capsize=3,
-            elinewidth=1,
-            label=label,
-        ).lines[0].set_linestyle("none")
+        _draw_rates(axes, own, color=colour, marker=marker, linestyle=dashes, label=label)
     cross = crossing()
     axes.plot([cross, cross], [0, population_curve("plain", cross)], color=BLACK, linewidth=0.8)
     axes.annotate(
@@ -147,8 +131,23 @@ def draw_noise(axes: Axes, seed: int) -> None:
     axes.legend(loc="upper left")
 
 
+def _draw_rates(axes: Axes, points: Sequence[SweepPoint], **style: Any) -> None:
+    """Draw measured rates with their intervals; only the legend shows the line style."""
+    below = [point.rate - point.low for point in points]
+    above = [point.high - point.rate for point in points]
+    axes.errorbar(
+        [point.noise for point in points],
+        [point.rate for point in points],
+        yerr=(below, above),
+        markersize=5,
+        capsize=3,
+        elinewidth=1,
+        **style,
+    ).lines[0].set_linestyle("none")
+
+
 def draw_conditioning(axes: Axes, seed: int) -> None:
-    """Proposition 2: below the diagonal the AC router is better conditioned."""
+    """Draw Proposition 2: below the diagonal the AC router is better conditioned."""
     looks = (
         (aligned_conditioning, BLUE, "o", "aligned covariance"),
         (rotated_conditioning, ORANGE, "^", "rotated covariance"),

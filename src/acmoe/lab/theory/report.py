@@ -1,4 +1,4 @@
-"""The checks as JSON, as a table, and as a plain-language reading."""
+"""Print the checks as JSON, or as a table with explanations."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -26,19 +26,19 @@ SECTIONS: tuple[tuple[str, Callable[[Check], bool]], ...] = (
 
 
 def all_confirmed(checks: Sequence[Check]) -> bool:
-    """Whether every measurement agreed with its second derivation."""
+    """Return whether every measurement agrees with its second derivation."""
     return all(check.confirmed for check in checks)
 
 
 def to_json(checks: Sequence[Check]) -> str:
-    """`{"confirmed": ..., "checks": [...]}`, one object per row."""
+    """Return `{"confirmed": ..., "checks": [...]}` with one object per check."""
     rows = [asdict(check) for check in checks]
     content = {"confirmed": all_confirmed(checks), "checks": rows}
     return json.dumps(content, indent=2, allow_nan=False)
 
 
 def render(checks: Sequence[Check]) -> RenderableType:
-    """A numbered table for 100 columns and the reading under it."""
+    """Make a numbered table for 100 columns, followed by the explanations."""
     table = Table(box=box.HORIZONTALS, show_lines=True, expand=True)
     table.add_column("#", justify="right")
     table.add_column("statement and setting", ratio=5)
@@ -46,7 +46,7 @@ def render(checks: Sequence[Check]) -> RenderableType:
     table.add_column("verdict", ratio=3)
     printed = ""
     for number, check in enumerate(checks, start=1):
-        # Text, not str: brackets in a row are mathematics, not markup.
+        # Text instead of str, so that brackets are not read as markup.
         claim = Text(check.name, style="bold")
         if check.statement != printed:
             claim.append(f"\n{check.statement}", style="not bold italic")
@@ -59,7 +59,7 @@ def render(checks: Sequence[Check]) -> RenderableType:
 
 
 def reading(checks: Sequence[Check]) -> list[RenderableType]:
-    """What to take away, under the numbers of the table."""
+    """Make the explanations, grouped by verdict and numbered as in the table."""
     parts: list[RenderableType] = []
     for title, belongs in SECTIONS:
         rows = [check for check in checks if belongs(check)]

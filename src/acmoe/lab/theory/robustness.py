@@ -1,16 +1,17 @@
-"""Proposition 1: does the AC router misassign fewer noisy tokens than the plain one?
+"""Check Proposition 1: does the AC router misassign fewer noisy tokens than the plain one?
 
-The answer depends on the tokens whose dispersion makes the scale. Write p_q for the share of
-feature q in the squared gap, E for the mean under p, sigma for the deviations, tau for the noise:
+The answer depends on the tokens that the scale is measured on. Let p_q be the share of feature q in
+the squared gap, E the mean under p, sigma the standard deviations, and tau that of the noise:
 
     plain          z^2 ~ 1 / (E[sigma^2] + tau^2)
     clean scale    z^2 ~ E[1/sigma]^2 / (1 + tau^2 E[1/sigma^2])         s = sigma
     noisy scale    z^2 ~ E[1/sqrt(sigma^2 + tau^2)]^2                    s^2 = sigma^2 + tau^2
 
-Jensen puts the third, and the second at tau = 0, above the first. As tau grows the second tends to
-E[1/sigma]^2 / E[1/sigma^2] times the first, which Jensen puts at or below one.
+By Jensen's inequality the third, and the second at tau = 0, are at least the first. As tau grows,
+the ratio of the second to the first tends to E[1/sigma]^2 / E[1/sigma^2], which is at most one by
+Jensen's inequality.
 
-D features, X independent draws. Every z is in units of half the length of the gap.
+D features, X independent draws. Every z is to be multiplied by half the length of the gap.
 """
 
 import torch
@@ -24,24 +25,30 @@ ROUNDING = 1e-12
 
 
 def plain_z(share: Tensor, std: Tensor, noise: float | Tensor) -> Tensor:
-    """Euclidean nearest mean; features along the last axis, noise broadcasts over the others."""
+    """Return z of the Euclidean nearest mean.
+
+    Features are along the last axis; `noise` broadcasts over the other axes.
+    """
     return 1 / ((share * std.square()).sum(-1) + noise**2).sqrt()
 
 
 def clean_scale_z(share: Tensor, std: Tensor, noise: float | Tensor) -> Tensor:
-    """Scale 1/s from tokens without the noise."""
+    """Return z of the nearest mean with the scale 1/s measured on tokens without noise."""
     variance = 1 + noise**2 * (share / std.square()).sum(-1)
     return (share / std).sum(-1) / variance.sqrt()
 
 
 def noisy_scale_z(share: Tensor, std: Tensor, noise: float | Tensor) -> Tensor:
-    """Scale 1/s from the noisy tokens themselves."""
+    """Return z of the nearest mean with the scale 1/s measured on the noisy tokens themselves."""
     tau = torch.as_tensor(noise, dtype=std.dtype)[..., None]
     return (share / (std.square() + tau**2).sqrt()).sum(-1)
 
 
 def crossing_noise(share: Tensor, std: Tensor) -> Tensor:
-    """The noise at which a clean scale and no scale err equally; infinite if all std are equal."""
+    """Return the noise at which a clean scale errs as often as no scale.
+
+    It is infinite if all deviations are equal.
+    """
     first = (share / std).sum(-1)
     second = (share / std.square()).sum(-1)
     variance = (share * std.square()).sum(-1)
@@ -49,15 +56,15 @@ def crossing_noise(share: Tensor, std: Tensor) -> Tensor:
 
 
 def random_mixtures(generator: torch.Generator, draws: int, dim: int) -> tuple[Tensor, Tensor]:
-    """(X, D) shares of the squared gap, independent of the deviations, and those deviations."""
+    """Draw shares of the squared gap and, independently, standard deviations, (X, D) each."""
     gap_XD = torch.randn(draws, dim, generator=generator, dtype=torch.float64)
     std_XD = torch.randn(draws, dim, generator=generator, dtype=torch.float64).exp()
     return gap_XD.square() / gap_XD.square().sum(-1, keepdim=True), std_XD
 
 
 def disagreement_with_lemma(share_XD: Tensor, std_XD: Tensor, noise: float) -> float:
-    """Worst difference in probability between the z above and Lemma 2 with its matrices."""
-    length = 2.0  # of the gap: Phi(-z length / 2) = Phi(-z)
+    """Return the largest difference in probability between the formulas above and Lemma 2."""
+    length = 2.0  # length of the gap, so that Phi(-z length / 2) = Phi(-z)
     worst = 0.0
     for share_D, std_D in zip(share_XD[:10], std_XD[:10], strict=True):
         noisy_D = (std_D.square() + noise**2).sqrt()
@@ -98,7 +105,8 @@ def check_without_noise(seed: int = 0, draws: int = 5000, dim: int = 8) -> Check
         ),
         holds_as_printed=holds if confirmed else None,
         confirmed=confirmed,
-        note="It follows from Jensen's inequality, not from Lemma 1: the gap may lie anywhere.",
+        note="It follows from Jensen's inequality, not from Lemma 1: the gap may lie along any "
+        "features.",
     )
 
 
@@ -126,8 +134,8 @@ def check_noisy_scale(seed: int = 0, draws: int = 2000, dim: int = 8) -> Check:
         ),
         holds_as_printed=holds if confirmed else None,
         confirmed=confirmed,
-        note="statistics='batch' measures the contaminated tokens and is in this case. The gain "
-        "fades as the noise makes every feature equally loose.",
+        note="This is the case of statistics='batch', which measures the contaminated tokens. The "
+        "gain shrinks as the noise makes all features equally loose.",
     )
 
 
@@ -161,7 +169,7 @@ def check_clean_scale(seed: int = 0, draws: int = 2000, dim: int = 8) -> Check:
             confirmed,
             f"fails as printed: {broken} of {draws} reverse at large noise" if broken else "holds",
             "the closed-form crossing does not separate the two cases, "
-            f"or its z are {error:.1e} away from Lemma 2",
+            f"or the closed forms are {error:.1e} away from Lemma 2",
         ),
         holds_as_printed=broken == 0 if confirmed else None,
         confirmed=confirmed,

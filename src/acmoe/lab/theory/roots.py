@@ -1,4 +1,4 @@
-"""The equation for alpha: how many real roots it has, and which one is the answer.
+"""Check the equation for alpha: how many real roots it has, and which of them is the optimum.
 
 D features, P distinct dispersions (poles of the equation), G grid points.
 """
@@ -15,18 +15,19 @@ FACTORS = (0.01, 0.1, 1.0, 10.0, 100.0)  # lambda over the mean dispersion
 def phi(
     alpha: Tensor, dispersion_D: Tensor, strength: float, *, pole: Tensor | None = None
 ) -> Tensor:
-    """sum_q 1/(s_q + alpha) - d/lambda; with a pole, alpha is the offset from it.
+    """Return sum_q 1/(s_q + alpha) - d/lambda. If a pole is given, `alpha` is the offset from it.
 
-    s_q + pole is exact where they meet, so an offset survives that -s + offset would lose.
+    Near a pole -s_q, s_q + pole is exactly zero, so a tiny offset keeps its full precision. In the
+    sum -s_q + offset it would be rounded away.
     """
     shifted = dispersion_D if pole is None else dispersion_D + pole[..., None]
     return (1 / (shifted + alpha[..., None])).sum(-1) - dispersion_D.numel() / strength
 
 
 def real_roots(dispersion_D: Tensor, strength: float) -> Tensor:
-    """Every real root, ascending: changes of sign on a grid that is finest near the poles.
+    """Find every real root, ascending, by bisection of the sign changes on a grid.
 
-    Nothing is assumed about how many there are, nor that there is one between two poles.
+    The grid is finest near the poles. The number of roots and their positions are not assumed.
     """
     poles_P = torch.tensor(sorted(set((-dispersion_D).tolist())), dtype=torch.float64)
     reach = 1e3 * (strength + dispersion_D.max())
@@ -47,10 +48,10 @@ def real_roots(dispersion_D: Tensor, strength: float) -> Tensor:
 
 
 def spectral_roots(dispersion_D: Tensor, strength: float) -> Tensor:
-    """The same roots as eigenvalues: -alpha is one of diag(s) - (lambda/d) 1 1', if not some s_q.
+    """Find the same roots as eigenvalues: -alpha is an eigenvalue of diag(s) - (lambda/d) 1 1'.
 
-    By the determinant of a rank-one update; an eigenvalue equal to a dispersion is a pole, which
-    happens once less than each tied value occurs.
+    This follows from the determinant of a rank-one update. An eigenvalue equal to a dispersion is a
+    pole instead of a root; a dispersion that occurs n times gives n - 1 of these.
     """
     matrix_DD = torch.diag(dispersion_D) - strength / dispersion_D.numel()
     candidates = -torch.linalg.eigvalsh(matrix_DD)
@@ -60,7 +61,11 @@ def spectral_roots(dispersion_D: Tensor, strength: float) -> Tensor:
 
 
 def _compare(dispersion_D: Tensor) -> tuple[list[int], float, int]:
-    """Number of roots at each lambda, their worst error, how often only the largest has w > 0."""
+    """Compare the two root finders over all lambdas.
+
+    Returns the number of roots at each lambda, the largest relative error, and the number of
+    lambdas at which only the largest root makes all weights positive.
+    """
     counts, error, largest_only = [], 0.0, 0
     for factor in FACTORS:
         strength = factor * dispersion_D.mean().item()

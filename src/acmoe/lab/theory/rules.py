@@ -1,13 +1,13 @@
-"""Rules that send a token of a known mixture to an expert, as the library's routers apply them.
+"""Rules that assign a token of a known mixture to an expert, computed by the library's routers.
 
-T tokens, D features, C clusters and as many experts, E.
+T tokens, D features, C clusters, E = C experts.
 """
 
 import torch
 from torch import Tensor
 
 from acmoe.config.routing import AdaptiveConfig, MetricConfig, SMoEConfig
-from acmoe.data.text.synthetic import GaussianClusters
+from acmoe.data.synthetic import GaussianClusters
 from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.metric import MetricRouter
 from acmoe.routing.state import RoutingState
@@ -17,7 +17,7 @@ from acmoe.routing.topk import TopKRouter
 def adaptive_choice(
     x_TD: Tensor, embedding_ED: Tensor, scale_CD: Tensor, assignment_T: Tensor
 ) -> Tensor:
-    """(T,) first choices by h' M_k* e_k, k* the cluster each token is said to come from."""
+    """Return the experts k with the largest h' M_k* e_k, (T,); k* is given by `assignment_T`."""
     num_experts, dim = embedding_ED.shape
     base = TopKRouter(SMoEConfig(), dim=dim, num_experts=num_experts, top_k=1)
     router = AdaptiveRouter(AdaptiveConfig.preset("paper"), base).to(x_TD.dtype).eval()
@@ -32,23 +32,27 @@ def adaptive_choice(
 
 
 def own_metric_choice(x_TD: Tensor, assignment_T: Tensor, num_experts: int) -> Tensor:
-    """(T,) first choices where each expert measures in the metric of the tokens assigned to it.
+    """Return the choices if each expert measures distances in its own metric, (T,).
 
-    Mean and variance of those tokens are all it knows: the embeddings are zero.
+    An expert's metric comes from the mean and variance of the tokens assigned to it. Embeddings are
+    zero and play no part.
     """
     dim = x_TD.shape[1]
-    # The router's distance is a mean over features, the log density a sum.
+    # The router's distance is a mean over features, the log density a sum: multiply by D.
     config = MetricConfig(strength=float(dim))
     router = MetricRouter(config, dim=dim, num_experts=num_experts, top_k=1)
     with torch.no_grad():
         router.embedding.zero_()
         router.statistics.note(x_TD, assignment_T, None)
-        router.statistics.fold()
+        router.statistics.update()
         return router.affinity(x_TD).argmax(-1)
 
 
 def bayes_choice(x_TD: Tensor, clusters: GaussianClusters) -> Tensor:
-    """(T,) the likeliest cluster, given the true moments: no rule of h alone errs less often."""
+    """Return the likeliest cluster given the true moments, (T,).
+
+    No rule that sees only the token errs less often.
+    """
     log_density_TC = torch.stack(
         [
             -((x_TD - mean_D) / std_D).square().sum(-1) / 2 - std_D.log().sum()

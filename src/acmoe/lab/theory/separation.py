@@ -1,4 +1,4 @@
-"""Lemma 1: does the scale of a cluster enlarge the distance between cluster means?
+"""Check Lemma 1: does the scale of a cluster enlarge the distance between cluster means?
 
 T tokens, D features, C clusters, X independent draws.
 """
@@ -8,7 +8,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from acmoe.data.text.synthetic import GaussianClusters
+from acmoe.data.synthetic import GaussianClusters
 from acmoe.lab.theory.check import Check, judge
 from acmoe.ops.statistics.scale import cluster_scale
 
@@ -18,18 +18,18 @@ STATEMENT = "||mu_b - mu_a||^2 in the metric M_a >= ||mu_b - mu_a||^2"
 
 
 def separation_gain(scale: Tensor, gap: Tensor) -> Tensor:
-    """Squared distance in the metric of the scale over the Euclidean one, along the last axis."""
+    """Return the squared length of `gap` in the metric of `scale` over its Euclidean one."""
     return (scale * gap.square()).sum(-1) / gap.square().sum(-1)
 
 
 def scale_gap_covariance(scale: Tensor, gap: Tensor) -> Tensor:
-    """Covariance over features of the scale with the squared gap."""
+    """Return the covariance over features between the scale and the squared gap."""
     square = gap.square()
     return ((scale - scale.mean(-1, keepdim=True)) * square).mean(-1)
 
 
 def pair_gains(clusters: GaussianClusters, scale_CD: Tensor) -> Tensor:
-    """Gain of every ordered pair of clusters, each in the scale of its first."""
+    """Return the gain of every ordered pair of clusters, in the scale of the pair's first."""
     means_CD = clusters.means
     gain_CC = separation_gain(scale_CD[:, None], means_CD[None] - means_CD[:, None])
     return gain_CC[~torch.eye(len(means_CD), dtype=torch.bool)]
@@ -69,16 +69,16 @@ def check_separation(seed: int = 0) -> Check:
         ),
         holds_as_printed=holds if confirmed else None,
         confirmed=confirmed,
-        note="The scale averages one over features, so the lemma is exactly the claim that scale "
-        "and squared gap are not negatively correlated over features.",
+        note="The scale has mean one over features, so the lemma is equivalent to this: scale and "
+        "squared gap are not negatively correlated over features.",
     )
 
 
 def hand_counterexample() -> tuple[Tensor, Tensor]:
-    """A scale and a gap that lies in the loose feature.
+    """Return a scale, and a gap along its loose feature.
 
-    Tokens (+-1, +-9) have the mean absolute deviations (1, 9); 1/s = (1, 1/9) has the mean 5/9, so
-    the scale is (1.8, 0.2) and the gap (0, 1) shrinks to 0.2.
+    Tokens (+-1, +-9) have the mean absolute deviations s = (1, 9). The mean of 1/s is 5/9, so the
+    scale is (1.8, 0.2), and the squared length of the gap (0, 1) shrinks to 0.2.
     """
     x_TD = torch.tensor([[1.0, 9], [1, -9], [-1, 9], [-1, -9]], dtype=torch.float64)
     scale_D = cluster_scale(x_TD, torch.zeros(4, dtype=torch.int64), 1)[0]
@@ -100,7 +100,8 @@ def check_separation_needs_assumption(seed: int = 0, draws: int = 4000, dim: int
         name="Lemma 1, gap in any direction",
         statement=STATEMENT,
         setting=f"{draws} draws, gap independent of the dispersion; s = (1, 9), gap (0, 1)",
-        measured=f"holds in {share:.0%} of draws; by hand the square falls to {by_hand:.2f}",
+        measured=f"holds in {share:.0%} of draws; by hand the squared distance falls to "
+        f"{by_hand:.2f}",
         figures={
             "draws": draws,
             "share_that_holds": share,
@@ -112,10 +113,10 @@ def check_separation_needs_assumption(seed: int = 0, draws: int = 4000, dim: int
             "fails without its assumption: a gap along loose features shrinks"
             if share < 1 and by_hand < 1
             else "holds",
-            "the sign of cov(scale, gap^2) does not decide it, or the hand example is off",
+            "the sign of cov(scale, gap^2) does not decide it, or the example by hand is off",
         ),
         holds_as_printed=None,
         confirmed=confirmed,
         note="The assumption (clusters are well separated along their tight features) stands in "
-        "the text before the lemma, not in it. Some such assumption is necessary.",
+        "the text before the lemma, not in the lemma. Some such assumption is necessary.",
     )

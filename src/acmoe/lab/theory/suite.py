@@ -1,4 +1,4 @@
-"""Every check, in the order of the paper."""
+"""Run every check, in the order of the paper."""
 
 from collections.abc import Callable
 
@@ -39,6 +39,6 @@ CHECKS: tuple[Callable[[int], Check], ...] = (
 
 
 def run_checks(*, seed: int = 0) -> list[Check]:
-    """All rows; equal seeds give equal numbers. A few seconds on one core."""
+    """Run all checks; equal seeds give equal numbers. It takes some ten seconds on one core."""
     check(0 <= seed < 2**63, f"seed={seed}; use an integer from 0 to 2**63 - 1")
     return [verify(seed) for verify in CHECKS]

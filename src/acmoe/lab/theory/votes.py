@@ -1,11 +1,12 @@
-"""When a token leaves its assignment under M_k*: if the features that voted for it are loose.
+"""Check when a token leaves its assignment under M_k*: if loose features decided for it.
 
-For any embeddings and any scale of mean one, the margin of j over k in the metric of j is the plain
-one plus a covariance over features, that of the scale with the votes h_q (e_jq - e_kq):
+Call h_q (e_jq - e_kq) the vote of feature q for expert j against k. For any embeddings and any
+scale of mean one, the margin of j over k in the metric of j is the plain margin plus a covariance
+over features between scale and votes:
 
     h' M_j (e_j - e_k) = h' (e_j - e_k) + D cov(m_j, votes)
 
-T tokens, D features, C clusters and as many experts, E; an embedding is the mean of its cluster.
+T tokens, D features, C clusters, E = C experts. An expert's embedding is the mean of its cluster.
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acmoe.data.text.synthetic import GaussianClusters
+from acmoe.data.synthetic import GaussianClusters
 from acmoe.lab.theory.check import Check, judge
 from acmoe.lab.theory.confirmation import ALMOST_ALL, CLUSTERS, STATEMENT, population_scale
 from acmoe.lab.theory.rules import adaptive_choice, own_metric_choice
@@ -24,19 +25,19 @@ TOKENS = 40_000
 
 
 class Mixture(NamedTuple):
-    """Tokens of `CLUSTERS`' means, whose clusters are tight on other features."""
+    """Tokens around the means of `CLUSTERS`, with clusters that are tight on chosen features."""
 
     name: str
     x: Tensor  # (T, D)
     cluster: Tensor  # (T,)
     embedding: Tensor  # (E, D)
-    std: Tensor | None  # (C, D) deviations where they are the same on a whole block, else None
+    std: Tensor | None  # (C, D) deviations; None if they are not constant on each block
 
 
 def mixtures(
     generator: torch.Generator, tokens: int = TOKENS, clusters: GaussianClusters = CLUSTERS
 ) -> Iterator[Mixture]:
-    """The same draw of standard normal tokens, stretched in four ways."""
+    """Yield four mixtures made from the same draw of standard normal tokens."""
     means_CD, own_CD = clusters.means, clusters.tight
     drawn_TD, cluster_T = clusters.sample(tokens, generator, dtype=torch.float64)
     unit_TD = (drawn_TD - means_CD[cluster_T]) / clusters.stds[cluster_T]
@@ -46,14 +47,19 @@ def mixtures(
         x_TD = means_CD[cluster_T] + std_CD[cluster_T] * unit_TD
         yield Mixture(name, x_TD, cluster_T, means_CD, std_CD)
     normal_DD = torch.randn(clusters.dim, clusters.dim, generator=generator, dtype=torch.float64)
-    turn_DD = torch.linalg.qr(normal_DD).Q
-    yield Mixture("own block rotated", drawn_TD @ turn_DD, cluster_T, means_CD @ turn_DD, None)
+    rotation_DD = torch.linalg.qr(normal_DD).Q
+    yield Mixture(
+        "own block rotated", drawn_TD @ rotation_DD, cluster_T, means_CD @ rotation_DD, None
+    )
 
 
 def margins(
     x_TD: Tensor, embedding_ED: Tensor, scale_CD: Tensor, assignment_T: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(T, E) plain margins of the assigned expert over each, and D cov(scale, votes)."""
+    """Return the plain margins of the assigned expert over each expert, and D cov(scale, votes).
+
+    Both are (T, E).
+    """
     gap_TED = embedding_ED[assignment_T][:, None] - embedding_ED
     votes_TED = x_TD[:, None] * gap_TED
     scale_T1D = scale_CD[assignment_T][:, None]
@@ -62,16 +68,16 @@ def margins(
 
 
 class Found(NamedTuple):
-    """What the rules do with one mixture."""
+    """Results of the rules on one mixture."""
 
     plain_rate: float
     adaptive_rate: float
     own_metric_rate: float
     repeated_wrong: float
     repeated_right: float
-    log_scale_rms: float  # 0: M = I
-    explained: float  # share of tokens whose staying or leaving the covariance foretells
-    block_rule: bool  # with the true dispersions every choice is the largest of m_jk a_k
+    log_scale_rms: float  # 0 if M = I
+    explained: float  # share of tokens for which the covariance predicts whether they stay
+    block_rule: bool  # with the true dispersions, every choice is the largest of m_jk a_k
 
 
 def find(mixture: Mixture) -> Found:
@@ -108,7 +114,7 @@ def _follows_blocks(
 
 
 def check_confirmation_scope(seed: int = 0) -> Check:
-    """The same means, with clusters that are tight on other features."""
+    """Check the same means with clusters that are tight on other features."""
     generator = torch.Generator().manual_seed(seed)
     found = {mixture.name: find(mixture) for mixture in mixtures(generator)}
     explained = min(row.explained for row in found.values())
@@ -138,12 +144,13 @@ def check_confirmation_scope(seed: int = 0) -> Check:
             "ends where another expert reads the tight features; rotated, M is nearly I"
             if ends
             else "repeated in other mixtures too",
-            f"the covariance foretells only {explained:.2%} of the tokens, or the largest of "
-            "m_jk a_k is not what the router chose",
+            f"the covariance predicts only {explained:.2%} of the tokens, or the router did not "
+            "choose the largest of m_jk a_k",
         ),
         holds_as_printed=None,
         confirmed=confirmed,
-        note="M_j multiplies the affinity of whichever expert reads the tight features of j. Is it "
-        "another than j, wrong choices are left: a gain if right ones stay (next block), a loss if "
-        "not (other blocks). Tight directions between the features are seen by no diagonal metric.",
+        note="M_j multiplies the affinity of whichever expert reads the tight features of j. If "
+        "this expert is not j, tokens leave wrong choices: a gain if the right choices stay (next "
+        "block), a loss if not (other blocks). A diagonal metric does not see tight directions "
+        "that lie between the features.",
     )

@@ -1,0 +1,1 @@
+"""Tune block sizes and pipelines of the expert kernels for one GPU."""

@@ -1,0 +1,180 @@
+"""Candidates of the tuner: block sizes and pipeline settings, and the jobs that compile them.
+
+T tokens, D features, F hidden units, W = F or 2F, E experts, K experts per token.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from acmoe.lab.bench.shapes import Shape
+from acmoe.ops.device import tuning
+from acmoe.ops.device.tuning import GEMMS, ROW_GEMMS, WEIGHT_GEMMS, Blocks, PipelineConfig
+
+Candidate = Blocks | PipelineConfig | None  # None: the Triton kernel instead of a pipeline
+
+PIPELINE_PREFIX = "ring_"  # prefix of a GEMM's name for its Hopper pipeline, as in tuned.json
+PIPELINES = tuple(PIPELINE_PREFIX + gemm for gemm in (*ROW_GEMMS, *WEIGHT_GEMMS))
+KERNELS = (*GEMMS, *PIPELINES)
+# (m, n, k, warps, stages) of tiles that are loaded by TMA.
+_LARGE = (
+    *((128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (256, 128, 64, 8, 3), (256, 128, 64, 8, 4)),
+    *((128, 256, 32, 8, 4), (256, 128, 32, 8, 4)),
+)
+# Tiles that are also tried with plain loads. Their addresses take registers, so the accumulators
+# are smaller.
+_SMALL = (
+    *((128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 4, 3), (128, 128, 64, 4, 4)),
+    *((128, 128, 32, 8, 4), (128, 128, 32, 4, 4), (128, 128, 128, 8, 2), (128, 64, 64, 4, 4)),
+    *((64, 128, 64, 4, 3), (64, 128, 64, 4, 4), (64, 256, 64, 4, 3), (64, 256, 64, 4, 4)),
+)
+_SPLITS = (1, 2, 3, 4, 6)  # split-K factors of a weight gradient that has few tiles
+# Most programs of a split-K GEMM: 8 per multiprocessor of an H200. More would only add up more
+# partial results.
+_MOST_PROGRAMS = 1056
+# (stages, buffers of h) of the GEMM "hidden" that fit into 227 KiB beside its outputs.
+_HIDDEN = ((5, 2), (4, 4), (4, 2), (3, 4))
+# Stages of ping-pong and of cooperative pipelines, and leads of the latter (`PipelineConfig`).
+_PING_PONG, _COOPERATIVE, _LEADS = (4, 5, 6), (3, 4), (0, 2, 3)
+
+
+@contextlib.contextmanager
+def trying(kernel: str, candidate: Candidate) -> Iterator[None]:
+    """Make the kernel use this candidate inside `with`."""
+    held: dict[str, Any] = tuning.PIPELINE_OVERRIDE if kernel in PIPELINES else tuning.OVERRIDE
+    before = dict(held)
+    held[kernel.removeprefix(PIPELINE_PREFIX)] = candidate
+    try:
+        yield
+    finally:
+        held.clear()
+        held.update(before)
+
+
+def candidates(kernel: str, shape: Shape, device: torch.device) -> Sequence[Candidate]:
+    """Return the candidates of a kernel for a layer of this shape."""
+    if kernel in PIPELINES:
+        return pipelines(kernel.removeprefix(PIPELINE_PREFIX), shape, device)
+    return blocks(kernel, shape)
+
+
+def blocks(kernel: str, shape: Shape) -> list[Blocks]:
+    """Return the block sizes to try for a Triton GEMM.
+
+    "up" of gated experts holds two accumulators, so tiles of 256 columns are left out. Persistent
+    kernels for weight gradients cannot gather tokens.
+    """
+    double = kernel == "up" and shape.activation == "swiglu"
+    weight = kernel in WEIGHT_GEMMS
+    tiles = [(*tile, True) for tile in _LARGE + _SMALL] + [(*tile, False) for tile in _SMALL]
+    found = [Blocks(*tile) for tile in tiles if not (double and tile[1] == 256)]
+    if not weight or copies(shape, backward=True):
+        found += [_persistent(one) for one in found if one.tma and one.m * one.n >= 128 * 128]
+    if not weight:
+        return found
+    return [one._replace(splits=n) for one in found for n in _splits(one, shape)]
+
+
+def pipelines(gemm: str, shape: Shape, device: torch.device) -> list[PipelineConfig | None]:
+    """Return None, and the pipeline settings that can run on this device."""
+    can = [
+        settings for settings in _forms(gemm) if unsupported(gemm, settings, shape, device) is None
+    ]
+    return [None, *can]
+
+
+def unsupported(
+    gemm: str, settings: PipelineConfig, shape: Shape, device: torch.device
+) -> str | None:
+    """Return the reason why a pipeline cannot compute this GEMM of the layer, or None."""
+    from acmoe.ops.experts.hopper.choice import pipeline_unsupported
+    from acmoe.ops.experts.triton.sizes import Sizes
+
+    sizes = (shape.dim, shape.hidden, shape.num_experts)
+    size = Sizes(shape.tokens, *sizes, shape.top_k, shape.activation)
+    # If rows are copied in backward, the copy of the upstream gradient is made for "hidden" and
+    # serves "down_weight" too; x may still be gathered for "up_weight" instead of copied.
+    gather = gemm in ("hidden", *WEIGHT_GEMMS)
+    if copies(shape, backward=True):
+        gather = gemm == "up_weight" and settings.gathers
+    if gemm in WEIGHT_GEMMS and settings.gathers and not gather:
+        return "it gathers rows that are already copied"
+    bare = gemm not in ("hidden", "down") or not shape.bias
+    with trying(PIPELINE_PREFIX + gemm, settings):
+        return pipeline_unsupported(*(gemm, size, torch.bfloat16, device), gather=gather, bare=bare)
+
+
+def no_pipeline(gemm: str, shape: Shape, device: torch.device) -> str:
+    """Return the reason why no pipeline can compute this GEMM."""
+    return str(unsupported(gemm, _forms(gemm)[-1], shape, device))
+
+
+def _forms(gemm: str) -> list[PipelineConfig]:
+    if gemm == "hidden":
+        return [PipelineConfig("turns", *sizes) for sizes in _HIDDEN]
+    if gemm in WEIGHT_GEMMS:
+        return [
+            PipelineConfig("together", n, gathers=some)
+            for n in _COOPERATIVE
+            for some in (False, True)
+        ]
+    ping_pong = [PipelineConfig("turns", stages) for stages in _PING_PONG]
+    return ping_pong + [
+        PipelineConfig("together", n, lead=lead) for n in _COOPERATIVE for lead in _LEADS
+    ]
+
+
+def copies(shape: Shape, *, backward: bool) -> bool:
+    """Return True if the layer's GEMMs read copied rows, unless a pipeline gathers them."""
+    sizes = (shape.dim, shape.hidden, shape.num_experts, shape.width)
+    return tuning.copies_rows(*sizes, backward=backward)
+
+
+def _persistent(one: Blocks) -> Blocks:
+    """Return the persistent form: a multiprocessor holds one program of 8 warps or two of 4."""
+    return one._replace(persistent=8 // one.num_warps)
+
+
+def _splits(one: Blocks, shape: Shape) -> list[int]:
+    """Return the split-K factors to try: 1, and more if there are too few tiles for the GPU."""
+    outputs = shape.num_experts * shape.dim * shape.width
+    programs = outputs // (one.m * one.n)
+    return [splits for splits in _SPLITS if splits == 1 or splits * programs <= _MOST_PROGRAMS]
+
+
+class Job(NamedTuple):
+    """One candidate to compile in a worker process."""
+
+    shape: str
+    kernel: str
+    candidate: Candidate
+
+
+def compile_jobs(
+    shapes: Iterable[Shape], kernels: Sequence[str], device: torch.device
+) -> list[Job]:
+    """Return one job for every set of compile-time constants, instead of one for every shape."""
+    jobs: dict[tuple[object, ...], Job] = {}
+    for shape in shapes:
+        for kernel in kernels:
+            for one in candidates(kernel, shape, device):
+                constants = (kernel, *_constants(one, shape, kernel))
+                jobs.setdefault(constants, Job(shape.name, kernel, one))
+    return list(jobs.values())
+
+
+def _constants(one: Candidate, shape: Shape, kernel: str) -> tuple[object, ...]:
+    """Return the compile-time constants of a candidate."""
+    if not isinstance(one, Blocks):
+        return (
+            one,
+            shape.name if one is None else None,
+        )  # None: the Triton kernel with the blocks of this shape
+    sizes = (shape.dim, shape.hidden, shape.width)
+    even = tuple(size % one.k == 0 for size in sizes)
+    whole = tuple(size >= side for size in sizes for side in one[:2])
+    split = one.splits > 1  # partial results are float32, whatever their number
+    copied = copies(shape, backward=kernel != "up")
+    return (one._replace(splits=0), shape.activation, even, whole, split, copied)

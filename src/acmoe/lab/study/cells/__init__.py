@@ -1,0 +1,1 @@
+"""Run one cell: train its model, score it, and collect its figures."""

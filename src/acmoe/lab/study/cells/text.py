@@ -1,0 +1,135 @@
+"""Run a cell that trains a language model and scores it on clean and contaminated text."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+from rich.console import Console
+
+from acmoe.config.text.data import ContaminationConfig
+from acmoe.config.text.language import language_router
+from acmoe.config.text.train import RunConfig
+from acmoe.data.text.arrays import Tokens
+from acmoe.data.text.contaminate import contaminate
+from acmoe.data.text.corpus import Corpus
+from acmoe.evaluate.language import Score, metric_of, score_stream, value_of
+from acmoe.evaluate.run import CHECKPOINTS, open_run
+from acmoe.evaluate.statistics import own_statistics, using_statistics
+from acmoe.lab.study.cell import Cell, TextTests
+from acmoe.lab.study.cells.outcome import Notify, Outcome, routing_metrics
+from acmoe.lab.study.cells.pairing import pair_with_plain
+from acmoe.lab.study.cells.scale_statistics import model_scale_statistics
+from acmoe.lab.study.cells.training import curve_of, train_cell, training_metrics
+from acmoe.models.text.decoder import LanguageModel
+from acmoe.runtime import pick_device, seeded
+from acmoe.train.checkpoint import CheckpointStore
+from acmoe.train.finetune import FinetuneReport, finetune
+from acmoe.train.resume import save_run
+from acmoe.train.run_folder import claim
+from acmoe.train.text import TextTrainer, checked_corpus
+
+
+def run_text(cell: Cell, folder: Path, notify: Notify) -> Outcome:
+    """Train in the folder, which the caller removes afterwards, and score the model."""
+    config, tests = cast(RunConfig, cell.config), cast(TextTests, cell.tests)
+    device, corpus = pick_device(config.device), checked_corpus(config)
+    with (
+        claim(folder, config, corpus.vocabulary),
+        seeded(config.seed, device),
+        contextlib.closing(TextTrainer(config, corpus, device)) as trainer,
+    ):
+        plain = language_router("smoe", config.model)
+        pair_with_plain(trainer.model, config.model, plain, config.seed)
+        log = train_cell(trainer, folder, notify)
+        if tests.tasks:
+            save_run(CheckpointStore(folder / CHECKPOINTS, keep=1), config.steps, trainer, log)
+    curve = curve_of(folder, "valid", log.metric.replace(" ", "_"))
+    scales = model_scale_statistics(trainer.model)
+    metrics = training_metrics(trainer, log, curve, scales)
+    scored, details = _scored(trainer.model, corpus, tests, config, cell.seed)
+    tasks = _finetuned(folder, tests, config, notify)
+    metrics |= scored | {task.task: task.test_accuracy for task in tasks}
+    return Outcome(
+        metrics=metrics,
+        curves={"valid": curve, "train_loss": curve_of(folder, "train", "loss")},
+        details={
+            **details,
+            "scale": [scale._asdict() for scale in scales],
+            "metric": log.metric,
+            "tasks": [replace(task, folder="").to_json() for task in tasks],
+        },
+    )
+
+
+def _scored(
+    model: LanguageModel, corpus: Corpus, tests: TextTests, config: RunConfig, seed: int
+) -> tuple[dict[str, float], dict[str, object]]:
+    """Score every text in every statistics mode; add routing measures of the clean test text."""
+    metric = metric_of(corpus)
+    metrics: dict[str, float] = {}
+    details: dict[str, object] = {}
+    score = partial(
+        score_stream,
+        model,
+        batch=tests.rows,
+        block=config.model.block,
+        precision=config.precision,
+        routing=True,
+    )
+    for mode in (None, *_further_modes(model, tests)):
+        suffix = "" if mode is None else f"_{mode}"
+        with using_statistics(model, mode) as used:
+            for name, inputs, targets in _texts(corpus, tests, seed):
+                found: Score = score(inputs[: tests.tokens], targets[: tests.tokens])
+                metrics[f"{name}{suffix}"] = value_of(found.loss, metric)
+                if mode is None and name == "test":
+                    metrics |= routing_metrics(found.layers)
+                    details["layers"] = [asdict(layer) for layer in found.layers]
+                    details["scored"] = {
+                        "statistics": used,
+                        "rows": tests.rows,
+                        "block": config.model.block,
+                        "tokens": found.tokens,
+                    }
+    return metrics, details
+
+
+def _further_modes(model: LanguageModel, tests: TextTests) -> tuple[str, ...]:
+    """Return the statistics modes in which a model of batch statistics is scored as well.
+
+    The paper trains with batch statistics, which look ahead in the text; other modes score the same
+    weights without look-ahead.
+    """
+    return tests.statistics if own_statistics(model) == "batch" else ()
+
+
+def _texts(corpus: Corpus, tests: TextTests, seed: int) -> Iterator[tuple[str, Tokens, Tokens]]:
+    """Yield (name, inputs, targets); all conditions of a seed have the same contaminated text."""
+    yield "test", corpus["test"], corpus["test"]
+    contaminated = contaminate(corpus, "test", ContaminationConfig(seed=seed))
+    yield "contaminated", contaminated.inputs, contaminated.targets
+    for name, file in tests.others:
+        stream: Tokens = np.load(file, mmap_mode="r", allow_pickle=False)
+        yield name, stream, stream
+
+
+def _finetuned(
+    folder: Path, tests: TextTests, config: RunConfig, notify: Notify
+) -> list[FinetuneReport]:
+    """Finetune on each task, starting from the weights after the last step of pretraining."""
+    found = []
+    for task in tests.tasks:
+        notify(f"finetuning on {task.task}")
+        report = finetune(
+            open_run(folder),
+            replace(task, which="last", seed=config.seed, device=config.device),
+            Path(tests.task_folder) / task.task,
+            checkpoints=False,
+            console=Console(quiet=True),
+        )
+        found.append(report)
+    return found

@@ -1,0 +1,1 @@
+"""The declared grids: settings, conditions and seeds of every study but the synthetic one."""

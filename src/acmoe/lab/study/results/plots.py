@@ -1,0 +1,95 @@
+"""Figures of a study: differences with intervals, and mean curves with standard deviations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from acmoe.analyze.figures.canvas import WIDTH, write_axes
+from acmoe.analyze.figures.palette import (
+    BLACK,
+    BLUE,
+    GREEN,
+    ORANGE,
+    PINK,
+    RED,
+    SKY,
+    YELLOW,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Curves differ in colour and in dashes; one of the two is enough to tell them apart.
+_COLOURS = (BLUE, ORANGE, GREEN, RED, BLACK, SKY, PINK, YELLOW)
+_DASHES = ("-", "--", "-.", ":")
+
+
+class Bar(NamedTuple):
+    """A mean difference and, if known, its interval."""
+
+    label: str
+    group: str
+    mean: float
+    low: float | None
+    high: float | None
+
+
+class Band(NamedTuple):
+    """Mean and standard deviation of a curve over seeds, at each step."""
+
+    label: str
+    steps: Sequence[int]
+    means: Sequence[float]
+    spreads: Sequence[float]
+
+
+def save_bars(bars: Sequence[Bar], folder: Path, *, name: str, label: str) -> tuple[Path, Path]:
+    """Plot one row per comparison, in groups, with a line at zero, to `name`.png and .svg."""
+
+    def draw(axes: Axes) -> None:
+        rows, ticks, y = list(bars), [], 0.0
+        for place, bar in enumerate(rows):
+            first = place == 0 or rows[place - 1].group != bar.group
+            if first:
+                y += 1.0
+                across = axes.get_yaxis_transform()  # x in fractions of the width, y in rows
+                axes.text(
+                    0.01, y - 0.6, bar.group, transform=across, fontsize=8, backgroundcolor="white"
+                )
+            if bar.low is not None and bar.high is not None:
+                axes.plot([bar.low, bar.high], [y, y], color=BLUE, linewidth=2)
+            axes.plot([bar.mean], [y], "o", color=BLUE, markersize=6)
+            ticks.append(y)
+            y += 1.0
+        axes.axvline(0, color=BLACK, linewidth=1)
+        axes.set_yticks(ticks, [bar.label for bar in rows])
+        axes.set_ylim(y, 0)
+        axes.set(xlabel=label)
+
+    groups = len({bar.group for bar in bars})
+    height = 1.2 + 0.3 * (len(bars) + groups)
+    return write_axes(draw, folder, name, size=(WIDTH, height))
+
+
+def save_bands(
+    bands: Sequence[Band], folder: Path, *, name: str, title: str, label: str
+) -> tuple[Path, Path]:
+    """Plot mean curves with their standard deviation to `name`.png and .svg."""
+
+    def draw(axes: Axes) -> None:
+        for place, band in enumerate(bands):
+            colour = _COLOURS[place % len(_COLOURS)]
+            # When the colours repeat, the dashes change.
+            dashes = _DASHES[(place + place // len(_COLOURS)) % len(_DASHES)]
+            axes.plot(band.steps, band.means, dashes, color=colour, label=band.label)
+            low = [mean - spread for mean, spread in zip(band.means, band.spreads, strict=True)]
+            high = [mean + spread for mean, spread in zip(band.means, band.spreads, strict=True)]
+            axes.fill_between(band.steps, low, high, color=colour, alpha=0.15, linewidth=0)
+        axes.set(title=title, xlabel="optimizer step", ylabel=label)
+        # The legend is outside the axes: inside it would hide curves.
+        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+    height = max(4.4, 0.6 + 0.2 * len(bands))
+    return write_axes(draw, folder, name, size=(9.0, height))

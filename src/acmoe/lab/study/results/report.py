@@ -1,0 +1,81 @@
+"""`acmoe study --summarise`: write tables and figures; equal results give equal bytes."""
+
+import os
+import re
+from pathlib import Path
+from statistics import fmean, stdev
+
+from acmoe.lab.study.results.page import write_page
+from acmoe.lab.study.results.plots import Band, Bar, save_bands, save_bars
+from acmoe.lab.study.results.records import read_results
+from acmoe.lab.study.results.summary import Group, Summary, summarise
+from acmoe.lab.study.results.tables import study_markdown
+from acmoe.lab.study.study import Metric, Study
+
+
+def report(study: Study, results: Path, page: Path, images: Path) -> list[Path]:
+    """Write the study's section of the page and its figures; return the written files."""
+    summary = summarise(study, read_results(results))
+    figures = draw(summary, images)
+    shown = [
+        Path(os.path.relpath(figure, page.parent)).as_posix()
+        for figure in figures
+        if figure.suffix == ".svg"
+    ]
+    write_page(page, study.name, study_markdown(summary, shown))
+    return [page, *figures]
+
+
+def draw(summary: Summary, images: Path) -> list[Path]:
+    """Plot the differences in the primary metrics, and the curves of every group."""
+    study = summary.study
+    paths: list[Path] = []
+    for primary in study.primary:
+        paths += _differences(summary, primary, images)
+    for group in summary.groups:
+        bands = [_band(group, condition, study.curve) for condition in group.conditions]
+        drawn = [band for band in bands if band is not None and len(band.steps) > 1]
+        if drawn:
+            name = _file_name(f"{study.name}-{group.title}")
+            paths += save_bands(
+                drawn, images, name=name, title=group.title, label=study.curve_label
+            )
+    return paths
+
+
+def _differences(summary: Summary, metric: Metric, images: Path) -> list[Path]:
+    bars = [
+        Bar(
+            label=f"{one.condition} - {one.baseline}",
+            group=one.group,
+            mean=one.difference.mean,
+            low=one.difference.low,
+            high=one.difference.high,
+        )
+        for one in summary.comparisons
+        if one.metric == metric
+    ]
+    if not bars:
+        return []
+    name = _file_name(f"{summary.study.name}-differences {metric.setting}".strip())
+    label = f"difference in {metric.label}, 95 % interval"
+    return [*save_bars(bars, images, name=name, label=label)]
+
+
+def _file_name(text: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower())
+
+
+def _band(group: Group, condition: str, name: str) -> Band | None:
+    """Return mean and standard deviation over seeds, at the steps that all seeds have."""
+    curves = [dict(curve) for curve in group.curves(condition, name)]
+    if not curves:
+        return None
+    steps = sorted(set.intersection(*(set(curve) for curve in curves)))
+    columns = [[curve[step] for curve in curves] for step in steps]
+    return Band(
+        label=f"{condition} (n = {len(curves)})",
+        steps=steps,
+        means=[fmean(column) for column in columns],
+        spreads=[stdev(column) if len(column) > 1 else 0.0 for column in columns],
+    )

@@ -1,0 +1,130 @@
+"""Summarise the records of a study: spreads, paired differences and corrected tests."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from acmoe.errors import check
+from acmoe.lab.study.results.records import DONE, Record, latest
+from acmoe.lab.study.results.statistics import Difference, Spread, holm, paired_difference
+from acmoe.lab.study.study import Metric, Study
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """A condition compared with its baseline, in one setting and one metric."""
+
+    group: str
+    metric: Metric
+    condition: str
+    baseline: str
+    difference: Difference
+    relative: float | None  # difference in percent of the baseline's mean; None where that is 0
+    holm_t: float | None  # corrected over all comparisons of the metric in this study
+    holm_flip: float
+
+
+class Group:
+    """The runs of one setting at one size; only these are compared with each other."""
+
+    def __init__(self, setting: str, size: str, records: Sequence[Record]) -> None:
+        self.setting, self.size, self.records = setting, size, records
+        self.runs: dict[tuple[str, int], Record] = {}
+        for record in records:
+            key = (record["condition"], record["seed"])
+            check(
+                key not in self.runs,
+                f"two different runs of {setting}, {size}, {key[0]}, seed {key[1]}: their configs "
+                "or data differ; move the older line into another file",
+            )
+            self.runs[key] = record
+
+    @property
+    def title(self) -> str:
+        """Setting and size in words."""
+        return f"{self.setting}; {self.size}"
+
+    @property
+    def conditions(self) -> list[str]:
+        """The conditions, in the order in which they first ran."""
+        return list(dict.fromkeys(condition for condition, _ in self.runs))
+
+    def by_seed(self, condition: str, key: str) -> dict[int, float]:
+        """Return a metric of a condition by seed; seeds without the metric are left out."""
+        return {
+            seed: record["metrics"][key]
+            for (name, seed), record in self.runs.items()
+            if name == condition and key in record["metrics"]
+        }
+
+    def spread(self, condition: str, key: str) -> Spread | None:
+        """Return mean and standard deviation over seeds; None where no run has the metric."""
+        values = self.by_seed(condition, key)
+        return Spread.of([values[seed] for seed in sorted(values)]) if values else None
+
+    def curves(self, condition: str, name: str) -> list[list[tuple[int, float]]]:
+        """Return the curve of each seed."""
+        return [
+            [(step, value) for step, value in record["curves"][name]]
+            for (found, _), record in sorted(self.runs.items())
+            if found == condition and name in record.get("curves", {})
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The groups of a study, and all comparisons between their conditions."""
+
+    study: Study
+    groups: tuple[Group, ...]
+    comparisons: tuple[Compared, ...]
+    failed: tuple[Record, ...]
+
+    def in_group(self, group: Group) -> list[Compared]:
+        """Return the comparisons of one group."""
+        return [one for one in self.comparisons if one.group == group.title]
+
+
+def summarise(study: Study, records: Sequence[Record]) -> Summary:
+    """Make every comparison that the study defines and the records allow."""
+    found = [record for record in latest(records) if record["study"] == study.name]
+    done = [record for record in found if record["status"] == DONE]
+    check(bool(done), f"no finished run of the study {study.name!r} in these results")
+    grouped: dict[tuple[str, str], list[Record]] = {}
+    for record in done:
+        grouped.setdefault((record["setting"], record["size"]), []).append(record)
+    groups = tuple(Group(*key, members) for key, members in grouped.items())
+    comparisons = [one for metric in study.compared for one in _compared(study, metric, groups)]
+    failed = tuple(record for record in found if record["status"] != DONE)
+    return Summary(study=study, groups=groups, comparisons=tuple(comparisons), failed=failed)
+
+
+def _compared(study: Study, metric: Metric, groups: Sequence[Group]) -> list[Compared]:
+    """Compare in one metric; all settings and comparisons form one family for the correction."""
+    found = []
+    for group in (group for group in groups if metric.is_of(group.setting)):
+        for condition, baseline in study.comparisons:
+            base = group.by_seed(baseline, metric.key)
+            difference = paired_difference(group.by_seed(condition, metric.key), base)
+            if difference is not None:
+                found.append((group, condition, baseline, difference))
+    tested = [difference.p_t for *_, difference in found if difference.p_t is not None]
+    corrected = iter(holm(tested))
+    flips = holm([difference.p_flip for *_, difference in found])
+    return [
+        Compared(
+            group=group.title,
+            metric=metric,
+            condition=condition,
+            baseline=baseline,
+            difference=difference,
+            relative=_percent(difference.mean, group.by_seed(baseline, metric.key)),
+            holm_t=None if difference.p_t is None else next(corrected),
+            holm_flip=flip,
+        )
+        for (group, condition, baseline, difference), flip in zip(found, flips, strict=True)
+    ]
+
+
+def _percent(difference: float, baseline: Mapping[int, float]) -> float | None:
+    mean = Spread.of(list(baseline.values())).mean
+    return 100 * difference / mean if mean else None

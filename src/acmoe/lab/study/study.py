@@ -1,0 +1,108 @@
+"""The definition of a study: a question, a grid of cells, and the comparisons that answer it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from acmoe.lab.study.cell import Cell
+from acmoe.lab.study.materials import Materials
+from acmoe.lab.study.size import Size
+
+# Makes the cells of the given seeds, in all settings and conditions.
+Grid = Callable[[Materials, Size, Sequence[int]], list[Cell]]
+
+
+class DataFree(NamedTuple):
+    """Settings that need no data set: their data come with Python and the installed packages."""
+
+    settings: tuple[str, ...]
+    grid: Grid
+
+
+class Metric(NamedTuple):
+    """A figure in the record of a cell."""
+
+    key: str
+    label: str
+    better: Literal["lower", "higher", "neither"] = "neither"
+    digits: int = 4
+    setting: str = ""  # the only setting that has this metric; empty: all have it
+
+    def is_of(self, setting: str) -> bool:
+        """Return True where the setting has this metric."""
+        return self.setting in ("", setting)
+
+
+class PaperFigure(NamedTuple):
+    """A figure of the paper, shown beside ours: its data, model size and run length differ."""
+
+    what: str
+    plain: str
+    adaptive: str
+    source: str  # table or section of the paper
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A family of comparisons; Holm's correction covers all comparisons in one metric."""
+
+    name: str
+    question: str
+    grid: Grid
+    reads_data: bool = True  # False: `grid` needs no folder of data sets
+    data_free: DataFree | None = None  # further settings of a study that reads data
+    seeds: int  # the fewest seeds that the study's claims need
+    first_seed: int = 0
+    comparisons: tuple[tuple[str, str], ...]  # (condition, baseline)
+    compared: tuple[Metric, ...]  # tested metrics; the first is the primary one
+    descriptive: tuple[Metric, ...] = ()  # metrics that are shown but not tested
+    curve: str = "valid"
+    curve_label: str = ""
+    paper: tuple[PaperFigure, ...] = ()
+    note: str = ""  # what a reader of the tables needs to know
+
+    @property
+    def own_seeds(self) -> tuple[int, ...]:
+        """The seeds that run unless others are given."""
+        return tuple(range(self.first_seed, self.first_seed + self.seeds))
+
+    @property
+    def free_settings(self) -> tuple[str, ...]:
+        """The settings that need no data folder although the study reads data."""
+        return () if self.data_free is None else self.data_free.settings
+
+    def cells(
+        self, materials: Materials, size: Size, seeds: Sequence[int], settings: Sequence[str] = ()
+    ) -> list[Cell]:
+        """Return all cells, or only the data-free ones where `settings` selects no others.
+
+        `settings` are parts of the names of settings.
+        """
+        free = [] if self.data_free is None else self.data_free.grid(materials, size, seeds)
+        return free if self._all_free(settings) else [*self.grid(materials, size, seeds), *free]
+
+    def reads(self, settings: Sequence[str]) -> bool:
+        """Return True where these settings, or all if none are given, need a data folder."""
+        return self.reads_data and not self._all_free(settings)
+
+    def _all_free(self, settings: Sequence[str]) -> bool:
+        return bool(settings) and all(
+            any(part in name for name in self.free_settings) for part in settings
+        )
+
+    @property
+    def primary(self) -> tuple[Metric, ...]:
+        """The first compared metric, once for each unit that it has in different settings."""
+        return tuple(metric for metric in self.compared if metric.key == self.compared[0].key)
+
+
+# Behaviour and cost of the routers, the same in every study of trained models.
+ROUTER_METRICS = (
+    Metric("load_balance", "load balance (std, points)", digits=2),
+    Metric("instability", "instability", digits=3),
+    Metric("instability_chance", "by chance", digits=3),
+    Metric("scale_rms_log", "rms of log M", digits=3),
+    Metric("scale_common", "common to clusters", digits=2),
+    Metric("step_ms", "step (ms)", digits=1),
+    Metric("peak_memory_gib", "memory (GiB)", digits=2),
+)

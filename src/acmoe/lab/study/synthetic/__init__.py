@@ -1,0 +1,1 @@
+"""The synthetic study: a task with known clusters, its model, its grid and its cells."""

@@ -1,0 +1,29 @@
+"""Variants of the adaptive router that go beyond the paper, so that each study can be run again.
+
+Importing this package registers the router "adaptive-variant" with its config, `VariantConfig`. Of
+24 variants that were tried none is better than the plain router (studies/results.md), which is why
+the core does not know them.
+
+    config       the options and which of them work together
+    scale        powers and parts of M
+    strength     a scheduled or learned lambda
+    statistics   the cluster statistics that use the two above
+    tokens       statistics of tokens in front of a block's norm
+    router       stretching about a cluster's mean, and a matched gate temperature
+"""
+
+from acmoe.config.routing import ROUTERS
+from acmoe.lab.variants.config import VariantConfig, variant_of
+from acmoe.lab.variants.router import VariantRouter
+from acmoe.lab.variants.statistics import VariantStatistics
+from acmoe.lab.variants.tokens import hand_over_tokens
+
+ROUTERS[VariantConfig.name] = VariantConfig
+
+__all__ = [
+    "VariantConfig",
+    "VariantRouter",
+    "VariantStatistics",
+    "hand_over_tokens",
+    "variant_of",
+]

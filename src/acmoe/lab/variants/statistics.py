@@ -1,0 +1,85 @@
+"""Cluster statistics with the options of `VariantConfig` that change the scale or its tokens."""
+
+from torch import Tensor
+
+from acmoe.errors import check
+from acmoe.lab.variants.config import VariantConfig
+from acmoe.lab.variants.scale import reshape_scale
+from acmoe.lab.variants.strength import Strength
+from acmoe.ops.statistics.op import ScaleOptions
+from acmoe.ops.statistics.scale import informs
+from acmoe.routing.cache import StatisticsSlot
+from acmoe.routing.statistics import ClusterStatistics, build_statistics, scale_options
+
+
+class VariantStatistics(ClusterStatistics):
+    """`ClusterStatistics` with powers and parts of M, a changing lambda, and other tokens."""
+
+    config: VariantConfig
+
+    def __init__(self, config: VariantConfig, *, num_clusters: int, dim: int) -> None:
+        super().__init__(config, num_clusters=num_clusters, dim=dim)
+        self.strength: Strength | None = None
+        if config.learn_strength or config.strength_end is not None:
+            self.strength = Strength(config)
+        # The tokens to measure in place of the router's input (acmoe/lab/variants/tokens.py).
+        self.handed_over: Tensor | None = None
+
+    def cluster_scale(
+        self,
+        x_BLD: Tensor,
+        assignment_BL: Tensor,
+        token_mask_BL: Tensor | None,
+        slot: StatisticsSlot | None,
+        order: Tensor | None = None,
+    ) -> Tensor:
+        x_BLD = self._measured(x_BLD)
+        return super().cluster_scale(x_BLD, assignment_BL, token_mask_BL, slot, order)
+
+    def _measured(self, x_BLD: Tensor) -> Tensor:
+        """Return the tokens to measure: x, or the tokens before the norm, which are used once."""
+        tokens, self.handed_over = self.handed_over, None
+        if self.config.stats_input == "input":
+            return x_BLD
+        check(
+            tokens is not None and tokens.shape == x_BLD.shape,
+            f"gain={self.config.gain} and read={self.config.read!r} take statistics of tokens in "
+            "front of a block's norm, which nothing has handed over; build a language model with "
+            "acmoe.create_model, or call acmoe.lab.variants.hand_over_tokens(model)",
+        )
+        assert tokens is not None
+        return tokens
+
+    @property
+    def options(self) -> ScaleOptions:
+        options = scale_options(self.config)  # torch.compile cannot trace super().options
+        if self.strength is not None:
+            options = options._replace(strength=self.strength())
+        if self.config.power != 1 or self.config.part != "both":
+            options = options._replace(transform=self._reshape)
+        return options
+
+    def _reshape(self, scale: Tensor, spread: Tensor, count: Tensor) -> Tensor:
+        config = self.config
+        occupied = informs(spread, count, eps=config.eps, min_tokens=config.min_tokens)
+        return reshape_scale(
+            scale, occupied, power=config.power, part=config.part, normalize=config.normalize
+        )
+
+    @property
+    def caches_scale(self) -> bool:
+        return super().caches_scale and not self.config.learn_strength
+
+    @property
+    def version(self) -> tuple[object, ...]:
+        step = 0 if self.strength is None else self.strength.step._version
+        return *super().version, step
+
+    @property
+    def constant(self) -> bool:
+        return self.config.detach and not self.config.learn_strength
+
+
+@build_statistics.register
+def _(config: VariantConfig, *, num_clusters: int, dim: int) -> ClusterStatistics:
+    return VariantStatistics(config, num_clusters=num_clusters, dim=dim)

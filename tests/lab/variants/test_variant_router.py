@@ -1,0 +1,347 @@
+"""Stretching about the mean, matched temperatures, powers and parts, in routers and layers.
+
+T tokens, D features, E experts, C = E clusters.
+"""
+
+import warnings
+
+import pytest
+import torch
+from filled_layers import see
+from hypothesis import given
+from hypothesis import strategies as st
+from router_loops import dispersion, matrix, rows, scales
+from variant_cases import taker
+
+from acmoe import (
+    CosineConfig,
+    MoE,
+    RoutingState,
+    SMoEConfig,
+    UserError,
+    build_router,
+    fold_statistics,
+)
+from acmoe.lab.variants import VariantConfig, VariantRouter
+
+BIASED = SMoEConfig(bias=True, gate="all")
+PER_TOKEN = ("assignment", "membership")
+
+
+def router_of(*, dim=4, num_experts=3, top_k=2, seed=0, **options):
+    torch.manual_seed(seed)
+    config = VariantConfig(**({"base": BIASED} | options))
+    return build_router(config, dim=dim, num_experts=num_experts, top_k=top_k).double()
+
+
+def drawn(num_tokens=24, *, dim=4, clusters=3, seed=0):
+    """Tokens off the origin, and a state in which some stand in no cluster."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_tokens, dim, generator=generator, dtype=torch.float64) + 1.0
+    state = RoutingState.identity(
+        num_tokens=num_tokens, num_clusters=clusters, dim=dim, dtype=torch.float64
+    )
+    assignment = torch.randint(-1, clusters, (num_tokens, 1), generator=generator)
+    scale = torch.rand(clusters, dim, generator=generator, dtype=torch.float64) + 0.5
+    return x, state._replace(assignment=assignment, scale=scale)
+
+
+def loop_scale(x, cluster, clusters=3):
+    return matrix(scales(dispersion(rows(x), cluster.tolist(), clusters), x.shape[1]))
+
+
+@pytest.mark.parametrize("mode", ["batch", "running"])
+@pytest.mark.parametrize("mix", [1, 2])
+def test_centred_tokens_equal_a_loop(mode, mix):
+    router = router_of(statistics=mode, statistics_of="current", center=True, momentum=0.0, mix=mix)
+    x, state = drawn()
+    if mix == 2:
+        second = (state.assignment + 1) % 3
+        share = torch.tensor([0.75, 0.25], dtype=torch.float64).expand(24, 2)
+        state = state._replace(
+            assignment=torch.cat([state.assignment, second], 1), membership=share
+        )
+    cluster = state.assignment[:, 0]
+    if mode == "running":
+        router.rescale(x, state)
+        fold_statistics(router)
+        router.eval()
+    scale = loop_scale(x, cluster)
+    means = [x[cluster == c].mean(0) for c in range(3)]
+    wanted = []
+    for t in range(24):
+        token = torch.zeros(4, dtype=torch.float64)
+        for c, share in zip(state.assignment[t].tolist(), state.membership[t], strict=True):
+            token += share * (x[t] if c < 0 else scale[c] * (x[t] - means[c]) + means[c])
+        wanted.append(token)
+    tolerance = 1e-5 if mode == "running" else 1e-10  # running averages are float32
+    torch.testing.assert_close(
+        router.rescale(x, state).dense(), torch.stack(wanted), rtol=tolerance, atol=tolerance
+    )
+
+
+def test_centring_moves_no_clusters_mean():
+    router = router_of(statistics="batch", statistics_of="current", center=True)
+    plain = router_of(statistics="batch", statistics_of="current")
+    x, state = drawn()
+    cluster = state.assignment[:, 0]
+    for c in range(3):
+        before, after, moved = (
+            tokens[cluster == c].mean(0)
+            for tokens in (x, router.rescale(x, state).dense(), plain.rescale(x, state).dense())
+        )
+        torch.testing.assert_close(after, before)
+        assert (moved - before).abs().max() > 0.1
+
+
+def test_a_centred_running_router_knows_nothing_of_the_call():
+    router = router_of(statistics_of="current", center=True, match=True)
+    x, state = drawn()
+    router(x, state)
+    fold_statistics(router)
+    router.eval()
+    whole = router(x, state).affinity
+    alone = [
+        router(x[t : t + 1], state._replace(**{k: getattr(state, k)[t : t + 1] for k in PER_TOKEN}))
+        for t in range(24)
+    ]
+    torch.testing.assert_close(torch.cat([found.affinity for found in alone]), whole)
+    assert router.causal
+
+
+def test_the_mean_has_a_gradient_only_where_the_scale_has():
+    x, state = drawn()
+    for detach in (True, False):
+        router = router_of(statistics="batch", statistics_of="current", center=True, detach=detach)
+        leaf = x.clone().requires_grad_()
+        # Summed over a cluster the centred tokens are its sum, whatever M is; with a constant mean
+        # the gradient is M instead of 1.
+        router.rescale(leaf, state).dense()[state.assignment[:, 0] == 0].sum().backward()
+        ones = leaf.grad[state.assignment[:, 0] == 0]
+        assert torch.allclose(ones, torch.ones_like(ones)) is not detach
+
+
+def variances(affinity, bias, cluster, mask=None):
+    """Per cluster: the mean over tokens of the variance over experts, by a loop."""
+    found = {}
+    for t, c in enumerate(cluster):
+        if c >= 0 and (mask is None or mask[t]):
+            inner = affinity[t] - bias
+            found.setdefault(c, []).append((inner - inner.mean()).square().mean())
+    return {c: sum(values) / len(values) for c, values in found.items()}
+
+
+@given(
+    seed=st.integers(0, 99),
+    statistics_of=st.sampled_from(["previous", "current"]),
+    center=st.booleans(),
+    masked=st.booleans(),
+)
+def test_matched_affinities_vary_over_experts_as_much_as_plain_ones(
+    seed, statistics_of, center, masked
+):
+    center = center and statistics_of == "current"
+    router = router_of(
+        statistics="batch", statistics_of=statistics_of, match=True, center=center, seed=seed
+    )
+    x, state = drawn(seed=seed)
+    mask = torch.arange(24) % 5 > 0 if masked else None
+    found = router(x, state, token_mask=mask)
+    plain = router.base(x, state)
+    cluster, bias = state.assignment[:, 0].tolist(), router.base.bias
+    wanted = variances(plain.affinity, bias, cluster, mask)
+    for c, value in variances(found.affinity, bias, cluster, mask).items():
+        torch.testing.assert_close(value, wanted[c], rtol=1e-5, atol=0.0)
+    nowhere = (state.assignment[:, 0] < 0) & (torch.ones(24) > 0 if mask is None else mask)
+    assert torch.equal(found.affinity[nowhere], plain.affinity[nowhere])
+
+
+def test_matching_leaves_the_order_of_experts_as_it_is():
+    x, state = drawn()
+    for base in (SMoEConfig(gate="all"), SMoEConfig(gate="all", normalize_embeddings=True)):
+        matched, other = (
+            router_of(statistics="batch", base=base, match=match)(x, state)
+            for match in (True, False)
+        )
+        assert torch.equal(matched.expert_ids, other.expert_ids)
+        assert not torch.allclose(matched.gate, other.gate)
+
+
+def test_matched_temperatures_of_running_statistics_are_updated_like_the_scale():
+    router = router_of(match=True, momentum=0.5)
+    average, weight = {}, {}
+    for seed in range(4):
+        x, state = drawn(seed=seed)
+        router(x, state)
+        fold_statistics(router)
+        cluster = state.assignment[:, 0].tolist()
+        both = [
+            variances(router.base.affinity(tokens), router.base.bias, cluster)
+            for tokens in (x, stretched(x, state))
+        ]
+        for c in both[0]:
+            count, old = cluster.count(c), 0.5 * weight.get(c, 0.0)
+            weight[c] = old + count
+            new = torch.stack([part[c].detach() for part in both])
+            average[c] = (old * average.get(c, 0.0) + count * new) / weight[c]
+    x, state = drawn(seed=9)
+    tau = torch.stack([(average[c][1] / average[c][0]).sqrt() for c in range(3)])
+    cluster = state.assignment[:, 0]
+    divided = stretched(x, state)
+    divided = torch.where((cluster < 0)[:, None], x, divided / tau[cluster.clamp(min=0), None])
+    found = router.eval().rescale(x, state).dense()
+    torch.testing.assert_close(found, divided, rtol=1e-5, atol=1e-6)
+
+
+def stretched(x, state):
+    """M h, and h for a token in no cluster."""
+    cluster = state.assignment[:, 0]
+    return torch.where((cluster < 0)[:, None], x, x * state.scale[cluster.clamp(min=0)])
+
+
+def test_before_the_first_update_a_matched_router_divides_by_one():
+    x, state = drawn()
+    router = router_of(match=True).eval()
+    assert torch.equal(router.rescale(x, state).dense(), stretched(x, state))
+
+
+@pytest.mark.parametrize(
+    "options", [{"match": True}, {"center": True, "statistics_of": "current", "match": True}]
+)
+def test_with_the_identity_a_variant_router_is_bitwise_its_base(options):
+    x, _ = drawn()
+    nothing = RoutingState.identity(num_tokens=24, num_clusters=3, dim=4, dtype=torch.float64)
+    for mode in ("batch", "running"):
+        router = router_of(statistics=mode, **options)
+        assert torch.equal(router(x, nothing).affinity, router.base(x, nothing).affinity)
+
+
+@torch.no_grad()
+def test_decoding_goes_on_with_the_means_and_temperatures_of_the_prefill():
+    router = router_of(statistics="batch", statistics_of="current", center=True, match=True).eval()
+    x, state = drawn()
+    slot = router.new_slot(1, device=None, dtype=torch.float64)
+    first = router(x, state, cache=slot).affinity
+    for t in range(3):
+        one = state._replace(**{k: getattr(state, k)[t : t + 1] for k in PER_TOKEN})
+        torch.testing.assert_close(router(x[t : t + 1], one, cache=slot).affinity[0], first[t])
+
+
+def test_match_needs_a_base_with_inner_products():
+    cosine = build_router(CosineConfig(), dim=4, num_experts=3, top_k=1)
+    with pytest.raises(UserError, match=r"match=True around a CosineRouter; .*TopKRouter"):
+        VariantRouter(VariantConfig(match=True), cosine)
+
+
+@pytest.mark.parametrize("mode", ["batch", "running"])
+@pytest.mark.parametrize(("power", "part"), [(0.5, "both"), (1.0, "own"), (0.25, "common")])
+def test_statistics_give_the_reshaped_scale_of_their_dispersion(mode, power, part):
+    statistics = taker(statistics=mode, power=power, part=part, momentum=0.0)
+    x, state = drawn()
+    cluster = state.assignment[:, 0]
+    cluster = torch.where(cluster == 2, -1, cluster)  # cluster 2 stays empty
+    see(statistics, x.float(), cluster)
+    fold_statistics(statistics)
+    found = see(statistics, x.float(), cluster).double()
+    log = loop_scale(x, cluster)[:2].log()
+    kept = {"both": log, "common": log.mean(0, keepdim=True), "own": log - log.mean(0)}[part]
+    wanted = (power * kept).exp()
+    wanted = (wanted / wanted.mean(1, keepdim=True)).expand(2, 4)
+    torch.testing.assert_close(found[:2], wanted, rtol=1e-4, atol=1e-6)
+    empty = wanted[0] if part == "common" else torch.ones(4, dtype=torch.float64)
+    torch.testing.assert_close(found[2], empty, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["prefix", "sequence"])
+def test_a_power_reaches_statistics_of_positions(mode):
+    x, state = drawn()
+    x, positions = x.view(2, 12, 4), state._replace(aux_loss=torch.zeros(()))
+    found, paper = (
+        router_of(statistics=mode, power=power).rescale(x, positions).dense() / x
+        for power in (0.5, 1.0)
+    )
+    root = paper.sqrt()
+    torch.testing.assert_close(found, root / root.mean(-1, keepdim=True))
+
+
+VARIANTS = {
+    "power": {"power": 0.5},
+    "own": {"part": "own"},
+    "matched": {"match": True},
+    "centred": {"center": True, "statistics_of": "current"},
+    "scheduled": {"strength": 1.0, "strength_end": 0.1, "strength_steps": 3},
+    "learned": {"strength": 1.0, "learn_strength": True},
+}
+
+
+@pytest.mark.parametrize("mode", ["batch", "running"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_three_steps_of_two_layers_stay_finite_and_differ_from_the_papers(name, mode):
+    torch.manual_seed(0)
+    outputs = []
+    for options in (VARIANTS[name], {}):
+        config = VariantConfig(statistics=mode, **options)
+        torch.manual_seed(1)
+        layers = torch.nn.ModuleList(
+            MoE(dim=4, hidden=8, num_experts=3, top_k=2, router=config) for _ in range(2)
+        )
+        x = torch.randn(40, 4, generator=torch.Generator().manual_seed(2)) + 1
+        for _ in range(3):
+            layers.zero_grad()
+            state = RoutingState.identity(num_tokens=40, num_clusters=3, dim=4)
+            y = x
+            for layer in layers:
+                y, state = layer(y, state)
+            y.square().sum().backward()
+            fold_statistics(layers)
+        grads = [p.grad for p in layers.parameters() if p.grad is not None]
+        assert all(grad.isfinite().all() for grad in grads)
+        outputs.append(y.detach())
+    assert not torch.equal(*outputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["batch", "running"])
+@pytest.mark.parametrize("name", ["own", "matched", "centred", "learned"])
+def test_a_variant_layer_compiles_to_one_graph(name, mode):
+    torch.manual_seed(0)
+    config = VariantConfig(statistics=mode, **VARIANTS[name])
+    moe = MoE(dim=4, hidden=8, num_experts=3, top_k=2, router=config)
+    x, state = drawn()
+    x, state = x.float(), state._replace(scale=state.scale.float(), membership=torch.ones(24, 1))
+    gradients = []
+    torch._dynamo.reset()
+    for layer in (moe, torch.compile(moe, fullgraph=True, backend="aot_eager")):
+        moe.zero_grad()
+        with warnings.catch_warnings():  # of what dynamo itself does while it traces
+            warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
+            y, after = layer(x, state)
+        (y.square().sum() + (after.scale * state.scale).sum()).backward()
+        gradients.append([p.grad.clone() for p in moe.parameters() if p.grad is not None])
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
+
+
+def test_a_matched_scale_stays_one_scale_per_cluster():
+    """The fused router kernel reads a (C, D) scale; a mean per cluster needs the product."""
+    x, state = drawn()
+    matched = router_of(match=True).rescale(x, state)
+    assert matched.product is None
+    assert matched.scale.shape == (3, 4)
+    centred = router_of(statistics_of="current", center=True).rescale(x, state)
+    assert centred.product is not None
+
+
+def test_a_state_dict_of_version_0_1_is_read():
+    options = {"statistics_of": "current", "center": True, "match": True}
+    router, other = router_of(**options), router_of(**options, seed=1)
+    x, state = drawn()
+    router(x, state)
+    fold_statistics(router)
+    old = {
+        f"remedies.{name}" if name.startswith(("means", "variances")) else name: value
+        for name, value in router.state_dict().items()
+    }
+    assert "remedies.means.average" in old
+    other.load_state_dict(old)
+    found = [each.eval()(x, state).affinity for each in (router, other)]
+    assert torch.equal(*found)
