@@ -1,14 +1,17 @@
 """The demonstration: two routers, one difference, no winner from one seed."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from acmoe.config.serialize import differences
+from acmoe.config.text.train import RunConfig
 from acmoe.errors import UserError
 from acmoe.evaluate.run import open_run
+from acmoe.recipes.nano import nano_run
 from acmoe.train import compare as room
 from acmoe.train.compare import compare
 
@@ -16,7 +19,12 @@ from acmoe.train.compare import compare
 def test_both_routers_are_trained_and_scored_on_the_same_texts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def small(*names: str) -> RunConfig:
+        run = nano_run(*names)
+        return replace(run, batch=2, model=replace(run.model, block=64, repeats=2))
+
     monkeypatch.setattr(room, "CORPUS_BYTES", 30_000)
+    monkeypatch.setattr(room, "nano_run", small)
     result = compare(tmp_path, seed=3, steps=20, console=Console(quiet=True))
     assert [row.router for row in result.rows] == ["SMoE", "ACMoE"]
     for row in result.rows:
@@ -27,7 +35,7 @@ def test_both_routers_are_trained_and_scored_on_the_same_texts(
     assert [curve.steps for curve in result.curves] == [tuple(range(2, 21, 2))] * 2
     smoe, acmoe = (open_run(tmp_path / name).config for name in ("smoe", "acmoe"))
     assert differences(smoe, acmoe) == ["model.router.name=smoe, not adaptive"]
-    assert (result.test_tokens, result.tokens) == (1499, 20 * 1024)
+    assert (result.test_tokens, result.tokens) == (1499, 20 * 2 * 64)
     assert 0.03 < result.replaced < 0.07
     again = compare(tmp_path, seed=3, steps=20, console=Console(quiet=True))
     assert again == result

@@ -15,12 +15,12 @@ from acmoe.errors import UserError
 from acmoe.evaluate.run import Run, open_run
 from acmoe.train.classifier import (
     Classifier,
-    left_padded,
+    pad_left,
+    pad_to_multiple,
     pretrained_backbone,
     published_backbone,
     published_encoding,
     published_vocabulary,
-    widened,
 )
 from acmoe.train.finetune import finetune, task_splits
 from tiny_runs import QUIET, byte_corpus, records, tiny_run, trained, word_corpus
@@ -32,12 +32,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return open_run(trained(tiny_run(byte_corpus(folder), "steps=10"), folder / "run"))
 
 
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def write_task(folder: Path, **counts: int) -> Path:
     """A sentence is of class 1 when its last word is `good`: chance is one half."""
-    folder = tmp_path_factory.mktemp("task")
     generator = torch.Generator().manual_seed(0)
-    for split, count in (("train", 160), ("dev", 40), ("test", 60)):
+    for split, count in counts.items():
         rows = ["sentence\tlabel"]
         for _ in range(count):
             number, label = torch.randint(0, 1000, (2,), generator=generator).tolist()
@@ -46,12 +44,22 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_task(tmp_path_factory.mktemp("task"), train=160, dev=40, test=60)
+
+
+@pytest.fixture(scope="module")
+def short_task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_task(tmp_path_factory.mktemp("short"), train=64, dev=20, test=20)
+
+
 def settings(form: str = "clean", **changes: object) -> FinetuneConfig:
     config = finetune_config("sst2", form)  # type: ignore[arg-type]
     return replace(config, **{"epochs": 3, "lr": 1e-2, "device": "cpu", **changes})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("form", ["clean", "paper"])
+@pytest.mark.parametrize("form", [pytest.param("clean", marks=pytest.mark.slow), "paper"])
 def test_a_toy_task_is_learned_well_above_chance(
     form: str, run: Run, task: Path, tmp_path: Path
 ) -> None:
@@ -66,9 +74,10 @@ def test_a_toy_task_is_learned_well_above_chance(
 
 
 def test_stopped_between_epochs_it_continues_to_the_same_result(
-    run: Run, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, short_task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = settings()
+    task = short_task
     whole = finetune(run, config, task, out=tmp_path / "whole", console=QUIET)
 
     class Killed(BaseException):
@@ -76,15 +85,15 @@ def test_stopped_between_epochs_it_continues_to_the_same_result(
 
     from acmoe.train import finetune as room
 
-    real, calls = room._Work.train_epoch, []
+    real, calls = room.Finetuner.train_epoch, []
 
-    def dies_in_the_second(self: room._Work, epoch: int, progress: room.Progress) -> float:
+    def dies_in_the_second(self: room.Finetuner, epoch: int, progress: room.Progress) -> float:
         calls.append(epoch)
         if len(calls) == 2:
             raise Killed
         return real(self, epoch, progress)
 
-    monkeypatch.setattr(room._Work, "train_epoch", dies_in_the_second)
+    monkeypatch.setattr(room.Finetuner, "train_epoch", dies_in_the_second)
     with pytest.raises(Killed):
         finetune(run, config, task, out=tmp_path / "parts", console=QUIET)
     parts = finetune(run, config, task, out=tmp_path / "parts", console=QUIET)
@@ -107,7 +116,8 @@ def test_without_checkpoints_the_best_epoch_is_held_and_nothing_is_left(
     assert not (tmp_path / "held" / "checkpoints").exists()
 
 
-def test_the_work_is_kept_inside_the_runs_folder(task: Path, tmp_path: Path) -> None:
+def test_the_work_is_kept_inside_the_runs_folder(short_task: Path, tmp_path: Path) -> None:
+    task = short_task
     config = tiny_run(byte_corpus(tmp_path), "steps=1")
     folder = trained(config, tmp_path / "run")
     one_epoch = replace(settings(), epochs=1, seed=4)
@@ -126,16 +136,19 @@ def test_padding_changes_no_logit_of_the_clean_form(run: Run) -> None:
     short, long = (EncodedSentence(np.arange(1, n + 1), 0) for n in (5, 12))
     both = collate([short, long])
     with torch.no_grad():
-        together, alone, wide = model(both), model(collate([short])), model(widened(both))
-    assert widened(both).tokens.shape == (2, 32) and widened(both).token_mask.sum() == 17
+        together, alone, wide = model(both), model(collate([short])), model(pad_to_multiple(both))
+    assert (
+        pad_to_multiple(both).tokens.shape == (2, 32)
+        and pad_to_multiple(both).token_mask.sum() == 17
+    )
     assert torch.allclose(together[0], alone[0], atol=1e-6)
     assert torch.allclose(together, wide, atol=1e-6)
 
 
 def test_a_batch_that_is_wide_enough_is_not_widened() -> None:
     batch = collate([EncodedSentence(np.arange(32), 0)])
-    assert widened(batch).tokens.shape == (1, 32)
-    assert widened(batch).last.tolist() == [31]
+    assert pad_to_multiple(batch).tokens.shape == (1, 32)
+    assert pad_to_multiple(batch).last.tolist() == [31]
 
 
 def test_padding_changes_the_logits_of_the_papers_form(run: Run) -> None:
@@ -143,13 +156,13 @@ def test_padding_changes_the_logits_of_the_papers_form(run: Run) -> None:
     model = Classifier(pretrained_backbone(run.model(), config), 2, config).eval()
     short, long = (EncodedSentence(np.arange(1, n + 1), 0) for n in (5, 12))
     with torch.no_grad():
-        together = model(left_padded(collate([short, long])))
-        alone = model(left_padded(collate([short])))
+        together = model(pad_left(collate([short, long])))
+        alone = model(pad_left(collate([short])))
     assert not torch.allclose(together[0], alone[0], atol=1e-6)
 
 
 def test_left_padding_ends_every_sentence_at_the_last_position() -> None:
-    batch = left_padded(
+    batch = pad_left(
         collate([EncodedSentence(np.array([7, 8]), 1), EncodedSentence(np.array([1, 2, 3]), 0)])
     )
     assert batch.tokens.tolist() == [[0, 7, 8], [1, 2, 3]]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from acmoe.evaluate.run import open_corpus
-from acmoe.train.loop import train
-from acmoe.train.step import Trainer
+from acmoe.train.run import train
+from acmoe.train.text import TextTrainer
 from tiny_runs import QUIET, byte_corpus, records, tiny_run
 
 pytestmark = [
@@ -22,7 +22,7 @@ pytestmark = [
 @pytest.mark.parametrize("overrides", [(), ("clip=1.0", "precision=bf16"), ("split=4",)])
 def test_a_step_never_waits_for_the_device(overrides: tuple[str, ...], tmp_path: Path) -> None:
     config = tiny_run(byte_corpus(tmp_path), "device=cuda", *overrides)
-    trainer = Trainer(config, open_corpus(config.data), torch.device("cuda"))
+    trainer = TextTrainer(config, open_corpus(config.data), torch.device("cuda"))
     for step in range(1, 4):  # lets libraries and allocators settle
         trainer.update(step, record=False)
     torch.cuda.set_sync_debug_mode("error")
@@ -84,14 +84,14 @@ def test_a_replayed_run_continues_to_the_same_numbers(tmp_path: Path) -> None:
     part = tiny_run(corpus, "device=cuda", "graph=true", "steps=40", "checkpoint_every=14")
     trainer_steps = 20
     with pytest.MonkeyPatch.context() as patch:
-        update = Trainer.update
+        update = TextTrainer.update
 
-        def killed(self: Trainer, step: int, *, record: bool) -> object:
+        def killed(self: TextTrainer, step: int, *, record: bool) -> object:
             if step > trainer_steps:
                 raise KeyboardInterrupt
             return update(self, step, record=record)
 
-        patch.setattr(Trainer, "update", killed)
+        patch.setattr(TextTrainer, "update", killed)
         with pytest.raises(KeyboardInterrupt):
             train(part, tmp_path / "part", console=QUIET)
     train(part, tmp_path / "part", console=QUIET)
@@ -100,7 +100,7 @@ def test_a_replayed_run_continues_to_the_same_numbers(tmp_path: Path) -> None:
 
 def test_a_replayed_step_never_waits_for_the_device(tmp_path: Path) -> None:
     config = tiny_run(byte_corpus(tmp_path), "device=cuda", "graph=true")
-    trainer = Trainer(config, open_corpus(config.data), torch.device("cuda"))
+    trainer = TextTrainer(config, open_corpus(config.data), torch.device("cuda"))
     for step in range(1, 10):
         trainer.update(step, record=False)
     assert trainer.graph is not None and trainer.graph.captured

@@ -9,7 +9,7 @@ from acmoe.errors import UserError
 from acmoe.evaluate.run import open_corpus
 from acmoe.train.graph import WARM_UP, StepGraph
 from acmoe.train.optim import adam, set_learning_rate
-from acmoe.train.step import Trainer
+from acmoe.train.text import TextTrainer
 from acmoe.train.update import Update
 from tiny_runs import byte_corpus, tiny_run
 
@@ -17,7 +17,7 @@ from tiny_runs import byte_corpus, tiny_run
 def test_a_cpu_has_no_graphs_and_says_so(tmp_path: Path) -> None:
     config = tiny_run(byte_corpus(tmp_path), "graph=true")
     with pytest.raises(UserError, match=r"graph=true replays CUDA graphs; device=cpu has none"):
-        Trainer(config, open_corpus(config.data), torch.device("cpu"))
+        TextTrainer(config, open_corpus(config.data), torch.device("cpu"))
 
 
 def test_what_a_graph_reads_keeps_its_place_and_takes_new_values() -> None:

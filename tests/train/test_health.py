@@ -8,14 +8,14 @@ import torch
 
 from acmoe.config.text.train import RunConfig
 from acmoe.evaluate.run import open_corpus, open_run
-from acmoe.train.health import TrainingStopped, first_bad_parameter, stopped
-from acmoe.train.loop import train
-from acmoe.train.step import Trainer
+from acmoe.train.health import TrainingStopped, first_nonfinite_parameter, training_stopped
+from acmoe.train.run import train
+from acmoe.train.text import TextTrainer
 from tiny_runs import QUIET, byte_corpus, everything, tiny_run
 
 
-def trainer_of(config: RunConfig) -> Trainer:
-    trainer = Trainer(config, open_corpus(config.data), torch.device("cpu"))
+def trainer_of(config: RunConfig) -> TextTrainer:
+    trainer = TextTrainer(config, open_corpus(config.data), torch.device("cpu"))
     trainer.update(1, record=False)
     return trainer
 
@@ -27,7 +27,7 @@ def test_a_diverging_run_names_step_layer_and_the_last_good_checkpoint(tmp_path:
         train(bad, tmp_path / "bad", console=QUIET)
     message = str(stop.value)
     assert "step 2 gave a loss or gradient that is not finite" in message
-    assert "blocks.0.attention.query (Projection) first gives" in message
+    assert "blocks.0.attention.query (Linear) first gives" in message
     assert f"the last good checkpoint is {tmp_path / 'bad' / 'checkpoints' / 'step-00000001'}" in (
         message
     )
@@ -56,25 +56,25 @@ def test_the_first_layer_that_overflows_is_named(tmp_path: Path) -> None:
     trainer = trainer_of(tiny_run(byte_corpus(tmp_path)))
     with torch.no_grad():
         trainer.model.blocks[1].attention.key.weight.fill_(1e38)  # 16 features of about 1 each
-    assert first_bad_parameter(trainer.model) is None
-    stop = stopped(trainer, step=1, bad=0, good=None)
-    assert "blocks.1.attention.key (Projection) first gives" in str(stop)
+    assert first_nonfinite_parameter(trainer.model) is None
+    stop = training_stopped(trainer, step=1, bad=0, good=None)
+    assert "blocks.1.attention.key (Linear) first gives" in str(stop)
 
 
 def test_a_parameter_that_is_not_finite_is_named(tmp_path: Path) -> None:
     trainer = trainer_of(tiny_run(byte_corpus(tmp_path)))
     with torch.no_grad():
         trainer.model.blocks[2].norm_layer.weight[3] = torch.nan
-    stop = stopped(trainer, step=1, bad=0, good=None)
+    stop = training_stopped(trainer, step=1, bad=0, good=None)
     assert "blocks.2.norm_layer.weight holds nan" in str(stop)
 
 
 def test_a_gradient_that_is_not_finite_stops_a_clipped_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build = Trainer.__init__
+    build = TextTrainer.__init__
 
-    def with_a_bad_gradient(self: Trainer, *arguments: Any) -> None:
+    def with_a_bad_gradient(self: TextTrainer, *arguments: Any) -> None:
         build(self, *arguments)
         calls: list[None] = []
 
@@ -84,7 +84,7 @@ def test_a_gradient_that_is_not_finite_stops_a_clipped_run(
 
         self.model.unembed.weight.register_hook(hook)
 
-    monkeypatch.setattr(Trainer, "__init__", with_a_bad_gradient)
+    monkeypatch.setattr(TextTrainer, "__init__", with_a_bad_gradient)
     config = tiny_run(byte_corpus(tmp_path), "clip=1.0", "checkpoint_every=2")
     with pytest.raises(TrainingStopped, match=r"step 3 gave .* or its gradient does not"):
         train(config, tmp_path / "run", console=QUIET)

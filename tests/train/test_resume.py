@@ -15,8 +15,8 @@ import torch
 from acmoe.config.text.train import RunConfig
 from acmoe.errors import UserError
 from acmoe.evaluate.run import open_run
-from acmoe.train import loop
-from acmoe.train.loop import train
+from acmoe.train.run import train
+from acmoe.train.text import TextTrainer
 from tiny_runs import (
     QUIET,
     byte_corpus,
@@ -29,7 +29,7 @@ from tiny_runs import (
 
 # Children are forked from a server that has imported everything but started no thread.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["tiny_runs", "torch._dynamo"])
+FORKS.set_forkserver_preload(["tiny_runs", "tiny_vision_runs", "torch._dynamo"])
 
 
 def child(config: RunConfig, folder: Path) -> Any:
@@ -40,26 +40,34 @@ def child(config: RunConfig, folder: Path) -> Any:
 
 def stop_at(steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Send this process SIGTERM in the middle of each of these steps, one for each call."""
-    update = loop.Trainer.update
+    update = TextTrainer.update
 
-    def interrupted(self: loop.Trainer, step: int, *, record: bool) -> Any:
+    def interrupted(self: TextTrainer, step: int, *, record: bool) -> Any:
         result = update(self, step, record=record)
         if steps and step == steps[0]:
             steps.pop(0)
             os.kill(os.getpid(), signal.SIGTERM)
         return result
 
-    monkeypatch.setattr(loop.Trainer, "update", interrupted)
+    monkeypatch.setattr(TextTrainer, "update", interrupted)
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
         (),  # running statistics, dropout, memory of two micro-batches
-        ("model.router.statistics=prefix", "schedule=cosine", "clip=0.5", "weight_decay=0.1"),
+        pytest.param(
+            ("model.router.statistics=prefix", "schedule=cosine", "clip=0.5", "weight_decay=0.1"),
+            marks=pytest.mark.slow,
+        ),
         ("model.router=stable", "steps=15"),  # frozen after step 1
-        ("model.router=random", "split=1"),  # draws a scale in every call
-        ("model.router=smoe", "model.router.bias_balancing=0.01", "model.empty_memory=zeros"),
+        pytest.param(  # draws a scale in every call
+            ("model.router=random", "split=1"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("model.router=smoe", "model.router.bias_balancing=0.01", "model.empty_memory=zeros"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda overrides: " ".join(overrides) or "adaptive",
 )
@@ -126,9 +134,11 @@ def test_sigterm_finishes_the_step_saves_and_says_so(tmp_path: Path) -> None:
     assert 8 <= reached < 5000
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(5, marks=pytest.mark.slow)])
-def test_killed_at_random_moments_it_ends_with_the_same_weights(kills: int, tmp_path: Path) -> None:
-    config = tiny_run(byte_corpus(tmp_path), "steps=40", "checkpoint_every=2", "log_every=3")
+@pytest.mark.parametrize(("kills", "steps"), [(1, 16), pytest.param(5, 40, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_it_ends_with_the_same_weights(
+    kills: int, steps: int, tmp_path: Path
+) -> None:
+    config = tiny_run(byte_corpus(tmp_path), f"steps={steps}", "checkpoint_every=2", "log_every=3")
     trained(config, tmp_path / "whole")
     moments = random.Random(0)
     checkpoints = tmp_path / "killed" / "checkpoints"

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from acmoe import AdaptiveConfig, CosineConfig, HashConfig, MoE, UserError, create_model
+from acmoe import CosineConfig, HashConfig, MoE, UserError, create_model
 from acmoe.data.text.corpus import load_corpus
-from acmoe.train import loop
+from acmoe.lab.variants import VariantConfig
 from acmoe.train.optim import (
     AdamAndSGD,
     adam,
@@ -16,9 +16,11 @@ from acmoe.train.optim import (
     router_matrices,
     set_learning_rate,
 )
-from acmoe.train.step import Trainer
+from acmoe.train.run import train
+from acmoe.train.text import TextTrainer
 from tiny_runs import QUIET, byte_corpus, everything, tiny_run, trained
 
+VARIANT = "model.router=adaptive-variant"
 ADAM = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.5}
 
 
@@ -67,7 +69,7 @@ def test_the_matrices_are_those_tokens_are_compared_with() -> None:
         return {name.split(".", 4)[-1] for name, p in model.named_parameters() if p in chosen}
 
     assert names("smoe") == {"embedding"}
-    assert names(AdaptiveConfig(statistics_of="current", strength=1.0, learn_strength=True)) == {
+    assert names(VariantConfig(statistics_of="current", strength=1.0, learn_strength=True)) == {
         "embedding",
         "base.embedding",
     }
@@ -93,7 +95,7 @@ def test_a_rate_without_sgd_and_an_unknown_optimizer_are_refused(tmp_path: Path)
 def test_a_run_trains_its_routers_by_the_optimizer_it_asks_for(tmp_path: Path) -> None:
     corpus = byte_corpus(tmp_path)
     config = tiny_run(corpus, "router_optimizer=sgd", "router_lr=0.5")
-    trainer = Trainer(config, load_corpus(corpus), torch.device("cpu"))
+    trainer = TextTrainer(config, load_corpus(corpus), torch.device("cpu"))
     assert isinstance(trainer.optimizer, AdamAndSGD)
     assert trainer.optimizer.ratio == pytest.approx(0.5 / config.lr)
 
@@ -102,18 +104,37 @@ def test_a_run_trains_its_routers_by_the_optimizer_it_asks_for(tmp_path: Path) -
     "overrides",
     [
         ("router_optimizer=sgd", "router_lr=0.5"),
-        (
-            "model.router.strength=1.0",
-            "model.router.strength_end=0.1",
-            "model.router.strength_steps=10",
+        pytest.param(
+            (
+                VARIANT,
+                "model.router.strength=1.0",
+                "model.router.strength_end=0.1",
+                "model.router.strength_steps=10",
+            ),
+            marks=pytest.mark.slow,
         ),
-        ("model.router.strength=0.5", "model.router.learn_strength=true"),
-        (
-            "model.router.statistics_of=current",
-            "model.router.center=true",
-            "model.router.match=true",
+        pytest.param(
+            (VARIANT, "model.router.strength=0.5", "model.router.learn_strength=true"),
+            marks=pytest.mark.slow,
         ),
-        ("model.router.part=own", "model.router.power=0.5", "model.router.read=residual"),
+        pytest.param(
+            (
+                VARIANT,
+                "model.router.statistics_of=current",
+                "model.router.center=true",
+                "model.router.match=true",
+            ),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            (
+                VARIANT,
+                "model.router.part=own",
+                "model.router.power=0.5",
+                "model.router.read=residual",
+            ),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["sgd", "scheduled lambda", "learned lambda", "centred and matched", "own part"],
 )
@@ -122,16 +143,16 @@ def test_stopped_at_5_and_continued_equals_one_run(
 ) -> None:
     config = tiny_run(byte_corpus(tmp_path, lines=20), *overrides, "steps=12")
     trained(config, tmp_path / "whole")
-    update = loop.Trainer.update
+    update = TextTrainer.update
 
-    def interrupted(self: loop.Trainer, step: int, *, record: bool) -> object:
+    def interrupted(self: TextTrainer, step: int, *, record: bool) -> object:
         result = update(self, step, record=record)
         if step == 5:
             signal.raise_signal(signal.SIGTERM)
         return result
 
-    monkeypatch.setattr(loop.Trainer, "update", interrupted)
-    assert loop.train(config, tmp_path / "parts", console=QUIET).step == 5
-    monkeypatch.setattr(loop.Trainer, "update", update)
-    assert loop.train(config, tmp_path / "parts", console=QUIET).step == 12
+    monkeypatch.setattr(TextTrainer, "update", interrupted)
+    assert train(config, tmp_path / "parts", console=QUIET).step == 5
+    monkeypatch.setattr(TextTrainer, "update", update)
+    assert train(config, tmp_path / "parts", console=QUIET).step == 12
     assert everything(tmp_path / "whole") == everything(tmp_path / "parts")

@@ -1,1 +1,1 @@
-"""Config -> trained model."""
+"""Train models: from a config to a run folder with metrics and checkpoints."""

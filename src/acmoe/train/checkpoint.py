@@ -1,17 +1,19 @@
-"""Checkpoints that are whole or absent, whatever kills the process that writes them.
+"""Checkpoints that are complete or absent, even if the writing process is killed.
 
-A checkpoint is built under a hidden name, synced to disk and renamed; a removed one is hidden
-first. What a killed process leaves behind therefore never looks like a checkpoint, and the next one
-clears it away.
+A checkpoint is built under a hidden name, synced to disk and renamed; before it is removed it gets
+a hidden name again. The leftovers of a killed process are therefore always hidden, and the next
+process removes them.
 """
 
 import hashlib
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -28,8 +30,9 @@ TENSORS = "training.safetensors"
 class CheckpointStore:
     """The checkpoints of one run: the latest `keep`, and the best.
 
-    Each holds the model, as `acmoe.load` reads it; tensors of the training; and a JSON state, whose
-    `best` names the step of the best checkpoint.
+    Each checkpoint holds the model in the format of `acmoe.load`, the tensors of the training state
+    (optimizer, random generators, memory), and a JSON state. The field `best` of the JSON state
+    names the step of the best checkpoint.
     """
 
     def __init__(self, folder: Path, *, keep: int) -> None:
@@ -39,13 +42,14 @@ class CheckpointStore:
             shutil.rmtree(leftover)
 
     def latest(self) -> Path | None:
+        """Return the folder of the latest checkpoint, if there is one."""
         found = checkpoints(self.folder)
         return found[-1] if found else None
 
     def save(
         self, step: int, model: nn.Module, tensors: dict[str, Tensor], state: dict[str, Any]
     ) -> Path:
-        """Write a checkpoint; it exists once this returns, and not before it is complete."""
+        """Write a checkpoint and return its folder, which appears only when it is complete."""
         partial = self.folder / ".partial"
         save(model, partial)
         save_file(
@@ -63,7 +67,7 @@ class CheckpointStore:
         return target
 
     def read(self, folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors and state of a checkpoint, refused when they are damaged."""
+        """Return the training tensors and JSON state of a checkpoint; raise where it is damaged."""
         state = read_json(folder / STATE)
         check(
             state.get("format") == FORMAT,
@@ -76,7 +80,7 @@ class CheckpointStore:
             tensors = load_file(file)
         except SafetensorError as error:
             raise UserError(f"{file} is damaged ({error}); {fix}") from error
-        # Copies are aligned as torch allocates; matrix products may round otherwise by alignment.
+        # Clones have the alignment of torch's allocator: a GEMM may round differently without it.
         return {name: tensor.clone() for name, tensor in tensors.items()}, state
 
     def _prune(self, best: dict[str, Any] | None) -> None:
@@ -90,7 +94,7 @@ class CheckpointStore:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file's content in one step."""
+    """Replace a file's content atomically."""
     draft = path.with_name(f".{path.name}.draft")
     draft.write_text(text, encoding="utf-8")
     sync(draft)
@@ -101,3 +105,22 @@ def write_text(path: Path, text: str) -> None:
 def _sha256(file: Path) -> str:
     with file.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def rng_tensors(device: torch.device) -> dict[str, Tensor]:
+    """Return the states of the CPU's and the device's global random generator.
+
+    Dropout and routing noise draw from these generators.
+    """
+    tensors = {"rng/cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        tensors["rng/cuda"] = torch.cuda.get_rng_state(device)
+    return tensors
+
+
+def restore_rng(tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    """Restore what `rng_tensors` returned; other tensors are ignored."""
+    torch.set_rng_state(tensors["rng/cpu"])
+    # A run saved on a CPU and resumed on a GPU has no such state, and no promise of equal bits.
+    if device.type == "cuda" and "rng/cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["rng/cuda"], device)

@@ -1,27 +1,31 @@
-"""A language model that classifies sentences, and the published way to hand them to it.
+"""A language model as a sentence classifier, and two ways to prepare its sentences.
+
+The form "clean" keeps the pretrained vocabulary and masks padding. The form "paper" repeats the
+published code: a new vocabulary with a fresh embedding, sentences padded on the left.
 
 B sentences, L positions of the longest, D features.
 """
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from acmoe.config.routing import StableConfig
+from acmoe.config.routing import StableConfig, base_router
 from acmoe.config.text.finetune import FinetuneConfig
-from acmoe.config.text.language import base_router
 from acmoe.data.text.sentence_batches import EncodedSentence, SentenceBatch
 from acmoe.data.text.sentences import Sentence
 from acmoe.data.text.vocabulary import EOS, UNK, WordVocabulary
 from acmoe.errors import check
+from acmoe.models.registry import build_model
 from acmoe.models.text.decoder import LanguageModel
 
 
 class Classifier(nn.Module):
-    """The hidden state at one token of each sentence, and a head."""
+    """A classification head on the hidden state of one token of each sentence."""
 
     def __init__(self, backbone: LanguageModel, num_classes: int, config: FinetuneConfig) -> None:
         super().__init__()
@@ -41,7 +45,7 @@ class Classifier(nn.Module):
             )
 
     def forward(self, batch: SentenceBatch) -> Tensor:
-        """(B, classes) logits."""
+        """Return (B, classes) logits."""
         mask = batch.token_mask if self.masked else None
         x_BLD, _, _ = self.backbone.hidden_states(batch.tokens, token_mask=mask)
         row_B = torch.arange(len(batch.last), device=batch.last.device)
@@ -50,8 +54,9 @@ class Classifier(nn.Module):
 
 
 def pretrained_backbone(model: LanguageModel, config: FinetuneConfig) -> LanguageModel:
-    """The pretrained model with its own table, at the dropout of finetuning."""
-    backbone = LanguageModel(replace(model.config, dropout=config.dropout))
+    """Copy the pretrained model, with its own embedding, at the dropout of finetuning."""
+    changed = replace(model.config, dropout=config.dropout)
+    backbone = cast(LanguageModel, build_model(changed))
     backbone.load_state_dict(model.state_dict())
     return backbone
 
@@ -59,27 +64,27 @@ def pretrained_backbone(model: LanguageModel, config: FinetuneConfig) -> Languag
 def published_backbone(
     model: LanguageModel, vocabulary: WordVocabulary, config: FinetuneConfig
 ) -> LanguageModel:
-    """Blocks and positions of the pretrained model under a fresh table for another vocabulary."""
+    """Copy the pretrained blocks and positions; the embedding of the new vocabulary is random."""
     check(
         not isinstance(base_router(model.config.router), StableConfig),
         "form='paper' rebuilds the vocabulary, and StableMoE routes by the token ids it knows; use "
         "form='clean'",
     )
     changed = replace(model.config, vocab_size=vocabulary.size, dropout=config.dropout)
-    backbone = LanguageModel(changed)
-    tables = ("embed.", "unembed.")
-    kept = {name: v for name, v in model.state_dict().items() if not name.startswith(tables)}
-    backbone.load_state_dict(kept, strict=False)
+    backbone = cast(LanguageModel, build_model(changed))
+    embeddings = ("embed.", "unembed.")
+    others = {name: v for name, v in model.state_dict().items() if not name.startswith(embeddings)}
+    backbone.load_state_dict(others, strict=False)
     return backbone
 
 
-_WIDTH = 32  # positions, of which the lengths of batches are multiples
+_WIDTH = 32  # the length of a padded batch is a multiple of this
 
 FIRST, LAST = "CLS", "S"  # around each sentence in the paper's form; other words are lower case
 
 
 def published_vocabulary(sentences: Iterable[Sentence]) -> WordVocabulary:
-    """Every lower-case word, in order of appearance."""
+    """Make a vocabulary of all words in lower case, in order of appearance."""
     words = dict.fromkeys(word for text, _ in sentences for word in text.lower().split())
     special = (EOS, UNK, FIRST, LAST)
     return WordVocabulary((*special, *(word for word in words if word not in special)))
@@ -88,6 +93,7 @@ def published_vocabulary(sentences: Iterable[Sentence]) -> WordVocabulary:
 def published_encoding(
     sentences: Iterable[Sentence], vocabulary: WordVocabulary
 ) -> list[EncodedSentence]:
+    """Encode sentences in lower case, each between the words CLS and S."""
     return [
         EncodedSentence(
             np.array([vocabulary.id_of(word) for word in (FIRST, *text.lower().split(), LAST)]),
@@ -97,8 +103,8 @@ def published_encoding(
     ]
 
 
-def widened(batch: SentenceBatch) -> SentenceBatch:
-    """Padded on to a multiple of 32: batches of few shapes, for which few kernels are compiled."""
+def pad_to_multiple(batch: SentenceBatch) -> SentenceBatch:
+    """Pad to a multiple of 32 positions: batches of few shapes need few compiled kernels."""
     extra = -batch.tokens.shape[1] % _WIDTH
     tokens_BL, mask_BL = (
         nn.functional.pad(tensor, (0, extra)) for tensor in (batch.tokens, batch.token_mask)
@@ -106,8 +112,8 @@ def widened(batch: SentenceBatch) -> SentenceBatch:
     return batch._replace(tokens=tokens_BL, token_mask=mask_BL)
 
 
-def left_padded(batch: SentenceBatch) -> SentenceBatch:
-    """The same sentences, ending at the last position instead of starting at the first."""
+def pad_left(batch: SentenceBatch) -> SentenceBatch:
+    """Move the padding to the left, so that all sentences end at the last position."""
     length = batch.tokens.shape[1]
     shift_B = length - 1 - batch.last
     column_BL = torch.arange(length) - shift_B[:, None]

@@ -1,4 +1,4 @@
-"""SMoE and ACMoE side by side: same seed, first weights and data; the router alone differs."""
+"""Train SMoE and ACMoE from the same seed, initial weights and data; only the router differs."""
 
 import signal
 from dataclasses import asdict, dataclass, replace
@@ -15,30 +15,29 @@ from acmoe.errors import check
 from acmoe.evaluate.language import LanguageReport, evaluate
 from acmoe.evaluate.run import open_run
 from acmoe.recipes.nano import nano_run
-from acmoe.train.loop import train
-from acmoe.train.summary import Summary
+from acmoe.train.run import Summary, train
 
 ROUTERS = {"SMoE": "smoe", "ACMoE": "adaptive"}
-CORPUS_BYTES = 2_000_000  # of the standard library; a twentieth of it is the test text
+CORPUS_BYTES = 2_000_000  # bytes of the standard library; a twentieth of them is the test text
 STEPS = 300  # both models take about two minutes on two laptop cores
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One router's figures on the test text."""
+    """The figures of one router on the test text."""
 
     router: str
     bits_per_byte: float
     contaminated: float  # bits per byte when some input bytes are replaced
     load_balance: float  # standard deviation of expert shares in percent points, mean over layers
-    instability: float  # share of token pairs that part or meet between layers, mean over layers
-    chance: float  # the instability of random clusters of the same sizes
+    instability: float  # share of token pairs that split or join between layers, mean over layers
+    chance: float  # instability of random clusters of the same sizes
     seconds_per_step: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """How one router's validation loss fell."""
+    """The validation curve of one router."""
 
     router: str
     steps: tuple[int, ...]
@@ -47,7 +46,7 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Both routers' figures, and what they do and do not show."""
+    """The figures of both routers, and a verdict on what they show."""
 
     corpus: str
     seed: int
@@ -61,7 +60,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """The difference, and how little one seed says of it."""
+        """The differences in words, with a warning that one seed proves little."""
         smoe, acmoe = self.rows
         return (
             f"ACMoE minus SMoE: {acmoe.bits_per_byte - smoe.bits_per_byte:+.4f} bits per byte on "
@@ -71,6 +70,7 @@ class Comparison:
         )
 
     def to_json(self) -> dict[str, Any]:
+        """Return all fields and the verdict."""
         return {**asdict(self), "verdict": self.verdict}
 
 
@@ -79,36 +79,19 @@ def compare(
 ) -> Comparison:
     """Train both routers in `folder` (runs smoe and acmoe), then score them on the same texts.
 
-    Interrupted, the same call continues where it was.
+    The same call continues an interrupted comparison.
     """
     folder = Path(folder)
     check(steps >= 20, f"steps={steps}; fewer than 20 steps show no curve")
-    base = nano_run("switch-nano", "smoe")
-    base = replace(
-        base,
-        data=DataConfig(name="stdlib", folder=str(folder / "data"), limit=CORPUS_BYTES),
-        seed=seed,
-        steps=steps,
-        warmup=steps // 10,
-        eval_every=max(1, steps // 10),
-        eval_tokens=20_000,
-        checkpoint_every=max(1, steps // 4),
-    )
+    base = _base_run(folder, seed, steps)
     reports, rows, curves = [], [], []
     for name, router in ROUTERS.items():
         run = folder / name.lower()
-        summary = _trained(_routed(base, router), run, console)
+        summary = _trained(_with_router(base, router), run, console)
         report = evaluate(run, EvaluateConfig(contamination=ContaminationConfig(), routing=True))
         reports.append(report)
         rows.append(_row(name, report, summary))
-        records = open_run(run).metrics("valid")
-        curves.append(
-            Curve(
-                router=name,
-                steps=tuple(record["step"] for record in records),
-                values=tuple(record["bits_per_byte"] for record in records),
-            )
-        )
+        curves.append(_curve(name, run))
     swaps = reports[0].contamination
     assert swaps is not None
     return Comparison(
@@ -124,17 +107,41 @@ def compare(
     )
 
 
-def _routed(base: RunConfig, router: str) -> RunConfig:
+def _base_run(folder: Path, seed: int, steps: int) -> RunConfig:
+    """Return the run of SMoE; the run of ACMoE differs in the router only."""
+    return replace(
+        nano_run("switch-nano", "smoe"),
+        data=DataConfig(name="stdlib", folder=str(folder / "data"), limit=CORPUS_BYTES),
+        seed=seed,
+        steps=steps,
+        warmup=steps // 10,
+        eval_every=max(1, steps // 10),
+        eval_tokens=20_000,
+        checkpoint_every=max(1, steps // 4),
+    )
+
+
+def _with_router(base: RunConfig, router: str) -> RunConfig:
     return replace(base, model=nano_run("switch-nano", router).model)
 
 
 def _trained(config: RunConfig, folder: Path, console: Console | None) -> Summary:
+    """Train to the end; end the process where a signal stopped the run."""
     summary = train(config, folder, console=console)
     if summary.signal == signal.SIGINT:
         raise KeyboardInterrupt
     if summary.signal is not None:
         raise SystemExit(128 + summary.signal)
     return summary
+
+
+def _curve(router: str, run: Path) -> Curve:
+    records = open_run(run).metrics("valid")
+    return Curve(
+        router=router,
+        steps=tuple(record["step"] for record in records),
+        values=tuple(record["bits_per_byte"] for record in records),
+    )
 
 
 def _row(router: str, report: LanguageReport, summary: Summary) -> Row:

@@ -1,4 +1,4 @@
-"""Progress for a person: a live bar on a terminal, a line for each record elsewhere."""
+"""Training progress: a live bar on a terminal, one line per record elsewhere."""
 
 from types import TracebackType
 from typing import Any, Self
@@ -6,11 +6,11 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from acmoe.train.journal import Journal, Record
+from acmoe.train.metrics_log import MetricsLog, Record
 
 
 class Display:
-    """Writes to standard error unless given a console, so that standard output holds results."""
+    """Shows progress on standard error, unless given a console; standard output is for results."""
 
     def __init__(self, title: str, steps: int, console: Console | None = None) -> None:
         self.title, self.steps = title, steps
@@ -35,16 +35,18 @@ class Display:
         return self
 
     def say(self, text: str) -> None:
+        """Print a line."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def begin(self, step: int, journal: Journal) -> None:
-        """Work starts behind `step`, which an earlier call reached."""
-        board = f" and {journal.board.folder}" if journal.board.available else ""
+    def begin(self, step: int, log: MetricsLog) -> None:
+        """Announce that training starts after `step`, which an earlier call reached."""
+        board = f" and {log.board.folder}" if log.board.available else ""
         again = f", continuing after step {step}" if step else ""
-        self.say(f"{self.title}: {self.steps} steps{again}; figures go to {journal.path}{board}")
+        self.say(f"{self.title}: {self.steps} steps{again}; figures go to {log.path}{board}")
         self._advance(step, "")
 
     def train(self, record: Record) -> None:
+        """Show a training record."""
         balance = record["load_balance"]
         unit = next(name for name in ("tokens", "images") if f"{name}_per_second" in record)
         figures = f"loss {record['loss']:.4f}  {record[f'{unit}_per_second']:,.0f} {unit}/s"
@@ -56,6 +58,7 @@ class Display:
             self._line(record, f"{figures}  {left:.0f} s left")
 
     def valid(self, record: Record) -> None:
+        """Show a validation record."""
         name = next(key for key in ("bits_per_byte", "perplexity", "top1") if key in record)
         self._valid = f"  valid {record[name]:.4f}"
         self._line(record, f"validation {name.replace('_', ' ')} {record[name]:.4f}")
@@ -71,7 +74,7 @@ class Display:
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        at: TracebackType | None,
+        traceback: TracebackType | None,
     ) -> None:
         if self._bar is not None:
             self._bar.stop()

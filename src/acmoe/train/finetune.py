@@ -1,8 +1,7 @@
-"""Finetuning a pretrained run on SST-2, SST-5 or Banking-77.
+"""Finetune a pretrained run on SST-2, SST-5 or Banking-77.
 
-Each epoch ends with a checkpoint, unless none are wanted, so the same call continues an interrupted
-one. The epoch with the best accuracy on the development set is the one whose accuracy on the test
-set is reported.
+Each epoch ends with a checkpoint, unless they are switched off, so the same call continues an
+interrupted one. The report has the test accuracy of the epoch with the best development accuracy.
 
 B sentences.
 """
@@ -27,48 +26,49 @@ from acmoe.data.text.sentence_batches import (
     sentence_batches,
 )
 from acmoe.data.text.sentences import Sentence, load_sentences, task_of
+from acmoe.data.transfer import to_device
 from acmoe.errors import check
 from acmoe.evaluate.run import CHECKPOINTS, METRICS, Run, open_run, step_folder
 from acmoe.models.checkpoint import load
-from acmoe.routing.step import fold_statistics
 from acmoe.runtime import autocast, pick_device, seeded
-from acmoe.train.checkpoint import CheckpointStore
+from acmoe.train.checkpoint import CheckpointStore, restore_rng, rng_tensors
 from acmoe.train.classifier import (
     Classifier,
-    left_padded,
+    pad_left,
+    pad_to_multiple,
     pretrained_backbone,
     published_backbone,
     published_encoding,
     published_vocabulary,
-    widened,
 )
-from acmoe.train.journal import append, forget_after
+from acmoe.train.metrics_log import append, drop_records_after
 from acmoe.train.optim import adam, optimizer_tensors, restore_optimizer
-from acmoe.train.resume import restore_rng, rng_tensors
 from acmoe.train.run_folder import claim
+from acmoe.train.trainer import apply_gradients
 
 Split = dict[str, list[EncodedSentence]]
 
-HELD_OUT = 10  # one training sentence in so many, where a development set is missing
+HELD_OUT = 10  # a missing development set is one training sentence in ten
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneReport:
-    """What finetuning gave, and on which sentences."""
+    """The accuracies of a finetuned classifier, and the sentences behind them."""
 
     task: str
     form: str
     folder: str
-    pretrained_step: int  # of the run's checkpoint
+    pretrained_step: int  # step of the run's checkpoint
     sentences: dict[str, int]  # in train, dev and test
-    splits: str  # where those came from
+    splits: str  # where the three splits come from
     dev_accuracies: tuple[float, ...]  # percent, by epoch
     best_epoch: int
-    dev_accuracy: float  # percent, at that epoch; what the paper's code calls test
+    dev_accuracy: float  # percent, at that epoch; the paper's code calls it test accuracy
     test_accuracy: float  # percent, at that epoch
     majority: float  # percent of the test set in its most frequent class
 
     def to_json(self) -> dict[str, Any]:
+        """Return all fields."""
         return asdict(self)
 
 
@@ -83,8 +83,8 @@ def finetune(
 ) -> FinetuneReport:
     """Finetune a run on the task's files in the folder `data`.
 
-    `out` is the folder to work in; by default one inside the run's, named after the task. Without
-    `checkpoints` the best epoch is held in memory: nothing is left to use or to continue.
+    `out` is the folder to work in; by default one inside the run's folder, named after the task.
+    Without `checkpoints` the best epoch is held in memory, and no trained model is left on disk.
     """
     run = source if isinstance(source, Run) else open_run(source)
     out = out or run.folder / "finetune" / f"{config.task}-{config.form}-seed{config.seed}"
@@ -92,17 +92,17 @@ def finetune(
     rows, origin = task_splits(load_sentences(config.task, data), config.seed)
     with claim(out, config), seeded(config.seed, device):
         store = CheckpointStore(out / CHECKPOINTS, keep=1) if checkpoints else None
-        work = _Work(run, config, rows, device, store)
-        accuracies = _train(work, out / METRICS, console or Console(stderr=True))
+        finetuner = Finetuner(run, config, rows, device, store)
+        accuracies = _train(finetuner, out / METRICS, console or Console(stderr=True))
         best = _best(accuracies)
-        work.restore(best)
-        test = work.accuracy("test")
+        finetuner.load_best(best)
+        test = finetuner.accuracy("test")
     labels = torch.tensor([sentence.label for sentence in rows["test"]])
     return FinetuneReport(
         task=config.task,
         form=config.form,
         folder=str(out),
-        pretrained_step=work.pretrained_step,
+        pretrained_step=finetuner.pretrained_step,
         sentences={split: len(found) for split, found in rows.items()},
         splits=origin,
         dev_accuracies=tuple(accuracies),
@@ -113,19 +113,19 @@ def finetune(
     )
 
 
-def _train(work: "_Work", metrics: Path, console: Console) -> list[float]:
-    """The epochs that are left; development accuracy after each of all."""
-    config, accuracies = work.config, work.resume()
-    forget_after(metrics, len(accuracies))
+def _train(finetuner: "Finetuner", metrics: Path, console: Console) -> list[float]:
+    """Train the remaining epochs; return the development accuracy after every epoch."""
+    config, accuracies = finetuner.config, finetuner.resume()
+    drop_records_after(metrics, len(accuracies))
     for epoch in range(len(accuracies) + 1, config.epochs + 1):
         started = time.perf_counter()
         with progress_bars(console) as progress:
-            loss = work.train_epoch(epoch, progress)
-        accuracies.append(work.accuracy("dev"))
+            loss = finetuner.train_epoch(epoch, progress)
+        accuracies.append(finetuner.accuracy("dev"))
         seconds = time.perf_counter() - started
         record = {"kind": "epoch", "step": epoch, "loss": loss, "dev_accuracy": accuracies[-1]}
         append(metrics, {**record, "seconds": seconds})
-        work.keep(epoch, accuracies)
+        finetuner.save_epoch(epoch, accuracies)
         console.print(
             f"{config.task}: epoch {epoch}/{config.epochs}  loss {loss:.4f}  development accuracy "
             f"{accuracies[-1]:.2f} %  {seconds:.0f} s",
@@ -137,7 +137,7 @@ def _train(work: "_Work", metrics: Path, console: Console) -> list[float]:
 def task_splits(
     found: dict[str, list[Sentence]], seed: int
 ) -> tuple[dict[str, list[Sentence]], str]:
-    """Train, dev and test from what a task publishes, and a sentence on how they were made."""
+    """Make train, dev and test from the published splits; also return how, in words."""
     if {"dev", "test"} <= set(found):
         return {name: found[name] for name in ("train", "dev", "test")}, "all as published"
     generator = torch.Generator().manual_seed(derive_seed(seed, "held-out sentences"))
@@ -154,14 +154,14 @@ def task_splits(
 
 
 def _best(accuracies: Sequence[float]) -> int:
-    """The first epoch, from 1, of the highest accuracy."""
+    """Return the first epoch, counted from 1, with the highest accuracy."""
     return 1 + max(range(len(accuracies)), key=lambda epoch: (accuracies[epoch], -epoch))
 
 
-class _Work:
+class Finetuner:
     """Model, optimizer and encoded sentences of one finetuning run.
 
-    Without a store the weights of the best epoch so far are `held`.
+    Without a store, `best_weights` holds the weights of the best epoch so far.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class _Work:
         store: CheckpointStore | None,
     ) -> None:
         self.config, self.device, self.store = config, device, store
-        self.held: dict[str, torch.Tensor] = {}
+        self.best_weights: dict[str, torch.Tensor] = {}
         self.pretrained_step = int(run.checkpoint(config.which).name.split("-")[1])
         pretrained = run.model(config.which)
         if config.form == "clean":
@@ -191,7 +191,7 @@ class _Work:
         )
 
     def train_epoch(self, epoch: int, progress: Progress = silent) -> float:
-        """Mean loss per sentence, in nats."""
+        """Train on every training sentence once; return the mean loss per sentence, in nats."""
         self.model.train()
         done, all_sentences = 0, len(self.rows["train"])
         total = torch.zeros((), device=self.device)
@@ -202,16 +202,14 @@ class _Work:
                 loss = nn.functional.cross_entropy(logits.float(), part.labels, reduction="sum")
                 (loss / len(batch.labels)).backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            fold_statistics(self.model)
+            apply_gradients(self.model, self.optimizer)
             done += len(batch.labels)
             progress(f"epoch {epoch}/{self.config.epochs}, sentences", done, all_sentences)
         return float(total) / all_sentences
 
     @torch.no_grad()
     def accuracy(self, split: str) -> float:
-        """Percent of the split's sentences classified right."""
+        """Return the percentage of the split's sentences that are classified correctly."""
         self.model.eval()
         right = torch.zeros((), dtype=torch.int64, device=self.device)
         with autocast(self.config.precision, self.device):
@@ -220,7 +218,7 @@ class _Work:
         return 100 * int(right) / len(self.rows[split])
 
     def _batches(self, split: str, epoch: int | None = None) -> Iterator[SentenceBatch]:
-        """Every sentence once; a training epoch of the clean form has an order of its own."""
+        """Yield every sentence once; training in the clean form shuffles them in each epoch."""
         clean = self.config.form == "clean"
         for batch in sentence_batches(
             self.rows[split],
@@ -229,20 +227,14 @@ class _Work:
             epoch=epoch or 0,
             shuffle=clean and epoch is not None,
         ):
-            arranged = widened(batch) if clean else left_padded(batch)
-            yield SentenceBatch(*(self._moved(tensor) for tensor in arranged))
+            padded = pad_to_multiple(batch) if clean else pad_left(batch)
+            yield SentenceBatch(*(to_device(tensor, self.device) for tensor in padded))
 
-    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """On the device. From pinned memory nobody waits for the updates before."""
-        if self.device.type == "cuda":
-            return tensor.pin_memory().to(self.device, non_blocking=True)
-        return tensor.to(self.device)
-
-    def keep(self, epoch: int, accuracies: list[float]) -> None:
-        """After an epoch: a checkpoint, or in memory the weights if they are the best."""
+    def save_epoch(self, epoch: int, accuracies: list[float]) -> None:
+        """Write a checkpoint; without a store, hold the weights in memory if they are the best."""
         if self.store is None:
             if epoch == _best(accuracies):
-                self.held = {name: v.clone() for name, v in self.model.state_dict().items()}
+                self.best_weights = {n: v.clone() for n, v in self.model.state_dict().items()}
             return
         tensors = optimizer_tensors(self.optimizer, self.model) | rng_tensors(self.device)
         for name, value in self.model.head.state_dict().items():
@@ -255,7 +247,7 @@ class _Work:
         self.store.save(epoch, self.model.backbone, tensors, state)
 
     def resume(self) -> list[float]:
-        """Continue after the last whole epoch; the accuracies up to it."""
+        """Load the checkpoint of the last complete epoch; return the accuracies up to it."""
         folder = None if self.store is None else self.store.latest()
         if self.store is None or folder is None:
             return []
@@ -270,17 +262,17 @@ class _Work:
         restore_rng(tensors, self.device)
         return list(state["accuracies"])
 
-    def restore(self, best: int) -> None:
-        """The weights of the best epoch."""
+    def load_best(self, best: int) -> None:
+        """Load the weights of the best epoch."""
         if self.store is None:
-            self.model.load_state_dict(self.held)
+            self.model.load_state_dict(self.best_weights)
         else:
             self._read(self.store, step_folder(self.store.folder, best))
 
     def _read(
         self, store: CheckpointStore, folder: Path
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Weights as they were after an epoch."""
+        """Load the weights of a checkpoint; return its tensors and state."""
         tensors, state = store.read(folder)
         self.model.backbone.load_state_dict(load(folder).state_dict())
         head = {key.removeprefix("head/"): v for key, v in tensors.items() if key[:5] == "head/"}
@@ -289,6 +281,6 @@ class _Work:
 
 
 def _micro_batches(batch: SentenceBatch, split: int) -> Iterator[SentenceBatch]:
-    """Parts of a batch; fewer where it has fewer sentences."""
+    """Split a batch into `split` parts, or fewer where it has fewer sentences."""
     for parts in zip(*(tensor.chunk(split) for tensor in batch), strict=True):
         yield SentenceBatch(*parts)

@@ -1,8 +1,8 @@
-"""An update as a CUDA graph: one launch by the host instead of a thousand.
+"""Training updates as CUDA graphs: one launch by the host instead of a thousand.
 
-A replay reads and writes the very tensors that were captured. What changes from update to update
-therefore keeps its place in memory: the batch, the memory of the streams, the learning rate. What
-changes on the host alone, such as a router that is frozen on the way, asks for a new capture.
+A replay reads and writes the tensors that were captured. Tensors that change from update to update
+therefore keep their address: the batch, the attention memory of the streams, the learning rate.
+Changes on the host only, such as freezing a router during the run, need a new capture.
 """
 
 from collections import Counter
@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 
 from acmoe.errors import check
-from acmoe.ops.rows import copy_rows
+from acmoe.fast.rows import copy_rows
 from acmoe.train.update import Update
 
-WARM_UP = 2  # updates of each kind before a capture: kernels are compiled, moments allocated
+WARM_UP = 2  # eager updates of each kind before a capture: they compile kernels, allocate moments
 
 
 class StepGraph:
-    """Calls of `step`, real updates all of them: the first ones as they are, later ones replayed.
+    """Runs `step` eagerly for the first updates, then captures it once and replays the graph.
 
-    `step` takes whether the routing is recorded; each of the two has a graph of its own.
+    Warm-up and replays are all real updates. The argument of `step` tells whether the routing is
+    recorded; updates with and without recording have separate graphs.
     """
 
     def __init__(self, step: Callable[[bool], Update]) -> None:
@@ -30,21 +31,22 @@ class StepGraph:
         self.forget()
 
     def forget(self) -> None:
-        """Capture anew: something that the host decides has changed."""
+        """Drop the captured graphs, because something has changed on the host; capture again."""
         self.calls: Counter[bool] = Counter()
         self.captured: dict[bool, tuple[torch.cuda.CUDAGraph, Update]] = {}
 
     def hold(self, name: Hashable, new: Tensor) -> Tensor:
-        """`new`, in the place where graphs find what goes by this name."""
+        """Copy `new` into the static tensor of that name, which graphs read; return the tensor."""
         if name not in self.places:
             self.places[name] = new.contiguous()
-        kept = self.places[name]
-        if kept is not new:
-            assert kept.shape == new.shape and kept.dtype == new.dtype, name
-            copy_rows(kept, new)
-        return kept
+        static = self.places[name]
+        if static is not new:
+            assert static.shape == new.shape and static.dtype == new.dtype, name
+            copy_rows(static, new)
+        return static
 
     def __call__(self, record: bool) -> Update:
+        """Take an update: eager, captured or replayed."""
         if self.calls[record] < WARM_UP:
             self.calls[record] += 1
             return self.step(record)
@@ -56,14 +58,14 @@ class StepGraph:
 
     def _capture(self, record: bool) -> tuple[torch.cuda.CUDAGraph, Update]:
         graph = torch.cuda.CUDAGraph()
-        pools = [other.pool() for other, _ in self.captured.values()]  # never replayed at one time
+        pools = [other.pool() for other, _ in self.captured.values()]  # they never run at once
         with torch.cuda.graph(graph, pool=pools[0] if pools else None):
             update = self.step(record)
         return graph, update
 
 
 def make_capturable(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Learning rates as tensors, which a captured update reads anew in every replay."""
+    """Turn learning rates into device tensors, which every replay of a graph reads again."""
     check(
         device.type == "cuda",
         f"graph=true replays CUDA graphs; device={device} has none: leave it out",

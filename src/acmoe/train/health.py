@@ -1,35 +1,29 @@
-"""When a loss or gradient is no number any more: where it went wrong, and what is left."""
+"""Error report for a loss or gradient that is not finite: where it began, what is still good."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
 from acmoe.errors import UserError
+from acmoe.train.trainer import Trainer
 
 
-class Examined(Protocol):
-    """What is asked of a trainer whose loss is no number any more."""
-
-    recent: list[Any]
-
-    @property
-    def model(self) -> nn.Module: ...
-    @property
-    def config(self) -> Any: ...
-    def replay(self, batch: Any) -> None: ...
+class TrainingStopped(UserError):  # noqa: N818, an event of the run, not an error of the code
+    """A value is NaN or infinite; the message says where this began and what to try."""
 
 
-class TrainingStopped(UserError):  # noqa: N818, an event of the run and no fault of the code
-    """Something is NaN or infinite; the message says where that began and what to try."""
+def training_stopped(trainer: Trainer, step: int, bad: int, good: Path | None) -> TrainingStopped:
+    """Build the error of a run at `step`; `recent[bad]` of the trainer is the first bad batch.
 
-
-def stopped(trainer: Examined, step: int, bad: int, good: Path | None) -> TrainingStopped:
-    """The error of a run at `step`, where batch `bad` of the recent ones was the first to fail."""
+    `good` is the latest checkpoint.
+    """
     first = step - len(trainer.recent) + 1 + bad
-    where = first_bad_parameter(trainer.model) or _first_bad_output(trainer, trainer.recent[bad])
+    where = first_nonfinite_parameter(trainer.model) or _first_nonfinite_output(
+        trainer, trainer.recent[bad]
+    )
     kept = f"the last good checkpoint is {good}" if good else "no checkpoint was written before"
     return TrainingStopped(
         f"step {first} gave a loss or gradient that is not finite: {where}; {kept}; try a lower lr "
@@ -37,17 +31,17 @@ def stopped(trainer: Examined, step: int, bad: int, good: Path | None) -> Traini
     )
 
 
-def first_bad_parameter(model: nn.Module) -> str | None:
-    """The first parameter or buffer, in order of the model, with a value that is not finite."""
+def first_nonfinite_parameter(model: nn.Module) -> str | None:
+    """Describe the first parameter or buffer that is not finite; None where all are finite."""
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, Tensor) and not bool(tensor.isfinite().all()):
             return f"{name} holds {_example(tensor)}"
     return None
 
 
-def _first_bad_output(trainer: Examined, batch: Any) -> str:
-    """The first module that gives such a value on that batch, read again."""
-    with watched(trainer.model) as found:
+def _first_nonfinite_output(trainer: Trainer, batch: Any) -> str:
+    """Run the batch again and describe the first module whose output is not finite."""
+    with nonfinite_outputs(trainer.model) as found:
         trainer.replay(batch)
     if found:
         return found[0]
@@ -55,20 +49,20 @@ def _first_bad_output(trainer: Examined, batch: Any) -> str:
 
 
 @contextmanager
-def watched(model: nn.Module) -> Iterator[list[str]]:
-    """Collect, inside `with`, every module that gives a value that is not finite, in order."""
+def nonfinite_outputs(model: nn.Module) -> Iterator[list[str]]:
+    """Collect inside `with`, in order of calls, the modules whose output is not finite."""
     found: list[str] = []
 
     def hook(name: str) -> Any:
-        def look(module: nn.Module, arguments: Any, output: Any) -> None:
+        def check_output(module: nn.Module, arguments: Any, output: Any) -> None:
             for tensor in _tensors(output):
                 if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                     found.append(f"{name} ({type(module).__name__}) first gives {_example(tensor)}")
                     return
 
-        return look
+        return check_output
 
-    # Not the model itself: its loss is what called us.
+    # The model itself is left out: its output contains the loss, which is known to be bad.
     modules = [(name, module) for name, module in model.named_modules() if name]
     handles = [module.register_forward_hook(hook(name)) for name, module in modules]
     try:
@@ -87,5 +81,5 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 
 def _example(tensor: Tensor) -> float:
-    """nan, inf or -inf: the first such value."""
+    """Return the first value that is nan, inf or -inf."""
     return float(tensor[~tensor.isfinite()].flatten()[0])

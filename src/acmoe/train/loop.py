@@ -1,50 +1,71 @@
-"""Training a language model; `Course.run` is the loop."""
+"""The training loop, the same for text and images."""
 
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass
 
-from rich.console import Console
-
-from acmoe.config.text.train import RunConfig
-from acmoe.evaluate.language import check_vocabulary, metric_of
-from acmoe.evaluate.run import CHECKPOINTS, open_corpus
-from acmoe.runtime import pick_device, seeded
 from acmoe.train.checkpoint import CheckpointStore
-from acmoe.train.course import Course
 from acmoe.train.display import Display
-from acmoe.train.interrupt import Interrupts
-from acmoe.train.journal import Journal
+from acmoe.train.health import training_stopped
+from acmoe.train.metrics_log import MetricsLog
 from acmoe.train.resume import resume_run, save_run
-from acmoe.train.run_folder import claim, keep_vocabulary
-from acmoe.train.step import Trainer
-from acmoe.train.summary import Summary
+from acmoe.train.signals import StopSignals
+from acmoe.train.trainer import Trainer
+from acmoe.train.update import Update
 
 
-def train(config: RunConfig, folder: Path | str, *, console: Console | None = None) -> Summary:
-    """Train in `folder`, or continue what is there; the same call does both.
+@dataclass(frozen=True, kw_only=True)
+class TrainLoop:
+    """Takes a trainer's updates one after another; logs, validates and saves between them."""
 
-    Raises:
-        TrainingStopped: the loss is no finite number any more.
-        UserError: the folder belongs to another run or process, or the corpus does not fit.
-    """
-    folder, device = Path(folder), pick_device(config.device)
-    corpus = open_corpus(config.data)
-    check_vocabulary(config.model.vocab_size, corpus)
-    metric, valid = metric_of(corpus), corpus["valid"][: config.eval_tokens]
-    display = Display(folder.name, config.steps, console)
-    with claim(folder, config), seeded(config.seed, device), Interrupts() as asked, display:
-        keep_vocabulary(corpus.vocabulary, folder)
-        trainer, journal = Trainer(config, corpus, device), Journal(folder, metric)
-        store = CheckpointStore(folder / CHECKPOINTS, keep=config.keep)
-        course = Course(
-            trainer=trainer,
-            journal=journal,
-            store=store,
-            display=display,
-            asked=asked,
-            steps=config.steps,
-            validate=partial(trainer.validate, valid),
-            save=lambda step: save_run(store, step, trainer, journal, corpus),
-        )
-        step = course.run(resume_run(store, trainer, journal, corpus))
-    return Summary.of(folder, config.steps, journal, step, course.signal_at(step))
+    trainer: Trainer
+    log: MetricsLog
+    store: CheckpointStore | None  # None: nothing is saved or resumed
+    display: Display
+    signals: StopSignals
+
+    def run(self) -> int:
+        """Train from the latest checkpoint to the last step or a stop signal; return the step."""
+        config, last = self.trainer.config, self.trainer.steps
+        step = resume_run(self.store, self.trainer, self.log)
+        self.display.begin(step, self.log)
+        stopping = False
+        while step < last and not stopping:
+            step += 1
+            log, validate, save = (
+                step % every == 0 or step == last
+                for every in (config.log_every, config.eval_every, config.checkpoint_every)
+            )
+            update = self.trainer.update(step, record=log)
+            self.log.add(update, self.trainer.per_step)
+            stopping = self.signals.received is not None
+            if not (log or validate or save or stopping):
+                continue
+            self._check_finite(step)
+            if log:
+                self._log_update(step, update)
+            with self.log.paused():
+                if validate:
+                    score = self.trainer.validate()
+                    self.display.valid(self.log.valid_record(step, score))
+                if save or stopping or (validate and self.log.best_step == step):
+                    self._save(step)
+        return step
+
+    def signal_at(self, step: int) -> int | None:
+        """Return the signal that stopped the run at `step`; None where it ended by itself."""
+        return self.signals.received if step < self.trainer.steps else None
+
+    def _check_finite(self, step: int) -> None:
+        """Read the losses since the last check: only here does the host wait for the device."""
+        bad = self.log.read_losses()
+        if bad is not None:
+            good = None if self.store is None else self.store.latest()
+            raise training_stopped(self.trainer, step, bad, good)
+        self.trainer.recent.clear()
+
+    def _log_update(self, step: int, update: Update) -> None:
+        rate = self.trainer.learning_rate(step)
+        self.display.train(self.log.train_record(step, rate, update.loads))
+
+    def _save(self, step: int) -> None:
+        if self.store is not None:
+            save_run(self.store, step, self.trainer, self.log)

@@ -1,20 +1,21 @@
-"""The optimizer and its schedule."""
+"""The optimizer and the learning-rate schedule."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from acmoe.errors import check
+from acmoe.experts.moe import current_name
 from acmoe.routing.router import Router
 
 Groups = list[dict[str, Any]]
 
 
 class Schedule(Protocol):
-    """What the learning rate follows from; a run's config, or one counted in updates."""
+    """A learning-rate schedule, counted in updates; a config of a language run is one."""
 
     @property
     def lr(self) -> float: ...
@@ -29,9 +30,10 @@ class Schedule(Protocol):
 
 
 def learning_rate(config: Schedule, step: int) -> float:
-    """Of update `step`, counted from 1: a line from 0 up to lr, then constant or half a cosine.
+    """Return the learning rate of update `step`, counted from 1.
 
-    The first update uses lr / warmup, the last one of a cosine min_lr.
+    It rises linearly from 0 to lr over the warmup, then stays constant or falls as half a cosine.
+    The first update uses lr / warmup, the last one of a cosine uses min_lr.
     """
     if step <= config.warmup:
         return config.lr * step / config.warmup
@@ -42,7 +44,7 @@ def learning_rate(config: Schedule, step: int) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """In place where it is a tensor, which a captured update reads."""
+    """Set the learning rate of all groups; in place where it is a tensor, for CUDA graphs."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)
@@ -51,6 +53,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def is_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Return True for parameters of two or more dimensions."""
     return parameter.dim() >= 2
 
 
@@ -64,17 +67,18 @@ def adam(
     decays: Callable[[str, nn.Parameter], bool] = is_matrix,
     router_sgd: float | None = None,
 ) -> torch.optim.AdamW:
-    """Adam over every parameter; without weight decay exactly the paper's.
+    """Make Adam over all parameters, with decoupled weight decay; the paper has no weight decay.
 
-    `decays` says of a parameter and its name whether weight decay shrinks it. `router_sgd` is the
-    learning rate, at Adam's `lr`, of plain SGD for the routers' matrices; None: Adam for them, too.
+    `decays` tells from a parameter's name and shape whether weight decay applies to it.
+    `router_sgd` is the learning rate of plain SGD on the routers' matrices while Adam has `lr`;
+    None trains them by Adam as well.
 
-    Frozen parameters are in it too: a router may be frozen on the way, and a run that resumes
-    afterwards must list the same ones.
+    Frozen parameters are included: a router may be frozen during the run, and a run that resumes
+    afterwards must list the same parameters.
     """
-    apart = set() if router_sgd is None else router_matrices(model)
+    sgd_parameters = set() if router_sgd is None else router_matrices(model)
     check(
-        router_sgd is None or len(apart) > 0,
+        router_sgd is None or len(sgd_parameters) > 0,
         "router_optimizer='sgd' finds no router with a matrix to train; choose 'adam'",
     )
 
@@ -85,18 +89,19 @@ def adam(
             {"params": [p for name, p in named if not decays(name, p)], "weight_decay": 0.0},
         ]
 
-    groups = grouped(lambda p: p not in apart)
+    groups = grouped(lambda p: p not in sgd_parameters)
     if router_sgd is None:
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
-    # Without momentum or adaptive moments, decoupled weight decay is the ordinary one.
-    sgd = torch.optim.SGD(grouped(lambda p: p in apart), lr=router_sgd, fused=True)
+    # SGD without momentum has the same update for decoupled and for ordinary weight decay.
+    sgd = torch.optim.SGD(grouped(lambda p: p in sgd_parameters), lr=router_sgd, fused=True)
     return AdamAndSGD(groups, sgd, router_sgd / lr, lr=lr, betas=betas, eps=eps, fused=True)
 
 
 class AdamAndSGD(torch.optim.AdamW):
     """Adam, and plain SGD for some parameters at `ratio` times Adam's learning rate.
 
-    One optimizer to whoever sets its rate, flags a bad update or saves its moments; SGD has none.
+    Its groups and state are Adam's, so callers set the rate, flag a bad update (`found_inf`) and
+    save the moments as with one optimizer; plain SGD has no state.
     """
 
     def __init__(self, groups: Groups, sgd: torch.optim.SGD, ratio: float, **options: Any) -> None:
@@ -104,6 +109,7 @@ class AdamAndSGD(torch.optim.AdamW):
         self.sgd, self.ratio = sgd, ratio
 
     def step(self, closure: Any = None) -> Any:
+        """Step both optimizers."""
         for group in self.sgd.param_groups:
             group["lr"] = self.param_groups[0]["lr"] * self.ratio
         self.sgd.found_inf = getattr(self, "found_inf", None)  # type: ignore[attr-defined]
@@ -111,12 +117,13 @@ class AdamAndSGD(torch.optim.AdamW):
         return super().step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of both optimizers."""
         self.sgd.zero_grad(set_to_none)
         super().zero_grad(set_to_none)
 
 
 def router_matrices(model: nn.Module) -> set[nn.Parameter]:
-    """What routers compare tokens with: the parameters a stretched token's gradient stretches."""
+    """Return the routers' own matrices, whose gradients scale with the features of the tokens."""
     return {
         parameter
         for module in model.modules()
@@ -127,7 +134,7 @@ def router_matrices(model: nn.Module) -> set[nn.Parameter]:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """Moments and step counts by `optimizer/KIND/PARAMETER`."""
+    """Return moments and step counts by `optimizer/KIND/PARAMETER`."""
     return {
         f"optimizer/{kind}/{name}": value
         for name, parameter in model.named_parameters()
@@ -136,13 +143,13 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 
 
 def restore_optimizer(
-    optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor]
+    optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Put back what `optimizer_tensors` took out."""
+    """Restore what `optimizer_tensors` returned; other tensors are ignored."""
     parameters = dict(model.named_parameters())
     for key, value in tensors.items():
-        room, _, rest = key.partition("/")
-        if room == "optimizer":
+        prefix, _, rest = key.partition("/")
+        if prefix == "optimizer":
             kind, _, name = rest.partition("/")
-            parameter = parameters[name]
+            parameter = parameters[current_name(name)]
             optimizer.state[parameter][kind] = value.to(parameter.device)

@@ -1,4 +1,4 @@
-"""The run's folder: one process at a time, one config for its whole life."""
+"""The folder of a run: one process at a time may use it, and its config never changes."""
 
 import json
 import os
@@ -22,8 +22,11 @@ LOCK = "lock"
 
 
 @contextmanager
-def claim(folder: Path, config: Any) -> Iterator[None]:
-    """Hold the folder for a run of that config: a new folder, or one begun with the same config."""
+def claim(folder: Path, config: Any, vocabulary: Vocabulary | None = None) -> Iterator[None]:
+    """Lock the folder for a run of that config, and write config and vocabulary into it.
+
+    The folder must be new, or a run folder that was started with the same config.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -35,36 +38,38 @@ def claim(folder: Path, config: Any) -> Iterator[None]:
         if path.is_file():
             _check_same(path, config)
         else:
-            strangers = sorted(entry.name for entry in folder.iterdir() if entry.name != LOCK)
+            other_files = sorted(entry.name for entry in folder.iterdir() if entry.name != LOCK)
             check(
-                not strangers,
-                f"{folder} holds {', '.join(strangers[:3])} and is no run folder; choose another",
+                not other_files,
+                f"{folder} holds {', '.join(other_files[:3])} and is no run folder; choose another",
             )
             kind = {"kind": config.kind} if hasattr(config, "kind") else {}
             document = {"acmoe": acmoe.__version__, **kind, **to_document(config)}
             write_text(path, json.dumps(document, indent=2) + "\n")
+        if vocabulary is not None:
+            _write_vocabulary(vocabulary, folder)
         yield
 
 
 def _check_same(path: Path, config: Any) -> None:
-    kind, asked = run_kind(path.parent), getattr(config, "kind", LANGUAGE_RUN)
-    check(kind == asked, f"{path.parent} holds a {kind}, not a {asked}; choose another folder")
+    kind, wanted = run_kind(path.parent), getattr(config, "kind", LANGUAGE_RUN)
+    check(kind == wanted, f"{path.parent} holds a {kind}, not a {wanted}; choose another folder")
     stored = from_document(read_json(path), type(config), str(path))
-    apart = differences(stored, config)
+    found = differences(stored, config)
     check(
-        not apart,
-        f"{path.parent} was begun with {'; '.join(apart)}; repeat the settings it was begun with "
+        not found,
+        f"{path.parent} was begun with {'; '.join(found)}; repeat the settings it was begun with "
         "to continue it, or choose another folder",
     )
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the kernel's lock on a file with our process id; a killed process loses it by itself."""
+    """Hold an OS lock on a file that contains our process id; the OS frees it if we are killed."""
     path = folder / LOCK
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        if sys.platform != "win32":  # has no such lock: one process at a time, by agreement
+        if sys.platform != "win32":  # Windows has no flock: there the user must take care
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -79,8 +84,8 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def keep_vocabulary(vocabulary: Vocabulary, folder: Path) -> None:
-    """Put the meaning of the token ids into the folder, whole or not at all."""
+def _write_vocabulary(vocabulary: Vocabulary, folder: Path) -> None:
+    """Write the meaning of the token ids into the folder atomically."""
     draft = folder / f".{VOCABULARY}.draft"
     save_vocabulary(vocabulary, draft)
     os.replace(draft, folder / VOCABULARY)

@@ -1,4 +1,4 @@
-"""What one optimizer update tells those who watch it."""
+"""The result of one optimizer update."""
 
 from typing import NamedTuple
 
@@ -6,9 +6,9 @@ from torch import Tensor
 
 
 class Update(NamedTuple):
-    """What an update tells; on the model's device, so that nobody waits for it."""
+    """The result of one optimizer update, on the device: reading it waits for the update."""
 
-    loss: Tensor  # () mean nats per token
+    loss: Tensor  # () mean nats per token, or per image
     aux_loss: Tensor  # ()
-    sound: Tensor  # () whether losses (and the gradient, where clipped) are finite: else no update
-    loads: tuple[Tensor, ...]  # (E,) routed tokens of each MoE layer, where recorded
+    finite: Tensor  # () False: losses, or clipped gradients, were not finite; weights are unchanged
+    loads: tuple[Tensor, ...]  # (E,) routed tokens of each MoE layer; empty unless recorded

@@ -1,4 +1,4 @@
-"""metrics.jsonl: what a run measured, one whole record a line, and nothing twice."""
+"""metrics.jsonl: the figures of a run, one complete record per line, each step only once."""
 
 import contextlib
 import json
@@ -21,23 +21,23 @@ from acmoe.train.update import Update
 Record = dict[str, Any]
 
 
-class Scored(Protocol):
-    """A score of the validation split, a NamedTuple with what it depends on."""
+class Score(Protocol):
+    """A score of the validation split: a NamedTuple with the settings it depends on."""
 
     @property
     def loss(self) -> float: ...
     def _asdict(self) -> dict[str, Any]: ...
 
 
-class Journal:
-    """Losses since the last line, the clock, and the best validation so far.
+class MetricsLog:
+    """Writes metrics.jsonl; holds the losses since the last line and the best validation score.
 
-    Losses stay on the device until `look` reads all of them at once. The clock counts training
-    alone: not validation, not saving, not the time between two calls of `train`.
+    Losses stay on the device until `read_losses` reads all of them at once. The clock counts
+    training time only: validation, saving and the time between two calls of `train` are left out.
     """
 
-    unit = "tokens"  # that the speed counts
-    ranked: tuple[str, ...] = ("loss",)  # what the best checkpoint is chosen by
+    unit = "tokens"  # what the training speed counts
+    ranked: tuple[str, ...] = ("loss",)  # fields of a score that `rank` reads
 
     def __init__(self, folder: Path, metric: str) -> None:
         self.path, self.metric = folder / METRICS, metric
@@ -46,41 +46,42 @@ class Journal:
         self.best: dict[str, Any] | None = None
         self.seconds = 0.0
         self._unread: list[Tensor] = []
-        self._units, self._since = 0, 0.0  # since the last line: units, and `seconds` then
+        self._units, self._since = 0, 0.0  # units since the last line, and `seconds` at that line
         self._mark = time.perf_counter()
         self.board = Board(folder / "tensorboard")
 
     def open(self, step: int) -> None:
-        """Begin behind `step`: what a killed process wrote beyond it will be written again."""
-        forget_after(self.path, step)
+        """Start after `step`; drop later records, whose steps will be trained again."""
+        drop_records_after(self.path, step)
         self._since, self._mark = self.seconds, time.perf_counter()
         self.board.open(step)
 
     def state_dict(self) -> Record:
-        """What a run that continues goes on with."""
+        """Return what a resumed run needs."""
         names = ("seconds", "losses", "aux_losses", "best")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
         self.seconds, self.best = state["seconds"], state["best"]
         self.losses, self.aux_losses = state["losses"], state["aux_losses"]
 
-    def note(self, update: Update, tokens: int) -> None:
-        """An update of so many tokens, or images."""
-        self._unread.append(torch.stack([update.loss, update.aux_loss, update.sound.float()]))
-        self._units += tokens
+    def add(self, update: Update, units: int) -> None:
+        """Add an update over `units` tokens, or images."""
+        self._unread.append(torch.stack([update.loss, update.aux_loss, update.finite.float()]))
+        self._units += units
 
-    def look(self) -> int | None:
-        """Read the losses; the place of the first unsound update among those just read."""
+    def read_losses(self) -> int | None:
+        """Read the losses added since the last call; return the index of the first bad one."""
         rows = torch.stack(self._unread).tolist()
         self._unread.clear()
         self.losses += [loss for loss, _, _ in rows]
         self.aux_losses += [aux_loss for _, aux_loss, _ in rows]
-        sound = [flag == 1 for _, _, flag in rows]
-        return None if all(sound) else sound.index(False)
+        finite = [flag == 1 for _, _, flag in rows]
+        return None if all(finite) else finite.index(False)
 
     def train_record(self, step: int, lr: float, loads: Sequence[Tensor]) -> Record:
-        """A line on the steps since the last one; call `look` before."""
+        """Write a record of the steps since the last one; call `read_losses` first."""
         self._tick()
         loss = math.fsum(self.losses) / len(self.losses)
         passed = self.seconds - self._since
@@ -99,8 +100,8 @@ class Journal:
         self._units, self._since = 0, self.seconds
         return self._write(record)
 
-    def valid_record(self, step: int, score: Scored) -> Record:
-        """A line on the validation split; also remembers the best."""
+    def valid_record(self, step: int, score: Score) -> Record:
+        """Write a record of a validation, and remember the score if it is the best so far."""
         if self.best is None or self.rank(score._asdict()) < self.rank(self.best):
             self.best = {"step": step, **{name: score._asdict()[name] for name in self.ranked}}
         record = {
@@ -114,20 +115,21 @@ class Journal:
         return self._write(record)
 
     def rank(self, score: Mapping[str, Any]) -> tuple[float, ...]:
-        """Less is better."""
+        """Return a sort key: the best score has the smallest."""
         return (score["loss"],)
 
     def figures(self, loss: float) -> Record:
-        """What else a loss says."""
+        """Return figures that follow from a loss, such as the perplexity."""
         return {self.metric.replace(" ", "_"): value_of(loss, cast(Metric, self.metric))}
 
     @property
     def best_step(self) -> int | None:
+        """The step of the best validation so far."""
         return None if self.best is None else self.best["step"]
 
     @property
     def best_value(self) -> float | None:
-        """In units of the metric."""
+        """The best validation score so far, in units of the metric."""
         return None if self.best is None else value_of(self.best["loss"], cast(Metric, self.metric))
 
     @contextlib.contextmanager
@@ -149,8 +151,28 @@ class Journal:
         return record
 
 
+class ImageMetricsLog(MetricsLog):
+    """Metrics of an image classifier; the best score has the highest accuracy, then lowest loss."""
+
+    unit = "images"
+    ranked = ("loss", "top1")
+
+    def rank(self, score: Mapping[str, Any]) -> tuple[float, ...]:
+        """Sort by accuracy, then by loss."""
+        return (-score["top1"], score["loss"])
+
+    def figures(self, loss: float) -> Record:
+        """Return nothing: no figure follows from a loss of mixed images and smoothed labels."""
+        return {}
+
+    @property
+    def best_value(self) -> float | None:
+        """The best top-1 accuracy so far, in percent."""
+        return None if self.best is None else self.best["top1"]
+
+
 class Board:
-    """The same figures for TensorBoard, where that package is installed."""
+    """Writes the same figures for TensorBoard, where that package is installed."""
 
     available = find_spec("tensorboard") is not None
 
@@ -159,13 +181,15 @@ class Board:
         self._writer: Any = None
 
     def open(self, step: int) -> None:
+        """Start writing after `step`."""
         if self.available:
             from torch.utils.tensorboard import SummaryWriter
 
-            # Events beyond the step belong to a run that was killed and will come again.
+            # Events after `step` come from a killed process; their steps will be trained again.
             self._writer = SummaryWriter(str(self.folder), purge_step=step + 1)
 
     def write(self, record: Record) -> None:
+        """Write every number of a record."""
         if self._writer is None:
             return
         for name, value in record.items():
@@ -175,12 +199,12 @@ class Board:
 
 
 def append(path: Path, record: Record) -> None:
-    """Add a line; a crash can only cut off the last one, which `read_metrics` leaves out."""
+    """Add a line. A crash can cut off only the last line, which `read_metrics` skips."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
 
 
-def forget_after(path: Path, step: int) -> None:
-    """Drop the records beyond a step, and a line cut off by a crash."""
+def drop_records_after(path: Path, step: int) -> None:
+    """Drop the records after `step`, and a line that a crash cut off."""
     kept = [record for record in read_metrics(path) if record["step"] <= step]
     write_text(path, "".join(json.dumps(record) + "\n" for record in kept))

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from acmoe.data.images.load import load_images
-from acmoe.train.vision import train_images
-from acmoe.train.vision_step import VisionTrainer
+from acmoe.train.images import ImageTrainer
+from acmoe.train.run import train_images
 from tiny_vision_runs import QUIET, all_numbers, tiny_vision_run, vision_records
 
 pytestmark = [
@@ -46,7 +46,7 @@ def test_a_step_never_waits_for_the_device(
     kind: dict[str, object], graph: bool, place: tuple[str, ...]
 ) -> None:
     config = tiny_vision_run(*place, f"graph={str(graph).lower()}", "precision=bf16", **kind)
-    trainer = VisionTrainer(config, load_images(config.data), CUDA)
+    trainer = ImageTrainer(config, load_images(config.data), CUDA)
     for step in range(1, 6):  # lets libraries and allocators settle, and captures
         trainer.update(step, record=False)
     assert trainer.graph is None or trainer.graph.captured
@@ -62,7 +62,7 @@ def test_a_step_never_waits_for_the_device(
 @pytest.mark.parametrize("preset", [("augment.randaugment=9",), ("augment.color_jitter=0.4",)])
 def test_no_alteration_of_images_waits_for_the_device(preset: tuple[str, ...]) -> None:
     config = tiny_vision_run(*ON_DEVICE, *preset)
-    trainer = VisionTrainer(config, load_images(config.data), CUDA)
+    trainer = ImageTrainer(config, load_images(config.data), CUDA)
     for seed in range(20):  # every operation has been drawn, and its kernels loaded
         batch = next(trainer.batches)
         trainer.augment(batch.images, batch.labels, seed=seed)
@@ -78,7 +78,7 @@ def test_batches_on_the_device_are_those_of_the_cpu() -> None:
     images, targets = [], []
     for device in ("cpu", "cuda"):
         config = tiny_vision_run(*ON_DEVICE[1:], f"device={device}", "augment.erase=0")
-        trainer = VisionTrainer(config, load_images(config.data), torch.device(device))
+        trainer = ImageTrainer(config, load_images(config.data), torch.device(device))
         batch = next(trainer.batches)
         x, targets_BK = trainer.augment(batch.images, batch.labels, seed=batch.seed)
         images.append(x.cpu())
@@ -116,14 +116,14 @@ def test_a_replayed_run_continues_to_the_same_numbers(
     )
     train_images(config, tmp_path / "whole", console=QUIET)
     with pytest.MonkeyPatch.context() as patch:
-        update = VisionTrainer.update
+        update = ImageTrainer.update
 
-        def killed(self: VisionTrainer, step: int, *, record: bool) -> object:
+        def killed(self: ImageTrainer, step: int, *, record: bool) -> object:
             if step > 20:
                 raise KeyboardInterrupt
             return update(self, step, record=record)
 
-        patch.setattr(VisionTrainer, "update", killed)
+        patch.setattr(ImageTrainer, "update", killed)
         with pytest.raises(KeyboardInterrupt):
             train_images(config, tmp_path / "part", console=QUIET)
     train_images(config, tmp_path / "part", console=QUIET)

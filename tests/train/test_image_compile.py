@@ -8,9 +8,9 @@ from torch._dynamo.utils import counters
 
 from acmoe.config.images.train import VisionRunConfig
 from acmoe.data.images.load import load_images
-from acmoe.models.compiled import compile_blocks
-from acmoe.train import vision_step
-from acmoe.train.vision_step import VisionTrainer
+from acmoe.fast.compiled import compile_blocks
+from acmoe.train import trainer as trainer_module
+from acmoe.train.images import ImageTrainer
 from tiny_vision_runs import tiny_vision_run
 
 # The compiler looks at the gradients of tensors that have none.
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:
 def losses(config: VisionRunConfig) -> list[float]:
     """Of a plain step, a recorded one, a validation and a step behind it."""
     torch.manual_seed(0)
-    trainer = VisionTrainer(config, load_images(config.data), torch.device("cpu"))
+    trainer = ImageTrainer(config, load_images(config.data), torch.device("cpu"))
     found = [float(trainer.update(step, record=step == 2).loss) for step in (1, 2)]
     found += [trainer.validate().loss, float(trainer.update(3, record=False).loss)]
     trainer.close()
@@ -30,7 +30,7 @@ def losses(config: VisionRunConfig) -> list[float]:
 def test_compiled_updates_lose_what_plain_ones_lose(monkeypatch: pytest.MonkeyPatch) -> None:
     # The tracing is the part that can fail; machine code would take minutes.
     traced = partial(compile_blocks, backend="eager")
-    monkeypatch.setattr(vision_step, "compile_blocks", traced)
+    monkeypatch.setattr(trainer_module, "compile_blocks", traced)
     torch.compiler.reset()
     counters.clear()
     plain = losses(tiny_vision_run(soft=True, router="smoe"))

@@ -12,9 +12,9 @@ import torch
 from rich.console import Console
 
 from acmoe.evaluate.run import read_metrics
-from acmoe.train.journal import Board, Journal, append, forget_after
-from acmoe.train.loop import train
-from acmoe.train.step import Validation
+from acmoe.train.metrics_log import Board, MetricsLog, append, drop_records_after
+from acmoe.train.run import train
+from acmoe.train.text import TextValidation
 from acmoe.train.update import Update
 from tiny_runs import byte_corpus, records, tiny_run
 
@@ -25,43 +25,43 @@ def update(loss: float, aux: float = 0.0) -> Update:
 
 
 def test_a_line_averages_the_steps_since_the_last(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, "perplexity")
-    journal.open(0)
+    log = MetricsLog(tmp_path, "perplexity")
+    log.open(0)
     for loss in (1.0, 2.0, 6.0):
-        journal.note(update(loss, aux=loss / 2), tokens=10)
-    assert journal.look() is None
+        log.add(update(loss, aux=loss / 2), units=10)
+    assert log.read_losses() is None
     loads = [torch.tensor([3.0, 1.0])]
-    record = journal.train_record(3, lr=0.5, loads=loads)
+    record = log.train_record(3, lr=0.5, loads=loads)
     assert (record["loss"], record["aux_loss"], record["lr"]) == (3.0, 1.5, 0.5)
     assert record["perplexity"] == pytest.approx(20.085536923187668)  # e^3
     assert record["load_balance"] == [pytest.approx(25.0)]  # shares of 75 and 25 percent
-    journal.note(update(4.0), tokens=10)
-    journal.look()
-    assert journal.train_record(4, lr=0.5, loads=[])["loss"] == 4.0
-    assert [line["step"] for line in read_metrics(journal.path)] == [3, 4]
+    log.add(update(4.0), units=10)
+    log.read_losses()
+    assert log.train_record(4, lr=0.5, loads=[])["loss"] == 4.0
+    assert [line["step"] for line in read_metrics(log.path)] == [3, 4]
 
 
-def test_the_first_unsound_update_is_found_by_its_place(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, "perplexity")
-    journal.open(0)
+def test_the_first_update_that_is_not_finite_is_found_by_its_place(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, "perplexity")
+    log.open(0)
     for loss in (1.0, 2.0):
-        journal.note(update(loss), tokens=1)
-    assert journal.look() is None
+        log.add(update(loss), units=1)
+    assert log.read_losses() is None
     for loss in (3.0, float("nan"), float("inf")):
-        journal.note(update(loss), tokens=1)
-    assert journal.look() == 1
-    journal.note(update(1.0, aux=float("inf")), tokens=1)
-    assert journal.look() == 0
+        log.add(update(loss), units=1)
+    assert log.read_losses() == 1
+    log.add(update(1.0, aux=float("inf")), units=1)
+    assert log.read_losses() == 0
 
 
 def test_the_best_validation_is_remembered(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, "bits per byte")
-    journal.open(0)
+    log = MetricsLog(tmp_path, "bits per byte")
+    log.open(0)
     for step, loss in ((1, 3.0), (2, 2.0), (3, 2.5)):
-        journal.valid_record(step, Validation(loss, 10, "running", 2, 16))
-    assert (journal.best_step, journal.best) == (2, {"step": 2, "loss": 2.0})
-    assert journal.best_value == pytest.approx(2.8853900817779268)  # 2 nats in bits
-    last = read_metrics(journal.path)[-1]
+        log.valid_record(step, TextValidation(loss, 10, "running", 2, 16))
+    assert (log.best_step, log.best) == (2, {"step": 2, "loss": 2.0})
+    assert log.best_value == pytest.approx(2.8853900817779268)  # 2 nats in bits
+    last = read_metrics(log.path)[-1]
     assert (last["statistics"], last["batch"], last["block"], last["tokens"]) == (
         "running",
         2,
@@ -71,13 +71,13 @@ def test_the_best_validation_is_remembered(tmp_path: Path) -> None:
 
 
 def test_the_clock_stands_still_while_paused(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, "perplexity")
-    journal.open(0)
-    with journal.paused():
+    log = MetricsLog(tmp_path, "perplexity")
+    log.open(0)
+    with log.paused():
         time.sleep(0.2)
-    journal.note(update(1.0), tokens=1)
-    journal.look()
-    assert journal.train_record(1, lr=1.0, loads=[])["seconds"] < 0.1
+    log.add(update(1.0), units=1)
+    log.read_losses()
+    assert log.train_record(1, lr=1.0, loads=[])["seconds"] < 0.1
 
 
 def test_lines_beyond_a_step_and_torn_lines_are_forgotten(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_lines_beyond_a_step_and_torn_lines_are_forgotten(tmp_path: Path) -> Non
     with path.open("a") as file:
         file.write('{"kind": "train", "st')
     assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]
-    forget_after(path, 2)
+    drop_records_after(path, 2)
     assert path.read_text().count("\n") == 2
     assert [record["step"] for record in read_metrics(path)] == [1, 2]
 
@@ -150,9 +150,9 @@ def test_tensorboard_gets_the_same_figures_where_it_is_installed(
     module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     monkeypatch.setattr(Board, "available", True)
-    journal = Journal(tmp_path, "perplexity")
-    journal.open(7)
-    record = journal.valid_record(9, Validation(2.0, 10, "none", 2, 16))
+    log = MetricsLog(tmp_path, "perplexity")
+    log.open(7)
+    record = log.valid_record(9, TextValidation(2.0, 10, "none", 2, 16))
     assert written[0] == ("tensorboard", 8)  # events after step 7 will be written again
     assert ("valid/loss", 2.0, 9) in written
     assert ("valid/perplexity", record["perplexity"], 9) in written
@@ -162,7 +162,7 @@ def test_without_tensorboard_nothing_is_written_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Board, "available", False)
-    journal = Journal(tmp_path, "perplexity")
-    journal.open(0)
-    journal.valid_record(1, Validation(2.0, 10, "none", 2, 16))
+    log = MetricsLog(tmp_path, "perplexity")
+    log.open(0)
+    log.valid_record(1, TextValidation(2.0, 10, "none", 2, 16))
     assert not (tmp_path / "tensorboard").exists()

@@ -24,9 +24,9 @@ from acmoe.evaluate.statistics import own_statistics
 from acmoe.recipes import recipe
 from acmoe.routing.statistics import ClusterStatistics
 from acmoe.train.health import TrainingStopped
-from acmoe.train.loop import train
-from acmoe.train.vision import ImageJournal, train_images
-from acmoe.train.vision_step import ImageValidation, VisionTrainer, decays
+from acmoe.train.images import ImageTrainer, ImageValidation, decays
+from acmoe.train.metrics_log import ImageMetricsLog
+from acmoe.train.run import train, train_images
 from tiny_runs import byte_corpus, tiny_run
 from tiny_vision_runs import (
     QUIET,
@@ -38,37 +38,43 @@ from tiny_vision_runs import (
 )
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["tiny_vision_runs"])
+FORKS.set_forkserver_preload(["tiny_runs", "tiny_vision_runs", "torch._dynamo"])
 
 
-def trainer_of(config: VisionRunConfig) -> VisionTrainer:
+def trainer_of(config: VisionRunConfig) -> ImageTrainer:
     torch.manual_seed(config.seed)
-    return VisionTrainer(config, load_images(config.data), torch.device("cpu"))
+    return ImageTrainer(config, load_images(config.data), torch.device("cpu"))
 
 
 def stop_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Send this process SIGTERM once, in the middle of that step."""
-    update, left = VisionTrainer.update, [step]
+    update, left = ImageTrainer.update, [step]
 
-    def interrupted(self: VisionTrainer, step: int, *, record: bool) -> Any:
+    def interrupted(self: ImageTrainer, step: int, *, record: bool) -> Any:
         result = update(self, step, record=record)
         if left == [step]:
             left.clear()
             os.kill(os.getpid(), signal.SIGTERM)
         return result
 
-    monkeypatch.setattr(VisionTrainer, "update", interrupted)
+    monkeypatch.setattr(ImageTrainer, "update", interrupted)
 
 
 @pytest.mark.parametrize(
     ("overrides", "options"),
     [
         ((), {}),  # batch statistics, drop path, expert dropout, noise of the gate
-        (("model.router.statistics=running", "schedule=constant"), {}),
-        ((), {"router": "smoe"}),
-        ((), {"router": "random"}),  # draws a scale in every call
+        pytest.param(
+            ("model.router.statistics=running", "schedule=constant"), {}, marks=pytest.mark.slow
+        ),
+        pytest.param((), {"router": "smoe"}, marks=pytest.mark.slow),
+        pytest.param((), {"router": "random"}, marks=pytest.mark.slow),  # draws in every call
         ((), {"soft": True}),
-        (("data.on_device=true", "augment.crop=0.5,1.0"), {"router": "smoe"}),
+        pytest.param(
+            ("data.on_device=true", "augment.crop=0.5,1.0"),
+            {"router": "smoe"},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["adaptive", "running", "smoe", "random", "softmoe", "on-device"],
 )
@@ -160,19 +166,19 @@ def test_the_auxiliary_loss_is_part_of_what_is_minimised() -> None:
 
 
 def test_statistics_are_folded_in_once_per_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    folds = []
-    fold = ClusterStatistics.fold
+    updated = []
+    update = ClusterStatistics.update
 
     def counted(self: ClusterStatistics) -> None:
-        folds.append(self)
-        fold(self)
+        updated.append(self)
+        update(self)
 
-    monkeypatch.setattr(ClusterStatistics, "fold", counted)
+    monkeypatch.setattr(ClusterStatistics, "update", counted)
     trainer = trainer_of(tiny_vision_run("split=4"))
     trainer.update(1, record=False)
     trainer.close()
-    assert len(folds) == 1  # of the two MoE layers in the adaptive stage the first emits
-    assert folds[0].weight.sum() > 0
+    assert len(updated) == 1  # of the two MoE layers in the adaptive stage the first emits
+    assert updated[0].weight.sum() > 0
     assert own_statistics(trainer.model) == "running"
 
 
@@ -216,12 +222,12 @@ def test_a_length_in_epochs_is_counted_in_whole_batches() -> None:
     trainer = trainer_of(tiny_vision_run("epochs=2.5", "warmup=0.5"))
     trainer.close()
     per_pass = len(trainer.images.train) // 16
-    assert (trainer.pace.steps, trainer.pace.warmup) == (
+    assert (trainer.schedule.steps, trainer.schedule.warmup) == (
         round(2.5 * per_pass),
         round(0.5 * per_pass),
     )
-    assert trainer.learning_rate(trainer.pace.warmup) == pytest.approx(3e-3)
-    assert trainer.learning_rate(trainer.pace.steps) == pytest.approx(0, abs=1e-12)
+    assert trainer.learning_rate(trainer.schedule.warmup) == pytest.approx(3e-3)
+    assert trainer.learning_rate(trainer.schedule.steps) == pytest.approx(0, abs=1e-12)
 
 
 def test_a_length_in_another_unit_asks_for_the_warmup_in_it() -> None:
@@ -236,11 +242,11 @@ def test_a_length_in_another_unit_asks_for_the_warmup_in_it() -> None:
 
 
 def test_the_best_checkpoint_has_the_highest_accuracy_then_the_lowest_loss(tmp_path: Path) -> None:
-    journal = ImageJournal(tmp_path, "validation top-1 (%)")
-    journal.open(0)
+    log = ImageMetricsLog(tmp_path, "validation top-1 (%)")
+    log.open(0)
     for step, top1, loss in ((1, 50.0, 1.0), (2, 60.0, 2.0), (3, 55.0, 0.5), (4, 60.0, 1.5)):
-        journal.valid_record(step, ImageValidation(loss, top1, None, 10, "none", 2))
-    assert (journal.best_step, journal.best_value) == (4, 60.0)
+        log.valid_record(step, ImageValidation(loss, top1, None, 10, "none", 2))
+    assert (log.best_step, log.best_value) == (4, 60.0)
 
 
 def test_names_of_routers_mean_what_they_mean_in_image_models() -> None:

@@ -6,22 +6,22 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 
-class Interrupts:
-    """Inside `with`, remembers the first such signal; a second one is obeyed at once."""
+class StopSignals:
+    """Remembers the first SIGINT or SIGTERM inside `with`; a second one acts at once."""
 
     def __init__(self) -> None:
-        self.signal: int | None = None
+        self.received: int | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        # Only the main thread may handle signals; elsewhere they are its business.
+        # Python lets only the main thread handle signals; in other threads nothing changes.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._note)
+                self._before[number] = signal.signal(number, self._receive)
         return self
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signal = number
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
         self._restore()
 
     def _restore(self) -> None:
@@ -32,6 +32,6 @@ class Interrupts:
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        at: TracebackType | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._restore()

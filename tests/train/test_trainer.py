@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from acmoe.config.text.train import RunConfig
 from acmoe.evaluate.run import open_corpus
+from acmoe.fast.text import FastRunner
 from acmoe.routing.stable import StableRouter
 from acmoe.routing.statistics import ClusterStatistics
-from acmoe.train.step import Trainer
+from acmoe.train.text import TextTrainer
 from tiny_runs import byte_corpus, tiny_run
 
 
-def trainer_of(config: RunConfig) -> Trainer:
+def trainer_of(config: RunConfig) -> TextTrainer:
     torch.manual_seed(config.seed)
-    return Trainer(config, open_corpus(config.data), torch.device("cpu"))
+    return TextTrainer(config, open_corpus(config.data), torch.device("cpu"))
 
 
 def plain(corpus: Path, *overrides: str) -> RunConfig:
@@ -84,18 +84,18 @@ def test_the_auxiliary_loss_is_part_of_what_is_minimised(tmp_path: Path) -> None
 def test_statistics_are_folded_in_once_per_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folds = []
-    fold = ClusterStatistics.fold
+    updated = []
+    update = ClusterStatistics.update
 
     def counted(self: ClusterStatistics) -> None:
-        folds.append(self)
-        fold(self)
+        updated.append(self)
+        update(self)
 
-    monkeypatch.setattr(ClusterStatistics, "fold", counted)
+    monkeypatch.setattr(ClusterStatistics, "update", counted)
     trainer = trainer_of(tiny_run(byte_corpus(tmp_path), "split=4"))
     trainer.update(1, record=False)
-    assert len(folds) == 2  # layers 1 and 2 emit for the adaptive layers 2 and 3
-    assert all(statistics.weight.sum() > 0 for statistics in folds)
+    assert len(updated) == 2  # layers 1 and 2 emit for the adaptive layers 2 and 3
+    assert all(statistics.weight.sum() > 0 for statistics in updated)
 
 
 def test_stablemoe_freezes_its_routing_after_a_tenth_of_the_steps(tmp_path: Path) -> None:
@@ -138,15 +138,15 @@ def test_bf16_keeps_weights_and_moments_in_float32(tmp_path: Path) -> None:
 
 
 def test_validation_leaves_training_as_it_was(tmp_path: Path) -> None:
-    config = tiny_run(byte_corpus(tmp_path), "model.router=random")  # draws in every call
-    stream = open_corpus(config.data)["valid"][:100]
+    # This router draws in every call.
+    config = tiny_run(byte_corpus(tmp_path), "model.router=random", "eval_tokens=100")
     with_validation, without = [], []
     for losses, validate in ((with_validation, True), (without, False)):
         trainer = trainer_of(config)
         for step in range(1, 4):
             losses.append(trainer.update(step, record=False).loss.item())
             if validate:
-                found = trainer.validate(stream)
+                found = trainer.validate()
                 assert (found.tokens, found.batch, found.block) == (99, 2, 16)
                 assert found.statistics == "none"
     assert with_validation == without
@@ -160,24 +160,23 @@ def test_compiled_blocks_train_as_eager_ones_with_a_graph_for_each_kind(
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend("aot_eager")  # captures graphs, builds no machine code
-    real = nn.Module.compile
+    real = FastRunner.compile
 
-    def traced(self: nn.Module, *, backend: str, **how: object) -> None:
+    def traced(self: FastRunner, *, backend: str, **how: object) -> None:
         real(self, backend=counter, **how)
 
-    monkeypatch.setattr(nn.Module, "compile", traced)
+    monkeypatch.setattr(FastRunner, "compile", traced)
     corpus = byte_corpus(tmp_path)
-    overrides = ("model.dropout=0", "steps=9", "lr=1e-3", "model.repeats=4")
+    overrides = ("model.dropout=0", "steps=9", "lr=1e-3", "model.repeats=4", "eval_tokens=60")
     eager, compiled = (
         trainer_of(replace(tiny_run(corpus, *overrides), compile=flag)) for flag in (False, True)
     )
-    valid = open_corpus(eager.config.data)["valid"][:60]
     for step in range(1, 10):
         record = step % 4 == 0  # these, and validation, run eagerly in between
         one, other = eager.update(step, record=record), compiled.update(step, record=record)
         assert other.loss.item() == pytest.approx(one.loss.item(), rel=1e-4)
         if step == 5:
-            assert compiled.validate(valid).loss == pytest.approx(eager.validate(valid).loss, 1e-4)
-    # First (plain), middle (adaptive, emitting) and last (adaptive) blocks.
+            assert compiled.validate().loss == pytest.approx(eager.validate().loss, 1e-4)
+    # First (plain), middle (adaptive, before an adaptive one) and last (adaptive) blocks.
     assert counter.frame_count == 3
     assert eager.model.state_dict().keys() == compiled.model.state_dict().keys()

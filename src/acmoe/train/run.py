@@ -1,0 +1,118 @@
+"""Train a language model or an image classifier in a run folder."""
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from acmoe.config.images.train import VisionRunConfig
+from acmoe.config.text.train import RunConfig
+from acmoe.data.images.load import load_images
+from acmoe.evaluate.run import CHECKPOINTS
+from acmoe.runtime import pick_device, seeded
+from acmoe.train.checkpoint import CheckpointStore
+from acmoe.train.display import Display
+from acmoe.train.images import ImageTrainer, check_images
+from acmoe.train.loop import TrainLoop
+from acmoe.train.metrics_log import MetricsLog
+from acmoe.train.run_folder import claim
+from acmoe.train.signals import StopSignals
+from acmoe.train.text import TextTrainer, checked_corpus
+from acmoe.train.trainer import Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """How a call of `train` or `train_images` ended."""
+
+    folder: Path
+    step: int  # updates done, by all calls together
+    steps: int  # updates of the whole run
+    signal: int | None  # the signal that stopped the run before its last step
+    seconds: float  # training time, of all calls together
+    metric: str
+    best: float | None  # best score of the validation split, in units of the metric
+    best_step: int | None
+
+    @classmethod
+    def of(
+        cls, folder: Path, steps: int, log: MetricsLog, step: int, signal: int | None
+    ) -> "Summary":
+        """Summarise a run of `steps` updates that has reached `step`."""
+        return cls(
+            folder=folder,
+            step=step,
+            steps=steps,
+            signal=signal,
+            seconds=log.seconds,
+            metric=log.metric,
+            best=log.best_value,
+            best_step=log.best_step,
+        )
+
+    @property
+    def message(self) -> str:
+        """One line for the user."""
+        if self.step < self.steps:
+            return (
+                f"stopped at step {self.step} of {self.steps}, saved in {self.folder}; give the "
+                "same command again to continue"
+            )
+        best = "" if self.best is None else f", best {self.metric} {self.best:.4f}"
+        at = "" if self.best_step is None else f" at step {self.best_step}"
+        return f"done: {self.steps} steps in {self.seconds:.0f} s{best}{at} ({self.folder})"
+
+
+def train(config: RunConfig, folder: Path | str, *, console: Console | None = None) -> Summary:
+    """Train a language model in `folder`, or continue the run there; the same call does both.
+
+    Raises:
+        TrainingStopped: the loss or gradient is no longer finite.
+        UserError: the folder belongs to another run or process, or the corpus does not fit.
+    """
+    folder, device = Path(folder), pick_device(config.device)
+    corpus = checked_corpus(config)
+    with (
+        claim(folder, config, corpus.vocabulary),
+        seeded(config.seed, device),
+        StopSignals() as signals,
+        Display(folder.name, config.steps, console) as display,
+    ):
+        return _train(TextTrainer(config, corpus, device), folder, display, signals)
+
+
+def train_images(
+    config: VisionRunConfig, folder: Path | str, *, console: Console | None = None
+) -> Summary:
+    """Train an image classifier in `folder`, or continue the run there; the same call does both.
+
+    Raises:
+        TrainingStopped: the loss or gradient is no longer finite.
+        UserError: the folder belongs to another run or process, or the images do not fit.
+    """
+    folder, device = Path(folder), pick_device(config.device)
+    images = load_images(config.data)
+    check_images(config, images)
+    with (
+        seeded(config.seed, device),
+        StopSignals() as signals,
+        # Built before the folder is claimed: a config with mistakes is not written down.
+        contextlib.closing(ImageTrainer(config, images, device)) as trainer,
+        claim(folder, config),
+        Display(folder.name, trainer.steps, console) as display,
+    ):
+        return _train(trainer, folder, display, signals)
+
+
+def _train(trainer: Trainer, folder: Path, display: Display, signals: StopSignals) -> Summary:
+    """Train to the end or a stop signal, in a claimed folder."""
+    loop = TrainLoop(
+        trainer=trainer,
+        log=trainer.metrics_log(folder),
+        store=CheckpointStore(folder / CHECKPOINTS, keep=trainer.config.keep),
+        display=display,
+        signals=signals,
+    )
+    step = loop.run()
+    return Summary.of(folder, trainer.steps, loop.log, step, loop.signal_at(step))

@@ -1,0 +1,194 @@
+"""Training updates of a language model on streams of text.
+
+B streams, L positions of a block.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from acmoe.config.text.language import language_router
+from acmoe.config.text.train import RunConfig
+from acmoe.data.text.corpus import Corpus
+from acmoe.data.text.loader import Batch, TrainingBatches
+from acmoe.data.transfer import to_device
+from acmoe.errors import check
+from acmoe.evaluate.language import check_vocabulary, metric_of, score_stream, statistics_modes
+from acmoe.evaluate.run import open_corpus
+from acmoe.fast.memory import StaticMemory
+from acmoe.fast.text import memory_dtype
+from acmoe.models.registry import build_model
+from acmoe.models.text.decoder import LanguageModel, LanguageOutput
+from acmoe.models.text.memory import Memory, StreamMemory
+from acmoe.routing.stable import StableRouter
+from acmoe.runtime import autocast
+from acmoe.train.metrics_log import MetricsLog
+from acmoe.train.trainer import Trainer, eager
+from acmoe.train.update import Update
+
+STABLE_STAGE_ONE = 10  # StableMoE learns its routing in the first tenth of the steps
+
+
+class TextValidation(NamedTuple):
+    """A score of the validation split, and the settings it depends on."""
+
+    loss: float  # mean nats per token
+    tokens: int
+    statistics: str
+    batch: int
+    block: int
+
+
+class TextTrainer(Trainer):
+    """Updates of a language model, with the attention memory of each micro-batch's streams."""
+
+    config: RunConfig
+    model: LanguageModel
+    batches: TrainingBatches
+    recent: list[Batch]
+
+    def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device) -> None:
+        self.corpus = corpus
+        self.memories: list[StreamMemory | None] = [None] * config.split
+        self.places: dict[int, StaticMemory] = {}  # by micro-batch; only where CUDA graphs run
+        super().__init__(
+            config,
+            device,
+            build_model(
+                replace(config.model, router=language_router(config.model.router, config.model))
+            ),
+            TrainingBatches(
+                corpus["train"], batch=config.batch, block=config.model.block, seed=config.seed
+            ),
+            schedule=config,
+            router_sgd=config.router_sgd,
+        )
+
+    @property
+    def per_step(self) -> int:
+        """The number of tokens in an update."""
+        return self.config.tokens_per_step
+
+    def update(self, step: int, *, record: bool) -> Update:
+        """Take an optimizer step; freeze StableMoE's routers at the end of their first stage."""
+        if step == self.config.steps // STABLE_STAGE_ONE + 1:
+            frozen = freeze_stable_routers(self.model)
+            if frozen and self.graph is not None:
+                self.graph.forget()  # graphs captured so far train the routers
+        return super().update(step, record=record)
+
+    def load_batch(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return (B, L) tokens and targets; a new pass over the data starts without memory."""
+        if batch.reset:
+            self.memories = [None] * self.config.split
+        return to_device(batch.tokens, self.device), to_device(batch.targets, self.device)
+
+    def forward(
+        self, part: int, inputs: Tensor, targets: Tensor, *, record: bool
+    ) -> LanguageOutput:
+        """Run the model on the micro-batch's tokens and the memory of its streams."""
+        memory = self.memories[part]
+        # Recording adds hooks to modules, and streams without full memory have other shapes. Each
+        # would compile the blocks again, and the compiler gives up after a few times.
+        with (
+            eager(self.config.compile and (record or not self._is_full(memory))),
+            autocast(self.config.precision, self.device),
+        ):
+            out = self.model(inputs, targets, memory=memory, return_routings=record)
+        return cast(LanguageOutput, out)
+
+    def accumulate(
+        self, part: int, inputs: Tensor, targets: Tensor, *, record: bool
+    ) -> LanguageOutput:
+        """Run forward and backward, then keep the memory of the streams for their next block."""
+        out = cast(LanguageOutput, super().accumulate(part, inputs, targets, record=record))
+        self._store_memory(part, out.memory)
+        return out
+
+    def has_static_shapes(self) -> bool:
+        """Return True once the memory of every stream has its full length."""
+        return all(map(self._is_full, self.memories))
+
+    def _is_full(self, memory: StreamMemory | None) -> bool:
+        return memory is not None and memory.hidden[0].shape[1] == self.config.model.span
+
+    def _store_memory(self, part: int, memory: StreamMemory) -> None:
+        """Keep a micro-batch's memory; where CUDA graphs run, full memory has a fixed address."""
+        if self.graph is not None and self._is_full(memory):
+            if part not in self.places:
+                with autocast(self.config.precision, self.device):
+                    dtype = memory_dtype(self.model)  # a checkpoint may hold a wider one
+                config = self.config.model
+                length = config.block if config.norm == "post" else 0
+                self.places[part] = StaticMemory(memory, length, dtype)
+            memory = self.places[part].hold(memory)
+        self.memories[part] = memory
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Add the streams' memory, named `memory/MICRO-BATCH/BLOCK`."""
+        return super().state_tensors() | {
+            f"memory/{part}/{depth}": hidden
+            for part, memory in enumerate(self.memories)
+            for depth, hidden in enumerate(memory.hidden if memory else ())
+        }
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore the streams' memory as well."""
+        super().load_state_tensors(tensors)
+        for part in range(self.config.split):
+            names = [f"memory/{part}/{depth}" for depth in range(len(self.model.blocks))]
+            memory = Memory(tuple(tensors[name].to(self.device) for name in names))
+            self._store_memory(part, memory)
+
+    @torch.no_grad()
+    def replay(self, batch: Batch) -> None:
+        """Run the model on a batch again, without memory."""
+        with autocast(self.config.precision, self.device):
+            self.model(batch.tokens.to(self.device), batch.targets.to(self.device))
+
+    def validate(self) -> TextValidation:
+        """Score the first `eval_tokens` of the validation split as an evaluation would."""
+        batch, block = self.config.eval_batch, self.config.model.block
+        stream = self.corpus["valid"][: self.config.eval_tokens]
+        # Blocks with padding and without memory have shapes that are not worth compiling for.
+        with eager(self.config.compile):
+            score = score_stream(
+                self.model, stream, batch=batch, block=block, precision=self.config.precision
+            )
+        mode = statistics_modes(self.model, ())[0]
+        return TextValidation(score.loss, score.tokens, mode, batch, block)
+
+    def metrics_log(self, folder: Path) -> MetricsLog:
+        """Make a log of perplexity, or of bits per byte, as the corpus has it."""
+        return MetricsLog(folder, metric_of(self.corpus))
+
+    def data_checksum(self) -> dict[str, str]:
+        """Return the checksum of the training tokens."""
+        return {"corpus_sha256": self.corpus.manifest.splits["train"].sha256}
+
+    def check_data(self, state: Mapping[str, Any]) -> None:
+        """Raise a UserError where the checkpoint was trained on other tokens."""
+        check(
+            state["corpus_sha256"] == self.data_checksum()["corpus_sha256"],
+            f"{self.corpus.folder} is not the corpus this run was begun with (another checksum); "
+            "prepare that one again, or choose another run folder",
+        )
+
+
+def checked_corpus(config: RunConfig) -> Corpus:
+    """Open the run's corpus, and check that the model's vocabulary has its size."""
+    corpus = open_corpus(config.data)
+    check_vocabulary(config.model.vocab_size, corpus)
+    return corpus
+
+
+def freeze_stable_routers(model: LanguageModel) -> bool:
+    """Freeze every StableMoE router; return whether the model has any."""
+    routers = [module for module in model.modules() if isinstance(module, StableRouter)]
+    for router in routers:
+        router.freeze()
+    return bool(routers)

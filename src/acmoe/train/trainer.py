@@ -1,0 +1,244 @@
+"""One optimizer update, shared by text and image training, and everything it changes.
+
+`TextTrainer` (text.py) and `ImageTrainer` (images.py) feed the update: they load batches, run the
+model on a micro-batch, and score the validation split.
+
+B rows of a batch (streams of text, or images), E experts.
+"""
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from acmoe.config.images.train import VisionRunConfig
+from acmoe.config.text.train import RunConfig
+from acmoe.fast.compiled import compile_blocks
+from acmoe.ops.route.reference import load
+from acmoe.routing.state import Routing
+from acmoe.routing.step import fold_statistics
+from acmoe.train.checkpoint import restore_rng, rng_tensors
+from acmoe.train.graph import StepGraph, make_capturable
+from acmoe.train.metrics_log import MetricsLog, Score
+from acmoe.train.optim import (
+    Schedule,
+    adam,
+    is_matrix,
+    learning_rate,
+    optimizer_tensors,
+    restore_optimizer,
+    set_learning_rate,
+)
+from acmoe.train.update import Update
+
+
+class Batches(Protocol):
+    """An endless iterator over training batches whose position can be saved and restored."""
+
+    def __next__(self) -> Any: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+class Output(Protocol):
+    """The fields of a model's output that an update reads."""
+
+    @property
+    def loss(self) -> Tensor | None: ...
+    @property
+    def aux_loss(self) -> Tensor: ...
+    @property
+    def routings(self) -> tuple[Routing, ...] | None: ...
+
+
+class Trainer(ABC):
+    """A model, its optimizer and its training batches; `update` takes one optimizer step.
+
+    `recent` holds the batches since the training loop last checked that the losses are finite; the
+    error report runs the first bad one again.
+    """
+
+    config: RunConfig | VisionRunConfig
+    model: nn.Module
+    batches: Batches
+    recent: list[Any]
+
+    def __init__(
+        self,
+        config: RunConfig | VisionRunConfig,
+        device: torch.device,
+        model: nn.Module,
+        batches: Batches,
+        *,
+        schedule: Schedule,
+        decays: Callable[[str, nn.Parameter], bool] = is_matrix,
+        router_sgd: float | None = None,
+    ) -> None:
+        self.config, self.device, self.batches, self.schedule = config, device, batches, schedule
+        self.model = model.to(device).train()
+        self.optimizer = adam(
+            self.model,
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            decays=decays,
+            router_sgd=router_sgd,
+        )
+        self.inputs: tuple[Tensor, Tensor] | None = None  # model inputs and targets of the update
+        self.recent = []
+        self.graph: StepGraph | None = None
+        if config.graph:
+            make_capturable(self.optimizer, device)
+            self.graph = StepGraph(self._step)
+        if config.compile:
+            compile_blocks(self.model)
+
+    @property
+    def steps(self) -> int:
+        """The number of updates in the whole run."""
+        return self.schedule.steps
+
+    @property
+    @abstractmethod
+    def per_step(self) -> int:
+        """The number of tokens or images in an update."""
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of update `step`, counted from 1."""
+        return learning_rate(self.schedule, step)
+
+    def update(self, step: int, *, record: bool) -> Update:
+        """Load the next batch and take an optimizer step; the host never waits for the device.
+
+        With `record`, the returned update holds the expert loads of every MoE layer.
+        """
+        batch = next(self.batches)
+        self.recent.append(batch)
+        set_learning_rate(self.optimizer, self.learning_rate(step))
+        inputs, targets = self.load_batch(batch)
+        if self.graph is None or not self.has_static_shapes():
+            self.inputs = inputs, targets
+            return self._step(record)
+        self.inputs = self.graph.hold("inputs", inputs), self.graph.hold("targets", targets)
+        return self.graph(record)
+
+    def _step(self, record: bool) -> Update:
+        """Take an optimizer step on `inputs`. A CUDA graph may capture it: device work only."""
+        assert self.inputs is not None
+        outputs = []
+        parts = zip(*(tensor.chunk(self.config.split) for tensor in self.inputs), strict=True)
+        for part, (inputs, targets) in enumerate(parts):
+            outputs.append(self.accumulate(part, inputs, targets, record=record))
+        loss, aux_loss = mean([out.loss for out in outputs]), mean([o.aux_loss for o in outputs])
+        finite = take_step(
+            self.model,
+            self.optimizer,
+            clip=self.config.clip,
+            finite=(loss + aux_loss).isfinite(),
+        )
+        routings = [out.routings or () for out in outputs]
+        return Update(loss, aux_loss, finite, expert_loads(routings, self.config.model.num_experts))
+
+    def accumulate(self, part: int, inputs: Tensor, targets: Tensor, *, record: bool) -> Output:
+        """Run forward and backward of micro-batch `part`, and add to the gradients."""
+        out = self.forward(part, inputs, targets, record=record)
+        assert out.loss is not None
+        ((out.loss + out.aux_loss) / self.config.split).backward()  # type: ignore[no-untyped-call]
+        return out
+
+    def has_static_shapes(self) -> bool:
+        """Return True when this and all later updates have the same tensor shapes."""
+        return True
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Return all tensors that an update changes, except the model's."""
+        return optimizer_tensors(self.optimizer, self.model) | rng_tensors(self.device)
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore what `state_tensors` returned."""
+        restore_optimizer(self.optimizer, self.model, tensors)
+        restore_rng(tensors, self.device)
+
+    def close(self) -> None:
+        """Release the memory of captured CUDA graphs and, in subclasses, of data readers."""
+        self.graph, self.inputs = None, None
+
+    @abstractmethod
+    def load_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return the model inputs and targets of a batch on the device, each with B rows."""
+
+    @abstractmethod
+    def forward(self, part: int, inputs: Tensor, targets: Tensor, *, record: bool) -> Output:
+        """Run the model on micro-batch `part`; with `record` the output holds its routings."""
+
+    @abstractmethod
+    def replay(self, batch: Any) -> None:
+        """Run the model on a batch again, without gradients, to find where a NaN begins."""
+
+    @abstractmethod
+    def validate(self) -> Score:
+        """Score the validation split; the training state and the random streams do not change."""
+
+    @abstractmethod
+    def metrics_log(self, folder: Path) -> MetricsLog:
+        """Make the metrics log of such a run in `folder`."""
+
+    @abstractmethod
+    def data_checksum(self) -> dict[str, str]:
+        """Return the field of state.json that tells this training data from any other."""
+
+    @abstractmethod
+    def check_data(self, state: Mapping[str, Any]) -> None:
+        """Raise a UserError where a checkpoint's state comes from other training data."""
+
+
+def take_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    clip: float | None,
+    finite: Tensor,
+) -> Tensor:
+    """Update weights and running statistics, and return () whether the update was finite.
+
+    `finite` tells whether the losses are finite. Where gradients are clipped, their norm is checked
+    as well.
+    """
+    if clip is not None:
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        finite = finite & norm.isfinite()
+    # The fused optimizer kernel skips its update where found_inf is 1. The weights then stay those
+    # that gave the first bad loss, and can be examined when the host next reads the losses.
+    optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+    apply_gradients(model, optimizer)
+    return finite
+
+
+def apply_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Step the optimizer, clear the gradients and update the running statistics once."""
+    optimizer.step()
+    optimizer.zero_grad()
+    fold_statistics(model)
+
+
+def expert_loads(parts: Sequence[Sequence[Routing]], num_experts: int) -> tuple[Tensor, ...]:
+    """Return (E,) routed tokens of each expert for every MoE layer, summed over micro-batches."""
+    return tuple(
+        torch.stack([load(routing.expert_ids, num_experts) for routing in layer]).sum(0)
+        for layer in zip(*parts, strict=True)
+    )
+
+
+def eager(enabled: bool) -> contextlib.AbstractContextManager[object]:
+    """Run compiled blocks uncompiled inside `with`, if enabled."""
+    return torch.compiler.set_stance("force_eager") if enabled else contextlib.nullcontext()
+
+
+def mean(values: list[Tensor | None]) -> Tensor:
+    """Return () the mean of the losses of all micro-batches, detached."""
+    return torch.stack([value.detach() for value in values if value is not None]).mean()
