@@ -22,14 +22,16 @@ from acmoe.config.routing import (
 from acmoe.errors import UserError
 from acmoe.experts.moe import MoE
 from acmoe.experts.soft import SoftMoE
+from acmoe.fast import accelerate as _accelerate
 from acmoe.models.checkpoint import load, save
+from acmoe.models.registry import AFTER_BUILD as _AFTER_BUILD
 from acmoe.models.registry import create_model, list_models
 from acmoe.ops.statistics.dispersion import dispersion
 from acmoe.ops.statistics.optimum import optimal_weights
 from acmoe.ops.statistics.scale import cluster_scale
 from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.build import build_router
-from acmoe.routing.placement import adaptive_depths, place
+from acmoe.routing.layer_plan import LayerPlan, adaptive_depths, place, plan_layers
 from acmoe.routing.router import Router
 from acmoe.routing.state import Routing, RoutingState
 from acmoe.routing.statistics import override_statistics
@@ -37,12 +39,17 @@ from acmoe.routing.step import fold_statistics
 
 __version__ = "0.1.0"
 
+# Models are created with their fast runner, which steps aside wherever a module was changed.
+# ACMOE_FAST=never, or acmoe.fast.restore(model), keeps to the plain one.
+_AFTER_BUILD.append(_accelerate)
+
 __all__ = [
     "AdaptiveConfig",
     "AdaptiveRouter",
     "CosineConfig",
     "ExpertChoiceConfig",
     "HashConfig",
+    "LayerPlan",
     "LossConfig",
     "MetricConfig",
     "MoE",
@@ -67,5 +74,6 @@ __all__ = [
     "optimal_weights",
     "override_statistics",
     "place",
+    "plan_layers",
     "save",
 ]

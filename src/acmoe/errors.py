@@ -1,12 +1,12 @@
-"""The one exception for what a user can put right, and the checks that raise it."""
+"""`UserError`, raised for mistakes that a user can correct, and the checks that raise it."""
 
 import math
 
 
 class UserError(ValueError):
-    """A mistake in what was asked: the message is one line with the value and the fix.
+    """A mistake in the user's input. The message is one line that names the value and the fix.
 
-    The command line prints it and exits with 2; a library caller catches it as a ValueError.
+    The command line prints the message and exits with 2; library callers catch a ValueError.
     """
 
 
@@ -17,12 +17,20 @@ def check(condition: bool, message: str) -> None:
 
 
 def check_choice(value: object, choices: tuple[str, ...], name: str) -> None:
+    """Check that the setting called `name` is one of `choices`."""
     check(value in choices, f"{name}={value!r} is unknown; choose one of {', '.join(choices)}")
 
 
 def check_positive(value: float, name: str) -> None:
+    """Check that the setting called `name` is positive and finite."""
     check(math.isfinite(value) and value > 0, f"{name}={value}; it must be positive and finite")
 
 
 def check_not_negative(value: float, name: str) -> None:
+    """Check that the setting called `name` is finite and not negative."""
     check(math.isfinite(value) and value >= 0, f"{name}={value}; it must be 0 or more, and finite")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type where the message is empty."""
+    return (str(error) or type(error).__name__).splitlines()[0]

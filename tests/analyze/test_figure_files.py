@@ -66,7 +66,16 @@ def style() -> list[object]:
     return [matplotlib.rcParams[key] for key in ("font.size", "svg.hashsalt", "text.parse_math")]
 
 
-@pytest.mark.parametrize("name", FIGURES)
+# Of two figures of the same marks one is slow.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow)
+        if name in ("attack_changes", "changed_text", "instability", "pgd")
+        else name
+        for name in FIGURES
+    ],
+)
 def test_equal_input_gives_equal_files_whatever_style_the_user_has(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from acmoe.errors import UserError
 from acmoe.evaluate.language import score_stream
 from acmoe.evaluate.statistics import using_statistics
 from acmoe.evaluate.vision import evaluate_images
+from acmoe.lab.variants import VariantConfig
 from acmoe.models.images.swin import SwinModel
 from acmoe.models.images.vit import SoftViT
 from acmoe.models.text.decoder import LanguageModel
@@ -76,7 +77,7 @@ def test_an_observed_forward_is_bitwise_the_unobserved_one(model: LanguageModel)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     for layer in model.moe_layers():
         assert not layer._forward_pre_hooks
-        assert not layer.emitter._forward_pre_hooks
+        assert not layer.next_state._forward_pre_hooks
 
 
 @torch.no_grad()
@@ -99,7 +100,7 @@ def test_the_recorded_scale_is_what_the_input_was_multiplied_by(model: LanguageM
 
 @torch.no_grad()
 def test_a_shift_about_the_mean_is_not_taken_for_a_scale() -> None:
-    router = AdaptiveConfig(statistics="batch", statistics_of="current", center=True)
+    router = VariantConfig(statistics="batch", statistics_of="current", center=True)
     model = decoder(router)
     with observed(model.moe_layers()) as seen:
         model(torch.randint(256, (2, 20)))
@@ -113,7 +114,7 @@ def test_hooks_leave_when_the_forward_fails() -> None:
     model = decoder("smoe")
     with pytest.raises(UserError), observed(model.moe_layers()):
         model(torch.full((1, 4), 999))
-    assert not any(layer.emitter._forward_pre_hooks for layer in model.moe_layers())
+    assert not any(layer.next_state._forward_pre_hooks for layer in model.moe_layers())
 
 
 def test_a_gradient_through_an_observed_forward_is_unchanged() -> None:
@@ -171,9 +172,9 @@ def test_running_statistics_are_recorded_as_the_buffers_hold_them() -> None:
     model = decoder(AdaptiveConfig())
     record = record_language(model, stream(), batch=3)
     for before, layer in zip(model.moe_layers(), record.layers[1:], strict=False):
-        assert before.emitter.statistics is not None
+        assert before.next_state.statistics is not None
         seen_C = layer.clusters_seen()
-        expected_CD = before.emitter.statistics.running_scale
+        expected_CD = before.next_state.statistics.running_scale
         assert torch.equal(layer.scale[seen_C], expected_CD[seen_C])
         assert not layer.scale_varies
 

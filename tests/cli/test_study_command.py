@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from acmoe.cli import main
-from acmoe.lab.study.page import markers
 from acmoe.lab.study.registry import STUDIES
+from acmoe.lab.study.results.page import markers
 from study_cases import SMALL, data_folder
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +91,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, tmp_path, ar
 def test_every_study_is_listed_and_has_its_place_on_the_page(capsys):
     code, out, _ = call(capsys, "--list")
     assert code == 0
-    page = (ROOT / "docs" / "results.md").read_text()
+    page = (ROOT / "studies" / "results.md").read_text()
     for name in STUDIES:
         assert name in out
         for marker in markers(name):

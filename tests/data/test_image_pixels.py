@@ -15,7 +15,7 @@ from acmoe.data.images.pixels import (
     decode,
     random_box,
     random_crop,
-    resized,
+    resize_box,
 )
 from acmoe.errors import UserError
 from vision_cases import random_pixels
@@ -122,7 +122,7 @@ def test_arrays_of_another_form_are_refused(array: np.ndarray, complaint: str) -
 def test_resizing_is_pillows_bicubic_on_the_box() -> None:
     pixels = random_pixels((30, 40, 3))
     wanted = Image.fromarray(pixels[4:24, 10:40]).resize((9, 11), Image.Resampling.BICUBIC)
-    found = resized(pixels, (10, 4, 40, 24), (9, 11))
+    found = resize_box(pixels, (10, 4, 40, 24), (9, 11))
     # With a box the filter may look at pixels just outside it; the inside is the same.
     inside = (slice(2, -2), slice(2, -2))
     assert np.abs(found[inside].astype(int) - np.asarray(wanted)[inside]).max() <= 1

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from acmoe.data.text.synthetic import GaussianClusters
+from acmoe.data.synthetic import GaussianClusters
 from acmoe.errors import UserError
 
 

@@ -88,7 +88,7 @@ def test_batches_matter_where_statistics_are_the_batchs_and_nowhere_else() -> No
     for mode in ("batch", "running"):
         config = AdaptiveConfig(statistics="batch", eval_statistics=mode)
         model = seeded_model(lambda: TinyMoE(config))  # noqa: B023
-        for buffers in (layer.emitter.statistics for layer in model.layers):
+        for buffers in (layer.next_state.statistics for layer in model.layers):
             buffers.dispersion.uniform_(0.1, 2.0, generator=torch.Generator().manual_seed(1))
             buffers.weight.fill_(100.0)
         losses[mode] = [

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from acmoe.report.page import SCRIPTS, aligned_settings, escaped_json, render, static, write_report
-from acmoe.report.routing import NUMBERS, RoutingReader
+from acmoe.report.routing import MOST_AFFINITIES, RoutingReader
 from acmoe.report.runs import read_run
 from run_facts import HOSTILE, run_facts
 
@@ -154,7 +154,7 @@ def test_two_short_runs_stay_far_below_five_megabytes(page: str) -> None:
 def test_many_runs_share_the_room_of_a_page(two_runs: tuple[Path, Path]) -> None:
     reader = RoutingReader(tokens=640, device="cpu")
     # 3 layers of 4 experts, as if a thousand runs were on the page: 50 tokens, but never below 64.
-    assert NUMBERS // (1000 * 12) == 50
+    assert MOST_AFFINITIES // (1000 * 12) == 50
     routing = reader.read(read_run(two_runs[0], "run"), 1000)
     assert not isinstance(routing, str)
     assert routing.sample.count == 64

@@ -1,1 +1,1 @@
-"""Our models for other libraries, and other libraries' models for us."""
+"""Adapters between this library's models and other libraries."""

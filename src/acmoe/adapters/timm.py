@@ -1,9 +1,9 @@
 """The image classifiers as timm models: `timm.create_model("swin_acmoe_small", router="smoe")`.
 
-A timm training script sees logits alone. Two things are then the caller's:
-  - the auxiliary loss: `model.backbone(images, targets)` gives loss and aux_loss to be added;
-  - running statistics: `optimizer.register_step_post_hook(lambda *_: fold_statistics(model))`, or
-    an adaptive router evaluates with the scale of an untrained model, M = I.
+A timm training script sees logits alone. The caller must take care of two things:
+  - the auxiliary loss: `model.backbone(images, targets)` returns loss and aux_loss, to be added;
+  - the running statistics: `optimizer.register_step_post_hook(lambda *_: fold_statistics(model))`.
+    Without it an adaptive router evaluates with the scale of an untrained model, M = I.
 """
 
 import importlib
@@ -18,26 +18,26 @@ from acmoe.errors import UserError, check
 from acmoe.models.images.classifier import ImageClassifier
 from acmoe.models.registry import create_model, model_card
 
-# What timm's callers say, in this library's words.
+# timm's option names -> field names of this library's configs.
 _OPTIONS = {
     "in_chans": "channels",
     "img_size": "image_size",
     "window_size": "window",
     "drop_path_rate": "drop_path",
 }
-# Passed by timm to every model; there are no pretrained weights to choose among.
+# Options that timm passes to every model; ignored, since there are no pretrained weights.
 _PRETRAINED = ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
 
 
 class TimmClassifier(nn.Module):
-    """What timm expects of a model: logits from `forward`, and a head that can be exchanged."""
+    """The interface of a timm model: `forward` returns logits, and the head can be replaced."""
 
     def __init__(self, backbone: ImageClassifier) -> None:
         super().__init__()
         config = backbone.config
         self.backbone = backbone
         self.num_features = backbone.head.in_features
-        # What timm.data.resolve_data_config reads; 256 pixels resized, 224 of them kept.
+        # Read by timm.data.resolve_data_config; crop_pct is 224 / 256.
         self.pretrained_cfg: dict[str, Any] = {
             "input_size": (config.channels, config.image_size, config.image_size),
             "interpolation": "bicubic",
@@ -45,7 +45,7 @@ class TimmClassifier(nn.Module):
             "num_classes": config.num_classes,
             "classifier": "backbone.head",
         }
-        self.default_cfg = self.pretrained_cfg  # its older name
+        self.default_cfg = self.pretrained_cfg  # the older name of pretrained_cfg
 
     @property
     def num_classes(self) -> int:
@@ -55,7 +55,7 @@ class TimmClassifier(nn.Module):
         return cast(Tensor, self.backbone(images).logits)
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """(B, D) what the head reads."""
+        """Return the (B, D) input of the head."""
         return self.backbone.features(images)[0]
 
     def get_classifier(self) -> nn.Module:
@@ -66,7 +66,7 @@ class TimmClassifier(nn.Module):
 
 
 def register() -> list[str]:
-    """Make every image classifier known to timm; returns the names. Repeating it does nothing."""
+    """Register every image classifier with timm and return the names. Repeated calls do nothing."""
     try:
         registry = importlib.import_module("timm.models")
     except ImportError as error:
@@ -79,7 +79,7 @@ def register() -> list[str]:
 
 
 def timm_name(name: str) -> str:
-    """swin-small -> swin_acmoe_small."""
+    """Return the timm name of a model: swin-small -> swin_acmoe_small."""
     family, size = name.split("-")
     return f"{family}_acmoe_{size}"
 
@@ -93,14 +93,14 @@ def _entry_point(entry: str, name: str) -> Callable[..., TimmClassifier]:
             f"{entry} has no pretrained weights; pass pretrained=False, and for dense Swin weights "
             "see acmoe.models.images.swin_convert",
         )
-        own = {
+        fields = {
             _OPTIONS.get(key, key): value
             for key, value in options.items()
             if key not in _PRETRAINED
         }
-        return TimmClassifier(cast(ImageClassifier, create_model(name, router=router, **own)))
+        return TimmClassifier(cast(ImageClassifier, create_model(name, router=router, **fields)))
 
-    # timm registers a function under its own name.
+    # timm registers a function under its __name__.
     build.__name__ = build.__qualname__ = entry
     build.__doc__ = model_card(name).description
     return build

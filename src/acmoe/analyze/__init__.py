@@ -1,1 +1,4 @@
-"""What the routers of a run do: recorded, measured, drawn. The only room that draws."""
+"""Record, measure and draw what the routers of a trained run do.
+
+This is the only package that draws figures.
+"""

@@ -1,4 +1,4 @@
-"""Every measure of a sampled run in one place, ready to be written as JSON."""
+"""Compute every measure of a sampled run and collect them in one object that becomes JSON."""
 
 from __future__ import annotations
 
@@ -18,52 +18,53 @@ from acmoe.evaluate.measures import Instability
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """The router's input, plain or as it was read."""
+    """Measures of a router's input, either before or after it is scaled by M."""
 
-    by_expert: Separation  # tokens labelled by this layer's first choice
-    by_cluster: Separation  # by the first choice at the layer before, whose scale they are read in
+    by_expert: Separation  # tokens are labelled by their first expert at this layer
+    # Tokens are labelled by their cluster: their first expert at the previous MoE layer.
+    by_cluster: Separation
     conditioning: Conditioning
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerGap:
-    """A layer in `batch` statistics beside the same layer in `running` ones."""
+    """Difference between `batch` and `running` statistics at one layer."""
 
     log_scale_rms: float  # root mean square difference of log M
-    moved: float  # share of tokens with another first choice
+    moved: float  # share of tokens whose first expert differs
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOverlap:
-    """A layer on the clean sample beside the disturbed one."""
+    """Agreement between the routings of the clean and the disturbed sample at one layer."""
 
-    overlap: float  # mean share of a token's experts that stay
-    untouched: float | None  # the same over tokens that were not replaced themselves
-    moved: float  # share of tokens with another first choice
+    overlap: float  # mean share of a token's experts that both routings chose
+    untouched: float | None  # the same mean over tokens that were not replaced themselves
+    moved: float  # share of tokens whose first expert differs
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAnalysis:
-    """One MoE layer."""
+    """All measures of one MoE layer."""
 
     tokens: int
     adaptive: bool
     load: Load
     gate_entropy: float  # mean over tokens, in bits
-    change: Instability | None  # against the layer before; None: it had other tokens
-    plain: Space
-    scaled: Space
-    scale: ScaleSpread | None  # None: the router reads in M = I
-    scale_varies: bool  # inside a cluster; the scale is then the mean over its tokens
+    change: Instability | None  # against the previous layer; None if that routes other tokens
+    plain: Space  # the router's input
+    scaled: Space  # the input scaled by M
+    scale: ScaleSpread | None  # None if the router uses M = I
+    scale_varies: bool  # M differs between tokens of a cluster, and `scale` is of their mean
     gap: LayerGap | None
     disturbed: LayerOverlap | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Analysis:
-    """How a run's model routes a stated sample."""
+    """All measures of how a run's model routes one sample."""
 
-    step: int  # of the checkpoint
+    step: int  # optimizer step of the checkpoint
     kind: str
     sample: str
     statistics: str
@@ -71,8 +72,8 @@ class Analysis:
     gap_loss: float | None  # loss with `batch` statistics less that with `running` ones
     disturbance: str | None
     disturbed_loss: float | None
-    silhouettes: bool  # False: scikit-learn is not installed
-    load_std: Spread  # over the layers, in points
+    silhouettes: bool  # False if scikit-learn is not installed
+    load_std: Spread  # over the layers, in percentage points
     instability: Spread | None
     adjusted_rand: Spread | None
     layers: tuple[LayerAnalysis, ...]
@@ -82,7 +83,7 @@ class Analysis:
 
 
 def _layer_json(layer: LayerAnalysis) -> dict[str, Any]:
-    """`asdict`, with named tuples as objects too."""
+    """Convert a layer with `asdict`, and its named tuples to JSON objects as well."""
     found = asdict(layer)
     found["change"] = None if layer.change is None else layer.change._asdict()
     for name, space in (("plain", layer.plain), ("scaled", layer.scaled)):
@@ -91,7 +92,7 @@ def _layer_json(layer: LayerAnalysis) -> dict[str, Any]:
 
 
 def analyze(sampled: Sampled, *, seed: int = 0) -> Analysis:
-    """Measure a sample; `seed` draws the tokens of the silhouettes."""
+    """Compute all measures of a sample. `seed` selects the tokens that silhouettes use."""
     record, disturbed = sampled.own, sampled.disturbed
     silhouettes = find_spec("sklearn") is not None
     layers = tuple(
@@ -124,11 +125,13 @@ def _layer(sampled: Sampled, depth: int, *, seed: int, silhouettes: bool) -> Lay
 
     def space(scaled: bool) -> Space:
         x_ND = layer.scaled if scaled else layer.input
-        apart = [
+        by_expert, by_cluster = (
             measure_separation(x_ND, label_N, seed=seed, silhouettes=silhouettes)
             for label_N in (layer.first, layer.cluster)
-        ]
-        return Space(by_expert=apart[0], by_cluster=apart[1], conditioning=condition_number(x_ND))
+        )
+        return Space(
+            by_expert=by_expert, by_cluster=by_cluster, conditioning=condition_number(x_ND)
+        )
 
     plain = space(False)
     change = None

@@ -1,4 +1,4 @@
-"""Every figure that a sampled run has the numbers for.
+"""Draw every figure for which a sampled run has the numbers.
 
 N tokens, B images, Y rows and X columns of patches, M MoE layers, E experts.
 """
@@ -27,11 +27,11 @@ from acmoe.analyze.sampling import Disturbed, Sampled
 from acmoe.data.text.vocabulary import ByteVocabulary, Vocabulary
 from acmoe.evaluate.run import ATTACKS, Run, read_json
 
-TEXT_TOKENS = 400  # on a page
+TEXT_TOKENS = 400  # tokens on a page
 SHOWN_IMAGES = 6
 SHOWN_LAYERS = 3  # first, middle and last
 
-# What a run is judged by, the first that its validation records have.
+# The convergence curve shows the first of these metrics that the validation records hold.
 METRICS = (
     ("top1", "validation top-1 (%)"),
     ("bits_per_byte", "validation bits per byte"),
@@ -44,7 +44,10 @@ Paths = tuple[Path, ...]
 def save_figures(
     sampled: Sampled, analysis: Analysis, folder: Path, *, seed: int = 0
 ) -> list[Path]:
-    """Each as PNG and SVG; a figure whose numbers the run lacks (an attack) is left out."""
+    """Write each figure as PNG and SVG, and return the paths.
+
+    A figure is left out where the run lacks its numbers, such as the results of an attack.
+    """
     router = sampled.run.config.model.router.name
     where = f"{sampled.run.folder.name}, step {sampled.step}"
     paths: list[Path] = []
@@ -82,8 +85,8 @@ def _instability(analysis: Analysis, folder: Path, router: str, where: str) -> P
 
 
 def _tsne(record: RoutingRecord, folder: Path, where: str, seed: int) -> Paths:
-    """The last adaptive layer in both spaces; without one, the last layer as it is."""
-    depth = max(_adaptive(record) or [len(record.layers) - 1])
+    """Draw the last adaptive layer before and after scaling, or the last layer if none is."""
+    depth = max(_adaptive_layers(record) or [len(record.layers) - 1])
     layer = record.layers[depth]
     panels: dict[str, tuple[Tensor, Tensor]] = {"router input": (layer.input, layer.first)}
     if layer.adaptive:
@@ -94,7 +97,7 @@ def _tsne(record: RoutingRecord, folder: Path, where: str, seed: int) -> Paths:
 
 def _scale_maps(record: RoutingRecord, folder: Path, where: str) -> Paths:
     paths: Paths = ()
-    for depth in _adaptive(record):
+    for depth in _adaptive_layers(record):
         layer = record.layers[depth]
         seen_C = layer.clusters_seen()
         if bool(seen_C.any()):
@@ -110,7 +113,7 @@ def _scale_maps(record: RoutingRecord, folder: Path, where: str) -> Paths:
     return paths
 
 
-def _adaptive(record: RoutingRecord) -> list[int]:
+def _adaptive_layers(record: RoutingRecord) -> list[int]:
     return [depth for depth, layer in enumerate(record.layers) if layer.adaptive]
 
 
@@ -119,7 +122,7 @@ def _text(sampled: Sampled, vocabulary: Vocabulary, folder: Path, where: str) ->
     tokens, gap = _symbols(record, vocabulary), 0 if vocabulary.kind == "bytes" else 1
     pages = {
         f"MoE layer {depth + 1}": record.layers[depth].first[:TEXT_TOKENS]
-        for depth in _shown(len(record.layers))
+        for depth in _shown_layers(len(record.layers))
     }
     experts = record.layers[0].num_experts
     title = f"First choices: {where}"
@@ -151,7 +154,8 @@ def _images(sampled: Sampled, folder: Path, where: str) -> Paths:
     record, disturbed = sampled.own, sampled.disturbed
     assert record.pixels is not None
     maps = {
-        f"MoE layer {depth + 1}": _map(record.layers[depth]) for depth in _shown(len(record.layers))
+        f"MoE layer {depth + 1}": _first_choices(record.layers[depth])
+        for depth in _shown_layers(len(record.layers))
     }
     paths: Paths = save_patches(
         record.pixels[:SHOWN_IMAGES].clamp(0, 1),
@@ -169,7 +173,7 @@ def _images(sampled: Sampled, folder: Path, where: str) -> Paths:
 def _changed_patches(
     record: RoutingRecord, disturbed: Disturbed, folder: Path, where: str
 ) -> Paths:
-    """At the last layer of the finest map: the patches are small enough to see what moved."""
+    """Draw the last of the layers with the most patches, which show best what moved."""
     other = disturbed.record
     assert record.pixels is not None
     assert other.pixels is not None
@@ -177,7 +181,7 @@ def _changed_patches(
     depth = max(d for d, layer in enumerate(record.layers) if len(layer.cluster) == finest)
     return save_changed_patches(
         (record.pixels[:SHOWN_IMAGES].clamp(0, 1), other.pixels[:SHOWN_IMAGES]),
-        (_map(record.layers[depth]), _map(other.layers[depth])),
+        (_first_choices(record.layers[depth]), _first_choices(other.layers[depth])),
         folder,
         num_experts=record.layers[depth].num_experts,
         title=f"{disturbed.how}, MoE layer {depth + 1}: {where}",
@@ -192,18 +196,18 @@ def _captions(record: RoutingRecord) -> list[str]:
     return [f"class {label}, said {said}" for label, said in list(pairs)[:SHOWN_IMAGES]]
 
 
-def _map(layer: LayerRecord) -> Tensor:
-    """(B, Y, X) first choices of the images shown."""
+def _first_choices(layer: LayerRecord) -> Tensor:
+    """Return the first expert of every patch of the images shown, (B, Y, X)."""
     assert layer.grid is not None
     return layer.first.view(-1, *layer.grid)[:SHOWN_IMAGES]
 
 
-def _shown(layers: int) -> list[int]:
+def _shown_layers(layers: int) -> list[int]:
     return sorted({round(depth) for depth in torch.linspace(0, layers - 1, SHOWN_LAYERS).tolist()})
 
 
 def _sweep(sampled: Sampled, folder: Path, router: str, where: str) -> Paths:
-    """The widest sweep of PGD that `acmoe attack` has left in the run's folder."""
+    """Draw the PGD report with the most radii among those `acmoe attack` wrote for this run."""
     reports = [read_json(path) for path in (sampled.run.folder / ATTACKS).glob("report-pgd-*.json")]
     reports = [report for report in reports if report["step"] == sampled.step]
     if not reports:

@@ -1,6 +1,6 @@
-"""Hooks that see what every MoE layer reads and decides, and change nothing.
+"""Hooks that record the input and the routing of every MoE layer without changing either.
 
-T tokens, or B sequences of L tokens; D features, J clusters a token.
+T tokens, or B sequences of L tokens; D features, J clusters per token.
 """
 
 from __future__ import annotations
@@ -14,119 +14,122 @@ from torch import Tensor, nn
 
 from acmoe.experts.moe import MoE
 from acmoe.experts.soft import SoftMoE
-from acmoe.routing.adaptive import AdaptiveRouter, mix_scales
+from acmoe.routing.adaptive import AdaptiveRouter, token_scale
 from acmoe.routing.router import Router
 from acmoe.routing.state import Routing, RoutingState
 
+RngStates = tuple[Tensor, ...]  # of the CPU generator and, on a GPU, of the device's
 
-class Seen(NamedTuple):
-    """One layer in one forward pass, on the CPU in float32; padding is still among the tokens."""
+
+class LayerCall(NamedTuple):
+    """One call of one layer. Tensors are on the CPU in float32 and still include padding."""
 
     layer: MoE | SoftMoE
-    input: Tensor  # (T, D) what came to the router
-    scaled: Tensor  # (T, D) what it read
+    input: Tensor  # (T, D) input of the router
+    scaled: Tensor  # (T, D) the input multiplied by M
     scale: Tensor  # (T, D) diagonal of each token's M
-    routing: Routing  # before an expert's capacity drops anything
-    cluster: Tensor  # (T,) first choice at the MoE layer before, -1: none
+    routing: Routing  # before an expert's capacity drops any token
+    cluster: Tensor  # (T,) first expert at the previous MoE layer; -1 if there is none
 
-    def only(self, index: Tensor) -> Seen:
-        """Some of the tokens."""
-        kept = {name: getattr(self.routing, name)[index] for name in self.routing._fields[:3]}
-        return Seen(
+    def select(self, index: Tensor) -> LayerCall:
+        """Return the call restricted to the tokens at `index`."""
+        routing = {name: getattr(self.routing, name)[index] for name in self.routing._fields[:3]}
+        return LayerCall(
             self.layer,
             self.input[index],
             self.scaled[index],
             self.scale[index],
-            self.routing._replace(**kept),
+            self.routing._replace(**routing),
             self.cluster[index],
         )
 
 
 @contextmanager
-def observed(layers: Sequence[MoE | SoftMoE]) -> Iterator[list[Seen]]:
-    """What the layers see inside `with`, in the order of their calls.
+def observed(layers: Sequence[MoE | SoftMoE]) -> Iterator[list[LayerCall]]:
+    """Record the calls of `layers` inside the `with` block, in their order.
 
-    A layer calls its router's methods, so the hook sits where the emitter is handed the router's
-    input and decision, and asks the router for the rescaled tokens once more. Routers that draw M
-    at random draw it again from the generators as they were when the layer was entered; the
-    generators themselves go on as if nobody had asked.
+    The hook is on `layer.next_state`, which receives the router's input and its routing. The hook
+    computes the scaled tokens a second time. Routers that draw M at random draw the same M again,
+    because the hook restores the generators' states at the layer's entry, and afterwards puts them
+    back.
     """
-    seen: list[Seen] = []
+    calls: list[LayerCall] = []
     handles = []
     for layer in layers:
-        before: list[tuple[Tensor, ...]] = []
+        entry_rng: list[RngStates] = []
+        entry = layer if isinstance(layer, SoftMoE) else layer.router
         handles += [
-            layer.register_forward_pre_hook(_note_generators(before)),
-            layer.emitter.register_forward_pre_hook(_note(layer, before, seen), with_kwargs=True),
+            entry.register_forward_pre_hook(_save_rng_hook(entry_rng)),
+            layer.next_state.register_forward_pre_hook(
+                _record_hook(layer, entry_rng, calls), with_kwargs=True
+            ),
         ]
     try:
-        yield seen
+        yield calls
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _note_generators(
-    before: list[tuple[Tensor, ...]],
-) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    def note(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        before[:] = [_generators(arguments[0].device)]
+def _save_rng_hook(entry_rng: list[RngStates]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        entry_rng[:] = [_rng_states(arguments[0].device)]
 
-    return note
+    return hook
 
 
-def _note(
-    layer: MoE | SoftMoE, before: list[tuple[Tensor, ...]], seen: list[Seen]
+def _record_hook(
+    layer: MoE | SoftMoE, entry_rng: list[RngStates], calls: list[LayerCall]
 ) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
     @torch.no_grad()
-    def note(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def hook(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         x, routing, state = arguments
         assert isinstance(state, RoutingState)
         with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
-            _set_generators(x.device, before[0])
-            scaled = layer.router.rescale(x, state, token_mask=named["token_mask"])
-            _set_generators(x.device, before[0])
-            scale = scale_read(layer.router, x, state, named["token_mask"])
-        seen.append(
-            Seen(
+            _set_rng_states(x.device, entry_rng[0])
+            scaled = layer.router.rescale(x, state, token_mask=named["token_mask"]).dense()
+            _set_rng_states(x.device, entry_rng[0])
+            scale = scale_of(layer.router, x, state, named["token_mask"])
+        calls.append(
+            LayerCall(
                 layer,
-                _kept(x).flatten(0, -2),
-                _kept(scaled).flatten(0, -2),
-                _kept(scale).flatten(0, -2),
-                Routing(*(_kept(value) for value in routing[:4])),
-                _kept(state.assignment[:, 0]),
+                _cpu_copy(x).flatten(0, -2),
+                _cpu_copy(scaled).flatten(0, -2),
+                _cpu_copy(scale).flatten(0, -2),
+                Routing(*(_cpu_copy(value) for value in routing[:4])),
+                _cpu_copy(state.assignment[:, 0]),
             )
         )
 
-    return note
+    return hook
 
 
-def scale_read(router: Router, x: Tensor, state: RoutingState, token_mask: Tensor | None) -> Tensor:
-    """The diagonal of each token's M, shaped like x: what `rescale` multiplies by, before remedies.
+def scale_of(router: Router, x: Tensor, state: RoutingState, token_mask: Tensor | None) -> Tensor:
+    """Return the diagonal of each token's M, shaped like x.
 
-    A router without statistics of its own (plain, random) multiplies ones as it does x.
+    It is the factor that `rescale` multiplies x by, before any of the router's optional transforms.
+    A router without statistics of its own (plain, random) multiplies a tensor of ones instead.
     """
     if not isinstance(router, AdaptiveRouter):
-        return router.rescale(torch.ones_like(x), state, token_mask=token_mask)
+        return router.rescale(torch.ones_like(x), state, token_mask=token_mask).dense()
     x_BLD = x if x.dim() == 3 else x[None]
     mask_BL = None if token_mask is None else token_mask.view(x_BLD.shape[:-1])
-    scale_BLJD = router.cluster_scales(x_BLD, state, mask_BL, None)
-    return mix_scales(scale_BLJD, state.membership.view(scale_BLJD.shape[:-1])).view(x.shape)
+    return token_scale(router.cluster_scale(x_BLD, state, mask_BL, None), state, x)
 
 
-def _kept(value: Tensor) -> Tensor:
-    """A copy on the CPU: the model may go on to overwrite its own."""
+def _cpu_copy(value: Tensor) -> Tensor:
+    """Copy to the CPU, since the model may overwrite its own tensor later."""
     return value.detach().to("cpu", torch.float32 if value.is_floating_point() else None, copy=True)
 
 
-def _generators(device: torch.device) -> tuple[Tensor, ...]:
+def _rng_states(device: torch.device) -> RngStates:
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
     return tuple(states)
 
 
-def _set_generators(device: torch.device, states: tuple[Tensor, ...]) -> None:
+def _set_rng_states(device: torch.device, states: RngStates) -> None:
     torch.set_rng_state(states[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states[1], device)

@@ -1,4 +1,4 @@
-"""An analysis in a few plain sentences."""
+"""Summarise an analysis in a few plain sentences and two tables."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from statistics import fmean
 
 from acmoe.analyze.analysis import Analysis, LayerAnalysis
 
-NEAR_IDENTITY = 0.05  # rms of log M: features stretched by about 5%; below, M is all but I
+# M counts as near the identity if the rms of log M is below this: factors within about 5%.
+NEAR_IDENTITY = 0.05
 
 
 def read(analysis: Analysis) -> list[str]:
-    """What the figures say, each sentence about one question; nothing is said to be better."""
+    """Return one sentence per question. None of them calls a router better than another."""
     found = [
         _load(analysis),
         _stability(analysis),
@@ -44,7 +45,7 @@ def _stability(analysis: Analysis) -> str:
     return (
         f"clusters from layer to layer: instability {analysis.instability.mean:.3f}, by chance "
         f"{fmean(change.chance for change in changes):.3f}; adjusted Rand "
-        f"{analysis.adjusted_rand.mean:.3f} (1 the same clusters, 0 chance)"
+        f"{analysis.adjusted_rand.mean:.3f} (1: the same clusters, 0: chance)"
     )
 
 
@@ -60,7 +61,7 @@ def _separation(analysis: Analysis) -> str:
     plain, scaled = (100 * fmean(values) for values in zip(*known, strict=True))
     return (
         f"clusters in the router's space: {plain:.1f}% of the scatter is inside clusters, and "
-        f"{scaled:.1f}% once each token is read in its cluster's scale (100%: they coincide)"
+        f"{scaled:.1f}% after each token is scaled by its cluster's M (100%: their means coincide)"
     )
 
 
@@ -95,8 +96,8 @@ def _disturbance(analysis: Analysis) -> str:
     found = [layer.disturbed for layer in analysis.layers if layer.disturbed is not None]
     if not found or analysis.disturbed_loss is None:
         return ""
-    kept = [one.untouched for one in found if one.untouched is not None]
-    rest = f", {100 * fmean(kept):.1f}% at tokens left as they were" if kept else ""
+    shares = [one.untouched for one in found if one.untouched is not None]
+    rest = f", {100 * fmean(shares):.1f}% for tokens that were not replaced" if shares else ""
     return (
         f"{analysis.disturbance}: {100 * fmean(one.overlap for one in found):.1f}% of a token's "
         f"experts stay{rest}; the loss goes from {analysis.loss:.4f} to "
@@ -105,7 +106,7 @@ def _disturbance(analysis: Analysis) -> str:
 
 
 def routing_row(number: int, layer: LayerAnalysis) -> tuple[str, ...]:
-    """A layer as the cells of ROUTING."""
+    """Return a layer's cells in the columns ROUTING."""
     change = layer.change
     return (
         _name(number, layer),
@@ -120,13 +121,13 @@ def routing_row(number: int, layer: LayerAnalysis) -> tuple[str, ...]:
 
 
 def space_row(number: int, layer: LayerAnalysis) -> tuple[str, ...]:
-    """A layer as the cells of SPACE."""
+    """Return a layer's cells in the columns SPACE."""
     plain, scaled, scale = layer.plain, layer.scaled, layer.scale
     return (
         _name(number, layer),
-        _step(layer, plain.by_expert.silhouette, scaled.by_expert.silhouette, ".3f"),
-        _step(layer, plain.by_cluster.silhouette, scaled.by_cluster.silhouette, ".3f"),
-        _step(layer, plain.conditioning.number, scaled.conditioning.number, ".0e"),
+        _plain_and_scaled(layer, plain.by_expert.silhouette, scaled.by_expert.silhouette, ".3f"),
+        _plain_and_scaled(layer, plain.by_cluster.silhouette, scaled.by_cluster.silhouette, ".3f"),
+        _plain_and_scaled(layer, plain.conditioning.number, scaled.conditioning.number, ".0e"),
         "" if scale is None else f"{scale.rms_log:.3f}",
         "" if scale is None else f"{100 * scale.own_share:.0f}%",
     )
@@ -156,8 +157,10 @@ def _name(number: int, layer: LayerAnalysis) -> str:
     return f"{number}{' AC' if layer.adaptive else ''}"
 
 
-def _step(layer: LayerAnalysis, plain: float | None, scaled: float | None, style: str) -> str:
-    """From the plain space to the scaled one, where there are two."""
+def _plain_and_scaled(
+    layer: LayerAnalysis, plain: float | None, scaled: float | None, style: str
+) -> str:
+    """Format a measure before and after scaling, or once if the layer does not scale."""
     if plain is None or scaled is None:
         return ""
     before = format(plain, style)

@@ -1,7 +1,7 @@
-"""What the routers of a model did with a stated sample of tokens or patches.
+"""Record how the routers of a model route a sample of tokens or image patches.
 
-N sampled tokens, B images, D features, E experts, K experts a token, C = E clusters,
-Y rows and X columns of a map, S side of an image in pixels.
+N sampled tokens, B images, D features, E experts, K experts per token, C = E clusters,
+Y rows and X columns of a map of patches, S side of an image in pixels.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from acmoe.analyze.observe import Seen, observed
+from acmoe.analyze.observe import LayerCall, observed
 from acmoe.config.images.data import ImageDataConfig
-from acmoe.config.text.train import Precision
+from acmoe.config.updates import Precision
 from acmoe.data.images.augment import color, normalize
 from acmoe.data.images.batches import EvaluationImages, ImageBatch
 from acmoe.data.images.splits import ImageSet
@@ -25,35 +25,39 @@ from acmoe.data.text.arrays import Tokens
 from acmoe.data.text.loader import EvaluationBatches
 from acmoe.errors import check
 from acmoe.evaluate.statistics import own_statistics
-from acmoe.evaluate.vision import check_classes, evaluating
+from acmoe.evaluate.vision import check_classes
 from acmoe.models.images.classifier import ImageClassifier
-from acmoe.models.text.decoder import LanguageModel, Memory
+from acmoe.models.text.decoder import LanguageModel
+from acmoe.models.text.memory import Memory
 from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.baselines import RandomRouter
-from acmoe.runtime import autocast, seeded
+from acmoe.runtime import autocast, evaluating, seeded
 
-# A batch of images and its number -> what the classifier reads; an attack is one.
+# Maps a batch of images and its number to the classifier's input. An attack is such a function.
 Reading = Callable[[ImageBatch, int], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRecord:
-    """One MoE layer; row n of every tensor is the same token. All on the CPU, in float32."""
+    """Routing of one MoE layer. Row n of every (N, ...) tensor belongs to the same token.
 
-    input: Tensor  # (N, D) what came to the router
-    scaled: Tensor  # (N, D) what it read, M_k* h in the paper; the input itself where M = I
+    All tensors are on the CPU, floating-point ones in float32.
+    """
+
+    input: Tensor  # (N, D) input of the router
+    scaled: Tensor  # (N, D) the input multiplied by M, M_k* h in the paper
     affinity: Tensor  # (N, E)
-    expert_ids: Tensor  # (N, K) before an expert's capacity drops any; E itself: no expert
+    expert_ids: Tensor  # (N, K) before an expert's capacity drops any; the id E means no expert
     gate: Tensor  # (N, K)
-    cluster: Tensor  # (N,) the cluster in whose scale a token was read; -1: none, M = I
-    scale: Tensor  # (C, D) mean of M's diagonal over a cluster's sampled tokens; no token: ones
-    scale_varies: bool  # tokens of one cluster read different scales, and scale is a mean
+    cluster: Tensor  # (N,) cluster whose M scales the token; -1 if there is none and M = I
+    scale: Tensor  # (C, D) mean of M's diagonal over a cluster's sampled tokens; ones without any
+    scale_varies: bool  # M differs between tokens of a cluster, so that `scale` is a mean
     adaptive: bool  # the router rescales tokens that have a cluster
-    grid: tuple[int, int] | None  # patches: rows and columns; row n is a patch of image n // (Y X)
+    grid: tuple[int, int] | None  # patches: (Y, X), and row n is a patch of image n // (Y X)
 
     @property
     def first(self) -> Tensor:
-        """(N,) the first choice of each token: its cluster at the next MoE layer."""
+        """Return the first expert of each token, (N,): its cluster at the next MoE layer."""
         return self.affinity.argmax(-1)
 
     @property
@@ -61,11 +65,11 @@ class LayerRecord:
         return self.affinity.shape[1]
 
     def clusters_seen(self) -> Tensor:
-        """(C,) bool: some sampled token was read in the cluster's scale."""
+        """Return which clusters have a sampled token, (C,) bool."""
         return self.cluster[self.cluster >= 0].bincount(minlength=len(self.scale)) > 0
 
     def places(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(N,) image, row and column of each patch."""
+        """Return the image, row and column of each patch, (N,) each."""
         assert self.grid is not None
         rows, columns = self.grid
         patch_N = torch.arange(len(self.cluster))
@@ -75,22 +79,25 @@ class LayerRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingRecord:
-    """A sample, and how every MoE layer routed it."""
+    """A sample and its routing at every MoE layer."""
 
     kind: Literal["tokens", "patches"]
     layers: tuple[LayerRecord, ...]
-    token_ids: Tensor | None  # text: (N,) tokens in reading order, of every layer alike
-    pixels: Tensor | None  # images: (B, 3, S, S) as read, in [0, 1]
+    token_ids: Tensor | None  # text: (N,) tokens in reading order, the same for every layer
+    pixels: Tensor | None  # images: (B, 3, S, S), the classifier's input mapped back to [0, 1]
     labels: Tensor | None  # images: (B,)
     predicted: Tensor | None  # images: (B,)
     loss: float  # mean nats per token or image
     statistics: str  # mode of the adaptive routers; "none" where there are none
-    batch: int  # rows or images of a forward pass
-    block: int | None  # text: tokens of a forward pass in each row
-    sample: str  # what was read, in words
+    batch: int  # rows of text, or images, per forward pass
+    block: int | None  # text: tokens per row and forward pass
+    sample: str  # description of the sample for the reader
 
     def same_tokens(self, depth: int) -> bool:
-        """Whether the layer routes the tokens of the one before it, as stages of Swin do not."""
+        """Return whether the layer routes the same tokens as the previous one.
+
+        The first layer of a Swin stage does not.
+        """
         if depth == 0:
             return False
         before, here = self.layers[depth - 1], self.layers[depth]
@@ -105,25 +112,25 @@ def record_language(
     *,
     tokens: int = 4096,
     batch: int = 8,
-    block: int | None = None,
     precision: Precision = "fp32",
     seed: int = 0,
     title: str = "the stream",
 ) -> RoutingRecord:
-    """Route the first `tokens` tokens of a stream, read in `batch` rows with their memory.
+    """Route the first `tokens` tokens of a stream, cut into `batch` rows, with memory.
 
-    `targets` may be another stream of the same length: the clean text behind a corrupted one.
+    `targets` may be another stream of the same length, such as the clean text if `inputs` is a
+    corrupted copy of it. `title` names the stream in the description of the sample.
     """
     _check_layers(model.moe_layers())
     check(tokens >= batch, f"tokens={tokens} do not fill batch={batch} rows; ask for more")
-    count, block = min(tokens, len(inputs) - 1), block or model.config.block
+    count, block = min(tokens, len(inputs) - 1), model.config.block
     inputs, targets = inputs[: count + 1], None if targets is None else targets[: count + 1]
     batches = EvaluationBatches(inputs, targets=targets, batch=batch, block=block)
     device = model.embed.weight.device
     with seeded(seed, device), autocast(precision, device), evaluating(model):
-        parts = list(_read_text(model, batches, device))
+        parts = list(_route_text(model, batches, device))
     order_N = torch.cat([part.position for part in parts]).argsort()
-    calls = zip(*(part.seen for part in parts), strict=True)
+    calls = zip(*(part.calls for part in parts), strict=True)
     return RoutingRecord(
         kind="tokens",
         layers=tuple(_layer_record(layer, order_N=order_N) for layer in calls),
@@ -139,30 +146,30 @@ def record_language(
     )
 
 
-class _Part(NamedTuple):
-    """A block of text."""
+class _TextPart(NamedTuple):
+    """Routing of one forward pass over a block of text."""
 
-    seen: list[Seen]  # one per MoE layer, without padding
-    position: Tensor  # (N,) of each token in the stream
-    nats: float  # summed over the tokens
+    calls: list[LayerCall]  # one per MoE layer, without padding
+    position: Tensor  # (N,) position of each token in the stream
+    nats: float  # loss summed over the tokens
 
 
-def _read_text(
+def _route_text(
     model: LanguageModel, batches: EvaluationBatches, device: torch.device
-) -> Iterator[_Part]:
+) -> Iterator[_TextPart]:
     start_B1 = torch.tensor([start for start, _ in batches.spans])[:, None]
     memory: Memory | None = None
     for number, (tokens_BL, targets_BL, _, mask_BL) in enumerate(batches):
         assert mask_BL is not None
         count = int(mask_BL.sum())
         mask = None if count == mask_BL.numel() else mask_BL.to(device)
-        with observed(model.moe_layers()) as seen:
+        with observed(model.moe_layers()) as calls:
             out = model(tokens_BL.to(device), targets_BL.to(device), memory=memory, token_mask=mask)
         memory = out.memory
         position_BL = start_B1 + number * batches.block + torch.arange(tokens_BL.shape[1])
         real_N = mask_BL.flatten().nonzero()[:, 0]
-        kept = [one.only(real_N) for one in seen]
-        yield _Part(kept, position_BL.flatten()[real_N], float(out.loss) * count)
+        real_calls = [call.select(real_N) for call in calls]
+        yield _TextPart(real_calls, position_BL.flatten()[real_N], float(out.loss) * count)
 
 
 @torch.no_grad()
@@ -179,22 +186,25 @@ def record_vision(
 ) -> RoutingRecord:
     """Route every patch of the first `count` images in the shuffled order of evaluation.
 
-    `reading` gives the classifier something else than the images as they are, such as attacked
-    ones.
+    `reading` computes the classifier's input from a batch, such as attacked images. By default the
+    input is the normalised images.
     """
     _check_layers(model.moe_layers())
     device, count = next(model.parameters()).device, min(count, len(images))
     batches = EvaluationImages(images, data, batch=batch, seed=seed, limit=count)
     mean, std = data.normalization
+
+    def normalized(one: ImageBatch, number: int) -> Tensor:
+        return normalize(one.images, mean, std)
+
+    input_of = reading or normalized
     with seeded(seed, device), autocast(precision, device), evaluating(model):
-        looks = [
-            _look(model, normalize(one.images, mean, std) if reading is None else reading(one, n))
-            for n, one in enumerate(batches)
-        ]
-    x = torch.cat([look.x for look in looks])
-    logits_BK, label_B = torch.cat([look.logits for look in looks]), _labels(batches)
+        parts = [_route_images(model, input_of(one, n)) for n, one in enumerate(batches)]
+    x = torch.cat([part.x for part in parts])
+    logits_BK = torch.cat([part.logits for part in parts])
+    label_B = torch.from_numpy(images.labels[batches.indices])
     check_classes(logits_BK, len(images.classes))
-    calls = zip(*(look.seen for look in looks), strict=True)
+    calls = zip(*(part.calls for part in parts), strict=True)
     return RoutingRecord(
         kind="patches",
         layers=tuple(_layer_record(layer, images=count) for layer in calls),
@@ -211,31 +221,32 @@ def record_vision(
     )
 
 
-class _Look(NamedTuple):
-    """A batch of images, on the CPU."""
+class _ImagePart(NamedTuple):
+    """Routing of one forward pass over a batch of images, on the CPU."""
 
-    seen: list[Seen]  # one per MoE layer, without the class token
-    x: Tensor  # (B, 3, S, S) as the classifier read them
+    calls: list[LayerCall]  # one per MoE layer, without the class token
+    x: Tensor  # (B, 3, S, S) input of the classifier
     logits: Tensor
 
 
-def _look(model: ImageClassifier, x: Tensor) -> _Look:
+def _route_images(model: ImageClassifier, x: Tensor) -> _ImagePart:
     device = next(model.parameters()).device
-    with observed(model.moe_layers()) as seen:
+    with observed(model.moe_layers()) as calls:
         logits_BK = model(x.to(device)).logits.float()
-    return _Look([_patches(one, len(x)) for one in seen], x.cpu(), logits_BK.cpu())
+    patches = [_without_class_token(call, len(x)) for call in calls]
+    return _ImagePart(patches, x.cpu(), logits_BK.cpu())
 
 
-def _labels(batches: EvaluationImages) -> Tensor:
-    return torch.from_numpy(batches.images.labels[batches.indices])
+def _without_class_token(call: LayerCall, images: int) -> LayerCall:
+    """Drop the class token of each image if there is one.
 
-
-def _patches(seen: Seen, images: int) -> Seen:
-    """Without the class token, where there is one: it stands before a square number of patches."""
-    tokens = len(seen.cluster) // images
+    An image has a square number of patches, so any other number of tokens begins with a class
+    token.
+    """
+    tokens = len(call.cluster) // images
     if math.isqrt(tokens) ** 2 == tokens:
-        return seen
-    return seen.only((torch.arange(len(seen.cluster)) % tokens).nonzero()[:, 0])
+        return call
+    return call.select((torch.arange(len(call.cluster)) % tokens).nonzero()[:, 0])
 
 
 def _check_layers(layers: Sequence[object]) -> None:
@@ -243,9 +254,9 @@ def _check_layers(layers: Sequence[object]) -> None:
 
 
 def _layer_record(
-    calls: Sequence[Seen], *, order_N: Tensor | None = None, images: int | None = None
+    calls: Sequence[LayerCall], *, order_N: Tensor | None = None, images: int | None = None
 ) -> LayerRecord:
-    """The calls of a layer under one another; `order_N` sorts the tokens of a text."""
+    """Concatenate the calls of one layer. `order_N` sorts the tokens of a text."""
 
     def joined(tensors: Sequence[Tensor]) -> Tensor:
         whole = torch.cat(list(tensors))
@@ -269,13 +280,13 @@ def _layer_record(
 
 
 def cluster_scales(scale_ND: Tensor, cluster_N: Tensor, num_clusters: int) -> tuple[Tensor, bool]:
-    """(C, D) mean scale of each cluster's tokens, and whether they differ inside a cluster.
+    """Average the scale over each cluster's tokens, (C, D); also return whether it varies there.
 
-    In float64 the mean of equal float32 numbers is that number, so a constant scale comes back bit
-    for bit. A cluster without a token has ones.
+    The mean is taken in float64, where the mean of equal float32 numbers is exactly that number. A
+    cluster without a token gets ones.
     """
-    own = cluster_N >= 0
-    scale_ND, cluster_N = scale_ND[own], cluster_N[own]
+    has_cluster_N = cluster_N >= 0
+    scale_ND, cluster_N = scale_ND[has_cluster_N], cluster_N[has_cluster_N]
     count_C1 = cluster_N.bincount(minlength=num_clusters)[:, None]
     total_CD = torch.zeros(num_clusters, scale_ND.shape[1], dtype=torch.float64)
     total_CD = total_CD.index_add(0, cluster_N, scale_ND.double())

@@ -1,4 +1,4 @@
-"""From a run to the records an analysis is made of."""
+"""Load a run and route a sample of its data: the records that an analysis is computed from."""
 
 from __future__ import annotations
 
@@ -25,25 +25,23 @@ from acmoe.evaluate.run import Run, VisionRun, open_run, open_vision_run, run_ki
 from acmoe.evaluate.statistics import using_statistics
 from acmoe.runtime import pick_device
 
-COMPARED: tuple[Statistics, ...] = (
-    "batch",
-    "running",
-)  # the paper's statistics, and what a causal model has instead
+# The paper's statistics, and those that a causal model uses instead.
+COMPARED: tuple[Statistics, ...] = ("batch", "running")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnalyzeConfig:
-    """What to look at. Everything a figure depends on stands in the analysis again."""
+    """Options of an analysis. The analysis repeats every option that its numbers depend on."""
 
     split: Literal["valid", "test"] = "test"
     which: Literal["best", "last"] = "best"  # checkpoint of the run
-    tokens: int | None = None  # text: the first so many of the split; None: 4096
-    images: int | None = None  # images: every patch of so many; None: 64
+    tokens: int | None = None  # text: number of tokens from the start of the split; None: 4096
+    images: int | None = None  # images: number of images, all patches of each; None: 64
     statistics: Statistics | None = None  # mode of the adaptive routers; None: the model's own
-    batch: int | None = None  # rows of text (8) or images (64) of a forward pass
-    contamination: ContaminationConfig | None = None  # text: look at the corrupted one too
-    attack: AttackConfig | None = None  # images: look at attacked ones too
-    seed: int = 0  # of the images' order and of routers that draw at random
+    batch: int | None = None  # rows of text (None: 8) or images (None: 64) per forward pass
+    contamination: ContaminationConfig | None = None  # text: also route a corrupted copy
+    attack: AttackConfig | None = None  # images: also route attacked images
+    seed: int = 0  # seed of the images' order and of random routers
     device: str = "auto"
 
     def __post_init__(self) -> None:
@@ -54,26 +52,26 @@ class AnalyzeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Disturbed:
-    """The same sample after somebody has tampered with it."""
+    """The sample after contamination (text) or an attack (images)."""
 
     record: RoutingRecord
-    how: str
-    touched: Tensor | None  # text: (N,) tokens that were replaced; attacks touch every patch
+    how: str  # description for the reader
+    touched: Tensor | None  # text: (N,) bool, tokens that were replaced; None for attacks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """One sample of a run, routed in several ways."""
+    """One sample of a run, routed with several statistics modes and inputs."""
 
     run: Run | VisionRun
-    step: int
-    own: RoutingRecord
-    compared: dict[str, RoutingRecord]  # in each of COMPARED; empty for models without statistics
+    step: int  # optimizer step of the checkpoint
+    own: RoutingRecord  # routed with the requested statistics
+    compared: dict[str, RoutingRecord]  # by each mode of COMPARED; empty without statistics
     disturbed: Disturbed | None
 
 
 def sample_run(folder: Path | str, config: AnalyzeConfig | None = None) -> Sampled:
-    """Route a sample of the run's own data."""
+    """Load the run's checkpoint and route a sample of the run's own data."""
     config = config or AnalyzeConfig()
     if run_kind(folder) in VISION_RUNS:
         return _sample_images(open_vision_run(folder), config)
@@ -82,7 +80,7 @@ def sample_run(folder: Path | str, config: AnalyzeConfig | None = None) -> Sampl
 
 def _sample_text(run: Run, config: AnalyzeConfig) -> Sampled:
     attack = None if config.attack is None else config.attack.attack.name
-    _not_for(run.folder, "a language model", images=config.images, attack=attack)
+    _check_unused(run.folder, "a language model", images=config.images, attack=attack)
     model = run.model(config.which, device=pick_device(config.device))
     corpus = run.corpus()
     check_vocabulary(model.config.vocab_size, corpus)
@@ -96,7 +94,7 @@ def _sample_text(run: Run, config: AnalyzeConfig) -> Sampled:
         seed=config.seed,
         title=f"{corpus.title}, {config.split}",
     )
-    own, compared = _in_modes(model, config.statistics, partial(record, clean))
+    own, compared = _record_modes(model, config.statistics, partial(record, clean))
     disturbed = None
     if config.contamination is not None:
         inputs, targets, report = contaminate(corpus, config.split, config.contamination)
@@ -119,7 +117,7 @@ def _sample_text(run: Run, config: AnalyzeConfig) -> Sampled:
 
 def _sample_images(run: VisionRun, config: AnalyzeConfig) -> Sampled:
     rate = None if config.contamination is None else config.contamination.rate or "default"
-    _not_for(run.folder, "an image model", tokens=config.tokens, contaminate=rate)
+    _check_unused(run.folder, "an image model", tokens=config.tokens, contaminate=rate)
     device = pick_device(config.device)
     model = run.model(config.which, device=device)
     record = partial(
@@ -132,7 +130,7 @@ def _sample_images(run: VisionRun, config: AnalyzeConfig) -> Sampled:
         precision=run.config.precision,
         seed=config.seed,
     )
-    own, compared = _in_modes(model, config.statistics, record)
+    own, compared = _record_modes(model, config.statistics, record)
     disturbed = None
     if config.attack is not None:
         with using_statistics(model, config.statistics):
@@ -149,14 +147,14 @@ def _sample_images(run: VisionRun, config: AnalyzeConfig) -> Sampled:
     )
 
 
-def _in_modes(
-    model: nn.Module, asked: Statistics | None, record: Callable[[], RoutingRecord]
+def _record_modes(
+    model: nn.Module, requested: Statistics | None, record: Callable[[], RoutingRecord]
 ) -> tuple[RoutingRecord, dict[str, RoutingRecord]]:
-    """The sample in the mode asked for, and in each mode to compare."""
-    with using_statistics(model, asked):
+    """Record the sample with the requested statistics, and with each mode of COMPARED."""
+    with using_statistics(model, requested):
         own = record()
     compared: dict[str, RoutingRecord] = {}
-    for mode in COMPARED if _takes(model, COMPARED) else ():
+    for mode in COMPARED if _supports(model, COMPARED) else ():
         if mode == own.statistics:
             compared[mode] = own
             continue
@@ -165,10 +163,10 @@ def _in_modes(
     return own, compared
 
 
-def _takes(model: nn.Module, modes: Sequence[Statistics]) -> bool:
-    """Whether the model has adaptive routers, and all can be asked for these statistics.
+def _supports(model: nn.Module, modes: Sequence[Statistics]) -> bool:
+    """Return whether the model has adaptive routers and all of them can use these statistics.
 
-    A router built for statistics of its own layer's tokens has none of the layer before.
+    A router that measures the tokens of its own layer has no statistics of the previous layer.
     """
     configs = [getattr(module, "config", None) for module in model.modules()]
     adaptive = [config for config in configs if isinstance(config, AdaptiveConfig)]
@@ -179,7 +177,8 @@ def _takes(model: nn.Module, modes: Sequence[Statistics]) -> bool:
     )
 
 
-def _not_for(folder: Path, kind: str, **options: object) -> None:
+def _check_unused(folder: Path, kind: str, **options: object) -> None:
+    """Raise if an option is set that does not apply to this kind of run."""
     for name, value in options.items():
         check(
             value is None,

@@ -1,1 +1,1 @@
-"""Images an adversary chooses: attacks on any classifier."""
+"""Adversarial attacks on image classifiers of any library."""

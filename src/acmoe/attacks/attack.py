@@ -1,4 +1,4 @@
-"""One attack on one batch."""
+"""Run one attack on one batch."""
 
 import torch
 from torch import Tensor
@@ -14,9 +14,9 @@ from acmoe.config.images.attack import AnyAttack, FGSMConfig, PGDConfig, SPSACon
 def perturb(
     target: Target, x: Tensor, labels: Tensor, eps: float, attack: AnyAttack, *, seed: int
 ) -> Tensor:
-    """Images the attack chooses around x, all within eps and, where asked, the range of images.
+    """Return attacked images within eps of x and, if `target.clamp`, in the range of images.
 
-    Call it inside `white_box(model)`. `labels` are what the attack moves away from.
+    Call it inside `white_box(model)`. The attack moves each image away from its label.
     """
     ball = Ball(x, eps, target.bounds(x))
     generator = torch.Generator(x.device).manual_seed(seed)

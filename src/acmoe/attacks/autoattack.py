@@ -1,4 +1,4 @@
-"""AutoAttack through its own package."""
+"""AutoAttack, run by its own package."""
 
 import importlib
 from typing import Any
@@ -16,10 +16,10 @@ SOURCE = "git+https://github.com/fra31/auto-attack"
 def autoattack(
     target: Target, ball: Ball, labels: Tensor, config: AutoAttackConfig, *, seed: int
 ) -> Tensor:
-    """The package's ensemble on one batch, in the maximum norm.
+    """Run the ensemble of the `autoattack` package on one batch, in the maximum norm.
 
-    It drops images from the batch as they fall, so where a batch couples its images the attack
-    meets another batch than the one scored.
+    The package removes images from the batch once they are misclassified. Where the images of a
+    batch influence each other, it therefore attacks other batches than the one that is scored.
     """
     adversary = _package().AutoAttack(
         target,

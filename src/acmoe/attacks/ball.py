@@ -1,6 +1,6 @@
-"""The images an attack may end at: no further than eps, and nothing that is no image.
+"""The eps-ball around a batch of images, restricted to valid images.
 
-B images in C colours, H rows, W columns, float32.
+B images with C channels, H rows, W columns, float32.
 """
 
 import torch
@@ -8,14 +8,14 @@ from torch import Tensor
 
 from acmoe.errors import check
 
-Bounds = tuple[Tensor, Tensor]  # least and greatest values, broadcast over the images
+Bounds = tuple[Tensor, Tensor]  # least and greatest values, broadcastable to the images
 
 
 class Ball:
     """All x' with |x' - x| <= eps in every pixel and, where given, least <= x' <= greatest.
 
-    Its corners are rounded towards x. So the bound holds exactly, not up to the rounding of a sum:
-    whatever `project` returns differs from x by at most eps in exact arithmetic.
+    The bounds x - eps and x + eps are rounded towards x. The results of `project` thus differ from
+    x by at most eps in exact arithmetic, not only up to the rounding of a sum.
     """
 
     def __init__(self, x: Tensor, eps: float, bounds: Bounds | None = None) -> None:
@@ -35,10 +35,10 @@ class Ball:
             self.low, self.high = self.low.maximum(least), self.high.minimum(greatest)
 
     def project(self, x: Tensor) -> Tensor:
-        """The nearest image of the ball."""
+        """Return the nearest point of the ball."""
         return x.maximum(self.low).minimum(self.high)
 
     def random(self, generator: torch.Generator) -> Tensor:
-        """x plus uniform noise in +-eps."""
+        """Return x plus uniform noise in [-eps, eps], projected to the ball."""
         noise = torch.rand(self.x.shape, generator=generator, device=self.x.device)
         return self.project(self.x + (2 * noise - 1) * self.eps)

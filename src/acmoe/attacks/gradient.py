@@ -4,25 +4,25 @@ import torch
 from torch import Tensor
 
 from acmoe.attacks.ball import Ball
-from acmoe.attacks.target import Soundness, Target, loss_gradient
+from acmoe.attacks.target import FiniteGradients, Target, loss_gradient
 from acmoe.config.images.attack import PGDConfig
 
 
 def fgsm(target: Target, ball: Ball, labels: Tensor) -> Tensor:
-    """x + eps * sign of the gradient."""
-    sound = Soundness()
-    gradient = sound.note(loss_gradient(target, ball.x, labels))
-    sound.check()
+    """Return x + eps * sign(gradient), projected to the ball."""
+    finite = FiniteGradients()
+    gradient = finite.record(loss_gradient(target, ball.x, labels))
+    finite.check()
     return ball.project(ball.x + ball.eps * gradient.sign())
 
 
 def pgd(
     target: Target, ball: Ball, labels: Tensor, config: PGDConfig, generator: torch.Generator
 ) -> Tensor:
-    """Steps of `step_size` * eps along the sign of the gradient, each projected to the ball."""
-    x, sound = ball.random(generator) if config.random_start else ball.x, Soundness()
+    """Take steps of `step_size` * eps along the sign of the gradient, projected to the ball."""
+    x, finite = ball.random(generator) if config.random_start else ball.x, FiniteGradients()
     for _ in range(config.steps):
-        gradient = sound.note(loss_gradient(target, x, labels))
+        gradient = finite.record(loss_gradient(target, x, labels))
         x = ball.project(x + config.step_size * ball.eps * gradient.sign())
-    sound.check()
+    finite.check()
     return x

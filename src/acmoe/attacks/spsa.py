@@ -1,4 +1,4 @@
-"""SPSA: an attack that sees the classifier's answers and no gradient (Uesato et al. 2018).
+"""SPSA: an attack that uses the logits of a classifier but no gradient (Uesato et al. 2018).
 
 B images, V directions.
 """
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from acmoe.attacks.ball import Ball
-from acmoe.attacks.target import Soundness, Target, margin
+from acmoe.attacks.target import FiniteGradients, Target, margin
 from acmoe.config.images.attack import SPSAConfig
 
-Loss = Callable[[Tensor], Tensor]  # images -> one loss an image
+Loss = Callable[[Tensor], Tensor]  # images -> one loss per image
 
 
 def spsa_gradient(
@@ -24,15 +24,15 @@ def spsa_gradient(
     copies: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """mean over directions v of (loss(x + delta v) - loss(x - delta v)) v / (2 delta).
+    """Estimate a gradient as mean over v of (loss(x + delta v) - loss(x - delta v)) v / (2 delta).
 
-    The entries of v are +-1, so E[v v^T] = I, and for a loss linear around x the mean is its
-    gradient. Directions are drawn one at a time: their values, and the memory needed beyond
-    2 * `copies` batches, do not depend on how many there are.
+    The entries of v are +-1, so E[v v^T] = I, and for a loss that is linear around x the expected
+    estimate is its gradient. Directions are drawn one at a time, so that their values do not depend
+    on `copies`, and memory beyond 2 * `copies` batches does not grow with `directions`.
 
     Args:
-        loss: of copies of x one after the other, (copies * B, ...) -> (copies * B,).
-        copies: how many go into one call.
+        loss: maps concatenated copies of x, (copies * B, ...), to losses (copies * B,).
+        copies: number of directions, and so copies of x, in one call of `loss`.
     """
     total = torch.zeros_like(x)
     for first in range(0, directions, copies):
@@ -54,15 +54,15 @@ def _signs(x: Tensor, generator: torch.Generator) -> Tensor:
 def spsa(
     target: Target, ball: Ball, labels: Tensor, config: SPSAConfig, generator: torch.Generator
 ) -> Tensor:
-    """Adam on the estimated gradient of the margin, from a random start, kept in the ball."""
+    """Minimise the margin with Adam on estimated gradients, from a random start in the ball."""
 
     def loss(x: Tensor) -> Tensor:
-        return margin(target.on_the_way(x), labels.repeat(len(x) // len(labels)))
+        return margin(target.unchecked_logits(x), labels.repeat(len(x) // len(labels)))
 
-    x, sound = ball.random(generator), Soundness()
+    x, finite = ball.random(generator), FiniteGradients()
     optimizer = torch.optim.Adam([x], lr=config.lr)
     for _ in range(config.steps):
-        x.grad = sound.note(
+        x.grad = finite.record(
             spsa_gradient(
                 loss,
                 x if config.estimate_at == "iterate" else 2 * ball.x,
@@ -74,6 +74,6 @@ def spsa(
         )
         optimizer.step()
         x.copy_(ball.project(x))
-    sound.check()
+    finite.check()
     x.grad = None
     return x

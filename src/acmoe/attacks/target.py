@@ -1,6 +1,6 @@
-"""A classifier as an attacker meets it.
+"""The classifier under attack, and the gradients and losses that attacks use.
 
-B images in C colours, H rows, W columns; K classes.
+B images with C channels, H rows, W columns; K classes.
 """
 
 import contextlib
@@ -13,17 +13,19 @@ from torch.nn import functional
 from acmoe.attacks.ball import Bounds
 from acmoe.config.images.attack import AttackConfig
 from acmoe.config.images.data import RGB, ImageDataConfig
+from acmoe.config.updates import Precision
 from acmoe.errors import UserError, check
 from acmoe.routing.statistics import override_statistics
+from acmoe.runtime import autocast, evaluating
 
 
 class Target:
-    """Images of a space -> logits: no balance loss, no noise, float32.
+    """Maps images of an attack's input space to float32 logits.
 
-    space       pixel: images in [0, 1], normalised on the way in; normalized: as the classifier
-                reads
-    clamp       attacks stay within the range of images
-    precision   of the gradients an attack follows; bf16 is autocast
+    space       pixel: images in [0, 1], which are normalised before the model; normalized: images
+                as the model reads them
+    clamp       attacked images stay within the range of valid images
+    precision   of the gradients that an attack follows; bf16 uses autocast
     """
 
     def __init__(
@@ -34,14 +36,14 @@ class Target:
         std: RGB,
         space: str = "pixel",
         clamp: bool = True,
-        precision: str = "fp32",
+        precision: Precision = "fp32",
     ) -> None:
         self.model, self.space, self.clamp, self.precision = model, space, clamp, precision
         self.mean, self.std = (torch.tensor(value).view(1, 3, 1, 1) for value in (mean, std))
 
     @classmethod
     def of(cls, model: nn.Module, data: ImageDataConfig, config: AttackConfig) -> "Target":
-        """The classifier as this attack sees it, on images normalised as these data are."""
+        """Build the target of an attack config, for images that are normalised as `data` says."""
         mean, std = data.normalization
         return cls(
             model,
@@ -53,13 +55,13 @@ class Target:
         )
 
     def enter(self, images: Tensor) -> Tensor:
-        """Bytes as images of the space."""
+        """Convert uint8 images to the input space of the attack."""
         check(images.dtype == torch.uint8, f"images are {images.dtype}; give bytes (uint8)")
         pixels = images.float() / 255
         return pixels if self.space == "pixel" else self._normalize(pixels)
 
     def bounds(self, x: Tensor) -> Bounds | None:
-        """The least and the greatest value a colour can have in the space."""
+        """Return the least and greatest valid value of each channel; None without `clamp`."""
         if not self.clamp:
             return None
         black, white = x.new_zeros(1, 3, 1, 1), x.new_ones(1, 3, 1, 1)
@@ -68,26 +70,32 @@ class Target:
         return self._normalize(black), self._normalize(white)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(B, K) logits, all finite."""
+        """Return (B, K) float32 logits, checked to be finite."""
         with torch.autocast(x.device.type, enabled=False):
-            return logits_of(self._answer(x))
+            return logits_of(self._forward(x))
 
-    def on_the_way(self, x: Tensor, *, precision: str = "fp32") -> Tensor:
-        """(B, K) logits for an attack's next step: not looked at, since the host would wait."""
-        with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
-            return _logits(self._answer(x))
+    def unchecked_logits(self, x: Tensor, *, precision: Precision = "fp32") -> Tensor:
+        """Return (B, K) logits for a step of an attack.
 
-    def _answer(self, x: Tensor) -> object:
+        They are not checked to be finite, since that would make the host wait for the device.
+        """
+        with autocast(precision, x.device):
+            return _logits(self._forward(x))
+
+    def _forward(self, x: Tensor) -> object:
         return self.model(self._normalize(x) if self.space == "pixel" else x)
 
     def _normalize(self, pixels: Tensor) -> Tensor:
-        # Kept where the images are: the host waits for a copy from its own memory.
+        # Keep both on the device of the images: each copy from host memory makes the host wait.
         self.mean, self.std = (value.to(pixels.device) for value in (self.mean, self.std))
         return (pixels - self.mean) / self.std
 
 
 def logits_of(output: object) -> Tensor:
-    """The logits of a model's answer, all finite: a tensor, or something that has them."""
+    """Return the logits of a model's output, checked to be finite.
+
+    The output is a tensor of logits, or an object with an attribute `logits`.
+    """
     logits = _logits(output)
     check(
         bool(torch.isfinite(logits).all()),
@@ -108,51 +116,49 @@ def _logits(output: object) -> Tensor:
 
 @contextlib.contextmanager
 def white_box(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and gradients through the scale of adaptive routers, inside `with`.
+    """Use evaluation mode, and let gradients flow through the scale of adaptive routers.
 
-    Without the latter an attack would be blind to how moving a token changes its cluster's scale,
-    and so weaker on adaptive models than on the plain ones they are compared with.
+    Without these gradients an attack could not see how moving a token changes the scale of its
+    cluster. It would be weaker on adaptive models than on the plain models they are compared with.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with override_statistics(model, detach=False):
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
+    with evaluating(model), override_statistics(model, detach=False):
+        yield
 
 
 def margin(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
-    """(B,) logit of the label less the greatest other one: negative where the label has lost."""
+    """Return (B,) the label's logit minus the greatest other logit; negative if misclassified."""
     of_label_B1 = functional.one_hot(labels_B, logits_BK.shape[-1]).bool()
     others_BK = logits_BK.masked_fill(of_label_B1, -torch.inf)
     return logits_BK.gather(1, labels_B[:, None])[:, 0] - others_BK.amax(-1)
 
 
 def loss_gradient(target: Target, x: Tensor, labels_B: Tensor) -> Tensor:
-    """Gradient of each image's cross-entropy, summed where a batch couples its images."""
+    """Return the gradient of the summed cross-entropy of the batch with respect to x."""
     x = x.detach().requires_grad_()
     with torch.enable_grad():
-        logits_BK = target.on_the_way(x, precision=target.precision)
+        logits_BK = target.unchecked_logits(x, precision=target.precision)
         loss = functional.cross_entropy(logits_BK, labels_B, reduction="sum")
     (gradient,) = torch.autograd.grad(loss, x)
     return gradient
 
 
-class Soundness:
-    """Whether all gradients of an attack were finite; asked once, since the host waits for it."""
+class FiniteGradients:
+    """Checks that all gradients of an attack are finite.
+
+    The check is made once, at the end of the attack, since it makes the host wait for the device.
+    """
 
     def __init__(self) -> None:
-        self.seen: list[Tensor] = []
+        self.flags: list[Tensor] = []
 
-    def note(self, gradient: Tensor) -> Tensor:
-        """The gradient, for whoever uses it."""
-        self.seen.append(gradient.isfinite().all())
+    def record(self, gradient: Tensor) -> Tensor:
+        """Record whether the gradient is finite, and return it unchanged."""
+        self.flags.append(gradient.isfinite().all())
         return gradient
 
     def check(self) -> None:
+        """Raise if a recorded gradient was not finite."""
         check(
-            bool(torch.stack(self.seen).all()),
+            bool(torch.stack(self.flags).all()),
             "the gradient with respect to an image is not finite; the model cannot be attacked",
         )

@@ -1,6 +1,6 @@
-"""The command line. One dataclass a command: its fields are the options, `run` does the work.
+"""The command line. Each command is a dataclass: its fields are the options, `run` does the work.
 
-Exit codes: 0 done; 2 a mistake in what was asked, said in one line; 1 anything else.
+Exit codes: 0 done; 2 a mistake in the arguments, explained in one line; 1 anything else.
 """
 
 import os
@@ -27,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         print("acmoe: interrupted", file=sys.stderr)
         status = 128 + signal.SIGINT
     except BrokenPipeError:
-        # The reader (head, less) has gone: nothing is left to say, not even at interpreter exit.
+        # The reader of the pipe (head, less) has closed it. Send the rest to /dev/null, so that the
+        # flush at interpreter exit does not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0
     sys.exit(status)

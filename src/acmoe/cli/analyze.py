@@ -1,4 +1,4 @@
-"""`acmoe analyze RUN`: what the routers of a trained model do, measured and drawn."""
+"""`acmoe analyze RUN`: measure and draw what the routers of a trained model do."""
 
 import json as json_format
 from dataclasses import dataclass
@@ -16,38 +16,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Analyze:
-    """Load, stability, entropy, separation, scale and conditioning of every MoE layer."""
+    """Measure load, stability, entropy, separation, scale and conditioning of every MoE layer."""
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """The run's folder."""
+    """Folder of the run."""
     split: Literal["valid", "test"] = "test"
-    """Which text or images."""
+    """The split of the run's data to take the sample from."""
     tokens: int | None = None
-    """Text: look at the first so many tokens; 4096 if not given."""
+    """Text: number of tokens to analyze, from the start of the split; 4096 if not given."""
     images: int | None = None
-    """Images: look at every patch of so many; 64 if not given."""
+    """Images: number of images to analyze, with all patches of each; 64 if not given."""
     statistics: Literal["batch", "running", "prefix", "sequence"] | None = None
     """Statistics mode of the adaptive routers; the model's own if not given."""
     contaminate: float | None = None
-    """Text: also route a corrupted text: share of words or bytes replaced."""
+    """Text: also route a copy with this fraction of its words or bytes replaced."""
     attack: Literal["fgsm", "pgd", "spsa"] | None = None
-    """Images: also route attacked ones."""
+    """Images: also route images under this attack."""
     eps: str | None = None
-    """The attack's radius, such as 2/255; 1/255 if not given."""
+    """Radius of the attack as a fraction of the pixel range, such as 2/255; 1/255 if not given."""
     batch: int | None = None
-    """Rows a text is cut into (8), or images of a forward pass (64)."""
+    """Text: number of rows it is cut into; 8 if not given. Images: number per forward pass; 64 if
+    not given."""
     which: Literal["best", "last"] = "best"
-    """Checkpoint."""
+    """The checkpoint to load: the best by validation, or the last."""
     seed: int = 0
-    """Of the images' order, the attack, and what is drawn for silhouettes and maps."""
+    """Seed of the images' order, the attack, and the tokens drawn for silhouettes and maps."""
     device: str = "auto"
-    """cuda where there is one."""
+    """Device to run on; auto takes a GPU if there is one."""
     out: Path | None = None
     """Folder for analysis.json and the figures; RUN/analysis if not given."""
     figures: bool = True
-    """Draw the figures, as PNG and SVG."""
+    """Draw the figures, as PNG and SVG. --no-figures leaves them out."""
     json: bool = False
-    """Print as JSON."""
+    """Print the result as JSON."""
 
     def run(self) -> int:
         from acmoe.analyze.analysis import analyze

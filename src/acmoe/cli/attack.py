@@ -1,4 +1,4 @@
-"""`acmoe attack RUN --attack fgsm|pgd|spsa`: accuracy of an image classifier under attack."""
+"""`acmoe attack RUN --attack fgsm|pgd|spsa`: measure a classifier's accuracy under attack."""
 
 import json as json_format
 from dataclasses import dataclass, replace
@@ -17,40 +17,43 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Attack:
-    """Attack every test image within every radius; interrupted, it continues."""
+    """Attack every image of a split within every radius. A repeated command continues the work."""
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """The folder of a run that trained an image classifier."""
+    """Folder of a run that trained an image classifier."""
     attack: Literal["fgsm", "pgd", "spsa", "autoattack"]
-    """fgsm and pgd follow the gradient, spsa only the answers; autoattack needs its package."""
+    """The attack. fgsm and pgd use gradients, spsa only the model's outputs; autoattack needs the
+    package of that name."""
     preset: Literal["default", "paper"] = "default"
-    """default: pixels in [0, 1], true labels; paper: normalised, unbounded, predicted labels."""
+    """default: attack pixels within [0, 1] with the true labels. paper: attack normalised pixels
+    without a bound, with the predicted labels."""
     eps: tuple[str, ...] = ()
-    """Radii, such as 1/255 2/255; the preset's own if not given."""
+    """Radii in the maximum norm, such as 1/255 2/255: fractions of the pixel range, or with
+    --preset paper in units of normalised pixels; those of the preset if not given."""
     steps: int | None = None
-    """Of pgd and spsa; 20 if not given."""
+    """Number of steps of pgd and spsa; 20 if not given."""
     directions: int | None = None
-    """Of each of spsa's estimates; 128 if not given."""
+    """Number of random directions per gradient estimate of spsa; 128 if not given."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Of the gradients fgsm and pgd follow; images are scored in fp32."""
+    """Precision of the gradients for fgsm and pgd. The attacked images are scored in fp32."""
     split: Literal["valid", "test"] = "test"
-    """Which images."""
+    """The split to attack."""
     statistics: Literal["batch", "running", "sequence"] | None = None
-    """Mode of the adaptive routers; the model's own if not given."""
+    """Statistics mode of the adaptive routers; the model's own if not given."""
     dropless: bool = False
-    """Lift the experts' capacity, so that no token is dropped."""
+    """Remove the experts' capacity limit, so that no token is dropped."""
     batch: int = 64
-    """Images of a forward pass."""
+    """Images per forward pass."""
     limit: int | None = None
-    """Attack this many images only."""
+    """Attack only this many images; all if not given."""
     seed: int = 0
-    """Of the order, the starts and the directions."""
+    """Seed of the images' order, random starts and spsa's directions."""
     which: Literal["best", "last"] = "best"
-    """Checkpoint."""
+    """The checkpoint to load: the best by validation, or the last."""
     device: str = "auto"
-    """cuda where there is one."""
+    """Device to run on; auto takes a GPU if there is one."""
     json: bool = False
-    """Print as JSON."""
+    """Print the result as JSON."""
 
     def run(self) -> int:
         from acmoe.data.progress import progress_bars
@@ -78,8 +81,8 @@ class Attack:
         config = attack_config(
             self.attack, preset=self.preset, eps=tuple(parse_eps(text) for text in self.eps)
         )
-        asked: dict[str, Any] = {"steps": self.steps, "directions": self.directions}
-        chosen = {name: value for name, value in asked.items() if value is not None}
+        options: dict[str, Any] = {"steps": self.steps, "directions": self.directions}
+        chosen = {name: value for name, value in options.items() if value is not None}
         known = {field.name for field in fields(config.attack)}
         for name, value in chosen.items():
             check(name in known, f"{self.attack} takes no --{name} ({value}); leave it out")

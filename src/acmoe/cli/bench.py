@@ -1,4 +1,4 @@
-"""`acmoe bench`: how fast, side by side with every rival that is installed."""
+"""`acmoe bench`: measure speed, side by side with every baseline that is installed."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -13,25 +13,27 @@ from acmoe.cli.bench_tools import Profile, Table, Tune
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Forward and backward of the MoE layer with its plain router, ours and everybody's."""
+    """Time the forward and backward pass of the MoE layer with a plain router, beside baselines."""
 
     shapes: tuple[str, ...] = ()
-    """olmoe, qwen30b, fine, mixtral, switch, swin; tiny, tiny-relu, which a CPU does if none is.
-    Or your own: TOKENSxFEATURESxHIDDENxEXPERTSxTOP_K, with -relu or -gelu if it is not gated."""
+    """Layers to measure: olmoe, qwen30b, fine, mixtral, switch, swin, tiny or tiny-relu. Your own
+    is TOKENSxFEATURESxHIDDENxEXPERTSxTOP_K, with -relu or -gelu appended if it is not gated.
+    If none is given, a GPU measures the first six and a CPU the tiny ones."""
     rivals: tuple[str, ...] = ()
-    """Only these beside acmoe; `torch`, our reference, takes part only when named."""
+    """Baselines to measure beside acmoe. If none is given: all but `torch` (the reference in plain
+    PyTorch) and `triton`."""
     dtype: str = "bf16"
-    """bf16, fp16 or fp32."""
+    """Data type of weights and tokens: bf16, fp16 or fp32."""
     skew: bool = False
-    """One expert is among the choices of nearly half of the tokens."""
+    """Draw weights with which nearly half of the tokens choose the same expert."""
     graph: bool = False
-    """Time replays of a CUDA graph: what a small layer costs without its launches."""
+    """Time replays of a CUDA graph, which excludes the launch overhead of a small layer."""
     repeat: int = 50
-    """Rounds; every contestant runs once in each."""
+    """Number of rounds. Every implementation runs once per round."""
     device: str = "auto"
-    """cuda where there is one."""
+    """Device to run on; auto takes a GPU if there is one."""
     json: bool = False
-    """Print as JSON."""
+    """Print the result as JSON."""
     save: bool = False
     """Also write benchmarks/results/DATE-layer-DEVICE.json."""
 
@@ -56,22 +58,22 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Router:
-    """What adaptive clustering adds to the plain layer, by where its statistics come from."""
+    """Time what adaptive clustering adds to the plain layer, for each statistics mode."""
 
     shapes: tuple[str, ...] = ()
-    """As in `bench layer`."""
+    """Layers to measure, as in `bench layer`."""
     dtype: str = "bf16"
-    """bf16, fp16 or fp32."""
+    """Data type of weights and tokens: bf16, fp16 or fp32."""
     graph: bool = False
-    """Time replays of a CUDA graph."""
+    """Time replays of a CUDA graph, which excludes launch overhead."""
     compile: bool = False
-    """torch.compile the whole layer."""
+    """Apply torch.compile to the whole layer."""
     repeat: int = 50
-    """Rounds."""
+    """Number of rounds. Every mode runs once per round."""
     device: str = "auto"
-    """cuda where there is one."""
+    """Device to run on; auto takes a GPU if there is one."""
     json: bool = False
-    """Print as JSON."""
+    """Print the result as JSON."""
     save: bool = False
     """Also write benchmarks/results/DATE-router-DEVICE.json."""
 
@@ -95,26 +97,30 @@ class Router:
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """Tokens or images a second of whole training steps, router by router."""
+    """Time whole training steps with each router, in tokens or images per second."""
 
     models: tuple[str, ...] = ()
-    """Names of `acmoe models`. None: four of the paper's, or on a CPU two nano ones."""
+    """Models to train, by their names in `acmoe models`. If none is given: four of the paper's
+    models on a GPU, two nano models on a CPU."""
     routers: tuple[str, ...] = ("smoe", "adaptive")
-    """The first is what the others are compared with; `paper` is AC with the paper's statistics."""
+    """Routers to measure; the others are compared with the first. `paper` is the adaptive router
+    with the paper's statistics."""
     variant: tuple[str, ...] = ()
-    """eager, compile, graph, compile+graph. None: all, or on a CPU eager."""
+    """Ways to run a step: eager, compile, graph, compile+graph. If none is given: all on a GPU,
+    eager on a CPU."""
     batch: int | None = None
-    """Streams or images; none: 24,576 tokens as in the paper, or 128 images."""
+    """Streams of text, or images, per step. If not given: streams for 24,576 tokens as in the
+    paper, or 128 images; for nano models 4."""
     options: tuple[str, ...] = ()
-    """Changes of the models' configs, such as span=512."""
+    """Settings of the models' configs to change, such as span=512."""
     precision: str = "bf16"
-    """bf16 (autocast) or fp32."""
+    """Precision of the step: bf16 (autocast) or fp32."""
     repeat: int = 20
-    """Rounds."""
+    """Number of rounds. Every router and variant runs once per round."""
     device: str = "auto"
-    """cuda where there is one."""
+    """Device to run on; auto takes a GPU if there is one."""
     json: bool = False
-    """Print as JSON."""
+    """Print the result as JSON."""
     save: bool = False
     """Also write benchmarks/results/DATE-train-DEVICE.json."""
 
@@ -140,7 +146,7 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Measure the layer, the router or training; find block sizes; write the tables."""
+    """Measure the layer, the router or training; tune kernels; write the tables."""
 
     action: (
         Annotated[Layer, tyro.conf.subcommand("layer")]
@@ -151,8 +157,8 @@ class Bench:
         | Annotated[Table, tyro.conf.subcommand("table")]
     ) = Layer()
     which: bool = False
-    """Only say what runs on this machine, and what keeps the faster from it: for olmoe's experts,
-    or for those of `--which layer --shapes ...`."""
+    """Measure nothing; list which kernels this machine uses, and why faster ones cannot run. The
+    experts are olmoe's, or those of `--which layer --shapes ...`."""
 
     def run(self) -> int:
         if not self.which:
@@ -160,16 +166,16 @@ class Bench:
         import torch
 
         from acmoe.lab.bench.shapes import find_shapes
-        from acmoe.lab.bench.which import rivals, which
+        from acmoe.lab.bench.which import baselines, which
         from acmoe.runtime import pick_device
 
         device = pick_device("auto")
         for shape in find_shapes(getattr(self.action, "shapes", ()) or ("olmoe",), device):
             title = f"bf16 on {device}, experts of {shape.name}"
-            table = RichTable("what", "name", "runs", "obstacle", title=title)
+            table = RichTable("op", "kernel", "runs", "why not", title=title)
             where = (device, torch.bfloat16, shape)
-            for choice in (*which(*where), *rivals(*where)):
-                runs = "yes" if choice.runs else "can" if choice.obstacle is None else "no"
-                table.add_row(choice.op, choice.backend, runs, choice.obstacle or "")
+            for choice in (*which(*where), *baselines(*where)):
+                runs = "yes" if choice.runs else "can" if choice.unsupported is None else "no"
+                table.add_row(choice.op, choice.backend, runs, choice.unsupported or "")
             Console().print(table)
         return 0

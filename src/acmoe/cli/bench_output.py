@@ -1,4 +1,4 @@
-"""What every `acmoe bench` command prints: its report, its progress, itself."""
+"""Output shared by all `acmoe bench` commands: the report, progress, and the command line."""
 
 import shlex
 import sys
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def command_of(name: str, action: "DataclassInstance") -> str:
-    """What a reader types to take the figures again."""
+    """Return the command line that repeats the measurement."""
     words = ["acmoe", "bench", name]
     for option in fields(action):
         value = getattr(action, option.name)
@@ -29,12 +29,12 @@ def command_of(name: str, action: "DataclassInstance") -> str:
 
 
 def say(text: str) -> None:
-    """Progress, beside the report."""
+    """Print progress to stderr, so that stdout holds the report only."""
     print(text, file=sys.stderr, flush=True)
 
 
 def show(report: "Report", *, json: bool, save: bool) -> int:
-    """The report on stdout, and in a file of its own where asked."""
+    """Print the report to stdout, and with `save` write it to a file as well."""
     from acmoe.lab.bench import results
     from acmoe.lab.bench.table import absences, terminal_table
 

@@ -1,4 +1,4 @@
-"""`acmoe bench profile`, `tune` and `table`: for those who make it faster, and write it down."""
+"""`acmoe bench profile`, `tune` and `table`: tools for developers of the kernels."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,30 +8,30 @@ from acmoe.cli.bench_output import command_of, say, show
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Where the time goes: kernels of a layer (by shape) or of a training step (by model)."""
+    """List the kernels of a layer (by shape) or of a training step (by model) with their times."""
 
     shapes: tuple[str, ...] = ()
-    """As in `bench layer`."""
+    """Layers to profile, as in `bench layer`. If neither shapes nor models are given: all."""
     models: tuple[str, ...] = ()
-    """As in `bench train`."""
+    """Models whose training step to profile, by their names in `acmoe models`."""
     statistics: str = "plain"
-    """Of the layer's router: plain, batch, running or current."""
+    """Statistics of the layer's router: plain (no adaptive router), batch, running or current."""
     router: str = "smoe"
-    """Of the trained model."""
+    """Router of the trained model."""
     variant: str = "eager"
-    """Of the training step: eager, compile, graph or compile+graph."""
+    """Way to run the training step: eager, compile, graph or compile+graph."""
     batch: int | None = None
-    """Streams or images of the training step."""
+    """Streams of text, or images, per training step; as in `bench train` if not given."""
     options: tuple[str, ...] = ()
-    """As in `bench train`."""
+    """Settings of the models' configs to change, such as span=512."""
     dtype: str = "bf16"
-    """Of the layer."""
+    """Data type of the layer: bf16, fp16 or fp32."""
     top: int = 30
-    """Kernels shown; the others are summed up."""
+    """Number of kernels to list; the others are summed up in one row."""
     device: str = "auto"
-    """cuda where there is one."""
+    """Device to run on; auto takes a GPU if there is one."""
     json: bool = False
-    """Print as JSON."""
+    """Print the result as JSON."""
     save: bool = False
     """Also write benchmarks/results/DATE-profile-DEVICE.json."""
 
@@ -59,28 +59,28 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True)
 class Tune:
-    """Sweep block sizes and rings of the expert kernels, and write the fastest where they look."""
+    """Find the fastest block sizes and pipelines of the expert kernels, and store them."""
 
     shapes: tuple[str, ...] = ()
-    """As in `bench layer`."""
+    """Layers to tune for, as in `bench layer`."""
     kernels: tuple[str, ...] = ()
-    """up, down, hidden, down_weight, up_weight, input: block sizes of these; and with ring_ before
-    any but up: a ring for it, if that is faster. None: all."""
+    """What to tune. up, down, hidden, down_weight, up_weight and input are the block sizes of
+    these GEMMs; with ring_ before any but up, the Hopper pipeline of it. If none is given: all."""
     table: Path | None = None
-    """The table to write; none: that which ACMOE_TUNED names, else the package's own. Kernels look
-    into the file that ACMOE_TUNED names first."""
+    """The table to write. If not given: the file that ACMOE_TUNED names, or the package's own
+    table. Kernels look into the file that ACMOE_TUNED names first."""
     workers: int | None = None
-    """Processes that compile; none: one a core."""
+    """Number of processes that compile; one per core if not given."""
     repeat: int = 15
-    """Timed calls of each candidate."""
+    """Number of timed calls of each candidate."""
     json: bool = False
-    """Print as JSON."""
+    """Print the result as JSON."""
     save: bool = False
     """Also write benchmarks/results/DATE-tune-DEVICE.json."""
 
     def run(self) -> int:
-        from acmoe.lab.bench.tune import TuneConfig, bench_tune
-        from acmoe.lab.bench.tune_candidates import KERNELS
+        from acmoe.lab.bench.tune.candidates import KERNELS
+        from acmoe.lab.bench.tune.search import TuneConfig, bench_tune
 
         config = TuneConfig(
             shapes=self.shapes,
@@ -100,7 +100,7 @@ class Table:
     page: Path = Path("docs/performance.md")
     """The page to update."""
     results: Path = Path("benchmarks/results")
-    """Folder of saved reports."""
+    """Folder with the saved reports."""
 
     def run(self) -> int:
         from acmoe.lab.bench.table import update_page

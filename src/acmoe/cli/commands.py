@@ -1,5 +1,6 @@
-"""Every command, in the order of the help page."""
+"""All commands, in the order of the help page."""
 
+import acmoe.lab.variants  # noqa: F401, registers the router adaptive-variant
 from acmoe.cli.analyze import Analyze
 from acmoe.cli.attack import Attack
 from acmoe.cli.bench import Bench

@@ -1,4 +1,4 @@
-"""`acmoe data list|prepare`: what is here, and how to get the rest."""
+"""`acmoe data list|prepare`: list the data sets, and prepare one."""
 
 import json as json_format
 from dataclasses import asdict, dataclass
@@ -13,12 +13,12 @@ from rich.table import Table
 
 @dataclass(frozen=True, kw_only=True)
 class List:
-    """Every data set: what it is, whether it is prepared here, and where it comes from."""
+    """List every data set: its content, whether it is prepared here, and where it comes from."""
 
     root: Path = Path("data")
     """Folder that holds the prepared data sets."""
     json: bool = False
-    """Print as JSON."""
+    """Print the list as JSON."""
 
     def run(self) -> int:
         from acmoe.data.text.registry import datasets, found
@@ -44,24 +44,25 @@ class List:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepare:
-    """Verify a source and tokenise it once into memory-mapped arrays; safe to interrupt."""
+    """Verify a source and tokenise it once into memory-mapped arrays. It is safe to interrupt."""
 
     name: tyro.conf.Positional[str]
-    """A data set of `acmoe data list`; `words` and `bytes` take any text."""
+    """Name of a data set in `acmoe data list`. `words` and `bytes` take any text."""
     source: Annotated[str | None, tyro.conf.arg(name="from")] = None
-    """Folder or file to read; `hf` fetches from the HuggingFace hub. `stdlib` needs none."""
+    """Folder or file to read; `hf` downloads from the HuggingFace hub. `stdlib` needs none."""
     root: Path = Path("data")
     """Folder that holds the prepared data sets."""
     min_count: int = 1
-    """Words seen fewer times in training become <unk> (word level)."""
+    """Word level: words that occur fewer times in the training text become <unk>."""
     max_vocabulary: int | None = None
-    """Most frequent words kept (word level)."""
+    """Word level: size of the vocabulary, the most frequent words with <eos> and <unk>; unlimited
+    if not given."""
     limit: int | None = None
-    """Use only this many bytes (byte level)."""
+    """Byte level: use only this many bytes; all if not given."""
     allow_other_counts: bool = False
-    """Accept a stand-in whose token counts are not the published ones."""
+    """Accept a source whose token counts differ from the published ones."""
     title: str = ""
-    """How reports name the corpus."""
+    """Name of the corpus in reports; if empty, the published name or that of the source."""
 
     def run(self) -> int:
         from acmoe.config.text.data import PrepareConfig

@@ -1,4 +1,4 @@
-"""`acmoe demo`: SMoE and ACMoE side by side in minutes, on the text of the standard library."""
+"""`acmoe demo`: train SMoE and ACMoE side by side in minutes, on Python's standard library."""
 
 import json as json_format
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ class Demo:
     out: Path = Path("runs/demo")
     """Folder for both runs, the report, the figure and the table."""
     seed: int = 0
-    """Of both runs."""
+    """Seed of both runs."""
     steps: int = 300
-    """Optimizer steps of each run; 300 take about two minutes on two cores."""
+    """Number of optimizer steps of each run; 300 take about two minutes on two cores."""
     json: bool = False
-    """Print as JSON."""
+    """Print the result as JSON."""
 
     def run(self) -> int:
         from acmoe.train.compare import compare

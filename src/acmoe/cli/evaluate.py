@@ -1,4 +1,4 @@
-"""`acmoe evaluate RUN`: perplexity or bits per byte, clean and contaminated; accuracy of images."""
+"""`acmoe evaluate RUN`: measure perplexity, bits per byte, or the accuracy on images."""
 
 import json as json_format
 from collections.abc import Callable
@@ -20,32 +20,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate:
-    """Score a run over every token or image of a split, in each statistics mode asked for."""
+    """Score a run over every token or image of a split, in each requested statistics mode."""
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """The run's folder."""
+    """Folder of the run."""
     split: Literal["valid", "test"] = "test"
-    """Which text or images."""
+    """The split to score."""
     statistics: tuple[Literal["batch", "running", "prefix", "sequence"], ...] = ()
-    """Statistics modes of the adaptive routers; none: the model's own."""
+    """Statistics modes of the adaptive routers, scored in turn; the model's own if not given."""
     contaminate: float | None = None
-    """Text: also score a corrupted text: share of words (0.025 in the paper) or bytes replaced."""
+    """Text: also score a copy with this fraction of its words or bytes replaced (0.025 of the words
+    in the paper)."""
     contaminate_seed: int = 0
-    """One seed, one corrupted text, the same for every model."""
+    """Seed of the contamination. Equal seeds give every model the same corrupted text."""
     which: Literal["best", "last"] = "best"
-    """Checkpoint."""
+    """The checkpoint to load: the best by validation, or the last."""
     batch: int | None = None
-    """Rows a text is cut into (8: fewer rows, more context), or images of a forward pass (64)."""
+    """Text: number of rows it is cut into; 8 if not given, and fewer give tokens more context.
+    Images: number per forward pass; 64 if not given."""
     dropless: bool = False
-    """Images: lift the experts' capacity, so that no token is dropped."""
+    """Images: remove the experts' capacity limit, so that no token is dropped."""
     block: int | None = None
-    """Text: tokens of a forward pass in each row; as in training if not given."""
+    """Text: tokens per row and forward pass; as in training if not given."""
     routing: bool = False
     """Also measure load balance and instability of every MoE layer."""
     device: str = "auto"
-    """cuda where there is one."""
+    """Device to run on; auto takes a GPU if there is one."""
     json: bool = False
-    """Print as JSON."""
+    """Print the result as JSON."""
 
     def run(self) -> int:
         from acmoe.config.images.train import VISION_RUNS

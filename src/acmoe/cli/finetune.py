@@ -1,4 +1,4 @@
-"""`acmoe finetune RUN --task sst2|sst5|banking77`."""
+"""`acmoe finetune RUN --task sst2|sst5|banking77`: finetune a run on classification."""
 
 import json as json_format
 from dataclasses import dataclass, replace
@@ -11,30 +11,31 @@ from rich.console import Console
 
 @dataclass(frozen=True, kw_only=True)
 class Finetune:
-    """Finetune a pretrained run on sentence classification; interrupted, it continues."""
+    """Finetune a pretrained run on sentence classification. A repeated command continues it."""
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """The pretrained run's folder."""
+    """Folder of the pretrained run."""
     task: Literal["sst2", "sst5", "banking77"]
-    """Which sentences."""
+    """The task: a data set of labelled sentences."""
     data: Path | None = None
-    """The task's prepared folder; data/TASK if not given."""
+    """Folder with the task's prepared data; data/TASK if not given."""
     form: Literal["clean", "paper"] = "clean"
-    """clean: pretraining vocabulary, masked padding, last real token; paper: the published code."""
+    """clean: use the pretraining vocabulary, mask padding, and classify by the last real token.
+    paper: do as the published code does."""
     epochs: int | None = None
-    """Passes over the training sentences; the task's own if not given."""
+    """Number of passes over the training sentences; the task's own if not given."""
     lr: float | None = None
     """Learning rate; the task's own if not given."""
     batch: int | None = None
-    """Sentences of an update."""
+    """Sentences per update; 16 if not given."""
     which: Literal["best", "last"] = "best"
-    """Checkpoint of the pretrained run."""
+    """The checkpoint of the pretrained run: the best by validation, or the last."""
     seed: int = 0
-    """Of the head's first weights, dropout and order."""
+    """Seed of the head's initial weights, dropout and the order of sentences."""
     device: str = "auto"
-    """cuda where there is one."""
+    """Device to run on; auto takes a GPU if there is one."""
     json: bool = False
-    """Print as JSON."""
+    """Print the result as JSON."""
 
     def run(self) -> int:
         from acmoe.config.text.finetune import finetune_config

@@ -1,4 +1,4 @@
-"""`acmoe generate RUN --prompt TEXT`."""
+"""`acmoe generate RUN --prompt TEXT`: continue a text with a trained language model."""
 
 import json as json_format
 from dataclasses import dataclass
@@ -13,25 +13,25 @@ class Generate:
     """Continue a text, token by token, with the KV cache and the routing cache."""
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """The run's folder."""
+    """Folder of the run."""
     prompt: str
     """The text to continue."""
     tokens: int = 200
-    """New tokens."""
+    """Number of new tokens."""
     temperature: float = 1.0
-    """0 takes the likeliest token."""
+    """Sampling temperature; 0 always takes the likeliest token."""
     top_k: int | None = None
-    """Draw from the k likeliest only."""
+    """Sample from the k likeliest tokens; all if not given."""
     top_p: float | None = None
-    """Draw from the likeliest that hold this much probability."""
+    """Sample from the likeliest tokens that together hold this probability; all if not given."""
     seed: int = 0
-    """Of the drawing."""
+    """Seed of the sampling."""
     which: Literal["best", "last"] = "best"
-    """Checkpoint."""
+    """The checkpoint to load: the best by validation, or the last."""
     device: str = "auto"
-    """cuda where there is one."""
+    """Device to run on; auto takes a GPU if there is one."""
     json: bool = False
-    """Print as JSON."""
+    """Print the result as JSON."""
 
     def run(self) -> int:
         import torch

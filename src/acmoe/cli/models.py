@@ -1,4 +1,4 @@
-"""`acmoe models`: every model, its size and the paper's figures."""
+"""`acmoe models`: list every model with its size and the paper's figures."""
 
 import json as json_format
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from rich.table import Table
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """Every model: layers, parameters (total and active per token), and what the paper reports."""
+    """List every model: layers, parameters (total and active per token), the paper's results."""
 
     json: bool = False
-    """Print as JSON."""
+    """Print the list as JSON."""
     markdown: bool = False
-    """Print the table of the README."""
+    """Print the list as the Markdown table of the README."""
 
     def run(self) -> int:
         from acmoe.models.table import markdown_table, model_rows

@@ -1,4 +1,4 @@
-"""Arguments to a command, with one line instead of a box when they are wrong."""
+"""Parse the arguments into a command, and report a mistake in one line instead of a box."""
 
 import contextlib
 import io
@@ -18,13 +18,13 @@ ABOUT = (
 
 
 class Command(Protocol):
-    """What a parsed command can do: its work, returning the exit code."""
+    """A parsed command. `run` does its work and returns the exit code."""
 
     def run(self) -> int: ...
 
 
 def parse(commands: dict[str, type[Command]], arguments: Sequence[str]) -> Command:
-    """The command the arguments ask for; without any, the help."""
+    """Return the command that the arguments name. Without arguments, print the help and exit."""
     one_of = reduce(
         lambda left, right: left | right,
         (Annotated[command, tyro.conf.subcommand(name)] for name, command in commands.items()),
@@ -47,9 +47,9 @@ def parse(commands: dict[str, type[Command]], arguments: Sequence[str]) -> Comma
 
 
 def one_line(box: str) -> str:
-    """The sentence inside a boxed message: what was wrong, what was meant, where to look."""
+    """Extract the text inside a boxed message as one line; `;` separates its sections."""
     text = ""
     for row in box.splitlines()[1:-1]:  # between the upper and the lower edge
-        row = row.strip(" \u2502|")  # terminals without UTF-8 get | for the sides
+        row = row.strip(" \u2502|")  # the sides are | on terminals without UTF-8
         text += ";" if re.fullmatch(r"[\u2500-]+", row) else f" {row}"
     return re.sub(r"[.:]?;", ";", re.sub(r"\s+", " ", text)).strip(" ;.")

@@ -1,4 +1,4 @@
-"""`acmoe report RUN [RUN ...]`: one HTML page that compares runs and shows how they route."""
+"""`acmoe report RUN [RUN ...]`: write one HTML page that compares runs and shows their routing."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,22 +12,22 @@ PORT = 8765
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Compare runs on one self-contained page: figures, routing, and what they can show."""
+    """Compare runs on one self-contained page: curves, routing, and how to read them."""
 
     folders: Annotated[
         tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN [RUN ...]")
     ]
-    """Folders of runs, or folders that hold some; the others are compared with the first."""
+    """Folders of runs, or folders that contain runs. All runs are compared with the first."""
     out: Annotated[Path | None, tyro.conf.arg(aliases=("-o",))] = None
-    """The file to write; report.html, of one run inside its folder, if not given."""
+    """The file to write. If not given: report.html, inside the run's folder if there is one run."""
     serve: bool = False
-    """Write nothing; serve the page on this machine, refreshed while a run trains."""
+    """Write no file; serve the page on this machine and refresh it while a run trains."""
     port: int | None = None
-    """Of --serve; 8765 if not given, 0 for any that is free."""
+    """Port of --serve, 8765 if not given. 0 takes any free port."""
     tokens: int = 640
-    """Tokens of text in the routing explorer."""
+    """Number of tokens of text in the routing explorer."""
     device: str = "auto"
-    """For the routing; cuda where there is one."""
+    """Device that computes the routing; auto takes a GPU if there is one."""
 
     def run(self) -> int:
         from acmoe.config.updates import check_device

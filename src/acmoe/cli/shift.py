@@ -1,4 +1,4 @@
-"""`acmoe shift RUN --set imagenet-a|imagenet-r|imagenet-o --from FOLDER`."""
+"""`acmoe shift RUN --set imagenet-a|imagenet-r|imagenet-o --from FOLDER`: score shifted images."""
 
 import json as json_format
 from dataclasses import dataclass
@@ -14,23 +14,23 @@ class Shift:
     """Score an image classifier on a shifted set: accuracy on A and R, detection (AUPR) on O."""
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """The folder of a run that trained an image classifier on class folders named by WordNet id."""
+    """Folder of a run that trained an image classifier on class folders named by WordNet id."""
     shift: Annotated[Literal["imagenet-a", "imagenet-r", "imagenet-o"], tyro.conf.arg(name="set")]
-    """Which set. O is compared with the run's own test images of the same classes."""
+    """The shifted set. imagenet-o is compared with the run's own test images of its classes."""
     source: Annotated[Path, tyro.conf.arg(name="from")]
-    """The set's folder, with one folder a class."""
+    """Folder of the shifted set, with one folder per class."""
     statistics: Literal["batch", "running", "sequence"] | None = None
-    """Mode of the adaptive routers; the model's own if not given."""
+    """Statistics mode of the adaptive routers; the model's own if not given."""
     dropless: bool = False
-    """Lift the experts' capacity, so that no token is dropped."""
+    """Remove the experts' capacity limit, so that no token is dropped."""
     batch: int = 64
-    """Images of a forward pass."""
+    """Images per forward pass."""
     which: Literal["best", "last"] = "best"
-    """Checkpoint."""
+    """The checkpoint to load: the best by validation, or the last."""
     device: str = "auto"
-    """cuda where there is one."""
+    """Device to run on; auto takes a GPU if there is one."""
     json: bool = False
-    """Print as JSON."""
+    """Print the result as JSON."""
 
     def run(self) -> int:
         from acmoe.config.images.data import ImageEvaluateConfig

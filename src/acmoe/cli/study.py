@@ -1,4 +1,4 @@
-"""`acmoe study NAME`: run a declared grid of runs, or say what it shows."""
+"""`acmoe study NAME`: run a declared grid of training runs, or summarise its results."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,62 +17,63 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """Run a study's cells side by side on one device; the same command continues it."""
+    """Run the cells (training runs) of a study on one device. A repeated command continues it."""
 
     study: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")] = ""
-    """Which study; `acmoe study --list` shows them all."""
+    """Name of the study; `acmoe study --list` shows them all."""
     overrides: Annotated[
         tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")
     ] = ()
-    """Settings changed in every cell, such as compile=true or model.dim=64."""
+    """Settings to change in every cell, such as compile=true or model.dim=64."""
     data: Path | None = None
-    """The folder that holds the data sets (enwiki15-bytes, imagenette, ...)."""
+    """Folder that holds the data sets (enwiki15-bytes, imagenette, ...)."""
     out: Path | None = None
-    """The results, one JSON line a cell; studies/records/NAME.jsonl if not given."""
+    """File for the results, one JSON line per cell; studies/records/NAME.jsonl if not given."""
     work: Path = Path("runs/study")
-    """Where data are made ready, once."""
+    """Folder for prepared data, which all cells share."""
     scratch: Path | None = None
-    """Where cells put what they throw away; the system's temporary folder if not given."""
+    """Folder for the cells' temporary files; the system's temporary folder if not given."""
     seeds: tuple[int, ...] = ()
-    """Each a pair for every comparison; the study's own, as many as it needs, if not given."""
+    """Seeds to run; every comparison is paired by seed. If none is given: the study's own."""
     only: tuple[str, ...] = ()
-    """Conditions; all if not given."""
+    """Conditions to run; all if not given."""
     settings: tuple[str, ...] = ()
-    """Settings, by their names or any part of them; all if not given."""
+    """Settings to run, by their names or parts of them; all if not given."""
     jobs: int = 1
-    """Cells at once on the device."""
+    """Number of cells that run at once on the device."""
     minutes: float | None = None
-    """Begin no cell that would not end in this time, by the longest so far."""
+    """Time limit in minutes. No cell starts that would exceed it if it took as long as the longest
+    cell so far; no limit if not given."""
     retry: bool = False
-    """Run cells that failed again."""
+    """Run failed cells again."""
     steps: int | None = None
-    """Optimizer updates of a cell; this and the options below are the study's own if not given."""
+    """Optimizer updates per cell. If not given, the study sets this and the next seven options."""
     batch: int | None = None
-    """Streams, or images, of an update."""
+    """Streams of text, or images, per update."""
     tokens: int | None = None
-    """Tokens of each text scored at the end."""
+    """Tokens of each text that is scored at the end."""
     megabytes: float | None = None
-    """Length of the byte corpus."""
+    """Length of the byte corpus in megabytes."""
     parts: int | None = None
-    """Files of the word corpus' training text."""
+    """Number of files in the training text of the word corpus."""
     vocabulary: int | None = None
-    """Words kept."""
+    """Number of words in the vocabulary."""
     images: int | None = None
-    """Images attacked by FGSM and PGD."""
+    """Number of images attacked by FGSM and PGD."""
     spsa_images: int | None = None
-    """Images attacked by SPSA."""
+    """Number of images attacked by SPSA."""
     brief: bool = False
     """Leave out finetuning and attacks."""
     device: str = "auto"
-    """cuda where there is one."""
+    """Device to run on; auto takes a GPU if there is one."""
     list: bool = False
-    """List the studies, or the cells of one, and stop."""
+    """List the studies, or the cells of one study, and stop."""
     summarise: bool = False
-    """Write the study's tables into the page and its figures beside, and stop."""
+    """Write the study's tables into the page, draw its figures, and stop."""
     page: Path = Path("studies/results.md")
-    """The page with the study's markers."""
+    """The page to write the tables into, between the study's markers."""
     pictures: Path = Path("studies/figures")
-    """The folder of the figures."""
+    """Folder for the figures."""
 
     def run(self) -> int:
         from acmoe.errors import check
@@ -81,7 +82,7 @@ class Study:
         if not self.study:
             check(self.list, "no study given; `acmoe study --list` shows them all")
             return _list_studies()
-        study_of(self.study)  # says what is wrong with the name before anything is read
+        study_of(self.study)  # raises on an unknown name before any file is read
         if self.summarise:
             return self._summarise()
         cells = self._cells()
@@ -124,10 +125,10 @@ class Study:
 
     def _run(self, cells: "Sequence[Cell]") -> int:
         from acmoe.errors import check
-        from acmoe.lab.study.environment import surroundings
+        from acmoe.lab.study.environment import study_environment
         from acmoe.lab.study.pool import run_cells
-        from acmoe.lab.study.progress import Watch
-        from acmoe.lab.study.results import DONE, FAILED, open_results
+        from acmoe.lab.study.progress import StudyProgress
+        from acmoe.lab.study.results.records import DONE, FAILED, open_results
 
         check(self.jobs >= 1, f"--jobs {self.jobs}; it must be at least 1")
         skipped = {DONE} if self.retry else {DONE, FAILED}
@@ -136,10 +137,10 @@ class Study:
         with open_results(self._results) as results:
             left = [cell for cell in cells if results.status(cell.digest) not in skipped]
             origin = {
-                "environment": surroundings(self.device, jobs=self.jobs),
+                "environment": study_environment(self.device, jobs=self.jobs),
                 "options": self._size().text,
             }
-            with Watch(self.study, len(cells), len(cells) - len(left)) as watch:
+            with StudyProgress(self.study, len(cells), len(cells) - len(left)) as progress:
                 tally = run_cells(
                     left,
                     results,
@@ -147,7 +148,7 @@ class Study:
                     scratch=self.scratch,
                     minutes=self.minutes,
                     origin=origin,
-                    watch=watch,
+                    on_event=progress,
                 )
         print(
             f"{self.study}: {len(cells) - len(left)} cells were there, {tally.done} done, "
@@ -157,7 +158,7 @@ class Study:
 
     def _summarise(self) -> int:
         from acmoe.lab.study.registry import study_of
-        from acmoe.lab.study.report import report
+        from acmoe.lab.study.results.report import report
 
         for path in report(study_of(self.study), self._results, self.page, self.pictures):
             print(path)
@@ -188,7 +189,7 @@ def _chosen(cells: "list[Cell]", only: tuple[str, ...], settings: tuple[str, ...
 
 
 def _matches(part: str, setting: str, names: "Sequence[str]") -> bool:
-    """A whole name stands for itself alone, although it may begin another."""
+    """Match a complete name exactly, even if another contains it, and any other text as a part."""
     return part == setting if part in names else part in setting
 
 

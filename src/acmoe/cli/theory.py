@@ -1,4 +1,4 @@
-"""`acmoe theory`: does the paper's mathematics hold?"""
+"""`acmoe theory`: check the paper's mathematical statements numerically."""
 
 import sys
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ class Theory:
     """Check the paper's theorem, lemmas and propositions numerically, and say where they fail."""
 
     seed: int = 0
-    """Random draws of every check."""
+    """Seed of the random draws."""
     json: bool = False
-    """Print figures as JSON."""
+    """Print the checks with all their numbers as JSON."""
     figures: Path | None = None
-    """Folder for figures (needs the plots extra)."""
+    """Also draw figures into this folder (needs the plots extra)."""
 
     def run(self) -> int:
         from acmoe.lab.theory import all_confirmed, render, run_checks, to_json

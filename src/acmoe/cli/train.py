@@ -1,4 +1,4 @@
-"""`acmoe train RECIPE [key=value ...]`."""
+"""`acmoe train RECIPE [KEY=VALUE ...]`: train a recipe."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,20 +11,20 @@ from rich.table import Table
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """Train a recipe, or continue it where it stopped: the same command does both."""
+    """Train a recipe. A repeated command continues the run where it stopped."""
 
     recipe: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE")] = ""
-    """A recipe's name; `acmoe train --list` shows them all."""
+    """Name of the recipe; `acmoe train --list` shows them all."""
     overrides: Annotated[
         tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")
     ] = ()
     """Settings to change, such as steps=200 lr=1e-3 model.router=adaptive."""
     out: Path | None = None
-    """The run's folder; runs/RECIPE if not given. It holds everything the run writes."""
+    """Folder of the run, which holds everything it writes; runs/RECIPE if not given."""
     list: bool = False
     """List the recipes and stop."""
     keys: bool = False
-    """List the settings of the recipe that can be overridden, with their values, and stop."""
+    """List the recipe's settings that can be overridden, with their values, and stop."""
 
     def run(self) -> int:
         from acmoe.errors import check
@@ -45,11 +45,11 @@ def run_recipe(config: object, overrides: tuple[str, ...], folder: Path) -> int:
 
     console = Console(stderr=True)
     if isinstance(config, VisionRunConfig):
-        from acmoe.train.vision import train_images
+        from acmoe.train.run import train_images
 
         summary = train_images(override_vision_run(config, overrides), folder, console=console)
     else:
-        from acmoe.train.loop import train
+        from acmoe.train.run import train
 
         assert isinstance(config, RunConfig)
         summary = train(override_run(config, overrides), folder, console=console)

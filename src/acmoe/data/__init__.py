@@ -1,1 +1,1 @@
-"""What the models read: corpora on disk, sentences, images, and mixtures known in closed form."""
+"""Data sets: text corpora, sentences, images, and synthetic Gaussian mixtures."""

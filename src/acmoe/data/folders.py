@@ -1,7 +1,8 @@
-"""Folders that are either complete or absent, whatever kills the process that builds them.
+"""Atomic creation of folders: a folder is complete or absent, even if its builder is killed.
 
-A folder is built beside its place under a hidden name, synced to disk, and moved into place by one
-rename. A leftover of a killed build never has the final name, and the next build clears it.
+A folder is built under a hidden name next to its final path, synced to disk, and moved to the final
+path by one rename. If a build is killed, its remains have the hidden name; the next build removes
+them.
 """
 
 import os
@@ -18,9 +19,10 @@ if sys.platform != "win32":
 
 
 def build_folder(out: Path, build: Callable[[Path], None], done: Callable[[], bool]) -> bool:
-    """Let `build` fill a fresh folder and move it to `out`; False where `done()` holds already.
+    """Let `build` fill an empty folder, then move that folder to `out`.
 
-    Two processes that build the same folder take turns; the second finds it done.
+    Returns False, without a build, where `done()` is true already. Of two processes that build the
+    same folder, the second waits for the first and then finds it done.
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -35,6 +37,7 @@ def build_folder(out: Path, build: Callable[[Path], None], done: Callable[[], bo
 
 
 def _partial(out: Path) -> Path:
+    """The hidden path under which `out` is built."""
     return out.with_name(f".{out.name}.partial")
 
 
@@ -48,7 +51,7 @@ def _build(out: Path, build: Callable[[Path], None]) -> None:
         for path in sorted(partial.rglob("*")):
             sync(path)
         sync(partial)
-    except BaseException:  # an interrupt too: leave nothing behind
+    except BaseException:  # includes KeyboardInterrupt: leave nothing behind
         shutil.rmtree(partial, ignore_errors=True)
         raise
     if out.exists():
@@ -60,12 +63,12 @@ def _build(out: Path, build: Callable[[Path], None]) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Hold the kernel's lock on a folder; a killed process loses it by itself.
+    """Hold an exclusive `flock` on a folder; the kernel releases it if the process is killed.
 
-    Yields False when the folder was moved or removed while we waited: the caller looks again.
+    Yields False if the folder was moved or removed during the wait; the caller must try again.
     """
     folder.mkdir(exist_ok=True)
-    if sys.platform == "win32":  # has no such lock: one process at a time may build a folder there
+    if sys.platform == "win32":  # no flock: only one process may build a folder at a time
         yield True
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -77,9 +80,9 @@ def _locked(folder: Path) -> Iterator[bool]:
 
 
 def sync(path: Path) -> None:
-    """Make a file, or a folder's list of names, survive a power cut."""
+    """Flush a file, or the entries of a folder, to disk, so that they survive a power cut."""
     if path.is_dir() and os.name != "posix":
-        return  # only POSIX can sync a directory
+        return  # only POSIX systems can sync a directory
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

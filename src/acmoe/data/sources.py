@@ -1,4 +1,4 @@
-"""Source files, plain or compressed, as chunks or lines; every way they can be broken explained."""
+"""Read source files, plain or compressed, in chunks or lines, with clear errors for bad files."""
 
 import gzip
 import hashlib
@@ -12,13 +12,13 @@ from typing import BinaryIO, cast
 from acmoe.errors import UserError, check
 
 CHUNK = 1 << 20  # bytes read at a time
-MAX_LINE = 1 << 26  # bytes; a longer line is no text, and would not fit the idea of streaming
+MAX_LINE = 1 << 26  # bytes; a file with longer lines is no text, and could not be streamed
 SUFFIXES = ("", ".xz", ".gz")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceRecord:
-    """What a corpus was made from: the file's name, its size in bytes and its SHA-256."""
+    """One file that a corpus was made from: its name, its size in bytes and its SHA-256."""
 
     split: str
     file: str
@@ -27,13 +27,13 @@ class SourceRecord:
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file as it lies on disk, read in chunks."""
+    """Return the SHA-256 of a file as stored (not decompressed), read in chunks."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def describe_source(split: str, path: Path) -> SourceRecord:
-    """Size and checksum of one source file."""
+    """Return the name, size and checksum of one source file."""
     check(path.is_file(), f"{path} is not a file")
     try:
         digest = sha256_of(path)
@@ -42,7 +42,7 @@ def describe_source(split: str, path: Path) -> SourceRecord:
     return SourceRecord(split=split, file=path.name, bytes=path.stat().st_size, sha256=digest)
 
 
-def _decompressed(path: Path, file: BinaryIO) -> BinaryIO:
+def _decompress(path: Path, file: BinaryIO) -> BinaryIO:
     if path.suffix == ".xz":
         return cast(BinaryIO, lzma.open(file))
     if path.suffix == ".gz":
@@ -53,12 +53,15 @@ def _decompressed(path: Path, file: BinaryIO) -> BinaryIO:
 def read_chunks(
     path: Path, report: Callable[[int, int], None] | None = None, size: int = CHUNK
 ) -> Iterator[bytes]:
-    """The decompressed bytes of a file; `report` gets the compressed bytes read and their total."""
+    """Yield the decompressed content of a file in chunks of `size` bytes.
+
+    `report` is called with the compressed bytes read so far and their total.
+    """
     offset = 0
     try:
         with path.open("rb") as raw:
             total = path.stat().st_size
-            text = _decompressed(path, raw)
+            text = _decompress(path, raw)
             while chunk := text.read(size):
                 offset += len(chunk)
                 yield chunk
@@ -81,7 +84,7 @@ def read_chunks(
 def read_lines(
     path: Path, report: Callable[[int, int], None] | None = None
 ) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers from 1, without the newline; a missing last newline is fine."""
+    """Yield (number, line) from 1 on, without newlines; the last line may lack its newline."""
     number, rest = 0, b""
     for chunk in read_chunks(path, report):
         pieces = (rest + chunk).split(b"\n")
@@ -93,12 +96,12 @@ def read_lines(
         )
         for piece in pieces:
             number += 1
-            yield number, _decoded(path, number, piece)
+            yield number, _decode(path, number, piece)
     if rest:
-        yield number + 1, _decoded(path, number + 1, rest)
+        yield number + 1, _decode(path, number + 1, rest)
 
 
-def _decoded(path: Path, number: int, line: bytes) -> str:
+def _decode(path: Path, number: int, line: bytes) -> str:
     try:
         return line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
@@ -109,7 +112,7 @@ def _decoded(path: Path, number: int, line: bytes) -> str:
 
 
 def find_file(folder: Path, names: tuple[str, ...]) -> Path | None:
-    """The first of `names` that lies in the folder, plain before .xz before .gz."""
+    """Return the first of `names` that exists in the folder: plain, else .xz, else .gz."""
     for name in names:
         for suffix in SUFFIXES:
             if (folder / (name + suffix)).is_file():

@@ -1,4 +1,4 @@
-"""Numbers on their way from the host to the device, without a wait for either."""
+"""Asynchronous copies from the host to the device."""
 
 from functools import lru_cache
 from typing import Any
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def to_device(values: NDArray[Any] | Tensor, device: torch.device) -> Tensor:
-    """What the host drew, on the device; the host goes on while it is copied.
+    """Copy values to the device; for CUDA without waiting for the copy.
 
-    Only pinned memory is copied so. Its allocator gives the memory to nobody else before the copy
-    is done.
+    Only pinned memory can be copied asynchronously. The pinned-memory allocator does not reuse a
+    buffer before its copy is done.
     """
     tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
     if device.type == "cuda" and tensor.device.type == "cpu":
@@ -23,5 +23,8 @@ def to_device(values: NDArray[Any] | Tensor, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=32)
 def constant(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """(N,) float32, copied once: such a copy waits. Not to be changed in place."""
+    """Return values as (N,) float32 on the device. Do not modify it in place: it is cached.
+
+    The first call waits for its copy to the device; later calls do not copy.
+    """
     return torch.tensor(values, dtype=torch.float32, device=device)

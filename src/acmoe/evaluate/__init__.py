@@ -1,1 +1,1 @@
-"""Trained model -> report."""
+"""Evaluation of trained models: perplexity, accuracy, robustness, and routing measures."""

@@ -1,10 +1,11 @@
-"""Accuracy under attack, radius by radius, and how far the attack moved tokens between experts.
+"""Accuracy under attack at each radius, and the fraction of tokens that change expert.
 
 B images, K classes, T tokens.
 """
 
 import contextlib
 import hashlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,23 +32,23 @@ from acmoe.runtime import pick_device, seeded
 
 @dataclass(frozen=True, kw_only=True)
 class AttackFigure:
-    """All images, attacked within one radius."""
+    """Results of all images, attacked within one radius."""
 
     eps: float
     top1: float  # percent still classified as their label
     top5: float | None  # percent; None where there are no more than five classes
-    moved: tuple[float, ...]  # percent of each MoE layer's tokens with another first expert
+    moved: tuple[float, ...]  # percent of tokens, per MoE layer, whose first expert changes
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttackReport:
-    """A sweep, with everything its figures depend on."""
+    """Results of an attack at several radii, with all settings that they depend on."""
 
     attack: dict[str, Any]  # its name and settings
     space: str
     clamp: bool
     labels: str
-    precision: str  # of the gradients the attack followed; figures are of fp32
+    precision: str  # of the attack's gradients; accuracy is always measured in fp32
     data: str
     split: str
     images: int
@@ -55,8 +56,8 @@ class AttackReport:
     batch: int
     order: str
     seed: int
-    statistics: str  # mode of the adaptive routers; the gradient always flows through the scale
-    capacity: float | None  # factor of the experts' capacity; None: no token is dropped
+    statistics: str  # of adaptive routers; gradients always flow through the scale
+    capacity: float | None  # capacity factor of the experts; None: no token is dropped
     clean_top1: float
     clean_top5: float | None
     figures: tuple[AttackFigure, ...]
@@ -75,23 +76,16 @@ def evaluate_attack(
     device: str = "auto",
     progress: Progress = silent,
 ) -> AttackReport:
-    """Attack every image within every radius.
+    """Attack every image at every radius.
 
-    With `folder`, each batch is written down there, and the same call after a crash or a kill does
-    only what is left. Figures do not depend on it: what is drawn for a batch follows from the seed,
-    the radius and the batch's number.
+    With `folder`, the results of each batch are saved there, and the same call after a crash runs
+    only the batches that are left. The figures do not depend on that: random draws for a batch
+    follow from the seed, the radius and the number of the batch.
     """
-    place = pick_device(device)
-    model = model.to(place)
-    batches = EvaluationImages(
-        images,
-        data,
-        batch=config.batch,
-        order=config.order,
-        seed=config.seed,
-        limit=config.limit,
-    )
-    sweep = _Sweep(Target.of(model, data, config), batches, config, place)
+    torch_device = pick_device(device)
+    model = model.to(torch_device)
+    batches = EvaluationImages.of(images, data, config)
+    sweep = _Sweep(Target.of(model, data, config), batches, config, torch_device)
     with contextlib.ExitStack() as stack:
         mode = stack.enter_context(using_statistics(model, config.statistics))
         stack.enter_context(using_capacity(model, dropless=config.dropless))
@@ -113,7 +107,7 @@ class _Sweep:
     device: torch.device
 
     def run(self, eps: float, journal: AttackJournal, progress: Progress) -> None:
-        """Attack the batches that the journal does not have for this radius."""
+        """Attack the batches that are not yet in the journal for this radius."""
         stage, total = f"{self.config.attack.name}, eps {eps_text(eps)}", len(self.batches)
         left = [number for number in range(total) if (eps, number) not in journal.done]
         done = total - len(left)
@@ -124,17 +118,17 @@ class _Sweep:
             progress(stage, done, total)
 
     def attack(self, batch: ImageBatch, eps: float, number: int) -> Record:
-        """How one batch fares, as counts."""
+        """Attack one batch and return counts: correct predictions, and tokens that moved."""
         config, target = self.config, self.target
-        seed = derive_seed(config.seed, config.attack.name, repr(eps), number)
+        seed = batch_seed(config, eps, number)
         labels_B = batch.labels.to(self.device)
-        with seeded(seed, self.device):  # for routers that draw at random
+        with seeded(seed, self.device):  # for routers with random choices
             x = target.enter(batch.images.to(self.device))
-            clean_BK, clean_experts = _answer(target, x)
+            clean_BK, clean_experts = _predict(target, x)
             check_classes(clean_BK, len(self.batches.images.classes))
-            aim_B = labels_B if config.labels == "true" else clean_BK.argmax(-1)
-            x = perturb(target, x, aim_B, eps, config.attack, seed=seed)
-            attacked_BK, attacked_experts = _answer(target, x)
+            avoided_B = labels_to_avoid(config, labels_B, clean_BK)
+            x = perturb(target, x, avoided_B, eps, config.attack, seed=seed)
+            attacked_BK, attacked_experts = _predict(target, x)
         pairs = list(zip(clean_experts, attacked_experts, strict=True))
         return {
             "images": len(x),
@@ -145,9 +139,19 @@ class _Sweep:
         }
 
 
+def batch_seed(config: AttackConfig, eps: float, number: int) -> int:
+    """Seed of all random draws for the attack on batch `number` at one radius."""
+    return derive_seed(config.seed, config.attack.name, repr(eps), number)
+
+
+def labels_to_avoid(config: AttackConfig, labels_B: Tensor, clean_BK: Tensor) -> Tensor:
+    """Return (B,) the classes that an attack moves away from: labels, or clean predictions."""
+    return labels_B if config.labels == "true" else clean_BK.argmax(-1)
+
+
 @torch.no_grad()
-def _answer(target: Target, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """(B, K) logits, and (T,) first experts of each MoE layer."""
+def _predict(target: Target, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return (B, K) logits, and the first expert (T,) of each token for each MoE layer."""
     with recorded(moe_layers(target.model)) as routings:
         logits_BK = target(x)
     return logits_BK, [routing.affinity.argmax(-1) for routing in routings]
@@ -156,7 +160,7 @@ def _answer(target: Target, x: Tensor) -> tuple[Tensor, list[Tensor]]:
 def _settings(
     model: nn.Module, batches: EvaluationImages, config: AttackConfig, mode: str
 ) -> Record:
-    """Everything a batch's record depends on; radii may be added later."""
+    """Return all settings that the record of a batch depends on, except the radius."""
     data, images = batches.data, batches.images
     return {
         **{key: value for key, value in encode(config).items() if key != "eps"},
@@ -170,26 +174,11 @@ def _settings(
 
 def _report(sweep: _Sweep, mode: str, journal: AttackJournal) -> AttackReport:
     batches, config = sweep.batches, sweep.config
-    count, many = len(batches.indices), len(batches.images.classes) > 5
-
-    def percent(records: list[Record], key: str, place: int) -> float:
-        hits: int = sum(record[key][place] for record in records)
-        return 100 * hits / count
-
-    figures = []
-    for eps in config.eps:
-        records = [journal.done[eps, number] for number in range(len(batches))]
-        layers = range(len(records[0]["tokens"]))
-        tokens = [sum(record["tokens"][layer] for record in records) for layer in layers]
-        moved = [sum(record["moved"][layer] for record in records) for layer in layers]
-        figures.append(
-            AttackFigure(
-                eps=eps,
-                top1=percent(records, "attacked", 0),
-                top5=percent(records, "attacked", 1) if many else None,
-                moved=tuple(100 * m / t for m, t in zip(moved, tokens, strict=True)),
-            )
-        )
+    records = {
+        eps: [journal.done[eps, number] for number in range(len(batches))] for eps in config.eps
+    }
+    has_top5 = len(batches.images.classes) > 5
+    clean_top1, clean_top5 = _accuracy(records[config.eps[-1]], "clean", has_top5)
     return AttackReport(
         attack=encode(config.attack),
         space=config.space,
@@ -198,14 +187,34 @@ def _report(sweep: _Sweep, mode: str, journal: AttackJournal) -> AttackReport:
         precision=config.precision,
         data=batches.images.title,
         split=config.split,
-        images=count,
+        images=len(batches.indices),
         size=batches.data.size,
         batch=config.batch,
         order=config.order,
         seed=config.seed,
         statistics=mode,
         capacity=own_capacity(sweep.target.model),
-        clean_top1=percent(records, "clean", 0),
-        clean_top5=percent(records, "clean", 1) if many else None,
-        figures=tuple(figures),
+        clean_top1=clean_top1,
+        clean_top5=clean_top5,
+        figures=tuple(_figure(eps, found, has_top5) for eps, found in records.items()),
     )
+
+
+def _figure(eps: float, records: Sequence[Record], has_top5: bool) -> AttackFigure:
+    """Sum the records of all batches at one radius."""
+    top1, top5 = _accuracy(records, "attacked", has_top5)
+    moved = [sum(counts) for counts in zip(*(record["moved"] for record in records), strict=True)]
+    tokens = [sum(counts) for counts in zip(*(record["tokens"] for record in records), strict=True)]
+    return AttackFigure(
+        eps=eps,
+        top1=top1,
+        top5=top5,
+        moved=tuple(100 * m / t for m, t in zip(moved, tokens, strict=True)),
+    )
+
+
+def _accuracy(records: Sequence[Record], key: str, has_top5: bool) -> tuple[float, float | None]:
+    """Return top-1 and top-5 accuracy in percent over all batches."""
+    images = sum(record["images"] for record in records)
+    top1, top5 = (100 * sum(record[key][rank] for record in records) / images for rank in (0, 1))
+    return top1, top5 if has_top5 else None

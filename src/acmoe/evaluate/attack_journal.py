@@ -1,4 +1,4 @@
-"""What an attack found so far, one batch a line, so that a killed sweep goes on where it was."""
+"""Saved results of an attack, one batch per line, so that a killed attack can resume."""
 
 import contextlib
 import hashlib
@@ -21,17 +21,18 @@ Record = dict[str, Any]
 
 
 class AttackJournal:
-    """A .jsonl file: first what the figures depend on, then a record for every batch and radius.
+    """A .jsonl file: the settings first, then one record for each batch and radius.
 
-    A line is written at once and synced before the next batch begins. One that a crash cut off can
-    only be the last; it is dropped, and its batch attacked again.
+    Each line is written and synced before the next batch begins. Only the last line can be
+    incomplete after a crash; it is dropped, and its batch is attacked again.
     """
 
     def __init__(self, handle: int | None = None, records: Sequence[Record] = ()) -> None:
-        self._handle = handle  # None: remember, and write nothing
+        self._handle = handle  # None: keep records in memory only
         self.done = {(record["eps"], record["batch"]): record for record in records}
 
     def add(self, record: Record) -> None:
+        """Save the record of one batch."""
         if self._handle is not None:
             os.write(self._handle, _line(record))
             os.fsync(self._handle)
@@ -40,7 +41,7 @@ class AttackJournal:
 
 @contextlib.contextmanager
 def open_journal(folder: Path, settings: Record) -> Iterator[AttackJournal]:
-    """The journal of those settings in the folder: other settings have another file."""
+    """Open the journal of those settings in a folder. Each choice of settings has its own file."""
     digest = hashlib.sha256(_line(settings)).hexdigest()
     path = folder / f"attack-{settings['attack']['name']}-{digest[:12]}.jsonl"
     try:
@@ -57,7 +58,7 @@ def open_journal(folder: Path, settings: Record) -> Iterator[AttackJournal]:
 
 
 def _lock(handle: int, path: Path) -> None:
-    if sys.platform != "win32":  # has no such lock: one process at a time, by agreement
+    if sys.platform != "win32":  # no flock: only one process may use a journal at a time
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -65,7 +66,7 @@ def _lock(handle: int, path: Path) -> None:
 
 
 def _read(handle: int, path: Path, settings: Record) -> list[Record]:
-    """The whole records; cuts off what follows the last whole line, and begins an empty file."""
+    """Return the complete records, and drop an incomplete last line; start an empty file."""
     content = path.read_bytes()
     whole = content.rfind(b"\n") + 1
     os.truncate(handle, whole)
@@ -89,7 +90,7 @@ def _line(record: Record) -> bytes:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """SHA-256 of everything a model has learnt, so that no figure outlives its weights."""
+    """Return the SHA-256 of a model's state_dict, to tell results of other weights apart."""
     digest = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
         digest.update(name.encode())

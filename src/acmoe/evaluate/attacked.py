@@ -1,6 +1,6 @@
-"""Attacked images themselves, for those who look at what they do to a model.
+"""Attacked images, to analyse what an attack changes inside a model.
 
-B images, K classes.
+B images of S pixels a side.
 """
 
 from collections.abc import Callable
@@ -14,18 +14,18 @@ from acmoe.config.images.attack import AttackConfig
 from acmoe.config.images.data import ImageDataConfig
 from acmoe.data.images.augment import normalize
 from acmoe.data.images.batches import ImageBatch
-from acmoe.data.seeding import derive_seed
 from acmoe.errors import check
+from acmoe.evaluate.attack import batch_seed, labels_to_avoid
 from acmoe.runtime import seeded
 
 
 def attacked_images(
     model: nn.Module, data: ImageDataConfig, config: AttackConfig, device: torch.device
 ) -> Callable[[ImageBatch, int], Tensor]:
-    """A batch and its number -> what the classifier reads after the attack, (B, 3, S, S) float32.
+    """Return a function of a batch and its number that gives the attacked model input.
 
-    The images are those of `evaluate_attack` with the same config: what is drawn follows from the
-    seed, the radius and the batch's number.
+    That input has shape (B, 3, S, S) and is float32. The images are those of `evaluate_attack` with
+    the same config: random draws follow from the seed, the radius and the number of the batch.
     """
     check(
         len(config.eps) == 1, f"{len(config.eps)} radii; images are attacked within one: give one"
@@ -34,13 +34,13 @@ def attacked_images(
     target = Target.of(model, data, config)
 
     def attacked(batch: ImageBatch, number: int) -> Tensor:
-        seed = derive_seed(config.seed, config.attack.name, repr(eps), number)
+        seed = batch_seed(config, eps, number)
         with seeded(seed, device), white_box(model):
             x = target.enter(batch.images.to(device))
             with torch.no_grad():
-                predicted_B = target(x).argmax(-1)
-            aim_B = batch.labels.to(device) if config.labels == "true" else predicted_B
-            x = perturb(target, x, aim_B, eps, config.attack, seed=seed)
+                clean_BK = target(x)
+            avoided_B = labels_to_avoid(config, batch.labels.to(device), clean_BK)
+            x = perturb(target, x, avoided_B, eps, config.attack, seed=seed)
         return x if config.space == "normalized" else normalize(x, mean, std)
 
     return attacked

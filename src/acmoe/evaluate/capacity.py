@@ -1,4 +1,4 @@
-"""The capacity of a model's experts: with one, an image's result depends on its batch."""
+"""Expert capacity in evaluation. With a limit, the result of an image depends on its batch."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from acmoe.models.capacity import override_capacity
 
 
 def own_capacity(model: nn.Module) -> float | None:
-    """The least capacity factor of its MoE layers; None where no token is ever dropped."""
+    """Return the least capacity factor of the MoE layers; None where no token is dropped."""
     factors = [module.capacity_factor for module in model.modules() if isinstance(module, MoE)]
     return min((factor for factor in factors if factor is not None), default=None)
 
 
 @contextlib.contextmanager
 def using_capacity(model: nn.Module, *, dropless: bool) -> Iterator[float | None]:
-    """Drop no token inside `with`, where asked; yields the capacity factor in force."""
+    """Remove the capacity limit inside `with` if `dropless`; yield the capacity factor in use."""
     with override_capacity(model, None) if dropless else contextlib.nullcontext():
         yield own_capacity(model)

@@ -1,11 +1,11 @@
-"""Perplexity or bits per byte: every token of a split is scored once, end-of-line tokens too.
+"""Perplexity or bits per byte of a language model.
+
+Every token of a split is scored once, including end-of-line tokens.
 
 B rows, L positions of a block, T = B * L tokens, E experts.
 """
 
-import contextlib
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -14,7 +14,7 @@ import torch
 
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.config.text.evaluate import EvaluateConfig
-from acmoe.config.text.train import Precision
+from acmoe.config.updates import Precision
 from acmoe.data.text.arrays import Tokens
 from acmoe.data.text.contaminate import contaminate
 from acmoe.data.text.corpus import Corpus
@@ -24,8 +24,9 @@ from acmoe.errors import UserError, check
 from acmoe.evaluate.routing import LayerReport, RoutingTally
 from acmoe.evaluate.run import Run, open_run
 from acmoe.evaluate.statistics import NONE, using_statistics
-from acmoe.models.text.decoder import LanguageModel, Memory
-from acmoe.runtime import autocast, pick_device, seeded
+from acmoe.models.text.decoder import LanguageModel
+from acmoe.models.text.memory import Memory
+from acmoe.runtime import autocast, evaluating, pick_device, seeded
 
 Metric = Literal["bits per byte", "perplexity"]
 
@@ -33,17 +34,17 @@ Metric = Literal["bits per byte", "perplexity"]
 class Score(NamedTuple):
     loss: float  # mean nats per token
     tokens: int  # predictions made
-    layers: tuple[LayerReport, ...]  # one per MoE layer, where asked for
+    layers: tuple[LayerReport, ...]  # one per MoE layer, if requested
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
     """One pass over the split."""
 
-    statistics: str  # mode of the adaptive routers; "none" where there are none
+    statistics: str  # mode of adaptive routers; "none" if the model has none
     contaminated: bool
     loss: float  # mean nats per token
-    value: float  # the same as the report's metric
+    value: float  # the loss in units of the report's metric
     tokens: int
     layers: tuple[LayerReport, ...]
 
@@ -55,7 +56,7 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageReport:
-    """What a model scored, with everything the figures depend on."""
+    """Results of a language model, with all settings that they depend on."""
 
     corpus: str
     split: str
@@ -64,11 +65,11 @@ class LanguageReport:
     block: int
     precision: Precision
     step: int | None  # of the run's checkpoint; None for a bare model
-    contamination: SwapReport | None  # what was done to the text; None: nothing
+    contamination: SwapReport | None  # counts of replaced tokens; None: clean text only
     figures: tuple[Figure, ...]
 
     def figure(self, *, contaminated: bool = False, statistics: str | None = None) -> Figure:
-        """The first figure of that kind."""
+        """Return the first figure with those properties; statistics=None matches any mode."""
         for figure in self.figures:
             if figure.contaminated == contaminated and statistics in (None, figure.statistics):
                 return figure
@@ -85,19 +86,15 @@ def evaluate(
     corpus: Corpus | None = None,
     device: str = "auto",
 ) -> LanguageReport:
-    """Score a run (or its folder) on its own corpus, or a model, where it is, on the one given.
+    """Score a run (a `Run` or its folder) or a model.
 
-    `device` is for runs.
+    `corpus` defaults to that of the run; it is required for a model. `device` applies to runs only:
+    a model is scored on the device it is on.
     """
     config = config or EvaluateConfig()
-    model, corpus, step, precision = _opened(source, config, corpus, device)
+    model, corpus, step, precision = _open(source, config, corpus, device)
     block, metric = config.block or model.config.block, metric_of(corpus)
-    streams = [(False, corpus[config.split], corpus[config.split])]
-    swaps = None
-    if config.contamination is not None:
-        corrupted = contaminate(corpus, config.split, config.contamination)
-        streams.append((True, corrupted.inputs, corrupted.targets))
-        swaps = corrupted.report
+    streams, swaps = _streams(corpus, config)
     figures = []
     for mode in statistics_modes(model, config.statistics):
         for contaminated, inputs, targets in streams:
@@ -138,17 +135,17 @@ def score_stream(
     routing: bool = False,
     seed: int = 0,
 ) -> Score:
-    """Mean loss over every prediction of a stream, read in `batch` rows with their memory."""
+    """Return the mean loss over all predictions of a stream, read in `batch` rows with memory."""
     device = model.embed.weight.device
     batches = EvaluationBatches(inputs, targets=targets, batch=batch, block=block)
     tally = RoutingTally(len(model.moe_layers()), model.config.num_experts, device)
     nats = torch.zeros((), dtype=torch.float64, device=device)
     memory: Memory | None = None
-    with seeded(seed, device), autocast(precision, device), _evaluating(model):
+    with seeded(seed, device), autocast(precision, device), evaluating(model):
         for tokens_BL, targets_BL, _, mask_BL in batches:
             assert mask_BL is not None
             count = int(mask_BL.sum())
-            # Without padding no mask is needed, and attention takes its fast path.
+            # Without padding pass no mask, so that attention can use its fast path.
             mask = None if count == mask_BL.numel() else mask_BL.to(device)
             out = model(
                 tokens_BL.to(device),
@@ -165,17 +162,31 @@ def score_stream(
     return Score(float(nats) / batches.predictions, batches.predictions, layers)
 
 
-def statistics_modes(model: LanguageModel, asked: tuple[str, ...]) -> tuple[str, ...]:
-    """The modes to score in: those asked for, or the model's own; "none" without adaptive ones."""
+def _streams(
+    corpus: Corpus, config: EvaluateConfig
+) -> tuple[list[tuple[bool, Tokens, Tokens]], SwapReport | None]:
+    """Return (contaminated, inputs, targets) of each text to score, and counts of replacements."""
+    clean = corpus[config.split]
+    if config.contamination is None:
+        return [(False, clean, clean)], None
+    corrupted = contaminate(corpus, config.split, config.contamination)
+    return [(False, clean, clean), (True, corrupted.inputs, corrupted.targets)], corrupted.report
+
+
+def statistics_modes(model: LanguageModel, requested: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the statistics modes to score in: those requested, or else the model's own.
+
+    A model without adaptive routers has the single mode "none".
+    """
     router = model.config.router
     if not isinstance(router, AdaptiveConfig):
         check(
-            not asked,
-            f"statistics={', '.join(asked)}: router={router.name!r} takes no statistics; leave "
+            not requested,
+            f"statistics={', '.join(requested)}: router={router.name!r} takes no statistics; leave "
             "them out",
         )
         return (NONE,)
-    return asked or (router.modes[1],)
+    return requested or (router.modes[1],)
 
 
 def metric_of(corpus: Corpus) -> Metric:
@@ -183,17 +194,17 @@ def metric_of(corpus: Corpus) -> Metric:
 
 
 def value_of(loss: float, metric: Metric) -> float:
-    """Nats per token as bits, or as the perplexity, kept finite for a hopeless model."""
+    """Convert nats per token to bits, or to perplexity, which is capped to stay finite."""
     return loss / math.log(2) if metric == "bits per byte" else math.exp(min(loss, 700.0))
 
 
-def _opened(
+def _open(
     source: Run | LanguageModel | Path | str,
     config: EvaluateConfig,
     corpus: Corpus | None,
     device: str,
 ) -> tuple[LanguageModel, Corpus, int | None, Precision]:
-    """The model, its corpus, the step it is from and the precision to use."""
+    """Return the model, its corpus, the step of its checkpoint, and the precision to use."""
     if isinstance(source, LanguageModel):
         if corpus is None:
             raise UserError("a bare model has no corpus of its own; pass corpus=load_corpus(...)")
@@ -201,29 +212,18 @@ def _opened(
     else:
         run = source if isinstance(source, Run) else open_run(source)
         corpus = corpus or run.corpus()
-        folder = run.checkpoint(config.which)
         model = run.model(config.which, device=pick_device(device))
-        step = int(folder.name.split("-")[1])
+        step = run.step(config.which)
         precision = config.precision or run.config.precision
     check_vocabulary(model.config.vocab_size, corpus)
     return model, corpus, step, precision
 
 
 def check_vocabulary(vocab_size: int, corpus: Corpus) -> None:
-    """The model's ids are the corpus' ids."""
+    """Check that model and corpus have vocabularies of the same size."""
     size = corpus.vocabulary.size
     check(
         vocab_size == size,
         f"model.vocab_size={vocab_size}, but {corpus.title} in {corpus.folder} has {size} symbols; "
         f"set model.vocab_size={size}",
     )
-
-
-@contextlib.contextmanager
-def _evaluating(model: LanguageModel) -> Iterator[None]:
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)

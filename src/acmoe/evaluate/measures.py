@@ -1,6 +1,6 @@
-"""What a routing looks like: how evenly experts are used, how stable clusters are across layers.
+"""Measures of routing: load balance over experts, and stability of clusters across layers.
 
-E experts of a layer, C clusters of the layer before.
+E experts of a layer, C clusters of the previous layer.
 """
 
 from typing import NamedTuple
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def load_balance(load_E: Tensor) -> float:
-    """Standard deviation over experts of their share of the routed tokens, in percent points.
+    """Return the standard deviation of the experts' shares of tokens, in percentage points.
 
-    0 is perfect balance. Takes `load`, the tokens sent to each expert.
+    `load_E` holds the number of tokens sent to each expert. 0 is perfect balance.
     """
     total = float(load_E.sum())
     if total == 0:
@@ -20,21 +20,21 @@ def load_balance(load_E: Tensor) -> float:
 
 
 class Instability(NamedTuple):
-    """How much two clusterings of the same tokens disagree."""
+    """Disagreement of two clusterings of the same tokens."""
 
-    instability: float  # share of token pairs together in one layer and apart in the other
-    chance: float  # what it would be were the second layer's clusters dealt out at random
-    adjusted_rand: float  # 1: the same clusters; 0: as unlike as chance
+    instability: float  # fraction of token pairs together in one layer and apart in the other
+    chance: float  # expected instability for random clusters of the same sizes
+    adjusted_rand: float  # 1: the same clusters; 0: agreement of random clusters
 
 
 def instability(table_CE: Tensor) -> Instability:
-    """1 - Rand index of two clusterings, from their contingency table.
+    """Compute 1 - Rand index of two clusterings from their contingency table.
 
-    `table_CE[c, e]` counts the tokens of cluster c in one layer and e in the next. The paper takes
-    the mean over an n x n matrix whose diagonal is always 0; here the n (n - 1) / 2 real pairs
-    count, which is n / (n - 1) times as much.
+    `table_CE[c, e]` counts the tokens in cluster c of one layer and cluster e of the next. The
+    paper takes the mean over an n x n matrix whose diagonal is always 0; here it is taken over the
+    n (n - 1) / 2 pairs of different tokens, which gives n / (n - 1) times the paper's value.
     """
-    # Integers of Python: the square of a corpus' length does not fit a float's 53 bits.
+    # Python integers: the squared length of a corpus does not fit the 53 bits of a float.
     rows = [[int(count) for count in row] for row in table_CE.tolist()]
     total = _pairs(sum(map(sum, rows)))
     both = sum(_pairs(count) for row in rows for count in row)
@@ -42,12 +42,12 @@ def instability(table_CE: Tensor) -> Instability:
     second = sum(_pairs(sum(column)) for column in zip(*rows, strict=True))
     if total == 0:
         return Instability(0.0, 0.0, 1.0)
-    expected = first * second / total  # pairs together in both, under random relabelling
+    expected = first * second / total  # pairs together in both, for random clusters
     most = (first + second) / 2 - expected
     return Instability(
         (first + second - 2 * both) / total,
         (first + second - 2 * expected) / total,
-        (both - expected) / most if most else 1.0,  # all in one cluster, or each alone: no choice
+        (both - expected) / most if most else 1.0,  # both have one cluster, or only singletons
     )
 
 

@@ -1,4 +1,4 @@
-"""Counts of where tokens went, gathered over an evaluation, and the measures made of them.
+"""Routing counts, accumulated over an evaluation, and the measures computed from them.
 
 T tokens, E experts.
 """
@@ -10,23 +10,26 @@ import torch
 from torch import Tensor
 
 from acmoe.evaluate.measures import instability, load_balance
-from acmoe.routing.losses import load
+from acmoe.ops.route.reference import load
 from acmoe.routing.state import Routing
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerReport:
-    """One MoE layer. The first has no layer before it, so nothing to be unstable against."""
+    """Routing measures of one MoE layer.
 
-    load: tuple[float, ...]  # percent of the routed tokens at each expert
+    The first layer has no previous one to compare with, so its instability is None.
+    """
+
+    load: tuple[float, ...]  # percent of the routed tokens sent to each expert
     load_balance: float  # standard deviation of those
     instability: float | None = None
-    chance: float | None = None  # the instability of random clusters of the same sizes
+    chance: float | None = None  # expected instability of random clusters of the same sizes
     adjusted_rand: float | None = None
 
 
 class RoutingTally:
-    """Tokens at each expert, and tokens at each pair of experts in consecutive MoE layers."""
+    """Counts tokens per expert, and per pair of first experts in consecutive MoE layers."""
 
     def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:
         self.num_experts = num_experts
@@ -35,19 +38,21 @@ class RoutingTally:
         self.tables = torch.zeros((*size, num_experts), dtype=torch.int64, device=device)
 
     def add(self, routings: Sequence[Routing], token_mask: Tensor | None) -> None:
+        """Add the routings of one forward pass, one per MoE layer."""
         mask_T = None if token_mask is None else token_mask.flatten()
-        before_T: Tensor | None = None
+        previous_T: Tensor | None = None
         for depth, routing in enumerate(routings):
             self.loads[depth] += load(routing.expert_ids, self.num_experts, mask_T)
             first_T = routing.affinity.argmax(-1)
-            if before_T is not None:
-                pair_T = before_T * self.num_experts + first_T
+            if previous_T is not None:
+                pair_T = previous_T * self.num_experts + first_T
                 pair_T = pair_T if mask_T is None else pair_T[mask_T]
                 counts = torch.bincount(pair_T, minlength=self.num_experts**2)
                 self.tables[depth] += counts.view(self.num_experts, -1)
-            before_T = first_T
+            previous_T = first_T
 
     def layers(self) -> tuple[LayerReport, ...]:
+        """Compute the measures of each layer."""
         found = []
         for depth, (load_E, table_EE) in enumerate(zip(self.loads, self.tables, strict=True)):
             share_E = 100 * load_E / load_E.sum().clamp(min=1)

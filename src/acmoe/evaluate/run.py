@@ -1,10 +1,10 @@
-"""A run's folder, as everything but training sees it.
+"""Read access to the folder of a training run.
 
-config.json      the experiment; `kind` tells which model is trained, a language model's has none
-vocabulary.json  what its token ids mean, so that a run can be read without its corpus
-metrics.jsonl    one record a line
-checkpoints/     step-00001000/ and so on: a model (`acmoe.load` reads it) and training state
-attacks/         what attacks on an image model found so far
+config.json      the config of the run; `kind` names its class, and is absent for language models
+vocabulary.json  the vocabulary, so that a run can be used without its corpus
+metrics.jsonl    one record per line
+checkpoints/     step-00001000/ and so on: a model (read by `acmoe.load`) and the training state
+attacks/         results of attacks on an image model
 """
 
 import json
@@ -43,32 +43,32 @@ Which = Literal["best", "last"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder:
-    """The folder of a run that was started."""
+    """The folder of a run that has been started."""
 
     folder: Path
 
     def checkpoint(self, which: Which = "best") -> Path:
-        """The folder of the checkpoint that was best in validation, or of the latest."""
+        """Return the folder of the best checkpoint in validation, or of the latest one."""
         found = checkpoints(self.folder / CHECKPOINTS)
         check(bool(found), f"{self.folder} has no checkpoint yet; train it further")
         if which == "last":
             return found[-1]
         best = read_json(found[-1] / STATE).get("best")
-        # A run stopped before its first validation has only its latest state.
+        # A run that stopped before its first validation has no best checkpoint yet.
         return found[-1] if best is None else step_folder(found[-1].parent, best["step"])
 
     def step(self, which: Which = "best") -> int:
-        """Updates done before that checkpoint."""
+        """Return the number of updates before that checkpoint."""
         return int(self.checkpoint(which).name.split("-")[1])
 
     def metrics(self, kind: str) -> list[dict[str, Any]]:
-        """The records of a kind, `train` or `valid`, in order of steps."""
+        """Return the records of a kind, `train` or `valid`, in order of steps."""
         return [record for record in read_metrics(self.folder / METRICS) if record["kind"] == kind]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run(RunFolder):
-    """A run of a language model."""
+    """A training run of a language model."""
 
     config: RunConfig
 
@@ -84,7 +84,7 @@ class Run(RunFolder):
 
 @dataclass(frozen=True, kw_only=True)
 class VisionRun(RunFolder):
-    """A run of an image classifier."""
+    """A training run of an image classifier."""
 
     config: VisionRunConfig
 
@@ -98,7 +98,7 @@ class VisionRun(RunFolder):
 
 
 def open_run(folder: Path | str) -> Run:
-    """The language run in a folder."""
+    """Open the folder of a language model's run."""
     path, kind = Path(folder) / CONFIG, run_kind(folder)
     check(
         kind not in VISION_RUNS,
@@ -108,7 +108,7 @@ def open_run(folder: Path | str) -> Run:
 
 
 def open_vision_run(folder: Path | str) -> VisionRun:
-    """The vision run in a folder."""
+    """Open the folder of an image classifier's run."""
     path, kind = Path(folder) / CONFIG, run_kind(folder)
     check(
         kind in VISION_RUNS,
@@ -120,14 +120,14 @@ def open_vision_run(folder: Path | str) -> VisionRun:
 
 
 def run_kind(folder: Path | str) -> str:
-    """Which model a run trains, as its config.json says."""
+    """Return the kind of a run from its config.json, `language-run` for language models."""
     path = Path(folder) / CONFIG
     check(path.is_file(), f"{folder} is no run: {path} is missing; give a folder `train` wrote")
     return str(read_json(path).get("kind", LANGUAGE_RUN))
 
 
 def open_corpus(data: DataConfig) -> Corpus:
-    """The corpus a config names. The standard library is prepared on the spot, others are not."""
+    """Open the corpus of a config. Only the standard library is prepared if it is missing."""
     entry, folder = dataset(data.name), data.path
     check(entry.kind != "sentences", f"data.name={data.name} is a finetuning task, not a corpus")
     if data.name == "stdlib" and not (folder / MANIFEST).is_file():
@@ -156,7 +156,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first; unfinished ones have other names."""
+    """List complete checkpoints, oldest first. Incomplete ones have other names."""
     return sorted(folder.glob("step-" + "[0-9]" * 8))
 
 
@@ -172,7 +172,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Every whole record. A line cut off by a crash can only be the last, and is left out."""
+    """Read all complete records. Only the last line can be incomplete, after a crash."""
     if not path.is_file():
         return []
     records = []

@@ -1,10 +1,10 @@
-"""Accuracy on ImageNet-A and -R, and how well ImageNet-O is told from ImageNet.
+"""Accuracy on ImageNet-A and -R, and out-of-distribution detection on ImageNet-O.
 
 B images, K classes of the model, S classes of the shifted set.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,27 +22,27 @@ from acmoe.data.progress import Progress, silent
 from acmoe.errors import UserError, check
 from acmoe.evaluate.capacity import using_capacity
 from acmoe.evaluate.statistics import using_statistics
-from acmoe.evaluate.vision import check_classes, count_hits, evaluating
-from acmoe.runtime import autocast, pick_device, seeded
+from acmoe.evaluate.vision import check_classes, count_hits
+from acmoe.runtime import autocast, evaluating, pick_device, seeded
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShiftReport:
-    """A figure on a shifted set, with everything it depends on."""
+    """The result on a shifted set, with all settings that it depends on."""
 
     shift: str
     metric: str  # "top-1 accuracy (%)" or "AUPR (%)"
     value: float
-    chance: float  # what a blind guess would score
+    chance: float  # expected value of random guessing
     images: int
-    clean_images: int  # ImageNet-O: images of known classes it is to be told from; else 0
-    classes: int  # the model chooses among
+    clean_images: int  # ImageNet-O: number of in-distribution images; otherwise 0
+    classes: int  # number of classes the model chooses among
     batch: int
     order: str
     seed: int
     precision: str
     statistics: str
-    capacity: float | None  # factor of the experts' capacity; None: no token is dropped
+    capacity: float | None  # capacity factor of the experts; None: no token is dropped
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -60,18 +60,19 @@ def evaluate_shift(
     device: str = "auto",
     progress: Progress = silent,
 ) -> ShiftReport:
-    """Score a classifier on a shifted set, choosing among that set's classes only.
+    """Score a classifier on a shifted set, with its predictions restricted to that set's classes.
 
-    A and R: accuracy. O, whose images are of no class at all: the area under the precision-recall
-    curve of finding them by low confidence among the `clean` images of the same folders' classes.
+    ImageNet-A and -R are scored by accuracy. The images of ImageNet-O belong to no class of
+    ImageNet; the score is the area under the precision-recall curve of detecting them, by low
+    confidence, among the `clean` images of the same classes.
 
     Args:
-        shifted: the set, opened by its own class folders.
-        classes: the model's, by number; WordNet ids.
-        clean: ImageNet's validation images, for ImageNet-O.
+        shifted: the set, opened with its own class folders.
+        classes: the model's classes in order, as WordNet ids.
+        clean: ImageNet's validation images; for ImageNet-O only.
     """
-    config, place = config or ImageEvaluateConfig(), pick_device(device)
-    subset = torch.from_numpy(class_subset(shift, shifted.classes, classes)).to(place)
+    config, torch_device = config or ImageEvaluateConfig(), pick_device(device)
+    subset = torch.from_numpy(class_subset(shift, shifted.classes, classes)).to(torch_device)
     check(
         (clean is not None) == (shift == "imagenet-o"),
         f"{shift} {'needs' if clean is None else 'takes no'} clean images; imagenet-o alone is "
@@ -79,8 +80,8 @@ def evaluate_shift(
     )
     check(len(config.statistics) <= 1, "a shift is scored in one statistics mode; give one")
     mode = config.statistics[0] if config.statistics else None
-    model = model.to(place)
-    scorer = _Scorer(model, data, config, place, subset, len(classes), progress)
+    model = model.to(torch_device)
+    scorer = _Scorer(model, data, config, torch_device, subset, len(classes), progress)
     with (
         using_statistics(model, mode) as used,
         using_capacity(model, dropless=config.dropless) as capacity,
@@ -101,7 +102,10 @@ def evaluate_shift(
 
 
 def average_precision(positive: NDArray[np.floating], negative: NDArray[np.floating]) -> float:
-    """sum_n (R_n - R_n-1) P_n over the distinct scores, highest first: no interpolation."""
+    """Return sum_n (R_n - R_n-1) P_n over the distinct scores, highest first, not interpolated.
+
+    P_n and R_n are precision and recall with the n-th score as the threshold.
+    """
     if len(positive) == 0 or len(negative) == 0:
         raise UserError("the precision-recall curve needs images of both kinds")
     score = np.concatenate((positive, negative)).astype(np.float64)
@@ -109,7 +113,7 @@ def average_precision(positive: NDArray[np.floating], negative: NDArray[np.float
     is_positive = np.arange(len(score)) < len(positive)
     order = np.argsort(-score, kind="stable")
     score, is_positive = score[order], is_positive[order]
-    # Images of equal score are found together: precision counts at the last of each run.
+    # Images of equal score are detected together: use the precision at the last of them.
     last = np.flatnonzero(np.append(np.diff(score) != 0, True))
     found = np.cumsum(is_positive)[last]
     precision = found / (last + 1)
@@ -131,45 +135,38 @@ class _Scorer:
     data: ImageDataConfig
     config: ImageEvaluateConfig
     device: torch.device
-    subset: Tensor  # (S,) numbers of the classes chosen among
+    subset: Tensor  # (S,) indices of the classes chosen among
     num_classes: int
     progress: Progress
 
     def batches(self, images: ImageSet) -> EvaluationImages:
-        config = self.config
-        limit = None if config.limit is None else min(config.limit, len(images))
-        return EvaluationImages(
-            images,
-            self.data,
-            batch=config.batch,
-            order=config.order,
-            seed=config.seed,
-            limit=limit,
-        )
+        limit = None if self.config.limit is None else min(self.config.limit, len(images))
+        return EvaluationImages.of(images, self.data, replace(self.config, limit=limit))
 
     def accuracy(self, shifted: ImageSet) -> _Found:
-        """A shifted set's own classes, sorted, are the subset in order."""
-        answers = self._answers(shifted)
-        hits = sum(count_hits(logits_BS, labels_B).top1 for logits_BS, labels_B in answers)
-        count = sum(len(labels_B) for _, labels_B in answers)
+        """Return the accuracy. Labels of the set index its sorted classes, as `subset` does."""
+        predictions = self._predict(shifted)
+        hits = sum(count_hits(logits_BS, labels_B).top1 for logits_BS, labels_B in predictions)
+        count = sum(len(labels_B) for _, labels_B in predictions)
         return _Found("top-1 accuracy (%)", 100 * hits / count, 100 / len(self.subset), count, 0)
 
     def detection(self, shifted: ImageSet, clean: ImageSet) -> _Found:
-        """Unknown images are to be those of the lowest confidence."""
-        strange = self._confidence(shifted)
-        known = self._confidence(images_of(clean, shifted.classes))
-        chance = 100 * len(strange) / (len(strange) + len(known))
-        value = 100 * average_precision(-strange, -known)
-        return _Found("AUPR (%)", value, chance, len(strange), len(known))
+        """Detect out-of-distribution images by their low confidence."""
+        shifted_N = self._confidence(shifted)
+        clean_N = self._confidence(images_of(clean, shifted.classes))
+        chance = 100 * len(shifted_N) / (len(shifted_N) + len(clean_N))
+        value = 100 * average_precision(-shifted_N, -clean_N)
+        return _Found("AUPR (%)", value, chance, len(shifted_N), len(clean_N))
 
     def _confidence(self, images: ImageSet) -> NDArray[np.float64]:
-        """The greatest probability of each image among the subset's classes."""
-        found = [logits.double().softmax(-1).amax(-1) for logits, _ in self._answers(images)]
+        """Return the greatest probability of each image among the classes of `subset`."""
+        found = [logits.double().softmax(-1).amax(-1) for logits, _ in self._predict(images)]
         confidence: NDArray[np.float64] = torch.cat(found).cpu().numpy()
         return confidence
 
     @torch.no_grad()
-    def _answers(self, images: ImageSet) -> list[tuple[Tensor, Tensor]]:
+    def _predict(self, images: ImageSet) -> list[tuple[Tensor, Tensor]]:
+        """Return logits (B, S) and labels (B,) of each batch."""
         mean, std = self.data.normalization
         batches, found = self.batches(images), []
         with seeded(self.config.seed, self.device), autocast(self.config.precision, self.device):

@@ -1,4 +1,4 @@
-"""The statistics mode of a model's adaptive routers: which it has, and another for a while."""
+"""Get the statistics mode of a model's adaptive routers, or change it for an evaluation."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,11 +9,11 @@ from acmoe.config.routing import AdaptiveConfig
 from acmoe.errors import check
 from acmoe.routing.statistics import override_statistics
 
-NONE = "none"  # of a model without adaptive routers
+NONE = "none"  # the mode of a model without adaptive routers
 
 
 def own_statistics(model: nn.Module) -> str:
-    """The mode adaptive routers evaluate in; joined by + where they differ."""
+    """Return the evaluation mode of the adaptive routers; different modes are joined by +."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     modes = {config.modes[1] for config in configs if isinstance(config, AdaptiveConfig)}
     return "+".join(sorted(modes)) or NONE
@@ -21,7 +21,7 @@ def own_statistics(model: nn.Module) -> str:
 
 @contextlib.contextmanager
 def using_statistics(model: nn.Module, mode: str | None) -> Iterator[str]:
-    """Evaluate in that mode inside `with`, None being the model's own; yields its name."""
+    """Evaluate in a statistics mode inside `with` (None: the model's own), and yield its name."""
     own = own_statistics(model)
     if mode is None or mode == own:
         yield own

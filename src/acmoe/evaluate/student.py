@@ -1,28 +1,27 @@
-"""Student's t distribution, from the regularised incomplete beta function.
+"""Student's t distribution, computed from the regularised incomplete beta function.
 
-Written out so that runs can be compared wherever the library runs; the tests compare it with
-scipy.
+It is implemented here so that the comparison of runs does not need scipy; tests compare the two.
 """
 
 import math
 
-_STEPS = 300  # of the continued fraction; it converges in tens
-_TINY = 1e-300  # in the place of a zero denominator
+_STEPS = 300  # limit for the continued fraction, which converges in tens of steps
+_TINY = 1e-300  # replaces a denominator of zero
 
 
 def two_sided_p(t: float, freedom: float) -> float:
-    """P(|T| >= |t|) with that many degrees of freedom."""
+    """Return P(|T| >= |t|) for T with `freedom` degrees of freedom."""
     if math.isinf(t):
         return 0.0
     return _incomplete_beta(freedom / 2, 0.5, freedom / (freedom + t * t))
 
 
 def critical_value(confidence: float, freedom: float) -> float:
-    """The t that |T| stays below with that probability."""
+    """Return the t for which P(|T| < t) = `confidence`."""
     low, high = 0.0, 1.0
     while two_sided_p(high, freedom) > 1 - confidence:
         low, high = high, 2 * high
-    for _ in range(200):  # halving an interval of floats ends long before
+    for _ in range(200):  # bisection of an interval of floats converges well before
         middle = (low + high) / 2
         if two_sided_p(middle, freedom) > 1 - confidence:
             low = middle
@@ -32,7 +31,7 @@ def critical_value(confidence: float, freedom: float) -> float:
 
 
 def _incomplete_beta(a: float, b: float, x: float) -> float:
-    """I_x(a, b), by the continued fraction on the side where it converges fast."""
+    """Return I_x(a, b), by the continued fraction on the side where it converges fast."""
     if x <= 0 or x >= 1:
         return float(x >= 1)
     if x > (a + 1) / (a + b + 2):
@@ -43,7 +42,7 @@ def _incomplete_beta(a: float, b: float, x: float) -> float:
 
 
 def _fraction(a: float, b: float, x: float) -> float:
-    """1 / (1 + d1 / (1 + d2 / (1 + ...))) by Lentz's method.
+    """Return 1 / (1 + d1 / (1 + d2 / (1 + ...))), evaluated by Lentz's method.
 
     d_2m = m (b - m) x / ((a + 2m - 1)(a + 2m)), d_2m+1 = -(a + m)(a + b + m) x / ((a + 2m)(a + 2m
     + 1)).

@@ -1,10 +1,9 @@
-"""Accuracy of an image classifier, and what its routers did meanwhile.
+"""Accuracy and routing measures of an image classifier.
 
 B images, K classes, T tokens, E experts.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -26,35 +25,35 @@ from acmoe.experts.moe import MoE
 from acmoe.experts.soft import SoftMoE
 from acmoe.models.recorded import recorded
 from acmoe.routing.state import Routing
-from acmoe.runtime import autocast, pick_device, seeded
+from acmoe.runtime import autocast, evaluating, pick_device, seeded
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFigure:
     """One pass over the images."""
 
-    statistics: str  # mode of the adaptive routers; "none" where there are none
+    statistics: str  # mode of adaptive routers; "none" if the model has none
     top1: float  # percent
     top5: float | None  # percent; None where there are no more than five classes
     loss: float  # mean nats per image
-    layers: tuple[LayerReport, ...]  # one per MoE layer, where asked for
+    layers: tuple[LayerReport, ...]  # one per MoE layer, if requested
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageReport:
-    """How well images are told apart, with everything the figures depend on."""
+    """Results of an image classifier, with all settings that they depend on."""
 
     data: str
     split: str
     images: int
     classes: int
     size: int  # pixels a side
-    resize: int  # shorter side before the centre was cut out
+    resize: int  # shorter side before the centre crop
     batch: int
     order: str
     seed: int
     precision: str
-    capacity: float | None  # factor of the experts' capacity; None: no token is dropped
+    capacity: float | None  # capacity factor of the experts; None: no token is dropped
     figures: tuple[ImageFigure, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -70,23 +69,16 @@ def evaluate_images(
     device: str = "auto",
     progress: Progress = silent,
 ) -> ImageReport:
-    """Score a classifier on every image once, in each statistics mode asked for."""
+    """Score a classifier on every image once, in each requested statistics mode."""
     config = config or ImageEvaluateConfig()
-    place = pick_device(device)
-    model = model.to(place)
-    batches = EvaluationImages(
-        images,
-        data,
-        batch=config.batch,
-        order=config.order,
-        seed=config.seed,
-        limit=config.limit,
-    )
+    torch_device = pick_device(device)
+    model = model.to(torch_device)
+    batches = EvaluationImages.of(images, data, config)
     figures = []
     with using_capacity(model, dropless=config.dropless) as capacity, evaluating(model):
-        for asked in config.statistics or (None,):
-            with using_statistics(model, asked) as mode:
-                figures.append(_score(model, batches, config, place, mode, progress))
+        for requested in config.statistics or (None,):
+            with using_statistics(model, requested) as mode:
+                figures.append(_score(model, batches, config, torch_device, mode, progress))
     return ImageReport(
         data=images.title,
         split=config.split,
@@ -137,7 +129,7 @@ def _score(
 
 
 class Hits(NamedTuple):
-    """Images whose label is the first choice, and among the first five."""
+    """Number of images whose label is the first prediction, or among the first five."""
 
     top1: int
     top5: int
@@ -148,15 +140,16 @@ class Hits(NamedTuple):
 
 
 def count_hits(logits_BK: Tensor, labels_B: Tensor) -> Hits:
-    """Among equal logits the class of the lower number is chosen first, as argmax does."""
-    own_B1 = logits_BK.gather(1, labels_B[:, None])
+    """Count top-1 and top-5 hits. Of equal logits the lower class ranks first, as in argmax."""
+    label_B1 = logits_BK.gather(1, labels_B[:, None])
     earlier_BK = torch.arange(logits_BK.shape[1], device=labels_B.device) < labels_B[:, None]
-    ahead_BK = (logits_BK > own_B1) | ((logits_BK == own_B1) & earlier_BK)
+    ahead_BK = (logits_BK > label_B1) | ((logits_BK == label_B1) & earlier_BK)
     rank_B = ahead_BK.sum(1)
     return Hits(int((rank_B < 1).sum()), int((rank_B < 5).sum()))
 
 
 def check_classes(logits_BK: Tensor, classes: int) -> None:
+    """Check that the model has as many classes as the images."""
     check(
         logits_BK.shape[-1] == classes,
         f"the model knows {logits_BK.shape[-1]} classes, the images have {classes}; use the images "
@@ -165,14 +158,14 @@ def check_classes(logits_BK: Tensor, classes: int) -> None:
 
 
 def moe_layers(model: nn.Module) -> list[MoE | SoftMoE]:
-    """The MoE layers of anybody's model, in the order of its definition."""
+    """List the MoE layers of any model, in order of definition."""
     return [module for module in model.modules() if isinstance(module, MoE | SoftMoE)]
 
 
 class StageTally:
-    """Routing counts of models whose tokens change between stages, as Swin's do.
+    """Routing counts of models whose tokens change between stages, such as Swin.
 
-    Clusters of consecutive layers are compared only where they hold the same tokens.
+    Clusters of consecutive layers are compared only within a stage, where the tokens are the same.
     """
 
     def __init__(self) -> None:
@@ -193,6 +186,7 @@ class StageTally:
 
 
 def _stages(routings: Sequence[Routing]) -> list[list[Routing]]:
+    """Group consecutive layers with the same numbers of tokens and experts."""
     stages: list[list[Routing]] = []
     for routing in routings:
         if stages and stages[-1][-1].affinity.shape == routing.affinity.shape:
@@ -200,15 +194,3 @@ def _stages(routings: Sequence[Routing]) -> list[list[Routing]]:
         else:
             stages.append([routing])
     return stages
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside `with`; each module's own mode comes back."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -1,4 +1,4 @@
-"""Scoring and attacking a run of an image classifier, on its own images."""
+"""Evaluate or attack a run of an image classifier on its own images."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from acmoe.evaluate.vision import ImageReport, evaluate_images
 
 
 class RunReport(NamedTuple):
-    """An accuracy, and the step of the run's checkpoint that has it."""
+    """The accuracy of a checkpoint, and the checkpoint's step."""
 
     step: int
     report: ImageReport
@@ -25,7 +25,7 @@ class RunReport(NamedTuple):
 
 
 class RunAttack(NamedTuple):
-    """An attack, the step of the attacked checkpoint, and the file that holds both."""
+    """The report of an attack, the step of the attacked checkpoint, and the report's file."""
 
     step: int
     report: AttackReport
@@ -43,7 +43,7 @@ def evaluate_vision_run(
     device: str = "auto",
     progress: Progress = silent,
 ) -> RunReport:
-    """Score a checkpoint in the precision it was trained in."""
+    """Score a checkpoint in the precision of its training."""
     images = run.images()[config.split]
     config = replace(config, precision=run.config.precision)
     report = evaluate_images(
@@ -60,9 +60,10 @@ def attack_vision_run(
     device: str = "auto",
     progress: Progress = silent,
 ) -> RunAttack:
-    """Attack a checkpoint in float32; the same call after a kill does only what is left.
+    """Attack a checkpoint in float32.
 
-    Batches are written into the run's folder as they are done, and the report at the end.
+    The results of each batch are saved in the run's folder, and the report at the end. After a
+    crash, the same call runs only the batches that are left.
     """
     folder = run.folder / ATTACKS
     report = evaluate_attack(
@@ -82,9 +83,9 @@ def attack_vision_run(
 
 
 def _name(step: int, report: AttackReport) -> str:
-    """One file for each choice of settings; only what was found is left out of the name."""
-    found = ("clean_top1", "clean_top5", "figures")
-    settings = {key: value for key, value in report.to_json().items() if key not in found}
+    """Name the file of a report by its settings: a digest of everything but the results."""
+    results = ("clean_top1", "clean_top5", "figures")
+    settings = {key: value for key, value in report.to_json().items() if key not in results}
     radii = [figure.eps for figure in report.figures]
     text = json.dumps([step, settings, radii], sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()

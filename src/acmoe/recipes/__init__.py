@@ -1,9 +1,9 @@
-"""Experiments by name: each recipe is a function that returns a whole config.
+"""Experiments by name: each recipe is a function that returns the config of a run.
 
     acmoe train switch-medium-acmoe steps=20000 data.folder=/my/wikitext103
 
-A recipe's docstring states the paper's figure, ours where it was measured, hardware and hours.
-A model's name is the recipe of its plain (SMoE) baseline.
+The docstring of a recipe states the paper's figure, ours if it was measured, the hardware and the
+hours. The name of a model is also the recipe of its plain (SMoE) baseline.
 """
 
 import difflib
@@ -24,7 +24,7 @@ class Recipe(NamedTuple):
 
 
 def recipes() -> dict[str, Recipe]:
-    """Every recipe, in the order of the paper's tables."""
+    """Map the name of every recipe to the recipe, in the order of the paper's tables."""
     found = {}
     builders: dict[str, Callable[[], AnyRunConfig]] = {
         **language.RECIPES,
@@ -40,7 +40,7 @@ def recipes() -> dict[str, Recipe]:
 
 
 def recipe(name: str) -> AnyRunConfig:
-    """The config of the recipe of that name.
+    """Return the config of the recipe of that name.
 
     >>> recipe("switch-medium-acmoe").model.router.name
     'adaptive'

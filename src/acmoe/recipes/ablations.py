@@ -1,11 +1,12 @@
 """The paper's ablations on WikiText-103: measure, placement, random scale, mixing, top-p.
 
-Each changes one thing of `switch-medium-acmoe` (34.42 PPL in the paper: MAD, skip-1, Mix 1), or of
-`glam-medium-acmoe` (36.26). About 8.7 and 14.2 hours on four A100 40 GB, as those.
+Each recipe changes one setting of `switch-medium-acmoe` (34.42 PPL in the paper: MAD, skip-1,
+Mix 1) or of `glam-medium-acmoe` (36.26), and takes as long: about 8.7 and 14.2 hours on four A100
+40 GB.
 
-The same choices in a model for two CPU cores, five seeds each: `acmoe study ablations --settings
-nano`; and in `switch-enwik8`, three seeds each: `--settings enwik8 --data DATA`. Both are in
-studies/.
+`acmoe study ablations --settings nano` runs the same ablations on two CPU cores, with five seeds
+each, and `--settings enwik8 --data DATA` runs them in `switch-enwik8`, with three seeds each. The
+results of both are in studies/.
 """
 
 from collections.abc import Callable
@@ -16,13 +17,13 @@ from acmoe.config.text.train import RunConfig
 from acmoe.recipes.language import PAPER, glam_medium, switch_medium
 
 
-def _placed(placement: str) -> RunConfig:
+def _with_placement(placement: str) -> RunConfig:
     run = switch_medium(PAPER)
     return replace(run, model=replace(run.model, placement=placement))
 
 
 def switch_medium_acmoe_variance() -> RunConfig:
-    """Switch-medium, ACMoE with variance for MAD (paper: 34.87 PPL).
+    """Switch-medium, ACMoE with variance instead of MAD (paper: 34.87 PPL).
 
     Ours: not measured yet.
     """
@@ -34,7 +35,7 @@ def switch_medium_acmoe_full() -> RunConfig:
 
     Ours: not measured yet.
     """
-    return _placed("full")
+    return _with_placement("full")
 
 
 def switch_medium_acmoe_alternating() -> RunConfig:
@@ -42,7 +43,7 @@ def switch_medium_acmoe_alternating() -> RunConfig:
 
     Ours: not measured yet.
     """
-    return _placed("alternating")
+    return _with_placement("alternating")
 
 
 def switch_medium_acmoe_back_half() -> RunConfig:
@@ -50,11 +51,11 @@ def switch_medium_acmoe_back_half() -> RunConfig:
 
     Ours: not measured yet.
     """
-    return _placed("back-half")
+    return _with_placement("back-half")
 
 
 def switch_medium_random() -> RunConfig:
-    """Switch-medium, a random scale N(1, 0.5) in the place of M (paper: 38.17 PPL).
+    """Switch-medium, a random scale N(1, 0.5) instead of M (paper: 38.17 PPL).
 
     Ours: not measured yet.
     """
@@ -110,18 +111,20 @@ def switch_medium_topp_learnable_acmoe() -> RunConfig:
 
 
 def switch_medium_acmoe_published() -> RunConfig:
-    """Switch-medium, the AC gate of the published code, to the constant (no figure of its own).
+    """Switch-medium, the AC gate exactly as in the published code (no figure of its own).
 
-    Ours: not measured yet. It differs from the baseline in more than the scale; see the control.
+    Ours: not measured yet. It differs from the baseline in more than the scale; see
+    `switch-medium-control`.
     """
     return switch_medium(AdaptiveConfig.preset("reference-lm"))
 
 
 def switch_medium_control() -> RunConfig:
-    """Switch-medium, the published AC gate with M = I: what its embeddings do alone (not in paper).
+    """Switch-medium, the published AC gate with M = I, a control (not in the paper).
 
-    Ours: not measured yet. Unit-length, orthogonally initialised expert embeddings without bias:
-    a gain of the published gate that this control shows too is not one of adaptive clustering.
+    Ours: not measured yet. It has the gate's unit-length, orthogonally initialised expert
+    embeddings without bias, but no adaptive clustering: a gain that this control shows as well is
+    due to the embeddings.
     """
     base = AdaptiveConfig.preset("reference-lm").base
     assert isinstance(base, SMoEConfig)

@@ -1,15 +1,15 @@
 """The paper's language models: WikiText-103 perplexity and EnWik-8 bits per byte.
 
-All follow the paper's text: Adam at 7e-4 without decay, clipping or weight decay, 24,576 tokens an
-update, float32, balance loss 0.01. The published scripts trained GLaM-medium at 7e-5
-(`lr=7e-5`) and their balance loss was inert (`model.balance=0`).
+All recipes follow the paper's text: Adam with a constant lr of 7e-4 after the warmup, no clipping,
+no weight decay, 24,576 tokens per update, float32, balance loss 0.01. The published scripts trained
+GLaM-medium with `lr=7e-5`, and their balance loss had no effect (`model.balance=0`).
 
-`split=8` makes a forward pass see 3,072 tokens, as each of the paper's four GPUs did with its two
-micro-batches: the tokens over which `batch` statistics are taken. It costs speed on a large GPU;
-`split=1` is the same update for every router whose statistics are not of the batch.
+With `split=8` a forward pass has 3,072 tokens, as on each of the paper's four GPUs with two
+micro-batches. Batch statistics are taken over these tokens. It costs speed on a large GPU; for
+routers without batch statistics `split=1` gives the same update.
 
-The paper does not say where GLaM and the small models are adaptive; here, in every layer that can
-be ("full"). Its headline Switch-medium is adaptive from the third layer on ("skip-1").
+The paper does not state which layers of GLaM and of the small models are adaptive; here, all that
+can be ("full"). The paper's main Switch-medium is adaptive from the third layer on ("skip-1").
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ PAPER = AdaptiveConfig.preset("paper")
 def paper_run(
     model: str, router: str | RouterConfig, *, epochs: int, batch: int = 48, warmup: int = 4000
 ) -> RunConfig:
-    """The paper's training of a named model; an epoch is 1000 updates."""
+    """Return the paper's training run of a named model; an epoch is 1000 updates."""
     config = LANGUAGE_MODELS[model].config
     config = replace(config, router=language_router(router, config))
     return RunConfig(

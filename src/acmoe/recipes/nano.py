@@ -1,6 +1,6 @@
-"""Laptop-sized runs on the source text of Python's own standard library; no download.
+"""Small runs for a laptop, on the source code of Python's standard library; no download.
 
-Two routers of one model differ in the router alone: same seed, same first weights, same data.
+Recipes of one model differ in the router alone: they have the same seed, initial weights and data.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,10 @@ from acmoe.config.text.train import DataConfig, RunConfig
 
 
 def nano_run(model: str, router: str | RouterConfig) -> RunConfig:
-    """2,000 updates of 1,024 bytes; validation on 50,000 bytes keeps it minutes on a CPU."""
+    """Return a run of 2,000 updates of 1,024 bytes, which takes minutes on a CPU.
+
+    Validation reads only 50,000 bytes to save time.
+    """
     config = LANGUAGE_MODELS[model].config
     return RunConfig(
         model=replace(config, router=language_router(router, config)),

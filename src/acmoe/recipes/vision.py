@@ -1,15 +1,16 @@
 """The paper's image classifiers on ImageNet-1K, one recipe for each row of its tables.
 
-Swin follows the paper's text: AdamW at 1.25e-4, falling to 1.25e-7, weight decay 0.1, 60 epochs,
-balance loss 0.1. Where it is silent, Swin-MoE's own recipe: 5 epochs of warmup, gradients clipped
-at 3, its augmentation, stochastic depth and label smoothing. `batch=512` are the paper's 128 images
-on each of four GPUs, and `split=4` keeps its statistics and capacities to 128 images.
+Swin follows the paper's text: AdamW with a learning rate of 1.25e-4 that falls to 1.25e-7, weight
+decay 0.1, 60 epochs, balance loss 0.1. What the paper does not state is taken from Swin-MoE's own
+recipe: 5 epochs of warmup, gradients clipped at 3, augmentation, stochastic depth and label
+smoothing. `batch=512` is the paper's 128 images on each of four GPUs, and `split=4` takes
+statistics and capacities over 128 images, as there.
 
-ACMoE trains on statistics of the batch and is scored with their running average, so that no image
-changes another's score; `acmoe evaluate RUN --statistics batch` is the paper's way.
+ACMoE trains with batch statistics and is scored with their running average, so that no image
+changes the score of another; `acmoe evaluate RUN --statistics batch` scores as the paper does.
 
-ImageNet is read from data/imagenet (train/CLASS/file and val/CLASS/file); another place is
-`data.source=/my/imagenet`.
+ImageNet is read from data/imagenet (train/CLASS/file and val/CLASS/file); choose another folder
+with `data.source=/my/imagenet`.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,7 @@ IMAGENET = ImageDataConfig(name="folder", source="data/imagenet", size=224, thre
 def swin_run(
     model: str, router: str | RouterConfig, *, top_k: int = 2, placement: str = "full"
 ) -> SwinRunConfig:
-    """The paper's training of a named Swin-MoE on ImageNet-1K."""
+    """Return the paper's training run of a named Swin-MoE on ImageNet-1K."""
     config = SWIN_MODELS[model].config
     assert isinstance(config, SwinConfig)
     config = replace(config, router=vision_router(router, config), top_k=top_k, placement=placement)
@@ -51,8 +52,8 @@ def swin_run(
     )
 
 
-def measured_by(measure: str) -> AdaptiveConfig:
-    """The vision models' adaptive router with another measure of dispersion."""
+def adaptive_with(measure: str) -> AdaptiveConfig:
+    """Return the vision models' adaptive router with another measure of dispersion."""
     found = vision_router("adaptive", SWIN_MODELS["swin-small"].config)
     assert isinstance(found, AdaptiveConfig)
     return replace(found, measure=measure)  # type: ignore[arg-type]
@@ -96,7 +97,7 @@ def swin_base() -> VisionRunConfig:
     """Swin-base, SMoE, ImageNet (paper: 79.06 top-1, 94.37 top-5).
 
     Ours: not measured yet. Paper, attacked: PGD 44.61, FGSM 59.91, SPSA 68.94 top-1. The paper does
-    not say how many experts a token meets; here two.
+    not state the number of experts per token; here it is 2.
     """
     return swin_run("swin-base", "smoe")
 
@@ -110,7 +111,7 @@ def swin_base_acmoe() -> VisionRunConfig:
 
 
 def soft_run(router: str | RouterConfig) -> SoftViTRunConfig:
-    """DeiT's training of softmoe-tiny on ImageNet-1K; the paper states none."""
+    """Return a run of softmoe-tiny on ImageNet-1K with DeiT's settings; the paper states none."""
     config = SOFT_VIT_MODELS["softmoe-tiny"].config
     assert isinstance(config, SoftViTConfig)
     return SoftViTRunConfig(
@@ -149,19 +150,19 @@ def softmoe_tiny_acmoe() -> VisionRunConfig:
 
 
 def swin_small_top1_acmoe_variance() -> VisionRunConfig:
-    """Swin-small, one expert, ACMoE with variance for MAD (paper: 75.06 top-1, 92.49 top-5).
+    """Swin-small, one expert, ACMoE with variance, not MAD (paper: 75.06 top-1, 92.49 top-5).
 
     Ours: not measured yet.
     """
-    return swin_run("swin-small", measured_by("variance"), top_k=1)
+    return swin_run("swin-small", adaptive_with("variance"), top_k=1)
 
 
 def swin_small_acmoe_variance() -> VisionRunConfig:
-    """Swin-small, two experts, ACMoE with variance for MAD (paper: 76.11 top-1, 93.08 top-5).
+    """Swin-small, two experts, ACMoE with variance, not MAD (paper: 76.11 top-1, 93.08 top-5).
 
     Ours: not measured yet.
     """
-    return swin_run("swin-small", measured_by("variance"))
+    return swin_run("swin-small", adaptive_with("variance"))
 
 
 def swin_small_top1_acmoe_back_half() -> VisionRunConfig:
@@ -213,7 +214,7 @@ def swin_small_acmoe_skip_1() -> VisionRunConfig:
 
 
 def swin_small_random() -> VisionRunConfig:
-    """Swin-small, a random scale N(1, 0.5) in the place of M (paper: 74.22 top-1, 91.87 top-5).
+    """Swin-small, a random scale N(1, 0.5) instead of M (paper: 74.22 top-1, 91.87 top-5).
 
     Ours: not measured yet.
     """

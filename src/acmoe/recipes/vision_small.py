@@ -1,10 +1,11 @@
 """Image classifiers for one GPU (Imagenette) and for a laptop (digits); none is in the paper.
 
-Two routers of one model differ in the router alone: same seed, same first weights, same images.
+Recipes of one model differ in the router alone: they have the same seed, initial weights and
+images.
 
 Imagenette, ten classes of ImageNet, is read from data/imagenette (train/CLASS/file and
-val/CLASS/file, as it is published). A tenth of its training images is kept back to choose the
-checkpoint by, so that the figures are of images nothing was chosen on. The digits come with
+val/CLASS/file, as published). A tenth of its training images is held out to select the checkpoint,
+so that test figures are on images that had no part in any choice. The digits come with
 scikit-learn.
 """
 
@@ -20,7 +21,7 @@ from acmoe.config.images.vision import SoftViTConfig, SwinConfig
 IMAGENETTE = ImageDataConfig(
     name="folder", source="data/imagenette", size=112, holdout=0.1, threads=8
 )
-# 112 pixels are maps of 28, 14 and 7 tokens a side: three stages of whole windows.
+# 112 pixels give maps of 28, 14 and 7 tokens a side: windows tile all three stages.
 SWIN_IMAGENETTE = SwinConfig(
     image_size=112,
     num_classes=10,
@@ -45,8 +46,7 @@ SOFT_IMAGENETTE = SoftViTConfig(
     label_smoothing=0.1,
 )
 
-
-# How both models learn Imagenette; they differ in the number of epochs.
+# Settings that both models share on Imagenette.
 _ON_IMAGENETTE: dict[str, Any] = {
     "data": IMAGENETTE,
     "augment": AugmentConfig.preset("swin"),
@@ -56,6 +56,15 @@ _ON_IMAGENETTE: dict[str, Any] = {
     "clip": 3.0,
     "eval_every": 330,
     "checkpoint_every": 330,
+}
+
+
+# Settings that both models share on the digits.
+_ON_DIGITS: dict[str, Any] = {
+    "augment": AugmentConfig(shift=2),
+    "batch": 64,
+    "lr": 2e-3,
+    "clip": 1.0,
 }
 
 
@@ -112,16 +121,9 @@ def softmoe_imagenette_acmoe() -> VisionRunConfig:
 def _swin_nano(router: str) -> SwinRunConfig:
     model = SWIN_MODELS["swin-nano"].config
     assert isinstance(model, SwinConfig)
+    model = replace(model, router=vision_router(router, model))
     return SwinRunConfig(
-        model=replace(model, router=vision_router(router, model)),
-        augment=AugmentConfig(shift=2),
-        steps=240,
-        warmup=24,
-        batch=64,
-        lr=2e-3,
-        clip=1.0,
-        eval_every=40,
-        checkpoint_every=40,
+        model=model, steps=240, warmup=24, eval_every=40, checkpoint_every=40, **_ON_DIGITS
     )
 
 
@@ -146,16 +148,9 @@ def swin_nano_acmoe() -> VisionRunConfig:
 def _softmoe_nano(router: str) -> SoftViTRunConfig:
     model = SOFT_VIT_MODELS["softmoe-nano"].config
     assert isinstance(model, SoftViTConfig)
+    model = replace(model, router=vision_router(router, model))
     return SoftViTRunConfig(
-        model=replace(model, router=vision_router(router, model)),
-        augment=AugmentConfig(shift=2),
-        steps=800,
-        warmup=80,
-        batch=64,
-        lr=2e-3,
-        clip=1.0,
-        eval_every=80,
-        checkpoint_every=80,
+        model=model, steps=800, warmup=80, eval_every=80, checkpoint_every=80, **_ON_DIGITS
     )
 
 

@@ -1,1 +1,1 @@
-"""One self-contained HTML page of several runs: figures, routing and what they can show."""
+"""Write one self-contained HTML page that compares runs: curves, routing, and how to read them."""

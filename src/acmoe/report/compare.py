@@ -1,6 +1,6 @@
-"""Runs against the first one, and routers against each other over paired seeds.
+"""Compare runs with the first run, and routers with each other over paired seeds.
 
-Runs are comparable where nothing but the router and the seed differs.
+Runs are comparable if they differ only in the router and the seed.
 """
 
 import math
@@ -12,34 +12,34 @@ from typing import Any
 from acmoe.evaluate.student import critical_value
 from acmoe.report.runs import RunFacts
 
-CONFIDENCE = 0.95  # of intervals
+CONFIDENCE = 0.95  # level of the confidence intervals
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A run minus the first run, in units of the metric."""
+    """The metric of a run minus that of the first run."""
 
     value: float
-    percent: float | None  # of the first run's value
-    step: int | None  # both at this step; None: each at its best
+    percent: float | None  # in percent of the first run's value
+    step: int | None  # step at which both were measured; None if each is at its best step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Paired:
-    """One router minus another, seed by seed, over finished runs of one group."""
+    """Difference between two routers over finished runs of one group, paired by seed."""
 
     group: int
     metric: str
-    lower: bool
+    lower: bool  # less is better
     first: str
     second: str
     seeds: tuple[int, ...]
     first_mean: float
     second_mean: float
-    first_spread: float | None  # standard deviation over seeds; None: one seed
+    first_spread: float | None  # standard deviation over seeds; None with one seed
     second_spread: float | None
     difference: float  # mean of second - first
-    low: float | None  # of the 95% interval of the mean difference, paired t; None: one seed
+    low: float | None  # 95% interval of the mean difference (paired t); None with one seed
     high: float | None
 
     @property
@@ -48,7 +48,7 @@ class Paired:
 
     @property
     def told_from_chance(self) -> bool:
-        """Whether the interval leaves out zero."""
+        """Return whether the interval excludes zero."""
         return self.low is not None and self.high is not None and self.low * self.high > 0
 
     def to_json(self) -> dict[str, Any]:
@@ -56,7 +56,11 @@ class Paired:
 
 
 def difference(run: RunFacts, first: RunFacts) -> Difference | None:
-    """Best against best where both have finished, else at the last step both were validated at."""
+    """Subtract the first run's metric from this run's, or return None if they have none in common.
+
+    If both runs have finished, each is taken at its best validation. Otherwise both are taken at
+    the last step at which both were validated.
+    """
     if run.metric != first.metric:
         return None
     own, base = run.best(), first.best()
@@ -78,28 +82,28 @@ def _difference(own: float, base: float, step: int | None) -> Difference:
 
 
 def groups(runs: Sequence[RunFacts]) -> list[int]:
-    """The group of each run: equal settings but for seed, router and where the data lie."""
+    """Number the runs by group. Runs of a group differ in seed, router and data folder only."""
     seen: dict[str, int] = {}
-    return [seen.setdefault(_essence(run), len(seen)) for run in runs]
+    return [seen.setdefault(_group_key(run), len(seen)) for run in runs]
 
 
-def _essence(run: RunFacts) -> str:
-    kept = {
+def _group_key(run: RunFacts) -> str:
+    compared = {
         key: value
         for key, value in run.settings.items()
         if key not in ("seed", "data.folder", "device") and not key.startswith("model.router")
     }
-    return repr((run.kind, sorted(kept.items(), key=lambda item: item[0])))
+    return repr((run.kind, sorted(compared.items(), key=lambda item: item[0])))
 
 
 def condition(run: RunFacts) -> str:
-    """The router's settings: runs that agree in them are one condition, over seeds."""
+    """Return the router's settings as text. Runs with equal settings are seeds of one condition."""
     settings = run.settings.items()
     return repr(sorted((key, repr(v)) for key, v in settings if key.startswith("model.router")))
 
 
 def paired(runs: Sequence[RunFacts]) -> list[Paired]:
-    """Every router of a group against the group's first, over the seeds both have finished."""
+    """Compare every router of a group with the group's first, over the seeds both finished."""
     found = []
     numbers = groups(runs)
     for group in sorted(set(numbers)):
@@ -144,7 +148,7 @@ def _paired(group: int, first: list[RunFacts], other: list[RunFacts]) -> Paired 
 
 
 def _by_seed(runs: list[RunFacts]) -> dict[int, float]:
-    """Seed -> best validation of the finished run; the first run of a seed counts."""
+    """Map each seed to the best validation of its first finished run."""
     found: dict[int, float] = {}
     for run in runs:
         best = run.best()
@@ -154,7 +158,7 @@ def _by_seed(runs: list[RunFacts]) -> dict[int, float]:
 
 
 def label_of(runs: list[RunFacts]) -> str:
-    """The router's name, or that of its only run."""
+    """Return the router's name, or the name of the run if there is only one."""
     router, name = runs[0].router, runs[0].name
     if len(runs) > 1:
         return router

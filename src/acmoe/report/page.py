@@ -1,4 +1,8 @@
-"""Runs -> one HTML file that needs nothing else: data as escaped JSON, scripts by their hash."""
+"""Build the HTML page of several runs as one file without external resources.
+
+The data are embedded as escaped JSON. A content security policy allows the page's own script and
+style only, by their hashes.
+"""
 
 import base64
 import hashlib
@@ -18,21 +22,21 @@ from acmoe.report.robustness import robustness
 from acmoe.report.routing import RoutingReader, RunRouting
 from acmoe.report.runs import RunFacts, find_runs, read_runs
 
-# In this order they are one script; live.js only where a server answers it.
+# These files are joined to one script in this order. live.js is added when a server sends the page.
 SCRIPTS = (
     *("dom.js", "numbers.js", "summary.js", "settings.js", "scale.js", "chart.js", "curves.js"),
     *("tokens.js", "details.js", "explorer.js", "layers.js", "robustness.js", "theme.js"),
 )
-ROUTER, BASE = "model.router.", "model.router.base."  # settings
-POINTS = 1500  # of a curve; longer ones keep every n-th record
-# JSON inside <script>: no character may end the element or begin a comment in it.
+ROUTER, BASE = "model.router.", "model.router.base."  # prefixes of settings' names
+POINTS = 1500  # the most points of a curve; longer curves keep every n-th record
+# The data are inside <script>, where these characters could end the element or begin a comment.
 ESCAPES = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 
 
 def write_report(
     folders: Sequence[Path], out: Path, *, tokens: int = 640, device: str = "auto"
 ) -> tuple[Path, list[str]]:
-    """Write the page of these runs; its path, and a line for each thing that is missing in it."""
+    """Write the page; return its path, and one line for each thing that is missing from it."""
     reader = RoutingReader(tokens=tokens, device=device)
     data = report_data(find_runs(folders), reader)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +47,7 @@ def write_report(
 
 
 def report_data(folders: Sequence[Path], reader: RoutingReader) -> dict[str, Any]:
-    """Everything the page shows, as values that JSON has."""
+    """Collect everything the page shows, as values that JSON can hold."""
     runs = read_runs(folders)
     routings = [reader.read(run, len(runs)) for run in runs]
     samples: dict[str, Any] = {}
@@ -100,7 +104,7 @@ def _run_entry(run: RunFacts, first: RunFacts, group: int) -> dict[str, Any]:
 
 
 def _speed(run: RunFacts) -> dict[str, Any] | None:
-    """The median over a run's records: a machine that was busy for a while does not count."""
+    """Return the median speed over a run's records, which ignores phases on a busy machine."""
     unit = next((key for key in (run.train or ({},))[-1] if key.endswith("_per_second")), None)
     if unit is None:
         return None
@@ -108,11 +112,11 @@ def _speed(run: RunFacts) -> dict[str, Any] | None:
 
 
 def _columns(records: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Records as columns of numbers; a list of one number a layer becomes its mean."""
+    """Turn records into columns of numbers. A list with one number per layer becomes its mean."""
     stride = -(-len(records) // POINTS) or 1
-    kept = records[::-1][::stride][::-1]  # the last one always
-    keys = dict.fromkeys(key for record in kept for key in record)
-    columns = {key: [_number(record.get(key)) for record in kept] for key in keys}
+    thinned = records[::-1][::stride][::-1]  # counted from the end, so that the last one stays
+    keys = dict.fromkeys(key for record in thinned for key in record)
+    columns = {key: [_number(record.get(key)) for record in thinned] for key in keys}
     return {key: found for key, found in columns.items() if any(x is not None for x in found)}
 
 
@@ -125,7 +129,7 @@ def _number(value: Any) -> float | int | None:
 
 
 def _settings(runs: Sequence[RunFacts]) -> list[dict[str, Any]]:
-    """Every setting, its value in each run as text, and whether the runs differ in it."""
+    """List every setting with its value in each run as text, and whether the runs differ in it."""
     aligned = aligned_settings(runs)
     keys = dict.fromkeys(key for settings in aligned for key in settings)
     rows = []
@@ -139,7 +143,11 @@ def _settings(runs: Sequence[RunFacts]) -> list[dict[str, Any]]:
 
 
 def aligned_settings(runs: Sequence[RunFacts]) -> list[dict[str, Any]]:
-    """Settings by name; a plain router's stand beside those of the base that another run wraps."""
+    """Return each run's settings under names that match between plain and adaptive routers.
+
+    An adaptive router wraps a base router. If only some runs have one, the settings of the plain
+    routers are renamed to those of a base, so that the same options are in the same row.
+    """
     wraps = [f"{BASE}name" in run.settings for run in runs]
     if all(wraps) or not any(wraps):
         return [run.settings for run in runs]
@@ -157,13 +165,13 @@ def _as_base(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def escaped_json(data: Any) -> str:
-    """JSON that may stand inside a script element, whatever texts it holds."""
+    """Write JSON that is safe inside a script element, whatever texts the data hold."""
     text = json.dumps(_finite(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.translate(ESCAPES)
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity; a figure that is none becomes null."""
+    """Replace NaN and infinity, which JSON does not have, by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -174,7 +182,7 @@ def _finite(value: Any) -> Any:
 
 
 def render(data: dict[str, Any], *, live: bool = False) -> str:
-    """The page. `live`: it asks the server it came from for news, and nobody else."""
+    """Render the page. With `live`, it polls the server that sent it for changes."""
     names = (*SCRIPTS, "live.js", "main.js") if live else (*SCRIPTS, "main.js")
     script = "".join(static(name) for name in names)
     style = static("style.css")
@@ -189,7 +197,7 @@ def render(data: dict[str, Any], *, live: bool = False) -> str:
         "DATA": escaped_json(data),
     }
     page = static("page.html")
-    for name, part in parts.items():  # DATA last: nothing inside it is taken for a mark
+    for name, part in parts.items():  # DATA is last, so that no placeholder in it is replaced
         page = page.replace(f"{{{{{name}}}}}", part)
     return page
 

@@ -1,4 +1,4 @@
-"""What the figures of the page can and cannot show, in plain words made from the figures."""
+"""Write sentences that say what the page's figures show and what they cannot show."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ FEW_SEEDS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Sentences; `shows` rest on figures of the page, `cannot` are their limits."""
+    """Sentences about a page: `shows` states its results, `cannot` their limits."""
 
     shows: tuple[str, ...]
     cannot: tuple[str, ...]
@@ -24,7 +24,7 @@ class Reading:
 
 
 def read_figures(runs: Sequence[RunFacts], routings: Sequence[RunRouting | str]) -> Reading:
-    """The whole reading of a page."""
+    """Write all sentences of a page."""
     pairs = paired(runs)
     shows = [_pair_sentence(pair) for pair in pairs]
     for run, routing in zip(runs, routings, strict=True):
@@ -108,7 +108,7 @@ def _limits(
     if unfinished:
         found.append(
             f"Not finished: {', '.join(unfinished)}. Their differences are taken at the last step "
-            "that both runs were validated at, and may still turn."
+            "that both runs were validated at, and may still change sign."
         )
     if len(set(groups(runs))) > 1:
         found.append(
@@ -122,18 +122,18 @@ def _limits(
         )
     if len(pairs) > 1 and any(pair.told_from_chance for pair in pairs):
         found.append(
-            f"{len(pairs)} comparisons stand here and their intervals are not corrected for it: "
-            "the more one looks at, the likelier one of them leaves out zero by chance."
+            f"The page holds {len(pairs)} comparisons, and their intervals are not corrected for "
+            "this number: the more comparisons, the likelier one interval excludes zero by chance."
         )
     if any(run.best() is not None for run in runs):
         found.append(
-            "The best validation value was chosen by itself, so that it flatters every run a "
-            "little; a test score does not."
+            "The best validation value is the best of several on the same data, so it flatters "
+            "every run a little; a test score does not."
         )
     if any(isinstance(routing, RunRouting) for routing in routings):
         found.append(
             "The explorer shows how a few tokens were routed. It illustrates; it does not measure. "
             "Experts are numbered at random in training: expert 3 of one run has nothing to do "
-            "with expert 3 of another, only who shares an expert can be compared."
+            "with expert 3 of another. Only which tokens share an expert can be compared."
         )
     return found

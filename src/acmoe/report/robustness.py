@@ -1,9 +1,9 @@
-"""What was measured of a run beyond clean validation, wherever it was written down.
+"""Read the robustness figures of a run from the files that hold them.
 
-RUN/attacks/report-*.json   `acmoe attack` leaves them there
-RUN/evaluation*.json        `acmoe evaluate RUN --contaminate ... --json > RUN/evaluation.json`
-RUN/shift*.json             `acmoe shift RUN ... --json > RUN/shift-imagenet-a.json`
-RUN/../comparison.json      `acmoe demo` leaves it beside its two runs
+RUN/attacks/report-*.json   written by `acmoe attack`
+RUN/evaluation*.json        written by `acmoe evaluate RUN --contaminate ... --json > FILE`
+RUN/shift*.json             written by `acmoe shift RUN ... --json > FILE`
+RUN/../comparison.json      written by `acmoe demo` beside its two runs
 """
 
 from dataclasses import asdict, dataclass
@@ -20,30 +20,32 @@ from acmoe.report.runs import RunFacts
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One figure, and the clean one beside it."""
+    """One figure, and the figure of the clean data it is compared with."""
 
-    what: str  # the attack, the shift or the contamination; equal text: comparable between runs
+    what: str  # the attack, shift or contamination; runs with equal text are comparable
     unit: str
     lower: bool  # less is better
     clean: float | None
     value: float
     chance: float | None = None
-    details: str = ""  # what the figure depends on
-    source: str  # the file it was read from
+    details: str = ""  # the options that the figure depends on
+    source: str  # name of the file that holds it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Robustness:
+    """All robustness figures of a run."""
+
     figures: tuple[Measured, ...]
-    notes: tuple[str, ...]  # files that could not be read
-    command: str  # measures it
+    notes: tuple[str, ...]  # one line per file that could not be read
+    command: str  # a command that would measure robustness
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def robustness(run: RunFacts) -> Robustness:
-    """Everything found for a run; a damaged file becomes a note."""
+    """Read every figure found for a run. A damaged file becomes a note."""
     readers = {
         f"{ATTACKS}/report-*.json": _attacks,
         "evaluation*.json": _evaluation,
@@ -99,7 +101,7 @@ def _attacks(document: dict[str, Any], source: str) -> list[Measured]:
 
 
 def _evaluation(document: dict[str, Any], source: str) -> list[Measured]:
-    """Contaminated text beside the clean text of the same statistics mode."""
+    """Read figures of contaminated text, each with that of clean text in the same mode."""
     if document.get("contamination") is None:
         return []
     figures = document["figures"]
@@ -140,14 +142,14 @@ def _shift(document: dict[str, Any], source: str) -> list[Measured]:
 
 
 def _demo(run: RunFacts, notes: list[str]) -> list[Measured]:
-    """The demo's figures, where this run is one of the two they were taken of."""
+    """Read the demo's figures if this run is one of the demo's two runs."""
     path = run.folder.resolve().parent / "comparison.json"
     if not path.is_file():
         return []
     try:
         document = read_json(path)
         if document["seed"] != run.seed or document["steps"] != run.steps:
-            return []  # of an earlier demo in the same folder
+            return []  # the file is from another demo in the same folder
         return [
             Measured(
                 what=f"{document['replaced']:.1%} of bytes replaced",

@@ -1,6 +1,6 @@
-"""How the best checkpoint of a run routes a stated sample, as plain values for the page.
+"""Route a sample with the best checkpoint of a run, and return plain values for the page.
 
-N tokens or patches shown, E experts, K experts a token, C clusters, D features.
+N tokens or patches shown, E experts, K experts per token, C clusters, D features.
 """
 
 import math
@@ -23,27 +23,28 @@ from acmoe.report.sample import Sample, image_sample, text_sample
 from acmoe.routing.state import Routing
 from acmoe.runtime import pick_device
 
-MEASURED_TOKENS = 8192  # that load and instability are taken over: about a second of a nano model
+# Load and instability are measured over this many tokens: about a second with a nano model.
+MEASURED_TOKENS = 8192
 MEASURED_IMAGES = 64
 SHOWN_IMAGES = 12
-MOST_STRETCHED = 6  # features listed for a cluster
-NUMBERS = 600_000  # affinities on one page, about 3 MB
+MOST_STRETCHED = 6  # features listed per cluster
+MOST_AFFINITIES = 600_000  # numbers on one page, about 3 MB
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRouting:
-    """One run's part of the explorer."""
+    """Routing of one run, as the page's explorer shows it."""
 
     sample: Sample
-    step: int  # of the checkpoint
+    step: int  # optimizer step of the checkpoint
     statistics: str
-    measured: str  # what load and instability were taken over, in words
-    measures: list[dict[str, Any]]  # one LayerReport a layer
-    layers: list[dict[str, Any]]  # what is shown of each layer
-    predicted: list[str] | None  # images: the class chosen for each
+    measured: str  # description of the sample that load and instability are measured over
+    measures: list[dict[str, Any]]  # one LayerReport per layer
+    layers: list[dict[str, Any]]  # routing of the shown tokens, one entry per layer
+    predicted: list[str] | None  # images: the predicted class of each
 
     def to_json(self, sample: int) -> dict[str, Any]:
-        """`sample`: the number of its sample on the page."""
+        """Return the values for the page; `sample` is the index of the sample there."""
         return {
             "sample": sample,
             "step": self.step,
@@ -56,22 +57,25 @@ class RunRouting:
 
 
 class RoutingReader:
-    """Reads each checkpoint once, however often the page is made again while a run trains."""
+    """Route a sample once per checkpoint, and reuse the result when the page is made again."""
 
     def __init__(self, *, tokens: int, device: str) -> None:
         self.tokens, self.device = tokens, device
         self._known: dict[Path, tuple[object, RunRouting | str]] = {}
 
     def read(self, run: RunFacts, share: int) -> RunRouting | str:
-        """The run's routing, or one line on why there is none; `share` runs fill the page."""
+        """Return the run's routing, or one line that says why there is none.
+
+        `share` is the number of runs on the page, which limits the tokens shown of each.
+        """
         try:
             folder = RunFolder(folder=run.folder).checkpoint("best")
-            mark = (folder, folder.stat().st_mtime_ns, share)
+            version = (folder, folder.stat().st_mtime_ns, share)
         except (UserError, OSError) as error:
             return str(error)
         known = self._known.get(run.folder)
-        if known is None or known[0] != mark:
-            known = (mark, self._read(run, share))
+        if known is None or known[0] != version:
+            known = (version, self._read(run, share))
             self._known[run.folder] = known
         return known[1]
 
@@ -129,12 +133,12 @@ class RoutingReader:
             title=f"{corpus.title}, test",
         )
         affinities = sum(layer.num_experts for layer in record.layers)
-        shown = min(self.tokens, max(64, NUMBERS // (share * affinities)))
+        shown = min(self.tokens, max(64, MOST_AFFINITIES // (share * affinities)))
         return record, text_sample(record, corpus, shown)
 
 
 def _measures(record: RoutingRecord) -> list[dict[str, Any]]:
-    """Load and instability of every layer; stages of Swin are kept apart."""
+    """Measure load and instability of every layer, the latter within a Swin stage only."""
     tally = StageTally()
     nothing = torch.zeros(())
     tally.add([Routing(one.expert_ids, one.gate, one.affinity, nothing) for one in record.layers])
@@ -142,7 +146,7 @@ def _measures(record: RoutingRecord) -> list[dict[str, Any]]:
 
 
 def _shown(layer: LayerRecord, count: int) -> dict[str, Any]:
-    """The first `count` tokens of a layer, and its clusters' most stretched features."""
+    """Return the routing of a layer's first `count` tokens, and each cluster's largest scales."""
     return {
         "adaptive": layer.adaptive,
         "experts": layer.num_experts,
@@ -160,9 +164,9 @@ def _shown(layer: LayerRecord, count: int) -> dict[str, Any]:
 
 
 def _deviation(layer: LayerRecord) -> float:
-    """How far M is from the identity: root mean square of ln M over the clusters that have tokens.
+    """Return the root mean square of ln M over the clusters with tokens: M's distance from I.
 
-    0.1 means that features are stretched or shrunk by about a tenth.
+    At 0.1, features are stretched or shrunk by about a tenth.
     """
     used = sorted({cluster for cluster in layer.cluster.tolist() if cluster >= 0})
     if not used:
@@ -171,7 +175,7 @@ def _deviation(layer: LayerRecord) -> float:
 
 
 def _stretched(scale_D: Tensor) -> list[tuple[int, float]]:
-    """Feature and scale, most stretched first; none where M = I."""
+    """Return (feature, scale) pairs in descending order of the scale, or none if M = I."""
     if bool((scale_D == 1).all()):
         return []
     top = scale_D.topk(min(MOST_STRETCHED, len(scale_D)))

@@ -1,4 +1,4 @@
-"""What a run's folder holds at this moment, read without a model: config, records, state of work.
+"""Read a run's folder without loading its model: config, metrics, and whether it is training.
 
 A run that is still training, was stopped or crashed is read as far as it got.
 """
@@ -27,14 +27,14 @@ State = Literal["finished", "training", "stopped", "not started"]
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """The figure a run is judged by."""
+    """The measure by which runs are compared."""
 
     key: str  # in the records of metrics.jsonl
     label: str
     lower: bool  # less is better
 
 
-# The first that the validation records have.
+# A run's metric is the first of these that its validation records hold.
 METRICS_KNOWN = (
     Metric(key="top1", label="validation top-1 (%)", lower=False),
     Metric(key="bits_per_byte", label="validation bits per byte", lower=True),
@@ -46,7 +46,7 @@ METRICS_KNOWN = (
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """A run as its folder tells it."""
+    """The state of a run as its folder holds it."""
 
     folder: Path
     name: str
@@ -54,9 +54,10 @@ class RunFacts:
     settings: dict[str, Any]  # dotted name -> value
     train: tuple[Record, ...]
     valid: tuple[Record, ...]
-    steps: int | None  # of the whole run; None: counted in epochs of images that are not here
-    in_use: bool  # a process holds the folder
-    notes: tuple[str, ...]  # what is wrong with the folder, one line each
+    # Length of the whole run; None if it is given in epochs of images that are not on this machine.
+    steps: int | None
+    in_use: bool  # a process holds the folder's lock
+    notes: tuple[str, ...]  # one line per problem of the folder
 
     @property
     def router(self) -> str:
@@ -68,7 +69,7 @@ class RunFacts:
 
     @property
     def step(self) -> int:
-        """The last one written down."""
+        """Return the last recorded step."""
         return max((record["step"] for record in (*self.train, *self.valid)), default=0)
 
     @property
@@ -87,7 +88,7 @@ class RunFacts:
         return METRICS_KNOWN[-1]
 
     def scores(self) -> dict[int, float]:
-        """Step -> the metric in validation, where it is a finite number."""
+        """Map each validated step to the metric, where that is a finite number."""
         key = self.metric.key
         return {
             record["step"]: float(record[key])
@@ -96,14 +97,17 @@ class RunFacts:
         }
 
     def best(self) -> tuple[int, float] | None:
-        """Step and value of the best validation; the earlier of equals, as training keeps it."""
+        """Return step and value of the best validation; of equal ones the earliest, as training."""
         sign = 1 if self.metric.lower else -1
         ranked = sorted((sign * value, step, value) for step, value in self.scores().items())
         return (ranked[0][1], ranked[0][2]) if ranked else None
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """The run folders meant: each path is one, or holds some, plain routers first."""
+    """Return the run folders among `paths` and directly inside them, without duplicates.
+
+    Of the runs inside a folder, those with plain routers come first.
+    """
     found: list[Path] = []
     for path in paths:
         check(path.is_dir(), f"{path} is no folder; give the folder of a run, such as runs/demo")
@@ -117,9 +121,10 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
             "folder `acmoe train` wrote",
         )
         found += sorted(inside, key=_plain_first)
-    unique = list(dict.fromkeys(one.resolve() for one in found))
-    by_place = {one.resolve(): one for one in reversed(found)}
-    return [by_place[place] for place in unique]
+    first_spelling: dict[Path, Path] = {}
+    for folder in found:
+        first_spelling.setdefault(folder.resolve(), folder)
+    return list(first_spelling.values())
 
 
 def _plain_first(folder: Path) -> tuple[bool, str]:
@@ -128,13 +133,13 @@ def _plain_first(folder: Path) -> tuple[bool, str]:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunFacts]:
-    """Every run, under names that tell them apart."""
+    """Read every run, and give each a name that differs from the others."""
     names = _short_names([folder.resolve() for folder in folders])
     return [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
 
 
 def _short_names(places: list[Path]) -> list[str]:
-    """The last parts of each path, as many as it takes to differ."""
+    """Return the last parts of each path, as many as are needed to make all names differ."""
     longest = max((len(place.parts) for place in places), default=1)
     for count in range(1, longest + 1):
         names = ["/".join(place.parts[-count:]) for place in places]
@@ -144,7 +149,7 @@ def _short_names(places: list[Path]) -> list[str]:
 
 
 def read_run(folder: Path, name: str) -> RunFacts:
-    """A run's folder as it is now; what is damaged becomes a note, a folder that is no run raises.
+    """Read a run's folder as it is now. Damaged parts of its metrics become notes.
 
     Raises:
         UserError: there is no config.json, or it is not one that `train` wrote.
@@ -169,7 +174,7 @@ def read_run(folder: Path, name: str) -> RunFacts:
 
 
 def _records(path: Path) -> tuple[list[Record], list[str]]:
-    """The whole records, and a line on what was left out."""
+    """Return the complete records, and one line for each kind of line that was left out."""
     if not path.is_file():
         return [], [f"{path.name} is not there yet: nothing has been measured"]
     lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
@@ -193,7 +198,10 @@ def _records(path: Path) -> tuple[list[Record], list[str]]:
 
 
 def _steps(folder: Path, kind: str, config: Record) -> tuple[int | None, list[str]]:
-    """The run's length in updates. Epochs of images can only be counted where the images are."""
+    """Return the run's length in updates, or None with a note that says why it is unknown.
+
+    A length in epochs of images is known only where the images can be counted.
+    """
     if config.get("steps") is not None:
         return int(config["steps"]), []
     if kind not in VISION_RUNS:
@@ -207,17 +215,17 @@ def _steps(folder: Path, kind: str, config: Record) -> tuple[int | None, list[st
 
 
 def _in_use(path: Path) -> bool:
-    """Whether a process trains here.
+    """Return whether a process is training in this folder.
 
-    The lock itself is tried only while the process named in it lives: held for a moment by a
-    reader, it could turn away a trainer that starts just then.
+    Trying the lock takes it for a moment, and a trainer that starts just then would be turned
+    away. The lock is therefore tried only if the process named in it is alive.
     """
     if sys.platform == "win32" or not path.is_file():
         return False
     try:
         os.kill(int(path.read_text(encoding="utf-8")), 0)
     except PermissionError:
-        pass  # somebody else's process, which lives
+        pass  # the process is alive and belongs to another user
     except (ValueError, OSError):
         return False
     with path.open("rb") as file:

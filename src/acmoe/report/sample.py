@@ -1,4 +1,4 @@
-"""What the explorer shows: a stretch of text, or images cut into patches.
+"""Prepare the sample that the explorer shows: a part of a text, or images.
 
 B images, C = 3 colours, Y rows and X columns of pixels.
 """
@@ -19,25 +19,25 @@ from acmoe.data.images.splits import ImageSet
 from acmoe.data.text.corpus import Corpus
 from acmoe.data.text.vocabulary import ByteVocabulary, Vocabulary
 
-MOST_PIXELS = 112  # a side of an image on the page
+MOST_PIXELS = 112  # the largest side of an image on the page
 NEWLINE, SPACE, TAB, DELETE = 10, 32, 9, 127
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Runs that show the same one are compared token by token."""
+    """The shown tokens or images. Runs with the same sample are compared token by token."""
 
-    mark: str  # equal for equal content
-    count: int  # tokens, or images
-    content: dict[str, Any]  # for the page
+    mark: str  # a hash that identifies the sample
+    count: int  # number of tokens, or of images
+    content: dict[str, Any]  # values for the page
 
     def items(self, grid: tuple[int, int] | None) -> int:
-        """Rows of a layer's record that belong to what is shown."""
+        """Return how many rows of a layer's record are shown: tokens, or patches of all images."""
         return self.count if grid is None else self.count * grid[0] * grid[1]
 
 
 def text_sample(record: RoutingRecord, corpus: Corpus, count: int) -> Sample:
-    """The first `count` recorded tokens as what a reader sees of each."""
+    """Return the first `count` recorded tokens as visible text."""
     assert record.token_ids is not None
     ids = record.token_ids[:count].tolist()
     vocabulary = corpus.vocabulary
@@ -48,13 +48,13 @@ def text_sample(record: RoutingRecord, corpus: Corpus, count: int) -> Sample:
         "tokens": [visible(token, vocabulary) for token in ids],
         "breaks": [place for place, token in enumerate(ids) if token == vocabulary.eos_id],
     }
-    # Of a text that one run shows further than another, the beginning is compared.
+    # Two runs may show different lengths of one text, so the mark covers its beginning only.
     mark = _mark(repr((content["title"], content["unit"], content["tokens"][:64])))
     return Sample(mark=mark, count=len(ids), content=content)
 
 
 def visible(token: int, vocabulary: Vocabulary) -> str:
-    """A word as it is; a byte as a character, or as a sign that stands for one."""
+    """Return a word as it is, and a byte as a visible character."""
     if not isinstance(vocabulary, ByteVocabulary):
         return "\u23ce" if token == vocabulary.eos_id else vocabulary.symbols[token]
     value = vocabulary.values[token]
@@ -62,12 +62,12 @@ def visible(token: int, vocabulary: Vocabulary) -> str:
     if value in signs:
         return signs[value]
     if value < SPACE:
-        return chr(0x2400 + value)  # Unicode has a picture of each control character
-    return chr(value) if value < DELETE else f"{value:02X}"  # part of a longer character: in hex
+        return chr(0x2400 + value)  # Unicode's symbols for control characters
+    return chr(value) if value < DELETE else f"{value:02X}"  # part of a UTF-8 sequence, in hex
 
 
 def image_sample(record: RoutingRecord, images: ImageSet, count: int) -> Sample:
-    """The first `count` recorded images, small enough for the page."""
+    """Return the first `count` recorded images, reduced to the size of the page."""
     assert record.pixels is not None and record.labels is not None
     pixels_BCYX = record.pixels[:count]
     names = images.classes
@@ -86,7 +86,7 @@ def image_sample(record: RoutingRecord, images: ImageSet, count: int) -> Sample:
 
 
 def png_uri(pixels_CYX: Tensor) -> str:
-    """Colours in [0, 1] as a data URI; what is larger than the page needs is averaged."""
+    """Encode an image with values in [0, 1] as a data URI, averaging pixels if it is too large."""
     shrink = -(-pixels_CYX.shape[-1] // MOST_PIXELS)
     if shrink > 1:
         pixels_CYX = functional.avg_pool2d(pixels_CYX[None], shrink)[0]
@@ -95,7 +95,7 @@ def png_uri(pixels_CYX: Tensor) -> str:
 
 
 def _png(levels_YXC: Tensor) -> bytes:
-    """8-bit RGB; each row begins with filter 0."""
+    """Encode an 8-bit RGB image as PNG, with filter type 0 for every row."""
     height, width, _ = levels_YXC.shape
     rows = b"".join(b"\0" + row_XC.numpy().tobytes() for row_XC in levels_YXC.contiguous())
 

@@ -1,4 +1,4 @@
-"""The page over HTTP on this machine only, made again as the runs go on."""
+"""Serve the page over HTTP on the loopback address, and update it while runs train."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ WATCHED = (
 
 
 class LiveReport:
-    """The newest page data of some runs; made again when a file of theirs has changed."""
+    """Page data of some runs, recomputed when one of their files has changed."""
 
     def __init__(self, folders: Sequence[Path], reader: RoutingReader) -> None:
         self.folders = find_runs(folders)
@@ -32,21 +32,21 @@ class LiveReport:
         self._made: tuple[str, dict[str, Any]] | None = None
 
     def version(self) -> str:
-        """Changes when a file changes; cheap to ask for."""
+        """Hash the names, times and sizes of the watched files. This is cheap."""
         seen = []
         for folder in self.folders:
             for pattern in WATCHED:
                 for path in sorted(folder.glob(pattern)):
                     try:
                         found = path.stat()
-                    except OSError:  # a checkpoint that was just replaced
+                    except OSError:  # the checkpoint was just replaced
                         continue
                     seen.append(f"{path} {found.st_mtime_ns} {found.st_size}")
         return hashlib.sha256("\n".join(seen).encode()).hexdigest()[:16]
 
     def data(self) -> dict[str, Any]:
-        """The page's data, with the version they were made at."""
-        with self._lock:  # one making at a time: a model is read for it
+        """Return the page's data, with the version they were computed at."""
+        with self._lock:  # one computation at a time, since each loads models
             version = self.version()
             if self._made is None or self._made[0] != version:
                 data = report_data(self.folders, self.reader)
@@ -58,7 +58,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: "ReportServer"
 
     def do_GET(self) -> None:
-        # A page elsewhere may point its own host name at this machine; it is not answered.
+        # Another site may resolve its host name to this machine (DNS rebinding); refuse it.
         if self.headers.get("Host") not in self.server.hosts:
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST, "not served under this host name")
             return
@@ -87,11 +87,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Silent: the terminal belongs to whoever trains."""
+        """Log nothing, so that the terminal stays free for training."""
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Answers on the loopback address alone."""
+    """HTTP server that listens on the loopback address only."""
 
     daemon_threads = True
 

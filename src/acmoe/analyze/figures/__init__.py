@@ -1,5 +1,5 @@
-"""Figures of routing: one module a figure, each a function of plain arrays that writes two files.
+"""Figures of routing. Each module holds one figure: a function that takes arrays and writes files.
 
-Equal input gives equal bytes. Colour is never alone: numbers, marks or hatches tell experts apart
-as well.
+Equal input gives byte-identical files. No figure relies on colour alone: numbers, markers or
+hatches tell experts apart as well.
 """

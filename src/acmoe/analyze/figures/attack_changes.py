@@ -1,4 +1,4 @@
-"""What an attack moved: patches or tokens whose expert is another one on the attacked input.
+"""Show which patches or tokens go to another expert when the input is attacked.
 
 N tokens or images, H x W pixels, Y x X patches.
 """
@@ -21,7 +21,13 @@ from acmoe.analyze.figures.inputs import (
     check_count,
 )
 from acmoe.analyze.figures.key import key_height, swatch_key
-from acmoe.analyze.figures.patch_grid import as_pixels, draw_experts, draw_pixels, panel_side
+from acmoe.analyze.figures.patch_grid import (
+    as_pixels,
+    draw_experts,
+    draw_pixels,
+    image_grid,
+    panel_side,
+)
 from acmoe.analyze.figures.text_cells import Token, check_tokens, lay_out
 from acmoe.analyze.figures.text_pages import TextPages
 from acmoe.errors import check
@@ -41,15 +47,15 @@ def save_changed_patches(
     captions: Sequence[str] | None = None,
     name: str = "attack_changes",
 ) -> tuple[Path, Path]:
-    """Clean and attacked, in this order: (N, 1 or 3, H, W) images, (N, Y, X) first choices.
+    """Draw one row per image: clean, attacked, and the experts of both, changed patches outlined.
 
-    A row an image: clean, attacked, then the experts of both with the changed patches outlined.
-    Attacked pixels outside [0, 1] are drawn as the nearest that a screen has.
+    `images` is the pair (clean, attacked) of arrays (N, 1 or 3, H, W), and `experts` the same pair
+    of first choices (N, Y, X). Attacked pixels outside [0, 1] are clamped for drawing.
 
     >>> # save_changed_patches((clean, attacked), (before, after), folder, num_experts=8, ...)
     """
     clean = as_pixels(images[0], "clean images")
-    attacked = as_pixels(_on_screen(images[1]), "attacked images")
+    attacked = as_pixels(_clamped(images[1]), "attacked images")
     check_count(len(clean), 8, "images")
     check(
         clean.shape == attacked.shape,
@@ -59,13 +65,10 @@ def save_changed_patches(
     check_captions(captions, len(clean))
 
     def draw(figure: Figure) -> None:
-        figure.set_layout_engine("compressed")  # square panels, no gaps from their own shape
-        grid = figure.subplots(len(clean), 4, squeeze=False)
+        headings = ("clean", "attacked", "experts, clean", "experts, attacked")
+        grid = image_grid(figure, len(clean), headings)
         for row, one in enumerate(zip(clean, attacked, before, after, strict=True)):
             _draw_pair(grid[row], *one, caption="" if captions is None else captions[row])
-        headings = ("clean", "attacked", "experts, clean", "experts, attacked")
-        for axes, heading in zip(grid[0], headings, strict=True):
-            axes.set_title(heading, loc="center", fontsize=10)
         swatch_key(figure, [before, after], num_experts)
         set_heading(figure, f"{title}; moved patches outlined")
 
@@ -103,10 +106,11 @@ def save_changed_text(
     gap: int = 0,
     name: str = "attack_changes",
 ) -> tuple[Path, Path]:
-    """Clean and attacked, in this order: tokens, place for place, and (N,) first choices.
+    """Draw the clean text above the attacked text, each token on the colour of its first expert.
 
-    Tokens that moved are outlined in both, the others faded; those the attack replaced are
-    underlined in the attacked text.
+    `tokens` is the pair (clean, attacked) of equally long token lists, and `experts` the same pair
+    of first choices (N,). Tokens whose expert changed are outlined in both texts and the others are
+    faded. Tokens that the attack replaced are underlined in the attacked text.
 
     >>> # save_changed_text((b"def", b"dxf"), ([0, 1, 2], [0, 3, 3]), folder, num_experts=8, ...)
     """
@@ -125,9 +129,9 @@ def save_changed_text(
     def draw(figure: Figure) -> None:
         page, text = lay_out(clean, attacked, gap=gap), TextPages(title)
         old = f"clean: {moved} (outlined)"
-        text.add(old, page, clean, before_N, num_experts, changed_N)
+        text.add_page(old, page, clean, before_N, num_experts, changed_N)
         new = f"attacked: {swapped}"
-        text.add(new, page, attacked, after_N, num_experts, changed_N, replaced_N)
+        text.add_page(new, page, attacked, after_N, num_experts, changed_N, replaced_N)
         text.draw(figure)
 
     return write_figure(draw, folder, name)
@@ -145,6 +149,6 @@ def _pair(
     return before, after
 
 
-def _on_screen(images: Numbers) -> NDArray[Any]:
+def _clamped(images: Numbers) -> NDArray[Any]:
     array = as_array(images, "attacked images", 4)
     return array if array.dtype == np.uint8 else array.clip(0, 1)

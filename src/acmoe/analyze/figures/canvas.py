@@ -1,4 +1,4 @@
-"""One way to open, draw and write a figure: no global state, equal bytes for equal input."""
+"""Open, draw and write figures without global state. Equal input gives byte-identical files."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH = 7.0  # inches: a page of print, and a column of the documentation
+WIDTH = 7.0  # inches: fits a printed page and a column of the documentation
 _DPI = 180
-# Dates and versions would make equal figures unequal files.
+# Without the dates and versions that matplotlib writes, equal figures are equal files.
 _OPTIONS: dict[str, dict[str, Any]] = {
     ".png": {"metadata": {"Software": None}},
     ".svg": {"metadata": {"Date": None, "Creator": None}},
 }
-_STYLE: Any = {  # matplotlib types its keys as literals of one version
+_STYLE: Any = {  # Any: matplotlib's stubs list the keys of one version as literals
     "font.size": 10,
     "axes.titlesize": 11,
     "axes.titlelocation": "left",
@@ -34,7 +34,7 @@ _STYLE: Any = {  # matplotlib types its keys as literals of one version
     "legend.frameon": False,
     "figure.constrained_layout.w_pad": 0.12,
     "figure.constrained_layout.h_pad": 0.08,
-    "svg.hashsalt": "acmoe",  # without it element ids, and so the file, differ from run to run
+    "svg.hashsalt": "acmoe",  # without a salt, element ids differ between two runs
 }
 
 
@@ -46,10 +46,10 @@ def write_figure(
     size: tuple[float, float] = (WIDTH, 4.4),
     formulas: bool = False,
 ) -> tuple[Path, Path]:
-    """Let `draw` fill a figure of `size` inches, and write `name`.png and `name`.svg.
+    """Call `draw` on a figure of `size` inches, and write it as `name`.png and `name`.svg.
 
-    Labels and tokens are other people's text: a dollar sign in them is a dollar sign, unless
-    `formulas` says that they are ours.
+    Labels and tokens may hold any text, so a dollar sign is printed as it is. With `formulas`,
+    matplotlib reads text between dollar signs as TeX.
     """
     try:
         import matplotlib
@@ -59,7 +59,7 @@ def write_figure(
     folder.mkdir(parents=True, exist_ok=True)
     png, svg = folder / f"{name}.png", folder / f"{name}.svg"
     with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # a user's own style file changes nothing
+        matplotlib.rcdefaults()  # ignore the user's own style file
         matplotlib.rcParams.update({**_STYLE, "text.parse_math": formulas})
         figure = Figure(figsize=size, dpi=_DPI, layout="constrained")
         draw(figure)
@@ -76,18 +76,18 @@ def write_axes(
     size: tuple[float, float] = (WIDTH, 4.4),
     formulas: bool = False,
 ) -> tuple[Path, Path]:
-    """`write_figure` of a single diagram."""
+    """Write a figure that has a single pair of axes, as `write_figure` does."""
     return write_figure(
         lambda figure: draw(figure.subplots()), folder, name, size=size, formulas=formulas
     )
 
 
 def wrapped(text: str, inches: float = WIDTH) -> str:
-    """A heading, broken into lines that fit the width; folders may have any name."""
+    """Break a heading into lines that fit the width. Folder names in it may be of any length."""
     return textwrap.fill(visible(" ".join(text.split())), int(12.5 * inches))
 
 
 def set_heading(figure: Figure, title: str) -> None:
-    """A title of the whole figure, flush left."""
+    """Set the title of the whole figure, flush left."""
     text = wrapped(title, figure.get_figwidth())
     figure.suptitle(text, x=0.02, ha="left", fontsize=11)

@@ -1,4 +1,4 @@
-"""Text with every token on its expert's colour, one page for each router or layer.
+"""Draw a text with every token on its expert's colour, one page per router or layer.
 
 N tokens.
 """
@@ -29,10 +29,11 @@ def save_colored_text(
     gap: int = 0,
     name: str = "colored_text",
 ) -> tuple[Path, Path]:
-    """`tokens` as text or bytes, `experts` the (N,) first choices under each heading.
+    """Draw `tokens` (text or bytes) once per entry of `experts`, which maps headings to choices.
 
-    `gap` columns stand between tokens: 1 for words, which bring no space of their own. The key
-    below each page tells the experts' shares of these tokens.
+    Each entry holds the first expert of every token, (N,). `gap` is the number of columns between
+    tokens: use 1 for words, which bring no space of their own. The key below each page lists each
+    expert's share of these tokens.
 
     >>> # save_colored_text([b"d", b"e", b"f"], {"SMoE": [0, 0, 3]}, folder, num_experts=8, ...)
     """
@@ -51,7 +52,7 @@ def save_colored_text(
     def draw(figure: Figure) -> None:
         page, text = lay_out(tokens, gap=gap), TextPages(title)
         for label, experts_N in pages.items():
-            text.add(label, page, tokens, experts_N, num_experts)
+            text.add_page(label, page, tokens, experts_N, num_experts)
         text.draw(figure)
 
     return write_figure(draw, folder, name)

@@ -23,7 +23,7 @@ def save_curves(
     title: str,
     name: str = "convergence",
 ) -> tuple[Path, Path]:
-    """Each curve is its steps and values; `metric` names the values with their unit.
+    """Draw one curve per router. A curve is its steps and values; `metric` labels the y axis.
 
     >>> # save_curves({c.router: (c.steps, c.values) for c in comparison.curves}, folder, ...)
     """

@@ -1,4 +1,4 @@
-"""What the figures accept: tensors or arrays, checked where they come in.
+"""Convert and check what the figures are given: tensors, arrays or sequences of numbers.
 
 N tokens, E experts.
 """
@@ -18,10 +18,10 @@ Numbers: TypeAlias = "torch.Tensor | NDArray[Any] | Sequence[Any]"
 
 
 def as_array(values: Numbers, name: str, ndim: int) -> NDArray[Any]:
-    """A finite array of `ndim` axes, on the host."""
+    """Return `values` as a NumPy array with `ndim` axes and finite entries, or raise."""
     if isinstance(values, torch.Tensor):
         values = values.detach().to("cpu")
-        values = values.float() if values.dtype == torch.bfloat16 else values  # numpy has none
+        values = values.float() if values.dtype == torch.bfloat16 else values  # NumPy has no bf16
     array = np.asarray(values)
     check(array.ndim == ndim, f"{name} has shape {array.shape}; it needs {ndim} axes")
     check(array.size > 0, f"{name} has shape {array.shape}; there is nothing to draw")
@@ -30,7 +30,7 @@ def as_array(values: Numbers, name: str, ndim: int) -> NDArray[Any]:
 
 
 def as_experts(values: Numbers, name: str, ndim: int, num_experts: int) -> NDArray[np.int64]:
-    """First choices: whole numbers in 0 ... num_experts - 1."""
+    """Return expert numbers as an array of integers in 0 ... num_experts - 1, or raise."""
     array = as_array(values, name, ndim)
     check(array.dtype.kind in "iu", f"{name} has dtype {array.dtype}; experts are whole numbers")
     low, high = int(array.min()), int(array.max())

@@ -1,4 +1,4 @@
-"""Bars of router instability, layer by layer, against what chance would give."""
+"""Bar chart of router instability per layer, beside the level that chance would give."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# The share of token pairs that part or meet, and the same for random clusters of the same sizes.
-# None: no MoE layer before this one routes the same tokens.
+# Instability (the share of token pairs that are in one cluster at only one of the two layers), and
+# its value for random clusters of the same sizes. None if no previous MoE layer routes the same
+# tokens.
 Bar = tuple[float, float] | None
 
 
@@ -27,7 +28,7 @@ def save_instability(
     title: str,
     name: str = "instability",
 ) -> tuple[Path, Path]:
-    """One group a MoE layer, in it one bar a router; entry 0 is the first MoE layer.
+    """Draw one group of bars per MoE layer and one bar per router, from the first MoE layer on.
 
     >>> # save_instability({"SMoE": [None, (0.18, 0.22)]}, folder, title="Switch-nano")
     """
@@ -42,7 +43,7 @@ def save_instability(
     def draw(figure: Figure) -> None:
         axes = figure.subplots()
         for place, bars in enumerate(layers.values()):
-            _bars(axes, place, len(layers), _here(depths, bars))
+            _draw_bars(axes, place, len(layers), _bars_at(depths, bars))
         axes.set_xticks(range(len(depths)), [f"{depth} \u2192 {depth + 1}" for depth in depths])
         axes.set_xlim(-0.6, len(depths) - 0.4)
         axes.set(title=wrapped(title), xlabel="from one MoE layer to the next")
@@ -54,13 +55,13 @@ def save_instability(
     return write_figure(draw, folder, name, size=(max(WIDTH, 0.55 * len(depths)), 4.0))
 
 
-def _here(depths: list[int], bars: Sequence[Bar]) -> list[tuple[int, float, float]]:
-    """Group, height and chance of the bars that this router has."""
+def _bars_at(depths: list[int], bars: Sequence[Bar]) -> list[tuple[int, float, float]]:
+    """Return (group, height, chance level) of each bar that this router has at `depths`."""
     found = [(x, bars[depth]) for x, depth in enumerate(depths) if depth < len(bars)]
     return [(x, *bar) for x, bar in found if bar is not None]
 
 
-def _bars(axes: Axes, place: int, routers: int, bars: list[tuple[int, float, float]]) -> None:
+def _draw_bars(axes: Axes, place: int, routers: int, bars: list[tuple[int, float, float]]) -> None:
     look, width = ROUTER_LOOKS[place], min(0.4, 0.8 / routers)
     offset = (place - (routers - 1) / 2) * width
     x = [group + offset for group, _, _ in bars]

@@ -1,4 +1,4 @@
-"""Keys of experts: which look is whose, and how many of the drawn tokens went there.
+"""Legends of experts, and each expert's share of the drawn tokens.
 
 N tokens, E experts.
 """
@@ -21,14 +21,14 @@ _A_ROW = 12  # experts in a row of the key
 
 
 def shares(experts: NDArray[np.int64], num_experts: int) -> NDArray[np.float64]:
-    """(E,) percent of the drawn tokens at each expert."""
+    """Return the percentage of the drawn tokens at each expert, (E,)."""
     count_E = np.bincount(experts.ravel(), minlength=num_experts)
     percent_E: NDArray[np.float64] = 100 * count_E / experts.size
     return percent_E
 
 
 def unused(drawn: Sequence[NDArray[np.int64]], num_experts: int) -> str:
-    """What to say of experts that no drawn token chose."""
+    """Return a phrase that lists the experts no drawn token chose, empty if there are none."""
     seen = set(np.concatenate([experts.ravel() for experts in drawn]).tolist())
     without = [str(expert) for expert in range(num_experts) if expert not in seen]
     if not without:
@@ -39,7 +39,7 @@ def unused(drawn: Sequence[NDArray[np.int64]], num_experts: int) -> str:
 
 
 def key_height(drawn: Sequence[NDArray[np.int64]]) -> float:
-    """Inches of the keys below."""
+    """Return the height in inches of the legend below the panels."""
     used = len(np.unique(np.concatenate([experts.ravel() for experts in drawn])))
     return 0.45 + 0.2 * -(-used // _A_ROW)
 
@@ -70,7 +70,7 @@ def swatch_key(figure: Figure, drawn: Sequence[NDArray[np.int64]], num_experts: 
 
 
 def _key(figure: Figure, drawn: Sequence[NDArray[np.int64]], num_experts: int, look: Any) -> None:
-    """Below the panels, the experts that some panel shows, and which ones none does."""
+    """Draw a legend below the panels: the experts that occur, and the numbers of the others."""
     seen = np.unique(np.concatenate([experts.ravel() for experts in drawn])).tolist()
     rest = unused(drawn, num_experts)
     figure.legend(

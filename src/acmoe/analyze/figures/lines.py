@@ -1,4 +1,4 @@
-"""Lines of several routers, told apart by colour, dashes and marks."""
+"""Draw lines of several routers that differ in colour, dashes and markers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def draw_lines(axes: Axes, lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> None:
     for look, (label, (x, y)) in zip(ROUTER_LOOKS, lines.items(), strict=False):
         check(len(x) == len(y), f"{label!r} has {len(x)} places and {len(y)} values; pair them")
-        # About a dozen marks a line: more would hide its dashes.
+        # About a dozen markers per line: more would hide its dashes.
         every = max(1, len(x) // 12)
         axes.plot(
             x,

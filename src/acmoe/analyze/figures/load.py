@@ -1,4 +1,4 @@
-"""Heat map of the load: the share of the routed tokens at each expert of each layer.
+"""Heat map of the load: the share of the routed tokens that each expert of each layer gets.
 
 M MoE layers, E experts.
 """
@@ -28,10 +28,10 @@ _OCTAVES = 3.0  # the colours end at an eighth and at eight times the even share
 def save_load(
     loads: Mapping[str, Numbers], folder: Path, *, title: str, name: str = "load"
 ) -> tuple[Path, Path]:
-    """`loads` holds (M, E) tokens at each expert, or shares of them, for each router.
+    """Draw one panel per router. `loads` holds token counts or shares (M, E) for each router.
 
-    Colour is the share against the even one, 1 / E; an expert without a token is crossed out. The
-    standard deviation of a layer's shares stands at the end of its row.
+    Colour is the ratio of an expert's share to the even share, 1 / E. An expert without a token is
+    crossed out. The standard deviation of a layer's shares is written at the end of its row.
 
     >>> # save_load({"SMoE": [[50, 30, 20, 0]]}, folder, title="Load on the test text")
     """

@@ -1,10 +1,10 @@
-"""Looks of experts and of routers that every common form of colour blindness tells apart."""
+"""Colours and markers of experts and routers, distinct under common forms of colour blindness."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-# Okabe and Ito's eight, black last because it is the heaviest on a page.
+# The eight colours of Okabe and Ito, black last because it dominates a page.
 OKABE_ITO = (
     "#E69F00",
     "#56B4E9",
@@ -16,8 +16,9 @@ OKABE_ITO = (
     "#000000",
 )
 ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK, BLACK = OKABE_ITO
-# Found by greedy search: each as far as possible, in OKLab and under the worst of four kinds of
-# sight, from all before it and from white. No two are closer than the closest two of the eight.
+# Found by greedy search: each colour is as far as possible from all before it and from white. The
+# distance is in OKLab, the smallest over four kinds of colour vision. No two of these colours are
+# closer than the closest two of the eight.
 _MORE = (
     "#78000F",
     "#003C78",
@@ -29,12 +30,12 @@ _MORE = (
     "#00E1FF",
 )
 COLOURS = OKABE_ITO + _MORE
-# Thirteen and sixteen have no common divisor: pairs of mark and colour repeat after 208 experts.
+# 13 markers and 16 colours have no common divisor, so pairs of them repeat after 208 experts only.
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "p", "h", "d")
 
 
 class RouterLook(NamedTuple):
-    """A router in bars and lines; any one of the channels is enough."""
+    """Style of one router's bars and lines. Each of the four attributes alone identifies it."""
 
     colour: str
     dashes: str | tuple[int, tuple[int, ...]]
@@ -61,19 +62,19 @@ def expert_marker(expert: int) -> str:
 
 
 def rgb(colour: str) -> tuple[float, float, float]:
-    """#RRGGBB as three numbers in [0, 1]."""
+    """Convert #RRGGBB to three numbers in [0, 1]."""
     red, green, blue = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
     return red, green, blue
 
 
 def faded(colour: str, strength: float) -> str:
-    """`colour` on white paper at this strength, 1 the colour itself."""
+    """Mix `colour` with white; a `strength` of 1 returns the colour itself."""
     mixed = (round(255 * (1 - strength * (1 - part))) for part in rgb(colour))
     return "#" + "".join(f"{part:02X}" for part in mixed)
 
 
 def luminance(colour: str) -> float:
-    """Relative luminance of WCAG: 0 black, 1 white."""
+    """Return the relative luminance as WCAG defines it: 0 is black, 1 is white."""
     linear = [
         part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in rgb(colour)
     ]
@@ -81,6 +82,6 @@ def luminance(colour: str) -> float:
 
 
 def ink_on(colour: str) -> str:
-    """Black or white, whichever has more contrast: at least 4.5 to 1 on any colour."""
+    """Return black or white, whichever has more contrast: at least 4.5 to 1 on any colour."""
     # The two contrasts, (L + 0.05) / 0.05 and 1.05 / (L + 0.05), are equal at L = 0.179.
     return "#000000" if luminance(colour) > 0.179 else "#FFFFFF"

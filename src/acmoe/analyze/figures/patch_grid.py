@@ -1,10 +1,11 @@
-"""Images under a grid of patches, each coloured and numbered by its expert.
+"""Draw images under a grid of patches, each coloured and numbered by its expert.
 
 H x W pixels, Y x X patches.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,13 +17,14 @@ from acmoe.errors import check
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-_OPACITY = 0.7  # of the experts' colours over the image
-_CELL = 10.0  # points a side: the least in which a number of two digits can be read
+_OPACITY = 0.7  # opacity of the experts' colours over the image
+_CELL = 10.0  # side of a patch in points: the smallest in which two digits can be read
 
 
 def as_pixels(images: Numbers, name: str) -> NDArray[np.float64]:
-    """(N, 1 or 3, H, W) bytes, or numbers in [0, 1], as (N, H, W, 3) in [0, 1]."""
+    """Convert (N, 1 or 3, H, W) bytes, or numbers in [0, 1], to (N, H, W, 3) in [0, 1]."""
     array = as_array(images, name, 4)
     check(
         array.shape[1] in (1, 3),
@@ -39,8 +41,17 @@ def as_pixels(images: Numbers, name: str) -> NDArray[np.float64]:
 
 
 def panel_side(patches: int) -> float:
-    """Inches that let a row of patches carry their numbers."""
+    """Return the side of a panel in inches at which every patch has room for its number."""
     return max(1.45, patches * _CELL / 72)
+
+
+def image_grid(figure: Figure, rows: int, headings: Sequence[str]) -> NDArray[Any]:
+    """Lay out square panels, one column per heading, and return their axes (rows, columns)."""
+    figure.set_layout_engine("compressed")  # leaves no gaps between square panels
+    grid: NDArray[Any] = figure.subplots(rows, len(headings), squeeze=False)
+    for axes, heading in zip(grid[0], headings, strict=True):
+        axes.set_title(heading, loc="center", fontsize=10)
+    return grid
 
 
 def draw_pixels(axes: Axes, pixels_HW3: NDArray[np.float64]) -> None:
@@ -54,12 +65,12 @@ def draw_experts(
     experts_YX: NDArray[np.int64],
     marked_YX: NDArray[np.bool_] | None = None,
 ) -> None:
-    """The image in grey under its experts' colours; `marked` patches are outlined."""
+    """Draw the image in grey under its experts' colours, and outline the `marked` patches."""
     height, width, _ = pixels_HW3.shape
     rows, columns = experts_YX.shape
     extent = (0, columns, rows, 0)  # a patch is one unit in both directions
     grey_HW = pixels_HW3 @ (0.2126, 0.7152, 0.0722)
-    # Grey that stays clear of black: a colour over black would be another colour.
+    # The grey levels start at 0.45: over black, a colour would look like another colour.
     axes.imshow(0.45 + 0.55 * grey_HW, cmap="gray", vmin=0, vmax=1, extent=extent)
     colours_YX4 = np.array(
         [[(*rgb(expert_colour(expert)), _OPACITY) for expert in row] for row in experts_YX]
@@ -74,7 +85,7 @@ def draw_experts(
 
 
 def _borders(axes: Axes, experts_YX: NDArray[np.int64]) -> None:
-    """White lines between neighbours of different experts."""
+    """Draw white lines between neighbouring patches that have different experts."""
     from matplotlib.collections import LineCollection
 
     across = np.argwhere(experts_YX[:, 1:] != experts_YX[:, :-1])
@@ -102,7 +113,7 @@ def _outlines(axes: Axes, marked_YX: NDArray[np.bool_]) -> None:
     from matplotlib.patches import Rectangle
 
     for row, column in np.argwhere(marked_YX):
-        # Black around white: seen on every colour.
+        # A white line on a wider black one is visible on every colour.
         for colour, line in (("black", 2.6), ("white", 1.0)):
             box = Rectangle((column + 0.07, row + 0.07), 0.86, 0.86, fill=False)
             box.set(edgecolor=colour, linewidth=line, clip_on=False)

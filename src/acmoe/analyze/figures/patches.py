@@ -1,4 +1,4 @@
-"""The paper's figure of expert patches: each patch of an image in its expert's colour.
+"""Draw each patch of an image in its expert's colour, as in the paper's figure.
 
 N images, H x W pixels, Y x X patches.
 """
@@ -15,7 +15,13 @@ from numpy.typing import NDArray
 from acmoe.analyze.figures.canvas import set_heading, write_figure
 from acmoe.analyze.figures.inputs import Numbers, as_experts, check_captions, check_count
 from acmoe.analyze.figures.key import key_height, swatch_key
-from acmoe.analyze.figures.patch_grid import as_pixels, draw_experts, draw_pixels, panel_side
+from acmoe.analyze.figures.patch_grid import (
+    as_pixels,
+    draw_experts,
+    draw_pixels,
+    image_grid,
+    panel_side,
+)
 from acmoe.errors import check
 
 if TYPE_CHECKING:
@@ -32,9 +38,10 @@ def save_patches(
     captions: Sequence[str] | None = None,
     name: str = "patches",
 ) -> tuple[Path, Path]:
-    """A row an image: itself, then under each router's (N, Y, X) first choices.
+    """Draw one row per image: the image, then one panel per router with its experts' colours.
 
-    `images` is (N, 1 or 3, H, W), bytes or numbers in [0, 1]; `captions` has a line for each.
+    `images` is (N, 1 or 3, H, W), bytes or numbers in [0, 1]. `experts` maps each router's name to
+    its first choices (N, Y, X). `captions` has one line per image.
 
     >>> # save_patches(pixels, {"SMoE": first_NYX}, folder, num_experts=8, title="Layer 3")
     """
@@ -45,16 +52,13 @@ def save_patches(
     check_captions(captions, len(pixels))
 
     def draw(figure: Figure) -> None:
-        figure.set_layout_engine("compressed")  # square panels, no gaps from their own shape
-        grid = figure.subplots(len(pixels), 1 + len(maps), squeeze=False)
+        grid = image_grid(figure, len(pixels), ("image", *maps))
         for row, pixels_HW3 in enumerate(pixels):
             draw_pixels(grid[row, 0], pixels_HW3)
             if captions is not None:
                 grid[row, 0].set_ylabel(captions[row], fontsize=9)
             for axes, map_NYX in zip(grid[row, 1:], maps.values(), strict=True):
                 draw_experts(axes, pixels_HW3, map_NYX[row])
-        for axes, heading in zip(grid[0], ("image", *maps), strict=True):
-            axes.set_title(heading, loc="center", fontsize=10)
         swatch_key(figure, list(maps.values()), num_experts)
         set_heading(figure, title)
 

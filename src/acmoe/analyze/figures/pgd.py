@@ -1,4 +1,4 @@
-"""Accuracy against the budget of an attack."""
+"""Draw accuracy against the budget (radius eps) of an attack."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Budgets and percent correct, one of each; budget 0 is the clean accuracy.
+# Budgets, and the percentage of correct answers at each; budget 0 is the clean accuracy.
 Sweep = tuple[Sequence[float], Sequence[float]]
 
 
@@ -29,9 +29,9 @@ def save_pgd(
     per_unit: float = 255.0,
     name: str = "pgd",
 ) -> tuple[Path, Path]:
-    """One panel a measure ("top-1", "top-5"), in it one line a router.
+    """Draw one panel per measure ("top-1", "top-5") and in it one line per router.
 
-    Budgets are drawn as eps * `per_unit`, in `unit`.
+    The x axis shows eps * `per_unit`, labelled with `unit`.
 
     >>> # save_pgd({"top-1": {"SMoE": ((0, 1/255), (94, 71))}}, folder, title="PGD, digits")
     """
@@ -63,6 +63,6 @@ def _panel(axes: Axes, measure: str, lines: Mapping[str, Sweep], per_unit: float
     }
     draw_lines(axes, scaled)
     ticks = sorted({round(x, 6) for budgets, _ in scaled.values() for x in budgets})
-    if len(ticks) <= 9:  # the measured budgets themselves, while their numbers have room
+    if len(ticks) <= 9:  # up to 9 budgets have room for a tick each
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.set(title=f"{measure} accuracy", ylim=(-3, 103))

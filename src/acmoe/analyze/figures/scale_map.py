@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BLUE, _ORANGE = "#0072B2", "#E69F00"
-_LEAST_RANGE = 0.05  # octaves: the identity is white, not its rounding errors in full colour
+# Octaves. A smaller range would show the rounding errors of an identity M in full colour.
+_LEAST_RANGE = 0.05
 
 
 def save_scale_map(
@@ -31,12 +32,12 @@ def save_scale_map(
     clusters: Numbers | None = None,
     name: str = "scale_map",
 ) -> tuple[Path, Path]:
-    """`scale` is (C, D), the diagonals of M. Colour is log2 M: 0 leaves a feature as it is.
+    """Draw `scale` (C, D), the diagonals of M, as a map of log2 M. At 0 a feature is unchanged.
 
-    Features are sorted by the part that all clusters have in common, the mean over clusters of
-    log2 M, which stands above the map with the spread of the clusters around it. At the right, the
-    root mean square of each cluster's log2 M: its distance from the identity. `clusters` numbers
-    the rows where some are left out.
+    Features are sorted by the mean of log2 M over clusters, the part that all clusters have in
+    common. A panel above the map shows this mean and the standard deviation of the clusters around
+    it. A panel at the right shows the root mean square of each cluster's log2 M, its distance from
+    the identity. `clusters` holds the cluster numbers of the rows if some clusters are left out.
 
     >>> # save_scale_map(record.layers[1].scale_CD, folder, title="Layer 2")
     """
@@ -82,7 +83,7 @@ def _common(axes: Axes, log_CD: NDArray[np.float64]) -> None:
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set(xlim=(-0.5, len(x_D) - 0.5), ylabel="log2 M")
     axes.tick_params(labelbottom=False)
-    # Above the axes: the band may fill them.
+    # The legend is above the axes because the band may fill them.
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, fontsize=8)
 
 

@@ -1,6 +1,6 @@
-"""Tokens in monospaced cells, wrapped like a page, on their experts' colours.
+"""Draw tokens in monospaced cells, wrapped like a page, on their experts' colours.
 
-N tokens, E experts. Places are columns and rows of characters.
+N tokens, E experts. Positions are columns and rows of characters.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ Token = str | bytes
 
 COLUMNS = 72
 MARGIN = 0.15  # inches, left and right
-# Of a font whose characters are one column wide.
+# The font size at which a character is one column wide.
 _POINTS = 72 * (WIDTH - 2 * MARGIN) / COLUMNS / ADVANCE
-_ENTRY = 9  # columns of the key: a swatch and its share
+_ENTRY = 9  # columns of one entry of the key: a swatch and its share
 _MOST_TOKENS = 5000
 
 
 class Piece(NamedTuple):
-    """A stretch of one token in one row."""
+    """The part of one token that is in one row."""
 
     token: int
     row: int
     column: int
-    start: int  # of the characters of the token in this row
+    start: int  # range of the token's characters in this row
     stop: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """Where every token stands; readings of one page line up."""
+    """The position of every token. Texts drawn on the same page line up."""
 
     pieces: tuple[Piece, ...]
     rows: int
@@ -56,18 +56,19 @@ def check_tokens(tokens: Sequence[Token], name: str) -> None:
     )
 
 
-def lay_out(*readings: Sequence[Token], gap: int = 0) -> Page:
-    """Places for all readings at once: a token is as wide as its widest reading.
+def lay_out(*texts: Sequence[Token], gap: int = 0) -> Page:
+    """Find positions that serve several texts with the same number of tokens.
 
-    `gap` empty columns stand between tokens. A newline in any reading ends the row.
+    A token is as wide as its widest version in any text. `gap` empty columns separate tokens.
+    A newline in any text ends the row.
     """
     pieces, row, column = [], 0, 0
-    for number, versions in enumerate(zip(*readings, strict=True)):
+    for number, versions in enumerate(zip(*texts, strict=True)):
         width = max(len(visible(token)) for token in versions)
         if column and column + width > COLUMNS:
             row, column = row + 1, 0
         start = 0
-        while start < width:  # more than once for a token longer than a row
+        while start < width:  # a token longer than a row takes several
             stop = min(width, start + COLUMNS)
             pieces.append(Piece(number, row, column, start, stop))
             column += stop - start
@@ -86,11 +87,12 @@ def draw_tokens(
     tokens: Sequence[Token],
     experts_N: NDArray[np.int64],
     marked_N: NDArray[np.bool_] | None = None,
-    struck_N: NDArray[np.bool_] | None = None,
+    underlined_N: NDArray[np.bool_] | None = None,
 ) -> None:
-    """Tiles with their text; the expert's number stands below the first of a run of its tokens.
+    """Draw every token as a tile with its text, in the colour of its expert.
 
-    With `marked_N`, those tokens are outlined and the others faded; `struck_N` are underlined.
+    The expert's number is below the first of consecutive tokens with the same expert. With
+    `marked_N`, the marked tokens are outlined and the others are faded.
     """
     from matplotlib.patches import Rectangle
 
@@ -110,7 +112,7 @@ def draw_tokens(
             _write(axes, column + 0.12, row + 0.81, str(expert), ink, 4.6)
         if marked:
             _outline(axes, column, row, stop - start)
-        if struck_N is not None and struck_N[token]:
+        if underlined_N is not None and underlined_N[token]:
             axes.plot(
                 (column + 0.1, column + stop - start - 0.1), (row + 0.64,) * 2, color=ink, lw=1.4
             )
@@ -131,20 +133,20 @@ def _outline(axes: Axes, column: int, row: int, width: int) -> None:
 
 
 def key_rows(experts_N: NDArray[np.int64], num_experts: int) -> int:
-    """Rows that `draw_key` takes."""
+    """Return the number of rows that `draw_key` takes."""
     used = int((shares(experts_N, num_experts) > 0).sum())
-    a_row = COLUMNS // _ENTRY
-    return -(-used // a_row) + (1 if unused([experts_N], num_experts) else 0)
+    per_row = COLUMNS // _ENTRY
+    return -(-used // per_row) + (1 if unused([experts_N], num_experts) else 0)
 
 
 def draw_key(axes: Axes, experts_N: NDArray[np.int64], num_experts: int) -> None:
-    """A swatch with each expert's number, and its share of the tokens."""
+    """Draw a swatch with the number of each expert that has tokens, and its share of them."""
     from matplotlib.patches import Rectangle
 
-    share_E, a_row = shares(experts_N, num_experts), COLUMNS // _ENTRY
+    share_E, per_row = shares(experts_N, num_experts), COLUMNS // _ENTRY
     used = np.flatnonzero(share_E)
     for place, expert in enumerate(used.tolist()):
-        row, column = place // a_row, place % a_row * _ENTRY
+        row, column = place // per_row, place % per_row * _ENTRY
         colour, label = expert_colour(expert), str(expert)
         width = 0.6 + len(label)
         axes.add_patch(Rectangle((column, row + 0.1), width, 0.8, color=colour, linewidth=0))
@@ -153,4 +155,4 @@ def draw_key(axes: Axes, experts_N: NDArray[np.int64], num_experts: int) -> None
         _write(axes, column + width + 0.3, row + 0.5, share, "black", _POINTS * 0.9)
     rest = unused([experts_N], num_experts)
     if rest:
-        _write(axes, 0, -(-len(used) // a_row) + 0.5, rest, "black", _POINTS * 0.9)
+        _write(axes, 0, -(-len(used) // per_row) + 0.5, rest, "black", _POINTS * 0.9)

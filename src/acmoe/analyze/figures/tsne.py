@@ -1,4 +1,4 @@
-"""t-SNE maps of router inputs, coloured by expert, router beside router.
+"""Draw t-SNE maps of router inputs, coloured by expert, side by side.
 
 N tokens, D features, E experts.
 """
@@ -33,10 +33,10 @@ def save_tsne(
     seed: int = 0,
     name: str = "tsne",
 ) -> tuple[Path, Path]:
-    """Each panel is (N, D) features as its router read them, and (N,) first choices.
+    """Draw one map per panel. A panel holds router inputs (N, D) and first choices (N,).
 
-    `sample` tokens are drawn with `seed`, the same rows of every panel. The silhouette in a
-    panel's title is of those tokens in all their features, not of their places on the map.
+    `sample` tokens are drawn with `seed`, the same rows in panels of equal N. The silhouette in a
+    panel's title is computed from all features of those tokens, not from the map.
 
     >>> # save_tsne({"SMoE": (layer.scaled_ND, layer.first_N)}, folder, num_experts=8, title="...")
     """
@@ -66,7 +66,7 @@ def save_tsne(
 def _sampled(
     label: str, features: Numbers, experts: Numbers, num_experts: int, sample: int, seed: int
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Rows in their own order: panels of one count show the same tokens."""
+    """Draw `sample` rows, kept in their order. Panels with equal N get the same rows."""
     x_ND = as_array(features, f"features of {label!r}", 2).astype(np.float64)
     experts_N = as_experts(experts, f"experts of {label!r}", 1, num_experts)
     check(
@@ -74,12 +74,12 @@ def _sampled(
         f"{label!r} has {len(x_ND)} features and {len(experts_N)} experts; give 8 or more, "
         "one of each a token",
     )
-    kept = np.sort(np.random.default_rng(seed).permutation(len(x_ND))[:sample])
-    return x_ND[kept], experts_N[kept]
+    drawn = np.sort(np.random.default_rng(seed).permutation(len(x_ND))[:sample])
+    return x_ND[drawn], experts_N[drawn]
 
 
 def _mapped(x_ND: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
-    """(N, 2) places of the tokens."""
+    """Return the t-SNE coordinates of the tokens, (N, 2)."""
     try:
         from sklearn.manifold import TSNE
         from sklearn.utils.parallel import ThreadpoolController
@@ -90,7 +90,7 @@ def _mapped(x_ND: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
         perplexity=min(30.0, (len(x_ND) - 1) / 3),
         random_state=seed,
     )
-    # Sums of several threads are added in any order, and t-SNE magnifies the last bit.
+    # Several threads would add partial sums in varying order, and t-SNE amplifies the last bit.
     with ThreadpoolController().limit(limits=1):
         places_N2: NDArray[np.float64] = tsne.fit_transform(x_ND)
     return places_N2
@@ -100,24 +100,28 @@ def _silhouette(x_ND: NDArray[np.float64], experts_N: NDArray[np.int64]) -> str:
     from sklearn.metrics import silhouette_score
 
     if not 1 < len(np.unique(experts_N)) < len(experts_N):
-        return "undefined"  # one expert has everything, or each token is alone
+        return "undefined"  # one expert has all tokens, or each token has its own
     return f"{silhouette_score(x_ND, experts_N):+.3f}".replace("-", "\u2212")
 
 
 def _principal_plane(x_ND: NDArray[np.float64]) -> NDArray[np.float32]:
-    """The first two principal components, small, as t-SNE likes to start; signs are fixed."""
+    """Return the first two principal components as the initial map of t-SNE, (N, 2).
+
+    They are scaled to a standard deviation of 1e-4, and their signs are fixed.
+    """
     centred_ND = x_ND - x_ND.mean(0)
     left, values, _ = np.linalg.svd(centred_ND, full_matrices=False)
     plane_N2 = np.zeros((len(x_ND), 2))
     count = min(2, len(values))
     plane_N2[:, :count] = left[:, :count] * values[:count]
-    plane_N2 *= np.sign(plane_N2[abs(plane_N2).argmax(0), range(2)])  # else LAPACK's choice
+    # LAPACK may return either sign.
+    plane_N2 *= np.sign(plane_N2[abs(plane_N2).argmax(0), range(2)])
     spread = plane_N2[:, 0].std()
     return (plane_N2 * (1e-4 / spread if spread > 0 else 0.0)).astype(np.float32)
 
 
 def _panel(axes: Axes, places_N2: NDArray[np.float64], experts_N: NDArray[np.int64]) -> None:
-    # The largest expert first, so that small ones are not buried.
+    # The expert with the most tokens comes first, so that it does not cover the others.
     for expert in np.argsort(-np.bincount(experts_N), kind="stable").tolist():
         own = experts_N == expert
         if own.any():

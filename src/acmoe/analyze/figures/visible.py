@@ -1,4 +1,4 @@
-"""Tokens as characters that the figures' monospaced font can show, one column each."""
+"""Rewrite tokens with characters that the figures' monospaced font shows in one column each."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import unicodedata
 from functools import cache
 
 FONT = "DejaVu Sans Mono"  # comes with matplotlib, so it is the same on every machine
-ADVANCE = 1233 / 2048  # width of one of its characters, in ems
+ADVANCE = 1233 / 2048  # width of a character of this font, in ems
 
 _SIGNS = {"\n": "\u23ce", "\t": "\u21e5"}
 _NOTHING = "\u2205"
 
 
 def visible(token: str | bytes) -> str:
-    """The token with everything that would not show written out.
+    """Return the token with every invisible character replaced by a visible one.
 
     A newline becomes a return sign and a tab an arrow. Control characters, bytes above 127,
-    combining marks and what the font lacks are escaped as Python would; an empty token is ∅.
+    combining marks and characters that the font lacks become Python escapes. An empty token is ∅.
     """
     if isinstance(token, bytes):
         shown = "".join(_shown(chr(byte)) if byte < 128 else f"\\x{byte:02x}" for byte in token)

@@ -1,1 +1,1 @@
-"""What a routing looks like, as pure functions of tensors; one file for each question."""
+"""Measures of a routing, as pure functions of tensors, one file per question."""

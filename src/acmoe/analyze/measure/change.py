@@ -1,6 +1,6 @@
-"""How much two routings of the same tokens differ.
+"""Measure how much two routings of the same tokens differ.
 
-N tokens, C clusters of one routing, E experts, K experts a token.
+N tokens, C clusters of one routing, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -14,26 +14,32 @@ from acmoe.evaluate.measures import Instability, instability
 
 
 def contingency(first_N: Tensor, second_N: Tensor, num_experts: int) -> Tensor:
-    """(C, E) tokens in each pair of clusters: all that pairs of tokens can tell, without them."""
+    """Count the tokens in each pair of clusters, (C, E).
+
+    Every measure of token pairs follows from these counts, without listing the pairs.
+    """
     pair_N = first_N * num_experts + second_N
     return torch.bincount(pair_N, minlength=num_experts**2).view(num_experts, num_experts)
 
 
 def cluster_change(first_N: Tensor, second_N: Tensor, num_experts: int) -> Instability:
-    """Of two clusterings, whatever their labels: instability, its chance level, adjusted Rand."""
+    """Return instability, its chance level and the adjusted Rand index of two clusterings.
+
+    The result does not depend on how clusters are numbered.
+    """
     return instability(contingency(first_N, second_N, num_experts))
 
 
 def moved(first_N: Tensor, second_N: Tensor) -> float:
-    """Share of tokens whose first choice is another expert."""
+    """Return the share of tokens whose first expert differs."""
     return float((first_N != second_N).double().mean())
 
 
 def overlap(first_NK: Tensor, second_NK: Tensor, num_experts: int) -> Tensor:
-    """(N,) share of a token's experts that both routings chose.
+    """Return the share of each token's experts that both routings chose, (N,).
 
-    |A and B| / max(|A|, |B|), which is |A and B| / K where every token has K experts; two routings
-    to no expert at all agree.
+    For the sets of experts A and B it is |A and B| / max(|A|, |B|), which is |A and B| / K where
+    every token has K experts. If both sets are empty it is 1.
     """
     check(
         len(first_NK) == len(second_NK),
@@ -46,6 +52,6 @@ def overlap(first_NK: Tensor, second_NK: Tensor, num_experts: int) -> Tensor:
 
 
 def _chosen(ids_NK: Tensor, num_experts: int) -> Tensor:
-    """(N, E) bool; the id E, "no expert", is left out."""
+    """Return which experts each token chose, (N, E) bool. The id E means "no expert"."""
     counts_NE: Tensor = functional.one_hot(ids_NK, num_experts + 1).sum(1)[:, :num_experts]
     return counts_NE > 0

@@ -1,4 +1,4 @@
-"""How hard a router's problem is: the condition number of its input's second moment.
+"""Measure how hard a router is to train: the condition number of its input's second moment.
 
 N tokens, D features.
 """
@@ -10,20 +10,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Eigenvalues below this share of the largest are rounding: tokens are float32, so a direction they
-# leave empty, such as LayerNorm's mean, still has about (1e-7)^2 of it.
+# Eigenvalues below this share of the largest count as rounding errors. Tokens are float32, so even
+# a direction without variance, such as the mean that LayerNorm removes, has about (1e-7)^2 of it.
 ROUNDING = 1e-12
 
 
 class Conditioning(NamedTuple):
-    """The Hessian of a least-squares router is this moment (Proposition 2)."""
+    """Condition of E[x x^T], the Hessian of a least-squares router (Proposition 2)."""
 
-    number: float  # largest eigenvalue over the smallest that is not rounding; 1 is best
-    rank: int  # eigenvalues that are not rounding; below D: the number is of that subspace
+    number: float  # largest eigenvalue over the smallest above rounding; 1 is best
+    rank: int  # eigenvalues above rounding; if below D, `number` is of that subspace
 
 
 def condition_number(x_ND: Tensor) -> Conditioning:
-    """Of E[x x^T], not centred: that is what a router without a bias sees."""
+    """Return the condition number of E[x x^T], not centred: the router has no bias."""
     x_ND = x_ND.double()
     eigenvalues_D = torch.linalg.eigvalsh(x_ND.T @ x_ND / len(x_ND))
     real = eigenvalues_D[eigenvalues_D > ROUNDING * eigenvalues_D[-1]]

@@ -1,6 +1,6 @@
-"""How evenly experts are used.
+"""Measure how evenly tokens are distributed over experts.
 
-N tokens, E experts, K experts a token.
+N tokens, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import torch
 from torch import Tensor
 
 from acmoe.evaluate.measures import load_balance
-from acmoe.routing.losses import load
+from acmoe.ops.route.reference import load
 
-STARVED = 0.1  # of the even share
+STARVED = 0.1  # an expert is starved below this fraction of the even share
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """One layer."""
+    """Load of the experts of one layer."""
 
-    share: tuple[float, ...]  # percent of the routed rows at each expert
-    std: float  # of those, in points; 0: balance
+    share: tuple[float, ...]  # percentage of the routed rows at each expert
+    std: float  # standard deviation of `share`, in percentage points; 0 is perfect balance
     dead: tuple[int, ...]  # experts that no token chose
-    starved: tuple[int, ...]  # experts below a tenth of the even share, dead ones among them
-    entropy: float  # of the shares, in bits; log2(E): balance
+    starved: tuple[int, ...]  # experts below a tenth of the even share, including dead ones
+    entropy: float  # entropy of the shares in bits; log2(E) is perfect balance
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """A figure over the layers of a model."""
+    """Summary of one measure over the layers of a model."""
 
     mean: float
     std: float
@@ -41,7 +41,7 @@ class Spread:
 
 
 def measure_load(expert_ids_NK: Tensor, num_experts: int) -> Load:
-    """Of the choices made; an id E, "no expert", counts nowhere."""
+    """Measure the load from the chosen experts. The id E means "no expert" and is not counted."""
     load_E = load(expert_ids_NK, num_experts).double()
     share_E = load_E / load_E.sum().clamp(min=1)
     return Load(
@@ -54,13 +54,16 @@ def measure_load(expert_ids_NK: Tensor, num_experts: int) -> Load:
 
 
 def entropy_bits(probability_E: Tensor) -> Tensor:
-    """-sum p log2 p over the last axis, 0 log 0 being 0."""
+    """Return -sum p log2 p over the last axis, with 0 log 0 = 0."""
     nats: Tensor = torch.special.entr(probability_E).sum(-1)
     return nats / math.log(2)
 
 
 def gate_entropy(affinity_NE: Tensor) -> float:
-    """Mean entropy of a token's softmax over all experts, in bits: 0 sure, log2(E) undecided."""
+    """Return the mean over tokens of the entropy of the softmax over all experts, in bits.
+
+    0 means that every token is certain of its expert, log2(E) that all experts are equally likely.
+    """
     return float(entropy_bits(affinity_NE.double().softmax(-1)).mean())
 
 

@@ -1,4 +1,4 @@
-"""What M does to the features: is it near the identity, and whose doing is the rest?
+"""Measure the scale M: its distance from the identity, and how its variance is composed.
 
 C clusters, D features.
 """
@@ -13,28 +13,29 @@ from torch import Tensor
 from acmoe.errors import check
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
-LEAST = 1e-6  # smaller scales count as this in logarithms; a random M may hold zeros
+LEAST = 1e-6  # logarithms clamp M at this value, since a random M may hold zeros
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleSpread:
-    """The diagonals of M over the clusters that have tokens. Logarithms are natural.
+    """Statistics of M's diagonals over the clusters that have tokens. Logarithms are natural.
 
-    log M[c, d] = mean + cluster c + feature d + what is left: the three shares add up to one.
+    The shares come from the two-way decomposition log M[c, d] = mean + cluster effect c +
+    feature effect d + interaction. They are fractions of the variance of log M and add up to one.
     """
 
-    rms_log: float  # distance from the identity; 0.1: features stretched by about 10%
+    rms_log: float  # distance from the identity; at 0.1 features are stretched by about 10%
     std_log: float
-    feature_share: float  # of log M's variance: the same for all clusters, one scale per feature
-    cluster_share: float  # one factor per cluster, the same for all features
-    own_share: float  # each cluster's own view of the features: what clustering adds
-    quantiles: tuple[float, ...]  # of M at QUANTILES
-    effective_features: float  # (sum w)^2 / sum w^2, mean over clusters; D: all weigh alike
-    stretched: tuple[tuple[int, float], ...]  # the most stretched features, geometric mean of M
+    feature_share: float  # feature effect: one factor per feature, equal in all clusters
+    cluster_share: float  # cluster effect: one factor per cluster, equal for all features
+    own_share: float  # interaction: each cluster's own weighting, which clustering adds
+    quantiles: tuple[float, ...]  # quantiles of M at QUANTILES
+    effective_features: float  # mean over clusters of (sum w)^2 / sum w^2; D if M is constant
+    stretched: tuple[tuple[int, float], ...]  # features with the largest geometric mean of M
 
 
 def measure_scale(scale_CD: Tensor, *, top: int = 5) -> ScaleSpread:
-    """Of the rows given; leave out clusters without a token."""
+    """Measure the rows of `scale_CD`. The caller leaves out clusters without a token."""
     check(len(scale_CD) > 0, "no cluster has a token; there is no scale to measure")
     scale_CD = scale_CD.double()
     log_CD = scale_CD.clamp(min=LEAST).log()
@@ -56,10 +57,13 @@ def measure_scale(scale_CD: Tensor, *, top: int = 5) -> ScaleSpread:
 
 
 def two_way(value_CD: Tensor) -> tuple[float, float, float]:
-    """Shares of the variance due to columns, to rows, and to neither alone; zeros if constant."""
+    """Return the shares of the variance due to columns, rows and their interaction.
+
+    All three are zero if the values are constant.
+    """
     value_CD = value_CD - value_CD.mean()
     total = value_CD.square().mean()
-    if total <= 1e-24:  # rounding of equal values
+    if total <= 1e-24:  # rounding errors of equal values
         return 0.0, 0.0, 0.0
     column_D, row_C1 = value_CD.mean(0), value_CD.mean(1, keepdim=True)
     rest_CD = value_CD - column_D - row_C1
@@ -69,6 +73,6 @@ def two_way(value_CD: Tensor) -> tuple[float, float, float]:
 
 
 def log_distance(first_CD: Tensor, second_CD: Tensor) -> float:
-    """Root mean square of log M's difference; 0: the same scale."""
+    """Return the root mean square difference of log M; 0 if the scales are equal."""
     logs = [scale.double().clamp(min=LEAST).log() for scale in (first_CD, second_CD)]
     return float((logs[0] - logs[1]).square().mean().sqrt())

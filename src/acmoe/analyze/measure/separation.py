@@ -1,4 +1,4 @@
-"""How tight clusters are, and how far apart.
+"""Measure how tight clusters are and how far they lie apart.
 
 N tokens, D features, C clusters.
 """
@@ -17,17 +17,17 @@ SILHOUETTE_TOKENS = 2000  # all distances between them are held at once
 
 @dataclass(frozen=True, kw_only=True)
 class Separation:
-    """Of labelled tokens; None where fewer than two labels have two tokens or more."""
+    """Separation of labelled tokens; None if fewer than two labels have at least two tokens."""
 
-    within_share: float | None  # of the scatter about the common mean; 1: the means coincide
-    silhouette: float | None  # -1 to 1: nearer to the own cluster than to the next one
+    within_share: float | None  # scatter within clusters over total scatter; 1: equal means
+    silhouette: float | None  # -1 to 1; positive if tokens are nearest to their own cluster
 
 
 def measure_separation(
     x_ND: Tensor, label_N: Tensor, *, seed: int = 0, silhouettes: bool = True
 ) -> Separation:
-    """Tightness and separation of the labels with two tokens or more; -1 is no label."""
-    x_ND, label_N = _shared(x_ND, label_N)
+    """Measure the clusters with at least two tokens. Tokens with label -1 are left out."""
+    x_ND, label_N = _without_singletons(x_ND, label_N)
     if _labels(label_N) < 2:
         return Separation(within_share=None, silhouette=None)
     return Separation(
@@ -37,7 +37,7 @@ def measure_separation(
 
 
 def within_share(x_ND: Tensor, label_N: Tensor) -> float:
-    """Scatter about the clusters' own means, over the scatter about the mean of all tokens."""
+    """Return the scatter about the clusters' means over the scatter about the mean of all."""
     x_ND = x_ND.double()
     count_C = label_N.bincount()
     total_CD = x_ND.new_zeros(len(count_C), x_ND.shape[1]).index_add(0, label_N, x_ND)
@@ -49,7 +49,7 @@ def within_share(x_ND: Tensor, label_N: Tensor) -> float:
 
 
 def silhouette(x_ND: Tensor, label_N: Tensor, *, seed: int = 0) -> float | None:
-    """Mean silhouette in Euclidean distance, of at most SILHOUETTE_TOKENS tokens drawn by seed."""
+    """Return the mean Euclidean silhouette of at most SILHOUETTE_TOKENS randomly drawn tokens."""
     try:
         from sklearn.metrics import silhouette_score
     except ImportError as error:
@@ -57,14 +57,14 @@ def silhouette(x_ND: Tensor, label_N: Tensor, *, seed: int = 0) -> float | None:
     if len(label_N) > SILHOUETTE_TOKENS:
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randperm(len(label_N), generator=generator)[:SILHOUETTE_TOKENS]
-        x_ND, label_N = _shared(x_ND[drawn], label_N[drawn])
+        x_ND, label_N = _without_singletons(x_ND[drawn], label_N[drawn])
     if _labels(label_N) < 2:
         return None
     return float(silhouette_score(x_ND.double().numpy(), label_N.numpy()))
 
 
-def _shared(x_ND: Tensor, label_N: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens that share a label with another one: a token alone has no tightness."""
+def _without_singletons(x_ND: Tensor, label_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the labelled tokens that share their label with another token."""
     labelled = label_N >= 0
     x_ND, label_N = x_ND[labelled], label_N[labelled]
     shared_N = label_N.bincount()[label_N] >= 2

@@ -1,7 +1,8 @@
-"""Images in .npz files, one for each split: arrays of pixels, or image files end to end.
+"""Image sets in .npz files, one for each split: pixel arrays, or concatenated image files.
 
 pixels  `images` (N, H, W, channels) uint8, `labels` (N,)
-files   `jpeg` bytes, `offset` (N + 1,) where each begins, `label` (N,), `name` (N,) if known
+files   `jpeg` (bytes,) uint8 with the files one after the other, `offset` (N + 1,) where each file
+        begins, `label` (N,), and optionally `name` (N,)
 
 A file may be compressed as a whole (.npz.xz, .npz.gz). `classes`, an array of names, is optional.
 """
@@ -21,13 +22,13 @@ from acmoe.data.images.folder import SPLITS
 from acmoe.data.images.pixels import Pixels, array_to_rgb, decode
 from acmoe.data.images.splits import ImageSet, check_labels
 from acmoe.data.sources import read_chunks
-from acmoe.errors import UserError, check
+from acmoe.errors import UserError, check, first_line
 
 Arrays = Mapping[str, NDArray[Any]]
 
 
 class ArrayImages(ImageSet):
-    """Pixels of one size."""
+    """Images of one size, stored as a pixel array."""
 
     def __init__(
         self, title: str, classes: Sequence[str], path: Path, images: NDArray[Any], labels: Any
@@ -43,7 +44,7 @@ class ArrayImages(ImageSet):
 
 
 class PackedImages(ImageSet):
-    """Image files end to end."""
+    """Encoded image files, concatenated in one byte array."""
 
     def __init__(
         self, title: str, classes: Sequence[str], path: Path, arrays: Arrays, labels: Any
@@ -62,7 +63,7 @@ class PackedImages(ImageSet):
 
 
 def open_array_splits(folder: Path | str) -> dict[str, ImageSet]:
-    """The splits in a folder of .npz files; `train` is always there."""
+    """Open the splits of a folder of .npz files; `train` is required."""
     folder = Path(folder)
     check(folder.is_dir(), f"{folder} is no folder; give one with train.npz and val.npz")
     paths = {split: _split_file(folder, names) for split, names in SPLITS.items()}
@@ -80,7 +81,10 @@ def open_array_splits(folder: Path | str) -> dict[str, ImageSet]:
 def open_arrays(
     path: Path | str, *, classes: Sequence[str] | None = None, title: str = ""
 ) -> ImageSet:
-    """The images of one .npz file; without names, classes are called by their number."""
+    """Open the images of one .npz file.
+
+    Classes are named by `classes`, else by the file's own array `classes`, else by their numbers.
+    """
     path = Path(path)
     title = title or path.name.partition(".")[0]
     arrays = _load(path)
@@ -110,7 +114,7 @@ def open_arrays(
 
 
 def _split_file(folder: Path, names: tuple[str, ...]) -> Path | None:
-    """NAME.npz, or the one file NAME*.npz, plain or compressed."""
+    """Find NAME.npz, or the only file NAME*.npz, plain or compressed; None if there is none."""
     for name in names:
         found = [
             path
@@ -138,9 +142,8 @@ def _load(path: Path) -> Arrays:
     except UserError:
         raise
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"{path} is truncated or no .npz file ({reason}); fetch it again"
+            f"{path} is truncated or no .npz file ({first_line(error)}); fetch it again"
         ) from error
 
 

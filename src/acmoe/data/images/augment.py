@@ -1,7 +1,7 @@
-"""Batches of bytes -> what a classifier trains on: altered, normalised, with soft targets.
+"""Augmentation of whole batches: uint8 images and labels -> normalised images and soft targets.
 
-B images of S pixels a side; K classes. All of it runs on the device the images are on; every draw
-follows from the batch's seed, and none of it waits for the device.
+B images of S pixels a side; K classes. Everything runs on the device of the images. All random
+draws follow from the seed of the batch, and none makes the host wait for the device.
 """
 
 import numpy as np
@@ -24,18 +24,18 @@ from acmoe.data.transfer import constant, to_device
 
 
 def normalize(images: Tensor, mean: RGB, std: RGB) -> Tensor:
-    """Bytes, or shares of white in [0, 1], as float32 of about mean 0 and deviation 1."""
+    """Normalise uint8 images, or float images in [0, 1], by the mean and std of each channel."""
     x = images.float() / 255 if images.dtype == torch.uint8 else images
     return (x - color(mean, x)) / color(std, x)
 
 
 def color(values: RGB, like: Tensor) -> Tensor:
-    """(1, 3, 1, 1) on the device of `like`."""
+    """Return channel values as (1, 3, 1, 1), with the device and dtype of `like`."""
     return constant(values, like.device).to(like.dtype).view(1, 3, 1, 1)
 
 
 class Augment:
-    """The alterations of a config, in the order of Swin's recipe.
+    """Applies the augmentations of a config, in the order of Swin's recipe.
 
     >>> augment = Augment(AugmentConfig(), num_classes=10, mean=(0.5,) * 3, std=(0.5,) * 3)
     >>> images = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
@@ -49,26 +49,27 @@ class Augment:
 
     @torch.no_grad()
     def __call__(self, images: Tensor, labels: Tensor, *, seed: int) -> tuple[Tensor, Tensor]:
-        """uint8 (B, 3, S, S) and labels (B,) -> float32 images and targets (B, K)."""
+        """Map uint8 images (B, 3, S, S) and labels (B,) to float32 images and targets (B, K)."""
         rng = np.random.default_rng(seed)
-        x = normalize(self._colors(self._places(images, rng), rng), self.mean, self.std)
-        x = self._erased(x, seed, rng)
+        x = normalize(self._color(self._move(images, rng), rng), self.mean, self.std)
+        x = self._erase(x, seed, rng)
         targets_BK = soft_targets(labels, self.num_classes, self.config.label_smoothing)
-        return self._mixed(x, targets_BK, rng)
+        return self._mix(x, targets_BK, rng)
 
-    def _places(self, images: Tensor, rng: np.random.Generator) -> Tensor:
-        """Mirror and move."""
+    def _move(self, images: Tensor, rng: np.random.Generator) -> Tensor:
+        """Flip and translate."""
         config, device = self.config, images.device
         if config.flip > 0:
-            mirrored_B = to_device(rng.random(len(images)) < config.flip, device)
-            images = torch.where(mirrored_B.view(-1, 1, 1, 1), images.flip(-1), images)
+            flipped_B = to_device(rng.random(len(images)) < config.flip, device)
+            images = torch.where(flipped_B.view(-1, 1, 1, 1), images.flip(-1), images)
         if config.shift > 0:
-            by = rng.integers(-config.shift, config.shift + 1, size=(2, len(images)))
-            down_B, right_B = to_device(by, device)
+            offsets_2B = rng.integers(-config.shift, config.shift + 1, size=(2, len(images)))
+            down_B, right_B = to_device(offsets_2B, device)
             images = shift(images, down_B, right_B, config.shift)
         return images
 
-    def _colors(self, images: Tensor, rng: np.random.Generator) -> Tensor:
+    def _color(self, images: Tensor, rng: np.random.Generator) -> Tensor:
+        """Apply RandAugment and colour jitter."""
         config = self.config
         if config.randaugment is not None:
             images = randaugment(
@@ -86,7 +87,7 @@ class Augment:
                 images = operations[number](images, to_device(factor_B, images.device))
         return images
 
-    def _erased(self, x: Tensor, seed: int, rng: np.random.Generator) -> Tensor:
+    def _erase(self, x: Tensor, seed: int, rng: np.random.Generator) -> Tensor:
         if self.config.erase == 0:
             return x
         height, width = x.shape[-2:]
@@ -95,10 +96,10 @@ class Augment:
         noise = torch.randn(x.shape, generator=generator, device=x.device)
         return erase(x, boxes, noise)
 
-    def _mixed(
+    def _mix(
         self, x: Tensor, targets_BK: Tensor, rng: np.random.Generator
     ) -> tuple[Tensor, Tensor]:
-        """Mixup or cutmix, the same share for the whole batch."""
+        """Apply mixup or cutmix, with one mixing weight for the whole batch."""
         config = self.config
         cut = config.cutmix > 0 and (config.mixup == 0 or rng.random() < config.switch)
         if cut:

@@ -1,9 +1,9 @@
-"""Image sets -> batches, decoded ahead by threads, the same for the same seed.
+"""Batches of an image set, decoded in advance by threads, and equal for equal seeds.
 
-B images of a batch (of this rank), S side in pixels.
+B images of a batch (on this rank) of S pixels a side.
 
-What is random about a batch follows from the seed and its number alone: neither the number of
-threads nor what they decoded ahead matters.
+Everything random about a batch follows from the seed and the number of the batch alone. The number
+of threads, and what they decoded in advance, have no influence.
 """
 
 from collections import deque
@@ -15,24 +15,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from acmoe.config.images.data import AugmentConfig, ImageDataConfig, Order
+from acmoe.config.images.attack import AttackConfig
+from acmoe.config.images.data import (
+    AugmentConfig,
+    ImageDataConfig,
+    ImageEvaluateConfig,
+    Order,
+)
 from acmoe.data.images.order import ShuffledBatches
 from acmoe.data.images.pixels import Pixels, centre_crop, random_crop
 from acmoe.data.images.splits import ImageSet, Indices
 from acmoe.data.seeding import derive_seed
 from acmoe.errors import check
 
-AHEAD = 2  # batches decoded while the model works
+AHEAD = 2  # batches decoded in advance
 
 
 class ImageBatch(NamedTuple):
     images: Tensor  # (B, 3, S, S) uint8
     labels: Tensor  # (B,) int64
-    seed: int  # of whatever is drawn for this batch later on, such as its augmentation
+    seed: int  # for later random draws on this batch, such as its augmentation
 
 
 class TrainingImages(ShuffledBatches):
-    """Endless shuffled batches, decoded and cropped by threads."""
+    """An endless iterator over shuffled training batches, decoded and cropped by threads."""
 
     def __init__(
         self,
@@ -55,19 +61,21 @@ class TrainingImages(ShuffledBatches):
 
     def __next__(self) -> ImageBatch:
         while len(self._ahead) <= AHEAD:
-            self._ahead.append(self._begin(self.number + len(self._ahead)))
-        own, futures = self._ahead.popleft()
+            self._ahead.append(self._submit(self.number + len(self._ahead)))
+        indices, futures = self._ahead.popleft()
         pixels = [future.result() for future in futures]
-        labels = torch.from_numpy(self.images.labels[own])
+        labels = torch.from_numpy(self.images.labels[indices])
         seed = self.batch_seed(self.number)
         self.number += 1
         return ImageBatch(stacked(pixels), labels, seed)
 
-    def _begin(self, number: int) -> tuple[Indices, list[Future[Pixels]]]:
-        own, passes = self.indices(number), number // self.batches_per_pass
-        return own, [self._pool.submit(self._crop, int(index), passes) for index in own]
+    def _submit(self, number: int) -> tuple[Indices, list[Future[Pixels]]]:
+        """Start decoding a batch; return the indices of its images and their futures."""
+        indices, passes = self.indices(number), number // self.batches_per_pass
+        return indices, [self._pool.submit(self._crop, int(index), passes) for index in indices]
 
     def _crop(self, index: int, passes: int) -> Pixels:
+        """Read and crop one image; a random crop follows from seed, pass and index."""
         pixels, size = self.images.pixels(index), self.data.size
         if self.augment.crop is None:
             return centre_crop(pixels, resize=self.data.shorter_side, size=size)
@@ -80,7 +88,7 @@ class TrainingImages(ShuffledBatches):
         self._drop_ahead()
 
     def close(self) -> None:
-        """Stop decoding ahead."""
+        """Cancel decoding and stop the threads."""
         self._drop_ahead()
         self._pool.shutdown()
 
@@ -92,10 +100,11 @@ class TrainingImages(ShuffledBatches):
 
 
 class EvaluationImages:
-    """Every image once, in a fixed order; the last batch may be smaller.
+    """Batches with every image once, in a fixed order; the last batch may be smaller.
 
-    Where files lie sorted by class, `stored` gives batches of one class, which is no fair sample
-    for batch statistics and capacities; `shuffled` mixes them by a fixed seed.
+    Where files are sorted by class, order="stored" gives batches of a single class, which are no
+    representative sample for batch statistics and capacities. order="shuffled" permutes the images
+    with a fixed seed.
     """
 
     def __init__(
@@ -119,6 +128,20 @@ class EvaluationImages:
             indices = np.random.default_rng(derive_seed(seed, "order")).permutation(indices)
         self.indices: Indices = indices[:limit]
 
+    @classmethod
+    def of(
+        cls, images: ImageSet, data: ImageDataConfig, config: ImageEvaluateConfig | AttackConfig
+    ) -> Self:
+        """The batches that an evaluation or an attack asks for."""
+        return cls(
+            images,
+            data,
+            batch=config.batch,
+            order=config.order,
+            seed=config.seed,
+            limit=config.limit,
+        )
+
     def __len__(self) -> int:
         return -(-len(self.indices) // self.batch)
 
@@ -126,22 +149,22 @@ class EvaluationImages:
         return self.read(range(len(self)))
 
     def read(self, numbers: range | list[int]) -> Iterator[ImageBatch]:
-        """The batches of those numbers."""
+        """Yield the batches of those numbers, which index the batches of a whole pass."""
         with ThreadPoolExecutor(self.data.threads, thread_name_prefix="images") as pool:
             ahead: deque[list[Future[Pixels]]] = deque()
             for place, number in enumerate(numbers):
                 while len(ahead) <= AHEAD and place + len(ahead) < len(numbers):
-                    own = self._own(numbers[place + len(ahead)])
-                    ahead.append([pool.submit(self._crop, int(index)) for index in own])
+                    indices = self._indices_of(numbers[place + len(ahead)])
+                    ahead.append([pool.submit(self._crop, int(index)) for index in indices])
                 try:
                     pixels = [future.result() for future in ahead.popleft()]
                 except BaseException:
                     pool.shutdown(wait=False, cancel_futures=True)
                     raise
-                labels = torch.from_numpy(self.images.labels[self._own(number)])
+                labels = torch.from_numpy(self.images.labels[self._indices_of(number)])
                 yield ImageBatch(stacked(pixels), labels, derive_seed(self.seed, "batch", number))
 
-    def _own(self, number: int) -> Indices:
+    def _indices_of(self, number: int) -> Indices:
         return self.indices[number * self.batch : (number + 1) * self.batch]
 
     def _crop(self, index: int) -> Pixels:
@@ -150,5 +173,5 @@ class EvaluationImages:
 
 
 def stacked(pixels: list[Pixels]) -> Tensor:
-    """(B, 3, S, S) uint8."""
+    """Stack B images (S, S, 3) to a uint8 tensor (B, 3, S, S)."""
     return torch.from_numpy(np.stack(pixels).transpose(0, 3, 1, 2).copy())

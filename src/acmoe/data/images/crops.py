@@ -1,4 +1,4 @@
-"""Random crops of a whole batch at once, where the batch is.
+"""Random crops of a whole batch at once, on the device of the batch.
 
 B images of R pixels a side, crops of S pixels a side.
 """
@@ -11,7 +11,7 @@ from torch.nn import functional
 
 Boxes = NDArray[np.float32]  # (B, 4) left, top, width, height in pixels
 
-TRIES = 10  # draws of a box that must fit, before the whole image is taken
+TRIES = 10  # draws of a box per image, until one fits
 
 
 def random_boxes(
@@ -21,35 +21,36 @@ def random_boxes(
     ratio: tuple[float, float],
     rng: np.random.Generator,
 ) -> Boxes:
-    """Boxes of that share of the area and that ratio of width to height, in whole pixels.
+    """Draw one box per image, with a random area and aspect ratio, in whole pixels.
 
-    As `image_pixels.random_box` draws them one by one; a square of which no box fits is taken
-    whole, or as much of it as the ratio allows.
+    `area` is a range of fractions of the image, `ratio` a range of width / height. The distribution
+    is that of `pixels.random_box`. Where no draw fits, the box is the largest central one that the
+    ratio allows.
     """
     share = rng.uniform(*area, size=(TRIES, count)) * side**2
     least, most = np.log(ratio)
     aspect = np.exp(rng.uniform(least, most, size=(TRIES, count)))
     wide, high = np.rint(np.sqrt(share * aspect)), np.rint(np.sqrt(share / aspect))
     fits = (wide >= 1) & (wide <= side) & (high >= 1) & (high <= side)
-    own = fits.argmax(0), np.arange(count)  # the first that fits
-    widest = min(max(1.0, ratio[0]), ratio[1])  # the ratio nearest to the square's own
-    none = (np.rint(side * min(1.0, widest)), np.rint(side / max(1.0, widest)))
+    first = fits.argmax(0), np.arange(count)  # the first draw that fits, for each image
+    nearest = min(max(1.0, ratio[0]), ratio[1])  # the allowed ratio nearest to a square
+    fallback = (np.rint(side * min(1.0, nearest)), np.rint(side / max(1.0, nearest)))
     wide, high = (
-        np.where(fits[own], drawn[own], max(rest, 1))
-        for drawn, rest in zip((wide, high), none, strict=True)
+        np.where(fits[first], drawn[first], max(rest, 1))
+        for drawn, rest in zip((wide, high), fallback, strict=True)
     )
     left, top = (
-        np.where(fits[own], np.floor(rng.random(count) * (side - long + 1)), (side - long) // 2)
+        np.where(fits[first], np.floor(rng.random(count) * (side - long + 1)), (side - long) // 2)
         for long in (wide, high)
     )
     return np.stack((left, top, wide, high), -1).astype(np.float32)
 
 
 def cut_boxes(images: Tensor, boxes_B4: Tensor, size: int) -> Tensor:
-    """(B, 3, S, S) uint8: the box of each image, bicubic.
+    """Resize the box of each image to (B, 3, S, S) uint8, with bicubic interpolation.
 
-    Made for boxes not much larger than the result: without antialiasing, a pixel reads the four
-    nearest pixels along each side and no more.
+    There is no antialiasing: an output pixel reads the four nearest pixels along each axis. Boxes
+    should therefore not be much larger than the output.
     """
     side = images.shape[-1]
     centre_S = (torch.arange(size, device=images.device) + 0.5) / size

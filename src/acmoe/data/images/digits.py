@@ -1,4 +1,4 @@
-"""The default images: 1,797 scanned digits of 8 x 8 pixels, which come with scikit-learn."""
+"""The default image set: 1,797 scanned digits of 8 x 8 pixels that come with scikit-learn."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ SHARES = (0.15, 0.15)  # valid and test; the rest is for training
 
 
 class DigitImages(ImageSet):
-    """Grey scans, each pixel repeated to the size asked for."""
+    """Grey scans, enlarged by repeating each pixel."""
 
     def __init__(self, grey: Pixels, labels: Indices) -> None:
         super().__init__(title="digits", classes=[str(d) for d in range(10)], labels=labels)
@@ -25,14 +25,14 @@ class DigitImages(ImageSet):
 
 
 def load_digit_splits(*, size: int, seed: int = 0) -> ImageSplits:
-    """Digits of `size` pixels, split 70 : 15 : 15 within each class."""
+    """Load the digits at `size` pixels a side, split 70 : 15 : 15 within each class."""
     check(size % DIGITS_SIDE == 0, f"size={size} is no multiple of {DIGITS_SIDE}; digits need one")
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise UserError("the digits come with scikit-learn: pip install 'acmoe[vision]'") from error
     scans, labels = load_digits(return_X_y=True)
-    # Ink is counted in sixteenths of white.
+    # Pixel values run from 0 to 16.
     grey = np.round(scans.reshape(-1, DIGITS_SIDE, DIGITS_SIDE) * (255 / 16)).astype(np.uint8)
     factor = size // DIGITS_SIDE
     grey = grey.repeat(factor, axis=1).repeat(factor, axis=2)

@@ -1,4 +1,4 @@
-"""Images in folders named by their class: ROOT/SPLIT/CLASS/file, the layout of ImageNet."""
+"""Image sets in folders named by class: ROOT/SPLIT/CLASS/file, the layout of ImageNet."""
 
 import os
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class FolderImages(ImageSet):
         self, title: str, classes: Sequence[str], files: Sequence[str], labels: Sequence[int]
     ) -> None:
         super().__init__(title=title, classes=classes, labels=labels)
-        self.files = files  # names, not Paths: ImageNet has a million
+        self.files = files  # str instead of Path to save memory: ImageNet has over a million
 
     def pixels(self, index: int) -> Pixels:
         return decode(self.files[index], self.where(index))
@@ -31,9 +31,10 @@ class FolderImages(ImageSet):
 def open_folder(
     folder: Path | str, *, classes: Sequence[str] | None = None, title: str = ""
 ) -> FolderImages:
-    """The images of a folder of class folders.
+    """List the images of a folder of class folders.
 
-    Classes are the folders' names, sorted; or those of `classes`, among which the folders must be.
+    The classes are the sorted names of the folders. If `classes` is given, it defines the classes
+    instead, and every folder must be named after one of them.
     """
     folder = Path(folder)
     names = _class_folders(folder)
@@ -46,14 +47,14 @@ def open_folder(
             f"{folder / name} is not among the {len(numbers)} classes trained on; remove it, or "
             "train on images that have it",
         )
-        own = _image_files(folder / name)
-        files += own
-        labels += [numbers[name]] * len(own)
+        of_class = _image_files(folder / name)
+        files += of_class
+        labels += [numbers[name]] * len(of_class)
     return FolderImages(title or folder.name, classes or names, files, labels)
 
 
 def open_splits(root: Path | str) -> dict[str, FolderImages]:
-    """The splits of a data set in folders; `train` is always there."""
+    """Open the splits of a data set in folders; `train` is required."""
     root = Path(root)
     check(root.is_dir(), f"{root} is no folder; give one with train/CLASS/ and val/CLASS/")
     found = {
@@ -65,7 +66,7 @@ def open_splits(root: Path | str) -> dict[str, FolderImages]:
         raise UserError(f"{root} has no folder train; expected train/CLASS/ and val/CLASS/")
     splits = {"train": open_folder(train, title=root.name)}
     for split, folder in found.items():
-        # ImageNet's own test images lie loose, without labels: nothing can be scored on them.
+        # ImageNet's test images have no class folders and no labels: they cannot be scored.
         if folder is not None and (split != "test" or _has_classes(folder)):
             splits[split] = open_folder(folder, classes=splits["train"].classes, title=root.name)
     return splits

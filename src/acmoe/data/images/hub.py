@@ -1,19 +1,20 @@
-"""Image sets of the HuggingFace hub, by their id; needs the `text` extra and a network once."""
+"""Image sets of the HuggingFace hub, by id. Needs the `text` extra, and a network once."""
 
 from typing import Any
 
 import numpy as np
 
+from acmoe.data.hub import load_from_hub
 from acmoe.data.images.pixels import Pixels, pillow, to_rgb
 from acmoe.data.images.splits import ImageSet, check_labels
-from acmoe.errors import UserError, check
+from acmoe.errors import UserError, check, first_line
 
 _SPLITS = {"train": "train", "valid": "validation", "test": "test"}
 _IMAGES, _LABELS = ("image", "img", "jpg"), ("label", "labels", "fine_label", "cls")
 
 
 class HubImages(ImageSet):
-    """Rows of a downloaded table."""
+    """Images and labels of one split of a hub data set."""
 
     def __init__(self, title: str, rows: Any, split: str) -> None:
         self.column = _column(rows, _IMAGES, title, "images")
@@ -29,10 +30,10 @@ class HubImages(ImageSet):
     def pixels(self, index: int) -> Pixels:
         try:
             image = self.rows[index][self.column]
-        except Exception as error:  # whatever the library raises on a damaged cache or image
-            reason = (str(error) or type(error).__name__).splitlines()[0]
+        except Exception as error:  # the library raises many types on a damaged cache or image
             raise UserError(
-                f"{self.where(index)} is no readable image ({reason}); clear the hub's cache"
+                f"{self.where(index)} is no readable image ({first_line(error)}); clear the hub's "
+                "cache"
             ) from error
         check(
             isinstance(image, pillow().Image),
@@ -45,26 +46,16 @@ class HubImages(ImageSet):
 
 
 def open_hub_splits(name: str) -> dict[str, ImageSet]:
-    """The splits of a hub data set that have labels; `train` is always there."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(
-            "the HuggingFace hub needs the text extra: pip install 'acmoe[text]'"
-        ) from error
-    try:
-        tables = datasets.load_dataset(name)
-    except Exception as error:  # the library and its HTTP client raise many unrelated types
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"could not fetch {name} from the HuggingFace hub ({reason}); check the id and the "
-            "network, or use a local folder with data.name=folder"
-        ) from error
+    """Download the splits of a hub data set that have labels; `train` is required."""
+    tables = load_from_hub(
+        name,
+        fix="check the id and the network, or use a local folder with data.name=folder",
+    )
     check("train" in tables, f"{name} has no split train; it has {', '.join(tables)}")
     found: dict[str, ImageSet] = {}
-    for split, theirs in _SPLITS.items():
-        if theirs in tables and _has_labels(tables[theirs]):
-            found[split] = HubImages(name, tables[theirs], theirs)
+    for split, hub_split in _SPLITS.items():
+        if hub_split in tables and _has_labels(tables[hub_split]):
+            found[split] = HubImages(name, tables[hub_split], hub_split)
     check("train" in found, f"{name} has no labels in its split train; choose another")
     for images in found.values():
         check(
@@ -75,17 +66,17 @@ def open_hub_splits(name: str) -> dict[str, ImageSet]:
 
 
 def _column(rows: Any, names: tuple[str, ...], title: str, what: str) -> str:
-    own = list(rows.features)
-    found = next((name for name in names if name in own), None)
+    columns = list(rows.features)
+    found = next((name for name in names if name in columns), None)
     if found is None:
         raise UserError(
-            f"{title} has columns {', '.join(own)}; none is known to hold {what} "
+            f"{title} has columns {', '.join(columns)}; none is known to hold {what} "
             f"({', '.join(names)})"
         )
     return found
 
 
 def _has_labels(rows: Any) -> bool:
-    """A test split without labels says -1 everywhere."""
+    """Return False for a split without a label column, or with the label -1 for unlabelled rows."""
     label = next((name for name in _LABELS if name in rows.features), None)
     return label is not None and int(np.min(rows[label], initial=0)) >= 0

@@ -1,4 +1,4 @@
-"""ImageNet-A, -R and -O: folders of 200 of ImageNet's classes, and which of its 1000 those are."""
+"""ImageNet-A, -R and -O: each has folders for 200 of ImageNet's 1000 classes."""
 
 import hashlib
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ Shift = Literal["imagenet-a", "imagenet-r", "imagenet-o"]
 
 IMAGENET_CLASSES = 1000
 SUBSET = 200
-# First 16 digits of the SHA-256 of the class numbers, in order and joined by commas.
+# First 16 hex digits of the SHA-256 of the sorted class numbers, joined by commas.
 _DIGESTS = {
     "imagenet-a": "973e8c3e530bf5db",
     "imagenet-r": "a1d9a9ace3098120",
@@ -22,10 +22,10 @@ _DIGESTS = {
 
 
 def class_subset(shift: Shift, folders: Sequence[str], classes: Sequence[str]) -> Indices:
-    """The numbers, in a model's classes, of the classes a shifted set has folders for; sorted.
+    """Return the sorted indices, among a model's classes, of the classes of a shifted set.
 
-    Both are named by WordNet ids. Where the model's classes are all of ImageNet's, the subset must
-    be the published one; a smaller model's may be any.
+    Folders and classes are named by WordNet ids. For a model with all 1000 classes of ImageNet the
+    subset must be the published one; for other models any subset is accepted.
     """
     if shift not in _DIGESTS:
         raise UserError(f"shift={shift!r} is unknown; choose one of {', '.join(_DIGESTS)}")
@@ -64,7 +64,7 @@ def _check_published(shift: Shift, subset: Indices, classes: Sequence[str]) -> N
 
 
 def images_of(images: ImageSet, folders: Sequence[str]) -> ImageSet:
-    """The images whose class is among the folders' names."""
+    """Return the images whose class is named in `folders`."""
     wanted = [number for number, name in enumerate(images.classes) if name in set(folders)]
     found = np.flatnonzero(np.isin(images.labels, wanted))
     check(

@@ -1,4 +1,4 @@
-"""The images a config names."""
+"""Open the image set that a config names."""
 
 from acmoe.config.images.data import ImageDataConfig
 from acmoe.data.images.arrays import open_array_splits
@@ -9,7 +9,7 @@ from acmoe.data.images.splits import ImageSet, ImageSplits, make_splits
 
 
 def load_images(config: ImageDataConfig) -> ImageSplits:
-    """Training, validation and test images; files are listed, not read."""
+    """Open the training, validation and test images. Image files are listed, not yet read."""
     if config.name == "digits":
         return load_digit_splits(size=config.size, seed=config.seed)
     assert config.source is not None

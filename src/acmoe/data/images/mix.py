@@ -1,6 +1,6 @@
-"""Pure functions that mix images, their labels, or noise into them. What is drawn comes from `rng`.
+"""Mixup, cutmix, random erasing and translation as pure functions. Random draws come from `rng`.
 
-B images in C colours, H rows, W columns; K classes.
+B images with C channels, H rows, W columns; K classes.
 """
 
 import math
@@ -15,19 +15,19 @@ from acmoe.data.transfer import to_device
 
 Box = tuple[int, int, int, int]  # top, left, bottom, right
 
-ERASED_AREA = (0.02, 1 / 3)  # share of the image
+ERASED_AREA = (0.02, 1 / 3)  # fraction of the image
 ERASED_RATIO = (0.3, 1 / 0.3)  # height to width
 
 
 def soft_targets(labels_B: Tensor, num_classes: int, smoothing: float) -> Tensor:
-    """(B, K): 1 - smoothing on the label, and smoothing shared out over all classes."""
+    """Return (B, K) targets: 1 - smoothing on the label, plus smoothing / K on every class."""
     share = smoothing / num_classes
     one_BK = functional.one_hot(labels_B, num_classes).float()
     return one_BK * (1 - smoothing) + share
 
 
 def mixup(images: Tensor, targets_BK: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """Each image with a `share` of itself, and the rest of the image at the mirrored place."""
+    """Blend image b with image B - 1 - b: `share` of the first, 1 - `share` of the second."""
     return (
         share * images + (1 - share) * images.flip(0),
         share * targets_BK + (1 - share) * targets_BK.flip(0),
@@ -35,7 +35,7 @@ def mixup(images: Tensor, targets_BK: Tensor, share: float) -> tuple[Tensor, Ten
 
 
 def cutmix(images: Tensor, targets_BK: Tensor, box: Box) -> tuple[Tensor, Tensor]:
-    """Each image with the box of the image at the mirrored place; targets by area."""
+    """Replace the box of image b by that of image B - 1 - b; targets are blended by area."""
     top, left, bottom, right = box
     mixed = images.clone()
     mixed[..., top:bottom, left:right] = images.flip(0)[..., top:bottom, left:right]
@@ -45,7 +45,7 @@ def cutmix(images: Tensor, targets_BK: Tensor, box: Box) -> tuple[Tensor, Tensor
 
 
 def cutmix_box(height: int, width: int, share: float, rng: np.random.Generator) -> Box:
-    """A box of 1 - `share` of the area about a random centre, cut off at the image's edge."""
+    """Draw a box with 1 - `share` of the area around a random centre, clipped to the image."""
     side = math.sqrt(1 - share)
     high, wide = int(height * side), int(width * side)
     y, x = int(rng.integers(height)), int(rng.integers(width))
@@ -60,7 +60,7 @@ def cutmix_box(height: int, width: int, share: float, rng: np.random.Generator) 
 def erase_boxes(
     count: int, height: int, width: int, probability: float, rng: np.random.Generator
 ) -> list[Box]:
-    """For each image a box to erase, empty where none is."""
+    """Draw a box to erase for each image, with the given probability; otherwise an empty box."""
     return [
         _erase_box(height, width, rng) if rng.random() < probability else (0, 0, 0, 0)
         for _ in range(count)
@@ -79,7 +79,7 @@ def _erase_box(height: int, width: int, rng: np.random.Generator) -> Box:
 
 
 def erase(images: Tensor, boxes: Sequence[Box], noise: Tensor) -> Tensor:
-    """Each image with its box replaced by the noise there."""
+    """Replace the box of each image by the values of `noise` at the same pixels."""
     height, width = images.shape[-2:]
     edges = to_device(torch.tensor(boxes).T.contiguous(), images.device)
     top, left, bottom, right = edges.view(4, -1, 1, 1, 1)
@@ -90,7 +90,7 @@ def erase(images: Tensor, boxes: Sequence[Box], noise: Tensor) -> Tensor:
 
 
 def shift(images: Tensor, down_B: Tensor, right_B: Tensor, most: int) -> Tensor:
-    """Each image moved by up to `most` whole pixels; zeros move in."""
+    """Translate each image by up to `most` whole pixels; uncovered pixels become 0."""
     height, width = images.shape[-2:]
     padded = functional.pad(images, (most, most, most, most))
     row_BH = torch.arange(height, device=images.device) + most - down_B[:, None]

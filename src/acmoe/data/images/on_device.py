@@ -1,6 +1,7 @@
-"""Training images that live on the device: no step reads, decodes or copies one.
+"""Training images that stay in device memory: no step reads, decodes or copies an image.
 
-B images of a batch (of this rank) of S pixels a side, N of the set, kept at R pixels a side.
+B images of a batch (on this rank) of S pixels a side; N images in the set, stored at R pixels a
+side.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -20,15 +21,15 @@ from acmoe.data.seeding import derive_seed
 from acmoe.data.transfer import to_device
 from acmoe.errors import UserError
 
-TOGETHER = 64  # images a thread reads before it takes the next: handing out one takes longer
+CHUNK = 64  # images per task of a reading thread; one task per image costs more than the reading
 
 
 class DeviceImages(ShuffledBatches):
-    """Endless shuffled batches, gathered and cropped on the device.
+    """An endless iterator over shuffled training batches, gathered and cropped on the device.
 
-    The images, and their order, are those of `TrainingImages`; crops are cut from the square centre
-    of an image, its shorter side at `data.resize`, and drawn for the batch instead of image by
-    image.
+    The images of each batch are those of `TrainingImages`, the crops are not: they are cut from the
+    square centre of an image whose shorter side was resized to `data.resize`, and are drawn for the
+    whole batch at once.
     """
 
     def __init__(
@@ -53,12 +54,12 @@ class DeviceImages(ShuffledBatches):
 
     def __next__(self) -> ImageBatch:
         number = self.number
-        own_B = to_device(self.indices(number), self.device)
-        images, labels = self._cropped(self.pixels[own_B], number), self.labels[own_B]
+        index_B = to_device(self.indices(number), self.device)
+        images, labels = self._crop(self.pixels[index_B], number), self.labels[index_B]
         self.number += 1
         return ImageBatch(images, labels, self.batch_seed(number))
 
-    def _cropped(self, whole: Tensor, number: int) -> Tensor:
+    def _crop(self, whole: Tensor, number: int) -> Tensor:
         side, size = whole.shape[-1], self.data.size
         if self.augment.crop is None:
             edge = round((side - size) / 2)
@@ -68,21 +69,21 @@ class DeviceImages(ShuffledBatches):
         return cut_boxes(whole, to_device(boxes, self.device), size)
 
     def close(self) -> None:
-        """Nothing runs ahead."""
+        """Do nothing: there are no threads to stop."""
 
 
 def device_pixels(images: ImageSet, data: ImageDataConfig, device: torch.device) -> Tensor:
-    """(N, 3, R, R) uint8."""
+    """Read all images and return them on the device as (N, 3, R, R) uint8."""
     side = data.shorter_side
     whole = np.empty((len(images), side, side, 3), np.uint8)
 
     def read(start: int) -> None:
-        for index in range(start, min(start + TOGETHER, len(images))):
+        for index in range(start, min(start + CHUNK, len(images))):
             whole[index] = centre_crop(images.pixels(index), resize=side, size=side)
 
     with ThreadPoolExecutor(data.threads, thread_name_prefix="images") as pool:
-        for _ in pool.map(read, range(0, len(images), TOGETHER)):
-            pass  # raises what a thread raised
+        for _ in pool.map(read, range(0, len(images), CHUNK)):
+            pass  # raises the exception of a thread, if any
     try:
         return torch.from_numpy(whole).to(device).permute(0, 3, 1, 2).contiguous()
     except torch.OutOfMemoryError as error:
@@ -101,7 +102,7 @@ def training_images(
     device: torch.device,
     seed: int = 0,
 ) -> TrainingImages | DeviceImages:
-    """The batches of a run, from the device where the config asks for it."""
+    """Return the training batches of a run: in device memory if `data.on_device`, else decoded."""
     if data.on_device:
         return DeviceImages(images, data, augment, batch=batch, device=device, seed=seed)
     return TrainingImages(images, data, augment, batch=batch, seed=seed)

@@ -1,6 +1,6 @@
-"""Files and arrays of any colour mode -> (H, W, 3) uint8, and every way they can be broken.
+"""Decode image files and arrays of any colour mode to (H, W, 3) uint8, and crop them.
 
-H rows, W columns.
+H rows, W columns. Unreadable images raise a `UserError` that names the image.
 """
 
 import io
@@ -23,7 +23,7 @@ _BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)
 
 
 def pillow() -> Any:
-    """The module `PIL.Image`, imported when the first image file is met."""
+    """Import and return the module `PIL.Image`, an optional dependency."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -34,7 +34,7 @@ def pillow() -> Any:
 
 
 def decode(file: bytes | str | Path, where: str) -> Pixels:
-    """An image file as RGB; `where` names it in errors."""
+    """Decode an image file to RGB; `where` names the image in errors."""
     module = pillow()
     try:
         with module.open(io.BytesIO(file) if isinstance(file, bytes) else file) as image:
@@ -52,9 +52,9 @@ def decode(file: bytes | str | Path, where: str) -> Pixels:
 
 
 def to_rgb(image: "Image", where: str) -> Pixels:
-    """Three colours of any mode: grey is repeated, CMYK converted, transparency left out."""
+    """Convert an image of any mode to RGB: grey is repeated, CMYK converted, alpha dropped."""
     mode = image.mode
-    if mode.startswith("I"):  # 16 bits a pixel: `convert` would cut off all above 255
+    if mode.startswith("I"):  # 16 bits per pixel: `convert` would clip values at 255
         wide_HW = np.asarray(image).astype(np.int64)
         check(
             wide_HW.min(initial=0) >= 0 and wide_HW.max(initial=0) < 1 << 16,
@@ -68,7 +68,7 @@ def to_rgb(image: "Image", where: str) -> Pixels:
 
 
 def array_to_rgb(pixels: NDArray[Any], where: str) -> Pixels:
-    """Three colours from (H, W), or (H, W, channels) of 1 grey, 3 RGB or 4 RGB and alpha."""
+    """Convert (H, W), or (H, W, channels) with 1 (grey), 3 (RGB) or 4 (RGBA) channels, to RGB."""
     check(
         pixels.dtype == np.uint8,
         f"{where} holds {pixels.dtype} pixels; give uint8, 0 to 255",
@@ -86,8 +86,8 @@ def array_to_rgb(pixels: NDArray[Any], where: str) -> Pixels:
     return np.ascontiguousarray(pixels[..., :3])
 
 
-def resized(pixels: Pixels, box: tuple[int, int, int, int], size: tuple[int, int]) -> Pixels:
-    """The box (left, top, right, bottom) as (width, height) `size`: bicubic with antialiasing."""
+def resize_box(pixels: Pixels, box: tuple[int, int, int, int], size: tuple[int, int]) -> Pixels:
+    """Resize a box (left, top, right, bottom) to (width, height) `size`, bicubic, antialiased."""
     left, top, right, bottom = box
     if (right - left, bottom - top) == size:
         return pixels[top:bottom, left:right]
@@ -97,11 +97,11 @@ def resized(pixels: Pixels, box: tuple[int, int, int, int], size: tuple[int, int
 
 
 def centre_crop(pixels: Pixels, *, resize: int, size: int) -> Pixels:
-    """The `size` x `size` centre of the image, its shorter side brought to `resize` first."""
+    """Resize the shorter side to `resize`, then cut out the central `size` x `size` pixels."""
     height, width = pixels.shape[:2]
     short = min(height, width)
     wide, high = width * resize // short, height * resize // short
-    pixels = resized(pixels, (0, 0, width, height), (wide, high))
+    pixels = resize_box(pixels, (0, 0, width, height), (wide, high))
     top, left = round((high - size) / 2), round((wide - size) / 2)
     return pixels[top : top + size, left : left + size]
 
@@ -114,9 +114,9 @@ def random_crop(
     ratio: tuple[float, float],
     rng: np.random.Generator,
 ) -> Pixels:
-    """A random box of that share of the area and that ratio of width to height, as a square."""
+    """Resize a random box of the image (see `random_box`) to `size` x `size` pixels."""
     height, width = pixels.shape[:2]
-    return resized(pixels, random_box(height, width, area, ratio, rng), (size, size))
+    return resize_box(pixels, random_box(height, width, area, ratio, rng), (size, size))
 
 
 def random_box(
@@ -126,7 +126,11 @@ def random_box(
     ratio: tuple[float, float],
     rng: np.random.Generator,
 ) -> tuple[int, int, int, int]:
-    """(left, top, right, bottom); the widest central box of an allowed ratio if none fits."""
+    """Draw a box (left, top, right, bottom) with a random area and aspect ratio.
+
+    `area` is a range of fractions of the image, `ratio` a range of width / height. Where none of 10
+    draws fits, the box is the largest central one that the ratio allows.
+    """
     for _ in range(10):
         share = rng.uniform(*area) * height * width
         aspect = np.exp(rng.uniform(*np.log(ratio)))

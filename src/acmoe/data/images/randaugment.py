@@ -1,7 +1,8 @@
-"""RandAugment with magnitudes that always mean more distortion, on a whole batch at once.
+"""RandAugment on a whole batch, in the variant where greater magnitudes mean more distortion.
 
-B images of uint8. Every image draws its own operations and magnitudes; images that drew the same
-operation are altered together. What is drawn stands on the host, so no step waits for the device.
+B images of uint8. Each image draws its own operations and magnitudes; images that drew the same
+operation are processed together. Random draws are made on the host, so the host never waits for the
+device.
 """
 
 from collections.abc import Callable
@@ -18,13 +19,16 @@ Strength = NDArray[np.float64]  # (B,) magnitude / 10, in [0, 1]
 Sign = NDArray[np.float64]  # (B,) -1 or 1
 Operation = Callable[[Tensor, Strength, Sign], Tensor]
 
-APPLIED = 0.5  # probability of each drawn operation
+APPLIED = 0.5  # probability that a drawn operation is applied
 
 
 def randaugment(
     images: Tensor, *, magnitude: float, std: float, ops: int, rng: np.random.Generator
 ) -> Tensor:
-    """`ops` operations for each image, one after the other, each applied half of the time."""
+    """Apply `ops` random operations to each image, each with probability 1/2.
+
+    Magnitudes are drawn from N(magnitude, std), clipped to [0, 10].
+    """
     images = images.clone()
     operations = tuple(OPERATIONS.values())
     for _ in range(ops):
@@ -33,10 +37,10 @@ def randaugment(
         strength_B = np.clip(rng.normal(magnitude, std, len(images)), 0, 10) / 10
         sign_B = rng.choice((-1.0, 1.0), len(images))
         for number, operation in enumerate(operations):
-            own = np.flatnonzero(applied_B & (choice_B == number))
-            if len(own):
-                place = to_device(own, images.device)
-                images[place] = operation(images[place], strength_B[own], sign_B[own])
+            chosen = np.flatnonzero(applied_B & (choice_B == number))
+            if len(chosen):
+                index = to_device(chosen, images.device)
+                images[index] = operation(images[index], strength_B[chosen], sign_B[chosen])
     return images
 
 
@@ -45,12 +49,12 @@ def _on(images: Tensor, values: NDArray[np.floating] | NDArray[np.integer]) -> T
 
 
 def _whole(values: Strength) -> NDArray[np.int64]:
-    """Magnitudes that count levels or bits are cut to whole ones."""
+    """Truncate magnitudes that count grey levels or bits to integers."""
     return values.astype(np.int64)
 
 
 def _enhanced(enhance: Callable[[Tensor, Tensor], Tensor]) -> Operation:
-    """Factors move away from 1, the image itself, to 0.1 or 1.9."""
+    """An enhancement whose factor moves from 1, which changes nothing, towards 0.1 or 1.9."""
 
     def operation(images: Tensor, strength: Strength, sign: Sign) -> Tensor:
         return enhance(images, _on(images, np.maximum(0.1, 1 + 0.9 * strength * sign)))
@@ -59,7 +63,7 @@ def _enhanced(enhance: Callable[[Tensor, Tensor], Tensor]) -> Operation:
 
 
 def _posterize(images: Tensor, strength: Strength, sign: Sign) -> Tensor:
-    # One bit at least: an image without any would be black.
+    # Keep at least one bit: with none the image would be black.
     return image_ops.posterize(images, _on(images, np.maximum(1, 4 - _whole(4 * strength))))
 
 
@@ -79,7 +83,10 @@ def _rotate(images: Tensor, strength: Strength, sign: Sign) -> Tensor:
 
 
 def _along(axis: int, most: float, *, shear: bool) -> Operation:
-    """Shear by up to `most`, or shift by up to that share of the side."""
+    """A shear by up to `most`, or a translation by up to that fraction of the side.
+
+    Axis 0 is x, axis 1 is y.
+    """
 
     def operation(images: Tensor, strength: Strength, sign: Sign) -> Tensor:
         side = 1 if shear else images.shape[-1 - axis]

@@ -1,4 +1,4 @@
-"""A set of labelled images, wherever it is stored, and the splits of a data set."""
+"""The interface of labelled image sets, and the splits of a data set."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Indices = NDArray[np.int64]
 
 
 class ImageSet:
-    """N images with labels 0 to len(classes) - 1. A new store writes `pixels` and `where`."""
+    """N images with labels 0 to len(classes) - 1. Subclasses define `pixels` and `where`."""
 
     def __init__(self, *, title: str, classes: Sequence[str], labels: Sequence[int] | Indices):
         self.title = title
@@ -25,19 +25,20 @@ class ImageSet:
         return len(self.labels)
 
     def pixels(self, index: int) -> Pixels:
-        """(H, W, 3) RGB. Called by several threads at once."""
+        """Return image `index` as RGB (H, W, 3). Must be thread-safe."""
         raise NotImplementedError(f"{type(self).__name__} must define pixels")
 
     def where(self, index: int) -> str:
-        """The image's name in messages."""
+        """Name an image for messages."""
         raise NotImplementedError(f"{type(self).__name__} must define where")
 
     def subset(self, indices: Indices) -> "ImageSet":
+        """Return the images of those indices as a set of their own."""
         return Subset(self, indices)
 
 
 class Subset(ImageSet):
-    """Some images of another set."""
+    """A selection of the images of another set."""
 
     def __init__(self, whole: ImageSet, indices: Indices) -> None:
         super().__init__(title=whole.title, classes=whole.classes, labels=whole.labels[indices])
@@ -52,7 +53,7 @@ class Subset(ImageSet):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSplits:
-    """What a run trains on, chooses its checkpoint by, and is scored on at the end."""
+    """Images to train on (train), to select the best checkpoint (valid) and to score it (test)."""
 
     train: ImageSet
     valid: ImageSet
@@ -72,50 +73,52 @@ class ImageSplits:
 def make_splits(
     train: ImageSet, valid: ImageSet | None, test: ImageSet | None, *, holdout: float, seed: int
 ) -> ImageSplits:
-    """Three splits from what a source has.
+    """Make three splits from those that a source has.
 
-    Without images kept back, a source's one labelled evaluation split serves as both: so ImageNet
-    is used everywhere, and the best checkpoint is then chosen on the images it is scored on.
+    With `holdout`, that fraction of the training images becomes `valid`. Without it, a source with
+    a single labelled evaluation split uses it both as `valid` and as `test`, as is usual with
+    ImageNet; the best checkpoint is then selected on the images it is scored on.
     """
-    own = valid if test is None else test
+    evaluation = valid if test is None else test
     if holdout > 0:
-        kept_back, rest = stratified(train.labels, (holdout,), seed=seed)
+        held_out, rest = stratified(train.labels, (holdout,), seed=seed)
         check(
-            len(kept_back) > 0,
+            len(held_out) > 0,
             f"holdout={holdout} of {len(train):,} training images is none of any class; raise it",
         )
         return ImageSplits(
             train=train.subset(rest),
-            valid=train.subset(kept_back),
-            test=train.subset(kept_back) if own is None else own,
+            valid=train.subset(held_out),
+            test=train.subset(held_out) if evaluation is None else evaluation,
         )
-    if own is None:
+    if evaluation is None:
         raise UserError(
             f"{train.title} has neither a val nor a test split; keep some training images back "
             "with data.holdout=0.1"
         )
-    return ImageSplits(train=train, valid=own if valid is None else valid, test=own)
+    return ImageSplits(train=train, valid=evaluation if valid is None else valid, test=evaluation)
 
 
 def stratified(labels: Indices, shares: Sequence[float], *, seed: int) -> list[Indices]:
-    """Indices dealt out by share within every class, and last those that remain; each sorted.
+    """Split indices at random into one part per share plus the rest, within every class.
 
-    The same seed gives the same parts on every machine. A class gives floor(share * its images).
+    Each part takes floor(share * n) of the n images of a class, and is sorted. The same seed gives
+    the same parts on every machine.
     """
     parts: list[list[Indices]] = [[] for _ in range(len(shares) + 1)]
     for label in np.unique(labels):
-        own = np.flatnonzero(labels == label)
+        of_class = np.flatnonzero(labels == label)
         rng = np.random.default_rng(derive_seed(seed, "split of class", int(label)))
-        own = own[rng.permutation(len(own))]
-        counts = [int(share * len(own)) for share in shares]
+        of_class = of_class[rng.permutation(len(of_class))]
+        counts = [int(share * len(of_class)) for share in shares]
         ends = np.cumsum(counts)
-        for part, piece in zip(parts, np.split(own, ends), strict=True):
+        for part, piece in zip(parts, np.split(of_class, ends), strict=True):
             part.append(piece)
     return [np.sort(np.concatenate(part)).astype(np.int64) for part in parts]
 
 
 def check_labels(labels: Indices, num_classes: int, where: str) -> None:
-    """Every label names one of the classes."""
+    """Check that every label lies in 0 to num_classes - 1."""
     wrong = np.flatnonzero((labels < 0) | (labels >= num_classes))
     if len(wrong):
         first = int(wrong[0])

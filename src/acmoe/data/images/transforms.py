@@ -1,7 +1,7 @@
-"""Pillow's colour and geometry operations on whole batches, one strength for each image.
+"""Colour and geometry operations on whole batches, with one strength per image.
 
-B images of uint8 in 3 colours, H rows, W columns. Every operation agrees with Pillow's to one grey
-level; unlike Pillow it runs where the batch is, on all images at once.
+B images of uint8 with 3 channels, H rows, W columns. The operations run on the device of the batch
+and agree with Pillow's to within one grey level.
 """
 
 import math
@@ -12,9 +12,9 @@ from torch.nn import functional
 
 from acmoe.data.transfer import constant
 
-# Luminance as Pillow weighs it: integers of a fixed point with 16 bits behind it.
+# Pillow's luminance weights, as fixed-point numbers with 16 fractional bits.
 _LUMA = (19595, 38470, 7471)
-_MEAN_COLOR = (124.0, 116.0, 104.0)  # ImageNet's, moved in where an image moves out
+_MEAN_COLOR = (124.0, 116.0, 104.0)  # ImageNet's mean; fills pixels from outside the image
 
 
 def invert(images: Tensor) -> Tensor:
@@ -22,31 +22,34 @@ def invert(images: Tensor) -> Tensor:
 
 
 def solarize(images: Tensor, threshold_B: Tensor) -> Tensor:
-    """Invert what is as bright as the threshold."""
+    """Invert values at or above the threshold."""
     return torch.where(images < threshold_B.view(-1, 1, 1, 1), images, 255 - images)
 
 
 def solarize_add(images: Tensor, add_B: Tensor) -> Tensor:
-    """Brighten the darker half of the range."""
+    """Add to values below 128."""
     brighter = (images.int() + add_B.view(-1, 1, 1, 1)).clamp(max=255).to(torch.uint8)
     return torch.where(images < 128, brighter, images)
 
 
 def posterize(images: Tensor, bits_B: Tensor) -> Tensor:
-    """Keep the highest bits of each colour."""
+    """Keep the highest `bits_B` bits of each value."""
     dropped = (8 - bits_B).view(-1, 1, 1, 1)
     return ((images.int() >> dropped) << dropped).to(torch.uint8)
 
 
 def grey(images: Tensor) -> Tensor:
-    """(B, 1, H, W) luminance, rounded."""
+    """Return the luminance, rounded, as (B, 1, H, W) uint8."""
     red, green, blue = images.int().unbind(1)
     total = _LUMA[0] * red + _LUMA[1] * green + _LUMA[2] * blue
     return ((total + 0x8000) >> 16).to(torch.uint8)[:, None]
 
 
 def blend(faded: Tensor, images: Tensor, factor_B: Tensor) -> Tensor:
-    """faded + factor * (images - faded): 1 is the image, below 1 fades it, above exaggerates."""
+    """Return faded + factor * (images - faded).
+
+    Factor 1 gives the image itself; smaller ones move it towards `faded`, greater ones away.
+    """
     start = faded.float()
     mixed = start + factor_B.view(-1, 1, 1, 1).float() * (images.float() - start)
     return mixed.clamp(0, 255).to(torch.uint8)
@@ -61,13 +64,13 @@ def brightness(images: Tensor, factor_B: Tensor) -> Tensor:
 
 
 def contrast(images: Tensor, factor_B: Tensor) -> Tensor:
-    """Towards or away from the image's mean luminance."""
+    """Blend with the mean luminance of the image."""
     mean_B111 = (grey(images).double().mean((1, 2, 3), keepdim=True) + 0.5).floor()
     return blend(mean_B111, images, factor_B)
 
 
 def sharpness(images: Tensor, factor_B: Tensor) -> Tensor:
-    """Towards or away from a smoothed image; its outermost pixels are not smoothed."""
+    """Blend with a smoothed copy of the image, whose outermost pixels are not smoothed."""
     kernel = torch.ones(3, 1, 3, 3, device=images.device) / 13
     kernel[:, :, 1, 1] = 5 / 13
     smooth = images.float()
@@ -79,7 +82,7 @@ def sharpness(images: Tensor, factor_B: Tensor) -> Tensor:
 
 
 def autocontrast(images: Tensor) -> Tensor:
-    """Stretch each colour to the whole range."""
+    """Stretch each channel linearly to the range 0 to 255."""
     low = images.amin((2, 3), keepdim=True).double()
     high = images.amax((2, 3), keepdim=True).double()
     scale = 255 / (high - low).clamp(min=1)
@@ -88,7 +91,7 @@ def autocontrast(images: Tensor) -> Tensor:
 
 
 def equalize(images: Tensor) -> Tensor:
-    """Spread each colour's levels so that all are used about equally often."""
+    """Equalise the histogram of each channel."""
     flat = images.flatten(2).long()
     count = torch.zeros(*flat.shape[:2], 256, dtype=torch.int64, device=images.device)
     count.scatter_add_(2, flat, torch.ones_like(flat))
@@ -101,9 +104,9 @@ def equalize(images: Tensor) -> Tensor:
 
 
 def warp(images: Tensor, matrix_B23: Tensor, mode: str = "bicubic") -> Tensor:
-    """The pixel at p comes from matrix (p, 1), p = (x, y) counted from the upper left corner.
+    """Apply an affine map: output pixel p = (x, y) reads the input at matrix @ (x, y, 1).
 
-    What would come from outside the image is the mean colour.
+    Coordinates count from the upper left corner. Positions outside the image give the mean colour.
     """
     height, width = images.shape[-2:]
     x = torch.arange(width, device=images.device) + 0.5
@@ -122,18 +125,18 @@ def warp(images: Tensor, matrix_B23: Tensor, mode: str = "bicubic") -> Tensor:
 
 
 def shear_matrix(x_B: Tensor, y_B: Tensor) -> Tensor:
-    one, none = torch.ones_like(x_B), torch.zeros_like(x_B)
-    return _matrix(one, x_B, none, y_B, one, none)
+    one, zero = torch.ones_like(x_B), torch.zeros_like(x_B)
+    return _matrix(one, x_B, zero, y_B, one, zero)
 
 
 def shift_matrix(x_B: Tensor, y_B: Tensor) -> Tensor:
-    """Offsets in pixels."""
-    one, none = torch.ones_like(x_B), torch.zeros_like(x_B)
-    return _matrix(one, none, x_B, none, one, y_B)
+    """Translation by offsets in pixels."""
+    one, zero = torch.ones_like(x_B), torch.zeros_like(x_B)
+    return _matrix(one, zero, x_B, zero, one, y_B)
 
 
 def rotation_matrix(degrees_B: Tensor, *, height: int, width: int) -> Tensor:
-    """Counter-clockwise about the centre."""
+    """Counter-clockwise rotation about the centre."""
     angle_B = degrees_B * (math.pi / 180)
     cos, sin = angle_B.cos(), angle_B.sin()
     x, y = width / 2, height / 2

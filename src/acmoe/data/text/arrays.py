@@ -1,4 +1,4 @@
-"""Token ids on disk: one-dimensional .npy files, written in pieces and read memory-mapped."""
+"""Token ids on disk: one-dimensional .npy files, written in chunks and read memory-mapped."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from acmoe.data.sources import sha256_of
+from acmoe.data.text.records import check_sha256, check_size
 from acmoe.errors import UserError, check
 
 # Token ids as stored: uint8, uint16 or int32 by the size of the vocabulary.
@@ -18,7 +19,7 @@ Tokens = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayRecord:
-    """What a stored array must be: file name, size in bytes, SHA-256, token count and type."""
+    """The recorded properties of a stored array, by which the file is checked when it is opened."""
 
     file: str
     bytes: int
@@ -28,26 +29,26 @@ class ArrayRecord:
 
 
 def smallest_dtype(vocabulary_size: int) -> np.dtype[Any]:
-    """The narrowest of uint8, uint16 and int32 that holds every token id."""
+    """Return the narrowest of uint8, uint16 and int32 that holds every token id."""
     if vocabulary_size <= 1 << 8:
         return np.dtype(np.uint8)
     return np.dtype(np.uint16) if vocabulary_size <= 1 << 16 else np.dtype(np.int32)
 
 
-def write_array(path: Path, dtype: np.dtype[Any], length: int, pieces: Iterable[Tokens]) -> None:
-    """Write `length` token ids, given in pieces, as a .npy file of `dtype`."""
+def write_array(path: Path, dtype: np.dtype[Any], length: int, chunks: Iterable[Tokens]) -> None:
+    """Write `length` token ids, given in chunks, as a .npy file of `dtype`."""
     header = {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": (length,)}
     written = 0
     with path.open("wb") as file:
         npy.write_array_header_1_0(file, header)
-        for piece in pieces:
-            file.write(piece.astype(dtype).tobytes())
-            written += len(piece)
+        for chunk in chunks:
+            file.write(chunk.astype(dtype).tobytes())
+            written += len(chunk)
     assert written == length, f"{path}: wrote {written} token ids of {length}"
 
 
 def describe_array(path: Path, tokens: int, dtype: np.dtype[Any]) -> ArrayRecord:
-    """The record by which `open_array` will know the file again."""
+    """Return the record that `open_array` checks the file against."""
     return ArrayRecord(
         file=path.name,
         bytes=path.stat().st_size,
@@ -58,22 +59,15 @@ def describe_array(path: Path, tokens: int, dtype: np.dtype[Any]) -> ArrayRecord
 
 
 def check_array(folder: Path, record: ArrayRecord, *, fix: str, verify: bool = False) -> None:
-    """Refuse a file that is not the recorded one: by its size, or with `verify` by its SHA-256."""
+    """Check that a file has its recorded size and, with `verify`, its recorded SHA-256."""
     path = folder / record.file
-    check(path.is_file(), f"{path} is missing; {fix}")
-    size = path.stat().st_size
-    check(
-        size == record.bytes,
-        f"{path} has {size:,} bytes, expected {record.bytes:,} as recorded in the manifest; {fix}",
-    )
-    check(
-        not verify or sha256_of(path) == record.sha256,
-        f"{path} was changed after it was written: its SHA-256 is not the recorded one; {fix}",
-    )
+    check_size(path, record.bytes, fix)
+    if verify:
+        check_sha256(path, record.sha256, fix)
 
 
 def open_array(folder: Path, record: ArrayRecord, *, fix: str, verify: bool = False) -> Tokens:
-    """The token ids of a checked file, memory-mapped and read-only."""
+    """Check a file and return its token ids, memory-mapped and read-only."""
     check_array(folder, record, fix=fix, verify=verify)
     path = folder / record.file
     try:

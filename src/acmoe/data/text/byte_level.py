@@ -1,4 +1,4 @@
-"""Byte-level corpora in EnWik-8's format: one file, its first 90 % for training, 5 % and 5 %."""
+"""Byte-level corpora: one file, split 90 : 5 : 5 into training, validation and test text."""
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -16,13 +16,13 @@ Lengths = Callable[[int], dict[str, int]]
 
 
 def proportional(length: int) -> dict[str, int]:
-    """90 %, 5 % and the rest: for EnWik-8's 100,000,000 bytes its usual 90M, 5M and 5M."""
+    """Split a length 90 : 5 : 5. EnWik-8's 100,000,000 bytes give its usual 90M, 5M and 5M."""
     train, valid = length * 9 // 10, length // 20
     return {"train": train, "valid": valid, "test": length - train - valid}
 
 
 def find_byte_file(source: Path) -> Path:
-    """The file itself, or in a folder the one called enwik8, or its only file."""
+    """Return the source if it is a file; in a folder, the file enwik8 or else the only file."""
     if source.is_file():
         return source
     check(source.is_dir(), f"{source} does not exist; expected a file or a folder with one")
@@ -37,7 +37,7 @@ def find_byte_file(source: Path) -> Path:
 
 
 def file_bytes(path: Path, limit: int | None, progress: Progress) -> Iterator[bytes]:
-    """The bytes of a file in chunks, no more than `limit` of them."""
+    """Yield the first `limit` bytes of a file (None: all) in chunks."""
     left = limit
 
     def report(done: int, size: int) -> None:
@@ -54,9 +54,9 @@ def file_bytes(path: Path, limit: int | None, progress: Progress) -> Iterator[by
 def write_bytes(
     chunks: Iterable[bytes], folder: Path, *, lengths: Lengths, all_values: bool
 ) -> tuple[ByteVocabulary, dict[str, int]]:
-    """Write each split as `folder`/SPLIT.npy; returns the vocabulary and the token counts.
+    """Write each split as `folder`/SPLIT.npy; return the vocabulary and the token counts.
 
-    `all_values` keeps all 256 byte values, else only those that occur.
+    The vocabulary has all 256 byte values with `all_values`, else only those that occur.
     """
     raw = folder / "text.raw"
     seen = np.zeros(256, dtype=np.bool_)
@@ -72,11 +72,11 @@ def write_bytes(
     with raw.open("rb") as text:
         for split, length in counts.items():
             text.seek(start)
-            pieces = (
+            ids = (
                 vocabulary.lookup[np.frombuffer(text.read(min(CHUNK, length - at)), dtype=np.uint8)]
                 for at in range(0, length, CHUNK)
             )
-            write_array(folder / f"{split}.npy", smallest_dtype(vocabulary.size), length, pieces)
+            write_array(folder / f"{split}.npy", smallest_dtype(vocabulary.size), length, ids)
             start += length
     raw.unlink()
     return vocabulary, counts

@@ -1,7 +1,7 @@
-"""Corrupted validation and test text, made once and kept in the corpus folder.
+"""Corrupted validation and test text, made once and stored in the corpus folder.
 
-One seed and rate give one corrupted corpus, so that every model meets the same one; the training
-text stays clean.
+The same seed and rate give the same text, so that all models are scored on it. Training text stays
+clean.
 """
 
 from dataclasses import dataclass
@@ -27,9 +27,9 @@ from acmoe.data.text.swaps import SwapReport, swap_bytes, swap_words
 from acmoe.data.text.vocabulary import WordVocabulary
 from acmoe.errors import UserError, check
 
-CORRUPTED_SPLITS = ("valid", "test")  # training text stays clean
+CORRUPTED_SPLITS = ("valid", "test")
 FORMAT, VERSION = "acmoe-contaminated", 1
-WORD_RATE, BYTE_RATE = 0.025, 0.05
+WORD_RATE, BYTE_RATE = 0.025, 0.05  # default rates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class ContaminationManifest:
 
 
 class Contaminated(NamedTuple):
-    """Streams for `EvaluationBatches(inputs, targets=targets, ...)`, and what was done."""
+    """Streams for `EvaluationBatches(inputs, targets=targets, ...)`, and the counts of changes."""
 
     inputs: Tokens
     targets: Tokens
@@ -57,7 +57,7 @@ class Contaminated(NamedTuple):
 def contaminate(
     corpus: Corpus, split: str, config: ContaminationConfig | None = None
 ) -> Contaminated:
-    """The corrupted stream of a split, made once and then read from the corpus folder."""
+    """Return the corrupted stream of a split, which is made on the first call and then reused."""
     config = config or ContaminationConfig()
     check(
         split in CORRUPTED_SPLITS,
@@ -72,8 +72,8 @@ def contaminate(
     fix = f"delete {folder} and it will be made again"
     manifest = _read(folder, fix)
     inputs = open_array(folder, manifest.splits[split], fix=fix)
-    kept = config.targets or ("corrupted" if corpus.kind == "words" else "clean")
-    targets = inputs if kept == "corrupted" else corpus[split]
+    kind = config.targets or ("corrupted" if corpus.kind == "words" else "clean")
+    targets = inputs if kind == "corrupted" else corpus[split]
     return Contaminated(inputs, targets, manifest.reports[split])
 
 
@@ -98,7 +98,7 @@ def _clean_sha256(corpus: Corpus) -> dict[str, str]:
 
 
 def _done(corpus: Corpus, folder: Path) -> bool:
-    """Whether the folder holds, whole, the corruption of this very text."""
+    """Return True where the folder holds complete corrupted arrays of this corpus."""
     try:
         manifest = _read(folder, fix="")
         for record in manifest.splits.values():

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from acmoe.data.sources import SourceRecord, sha256_of
+from acmoe.data.sources import SourceRecord
 from acmoe.data.text.arrays import ArrayRecord, Tokens, check_array, open_array
-from acmoe.data.text.records import check_record, read_record
+from acmoe.data.text.records import check_record, check_sha256, read_record
 from acmoe.data.text.vocabulary import Vocabulary, load_vocabulary
 from acmoe.errors import UserError, check
 
@@ -20,10 +20,10 @@ Kind = Literal["words", "bytes"]
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What stands in a corpus folder and where it came from; the last file to be written.
+    """The content of a corpus folder and its sources; it is the last file to be written.
 
-    Nothing in it depends on the day or the machine, so equal sources give equal manifests.
-    `published` says that the counts are those known for the data set of that name.
+    Nothing in it depends on the date or the machine, so equal sources give equal manifests.
+    `published` is True if the counts are the published ones of the data set of that name.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Token ids by split (`corpus["valid"]`), with the vocabulary that reads them."""
+    """Token ids by split (`corpus["valid"]`), and the vocabulary to decode them."""
 
     folder: Path
     manifest: Manifest
@@ -74,7 +74,7 @@ def _fix(folder: Path, name: str) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a corpus folder, refused when it is of another format or version."""
+    """Read the manifest of a corpus folder and check its format and version."""
     path = folder / MANIFEST
     check(path.is_file(), f"no prepared corpus in {folder}; run `acmoe data prepare NAME` first")
     fix = _fix(folder, folder.name)
@@ -88,7 +88,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def is_intact(folder: Path, manifest: Manifest) -> bool:
-    """Whether every array of the manifest is there with its recorded size."""
+    """Return True where every array of the manifest exists with its recorded size."""
     try:
         for record in manifest.splits.values():
             check_array(folder, record, fix="")
@@ -98,10 +98,10 @@ def is_intact(folder: Path, manifest: Manifest) -> bool:
 
 
 def load_corpus(folder: Path | str, *, verify: bool = False) -> Corpus:
-    """Open a prepared corpus without reading it; `verify` also compares every SHA-256.
+    """Open a prepared corpus memory-mapped; `verify` also compares the SHA-256 of every file.
 
     Raises:
-        UserError: nothing is prepared there, or a file is not the one the manifest records.
+        UserError: the folder has no prepared corpus, or a file differs from the manifest.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
@@ -113,10 +113,8 @@ def load_corpus(folder: Path | str, *, verify: bool = False) -> Corpus:
         f"{path} holds {vocabulary.size} {vocabulary.kind}, expected {manifest.vocabulary_size}"
         f" {manifest.kind}; {fix}",
     )
-    check(
-        not verify or sha256_of(path) == manifest.vocabulary_sha256,
-        f"{path} was changed after it was written: its SHA-256 is not the recorded one; {fix}",
-    )
+    if verify:
+        check_sha256(path, manifest.vocabulary_sha256, fix)
     streams = {
         split: open_array(folder, manifest.splits[split], fix=fix, verify=verify)
         for split in SPLITS

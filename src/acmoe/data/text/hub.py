@@ -1,60 +1,44 @@
-"""Published data sets from the HuggingFace hub, written as the local files `prepare` takes."""
+"""Download data sets from the HuggingFace hub as the local files that `prepare` reads."""
 
 import csv
-import importlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from acmoe.data.folders import build_folder
+from acmoe.data.hub import hub_library, load_from_hub
 from acmoe.data.progress import Progress, silent
 from acmoe.data.text.banking77 import CATEGORIES
-from acmoe.data.text.registry import Dataset, dataset
-from acmoe.errors import UserError, check
+from acmoe.data.text.registry import dataset
+from acmoe.errors import check
 
 Row = Mapping[str, Any]
 _HUB_SPLITS = {"train": "train", "valid": "validation", "dev": "validation", "test": "test"}
 
 
 def download(name: str, folder: Path, *, progress: Progress = silent) -> Path:
-    """Fetch a data set's splits into `folder` as text files; needs the `text` extra and a network.
+    """Download the splits of a data set to `folder` as text files.
 
-    A folder that holds files already is kept as it is.
+    Needs the `text` extra and a network. A folder that already has files is left unchanged.
     """
     entry, folder = dataset(name), Path(folder)
     check(bool(entry.hub), f"{name} is not fetched from the hub; its source: {entry.origin}")
-    hub = _hub_library()
+    hub_library()  # fails here if it is not installed, even where nothing is left to download
+    fix = f"check the network, or prepare local files: {entry.layout}"
 
     def build(new: Path) -> None:
         for split, (file, write) in _files(name).items():
-            rows = _rows(hub, entry, _HUB_SPLITS[split])
-            write(new / file, _reported(rows, file, progress))
+            rows = load_from_hub(
+                entry.hub, entry.hub_config or None, split=_HUB_SPLITS[split], fix=fix
+            )
+            write(new / file, _report_rows(rows, file, progress))
 
     build_folder(folder, build, lambda: folder.is_dir() and any(folder.iterdir()))
     return folder
 
 
-def _hub_library() -> Any:
-    try:
-        return importlib.import_module("datasets")
-    except ImportError as error:
-        raise UserError(
-            "the HuggingFace hub needs the text extra: pip install 'acmoe[text]'"
-        ) from error
-
-
-def _rows(hub: Any, entry: Dataset, split: str) -> Any:
-    try:
-        return hub.load_dataset(entry.hub, entry.hub_config or None, split=split)
-    except Exception as error:  # the library and its HTTP client raise many unrelated types
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"could not fetch {entry.hub} from the HuggingFace hub ({reason}); check the network,"
-            f" or prepare local files: {entry.layout}"
-        ) from error
-
-
-def _reported(rows: Any, stage: str, progress: Progress) -> Iterable[Row]:
+def _report_rows(rows: Any, stage: str, progress: Progress) -> Iterable[Row]:
+    """Yield the rows and report progress every 1000 of them."""
     for done, row in enumerate(rows, start=1):
         yield row
         if done % 1000 == 0 or done == len(rows):
@@ -65,7 +49,7 @@ _Writer = Callable[[Path, Iterable[Row]], None]
 
 
 def _files(name: str) -> dict[str, tuple[str, _Writer]]:
-    """The file of each split to write, and how."""
+    """Map each split to its file name and the function that writes it."""
     if name == "wikitext103":
         return {s: (f"wiki.{s}.tokens", _write_lines) for s in ("train", "valid", "test")}
     if name == "banking77":
@@ -75,7 +59,7 @@ def _files(name: str) -> dict[str, tuple[str, _Writer]]:
 
 
 def _write_lines(path: Path, rows: Iterable[Row]) -> None:
-    """A row of the hub is a line, with its newline or, for a blank line, without."""
+    """Write one line per row; the hub's rows end with a newline, except for blank lines."""
     with path.open("w", encoding="utf-8", newline="\n") as file:
         file.writelines(row["text"].rstrip("\n") + "\n" for row in rows)
 

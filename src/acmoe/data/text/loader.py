@@ -1,10 +1,10 @@
-"""Token streams -> blocks of B rows and L positions, in training and in evaluation.
+"""Loaders that cut a token stream into blocks of B rows and L positions.
 
 Shape letters: B rows (of this rank), L positions of a block, N tokens of the stream.
 
-A stream is cut into contiguous rows that are read left to right, so a model may carry its memory
-from one block to the next; `Batch.reset` says when it must not. Rows are dealt to ranks in order:
-the blocks of all ranks, one under the other, are the blocks of a single process.
+A stream is cut into contiguous rows that are read left to right, so that a model can carry its
+memory from one block to the next; `Batch.reset` tells when it must start without memory. Ranks get
+consecutive rows: the blocks of all ranks, stacked, are the blocks of a single process.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,17 +16,18 @@ import torch
 from torch import Tensor
 
 from acmoe.data.seeding import derive_seed
+from acmoe.data.sharding import check_same_data, rank_rows
 from acmoe.data.text.arrays import Tokens
 from acmoe.errors import check
 
-IGNORED = -100  # target of a padded position: cross_entropy's ignore_index, and no valid index
+IGNORED = -100  # target of padding: the default ignore_index of cross_entropy, never a token id
 
 
 class Batch(NamedTuple):
     """One block: `targets[b, l]` is the token that follows `tokens[b, l]`.
 
-    `token_mask` is False where a row has ended, None when every position counts. `reset` asks the
-    model to forget: this block does not continue the one before it.
+    `token_mask` is False where a row has ended; None: every position counts. With `reset`, this
+    block does not continue the previous one, so the model must drop its memory.
     """
 
     tokens: Tensor
@@ -35,24 +36,16 @@ class Batch(NamedTuple):
     token_mask: Tensor | None = None
 
 
-def _check_sizes(batch: int, block: int, rank: int, world_size: int) -> None:
-    check(batch >= 1, f"batch={batch} must be 1 or more rows")
-    check(block >= 1, f"block={block} must be 1 or more tokens")
-    check(
-        batch % world_size == 0,
-        f"batch={batch} rows cannot be dealt to world_size={world_size} ranks; use a multiple",
-    )
-    check(0 <= rank < world_size, f"rank={rank} must lie below world_size={world_size}")
-
-
 class TrainingBatches:
-    """Endless blocks of a training stream, the same for the same seed, resumable bit by bit.
+    """An endless iterator over the blocks of a training stream, resumable bit by bit.
 
-    The stream's first B * (N // B) tokens make B rows of equal length. A pass reads whole blocks
-    from an offset to the row's end; the first pass starts at 0, each later one at random below
-    one block, so that the cuts between blocks move. Each pass begins with `reset`.
+    The first B * (N // B) tokens of the stream form B rows of equal length. A pass reads whole
+    blocks from an offset to the end of the rows. The first pass starts at offset 0, each later one
+    at a random offset of less than one block, so that the boundaries between blocks move. Each pass
+    begins with `reset`. The offsets follow from the seed.
 
-    `batch` counts the rows of all ranks together, so a run may resume on another number of them.
+    `batch` is the number of rows on all ranks together, so a run can resume on another number of
+    ranks.
     """
 
     def __init__(
@@ -65,7 +58,8 @@ class TrainingBatches:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        _check_sizes(batch, block, rank, world_size)
+        check(block >= 1, f"block={block} must be 1 or more tokens")
+        self.rows = rank_rows(batch, rank=rank, world_size=world_size, unit="rows")
         self.stream, self.batch, self.block, self.seed = stream, batch, block, seed
         self.row_length = len(stream) // batch
         check(
@@ -73,8 +67,6 @@ class TrainingBatches:
             f"{len(stream):,} tokens make {batch} rows of {self.row_length}; a block of {block}"
             " and its next token do not fit: lower batch or block",
         )
-        local = batch // world_size
-        self.rows = range(rank * local, (rank + 1) * local)
         self.passes, self.position, self.reset = 0, 0, True
 
     def __iter__(self) -> Self:
@@ -95,12 +87,12 @@ class TrainingBatches:
         self.reset = self.position + self.block + 1 > self.row_length
         if self.reset:
             self.passes += 1
-            # A block must still fit behind the offset, which matters only for very short rows.
+            # A block must still fit after the offset, which matters only for very short rows.
             offsets = min(self.block, self.row_length - self.block)
             self.position = derive_seed(self.seed, "offset of pass", self.passes) % offsets
 
     def state_dict(self) -> dict[str, int]:
-        """Where the next block starts. The random offsets follow from seed and pass."""
+        """The position of the next block. Random offsets follow from the seed and the pass."""
         return {
             "passes": self.passes,
             "position": self.position,
@@ -112,29 +104,23 @@ class TrainingBatches:
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue where `state_dict` was taken; the stream and its cut must be the same."""
-        own = self.state_dict()
-        for key in ("seed", "batch", "block", "tokens"):
-            check(
-                state[key] == own[key],
-                f"the saved run read its data with {key}={state[key]}, this one with"
-                f" {key}={own[key]}; use the same",
-            )
+        """Continue from a state of `state_dict`; stream, batch and block must be the same."""
+        keys = ("seed", "batch", "block", "tokens")
+        check_same_data(state, self.state_dict(), keys, what="data")
         self.passes, self.position = state["passes"], state["position"]
         self.reset = bool(state["reset"])
 
 
 class EvaluationBatches:
-    """Blocks that score every token of a stream but its first exactly once.
+    """Blocks that score every token of a stream, except the first, exactly once.
 
     A stream of N tokens has N - 1 predictions, token i -> token i + 1. They are cut into `batch`
-    contiguous rows whose lengths differ by at most one: the last target of a row is the first
+    contiguous rows whose lengths differ by at most one; the last target of a row is the first
     input of the next. Each row starts without memory, so fewer rows mean more context. Rows that
-    have ended are padded with token 0, target `IGNORED` and `token_mask` False; all ranks see the
+    have ended are padded with token 0, target `IGNORED` and `token_mask` False; all ranks have the
     same number of blocks.
 
-    `targets` may be another stream of the same length, such as the clean text behind a corrupted
-    input.
+    `targets` may be another stream of the same length, such as the clean text of a corrupted input.
     """
 
     def __init__(
@@ -147,7 +133,8 @@ class EvaluationBatches:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        _check_sizes(batch, block, rank, world_size)
+        check(block >= 1, f"block={block} must be 1 or more tokens")
+        rows = rank_rows(batch, rank=rank, world_size=world_size, unit="rows")
         self.stream, self.block = stream, block
         self.targets = stream if targets is None else targets
         check(
@@ -161,8 +148,6 @@ class EvaluationBatches:
             f" batch={batch} rows: lower batch",
         )
         short, longer = divmod(self.predictions, batch)
-        local = batch // world_size
-        rows = range(rank * local, (rank + 1) * local)
         starts = [row * short + min(row, longer) for row in (*rows, rows.stop)]
         self.spans = list(pairwise(starts))
         self.longest = short + (longer > 0)

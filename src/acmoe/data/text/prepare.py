@@ -1,4 +1,4 @@
-"""`prepare`: verify a source, tokenise it once, and leave a finished folder or none."""
+"""`prepare`: check a source, tokenise it, and write a complete corpus folder or none at all."""
 
 import platform
 from collections.abc import Callable, Mapping
@@ -30,9 +30,10 @@ Source = Path | str | Mapping[str, Path]
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What `prepare` leaves: `created` is False when everything was there already.
+    """The result of `prepare`; `created` is False where the folder was complete already.
 
-    `counts` are tokens of each split, or rows of a sentence set; `vocabulary_size` is then 0.
+    `counts` holds the tokens of each split. For a sentence set it holds rows, and
+    `vocabulary_size` is 0.
     """
 
     name: str
@@ -45,7 +46,7 @@ class Prepared:
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """A source found and fingerprinted, and how to write it into a folder."""
+    """The checksummed source files of a corpus, and the function that tokenises them."""
 
     title: str
     sources: list[SourceRecord]
@@ -61,20 +62,21 @@ def prepare(
     config: PrepareConfig | None = None,
     progress: Progress = silent,
 ) -> Prepared:
-    """Make the folder `out` from a source; a second call with the same source changes nothing.
+    """Write a corpus to the folder `out`; a second call with the same source changes nothing.
 
     Args:
-        name: a data set of the registry; `words` and `bytes` take anybody's text.
-        source: the folder or file the registry's `layout` describes, or a mapping from split to
-            file for words; None for `stdlib`.
-        out: the folder to make. It appears only when it is complete.
+        name: a data set of the registry; `words` and `bytes` take any text.
+        source: the folder or file that the registry's `layout` describes, or for words a mapping
+            from split to file; None for `stdlib`.
+        out: the folder to create. It appears only once it is complete.
 
     Raises:
-        UserError: the source is missing, broken or not the published one; `out` holds other files.
+        UserError: the source is missing, broken or not the published one, or `out` has other
+            files.
     """
     entry, config = dataset(name), config or PrepareConfig()
     _check_options(entry, config)
-    _check_place(Path(out), name)
+    _check_out(Path(out), name)
     if entry.kind == "sentences":
         return _prepare_sentences(entry, source, Path(out))
     return _prepare_corpus(entry, source, Path(out), config, progress)
@@ -95,8 +97,8 @@ def _check_options(entry: Dataset, config: PrepareConfig) -> None:
     )
 
 
-def _check_place(out: Path, name: str) -> None:
-    """Refuse a folder that holds anything we did not write: it would be replaced."""
+def _check_out(out: Path, name: str) -> None:
+    """Check that `out` holds only files of `prepare`, since the folder may be replaced."""
     if not out.exists():
         return
     check(out.is_dir(), f"{out} is a file; expected a folder to write {name!r} into")
@@ -173,7 +175,7 @@ def _prepare_corpus(
 
 
 def _one_path(entry: Dataset, source: Source | None) -> Path:
-    """The source as a path, for every data set that is not given file by file."""
+    """Return the source as a path; a data set that needs one path takes no mapping and no None."""
     if not isinstance(source, Path | str):
         wanted = entry.layout or "no source, or one folder of modules"
         raise UserError(f"{entry.name} needs {wanted}; got {source}")
@@ -262,7 +264,7 @@ def _write_corpus(entry: Dataset, plan: _Plan, config: PrepareConfig, folder: Pa
 
 
 def _difference(entry: Dataset, counts: dict[str, int], vocabulary_size: int) -> str:
-    """The first published figure this source does not have, and what to do."""
+    """Error message for the first count that differs from the published one."""
     fix = (
         f"fetch the real {entry.title}, prepare it as {entry.kind!r},"
         " or accept it with allow_other_counts"

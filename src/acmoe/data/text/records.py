@@ -1,4 +1,4 @@
-"""Small JSON records on disk, read back with every field checked."""
+"""JSON records on disk, validated when they are read, and checks of the files they describe."""
 
 import json
 from dataclasses import asdict
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from acmoe.data.sources import sha256_of
 from acmoe.errors import UserError, check
 
 if TYPE_CHECKING:
@@ -22,12 +23,12 @@ def _validator(kind: type[R]) -> TypeAdapter[R]:
 
 
 def write_record(path: Path, record: "DataclassInstance") -> None:
-    """Write a dataclass as indented JSON; equal records are equal files."""
+    """Write a dataclass as indented JSON; equal records give equal files."""
     path.write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
 
 
 def read_record(path: Path, kind: type[R], *, fix: str) -> R:
-    """Read what `write_record` wrote; `fix` ends the one line of error."""
+    """Read and validate a record of class `kind`; `fix` ends the error message."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -42,9 +43,27 @@ def read_record(path: Path, kind: type[R], *, fix: str) -> R:
 
 
 def check_record(path: Path, found: tuple[str, int], expected: tuple[str, int], fix: str) -> None:
-    """Refuse a record of another format or version."""
+    """Check the (format, version) of a record."""
     check(
         found == expected,
         f"{path} is {found[0]} version {found[1]}, expected {expected[0]} version {expected[1]};"
         f" {fix}",
+    )
+
+
+def check_size(path: Path, size: int, fix: str) -> None:
+    """Check that a file exists and has its recorded size in bytes."""
+    check(path.is_file(), f"{path} is missing; {fix}")
+    found = path.stat().st_size
+    check(
+        found == size,
+        f"{path} has {found:,} bytes, expected {size:,} as recorded in the manifest; {fix}",
+    )
+
+
+def check_sha256(path: Path, sha256: str, fix: str) -> None:
+    """Check that a file has its recorded SHA-256."""
+    check(
+        sha256_of(path) == sha256,
+        f"{path} was changed after it was written: its SHA-256 is not the recorded one; {fix}",
     )

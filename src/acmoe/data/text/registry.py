@@ -1,4 +1,4 @@
-"""Every language data set the commands know by name: what it is, and where to get it."""
+"""The registry of text data sets: descriptions, origins and published counts."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,15 +11,15 @@ from acmoe.errors import UserError, check
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """One data set.
+    """One text data set.
 
     Attributes:
-        layout: the local files `prepare` takes; empty where none are needed.
-        hub: its id on the HuggingFace hub, for `download` with the `text` extra; empty if none.
-        hub_config: the hub's name for the variant wanted.
-        counts: published tokens of each split, checked by `prepare`; empty for anybody's text.
-        vocabulary_size: published number of symbols; 0 for anybody's text.
-        all_values: byte level: keep all 256 values rather than those that occur.
+        layout: the local files that `prepare` reads; empty: none are needed.
+        hub: id on the HuggingFace hub, for `download` with the `text` extra; empty: none.
+        hub_config: the hub's name of the variant to use.
+        counts: published tokens of each split, checked by `prepare`; empty for a user's own text.
+        vocabulary_size: published number of symbols; 0 for a user's own text.
+        all_values: byte level: the vocabulary has all 256 values, not only those that occur.
     """
 
     name: str
@@ -124,12 +124,12 @@ _DATASETS = (
 
 
 def datasets() -> list[Dataset]:
-    """Every known data set, the one that needs no download first."""
+    """List all known data sets; the one that needs no download comes first."""
     return list(_DATASETS)
 
 
 def dataset(name: str) -> Dataset:
-    """The data set of that name."""
+    """Return the data set of that name."""
     by_name = {entry.name: entry for entry in _DATASETS}
     check(name in by_name, f"data set {name!r} is not known; choose one of {', '.join(by_name)}")
     return by_name[name]
@@ -137,7 +137,7 @@ def dataset(name: str) -> Dataset:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What lies in a data set's place: `state` is prepared, absent or damaged."""
+    """The state of a data set on disk: prepared, absent or damaged."""
 
     folder: Path
     state: Literal["prepared", "absent", "damaged"]
@@ -145,7 +145,7 @@ class Found:
 
 
 def found(name: str, root: Path) -> Found:
-    """Whether `root`/`name` holds the data set, prepared and whole; reads manifests only."""
+    """Look up the data set in `root`/`name`; checks the manifest and the sizes of files only."""
     entry, folder = dataset(name), root / name
     if not (folder / MANIFEST).is_file():
         return Found(folder=folder, state="absent", detail="not prepared")

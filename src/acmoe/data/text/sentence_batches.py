@@ -1,6 +1,6 @@
-"""Sentences -> padded batches for finetuning, encoded with a pretraining vocabulary.
+"""Padded batches of sentences for finetuning, encoded with a pretraining vocabulary.
 
-Shape letters: B sentences, L positions of the longest of them.
+Shape letters: B sentences, L length of the longest one.
 """
 
 import re
@@ -20,14 +20,17 @@ _WORD_OR_SIGN = re.compile(r"\w+|[^\w\s]")
 
 
 class EncodedSentence(NamedTuple):
-    """Token ids, the last of them the end of line where the vocabulary has one, and the class."""
+    """Token ids, ending with the end-of-line token if the vocabulary has one, and the class."""
 
     tokens: Ids
     label: int
 
 
 class SentenceBatch(NamedTuple):
-    """Right-padded sentences; `token_mask` is True for real tokens, `last` is the last of each."""
+    """Right-padded sentences.
+
+    `token_mask` is True for real tokens, `last` is the position of each sentence's last token.
+    """
 
     tokens: Tensor
     token_mask: Tensor
@@ -38,11 +41,11 @@ class SentenceBatch(NamedTuple):
 def encode_sentences(
     sentences: Sequence[Sentence], vocabulary: Vocabulary, *, lower: bool = False
 ) -> list[EncodedSentence]:
-    """Token ids of each sentence with an end of line behind it.
+    """Encode each sentence, followed by an end-of-line token.
 
-    A word the vocabulary lacks is tried again with its punctuation split off, since texts such as
-    Banking-77's are not tokenised ("card?"); parts still unknown become `<unk>`. `lower` folds case
-    first.
+    A word that is not in the vocabulary is split at its punctuation, since texts such as
+    Banking-77's are not tokenised ("card?"); parts that are still unknown become `<unk>`. `lower`
+    converts to lower case first.
     """
     return [
         EncodedSentence(_encode(text.lower() if lower else text, vocabulary), label)
@@ -70,7 +73,7 @@ def sentence_batches(
     epoch: int = 0,
     shuffle: bool = False,
 ) -> Iterator[SentenceBatch]:
-    """Every sentence once; the shuffled order follows from seed and epoch alone."""
+    """Yield batches with every sentence once; a shuffled order follows from seed and epoch."""
     check(batch >= 1, f"batch={batch} must be 1 or more sentences")
     order = torch.arange(len(sentences))
     if shuffle:
@@ -81,7 +84,7 @@ def sentence_batches(
 
 
 def collate(sentences: Sequence[EncodedSentence]) -> SentenceBatch:
-    """Pad sentences on the right to the longest; padding is token 0 and masked."""
+    """Pad sentences on the right to the longest; padding is token 0, masked out."""
     lengths = [len(sentence.tokens) for sentence in sentences]
     tokens_BL = torch.zeros(len(sentences), max(lengths), dtype=torch.int64)
     for row, sentence in enumerate(sentences):

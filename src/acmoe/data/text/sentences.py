@@ -1,4 +1,4 @@
-"""Sentence classification: SST-2, SST-5 and Banking-77, read from local files and checked."""
+"""Sentence classification data: SST-2, SST-5 and Banking-77, read from local files."""
 
 import csv
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from acmoe.data.sources import SourceRecord, find_file, read_chunks, read_lines, sha256_of
 from acmoe.data.text.banking77 import CATEGORIES
-from acmoe.data.text.records import check_record, read_record, write_record
+from acmoe.data.text.records import check_record, check_size, read_record, write_record
 from acmoe.errors import UserError, check
 
 FORMAT, VERSION = "acmoe-sentences", 1
@@ -16,7 +16,7 @@ MANIFEST = "manifest.json"
 
 
 class Sentence(NamedTuple):
-    """A text and the position of its class in the task's `classes`."""
+    """A text and the index of its class in the task's `classes`."""
 
     text: str
     label: int
@@ -24,7 +24,7 @@ class Sentence(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What the files of a task must look like; `classes` are their labels, in order of class id."""
+    """The file format of a task; `classes` lists the labels in order of class id."""
 
     name: str
     classes: tuple[str, ...]
@@ -39,7 +39,7 @@ TASKS = {
         classes=("0", "1"),
         extension="tsv",
         required=("train", "dev"),
-        optional=("test",),  # GLUE publishes it without labels
+        optional=("test",),  # optional since GLUE publishes it without labels
     ),
     "sst5": Task(
         name="sst5",
@@ -65,7 +65,7 @@ class SplitRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class SentenceManifest:
-    """What a prepared folder of sentences holds, and the files it was made from."""
+    """The content of a prepared folder of sentences, and its source files."""
 
     name: str
     splits: dict[str, SplitRecord]
@@ -75,13 +75,13 @@ class SentenceManifest:
 
 
 def task_of(name: str) -> Task:
-    """The task of that name."""
+    """Return the task of that name."""
     check(name in TASKS, f"task {name!r} is not known; choose one of {', '.join(TASKS)}")
     return TASKS[name]
 
 
 def find_sentence_files(task: Task, folder: Path) -> dict[str, Path]:
-    """The file of each split in the folder; a required one that is missing is an error."""
+    """Find the file of each split in a folder; raise if a required split is missing."""
     check(folder.is_dir(), f"{folder} is not a folder; expected one with the files of {task.name}")
     files = {}
     for split in (*task.required, *task.optional):
@@ -96,7 +96,7 @@ def find_sentence_files(task: Task, folder: Path) -> dict[str, Path]:
 
 
 def load_sentences(name: str, folder: Path | str) -> dict[str, list[Sentence]]:
-    """Every split of a task, from a prepared folder or from the files as published."""
+    """Load every split of a task, from a prepared folder or from the published files."""
     task, folder = task_of(name), Path(folder)
     if (folder / MANIFEST).is_file():
         read_sentence_manifest(folder)
@@ -105,7 +105,7 @@ def load_sentences(name: str, folder: Path | str) -> dict[str, list[Sentence]]:
 
 
 def read_sentences(task: Task, split: str, path: Path) -> list[Sentence]:
-    """The rows of one file; a wrong column, label or encoding is named with its line."""
+    """Read the rows of one file; errors name the line of a wrong column, label or encoding."""
     rows = _tsv_rows(path) if task.extension == "tsv" else _csv_rows(path)
     label_of = {label: number for number, label in enumerate(task.classes)}
     expected = ", ".join(task.classes) if len(task.classes) < 10 else "one of its 77 categories"
@@ -128,7 +128,10 @@ def read_sentences(task: Task, split: str, path: Path) -> list[Sentence]:
 
 
 def _tsv_rows(path: Path) -> Iterator[tuple[int, str, str]]:
-    """(line, sentence, label) of tab-separated text without quoting; a header is skipped."""
+    """Yield (line number, sentence, label) of tab-separated text without quoting.
+
+    A header line is skipped.
+    """
     for number, line in read_lines(path):
         columns = line.rstrip("\r").split("\t")
         check(
@@ -142,7 +145,7 @@ def _tsv_rows(path: Path) -> Iterator[tuple[int, str, str]]:
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, str, str]]:
-    """(line, text, category) of comma-separated text with quoting; a text may hold newlines."""
+    """Yield (line number, text, category) of CSV with quoting; texts may contain newlines."""
     reader = csv.reader((line + "\n" for _, line in read_lines(path)), strict=True)
     header = ["text", "category"]
     number = 1
@@ -168,7 +171,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, str, str]]:
 def write_sentences(
     task: Task, files: dict[str, Path], sources: list[SourceRecord], folder: Path
 ) -> None:
-    """Copy checked source files, decompressed, into a folder with a manifest."""
+    """Check the source files and copy them, decompressed, to a folder with a manifest."""
     splits = {}
     for split, path in files.items():
         rows = len(read_sentences(task, split, path))
@@ -183,17 +186,11 @@ def write_sentences(
 
 
 def read_sentence_manifest(folder: Path) -> SentenceManifest:
-    """The manifest of a prepared folder, refused when a file is missing or of another size."""
+    """Read the manifest of a prepared folder, and check that its files exist with their sizes."""
     path = folder / MANIFEST
     fix = f"delete {folder} and prepare {folder.name!r} again"
     manifest = read_record(path, SentenceManifest, fix=fix)
     check_record(path, (manifest.format, manifest.version), (FORMAT, VERSION), fix)
     for record in manifest.splits.values():
-        file = folder / record.file
-        check(file.is_file(), f"{file} is missing; {fix}")
-        size = file.stat().st_size
-        check(
-            size == record.bytes,
-            f"{file} has {size:,} bytes, expected {record.bytes:,} as recorded; {fix}",
-        )
+        check_size(folder / record.file, record.bytes, fix)
     return manifest

@@ -1,4 +1,4 @@
-"""The corpus that needs no download: the source text of Python's own standard library."""
+"""A corpus that needs no download: the source code of Python's standard library."""
 
 import hashlib
 import sysconfig
@@ -9,18 +9,18 @@ from acmoe.data.progress import Progress
 from acmoe.data.sources import SourceRecord
 from acmoe.errors import UserError, check
 
-# Not library code, or not the same on two installations of one Python version.
-LEFT_OUT = frozenset(
+# Folders that hold no library code, or that differ between installations of one Python version.
+EXCLUDED = frozenset(
     {"test", "tests", "idlelib", "idle_test", "turtledemo", "lib2to3", "ensurepip", "__pycache__"}
     | {"site-packages", "dist-packages"}
 )
 BUILD_FILES = ("_sysconfigdata", "_sysconfig_vars")  # generated for one machine
-FEWEST = 100_000  # bytes; a whole standard library has more than ten million
+MIN_BYTES = 100_000  # a complete standard library has more than ten million
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A library file; `order` is a hash of its name, by which the files are shuffled."""
+    """A library file; `order` is a hash of its name, by which files are sorted to shuffle them."""
 
     name: str
     order: str
@@ -28,9 +28,10 @@ class SourceFile:
 
 
 def read_stdlib(root: Path | None, progress: Progress) -> list[SourceFile]:
-    """Every library file under `root`, the running interpreter's by default, shuffled by name.
+    """Read the library files under `root`, by default those of the running interpreter.
 
-    The order is the same for a Python version everywhere.
+    The files are shuffled by a hash of their names, so that the order is the same on all machines
+    with the same Python version.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     advice = "prepare another text: `acmoe data prepare bytes` with a file of yours"
@@ -47,7 +48,7 @@ def read_stdlib(root: Path | None, progress: Progress) -> list[SourceFile]:
         progress("standard library", done, len(paths))
     total = sum(len(file.data) for file in files)
     check(
-        total >= FEWEST,
+        total >= MIN_BYTES,
         f"only {total:,} bytes of library source in {root} (a stripped installation?); {advice}",
     )
     return sorted(files, key=lambda file: file.order)
@@ -56,11 +57,11 @@ def read_stdlib(root: Path | None, progress: Progress) -> list[SourceFile]:
 def _wanted(path: Path, root: Path) -> bool:
     parts = path.relative_to(root).parts
     built = parts[-1].startswith(BUILD_FILES) or parts[0].startswith("config-")
-    return not built and LEFT_OUT.isdisjoint(parts[:-1])
+    return not built and EXCLUDED.isdisjoint(parts[:-1])
 
 
 def stdlib_record(files: list[SourceFile]) -> SourceRecord:
-    """One checksum over every name and text."""
+    """Return one record for all files; its checksum covers every name and content."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.name}\0{len(file.data)}\0".encode() + file.data)
@@ -71,14 +72,14 @@ def stdlib_record(files: list[SourceFile]) -> SourceRecord:
 
 
 def stdlib_texts(files: list[SourceFile], limit: int | None) -> dict[str, bytes]:
-    """Each split's files end to end: whole files, as near to 90 / 5 / 5 of the bytes as they cut.
+    """Concatenate the files of each split: whole files, close to 90 : 5 : 5 by bytes.
 
-    With a `limit`, that many bytes in all: each split's text is cut short to its share.
+    With a `limit`, each split's text is truncated to its share of that many bytes.
     """
     total, before = sum(len(file.data) for file in files), 0
     parts: dict[str, list[bytes]] = {"train": [], "valid": [], "test": []}
     for file in files:
-        middle = before + len(file.data) / 2  # where most of a file lies, there it goes
+        middle = before + len(file.data) / 2  # a file belongs to the split that holds its middle
         split = "train" if middle < 0.90 * total else "valid" if middle < 0.95 * total else "test"
         parts[split].append(file.data)
         before += len(file.data)

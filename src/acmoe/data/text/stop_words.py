@@ -1,7 +1,7 @@
-"""English function words, which a word swap leaves alone: they carry grammar, not meaning.
+"""English function words, which word swaps do not replace: they carry grammar, not meaning.
 
-Lower case only and compared as written, so a capitalised function word is not one of them. The
-fragments are what tokenisers leave of contractions: `don 't`, `she 'll`.
+The list is in lower case and the comparison is exact, so a capitalised function word is not
+excluded. The fragments are parts of contractions as tokenisers split them: `don 't`, `she 'll`.
 """
 
 _ARTICLES_AND_DETERMINERS = "a an the this that these those each few more most other some such own"

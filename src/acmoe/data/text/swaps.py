@@ -1,12 +1,12 @@
-"""Replacing a few words or bytes of a stream of token ids.
+"""Corrupt a stream of token ids: replace random words or bytes.
 
-Words: in each line W words are counted, max(1, floor(rate * W)) of those that are not function
-words are drawn without repeats, and each is replaced by AAA. With an early stop, as in the paper's
-tool, the draw also holds the line with one swap fewer, as likely as each place of the last swap.
-A word is a run that begins with a letter or digit, so `@-@` has none and `U.S.` two; what a swap
-makes of such a token is mostly unknown to the vocabulary.
+Words: a line with W words has max(1, floor(rate * W)) of its words replaced by AAA, drawn without
+repetition among those that are not function words. With an early stop, as in the paper's tool, the
+last of these swaps may be left out: this outcome is as likely as each possible place of the last
+swap. A word begins with a letter or digit, so the token `@-@` has none and `U.S.` has two; a token
+of which only a part was replaced is mostly unknown to the vocabulary.
 
-Bytes: each is replaced independently by another symbol, all others equally likely.
+Bytes: each byte is replaced independently, by another symbol with equal probabilities.
 """
 
 import re
@@ -23,21 +23,22 @@ from acmoe.errors import check
 
 REPLACEMENT = "AAA"
 
-# A letter or digit, then all a word may go on with: "o'clock" is one word.
+# A letter or digit, then any characters that continue a word: "o'clock" is one word.
 _WORD = re.compile(r"[^\W_][\w'\-*@]*")
 
-# A word inside a token's text: where it starts and stops, and whether it may be swapped.
+# A word inside the text of a token: its start and stop, and True if it may be swapped.
 _Span = tuple[int, int, bool]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwapReport:
-    """What happened to one split.
+    """Counts of the replacements in one split.
 
     Attributes:
         tokens: tokens of the split.
         words: words the rate refers to; for bytes the same as `tokens`.
-        nominal: replacements the rate asks for, before function words and the early stop.
+        nominal: replacements by the rate alone, before function words and the early stop reduce
+            them.
         replaced: words or bytes drawn to be replaced.
         changed: tokens that differ from the clean text; an unknown word cannot change.
     """
@@ -50,12 +51,12 @@ class SwapReport:
 
     @property
     def word_rate(self) -> float:
-        """Share of words replaced."""
+        """Fraction of words replaced."""
         return self.replaced / max(self.words, 1)
 
     @property
     def token_rate(self) -> float:
-        """Share of tokens that differ."""
+        """Fraction of tokens that differ."""
         return self.changed / max(self.tokens, 1)
 
 
@@ -67,7 +68,7 @@ def swap_words(
     *,
     early_stop: bool = True,
 ) -> tuple[Tokens, SwapReport]:
-    """Replace some words of every line; a result the vocabulary lacks becomes `<unk>`."""
+    """Replace some words of every line; results outside the vocabulary become `<unk>`."""
     corrupted = np.array(clean)
     parsed: dict[int, list[_Span]] = {}
     words = nominal = replaced = 0
@@ -78,12 +79,12 @@ def swap_words(
                 parsed[token] = _spans(vocabulary.symbols[token])
             count += len(parsed[token])
             slots += [(position, span) for span in parsed[token] if span[2]]
-        asked = max(1, int(rate * count)) if count else 0
-        swaps = _draw(len(slots), asked, generator, early_stop)
+        requested = max(1, int(rate * count)) if count else 0
+        swaps = _draw(len(slots), requested, generator, early_stop)
         for position, spans in _by_position([slots[i] for i in swaps]).items():
             text = vocabulary.symbols[int(clean[position])]
             corrupted[position] = vocabulary.id_of(_replaced(text, spans))
-        words, nominal, replaced = words + count, nominal + asked, replaced + len(swaps)
+        words, nominal, replaced = words + count, nominal + requested, replaced + len(swaps)
     changed = int(np.count_nonzero(corrupted != clean))
     return corrupted, SwapReport(
         tokens=len(clean), words=words, nominal=nominal, replaced=replaced, changed=changed
@@ -91,7 +92,7 @@ def swap_words(
 
 
 def _lines(stream: Tokens, eos_id: int) -> Iterator[tuple[int, list[int]]]:
-    """Each line's first position and tokens, the end of line left out."""
+    """Yield the first position and the tokens of each line, without its end-of-line token."""
     first = 0
     for end in (*np.flatnonzero(np.asarray(stream) == eos_id).tolist(), len(stream)):
         yield first, stream[first:end].tolist()
@@ -102,14 +103,14 @@ def _spans(text: str) -> list[_Span]:
     return [(m.start(), m.end(), m.group() not in STOP_WORDS) for m in _WORD.finditer(text)]
 
 
-def _draw(slots: int, asked: int, generator: np.random.Generator, early_stop: bool) -> list[int]:
-    """Which slots to swap: `asked` of them, or all where there are fewer.
+def _draw(slots: int, count: int, generator: np.random.Generator, early_stop: bool) -> list[int]:
+    """Draw `count` of the slots to swap, or all where there are fewer.
 
-    The early stop is the chance 1 / (n + 1) to miss the last swap, n being its possible places; a
-    line that runs out of words before `asked` swaps is never stopped early.
+    The early stop leaves out the last swap with probability 1 / (n + 1), where n is the number of
+    its possible places. A line with fewer than `count` slots is never stopped early.
     """
-    drawn: list[int] = np.argsort(generator.random(slots), kind="stable")[:asked].tolist()
-    if early_stop and 0 < asked <= slots and generator.random() * (slots - asked + 2) < 1:
+    drawn: list[int] = np.argsort(generator.random(slots), kind="stable")[:count].tolist()
+    if early_stop and 0 < count <= slots and generator.random() * (slots - count + 2) < 1:
         drawn.pop()
     return drawn
 
@@ -130,7 +131,7 @@ def _replaced(text: str, spans: list[_Span]) -> str:
 def swap_bytes(
     clean: Tokens, vocabulary: ByteVocabulary, rate: float, generator: np.random.Generator
 ) -> tuple[Tokens, SwapReport]:
-    """Replace each byte with probability `rate` by another symbol of the vocabulary."""
+    """Replace each byte, with probability `rate`, by another symbol of the vocabulary."""
     check(vocabulary.size >= 2, "a vocabulary of one byte value has nothing to replace it by")
     corrupted = np.array(clean)
     hit = np.flatnonzero(generator.random(len(clean)) < rate)

@@ -1,4 +1,4 @@
-"""Text <-> token ids, at word level and at byte level."""
+"""Vocabularies that map text to token ids and back, at word level and at byte level."""
 
 import json
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from acmoe.errors import UserError, check
 
-EOS = "<eos>"  # end of line, a token like any other in training and in perplexity
+EOS = "<eos>"  # end of line; trained and scored like any other token
 UNK = "<unk>"
 NEWLINE, QUESTION_MARK = 10, 63
 
@@ -21,7 +21,7 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class WordVocabulary:
-    """Whitespace-separated words, case kept; `<eos>` is always token 0 and stands for a newline."""
+    """Whitespace-separated, case-sensitive words; `<eos>` is token 0 and encodes a newline."""
 
     symbols: tuple[str, ...]
     kind: ClassVar[Literal["words"]] = "words"
@@ -48,26 +48,26 @@ class WordVocabulary:
         return self.ids[UNK]
 
     def id_of(self, word: str) -> int:
-        """The word's token id, that of `<unk>` for an unknown word."""
+        """Return the token id of a word, or that of `<unk>` for an unknown word."""
         return self.ids.get(word, self.unk_id)
 
     def encode(self, text: str) -> Ids:
-        """Token ids of a text; each newline becomes `<eos>`, an unknown word `<unk>`."""
+        """Encode a text; each newline becomes `<eos>`, and each unknown word `<unk>`."""
         words = text.replace("\n", f" {EOS} ").split()
         return np.array([self.id_of(word) for word in words], dtype=np.int64)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The words joined by spaces, `<eos>` as a newline: `encode` gives the tokens back."""
-        ids = _checked(tokens, self.size)
+        """Join the words by spaces, with `<eos>` as a newline; `encode` inverts this."""
+        ids = _checked_ids(tokens, self.size)
         return " ".join("\n" if i == self.eos_id else self.symbols[i] for i in ids.tolist())
 
 
 @dataclass(frozen=True)
 class ByteVocabulary:
-    """Byte values in ascending order: token i is the i-th value. A newline is a byte like others.
+    """Byte values in ascending order: token i is the i-th value. A newline is an ordinary byte.
 
-    EnWik-8 keeps the 205 values it uses, as published; other texts keep all 256, so that any text
-    can be encoded by the model.
+    EnWik-8 has the published vocabulary of the 205 values that it uses. Other corpora have all 256,
+    so that any text can be encoded.
     """
 
     values: bytes
@@ -85,19 +85,19 @@ class ByteVocabulary:
 
     @property
     def eos_id(self) -> int | None:
-        """The newline's token id, None where the text had no newline."""
+        """The token id of a newline; None where the vocabulary has none."""
         position = self.values.find(NEWLINE)
         return None if position < 0 else position
 
     @cached_property
     def lookup(self) -> NDArray[np.int16]:
-        """Token id of each of the 256 byte values; an unknown one gets that of `?`, or -1."""
+        """(256,) token id of each byte value; unknown values get that of `?`, or -1 without one."""
         lookup = np.full(256, self.values.find(QUESTION_MARK), dtype=np.int16)
         lookup[np.frombuffer(self.values, dtype=np.uint8)] = np.arange(self.size)
         return lookup
 
     def encode(self, text: str) -> Ids:
-        """Token ids of the text's UTF-8 bytes; a value outside the vocabulary becomes `?`."""
+        """Encode the UTF-8 bytes of a text; values outside the vocabulary become `?`."""
         return self.encode_bytes(text.encode("utf-8", errors="surrogateescape"))
 
     def encode_bytes(self, data: bytes) -> Ids:
@@ -111,17 +111,17 @@ class ByteVocabulary:
         return ids
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The bytes as UTF-8 text; an incomplete character is shown as the replacement sign."""
+        """Decode to UTF-8 text; an incomplete character becomes the replacement character."""
         return self.decode_bytes(tokens).decode("utf-8", errors="replace")
 
     def decode_bytes(self, tokens: Iterable[int]) -> bytes:
-        return np.frombuffer(self.values, dtype=np.uint8)[_checked(tokens, self.size)].tobytes()
+        return np.frombuffer(self.values, dtype=np.uint8)[_checked_ids(tokens, self.size)].tobytes()
 
 
 Vocabulary = WordVocabulary | ByteVocabulary
 
 
-def _checked(tokens: Iterable[int], size: int) -> Ids:
+def _checked_ids(tokens: Iterable[int], size: int) -> Ids:
     ids = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens), dtype=np.int64)
     wrong = ids[(ids < 0) | (ids >= size)]
     check(

@@ -1,7 +1,7 @@
 """Word-level corpora in WikiText's format: whitespace-separated words, `<eos>` after every line.
 
-One pass over the text numbers the words as they appear, in training, validation and test text in
-that order; a second pass, over the numbers only, drops rare words and narrows the type.
+A first pass numbers words by their first appearance, in training, validation and test text in that
+order. A second pass, over the numbers only, replaces rare words and writes the narrowest dtype.
 """
 
 from array import array
@@ -23,7 +23,7 @@ BUFFER = 1 << 20  # token ids held before they go to disk
 
 
 def find_word_files(source: Path | Mapping[str, Path]) -> dict[str, list[Path]]:
-    """The text files of each split: given one by one, or found in a folder by their names.
+    """Find the text files of each split, from a mapping or by their names in a folder.
 
     Names are `wiki.SPLIT.tokens`, `SPLIT.txt` or numbered parts `SPLIT_*.txt`, plain, .xz or .gz.
     """
@@ -53,7 +53,7 @@ def _split_files(folder: Path, split: str) -> list[Path]:
 def write_words(
     files: Mapping[str, Sequence[Path]], folder: Path, config: PrepareConfig, progress: Progress
 ) -> tuple[WordVocabulary, dict[str, int]]:
-    """Tokenise each split into `folder`/SPLIT.npy; returns the vocabulary and the token counts."""
+    """Tokenise each split to `folder`/SPLIT.npy; return the vocabulary and the token counts."""
     numbers: defaultdict[str, int] = defaultdict()
     numbers.default_factory = numbers.__len__  # an unseen word gets the next number
     end = numbers[EOS]
@@ -61,16 +61,16 @@ def write_words(
         split: _number_words(paths, folder / f"{split}.raw", numbers, end, progress)
         for split, paths in files.items()
     }
-    keep = _kept(numbers, folder / "train.raw", config)
-    symbols = [word for word, kept in zip(numbers, keep, strict=True) if kept]
+    keep = _frequent_words(numbers, folder / "train.raw", config)
+    symbols = [word for word, stays in zip(numbers, keep, strict=True) if stays]
     vocabulary = WordVocabulary(tuple(symbols if UNK in symbols else [*symbols, UNK]))
     renumber = np.full(len(keep), vocabulary.unk_id, dtype=np.int32)
     renumber[keep] = np.arange(len(symbols))
     for split, length in counts.items():
         check(length >= 2, f"{files[split][0]} holds {length} token; expected two or more")
         raw = folder / f"{split}.raw"
-        pieces = (renumber[piece] for piece in _pieces(raw))
-        write_array(folder / f"{split}.npy", smallest_dtype(vocabulary.size), length, pieces)
+        ids = (renumber[chunk] for chunk in _chunks(raw))
+        write_array(folder / f"{split}.npy", smallest_dtype(vocabulary.size), length, ids)
         raw.unlink()
     return vocabulary, counts
 
@@ -78,7 +78,7 @@ def write_words(
 def _number_words(
     paths: Sequence[Path], raw: Path, numbers: dict[str, int], end: int, progress: Progress
 ) -> int:
-    """Write the word numbers of some text files as raw int32; returns how many there are."""
+    """Write the word numbers of text files as raw int32; return their count."""
     total = 0
     with raw.open("wb") as out:
         for path in paths:
@@ -99,22 +99,24 @@ def _number_words(
     return total
 
 
-def _pieces(raw: Path) -> Iterator[NDArray[np.int32]]:
+def _chunks(raw: Path) -> Iterator[NDArray[np.int32]]:
     with raw.open("rb") as file:
-        while (piece := np.fromfile(file, dtype=np.int32, count=BUFFER)).size:
-            yield piece
+        while (chunk := np.fromfile(file, dtype=np.int32, count=BUFFER)).size:
+            yield chunk
 
 
-def _kept(numbers: Mapping[str, int], train: Path, config: PrepareConfig) -> NDArray[np.bool_]:
-    """Which words stay: all of every split, or those frequent enough in the training text.
+def _frequent_words(
+    numbers: Mapping[str, int], train: Path, config: PrepareConfig
+) -> NDArray[np.bool_]:
+    """Return a mask of the words to keep: all, or those frequent enough in the training text.
 
-    Frequency counts only the training text, so that an embedding is never left untrained.
+    Only the training text is counted, so that every kept word has a trained embedding.
     """
     if config.min_count == 1 and config.max_vocabulary is None:
         return np.ones(len(numbers), dtype=np.bool_)
     counts = np.zeros(len(numbers), dtype=np.int64)
-    for piece in _pieces(train):
-        counts += np.bincount(piece, minlength=len(numbers))
+    for chunk in _chunks(train):
+        counts += np.bincount(chunk, minlength=len(numbers))
     special = [numbers[EOS], *([numbers[UNK]] if UNK in numbers else [])]
     keep: NDArray[np.bool_] = counts >= config.min_count
     keep[special] = False

@@ -1,7 +1,7 @@
-"""Gaussian clusters that are tight on different features: the test bed of the theory.
+"""Synthetic Gaussian clusters with small variance on different features, to test the theory.
 
-Every figure a router is judged by here is known in closed form: the means, the dispersions, and
-which features identify which cluster.
+All quantities that routers are compared with are known in closed form: the means, the dispersions,
+and the features that identify each cluster.
 
 T tokens, D features, C clusters.
 """
@@ -19,16 +19,17 @@ from acmoe.errors import check
 class GaussianClusters:
     """A mixture of C equally likely Gaussians with diagonal covariances.
 
-    Cluster c is tight on its own block of `tight_features` features and loose (standard deviation
-    1, the unit of every length here) on the rest. Its mean lies in that block, so the clusters are
-    separated along the features on which they are tight, as the paper assumes; any two means are
-    `separation` apart. `noise` is the standard deviation of isotropic noise on every token.
+    Cluster c is tight (standard deviation 1 / `contrast`) on its own block of `tight_features`
+    features and loose (standard deviation 1, the unit of every length here) on the others. Its mean
+    is nonzero only in that block, so clusters are separated along the features on which they are
+    tight, as the paper assumes. Any two means are `separation` apart. `noise` is the standard
+    deviation of isotropic noise added to every token.
     """
 
     num_clusters: int = 4
     dim: int = 16
     tight_features: int = 4
-    contrast: float = 8.0  # loose over tight standard deviation; 1 leaves nothing to adapt to
+    contrast: float = 8.0  # loose / tight standard deviation; with 1 no feature is tight
     separation: float = 3.0
     noise: float = 0.0
 
@@ -50,7 +51,7 @@ class GaussianClusters:
 
     @property
     def tight(self) -> Tensor:
-        """(C, D) bool: the features that identify each cluster."""
+        """(C, D) bool: True for the features on which each cluster is tight."""
         block_D = torch.arange(self.dim) // self.tight_features
         return block_D == torch.arange(self.num_clusters)[:, None]
 
@@ -63,18 +64,18 @@ class GaussianClusters:
 
     @property
     def clean_stds(self) -> Tensor:
-        """(C, D) float64 standard deviations before the noise."""
+        """(C, D) float64 standard deviations without the noise."""
         return torch.where(self.tight, 1 / self.contrast, 1.0).double()
 
     @property
     def stds(self) -> Tensor:
-        """(C, D) float64 standard deviations of the tokens as drawn, noise included."""
+        """(C, D) float64 standard deviations of the sampled tokens, with the noise."""
         return (self.clean_stds.square() + self.noise**2).sqrt()
 
     def sample(
         self, num_tokens: int, generator: torch.Generator, *, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:
-        """Tokens (T, D) and the cluster (T,) each was drawn from; the generator is on the CPU."""
+        """Draw tokens (T, D), and return them with their clusters (T,). Needs a CPU generator."""
         check(num_tokens >= 0, f"num_tokens={num_tokens}; use at least 0")
         cluster_T = torch.randint(self.num_clusters, (num_tokens,), generator=generator)
         shape = (num_tokens, self.dim)

@@ -1,0 +1,32 @@
+"""How training and evaluation batches are divided among ranks, and how a loader resumes."""
+
+from collections.abc import Iterable, Mapping
+
+from acmoe.errors import check
+
+
+def rank_rows(batch: int, *, rank: int, world_size: int, unit: str) -> range:
+    """Return the rows of a global batch that belong to `rank`, an equal share of all `batch` rows.
+
+    `unit` names the rows in error messages, such as "images".
+    """
+    check(batch >= 1, f"batch={batch} must be 1 or more {unit}")
+    check(
+        batch % world_size == 0,
+        f"batch={batch} {unit} cannot be dealt to world_size={world_size} ranks; use a multiple",
+    )
+    check(0 <= rank < world_size, f"rank={rank} must lie below world_size={world_size}")
+    local = batch // world_size
+    return range(rank * local, (rank + 1) * local)
+
+
+def check_same_data(
+    saved: Mapping[str, int], current: Mapping[str, int], keys: Iterable[str], *, what: str
+) -> None:
+    """Check that a saved loader state was taken with the same settings as the current loader."""
+    for key in keys:
+        check(
+            saved[key] == current[key],
+            f"the saved run read its {what} with {key}={saved[key]}, this one with"
+            f" {key}={current[key]}; use the same",
+        )
