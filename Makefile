@@ -3,7 +3,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 # Two workers: a laptop and CI have two cores or more, and torch runs one thread in each test.
-PYTEST := $(BIN)/python -m pytest -n 2
+# worksteal: a worker keeps the tests of a file together, so that each fixture is built once.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: demo test test-all lint format bench docs screenshot clean setup
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# pytest-xdist runs one worker a core; more threads would only fight over them.
-torch.set_num_threads(1)
+from cpu import settle_cpu
+
+settle_cpu()
 
 settings.register_profile(
     "acmoe",

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from acmoe.lab.study.cell import Cell, TextTests
+from acmoe.lab.study.grids.text import CONDITIONS, TextSetting, text_cells
 from acmoe.lab.study.materials import Materials, Text
 from acmoe.lab.study.size import Size
-from acmoe.lab.study.text_grids import CONDITIONS, text_cells
 from tiny_runs import MODEL
 
 SMALL = ("split=1", "precision=fp32", "eval_tokens=200", "eval_batch=2")
@@ -33,17 +33,15 @@ def tiny_cells(
 ) -> list[Cell]:
     """Cells of the byte study's conditions, three MoE layers of 16 features."""
     size = Size(steps=steps, batch=2, overrides=SMALL, device="cpu")
-    return text_cells(
-        "bytes",
-        "tiny",
-        replace(MODEL, vocab_size=text.vocab_size),
-        {name: CONDITIONS[name] for name in names},
-        text,
-        TextTests(tokens=200, rows=2, **tests),
-        size,
-        seeds,
+    setting = TextSetting(
+        study="bytes",
+        name="tiny",
+        model=replace(MODEL, vocab_size=text.vocab_size),
+        text=text,
+        tests=TextTests(tokens=200, rows=2, **tests),
         factors={"norm": "post"},
     )
+    return text_cells(setting, {name: CONDITIONS[name] for name in names}, size, seeds)
 
 
 def record(condition: str, seed: int, test: float, **changes: Any) -> dict[str, Any]:

@@ -33,23 +33,27 @@ ROOMS: dict[str, set[str]] = {
     "experts": EVERYONE | {"ops", "routing"},  # tokens + routing -> expert outputs
     "data": EVERYONE,  # bytes on disk -> batches; knows no model
     "models": EVERYONE | LAYERS,  # batches -> logits
+    # Faster ways to run a whole model, put in from outside.
+    "fast": EVERYONE | LAYERS | {"models"},
     "adapters": EVERYONE | LAYERS | {"models"},  # other people's models
-    "attacks": EVERYONE | LAYERS,  # inputs -> inputs that fool a model; any model that has logits
-    "evaluate": EVERYONE | LAYERS | {"runtime", "data", "models", "attacks"},  # -> report
+    # inputs -> inputs that fool a model; any model that has logits
+    "attacks": EVERYONE | LAYERS | {"runtime"},
+    # a run -> a report
+    "evaluate": EVERYONE | LAYERS | {"runtime", "data", "models", "attacks", "fast"},
     # config -> trained model, measured as it goes
-    "train": EVERYONE | LAYERS | {"runtime", "recipes", "data", "models", "evaluate"},
+    "train": EVERYONE | LAYERS | {"runtime", "recipes", "data", "models", "fast", "evaluate"},
     "analyze": EVERYONE | LAYERS | {"runtime", "data", "models", "evaluate"},  # runs -> figures
     # runs -> one HTML page
     "report": EVERYONE | LAYERS | {"runtime", "data", "models", "evaluate", "train", "analyze"},
     # Benchmarks, studies and checks of the theory. Only the command line imports it.
     "lab": EVERYONE
     | LAYERS
-    | {"runtime", "recipes", "data", "models", "evaluate", "train", "analyze"},
+    | {"runtime", "recipes", "data", "models", "fast", "evaluate", "train", "analyze"},
     # The front door, `import acmoe`: re-exports, and nothing that a command alone needs.
-    "__init__": EVERYONE | LAYERS | {"data", "models", "adapters"},
+    "__init__": EVERYONE | LAYERS | {"data", "models", "fast", "adapters"},
     "cli": EVERYONE
     | LAYERS
-    | {"runtime", "recipes", "data", "models", "adapters", "attacks"}
+    | {"runtime", "recipes", "data", "models", "fast", "adapters", "attacks"}
     | {"evaluate", "train", "analyze", "report", "lab"},
     "__main__": {"cli"},  # python -m acmoe
 }
@@ -187,6 +191,47 @@ def test_packages_stay_where_they_are_at_home(package: str) -> None:
         one
         for one in IMPORTS
         if f"{one.name}.".startswith(f"{package}.") and one.room not in AT_HOME[package]
+    ]
+    assert not wrong, described(wrong)
+
+
+# Words that name a kernel or a fast path. The mathematics does not know them.
+BACKENDS = re.compile(r"\b(triton|gluon|grouped_mm|sonicmoe|hopper|backend)\b", re.IGNORECASE)
+MATHEMATICS = ("routing", "experts", "models")
+
+
+@pytest.mark.parametrize("room", MATHEMATICS)
+def test_the_mathematics_names_no_backend(room: str) -> None:
+    wrong = [
+        f"{file.relative_to(PROJECT)}:{number}: {line.strip()}"
+        for file in sorted((SOURCE / room).rglob("*.py"))
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if BACKENDS.search(line) and "torch.compile" not in line
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_kernels_are_reached_through_their_op_alone() -> None:
+    """Folders triton/, hopper/ and device/ are imported by the ops, and by the laboratory that
+    measures and tunes them."""
+    kernel = re.compile(r"acmoe\.ops\.(\w+\.(triton|hopper)|device)\b")
+    wrong = [one for one in IMPORTS if kernel.match(one.name) and one.room not in {"ops", "lab"}]
+    assert not wrong, described(wrong)
+
+
+def test_only_kernels_import_triton() -> None:
+    kernel = {"triton", "hopper", "device"}
+    wrong = [
+        one
+        for one in IMPORTS
+        if one.name.split(".")[0] == "triton" and not kernel & set(one.file.parts)
+    ]
+    assert not wrong, described(wrong)
+
+
+def test_nothing_but_the_command_line_imports_the_laboratory() -> None:
+    wrong = [
+        one for one in IMPORTS if one.imported_room == "lab" and one.room not in {"lab", "cli"}
     ]
     assert not wrong, described(wrong)
 

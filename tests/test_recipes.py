@@ -14,11 +14,11 @@ from acmoe.config.routing import AdaptiveConfig, RandomConfig, SMoEConfig, Thres
 from acmoe.config.text.language import LANGUAGE_MODELS, language_router
 from acmoe.config.text.train import RunConfig
 from acmoe.errors import UserError
-from acmoe.lab.study.nano_grid import IMAGE_SETTING, TEXT_SETTING
+from acmoe.lab.study.grids.nano import IMAGE_SETTING, TEXT_SETTING
 from acmoe.models.count import count_parameters
 from acmoe.models.registry import build_model, list_models
 from acmoe.recipes import recipe, recipes
-from acmoe.routing.placement import adaptive_depths
+from acmoe.routing.layer_plan import adaptive_depths
 
 # The paper's tables: Switch and GLaM pretraining, dispersion, placement, random, mixing, top-p.
 REPORTED = {

@@ -13,7 +13,7 @@ from acmoe.config.routing import AdaptiveConfig, RandomConfig
 from acmoe.models.count import count_parameters
 from acmoe.models.registry import build_model
 from acmoe.recipes import recipe, recipes
-from acmoe.routing.placement import adaptive_depths
+from acmoe.routing.layer_plan import adaptive_depths
 
 # Clean top-1 of the paper's tables: Swin, Swin-base, SoftMoE, dispersion, placement, random.
 REPORTED = {

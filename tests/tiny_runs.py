@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -14,7 +13,8 @@ from acmoe.config.text.language import LanguageConfig, language_router
 from acmoe.config.text.train import DataConfig, RunConfig, override_run
 from acmoe.data.text.prepare import prepare
 from acmoe.evaluate.run import open_run
-from acmoe.train.loop import train
+from acmoe.train.run import train
+from cpu import settle_cpu
 
 QUIET = Console(quiet=True)
 
@@ -97,7 +97,7 @@ def everything(folder: Path) -> dict[str, Any]:
 
 def train_in_child(config: RunConfig, folder: Path) -> None:
     """Train as a process of its own; its exit code is the command line's."""
-    torch.set_num_threads(1)
+    settle_cpu()
     summary = train(config, folder, console=QUIET)
     os._exit(0 if summary.signal is None else 128 + summary.signal)
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -20,7 +19,8 @@ from acmoe.config.images.train import (
 )
 from acmoe.config.images.vision import SoftViTConfig, SwinConfig
 from acmoe.evaluate.run import RunFolder
-from acmoe.train.vision import train_images
+from acmoe.train.run import train_images
+from cpu import settle_cpu
 
 QUIET = Console(quiet=True)
 
@@ -107,6 +107,6 @@ def all_numbers(folder: Path) -> dict[str, Any]:
 
 def train_images_in_child(config: VisionRunConfig, folder: Path) -> None:
     """Train as a process of its own; its exit code is the command line's."""
-    torch.set_num_threads(1)
+    settle_cpu()
     summary = train_images(config, folder, console=QUIET)
     os._exit(0 if summary.signal is None else 128 + summary.signal)
