@@ -167,12 +167,27 @@ class Wider(nn.LayerNorm):
     pass
 
 
+class OwnMoE(acmoe.MoE):
+    def forward(self, x, state, *, token_mask=None, token_ids=None, cache=None):
+        y, state = super().forward(x, state, token_mask=token_mask, cache=cache)
+        return 2 * y, state
+
+
 CHANGES = {
     "blocks.0 has hooks": lambda m: m.blocks[0].register_forward_pre_hook(lambda *_: None),
     "blocks.1.attention has hooks": lambda m: m.blocks[1].attention.register_full_backward_hook(
         lambda *_: None
     ),
     "blocks.0.layer has hooks": lambda m: m.blocks[0].layer.register_forward_hook(lambda *_: None),
+    "blocks.1.layer is a Sequential, not a FeedForward": lambda m: setattr(
+        m.blocks[1], "layer", nn.Sequential(nn.Linear(m.config.dim, m.config.dim), nn.ReLU())
+    ),
+    "blocks.0.layer is a OwnMoE, not a MoE": lambda m: setattr(
+        m.blocks[0].layer, "__class__", OwnMoE
+    ),
+    "blocks.0.attention.query has a bias": lambda m: setattr(
+        m.blocks[0].attention, "query", nn.Linear(m.config.dim, m.config.dim)
+    ),
     "blocks.0.norm_layer is a Wider, not a LayerNorm": lambda m: setattr(
         m.blocks[0], "norm_layer", Wider(m.config.dim)
     ),

@@ -28,7 +28,7 @@ from acmoe.models.text.decoder import LanguageModel
 from acmoe.models.text.memory import OpenMemory
 from acmoe.models.text.rotary import rotate
 from acmoe.models.text.stack import BlockInputs, recomputes, run_blocks
-from acmoe.models.unmodified import hooked, modified
+from acmoe.models.unmodified import modified
 from acmoe.ops.attention import window_attention
 from acmoe.ops.attention.op import joined_window_attention
 from acmoe.ops.attention.support import stored_width
@@ -111,11 +111,11 @@ def runner_unsupported(model: LanguageModel, memory: OpenMemory | None = None) -
     for depth, block in enumerate(model.blocks):
         for name, module, expected in parts(block):
             difference = modified(module, expected)
+            if difference is None and isinstance(module, nn.Linear) and module.bias is not None:
+                difference = "has a bias"
             if difference is not None:
                 path = f"blocks.{depth}.{name}" if name else f"blocks.{depth}"
                 return f"{path} {difference}"
-        if isinstance(block.layer, MoE) and hooked(block.layer):
-            return f"blocks.{depth}.layer has hooks"
     return None
 
 
@@ -130,6 +130,7 @@ def parts(block: nn.Module) -> Iterator[tuple[str, nn.Module, type[nn.Module]]]:
         for name in ("query", "key", "value", "output"):
             yield f"attention.{name}", getattr(attention, name), nn.Linear
     if isinstance(block, PostNormBlock):
+        yield "layer", block.layer, MoE if isinstance(block.layer, MoE) else FeedForward
         yield "dropout", block.dropout, nn.Dropout
         yield "norm_attention", block.norm_attention, nn.LayerNorm
         yield "norm_layer", block.norm_layer, nn.LayerNorm
