@@ -265,3 +265,14 @@ def test_images_are_the_same_on_the_fast_path_and_hooks_fire_there() -> None:
 
 def test_a_model_without_a_fast_path_says_so() -> None:
     assert explain(accelerate(nn.Linear(2, 2))) == "Linear has no fast path"
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
+def test_a_whole_model_on_the_fast_path_compiles_to_one_graph() -> None:
+    model = accelerate(build(repeats=1))
+    expected = model(TOKENS, TOKENS)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found = compiled(TOKENS, TOKENS)
+    torch.testing.assert_close(found.loss, expected.loss)
+    (found.loss + found.aux_loss).backward()
+    assert model.blocks[0].attention.query.weight.grad.abs().sum() > 0
