@@ -211,15 +211,13 @@ GROUPS: dict[str, Callable[[], None]] = {
 
 
 def every_kernel() -> dict[str, bool]:
-    """All that the library launches, by their names, or, of rings, by what they compute; whether it
-    is in Gluon."""
-    launched = {"rows_by_ring", "hidden_in_turns", "weights_together", "weights_of_tokens"}
+    """Return every kernel that the library launches by its name, and whether it is in Gluon."""
     kernels = {}
     for module in pkgutil.walk_packages(acmoe.ops.__path__, "acmoe.ops."):
         here = importlib.import_module(module.name)
         for name, value in vars(here).items():
             own = isinstance(value, JITFunction) and value.__module__ == here.__name__
-            if own and (name.endswith("_kernel") or name in launched):
+            if own and name.endswith("_kernel"):
                 kernels[_full(value)] = isinstance(value, GluonJITFunction)
     return kernels
 

@@ -11,6 +11,8 @@ from torch.nn.utils import parametrize
 import acmoe
 from acmoe.fast import accelerate, explain, restore
 from acmoe.fast.accelerate import PLAIN
+from acmoe.fast.compiled import compile_blocks
+from acmoe.fast.text import run_block
 from acmoe.models.text.blocks import PostNormBlock
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.ops import dispatch
@@ -81,6 +83,21 @@ def test_loss_and_gradients_are_those_of_the_plain_runner(changes) -> None:
     assert torch.equal(found[0], expected[0])
     assert_close(found, expected)
     assert restore(model) is model and torch.equal(outcome(model)[0], expected[0])
+
+
+def test_a_block_that_was_compiled_by_itself_is_not_passed_over() -> None:
+    model = accelerate(build())
+    model.blocks[1].compile(backend="eager")
+    reason = "blocks.1 is compiled; compile_blocks (acmoe.fast.compiled) compiles both"
+    assert explain(model) == reason
+
+
+def test_a_runner_that_was_compiled_is_kept() -> None:
+    model = accelerate(build(repeats=1))
+    compile_blocks(model, backend="eager")
+    compiled = model.runner.block
+    assert accelerate(model).runner.block is compiled is not run_block
+    assert explain(model) is None
 
 
 def test_parameters_and_state_dict_stay_as_they_are() -> None:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import tyro
 from rich.console import Console
+from rich.table import Column
 from rich.table import Table as RichTable
 
 from acmoe.cli.bench_output import command_of, say, show
@@ -172,7 +173,8 @@ class Bench:
         device = pick_device("auto")
         for shape in find_shapes(getattr(self.action, "shapes", ()) or ("olmoe",), device):
             title = f"bf16 on {device}, experts of {shape.name}"
-            table = RichTable("op", "kernel", "runs", "why not", title=title)
+            columns = ("op", "kernel", "runs", "why not")
+            table = RichTable(*(Column(name, overflow="fold") for name in columns), title=title)
             where = (device, torch.bfloat16, shape)
             for choice in (*which(*where), *baselines(*where)):
                 runs = "yes" if choice.runs else "can" if choice.unsupported is None else "no"

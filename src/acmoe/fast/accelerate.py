@@ -23,7 +23,8 @@ def accelerate(model: nn.Module) -> nn.Module:
         return model
     for module in model.modules():
         if isinstance(module, LanguageModel):
-            module.runner = FastRunner()
+            if not isinstance(module.runner, FastRunner):  # one that is there may be compiled
+                module.runner = FastRunner()
         elif isinstance(module, WindowAttention):
             module.attend = attend_on_map
     return model

@@ -12,6 +12,7 @@ Shapes: B batch, L length of the segment, N positions of memory and segment, D f
 P features of a head.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -36,6 +37,8 @@ from acmoe.ops.dispatch import log_once
 from acmoe.ops.norm import Normed, add_norm, add_norm_twice
 from acmoe.ops.precision import autocast_dtype
 from acmoe.routing.state import RoutingState
+
+DECODING = "decoding runs a token at a time"
 
 
 class Carried(NamedTuple):
@@ -68,7 +71,10 @@ class FastRunner:
     ) -> tuple[Tensor, RoutingState]:
         reason = runner_unsupported(model, memory)
         if reason is not None:
-            log_once(f"the blocks run on the plain path: {reason}")
+            # A GPU loses speed by it, and a user would not look for the reason in an info line.
+            lossy = x.is_cuda and reason != DECODING
+            level = logging.WARNING if lossy else logging.INFO
+            log_once(f"the blocks run on the plain path: {reason}", level)
             return run_blocks(model, x, state, memory, inputs)
         if recomputes(model) and isinstance(memory, OpenStaticMemory):
             # Backward reads the context again, when the buffers may hold the next segment.
@@ -107,8 +113,11 @@ def memory_dtype(model: LanguageModel) -> torch.dtype:
 def runner_unsupported(model: LanguageModel, memory: OpenMemory | None = None) -> str | None:
     """Return the reason why the fast runner cannot run this model, or would change its function."""
     if memory is not None and memory.cache(0) is not None:
-        return "decoding runs a token at a time"
+        return DECODING
+    compiled = isinstance(model.runner, FastRunner) and model.runner.block is not run_block
     for depth, block in enumerate(model.blocks):
+        if block._compiled_call_impl is not None and not compiled:
+            return f"blocks.{depth} is compiled; compile_blocks (acmoe.fast.compiled) compiles both"
         for name, module, expected in parts(block):
             difference = modified(module, expected)
             if difference is None and isinstance(module, nn.Linear) and module.bias is not None:
@@ -182,7 +191,8 @@ def _pre_norm(block: Block, carried: Carried, context: Tensor, inputs: BlockInpu
     context = block.norm_attention(context)
     x = carried.x + attend(block.attention, context, inputs, carried.x.shape[1], None)
     y, state = block.route(block.norm_layer(x), carried.state, inputs, None)
-    return Carried(x + y, x + y, state)
+    x = x + y
+    return Carried(x, x, state)
 
 
 def attend(

@@ -48,9 +48,8 @@ class Kernel(NamedTuple):
 
     name: str
     run: Callable[..., Any]
-    unsupported: Callable[
-        ..., str | None
-    ]  # the reason why it cannot serve these arguments, or None
+    # Returns the reason why the kernel cannot serve these arguments, or None.
+    unsupported: Callable[..., str | None]
     reads: tuple[str, ...]  # names of the op's arguments that `unsupported` takes
     automatic: bool = True  # False: it serves only if it is requested by name
 

@@ -22,6 +22,7 @@ from acmoe.models.text.stack import BlockInputs, BlockRunner, run_blocks
 from acmoe.models.unmodified import modified
 from acmoe.ops.checks import check_range
 from acmoe.ops.cross_entropy.op import chunked_cross_entropy
+from acmoe.ops.dispatch import log_once
 from acmoe.ops.embedding.op import Embedding
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.routing.layer_plan import plan_layers
@@ -96,19 +97,22 @@ class LanguageModel(nn.Module):
         return LanguageOutput(logits, loss, state.aux_loss, after, found)
 
     def _loss(self, x_BLD: Tensor, targets: Tensor, token_mask: Tensor | None) -> Tensor:
-        """() mean cross-entropy of the real tokens, without holding the logits whole.
+        """Return () the mean cross-entropy of the real tokens, without materialising all logits.
 
-        An output layer that was wrapped or has hooks is called, and its logits are held.
+        An output layer that was wrapped or has hooks is called, and all logits are materialised.
         """
         x_TD, targets_T = x_BLD.flatten(0, 1), targets.flatten()
         mask_T = None if token_mask is None else token_mask.flatten()
-        if modified(self.unembed, nn.Linear) is None:
+        change = modified(self.unembed, nn.Linear)
+        if change is None:
             weight, bias = self.unembed.weight, self.unembed.bias
             return chunked_cross_entropy(x_TD, weight, bias, targets_T, token_mask=mask_T)
         if mask_T is not None:
             x_TD, targets_T = x_TD[mask_T], targets_T[mask_T]
+        log_once(f"the loss holds all logits in memory: unembed {change}")
         logits_TV = self.unembed(x_TD)
-        total = F.cross_entropy(logits_TV.float(), targets_T, reduction="sum")
+        logits_TV = logits_TV.to(accumulation_dtype(logits_TV.dtype))
+        total = F.cross_entropy(logits_TV, targets_T, reduction="sum")
         return total / max(1, len(targets_T))
 
     def hidden_states(
