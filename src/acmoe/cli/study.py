@@ -32,7 +32,8 @@ class Study:
     work: Path = Path("runs/study")
     """Folder for prepared data, which all cells share."""
     scratch: Path | None = None
-    """Folder for the cells' temporary files; the system's temporary folder if not given."""
+    """Folder for the cells' temporary files and, in long studies, checkpoints: a killed cell
+    continues from there. The system's temporary folder if not given."""
     seeds: tuple[int, ...] = ()
     """Seeds to run; every comparison is paired by seed. If none is given: the study's own."""
     only: tuple[str, ...] = ()
@@ -42,8 +43,8 @@ class Study:
     jobs: int = 1
     """Number of cells that run at once on the device."""
     minutes: float | None = None
-    """Time limit in minutes. No cell starts that would exceed it if it took as long as the longest
-    cell so far; no limit if not given."""
+    """Time limit in minutes. No cell starts that would exceed it at the speed of the cells that are
+    done; no limit if not given."""
     retry: bool = False
     """Run failed cells again."""
     steps: int | None = None
@@ -189,8 +190,15 @@ def _chosen(cells: "list[Cell]", only: tuple[str, ...], settings: tuple[str, ...
 
 
 def _matches(part: str, setting: str, names: "Sequence[str]") -> bool:
-    """Match a complete name exactly, even if another contains it, and any other text as a part."""
-    return part == setting if part in names else part in setting
+    """Match a complete name exactly, even if another contains it, and any other text as a part.
+
+    A name consists of parts with commas between. A text that is such a part of some name matches
+    these names alone: "balance 0" does not mean "balance 0.01".
+    """
+    if part in names:
+        return part == setting
+    whole = any(part in name.split(", ") for name in names)
+    return part in (setting.split(", ") if whole else setting)
 
 
 def _list_studies() -> int:

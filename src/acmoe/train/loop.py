@@ -21,6 +21,7 @@ class TrainLoop:
     store: CheckpointStore | None  # None: nothing is saved or resumed
     display: Display
     signals: StopSignals
+    save_best: bool = True  # save after a validation that is the best so far, too
 
     def run(self) -> int:
         """Train from the latest checkpoint to the last step or a stop signal; return the step."""
@@ -46,7 +47,8 @@ class TrainLoop:
                 if validate:
                     score = self.trainer.validate()
                     self.display.valid(self.log.valid_record(step, score))
-                if save or stopping or (validate and self.log.best_step == step):
+                best = validate and self.save_best and self.log.best_step == step
+                if save or stopping or best:
                     self._save(step)
         return step
 

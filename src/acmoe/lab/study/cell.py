@@ -18,10 +18,13 @@ _PATH_FIELDS = {"folder", "source", "device", "threads"}
 # Fields that were added after the first results: a field of the same config, the added field, and
 # the value that held before. The field is left out of the digest where it has that value, so that
 # digests of earlier results stay valid.
-_ADDED_FIELDS = (
+_ADDED_FIELDS: tuple[tuple[str, str, Any], ...] = (
     ("augment", "compile", False),
     ("holdout", "on_device", False),
     ("attack", "precision", "fp32"),
+    ("tasks", "rates", []),
+    ("tasks", "divergence", None),
+    ("tasks", "routing_tokens", None),
 )
 
 
@@ -36,6 +39,12 @@ class TextTests:
     others: tuple[tuple[str, str], ...] = ()  # further texts: (name, .npy file of token ids)
     tasks: tuple[FinetuneConfig, ...] = ()  # finetuning tasks, each from the same weights
     task_folder: str = ""  # contains a folder for each task
+    rates: tuple[float, ...] = ()  # further rates of contamination, beside the default
+    # A run whose last validation loss is this many nats above its best, or whose loss is no longer
+    # finite, is recorded as diverged. None: the former is not looked for, the latter is a failure.
+    divergence: float | None = None
+    # Length of the validation text on which routing is measured at every validation; None: never.
+    routing_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,6 +48,7 @@ class _Pool:
     scratch: Path | None
     workers: list[_Worker] = field(default_factory=list)
     longest: float = 0.0  # seconds that the slowest cell so far took
+    paces: dict[str, float] = field(default_factory=dict)  # seconds per update, by setting
 
     def idle(self) -> _Worker | None:
         """Return a worker without a cell, a new one if there are fewer than `jobs`; else None."""
@@ -81,8 +82,21 @@ class _Pool:
             found.append((worker, worker.cell, message))
         return found
 
+    def expected(self, cell: Cell) -> float:
+        """Return the seconds a cell will take, by its setting's pace or by the longest so far."""
+        pace = self.paces.get(cell.setting)
+        return self.longest if pace is None else pace * _updates(cell)
+
+    def fits(self, cell: Cell, ends: float | None) -> bool:
+        """Return True where a cell that starts now is expected to be done in time."""
+        return ends is None or time.monotonic() + self.expected(cell) < ends
+
     def free(self, worker: _Worker) -> None:
-        self.longest = max(self.longest, time.monotonic() - worker.began)
+        assert worker.cell is not None
+        seconds, cell = time.monotonic() - worker.began, worker.cell
+        self.longest = max(self.longest, seconds)
+        pace = seconds / _updates(cell)
+        self.paces[cell.setting] = max(pace, self.paces.get(cell.setting, 0.0))
         worker.cell = None
 
     def drop(self, worker: _Worker) -> None:
@@ -96,6 +110,31 @@ class _Pool:
             worker.process.kill() if worker.cell is not None else worker.pipe.close()
         for worker in self.workers:
             worker.process.join(timeout=30)
+
+
+def _updates(cell: Cell) -> int:
+    """Return the number of updates, the measure of a cell's length within its setting."""
+    return max(1, int(getattr(cell.config, "steps", 1)))
+
+
+def known_paces(records: Sequence[Record], origin: Record) -> dict[str, float]:
+    """Return the most seconds per update by setting, of cells done in the same environment.
+
+    Commits may differ; devices, and the number of cells that share one, may not.
+    """
+    place = _place(origin)
+    found: dict[str, float] = {}
+    for record in records:
+        steps = (record.get("config") or {}).get("steps")
+        if record["status"] == DONE and steps and place == _place(record) != (None, None):
+            pace = record["metrics"].get("seconds", 0.0) / steps
+            found[record["setting"]] = max(pace, found.get(record["setting"], 0.0))
+    return found
+
+
+def _place(record: Record) -> tuple[Any, Any]:
+    environment = record.get("environment") or {}
+    return environment.get("device"), environment.get("jobs")
 
 
 def threads_per_worker(jobs: int) -> int | None:
@@ -115,16 +154,17 @@ def run_cells(
 ) -> Tally:
     """Run the cells in order, `jobs` at a time, and add a record to the results for each.
 
-    With `minutes`, no cell starts that would end later if it took as long as the longest so far.
-    A cell that fails gets a record as failed, and the others go on. Every record contains `origin`.
+    With `minutes`, no cell starts that would end later at the pace of its setting, which earlier
+    results of the same device tell, or else if it took as long as the longest so far. A cell that
+    fails gets a record as failed, and the others go on. Every record contains `origin`.
     """
     ends = None if minutes is None else time.monotonic() + 60 * minutes
-    waiting, pool = deque(cells), _Pool(jobs=jobs, scratch=scratch)
+    paces = known_paces(results.records, origin or {})
+    waiting, pool = deque(cells), _Pool(jobs=jobs, scratch=scratch, paces=paces)
     counts = {"done": 0, "failed": 0}
     try:
         while waiting or pool.busy():
-            late = ends is not None and time.monotonic() + pool.longest >= ends
-            while waiting and not late and (worker := pool.idle()) is not None:
+            while waiting and pool.fits(waiting[0], ends) and (worker := pool.idle()) is not None:
                 on_event(waiting[0], "begun", "")
                 worker.start(waiting.popleft())
             if not pool.busy():

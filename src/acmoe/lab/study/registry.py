@@ -16,25 +16,12 @@ from acmoe.lab.study.grids.variants import (
     variant_comparisons,
     variants_study,
 )
+from acmoe.lab.study.long_runs import LONG, LONG_WORDS
+from acmoe.lab.study.metrics import BITS as _BITS
+from acmoe.lab.study.metrics import RUNNING as _RUNNING
+from acmoe.lab.study.metrics import WORDS as _WORDS
 from acmoe.lab.study.study import ROUTER_METRICS, DataFree, Metric, PaperFigure, Study
 from acmoe.lab.study.synthetic.cells import SYNTHETIC_CONDITIONS, synthetic_study
-
-_BITS = (
-    Metric("test", "test bits per byte", "lower"),
-    Metric("valid_curve", "mean over the validation curve", "lower"),
-    Metric("contaminated", "contaminated bits per byte", "lower"),
-    Metric("enwik8", "EnWik-8 prefix, bits per byte", "lower"),
-)
-_WORDS = (
-    Metric("test", "test perplexity", "lower", 2),
-    Metric("valid_curve", "mean over the validation curve", "lower", 2),
-    Metric("contaminated", "contaminated perplexity", "lower", 2),
-    Metric("wikitext103", "WikiText-103 validation perplexity", "lower", 2),
-    Metric("sst2", "SST-2 accuracy (%)", "higher", 2),
-    Metric("sst5", "SST-5 accuracy (%)", "higher", 2),
-    Metric("banking77", "Banking-77 accuracy (%)", "higher", 2),
-)
-_RUNNING = Metric("test_running", "test, running statistics")
 
 BYTES = Study(
     name="bytes",
@@ -241,7 +228,10 @@ NANO = Study(
 
 STUDIES = {
     study.name: study
-    for study in (BYTES, WORDS, VISION, ABLATIONS, VARIANT_STUDY, CONFIRM, SYNTHETIC, NANO)
+    for study in (
+        *(BYTES, WORDS, LONG, LONG_WORDS, VISION),
+        *(ABLATIONS, VARIANT_STUDY, CONFIRM, SYNTHETIC, NANO),
+    )
 }
 
 

@@ -4,7 +4,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import tempfile
 import threading
 import time
 import traceback
@@ -20,6 +19,7 @@ from acmoe.config.images.train import VisionRunConfig
 from acmoe.config.text.train import RunConfig
 from acmoe.errors import UserError, check
 from acmoe.lab.study.cell import Cell
+from acmoe.lab.study.cells.folder import cell_folder
 from acmoe.lab.study.cells.images import run_images
 from acmoe.lab.study.cells.outcome import Notify, Outcome
 from acmoe.lab.study.cells.text import run_text
@@ -55,13 +55,13 @@ def runner_of(config: object) -> Runner:
 
 
 def run_cell(cell: Cell, scratch: Path | None, notify: Notify) -> dict[str, Any]:
-    """Run a cell in a temporary folder and return its record."""
+    """Run a cell in its folder, which is removed afterwards, and return its record."""
     device = pick_device(getattr(cell.config, "device", "auto"))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="acmoe-study-", dir=scratch) as folder:
-        outcome = runner_of(cell.config)(cell, Path(folder), notify)
+    with cell_folder(cell, scratch) as folder:
+        outcome = runner_of(cell.config)(cell, folder, notify)
     return {
         **cell.to_json(),
         "digest": cell.digest,
@@ -95,6 +95,8 @@ def work(pipe: Connection, threads: int | None, scratch: Path | None) -> None:
             pipe.send(Message("failed", _one_line(error)))
             return
         pipe.send(Message("done", record=record))
+        # The next cell compiles another model; old graphs would count towards Dynamo's limit.
+        torch.compiler.reset()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # leave the memory to the other workers

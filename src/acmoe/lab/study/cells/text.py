@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
+import torch
 from rich.console import Console
 
 from acmoe.config.text.data import ContaminationConfig
@@ -20,6 +21,13 @@ from acmoe.evaluate.language import Score, metric_of, score_stream, value_of
 from acmoe.evaluate.run import CHECKPOINTS, open_run
 from acmoe.evaluate.statistics import own_statistics, using_statistics
 from acmoe.lab.study.cell import Cell, TextTests
+from acmoe.lab.study.cells.folder import saves
+from acmoe.lab.study.cells.long import (
+    RoutingTrainer,
+    divergence,
+    routing_curves,
+    stopped_outcome,
+)
 from acmoe.lab.study.cells.outcome import Notify, Outcome, routing_metrics
 from acmoe.lab.study.cells.pairing import pair_with_plain
 from acmoe.lab.study.cells.scale_statistics import model_scale_statistics
@@ -28,6 +36,7 @@ from acmoe.models.text.decoder import LanguageModel
 from acmoe.runtime import pick_device, seeded
 from acmoe.train.checkpoint import CheckpointStore
 from acmoe.train.finetune import FinetuneReport, finetune
+from acmoe.train.health import TrainingStopped
 from acmoe.train.resume import save_run
 from acmoe.train.run_folder import claim
 from acmoe.train.text import TextTrainer, checked_corpus
@@ -40,22 +49,35 @@ def run_text(cell: Cell, folder: Path, notify: Notify) -> Outcome:
     with (
         claim(folder, config, corpus.vocabulary),
         seeded(config.seed, device),
-        contextlib.closing(TextTrainer(config, corpus, device)) as trainer,
+        contextlib.closing(_trainer(config, corpus, device, tests)) as trainer,
     ):
         plain = language_router("smoe", config.model)
         pair_with_plain(trainer.model, config.model, plain, config.seed)
-        log = train_cell(trainer, folder, notify)
+        try:
+            store = CheckpointStore(folder / CHECKPOINTS, keep=1) if saves(config) else None
+            log = train_cell(trainer, folder, notify, store)
+        except TrainingStopped as stopped:
+            if tests.divergence is None:
+                raise
+            return stopped_outcome(folder, config, metric_of(corpus), str(stopped))
         if tests.tasks:
             save_run(CheckpointStore(folder / CHECKPOINTS, keep=1), config.steps, trainer, log)
     curve = curve_of(folder, "valid", log.metric.replace(" ", "_"))
     scales = model_scale_statistics(trainer.model)
     metrics = training_metrics(trainer, log, curve, scales)
+    if tests.divergence is not None:
+        metrics |= divergence(curve_of(folder, "valid", "loss"), tests.divergence)
+        metrics["tokens_trained"] = float(config.steps * config.tokens_per_step)
     scored, details = _scored(trainer.model, corpus, tests, config, cell.seed)
     tasks = _finetuned(folder, tests, config, notify)
     metrics |= scored | {task.task: task.test_accuracy for task in tasks}
     return Outcome(
         metrics=metrics,
-        curves={"valid": curve, "train_loss": curve_of(folder, "train", "loss")},
+        curves={
+            "valid": curve,
+            "train_loss": curve_of(folder, "train", "loss"),
+            **routing_curves(folder),
+        },
         details={
             **details,
             "scale": [scale._asdict() for scale in scales],
@@ -63,6 +85,14 @@ def run_text(cell: Cell, folder: Path, notify: Notify) -> Outcome:
             "tasks": [replace(task, folder="").to_json() for task in tasks],
         },
     )
+
+
+def _trainer(
+    config: RunConfig, corpus: Corpus, device: torch.device, tests: TextTests
+) -> TextTrainer:
+    if tests.routing_tokens is None:
+        return TextTrainer(config, corpus, device)
+    return RoutingTrainer(config, corpus, device, tests.routing_tokens)
 
 
 def _scored(
@@ -110,8 +140,10 @@ def _further_modes(model: LanguageModel, tests: TextTests) -> tuple[str, ...]:
 def _texts(corpus: Corpus, tests: TextTests, seed: int) -> Iterator[tuple[str, Tokens, Tokens]]:
     """Yield (name, inputs, targets); all conditions of a seed have the same contaminated text."""
     yield "test", corpus["test"], corpus["test"]
-    contaminated = contaminate(corpus, "test", ContaminationConfig(seed=seed))
-    yield "contaminated", contaminated.inputs, contaminated.targets
+    for rate in (None, *tests.rates):
+        contaminated = contaminate(corpus, "test", ContaminationConfig(seed=seed, rate=rate))
+        name = "contaminated" if rate is None else f"contaminated {rate:g}"
+        yield name, contaminated.inputs, contaminated.targets
     for name, file in tests.others:
         stream: Tokens = np.load(file, mmap_mode="r", allow_pickle=False)
         yield name, stream, stream

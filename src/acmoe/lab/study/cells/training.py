@@ -1,7 +1,7 @@
-"""Train the model of a cell with the loop of `acmoe train`, but without checkpoints.
+"""Train the model of a cell with the loop of `acmoe train`.
 
-A cell takes minutes and is run again if it is killed, so nothing is saved. Conditions are compared
-by the weights after the last step, the same step for all of them.
+Most cells take minutes and are run again if they are killed, so nothing is saved. Conditions are
+compared by the weights after the last step, the same step for all of them; the best are not kept.
 """
 
 import io
@@ -22,6 +22,7 @@ from acmoe.lab.study.cells.outcome import (
 )
 from acmoe.lab.study.cells.scale_statistics import ScaleStatistics
 from acmoe.models.count import count_parameters
+from acmoe.train.checkpoint import CheckpointStore
 from acmoe.train.display import Display
 from acmoe.train.loop import TrainLoop
 from acmoe.train.metrics_log import MetricsLog, Record
@@ -35,22 +36,41 @@ class CellDisplay(Display):
     def __init__(self, title: str, steps: int, notify: Notify) -> None:
         super().__init__(title, steps, Console(file=io.StringIO()))
         self.notify = notify
+        self.speed = ""
+
+    def begin(self, step: int, log: MetricsLog) -> None:
+        """Say where a continued run begins."""
+        if step:
+            self.notify(f"continues after step {step:,}")
+
+    def train(self, record: Record) -> None:
+        """Remember the speed, and the time that the rest takes at that speed."""
+        speed = next(value for key, value in record.items() if key.endswith("_per_second"))
+        minutes = (self.steps - record["step"]) * record["seconds"] / record["step"] / 60
+        self.speed = f", {speed:,.0f} a second, {minutes:.1f} min left"
 
     def valid(self, record: Record) -> None:
-        """Send the validation loss."""
-        self.notify(f"validation loss {record['loss']:.4f}")
+        """Send the validation loss, the speed and the time left."""
+        step = f"step {record['step']:,} of {self.steps:,}"
+        self.notify(f"{step}, validation loss {record['loss']:.4f}{self.speed}")
 
 
-def train_cell(trainer: Trainer, folder: Path, notify: Notify) -> MetricsLog:
-    """Train to the last step, with figures in the folder's metrics.jsonl."""
+def train_cell(
+    trainer: Trainer, folder: Path, notify: Notify, store: CheckpointStore | None = None
+) -> MetricsLog:
+    """Train to the last step, with figures in the folder's metrics.jsonl.
+
+    With a store, save there, and continue from its latest checkpoint.
+    """
     log = trainer.metrics_log(folder)
     with CellDisplay(folder.name, trainer.steps, notify) as display:
         TrainLoop(
             trainer=trainer,
             log=log,
-            store=None,
+            store=store,
             display=display,
             signals=StopSignals(),  # not entered: the pool ends its worker processes itself
+            save_best=False,
         ).run()
     return log
 

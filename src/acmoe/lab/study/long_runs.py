@@ -1,0 +1,65 @@
+"""The studies of long runs: their questions, comparisons and the paper's figures."""
+
+from acmoe.lab.study.grids.long import (
+    long_study,
+    long_words_study,
+    nano_long,
+    published_conditions,
+)
+from acmoe.lab.study.grids.nano import TEXT_SETTING
+from acmoe.lab.study.metrics import BITS, RUNNING, WORDS
+from acmoe.lab.study.study import ROUTER_METRICS, DataFree, Metric, PaperFigure, Study
+
+_LONG = (
+    Metric("diverged", "diverged (share of runs)", digits=2),
+    Metric("rise", "greatest rise of the validation loss (nats)", digits=3),
+)
+
+LONG = Study(
+    name="long",
+    question="Does adaptive clustering help the paper's EnWik-8 model in runs of 246 million "
+    "tokens and more, and does the plain router diverge at a constant rate?",
+    note="The recipe switch-enwik8 on enwiki15 bytes: batch statistics, one forward pass per "
+    "update, bf16, 24,576 tokens an update. The rate falls as a cosine from 7e-4 to 7e-5, except "
+    "in `constant`: 7e-4 after a quarter of the updates, no clipping, no balance loss. The paper's "
+    "runs have 1.97 billion tokens. A run has diverged where its last validation loss is 0.3 nats "
+    "above its best, or a loss is not finite; the latter have no test figures.",
+    grid=long_study,
+    data_free=DataFree((TEXT_SETTING,), nano_long),
+    seeds=4,
+    comparisons=(
+        ("adaptive-previous", "smoe"),
+        ("adaptive-current", "smoe"),
+        *([("published", "published-control")] if published_conditions() else []),
+    ),
+    compared=(*BITS, Metric("contaminated 0.025", "contaminated 2.5%, bits per byte", "lower")),
+    descriptive=(*_LONG, RUNNING, *ROUTER_METRICS),
+    curve_label="validation bits per byte",
+    paper=(PaperFigure("test bits per byte, EnWik-8, 80,000 steps", "1.153", "1.137", "Table 1"),),
+)
+
+LONG_WORDS = Study(
+    name="long-words",
+    question="Does it help the paper's models of words in runs of 123 million tokens?",
+    note="The recipes on enwiki15 words with the 50,000 most frequent words: batch statistics, one "
+    "forward pass per update, bf16, 24,576 tokens an update, a rate that falls as a cosine from "
+    "7e-4 to 7e-5. The paper's runs have 983 million tokens (Switch-small).",
+    grid=long_words_study,
+    seeds=4,
+    comparisons=(("adaptive-previous", "smoe"), ("adaptive-current", "smoe")),
+    compared=(
+        *WORDS[:4],
+        Metric("contaminated 0.05", "contaminated 5%, perplexity", "lower", 2),
+    ),
+    descriptive=(*_LONG, RUNNING._replace(digits=2), *ROUTER_METRICS),
+    curve_label="validation perplexity",
+    paper=(
+        PaperFigure(
+            "WikiText-103 perplexity, Switch-small, 40,000 steps", "87.94", "85.07", "Table 3"
+        ),
+        PaperFigure("WikiText-103 perplexity, Switch-medium", "35.48", "34.42", "Table 1"),
+        PaperFigure(
+            "WikiText-103 perplexity, GLaM-small, 60,000 steps", "58.27", "54.55", "Table 3"
+        ),
+    ),
+)

@@ -1,0 +1,128 @@
+"""Long runs: what they train, that a killed cell continues, and what counts as diverged."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from test_study_grids import NOWHERE
+
+from acmoe.cli.study import _chosen
+from acmoe.lab.study.cells.long import divergence
+from acmoe.lab.study.pool import known_paces, run_cells
+from acmoe.lab.study.registry import STUDIES
+from acmoe.lab.study.results.records import open_results
+from acmoe.lab.study.size import Size
+from acmoe.lab.study.worker import run_cell
+from acmoe.recipes import recipe
+from study_cases import record, tiny_cells, tiny_text
+
+CLOCK = ("step_ms", "train_seconds", "seconds")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return tiny_text(tmp_path_factory.mktemp("study"))
+
+
+def silent(line):
+    pass
+
+
+def long_cell(text, condition="adaptive-previous", **changes):
+    """A cell of 4 updates that validates after each and saves after every second."""
+    (cell,) = tiny_cells(text, condition, steps=4)
+    config = replace(cell.config, checkpoint_every=2, **changes)
+    tests = replace(cell.tests, rates=(0.025,), divergence=0.3, routing_tokens=128)
+    return replace(cell, config=config, tests=tests)
+
+
+def test_runs_are_the_recipes_and_as_long_as_declared():
+    cells = STUDIES["long"].cells(NOWHERE, Size(), (0,), ("enwik8",))
+    own = recipe("switch-enwik8")
+    by_setting = {cell.setting.removeprefix("switch-enwik8, "): cell.config for cell in cells}
+    for name, steps, balance in (
+        ("balance 0.01", 10_000, 0.01),
+        ("balance 0", 10_000, 0.0),
+        ("constant", 16_000, 0.0),
+    ):
+        run = by_setting[name]
+        assert (run.steps, run.model.balance, run.lr, run.clip) == (steps, balance, 7e-4, None)
+        assert run.tokens_per_step == own.tokens_per_step == 24_576
+        assert (run.split, run.precision, run.compile, run.graph) == (1, "bf16", True, True)
+        assert run.steps % run.eval_every == run.steps % run.checkpoint_every == 0
+    falling, constant = by_setting["balance 0"], by_setting["constant"]
+    assert (falling.schedule, falling.warmup, falling.min_lr) == ("cosine", 1000, 7e-5)
+    assert (constant.schedule, constant.warmup) == ("constant", own.warmup)
+    routers = {cell.condition: cell.config.model.router for cell in cells}
+    assert routers["adaptive-previous"] == recipe("switch-enwik8-acmoe").model.router
+    words = STUDIES["long-words"].cells(NOWHERE, Size(), (0,))
+    assert min(cell.config.steps * cell.config.tokens_per_step for cell in words) > 100e6
+
+
+def test_a_killed_cell_continues_and_gives_the_same_figures(text, tmp_path):
+    cell, heard = long_cell(text), []
+    whole = run_cell(cell, tmp_path, silent)
+
+    def kill(line):
+        if line.startswith("step 3 of 4"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_cell(cell, tmp_path, kill)
+    assert (tmp_path / f"acmoe-study-{cell.digest}").is_dir()
+    again = run_cell(cell, tmp_path, heard.append)
+    assert heard[0] == "continues after step 2"
+    assert list(tmp_path.iterdir()) == []  # a finished cell leaves nothing
+    for found in (whole, again):
+        for name in CLOCK:
+            assert found["metrics"].pop(name) > 0
+    assert again == whole
+    assert whole["metrics"]["tokens_trained"] == 4 * cell.config.tokens_per_step
+    assert {"contaminated", "contaminated 0.025"} <= whole["metrics"].keys()
+    for name in ("valid", "load_balance", "instability", "scale_rms_log"):
+        assert [step for step, _ in whole["curves"][name]] == [1, 2, 3, 4]
+
+
+def test_a_loss_that_is_not_finite_is_a_result(text, tmp_path):
+    found = run_cell(long_cell(text, "smoe", lr=1e30, warmup=0, log_every=1), tmp_path, silent)
+    assert (found["status"], found["metrics"]["diverged"]) == ("done", 1.0)
+    assert "test" not in found["metrics"]
+    assert "not finite" in found["details"]["stopped"]
+
+
+def test_a_run_has_diverged_where_its_last_loss_is_far_above_its_best():
+    steady = divergence([(1, 2.0), (2, 1.0), (3, 1.2)], 0.3)
+    assert steady["diverged"] == 0
+    assert math.isclose(steady["rise"], 0.2)
+    recovered = divergence([(1, 2.0), (2, 3.5), (3, 1.0)], 0.3)
+    assert recovered == {"diverged": 0.0, "rise": 1.5}
+    assert divergence([(1, 1.26), (2, 3.52)], 0.3)["diverged"] == 1
+
+
+def test_no_cell_begins_that_cannot_end_at_the_pace_of_its_setting(text, tmp_path):
+    (cell,) = tiny_cells(text, "smoe")  # 4 updates
+    here = {"environment": {"device": "a card", "jobs": 1}}
+
+    def done(seconds, **changes):
+        known = {"config": {"steps": 2}, "metrics": {"seconds": seconds}, "setting": cell.setting}
+        return record("smoe", 0, 1.0, **{**known, **here, **changes})
+
+    assert known_paces([done(50), done(60), done(70, setting="other")], here) == {
+        "tiny": 30,
+        "other": 35,
+    }
+    assert known_paces([done(60, environment={"device": "another", "jobs": 1})], here) == {}
+    with open_results(tmp_path / "results.jsonl") as results:
+        results.add(done(60))  # 30 s an update: the cell would take 2 minutes
+        tally = run_cells([cell], results, minutes=1.9, origin=here)
+    assert (tally.done, tally.left) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("part", "settings"), [("balance 0", 1), ("balance 0.01", 1), ("balance", 2), ("rate 0", 2)]
+)
+def test_a_setting_is_chosen_by_a_whole_part_of_its_name(part, settings):
+    cells = STUDIES["long"].cells(NOWHERE, Size(), (0,), ("enwik8",))
+    chosen = _chosen(cells, (), (part,))
+    assert len({cell.setting for cell in chosen}) == settings
+    assert len(chosen) == 3 * settings
