@@ -74,16 +74,23 @@ class Study:
     def cells(
         self, materials: Materials, size: Size, seeds: Sequence[int], settings: Sequence[str] = ()
     ) -> list[Cell]:
-        """Return all cells, or only the data-free ones where `settings` selects no others.
+        """Return all cells, or only one kind where `settings` selects none of the other.
 
-        `settings` are parts of the names of settings.
+        `settings` are parts of the names of settings. Cells that read data sets and cells that
+        need none are the two kinds; each prepares its own text.
         """
-        free = [] if self.data_free is None else self.data_free.grid(materials, size, seeds)
-        return free if self._all_free(settings) else [*self.grid(materials, size, seeds), *free]
+        if self.data_free is None:
+            return self.grid(materials, size, seeds)
+        read = [] if self._all_free(settings) else self.grid(materials, size, seeds)
+        free = self.data_free.grid(materials, size, seeds) if self._any_free(settings) else []
+        return [*read, *free]
 
     def reads(self, settings: Sequence[str]) -> bool:
         """Return True where these settings, or all if none are given, need a data folder."""
         return self.reads_data and not self._all_free(settings)
+
+    def _any_free(self, settings: Sequence[str]) -> bool:
+        return not settings or any(part in name for part in settings for name in self.free_settings)
 
     def _all_free(self, settings: Sequence[str]) -> bool:
         return bool(settings) and all(

@@ -40,6 +40,7 @@ from acmoe.train.health import TrainingStopped
 from acmoe.train.resume import save_run
 from acmoe.train.run_folder import claim
 from acmoe.train.text import TextTrainer, checked_corpus
+from acmoe.train.trainer import eager
 
 
 def run_text(cell: Cell, folder: Path, notify: Notify) -> Outcome:
@@ -68,7 +69,9 @@ def run_text(cell: Cell, folder: Path, notify: Notify) -> Outcome:
     if tests.divergence is not None:
         metrics |= divergence(curve_of(folder, "valid", "loss"), tests.divergence)
         metrics["tokens_trained"] = float(config.steps * config.tokens_per_step)
-    scored, details = _scored(trainer.model, corpus, tests, config, cell.seed)
+    # Scoring has other shapes, modes and hooks than training: each would be compiled anew.
+    with eager(config.compile):
+        scored, details = _scored(trainer.model, corpus, tests, config, cell.seed)
     tasks = _finetuned(folder, tests, config, notify)
     metrics |= scored | {task.task: task.test_accuracy for task in tasks}
     return Outcome(

@@ -162,7 +162,7 @@ def long_tests(
         rates=rates,
         others=others,
         divergence=DIVERGED,
-        routing_tokens=ROUTING_TOKENS,
+        routing_tokens=min(ROUTING_TOKENS, tokens or ROUTING_TOKENS),
     )
 
 
