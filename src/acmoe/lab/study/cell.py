@@ -22,6 +22,10 @@ _ADDED_FIELDS = (
     ("augment", "compile", False),
     ("holdout", "on_device", False),
     ("attack", "precision", "fp32"),
+    ("min_tokens", "mean_over", "all"),
+    ("clamp", "mean_before_clamp", False),
+    ("expert_init", "plain_router", None),
+    ("normalize_embeddings", "embedding_length", None),
 )
 
 
@@ -105,7 +109,7 @@ def without_paths(value: Any) -> Any:
         kept.pop("task_folder", None)
         for sibling, name, before in _ADDED_FIELDS:
             if sibling in kept and kept.get(name) == before:
-                del kept[name]
+                kept.pop(name, None)
         return {key: without_paths(item) for key, item in kept.items()}
     return [without_paths(item) for item in value] if isinstance(value, list) else value
 
