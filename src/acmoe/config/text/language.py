@@ -184,9 +184,10 @@ def _nano(**fields: Any) -> LanguageConfig:
 
 
 def _published(config: LanguageConfig) -> LanguageConfig:
-    """The model of the published code: its gates, initialisation, empty memory and balance loss.
+    """Return the model as the published code builds it.
 
-    The first two MoE layers have linear gates with bias, the others the published AC gate.
+    The first two MoE layers have linear gates with bias, the others the published AC gate. First
+    weights of experts, empty memory and the absent balance loss are the published code's, too.
     """
     return replace(
         config,
