@@ -38,6 +38,7 @@ REPORTED = {
     "glam-medium-acmoe": "36.26",
     "switch-enwik8": "1.153",
     "switch-enwik8-acmoe": "1.137",
+    "switch-enwik8-published": "1.137",
     "switch-medium-acmoe-variance": "34.87",
     "switch-medium-acmoe-full": "34.88",
     "switch-medium-acmoe-alternating": "34.80",
@@ -52,7 +53,9 @@ REPORTED = {
 }
 OURS_ALONE = {
     *("switch-medium-acmoe-published", "switch-medium-control"),
+    "switch-enwik8-published-control",
     *("switch-nano", "switch-nano-acmoe", "glam-nano", "glam-nano-acmoe"),
+    *("switch-nano-published", "switch-nano-published-control"),
 }
 
 
@@ -196,9 +199,12 @@ def _flat(config: dict[str, Any], start: str = "") -> dict[str, Any]:
     return flat
 
 
-def test_every_language_model_is_a_recipe_of_its_plain_router() -> None:
+def test_every_language_model_is_a_recipe_of_its_plain_router_or_as_published() -> None:
     for name in set(list_models()) & set(LANGUAGE_MODELS):
-        assert recipe(name).model.router == SMoEConfig(bias=True)
+        published = AdaptiveConfig.preset("reference-lm")
+        expected = published if name.endswith("-published") else SMoEConfig(bias=True)
+        assert recipe(name).model.router == expected
+        assert recipe(name).model == LANGUAGE_MODELS[name].config
 
 
 def test_sizes_of_training_are_the_papers() -> None:

@@ -2,7 +2,9 @@
 
 Published: w = 1 / (mad + eps), empty clusters and single tokens counting as mad = 0; w at most
 `clamp` times the mean of all w; divided by its mean over clusters (language) or over everything
-(vision). Statistics are those of the current layer's tokens by the previous layer's clusters.
+(vision; in Swin by the mean before the clamp). Statistics are those of the current layer's tokens
+by the previous layer's clusters. There are as many clusters as the highest expert id among all
+choices of all tokens, plus one. Cases of empty clusters are in test_published_empty.py.
 
 T tokens, D features, E experts, C = E clusters.
 """
@@ -16,46 +18,7 @@ from hypothesis import strategies as st
 
 from acmoe import AdaptiveConfig, LossConfig, MoE, RoutingState, SoftMoE, UserError, build_router
 from acmoe.routing.adaptive import AdaptiveRouter
-
-PUBLISHED = {  # eps, clamp, axis of the mean
-    "reference-lm": (1e-4, 10.0, "clusters"),
-    "reference-swin": (1e-4, 1.5, "everything"),
-    "reference-soft": (0.35, 5.0, "everything"),
-}
-
-
-def mean(values):
-    values = list(values)
-    return math.fsum(values) / len(values)
-
-
-def published_weights(x, clusters, num_clusters, eps, clamp, axis):
-    """Plain Python numbers: (C, D) nested lists."""
-    dim = len(x[0])
-    weights = []
-    for c in range(num_clusters):
-        members = [row for row, own in zip(x, clusters, strict=True) if own == c]
-        mad = [0.0] * dim
-        if members:
-            centre = [mean(row[q] for row in members) for q in range(dim)]
-            mad = [mean(abs(row[q] - centre[q]) for row in members) for q in range(dim)]
-        weights.append([1 / (value + eps) for value in mad])
-    limit = clamp * mean(value for row in weights for value in row)
-    weights = [[min(value, limit) for value in row] for row in weights]
-    if axis == "clusters":
-        by = [mean(row[q] for row in weights) for q in range(dim)]
-    else:
-        by = [mean(value for row in weights for value in row)] * dim
-    return [[value / by[q] for q, value in enumerate(row)] for row in weights]
-
-
-def clusters_state(clusters, router, *, membership=None):
-    """The previous layer's clusters, and a scale that a reader of its own tokens must ignore."""
-    assignment = torch.tensor(clusters).view(len(clusters), -1)
-    share = torch.ones(assignment.shape, dtype=torch.float64)
-    share = share / share.sum(1, keepdim=True) if membership is None else membership
-    scale = torch.full((router.num_experts, router.dim), math.nan, dtype=torch.float64)
-    return RoutingState(assignment, share, scale, torch.zeros(()))
+from published_gate import PUBLISHED, clusters_state, mean, published_weights
 
 
 @pytest.mark.parametrize("name", ["reference-lm", "reference-swin"])
@@ -74,25 +37,26 @@ def test_published_presets_rescale_tokens_as_the_published_code_does(
     ).double()
     x = torch.randn(num_tokens, dim, dtype=torch.float64)
     clusters = torch.randint(num_experts, (num_tokens,)).tolist()
-    scale = published_weights(x.tolist(), clusters, num_experts, *PUBLISHED[name])
+    scale = published_weights(x.tolist(), [[c] for c in clusters], PUBLISHED[name])
     expected = x * torch.tensor([scale[c] for c in clusters], dtype=torch.float64)
-    found = router.rescale(x, clusters_state(clusters, router)).dense()
+    found = router.rescale(x, clusters_state([[c] for c in clusters], router)).dense()
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_an_empty_cluster_reaches_the_clamp_and_lowers_all_others_by_hand():
-    # Swin: eps 1e-4, clamp 1.5. Cluster 0 holds 0 and 2 (mad 1, w = 1/1.0001), cluster 1 is empty
-    # (w = 1e4). Mean of all w: 5000.49995; the limit 7500.74993 cuts the empty one. Their mean is
-    # (0.99990 + 7500.74993) / 2 = 3750.87491, so the tokens of cluster 0 shrink to 1/3751.
-    router = build_router(
-        AdaptiveConfig.preset("reference-swin"), dim=1, num_experts=2, top_k=1
-    ).double()
-    x = torch.tensor([[0.0], [2.0]], dtype=torch.float64)
-    w0, empty = 1 / 1.0001, 1.5 * (1 / 1.0001 + 1e4) / 2
-    scale = w0 / ((w0 + empty) / 2)
-    assert scale == pytest.approx(0.99990 / 3750.87491, rel=1e-5)
-    found = router.rescale(x, clusters_state([0, 0], router)).dense()
-    assert found[1, 0].item() == pytest.approx(2 * scale, rel=1e-9)
+    # Language: eps 1e-4, clamp 10. Cluster 1 holds 0 and 2 (mad 1, w = 1/1.0001), cluster 0 is
+    # empty (w = 1e4). Mean of all w: 5000.49995; the limit 50,005 cuts nothing. The mean over
+    # clusters is the same, so the tokens of cluster 1 shrink to 1/5001.
+    # Swin: clamp 1.5. The limit 7500.74993 cuts the empty cluster, but the mean is the one before.
+    for name in ("reference-lm", "reference-swin"):
+        config = AdaptiveConfig.preset(name)
+        router = build_router(config, dim=1, num_experts=2, top_k=1).double()
+        x = torch.tensor([[0.0], [2.0]], dtype=torch.float64)
+        w1 = 1 / 1.0001
+        scale = w1 / ((w1 + 1e4) / 2)
+        assert scale == pytest.approx(0.99990 / 5000.49995, rel=1e-5)
+        found = router.rescale(x, clusters_state([[1], [1]], router)).dense()
+        assert found[1, 0].item() == pytest.approx(2 * scale, rel=1e-9)
 
 
 def test_the_language_preset_gates_by_unit_embeddings_over_the_selected_experts():
@@ -101,7 +65,7 @@ def test_the_language_preset_gates_by_unit_embeddings_over_the_selected_experts(
     router = build_router(config, dim=5, num_experts=4, top_k=2, losses=LossConfig(balance=1.0))
     router = router.double()
     x = torch.randn(8, 5, dtype=torch.float64)
-    state = clusters_state([0, 1, 2, 3, 0, 1, 2, 0], router)
+    state = clusters_state([[c] for c in (0, 1, 2, 3, 0, 1, 2, 0)], router)
     routing = router(x, state)
     unit = router.base.embedding / router.base.embedding.norm(dim=1, keepdim=True)
     affinity = router.rescale(x, state).dense() @ unit.T
@@ -120,11 +84,12 @@ def test_the_swin_preset_gates_over_all_experts_with_noise_and_feeds_scaled_toke
     moe = MoE(dim=5, hidden=7, num_experts=4, top_k=2, router=config, activation="gelu").double()
     x = torch.randn(8, 5, dtype=torch.float64)
     clusters = [0, 1, 2, 3, 0, 1, 2, 0]
-    state = clusters_state(clusters, moe.router)
+    state = clusters_state([[c] for c in clusters], moe.router)
     assert not torch.equal(moe.router(x, state).affinity, moe.router(x, state).affinity)  # noise
 
     moe.eval()
-    scale = published_weights(x.tolist(), clusters, 4, *PUBLISHED["reference-swin"])
+    choices = [[c] for c in clusters]
+    scale = published_weights(x.tolist(), choices, PUBLISHED["reference-swin"])
     scaled = x * torch.tensor([scale[c] for c in clusters], dtype=torch.float64)
     affinity = scaled @ moe.router.base.embedding.T
     gate, ids = affinity.softmax(-1).topk(2)
@@ -138,18 +103,18 @@ def test_the_swin_preset_gates_over_all_experts_with_noise_and_feeds_scaled_toke
     torch.testing.assert_close(moe(x, state)[0], expected)
 
 
-def test_the_soft_preset_mixes_eight_scales_and_fills_slots_with_scaled_tokens():
+@pytest.mark.parametrize("drawn", [9, 8])  # 8: no token has the last cluster, which then is none
+def test_the_soft_preset_mixes_eight_scales_and_fills_slots_with_scaled_tokens(drawn):
     torch.manual_seed(0)
     config = AdaptiveConfig.preset("reference-soft")
     moe = SoftMoE(dim=4, hidden=6, num_experts=9, router=config).double()
     x = torch.randn(1, 12, 4, dtype=torch.float64)
-    order = torch.rand(12, 9).argsort(1)[:, :8].tolist()
+    order = torch.rand(12, drawn).argsort(1)[:, :8].tolist()
     share = torch.rand(12, 8, dtype=torch.float64)
     share = share / share.sum(1, keepdim=True)
     state = clusters_state(order, moe.router, membership=share)
 
-    first = [ids[0] for ids in order]
-    scale = published_weights(x[0].tolist(), first, 9, *PUBLISHED["reference-soft"])
+    scale = published_weights(x[0].tolist(), order, PUBLISHED["reference-soft"])
     factor = [
         [sum(share[t, j].item() * scale[c][q] for j, c in enumerate(order[t])) for q in range(4)]
         for t in range(12)

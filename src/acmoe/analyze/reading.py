@@ -128,6 +128,7 @@ def space_row(number: int, layer: LayerAnalysis) -> tuple[str, ...]:
         _plain_and_scaled(layer, plain.by_expert.silhouette, scaled.by_expert.silhouette, ".3f"),
         _plain_and_scaled(layer, plain.by_cluster.silhouette, scaled.by_cluster.silhouette, ".3f"),
         _plain_and_scaled(layer, plain.conditioning.number, scaled.conditioning.number, ".0e"),
+        _plain_and_scaled(layer, plain.conditioning.rank, scaled.conditioning.rank, "d"),
         "" if scale is None else f"{scale.rms_log:.3f}",
         "" if scale is None else f"{100 * scale.own_share:.0f}%",
     )
@@ -148,6 +149,7 @@ SPACE = (
     "silhouette, experts",
     "silhouette, clusters",
     "condition",
+    "rank",
     "rms log M",
     "own",
 )

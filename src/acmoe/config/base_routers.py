@@ -32,6 +32,10 @@ class SMoEConfig:
     gate: Gate = "auto"  # softmax over the selected k, or over all E; auto: all if k = 1
     noise: float = 0.0  # training noise on the affinities, std in units of 1/E
     normalize_embeddings: bool = False  # unit-length e_k, a control for the published AC gates
+    # Length of the stored embeddings behind the unit-length e_k, restored after every optimizer
+    # step. A step then turns e_k by an angle that does not shrink as training goes on. The
+    # published LM gate has 1.5; None: the length is free.
+    embedding_length: float | None = None
     init: Literal["uniform", "orthogonal"] = "uniform"  # +-1/sqrt(d), or orthogonal, gain 0.32
     balance_temperature: float = 1.0  # softmax temperature of the balance loss; published LM: 0.3
     bias_balancing: float = 0.0  # loss-free balancing: step size of each expert's selection bias
@@ -42,6 +46,13 @@ class SMoEConfig:
         check_not_negative(self.noise, "noise")
         check_positive(self.balance_temperature, "balance_temperature")
         check_not_negative(self.bias_balancing, "bias_balancing")
+        if self.embedding_length is not None:
+            check_positive(self.embedding_length, "embedding_length")
+            check(
+                self.normalize_embeddings,
+                f"embedding_length={self.embedding_length} is the length behind unit-length "
+                "embeddings; set normalize_embeddings=True",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

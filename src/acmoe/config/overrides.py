@@ -88,7 +88,10 @@ def _override_field(
 ) -> Any:
     value = getattr(owner, name)
     choices = named_configs(annotation)
-    if node.value is not None and choices:
+    optional = NoneType in members(annotation)
+    if choices and optional and (node.value or "").lower() == "none":
+        value = None
+    elif node.value is not None and choices:
         check(
             node.value in choices,
             f"{path}={node.value!r} is unknown; choose one of {', '.join(choices)}"

@@ -94,7 +94,14 @@ class AdaptiveConfig(WithMovedFields):
     floor: float = 1e-3  # least s, as a share of its cluster's mean s
     eps: float = 0.0  # 1 / (s + eps)
     clamp: float | None = None  # greatest weight, in mean weights
+    # Divide by the mean of the weights before the clamp, as the published vision code for Swin; the
+    # clamped weights then average less than one.
+    mean_before_clamp: bool = False
     min_tokens: int = 2  # smaller clusters get scale 1
+    # Clusters in the means that `clamp` and `normalize` take over clusters: all, or, as in the
+    # published code, those numbered up to the highest expert that any token chose. It matters where
+    # empty clusters count (min_tokens=0).
+    mean_over: Literal["all", "chosen"] = "all"
     momentum: float = 0.99  # of the running statistics, per optimizer step
     prior_tokens: float = 16.0  # prefix: the running dispersion counts as this many tokens
 
@@ -116,6 +123,7 @@ class AdaptiveConfig(WithMovedFields):
         if self.clamp is not None:
             check_positive(self.clamp, "clamp")
         check(self.min_tokens >= 0, f"min_tokens={self.min_tokens}; it must be 0 or more")
+        check_choice(self.mean_over, ("all", "chosen"), "mean_over")
         check(0 <= self.momentum < 1, f"momentum={self.momentum}; it must lie in [0, 1)")
         check_not_negative(self.prior_tokens, "prior_tokens")
         self._check_together(modes=self.modes)
@@ -137,6 +145,11 @@ class AdaptiveConfig(WithMovedFields):
                 self.normalize == "cluster",
                 f"normalize={self.normalize!r} compares clusters, of which a token in "
                 "statistics='prefix' reads only its own; use normalize='cluster'",
+            )
+            check(
+                self.mean_over == "all",
+                f"mean_over={self.mean_over!r} counts clusters, of which a token in "
+                "statistics='prefix' reads only its own; use mean_over='all'",
             )
         check(
             self.floor > 0 or self.eps > 0,
@@ -163,7 +176,8 @@ class AdaptiveConfig(WithMovedFields):
         """Return a preset: paper, reference-lm, reference-swin or reference-soft.
 
         The last three have the constants of the published code: statistics of the current layer's
-        input, eps and clamp for small dispersions, empty clusters counted as s = 0.
+        input, eps and clamp for small dispersions. An empty cluster counts as s = 0 there, unless
+        its expert has a higher number than every expert that a token chose.
         """
         check(
             name in _PRESETS,
@@ -182,6 +196,7 @@ def _published(
     normalize: Literal["feature", "global"],
     eps: float,
     clamp: float,
+    mean_before_clamp: bool = False,
     mix: int = 1,
     scale_experts: bool,
 ) -> AdaptiveConfig:
@@ -192,8 +207,10 @@ def _published(
         normalize=normalize,
         eps=eps,
         clamp=clamp,
+        mean_before_clamp=mean_before_clamp,
         floor=0.0,
         min_tokens=0,
+        mean_over="chosen",
         mix=mix,
         scale_experts=scale_experts,
     )
@@ -203,7 +220,11 @@ _PRESETS = {
     "paper": AdaptiveConfig(statistics="batch", statistics_of="previous"),
     "reference-lm": _published(
         SMoEConfig(
-            normalize_embeddings=True, init="orthogonal", gate="selected", balance_temperature=0.3
+            normalize_embeddings=True,
+            embedding_length=1.5,
+            init="orthogonal",
+            gate="selected",
+            balance_temperature=0.3,
         ),
         normalize="feature",
         eps=1e-4,
@@ -215,6 +236,7 @@ _PRESETS = {
         normalize="global",
         eps=1e-4,
         clamp=1.5,
+        mean_before_clamp=True,
         scale_experts=True,
     ),
     "reference-soft": _published(

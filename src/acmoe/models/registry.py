@@ -73,8 +73,13 @@ def model_card(name: str) -> ModelCard:
     return _family(name).cards[name]
 
 
-def create_model(name: str, *, router: str | RouterConfig = "smoe", **overrides: Any) -> nn.Module:
+def create_model(
+    name: str, *, router: str | RouterConfig | None = None, **overrides: Any
+) -> nn.Module:
     """Return a freshly initialised model; `overrides` change fields of its config.
+
+    router: None stands for the router of the model's card: the plain one ("smoe"; in SoftMoE
+    "soft"), except in the models named after the published code.
 
     >>> model = create_model("switch-nano", router="adaptive", dropout=0.1)
 
@@ -86,7 +91,9 @@ def create_model(name: str, *, router: str | RouterConfig = "smoe", **overrides:
     for option in overrides:
         check(option in known, f"{name} has no option {option!r}; {_nearest(option, known)}")
     config = replace(family.cards[name].config, **overrides)
-    return family.build(replace(config, router=family.router(router, config)))
+    if router is not None:
+        config = replace(config, router=family.router(router, config))
+    return family.build(config)
 
 
 def build_model(config: object) -> nn.Module:

@@ -3,7 +3,8 @@
     acmoe train switch-medium-acmoe steps=20000 data.folder=/my/wikitext103
 
 The docstring of a recipe states the paper's figure, ours if it was measured, the hardware and the
-hours. The name of a model is also the recipe of its plain (SMoE) baseline.
+hours. The name of a model is also a recipe: of its plain (SMoE) baseline, or, if it ends in
+"-published", of the model of the published code.
 """
 
 import difflib

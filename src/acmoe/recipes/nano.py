@@ -1,6 +1,7 @@
 """Small runs for a laptop, on the source code of Python's standard library; no download.
 
 Recipes of one model differ in the router alone: they have the same seed, initial weights and data.
+Those named after the published code also differ in initial weights and empty memory.
 """
 
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from dataclasses import replace
 from acmoe.config.routing import RouterConfig
 from acmoe.config.text.language import LANGUAGE_MODELS, language_router
 from acmoe.config.text.train import DataConfig, RunConfig
+from acmoe.recipes.language import published_control
 
 
 def nano_run(model: str, router: str | RouterConfig) -> RunConfig:
@@ -51,6 +53,25 @@ def switch_nano_acmoe() -> RunConfig:
     return nano_run("switch-nano", "adaptive")
 
 
+def switch_nano_published() -> RunConfig:
+    """Switch-nano in the layout of the published code, the same bytes (not in the paper).
+
+    Ours: not measured yet. Layers 1 and 2 have linear gates with bias, layers 3 and 4 the published
+    AC gate; see `switch-enwik8-published`. Minutes on two CPU cores.
+    """
+    model = "switch-nano-published"
+    return nano_run(model, LANGUAGE_MODELS[model].config.router)
+
+
+def switch_nano_published_control() -> RunConfig:
+    """Switch-nano in the layout of the published code with M = I, a control (not in the paper).
+
+    Ours: not measured yet. See `switch-enwik8-published-control`. Minutes on two CPU cores.
+    """
+    run = switch_nano_published()
+    return replace(run, model=published_control(run.model))
+
+
 def glam_nano() -> RunConfig:
     """GLaM-nano, SMoE, bytes of Python's standard library (not in the paper).
 
@@ -70,6 +91,8 @@ def glam_nano_acmoe() -> RunConfig:
 RECIPES: dict[str, Callable[[], RunConfig]] = {
     "switch-nano": switch_nano,
     "switch-nano-acmoe": switch_nano_acmoe,
+    "switch-nano-published": switch_nano_published,
+    "switch-nano-published-control": switch_nano_published_control,
     "glam-nano": glam_nano,
     "glam-nano-acmoe": glam_nano_acmoe,
 }

@@ -91,7 +91,9 @@ class AdaptiveRouter(Router):
             return self.statistics.prefix_scale(x_BLD, assignment_BLJ, mask_BL, cache)
         first_BL = state.assignment[:, 0].view(x_BLD.shape[:-1])
         order = state.order if mask_BL is None else None
-        return self.statistics.cluster_scale(x_BLD, first_BL, mask_BL, cache, order)
+        return self.statistics.cluster_scale(
+            x_BLD, first_BL, mask_BL, cache, order, state.scale[:, 0]
+        )
 
     def route(
         self,

@@ -4,7 +4,13 @@ import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from acmoe.config.routing import AdaptiveConfig, RandomConfig, RouterConfig, router_config
+from acmoe.config.routing import (
+    AdaptiveConfig,
+    RandomConfig,
+    RouterConfig,
+    base_router,
+    router_config,
+)
 from acmoe.errors import UserError, check
 
 PLACEMENTS = ("full", "skip-1", "skip-2", "alternating", "back-half")
@@ -46,21 +52,39 @@ def adaptive_depths(placement: str | Sequence[int], num_layers: int) -> tuple[in
 
 
 def plan_layers(
-    router: str | RouterConfig, placement: str | Sequence[int], num_layers: int
+    router: str | RouterConfig,
+    placement: str | Sequence[int],
+    num_layers: int,
+    *,
+    plain: str | RouterConfig | None = None,
 ) -> list[LayerPlan]:
     """Return the plan of every MoE layer, from the first to the last.
 
     The layers at `placement` have the rescaling router (adaptive or random), the others its base
     router; the layer before a rescaling one computes the statistics for it. Any other router is
     the same in all layers.
+
+    plain: the router of the layers outside `placement`, in place of the base router; `router` may
+    then be any. The published models have SMoEConfig(bias=True) there.
     """
     config = router_config(router)
     depths = adaptive_depths(placement, num_layers)
+    if plain is not None:
+        outside = router_config(plain)
+        check(
+            not isinstance(outside, AdaptiveConfig | RandomConfig),
+            f"plain={outside.name!r} rescales its input, which needs the clusters of a layer "
+            "before; choose a router without a scale, such as 'smoe'",
+        )
+    else:
+        outside = base_router(config)
     if not isinstance(config, AdaptiveConfig | RandomConfig):
-        return [LayerPlan(config, None)] * num_layers
+        return [
+            LayerPlan(config if depth in depths else outside, None) for depth in range(num_layers)
+        ]
     return [
         LayerPlan(
-            config if depth in depths else config.base,
+            config if depth in depths else outside,
             config if depth + 1 in depths else None,
         )
         for depth in range(num_layers)

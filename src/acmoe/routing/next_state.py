@@ -13,6 +13,7 @@ from acmoe.config.routing import AdaptiveConfig, RandomConfig
 from acmoe.errors import UserError
 from acmoe.ops.precision import without_autocast
 from acmoe.ops.sort.order import no_order, worth_sorting
+from acmoe.ops.statistics.scale import up_to_last
 from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.baselines import RandomRouter
 from acmoe.routing.cache import StatisticsSlot
@@ -75,7 +76,8 @@ class NextState(nn.Module):
             detach=getattr(self.next_router, "detach", True),
             first_T=routing.first,
         )
-        scale = self._scale(x, assignment, state, token_mask, slot, order)
+        chosen_C = self._chosen(routing, assignment, token_mask)
+        scale = self._scale(x, assignment, state, token_mask, slot, order, chosen_C)
         # The order of a masked call is valid for the same mask only, which the next router cannot
         # check.
         if order is None or token_mask is not None:
@@ -90,15 +92,34 @@ class NextState(nn.Module):
         token_mask: Tensor | None,
         slot: StatisticsSlot | None,
         order: Tensor | None,
+        chosen_C: Tensor | None,
     ) -> Tensor:
         """Return the (C, D) scale of the clusters; ones if the next router computes its own."""
         if self.statistics is None:
-            return torch.ones_like(state.scale)
+            ones_CD = torch.ones_like(state.scale)
+            return ones_CD if chosen_C is None else ones_CD * up_to_last(chosen_C)[:, None]
         x_BLD = x if x.dim() == 3 else x[None]
         mask_BL = None if token_mask is None else token_mask.view(x_BLD.shape[:-1])
         first_BL = assignment[:, 0].view(x_BLD.shape[:-1])
         with without_autocast(x):
-            return self.statistics.cluster_scale(x_BLD, first_BL, mask_BL, slot, order)
+            return self.statistics.cluster_scale(x_BLD, first_BL, mask_BL, slot, order, chosen_C)
+
+    def _chosen(
+        self, routing: Routing, assignment: Tensor, token_mask: Tensor | None
+    ) -> Tensor | None:
+        """Return (C,) True for experts that a token chose, or None if nobody asks.
+
+        All k choices count, and the clusters whose scales are mixed.
+        """
+        if getattr(self.next_router, "mean_over", "all") == "all":
+            return None
+        C = routing.affinity.shape[-1]
+        ids_TX = torch.cat([routing.expert_ids, assignment], dim=1)
+        if token_mask is not None:
+            ids_TX = ids_TX.masked_fill(~token_mask.reshape(-1, 1), C)
+        # The last entry takes the ids of "no expert".
+        chosen = torch.zeros(C + 1, dtype=torch.bool, device=ids_TX.device)
+        return chosen.index_fill(0, ids_TX.flatten(), True)[:C]
 
     def clusters(self, routing: Routing) -> Tensor | None:
         """Return the (T,) clusters by which kernels want the tokens sorted, or None.

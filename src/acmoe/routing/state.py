@@ -30,7 +30,9 @@ class Routing(NamedTuple):
 class _StateFields(NamedTuple):
     assignment: Tensor  # (T, J) int64 clusters of each token, best first; -1: none yet
     membership: Tensor  # (T, J) weights of those clusters, summing to one
-    scale: Tensor  # (C, D) diagonals of M; ones where the next router takes its own statistics
+    # (C, D) diagonals of M. If the next router takes its own statistics: ones, and zeros for
+    # clusters after the last that a token chose (`AdaptiveConfig.mean_over`).
+    scale: Tensor
     aux_loss: Tensor  # () float32 sum over the MoE layers so far
     # int32 packed `TokenOrder`: the tokens sorted by `assignment` (ops/sort/order.py); empty: not
     # sorted. It only saves time: results without it are the same up to rounding.

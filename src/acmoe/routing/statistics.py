@@ -93,17 +93,20 @@ class ClusterStatistics(StepStatistics):
         token_mask_BL: Tensor | None,
         slot: StatisticsSlot | None,
         order: Tensor | None = None,
+        chosen_C: Tensor | None = None,
     ) -> Tensor:
         """Return the scale: (C, D) for batch and running statistics, (B, C, D) for sequence.
 
         order: the packed `TokenOrder` of the assignment, masked tokens in no cluster, or None.
+        chosen_C: not 0 for clusters that a token chose, first or not; mean_over="chosen" and batch
+        statistics read it. None: those of the assignment.
         """
         with self._recording(x_BLD, slot):
             x_BLD = x_BLD.detach() if self.config.detach else x_BLD
             if self.mode == "batch":
                 scale = measure_scale(
                     *self._all_tokens(x_BLD, assignment_BL),
-                    self.options,
+                    self.options._replace(chosen=chosen_C),
                     measure=self.config.measure,
                     token_mask=None if token_mask_BL is None else token_mask_BL.flatten(),
                     order=order,
@@ -256,6 +259,8 @@ def scale_options(config: AdaptiveConfig) -> ScaleOptions:
         eps=config.eps,
         clamp=config.clamp,
         min_tokens=config.min_tokens,
+        mean_over=config.mean_over,
+        mean_before_clamp=config.mean_before_clamp,
     )
 
 

@@ -78,6 +78,22 @@ class SelectionBias(StepStatistics):
         self.last_load.zero_()
 
 
+class EmbeddingLength(StepStatistics):
+    """Set the stored embeddings of a router to one length, after every optimizer step."""
+
+    def __init__(self, router: "TopKRouter", length: float) -> None:
+        super().__init__()
+        self.owner = [router]  # a list: the router must not become a submodule of its own
+        self.length = length
+        self.update()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        embedding_ED = self.owner[0].embedding
+        length_E1 = embedding_ED.norm(dim=-1, keepdim=True)
+        embedding_ED.mul_(self.length / length_E1.clamp(min=torch.finfo(embedding_ED.dtype).tiny))
+
+
 class TopKRouter(Router):
     """Choose the k experts of highest affinity x . e_k (+ b_k) (Eqn. 1)."""
 
@@ -105,6 +121,9 @@ class TopKRouter(Router):
         self.selection: SelectionBias | None = None
         if config.bias_balancing > 0:
             self.selection = SelectionBias(num_experts, config.bias_balancing)
+        self.fixed_length: EmbeddingLength | None = None
+        if config.embedding_length is not None:
+            self.fixed_length = EmbeddingLength(self, config.embedding_length)
 
     def directions(self, x: Tensor) -> Tensor:
         """Return the (E, D) expert embeddings, normalised if the config says so.

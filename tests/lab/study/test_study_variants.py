@@ -8,6 +8,8 @@ import pytest
 from acmoe.config.moved import VARIANT_FIELDS
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.config.serialize import decode, encode
+from acmoe.lab.study.cell import without_paths
+from acmoe.lab.study.grids.grid import as_recorded
 from acmoe.lab.study.grids.variants import VARIANTS
 from acmoe.lab.study.materials import Materials
 from acmoe.lab.study.registry import STUDIES
@@ -74,7 +76,27 @@ def test_the_routers_of_all_records_are_encoded_as_they_were(path: Path) -> None
         config = decode(stored, AdaptiveConfig, str(path))
         plain = all(stored[name] == VARIANT_FIELDS[name] for name in VARIANT_FIELDS)
         assert type(config) is (AdaptiveConfig if plain else VariantConfig)
-        assert as_in_0_1(encode(config)) == stored
+        assert without_paths(as_in_0_1(encode(config))) == stored
+
+
+@pytest.mark.parametrize(
+    ("study", "condition", "preset"),
+    [
+        ("bytes", "reference-lm", "reference-lm"),
+        ("nano", "reference-lm", "reference-lm"),
+        ("nano", "published", "reference-swin"),
+    ],
+)
+def test_published_conditions_are_the_presets_as_they_were_recorded(study, condition, preset):
+    """The presets have changed since; the conditions must not."""
+    (path,) = [path for path in RECORDS if path.stem == study]
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    stored = [
+        line["config"]["model"]["router"] for line in records if line["condition"] == condition
+    ]
+    assert stored
+    wanted = without_paths(as_in_0_1(encode(as_recorded(preset))))
+    assert all(router == wanted for router in stored)
 
 
 def test_cells_find_the_records_of_version_0_1() -> None:

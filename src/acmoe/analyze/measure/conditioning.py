@@ -1,4 +1,4 @@
-"""Measure how hard a router is to train: the condition number of its input's second moment.
+"""Measure how hard a router is to train: the condition number of its input's covariance.
 
 N tokens, D features.
 """
@@ -10,23 +10,34 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Eigenvalues below this share of the largest count as rounding errors. Tokens are float32, so even
-# a direction without variance, such as the mean that LayerNorm removes, has about (1e-7)^2 of it.
-ROUNDING = 1e-12
+# A direction counts as present if its variance exceeds this share of the largest. Rounding fills an
+# absent direction, such as the one that a LayerNorm removes, with about 1e-14 of the largest
+# variance. (Tokens of a model in bfloat16 would need 1e-5; under autocast a LayerNorm returns
+# float32.)
+TOLERANCE = 1e-10
 
 
 class Conditioning(NamedTuple):
-    """Condition of E[x x^T], the Hessian of a least-squares router (Proposition 2)."""
+    """Condition of the covariance of a router's input, in the directions that are present.
 
-    number: float  # largest eigenvalue over the smallest above rounding; 1 is best
-    rank: int  # eigenvalues above rounding; if below D, `number` is of that subspace
+    With the mean taken into a bias, the covariance is the Hessian of a least-squares router
+    (Proposition 2).
+    """
+
+    number: float  # largest variance over the smallest of a present direction; 1 is best
+    rank: int  # present directions; if below D, `number` is of their subspace
 
 
 def condition_number(x_ND: Tensor) -> Conditioning:
-    """Return the condition number of E[x x^T], not centred: the router has no bias."""
+    """Return the condition number of the covariance of x, and its rank.
+
+    The mean is subtracted: the bias of a LayerNorm shifts all tokens by one vector, and without
+    this step its small part along a direction without variance would pass for a variance.
+    """
     x_ND = x_ND.double()
+    x_ND = x_ND - x_ND.mean(0)
     eigenvalues_D = torch.linalg.eigvalsh(x_ND.T @ x_ND / len(x_ND))
-    real = eigenvalues_D[eigenvalues_D > ROUNDING * eigenvalues_D[-1]]
-    if len(real) == 0:
-        return Conditioning(1.0, 0)  # all tokens are 0
-    return Conditioning(float(real[-1] / real[0]), len(real))
+    present = eigenvalues_D[eigenvalues_D > TOLERANCE * eigenvalues_D[-1]]
+    if len(present) == 0:
+        return Conditioning(1.0, 0)  # all tokens are equal
+    return Conditioning(float(present[-1] / present[0]), len(present))

@@ -46,6 +46,9 @@ class LanguageConfig:
     # Which MoE layers use the adaptive router: full | skip-1 | skip-2 | alternating | back-half, or
     # their indices among MoE layers, counted from 0. The others use its base router.
     placement: str | tuple[int, ...] = "full"
+    # Router of the MoE layers outside `placement`; None: the base router of `router`. The published
+    # models have a linear gate with bias there, whatever the adaptive layers wrap.
+    plain_router: SMoEConfig | None = None
     balance: float = 0.01  # weight of the balance loss, summed over MoE layers
     z: float = 0.0  # weight of the router z-loss
     # The paper's post-norm block, which adds the MoE layer's residual twice, or GPT-2's pre-norm.
@@ -68,6 +71,11 @@ class LanguageConfig:
             f"layers={self.layers!r}; give a tuple of 'moe' and 'ffn', such as ('moe', 'ffn')",
         )
         check_router_type(self.router)
+        check(
+            self.plain_router is None or isinstance(self.plain_router, SMoEConfig),
+            f"plain_router={self.plain_router!r}; pass acmoe.SMoEConfig(...), or None for the base "
+            "router of `router`",
+        )
         check_shares(self, "dropout")
         check_not_negative(self.balance, "balance")
         check_not_negative(self.z, "z")
@@ -175,8 +183,26 @@ def _nano(**fields: Any) -> LanguageConfig:
     )
 
 
+def _published(config: LanguageConfig) -> LanguageConfig:
+    """Return the model as the published code builds it.
+
+    The first two MoE layers have linear gates with bias, the others the published AC gate. First
+    weights of experts, empty memory and the absent balance loss are the published code's, too.
+    """
+    return replace(
+        config,
+        router=AdaptiveConfig.preset("reference-lm"),
+        placement="skip-1",
+        plain_router=SMoEConfig(bias=True),
+        balance=0.0,  # the published scripts ask for 0.01, which reaches no gate
+        expert_init="published",
+        empty_memory="zeros",
+    )
+
+
 _WIKITEXT = "test perplexity, WikiText-103"
 _ENWIK8 = "test bits per byte, EnWik-8"
+_SWITCH_ENWIK8 = _paper(vocab_size=205, dim=352, hidden=352, repeats=8, span=2048)
 
 LANGUAGE_MODELS: dict[str, LanguageModelCard] = {
     "switch-small": LanguageModelCard(
@@ -194,10 +220,16 @@ LANGUAGE_MODELS: dict[str, LanguageModelCard] = {
         reported=(("smoe", 35.48), ("cosine", 35.88), ("stable", 35.33), ("adaptive", 34.42)),
     ),
     "switch-enwik8": LanguageModelCard(
-        config=_paper(vocab_size=205, dim=352, hidden=352, repeats=8, span=2048),
+        config=_SWITCH_ENWIK8,
         description="Switch, 8 MoE layers, 205 bytes (EnWik-8)",
         metric=_ENWIK8,
         reported=(("smoe", 1.153), ("adaptive", 1.137)),
+    ),
+    "switch-enwik8-published": LanguageModelCard(
+        config=_published(_SWITCH_ENWIK8),
+        description="Switch-EnWik-8 as the published code builds it: 2 linear and 6 AC gates",
+        metric=_ENWIK8,
+        reported=(("adaptive", 1.137),),
     ),
     "glam-small": LanguageModelCard(
         # 3 + 3 layers as in the paper's table. Its 79M parameters fit 2 + 2 layers, which is what
@@ -216,6 +248,10 @@ LANGUAGE_MODELS: dict[str, LanguageModelCard] = {
     "switch-nano": LanguageModelCard(
         config=_nano(repeats=4),
         description="Switch, 4 MoE layers of 8 experts, 256 bytes, for a CPU",
+    ),
+    "switch-nano-published": LanguageModelCard(
+        config=_published(_nano(repeats=4)),
+        description="Switch-nano in the published layout: 2 linear and 2 AC gates, for a CPU",
     ),
     "glam-nano": LanguageModelCard(
         config=_nano(repeats=3, layers=("moe", "ffn")),

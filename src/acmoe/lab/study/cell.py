@@ -25,6 +25,10 @@ _ADDED_FIELDS: tuple[tuple[str, str, Any], ...] = (
     ("tasks", "rates", []),
     ("tasks", "divergence", None),
     ("tasks", "routing_tokens", None),
+    ("min_tokens", "mean_over", "all"),
+    ("clamp", "mean_before_clamp", False),
+    ("expert_init", "plain_router", None),
+    ("normalize_embeddings", "embedding_length", None),
 )
 
 
@@ -114,7 +118,7 @@ def without_paths(value: Any) -> Any:
         kept.pop("task_folder", None)
         for sibling, name, before in _ADDED_FIELDS:
             if sibling in kept and kept.get(name) == before:
-                del kept[name]
+                kept.pop(name, None)
         return {key: without_paths(item) for key, item in kept.items()}
     return [without_paths(item) for item in value] if isinstance(value, list) else value
 

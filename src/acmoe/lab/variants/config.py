@@ -75,6 +75,11 @@ class VariantConfig(AdaptiveConfig):
             "or 'batch'",
         )
         check(
+            (self.power == 1 and self.part == "both") or self.mean_over == "all",
+            f"mean_over={self.mean_over!r} leaves clusters out of means; power={self.power} and "
+            f"part={self.part!r} compare all: use mean_over='all'",
+        )
+        check(
             self.part != "common" or self.normalize != "feature",
             "part='common' under normalize='feature' is 1 everywhere, the plain router; use "
             "normalize='cluster'",

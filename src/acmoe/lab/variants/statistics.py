@@ -32,9 +32,10 @@ class VariantStatistics(ClusterStatistics):
         token_mask_BL: Tensor | None,
         slot: StatisticsSlot | None,
         order: Tensor | None = None,
+        chosen_C: Tensor | None = None,
     ) -> Tensor:
         x_BLD = self._measured(x_BLD)
-        return super().cluster_scale(x_BLD, assignment_BL, token_mask_BL, slot, order)
+        return super().cluster_scale(x_BLD, assignment_BL, token_mask_BL, slot, order, chosen_C)
 
     def _measured(self, x_BLD: Tensor) -> Tensor:
         """Return the tokens to measure: x, or the tokens before the norm, which are used once."""

@@ -53,7 +53,14 @@ class LanguageModel(nn.Module):
         self.config = config
         self.checkpoint_blocks = checkpoint_blocks
         self.runner: BlockRunner = run_blocks
-        plans = iter(plan_layers(config.router, config.placement, max(1, config.num_moe_layers)))
+        plans = iter(
+            plan_layers(
+                config.router,
+                config.placement,
+                max(1, config.num_moe_layers),
+                plain=config.plain_router,
+            )
+        )
         self.embed = Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(
             BLOCKS[config.norm](config, next(plans) if layer == "moe" else None)

@@ -15,7 +15,7 @@ from acmoe.ops.statistics.dispersion import dispersion_and_count
 from acmoe.ops.statistics.dispersion_op import KERNEL_MEASURES, fused_dispersion
 from acmoe.ops.statistics.prefix import PrefixMoments, prefix_dispersion
 from acmoe.ops.statistics.prefix_op import fused_prefix_dispersion
-from acmoe.ops.statistics.scale import scale_from_dispersion
+from acmoe.ops.statistics.scale import scale_from_dispersion, up_to_last
 from acmoe.ops.statistics.scale_op import SCALE_MEASURES, fused_cluster_scale
 from acmoe.ops.statistics.sorted_op import sorted_cluster_scale, sorted_dispersion
 
@@ -33,12 +33,23 @@ class ScaleOptions(NamedTuple):
     min_tokens: int
     # (scale, dispersion, count) -> scale; None: the identity
     transform: ScaleTransform | None = None
+    # all, or chosen: means over clusters end at the last chosen one (`AdaptiveConfig.mean_over`)
+    mean_over: str = "all"
+    # (C,) not 0 for clusters that a token chose; None: those that hold a token
+    chosen: Tensor | None = None
+    mean_before_clamp: bool = False
 
     @property
     def separable(self) -> bool:
         """Return True if a cluster's scale is 1/s over its mean, independent of other clusters."""
         plain = self.strength is None and self.clamp is None and self.normalize == "cluster"
         return plain and self.transform is None
+
+    def counted(self, count: Tensor) -> Tensor | None:
+        """Return the mask of the clusters in means over clusters, or None for all of them."""
+        if self.mean_over == "all":
+            return None
+        return up_to_last(count if self.chosen is None else self.chosen)
 
     def transformed(self, scale: Tensor, spread: Tensor, count: Tensor) -> Tensor:
         """Return transform(scale, spread, count), or the scale without a transform."""
@@ -56,6 +67,8 @@ def scale_of(spread: Tensor, count: Tensor, options: ScaleOptions) -> Tensor:
         eps=options.eps,
         clamp=options.clamp,
         min_tokens=options.min_tokens,
+        counted=options.counted(count),
+        mean_before_clamp=options.mean_before_clamp,
     )
     return options.transformed(scale, spread, count)
 
@@ -145,6 +158,10 @@ def _scale_unsupported(x: Tensor, options: ScaleOptions, measure: str) -> str | 
         return f"measure={measure!r} has no kernel"
     if options.strength is not None:
         return "its kernel takes 1/s, not the optimum of a given strength"
+    if options.mean_over != "all":
+        return "its kernel takes means over all clusters, not up to the last chosen one"
+    if options.mean_before_clamp and options.clamp is not None:
+        return "its kernel takes means of clamped weights"
     if not _constant(x):
         return "its kernel has no gradient"
     return triton_unsupported(x)

@@ -57,12 +57,16 @@ def scale_from_dispersion(
     eps: float = 0.0,
     clamp: float | None = None,
     min_tokens: int = 2,
+    counted: Tensor | None = None,
+    mean_before_clamp: bool = False,
 ) -> Tensor:
     """Compute `cluster_scale` from given statistics: dispersion (X, C, D) and count (X, C).
 
     floor        raise each s to at least this share of its cluster's mean s: no weight dominates
     eps, clamp   1 / (s + eps), then at most `clamp` times the mean weight, as in the published code
     min_tokens   clusters below it get ones; 0 treats an empty cluster as one with s = 0
+    counted      (X, C) bool, False for clusters that get ones and enter no mean; None: all True
+    mean_before_clamp   divide by the mean that the weights have before the clamp
     """
     check_normalize(normalize)
     if strength is not None:
@@ -71,6 +75,8 @@ def scale_from_dispersion(
     s_XCD = dispersion.double()
     mean_XC1 = s_XCD.mean(-1, keepdim=True)
     informative_XC1 = informs(dispersion, count, eps=eps, min_tokens=min_tokens)[..., None]
+    if counted is not None:
+        informative_XC1 = informative_XC1 & counted[..., None]
     # Uninformative clusters get the constant 1, so that their NaN cannot reach a gradient.
     s_XCD = torch.where(informative_XC1, torch.maximum(s_XCD, floor * mean_XC1) + eps, 1.0)
     s_XCD = s_XCD.clamp(min=_MIN_DISPERSION)
@@ -79,10 +85,13 @@ def scale_from_dispersion(
         weight_XCD = 1 / s_XCD
     else:
         weight_XCD = s_XCD.shape[-1] * optimal_weights(s_XCD, strength)
+    clamped_XCD = weight_XCD
     if clamp is not None:
         highest = clamp * _mean(weight_XCD, informative_XC1, (-2, -1))
-        weight_XCD = torch.minimum(weight_XCD, highest)
-    return mean_one(weight_XCD, informative_XC1, normalize).to(dispersion.dtype)
+        clamped_XCD = torch.minimum(weight_XCD, highest)
+    averaged_XCD = weight_XCD if mean_before_clamp else clamped_XCD
+    scale_XCD = mean_one(clamped_XCD, informative_XC1, normalize, averaged_XCD)
+    return scale_XCD.to(dispersion.dtype)
 
 
 def informs(dispersion: Tensor, count: Tensor, *, eps: float = 0.0, min_tokens: int = 2) -> Tensor:
@@ -95,10 +104,32 @@ def informs(dispersion: Tensor, count: Tensor, *, eps: float = 0.0, min_tokens: 
     return informative_XC & (mean_XC > 0) if eps == 0 else informative_XC
 
 
-def mean_one(weight_XCD: Tensor, informative_XC1: Tensor, normalize: str) -> Tensor:
-    """Divide weights by their mean and clamp to float32's normal range; ones if not informative."""
+def up_to_last(chosen: Tensor) -> Tensor:
+    """Return the (X, C) mask of the clusters up to the last that is not 0 in `chosen` (X, C).
+
+    The published code takes means over these clusters: it sizes its tables by the highest id.
+
+    >>> up_to_last(torch.tensor([0, 3, 0, 1, 0]))
+    tensor([ True,  True,  True,  True, False])
+    """
+    number_C = torch.arange(1, chosen.shape[-1] + 1, device=chosen.device)
+    last_X1 = torch.where(chosen > 0, number_C, 0).amax(-1, keepdim=True)
+    return number_C <= last_X1
+
+
+def mean_one(
+    weight_XCD: Tensor,
+    informative_XC1: Tensor,
+    normalize: str,
+    averaged_XCD: Tensor | None = None,
+) -> Tensor:
+    """Divide weights by their mean and clamp to float32's normal range; ones if not informative.
+
+    averaged_XCD: the weights to take the mean of; None: the weights themselves.
+    """
     over = {"cluster": (-1,), "feature": (-2,), "global": (-2, -1)}[normalize]
-    weight_XCD = weight_XCD / _mean(weight_XCD, informative_XC1, over)
+    averaged_XCD = weight_XCD if averaged_XCD is None else averaged_XCD
+    weight_XCD = weight_XCD / _mean(averaged_XCD, informative_XC1, over)
     finite = torch.finfo(torch.float32)
     return torch.where(informative_XC1, weight_XCD, 1.0).clamp(finite.tiny, finite.max)
 

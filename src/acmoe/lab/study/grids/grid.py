@@ -1,11 +1,11 @@
 """Make the cells of one setting: every condition with every seed."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 from acmoe.config.images.train import VisionRunConfig
-from acmoe.config.routing import RouterConfig
+from acmoe.config.routing import AdaptiveConfig, RouterConfig, SMoEConfig
 from acmoe.config.text.train import RunConfig
 from acmoe.lab.study.cell import Cell, ImageTests, TextTests
 
@@ -23,6 +23,19 @@ class Setting:
     data: str  # fingerprint of the training data
     tests: TextTests | ImageTests
     factors: Mapping[str, str | int | float] = field(default_factory=dict)
+
+
+def as_recorded(preset: str) -> AdaptiveConfig:
+    """Return a published preset as it was when the records were taken.
+
+    Means were over all clusters, chosen or not, and of the clamped weights, and the length of the
+    embeddings was free. The presets follow the published code in these, too, since then.
+    """
+    config = AdaptiveConfig.preset(preset)
+    base = config.base
+    if isinstance(base, SMoEConfig):
+        base = replace(base, embedding_length=None)
+    return replace(config, base=base, mean_over="all", mean_before_clamp=False)
 
 
 def grid_cells(

@@ -9,9 +9,9 @@ from acmoe.config.images.data import AugmentConfig, ImageDataConfig
 from acmoe.config.images.presets import vision_router
 from acmoe.config.images.train import VisionRunConfig, override_vision_run
 from acmoe.config.images.vision import SwinConfig
-from acmoe.config.routing import AdaptiveConfig, MetricConfig, RouterConfig
+from acmoe.config.routing import MetricConfig, RouterConfig
 from acmoe.lab.study.cell import Cell, ImageTests
-from acmoe.lab.study.grids.grid import Setting, grid_cells
+from acmoe.lab.study.grids.grid import Setting, as_recorded, grid_cells
 from acmoe.lab.study.materials import Images, Materials
 from acmoe.lab.study.size import Size
 from acmoe.recipes import recipe
@@ -42,7 +42,7 @@ def vision_study(materials: Materials, size: Size, seeds: Sequence[int]) -> list
     cells: list[Cell] = []
     for setting, (name, top_k) in SETTINGS.items():
         soft = top_k is None
-        published = AdaptiveConfig.preset("reference-soft" if soft else "reference-swin")
+        published = as_recorded("reference-soft" if soft else "reference-swin")
         routers: dict[str, str | RouterConfig] = {
             "smoe": "smoe",
             "adaptive-previous": "adaptive",

@@ -11,10 +11,10 @@ from typing import Any
 from acmoe.config.images.attack import PGDConfig, attack_config
 from acmoe.config.images.presets import vision_router
 from acmoe.config.images.train import VisionRunConfig, override_vision_run
-from acmoe.config.routing import AdaptiveConfig, RouterConfig
+from acmoe.config.routing import RouterConfig
 from acmoe.config.text.train import DataConfig, RunConfig, override_run
 from acmoe.lab.study.cell import Cell, ImageTests, TextTests
-from acmoe.lab.study.grids.grid import Conditions, Setting, grid_cells
+from acmoe.lab.study.grids.grid import Conditions, Setting, as_recorded, grid_cells
 from acmoe.lab.study.grids.images import METRIC
 from acmoe.lab.study.grids.text import CONDITIONS
 from acmoe.lab.study.materials import Materials, Text
@@ -37,7 +37,7 @@ PGD = PGDConfig(steps=6, step_size=0.35)
 IMAGE_CONDITIONS: Conditions = {
     "smoe": "smoe",
     "adaptive-previous": "adaptive",
-    "published": AdaptiveConfig.preset("reference-swin"),
+    "published": as_recorded("reference-swin"),
     "metric": METRIC,
 }
 

@@ -9,12 +9,12 @@ from acmoe.config.text.finetune import FinetuneConfig
 from acmoe.config.text.language import LANGUAGE_MODELS, LanguageConfig, language_router
 from acmoe.config.text.train import DataConfig, RunConfig, override_run
 from acmoe.lab.study.cell import Cell, TextTests
-from acmoe.lab.study.grids.grid import Conditions, Setting, grid_cells
+from acmoe.lab.study.grids.grid import Conditions, Setting, as_recorded, grid_cells
 from acmoe.lab.study.materials import Materials, Text
 from acmoe.lab.study.size import Size
 
 PAPER = AdaptiveConfig.preset("paper")
-PUBLISHED = AdaptiveConfig.preset("reference-lm")
+PUBLISHED = as_recorded("reference-lm")
 
 BYTE_STEPS, WORD_STEPS = 1000, 1500
 MEGABYTES, PARTS, VOCABULARY = 30.0, 1, 50_000
