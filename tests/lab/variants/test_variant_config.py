@@ -36,6 +36,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"gain": False, "read": "residual"}, r"the residual stream has no gain to leave out"),
     ({"gain": False, "statistics_of": "current"}, r"gain=False and .*: use 'previous'"),
     ({"read": "residual", "statistics": "prefix"}, r"read='residual' are about what a layer"),
+    ({"distance": True, "base": CosineConfig()}, r"distance=True .* base='cosine' .*SMoEConfig"),
+    ({"distance": True, "mix": 2}, r"one M for each cluster; with mix=2 .*use mix=1"),
+    ({"distance": True, "statistics": "prefix"}, r"mix=1 and statistics prefix a token has its"),
+    ({"distance": True, "eval_statistics": "sequence"}, r"statistics running, sequence a token"),
+    ({"distance": True, "match": True}, r"center=False and match=True correct; use one"),
 ]
 
 
@@ -48,6 +53,7 @@ def test_a_variant_that_cannot_work_is_refused(options: dict[str, Any], message:
 
 def test_a_config_with_variants_comes_back_from_json() -> None:
     config = VariantConfig(power=0.5, part="own", match=True, strength=2.0, learn_strength=True)
+    assert encode(config)["distance"] is False and encode(VariantConfig(distance=True))["distance"]
     assert encode(config)["name"] == "adaptive-variant"
     for kind in (AdaptiveConfig, VariantConfig):
         assert decode(encode(config), kind, "a test") == config
@@ -64,6 +70,8 @@ def test_a_change_of_an_adaptive_config_is_a_variant_only_where_it_must_be() -> 
     assert variant_of(paper, mix=2) == AdaptiveConfig(
         statistics="batch", statistics_of="previous", mix=2
     )
+    near = variant_of(paper, distance=True)
+    assert near == VariantConfig(statistics="batch", statistics_of="previous", distance=True)
     found = variant_of(paper, power=0.5, mix=2)
     assert found == VariantConfig(statistics="batch", statistics_of="previous", mix=2, power=0.5)
     assert variant_of(found, mix=1) == VariantConfig(
