@@ -7,6 +7,7 @@ import pytest
 from acmoe import AdaptiveConfig, CosineConfig, UserError
 from acmoe.config.serialize import decode, encode
 from acmoe.lab.variants import VariantConfig, variant_of
+from acmoe.lab.variants.config import as_in_0_1
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"power": 0.0}, r"power=0.0; it must lie in \(0, 1\], and 0 would be router='smoe'"),
@@ -53,10 +54,17 @@ def test_a_variant_that_cannot_work_is_refused(options: dict[str, Any], message:
 
 def test_a_config_with_variants_comes_back_from_json() -> None:
     config = VariantConfig(power=0.5, part="own", match=True, strength=2.0, learn_strength=True)
-    assert encode(config)["distance"] is False and encode(VariantConfig(distance=True))["distance"]
     assert encode(config)["name"] == "adaptive-variant"
     for kind in (AdaptiveConfig, VariantConfig):
         assert decode(encode(config), kind, "a test") == config
+
+
+def test_a_distance_is_stored_as_a_variant_and_left_out_of_the_digest_where_it_is_off() -> None:
+    near = VariantConfig(distance=True)
+    stored = as_in_0_1(encode(near))
+    assert stored["name"] == "adaptive-variant" and stored["distance"] is True
+    assert decode(stored, AdaptiveConfig, "a test") == near
+    assert "distance" not in as_in_0_1(encode(VariantConfig(power=0.5)))
 
 
 def test_a_config_stored_before_there_were_variants_is_read_as_without_them() -> None:

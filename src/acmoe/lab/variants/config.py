@@ -165,16 +165,15 @@ def variant_of(config: AdaptiveConfig, **changes: Any) -> AdaptiveConfig:
 def as_in_0_1(encoded: Any) -> Any:
     """Rewrite encoded configs with adaptive routers as in version 0.1.
 
-    There both classes had the name "adaptive" and all fields but `distance`, which is left out
-    where it is False. Studies find their stored records by a digest of that form.
+    There both classes had the name "adaptive" and all fields but `distance`; a config that uses it
+    stays as it is. Studies find their stored records by a digest of that form.
     """
     if isinstance(encoded, list):
         return [as_in_0_1(item) for item in encoded]
     if not isinstance(encoded, dict):
         return encoded
     found = {key: as_in_0_1(item) for key, item in encoded.items()}
-    if found.get("name") in (AdaptiveConfig.name, VARIANT):
-        if not found.get("distance"):
-            found.pop("distance", None)
+    if found.get("name") in (AdaptiveConfig.name, VARIANT) and not found.get("distance"):
+        found.pop("distance", None)
         return VARIANT_FIELDS | found | {"name": AdaptiveConfig.name}
     return found
