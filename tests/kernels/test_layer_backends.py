@@ -40,6 +40,8 @@ ROUTERS = {
     ),
     # Arithmetic on the (C, D) scale, between two kernels.
     "own part, root, matched": VariantConfig(statistics="batch", part="own", power=0.5, match=True),
+    # Tokens and embeddings of twice the features.
+    "distance in M": VariantConfig(statistics="batch", distance=True),
     # What no kernel serves falls to the reference, inside the same layer.
     "two clusters mixed": acmoe.AdaptiveConfig(statistics="batch", mix=2),
     "centred, learned lambda": VariantConfig(

@@ -1,5 +1,7 @@
 """T tokens, D features, C clusters and as many experts, E."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,19 +10,18 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 from acmoe.data.synthetic import GaussianClusters
-from acmoe.evaluate.measures import instability
 from acmoe.lab.theory import confirmation as module
+from acmoe.lab.theory.blocks import block_rates
 from acmoe.lab.theory.confirmation import (
-    CONTRASTS,
-    adjusted_rand,
+    CLUSTERS,
     check_confirmation,
-    confirmation_sweep,
-    expected_negative,
-    expected_rate,
-    population_scale,
+    check_confirmation_scope,
+    exact,
+    tight_on,
 )
 from acmoe.lab.theory.misassignment import nearest
-from acmoe.lab.theory.rules import adaptive_choice
+from acmoe.lab.theory.rules import adaptive_choice, distance_choice
+from acmoe.lab.theory.scale import exact_scale
 
 FEW = 20_000
 
@@ -57,95 +58,87 @@ def test_a_negative_first_choice_is_left_in_the_example_by_hand():
     assert adaptive_choice(turned_TD, embedding_ED, scale_CD, torch.tensor([0])).tolist() == [0]
 
 
-def test_close_clusters_have_negative_first_choices_and_only_those_leave():
-    clusters = GaussianClusters(contrast=2.0, separation=1.0)
-    x_TD, _ = clusters.sample(FEW, torch.Generator().manual_seed(0), dtype=torch.float64)
-    affinity_T, first_T = (x_TD @ clusters.means.T).max(-1)
-    scale_CD = population_scale(clusters.stds)
-    leaves_T = adaptive_choice(x_TD, clusters.means, scale_CD, first_T) != first_T
-    assert 0 < leaves_T.sum() < (affinity_T < 0).sum()
-    assert not (leaves_T & (affinity_T >= 0)).any()
-
-
 def test_a_nearest_mean_is_left_only_by_tokens_nearer_to_the_origin():
     # Squared distances in M_j differ by -2 m_jk (a_k - u^2 / 2): the same rule, less a bias, which
     # is not negative where the token is at least as near to mean j as to 0.
     clusters = GaussianClusters(contrast=2.0, separation=2.0)
     x_TD, _ = clusters.sample(FEW, torch.Generator().manual_seed(0), dtype=torch.float64)
     first_T = nearest(x_TD, clusters.means, torch.ones(16).double())
-    scale_CD = population_scale(clusters.stds)
-    leaves_T = nearest(x_TD, clusters.means, scale_CD[first_T]) != first_T
+    scale_CD = exact_scale(clusters.stds)
+    leaves_T = distance_choice(x_TD, clusters.means, scale_CD, first_T) != first_T
     away_T = (x_TD - clusters.means[first_T]).norm(dim=-1) > x_TD.norm(dim=-1)
     assert 0 < leaves_T.sum() < away_T.sum()
     assert not (leaves_T & ~away_T).any()
 
 
-def test_for_two_clusters_the_expected_rate_is_the_tail_of_one_normal():
-    # u (u + tight z) against u loose z': their difference is N(u, tight^2 + loose^2) in units of u.
-    clusters = GaussianClusters(num_clusters=2, dim=8, contrast=2.0, separation=2.0)
-    wanted = norm.sf(np.sqrt(2) / np.sqrt(0.25 + 1))
-    assert expected_rate(clusters, 1.0) == pytest.approx(wanted, rel=1e-9)
-    told = norm.sf(2 * np.sqrt(2) / np.sqrt(4 * 0.25 + 1))
-    assert expected_rate(clusters, 2.0) == pytest.approx(told, rel=1e-9)
+def two_blocks(tight=0.5, length=2**0.5):
+    """Two clusters: deviations (tight, 1) and (1, tight) of the blocks."""
+    std_CC = torch.tensor([[tight, 1.0], [1.0, tight]], dtype=torch.float64)
+    return block_rates(length, std_CC, exact_scale(std_CC))
 
 
-def test_all_of_two_affinities_are_negative_as_often_as_the_product_of_their_tails():
-    clusters = GaussianClusters(num_clusters=2, dim=8, contrast=2.0, separation=2.0)
-    assert expected_negative(clusters) == pytest.approx(norm.cdf(-2 * np.sqrt(2)) / 2, rel=1e-9)
+def test_for_two_clusters_the_plain_error_is_the_tail_of_one_normal():
+    # u (u + tight z) against u z': their difference is N(u, tight^2 + 1) in units of u.
+    found = two_blocks()
+    assert found.plain_wrong == pytest.approx(norm.sf(np.sqrt(2) / np.sqrt(1.25)), rel=1e-9)
+    # All affinities are negative as often as the product of their tails.
+    assert found.negative == pytest.approx(norm.cdf(-2 * np.sqrt(2)) / 2, rel=1e-9)
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.04, 0.3, 0.75])
-def test_the_index_of_a_rate_is_the_adjusted_rand_index_of_symmetric_errors(rate):
-    wrong = round(100_000 * rate)
-    table_CE = torch.full((4, 4), wrong)
-    table_CE.fill_diagonal_(300_000 - 3 * wrong)
-    assert adjusted_rand(rate, 4) == pytest.approx(instability(table_CE).adjusted_rand, abs=1e-5)
+def test_for_two_clusters_those_who_leave_are_a_wedge_of_the_negative_quadrant():
+    # Affinities a, b of cluster 0, both negative; b < a and 2 a < b leave 0, and the mirror image
+    # leaves 1: integrals of the two densities over wedges, here by a sum over a fine grid.
+    a = np.linspace(-8, 0, 4001)
+    step = a[1] - a[0]
+    own = norm.pdf(a, np.sqrt(2), 0.5)
+    leaves_first = (own * (norm.cdf(a) - norm.cdf(2 * a))).sum() * step
+    leaves_second = (
+        norm.pdf(a) * (norm.cdf(a, np.sqrt(2), 0.5) - norm.cdf(2 * a, np.sqrt(2), 0.5))
+    ).sum() * step
+    assert two_blocks().left == pytest.approx(leaves_first + leaves_second, rel=2e-3)
+    assert 0 < two_blocks().left < two_blocks().negative
 
 
-@pytest.fixture(scope="module")
-def points():
-    return confirmation_sweep(0, FEW)
+@pytest.mark.parametrize("name", ["own block", "next block", "other blocks"])
+def test_quadrature_agrees_with_counting(name):
+    std_CD = tight_on()[name]
+    found = exact(CLUSTERS, std_CD, mended=True)
+    generator = torch.Generator().manual_seed(7)
+    x_TD, cluster_T = module.sample(CLUSTERS, std_CD, generator, 200_000)
+    plain_T = (x_TD @ CLUSTERS.means.T).argmax(-1)
+    choice_T = ((x_TD * exact_scale(std_CD)[plain_T]) @ CLUSTERS.means.T).argmax(-1)
+    wrong_T, again_T = plain_T != cluster_T, choice_T == plain_T
+    for value, counted_T in (
+        (found.plain_wrong, wrong_T),
+        (found.adaptive_wrong, choice_T != cluster_T),
+        (found.repeated_wrong, again_T[wrong_T]),
+        (found.repeated_right, again_T[~wrong_T]),
+        (found.left, ~again_T),
+    ):
+        deviation = (max(value * (1 - value), 1e-12) / len(counted_T)) ** 0.5
+        assert abs(counted_T.double().mean().item() - value) < 4.5 * deviation + 1e-6
 
 
-def test_wrong_choices_are_repeated_at_every_contrast(points):
-    assert [point.contrast for point in points] == list(CONTRASTS)
-    for point in points:
-        assert point.wrong["plain"] > 500 and point.left == 0
-        assert min(point.repeated_wrong, point.repeated_right) > 0.998
-        assert abs(point.wrong["adaptive"] - point.wrong["plain"]) <= 0.001 * FEW
+def test_without_contrast_nobody_leaves():
+    plain = replace(CLUSTERS, contrast=1.0)
+    found = exact(plain, plain.stds, mended=True)
+    assert found.left == pytest.approx(0, abs=1e-12)
+    assert found.adaptive_wrong == pytest.approx(found.plain_wrong, abs=1e-12)
 
 
-def test_without_contrast_the_true_scale_is_one_and_all_rules_are_the_linear_one(points):
-    plain = points[0]
-    assert plain.wrong["told"] == plain.wrong["bayes"] == plain.wrong["plain"]
-    assert plain.bayes_as_plain and not any(point.bayes_as_plain for point in points[1:])
-    assert torch.equal(
-        population_scale(torch.full((4, 16), 0.3).double()), torch.ones(4, 16).double()
-    )
-
-
-def test_own_metrics_mend_the_choices_that_the_adaptive_rule_repeats(points):
-    for point in points[1:]:
-        assert point.wrong["own_metric"] < 0.5 * point.wrong["adaptive"]
-        assert point.wrong["bayes"] <= point.wrong["own_metric"] + 0.002 * FEW
-
-
-def test_told_the_answer_the_rule_beats_the_best_rule_of_the_token_alone(points):
-    assert points[1].contrast == 2 and points[1].wrong["told"] < 0.2 * points[1].wrong["bayes"]
-
-
-def test_equal_seeds_give_equal_sweeps_and_others_other_counts(points):
-    assert points == confirmation_sweep(0, FEW)
-    assert points[2].wrong != confirmation_sweep(1, FEW)[2].wrong
-
-
-def test_the_row_is_confirmed_and_holds_every_figure():
+def test_the_row_exercises_the_hypothesis_that_affinities_are_not_negative():
     row = check_confirmation(0, FEW)
+    assert row.confirmed and row.holds_as_printed is None and row.basis == "proof"
+    assert min(row.figures["left"]) > 1e-3
+    assert all(a < b for a, b in zip(row.figures["left"], row.figures["negative"], strict=True))
+
+
+def test_the_scope_row_says_where_choices_end_to_be_repeated():
+    row = check_confirmation_scope(0, FEW)
     assert row.confirmed and row.holds_as_printed is None
-    assert row.verdict.startswith("proved") and "only" not in row.verdict
-    rates, index = row.figures["plain_rate"], row.figures["plain_ari"]
-    assert index == [adjusted_rand(rate, 4) for rate in rates]
-    assert rates[2] == pytest.approx(expected_rate(module.CLUSTERS, 1.0), rel=0.1)
+    assert row.figures["own_block_repeated_wrong"] > 0.999
+    assert row.figures["next_block_repeated_wrong"] < 0.5
+    assert row.figures["other_blocks_adaptive_wrong"] > 0.14
 
 
 def repeats_nothing(x_TD, embedding_ED, scale_CD, assignment_T):
@@ -156,17 +149,8 @@ def ignores_the_scale(x_TD, embedding_ED, scale_CD, assignment_T):
     return (x_TD @ embedding_ED.T).argmax(-1)
 
 
-def stretches_loose_features(x_TD, embedding_ED, scale_CD, assignment_T):
-    return adaptive_choice(x_TD, embedding_ED, 1 / scale_CD, assignment_T)
-
-
-@pytest.mark.parametrize("rule", [repeats_nothing, ignores_the_scale, stretches_loose_features])
+@pytest.mark.parametrize("rule", [repeats_nothing, ignores_the_scale])
 def test_a_router_that_does_something_else_is_not_confirmed(rule, monkeypatch):
     monkeypatch.setattr(module, "adaptive_choice", rule)
     row = check_confirmation(0, FEW)
     assert not row.confirmed and row.verdict.startswith("not confirmed")
-
-
-def test_own_metrics_that_bring_nothing_are_not_confirmed(monkeypatch):
-    monkeypatch.setattr(module, "own_metric_choice", lambda x_TD, assignment_T, count: assignment_T)
-    assert not check_confirmation(0, FEW).confirmed

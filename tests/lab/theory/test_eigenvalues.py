@@ -5,7 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from acmoe.lab.theory.eigenvalues import bound_ratios, check_eigenvalue_lemma, hand_counterexample
+from acmoe.lab.theory.eigenvalues import (
+    bound_ratios,
+    check_eigenvalue_lemma,
+    check_eigenvalue_order,
+    hand_counterexample,
+    order_counterexample,
+)
 
 
 def test_a_rotation_by_hand_breaks_the_printed_bound():
@@ -36,3 +42,13 @@ def test_the_lemma_fails_as_printed_and_holds_corrected():
     assert row.confirmed and row.holds_as_printed is False
     assert row.figures["violations"] > 0 and row.figures["corrected_violations"] == 0
     assert row.figures["worst_ratio_to_eps"] < 2
+
+
+def test_neighbouring_eigenvalues_exchange_the_order_of_their_variances():
+    # 0.998 * 100 + 0.002 * 1, then 1.1, then 0.002 * 100 + 0.998 * 1.
+    variance, scale, eps = order_counterexample()
+    assert variance == pytest.approx([99.802, 1.1, 1.198])
+    assert eps == pytest.approx(1 - math.sqrt(0.998)) and eps < 1.01e-3
+    assert scale[1] / scale[2] == pytest.approx(math.sqrt(1.198 / 1.1))
+    row = check_eigenvalue_order(0)
+    assert row.confirmed and row.holds_as_printed is False

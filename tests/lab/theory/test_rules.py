@@ -6,21 +6,28 @@ import torch
 from scipy.stats import ncx2, norm
 
 from acmoe.data.synthetic import GaussianClusters
-from acmoe.lab.theory.rules import adaptive_choice, bayes_choice, own_metric_choice
+from acmoe.lab.theory.rules import (
+    adaptive_choice,
+    bayes_choice,
+    distance_choice,
+    own_metric_choice,
+)
 
 
-def test_the_adaptive_choice_is_the_largest_of_the_literal_inner_products():
+def test_choices_are_the_largest_inner_product_and_the_least_distance_written_out():
     generator = torch.Generator().manual_seed(0)
     x_TD = torch.randn(50, 3, generator=generator, dtype=torch.float64)
     embedding_ED = torch.randn(4, 3, generator=generator, dtype=torch.float64)
     scale_CD = torch.rand(4, 3, generator=generator, dtype=torch.float64) + 0.1
     assignment_T = torch.randint(4, (50,), generator=generator)
     found_T = adaptive_choice(x_TD, embedding_ED, scale_CD, assignment_T)
-    for x_D, cluster, found in zip(x_TD, assignment_T, found_T, strict=True):
-        affinity = [
-            sum(x_D[q] * scale_CD[cluster, q] * e_D[q] for q in range(3)) for e_D in embedding_ED
-        ]
+    near_T = distance_choice(x_TD, embedding_ED, scale_CD, assignment_T)
+    for x_D, cluster, found, near in zip(x_TD, assignment_T, found_T, near_T, strict=True):
+        m_D = scale_CD[cluster]
+        affinity = [sum(x_D[q] * m_D[q] * e_D[q] for q in range(3)) for e_D in embedding_ED]
         assert found == max(range(4), key=lambda k, affinity=affinity: affinity[k])
+        far = [sum(m_D[q] * (x_D[q] - e_D[q]) ** 2 for q in range(3)) for e_D in embedding_ED]
+        assert near == min(range(4), key=lambda k, far=far: far[k])
 
 
 def test_own_metrics_prefer_the_wide_cluster_far_out_and_the_tight_one_near_by():

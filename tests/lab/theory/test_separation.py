@@ -1,15 +1,14 @@
 import pytest
 import torch
 
-from acmoe.lab.theory import separation as module
 from acmoe.lab.theory.separation import (
+    COUNTEREXAMPLES,
     check_separation,
-    check_separation_needs_assumption,
-    hand_counterexample,
-    scale_gap_covariance,
+    check_separation_fails,
+    counterexample_gains,
+    ordered_draws,
     separation_gain,
 )
-from acmoe.ops.statistics.scale import cluster_scale
 
 
 def tensor(*values):
@@ -21,35 +20,25 @@ def test_the_gain_weighs_the_squared_gap_by_the_scale():
     assert separation_gain(tensor(1.5, 0.5), tensor(2.0, -1.0)).item() == pytest.approx(1.3)
 
 
-def test_the_counterexample_shrinks_the_gap_to_a_fifth():
-    scale_D, gap_D = hand_counterexample()
-    torch.testing.assert_close(scale_D, tensor(1.8, 0.2))
-    assert separation_gain(scale_D, gap_D).item() == pytest.approx(0.2)
+def test_counterexamples_are_those_worked_out_by_hand():
+    gains = list(counterexample_gains().values())
+    assert gains == pytest.approx([0.2, 0.294118, 0.382734], abs=1e-6)
+    # The third meets the proof: two features hold all of the scale but 0.01 of 4.
+    std, gap, _ = COUNTEREXAMPLES["the proof's own hypotheses"]
+    scale = [1 / s for s in std]
+    assert sum(scale) == pytest.approx(4) and sum(scale[:2]) > 3.98
+    assert min(gap[:2]) > max(gap[2:])
 
 
-def test_the_covariance_is_that_of_scale_and_squared_gap():
-    # mean(m d^2) - mean(m) mean(d^2) = (1.5 * 4 + 0.5 * 1) / 2 - 1 * 2.5 = 0.75
-    assert scale_gap_covariance(tensor(1.5, 0.5), tensor(2.0, -1.0)).item() == pytest.approx(0.75)
+def test_drawn_lists_are_similarly_ordered_and_may_be_nearly_constant():
+    std_XD, gap_XD = ordered_draws(torch.Generator().manual_seed(0), 1e-3, 20, 4)
+    assert (std_XD.diff(dim=-1) <= 0).all() and (gap_XD.diff(dim=-1) >= 0).all()
+    assert (std_XD - 1).abs().max() < 3e-3
 
 
-def test_lemma_1_holds_where_clusters_are_separated_on_tight_features():
-    row = check_separation(0)
-    assert row.confirmed and row.holds_as_printed is True
-    assert row.verdict == "holds under its assumption" and row.figures["least_gain"] > 1
-
-
-def test_lemma_1_fails_about_half_the_time_without_its_assumption():
-    row = check_separation_needs_assumption(0)
-    assert row.confirmed and row.holds_as_printed is None
-    assert 0.3 < row.figures["share_that_holds"] < 0.6
-    assert row.verdict.startswith("fails without its assumption")
-
-
-def test_a_scale_that_prefers_loose_features_is_not_confirmed(monkeypatch):
-    def inverted(x_TD, cluster_T, count):
-        weight_CD = 1 / cluster_scale(x_TD, cluster_T, count)
-        return weight_CD / weight_CD.mean(-1, keepdim=True)
-
-    monkeypatch.setattr(module, "cluster_scale", inverted)
-    assert not check_separation(0).confirmed
-    assert not check_separation_needs_assumption(0).confirmed
+def test_lemma_1_holds_for_similar_order_and_fails_as_printed():
+    proved, fails = check_separation(0), check_separation_fails(0)
+    assert proved.confirmed and proved.holds_as_printed is None
+    assert 1 <= proved.figures["least_gain"] < 1 + 1e-9
+    assert 1 - 1e-9 < proved.figures["largest_gain_in_reverse_order"] <= 1
+    assert fails.confirmed and fails.holds_as_printed is False

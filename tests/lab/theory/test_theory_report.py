@@ -12,14 +12,22 @@ HOLDS = Check(
     measured="largest ratio 0.5",
     figures={"draws": 10, "ratios": [0.25, 0.5]},
     verdict="holds",
+    basis="proof",
     holds_as_printed=True,
     confirmed=True,
     note="It rests on Jensen.",
 )
 FAILS = replace(
-    HOLDS, name="Lemma B", verdict="fails as printed: b < a", holds_as_printed=False, note="Not so."
+    HOLDS,
+    name="Lemma B",
+    verdict="fails as printed: b < a",
+    basis="counterexample",
+    holds_as_printed=False,
+    note="Not so.",
 )
-OPEN = replace(HOLDS, name="Lemma C", holds_as_printed=None, note="Nothing is said.")
+OPEN = replace(
+    HOLDS, name="Lemma C", basis="observation", holds_as_printed=None, note="Nothing is said."
+)
 DOUBT = replace(
     HOLDS,
     name="Lemma D",
@@ -57,12 +65,12 @@ def test_the_reading_sorts_rows_by_what_was_found():
     order = [
         "Not confirmed",
         "4 Lemma D. Look here.",
-        "does not hold as printed",
+        "Contradicted by an exact counterexample",
         "2 Lemma B. Not so.",
-        "Outside what it assumes",
-        "3 Lemma C. Nothing is said.",
-        "Where it holds",
+        "Proved under the hypotheses",
         "1 Lemma A. It rests on Jensen.",
+        "Observed in simulations, not proved",
+        "3 Lemma C. Nothing is said.",
     ]
     places = [text.index(part) for part in order]
     assert places == sorted(places)
@@ -70,7 +78,7 @@ def test_the_reading_sorts_rows_by_what_was_found():
 
 def test_a_section_without_rows_is_left_out():
     text = printed(HOLDS)
-    assert "Not confirmed" not in text and "does not hold" not in text
+    assert "Not confirmed" not in text and "Contradicted" not in text
 
 
 def test_one_unconfirmed_row_makes_the_whole_unconfirmed():

@@ -7,6 +7,7 @@ import pytest
 from acmoe import AdaptiveConfig, CosineConfig, UserError
 from acmoe.config.serialize import decode, encode
 from acmoe.lab.variants import VariantConfig, variant_of
+from acmoe.lab.variants.config import as_in_0_1
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"power": 0.0}, r"power=0.0; it must lie in \(0, 1\], and 0 would be router='smoe'"),
@@ -36,6 +37,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"gain": False, "read": "residual"}, r"the residual stream has no gain to leave out"),
     ({"gain": False, "statistics_of": "current"}, r"gain=False and .*: use 'previous'"),
     ({"read": "residual", "statistics": "prefix"}, r"read='residual' are about what a layer"),
+    ({"distance": True, "base": CosineConfig()}, r"distance=True .* base='cosine' .*SMoEConfig"),
+    ({"distance": True, "mix": 2}, r"one M for each cluster; with mix=2 .*use mix=1"),
+    ({"distance": True, "statistics": "prefix"}, r"mix=1 and statistics prefix a token has its"),
+    ({"distance": True, "eval_statistics": "sequence"}, r"statistics running, sequence a token"),
+    ({"distance": True, "match": True}, r"center=False and match=True correct; use one"),
 ]
 
 
@@ -53,6 +59,14 @@ def test_a_config_with_variants_comes_back_from_json() -> None:
         assert decode(encode(config), kind, "a test") == config
 
 
+def test_a_distance_is_stored_as_a_variant_and_left_out_of_the_digest_where_it_is_off() -> None:
+    near = VariantConfig(distance=True)
+    stored = as_in_0_1(encode(near))
+    assert stored["name"] == "adaptive-variant" and stored["distance"] is True
+    assert decode(stored, AdaptiveConfig, "a test") == near
+    assert "distance" not in as_in_0_1(encode(VariantConfig(power=0.5)))
+
+
 def test_a_config_stored_before_there_were_variants_is_read_as_without_them() -> None:
     stored = encode(AdaptiveConfig())
     assert "power" not in stored
@@ -64,6 +78,8 @@ def test_a_change_of_an_adaptive_config_is_a_variant_only_where_it_must_be() -> 
     assert variant_of(paper, mix=2) == AdaptiveConfig(
         statistics="batch", statistics_of="previous", mix=2
     )
+    near = variant_of(paper, distance=True)
+    assert near == VariantConfig(statistics="batch", statistics_of="previous", distance=True)
     found = variant_of(paper, power=0.5, mix=2)
     assert found == VariantConfig(statistics="batch", statistics_of="previous", mix=2, power=0.5)
     assert variant_of(found, mix=1) == VariantConfig(

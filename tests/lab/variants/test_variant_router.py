@@ -271,6 +271,7 @@ VARIANTS = {
     "centred": {"center": True, "statistics_of": "current"},
     "scheduled": {"strength": 1.0, "strength_end": 0.1, "strength_steps": 3},
     "learned": {"strength": 1.0, "learn_strength": True},
+    "distance": {"distance": True},
 }
 
 
@@ -302,7 +303,7 @@ def test_three_steps_of_two_layers_stay_finite_and_differ_from_the_papers(name, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["batch", "running"])
-@pytest.mark.parametrize("name", ["own", "matched", "centred", "learned"])
+@pytest.mark.parametrize("name", ["own", "matched", "centred", "learned", "distance"])
 def test_a_variant_layer_compiles_to_one_graph(name, mode):
     torch.manual_seed(0)
     config = VariantConfig(statistics=mode, **VARIANTS[name])

@@ -2,23 +2,27 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 Figure = float | int | bool | str | list[float] | list[int]
 
-# The paper states Proposition 2 "with high probability". Here this means: in this share of draws.
-HIGH_PROBABILITY = 0.95
+# proof            docs/theory.md proves it under the hypotheses that `setting` names
+# counterexample   one exact example contradicts the statement, or a converse of it
+# observation      counted on random draws; nothing is proved
+Basis = Literal["proof", "counterexample", "observation"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
     """One row of the table that `acmoe theory` prints.
 
-    confirmed          The measurement agrees with a second, independent derivation (an optimiser,
-                       Monte Carlo, a closed form). False means that this library or the analysis
-                       in this row is wrong, whatever the paper says.
-    holds_as_printed   True: the statement held in every draw of this setting. False: the setting
-                       meets the assumptions and contradicts the statement. None: the setting is
-                       outside the assumptions, or the statement leaves the case open.
+    confirmed          The measurement, made with the library's scale, weights or routers, agrees
+                       with a second, independent derivation (a closed form, an optimiser, Monte
+                       Carlo), and the verdict holds for the measured numbers. False means that this
+                       library or the analysis in this row is wrong, whatever the paper says.
+    holds_as_printed   True: proved under the printed assumptions. False: the setting meets the
+                       printed assumptions and contradicts the statement. None: the row adds
+                       assumptions, or the paper leaves the case open.
     """
 
     name: str
@@ -27,6 +31,7 @@ class Check:
     measured: str
     figures: Mapping[str, Figure]
     verdict: str
+    basis: Basis
     holds_as_printed: bool | None
     confirmed: bool
     note: str

@@ -1,7 +1,8 @@
 """Compute the Hessian of a router's loss in one expert embedding, and its condition number.
 
-The loss is the cross-entropy between the gate and the true cluster. The Hessian comes from
-automatic differentiation; in closed form it is the mean of g_i (1 - g_i) (M h)(M h)'.
+The loss, which the paper does not name, is the cross-entropy between the gate and the true cluster.
+The Hessian comes from automatic differentiation; in closed form it is the mean of
+g_i (1 - g_i) (M h)(M h)'.
 
 T tokens, D features, C clusters, E experts (E = C), X independent draws.
 """
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acmoe.ops.statistics.scale import cluster_scale
+from acmoe.lab.theory.scale import measured_scale
 
 
 class Conditioning(NamedTuple):
@@ -25,26 +26,37 @@ class Conditioning(NamedTuple):
 
 
 def router_loss(
-    embedding_D: Tensor, x_TD: Tensor, embeddings_ED: Tensor, cluster_T: Tensor, expert: Tensor
+    embedding_D: Tensor,
+    x_TD: Tensor,
+    embeddings_ED: Tensor,
+    cluster_T: Tensor,
+    expert: Tensor,
+    weight_T: Tensor | None = None,
 ) -> Tensor:
-    """Return the cross-entropy of the gate with the true cluster.
+    """Return the cross-entropy of the gate with the true cluster: a mean, or a weighted sum.
 
     It is a function of `embedding_D`, which replaces the row `expert` of `embeddings_ED`.
     """
     ours_E = torch.arange(len(embeddings_ED)) == expert
     affinity_TE = x_TD @ torch.where(ours_E[:, None], embedding_D, embeddings_ED).mT
     target_T = affinity_TE.gather(1, cluster_T[:, None])[:, 0]
-    return (affinity_TE.logsumexp(-1) - target_T).mean()
+    loss_T = affinity_TE.logsumexp(-1) - target_T
+    return loss_T.mean() if weight_T is None else (weight_T * loss_T).sum()
 
 
 def expert_hessians(
-    x_XTD: Tensor, embeddings_XED: Tensor, cluster_XT: Tensor, expert_X: Tensor
+    x_XTD: Tensor,
+    embeddings_XED: Tensor,
+    cluster_XT: Tensor,
+    expert_X: Tensor,
+    weight_XT: Tensor | None = None,
 ) -> Tensor:
     """Compute the Hessians of the router's loss in the embedding of expert_X, (X, D, D)."""
     own_XD = embeddings_XED[torch.arange(len(expert_X)), expert_X]
     # jacrev, not jacfwd: forward mode loads torch.jit, which warns that it is deprecated.
     hessian = torch.func.vmap(torch.func.jacrev(torch.func.grad(router_loss)))
-    result: Tensor = hessian(own_XD, x_XTD, embeddings_XED, cluster_XT, expert_X)
+    weights = () if weight_XT is None else (weight_XT,)
+    result: Tensor = hessian(own_XD, x_XTD, embeddings_XED, cluster_XT, expert_X, *weights)
     return result
 
 
@@ -83,7 +95,7 @@ def conditioning(
     """
     count = embeddings_XED.shape[1]
     expert_X = torch.arange(len(x_XTD)) % count
-    scale_XCD = cluster_scale(x_XTD, cluster_XT, count, measure=measure)
+    scale_XCD = measured_scale(x_XTD, cluster_XT, count, measure=measure)
     own_XTD = scale_XCD.gather(1, cluster_XT[..., None].expand_as(x_XTD))
     numbers, error, frozen = [], 0.0, 0.0
     for y_XTD in (x_XTD, own_XTD * x_XTD):

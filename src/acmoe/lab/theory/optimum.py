@@ -70,9 +70,11 @@ def check_kkt(seed: int = 0, weights_of: WeightsOf = optimal_weights) -> Check:
         measured=f"largest KKT residual {worst:.1e}",
         figures={"problems": problems, "max_residual": worst, "tolerance": KKT_TOLERANCE},
         verdict=judge(confirmed, "holds", f"residual {worst:.1e} above {KKT_TOLERANCE:.0e}"),
+        basis="proof",
         holds_as_printed=True if confirmed else None,
         confirmed=confirmed,
-        note="The problem is convex, so a point that meets the KKT conditions is the minimum.",
+        note="The problem is convex, so a point that meets the KKT conditions is the minimum. The "
+        "theorem does not say which root alpha is meant: only the largest gives positive weights.",
     )
 
 
@@ -137,6 +139,7 @@ def check_optimiser(seed: int = 0, weights_of: WeightsOf = optimal_weights) -> C
             "tolerance": WEIGHT_TOLERANCE,
         },
         verdict=judge(confirmed, "holds", f"an optimiser found weights {apart:.1e} away"),
+        basis="proof",
         holds_as_printed=True if confirmed else None,
         confirmed=confirmed,
         note="The dispersion of Theorem 1 is the mean pairwise difference, measure='gini' here; "

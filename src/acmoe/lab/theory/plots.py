@@ -1,24 +1,27 @@
-"""Draw the figures of the theory: optimal weights, roots, misassignment, conditioning."""
+"""Draw the figures of the theory: weights, roots, misassignment, repeated choices, conditioning.
+
+`geometry` draws the two figures of clusters in the plane.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from acmoe.analyze.figures.canvas import write_axes
+from acmoe.analyze.figures.canvas import WIDTH, write_axes, write_figure
 from acmoe.analyze.figures.palette import BLACK, BLUE, GREEN, ORANGE, RED
-from acmoe.lab.theory.convergence import (
-    aligned_conditioning,
-    rotated_conditioning,
-    separated_conditioning,
-)
-from acmoe.lab.theory.intervals import family_z
+from acmoe.lab.theory.conditioning_draws import drawn_conditioning
+from acmoe.lab.theory.confirmation import CLUSTERS, exact, tight_on
+from acmoe.lab.theory.geometry import draw_dot_product, draw_two_clusters
+from acmoe.lab.theory.intervals import family_z, wilson
 from acmoe.lab.theory.noise_sweep import SweepPoint, crossing, noise_sweep, population_curve
+from acmoe.lab.theory.observed import confirmation_sweep
 from acmoe.lab.theory.roots import phi, real_roots
 from acmoe.ops.statistics.optimum import optimal_weights
 
@@ -32,12 +35,22 @@ def save_theory_figures(folder: Path, *, seed: int = 0) -> list[Path]:
         "weights": draw_weights,
         "roots": draw_roots,
         "misassignment": partial(draw_noise, seed=seed),
+        "repeated": partial(draw_repeated, seed=seed),
         "conditioning": partial(draw_conditioning, seed=seed),
     }
+    planes = {"dot_product": draw_dot_product, "two_clusters": draw_two_clusters}
+    size = (1.4 * WIDTH, 4.4)
     return [
-        path
-        for name, draw in drawings.items()
-        for path in write_axes(draw, folder, name, formulas=True)
+        *(
+            path
+            for name, draw in drawings.items()
+            for path in write_axes(draw, folder, name, formulas=True)
+        ),
+        *(
+            path
+            for name, paint in planes.items()
+            for path in write_figure(paint, folder, name, size=size, formulas=True)
+        ),
     ]
 
 
@@ -146,16 +159,59 @@ def _draw_rates(axes: Axes, points: Sequence[SweepPoint], **style: Any) -> None:
     ).lines[0].set_linestyle("none")
 
 
+def draw_repeated(axes: Axes, seed: int) -> None:
+    """Draw the share of wrong choices that Eqn. 8 repeats against the contrast.
+
+    Lines are exact, with the true scale; points are counted, with a scale measured on the choice.
+    """
+    looks = {
+        "own block": (BLUE, "-", "tight on its own block"),
+        "next block": (ORANGE, "--", "tight on the block of one other"),
+        "other blocks": (RED, "-.", "tight on all blocks but its own"),
+    }
+    contrasts = torch.logspace(0, 5, 21, base=2, dtype=torch.float64).tolist()
+    for name, (colour, dashes, label) in looks.items():
+        shares = []
+        for contrast in contrasts:
+            clusters = replace(CLUSTERS, contrast=contrast)
+            shares.append(exact(clusters, tight_on(clusters)[name]).repeated_wrong)
+        axes.plot(contrasts, shares, color=colour, linestyle=dashes, linewidth=2, label=label)
+    points = confirmation_sweep(seed, 20_000)
+    shares = [point.repeated[0] / point.counted[0] for point in points]
+    ends = [wilson(point.repeated[0], point.counted[0], 1.96) for point in points]
+    axes.errorbar(
+        [point.contrast for point in points],
+        shares,
+        yerr=(
+            [max(0.0, share - low) for share, (low, _) in zip(shares, ends, strict=True)],
+            [max(0.0, high - share) for share, (_, high) in zip(shares, ends, strict=True)],
+        ),
+        fmt="o",
+        color=BLACK,
+        capsize=3,
+        label="own block, scale measured on the plain choice",
+    )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([1, 2, 4, 8, 16, 32], labels=["1", "2", "4", "8", "16", "32"])
+    axes.set_ylim(0.0, 1.05)
+    axes.set(
+        xlabel="contrast: loose over tight deviation", ylabel="wrong choices that are repeated"
+    )
+    axes.set_title("Eqn. 8 on its own assignment: 4 clusters, separation 3")
+    axes.legend(loc="lower left")
+
+
 def draw_conditioning(axes: Axes, seed: int) -> None:
     """Draw Proposition 2: below the diagonal the AC router is better conditioned."""
     looks = (
-        (aligned_conditioning, BLUE, "o", "aligned covariance"),
-        (rotated_conditioning, ORANGE, "^", "rotated covariance"),
-        (separated_conditioning, RED, "s", "clusters apart on tight features"),
+        ("aligned", BLUE, "o"),
+        ("rotated", ORANGE, "^"),
+        ("nearly isotropic", GREEN, "D"),
+        ("aligned, variance", RED, "s"),
     )
     largest = 1.0
-    for measure, colour, marker, label in looks:
-        result = measure(seed)
+    for name, colour, marker in looks:
+        result = drawn_conditioning(name, seed)
         worse = (result.adaptive > result.plain).double().mean().item()
         axes.scatter(
             result.plain,
@@ -166,7 +222,7 @@ def draw_conditioning(axes: Axes, seed: int) -> None:
             alpha=0.75,
             linewidth=0.4,
             edgecolor="white",
-            label=f"{label}: AC worse in {worse:.0%}",
+            label=f"{name}: AC worse in {worse:.0%}",
         )
         largest = max(largest, result.plain.max().item(), result.adaptive.max().item())
     axes.plot([1, 2 * largest], [1, 2 * largest], color=BLACK, linewidth=1)

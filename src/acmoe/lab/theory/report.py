@@ -14,13 +14,16 @@ from acmoe.lab.theory.check import Check
 SECTIONS: tuple[tuple[str, Callable[[Check], bool]], ...] = (
     ("Not confirmed: an error in this library or in these checks", lambda c: not c.confirmed),
     (
-        "Where the paper's statement does not hold as printed",
-        lambda c: c.confirmed and c.holds_as_printed is False,
+        "Contradicted by an exact counterexample",
+        lambda c: c.confirmed and c.basis == "counterexample",
     ),
-    ("Outside what it assumes", lambda c: c.confirmed and c.holds_as_printed is None),
     (
-        "Where it holds, and on what that rests",
-        lambda c: c.confirmed and c.holds_as_printed is True,
+        "Proved under the hypotheses of the row (docs/theory.md)",
+        lambda c: c.confirmed and c.basis == "proof",
+    ),
+    (
+        "Observed in simulations, not proved",
+        lambda c: c.confirmed and c.basis == "observation",
     ),
 )
 

@@ -6,27 +6,45 @@ T tokens, D features, C clusters, E = C experts.
 import torch
 from torch import Tensor
 
-from acmoe.config.routing import AdaptiveConfig, MetricConfig, SMoEConfig
+from acmoe.config.routing import AdaptiveConfig, MetricConfig
 from acmoe.data.synthetic import GaussianClusters
-from acmoe.routing.adaptive import AdaptiveRouter
+from acmoe.lab.variants import variant_of
+from acmoe.routing.build import build_router
 from acmoe.routing.metric import MetricRouter
 from acmoe.routing.state import RoutingState
-from acmoe.routing.topk import TopKRouter
 
 
 def adaptive_choice(
     x_TD: Tensor, embedding_ED: Tensor, scale_CD: Tensor, assignment_T: Tensor
 ) -> Tensor:
     """Return the experts k with the largest h' M_k* e_k, (T,); k* is given by `assignment_T`."""
+    paper = AdaptiveConfig.preset("paper")
+    return _choice(paper, x_TD, embedding_ED, scale_CD, assignment_T)
+
+
+def distance_choice(
+    x_TD: Tensor, embedding_ED: Tensor, scale_CD: Tensor, assignment_T: Tensor
+) -> Tensor:
+    """Return the experts nearest in M_k*, (T,), by the variant router `distance`."""
+    config = variant_of(AdaptiveConfig.preset("paper"), distance=True)
+    return _choice(config, x_TD, embedding_ED, scale_CD, assignment_T)
+
+
+def _choice(
+    config: AdaptiveConfig,
+    x_TD: Tensor,
+    embedding_ED: Tensor,
+    scale_CD: Tensor,
+    assignment_T: Tensor,
+) -> Tensor:
     num_experts, dim = embedding_ED.shape
-    base = TopKRouter(SMoEConfig(), dim=dim, num_experts=num_experts, top_k=1)
-    router = AdaptiveRouter(AdaptiveConfig.preset("paper"), base).to(x_TD.dtype).eval()
+    router = build_router(config, dim=dim, num_experts=num_experts, top_k=1).to(x_TD.dtype).eval()
     state = RoutingState.identity(
         num_tokens=len(x_TD), num_clusters=num_experts, dim=dim, dtype=x_TD.dtype
     )
     state = state._replace(assignment=assignment_T[:, None], scale=scale_CD)
     with torch.no_grad():
-        base.embedding.copy_(embedding_ED)
+        router.get_parameter("base.embedding").copy_(embedding_ED)
         affinity_TE: Tensor = router(x_TD, state).affinity
     return affinity_TE.argmax(-1)
 

@@ -3,38 +3,66 @@
 from collections.abc import Callable
 
 from acmoe.errors import check
+from acmoe.lab.theory.assigned import check_assigned_cluster
 from acmoe.lab.theory.check import Check
-from acmoe.lab.theory.confirmation import check_confirmation
-from acmoe.lab.theory.convergence import check_aligned, check_rotated, check_separated
-from acmoe.lab.theory.eigenvalues import check_eigenvalue_lemma
+from acmoe.lab.theory.conditioning_draws import check_conditioning_draws
+from acmoe.lab.theory.confirmation import check_confirmation, check_confirmation_scope
+from acmoe.lab.theory.convergence import (
+    check_constant_gate,
+    check_rotated,
+    check_separated,
+    check_varying_gate,
+)
+from acmoe.lab.theory.dot_product import (
+    check_distance,
+    check_dot_product,
+    check_overlapping_embeddings,
+)
+from acmoe.lab.theory.eigenvalues import check_eigenvalue_lemma, check_eigenvalue_order
+from acmoe.lab.theory.harmonic import check_harmonic_mean
+from acmoe.lab.theory.hypotheses import check_correlated, check_three_clusters
 from acmoe.lab.theory.misassignment import check_misassignment, check_misassignment_scope
-from acmoe.lab.theory.noise_sweep import check_noise_sweep, check_previous_assignment
+from acmoe.lab.theory.noise import check_clean_scale, check_contaminated_share, check_noisy_scale
+from acmoe.lab.theory.noise_sweep import check_noise_sweep
+from acmoe.lab.theory.observed import check_repeated
 from acmoe.lab.theory.optimum import check_kkt, check_optimiser
-from acmoe.lab.theory.robustness import check_clean_scale, check_noisy_scale, check_without_noise
+from acmoe.lab.theory.rates import check_exponential
+from acmoe.lab.theory.robustness import check_without_noise
 from acmoe.lab.theory.roots import check_distinct_roots, check_tied_roots
-from acmoe.lab.theory.separation import check_separation, check_separation_needs_assumption
-from acmoe.lab.theory.votes import check_confirmation_scope
+from acmoe.lab.theory.separation import check_separation, check_separation_fails
 
 CHECKS: tuple[Callable[[int], Check], ...] = (
     check_kkt,
     check_optimiser,
+    check_harmonic_mean,
     check_distinct_roots,
     check_tied_roots,
     check_separation,
-    check_separation_needs_assumption,
+    check_separation_fails,
     check_misassignment,
     check_misassignment_scope,
+    check_exponential,
+    check_dot_product,
+    check_distance,
     check_without_noise,
+    check_correlated,
+    check_three_clusters,
     check_noisy_scale,
     check_clean_scale,
+    check_contaminated_share,
     check_noise_sweep,
-    check_previous_assignment,
+    check_assigned_cluster,
+    check_overlapping_embeddings,
     check_confirmation,
     check_confirmation_scope,
-    check_aligned,
+    check_repeated,
+    check_constant_gate,
+    check_varying_gate,
     check_rotated,
     check_separated,
+    check_conditioning_draws,
     check_eigenvalue_lemma,
+    check_eigenvalue_order,
 )
 
 

@@ -10,6 +10,7 @@ the core does not know them.
     statistics   the cluster statistics that use the two above
     tokens       statistics of tokens in front of a block's norm
     router       stretching about a cluster's mean, and a matched gate temperature
+    distance     the nearest expert in M instead of the largest dot product
 """
 
 from acmoe.config.routing import ROUTERS

@@ -19,7 +19,7 @@ class VariantConfig(AdaptiveConfig):
     name: ClassVar[str] = VARIANT
     built_with: ClassVar[tuple[str, ...]] = (
         *AdaptiveConfig.built_with,
-        *("center", "match", "learn_strength", "strength_end"),
+        *("center", "match", "learn_strength", "strength_end", "distance"),
     )
     # Exponent of M, which is then normalised to mean one: 1 is the paper's 1/s; towards 0 the
     # router becomes the plain one.
@@ -40,6 +40,8 @@ class VariantConfig(AdaptiveConfig):
     gain: bool = True  # False: statistics of tokens before the LayerNorm's gain and bias
     # Statistics of the router's input, which is the output of a LayerNorm, or of that norm's input.
     read: Literal["normed", "residual"] = "normed"
+    # Choose the expert nearest in M, by the affinity h' M e_k - e_k' M e_k / 2, instead of Eqn. 8.
+    distance: bool = False
 
     @property
     def stats_input(self) -> StatsInput:
@@ -60,6 +62,8 @@ class VariantConfig(AdaptiveConfig):
         self._check_scale(modes)
         self._check_strength()
         self._check_tokens(modes)
+        if self.distance:
+            self._check_distance(modes)
 
     def _check_scale(self, modes: tuple[str, ...]) -> None:
         check(
@@ -135,10 +139,29 @@ class VariantConfig(AdaptiveConfig):
             f"mix={self.mix} and scale_experts={self.scale_experts} it cannot: use mix=1 and False",
         )
 
+    def _check_distance(self, modes: tuple[str, ...]) -> None:
+        check(
+            type(self.base) is SMoEConfig,
+            f"distance=True measures distances to expert embeddings; base={self.base.name!r} has "
+            "other affinities: use SMoEConfig",
+        )
+        check(
+            self.mix == 1 and set(modes) <= {"batch", "running"},
+            f"distance=True needs one M for each cluster; with mix={self.mix} and statistics "
+            f"{', '.join(sorted(set(modes)))} a token has its own: use mix=1 and 'batch' or "
+            "'running'",
+        )
+        check(
+            not (self.center or self.match),
+            f"distance=True replaces the affinity that center={self.center} and "
+            f"match={self.match} correct; use one",
+        )
+
 
 def variant_of(config: AdaptiveConfig, **changes: Any) -> AdaptiveConfig:
     """Return the config with fields changed; a `VariantConfig` if one of them belongs to it."""
-    if isinstance(config, VariantConfig) or not changes.keys() & VARIANT_FIELDS.keys():
+    added = VariantConfig.__dataclass_fields__.keys() - AdaptiveConfig.__dataclass_fields__.keys()
+    if isinstance(config, VariantConfig) or not changes.keys() & added:
         return replace(config, **changes)
     own = {field.name: getattr(config, field.name) for field in fields(config)}
     return VariantConfig(**own | changes)
@@ -147,14 +170,15 @@ def variant_of(config: AdaptiveConfig, **changes: Any) -> AdaptiveConfig:
 def as_in_0_1(encoded: Any) -> Any:
     """Rewrite encoded configs with adaptive routers as in version 0.1.
 
-    There both classes had the name "adaptive" and all fields. Studies find their stored records by
-    a digest of that form.
+    There both classes had the name "adaptive" and all fields but `distance`; a config that uses it
+    stays as it is. Studies find their stored records by a digest of that form.
     """
     if isinstance(encoded, list):
         return [as_in_0_1(item) for item in encoded]
     if not isinstance(encoded, dict):
         return encoded
     found = {key: as_in_0_1(item) for key, item in encoded.items()}
-    if found.get("name") in (AdaptiveConfig.name, VARIANT):
+    if found.get("name") in (AdaptiveConfig.name, VARIANT) and not found.get("distance"):
+        found.pop("distance", None)
         return VARIANT_FIELDS | found | {"name": AdaptiveConfig.name}
     return found

@@ -25,8 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from acmoe.config.routing import SMoEConfig
 from acmoe.errors import check
 from acmoe.lab.variants.config import VariantConfig
+from acmoe.lab.variants.distance import DistanceRouter
 from acmoe.ops.route import ScaledTokens
 from acmoe.ops.statistics.cluster_mean import cluster_mean
 from acmoe.ops.statistics.dispersion import accumulation_dtype
@@ -103,6 +105,11 @@ class VariantRouter(AdaptiveRouter):
             not config.match or isinstance(base, TopKRouter),
             f"match=True around a {type(base).__name__}; it needs the inner products of a "
             "TopKRouter",
+        )
+        check(
+            config.distance == isinstance(base, DistanceRouter),
+            f"distance={config.distance} around a {type(base).__name__}; build the router with "
+            "acmoe.build_router",
         )
         super().__init__(config, base)
         clusters = base.num_experts
@@ -209,6 +216,9 @@ def inner_products(router: TopKRouter, x_TD: Tensor) -> Tensor:
 
 @new_router.register
 def _(config: VariantConfig, **options: Any) -> Router:
+    if config.distance:
+        assert isinstance(config.base, SMoEConfig)
+        return VariantRouter(config, DistanceRouter(config.base, **options))
     return VariantRouter(config, new_router(config.base, **options))
 
 

@@ -63,7 +63,20 @@ def variants(layers: int) -> Conditions:
     found: Conditions = {
         name: {"router": variant_of(base, **change)} for name, change in changes.items()
     }
-    return found | {"centred": {"router": variant_of(CURRENT, center=True)}}
+    return found | {"centred": {"router": variant_of(CURRENT, center=True)}} | distances(base)
+
+
+def distances(base: AdaptiveConfig) -> Conditions:
+    """Return routers that choose the nearest expert in M, for which Proposition 1 has a proof.
+
+    `nearest` has M = I to six digits: what it shares with `distance` is not due to M.
+    """
+    near = variant_of(base, distance=True)
+    return {
+        "distance": {"router": near},
+        "nearest": {"router": variant_of(near, power=1e-6)},
+        "oracle-distance": {"router": variant_of(PREVIOUS, distance=True), "oracle": "cluster"},
+    }
 
 
 def synthetic_grid(*, seeds: Sequence[int]) -> list[tuple[str, Factors, SyntheticConfig]]:

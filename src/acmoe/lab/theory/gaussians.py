@@ -1,0 +1,59 @@
+"""Exact probabilities of linear rules on Gaussian tokens, by closed forms and quadrature.
+
+D features.
+"""
+
+import torch
+from torch import Tensor
+
+from acmoe.errors import check
+
+
+def upper_tail(z: Tensor) -> Tensor:
+    """Return P(Z > z) of a standard normal."""
+    probability: Tensor = torch.special.ndtr(-z)
+    return probability
+
+
+def rule_z(mean_D: Tensor, covariance_DD: Tensor, normal_D: Tensor, offset: Tensor) -> Tensor:
+    """Return z with P(normal . h + offset < 0) = P(Z > z), for h of this mean and covariance."""
+    deviation = (normal_D @ covariance_DD @ normal_D).sqrt()
+    return (normal_D @ mean_D + offset) / deviation
+
+
+def simpson(values: Tensor, step: float) -> Tensor:
+    """Integrate equally spaced values along the last axis; their number is odd."""
+    check(
+        values.shape[-1] % 2 == 1, f"{values.shape[-1]} values; Simpson's rule needs an odd number"
+    )
+    inner = 4 * values[..., 1:-1:2].sum(-1) + 2 * values[..., 2:-1:2].sum(-1)
+    return (values[..., 0] + inner + values[..., -1]) * (step / 3)
+
+
+def both_above(a: float, b: float, correlation: float, points: int = 8001) -> float:
+    """Return P(X > a, Y > b) of two standard normals with this correlation, |correlation| < 1."""
+    end = max(a, 0.0) + 12
+    x = torch.linspace(a, end, points, dtype=torch.float64)
+    density = torch.exp(-x.square() / 2) / (2 * torch.pi) ** 0.5
+    rest = (1 - correlation**2) ** 0.5
+    return simpson(
+        density * upper_tail((b - correlation * x) / rest), (end - a) / (points - 1)
+    ).item()
+
+
+def agreement(
+    mean_D: Tensor,
+    covariance_DD: Tensor,
+    first: tuple[Tensor, Tensor],
+    second: tuple[Tensor, Tensor],
+) -> tuple[float, float]:
+    """Return P(both rules are positive) and P(both are negative).
+
+    A rule is (normal, offset) and has the value normal . h + offset.
+    """
+    u_D, v_D = first[0], second[0]
+    z, y = (rule_z(mean_D, covariance_DD, *rule).item() for rule in (first, second))
+    cross = u_D @ covariance_DD @ v_D
+    size = ((u_D @ covariance_DD @ u_D) * (v_D @ covariance_DD @ v_D)).sqrt()
+    correlation = (cross / size).item()
+    return both_above(-z, -y, correlation), both_above(z, y, correlation)
