@@ -21,6 +21,8 @@ from acmoe.fast import accelerate
 from acmoe.fast.memory import StaticMemory
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.models.text.memory import Memory
+from acmoe.ops.statistics.prefix import PrefixMoments
+from acmoe.routing.cache import CarriedMoments
 from acmoe.routing.step import fold_statistics
 from acmoe.train.text import TextTrainer
 from tiny_runs import byte_corpus, tiny_run
@@ -130,6 +132,17 @@ def test_streams_keep_their_own_moments_and_padding_adds_none() -> None:
         assert one is not None and other is not None
         for found, expected in zip(one, other, strict=True):
             torch.testing.assert_close(found[1:], expected)
+
+
+def test_a_stream_of_any_length_keeps_counting() -> None:
+    slot = CarriedMoments()
+    few, many = 2.0**20, 2.0**20 + 2
+    spread = torch.tensor([[[3 * few], [3 * many]]])
+    slot.store(PrefixMoments(torch.tensor([[few, many]]), torch.ones(1, 2, 1), spread))
+    assert slot.after is not None
+    assert slot.after.tokens.tolist() == [[few, 2.0**19 + 1]]
+    assert torch.equal(slot.after.spread[..., 0], 3 * slot.after.tokens)  # dispersion 3 as before
+    assert slot.after.mean.eq(1).all()
 
 
 @pytest.mark.parametrize("statistics", ["running", "batch"])

@@ -15,6 +15,8 @@ from torch import Tensor
 from acmoe.errors import check
 from acmoe.ops.statistics.prefix import PrefixMoments
 
+MOST_TOKENS = 2**20  # of a cluster in carried moments
+
 
 @dataclass
 class StatisticsSlot:
@@ -54,8 +56,14 @@ class CarriedMoments(StatisticsSlot):
     after: PrefixMoments | None = None
 
     def store(self, after: PrefixMoments) -> None:
-        """Keep the moments after this call, without their gradient."""
-        self.after = PrefixMoments(*(moment.detach() for moment in after))
+        """Keep the moments after this call, without their gradient.
+
+        A float32 sum of more than 2^24 ones stops growing. So a cluster of more than 2^20 tokens
+        counts as half as many, with half the spread; their quotient, the dispersion, stays.
+        """
+        tokens_BC, mean_BCD, spread_BCD = (moment.detach() for moment in after)
+        share_BC = torch.where(tokens_BC > MOST_TOKENS, 0.5, 1.0).to(tokens_BC.dtype)
+        self.after = PrefixMoments(tokens_BC * share_BC, mean_BCD, spread_BCD * share_BC[..., None])
 
 
 class LayerCache(NamedTuple):
