@@ -17,10 +17,12 @@ from acmoe.ops.attention import window_attention
 from acmoe.ops.cross_entropy.op import chunked_cross_entropy
 from acmoe.ops.experts import ExpertWeights, expert_mlp
 from acmoe.ops.sort import sort_rows
+from acmoe.routing.cache import CarriedMoments
 
 
-def moe(layer: acmoe.MoE, x: Tensor, state: acmoe.RoutingState, ids: Tensor):
-    routing = layer.router.route(layer.router.rescale(x, state), token_ids=ids)  # M_k* h (Eqn. 8)
+def moe(layer: acmoe.MoE, x: Tensor, state: acmoe.RoutingState, ids: Tensor, slot):
+    scaled = layer.router.rescale(x, state, cache=slot)  # M_k* h (Eqn. 8)
+    routing = layer.router.route(scaled, token_ids=ids)
     experts = layer.experts
     weights = ExpertWeights(experts.up, experts.down, experts.up_bias, experts.down_bias)
     rows = sort_rows(routing.expert_ids, layer.num_experts)
@@ -42,24 +44,27 @@ def attention(a: Attention, x: Tensor, context: Tensor, positions: Tensor) -> Te
     return F.linear(out.transpose(1, 2).flatten(2), a.output.weight)
 
 
-def block(b: PostNormBlock, x, state, context, positions, ids):
+def block(b: PostNormBlock, x, state, context, positions, ids, slot):
     h = b.norm_attention(x + attention(b.attention, x, context, positions))
-    y, state = moe(b.layer, h, state, ids)
+    y, state = moe(b.layer, h, state, ids, slot)
     return b.norm_layer(h + b.norm_inner(h + b.dropout(y))), state
 
 
-def loss_of(m: LanguageModel, tokens: Tensor, targets: Tensor, memory: list[Tensor] | None):
-    x, contexts = m.embed(tokens), []
+def loss_of(m: LanguageModel, tokens: Tensor, targets: Tensor, memory):
+    x, after = m.embed(tokens), []
     state = acmoe.RoutingState.identity(
         num_tokens=tokens.numel(), num_clusters=m.config.num_experts, dim=m.config.dim
     )
     for depth, one in enumerate(m.blocks):
-        context = x if memory is None else torch.cat([memory[depth], x], 1)
-        contexts.append(context.detach()[:, -m.config.span :])
-        x, state = block(one, x, state, context, m.positions, tokens)
+        hidden, slot = memory[depth] if memory else (x.detach()[:, :0], None)
+        # Prefix statistics continue after the tokens of earlier segments.
+        slot = CarriedMoments(slot and slot.after) if one.layer.router.carries_moments else None
+        context = torch.cat([hidden, x], 1)
+        after.append((context.detach()[:, -m.config.span :], slot))
+        x, state = block(one, x, state, context, m.positions, tokens, slot)
     x = m.norm(x).flatten(0, 1)
     loss = chunked_cross_entropy(x, m.unembed.weight, m.unembed.bias, targets.flatten())
-    return loss + state.aux_loss, contexts
+    return loss + state.aux_loss, after
 
 
 ROUTERS = [

@@ -86,7 +86,7 @@ def test_nothing_asked_is_nothing_changed() -> None:
         ("batch=4 split=3", "batch=4 streams do not split into 3 micro-batches"),
         ("min_lr=1", "min_lr=1.0 exceeds lr=0.001"),
         ("betas=0.9,1", "betas=(0.9, 1.0); both must lie in [0, 1)"),
-        ("device=gpu", "device='gpu' is unknown; use auto, cpu, cuda or cuda:0"),
+        ("device=gpu", "device='gpu' is unknown; use auto, cpu, cuda, cuda:0, xpu or mps"),
         ("model.dim=50", "dim=50 does not split over heads=4"),
         ("eval_tokens=8", "eval_tokens=8 leaves no prediction for each of eval_batch=8 rows"),
         ("data.name=enwik8 data.limit=100", "give the limit to `acmoe data prepare`"),

@@ -148,13 +148,21 @@ def test_a_wider_memory_is_kept_in_the_precision_of_the_place() -> None:
     assert all(torch.equal(*pair) for pair in zip(held.hidden, memory.hidden, strict=True))
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("precision=bf16",),
+        # tests/models/test_prefix_memory.py has a fast case of it
+        pytest.param(("model.router.statistics=prefix", "model.dropout=0"), marks=pytest.mark.slow),
+    ],
+)
 def test_updates_that_keep_memory_in_its_place_are_the_updates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As graphs do, which a CPU cannot capture: here every update runs as it is."""
     monkeypatch.setattr(graph, "WARM_UP", 1000)
     # 20 lines are a pass of 7 blocks: memory is forgotten and filled again on the way.
-    config = tiny_run(byte_corpus(tmp_path, lines=20), "precision=bf16", "split=2")
+    config = tiny_run(byte_corpus(tmp_path, lines=20), "split=2", *flags)
     losses = []
     for held in (False, True):
         torch.manual_seed(0)

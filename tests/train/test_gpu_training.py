@@ -63,6 +63,7 @@ def losses_of(folder: Path) -> list[float]:
         ("model.dropout=0",),
         ("model.dropout=0", "precision=bf16", "clip=1.0", "split=1"),
         ("model.dropout=0", "model.router=stable"),
+        ("model.dropout=0", "model.router.statistics=prefix"),
     ],
 )
 def test_replayed_updates_are_the_updates(overrides: tuple[str, ...], tmp_path: Path) -> None:

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from acmoe.experts.moe import MoE
 from acmoe.experts.soft import SoftMoE
 from acmoe.routing.adaptive import AdaptiveRouter, token_scale
+from acmoe.routing.cache import CarriedMoments
 from acmoe.routing.router import Router
 from acmoe.routing.state import Routing, RoutingState
+from acmoe.runtime import keeping_rng, rng_states, set_rng_states
 
-RngStates = tuple[Tensor, ...]  # of the CPU generator and, on a GPU, of the device's
+RngStates = dict[str, Tensor]  # of the CPU generator and, on a GPU, of the device's
 
 
 class LayerCall(NamedTuple):
@@ -57,11 +59,12 @@ def observed(layers: Sequence[MoE | SoftMoE]) -> Iterator[list[LayerCall]]:
     handles = []
     for layer in layers:
         entry_rng: list[RngStates] = []
+        carried: list[CarriedMoments | None] = []
         entry = layer if isinstance(layer, SoftMoE) else layer.router
         handles += [
-            entry.register_forward_pre_hook(_save_rng_hook(entry_rng)),
+            entry.register_forward_pre_hook(_entry_hook(entry_rng, carried), with_kwargs=True),
             layer.next_state.register_forward_pre_hook(
-                _record_hook(layer, entry_rng, calls), with_kwargs=True
+                _record_hook(layer, entry_rng, carried, calls), with_kwargs=True
             ),
         ]
     try:
@@ -71,25 +74,33 @@ def observed(layers: Sequence[MoE | SoftMoE]) -> Iterator[list[LayerCall]]:
             handle.remove()
 
 
-def _save_rng_hook(entry_rng: list[RngStates]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        entry_rng[:] = [_rng_states(arguments[0].device)]
+def _entry_hook(
+    entry_rng: list[RngStates], carried: list[CarriedMoments | None]
+) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    def hook(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        cache = named.get("cache")
+        carried[:] = [cache if isinstance(cache, CarriedMoments) else None]
+        entry_rng[:] = [rng_states(arguments[0].device)]
 
     return hook
 
 
 def _record_hook(
-    layer: MoE | SoftMoE, entry_rng: list[RngStates], calls: list[LayerCall]
+    layer: MoE | SoftMoE,
+    entry_rng: list[RngStates],
+    carried: list[CarriedMoments | None],
+    calls: list[LayerCall],
 ) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
     @torch.no_grad()
     def hook(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         x, routing, state = arguments
         assert isinstance(state, RoutingState)
-        with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
-            _set_rng_states(x.device, entry_rng[0])
-            scaled = layer.router.rescale(x, state, token_mask=named["token_mask"]).dense()
-            _set_rng_states(x.device, entry_rng[0])
-            scale = scale_of(layer.router, x, state, named["token_mask"])
+        with keeping_rng(x.device):
+            set_rng_states(entry_rng[0], x.device)
+            mask = named["token_mask"]
+            scaled = layer.router.rescale(x, state, token_mask=mask, cache=carried[0]).dense()
+            set_rng_states(entry_rng[0], x.device)
+            scale = scale_of(layer.router, x, state, mask, carried[0])
         calls.append(
             LayerCall(
                 layer,
@@ -104,7 +115,13 @@ def _record_hook(
     return hook
 
 
-def scale_of(router: Router, x: Tensor, state: RoutingState, token_mask: Tensor | None) -> Tensor:
+def scale_of(
+    router: Router,
+    x: Tensor,
+    state: RoutingState,
+    token_mask: Tensor | None,
+    carried: CarriedMoments | None = None,
+) -> Tensor:
     """Return the diagonal of each token's M, shaped like x.
 
     It is the factor that `rescale` multiplies x by, before any of the router's optional transforms.
@@ -114,22 +131,9 @@ def scale_of(router: Router, x: Tensor, state: RoutingState, token_mask: Tensor 
         return router.rescale(torch.ones_like(x), state, token_mask=token_mask).dense()
     x_BLD = x if x.dim() == 3 else x[None]
     mask_BL = None if token_mask is None else token_mask.view(x_BLD.shape[:-1])
-    return token_scale(router.cluster_scale(x_BLD, state, mask_BL, None), state, x)
+    return token_scale(router.cluster_scale(x_BLD, state, mask_BL, carried), state, x)
 
 
 def _cpu_copy(value: Tensor) -> Tensor:
     """Copy to the CPU, since the model may overwrite its own tensor later."""
     return value.detach().to("cpu", torch.float32 if value.is_floating_point() else None, copy=True)
-
-
-def _rng_states(device: torch.device) -> RngStates:
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return tuple(states)
-
-
-def _set_rng_states(device: torch.device, states: RngStates) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)

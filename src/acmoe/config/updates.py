@@ -75,6 +75,6 @@ def check_count(value: object, name: str) -> None:
 def check_device(device: str) -> None:
     """Check the spelling of a device; `acmoe.runtime.pick_device` checks that it exists."""
     check(
-        re.fullmatch(r"auto|cpu|cuda(:\d+)?", device) is not None,
-        f"device={device!r} is unknown; use auto, cpu, cuda or cuda:0",
+        re.fullmatch(r"auto|cpu|mps|(cuda|xpu)(:\d+)?", device) is not None,
+        f"device={device!r} is unknown; use auto, cpu, cuda, cuda:0, xpu or mps",
     )

@@ -21,6 +21,7 @@ from acmoe.data.text.corpus import Corpus
 from acmoe.data.text.loader import EvaluationBatches
 from acmoe.data.text.swaps import SwapReport
 from acmoe.errors import UserError, check
+from acmoe.evaluate.measures import HostSum
 from acmoe.evaluate.routing import LayerReport, RoutingTally
 from acmoe.evaluate.run import Run, open_run
 from acmoe.evaluate.statistics import NONE, using_statistics
@@ -139,7 +140,7 @@ def score_stream(
     device = model.embed.weight.device
     batches = EvaluationBatches(inputs, targets=targets, batch=batch, block=block)
     tally = RoutingTally(len(model.moe_layers()), model.config.num_experts, device)
-    nats = torch.zeros((), dtype=torch.float64, device=device)
+    nats = HostSum()
     memory: Memory | None = None
     with seeded(seed, device), autocast(precision, device), evaluating(model):
         for tokens_BL, targets_BL, _, mask_BL in batches:
@@ -154,12 +155,12 @@ def score_stream(
                 token_mask=mask,
                 return_routings=routing,
             )
-            nats += out.loss.double() * count
+            nats.add(out.loss, count)
             memory = out.memory
             if routing:
                 tally.add(out.routings, mask)
     layers = tally.layers() if routing else ()
-    return Score(float(nats) / batches.predictions, batches.predictions, layers)
+    return Score(nats.total() / batches.predictions, batches.predictions, layers)
 
 
 def _streams(

@@ -34,7 +34,7 @@ class RoutingTally:
     def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:
         self.num_experts = num_experts
         size = (num_layers, num_experts)
-        self.loads = torch.zeros(size, dtype=torch.float64, device=device)
+        self.loads = torch.zeros(size, dtype=torch.int64, device=device)
         self.tables = torch.zeros((*size, num_experts), dtype=torch.int64, device=device)
 
     def add(self, routings: Sequence[Routing], token_mask: Tensor | None) -> None:
@@ -42,7 +42,7 @@ class RoutingTally:
         mask_T = None if token_mask is None else token_mask.flatten()
         previous_T: Tensor | None = None
         for depth, routing in enumerate(routings):
-            self.loads[depth] += load(routing.expert_ids, self.num_experts, mask_T)
+            self.loads[depth] += load(routing.expert_ids, self.num_experts, mask_T).long()
             first_T = routing.affinity.argmax(-1)
             if previous_T is not None:
                 pair_T = previous_T * self.num_experts + first_T
@@ -54,7 +54,8 @@ class RoutingTally:
     def layers(self) -> tuple[LayerReport, ...]:
         """Compute the measures of each layer."""
         found = []
-        for depth, (load_E, table_EE) in enumerate(zip(self.loads, self.tables, strict=True)):
+        loads = self.loads.cpu().double()
+        for depth, (load_E, table_EE) in enumerate(zip(loads, self.tables, strict=True)):
             share_E = 100 * load_E / load_E.sum().clamp(min=1)
             balance = load_balance(load_E)
             if depth == 0:

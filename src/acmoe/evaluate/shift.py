@@ -160,8 +160,8 @@ class _Scorer:
 
     def _confidence(self, images: ImageSet) -> NDArray[np.float64]:
         """Return the greatest probability of each image among the classes of `subset`."""
-        found = [logits.double().softmax(-1).amax(-1) for logits, _ in self._predict(images)]
-        confidence: NDArray[np.float64] = torch.cat(found).cpu().numpy()
+        found = [logits.cpu().double().softmax(-1).amax(-1) for logits, _ in self._predict(images)]
+        confidence: NDArray[np.float64] = torch.cat(found).numpy()
         return confidence
 
     @torch.no_grad()

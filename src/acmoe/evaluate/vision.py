@@ -19,6 +19,7 @@ from acmoe.data.images.splits import ImageSet
 from acmoe.data.progress import Progress, silent
 from acmoe.errors import check
 from acmoe.evaluate.capacity import using_capacity
+from acmoe.evaluate.measures import HostSum
 from acmoe.evaluate.routing import LayerReport, RoutingTally
 from acmoe.evaluate.statistics import using_statistics
 from acmoe.experts.moe import MoE
@@ -106,7 +107,7 @@ def _score(
 ) -> ImageFigure:
     mean, std = batches.data.normalization
     classes = len(batches.images.classes)
-    hits, nats = Hits(0, 0), torch.zeros((), dtype=torch.float64, device=device)
+    hits, nats = Hits(0, 0), HostSum()
     tally = StageTally()
     with seeded(config.seed, device), autocast(config.precision, device):
         for number, batch in enumerate(batches, start=1):
@@ -116,14 +117,14 @@ def _score(
             tally.add(routings)
             check_classes(logits_BK, classes)
             hits += count_hits(logits_BK, labels_B)
-            nats += functional.cross_entropy(logits_BK, labels_B, reduction="sum").double()
+            nats.add(functional.cross_entropy(logits_BK, labels_B, reduction="sum"))
             progress(f"accuracy ({mode})", number, len(batches))
     count = len(batches.indices)
     return ImageFigure(
         statistics=mode,
         top1=100 * hits.top1 / count,
         top5=100 * hits.top5 / count if classes > 5 else None,
-        loss=float(nats) / count,
+        loss=nats.total() / count,
         layers=tally.layers(),
     )
 

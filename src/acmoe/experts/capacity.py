@@ -3,10 +3,13 @@
 T tokens, K experts per token, E experts.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
-from acmoe.routing.router import real_tokens
+from acmoe.ops.precision import wide_dtype
+from acmoe.routing.router import real_tokens, rows_for
 from acmoe.routing.state import Routing
 
 
@@ -25,12 +28,17 @@ def limit_capacity(
     """
     T, K = routing.expert_ids.shape
     priority_T = routing.gate.detach().amax(-1)
-    tokens = real_tokens(routing.gate, token_mask_T)
     expert_ids_TK = routing.expert_ids
     if token_mask_T is not None:
         expert_ids_TK = expert_ids_TK.masked_fill(~token_mask_T[:, None], num_experts)
     # float64, as in Python: in float32 1.05 * 120 is less than 126.
-    per_choice = (factor * (tokens / num_experts).ceil()).floor()
+    if wide_dtype(routing.gate.device) == torch.float64:
+        tokens = real_tokens(routing.gate, token_mask_T)
+        per_choice = (factor * (tokens / num_experts).ceil()).floor()
+    else:
+        per_choice = rows_for(
+            lambda n: factor * math.ceil(n / num_experts), routing.gate, token_mask_T
+        )
     capacity = top_k * per_choice  # top_k, not K: a threshold router has K = E columns
 
     # Sort all rows by (choice, priority), then stably by expert: the position of a row among those

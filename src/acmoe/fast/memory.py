@@ -13,7 +13,15 @@ from torch import Tensor
 
 from acmoe.fast.rows import copy_rows
 from acmoe.models.text.cache import BlockCache
-from acmoe.models.text.memory import ConcatMemory, Memory, StreamMemory
+from acmoe.models.text.memory import (
+    ConcatMemory,
+    Memory,
+    Moments,
+    SegmentCaches,
+    StreamMemory,
+    moments_after,
+)
+from acmoe.ops.statistics.prefix import PrefixMoments
 
 
 class StaticMemory:
@@ -33,10 +41,11 @@ class StaticMemory:
         self.buffers = tuple(buffer_BND.data for buffer_BND in self.buffer_KBND)
         self.hidden = tuple(buffer_BND[:, : self.positions] for buffer_BND in self.buffers)
         self.mask = like.mask
+        self.moments: Moments = ()
 
-    def open(self, span: int) -> "OpenStaticMemory":
+    def open(self, span: int, caches: SegmentCaches = ()) -> "OpenStaticMemory":
         """Begin a call, which will write its segment after the memory."""
-        return OpenStaticMemory(self, span)
+        return OpenStaticMemory(self, span, caches)
 
     def hold(self, new: StreamMemory) -> "StaticMemory":
         """Copy `new` to the front of the buffers.
@@ -51,7 +60,24 @@ class StaticMemory:
             for buffer, hidden in zip(self.hidden, new.hidden, strict=True):
                 copy_rows(buffer, hidden.to(buffer.dtype))
         self.mask = new.mask
+        self._hold_moments(new.moments)
         return self
+
+    def _hold_moments(self, new: Moments) -> None:
+        """Copy the moments of prefix statistics; the first that come are given their place."""
+        if not self.moments:
+            self.moments = tuple(
+                None if one is None else PrefixMoments(*(part.clone() for part in one))
+                for one in new
+            )
+            return
+        for depth, held in enumerate(self.moments):
+            one = new[depth] if new else None
+            for number, part in enumerate(held or ()):
+                if one is None:
+                    part.zero_()
+                elif one[number] is not part:
+                    part.copy_(one[number])
 
     def _move_to_front(self) -> None:
         """Move the end of the buffers to their front, in steps of a segment's length.
@@ -69,9 +95,10 @@ class StaticMemory:
 class OpenStaticMemory:
     """A `StaticMemory` during one call."""
 
-    def __init__(self, memory: StaticMemory, span: int) -> None:
+    def __init__(self, memory: StaticMemory, span: int, caches: SegmentCaches = ()) -> None:
         self.memory = memory
         self.span = span
+        self.caches = caches
         self.contexts: list[Tensor] = []
 
     def extend(self, depth: int, x: Tensor) -> Tensor:
@@ -93,12 +120,14 @@ class OpenStaticMemory:
 
         Both share the list of contexts, so `next_memory` works on either.
         """
-        opened = ConcatMemory(Memory(self.memory.hidden, self.memory.mask), self.span)
+        memory = Memory(self.memory.hidden, self.memory.mask)
+        opened = ConcatMemory(memory, self.span, self.caches)
         self.contexts = opened.contexts
         return opened
 
     def cache(self, depth: int) -> BlockCache | None:
-        return None
+        return self.caches[depth] if self.caches else None
 
     def next_memory(self, mask: Tensor | None) -> Memory:
-        return Memory(tuple(self.contexts), None if mask is None else mask[:, -self.span :])
+        seen = None if mask is None else mask[:, -self.span :]
+        return Memory(tuple(self.contexts), seen, moments_after(self.caches))

@@ -3,12 +3,15 @@
 import torch
 from torch import Tensor
 
+from acmoe.ops.precision import wide_dtype
+
 _WORD = torch.complex128  # 16 bytes, the largest load of a thread
 
 
 def copy_rows(out: Tensor, new: Tensor) -> None:
     """Copy `new` into `out` in 16-byte words; PyTorch copies strided views element by element."""
     strided = not (out.is_contiguous() and new.is_contiguous())
+    strided = strided and wide_dtype(out.device) == torch.float64  # a word is two of them
     if strided and out.dtype == new.dtype and _in_words(new) and _in_words(out):
         out, new = out.view(_WORD), new.view(_WORD)
     out.copy_(new, non_blocking=True)

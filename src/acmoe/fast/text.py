@@ -25,8 +25,9 @@ from acmoe.fast.memory import OpenStaticMemory
 from acmoe.fast.projection import merge_heads, project, project_joined
 from acmoe.models.recompute import recompute
 from acmoe.models.text.blocks import Attention, Block, FeedForward, PostNormBlock, PreNormBlock
+from acmoe.models.text.cache import BlockCache
 from acmoe.models.text.decoder import LanguageModel
-from acmoe.models.text.memory import OpenMemory
+from acmoe.models.text.memory import DecodeCache, OpenMemory
 from acmoe.models.text.rotary import rotate
 from acmoe.models.text.stack import BlockInputs, recomputes, run_blocks
 from acmoe.models.unmodified import modified
@@ -89,7 +90,7 @@ class FastRunner:
             else:
                 context = memory.extend(depth, carried.x)
             call = partial(recompute, self.block) if recomputes(model) else self.block
-            carried = call(block, carried, context, inputs)
+            carried = call(block, carried, context, inputs, memory.cache(depth))
         return carried.x, carried.state
 
 
@@ -112,7 +113,7 @@ def memory_dtype(model: LanguageModel) -> torch.dtype:
 
 def runner_unsupported(model: LanguageModel, memory: OpenMemory | None = None) -> str | None:
     """Return the reason why the fast runner cannot run this model, or would change its function."""
-    if memory is not None and memory.cache(0) is not None:
+    if isinstance(memory, DecodeCache):
         return DECODING
     compiled = isinstance(model.runner, FastRunner) and model.runner.block is not run_block
     for depth, block in enumerate(model.blocks):
@@ -147,13 +148,21 @@ def parts(block: nn.Module) -> Iterator[tuple[str, nn.Module, type[nn.Module]]]:
             yield "norm_inner", block.norm_inner, nn.LayerNorm
 
 
-def run_block(block: Block, carried: Carried, context: Tensor, inputs: BlockInputs) -> Carried:
+def run_block(
+    block: Block,
+    carried: Carried,
+    context: Tensor,
+    inputs: BlockInputs,
+    cache: BlockCache | None = None,
+) -> Carried:
     """Run one block; the result equals that of `block.forward` up to rounding."""
     run = _post_norm if isinstance(block, PostNormBlock) else _pre_norm
-    return run(block, carried, context, inputs)
+    return run(block, carried, context, inputs, cache)
 
 
-def _post_norm(block: Block, carried: Carried, context: Tensor, inputs: BlockInputs) -> Carried:
+def _post_norm(
+    block: Block, carried: Carried, context: Tensor, inputs: BlockInputs, cache: BlockCache | None
+) -> Carried:
     assert isinstance(block, PostNormBlock)
     attended = attend(block.attention, context, inputs, carried.x.shape[1], carried.x_low)
     h = add_norm(carried.x, attended, block.norm_attention)
@@ -161,7 +170,7 @@ def _post_norm(block: Block, carried: Carried, context: Tensor, inputs: BlockInp
         assert isinstance(block.layer, FeedForward)
         after = add_norm(h.x, block.layer(h.x_low), block.norm_layer)
         return Carried(after.x, after.x_low, carried.state)
-    y, state = _routed(block, h, carried.state, inputs)
+    y, state = _routed(block, h, carried.state, inputs, cache)
     assert block.norm_inner is not None
     after = add_norm_twice(
         h.x,
@@ -175,22 +184,25 @@ def _post_norm(block: Block, carried: Carried, context: Tensor, inputs: BlockInp
 
 
 def _routed(
-    block: Block, h: Normed, state: RoutingState, inputs: BlockInputs
+    block: Block, h: Normed, state: RoutingState, inputs: BlockInputs, cache: BlockCache | None
 ) -> tuple[Tensor, RoutingState]:
     y, state = block.layer(
         h.x,
         state,
         token_mask=inputs.token_mask,
         token_ids=inputs.token_ids,
+        cache=None if cache is None else cache.routing,
         expert_input=None if h.x_low is h.x else h.x_low,
     )
     return y, state
 
 
-def _pre_norm(block: Block, carried: Carried, context: Tensor, inputs: BlockInputs) -> Carried:
+def _pre_norm(
+    block: Block, carried: Carried, context: Tensor, inputs: BlockInputs, cache: BlockCache | None
+) -> Carried:
     context = block.norm_attention(context)
     x = carried.x + attend(block.attention, context, inputs, carried.x.shape[1], None)
-    y, state = block.route(block.norm_layer(x), carried.state, inputs, None)
+    y, state = block.route(block.norm_layer(x), carried.state, inputs, cache)
     x = x + y
     return Carried(x, x, state)
 

@@ -209,6 +209,11 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+def on_nvidia(device: torch.device) -> bool:
+    """Return True for a GPU of NVIDIA; torch calls one of AMD (ROCm) "cuda" as well."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
 def triton_unsupported(x: Tensor, *, on_cpu: bool = True) -> str | None:
     """Return the reason why Triton kernels cannot read x, or None.
 
@@ -220,7 +225,9 @@ def triton_unsupported(x: Tensor, *, on_cpu: bool = True) -> str | None:
         return "triton is not installed"
     if x.device.type != "cuda" and not interpreting():
         return f"its kernels need a CUDA device, not {x.device.type}"
-    if x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) < (8, 0):
+    if x.device.type == "cuda" and not on_nvidia(x.device) and requested() != "triton":
+        return "its kernels have never run on an AMD GPU; ask for them by name to try"
+    if on_nvidia(x.device) and torch.cuda.get_device_capability(x.device) < (8, 0):
         return "its kernels need compute capability 8.0 or newer"
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"its kernels have no {x.dtype}"

@@ -1,10 +1,20 @@
-"""Autocast: which GEMMs must stay float32, and the dtype of the others."""
+"""Precision: which GEMMs autocast leaves in float32, and where float64 is to be had."""
 
 import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor
+
+WITHOUT_FLOAT64 = frozenset({"mps"})  # types of device whose tensors cannot be float64
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """Return float64, or float32 on a device without float64 (Apple's MPS, some Intel GPUs)."""
+    lacks = device.type in WITHOUT_FLOAT64
+    if device.type == "xpu":
+        lacks = not torch.xpu.get_device_properties(device).has_fp64
+    return torch.float32 if lacks else torch.float64
 
 
 def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:

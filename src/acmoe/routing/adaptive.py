@@ -54,6 +54,10 @@ class AdaptiveRouter(Router):
         mode = self.config.modes[0 if self.training else 1]
         return self.base.causal and mode in ("running", "prefix")
 
+    @property
+    def carries_moments(self) -> bool:  # type: ignore[override]
+        return self.statistics is not None and self.statistics.mode == "prefix"
+
     def rescale(
         self,
         x: Tensor,

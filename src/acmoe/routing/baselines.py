@@ -15,12 +15,13 @@ from acmoe.config.routing import (
     LossConfig,
     RandomConfig,
 )
+from acmoe.ops.precision import wide_dtype
 from acmoe.ops.route import ScaledTokens
 from acmoe.ops.route.reference import linear_affinity
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.routing.adaptive import gather_scale, mix_scales
 from acmoe.routing.cache import StatisticsSlot
-from acmoe.routing.router import Router, flat, need_token_ids, real_tokens
+from acmoe.routing.router import Router, flat, need_token_ids, real_tokens, rows_for
 from acmoe.routing.state import Routing, RoutingState, check_mix, check_state
 from acmoe.routing.topk import (
     common_losses,
@@ -209,7 +210,13 @@ class ExpertChoiceRouter(Router):
         if mask_T is not None:
             gate_TE = gate_TE.masked_fill(~mask_T[:, None], -1.0)
         # float64, and divide last: k * 21 / 7 must not become 3.0000002, whose ceiling is 4.
-        rows = self.config.capacity_factor * self.top_k * real_tokens(gate_TE, mask_T)
-        capacity = (rows / self.num_experts).ceil()
+        factor = self.config.capacity_factor * self.top_k
+        if wide_dtype(gate_TE.device) == torch.float64:
+            capacity = (factor * real_tokens(gate_TE, mask_T) / self.num_experts).ceil()
+        else:
+            most = gate_TE.shape[0]  # an infinite factor has no ceiling
+            capacity = rows_for(
+                lambda n: math.ceil(min(factor * n / self.num_experts, most)), gate_TE, mask_T
+            )
         rank_TE = gate_TE.argsort(dim=0, descending=True, stable=True).argsort(dim=0)
         return (rank_TE < capacity) & (gate_TE >= 0)

@@ -2,11 +2,12 @@
 
 One token has no dispersion, so decoding uses the statistics of prefill. Slots are preallocated,
 written in place, and for inference only. `running` statistics need no slot: they are frozen
-buffers.
+buffers. `CarriedMoments` is for training as well: it continues prefix statistics from one segment
+of a stream to the next.
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +15,14 @@ from torch import Tensor
 from acmoe.errors import check
 from acmoe.ops.statistics.prefix import PrefixMoments
 
+MOST_TOKENS = 2**20  # of a cluster in carried moments
+
 
 @dataclass
 class StatisticsSlot:
     """Moments of each sequence (prefix statistics), or prefill's scale (batch, sequence)."""
 
+    inference_only: ClassVar[bool] = True
     moments: PrefixMoments | None = None
     scale: Tensor | None = None  # (C, D), or (B, C, D) for sequence statistics
     filled: bool = False  # prefill has written `scale`
@@ -38,6 +42,28 @@ class StatisticsSlot:
             self.scale.copy_(scale)
             self.filled = True
         return self.scale
+
+
+@dataclass
+class CarriedMoments(StatisticsSlot):
+    """`moments` of the stream's earlier segments, and those `after` the segment of this call.
+
+    A segment may be computed twice (activation checkpointing). So `store` leaves `moments` alone
+    and overwrites `after`.
+    """
+
+    inference_only: ClassVar[bool] = False
+    after: PrefixMoments | None = None
+
+    def store(self, after: PrefixMoments) -> None:
+        """Keep the moments after this call, without their gradient.
+
+        A float32 sum of more than 2^24 ones stops growing. So a cluster of more than 2^20 tokens
+        counts as half as many, with half the spread; their quotient, the dispersion, stays.
+        """
+        tokens_BC, mean_BCD, spread_BCD = (moment.detach() for moment in after)
+        share_BC = torch.where(tokens_BC > MOST_TOKENS, 0.5, 1.0).to(tokens_BC.dtype)
+        self.after = PrefixMoments(tokens_BC * share_BC, mean_BCD, spread_BCD * share_BC[..., None])
 
 
 class LayerCache(NamedTuple):

@@ -3,6 +3,8 @@
 T tokens, D features.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -27,6 +29,8 @@ class Router(nn.Module):
     always_k = True  # True: every token gets exactly k experts
     scale_experts = False  # True: the experts read the rescaled tokens too
     mix = 1  # number of clusters per token that this router reads from the state
+    # True: its statistics of a stream continue from one segment to the next (`CarriedMoments`)
+    carries_moments = False
 
     def __init__(
         self, *, dim: int, num_experts: int, top_k: int, losses: LossConfig | None = None
@@ -113,6 +117,19 @@ def real_tokens(value_TX: Tensor, token_mask_T: Tensor | None) -> Tensor:
     if token_mask_T is not None:
         return token_mask_T.sum(dtype=torch.float64)
     return value_TX.new_full((), value_TX.shape[0], dtype=torch.float64)
+
+
+def rows_for(rows: Callable[[int], float], value_TX: Tensor, token_mask_T: Tensor | None) -> Tensor:
+    """Return () the floor of rows(n), n the number of real tokens, without float64 on the device.
+
+    `rows` computes in Python. Where n is known to the device alone, which counts the mask, the
+    result is looked up in a table of all n.
+    """
+    tokens, most = value_TX.shape[0], 2.0**62  # infinite rows fit no int64
+    if token_mask_T is None:
+        return value_TX.new_full((), int(min(rows(tokens), most)), dtype=torch.int64)
+    table = [int(min(rows(count), most)) for count in range(tokens + 1)]
+    return torch.tensor(table, device=value_TX.device)[token_mask_T.sum()]
 
 
 def need_token_ids(token_ids: Tensor | None, x: Tensor, router: str) -> Tensor:

@@ -234,7 +234,7 @@ class ClusterStatistics(StepStatistics):
     def _recording(
         self, x: Tensor, slot: StatisticsSlot | None
     ) -> contextlib.AbstractContextManager[Any]:
-        if slot is not None:
+        if slot is not None and slot.inference_only:
             check_inference(x)
         return torch.no_grad() if self.constant else contextlib.nullcontext()
 

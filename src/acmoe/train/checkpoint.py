@@ -22,6 +22,7 @@ from acmoe.data.folders import sync
 from acmoe.errors import UserError, check
 from acmoe.evaluate.run import STATE, checkpoints, read_json, step_folder
 from acmoe.models.checkpoint import save
+from acmoe.runtime import rng_states, set_rng_states
 
 FORMAT = 1
 TENSORS = "training.safetensors"
@@ -112,15 +113,11 @@ def rng_tensors(device: torch.device) -> dict[str, Tensor]:
 
     Dropout and routing noise draw from these generators.
     """
-    tensors = {"rng/cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        tensors["rng/cuda"] = torch.cuda.get_rng_state(device)
-    return tensors
+    return {f"rng/{kind}": state for kind, state in rng_states(device).items()}
 
 
 def restore_rng(tensors: Mapping[str, Tensor], device: torch.device) -> None:
     """Restore what `rng_tensors` returned; other tensors are ignored."""
-    torch.set_rng_state(tensors["rng/cpu"])
     # A run saved on a CPU and resumed on a GPU has no such state, and no promise of equal bits.
-    if device.type == "cuda" and "rng/cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["rng/cuda"], device)
+    kinds = [name.removeprefix("rng/") for name in tensors if name.startswith("rng/")]
+    set_rng_states({kind: tensors[f"rng/{kind}"] for kind in kinds}, device)

@@ -23,7 +23,8 @@ from acmoe.fast.memory import StaticMemory
 from acmoe.fast.text import memory_dtype
 from acmoe.models.registry import build_model
 from acmoe.models.text.decoder import LanguageModel, LanguageOutput
-from acmoe.models.text.memory import Memory, StreamMemory
+from acmoe.models.text.memory import Memory, Moments, StreamMemory
+from acmoe.ops.statistics.prefix import PrefixMoments
 from acmoe.routing.stable import StableRouter
 from acmoe.runtime import autocast
 from acmoe.train.metrics_log import MetricsLog
@@ -129,20 +130,33 @@ class TextTrainer(Trainer):
         self.memories[part] = memory
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Add the streams' memory, named `memory/MICRO-BATCH/BLOCK`."""
-        return super().state_tensors() | {
-            f"memory/{part}/{depth}": hidden
-            for part, memory in enumerate(self.memories)
-            for depth, hidden in enumerate(memory.hidden if memory else ())
-        }
+        """Add the streams' memory: `memory/MICRO-BATCH/BLOCK`, `moments/MICRO-BATCH/BLOCK/NAME`."""
+        found = super().state_tensors()
+        for part, memory in enumerate(self.memories):
+            for depth, hidden in enumerate(memory.hidden if memory else ()):
+                found[f"memory/{part}/{depth}"] = hidden
+            for depth, moments in enumerate(memory.moments if memory else ()):
+                for name, value in ({} if moments is None else moments._asdict()).items():
+                    found[f"moments/{part}/{depth}/{name}"] = value
+        return found
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the streams' memory as well."""
         super().load_state_tensors(tensors)
         for part in range(self.config.split):
             names = [f"memory/{part}/{depth}" for depth in range(len(self.model.blocks))]
-            memory = Memory(tuple(tensors[name].to(self.device) for name in names))
-            self._store_memory(part, memory)
+            hidden = tuple(tensors[name].to(self.device) for name in names)
+            self._store_memory(part, Memory(hidden, moments=self._saved_moments(part, tensors)))
+
+    def _saved_moments(self, part: int, tensors: Mapping[str, Tensor]) -> Moments:
+        """Return the saved moments of prefix statistics; () where a checkpoint has none."""
+        found: list[PrefixMoments | None] = []
+        for depth in range(len(self.model.blocks)):
+            names = [f"moments/{part}/{depth}/{name}" for name in PrefixMoments._fields]
+            saved = names[0] in tensors
+            parts = [tensors[name].to(self.device) for name in names] if saved else []
+            found.append(PrefixMoments(*parts) if saved else None)
+        return tuple(found) if any(found) else ()
 
     @torch.no_grad()
     def replay(self, batch: Batch) -> None:

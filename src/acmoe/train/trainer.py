@@ -35,6 +35,10 @@ from acmoe.train.optim import (
 )
 from acmoe.train.update import Update
 
+# Types of device whose fused optimizers ignore `found_inf` (torch up to 2.13, see
+# https://github.com/pytorch/pytorch/pull/186360). The host reads it there, in every update.
+IGNORING_FOUND_INF = frozenset({"mps"})
+
 
 class Batches(Protocol):
     """An endless iterator over training batches whose position can be saved and restored."""
@@ -214,7 +218,11 @@ def take_step(
         finite = finite & norm.isfinite()
     # The fused optimizer kernel skips its update where found_inf is 1. The weights then stay those
     # that gave the first bad loss, and can be examined when the host next reads the losses.
-    optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+    if finite.device.type not in IGNORING_FOUND_INF:
+        optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+    elif not finite:
+        optimizer.zero_grad()
+        return finite
     apply_gradients(model, optimizer)
     return finite
 

@@ -65,7 +65,10 @@ def brightness(images: Tensor, factor_B: Tensor) -> Tensor:
 
 def contrast(images: Tensor, factor_B: Tensor) -> Tensor:
     """Blend with the mean luminance of the image."""
-    mean_B111 = (grey(images).double().mean((1, 2, 3), keepdim=True) + 0.5).floor()
+    grey_B1YX = grey(images)
+    pixels = grey_B1YX[0].numel()
+    total_B111 = grey_B1YX.sum((1, 2, 3), keepdim=True, dtype=torch.int64)
+    mean_B111 = (2 * total_B111 + pixels) // (2 * pixels)  # rounded half up, in integers
     return blend(mean_B111, images, factor_B)
 
 
@@ -83,11 +86,25 @@ def sharpness(images: Tensor, factor_B: Tensor) -> Tensor:
 
 def autocontrast(images: Tensor) -> Tensor:
     """Stretch each channel linearly to the range 0 to 255."""
+    if images.device.type == "mps":
+        return stretch(images)
     low = images.amin((2, 3), keepdim=True).double()
     high = images.amax((2, 3), keepdim=True).double()
     scale = 255 / (high - low).clamp(min=1)
     stretched = (images.double() * scale - low * scale).clamp(0, 255).to(torch.uint8)
     return torch.where(high > low, stretched, images)
+
+
+def stretch(images: Tensor) -> Tensor:
+    """Compute `autocontrast` in integers, for a device without float64.
+
+    It rounds 255 (v - low) / (high - low) down exactly. Pillow's float64 product falls short of the
+    quotient in places where that is whole, and then gives one level less.
+    """
+    low = images.amin((2, 3), keepdim=True).int()
+    high = images.amax((2, 3), keepdim=True).int()
+    stretched = 255 * (images.int() - low) // (high - low).clamp(min=1)
+    return torch.where(high > low, stretched.to(torch.uint8), images)
 
 
 def equalize(images: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
-"""The decode cache of one block: keys, values and routing statistics of earlier positions.
+"""The cache of one block: keys, values and routing statistics of earlier positions.
 
 Shapes: B batch, H heads, L new positions, N cached and new positions, P features of a head.
 """
 
 from torch import Tensor
 
-from acmoe.routing.cache import LayerCache
+from acmoe.ops.statistics.prefix import PrefixMoments
+from acmoe.routing.cache import CarriedMoments, LayerCache
 
 
 class SlidingStore:
@@ -56,3 +57,23 @@ class BlockCache:
         """Append keys and values; return (B, H, N, P) those that the new positions may see."""
         self.position += k_BHLP.shape[2]
         return self._keys.extend(k_BHLP), self._values.extend(v_BHLP)
+
+
+class SegmentCache(BlockCache):
+    """The cache of a block that runs a whole segment: routing statistics of earlier segments.
+
+    It holds no keys and values. Those of earlier positions are computed from the context.
+    """
+
+    def __init__(self, moments: PrefixMoments) -> None:
+        self.carried = CarriedMoments(moments=moments)
+        super().__init__(0, LayerCache(self.carried, None))
+
+    def extend(self, k_BHLP: Tensor, v_BHLP: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values as they are."""
+        return k_BHLP, v_BHLP
+
+    @property
+    def after(self) -> PrefixMoments | None:
+        """Return the moments after the segment; those before it if the block has not run."""
+        return self.carried.after or self.carried.moments

@@ -15,9 +15,16 @@ from acmoe.errors import check
 from acmoe.experts.moe import MoE
 from acmoe.models.recorded import recorded
 from acmoe.models.text.blocks import BLOCKS
-from acmoe.models.text.cache import BlockCache, SlidingStore
+from acmoe.models.text.cache import BlockCache, SegmentCache, SlidingStore
 from acmoe.models.text.generate import generate
-from acmoe.models.text.memory import ConcatMemory, DecodeCache, Memory, OpenMemory, StreamMemory
+from acmoe.models.text.memory import (
+    ConcatMemory,
+    DecodeCache,
+    Memory,
+    OpenMemory,
+    SegmentCaches,
+    StreamMemory,
+)
 from acmoe.models.text.stack import BlockInputs, BlockRunner, run_blocks
 from acmoe.models.unmodified import modified
 from acmoe.ops.checks import check_range
@@ -25,6 +32,7 @@ from acmoe.ops.cross_entropy.op import chunked_cross_entropy
 from acmoe.ops.dispatch import log_once
 from acmoe.ops.embedding.op import Embedding
 from acmoe.ops.statistics.dispersion import accumulation_dtype
+from acmoe.ops.statistics.prefix import PrefixMoments
 from acmoe.routing.layer_plan import plan_layers
 from acmoe.routing.state import Routing, RoutingState
 
@@ -144,13 +152,34 @@ class LanguageModel(nn.Module):
         )
         key_mask = self._key_mask(tokens, token_mask, memory, cache)
         inputs = BlockInputs(self.positions, key_mask, token_mask, tokens)
-        opened = cache or self._opened(memory)
+        opened = cache or self._opened(memory, tokens.shape[0])
         x_BLD, state = self.runner(self, x_BLD, state, opened, inputs)
         return self.norm(x_BLD), state, opened.next_memory(key_mask)
 
-    def _opened(self, memory: StreamMemory | None) -> OpenMemory:
-        span = self.config.span
-        return ConcatMemory(None, span) if memory is None else memory.open(span)
+    def _opened(self, memory: StreamMemory | None, num_streams: int) -> OpenMemory:
+        span, caches = self.config.span, self._segment_caches(memory, num_streams)
+        return ConcatMemory(None, span, caches) if memory is None else memory.open(span, caches)
+
+    def _segment_caches(self, memory: StreamMemory | None, num_streams: int) -> SegmentCaches:
+        """Return each block's cache of prefix statistics; () if no router takes them.
+
+        Statistics that the memory lacks begin with no tokens: those of new streams, and of a memory
+        saved by a version that did not carry them.
+        """
+        weight = self.embed.weight
+        dtype = accumulation_dtype(weight.dtype)
+        known = memory.moments if memory is not None else ()
+        caches: list[SegmentCache | None] = []
+        for depth, block in enumerate(self.blocks):
+            if not (isinstance(block.layer, MoE) and block.layer.router.carries_moments):
+                caches.append(None)
+                continue
+            before = known[depth] if known else None
+            if before is None:
+                sizes = (num_streams, block.layer.num_experts, block.layer.dim)
+                before = PrefixMoments.empty(*sizes, device=weight.device, dtype=dtype)
+            caches.append(SegmentCache(PrefixMoments(*(moment.to(dtype) for moment in before))))
+        return caches if any(caches) else ()
 
     def blank_padding(self, x_BLD: Tensor, token_mask: Tensor | None) -> Tensor:
         """Set padding to zero in configs that read it (the published model); others mask it."""

@@ -1,9 +1,10 @@
-"""The memory of a stream: hidden states of earlier segments that its next segment attends to.
+"""The memory of a stream: hidden states of earlier segments that its next segment attends to, and
+the moments of all earlier tokens, where routers take prefix statistics.
 
 A model opens a memory for one call. The opened memory has three methods:
 
     extend(depth, x)     the context of block `depth`: its inputs at earlier positions, then x
-    cache(depth)         the block's decode cache, or None
+    cache(depth)         the block's cache: for decoding, or of prefix statistics; None if neither
     next_memory(mask)    the memory for the next segment
 
 Three kinds exist: `ConcatMemory` and `DecodeCache` below, and `StaticMemory` in preallocated
@@ -13,13 +14,18 @@ Shapes: B batch, L length of the segment, S positions of memory, N cached and ne
 D features.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from acmoe.models.text.cache import BlockCache, SlidingStore
+from acmoe.models.text.cache import BlockCache, SegmentCache, SlidingStore
+from acmoe.ops.statistics.prefix import PrefixMoments
+
+Moments = tuple[PrefixMoments | None, ...]  # one entry per block; empty: no block has any
+SegmentCaches = Sequence[SegmentCache | None]  # one entry per block; empty: no block has any
 
 
 class Memory(NamedTuple):
@@ -27,10 +33,11 @@ class Memory(NamedTuple):
 
     hidden: tuple[Tensor, ...]  # (B, S, D) inputs of each block
     mask: Tensor | None = None  # (B, S) False where a position is padding; None: all are tokens
+    moments: Moments = ()  # of prefix statistics, over all earlier positions of each stream
 
-    def open(self, span: int) -> "ConcatMemory":
+    def open(self, span: int, caches: SegmentCaches = ()) -> "ConcatMemory":
         """Open the memory for one call; the next memory has up to `span` positions."""
-        return ConcatMemory(self, span)
+        return ConcatMemory(self, span, caches)
 
 
 class StreamMemory(Protocol):
@@ -40,7 +47,9 @@ class StreamMemory(Protocol):
     def hidden(self) -> tuple[Tensor, ...]: ...
     @property
     def mask(self) -> Tensor | None: ...
-    def open(self, span: int) -> "OpenMemory": ...
+    @property
+    def moments(self) -> Moments: ...
+    def open(self, span: int, caches: SegmentCaches = ()) -> "OpenMemory": ...
 
 
 class OpenMemory(Protocol):
@@ -54,9 +63,10 @@ class OpenMemory(Protocol):
 class ConcatMemory:
     """An opened memory that concatenates memory, if there is any, and segment."""
 
-    def __init__(self, memory: Memory | None, span: int) -> None:
+    def __init__(self, memory: Memory | None, span: int, caches: SegmentCaches = ()) -> None:
         self.memory = memory
         self.span = span
+        self.caches = caches
         self.contexts: list[Tensor] = []
 
     def extend(self, depth: int, x: Tensor) -> Tensor:
@@ -68,10 +78,16 @@ class ConcatMemory:
         return context
 
     def cache(self, depth: int) -> BlockCache | None:
-        return None
+        return self.caches[depth] if self.caches else None
 
     def next_memory(self, mask: Tensor | None) -> Memory:
-        return Memory(tuple(self.contexts), None if mask is None else mask[:, -self.span :])
+        seen = None if mask is None else mask[:, -self.span :]
+        return Memory(tuple(self.contexts), seen, moments_after(self.caches))
+
+
+def moments_after(caches: SegmentCaches) -> Moments:
+    """Return the moments of each block after the segment."""
+    return tuple(None if cache is None else cache.after for cache in caches)
 
 
 @dataclass

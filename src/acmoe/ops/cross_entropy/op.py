@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the customary name
 
 from acmoe.errors import check
-from acmoe.ops.dispatch import op, triton_unsupported
+from acmoe.ops.dispatch import on_nvidia, op, triton_unsupported
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 
 _LOGITS_ON_CPU = 2**22  # the most logits that exist at a time
@@ -130,7 +130,7 @@ def _with_ones(x_TD: Tensor, gemm_dtype: torch.dtype) -> Tensor:
 def _logits(x_NA: Tensor, weight_VA: Tensor) -> Tensor:
     """Return (N, V) logits; on a GPU float32 even for 16-bit operands, as the GEMM accumulates."""
     wide = accumulation_dtype(x_NA.dtype)
-    if x_NA.dtype != wide and x_NA.is_cuda:
+    if x_NA.dtype != wide and on_nvidia(x_NA.device):
         return torch.mm(x_NA, weight_VA.T, out_dtype=wide)
     return x_NA @ weight_VA.T
 
@@ -261,7 +261,7 @@ def _add_gemm(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, accumulated in total's dtype, whatever the factors' dtype."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
-    elif total.is_cuda:
+    elif on_nvidia(total.device):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right

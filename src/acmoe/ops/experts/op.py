@@ -8,7 +8,7 @@ sonicmoe     the SonicMoE package, if it is installed and requested by name
 import torch
 from torch import Tensor
 
-from acmoe.ops.dispatch import installed, triton_unsupported
+from acmoe.ops.dispatch import installed, on_nvidia, triton_unsupported
 from acmoe.ops.experts.autograd import fused_expert_mlp
 from acmoe.ops.experts.grouped import grouped_mm
 from acmoe.ops.experts.reference import ExpertWeights, expert_mlp, expert_mlp_with
@@ -62,6 +62,8 @@ def grouped_gemm_unsupported(x: Tensor, *widths: int) -> str | None:
         return "this torch has no grouped_mm; 2.10 is the first"
     if x.device.type != "cuda":
         return f"on {x.device.type} it is slower than a GEMM per expert"
+    if not on_nvidia(x.device):
+        return "it has never run on an AMD GPU"
     if x.dtype != torch.bfloat16:
         return f"it takes bfloat16 on this device, not {x.dtype}"
     if any(width * x.element_size() % 16 for width in widths):
