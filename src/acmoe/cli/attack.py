@@ -10,6 +10,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from acmoe.cli.capacity import capacity_option
+
 if TYPE_CHECKING:
     from acmoe.config.images.attack import AttackConfig
     from acmoe.evaluate.vision_run import RunAttack
@@ -40,8 +42,14 @@ class Attack:
     """The split to attack."""
     statistics: Literal["batch", "running", "sequence"] | None = None
     """Statistics mode of the adaptive routers; the model's own if not given."""
+    capacity: str | None = None
+    """Capacity factor of the experts: none (no token is dropped, and no image takes an expert's
+    place from another), a number such as the paper's 1.25, or model (as in training). none if not
+    given, or model with --preset paper."""
     dropless: bool = False
-    """Remove the experts' capacity limit, so that no token is dropped."""
+    """Old spelling of --capacity none."""
+    allow_coupled: bool = False
+    """Run autoattack although the images of a batch influence each other."""
     batch: int = 64
     """Images per forward pass."""
     limit: int | None = None
@@ -76,23 +84,30 @@ class Attack:
         from dataclasses import fields
 
         from acmoe.config.images.attack import attack_config, parse_eps
+        from acmoe.config.images.data import parse_capacity
         from acmoe.errors import check
 
         config = attack_config(
             self.attack, preset=self.preset, eps=tuple(parse_eps(text) for text in self.eps)
         )
-        options: dict[str, Any] = {"steps": self.steps, "directions": self.directions}
+        options: dict[str, Any] = {
+            "steps": self.steps,
+            "directions": self.directions,
+            "allow_coupled": self.allow_coupled or None,
+        }
         chosen = {name: value for name, value in options.items() if value is not None}
         known = {field.name for field in fields(config.attack)}
         for name, value in chosen.items():
-            check(name in known, f"{self.attack} takes no --{name} ({value}); leave it out")
+            option = name.replace("_", "-")
+            check(name in known, f"{self.attack} takes no --{option} ({value}); leave it out")
+        capacity = capacity_option(self.capacity, self.dropless)
         return replace(
             config,
             attack=replace(config.attack, **chosen),
             precision=self.precision,
             split=self.split,
             statistics=self.statistics,
-            dropless=self.dropless,
+            capacity=config.capacity if capacity is None else parse_capacity(capacity),
             batch=self.batch,
             limit=self.limit,
             seed=self.seed,
@@ -101,6 +116,7 @@ class Attack:
 
 def _show(found: "RunAttack") -> None:
     from acmoe.config.images.attack import eps_text
+    from acmoe.evaluate.capacity import capacity_text
 
     report = found.report
     table = Table("eps", "clean top-1", "attacked top-1", "attacked top-5", "tokens moved")
@@ -114,7 +130,8 @@ def _show(found: "RunAttack") -> None:
     console.print(
         f"{report.attack['name']} on {report.data}, {report.split}: {report.images:,} images in "
         f"batches of {report.batch}; {report.space} space, {bound}, {report.labels} labels; "
-        f"statistics {report.statistics}; step {found.step}",
+        f"statistics {report.statistics}; capacity {capacity_text(report.capacity)}; step "
+        f"{found.step}",
         highlight=False,
     )
     console.print(table)

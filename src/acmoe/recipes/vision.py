@@ -6,8 +6,9 @@ recipe: 5 epochs of warmup, gradients clipped at 3, augmentation, stochastic dep
 smoothing. `batch=512` is the paper's 128 images on each of four GPUs, and `split=4` takes
 statistics and capacities over 128 images, as there.
 
-ACMoE trains with batch statistics and is scored with their running average, so that no image
-changes the score of another; `acmoe evaluate RUN --statistics batch` scores as the paper does.
+ACMoE trains with batch statistics and a capacity of 1.25. It is scored with the running average of
+the statistics and without a capacity, so that no image changes the score of another;
+`acmoe evaluate RUN --statistics batch --capacity 1.25` scores as the paper does.
 
 ImageNet is read from data/imagenet (train/CLASS/file and val/CLASS/file); choose another folder
 with `data.source=/my/imagenet`.

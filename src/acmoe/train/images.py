@@ -19,7 +19,7 @@ from acmoe.data.images.on_device import DeviceImages, training_images
 from acmoe.data.images.splits import ImageSplits
 from acmoe.data.transfer import to_device
 from acmoe.errors import check
-from acmoe.evaluate.vision import evaluate_images
+from acmoe.evaluate.vision import ImageReport, evaluate_images
 from acmoe.models.images.classifier import ImageClassifier, VisionOutput
 from acmoe.models.registry import build_model
 from acmoe.runtime import autocast
@@ -36,6 +36,7 @@ class ImageValidation(NamedTuple):
     images: int
     statistics: str
     batch: int
+    capacity: float | None = None  # capacity factor of the experts; None: no token is dropped
 
 
 class ImageSchedule(NamedTuple):
@@ -104,19 +105,9 @@ class ImageTrainer(Trainer):
     def validate(self) -> ImageValidation:
         """Score the validation images as an evaluation would.
 
-        With running statistics no image changes another's score.
+        No image changes another's score if statistics are running and `eval_capacity` is None.
         """
-        config = ImageEvaluateConfig(
-            split="valid",
-            batch=self.config.eval_batch,
-            limit=self.config.eval_images,
-            precision=self.config.precision,
-        )
-        # A last batch of another size is not worth compiling for.
-        with eager(self.config.compile):
-            report = evaluate_images(
-                self.model, self.images.valid, self.config.data, config, device=str(self.device)
-            )
+        report = self._evaluate()
         figure = report.figures[0]
         return ImageValidation(
             loss=figure.loss,
@@ -125,7 +116,22 @@ class ImageTrainer(Trainer):
             images=report.images,
             statistics=figure.statistics,
             batch=report.batch,
+            capacity=report.capacity,
         )
+
+    def _evaluate(self) -> ImageReport:
+        config = ImageEvaluateConfig(
+            split="valid",
+            capacity=self.config.eval_capacity,
+            batch=self.config.eval_batch,
+            limit=self.config.eval_images,
+            precision=self.config.precision,
+        )
+        # A last batch of another size is not worth compiling for.
+        with eager(self.config.compile):
+            return evaluate_images(
+                self.model, self.images.valid, self.config.data, config, device=str(self.device)
+            )
 
     def close(self) -> None:
         """Stop the threads that read images ahead, and release captured CUDA graphs."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, TypeVar
 
-from acmoe.config.images.data import AugmentConfig, ImageDataConfig
+from acmoe.config.images.data import AugmentConfig, Capacity, ImageDataConfig, checked_capacity
 from acmoe.config.images.presets import vision_router
 from acmoe.config.images.vision import SoftViTConfig, SwinConfig, VisionConfig
 from acmoe.config.overrides import override
@@ -42,6 +42,7 @@ class VisionRunConfig:
     eval_every: int = 1000
     eval_batch: int = 64  # images per forward pass in validation
     eval_images: int | None = None  # number of images to validate on; None: all
+    eval_capacity: Capacity = None  # of the experts in validation; None: no token is dropped
     checkpoint_every: int = 1000
     keep: int = 1  # number of latest checkpoints kept, beside the best one
     compile: bool = False  # torch.compile each block
@@ -52,6 +53,7 @@ class VisionRunConfig:
         check_updates(self, rows="images")
         if self.eval_images is not None:
             check_count(self.eval_images, "eval_images")
+        checked_capacity(self.eval_capacity)
         self._check_length()
         self._check_images()
 

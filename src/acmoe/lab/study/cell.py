@@ -22,6 +22,7 @@ _ADDED_FIELDS = (
     ("augment", "compile", False),
     ("holdout", "on_device", False),
     ("attack", "precision", "fp32"),
+    ("augment", "eval_capacity", "model"),
 )
 
 
@@ -106,6 +107,8 @@ def without_paths(value: Any) -> Any:
         for sibling, name, before in _ADDED_FIELDS:
             if sibling in kept and kept.get(name) == before:
                 del kept[name]
+        if "attack" in kept and kept.get("capacity", 0) in ("model", None):
+            kept["dropless"] = kept.pop("capacity") is None  # the field's name before
         return {key: without_paths(item) for key, item in kept.items()}
     return [without_paths(item) for item in value] if isinstance(value, list) else value
 
