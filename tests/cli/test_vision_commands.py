@@ -198,7 +198,9 @@ def test_runs_of_the_wrong_kind_are_refused_by_every_command(
     assert "is for text" in refused(capsys, "evaluate", vision_run, "--contaminate", "0.1")
     assert "is for text" in refused(capsys, "evaluate", vision_run, "--block", "8")
     assert "is for images" in refused(capsys, "evaluate", language_run, "--capacity", "none")
+    assert "is for images" in refused(capsys, "evaluate", language_run, "--ema")
     assert "capacity='much'" in refused(capsys, "evaluate", vision_run, "--capacity", "much")
+    assert "no moving average" in refused(capsys, "evaluate", vision_run, "--ema")
     no_router = refused(capsys, "evaluate", plain_run, "--statistics", "batch")
     assert "no adaptive router" in no_router
 

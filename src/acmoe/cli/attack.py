@@ -58,6 +58,8 @@ class Attack:
     """Seed of the images' order, random starts and spsa's directions."""
     which: Literal["best", "last"] = "best"
     """The checkpoint to load: the best by validation, or the last."""
+    ema: bool = False
+    """Use the moving average of the weights, which a run trained with ema=0.99996 keeps."""
     device: str = "auto"
     """Device to run on; auto takes a GPU if there is one."""
     json: bool = False
@@ -72,7 +74,12 @@ class Attack:
         run = open_vision_run(self.folder)
         with progress_bars(Console(stderr=True)) as progress:
             found = attack_vision_run(
-                run, config, which=self.which, device=self.device, progress=progress
+                run,
+                config,
+                which=self.which,
+                ema=self.ema,
+                device=self.device,
+                progress=progress,
             )
         if self.json:
             print(json_format.dumps(found.to_json(), indent=2))
@@ -131,7 +138,7 @@ def _show(found: "RunAttack") -> None:
         f"{report.attack['name']} on {report.data}, {report.split}: {report.images:,} images in "
         f"batches of {report.batch}; {report.space} space, {bound}, {report.labels} labels; "
         f"statistics {report.statistics}; capacity {capacity_text(report.capacity)}; step "
-        f"{found.step}",
+        f"{found.step}{', averaged weights' if found.ema else ''}",
         highlight=False,
     )
     console.print(table)

@@ -37,6 +37,8 @@ class Evaluate:
     """Seed of the contamination. Equal seeds give every model the same corrupted text."""
     which: Literal["best", "last"] = "best"
     """The checkpoint to load: the best by validation, or the last."""
+    ema: bool = False
+    """Images: use the moving average of the weights, which a run trained with ema=0.99996 keeps."""
     batch: int | None = None
     """Text: number of rows it is cut into; 8 if not given, and fewer give tokens more context.
     Images: number per forward pass; 64 if not given."""
@@ -97,7 +99,12 @@ class Evaluate:
         run = open_vision_run(self.folder)
         with progress_bars(Console(stderr=True)) as progress:
             return evaluate_vision_run(
-                run, config, which=self.which, device=self.device, progress=progress
+                run,
+                config,
+                which=self.which,
+                ema=self.ema,
+                device=self.device,
+                progress=progress,
             )
 
     def _text(self) -> "LanguageReport":
@@ -111,6 +118,10 @@ class Evaluate:
             capacity is None,
             f"--capacity {capacity} is for images, and {self.folder} is a run of a language model; "
             "leave it out",
+        )
+        check(
+            not self.ema,
+            f"--ema is for images, and {self.folder} is a run of a language model; leave it out",
         )
         corrupt = None
         if self.contaminate is not None:
@@ -154,7 +165,8 @@ def _show_images(found: "RunReport") -> None:
     console = Console()
     console.print(
         f"{report.data}, {report.split}: {report.images:,} images of {report.size} px in batches "
-        f"of {report.batch}; capacity {capacity_text(report.capacity)}; step {found.step}",
+        f"of {report.batch}; capacity {capacity_text(report.capacity)}; step {found.step}"
+        f"{', averaged weights' if found.ema else ''}",
         highlight=False,
     )
     console.print(table)

@@ -32,6 +32,8 @@ class Shift:
     """Images per forward pass."""
     which: Literal["best", "last"] = "best"
     """The checkpoint to load: the best by validation, or the last."""
+    ema: bool = False
+    """Use the moving average of the weights, which a run trained with ema=0.99996 keeps."""
     device: str = "auto"
     """Device to run on; auto takes a GPU if there is one."""
     json: bool = False
@@ -55,7 +57,7 @@ class Shift:
         images = run.images()
         with progress_bars(Console(stderr=True)) as progress:
             report = evaluate_shift(
-                run.model(self.which),
+                run.model(self.which, ema=self.ema),
                 self.shift,
                 open_folder(self.source),
                 run.config.data,
@@ -66,7 +68,8 @@ class Shift:
                 progress=progress,
             )
         if self.json:
-            print(json_format.dumps(report.to_json(), indent=2))
+            marked = {"ema": True} if self.ema else {}
+            print(json_format.dumps({**report.to_json(), **marked}, indent=2))
         else:
             against = f" among {report.clean_images:,} clean ones" if report.clean_images else ""
             print(
@@ -74,5 +77,6 @@ class Shift:
                 f"on {report.images:,} images{against}, choosing among {report.classes} classes; "
                 f"batches of {report.batch}, order {report.order}, statistics {report.statistics}, "
                 f"capacity {capacity_text(report.capacity)}"
+                f"{', averaged weights' if self.ema else ''}"
             )
         return 0

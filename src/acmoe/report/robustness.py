@@ -103,9 +103,10 @@ def _attacks(document: dict[str, Any], source: str) -> list[Measured]:
 
 
 def _variant(document: dict[str, Any]) -> str:
-    """Return the end of a figure's name: a capacity makes it another figure."""
+    """Return the end of a figure's name: a capacity or averaged weights make it another figure."""
     capacity = document.get("capacity")
-    return "" if capacity is None else f", capacity {capacity:g}"
+    limit = "" if capacity is None else f", capacity {capacity:g}"
+    return limit + (", averaged weights" if document.get("ema") else "")
 
 
 def _evaluation(document: dict[str, Any], source: str) -> list[Measured]:

@@ -58,7 +58,7 @@ def test_the_grid_is_fifty_cells_of_the_recipes_models(materials):
 
 
 def test_cells_of_images_keep_the_identity_of_the_published_records(materials):
-    # With the capacity of training, as they were run.
+    # With the capacity of training and without averaged weights, as they were run.
     lines = (RECORDS / "nano.jsonl").read_text().splitlines()
     known = {record["digest"] for record in map(json.loads, lines)}
     cells = cells_of(materials, IMAGE_SETTING)

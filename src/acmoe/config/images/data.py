@@ -121,8 +121,15 @@ class AugmentConfig:
     cutmix: float = 0.0
     switch: float = 0.5  # probability of cutmix over mixup where both are on
     label_smoothing: float = 0.0
+    # Repeated augmentation: a pass over N images draws N / repeats of them, each `repeats` times
+    # and each time augmented anew (3 in DeiT).
+    repeats: int = 1
 
     def __post_init__(self) -> None:
+        check(
+            self.repeats >= 1,
+            f"augment.repeats={self.repeats}; it must be at least 1, which repeats nothing",
+        )
         if self.crop is not None:
             least, most = self.crop
             check(0 < least <= most <= 1, f"augment.crop={self.crop}; need 0 < least <= most <= 1")

@@ -36,6 +36,10 @@ class VisionRunConfig:
     eps: float = 1e-8
     weight_decay: float = 0.05  # decoupled; not on biases, gains, positions or scalars
     clip: float | None = None  # greatest gradient norm; None: no clipping
+    # Decay per update of a moving average of the weights, which is validated and saved beside them
+    # (`acmoe evaluate RUN --ema`). DeiT's is 0.99996, made for 100,000 updates and more: after n
+    # updates, a share 0.99996^n of it is still the initial weights. None: no average.
+    ema: float | None = None
     precision: Precision = "fp32"  # bf16: autocast; weights and optimizer stay float32
     seed: int = 0
     log_every: int = 10  # steps between lines of metrics.jsonl
@@ -53,6 +57,10 @@ class VisionRunConfig:
         check_updates(self, rows="images")
         if self.eval_images is not None:
             check_count(self.eval_images, "eval_images")
+        check(
+            self.ema is None or 0 <= self.ema < 1,
+            f"ema={self.ema}; a decay lies in [0, 1), such as 0.99996; none: no average",
+        )
         checked_capacity(self.eval_capacity)
         self._check_length()
         self._check_images()

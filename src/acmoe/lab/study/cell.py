@@ -23,6 +23,8 @@ _ADDED_FIELDS = (
     ("holdout", "on_device", False),
     ("attack", "precision", "fp32"),
     ("augment", "eval_capacity", "model"),
+    ("augment", "ema", None),
+    ("mixup", "repeats", 1),
 )
 
 
@@ -105,7 +107,7 @@ def without_paths(value: Any) -> Any:
             kept["others"] = [name for name, _ in kept["others"]]
         kept.pop("task_folder", None)
         for sibling, name, before in _ADDED_FIELDS:
-            if sibling in kept and kept.get(name) == before:
+            if sibling in kept and name in kept and kept[name] == before:
                 del kept[name]
         if "attack" in kept and kept.get("capacity", 0) in ("model", None):
             kept["dropless"] = kept.pop("capacity") is None  # the field's name before
