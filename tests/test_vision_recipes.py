@@ -102,6 +102,17 @@ def test_swin_is_trained_as_the_paper_says() -> None:
         assert (run.model.label_smoothing, run.augment.label_smoothing) == (0.1, 0.0)
 
 
+def test_softmoe_is_trained_as_deit_is() -> None:
+    run = run_of("softmoe-tiny")
+    assert (run.epochs, run.warmup, run.batch, run.lr) == (300, 5, 1024, 5e-4 * 1024 / 512)
+    assert (run.min_lr, run.weight_decay, run.clip) == (1e-5, 0.05, None)
+    assert (run.ema, run.augment.repeats) == (0.99996, 3)
+    assert replace(run.augment, repeats=1) == AugmentConfig.preset("swin")
+    for name in (*REPORTED, *OURS_ALONE):
+        if not name.startswith("softmoe-tiny"):
+            assert (run_of(name).ema, run_of(name).augment.repeats) == (None, 1), name
+
+
 @pytest.mark.parametrize("base", ["swin-small", "swin-small-top1"])
 def test_vision_ablations_change_the_one_thing_they_are_named_after(base: str) -> None:
     headline = run_of(f"{base}-acmoe")

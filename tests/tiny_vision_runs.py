@@ -100,6 +100,8 @@ def all_numbers(folder: Path) -> dict[str, Any]:
     last = RunFolder(folder=folder).checkpoint("last")
     (weights,) = last.glob("weights-*.safetensors")
     named = {**load_file(last / "training.safetensors"), **load_file(weights)}
+    for averaged in last.glob("ema/weights-*.safetensors"):
+        named |= {f"ema/{name}": value for name, value in load_file(averaged).items()}
     state = json.loads((last / "state.json").read_text())
     del state["seconds"]
     return {**{name: value.numpy().tobytes() for name, value in named.items()}, **state}

@@ -220,6 +220,20 @@ def test_patches_are_recorded_image_by_image() -> None:
     assert (image_N[17], row_N[17 + 4], column_N[17 + 4]) == (1, 1, 1)
 
 
+def test_no_token_is_dropped_unless_a_capacity_is_given() -> None:
+    images, model = load_images(PLAIN)["test"], swin()
+    free, limited = (
+        record_vision(model, images, PLAIN, count=8, capacity=capacity)
+        for capacity in (None, "model")
+    )
+    assert (free.capacity, limited.capacity) == (None, 1.25)
+    assert free.sample.endswith("capacity none")
+    assert limited.sample.endswith("capacity 1.25 (the paper's)")
+    # The first MoE layer reads the same tokens; what it drops changes the input of the next.
+    inputs = [[layer.input for layer in record.layers] for record in (free, limited)]
+    assert torch.equal(inputs[0][0], inputs[1][0]) and not torch.equal(inputs[0][1], inputs[1][1])
+
+
 def test_images_are_recorded_as_they_are_read_and_scored() -> None:
     images = load_images(PLAIN)["test"]
     model = swin()
@@ -228,7 +242,7 @@ def test_images_are_recorded_as_they_are_read_and_scored() -> None:
     assert record.pixels is not None
     assert record.labels is not None
     assert record.predicted is not None
-    assert 100 * float((record.predicted == record.labels).double().mean()) == report.top1
+    assert 100 * int((record.predicted == record.labels).sum()) / len(images) == report.top1
     assert record.loss == pytest.approx(report.loss, rel=1e-5)
     assert sorted(record.labels.tolist()) == sorted(images.labels.tolist())
     levels = record.pixels * 255

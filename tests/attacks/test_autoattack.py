@@ -12,7 +12,7 @@ from acmoe.attacks.attack import perturb
 from acmoe.attacks.target import Target
 from acmoe.config.images.attack import AutoAttackConfig
 from acmoe.errors import UserError
-from vision_cases import Linear, seeded_model
+from vision_cases import BATCH_STATISTICS, Linear, TinyMoE, seeded_model
 
 
 class Adversary:
@@ -50,6 +50,24 @@ def test_the_package_gets_the_classifier_in_pixels_and_its_answer_is_projected(
     settings = adversary.settings
     assert (settings["norm"], settings["eps"], settings["version"]) == ("Linf", 0.1, "plus")
     assert settings["seed"] == 5 and settings["device"] == x.device
+
+
+def test_images_that_influence_each_other_are_refused_unless_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    package = ModuleType("autoattack")
+    package.AutoAttack = Adversary  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "autoattack", package)
+    monkeypatch.setattr(Adversary, "made", [])
+    model = seeded_model(lambda: TinyMoE(BATCH_STATISTICS, capacity=1.25))
+    coupled = Target(model, mean=(0.5,) * 3, std=(0.5,) * 3)
+    _, x, labels = target()
+    with pytest.raises(UserError, match="use capacity=none and statistics=running, or allow") as no:
+        perturb(coupled, x, labels, 0.1, AutoAttackConfig(), seed=0)
+    assert "an expert capacity of 1.25 and batch statistics couple" in str(no.value)
+    assert not Adversary.made
+    perturb(coupled, x, labels, 0.1, AutoAttackConfig(allow_coupled=True), seed=0)
+    assert len(Adversary.made) == 1
 
 
 def test_a_missing_package_is_named_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,9 +84,15 @@ def test_evaluate_gives_accuracy_in_every_statistics_mode_asked_for(
     for figure in report["figures"]:
         assert 0 <= figure["top1"] <= figure["top5"] <= 100
         assert len(figure["layers"]) == 3
-    assert acmoe("evaluate", vision_run, "--split", "valid", "--routing", "--dropless") == 0
+    assert report["capacity"] is None
+    assert acmoe("evaluate", vision_run, "--split", "valid", "--routing") == 0
     shown = capsys.readouterr().out
-    assert "top-1 (%)" in shown and "no token dropped" in shown and "load balance" in shown
+    assert "top-1 (%)" in shown and "capacity none" in shown and "load balance" in shown
+    assert acmoe("evaluate", vision_run, "--capacity", "1.25") == 0
+    assert "capacity 1.25 (the paper's)" in capsys.readouterr().out
+    assert found(capsys, "evaluate", vision_run, "--capacity", "model")["capacity"] == 1.25
+    with pytest.warns(FutureWarning, match="--dropless is now --capacity none, the default"):
+        assert found(capsys, "evaluate", vision_run, "--dropless")["capacity"] is None
 
 
 def test_evaluate_of_a_language_run_is_as_before(
@@ -105,6 +111,7 @@ def test_attack_prints_a_table_and_saves_what_it_found(
     shown = capsys.readouterr().out
     for part in ("1/255", "8/255", "clean top-1", "attacked top-5", "tokens moved", "running"):
         assert part in shown
+    assert "capacity none" in " ".join(shown.split())
     (saved,) = (vision_run / "attacks").glob("report-fgsm-*.json")
     assert str(saved) in shown
     report = found(capsys, "attack", vision_run, "--attack", "fgsm", *radii, *limits)
@@ -157,6 +164,7 @@ def test_the_papers_preset_attacks_as_the_papers_figures_were_made(
     attack = ("attack", plain_run, "--attack", *options, "--preset", "paper", "--limit", "8")
     report = found(capsys, *attack)
     assert (report["space"], report["clamp"], report["labels"]) == (space, False, "predicted")
+    assert report["capacity"] == 1.25
     assert [figure["eps"] for figure in report["figures"]] == eps
 
 
@@ -189,7 +197,10 @@ def test_runs_of_the_wrong_kind_are_refused_by_every_command(
     assert image in refused(capsys, "finetune", vision_run, "--task", "sst2", "--data", tmp_path)
     assert "is for text" in refused(capsys, "evaluate", vision_run, "--contaminate", "0.1")
     assert "is for text" in refused(capsys, "evaluate", vision_run, "--block", "8")
-    assert "is for images" in refused(capsys, "evaluate", language_run, "--dropless")
+    assert "is for images" in refused(capsys, "evaluate", language_run, "--capacity", "none")
+    assert "is for images" in refused(capsys, "evaluate", language_run, "--ema")
+    assert "capacity='much'" in refused(capsys, "evaluate", vision_run, "--capacity", "much")
+    assert "no moving average" in refused(capsys, "evaluate", vision_run, "--ema")
     no_router = refused(capsys, "evaluate", plain_run, "--statistics", "batch")
     assert "no adaptive router" in no_router
 
@@ -204,6 +215,8 @@ def test_mistakes_in_an_attack_are_one_line_and_2(
     assert "did you mean 8/255" in said("--attack", "fgsm", "--eps", "8")
     assert "fgsm takes no --steps (3)" in said("--attack", "fgsm", "--steps", "3")
     assert "pgd takes no --directions" in said("--attack", "pgd", "--directions", "3")
+    assert "fgsm takes no --allow-coupled" in said("--attack", "fgsm", "--allow-coupled")
+    assert "capacity=none" in said("--attack", "autoattack", "--capacity", "1.25")
     assert "limit=9999 exceeds" in said("--attack", "fgsm", "--limit", "9999")
     assert "carlini" in said("--attack", "carlini")
 

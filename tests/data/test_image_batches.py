@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from acmoe.config.images.data import AugmentConfig, ImageDataConfig
 from acmoe.data.images.batches import EvaluationImages, ImageBatch, TrainingImages
+from acmoe.data.images.on_device import DeviceImages
 from acmoe.data.images.pixels import Pixels
 from acmoe.data.images.splits import ImageSet
 from acmoe.errors import UserError
@@ -89,6 +90,45 @@ def test_a_resumed_run_reads_bit_by_bit_what_it_would_have_read(
 
 
 PLAIN_CROPS = ImageDataConfig(name="arrays", source="x", size=8, threads=2)
+
+
+def test_repeated_images_fill_consecutive_slots_of_a_pass_and_differ_in_their_crop() -> None:
+    # 10 images and 3 repeats: 3 batches of 3 slots hold images 0 to 2 of the permutation, 3 times.
+    settings_ = {"batch": 3, "seed": 5}
+    repeated = AugmentConfig(repeats=3)
+    found = take(TrainingImages(Numbered(10), PLAIN, repeated, **settings_), 6)
+    plain = take(TrainingImages(Numbered(10), PLAIN, AugmentConfig(), **settings_), 6)
+    for first in (0, 3):  # the same permutation in each pass, read more slowly
+        order = [n for batch in plain[first : first + 3] for n in numbers(batch)]
+        read = [n for batch in found[first : first + 3] for n in numbers(batch)]
+        assert read == [n for n in order[:3] for _ in range(3)]
+    # Batches of 8 slots of the permutation p: p0 p0 p0 p1 p1 p1 p2 p2, then p2 p3 p3 p3 p4 p4 p4
+    # p5, dealt to three parts in turn.
+    order = numbers(take(TrainingImages(Numbered(17), PLAIN, AugmentConfig(), batch=17), 1)[0])
+    dealt = take(TrainingImages(Numbered(17), PLAIN, repeated, batch=8), 2)
+    for batch, places in zip(
+        dealt, ((0, 1, 2, 0, 1, 2, 0, 1), (2, 3, 4, 3, 4, 5, 3, 4)), strict=True
+    ):
+        assert numbers(batch) == [order[place] for place in places]
+    held = DeviceImages(Numbered(17), PLAIN, repeated, batch=8, device=torch.device("cpu"))
+    assert [numbers(next(held)) for _ in range(2)] == [numbers(batch) for batch in dealt]
+    images = random_images([0] * 6, side=13)
+    cropped = AugmentConfig(crop=(0.3, 1.0), repeats=3)
+    (batch,) = take(TrainingImages(images, PLAIN_CROPS, cropped, batch=6), 1)
+    assert len({image.numpy().tobytes() for image in batch.images}) == 6
+
+
+def test_a_state_with_other_repeats_is_refused() -> None:
+    plain = TrainingImages(Numbered(9), PLAIN, AugmentConfig(), batch=4)
+    twice = TrainingImages(Numbered(9), PLAIN, AugmentConfig(repeats=2), batch=4)
+    with pytest.raises(UserError, match="read its images with repeats=1, this one with repeats=2"):
+        twice.load_state_dict(plain.state_dict())
+    with pytest.raises(UserError, match="read its images with repeats=2, this one with repeats=1"):
+        plain.load_state_dict(twice.state_dict())
+    for batches in (plain, twice):
+        batches.close()
+    with pytest.raises(UserError, match=r"augment.repeats=0; it must be at least 1"):
+        AugmentConfig(repeats=0)
 
 
 def test_ranks_share_out_the_batches_of_one_process() -> None:

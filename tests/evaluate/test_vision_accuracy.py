@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from acmoe import AdaptiveConfig
-from acmoe.config.images.data import ImageEvaluateConfig
+from acmoe.config.images.data import ImageEvaluateConfig, parse_capacity
 from acmoe.errors import UserError
 from acmoe.evaluate.statistics import own_statistics
 from acmoe.evaluate.vision import count_hits, evaluate_images
@@ -112,13 +112,31 @@ def test_lifting_the_capacity_lets_every_token_through_for_a_while() -> None:
     images, tight = random_images(LABELS), seeded_model(lambda: TinyMoE("smoe", capacity=0.5))
     free = seeded_model(lambda: TinyMoE("smoe"))
     reports = [
-        evaluate_images(model, images, PLAIN, ImageEvaluateConfig(dropless=dropless))
-        for model, dropless in ((tight, False), (tight, True), (free, False))
+        evaluate_images(model, images, PLAIN, ImageEvaluateConfig(**settings))
+        for model, settings in (
+            (tight, {"capacity": "model"}),
+            (tight, {}),  # no token is dropped unless asked
+            (free, {"capacity": "model"}),
+            (free, {"capacity": 0.5}),
+        )
     ]
-    assert [report.capacity for report in reports] == [0.5, None, None]
-    limited, lifted, unlimited = (report.figures[0].loss for report in reports)
-    assert limited != lifted == unlimited
+    assert [report.capacity for report in reports] == [0.5, None, None, 0.5]
+    limited, lifted, unlimited, set_to = (report.figures[0].loss for report in reports)
+    assert limited != lifted == unlimited and set_to == limited
     assert [layer.capacity_factor for layer in tight.layers] == [0.5, 0.5]
+    config = ImageEvaluateConfig(capacity=1.25)
+    with pytest.raises(UserError, match=r"capacity=1.25: the model has no experts"):
+        evaluate_images(seeded_model(lambda: Linear(10, 8)), images, PLAIN, config)
+
+
+def test_dropless_is_the_old_spelling_of_the_capacity() -> None:
+    for dropless, capacity in ((True, None), (False, "model")):
+        with pytest.warns(FutureWarning, match=f"dropless={dropless} is now capacity={capacity!r}"):
+            assert ImageEvaluateConfig(dropless=dropless) == ImageEvaluateConfig(capacity=capacity)
+    assert [parse_capacity(text) for text in ("none", "model", "1.25")] == [None, "model", 1.25]
+    for wrong in ("much", "0", "-1", "nan"):
+        with pytest.raises(UserError, match="capacity="):
+            parse_capacity(wrong)
 
 
 def test_modes_are_refused_where_there_is_no_adaptive_router() -> None:
@@ -182,6 +200,8 @@ def test_half_precision_is_near_the_full_one() -> None:
         ({"batch": 0}, "batch=0"),
         ({"order": "sorted"}, "order='sorted'"),
         ({"limit": 0}, "limit=0"),
+        ({"capacity": 0}, "capacity=0"),
+        ({"capacity": "much"}, "capacity='much'"),
         ({"precision": "fp8"}, "precision='fp8'"),
     ],
 )

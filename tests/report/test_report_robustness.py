@@ -56,7 +56,16 @@ def test_an_attack_is_a_row_a_radius(run: RunFacts) -> None:
     (figure,) = robustness(run).figures
     assert (figure.what, figure.clean, figure.value) == ("pgd, radius 2/255", 90.0, 41.5)
     assert not figure.lower
-    assert "15.0% of tokens moved" in figure.details
+    assert "15.0% of tokens moved" in figure.details and "capacity none" in figure.details
+
+
+def test_a_capacity_or_averaged_weights_make_it_another_figure(run: RunFacts) -> None:
+    put(run.folder / "attacks" / "report-pgd-0.json", {**ATTACK, "capacity": 1.25})
+    put(run.folder / "attacks" / "report-pgd-1.json", {**ATTACK, "capacity": None, "ema": True})
+    limited, averaged = robustness(run).figures
+    assert limited.what == "pgd, radius 2/255, capacity 1.25"
+    assert "capacity 1.25 (the paper's)" in limited.details
+    assert averaged.what == "pgd, radius 2/255, averaged weights"
 
 
 def test_contaminated_text_stands_beside_clean_text_of_the_same_statistics(run: RunFacts) -> None:

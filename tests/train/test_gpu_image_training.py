@@ -104,6 +104,24 @@ def test_replayed_updates_are_the_updates(kind: dict[str, object], tmp_path: Pat
     assert losses[1][-1] < losses[1][0]
 
 
+def test_replays_move_the_average_of_the_weights_as_a_float64_loop_does() -> None:
+    config = tiny_vision_run(*ON_DEVICE, "graph=true", "ema=0.8")
+    trainer = ImageTrainer(config, load_images(config.data), CUDA)
+    assert trainer.average is not None and trainer.graph is not None
+    wanted = [average.double() for average in trainer.average.average]
+    for step in range(1, 9):
+        trainer.update(step, record=False)
+        weights = trainer.average.weights
+        pairs = zip(wanted, weights, strict=True)
+        wanted = [0.8 * before + 0.2 * weight.detach().double() for before, weight in pairs]
+        if step == 6:
+            trainer.validate()  # exchanges the weights, and puts them back for the next replay
+    assert trainer.graph.captured
+    for average, expected in zip(trainer.average.average, wanted, strict=True):
+        torch.testing.assert_close(average.double(), expected, rtol=1e-6, atol=1e-7)
+    trainer.close()
+
+
 @KINDS
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_replayed_run_continues_to_the_same_numbers(
@@ -112,6 +130,7 @@ def test_a_replayed_run_continues_to_the_same_numbers(
     config = tiny_vision_run(
         *ON_DEVICE,
         *("graph=true", "steps=30", "checkpoint_every=14", f"precision={precision}"),
+        *("ema=0.9", "augment.repeats=3"),
         **kind,
     )
     train_images(config, tmp_path / "whole", console=QUIET)

@@ -69,7 +69,8 @@ def stop_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         pytest.param((), {"router": "smoe"}, marks=pytest.mark.slow),
         pytest.param((), {"router": "random"}, marks=pytest.mark.slow),  # draws in every call
-        ((), {"soft": True}),
+        # DeiT's additions: averaged weights, and every image three times.
+        (("ema=0.9", "augment.repeats=3"), {"soft": True}),
         pytest.param(
             ("data.on_device=true", "augment.crop=0.5,1.0"),
             {"router": "smoe"},
@@ -96,6 +97,29 @@ def test_stopped_at_5_and_continued_equals_12_steps_in_one_run(
     assert (second.step, second.signal) == (12, None)
     assert all_numbers(tmp_path / "whole") == all_numbers(tmp_path / "parts")
     assert vision_records(tmp_path / "whole") == vision_records(tmp_path / "parts")
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_the_averaged_weights_continue_bit_by_bit(tmp_path: Path) -> None:
+    config = tiny_vision_run("ema=0.9", "augment.repeats=3", "steps=40", "checkpoint_every=2")
+    trained_images(config, tmp_path / "whole")
+    checkpoints, deadline = tmp_path / "killed" / "checkpoints", time.monotonic() + 60
+    for wanted in (3, 9, 17):
+        process = FORKS.Process(target=train_images_in_child, args=(config, tmp_path / "killed"))
+        process.start()
+        while max([0, *(int(one.name[5:]) for one in checkpoints.glob("step-*"))]) < wanted:
+            assert process.is_alive() and time.monotonic() < deadline
+            time.sleep(0.005)
+        process.kill()
+        process.join()
+        for folder in checkpoints.glob("step-*"):
+            assert {file.name.split("-")[0] for file in (folder / "ema").iterdir()} == {
+                "config.json",
+                "weights",
+            }
+    trained_images(config, tmp_path / "killed")
+    assert all_numbers(tmp_path / "killed") == all_numbers(tmp_path / "whole")
+    assert vision_records(tmp_path / "killed") == vision_records(tmp_path / "whole")
 
 
 def test_sigterm_finishes_the_step_saves_and_exits_with_143(tmp_path: Path) -> None:

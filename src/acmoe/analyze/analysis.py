@@ -68,6 +68,7 @@ class Analysis:
     kind: str
     sample: str
     statistics: str
+    capacity: float | None  # images: capacity factor of the experts; None: no token is dropped
     loss: float  # mean nats per token or image of the sample
     gap_loss: float | None  # loss with `batch` statistics less that with `running` ones
     disturbance: str | None
@@ -106,6 +107,7 @@ def analyze(sampled: Sampled, *, seed: int = 0) -> Analysis:
         kind=record.kind,
         sample=record.sample,
         statistics=record.statistics,
+        capacity=record.capacity,
         loss=record.loss,
         gap_loss=None if batch is None or running is None else batch.loss - running.loss,
         disturbance=None if disturbed is None else disturbed.how,

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from acmoe.analyze.observe import LayerCall, observed
-from acmoe.config.images.data import ImageDataConfig
+from acmoe.config.images.data import Capacity, ImageDataConfig
 from acmoe.config.updates import Precision
 from acmoe.data.images.augment import color, normalize
 from acmoe.data.images.batches import EvaluationImages, ImageBatch
@@ -24,6 +24,7 @@ from acmoe.data.images.splits import ImageSet
 from acmoe.data.text.arrays import Tokens
 from acmoe.data.text.loader import EvaluationBatches
 from acmoe.errors import check
+from acmoe.evaluate.capacity import capacity_text, using_capacity
 from acmoe.evaluate.statistics import own_statistics
 from acmoe.evaluate.vision import check_classes
 from acmoe.models.images.classifier import ImageClassifier
@@ -47,7 +48,7 @@ class LayerRecord:
     input: Tensor  # (N, D) input of the router
     scaled: Tensor  # (N, D) the input multiplied by M, M_k* h in the paper
     affinity: Tensor  # (N, E)
-    expert_ids: Tensor  # (N, K) before an expert's capacity drops any; the id E means no expert
+    expert_ids: Tensor  # (N, K) before a capacity, if any, drops tokens; the id E means no expert
     gate: Tensor  # (N, K)
     cluster: Tensor  # (N,) cluster whose M scales the token; -1 if there is none and M = I
     scale: Tensor  # (C, D) mean of M's diagonal over a cluster's sampled tokens; ones without any
@@ -92,6 +93,7 @@ class RoutingRecord:
     batch: int  # rows of text, or images, per forward pass
     block: int | None  # text: tokens per row and forward pass
     sample: str  # description of the sample for the reader
+    capacity: float | None = None  # capacity factor of the experts; None: no token is dropped
 
     def same_tokens(self, depth: int) -> bool:
         """Return whether the layer routes the same tokens as the previous one.
@@ -183,11 +185,12 @@ def record_vision(
     precision: Precision = "fp32",
     seed: int = 0,
     reading: Reading | None = None,
+    capacity: Capacity = None,
 ) -> RoutingRecord:
     """Route every patch of the first `count` images in the shuffled order of evaluation.
 
     `reading` computes the classifier's input from a batch, such as attacked images. By default the
-    input is the normalised images.
+    input is the normalised images. No token is dropped unless a `capacity` is given.
     """
     _check_layers(model.moe_layers())
     device, count = next(model.parameters()).device, min(count, len(images))
@@ -198,7 +201,8 @@ def record_vision(
         return normalize(one.images, mean, std)
 
     input_of = reading or normalized
-    with seeded(seed, device), autocast(precision, device), evaluating(model):
+    limited = using_capacity(model, capacity)
+    with seeded(seed, device), autocast(precision, device), evaluating(model), limited as factor:
         parts = [_route_images(model, input_of(one, n)) for n, one in enumerate(batches)]
     x = torch.cat([part.x for part in parts])
     logits_BK = torch.cat([part.logits for part in parts])
@@ -217,7 +221,8 @@ def record_vision(
         batch=batch,
         block=None,
         sample=f"every patch of {count:,} images of {images.title}, shuffled with seed {seed}, in "
-        f"batches of {batch}",
+        f"batches of {batch}, capacity {capacity_text(factor)}",
+        capacity=factor,
     )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from acmoe.analyze.record import RoutingRecord, record_language, record_vision
 from acmoe.config.images.attack import AttackConfig, eps_text
+from acmoe.config.images.data import Capacity, checked_capacity
 from acmoe.config.images.train import VISION_RUNS
 from acmoe.config.routing import AdaptiveConfig, Statistics
 from acmoe.config.text.data import ContaminationConfig
@@ -38,6 +39,7 @@ class AnalyzeConfig:
     tokens: int | None = None  # text: number of tokens from the start of the split; None: 4096
     images: int | None = None  # images: number of images, all patches of each; None: 64
     statistics: Statistics | None = None  # mode of the adaptive routers; None: the model's own
+    capacity: Capacity = None  # images: capacity factor of the experts; None: no token is dropped
     batch: int | None = None  # rows of text (None: 8) or images (None: 64) per forward pass
     contamination: ContaminationConfig | None = None  # text: also route a corrupted copy
     attack: AttackConfig | None = None  # images: also route attacked images
@@ -48,6 +50,7 @@ class AnalyzeConfig:
         for name in ("tokens", "images", "batch"):
             value = getattr(self, name)
             check(value is None or value >= 1, f"{name}={value}; it must be at least 1")
+        checked_capacity(self.capacity)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +83,8 @@ def sample_run(folder: Path | str, config: AnalyzeConfig | None = None) -> Sampl
 
 def _sample_text(run: Run, config: AnalyzeConfig) -> Sampled:
     attack = None if config.attack is None else config.attack.attack.name
-    _check_unused(run.folder, "a language model", images=config.images, attack=attack)
+    unused = {"images": config.images, "attack": attack, "capacity": config.capacity}
+    _check_unused(run.folder, "a language model", **unused)
     model = run.model(config.which, device=pick_device(config.device))
     corpus = run.corpus()
     check_vocabulary(model.config.vocab_size, corpus)
@@ -129,12 +133,14 @@ def _sample_images(run: VisionRun, config: AnalyzeConfig) -> Sampled:
         batch=config.batch or 64,
         precision=run.config.precision,
         seed=config.seed,
+        capacity=config.capacity,
     )
     own, compared = _record_modes(model, config.statistics, record)
     disturbed = None
     if config.attack is not None:
+        attack = replace(config.attack, capacity=config.capacity)  # attack the model as analyzed
         with using_statistics(model, config.statistics):
-            reading = attacked_images(model, run.config.data, config.attack, device)
+            reading = attacked_images(model, run.config.data, attack, device)
             found = record(reading=reading)
         how = f"{config.attack.attack.name}, eps {eps_text(config.attack.eps[0])}"
         disturbed = Disturbed(record=found, how=how, touched=None)

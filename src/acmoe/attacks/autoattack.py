@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from acmoe.attacks.ball import Ball
+from acmoe.attacks.coupling import check_independent
 from acmoe.attacks.target import Target
 from acmoe.config.images.attack import AutoAttackConfig
 from acmoe.errors import UserError
@@ -19,8 +20,10 @@ def autoattack(
     """Run the ensemble of the `autoattack` package on one batch, in the maximum norm.
 
     The package removes images from the batch once they are misclassified. Where the images of a
-    batch influence each other, it therefore attacks other batches than the one that is scored.
+    batch influence each other, it would therefore attack other batches than the one that is scored;
+    such a model is refused unless `config.allow_coupled`.
     """
+    check_independent(target.model, config)
     adversary = _package().AutoAttack(
         target,
         norm="Linf",

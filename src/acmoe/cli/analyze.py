@@ -28,6 +28,10 @@ class Analyze:
     """Images: number of images to analyze, with all patches of each; 64 if not given."""
     statistics: Literal["batch", "running", "prefix", "sequence"] | None = None
     """Statistics mode of the adaptive routers; the model's own if not given."""
+    capacity: str | None = None
+    """Images: capacity factor of the experts: none (no token is dropped, and no image takes an
+    expert's place from another), a number such as the paper's 1.25, or model (as in training);
+    none if not given."""
     contaminate: float | None = None
     """Text: also route a copy with this fraction of its words or bytes replaced."""
     attack: Literal["fgsm", "pgd", "spsa"] | None = None
@@ -76,6 +80,7 @@ class Analyze:
 
         from acmoe.analyze.sampling import AnalyzeConfig
         from acmoe.config.images.attack import attack_config, parse_eps
+        from acmoe.config.images.data import parse_capacity
         from acmoe.config.text.data import ContaminationConfig
         from acmoe.errors import check
 
@@ -94,6 +99,7 @@ class Analyze:
             tokens=self.tokens,
             images=self.images,
             statistics=self.statistics,
+            capacity=None if self.capacity is None else parse_capacity(self.capacity),
             batch=self.batch,
             contamination=corrupt,
             attack=attack,

@@ -10,6 +10,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from acmoe.cli.capacity import capacity_option
+
 if TYPE_CHECKING:
     from acmoe.config.images.attack import AttackConfig
     from acmoe.evaluate.vision_run import RunAttack
@@ -40,8 +42,14 @@ class Attack:
     """The split to attack."""
     statistics: Literal["batch", "running", "sequence"] | None = None
     """Statistics mode of the adaptive routers; the model's own if not given."""
+    capacity: str | None = None
+    """Capacity factor of the experts: none (no token is dropped, and no image takes an expert's
+    place from another), a number such as the paper's 1.25, or model (as in training). none if not
+    given, or model with --preset paper."""
     dropless: bool = False
-    """Remove the experts' capacity limit, so that no token is dropped."""
+    """Old spelling of --capacity none."""
+    allow_coupled: bool = False
+    """Run autoattack although the images of a batch influence each other."""
     batch: int = 64
     """Images per forward pass."""
     limit: int | None = None
@@ -50,6 +58,8 @@ class Attack:
     """Seed of the images' order, random starts and spsa's directions."""
     which: Literal["best", "last"] = "best"
     """The checkpoint to load: the best by validation, or the last."""
+    ema: bool = False
+    """Use the moving average of the weights, which a run trained with ema=0.99996 keeps."""
     device: str = "auto"
     """Device to run on; auto takes a GPU if there is one."""
     json: bool = False
@@ -64,7 +74,12 @@ class Attack:
         run = open_vision_run(self.folder)
         with progress_bars(Console(stderr=True)) as progress:
             found = attack_vision_run(
-                run, config, which=self.which, device=self.device, progress=progress
+                run,
+                config,
+                which=self.which,
+                ema=self.ema,
+                device=self.device,
+                progress=progress,
             )
         if self.json:
             print(json_format.dumps(found.to_json(), indent=2))
@@ -76,23 +91,30 @@ class Attack:
         from dataclasses import fields
 
         from acmoe.config.images.attack import attack_config, parse_eps
+        from acmoe.config.images.data import parse_capacity
         from acmoe.errors import check
 
         config = attack_config(
             self.attack, preset=self.preset, eps=tuple(parse_eps(text) for text in self.eps)
         )
-        options: dict[str, Any] = {"steps": self.steps, "directions": self.directions}
+        options: dict[str, Any] = {
+            "steps": self.steps,
+            "directions": self.directions,
+            "allow_coupled": self.allow_coupled or None,
+        }
         chosen = {name: value for name, value in options.items() if value is not None}
         known = {field.name for field in fields(config.attack)}
         for name, value in chosen.items():
-            check(name in known, f"{self.attack} takes no --{name} ({value}); leave it out")
+            option = name.replace("_", "-")
+            check(name in known, f"{self.attack} takes no --{option} ({value}); leave it out")
+        capacity = capacity_option(self.capacity, self.dropless)
         return replace(
             config,
             attack=replace(config.attack, **chosen),
             precision=self.precision,
             split=self.split,
             statistics=self.statistics,
-            dropless=self.dropless,
+            capacity=config.capacity if capacity is None else parse_capacity(capacity),
             batch=self.batch,
             limit=self.limit,
             seed=self.seed,
@@ -101,6 +123,7 @@ class Attack:
 
 def _show(found: "RunAttack") -> None:
     from acmoe.config.images.attack import eps_text
+    from acmoe.evaluate.capacity import capacity_text
 
     report = found.report
     table = Table("eps", "clean top-1", "attacked top-1", "attacked top-5", "tokens moved")
@@ -114,7 +137,8 @@ def _show(found: "RunAttack") -> None:
     console.print(
         f"{report.attack['name']} on {report.data}, {report.split}: {report.images:,} images in "
         f"batches of {report.batch}; {report.space} space, {bound}, {report.labels} labels; "
-        f"statistics {report.statistics}; step {found.step}",
+        f"statistics {report.statistics}; capacity {capacity_text(report.capacity)}; step "
+        f"{found.step}{', averaged weights' if found.ema else ''}",
         highlight=False,
     )
     console.print(table)

@@ -10,6 +10,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from acmoe.cli.capacity import capacity_option
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -35,11 +37,17 @@ class Evaluate:
     """Seed of the contamination. Equal seeds give every model the same corrupted text."""
     which: Literal["best", "last"] = "best"
     """The checkpoint to load: the best by validation, or the last."""
+    ema: bool = False
+    """Images: use the moving average of the weights, which a run trained with ema=0.99996 keeps."""
     batch: int | None = None
     """Text: number of rows it is cut into; 8 if not given, and fewer give tokens more context.
     Images: number per forward pass; 64 if not given."""
+    capacity: str | None = None
+    """Images: capacity factor of the experts: none (no token is dropped, and no image takes an
+    expert's place from another), a number such as the paper's 1.25, or model (as in training);
+    none if not given."""
     dropless: bool = False
-    """Images: remove the experts' capacity limit, so that no token is dropped."""
+    """Images: old spelling of --capacity none."""
     block: int | None = None
     """Text: tokens per row and forward pass; as in training if not given."""
     routing: bool = False
@@ -68,7 +76,7 @@ class Evaluate:
             show()
 
     def _images(self) -> "RunReport":
-        from acmoe.config.images.data import ImageEvaluateConfig
+        from acmoe.config.images.data import ImageEvaluateConfig, parse_capacity
         from acmoe.data.progress import progress_bars
         from acmoe.errors import check
         from acmoe.evaluate.run import open_vision_run
@@ -84,14 +92,19 @@ class Evaluate:
         config = ImageEvaluateConfig(
             split=self.split,
             statistics=self.statistics,
-            dropless=self.dropless,
+            capacity=parse_capacity(capacity_option(self.capacity, self.dropless) or "none"),
             batch=64 if self.batch is None else self.batch,
             routing=self.routing,
         )
         run = open_vision_run(self.folder)
         with progress_bars(Console(stderr=True)) as progress:
             return evaluate_vision_run(
-                run, config, which=self.which, device=self.device, progress=progress
+                run,
+                config,
+                which=self.which,
+                ema=self.ema,
+                device=self.device,
+                progress=progress,
             )
 
     def _text(self) -> "LanguageReport":
@@ -100,10 +113,15 @@ class Evaluate:
         from acmoe.errors import check
         from acmoe.evaluate.language import evaluate
 
+        capacity = capacity_option(self.capacity, self.dropless)
         check(
-            not self.dropless,
-            f"--dropless is for images, and {self.folder} is a run of a language model; leave it "
-            "out",
+            capacity is None,
+            f"--capacity {capacity} is for images, and {self.folder} is a run of a language model; "
+            "leave it out",
+        )
+        check(
+            not self.ema,
+            f"--ema is for images, and {self.folder} is a run of a language model; leave it out",
         )
         corrupt = None
         if self.contaminate is not None:
@@ -137,16 +155,18 @@ def _show(report: "LanguageReport") -> None:
 
 
 def _show_images(found: "RunReport") -> None:
+    from acmoe.evaluate.capacity import capacity_text
+
     report = found.report
     table = Table("statistics", "top-1 (%)", "top-5 (%)", "loss (nats)")
     for figure in report.figures:
         top5 = "" if figure.top5 is None else f"{figure.top5:.2f}"
         table.add_row(figure.statistics, f"{figure.top1:.2f}", top5, f"{figure.loss:.4f}")
     console = Console()
-    capacity = "no token dropped" if report.capacity is None else f"capacity {report.capacity:g}"
     console.print(
         f"{report.data}, {report.split}: {report.images:,} images of {report.size} px in batches "
-        f"of {report.batch}; {capacity}; step {found.step}",
+        f"of {report.batch}; capacity {capacity_text(report.capacity)}; step {found.step}"
+        f"{', averaged weights' if found.ema else ''}",
         highlight=False,
     )
     console.print(table)

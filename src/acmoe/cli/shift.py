@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
+from acmoe.cli.capacity import capacity_option
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shift:
@@ -21,35 +23,41 @@ class Shift:
     """Folder of the shifted set, with one folder per class."""
     statistics: Literal["batch", "running", "sequence"] | None = None
     """Statistics mode of the adaptive routers; the model's own if not given."""
+    capacity: str = "none"
+    """Capacity factor of the experts: none (no token is dropped, and no image takes an expert's
+    place from another), a number such as the paper's 1.25, or model (as in training)."""
     dropless: bool = False
-    """Remove the experts' capacity limit, so that no token is dropped."""
+    """Old spelling of --capacity none."""
     batch: int = 64
     """Images per forward pass."""
     which: Literal["best", "last"] = "best"
     """The checkpoint to load: the best by validation, or the last."""
+    ema: bool = False
+    """Use the moving average of the weights, which a run trained with ema=0.99996 keeps."""
     device: str = "auto"
     """Device to run on; auto takes a GPU if there is one."""
     json: bool = False
     """Print the result as JSON."""
 
     def run(self) -> int:
-        from acmoe.config.images.data import ImageEvaluateConfig
+        from acmoe.config.images.data import ImageEvaluateConfig, parse_capacity
         from acmoe.data.images.folder import open_folder
         from acmoe.data.progress import progress_bars
+        from acmoe.evaluate.capacity import capacity_text
         from acmoe.evaluate.run import open_vision_run
         from acmoe.evaluate.shift import evaluate_shift
 
         run = open_vision_run(self.folder)
         config = ImageEvaluateConfig(
             statistics=() if self.statistics is None else (self.statistics,),
-            dropless=self.dropless,
+            capacity=parse_capacity(capacity_option(self.capacity, self.dropless) or "none"),
             batch=self.batch,
             precision=run.config.precision,
         )
         images = run.images()
         with progress_bars(Console(stderr=True)) as progress:
             report = evaluate_shift(
-                run.model(self.which),
+                run.model(self.which, ema=self.ema),
                 self.shift,
                 open_folder(self.source),
                 run.config.data,
@@ -60,12 +68,15 @@ class Shift:
                 progress=progress,
             )
         if self.json:
-            print(json_format.dumps(report.to_json(), indent=2))
+            marked = {"ema": True} if self.ema else {}
+            print(json_format.dumps({**report.to_json(), **marked}, indent=2))
         else:
             against = f" among {report.clean_images:,} clean ones" if report.clean_images else ""
             print(
                 f"{report.shift}: {report.metric} {report.value:.2f} (chance {report.chance:.2f}) "
                 f"on {report.images:,} images{against}, choosing among {report.classes} classes; "
-                f"batches of {report.batch}, order {report.order}, statistics {report.statistics}"
+                f"batches of {report.batch}, order {report.order}, statistics {report.statistics}, "
+                f"capacity {capacity_text(report.capacity)}"
+                f"{', averaged weights' if self.ema else ''}"
             )
         return 0

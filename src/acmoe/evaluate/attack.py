@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from acmoe.attacks.attack import perturb
+from acmoe.attacks.coupling import check_independent
 from acmoe.attacks.target import Target, white_box
 from acmoe.config.images.attack import AttackConfig, eps_text
 from acmoe.config.images.data import ImageDataConfig
@@ -88,8 +89,9 @@ def evaluate_attack(
     sweep = _Sweep(Target.of(model, data, config), batches, config, torch_device)
     with contextlib.ExitStack() as stack:
         mode = stack.enter_context(using_statistics(model, config.statistics))
-        stack.enter_context(using_capacity(model, dropless=config.dropless))
+        stack.enter_context(using_capacity(model, config.capacity))
         stack.enter_context(white_box(model))
+        check_independent(model, config.attack)
         journal = AttackJournal()
         if folder is not None:
             settings = _settings(model, batches, config, mode)

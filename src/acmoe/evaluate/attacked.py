@@ -16,6 +16,7 @@ from acmoe.data.images.augment import normalize
 from acmoe.data.images.batches import ImageBatch
 from acmoe.errors import check
 from acmoe.evaluate.attack import batch_seed, labels_to_avoid
+from acmoe.evaluate.capacity import using_capacity
 from acmoe.runtime import seeded
 
 
@@ -35,7 +36,7 @@ def attacked_images(
 
     def attacked(batch: ImageBatch, number: int) -> Tensor:
         seed = batch_seed(config, eps, number)
-        with seeded(seed, device), white_box(model):
+        with seeded(seed, device), using_capacity(model, config.capacity), white_box(model):
             x = target.enter(batch.images.to(device))
             with torch.no_grad():
                 clean_BK = target(x)

@@ -5,8 +5,12 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from acmoe.config.images.data import Capacity
+from acmoe.errors import check
 from acmoe.experts.moe import MoE
 from acmoe.models.capacity import override_capacity
+
+PAPERS = 1.25  # capacity factor of the paper's Swin-MoE, in training and evaluation
 
 
 def own_capacity(model: nn.Module) -> float | None:
@@ -16,7 +20,24 @@ def own_capacity(model: nn.Module) -> float | None:
 
 
 @contextlib.contextmanager
-def using_capacity(model: nn.Module, *, dropless: bool) -> Iterator[float | None]:
-    """Remove the capacity limit inside `with` if `dropless`; yield the capacity factor in use."""
-    with override_capacity(model, None) if dropless else contextlib.nullcontext():
+def using_capacity(model: nn.Module, capacity: Capacity) -> Iterator[float | None]:
+    """Set the capacity factor of every MoE layer inside `with`; yield the factor in use.
+
+    None removes the limit, and "model" keeps the model's own.
+    """
+    if capacity == "model":
         yield own_capacity(model)
+        return
+    check(
+        capacity is None or any(isinstance(module, MoE) for module in model.modules()),
+        f"capacity={capacity}: the model has no experts that could be full; leave it out",
+    )
+    with override_capacity(model, capacity):
+        yield own_capacity(model)
+
+
+def capacity_text(factor: float | None) -> str:
+    """Describe a capacity factor: `none`, `1.25 (the paper's)` or the number."""
+    if factor is None:
+        return "none"
+    return f"{factor:g} (the paper's)" if factor == PAPERS else f"{factor:g}"

@@ -3,7 +3,8 @@
 config.json      the config of the run; `kind` names its class, and is absent for language models
 vocabulary.json  the vocabulary, so that a run can be used without its corpus
 metrics.jsonl    one record per line
-checkpoints/     step-00001000/ and so on: a model (read by `acmoe.load`) and the training state
+checkpoints/     step-00001000/ and so on: a model (read by `acmoe.load`) and the training state;
+                 ema/ in it: the model with averaged weights, where the run keeps an average
 attacks/         results of attacks on an image model
 """
 
@@ -34,6 +35,7 @@ VOCABULARY = "vocabulary.json"
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 STATE = "state.json"
+EMA = "ema"
 
 LANGUAGE_RUN = "language-run"
 ATTACKS = "attacks"
@@ -89,9 +91,18 @@ class VisionRun(RunFolder):
     config: VisionRunConfig
 
     def model(
-        self, which: Which = "best", *, device: torch.device | str = "cpu"
+        self, which: Which = "best", *, ema: bool = False, device: torch.device | str = "cpu"
     ) -> ImageClassifier:
-        return cast(ImageClassifier, load(self.checkpoint(which), device=device))
+        """Load a checkpoint's model; with `ema`, the one with the moving average of the weights."""
+        folder = self.checkpoint(which)
+        if ema:
+            check(
+                (folder / EMA).is_dir(),
+                f"{self.folder} keeps no moving average of its weights; train with ema=0.99996, or "
+                "leave out ema",
+            )
+            folder = folder / EMA
+        return cast(ImageClassifier, load(folder, device=device))
 
     def images(self) -> ImageSplits:
         return load_images(self.config.data)

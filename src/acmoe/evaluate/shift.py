@@ -84,7 +84,7 @@ def evaluate_shift(
     scorer = _Scorer(model, data, config, torch_device, subset, len(classes), progress)
     with (
         using_statistics(model, mode) as used,
-        using_capacity(model, dropless=config.dropless) as capacity,
+        using_capacity(model, config.capacity) as capacity,
         evaluating(model),
     ):
         found = scorer.accuracy(shifted) if clean is None else scorer.detection(shifted, clean)

@@ -76,7 +76,7 @@ def evaluate_images(
     model = model.to(torch_device)
     batches = EvaluationImages.of(images, data, config)
     figures = []
-    with using_capacity(model, dropless=config.dropless) as capacity, evaluating(model):
+    with using_capacity(model, config.capacity) as capacity, evaluating(model):
         for requested in config.statistics or (None,):
             with using_statistics(model, requested) as mode:
                 figures.append(_score(model, batches, config, torch_device, mode, progress))

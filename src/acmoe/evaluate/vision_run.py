@@ -19,9 +19,10 @@ class RunReport(NamedTuple):
 
     step: int
     report: ImageReport
+    ema: bool = False  # of the moving average of the weights
 
     def to_json(self) -> dict[str, Any]:
-        return {"step": self.step, **self.report.to_json()}
+        return {"step": self.step, **_marked(self.ema), **self.report.to_json()}
 
 
 class RunAttack(NamedTuple):
@@ -30,9 +31,15 @@ class RunAttack(NamedTuple):
     step: int
     report: AttackReport
     path: Path
+    ema: bool = False  # of the moving average of the weights
 
     def to_json(self) -> dict[str, Any]:
-        return {"step": self.step, **self.report.to_json()}
+        return {"step": self.step, **_marked(self.ema), **self.report.to_json()}
+
+
+def _marked(ema: bool) -> dict[str, bool]:
+    """Return the JSON field of averaged weights, which reports of trained weights do not have."""
+    return {"ema": True} if ema else {}
 
 
 def evaluate_vision_run(
@@ -40,16 +47,17 @@ def evaluate_vision_run(
     config: ImageEvaluateConfig,
     *,
     which: Which = "best",
+    ema: bool = False,
     device: str = "auto",
     progress: Progress = silent,
 ) -> RunReport:
-    """Score a checkpoint in the precision of its training."""
+    """Score a checkpoint, or with `ema` its averaged weights, in the precision of its training."""
     images = run.images()[config.split]
     config = replace(config, precision=run.config.precision)
     report = evaluate_images(
-        run.model(which), images, run.config.data, config, device=device, progress=progress
+        run.model(which, ema=ema), images, run.config.data, config, device=device, progress=progress
     )
-    return RunReport(run.step(which), report)
+    return RunReport(run.step(which), report, ema)
 
 
 def attack_vision_run(
@@ -57,17 +65,18 @@ def attack_vision_run(
     config: AttackConfig,
     *,
     which: Which = "best",
+    ema: bool = False,
     device: str = "auto",
     progress: Progress = silent,
 ) -> RunAttack:
-    """Attack a checkpoint in float32.
+    """Attack a checkpoint, or with `ema` its averaged weights, in float32.
 
     The results of each batch are saved in the run's folder, and the report at the end. After a
     crash, the same call runs only the batches that are left.
     """
     folder = run.folder / ATTACKS
     report = evaluate_attack(
-        run.model(which),
+        run.model(which, ema=ema),
         run.images()[config.split],
         run.config.data,
         config,
@@ -75,18 +84,19 @@ def attack_vision_run(
         device=device,
         progress=progress,
     )
-    found = RunAttack(run.step(which), report, folder / _name(run.step(which), report))
+    step = run.step(which)
+    found = RunAttack(step, report, folder / _name(step, report, ema), ema)
     draft = found.path.with_name(f".{found.path.name}.draft")
     draft.write_text(json.dumps(found.to_json(), indent=2) + "\n", encoding="utf-8")
     draft.replace(found.path)
     return found
 
 
-def _name(step: int, report: AttackReport) -> str:
+def _name(step: int, report: AttackReport, ema: bool) -> str:
     """Name the file of a report by its settings: a digest of everything but the results."""
     results = ("clean_top1", "clean_top5", "figures")
     settings = {key: value for key, value in report.to_json().items() if key not in results}
     radii = [figure.eps for figure in report.figures]
-    text = json.dumps([step, settings, radii], sort_keys=True)
+    text = json.dumps([step, settings, radii, *(["ema"] if ema else [])], sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return f"report-{report.attack['name']}-{digest[:12]}.json"

@@ -14,6 +14,7 @@ from typing import Any
 from acmoe.config.images.attack import eps_text
 from acmoe.config.images.train import VISION_RUNS
 from acmoe.errors import UserError
+from acmoe.evaluate.capacity import capacity_text
 from acmoe.evaluate.run import ATTACKS, LANGUAGE_RUN, read_json
 from acmoe.report.runs import RunFacts
 
@@ -81,14 +82,15 @@ def _attacks(document: dict[str, Any], source: str) -> list[Measured]:
     settings = (
         f"{document['split']}, {document['images']} images in batches of {document['batch']}; "
         f"{document['space']} space, {bound}, {document['labels']} labels; statistics "
-        f"{document['statistics']}; step {document['step']}"
+        f"{document['statistics']}; capacity {capacity_text(document.get('capacity'))}; step "
+        f"{document['step']}"
     )
     found = []
     for figure in document["figures"]:
         moved = f"; {fmean(figure['moved']):.1f}% of tokens moved" if figure["moved"] else ""
         found.append(
             Measured(
-                what=f"{name}, radius {eps_text(figure['eps'])}",
+                what=f"{name}, radius {eps_text(figure['eps'])}{_variant(document)}",
                 unit="top-1 (%)",
                 lower=False,
                 clean=float(document["clean_top1"]),
@@ -98,6 +100,13 @@ def _attacks(document: dict[str, Any], source: str) -> list[Measured]:
             )
         )
     return found
+
+
+def _variant(document: dict[str, Any]) -> str:
+    """Return the end of a figure's name: a capacity or averaged weights make it another figure."""
+    capacity = document.get("capacity")
+    limit = "" if capacity is None else f", capacity {capacity:g}"
+    return limit + (", averaged weights" if document.get("ema") else "")
 
 
 def _evaluation(document: dict[str, Any], source: str) -> list[Measured]:
@@ -128,14 +137,14 @@ def _evaluation(document: dict[str, Any], source: str) -> list[Measured]:
 def _shift(document: dict[str, Any], source: str) -> list[Measured]:
     return [
         Measured(
-            what=str(document["shift"]),
+            what=str(document["shift"]) + _variant(document),
             unit=str(document["metric"]),
             lower=False,
             clean=None,
             value=float(document["value"]),
             chance=float(document["chance"]),
             details=f"{document['images']} images, among {document['classes']} classes; statistics "
-            f"{document['statistics']}",
+            f"{document['statistics']}; capacity {capacity_text(document.get('capacity'))}",
             source=source,
         )
     ]

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from acmoe.data.folders import sync
 from acmoe.errors import UserError, check
-from acmoe.evaluate.run import STATE, checkpoints, read_json, step_folder
+from acmoe.evaluate.run import EMA, STATE, checkpoints, read_json, step_folder
 from acmoe.models.checkpoint import save
 from acmoe.runtime import rng_states, set_rng_states
+from acmoe.train.ema import WeightAverage
 
 FORMAT = 1
 TENSORS = "training.safetensors"
@@ -33,7 +34,8 @@ class CheckpointStore:
 
     Each checkpoint holds the model in the format of `acmoe.load`, the tensors of the training state
     (optimizer, random generators, memory), and a JSON state. The field `best` of the JSON state
-    names the step of the best checkpoint.
+    names the step of the best checkpoint. Where the run averages its weights, the folder `ema`
+    holds the averaged model, also in the format of `acmoe.load`.
     """
 
     def __init__(self, folder: Path, *, keep: int) -> None:
@@ -48,17 +50,26 @@ class CheckpointStore:
         return found[-1] if found else None
 
     def save(
-        self, step: int, model: nn.Module, tensors: dict[str, Tensor], state: dict[str, Any]
+        self,
+        step: int,
+        model: nn.Module,
+        tensors: dict[str, Tensor],
+        state: dict[str, Any],
+        *,
+        average: WeightAverage | None = None,
     ) -> Path:
         """Write a checkpoint and return its folder, which appears only when it is complete."""
         partial = self.folder / ".partial"
         save(model, partial)
+        if average is not None:
+            with average.applied():
+                save(model, partial / EMA)
         save_file(
             {name: tensor.contiguous() for name, tensor in tensors.items()}, partial / TENSORS
         )
         document = {"format": FORMAT, "step": step, "sha256": _sha256(partial / TENSORS), **state}
         (partial / STATE).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        for file in partial.iterdir():
+        for file in partial.rglob("*"):
             sync(file)
         sync(partial)
         target = step_folder(self.folder, step)

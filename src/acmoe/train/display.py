@@ -61,7 +61,9 @@ class Display:
         """Show a validation record."""
         name = next(key for key in ("bits_per_byte", "perplexity", "top1") if key in record)
         self._valid = f"  valid {record[name]:.4f}"
-        self._line(record, f"validation {name.replace('_', ' ')} {record[name]:.4f}")
+        averaged = record.get(f"ema_{name}")
+        ema = "" if averaged is None else f", of averaged weights {averaged:.4f}"
+        self._line(record, f"validation {name.replace('_', ' ')} {record[name]:.4f}{ema}")
 
     def _line(self, record: Record, figures: str) -> None:
         self.say(f"{self.title}: step {record['step']}/{self.steps}  {figures}")

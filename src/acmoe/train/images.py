@@ -19,10 +19,11 @@ from acmoe.data.images.on_device import DeviceImages, training_images
 from acmoe.data.images.splits import ImageSplits
 from acmoe.data.transfer import to_device
 from acmoe.errors import check
-from acmoe.evaluate.vision import evaluate_images
+from acmoe.evaluate.vision import ImageFigure, ImageReport, evaluate_images
 from acmoe.models.images.classifier import ImageClassifier, VisionOutput
 from acmoe.models.registry import build_model
 from acmoe.runtime import autocast
+from acmoe.train.ema import WeightAverage
 from acmoe.train.metrics_log import ImageMetricsLog, MetricsLog
 from acmoe.train.trainer import Trainer, eager
 
@@ -36,6 +37,11 @@ class ImageValidation(NamedTuple):
     images: int
     statistics: str
     batch: int
+    capacity: float | None = None  # capacity factor of the experts; None: no token is dropped
+    # The same scores of the moving average of the weights; None where the run keeps none.
+    ema_loss: float | None = None
+    ema_top1: float | None = None
+    ema_top5: float | None = None
 
 
 class ImageSchedule(NamedTuple):
@@ -78,6 +84,8 @@ class ImageTrainer(Trainer):
             schedule=image_schedule(config, self.batches.batches_per_pass),
             decays=decays,
         )
+        if config.ema is not None:
+            self.average = WeightAverage(self.model, config.ema)
 
     @property
     def per_step(self) -> int:
@@ -102,22 +110,16 @@ class ImageTrainer(Trainer):
         self.forward(0, *self.load_batch(batch), record=False)
 
     def validate(self) -> ImageValidation:
-        """Score the validation images as an evaluation would.
+        """Score the validation images as an evaluation would, also with the averaged weights.
 
-        With running statistics no image changes another's score.
+        No image changes another's score if statistics are running and `eval_capacity` is None.
         """
-        config = ImageEvaluateConfig(
-            split="valid",
-            batch=self.config.eval_batch,
-            limit=self.config.eval_images,
-            precision=self.config.precision,
-        )
-        # A last batch of another size is not worth compiling for.
-        with eager(self.config.compile):
-            report = evaluate_images(
-                self.model, self.images.valid, self.config.data, config, device=str(self.device)
-            )
+        report = self._evaluate()
         figure = report.figures[0]
+        averaged: ImageFigure | None = None
+        if self.average is not None:
+            with self.average.applied():
+                averaged = self._evaluate().figures[0]
         return ImageValidation(
             loss=figure.loss,
             top1=figure.top1,
@@ -125,7 +127,25 @@ class ImageTrainer(Trainer):
             images=report.images,
             statistics=figure.statistics,
             batch=report.batch,
+            capacity=report.capacity,
+            ema_loss=None if averaged is None else averaged.loss,
+            ema_top1=None if averaged is None else averaged.top1,
+            ema_top5=None if averaged is None else averaged.top5,
         )
+
+    def _evaluate(self) -> ImageReport:
+        config = ImageEvaluateConfig(
+            split="valid",
+            capacity=self.config.eval_capacity,
+            batch=self.config.eval_batch,
+            limit=self.config.eval_images,
+            precision=self.config.precision,
+        )
+        # A last batch of another size is not worth compiling for.
+        with eager(self.config.compile):
+            return evaluate_images(
+                self.model, self.images.valid, self.config.data, config, device=str(self.device)
+            )
 
     def close(self) -> None:
         """Stop the threads that read images ahead, and release captured CUDA graphs."""

@@ -2,6 +2,7 @@
 
 from typing import Any, cast
 
+from acmoe.evaluate.run import EMA
 from acmoe.models.checkpoint import load
 from acmoe.train.checkpoint import CheckpointStore
 from acmoe.train.metrics_log import MetricsLog
@@ -15,7 +16,8 @@ def save_run(store: CheckpointStore, step: int, trainer: Trainer, log: MetricsLo
         "data": trainer.batches.state_dict(),
         **trainer.data_checksum(),
     }
-    store.save(step, trainer.model, trainer.state_tensors(), state)
+    tensors = trainer.state_tensors()
+    store.save(step, trainer.model, tensors, state, average=trainer.average)
 
 
 def resume_run(store: CheckpointStore | None, trainer: Trainer, log: MetricsLog) -> int:
@@ -28,6 +30,8 @@ def resume_run(store: CheckpointStore | None, trainer: Trainer, log: MetricsLog)
     trainer.check_data(state)
     trainer.model.load_state_dict(load(folder).state_dict())
     trainer.load_state_tensors(tensors)
+    if trainer.average is not None:
+        trainer.average.load(load(folder / EMA).state_dict())
     trainer.batches.load_state_dict(state["data"])
     step = cast(int, state["step"])
     log.load_state_dict(state)

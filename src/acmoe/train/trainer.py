@@ -22,6 +22,7 @@ from acmoe.ops.route.reference import load
 from acmoe.routing.state import Routing
 from acmoe.routing.step import fold_statistics
 from acmoe.train.checkpoint import restore_rng, rng_tensors
+from acmoe.train.ema import WeightAverage
 from acmoe.train.graph import StepGraph, make_capturable
 from acmoe.train.metrics_log import MetricsLog, Score
 from acmoe.train.optim import (
@@ -95,6 +96,7 @@ class Trainer(ABC):
         )
         self.inputs: tuple[Tensor, Tensor] | None = None  # model inputs and targets of the update
         self.recent = []
+        self.average: WeightAverage | None = None  # of the weights; updated after every step
         self.graph: StepGraph | None = None
         if config.graph:
             make_capturable(self.optimizer, device)
@@ -145,6 +147,8 @@ class Trainer(ABC):
             clip=self.config.clip,
             finite=(loss + aux_loss).isfinite(),
         )
+        if self.average is not None:
+            self.average.update()
         routings = [out.routings or () for out in outputs]
         return Update(loss, aux_loss, finite, expert_loads(routings, self.config.model.num_experts))
 

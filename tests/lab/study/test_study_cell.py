@@ -94,15 +94,28 @@ def test_all_conditions_of_a_seed_come_before_the_next_seed(text):
 
 def test_a_field_that_came_later_changes_a_cell_only_where_it_is_used() -> None:
     """Results from before it stay those of their cells."""
-    before = {"augment": {}, "data": {"holdout": 0.1}, "attacks": [{"attack": {}}]}
+    before = {
+        "augment": {"mixup": 0.0},
+        "data": {"holdout": 0.1},
+        "attacks": [{"attack": {}, "dropless": False}],
+    }
     unused = {
-        "augment": {},
+        "augment": {"mixup": 0.0, "repeats": 1},
         "compile": False,
+        "ema": None,
+        "eval_capacity": "model",
         "data": {"holdout": 0.1, "on_device": False},
-        "attacks": [{"attack": {}, "precision": "fp32"}],
+        "attacks": [{"attack": {}, "precision": "fp32", "capacity": "model"}],
     }
     assert without_paths(unused) == before
-    used = {"augment": {}, "compile": True, "data": {"holdout": 0.1, "on_device": True}}
+    used = {
+        "augment": {"mixup": 0.0, "repeats": 3},
+        "compile": True,
+        "ema": 0.9,
+        "eval_capacity": None,
+        "data": {"holdout": 0.1, "on_device": True},
+        "attacks": [{"attack": {}, "capacity": 1.25}],
+    }
     assert without_paths(used) == used
     language = {"steps": 3, "compile": False}  # had it from the start
     assert without_paths(language) == language

@@ -1,9 +1,11 @@
 """The study of a CPU and no data folder: its grid is what it says, and a cell of each kind runs."""
 
 import functools
+import json
 import math
 from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +25,7 @@ from study_cases import record, write_results
 
 pytest.importorskip("sklearn")
 
+RECORDS = Path(__file__).parents[3] / "studies" / "records"
 NANO = STUDIES["nano"]
 SHORT = Size(megabytes=0.04, device="cpu")
 
@@ -52,6 +55,18 @@ def test_the_grid_is_fifty_cells_of_the_recipes_models(materials):
         assert replace(found.model, router=own.model.router) == own.model
         assert [getattr(found, key) for key in kept] == [getattr(own, key) for key in kept]
     assert cells[-1].config.augment == recipe("swin-nano").augment
+
+
+def test_cells_of_images_keep_the_identity_of_the_published_records(materials):
+    # With the capacity of training and without averaged weights, as they were run.
+    lines = (RECORDS / "nano.jsonl").read_text().splitlines()
+    known = {record["digest"] for record in map(json.loads, lines)}
+    cells = cells_of(materials, IMAGE_SETTING)
+    assert {cell.digest for cell in cells} <= known
+    attacks = [attack for cell in cells for attack in cell.tests.attacks]
+    assert all(attack.capacity == "model" for attack in attacks)
+    free = replace(cells[0].tests, attacks=tuple(replace(one, capacity=None) for one in attacks))
+    assert replace(cells[0], tests=free).digest not in known
 
 
 @pytest.mark.parametrize(("setting", "routers"), [(TEXT_SETTING, 6), (IMAGE_SETTING, 4)])

@@ -1,13 +1,18 @@
 """Configs of image data: where images come from, their augmentation, and their evaluation."""
 
-from dataclasses import dataclass
+import warnings
+from dataclasses import InitVar, dataclass
 from typing import Literal, get_args
 
 from acmoe.config.routing import Statistics
 from acmoe.config.updates import Precision
-from acmoe.errors import UserError, check, check_choice, check_not_negative
+from acmoe.errors import UserError, check, check_choice, check_not_negative, check_positive
 
 Order = Literal["shuffled", "stored"]
+# Capacity factor of the experts while images are scored or attacked. None: no token is dropped, so
+# that no image takes an expert's place from another. A number: that factor; the paper's Swin has
+# 1.25. "model": the factor that the model was trained with.
+Capacity = float | Literal["model"] | None
 RGB = tuple[float, float, float]
 
 IMAGENET_MEAN: RGB = (0.485, 0.456, 0.406)
@@ -116,8 +121,15 @@ class AugmentConfig:
     cutmix: float = 0.0
     switch: float = 0.5  # probability of cutmix over mixup where both are on
     label_smoothing: float = 0.0
+    # Repeated augmentation: a pass over N images draws N / repeats of them, each `repeats` times
+    # and each time augmented anew (3 in DeiT).
+    repeats: int = 1
 
     def __post_init__(self) -> None:
+        check(
+            self.repeats >= 1,
+            f"augment.repeats={self.repeats}; it must be at least 1, which repeats nothing",
+        )
         if self.crop is not None:
             least, most = self.crop
             check(0 < least <= most <= 1, f"augment.crop={self.crop}; need 0 < least <= most <= 1")
@@ -173,7 +185,8 @@ class ImageEvaluateConfig:
     split: Literal["valid", "test"] = "test"
     # Statistics modes of adaptive routers, one figure for each; empty: the model's own mode.
     statistics: tuple[Statistics, ...] = ()
-    dropless: bool = False  # remove the experts' capacity limit, so that no token is dropped
+    capacity: Capacity = None
+    dropless: InitVar[bool | None] = None  # old spelling of `capacity`
     batch: int = 64  # images per forward pass; affects batch statistics and capacities
     # shuffled: batches mix classes, as in training; stored: file order, often sorted by class.
     order: Order = "shuffled"
@@ -182,12 +195,44 @@ class ImageEvaluateConfig:
     precision: Precision = "fp32"
     routing: bool = False  # also report load balance and instability of every MoE layer
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, dropless: bool | None) -> None:
+        object.__setattr__(self, "capacity", checked_capacity(self.capacity, dropless))
         check_choice(self.split, ("valid", "test"), "split")
         for mode in self.statistics:
             check_choice(mode, get_args(Statistics), "statistics")
         check_batches(self.batch, self.order, self.limit, self.seed)
         check_choice(self.precision, ("fp32", "bf16"), "precision")
+
+
+def checked_capacity(capacity: Capacity, dropless: bool | None = None) -> Capacity:
+    """Return a valid capacity; `dropless`, the option's old spelling, replaces it with a warning.
+
+    dropless=False, which was the default, means the model's own factor.
+    """
+    if dropless is not None:
+        capacity = None if dropless else "model"
+        warnings.warn(
+            f"dropless={dropless} is now capacity={capacity!r}; no token is dropped by default",
+            FutureWarning,
+            stacklevel=4,
+        )
+    if isinstance(capacity, str):
+        check_choice(capacity, ("model",), "capacity")
+    elif capacity is not None:
+        check_positive(capacity, "capacity")
+    return capacity
+
+
+def parse_capacity(text: str) -> Capacity:
+    """Parse a capacity as the command line gives it: `none`, `model` or a factor such as 1.25."""
+    if text in ("none", "model"):
+        return None if text == "none" else "model"
+    try:
+        return checked_capacity(float(text))
+    except ValueError as error:
+        raise UserError(
+            f"capacity={text!r}; give none, model, or a factor such as the paper's 1.25"
+        ) from error
 
 
 def check_batches(batch: int, order: str, limit: int | None, seed: int) -> None:

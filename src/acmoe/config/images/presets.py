@@ -23,10 +23,10 @@ def vision_router(router: str | RouterConfig, config: VisionConfig) -> RouterCon
     """Return the router config that a name or config stands for in an image model.
 
     "smoe" is the plain router of the model family: Swin-MoE's gate, or SoftMoE's slots. "adaptive"
-    uses batch statistics in training and their running average in evaluation, where no image may
-    change another image's result; in a SoftMoE model it mixes the scales of 8 clusters. An adaptive
-    or random-scale router whose base was left at its default wraps the plain router, so that the
-    models differ in the scale alone.
+    uses batch statistics in training and their running average in evaluation, where the statistics
+    of one image must not change the result of another; in a SoftMoE model it mixes the scales of 8
+    clusters. An adaptive or random-scale router whose base was left at its default wraps the plain
+    router, so that the models differ in the scale alone.
     """
     soft = isinstance(config, SoftViTConfig)
     plain = SOFT_SLOTS if soft else SWIN_GATE

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, TypeVar
 
-from acmoe.config.images.data import AugmentConfig, ImageDataConfig
+from acmoe.config.images.data import AugmentConfig, Capacity, ImageDataConfig, checked_capacity
 from acmoe.config.images.presets import vision_router
 from acmoe.config.images.vision import SoftViTConfig, SwinConfig, VisionConfig
 from acmoe.config.overrides import override
@@ -36,12 +36,17 @@ class VisionRunConfig:
     eps: float = 1e-8
     weight_decay: float = 0.05  # decoupled; not on biases, gains, positions or scalars
     clip: float | None = None  # greatest gradient norm; None: no clipping
+    # Decay per update of a moving average of the weights, which is validated and saved beside them
+    # (`acmoe evaluate RUN --ema`). DeiT's is 0.99996, made for 100,000 updates and more: after n
+    # updates, a share 0.99996^n of it is still the initial weights. None: no average.
+    ema: float | None = None
     precision: Precision = "fp32"  # bf16: autocast; weights and optimizer stay float32
     seed: int = 0
     log_every: int = 10  # steps between lines of metrics.jsonl
     eval_every: int = 1000
     eval_batch: int = 64  # images per forward pass in validation
     eval_images: int | None = None  # number of images to validate on; None: all
+    eval_capacity: Capacity = None  # of the experts in validation; None: no token is dropped
     checkpoint_every: int = 1000
     keep: int = 1  # number of latest checkpoints kept, beside the best one
     compile: bool = False  # torch.compile each block
@@ -52,6 +57,11 @@ class VisionRunConfig:
         check_updates(self, rows="images")
         if self.eval_images is not None:
             check_count(self.eval_images, "eval_images")
+        check(
+            self.ema is None or 0 <= self.ema < 1,
+            f"ema={self.ema}; a decay lies in [0, 1), such as 0.99996; none: no average",
+        )
+        checked_capacity(self.eval_capacity)
         self._check_length()
         self._check_images()
 

@@ -51,7 +51,10 @@ class SwinConfig:
     adaptive_stage: int = 2
     num_experts: int = 16
     top_k: int = 2
-    capacity_factor: float | None = 1.25  # in training and evaluation; None: no token is dropped
+    # Tokens that an expert takes of a batch, relative to an even share; None: no token is dropped.
+    # It holds in every forward pass of the model. `acmoe evaluate`, `shift`, `attack` and `analyze`
+    # remove it unless asked for it (`--capacity`): one image would change the result of another.
+    capacity_factor: float | None = 1.25
     router: RouterConfig = SWIN_GATE
     placement: str | tuple[int, ...] = "full"  # as in LanguageConfig, within adaptive_stage
     balance: float = 0.1  # weight of the balance loss, summed over MoE layers

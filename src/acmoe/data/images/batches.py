@@ -51,7 +51,10 @@ class TrainingImages(ShuffledBatches):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        super().__init__(images, batch=batch, seed=seed, rank=rank, world_size=world_size)
+        repeats = augment.repeats
+        super().__init__(
+            images, batch=batch, seed=seed, rank=rank, world_size=world_size, repeats=repeats
+        )
         self.data, self.augment = data, augment
         self._pool = ThreadPoolExecutor(data.threads, thread_name_prefix="images")
         self._ahead: deque[tuple[Indices, list[Future[Pixels]]]] = deque()
@@ -71,15 +74,20 @@ class TrainingImages(ShuffledBatches):
 
     def _submit(self, number: int) -> tuple[Indices, list[Future[Pixels]]]:
         """Start decoding a batch; return the indices of its images and their futures."""
-        indices, passes = self.indices(number), number // self.batches_per_pass
-        return indices, [self._pool.submit(self._crop, int(index), passes) for index in indices]
+        indices, copies = self.copies(number)
+        passes = number // self.batches_per_pass
+        pairs = zip(indices.tolist(), copies.tolist(), strict=True)
+        return indices, [
+            self._pool.submit(self._crop, index, passes, copy) for index, copy in pairs
+        ]
 
-    def _crop(self, index: int, passes: int) -> Pixels:
-        """Read and crop one image; a random crop follows from seed, pass and index."""
+    def _crop(self, index: int, passes: int, copy: int) -> Pixels:
+        """Read and crop one image; a random crop follows from seed, pass, index and copy."""
         pixels, size = self.images.pixels(index), self.data.size
         if self.augment.crop is None:
             return centre_crop(pixels, resize=self.data.shorter_side, size=size)
-        rng = np.random.default_rng(derive_seed(self.seed, "crop", passes, index))
+        repeated = () if copy == 0 else (copy,)
+        rng = np.random.default_rng(derive_seed(self.seed, "crop", passes, index, *repeated))
         area, ratio = self.augment.crop, self.augment.ratio
         return random_crop(pixels, size=size, area=area, ratio=ratio, rng=rng)
 

@@ -44,7 +44,10 @@ class DeviceImages(ShuffledBatches):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        super().__init__(images, batch=batch, seed=seed, rank=rank, world_size=world_size)
+        repeats = augment.repeats
+        super().__init__(
+            images, batch=batch, seed=seed, rank=rank, world_size=world_size, repeats=repeats
+        )
         self.data, self.augment, self.device = data, augment, device
         self.pixels = device_pixels(images, data, device)
         self.labels = to_device(images.labels, device)

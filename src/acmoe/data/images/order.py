@@ -16,17 +16,29 @@ class ShuffledBatches:
     A batch follows from the seed and its number alone, so a run can resume at any batch, bit by
     bit. `batch` is the number of images on all ranks together, so a run can also resume on another
     number of ranks.
+
+    With `repeats` r, a pass has as many slots as there are images, and r consecutive slots hold the
+    same image: a pass reads one image of r, r times each (DeiT's repeated augmentation). The slots
+    of a batch are dealt to its r parts in turn, so that copies of an image lie in different
+    micro-batches and ranks where there are r or more of them.
     """
 
     def __init__(
-        self, images: ImageSet, *, batch: int, seed: int = 0, rank: int = 0, world_size: int = 1
+        self,
+        images: ImageSet,
+        *,
+        batch: int,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        repeats: int = 1,
     ) -> None:
         rows = rank_rows(batch, rank=rank, world_size=world_size, unit="images")
         check(
             batch <= len(images),
             f"batch={batch} exceeds the {len(images):,} training images; lower batch",
         )
-        self.images, self.batch, self.seed = images, batch, seed
+        self.images, self.batch, self.seed, self.repeats = images, batch, seed, repeats
         self.batches_per_pass = len(images) // batch
         self.rank, self.rows = rank, slice(rows.start, rows.stop)
         self.number = 0  # number of the next batch
@@ -34,12 +46,21 @@ class ShuffledBatches:
 
     def indices(self, number: int) -> Indices:
         """Return the indices of this rank's images in batch `number`."""
+        return self.copies(number)[0]
+
+    def copies(self, number: int) -> tuple[Indices, Indices]:
+        """Return the indices of this rank's images in batch `number`, and the number of each copy.
+
+        The copies of an image in a pass are numbered from 0 to `repeats` - 1.
+        """
         passes, place = divmod(number, self.batches_per_pass)
         if self._order is None or self._order[0] != passes:
             rng = np.random.default_rng(derive_seed(self.seed, "order of pass", passes))
             self._order = (passes, rng.permutation(len(self.images)))
-        whole = self._order[1][place * self.batch : (place + 1) * self.batch]
-        return whole[self.rows]
+        slots = np.arange(place * self.batch, (place + 1) * self.batch)
+        dealt = np.concatenate([slots[part :: self.repeats] for part in range(self.repeats)])
+        image, copy = np.divmod(dealt[self.rows], self.repeats)
+        return self._order[1][image], copy
 
     def batch_seed(self, number: int) -> int:
         """Seed for later random draws on a batch, such as its augmentation."""
@@ -52,9 +73,12 @@ class ShuffledBatches:
             "seed": self.seed,
             "batch": self.batch,
             "images": len(self.images),
+            **({} if self.repeats == 1 else {"repeats": self.repeats}),
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue from a state of `state_dict`; the images must be the same."""
-        check_same_data(state, self.state_dict(), ("seed", "batch", "images"), what="images")
+        saved, current = {"repeats": 1, **state}, {"repeats": 1, **self.state_dict()}
+        keys = ("seed", "batch", "images", "repeats")
+        check_same_data(saved, current, keys, what="images")
         self.number = state["number"]

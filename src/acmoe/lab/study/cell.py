@@ -29,6 +29,9 @@ _ADDED_FIELDS: tuple[tuple[str, str, Any], ...] = (
     ("clamp", "mean_before_clamp", False),
     ("expert_init", "plain_router", None),
     ("normalize_embeddings", "embedding_length", None),
+    ("augment", "eval_capacity", "model"),
+    ("augment", "ema", None),
+    ("mixup", "repeats", 1),
 )
 
 
@@ -119,6 +122,8 @@ def without_paths(value: Any) -> Any:
         for sibling, name, before in _ADDED_FIELDS:
             if sibling in kept and kept.get(name) == before:
                 kept.pop(name, None)
+        if "attack" in kept and kept.get("capacity", 0) in ("model", None):
+            kept["dropless"] = kept.pop("capacity") is None  # the field's name before
         return {key: without_paths(item) for key, item in kept.items()}
     return [without_paths(item) for item in value] if isinstance(value, list) else value
 

@@ -56,7 +56,11 @@ def _scored(
 ) -> Scored:
     """Score the clean test images, and measure their routing."""
     evaluation = ImageEvaluateConfig(
-        batch=tests.batch, limit=tests.images, precision=config.precision, routing=True
+        capacity="model",  # as the paper scores, and all cells so far
+        batch=tests.batch,
+        limit=tests.images,
+        precision=config.precision,
+        routing=True,
     )
     device = str(pick_device(config.device))
     report = evaluate_images(model, images, config.data, evaluation, device=device)

@@ -108,6 +108,7 @@ def image_run(
         log_every=max(1, min(50, steps // 10)),
         eval_every=max(1, steps // 6),
         eval_batch=256,
+        eval_capacity="model",
         checkpoint_every=steps,
         device=size.device,
     )
@@ -130,4 +131,5 @@ def image_tests(size: Size) -> ImageTests:
             # Only the larger of the default's two radii.
             replace(spsa, attack=SPSA, eps=spsa.eps[-1:], limit=few, batch=few),
         ]
-    return ImageTests(attacks=tuple(attacks))
+    # With the experts' capacity of training, as the paper attacks, and all cells so far.
+    return ImageTests(attacks=tuple(replace(one, capacity="model") for one in attacks))

@@ -110,6 +110,7 @@ def image_run(router: str | RouterConfig, size: Size, seed: int) -> VisionRunCon
         run,
         model=replace(run.model, router=vision_router(router, run.model)),
         eval_batch=TEST_BATCH,
+        eval_capacity="model",
         **_run_fields(run, steps, size, seed),
     )
     return override_vision_run(run, size.overrides)
@@ -135,7 +136,10 @@ def image_tests(size: Size) -> ImageTests:
     if size.brief:
         return ImageTests(batch=TEST_BATCH)
     radii = tuple(level / 255 for level in RADII)
-    fgsm, pgd = (attack_config(name, eps=radii) for name in ("fgsm", "pgd"))
+    # With the experts' capacity of training, as the paper attacks, and all cells so far.
+    fgsm, pgd = (
+        replace(attack_config(name, eps=radii), capacity="model") for name in ("fgsm", "pgd")
+    )
     attacks = (fgsm, replace(pgd, attack=PGD))
     return ImageTests(
         batch=TEST_BATCH,
