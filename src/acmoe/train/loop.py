@@ -25,8 +25,10 @@ class TrainLoop:
     def run(self) -> int:
         """Train from the latest checkpoint to the last step or a stop signal; return the step."""
         config, last = self.trainer.config, self.trainer.steps
-        step = resume_run(self.store, self.trainer, self.log)
+        step, notes = resume_run(self.store, self.trainer, self.log)
         self.display.begin(step, self.log)
+        for note in notes:
+            self.display.say(note)
         stopping = False
         while step < last and not stopping:
             step += 1

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from acmoe.data.sources import sha256_of
 from acmoe.data.text.records import check_sha256, check_size
 from acmoe.errors import UserError, check
+from acmoe.storage.atomic import sha256_of
 
 # Token ids as stored: uint8, uint16 or int32 by the size of the vocabulary.
 Tokens = NDArray[np.integer[Any]]

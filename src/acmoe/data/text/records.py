@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from acmoe.data.sources import sha256_of
 from acmoe.errors import UserError, check
+from acmoe.storage.atomic import sha256_of
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
