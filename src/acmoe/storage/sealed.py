@@ -27,7 +27,7 @@ def write_sealed(path: Path, document: Mapping[str, Any]) -> None:
 def sealed_text(document: Mapping[str, Any]) -> str:
     """Return the text of a sealed document."""
     content = {**document, "format": SEALED}
-    return json.dumps({**content, SEAL: _seal(content)}, indent=2, allow_nan=False) + "\n"
+    return json.dumps({**content, SEAL: seal_of(content)}, indent=2, allow_nan=False) + "\n"
 
 
 def read_sealed(path: Path, *, fix: str) -> Document:
@@ -41,7 +41,7 @@ def read_sealed(path: Path, *, fix: str) -> Document:
         return document
     seal = document.pop(SEAL, None)
     check(
-        seal == _seal(document),
+        seal == seal_of(document),
         f"{path} was changed after it was written: its checksum differs; {fix}",
     )
     return document
@@ -62,7 +62,8 @@ def read_object(path: Path, *, fix: str) -> Document:
     return document
 
 
-def _seal(content: Mapping[str, Any]) -> str:
+def seal_of(content: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a document's fields, written as JSON with sorted keys."""
     try:
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     except RecursionError:

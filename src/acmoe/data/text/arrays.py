@@ -61,6 +61,10 @@ def describe_array(path: Path, tokens: int, dtype: np.dtype[Any]) -> ArrayRecord
 def check_array(folder: Path, record: ArrayRecord, *, fix: str, verify: bool = False) -> None:
     """Check that a file has its recorded size and, with `verify`, its recorded SHA-256."""
     path = folder / record.file
+    check(
+        Path(record.file).name == record.file and not path.is_symlink(),
+        f"file={record.file!r} in the manifest is not a file of {folder}; {fix}",
+    )
     check_size(path, record.bytes, fix)
     if verify:
         check_sha256(path, record.sha256, fix)
