@@ -6,7 +6,7 @@ READY := .venv/.ready
 # worksteal: a worker keeps the tests of a file together, so that each fixture is built once.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-all lint format bench docs screenshot clean setup
+.PHONY: demo test test-all test-faults lint format bench docs screenshot clean setup
 
 setup: $(READY)
 
@@ -20,10 +20,14 @@ demo: $(READY)
 	$(BIN)/acmoe demo
 
 test: $(READY)
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu and not faults"
 
 test-all: $(READY)
 	$(PYTEST) -m "not gpu"
+
+# Fails and kills at every file operation of a command, and damages every file of a run.
+test-faults: $(READY)
+	$(PYTEST) -m faults
 
 lint: $(READY)
 	$(BIN)/ruff check .

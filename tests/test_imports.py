@@ -19,13 +19,14 @@ import pytest
 PROJECT = Path(__file__).parents[1]
 SOURCE = PROJECT / "src" / "acmoe"
 
-EVERYONE = {"errors", "config"}  # may be imported by every room below them
+EVERYONE = {"errors", "config", "storage"}  # may be imported by every room below them
 LAYERS = {"ops", "routing", "experts"}
 
 # From the bottom to the top: a room imports only from rooms above it in this table.
 ROOMS: dict[str, set[str]] = {
     "errors": set(),  # the one exception for a user's mistakes
     "config": {"errors"},  # what can be asked: frozen dataclasses
+    "storage": {"errors"},  # files that survive crashes and show damage
     "recipes": EVERYONE,  # whole experiments as configs
     "runtime": EVERYONE,  # device, precision and random seed of a run
     "ops": EVERYONE,  # tensor functions: definitions in plain PyTorch, with kernels beside them

@@ -77,7 +77,7 @@ def tiny_run(corpus: Path, *overrides: str, router: str = "adaptive") -> RunConf
 def records(folder: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what depends on the clock; fails on a torn line."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    clock = ("seconds", "tokens_per_second")
+    clock = ("seconds", "tokens_per_second", "crc32")
     return [
         {key: value for key, value in json.loads(line).items() if key not in clock}
         for line in lines
@@ -90,7 +90,7 @@ def everything(folder: Path) -> dict[str, Any]:
     tensors = load_file(last / "training.safetensors")
     (weights,) = last.glob("weights-*.safetensors")
     state = json.loads((last / "state.json").read_text())
-    del state["seconds"]
+    del state["seconds"], state["seal"]
     named = {**tensors, **load_file(weights)}
     return {**{name: value.numpy().tobytes() for name, value in named.items()}, **state}
 

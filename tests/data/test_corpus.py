@@ -10,6 +10,7 @@ import pytest
 from acmoe.data.text.corpus import Corpus, load_corpus
 from acmoe.data.text.prepare import prepare
 from acmoe.errors import UserError
+from acmoe.storage.sealed import seal_of
 
 
 @pytest.fixture
@@ -20,8 +21,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def edit_manifest(folder: Path, **changes: Any) -> None:
+    """Change fields and renew the checksum, so that a later check is the one that speaks."""
     path = folder / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    content = json.loads(path.read_text()) | changes
+    del content["seal"]
+    path.write_text(json.dumps({**content, "seal": seal_of(content)}))
 
 
 def test_the_splits_are_memory_mapped_and_read_only(folder: Path) -> None:
@@ -58,14 +62,22 @@ def test_a_missing_array_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["train.npy", "vocabulary.json"])
-def test_a_changed_file_of_the_same_size_is_found_by_verify(folder: Path, file: str) -> None:
+def test_a_changed_file_of_the_same_size_is_refused(folder: Path, file: str) -> None:
     path = folder / file
     data = path.read_bytes()
     last = data.rindex(b"\n") if file == "vocabulary.json" else len(data) - 1
     path.write_bytes(data[:last] + b" " + data[last + 1 :])
-    load_corpus(folder)  # by size alone it looks whole
-    with pytest.raises(UserError, match="was changed after it was written"):
-        load_corpus(folder, verify=True)
+    load_corpus(folder, verify=False)  # by size alone it looks whole
+    with pytest.raises(UserError, match=f"{file} was changed after it was written"):
+        load_corpus(folder)
+
+
+def test_an_array_outside_the_folder_is_refused(folder: Path) -> None:
+    splits = json.loads((folder / "manifest.json").read_text())["splits"]
+    splits["train"]["file"] = "../train.npy"
+    edit_manifest(folder, splits=splits)
+    with pytest.raises(UserError, match=r"file='\.\./train\.npy' in the manifest is not a file of"):
+        load_corpus(folder)
 
 
 def test_an_array_of_another_type_is_refused(folder: Path) -> None:
@@ -73,14 +85,14 @@ def test_an_array_of_another_type_is_refused(folder: Path) -> None:
     length = len(load_corpus(folder)["train"])
     np.save(folder / "train.npy", np.zeros(length // 2, dtype=np.uint16))
     with pytest.raises(UserError, match=r"holds uint16 of shape .*, expected 198 uint8"):
-        load_corpus(folder)
+        load_corpus(folder, verify=False)
 
 
 def test_an_array_that_is_none_is_refused(folder: Path) -> None:
     path = folder / "train.npy"
     path.write_bytes(b"x" * path.stat().st_size)
     with pytest.raises(UserError, match="is no array of token ids"):
-        load_corpus(folder)
+        load_corpus(folder, verify=False)
 
 
 @pytest.mark.parametrize(
@@ -103,5 +115,5 @@ def test_a_manifest_that_does_not_fit_is_refused(
 
 def test_a_manifest_that_is_no_json_is_refused(folder: Path) -> None:
     (folder / "manifest.json").write_text('{"name": ')
-    with pytest.raises(UserError, match=r"manifest\.json is damaged: the file: Invalid JSON"):
+    with pytest.raises(UserError, match=r"manifest\.json is damaged, it is not JSON"):
         load_corpus(folder)

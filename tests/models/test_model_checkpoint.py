@@ -12,12 +12,13 @@ from torch import nn
 
 from acmoe.config.routing import AdaptiveConfig, CosineConfig, RouterConfig, StableConfig
 from acmoe.errors import UserError
-from acmoe.models import checkpoint
 from acmoe.models.checkpoint import load, save
 from acmoe.models.registry import create_model
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.routing.stable import StableRouter
 from acmoe.routing.step import fold_statistics
+from acmoe.storage.atomic import sha256_of
+from acmoe.storage.sealed import write_sealed
 
 TOKENS = torch.arange(24).view(2, 12)
 
@@ -39,9 +40,7 @@ def weights_of(folder: Path) -> Path:
 
 def reseal(folder: Path, file: Path) -> None:
     """Make config.json agree with changed weights, so that a later check is the one that speaks."""
-    document = json.loads((folder / "config.json").read_text())
-    document.update(weights=file.name, sha256=checkpoint._sha256(file))
-    (folder / "config.json").write_text(json.dumps(document))
+    edit_config(folder, weights=file.name, sha256=sha256_of(file))
 
 
 @pytest.mark.parametrize(
@@ -138,29 +137,34 @@ def test_a_crash_while_saving_leaves_the_old_model(
         real(source, target)
 
     monkeypatch.setattr(os, "replace", crash)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(UserError, match=r"cannot write .*disk full; make room"):
         save(model, tmp_path)
     assert torch.equal(load(tmp_path).embed.weight, before)
-    assert not list(tmp_path.glob(".draft-*"))
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_nothing_executable_is_written(tmp_path: Path) -> None:
     save(small(), tmp_path)
     document = json.loads((tmp_path / "config.json").read_text())
-    assert document["format"] == 1
+    assert document["format"] == 2
     assert document["family"] == "language"
     assert document["model"]["router"]["name"] == "adaptive"
     assert load_file(weights_of(tmp_path)).keys() == small().state_dict().keys()
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
+    """Change fields and renew the seal: a forgery, which other checks must catch."""
     document = json.loads((folder / "config.json").read_text())
+    del document["seal"]
     for key, value in changes.items():
         if value is None:
             del document[key]
         else:
             document[key] = value
-    (folder / "config.json").write_text(json.dumps(document))
+    write_sealed(folder / "config.json", document)
+    if "format" in changes:
+        text = (folder / "config.json").read_text()
+        (folder / "config.json").write_text(text.replace('"format": 2', '"format": 9'))
 
 
 def edit_weights(folder: Path, **changes: torch.Tensor | None) -> None:
@@ -172,6 +176,17 @@ def edit_weights(folder: Path, **changes: torch.Tensor | None) -> None:
             tensors[key.replace("__", ".")] = value
     save_file(tensors, file)
     reseal(folder, file)
+
+
+def edit_model(folder: Path, **changes: Any) -> None:
+    document = json.loads((folder / "config.json").read_text())
+    edit_config(folder, model={**document["model"], **changes})
+
+
+def swap(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
 
 
 def cut(folder: Path) -> None:
@@ -189,13 +204,29 @@ BROKEN = {
     "no weights": (lambda f: weights_of(f).unlink(), "is missing"),
     "not JSON": (lambda f: (f / "config.json").write_text("{"), "is not JSON"),
     "not an object": (lambda f: (f / "config.json").write_text("[]"), "is no JSON object"),
-    "another format": (lambda f: edit_config(f, format=2), "has format 2 .*reads 1"),
+    "another format": (lambda f: edit_config(f, format=9), "config.json was changed"),
     "a key less": (lambda f: edit_config(f, sha256=None), "lacks 'sha256'"),
     "an unknown family": (lambda f: edit_config(f, family="vision-2"), "family 'vision-2'"),
     "an unknown field": (lambda f: edit_config(f, model={"depth": 3}), "unknown setting depth"),
     "a config that lacks a field": (
         lambda f: edit_config(f, model={"dim": 3}),
         "lacks the setting",
+    ),
+    "another top_k, same seal": (
+        lambda f: swap(f / "config.json", '"top_k": 2', '"top_k": 3'),
+        "config.json was changed after it was written",
+    ),
+    "no seal": (lambda f: swap(f / "config.json", '"seal"', '"sea1"'), "was changed"),
+    "terabytes": (lambda f: edit_model(f, dim=10**9, heads=1), "too few for dim=1000000000"),
+    "endless": (lambda f: edit_model(f, repeats=10**7), "too few for repeats=10000000"),
+    "nested too deeply": (lambda f: (f / "config.json").write_text("[" * 200_000), "not JSON"),
+    "NaN": (
+        lambda f: edit_weights(f, unembed__bias=torch.full((256,), float("nan"))),
+        "unembed.bias holds NaN",
+    ),
+    "integers": (
+        lambda f: edit_weights(f, unembed__bias=torch.zeros(256, dtype=torch.int64)),
+        "unembed.bias of torch.int64; the model needs torch.float32",
     ),
     "truncated": (cut, "is damaged"),
     "truncated, checksum forged": (cut_and_reseal, "no safetensors file"),

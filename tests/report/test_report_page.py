@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from acmoe.report.page import SCRIPTS, aligned_settings, escaped_json, render, static, write_report
 from acmoe.report.routing import MOST_AFFINITIES, RoutingReader
 from acmoe.report.runs import read_run
+from acmoe.storage.sealed import write_sealed
 from run_facts import HOSTILE, run_facts
 
 STATIC = Path(__file__).parents[2] / "src" / "acmoe" / "report" / "static"
@@ -201,7 +202,8 @@ def test_a_corpus_that_is_gone_is_one_line(broken: Path) -> None:
     path = broken / "config.json"
     document = json.loads(path.read_text())
     document["config"]["data"]["folder"] = str(broken / "gone")
-    path.write_text(json.dumps(document))
+    del document["seal"]
+    write_sealed(path, document)
     (note,) = notes_of(broken)
     assert "is not prepared in" in note
 

@@ -8,6 +8,7 @@ import pytest
 
 from acmoe.errors import UserError
 from acmoe.report.runs import find_runs, read_run, read_runs
+from acmoe.storage.sealed import write_sealed
 from acmoe.train.run_folder import LOCK, claim
 from run_facts import run_facts
 from tiny_runs import tiny_run
@@ -36,9 +37,7 @@ def test_a_line_cut_off_by_a_crash_is_left_out_and_said(run: Path) -> None:
     path.write_text("\n".join(lines[:3]) + "\n" + lines[3][:20])
     facts = read_run(run, "run")
     assert len(facts.train) + len(facts.valid) == 3
-    assert facts.notes == (
-        "metrics.jsonl: line 4 is cut off; it and what follows are left out (1 of 4 lines)",
-    )
+    assert facts.notes == ("metrics.jsonl: records left out: the last one incomplete",)
     assert facts.state == "stopped"
 
 
@@ -47,14 +46,17 @@ def test_a_damaged_line_in_the_middle_is_named(run: Path) -> None:
     lines = path.read_text().splitlines()
     path.write_text("\n".join([lines[0], "{oops", *lines[1:]]) + "\n")
     facts = read_run(run, "run")
-    assert len(facts.train) == 1
-    assert "line 2 cannot be read" in facts.notes[0]
+    assert len(facts.train) + len(facts.valid) == len(lines)  # the damaged one costs only itself
+    assert facts.notes == ("metrics.jsonl: records left out: 1 damaged (line 2)",)
 
 
 def test_lines_that_are_no_records_are_counted(run: Path) -> None:
     path = run / "metrics.jsonl"
     path.write_text('[1]\n{"kind": "train"}\n' + path.read_text())
-    assert read_run(run, "run").notes == ("metrics.jsonl: 2 lines are no records; left out",)
+    assert read_run(run, "run").notes == (
+        "metrics.jsonl: records left out: 1 damaged (line 1)",
+        "metrics.jsonl: 1 lines are no records; left out",
+    )
 
 
 def test_a_run_without_figures_has_not_started(run: Path) -> None:
@@ -131,5 +133,6 @@ def test_a_value_that_is_no_number_is_not_the_best() -> None:
 def test_unknown_lengths_are_not_taken_for_finished(run: Path) -> None:
     document = json.loads((run / "config.json").read_text())
     document["config"]["steps"] = None
-    (run / "config.json").write_text(json.dumps(document))
+    del document["seal"]
+    write_sealed(run / "config.json", document)
     assert read_run(run, "run").state == "stopped"

@@ -99,6 +99,58 @@ def test_a_damaged_checkpoint_is_refused_with_a_way_out(damage: str, tmp_path: P
         file.unlink()
     else:
         text = (folder / "state.json").read_text()
-        (folder / "state.json").write_text(text.replace('"format": 1', '"format": 2'))
-    with pytest.raises(UserError, match="format 2" if damage == "format" else "delete .*step-0000"):
+        (folder / "state.json").write_text(text.replace('"format": 2', '"format": 3'))
+    with pytest.raises(UserError, match=r"delete .*step-0000"):
         store.read(folder)
+
+
+def test_only_leftovers_of_this_program_are_removed(tmp_path: Path) -> None:
+    elsewhere, folder = tmp_path / "scratch", tmp_path / "run" / "checkpoints"
+    for name in (".ssh", ".git", ".step-00000003", ".partial"):
+        (elsewhere / name).mkdir(parents=True)
+        (elsewhere / name / "id_ed25519").write_text("secret")
+    (elsewhere / ".DS_Store").write_text("")
+    (elsewhere / ".step-00000009").mkdir()
+    (elsewhere / ".step-00000009" / "config.json").write_text("{}")
+    (elsewhere / ".step-00000008").symlink_to(elsewhere / ".ssh")
+    folder.parent.mkdir()
+    folder.symlink_to(elsewhere)
+    CheckpointStore(folder, keep=1)
+    left = {path.name for path in elsewhere.iterdir()}
+    assert left == {".ssh", ".git", ".step-00000003", ".partial", ".DS_Store", ".step-00000008"}
+    assert (elsewhere / ".ssh" / "id_ed25519").read_text() == "secret"
+
+
+@pytest.mark.parametrize("place", ["weights", "optimizer"])
+def test_a_checkpoint_with_nan_is_not_written(place: str, tmp_path: Path) -> None:
+    store, model = store_in(tmp_path), LanguageModel(MODEL)
+    good = save(store, 1)
+    tensors = {"moment": torch.zeros(3)}
+    bad = model.embed.weight if place == "weights" else tensors["moment"]
+    with torch.no_grad():
+        bad.view(-1)[2] = float("nan")
+    name = "embed.weight" if place == "weights" else "moment"
+    with pytest.raises(UserError, match=f"step 2 is not saved: {name} holds nan.*{good}"):
+        store.save(2, model, tensors, {})
+    assert steps_of(store) == [1]
+    store.read(good)
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_in(tmp_path)
+    good = save(store, 1)
+
+    def full(*arguments: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    for victim in ("save_file", "sync", "sealed_text"):
+        with monkeypatch.context() as broken:
+            broken.setattr(checkpoint, victim, full)
+            with pytest.raises(UserError, match="step-00000002: No space left on device; make"):
+                save(store, 2)
+        assert steps_of(store)[0] == 1
+        if victim != "sync":
+            assert [path.name for path in store.folder.iterdir()] == [good.name]
+    store.read(good)

@@ -8,7 +8,8 @@ import torch
 
 from acmoe.config.text.train import RunConfig
 from acmoe.evaluate.run import open_corpus, open_run
-from acmoe.train.health import TrainingStopped, first_nonfinite_parameter, training_stopped
+from acmoe.train.checkpoint import first_nonfinite
+from acmoe.train.health import TrainingStopped, training_stopped
 from acmoe.train.run import train
 from acmoe.train.text import TextTrainer
 from tiny_runs import QUIET, byte_corpus, everything, tiny_run
@@ -56,7 +57,7 @@ def test_the_first_layer_that_overflows_is_named(tmp_path: Path) -> None:
     trainer = trainer_of(tiny_run(byte_corpus(tmp_path)))
     with torch.no_grad():
         trainer.model.blocks[1].attention.key.weight.fill_(1e38)  # 16 features of about 1 each
-    assert first_nonfinite_parameter(trainer.model) is None
+    assert first_nonfinite(trainer.model.state_dict()) is None
     stop = training_stopped(trainer, step=1, bad=0, good=None)
     assert "blocks.1.attention.key (Linear) first gives" in str(stop)
 

@@ -23,12 +23,16 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except UserError as mistake:
         print(f"acmoe: {mistake}", file=sys.stderr)
         status = 2
-    except KeyboardInterrupt:
-        print("acmoe: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(f"acmoe: interrupted{f'; {stop}' if str(stop) else ''}", file=sys.stderr)
         status = 128 + signal.SIGINT
     except BrokenPipeError:
         # The reader of the pipe (head, less) has closed it. Send the rest to /dev/null, so that the
         # flush at interpreter exit does not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0
+    except OSError as error:  # a disk or a network, not a mistake in the arguments
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"acmoe: {where}{error.strerror or error}", file=sys.stderr)
+        status = 1
     sys.exit(status)

@@ -13,6 +13,7 @@ from acmoe.config.moved import import_hint
 from acmoe.errors import UserError, check
 
 FORMAT = 1  # raised when an older reader could no longer understand a stored config
+READ = (FORMAT, 2)  # format 2 is the same with a checksum (acmoe.storage.sealed)
 
 C = TypeVar("C")
 
@@ -27,8 +28,8 @@ def from_document(document: object, kind: type[C], source: str) -> C:
     if not isinstance(document, dict):
         raise UserError(f"{source} is no JSON object; it was not written by acmoe")
     check(
-        document.get("format") == FORMAT,
-        f"{source} has format {document.get('format')!r}; this acmoe reads {FORMAT}",
+        document.get("format") in READ,
+        f"{source} has format {document.get('format')!r}; this acmoe reads {READ}",
     )
     check("config" in document, f"{source} lacks 'config'; it was not written by acmoe")
     return decode(document["config"], kind, source)

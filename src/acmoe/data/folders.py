@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from acmoe.errors import UserError
+from acmoe.storage.atomic import sync
 
 if sys.platform != "win32":
     import fcntl
@@ -75,17 +76,6 @@ def _locked(folder: Path) -> Iterator[bool]:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield folder.exists() and os.path.samestat(os.fstat(handle), folder.stat())
-    finally:
-        os.close(handle)
-
-
-def sync(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to disk, so that they survive a power cut."""
-    if path.is_dir() and os.name != "posix":
-        return  # only POSIX systems can sync a directory
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
     finally:
         os.close(handle)
 

@@ -1,7 +1,6 @@
 """Read source files, plain or compressed, in chunks or lines, with clear errors for bad files."""
 
 import gzip
-import hashlib
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from acmoe.errors import UserError, check
+from acmoe.storage.atomic import sha256_of
 
 CHUNK = 1 << 20  # bytes read at a time
 MAX_LINE = 1 << 26  # bytes; a file with longer lines is no text, and could not be streamed
@@ -24,12 +24,6 @@ class SourceRecord:
     file: str
     bytes: int
     sha256: str
-
-
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file as stored (not decompressed), read in chunks."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def describe_source(split: str, path: Path) -> SourceRecord:

@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from acmoe.errors import UserError, check
-
-if sys.platform != "win32":
-    import fcntl
+from acmoe.errors import check
+from acmoe.storage.atomic import report_write_errors
+from acmoe.storage.lines import append_to, read_lines
+from acmoe.storage.lock import open_regular, take_lock
 
 Record = dict[str, Any]
 
@@ -27,14 +26,17 @@ class AttackJournal:
     incomplete after a crash; it is dropped, and its batch is attacked again.
     """
 
-    def __init__(self, handle: int | None = None, records: Sequence[Record] = ()) -> None:
+    def __init__(
+        self, handle: int | None = None, records: Sequence[Record] = (), path: Path = Path()
+    ) -> None:
         self._handle = handle  # None: keep records in memory only
+        self._path = path
         self.done = {(record["eps"], record["batch"]): record for record in records}
 
     def add(self, record: Record) -> None:
         """Save the record of one batch."""
         if self._handle is not None:
-            os.write(self._handle, _line(record))
+            append_to(self._handle, record, self._path)
             os.fsync(self._handle)
         self.done[record["eps"], record["batch"]] = record
 
@@ -44,40 +46,29 @@ def open_journal(folder: Path, settings: Record) -> Iterator[AttackJournal]:
     """Open the journal of those settings in a folder. Each choice of settings has its own file."""
     digest = hashlib.sha256(_line(settings)).hexdigest()
     path = folder / f"attack-{settings['attack']['name']}-{digest[:12]}.jsonl"
-    try:
+    with report_write_errors(path):
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
+    handle = open_regular(path, append=True)
     try:
-        _lock(handle, path)
-        records = _read(handle, path, settings)
-        yield AttackJournal(handle, records)
+        take_lock(handle, f"{path} is in use by another process; wait for it")
+        yield AttackJournal(handle, _read(handle, path, settings), path)
     finally:
         os.close(handle)
 
 
-def _lock(handle: int, path: Path) -> None:
-    if sys.platform != "win32":  # no flock: only one process may use a journal at a time
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"{path} is in use by another process; wait for it") from None
-
-
 def _read(handle: int, path: Path, settings: Record) -> list[Record]:
     """Return the complete records, and drop an incomplete last line; start an empty file."""
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    os.truncate(handle, whole)
-    if whole == 0:
-        os.write(handle, _line(settings))
+    lines = read_lines(path)
+    os.ftruncate(handle, lines.size)
+    if lines.size == 0:
+        append_to(handle, settings, path)
         os.fsync(handle)
         return []
-    try:
-        first, *records = [json.loads(line) for line in content[:whole].splitlines()]
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}); delete it to attack anew") from error
+    check(
+        not lines.damaged,
+        f"{path} is damaged in line {lines.damaged[:1]}; delete it to attack anew",
+    )
+    first, *records = lines.records
     check(
         first == json.loads(_line(settings)),
         f"{path} was begun with other settings; delete it to attack anew",

@@ -8,7 +8,6 @@ checkpoints/     step-00001000/ and so on: a model (read by `acmoe.load`) and th
 attacks/         results of attacks on an image model
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -25,10 +24,13 @@ from acmoe.data.text.corpus import MANIFEST, Corpus, load_corpus
 from acmoe.data.text.prepare import prepare
 from acmoe.data.text.registry import dataset
 from acmoe.data.text.vocabulary import Vocabulary, load_vocabulary
-from acmoe.errors import UserError, check
+from acmoe.errors import check
 from acmoe.models.checkpoint import load
 from acmoe.models.images.classifier import ImageClassifier
 from acmoe.models.text.decoder import LanguageModel
+from acmoe.storage.atomic import sha256_of
+from acmoe.storage.lines import read_lines
+from acmoe.storage.sealed import read_sealed
 
 CONFIG = "config.json"
 VOCABULARY = "vocabulary.json"
@@ -55,9 +57,16 @@ class RunFolder:
         check(bool(found), f"{self.folder} has no checkpoint yet; train it further")
         if which == "last":
             return found[-1]
-        best = read_json(found[-1] / STATE).get("best")
+        state = read_json(found[-1] / STATE)
+        best = state.get("best")
         # A run that stopped before its first validation has no best checkpoint yet.
-        return found[-1] if best is None else step_folder(found[-1].parent, best["step"])
+        if best is None:
+            return found[-1]
+        check(
+            isinstance(best, dict) and type(best.get("step")) is int,
+            f"{found[-1] / STATE} has best={best!r}, which names no step; it is damaged",
+        )
+        return step_folder(found[-1].parent, best["step"])
 
     def step(self, which: Which = "best") -> int:
         """Return the number of updates before that checkpoint."""
@@ -78,7 +87,14 @@ class Run(RunFolder):
         return cast(LanguageModel, load(self.checkpoint(which), device=device))
 
     def vocabulary(self) -> Vocabulary:
-        return load_vocabulary(self.folder / VOCABULARY)
+        path = self.folder / VOCABULARY
+        digest = read_json(self.folder / CONFIG).get("vocabulary_sha256")  # absent in version 0.1
+        check(
+            digest is None or (path.is_file() and sha256_of(path) == digest),
+            f"{path} is missing or was changed after it was written: its checksum differs; restore "
+            "it from a copy",
+        )
+        return load_vocabulary(path)
 
     def corpus(self) -> Corpus:
         return open_corpus(self.config.data)
@@ -172,24 +188,15 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise UserError(f"{path} is damaged, it is not JSON ({error})") from error
-    check(isinstance(document, dict), f"{path} is damaged, it is no JSON object")
-    return cast("dict[str, Any]", document)
+    """Read a JSON object that this library wrote; raise where it is damaged."""
+    return read_sealed(path, fix="restore it from a copy, or make it again")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read all complete records. Only the last line can be incomplete, after a crash."""
-    if not path.is_file():
-        return []
-    records = []
-    for line in path.read_bytes().split(b"\n")[:-1]:
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            break
-    return records
+    """Return the records of a metrics file that have a step and a kind; skip damaged lines."""
+    return [record for record in read_lines(path).records if is_metric(record)]
+
+
+def is_metric(record: dict[str, Any]) -> bool:
+    """Return True for a record with an integer step and the name of its kind."""
+    return type(record.get("step")) is int and isinstance(record.get("kind"), str)

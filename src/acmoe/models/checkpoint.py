@@ -5,8 +5,6 @@ that file, makes the new model current. A crash at any moment leaves the old mod
 """
 
 import contextlib
-import hashlib
-import json
 import os
 import uuid
 from collections.abc import Iterator, Mapping
@@ -19,12 +17,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import acmoe
-from acmoe.config.serialize import decode, encode
+from acmoe.config.serialize import decode, encode, flatten
 from acmoe.errors import UserError, check
 from acmoe.experts.moe import current_name
 from acmoe.models.registry import FAMILIES
+from acmoe.storage.atomic import report_write_errors, sha256_of, sync
+from acmoe.storage.sealed import SEALED, read_sealed, write_sealed
 
-FORMAT = 1  # increment when older readers cannot read the folder any more
+READ = (1, SEALED)  # version 0.1 wrote format 1, without a checksum of config.json itself
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -36,25 +36,22 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         f"{type(model).__name__} is not a model of this library; save its state_dict yourself",
     )
     folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    with _replacing(folder) as draft:
-        save_file(_flatten(model.state_dict()), draft)
-        _sync(draft)
-        digest = _sha256(draft)
-        weights = f"weights-{digest[:12]}.safetensors"
-        os.replace(draft, folder / weights)
+    with report_write_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with _replacing(folder) as draft:
+            save_file(_flatten(model.state_dict()), draft)
+            sync(draft)
+            digest = sha256_of(draft)
+            weights = f"weights-{digest[:12]}.safetensors"
+            os.replace(draft, folder / weights)
     document = {
-        "format": FORMAT,
         "acmoe": acmoe.__version__,
         "weights": weights,
         "sha256": digest,
         "family": family,
         "model": encode(config),
     }
-    with _replacing(folder) as draft:
-        draft.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        _sync(draft)
-        os.replace(draft, folder / "config.json")
+    write_sealed(folder / "config.json", document)
     for other in folder.glob("weights-*.safetensors"):
         if other.name != weights:
             other.unlink()
@@ -67,7 +64,7 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu") ->
     weights = folder / Path(document["weights"]).name
     check(weights.is_file(), f"{weights} is missing; {folder} holds no whole model, save it again")
     check(
-        _sha256(weights) == document["sha256"],
+        sha256_of(weights) == document["sha256"],
         f"{weights} is damaged: its checksum is not the one in config.json; save the model again",
     )
     try:
@@ -76,10 +73,14 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu") ->
         raise UserError(f"{weights} is no safetensors file ({error}); save it again") from error
     family = FAMILIES[document["family"]]
     config = decode(document["model"], family.config, str(folder / "config.json"))
+    tensors = {current_name(name): tensor for name, tensor in tensors.items()}
+    check_fits(config, tensors, weights)
+    with torch.device("meta"):  # names and shapes first: a damaged config may ask for terabytes
+        _check_tensors(family.build(config), tensors, weights)
     # Building draws random weights, which are then overwritten: leave the caller's RNG unchanged.
     with torch.random.fork_rng(devices=[]):
         model = family.build(config)
-    _assign(model, tensors, weights)
+    model.load_state_dict(_unflatten(tensors), assign=True)
     return model.eval().to(device)
 
 
@@ -87,16 +88,11 @@ def _read_document(folder: Path) -> dict[str, Any]:
     """Read and check config.json."""
     file = folder / "config.json"
     check(file.is_file(), f"{folder} holds no model: {file} is missing; give a folder save() wrote")
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{file} is not JSON ({error}); save the model again") from error
-    if not isinstance(document, dict):
-        raise UserError(f"{file} is no JSON object; save the model again")
+    document = read_sealed(file, fix="save the model again")
     check(
-        document.get("format") == FORMAT,
+        document.get("format") in READ,
         f"{file} has format {document.get('format')!r} (written by acmoe "
-        f"{document.get('acmoe', 'unknown')}); this acmoe {acmoe.__version__} reads {FORMAT}",
+        f"{document.get('acmoe', 'unknown')}); this acmoe {acmoe.__version__} reads {READ}",
     )
     for key, kind in (("weights", str), ("sha256", str), ("family", str), ("model", dict)):
         check(
@@ -133,9 +129,25 @@ def _unflatten(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return state
 
 
-def _assign(model: nn.Module, tensors: dict[str, Tensor], source: Path) -> None:
-    """Load the tensors, after checking that names and shapes are exactly the model's."""
-    tensors = {current_name(name): tensor for name, tensor in tensors.items()}
+def check_fits(config: Any, tensors: Mapping[str, Tensor], source: Path) -> None:
+    """Refuse a config that is far larger than its weights, before a model of it is built.
+
+    Every block of a model owns at least one tensor, and no size exceeds the number of weights.
+    """
+    numbers = sum(tensor.numel() for tensor in tensors.values())
+    for name, value in flatten(encode(config)).items():
+        sizes = value if isinstance(value, list) else [value]
+        most = len(tensors) if name.rpartition(".")[2] in ("repeats", "depths") else numbers
+        for size in sizes:
+            check(
+                not isinstance(size, int) or size <= most,
+                f"{source} has {len(tensors)} tensors of {numbers:,} numbers in all, too few for "
+                f"{name}={size}; it is not a checkpoint of the model in config.json",
+            )
+
+
+def _check_tensors(model: nn.Module, tensors: Mapping[str, Tensor], source: Path) -> None:
+    """Check that names, shapes and kinds of numbers are the model's, and that all are finite."""
     wanted = _flatten(model.state_dict())
     for title, names in (
         ("lacks", wanted.keys() - tensors.keys()),
@@ -152,7 +164,15 @@ def _assign(model: nn.Module, tensors: dict[str, Tensor], source: Path) -> None:
             f"{source} has {name} of shape {tuple(tensor.shape)}; the model in config.json needs "
             f"{tuple(wanted[name].shape)}",
         )
-    model.load_state_dict(_unflatten(tensors), assign=True)
+        same = tensor.dtype == wanted[name].dtype
+        check(
+            same or (tensor.is_floating_point() and wanted[name].is_floating_point()),
+            f"{source} has {name} of {tensor.dtype}; the model needs {wanted[name].dtype}",
+        )
+        check(
+            not tensor.is_floating_point() or bool(tensor.isfinite().all()),
+            f"{source}: {name} holds NaN or infinity; this model cannot be used",
+        )
 
 
 @contextlib.contextmanager
@@ -163,14 +183,3 @@ def _replacing(folder: Path) -> Iterator[Path]:
         yield draft
     finally:
         draft.unlink(missing_ok=True)
-
-
-def _sync(file: Path) -> None:
-    """Flush a file to disk."""
-    with file.open("rb") as handle:
-        os.fsync(handle.fileno())
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()

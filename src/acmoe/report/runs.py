@@ -15,7 +15,8 @@ from acmoe.config.images.train import VISION_RUNS
 from acmoe.config.serialize import flatten
 from acmoe.data.images.load import load_images
 from acmoe.errors import UserError, check
-from acmoe.evaluate.run import CONFIG, METRICS, open_vision_run, read_json, read_metrics, run_kind
+from acmoe.evaluate.run import CONFIG, METRICS, is_metric, open_vision_run, read_json, run_kind
+from acmoe.storage.lines import read_lines
 from acmoe.train.run_folder import LOCK
 
 if sys.platform != "win32":
@@ -177,23 +178,12 @@ def _records(path: Path) -> tuple[list[Record], list[str]]:
     """Return the complete records, and one line for each kind of line that was left out."""
     if not path.is_file():
         return [], [f"{path.name} is not there yet: nothing has been measured"]
-    lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
-    found = read_metrics(path)
-    records = [
-        record
-        for record in found
-        if isinstance(record, dict) and isinstance(record.get("step"), int) and "kind" in record
-    ]
-    notes = []
-    if len(lines) > len(found):
-        left = len(lines) - len(found)
-        what = "is cut off" if left == 1 else "cannot be read"
-        notes.append(
-            f"{path.name}: line {len(found) + 1} {what}; it and what follows are left out "
-            f"({left} of {len(lines)} lines)"
-        )
-    if len(records) < len(found):
-        notes.append(f"{path.name}: {len(found) - len(records)} lines are no records; left out")
+    lines = read_lines(path)
+    records = [record for record in lines.records if is_metric(record)]
+    notes = [complaint] if (complaint := lines.complaint(Path(path.name))) else []
+    if len(records) < len(lines.records):
+        left = len(lines.records) - len(records)
+        notes.append(f"{path.name}: {left} lines are no records; left out")
     return records, notes
 
 

@@ -56,6 +56,7 @@ class LiveReport:
 
 class _Handler(BaseHTTPRequestHandler):
     server: "ReportServer"
+    timeout = 10  # seconds without a byte, after which a connection is closed
 
     def do_GET(self) -> None:
         # Another site may resolve its host name to this machine (DNS rebinding); refuse it.
@@ -72,9 +73,12 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send("application/json", escaped_json(self.server.report.data()))
             else:
                 self.send_error(HTTPStatus.NOT_FOUND)
-        except UserError as error:
+        except (ConnectionError, TimeoutError):
+            self.close_connection = True  # the reader has gone
+        except Exception as error:  # a damaged run must not end the connection without an answer
             failed = HTTPStatus.INTERNAL_SERVER_ERROR
-            self.send_error(failed, "the report cannot be made", str(error))
+            reason = str(error) if isinstance(error, UserError) else f"{error!r}"
+            self.send_error(failed, "the report cannot be made", reason)
 
     def _send(self, kind: str, text: str) -> None:
         content = text.encode("utf-8")

@@ -2,14 +2,14 @@
 
 A checkpoint is built under a hidden name, synced to disk and renamed; before it is removed it gets
 a hidden name again. The leftovers of a killed process are therefore always hidden, and the next
-process removes them.
+process removes them, and nothing else that may be in the folder.
 """
 
-import hashlib
-import json
+import itertools
 import os
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,22 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from acmoe.data.folders import sync
 from acmoe.errors import UserError, check
-from acmoe.evaluate.run import EMA, STATE, checkpoints, read_json, step_folder
+from acmoe.evaluate.run import EMA, STATE, checkpoints, step_folder
 from acmoe.models.checkpoint import save
 from acmoe.runtime import rng_states, set_rng_states
+from acmoe.storage.atomic import report_write_errors, sha256_of, sync
+from acmoe.storage.sealed import SEALED, read_sealed, sealed_text
 from acmoe.train.ema import WeightAverage
 
-FORMAT = 1
 TENSORS = "training.safetensors"
+PARTIAL = ".partial"
+# Hidden folders that this module makes, and the files in them.
+_HIDDEN = re.compile(r"\.partial|\.step-\d{8}")
+_FILES = re.compile(
+    r"(ema/)?(config\.json|weights-[0-9a-f]{12}\.safetensors|\.draft-[0-9a-f]{32}"
+    r"|\.config\.json\.draft)|state\.json|training\.safetensors"
+)
 
 
 class CheckpointStore:
@@ -40,9 +47,10 @@ class CheckpointStore:
 
     def __init__(self, folder: Path, *, keep: int) -> None:
         self.folder, self.keep = folder, keep
-        folder.mkdir(exist_ok=True)
-        for leftover in folder.glob(".*"):
-            shutil.rmtree(leftover)
+        with report_write_errors(folder):
+            folder.mkdir(exist_ok=True)
+            for leftover in _leftovers(folder):
+                shutil.rmtree(leftover)
 
     def latest(self) -> Path | None:
         """Return the folder of the latest checkpoint, if there is one."""
@@ -58,8 +66,35 @@ class CheckpointStore:
         *,
         average: WeightAverage | None = None,
     ) -> Path:
-        """Write a checkpoint and return its folder, which appears only when it is complete."""
-        partial = self.folder / ".partial"
+        """Write a checkpoint and return its folder, which appears only when it is complete.
+
+        Raises:
+            UserError: a value is NaN or infinite, or the disk cannot take the files. Earlier
+                checkpoints stay as they are, and nothing else is left behind.
+        """
+        self._check_finite(step, model, tensors)
+        partial, target = self.folder / PARTIAL, step_folder(self.folder, step)
+        with report_write_errors(target):
+            try:
+                self._write(partial, step, model, tensors, state, average)
+                os.replace(partial, target)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+            sync(self.folder)
+            self._prune(state.get("best"))
+        return target
+
+    def _write(
+        self,
+        partial: Path,
+        step: int,
+        model: nn.Module,
+        tensors: dict[str, Tensor],
+        state: dict[str, Any],
+        average: WeightAverage | None,
+    ) -> None:
+        """Write the files of a checkpoint and sync them to disk."""
         save(model, partial)
         if average is not None:
             with average.applied():
@@ -67,33 +102,53 @@ class CheckpointStore:
         save_file(
             {name: tensor.contiguous() for name, tensor in tensors.items()}, partial / TENSORS
         )
-        document = {"format": FORMAT, "step": step, "sha256": _sha256(partial / TENSORS), **state}
-        (partial / STATE).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        files = {name: sha256_of(partial / name) for name in _files_in(partial)}
+        document = {"step": step, "files": files, **state}
+        (partial / STATE).write_text(sealed_text(document), encoding="utf-8")
         for file in partial.rglob("*"):
             sync(file)
         sync(partial)
-        target = step_folder(self.folder, step)
-        os.replace(partial, target)
-        sync(self.folder)
-        self._prune(state.get("best"))
-        return target
+
+    def _check_finite(self, step: int, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+        bad = first_nonfinite({**model.state_dict(), **tensors})
+        good = self.latest()
+        kept = f"the last good checkpoint is {good}" if good else "no checkpoint was written before"
+        check(
+            bad is None,
+            f"step {step} is not saved: {bad}; {kept}; try a lower lr, or clip=1.0, in another "
+            "folder",
+        )
 
     def read(self, folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the training tensors and JSON state of a checkpoint; raise where it is damaged."""
-        state = read_json(folder / STATE)
+        fix = f"delete {folder} to resume from the checkpoint before it"
+        state = read_sealed(folder / STATE, fix=fix)
+        file = folder / TENSORS
         check(
-            state.get("format") == FORMAT,
-            f"{folder / STATE} has format {state.get('format')!r}; this acmoe reads {FORMAT}",
+            state.get("format") in (1, SEALED),
+            f"{folder / STATE} has format {state.get('format')!r}; this acmoe reads 1 and {SEALED}",
         )
-        file, fix = folder / TENSORS, f"delete {folder} to resume from the checkpoint before it"
-        check(file.is_file(), f"{file} is missing; {fix}")
-        check(_sha256(file) == state["sha256"], f"{file} is damaged, its checksum differs; {fix}")
+        files = state["files"] if state["format"] == SEALED else {TENSORS: state.get("sha256")}
+        for name, digest in files.items():
+            path = folder / name
+            check(bool(_FILES.fullmatch(name)), f"{folder / STATE} names {name!r}; {fix}")
+            check(path.is_file(), f"{path} is missing; {fix}")
+            check(sha256_of(path) == digest, f"{path} is damaged, its checksum differs; {fix}")
+        check_state(state, folder, fix)
         try:
             tensors = load_file(file)
         except SafetensorError as error:
             raise UserError(f"{file} is damaged ({error}); {fix}") from error
         # Clones have the alignment of torch's allocator: a GEMM may round differently without it.
         return {name: tensor.clone() for name, tensor in tensors.items()}, state
+
+    def set_aside(self, folder: Path) -> Path:
+        """Rename a damaged checkpoint, so that training can continue from the one before it."""
+        names = (f"{folder.name}.damaged-{number}" for number in itertools.count(1))
+        aside = next(path for name in names if not (path := folder.with_name(name)).exists())
+        with report_write_errors(aside):
+            os.replace(folder, aside)
+        return aside
 
     def _prune(self, best: dict[str, Any] | None) -> None:
         found = checkpoints(self.folder)
@@ -105,18 +160,59 @@ class CheckpointStore:
                 shutil.rmtree(hidden)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace a file's content atomically."""
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(text, encoding="utf-8")
-    sync(draft)
-    os.replace(draft, path)
-    sync(path.parent)
+def _leftovers(folder: Path) -> Iterator[Path]:
+    """Yield the hidden folders that a killed process left, and no others.
+
+    A folder is ours if it has one of our names, is no symbolic link, and holds only files with
+    names of ours. Anything else in `checkpoints/` belongs to the user.
+    """
+    for entry in sorted(folder.iterdir()):
+        if not _HIDDEN.fullmatch(entry.name) or entry.is_symlink() or not entry.is_dir():
+            continue
+        if all(_FILES.fullmatch(name) for name in _files_in(entry)):
+            yield entry
 
 
-def _sha256(file: Path) -> str:
-    with file.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
+def _files_in(folder: Path) -> list[str]:
+    """List what is below a folder, by relative path, without the folder of averaged weights."""
+    found = sorted(folder.rglob("*"))
+    names = [path.relative_to(folder).as_posix() for path in found]
+    return [
+        name
+        for name, path in zip(names, found, strict=True)
+        if name != EMA or path.is_symlink() or not path.is_dir()
+    ]
+
+
+def check_state(state: Mapping[str, Any], folder: Path, fix: str) -> None:
+    """Check the fields of a JSON state that every run has."""
+    step, best = state.get("step"), state.get("best")
+    check(
+        type(step) is int and folder.name in (step_folder(folder, step).name, PARTIAL),
+        f"{folder / STATE} is of step {step!r}; {fix}",
+    )
+    check(
+        best is None or (isinstance(best, dict) and type(best.get("step")) is int),
+        f"{folder / STATE} has best={best!r}, which names no step; {fix}",
+    )
+
+
+def first_nonfinite(tensors: Mapping[str, Any]) -> str | None:
+    """Describe the first tensor that holds NaN or infinity; None where all are finite.
+
+    The device is waited for once, unless something is wrong.
+    """
+    floats = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if isinstance(tensor, Tensor) and tensor.is_floating_point()
+    }
+    flags = [tensor.isfinite().all().cpu() for tensor in floats.values()]
+    if not flags or bool(torch.stack(flags).all()):
+        return None
+    name = next(name for name, flag in zip(floats, flags, strict=True) if not flag)
+    tensor = floats[name]
+    return f"{name} holds {float(tensor[~tensor.isfinite()].flatten()[0])}"
 
 
 def rng_tensors(device: torch.device) -> dict[str, Tensor]:

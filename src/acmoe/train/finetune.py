@@ -6,6 +6,7 @@ interrupted one. The report has the test accuracy of the epoch with the best dev
 B sentences.
 """
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -41,6 +42,7 @@ from acmoe.train.classifier import (
     published_encoding,
     published_vocabulary,
 )
+from acmoe.train.health import TrainingStopped
 from acmoe.train.metrics_log import append, drop_records_after
 from acmoe.train.optim import adam, optimizer_tensors, restore_optimizer
 from acmoe.train.run_folder import claim
@@ -116,7 +118,8 @@ def finetune(
 def _train(finetuner: "Finetuner", metrics: Path, console: Console) -> list[float]:
     """Train the remaining epochs; return the development accuracy after every epoch."""
     config, accuracies = finetuner.config, finetuner.resume()
-    drop_records_after(metrics, len(accuracies))
+    if complaint := drop_records_after(metrics, len(accuracies)):
+        console.print(complaint, highlight=False, markup=False, soft_wrap=True)
     for epoch in range(len(accuracies) + 1, config.epochs + 1):
         started = time.perf_counter()
         with progress_bars(console) as progress:
@@ -205,7 +208,15 @@ class Finetuner:
             apply_gradients(self.model, self.optimizer)
             done += len(batch.labels)
             progress(f"epoch {epoch}/{self.config.epochs}, sentences", done, all_sentences)
-        return float(total) / all_sentences
+        mean = float(total) / all_sentences
+        if not math.isfinite(mean):
+            good = None if self.store is None else self.store.latest()
+            raise TrainingStopped(
+                f"epoch {epoch} gave a loss of {mean}; "
+                f"{f'the last good checkpoint is {good}' if good else 'nothing was saved before'}; "
+                f"try a lower lr than {self.config.lr}, in another folder"
+            )
+        return mean
 
     @torch.no_grad()
     def accuracy(self, split: str) -> float:

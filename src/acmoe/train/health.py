@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from acmoe.errors import UserError
+from acmoe.train.checkpoint import first_nonfinite
 from acmoe.train.trainer import Trainer
 
 
@@ -21,7 +22,7 @@ def training_stopped(trainer: Trainer, step: int, bad: int, good: Path | None) -
     `good` is the latest checkpoint.
     """
     first = step - len(trainer.recent) + 1 + bad
-    where = first_nonfinite_parameter(trainer.model) or _first_nonfinite_output(
+    where = first_nonfinite(trainer.model.state_dict()) or _first_nonfinite_output(
         trainer, trainer.recent[bad]
     )
     kept = f"the last good checkpoint is {good}" if good else "no checkpoint was written before"
@@ -29,14 +30,6 @@ def training_stopped(trainer: Trainer, step: int, bad: int, good: Path | None) -
         f"step {first} gave a loss or gradient that is not finite: {where}; {kept}; try a lower lr "
         f"than {trainer.config.lr}, or clip=1.0, in another folder"
     )
-
-
-def first_nonfinite_parameter(model: nn.Module) -> str | None:
-    """Describe the first parameter or buffer that is not finite; None where all are finite."""
-    for name, tensor in model.state_dict().items():
-        if isinstance(tensor, Tensor) and not bool(tensor.isfinite().all()):
-            return f"{name} holds {_example(tensor)}"
-    return None
 
 
 def _first_nonfinite_output(trainer: Trainer, batch: Any) -> str:

@@ -11,6 +11,8 @@ from acmoe.train.signals import StopSignals
 from acmoe.train.trainer import Trainer
 from acmoe.train.update import Update
 
+HUGE_LOSS = 1000.0  # nats; a uniform guess over a million classes has 13.8
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainLoop:
@@ -26,8 +28,10 @@ class TrainLoop:
     def run(self) -> int:
         """Train from the latest checkpoint to the last step or a stop signal; return the step."""
         config, last = self.trainer.config, self.trainer.steps
-        step = resume_run(self.store, self.trainer, self.log)
+        step, notes = resume_run(self.store, self.trainer, self.log)
         self.display.begin(step, self.log)
+        for note in notes:
+            self.display.say(note)
         stopping = False
         while step < last and not stopping:
             step += 1
@@ -66,7 +70,13 @@ class TrainLoop:
 
     def _log_update(self, step: int, update: Update) -> None:
         rate = self.trainer.learning_rate(step)
-        self.display.train(self.log.train_record(step, rate, update.loads))
+        record = self.log.train_record(step, rate, update.loads)
+        self.display.train(record)
+        if record["loss"] > HUGE_LOSS:
+            self.display.say(
+                f"step {step}: a loss of {record['loss']:.3g} nats is finite, but no model of "
+                f"anything; try a lower lr than {rate:.3g}, or clip=1.0"
+            )
 
     def _save(self, step: int) -> None:
         if self.store is not None:

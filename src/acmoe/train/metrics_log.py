@@ -1,8 +1,9 @@
 """metrics.jsonl: the figures of a run, one complete record per line, each step only once."""
 
 import contextlib
-import json
+import itertools
 import math
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from acmoe.evaluate.language import Metric, value_of
 from acmoe.evaluate.measures import load_balance
-from acmoe.evaluate.run import METRICS, read_metrics
-from acmoe.train.checkpoint import write_text
+from acmoe.evaluate.run import METRICS, is_metric
+from acmoe.storage.atomic import replace_text, report_write_errors, sync
+from acmoe.storage.lines import append_line, line_of, read_lines
 from acmoe.train.update import Update
 
 Record = dict[str, Any]
@@ -50,11 +52,20 @@ class MetricsLog:
         self._mark = time.perf_counter()
         self.board = Board(folder / "tensorboard")
 
-    def open(self, step: int) -> None:
-        """Start after `step`; drop later records, whose steps will be trained again."""
-        drop_records_after(self.path, step)
+    def open(self, step: int) -> str | None:
+        """Start after `step`; drop later records, whose steps will be trained again.
+
+        Returns one line about records that could not be read, or None.
+        """
+        complaint = drop_records_after(self.path, step)
         self._since, self._mark = self.seconds, time.perf_counter()
         self.board.open(step)
+        return complaint
+
+    def sync(self) -> None:
+        """Flush the records to disk, so that no checkpoint is newer than they are."""
+        if self.path.is_file():
+            sync(self.path)
 
     def state_dict(self) -> Record:
         """Return what a resumed run needs."""
@@ -102,7 +113,9 @@ class MetricsLog:
 
     def valid_record(self, step: int, score: Score) -> Record:
         """Write a record of a validation, and remember the score if it is the best so far."""
-        if self.best is None or self.rank(score._asdict()) < self.rank(self.best):
+        rank = self.rank(score._asdict())
+        # A score that is not a number is never the best.
+        if all(map(math.isfinite, rank)) and (self.best is None or rank < self.rank(self.best)):
             self.best = {"step": step, **{name: score._asdict()[name] for name in self.ranked}}
         record = {
             "kind": "valid",
@@ -199,12 +212,26 @@ class Board:
 
 
 def append(path: Path, record: Record) -> None:
-    """Add a line. A crash can cut off only the last line, which `read_metrics` skips."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+    """Add a record; where it cannot be written whole, the file stays as it was."""
+    append_line(path, record)
 
 
-def drop_records_after(path: Path, step: int) -> None:
-    """Drop the records after `step`, and a line that a crash cut off."""
-    kept = [record for record in read_metrics(path) if record["step"] <= step]
-    write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+def drop_records_after(path: Path, step: int) -> str | None:
+    """Drop the records after `step`; return one line about records that cannot be read, or None.
+
+    A file with damaged lines is kept beside the new one as metrics.jsonl.damaged-1, -2, ...
+    """
+    lines = read_lines(path)
+    kept = [record for record in lines.records if is_metric(record) and record["step"] <= step]
+    strange = sum(not is_metric(record) for record in lines.records)
+    complaint = lines.complaint(path)
+    if strange:
+        complaint = f"{complaint or path}; {strange} lines are JSON but no records of a run"
+    if lines.damaged or strange:
+        copies = (path.with_name(f"{path.name}.damaged-{n}") for n in itertools.count(1))
+        copy = next(copy for copy in copies if not copy.exists())
+        with report_write_errors(copy):
+            shutil.copyfile(path, copy)
+        complaint = f"{complaint}; the file as it was is {copy}"
+    replace_text(path, b"".join(map(line_of, kept)).decode())
+    return complaint

@@ -2,7 +2,11 @@
 
 from typing import Any, cast
 
-from acmoe.evaluate.run import EMA
+import torch
+from torch import Tensor, nn
+
+from acmoe.errors import UserError, check
+from acmoe.evaluate.run import EMA, checkpoints
 from acmoe.models.checkpoint import load
 from acmoe.train.checkpoint import CheckpointStore
 from acmoe.train.metrics_log import MetricsLog
@@ -14,26 +18,61 @@ def save_run(store: CheckpointStore, step: int, trainer: Trainer, log: MetricsLo
     state: dict[str, Any] = {
         **log.state_dict(),
         "data": trainer.batches.state_dict(),
+        "threads": torch.get_num_threads(),
         **trainer.data_checksum(),
     }
+    log.sync()
     tensors = trainer.state_tensors()
     store.save(step, trainer.model, tensors, state, average=trainer.average)
 
 
-def resume_run(store: CheckpointStore | None, trainer: Trainer, log: MetricsLog) -> int:
-    """Load the latest checkpoint, if there is one; return its step, or 0."""
-    folder = None if store is None else store.latest()
-    if store is None or folder is None:
-        log.open(0)
-        return 0
-    tensors, state = store.read(folder)
+def resume_run(
+    store: CheckpointStore | None, trainer: Trainer, log: MetricsLog
+) -> tuple[int, list[str]]:
+    """Load the latest checkpoint that is intact; return its step, or 0, and what to tell the user.
+
+    A damaged checkpoint is set aside, and the one before it is taken.
+    """
+    notes: list[str] = []
+    step = 0
+    while store is not None and (folder := store.latest()) is not None:
+        try:
+            tensors, state = store.read(folder)
+            model = load(folder)
+            average = None if trainer.average is None else load(folder / EMA)
+        except UserError as error:
+            earlier = checkpoints(store.folder)[:-1]
+            check(bool(earlier), f"{error}; there is no earlier checkpoint")
+            aside = store.set_aside(folder)
+            notes.append(f"{error}; kept as {aside}, going on from {earlier[-1].name}")
+            continue
+        step = _restore(trainer, log, model, average, tensors, state, notes)
+        break
+    complaint = log.open(step)
+    return step, [*notes, *([complaint] if complaint else [])]
+
+
+def _restore(
+    trainer: Trainer,
+    log: MetricsLog,
+    model: nn.Module,
+    average: nn.Module | None,
+    tensors: dict[str, Tensor],
+    state: dict[str, Any],
+    notes: list[str],
+) -> int:
+    """Put a checkpoint into the trainer and the log; return its step."""
     trainer.check_data(state)
-    trainer.model.load_state_dict(load(folder).state_dict())
+    trainer.model.load_state_dict(model.state_dict())
     trainer.load_state_tensors(tensors)
-    if trainer.average is not None:
-        trainer.average.load(load(folder / EMA).state_dict())
+    if trainer.average is not None and average is not None:
+        trainer.average.load(average.state_dict())
     trainer.batches.load_state_dict(state["data"])
-    step = cast(int, state["step"])
     log.load_state_dict(state)
-    log.open(step)
-    return step
+    before, now = state.get("threads"), torch.get_num_threads()
+    if before not in (None, now):
+        notes.append(
+            f"the run was saved with {before} threads and goes on with {now}: sums are rounded "
+            f"differently, so bits will differ; OMP_NUM_THREADS={before} repeats them"
+        )
+    return cast(int, state["step"])

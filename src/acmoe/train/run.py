@@ -114,5 +114,10 @@ def _train(trainer: Trainer, folder: Path, display: Display, signals: StopSignal
         display=display,
         signals=signals,
     )
-    step = loop.run()
+    try:
+        step = loop.run()
+    except KeyboardInterrupt:
+        saved = loop.store.latest() if loop.store is not None else None
+        where = f"the last checkpoint is {saved}" if saved else "nothing was saved yet"
+        raise KeyboardInterrupt(f"{where}; give the same command again to continue") from None
     return Summary.of(folder, trainer.steps, loop.log, step, loop.signal_at(step))

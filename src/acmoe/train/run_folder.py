@@ -1,8 +1,6 @@
 """The folder of a run: one process at a time may use it, and its config never changes."""
 
-import json
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,12 +9,11 @@ from typing import Any
 import acmoe
 from acmoe.config.serialize import differences, from_document, to_document
 from acmoe.data.text.vocabulary import Vocabulary, save_vocabulary
-from acmoe.errors import UserError, check
-from acmoe.evaluate.run import CONFIG, LANGUAGE_RUN, VOCABULARY, read_json, run_kind
-from acmoe.train.checkpoint import write_text
-
-if sys.platform != "win32":
-    import fcntl
+from acmoe.errors import check
+from acmoe.evaluate.run import CONFIG, LANGUAGE_RUN, METRICS, VOCABULARY, read_json, run_kind
+from acmoe.storage.atomic import DRAFT, report_write_errors, sha256_of
+from acmoe.storage.lock import locked
+from acmoe.storage.sealed import write_sealed
 
 LOCK = "lock"
 
@@ -27,35 +24,42 @@ def claim(folder: Path, config: Any, vocabulary: Vocabulary | None = None) -> It
 
     The folder must be new, or a run folder that was started with the same config.
     """
-    try:
+    with report_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot make the run folder {folder}: {error.strerror}") from error
-    with _locked(folder):
-        for draft in folder.glob(".*.draft"):
-            draft.unlink()
+    in_use = f"{folder} is in use by process {{owner}}; wait for it, or choose another folder"
+    with locked(folder / LOCK, in_use=in_use):
+        for name in (CONFIG, VOCABULARY, METRICS):  # drafts of a process that was killed
+            (folder / f".{name}{DRAFT}").unlink(missing_ok=True)
         path = folder / CONFIG
         if path.is_file():
             _check_same(path, config)
         else:
             other_files = sorted(entry.name for entry in folder.iterdir() if entry.name != LOCK)
             check(
-                not other_files,
+                not [name for name in other_files if name != VOCABULARY],
                 f"{folder} holds {', '.join(other_files[:3])} and is no run folder; choose another",
             )
-            kind = {"kind": config.kind} if hasattr(config, "kind") else {}
-            document = {"acmoe": acmoe.__version__, **kind, **to_document(config)}
-            write_text(path, json.dumps(document, indent=2) + "\n")
         if vocabulary is not None:
             _write_vocabulary(vocabulary, folder)
+        if not path.is_file():
+            _write_config(path, config)
         yield
+
+
+def _write_config(path: Path, config: Any) -> None:
+    """Write config.json; it holds the checksum of the vocabulary, which is there already."""
+    kind = {"kind": config.kind} if hasattr(config, "kind") else {}
+    vocabulary = path.with_name(VOCABULARY)
+    digest = {"vocabulary_sha256": sha256_of(vocabulary)} if vocabulary.is_file() else {}
+    write_sealed(path, {"acmoe": acmoe.__version__, **kind, **digest, **to_document(config)})
 
 
 def _check_same(path: Path, config: Any) -> None:
     kind, wanted = run_kind(path.parent), getattr(config, "kind", LANGUAGE_RUN)
     check(kind == wanted, f"{path.parent} holds a {kind}, not a {wanted}; choose another folder")
     stored = from_document(read_json(path), type(config), str(path))
-    found = differences(stored, config)
+    # `keep` changes no number of a run, and its default has changed.
+    found = [one for one in differences(stored, config) if not one.startswith("keep=")]
     check(
         not found,
         f"{path.parent} was begun with {'; '.join(found)}; repeat the settings it was begun with "
@@ -63,29 +67,9 @@ def _check_same(path: Path, config: Any) -> None:
     )
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold an OS lock on a file that contains our process id; the OS frees it if we are killed."""
-    path = folder / LOCK
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        if sys.platform != "win32":  # Windows has no flock: there the user must take care
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                owner = path.read_text(encoding="utf-8").strip() or "unknown"
-                raise UserError(
-                    f"{folder} is in use by process {owner}; wait for it, or choose another folder"
-                ) from None
-        os.truncate(handle, 0)
-        os.write(handle, f"{os.getpid()}\n".encode())
-        yield
-    finally:
-        os.close(handle)
-
-
 def _write_vocabulary(vocabulary: Vocabulary, folder: Path) -> None:
     """Write the meaning of the token ids into the folder atomically."""
-    draft = folder / f".{VOCABULARY}.draft"
-    save_vocabulary(vocabulary, draft)
-    os.replace(draft, folder / VOCABULARY)
+    draft = folder / f".{VOCABULARY}{DRAFT}"
+    with report_write_errors(folder / VOCABULARY):
+        save_vocabulary(vocabulary, draft)
+        os.replace(draft, folder / VOCABULARY)

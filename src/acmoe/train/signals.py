@@ -1,13 +1,18 @@
-"""SIGINT and SIGTERM as a request to stop after the current step."""
+"""SIGINT, SIGTERM and SIGHUP as a request to stop after the current step."""
 
 import signal
 import threading
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+STOP = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
+
 
 class StopSignals:
-    """Remembers the first SIGINT or SIGTERM inside `with`; a second one acts at once."""
+    """Remembers the first stop signal inside `with`; a second one acts at once.
+
+    SIGHUP comes when a terminal closes; Windows has none.
+    """
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -16,7 +21,7 @@ class StopSignals:
     def __enter__(self) -> Self:
         # Python lets only the main thread handle signals; in other threads nothing changes.
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in STOP:
                 self._before[number] = signal.signal(number, self._receive)
         return self
 

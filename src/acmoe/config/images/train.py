@@ -48,7 +48,7 @@ class VisionRunConfig:
     eval_images: int | None = None  # number of images to validate on; None: all
     eval_capacity: Capacity = None  # of the experts in validation; None: no token is dropped
     checkpoint_every: int = 1000
-    keep: int = 1  # number of latest checkpoints kept, beside the best one
+    keep: int = 2  # number of latest checkpoints kept, beside the best one
     compile: bool = False  # torch.compile each block
     graph: bool = False  # replay updates as CUDA graphs, faster where launches dominate
     device: str = "auto"  # auto: CUDA where available

@@ -61,7 +61,7 @@ class RunConfig:
     eval_batch: int = 8  # rows of the validation split read in parallel
     eval_tokens: int | None = None  # validate on the first `eval_tokens` only; None: on all
     checkpoint_every: int = 1000
-    keep: int = 1  # number of latest checkpoints kept, beside the best one
+    keep: int = 2  # number of latest checkpoints kept, beside the best one
     compile: bool = False  # torch.compile each block
     graph: bool = False  # replay updates as CUDA graphs, faster where launches dominate
     device: str = "auto"  # auto: CUDA where available

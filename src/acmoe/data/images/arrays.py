@@ -8,6 +8,7 @@ A file may be compressed as a whole (.npz.xz, .npz.gz). `classes`, an array of n
 """
 
 import io
+import os
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
@@ -138,13 +139,31 @@ def _load(path: Path) -> Arrays:
         with io.BytesIO(b"".join(read_chunks(path))) if compressed else path.open("rb") as source:
             file = np.load(source, allow_pickle=False)
             check(isinstance(file, NpzFile), f"{path} holds one bare array; save it with np.savez")
+            _check_memory(path, file.zip)
             return {name: file[name] for name in file.files}
     except UserError:
         raise
+    except MemoryError as error:
+        raise UserError(
+            f"{path} asks for more memory than this machine has; fetch it again"
+        ) from error
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError) as error:
         raise UserError(
             f"{path} is truncated or no .npz file ({first_line(error)}); fetch it again"
         ) from error
+
+
+def _check_memory(path: Path, archive: zipfile.ZipFile) -> None:
+    """Refuse an archive that would not fit into memory: a few bytes can unpack to terabytes."""
+    needed = sum(member.file_size for member in archive.infolist())
+    memory = (
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if os.name == "posix" else None
+    )
+    check(
+        memory is None or needed < memory,
+        f"{path} unpacks to {needed / 2**30:,.1f} GiB and this machine has "
+        f"{(memory or 0) / 2**30:,.1f} GiB of memory; use an image folder instead",
+    )
 
 
 def _check_pixels(path: Path, images: NDArray[Any], count: int) -> None:

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from acmoe.data.sources import sha256_of
 from acmoe.data.text.records import check_sha256, check_size
 from acmoe.errors import UserError, check
+from acmoe.storage.atomic import sha256_of
 
 # Token ids as stored: uint8, uint16 or int32 by the size of the vocabulary.
 Tokens = NDArray[np.integer[Any]]
@@ -61,6 +61,10 @@ def describe_array(path: Path, tokens: int, dtype: np.dtype[Any]) -> ArrayRecord
 def check_array(folder: Path, record: ArrayRecord, *, fix: str, verify: bool = False) -> None:
     """Check that a file has its recorded size and, with `verify`, its recorded SHA-256."""
     path = folder / record.file
+    check(
+        Path(record.file).name == record.file and not path.is_symlink(),
+        f"file={record.file!r} in the manifest is not a file of {folder}; {fix}",
+    )
     check_size(path, record.bytes, fix)
     if verify:
         check_sha256(path, record.sha256, fix)

@@ -8,7 +8,7 @@ from pathlib import Path
 from acmoe.config.text.data import PrepareConfig
 from acmoe.data.folders import build_folder
 from acmoe.data.progress import Progress, silent
-from acmoe.data.sources import SourceRecord, describe_source, sha256_of
+from acmoe.data.sources import SourceRecord, describe_source
 from acmoe.data.text.arrays import describe_array, smallest_dtype
 from acmoe.data.text.byte_level import file_bytes, find_byte_file, proportional, write_bytes
 from acmoe.data.text.corpus import MANIFEST, SPLITS, VOCABULARY, Manifest, is_intact, read_manifest
@@ -24,6 +24,7 @@ from acmoe.data.text.stdlib import read_stdlib, stdlib_record, stdlib_texts
 from acmoe.data.text.vocabulary import Vocabulary, save_vocabulary
 from acmoe.data.text.word_level import find_word_files, write_words
 from acmoe.errors import UserError, check
+from acmoe.storage.atomic import sha256_of
 
 Source = Path | str | Mapping[str, Path]
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from acmoe.data.sources import sha256_of
 from acmoe.errors import UserError, check
+from acmoe.storage.atomic import sha256_of
+from acmoe.storage.sealed import SEAL, read_sealed, seal_of
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -23,18 +24,17 @@ def _validator(kind: type[R]) -> TypeAdapter[R]:
 
 
 def write_record(path: Path, record: "DataclassInstance") -> None:
-    """Write a dataclass as indented JSON; equal records give equal files."""
-    path.write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
+    """Write a dataclass as indented JSON with a checksum; equal records give equal files."""
+    content = asdict(record)
+    text = json.dumps({**content, SEAL: seal_of(content)}, indent=2)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def read_record(path: Path, kind: type[R], *, fix: str) -> R:
     """Read and validate a record of class `kind`; `fix` ends the error message."""
+    content = read_sealed(path, fix=fix)  # version 0.1 wrote no checksum
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; {fix}") from error
-    try:
-        record: R = _validator(kind).validate_json(data)
+        record: R = _validator(kind).validate_python(content)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"

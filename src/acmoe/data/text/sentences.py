@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from acmoe.data.sources import SourceRecord, find_file, read_chunks, read_lines, sha256_of
+from acmoe.data.sources import SourceRecord, find_file, read_chunks, read_lines
 from acmoe.data.text.banking77 import CATEGORIES
 from acmoe.data.text.records import check_record, check_size, read_record, write_record
 from acmoe.errors import UserError, check
+from acmoe.storage.atomic import sha256_of
 
 FORMAT, VERSION = "acmoe-sentences", 1
 MANIFEST = "manifest.json"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from acmoe.errors import UserError
 from acmoe.lab.bench.page import replace_between
-from acmoe.train.checkpoint import write_text
+from acmoe.storage.atomic import replace_text
 
 
 def markers(name: str) -> tuple[str, str]:
@@ -18,4 +18,4 @@ def write_page(path: Path, name: str, content: str) -> None:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; give a page with --page") from error
-    write_text(path, replace_between(text, *markers(name), content, page=str(path)))
+    replace_text(path, replace_between(text, *markers(name), content, page=str(path)))

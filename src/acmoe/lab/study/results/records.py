@@ -5,17 +5,15 @@ the file is next opened, and its cell runs again.
 """
 
 import contextlib
-import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from acmoe.errors import UserError
-
-if sys.platform != "win32":
-    import fcntl
+from acmoe.storage.atomic import report_write_errors
+from acmoe.storage.lines import Lines, append_to, read_lines
+from acmoe.storage.lock import open_regular, take_lock
 
 Record = dict[str, Any]
 
@@ -25,13 +23,13 @@ DONE, FAILED = "done", "failed"
 class Results:
     """The records of a results file that is open for writing."""
 
-    def __init__(self, handle: int, records: Sequence[Record]) -> None:
-        self._handle = handle
+    def __init__(self, handle: int, records: Sequence[Record], path: Path) -> None:
+        self._handle, self._path = handle, path
         self.records = list(records)
 
     def add(self, record: Record) -> None:
         """Write a record, and sync it to disk."""
-        os.write(self._handle, _line(record))
+        append_to(self._handle, record, self._path)
         os.fsync(self._handle)
         self.records.append(record)
 
@@ -44,22 +42,16 @@ class Results:
 @contextlib.contextmanager
 def open_results(path: Path) -> Iterator[Results]:
     """Lock the file for writing; raise where another process holds it."""
-    try:
+    with report_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
+    handle = open_regular(path, append=True)
     try:
-        if sys.platform != "win32":  # Windows has no flock: there the user must take care
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise UserError(
-                    f"{path} is in use by another study; wait for it, or choose another --out"
-                ) from None
-        records, whole = _parse(path)
-        os.truncate(handle, whole)
-        yield Results(handle, records)
+        take_lock(
+            handle, f"{path} is in use by another study; wait for it, or choose another --out"
+        )
+        lines = _parse(path)
+        os.ftruncate(handle, lines.size)
+        yield Results(handle, lines.records, path)
     finally:
         os.close(handle)
 
@@ -68,7 +60,7 @@ def read_results(path: Path) -> list[Record]:
     """Read every complete record; another process may be writing."""
     if not path.is_file():
         raise UserError(f"{path} is missing; run the study first, or give its results with --out")
-    return _parse(path)[0]
+    return _parse(path).records
 
 
 def latest(records: Sequence[Record]) -> list[Record]:
@@ -76,21 +68,12 @@ def latest(records: Sequence[Record]) -> list[Record]:
     return list({record["digest"]: record for record in records}.values())
 
 
-def _parse(path: Path) -> tuple[list[Record], int]:
-    """Return the complete records, and their length in bytes."""
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    records = []
-    for number, line in enumerate(content[:whole].splitlines(), start=1):
-        try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            raise UserError(
-                f"{path}: line {number} is no record ({error}); delete that line, its cell will be "
-                "run again"
-            ) from error
-    return records, whole
-
-
-def _line(record: Record) -> bytes:
-    return (json.dumps(record, sort_keys=True) + "\n").encode()
+def _parse(path: Path) -> Lines:
+    """Read the records; raise where a line is damaged, whose cell would be missing unnoticed."""
+    lines = read_lines(path)
+    if lines.damaged:
+        raise UserError(
+            f"{path}: line {lines.damaged[0]} is no record, or was changed; delete that line, its "
+            "cell will be run again"
+        )
+    return lines

@@ -1,0 +1,61 @@
+"""Replace files atomically: after a crash at any moment a file has its old or its new content."""
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from acmoe.errors import UserError
+
+DRAFT = ".draft"  # a draft of config.json is called .config.json.draft
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace the content of a file; on failure the old content stays and no draft is left."""
+    draft = path.with_name(f".{path.name}{DRAFT}")
+    with report_write_errors(path):
+        try:
+            draft.write_text(text, encoding="utf-8")
+            sync(draft)
+            os.replace(draft, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+            raise
+        sync(path.parent)
+
+
+@contextlib.contextmanager
+def report_write_errors(path: Path) -> Iterator[None]:
+    """Turn an error of the file system into a `UserError` that names the path and the fix.
+
+    The safetensors library reports a full disk by an error class of its own.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(
+            f"cannot write {path}: {reason}; make room or choose another folder, then give the "
+            "same command again"
+        ) from error
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to disk, so that they survive a power cut."""
+    if path.is_dir() and os.name != "posix":
+        return  # only POSIX systems can sync a directory
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file, read in chunks."""
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()

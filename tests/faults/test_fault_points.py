@@ -1,0 +1,62 @@
+"""A fault at any file operation loses nothing: repeated, the command ends as if undisturbed."""
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from faults.inject import Fault, run_with_fault
+from faults.tasks import DISTURBED, task_of
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["faults.inject", "faults.tasks", "torch._dynamo"])
+
+
+def disturbed(name: str, materials: Any, folder: Path, fault: Fault, at: int) -> tuple[str, Any]:
+    """Run the task in a process of its own; return how it ended."""
+    receiver, sender = FORKS.Pipe(duplex=False)
+    task = task_of(name, materials, folder)
+    process = FORKS.Process(target=run_with_fault, args=(sender, task, fault, at))
+    process.start()
+    sender.close()
+    try:
+        ended: tuple[str, Any] = receiver.recv()
+    except EOFError:
+        ended = ("killed", None)
+    process.join()
+    return ended
+
+
+def check_points(name: str, fault: Fault, tmp_path: Path, sample: int | None) -> int:
+    """Disturb every operation of a task, or `sample` of them; return how many there are."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    materials = DISTURBED[name].prepare(shared)
+    ended, operations = disturbed(name, materials, tmp_path / "whole", "count", 0)
+    assert ended == "done", operations
+    expected = DISTURBED[name].result(tmp_path / "whole")
+    stride = 1 if sample is None else max(1, operations // sample)
+    for at in range(stride // 2 + 1, operations + 1, stride):
+        folder = tmp_path / f"at-{at}"
+        first, why = disturbed(name, materials, folder, fault, at)
+        assert first != "traceback", f"operation {at}: {why}"
+        if fault == "full" and first == "refused":
+            assert "\n" not in why and "No space left" in why, f"operation {at}: {why}"
+        second, why = disturbed(name, materials, folder, "count", 0)
+        assert second == "done", f"operation {at}: {first}, then {why}"
+        assert DISTURBED[name].result(folder) == expected, f"operation {at}"
+    return operations
+
+
+@pytest.mark.parametrize("fault", ["kill", "full"])
+def test_a_training_run_survives_faults(fault: Fault, tmp_path: Path) -> None:
+    assert check_points("train", fault, tmp_path, sample=3) > 50
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("fault", ["kill", "full", "torn"])
+@pytest.mark.parametrize("name", DISTURBED)
+def test_every_file_operation_may_fail(name: str, fault: Fault, tmp_path: Path) -> None:
+    operations = check_points(name, fault, tmp_path, sample=None)
+    print(f"{name}: {operations} operations, {fault} at each")
