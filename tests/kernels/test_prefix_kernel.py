@@ -86,6 +86,16 @@ def test_masked_tokens_change_nothing(generator: torch.Generator, device: str) -
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
+def test_a_token_that_is_not_finite_is_left_out(generator: torch.Generator, device: str) -> None:
+    x, assignment, mask = (tensor.to(device) for tensor in drawn(generator, torch.float32))
+    before = PrefixMoments.empty(B, C, D, device=device)
+    found, count, after = fused_prefix_dispersion(x, assignment, before, token_mask=mask)
+    x[~mask] = torch.tensor([float("nan"), float("inf")], device=device).repeat(D // 2)
+    again, again_count, again_after = fused_prefix_dispersion(x, assignment, before)
+    pairs = zip((found, count, *after), (again, again_count, *again_after), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
 def test_equal_tokens_have_a_dispersion_of_exactly_zero(device: str) -> None:
     x = torch.full((1, L, 3), 0.1, device=device)
     before = PrefixMoments.empty(1, 1, 3, device=device)

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from acmoe.errors import UserError
 from acmoe.ops.statistics.dispersion import dispersion_and_count
 from acmoe.ops.statistics.scale import NORMALIZATIONS, cluster_scale, scale_from_dispersion
 from cases import MEASURES, TokenSet, loop_dispersion, loop_scale, spread, token_sets
@@ -412,3 +413,20 @@ def test_one_graph_of_the_compiler_holds_the_whole_scale(
     torch.testing.assert_close(
         torch.autograd.grad(found, x_TD, upstream), torch.autograd.grad(expected, x_TD, upstream)
     )
+
+
+def test_floor_and_min_tokens_of_tokens_by_hand() -> None:
+    # One cluster of mad (0, 1, 2), mean 1: with floor f its weights are 1 / max(s, f).
+    x = torch.tensor([[5.0, 0.0, 0.0], [5.0, 2.0, 4.0]])
+    for floor in (1e-3, 0.25, 1.5):
+        weight = 1 / torch.tensor([max(s, floor) for s in (0.0, 1.0, 2.0)])
+        found = cluster_scale(x, torch.tensor([0, 0]), 1, floor=floor)
+        torch.testing.assert_close(found[0], weight / weight.mean())
+    default = cluster_scale(x, torch.tensor([0, 0]), 1)
+    assert torch.equal(default, cluster_scale(x, torch.tensor([0, 0]), 1, floor=1e-3))
+    few = cluster_scale(x, torch.tensor([0, 0]), 1, min_tokens=3)
+    assert torch.equal(few, torch.ones(1, 3))
+    with pytest.raises(UserError, match="floor=0"):
+        cluster_scale(x, torch.tensor([0, 0]), 1, floor=0)
+    with pytest.raises(UserError, match="min_tokens=0"):
+        cluster_scale(x, torch.tensor([0, 0]), 1, min_tokens=0)

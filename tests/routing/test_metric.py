@@ -102,10 +102,56 @@ def test_moments_are_those_of_the_tokens_that_chose_the_expert_first() -> None:
             both = torch.cat([own, own**2], -1)
             total[e] = 0.5 * total[e] + both.sum(0)
             weight[e] = 0.5 * weight[e] + len(own)
-    seen = weight > 0
     assert torch.allclose(router.statistics.weight.double(), weight, rtol=1e-6)
-    wanted = total[seen] / weight[seen, None]
-    assert torch.allclose(router.statistics.moments[seen].double(), wanted, atol=1e-5)
+    # The moments of all tokens enter as 16 more tokens of each expert.
+    pooled = total.sum(0) / weight.sum()
+    mean, square = ((total + 16 * pooled) / (weight[:, None] + 16)).chunk(2, -1)
+    found_mean, found_variance = router.statistics.mean_and_variance()
+    assert torch.allclose(found_mean.double(), mean, atol=1e-5)
+    assert torch.allclose(found_variance.double(), square - mean**2, atol=1e-5)
+
+
+def test_a_large_common_offset_costs_no_digits() -> None:
+    # Tokens 300 + N(0, 0.1^2): every expert's variance is near 0.01. The same tokens without the
+    # offset, in float64, give the moments to compare with.
+    router = router_of(MetricConfig(momentum=0.5))
+    assert isinstance(router, MetricRouter)
+    generator = torch.Generator().manual_seed(3)
+    total, weight = torch.zeros(4, 6, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+    for drift in (0.0, 0.0, 50.0, 50.0):  # the tokens may move: the origin follows them
+        x_TD = 300 + drift + 0.1 * torch.randn(200, 3, generator=generator)
+        first_T = torch.arange(200) % 4
+        router.statistics.note(x_TD, first_T, None)
+        fold_statistics(router)
+        for e in range(4):
+            own = x_TD[first_T == e].double() - 300
+            total[e] = 0.5 * total[e] + torch.cat([own, own**2], -1).sum(0)
+            weight[e] = 0.5 * weight[e] + len(own)
+        pooled = total.sum(0) / weight.sum()
+        mean, square = ((total + 16 * pooled) / (weight[:, None] + 16)).chunk(2, -1)
+        found_mean, found_variance = router.statistics.mean_and_variance()
+        assert torch.allclose(found_variance.double(), square - mean**2, rtol=1e-3)
+        assert torch.allclose(found_mean.double() - 300, mean, atol=1e-4)
+        exact_TE = ((x_TD[:, None].double() - 300 - mean) ** 2 / (square - mean**2)).mean(-1)
+        exact_TE = exact_TE + (square - mean**2).log().mean(-1)
+        assert torch.allclose(router.distance(x_TD).double(), exact_TE, atol=0.02)
+    assert found_variance.min() > 0.005
+
+
+def test_a_checkpoint_without_an_origin_has_the_origin_zero() -> None:
+    old = trained(MetricConfig())
+    moments = old.state_dict()
+    origin = moments.pop("statistics.origin")
+    mean, square = moments["statistics.moments"].chunk(2, -1)  # of x - o; as they were, of x
+    moments["statistics.moments"] = torch.cat(
+        [mean + origin, square + 2 * origin * mean + origin**2], -1
+    )
+    new = router_of(MetricConfig())
+    new.load_state_dict(moments)
+    for found, wanted in zip(
+        new.statistics.mean_and_variance(), old.statistics.mean_and_variance(), strict=True
+    ):
+        assert torch.allclose(found, wanted, atol=1e-5)
 
 
 def test_an_expert_nobody_chose_has_the_moments_of_all_tokens() -> None:
@@ -114,7 +160,8 @@ def test_an_expert_nobody_chose_has_the_moments_of_all_tokens() -> None:
         router.statistics.weight[2] = 0
     mean_ED, _ = router.statistics.mean_and_variance()
     weight_E1, moments = router.statistics.weight[:, None], router.statistics.moments[:, :3]
-    assert torch.allclose(mean_ED[2], (weight_E1 * moments).sum(0) / weight_E1.sum(), atol=1e-6)
+    wanted = router.statistics.origin + (weight_E1 * moments).sum(0) / weight_E1.sum()
+    assert torch.allclose(mean_ED[2], wanted, atol=1e-6)
 
 
 def test_no_token_reads_another_and_evaluation_changes_nothing() -> None:

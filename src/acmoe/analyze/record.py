@@ -30,6 +30,7 @@ from acmoe.evaluate.vision import check_classes
 from acmoe.models.images.classifier import ImageClassifier
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.models.text.memory import Memory
+from acmoe.ops.route.reference import first_chosen
 from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.baselines import RandomRouter
 from acmoe.runtime import autocast, evaluating, seeded
@@ -59,7 +60,7 @@ class LayerRecord:
     @property
     def first(self) -> Tensor:
         """Return the first expert of each token, (N,): its cluster at the next MoE layer."""
-        return self.affinity.argmax(-1)
+        return first_chosen(self.affinity, self.expert_ids)
 
     @property
     def num_experts(self) -> int:

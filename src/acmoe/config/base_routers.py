@@ -25,7 +25,13 @@ class LossConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SMoEConfig:
-    """The plain top-k router: the affinity of a token x and expert k is x . e_k."""
+    """The plain top-k router: the affinity of a token x and expert k is x . e_k.
+
+    The gate of the chosen experts is a softmax over their k affinities (Eqn. 2). At k = 1 that
+    would be the constant 1, through which the router could not learn, so there the gate is the
+    chosen expert's share of a softmax over all E experts; `gate` sets either form for any k. Of
+    equal affinities the expert with the lowest index comes first.
+    """
 
     name: ClassVar[str] = "smoe"
     bias: bool = False

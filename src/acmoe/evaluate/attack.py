@@ -28,6 +28,7 @@ from acmoe.evaluate.capacity import own_capacity, using_capacity
 from acmoe.evaluate.statistics import using_statistics
 from acmoe.evaluate.vision import check_classes, count_hits, moe_layers
 from acmoe.models.recorded import recorded
+from acmoe.routing.state import first_choice
 from acmoe.runtime import pick_device, seeded
 
 
@@ -156,7 +157,7 @@ def _predict(target: Target, x: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Return (B, K) logits, and the first expert (T,) of each token for each MoE layer."""
     with recorded(moe_layers(target.model)) as routings:
         logits_BK = target(x)
-    return logits_BK, [routing.affinity.argmax(-1) for routing in routings]
+    return logits_BK, [first_choice(routing) for routing in routings]
 
 
 def _settings(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from acmoe.evaluate.measures import instability, load_balance
 from acmoe.ops.route.reference import load
-from acmoe.routing.state import Routing
+from acmoe.routing.state import Routing, first_choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class RoutingTally:
         previous_T: Tensor | None = None
         for depth, routing in enumerate(routings):
             self.loads[depth] += load(routing.expert_ids, self.num_experts, mask_T).long()
-            first_T = routing.affinity.argmax(-1)
+            first_T = first_choice(routing)
             if previous_T is not None:
                 pair_T = previous_T * self.num_experts + first_T
                 pair_T = pair_T if mask_T is None else pair_T[mask_T]

@@ -36,6 +36,11 @@ class MoE(nn.Module):
                       k * floor(factor * ceil(T / E)) rows; the others get output 0 (Swin-MoE).
     losses            weights of the auxiliary losses summed into `state.aux_loss`
 
+    With top_k = 1 the gate is a softmax over all experts, otherwise over the chosen ones
+    (`SMoEConfig.gate`). An adaptive router scales features by 1/s, s the dispersion within a
+    cluster, raised to at least 1e-3 of its cluster's mean (`AdaptiveConfig.floor`); a cluster with
+    fewer than 2 tokens is not rescaled (`min_tokens`).
+
     >>> moe = MoE(dim=8, hidden=16, num_experts=4, top_k=2, router="adaptive")
     >>> state = RoutingState.identity(num_tokens=5, num_clusters=4, dim=8)
     >>> y, state = moe(torch.randn(5, 8), state)

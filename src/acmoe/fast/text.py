@@ -34,7 +34,7 @@ from acmoe.models.unmodified import modified
 from acmoe.ops.attention import window_attention
 from acmoe.ops.attention.op import joined_window_attention
 from acmoe.ops.attention.support import stored_width
-from acmoe.ops.dispatch import log_once
+from acmoe.ops.dispatch import log_once, transforming
 from acmoe.ops.norm import Normed, add_norm, add_norm_twice
 from acmoe.ops.precision import autocast_dtype
 from acmoe.routing.state import RoutingState
@@ -115,6 +115,8 @@ def runner_unsupported(model: LanguageModel, memory: OpenMemory | None = None) -
     """Return the reason why the fast runner cannot run this model, or would change its function."""
     if isinstance(memory, DecodeCache):
         return DECODING
+    if transforming():
+        return "a torch.func transform runs, which differentiates the plain path"
     compiled = isinstance(model.runner, FastRunner) and model.runner.block is not run_block
     for depth, block in enumerate(model.blocks):
         if block._compiled_call_impl is not None and not compiled:

@@ -16,6 +16,7 @@ import acmoe.ops.route.autograd  # noqa: F401, defines acmoe::route
 # Operators that choose: their results are saved, all others are recomputed.
 _CHOICES = (
     torch.ops.aten.topk.default,
+    torch.ops.aten.max.dim,
     torch.ops.aten.sort.default,
     torch.ops.aten.sort.stable,
     torch.ops.aten.argmax.default,

@@ -1,13 +1,15 @@
 """Checks of tensor arguments: shapes, dtypes and value ranges.
 
-Values are read only on the CPU and outside `torch.compile`: reading one on an accelerator would
-synchronise in every training step, so the check there is an asynchronous device assert.
+Values are read only on the CPU, outside `torch.compile` and `torch.func`: reading one on an
+accelerator would synchronise in every training step, so the check there is an asynchronous device
+assert.
 """
 
 import torch
 from torch import Tensor
 
 from acmoe.errors import UserError, check
+from acmoe.ops.dispatch import transforming
 
 
 def check_tokens(x: Tensor, assignment: Tensor, token_mask: Tensor | None) -> None:
@@ -46,7 +48,7 @@ def check_token_mask(x: Tensor, token_mask: Tensor | None) -> None:
 
 def check_range(ids: Tensor, low: int, high: int, name: str) -> None:
     """Require every id in [low, high)."""
-    if torch.compiler.is_compiling() or ids.numel() == 0 or ids.is_meta:
+    if torch.compiler.is_compiling() or transforming() or ids.numel() == 0 or ids.is_meta:
         return
     ids = ids.long()  # in uint8 or int8 a bound could overflow
     inside = ((ids >= low) & (ids < high)).all()

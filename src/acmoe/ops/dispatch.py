@@ -27,6 +27,7 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from acmoe.errors import UserError
 
@@ -100,6 +101,8 @@ class Op(Generic[P, R]):
 
     def select(self, *args: P.args, **kwargs: P.kwargs) -> Kernel:
         """Return the kernel that serves a call with these arguments."""
+        if transforming():
+            return self.kernels[-1]
         values = {**self.defaults, **dict(zip(self.parameters, args, strict=False)), **kwargs}
         wanted = requested()
         refusal = None
@@ -202,6 +205,18 @@ _installed = {name: importlib.util.find_spec(name) is not None for name in ("tri
 def installed(package: str) -> bool:
     """Return True if an optional package that kernels need is installed."""
     return _installed[package]
+
+
+def transforming() -> bool:
+    """Return True inside `torch.func` transforms (grad, jvp, vmap, ...) and forward-mode autograd.
+
+    Transforms differentiate and batch PyTorch's own operators and know nothing of kernels, so every
+    op runs its definition there, written in plain operators throughout (docs/design.md,
+    Transforms).
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def interpreting() -> bool:

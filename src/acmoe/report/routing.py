@@ -141,7 +141,12 @@ def _measures(record: RoutingRecord) -> list[dict[str, Any]]:
     """Measure load and instability of every layer, the latter within a Swin stage only."""
     tally = StageTally()
     nothing = torch.zeros(())
-    tally.add([Routing(one.expert_ids, one.gate, one.affinity, nothing) for one in record.layers])
+    tally.add(
+        [
+            Routing(one.expert_ids, one.gate, one.affinity, nothing, one.first)
+            for one in record.layers
+        ]
+    )
     return [asdict(layer) for layer in tally.layers()]
 
 
@@ -151,7 +156,7 @@ def _shown(layer: LayerRecord, count: int) -> dict[str, Any]:
         "adaptive": layer.adaptive,
         "experts": layer.num_experts,
         "grid": layer.grid,
-        "first": layer.affinity[:count].argmax(-1).tolist(),
+        "first": layer.first[:count].tolist(),
         "ids": layer.expert_ids[:count].tolist(),
         "gate": _rounded(layer.gate[:count]),
         "affinity": _rounded(layer.affinity[:count]),

@@ -17,7 +17,7 @@ from acmoe.config.routing import (
 )
 from acmoe.ops.precision import wide_dtype
 from acmoe.ops.route import ScaledTokens
-from acmoe.ops.route.reference import linear_affinity
+from acmoe.ops.route.reference import best_first, first_chosen, linear_affinity
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.routing.adaptive import gather_scale, mix_scales
 from acmoe.routing.cache import StatisticsSlot
@@ -30,6 +30,7 @@ from acmoe.routing.topk import (
     only_z,
     select,
 )
+from acmoe.routing.unit import unit_rows
 
 _GREATEST_LOG_SCALE = math.log(
     100.0
@@ -65,11 +66,11 @@ class CosineRouter(Router):
     def affinity(self, x_TD: Tensor) -> Tensor:
         """Return the (T, E) cosine affinities."""
         reduced_TP = x_TD @ self.project.to(x_TD.dtype).T
-        embedding_EP = nn.functional.normalize(self.embedding.to(x_TD.dtype), dim=-1)
+        embedding_EP = unit_rows(self.embedding.to(x_TD.dtype))
         if self.log_scale is None:
             return reduced_TP @ embedding_EP.T
         scale = self.log_scale.to(x_TD.dtype).clamp(max=_GREATEST_LOG_SCALE).exp()
-        return scale * nn.functional.normalize(reduced_TP, dim=-1) @ embedding_EP.T
+        return scale * unit_rows(reduced_TP) @ embedding_EP.T
 
     def decide(
         self, x: Tensor, *, token_mask: Tensor | None = None, token_ids: Tensor | None = None
@@ -79,7 +80,7 @@ class CosineRouter(Router):
         affinity_TE = self.affinity(flat(x))
         expert_ids_TK, gate_TK = select(affinity_TE, self.top_k, self.config.gate)
         loss = common_losses(self.losses, affinity_TE, expert_ids_TK, mask_T)
-        return Routing(expert_ids_TK, gate_TK, affinity_TE, loss)
+        return Routing(expert_ids_TK, gate_TK, affinity_TE, loss, expert_ids_TK[:, 0].clone())
 
 
 class RandomRouter(Router):
@@ -156,9 +157,11 @@ class HashRouter(Router):
         dtype = accumulation_dtype(x.dtype)
         key_TE = scramble(ids_T[:, None] * self.num_experts + expert_E, self.config.seed)
         affinity_TE = key_TE.to(dtype) / 2**31
-        expert_ids_TK = key_TE.topk(self.top_k, dim=-1).indices
+        expert_ids_TK = best_first(key_TE, self.top_k)
         gate_TK = torch.full_like(expert_ids_TK, 1 / self.top_k, dtype=dtype)
-        return Routing(expert_ids_TK, gate_TK, affinity_TE, x.new_zeros((), dtype=torch.float32))
+        loss = x.new_zeros((), dtype=torch.float32)
+        # Not the argmax of the affinity: float32 rounds the 31 bits of a key.
+        return Routing(expert_ids_TK, gate_TK, affinity_TE, loss, expert_ids_TK[:, 0].clone())
 
 
 def scramble(value: Tensor, seed: int) -> Tensor:
@@ -203,7 +206,10 @@ class ExpertChoiceRouter(Router):
         expert_ids_TE = torch.where(taken_TE, expert_E, self.num_experts)
         # The load is balanced by construction: only the z-loss applies.
         loss = common_losses(only_z(self.losses), affinity_TE, expert_ids_TE, mask_T)
-        return Routing(expert_ids_TE, gate_TE * taken_TE, affinity_TE, loss)
+        # A token's cluster is the expert of highest affinity that took it, and that of highest
+        # affinity where none did, as for a token that an expert drops at its capacity.
+        first_T = first_chosen(affinity_TE, expert_ids_TE)
+        return Routing(expert_ids_TE, gate_TE * taken_TE, affinity_TE, loss, first_T)
 
     def taken(self, gate_TE: Tensor, mask_T: Tensor | None) -> Tensor:
         """Return (T, E) bool: the token is among the expert's `capacity` best."""

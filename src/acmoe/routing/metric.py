@@ -11,8 +11,15 @@ c is learned, one scalar per layer; c = 0 is the plain router. The statistics ar
 updated once per optimizer step: a token does not depend on others of its batch, and no state passes
 between layers or decode steps. The square is expanded, so that the distance is two GEMMs.
 
+Means, variances and distances are computed from x - o, where the origin o (D,) is near the mean of
+all tokens. Computed from x itself, variances would be differences of large squares: tokens about
+300 with a spread of 0.1 have x^2 near 90,000, where float32 numbers lie 0.008 apart, and a variance
+of 0.01.
+
 T tokens, D features, E experts.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +30,20 @@ from acmoe.ops.route.reference import choose
 from acmoe.ops.statistics.cluster_mean import cluster_mean
 from acmoe.ops.statistics.running import update_average
 from acmoe.routing.router import flat
-from acmoe.routing.state import Routing
+from acmoe.routing.state import Routing, first_choice
 from acmoe.routing.step import StepStatistics
 from acmoe.routing.topk import TopKRouter, over_selected
 
 
 class ExpertMoments(StepStatistics):
-    """Running means of x and x^2 over the tokens whose first choice was each expert."""
+    """Running means of x - o and (x - o)^2 over the tokens whose first choice was each expert.
 
-    moments: Tensor  # (E, 2 D): means of x, then means of x^2
+    The origin o is the mean of the first batch's tokens; each `update` moves it to the mean of all
+    experts' tokens, so that it follows them.
+    """
+
+    moments: Tensor  # (E, 2 D): means of x - o, then means of (x - o)^2
+    origin: Tensor  # (D,) o; zeros before the first batch, and in checkpoints of version 0.1
     weight: Tensor  # (E,) number of tokens in the means, discounted by momentum
     last_moments: Tensor
     last_count: Tensor
@@ -40,21 +52,54 @@ class ExpertMoments(StepStatistics):
         super().__init__()
         self.config = config
         self.register_buffer("moments", torch.zeros(num_experts, 2 * dim))
+        self.register_buffer("origin", torch.zeros(dim))
         self.register_buffer("weight", torch.zeros(num_experts))
         self.register_buffer("last_moments", torch.zeros(num_experts, 2 * dim), persistent=False)
         self.register_buffer("last_count", torch.zeros(num_experts), persistent=False)
+        self.register_load_state_dict_pre_hook(_without_origin)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def note(self, x_TD: Tensor, first_T: Tensor, token_mask_T: Tensor | None) -> None:
-        both_TX = torch.cat([x_TD, x_TD.square()], dim=-1)
+        self._begin(x_TD, first_T, token_mask_T)
+        shifted_TD = x_TD - self.origin.to(x_TD.dtype)
+        both_TX = torch.cat([shifted_TD, shifted_TD.square()], dim=-1)
         moments_EX, count_E = cluster_mean(both_TX, first_T, len(self.weight), token_mask_T)
         self.last_moments.copy_(moments_EX)
         self.last_count.copy_(count_E)
 
+    def _begin(self, x_TD: Tensor, first_T: Tensor, token_mask_T: Tensor | None) -> None:
+        """Put the origin at the mean of the first batch's tokens."""
+        mean_1D, _ = cluster_mean(x_TD, torch.zeros_like(first_T), 1, token_mask_T)
+        unset = (self.weight.sum() == 0) & (self.origin == 0).all()
+        self.origin.copy_(torch.where(unset, mean_1D[0].to(self.origin.dtype), self.origin))
+
+    @torch.no_grad()
     def update(self) -> None:
+        noted = (self.last_count > 0).any()
         update_average(
             self.moments, self.weight, self.last_moments, self.last_count, self.config.momentum
         )
+        self._recentre(noted)
+
+    def _recentre(self, noted: Tensor) -> None:
+        """Move the origin to the mean of all experts' tokens, if a batch was noted.
+
+        With step d a mean m becomes m - d, and a mean square q becomes q - 2 d m + d^2, here
+        q - m^2 + (m - d)^2. Experts without a token keep moments of 0.
+        """
+        step_D = self._pooled()[: len(self.origin)]
+        mean_ED, square_ED = self.moments.chunk(2, dim=-1)
+        moved_ED = mean_ED - step_D
+        square_ED = square_ED - mean_ED.square() + moved_ED.square()
+        moved_EX = torch.cat([moved_ED, square_ED], dim=-1)
+        moves_E1 = noted & (self.weight[:, None] > 0)
+        self.moments.copy_(torch.where(moves_E1, moved_EX, self.moments))
+        self.origin.add_(torch.where(noted, step_D, 0.0))
+
+    def _pooled(self) -> Tensor:
+        """Return (2 D,): the moments of all experts' tokens; 0 before the first update."""
+        weight_E1 = self.weight[:, None]
+        return (weight_E1 * self.moments).sum(0) / weight_E1.sum().clamp(min=1e-12)
 
     def mean_and_variance(self) -> tuple[Tensor, Tensor]:
         """Return mean and variance (E, D), shrunk towards those of all tokens.
@@ -62,15 +107,32 @@ class ExpertMoments(StepStatistics):
         The moments of all tokens count as `prior_tokens` tokens of each expert; an expert that was
         never chosen has exactly these. Before the first update, mean is 0 and variance 1.
         """
+        shifted_ED, variance_ED = self.shifted_mean_and_variance()
+        return self.center() + shifted_ED, variance_ED
+
+    def center(self) -> Tensor:
+        """Return the origin (D,) to subtract from tokens; 0 before the first update."""
+        return torch.where(self.weight.sum() > 0, self.origin, 0.0)
+
+    def shifted_mean_and_variance(self) -> tuple[Tensor, Tensor]:
+        """Return `mean_and_variance` of the tokens minus `center`."""
         weight_E1 = self.weight[:, None]
         total = weight_E1.sum()
-        pooled_X = (weight_E1 * self.moments).sum(0) / total.clamp(min=1e-12)
+        pooled_X = self._pooled()
         prior = self.config.prior_tokens
         own_EX = (weight_E1 * self.moments + prior * pooled_X) / (weight_E1 + prior)
         (mean_ED, square_ED), (mean_D, square_D) = (m.chunk(2, dim=-1) for m in (own_EX, pooled_X))
         least_D = (self.config.floor * (square_D - mean_D.square())).clamp(min=1e-12)
         variance_ED = torch.maximum(square_ED - mean_ED.square(), least_D)
         return mean_ED, torch.where(total > 0, variance_ED, 1.0)
+
+
+def _without_origin(
+    module: ExpertMoments, state_dict: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """Read the state_dicts of version 0.1, whose moments are those of x: the origin is 0."""
+    if f"{prefix}moments" in state_dict:
+        state_dict.setdefault(f"{prefix}origin", torch.zeros_like(module.origin))
 
 
 class MetricRouter(TopKRouter):
@@ -113,8 +175,9 @@ class MetricRouter(TopKRouter):
     def distance(self, x_TD: Tensor) -> Tensor:
         """Return (T, E): the mean over features of (x - mu)^2 / v + log v."""
         mean_ED, variance_ED = (
-            moment.to(x_TD.dtype) for moment in self.statistics.mean_and_variance()
+            moment.to(x_TD.dtype) for moment in self.statistics.shifted_mean_and_variance()
         )
+        x_TD = x_TD - self.statistics.center().to(x_TD.dtype)
         inverse_ED = variance_ED.reciprocal()
         offset_E = (mean_ED.square() * inverse_ED + variance_ED.log()).sum(-1)
         cross_TE = x_TD @ (mean_ED * inverse_ED).T
@@ -131,5 +194,5 @@ class MetricRouter(TopKRouter):
         if self.training:
             mask_T = None if token_mask is None else token_mask.reshape(-1)
             x_TD = flat(tokens.dense()).detach()
-            self.statistics.note(x_TD, routing.affinity.argmax(-1), mask_T)
+            self.statistics.note(x_TD, first_choice(routing), mask_T)
         return routing

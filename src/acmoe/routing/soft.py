@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from acmoe.config.routing import LossConfig, SoftConfig
 from acmoe.routing.router import Router
 from acmoe.routing.state import Routing
+from acmoe.routing.unit import unit_rows
 
 
 class SoftRouting(NamedTuple):
@@ -46,8 +47,8 @@ class SoftRouter(Router):
         """Return dispatch and combine weights from (rescaled) tokens."""
         B, L, _ = x_BLD.shape
         x_BLD = x_BLD.to(torch.promote_types(x_BLD.dtype, torch.float32))
-        slots_SD = nn.functional.normalize(self.slots.to(x_BLD.dtype), dim=-1)
-        logits_BLS = nn.functional.normalize(x_BLD, dim=-1) @ slots_SD.T
+        slots_SD = unit_rows(self.slots.to(x_BLD.dtype))
+        logits_BLS = unit_rows(x_BLD) @ slots_SD.T
         logits_BLS = self.logit_scale.to(x_BLD.dtype) * logits_BLS
         by_token_BLS = logits_BLS
         if token_mask is not None:
@@ -63,7 +64,8 @@ class SoftRouter(Router):
         expert_T1 = share_TE.argmax(-1, keepdim=True)
         none = x_BLD.new_zeros((), dtype=torch.float32)
         log_share_TE = share_TE.clamp(min=torch.finfo(x_BLD.dtype).tiny).log()
-        routing = Routing(expert_T1, share_TE.gather(1, expert_T1), log_share_TE, none)
+        gate_T1 = share_TE.gather(1, expert_T1)
+        routing = Routing(expert_T1, gate_T1, log_share_TE, none, expert_T1[:, 0].clone())
         return SoftRouting(dispatch_BLS, combine_BLS, routing)
 
     def decide(

@@ -10,6 +10,7 @@ from acmoe.config.routing import LossConfig, StableConfig
 from acmoe.errors import check
 from acmoe.ops.checks import check_range
 from acmoe.ops.embedding.op import Embedding
+from acmoe.ops.route.reference import best_first
 from acmoe.routing.losses import distillation_loss, stable_balance_loss
 from acmoe.routing.router import Router, flat, need_token_ids
 from acmoe.routing.state import Routing
@@ -80,7 +81,7 @@ class StableRouter(Router):
         light_TE = self.light_tokens(ids_T).to(x_TD.dtype) @ self.light_experts.to(x_TD.dtype).T
         learning = self.training and self.stage == 1
         chooser_TE = affinity_TE if learning else light_TE
-        expert_ids_TK = chooser_TE.topk(self.top_k, dim=-1).indices
+        expert_ids_TK = best_first(chooser_TE, self.top_k)
         gate_TK = affinity_TE.gather(1, expert_ids_TK).sigmoid()
         # StableMoE's own balance loss, below, replaces the common one.
         loss = common_losses(only_z(self.losses), affinity_TE, expert_ids_TK, mask_T)
@@ -91,4 +92,4 @@ class StableRouter(Router):
             imitation = distillation_loss(light_TE, expert_T, mask_T)
             loss = loss + self.config.balance * balance + self.config.distill * imitation
         # A token's cluster is the expert it was sent to: in stage 2 the light router's choice.
-        return Routing(expert_ids_TK, gate_TK, chooser_TE, loss)
+        return Routing(expert_ids_TK, gate_TK, chooser_TE, loss, expert_ids_TK[:, 0].clone())

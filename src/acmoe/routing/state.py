@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from acmoe.errors import check
+from acmoe.ops.route.reference import best_first
 from acmoe.ops.sort.order import no_order
 
 
@@ -22,7 +23,9 @@ class Routing(NamedTuple):
     gate: Tensor  # (T, K) combine weights, 0 where there is no expert
     affinity: Tensor  # (T, E) token-expert affinities in the scaled space, training noise included
     loss: Tensor  # () float32 weighted auxiliary losses of this layer
-    first: Tensor | None = None  # (T,) argmax of the affinity, if the router has computed it
+    # (T,) k*: the expert of highest affinity among those chosen, lowest index among equals, before
+    # rows are dropped. None: the argmax of the affinity.
+    first: Tensor | None = None
     # (..., D) the tokens the experts read: x, or M x under `scale_experts`. None: x.
     expert_input: Tensor | None = None
 
@@ -91,16 +94,27 @@ def clusters_of(
 ) -> tuple[Tensor, Tensor]:
     """Return the `mix` clusters of highest affinity, best first, and the softmax over them, (T, J).
 
-    first_T: the argmax of the affinity, if it is known. The clusters have no gradient; their
-    weights, which enter the token's scale, have one unless `detach`.
+    Of equal affinities the lowest index comes first. first_T: the token's first cluster
+    (`Routing.first`), None for the argmax of the affinity; the others follow by affinity. The
+    clusters have no gradient; their weights, which enter the token's scale, have one unless
+    `detach`.
     """
     if detach:
         affinity_TE = affinity_TE.detach()
     if mix == 1:
         first_T = affinity_TE.argmax(-1) if first_T is None else first_T
         return first_T[:, None], torch.ones_like(first_T[:, None], dtype=affinity_TE.dtype)
-    best_TE, order_TE = affinity_TE.sort(dim=-1, descending=True, stable=True)
-    return order_TE[:, :mix].contiguous(), best_TE[:, :mix].softmax(-1)
+    value_TE = affinity_TE.detach()
+    if first_T is not None:  # it need not have the highest affinity: selection may be biased
+        value_TE = value_TE.masked_fill(value_TE.isnan(), float("-inf"))
+        value_TE = value_TE.scatter(1, first_T[:, None], float("nan"))  # NaN ranks first
+    clusters_TJ = best_first(value_TE, mix)
+    return clusters_TJ, affinity_TE.gather(1, clusters_TJ).softmax(-1)
+
+
+def first_choice(routing: Routing) -> Tensor:
+    """Return (T,) int64 k*: the expert whose cluster each token belongs to."""
+    return routing.affinity.detach().argmax(-1) if routing.first is None else routing.first
 
 
 def check_mix(mix: int, num_clusters: int) -> None:

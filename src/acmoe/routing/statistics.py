@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.errors import check
+from acmoe.ops.dispatch import transforming
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.ops.statistics.op import (
     ScaleOptions,
@@ -169,7 +170,8 @@ class ClusterStatistics(StepStatistics):
     @property
     def caches_scale(self) -> bool:
         """Return True if `running_scale` may be reused: changes of the average can be detected."""
-        return not (torch.compiler.is_compiling() or self.dispersion.is_inference())
+        tracing = torch.compiler.is_compiling() or transforming()
+        return not (tracing or self.dispersion.is_inference())
 
     @property
     def version(self) -> tuple[object, ...]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from acmoe.config.routing import LossConfig, ThresholdConfig
-from acmoe.ops.route.reference import linear_affinity
+from acmoe.ops.route.reference import best_first, linear_affinity
 from acmoe.routing.router import Router, flat
 from acmoe.routing.state import Routing
 from acmoe.routing.topk import common_losses, expert_embeddings, no_noise_losses
@@ -58,14 +58,17 @@ class ThresholdRouter(Router):
         x_TD = flat(x)
         mask_T = None if token_mask is None else token_mask.reshape(-1)
         affinity_TE = linear_affinity(x_TD, self.embedding, self.bias)
-        gate_TK, expert_ids_TK = affinity_TE.softmax(-1).topk(self.places, dim=-1)
+        # Ranked by affinity: probabilities of different affinities may round to the same number.
+        expert_ids_TK = best_first(affinity_TE, self.places)
+        first_T = expert_ids_TK[:, 0].clone()
+        gate_TK = affinity_TE.softmax(-1).gather(1, expert_ids_TK)
         active_TK = self.active(gate_TK)
         # Renormalise over the active experts. The first choice is always active: never 0 / 0.
         gate_TK = gate_TK * active_TK
         gate_TK = gate_TK / gate_TK.sum(-1, keepdim=True)
         expert_ids_TK = torch.where(active_TK.detach() > 0, expert_ids_TK, self.num_experts)
         loss = common_losses(self.losses, affinity_TE, expert_ids_TK, mask_T)
-        return Routing(expert_ids_TK, gate_TK, affinity_TE, loss)
+        return Routing(expert_ids_TK, gate_TK, affinity_TE, loss, first_T)
 
     def active(self, gate_TK: Tensor) -> Tensor:
         """Return (T, K): 1 for a selected expert, else 0, with the surrogate's gradient."""

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from acmoe.config.routing import LossConfig, SMoEConfig
 from acmoe.errors import check
 from acmoe.ops.route import Route, ScaledTokens, route
-from acmoe.ops.route.reference import linear_affinity, load
+from acmoe.ops.route.reference import best_first, first_chosen, linear_affinity, load
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.routing.losses import balance_loss, balance_of, importance_loss, load_loss, z_loss
 from acmoe.routing.router import Router
 from acmoe.routing.state import Routing
 from acmoe.routing.step import StepStatistics
+from acmoe.routing.unit import unit_rows
 
 
 def expert_embeddings(num_experts: int, dim: int, init: str = "uniform") -> nn.Parameter:
@@ -31,9 +32,9 @@ def expert_embeddings(num_experts: int, dim: int, init: str = "uniform") -> nn.P
 
 def select(affinity_TE: Tensor, top_k: int, gate: str) -> tuple[Tensor, Tensor]:
     """Return the k experts of highest affinity, best first, and their gates, both (T, K)."""
-    best_TK, expert_ids_TK = affinity_TE.topk(top_k, dim=-1)
+    expert_ids_TK = best_first(affinity_TE, top_k)
     if over_selected(gate, top_k):
-        return expert_ids_TK, best_TK.softmax(-1)
+        return expert_ids_TK, affinity_TE.gather(1, expert_ids_TK).softmax(-1)
     return expert_ids_TK, affinity_TE.softmax(-1).gather(1, expert_ids_TK)
 
 
@@ -63,7 +64,7 @@ class SelectionBias(StepStatistics):
 
     def select(self, affinity_TE: Tensor, top_k: int, gate: str) -> tuple[Tensor, Tensor]:
         gate_TE = affinity_TE.softmax(-1)
-        expert_ids_TK = (gate_TE.detach() + self.bias).topk(top_k, dim=-1).indices
+        expert_ids_TK = best_first(gate_TE.detach() + self.bias, top_k)
         if over_selected(gate, top_k):
             return expert_ids_TK, affinity_TE.gather(1, expert_ids_TK).softmax(-1)
         return expert_ids_TK, gate_TE.gather(1, expert_ids_TK)
@@ -132,7 +133,7 @@ class TopKRouter(Router):
         """
         if not self.config.normalize_embeddings:
             return self.embedding
-        return nn.functional.normalize(self.embedding.to(accumulation_dtype(x.dtype)), dim=-1)
+        return unit_rows(self.embedding.to(accumulation_dtype(x.dtype)))
 
     def affinity(self, x_TD: Tensor) -> Tensor:
         """Return (T, E): x . e_k + b_k, without noise."""
@@ -160,15 +161,16 @@ class TopKRouter(Router):
             mask_T=mask_T,
             temperature=self.config.balance_temperature if balances else None,
         )
-        expert_ids_TK, gate_TK = found.expert_ids, found.gate
+        expert_ids_TK, gate_TK, first_T = found.expert_ids, found.gate, found.first
         if self.selection is not None:
             expert_ids_TK, gate_TK = self.selection.select(
                 found.affinity, self.top_k, self.config.gate
             )
+            first_T = first_chosen(found.affinity, expert_ids_TK)
             if self.training:
                 self.selection.note(expert_ids_TK, mask_T)
         loss = self.loss(found, expert_ids_TK, mask_T)
-        return Routing(expert_ids_TK, gate_TK, found.affinity, loss, found.first, found.x)
+        return Routing(expert_ids_TK, gate_TK, found.affinity, loss, first_T, found.x)
 
     def choose(
         self,

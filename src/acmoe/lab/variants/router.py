@@ -12,8 +12,8 @@ match    Route by M h / tau, where tau^2 is the mean of Var_k((M h) . e_k) over 
          the experts are not rescaled.
 
 Means and variances are those of the call (statistics="batch") or running averages over optimizer
-steps (any other mode), so that they are as causal as the scale. No gradient flows through them,
-except through the mean under detach=False.
+steps (any other mode), so that they are as causal as the scale. A gradient flows through those of
+the call under detach=False, and through no others.
 
 T tokens, D features, E experts, C clusters, J clusters per token; B sequences of L tokens.
 """
@@ -156,10 +156,11 @@ class VariantRouter(AdaptiveRouter):
     ) -> Tensor:
         """Return (I - M) mu of each token's clusters, shaped as x; 0 for a token in no cluster."""
         assert self.means is not None
-        with torch.no_grad() if self.config.detach else contextlib.nullcontext():
+        with self._through():
             mean_CD = self.means(
                 lambda: x.reshape(-1, self.dim), state.assignment[:, 0], mask_T, slot, "mean"
             )
+        mean_CD = mean_CD.detach() if self.config.detach else mean_CD  # no_grad keeps tangents
         assignment_1TJ = state.assignment[None]
         shift_1TJD = gather_scale((1 - scale_CD) * mean_CD.to(scale_CD.dtype), assignment_1TJ)
         shift_1TJD = shift_1TJD.masked_fill((assignment_1TJ < 0)[..., None], 0.0)
@@ -180,7 +181,6 @@ class VariantRouter(AdaptiveRouter):
         tau_T = tau_C[first_T.clamp(min=0)].masked_fill(first_T < 0, 1.0)
         return tokens._replace(product=tokens.product / tau_T.view(*tokens.x.shape[:-1], 1))
 
-    @torch.no_grad()
     def _temperature(
         self,
         tokens: ScaledTokens,
@@ -196,9 +196,16 @@ class VariantRouter(AdaptiveRouter):
             inner_2TE = [inner_products(base, flat(each)) for each in (tokens.x, tokens.dense())]
             return torch.stack(inner_2TE).var(-1, correction=0).T
 
-        plain_C, stretched_C = average(variances, first_T, mask_T, slot, "variances").unbind(-1)
+        with self._through():
+            mean_C2 = average(variances, first_T, mask_T, slot, "variances")
+        mean_C2 = mean_C2.detach() if self.config.detach else mean_C2
+        plain_C, stretched_C = mean_C2.unbind(-1)
         known_C = (plain_C > 0) & (stretched_C > 0)
         return torch.where(known_C, stretched_C / torch.where(known_C, plain_C, 1.0), 1.0).sqrt()
+
+    def _through(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which means have a gradient only under detach=False."""
+        return torch.no_grad() if self.config.detach else contextlib.nullcontext()
 
     def new_slot(
         self, num_sequences: int, *, device: torch.device | str | None, dtype: torch.dtype

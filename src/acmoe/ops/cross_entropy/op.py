@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the customary name
 
 from acmoe.errors import check
-from acmoe.ops.dispatch import on_nvidia, op, triton_unsupported
+from acmoe.ops.dispatch import on_nvidia, op, transforming, triton_unsupported
+from acmoe.ops.once import differentiable_once
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 
 _LOGITS_ON_CPU = 2**22  # the most logits that exist at a time
@@ -67,9 +68,15 @@ def chunked_cross_entropy(
         chunk = max(1, min(x.shape[0], _most_logits(x.device) // weight.shape[0]))
     # Autocast is off: it would cast the whole weight again in every chunk.
     with torch.autocast(device, enabled=False):
-        if reduction == "none":
+        if transforming():
+            losses_T = _masked(_plain_losses(x, weight, bias, safe_T, gemm_dtype), keep_T)
+            if reduction == "none":
+                return losses_T
+            total: Tensor = losses_T.sum()
+        elif reduction == "none":
             return _masked(_token_losses(x, weight, bias, safe_T, gemm_dtype, chunk), keep_T)
-        total: Tensor = _SumOfLosses.apply(x, weight, bias, safe_T, keep_T, gemm_dtype, chunk)  # type: ignore[no-untyped-call]
+        else:
+            total = _SumOfLosses.apply(x, weight, bias, safe_T, keep_T, gemm_dtype, chunk)  # type: ignore[no-untyped-call]
         if reduction == "sum":
             return total
         return total / (max(1, len(x)) if keep_T is None else keep_T.sum().clamp(min=1))
@@ -189,6 +196,20 @@ def _token_losses(
     return losses_T
 
 
+def _plain_losses(
+    x_TD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_T: Tensor,
+    gemm_dtype: torch.dtype,
+) -> Tensor:
+    """Return the (T,) losses from full logits, in operators that `torch.func` can transform."""
+    bias_V = None if bias_V is None else bias_V.to(gemm_dtype)
+    logits_TV = F.linear(x_TD.to(gemm_dtype), weight_VD.to(gemm_dtype), bias_V)
+    logits_TV = logits_TV.to(accumulation_dtype(gemm_dtype))
+    return F.cross_entropy(logits_TV, targets_T, reduction="none")
+
+
 class _SumOfLosses(torch.autograd.Function):
     """Sum of losses over unmasked tokens; forward computes the gradients chunk by chunk.
 
@@ -229,6 +250,7 @@ class _SumOfLosses(torch.autograd.Function):
         return total
 
     @staticmethod
+    @differentiable_once  # the stored gradients are constants to autograd
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         grad_x_TD, grad_VA = ctx.saved_tensors
         (words, features), weight_dtype, bias_dtype = ctx.layer

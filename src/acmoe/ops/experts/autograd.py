@@ -19,6 +19,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from acmoe.ops.once import differentiable_once
+
 
 def _forward(
     x: Tensor,
@@ -123,7 +125,7 @@ class _Eager(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         *tensors, h = ctx.saved_tensors
         arguments = (grad.contiguous(), *tensors, h, h, ctx.act, ctx.dropout, ctx.dtype)

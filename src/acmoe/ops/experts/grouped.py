@@ -9,6 +9,7 @@ N rows, I features in, O features out, E experts.
 import torch
 from torch import Tensor
 
+from acmoe.ops.dispatch import transforming
 from acmoe.ops.precision import autocast_dtype
 
 
@@ -63,6 +64,37 @@ def _backward(ctx, grad_NO):  # type: ignore[no-untyped-def]
 _grouped_linear.register_autograd(_backward, setup_context=_save)
 
 
+def _save_outer(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs)
+
+
+def _backward_outer(ctx, grad_EOI):  # type: ignore[no-untyped-def]
+    grad_NO, x_NI, offsets_E = ctx.saved_tensors
+    found_NO = found_NI = None
+    if ctx.needs_input_grad[0]:
+        found_NO = _grouped_linear(x_NI, grad_EOI, offsets_E)
+    if ctx.needs_input_grad[1]:
+        found_NI = _grouped_linear(grad_NO, grad_EOI.mT, offsets_E)
+    return found_NO, found_NI, None
+
+
+_grouped_outer.register_autograd(_backward_outer, setup_context=_save_outer)
+
+
+def _masked_linear(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
+    """Compute `grouped_linear` with every expert on all rows, for transforms of `torch.func`.
+
+    It takes E times the work, and nothing in it depends on the values of the offsets.
+    """
+    row_N1 = torch.arange(x_NI.shape[0], device=x_NI.device)[:, None]
+    begin_E = torch.cat([torch.zeros_like(offsets_E[:1]), offsets_E[:-1]])
+    out_NO = x_NI.new_zeros(())
+    for weight_OI, begin, end in zip(weight_EOI, begin_E, offsets_E, strict=True):
+        own_N1 = (row_N1 >= begin) & (row_N1 < end)
+        out_NO = torch.where(own_N1, x_NI @ weight_OI.T, out_NO)
+    return out_NO
+
+
 def grouped_linear(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
     """Return (N, O): rows offsets_E[e-1] to offsets_E[e] of x times weight[e]^T.
 
@@ -72,6 +104,8 @@ def grouped_linear(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tenso
     dtype = autocast_dtype(x_NI)
     if dtype is not None:
         x_NI, weight_EOI = x_NI.to(dtype), weight_EOI.to(dtype)
+    if transforming():
+        return _masked_linear(x_NI, weight_EOI, offsets_E)
     out_NO: Tensor = _grouped_linear(x_NI, weight_EOI, offsets_E)
     return out_NO
 

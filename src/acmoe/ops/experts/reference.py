@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the customary name
 
-from acmoe.ops.dispatch import op
+from acmoe.ops.dispatch import op, transforming
 from acmoe.ops.experts.grouped import grouped_linear
 from acmoe.ops.sort.reference import Rows
 
@@ -97,6 +97,8 @@ def linear(
 
 def dispatch(x_TD: Tensor, rows: Rows) -> Tensor:
     """Return (N, D): each token's row, repeated for each of its experts and sorted by expert."""
+    if transforming():
+        return x_TD[rows.permutation // max(rows.permutation.numel() // max(x_TD.shape[0], 1), 1)]
     found: Tensor = _Dispatch.apply(x_TD, rows.permutation, rows.inverse)  # type: ignore[no-untyped-call]
     return found
 
@@ -104,7 +106,10 @@ def dispatch(x_TD: Tensor, rows: Rows) -> Tensor:
 def combine(y_ND: Tensor, gate_TK: Tensor, rows: Rows) -> Tensor:
     """Return (T, D): the gate-weighted sum of each token's K expert outputs, first choice first."""
     T, K = gate_TK.shape
-    rows_ND: Tensor = _Permute.apply(y_ND, rows.inverse, rows.permutation)  # type: ignore[no-untyped-call]
+    if transforming():
+        rows_ND = y_ND[rows.inverse]
+    else:
+        rows_ND = _Permute.apply(y_ND, rows.inverse, rows.permutation)  # type: ignore[no-untyped-call]
     y_TKD = rows_ND.view(T, K, y_ND.shape[-1])
     return (y_TKD * gate_TK.to(y_ND.dtype)[..., None]).sum(1)
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acmoe.ops.once import differentiable_once
+
 
 @torch.library.custom_op("acmoe::route", mutates_args=())
 def route_op(
@@ -130,7 +132,7 @@ class _Eager(torch.autograd.Function):
         return (*found, inputs[0])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
         return _backward(ctx, *grads)  # type: ignore[no-untyped-call]
 

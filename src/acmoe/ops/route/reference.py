@@ -18,11 +18,11 @@ from acmoe.ops.route.tokens import ScaledTokens
 class Route(NamedTuple):
     """The decision of a top-k router, and the sums that its balance loss is computed from."""
 
-    expert_ids: Tensor  # (T, K) int64, highest affinity first
+    expert_ids: Tensor  # (T, K) int64, highest affinity first, lowest index among equals
     gate: Tensor  # (T, K) softmax over the chosen affinities, or softmax over all E at the chosen
     affinity: Tensor  # (T, E) the affinities that were ranked, noise included
     clean: Tensor  # (T, E) the affinities without noise
-    first: Tensor  # (T,) int64 argmax of `affinity`
+    first: Tensor  # (T,) int64 expert of highest affinity, the first column of `expert_ids`
     # (..., D) the input tokens, unscaled. Layers after the router should read them from here: a
     # kernel's backward then adds their gradient to the router's without another launch.
     x: Tensor
@@ -84,12 +84,13 @@ def choose(
 ) -> Route:
     """Compute `route` from given affinities; the caller must replace x in the result."""
     affinity_TE = clean_TE if noise is None else clean_TE + noise
-    best_TK, expert_ids_TK = affinity_TE.topk(top_k, dim=-1)
+    expert_ids_TK = best_first(affinity_TE, top_k)
     if over_selected:
-        gate_TK = best_TK.softmax(-1)
+        gate_TK = affinity_TE.gather(1, expert_ids_TK).softmax(-1)
     else:
         gate_TK = affinity_TE.softmax(-1).gather(1, expert_ids_TK)
-    first_T = affinity_TE.detach().argmax(-1)
+    # A copy, as a kernel returns it: the first choice outlives the ids in the routing state.
+    first_T = expert_ids_TK[:, 0].clone()
     found = Route(expert_ids_TK, gate_TK, affinity_TE, clean_TE, first_T, clean_TE)
     if temperature is None:
         return found
@@ -97,6 +98,46 @@ def choose(
         gate_sum=gate_sum(clean_TE, temperature, token_mask),
         load=load(expert_ids_TK, clean_TE.shape[1], token_mask).to(clean_TE.dtype),
     )
+
+
+def best_first(value_TE: Tensor, top_k: int) -> Tensor:
+    """Return (T, K) int64: the columns of each row's K largest values, largest first.
+
+    Of equal values the lowest column comes first; `torch.topk` leaves their order open, so that
+    backends would send a token with equal affinities to different experts. -0.0 equals 0.0, NaN is
+    larger than every number. Every column is returned once, whatever the row holds.
+    """
+    value_TE = value_TE.detach()
+    E = value_TE.shape[-1]
+    if top_k > min(16, max(4, E // 8)) or not value_TE.is_floating_point():
+        order_TE = value_TE.sort(dim=-1, descending=True, stable=True).indices
+        return order_TE[..., :top_k].contiguous()
+    if top_k > 1:  # -inf, which marks columns already taken below, counts as the lowest number
+        value_TE = value_TE.clamp(min=torch.finfo(value_TE.dtype).min)
+    column_T1 = value_TE.max(dim=-1, keepdim=True).indices  # the first of equal values
+    columns = [column_T1]
+    for _ in range(top_k - 1):
+        value_TE = value_TE.scatter(-1, column_T1, float("-inf"))
+        column_T1 = value_TE.max(dim=-1, keepdim=True).indices
+        columns.append(column_T1)
+    return torch.cat(columns, dim=-1)
+
+
+def first_chosen(affinity_TE: Tensor, expert_ids_TK: Tensor) -> Tensor:
+    """Return (T,) int64 k*: each token's expert of highest affinity among those chosen for it.
+
+    Of equal affinities the lowest expert counts. The id E in `expert_ids_TK` means "no expert"; a
+    token with no expert at all has the expert of highest affinity.
+    """
+    affinity_TE = affinity_TE.detach()
+    E = affinity_TE.shape[-1]
+    none_TK = expert_ids_TK >= E
+    value_TK = affinity_TE.gather(-1, expert_ids_TK.clamp(max=E - 1))
+    value_TK = value_TK.masked_fill(none_TK, float("-inf"))
+    # "less than" instead of "unequal": NaN is not less than NaN, and its expert stays a candidate.
+    lower_TK = value_TK < value_TK.amax(-1, keepdim=True)
+    first_T = expert_ids_TK.masked_fill(lower_TK | none_TK, E).amin(-1)
+    return torch.where(first_T < E, first_T, affinity_TE.argmax(-1))
 
 
 def gate_sum(affinity_TE: Tensor, temperature: float, token_mask_T: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acmoe.ops.dispatch import op
+from acmoe.ops.dispatch import op, transforming
 from acmoe.ops.sort.order import no_order
 
 
@@ -41,7 +41,11 @@ def sort_rows(
     """
     expert_N, permutation_N = expert_ids.reshape(-1).sort(stable=True)
     rows_N = torch.arange(permutation_N.numel(), device=permutation_N.device)
-    inverse_N = torch.empty_like(permutation_N).scatter_(0, permutation_N, rows_N)
     ids_E = torch.arange(num_experts, device=permutation_N.device)
-    offsets_E = torch.searchsorted(expert_N, ids_E, right=True)
+    if transforming():  # vmap would run the other form in a loop over its batch
+        inverse_N = permutation_N.argsort()
+        offsets_E = (expert_N[:, None] <= ids_E).sum(0)
+    else:
+        inverse_N = torch.empty_like(permutation_N).scatter_(0, permutation_N, rows_N)
+        offsets_E = torch.searchsorted(expert_N, ids_E, right=True)
     return Rows(permutation_N, inverse_N, offsets_E, expert_N, no_order(expert_ids))

@@ -104,6 +104,12 @@ def exclude(
     return x, cluster
 
 
+def finite_tokens(x: Tensor) -> Tensor:
+    """Return (...,) bool: the token x (..., D) holds neither NaN nor inf. Reads x once."""
+    largest: Tensor = torch.linalg.vector_norm(x.detach(), float("inf"), dim=-1)
+    return largest.isfinite()
+
+
 def _zero_non_finite(x_BLD: Tensor, cluster_BL: Tensor, num_clusters: int) -> tuple[Tensor, Tensor]:
     """Zero the tokens that hold NaN or inf; return x and the (B, C) mask of clusters that have any.
 

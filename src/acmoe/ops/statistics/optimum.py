@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from acmoe.errors import check
+from acmoe.ops.dispatch import transforming
 from acmoe.ops.precision import wide_dtype
 
 # Newton steps, a fixed number, so that the device never waits for the host. Convergence from the
@@ -40,7 +41,7 @@ def optimal_weights(dispersion: Tensor, strength: float | Tensor) -> Tensor:
         f"dispersion has shape {tuple(dispersion.shape)} and dtype {dispersion.dtype}; "
         "pass floating-point (clusters, features) with at least one feature",
     )
-    if dispersion.device.type == "cpu" and not torch.compiler.is_compiling():
+    if dispersion.device.type == "cpu" and not (torch.compiler.is_compiling() or transforming()):
         valid = torch.isfinite(dispersion) & (dispersion >= 0)
         if not valid.all():
             bad = dispersion[~valid].flatten()[0].item()
@@ -62,14 +63,15 @@ def optimal_weights(dispersion: Tensor, strength: float | Tensor) -> Tensor:
         f"strength has shape {tuple(lam.shape)}; pass one number, or one for each row: {rows}",
     )
     lam = lam.expand(rows)
-    weights: Tensor = _OptimalWeights.apply(dispersion.to(wide), lam)  # type: ignore[no-untyped-call]
+    function = _Transformable if transforming() else _OptimalWeights
+    weights: Tensor = function.apply(dispersion.to(wide), lam)  # type: ignore[no-untyped-call]
     return weights.to(dispersion.dtype)
 
 
 def check_strength(strength: float | Tensor) -> None:
     """Raise a UserError unless lambda is positive and finite."""
     if isinstance(strength, Tensor):
-        if strength.device.type != "cpu" or torch.compiler.is_compiling():
+        if strength.device.type != "cpu" or torch.compiler.is_compiling() or transforming():
             return
         check(
             bool((strength > 0).all() and torch.isfinite(strength).all()),
@@ -125,3 +127,28 @@ class _OptimalWeights(torch.autograd.Function):
         grad_s = -(w.shape[-1] / lam) * square * (grad - centre)
         grad_lam = ((grad * w).sum(-1, keepdim=True) - centre) / lam
         return grad_s, grad_lam
+
+
+class _Transformable(_OptimalWeights):
+    """`_OptimalWeights` for `torch.func`; `torch.compile` cannot trace a function with a jvp."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(output, inputs[1])
+        ctx.save_for_forward(output, inputs[1])
+
+    @staticmethod
+    def jvp(ctx, ds, dlam):  # type: ignore[no-untyped-def]
+        # The formulas of `backward`, along a direction.
+        w, lam = ctx.saved_tensors
+        d, square = w.shape[-1], w.square()
+        total = square.sum(-1, keepdim=True)
+        found = torch.zeros_like(w)
+        if ds is not None:
+            dalpha = -(square * ds).sum(-1, keepdim=True) / total
+            found = found - (d / lam) * square * (ds + dalpha)
+        if dlam is not None:
+            found = found + w * dlam / lam - square * dlam / (lam * total)
+        return found

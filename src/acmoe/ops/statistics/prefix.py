@@ -19,7 +19,8 @@ from torch import Tensor
 
 from acmoe.errors import check
 from acmoe.ops.checks import check_range, check_tokens
-from acmoe.ops.statistics.dispersion import exclude
+from acmoe.ops.dispatch import transforming
+from acmoe.ops.statistics.dispersion import exclude, finite_tokens
 
 PREFIX_MEASURES = ("mad", "variance", "std")
 
@@ -71,7 +72,8 @@ def prefix_dispersion(
     read_BLJ        the clusters whose statistics each token reads: its own (J = 1), or several; -1
                     for none, which reads a count and a dispersion of 0
     before          moments of these sequences from earlier calls
-    The third result holds the moments after the last token.
+    A token with NaN or inf is left out of the statistics, as a masked one is, and reads zeros. The
+    third result holds the moments after the last token.
     """
     check_prefix_measure(measure)
     _check_prefix(x_BLD, read_BLJ, before)
@@ -79,7 +81,13 @@ def prefix_dispersion(
     num_clusters = before.tokens.shape[1]
     check_range(assignment_BL, -1, num_clusters, "assignment")
     check_range(read_BLJ, -1, num_clusters, "read")
-    x_BLD, cluster_BL = exclude(x_BLD, assignment_BL, num_clusters, token_mask)
+    # A token with NaN or inf must not spoil its cluster for the rest of the sequence.
+    finite_BL = finite_tokens(x_BLD)
+    kept_BL = finite_BL if token_mask is None else finite_BL & token_mask
+    x_BLD, cluster_BL = exclude(x_BLD, assignment_BL, num_clusters, kept_BL)
+    # The content of padding changes nothing, not even what padding reads.
+    reads_BL = finite_BL if token_mask is None else finite_BL | ~token_mask
+    read_BLJ = read_BLJ.masked_fill(~reads_BL[..., None], -1)
 
     count_BL, mean_BLD, spread_BLD = _own_cluster_moments(x_BLD, cluster_BL, before, measure)
     # In time order the position of a cluster's latest token is a running maximum.
@@ -217,6 +225,8 @@ def segmented_sum(value_BLD: Tensor, start_BL: Tensor) -> Tensor:
     later tokens nor other segments can change a bit of a result. (A global cumulative sum minus its
     value at the start would round earlier segments into later ones.)
     """
+    if transforming():
+        return _scan(value_BLD, start_BL)
     total: Tensor = _SegmentedSum.apply(value_BLD, start_BL)  # type: ignore[no-untyped-call]
     return total
 

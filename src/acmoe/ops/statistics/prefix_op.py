@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from acmoe.ops.checks import check_tokens
-from acmoe.ops.statistics.dispersion import exclude
+from acmoe.ops.statistics.dispersion import exclude, finite_tokens
 from acmoe.ops.statistics.dispersion_op import check_clusters, check_kernel_dtype
 from acmoe.ops.statistics.prefix import PrefixMoments, check_prefix_measure, prefix_dispersion
 
@@ -22,8 +22,8 @@ def fused_prefix_dispersion(
 ) -> tuple[Tensor, Tensor, PrefixMoments]:
     """Return dispersion (B, L, 1, D) and count (B, L, 1) of each token's cluster, and the moments.
 
-    A token that is masked or in no cluster gets zeros. If a gradient is needed, the plain PyTorch
-    definition computes both forward and backward.
+    A token that is masked, not finite or in no cluster gets zeros. If a gradient is needed, the
+    plain PyTorch definition computes both forward and backward.
     """
     check_prefix_measure(measure)
     check_kernel_dtype(x)
@@ -50,7 +50,8 @@ def prefix_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from acmoe.ops.statistics.triton.prefix import running_dispersion
 
-    _, cluster_BL = exclude(x[..., :0], assignment, tokens.shape[1], token_mask)
+    kept_BL = finite_tokens(x) if token_mask is None else finite_tokens(x) & token_mask
+    _, cluster_BL = exclude(x[..., :0], assignment, tokens.shape[1], kept_BL)
     return running_dispersion(x, cluster_BL, tokens, mean, spread, measure)
 
 

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from acmoe.errors import check
+from acmoe.errors import check, check_positive
 from acmoe.ops.precision import wide_dtype
 from acmoe.ops.statistics.dispersion import dispersion_and_count
 from acmoe.ops.statistics.optimum import check_strength, optimal_weights
@@ -31,25 +31,42 @@ def cluster_scale(
     measure: str = "mad",
     normalize: str = "cluster",
     strength: float | Tensor | None = None,
+    floor: float = 1e-3,
+    min_tokens: int = 2,
     token_mask: Tensor | None = None,
 ) -> Tensor:
-    """Return the diagonals of M (Definition 1), mean one: (C, D), or (B, C, D) for x of (B, L, D).
+    """Return the diagonals of M, mean one: (C, D), or (B, C, D) for x of (B, L, D).
+
+    This is Definition 1 of the paper, w = 1/s, with two rules that the definition lacks: `floor`
+    and `min_tokens`, which keep w finite.
 
     normalize    cluster: each cluster's weights average one over features (the proof of Lemma 1);
                  feature: each feature's average one over clusters; global: all average one
     strength     None for the paper's 1/s, a number for lambda of Theorem 1
-    The other arguments are those of `dispersion`. The scale is finite and positive; a cluster of
-    fewer than two tokens, or whose tokens are all equal, gets ones.
+    floor        raise each s to at least this share of its cluster's mean s: a feature on which all
+                 tokens agree would get all the weight. Positive; with 1e-3 one feature weighs at
+                 most 1,000 times what a feature of mean s does.
+    min_tokens   a cluster with fewer tokens gets ones: one token has no dispersion. At least 1.
+    The other arguments are those of `dispersion`. The scale is finite and positive; a cluster whose
+    tokens are all equal, or that holds a token with NaN or inf, gets ones.
 
     >>> x = torch.tensor([[0.0, 0.0], [2.0, 6.0]])  # mad (1, 3), so 1/s = (1, 1/3), mean 2/3
     >>> cluster_scale(x, torch.tensor([0, 0]), 1)
     tensor([[1.5000, 0.5000]])
     """
     check_normalize(normalize)
+    check_positive(floor, "floor")
+    check(min_tokens >= 1, f"min_tokens={min_tokens}; it must be at least 1")
     spread, count = dispersion_and_count(
         x, assignment, num_clusters, measure=measure, token_mask=token_mask
     )
-    return scale_from_dispersion(spread, count, normalize=normalize, strength=strength)
+    return scale_from_dispersion(
+        *(spread, count),
+        normalize=normalize,
+        strength=strength,
+        floor=floor,
+        min_tokens=min_tokens,
+    )
 
 
 def scale_from_dispersion(

@@ -26,7 +26,7 @@ from acmoe.lab.study.synthetic.model import Pass, SyntheticModel
 from acmoe.lab.study.synthetic.task import Batch, SyntheticConfig, SyntheticTask
 from acmoe.models.recorded import recorded
 from acmoe.ops.route.reference import load
-from acmoe.routing.state import Routing
+from acmoe.routing.state import Routing, first_choice
 from acmoe.routing.step import fold_statistics
 from acmoe.train.optim import adam
 
@@ -110,8 +110,8 @@ def _evaluate(model: SyntheticModel, batch: Batch) -> tuple[Pass, list[Routing],
 
 
 def _first_choices(routings: list[Routing]) -> list[Tensor]:
-    """Return (T,) the expert of highest affinity, for each layer."""
-    return [routing.affinity.argmax(-1) for routing in routings]
+    """Return (T,) the first expert of each token, for each layer."""
+    return [first_choice(routing) for routing in routings]
 
 
 def _append_scores(

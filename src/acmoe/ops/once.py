@@ -1,0 +1,35 @@
+"""Backward functions that have no derivative of their own."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a second derivative through `backward`, of an `autograd.Function`, raise.
+
+    `torch.autograd.function.once_differentiable` raises only if the incoming gradient requires a
+    gradient itself. That of a loss is the constant 1: a gradient penalty would lose this function's
+    second derivative without a word.
+    """
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *grads: Any) -> Any:
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not torch.is_grad_enabled():  # no create_graph: nobody can differentiate further
+            return found
+        found = found if isinstance(found, tuple) else (found,)
+        message = (
+            "acmoe: this op has no second derivative; take it inside torch.func, or on the plain "
+            "path, acmoe.ops.dispatch.use_backend('torch')"
+        )
+        refuse = torch._C._functions.DelayedError(message.encode(), len(found))
+        leaves: list[Any] = [
+            None if one is None else one.detach().requires_grad_() for one in found
+        ]
+        return refuse(*leaves)
+
+    return wrapper
