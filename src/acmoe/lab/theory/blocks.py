@@ -56,8 +56,8 @@ def block_rates(
     return BlockRates(
         plain_wrong=plain_wrong,
         adaptive_wrong=1 - (right + moved) / count,
-        repeated_wrong=wrong / count / plain_wrong,
-        repeated_right=right / plain_right,
+        repeated_wrong=min(1.0, wrong / count / plain_wrong),  # above one by rounding only
+        repeated_right=min(1.0, right / plain_right),
         left=1 - (right + wrong) / count,
         negative=negative / count,
     )
@@ -71,7 +71,8 @@ class _Grid:
 
     def density(self, k: int, at: Tensor) -> Tensor:
         z = (at - self.mean[k]) / self.std[k]
-        return torch.exp(-z.square() / 2) / (self.std[k] * (2 * torch.pi) ** 0.5)
+        density: Tensor = torch.exp(-z.square() / 2) / (self.std[k] * (2 * torch.pi) ** 0.5)
+        return density
 
     def below(self, k: int, bound: Tensor) -> Tensor:
         probability: Tensor = torch.special.ndtr((bound - self.mean[k]) / self.std[k])

@@ -55,7 +55,9 @@ def drawn_conditioning(name: str, seed: int = 0, draws: int = DRAWS) -> Conditio
 
 
 def check_conditioning_draws(seed: int = 0, draws: int = DRAWS) -> Check:
-    shares, figures, confirmed = {}, {}, True
+    shares: dict[str, float] = {}
+    figures: dict[str, Figure] = {}
+    confirmed = True
     for name, (*_, (least, most)) in SETTINGS.items():
         result = drawn_conditioning(name, seed, draws)
         better = int((result.adaptive <= result.plain).sum())

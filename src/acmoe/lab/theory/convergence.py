@@ -119,7 +119,7 @@ def varying_gate_closed_form(scale_D: Tensor) -> float:
     gate = torch.sigmoid(GATE_EMBEDDING * first * z)
     weight = gate * (1 - gate) * torch.exp(-z.square() / 2)
     ratio = (first**2 * (weight * z.square()).sum() / (second**2 * weight.sum())).item()
-    return max(ratio, 1 / ratio)
+    return float(max(ratio, 1 / ratio))
 
 
 def check_varying_gate(seed: int = 0) -> Check:

@@ -31,7 +31,7 @@ def rate(length: float) -> float:
     gap_D = torch.full((2,), length / 2**0.5, dtype=torch.float64)
     plain, adaptive = _margins(gap_D, std_D)
     change = torch.special.log_ndtr(-adaptive) - torch.special.log_ndtr(-plain)
-    return (-2 * change / plain.square()).item()
+    return float(-2 * change / plain.square())
 
 
 def ideal_case() -> tuple[float, float]:
