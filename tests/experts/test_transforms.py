@@ -94,7 +94,7 @@ def test_the_jacobian_is_that_of_autograd(generator):
     torch.testing.assert_close(found.detach(), wanted)
 
 
-@pytest.mark.parametrize("name", ["smoe", "batch"])
+@pytest.mark.parametrize("name", ["smoe", pytest.param("batch", marks=pytest.mark.slow)])
 def test_second_derivatives_of_tokens_and_experts(name, generator):
     moe, x = layer_of(name), tokens(generator)[:1, :3].requires_grad_()
     state = state_of(moe, 1)

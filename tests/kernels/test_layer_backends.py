@@ -339,7 +339,13 @@ TIED = {
 }
 
 
-@pytest.mark.parametrize("name", TIED)
+SLOW_TIES = ("all", "biased", "threshold")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW_TIES)) for name in TIED],
+)
 def test_equal_affinities_choose_alike_on_every_backend(name, device, generator):
     # Products of integers are exact on every backend, so that ties are ties.
     layer = acmoe.MoE(dim=4, hidden=4, num_experts=E, top_k=K, router=TIED[name]).to(device).eval()
@@ -370,8 +376,15 @@ def test_equal_affinities_choose_alike_on_every_backend(name, device, generator)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy's, in the interpreter
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("statistics", ["batch", "running", "sequence", "prefix"])
+@pytest.mark.parametrize("bad", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "statistics",
+    [
+        "batch",
+        "prefix",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("running", "sequence")),
+    ],
+)
 def test_a_token_that_is_not_finite_harms_no_other(statistics, bad, device, generator):
     # `current`: the router scales the very tokens it measures. Token (0, 3) alone is not finite.
     config = acmoe.AdaptiveConfig(statistics=statistics, statistics_of="current")
