@@ -21,6 +21,7 @@ from acmoe.config.routing import LossConfig, MetricConfig
 from acmoe.ops.route import Route, ScaledTokens
 from acmoe.ops.route.reference import choose
 from acmoe.ops.statistics.cluster_mean import cluster_mean
+from acmoe.ops.statistics.pending import record_batch
 from acmoe.ops.statistics.running import update_average
 from acmoe.routing.router import flat
 from acmoe.routing.state import Routing
@@ -48,8 +49,8 @@ class ExpertMoments(StepStatistics):
     def note(self, x_TD: Tensor, first_T: Tensor, token_mask_T: Tensor | None) -> None:
         both_TX = torch.cat([x_TD, x_TD.square()], dim=-1)
         moments_EX, count_E = cluster_mean(both_TX, first_T, len(self.weight), token_mask_T)
-        self.last_moments.copy_(moments_EX)
-        self.last_count.copy_(count_E)
+        record_batch(self.last_moments, self.last_count, moments_EX, count_E)
+        self.count_forward()
 
     def update(self) -> None:
         update_average(

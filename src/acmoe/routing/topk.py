@@ -13,6 +13,7 @@ from acmoe.errors import check
 from acmoe.ops.route import Route, ScaledTokens, route
 from acmoe.ops.route.reference import linear_affinity, load
 from acmoe.ops.statistics.dispersion import accumulation_dtype
+from acmoe.ops.statistics.pending import record_count
 from acmoe.routing.losses import balance_loss, balance_of, importance_loss, load_loss, z_loss
 from acmoe.routing.router import Router
 from acmoe.routing.state import Routing
@@ -49,7 +50,7 @@ class SelectionBias(StepStatistics):
     """Loss-free balancing: a bias per expert that rises while the expert gets too few tokens.
 
     The bias is added to the scores for the choice of experts, not for the gate, so it has no
-    gradient.
+    gradient. `last_load` counts the tokens of all training forwards since the last update.
     """
 
     bias: Tensor
@@ -70,7 +71,8 @@ class SelectionBias(StepStatistics):
 
     @torch.no_grad()
     def note(self, expert_ids_TK: Tensor, token_mask_T: Tensor | None) -> None:
-        self.last_load.copy_(load(expert_ids_TK, self.bias.numel(), token_mask_T))
+        record_count(self.last_load, load(expert_ids_TK, self.bias.numel(), token_mask_T))
+        self.count_forward()
 
     @torch.no_grad()
     def update(self) -> None:
