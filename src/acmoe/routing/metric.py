@@ -77,6 +77,8 @@ class ExpertMoments(StepStatistics):
 class MetricRouter(TopKRouter):
     """The top-k router with each expert's log density added to its affinity."""
 
+    config: MetricConfig
+
     def __init__(
         self,
         config: MetricConfig,
@@ -89,6 +91,10 @@ class MetricRouter(TopKRouter):
         super().__init__(config, dim=dim, num_experts=num_experts, top_k=top_k, losses=losses)
         self.statistics = ExpertMoments(config, num_experts=num_experts, dim=dim)
         self.strength = nn.Parameter(torch.tensor(float(config.strength)))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.constant_(self.strength, self.config.strength)
 
     def affinity(self, x_TD: Tensor) -> Tensor:
         return super().affinity(x_TD) - 0.5 * self.strength * self.distance(x_TD)

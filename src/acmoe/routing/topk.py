@@ -20,14 +20,13 @@ from acmoe.routing.state import Routing
 from acmoe.routing.step import StepStatistics
 
 
-def expert_embeddings(num_experts: int, dim: int, init: str = "uniform") -> nn.Parameter:
-    """Return an (E, D) parameter: uniform in +-1/sqrt(D), or orthogonal rows of norm 0.32."""
-    embeddings_ED = torch.empty(num_experts, dim)
+def init_embeddings(embeddings_ED: Tensor, init: str = "uniform") -> None:
+    """Draw (E, D) expert embeddings: uniform in +-1/sqrt(D), or orthogonal rows of norm 0.32."""
     if init == "orthogonal":
         nn.init.orthogonal_(embeddings_ED, gain=0.32)
     else:
-        nn.init.uniform_(embeddings_ED, -1 / math.sqrt(dim), 1 / math.sqrt(dim))
-    return nn.Parameter(embeddings_ED)
+        bound = 1 / math.sqrt(embeddings_ED.shape[1])
+        nn.init.uniform_(embeddings_ED, -bound, bound)
 
 
 def select(affinity_TE: Tensor, top_k: int, gate: str) -> tuple[Tensor, Tensor]:
@@ -99,14 +98,20 @@ class TopKRouter(Router):
             "router's noise; set the router's noise above 0 (Swin-MoE: 1.0)",
         )
         self.config = config
-        self.embedding = expert_embeddings(num_experts, dim, config.init)
+        self.embedding = nn.Parameter(torch.empty(num_experts, dim))
         self.bias: nn.Parameter | None = None
         if config.bias:
-            bound = 1 / math.sqrt(dim)
-            self.bias = nn.Parameter(torch.empty(num_experts).uniform_(-bound, bound))
+            self.bias = nn.Parameter(torch.empty(num_experts))
+        TopKRouter.reset_parameters(self)  # a subclass has not made its own parameters yet
         self.selection: SelectionBias | None = None
         if config.bias_balancing > 0:
             self.selection = SelectionBias(num_experts, config.bias_balancing)
+
+    def reset_parameters(self) -> None:
+        """Draw the expert embeddings anew, and the bias uniform in +-1/sqrt(D)."""
+        init_embeddings(self.embedding, self.config.init)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -1 / math.sqrt(self.dim), 1 / math.sqrt(self.dim))
 
     def directions(self, x: Tensor) -> Tensor:
         """Return the (E, D) expert embeddings, normalised if the config says so.
