@@ -1,6 +1,10 @@
 """Runs and models that version 0.1.0 wrote load today, give its numbers, and go on as it did.
 
 tests/golden/make.py wrote the folders. Tests work on a copy.
+
+The runs have two micro-batches per step. Version 0.1.0 took the running statistics of a step from
+the last one alone; today all micro-batches count. Where the old rule is put back, a continued run
+ends with the numbers of version 0.1.0; where it is not, it differs from the second step on.
 """
 
 import json
@@ -10,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import acmoe
 from acmoe.cli import main
+from acmoe.routing import statistics
 from golden.make import LANGUAGE, SWIN, images
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -83,10 +89,20 @@ def test_a_saved_model_gives_the_logits_it_gave(folder: str, expected: dict[str,
     torch.testing.assert_close(logits, torch.tensor(expected["logits"]), rtol=1e-5, atol=1e-5)
 
 
+def overwrite(mean: Tensor, count: Tensor, new: Tensor, new_count: Tensor, *, least: int) -> None:
+    """The rule of version 0.1.0 in place of `record_batch`: the last micro-batch counts."""
+    mean.copy_(new)
+    count.copy_(new_count)
+
+
 @pytest.mark.parametrize(("name", "settings"), [("language", LANGUAGE), ("swin", SWIN)])
 def test_a_run_goes_on_to_the_end_it_had(
-    name: str, settings: str, capsys: pytest.CaptureFixture[str]
+    name: str,
+    settings: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(statistics, "record_batch", overwrite)
     expected = EXPECTED[name]
     assert near(comparable(expected["halfway"])) == evaluated(capsys, name)
     run("train", *settings.split(), "--out", name)  # the same command continues it
@@ -98,3 +114,14 @@ def test_a_run_goes_on_to_the_end_it_had(
         same -= 1
     assert near(losses(expected["records"][:same])) == losses(records[:same])
     assert near(comparable(expected["final"])) == evaluated(capsys, name)
+
+
+def test_a_run_with_all_micro_batches_counted_leaves_the_old_path_after_one_step() -> None:
+    run("train", *LANGUAGE.split(), "--out", "language")
+    lines = Path("language", "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    old = {one["step"]: one["loss"] for one in EXPECTED["language"]["records"]}
+    change = {one["step"]: abs(one["loss"] - old[one["step"]]) for one in found}
+    # Step 5 routes by the averages of the checkpoint, step 6 by the first that is updated today.
+    assert change[5] < 1e-5
+    assert 1e-5 < change[8] < 0.05

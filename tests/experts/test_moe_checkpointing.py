@@ -5,6 +5,7 @@ B sequences, L tokens in each, D features.
 
 import copy
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,16 @@ from moe_stack import DIM, begin, stack
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from acmoe import AdaptiveConfig, RandomConfig, SMoEConfig, fold_statistics
+from acmoe import (
+    AdaptiveConfig,
+    LossConfig,
+    MoE,
+    RandomConfig,
+    RoutingState,
+    SMoEConfig,
+    UserError,
+    fold_statistics,
+)
 
 ROUTERS = {
     "batch-previous": AdaptiveConfig(statistics="batch"),
@@ -95,12 +105,54 @@ def test_a_replayed_forward_is_not_counted_twice(name):
             x = torch.randn(2, 6, DIM, generator=generator)
             loss_of(blocks, x, replay=replay).backward()
             optimizer.step()
-            fold_statistics(blocks)
     for key, value in plain.state_dict().items():
         assert torch.equal(replayed.state_dict()[key], value), key
     start = stack(4, router=ROUTERS[name]).state_dict()
     kept = [key for key in start if key.endswith(("statistics.dispersion", "selection.bias"))]
     assert any(not torch.equal(plain.state_dict()[key], start[key]) for key in kept)
+
+
+def with_state_inside(block, y, *state):
+    return block(y, RoutingState(*state))
+
+
+def with_tensors_alone(block, y, *state):
+    y, after = block(y, RoutingState(*state))
+    return (y, *after)
+
+
+def test_reentrant_checkpoints_of_tensors_keep_the_gradient_of_the_auxiliary_loss():
+    blocks = stack(3, router=ROUTERS["batch-previous"])
+    other = copy.deepcopy(blocks)
+    x = torch.randn(2, 6, DIM).requires_grad_()
+    loss_of(blocks, x, replay=False).backward()
+    y, state = x, begin(other, x)
+    for block in other:
+        call = partial(with_tensors_alone, block)
+        y, *state = checkpoint(call, y, *state, use_reentrant=True)
+    (y.square().mean() + state[3]).backward()
+    for a, b in zip(blocks.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_a_reentrant_checkpoint_that_would_drop_the_auxiliary_loss_is_refused():
+    # torch gives the tensors inside a tuple no gradient, and says nothing.
+    block = stack(1, router=ROUTERS["batch-previous"])[0]
+    x = torch.randn(2, 6, DIM).requires_grad_()
+    call = partial(with_state_inside, block)
+    y, state = checkpoint(call, x, *begin([block], x), use_reentrant=True)
+    assert not state.aux_loss.requires_grad
+    with pytest.raises(UserError, match=r"drops the gradient of state.aux_loss.*=False"):
+        (y.square().mean() + state.aux_loss).backward()
+
+
+def test_a_reentrant_checkpoint_without_auxiliary_loss_may_hold_the_state_inside():
+    moe = MoE(dim=DIM, hidden=8, num_experts=4, top_k=2, losses=LossConfig(balance=0.0))
+    x = torch.randn(12, DIM).requires_grad_()
+    state = RoutingState.identity(num_tokens=12, num_clusters=4, dim=DIM)
+    y, _ = checkpoint(moe, x, state, use_reentrant=True)
+    y.sum().backward()
+    assert moe.router.embedding.grad.abs().sum() > 0
 
 
 @pytest.fixture
@@ -123,9 +175,8 @@ def test_four_compiled_blocks_share_two_graphs_and_equal_eager(fresh_compiler, n
     found = two_in_flight(Wrapped(other, counter), replay=replay)
     assert_same(found, wanted)
     assert counter.frame_count <= 2
-    if not replay:  # else the replay of the first forward was the last to look
-        fold_statistics(blocks)
-        fold_statistics(other)
+    fold_statistics(blocks)
+    fold_statistics(other)
     for key, value in blocks.state_dict().items():
         torch.testing.assert_close(other.state_dict()[key], value, msg=key)
 

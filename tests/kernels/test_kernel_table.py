@@ -117,6 +117,13 @@ def prefix_case(draw: Draw) -> Case:
     return Case(args, {"measure": "mad"}, (), 1e-3)
 
 
+def batch_case(draw: Draw) -> Case:
+    mean, new = draw.normal(4, 6).exp(), draw.normal(4, 6).exp()
+    new[1, 2] = torch.inf  # such a cluster stays as it is
+    count, new_count = draw.ids(0, 3, 4).float(), draw.ids(1, 6, 4).float()
+    return Case((mean, count, new, new_count, 2), written=(mean, count))
+
+
 def average_case(draw: Draw) -> Case:
     average, last = draw.normal(4, 6).exp(), draw.normal(4, 6).exp()
     weight, count = draw.normal(4).exp(), draw.ids(0, 5, 4).float()
@@ -186,6 +193,7 @@ CASES: dict[str, Callable[[Draw], Case]] = {
     "measure_dispersion": dispersion_case,
     "measure_scale": scale_case,
     "measure_prefix": prefix_case,
+    "add_batch": batch_case,
     "update_average": average_case,
     "update_average_and_scale": average_and_scale_case,
     "window_attention": attention_case,

@@ -1,4 +1,4 @@
-"""What a training forward leaves for `fold`: written by the kernels where it is kept.
+"""What a training forward leaves for `update`: the kernels write it, and one op adds it up.
 
 T tokens, D features, C clusters.
 """
@@ -16,6 +16,7 @@ from acmoe import AdaptiveConfig
 from acmoe.lab.variants import variant_of
 from acmoe.ops.dispatch import use_backend
 from acmoe.ops.statistics.dispersion import dispersion_and_count
+from acmoe.routing import statistics
 from acmoe.routing.statistics import ClusterStatistics, build_statistics
 
 pytest.importorskip("triton")
@@ -48,15 +49,14 @@ def assert_noted(taken: ClusterStatistics, x: Tensor, cluster: Tensor) -> None:
 
 
 class Copies(TorchDispatchMode):
-    """Which tensors are copied into."""
+    """Counts the copies into tensors."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.into: list[int] = []
+        self.number = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default:
-            self.into.append(args[0].data_ptr())
+        self.number += func is torch.ops.aten.copy_.default
         return func(*args, **(kwargs or {}))
 
 
@@ -64,16 +64,18 @@ class Copies(TorchDispatchMode):
 @pytest.mark.parametrize("is_sorted", [True, False])
 @pytest.mark.parametrize("mode", ["batch", "running"])
 def test_the_batch_is_noted_by_every_way(
-    mode: str, is_sorted: bool, measure: str, device: str
+    mode: str, is_sorted: bool, measure: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = taker(device, statistics=mode, measure=measure)
     x, cluster, clusters = tokens(device)
+    look(taken, x, cluster, clusters if is_sorted else None)
+    assert_noted(taken, x, cluster)
+    # The interpreter copies the arguments of a kernel: count without the one that adds the batch.
+    monkeypatch.setattr(statistics, "record_batch", lambda *args, **options: None)
     with Copies() as copies:
         look(taken, x, cluster, clusters if is_sorted else None)
-    assert_noted(taken, x, cluster)
     fused = measure != "iqr" and (is_sorted or mode == "batch")
-    buffers = [taken.last_dispersion.data_ptr(), taken.last_count.data_ptr()]
-    assert [place for place in copies.into if place in buffers] == ([] if fused else buffers)
+    assert copies.number == (0 if fused else 2)  # kernels write the batch where it is read from
 
 
 @pytest.mark.parametrize("is_sorted", [True, False])
@@ -98,7 +100,7 @@ def test_evaluation_leaves_the_note_alone(is_sorted: bool, device: str) -> None:
     ids=str,
 )
 def test_a_scale_outlives_the_next_forward(options: dict[str, Any], device: str) -> None:
-    """Two micro-batches, two backwards after them: the second overwrites what was noted."""
+    """Two micro-batches, two backwards after them: the second writes no memory of the first."""
     taken = taker(device, statistics="batch", **options)
     batches = [tokens(device, seed) for seed in range(2)]
     alone = []
@@ -109,6 +111,8 @@ def test_a_scale_outlives_the_next_forward(options: dict[str, Any], device: str)
     scales = [look(taken, *batch) for batch in batches]
     for scale, wanted in zip(scales, alone, strict=True):
         assert torch.equal(scale, wanted)
+    taken.last_count.zero_()
+    look(taken, *batches[1])
     assert_noted(taken, *batches[1][:2])
 
 

@@ -63,15 +63,16 @@ def test_folding_twice_counts_a_batch_once():
     assert torch.equal(statistics.weight, before.weight)
 
 
-def test_a_forward_overwrites_what_it_saw_and_leaves_the_average_alone():
+def test_forwards_add_up_for_the_next_update_and_leave_the_average_alone():
     statistics = taker()
     x, cluster = torch.randn(9, 4), torch.tensor([0, 1, 2] * 3)
     for _ in range(3):
         see(statistics, x, cluster)
-    assert statistics.last_count.tolist() == [3, 3, 3]
+    assert statistics.last_count.tolist() == [9, 9, 9]
     assert statistics.weight.tolist() == [0, 0, 0]
     fold_statistics(statistics)
-    assert statistics.weight.tolist() == [3, 3, 3]
+    assert statistics.weight.tolist() == [9, 9, 9]
+    assert statistics.last_count.tolist() == [0, 0, 0]
 
 
 def test_before_the_first_fold_running_statistics_are_the_plain_router():

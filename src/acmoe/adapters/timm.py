@@ -1,12 +1,11 @@
 """The image classifiers as timm models: `timm.create_model("swin_acmoe_small", router="smoe")`.
 
-A timm training script sees logits alone. The caller must take care of three things:
+A timm training script sees logits alone. The caller must take care of two things:
   - the auxiliary loss: `model.backbone(images, targets)` returns loss and aux_loss, to be added;
-  - the running statistics: `optimizer.register_step_post_hook(lambda *_: fold_statistics(model))`.
-    Without it an adaptive router evaluates with the scale of an untrained model, M = I;
   - the experts' capacity of Swin, which also holds in `eval()`: score inside
     `acmoe.models.capacity.override_capacity(model, None)`, or images of a batch change each
     other's logits.
+The running statistics move by themselves at every optimizer step.
 """
 
 import importlib

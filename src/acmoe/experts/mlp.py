@@ -53,6 +53,10 @@ class ExpertMLP(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Draw the weights anew and set the biases to 0."""
+        for bias in (self.up_bias, self.down_bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
         for weight_EOI in (self.up, self.down):
             _, out, fan_in = weight_EOI.shape
             # The published code took out * in for the fan-in of the stacked tensor, so its bounds

@@ -20,11 +20,12 @@ from acmoe.routing.next_state import SAME_ROUTER, NextState, resolve_next_router
 from acmoe.routing.router import Router, blank
 from acmoe.routing.soft import SoftRouter
 from acmoe.routing.state import Routing, RoutingState
+from acmoe.routing.step_hook import Layer
 
 _NOT_GIVEN = "not given"
 
 
-class MoE(nn.Module):
+class MoE(Layer):
     """A mixture-of-experts layer for any model: (x, state) -> (y, state).
 
     y does not include the residual; pass the state to the next MoE layer.

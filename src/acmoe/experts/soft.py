@@ -5,7 +5,7 @@ B sequences of L tokens, D features, E experts, P slots per expert, S = E * P sl
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from acmoe.config.routing import AdaptiveConfig, RandomConfig, SoftConfig
 from acmoe.errors import check
@@ -18,9 +18,10 @@ from acmoe.routing.next_state import SAME_ROUTER, NextState, resolve_next_router
 from acmoe.routing.router import blank
 from acmoe.routing.soft import SoftRouter, as_one_sequence
 from acmoe.routing.state import RoutingState
+from acmoe.routing.step_hook import Layer
 
 
-class SoftMoE(nn.Module):
+class SoftMoE(Layer):
     """Soft mixture of experts, plain or adaptive: (x, state) -> (y, state).
 
     With an adaptive router, tokens are rescaled for the slot logits only; slots are combinations of

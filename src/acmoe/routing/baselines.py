@@ -25,7 +25,7 @@ from acmoe.routing.router import Router, flat, need_token_ids, real_tokens, rows
 from acmoe.routing.state import Routing, RoutingState, check_mix, check_state
 from acmoe.routing.topk import (
     common_losses,
-    expert_embeddings,
+    init_embeddings,
     no_noise_losses,
     only_z,
     select,
@@ -57,11 +57,18 @@ class CosineRouter(Router):
         self.config = config
         proj_dim = config.proj_dim or max(1, num_experts // 2)
         self.project = nn.Parameter(torch.empty(proj_dim, dim))
-        nn.init.uniform_(self.project, -1 / math.sqrt(dim), 1 / math.sqrt(dim))
-        self.embedding = expert_embeddings(num_experts, proj_dim, "orthogonal")
+        self.embedding = nn.Parameter(torch.empty(num_experts, proj_dim))
         self.log_scale: nn.Parameter | None = None
         if not config.legacy:
-            self.log_scale = nn.Parameter(torch.tensor(-math.log(config.temperature)))
+            self.log_scale = nn.Parameter(torch.empty(()))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw projection and embeddings anew; set the temperature of the config."""
+        nn.init.uniform_(self.project, -1 / math.sqrt(self.dim), 1 / math.sqrt(self.dim))
+        init_embeddings(self.embedding, "orthogonal")
+        if self.log_scale is not None:
+            nn.init.constant_(self.log_scale, -math.log(self.config.temperature))
 
     def affinity(self, x_TD: Tensor) -> Tensor:
         """Return the (T, E) cosine affinities."""
@@ -190,8 +197,15 @@ class ExpertChoiceRouter(Router):
         losses = no_noise_losses(losses, config.name)
         super().__init__(dim=dim, num_experts=num_experts, top_k=top_k, losses=losses)
         self.config = config
-        self.embedding = expert_embeddings(num_experts, dim)
-        self.bias = nn.Parameter(torch.zeros(num_experts)) if config.bias else None
+        self.embedding = nn.Parameter(torch.empty(num_experts, dim))
+        self.bias = nn.Parameter(torch.empty(num_experts)) if config.bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the expert embeddings anew and set the bias to 0."""
+        init_embeddings(self.embedding)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def decide(
         self, x: Tensor, *, token_mask: Tensor | None = None, token_ids: Tensor | None = None

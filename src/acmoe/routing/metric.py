@@ -28,6 +28,7 @@ from acmoe.config.routing import LossConfig, MetricConfig
 from acmoe.ops.route import Route, ScaledTokens
 from acmoe.ops.route.reference import choose
 from acmoe.ops.statistics.cluster_mean import cluster_mean
+from acmoe.ops.statistics.pending import record_batch
 from acmoe.ops.statistics.running import update_average
 from acmoe.routing.router import flat
 from acmoe.routing.state import Routing, first_choice
@@ -64,8 +65,8 @@ class ExpertMoments(StepStatistics):
         shifted_TD = x_TD - self.origin.to(x_TD.dtype)
         both_TX = torch.cat([shifted_TD, shifted_TD.square()], dim=-1)
         moments_EX, count_E = cluster_mean(both_TX, first_T, len(self.weight), token_mask_T)
-        self.last_moments.copy_(moments_EX)
-        self.last_count.copy_(count_E)
+        record_batch(self.last_moments, self.last_count, moments_EX, count_E)
+        self.count_forward()
 
     def _begin(self, x_TD: Tensor, first_T: Tensor, token_mask_T: Tensor | None) -> None:
         """Put the origin at the mean of the first batch's tokens."""
@@ -138,6 +139,8 @@ def _without_origin(
 class MetricRouter(TopKRouter):
     """The top-k router with each expert's log density added to its affinity."""
 
+    config: MetricConfig
+
     def __init__(
         self,
         config: MetricConfig,
@@ -150,6 +153,10 @@ class MetricRouter(TopKRouter):
         super().__init__(config, dim=dim, num_experts=num_experts, top_k=top_k, losses=losses)
         self.statistics = ExpertMoments(config, num_experts=num_experts, dim=dim)
         self.strength = nn.Parameter(torch.tensor(float(config.strength)))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.constant_(self.strength, self.config.strength)
 
     def affinity(self, x_TD: Tensor) -> Tensor:
         return super().affinity(x_TD) - 0.5 * self.strength * self.distance(x_TD)

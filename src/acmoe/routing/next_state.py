@@ -17,6 +17,7 @@ from acmoe.ops.statistics.scale import up_to_last
 from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.baselines import RandomRouter
 from acmoe.routing.cache import StatisticsSlot
+from acmoe.routing.reentrant import check_reentrant
 from acmoe.routing.router import Router
 from acmoe.routing.state import Routing, RoutingState, clusters_of, no_cluster
 from acmoe.routing.statistics import ClusterStatistics, build_statistics
@@ -63,6 +64,7 @@ class NextState(nn.Module):
         order: the packed `TokenOrder` of `clusters(routing)`, masked tokens in no cluster.
         """
         aux_loss = state.aux_loss + routing.loss
+        check_reentrant(aux_loss)
         if self.next_router is None:
             assignment, membership = no_cluster(
                 len(routing.affinity), 1, device=x.device, dtype=state.membership.dtype

@@ -6,7 +6,7 @@ T tokens, D features.
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from acmoe.config.routing import LossConfig
 from acmoe.errors import check
@@ -16,9 +16,10 @@ from acmoe.ops.route import ScaledTokens
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.routing.cache import StatisticsSlot
 from acmoe.routing.state import Routing, RoutingState
+from acmoe.routing.step_hook import Layer
 
 
-class Router(nn.Module):
+class Router(Layer):
     """Computes a `Routing` from hidden states, in two steps.
 
     `rescale` rescales the tokens (in adaptive routers only), `route` chooses experts for them. A

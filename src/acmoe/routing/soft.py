@@ -40,8 +40,15 @@ class SoftRouter(Router):
         super().__init__(dim=dim, num_experts=num_experts, top_k=top_k, losses=losses)
         self.config = config
         slots = num_experts * config.slots_per_expert
-        self.slots = nn.Parameter(torch.randn(slots, dim) / math.sqrt(dim))
-        self.logit_scale = nn.Parameter(torch.ones(()))
+        self.slots = nn.Parameter(torch.empty(slots, dim))
+        self.logit_scale = nn.Parameter(torch.empty(()))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the slots anew, of norm about 1, and set their scale to 1."""
+        self.slots.normal_().div_(math.sqrt(self.dim))
+        self.logit_scale.fill_(1.0)
 
     def mixtures(self, x_BLD: Tensor, token_mask: Tensor | None) -> SoftRouting:
         """Return dispatch and combine weights from (rescaled) tokens."""

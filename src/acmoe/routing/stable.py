@@ -14,7 +14,7 @@ from acmoe.ops.route.reference import best_first
 from acmoe.routing.losses import distillation_loss, stable_balance_loss
 from acmoe.routing.router import Router, flat, need_token_ids
 from acmoe.routing.state import Routing
-from acmoe.routing.topk import common_losses, expert_embeddings, no_noise_losses, only_z
+from acmoe.routing.topk import common_losses, init_embeddings, no_noise_losses, only_z
 
 
 class StableRouter(Router):
@@ -44,9 +44,15 @@ class StableRouter(Router):
         assert config.vocab_size is not None
         self.config = config
         self.stage = 1
-        self.embedding = expert_embeddings(num_experts, dim, "orthogonal")
+        self.embedding = nn.Parameter(torch.empty(num_experts, dim))
+        init_embeddings(self.embedding, "orthogonal")
         self.light_tokens = Embedding(config.vocab_size, config.light_dim)
         self.light_experts = nn.Parameter(torch.empty(num_experts, config.light_dim))
+        nn.init.orthogonal_(self.light_experts, gain=0.1)
+
+    def reset_parameters(self) -> None:
+        """Draw the embeddings of experts anew; `light_tokens` has its own reset_parameters."""
+        init_embeddings(self.embedding, "orthogonal")
         nn.init.orthogonal_(self.light_experts, gain=0.1)
 
     def freeze(self) -> None:

@@ -5,14 +5,16 @@
     prefix     the tokens of the same sequence up to each token, shrunk towards the running average
     sequence   all tokens of the same sequence
 
-A forward pass may overwrite a buffer but never adds to one, so activation checkpointing, which runs
-it twice, cannot count a batch twice. `fold_statistics(model)`, called once after each optimizer
-step, updates the running average with the last batch.
+A training forward writes two buffers: it adds the dispersion of its tokens to `last_dispersion`, as
+a mean weighted by token counts, and the counts to `last_count`. It writes nothing when activation
+checkpointing repeats it inside a backward, and an evaluation forward writes nothing. The averages
+`dispersion` and `weight` change in `update` alone, which every optimizer step calls (step_hook.py).
 
 B sequences, L tokens in each, D features, C clusters, J clusters per token.
 """
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from functools import singledispatch
 from typing import Any
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.errors import check
-from acmoe.ops.dispatch import transforming
+from acmoe.ops.dispatch import log_once, transforming
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.ops.statistics.op import (
     ScaleOptions,
@@ -31,6 +33,7 @@ from acmoe.ops.statistics.op import (
     measure_scale,
     scale_of,
 )
+from acmoe.ops.statistics.pending import capturing, record_batch
 from acmoe.ops.statistics.prefix import PrefixMoments
 from acmoe.ops.statistics.running import update_average, update_average_and_scale
 from acmoe.routing.cache import StatisticsSlot, check_inference
@@ -45,6 +48,7 @@ class ClusterStatistics(StepStatistics):
     last_dispersion: Tensor
     last_count: Tensor
     running_scale: Tensor
+    checked: tuple[object, ...] = ()  # the average that `warn_if_empty` looked at
 
     def __init__(self, config: AdaptiveConfig, *, num_clusters: int, dim: int) -> None:
         super().__init__()
@@ -53,13 +57,17 @@ class ClusterStatistics(StepStatistics):
         self.dim = dim
         self.register_buffer("dispersion", torch.zeros(num_clusters, dim))
         self.register_buffer("weight", torch.zeros(num_clusters))  # discounted token count
-        # Statistics of the latest training forward; not part of a checkpoint.
+        # Statistics of the training forwards since the last update; not part of a checkpoint.
         self.register_buffer("last_dispersion", torch.zeros(num_clusters, dim), persistent=False)
         self.register_buffer("last_count", torch.zeros(num_clusters), persistent=False)
         self.register_buffer("running_scale", torch.ones(num_clusters, dim), persistent=False)
         # The buffers and options that `running_scale` was computed from.
         self.scaled_from: Tensor | None = None
         self.scaled_version: tuple[object, ...] = ()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.running_scale.fill_(1.0)
 
     @property
     def mode(self) -> str:
@@ -105,17 +113,21 @@ class ClusterStatistics(StepStatistics):
         with self._recording(x_BLD, slot):
             x_BLD = x_BLD.detach() if self.config.detach else x_BLD
             if self.mode == "batch":
+                batch = self._new_batch() if self.training else None
                 scale = measure_scale(
                     *self._all_tokens(x_BLD, assignment_BL),
                     self.options._replace(chosen=chosen_C),
                     measure=self.config.measure,
                     token_mask=None if token_mask_BL is None else token_mask_BL.flatten(),
                     order=order,
-                    out=self._last if self.training else None,
+                    out=batch,
                 )
+                if batch is not None:
+                    self._record(batch)
             else:
                 self._record_dispersion(x_BLD, assignment_BL, token_mask_BL, order)
             if self.mode == "running":
+                self.warn_if_empty()
                 # Copy it: the routing state must not change when the buffer does.
                 return self.average_scale().to(accumulation_dtype(x_BLD.dtype), copy=True)
             if self.mode == "sequence":
@@ -139,20 +151,26 @@ class ClusterStatistics(StepStatistics):
         token_mask_BL: Tensor | None,
         order: Tensor | None = None,
     ) -> None:
-        """In training, store the dispersion of all tokens of the call for `update`."""
+        """In training, record the dispersion of all tokens of the call for `update`."""
         if self.training:
+            batch = self._new_batch()
             measure_dispersion(
                 *self._all_tokens(x_BLD, assignment_BL),
                 measure=self.config.measure,
                 token_mask=None if token_mask_BL is None else token_mask_BL.flatten(),
                 order=order,
-                out=self._last,
+                out=batch,
             )
+            self._record(batch)
 
-    @property
-    def _last(self) -> tuple[Tensor, Tensor]:
-        """Return the buffers that `update` reads and the next forward pass overwrites."""
-        return self.last_dispersion, self.last_count
+    def _new_batch(self) -> tuple[Tensor, Tensor]:
+        """Return memory for the dispersion (C, D) and the token counts (C,) of a batch."""
+        return torch.empty_like(self.last_dispersion), torch.empty_like(self.last_count)
+
+    def _record(self, batch: tuple[Tensor, Tensor]) -> None:
+        # A single token has dispersion 0, which carries no information.
+        record_batch(self.last_dispersion, self.last_count, *batch, least=2)
+        self.count_forward()
 
     def average_scale(self) -> Tensor:
         """Return the scale of the running average, recomputed only if the average has changed.
@@ -166,6 +184,26 @@ class ClusterStatistics(StepStatistics):
                 self.running_scale.copy_(scale_of(self.dispersion, self.weight, self.options))
             self.scaled_from, self.scaled_version = self.dispersion, self.version
         return self.running_scale
+
+    def warn_if_empty(self) -> None:
+        """Warn once where evaluation reads an average that no batch has ever moved.
+
+        It reads `weight` on the host, only if the average has changed since it last did.
+        """
+        weight = self.weight
+        if self.training or torch.compiler.is_compiling() or weight.is_meta:
+            return
+        now = id(weight), 0 if weight.is_inference() else weight._version
+        if self.checked == now or capturing(weight):
+            return
+        self.checked = now
+        if not weight.any():
+            log_once(
+                "an adaptive layer evaluates with running statistics that no batch has moved: its "
+                "scale is 1 and it routes as the plain router; load a trained checkpoint, or train "
+                "(acmoe.fold_statistics(model) moves them by hand)",
+                logging.WARNING,
+            )
 
     @property
     def caches_scale(self) -> bool:
@@ -188,6 +226,7 @@ class ClusterStatistics(StepStatistics):
         """Return (B, L, J, D): the scale of each token's J clusters, from tokens up to it."""
         with self._recording(x_BLD, slot):
             x_BLD = x_BLD.detach() if self.config.detach else x_BLD
+            self.warn_if_empty()
             self._record_dispersion(x_BLD, assignment_BLJ[..., 0], token_mask_BL)
             before = slot.moments if slot is not None else None
             if before is None:
@@ -241,8 +280,8 @@ class ClusterStatistics(StepStatistics):
         return torch.no_grad() if self.constant else contextlib.nullcontext()
 
     def update(self) -> None:
-        """Update the running average, and its scale, with the last batch."""
-        buffers = (self.dispersion, self.weight, *self._last)
+        """Update the running average, and its scale, with the recorded batches."""
+        buffers = (self.dispersion, self.weight, self.last_dispersion, self.last_count)
         if self.caches_scale:
             update_average_and_scale(
                 *buffers, self.running_scale, self.config.momentum, self.options

@@ -12,7 +12,7 @@ from acmoe.config.routing import LossConfig, ThresholdConfig
 from acmoe.ops.route.reference import best_first, linear_affinity
 from acmoe.routing.router import Router, flat
 from acmoe.routing.state import Routing
-from acmoe.routing.topk import common_losses, expert_embeddings, no_noise_losses
+from acmoe.routing.topk import common_losses, init_embeddings, no_noise_losses
 
 
 class ThresholdRouter(Router):
@@ -37,12 +37,19 @@ class ThresholdRouter(Router):
         losses = no_noise_losses(losses, config.name)
         super().__init__(dim=dim, num_experts=num_experts, top_k=top_k, losses=losses)
         self.config = config
-        self.embedding = expert_embeddings(num_experts, dim)
-        self.bias = nn.Parameter(torch.zeros(num_experts)) if config.bias else None
-        self.theta: nn.Parameter | None = None
-        if config.learnable:
-            start = math.log(config.threshold / (1 - config.threshold))
-            self.theta = nn.Parameter(torch.tensor(start))
+        self.embedding = nn.Parameter(torch.empty(num_experts, dim))
+        self.bias = nn.Parameter(torch.empty(num_experts)) if config.bias else None
+        self.theta = nn.Parameter(torch.empty(())) if config.learnable else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the expert embeddings anew; set the bias to 0 and p to the config's threshold."""
+        init_embeddings(self.embedding)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+        if self.theta is not None:
+            threshold = self.config.threshold
+            nn.init.constant_(self.theta, math.log(threshold / (1 - threshold)))
 
     @property
     def places(self) -> int:

@@ -13,6 +13,7 @@ from acmoe.errors import check
 from acmoe.ops.route import Route, ScaledTokens, route
 from acmoe.ops.route.reference import best_first, first_chosen, linear_affinity, load
 from acmoe.ops.statistics.dispersion import accumulation_dtype
+from acmoe.ops.statistics.pending import record_count
 from acmoe.routing.losses import balance_loss, balance_of, importance_loss, load_loss, z_loss
 from acmoe.routing.router import Router
 from acmoe.routing.state import Routing
@@ -20,14 +21,13 @@ from acmoe.routing.step import StepStatistics
 from acmoe.routing.unit import unit_rows
 
 
-def expert_embeddings(num_experts: int, dim: int, init: str = "uniform") -> nn.Parameter:
-    """Return an (E, D) parameter: uniform in +-1/sqrt(D), or orthogonal rows of norm 0.32."""
-    embeddings_ED = torch.empty(num_experts, dim)
+def init_embeddings(embeddings_ED: Tensor, init: str = "uniform") -> None:
+    """Draw (E, D) expert embeddings: uniform in +-1/sqrt(D), or orthogonal rows of norm 0.32."""
     if init == "orthogonal":
         nn.init.orthogonal_(embeddings_ED, gain=0.32)
     else:
-        nn.init.uniform_(embeddings_ED, -1 / math.sqrt(dim), 1 / math.sqrt(dim))
-    return nn.Parameter(embeddings_ED)
+        bound = 1 / math.sqrt(embeddings_ED.shape[1])
+        nn.init.uniform_(embeddings_ED, -bound, bound)
 
 
 def select(affinity_TE: Tensor, top_k: int, gate: str) -> tuple[Tensor, Tensor]:
@@ -50,7 +50,7 @@ class SelectionBias(StepStatistics):
     """Loss-free balancing: a bias per expert that rises while the expert gets too few tokens.
 
     The bias is added to the scores for the choice of experts, not for the gate, so it has no
-    gradient.
+    gradient. `last_load` counts the tokens of all training forwards since the last update.
     """
 
     bias: Tensor
@@ -71,7 +71,8 @@ class SelectionBias(StepStatistics):
 
     @torch.no_grad()
     def note(self, expert_ids_TK: Tensor, token_mask_T: Tensor | None) -> None:
-        self.last_load.copy_(load(expert_ids_TK, self.bias.numel(), token_mask_T))
+        record_count(self.last_load, load(expert_ids_TK, self.bias.numel(), token_mask_T))
+        self.count_forward()
 
     @torch.no_grad()
     def update(self) -> None:
@@ -114,17 +115,23 @@ class TopKRouter(Router):
             "router's noise; set the router's noise above 0 (Swin-MoE: 1.0)",
         )
         self.config = config
-        self.embedding = expert_embeddings(num_experts, dim, config.init)
+        self.embedding = nn.Parameter(torch.empty(num_experts, dim))
         self.bias: nn.Parameter | None = None
         if config.bias:
-            bound = 1 / math.sqrt(dim)
-            self.bias = nn.Parameter(torch.empty(num_experts).uniform_(-bound, bound))
+            self.bias = nn.Parameter(torch.empty(num_experts))
+        TopKRouter.reset_parameters(self)  # a subclass has not made its own parameters yet
         self.selection: SelectionBias | None = None
         if config.bias_balancing > 0:
             self.selection = SelectionBias(num_experts, config.bias_balancing)
         self.fixed_length: EmbeddingLength | None = None
         if config.embedding_length is not None:
             self.fixed_length = EmbeddingLength(self, config.embedding_length)
+
+    def reset_parameters(self) -> None:
+        """Draw the expert embeddings anew, and the bias uniform in +-1/sqrt(D)."""
+        init_embeddings(self.embedding, self.config.init)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -1 / math.sqrt(self.dim), 1 / math.sqrt(self.dim))
 
     def directions(self, x: Tensor) -> Tensor:
         """Return the (E, D) expert embeddings, normalised if the config says so.

@@ -205,7 +205,7 @@ class Finetuner:
                 loss = nn.functional.cross_entropy(logits.float(), part.labels, reduction="sum")
                 (loss / len(batch.labels)).backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()
-            apply_gradients(self.model, self.optimizer)
+            apply_gradients(self.optimizer)
             done += len(batch.labels)
             progress(f"epoch {epoch}/{self.config.epochs}, sentences", done, all_sentences)
         mean = float(total) / all_sentences

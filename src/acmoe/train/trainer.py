@@ -20,7 +20,6 @@ from acmoe.config.text.train import RunConfig
 from acmoe.fast.compiled import compile_blocks
 from acmoe.ops.route.reference import load
 from acmoe.routing.state import Routing
-from acmoe.routing.step import fold_statistics
 from acmoe.train.checkpoint import restore_rng, rng_tensors
 from acmoe.train.ema import WeightAverage
 from acmoe.train.graph import StepGraph, make_capturable
@@ -227,15 +226,14 @@ def take_step(
     elif not finite:
         optimizer.zero_grad()
         return finite
-    apply_gradients(model, optimizer)
+    apply_gradients(optimizer)
     return finite
 
 
-def apply_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Step the optimizer, clear the gradients and update the running statistics once."""
+def apply_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Step the optimizer, which also updates the running statistics, and clear the gradients."""
     optimizer.step()
     optimizer.zero_grad()
-    fold_statistics(model)
 
 
 def expert_loads(parts: Sequence[Sequence[Routing]], num_experts: int) -> tuple[Tensor, ...]:

@@ -30,7 +30,9 @@ def test_lambda_moves_by_one_factor_a_step_and_then_stays():
     seen = []
     for _ in range(6):
         seen.append(strength().item())
+        strength.record()
         fold_statistics(strength)
+        fold_statistics(strength)  # no forward has come since: it counts nothing
     assert seen == pytest.approx([4.0, 2.0, 1.0, 0.5, 0.25, 0.25], rel=1e-12)
 
 
@@ -84,6 +86,7 @@ def test_a_constant_lambda_adds_nothing_to_a_checkpoint():
 
 def test_steps_are_counted_in_float32_whatever_the_model_is_cast_to():
     statistics = taker(**SCHEDULE)
+    see(statistics, *tokens())
     fold_statistics(statistics)
     assert statistics.bfloat16().strength.step.dtype == torch.float32
     assert statistics.strength().item() == pytest.approx(2.0)

@@ -24,7 +24,6 @@ from acmoe.models.images.classifier import ImageClassifier
 from acmoe.models.registry import create_model, list_models, model_card
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.models.text.memory import StreamMemory
-from acmoe.routing.step import fold_statistics
 from acmoe.runtime import autocast, pick_device, seeded
 from acmoe.train.optim import adam
 
@@ -150,7 +149,6 @@ class Step:
         if self.static_memory is not None:
             self.memory = self.static_memory.hold(out.memory)
         self.optimizer.step()
-        fold_statistics(self.model)
         self.loss.copy_(out.loss.detach())
 
     @torch.no_grad()

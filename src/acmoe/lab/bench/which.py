@@ -43,6 +43,7 @@ from acmoe.ops.statistics.op import (
     measure_prefix,
     measure_scale,
 )
+from acmoe.ops.statistics.pending import add_batch
 from acmoe.ops.statistics.prefix import PrefixMoments
 from acmoe.ops.statistics.running import update_average, update_average_and_scale
 
@@ -141,6 +142,7 @@ def _statistics(x: Tensor, shape: Shape) -> Iterator[Choice]:
     yield from _ask(measure_prefix, x[None], assignment[None, :, None], moments, measure="mad")
     average, weight = x.new_empty(1, shape.dim, dtype=torch.float32), x.float().new_empty(1)
     buffers = (average, weight, average, weight)
+    yield from _ask(add_batch, *buffers, 2)
     yield from _ask(update_average, *buffers, 0.99)
     yield from _ask(update_average_and_scale, *buffers, average, 0.99, options)
 

@@ -32,6 +32,7 @@ from acmoe.lab.variants.distance import DistanceRouter
 from acmoe.ops.route import ScaledTokens
 from acmoe.ops.statistics.cluster_mean import cluster_mean
 from acmoe.ops.statistics.dispersion import accumulation_dtype
+from acmoe.ops.statistics.pending import record_batch
 from acmoe.ops.statistics.running import update_average
 from acmoe.routing.adaptive import AdaptiveRouter, gather_scale, mix_scales, token_scale
 from acmoe.routing.build import new_router
@@ -56,7 +57,7 @@ class ClusterAverage(StepStatistics):
         self.config = config
         self.register_buffer("average", torch.zeros(num_clusters, width))
         self.register_buffer("weight", torch.zeros(num_clusters))  # discounted token count
-        # The means of the latest training forward pass; not part of a checkpoint.
+        # The means of the training forwards since the last update; not part of a checkpoint.
         self.register_buffer("last", torch.zeros(num_clusters, width), persistent=False)
         self.register_buffer("last_count", torch.zeros(num_clusters), persistent=False)
 
@@ -83,15 +84,14 @@ class ClusterAverage(StepStatistics):
             return self.average
         mean_CX, count_C = cluster_mean(value(), assignment_T, len(self.weight), mask_T)
         if self.training:
-            with torch.no_grad():
-                self.last.copy_(mean_CX)
-                self.last_count.copy_(count_C)
+            record_batch(self.last, self.last_count, mean_CX, count_C)
+            self.count_forward()
         if self.of_call and slot is not None:
             slot.extra[name] = mean_CX
         return mean_CX if self.of_call else self.average
 
     def update(self) -> None:
-        """Update the average with the means of the last training forward pass."""
+        """Update the average with the recorded means."""
         update_average(self.average, self.weight, self.last, self.last_count, self.config.momentum)
 
 

@@ -37,6 +37,11 @@ class VariantStatistics(ClusterStatistics):
         x_BLD = self._measured(x_BLD)
         return super().cluster_scale(x_BLD, assignment_BL, token_mask_BL, slot, order, chosen_C)
 
+    def _record(self, batch: tuple[Tensor, Tensor]) -> None:
+        super()._record(batch)
+        if self.strength is not None:
+            self.strength.record()
+
     def _measured(self, x_BLD: Tensor) -> Tensor:
         """Return the tokens to measure: x, or the tokens before the norm, which are used once."""
         tokens, self.handed_over = self.handed_over, None

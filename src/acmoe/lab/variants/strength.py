@@ -19,6 +19,7 @@ class Strength(StepStatistics):
 
     config: VariantConfig
     step: Tensor
+    last_seen: Tensor
 
     def __init__(self, config: VariantConfig) -> None:
         super().__init__()
@@ -30,6 +31,14 @@ class Strength(StepStatistics):
         else:
             # float32 counts exactly up to 16 million steps.
             self.register_buffer("step", torch.zeros(()))
+            # 1 if a training forward has come since the last update, else 0.
+            self.register_buffer("last_seen", torch.zeros(()), persistent=False)
+
+    @torch.no_grad()
+    def record(self) -> None:
+        """Note that a training forward has used lambda; a repetition of one notes it again."""
+        if self.log_strength is None:
+            self.last_seen.fill_(1.0)
 
     def forward(self) -> Tensor:
         """Return lambda, a float64 scalar on the device, without a device sync."""
@@ -46,6 +55,14 @@ class Strength(StepStatistics):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Count an optimizer step."""
+        """Count an optimizer step, if a training forward has come since the one before."""
         if self.log_strength is None:
-            self.step.add_(1)
+            self.step.add_(self.last_seen)
+            self.last_seen.zero_()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.log_strength is not None:
+            assert self.config.strength is not None
+            self.log_strength.fill_(math.log(self.config.strength))

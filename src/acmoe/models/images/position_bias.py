@@ -4,7 +4,7 @@ Shapes: W tokens a side of a full window, O = (2W - 1)^2 offsets, H heads, N tok
 """
 
 import math
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,23 @@ class PositionBias(nn.Module):
         self.heads = heads
         self.register_buffer("index", offset_index(window), persistent=False)
 
+    def reset_parameters(self) -> None:
+        """Draw parameters anew, and compute the constants again."""
+        self.reset_constants()
+
+    def reset_constants(self) -> None:
+        """Write the constants into the buffers, which are not part of a checkpoint."""
+        self.index.copy_(offset_index(self.window))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Load the parameters; `assign=True` leaves constants of a meta model to be computed."""
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        device = next((v.device for key, v in state_dict.items() if key.startswith(prefix)), None)
+        if self.index.is_meta and device is not None:
+            for name, buffer in list(self.named_buffers(recurse=False)):
+                setattr(self, name, torch.empty_like(buffer, device=device))
+            self.reset_constants()
+
     def by_offset(self) -> Tensor:
         """Return the (O, H) biases; row offsets vary slowest; both run from -(W - 1) to W - 1."""
         raise NotImplementedError(f"{type(self).__name__} must define by_offset")
@@ -40,6 +57,10 @@ class TableBias(PositionBias):
     def __init__(self, *, window: int, heads: int) -> None:
         super().__init__(window=window, heads=heads)
         self.table = nn.Parameter(torch.empty((2 * window - 1) ** 2, heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
         nn.init.trunc_normal_(self.table, std=0.02)
 
     def by_offset(self) -> Tensor:
@@ -57,6 +78,10 @@ class NetworkBias(PositionBias):
         self.register_buffer("offsets", log_offsets(window), persistent=False)
         self.up = nn.Linear(2, self.hidden)
         self.down = nn.Linear(self.hidden, heads, bias=False)
+
+    def reset_constants(self) -> None:
+        super().reset_constants()
+        self.offsets.copy_(log_offsets(self.window))
 
     def by_offset(self) -> Tensor:
         offsets_O2 = self.offsets.to(self.up.weight.dtype)

@@ -77,9 +77,15 @@ class LanguageModel(nn.Module):
         # One relative-position embedding for all heads and layers.
         self.positions: nn.Parameter | None = None
         if config.position == "relative":
-            self.positions = nn.Parameter(torch.randn(config.head_dim, config.span))
+            self.positions = nn.Parameter(torch.empty(config.head_dim, config.span))
+        self.reset_parameters()
         self.norm = nn.LayerNorm(config.dim) if config.norm == "pre" else nn.Identity()
         self.unembed = nn.Linear(config.dim, config.vocab_size)
+
+    def reset_parameters(self) -> None:
+        """Draw the relative-position embedding anew; other modules have their own method."""
+        if self.positions is not None:
+            nn.init.normal_(self.positions)
 
     def forward(
         self,

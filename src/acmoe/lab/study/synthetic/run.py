@@ -27,7 +27,6 @@ from acmoe.lab.study.synthetic.task import Batch, SyntheticConfig, SyntheticTask
 from acmoe.models.recorded import recorded
 from acmoe.ops.route.reference import load
 from acmoe.routing.state import Routing, first_choice
-from acmoe.routing.step import fold_statistics
 from acmoe.train.optim import adam
 
 
@@ -69,7 +68,6 @@ def _train(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        fold_statistics(model)
     return curves
 
 

@@ -1,0 +1,113 @@
+"""Add a training batch to the statistics that wait for the next optimizer step.
+
+A training forward calls `record_batch` (means of each cluster) or `record_count` (numbers alone).
+Both ADD, so that all micro-batches of a gradient accumulation count, and both do nothing while a
+backward runs: activation checkpointing then repeats a forward that was already counted. Compiled
+code calls them as custom ops, so that this is decided when it runs and not when it is traced: a
+compiled block may run once in a forward and once more in the backward of a checkpoint around it.
+
+C clusters, X statistics of each.
+"""
+
+import torch
+from torch import Tensor
+
+from acmoe.ops.dispatch import op, triton_unsupported
+
+
+def replaying() -> bool:
+    """Return True inside a backward, where a forward is a repetition by activation checkpointing.
+
+    Host code, without a device sync. In a captured CUDA graph it has the value of the capture.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def _traced(*tensors: Tensor) -> bool:
+    """Return True if a custom op is needed: for `torch.compile`, and for fake tensors."""
+    return torch.compiler.is_compiling() or any(type(one) is not Tensor for one in tensors)
+
+
+def capturing(x: Tensor) -> bool:
+    """Return True while a CUDA graph of work on x is captured: the host must not read x then."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+@op
+@torch.no_grad()
+def add_batch(mean_CX: Tensor, count_C: Tensor, new_CX: Tensor, new_C: Tensor, least: int) -> None:
+    """Merge the means `new_CX` of `new_C` tokens into `mean_CX` of `count_C` tokens, in place.
+
+    The result is the mean weighted by token counts, mean += (new - mean) * new_C / (count + new_C).
+    Where the count is 0 the mean becomes exactly `new_CX`. A cluster with fewer than `least` new
+    tokens, or with a non-finite statistic, keeps mean and count.
+    """
+    used_C = (new_C >= least) & torch.isfinite(new_CX).all(-1)
+    # torch.where and not a share of 0: 0 * NaN would carry a NaN of the batch into the mean.
+    value_CX = torch.where(used_C[:, None], new_CX, mean_CX).to(mean_CX.dtype)
+    added_C = torch.where(used_C, new_C, 0.0)
+    count_C.add_(added_C)
+    share_C = torch.where(used_C, added_C / count_C, 0.0).to(mean_CX.dtype)
+    mean_CX.lerp_(value_CX, share_C[:, None])  # exactly the end where the share is 1
+
+
+def _batch_unsupported(
+    mean_CX: Tensor, count_C: Tensor, new_CX: Tensor, new_C: Tensor
+) -> str | None:
+    tensors = (mean_CX, count_C, new_CX, new_C)
+    if not all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors):
+        return "its kernel takes contiguous float32 statistics"
+    return triton_unsupported(mean_CX)
+
+
+@add_batch.register("triton", unsupported=_batch_unsupported)
+@torch.no_grad()
+def _add_batch_triton(
+    mean_CX: Tensor, count_C: Tensor, new_CX: Tensor, new_C: Tensor, least: int
+) -> None:
+    from acmoe.ops.statistics.triton.pending import add_batch as launch
+
+    launch(mean_CX, count_C, new_CX, new_C, least)
+
+
+def record_batch(
+    mean_CX: Tensor, count_C: Tensor, new_CX: Tensor, new_C: Tensor, *, least: int = 1
+) -> None:
+    """Call `add_batch` on statistics of a training forward, unless the forward is a repetition."""
+    arguments = (mean_CX, count_C, new_CX.detach(), new_C.detach(), least)
+    if _traced(mean_CX, new_CX):
+        record_batch_op(*arguments)
+    elif not replaying():
+        add_batch(*arguments)
+
+
+@torch.library.custom_op("acmoe::record_batch", mutates_args=("mean", "count"))
+def record_batch_op(
+    mean: Tensor, count: Tensor, new: Tensor, new_count: Tensor, least: int
+) -> None:
+    if not replaying():
+        add_batch(mean, count, new, new_count, least)
+
+
+@record_batch_op.register_fake
+def _(*arguments):  # type: ignore[no-untyped-def]
+    return None
+
+
+def record_count(count_C: Tensor, new_C: Tensor) -> None:
+    """Add `new_C` to `count_C` in place, unless this forward is a repetition."""
+    if _traced(count_C, new_C):
+        record_count_op(count_C, new_C.detach())
+    elif not replaying():
+        count_C.add_(new_C.detach())
+
+
+@torch.library.custom_op("acmoe::record_count", mutates_args=("count",))
+def record_count_op(count: Tensor, new_count: Tensor) -> None:
+    if not replaying():
+        count.add_(new_count)
+
+
+@record_count_op.register_fake
+def _(*arguments):  # type: ignore[no-untyped-def]
+    return None

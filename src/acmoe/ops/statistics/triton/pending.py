@@ -1,0 +1,48 @@
+"""Merge a batch into the statistics that wait for the next optimizer step, in one launch.
+
+    total = count + new_count                               (C,)
+    mean  = mean + (new - mean) * new_count / total         (C, D); new itself where count is 0
+
+One program per cluster. ops/statistics/pending.py holds the specification. Memory traffic: 2 C D
+float32 read, C D written.
+
+C clusters, D statistics of each.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def add_batch(
+    mean_CD: Tensor, count_C: Tensor, new_CD: Tensor, new_count_C: Tensor, least: int
+) -> None:
+    """Update mean and count in place; all tensors are contiguous float32."""
+    C, D = mean_CD.shape
+    width = max(16, triton.next_power_of_2(D))
+    _add_batch_kernel[(C,)](
+        mean_CD, count_C, new_CD, new_count_C, D, least,
+        BD=width, num_warps=8 if width > 2048 else 4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _add_batch_kernel(
+    mean_ptr, count_ptr, new_ptr, new_count_ptr, D, least,
+    BD: tl.constexpr,
+):  # fmt: skip
+    c = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BD)
+    valid = d < D
+    mean = tl.load(mean_ptr + c * D + d, mask=valid, other=0.0)
+    new = tl.load(new_ptr + c * D + d, mask=valid, other=0.0)
+    count = tl.load(count_ptr + c)
+    new_count = tl.load(new_count_ptr + c)
+    tl.debug_barrier()  # every warp has read the count before it is written below
+    total = count + new_count
+    share = new_count / tl.where(total >= 1, total, 1.0)
+    not_finite = tl.max(tl.where(tl.abs(new) < float("inf"), 0, 1))
+    accept = (new_count >= least) & (not_finite == 0)
+    merged = tl.where(count == 0, new, mean + (new - mean) * share)
+    tl.store(mean_ptr + c * D + d, tl.where(accept, merged, mean), mask=valid)
+    tl.store(count_ptr + c, tl.where(accept, total, count))
