@@ -52,12 +52,18 @@ def plan_layers(
 
     The layers at `placement` have the rescaling router (adaptive or random), the others its base
     router; the layer before a rescaling one computes the statistics for it. Any other router is
-    the same in all layers.
+    the same in all layers. A named placement must leave a rescaling layer; the empty list is
+    allowed.
     """
     config = router_config(router)
     depths = adaptive_depths(placement, num_layers)
     if not isinstance(config, AdaptiveConfig | RandomConfig):
         return [LayerPlan(config, None)] * num_layers
+    check(
+        bool(depths) or not isinstance(placement, str),
+        f"placement={placement!r} among num_layers={num_layers} MoE layers leaves none for "
+        f"router={config.name!r}; use {_remedy(num_layers)}, or router={config.base.name!r}",
+    )
     return [
         LayerPlan(
             config if depth in depths else config.base,
@@ -65,6 +71,10 @@ def plan_layers(
         )
         for depth in range(num_layers)
     ]
+
+
+def _remedy(num_layers: int) -> str:
+    return "placement='full'" if num_layers > 1 else "two MoE layers or more"
 
 
 def place(
