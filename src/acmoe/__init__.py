@@ -2,8 +2,7 @@
 
 >>> import torch, acmoe
 >>> moe = acmoe.MoE(dim=8, hidden=16, num_experts=4, top_k=2, router="adaptive")
->>> state = acmoe.RoutingState.identity(num_tokens=5, num_clusters=4, dim=8)
->>> y, state = moe(torch.randn(5, 8), state)
+>>> y, state = moe(torch.randn(5, 8))
 """
 
 from acmoe.config.routing import (
@@ -22,6 +21,7 @@ from acmoe.config.routing import (
 from acmoe.errors import UserError
 from acmoe.experts.moe import MoE
 from acmoe.experts.soft import SoftMoE
+from acmoe.experts.stack import MoEFFN, MoEStack
 from acmoe.fast import accelerate as _accelerate
 from acmoe.models.checkpoint import load, save
 from acmoe.models.registry import AFTER_BUILD as _AFTER_BUILD
@@ -53,6 +53,8 @@ __all__ = [
     "LossConfig",
     "MetricConfig",
     "MoE",
+    "MoEFFN",
+    "MoEStack",
     "RandomConfig",
     "Router",
     "Routing",

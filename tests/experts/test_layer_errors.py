@@ -1,19 +1,25 @@
 """What cannot work is refused by the layer in one line that names the value and the fix."""
 
+import numpy as np
 import pytest
 import torch
 
 import acmoe
 from acmoe import (
     AdaptiveConfig,
+    HashConfig,
     LossConfig,
     MoE,
+    RandomConfig,
     RoutingState,
+    SMoEConfig,
     SoftConfig,
     SoftMoE,
+    ThresholdConfig,
     UserError,
     build_router,
 )
+from acmoe.lab.variants import VariantConfig
 
 SIZES = {"dim": 4, "hidden": 8, "num_experts": 3, "top_k": 2}
 
@@ -42,7 +48,48 @@ BUILDS = [
     ({"dropout": -0.1}, r"dropout=-0.1; it must lie in \[0, 1\)"),
     ({"router": "stable"}, r"vocab_size=None; .*give StableConfig\(vocab_size=...\)"),
     ({"losses": LossConfig(importance_load=0.1)}, r"importance_load=0.1.*noise above 0"),
+    ({"losses": {"balance": 0.1}}, r"losses=\{'balance': 0.1\}; pass acmoe.LossConfig\(\.\.\.\)"),
+    ({"top_k": 1.5}, r"top_k=1.5; it must be a whole number"),
+    ({"top_k": True}, r"top_k=True; it must be a whole number"),
+    ({"num_experts": "8"}, r"num_experts='8'; it must be a whole number"),
+    ({"dim": 4.0}, r"dim=4.0; it must be a whole number"),
+    ({"hidden": "8"}, r"hidden='8'; it must be a whole number"),
+    ({"hidden": 0}, r"hidden=0; it must be at least 1"),
+    ({"capacity_factor": "1"}, r"capacity_factor='1'; it must be positive, or None"),
 ]
+CONFIGS = [
+    (AdaptiveConfig, {"detach": "no"}, r"detach='no'; it must be true or false"),
+    (AdaptiveConfig, {"detach": 1}, r"detach=1; it must be true or false"),
+    (AdaptiveConfig, {"scale_experts": None}, r"scale_experts=None; it must be true or false"),
+    (AdaptiveConfig, {"mix": 1.5}, r"mix=1.5; it must be a whole number"),
+    (AdaptiveConfig, {"mix": True}, r"mix=True; it must be a whole number"),
+    (AdaptiveConfig, {"floor": "0.1"}, r"floor='0.1'; it must be a number"),
+    (AdaptiveConfig, {"strength": "1"}, r"strength='1'; it must be a number or none"),
+    (AdaptiveConfig, {"momentum": float("nan")}, r"momentum=nan; it must lie in \[0, 1\)"),
+    (AdaptiveConfig, {"eps": float("inf")}, r"eps=inf; it must be 0 or more, and finite"),
+    (AdaptiveConfig, {"clamp": float("nan")}, r"clamp=nan; it must be positive and finite"),
+    (VariantConfig, {"match": "yes"}, r"match='yes'; it must be true or false"),
+    (RandomConfig, {"std": "0.5"}, r"std='0.5'; it must be a number"),
+    (LossConfig, {"balance": "0.1"}, r"balance='0.1'; it must be a number"),
+    (LossConfig, {"z": float("inf")}, r"z=inf; it must be 0 or more, and finite"),
+    (SMoEConfig, {"bias": 0}, r"bias=0; it must be true or false"),
+    (HashConfig, {"seed": 0.5}, r"seed=0.5; it must be a whole number"),
+    (ThresholdConfig, {"threshold": float("nan")}, r"threshold=nan; a softmax affinity needs"),
+    (SoftConfig, {"slots_per_expert": 1.0}, r"slots_per_expert=1.0; it must be a whole number"),
+]
+
+
+@pytest.mark.parametrize(("config", "options", "message"), CONFIGS)
+def test_a_field_of_another_type_is_refused_when_the_config_is_made(config, options, message):
+    with pytest.raises(UserError, match=message) as caught:
+        config(**options)
+    assert "\n" not in str(caught.value)
+
+
+def test_numbers_of_numpy_are_numbers():
+    config = AdaptiveConfig(floor=np.float32(0.5), mix=np.int64(1), strength=2)
+    assert config.scale_codes == AdaptiveConfig(floor=0.5, strength=2.0).scale_codes
+    MoE(**(SIZES | {"num_experts": np.int32(3)}), router=config)(torch.zeros(6, 4))
 
 
 @pytest.mark.parametrize(("options", "message"), BUILDS)
@@ -81,10 +128,28 @@ def test_tokens_that_do_not_fit_a_layer_are_refused(arguments, message):
             layer(given["x"], given["state"], token_mask=given.get("token_mask"))
 
 
+@pytest.mark.parametrize("router", ["smoe", "cosine", "threshold"])
+def test_plain_layers_refuse_a_state_of_other_tokens_too(router):
+    with pytest.raises(UserError, match=r"has shape \(7, 1\); x has 6 tokens: .* leave it out"):
+        MoE(**SIZES, router=router)(torch.zeros(6, 4), fitting(num_tokens=7))
+
+
+@pytest.mark.parametrize("statistics", ["prefix", "sequence"])
+def test_a_cache_of_another_batch_size_is_refused(statistics):
+    layer = MoE(**SIZES, router=AdaptiveConfig(statistics=statistics)).eval()
+    cache = layer.new_cache(2)
+    with torch.no_grad():
+        layer(torch.zeros(2, 3, 4), cache=cache)
+        with pytest.raises(UserError, match=r"made for 2 sequences, and x has 3; .*new_cache\(3"):
+            layer(torch.zeros(3, 1, 4), cache=cache)
+
+
 def test_a_layer_that_routes_by_token_id_asks_for_them():
     layer = MoE(**SIZES, router="hash")
     with pytest.raises(UserError, match=r"router='hash' routes by token id; pass token_ids"):
         layer(torch.zeros(6, 4), fitting())
+    with pytest.raises(UserError, match=r"token_ids has dtype torch.float32; router='hash' takes"):
+        layer(torch.zeros(6, 4), token_ids=torch.zeros(6))
 
 
 def test_old_names_still_work_for_one_version_and_warn() -> None:

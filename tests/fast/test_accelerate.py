@@ -66,7 +66,7 @@ class Halved(nn.Module):
         {},
         {"norm": "pre", "position": "rope"},
         {"empty_memory": "zeros"},
-        {"layers": ("moe", "ffn"), "repeats": 1},
+        {"layers": ("moe", "ffn"), "repeats": 2},
         {"checkpoint_blocks": True},
     ],
     ids=str,
@@ -93,7 +93,7 @@ def test_a_block_that_was_compiled_by_itself_is_not_passed_over() -> None:
 
 
 def test_a_runner_that_was_compiled_is_kept() -> None:
-    model = accelerate(build(repeats=1))
+    model = accelerate(build(repeats=1, placement=()))
     compile_blocks(model, backend="eager")
     compiled = model.runner.block
     assert accelerate(model).runner.block is compiled is not run_block
@@ -286,7 +286,7 @@ def test_a_model_without_a_fast_path_says_so() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
 def test_a_whole_model_on_the_fast_path_compiles_to_one_graph() -> None:
-    model = accelerate(build(repeats=1))
+    model = accelerate(build(repeats=1, placement=()))
     expected = model(TOKENS, TOKENS)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     found = compiled(TOKENS, TOKENS)

@@ -317,7 +317,7 @@ def test_a_block_computed_again_keeps_the_choices_of_the_kernel(
 def test_a_state_is_made_of_tensors_and_a_new_assignment_drops_the_old_order():
     state = acmoe.RoutingState.identity(num_tokens=4, num_clusters=2, dim=3)
     assert all(isinstance(field, torch.Tensor) for field in state)
-    assert len(state) == len(state._fields) == 5
+    assert len(state) == len(state._fields) == 6
     order = torch.arange(3, dtype=torch.int32)
     state = state._replace(order=order)
     assert state._replace(scale=2 * state.scale).order is order

@@ -20,6 +20,7 @@ SWIN = {
     "window": 2,
     "moe_stages": (1,),
     "adaptive_stage": 1,
+    "placement": (),  # one MoE layer has none before it: the plain router
     "num_experts": 4,
     "drop_path": 0.2,
 }

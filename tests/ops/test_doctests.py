@@ -19,7 +19,8 @@ def modules_with_examples() -> list[str]:
     """The mathematics, and the pages of other rooms that a newcomer reads first."""
     modules = pkgutil.walk_packages(acmoe.ops.__path__, "acmoe.ops.")
     names = [module.name for module in modules if not KERNELS.search(module.name)]
-    names += ["acmoe", "acmoe.routing.layer_plan", "acmoe.experts.moe"]
+    names += ["acmoe", "acmoe.routing.layer_plan", "acmoe.routing.router"]
+    names += ["acmoe.experts.moe", "acmoe.experts.stack"]
     return [name for name in names if PROMPT.search(source(name))]
 
 

@@ -8,7 +8,7 @@ import torch
 from filled_layers import filled_layer
 from torch import nn
 
-from acmoe import AdaptiveConfig, MoE, RoutingState, SMoEConfig, override_statistics
+from acmoe import AdaptiveConfig, MoE, RoutingState, SMoEConfig, UserError, override_statistics
 from acmoe.routing.statistics import ClusterStatistics
 
 
@@ -66,3 +66,10 @@ def test_override_refuses_what_the_model_was_not_built_for(changes, message):
         pytest.fail("the override was accepted")
     assert moe.next_state.statistics.config is before
     assert moe.router.config is before
+
+
+def test_override_refuses_a_model_without_adaptive_layers():
+    plain = MoE(dim=4, hidden=8, num_experts=3, top_k=2)
+    message = r"detach cannot be overridden: the model has no adaptive layer; leave .* out"
+    with pytest.raises(UserError, match=message), override_statistics(plain, detach=False):
+        pytest.fail("the override was accepted")

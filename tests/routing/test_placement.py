@@ -1,8 +1,19 @@
 """Which layers are adaptive: the paper's lists, to the layer."""
 
 import pytest
+import torch
 
-from acmoe import AdaptiveConfig, RandomConfig, SMoEConfig, UserError, adaptive_depths, plan_layers
+from acmoe import (
+    AdaptiveConfig,
+    AdaptiveRouter,
+    RandomConfig,
+    SMoEConfig,
+    UserError,
+    adaptive_depths,
+    create_model,
+    list_models,
+    plan_layers,
+)
 
 # The paper counts Switch's six layers from 1, and numbers Swin's nine MoE layers 2, 4, ..., 18.
 SWITCH = {
@@ -60,6 +71,30 @@ def test_other_routers_stand_everywhere_and_emit_nothing():
     for placed in plan_layers("cosine", "skip-2", 3):
         assert placed.router.name == "cosine"
         assert placed.next_router is None
+
+
+@pytest.mark.parametrize("router", ["adaptive", "random"])
+@pytest.mark.parametrize(
+    ("placement", "layers", "fix"),
+    [
+        ("skip-2", 3, r"use placement='full', or router='smoe'"),
+        ("skip-1", 2, r"use placement='full', or router='smoe'"),
+        ("full", 1, r"use two MoE layers or more, or router='smoe'"),
+        ("back-half", 1, r"use two MoE layers or more"),
+    ],
+)
+def test_a_named_placement_without_an_adaptive_layer_is_refused(router, placement, layers, fix):
+    message = rf"placement='{placement}' among num_layers={layers} MoE layers leaves none for .*"
+    with pytest.raises(UserError, match=message + fix):
+        plan_layers(router, placement, layers)
+    assert [one.next_router for one in plan_layers(router, [], layers)] == [None] * layers
+
+
+@pytest.mark.parametrize("name", list_models())
+def test_every_model_of_the_library_has_adaptive_layers(name):
+    with torch.device("meta"):
+        model = create_model(name, router="adaptive")
+    assert any(isinstance(module, AdaptiveRouter) for module in model.modules())
 
 
 def test_plain_layers_of_an_adaptive_model_keep_its_base_router():

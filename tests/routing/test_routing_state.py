@@ -6,7 +6,7 @@ T tokens, E experts, J clusters per token.
 import pytest
 import torch
 
-from acmoe import RoutingState, UserError
+from acmoe import AdaptiveConfig, RoutingState, UserError
 from acmoe.routing.state import check_state, clusters_of
 
 
@@ -67,6 +67,6 @@ def test_the_identity_holds_every_token_in_no_cluster_under_scale_one():
 def test_a_state_that_does_not_fit_is_refused(changes, message):
     size = {"num_tokens": 6, "num_clusters": 4, "dim": 2, "mix": 1}
     for x in (torch.zeros(6, 2), torch.zeros(2, 3, 2)):
-        check_state(RoutingState.identity(**size), x, 1, 4)
+        check_state(RoutingState.identity(**size), x, 1, 4, AdaptiveConfig())
         with pytest.raises(UserError, match=message):
-            check_state(RoutingState.identity(**(size | changes)), x, 1, 4)
+            check_state(RoutingState.identity(**(size | changes)), x, 1, 4, AdaptiveConfig())

@@ -15,7 +15,7 @@ from acmoe.config.images.attack import AttackConfig
 from acmoe.config.images.data import RGB, ImageDataConfig
 from acmoe.config.updates import Precision
 from acmoe.errors import UserError, check
-from acmoe.routing.statistics import override_statistics
+from acmoe.routing.statistics import adaptive_configs, override_statistics
 from acmoe.runtime import autocast, evaluating
 
 
@@ -121,7 +121,9 @@ def white_box(model: nn.Module) -> Iterator[None]:
     Without these gradients an attack could not see how moving a token changes the scale of its
     cluster. It would be weaker on adaptive models than on the plain models they are compared with.
     """
-    with evaluating(model), override_statistics(model, detach=False):
+    adaptive = bool(adaptive_configs(model))
+    through = override_statistics(model, detach=False) if adaptive else contextlib.nullcontext()
+    with evaluating(model), through:
         yield
 
 

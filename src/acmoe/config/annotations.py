@@ -1,8 +1,13 @@
 """Read the type annotations of config dataclasses, and describe them for error messages."""
 
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from functools import cache
+from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from acmoe.errors import check
 
 
 def field_types(config: type[Any]) -> dict[str, Any]:
@@ -61,3 +66,30 @@ def _describe(annotation: Any) -> str:
     return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[
         annotation
     ]
+
+
+def check_types(config: Any) -> None:
+    """Raise a UserError where a field of truth values or numbers holds another type."""
+    for name, annotation, allowed in _plain_fields(config.__class__):
+        value = getattr(config, name)
+        if value is None and NoneType in members(annotation):
+            continue
+        check(allowed(value), f"{name}={value!r}; it must be {in_words(annotation)}")
+
+
+@cache
+def _plain_fields(kind: type[Any]) -> tuple[tuple[str, Any, Callable[[Any], bool]], ...]:
+    """Return name, annotation and test of each field that holds truth values or numbers only."""
+    found = []
+    for name, annotation in field_types(kind).items():
+        parts = [part for part in members(annotation) if part is not NoneType]
+        if len(parts) == 1 and parts[0] in _TESTS:
+            found.append((name, annotation, _TESTS[parts[0]]))
+    return tuple(found)
+
+
+_TESTS: dict[type, Callable[[Any], bool]] = {
+    bool: lambda value: isinstance(value, bool),
+    int: lambda value: isinstance(value, Integral) and not isinstance(value, bool),
+    float: lambda value: isinstance(value, Real) and not isinstance(value, bool),
+}

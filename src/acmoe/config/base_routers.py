@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from acmoe.config.annotations import check_types
 from acmoe.errors import check, check_choice, check_not_negative, check_positive
 
 Gate = Literal["auto", "selected", "all"]
@@ -19,6 +20,7 @@ class LossConfig:
     tutel: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name in ("balance", "importance_load", "z"):
             check_not_negative(getattr(self, name), name)
 
@@ -47,6 +49,7 @@ class SMoEConfig:
     bias_balancing: float = 0.0  # loss-free balancing: step size of each expert's selection bias
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_choice(self.gate, ("auto", "selected", "all"), "gate")
         check_choice(self.init, ("uniform", "orthogonal"), "init")
         check_not_negative(self.noise, "noise")
@@ -94,6 +97,7 @@ class CosineConfig:
     legacy: bool = False  # the published baseline: R x is not normalised, no temperature
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_choice(self.gate, ("auto", "selected", "all"), "gate")
         check_positive(self.temperature, "temperature")
         check(
@@ -118,6 +122,7 @@ class StableConfig:
     legacy: bool = False  # the published baseline: one stage, unit-length embeddings
 
     def __post_init__(self) -> None:
+        check_types(self)
         check(self.light_dim >= 1, f"light_dim={self.light_dim}; it must be at least 1")
         check_not_negative(self.distill, "distill")
         check_not_negative(self.balance, "balance")
@@ -139,6 +144,7 @@ class ThresholdConfig:
     bias: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self)
         check(
             0 < self.threshold < 1,
             f"threshold={self.threshold}; a softmax affinity needs one between 0 and 1",
@@ -154,6 +160,9 @@ class HashConfig:
     name: ClassVar[str] = "hash"
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        check_types(self)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertChoiceConfig:
@@ -164,6 +173,7 @@ class ExpertChoiceConfig:
     bias: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_positive(self.capacity_factor, "capacity_factor")
 
 
@@ -175,6 +185,7 @@ class SoftConfig:
     slots_per_expert: int = 1
 
     def __post_init__(self) -> None:
+        check_types(self)
         check(
             self.slots_per_expert >= 1,
             f"slots_per_expert={self.slots_per_expert}; it must be at least 1",

@@ -4,8 +4,10 @@ The two routers that rescale their input are here, the others in base_routers.py
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
 
+from acmoe.config.annotations import check_types
 from acmoe.config.base_routers import (
     BaseConfig,
     CosineConfig,
@@ -19,6 +21,7 @@ from acmoe.config.base_routers import (
     ThresholdConfig,
 )
 from acmoe.config.moved import WithMovedFields, import_hint
+from acmoe.config.scale_codes import MEASURES, MODES, NORMALIZATIONS, scale_codes
 from acmoe.errors import UserError, check, check_choice, check_not_negative, check_positive
 
 Statistics = Literal["batch", "running", "prefix", "sequence"]
@@ -66,6 +69,7 @@ class RandomConfig:
 
     def __post_init__(self) -> None:
         _check_base(self.base)
+        check_types(self)
         check_not_negative(self.std, "std")
         check(self.mix >= 1, f"mix={self.mix}; it must be at least 1")
 
@@ -77,6 +81,10 @@ class AdaptiveConfig(WithMovedFields):
     name: ClassVar[str] = "adaptive"
     # Fields that a model is built with; all others are read at every call.
     built_with: ClassVar[tuple[str, ...]] = ("base", "mix", "scale_experts")
+    # Fields that do not enter the scale which a previous layer computes, or are compared elsewhere.
+    outside_scale: ClassVar[tuple[str, ...]] = (
+        *("base", "mix", "scale_experts", "statistics_of", "detach", "prior_tokens"),
+    )
     base: BaseConfig = SMoEConfig()
     measure: Measure = "mad"
     # Which tokens of time and batch: everything in the call (the paper; not causal), an average
@@ -107,14 +115,14 @@ class AdaptiveConfig(WithMovedFields):
 
     def __post_init__(self) -> None:
         _check_base(self.base)
-        modes = ("batch", "running", "prefix", "sequence")
-        check_choice(self.measure, ("mad", "variance", "std", "gini", "iqr"), "measure")
-        check_choice(self.statistics, modes, "statistics")
+        check_types(self)
+        check_choice(self.measure, MEASURES, "measure")
+        check_choice(self.statistics, MODES, "statistics")
         if self.eval_statistics is not None:
-            check_choice(self.eval_statistics, modes, "eval_statistics")
+            check_choice(self.eval_statistics, MODES, "eval_statistics")
         if self.statistics_of is not None:
             check_choice(self.statistics_of, ("previous", "current"), "statistics_of")
-        check_choice(self.normalize, ("cluster", "feature", "global"), "normalize")
+        check_choice(self.normalize, NORMALIZATIONS, "normalize")
         if self.strength is not None:
             check_positive(self.strength, "strength")
         check(self.mix >= 1, f"mix={self.mix}; it must be at least 1")
@@ -127,6 +135,7 @@ class AdaptiveConfig(WithMovedFields):
         check(0 <= self.momentum < 1, f"momentum={self.momentum}; it must lie in [0, 1)")
         check_not_negative(self.prior_tokens, "prior_tokens")
         self._check_together(modes=self.modes)
+        _ = self.scale_codes  # computed here, because torch.compile cannot trace a checksum
 
     def _check_together(self, *, modes: tuple[str, ...]) -> None:
         positional = [mode for mode in modes if mode in ("prefix", "sequence")]
@@ -170,6 +179,11 @@ class AdaptiveConfig(WithMovedFields):
         if self.statistics_of is not None:
             return self.statistics_of
         return "current" if {"prefix", "sequence"} & set(self.modes) else "previous"
+
+    @cached_property
+    def scale_codes(self) -> tuple[int, ...]:
+        """Return numbers that say how the scale is measured, to compare two configs by."""
+        return scale_codes(self)
 
     @classmethod
     def preset(cls, name: str) -> "AdaptiveConfig":

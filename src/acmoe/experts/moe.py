@@ -13,6 +13,7 @@ from acmoe.config.routing import AdaptiveConfig, LossConfig, RandomConfig, Route
 from acmoe.errors import check
 from acmoe.experts.capacity import limit_capacity
 from acmoe.experts.mlp import ExpertMLP
+from acmoe.ops.checks import check_whole
 from acmoe.ops.sort import sort_rows
 from acmoe.routing.build import build_router
 from acmoe.routing.cache import LayerCache
@@ -28,11 +29,12 @@ _NOT_GIVEN = "not given"
 class MoE(Layer):
     """A mixture-of-experts layer for any model: (x, state) -> (y, state).
 
-    y does not include the residual; pass the state to the next MoE layer.
+    y does not include the residual; pass the state to the next MoE layer, and none to the first.
 
     router            a name, a config such as `AdaptiveConfig(...)`, or a `Router` module
     next_router       config of the next MoE layer's router, for which this layer computes
-                      statistics; None if no adaptive layer follows. Default: that of `router`.
+                      statistics; None if no adaptive layer follows. Default: that of `router`,
+                      unless an `acmoe.MoEStack` plans it.
     capacity_factor   None: no row is dropped. A number: an expert takes at most
                       k * floor(factor * ceil(T / E)) rows; the others get output 0 (Swin-MoE).
     losses            weights of the auxiliary losses summed into `state.aux_loss`
@@ -43,8 +45,7 @@ class MoE(Layer):
     fewer than 2 tokens is not rescaled (`min_tokens`).
 
     >>> moe = MoE(dim=8, hidden=16, num_experts=4, top_k=2, router="adaptive")
-    >>> state = RoutingState.identity(num_tokens=5, num_clusters=4, dim=8)
-    >>> y, state = moe(torch.randn(5, 8), state)
+    >>> y, state = moe(torch.randn(5, 8))
     >>> y.shape
     torch.Size([5, 8])
     """
@@ -69,16 +70,23 @@ class MoE(Layer):
         super().__init__()
         if isinstance(router, Router):
             check(losses is None, f"losses={losses} beside a Router; give them to it instead")
+            check(
+                router.next_layer is None,
+                "router was built with standalone=True, and acmoe.MoE computes the next state "
+                "itself; build it without",
+            )
         else:
             router = build_router(
                 router, dim=dim, num_experts=num_experts, top_k=top_k, losses=losses
             )
         self._check_router(router, dim, num_experts, top_k)
         check(
-            capacity_factor is None or capacity_factor > 0,
-            f"capacity_factor={capacity_factor}; it must be positive, or None for dropless",
+            capacity_factor is None
+            or (isinstance(capacity_factor, int | float) and capacity_factor > 0),
+            f"capacity_factor={capacity_factor!r}; it must be positive, or None for dropless",
         )
-        next_router = resolve_next_router(renamed_emit(next_router, emit), router)
+        check_whole(hidden, "hidden")
+        next_router = renamed_emit(next_router, emit)
         self.dim = dim
         self.num_experts = num_experts
         self.top_k = top_k
@@ -93,7 +101,12 @@ class MoE(Layer):
             dropout=dropout,
             init=init,
         )
-        self.next_state = NextState(next_router, num_clusters=num_experts, dim=dim)
+        self.next_state = NextState(
+            resolve_next_router(next_router, router),
+            num_clusters=num_experts,
+            dim=dim,
+            fixed=next_router != SAME_ROUTER,
+        )
         self.register_load_state_dict_pre_hook(rename_emitter)  # type: ignore[no-untyped-call]
 
     @staticmethod
@@ -113,7 +126,7 @@ class MoE(Layer):
     def forward(
         self,
         x: Tensor,
-        state: RoutingState,
+        state: RoutingState | None = None,
         *,
         token_mask: Tensor | None = None,
         token_ids: Tensor | None = None,
@@ -122,11 +135,14 @@ class MoE(Layer):
     ) -> tuple[Tensor, RoutingState]:
         """Route x (T, D) or (B, L, D) to its experts; return y, shaped as x, and the next state.
 
+        state: from the MoE layer before; None in the first one.
         expert_input: x already cast to the dtype of the experts' GEMMs, if the caller has it; the
         experts then read it instead of x. It is ignored with a token mask, and if the router passes
         rescaled tokens to the experts.
         """
+        state = self.router.begun(x, state)
         slots = cache or LayerCache(None, None)
+        slots.check_batch(x)
         routing = self.router(
             x, state, token_mask=token_mask, token_ids=token_ids, cache=slots.router
         )

@@ -52,8 +52,13 @@ class SoftMoE(Layer):
             f"router={router!r} chooses experts; SoftMoE takes 'soft', SoftConfig(...) or "
             "AdaptiveConfig(base=SoftConfig(), mix=8)",
         )
-        next_router = resolve_next_router(renamed_emit(next_router, emit), self.router)
-        self.next_state = NextState(next_router, num_clusters=num_experts, dim=dim)
+        next_router = renamed_emit(next_router, emit)
+        self.next_state = NextState(
+            resolve_next_router(next_router, self.router),
+            num_clusters=num_experts,
+            dim=dim,
+            fixed=next_router != SAME_ROUTER,
+        )
         self.register_load_state_dict_pre_hook(rename_emitter)  # type: ignore[no-untyped-call]
         self.experts = ExpertMLP(
             dim=dim,
@@ -71,11 +76,15 @@ class SoftMoE(Layer):
         return base
 
     def forward(
-        self, x: Tensor, state: RoutingState, *, token_mask: Tensor | None = None
+        self, x: Tensor, state: RoutingState | None = None, *, token_mask: Tensor | None = None
     ) -> tuple[Tensor, RoutingState]:
-        """Return y, shaped as x, and the next state; x is (B, L, D), or (T, D) for one sequence."""
+        """Return y, shaped as x, and the next state; x is (B, L, D), or (T, D) for one sequence.
+
+        state: from the SoftMoE layer before; None in the first one.
+        """
         check_dim(x, self.dim)
         check_token_mask(x, token_mask)
+        state = self.router.begun(x, state)
         x_BLD, mask_BL = (x, token_mask) if x.dim() == 3 else as_one_sequence(x, token_mask)
         x_BLD = blank(x_BLD, mask_BL)
         with without_autocast(x):

@@ -64,6 +64,13 @@ def check_count(value: int, name: str, *, least: int = 1) -> None:
     check(value >= least, f"{name}={value}; it must be at least {least}")
 
 
+def check_whole(value: object, name: str) -> None:
+    """Require a whole number of at least 1, as Python's int or what acts as one."""
+    whole = hasattr(value, "__index__") and not isinstance(value, bool | Tensor)
+    check(whole, f"{name}={value!r}; it must be a whole number")
+    check(value >= 1, f"{name}={value}; it must be at least 1")  # type: ignore[operator]
+
+
 def check_dim(x: Tensor, dim: int) -> None:
     """Require x of (T, dim) or (B, L, dim)."""
     check(

@@ -67,7 +67,7 @@ class AdaptiveRouter(Router):
         cache: StatisticsSlot | None = None,
     ) -> ScaledTokens:
         """M_k* h for every token (Eqn. 8)."""
-        check_state(state, x, self.mix, self.num_experts)
+        check_state(state, x, self.mix, self.num_experts, self.config)
         x_BLD = x if x.dim() == 3 else x[None]
         mask_BL = None if token_mask is None else token_mask.view(x_BLD.shape[:-1])
         scale = self.cluster_scale(x_BLD, state, mask_BL, cache)

@@ -113,7 +113,7 @@ class RandomRouter(Router):
         cache: StatisticsSlot | None = None,
     ) -> ScaledTokens:
         """Multiply each token by the random scale of its clusters."""
-        check_state(state, x, self.mix, self.num_experts)
+        check_state(state, x, self.mix, self.num_experts, self.config)
         x_TD = flat(x)
         normal_CD = torch.randn(self.num_experts, self.dim, device=x.device, dtype=x_TD.dtype)
         scale_CD = (1 + self.config.std * normal_CD).clamp(min=0)

@@ -18,11 +18,13 @@ from acmoe.config.routing import (
     ThresholdConfig,
     router_config,
 )
-from acmoe.errors import UserError
+from acmoe.errors import UserError, check
 from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.baselines import CosineRouter, ExpertChoiceRouter, HashRouter, RandomRouter
 from acmoe.routing.metric import MetricRouter
-from acmoe.routing.router import Router
+from acmoe.routing.next_state import SAME_ROUTER, NextState, resolve_next_router
+from acmoe.routing.origin import NextRouter
+from acmoe.routing.router import Router, check_losses
 from acmoe.routing.soft import SoftRouter
 from acmoe.routing.stable import StableRouter
 from acmoe.routing.threshold import ThresholdRouter
@@ -36,10 +38,31 @@ def build_router(
     num_experts: int,
     top_k: int,
     losses: LossConfig | None = None,
+    standalone: bool = False,
+    next_router: NextRouter | str | None = SAME_ROUTER,
 ) -> Router:
-    """Return a router for `num_experts` experts and tokens of `dim` features."""
+    """Return a router for `num_experts` experts and tokens of `dim` features.
+
+    standalone    True: it also computes the state for the next layer (`Router.next_state`), as
+                  `acmoe.MoE` does for the router inside it. For experts of your own.
+    next_router   with standalone: the config of the next layer's router, as in `acmoe.MoE`
+    """
+    check_losses(losses)
+    check(
+        standalone or next_router == SAME_ROUTER,
+        f"next_router={next_router!r} needs standalone=True; inside an acmoe.MoE give it to that",
+    )
     config = router_config(router)
-    return new_router(config, dim=dim, num_experts=num_experts, top_k=top_k, losses=losses)
+    built = new_router(config, dim=dim, num_experts=num_experts, top_k=top_k, losses=losses)
+    if standalone:
+        check(
+            not isinstance(getattr(built, "base", built), SoftRouter),
+            "standalone=True beside a soft router, which fills slots instead of choosing experts; "
+            "use acmoe.SoftMoE",
+        )
+        following = resolve_next_router(next_router, built)
+        built.next_layer = NextState(following, num_clusters=num_experts, dim=dim)
+    return built
 
 
 @singledispatch

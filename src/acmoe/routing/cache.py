@@ -29,6 +29,13 @@ class StatisticsSlot:
     # other tensors that prefill used, by name
     extra: dict[str, Tensor] = field(default_factory=dict)
 
+    @property
+    def num_sequences(self) -> int | None:
+        """Return the batch size it was made for; None if it holds one scale for all."""
+        if self.moments is not None:
+            return self.moments.tokens.shape[0]
+        return len(self.scale) if self.scale is not None and self.scale.dim() == 3 else None
+
     def store(self, after: PrefixMoments) -> None:
         """Store the moments after this call."""
         assert self.moments is not None
@@ -71,6 +78,17 @@ class LayerCache(NamedTuple):
 
     router: StatisticsSlot | None
     next_state: StatisticsSlot | None
+
+    def check_batch(self, x: Tensor) -> None:
+        """Raise a UserError unless the cache was made for as many sequences as x has."""
+        found = x.shape[0] if x.dim() == 3 else 1
+        for slot in self:
+            made_for = None if slot is None else slot.num_sequences
+            check(
+                made_for in (None, found),
+                f"cache was made for {made_for} sequences, and x has {found}; call "
+                f"new_cache({found}, ...)",
+            )
 
 
 def check_inference(x: Tensor) -> None:

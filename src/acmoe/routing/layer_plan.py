@@ -62,7 +62,8 @@ def plan_layers(
 
     The layers at `placement` have the rescaling router (adaptive or random), the others its base
     router; the layer before a rescaling one computes the statistics for it. Any other router is
-    the same in all layers.
+    the same in all layers. A named placement must leave a rescaling layer; the empty list is
+    allowed.
 
     plain: the router of the layers outside `placement`, in place of the base router; `router` may
     then be any. The published models have SMoEConfig(bias=True) there.
@@ -82,6 +83,11 @@ def plan_layers(
         return [
             LayerPlan(config if depth in depths else outside, None) for depth in range(num_layers)
         ]
+    check(
+        bool(depths) or not isinstance(placement, str),
+        f"placement={placement!r} among num_layers={num_layers} MoE layers leaves none for "
+        f"router={config.name!r}; use {_remedy(num_layers)}, or router={config.base.name!r}",
+    )
     return [
         LayerPlan(
             config if depth in depths else outside,
@@ -89,6 +95,10 @@ def plan_layers(
         )
         for depth in range(num_layers)
     ]
+
+
+def _remedy(num_layers: int) -> str:
+    return "placement='full'" if num_layers > 1 else "two MoE layers or more"
 
 
 def place(

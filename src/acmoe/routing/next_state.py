@@ -9,22 +9,21 @@ T tokens, or B sequences of L tokens; D features, C clusters, J clusters per tok
 import torch
 from torch import Tensor, nn
 
-from acmoe.config.routing import AdaptiveConfig, RandomConfig
-from acmoe.errors import UserError
+from acmoe.config.routing import AdaptiveConfig
+from acmoe.errors import UserError, check
 from acmoe.ops.precision import without_autocast
 from acmoe.ops.sort.order import no_order, worth_sorting
 from acmoe.ops.statistics.scale import up_to_last
 from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.baselines import RandomRouter
 from acmoe.routing.cache import StatisticsSlot
+from acmoe.routing.origin import NextRouter, describe, new_origin, origin_codes
 from acmoe.routing.reentrant import check_reentrant
 from acmoe.routing.router import Router
 from acmoe.routing.state import Routing, RoutingState, clusters_of, no_cluster
 from acmoe.routing.statistics import ClusterStatistics, build_statistics
 
 SAME_ROUTER = "as the router"
-
-NextRouter = AdaptiveConfig | RandomConfig
 
 
 def resolve_next_router(next_router: NextRouter | str | None, router: Router) -> NextRouter | None:
@@ -40,14 +39,44 @@ def resolve_next_router(next_router: NextRouter | str | None, router: Router) ->
 
 
 class NextState(nn.Module):
-    """Computes the state for the next MoE layer, whose router has the config `next_router`."""
+    """Computes the state for the next MoE layer, whose router has the config `next_router`.
 
-    def __init__(self, next_router: NextRouter | None, *, num_clusters: int, dim: int) -> None:
+    fixed: the user has named the next router, so that `plan` may not choose another.
+    """
+
+    def __init__(
+        self, next_router: NextRouter | None, *, num_clusters: int, dim: int, fixed: bool = True
+    ) -> None:
         super().__init__()
-        self.next_router = next_router
+        self.num_clusters = num_clusters
+        self.dim = dim
+        self.fixed = fixed
         self.statistics: ClusterStatistics | None = None
+        self._compute_for(next_router)
+
+    def _compute_for(self, next_router: NextRouter | None) -> None:
+        self.next_router = next_router
+        self.statistics = None
         if isinstance(next_router, AdaptiveConfig) and next_router.reads == "previous":
-            self.statistics = build_statistics(next_router, num_clusters=num_clusters, dim=dim)
+            self.statistics = build_statistics(
+                next_router, num_clusters=self.num_clusters, dim=self.dim
+            )
+
+    def plan(self, next_router: NextRouter | None, *, like: Tensor, final: bool = True) -> None:
+        """Compute for this next router from now on; new statistics go to the device of `like`.
+
+        Nothing changes if the state for it is computed already. final: no later plan may differ.
+        """
+        same = origin_codes(next_router) == origin_codes(self.next_router)
+        if not same or getattr(next_router, "mix", 1) != getattr(self.next_router, "mix", 1):
+            check(
+                not self.fixed,
+                f"a layer was built, or planned before, with next_router={_named(self.next_router)}"
+                f", and the next router needs {_named(next_router)}; leave it out",
+            )
+            self._compute_for(next_router)
+            self.to(like.device).train(self.training)
+        self.fixed = self.fixed or final
 
     def forward(
         self,
@@ -70,7 +99,9 @@ class NextState(nn.Module):
                 len(routing.affinity), 1, device=x.device, dtype=state.membership.dtype
             )
             scale = torch.ones_like(state.scale)
-            return RoutingState(assignment, membership, scale, aux_loss, no_order(x))
+            return RoutingState(
+                assignment, membership, scale, aux_loss, no_order(x), self._origin(x)
+            )
         # The choice before rows are dropped: a full expert does not change a token's cluster.
         assignment, membership = clusters_of(
             routing.affinity,
@@ -84,7 +115,10 @@ class NextState(nn.Module):
         # check.
         if order is None or token_mask is not None:
             order = no_order(x)
-        return RoutingState(assignment, membership, scale, aux_loss, order)
+        return RoutingState(assignment, membership, scale, aux_loss, order, self._origin(x))
+
+    def _origin(self, x: Tensor) -> Tensor:
+        return new_origin(origin_codes(self.next_router), x)
 
     def _scale(
         self,
@@ -142,3 +176,7 @@ class NextState(nn.Module):
         if self.statistics is None:
             return None
         return self.statistics.new_slot(num_sequences, device=device, dtype=dtype)
+
+
+def _named(next_router: NextRouter | None) -> str:
+    return "None" if next_router is None else describe(next_router)

@@ -4,19 +4,23 @@ T tokens, D features.
 """
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from acmoe.config.routing import LossConfig
-from acmoe.errors import check
-from acmoe.ops.checks import check_dim, check_token_mask
+from acmoe.errors import UserError, check
+from acmoe.ops.checks import check_dim, check_token_mask, check_whole
 from acmoe.ops.precision import without_autocast
 from acmoe.ops.route import ScaledTokens
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.routing.cache import StatisticsSlot
-from acmoe.routing.state import Routing, RoutingState
+from acmoe.routing.state import Routing, RoutingState, check_num_tokens
 from acmoe.routing.step_hook import Layer
+
+if TYPE_CHECKING:
+    from acmoe.routing.next_state import NextState
 
 
 class Router(Layer):
@@ -37,9 +41,8 @@ class Router(Layer):
         self, *, dim: int, num_experts: int, top_k: int, losses: LossConfig | None = None
     ) -> None:
         super().__init__()
-        check(dim >= 1, f"dim={dim}; it must be at least 1")
-        check(num_experts >= 1, f"num_experts={num_experts}; it must be at least 1")
-        check(top_k >= 1, f"top_k={top_k}; it must be at least 1")
+        for name, value in (("dim", dim), ("num_experts", num_experts), ("top_k", top_k)):
+            check_whole(value, name)
         check(
             top_k <= num_experts,
             f"top_k={top_k} exceeds num_experts={num_experts}; lower top_k",
@@ -47,20 +50,27 @@ class Router(Layer):
         self.dim = dim
         self.num_experts = num_experts
         self.top_k = top_k
+        check_losses(losses)
         self.losses = losses or LossConfig()
+        # Computes the state for the next layer where no `acmoe.MoE` does (`build_router`).
+        self.next_layer: NextState | None = None
 
     def forward(
         self,
         x: Tensor,
-        state: RoutingState,
+        state: RoutingState | None = None,
         *,
         token_mask: Tensor | None = None,
         token_ids: Tensor | None = None,
         cache: StatisticsSlot | None = None,
     ) -> Routing:
-        """Route x (T, D) or (B, L, D); all results are flat, T = B * L."""
+        """Route x (T, D) or (B, L, D); all results are flat, T = B * L.
+
+        state: from the layer before; None in the first layer.
+        """
         check_dim(x, self.dim)
         check_token_mask(x, token_mask)
+        state = self.begun(x, state)
         x = blank(x, token_mask)
         with without_autocast(x):
             tokens = self.rescale(x, state, token_mask=token_mask, cache=cache)
@@ -68,6 +78,46 @@ class Router(Layer):
             if self.scale_experts:
                 routing = routing._replace(expert_input=tokens.dense().to(x.dtype))
         return routing
+
+    def begun(self, x: Tensor, state: RoutingState | None) -> RoutingState:
+        """Return the state, or the identity if there is none: x is before the first layer."""
+        if state is not None:
+            return state
+        return RoutingState.before(x, num_clusters=self.num_experts, mix=self.mix)
+
+    def next_state(
+        self,
+        x: Tensor,
+        routing: Routing,
+        state: RoutingState | None = None,
+        *,
+        token_mask: Tensor | None = None,
+        cache: StatisticsSlot | None = None,
+    ) -> RoutingState:
+        """Return the state for the router of the next layer, from this one's input and decision.
+
+        It is for a router used alone, over experts of your own; `acmoe.MoE` returns its state.
+
+        >>> from acmoe import build_router
+        >>> sizes = {"dim": 8, "num_experts": 4, "top_k": 2}
+        >>> first, second = (build_router("adaptive", **sizes, standalone=True) for _ in range(2))
+        >>> x = torch.randn(5, 8)
+        >>> state = first.next_state(x, first(x))
+        >>> second(x, state).expert_ids.shape
+        torch.Size([5, 2])
+        """
+        if self.next_layer is None:
+            raise UserError(
+                "this router was built without statistics for a next layer; build it with "
+                "acmoe.build_router(..., standalone=True), or use the state that its acmoe.MoE "
+                "returns"
+            )
+        check_dim(x, self.dim)
+        check_token_mask(x, token_mask)
+        found: RoutingState = self.next_layer(
+            blank(x, token_mask), routing, self.begun(x, state), token_mask=token_mask, slot=cache
+        )
+        return found
 
     def rescale(
         self,
@@ -78,6 +128,7 @@ class Router(Layer):
         cache: StatisticsSlot | None = None,
     ) -> ScaledTokens:
         """Return the tokens as this router reads them: x itself, except in adaptive routers."""
+        check_num_tokens(state, x)
         return ScaledTokens(x)
 
     def route(
@@ -140,4 +191,15 @@ def need_token_ids(token_ids: Tensor | None, x: Tensor, router: str) -> Tensor:
         f"{tuple(x.shape[:-1])}",
     )
     assert token_ids is not None
+    check(
+        not (token_ids.is_floating_point() or token_ids.is_complex()),
+        f"token_ids has dtype {token_ids.dtype}; router={router!r} takes whole numbers",
+    )
     return token_ids.reshape(-1)
+
+
+def check_losses(losses: object) -> None:
+    check(
+        losses is None or isinstance(losses, LossConfig),
+        f"losses={losses!r}; pass acmoe.LossConfig(...), or None for its defaults",
+    )

@@ -14,6 +14,8 @@ from torch import Tensor
 from acmoe.errors import check
 from acmoe.ops.route.reference import best_first
 from acmoe.ops.sort.order import no_order
+from acmoe.ops.statistics.dispersion import accumulation_dtype
+from acmoe.routing.origin import NextRouter, changed_origin, check_origin, new_origin
 
 
 class Routing(NamedTuple):
@@ -40,10 +42,13 @@ class _StateFields(NamedTuple):
     # int32 packed `TokenOrder`: the tokens sorted by `assignment` (ops/sort/order.py); empty: not
     # sorted. It only saves time: results without it are the same up to rounding.
     order: Tensor = torch.empty(0, dtype=torch.int32)
+    # int8 and empty; its shape says what the layer before computed, and for which router
+    # (origin.py). The default: nothing came before, or the state was made by hand.
+    origin: Tensor = torch.empty(0, dtype=torch.int8)
 
 
 class RoutingState(_StateFields):
-    """The data that an MoE layer passes to the next: five contiguous tensors.
+    """The data that an MoE layer passes to the next: six contiguous tensors.
 
     A state may be cloned, moved, checkpointed or sent to another pipeline stage tensor by tensor:
     `RoutingState(*(tensor.clone() for tensor in state))` behaves as the original.
@@ -69,12 +74,31 @@ class RoutingState(_StateFields):
         assignment, membership = no_cluster(num_tokens, mix, device=device, dtype=dtype)
         scale = torch.ones(num_clusters, dim, device=device, dtype=dtype)
         aux_loss = torch.zeros((), device=device)
-        return cls(assignment, membership, scale, aux_loss, no_order(assignment))
+        empty = no_order(assignment), new_origin((), assignment)
+        return cls(assignment, membership, scale, aux_loss, *empty)
+
+    @classmethod
+    def before(cls, x: Tensor, *, num_clusters: int, mix: int = 1) -> "RoutingState":
+        """Return the identity for tokens x (..., D), on their device and in their precision."""
+        return cls.identity(
+            num_tokens=x.shape[:-1].numel(),
+            num_clusters=num_clusters,
+            dim=x.shape[-1],
+            mix=mix,
+            device=x.device,
+            dtype=accumulation_dtype(x.dtype),
+        )
 
     def _replace(self, **changes: Any) -> "RoutingState":
-        """Replace fields; a new assignment without an order also clears the order."""
-        if "assignment" in changes and "order" not in changes:
+        """Replace fields; a new assignment without an order also clears the order.
+
+        A new scale makes the state count as made by hand: every router takes it as it is.
+        """
+        assignment, scale = "assignment" in changes, "scale" in changes
+        if assignment and "order" not in changes:
             changes["order"] = no_order(changes["assignment"])
+        if (assignment or scale) and "origin" not in changes:
+            changes["origin"] = changed_origin(self.origin, assignment=assignment, scale=scale)
         values = {**dict(zip(self._fields, self, strict=True)), **changes}
         return RoutingState(**values)
 
@@ -121,8 +145,21 @@ def check_mix(mix: int, num_clusters: int) -> None:
     check(mix <= num_clusters, f"mix={mix} exceeds num_experts={num_clusters}; lower mix")
 
 
-def check_state(state: RoutingState, x: Tensor, mix: int, num_clusters: int) -> None:
+def check_num_tokens(state: RoutingState, x: Tensor) -> None:
+    """Raise a UserError unless the state is about as many tokens as x has."""
+    num_tokens = x.shape[:-1].numel()
+    check(
+        state.assignment.shape[0] == num_tokens,
+        f"state.assignment has shape {tuple(state.assignment.shape)}; x has {num_tokens} tokens: "
+        "pass the state of the same tokens, or leave it out to begin anew",
+    )
+
+
+def check_state(
+    state: RoutingState, x: Tensor, mix: int, num_clusters: int, reader: NextRouter
+) -> None:
     """Raise a UserError unless the state fits the tokens and the router that reads it."""
+    check_origin(state.origin, reader)
     num_tokens, dim = x.shape[:-1].numel(), x.shape[-1]
     check(
         state.assignment.shape == (num_tokens, mix),

@@ -311,6 +311,19 @@ def build_statistics(config: AdaptiveConfig, *, num_clusters: int, dim: int) -> 
     return ClusterStatistics(config, num_clusters=num_clusters, dim=dim)
 
 
+def adaptive_configs(model: nn.Module) -> list[tuple[nn.Module, str, AdaptiveConfig]]:
+    """Return (module, attribute, config) of everything in the model that holds an AdaptiveConfig.
+
+    The statistics, their router and the previous layer each hold it.
+    """
+    return [
+        (module, name, config)
+        for module in model.modules()
+        for name in ("config", "next_router")
+        if isinstance(config := getattr(module, name, None), AdaptiveConfig)
+    ]
+
+
 @contextlib.contextmanager
 def override_statistics(model: nn.Module, **changes: Any) -> Iterator[None]:
     """Change fields of every adaptive config inside `with`, for an evaluation or an attack.
@@ -318,14 +331,13 @@ def override_statistics(model: nn.Module, **changes: Any) -> Iterator[None]:
     >>> # with override_statistics(model, eval_statistics="running"): ...
     >>> # with override_statistics(model, detach=False): ...   # a white-box attack
     """
-    # The statistics, their router and the previous layer each hold the config.
-    found = [
-        (module, name, config)
-        for module in model.modules()
-        for name in ("config", "next_router")
-        if isinstance(config := getattr(module, name, None), AdaptiveConfig)
-    ]
-    kinds = {type(config) for *_, config in found} or {AdaptiveConfig}
+    found = adaptive_configs(model)
+    check(
+        bool(found),
+        f"{', '.join(changes)} cannot be overridden: the model has no adaptive layer; leave "
+        "override_statistics out",
+    )
+    kinds = {type(config) for *_, config in found}
     fixed = {name for kind in kinds for name in kind.built_with}
     for name in changes:
         check(

@@ -21,6 +21,7 @@ class VariantConfig(AdaptiveConfig):
         *AdaptiveConfig.built_with,
         *("center", "match", "learn_strength", "strength_end", "distance"),
     )
+    outside_scale: ClassVar[tuple[str, ...]] = (*AdaptiveConfig.outside_scale, "center", "match")
     # Exponent of M, which is then normalised to mean one: 1 is the paper's 1/s; towards 0 the
     # router becomes the plain one.
     power: float = 1.0

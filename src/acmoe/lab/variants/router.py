@@ -130,7 +130,7 @@ class VariantRouter(AdaptiveRouter):
         cache: StatisticsSlot | None = None,
     ) -> ScaledTokens:
         """Return M h / tau, or with `center` (M (h - mu) + mu) / tau, for every token."""
-        check_state(state, x, self.mix, self.num_experts)
+        check_state(state, x, self.mix, self.num_experts, self.config)
         x_BLD = x if x.dim() == 3 else x[None]
         mask_BL = None if token_mask is None else token_mask.view(x_BLD.shape[:-1])
         mask_T = None if token_mask is None else token_mask.reshape(-1)

@@ -44,9 +44,9 @@ class SyntheticModel(nn.Module):
         super().__init__()
         self.oracle = config.oracle
         dim, experts = config.clusters.dim, config.clusters.num_clusters
-        plans = plan_layers(config.router, "full", config.layers)
-        if config.layers == 1:
-            plans = [LayerPlan(config.router, None)]
+        plans = [LayerPlan(config.router, None)]
+        if config.layers > 1:
+            plans = plan_layers(config.router, "full", config.layers)
         self.layers = nn.ModuleList(
             MoE(
                 dim=dim,

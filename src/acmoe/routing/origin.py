@@ -1,0 +1,116 @@
+"""The origin of a routing state: what the layer before computed, and for which router.
+
+`RoutingState.origin` is an empty int8 tensor whose shape is (0, *codes). Codes are
+
+    ()                            nothing came before, or the state was made by hand
+    (NOTHING,)                    no clusters: the layer before was built with next_router=None
+    (CLUSTERS, detach)            clusters, for a router that measures its own tokens or none
+    (SCALES, detach, *scale_codes)   clusters and their scales (config/scale_codes.py)
+
+A shape survives clone, .to(device), pytree, checkpointing, compilation and a send to another
+pipeline stage, and the host reads it without waiting for a device.
+"""
+
+from dataclasses import MISSING, fields
+
+import torch
+from torch import Tensor
+
+from acmoe.config.routing import AdaptiveConfig, RandomConfig
+from acmoe.config.scale_codes import CODED, other_options
+from acmoe.errors import UserError
+
+NOTHING, CLUSTERS, SCALES = range(3)
+
+NextRouter = AdaptiveConfig | RandomConfig
+
+
+def new_origin(codes: tuple[int, ...], like: Tensor) -> Tensor:
+    """Return the empty int8 tensor of shape (0, *codes) on the device of `like`."""
+    return torch.empty((0, *codes), dtype=torch.int8, device=like.device)
+
+
+def origin_codes(next_router: NextRouter | None) -> tuple[int, ...]:
+    """Return the codes of a state made for the router of that config."""
+    if next_router is None:
+        return (NOTHING,)
+    if isinstance(next_router, AdaptiveConfig) and next_router.reads == "previous":
+        return (SCALES, int(next_router.detach), *next_router.scale_codes)
+    return (CLUSTERS, _detaches_weights(next_router))
+
+
+def _detaches_weights(config: NextRouter) -> int:
+    """Return 1 if no gradient flows through the weights of a token's clusters, else 0."""
+    return int(config.mix == 1 or getattr(config, "detach", True))
+
+
+def changed_origin(origin: Tensor, *, assignment: bool, scale: bool) -> Tensor:
+    """Return the origin of a state whose assignment or scale somebody replaces.
+
+    Clusters in a state without any make it one with clusters. Whoever replaces the scale of
+    clusters vouches for it: the state then counts as made by hand.
+    """
+    codes = tuple(origin.shape[1:])
+    if assignment and codes == (NOTHING,):
+        codes = (CLUSTERS, 1)
+    if scale and codes != (NOTHING,):
+        codes = ()
+    return new_origin(codes, origin)
+
+
+def check_origin(origin: Tensor, reader: NextRouter) -> None:
+    """Raise a UserError if the router of that config cannot use a state of this origin."""
+    codes, wanted = tuple(origin.shape[1:]), origin_codes(reader)
+    if codes in ((), wanted):
+        return
+    problem = _problem(codes, wanted, reader)
+    if problem is not None:
+        raise UserError(
+            f"{problem}; build the layer before with next_router={describe(reader)}, or let "
+            "acmoe.MoEStack or acmoe.plan_layers plan the layers"
+        )
+
+
+def _problem(codes: tuple[int, ...], wanted: tuple[int, ...], reader: NextRouter) -> str | None:
+    """Return why a state with these codes does not fit the reader, or None if it does."""
+    if codes[0] == NOTHING:
+        return (
+            f"router={reader.name!r} got a state without clusters, from a layer with "
+            "next_router=None"
+        )
+    if wanted[0] == SCALES and codes[0] == CLUSTERS:
+        return (
+            "statistics_of='previous' got a state without scales, from a layer whose next_router "
+            "takes none of the previous layer"
+        )
+    if wanted[0] == CLUSTERS:
+        if reader.mix == 1 or codes[1] == wanted[1]:
+            return None
+        return f"detach={not codes[1]} here, and the layer before handed on detach={bool(codes[1])}"
+    assert isinstance(reader, AdaptiveConfig)
+    given, own = _in_words(codes), _in_words(wanted)
+    different = [name for name in own if given.get(name) != own[name]]
+    if not different:
+        rest = ", ".join(other_options(reader)) or "strength, floor, eps, clamp or the like"
+        return f"the layer before measured scales with other options than this router ({rest})"
+    theirs = ", ".join(f"{name}={given.get(name)!r}" for name in different)
+    ours = ", ".join(f"{name}={own[name]!r}" for name in different)
+    return f"the layer before measured scales with {theirs}, this router reads {ours}"
+
+
+def _in_words(codes: tuple[int, ...]) -> dict[str, object]:
+    """Return the fields that the codes of a state with scales name one by one."""
+    found: dict[str, object] = {"detach": bool(codes[1])}
+    for (name, choices), code in zip(CODED.items(), codes[2:-1], strict=True):
+        found[name] = choices[code]
+    return found
+
+
+def describe(config: NextRouter) -> str:
+    """Return the config as one writes it: its class and the fields that are not the default."""
+    changed = [
+        f"{one.name}={value!r}"
+        for one in fields(config)
+        if (value := getattr(config, one.name)) != one.default or one.default is MISSING
+    ]
+    return f"{type(config).__name__}({', '.join(changed)})"
