@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy.stats import multivariate_normal, norm
 
-from acmoe.lab.theory import dot_product as module
-from acmoe.lab.theory.dot_product import (
+from acmoe.lab.theory.robustness import dot_product as module
+from acmoe.lab.theory.robustness.dot_product import (
     MEANS,
     STD,
     check_distance,

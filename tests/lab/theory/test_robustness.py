@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from acmoe.lab.theory import robustness as module
-from acmoe.lab.theory.noise import (
+from acmoe.lab.theory.robustness import margins as module
+from acmoe.lab.theory.robustness.margins import beyond_two, check_without_noise, metric_z, power_z
+from acmoe.lab.theory.robustness.noise import (
     check_clean_scale,
     check_contaminated_share,
     check_noisy_scale,
@@ -20,7 +21,6 @@ from acmoe.lab.theory.noise import (
     crossing_noise,
     margin_ratio,
 )
-from acmoe.lab.theory.robustness import beyond_two, check_without_noise, metric_z, power_z
 from acmoe.lab.theory.scale import exact_scale
 
 SHARE = torch.tensor([0.5, 0.5], dtype=torch.float64)

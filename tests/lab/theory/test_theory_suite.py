@@ -4,7 +4,7 @@ import pytest
 
 from acmoe.errors import UserError
 from acmoe.lab.theory import Check, all_confirmed, run_checks, to_json
-from acmoe.lab.theory.assigned import check_assigned_cluster
+from acmoe.lab.theory.robustness.assigned import check_assigned_cluster
 
 
 @pytest.fixture(scope="module")
