@@ -72,7 +72,7 @@ def test_beyond_two_the_example_by_hand_errs_more_than_plain():
     assert beyond_two() == pytest.approx(1.0999 / math.sqrt(1.9999) * math.sqrt(0.999901), rel=1e-6)
 
 
-def test_with_one_noisy_token_in_ten_the_margin_is_that_of_the_issue():
+def test_with_few_noisy_tokens_the_margin_falls_below_the_plain_one():
     # s = 0.9 sigma + 0.1 total, exactly the mean absolute deviations of the drawn-up tokens.
     total_D = (STD.square() + 4).sqrt()
     torch.testing.assert_close(contaminated_scale(2.0, 10), exact_scale(0.9 * STD + 0.1 * total_D))
