@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 from acmoe.data.synthetic import GaussianClusters
-from acmoe.lab.theory import confirmation as module
-from acmoe.lab.theory.blocks import block_rates
-from acmoe.lab.theory.confirmation import (
+from acmoe.lab.theory.repeats import confirmation as module
+from acmoe.lab.theory.repeats.blocks import block_rates
+from acmoe.lab.theory.repeats.confirmation import (
     CLUSTERS,
     check_confirmation,
     check_confirmation_scope,
     exact,
     tight_on,
 )
-from acmoe.lab.theory.misassignment import nearest
+from acmoe.lab.theory.robustness.misassignment import nearest
 from acmoe.lab.theory.rules import adaptive_choice, distance_choice
 from acmoe.lab.theory.scale import exact_scale
 

@@ -7,11 +7,7 @@ import pytest
 import torch
 from scipy.integrate import quad
 
-from acmoe.lab.theory.conditioning_draws import (
-    EXPERTS,
-    centred_tokens,
-)
-from acmoe.lab.theory.convergence import (
+from acmoe.lab.theory.conditioning.convergence import (
     axis_tokens,
     check_constant_gate,
     check_separated,
@@ -19,6 +15,10 @@ from acmoe.lab.theory.convergence import (
     rotated_example,
     separated_clusters,
     varying_gate,
+)
+from acmoe.lab.theory.conditioning.draws import (
+    EXPERTS,
+    centred_tokens,
 )
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy.stats import multivariate_normal, norm
 
-from acmoe.lab.theory import dot_product as module
-from acmoe.lab.theory.dot_product import (
+from acmoe.lab.theory.robustness import dot_product as module
+from acmoe.lab.theory.robustness.dot_product import (
     MEANS,
     STD,
     check_distance,
@@ -24,7 +24,7 @@ def test_the_embeddings_have_equal_lengths_and_the_scale_is_the_one_by_hand():
     assert exact_scale(STD).tolist() == pytest.approx(SCALE.tolist())
 
 
-def test_the_errors_are_those_of_the_issue():
+def test_the_errors_are_those_worked_out_by_hand():
     found = errors(exact_scale(STD))
     assert found["plain"] == pytest.approx([0.087, 0.087], abs=5e-4)
     assert found["dot product"] == pytest.approx([0.586, 0.0], abs=5e-4)

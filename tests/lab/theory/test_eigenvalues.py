@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from acmoe.lab.theory.eigenvalues import (
+from acmoe.lab.theory.conditioning.eigenvalues import (
     bound_ratios,
     check_eigenvalue_lemma,
     check_eigenvalue_order,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from acmoe.lab.theory.hessian import (
+from acmoe.lab.theory.conditioning.hessian import (
     closed_form,
     condition_number,
     conditioning,

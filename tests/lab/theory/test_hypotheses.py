@@ -5,16 +5,16 @@ import pytest
 import torch
 from scipy.stats import multivariate_normal
 
-from acmoe.lab.theory.assigned import check_assigned_cluster
 from acmoe.lab.theory.gaussians import agreement, both_above, simpson
-from acmoe.lab.theory.harmonic import check_harmonic_mean, weight_ratios
-from acmoe.lab.theory.hypotheses import (
+from acmoe.lab.theory.robustness.assigned import check_assigned_cluster
+from acmoe.lab.theory.robustness.hypotheses import (
     check_correlated,
     check_three_clusters,
     three_cluster_error,
 )
-from acmoe.lab.theory.rates import check_exponential
+from acmoe.lab.theory.robustness.rates import check_exponential
 from acmoe.lab.theory.scale import exact_scale, library_scale
+from acmoe.lab.theory.weights.harmonic import check_harmonic_mean, weight_ratios
 
 
 def tensor(*values):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy.stats import multivariate_normal, norm
 
-from acmoe.lab.theory.misassignment import (
+from acmoe.lab.theory.robustness.misassignment import (
     check_misassignment,
     check_misassignment_scope,
     misassignment,

@@ -3,16 +3,11 @@
 import pytest
 import torch
 
-from acmoe.lab.theory import (
-    eigenvalues,
-    misassignment,
-    optimum,
-    roots,
-)
-from acmoe.lab.theory import (
-    scale as scale_module,
-)
+from acmoe.lab.theory import scale as scale_module
+from acmoe.lab.theory.conditioning import eigenvalues
+from acmoe.lab.theory.robustness import misassignment
 from acmoe.lab.theory.suite import CHECKS
+from acmoe.lab.theory.weights import optimum, roots
 from acmoe.ops.statistics.scale import cluster_scale
 
 # These rows do not call the library's scale; the tests below break what they do call.

@@ -4,8 +4,8 @@ import pytest
 import torch
 from scipy.stats import norm
 
-from acmoe.lab.theory import noise_sweep as module
-from acmoe.lab.theory.noise_sweep import (
+from acmoe.lab.theory.robustness import noise_sweep as module
+from acmoe.lab.theory.robustness.noise_sweep import (
     LEVELS,
     ROUTERS,
     check_noise_sweep,

@@ -7,8 +7,8 @@ from scipy.stats import norm
 
 from acmoe.data.synthetic import GaussianClusters
 from acmoe.evaluate.measures import instability
-from acmoe.lab.theory import observed as module
-from acmoe.lab.theory.observed import (
+from acmoe.lab.theory.repeats import observed as module
+from acmoe.lab.theory.repeats.observed import (
     CONTRASTS,
     adjusted_rand,
     check_repeated,

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from acmoe.lab.theory import robustness as module
-from acmoe.lab.theory.noise import (
+from acmoe.lab.theory.robustness import margins as module
+from acmoe.lab.theory.robustness.margins import beyond_two, check_without_noise, metric_z, power_z
+from acmoe.lab.theory.robustness.noise import (
     check_clean_scale,
     check_contaminated_share,
     check_noisy_scale,
@@ -20,7 +21,6 @@ from acmoe.lab.theory.noise import (
     crossing_noise,
     margin_ratio,
 )
-from acmoe.lab.theory.robustness import beyond_two, check_without_noise, metric_z, power_z
 from acmoe.lab.theory.scale import exact_scale
 
 SHARE = torch.tensor([0.5, 0.5], dtype=torch.float64)
@@ -72,7 +72,7 @@ def test_beyond_two_the_example_by_hand_errs_more_than_plain():
     assert beyond_two() == pytest.approx(1.0999 / math.sqrt(1.9999) * math.sqrt(0.999901), rel=1e-6)
 
 
-def test_with_one_noisy_token_in_ten_the_margin_is_that_of_the_issue():
+def test_with_few_noisy_tokens_the_margin_falls_below_the_plain_one():
     # s = 0.9 sigma + 0.1 total, exactly the mean absolute deviations of the drawn-up tokens.
     total_D = (STD.square() + 4).sqrt()
     torch.testing.assert_close(contaminated_scale(2.0, 10), exact_scale(0.9 * STD + 0.1 * total_D))

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from acmoe.lab.theory.roots import (
+from acmoe.lab.theory.weights.roots import (
     check_distinct_roots,
     check_tied_roots,
     phi,

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from acmoe.lab.theory.separation import (
+from acmoe.lab.theory.robustness.separation import (
     COUNTEREXAMPLES,
     check_separation,
     check_separation_fails,

@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy.optimize import minimize
 
-from acmoe.lab.theory.optimum import (
+from acmoe.lab.theory.weights.optimum import (
     check_kkt,
     clustering_objective,
     hard_dispersions,

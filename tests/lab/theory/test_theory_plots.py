@@ -5,17 +5,17 @@ import pytest
 
 from acmoe.errors import UserError
 from acmoe.lab.theory import plots as theory_plots
-from acmoe.lab.theory.blocks import BlockRates
+from acmoe.lab.theory.conditioning.hessian import Conditioning
 from acmoe.lab.theory.geometry import draw_dot_product
-from acmoe.lab.theory.hessian import Conditioning
-from acmoe.lab.theory.noise_sweep import noise_sweep
-from acmoe.lab.theory.observed import SweepPoint
 from acmoe.lab.theory.plots import (
     draw_conditioning,
     draw_noise,
     draw_repeated,
     save_theory_figures,
 )
+from acmoe.lab.theory.repeats.blocks import BlockRates
+from acmoe.lab.theory.repeats.observed import SweepPoint
+from acmoe.lab.theory.robustness.noise_sweep import noise_sweep
 
 pytest.importorskip("matplotlib")
 

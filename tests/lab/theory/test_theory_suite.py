@@ -1,10 +1,11 @@
 import json
+from pathlib import Path
 
 import pytest
 
 from acmoe.errors import UserError
 from acmoe.lab.theory import Check, all_confirmed, run_checks, to_json
-from acmoe.lab.theory.assigned import check_assigned_cluster
+from acmoe.lab.theory.robustness.assigned import check_assigned_cluster
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +63,32 @@ def test_names_are_unique_and_every_row_is_complete(checks):
         assert check.verdict.startswith("fails as printed") == (check.holds_as_printed is False)
         assert check.verdict.startswith("holds") == (check.holds_as_printed is True)
         assert check.basis != "observation" or check.holds_as_printed is not True
+
+
+PRINTED = [
+    ("Proposition 1, the dot product of Eqn. 8", "adaptive_overall", "{:.3f}"),
+    ("Proposition 1, the dot product of Eqn. 8", "lemma_1_gain", "gain {:.2f}"),
+    ("Proposition 1, correlated features", "adaptive", "{:.3f}"),
+    ("Proposition 1, three clusters", "adaptive", "{:.4f}"),
+    ("Proposition 1, some tokens noisy", "least_margin_ratio_0.1", "{:.3f}"),
+    ("Proposition 1, some tokens noisy", "least_margin_ratio_0.025", "{:.3f}"),
+    ("Proposition 1, scale of the assigned cluster", "assigned_cluster_rate", "{:.4f}"),
+    ("Proposition 1, by Monte Carlo", "crossing_noise", "{:.4f}"),
+    ("Eqn. 8, tight on other blocks", "next_block_adaptive_wrong", "{:.3f}"),
+    ("Eqn. 8, tight on other blocks", "other_blocks_adaptive_wrong", "{:.3f}"),
+    ("Proposition 2, a gate that decides", "adaptive", "{:.2f}"),
+    ("Proposition 2, rotated covariance", "adaptive", "{:.2f}"),
+    ("Proposition 2, clusters apart on tight features", "adaptive", "{:.2f}"),
+    ("Lemma 2, three clusters or other noise", "three_clusters_exact", "{:.4f}"),
+]
+
+
+def test_the_page_has_the_numbers_of_the_rows(checks):
+    page = (Path(__file__).parents[3] / "docs" / "theory.md").read_text(encoding="utf-8")
+    figures = {check.name: check.figures for check in checks}
+    printed = [text.format(figures[name][key]) for name, key, text in PRINTED]
+    assert [text for text in printed if text not in page] == []
+    assert f"{len(checks)} rows" in page
 
 
 def test_json_holds_every_figure(checks):

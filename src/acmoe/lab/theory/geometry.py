@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from acmoe.analyze.figures.palette import BLACK, BLUE, ORANGE, RED
-from acmoe.lab.theory.dot_product import MEANS, STD, errors, rules
 from acmoe.lab.theory.gaussians import upper_tail
-from acmoe.lab.theory.robustness import metric_z
+from acmoe.lab.theory.robustness.dot_product import MEANS, STD, errors, rules
+from acmoe.lab.theory.robustness.margins import metric_z
 from acmoe.lab.theory.scale import exact_scale
 
 if TYPE_CHECKING:

@@ -16,13 +16,18 @@ import torch
 
 from acmoe.analyze.figures.canvas import WIDTH, write_axes, write_figure
 from acmoe.analyze.figures.palette import BLACK, BLUE, GREEN, ORANGE, RED
-from acmoe.lab.theory.conditioning_draws import drawn_conditioning
-from acmoe.lab.theory.confirmation import CLUSTERS, exact, tight_on
+from acmoe.lab.theory.conditioning.draws import drawn_conditioning
 from acmoe.lab.theory.geometry import draw_dot_product, draw_two_clusters
 from acmoe.lab.theory.intervals import family_z, wilson
-from acmoe.lab.theory.noise_sweep import SweepPoint, crossing, noise_sweep, population_curve
-from acmoe.lab.theory.observed import confirmation_sweep
-from acmoe.lab.theory.roots import phi, real_roots
+from acmoe.lab.theory.repeats.confirmation import CLUSTERS, exact, tight_on
+from acmoe.lab.theory.repeats.observed import confirmation_sweep
+from acmoe.lab.theory.robustness.noise_sweep import (
+    SweepPoint,
+    crossing,
+    noise_sweep,
+    population_curve,
+)
+from acmoe.lab.theory.weights.roots import phi, real_roots
 from acmoe.ops.statistics.optimum import optimal_weights
 
 if TYPE_CHECKING:

@@ -3,33 +3,37 @@
 from collections.abc import Callable
 
 from acmoe.errors import check
-from acmoe.lab.theory.assigned import check_assigned_cluster
 from acmoe.lab.theory.check import Check
-from acmoe.lab.theory.conditioning_draws import check_conditioning_draws
-from acmoe.lab.theory.confirmation import check_confirmation, check_confirmation_scope
-from acmoe.lab.theory.convergence import (
+from acmoe.lab.theory.conditioning.convergence import (
     check_constant_gate,
     check_rotated,
     check_separated,
     check_varying_gate,
 )
-from acmoe.lab.theory.dot_product import (
+from acmoe.lab.theory.conditioning.draws import check_conditioning_draws
+from acmoe.lab.theory.conditioning.eigenvalues import check_eigenvalue_lemma, check_eigenvalue_order
+from acmoe.lab.theory.repeats.confirmation import check_confirmation, check_confirmation_scope
+from acmoe.lab.theory.repeats.observed import check_repeated
+from acmoe.lab.theory.robustness.assigned import check_assigned_cluster
+from acmoe.lab.theory.robustness.dot_product import (
     check_distance,
     check_dot_product,
     check_overlapping_embeddings,
 )
-from acmoe.lab.theory.eigenvalues import check_eigenvalue_lemma, check_eigenvalue_order
-from acmoe.lab.theory.harmonic import check_harmonic_mean
-from acmoe.lab.theory.hypotheses import check_correlated, check_three_clusters
-from acmoe.lab.theory.misassignment import check_misassignment, check_misassignment_scope
-from acmoe.lab.theory.noise import check_clean_scale, check_contaminated_share, check_noisy_scale
-from acmoe.lab.theory.noise_sweep import check_noise_sweep
-from acmoe.lab.theory.observed import check_repeated
-from acmoe.lab.theory.optimum import check_kkt, check_optimiser
-from acmoe.lab.theory.rates import check_exponential
-from acmoe.lab.theory.robustness import check_without_noise
-from acmoe.lab.theory.roots import check_distinct_roots, check_tied_roots
-from acmoe.lab.theory.separation import check_separation, check_separation_fails
+from acmoe.lab.theory.robustness.hypotheses import check_correlated, check_three_clusters
+from acmoe.lab.theory.robustness.margins import check_without_noise
+from acmoe.lab.theory.robustness.misassignment import check_misassignment, check_misassignment_scope
+from acmoe.lab.theory.robustness.noise import (
+    check_clean_scale,
+    check_contaminated_share,
+    check_noisy_scale,
+)
+from acmoe.lab.theory.robustness.noise_sweep import check_noise_sweep
+from acmoe.lab.theory.robustness.rates import check_exponential
+from acmoe.lab.theory.robustness.separation import check_separation, check_separation_fails
+from acmoe.lab.theory.weights.harmonic import check_harmonic_mean
+from acmoe.lab.theory.weights.optimum import check_kkt, check_optimiser
+from acmoe.lab.theory.weights.roots import check_distinct_roots, check_tied_roots
 
 CHECKS: tuple[Callable[[int], Check], ...] = (
     check_kkt,

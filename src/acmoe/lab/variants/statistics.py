@@ -1,5 +1,6 @@
 """Cluster statistics with the options of `VariantConfig` that change the scale or its tokens."""
 
+import torch
 from torch import Tensor
 
 from acmoe.errors import check
@@ -74,6 +75,8 @@ class VariantStatistics(ClusterStatistics):
 
     @property
     def caches_scale(self) -> bool:
+        if torch.compiler.is_compiling():  # it cannot trace super().caches_scale
+            return False
         return super().caches_scale and not self.config.learn_strength
 
     @property

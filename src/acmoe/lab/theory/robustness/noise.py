@@ -1,6 +1,6 @@
 """Check Proposition 1 under noise: what matters is which tokens the scale was measured on.
 
-Notation of `robustness`; tau is the deviation of isotropic noise, total^2 = sigma^2 + tau^2:
+Notation of `margins`; tau is the deviation of isotropic noise, total^2 = sigma^2 + tau^2:
 
     plain               z = 1 / sqrt(E[total^2])
     all tokens noisy    z = E[1 / total]                       the theorem with total for sigma
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from acmoe.lab.theory.check import Check, judge
-from acmoe.lab.theory.robustness import (
+from acmoe.lab.theory.robustness.margins import (
     ROUNDING,
     STATEMENT,
     metric_z,

@@ -12,8 +12,8 @@ import torch
 
 from acmoe.data.synthetic import GaussianClusters
 from acmoe.lab.theory.check import Check, Figure, judge
-from acmoe.lab.theory.confirmation import CLUSTERS, exact, inside
 from acmoe.lab.theory.intervals import family_z, paired_z, wilson
+from acmoe.lab.theory.repeats.confirmation import CLUSTERS, exact, inside
 from acmoe.lab.theory.rules import (
     adaptive_choice,
     bayes_choice,

@@ -21,10 +21,10 @@ from torch import Tensor
 from acmoe.lab.theory.check import Check, judge
 from acmoe.lab.theory.gaussians import agreement, rule_z, upper_tail
 from acmoe.lab.theory.intervals import family_z, wilson
-from acmoe.lab.theory.robustness import STATEMENT
+from acmoe.lab.theory.robustness.margins import STATEMENT
+from acmoe.lab.theory.robustness.separation import separation_gain
 from acmoe.lab.theory.rules import adaptive_choice, distance_choice
 from acmoe.lab.theory.scale import exact_scale, library_scale, measured_scale
-from acmoe.lab.theory.separation import separation_gain
 
 MEANS = torch.tensor([[0.5, 2.0], [1.9, 0.8]], dtype=torch.float64)
 STD = torch.tensor([0.25, 1.0], dtype=torch.float64)

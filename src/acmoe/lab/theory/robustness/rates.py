@@ -1,6 +1,6 @@
 """Check "exponentially smaller", the sentence between Lemma 2 and Proposition 1.
 
-For the rule and notation of `robustness` let R = z(1)^2 / z(0)^2 = E[1/sigma]^2 E[sigma^2]. With
+For the rule and notation of `margins` let R = z(1)^2 / z(0)^2 = E[1/sigma]^2 E[sigma^2]. With
 the direction of the gap fixed and its length growing, log(P_AC / P_plain) = -(R - 1) margin^2 / 2
 (1 + o(1)). So the sentence holds exactly if R > 1: if deviations differ on the features of the gap.
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from acmoe.lab.theory.check import Check, judge
-from acmoe.lab.theory.robustness import metric_z
+from acmoe.lab.theory.robustness.margins import metric_z
+from acmoe.lab.theory.robustness.separation import separation_gain
 from acmoe.lab.theory.scale import library_scale
-from acmoe.lab.theory.separation import separation_gain
 
 STD = (0.25, 1.0)
 LENGTHS = (10.0, 100.0, 1000.0)

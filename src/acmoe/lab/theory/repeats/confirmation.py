@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from acmoe.data.synthetic import GaussianClusters
-from acmoe.lab.theory.blocks import BlockRates, block_rates
 from acmoe.lab.theory.check import Check, Figure, judge
 from acmoe.lab.theory.intervals import family_z, wilson
+from acmoe.lab.theory.repeats.blocks import BlockRates, block_rates
 from acmoe.lab.theory.rules import adaptive_choice
 from acmoe.lab.theory.scale import exact_scale, library_scale
 

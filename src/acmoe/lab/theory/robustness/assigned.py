@@ -15,9 +15,9 @@ from acmoe.data.synthetic import GaussianClusters
 from acmoe.lab.theory.check import Check, judge
 from acmoe.lab.theory.gaussians import agreement, rule_z, upper_tail
 from acmoe.lab.theory.intervals import family_z, wilson
-from acmoe.lab.theory.misassignment import nearest
-from acmoe.lab.theory.noise_sweep import CLUSTERS
-from acmoe.lab.theory.robustness import STATEMENT
+from acmoe.lab.theory.robustness.margins import STATEMENT
+from acmoe.lab.theory.robustness.misassignment import nearest
+from acmoe.lab.theory.robustness.noise_sweep import CLUSTERS
 from acmoe.lab.theory.scale import exact_scale, library_scale
 
 TOKENS = 100_000

@@ -11,11 +11,11 @@ from torch import Tensor
 from acmoe.data.synthetic import GaussianClusters
 from acmoe.lab.theory.check import Check, judge
 from acmoe.lab.theory.intervals import family_z, paired_z, wilson
-from acmoe.lab.theory.misassignment import misassignment, nearest
-from acmoe.lab.theory.noise import crossing_noise
-from acmoe.lab.theory.robustness import STATEMENT, share_of
+from acmoe.lab.theory.robustness.margins import STATEMENT, share_of
+from acmoe.lab.theory.robustness.misassignment import misassignment, nearest
+from acmoe.lab.theory.robustness.noise import crossing_noise
+from acmoe.lab.theory.robustness.separation import separation_gain
 from acmoe.lab.theory.scale import exact_scale, measured_scale
-from acmoe.lab.theory.separation import separation_gain
 
 CLUSTERS = GaussianClusters(
     num_clusters=2, dim=8, tight_features=2, contrast=4.0, separation=2.0, noise=0.0

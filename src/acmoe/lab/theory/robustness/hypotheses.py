@@ -10,9 +10,9 @@ from torch import Tensor
 
 from acmoe.lab.theory.check import Check, judge
 from acmoe.lab.theory.gaussians import both_above, rule_z, upper_tail
-from acmoe.lab.theory.robustness import STATEMENT
+from acmoe.lab.theory.robustness.margins import STATEMENT
+from acmoe.lab.theory.robustness.separation import separation_gain
 from acmoe.lab.theory.scale import exact_scale, library_scale
-from acmoe.lab.theory.separation import separation_gain
 
 ROUNDING = 1e-10
 CORRELATED_STD, CORRELATION, CORRELATED_GAP = (0.2, 1.0), 0.9, (-0.3, 0.054)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from acmoe.lab.theory.check import Check, Figure, judge
-from acmoe.lab.theory.convergence import STATEMENT
-from acmoe.lab.theory.hessian import Conditioning, conditioning
+from acmoe.lab.theory.conditioning.convergence import STATEMENT
+from acmoe.lab.theory.conditioning.hessian import Conditioning, conditioning
 from acmoe.lab.theory.intervals import family_z, wilson
 
 DRAWS, DIM, EXPERTS, TOKENS = 60, 6, 4, 1200

@@ -15,7 +15,12 @@ from torch import Tensor
 
 from acmoe.data.synthetic import GaussianClusters
 from acmoe.lab.theory.check import Check, judge
-from acmoe.lab.theory.hessian import Conditioning, condition_number, conditioning, expert_hessians
+from acmoe.lab.theory.conditioning.hessian import (
+    Conditioning,
+    condition_number,
+    conditioning,
+    expert_hessians,
+)
 from acmoe.lab.theory.scale import exact_scale, library_scale
 
 STATEMENT = "cond(Hessian of the AC loss) <= cond(Hessian of the plain loss), for each expert"

@@ -1,0 +1,1 @@
+"""Proposition 2: condition numbers of a router's loss."""

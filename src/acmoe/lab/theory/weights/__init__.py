@@ -1,0 +1,1 @@
+"""Theorem 1: the optimal weights, and the equation for alpha."""
