@@ -32,9 +32,9 @@ from acmoe.ops.statistics.scale import cluster_scale
 from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.build import build_router
 from acmoe.routing.layer_plan import LayerPlan, adaptive_depths, place, plan_layers
+from acmoe.routing.override import override_statistics
 from acmoe.routing.router import Router
 from acmoe.routing.state import Routing, RoutingState
-from acmoe.routing.statistics import override_statistics
 from acmoe.routing.step import fold_statistics
 
 __version__ = "0.1.0"

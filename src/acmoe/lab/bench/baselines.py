@@ -109,10 +109,8 @@ def _scattermoe(shape: Shape, weights: Weights) -> Layer:
 
 
 def _transformers(shape: Shape, weights: Weights) -> Layer:
-    from transformers import Qwen3MoeConfig  # type: ignore[import-not-found]
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import (  # type: ignore[import-not-found]
-        Qwen3MoeExperts,
-    )
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
     config = Qwen3MoeConfig(
         hidden_size=shape.dim,
