@@ -88,7 +88,7 @@ def trained_images(config: VisionRunConfig, folder: Path) -> Path:
 
 def vision_records(folder: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what depends on the clock; fails on a torn line."""
-    clock = ("seconds", "images_per_second")
+    clock = ("seconds", "images_per_second", "crc32")
     return [
         {key: value for key, value in json.loads(line).items() if key not in clock}
         for line in (folder / "metrics.jsonl").read_text().splitlines()
@@ -103,7 +103,7 @@ def all_numbers(folder: Path) -> dict[str, Any]:
     for averaged in last.glob("ema/weights-*.safetensors"):
         named |= {f"ema/{name}": value for name, value in load_file(averaged).items()}
     state = json.loads((last / "state.json").read_text())
-    del state["seconds"]
+    del state["seconds"], state["seal"]
     return {**{name: value.numpy().tobytes() for name, value in named.items()}, **state}
 
 

@@ -92,6 +92,7 @@ def test_an_image_run_is_measured_under_attack(
     assert figures(image_run / "analysis") == expected
 
 
+@pytest.mark.slow
 def test_words_and_plain_routers_are_analysed_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -126,6 +126,7 @@ def test_killed_at_any_step_a_folder_is_complete_or_absent_and_the_next_run_comp
     assert [path.name for path in tmp_path.rglob(".*")] == []  # no leftover of any killed run
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_a_large_prepare_completes_in_the_end(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"twelve bytes" * 2_000_000)
     kills = run(AT_RANDOM_MOMENTS, tmp_path)

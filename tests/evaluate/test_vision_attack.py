@@ -52,7 +52,9 @@ def tiny() -> nn.Module:
     [
         (FGSMConfig(), 25),
         (PGDConfig(steps=7, step_size=0.3), 50),
-        (SPSAConfig(steps=4, directions=24, copies=8, lr=0.05), 10),
+        pytest.param(
+            SPSAConfig(steps=4, directions=24, copies=8, lr=0.05), 10, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_trained_classifier_loses_accuracy_with_every_radius(

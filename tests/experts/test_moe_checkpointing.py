@@ -213,6 +213,7 @@ def test_a_whole_checkpointed_model_compiles_into_one_graph(fresh_compiler, name
         torch.testing.assert_close(other.state_dict()[key], value, msg=key)
 
 
+@pytest.mark.slow
 def test_a_masked_compiled_block_equals_eager(fresh_compiler):
     blocks = stack(2, router=ROUTERS["batch-previous"], capacity_factor=1.0)
     other = copy.deepcopy(blocks)

@@ -51,7 +51,7 @@ def check_points(name: str, fault: Fault, tmp_path: Path, sample: int | None) ->
 
 @pytest.mark.parametrize("fault", ["kill", "full"])
 def test_a_training_run_survives_faults(fault: Fault, tmp_path: Path) -> None:
-    assert check_points("train", fault, tmp_path, sample=3) > 50
+    assert check_points("train", fault, tmp_path, sample=1) > 50
 
 
 @pytest.mark.faults

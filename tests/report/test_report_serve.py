@@ -12,6 +12,7 @@ import pytest
 from acmoe.errors import UserError
 from acmoe.report.routing import RoutingReader
 from acmoe.report.serve import LiveReport, ReportServer
+from acmoe.storage.lines import append_line
 
 
 @pytest.fixture
@@ -56,8 +57,7 @@ def test_the_version_changes_with_the_metrics_and_so_do_the_data(
 ) -> None:
     before, data = get(server, "/version")[1], json.loads(get(server, "/data.json")[1])
     assert get(server, "/version")[1] == before
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"kind": "valid", "step": 21, "bits_per_byte": 0.5}) + "\n")
+    append_line(run / "metrics.jsonl", {"kind": "valid", "step": 21, "bits_per_byte": 0.5})
     assert get(server, "/version")[1] != before
     fresh = json.loads(get(server, "/data.json")[1])
     assert data["runs"][0]["step"] == 20

@@ -130,7 +130,7 @@ def test_the_loop_of_the_readme_moves_every_layer() -> None:
     code = next(part for part in page.split("```python\n")[1:] if "loss.backward()" in part)
     names: dict[str, Any] = {}
     exec(code.split("```")[0], names)
-    layers = nn.ModuleList(names["layers"])
+    layers = nn.ModuleList([names["first"], names["second"]])
     before = averages(layers)
     torch.optim.AdamW(layers.parameters()).step()
     changed = [

@@ -5,6 +5,8 @@ empty cluster inside the table counts as mad = 0 and takes nearly all of the mea
 end does not exist.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -124,7 +126,7 @@ def test_padding_chooses_no_cluster():
 
 def test_without_the_option_every_cluster_counts_and_the_state_is_ones():
     config = AdaptiveConfig.preset("reference-lm")
-    old = AdaptiveConfig(**{**vars(config), "mean_over": "all"})
+    old = replace(config, mean_over="all")
     x = torch.randn(1, 30, 2, dtype=torch.float64)
     assignment = torch.arange(15).repeat_interleave(2)[None]
     scale = ClusterStatistics(old, num_clusters=16, dim=2).cluster_scale(x, assignment, None, None)
@@ -136,9 +138,7 @@ def test_without_the_option_every_cluster_counts_and_the_state_is_ones():
 
 def test_running_statistics_count_up_to_the_last_cluster_ever_seen():
     # Cluster 1 of 4 was never seen, cluster 3 neither: the first counts as s = 0, the last not.
-    config = AdaptiveConfig(
-        **{**vars(AdaptiveConfig.preset("reference-lm")), "statistics": "running"}
-    )
+    config = replace(AdaptiveConfig.preset("reference-lm"), statistics="running")
     statistics = ClusterStatistics(config, num_clusters=4, dim=1).eval()
     statistics.dispersion.copy_(torch.tensor([[1.0], [0.0], [1.0], [0.0]]))
     statistics.weight.copy_(torch.tensor([5.0, 0.0, 5.0, 0.0]))

@@ -201,7 +201,9 @@ def test_statistics_are_folded_in_once_per_update(monkeypatch: pytest.MonkeyPatc
     trainer = trainer_of(tiny_vision_run("split=4"))
     trainer.update(1, record=False)
     trainer.close()
-    assert len(updated) == 1  # of the two MoE layers in the adaptive stage the first emits
+    own = set(trainer.model.modules())  # models of other tests record nothing
+    updated = [statistics for statistics in updated if statistics in own]
+    assert len(updated) == 1  # of the two MoE layers in the adaptive stage the first measures
     assert updated[0].weight.sum() > 0
     assert own_statistics(trainer.model) == "running"
 

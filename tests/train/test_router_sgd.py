@@ -103,7 +103,7 @@ def test_a_run_trains_its_routers_by_the_optimizer_it_asks_for(tmp_path: Path) -
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("router_optimizer=sgd", "router_lr=0.5"),
+        pytest.param(("router_optimizer=sgd", "router_lr=0.5"), marks=pytest.mark.slow),
         pytest.param(
             (
                 VARIANT,

@@ -31,6 +31,7 @@ class StepStatistics(nn.Module):
 
     # Eager training forwards before the first update; None after it.
     forwards: int | None = 0
+    waiting = False  # True: an eager training forward came after the last update
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +47,10 @@ class StepStatistics(nn.Module):
 
     def count_forward(self) -> None:
         """Count a training forward; warn once if PATIENCE of them came without an update."""
-        if torch.compiler.is_compiling() or self.forwards is None:
+        if torch.compiler.is_compiling():
+            return
+        self.waiting = True
+        if self.forwards is None:
             return
         self.forwards += 1
         if self.forwards == PATIENCE:
@@ -113,5 +117,4 @@ def inner_first(*modules: nn.Module) -> Iterator[StepStatistics]:
 def update_all(statistics: Iterable[StepStatistics]) -> None:
     for one in statistics:
         one.update()
-        if one.forwards is not None:
-            one.forwards = None
+        one.waiting, one.forwards = False, None

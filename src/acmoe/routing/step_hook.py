@@ -17,14 +17,18 @@ therefore be copied, pickled, moved and sharded without telling the hook.
 """
 
 import gc
+import logging
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from acmoe.ops.dispatch import log_once
 
 if TYPE_CHECKING:
     from acmoe.routing.step import StepStatistics
@@ -87,7 +91,19 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
     trained = trained_by(optimizer)
     update_all(_alive(trained.held))
-    update_all(one for one in _alive(trained.unclaimed) if _trains(one))
+    unclaimed = [one for one in _alive(trained.unclaimed) if _trains(one)]
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        # A captured update writes at every replay, also after a model of somebody else is freed.
+        left_out = [one for one in unclaimed if not one.waiting]
+        unclaimed = [one for one in unclaimed if one.waiting]
+        if left_out:
+            log_once(
+                f"running statistics: a captured optimizer step leaves out {len(left_out)} of "
+                "layers of which no optimizer holds a parameter; if they are of the captured "
+                "model, call acmoe.fold_statistics(model) inside the capture",
+                logging.WARNING,
+            )
+    update_all(unclaimed)
 
 
 def _trains(statistics: "StepStatistics") -> bool:

@@ -67,6 +67,7 @@ def test_variants_that_need_a_gpu_are_refused_one_by_one() -> None:
     assert eager["variant"] == "eager" and eager["ms"] > 0
 
 
+@pytest.mark.slow
 def test_a_model_is_measured_with_the_options_asked_for() -> None:
     config = TrainBenchConfig(
         models=("switch-nano",),

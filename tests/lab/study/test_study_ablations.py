@@ -13,6 +13,8 @@ from acmoe.lab.study.results.tables import study_markdown
 from acmoe.lab.study.size import Size
 from acmoe.lab.study.worker import run_cell
 
+pytestmark = pytest.mark.slow  # the grid itself is tested in test_study_grids.py
+
 ABLATIONS = STUDIES["ablations"]
 SMALL = (
     *("model.dim=16", "model.hidden=16", "model.heads=2", "model.block=16", "model.span=16"),

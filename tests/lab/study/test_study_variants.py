@@ -35,6 +35,7 @@ def nano_cells(work: Path, steps: int):
     return STUDIES["remedies"].cells(materials, size, (0,), settings=("nano",))
 
 
+@pytest.mark.slow
 def test_every_variant_has_a_finite_figure_at_the_nano_size(work: Path) -> None:
     cells = nano_cells(work, steps=2)
     assert [cell.condition for cell in cells] == list(VARIANTS)

@@ -63,9 +63,8 @@ def test_attacks_of_both_presets_are_asked_for(cells):
         assert by_kind["spsa", space].precision == "fp32"
 
 
-@pytest.mark.parametrize(
-    "setting", [pytest.param("swin, two experts", marks=pytest.mark.slow), "softmoe"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["swin, two experts", "softmoe"])
 def test_two_cells_fill_every_column_of_the_page(setting, cells, tmp_path):
     news, lines = [], []
     for condition in ("smoe", "adaptive-previous"):

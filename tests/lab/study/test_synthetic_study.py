@@ -91,6 +91,7 @@ def test_noise_is_measured_at_every_level_asked_for():
     assert metrics["kept_noise_4"] < metrics["kept_noise_0.5"] < 1
 
 
+@pytest.mark.slow
 def test_a_plain_router_learns_clusters_that_lie_far_apart():
     # Means 6 loose deviations apart: a linear rule errs on about 1 token in 10^4.
     clusters = replace(TINY.clusters, separation=6.0)
@@ -147,6 +148,7 @@ def test_factors_say_what_the_config_holds():
             assert getattr(holder, name) == value
 
 
+@pytest.mark.slow
 def test_every_condition_of_the_grid_runs():
     distinct = {(name, factors["layers"]): config for name, factors, config in GRID}
     for config in distinct.values():

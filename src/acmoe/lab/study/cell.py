@@ -119,6 +119,8 @@ def without_paths(value: Any) -> Any:
         if "others" in kept:
             kept["others"] = [name for name, _ in kept["others"]]
         kept.pop("task_folder", None)
+        if "keep" in kept:
+            kept["keep"] = 1  # the default of the first records; it enters no figure
         for sibling, name, before in _ADDED_FIELDS:
             if sibling in kept and kept.get(name) == before:
                 kept.pop(name, None)
