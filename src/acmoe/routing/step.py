@@ -117,4 +117,5 @@ def inner_first(*modules: nn.Module) -> Iterator[StepStatistics]:
 def update_all(statistics: Iterable[StepStatistics]) -> None:
     for one in statistics:
         one.update()
-        one.waiting, one.forwards = False, None
+        if one.waiting:
+            one.waiting, one.forwards = False, None

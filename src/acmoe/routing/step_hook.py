@@ -43,6 +43,7 @@ class Trained(NamedTuple):
     key: tuple[int, ...] = ()  # changes when the statistics must be looked up again
     held: References = ()  # of layers of which the optimizer holds a parameter
     unclaimed: References = ()  # of layers of which no optimizer holds a parameter
+    searched: bool = False  # True: optimizers that have not stepped yet were looked for, too
 
 
 class Layer(nn.Module):
@@ -92,6 +93,11 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     trained = trained_by(optimizer)
     update_all(_alive(trained.held))
     unclaimed = [one for one in _alive(trained.unclaimed) if _trains(one)]
+    if not trained.searched and any(one.waiting for one in unclaimed):
+        # They may belong to an optimizer that has not taken its first step yet. To find it takes up
+        # to 0.3 s, so this is done only where a batch waits.
+        trained = trained_by(optimizer, search=True)
+        unclaimed = [one for one in _alive(trained.unclaimed) if _trains(one)]
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         # A captured update writes at every replay, also after a model of somebody else is freed.
         left_out = [one for one in unclaimed if not one.waiting]
@@ -112,8 +118,11 @@ def _trains(statistics: "StepStatistics") -> bool:
     return statistics.training and not fixed
 
 
-def trained_by(optimizer: Optimizer) -> Trained:
-    """Return the statistics that a step of the optimizer updates."""
+def trained_by(optimizer: Optimizer, *, search: bool = False) -> Trained:
+    """Return the statistics that a step of the optimizer updates.
+
+    search: look among all objects of the process for optimizers that have not stepped yet.
+    """
     global _changes
     with _lock:
         if optimizer not in _trained:
@@ -121,20 +130,19 @@ def trained_by(optimizer: Optimizer) -> Trained:
             _trained[optimizer] = Trained()
         sizes = (len(group["params"]) for group in optimizer.param_groups)
         key = (_changes, *sizes)
-        if _trained[optimizer].key != key:
-            _trained[optimizer] = Trained(key, *_find(optimizer))
+        if _trained[optimizer].key != key or search:
+            _trained[optimizer] = Trained(key, *_find(optimizer, search), search)
         return _trained[optimizer]
 
 
-def _find(optimizer: Optimizer) -> tuple[References, References]:
+def _find(optimizer: Optimizer, search: bool) -> tuple[References, References]:
     owned = _parameters_of_statistics()
 
     def without(ids: set[int]) -> "set[StepStatistics]":
         return {one for one, owner in owned.items() if ids.isdisjoint(map(id, owner))}
 
     unclaimed = without(_ids(list(_trained)))
-    if any(p.requires_grad for one in unclaimed if _trains(one) for p in owned[one]):
-        # They may belong to an optimizer that has not taken its first step yet.
+    if search and any(p.requires_grad for one in unclaimed for p in owned[one]):
         unclaimed &= without(_ids(o for o in gc.get_objects() if issubclass(type(o), Optimizer)))
     held = owned.keys() - without(_ids([optimizer]))
     return _references(held), _references(unclaimed)

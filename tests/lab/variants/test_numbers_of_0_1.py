@@ -72,8 +72,15 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["saved", "recomputed"])
-@pytest.mark.parametrize("norm", ["post", "pre"])
+@pytest.mark.parametrize(
+    ("norm", "checkpointed"),
+    [
+        pytest.param("post", False, id="post-saved"),
+        pytest.param("post", True, id="post-recomputed", marks=pytest.mark.slow),
+        pytest.param("pre", False, id="pre-saved", marks=pytest.mark.slow),
+        pytest.param("pre", True, id="pre-recomputed", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_fourth_loss_is_that_of_version_0_1(name, norm, checkpointed):
     wanted, options = LOSSES[name][norm == "pre"], VARIANTS[name]
