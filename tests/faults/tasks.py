@@ -1,14 +1,27 @@
 """The commands that are disturbed, each as a task in a folder, and how their results compare."""
 
 import json
+import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from acmoe.config.images.attack import PGDConfig, attack_config
 from acmoe.config.text.finetune import FinetuneConfig
 from acmoe.data.text.prepare import prepare
+from acmoe.evaluate.run import open_vision_run
+from acmoe.evaluate.vision_run import attack_vision_run
+from acmoe.lab.study.cell import Cell
+from acmoe.lab.study.results.records import open_results
+from acmoe.lab.study.synthetic.task import SyntheticConfig
+from acmoe.lab.study.worker import run_cell
 from acmoe.train.finetune import finetune
+from study_cases import tiny_cells, tiny_text
 from tiny_runs import QUIET, byte_corpus, everything, records, tiny_run, train
+from tiny_vision_runs import tiny_vision_run, trained_images
+
+make_folder = os.mkdir  # as it is before an injector replaces it
 
 
 class Task(Protocol):
@@ -74,17 +87,76 @@ def _finetune_result(folder: Path) -> Any:
     assert not list(folder.rglob(".*")), "a leftover of a failed write"
     last = sorted((folder / "checkpoints").glob("step-*"))[-1]
     state = json.loads((last / "state.json").read_text())
-    lines = [
-        {key: value for key, value in json.loads(line).items() if key not in ("seconds", "crc32")}
-        for line in (folder / "metrics.jsonl").read_text().splitlines()
+    return state["accuracies"], state["files"], _lines(folder / "metrics.jsonl", "seconds")
+
+
+def _lines(path: Path, *clock: str) -> list[Any]:
+    """Read the records of a log, without their checksums and what depends on the clock."""
+    found = map(json.loads, path.read_text().splitlines())
+    return [
+        {key: value for key, value in record.items() if key not in ("crc32", *clock)}
+        for record in found
     ]
-    return state["accuracies"], state["files"], lines
+
+
+def _attack_materials(shared: Path) -> Path:
+    return trained_images(tiny_vision_run("steps=2", "checkpoint_every=2"), shared / "run")
+
+
+def _attack(run: Path, folder: Path) -> None:
+    if not folder.exists():
+        make_folder(folder)
+        for name in ("config.json", "checkpoints"):
+            os.symlink(run / name, folder / name)
+    config = attack_config("pgd", eps=(0.02, 0.1))
+    config = replace(config, attack=PGDConfig(steps=1), batch=8, limit=16)
+    attack_vision_run(open_vision_run(folder), config, device="cpu")
+
+
+def _attack_result(folder: Path) -> Any:
+    assert not list(folder.rglob(".*")), "a leftover of a failed write"
+    journal, report = sorted((folder / "attacks").iterdir())
+    return _lines(journal), json.loads(report.read_text())
+
+
+def _study_materials(shared: Path) -> list[Cell]:
+    """Make a cell that saves checkpoints, and one that does not."""
+    (cell,) = tiny_cells(tiny_text(shared), "adaptive-previous", steps=4)
+    synthetic = SyntheticConfig(steps=2, eval_every=2, held_out=64)
+    return [
+        replace(cell, config=replace(cell.config, checkpoint_every=2)),
+        replace(cell, study="synthetic", condition="smoe", config=synthetic, data="drawn"),
+    ]
+
+
+def _study(cells: list[Cell], folder: Path) -> None:
+    """Run the cells that are left, in this process: faults in workers of a pool go unseen."""
+    scratch = folder / "scratch"
+    for new in (folder, scratch):
+        if not new.exists():
+            make_folder(new)
+    with open_results(folder / "results.jsonl") as results:
+        for cell in cells:
+            if results.status(cell.digest) is None:
+                results.add(run_cell(cell, scratch, lambda line: None))
+
+
+def _study_result(folder: Path) -> Any:
+    found = _lines(folder / "results.jsonl")
+    digests = [record["digest"] for record in found]
+    left = [digest for digest in digests if (folder / f"scratch/acmoe-study-{digest}").exists()]
+    assert not left, "the folder of a finished cell"
+    clock = ("step_ms", "train_seconds", "seconds")
+    metrics = [record.pop("metrics").items() for record in found]
+    return found, [{name: v for name, v in one if name not in clock} for one in metrics]
 
 
 DISTURBED = {
     "train": Disturbed(_train_config, _train, _train_result),
     "prepare": Disturbed(_source, _prepare, _prepare_result),
     "finetune": Disturbed(_finetune_materials, _finetune, _finetune_result),
+    "attack": Disturbed(_attack_materials, _attack, _attack_result),
+    "study": Disturbed(_study_materials, _study, _study_result),
 }
 
 

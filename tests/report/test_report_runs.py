@@ -37,7 +37,10 @@ def test_a_line_cut_off_by_a_crash_is_left_out_and_said(run: Path) -> None:
     path.write_text("\n".join(lines[:3]) + "\n" + lines[3][:20])
     facts = read_run(run, "run")
     assert len(facts.train) + len(facts.valid) == 3
-    assert facts.notes == ("metrics.jsonl: records left out: the last one incomplete",)
+    assert facts.notes == (
+        "metrics.jsonl: records left out: the last one incomplete",
+        f"metrics.jsonl: {len(lines) - 3} of the {len(lines)} records up to step 20 are missing",
+    )
     assert facts.state == "stopped"
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from acmoe.evaluate.run import read_metrics
+from acmoe.evaluate.run import open_run, read_metrics
 from acmoe.train.metrics_log import Board, MetricsLog, append, drop_records_after
 from acmoe.train.run import train
 from acmoe.train.text import TextValidation
@@ -166,3 +166,18 @@ def test_without_tensorboard_nothing_is_written_for_it(
     log.open(0)
     log.valid_record(1, TextValidation(2.0, 10, "none", 2, 16))
     assert not (tmp_path / "tensorboard").exists()
+
+
+def test_a_file_cut_off_between_two_lines_lacks_records(tmp_path: Path) -> None:
+    # 4 lines of training and 2 of validation; the checkpoint of step 4 has counted all six.
+    config = tiny_run(byte_corpus(tmp_path), "steps=4", "log_every=1", "eval_every=2")
+    folder, text = tmp_path / "run", io.StringIO()
+    train(config, folder, console=Console(quiet=True))
+    path = folder / "metrics.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:4]))
+    missing = f"{path}: 2 of the 6 records up to step 4 are missing"
+    with pytest.warns(UserWarning) as caught:
+        assert len(open_run(folder).metrics("train")) == 3
+    assert [str(one.message) for one in caught] == [missing]
+    train(config, folder, console=Console(file=text, width=1000))
+    assert missing in text.getvalue().splitlines()

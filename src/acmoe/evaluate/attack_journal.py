@@ -36,8 +36,7 @@ class AttackJournal:
     def add(self, record: Record) -> None:
         """Save the record of one batch."""
         if self._handle is not None:
-            append_to(self._handle, record, self._path)
-            os.fsync(self._handle)
+            _append(self._handle, record, self._path)
         self.done[record["eps"], record["batch"]] = record
 
 
@@ -59,10 +58,10 @@ def open_journal(folder: Path, settings: Record) -> Iterator[AttackJournal]:
 def _read(handle: int, path: Path, settings: Record) -> list[Record]:
     """Return the complete records, and drop an incomplete last line; start an empty file."""
     lines = read_lines(path)
-    os.ftruncate(handle, lines.size)
+    with report_write_errors(path):
+        os.ftruncate(handle, lines.size)
     if lines.size == 0:
-        append_to(handle, settings, path)
-        os.fsync(handle)
+        _append(handle, settings, path)
         return []
     check(
         not lines.damaged,
@@ -74,6 +73,13 @@ def _read(handle: int, path: Path, settings: Record) -> list[Record]:
         f"{path} was begun with other settings; delete it to attack anew",
     )
     return records
+
+
+def _append(handle: int, record: Record, path: Path) -> None:
+    """Append a record, and sync it to disk."""
+    append_to(handle, record, path)
+    with report_write_errors(path):
+        os.fsync(handle)
 
 
 def _line(record: Record) -> bytes:

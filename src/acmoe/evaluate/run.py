@@ -8,6 +8,8 @@ checkpoints/     step-00001000/ and so on: a model (read by `acmoe.load`) and th
 attacks/         results of attacks on an image model
 """
 
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -24,7 +26,7 @@ from acmoe.data.text.corpus import MANIFEST, Corpus, load_corpus
 from acmoe.data.text.prepare import prepare
 from acmoe.data.text.registry import dataset
 from acmoe.data.text.vocabulary import Vocabulary, load_vocabulary
-from acmoe.errors import check
+from acmoe.errors import UserError, check
 from acmoe.models.checkpoint import load
 from acmoe.models.images.classifier import ImageClassifier
 from acmoe.models.text.decoder import LanguageModel
@@ -73,8 +75,14 @@ class RunFolder:
         return int(self.checkpoint(which).name.split("-")[1])
 
     def metrics(self, kind: str) -> list[dict[str, Any]]:
-        """Return the records of a kind, `train` or `valid`, in order of steps."""
-        return [record for record in read_metrics(self.folder / METRICS) if record["kind"] == kind]
+        """Return the records of a kind, `train` or `valid`, in order of steps.
+
+        Warns where records are damaged or missing.
+        """
+        records, notes = checked_metrics(self.folder)
+        for note in notes:
+            warnings.warn(note, stacklevel=2)
+        return [record for record in records if record["kind"] == kind]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +203,44 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the records of a metrics file that have a step and a kind; skip damaged lines."""
     return [record for record in read_lines(path).records if is_metric(record)]
+
+
+def checked_metrics(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the records of a run's metrics, and lines that say which of them are lost."""
+    step, count = _saved_records(folder)  # before the metrics: another process may be writing
+    path = folder / METRICS
+    lines = read_lines(path)
+    records = [record for record in lines.records if is_metric(record)]
+    notes = [complaint] if (complaint := lines.complaint(path)) else []
+    if len(records) < len(lines.records):
+        left = len(lines.records) - len(records)
+        notes.append(f"{path}: {left} lines are no records; left out")
+    missing = missing_records(path, records, step, count)
+    return records, [*notes, *([missing] if missing else [])]
+
+
+def missing_records(
+    path: Path, records: Sequence[Mapping[str, Any]], step: int, count: int | None
+) -> str | None:
+    """Compare records with the `count` that a checkpoint of `step` has seen; None: unknown.
+
+    A file that was cut off between two lines shows no other damage.
+    """
+    found = sum(record["step"] <= step for record in records)
+    if count is None or found >= count:
+        return None
+    return f"{path}: {count - found} of the {count} records up to step {step} are missing"
+
+
+def _saved_records(folder: Path) -> tuple[int, int | None]:
+    """Return the step of the last checkpoint, and the number of records written before it."""
+    found = checkpoints(folder / CHECKPOINTS)
+    try:
+        state = read_json(found[-1] / STATE) if found else {}
+    except UserError:
+        return 0, None  # loading or resuming the checkpoint reports this
+    count = state.get("records")  # absent in version 0.1
+    return state.get("step", 0), count if type(count) is int else None
 
 
 def is_metric(record: dict[str, Any]) -> bool:

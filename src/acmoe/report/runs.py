@@ -15,8 +15,14 @@ from acmoe.config.images.train import VISION_RUNS
 from acmoe.config.serialize import flatten
 from acmoe.data.images.load import load_images
 from acmoe.errors import UserError, check
-from acmoe.evaluate.run import CONFIG, METRICS, is_metric, open_vision_run, read_json, run_kind
-from acmoe.storage.lines import read_lines
+from acmoe.evaluate.run import (
+    CONFIG,
+    METRICS,
+    checked_metrics,
+    open_vision_run,
+    read_json,
+    run_kind,
+)
 from acmoe.train.run_folder import LOCK
 
 if sys.platform != "win32":
@@ -178,13 +184,8 @@ def _records(path: Path) -> tuple[list[Record], list[str]]:
     """Return the complete records, and one line for each kind of line that was left out."""
     if not path.is_file():
         return [], [f"{path.name} is not there yet: nothing has been measured"]
-    lines = read_lines(path)
-    records = [record for record in lines.records if is_metric(record)]
-    notes = [complaint] if (complaint := lines.complaint(Path(path.name))) else []
-    if len(records) < len(lines.records):
-        left = len(lines.records) - len(records)
-        notes.append(f"{path.name}: {left} lines are no records; left out")
-    return records, notes
+    records, notes = checked_metrics(path.parent)
+    return records, [note.replace(str(path), path.name) for note in notes]
 
 
 def _steps(folder: Path, kind: str, config: Record) -> tuple[int | None, list[str]]:

@@ -118,7 +118,8 @@ def finetune(
 def _train(finetuner: "Finetuner", metrics: Path, console: Console) -> list[float]:
     """Train the remaining epochs; return the development accuracy after every epoch."""
     config, accuracies = finetuner.config, finetuner.resume()
-    if complaint := drop_records_after(metrics, len(accuracies)):
+    _, complaint = drop_records_after(metrics, len(accuracies), expected=len(accuracies))
+    if complaint:
         console.print(complaint, highlight=False, markup=False, soft_wrap=True)
     for epoch in range(len(accuracies) + 1, config.epochs + 1):
         started = time.perf_counter()
@@ -254,6 +255,7 @@ class Finetuner:
             "accuracies": accuracies,
             "best": {"step": _best(accuracies)},
             "pretrained_step": self.pretrained_step,
+            "records": epoch,
         }
         self.store.save(epoch, self.model.backbone, tensors, state)
 

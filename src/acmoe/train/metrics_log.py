@@ -15,7 +15,7 @@ from torch import Tensor
 
 from acmoe.evaluate.language import Metric, value_of
 from acmoe.evaluate.measures import load_balance
-from acmoe.evaluate.run import METRICS, is_metric
+from acmoe.evaluate.run import METRICS, is_metric, missing_records
 from acmoe.storage.atomic import replace_text, report_write_errors, sync
 from acmoe.storage.lines import append_line, line_of, read_lines
 from acmoe.train.update import Update
@@ -47,6 +47,7 @@ class MetricsLog:
         self.aux_losses: list[float] = []
         self.best: dict[str, Any] | None = None
         self.seconds = 0.0
+        self.records: int | None = None  # written by all calls together; None: not known
         self._unread: list[Tensor] = []
         self._units, self._since = 0, 0.0  # units since the last line, and `seconds` at that line
         self._mark = time.perf_counter()
@@ -57,7 +58,8 @@ class MetricsLog:
 
         Returns one line about records that could not be read, or None.
         """
-        complaint = drop_records_after(self.path, step)
+        kept, complaint = drop_records_after(self.path, step, self.records)
+        self.records = kept if self.records is None else self.records
         self._since, self._mark = self.seconds, time.perf_counter()
         self.board.open(step)
         return complaint
@@ -65,17 +67,19 @@ class MetricsLog:
     def sync(self) -> None:
         """Flush the records to disk, so that no checkpoint is newer than they are."""
         if self.path.is_file():
-            sync(self.path)
+            with report_write_errors(self.path):
+                sync(self.path)
 
     def state_dict(self) -> Record:
         """Return what a resumed run needs."""
-        names = ("seconds", "losses", "aux_losses", "best")
+        names = ("seconds", "losses", "aux_losses", "best", "records")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self.seconds, self.best = state["seconds"], state["best"]
         self.losses, self.aux_losses = state["losses"], state["aux_losses"]
+        self.records = state.get("records")  # absent in version 0.1
 
     def add(self, update: Update, units: int) -> None:
         """Add an update over `units` tokens, or images."""
@@ -160,6 +164,7 @@ class MetricsLog:
 
     def _write(self, record: Record) -> Record:
         append(self.path, record)
+        self.records = (self.records or 0) + 1
         self.board.write(record)
         return record
 
@@ -216,15 +221,20 @@ def append(path: Path, record: Record) -> None:
     append_line(path, record)
 
 
-def drop_records_after(path: Path, step: int) -> str | None:
-    """Drop the records after `step`; return one line about records that cannot be read, or None.
+def drop_records_after(
+    path: Path, step: int, expected: int | None = None
+) -> tuple[int, str | None]:
+    """Drop the records after `step`; return how many stay, and one line about lost ones, or None.
 
+    expected: the number of records up to `step`, where it is known.
     A file with damaged lines is kept beside the new one as metrics.jsonl.damaged-1, -2, ...
     """
     lines = read_lines(path)
     kept = [record for record in lines.records if is_metric(record) and record["step"] <= step]
     strange = sum(not is_metric(record) for record in lines.records)
     complaint = lines.complaint(path)
+    if missing := missing_records(path, kept, step, expected):
+        complaint = f"{complaint}; {missing}" if complaint else missing
     if strange:
         complaint = f"{complaint or path}; {strange} lines are JSON but no records of a run"
     if lines.damaged or strange:
@@ -234,4 +244,4 @@ def drop_records_after(path: Path, step: int) -> str | None:
             shutil.copyfile(path, copy)
         complaint = f"{complaint}; the file as it was is {copy}"
     replace_text(path, b"".join(map(line_of, kept)).decode())
-    return complaint
+    return len(kept), complaint

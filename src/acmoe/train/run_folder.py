@@ -28,8 +28,9 @@ def claim(folder: Path, config: Any, vocabulary: Vocabulary | None = None) -> It
         folder.mkdir(parents=True, exist_ok=True)
     in_use = f"{folder} is in use by process {{owner}}; wait for it, or choose another folder"
     with locked(folder / LOCK, in_use=in_use):
-        for name in (CONFIG, VOCABULARY, METRICS):  # drafts of a process that was killed
-            (folder / f".{name}{DRAFT}").unlink(missing_ok=True)
+        with report_write_errors(folder):
+            for name in (CONFIG, VOCABULARY, METRICS):  # drafts of a process that was killed
+                (folder / f".{name}{DRAFT}").unlink(missing_ok=True)
         path = folder / CONFIG
         if path.is_file():
             _check_same(path, config)

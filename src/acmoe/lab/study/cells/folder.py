@@ -1,13 +1,16 @@
 """The folder a cell trains in: temporary, or found again by a cell that continues."""
 
 import contextlib
+import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from acmoe.lab.study.cell import Cell
+from acmoe.storage.atomic import report_write_errors
 
 
 def saves(config: Any) -> bool:
@@ -23,11 +26,24 @@ def cell_folder(cell: Cell, scratch: Path | None) -> Iterator[Path]:
     A cell that saves checkpoints has the folder acmoe-study-DIGEST: the folder of a killed or
     failed run stays, and the next run of the cell continues there. All other folders are removed.
     """
+    place = Path(scratch or tempfile.gettempdir())
     if not saves(cell.config):
-        with tempfile.TemporaryDirectory(prefix="acmoe-study-", dir=scratch) as folder:
+        with report_write_errors(place):
+            temporary = tempfile.TemporaryDirectory(
+                prefix="acmoe-study-", dir=place, ignore_cleanup_errors=True
+            )
+        with temporary as folder:
             yield Path(folder)
         return
-    kept = Path(scratch or tempfile.gettempdir()) / f"acmoe-study-{cell.digest}"
-    kept.mkdir(parents=True, exist_ok=True)
+    kept = place / f"acmoe-study-{cell.digest}"
+    done = kept.with_name(f".{kept.name}.done")
+    with report_write_errors(kept):
+        shutil.rmtree(done, ignore_errors=True)  # of a process that was killed while it removed
+        kept.mkdir(parents=True, exist_ok=True)
     yield kept
-    shutil.rmtree(kept)
+    with report_write_errors(kept):
+        os.replace(kept, done)  # half removed, it would be no run folder to continue in
+    try:
+        shutil.rmtree(done)
+    except OSError as error:  # the result of the cell is worth more than the space
+        warnings.warn(f"cannot remove {done}: {error.strerror}; remove it", stacklevel=1)

@@ -30,7 +30,8 @@ class Results:
     def add(self, record: Record) -> None:
         """Write a record, and sync it to disk."""
         append_to(self._handle, record, self._path)
-        os.fsync(self._handle)
+        with report_write_errors(self._path):
+            os.fsync(self._handle)
         self.records.append(record)
 
     def status(self, digest: str) -> str | None:
@@ -50,7 +51,8 @@ def open_results(path: Path) -> Iterator[Results]:
             handle, f"{path} is in use by another study; wait for it, or choose another --out"
         )
         lines = _parse(path)
-        os.ftruncate(handle, lines.size)
+        with report_write_errors(path):
+            os.ftruncate(handle, lines.size)
         yield Results(handle, lines.records, path)
     finally:
         os.close(handle)
