@@ -181,6 +181,8 @@ def test_the_page_in_a_browser_on_a_phone_and_by_keyboard(scheme):
                 page.locator(f"[name=rule][value={kind}]").check()
                 assert table() == preset["shown"][kind]
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        table_box = "document.querySelector('.scroll')"
+        assert page.evaluate(f"{table_box}.scrollWidth <= {table_box}.clientWidth")  # all is seen
         assert page.evaluate(contrast) == []
         line = page.locator("#drawing .in-b")
         before = line.get_attribute("d")
