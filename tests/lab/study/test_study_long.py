@@ -1,21 +1,28 @@
 """Long runs: what they train, that a killed cell continues, and what counts as diverged."""
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from test_study_grids import NOWHERE
 
 from acmoe.cli.study import _chosen
 from acmoe.lab.study.cells.long import divergence
+from acmoe.lab.study.materials import Materials
 from acmoe.lab.study.pool import known_paces, run_cells
 from acmoe.lab.study.registry import STUDIES
 from acmoe.lab.study.results.records import open_results
 from acmoe.lab.study.size import Size
 from acmoe.lab.study.worker import run_cell
+from acmoe.lab.variants import VariantConfig, variant_of
 from acmoe.recipes import recipe
 from study_cases import record, tiny_cells, tiny_text
 
+RECORDS = Path(__file__).parents[3] / "studies" / "records" / "long.jsonl"
+# Plain and the paper's router with balance 0.01, plain with balance 0; seed 0.
+RECORDED = {"8e0cd38c784e9ff8", "ea6f9ef0c35d1f5f", "a5fbc3a56260250e"}
 CLOCK = ("step_ms", "train_seconds", "seconds")
 
 
@@ -119,10 +126,45 @@ def test_no_cell_begins_that_cannot_end_at_the_pace_of_its_setting(text, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("part", "settings"), [("balance 0", 1), ("balance 0.01", 1), ("balance", 2), ("rate 0", 2)]
+    ("part", "settings", "runs"),
+    [("balance 0", 1, 3), ("balance 0.01", 1, 4), ("balance", 2, 7), ("rate 0", 2, 6)],
 )
-def test_a_setting_is_chosen_by_a_whole_part_of_its_name(part, settings):
+def test_a_setting_is_chosen_by_a_whole_part_of_its_name(part, settings, runs):
     cells = STUDIES["long"].cells(NOWHERE, Size(), (0,), ("enwik8",))
     chosen = _chosen(cells, (), (part,))
     assert len({cell.setting for cell in chosen}) == settings
-    assert len(chosen) == 3 * settings
+    assert len(chosen) == runs
+
+
+def test_the_condition_distance_differs_from_the_papers_in_the_rule_alone():
+    cells = STUDIES["long"].cells(NOWHERE, Size(), (0,), ("enwik8",))
+    (cell,) = _chosen(cells, ("distance",), ("balance 0.01",))
+    assert [other.digest for other in cells if other.condition == "distance"] == [cell.digest]
+    (paper,) = _chosen(cells, ("adaptive-previous",), ("balance 0.01",))
+    router = cell.config.model.router
+    assert isinstance(router, VariantConfig)
+    assert router == variant_of(paper.config.model.router, distance=True)
+    assert (router.statistics, router.reads, router.base.bias) == ("batch", "previous", True)
+    model = replace(cell.config.model, router=paper.config.model.router)
+    assert replace(cell.config, model=model) == paper.config
+    assert ("distance", "smoe") in STUDIES["long"].comparisons
+
+
+def test_the_recorded_runs_are_still_cells_of_the_grid():
+    found = [json.loads(line) for line in RECORDS.read_text().splitlines()]
+    assert {line["digest"] for line in found} >= RECORDED
+    for line in found:
+        cells = STUDIES["long"].cells(NOWHERE, Size(), (line["seed"],), ("enwik8",))
+        digests = {replace(cell, data=line["data"]).digest for cell in cells}
+        assert line["digest"] in digests
+
+
+@pytest.mark.slow
+def test_distance_is_rehearsed_at_nano_size(tmp_path):
+    size = Size(steps=4, batch=2, tokens=512, megabytes=0.2, device="cpu")
+    materials = Materials(data=tmp_path / "data", work=tmp_path / "work")
+    cells = STUDIES["long"].cells(materials, size, (0,), ("nano",))
+    (cell,) = _chosen(cells, ("distance",), ("nano",))
+    found = run_cell(cell, tmp_path, silent)
+    assert (found["status"], found["metrics"]["diverged"]) == ("done", 0.0)
+    assert {"test", "contaminated 0.025"} <= found["metrics"].keys()

@@ -23,13 +23,15 @@ LONG = Study(
     "update, bf16, 24,576 tokens an update. The rate falls as a cosine from 7e-4 to 7e-5, except "
     "in `constant`: 7e-4 after a quarter of the updates, no clipping, no balance loss. The paper's "
     "runs have 1.97 billion tokens. A run has diverged where its last validation loss is 0.3 nats "
-    "above its best, or a loss is not finite; the latter have no test figures.",
+    "above its best, or a loss is not finite; the latter have no test figures. `distance` "
+    "chooses the nearest expert in M (docs/theory.md) and is run with balance 0.01 only.",
     grid=long_study,
     data_free=DataFree((TEXT_SETTING,), nano_long),
     seeds=4,
     comparisons=(
         ("adaptive-previous", "smoe"),
         ("adaptive-current", "smoe"),
+        ("distance", "smoe"),
         *([("published", "published-control")] if published_conditions() else []),
     ),
     compared=(*BITS, Metric("contaminated 0.025", "contaminated 2.5%, bits per byte", "lower")),

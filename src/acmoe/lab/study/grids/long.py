@@ -6,6 +6,10 @@ process fills the card. A folder with the compressed texts is all the data they 
     DATA/enwiki15-bytes/enwiki15.100MB.xz    DATA/enwik8-prefix/enwik8.first4154064.xz
     python -m acmoe study long --data DATA --settings "balance 0.01" --seeds 0 1 --minutes 18
 
+The condition `distance`, the router of Theorem A (docs/theory.md), is in "balance 0.01" alone:
+
+    python -m acmoe study long --data DATA --settings "balance 0.01" --only distance --seeds 0
+
 Text is decompressed and encoded once, into `--work`. Cells save checkpoints: the same command
 continues a killed cell if its folder below `--scratch` is still there.
 
@@ -13,17 +17,18 @@ continues a killed cell if its folder below `--scratch` is still there.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from acmoe.config.text.language import LanguageConfig, language_router
 from acmoe.config.text.train import DataConfig, RunConfig, override_run
 from acmoe.lab.study.cell import Cell, TextTests
-from acmoe.lab.study.grids.grid import Setting, grid_cells
+from acmoe.lab.study.grids.grid import Conditions, Setting, grid_cells
 from acmoe.lab.study.grids.nano import nano_text_cells
-from acmoe.lab.study.grids.text import CONDITIONS, VOCABULARY
+from acmoe.lab.study.grids.text import CONDITIONS, PAPER, VOCABULARY
 from acmoe.lab.study.materials import Materials, Text
 from acmoe.lab.study.size import Size
+from acmoe.lab.variants import variant_of
 from acmoe.recipes import recipe, recipes
 
 MEGABYTES, PARTS = 100.0, 4  # the whole corpus of each kind
@@ -32,7 +37,12 @@ TEST_TOKENS, VALID_TOKENS, ROUTING_TOKENS = 1_000_000, 500_000, 65_536
 VALIDATIONS, CHECKPOINTS = 10, 4  # of a run
 DIVERGED = 0.3  # nats above the best validation loss
 
-ROUTERS = {name: CONDITIONS[name] for name in ("smoe", "adaptive-previous", "adaptive-current")}
+ROUTERS: Conditions = {
+    name: CONDITIONS[name] for name in ("smoe", "adaptive-previous", "adaptive-current")
+}
+# The paper's router and statistics, but the nearest expert in M instead of the dot product of
+# Eqn. 8: the rule for which Proposition 1 is proved (docs/theory.md, section 5.5).
+WITH_DISTANCE: Conditions = {**ROUTERS, "distance": variant_of(PAPER, distance=True)}
 # Conditions with a model of their own, by their recipes; a recipe that does not exist is left out.
 PUBLISHED = {
     "published": "switch-enwik8-published",
@@ -52,12 +62,15 @@ class LongSetting:
     model: Mapping[str, Any]
     run: Mapping[str, Any]
     warmup: float = 0.1  # share of the updates
+    routers: Conditions = field(default_factory=lambda: ROUTERS)
 
 
 # "constant" is the paper's own rate after its warm-up of 4,000 updates, and no clipping: there a
 # published log of the plain baseline diverges. "rate" settings are for the choice of the rate.
 BYTE_SETTINGS = {
-    "balance 0.01": LongSetting(steps=BYTE_STEPS, model={"balance": 0.01}, run=FALLING),
+    "balance 0.01": LongSetting(
+        steps=BYTE_STEPS, model={"balance": 0.01}, run=FALLING, routers=WITH_DISTANCE
+    ),
     "balance 0": LongSetting(steps=BYTE_STEPS, model={"balance": 0.0}, run=FALLING),
     "constant": LongSetting(
         steps=CONSTANT_STEPS, model={"balance": 0.0}, run={"schedule": "constant"}, warmup=0.25
@@ -92,7 +105,7 @@ def long_study(materials: Materials, size: Size, seeds: Sequence[int]) -> list[C
         described = _described("long", f"switch-enwik8, {name}", text, tests, setting.model)
         cells += grid_cells(
             described,
-            ROUTERS,
+            setting.routers,
             seeds,
             lambda router, seed, setting=setting: long_run(  # type: ignore[misc]
                 recipe("switch-enwik8"), setting, text, size, seed, router=router
@@ -138,7 +151,7 @@ def long_words_study(materials: Materials, size: Size, seeds: Sequence[int]) -> 
 
 def nano_long(materials: Materials, size: Size, seeds: Sequence[int]) -> list[Cell]:
     """Return cells of switch-nano that save, validate and measure as the long ones do."""
-    cells = nano_text_cells("long", ROUTERS, materials, size, seeds)
+    cells = nano_text_cells("long", WITH_DISTANCE, materials, size, seeds)
     tests = cells[0].tests
     assert isinstance(tests, TextTests)
     tests = replace(tests, divergence=DIVERGED, rates=(0.025,), routing_tokens=4096)
