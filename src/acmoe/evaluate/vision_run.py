@@ -12,6 +12,8 @@ from acmoe.data.progress import Progress, silent
 from acmoe.evaluate.attack import AttackReport, evaluate_attack
 from acmoe.evaluate.run import ATTACKS, VisionRun, Which
 from acmoe.evaluate.vision import ImageReport, evaluate_images
+from acmoe.storage.atomic import replace_text
+from acmoe.storage.strict_json import json_text
 
 
 class RunReport(NamedTuple):
@@ -86,9 +88,7 @@ def attack_vision_run(
     )
     step = run.step(which)
     found = RunAttack(step, report, folder / _name(step, report, ema), ema)
-    draft = found.path.with_name(f".{found.path.name}.draft")
-    draft.write_text(json.dumps(found.to_json(), indent=2) + "\n", encoding="utf-8")
-    draft.replace(found.path)
+    replace_text(found.path, json_text(found.to_json()) + "\n")
     return found
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from acmoe.errors import UserError, check
+from acmoe.storage.atomic import report_write_errors
 
 if sys.platform != "win32":
     import fcntl
@@ -24,8 +25,9 @@ def locked(path: Path, *, in_use: str) -> Iterator[None]:
     try:
         owner = os.read(handle, 32).decode("ascii", "replace").strip() or "unknown"
         take_lock(handle, in_use.format(owner=owner))
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+        with report_write_errors(path):
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
         os.close(handle)
