@@ -66,8 +66,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         """Set the timeout of the connection before its first byte is read."""
-        self.timeout = self.server.connection_timeout
         super().setup()
+        self.connection.settimeout(self.server.connection_timeout)
 
     def do_GET(self) -> None:
         # Another site may resolve its host name to this machine (DNS rebinding); refuse it.
