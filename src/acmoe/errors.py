@@ -10,6 +10,10 @@ class UserError(ValueError):
     """
 
 
+class NonFiniteError(UserError):
+    """A model gives NaN or infinity, so that nothing can be scored with it."""
+
+
 def check(condition: bool, message: str) -> None:
     """Raise `UserError(message)` unless `condition` holds."""
     if not condition:

@@ -23,6 +23,7 @@ from acmoe.train.classifier import (
     published_vocabulary,
 )
 from acmoe.train.finetune import finetune, task_splits
+from acmoe.train.health import TrainingStopped
 from tiny_runs import QUIET, byte_corpus, records, tiny_run, trained, word_corpus
 
 
@@ -227,3 +228,21 @@ def test_a_word_modelsown_table_is_used(task: Path, tmp_path: Path) -> None:
     saved = open_run(folder).model()
     tuned = Run(folder=folder / "finetune" / "sst2-clean-seed0", config=open_run(folder).config)
     assert tuned.model("last").embed.weight.shape == saved.embed.weight.shape
+
+
+@pytest.mark.parametrize("checkpoints", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_a_classifier_that_overflows_has_no_accuracy(
+    checkpoints: bool, run: Run, short_task: Path, tmp_path: Path
+) -> None:
+    # One update of 64 sentences: the epoch's loss is finite, the weights after it are about 1e30.
+    config = settings(lr=1e30, batch=64, epochs=1)
+    with pytest.raises(TrainingStopped, match=r"logits are not all finite in batch 1 of 1 of sst2"):
+        finetune(
+            run,
+            config,
+            short_task,
+            out=tmp_path / "out",
+            checkpoints=checkpoints,
+            console=QUIET,
+        )
+    assert not (tmp_path / "out" / "metrics.jsonl").read_text()

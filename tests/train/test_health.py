@@ -100,3 +100,26 @@ def test_a_stopped_run_continued_meets_the_same_end(tmp_path: Path) -> None:
     with pytest.raises(TrainingStopped, match="step 2 gave"):
         train(bad, tmp_path / "bad", console=QUIET)
     assert everything(tmp_path / "bad") == saved
+
+
+def test_a_validation_that_is_not_finite_stops_the_run_with_step_and_layer(tmp_path: Path) -> None:
+    # Only the validation reads the weights after the first update, of about 2e29.
+    config = tiny_run(byte_corpus(tmp_path), "lr=1e30", "eval_every=1", "checkpoint_every=20")
+    with pytest.raises(TrainingStopped) as stop:
+        train(config, tmp_path / "run", console=QUIET)
+    message = str(stop.value)
+    assert "the validation after step 1 cannot be scored, the loss of batch 1 of" in message
+    assert "blocks.0.attention.query (Linear) first gives" in message
+    assert "no checkpoint was written before" in message and "\n" not in message
+    records = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert not [line for line in records if '"valid"' in line]
+
+
+def test_a_learning_rate_of_a_million_stops_or_stays_finite(tmp_path: Path) -> None:
+    config = tiny_run(byte_corpus(tmp_path), "lr=1e6", "warmup=0", "clip=1.0")
+    try:
+        train(config, tmp_path / "run", console=QUIET)
+    except TrainingStopped as stop:
+        assert "step " in str(stop) and "lower lr than 1000000.0" in str(stop)
+    for record in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
+        assert "null" not in record

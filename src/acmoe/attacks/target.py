@@ -14,7 +14,7 @@ from acmoe.attacks.ball import Bounds
 from acmoe.config.images.attack import AttackConfig
 from acmoe.config.images.data import RGB, ImageDataConfig
 from acmoe.config.updates import Precision
-from acmoe.errors import UserError, check
+from acmoe.errors import NonFiniteError, UserError, check
 from acmoe.routing.override import adaptive_configs, override_statistics
 from acmoe.runtime import autocast, evaluating
 
@@ -80,7 +80,7 @@ class Target:
         They are not checked to be finite, since that would make the host wait for the device.
         """
         with autocast(precision, x.device):
-            return _logits(self._forward(x))
+            return unchecked_logits(self._forward(x))
 
     def _forward(self, x: Tensor) -> object:
         return self.model(self._normalize(x) if self.space == "pixel" else x)
@@ -96,15 +96,20 @@ def logits_of(output: object) -> Tensor:
 
     The output is a tensor of logits, or an object with an attribute `logits`.
     """
-    logits = _logits(output)
-    check(
-        bool(torch.isfinite(logits).all()),
-        "the model's logits are not all finite; nothing can be scored with it",
-    )
+    logits = unchecked_logits(output)
+    if not bool(torch.isfinite(logits).all()):
+        raise NonFiniteError(
+            "the model's logits are not all finite; attack another checkpoint, or train again with "
+            "a lower lr or clip=1.0"
+        )
     return logits
 
 
-def _logits(output: object) -> Tensor:
+def unchecked_logits(output: object) -> Tensor:
+    """Return the logits of a model's output, in float32 or wider.
+
+    They are not checked to be finite, since that would make the host wait for the device.
+    """
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor):
         raise UserError(
@@ -160,7 +165,8 @@ class FiniteGradients:
 
     def check(self) -> None:
         """Raise if a recorded gradient was not finite."""
-        check(
-            bool(torch.stack(self.flags).all()),
-            "the gradient with respect to an image is not finite; the model cannot be attacked",
-        )
+        if not bool(torch.stack(self.flags).all()):
+            raise NonFiniteError(
+                "the gradient with respect to an image is not finite; the model cannot be "
+                "attacked: choose another checkpoint, or --precision fp32"
+            )

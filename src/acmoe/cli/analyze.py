@@ -1,6 +1,5 @@
 """`acmoe analyze RUN`: measure and draw what the routers of a trained model do."""
 
-import json as json_format
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -8,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from rich.console import Console
 from rich.table import Table
+
+from acmoe.storage.strict_json import json_text
 
 if TYPE_CHECKING:
     from acmoe.analyze.analysis import Analysis
@@ -57,13 +58,15 @@ class Analyze:
     def run(self) -> int:
         from acmoe.analyze.analysis import analyze
         from acmoe.analyze.sampling import sample_run
+        from acmoe.storage.atomic import replace_text, report_write_errors
 
         sampled = sample_run(self.folder, self.config())
         analysis = analyze(sampled, seed=self.seed)
         folder = self.out or self.folder / "analysis"
-        folder.mkdir(parents=True, exist_ok=True)
-        text = json_format.dumps(analysis.to_json(), indent=2)
-        (folder / "analysis.json").write_text(text + "\n", encoding="utf-8")
+        with report_write_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        text = json_text(analysis.to_json())
+        replace_text(folder / "analysis.json", text + "\n")
         lines = [f"wrote {folder / 'analysis.json'}"]
         if self.figures:
             lines += _draw(sampled, analysis, folder, self.seed)

@@ -1,6 +1,5 @@
 """`acmoe attack RUN --attack fgsm|pgd|spsa`: measure a classifier's accuracy under attack."""
 
-import json as json_format
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from acmoe.cli.capacity import capacity_option
+from acmoe.storage.strict_json import json_text
 
 if TYPE_CHECKING:
     from acmoe.config.images.attack import AttackConfig
@@ -82,7 +82,7 @@ class Attack:
                 progress=progress,
             )
         if self.json:
-            print(json_format.dumps(found.to_json(), indent=2))
+            print(json_text(found.to_json()))
         else:
             _show(found)
         return 0

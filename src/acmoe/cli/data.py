@@ -1,6 +1,5 @@
 """`acmoe data list|prepare`: list the data sets, and prepare one."""
 
-import json as json_format
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +8,8 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from acmoe.storage.strict_json import json_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,7 @@ class List:
                 {**asdict(entry), "state": here.state, "folder": str(here.folder)}
                 for entry, here in entries
             ]
-            print(json_format.dumps(rows, indent=2))
+            print(json_text(rows))
             return 0
         table = Table("name", "what", "here", "where from")
         for entry, here in entries:

@@ -1,12 +1,13 @@
 """`acmoe demo`: train SMoE and ACMoE side by side in minutes, on Python's standard library."""
 
-import json as json_format
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+
+from acmoe.storage.strict_json import json_text
 
 if TYPE_CHECKING:
     from acmoe.train.compare import Comparison
@@ -26,13 +27,14 @@ class Demo:
     """Print the result as JSON."""
 
     def run(self) -> int:
+        from acmoe.storage.atomic import replace_text
         from acmoe.train.compare import compare
 
         comparison = compare(
             self.out, seed=self.seed, steps=self.steps, console=Console(stderr=True)
         )
-        text = json_format.dumps(comparison.to_json(), indent=2)
-        (self.out / "comparison.json").write_text(text + "\n")
+        text = json_text(comparison.to_json())
+        replace_text(self.out / "comparison.json", text + "\n")
         report = _report(self.out)
         if self.json:
             print(text)

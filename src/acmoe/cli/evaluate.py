@@ -1,6 +1,5 @@
 """`acmoe evaluate RUN`: measure perplexity, bits per byte, or the accuracy on images."""
 
-import json as json_format
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from acmoe.cli.capacity import capacity_option
+from acmoe.storage.strict_json import json_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,7 +71,7 @@ class Evaluate:
 
     def _print(self, report: "LanguageReport | RunReport", show: Callable[[], None]) -> None:
         if self.json:
-            print(json_format.dumps(report.to_json(), indent=2))
+            print(json_text(report.to_json()))
         else:
             show()
 

@@ -1,12 +1,13 @@
 """`acmoe finetune RUN --task sst2|sst5|banking77`: finetune a run on classification."""
 
-import json as json_format
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
+
+from acmoe.storage.strict_json import json_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class Finetune:
         data = self.data or Path("data") / self.task
         report = finetune(self.folder, config, data, console=Console(stderr=True))
         if self.json:
-            print(json_format.dumps(report.to_json(), indent=2))
+            print(json_text(report.to_json()))
         else:
             print(
                 f"{report.task} ({report.form} form): test accuracy {report.test_accuracy:.2f}% "

@@ -1,11 +1,12 @@
 """`acmoe generate RUN --prompt TEXT`: continue a text with a trained language model."""
 
-import json as json_format
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+
+from acmoe.storage.strict_json import json_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ class Generate:
         )
         text = vocabulary.decode(new[0].tolist())
         if self.json:
-            print(json_format.dumps({"prompt": self.prompt, "text": text}))
+            print(json_text({"prompt": self.prompt, "text": text}, indent=None))
         else:
             joined = self.prompt + ("" if run.corpus().kind == "bytes" else " ") + text
             print(joined)

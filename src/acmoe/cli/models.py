@@ -1,10 +1,11 @@
 """`acmoe models`: list every model with its size and the paper's figures."""
 
-import json as json_format
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
+
+from acmoe.storage.strict_json import json_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,7 @@ class Models:
 
         rows = model_rows()
         if self.json:
-            print(json_format.dumps([row._asdict() for row in rows], indent=2))
+            print(json_text([row._asdict() for row in rows]))
         elif self.markdown:
             print(markdown_table(rows))
         else:

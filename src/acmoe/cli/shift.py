@@ -1,6 +1,5 @@
 """`acmoe shift RUN --set imagenet-a|imagenet-r|imagenet-o --from FOLDER`: score shifted images."""
 
-import json as json_format
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,6 +8,7 @@ import tyro
 from rich.console import Console
 
 from acmoe.cli.capacity import capacity_option
+from acmoe.storage.strict_json import json_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class Shift:
             )
         if self.json:
             marked = {"ema": True} if self.ema else {}
-            print(json_format.dumps({**report.to_json(), **marked}, indent=2))
+            print(json_text({**report.to_json(), **marked}))
         else:
             against = f" among {report.clean_images:,} clean ones" if report.clean_images else ""
             print(

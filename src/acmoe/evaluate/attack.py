@@ -25,6 +25,7 @@ from acmoe.data.progress import Progress, silent
 from acmoe.data.seeding import derive_seed
 from acmoe.evaluate.attack_journal import AttackJournal, Record, fingerprint, open_journal
 from acmoe.evaluate.capacity import own_capacity, using_capacity
+from acmoe.evaluate.finite import naming
 from acmoe.evaluate.statistics import using_statistics
 from acmoe.evaluate.vision import check_classes, count_hits, moe_layers
 from acmoe.models.recorded import recorded
@@ -116,7 +117,10 @@ class _Sweep:
         done = total - len(left)
         progress(stage, done, total)
         for number, batch in zip(left, self.batches.read(left), strict=True):
-            journal.add({"eps": eps, "batch": number, **self.attack(batch, eps, number)})
+            of = f"{stage}, batch {number + 1} of {total} of {self.batches.images.title}"
+            with naming(f"{of}, {self.config.split}"):
+                found = self.attack(batch, eps, number)
+            journal.add({"eps": eps, "batch": number, **found})
             done += 1
             progress(stage, done, total)
 

@@ -20,7 +20,8 @@ from acmoe.data.text.contaminate import contaminate
 from acmoe.data.text.corpus import Corpus
 from acmoe.data.text.loader import EvaluationBatches
 from acmoe.data.text.swaps import SwapReport
-from acmoe.errors import UserError, check
+from acmoe.errors import NonFiniteError, UserError, check
+from acmoe.evaluate.finite import REMEDY, naming
 from acmoe.evaluate.measures import HostSum
 from acmoe.evaluate.routing import LayerReport, RoutingTally
 from acmoe.evaluate.run import Run, open_run
@@ -99,7 +100,11 @@ def evaluate(
     figures = []
     for mode in statistics_modes(model, config.statistics):
         for contaminated, inputs, targets in streams:
-            with using_statistics(model, None if mode == NONE else mode):
+            text = f"{corpus.title}, {config.split}{', contaminated' if contaminated else ''}"
+            with (
+                using_statistics(model, None if mode == NONE else mode),
+                naming(f"{text}, statistics {mode}"),
+            ):
                 score = score_stream(
                     model,
                     inputs,
@@ -136,7 +141,11 @@ def score_stream(
     routing: bool = False,
     seed: int = 0,
 ) -> Score:
-    """Return the mean loss over all predictions of a stream, read in `batch` rows with memory."""
+    """Return the mean loss over all predictions of a stream, read in `batch` rows with memory.
+
+    Raises:
+        NonFiniteError: the loss of a batch is NaN or infinite.
+    """
     device = model.embed.weight.device
     batches = EvaluationBatches(inputs, targets=targets, batch=batch, block=block)
     tally = RoutingTally(len(model.moe_layers()), model.config.num_experts, device)
@@ -159,8 +168,12 @@ def score_stream(
             memory = out.memory
             if routing:
                 tally.add(out.routings, mask)
+    loss = nats.total() / batches.predictions
+    if nats.first_bad is not None:
+        which = f"batch {nats.first_bad} of {len(batches)}"
+        raise NonFiniteError(f"the loss of {which} is not finite; {REMEDY}")
     layers = tally.layers() if routing else ()
-    return Score(nats.total() / batches.predictions, batches.predictions, layers)
+    return Score(loss, batches.predictions, layers)
 
 
 def _streams(

@@ -3,6 +3,7 @@
 E experts of a layer, C clusters of the previous layer.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -25,11 +26,14 @@ def load_balance(load_E: Tensor) -> float:
 class HostSum:
     """A sum of weighted scalars of a device in Python's float64; the device may lack that type.
 
-    The host waits for the device once in a few hundred values.
+    The host waits for the device once in a few hundred values. `first_bad` is the number, from 1,
+    of the first value that is NaN or infinite; it is known after `total`.
     """
 
     def __init__(self) -> None:
         self._total = 0.0
+        self._read_values = 0
+        self.first_bad: int | None = None
         self._pending: list[Tensor] = []
         self._weights: list[int] = []
 
@@ -48,6 +52,9 @@ class HostSum:
         values = torch.stack(self._pending).tolist() if self._pending else []
         for value, weight in zip(values, self._weights, strict=True):
             self._total += value * weight
+            self._read_values += 1
+            if self.first_bad is None and not math.isfinite(value):
+                self.first_bad = self._read_values
         self._pending, self._weights = [], []
 
 

@@ -158,7 +158,9 @@ def run_kind(folder: Path | str) -> str:
     """Return the kind of a run from its config.json, `language-run` for language models."""
     path = Path(folder) / CONFIG
     check(path.is_file(), f"{folder} is no run: {path} is missing; give a folder `train` wrote")
-    return str(read_json(path).get("kind", LANGUAGE_RUN))
+    kind = read_json(path).get("kind", LANGUAGE_RUN)
+    check(isinstance(kind, str), f"{path} is damaged: its kind is {kind!r}; restore it")
+    return str(kind)
 
 
 def open_corpus(data: DataConfig) -> Corpus:

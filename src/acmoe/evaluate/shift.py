@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from acmoe.attacks.target import logits_of
+from acmoe.attacks.target import unchecked_logits
 from acmoe.config.images.data import ImageDataConfig, ImageEvaluateConfig
 from acmoe.data.images.augment import normalize
 from acmoe.data.images.batches import EvaluationImages
@@ -21,8 +21,9 @@ from acmoe.data.images.splits import ImageSet
 from acmoe.data.progress import Progress, silent
 from acmoe.errors import UserError, check
 from acmoe.evaluate.capacity import using_capacity
+from acmoe.evaluate.finite import FiniteLogits
 from acmoe.evaluate.statistics import using_statistics
-from acmoe.evaluate.vision import check_classes, count_hits
+from acmoe.evaluate.vision import check_classes, ranked_hits
 from acmoe.runtime import autocast, evaluating, pick_device, seeded
 
 
@@ -146,7 +147,7 @@ class _Scorer:
     def accuracy(self, shifted: ImageSet) -> _Found:
         """Return the accuracy. Labels of the set index its sorted classes, as `subset` does."""
         predictions = self._predict(shifted)
-        hits = sum(count_hits(logits_BS, labels_B).top1 for logits_BS, labels_B in predictions)
+        hits = int(torch.stack([ranked_hits(*pair)[0] for pair in predictions]).sum())
         count = sum(len(labels_B) for _, labels_B in predictions)
         return _Found("top-1 accuracy (%)", 100 * hits / count, 100 / len(self.subset), count, 0)
 
@@ -166,14 +167,16 @@ class _Scorer:
 
     @torch.no_grad()
     def _predict(self, images: ImageSet) -> list[tuple[Tensor, Tensor]]:
-        """Return logits (B, S) and labels (B,) of each batch."""
+        """Return logits (B, S) and labels (B,) of each batch; raise where one is not finite."""
         mean, std = self.data.normalization
-        batches, found = self.batches(images), []
+        batches, finite, found = self.batches(images), FiniteLogits(), []
         with seeded(self.config.seed, self.device), autocast(self.config.precision, self.device):
             for number, batch in enumerate(batches, start=1):
                 x = normalize(batch.images.to(self.device), mean, std)
-                logits_BK = logits_of(self.model(x))
+                logits_BK = unchecked_logits(self.model(x))
+                finite.add(logits_BK)
                 check_classes(logits_BK, self.num_classes)
                 found.append((logits_BK[:, self.subset], batch.labels.to(self.device)))
                 self.progress(images.title, number, len(batches))
+        finite.check(images.title)
         return found

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from acmoe.attacks.target import logits_of
+from acmoe.attacks.target import unchecked_logits
 from acmoe.config.images.data import ImageDataConfig, ImageEvaluateConfig
 from acmoe.data.images.augment import normalize
 from acmoe.data.images.batches import EvaluationImages
@@ -19,6 +19,7 @@ from acmoe.data.images.splits import ImageSet
 from acmoe.data.progress import Progress, silent
 from acmoe.errors import check
 from acmoe.evaluate.capacity import using_capacity
+from acmoe.evaluate.finite import FiniteLogits
 from acmoe.evaluate.measures import HostSum
 from acmoe.evaluate.routing import LayerReport, RoutingTally
 from acmoe.evaluate.statistics import using_statistics
@@ -107,19 +108,21 @@ def _score(
 ) -> ImageFigure:
     mean, std = batches.data.normalization
     classes = len(batches.images.classes)
-    hits, nats = Hits(0, 0), HostSum()
-    tally = StageTally()
+    hits_2, nats = torch.zeros(2, dtype=torch.int64, device=device), HostSum()
+    tally, finite = StageTally(), FiniteLogits()
     with seeded(config.seed, device), autocast(config.precision, device):
         for number, batch in enumerate(batches, start=1):
             x, labels_B = normalize(batch.images.to(device), mean, std), batch.labels.to(device)
             with recorded(moe_layers(model) if config.routing else []) as routings:
-                logits_BK = logits_of(model(x))
+                logits_BK = unchecked_logits(model(x))
             tally.add(routings)
             check_classes(logits_BK, classes)
-            hits += count_hits(logits_BK, labels_B)
+            finite.add(logits_BK)
+            hits_2 += ranked_hits(logits_BK, labels_B)
             nats.add(functional.cross_entropy(logits_BK, labels_B, reduction="sum"))
             progress(f"accuracy ({mode})", number, len(batches))
-    count = len(batches.indices)
+    finite.check(f"{batches.images.title}, {config.split}, statistics {mode}")
+    count, hits = len(batches.indices), Hits(*hits_2.tolist())
     return ImageFigure(
         statistics=mode,
         top1=100 * hits.top1 / count,
@@ -135,18 +138,19 @@ class Hits(NamedTuple):
     top1: int
     top5: int
 
-    def __add__(self, other: object) -> "Hits":
-        assert isinstance(other, Hits)
-        return Hits(self.top1 + other.top1, self.top5 + other.top5)
-
 
 def count_hits(logits_BK: Tensor, labels_B: Tensor) -> Hits:
     """Count top-1 and top-5 hits. Of equal logits the lower class ranks first, as in argmax."""
+    return Hits(*ranked_hits(logits_BK, labels_B).tolist())
+
+
+def ranked_hits(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
+    """Return (2,) the numbers of top-1 and top-5 hits, on the device of the logits."""
     label_B1 = logits_BK.gather(1, labels_B[:, None])
     earlier_BK = torch.arange(logits_BK.shape[1], device=labels_B.device) < labels_B[:, None]
     ahead_BK = (logits_BK > label_B1) | ((logits_BK == label_B1) & earlier_BK)
     rank_B = ahead_BK.sum(1)
-    return Hits(int((rank_B < 1).sum()), int((rank_B < 5).sum()))
+    return torch.stack([(rank_B < 1).sum(), (rank_B < 5).sum()])
 
 
 def check_classes(logits_BK: Tensor, classes: int) -> None:

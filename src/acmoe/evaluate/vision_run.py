@@ -13,6 +13,7 @@ from acmoe.evaluate.attack import AttackReport, evaluate_attack
 from acmoe.evaluate.run import ATTACKS, VisionRun, Which
 from acmoe.evaluate.vision import ImageReport, evaluate_images
 from acmoe.storage.atomic import replace_text
+from acmoe.storage.strict_json import json_text
 
 
 class RunReport(NamedTuple):
@@ -87,7 +88,7 @@ def attack_vision_run(
     )
     step = run.step(which)
     found = RunAttack(step, report, folder / _name(step, report, ema), ema)
-    replace_text(found.path, json.dumps(found.to_json(), indent=2) + "\n")
+    replace_text(found.path, json_text(found.to_json()) + "\n")
     return found
 
 

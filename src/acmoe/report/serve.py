@@ -1,5 +1,6 @@
 """Serve the page over HTTP on the loopback address, and update it while runs train."""
 
+import contextlib
 import hashlib
 import json
 import threading
@@ -9,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from acmoe.errors import UserError, check
+from acmoe.errors import UserError, check, first_line
 from acmoe.evaluate.run import ATTACKS, CHECKPOINTS, METRICS
 from acmoe.report.page import escaped_json, render, report_data
 from acmoe.report.routing import RoutingReader
@@ -19,6 +20,12 @@ LOOPBACK = "127.0.0.1"
 WATCHED = (
     *("config.json", METRICS, "lock", f"{CHECKPOINTS}/step-*", f"{ATTACKS}/report-*.json"),
     *("evaluation*.json", "shift*.json", "../comparison.json"),
+)
+
+_SENTENCE = b"All connections of this server are in use; close some pages, or try again.\n"
+_BUSY = (
+    b"HTTP/1.0 503 Service Unavailable\r\nContent-Type: text/plain; charset=utf-8\r\n"
+    b"Retry-After: 1\r\nContent-Length: %d\r\n\r\n%b" % (len(_SENTENCE), _SENTENCE)
 )
 
 
@@ -56,7 +63,11 @@ class LiveReport:
 
 class _Handler(BaseHTTPRequestHandler):
     server: "ReportServer"
-    timeout = 10  # seconds without a byte, after which a connection is closed
+
+    def setup(self) -> None:
+        """Set the timeout of the connection before its first byte is read."""
+        super().setup()
+        self.connection.settimeout(self.server.connection_timeout)
 
     def do_GET(self) -> None:
         # Another site may resolve its host name to this machine (DNS rebinding); refuse it.
@@ -77,7 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True  # the reader has gone
         except Exception as error:  # a damaged run must not end the connection without an answer
             failed = HTTPStatus.INTERNAL_SERVER_ERROR
-            reason = str(error) if isinstance(error, UserError) else f"{error!r}"
+            reason = str(error) if isinstance(error, UserError) else _damage(error)
             self.send_error(failed, "the report cannot be made", reason)
 
     def _send(self, kind: str, text: str) -> None:
@@ -94,14 +105,26 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing, so that the terminal stays free for training."""
 
 
+def _damage(error: Exception) -> str:
+    """Describe an error that only a damaged file causes."""
+    kind = f"{type(error).__name__}: {first_line(error)}"
+    return f"a file of a run is damaged, or was changed by hand ({kind}); restore it"
+
+
 class ReportServer(ThreadingHTTPServer):
-    """HTTP server that listens on the loopback address only."""
+    """HTTP server that listens on the loopback address only.
+
+    Each connection has a thread. With `max_connections` open, a further one is answered with 503.
+    """
 
     daemon_threads = True
+    connection_timeout = 10.0  # seconds without a byte, after which a connection is closed
+    max_connections = 64
 
     def __init__(self, report: LiveReport, port: int) -> None:
         check(0 <= port <= 65535, f"--port {port} is no port; choose 1024 to 65535, 0 for any free")
         self.report = report
+        self._free = threading.BoundedSemaphore(self.max_connections)
         try:
             super().__init__((LOOPBACK, port), _Handler)
         except OSError as error:
@@ -110,6 +133,27 @@ class ReportServer(ThreadingHTTPServer):
             ) from error
         self.port = self.server_address[1]
         self.hosts = {f"{LOOPBACK}:{self.port}", f"localhost:{self.port}"}
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own, or refuse at once where all threads are in use."""
+        if self._free.acquire(blocking=False):
+            try:
+                super().process_request(request, client_address)
+            except BaseException:  # the thread did not start
+                self._free.release()
+                raise
+            return
+        with contextlib.suppress(OSError):
+            request.setblocking(False)  # a new socket has room for these few bytes
+            request.sendall(_BUSY)
+        self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer one connection, then let another one in."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
     @property
     def url(self) -> str:

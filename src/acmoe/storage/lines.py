@@ -6,7 +6,6 @@ before the first line that has one.
 """
 
 import json
-import math
 import os
 import re
 import zlib
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from acmoe.storage.atomic import report_write_errors
+from acmoe.storage.strict_json import finite_or_null
 
 Record = dict[str, Any]
 
@@ -46,7 +46,7 @@ class Lines:
 
 def line_of(record: Mapping[str, Any]) -> bytes:
     """Return the line of a record; NaN and infinity, which JSON lacks, become null."""
-    body = json.dumps(_finite(record), allow_nan=False).encode()
+    body = json.dumps(finite_or_null(record), allow_nan=False).encode()
     checksum = f', "crc32": "{zlib.crc32(body):08x}"}}\n'
     return body[:-1] + checksum.encode()
 
@@ -74,7 +74,8 @@ def read_lines(path: Path) -> Lines:
 
 def append_line(path: Path, record: Mapping[str, Any]) -> None:
     """Append a record. Where it cannot be written whole, nothing of it stays in the file."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    with report_write_errors(path):
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         append_to(handle, record, path)
     finally:
@@ -106,14 +107,3 @@ def _parse(line: bytes, *, must_have_checksum: bool) -> tuple[Record | None, boo
     except (ValueError, RecursionError):
         return None, bool(match)
     return (record if isinstance(record, dict) else None), bool(match)
-
-
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinity by None."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

@@ -28,7 +28,8 @@ from acmoe.data.text.sentence_batches import (
 )
 from acmoe.data.text.sentences import Sentence, load_sentences, task_of
 from acmoe.data.transfer import to_device
-from acmoe.errors import check
+from acmoe.errors import NonFiniteError, check
+from acmoe.evaluate.finite import FiniteLogits
 from acmoe.evaluate.run import CHECKPOINTS, METRICS, Run, open_run, step_folder
 from acmoe.models.checkpoint import load
 from acmoe.runtime import autocast, pick_device, seeded
@@ -211,22 +212,32 @@ class Finetuner:
             progress(f"epoch {epoch}/{self.config.epochs}, sentences", done, all_sentences)
         mean = float(total) / all_sentences
         if not math.isfinite(mean):
-            good = None if self.store is None else self.store.latest()
-            raise TrainingStopped(
-                f"epoch {epoch} gave a loss of {mean}; "
-                f"{f'the last good checkpoint is {good}' if good else 'nothing was saved before'}; "
-                f"try a lower lr than {self.config.lr}, in another folder"
-            )
+            raise self._stopped(f"epoch {epoch} gave a loss of {mean}")
         return mean
+
+    def _stopped(self, what: str) -> TrainingStopped:
+        good = None if self.store is None else self.store.latest()
+        return TrainingStopped(
+            f"{what}; "
+            f"{f'the last good checkpoint is {good}' if good else 'nothing was saved before'}; "
+            f"try a lower lr than {self.config.lr}, in another folder"
+        )
 
     @torch.no_grad()
     def accuracy(self, split: str) -> float:
         """Return the percentage of the split's sentences that are classified correctly."""
         self.model.eval()
         right = torch.zeros((), dtype=torch.int64, device=self.device)
+        finite = FiniteLogits()
         with autocast(self.config.precision, self.device):
             for batch in self._batches(split):
-                right += (self.model(batch).argmax(-1) == batch.labels).sum()
+                logits = self.model(batch)
+                finite.add(logits)
+                right += (logits.argmax(-1) == batch.labels).sum()
+        try:
+            finite.check(f"{self.config.task}, {split}")
+        except NonFiniteError as error:
+            raise self._stopped(str(error).partition(";")[0]) from error
         return 100 * int(right) / len(self.rows[split])
 
     def _batches(self, split: str, epoch: int | None = None) -> Iterator[SentenceBatch]:

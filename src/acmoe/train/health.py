@@ -1,5 +1,6 @@
 """Error report for a loss or gradient that is not finite: where it began, what is still good."""
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from acmoe.errors import UserError
+from acmoe.errors import NonFiniteError, UserError
 from acmoe.train.checkpoint import first_nonfinite
 from acmoe.train.trainer import Trainer
 
@@ -25,11 +26,30 @@ def training_stopped(trainer: Trainer, step: int, bad: int, good: Path | None) -
     where = first_nonfinite(trainer.model.state_dict()) or _first_nonfinite_output(
         trainer, trainer.recent[bad]
     )
-    kept = f"the last good checkpoint is {good}" if good else "no checkpoint was written before"
     return TrainingStopped(
-        f"step {first} gave a loss or gradient that is not finite: {where}; {kept}; try a lower lr "
-        f"than {trainer.config.lr}, or clip=1.0, in another folder"
+        f"step {first} gave a loss or gradient that is not finite: {where}; {_kept(good)}; try a "
+        f"lower lr than {trainer.config.lr}, or clip=1.0, in another folder"
     )
+
+
+def validation_stopped(
+    trainer: Trainer, step: int, error: NonFiniteError, good: Path | None
+) -> TrainingStopped:
+    """Build the error of a run whose validation after `step` is not finite."""
+    where = first_nonfinite(trainer.model.state_dict())
+    if where is None:
+        with nonfinite_outputs(trainer.model) as found, contextlib.suppress(NonFiniteError):
+            trainer.validate()
+        where = found[0] if found else "validated again, every layer gives finite values"
+    reason = str(error).partition(";")[0]
+    return TrainingStopped(
+        f"the validation after step {step} cannot be scored, {reason}: {where}; {_kept(good)}; try "
+        f"a lower lr than {trainer.config.lr}, or clip=1.0, in another folder"
+    )
+
+
+def _kept(good: Path | None) -> str:
+    return f"the last good checkpoint is {good}" if good else "no checkpoint was written before"
 
 
 def _first_nonfinite_output(trainer: Trainer, batch: Any) -> str:

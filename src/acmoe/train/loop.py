@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
+from acmoe.errors import NonFiniteError
 from acmoe.train.checkpoint import CheckpointStore
 from acmoe.train.display import Display
-from acmoe.train.health import training_stopped
-from acmoe.train.metrics_log import MetricsLog
+from acmoe.train.health import training_stopped, validation_stopped
+from acmoe.train.metrics_log import MetricsLog, Score
 from acmoe.train.resume import resume_run, save_run
 from acmoe.train.signals import StopSignals
 from acmoe.train.trainer import Trainer
@@ -49,8 +50,7 @@ class TrainLoop:
                 self._log_update(step, update)
             with self.log.paused():
                 if validate:
-                    score = self.trainer.validate()
-                    self.display.valid(self.log.valid_record(step, score))
+                    self.display.valid(self.log.valid_record(step, self._validate(step)))
                 best = validate and self.save_best and self.log.best_step == step
                 if save or stopping or best:
                     self._save(step)
@@ -67,6 +67,14 @@ class TrainLoop:
             good = None if self.store is None else self.store.latest()
             raise training_stopped(self.trainer, step, bad, good)
         self.trainer.recent.clear()
+
+    def _validate(self, step: int) -> Score:
+        """Score the validation split; a score that is not finite ends the run."""
+        try:
+            return self.trainer.validate()
+        except NonFiniteError as error:
+            good = None if self.store is None else self.store.latest()
+            raise validation_stopped(self.trainer, step, error, good) from error
 
     def _log_update(self, step: int, update: Update) -> None:
         rate = self.trainer.learning_rate(step)

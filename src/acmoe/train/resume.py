@@ -15,6 +15,12 @@ from acmoe.train.trainer import Trainer
 
 def save_run(store: CheckpointStore, step: int, trainer: Trainer, log: MetricsLog) -> None:
     """Write a checkpoint of everything that an update changes."""
+    # Without this check a run folder that was renamed under way would be split into two.
+    check(
+        store.folder.is_dir(),
+        f"{store.folder} is gone, so step {step} is not saved: the run folder was renamed or "
+        "deleted under way; continue it with --out and its new name",
+    )
     state: dict[str, Any] = {
         **log.state_dict(),
         "data": trainer.batches.state_dict(),

@@ -1,5 +1,6 @@
 """The folder of a run: one process at a time may use it, and its config never changes."""
 
+import contextlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,5 +73,10 @@ def _write_vocabulary(vocabulary: Vocabulary, folder: Path) -> None:
     """Write the meaning of the token ids into the folder atomically."""
     draft = folder / f".{VOCABULARY}{DRAFT}"
     with report_write_errors(folder / VOCABULARY):
-        save_vocabulary(vocabulary, draft)
-        os.replace(draft, folder / VOCABULARY)
+        try:
+            save_vocabulary(vocabulary, draft)
+            os.replace(draft, folder / VOCABULARY)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+            raise

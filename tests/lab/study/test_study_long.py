@@ -9,13 +9,15 @@ import pytest
 from test_study_grids import NOWHERE
 
 from acmoe.cli.study import _chosen
+from acmoe.errors import NonFiniteError
 from acmoe.lab.study.cells.long import divergence
+from acmoe.lab.study.cells.outcome import Outcome
 from acmoe.lab.study.materials import Materials
 from acmoe.lab.study.pool import known_paces, run_cells
 from acmoe.lab.study.registry import STUDIES
 from acmoe.lab.study.results.records import open_results
 from acmoe.lab.study.size import Size
-from acmoe.lab.study.worker import run_cell
+from acmoe.lab.study.worker import check_metrics, run_cell
 from acmoe.lab.variants import VariantConfig, variant_of
 from acmoe.recipes import recipe
 from study_cases import record, tiny_cells, tiny_text
@@ -95,6 +97,30 @@ def test_a_loss_that_is_not_finite_is_a_result(text, tmp_path):
     assert (found["status"], found["metrics"]["diverged"]) == ("done", 1.0)
     assert "test" not in found["metrics"]
     assert "not finite" in found["details"]["stopped"]
+
+
+def test_a_score_that_is_not_finite_is_divergence_where_the_study_declares_it(
+    text, tmp_path, monkeypatch
+):
+    def broken(*arguments, **options):
+        raise NonFiniteError("the loss of batch 1 of 3 is not finite; try again")
+
+    monkeypatch.setattr("acmoe.lab.study.cells.text.score_stream", broken)  # after training
+    cell = long_cell(text, "smoe")
+    found = run_cell(cell, tmp_path, silent)
+    assert (found["status"], found["metrics"]["diverged"]) == ("done", 1.0)
+    assert "test" not in found["metrics"]
+    assert found["details"]["stopped"].startswith("test, statistics none: the loss of batch 1")
+    undeclared = replace(cell, tests=replace(cell.tests, divergence=None))
+    with pytest.raises(NonFiniteError, match="test, statistics none"):
+        run_cell(undeclared, tmp_path, silent)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_outcome_with_a_metric_that_is_not_finite_is_refused(value):
+    with pytest.raises(NonFiniteError, match=f"the cell's test={value} is not finite"):
+        check_metrics(Outcome(metrics={"valid": 1.0, "test": value}))
+    check_metrics(Outcome(metrics={"valid": 1.0}))
 
 
 def test_a_run_has_diverged_where_its_last_loss_is_far_above_its_best():

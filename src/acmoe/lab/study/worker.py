@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isfinite
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +18,7 @@ import torch
 
 from acmoe.config.images.train import VisionRunConfig
 from acmoe.config.text.train import RunConfig
-from acmoe.errors import UserError, check
+from acmoe.errors import NonFiniteError, UserError, check
 from acmoe.lab.study.cell import Cell
 from acmoe.lab.study.cells.folder import cell_folder
 from acmoe.lab.study.cells.images import run_images
@@ -62,6 +63,7 @@ def run_cell(cell: Cell, scratch: Path | None, notify: Notify) -> dict[str, Any]
     started = time.perf_counter()
     with cell_folder(cell, scratch) as folder:
         outcome = runner_of(cell.config)(cell, folder, notify)
+        check_metrics(outcome)
     return {
         **cell.to_json(),
         "digest": cell.digest,
@@ -70,6 +72,16 @@ def run_cell(cell: Cell, scratch: Path | None, notify: Notify) -> dict[str, Any]
         "curves": dict(outcome.curves),
         "details": dict(outcome.details),
     }
+
+
+def check_metrics(outcome: Outcome) -> None:
+    """Refuse an outcome with a metric that is NaN or infinite: it must not enter the results."""
+    bad = [f"{name}={value}" for name, value in outcome.metrics.items() if not isfinite(value)]
+    if bad:
+        raise NonFiniteError(
+            f"the cell's {', '.join(bad[:3])} is not finite, so it has no figures to compare; try "
+            "a lower lr, or clip=1.0"
+        )
 
 
 def failure(cell: Cell, error: str) -> dict[str, Any]:

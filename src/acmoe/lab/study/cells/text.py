@@ -17,6 +17,8 @@ from acmoe.config.text.train import RunConfig
 from acmoe.data.text.arrays import Tokens
 from acmoe.data.text.contaminate import contaminate
 from acmoe.data.text.corpus import Corpus
+from acmoe.errors import NonFiniteError
+from acmoe.evaluate.finite import naming
 from acmoe.evaluate.language import Score, metric_of, score_stream, value_of
 from acmoe.evaluate.run import CHECKPOINTS, open_run
 from acmoe.evaluate.statistics import own_statistics, using_statistics
@@ -70,8 +72,13 @@ def run_text(cell: Cell, folder: Path, notify: Notify) -> Outcome:
         metrics |= divergence(curve_of(folder, "valid", "loss"), tests.divergence)
         metrics["tokens_trained"] = float(config.steps * config.tokens_per_step)
     # Scoring has other shapes, modes and hooks than training: each would be compiled anew.
-    with eager(config.compile):
-        scored, details = _scored(trainer.model, corpus, tests, config, cell.seed)
+    try:
+        with eager(config.compile):
+            scored, details = _scored(trainer.model, corpus, tests, config, cell.seed)
+    except NonFiniteError as error:
+        if tests.divergence is None:
+            raise
+        return stopped_outcome(folder, config, metric_of(corpus), str(error))
     tasks = _finetuned(folder, tests, config, notify)
     metrics |= scored | {task.task: task.test_accuracy for task in tasks}
     return Outcome(
@@ -117,7 +124,8 @@ def _scored(
         suffix = "" if mode is None else f"_{mode}"
         with using_statistics(model, mode) as used:
             for name, inputs, targets in _texts(corpus, tests, seed):
-                found: Score = score(inputs[: tests.tokens], targets[: tests.tokens])
+                with naming(f"{name}, statistics {used}"):
+                    found: Score = score(inputs[: tests.tokens], targets[: tests.tokens])
                 metrics[f"{name}{suffix}"] = value_of(found.loss, metric)
                 if mode is None and name == "test":
                     metrics |= routing_metrics(found.layers)

@@ -6,12 +6,14 @@ well each token's first expert agrees with the cluster the token was drawn from.
 T tokens, D features, O outputs.
 """
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from acmoe.data.seeding import derive_seed
+from acmoe.errors import NonFiniteError
 from acmoe.evaluate.measures import load_balance
 from acmoe.lab.study.cells.outcome import curve_mean
 from acmoe.lab.study.cells.scale_statistics import scale_statistics
@@ -104,7 +106,10 @@ def _evaluate(model: SyntheticModel, batch: Batch) -> tuple[Pass, list[Routing],
     model.train()
     error = (out.prediction - batch.target).square().mean()
     variance = (batch.target - batch.target.mean(0)).square().mean()
-    return out, routings, float(error / variance)
+    loss = float(error / variance)
+    if not math.isfinite(loss):
+        raise NonFiniteError(f"the held-out loss is {loss}: the run has diverged; try a lower lr")
+    return out, routings, loss
 
 
 def _first_choices(routings: list[Routing]) -> list[Tensor]:
