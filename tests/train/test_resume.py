@@ -134,7 +134,9 @@ def test_sigterm_finishes_the_step_saves_and_says_so(tmp_path: Path) -> None:
     assert 8 <= reached < 5000
 
 
-@pytest.mark.parametrize(("kills", "steps"), [(1, 16), pytest.param(5, 40, marks=pytest.mark.slow)])
+# One kill in the default run: tests/faults/test_fault_points.py.
+@pytest.mark.slow
+@pytest.mark.parametrize(("kills", "steps"), [(1, 16), (5, 40)])
 def test_killed_at_random_moments_it_ends_with_the_same_weights(
     kills: int, steps: int, tmp_path: Path
 ) -> None:
