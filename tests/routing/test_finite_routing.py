@@ -103,12 +103,12 @@ def test_one_expert_takes_all_and_the_others_starve(router: object, updates: int
 
 @pytest.mark.parametrize(
     ("dtype", "size"),
-    [(torch.float16, 6e4), pytest.param(torch.bfloat16, 1e38, marks=pytest.mark.slow)],
+    [(torch.float16, 6e4), pytest.param(torch.bfloat16, 1e30, marks=pytest.mark.slow)],
 )
-def test_tokens_near_the_end_of_a_narrow_type_are_routed(dtype: torch.dtype, size: float) -> None:
-    # The affinity of 16-bit tokens is accumulated and returned in float32, or else it would be inf.
+def test_large_16_bit_tokens_are_routed(dtype: torch.dtype, size: float) -> None:
+    # float16 ends at 65,504: the affinity is a sum of products, which only float32 can hold.
     layers = [layer.to(dtype).eval() for layer in layers_of(AdaptiveConfig(statistics="batch"))]
-    x_BLD = torch.randn(1, 9, DIM).clamp(-1, 1).mul(size / 100).to(dtype)
+    x_BLD = torch.randn(1, 9, DIM).clamp(-1, 1).mul(size).to(dtype)
     state = None
     for layer in layers:
         routing = layer.router(x_BLD, state)

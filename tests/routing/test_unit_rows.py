@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from acmoe import CosineConfig, MoE, RoutingState, SMoEConfig, SoftMoE
-from acmoe.routing.unit import unit_rows
+from acmoe.ops.unit import unit_rows
 
 
 def test_rows_are_divided_by_their_length_and_zeros_stay():

@@ -19,6 +19,7 @@ from acmoe.ops.precision import wide_dtype
 from acmoe.ops.route import ScaledTokens
 from acmoe.ops.route.reference import best_first, first_chosen, linear_affinity
 from acmoe.ops.statistics.dispersion import accumulation_dtype
+from acmoe.ops.unit import unit_rows
 from acmoe.routing.adaptive import gather_scale, mix_scales
 from acmoe.routing.cache import StatisticsSlot
 from acmoe.routing.router import Router, flat, need_token_ids, real_tokens, rows_for
@@ -30,7 +31,6 @@ from acmoe.routing.topk import (
     only_z,
     select,
 )
-from acmoe.routing.unit import unit_rows
 
 _GREATEST_LOG_SCALE = math.log(
     100.0

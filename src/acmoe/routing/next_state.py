@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.errors import UserError, check
 from acmoe.ops.precision import without_autocast
+from acmoe.ops.reentrant import check_reentrant
 from acmoe.ops.sort.order import no_order, worth_sorting
 from acmoe.ops.statistics.scale import up_to_last
 from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.baselines import RandomRouter
 from acmoe.routing.cache import StatisticsSlot
 from acmoe.routing.origin import NextRouter, describe, new_origin, origin_codes
-from acmoe.routing.reentrant import check_reentrant
 from acmoe.routing.router import Router
 from acmoe.routing.state import Routing, RoutingState, clusters_of, no_cluster
 from acmoe.routing.statistics import ClusterStatistics, build_statistics

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from acmoe.config.routing import LossConfig, SoftConfig
+from acmoe.ops.unit import unit_rows
 from acmoe.routing.router import Router
 from acmoe.routing.state import Routing
-from acmoe.routing.unit import unit_rows
 
 
 class SoftRouting(NamedTuple):

@@ -146,7 +146,7 @@ def check_mix(mix: int, num_clusters: int) -> None:
 
 
 def check_num_tokens(state: RoutingState, x: Tensor) -> None:
-    """Raise a UserError unless the state is about as many tokens as x has."""
+    """Raise a UserError unless the state has one entry per token of x."""
     num_tokens = x.shape[:-1].numel()
     check(
         state.assignment.shape[0] == num_tokens,

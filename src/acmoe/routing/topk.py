@@ -14,11 +14,11 @@ from acmoe.ops.route import Route, ScaledTokens, route
 from acmoe.ops.route.reference import best_first, first_chosen, linear_affinity, load
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.ops.statistics.pending import record_count
+from acmoe.ops.unit import unit_rows
 from acmoe.routing.losses import balance_loss, balance_of, importance_loss, load_loss, z_loss
 from acmoe.routing.router import Router
 from acmoe.routing.state import Routing
 from acmoe.routing.step import StepStatistics
-from acmoe.routing.unit import unit_rows
 
 
 def init_embeddings(embeddings_ED: Tensor, init: str = "uniform") -> None:

@@ -34,6 +34,8 @@ def cell_folder(cell: Cell, scratch: Path | None) -> Iterator[Path]:
             )
         with temporary as folder:
             yield Path(folder)
+        if Path(folder).exists():
+            warnings.warn(f"cannot remove all of {folder}; remove it", stacklevel=1)
         return
     kept = place / f"acmoe-study-{cell.digest}"
     done = kept.with_name(f".{kept.name}.done")
