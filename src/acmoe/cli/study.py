@@ -71,6 +71,9 @@ class Study:
     """List the studies, or the cells of one study, and stop."""
     summarise: bool = False
     """Write the study's tables into the page, draw its figures, and stop."""
+    evidence: Path | None = None
+    """Write the paper's claims beside the records of all studies into this page, and stop. Give no
+    NAME with it."""
     page: Path = Path("studies/results.md")
     """The page to write the tables into, between the study's markers."""
     pictures: Path = Path("studies/figures")
@@ -80,6 +83,9 @@ class Study:
         from acmoe.errors import check
         from acmoe.lab.study.registry import study_of
 
+        if self.evidence is not None:
+            check(not self.study, f"--evidence reads all studies; leave {self.study!r} out")
+            return self._evidence(self.evidence)
         if not self.study:
             check(self.list, "no study given; `acmoe study --list` shows them all")
             return _list_studies()
@@ -156,6 +162,13 @@ class Study:
             f"{tally.failed} failed, {tally.left} left for want of time ({self._results})"
         )
         return 1 if tally.failed else 0
+
+    def _evidence(self, page: Path) -> int:
+        from acmoe.lab.study.evidence.page import write_evidence
+
+        for path in write_evidence(page, Path("studies/records"), self.pictures):
+            print(path)
+        return 0
 
     def _summarise(self) -> int:
         from acmoe.lab.study.registry import study_of
