@@ -74,8 +74,9 @@ class Study:
     evidence: Path | None = None
     """Write the paper's claims beside the records of all studies into this page, and stop. Give no
     NAME with it."""
-    page: Path = Path("studies/results.md")
-    """The page to write the tables into, between the study's markers."""
+    page: Path | None = None
+    """The page to write the tables into, between the study's markers; studies/NAME.md if not
+    given."""
     pictures: Path = Path("studies/figures")
     """Folder for the figures."""
 
@@ -174,7 +175,8 @@ class Study:
         from acmoe.lab.study.registry import study_of
         from acmoe.lab.study.results.report import report
 
-        for path in report(study_of(self.study), self._results, self.page, self.pictures):
+        page = self.page or Path("studies") / f"{self.study}.md"
+        for path in report(study_of(self.study), self._results, page, self.pictures):
             print(path)
         return 0
 

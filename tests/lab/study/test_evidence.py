@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from statistics import variance
 from typing import Any
@@ -163,3 +164,12 @@ def test_the_command_writes_the_page(
     assert (tmp_path / "figures" / "evidence.svg").is_file()
     assert status("long", "--evidence", str(page)) == 2
     assert "leave 'long' out" in capsys.readouterr().err
+
+
+def test_the_readme_takes_its_rows_from_the_page() -> None:
+    root = Path(__file__).parents[3]
+    page = (root / "docs" / "evidence.md").read_text()
+    section = (root / "README.md").read_text().split("## Does it help?")[1].split("\n## ")[0]
+    intervals = re.findall(r"\[[+-][\d.]+, [+-][\d.]+\]", section)
+    assert len(intervals) == 3
+    assert all(interval in page for interval in intervals)
