@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 import acmoe
 from acmoe.experts.mlp import ExpertMLP
 from acmoe.lab.variants import VariantConfig
-from acmoe.models.recompute import recompute
 from acmoe.ops.dispatch import use_backend
+from acmoe.ops.recompute import recompute
 from acmoe.ops.sort.order import TokenOrder, no_order
 
 B, L, D, E, K = 2, 9, 20, 5, 2
