@@ -1,6 +1,10 @@
 """Experts of transformers on the Triton kernels, against transformers' own loop."""
 
+from typing import Any
+
 import pytest
+import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 pytest.importorskip("transformers")
@@ -38,3 +42,30 @@ def test_an_id_of_another_device_contributes_nothing(device: str) -> None:
     ids[3] = E
     found = outcome(experts, "acmoe", x, ids, gate)
     assert not found["out"][3].any() and not found["gate"][3].any() and not found["x"][3].any()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_frozen_weights_get_no_gradient_and_cost_no_gemm(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    from acmoe.ops.experts.hopper import choice
+
+    experts = experts_of("qwen3_moe").to(device)
+    call = [one.to(device) for one in routed(9)]
+    wanted = outcome(experts, "eager", *call)
+    experts.gate_up_proj.requires_grad_(False)
+    gemms, run = [], choice.run_weight
+
+    def noted(name: str, *args: Any, **options: Any) -> Tensor:
+        gemms.append(name)
+        return run(name, *args, **options)
+
+    monkeypatch.setattr(choice, "run_weight", noted)
+    if compiled:
+        torch.compiler.reset()
+        experts.forward = torch.compile(experts.forward, fullgraph=True, backend="aot_eager")
+    found = outcome(experts, "acmoe", *call)
+    assert gemms == ["down_weight"]
+    del wanted["gate_up_proj"]
+    assert_near(found, wanted, 2e-3 if device == "cuda" else 1e-5)
