@@ -288,10 +288,16 @@ print(json.dumps({"seconds": seconds, "new": sorted(new), "rooms": sorted(rooms)
 
 @pytest.fixture(scope="module")
 def fresh_imports() -> list[dict[str, object]]:
-    """What `import acmoe` costs and loads after `import torch`, in two fresh processes."""
+    """What `import acmoe` costs and loads after `import torch`, in a fresh process.
+
+    In two where the first was slow: another process may have held the disk or the core.
+    """
     command = [sys.executable, "-c", IMPORT_ACMOE]
-    runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(2)]
-    return [json.loads(run.stdout) for run in runs]
+    runs: list[dict[str, object]] = []
+    while not runs or (len(runs) < 2 and float(str(runs[0]["seconds"])) >= 2.0):
+        run = subprocess.run(command, capture_output=True, text=True, check=True)
+        runs.append(json.loads(run.stdout))
+    return runs
 
 
 def test_importing_the_library_adds_less_than_two_seconds(
