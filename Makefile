@@ -6,7 +6,7 @@ READY := .venv/.ready
 # worksteal: a worker keeps the tests of a file together, so that each fixture is built once.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-all test-faults lint format bench docs screenshot clean setup
+.PHONY: demo test test-all test-faults fuzz lint format bench docs screenshot clean setup
 
 setup: $(READY)
 
@@ -25,9 +25,16 @@ test: $(READY)
 test-all: $(READY)
 	$(PYTEST) -m "not gpu"
 
-# Fails and kills at every file operation of a command, and damages every file of a run.
+# Fails and kills at every file operation of a command, damages every file of a run, and compares
+# memory before and after 20,000 steps.
 test-faults: $(READY)
 	$(PYTEST) -m faults
+
+# Random configs, files and requests for MINUTES, in WORKERS processes.
+MINUTES ?= 5
+WORKERS ?= 2
+fuzz: $(READY)
+	$(BIN)/python -m tests.faults.fuzz --minutes $(MINUTES) --workers $(WORKERS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -18,5 +18,5 @@ def bounded(x_XD: Tensor) -> Tensor:
     with NaN or infinity holds NaN afterwards.
     """
     bound = math.ldexp(1.0, 256 if x_XD.dtype == torch.float64 else 32)
-    largest_X1 = torch.linalg.vector_norm(x_XD.detach(), math.inf, dim=-1, keepdim=True)
+    largest_X1: Tensor = torch.linalg.vector_norm(x_XD.detach(), math.inf, dim=-1, keepdim=True)
     return x_XD * (bound / largest_X1).clamp(max=1.0)

@@ -34,7 +34,7 @@ from acmoe.evaluate.finite import FiniteLogits
 from acmoe.evaluate.run import CHECKPOINTS, METRICS, Run, open_run, step_folder
 from acmoe.models.checkpoint import load
 from acmoe.runtime import autocast, pick_device, seeded
-from acmoe.train.checkpoint import CheckpointStore, restore_rng, rng_tensors
+from acmoe.train.checkpoint import CheckpointStore, restore_rng, restoring, rng_tensors
 from acmoe.train.classifier import (
     Classifier,
     pad_left,
@@ -283,7 +283,18 @@ class Finetuner:
         found, notes = read_latest(store, lambda folder: _read(store, folder))
         if found is None:
             return [], notes
-        backbone, head, tensors, state = found
+        with restoring(store.latest() or store.folder):
+            return self._restore(store, *found), notes
+
+    def _restore(
+        self,
+        store: CheckpointStore,
+        backbone: Tensors,
+        head: Tensors,
+        tensors: Tensors,
+        state: dict[str, Any],
+    ) -> list[float]:
+        """Load a checkpoint that was read; return its accuracies."""
         before, now = state["pretrained_step"], self.pretrained_step
         check(
             before == now,
@@ -293,7 +304,7 @@ class Finetuner:
         self._load(backbone, head)
         restore_optimizer(self.optimizer, self.model, tensors)
         restore_rng(tensors, self.device)
-        return list(state["accuracies"]), notes
+        return list(state["accuracies"])
 
     def load_best(self, best: int) -> None:
         """Load the weights of the best epoch."""

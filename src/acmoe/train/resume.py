@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from acmoe.errors import UserError, check
 from acmoe.evaluate.run import EMA, checkpoints
 from acmoe.models.checkpoint import load
-from acmoe.train.checkpoint import CheckpointStore
+from acmoe.train.checkpoint import CheckpointStore, restoring
 from acmoe.train.metrics_log import MetricsLog
 from acmoe.train.trainer import Trainer
 
@@ -48,7 +48,9 @@ def resume_run(
     if store is not None:
         averaged = trainer.average is not None
         found, notes = read_latest(store, lambda folder: _read(store, folder, averaged))
-        step = 0 if found is None else _restore(trainer, log, *found, notes)
+        if found is not None:
+            with restoring(store.latest() or store.folder):
+                step = _restore(trainer, log, *found, notes)
     complaint = log.open(step)
     return step, [*notes, *([complaint] if complaint else [])]
 
