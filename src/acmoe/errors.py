@@ -32,15 +32,15 @@ def check_choice(value: object, choices: tuple[str, ...], name: str) -> None:
 
 def check_positive(value: float, name: str) -> None:
     """Check that the setting called `name` is positive and finite."""
-    check(_finite(value) and value > 0, f"{name}={value}; it must be positive and finite")
+    check(is_finite(value) and value > 0, f"{name}={value}; it must be positive and finite")
 
 
 def check_not_negative(value: float, name: str) -> None:
     """Check that the setting called `name` is finite and not negative."""
-    check(_finite(value) and value >= 0, f"{name}={value}; it must be 0 or more, and finite")
+    check(is_finite(value) and value >= 0, f"{name}={value}; it must be 0 or more, and finite")
 
 
-def _finite(value: float) -> bool:
+def is_finite(value: float) -> bool:
     """Return False for NaN, infinity, and integers that no float can hold."""
     try:
         return math.isfinite(value)

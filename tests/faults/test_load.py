@@ -70,15 +70,12 @@ class Samples:
         """Print both samples and compare them."""
         early, late = self.found[0], last or self.found[-1]
         assert self.count == self.events
-        for name, unit, scale in (
-            ("memory", " MiB", 2**20),
-            ("handles", "", 1),
-            ("threads", "", 1),
-        ):
-            values = [getattr(usage, name) / scale for usage in (early, late)]
-            print(
-                f"{self.events:,} {what}: {name} {values[0]:.1f}{unit}, then {values[1]:.1f}{unit}"
-            )
+        first, second = (usage.memory / 2**20 for usage in (early, late))
+        print(
+            f"{self.events:,} {what}, after a tenth and at the end: memory {first:.1f} and "
+            f"{second:.1f} MiB, handles {early.handles} and {late.handles}, threads "
+            f"{early.threads} and {late.threads}"
+        )
         assert late.memory - early.memory < MOST_GROWTH
         assert late.handles <= early.handles and late.threads <= early.threads
 

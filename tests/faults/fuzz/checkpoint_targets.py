@@ -123,6 +123,8 @@ TARGETS = (
         kept=(
             (f"{LAST}/state.json", [(0, "set", None)]),  # the step is no number
             (f"{LAST}/state.json", [(1, "set", None)]),  # no checksums are listed
+            (f"{LAST}/state.json", [(10, "set", None)]),  # the best loss is no number
+            ("config.json", [(142, "set", [])]),  # the length of the run is no number
         ),
     ),
     Target("deep documents", st.sampled_from(DOCUMENTS), _deep),

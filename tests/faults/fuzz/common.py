@@ -36,23 +36,30 @@ class Hang(Exception):  # noqa: N818, not an error of the library
     """An example took longer than SECONDS."""
 
 
-def try_value(target: Target, value: Any) -> None:
+class _Alarm(BaseException):
+    """Passes through every `except Exception` of the library."""
+
+
+def try_value(target: Target, value: Any, seconds: float = SECONDS) -> None:
     """Check one value; raise `Hang` where it takes too long."""
-    with warnings.catch_warnings(), _alarm():
-        warnings.simplefilter("ignore")
-        target.check(value)
+    try:
+        with warnings.catch_warnings(), _alarm(seconds):
+            warnings.simplefilter("ignore")
+            target.check(value)
+    except _Alarm as alarm:
+        raise Hang(f"more than {seconds} s") from alarm
 
 
 @contextlib.contextmanager
-def _alarm() -> Iterator[None]:
+def _alarm(seconds: float) -> Iterator[None]:
     def ring(number: int, frame: FrameType | None) -> None:
-        raise Hang(f"more than {SECONDS} s")
+        raise _Alarm
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:

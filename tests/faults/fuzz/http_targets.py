@@ -64,7 +64,9 @@ def _exchange(port: int, request: bytes) -> bytes:
             connection.shutdown(socket.SHUT_WR)
             while part := connection.recv(65536):
                 answer += part
-        except ConnectionError:  # closed before the request was read
+        except TimeoutError:
+            raise
+        except OSError:  # closed before the request was read
             pass
     return answer
 

@@ -24,7 +24,7 @@ from faults.fuzz.common import (
 from faults.fuzz.materials import empty, fresh, run
 from study_cases import record
 
-METRIC = {"kind": "train", "step": 1, "loss": 2.5, "lr": 0.1, "tokens_per_second": 3.0}
+METRIC = {"kind": "valid", "step": 1, "loss": 2.5, "bits_per_byte": 3.6, "seconds": 3.0}
 RECORD = record("smoe", 0, 1.5)
 SETTINGS = {"attack": {"name": "pgd", "steps": 1}, "eps": [0.1], "model": "abc"}
 BATCH = {"eps": 0.1, "batch": 0, "images": 8, "right": 3, "attacked": 1}
@@ -62,7 +62,7 @@ def _metrics(lines: list[bytes]) -> None:
 
 def _facts(folder: Path) -> None:
     facts = read_run(folder, "run")
-    _ = facts.step, facts.state, facts.metric, facts.scores, facts.best
+    _ = facts.step, facts.state, facts.metric, facts.scores(), facts.best()
 
 
 def _study(lines: list[bytes]) -> None:

@@ -4,6 +4,7 @@ import random
 import resource
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ def work(names: list[str], seconds: float, seed: int) -> Report:
     The limit on memory turns a size that was believed into a MemoryError, which is a finding.
     """
     settle_cpu()
+    warnings.simplefilter("ignore")  # hypothesis warns that a request of 70 kB is long to print
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     from faults.fuzz.targets import TARGETS  # slow, and not needed by the process that waits
 

@@ -1,5 +1,7 @@
 """Random configs, files and requests end in success or in one line, never in another error."""
 
+import contextlib
+import time
 from typing import Any
 
 import pytest
@@ -7,7 +9,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from acmoe.errors import UserError
-from faults.fuzz.common import Target, allowed, changed, damaged, try_value
+from faults.fuzz.common import Hang, Target, allowed, changed, damaged, try_value
 from faults.fuzz.runner import fuzz
 from faults.fuzz.targets import TARGETS
 
@@ -42,6 +44,15 @@ def test_a_fault_is_found_once_and_reported() -> None:
     (finding,) = report.findings
     assert finding["target"] == "numbers" and finding["value"] == "4"  # the smallest that breaks
     assert "KeyError" in finding["error"]
+
+
+def test_a_hang_is_noticed_where_the_library_catches_all_errors() -> None:
+    def waits(value: int) -> None:
+        with contextlib.suppress(Exception):
+            time.sleep(value)
+
+    with pytest.raises(Hang, match=r"more than 0\.05 s"):
+        try_value(Target("waits", st.just(5), waits), 5, seconds=0.05)
 
 
 def test_changes_reach_inside_a_document() -> None:
