@@ -80,7 +80,7 @@ class Samples:
         assert late.handles <= early.handles and late.threads <= early.threads
 
 
-@pytest.mark.parametrize("steps", sizes(30, STEPS))
+@pytest.mark.parametrize("steps", sizes(20, STEPS))
 def test_training(steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     samples = Samples(steps)
     update = TextTrainer.update
@@ -107,7 +107,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(config, folder / "run")
 
 
-@pytest.mark.parametrize("tokens", sizes(60, TOKENS))
+@pytest.mark.parametrize("tokens", sizes(30, TOKENS))
 def test_generation(tokens: int, run: Path) -> None:
     samples = Samples(tokens)
     model = open_run(run).model("last").eval()
@@ -117,7 +117,7 @@ def test_generation(tokens: int, run: Path) -> None:
     samples.check("tokens")
 
 
-@pytest.mark.parametrize("requests", sizes(80, REQUESTS))
+@pytest.mark.parametrize("requests", sizes(60, REQUESTS))
 def test_serving(requests: int, run: Path) -> None:
     samples = Samples(requests)
     report = LiveReport([run], RoutingReader(tokens=8, device="cpu"))

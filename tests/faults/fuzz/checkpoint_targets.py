@@ -86,7 +86,8 @@ def _bytes(value: tuple[str, list[Any], bool]) -> None:
     if fits and path.suffix == ".safetensors":
         _fit(folder / LAST)
     _read(folder)
-    _resume(folder)
+    if fits:  # half of the values: resuming takes most of the time
+        _resume(folder)
 
 
 def _documents(value: tuple[str, list[Any]]) -> None:

@@ -13,7 +13,7 @@ from faults.fuzz.common import Hang, Target, allowed, changed, damaged, try_valu
 from faults.fuzz.runner import fuzz
 from faults.fuzz.targets import TARGETS
 
-SLOW = {"checkpoint bytes": 4, "checkpoint documents": 8, "deep documents": 1}
+SLOW = {"checkpoint bytes": 4, "checkpoint documents": 3, "deep documents": 1, "metrics.jsonl": 10}
 
 
 @pytest.mark.parametrize("name", TARGETS)
