@@ -17,7 +17,7 @@ EVERYTHING := -e '.[dev,hf,vision,text]'
 FLOORS := build/venv-floors
 NEWEST := build/venv-newest
 
-.PHONY: demo test test-all test-faults test-floors test-newest lint audit format bench docs \
+.PHONY: demo test test-all test-faults test-floors test-newest fuzz lint audit format bench docs \
   screenshot clean setup
 
 setup: $(READY)
@@ -37,7 +37,8 @@ test: $(READY)
 test-all: $(READY)
 	$(PYTEST) -m "not gpu"
 
-# Fails and kills at every file operation of a command, and damages every file of a run.
+# Fails and kills at every file operation of a command, damages every file of a run, and compares
+# memory before and after 20,000 steps.
 test-faults: $(READY)
 	$(PYTEST) -m faults
 
@@ -56,6 +57,12 @@ test-newest:
 	$(PYTHON) -m venv --clear $(NEWEST)
 	$(NEWEST)/bin/python $(INSTALL) --upgrade $(EVERYTHING)
 	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal $(QUICK) $(VERSION_TESTS)
+
+# Random configs, files and requests for MINUTES, in WORKERS processes.
+MINUTES ?= 5
+WORKERS ?= 2
+fuzz: $(READY)
+	$(BIN)/python -m tests.faults.fuzz --minutes $(MINUTES) --workers $(WORKERS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

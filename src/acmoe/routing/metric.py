@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from acmoe.config.routing import LossConfig, MetricConfig
+from acmoe.ops.bounded import bounded
 from acmoe.ops.route import Route, ScaledTokens
 from acmoe.ops.route.reference import choose
 from acmoe.ops.statistics.cluster_mean import cluster_mean
@@ -168,7 +169,8 @@ class MetricRouter(TopKRouter):
         nn.init.constant_(self.strength, self.config.strength)
 
     def affinity(self, x_TD: Tensor) -> Tensor:
-        return super().affinity(x_TD) - 0.5 * self.strength * self.distance(x_TD)
+        # A token far from all experts has distances whose square, in the z-loss, would overflow.
+        return bounded(super().affinity(x_TD) - 0.5 * self.strength * self.distance(x_TD))
 
     def choose(
         self,
