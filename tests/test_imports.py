@@ -37,6 +37,7 @@ ROOMS: dict[str, set[str]] = {
     # Faster ways to run a whole model, put in from outside.
     "fast": EVERYONE | LAYERS | {"models"},
     "adapters": EVERYONE | LAYERS | {"models"},  # other people's models
+    "hf": EVERYONE | LAYERS,  # HuggingFace transformers models
     # inputs -> inputs that fool a model; any model that has logits
     "attacks": EVERYONE | LAYERS | {"runtime"},
     # a run -> a report
@@ -62,7 +63,7 @@ ROOMS: dict[str, set[str]] = {
 # Packages that only some rooms know.
 AT_HOME: dict[str, set[str]] = {
     "triton": {"ops"},
-    "transformers": {"adapters", "lab"},
+    "transformers": {"adapters", "hf", "lab"},
     "timm": {"adapters"},
     "matplotlib": {"analyze", "lab"},
     "tyro": {"cli"},
@@ -255,7 +256,7 @@ def test_optional_packages_are_imported_where_their_absence_can_be_explained() -
         for one in IMPORTS
         if outside(one) in OPTIONAL
         and not (one.deferred or one.for_types)
-        and one.room != "adapters"
+        and one.room not in {"adapters", "hf"}
     ]
     assert not wrong, described(wrong)
 
