@@ -52,10 +52,10 @@ ROOMS: dict[str, set[str]] = {
     | LAYERS
     | {"runtime", "recipes", "data", "models", "fast", "evaluate", "train", "analyze"},
     # The front door, `import acmoe`: re-exports, and nothing that a command alone needs.
-    "__init__": EVERYONE | LAYERS | {"data", "models", "fast", "adapters"},
+    "__init__": EVERYONE | LAYERS | {"data", "models", "fast", "adapters", "hf"},
     "cli": EVERYONE
     | LAYERS
-    | {"runtime", "recipes", "data", "models", "fast", "adapters", "attacks"}
+    | {"runtime", "recipes", "data", "models", "fast", "adapters", "hf", "attacks"}
     | {"evaluate", "train", "analyze", "report", "lab"},
     "__main__": {"cli"},  # python -m acmoe
 }
