@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from acmoe.config.routing import AdaptiveConfig, SMoEConfig
 from acmoe.errors import UserError, check
@@ -29,7 +30,7 @@ from acmoe.hf.hooks import (
 from acmoe.hf.placement import adaptive_routers
 from acmoe.ops.dispatch import log_once
 
-HANDLES = "_acmoe_handles"  # attribute of an attached model: the handles of its hooks
+HANDLES = "_acmoe_handles"  # attribute of a module: the handles of the hooks put on it
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -85,11 +86,13 @@ def attach(
             f"{type(model).__name__} is attached already; call acmoe.detach(model) first",
         )
     placed = adaptive_routers(stacks, skip=skip, layers=layers)
-    handles = []
-    for stack, depths in zip(stacks, placed, strict=True):
-        if depths:
-            handles += _attach_stack(stack, depths, config, blend_steps)
-    setattr(model, HANDLES, handles)
+    parts = [
+        build_parts(stack, depths, config, blend_steps)
+        for stack, depths in zip(stacks, placed, strict=True)
+    ]
+    for stack, own in zip(stacks, parts, strict=True):
+        if own:
+            _attach_stack(stack, own)
     options = {"skip": skip, "layers": None if layers is None else [*layers]}
     _write_config(model, {**options, "blend_steps": blend_steps, "router": as_dict(config)})
     return model
@@ -109,19 +112,18 @@ def detach(model: Model) -> Model:
     >>> list(acmoe.detach(acmoe.attach(model)).state_dict()) == keys
     True
     """
-    attached = [module for module in model.modules() if HANDLES in module.__dict__]
     parts = attached_parts(model)
     check(
-        bool(attached) and bool(parts),
+        bool(parts),
         f"{type(model).__name__} has no attached router; pass the model that acmoe.attach got",
     )
-    for module in attached:
-        for handle in module.__dict__.pop(HANDLES):
+    for router in parts:
+        delattr(router, PLACE)
+    for module in model.modules():
+        for handle in module.__dict__.pop(HANDLES, ()):
             handle.remove()
         if hasattr(getattr(module, "config", None), "acmoe"):
             del module.config.acmoe
-    for router in parts:
-        delattr(router, PLACE)
     return model
 
 
@@ -172,50 +174,56 @@ def as_dict(config: AdaptiveConfig) -> dict[str, Any]:
     return {one.name: getattr(config, one.name) for one in fields(config) if one.name != "base"}
 
 
-def _attach_stack(
+def build_parts(
     stack: RouterStack, depths: set[int], config: AdaptiveConfig, blend_steps: int
-) -> list[Any]:
-    """Put parts on the routers at `depths` and before them; return the handles of all hooks."""
-    handles: list[Any] = []
-    parts: dict[int, list[AdaptivePart]] = {id(layer): [] for layer in stack.layers}
-    for depth, found in enumerate(stack.routers):
-        if depth not in depths and depth + 1 not in depths:
-            continue
-        part = AdaptivePart(
+) -> dict[int, AdaptivePart]:
+    """Return the parts of the routers at `depths` and of those before them, by depth."""
+    return {
+        depth: AdaptivePart(
             found,
             depth,
             reads=config if depth in depths else None,
             emits=config if depth + 1 in depths else None,
             blend_steps=blend_steps,
         )
-        if found.note is not None and depth in depths:
-            log_once(f"{type(found.module).__name__} {found.note}", logging.WARNING)
-        parts[id(found.layer)].append(part)
-        handles += _attach_router(found, part)
+        for depth, found in enumerate(stack.routers)
+        if depth in depths or depth + 1 in depths
+    }
+
+
+def _attach_stack(stack: RouterStack, parts: dict[int, AdaptivePart]) -> None:
+    """Put the parts on their routers, and hooks on routers, layers and the stack."""
+    inside: dict[int, list[AdaptivePart]] = {id(layer): [] for layer in stack.layers}
+    for depth, part in parts.items():
+        found = stack.routers[depth]
+        inside[id(found.layer)].append(part)
+        _attach_router(found, part)
     for layer in stack.layers:
-        own = tuple(parts[id(layer)])
+        own = tuple(inside[id(layer)])
         before = BeforeLayer(own)
         before.register(layer)
-        handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
+        _keep(layer, layer.register_forward_pre_hook(before, with_kwargs=True))
         if own:
-            handles.append(layer.register_forward_hook(AfterLayer(own), always_call=True))
-    own = tuple(part for layer in stack.layers for part in parts[id(layer)])
-    name, module = stack.name, stack.stack
-    new = BeforeStack(name, module, own)
-    handles.append(module.register_forward_pre_hook(new, with_kwargs=True))
-    handles.append(module.register_forward_hook(AfterStack(name, own), with_kwargs=True))
-    return handles
+            _keep(layer, layer.register_forward_hook(AfterLayer(own), always_call=True))
+    own, module = tuple(parts.values()), stack.stack
+    new, end = BeforeStack(stack.name, module, own), AfterStack(stack.name, own)
+    _keep(module, module.register_forward_pre_hook(new, with_kwargs=True))
+    _keep(module, module.register_forward_hook(end, with_kwargs=True))
 
 
-def _attach_router(found: FoundRouter, part: AdaptivePart) -> list[Any]:
+def _attach_router(found: FoundRouter, part: AdaptivePart) -> None:
     router = found.module
+    if found.note is not None and part.reader is not None:
+        log_once(f"{type(router).__name__} {found.note}", logging.WARNING)
     part.to(_device_of(router)).train(router.training)
     router.add_module(PLACE, part)
-    return [
-        router.register_forward_pre_hook(before_router, with_kwargs=True),
-        # Before all other hooks: expert parallelism replaces the chosen ids by local ones.
-        router.register_forward_hook(after_router, prepend=True),
-    ]
+    _keep(router, router.register_forward_pre_hook(before_router, with_kwargs=True))
+    # Before all other hooks: expert parallelism replaces the chosen ids by local ones.
+    _keep(router, router.register_forward_hook(after_router, prepend=True))
+
+
+def _keep(module: nn.Module, handle: RemovableHandle) -> None:
+    module.__dict__.setdefault(HANDLES, []).append(handle)
 
 
 def _device_of(router: nn.Module) -> torch.device:
