@@ -102,7 +102,8 @@ class AdaptivePart(nn.Module):
                 cache=self._slot(x_BLD, loan),
             )
             own_BLD = tokens.dense()
-            scaled_BLD = self.blend(x_BLD.to(own_BLD.dtype), own_BLD).to(x.dtype)
+            blended_BLD: Tensor = self.blend(x_BLD.to(own_BLD.dtype), own_BLD)
+        scaled_BLD = blended_BLD.to(x.dtype)
         if mask_BL is not None:
             scaled_BLD = torch.where(mask_BL[..., None], scaled_BLD, x_BLD)
         return scaled_BLD.view(x.shape)

@@ -122,8 +122,9 @@ def detach(model: Model) -> Model:
     for module in model.modules():
         for handle in module.__dict__.pop(HANDLES, ()):
             handle.remove()
-        if hasattr(getattr(module, "config", None), "acmoe"):
-            del module.config.acmoe
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "acmoe"):
+            del config.acmoe
     return model
 
 

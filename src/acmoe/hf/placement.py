@@ -1,6 +1,6 @@
 """Which routers of a model become adaptive."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from acmoe.errors import UserError, check
@@ -44,9 +44,11 @@ def adaptive_routers(
     return found
 
 
-def _named(layers: Sequence[int], longest: int) -> set[int]:
-    if isinstance(layers, str) or not isinstance(layers, Sequence):
-        raise UserError(f"layers={layers!r}; pass a list of MoE depths, such as [1, 2, 3]")
+def _named(layers: Iterable[int], longest: int) -> set[int]:
+    check(
+        isinstance(layers, list | tuple | range),
+        f"layers={layers!r}; pass a list of MoE depths, such as [1, 2, 3]",
+    )
     for depth in layers:
         check(
             isinstance(depth, int) and not isinstance(depth, bool) and 1 <= depth < longest,
