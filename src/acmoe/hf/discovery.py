@@ -1,7 +1,8 @@
 """Find the MoE routers of a transformers model from what the model itself declares.
 
 A model of transformers names the modules whose outputs it can record. The entry
-`_can_record_outputs["router_logits"]` names the router class and the place of its logits.
+`_can_record_outputs["router_logits"]` names the router class and the place of its logits. Older
+versions declare fewer routers; there the name of the class tells, ...TopKRouter.
 """
 
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from acmoe.errors import UserError, check
-from acmoe.hf.families import FAMILIES, Family, Reader, TupleReader, family_of
+from acmoe.hf.families import FAMILIES, CheckedReader, Family, Reader, TupleReader, family_of
 
 KEY = "router_logits"
 
@@ -96,7 +97,8 @@ def _candidates(model: nn.Module) -> Iterator[_Candidate]:
         index = next(
             (one.index for one in _recorders_above(path) if one.matches(name, module)), None
         )
-        if family is not None or index is not None:
+        named = type(module).__name__.lower().endswith("topkrouter")
+        if family is not None or index is not None or named:
             yield _Candidate(name, module, path, index or 0, family)
 
 
@@ -183,13 +185,14 @@ def _found_router(one: _Candidate, layer: nn.Module) -> FoundRouter:
         "acmoe.hf.register_family(...)",
     )
     num_experts, dim = _sizes(one, family)
+    read = family.read or TupleReader(scores=one.index, ids=2 if one.index == 0 else None)
     return FoundRouter(
         name=one.name,
         module=one.module,
         layer=layer,
         num_experts=num_experts,
         dim=dim,
-        read=family.read or TupleReader(scores=one.index, ids=2 if one.index == 0 else None),
+        read=CheckedReader(read, one.name, num_experts),
         adaptable=family.adaptable,
         note=family.note,
     )

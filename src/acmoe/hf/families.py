@@ -20,8 +20,9 @@ Reader = Callable[[Any], tuple[Tensor, Tensor | None]]
 class TupleReader:
     """Read scores and chosen ids from fixed places of a router's output tuple.
 
-    A router that returns one tensor returns its scores. Ids are None where the output holds no
-    integers at their place: then the first choice is the argmax of the scores.
+    A router that returns one tensor returns its scores. Where integers stand in the place of the
+    scores, the two have changed places: some routers returned their ids first in older versions.
+    Ids are None where there are none; then the first choice is the argmax of the scores.
     """
 
     scores: int = 0
@@ -29,12 +30,38 @@ class TupleReader:
 
     def __call__(self, output: Any) -> tuple[Tensor, Tensor | None]:
         if isinstance(output, Tensor):
-            return output.reshape(-1, output.shape[-1]), None
+            return _rows(output), None
         scores = output[self.scores]
-        scores_TE = scores.reshape(-1, scores.shape[-1])
-        if self.ids is None or len(output) <= self.ids or output[self.ids].is_floating_point():
+        ids = None if self.ids is None or len(output) <= self.ids else output[self.ids]
+        if ids is not None and not scores.is_floating_point():
+            scores, ids = ids, scores
+        scores_TE = _rows(scores)
+        if ids is None or ids.is_floating_point():
             return scores_TE, None
-        return scores_TE, output[self.ids].reshape(len(scores_TE), -1)
+        return scores_TE, ids.reshape(len(scores_TE), -1)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+@dataclass(frozen=True)
+class CheckedReader:
+    """Read a router by `read`, and raise where its scores do not have one column per expert."""
+
+    read: Reader
+    router: str  # dotted name
+    num_experts: int
+
+    def __call__(self, output: Any) -> tuple[Tensor, Tensor | None]:
+        scores_TE, ids_TK = self.read(output)
+        check(
+            scores_TE.dim() == 2 and scores_TE.shape[1] == self.num_experts,
+            f"{self.router} gave scores of shape {tuple(scores_TE.shape)}, not (T, "
+            f"{self.num_experts}); update transformers, or describe the router's output by "
+            "acmoe.hf.register_family(...)",
+        )
+        return scores_TE, ids_TK
 
 
 def read_zaya(output: Any) -> tuple[Tensor, Tensor | None]:
@@ -44,7 +71,7 @@ def read_zaya(output: Any) -> tuple[Tensor, Tensor | None]:
     cluster of their own.
     """
     logits, weights_TK, ids_TK, _ = output
-    scores_TE = logits.reshape(-1, logits.shape[-1])
+    scores_TE = _rows(logits)
     return scores_TE, ids_TK.masked_fill(weights_TK == 0, scores_TE.shape[-1] - 1)
 
 
@@ -58,7 +85,7 @@ class Family:
     ends_with: str = ""  # take only routers whose dotted name ends with this
     layer: str | None = None  # class of the decoder layers, where they stand in no ModuleList
     adaptable: bool = True
-    note: str | None = None
+    note: str | None = None  # a warning; the name of the class is its subject
     refusal: str | None = None  # the reason why models with this router cannot be adapted
 
 
@@ -70,16 +97,20 @@ _NORM_INSIDE = (
 # By the name of the router class. A router of this table is found where no recorder names it, and
 # a recorded module that holds one is taken for its MoE block.
 FAMILIES: dict[str, Family] = {
-    "Gemma4TextRouter": Family(note=_NORM_INSIDE),
-    "DiffusionGemmaTextRouter": Family(note=_NORM_INSIDE),
+    "Gemma4TextRouter": Family(read=TupleReader(), note=_NORM_INSIDE),
+    "DiffusionGemmaTextRouter": Family(read=TupleReader(), note=_NORM_INSIDE),
     "ZayaRouter": Family(
         read=read_zaya,
         num_experts="num_router_classes",
         note="normalises a projection of its input, and adds the previous router's projection to "
         "it: the rescaling is partly undone",
     ),
+    # Up to 5.17 transformers declares no recorder for these, or the block around them.
+    "DbrxRouter": Family(read=TupleReader()),
+    "HunYuanMoEV1Gate": Family(read=TupleReader()),
+    "Llama4Router": Family(read=TupleReader(scores=1, ids=None)),
     # The experts that copy their token have columns and clusters of their own.
-    "LongcatFlashTopkRouter": Family(num_experts="n_routed_experts"),
+    "LongcatFlashTopkRouter": Family(read=TupleReader(), num_experts="n_routed_experts"),
     # Looks up the experts of a token id; the input only weighs them.
     "DeepseekV4HashRouter": Family(read=TupleReader(), adaptable=False),
     # The class also routes between attention projections; those routers stay as they are.
@@ -135,7 +166,7 @@ def register_family(
             `nn.ModuleList` of the model.
         adaptable: False for a router that does not choose by its input, such as a hash router.
             It tells the next router the tokens' clusters, and is not rescaled itself.
-        note: A sentence that `attach` logs as a warning, once.
+        note: A warning that `attach` logs once, after the name of the class: "MyRouter {note}".
 
     Example: `register_family("MyRouter", scores=1, ids=0)` for a router of `trust_remote_code` that
     returns (ids, logits).
