@@ -309,4 +309,4 @@ def test_importing_the_library_loads_no_heavy_package(
     assert isinstance(rooms, list)
     heavy = OPTIONAL | {"scipy", "timm", "triton", "pandas", "tyro"}
     assert not set(loaded) & heavy  # torch's own imports are not counted
-    assert not set(rooms) & {"cli", "train", "analyze", "lab"}
+    assert not set(rooms) & {"cli", "train", "analyze", "lab", "hf"}

@@ -13,8 +13,8 @@ from small_models import build, inputs
 from torch import Tensor, nn
 
 import acmoe
-from acmoe import AdaptiveConfig, UserError
-from acmoe.hf.adaptive import AdaptivePart, first_choice
+from acmoe import AdaptiveConfig, RoutingState, UserError
+from acmoe.hf.adaptive import AdaptivePart, first_choice, state_on
 from acmoe.hf.attach import attached_parts
 from acmoe.lab.variants import VariantConfig
 
@@ -120,6 +120,13 @@ def test_the_first_choice_is_the_best_among_the_chosen_on_this_rank() -> None:
     chosen = torch.tensor([[1, 3], [2, 1], [4, 2], [4, 4]])  # 4: an expert of another rank
     assert first_choice(scores, chosen).tolist() == [3, 1, 2, 2]
     assert first_choice(scores, None).tolist() == [0, 1, 0, 2]
+
+
+def test_a_state_moves_to_the_device_of_its_router() -> None:
+    state = RoutingState.identity(num_tokens=3, num_clusters=4, dim=8)
+    moved = state_on(state, torch.empty(3, 8, device="meta"))
+    assert [tensor.device.type for tensor in moved] == ["meta"] * 6
+    assert state_on(state, torch.empty(3, 8)) is state
 
 
 def test_low_precision_is_cast_back_for_the_router() -> None:

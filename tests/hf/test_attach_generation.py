@@ -16,7 +16,7 @@ def generated(model: Any, tokens: Tensor, **options: Any) -> Any:
     return model.generate(tokens, **{**fixed, **options})
 
 
-@pytest.mark.parametrize("mode", ["running", "prefix"])
+@pytest.mark.parametrize("mode", [pytest.param("running", marks=pytest.mark.slow), "prefix"])
 def test_decoding_equals_the_whole_forward_with_and_without_cache_and_beams(mode: str) -> None:
     model, tokens = measured(statistics=mode), ids()
     found = generated(model, tokens, return_dict_in_generate=True, output_logits=True)
@@ -42,7 +42,7 @@ def test_assisted_decoding_is_right_for_running_and_refused_for_prefix_statistic
         generated(measured(statistics="prefix"), tokens, prompt_lookup_num_tokens=2)
 
 
-@pytest.mark.parametrize("mode", ["batch", "sequence"])
+@pytest.mark.parametrize("mode", ["batch", pytest.param("sequence", marks=pytest.mark.slow)])
 def test_statistics_of_whole_sequences_are_refused_with_a_cache(mode: str) -> None:
     model, tokens = measured(statistics="prefix", eval_statistics=mode), ids()
     with pytest.raises(UserError, match=f"statistics='{mode}' measure whole sequences"):

@@ -27,8 +27,15 @@ def gradients(model: nn.Module) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("mode", ["running", "prefix"])
+@pytest.mark.parametrize(
+    ("mode", "reentrant"),
+    [
+        ("running", False),
+        ("prefix", True),
+        pytest.param("running", True, marks=pytest.mark.slow),
+        pytest.param("prefix", False, marks=pytest.mark.slow),
+    ],
+)
 def test_checkpointing_gives_the_same_gradients_and_counts_once(mode: str, reentrant: bool) -> None:
     model = measured(statistics=mode).train()
     plain = gradients(model)

@@ -97,7 +97,7 @@ class AdaptivePart(nn.Module):
         with without_autocast(x):
             tokens = self.reader.rescale(
                 blank(x_BLD, mask_BL),
-                _on(state, x),
+                state_on(state, x),
                 token_mask=mask_BL,
                 cache=self._slot(x_BLD, loan),
             )
@@ -202,7 +202,7 @@ def first_choice(scores_TE: Tensor, ids_TK: Tensor | None) -> Tensor:
     return scores_TE.masked_fill(~chosen_TE, float("-inf")).argmax(-1)
 
 
-def _on(state: RoutingState, x: Tensor) -> RoutingState:
+def state_on(state: RoutingState, x: Tensor) -> RoutingState:
     """Return the state on the device of x: layers of one model may be on several devices."""
     if state.assignment.device == x.device:
         return state

@@ -72,8 +72,6 @@ class StatisticsLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         return -1
 
-    get_max_cache_shape = get_max_length  # its name before transformers 5.20
-
 
 def past_tokens(cache: Any) -> int:
     """Return the number of tokens in a cache; None is an empty one."""
@@ -100,8 +98,8 @@ def store_slots(cache: Any, stack: str, slots: dict[int, StatisticsSlot]) -> Non
 
 def cache_of(output: Any) -> Any:
     """Return the cache that a model's output holds, or None."""
-    values = output.values() if isinstance(output, dict) else output
-    values = values if isinstance(values, tuple | list) else list(values or ())
+    values = tuple(output.values()) if isinstance(output, dict) else output
+    values = values if isinstance(values, tuple | list) else ()
     return next((value for value in values if isinstance(value, Cache)), None)
 
 

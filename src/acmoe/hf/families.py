@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from acmoe.errors import check
@@ -64,6 +65,13 @@ class CheckedReader:
         return scores_TE, ids_TK
 
 
+def read_probabilities(output: Any) -> tuple[Tensor, Tensor | None]:
+    """Read a router that returns probabilities first; their logarithms differ from its logits by a
+    constant per token, so that a softmax over some of the experts is the same."""
+    scores_TE, ids_TK = TupleReader()(output)
+    return scores_TE.clamp(min=torch.finfo(scores_TE.dtype).tiny).log(), ids_TK
+
+
 def read_zaya(output: Any) -> tuple[Tensor, Tensor | None]:
     """Read a ZayaRouter, whose last of E+1 columns means that the token skips the experts.
 
@@ -97,8 +105,8 @@ _NORM_INSIDE = (
 # By the name of the router class. A router of this table is found where no recorder names it, and
 # a recorded module that holds one is taken for its MoE block.
 FAMILIES: dict[str, Family] = {
-    "Gemma4TextRouter": Family(read=TupleReader(), note=_NORM_INSIDE),
-    "DiffusionGemmaTextRouter": Family(read=TupleReader(), note=_NORM_INSIDE),
+    "Gemma4TextRouter": Family(read=read_probabilities, note=_NORM_INSIDE),
+    "DiffusionGemmaTextRouter": Family(read=read_probabilities, note=_NORM_INSIDE),
     "ZayaRouter": Family(
         read=read_zaya,
         num_experts="num_router_classes",
