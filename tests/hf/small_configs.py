@@ -9,63 +9,6 @@ from typing import Any
 VOCABULARY = 97
 LAYERS = 4
 
-# A value for every field of a config that has a size; a config takes those that it has.
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "max_position_embeddings": 128,
-    "hidden_size": 32,
-    "num_hidden_layers": LAYERS,
-    "num_layers": LAYERS,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 24,
-    "shared_intermediate_size": 24,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "sliding_window": 16,
-    # Experts, under all their names.
-    "num_experts": 8,
-    "num_local_experts": 8,
-    "n_routed_experts": 8,
-    "moe_num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_topk": 2,
-    "moe_k": 2,
-    "top_k_experts": 2,
-    "n_shared_experts": 1,
-    "num_shared_experts": 1,
-    "moe_num_shared_experts": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "num_dense_layers": 1,
-    "mlp_layer_types": ["dense"] + ["sparse"] * (LAYERS - 1),
-    # Attention through low-rank projections, with an indexer that picks keys.
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "index_topk": 8,
-    "index_head_dim": 16,
-    "index_n_heads": 2,
-    # Linear attention and state-space layers.
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_head_dim": 8,
-    "linear_num_heads": 4,
-    "mamba_n_heads": 8,
-    "mamba_d_state": 8,
-    "mamba_d_head": 8,
-    "mamba_dt_rank": 4,
-}
-
 
 @dataclass(frozen=True)
 class Small:

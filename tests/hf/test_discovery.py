@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from families_page import page
 from small_models import FAMILIES, build, inputs, is_known
 from torch import Tensor, nn
 from transformers.utils import logging
 
 from acmoe.errors import UserError
-from acmoe.hf import families, register_family
+from acmoe.hf import families
 from acmoe.hf.discovery import FoundRouter, RouterStack, find_stacks
 
 REFUSED = ("doge",)
@@ -32,14 +33,11 @@ FOUND = [
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Tiny configs make transformers warn about positions; leave the table as it was."""
-    before = dict(families.FAMILIES)
+    """Tiny configs make transformers warn about positions."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     yield
     logging.set_verbosity(verbosity)
-    families.FAMILIES.clear()
-    families.FAMILIES.update(before)
 
 
 class Listener:
@@ -207,59 +205,6 @@ def test_a_model_without_routers_says_what_was_looked_for() -> None:
         find_stacks(model)
 
 
-class Chooser(nn.Module):
-    """A router that nobody has declared; it returns (ids, logits)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.table(x)
-        return logits.topk(2).indices, logits
-
-
-class Unknown(nn.Module):
-    """Two layers that stand beside each other in no ModuleList."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Sequential(Chooser()) for _ in range(2))
-
-
-def test_a_registered_family_is_found() -> None:
-    register_family(Chooser, scores=1, ids=0, layer="Sequential", note="is only a test")
-    model = Unknown()
-    (stack,) = find_stacks(model)
-    assert (stack.name, stack.stack, stack.layers) == ("", model, (model.first, model.second))
-    assert [router.name for router in stack.routers] == ["first.0", "second.0"]
-    router = stack.routers[1]
-    assert (router.num_experts, router.dim, router.note) == (3, 4, "is only a test")
-    ids, logits = model.second[0](torch.randn(5, 4))
-    scores_TE, ids_TK = router.read((ids, logits))
-    assert torch.equal(scores_TE, logits)
-    assert ids_TK is not None and torch.equal(ids_TK, ids)
-
-
-def test_a_layer_that_cannot_be_told_is_asked_for() -> None:
-    register_family("Chooser", scores=1, ids=0)
-    with pytest.raises(UserError, match=r"first\.0 stands in no nn\.ModuleList .* layer="):
-        find_stacks(Unknown())
-    register_family("Chooser", scores=1, ids=0, layer="Linear")
-    with pytest.raises(UserError, match=r"first\.0 is not inside a Linear"):
-        find_stacks(Unknown())
-
-
-def test_a_router_without_sizes_is_asked_for_them() -> None:
-    register_family("Identity", layer="Sequential")
-    model = nn.Sequential(nn.Sequential(nn.Identity()))
-    with pytest.raises(UserError, match=r"\(Identity\) shows neither num_experts"):
-        find_stacks(model)
-    register_family("Identity", layer="Sequential", num_experts=5, dim=3)
-    router = find_stacks(model)[0].routers[0]
-    assert (router.num_experts, router.dim) == (5, 3)
-
-
 def test_a_declared_block_is_not_taken_for_a_router() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -273,6 +218,15 @@ def test_a_declared_block_is_not_taken_for_a_router() -> None:
         layer.mlp = Block()
     with pytest.raises(UserError, match=r"layers\.0\.mlp .* is a whole MoE block \(Block\)"):
         find_stacks(model)
+
+
+def test_sizes_do_not_come_from_a_packed_weight() -> None:
+    model = build("dbrx")
+    for router in find_stacks(model)[0].routers:  # as bitsandbytes packs 8 x 32 values of 4 bits
+        packed = torch.zeros((128, 1), dtype=torch.uint8)
+        router.module.layer.weight = nn.Parameter(packed, requires_grad=False)
+    sizes = [(router.num_experts, router.dim) for router in find_stacks(model)[0].routers]
+    assert sizes == [(8, 32)] * 4
 
 
 def declared() -> set[str]:
@@ -292,3 +246,11 @@ def test_nearly_all_families_of_transformers_are_covered() -> None:
     if VERSION < (5, 22):
         pytest.skip("older versions have fewer families")
     assert len(families_there & covered) >= 60, missing
+
+
+@pytest.mark.slow
+def test_the_page_of_families_is_up_to_date() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "huggingface-families.md").read_text()
+    if f"## transformers {transformers.__version__}:" not in text:
+        pytest.skip(f"the page was written for another version than {transformers.__version__}")
+    assert text == page()

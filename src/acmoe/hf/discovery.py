@@ -47,7 +47,7 @@ class _Recorder(NamedTuple):
     """The part of transformers' OutputRecorder that is used here; it moved between versions."""
 
     target_class: type[nn.Module] | None
-    index: int
+    place: int
     layer_name: str | None
     class_name: str | None
 
@@ -62,7 +62,7 @@ class _Candidate(NamedTuple):
     name: str
     module: nn.Module
     path: tuple[tuple[str, nn.Module], ...]  # from the model down to the router
-    index: int  # place of the scores in its output, as declared
+    place: int  # of the scores in its output, as declared
     family: Family | None
 
 
@@ -95,7 +95,7 @@ def _candidates(model: nn.Module) -> Iterator[_Candidate]:
         path = tuple((prefix, modules[prefix]) for prefix in prefixes if prefix in modules)
         family = family_of(module)
         index = next(
-            (one.index for one in _recorders_above(path) if one.matches(name, module)), None
+            (one.place for one in _recorders_above(path) if one.matches(name, module)), None
         )
         named = type(module).__name__.lower().endswith("topkrouter")
         if family is not None or index is not None or named:
@@ -185,7 +185,7 @@ def _found_router(one: _Candidate, layer: nn.Module) -> FoundRouter:
         "acmoe.hf.register_family(...)",
     )
     num_experts, dim = _sizes(one, family)
-    read = family.read or TupleReader(scores=one.index, ids=2 if one.index == 0 else None)
+    read = family.read or TupleReader(scores=one.place, ids=2 if one.place == 0 else None)
     return FoundRouter(
         name=one.name,
         module=one.module,
