@@ -12,7 +12,6 @@ import transformers
 from small_configs import FAMILIES, LAYERS, VOCABULARY, Small
 from torch import Tensor, nn
 
-
 # A value for every field of a config that has a size; a config takes those that it has.
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
