@@ -52,10 +52,10 @@ ROOMS: dict[str, set[str]] = {
     | LAYERS
     | {"runtime", "recipes", "data", "models", "fast", "hf", "evaluate", "train", "analyze"},
     # The front door, `import acmoe`: re-exports, and nothing that a command alone needs.
-    "__init__": EVERYONE | LAYERS | {"data", "models", "fast", "adapters"},
+    "__init__": EVERYONE | LAYERS | {"data", "models", "fast", "adapters", "hf"},
     "cli": EVERYONE
     | LAYERS
-    | {"runtime", "recipes", "data", "models", "fast", "adapters", "attacks"}
+    | {"runtime", "recipes", "data", "models", "fast", "adapters", "hf", "attacks"}
     | {"evaluate", "train", "analyze", "report", "lab"},
     "__main__": {"cli"},  # python -m acmoe
 }
@@ -315,4 +315,4 @@ def test_importing_the_library_loads_no_heavy_package(
     assert isinstance(rooms, list)
     heavy = OPTIONAL | {"scipy", "timm", "triton", "pandas", "tyro"}
     assert not set(loaded) & heavy  # torch's own imports are not counted
-    assert not set(rooms) & {"cli", "train", "analyze", "lab"}
+    assert not set(rooms) & {"cli", "train", "analyze", "lab", "hf"}

@@ -5,6 +5,9 @@
 >>> y, state = moe(torch.randn(5, 8))
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from acmoe.config.routing import (
     AdaptiveConfig,
     CosineConfig,
@@ -37,6 +40,11 @@ from acmoe.routing.override import override_statistics
 from acmoe.routing.router import Router
 from acmoe.routing.state import Routing, RoutingState
 from acmoe.routing.step import fold_statistics
+
+if TYPE_CHECKING:  # at run time by __getattr__
+    from acmoe.hf.attach import attach as attach
+    from acmoe.hf.attach import detach as detach
+    from acmoe.hf.calibrate import calibrate as calibrate
 
 __version__ = "0.1.0"
 
@@ -81,3 +89,22 @@ __all__ = [
     "save",
     "set_statistics_group",
 ]
+
+# Names that need transformers, imported where they are first used. They are not in __all__:
+# `from acmoe import *` works without transformers.
+_IN_HF = ("attach", "calibrate", "detach")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _IN_HF:
+        raise AttributeError(f"module 'acmoe' has no attribute {name!r}")
+    try:
+        return getattr(importlib.import_module("acmoe.hf"), name)
+    except ImportError as error:
+        raise UserError(
+            f"acmoe.{name} needs transformers 5.17 or later ({error}); run pip install 'acmoe[hf]'"
+        ) from error
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_IN_HF})

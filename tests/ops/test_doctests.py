@@ -21,6 +21,7 @@ def modules_with_examples() -> list[str]:
     names = [module.name for module in modules if not KERNELS.search(module.name)]
     names += ["acmoe", "acmoe.routing.layer_plan", "acmoe.routing.router"]
     names += ["acmoe.experts.moe", "acmoe.experts.stack"]
+    names += ["acmoe.hf.attach", "acmoe.hf.blend", "acmoe.hf.calibrate"]
     return [name for name in names if PROMPT.search(source(name))]
 
 

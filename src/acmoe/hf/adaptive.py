@@ -1,0 +1,214 @@
+"""The module that `attach` puts on a router of transformers, as `router.adaptive`.
+
+Before the router it multiplies the tokens by M_k* of their cluster; after it, it reads the choice
+and computes the state for the next MoE layer. The router itself is not changed: its weights, its
+top-k and its outputs are the model's own.
+
+T tokens, or B sequences of L tokens; D features, E experts, K experts per token.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from acmoe.config.routing import AdaptiveConfig
+from acmoe.errors import UserError, check
+from acmoe.hf.blend import Blend
+from acmoe.hf.discovery import FoundRouter
+from acmoe.hf.tape import Tape
+from acmoe.ops.precision import without_autocast
+from acmoe.ops.statistics.dispersion import accumulation_dtype
+from acmoe.routing.adaptive import AdaptiveRouter
+from acmoe.routing.cache import StatisticsSlot
+from acmoe.routing.next_state import NextState
+from acmoe.routing.router import Router, blank
+from acmoe.routing.state import Routing, RoutingState
+from acmoe.routing.statistics import ClusterStatistics
+
+
+class ForeignRouter(Router):
+    """Stands for the model's router where `AdaptiveRouter` asks for sizes; it is never called."""
+
+
+@dataclass
+class Loan:
+    """The arguments of one call of a decoder layer, lent to its routers for that call."""
+
+    tape: Tape
+    num_sequences: int
+    x: Tensor | None = None  # the router's input before it was rescaled
+
+
+class AdaptivePart(nn.Module):
+    """Rescales the input of one router, and computes the state for the next one.
+
+    depth    the router's number among the MoE routers of its stack, from 0
+    reads    the config by which this router is rescaled; None: it stays plain
+    emits    the config of the next router, whose state is computed here; None: it is plain
+    """
+
+    def __init__(
+        self,
+        found: FoundRouter,
+        depth: int,
+        *,
+        reads: AdaptiveConfig | None,
+        emits: AdaptiveConfig | None,
+        blend_steps: int,
+    ) -> None:
+        super().__init__()
+        self.name = found.name
+        self.depth = depth
+        self.dim, self.num_experts = found.dim, found.num_experts
+        self.read = found.read
+        self.reader: AdaptiveRouter | None = None
+        self.blend: Blend | None = None
+        self.next_state: NextState | None = None
+        # Only for compiled code: torch.compile cannot trace a thread-local variable.
+        self.lent: Loan | None = None
+        if reads is not None:
+            base = ForeignRouter(dim=self.dim, num_experts=self.num_experts, top_k=1)
+            self.reader = AdaptiveRouter(reads, base)
+            self.blend = Blend(blend_steps)
+        if emits is not None:
+            self.next_state = NextState(emits, num_clusters=self.num_experts, dim=self.dim)
+
+    @property
+    def statistics(self) -> ClusterStatistics | None:
+        """Return the statistics measured at this router, if any."""
+        for holder in (self.reader, self.next_state):
+            if holder is not None and holder.statistics is not None:
+                return holder.statistics
+        return None
+
+    def rescale(self, x: Tensor, loan: Loan) -> Tensor:
+        """Return M_k* h for the router's input x (..., D), in the shape and dtype of x.
+
+        Padding stays as it is. Where the router before was not called there is no state: the
+        router reads x, and the stack raises at its end.
+        """
+        state = loan.tape.states.get(self.depth - 1)
+        if self.reader is None or self.blend is None or state is None:
+            return x
+        x_BLD = self._sequences(x, loan)
+        mask_BL = _mask_on(x, loan)
+        with without_autocast(x):
+            tokens = self.reader.rescale(
+                blank(x_BLD, mask_BL),
+                state_on(state, x),
+                token_mask=mask_BL,
+                cache=self._slot(x_BLD, loan),
+            )
+            own_BLD = tokens.dense()
+            blended_BLD: Tensor = self.blend(x_BLD.to(own_BLD.dtype), own_BLD)
+        scaled_BLD = blended_BLD.to(x.dtype)
+        if mask_BL is not None:
+            scaled_BLD = torch.where(mask_BL[..., None], scaled_BLD, x_BLD)
+        return scaled_BLD.view(x.shape)
+
+    def record(self, x: Tensor, output: Any, loan: Loan) -> None:
+        """Write the state for the next router to the tape, from the router's input and output."""
+        tape = loan.tape
+        repeated = self.depth in tape.called
+        tape.called.add(self.depth)
+        if self.next_state is None:
+            return
+        config = self.next_state.next_router
+        assert isinstance(config, AdaptiveConfig)
+        # Gradient checkpointing repeats the call. The state of the first time stays; a state with
+        # gradients is computed again, because the same tensors must be saved for backward.
+        if repeated and config.detach:
+            return
+        self._check_gradient(config, tape)
+        x_BLD = self._sequences(x, loan)
+        mask_BL = _mask_on(x, loan)
+        routing = self._routing(output, config)
+        before = RoutingState.before(x_BLD, num_clusters=self.num_experts, mix=config.mix)
+        state = self.next_state(blank(x_BLD, mask_BL), routing, before, token_mask=mask_BL)
+        if not repeated:
+            tape.states[self.depth] = state
+
+    def _routing(self, output: Any, config: AdaptiveConfig) -> Routing:
+        """Return the choice of the router as the library's `Routing`, from its output."""
+        scores_TE, ids_TK = self.read(output)
+        scores_TE = scores_TE.to(accumulation_dtype(scores_TE.dtype))
+        first_T = first_choice(scores_TE.detach(), ids_TK)
+        if ids_TK is None:
+            check(
+                config.mean_over == "all",
+                f"mean_over={config.mean_over!r} counts the chosen experts, which the output of "
+                f"{self.name} does not tell; use mean_over='all'",
+            )
+            ids_TK = first_T[:, None]
+        E = self.num_experts
+        ids_TK = torch.where((ids_TK >= 0) & (ids_TK < E), ids_TK.long(), E)
+        gate_TK = torch.ones_like(ids_TK, dtype=scores_TE.dtype)
+        loss = torch.zeros((), device=scores_TE.device)
+        return Routing(ids_TK, gate_TK, scores_TE, loss, first_T)
+
+    def _sequences(self, x: Tensor, loan: Loan) -> Tensor:
+        """Return the router's input as (B, L, D)."""
+        tokens = x.numel() // self.dim
+        if x.shape[-1] != self.dim or tokens % loan.num_sequences != 0:
+            raise UserError(
+                f"{self.name} was called with {tuple(x.shape)} for {loan.num_sequences} sequences "
+                f"of width {self.dim}; an adaptive router reads all tokens of its layer's call"
+            )
+        return x.reshape(loan.num_sequences, -1, self.dim)
+
+    def _slot(self, x_BLD: Tensor, loan: Loan) -> StatisticsSlot | None:
+        """Return the decode slot of prefix statistics; a new one where a cache may be returned."""
+        assert self.reader is not None
+        if self.statistics is None or self.statistics.training or self.statistics.mode != "prefix":
+            return None
+        B = x_BLD.shape[0]
+        slot = loan.tape.slot(self.depth)
+        if slot is None and not (torch.is_grad_enabled() and x_BLD.requires_grad):
+            slot = self.reader.new_slot(B, device=x_BLD.device, dtype=x_BLD.dtype)
+            assert slot is not None
+            loan.tape.new_slots[self.depth] = slot
+        check(
+            slot is None or slot.num_sequences == B,
+            f"past_key_values was filled for {slot and slot.num_sequences} sequences, and this "
+            f"call has {B}; begin with an empty cache",
+        )
+        return slot
+
+    def _check_gradient(self, config: AdaptiveConfig, tape: Tape) -> None:
+        """Raise a UserError if reentrant checkpointing would drop the gradient of the scale."""
+        crosses = not config.detach and (config.mix > 1 or config.reads == "previous")
+        check(
+            not (crosses and tape.gradient and not torch.is_grad_enabled()),
+            "detach=False sends a gradient from layer to layer, which reentrant gradient "
+            "checkpointing drops; use gradient_checkpointing_kwargs={'use_reentrant': False}",
+        )
+
+
+def first_choice(scores_TE: Tensor, ids_TK: Tensor | None) -> Tensor:
+    """Return (T,) k*: the expert of highest score among those chosen, lowest index among equals.
+
+    The argmax of all scores need not be chosen: groups and selection biases may forbid it. Ids
+    outside 0 to E - 1 mean an expert on another rank; a token with no other id has the argmax.
+    """
+    if ids_TK is None:
+        return scores_TE.argmax(-1)
+    E = scores_TE.shape[-1]
+    local_TK = (ids_TK >= 0) & (ids_TK < E)
+    chosen_TE = torch.zeros(len(scores_TE), E + 1, dtype=torch.bool, device=scores_TE.device)
+    chosen_TE = chosen_TE.scatter(1, torch.where(local_TK, ids_TK.long(), E), True)[:, :E]
+    chosen_TE = chosen_TE | ~local_TK.any(-1, keepdim=True)
+    return scores_TE.masked_fill(~chosen_TE, float("-inf")).argmax(-1)
+
+
+def state_on(state: RoutingState, x: Tensor) -> RoutingState:
+    """Return the state on the device of x: layers of one model may be on several devices."""
+    if state.assignment.device == x.device:
+        return state
+    return RoutingState(*(tensor.to(x.device) for tensor in state))
+
+
+def _mask_on(x: Tensor, loan: Loan) -> Tensor | None:
+    mask_BL = loan.tape.token_mask
+    return None if mask_BL is None else mask_BL.to(x.device)

@@ -1,0 +1,105 @@
+"""Measure the running statistics of an attached model without training it."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from acmoe.errors import UserError, check
+from acmoe.hf.attach import attached_parts
+from acmoe.routing.statistics import ClusterStatistics
+
+Model = TypeVar("Model", bound=nn.Module)
+Batch = Tensor | Mapping[str, Any]
+
+
+@torch.no_grad()
+def calibrate(model: Model, batches: Iterable[Batch]) -> Model:
+    """Move the running statistics by one update per batch, and return the model.
+
+    Each batch counts as one training step whose weights stay as they are. Apart from the
+    statistics nothing changes: no weight, no other buffer, no mode and no random number generator;
+    dropout and router noise are off meanwhile.
+
+    batches: tensors of token ids (B, L), or dicts of model inputs, with an attention_mask where
+    there is padding.
+
+    >>> from transformers import MixtralConfig, MixtralForCausalLM
+    >>> import acmoe
+    >>> sizes = dict(vocab_size=50, hidden_size=16, intermediate_size=16, num_attention_heads=2)
+    >>> config = MixtralConfig(**sizes, num_hidden_layers=3, num_key_value_heads=2)
+    >>> model = acmoe.attach(MixtralForCausalLM(config))
+    >>> model = acmoe.calibrate(model, [torch.randint(50, (4, 32)) for _ in range(3)])
+    """
+    statistics = _statistics(model)
+    seen = 0
+    with _measuring(model, statistics):
+        for batch in batches:
+            model(**_inputs(model, batch))
+            for one in statistics:
+                one.update()
+            seen += 1
+    check(seen > 0, "batches is empty; pass tensors of token ids, or dicts of model inputs")
+    return model
+
+
+def _statistics(model: nn.Module) -> list[ClusterStatistics]:
+    parts = attached_parts(model).values()
+    check(
+        bool(parts),
+        f"{type(model).__name__} has no attached router; call acmoe.attach(model) first",
+    )
+    found = [part.statistics for part in parts]
+    statistics = [one for one in found if one is not None]
+    modes = set(statistics[0].config.modes)
+    check(
+        bool(modes & {"running", "prefix"}),
+        f"statistics={statistics[0].mode!r} never read a running average, so there is nothing to "
+        "calibrate; use statistics='running' or 'prefix'",
+    )
+    return statistics
+
+
+def _inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """Return the keyword arguments of a call, on the device of the model."""
+    if isinstance(batch, Tensor):
+        batch = {"input_ids": batch}
+    if not isinstance(batch, Mapping):
+        raise UserError(
+            f"batches holds a {type(batch).__name__}; pass tensors of token ids, or dicts of model "
+            "inputs"
+        )
+    device = next(model.parameters()).device
+    moved = {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in batch.items()
+    }
+    return {"use_cache": False, **moved}
+
+
+@contextlib.contextmanager
+def _measuring(model: nn.Module, statistics: list[ClusterStatistics]) -> Iterator[None]:
+    """Set the statistics to training and all else to evaluation; restore everything afterwards.
+
+    Batches that a training step has recorded and not yet used are put back as well.
+    """
+    modes = {module: module.training for module in model.modules()}
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    waiting = [(one.forwards, one.waiting) for one in statistics]
+    pending = [(one.last_dispersion.clone(), one.last_count.clone()) for one in statistics]
+    try:
+        model.eval()
+        for one in statistics:
+            one.training = True
+            one.last_count.zero_()
+        with torch.random.fork_rng(sorted(index for index in devices if index is not None)):
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        for one, state, (dispersion, count) in zip(statistics, waiting, pending, strict=True):
+            one.forwards, one.waiting = state
+            one.last_dispersion.copy_(dispersion)
+            one.last_count.copy_(count)

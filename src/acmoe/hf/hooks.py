@@ -1,0 +1,179 @@
+"""The hooks of an attached model. They carry the tape of a forward pass to its routers.
+
+    before the stack    put a new `Tape` into the keyword arguments
+    before a layer      take it out, and lend it to the routers of the layer for this call
+    before a router     rescale its input by the state of the router before it
+    after a router      write its state for the next one
+    after a layer       end the loan
+    after the stack     raise if a router was left out; keep prefix statistics in the cache
+
+Hooks are objects whose modules are attributes: a closure would stay with the original model when
+the model is copied. A loan is kept in a thread-local variable, so that threads can share a model;
+compiled code keeps it in an attribute of the router's part.
+"""
+
+import inspect
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from acmoe.errors import UserError, check
+from acmoe.hf.adaptive import AdaptivePart, Loan
+from acmoe.hf.cache import cache_of, store_slots
+from acmoe.hf.tape import KEY, new_tape
+from acmoe.routing.step_hook import register_layer
+
+PLACE = "adaptive"  # name of the part on its router
+
+
+class _Loans(threading.local):
+    """The loans of this thread, by the id of the part that may take them."""
+
+    def __init__(self) -> None:
+        self.by_part: dict[int, Loan] = {}
+
+
+_LOANS = _Loans()
+
+
+def part_of(router: nn.Module) -> AdaptivePart:
+    part = getattr(router, PLACE)
+    assert isinstance(part, AdaptivePart)
+    return part
+
+
+def loan_of(part: AdaptivePart) -> Loan:
+    """Return what the layer has lent to this router for the call under way."""
+    loan = part.lent if torch.compiler.is_compiling() else _LOANS.by_part.get(id(part))
+    if loan is None:
+        raise UserError(
+            f"{part.name} was called outside of its decoder layer, or its layer was compiled "
+            "before attach; call the whole model, attach before torch.compile, or detach"
+        )
+    return loan
+
+
+class BeforeStack:
+    """Puts a new tape into the arguments of a call of the stack."""
+
+    def __init__(self, name: str, stack: nn.Module, parts: tuple[AdaptivePart, ...]) -> None:
+        self.name = name
+        self.parts = parts
+        self.arguments = tuple(inspect.signature(type(stack).forward).parameters)[1:]
+
+    def __call__(
+        self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        check(
+            not getattr(stack, "_is_replica", False),
+            "nn.DataParallel copies an attached model for each call, and its statistics with it; "
+            "use DistributedDataParallel (torchrun), or one device",
+        )
+        given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+        found = (part.statistics for part in self.parts)
+        statistics = next((one for one in found if one is not None), None)
+        return args, {**kwargs, KEY: new_tape(given, self.name, statistics)}
+
+
+class AfterStack:
+    """Raises if a router was not called, and keeps new decode slots in the returned cache."""
+
+    def __init__(self, name: str, parts: tuple[AdaptivePart, ...]) -> None:
+        self.name = name
+        self.parts = parts
+
+    def __call__(
+        self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        tape = kwargs[KEY]
+        missing = [part.name for part in self.parts if part.depth not in tape.called]
+        if missing:
+            raise UserError(
+                f"{len(self.parts) - len(missing)} of {len(self.parts)} routers were called, not "
+                f"{missing[0]}: its block was replaced (use_kernels=True) or skipped; run the "
+                "model without that, or call acmoe.detach(model)"
+            )
+        if tape.new_slots:
+            cache = kwargs.get("past_key_values")
+            cache = cache_of(output) if cache is None else cache
+            if cache is not None:
+                store_slots(cache, self.name, tape.new_slots)
+
+
+class BeforeLayer:
+    """Takes the tape out of the arguments of a decoder layer and lends it to the routers in it."""
+
+    def __init__(self, parts: tuple[AdaptivePart, ...]) -> None:
+        self.parts = parts
+        self.registered = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "registered": False}  # a copy of the layer registers itself anew
+
+    def register(self, layer: nn.Module) -> None:
+        """Give the statistics in the layer to the optimizer that trains the layer."""
+        if self.parts and not self.registered:
+            register_layer(layer)
+            self.registered = True
+
+    def __call__(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        kwargs = dict(kwargs)
+        tape = kwargs.pop(KEY, None)
+        if not self.parts:
+            return args, kwargs
+        x = args[0] if args else kwargs.get("hidden_states")
+        if tape is None or not isinstance(x, Tensor):
+            raise UserError(
+                f"{type(layer).__name__} was called without the record of its model's call; call "
+                "the whole model, or acmoe.detach(model) to call a layer alone"
+            )
+        loan = Loan(tape, x.shape[0])
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            self.register(layer)
+        for part in self.parts:
+            if compiling:
+                part.lent = loan
+            else:
+                _LOANS.by_part[id(part)] = loan
+        return args, kwargs
+
+
+class AfterLayer:
+    """Ends the loan of a layer, also after an exception."""
+
+    def __init__(self, parts: tuple[AdaptivePart, ...]) -> None:
+        self.parts = parts
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        for part in self.parts:
+            if torch.compiler.is_compiling():
+                part.lent = None
+            else:
+                _LOANS.by_part.pop(id(part), None)
+
+
+def before_router(
+    router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Rescale the router's first argument, the hidden states."""
+    part = part_of(router)
+    loan = loan_of(part)
+    if args:
+        loan.x = args[0]
+        return (part.rescale(args[0], loan), *args[1:]), kwargs
+    loan.x = kwargs["hidden_states"]
+    return args, {**kwargs, "hidden_states": part.rescale(kwargs["hidden_states"], loan)}
+
+
+def after_router(router: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Record the router's choice. It leaves the output as it is."""
+    part = part_of(router)
+    loan = loan_of(part)
+    assert loan.x is not None
+    part.record(loan.x, output, loan)
+    loan.x = None

@@ -1,0 +1,127 @@
+"""The record of one forward pass: what each MoE router hands to the next, and the call's masks.
+
+A stack puts a new `Tape` into the keyword arguments of its call, and the model passes it on to its
+decoder layers (hooks.py). Each call has a tape of its own, so two forward passes in flight do not
+meet, and gradient checkpointing, which repeats a layer with the arguments it had, finds the tape of
+the same pass.
+
+B sequences of L tokens.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acmoe.errors import UserError, check
+from acmoe.hf.cache import past_tokens, slots_in
+from acmoe.routing.cache import StatisticsSlot
+from acmoe.routing.state import RoutingState
+from acmoe.routing.statistics import ClusterStatistics
+
+KEY = "acmoe_tape"  # of the keyword argument
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # arguments of packed sequences
+
+
+@dataclass
+class Tape:
+    """The states of one forward pass of a stack, written once each."""
+
+    token_mask: Tensor | None = None  # (B, L), None: no token is padding, or no statistic asks
+    slots: dict[int, StatisticsSlot] | None = None  # decode slots in the cache of the call
+    past: int = 0  # tokens in that cache; 0 with running statistics, which do not ask
+    gradient: bool = False  # gradients were recorded where the pass began
+    called: set[int] = field(default_factory=set)  # depths of the routers called so far
+    states: dict[int, RoutingState] = field(default_factory=dict)  # of each for the next
+    new_slots: dict[int, StatisticsSlot] = field(default_factory=dict)
+
+    def slot(self, depth: int) -> StatisticsSlot | None:
+        """Return the decode slot of a router; None if the cache of the call has none yet."""
+        if self.slots is None:
+            check(
+                self.past == 0,
+                f"past_key_values holds {self.past} tokens without their prefix statistics; fill "
+                "the cache by this model, attached and under torch.no_grad()",
+            )
+            return None
+        return self.slots[depth]
+
+
+def new_tape(given: Mapping[str, Any], name: str, statistics: ClusterStatistics | None) -> Tape:
+    """Return the tape of a call of the stack `name` with the arguments `given`.
+
+    statistics: those of one of its routers, whose mode is the mode of all; None: there are none.
+    """
+    tape = Tape(gradient=torch.is_grad_enabled())
+    if statistics is None or (statistics.mode == "running" and not statistics.training):
+        return tape
+    cache = given.get("past_key_values")
+    if statistics.mode != "running":
+        tape.past = past_tokens(cache)
+        check(
+            statistics.mode == "prefix" or tape.past == 0,
+            f"statistics={statistics.mode!r} measure whole sequences, and with a cache a call has "
+            "only the last tokens; use statistics='running' or 'prefix', or generate with "
+            "use_cache=False",
+        )
+    if statistics.mode == "prefix" and not statistics.training:
+        tape.slots = slots_in(cache, name)
+    tape.token_mask = token_mask(given, tape.past, statistics.mode)
+    return tape
+
+
+def token_mask(given: Mapping[str, Any], past: int, mode: str) -> Tensor | None:
+    """Return the (B, L) mask of real tokens of a call, from its 2-D attention mask."""
+    mask = given.get("attention_mask")
+    if mode in ("prefix", "sequence"):
+        check_not_packed(given, mask)
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise UserError(
+            f"attention_mask is {shape}, from which padding cannot be read, and statistics="
+            f"{mode!r} must not count it; pass a 2-D mask (batch, tokens), and generate without a "
+            "static cache"
+        )
+    length = call_length(given)
+    check(
+        mask.shape[1] == past + length,
+        f"attention_mask has {mask.shape[1]} columns for {past} cached and {length} new tokens; "
+        f"statistics={mode!r} need one column per token",
+    )
+    return mask[:, -length:].bool()
+
+
+def call_length(given: Mapping[str, Any]) -> int:
+    """Return L, the number of new tokens in each sequence of a call."""
+    tokens = given.get("input_ids")
+    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    if not isinstance(tokens, Tensor):
+        raise UserError(
+            "this call has neither input_ids nor inputs_embeds, whose length its statistics need; "
+            "pass one of them"
+        )
+    return tokens.shape[1]
+
+
+def check_not_packed(given: Mapping[str, Any], mask: Any) -> None:
+    """Raise a UserError if several sequences share a row, which the statistics would mix.
+
+    It reads position_ids on the host; compiled code cannot, and takes a row for one sequence.
+    """
+    packed = any(given.get(name) is not None for name in PACKED)
+    positions = given.get("position_ids")
+    if isinstance(positions, Tensor) and positions.dim() == 2 and not torch.compiler.is_compiling():
+        restarts = positions.diff(dim=-1) < 0
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            real = mask[:, -positions.shape[1] :].bool()
+            restarts = restarts & real[:, :-1] & real[:, 1:]
+        packed = packed or bool(restarts.any())
+    check(
+        not packed,
+        "several sequences are packed into one row, and prefix or sequence statistics would mix "
+        "them; use statistics='running', or one sequence per row",
+    )

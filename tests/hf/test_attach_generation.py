@@ -1,0 +1,92 @@
+"""Generation with an attached model: what the cache carries is what the whole forward sees."""
+
+from typing import Any
+
+import pytest
+import torch
+from attached import CLOSE, ids, left_padded, logits, measured
+from torch import Tensor
+from transformers import DynamicCache
+
+from acmoe import UserError
+
+
+def generated(model: Any, tokens: Tensor, **options: Any) -> Any:
+    fixed = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    return model.generate(tokens, **{**fixed, **options})
+
+
+@pytest.mark.parametrize("mode", [pytest.param("running", marks=pytest.mark.slow), "prefix"])
+def test_decoding_equals_the_whole_forward_with_and_without_cache_and_beams(mode: str) -> None:
+    model, tokens = measured(statistics=mode), ids()
+    found = generated(model, tokens, return_dict_in_generate=True, output_logits=True)
+    whole = logits(model, input_ids=found.sequences[:, :-1])
+    for step, step_logits in enumerate(found.logits):
+        torch.testing.assert_close(step_logits, whole[:, 9 + step], **CLOSE)
+    assert torch.equal(generated(model, tokens, use_cache=False), found.sequences)
+    beams = [generated(model, tokens, num_beams=3, use_cache=cache) for cache in (True, False)]
+    assert torch.equal(*beams)
+    padded = left_padded(tokens, 3)
+    del padded["position_ids"]
+    continued = model.generate(**padded, max_new_tokens=5, min_new_tokens=5, do_sample=False)
+    assert torch.equal(continued[:, 3:], found.sequences)
+
+
+def test_assisted_decoding_is_right_for_running_and_refused_for_prefix_statistics() -> None:
+    tokens = ids(1, 12)
+    model = measured()
+    assert torch.equal(
+        generated(model, tokens, prompt_lookup_num_tokens=2), generated(model, tokens)
+    )
+    with pytest.raises(UserError, match="statistics='prefix' cannot be cropped"):
+        generated(measured(statistics="prefix"), tokens, prompt_lookup_num_tokens=2)
+
+
+def test_a_static_cache_serves_running_statistics_and_is_refused_for_prefix() -> None:
+    model, tokens = measured(), ids()
+    static = generated(model, tokens, cache_implementation="static")
+    assert torch.equal(static, generated(model, tokens))
+    with pytest.raises(UserError, match="generate without a static cache"):  # its mask is 4-D
+        generated(measured(statistics="prefix"), tokens, cache_implementation="static")
+
+
+@pytest.mark.parametrize("mode", ["batch", pytest.param("sequence", marks=pytest.mark.slow)])
+def test_statistics_of_whole_sequences_are_refused_with_a_cache(mode: str) -> None:
+    model, tokens = measured(statistics="prefix", eval_statistics=mode), ids()
+    with pytest.raises(UserError, match=f"statistics='{mode}' measure whole sequences"):
+        generated(model, tokens)
+    assert generated(model, tokens, use_cache=False).shape == (2, 15)
+
+
+def test_prefix_statistics_stand_behind_the_keys_of_a_growing_cache() -> None:
+    model, tokens = measured(statistics="prefix"), ids(2, 8)
+    whole = logits(model, input_ids=tokens)
+    cache = DynamicCache()  # grows by a layer at a time: a slot in between would be taken for one
+    with torch.no_grad():
+        model(input_ids=tokens[:, :5], past_key_values=cache)
+        rest = model(input_ids=tokens[:, 5:], past_key_values=cache).logits
+    torch.testing.assert_close(rest, whole[:, 5:], **CLOSE)
+    assert len(cache.layers) == 5
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([3, 0]))
+    more = logits(model, input_ids=tokens[:, :1].flip(0), past_key_values=cache)
+    both = logits(model, input_ids=torch.cat([tokens, tokens[:, :1]], 1))
+    torch.testing.assert_close(more[:, 0], both.flip(0)[:, -1], **CLOSE)
+
+
+def test_a_cache_without_the_statistics_of_its_tokens_is_refused() -> None:
+    model, tokens = measured(statistics="prefix"), ids(2, 6)
+    cache = model(input_ids=tokens).past_key_values  # gradients were recorded
+    with pytest.raises(UserError, match="holds 6 tokens without their prefix statistics"):
+        logits(model, input_ids=tokens[:, :1], past_key_values=cache)
+    with torch.no_grad():
+        cache = model(input_ids=tokens).past_key_values
+    with pytest.raises(UserError, match="filled for 2 sequences, and this call has 1"):
+        logits(model, input_ids=tokens[:1, :1], past_key_values=_for_one(cache))
+
+
+def _for_one(cache: DynamicCache) -> DynamicCache:
+    """The cache with keys of its first sequence alone, and the statistics of both."""
+    for layer in cache.layers[:4]:
+        layer.batch_select_indices(torch.tensor([0]))
+    return cache
