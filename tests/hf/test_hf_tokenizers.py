@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from acmoe.data.text.sentence_batches import encode_sentences
 from acmoe.data.text.vocabulary import ByteVocabulary, WordVocabulary
 
 pytest.importorskip("transformers")
@@ -13,6 +14,7 @@ from transformers import AutoTokenizer
 from acmoe.hf.models.tokenizers import (
     byte_names,
     published_tokenizer,
+    sentence_tokenizer,
     tokenizer_of,
 )
 from acmoe.train.classifier import published_encoding, published_vocabulary
@@ -75,6 +77,19 @@ def test_padding_is_the_first_id_after_the_vocabulary(tokenizers):
         assert batch.attention_mask[1][0] == 0
     words = tokenizers[2][1]
     assert (words.eos_token_id, words.unk_token_id) == (0, 2)
+
+
+@pytest.mark.parametrize("vocabulary", [BYTES, FEW, WORDS])
+def test_sentences_of_the_clean_form_end_with_a_line(vocabulary, tmp_path):
+    sentence_tokenizer(vocabulary).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    rows = ["the cat, the", "(a<eos>b) a<eos>b\nthe é?", "<pad> <eos>"]
+    expected = [row.tokens.tolist() for row in encode_sentences([(r, 0) for r in rows], vocabulary)]
+    assert [tokenizer(row).input_ids for row in rows] == expected
+    batch = tokenizer(rows, padding=True)
+    lengths = [len(ids) for ids in expected]
+    assert [sum(mask) for mask in batch.attention_mask] == lengths
+    assert [row[: len(ids)] for row, ids in zip(batch.input_ids, expected, strict=True)] == expected
 
 
 def test_the_published_form_lowers_case_and_puts_words_around():

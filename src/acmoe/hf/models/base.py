@@ -12,7 +12,7 @@ from acmoe.models.registry import build_model
 from acmoe.routing.step import StepStatistics
 
 
-class AcmoePreTrainedModel(PreTrainedModel):
+class AcmoePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     """A model of this library in `self.model`, in the interface of transformers.
 
     Running statistics are part of the state_dict and stay float32 in every dtype. They move by

@@ -10,7 +10,7 @@ from acmoe.errors import UserError
 from acmoe.models.text.memory import DecodeCache
 
 
-class AcmoeCache(Cache):
+class AcmoeCache(Cache):  # type: ignore[misc]
     """Keys, values and routing statistics of earlier positions; `seen` counts the positions."""
 
     is_compileable = False

@@ -23,7 +23,7 @@ from acmoe.ops.checks import check_range
 IGNORED = -100  # a label that is not scored
 
 
-class AcmoeForCausalLM(AcmoePreTrainedModel, GenerationMixin):
+class AcmoeForCausalLM(AcmoePreTrainedModel, GenerationMixin):  # type: ignore[misc]
     """`acmoe`'s language model; `self.model` is the library's `LanguageModel`.
 
     Texts of any length are read: a position attends to the `span` positions up to it.

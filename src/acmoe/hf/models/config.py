@@ -13,7 +13,7 @@ from acmoe.models.registry import FAMILIES
 Head = Literal["clean", "paper"]
 
 
-class AcmoeConfig(PreTrainedConfig):
+class AcmoeConfig(PreTrainedConfig):  # type: ignore[misc]
     """`model` is the library's config as JSON values, all fields written out.
 
     Fields with names that transformers knows (vocab_size, hidden_size, ...) are computed from it.

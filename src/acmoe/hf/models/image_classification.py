@@ -18,7 +18,7 @@ from acmoe.models.images.classifier import ImageClassifier
 
 
 @dataclass
-class AcmoeImageOutput(ModelOutput):
+class AcmoeImageOutput(ModelOutput):  # type: ignore[misc]
     """Logits (B, K), the loss with labels, the auxiliary losses and the routers' affinities."""
 
     loss: Tensor | None = None

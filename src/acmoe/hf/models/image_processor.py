@@ -20,7 +20,7 @@ BICUBIC = 3  # PIL.Image.Resampling.BICUBIC
 FIXED = ("do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_convert_rgb")
 
 
-class AcmoeImageProcessor(PilBackend):
+class AcmoeImageProcessor(PilBackend):  # type: ignore[misc]
     """RGB, shorter side to size["shortest_edge"], centre crop, then (x / 255 - mean) / std."""
 
     model_input_names: ClassVar[list[str]] = ["pixel_values"]

@@ -14,6 +14,7 @@ from acmoe.hf.models.causal_lm import AcmoeForCausalLM
 from acmoe.hf.models.config import AcmoeConfig
 from acmoe.hf.models.image_classification import AcmoeForImageClassification
 from acmoe.hf.models.image_processor import AcmoeImageProcessor
+from acmoe.hf.models.sentence_tokenizer import AcmoeSentenceTokenizer
 from acmoe.hf.models.sequence_classification import AcmoeForSequenceClassification
 
 __all__ = [
@@ -35,6 +36,7 @@ def register_models() -> None:
     AutoModelForImageClassification.register(
         AcmoeConfig, AcmoeForImageClassification, exist_ok=True
     )
+    AutoTokenizer.register(AcmoeConfig, tokenizer_class=AcmoeSentenceTokenizer, exist_ok=True)
     AutoTokenizer.register(AcmoeConfig, tokenizer_class=PreTrainedTokenizerFast, exist_ok=True)
     AutoImageProcessor.register(
         AcmoeConfig, image_processor_classes={"pil": AcmoeImageProcessor}, exist_ok=True

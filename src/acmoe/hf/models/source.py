@@ -30,7 +30,7 @@ from acmoe.hf.models.config import AcmoeConfig
 from acmoe.hf.models.image_classification import AcmoeForImageClassification
 from acmoe.hf.models.image_processor import AcmoeImageProcessor
 from acmoe.hf.models.sequence_classification import AcmoeForSequenceClassification
-from acmoe.hf.models.tokenizers import published_tokenizer, tokenizer_of
+from acmoe.hf.models.tokenizers import published_tokenizer, sentence_tokenizer, tokenizer_of
 from acmoe.models.checkpoint import load
 from acmoe.train.checkpoint import TENSORS, CheckpointStore, first_nonfinite
 from acmoe.train.classifier import classification_head
@@ -124,7 +124,7 @@ def _finetuned(folder: Path, which: Which) -> Source:
     vocabulary = _finetuned_vocabulary(folder, config)
     clean = config.form == "clean"
     assert clean or isinstance(vocabulary, WordVocabulary)
-    tokenizer = tokenizer_of(vocabulary) if clean else published_tokenizer(vocabulary)  # type: ignore[arg-type]
+    tokenizer = sentence_tokenizer(vocabulary) if clean else published_tokenizer(vocabulary)  # type: ignore[arg-type]
     common = AcmoeConfig.of(
         backbone.config,
         head=config.form,

@@ -9,15 +9,22 @@ has no special token but `<pad>`: a newline is an ordinary byte.
 """
 
 import sys
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE, WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from acmoe.data.text.vocabulary import EOS, UNK, ByteVocabulary, Vocabulary, WordVocabulary
+from acmoe.data.text.vocabulary import (
+    EOS,
+    NEWLINE,
+    UNK,
+    ByteVocabulary,
+    Vocabulary,
+    WordVocabulary,
+)
+from acmoe.hf.models.sentence_tokenizer import PAD, AcmoeSentenceTokenizer
 from acmoe.train.classifier import FIRST, LAST
-
-PAD = "<pad>"
 
 
 def tokenizer_of(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
@@ -26,6 +33,19 @@ def tokenizer_of(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
         return _wrapped(byte_tokenizer(vocabulary), padding_side="left")
     special = {"unk_token": UNK, "eos_token": EOS}
     return _wrapped(word_tokenizer(vocabulary), padding_side="left", **special)
+
+
+def sentence_tokenizer(vocabulary: Vocabulary) -> Any:
+    """Return the tokenizer of finetuning in the clean form: an end-of-line token follows a text."""
+    if isinstance(vocabulary, WordVocabulary):
+        return AcmoeSentenceTokenizer(vocabulary=vocabulary)
+    found = byte_tokenizer(vocabulary)
+    if vocabulary.eos_id is not None:
+        newline = byte_names()[NEWLINE]
+        found.post_processor = processors.TemplateProcessing(
+            single=f"$A {newline}", special_tokens=[(newline, vocabulary.eos_id)]
+        )
+    return _wrapped(found, padding_side="right")
 
 
 def published_tokenizer(vocabulary: WordVocabulary) -> PreTrainedTokenizerFast:
