@@ -12,7 +12,7 @@ from acmoe.errors import UserError
 
 transformers = pytest.importorskip("transformers")
 
-from transformers import AutoModelForCausalLM  # noqa: E402, after importorskip
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification  # noqa: E402, after importorskip
 
 from acmoe.hf import AcmoeConfig, AcmoeForCausalLM  # noqa: E402
 
@@ -215,6 +215,34 @@ def test_router_logits_are_the_affinities_of_each_layer(pair, prompts):
 def test_ids_outside_the_vocabulary_are_a_mistake(pair):
     with pytest.raises(UserError, match="input_ids"):
         pair[1](torch.tensor([[1, 300]]))
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+def test_nothing_that_was_loaded_is_left_unwritten(pair, tmp_path):
+    """from_pretrained builds on the meta device; `torch.empty` is NaN in this test."""
+    pair[1].save_pretrained(tmp_path)
+    head = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
+    assert head.head.weight.shape == (3, 16)  # not in the checkpoint: drawn anew
+    assert head.head.weight.count_nonzero() == 48
+    for tensor in (*head.parameters(), *head.buffers()):
+        assert bool(tensor.isfinite().all())
+    stored = pair[1].state_dict()
+    assert all(torch.equal(head.state_dict()[name], value) for name, value in stored.items())
+    scale = [value for name, value in head.named_buffers() if name.endswith("running_scale")]
+    assert scale
+    assert all(bool((value == 1).all()) for value in scale)
+
+
+def test_a_new_bfloat16_model_has_float32_statistics(pair):
+    new = AutoModelForCausalLM.from_config(pair[1].config, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in new.parameters()} == {torch.bfloat16}
+    assert {buffer.dtype for buffer in new.buffers()} == {torch.float32}
+
+
+def test_a_router_that_reads_the_whole_text_cannot_generate(prompts):
+    ours = wrapped(language_model("expert-choice"))
+    with pytest.raises(UserError, match="expert-choice"):
+        ours.generate(prompts, max_new_tokens=2, use_cache=False)
 
 
 @pytest.mark.slow

@@ -25,11 +25,11 @@ def card_text(source: Source) -> str:
     router = encode(source.model.config.library)["router"]["name"]
     return "\n".join(
         (
-            *_header(source, task, router),
+            *_header(task, router),
             f"# {source.run.folder.name}",
             "",
-            f"A mixture-of-experts model of [acmoe](https://pypi.org/project/acmoe) with the router"
-            f" `{router}`, exported from a training run.",
+            f"A mixture-of-experts model of the library acmoe with the router `{router}`, exported "
+            "from a training run. The licence is the library's.",
             "",
             "## Load",
             "",
@@ -41,14 +41,20 @@ def card_text(source: Source) -> str:
             "",
             *_figures(source),
             "",
-            "The folder `acmoe` holds config, vocabulary and metrics of the run; `acmoe export "
-            "THIS_FOLDER --to run OUT` makes a run folder of it again.",
+            f"The folder `acmoe` holds config, vocabulary and metrics of the run{_back(source)}.",
             "",
         )
     )
 
 
-def _header(source: Source, task: str, router: str) -> list[str]:
+def _back(source: Source) -> str:
+    """Say how the folder becomes a run again; finetuned ones cannot (restore.py)."""
+    if source.kind == FINETUNED:
+        return ""
+    return "; `acmoe export THIS_FOLDER --to run OUT` makes a run folder of it again"
+
+
+def _header(task: str, router: str) -> list[str]:
     """Return the front matter that the hub reads."""
     tags = ("acmoe", "moe", "mixture-of-experts", router)
     return [

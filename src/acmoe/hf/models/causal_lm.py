@@ -18,6 +18,7 @@ from acmoe.hf.models.config import AcmoeConfig
 from acmoe.hf.models.padding import token_mask
 from acmoe.models.recorded import recorded
 from acmoe.models.text.decoder import LanguageModel
+from acmoe.models.text.generate import check_generates
 from acmoe.ops.checks import check_range
 
 IGNORED = -100  # a label that is not scored
@@ -35,7 +36,7 @@ class AcmoeForCausalLM(AcmoePreTrainedModel, GenerationMixin):  # type: ignore[m
     def __init__(self, config: AcmoeConfig, model: LanguageModel | None = None) -> None:
         check(config.family == "language", f"family={config.family!r} is no language model")
         super().__init__(config, model)
-        self.generation_config.pad_token_id = config.vocab_size  # padding.py
+        self.generation_config = GenerationConfig(pad_token_id=config.vocab_size)  # padding.py
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -151,7 +152,8 @@ class AcmoeForCausalLM(AcmoePreTrainedModel, GenerationMixin):  # type: ignore[m
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any
     ) -> None:
-        """Leave making the cache to the first forward pass, which knows the number of beams."""
+        """Check the options. The first forward pass, which knows the beams, makes the cache."""
+        check_generates(self.model.config)
         kind = generation_config.cache_implementation
         check(
             kind in (None, "dynamic"),
