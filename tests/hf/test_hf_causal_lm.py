@@ -164,6 +164,21 @@ def test_the_loss_is_that_of_the_shifted_labels_plus_the_auxiliary_loss(pair, pr
     assert torch.equal(found.logits, plain)
 
 
+def test_the_loss_is_the_same_with_padding_on_either_side(pair, prompts):
+    _, ours = pair
+    losses = []
+    for side in ("left", "right"):
+        ids, mask, labels = prompts.clone(), torch.ones_like(prompts), prompts.clone()
+        place = slice(None, 5) if side == "left" else slice(7, None)
+        ids[1, 5:] = prompts[1, :7]
+        ids[1] = ids[1] if side == "left" else ids[1].roll(-5)
+        labels[1] = ids[1]
+        ids[1, place], mask[1, place], labels[1, place] = 256, 0, -100
+        with torch.no_grad():
+            losses.append(float(ours(ids, attention_mask=mask, labels=labels).loss))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
 def test_micro_batches_of_a_step_add_up_to_the_whole(pair, prompts):
     _, ours = pair
     labels = prompts.clone()

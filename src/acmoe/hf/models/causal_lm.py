@@ -99,7 +99,7 @@ class AcmoeForCausalLM(AcmoePreTrainedModel, GenerationMixin):  # type: ignore[m
             cache.seen += input_ids.shape[1]
         loss = logits = None
         if labels is not None:
-            loss = self._loss(x_BLD, labels, state.aux_loss, num_items_in_batch)
+            loss = self._loss(x_BLD, labels, mask_BL, state.aux_loss, num_items_in_batch)
         if labels is None or not self.training:
             logits = self.model.unembed(_kept(x_BLD, logits_to_keep))
         found = MoeCausalLMOutputWithPast(
@@ -112,9 +112,17 @@ class AcmoeForCausalLM(AcmoePreTrainedModel, GenerationMixin):  # type: ignore[m
         return found.to_tuple() if return_dict is False else found
 
     def _loss(
-        self, x_BLD: Tensor, labels: Tensor, aux_loss: Tensor, num_items: Tensor | int | None
+        self,
+        x_BLD: Tensor,
+        labels: Tensor,
+        mask_BL: Tensor | None,
+        aux_loss: Tensor,
+        num_items: Tensor | int | None,
     ) -> Tensor:
-        """Return the cross-entropy of the next labels plus the auxiliary loss."""
+        """Return the cross-entropy of the next labels plus the auxiliary loss.
+
+        Padding predicts nothing: with padding on the left, the first token of a text is not scored.
+        """
         check(
             labels.shape == x_BLD.shape[:2],
             f"labels have shape {tuple(labels.shape)}; give the ids of the "
@@ -122,6 +130,8 @@ class AcmoeForCausalLM(AcmoePreTrainedModel, GenerationMixin):  # type: ignore[m
         )
         targets_BL = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         scored_BL = targets_BL != IGNORED
+        if mask_BL is not None:
+            scored_BL = scored_BL & mask_BL
         check_range(targets_BL.masked_fill(~scored_BL, 0), 0, self.config.vocab_size, "labels")
         loss = self.model.mean_loss(x_BLD, targets_BL, scored_BL)
         return add_aux_loss(loss, aux_loss, scored_BL.sum(), num_items)
