@@ -37,7 +37,6 @@ ROOMS: dict[str, set[str]] = {
     # Faster ways to run a whole model, put in from outside.
     "fast": EVERYONE | LAYERS | {"models"},
     "adapters": EVERYONE | LAYERS | {"models"},  # other people's models
-    "hf": EVERYONE | LAYERS | {"models"},  # HuggingFace transformers
     # inputs -> inputs that fool a model; any model that has logits
     "attacks": EVERYONE | LAYERS | {"runtime"},
     # a run -> a report
@@ -45,6 +44,8 @@ ROOMS: dict[str, set[str]] = {
     # config -> trained model, measured as it goes
     "train": EVERYONE | LAYERS | {"runtime", "recipes", "data", "models", "fast", "evaluate"},
     "analyze": EVERYONE | LAYERS | {"runtime", "data", "models", "evaluate"},  # runs -> figures
+    # HuggingFace transformers: its MoE models, and the library's own models and runs there
+    "hf": EVERYONE | LAYERS | {"data", "models", "evaluate", "train"},
     # runs -> one HTML page
     "report": EVERYONE | LAYERS | {"runtime", "data", "models", "evaluate", "train", "analyze"},
     # Benchmarks, studies and checks of the theory. Only the command line imports it.
@@ -82,7 +83,7 @@ OPTIONAL = {"matplotlib", "sklearn", "PIL", "kornia", "datasets", "tensorboard",
 OPTIONAL |= NEVER_INSTALLED_FOR_YOU
 # Distribution names that are not the names one imports.
 IMPORTED_AS = {"pillow": "PIL", "scikit-learn": "sklearn"}
-COMES_WITH = {"triton": "torch"}
+COMES_WITH = {"triton": "torch", "tokenizers": "transformers"}
 NO_ROOM = {"utils", "util", "common", "helpers", "helper", "misc"}
 
 

@@ -76,7 +76,7 @@ def averages(model: nn.Module) -> list[Tensor]:
 
 
 def test_an_optimizer_moves_the_statistics_of_its_own_model_alone() -> None:
-    model = acmoe.attach(build("mixtral"), skip=0)
+    model = acmoe.attach(build("mixtral"))
     twin = copy.deepcopy(model).train()
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.0) for one in (model, twin)]
     twin(input_ids=ids(), labels=ids()).loss.backward()
@@ -133,7 +133,7 @@ def test_a_blend_outside_its_range_is_refused(blend: float) -> None:
 
 
 def test_calibration_changes_the_running_average_and_nothing_else() -> None:
-    model = acmoe.attach(build("mixtral"), blend_steps=5, skip=0)
+    model = acmoe.attach(build("mixtral"), blend_steps=5)
     model.train()(input_ids=ids())  # a batch that waits for its optimizer step
     model.model.layers[1].eval()
     held = {name: t.clone() for name, t in (*model.named_parameters(), *model.named_buffers())}

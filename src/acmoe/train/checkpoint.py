@@ -141,6 +141,11 @@ class CheckpointStore:
             check(path.is_file(), f"{path} is missing; {fix}")
             check(sha256_of(path) == digest, f"{path} is damaged, its checksum differs; {fix}")
         check_state(state, folder, fix)
+        check(
+            file.is_file(),
+            f"{folder} holds weights only, written by `acmoe export --to run`: evaluate it, or "
+            "train in another folder",
+        )
         try:
             tensors = load_file(file)
         except SafetensorError as error:

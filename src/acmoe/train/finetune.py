@@ -28,6 +28,7 @@ from acmoe.data.text.sentence_batches import (
     sentence_batches,
 )
 from acmoe.data.text.sentences import Sentence, load_sentences, task_of
+from acmoe.data.text.vocabulary import Vocabulary
 from acmoe.data.transfer import to_device
 from acmoe.errors import NonFiniteError, UserError, check
 from acmoe.evaluate.finite import FiniteLogits
@@ -48,7 +49,7 @@ from acmoe.train.health import TrainingStopped
 from acmoe.train.metrics_log import append, drop_records_after
 from acmoe.train.optim import adam, optimizer_tensors, restore_optimizer
 from acmoe.train.resume import read_latest
-from acmoe.train.run_folder import claim
+from acmoe.train.run_folder import claim, write_vocabulary
 from acmoe.train.trainer import apply_gradients
 
 Split = dict[str, list[EncodedSentence]]
@@ -100,6 +101,7 @@ def finetune(
     with claim(out, config), seeded(config.seed, device):
         store = CheckpointStore(out / CHECKPOINTS, keep=KEPT) if checkpoints else None
         finetuner = Finetuner(run, config, rows, device, store)
+        write_vocabulary(finetuner.vocabulary, out)
         accuracies = _train(finetuner, out / METRICS, console or Console(stderr=True))
         best = _best(accuracies)
         finetuner.load_best(best)
@@ -184,14 +186,15 @@ class Finetuner:
     ) -> None:
         self.config, self.device, self.store = config, device, store
         self.best_weights: dict[str, torch.Tensor] = {}
+        self.vocabulary: Vocabulary
         self.pretrained_step = int(run.checkpoint(config.which).name.split("-")[1])
         pretrained = run.model(config.which)
         if config.form == "clean":
-            vocabulary = run.vocabulary()
+            vocabulary = self.vocabulary = run.vocabulary()
             self.rows = {name: encode_sentences(found, vocabulary) for name, found in rows.items()}
             backbone = pretrained_backbone(pretrained, config)
         else:
-            words = published_vocabulary([*rows["train"], *rows["dev"]])
+            words = self.vocabulary = published_vocabulary([*rows["train"], *rows["dev"]])
             self.rows = {name: published_encoding(found, words) for name, found in rows.items()}
             backbone = published_backbone(pretrained, words, config)
         classes = len(task_of(config.task).classes)
