@@ -159,7 +159,7 @@ def test_threads_share_a_model_and_a_copy_is_a_model_of_its_own() -> None:
     twin = copy.deepcopy(model)
     acmoe.detach(model)
     assert torch.equal(logits(twin, input_ids=tokens[0]), expected[0])
-    assert len(attached_parts(acmoe.attach(model))) == 3
+    assert len(attached_parts(acmoe.attach(model))) == 4
     assert not attached_parts(acmoe.detach(twin))
 
 

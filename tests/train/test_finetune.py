@@ -109,7 +109,6 @@ def test_stopped_between_epochs_it_continues_to_the_same_result(
 def test_without_checkpoints_the_best_epoch_is_held_and_nothing_is_left(
     run: Run, short_task: Path, tmp_path: Path
 ) -> None:
-    task = short_task
     config = settings(epochs=4, lr=0.1, seed=2)  # wild enough that the last epoch is not the best
     saved = finetune(run, config, short_task, out=tmp_path / "saved", console=QUIET)
     held = finetune(
