@@ -130,22 +130,20 @@ class CheckpointStore:
             f"{folder / STATE} has format {state.get('format')!r}; this acmoe reads 1 and {SEALED}",
         )
         files = state.get("files") if state["format"] == SEALED else {TENSORS: state.get("sha256")}
-        check(
-            isinstance(files, dict) and TENSORS in files,
-            f"{folder / STATE} lists no checksum of {TENSORS}; {fix}",
-        )
+        check(isinstance(files, dict), f"{folder / STATE} lists no files; {fix}")
         assert isinstance(files, dict)
+        check(
+            TENSORS in files or file.is_file(),
+            f"{folder} holds weights only, written by `acmoe export --to run`: evaluate it, or "
+            "train in another folder",
+        )
+        check(TENSORS in files, f"{folder / STATE} lists no checksum of {TENSORS}; {fix}")
         for name, digest in files.items():
             path = folder / name
             check(bool(_FILES.fullmatch(name)), f"{folder / STATE} names {name!r}; {fix}")
             check(path.is_file(), f"{path} is missing; {fix}")
             check(sha256_of(path) == digest, f"{path} is damaged, its checksum differs; {fix}")
         check_state(state, folder, fix)
-        check(
-            file.is_file(),
-            f"{folder} holds weights only, written by `acmoe export --to run`: evaluate it, or "
-            "train in another folder",
-        )
         try:
             tensors = load_file(file)
         except SafetensorError as error:
