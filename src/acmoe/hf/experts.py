@@ -63,14 +63,20 @@ def experts_forward(
     num_experts = weights.up.shape[0]
     dtype = autocast_dtype(hidden_states) or weights.up.dtype
     expert_ids_TK = top_k_index.long()
-    gate_TK = top_k_weights.masked_fill(expert_ids_TK >= num_experts, 0.0)
+    complete = _all_local(experts, num_experts)
+    gate_TK = top_k_weights
+    if not complete:
+        gate_TK = gate_TK.masked_fill(expert_ids_TK >= num_experts, 0.0)
     x_TD = hidden_states.to(dtype)
-    own: dict[str, Any] = {"activation": own_activation(experts), "norm": _norm(experts)}
     if has_few_rows(x_TD, weights, expert_ids_TK.numel()):
-        out_TD = expert_mlp_few_rows(x_TD, weights, expert_ids_TK, gate_TK, **own)
+        # The model's own gate: a launch of Triton takes the host longer than its few rows.
+        own_gate = experts._apply_gate if experts.has_gate else experts.act_fn
+        functions: dict[str, Any] = {"activation": own_gate, "norm": _norm(experts)}
+        out_TD = expert_mlp_few_rows(
+            x_TD, weights, expert_ids_TK, gate_TK, **functions, complete=complete
+        )
         return out_TD.to(hidden_states.dtype)
     rows = sort_rows(expert_ids_TK, num_experts)
-    complete = _all_local(experts, num_experts)
     activation, reason = fused_activation(experts)
     if activation is not None:
         fused: dict[str, Any] = {"activation": activation, "complete": complete}
@@ -78,6 +84,7 @@ def experts_forward(
     else:
         if not torch.compiler.is_compiling():
             log_once(f"{type(experts).__name__} runs on grouped GEMMs: {reason}")
+        own: dict[str, Any] = {"activation": own_activation(experts), "norm": _norm(experts)}
         out_TD = expert_mlp_by_parts(x_TD, weights, rows, gate_TK, **own, complete=complete)
     return out_TD.to(hidden_states.dtype)
 

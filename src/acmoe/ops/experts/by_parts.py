@@ -89,13 +89,16 @@ def expert_mlp_few_rows(
     *,
     activation: Callable[[Tensor], Tensor],
     norm: Callable[[Tensor], Tensor] | None = None,
+    complete: bool = False,
 ) -> Tensor:
     """Compute `expert_mlp_by_parts` as batched GEMMs over copies of the N rows' weights.
 
     It sorts nothing, reads the weights of the chosen experts only, and does not wait for the
     device. Inductor fuses the copies into the GEMMs. A row without an expert has a gate of 0.
     """
-    expert_N = expert_ids_TK.reshape(-1).clamp(max=weights.up.shape[0] - 1)
+    expert_N = expert_ids_TK.reshape(-1)
+    if not complete:
+        expert_N = expert_N.clamp(max=weights.up.shape[0] - 1)
     x_ND = x_TD.repeat_interleave(gate_TK.shape[1], dim=0)
     h_NF = activation(_gathered_linear(x_ND, weights.up, weights.up_bias, expert_N))
     y_ND = _gathered_linear(h_NF, weights.down, weights.down_bias, expert_N)
