@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Column
 from rich.table import Table as RichTable
 
+from acmoe.cli.bench_generate import Generate
 from acmoe.cli.bench_output import command_of, say, show
 from acmoe.cli.bench_tools import Profile, Table, Tune
 
@@ -147,12 +148,13 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Measure the layer, the router or training; tune kernels; write the tables."""
+    """Measure layer, router, training or decoding; tune kernels; write the tables."""
 
     action: (
         Annotated[Layer, tyro.conf.subcommand("layer")]
         | Annotated[Router, tyro.conf.subcommand("router")]
         | Annotated[Train, tyro.conf.subcommand("train")]
+        | Annotated[Generate, tyro.conf.subcommand("generate")]
         | Annotated[Profile, tyro.conf.subcommand("profile")]
         | Annotated[Tune, tyro.conf.subcommand("tune")]
         | Annotated[Table, tyro.conf.subcommand("table")]
