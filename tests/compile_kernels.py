@@ -142,6 +142,10 @@ def text() -> None:
             out = model(ids, ids, memory=first.memory)
         (out.loss + out.aux_loss).backward()
         fold_statistics(model)
+        use = f"decoding {name}"  # one token of each stream; then more than a program routes
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=lowered):
+            model.eval()(ids[:, :1])
+            model(ids)
 
 
 def images() -> None:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from acmoe.config.routing import AdaptiveConfig, RouterConfig
 from acmoe.config.text.language import LANGUAGE_MODELS, language_router
-from acmoe.fast import accelerate, decoding, restore
+from acmoe.fast import accelerate, restore
 from acmoe.fast.decoding import RingSteps, capture_unsupported, captured_steps
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.models.text.generate import decode_steps, next_logits
+from acmoe.ops import dispatch
 
 VOCAB = 23
 SHAPES: dict[str, dict[str, Any]] = {
@@ -94,11 +95,13 @@ def test_accelerate_puts_captured_steps_in_and_restore_takes_them_out() -> None:
     assert restore(model).decode_steps is decode_steps
 
 
-def test_a_cpu_decodes_plainly_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cpu_decodes_plainly_and_says_why(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "_logged", set())
     model = small()
     with caplog.at_level(logging.INFO, "acmoe"):
         plain = model.generate(draw(0, 1, 4), 20, temperature=0)
-        decoding.log_once.__globals__["_logged"].clear()
         found = accelerate(model).generate(draw(0, 1, 4), 20, temperature=0)
     assert torch.equal(found, plain)
     assert "decode steps are not captured: CUDA graphs need a CUDA device, not cpu" in caplog.text

@@ -48,8 +48,9 @@ class Clock:
     def begin(self, mask_B1: Tensor | None) -> None:
         """Find the place of the new token, and what its query may see."""
         self.place_1 = (self.position % len(self.places_N)).view(1)
-        every = mask_B1 is None or not self.hides_padding
-        new_B1 = torch.ones_like(self.real_BN[:, :1]) if every else mask_B1
+        new_B1 = torch.ones_like(self.real_BN[:, :1])
+        if mask_B1 is not None and self.hides_padding:
+            new_B1 = mask_B1
         self.real_BN.index_copy_(1, self.place_1, new_B1)
         distance_N = (self.position - self.places_N) % len(self.places_N)
         self.column_N = (self.span - distance_N).clamp(0, self.span - 1)

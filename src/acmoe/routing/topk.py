@@ -197,6 +197,7 @@ class TopKRouter(Router):
             token_mask=mask_T,
             temperature=temperature,
             noise=noise_TE,
+            balance_only=True,
         )
 
     def decide(
@@ -211,8 +212,8 @@ class TopKRouter(Router):
     def loss(self, found: Route, expert_ids_TK: Tensor, mask_T: Tensor | None) -> Tensor:
         """Return the weighted sum of the auxiliary losses, a scalar."""
         weights, temperature = self.losses, self.config.balance_temperature
-        balance = None
-        if found.load is not None and found.gate_sum is not None:
+        balance = found.balance
+        if balance is None and found.load is not None and found.gate_sum is not None:
             tokens = max(len(expert_ids_TK), 1) if mask_T is None else mask_T.sum().clamp(min=1)
             balance = balance_of(found.load, found.gate_sum / tokens)
         total = common_losses(
@@ -241,14 +242,16 @@ def common_losses(
     balance: Tensor | None = None,
 ) -> Tensor:
     """Return the weighted sum of balance loss and z-loss; `balance` is used if it is given."""
-    total = affinity_TE.new_zeros((), dtype=torch.float32)
+    terms: list[Tensor] = []
     if weights.balance:
         if balance is None:
             balance = balance_loss(affinity_TE, expert_ids_TK, mask_T, temperature=temperature)
-        total = total + weights.balance * balance
+        terms.append(weights.balance * balance)
     if weights.z:
-        total = total + weights.z * z_loss(affinity_TE, mask_T)
-    return total
+        terms.append(weights.z * z_loss(affinity_TE, mask_T))
+    if not terms:
+        return affinity_TE.new_zeros((), dtype=torch.float32)
+    return sum(terms[1:], terms[0])
 
 
 def only_z(losses: LossConfig) -> LossConfig:

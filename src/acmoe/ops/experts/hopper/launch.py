@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from acmoe.ops.device.launcher import launch
 from acmoe.ops.device.tuning import PIPELINE_BK, PIPELINE_BM, PipelineConfig
 from acmoe.ops.experts.hopper import hidden as hidden_module
 from acmoe.ops.experts.hopper import rows as rows_module
@@ -51,7 +52,8 @@ def launch_rows(
     y = torch.empty(plan.num_rows, outer, device=a.device, dtype=a.dtype)
     expert, start = plan[PIPELINE_BM]
     w_block = [PIPELINE_BK, settings.columns] if across else [settings.columns, PIPELINE_BK]
-    rows_module.rows_gemm_kernel[(_num_programs(),)](
+    launch(
+        *(rows_module.rows_gemm_kernel, (_num_programs(),)),
         *(
             _desc(a, [PIPELINE_BM, PIPELINE_BK]),
             _desc(weight, w_block),

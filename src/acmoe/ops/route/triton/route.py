@@ -28,7 +28,8 @@ import triton.language as tl
 from torch import Tensor
 
 from acmoe.ops.device.dot import accurate_dot, split_bf16
-from acmoe.ops.device.reduce_partials import reduce_partials
+from acmoe.ops.device.launcher import launch, next_power_of_2
+from acmoe.ops.device.reduce_partials import reduce_balance, reduce_partials
 from acmoe.ops.route.triton.tokens import (
     Tokens,
     load_cluster_ends,
@@ -105,13 +106,15 @@ def route(
     over_selected: bool,
     temperature: float,
     noise_TE: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    totals: str = "sums",
+) -> tuple[Tensor, ...]:
     """Return expert ids, gate, affinity, gate sums, load and first choice of every token.
 
     Shapes: ids (T, K) int64, gate (T, K), affinity (T, E), gate sums (E,), load (E,), first (T,)
     int64. The first choice equals ids[:, 0], in a tensor of its own. over_selected: the gate is a
     softmax over the selected experts alone. Gate sums: sum over unmasked tokens of softmax(affinity
-    / temperature).
+    / temperature). totals: "none" if nobody reads gate sums and load, which are not written then;
+    "balance" for the balance loss () in their place.
     """
     T, D = tokens.x.shape
     E = embedding_ED.shape[0]
@@ -127,18 +130,27 @@ def route(
     gate_TK = affinity_TE.new_empty(T, top_k)
     ids_TK = affinity_TE.new_empty(T, top_k, dtype=torch.int64)
     first_T = ids_TK.new_empty(T)
-    partial_2NE = affinity_TE.new_empty(2, N, E)
+    # The only program computes the loss itself.
+    alone = totals == "balance" and N == 1 and not tokens.is_sorted
+    partial_2NE = affinity_TE.new_empty(() if alone else (2, N, E))
     if T > 0:
-        _route_kernel[(N,)](
-            *tokens.pointers, embedding_ED.contiguous(), embedding_ED if bias_E is None else bias_E,
+        launch(
+            _route_kernel, (N,), *tokens.pointers, embedding_ED.contiguous(),
+            embedding_ED if bias_E is None else bias_E,
             affinity_TE if noise_TE is None else noise_TE.contiguous(), ids_TK, gate_TK,
             affinity_TE, partial_2NE, first_T, T, D, E, tokens.scale.shape[0], 1.0 / temperature,
             K=top_k, SELECTED=over_selected, HAS_BIAS=bias_E is not None,
-            HAS_NOISE=noise_TE is not None, **tokens.flags, TERMS=terms(tokens, both_bf16),
-            BT=tile.tokens, BD=tile.features, BE=max(16, triton.next_power_of_2(E)),
-            BK=max(2, triton.next_power_of_2(top_k)), num_warps=tile.num_warps,
+            HAS_NOISE=noise_TE is not None, BALANCE=alone, **tokens.flags,
+            TERMS=terms(tokens, both_bf16),
+            BT=tile.tokens, BD=tile.features, BE=max(16, next_power_of_2(E)),
+            BK=max(2, next_power_of_2(top_k)), num_warps=tile.num_warps,
             num_stages=tile.num_stages, maxnreg=tile.registers,
         )  # fmt: skip
+    if totals == "none":
+        return ids_TK, gate_TK, affinity_TE, partial_2NE, partial_2NE, first_T
+    if totals == "balance":
+        balance = partial_2NE if alone else reduce_balance(partial_2NE, T)
+        return ids_TK, gate_TK, affinity_TE, balance, balance, first_T
     gate_E, load_E = reduce_partials(partial_2NE if T > 0 else partial_2NE[:, :0])
     return ids_TK, gate_TK, affinity_TE, gate_E, load_E, first_T
 
@@ -215,12 +227,14 @@ def _route_kernel(
     x_ptr, scale_ptr, cluster_ptr, mask_ptr, perm_ptr, embedding_ptr, bias_ptr,
     noise_ptr, ids_ptr, gate_ptr, affinity_ptr, partial_ptr, first_ptr, T, D, E, C,
     inverse_temperature, K: tl.constexpr, SELECTED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_NOISE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_MASK: tl.constexpr, SORTED: tl.constexpr,
-    PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-    BE: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
+    HAS_NOISE: tl.constexpr, BALANCE: tl.constexpr, HAS_SCALE: tl.constexpr,
+    HAS_MASK: tl.constexpr, SORTED: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
+    """BALANCE: this is the only program, and writes the balance loss to partial_ptr."""
     start = tl.program_id(0) * BT
     e = tl.arange(0, BE)
+    loss_ptr = partial_ptr
     partial_ptr += tl.program_id(0) * E + e
     t, in_bounds, unmasked, cluster = load_tokens(
         cluster_ptr, mask_ptr, perm_ptr, load_cluster_ends(cluster_ptr, C, BC), start, T, C,
@@ -260,7 +274,12 @@ def _route_kernel(
     tl.store(first_ptr + t, first.to(tl.int64), mask=in_bounds)
 
     prob = tl.where(unmasked[:, None], softmax_rows(affinity * inverse_temperature), 0.0)
-    tl.store(partial_ptr, tl.sum(prob, axis=0), mask=e < E)
     selected = (selected & unmasked[:, None]).to(tl.float32)
-    partial_ptr += tl.num_programs(0) * E
-    tl.store(partial_ptr, tl.sum(selected, axis=0), mask=e < E)
+    gate_sum, load = tl.sum(prob, axis=0), tl.sum(selected, axis=0)
+    if BALANCE:
+        share = load / tl.maximum(tl.sum(load), 1.0)
+        tl.store(loss_ptr, E * tl.sum(share * (gate_sum / T)))
+    else:
+        tl.store(partial_ptr, gate_sum, mask=e < E)
+        partial_ptr += tl.num_programs(0) * E
+        tl.store(partial_ptr, load, mask=e < E)
