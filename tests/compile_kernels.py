@@ -1,6 +1,8 @@
 """Compiles the library's kernels for a card that need not be there, and prints what came out.
 
-    python tests/compile_kernels.py 90 weights|experts|own|text|images|measures|backward|forward ...
+    python tests/compile_kernels.py 90 GROUP ...
+
+GROUP is weights, experts, own, odd, text, images, measures, backward or forward.
 
 Tests interpret kernels or emulate them, which takes what the compiler may not. Here the library
 runs on a CPU's tensors, and whatever it launches is compiled for the arguments of the launch
@@ -37,7 +39,7 @@ from acmoe.ops.attention.hopper import keys as attention_keys
 from acmoe.ops.attention.hopper.saved_weights import SavedWeights, saved_band, saved_sizes
 from acmoe.ops.attention.support import fused_width, stored_width
 from acmoe.ops.device import tuning
-from acmoe.ops.device.tuning import PipelineConfig
+from acmoe.ops.device.settings import PipelineConfig
 from acmoe.ops.experts.hopper import choice as ring_choice
 from acmoe.ops.experts.hopper import launch as ring_launch
 from acmoe.ops.experts.triton.tiles import Plan
@@ -116,9 +118,20 @@ def experts() -> None:
 def own() -> None:
     """Layers that nobody has tuned, narrow, wide and not gated, by blocks of the rule."""
     global use
-    for name in ("256x512x512x2x2", "256x1024x4096x2x2", "256x352x352x2x2-relu"):
+    for name in ("256x512x512x2x2", "256x1024x4096x2x2", "256x352x352x2x2-relu", "32x512x512x2x2"):
         for product, call in kernel_calls(find_shape(name), CPU, seed=0).items():
             use = f"{name} {product}"
+            call()
+
+
+def odd() -> None:
+    """Layers of published models that nobody has tuned, by rules and pipelines; two experts."""
+    global use
+    ring_choice.gluon_unsupported = lambda device: None
+    for sizes in ("2048x1408", "2880x2880", "2048x512", "5120x8192", "4096x6400"):
+        shape = find_shape(f"256x{sizes}x2x2")
+        for product, call in kernel_calls(shape, CPU, seed=0).items():
+            use = f"{sizes} {product}"
             call()
 
 
@@ -206,7 +219,7 @@ def forward() -> None:
 
 GROUPS: dict[str, Callable[[], None]] = {
     group.__name__: group
-    for group in (weights, experts, own, text, images, measures, backward, forward)
+    for group in (weights, experts, own, odd, text, images, measures, backward, forward)
 }
 
 

@@ -5,13 +5,16 @@ T tokens, D features, F hidden units, W = F or 2F, E experts, K experts per toke
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from acmoe.lab.bench.shapes import Shape
 from acmoe.ops.device import tuning
-from acmoe.ops.device.tuning import GEMMS, ROW_GEMMS, WEIGHT_GEMMS, Blocks, PipelineConfig
+from acmoe.ops.device.settings import GEMMS, ROW_GEMMS, WEIGHT_GEMMS, Blocks, PipelineConfig
+
+if TYPE_CHECKING:
+    from acmoe.ops.experts.triton.sizes import Sizes
 
 Candidate = Blocks | PipelineConfig | None  # None: the Triton kernel instead of a pipeline
 
@@ -90,10 +93,8 @@ def unsupported(
 ) -> str | None:
     """Return the reason why a pipeline cannot compute this GEMM of the layer, or None."""
     from acmoe.ops.experts.hopper.choice import pipeline_unsupported
-    from acmoe.ops.experts.triton.sizes import Sizes
 
-    sizes = (shape.dim, shape.hidden, shape.num_experts)
-    size = Sizes(shape.tokens, *sizes, shape.top_k, shape.activation)
+    size = _sizes(shape)
     # If rows are copied in backward, the copy of the upstream gradient is made for "hidden" and
     # serves "down_weight" too; x may still be gathered for "up_weight" instead of copied.
     gather = gemm in ("hidden", *WEIGHT_GEMMS)
@@ -128,8 +129,14 @@ def _forms(gemm: str) -> list[PipelineConfig]:
 
 def copies(shape: Shape, *, backward: bool) -> bool:
     """Return True if the layer's GEMMs read copied rows, unless a pipeline gathers them."""
-    sizes = (shape.dim, shape.hidden, shape.num_experts, shape.width)
-    return tuning.copies_rows(*sizes, backward=backward)
+    return tuning.copies_rows(_sizes(shape).layer(torch.bfloat16), backward=backward)
+
+
+def _sizes(shape: Shape) -> "Sizes":
+    from acmoe.ops.experts.triton.sizes import Sizes
+
+    sizes = (shape.tokens, shape.dim, shape.hidden, shape.num_experts, shape.top_k)
+    return Sizes(*sizes, shape.activation)
 
 
 def _persistent(one: Blocks) -> Blocks:
