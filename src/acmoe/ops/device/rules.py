@@ -45,6 +45,12 @@ class Layer(NamedTuple):
     def gated(self) -> bool:
         return self.width > self.hidden
 
+    @property
+    def aligned(self) -> bool:
+        """Return True if rows are a multiple of 16 bytes long, as TMA needs."""
+        size = self.dtype.itemsize
+        return self.dim * size % 16 == 0 and self.hidden * size % 16 == 0
+
     def inner_outer(self, kernel: str) -> tuple[int, int]:
         """Return the reduction dimension and the columns of a GEMM by rows."""
         return {

@@ -188,7 +188,7 @@ def blocks_for(kernel: str, layer: Layer) -> Blocks:
         return Blocks(16, 32, 32, 4, 2)
     if wide:
         return Blocks(64, 64, 32, 4, 2)
-    if not has_shared_memory():
+    if not (layer.aligned and has_shared_memory()):
         return Blocks(128, 128, 64, 8, 3)
     return rules.blocks(kernel, layer, copied=copies_rows(layer, backward=True))
 

@@ -89,6 +89,7 @@ def cost(kernel: str, settings: Settings, layer: Layer) -> float:
     """
     pipelined = isinstance(settings, PipelineConfig)
     m, n = (128, settings.columns) if isinstance(settings, PipelineConfig) else settings[:2]
+    work: float
     if kernel in WEIGHT_GEMMS:
         sides = (layer.dim, layer.hidden) if kernel == "down_weight" else (layer.width, layer.dim)
         num_tiles = layer.experts * -(-sides[0] // m) * -(-sides[1] // n)

@@ -22,7 +22,7 @@ from acmoe.config.environment import tuning_requested
 from acmoe.ops.device import rules, tuning
 from acmoe.ops.device.rules import Layer
 from acmoe.ops.experts.reference import ExpertWeights
-from acmoe.ops.experts.triton.sizes import Sizes
+from acmoe.ops.experts.triton.sizes import Sizes, sizes_of
 from acmoe.ops.sort.reference import Rows
 
 _log = logging.getLogger("acmoe")
@@ -44,11 +44,9 @@ def prepare(x: Tensor, weights: ExpertWeights, rows: Rows, gate: Tensor, activat
     """Tune this layer if this is its first use and nothing speaks against it."""
     if x.device.type != "cuda" or torch.compiler.is_compiling():
         return
-    up, down = weights.up, weights.down
-    sizes = (*x.shape, down.shape[2], down.shape[0], gate.shape[1])
-    size = Sizes(*sizes, activation)
+    size = sizes_of(x, weights.down, gate, activation)
     layer = size.layer(x.dtype)
-    wanted = (x, up, down, gate)
+    wanted = (x, weights.up, weights.down, gate)
     backward = torch.is_grad_enabled() and any(one.requires_grad for one in wanted)
     settled = (layer, activation, backward)
     if settled in _settled or torch.cuda.is_current_stream_capturing():
@@ -137,11 +135,14 @@ def _measure(
         *(what, " and ".join(parts)),
     )
     begin = time.perf_counter()
-    cast = (
-        None if one is None else one.detach().to(x.dtype).contiguous()
-        for one in (weights.up, weights.down, weights.up_bias, weights.down_bias)
+    given = Inputs(
+        x.detach().contiguous(),
+        *(one.detach().to(x.dtype).contiguous() for one in (weights.up, weights.down)),
+        *(None if one is None else one.detach().to(x.dtype) for one in weights[2:4]),
+        gate.detach().contiguous(),
+        rows,
+        act,
     )
-    given = Inputs(x.detach().contiguous(), *cast, gate.detach().contiguous(), rows, act)  # type: ignore[arg-type]
     found: tuning.Table = {}
     try:
         with torch.random.fork_rng([x.device]):

@@ -41,17 +41,18 @@ class Found(NamedTuple):
 @contextlib.contextmanager
 def trying(kernel: str, settings: Settings) -> Iterator[None]:
     """Make the GEMM use these settings inside `with`."""
-    before = dict(tuning.OVERRIDE), dict(tuning.PIPELINE_OVERRIDE)
+    blocks, pipelines = dict(tuning.OVERRIDE), dict(tuning.PIPELINE_OVERRIDE)
+    if isinstance(settings, Blocks):
+        tuning.OVERRIDE[kernel], tuning.PIPELINE_OVERRIDE[kernel] = settings, None
+    else:
+        tuning.PIPELINE_OVERRIDE[kernel] = settings
     try:
-        if isinstance(settings, Blocks):
-            tuning.OVERRIDE[kernel], tuning.PIPELINE_OVERRIDE[kernel] = settings, None
-        else:
-            tuning.PIPELINE_OVERRIDE[kernel] = settings
         yield
     finally:
-        for held, old in zip((tuning.OVERRIDE, tuning.PIPELINE_OVERRIDE), before, strict=True):
-            held.clear()
-            held.update(old)  # type: ignore[arg-type]
+        tuning.OVERRIDE.clear()
+        tuning.OVERRIDE.update(blocks)
+        tuning.PIPELINE_OVERRIDE.clear()
+        tuning.PIPELINE_OVERRIDE.update(pipelines)
 
 
 @contextlib.contextmanager
@@ -137,15 +138,13 @@ def _candidates(kernel: str, given: Inputs, copied: bool) -> list[Settings]:
 
     A pipeline that can run has nearly always been the fastest: there one Triton GEMM is timed.
     """
-    size, dtype = given.sizes, given.x.dtype
-    layer = size.layer(dtype)
-    aligned = size.dim * dtype.itemsize % 16 == 0 and size.hidden * dtype.itemsize % 16 == 0
+    layer = given.sizes.layer(given.x.dtype)
     pipelines: list[Settings] = []
     blocks: list[Settings] = [tuning.blocks_for(kernel, layer)]
     own = None if kernel == "up" else tuning.pipeline_for(kernel, layer)
     if own is not None and _runs(kernel, own, given, copied):
         pipelines.append(own)
-    for one in quick(kernel, layer, tma=aligned and tuning.has_shared_memory()):
+    for one in quick(kernel, layer, tma=layer.aligned and tuning.has_shared_memory()):
         if isinstance(one, Blocks):
             blocks.append(one)
         elif _runs(kernel, one, given, copied):
@@ -211,7 +210,7 @@ def _time(call: Call, device: torch.device) -> float:
     with torch.cuda.device(device):
         start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        torch.cuda._sleep(_QUEUE_CYCLES)
+        torch.cuda._sleep(_QUEUE_CYCLES)  # type: ignore[no-untyped-call]
         start.record()
         call()
         end.record()

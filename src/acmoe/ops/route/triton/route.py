@@ -153,10 +153,11 @@ def _affinity(
     acc = tl.zeros((BT, BE), dtype=tl.float32)
     # A bf16 operand that is not rescaled goes to the tensor cores as it is; any other one becomes a
     # bf16 split. Of sorted bf16 tokens and a bf16 embedding one must be rescaled: the one with the
-    # smaller tile.
-    BOTH_BF16: tl.constexpr = PLAIN_BF16 and embedding_ptr.dtype.element_ty == tl.bfloat16
-    SPLIT_X: tl.constexpr = BOTH_BF16 and SORTED and BE >= BT
-    SPLIT_WEIGHT: tl.constexpr = not BOTH_BF16 or (SORTED and not SPLIT_X)
+    # smaller tile. The split of a bf16 embedding would add terms that are zeros: it is omitted
+    # whatever the tokens are.
+    WEIGHT_BF16: tl.constexpr = embedding_ptr.dtype.element_ty == tl.bfloat16
+    SPLIT_X: tl.constexpr = WEIGHT_BF16 and PLAIN_BF16 and SORTED and BE >= BT
+    SPLIT_WEIGHT: tl.constexpr = not WEIGHT_BF16 or (SORTED and not SPLIT_X)
     for start in range(0, D, BD):
         d = start + tl.arange(0, BD)
         x = load_scaled(x_ptr, scale_ptr, cluster, t, row, unmasked, d, D, HAS_SCALE, SORTED, BT)
