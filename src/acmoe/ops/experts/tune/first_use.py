@@ -135,13 +135,19 @@ def _measure(
         *(what, " and ".join(parts)),
     )
     begin = time.perf_counter()
+    up_bias, down_bias = (
+        None if one is None else one.detach().to(x.dtype)
+        for one in (weights.up_bias, weights.down_bias)
+    )
     given = Inputs(
-        x.detach().contiguous(),
-        *(one.detach().to(x.dtype).contiguous() for one in (weights.up, weights.down)),
-        *(None if one is None else one.detach().to(x.dtype) for one in weights[2:4]),
-        gate.detach().contiguous(),
-        rows,
-        act,
+        x=x.detach().contiguous(),
+        up=weights.up.detach().to(x.dtype).contiguous(),
+        down=weights.down.detach().to(x.dtype).contiguous(),
+        up_bias=up_bias,
+        down_bias=down_bias,
+        gate=gate.detach().contiguous(),
+        rows=rows,
+        act=act,
     )
     found: tuning.Table = {}
     try:
