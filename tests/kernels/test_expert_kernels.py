@@ -239,6 +239,18 @@ def test_the_table_has_the_last_word_on_copying(monkeypatch):
     assert tuning.copies_rows(layer, backward=True)
 
 
+def test_no_tokens_have_no_outputs_and_no_gradient(device):
+    mlp = ExpertMLP(dim=16, hidden=24, num_experts=3, activation="swiglu", bias=False).to(device)
+    x, gate = torch.empty(0, 16, device=device), torch.empty(0, 2, device=device)
+    rows = sort_rows(torch.empty(0, 2, dtype=torch.int64, device=device), 3)
+    out = expert_mlp(
+        x, ExpertWeights(mlp.up, mlp.down, None, None), rows, gate, activation="swiglu"
+    )
+    assert out.shape == (0, 16)
+    for gradient in torch.autograd.grad(out.sum(), (mlp.up, mlp.down)):
+        assert not gradient.any()
+
+
 def test_all_rows_may_go_to_one_expert(device):
     layer = Layer("swiglu", True, (40, 32, 24, 3, 2), device, one_expert=True)
     expected, found = layer.reference(), layer.fused()

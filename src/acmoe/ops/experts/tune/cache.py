@@ -39,7 +39,9 @@ def _sources() -> str:
     return digest.hexdigest()[:16]
 
 
-def identity(layer: Layer, act: str, biased: bool, device: torch.device) -> dict[str, object]:
+def identity(
+    layer: Layer, act: str, biased: bool, weights: torch.dtype, device: torch.device
+) -> dict[str, object]:
     """Return what a measurement holds for."""
     return {
         "gpu": torch.cuda.get_device_name(device),
@@ -48,6 +50,7 @@ def identity(layer: Layer, act: str, biased: bool, device: torch.device) -> dict
         "kernels": _sources(),
         "activation": act,
         "bias": biased,
+        "weights": str(weights),
         **layer._replace(dtype=str(layer.dtype))._asdict(),  # type: ignore[arg-type]
     }
 

@@ -30,6 +30,7 @@ class Inputs(NamedTuple):
     gate: Tensor  # (T, K)
     rows: Rows
     act: str
+    result: torch.dtype  # of the weight gradients, the dtype of the parameters
 
     @property
     def sizes(self) -> Sizes:
@@ -86,17 +87,17 @@ def backward_calls(given: Inputs) -> dict[str, Call]:
         how = "p" if rows.gather else "none"
         return (
             choice.run_weight(
-                "down_weight", rows.values, a_NF, plan, size, gather=how, dtype=dtype
+                "down_weight", rows.values, a_NF, plan, size, gather=how, dtype=given.result
             ),
         )
 
     def up_weight() -> tuple[Tensor, ...]:
-        gather = choice.gathers("up_weight", size, dtype, device, result=dtype)
+        gather = choice.gathers("up_weight", size, dtype, device, result=given.result)
         tokens = row_operand(given.x, given.rows.inverse, size, gather=gather)
         how = "q" if tokens.gather else "none"
         return (
             choice.run_weight(
-                "up_weight", h_NW, tokens.values, plan, size, gather=how, dtype=dtype
+                "up_weight", h_NW, tokens.values, plan, size, gather=how, dtype=given.result
             ),
         )
 

@@ -89,7 +89,7 @@ def _settle(
     from acmoe.ops.experts.tune import cache
 
     biased = weights.up_bias is not None or weights.down_bias is not None
-    what = cache.identity(layer, size.act, biased, x.device)
+    what = cache.identity(layer, size.act, biased, weights.up.dtype, x.device)
     known = tuning.MEASURED.get(layer) or cache.read(what)
     missing = [part for part, row in _PARTS[: 1 + backward] if row not in known]
     if missing and tuning_requested() == "auto" and not _distributed():
@@ -148,6 +148,7 @@ def _measure(
         gate=gate.detach().contiguous(),
         rows=rows,
         act=act,
+        result=weights.up.dtype,
     )
     found: tuning.Table = {}
     try:

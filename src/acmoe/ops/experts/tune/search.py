@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from acmoe.ops.device import rules, tuning
-from acmoe.ops.device.settings import Blocks, PipelineConfig
+from acmoe.ops.device.settings import WEIGHT_GEMMS, Blocks, PipelineConfig
 from acmoe.ops.device.tuning import Table
 from acmoe.ops.experts.hopper.choice import pipeline_unsupported
 from acmoe.ops.experts.tune.calls import Call, Inputs, backward_calls, forward_calls
@@ -95,7 +95,8 @@ def tune_backward(given: Inputs) -> Table:
                 for kernel in ("hidden", "down_weight", "up_weight")
             }
     copied = min(tried, key=lambda flag: sum(found.ms for found in tried[flag].values()))
-    found = tried[copied] | {"input": fastest("input", calls["input"], given, copied=copied)}
+    with copying(copied, copied):
+        found = tried[copied] | {"input": fastest("input", calls["input"], given, copied=copied)}
     rows: Table = {"copy": [False, copied]}
     for kernel, one in found.items():
         rows |= _rows(kernel, one)
@@ -163,8 +164,9 @@ def _runs(kernel: str, settings: PipelineConfig, given: Inputs, copied: bool) ->
     bias = {"hidden": given.up_bias is not None or given.down_bias is not None}
     bare = not bias.get(kernel, kernel == "down" and given.down_bias is not None)
     where = (kernel, given.sizes, given.x.dtype, given.x.device)
+    result = given.result if kernel in WEIGHT_GEMMS else None
     with trying(kernel, settings):
-        return pipeline_unsupported(*where, gather=gather, bare=bare) is None
+        return pipeline_unsupported(*where, gather=gather, bare=bare, result=result) is None
 
 
 def _agrees(
