@@ -57,7 +57,7 @@ def test_the_pipelines_of_every_layer_fit_into_a_multiprocessor(sizes):
 
 
 def test_the_rules_agree_with_what_was_measured():
-    """At the four gated shapes of the table; the exceptions are named."""
+    """At the four gated shapes of the table, but for leads and buffers; exceptions are named."""
     missed = []
     for sizes in ((2048, 1024, 64), (2048, 768, 128), (1536, 256, 128), (4096, 14336, 8)):
         one = layer(*sizes, rows=4096)
@@ -70,17 +70,24 @@ def test_the_rules_agree_with_what_was_measured():
                 missed.append((kernel, sizes[1]))
             if kernel != "up":
                 pipeline = tuning.pipeline_for(kernel, one)
-                if rules.pipeline(kernel, one, copied=copied) != pipeline:
+                rule = rules.pipeline(kernel, one, copied=copied)
+                if rule != pipeline and (rule and rule[:2]) != (pipeline and pipeline[:2]):
                     missed.append((f"ring_{kernel}", sizes[1]))
-    assert missed == [("ring_down", 256), ("ring_hidden", 14336), ("down_weight", 14336)]
+    assert missed == [
+        *(("ring_down", 256), ("down_weight", 14336)),
+    ]
 
 
 @pytest.mark.parametrize(
     ("sizes", "kernel", "expected"),
     [
-        # 2880 columns are 12 tiles of 256, 6.7% too many, or 23 of 128, 2.2%.
-        ((2880, 2880, 32, 2048), "down", PipelineConfig("turns", 6)),
-        ((2048, 1408, 64, 2048), "down", PipelineConfig("together", 4)),
+        # 2880 columns are 12 tiles of 256, 6.7% too many.
+        ((2880, 2880, 32, 2048), "down", PipelineConfig("together", 4, lead=3)),
+        ((2080, 2880, 32, 2048), "down", PipelineConfig("turns", 6)),  # 9 tiles, 10.8% too many
+        ((2048, 1408, 64, 2048), "down", PipelineConfig("together", 4, lead=3)),
+        ((2880, 2880, 32, 2048), "hidden", PipelineConfig("turns", 4, 4)),
+        ((2048, 1408, 64, 2048), "hidden", PipelineConfig("turns", 5, 2)),
+        ((2048, 1408, 64, 2048), "input", None),
         ((2048, 512, 512, 512), "down", PipelineConfig("turns", 6)),  # 512 are few to sum over
         ((2048, 512, 512, 512), "up_weight", PipelineConfig("together", 4, gathers=True)),
         ((2048, 1408, 64, 2048), "up_weight", PipelineConfig("together", 4)),

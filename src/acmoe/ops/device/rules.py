@@ -16,17 +16,26 @@ from acmoe.ops.device.settings import WEIGHT_GEMMS, Blocks, PipelineConfig
 # Widths W from which tokens are copied into sorted rows before the GEMMs, in forward and backward.
 # A GEMM that loads both operands by TMA saves N D W * 4e-16 seconds against one that gathers (600
 # TFLOP/s, 12%). The copy takes a little over N D * 5e-13 seconds (4 TB/s). Both are equal at W =
-# 1250. In backward a copy also allows the kernel that fuses the activation's gradient, which takes
-# another 1e-12 N W seconds less: it paid at W = 1024 (qwen3next), 1536 and 2048 and did not at 512
-# (fine). In forward gathering costs less (3.71 against 3.6 ms at W = 2048, less than a copy).
+# 1250. In backward a copy also allows the kernel that fuses the activation's gradient: it paid at W
+# = 1536 and 2048, made no difference at 1024 (qwen3next: 3.17 against 3.18 ms; without the Hopper
+# kernels it pays), and did not pay at 512 (fine). In forward gathering costs less: 1.71 against
+# 1.77 ms with a copy at W = 2816 (dsv2lite), 3.28 against 3.26 at 5760 (gptoss).
 COPY_WIDTH, COPY_WIDTH_BACKWARD = 4096, 1024
-# From this width the copy of x also pays for up_weight alone, whose Hopper kernel can gather.
+# From this width the copy of x also pays for up_weight alone, whose Hopper kernel can gather: 3.20
+# against 3.30 ms at W = 5760, 1.67 against 1.66 at 2816.
 _COPY_FOR_UP_WEIGHT = 2048
-# Inner dimensions from which tiles of 256 columns are faster than of 128 (olmoe against qwen30b),
-# and up to which the Hopper kernel by rows was faster than Triton's (not at mixtral).
-_WIDE_INNER, _LONGEST_INNER = 1024, 8192
-# Padding of the columns that a wide tile may add before the narrow one is taken.
-_PADDING = 0.06
+# Inner dimensions from which tiles of 256 columns are faster than of 128: dsv2lite's down takes
+# 0.80 against 0.88 ms (1408), qwen3next's 0.65 against 0.64 (512).
+_WIDE_INNER = 1024
+# Inner dimensions up to which the Hopper kernel by rows is faster than Triton's. "input": yes at
+# 2048 (olmoe), 1.60 against 1.57 ms at 2816 (dsv2lite). "down": yes at 1408, not at mixtral's.
+_LONGEST_INNER = {"down": 8192, "input": 2560}
+# Features from which "hidden" prefers buffers to stages: 1.99 against 2.09 ms at 2880 (gptoss), but
+# 1.15 against 1.11 at 2048 (dsv2lite).
+_BUFFERED_DIM = 2560
+# Padding of the columns that a wide tile may add before the narrow one is taken: at 6.7% (gptoss)
+# the wide one takes 1.58 ms, the narrow one 1.71.
+_PADDING = 0.08
 # Rows of an average expert below which half of a tile of 128 rows would be padding.
 FEW_ROWS = 64
 
@@ -110,15 +119,15 @@ def pipeline(kernel: str, layer: Layer, *, copied: bool) -> PipelineConfig | Non
     """
     if kernel == "hidden":
         # Against GEMM and activation apart: 9% less at mixtral, 21% at qwen30b, 25% at olmoe.
-        return PipelineConfig("turns", 5, 2)
+        return PipelineConfig("turns", *((4, 4) if layer.dim >= _BUFFERED_DIM else (5, 2)))
     if kernel in WEIGHT_GEMMS:
         gathers = not copied or (kernel == "up_weight" and layer.width < _COPY_FOR_UP_WEIGHT)
         if padding(layer.dim, 128) > 0.25 or padding(layer.hidden, 128) > 0.25:
             return None
         return PipelineConfig("together", 4, gathers=gathers)
     inner, outer = layer.inner_outer(kernel)
-    if inner > _LONGEST_INNER:
+    if inner > _LONGEST_INNER[kernel]:
         return None
     if inner < _WIDE_INNER or padding(outer, 256) > _PADDING or layer.rows <= FEW_ROWS:
         return PipelineConfig("turns", 6)
-    return PipelineConfig("together", 4)
+    return PipelineConfig("together", 4, lead=3)

@@ -7,13 +7,13 @@ once and costs nothing but time.
 
 import functools
 import hashlib
+import importlib.metadata
 import json
 import logging
 import os
 from pathlib import Path
 
 import torch
-import triton
 
 from acmoe.errors import UserError
 from acmoe.ops.device.rules import Layer
@@ -46,7 +46,7 @@ def identity(
     return {
         "gpu": torch.cuda.get_device_name(device),
         "torch": str(torch.__version__),
-        "triton": triton.__version__,
+        "triton": importlib.metadata.version("triton"),
         "kernels": _sources(),
         "activation": act,
         "bias": biased,

@@ -4,17 +4,16 @@ T tokens, D features, F hidden units, W = F or 2F, E experts, K experts per toke
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from acmoe.ops.experts.hopper import choice
-from acmoe.ops.experts.triton import launch
 from acmoe.ops.experts.triton.sizes import RowOperand, Sizes, Sums, sizes_of
-from acmoe.ops.experts.triton.tiles import Plan
-from acmoe.ops.experts.triton.tokens import row_operand
 from acmoe.ops.sort.reference import Rows
+
+if TYPE_CHECKING:
+    from acmoe.ops.experts.triton.tiles import Plan
 
 Call = Callable[[], tuple[Tensor, ...]]
 
@@ -39,6 +38,10 @@ class Inputs(NamedTuple):
 
 def forward_calls(given: Inputs) -> dict[str, Call]:
     """Return the GEMMs of the forward; "up" includes the copy of x, where one is made."""
+    from acmoe.ops.experts.hopper import choice
+    from acmoe.ops.experts.triton import launch
+    from acmoe.ops.experts.triton.tokens import row_operand
+
     size, plan, seed = _plan(given)
     a_NF = _drawn(given, size.hidden)
 
@@ -59,6 +62,9 @@ def backward_calls(given: Inputs) -> dict[str, Call]:
     "hidden" includes the copy of the upstream gradient, where one is made, and the activation;
     "down_weight" reads the same copy. "up_weight" includes the copy of x.
     """
+    from acmoe.ops.experts.hopper import choice
+    from acmoe.ops.experts.triton.tokens import row_operand
+
     size, plan, seed = _plan(given)
     dtype, device = given.x.dtype, given.x.device
     grad_TD = torch.randn_like(given.x)
@@ -112,8 +118,10 @@ def backward_calls(given: Inputs) -> dict[str, Call]:
     }
 
 
-def _plan(given: Inputs) -> tuple[Sizes, Plan, Tensor]:
+def _plan(given: Inputs) -> "tuple[Sizes, Plan, Tensor]":
     """Return the sizes, the tiles, and a seed that is not read."""
+    from acmoe.ops.experts.triton.tiles import Plan
+
     plan = Plan(given.rows.permutation, given.rows.offsets, given.gate.shape[1])
     return given.sizes, plan, given.rows.offsets
 

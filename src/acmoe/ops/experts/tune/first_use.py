@@ -61,6 +61,8 @@ def unsuitable(size: Sizes, layer: Layer) -> str | None:
     """Return the reason why a layer is not tuned at all, or None."""
     if tuning_requested() == "never":
         return "ACMOE_TUNE=never"
+    if torch.version.hip is not None:
+        return "its candidates are for NVIDIA GPUs"
     if layer.dtype.itemsize != 2:
         return f"its tokens are {layer.dtype}"
     if layer.rows <= rules.FEW_ROWS:

@@ -17,7 +17,6 @@ from torch import Tensor
 from acmoe.ops.device import rules, tuning
 from acmoe.ops.device.settings import WEIGHT_GEMMS, Blocks, PipelineConfig
 from acmoe.ops.device.tuning import Table
-from acmoe.ops.experts.hopper.choice import pipeline_unsupported
 from acmoe.ops.experts.tune.calls import Call, Inputs, backward_calls, forward_calls
 from acmoe.ops.experts.tune.candidates import Settings, quick
 
@@ -156,6 +155,8 @@ def _candidates(kernel: str, given: Inputs, copied: bool) -> list[Settings]:
 
 def _runs(kernel: str, settings: PipelineConfig, given: Inputs, copied: bool) -> bool:
     """Return True if the Hopper kernel would run with these settings, and not Triton's instead."""
+    from acmoe.ops.experts.hopper.choice import pipeline_unsupported
+
     gather = kernel in ("hidden", "down_weight", "up_weight") and not copied
     if kernel == "up_weight":
         gather = gather or settings.gathers
