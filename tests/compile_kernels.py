@@ -43,6 +43,7 @@ from acmoe.ops.device.settings import PipelineConfig
 from acmoe.ops.experts.hopper import choice as ring_choice
 from acmoe.ops.experts.hopper import launch as ring_launch
 from acmoe.ops.experts.triton.tiles import Plan
+from acmoe.ops.route.autograd import route_op
 from acmoe.ops.statistics.op import measure_dispersion
 from acmoe.ops.statistics.scale_op import fused_cluster_scale
 from acmoe.routing.step import fold_statistics
@@ -170,9 +171,14 @@ def images() -> None:
 
 
 def measures() -> None:
-    """Statistics of tokens that nobody has sorted."""
+    """Statistics of tokens that nobody has sorted, and a router of many experts."""
     global use
     assignment = torch.zeros(2, 64, dtype=torch.int64)
+    for dtype in (torch.bfloat16, torch.float32):
+        use = f"route among 300, {dtype}"
+        x, embedding, scale = (torch.zeros(n, 128, dtype=dtype) for n in (64, 300, 4))
+        for how in ((None, None), (scale.float(), assignment[0])):
+            route_op(x, embedding, None, *how, 2, True, None, 1.0, None, None)
     for measure in ("mad", "variance", "std", "iqr"):
         use = f"measure {measure}"
         x = bf16(2, 64, 32).requires_grad_(measure != "iqr")

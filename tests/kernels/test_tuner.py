@@ -21,6 +21,7 @@ def tuner(hopper_launch, fresh_choice, monkeypatch):
 
     monkeypatch.setattr(fresh_choice, "gluon_unsupported", lambda device: None)
     monkeypatch.setattr(tune_candidates, "_LARGE", ())
+    monkeypatch.setattr(tune_candidates, "_FEW", ())
     monkeypatch.setattr(tune_candidates, "_SMALL", ((32, 64, 64, 4, 2),))
     return tune
 

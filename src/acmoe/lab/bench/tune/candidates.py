@@ -11,8 +11,10 @@ import torch
 
 from acmoe.lab.bench.shapes import Shape
 from acmoe.ops.device import tuning
+from acmoe.ops.device.rules import FEW_ROWS
 from acmoe.ops.device.settings import GEMMS, ROW_GEMMS, WEIGHT_GEMMS, Blocks, PipelineConfig
 from acmoe.ops.experts.tune.candidates import COOPERATIVE as _COOPERATIVE
+from acmoe.ops.experts.tune.candidates import FEW as _FEW
 from acmoe.ops.experts.tune.candidates import HIDDEN as _HIDDEN
 from acmoe.ops.experts.tune.candidates import LARGE as _LARGE
 from acmoe.ops.experts.tune.candidates import LEADS as _LEADS
@@ -62,10 +64,13 @@ def blocks(kernel: str, shape: Shape) -> list[Blocks]:
     """
     double = kernel == "up" and shape.activation == "swiglu"
     weight = kernel in WEIGHT_GEMMS
-    tiles = [(*tile, True) for tile in _LARGE + _SMALL] + [(*tile, False) for tile in _SMALL]
+    few = shape.rows <= FEW_ROWS * shape.num_experts
+    small = _SMALL + _FEW * few
+    tiles = [(*tile, True) for tile in _LARGE + small] + [(*tile, False) for tile in small]
     found = [Blocks(*tile) for tile in tiles if not (double and tile[1] == 256)]
     if not weight or copies(shape, backward=True):
-        found += [persistent(one) for one in found if one.tma and one.m * one.n >= 128 * 128]
+        smallest = 0 if few else 128 * 128
+        found += [persistent(one) for one in found if one.tma and one.m * one.n >= smallest]
     if not weight:
         return found
     return [one._replace(splits=n) for one in found for n in _splits(one, shape)]

@@ -131,8 +131,8 @@ def gathers(
     layer = size.layer(dtype)
     if not copies_rows(layer, backward=kernel != "up"):
         return True
-    settings = pipeline_for(kernel, layer)
-    if kernel != "up_weight" or settings is None or not settings.gathers:
+    settings = pipeline_for(kernel, layer) if kernel == "up_weight" else None
+    if settings is None or not settings.gathers:
         return False
     return pipeline_unsupported(kernel, size, dtype, device, gather=True, result=result) is None
 

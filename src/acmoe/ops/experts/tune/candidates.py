@@ -23,6 +23,12 @@ SMALL = (
     *((128, 128, 32, 8, 4), (128, 128, 32, 4, 4), (128, 128, 128, 8, 2), (128, 64, 64, 4, 4)),
     *((64, 128, 64, 4, 3), (64, 128, 64, 4, 4), (64, 256, 64, 4, 3), (64, 256, 64, 4, 4)),
 )
+# Tiles for experts of few rows, whose time is that of reading their weights: narrow ones, so that
+# there are enough programs.
+FEW = (
+    *((16, 64, 128, 4, 4), (16, 128, 128, 4, 3), (32, 64, 128, 4, 4), (64, 64, 64, 4, 4)),
+    *((64, 64, 128, 4, 3), (64, 32, 128, 4, 4)),
+)
 # (stages, buffers of h) of the GEMM "hidden" that fit into 227 KiB beside its outputs.
 HIDDEN = ((5, 2), (4, 4), (4, 2), (3, 4))
 # Stages of ping-pong and of cooperative pipelines, and leads of the latter (`PipelineConfig`).
