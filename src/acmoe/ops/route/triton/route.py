@@ -45,7 +45,8 @@ TERMS_16_BIT = 4
 # and 1.5 at switch, of 197 and 16.5 (H200).
 TERMS_SORTED_BF16 = 3
 # Experts above which affinities are computed by a kernel of their own, and its tile: tokens,
-# experts, warps and stages.
+# experts, warps and stages. (One stage less where the scale of each token is loaded as well, for
+# the 99 KiB of smaller cards.)
 MANY_EXPERTS = 256
 AFFINITY_TILE = (64, 128, 4, 3)
 
@@ -137,6 +138,7 @@ def route(
         flags["TERMS"] = terms(tokens, both_bf16)
         if E > MANY_EXPERTS:
             height, width, num_warps, num_stages = AFFINITY_TILE
+            num_stages -= tokens.has_scale and not tokens.is_sorted
             affinity_kernel[(triton.cdiv(E, width), tokens.blocks(height))](
                 *tokens.pointers, *router, affinity_TE, T, D, E, tokens.scale.shape[0], **flags,
                 BT=height, BD=tile.features, BE=width, num_warps=num_warps, num_stages=num_stages,
