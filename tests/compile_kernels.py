@@ -1,6 +1,8 @@
 """Compiles the library's kernels for a card that need not be there, and prints what came out.
 
-    python tests/compile_kernels.py 90 weights|experts|own|text|images|measures|backward|forward ...
+    python tests/compile_kernels.py 90 GROUP ...
+
+GROUP is weights, experts, own, odd, text, images, measures, backward or forward.
 
 Tests interpret kernels or emulate them, which takes what the compiler may not. Here the library
 runs on a CPU's tensors, and whatever it launches is compiled for the arguments of the launch
@@ -37,10 +39,11 @@ from acmoe.ops.attention.hopper import keys as attention_keys
 from acmoe.ops.attention.hopper.saved_weights import SavedWeights, saved_band, saved_sizes
 from acmoe.ops.attention.support import fused_width, stored_width
 from acmoe.ops.device import tuning
-from acmoe.ops.device.tuning import PipelineConfig
+from acmoe.ops.device.settings import PipelineConfig
 from acmoe.ops.experts.hopper import choice as ring_choice
 from acmoe.ops.experts.hopper import launch as ring_launch
 from acmoe.ops.experts.triton.tiles import Plan
+from acmoe.ops.route.autograd import route_op
 from acmoe.ops.statistics.op import measure_dispersion
 from acmoe.ops.statistics.scale_op import fused_cluster_scale
 from acmoe.routing.step import fold_statistics
@@ -116,9 +119,20 @@ def experts() -> None:
 def own() -> None:
     """Layers that nobody has tuned, narrow, wide and not gated, by blocks of the rule."""
     global use
-    for name in ("256x512x512x2x2", "256x1024x4096x2x2", "256x352x352x2x2-relu"):
+    for name in ("256x512x512x2x2", "256x1024x4096x2x2", "256x352x352x2x2-relu", "32x512x512x2x2"):
         for product, call in kernel_calls(find_shape(name), CPU, seed=0).items():
             use = f"{name} {product}"
+            call()
+
+
+def odd() -> None:
+    """Layers of published models that nobody has tuned, by rules and pipelines; two experts."""
+    global use
+    ring_choice.gluon_unsupported = lambda device: None
+    for sizes in ("2048x1408", "2880x2880", "2048x512", "5120x8192", "4096x6400"):
+        shape = find_shape(f"256x{sizes}x2x2")
+        for product, call in kernel_calls(shape, CPU, seed=0).items():
+            use = f"{sizes} {product}"
             call()
 
 
@@ -161,9 +175,14 @@ def images() -> None:
 
 
 def measures() -> None:
-    """Statistics of tokens that nobody has sorted."""
+    """Statistics of tokens that nobody has sorted, and a router of many experts."""
     global use
     assignment = torch.zeros(2, 64, dtype=torch.int64)
+    for dtype in (torch.bfloat16, torch.float32):
+        use = f"route among 300, {dtype}"
+        x, embedding, scale = (torch.zeros(n, 128, dtype=dtype) for n in (64, 300, 4))
+        for how in ((None, None), (scale.float(), assignment[0])):
+            route_op(x, embedding, None, *how, 2, True, None, 1.0, None, None)
     for measure in ("mad", "variance", "std", "iqr"):
         use = f"measure {measure}"
         x = bf16(2, 64, 32).requires_grad_(measure != "iqr")
@@ -210,7 +229,7 @@ def forward() -> None:
 
 GROUPS: dict[str, Callable[[], None]] = {
     group.__name__: group
-    for group in (weights, experts, own, text, images, measures, backward, forward)
+    for group in (weights, experts, own, odd, text, images, measures, backward, forward)
 }
 
 

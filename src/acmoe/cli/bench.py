@@ -18,9 +18,12 @@ class Layer:
     """Time the forward and backward pass of the MoE layer with a plain router, beside baselines."""
 
     shapes: tuple[str, ...] = ()
-    """Layers to measure: olmoe, qwen30b, fine, mixtral, switch, swin, tiny or tiny-relu. Your own
-    is TOKENSxFEATURESxHIDDENxEXPERTSxTOP_K, with -relu or -gelu appended if it is not gated.
+    """Layers to measure: olmoe, qwen30b, fine, mixtral, switch, swin, dsv2lite, dsv3, gptoss,
+    qwen3next, granite, scout, phi, mixtral22b, tiny or tiny-relu. Your own is
+    TOKENSxFEATURESxHIDDENxEXPERTSxTOP_K, with -relu or -gelu appended if it is not gated.
     If none is given, a GPU measures the first six and a CPU the tiny ones."""
+    tokens: tuple[int, ...] = ()
+    """Numbers of tokens to measure every layer with, instead of its own."""
     rivals: tuple[str, ...] = ()
     """Baselines to measure beside acmoe. If none is given: all but `torch` (the reference in plain
     PyTorch) and `triton`."""
@@ -44,6 +47,7 @@ class Layer:
 
         config = LayerConfig(
             shapes=self.shapes,
+            tokens=self.tokens,
             rivals=self.rivals,
             dtype=self.dtype,
             skew=self.skew,
@@ -64,6 +68,8 @@ class Router:
 
     shapes: tuple[str, ...] = ()
     """Layers to measure, as in `bench layer`."""
+    tokens: tuple[int, ...] = ()
+    """Numbers of tokens to measure every layer with, instead of its own."""
     dtype: str = "bf16"
     """Data type of weights and tokens: bf16, fp16 or fp32."""
     graph: bool = False
@@ -84,6 +90,7 @@ class Router:
 
         config = RouterBenchConfig(
             shapes=self.shapes,
+            tokens=self.tokens,
             dtype=self.dtype,
             graph=self.graph,
             compile=self.compile,

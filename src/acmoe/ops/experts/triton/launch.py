@@ -12,7 +12,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from acmoe.ops.device.dot import dot_precision
 from acmoe.ops.device.dropout_rng import threshold
 from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2
-from acmoe.ops.device.tuning import Blocks, blocks_for
+from acmoe.ops.device.settings import Blocks
+from acmoe.ops.device.tuning import blocks_for
 from acmoe.ops.experts.triton.backward import activation_kernel, reduce_partials_kernel
 from acmoe.ops.experts.triton.forward import grouped_gemm_kernel, up_kernel
 from acmoe.ops.experts.triton.persistent_weights import persistent_weight_kernel
@@ -27,7 +28,7 @@ ACTIVATION_TILE = (128, 8, 128, 4)
 
 def _blocks(kernel: str, size: Sizes, dtype: torch.dtype) -> Blocks:
     """Return the tuned block sizes, changed where activation or alignment require it."""
-    blocks = blocks_for(kernel, size.dim, size.hidden, size.experts, dtype)
+    blocks = blocks_for(kernel, size.layer(dtype))
     # The table does not depend on the activation. SwiGLU's gate and up need shared memory for two
     # tiles of weights, and their two accumulators need the registers of 8 warps.
     gated = kernel == "up" and size.act == "swiglu"
@@ -36,7 +37,7 @@ def _blocks(kernel: str, size: Sizes, dtype: torch.dtype) -> Blocks:
     aligned = size.dim * dtype.itemsize % 16 == 0 and size.hidden * dtype.itemsize % 16 == 0
     if not (aligned and blocks.tma):
         return blocks._replace(tma=False, persistent=0)
-    if gated and blocks.num_warps < 8:
+    if gated and blocks.num_warps < 8 and blocks.m * blocks.n >= 128 * 128:
         return blocks._replace(num_warps=8, persistent=min(blocks.persistent, 1))
     return blocks
 
