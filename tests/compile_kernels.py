@@ -2,7 +2,7 @@
 
     python tests/compile_kernels.py 90 GROUP ...
 
-GROUP is weights, experts, own, gates, text, images, measures, backward or forward.
+GROUP is weights, experts, own, odd, gates, text, images, measures, backward or forward.
 
 Tests interpret kernels or emulate them, which takes what the compiler may not. Here the library
 runs on a CPU's tensors, and whatever it launches is compiled for the arguments of the launch
@@ -39,11 +39,12 @@ from acmoe.ops.attention.hopper import keys as attention_keys
 from acmoe.ops.attention.hopper.saved_weights import SavedWeights, saved_band, saved_sizes
 from acmoe.ops.attention.support import fused_width, stored_width
 from acmoe.ops.device import tuning
-from acmoe.ops.device.tuning import PipelineConfig
+from acmoe.ops.device.settings import PipelineConfig
 from acmoe.ops.experts import clamped_swiglu
 from acmoe.ops.experts.hopper import choice as ring_choice
 from acmoe.ops.experts.hopper import launch as ring_launch
 from acmoe.ops.experts.triton.tiles import Plan
+from acmoe.ops.route.autograd import route_op
 from acmoe.ops.statistics.op import measure_dispersion
 from acmoe.ops.statistics.scale_op import fused_cluster_scale
 from acmoe.routing.step import fold_statistics
@@ -119,7 +120,7 @@ def experts() -> None:
 def own() -> None:
     """Layers that nobody has tuned, narrow, wide and not gated, by blocks of the rule."""
     global use
-    for name in ("256x512x512x2x2", "256x1024x4096x2x2", "256x352x352x2x2-relu"):
+    for name in ("256x512x512x2x2", "256x1024x4096x2x2", "256x352x352x2x2-relu", "32x512x512x2x2"):
         for product, call in kernel_calls(find_shape(name), CPU, seed=0).items():
             use = f"{name} {product}"
             call()
@@ -132,6 +133,17 @@ def gates() -> None:
         use = f"clamped gate, {'interleaved' if interleaved else 'concatenated'}"
         h = bf16(64, 64).requires_grad_()
         clamped_swiglu(h, alpha=1.702, limit=7.0, interleaved=interleaved).sum().backward()
+
+
+def odd() -> None:
+    """Layers of published models that nobody has tuned, by rules and pipelines; two experts."""
+    global use
+    ring_choice.gluon_unsupported = lambda device: None
+    for sizes in ("2048x1408", "2880x2880", "2048x512", "5120x8192", "4096x6400"):
+        shape = find_shape(f"256x{sizes}x2x2")
+        for product, call in kernel_calls(shape, CPU, seed=0).items():
+            use = f"{sizes} {product}"
+            call()
 
 
 def text() -> None:
@@ -154,6 +166,10 @@ def text() -> None:
             out = model(ids, ids, memory=first.memory)
         (out.loss + out.aux_loss).backward()
         fold_statistics(model)
+        use = f"decoding {name}"  # one token of each stream; then more than a program routes
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=lowered):
+            model.eval()(ids[:, :1])
+            model(ids)
 
 
 def images() -> None:
@@ -169,9 +185,14 @@ def images() -> None:
 
 
 def measures() -> None:
-    """Statistics of tokens that nobody has sorted."""
+    """Statistics of tokens that nobody has sorted, and a router of many experts."""
     global use
     assignment = torch.zeros(2, 64, dtype=torch.int64)
+    for dtype in (torch.bfloat16, torch.float32):
+        use = f"route among 300, {dtype}"
+        x, embedding, scale = (torch.zeros(n, 128, dtype=dtype) for n in (64, 300, 4))
+        for how in ((None, None), (scale.float(), assignment[0])):
+            route_op(x, embedding, None, *how, 2, True, None, 1.0, None, None)
     for measure in ("mad", "variance", "std", "iqr"):
         use = f"measure {measure}"
         x = bf16(2, 64, 32).requires_grad_(measure != "iqr")
@@ -218,7 +239,7 @@ def forward() -> None:
 
 GROUPS: dict[str, Callable[[], None]] = {
     group.__name__: group
-    for group in (weights, experts, own, gates, text, images, measures, backward, forward)
+    for group in (weights, experts, own, odd, gates, text, images, measures, backward, forward)
 }
 
 

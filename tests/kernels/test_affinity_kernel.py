@@ -80,6 +80,50 @@ def test_the_kernel_is_the_reference_under_noise_too(
     assert not torch.equal(found.first, (found.affinity - noise).argmax(-1))  # it changes choices
 
 
+@pytest.mark.parametrize(("dtype", "scaled", "selected", "masked", "in_clusters"), NOISY[1::2])
+def test_affinities_of_many_experts_may_have_a_kernel_of_their_own(
+    dtype: torch.dtype,
+    scaled: bool,
+    selected: bool,
+    masked: bool,
+    in_clusters: bool,
+    generator: torch.Generator,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Forty experts, in three blocks of sixteen: the bits of one kernel."""
+    from acmoe.ops.route.triton import route
+
+    case = drawn(generator, device, dtype, scaled)
+    case["embedding"] = torch.randn(40, D, generator=generator).to(device)
+    if scaled:
+        case["bias"] = torch.randn(40, generator=generator).to(device)
+    order = sorted_by(case["assignment"], C) if in_clusters else None
+    noise = torch.randn(T, 40, generator=generator).to(device)
+    mask = (torch.rand(T, generator=generator) < 0.8).to(device) if masked else None
+    arguments = (*case.values(), K, selected, mask, 0.7, order, noise)
+    together = fused_route(*arguments)
+    monkeypatch.setattr(route, "MANY_EXPERTS", 39)
+    monkeypatch.setattr(route, "AFFINITY_TILE", (32, 16, 4, 2))
+    apart = fused_route(*arguments)
+    for name, one, other in zip(Route._fields, apart, together, strict=True):
+        if name == "gate_sum":  # added up by other blocks of tokens
+            torch.testing.assert_close(one, other)
+        else:
+            assert torch.equal(one, other), name
+
+
+def test_an_embedding_of_16_bits_needs_no_split(generator: torch.Generator, device: str) -> None:
+    """Its further parts are zeros: the same numbers in float32, which are split, give its bits."""
+    case = drawn(generator, device, torch.float32, True)
+    low = case["embedding"].bfloat16()
+    found = [
+        fused_route(*(case | {"embedding": embedding}).values(), K, True).affinity
+        for embedding in (low, low.float())
+    ]
+    assert torch.equal(*found)
+
+
 def compare(
     case: dict[str, Any],
     selected: bool,

@@ -314,7 +314,8 @@ def test_groups_of_streams_change_nothing(device: str, monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_other_tiles_change_only_the_rounding(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from acmoe.ops.device.tuning import OVERRIDE, Blocks
+    from acmoe.ops.device.settings import Blocks
+    from acmoe.ops.device.tuning import OVERRIDE
 
     *tensors, upstream = draw(Shape(50, 70, 50, streams=1, heads=1), device)
     runs = []

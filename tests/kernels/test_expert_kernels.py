@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from acmoe.experts.mlp import ExpertMLP
+from acmoe.ops.device.settings import Blocks
 from acmoe.ops.experts import ExpertWeights, expert_mlp
 from acmoe.ops.experts.autograd import fused_expert_mlp
 from acmoe.ops.sort import Rows, sort_rows
@@ -17,6 +18,7 @@ CASES = [
     ("swiglu", False, (37, 48, 40, 4, 3)),
     ("swiglu", True, (19, 64, 70, 4, 2)),
     ("relu", False, (5, 16, 16, 1, 1)),
+    ("swiglu", False, (3, 40, 33, 9, 2)),  # more experts than tokens, widths of no even bytes
 ]
 
 
@@ -77,7 +79,7 @@ def close(found, expected):
 @pytest.mark.parametrize(
     ("activation", "bias", "sizes", "copy_engine"),
     [
-        *((*CASES[n], False) for n in (0, 1, 3, 4)),
+        *((*CASES[n], False) for n in (0, 1, 3, 4, 5)),
         pytest.param(*CASES[2], False, marks=pytest.mark.slow),
         pytest.param(*CASES[1], True, marks=pytest.mark.slow),
         (*CASES[2], True),
@@ -88,7 +90,7 @@ def test_the_fused_experts_are_the_experts(
 ):
     from acmoe.ops.device import tuning
 
-    blocks = tuning.Blocks(16, 32, 32, 4, 2, copy_engine)
+    blocks = Blocks(16, 32, 32, 4, 2, copy_engine)
     monkeypatch.setattr(tuning, "OVERRIDE", dict.fromkeys(KERNELS, blocks))
     layer = Layer(activation, bias, sizes, device)
     expected, found = layer.reference(), layer.fused()
@@ -136,7 +138,7 @@ def test_an_expert_s_rows_may_be_summed_in_parts(splits, device, monkeypatch):
     """Of 16 rows each at most, so that some experts have fewer than there are parts."""
     from acmoe.ops.device import tuning
 
-    blocks = tuning.Blocks(16, 16, 16, 4, 2, splits=splits)
+    blocks = Blocks(16, 16, 16, 4, 2, splits=splits)
     monkeypatch.setattr(tuning, "OVERRIDE", {"down_weight": blocks, "up_weight": blocks})
     layer = Layer("relu", True, (40, 20, 24, 4, 2), device)
     expected, found = layer.reference(), layer.fused()
@@ -158,9 +160,9 @@ def test_an_expert_s_rows_may_be_summed_in_parts(splits, device, monkeypatch):
 def test_experts_over_copied_rows_are_the_experts(case, copy_engine, device, monkeypatch):
     from acmoe.ops.device import tuning
 
-    blocks = tuning.Blocks(16, 32, 32, 4, 2, copy_engine)
+    blocks = Blocks(16, 32, 32, 4, 2, copy_engine)
     monkeypatch.setattr(tuning, "OVERRIDE", dict.fromkeys(KERNELS, blocks))
-    monkeypatch.setattr(tuning, "COPY_WIDTH", 1)
+    monkeypatch.setattr(tuning, "COPY_OVERRIDE", [True, True])
     layer = Layer(*case, device)
     expected, found = layer.reference(), layer.fused()
     close(found, expected)
@@ -173,8 +175,8 @@ def test_copied_rows_give_the_bits_of_gathered_ones(device, monkeypatch):
     from acmoe.ops.device import tuning
 
     results = []
-    for width in (tuning.COPY_WIDTH, 1):
-        monkeypatch.setattr(tuning, "COPY_WIDTH", width)
+    for copied in (False, True):
+        monkeypatch.setattr(tuning, "COPY_OVERRIDE", [copied, copied])
         layer = Layer("relu", True, (9, 16, 16, 3, 2), device)
         found = layer.fused()
         results.append([found, *layer.gradients(found)])
@@ -182,7 +184,7 @@ def test_copied_rows_give_the_bits_of_gathered_ones(device, monkeypatch):
 
 
 def test_rows_are_copied_in_sorted_order_where_experts_are_wide(device):
-    from acmoe.ops.device.tuning import COPY_WIDTH
+    from acmoe.ops.device.rules import COPY_WIDTH
     from acmoe.ops.experts.hopper.choice import gathers
     from acmoe.ops.experts.triton.sizes import Sizes
     from acmoe.ops.experts.triton.tokens import row_operand
@@ -229,12 +231,25 @@ def test_long_rows_and_many_choices_are_copied_and_summed(T, D, K, gated, device
 
 def test_the_table_has_the_last_word_on_copying(monkeypatch):
     from acmoe.ops.device import tuning
+    from acmoe.ops.device.rules import Layer
 
-    sizes = (8, 4, 2)
-    assert not tuning.copies_rows(*sizes, width=4)
+    layer = Layer(8, 4, 2, 8, rows=128)
+    assert not tuning.copies_rows(layer)
     monkeypatch.setattr(tuning, "_table", lambda: {"copy/8/4/2": [False, True]})
-    assert not tuning.copies_rows(*sizes, width=4)
-    assert tuning.copies_rows(*sizes, width=4, backward=True)
+    assert not tuning.copies_rows(layer)
+    assert tuning.copies_rows(layer, backward=True)
+
+
+def test_no_tokens_have_no_outputs_and_no_gradient(device):
+    mlp = ExpertMLP(dim=16, hidden=24, num_experts=3, activation="swiglu", bias=False).to(device)
+    x, gate = torch.empty(0, 16, device=device), torch.empty(0, 2, device=device)
+    rows = sort_rows(torch.empty(0, 2, dtype=torch.int64, device=device), 3)
+    out = expert_mlp(
+        x, ExpertWeights(mlp.up, mlp.down, None, None), rows, gate, activation="swiglu"
+    )
+    assert out.shape == (0, 16)
+    for gradient in torch.autograd.grad(out.sum(), (mlp.up, mlp.down)):
+        assert not gradient.any()
 
 
 def test_all_rows_may_go_to_one_expert(device):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_expert_kernels import KERNELS, Layer, close
 
-from acmoe.ops.device.tuning import Blocks
+from acmoe.ops.device.settings import Blocks
 from slow_cases import mostly_slow
 
 ONE_A_TILE = Blocks(16, 32, 32, 4, 2, True, 1)
@@ -41,7 +41,7 @@ def test_few_programs_compute_what_one_a_tile_does(
     from acmoe.ops.device import tuning
 
     if copied:
-        monkeypatch.setattr(tuning, "COPY_WIDTH", 1)
+        monkeypatch.setattr(tuning, "COPY_OVERRIDE", [True, True])
     layer = Layer(activation, True, sizes, device, one_expert=one_expert)
     out, right = results(layer, ONE_A_TILE, monkeypatch)
     found, mine = results(layer, ONE_A_TILE._replace(persistent=1), monkeypatch)
@@ -150,13 +150,14 @@ def test_a_gated_product_has_room_and_warps_for_two_accumulators(monkeypatch):
 @pytest.mark.parametrize(("capability", "tuned"), [((9, 0), True), ((8, 0), False)])
 def test_block_sizes_that_fill_a_hopper_are_for_those_alone(capability, tuned, monkeypatch):
     from acmoe.ops.device import tuning
+    from acmoe.ops.device.rules import Layer
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(tuning, "_table", lambda: {"up/64/64/2": [16, 16, 16, 4, 2]})
     tuning.has_shared_memory.cache_clear()
     try:
-        blocks = tuning.blocks_for("up", 64, 64, 2, torch.bfloat16)
+        blocks = tuning.blocks_for("up", Layer(64, 64, 2, 128, rows=128))
     finally:
         tuning.has_shared_memory.cache_clear()
     assert (blocks == Blocks(16, 16, 16, 4, 2)) == tuned

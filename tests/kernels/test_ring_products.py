@@ -62,13 +62,16 @@ def assert_near(found, right, most=4e-3):
         (True, 256, 512, ("together", 3, 0, 2)),
         (False, 256, 256, ("together", 4, 0, 0)),
         (False, 256, 256, ("together", 4, 0, 3)),
+        # Outer dimensions that are no multiple of a tile: the last one overlaps its neighbour.
+        (True, 64, 208, ("turns", 2)),
+        (False, 256, 272, ("together", 3, 0, 0)),
     ],
     keep=(0, 4),
 )
 def test_rows_gemms_by_a_pipeline_are_their_products(
     across, inner, outer, ring, device, hopper_launch
 ):
-    from acmoe.ops.device.tuning import PipelineConfig
+    from acmoe.ops.device.settings import PipelineConfig
 
     plan = plan_of(COUNTS, NOBODY, device)
     a_NI = drawn(plan.num_rows, inner, device=device)
@@ -89,13 +92,15 @@ def test_rows_gemms_by_a_pipeline_are_their_products(
     [
         (COUNTS, 128, 256, ("turns", 2, 2)),
         ((1, 256, 63), 192, 128, ("turns", 4, 1)),
+        ((130, 0, 70), 64, 192, ("turns", 2, 2)),  # the last tile has one panel of two
+        ((70,), 64, 64, ("turns", 2, 1)),  # and the only one
     ],
     keep=(1,),
 )
 def test_the_activation_s_backward_behind_the_product(
     counts, dim, hidden, ring, over, device, hopper_launch
 ):
-    from acmoe.ops.device.tuning import PipelineConfig
+    from acmoe.ops.device.settings import PipelineConfig
 
     plan = plan_of(counts, NOBODY, device)
     x_ND = drawn(plan.num_rows, dim, device=device)
@@ -126,12 +131,15 @@ def test_the_activation_s_backward_behind_the_product(
     assert torch.equal(dh_NW[routed:], untouched[routed:])
 
 
-def test_weight_gradients_by_a_pipeline_see_their_expert_s_rows_alone(device, hopper_launch):
+@pytest.mark.parametrize("widths", [(256, 512), (144, 272)])
+def test_weight_gradients_by_a_pipeline_see_their_expert_s_rows_alone(
+    widths, device, hopper_launch
+):
     """Rows for no expert, which nobody writes, are NaN. An expert without rows gets zeros."""
-    from acmoe.ops.device.tuning import PipelineConfig
+    from acmoe.ops.device.settings import PipelineConfig
 
     plan, routed = plan_of(COUNTS, NOBODY, device), sum(COUNTS)
-    p_NO, q_NI = (drawn(plan.num_rows, width, device=device) for width in (256, 512))
+    p_NO, q_NI = (drawn(plan.num_rows, width, device=device) for width in widths)
     p_NO[routed:] = q_NI[routed:] = torch.nan
     ring = PipelineConfig("together", 3)
     dw_EOI = hopper_launch.launch_weights(p_NO, q_NI, plan, ring)
@@ -142,16 +150,16 @@ def test_weight_gradients_by_a_pipeline_see_their_expert_s_rows_alone(device, ho
             assert_near(dw_EOI[expert], p_NO[rows].double().T @ q_NI[rows].double())
 
 
-@mostly_slow(("transposed", "stages"), [(False, 4), (True, 3)])
+@mostly_slow(("transposed", "stages", "widths"), [(False, 4, (256, 512)), (True, 3, (144, 272))])
 def test_gathered_weight_gradients_see_their_expert_s_tokens_alone(
-    transposed, stages, device, hopper_launch
+    transposed, stages, widths, device, hopper_launch
 ):
     """Rows for no expert are NaN, and so are the tokens that only they name."""
-    from acmoe.ops.device.tuning import PipelineConfig
+    from acmoe.ops.device.settings import PipelineConfig
 
     plan, routed = plan_of(COUNTS, NOBODY, device, top_k=2), sum(COUNTS)
-    x_TD = drawn(plan.num_rows // 2, 256, device=device)
-    r_NR = drawn(plan.num_rows, 512, device=device)
+    x_TD = drawn(plan.num_rows // 2, widths[0], device=device)
+    r_NR = drawn(plan.num_rows, widths[1], device=device)
     r_NR[routed:] = torch.nan
     token_N = plan.permutation // 2
     unused_T = torch.ones(len(x_TD), dtype=torch.bool, device=device)
@@ -198,7 +206,7 @@ def test_a_layer_by_pipelined_gemms_is_the_layer(
         "ring_up_weight/256/256/4": ["together", 2, 0, 0, gathers],
         "copy/256/256/4": [False, copied],
     }
-    monkeypatch.setattr(tuning, "_table", lambda: rings)
+    monkeypatch.setattr(tuning, "user_table", lambda: rings)
     monkeypatch.setattr(fresh_choice, "gluon_unsupported", lambda device: None)
     layer = Layer("swiglu", False, (37, 256, 256, 4, 2), device)
     expected = layer.reference().detach(), *layer.gradients(layer.reference())
@@ -239,7 +247,11 @@ class TestChoice:
     def test_what_was_measured_faster_runs(self):
         for sizes in ((2048, 1024, 64), (2048, 768, 128)):
             assert [self.obstacle(k, sizes) for k in ("hidden", "down", "input")] == [None] * 3
-        assert self.obstacle("hidden", (1024, 512, 32)) is None  # by the rule
+        for kernel in ("hidden", "down", "input", "down_weight", "up_weight"):  # by the rule
+            assert self.obstacle(kernel, (1024, 1024, 32)) is None
+            if kernel != "input":
+                for sizes in ((2048, 1408, 64), (2880, 2880, 32), (7168, 2048, 32)):
+                    assert self.obstacle(kernel, sizes) is None
         for kernel in ("down_weight", "up_weight"):
             assert self.obstacle(kernel, (1536, 256, 128), gather=True) is None
 
@@ -247,15 +259,16 @@ class TestChoice:
         ("kernel", "sizes", "how", "reason"),
         [
             ("input", (4096, 14336, 8), {}, "not found faster"),
-            ("down", (1024, 512, 32), {}, "not found faster"),
+            ("down", (1024, 9216, 32), {}, "not found faster"),
             ("hidden", (2048, 1024, 64), {"dtype": torch.float16}, "bfloat16"),
             ("hidden", (2048, 1024, 64), {"act": "gelu"}, "swiglu"),
             ("up_weight", (2048, 1024, 64), {"result": torch.float32}, "weights are torch.float32"),
             ("down", (2048, 1024, 64), {"bare": False}, "neither bias nor dropout"),
             ("hidden", (1536, 256, 128), {"gather": True}, "tokens are gathered"),
             ("up_weight", (2048, 1024, 64), {"gather": True}, "tokens are gathered"),
-            ("hidden", (1024, 320, 32), {}, "multiples of 64 and 128, not 1024, 320"),
-            ("down_weight", (1024, 512, 32), {}, "not found faster"),
+            ("hidden", (1024, 336, 32), {}, "multiples of 64 and 64, not 1024, 336"),
+            ("down_weight", (1024, 520, 32), {}, "multiples of 16 and 16, not 520, 1024"),
+            ("down", (64, 1024, 32), {}, "64 by 128, larger than 1024 by 64"),
             ("hidden", (2048, 1024, 64), {"device": "cpu"}, "CUDA device, not cpu"),
         ],
     )
@@ -311,10 +324,10 @@ class TestChoice:
         """up_weight of rows: 128 of 2F by 256 features; of tokens: 128 features by 256 of 2F."""
         from acmoe.ops.device import tuning
 
-        ring = {"ring_up_weight/384/256/4": ["together", 4, 0, 0, True]}
+        ring = {"ring_up_weight/192/256/4": ["together", 4, 0, 0, True]}
         monkeypatch.setattr(tuning, "_table", lambda: ring)
-        assert self.obstacle("up_weight", (384, 256, 4), gather=True) is None
-        assert "not 384, 512" in self.obstacle("up_weight", (384, 256, 4))
+        assert self.obstacle("up_weight", (192, 256, 4), gather=True) is None
+        assert "larger than 192 by 512" in self.obstacle("up_weight", (192, 256, 4))
 
     def test_other_cards_and_other_versions_do_not(self, monkeypatch):
         import triton

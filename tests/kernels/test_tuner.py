@@ -23,6 +23,7 @@ def tuner(hopper_launch, fresh_choice, monkeypatch):
 
     monkeypatch.setattr(fresh_choice, "gluon_unsupported", lambda device: None)
     monkeypatch.setattr(tune_candidates, "_LARGE", ())
+    monkeypatch.setattr(tune_candidates, "_FEW", ())
     monkeypatch.setattr(tune_candidates, "_SMALL", ((32, 64, 64, 4, 2),))
     return tune
 
@@ -30,7 +31,8 @@ def tuner(hopper_launch, fresh_choice, monkeypatch):
 def copied(monkeypatch, rows, experts=4):
     from acmoe.ops.device import tuning
 
-    monkeypatch.setattr(tuning, "_table", lambda: {f"copy/256/256/{experts}": [False, rows]})
+    table = {f"copy/256/256/{experts}": [False, rows]}
+    monkeypatch.setattr(tuning, "user_table", lambda: table)
 
 
 @pytest.mark.slow
@@ -77,7 +79,7 @@ def test_winners_are_written_one_by_one(tuner, tmp_path, monkeypatch):
     assert tuning.OVERRIDE == {} and tuning.PIPELINE_OVERRIDE == {}
 
 
-@mostly_slow("name", ["9x24x32x4x2-relu", "9x192x320x2x2"])
+@mostly_slow("name", ["9x24x32x4x2-relu", "9x200x328x2x2"])
 def test_a_shape_without_a_pipeline_has_its_blocks_alone(name, tuner, tmp_path):
     """Biases, or no whole tiles."""
     from acmoe.lab.bench.shapes import find_shape

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Column
 from rich.table import Table as RichTable
 
+from acmoe.cli.bench_generate import Generate
 from acmoe.cli.bench_output import command_of, say, show
 from acmoe.cli.bench_tools import Profile, Table, Tune
 
@@ -17,9 +18,12 @@ class Layer:
     """Time the forward and backward pass of the MoE layer with a plain router, beside baselines."""
 
     shapes: tuple[str, ...] = ()
-    """Layers to measure: olmoe, qwen30b, fine, mixtral, switch, swin, tiny or tiny-relu. Your own
-    is TOKENSxFEATURESxHIDDENxEXPERTSxTOP_K, with -relu or -gelu appended if it is not gated.
+    """Layers to measure: olmoe, qwen30b, fine, mixtral, switch, swin, dsv2lite, dsv3, gptoss,
+    qwen3next, granite, scout, phi, mixtral22b, tiny or tiny-relu. Your own is
+    TOKENSxFEATURESxHIDDENxEXPERTSxTOP_K, with -relu or -gelu appended if it is not gated.
     If none is given, a GPU measures the first six and a CPU the tiny ones."""
+    tokens: tuple[int, ...] = ()
+    """Numbers of tokens to measure every layer with, instead of its own."""
     rivals: tuple[str, ...] = ()
     """Baselines to measure beside acmoe. If none is given: all but `torch` (the reference in plain
     PyTorch) and `triton`."""
@@ -43,6 +47,7 @@ class Layer:
 
         config = LayerConfig(
             shapes=self.shapes,
+            tokens=self.tokens,
             rivals=self.rivals,
             dtype=self.dtype,
             skew=self.skew,
@@ -63,6 +68,8 @@ class Router:
 
     shapes: tuple[str, ...] = ()
     """Layers to measure, as in `bench layer`."""
+    tokens: tuple[int, ...] = ()
+    """Numbers of tokens to measure every layer with, instead of its own."""
     dtype: str = "bf16"
     """Data type of weights and tokens: bf16, fp16 or fp32."""
     graph: bool = False
@@ -83,6 +90,7 @@ class Router:
 
         config = RouterBenchConfig(
             shapes=self.shapes,
+            tokens=self.tokens,
             dtype=self.dtype,
             graph=self.graph,
             compile=self.compile,
@@ -202,13 +210,14 @@ class Hf:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Measure the layer, the router or training; tune kernels; write the tables."""
+    """Measure layer, router, training or decoding; tune kernels; write the tables."""
 
     action: (
         Annotated[Layer, tyro.conf.subcommand("layer")]
         | Annotated[Router, tyro.conf.subcommand("router")]
         | Annotated[Train, tyro.conf.subcommand("train")]
         | Annotated[Hf, tyro.conf.subcommand("hf")]
+        | Annotated[Generate, tyro.conf.subcommand("generate")]
         | Annotated[Profile, tyro.conf.subcommand("profile")]
         | Annotated[Tune, tyro.conf.subcommand("tune")]
         | Annotated[Table, tyro.conf.subcommand("table")]

@@ -19,6 +19,16 @@ def gluon_requested() -> str:
     return _one_of("ACMOE_GLUON", "auto", "try", "never")
 
 
+def tuning_requested() -> str:
+    """ACMOE_TUNE: time a few settings of the expert kernels at the first use of a layer on a GPU.
+
+    auto   where no table names the layer and tuning is safe (ops/experts/tune/first_use.py)
+    cached use what was measured before, and measure nothing
+    never  neither; the table and the rules of the package serve
+    """
+    return _one_of("ACMOE_TUNE", "auto", "cached", "never")
+
+
 def saving_requested() -> str:
     """ACMOE_KEEP_ATTENTION: save attention weights for backward where they fit (auto), or never."""
     return _one_of("ACMOE_KEEP_ATTENTION", "auto", "never")

@@ -140,6 +140,7 @@ class MoE(Layer):
         experts then read it instead of x. It is ignored with a token mask, and if the router passes
         rescaled tokens to the experts.
         """
+        begun = state is None
         state = self.router.begun(x, state)
         slots = cache or LayerCache(None, None)
         slots.check_batch(x)
@@ -152,13 +153,18 @@ class MoE(Layer):
         clusters_T = self.next_state.clusters(routing)
         rows = sort_rows(sent.expert_ids, self.num_experts, cluster=clusters_T, token_mask=mask_T)
         state = self.next_state(
-            x, routing, state, token_mask=token_mask, slot=slots.next_state, order=rows.order
+            *(x, routing, state),
+            token_mask=token_mask,
+            slot=slots.next_state,
+            order=rows.order,
+            begun=begun,
         )
         if expert_input is None or token_mask is not None or self.router.scale_experts:
             expert_input = x if routing.expert_input is None else routing.expert_input
         complete = self.capacity_factor is None and token_mask is None and self.router.always_k
-        y_TD = self.experts(expert_input.reshape(-1, self.dim), rows, sent.gate, complete=complete)
-        return blank(y_TD.view(x.shape), token_mask), state
+        flat = expert_input if x.dim() == 2 else expert_input.reshape(-1, self.dim)
+        y = self.experts(flat, rows, sent.gate, complete=complete)
+        return blank(y if x.dim() == 2 else y.view(x.shape), token_mask), state
 
     def _sent(self, routing: Routing, mask_T: Tensor | None) -> Routing:
         """Return the routing without padding and without rows beyond an expert's capacity."""

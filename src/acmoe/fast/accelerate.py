@@ -3,10 +3,12 @@
 from torch import nn
 
 from acmoe.config.environment import fast_requested
+from acmoe.fast.decoding import captured_steps
 from acmoe.fast.images import attend_on_map, map_unsupported
 from acmoe.fast.text import FastRunner, runner_unsupported
 from acmoe.models.images.window import WindowAttention, attend_by_windows
 from acmoe.models.text.decoder import LanguageModel
+from acmoe.models.text.generate import decode_steps
 from acmoe.models.text.stack import run_blocks
 from acmoe.ops.dispatch import log_once
 
@@ -25,6 +27,7 @@ def accelerate(model: nn.Module) -> nn.Module:
         if isinstance(module, LanguageModel):
             if not isinstance(module.runner, FastRunner):  # one that is there may be compiled
                 module.runner = FastRunner()
+            module.decode_steps = captured_steps
         elif isinstance(module, WindowAttention):
             module.attend = attend_on_map
     return model
@@ -35,6 +38,7 @@ def restore(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, LanguageModel):
             module.runner = run_blocks
+            module.decode_steps = decode_steps
         elif isinstance(module, WindowAttention):
             module.attend = attend_by_windows
     return model

@@ -73,8 +73,8 @@ def check_whole(value: object, name: str) -> None:
 
 def check_dim(x: Tensor, dim: int) -> None:
     """Require x of (T, dim) or (B, L, dim)."""
-    check(
-        x.dim() in (2, 3) and x.shape[-1] == dim,
-        f"x has shape {tuple(x.shape)}; this layer takes (tokens, {dim}) or "
-        f"(sequences, length, {dim})",
-    )
+    if x.dim() not in (2, 3) or x.shape[-1] != dim:
+        raise UserError(
+            f"x has shape {tuple(x.shape)}; this layer takes (tokens, {dim}) or "
+            f"(sequences, length, {dim})"
+        )

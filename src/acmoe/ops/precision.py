@@ -19,7 +19,7 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 
 def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which GEMMs of float32 tensors on x's device stay float32."""
-    if x.is_meta:  # the meta device has no autocast
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):  # meta has no autocast
         return contextlib.nullcontext()
     return torch.autocast(x.device.type, enabled=False)
 

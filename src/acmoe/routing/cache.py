@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from acmoe.errors import check
+from acmoe.errors import UserError, check
 from acmoe.ops.statistics.prefix import PrefixMoments
 
 MOST_TOKENS = 2**20  # of a cluster in carried moments
@@ -91,11 +91,11 @@ class LayerCache(NamedTuple):
         found = x.shape[0] if x.dim() == 3 else 1
         for slot in self:
             made_for = None if slot is None else slot.num_sequences
-            check(
-                made_for in (None, found),
-                f"cache was made for {made_for} sequences, and x has {found}; call "
-                f"new_cache({found}, ...)",
-            )
+            if made_for not in (None, found):
+                raise UserError(
+                    f"cache was made for {made_for} sequences, and x has {found}; call "
+                    f"new_cache({found}, ...)"
+                )
 
 
 def check_inference(x: Tensor) -> None:

@@ -18,7 +18,7 @@ from acmoe.ops.statistics.scale import up_to_last
 from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.baselines import RandomRouter
 from acmoe.routing.cache import StatisticsSlot
-from acmoe.routing.origin import NextRouter, describe, new_origin, origin_codes
+from acmoe.routing.origin import NextRouter, describe, holds_nothing, new_origin, origin_codes
 from acmoe.routing.router import Router
 from acmoe.routing.state import Routing, RoutingState, clusters_of, no_cluster
 from acmoe.routing.statistics import ClusterStatistics, build_statistics
@@ -87,14 +87,20 @@ class NextState(nn.Module):
         token_mask: Tensor | None = None,
         slot: StatisticsSlot | None = None,
         order: Tensor | None = None,
+        begun: bool = False,
     ) -> RoutingState:
         """Return the state for the next layer, from the router's input x and its routing.
 
         order: the packed `TokenOrder` of `clusters(routing)`, masked tokens in no cluster.
+        begun: `state` is the identity that was made for this call.
         """
-        aux_loss = state.aux_loss + routing.loss
+        aux_loss = routing.loss if begun else state.aux_loss + routing.loss
         check_reentrant(aux_loss)
         if self.next_router is None:
+            if holds_nothing(state.origin):
+                return RoutingState(*state[:3], aux_loss, *state[4:])
+            if begun and state.assignment.shape[1] == 1:
+                return RoutingState(*state[:3], aux_loss, state.order, self._origin(x))
             assignment, membership = no_cluster(
                 len(routing.affinity), 1, device=x.device, dtype=state.membership.dtype
             )

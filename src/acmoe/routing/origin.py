@@ -19,6 +19,7 @@ from torch import Tensor
 from acmoe.config.routing import AdaptiveConfig, RandomConfig
 from acmoe.config.scale_codes import CODED, other_options
 from acmoe.errors import UserError
+from acmoe.ops.empty import no_elements
 
 NOTHING, CLUSTERS, SCALES = range(3)
 
@@ -27,7 +28,12 @@ NextRouter = AdaptiveConfig | RandomConfig
 
 def new_origin(codes: tuple[int, ...], like: Tensor) -> Tensor:
     """Return the empty int8 tensor of shape (0, *codes) on the device of `like`."""
-    return torch.empty((0, *codes), dtype=torch.int8, device=like.device)
+    return no_elements((0, *codes), torch.int8, like)
+
+
+def holds_nothing(origin: Tensor) -> bool:
+    """Return True if the state is the identity, from a layer that no adaptive layer follows."""
+    return tuple(origin.shape[1:]) == (NOTHING,)
 
 
 def origin_codes(next_router: NextRouter | None) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from acmoe.errors import check
+from acmoe.errors import UserError, check
 from acmoe.ops.route.reference import best_first
 from acmoe.ops.sort.order import no_order
 from acmoe.ops.statistics.dispersion import accumulation_dtype
@@ -108,6 +108,8 @@ def no_cluster(
 ) -> tuple[Tensor, Tensor]:
     """Return the (T, J) assignment and membership of tokens that belong to no cluster."""
     assignment = torch.full((num_tokens, mix), -1, device=device, dtype=torch.int64)
+    if mix == 1:
+        return assignment, torch.ones(num_tokens, 1, device=device, dtype=dtype)
     membership = torch.zeros(num_tokens, mix, device=device, dtype=dtype)
     membership[:, 0] = 1.0
     return assignment, membership
@@ -148,11 +150,11 @@ def check_mix(mix: int, num_clusters: int) -> None:
 def check_num_tokens(state: RoutingState, x: Tensor) -> None:
     """Raise a UserError unless the state has one entry per token of x."""
     num_tokens = x.shape[:-1].numel()
-    check(
-        state.assignment.shape[0] == num_tokens,
-        f"state.assignment has shape {tuple(state.assignment.shape)}; x has {num_tokens} tokens: "
-        "pass the state of the same tokens, or leave it out to begin anew",
-    )
+    if state.assignment.shape[0] != num_tokens:
+        raise UserError(
+            f"state.assignment has shape {tuple(state.assignment.shape)}; x has {num_tokens} "
+            "tokens: pass the state of the same tokens, or leave it out to begin anew"
+        )
 
 
 def check_state(
@@ -161,6 +163,8 @@ def check_state(
     """Raise a UserError unless the state fits the tokens and the router that reads it."""
     check_origin(state.origin, reader)
     num_tokens, dim = x.shape[:-1].numel(), x.shape[-1]
+    if state.assignment.shape == (num_tokens, mix) and state.scale.shape == (num_clusters, dim):
+        return
     check(
         state.assignment.shape == (num_tokens, mix),
         f"state.assignment has shape {tuple(state.assignment.shape)}; {num_tokens} tokens and "

@@ -207,6 +207,7 @@ class TopKRouter(Router):
             token_mask=mask_T,
             temperature=temperature,
             noise=noise_TE,
+            balance_only=not self.balance_group,
         )
 
     def decide(
@@ -221,8 +222,8 @@ class TopKRouter(Router):
     def loss(self, found: Route, expert_ids_TK: Tensor, mask_T: Tensor | None) -> Tensor:
         """Return the weighted sum of the auxiliary losses, a scalar."""
         weights, temperature = self.losses, self.config.balance_temperature
-        balance = None
-        if found.load is not None and found.gate_sum is not None:
+        balance = None if self.balance_group else found.balance
+        if balance is None and found.load is not None and found.gate_sum is not None:
             balance = self._balance(found.load, found.gate_sum, len(expert_ids_TK), mask_T)
         total = common_losses(
             weights,
@@ -270,16 +271,18 @@ def common_losses(
 
     group: the name of the processes over whose tokens the balance loss is taken.
     """
-    total = affinity_TE.new_zeros((), dtype=torch.float32)
+    terms: list[Tensor] = []
     if weights.balance:
         if balance is None:
             balance = balance_loss(
                 affinity_TE, expert_ids_TK, mask_T, temperature=temperature, group=group
             )
-        total = total + weights.balance * balance
+        terms.append(weights.balance * balance)
     if weights.z:
-        total = total + weights.z * z_loss(affinity_TE, mask_T)
-    return total
+        terms.append(weights.z * z_loss(affinity_TE, mask_T))
+    if not terms:
+        return affinity_TE.new_zeros((), dtype=torch.float32)
+    return sum(terms[1:], terms[0])
 
 
 def only_z(losses: LossConfig) -> LossConfig:

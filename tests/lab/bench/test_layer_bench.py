@@ -159,9 +159,19 @@ def test_a_shape_may_be_given_by_its_sizes() -> None:
     assert gated == replace(SHAPES["mixtral"], name="8192x4096x14336x8x2")
 
 
+def test_a_shape_may_have_other_numbers_of_tokens() -> None:
+    few, many = find_shapes(["dsv2lite"], CPU, [2048, 32768])
+    assert few == replace(SHAPES["dsv2lite"], name="dsv2lite@2048", tokens=2048)
+    assert (many.rows, many.name) == (32768 * 6, "dsv2lite@32768")
+    assert find_shapes(["dsv2lite@2048"], CPU) == [few]
+    assert find_shapes([], CPU, [5])[0] == replace(SHAPES["tiny"], name="tiny@5", tokens=5)
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
+        ("tiny@", "give a number of tokens after @"),
+        ("tiny@0", "cannot have 0 tokens"),
         ("8192x4096x14336x8", "give your own as TOKENSxFEATURES"),
         ("8192x4096x14336x8xtwo", "give your own as TOKENSxFEATURES"),
         ("8192x4096x14336x8x-2", "give your own as TOKENSxFEATURES"),

@@ -14,9 +14,15 @@ from acmoe.lab.bench.tune import search as tune
 from acmoe.lab.bench.tune.candidates import KERNELS, blocks, compile_jobs, trying
 from acmoe.lab.bench.tune.search import TuneConfig, bench_tune, rank, reading, write_winners
 from acmoe.ops.device import tuning
-from acmoe.ops.device.tuning import Blocks, PipelineConfig
+from acmoe.ops.device.rules import Layer
+from acmoe.ops.device.settings import Blocks, PipelineConfig
 
 CPU = torch.device("cpu")
+
+
+def sized(dim: int, hidden: int, experts: int) -> Layer:
+    """Return a layer of gated experts with many rows."""
+    return Layer(dim, hidden, experts, 2 * hidden, rows=1024)
 
 
 def test_candidates_are_compiled_once_for_all_shapes_that_share_them() -> None:
@@ -130,11 +136,11 @@ def test_rings_are_held_against_the_product_without_one() -> None:
     """Not against the ring of the table, which may be the one that is wrong."""
 
     def call() -> tuple[Tensor]:
-        ring = tuning.pipeline_for("hidden", 512, 512, 8)
+        ring = tuning.pipeline_for("hidden", sized(512, 512, 8))
         return (torch.full((4,), 1.0 if ring is None else 1.5),)
 
     tried = [None, PipelineConfig("turns", 5, 2), PipelineConfig("turns", 4, 4)]
-    assert tuning.pipeline_for("hidden", 512, 512, 8) is not None
+    assert tuning.pipeline_for("hidden", sized(512, 512, 8)) is not None
     assert [one.candidate for one in rank("ring_hidden", call, tried, CPU, 2)] == [None]
 
 
@@ -142,11 +148,11 @@ def test_a_candidate_is_tried_on_top_of_what_was_found_before() -> None:
     """Pipelines are measured against GEMMs with the best blocks, not by those of the old table."""
     best, settings = Blocks(16, 16, 16, 4, 2), PipelineConfig("turns", 4)
     with trying("down", best), trying("ring_down", settings):
-        assert tuning.blocks_for("down", 8, 8, 2, torch.bfloat16) == best
-        assert tuning.pipeline_for("down", 8, 8, 2) == settings
+        assert tuning.blocks_for("down", sized(8, 8, 2)) == best
+        assert tuning.pipeline_for("down", sized(8, 8, 2)) == settings
         with trying("ring_down", None):
-            assert tuning.pipeline_for("down", 8, 8, 2) is None
-        assert tuning.pipeline_for("down", 8, 8, 2) == settings
+            assert tuning.pipeline_for("down", sized(8, 8, 2)) is None
+        assert tuning.pipeline_for("down", sized(8, 8, 2)) == settings
     assert tuning.OVERRIDE == {} and tuning.PIPELINE_OVERRIDE == {}
 
 
@@ -173,14 +179,14 @@ class TestOwnTable:
             own,
         )
         shape = (2048, 1024, 64)
-        assert tuning.blocks_for("up", *shape, torch.bfloat16) == mine
-        assert tuning.blocks_for("down", *shape, torch.bfloat16).m == 128  # the package's
-        assert tuning.pipeline_for("down", *shape) is None
-        assert tuning.pipeline_for("input", *shape) == PipelineConfig(
+        assert tuning.blocks_for("up", sized(*shape)) == mine
+        assert tuning.blocks_for("down", sized(*shape)).m == 128  # the package's
+        assert tuning.pipeline_for("down", sized(*shape)) is None
+        assert tuning.pipeline_for("input", sized(*shape)) == PipelineConfig(
             "together", 4
         )  # the package's
-        assert tuning.pipeline_for("hidden", 512, 512, 8) is None  # the rule has one
-        assert tuning.pipeline_for("input", 512, 512, 8) == PipelineConfig("turns", 5)
+        assert tuning.pipeline_for("hidden", sized(512, 512, 8)) is None  # the rule has one
+        assert tuning.pipeline_for("input", sized(512, 512, 8)) == PipelineConfig("turns", 5)
 
     def test_it_is_for_any_card_and_the_package_s_for_hopper_and_blackwell(
         self, own: Path, monkeypatch: pytest.MonkeyPatch
@@ -188,21 +194,21 @@ class TestOwnTable:
         mine = Blocks(64, 64, 32, 4, 3)
         write_winners({"up/2048/1024/64": mine}, own)
         monkeypatch.setattr(tuning, "has_shared_memory", lambda: False)
-        assert tuning.blocks_for("up", 2048, 1024, 64, torch.bfloat16) == mine
+        assert tuning.blocks_for("up", sized(2048, 1024, 64)) == mine
         rule = Blocks(128, 128, 64, 8, 3)
-        assert tuning.blocks_for("down", 2048, 1024, 64, torch.bfloat16) == rule
+        assert tuning.blocks_for("down", sized(2048, 1024, 64)) == rule
 
     def test_the_tuner_looks_into_the_one_it_writes(self, own: Path, tmp_path: Path) -> None:
         other = tmp_path / "other.json"
         write_winners({"ring_input/8/8/2": PipelineConfig("turns", 4)}, own)
         write_winners({"ring_input/8/8/2": PipelineConfig("turns", 5)}, other)
         with reading(other):
-            assert tuning.pipeline_for("input", 8, 8, 2) == PipelineConfig("turns", 5)
-        assert tuning.pipeline_for("input", 8, 8, 2) == PipelineConfig("turns", 4)
+            assert tuning.pipeline_for("input", sized(8, 8, 2)) == PipelineConfig("turns", 5)
+        assert tuning.pipeline_for("input", sized(8, 8, 2)) == PipelineConfig("turns", 4)
 
     def test_one_that_does_not_exist_is_named(self, own: Path) -> None:
         with pytest.raises(UserError, match=r"ACMOE_TUNED=.*own.json does not exist; .*--table"):
-            tuning.pipeline_for("down", 8, 8, 2)
+            tuning.pipeline_for("down", sized(8, 8, 2))
 
     @pytest.mark.parametrize(
         ("text", "reason"),
@@ -230,7 +236,7 @@ class TestOwnTable:
     def test_one_that_was_damaged_is_named(self, own: Path, text: str, reason: str) -> None:
         own.write_text(text)
         with pytest.raises(UserError, match=reason):
-            tuning.blocks_for("up", 8, 8, 2, torch.bfloat16)
+            tuning.blocks_for("up", sized(8, 8, 2))
         with pytest.raises(UserError, match=reason):
             write_winners({"up/8/8/2": Blocks(16, 16, 16, 4, 2)}, own)
         assert own.read_text() == text  # nothing is lost

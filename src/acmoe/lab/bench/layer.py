@@ -41,6 +41,7 @@ class ShapesConfig:
     """Options of every benchmark of layers."""
 
     shapes: tuple[str, ...] = ()  # empty: all published shapes, or on a CPU the tiny ones
+    tokens: tuple[int, ...] = ()  # numbers of tokens; empty: each shape's own
     dtype: str = "bf16"
     graph: bool = False  # time replays of a CUDA graph, without launch overhead
     repeat: int = 50
@@ -125,7 +126,7 @@ def bench_layer(
     )
     entrants = list(contestants) or find_contestants(config.rivals)
     rows: list[LayerRow] = []
-    for shape in find_shapes(config.shapes, device):
+    for shape in find_shapes(config.shapes, device, config.tokens):
         rows += measure_shape(shape, entrants, config, device, say)
     return new_report(config.kind, device, command, config, [asdict(row) for row in rows])
 

@@ -100,7 +100,7 @@ def bench_router(config: RouterBenchConfig, *, command: str = "", say: Say = sil
         f"graph and compile are measured on CUDA; device={device} is none",
     )
     rows: list[RouterRow] = []
-    for shape in find_shapes(config.shapes, device):
+    for shape in find_shapes(config.shapes, device, config.tokens):
         rows += measure_shape(shape, config, device, say)
     return new_report(config.kind, device, command, config, [asdict(row) for row in rows])
 

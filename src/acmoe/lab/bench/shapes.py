@@ -4,7 +4,7 @@ T tokens, D features, F hidden units of an expert, E experts, K experts per toke
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -65,22 +65,57 @@ _PUBLISHED = (
     _shape("switch", 24576, 352, 352, 16, 2, activation="relu"),
     _shape("swin", 25088, 384, 1536, 16, 2, activation="gelu"),
 )
+# Layers of published models that no row of the kernels' table names, so that they measure the rules
+# and the tuning at first use. dsv3 is one of eight expert-parallel ranks of DeepSeek-V3, with 32 of
+# its 256 experts: 8 choices a token give it as many rows as eight ranks with as many tokens each
+# send to one of them under an even load.
+_MODELS = (
+    _shape("dsv2lite", 16384, 2048, 1408, 64, 6),
+    _shape("dsv3", 16384, 7168, 2048, 32, 8),
+    _shape("gptoss", 16384, 2880, 2880, 32, 4),
+    _shape("qwen3next", 16384, 2048, 512, 512, 10),
+    _shape("granite", 16384, 1536, 512, 40, 8),
+    _shape("scout", 16384, 5120, 8192, 16, 1),
+    _shape("phi", 16384, 4096, 6400, 16, 2),
+    _shape("mixtral22b", 16384, 6144, 16384, 8, 2),
+)
 _TINY = (
     _shape("tiny", 256, 32, 48, 8, 2),
     _shape("tiny-relu", 192, 24, 32, 4, 1, activation="relu"),
 )
-SHAPES: dict[str, Shape] = {shape.name: shape for shape in (*_PUBLISHED, *_TINY)}
+SHAPES: dict[str, Shape] = {shape.name: shape for shape in (*_PUBLISHED, *_MODELS, *_TINY)}
 
 
-def find_shapes(names: Sequence[str], device: torch.device) -> list[Shape]:
-    """Return the named shapes; without names every published one, or on a CPU the tiny ones."""
-    if names:
-        return [find_shape(name) for name in names]
-    return list(_PUBLISHED if device.type == "cuda" else _TINY)
+def find_shapes(
+    names: Sequence[str], device: torch.device, tokens: Sequence[int] = ()
+) -> list[Shape]:
+    """Return the named shapes; without names every published one, or on a CPU the tiny ones.
+
+    tokens: return each shape with each of these numbers of tokens instead of its own.
+    """
+    published = _PUBLISHED if device.type == "cuda" else _TINY
+    shapes = [find_shape(name) for name in names] or list(published)
+    if not tokens:
+        return shapes
+    return [with_tokens(shape, number) for shape in shapes for number in tokens]
+
+
+def with_tokens(shape: Shape, tokens: int) -> Shape:
+    """Return the shape with another number of tokens, named NAME@TOKENS."""
+    name = shape.name.partition("@")[0]
+    check(tokens > 0, f"shape {name!r} cannot have {tokens} tokens; give a positive number")
+    return replace(shape, name=f"{name}@{tokens}", tokens=tokens)
 
 
 def find_shape(name: str) -> Shape:
-    """Find a shape by name, or by sizes such as 8192x4096x14336x8x2 or 24576x352x352x16x2-relu."""
+    """Find a shape by name, or by sizes such as 8192x4096x14336x8x2 or 24576x352x352x16x2-relu.
+
+    NAME@TOKENS, such as olmoe@2048, is the same layer with another number of tokens.
+    """
+    known, at, tokens = name.partition("@")
+    if at:
+        check(tokens.isdecimal(), f"shape {name!r}: give a number of tokens after @")
+        return with_tokens(find_shape(known), int(tokens))
     if name in SHAPES:
         return SHAPES[name]
     sizes, dash, activation = name.partition("-")

@@ -97,6 +97,14 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("speedup", _number("ratio", ".2f")),
         Column("extra MiB", _number("memory_mib", ",.0f")),
     ),
+    "generate": (
+        Column("model", _number("model", "")),
+        Column("sequences", _number("batch", "")),
+        Column("steps", _number("contestant", "")),
+        Column("ms a step", lambda row: row["refused"] or f"{row['ms_per_step']:.3f}"),
+        Column("tokens a second", _number("tokens_per_second", ",.0f")),
+        Column("whole call, s", _number("seconds", ".2f")),
+    ),
     "profile": (
         Column("what", _number("subject", "")),
         Column("kernel", _number("kernel", "")),

@@ -113,7 +113,7 @@ def _layer(x: Tensor, shape: Shape) -> Iterator[Choice]:
 
 def _expert_gemms(x: Tensor, shape: Shape) -> Iterator[Choice]:
     """The GEMMs of the experts, each of which has a kernel for Hopper and a portable one."""
-    from acmoe.ops.device.tuning import ROW_GEMMS, WEIGHT_GEMMS
+    from acmoe.ops.device.settings import ROW_GEMMS, WEIGHT_GEMMS
     from acmoe.ops.experts.hopper.choice import gathers, pipeline_unsupported
     from acmoe.ops.experts.triton.sizes import Sizes
 

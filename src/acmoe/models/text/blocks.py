@@ -52,9 +52,8 @@ class Attention(nn.Module):
             first = 0 if cache is None else cache.position
             q_BHLP = rotate(q_BHLP, first + context.shape[1] - x.shape[1])
             k_BHNP = rotate(k_BHNP, first)
-        if cache is not None:
-            k_BHNP, v_BHNP = cache.extend(k_BHNP, v_BHNP)
-        out_BHLP = window_attention(
+        attend = window_attention if cache is None else cache.attend
+        out_BHLP = attend(
             q_BHLP,
             k_BHNP,
             v_BHNP,

@@ -5,6 +5,7 @@ Shapes: B batch, H heads, L new positions, N cached and new positions, P feature
 
 from torch import Tensor
 
+from acmoe.ops.attention import window_attention
 from acmoe.ops.statistics.prefix import PrefixMoments
 from acmoe.routing.cache import CarriedMoments, LayerCache
 
@@ -33,6 +34,12 @@ class SlidingStore:
         self.end += added
         return self.storage.narrow(self.dim, first, self.end - first)
 
+    def last(self) -> Tensor:
+        """Return a view of the last positions, up to `span`."""
+        assert self.storage is not None, "nothing was appended yet"
+        number = min(self.end, self.span)
+        return self.storage.narrow(self.dim, self.end - number, number)
+
     def _reallocate(self, new: Tensor) -> None:
         moved = min(self.end, self.span)
         shape = list(new.shape)
@@ -54,7 +61,7 @@ class BlockCache:
 
     def __init__(self, span: int, routing: LayerCache | None) -> None:
         self.routing = routing
-        self.position = 0  # position of the next token in its stream
+        self.position: int | Tensor = 0  # position of the next token in its stream
         self._keys = SlidingStore(span, dim=2)
         self._values = SlidingStore(span, dim=2)
 
@@ -70,6 +77,31 @@ class BlockCache:
         for slot in self.routing or ():
             if slot is not None:
                 slot.select(rows)
+
+    def attend(
+        self,
+        q_BHLP: Tensor,
+        k_BHLP: Tensor,
+        v_BHLP: Tensor,
+        *,
+        span: int,
+        positions: Tensor | None,
+        key_mask: Tensor | None,
+        dropout: float,
+    ) -> Tensor:
+        """Append keys and values, then attend from the new positions to those they may see."""
+        k_BHNP, v_BHNP = self.extend(k_BHLP, v_BHLP)
+        return window_attention(
+            *(q_BHLP, k_BHNP, v_BHNP),
+            span=span,
+            positions=positions,
+            key_mask=key_mask,
+            dropout=dropout,
+        )
+
+    def last(self) -> tuple[Tensor, Tensor]:
+        """Return the keys and values (B, H, N, P) of the last positions, up to the span."""
+        return self._keys.last(), self._values.last()
 
 
 class SegmentCache(BlockCache):

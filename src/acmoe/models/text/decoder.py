@@ -16,7 +16,7 @@ from acmoe.experts.moe import MoE
 from acmoe.models.recorded import recorded
 from acmoe.models.text.blocks import BLOCKS
 from acmoe.models.text.cache import BlockCache, SegmentCache, SlidingStore
-from acmoe.models.text.generate import generate
+from acmoe.models.text.generate import DecodeSteps, decode_steps, generate
 from acmoe.models.text.memory import (
     ConcatMemory,
     DecodeCache,
@@ -53,7 +53,7 @@ class LanguageModel(nn.Module):
     With `checkpoint_blocks=True` backward recomputes the activations inside a block. Routing
     choices are saved, so that rounding cannot send a token to another expert the second time.
 
-    `runner` runs the blocks; `acmoe.fast.accelerate` may replace it.
+    `runner` runs the blocks and `decode_steps` decodes; `acmoe.fast.accelerate` may replace both.
     """
 
     def __init__(self, config: LanguageConfig, *, checkpoint_blocks: bool = False) -> None:
@@ -61,6 +61,7 @@ class LanguageModel(nn.Module):
         self.config = config
         self.checkpoint_blocks = checkpoint_blocks
         self.runner: BlockRunner = run_blocks
+        self.decode_steps: DecodeSteps = decode_steps
         plans = iter(
             plan_layers(
                 config.router,

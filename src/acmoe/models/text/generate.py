@@ -10,7 +10,7 @@ Shapes: B sequences, L prompt length with padding, V words.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -81,6 +81,7 @@ def _continue(
     """Prefill the cache with the prompts, then decode until done."""
     cache = model.new_cache(tokens_BL.shape[0])
     logits_BV = next_logits(model, tokens_BL, cache, mask_BL)
+    step = model.decode_steps(model, cache, max_new_tokens - 1, stop_token is not None)
     done_B = torch.zeros_like(tokens_BL[:, 0], dtype=torch.bool)
     chosen: list[Tensor] = []
     while True:
@@ -93,7 +94,31 @@ def _continue(
             return torch.stack(chosen, dim=1)
         # Mask a finished sequence: under batch statistics it must not influence the others.
         going_B1 = None if stop_token is None else ~done_B[:, None]
-        logits_BV = next_logits(model, token_B[:, None], cache, going_B1)
+        logits_BV = step(token_B[:, None], going_B1)
+
+
+# (B, 1) new tokens and their mask, or None, to the (B, V) logits of the next ones. The result may
+# be overwritten by the next step.
+DecodeStep = Callable[[Tensor, Tensor | None], Tensor]
+
+
+class DecodeSteps(Protocol):
+    """Makes the function that takes the decode steps after a prompt."""
+
+    def __call__(
+        self, model: "LanguageModel", cache: "DecodeCache", most_steps: int, masked: bool
+    ) -> DecodeStep: ...
+
+
+def decode_steps(
+    model: "LanguageModel", cache: "DecodeCache", most_steps: int, masked: bool
+) -> DecodeStep:
+    """Return the function that adds one token per sequence to the cache, which holds the prompt.
+
+    It is the definition; `acmoe.fast.accelerate` installs a faster one. most_steps: the number of
+    steps to come, at most. masked: True if steps are given a mask.
+    """
+    return lambda tokens_B1, mask_B1: next_logits(model, tokens_B1, cache, mask_B1)
 
 
 def next_logits(

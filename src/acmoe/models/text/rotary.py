@@ -7,11 +7,14 @@ import torch
 from torch import Tensor
 
 
-def rotate(x_BHLP: Tensor, first: int) -> Tensor:
-    """Rotate the feature pairs of row i by the angle (first + i) * 10,000^(-2j/P)."""
+def rotate(x_BHLP: Tensor, first: int | Tensor) -> Tensor:
+    """Rotate the feature pairs of row i by the angle (first + i) * 10,000^(-2j/P).
+
+    first: a whole number; as a tensor () it may differ in each replay of a captured graph.
+    """
     half = x_BHLP.shape[-1] // 2
     wide = torch.float64 if x_BHLP.dtype == torch.float64 else torch.float32
-    position_L = torch.arange(first, first + x_BHLP.shape[-2], device=x_BHLP.device, dtype=wide)
+    position_L = (torch.arange(x_BHLP.shape[-2], device=x_BHLP.device) + first).to(wide)
     pair_J = torch.arange(half, device=x_BHLP.device, dtype=wide)
     angle_LJ = position_L[:, None] * 10_000.0 ** (-pair_J / half)
     # The angle needs float32: at position 2,000 bfloat16 would be wrong by multiples of 2 pi.

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2
+
 STEP = 2048  # elements that a program loads at a time, unless many partials need more
 COLUMNS = 8  # the least columns of a program: 32 bytes, a sector of memory
 # Partials loaded at a time: a long sum waits for memory a few times, not once for each 128
@@ -19,16 +21,53 @@ _MAX_ROWS = 1024
 def reduce_partials(partial_GNM: Tensor) -> tuple[Tensor, ...]:
     """Return the G sums (M,) of partial (G, N, M), each in a tensor of its own; G is 1 or 2."""
     G, N, M = partial_GNM.shape
-    rows = min(_MAX_ROWS, max(16, triton.next_power_of_2(N)))
+    rows = min(_MAX_ROWS, max(16, next_power_of_2(max(N, 1))))
     columns = max(COLUMNS, STEP // rows)
     out = [partial_GNM.new_empty(M) for _ in range(G)]
-    _reduce_kernel[(triton.cdiv(M, columns), G)](
+    launch(
+        *(_reduce_kernel, (cdiv(M, columns), G)),
         *(partial_GNM, out[0], out[-1], N, M),
         BN=rows,
         BM=columns,
         num_warps=8 if rows * columns > STEP else 4,
     )
     return tuple(out)
+
+
+def reduce_balance(partial_2NE: Tensor, num_tokens: int) -> Tensor:
+    """Return the balance loss () of a router's partial gate sums and loads.
+
+    It is E * sum_e load_e / sum(load) * gate_e / tokens, 1 at balance. One program adds up.
+    """
+    _, N, E = partial_2NE.shape
+    loss = partial_2NE.new_empty(())
+    experts = max(16, next_power_of_2(E))
+    launch(
+        *(_balance_kernel, (1,), partial_2NE, loss, N, E, num_tokens),
+        BN=max(1, STEP // experts),
+        BE=experts,
+        num_warps=4,
+    )
+    return loss
+
+
+@triton.jit(do_not_specialize=["N", "num_tokens"])
+def _balance_kernel(
+    partial_ptr, loss_ptr, N, E, num_tokens, BN: tl.constexpr, BE: tl.constexpr
+):  # fmt: skip
+    """Write the balance loss of the gate sums and loads, each summed over N."""
+    e = tl.arange(0, BE)
+    gates = tl.zeros((BN, BE), dtype=tl.float32)
+    loads = tl.zeros((BN, BE), dtype=tl.float32)
+    for start in range(0, N, BN):
+        n = start + tl.arange(0, BN)
+        mask = (n[:, None] < N) & (e[None, :] < E)
+        at = n.to(tl.int64)[:, None] * E + e[None, :]
+        gates += tl.load(partial_ptr + at, mask=mask, other=0.0)
+        loads += tl.load(partial_ptr + N.to(tl.int64) * E + at, mask=mask, other=0.0)
+    gate, load = tl.sum(gates, axis=0), tl.sum(loads, axis=0)
+    share = load / tl.maximum(tl.sum(load), 1.0)
+    tl.store(loss_ptr, E * tl.sum(share * (gate / num_tokens)))
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Block sizes and pipeline settings of the expert GEMMs: a table of measurements, and defaults.
+"""Block sizes and pipeline settings of the expert GEMMs: tables of measurements, and rules.
 
 The six grouped GEMMs of a layer are named
     up            h = x @ up^T                 (N, W)
@@ -19,76 +19,26 @@ The keys of the JSON table are "NAME/D/F/E". There are three kinds of rows:
                      cooperative schedule: each computes half of every tile.
     "copy/..."       [forward, backward]: true where tokens are copied into sorted rows before the
                      GEMMs instead of being gathered by them
+
+The first of these that has a row decides: the user's own table (ACMOE_TUNED), what this machine
+measured at first use (MEASURED, filled by ops/experts/first_use.py), the package's table, and the
+rules (rules.py) for all other shapes.
 """
 
 import functools
 import json
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from acmoe.errors import UserError
+from acmoe.ops.device import rules
+from acmoe.ops.device.rules import Layer
+from acmoe.ops.device.settings import GEMMS, ROW_GEMMS, WEIGHT_GEMMS, Blocks, PipelineConfig
 
 TABLE = Path(__file__).with_name("tuned.json")
-
-# A GEMM is faster if its gathered operand is first copied into sorted rows, because TMA can then
-# load both operands: by 12% in an early version (H200, olmoe: 657 against 577 TFLOP/s). For 2 N D W
-# operations at 600 TFLOP/s this saves N D W * 4e-16 seconds. The copy writes 2 N D bytes and reads
-# the tokens once, a little over N D * 5e-13 seconds at 4 TB/s. Both are equal at W = 1250. As
-# measured, the backward gains at W = 1536 and 2048 (qwen30b, olmoe) and loses at 512 (fine);
-# gathering in the forward now costs little (3.71 against 3.6 ms at olmoe), less than a copy. The
-# default for widths that were not measured is conservative.
-COPY_WIDTH = 4096
-
-
-def copies_rows(dim: int, hidden: int, experts: int, width: int, *, backward: bool = False) -> bool:
-    """Return True if experts of this width W read copied rows instead of gathering tokens."""
-    measured = _table().get(key("copy", dim, hidden, experts))
-    return width >= COPY_WIDTH if measured is None else bool(measured[backward])
-
-
-class Blocks(NamedTuple):
-    """Block sizes and launch options of a Triton GEMM kernel."""
-
-    m: int
-    n: int
-    k: int
-    num_warps: int
-    num_stages: int
-    tma: bool = False  # load tiles by TMA; needs rows of a multiple of 16 bytes
-    splits: int = 0  # split-K factor of a weight gradient; 0: as many as fill the GPU
-    persistent: int = 0  # programs a multiprocessor of a persistent launch; 0: one program a tile
-
-
-GEMMS = ("up", "down", "hidden", "down_weight", "up_weight", "input")
-# GEMMs that have a Hopper kernel with a multistage TMA pipeline: those with one output row for each
-# routed row, and the weight gradients.
-ROW_GEMMS, WEIGHT_GEMMS = ("hidden", "down", "input"), ("down_weight", "up_weight")
-PIPELINE_BM = 128  # BM of these kernels: rows of a tile
-PIPELINE_BK = 64  # BK of these kernels: the inner dimension of a pipeline stage
-
-
-class PipelineConfig(NamedTuple):
-    """Settings of a Hopper GEMM with a multistage TMA pipeline (ops/experts/hopper/pipeline.py)."""
-
-    form: str  # "turns": ping-pong, one tile a consumer; "together": cooperative, half a tile each
-    stages: int  # pipeline stages
-    buffers: int = 0  # shared-memory buffers for panels of h in the epilogue of "hidden"
-    lead: int = 0  # K blocks by which the second cooperative consumer starts later
-    gathers: bool = False  # a weight gradient gathers tokens, where that costs less than a copy
-
-    @property
-    def columns(self) -> int:
-        """Return BN, the columns of a tile."""
-        return 256 if self.form == "together" else 128
-
-
-# The default for "hidden". It took less time than GEMM and activation apart wherever that was
-# measured: 9% less at mixtral, where the table has a better one, 21% at qwen30b, 25% at olmoe
-# (H200).
-_HIDDEN_PIPELINE = PipelineConfig("turns", 5, 2)
 
 
 Table = dict[str, list[Any] | None]
@@ -96,12 +46,11 @@ Table = dict[str, list[Any] | None]
 
 @functools.cache
 def _table() -> Table:
-    """Return the package's table with the rows of the user's own table, which take precedence.
+    """Return the package's table.
 
-    `acmoe bench tune` wrote the package's on an H200, except for the "copy" rows, which were
-    measured by hand.
+    `acmoe bench tune` wrote it on an H200, except for the "copy" rows, which were measured by hand.
     """
-    return read_table(TABLE) | user_table()
+    return read_table(TABLE)
 
 
 @functools.cache
@@ -130,12 +79,12 @@ def read_table(path: Path) -> Table:
     if not isinstance(found, dict):
         raise UserError(f"{path} holds no table of block sizes; let `acmoe bench tune` write one")
     for name, row in found.items():
-        if not _is_row(name, row):
+        if not is_row(name, row):
             raise UserError(f"{path}: {name!r} cannot be {json.dumps(row)}; tune it again")
     return found
 
 
-def _is_row(name: str, row: Any) -> bool:
+def is_row(name: str, row: Any) -> bool:
     """Return True if the row has the format that the module's docstring gives for its name."""
     kernel, *sizes = name.split("/")
     if len(sizes) != 3 or not all(size.isdecimal() for size in sizes):
@@ -184,39 +133,77 @@ def has_shared_memory() -> bool:
 
 
 def key(kernel: str, dim: int, hidden: int, experts: int) -> str:
-    """Return the table's key of a GEMM and a shape."""
+    """Return the tables' key of a GEMM and a shape."""
     return f"{kernel}/{dim}/{hidden}/{experts}"
 
 
 # The candidates that the tuner is trying, by GEMM; they take precedence over the tables.
 OVERRIDE: dict[str, Blocks] = {}
 PIPELINE_OVERRIDE: dict[str, PipelineConfig | None] = {}
+COPY_OVERRIDE: list[bool] = []  # [forward, backward], or empty
+# What this machine measured for a layer: rows by the kernel's name, as in the table.
+MEASURED: dict[Layer, Table] = {}
 
 
-def blocks_for(kernel: str, dim: int, hidden: int, experts: int, dtype: torch.dtype) -> Blocks:
-    """Return the block sizes of a Triton GEMM: the table's, or a default."""
+def _row(kernel: str, layer: Layer) -> tuple[bool, Any]:
+    """Return (True, row) if a table has this kernel, else (False, None).
+
+    The package's rows were measured with 2,000 rows an expert and more, on GPUs with
+    `has_shared_memory`; the user's own and this machine's need no such check.
+    """
+    name = key(kernel, layer.dim, layer.hidden, layer.experts)
+    if name in user_table():
+        return True, user_table()[name]
+    measured = MEASURED.get(layer, {})
+    if kernel in measured:
+        return True, measured[kernel]
+    usable = has_shared_memory() and layer.rows > rules.FEW_ROWS
+    return (True, _table()[name]) if usable and name in _table() else (False, None)
+
+
+def is_tuned(layer: Layer) -> bool:
+    """Return True if the user's table, or the package's on its GPUs, names this layer."""
+    sizes = (layer.dim, layer.hidden, layer.experts)
+    names = {key(kernel, *sizes) for kernel in GEMMS}
+    return bool(names & {*user_table()}) or (has_shared_memory() and bool(names & {*_table()}))
+
+
+def copies_rows(layer: Layer, *, backward: bool = False) -> bool:
+    """Return True if experts read copied rows instead of gathering tokens."""
+    if COPY_OVERRIDE:
+        return COPY_OVERRIDE[backward]
+    found, row = _row("copy", layer)
+    return bool(row[backward]) if found else rules.copies(layer, backward=backward)
+
+
+def blocks_for(kernel: str, layer: Layer) -> Blocks:
+    """Return the block sizes of a Triton GEMM: a table's, or a rule's."""
     if kernel in OVERRIDE:
         return OVERRIDE[kernel]
-    wide = dtype.itemsize > 2  # float32 tiles take twice the shared memory
-    name = key(kernel, dim, hidden, experts)
-    found = _table().get(name)
-    # A row of the user's own table was measured on their GPU, so it needs no check of
-    # has_shared_memory.
-    if found is not None and not wide and (name in user_table() or has_shared_memory()):
-        return Blocks(*found)
-    if dim <= 32 or hidden <= 32:
+    wide = layer.dtype.itemsize > 2  # float32 tiles take twice the shared memory
+    found, row = (False, None) if wide else _row(kernel, layer)
+    if found:
+        return Blocks(*row)
+    if layer.dim <= 32 or layer.hidden <= 32:
         return Blocks(16, 32, 32, 4, 2)
     if wide:
         return Blocks(64, 64, 32, 4, 2)
-    return Blocks(128, 128, 64, 8, 3)
+    if not (layer.aligned and has_shared_memory()):
+        return Blocks(128, 128, 64, 8, 3)
+    return rules.blocks(kernel, layer, copied=copies_rows(layer, backward=True))
 
 
-def pipeline_for(kernel: str, dim: int, hidden: int, experts: int) -> PipelineConfig | None:
-    """Return the settings of a Hopper GEMM, or None where it was not faster, or not tried."""
+def pipeline_for(kernel: str, layer: Layer) -> PipelineConfig | None:
+    """Return the settings of a Hopper GEMM, or None where Triton's is faster.
+
+    A shape whose Triton GEMM was tuned, but not its pipeline, was tuned before this kernel could
+    compute it: Triton's runs, except for "hidden", which the rule's pipeline has always served.
+    """
     if kernel in PIPELINE_OVERRIDE:
         return PIPELINE_OVERRIDE[kernel]
-    name, table = key(f"ring_{kernel}", dim, hidden, experts), _table()
-    if name not in table:
-        return _HIDDEN_PIPELINE if kernel == "hidden" else None
-    found = table[name]
-    return None if found is None else PipelineConfig(*found)
+    found, row = _row(f"ring_{kernel}", layer)
+    if found:
+        return None if row is None else PipelineConfig(*row)
+    if kernel != "hidden" and _row(kernel, layer)[0]:
+        return None
+    return rules.pipeline(kernel, layer, copied=copies_rows(layer, backward=True))

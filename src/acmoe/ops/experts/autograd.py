@@ -19,6 +19,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from acmoe.ops.dispatch import eager
+from acmoe.ops.experts.without_backward import without_backward
 from acmoe.ops.once import differentiable_once
 
 
@@ -280,7 +282,10 @@ def fused_expert_mlp(
         *(activation, dropout, keep, up_EWD, down_EDF),
     )
     out: Tensor
-    if torch.compiler.is_compiling():
+    given = (x_TD, up_EWD, down_EDF, up_bias_EW, down_bias_ED, gate_TK)
+    if not keep and eager(*given):
+        out = without_backward(_forward, *arguments)
+    elif torch.compiler.is_compiling():
         out, _ = _expert_mlp(*arguments)
     else:
         out = _Eager.apply(*arguments)  # type: ignore[no-untyped-call]

@@ -9,12 +9,11 @@ N rows, I features in, O features out, E experts.
 import torch
 from torch import Tensor
 
-from acmoe.ops.dispatch import transforming
+from acmoe.ops.dispatch import eager, transforming
 from acmoe.ops.precision import autocast_dtype
 
 
-@torch.library.custom_op("acmoe::grouped_linear", mutates_args=())
-def _grouped_linear(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
+def _by_expert(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
     out_NO = x_NI.new_zeros(x_NI.shape[0], weight_EOI.shape[1])
     start = 0
     for expert, end in enumerate(offsets_E.tolist()):
@@ -22,6 +21,11 @@ def _grouped_linear(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tens
             torch.mm(x_NI[start:end], weight_EOI[expert].T, out=out_NO[start:end])
         start = end
     return out_NO
+
+
+@torch.library.custom_op("acmoe::grouped_linear", mutates_args=())
+def _grouped_linear(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
+    return _by_expert(x_NI, weight_EOI, offsets_E)
 
 
 @_grouped_linear.register_fake
@@ -108,7 +112,9 @@ def grouped_linear(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tenso
         x_NI, weight_EOI = x_NI.to(dtype), weight_EOI.to(dtype)
     if transforming():
         return _masked_linear(x_NI, weight_EOI, offsets_E)
-    out_NO: Tensor = _grouped_linear(x_NI, weight_EOI, offsets_E)
+    recorded = torch.is_grad_enabled() and (x_NI.requires_grad or weight_EOI.requires_grad)
+    run = _by_expert if not recorded and eager(x_NI, weight_EOI) else _grouped_linear
+    out_NO: Tensor = run(x_NI, weight_EOI, offsets_E)
     return out_NO
 
 

@@ -13,6 +13,7 @@ from acmoe.ops.experts.autograd import fused_expert_mlp
 from acmoe.ops.experts.grouped import grouped_mm
 from acmoe.ops.experts.reference import ExpertWeights, expert_mlp, expert_mlp_with
 from acmoe.ops.experts.sonicmoe import sonic_mlp
+from acmoe.ops.experts.tune.first_use import prepare
 from acmoe.ops.sort.reference import Rows
 
 
@@ -35,6 +36,8 @@ def _expert_mlp_triton(
     up_bias, down_bias = (
         None if bias is None else bias.to(x.dtype) for bias in (weights.up_bias, weights.down_bias)
     )
+    if not torch.compiler.is_compiling():
+        prepare(x, weights, rows, gate, activation)
     return fused_expert_mlp(
         x,
         weights.up,

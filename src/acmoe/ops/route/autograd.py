@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acmoe.ops.dispatch import eager
 from acmoe.ops.once import differentiable_once
 
 
@@ -32,11 +33,54 @@ def route_op(
     permutation (X,) and end (C + 1,) are `token` and `end` of a `TokenOrder`, or None if tokens are
     not sorted; the backward reads `end`.
     """
+    ids, gate, affinity, gate_sum, load, first = _launched(
+        *(x, embedding, bias, scale, assignment, top_k, over_selected, token_mask, temperature),
+        *(permutation, end, noise),
+    )
+    return ids, gate, affinity, gate_sum, load, first
+
+
+def _launched(
+    x: Tensor,
+    embedding: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    assignment: Tensor | None,
+    top_k: int,
+    over_selected: bool,
+    token_mask: Tensor | None,
+    temperature: float,
+    permutation: Tensor | None,
+    end: Tensor | None,
+    noise: Tensor | None = None,
+    *,
+    totals: str = "sums",
+) -> tuple[Tensor, ...]:
+    """Return the results of `route_op`; for `totals` see `route`."""
     from acmoe.ops.route.triton.route import route
     from acmoe.ops.route.triton.tokens import Tokens
 
     tokens = Tokens.of(x, scale, assignment, token_mask, permutation, end)
-    return route(tokens, embedding, bias, top_k, over_selected, temperature, noise)
+    return route(tokens, embedding, bias, top_k, over_selected, temperature, noise, totals)
+
+
+def _without_gradient(totals: str, *inputs: Any) -> tuple[Tensor, ...]:
+    """Return the results of `_launched` by a tape."""
+    from acmoe.ops.device.tape import taped
+
+    *first, top_k, over_selected, token_mask, temperature, permutation, end, noise = inputs
+    tensors = (*first, token_mask, permutation, end, noise)
+    return taped(_run_tensors, tensors, (top_k, over_selected, temperature, totals))
+
+
+def _run_tensors(*inputs: Any) -> tuple[Tensor, ...]:
+    x, embedding, bias, scale, assignment, token_mask, permutation, end, noise, *settings = inputs
+    top_k, over_selected, temperature, totals = settings
+    return _launched(
+        *(x, embedding, bias, scale, assignment, top_k, over_selected, token_mask, temperature),
+        *(permutation, end, noise),
+        totals=totals,
+    )
 
 
 @route_op.register_fake
@@ -137,15 +181,24 @@ class _Eager(torch.autograd.Function):
         return _backward(ctx, *grads)  # type: ignore[no-untyped-call]
 
 
-def route_through(*inputs: Any) -> tuple[Tensor, ...]:
+def route_through(*inputs: Any, totals: str) -> tuple[Any, ...]:
     """Return the results of `route_op`, then x, for the layers that read x after the router.
+
+    totals: "none" if the caller does not read gate sum and load; "balance" if it wants the balance
+    loss of them. The loss comes last. It is None where a gradient is recorded, which goes through
+    gate sum and load, and where the call is seen from outside.
 
     In eager mode the returned x is an output of this autograd node: the backward kernel adds its
     gradient to the router's own, which saves a launch that reads both. A custom op may not return
     an input, so a compiled call returns x unchanged.
     """
-    x = inputs[0]
+    x, embedding, bias, scale = inputs[:4]
+    recorded = torch.is_grad_enabled() and any(
+        one is not None and one.requires_grad for one in (x, embedding, bias)
+    )
+    if not recorded and eager(x, embedding, bias, scale, inputs[4], inputs[7]):
+        found = _without_gradient(totals, *inputs)
+        return *found, x, found[3] if totals == "balance" else None
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and x.requires_grad):
-        return (*route_op(*inputs), x)
-    found: tuple[Tensor, ...] = _Eager.apply(*inputs)  # type: ignore[no-untyped-call]
-    return found
+        return *route_op(*inputs), x, None
+    return *_Eager.apply(*inputs), None  # type: ignore[no-untyped-call]

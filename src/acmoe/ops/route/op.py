@@ -44,13 +44,18 @@ def fused_route(
     token_mask: Tensor | None = None,
     temperature: float | None = None,
     noise: Tensor | None = None,
+    balance_only: bool = False,
 ) -> Route:
     check_route(tokens, embedding, top_k, token_mask, noise)
     scale_CD = None if tokens.scale is None else tokens.scale.detach().float()
     order = None
     if scale_CD is not None and tokens.order is not None and token_mask is None:
         order = TokenOrder.unpack(tokens.order, scale_CD.shape[0])
-    expert_ids, gate, affinity, sums, load, first, x = route_through(
+    totals = "none"
+    if temperature is not None:
+        plain = token_mask is None and noise is None
+        totals = "balance" if balance_only and plain else "sums"
+    expert_ids, gate, affinity, sums, load, first, x, balance = route_through(
         tokens.rows(),
         embedding,
         bias,
@@ -63,6 +68,7 @@ def fused_route(
         None if order is None else order.token,
         None if order is None else order.end,
         None if noise is None else noise.detach().float(),
+        totals=totals,
     )
     clean = affinity if noise is None else affinity - noise  # exact up to rounding
     if noise is not None and temperature is not None:
@@ -73,7 +79,8 @@ def fused_route(
         affinity,
         clean,
         first,
-        x.view(tokens.x.shape) if tokens.product is None else tokens.x,
-        None if temperature is None else sums,
-        None if temperature is None else load,
+        tokens.x if tokens.product is not None else x if x is tokens.x else x.view(tokens.x.shape),
+        None if temperature is None or balance is not None else sums,
+        None if temperature is None or balance is not None else load,
+        balance,
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the customary name
 
-from acmoe.errors import check
+from acmoe.errors import UserError, check
 from acmoe.ops.checks import check_range
 from acmoe.ops.dispatch import op
 from acmoe.ops.route.tokens import ScaledTokens
@@ -28,6 +28,9 @@ class Route(NamedTuple):
     x: Tensor
     gate_sum: Tensor | None = None  # (E,) sum of softmax(clean / temperature) over unmasked tokens
     load: Tensor | None = None  # (E,) float32 number of unmasked tokens that chose each expert
+    # () the balance loss of the two, E * sum_e load_e / sum(load) * gate_sum_e / T, where a kernel
+    # computed it instead of them, without a gradient
+    balance: Tensor | None = None
 
 
 @op
@@ -41,6 +44,7 @@ def route(
     token_mask: Tensor | None = None,
     temperature: float | None = None,
     noise: Tensor | None = None,
+    balance_only: bool = False,
 ) -> Route:
     """Choose the k experts of highest affinity (M x) . e_k + b_k + noise for every token.
 
@@ -53,6 +57,8 @@ def route(
         token_mask: (T,) False for padding, which is left out of `gate_sum` and `load`.
         temperature: softmax temperature of the balance loss; None: no `gate_sum` and no `load`.
         noise: (T, E) constant, added to the affinities before the top-k.
+        balance_only: `gate_sum` and `load` are wanted for the balance loss alone; a kernel may
+            return `balance` in their place.
     """
     check_route(tokens, embedding, top_k, token_mask, noise)
     x_TD = tokens.dense().reshape(-1, embedding.shape[1])
@@ -170,30 +176,26 @@ def check_route(
     """Raise a UserError unless the shapes of the arguments fit each other."""
     x = tokens.x
     T, (E, D) = x.shape[:-1].numel(), embedding.shape
-    check(
-        x.shape[-1] == D,
-        f"x has shape {tuple(x.shape)} and embedding {tuple(embedding.shape)}; pass (tokens, "
-        "features) and (experts, features)",
-    )
-    check(1 <= top_k <= E, f"top_k={top_k}; it must lie between 1 and the {E} experts")
-    check(
-        token_mask is None or token_mask.shape == (T,),
-        f"token_mask has shape {token_mask is not None and tuple(token_mask.shape)}; {T} tokens "
-        f"need ({T},)",
-    )
-    check(
-        noise is None or noise.shape == (T, E),
-        f"noise has shape {noise is not None and tuple(noise.shape)}; {T} tokens and {E} experts "
-        f"need {(T, E)}",
-    )
+    if x.shape[-1] != D:
+        raise UserError(
+            f"x has shape {tuple(x.shape)} and embedding {tuple(embedding.shape)}; pass (tokens, "
+            "features) and (experts, features)"
+        )
+    if not 1 <= top_k <= E:
+        raise UserError(f"top_k={top_k}; it must lie between 1 and the {E} experts")
+    for name, given, shape in (("token_mask", token_mask, (T,)), ("noise", noise, (T, E))):
+        if given is not None and given.shape != shape:
+            raise UserError(
+                f"{name} has shape {tuple(given.shape)}; {T} tokens and {E} experts need {shape}"
+            )
     together = (tokens.scale is None) == (tokens.assignment is None)
     check(together, "scale and assignment come together or not at all")
     if tokens.scale is None or tokens.assignment is None:
         return
-    check(
-        tokens.assignment.shape == (T,) and tokens.scale.shape[1:] == (D,),
-        f"assignment {tuple(tokens.assignment.shape)} and scale {tuple(tokens.scale.shape)} do not "
-        f"fit x {tuple(x.shape)}; pass ({T},) and (clusters, {D})",
-    )
+    if tokens.assignment.shape != (T,) or tokens.scale.shape[1:] != (D,):
+        raise UserError(
+            f"assignment {tuple(tokens.assignment.shape)} and scale {tuple(tokens.scale.shape)} do "
+            f"not fit x {tuple(x.shape)}; pass ({T},) and (clusters, {D})"
+        )
     if tokens.assignment.device.type == "cpu":  # on a GPU the check would cost more than the op
         check_range(tokens.assignment, -1, tokens.scale.shape[0], "assignment")

@@ -41,4 +41,4 @@ class ScaledTokens(NamedTuple):
     def rows(self) -> Tensor:
         """Return the (T, D) rows that a kernel reads: `product` if given, else x."""
         x = self.x if self.product is None else self.product
-        return x.reshape(-1, x.shape[-1])
+        return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])

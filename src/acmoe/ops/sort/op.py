@@ -6,7 +6,7 @@ T tokens, K experts per token, N = T * K rows, E experts, C = E clusters.
 import torch
 from torch import Tensor
 
-from acmoe.ops.dispatch import triton_unsupported
+from acmoe.ops.dispatch import eager, triton_unsupported
 from acmoe.ops.sort.order import header_size, no_order, num_slots
 from acmoe.ops.sort.reference import Rows, sort_rows
 
@@ -15,7 +15,7 @@ def unsupported(expert_ids: Tensor) -> str | None:
     """Return the reason why the kernels cannot serve this call, or None."""
     if expert_ids.numel() == 0:
         return "there are no tokens"
-    return triton_unsupported(expert_ids.new_empty(0, dtype=torch.float32))
+    return triton_unsupported(expert_ids, integers=True)
 
 
 @sort_rows.register("triton", unsupported=unsupported)
@@ -27,19 +27,31 @@ def _sort_rows_triton(
     token_mask: Tensor | None = None,
 ) -> Rows:
     if cluster is None:
-        permutation, inverse, offsets, expert = sort_op(expert_ids, num_experts)
+        sort = _eager_sort if eager(expert_ids) else sort_op
+        permutation, inverse, offsets, expert = sort(expert_ids, num_experts)
         return Rows(permutation, inverse, offsets, expert, no_order(expert_ids))
     if token_mask is not None:
         cluster = cluster.masked_fill(~token_mask, -1)
     return Rows(*sort_with_tokens_op(expert_ids, cluster, num_experts))
 
 
-@torch.library.custom_op("acmoe::sort_rows", mutates_args=())
-def sort_op(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def launched_sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return permutation (N,), inverse (N,), offsets (E,) and the sorted expert ids (N,)."""
     from acmoe.ops.sort.triton.sort import sort_rows as launch
 
     return launch(expert_ids, num_experts)
+
+
+def _eager_sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, ...]:
+    from acmoe.ops.device.tape import taped
+
+    return taped(launched_sort, (expert_ids,), (num_experts,))
+
+
+@torch.library.custom_op("acmoe::sort_rows", mutates_args=())
+def sort_op(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the results of `launched_sort`."""
+    return launched_sort(expert_ids, num_experts)
 
 
 @sort_op.register_fake

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from acmoe.ops.empty import no_elements
+
 ALIGNMENT = 64  # slots; the height of the kernels' tiles
 _HEADER = (
     32  # `begin` and `end` are padded to a multiple of this size, so that the slots are aligned
@@ -59,7 +61,7 @@ def num_slots(num_tokens: int, num_clusters: int) -> int:
 
 def no_order(like: Tensor) -> Tensor:
     """Return the order of unsorted tokens: an empty int32 tensor on the device of `like`."""
-    return torch.empty(0, dtype=torch.int32, device=like.device)
+    return no_elements((0,), torch.int32, like)
 
 
 def worth_sorting(num_tokens: int, num_clusters: int) -> bool:

@@ -5,39 +5,35 @@ T tokens, D features, F hidden units, W = F or 2F, E experts, K experts per toke
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from acmoe.lab.bench.shapes import Shape
 from acmoe.ops.device import tuning
-from acmoe.ops.device.tuning import GEMMS, ROW_GEMMS, WEIGHT_GEMMS, Blocks, PipelineConfig
+from acmoe.ops.device.rules import FEW_ROWS
+from acmoe.ops.device.settings import GEMMS, ROW_GEMMS, WEIGHT_GEMMS, Blocks, PipelineConfig
+from acmoe.ops.experts.tune.candidates import COOPERATIVE as _COOPERATIVE
+from acmoe.ops.experts.tune.candidates import FEW as _FEW
+from acmoe.ops.experts.tune.candidates import HIDDEN as _HIDDEN
+from acmoe.ops.experts.tune.candidates import LARGE as _LARGE
+from acmoe.ops.experts.tune.candidates import LEADS as _LEADS
+from acmoe.ops.experts.tune.candidates import PING_PONG as _PING_PONG
+from acmoe.ops.experts.tune.candidates import SMALL as _SMALL
+from acmoe.ops.experts.tune.candidates import persistent
+
+if TYPE_CHECKING:
+    from acmoe.ops.experts.triton.sizes import Sizes
 
 Candidate = Blocks | PipelineConfig | None  # None: the Triton kernel instead of a pipeline
 
 PIPELINE_PREFIX = "ring_"  # prefix of a GEMM's name for its Hopper pipeline, as in tuned.json
 PIPELINES = tuple(PIPELINE_PREFIX + gemm for gemm in (*ROW_GEMMS, *WEIGHT_GEMMS))
 KERNELS = (*GEMMS, *PIPELINES)
-# (m, n, k, warps, stages) of tiles that are loaded by TMA.
-_LARGE = (
-    *((128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (256, 128, 64, 8, 3), (256, 128, 64, 8, 4)),
-    *((128, 256, 32, 8, 4), (256, 128, 32, 8, 4)),
-)
-# Tiles that are also tried with plain loads. Their addresses take registers, so the accumulators
-# are smaller.
-_SMALL = (
-    *((128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 4, 3), (128, 128, 64, 4, 4)),
-    *((128, 128, 32, 8, 4), (128, 128, 32, 4, 4), (128, 128, 128, 8, 2), (128, 64, 64, 4, 4)),
-    *((64, 128, 64, 4, 3), (64, 128, 64, 4, 4), (64, 256, 64, 4, 3), (64, 256, 64, 4, 4)),
-)
 _SPLITS = (1, 2, 3, 4, 6)  # split-K factors of a weight gradient that has few tiles
 # Most programs of a split-K GEMM: 8 per multiprocessor of an H200. More would only add up more
 # partial results.
 _MOST_PROGRAMS = 1056
-# (stages, buffers of h) of the GEMM "hidden" that fit into 227 KiB beside its outputs.
-_HIDDEN = ((5, 2), (4, 4), (4, 2), (3, 4))
-# Stages of ping-pong and of cooperative pipelines, and leads of the latter (`PipelineConfig`).
-_PING_PONG, _COOPERATIVE, _LEADS = (4, 5, 6), (3, 4), (0, 2, 3)
 
 
 @contextlib.contextmanager
@@ -68,10 +64,13 @@ def blocks(kernel: str, shape: Shape) -> list[Blocks]:
     """
     double = kernel == "up" and shape.activation == "swiglu"
     weight = kernel in WEIGHT_GEMMS
-    tiles = [(*tile, True) for tile in _LARGE + _SMALL] + [(*tile, False) for tile in _SMALL]
+    few = shape.rows <= FEW_ROWS * shape.num_experts
+    small = _SMALL + _FEW * few
+    tiles = [(*tile, True) for tile in _LARGE + small] + [(*tile, False) for tile in small]
     found = [Blocks(*tile) for tile in tiles if not (double and tile[1] == 256)]
     if not weight or copies(shape, backward=True):
-        found += [_persistent(one) for one in found if one.tma and one.m * one.n >= 128 * 128]
+        smallest = 0 if few else 128 * 128
+        found += [persistent(one) for one in found if one.tma and one.m * one.n >= smallest]
     if not weight:
         return found
     return [one._replace(splits=n) for one in found for n in _splits(one, shape)]
@@ -90,10 +89,8 @@ def unsupported(
 ) -> str | None:
     """Return the reason why a pipeline cannot compute this GEMM of the layer, or None."""
     from acmoe.ops.experts.hopper.choice import pipeline_unsupported
-    from acmoe.ops.experts.triton.sizes import Sizes
 
-    sizes = (shape.dim, shape.hidden, shape.num_experts)
-    size = Sizes(shape.tokens, *sizes, shape.top_k, shape.activation)
+    size = _sizes(shape)
     # If rows are copied in backward, the copy of the upstream gradient is made for "hidden" and
     # serves "down_weight" too; x may still be gathered for "up_weight" instead of copied.
     gather = gemm in ("hidden", *WEIGHT_GEMMS)
@@ -128,13 +125,14 @@ def _forms(gemm: str) -> list[PipelineConfig]:
 
 def copies(shape: Shape, *, backward: bool) -> bool:
     """Return True if the layer's GEMMs read copied rows, unless a pipeline gathers them."""
-    sizes = (shape.dim, shape.hidden, shape.num_experts, shape.width)
-    return tuning.copies_rows(*sizes, backward=backward)
+    return tuning.copies_rows(_sizes(shape).layer(torch.bfloat16), backward=backward)
 
 
-def _persistent(one: Blocks) -> Blocks:
-    """Return the persistent form: a multiprocessor holds one program of 8 warps or two of 4."""
-    return one._replace(persistent=8 // one.num_warps)
+def _sizes(shape: Shape) -> "Sizes":
+    from acmoe.ops.experts.triton.sizes import Sizes
+
+    sizes = (shape.tokens, shape.dim, shape.hidden, shape.num_experts, shape.top_k)
+    return Sizes(*sizes, shape.activation)
 
 
 def _splits(one: Blocks, shape: Shape) -> list[int]:

@@ -32,7 +32,8 @@ from acmoe.ops.attention.triton.skew import (
 )
 from acmoe.ops.device.dot import dot, mask_to_dtype
 from acmoe.ops.device.dropout_rng import drop_threshold_paired, keep_mask_paired, paired_column_bits
-from acmoe.ops.device.tuning import OVERRIDE, Blocks
+from acmoe.ops.device.settings import Blocks
+from acmoe.ops.device.tuning import OVERRIDE
 
 LOG2E = 1.4426950408889634
 

@@ -1,7 +1,7 @@
 """Choose for each expert GEMM between the Hopper kernel (pipeline.py) and the Triton kernel.
 
-The Hopper kernels, with a multistage TMA pipeline, run where the table (device/tuning.py) says that
-they are faster and where they support the call; the Triton kernels (triton/launch.py) run
+The Hopper kernels, with a multistage TMA pipeline, run where device/tuning.py says that they are
+faster and where they support the call; the Triton kernels (triton/launch.py) run
 everywhere else. D features, F hidden units, W = 2F for swiglu, else F, E experts, N rows.
 """
 
@@ -13,14 +13,8 @@ from torch import Tensor
 
 from acmoe.config.environment import gluon_requested
 from acmoe.ops.device.hopper import gluon_unsupported
-from acmoe.ops.device.tuning import (
-    PIPELINE_BK,
-    PIPELINE_BM,
-    WEIGHT_GEMMS,
-    PipelineConfig,
-    copies_rows,
-    pipeline_for,
-)
+from acmoe.ops.device.settings import PIPELINE_BK, PIPELINE_BM, WEIGHT_GEMMS, PipelineConfig
+from acmoe.ops.device.tuning import copies_rows, pipeline_for
 from acmoe.ops.experts.triton import launch as triton_launch
 from acmoe.ops.experts.triton.sizes import Partials, RowOperand, Sizes, Sums
 from acmoe.ops.experts.triton.tiles import Plan
@@ -29,7 +23,7 @@ _log = logging.getLogger("acmoe")
 
 
 def _gemm_sizes(kernel: str, size: Sizes, gather: bool) -> tuple[int, int]:
-    """Return the two dimensions of a GEMM that must be multiples of its block sizes.
+    """Return the two dimensions of a GEMM that its tiles must fit.
 
     For a GEMM by rows they are the inner and the outer dimension; for a weight gradient the wide
     (256) and the narrow (128) side of its tiles. Tokens to gather are the narrow side.
@@ -50,18 +44,23 @@ def _unsupported_shape(
 ) -> str | None:
     """Return the reason why the Hopper kernel does not support a shape, or None if it does.
 
-    Tiles must be full. A cooperative kernel by rows needs lead <= stages <= K blocks of a tile,
-    since its second consumer starts `lead` blocks after the first; otherwise one would wait
-    forever.
+    Rows must be a multiple of 32 bytes long. The last tile of a row may overlap the one before, so
+    that a dimension must only be as long as a tile; that of "hidden", which writes over its input,
+    ends at a panel of 64 columns instead. A cooperative kernel by rows needs lead <= stages <= K
+    blocks of a tile, since its second consumer starts `lead` blocks after the first; otherwise one
+    would wait forever.
     """
     inner, outer = _gemm_sizes(kernel, size, gather)
     weight = kernel in WEIGHT_GEMMS
     missing_form = {"hidden": "together"}.get(kernel, "turns" if weight else None)
     if settings.form == missing_form:
         return f"there is no GEMM {kernel} in the form {settings.form!r}"
-    step_i, step_o = (settings.columns, PIPELINE_BM) if weight else (PIPELINE_BK, settings.columns)
+    step_i, step_o = (16 if weight else PIPELINE_BK), (64 if kernel == "hidden" else 16)
     if inner % step_i or outer % step_o:
         return f"its tiles need multiples of {step_i} and {step_o}, not {inner}, {outer}"
+    tile_i, tile_o = (settings.columns, PIPELINE_BM) if weight else (PIPELINE_BK, settings.columns)
+    if inner < tile_i or (outer < tile_o and kernel != "hidden"):
+        return f"its tiles are {tile_i} by {tile_o}, larger than {inner} by {outer}"
     lead, stages = settings.lead, settings.stages
     if lead > stages:
         return f"its second consumer starts {lead} blocks later, in a pipeline of {stages}"
@@ -85,7 +84,21 @@ def pipeline_unsupported(
     gather: an operand is tokens to gather; bare: the call has neither bias nor dropout; result: the
     dtype of the result, None for that of the tokens.
     """
-    settings = pipeline_for(kernel, size.dim, size.hidden, size.experts)
+    settings = pipeline_for(kernel, size.layer(dtype))
+    return _settings_unsupported(settings, kernel, size, dtype, device, gather, bare, result)
+
+
+def _settings_unsupported(
+    settings: PipelineConfig | None,
+    kernel: str,
+    size: Sizes,
+    dtype: torch.dtype,
+    device: torch.device,
+    gather: bool,
+    bare: bool,
+    result: torch.dtype | None,
+) -> str | None:
+    """Return the same for these settings; the number of tokens is not read."""
     if settings is None:
         return "it was not found faster for this shape"
     if dtype != torch.bfloat16:
@@ -115,11 +128,11 @@ def gathers(
     is omitted if the Hopper kernel can gather there. The gradient's copy is read by two GEMMs, one
     of which, hidden, cannot gather in its Hopper kernel.
     """
-    sizes = (size.dim, size.hidden, size.experts)
-    if not copies_rows(*sizes, size.width, backward=kernel != "up"):
+    layer = size.layer(dtype)
+    if not copies_rows(layer, backward=kernel != "up"):
         return True
-    settings = pipeline_for(kernel, *sizes)
-    if kernel != "up_weight" or settings is None or not settings.gathers:
+    settings = pipeline_for(kernel, layer) if kernel == "up_weight" else None
+    if settings is None or not settings.gathers:
         return False
     return pipeline_unsupported(kernel, size, dtype, device, gather=True, result=result) is None
 
@@ -138,11 +151,11 @@ def _usable_settings(
 ) -> PipelineConfig | None:
     """Return the settings if the Hopper kernel can run this kind of call, else None; logged once.
 
-    gluon_option is the environment's, on which `pipeline_unsupported` depends: it is part of the
-    cache key.
+    gluon_option is the environment's, on which `gluon_unsupported` depends: it is part of the cache
+    key.
     """
-    how = {"gather": gather, "bare": bare}
-    reason = pipeline_unsupported(kernel, size, dtype, device, **how, result=result)
+    where = (kernel, size, dtype, device)
+    reason = _settings_unsupported(settings, *where, gather, bare, result)
     if reason is None:
         _log.info("the experts' GEMM %s runs on gluon", kernel)
         return settings
@@ -163,7 +176,7 @@ def _settings_for(
 
     The number of tokens is no part of the cache key.
     """
-    settings = pipeline_for(kernel, size.dim, size.hidden, size.experts)
+    settings = pipeline_for(kernel, size.layer(x.dtype))
     where = (size._replace(tokens=0), x.dtype, x.device)
     return _usable_settings(gluon_requested(), settings, kernel, *where, gather, bare, result)
 

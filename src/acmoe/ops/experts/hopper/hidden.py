@@ -5,7 +5,7 @@ holds the saved gate and up projections. From da (N, F) the epilogue computes, a
 `activation_kernel` does:
     dh (N, 2F) = gate * da * act'(h)
     gate * a (N, F), where a = act(h)
-    dgate_partial (F / 128, N) = da * a, summed over the columns of a tile
+    dgate_partial (ceil(F / 128), N) = da * a, summed over the columns of a tile
 
 Ping-pong schedule (pipeline.py) over (128, 128) tiles, with two producer warps: one loads x and
 down, the other h, in panels of (64, 64). da stays in registers, and the results are stored by TMA
@@ -68,7 +68,11 @@ def _load_gate(row, end, permutation_ptr, gate_ptr):
 
 @gluon.jit
 def _panel_backward(da, gate, panel, epilogue_args, row, end, column):
-    """Compute and store dh and gate * a of the panel number `panel`; return row sums of da * a."""
+    """Compute and store dh and gate * a of the panel number `panel`; return row sums of da * a.
+
+    A panel that begins at column F, the second one of the last tile where F is no multiple of 128,
+    stores nothing, and its sums are zeros: dh may alias h, where other columns lie there.
+    """
     h_bufs, a_bufs, full, empty, dh_desc, a_desc, dh_ptr, a_ptr, F = epilogue_args
     BUFFERS: gl.constexpr = a_bufs.shape[0]
     dtype: gl.constexpr = a_bufs.dtype
@@ -78,23 +82,24 @@ def _panel_backward(da, gate, panel, epilogue_args, row, end, column):
     h = h_buf.load(acc_layout(PANEL)).to(gl.float32)
     u = u_buf.load(acc_layout(PANEL)).to(gl.float32)
     a, slope, slope_u = activate(h, u, "swiglu")
-    dgate = gl.sum(da * a, axis=1)
+    dgate = gl.where(column < F, gl.sum(da * a, axis=1), 0.0)
     gate = gate[:, None]
     d = da * gate
     h_buf.store((d * slope).to(dtype))
     u_buf.store((d * slope_u).to(dtype))
     a_buf.store((a * gate).to(dtype))
     fence_async_shared()
-    if row + HALF_M <= end:
-        store_tile(dh_desc, [row, column], h_buf)
-        store_tile(dh_desc, [row, F + column], u_buf)
-        store_tile(a_desc, [row, column], a_buf)
-        tma.store_wait(0)
-    else:
-        store_masked(h_buf, dh_ptr, row, end, column, 2 * F)
-        store_masked(u_buf, dh_ptr, row, end, column + F, 2 * F)
-        store_masked(a_buf, a_ptr, row, end, column, F)
-        fence_async_shared()
+    if column < F:
+        if row + HALF_M <= end:
+            store_tile(dh_desc, [row, column], h_buf)
+            store_tile(dh_desc, [row, F + column], u_buf)
+            store_tile(a_desc, [row, column], a_buf)
+            tma.store_wait(0)
+        else:
+            store_masked(h_buf, dh_ptr, row, end, column, 2 * F)
+            store_masked(u_buf, dh_ptr, row, end, column + F, 2 * F)
+            store_masked(a_buf, a_ptr, row, end, column, F)
+            fence_async_shared()
     thread_barrier()
     mbarrier.arrive(empty.index(stage))
     return dgate
@@ -180,7 +185,7 @@ def hidden_gradient_kernel(
     pipeline = (x_bufs, w_bufs, full, empty, ping_pong)
     epilogue_args = (h_bufs, a_bufs, h_full, h_empty, dh_desc, a_desc, dh_ptr, a_ptr, F)
     gate_args = (gate_ptr, permutation_ptr, dgate_partial_ptr, num_rows)
-    load_args = (x_desc, w_desc, pipeline, plan, num_k, num_n, w_rows)
+    load_args = (x_desc, w_desc, pipeline, plan, num_k, num_n, w_rows, F)
     consumer_args = (pipeline, epilogue_args, epilogue_ping_pong, gate_args, plan, num_k, num_n)
     gl.warp_specialize(
         [

@@ -6,11 +6,13 @@ rows sorted by expert, T tokens, D features, F hidden units, E experts; e is the
 """
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from acmoe.ops.device.tuning import PIPELINE_BK, PIPELINE_BM, PipelineConfig
+from acmoe.ops.device.launcher import launch
+from acmoe.ops.device.settings import PIPELINE_BK, PIPELINE_BM, PipelineConfig
 from acmoe.ops.experts.hopper import hidden as hidden_module
 from acmoe.ops.experts.hopper import rows as rows_module
 from acmoe.ops.experts.hopper import tokens as tokens_module
@@ -39,6 +41,11 @@ def _num_programs() -> int:
     return torch.cuda.get_device_properties().multi_processor_count
 
 
+def _tiles(narrow: int, wide: int, settings: PipelineConfig) -> int:
+    """Return the number of tiles of one expert's weight gradient."""
+    return triton.cdiv(narrow, PIPELINE_BM) * triton.cdiv(wide, settings.columns)
+
+
 def launch_rows(
     a: Tensor, weight: Tensor, plan: Plan, settings: PipelineConfig, *, across: bool
 ) -> Tensor:
@@ -51,7 +58,8 @@ def launch_rows(
     y = torch.empty(plan.num_rows, outer, device=a.device, dtype=a.dtype)
     expert, start = plan[PIPELINE_BM]
     w_block = [PIPELINE_BK, settings.columns] if across else [settings.columns, PIPELINE_BK]
-    rows_module.rows_gemm_kernel[(_num_programs(),)](
+    launch(
+        *(rows_module.rows_gemm_kernel, (_num_programs(),)),
         *(
             _desc(a, [PIPELINE_BM, PIPELINE_BK]),
             _desc(weight, w_block),
@@ -59,7 +67,7 @@ def launch_rows(
             y,
         ),
         *(expert, start, plan.offsets, plan.num_used(PIPELINE_BM)),
-        *(inner // PIPELINE_BK, outer // settings.columns, weight.shape[1], outer),
+        *(inner // PIPELINE_BK, triton.cdiv(outer, settings.columns), weight.shape[1], outer),
         GROUP_M=GROUP_M,
         WEIGHT_IO=across,
         STAGES=settings.stages,
@@ -83,7 +91,8 @@ def launch_hidden(
     _, dim, hidden = down.shape
     rows = plan.num_rows
     a = torch.empty(rows, hidden, device=h.device, dtype=h.dtype)
-    dgate = torch.empty(hidden // settings.columns, rows, device=h.device)
+    num_n = triton.cdiv(hidden, settings.columns)
+    dgate = torch.empty(num_n, rows, device=h.device)
     expert, start = plan[PIPELINE_BM]
     panel = [_PANEL, _PANEL]
     hidden_module.hidden_gradient_kernel[(_num_programs(),)](
@@ -99,7 +108,7 @@ def launch_hidden(
             plan.permutation,
         ),
         *(expert, start, plan.offsets, plan.num_used(PIPELINE_BM)),
-        *(rows, dim // PIPELINE_BK, hidden // settings.columns, dim, hidden),
+        *(rows, dim // PIPELINE_BK, num_n, dim, hidden),
         GROUP_M=GROUP_M,
         STAGES=settings.stages,
         BUFFERS=settings.buffers,
@@ -115,8 +124,7 @@ def launch_weights(p: Tensor, q: Tensor, plan: Plan, settings: PipelineConfig) -
     p_block, q_block = [PIPELINE_BK, _PANEL], [PIPELINE_BK, settings.columns]
     weights_module.weight_gradient_kernel[(_num_programs(),)](
         *(_desc(p, p_block), _desc(q, q_block), _out_desc(dw.view(-1, inner), [_PANEL, 128])),
-        *(p, q, plan.offsets, experts * (outer // PIPELINE_BM) * (inner // settings.columns)),
-        *(outer, inner),
+        *(p, q, plan.offsets, experts * _tiles(outer, inner, settings), outer, inner),
         GROUP_M=GROUP_M,
         STAGES=settings.stages,
         num_warps=4,
@@ -138,7 +146,7 @@ def launch_gathered_weights(
     tokens_module.gathered_weight_gradient_kernel[(_num_programs(),)](
         *(tma_aligned(tokens), plan.token, _desc(rows, [PIPELINE_BK, settings.columns]), rows),
         _out_desc(dw.view(-1, shape[2]), [128, _PANEL] if transposed else [_PANEL, 128]),
-        *(plan.offsets, experts * (dim // PIPELINE_BM) * (width // settings.columns), dim, width),
+        *(plan.offsets, experts * _tiles(dim, width, settings), dim, width),
         GROUP_M=GROUP_M,
         STAGES=settings.stages,
         TRANSPOSED=transposed,

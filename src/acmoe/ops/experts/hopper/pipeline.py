@@ -75,9 +75,10 @@ def wait_ping_pong(ping_pong, local_tile, CONSUMER: gl.constexpr):
 def load_blocks(load_args, GROUP_M: gl.constexpr, WEIGHT_IO: gl.constexpr):
     """Producer: load the blocks of a and w of all tiles of the program into the pipeline.
 
-    w is (E, O, I), or (E, I, O) if WEIGHT_IO; w_rows is its second dimension.
+    w is (E, O, I), or (E, I, O) if WEIGHT_IO; w_rows is its second dimension. No tile begins after
+    last_column.
     """
-    a_desc, w_desc, pipeline, plan, num_k, num_n, w_rows = load_args
+    a_desc, w_desc, pipeline, plan, num_k, num_n, w_rows, last_column = load_args
     a_bufs, w_bufs, full, empty, _ = pipeline
     tile_expert_ptr, tile_start_ptr, _, num_used_ptr = plan
     STAGES: gl.constexpr = a_bufs.shape[0]
@@ -89,6 +90,7 @@ def load_blocks(load_args, GROUP_M: gl.constexpr, WEIGHT_IO: gl.constexpr):
         m_tile, n_tile = tile_coords(tile_id, num_used, num_n, GROUP_M)
         row = gl.load(tile_start_ptr + m_tile)
         w_row = gl.load(tile_expert_ptr + m_tile) * w_rows
+        column = gl.minimum(n_tile * BN, last_column)
         for k in range(num_k):
             stage = k_block % STAGES
             full_bar = full.index(stage)
@@ -96,9 +98,9 @@ def load_blocks(load_args, GROUP_M: gl.constexpr, WEIGHT_IO: gl.constexpr):
             mbarrier.expect(full_bar, a_desc.block_type.nbytes + w_desc.block_type.nbytes)
             load_tile(a_desc, [row, k * BK], full_bar, a_bufs.index(stage))
             if WEIGHT_IO:
-                coord = [w_row + k * BK, n_tile * BN]
+                coord = [w_row + k * BK, column]
             else:
-                coord = [w_row + n_tile * BN, k * BK]
+                coord = [w_row + column, k * BK]
             load_tile(w_desc, coord, full_bar, w_bufs.index(stage))
             k_block += 1
 

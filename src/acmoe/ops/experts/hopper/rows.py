@@ -65,9 +65,10 @@ def _ping_pong_consumer(
         m_tile, n_tile = tile_coords(tile_id, num_used, num_n, GROUP_M)
         row = gl.load(tile_start_ptr + m_tile)
         end = gl.load(offsets_ptr + gl.load(tile_expert_ptr + m_tile)).to(gl.int32)
+        column = gl.minimum(n_tile * BN, O - BN)
         upper, lower = mma_tile(pipeline, local_tile, end - row, num_k, CONSUMER, WEIGHT_IO)
-        _store_half(upper, buf, y_desc, y_ptr, row, end, n_tile * BN, O)
-        _store_half(lower, buf, y_desc, y_ptr, row + HALF_M, end, n_tile * BN, O)
+        _store_half(upper, buf, y_desc, y_ptr, row, end, column, O)
+        _store_half(lower, buf, y_desc, y_ptr, row + HALF_M, end, column, O)
         local_tile += 2
     tma.store_wait(0)
 
@@ -128,8 +129,9 @@ def _cooperative_consumer(
                 pipeline, lead_bar, k_block, num_k, CONSUMER, WEIGHT_IO, LEAD * (1 - CONSUMER)
             )
             left, right = gl.split(acc.reshape(HALF_M, 2, BN // 2).permute(0, 2, 1))
-            _store_half(left, buf, y_desc, y_ptr, row, end, n_tile * BN, O)
-            _store_half(right, buf, y_desc, y_ptr, row, end, n_tile * BN + BN // 2, O)
+            column = gl.minimum(n_tile * BN, O - BN)
+            _store_half(left, buf, y_desc, y_ptr, row, end, column, O)
+            _store_half(right, buf, y_desc, y_ptr, row, end, column + BN // 2, O)
         else:  # this half has no rows: release the stages unread
             for k in range(num_k):
                 mbarrier.wait(full.index((k_block + k) % STAGES), (k_block + k) // STAGES & 1)
@@ -160,7 +162,9 @@ def rows_gemm_kernel(
 ):
     """Compute `grouped_gemm_kernel` without bias, for a (N, I) that holds rows.
 
-    num_k, num_n: blocks of I and of O. w_rows: second dimension of w.
+    num_k, num_n: blocks of I and of O. w_rows: second dimension of w. Where O is no multiple of BN,
+    the last tile begins at O - BN; the columns that two tiles share are stored twice, with equal
+    values.
     COOPERATIVE requires num_k >= STAGES >= LEAD, the K blocks by which the second consumer is late.
     """
     a_bufs = make_buffers(STAGES, a_desc)
@@ -171,7 +175,8 @@ def rows_gemm_kernel(
     pipeline = (a_bufs, w_bufs, full, empty, ping_pong)
     plan = (tile_expert_ptr, tile_start_ptr, offsets_ptr, num_used_ptr)
     consumer_args = (y_desc, y_ptr, y_bufs, pipeline, plan, num_k, num_n, O)
-    load_args = (a_desc, w_desc, pipeline, plan, num_k, num_n, w_rows)
+    BN: gl.constexpr = w_desc.block_shape[1] if WEIGHT_IO else w_desc.block_shape[0]
+    load_args = (a_desc, w_desc, pipeline, plan, num_k, num_n, w_rows, O - BN)
     if COOPERATIVE:
         gl.warp_specialize(
             [

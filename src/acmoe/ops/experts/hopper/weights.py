@@ -26,15 +26,20 @@ from acmoe.ops.experts.triton.tiles import tile_coords
 
 @gluon.jit
 def tile_at(tile_id, sizes, GROUP_M: gl.constexpr):
-    """Return a tile's expert, begin and end of its rows, and the first row and column of dw[e]."""
+    """Return a tile's expert, begin and end of its rows, and the first row and column of dw[e].
+
+    Where O is no multiple of 128, or I of 256, the last tile begins earlier, so that it ends at the
+    edge; what two tiles share is stored twice, with equal values.
+    """
     offsets_ptr, _, O, I = sizes
-    num_o, num_i = O // 128, I // 256
+    num_o, num_i = (O + 127) // 128, (I + 255) // 256
     expert = tile_id // (num_o * num_i)
     tile_o, tile_i = tile_coords(tile_id % (num_o * num_i), num_o, num_i, GROUP_M)
     end = gl.load(offsets_ptr + expert).to(gl.int32)
     before = gl.load(offsets_ptr + gl.maximum(expert - 1, 0)).to(gl.int32)
     begin = gl.where(expert > 0, before, 0)
-    return expert, begin, end, tile_o * 128, tile_i * 256
+    first_o, first_i = gl.minimum(tile_o * 128, O - 128), gl.minimum(tile_i * 256, I - 256)
+    return expert, begin, end, first_o, first_i
 
 
 @gluon.jit

@@ -6,13 +6,14 @@ T tokens, K experts each, N = T * K rows, D features, F hidden units, E experts,
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from acmoe.ops.device.dot import dot_precision
 from acmoe.ops.device.dropout_rng import threshold
-from acmoe.ops.device.tuning import Blocks, blocks_for
+from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2
+from acmoe.ops.device.settings import Blocks
+from acmoe.ops.device.tuning import blocks_for
 from acmoe.ops.experts.triton.backward import activation_kernel, reduce_partials_kernel
 from acmoe.ops.experts.triton.forward import grouped_gemm_kernel, up_kernel
 from acmoe.ops.experts.triton.persistent_weights import persistent_weight_kernel
@@ -27,7 +28,7 @@ ACTIVATION_TILE = (128, 8, 128, 4)
 
 def _blocks(kernel: str, size: Sizes, dtype: torch.dtype) -> Blocks:
     """Return the tuned block sizes, changed where activation or alignment require it."""
-    blocks = blocks_for(kernel, size.dim, size.hidden, size.experts, dtype)
+    blocks = blocks_for(kernel, size.layer(dtype))
     # The table does not depend on the activation. SwiGLU's gate and up need shared memory for two
     # tiles of weights, and their two accumulators need the registers of 8 warps.
     gated = kernel == "up" and size.act == "swiglu"
@@ -36,7 +37,7 @@ def _blocks(kernel: str, size: Sizes, dtype: torch.dtype) -> Blocks:
     aligned = size.dim * dtype.itemsize % 16 == 0 and size.hidden * dtype.itemsize % 16 == 0
     if not (aligned and blocks.tma):
         return blocks._replace(tma=False, persistent=0)
-    if gated and blocks.num_warps < 8:
+    if gated and blocks.num_warps < 8 and blocks.m * blocks.n >= 128 * 128:
         return blocks._replace(num_warps=8, persistent=min(blocks.persistent, 1))
     return blocks
 
@@ -109,8 +110,9 @@ def run_up(
     a = torch.empty(rows, size.hidden, device=x.device, dtype=x.dtype)
     blocks = _blocks("up", size, x.dtype)
     expert, start = plan[blocks.m]
-    num_n = triton.cdiv(size.hidden, blocks.n)
-    up_kernel[(_num_programs(expert.numel() * num_n, blocks),)](
+    num_n = cdiv(size.hidden, blocks.n)
+    launch(
+        *(up_kernel, (_num_programs(expert.numel() * num_n, blocks),)),
         *(x, x if rows_in.gather else _desc(x, [blocks.m, blocks.k], blocks)),
         *(up, _up_desc(up, size, blocks)),
         *(up if up_bias is None else up_bias, h, a, plan.token, expert, start),
@@ -150,9 +152,10 @@ def run_rows(
     y = torch.empty(rows, outer, device=a.device, dtype=a.dtype)
     blocks = _blocks(kernel, size, a.dtype)
     expert, start = plan[blocks.m]
-    num_n = triton.cdiv(outer, blocks.n)
+    num_n = cdiv(outer, blocks.n)
     w_block = [blocks.k, blocks.n] if across else [blocks.n, blocks.k]
-    grouped_gemm_kernel[(_num_programs(expert.numel() * num_n, blocks),)](
+    launch(
+        *(grouped_gemm_kernel, (_num_programs(expert.numel() * num_n, blocks),)),
         *(a, _desc(a, [blocks.m, blocks.k], blocks), weight, _desc(weight, w_block, blocks)),
         *(weight if bias is None else bias, y, plan.token, expert, start),
         *(plan.offsets, plan.num_used(blocks.m)),
@@ -182,12 +185,12 @@ def run_activation(
 ) -> Partials:
     """Write dh (N, W), maybe over h, and gate * a (N, F) over da; return the partial sums."""
     height, rows, block, warps = ACTIVATION_TILE
-    block = min(block, triton.next_power_of_2(size.hidden))
+    block = min(block, next_power_of_2(size.hidden))
     expert, start = plan[height]
-    num_blocks = triton.cdiv(size.hidden, block)
+    num_blocks = cdiv(size.hidden, block)
     dgate = torch.empty(num_blocks, plan.num_rows, device=h.device)
     dbias = torch.empty(expert.numel(), sum(sums), device=h.device)
-    activation_kernel[(expert.numel(), num_blocks + triton.cdiv(sums.down, block))](
+    activation_kernel[(expert.numel(), num_blocks + cdiv(sums.down, block))](
         *(da, h, dh, gate, grad, dgate, dbias, plan.permutation, expert, start, plan.offsets, seed),
         *(plan.num_rows, size.dim, size.hidden, num_blocks, size.top_k),
         ACT=size.act,
@@ -221,13 +224,13 @@ def run_reduce_partials(
         torch.empty(size.experts, columns, device=dgate.device, dtype=dtype) for columns in sums
     )
     height, width = 16, 64
-    columns = triton.cdiv(sum(sums), width)
-    reduce_partials_kernel[(size.experts * columns + triton.cdiv(plan.num_rows, height * width),)](
+    columns = cdiv(sum(sums), width)
+    reduce_partials_kernel[(size.experts * columns + cdiv(plan.num_rows, height * width),)](
         *(*partials, dgate if bias_dot is None else bias_dot, dgate, d_up, d_down),
         *(plan.permutation, expert_N, plan.offsets, plan.num_rows, partials.gate.shape[0]),
         *(size.experts, size.top_k, *sums, columns),
         HEIGHT=ACTIVATION_TILE[0],
-        BE=triton.next_power_of_2(size.experts),
+        BE=next_power_of_2(size.experts),
         BM=height,
         BN=width,
         num_warps=4,
@@ -251,7 +254,7 @@ def run_weight(
     """
     outer, inner = p.shape[1], q.shape[1]
     blocks = _blocks(kernel, size, p.dtype)
-    tiles = triton.cdiv(inner, blocks.n) * triton.cdiv(outer, blocks.m)
+    tiles = cdiv(inner, blocks.n) * cdiv(outer, blocks.m)
     splits = blocks.splits or _choose_splits(
         tiles * size.experts, plan.num_rows // size.experts, blocks.k
     )
@@ -269,7 +272,7 @@ def run_weight(
     if blocks.persistent and gather == "none":
         persistent_weight_kernel[(_num_programs(tiles * num_k_slices, blocks),)](
             *(*operands, dw, plan.offsets, outer, inner, splits, num_k_slices, plan.num_rows),
-            BP=max(128, triton.next_power_of_2(num_k_slices)),
+            BP=max(128, next_power_of_2(num_k_slices)),
             **options,
         )
     else:
@@ -286,9 +289,7 @@ def _reduce_splits(dw: Tensor, dtype: torch.dtype) -> Tensor:
     experts, splits, outer, inner = dw.shape
     out = torch.empty(experts, outer, inner, device=dw.device, dtype=dtype)
     size = outer * inner
-    reduce_splits_kernel[(experts, triton.cdiv(size, 1024))](
-        dw, out, size, splits, BN=1024, num_warps=4
-    )
+    reduce_splits_kernel[(experts, cdiv(size, 1024))](dw, out, size, splits, BN=1024, num_warps=4)
     return out
 
 

@@ -6,7 +6,10 @@ F.
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from acmoe.ops.device.rules import Layer
 
 
 class Sizes(NamedTuple):
@@ -23,6 +26,16 @@ class Sizes(NamedTuple):
     def width(self) -> int:
         """Return W, the rows of an expert's up weight."""
         return 2 * self.hidden if self.act == "swiglu" else self.hidden
+
+    def layer(self, dtype: torch.dtype) -> Layer:
+        """Return what the settings of this layer's GEMMs depend on.
+
+        The rows of an average expert are rounded up to a power of two, so that batches of nearly
+        the same size share their settings and compiled kernels.
+        """
+        rows = -(-self.tokens * self.top_k // self.experts)
+        rounded = 1 << max(rows - 1, 0).bit_length()
+        return Layer(self.dim, self.hidden, self.experts, self.width, rounded, dtype)
 
 
 def sizes_of(x: Tensor, down: Tensor, gate: Tensor, act: str) -> Sizes:

@@ -16,13 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2
+
 HEIGHTS = (16, 32, 64, 128, 256)  # tile heights BM; one launch writes the tables for all of them
 _CHUNK = 1024  # rows, or table entries, that a program handles at a time
 
 
 def most_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
     """Return the upper bound on the number of row tiles of this height."""
-    return triton.cdiv(num_rows, block_m) + num_experts
+    return cdiv(num_rows, block_m) + num_experts
 
 
 @triton.jit
@@ -135,24 +137,25 @@ class Plan:
         self.token = torch.empty(self.num_rows, dtype=torch.int32, device=offsets_E.device)
         # Each table starts at a multiple of 16 bytes: Triton compiles a second version of a kernel
         # for pointers that are not aligned.
-        stride = triton.cdiv(most_tiles(self.num_rows, num_experts, HEIGHTS[0]), 4) * 4
+        stride = cdiv(most_tiles(self.num_rows, num_experts, HEIGHTS[0]), 4) * 4
         shape = (2, len(HEIGHTS), stride)
         self.tables = torch.empty(shape, dtype=torch.int32, device=offsets_E.device)
         self._num_used = torch.empty(len(HEIGHTS), dtype=torch.int32, device=offsets_E.device)
-        programs = len(HEIGHTS) * num_experts + triton.cdiv(self.num_rows, _CHUNK)
-        _plan_kernel[(programs,)](
-            *(permutation_N, offsets_E, self.token, *self.tables, self._num_used),
+        programs = len(HEIGHTS) * num_experts + cdiv(self.num_rows, _CHUNK)
+        launch(
+            *(_plan_kernel, (programs,)),
+            *(permutation_N, offsets_E, self.token, self.tables[0], self.tables[1], self._num_used),
             *(self.num_rows, num_experts, top_k, len(HEIGHTS), stride),
             LOWEST=HEIGHTS[0],
             CHUNK=_CHUNK,
-            BE=triton.next_power_of_2(num_experts),
+            BE=next_power_of_2(num_experts),
             num_warps=4,
         )
 
     def __getitem__(self, height: int) -> tuple[Tensor, Tensor]:
         tiles = most_tiles(self.num_rows, self.offsets.shape[0], height)
-        expert, start = self.tables[:, HEIGHTS.index(height), :tiles]
-        return expert, start
+        at = HEIGHTS.index(height)
+        return self.tables[0, at, :tiles], self.tables[1, at, :tiles]
 
     def num_used(self, height: int) -> Tensor:
         """Return (1,) int32: the number of tiles of this height with an expert; they come first."""

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2
 from acmoe.ops.experts.triton.sizes import RowOperand, Sizes
 
 # Elements and warps of a tile. Combining 8 rows of 2048 features takes 277 us on an H200 (4.37
@@ -103,15 +104,20 @@ def row_operand(x: Tensor, inverse: Tensor, size: Sizes, *, gather: bool) -> Row
     tokens, dim = x.shape
     rows = torch.empty(inverse.numel(), dim, device=x.device, dtype=x.dtype)
     height, block = _tile_shape(dim)
-    permute_kernel[(triton.cdiv(tokens, height) * triton.cdiv(dim, block),)](
-        *(x, inverse, rows, tokens, dim), K=size.top_k, BM=height, BD=block, num_warps=_WARPS
+    launch(
+        *(permute_kernel, (cdiv(tokens, height) * cdiv(dim, block),)),
+        *(x, inverse, rows, tokens, dim),
+        K=size.top_k,
+        BM=height,
+        BD=block,
+        num_warps=_WARPS,
     )
     return RowOperand(rows, False)
 
 
 def _tile_shape(dim: int) -> tuple[int, int]:
     """Return (BM, BD): whole rows if they fit in a tile, else the width that wastes the least."""
-    block = max(64, triton.next_power_of_2(dim))
+    block = max(64, next_power_of_2(dim))
     if block > _TILE_ELEMENTS:
         block = min((_TILE_ELEMENTS, 1024, 512), key=lambda width: -dim % width)
     return _TILE_ELEMENTS // block, block
@@ -127,7 +133,8 @@ def run_combine(
     dim = y.shape[1]
     out = torch.empty(tokens, dim, device=y.device, dtype=y.dtype)
     height, block = _tile_shape(dim)
-    combine_kernel[(triton.cdiv(tokens, height) * triton.cdiv(dim, block),)](
+    launch(
+        *(combine_kernel, (cdiv(tokens, height) * cdiv(dim, block),)),
         *(y, y if gate is None else gate, inverse, out, offsets[-1:], tokens, dim),
         K=inverse.numel() // tokens,
         HAS_GATE=gate is not None,

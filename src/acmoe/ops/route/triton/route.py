@@ -4,7 +4,9 @@
     gate (T, K) = softmax over all E affinities at the selected ones, or over the K selected
 
 Each program owns a block of tokens and all experts. It reads x once and keeps the affinities in
-registers while it selects, so no (T, D) float32 copy of the tokens exists.
+registers while it selects, so no (T, D) float32 copy of the tokens exists. More than MANY_EXPERTS
+would leave registers for a few tokens alone, and every program reads the whole embedding: there one
+kernel computes the affinities in tiles of tokens and experts, and a second one reads them back.
 
 Where tokens are sorted by cluster (ops/sort/triton/sort.py) a block has one scale, and
     affinity_te = sum_d x_td * (scale_d * embedding_ed)
@@ -27,15 +29,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from acmoe.ops.device.dot import accurate_dot, split_bf16
-from acmoe.ops.device.reduce_partials import reduce_partials
-from acmoe.ops.route.triton.tokens import (
-    Tokens,
-    load_cluster_ends,
-    load_scale,
-    load_scaled,
-    load_tokens,
-)
+from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2
+from acmoe.ops.device.reduce_partials import reduce_balance, reduce_partials
+from acmoe.ops.route.triton.affinity import affinity_block, affinity_kernel
+from acmoe.ops.route.triton.tokens import Tokens, load_cluster_ends, load_tokens
 
 # Sort key below that of every affinity, -inf included: an expert already selected or out of range.
 TAKEN = tl.constexpr(-0x80000000)
@@ -48,6 +45,11 @@ TERMS_16_BIT = 4
 # one stays bf16: at most 2^-18 of each product is lost. A bf16x3 split would cost 31 us at qwen30b
 # and 1.5 at switch, of 197 and 16.5 (H200).
 TERMS_SORTED_BF16 = 3
+# Experts above which affinities are computed by a kernel of their own, and its tile: tokens,
+# experts, warps and stages. (One stage less where the scale of each token is loaded as well, for
+# the 99 KiB of smaller cards.)
+MANY_EXPERTS = 256
+AFFINITY_TILE = (64, 128, 4, 3)
 
 
 class Tile(NamedTuple):
@@ -76,8 +78,8 @@ def launch_table(
     the 99 KiB of shared memory that a program has on smaller cards. Sorted tokens wait for two
     dependent loads and prefer three programs per multiprocessor, although some registers spill.
     """
-    if num_experts > 256:
-        return Tile(16, 32, 8, 2)
+    if num_experts > MANY_EXPERTS:
+        return Tile(16, 64 if both_bf16 else 32, 8, 2)
     if num_experts > 128:
         return Tile(64, 32, 8, 2)
     if both_bf16:
@@ -105,13 +107,15 @@ def route(
     over_selected: bool,
     temperature: float,
     noise_TE: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    totals: str = "sums",
+) -> tuple[Tensor, ...]:
     """Return expert ids, gate, affinity, gate sums, load and first choice of every token.
 
     Shapes: ids (T, K) int64, gate (T, K), affinity (T, E), gate sums (E,), load (E,), first (T,)
     int64. The first choice equals ids[:, 0], in a tensor of its own. over_selected: the gate is a
     softmax over the selected experts alone. Gate sums: sum over unmasked tokens of softmax(affinity
-    / temperature).
+    / temperature). totals: "none" if nobody reads gate sums and load, which are not written then;
+    "balance" for the balance loss () in their place.
     """
     T, D = tokens.x.shape
     E = embedding_ED.shape[0]
@@ -127,55 +131,39 @@ def route(
     gate_TK = affinity_TE.new_empty(T, top_k)
     ids_TK = affinity_TE.new_empty(T, top_k, dtype=torch.int64)
     first_T = ids_TK.new_empty(T)
-    partial_2NE = affinity_TE.new_empty(2, N, E)
+    # The only program computes the loss itself.
+    alone = totals == "balance" and N == 1 and not tokens.is_sorted
+    partial_2NE = affinity_TE.new_empty(() if alone else (2, N, E))
     if T > 0:
-        _route_kernel[(N,)](
-            *tokens.pointers, embedding_ED.contiguous(), embedding_ED if bias_E is None else bias_E,
-            affinity_TE if noise_TE is None else noise_TE.contiguous(), ids_TK, gate_TK,
+        router = (
+            embedding_ED.contiguous(), embedding_ED if bias_E is None else bias_E,
+            affinity_TE if noise_TE is None else noise_TE.contiguous(),
+        )  # fmt: skip
+        flags = {"HAS_BIAS": bias_E is not None, "HAS_NOISE": noise_TE is not None, **tokens.flags}
+        flags["TERMS"] = terms(tokens, both_bf16)
+        if E > MANY_EXPERTS:
+            height, width, num_warps, num_stages = AFFINITY_TILE
+            num_stages -= tokens.has_scale and not tokens.is_sorted
+            launch(
+                affinity_kernel, (cdiv(E, width), tokens.blocks(height)),
+                *tokens.pointers, *router, affinity_TE, T, D, E, tokens.scale.shape[0], **flags,
+                BT=height, BD=tile.features, BE=width, num_warps=num_warps, num_stages=num_stages,
+            )  # fmt: skip
+        launch(
+            _route_kernel, (N,), *tokens.pointers, *router, ids_TK, gate_TK,
             affinity_TE, partial_2NE, first_T, T, D, E, tokens.scale.shape[0], 1.0 / temperature,
-            K=top_k, SELECTED=over_selected, HAS_BIAS=bias_E is not None,
-            HAS_NOISE=noise_TE is not None, **tokens.flags, TERMS=terms(tokens, both_bf16),
-            BT=tile.tokens, BD=tile.features, BE=max(16, triton.next_power_of_2(E)),
-            BK=max(2, triton.next_power_of_2(top_k)), num_warps=tile.num_warps,
+            K=top_k, SELECTED=over_selected, **flags, HAS_AFFINITY=E > MANY_EXPERTS, BALANCE=alone,
+            BT=tile.tokens, BD=tile.features, BE=max(16, next_power_of_2(E)),
+            BK=max(2, next_power_of_2(top_k)), num_warps=tile.num_warps,
             num_stages=tile.num_stages, maxnreg=tile.registers,
         )  # fmt: skip
+    if totals == "none":
+        return ids_TK, gate_TK, affinity_TE, partial_2NE, partial_2NE, first_T
+    if totals == "balance":
+        balance = partial_2NE if alone else reduce_balance(partial_2NE, T)
+        return ids_TK, gate_TK, affinity_TE, balance, balance, first_T
     gate_E, load_E = reduce_partials(partial_2NE if T > 0 else partial_2NE[:, :0])
     return ids_TK, gate_TK, affinity_TE, gate_E, load_E, first_T
-
-
-@triton.jit
-def _affinity(
-    x_ptr, scale_ptr, cluster, embedding_ptr, t, row, unmasked, e, D, E, HAS_SCALE: tl.constexpr,
-    SORTED: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, BT: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr,
-):  # fmt: skip
-    """Return x * scale @ embedding^T of a block, (BT, BE) float32."""
-    acc = tl.zeros((BT, BE), dtype=tl.float32)
-    # A bf16 operand that is not rescaled goes to the tensor cores as it is; any other one becomes a
-    # bf16 split. Of sorted bf16 tokens and a bf16 embedding one must be rescaled: the one with the
-    # smaller tile.
-    BOTH_BF16: tl.constexpr = PLAIN_BF16 and embedding_ptr.dtype.element_ty == tl.bfloat16
-    SPLIT_X: tl.constexpr = BOTH_BF16 and SORTED and BE >= BT
-    SPLIT_WEIGHT: tl.constexpr = not BOTH_BF16 or (SORTED and not SPLIT_X)
-    for start in range(0, D, BD):
-        d = start + tl.arange(0, BD)
-        x = load_scaled(x_ptr, scale_ptr, cluster, t, row, unmasked, d, D, HAS_SCALE, SORTED, BT)
-        valid = (d[:, None] < D) & (e[None, :] < E)
-        weight = tl.load(embedding_ptr + e[None, :] * D + d[:, None], mask=valid, other=0.0)
-        weight = weight.to(tl.float32)
-        if SORTED:
-            scale = load_scale(scale_ptr, cluster, d, D)
-            if SPLIT_X:
-                x *= scale[None, :]
-            else:
-                weight *= scale[:, None]
-        x_high, x_middle, x_low = split_bf16(x, PLAIN_BF16 and not SPLIT_X)
-        high, middle, low = split_bf16(weight, not SPLIT_WEIGHT)
-        acc += accurate_dot(
-            x_high, x_middle, x_low, high, middle, low, PLAIN_BF16 and not SPLIT_X,
-            not SPLIT_WEIGHT, TERMS,
-        )  # fmt: skip
-    return acc
 
 
 @triton.jit
@@ -216,11 +204,17 @@ def _route_kernel(
     noise_ptr, ids_ptr, gate_ptr, affinity_ptr, partial_ptr, first_ptr, T, D, E, C,
     inverse_temperature, K: tl.constexpr, SELECTED: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_NOISE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_MASK: tl.constexpr, SORTED: tl.constexpr,
-    PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-    BE: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
+    PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, HAS_AFFINITY: tl.constexpr,
+    BALANCE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
+    BC: tl.constexpr,
 ):  # fmt: skip
+    """Select the experts of a block of tokens; HAS_AFFINITY: their affinities are stored.
+
+    BALANCE: this is the only program, and writes the balance loss to partial_ptr.
+    """
     start = tl.program_id(0) * BT
     e = tl.arange(0, BE)
+    loss_ptr = partial_ptr
     partial_ptr += tl.program_id(0) * E + e
     t, in_bounds, unmasked, cluster = load_tokens(
         cluster_ptr, mask_ptr, perm_ptr, load_cluster_ends(cluster_ptr, C, BC), start, T, C,
@@ -232,17 +226,17 @@ def _route_kernel(
             partial_ptr += tl.num_programs(0) * E
             tl.store(partial_ptr, tl.zeros((BE,), dtype=tl.float32), mask=e < E)
             return
-    affinity = _affinity(
-        x_ptr, scale_ptr, cluster, embedding_ptr, t, start.to(tl.int64), unmasked, e, D, E,
-        HAS_SCALE, SORTED, PLAIN_BF16, TERMS, BT, BD, BE,
-    )  # fmt: skip
-    if HAS_BIAS:
-        affinity += tl.load(bias_ptr + e, mask=e < E, other=0.0).to(tl.float32)[None, :]
     offs = t.to(tl.int64)[:, None] * E + e[None, :]
     valid = in_bounds[:, None] & (e[None, :] < E)
-    if HAS_NOISE:
-        affinity += tl.load(noise_ptr + offs, mask=valid, other=0.0)
-    tl.store(affinity_ptr + offs, affinity, mask=valid)
+    if HAS_AFFINITY:
+        affinity = tl.load(affinity_ptr + offs, mask=valid, other=0.0)
+    else:
+        affinity = affinity_block(
+            x_ptr, scale_ptr, cluster, embedding_ptr, bias_ptr, noise_ptr, t, start.to(tl.int64),
+            in_bounds, unmasked, e, D, E, HAS_BIAS, HAS_NOISE, HAS_SCALE, SORTED, PLAIN_BF16,
+            TERMS, BT, BD, BE,
+        )  # fmt: skip
+        tl.store(affinity_ptr + offs, affinity, mask=valid)
 
     ids, values, selected = _top_k(affinity, e, E, K, BT, BE, BK)
     k = tl.arange(0, BK)
@@ -260,7 +254,12 @@ def _route_kernel(
     tl.store(first_ptr + t, first.to(tl.int64), mask=in_bounds)
 
     prob = tl.where(unmasked[:, None], softmax_rows(affinity * inverse_temperature), 0.0)
-    tl.store(partial_ptr, tl.sum(prob, axis=0), mask=e < E)
     selected = (selected & unmasked[:, None]).to(tl.float32)
-    partial_ptr += tl.num_programs(0) * E
-    tl.store(partial_ptr, tl.sum(selected, axis=0), mask=e < E)
+    gate_sum, load = tl.sum(prob, axis=0), tl.sum(selected, axis=0)
+    if BALANCE:
+        share = load / tl.maximum(tl.sum(load), 1.0)
+        tl.store(loss_ptr, E * tl.sum(share * (gate_sum / T)))
+    else:
+        tl.store(partial_ptr, gate_sum, mask=e < E)
+        partial_ptr += tl.num_programs(0) * E
+        tl.store(partial_ptr, load, mask=e < E)

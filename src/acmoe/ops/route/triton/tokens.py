@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from acmoe.ops.device.launcher import cdiv, next_power_of_2
 from acmoe.ops.sort.order import ALIGNMENT
 
 CLUSTER_ALIGNMENT = tl.constexpr(ALIGNMENT)
@@ -86,12 +87,12 @@ class Tokens(NamedTuple):
             "HAS_MASK": self.has_mask,
             "SORTED": self.is_sorted,
             "PLAIN_BF16": plain_bf16,
-            "BC": triton.next_power_of_2(self.scale.shape[0]) if self.has_cluster_ends else 0,
+            "BC": next_power_of_2(self.scale.shape[0]) if self.has_cluster_ends else 0,
         }
 
     def blocks(self, size: int) -> int:
         """Number of blocks of `size` tokens, or of `size` slots if tokens are sorted."""
-        return triton.cdiv(self.permutation.numel() if self.is_sorted else self.x.shape[0], size)
+        return cdiv(self.permutation.numel() if self.is_sorted else self.x.shape[0], size)
 
 
 @triton.jit

@@ -7,6 +7,7 @@
 There are no atomics, so that the result is deterministic. The same launches sort the tokens by
 cluster with additional programs, because a launch costs more than that sort. These programs come
 first, since the first of them also writes the begin and end of each cluster and fills the padding.
+Up to FEW_ROWS rows, without tokens, are sorted by one program of one launch instead.
 
 The sorted tokens of a cluster begin at a multiple of ALIGNMENT positions, so that a tile of that
 height holds tokens of one cluster and loads one scale vector; -1 fills the padding.
@@ -22,7 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2
 from acmoe.ops.sort.order import ALIGNMENT, TokenOrder, no_order
+
+FEW_ROWS = 512  # rows that one program sorts: the host's time for two more launches is longer
 
 
 def sort_rows(expert_ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -40,10 +44,12 @@ def sort_rows_and_tokens(
     """Return the results of `sort_rows` and, if clusters are given, the packed `TokenOrder`."""
     ids = expert_ids_TK.reshape(-1)
     N, T = ids.numel(), 0 if cluster_T is None else cluster_T.numel()
-    num_bins = max(16, triton.next_power_of_2(num_experts))
+    num_bins = max(16, next_power_of_2(num_experts))
     rows = max(16, min(128, 16384 // num_bins))
-    row_blocks = max(1, triton.cdiv(N, rows))
-    token_blocks = 0 if cluster_T is None else max(1, triton.cdiv(T, rows))
+    if cluster_T is None and N <= FEW_ROWS:
+        return _sort_few(ids, num_experts, rows, num_bins), no_order(ids)
+    row_blocks = max(1, cdiv(N, rows))
+    token_blocks = 0 if cluster_T is None else max(1, cdiv(T, rows))
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=ids.device)
@@ -59,15 +65,66 @@ def sort_rows_and_tokens(
     ids_and_clusters = ids, ids if cluster_T is None else cluster_T
     sizes = N, T, num_experts, row_blocks, token_blocks
     block = {"R": rows, "BE": num_bins, "num_warps": 4}
-    _count_kernel[(row_blocks + token_blocks,)](*ids_and_clusters, count, *sizes, **block)
-    _offset_kernel[(num_experts * (1 if cluster_T is None else 2),)](
-        count, block_offset, total, num_experts, row_blocks, token_blocks, BB=1024, num_warps=4
+    grid = (row_blocks + token_blocks,)
+    launch(_count_kernel, grid, *ids_and_clusters, count, *sizes, **block)
+    launch(
+        *(_offset_kernel, (num_experts * (1 if cluster_T is None else 2),)),
+        *(count, block_offset, total, num_experts, row_blocks, token_blocks),
+        BB=1024,
+        num_warps=4,
     )
-    _place_kernel[(row_blocks + token_blocks,)](
-        *ids_and_clusters, block_offset, total, offsets, permutation, inverse, expert,
-        *sorted_tokens, *sizes, num_positions, ALIGNMENT=ALIGNMENT, **block,
+    launch(
+        _place_kernel, grid, *ids_and_clusters, block_offset, total, offsets, permutation, inverse,
+        expert, *sorted_tokens, *sizes, num_positions, ALIGNMENT=ALIGNMENT, **block,
     )  # fmt: skip
     return (permutation, inverse, offsets, expert), packed
+
+
+def _sort_few(
+    ids: Tensor, num_experts: int, rows: int, num_bins: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return permutation, inverse, offsets and expert of a few rows by one launch."""
+    N = ids.numel()
+    offsets = torch.empty(num_experts, dtype=torch.int64, device=ids.device)
+    permutation, inverse, expert = offsets.new_empty(N), offsets.new_empty(N), offsets.new_empty(N)
+    launch(
+        *(_sort_few_kernel, (1,), ids, permutation, inverse, expert, offsets, N, num_experts),
+        R=rows,
+        BE=num_bins,
+        num_warps=4,
+    )
+    return permutation, inverse, offsets, expert
+
+
+@triton.jit(do_not_specialize=["N"])
+def _sort_few_kernel(
+    ids_ptr, permutation_ptr, inverse_ptr, expert_ptr, offsets_ptr, N, E, R: tl.constexpr,
+    BE: tl.constexpr,
+):  # fmt: skip
+    """Write the results of `sort_rows` in one program: count all blocks of R rows, then place."""
+    i = tl.arange(0, R)
+    bins = tl.arange(0, BE)
+    total = tl.zeros((BE,), dtype=tl.int32)
+    for start in range(0, N, R):
+        ids = tl.load(ids_ptr + start + i, mask=start + i < N, other=-1).to(tl.int32)
+        total += tl.sum((ids[:, None] == bins[None, :]).to(tl.int32), axis=0)
+    total = tl.where(bins < E, total, 0)
+    end = tl.cumsum(total, axis=0)
+    tl.store(offsets_ptr + bins, end.to(tl.int64), mask=bins < E)
+    following = end - total  # the position of each expert's next row
+    last = tl.sum(total)  # that of the next row without an expert
+    for start in range(0, N, R):
+        rows = start + i
+        ids = tl.load(ids_ptr + rows, mask=rows < N, other=-1).to(tl.int32)
+        bin_id = tl.where((ids >= 0) & (ids < E), ids, -1)
+        first = tl.where(bin_id >= 0, tl.gather(following, tl.maximum(bin_id, 0), 0), last)
+        same_earlier = (bin_id[:, None] == bin_id[None, :]) & (i[:, None] < i[None, :])
+        position = first + tl.sum(same_earlier.to(tl.int32), axis=0)
+        tl.store(permutation_ptr + position, rows.to(tl.int64), mask=rows < N)
+        tl.store(inverse_ptr + rows, position.to(tl.int64), mask=rows < N)
+        tl.store(expert_ptr + position, ids.to(tl.int64), mask=rows < N)
+        following += tl.sum((bin_id[:, None] == bins[None, :]).to(tl.int32), axis=0)
+        last += tl.sum((bin_id < 0).to(tl.int32))
 
 
 @triton.jit

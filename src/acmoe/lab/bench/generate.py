@@ -1,0 +1,223 @@
+"""Time text generation: a prompt, then one token at a time, by plain and by captured steps.
+
+`olmoe` is a model of ours of OLMoE's size with random weights; `transformers` is OLMoE's own model
+from that package, with random weights, a static cache and greedy decoding.
+"""
+
+import importlib.util
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acmoe.config.routing import SMoEConfig
+from acmoe.config.text.language import LanguageConfig, language_router
+from acmoe.errors import check, first_line
+from acmoe.fast import accelerate, restore
+from acmoe.fast.decoding import capture_unsupported
+from acmoe.lab.bench.progress import Say, silent
+from acmoe.lab.bench.results import Report, new_report
+from acmoe.models.registry import build_model, list_models, model_card
+from acmoe.models.text.decoder import LanguageModel
+from acmoe.runtime import pick_device, seeded
+
+CONTESTANTS = ("plain", "captured", "transformers")
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_OLMOE = LanguageConfig(
+    vocab_size=50_304,
+    dim=2048,
+    heads=16,
+    hidden=1024,
+    repeats=16,
+    span=4096,
+    block=4096,
+    dropout=0.0,
+    num_experts=64,
+    top_k=8,
+    router=SMoEConfig(),
+    norm="pre",
+    position="rope",
+)
+
+Generate = Callable[[int], object]  # decodes that many tokens after the prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateBenchConfig:
+    """Options of `acmoe bench generate`."""
+
+    models: tuple[str, ...] = ()  # empty: switch-medium and olmoe, or on a CPU switch-nano
+    batches: tuple[int, ...] = (1, 64)
+    contestants: tuple[str, ...] = CONTESTANTS
+    router: str = "smoe"
+    prompt: int = 128
+    tokens: int = 128
+    repeat: int = 3
+    dtype: str = "bf16"
+    device: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in self.models:
+            known = ("olmoe", *list_models())
+            check(name in known, f"model {name!r} is unknown; choose among {', '.join(known)}")
+            config = _OLMOE if name == "olmoe" else model_card(name).config
+            check(isinstance(config, LanguageConfig), f"model {name!r} generates no text")
+        for name in self.contestants:
+            known_ways = ", ".join(CONTESTANTS)
+            check(name in CONTESTANTS, f"contestant {name!r} is unknown; choose among {known_ways}")
+        check(self.dtype in _DTYPES, f"dtype={self.dtype!r} is unknown; choose bf16, fp16 or fp32")
+        check(self.tokens >= 2, f"tokens={self.tokens}; half of them are timed against all: give 2")
+        for count in (self.prompt, self.repeat, *self.batches):
+            check(count >= 1, f"{count} of batches, prompt or repeat; each must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRow:
+    """Result of one model, batch and way to decode.
+
+    A step's time is that of the second half of the tokens: what all tokens take, less what half of
+    them take. So it has no share of the prompt, and none of the capture.
+    """
+
+    model: str
+    batch: int
+    contestant: str
+    refused: str | None = None
+    ms_per_step: float | None = None
+    tokens_per_second: float | None = None  # of all sequences, by that step
+    seconds: float | None = None  # of the whole call: prompt, capture and all steps
+
+
+def bench_generate(config: GenerateBenchConfig, *, command: str, say: Say = silent) -> Report:
+    """Measure and return the report."""
+    device = pick_device(config.device)
+    usual = ("switch-medium", "olmoe") if device.type == "cuda" else ("switch-nano",)
+    rows: list[GenerateRow] = []
+    for name in config.models or usual:
+        rows += _measured(name, config, device, say)
+    return new_report("generate", device, command, config, [asdict(row) for row in rows])
+
+
+def _measured(
+    name: str, config: GenerateBenchConfig, device: torch.device, say: Say
+) -> list[GenerateRow]:
+    rows = []
+    ours = [one for one in config.contestants if one != "transformers"]
+    model = _ours(name, config, device) if ours else None
+    for batch in config.batches:
+        for contestant in ours:
+            assert model is not None
+            reason = None
+            if contestant == "captured":
+                reason = capture_unsupported(model, config.tokens // 2 - 1)
+            if reason is not None:
+                rows.append(
+                    GenerateRow(model=name, batch=batch, contestant=contestant, refused=reason)
+                )
+                continue
+            (accelerate if contestant == "captured" else restore)(model)
+            draw = torch.randint(model.config.vocab_size, (batch, config.prompt), device=device)
+            rows.append(_row(name, batch, contestant, config, _by(model, draw), device))
+            say(f"{name}, batch {batch}, {contestant}: {_told(rows[-1])}")
+    del model
+    if "transformers" in config.contestants and name == "olmoe":
+        rows += _rival(config, device, say)
+    return rows
+
+
+def _told(row: GenerateRow) -> str:
+    if row.refused is not None:
+        return row.refused
+    return f"{row.ms_per_step:.3f} ms a step, {row.tokens_per_second:,.0f} tokens a second"
+
+
+def _ours(name: str, config: GenerateBenchConfig, device: torch.device) -> LanguageModel:
+    made = _OLMOE if name == "olmoe" else model_card(name).config
+    assert isinstance(made, LanguageConfig)
+    made = replace(made, router=language_router(config.router, made))
+    with seeded(config.seed, device), device:
+        model = build_model(made)
+    assert isinstance(model, LanguageModel)
+    return model.to(device=device, dtype=_DTYPES[config.dtype]).eval()
+
+
+def _by(model: LanguageModel, prompt: Tensor) -> Generate:
+    return lambda tokens: model.generate(prompt, tokens, temperature=0)
+
+
+def _rival(config: GenerateBenchConfig, device: torch.device, say: Say) -> list[GenerateRow]:
+    """Measure OLMoE of transformers, if the package is installed."""
+    if importlib.util.find_spec("transformers") is None:
+        reason = "transformers is not installed"
+        return [
+            GenerateRow(model="olmoe", batch=batch, contestant="transformers", refused=reason)
+            for batch in config.batches
+        ]
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+
+    with seeded(config.seed, device), device:
+        model = OlmoeForCausalLM(OlmoeConfig()).to(device, _DTYPES[config.dtype]).eval()
+    rows = []
+    for batch in config.batches:
+        prompt = torch.randint(model.config.vocab_size, (batch, config.prompt), device=device)
+        generate = _transformers_generate(model, prompt)
+        rows.append(_row("olmoe", batch, "transformers", config, generate, device))
+        say(f"olmoe, batch {batch}, transformers: {_told(rows[-1])}")
+    return rows
+
+
+def _transformers_generate(model: Any, prompt: Tensor) -> Generate:
+    def generate(tokens: int) -> object:
+        return model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            cache_implementation="static",
+        )
+
+    return generate
+
+
+def _row(
+    name: str,
+    batch: int,
+    contestant: str,
+    config: GenerateBenchConfig,
+    generate: Generate,
+    device: torch.device,
+) -> GenerateRow:
+    who = {"model": name, "batch": batch, "contestant": contestant}
+    half = config.tokens // 2
+    try:
+        for tokens in (half, config.tokens):  # compiles
+            generate(tokens)
+        times = [
+            [_seconds(generate, tokens, device) for tokens in (half, config.tokens)]
+            for _ in range(config.repeat)
+        ]
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        return GenerateRow(**who, refused=first_line(error))  # type: ignore[arg-type]
+    short, long = (min(one[number] for one in times) for number in (0, 1))
+    step = max(long - short, 1e-9) / (config.tokens - half)
+    return GenerateRow(
+        **who,  # type: ignore[arg-type]
+        ms_per_step=1e3 * step,
+        tokens_per_second=batch / step,
+        seconds=long,
+    )
+
+
+def _seconds(generate: Generate, tokens: int, device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    generate(tokens)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start

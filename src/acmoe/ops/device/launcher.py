@@ -1,0 +1,180 @@
+"""Launch Triton kernels with little work on the host.
+
+`kernel[grid](...)` binds and specialises every argument anew in each launch: 17 to 56 us a launch
+on two ARM cores, where the call into the driver takes a few. `launch` does that once for each kind
+of call and keeps the compiled kernel; the next call of the same kind goes straight to its launcher.
+
+Two calls are of one kind if everything that Triton may specialise a kernel for is equal: the
+kernel, the device, the values of whole numbers, the dtype of each tensor and whether its address is
+a multiple of 16 bytes, the block of each TMA descriptor, and all keyword arguments. Where a launch
+is not known to be an ordinary one (an interpreted kernel, another version of Triton, a profiler's
+hook) it goes through Triton.
+"""
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import triton
+from torch import Tensor
+
+MOST_KINDS = 4096  # of calls that are kept; a process with more begins anew
+
+# The launch at the end of Triton's `JITFunction.run`, from version 3.3 on.
+_LAUNCH = (
+    "kernel.run(grid_0, grid_1, grid_2, stream, kernel.function, kernel.packed_metadata, "
+    "launch_metadata, knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, "
+    "*bound_args.values())"
+)
+
+
+class Compiled(NamedTuple):
+    """A compiled kernel, and the values of its compile-time parameters, which come last."""
+
+    run: Any
+    function: Any
+    metadata: Any
+    constants: tuple[Any, ...]
+    owners: tuple[Any, Any]  # Triton's kernel and the compiled one, which must stay alive
+
+
+_kinds: dict[tuple[Any, ...], Compiled] = {}
+
+
+class Launch(NamedTuple):
+    """One launch as it was made, for `tape.py`."""
+
+    compiled: Compiled
+    grid: tuple[int, int, int]
+    args: tuple[Any, ...]
+
+
+class Recorder(threading.local):
+    """The launches of this thread since `launches` was set to a list; None: nobody records."""
+
+    launches: list[Launch | None] | None = None  # an entry None: a launch that cannot be repeated
+
+
+recorder = Recorder()
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Launch as `kernel[grid](*args, **options)` does.
+
+    args: the kernel's first parameters, in order; options: its compile-time parameters, which all
+    follow them, and Triton's launch options.
+    """
+    ordinary = isinstance(kernel, triton.JITFunction) and not kernel.pre_run_hooks
+    if ordinary and recorder.launches is None and plain_launches():
+        _launch_known(kernel, grid, args, options)
+        return
+    compiled = kernel[grid](*args, **options)
+    if recorder.launches is not None:
+        found = _compiled(kernel, compiled, len(args), options) if ordinary else None
+        full = (*grid, 1, 1)[:3]
+        recorder.launches.append(None if found is None else Launch(found, full, args))
+
+
+def _launch_known(
+    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    """Launch by the compiled kernel if it is known, else by Triton, and keep it."""
+    driver = triton.runtime.driver.active
+    device = driver.get_current_device()
+    kinds = [
+        (one.dtype, one.data_ptr() & 15 == 0) if isinstance(one, Tensor) else _kind(one)
+        for one in args
+    ]
+    key = (id(kernel), device, *kinds, *options, *options.values())
+    try:
+        found = _kinds.get(key)
+    except TypeError:  # an argument without a hash
+        kernel[grid](*args, **options)
+        return
+    if found is None:
+        compiled = kernel[grid](*args, **options)
+        found = _compiled(kernel, compiled, len(args), options)
+        if found is not None:
+            if len(_kinds) >= MOST_KINDS:
+                _kinds.clear()
+            _kinds[key] = found
+        return
+    run, function, metadata, constants, _ = found
+    x, y, z = (*grid, 1, 1)[:3]
+    stream = driver.get_current_stream(device)
+    run(x, y, z, stream, function, metadata, None, None, None, *args, *constants)
+
+
+def _kind(value: Any) -> Any:
+    """Return all that Triton may specialise a kernel for in an argument that is no tensor."""
+    if value is None or isinstance(value, int):
+        return value
+    if isinstance(value, float):
+        return float  # a value that the compiler never sees
+    # A TMA descriptor; one of Gluon has a layout.
+    extra = getattr(value, "padding", None), getattr(value, "layout", None)
+    return value.base.dtype, tuple(value.block_shape), *extra
+
+
+def _compiled(
+    kernel: Any, compiled: Any, num_args: int, options: dict[str, Any]
+) -> Compiled | None:
+    """Return what a direct launch needs of the result of `kernel[grid](...)`; None: do not."""
+    names = kernel.arg_names[num_args:]
+    if compiled is None or not _known_triton() or any(name not in options for name in names):
+        return None
+    constants = tuple(options[name] for name in names)
+    handles = compiled.run, compiled.function, compiled.packed_metadata
+    return Compiled(*handles, constants, (kernel, compiled))
+
+
+@contextlib.contextmanager
+def count_launches() -> Iterator[list[object] | None]:
+    """Collect an entry for each launch of this thread through Triton; None: it cannot be told."""
+    chain = triton.knobs.runtime.launch_enter_hook
+    if not hasattr(chain, "add"):  # an older version of Triton
+        yield None
+        return
+    seen: list[object] = []
+    own = threading.get_ident()
+
+    def note(metadata: object) -> None:
+        if threading.get_ident() == own:
+            seen.append(metadata)
+
+    chain.add(note)
+    try:
+        yield seen
+    finally:
+        chain.remove(note)
+
+
+def plain_launches() -> bool:
+    """Return True if launches may go past Triton's front end: nobody watches them there."""
+    runtime = triton.knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    watched = getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or runtime.debug
+    return not watched and _known_triton()
+
+
+@functools.cache
+def _known_triton() -> bool:
+    """Return True if this version of Triton launches a compiled kernel as `launch` does."""
+    try:
+        source = inspect.getsource(triton.JITFunction.run)
+    except (AttributeError, OSError, TypeError):
+        return False
+    return _LAUNCH in " ".join(source.split())
+
+
+def cdiv(number: int, step: int) -> int:
+    """Return number / step, rounded up. (`triton.cdiv` takes 5 us on the host.)"""
+    return -(-number // step)
+
+
+def next_power_of_2(number: int) -> int:
+    """Return the lowest power of 2 that is not below a number of at least 1."""
+    return 1 << (number - 1).bit_length()

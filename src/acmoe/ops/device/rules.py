@@ -1,0 +1,133 @@
+"""Rules for the expert GEMMs of shapes that no table names: blocks, pipelines, copies.
+
+The tables (tuning.py) hold measurements of single shapes. These rules generalise them: each limit
+below lies between two shapes whose best settings differ (H200, bf16; names of lab/bench/shapes.py).
+They hold for GPUs with 227 KiB of shared memory a program and TMA, H100, H200 and B200.
+
+D features, F hidden units, W = 2F for gated experts, else F, E experts, N rows.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from acmoe.ops.device.settings import WEIGHT_GEMMS, Blocks, PipelineConfig
+
+# Widths W from which tokens are copied into sorted rows before the GEMMs, in forward and backward.
+# A GEMM that loads both operands by TMA saves N D W * 4e-16 seconds against one that gathers (600
+# TFLOP/s, 12%). The copy takes a little over N D * 5e-13 seconds (4 TB/s). Both are equal at W =
+# 1250. In backward a copy also allows the kernel that fuses the activation's gradient: it paid at W
+# = 1536 and 2048, made no difference at 1024 (qwen3next: 3.17 against 3.18 ms; without the Hopper
+# kernels it pays), and did not pay at 512 (fine). In forward gathering costs less: 1.71 against
+# 1.77 ms with a copy at W = 2816 (dsv2lite), 3.28 against 3.26 at 5760 (gptoss).
+COPY_WIDTH, COPY_WIDTH_BACKWARD = 4096, 1024
+# From this width the copy of x also pays for up_weight alone, whose Hopper kernel can gather: 3.20
+# against 3.30 ms at W = 5760, 1.67 against 1.66 at 2816.
+_COPY_FOR_UP_WEIGHT = 2048
+# Inner dimensions from which tiles of 256 columns are faster than of 128: dsv2lite's down takes
+# 0.80 against 0.88 ms (1408), qwen3next's 0.65 against 0.64 (512).
+_WIDE_INNER = 1024
+# Inner dimensions up to which the Hopper kernel by rows is faster than Triton's. "input": yes at
+# 2048 (olmoe), 1.60 against 1.57 ms at 2816 (dsv2lite). "down": yes at 1408, not at mixtral's.
+_LONGEST_INNER = {"down": 8192, "input": 2560}
+# Features from which "hidden" prefers buffers to stages: 1.99 against 2.09 ms at 2880 (gptoss), but
+# 1.15 against 1.11 at 2048 (dsv2lite).
+_BUFFERED_DIM = 2560
+# Padding of the columns that a wide tile may add before the narrow one is taken: at 6.7% (gptoss)
+# the wide one takes 1.58 ms, the narrow one 1.71.
+_PADDING = 0.08
+# Rows of an average expert below which half of a tile of 128 rows would be padding.
+FEW_ROWS = 64
+
+
+class Layer(NamedTuple):
+    """What the settings of a layer's GEMMs depend on."""
+
+    dim: int  # D
+    hidden: int  # F
+    experts: int  # E
+    width: int  # W
+    rows: int  # rows of an average expert, N / E, rounded up to a power of two
+    dtype: torch.dtype = torch.bfloat16  # of the tokens
+
+    @property
+    def gated(self) -> bool:
+        return self.width > self.hidden
+
+    @property
+    def aligned(self) -> bool:
+        """Return True if rows are a multiple of 16 bytes long, as TMA needs."""
+        size = self.dtype.itemsize
+        return self.dim * size % 16 == 0 and self.hidden * size % 16 == 0
+
+    def inner_outer(self, kernel: str) -> tuple[int, int]:
+        """Return the reduction dimension and the columns of a GEMM by rows."""
+        return {
+            "up": (self.dim, self.hidden),
+            "down": (self.hidden, self.dim),
+            "hidden": (self.dim, self.hidden),
+            "input": (self.width, self.dim),
+        }[kernel]
+
+
+def padding(columns: int, block: int) -> float:
+    """Return the share that blocks of this many columns compute beyond the columns there are."""
+    return (-columns % block) / columns
+
+
+def copies(layer: Layer, *, backward: bool) -> bool:
+    """Return True if tokens are copied into sorted rows before the GEMMs read them."""
+    return layer.width >= (COPY_WIDTH_BACKWARD if backward else COPY_WIDTH)
+
+
+def blocks(kernel: str, layer: Layer, *, copied: bool) -> Blocks:
+    """Return the blocks of a Triton GEMM, loaded by TMA.
+
+    copied: the backward reads copied rows.
+    """
+    if kernel in WEIGHT_GEMMS:
+        return _weight_blocks(kernel, layer, copied)
+    inner, outer = layer.inner_outer(kernel)
+    if layer.rows <= FEW_ROWS:
+        return Blocks(64, 64 if kernel == "up" and layer.gated else 128, 64, 4, 4, True, 0, 2)
+    if kernel == "up" and layer.gated:
+        return Blocks(128, 128, 64, 8, 4, True, 0, 1)
+    if inner < _WIDE_INNER or padding(outer, 256) > _PADDING:
+        return Blocks(128, 128, 64, 4, 3, True, 0, 2)
+    return Blocks(128, 256, 64, 8, 4, True, 0, 1)
+
+
+def _weight_blocks(kernel: str, layer: Layer, copied: bool) -> Blocks:
+    """Return the blocks of a weight gradient (O, I): the wide side where less is padding."""
+    outer, inner = (
+        (layer.dim, layer.hidden) if kernel == "down_weight" else (layer.width, layer.dim)
+    )
+    splits = 0 if -(-outer // 128) * -(-inner // 256) * layer.experts < 64 else 1
+    if min(padding(outer, 256), padding(inner, 256)) > 0.25:
+        return Blocks(128, 128, 64, 8, 3, True, splits)
+    if not copied:  # the gathered operand, which passes through registers, is the narrow side
+        sides = (128, 256) if kernel == "down_weight" else (256, 128)
+        return Blocks(*sides, 64, 8, 3, True, splits)
+    sides = (128, 256) if padding(inner, 256) <= padding(outer, 256) else (256, 128)
+    return Blocks(*sides, 32, 8, 4, True, splits, 1)
+
+
+def pipeline(kernel: str, layer: Layer, *, copied: bool) -> PipelineConfig | None:
+    """Return the settings of a Hopper GEMM, or None where Triton's is expected to be faster.
+
+    copied: the backward reads copied rows. hopper/choice.py checks if the kernel supports the call.
+    """
+    if kernel == "hidden":
+        # Against GEMM and activation apart: 9% less at mixtral, 21% at qwen30b, 25% at olmoe.
+        return PipelineConfig("turns", *((4, 4) if layer.dim >= _BUFFERED_DIM else (5, 2)))
+    if kernel in WEIGHT_GEMMS:
+        gathers = not copied or (kernel == "up_weight" and layer.width < _COPY_FOR_UP_WEIGHT)
+        if padding(layer.dim, 128) > 0.25 or padding(layer.hidden, 128) > 0.25:
+            return None
+        return PipelineConfig("together", 4, gathers=gathers)
+    inner, outer = layer.inner_outer(kernel)
+    if inner > _LONGEST_INNER[kernel]:
+        return None
+    if inner < _WIDE_INNER or padding(outer, 256) > _PADDING or layer.rows <= FEW_ROWS:
+        return PipelineConfig("turns", 6)
+    return PipelineConfig("together", 4, lead=3)

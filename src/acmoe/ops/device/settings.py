@@ -1,0 +1,38 @@
+"""Settings of an expert GEMM: block sizes of a Triton kernel, the pipeline of a Hopper kernel."""
+
+from typing import NamedTuple
+
+GEMMS = ("up", "down", "hidden", "down_weight", "up_weight", "input")
+# GEMMs that have a Hopper kernel with a multistage TMA pipeline: those with one output row for each
+# routed row, and the weight gradients.
+ROW_GEMMS, WEIGHT_GEMMS = ("hidden", "down", "input"), ("down_weight", "up_weight")
+PIPELINE_BM = 128  # BM of these kernels: rows of a tile
+PIPELINE_BK = 64  # BK of these kernels: the inner dimension of a pipeline stage
+
+
+class Blocks(NamedTuple):
+    """Block sizes and launch options of a Triton GEMM kernel."""
+
+    m: int
+    n: int
+    k: int
+    num_warps: int
+    num_stages: int
+    tma: bool = False  # load tiles by TMA; needs rows of a multiple of 16 bytes
+    splits: int = 0  # split-K factor of a weight gradient; 0: as many as fill the GPU
+    persistent: int = 0  # programs a multiprocessor of a persistent launch; 0: one program a tile
+
+
+class PipelineConfig(NamedTuple):
+    """Settings of a Hopper GEMM with a multistage TMA pipeline (ops/experts/hopper/pipeline.py)."""
+
+    form: str  # "turns": ping-pong, one tile a consumer; "together": cooperative, half a tile each
+    stages: int  # pipeline stages
+    buffers: int = 0  # shared-memory buffers for panels of h in the epilogue of "hidden"
+    lead: int = 0  # K blocks by which the second cooperative consumer starts later
+    gathers: bool = False  # a weight gradient gathers tokens, where that costs less than a copy
+
+    @property
+    def columns(self) -> int:
+        """Return BN, the columns of a tile."""
+        return 256 if self.form == "together" else 128

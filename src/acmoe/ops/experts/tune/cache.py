@@ -1,0 +1,87 @@
+"""Remember what was measured: one JSON file for each layer, GPU, version and dtype.
+
+The files are in $XDG_CACHE_HOME/acmoe/experts, by default ~/.cache/acmoe/experts. A file that is
+missing, damaged or of another version is measured again; a folder that cannot be written is said
+once and costs nothing but time.
+"""
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+from acmoe.errors import UserError
+from acmoe.ops.device.rules import Layer
+from acmoe.ops.device.tuning import Table, is_row, key
+from acmoe.storage.atomic import replace_text
+
+_log = logging.getLogger("acmoe")
+
+
+def folder() -> Path:
+    """Return the folder of the measurements, which need not exist."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "acmoe" / "experts"
+
+
+@functools.cache
+def _sources() -> str:
+    """Return a digest of the kernels' sources: other kernels have other times."""
+    here = Path(__file__).parents[2]
+    digest = hashlib.sha256()
+    for path in sorted([*(here / "experts").rglob("*.py"), *(here / "device").rglob("*.py")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def identity(
+    layer: Layer, act: str, biased: bool, weights: torch.dtype, device: torch.device
+) -> dict[str, object]:
+    """Return what a measurement holds for."""
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "torch": str(torch.__version__),
+        "triton": importlib.metadata.version("triton"),
+        "kernels": _sources(),
+        "activation": act,
+        "bias": biased,
+        "weights": str(weights),
+        **layer._replace(dtype=str(layer.dtype))._asdict(),  # type: ignore[arg-type]
+    }
+
+
+def path_of(what: dict[str, object]) -> Path:
+    digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+    return folder() / f"{what['dim']}-{what['hidden']}-{what['experts']}-{digest[:16]}.json"
+
+
+def read(what: dict[str, object]) -> Table:
+    """Return the rows that were measured for this, none if there are none or they are damaged."""
+    path = path_of(what)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        rows = found["rows"] if found["of"] == what else {}
+        sound = all(is_row(key(name, 1, 1, 1), row) for name, row in rows.items())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        _log.warning("%s cannot be read (%s); the layer is tuned again", path, error)
+        return {}
+    if not sound:
+        _log.warning("%s holds settings that no kernel has; the layer is tuned again", path)
+    return dict(rows) if sound else {}
+
+
+def write(what: dict[str, object], rows: Table) -> None:
+    """Store the rows; a file that cannot be written is said and not missed."""
+    path = path_of(what)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, json.dumps({"of": what, "rows": rows}, indent=1) + "\n")
+    except (OSError, UserError) as error:
+        _log.warning("what was tuned is not kept for the next process: %s", error)

@@ -1,0 +1,170 @@
+"""Decide whether a layer is tuned at its first use, and do so.
+
+A layer that no table names runs by rules (device/rules.py). On a GPU its first eager call first
+times two to four settings of each GEMM, forward and, where gradients are wanted, backward. That
+takes seconds, most of them to compile, and is remembered in a file (cache.py), so that later
+processes read it. The settings of a layer never change after its first call, but another machine,
+or one whose file was removed, may choose others: results are then equal to rounding, not bitwise.
+So nothing is measured, nor read from a file, under `torch.use_deterministic_algorithms`; rules
+serve there. Nor is anything measured while torch.compile traces or a CUDA graph is captured, and in
+distributed runs, whose ranks would wait for each other; there the files of earlier runs serve, and
+otherwise the rules.
+"""
+
+import logging
+import threading
+import time
+
+import torch
+from torch import Tensor
+
+from acmoe.config.environment import tuning_requested
+from acmoe.ops.device import rules, tuning
+from acmoe.ops.device.rules import Layer
+from acmoe.ops.experts.reference import ExpertWeights
+from acmoe.ops.experts.triton.sizes import Sizes, sizes_of
+from acmoe.ops.sort.reference import Rows
+
+_log = logging.getLogger("acmoe")
+
+# Layers with fewer operations in forward are left to the rules: they take less than about 0.3
+# milliseconds, most of it launches, and tuning would take as long as a hundred thousand calls.
+FEWEST_FLOPS = 2e11
+_settled: set[tuple[Layer, str, bool]] = set()
+_lock = threading.Lock()
+
+
+def forget() -> None:
+    """Forget what this process has measured or read."""
+    _settled.clear()
+    tuning.MEASURED.clear()
+
+
+def prepare(x: Tensor, weights: ExpertWeights, rows: Rows, gate: Tensor, activation: str) -> None:
+    """Tune this layer if this is its first use and nothing speaks against it."""
+    if x.device.type != "cuda" or torch.compiler.is_compiling():
+        return
+    size = sizes_of(x, weights.down, gate, activation)
+    layer = size.layer(x.dtype)
+    wanted = (x, weights.up, weights.down, gate)
+    backward = torch.is_grad_enabled() and any(one.requires_grad for one in wanted)
+    settled = (layer, activation, backward)
+    if settled in _settled or torch.cuda.is_current_stream_capturing():
+        return
+    with _lock:
+        if settled not in _settled:
+            _settled.add(settled)
+            _settle(size, layer, x, weights, rows, gate, backward)
+
+
+def unsuitable(size: Sizes, layer: Layer) -> str | None:
+    """Return the reason why a layer is not tuned at all, or None."""
+    if tuning_requested() == "never":
+        return "ACMOE_TUNE=never"
+    if torch.version.hip is not None:
+        return "its candidates are for NVIDIA GPUs"
+    if layer.dtype.itemsize != 2:
+        return f"its tokens are {layer.dtype}"
+    if layer.rows <= rules.FEW_ROWS:
+        return "an average expert has few rows"
+    if 2 * size.tokens * size.top_k * size.dim * (size.width + size.hidden) < FEWEST_FLOPS:
+        return "it is small"
+    if tuning.is_tuned(layer):
+        return "a table names it"
+    if torch.are_deterministic_algorithms_enabled():
+        return "deterministic algorithms are requested"
+    return None
+
+
+def _settle(
+    size: Sizes,
+    layer: Layer,
+    x: Tensor,
+    weights: ExpertWeights,
+    rows: Rows,
+    gate: Tensor,
+    backward: bool,
+) -> None:
+    """Read what was measured for this layer, or measure it."""
+    if unsuitable(size, layer) is not None:
+        return
+    from acmoe.ops.experts.tune import cache
+
+    biased = weights.up_bias is not None or weights.down_bias is not None
+    what = cache.identity(layer, size.act, biased, weights.up.dtype, x.device)
+    known = tuning.MEASURED.get(layer) or cache.read(what)
+    missing = [part for part, row in _PARTS[: 1 + backward] if row not in known]
+    if missing and tuning_requested() == "auto" and not _distributed():
+        known = known | _measure(missing, x, weights, rows, gate, size.act, known)
+        if known:
+            cache.write(what, known)
+    if known:
+        tuning.MEASURED[layer] = known
+
+
+# The parts of a layer, and a row that is there once a part was measured.
+_PARTS = (("forward", "up"), ("backward", "ring_input"))
+
+
+def _distributed() -> bool:
+    """Return True if other processes may wait for this one."""
+    from torch import distributed
+
+    return (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )
+
+
+def _measure(
+    parts: list[str],
+    x: Tensor,
+    weights: ExpertWeights,
+    rows: Rows,
+    gate: Tensor,
+    act: str,
+    known: tuning.Table,
+) -> tuning.Table:
+    """Return the rows of these parts; none if the memory does not suffice."""
+    from acmoe.ops.experts.tune.calls import Inputs
+    from acmoe.ops.experts.tune.search import tune_backward, tune_forward
+
+    what = f"experts of {x.shape[1]} features and {weights.down.shape[2]} hidden units"
+    _log.warning(
+        "tuning the kernels for %s, %s: up to a minute, once for this GPU; ACMOE_TUNE=never does "
+        "without",
+        *(what, " and ".join(parts)),
+    )
+    begin = time.perf_counter()
+    up_bias, down_bias = (
+        None if one is None else one.detach().to(x.dtype)
+        for one in (weights.up_bias, weights.down_bias)
+    )
+    given = Inputs(
+        x=x.detach().contiguous(),
+        up=weights.up.detach().to(x.dtype).contiguous(),
+        down=weights.down.detach().to(x.dtype).contiguous(),
+        up_bias=up_bias,
+        down_bias=down_bias,
+        gate=gate.detach().contiguous(),
+        rows=rows,
+        act=act,
+        result=weights.up.dtype,
+    )
+    found: tuning.Table = {}
+    try:
+        with torch.random.fork_rng([x.device]):
+            if "forward" in parts:
+                found |= tune_forward(given)
+            if "backward" in parts:
+                first = (known | found).get("copy") or [False, False]
+                found |= tune_backward(given)
+                found["copy"] = [first[0], (found["copy"] or first)[1]]
+    except torch.OutOfMemoryError:
+        _log.warning("too little memory is free to tune the experts; the rules serve")
+        return {}
+    finally:
+        torch.cuda.empty_cache()
+    _log.info("tuned %s in %.0f seconds", what, time.perf_counter() - begin)
+    return found

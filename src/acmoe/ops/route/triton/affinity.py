@@ -1,0 +1,99 @@
+"""The affinities of tokens and experts, a tile at a time: the router's GEMM with float32 accuracy.
+
+    affinity_te = sum_d x_td * scale[cluster of t]_d * embedding_ed + bias_e + noise_te
+
+T tokens, D features, E experts, C clusters.
+"""
+
+import triton
+import triton.language as tl
+
+from acmoe.ops.device.dot import accurate_dot, split_bf16
+from acmoe.ops.route.triton.tokens import load_cluster_ends, load_scale, load_scaled, load_tokens
+
+
+@triton.jit
+def _product(
+    x_ptr, scale_ptr, cluster, embedding_ptr, t, row, unmasked, e, D, E, HAS_SCALE: tl.constexpr,
+    SORTED: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, BT: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """Return x * scale @ embedding^T of a block, (BT, BE) float32."""
+    acc = tl.zeros((BT, BE), dtype=tl.float32)
+    # A bf16 operand that is not rescaled goes to the tensor cores as it is; any other one becomes a
+    # bf16 split. Of sorted bf16 tokens and a bf16 embedding one must be rescaled: the one with the
+    # smaller tile. The split of a bf16 embedding would add terms that are zeros: it is omitted
+    # whatever the tokens are.
+    WEIGHT_BF16: tl.constexpr = embedding_ptr.dtype.element_ty == tl.bfloat16
+    SPLIT_X: tl.constexpr = WEIGHT_BF16 and PLAIN_BF16 and SORTED and BE >= BT
+    SPLIT_WEIGHT: tl.constexpr = not WEIGHT_BF16 or (SORTED and not SPLIT_X)
+    for start in range(0, D, BD):
+        d = start + tl.arange(0, BD)
+        x = load_scaled(x_ptr, scale_ptr, cluster, t, row, unmasked, d, D, HAS_SCALE, SORTED, BT)
+        valid = (d[:, None] < D) & (e[None, :] < E)
+        weight = tl.load(embedding_ptr + e[None, :] * D + d[:, None], mask=valid, other=0.0)
+        weight = weight.to(tl.float32)
+        if SORTED:
+            scale = load_scale(scale_ptr, cluster, d, D)
+            if SPLIT_X:
+                x *= scale[None, :]
+            else:
+                weight *= scale[:, None]
+        x_high, x_middle, x_low = split_bf16(x, PLAIN_BF16 and not SPLIT_X)
+        high, middle, low = split_bf16(weight, not SPLIT_WEIGHT)
+        acc += accurate_dot(
+            x_high, x_middle, x_low, high, middle, low, PLAIN_BF16 and not SPLIT_X,
+            not SPLIT_WEIGHT, TERMS,
+        )  # fmt: skip
+    return acc
+
+
+@triton.jit
+def affinity_block(
+    x_ptr, scale_ptr, cluster, embedding_ptr, bias_ptr, noise_ptr, t, row, in_bounds, unmasked, e,
+    D, E, HAS_BIAS: tl.constexpr, HAS_NOISE: tl.constexpr, HAS_SCALE: tl.constexpr,
+    SORTED: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, BT: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """Return x * scale @ embedding^T + bias + noise of a block, (BT, BE) float32."""
+    affinity = _product(
+        x_ptr, scale_ptr, cluster, embedding_ptr, t, row, unmasked, e, D, E, HAS_SCALE, SORTED,
+        PLAIN_BF16, TERMS, BT, BD, BE,
+    )  # fmt: skip
+    if HAS_BIAS:
+        affinity += tl.load(bias_ptr + e, mask=e < E, other=0.0).to(tl.float32)[None, :]
+    if HAS_NOISE:
+        offs = t.to(tl.int64)[:, None] * E + e[None, :]
+        valid = in_bounds[:, None] & (e[None, :] < E)
+        affinity += tl.load(noise_ptr + offs, mask=valid, other=0.0)
+    return affinity
+
+
+@triton.jit
+def affinity_kernel(
+    x_ptr, scale_ptr, cluster_ptr, mask_ptr, perm_ptr, embedding_ptr, bias_ptr, noise_ptr,
+    affinity_ptr, T, D, E, C, HAS_BIAS: tl.constexpr, HAS_NOISE: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_MASK: tl.constexpr, SORTED: tl.constexpr,
+    PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Store the affinities of a block of tokens with a block of experts.
+
+    Consecutive programs share the tokens.
+    """
+    start = tl.program_id(1) * BT
+    e = tl.program_id(0) * BE + tl.arange(0, BE)
+    t, in_bounds, unmasked, cluster = load_tokens(
+        cluster_ptr, mask_ptr, perm_ptr, load_cluster_ends(cluster_ptr, C, BC), start, T, C,
+        HAS_SCALE, HAS_MASK, SORTED, BT, BC,
+    )  # fmt: skip
+    if SORTED:
+        if tl.max(t) < 0:  # the block has padding slots only
+            return
+    affinity = affinity_block(
+        x_ptr, scale_ptr, cluster, embedding_ptr, bias_ptr, noise_ptr, t, start.to(tl.int64),
+        in_bounds, unmasked, e, D, E, HAS_BIAS, HAS_NOISE, HAS_SCALE, SORTED, PLAIN_BF16, TERMS,
+        BT, BD, BE,
+    )  # fmt: skip
+    offs = t.to(tl.int64)[:, None] * E + e[None, :]
+    tl.store(affinity_ptr + offs, affinity, mask=in_bounds[:, None] & (e[None, :] < E))

@@ -1,0 +1,219 @@
+"""A tape repeats the launches of a call with other tensors, or leaves the call alone.
+
+The kernels here are Python functions that read and write float32 at addresses, as a GPU would.
+"""
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import acmoe
+from acmoe.ops.device import tape
+from acmoe.ops.device.launcher import Compiled, Launch, cdiv, next_power_of_2, recorder
+from acmoe.ops.device.tape import Same, taped
+
+calls: list[object] = []  # an entry for each launch that was not repeated from a tape
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    driver = SimpleNamespace(
+        active=SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 0)
+    )
+    monkeypatch.setattr(tape, "driver", driver)
+    monkeypatch.setattr(tape, "plain_launches", lambda: True)
+    monkeypatch.setattr(tape, "count_launches", counted)
+    calls.clear()
+    tape.forget()
+    yield
+    tape.forget()
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[object]]:
+    seen: list[object] = []
+    before = len(calls)
+    yield seen
+    seen += calls[before:]
+
+
+def numbers(address: Tensor | int, count: int) -> Any:
+    pointer = address.data_ptr() if isinstance(address, Tensor) else address
+    return (ctypes.c_float * count).from_address(pointer)
+
+
+def add_kernel(*given: Any) -> None:
+    """out[i] = left[i] + right[i] for `count` numbers."""
+    *_, left, right, out, count = given
+    left_, right_, out_ = (numbers(one, count) for one in (left, right, out))
+    for i in range(count):
+        out_[i] = left_[i] + right_[i]
+
+
+def launch(*args: Any) -> None:
+    """Launch `add_kernel` as acmoe.ops.device.launcher.launch does, and record it."""
+    calls.append("launched")
+    add_kernel(*args)
+    if recorder.launches is not None:
+        compiled = Compiled(add_kernel, None, None, (), (None, None))
+        recorder.launches.append(Launch(compiled, (1, 1, 1), args))
+
+
+def twice_plus_tail(x: Tensor, y: Tensor, scale: int = 1) -> tuple[Tensor, Tensor]:
+    """Return (x + y) + (x + y), by way of a buffer, and the sum of the halves of y."""
+    between = torch.empty(2, 8)
+    both, tail = torch.empty(8), x.new_empty(4)
+    launch(x, y, between[1], 8)
+    launch(between[1], between[1], both, 8)
+    launch(y, y[4:], tail, 4)
+    return tail, both
+
+
+def expected(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return y[:4] + y[4:], 2 * (x + y)
+
+
+def pair(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(8, generator=generator), torch.randn(8, generator=generator)
+
+
+def test_a_second_call_repeats_the_launches_with_its_own_tensors() -> None:
+    results = []
+    for seed in range(3):
+        found = taped(twice_plus_tail, pair(seed), (1,))
+        results.append(found)
+        for one, wanted in zip(found, expected(*pair(seed)), strict=True):
+            assert torch.equal(one, wanted)
+    assert calls == ["launched"] * 3  # those of the first call
+    assert len({one.data_ptr() for found in results for one in found}) == 6  # memory of their own
+
+
+def test_calls_of_another_shape_or_setting_have_tapes_of_their_own() -> None:
+    taped(twice_plus_tail, pair(0), (1,))
+    taped(twice_plus_tail, pair(0), (2,))
+    assert len(calls) == 6
+    table = {"a": 1}
+    settings = [Same(table), Same(table), Same(dict(table))]
+    assert [one == settings[0] for one in settings] == [True, True, False]
+
+
+def test_tensors_that_are_not_aligned_or_not_contiguous_are_left_to_the_function() -> None:
+    x, y = pair(0)
+    taped(twice_plus_tail, (x, y), (1,))
+    shifted = torch.zeros(9)[1:].copy_(x)
+    assert shifted.data_ptr() % 16
+    assert torch.equal(taped(twice_plus_tail, (shifted, y), (1,))[1], expected(x, y)[1])
+    assert len(calls) == 6
+
+
+def _computes(x: Tensor, y: Tensor) -> tuple[Tensor]:
+    out, doubled = torch.empty(8), y * 2  # torch computes this one, not a launch
+    launch(x, doubled, out, 8)
+    return (out,)
+
+
+def _returns_an_argument(x: Tensor, y: Tensor) -> tuple[Tensor]:
+    launch(x, y, y, 8)
+    return (y,)
+
+
+def _returns_a_part(x: Tensor, y: Tensor) -> tuple[Tensor]:
+    out = torch.empty(16)
+    launch(x, y, out, 8)
+    return (out[:8],)
+
+
+def _launches_unseen(x: Tensor, y: Tensor) -> tuple[Tensor]:
+    out = torch.empty(8)
+    calls.append("launched")  # as kernel[grid](...) does, which nobody records
+    add_kernel(x, y, out, 8)
+    launch(x, y, torch.empty(8), 8)
+    return (out,)
+
+
+UNFIT = [_computes, _returns_an_argument, _returns_a_part, _launches_unseen]
+
+
+@pytest.mark.parametrize("function", UNFIT)
+def test_a_function_that_does_more_than_launch_is_called_every_time(
+    function: Callable[..., tuple[Tensor]],
+) -> None:
+    for seed in range(3):
+        x, y = pair(seed)
+        wanted = x + (2 * y if function is _computes else y)
+        assert torch.equal(taped(function, (x, y), ())[0], wanted)
+    assert len(calls) == (6 if function is _launches_unseen else 3)
+
+
+def test_the_same_tensor_given_twice_is_not_taken_for_one_argument() -> None:
+    x, y = pair(0)
+    taped(twice_plus_tail, (x, x), (1,))
+    assert torch.equal(taped(twice_plus_tail, (x, y), (1,))[1], 2 * (x + y))
+
+
+def test_whole_divisions_and_powers() -> None:
+    assert [cdiv(number, 8) for number in (0, 1, 8, 9)] == [0, 1, 1, 2]
+    assert [next_power_of_2(number) for number in (1, 2, 3, 8, 9)] == [1, 2, 4, 8, 16]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 100])
+@pytest.mark.parametrize("router", ["smoe", "adaptive"])
+def test_a_layer_gives_the_same_bits_with_and_without_tapes(
+    router: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    torch.manual_seed(0)
+    sizes = {"dim": 64, "hidden": 128, "num_experts": 8, "top_k": 2}
+    moe = acmoe.MoE(**sizes, router=router, activation="swiglu").cuda().bfloat16().eval()
+    x = torch.randn(3, tokens, 64, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        states = [moe(one)[1] for one in x]
+        taped_results = [moe(one, state) for one, state in zip(x, states, strict=True)]
+        assert any(found is not None for found in tape._tapes.values())
+        for one, state, (y, after) in zip(x, states, taped_results, strict=True):
+            tape.forget()
+            plain, plain_after = moe(one, state)
+            assert torch.equal(plain, y)
+            assert all(torch.equal(*both) for both in zip(plain_after, after, strict=True))
+
+
+def test_the_balance_loss_of_a_call_without_gradient_is_that_of_its_definition(device: str) -> None:
+    from acmoe.ops.dispatch import use_backend
+    from acmoe.ops.route import ScaledTokens, route
+
+    generator = torch.Generator().manual_seed(0)
+    for tokens in (5, 150):  # one program computes it, or a launch after several
+        x = torch.randn(tokens, 16, generator=generator)
+        embedding = torch.randn(6, 16, generator=generator)
+        share = (x.double() @ embedding.double().T / 0.7).softmax(-1).mean(0)
+        chosen = (x.double() @ embedding.double().T).topk(2).indices
+        load = torch.bincount(chosen.flatten(), minlength=6).double() / (2 * tokens)
+        with torch.no_grad(), use_backend("triton"):
+            given = ScaledTokens(x.to(device)), embedding.to(device), None
+            options = {"top_k": 2, "over_selected": True, "temperature": 0.7}
+            found = route(*given, **options, balance_only=True)
+            summed = route(*given, **options)
+        assert found.gate_sum is None and found.load is None and summed.balance is None
+        wanted = 6 * (share * load).sum()
+        torch.testing.assert_close(found.balance.double().cpu(), wanted, rtol=1e-5, atol=0)
+        torch.testing.assert_close(summed.load.double().cpu(), load * 2 * tokens)
+
+
+@pytest.mark.parametrize("rows", [1, 512, 514])  # up to 512 are sorted by one launch
+def test_few_rows_and_many_are_sorted_alike(rows: int, device: str) -> None:
+    from acmoe.ops.sort.triton.sort import sort_rows
+
+    ids = torch.randint(0, 6, (rows, 1), generator=torch.Generator().manual_seed(rows))
+    permutation, inverse, offsets, expert = (one.cpu() for one in sort_rows(ids.to(device), 5))
+    wanted, order = ids.flatten().sort(stable=True)  # the id 5 means "no expert" and comes last
+    assert torch.equal(expert, wanted) and torch.equal(permutation, order)
+    assert torch.equal(inverse[order], torch.arange(rows))
+    assert offsets.tolist() == [int((ids <= e).sum()) for e in range(5)]

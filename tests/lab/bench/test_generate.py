@@ -1,0 +1,30 @@
+"""`acmoe bench generate` times decode steps and says what could not be timed."""
+
+import pytest
+import torch
+
+from acmoe.errors import UserError
+from acmoe.lab.bench import generate
+from acmoe.lab.bench.generate import GenerateBenchConfig, bench_generate
+from acmoe.lab.bench.table import terminal_table
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU captures no graph")
+
+
+def test_a_step_takes_the_time_of_the_second_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A call of 4 tokens takes 7 s and one of 8 tokens 15 s: 4 steps in 8 s, of 3 sequences each.
+    monkeypatch.setattr(generate, "_seconds", lambda call, tokens, device: 2.0 * tokens - 1)
+    config = GenerateBenchConfig(
+        models=("switch-nano",), batches=(3,), prompt=2, tokens=8, repeat=2, dtype="fp32"
+    )
+    report = bench_generate(config, command="acmoe bench generate")
+    plain, captured = report.rows
+    assert (plain["ms_per_step"], plain["tokens_per_second"], plain["seconds"]) == (2000, 1.5, 15)
+    assert captured["refused"] == "CUDA graphs need a CUDA device, not cpu"
+    assert terminal_table(report).row_count == 2
+
+
+def test_names_are_checked() -> None:
+    for wrong in ({"models": ("swin-nano",)}, {"contestants": ("fast",)}, {"tokens": 1}):
+        with pytest.raises(UserError):
+            GenerateBenchConfig(**wrong)
