@@ -176,7 +176,7 @@ def images() -> None:
     """A step of a Swin: windows of a map, a noisy gate."""
     global use
     use = "images"
-    sizes = {"image_size": 56, "dim": 32, "depths": (2, 2), "heads": (2, 4), "num_classes": 10}
+    sizes = {"image_size": 56, "dim": 32, "depths": (2, 6), "heads": (2, 4), "num_classes": 10}
     config = SwinConfig(**sizes, num_experts=4, moe_stages=(1,), adaptive_stage=1)
     model = build_model(replace(config, router=vision_router("adaptive", config)))
     with torch.autocast("cpu", torch.bfloat16):
