@@ -146,6 +146,9 @@ def test_tensorboard_gets_the_same_figures_where_it_is_installed(
         def flush(self) -> None:
             pass
 
+        def close(self) -> None:
+            written.append("closed")
+
     module = types.ModuleType("torch.utils.tensorboard")
     module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
@@ -154,6 +157,9 @@ def test_tensorboard_gets_the_same_figures_where_it_is_installed(
     log.open(7)
     record = log.valid_record(9, TextValidation(2.0, 10, "none", 2, 16))
     assert written[0] == ("tensorboard", 8)  # events after step 7 will be written again
+    log.close()
+    assert written[-1] == "closed"
+    log.close()  # a second time does nothing
     assert ("valid/loss", 2.0, 9) in written
     assert ("valid/perplexity", record["perplexity"], 9) in written
 

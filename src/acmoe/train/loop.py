@@ -1,5 +1,6 @@
 """The training loop, the same for text and images."""
 
+import contextlib
 from dataclasses import dataclass
 
 from acmoe.errors import NonFiniteError
@@ -28,6 +29,10 @@ class TrainLoop:
 
     def run(self) -> int:
         """Train from the latest checkpoint to the last step or a stop signal; return the step."""
+        with contextlib.closing(self.log):
+            return self._run()
+
+    def _run(self) -> int:
         config, last = self.trainer.config, self.trainer.steps
         step, notes = resume_run(self.store, self.trainer, self.log)
         self.display.begin(step, self.log)

@@ -64,6 +64,10 @@ class MetricsLog:
         self.board.open(step)
         return complaint
 
+    def close(self) -> None:
+        """Release what `open` opened."""
+        self.board.close()
+
     def sync(self) -> None:
         """Flush the records to disk, so that no checkpoint is newer than they are."""
         if self.path.is_file():
@@ -210,6 +214,12 @@ class Board:
 
             # Events after `step` come from a killed process; their steps will be trained again.
             self._writer = SummaryWriter(str(self.folder), purge_step=step + 1)
+
+    def close(self) -> None:
+        """End the thread and the file of the writer."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
     def write(self, record: Record) -> None:
         """Write every number of a record."""
