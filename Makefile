@@ -81,11 +81,12 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/acmoe bench
 
+# All pages, with the generated reference, into site/; a warning or a dead link is an error.
 docs: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
-	$(BIN)/mkdocs build --strict
+	$(BIN)/python tools/build_docs.py
 
-# The picture in the README, from the demo's own report; needs Chromium.
+# The picture of the report, from the demo's own report; needs Chromium.
 screenshot: $(READY)
 	$(BIN)/acmoe demo --out runs/demo
 	$(BIN)/python tests/chromium.py runs/demo/report.html docs/images/report.png

@@ -1,4 +1,4 @@
-"""A headless Chromium, where there is one: for the report's tests and its picture in the README.
+"""A headless Chromium, where there is one: for the report's tests and its picture in the docs.
 
 python tests/chromium.py PAGE.html PICTURE.png
 """

@@ -78,10 +78,10 @@ def test_models_lists_every_size_as_json(capsys):
     assert rows["switch-medium"]["active_parameters"] == 215_679_863 - idle
 
 
-def test_the_readme_holds_the_table_that_models_prints(capsys):
+def test_the_page_of_models_holds_the_table_that_models_prints(capsys):
     _, out, _ = call(capsys, "models", "--markdown")
-    readme = (ROOT / "README.md").read_text()
-    assert out.strip() in readme, "run `acmoe models --markdown` and paste it between the markers"
+    page = (ROOT / "docs" / "reference" / "models.md").read_text()
+    assert out.strip() in page, "run `acmoe models --markdown` and paste it between the markers"
 
 
 def test_data_list_names_every_data_set(capsys, tmp_path):

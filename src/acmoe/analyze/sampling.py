@@ -34,7 +34,7 @@ COMPARED: tuple[Statistics, ...] = ("batch", "running")
 class AnalyzeConfig:
     """Options of an analysis. The analysis repeats every option that its numbers depend on."""
 
-    split: Literal["valid", "test"] = "test"
+    split: Literal["valid", "test"] = "test"  # of text or images
     which: Literal["best", "last"] = "best"  # checkpoint of the run
     tokens: int | None = None  # text: number of tokens from the start of the split; None: 4096
     images: int | None = None  # images: number of images, all patches of each; None: 64
@@ -44,7 +44,7 @@ class AnalyzeConfig:
     contamination: ContaminationConfig | None = None  # text: also route a corrupted copy
     attack: AttackConfig | None = None  # images: also route attacked images
     seed: int = 0  # seed of the images' order and of random routers
-    device: str = "auto"
+    device: str = "auto"  # auto: CUDA where available
 
     def __post_init__(self) -> None:
         for name in ("tokens", "images", "batch"):

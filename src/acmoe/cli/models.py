@@ -15,7 +15,7 @@ class Models:
     json: bool = False
     """Print the list as JSON."""
     markdown: bool = False
-    """Print the list as the Markdown table of the README."""
+    """Print the list as the Markdown table of docs/reference/models.md."""
 
     def run(self) -> int:
         from acmoe.models.table import markdown_table, model_rows

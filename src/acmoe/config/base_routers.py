@@ -36,7 +36,7 @@ class SMoEConfig:
     """
 
     name: ClassVar[str] = "smoe"
-    bias: bool = False
+    bias: bool = False  # add a learned number for each expert to its affinity
     gate: Gate = "auto"  # softmax over the selected k, or over all E; auto: all if k = 1
     noise: float = 0.0  # training noise on the affinities, std in units of 1/E
     normalize_embeddings: bool = False  # unit-length e_k, a control for the published AC gates
@@ -93,7 +93,7 @@ class CosineConfig:
     name: ClassVar[str] = "cosine"
     proj_dim: int | None = None  # None: E / 2, as in XMoE
     temperature: float = 0.3  # initial value; it is learned
-    gate: Gate = "auto"
+    gate: Gate = "auto"  # as in SMoEConfig
     legacy: bool = False  # the published baseline: R x is not normalised, no temperature
 
     def __post_init__(self) -> None:
@@ -116,7 +116,7 @@ class StableConfig:
 
     name: ClassVar[str] = "stable"
     vocab_size: int | None = None  # the light router embeds token ids; required unless legacy
-    light_dim: int = 50
+    light_dim: int = 50  # features of the distilled router, which reads token ids
     distill: float = 0.3  # weight of the light router's cross-entropy
     balance: float = 0.3  # weight of StableMoE's own balance loss
     legacy: bool = False  # the published baseline: one stage, unit-length embeddings
@@ -137,11 +137,11 @@ class ThresholdConfig:
     """Select every expert whose softmax affinity exceeds a threshold p, at least one ("top-p")."""
 
     name: ClassVar[str] = "threshold"
-    threshold: float = 0.05
-    learnable: bool = False
+    threshold: float = 0.05  # least probability of a chosen expert
+    learnable: bool = False  # learn the threshold
     surrogate: Literal["sigmoid", "straight-through"] = "sigmoid"  # how p gets a gradient
     temperature: float = 0.01  # width of the sigmoid surrogate, in units of probability
-    bias: bool = False
+    bias: bool = False  # as in SMoEConfig
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -158,7 +158,7 @@ class HashConfig:
     """Each token id is sent to fixed, randomly drawn experts; nothing is learned."""
 
     name: ClassVar[str] = "hash"
-    seed: int = 0
+    seed: int = 0  # of the draw of experts
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -170,7 +170,7 @@ class ExpertChoiceConfig:
 
     name: ClassVar[str] = "expert-choice"
     capacity_factor: float = 1.0  # tokens per expert = factor * k * T / E
-    bias: bool = False
+    bias: bool = False  # as in SMoEConfig
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -182,7 +182,7 @@ class SoftConfig:
     """SoftMoE: every slot is a convex combination of the tokens of a sequence. Not causal."""
 
     name: ClassVar[str] = "soft"
-    slots_per_expert: int = 1
+    slots_per_expert: int = 1  # slots that each expert computes, of each sequence
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -63,9 +63,9 @@ class RandomConfig:
     """The paper's ablation: a random scale, N(1, std) clipped at 0, drawn for each cluster."""
 
     name: ClassVar[str] = "random"
-    base: BaseConfig = SMoEConfig()
-    std: float = 0.5
-    mix: int = 1
+    base: BaseConfig = SMoEConfig()  # the router that reads the scaled tokens
+    std: float = 0.5  # standard deviation of the scale
+    mix: int = 1  # clusters whose scales are averaged by affinity (Mix-k)
 
     def __post_init__(self) -> None:
         _check_base(self.base)
@@ -85,7 +85,8 @@ class AdaptiveConfig(WithMovedFields):
     outside_scale: ClassVar[tuple[str, ...]] = (
         *("base", "mix", "scale_experts", "statistics_of", "detach", "prior_tokens"),
     )
-    base: BaseConfig = SMoEConfig()
+    base: BaseConfig = SMoEConfig()  # the router that reads the rescaled tokens
+    # Of a cluster's spread on a feature; mad: mean absolute deviation, the paper's.
     measure: Measure = "mad"
     # Which tokens of time and batch: everything in the call (the paper; not causal), an average
     # over past optimizer steps, each sequence up to the token itself, or each whole sequence.
@@ -98,6 +99,8 @@ class AdaptiveConfig(WithMovedFields):
     # averages move by all of them, in one reduction per step. global: every measurement is over
     # the tokens of all processes, as one process would make it. local: nothing is exchanged.
     statistics_group: Literal["local", "pooled", "global"] = "pooled"
+    # What averages one: a cluster's weights over features (the proof of Lemma 1), a feature's over
+    # clusters, or all of them.
     normalize: Literal["cluster", "feature", "global"] = "cluster"
     strength: float | None = None  # lambda of Theorem 1; None: the paper's 1/s
     mix: int = 1  # clusters whose scales are averaged by affinity (Mix-k)

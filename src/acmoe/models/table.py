@@ -1,4 +1,4 @@
-"""The table of models that `acmoe models` and the README show."""
+"""The table of models that `acmoe models` and docs/reference/models.md show."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

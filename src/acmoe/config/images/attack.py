@@ -23,9 +23,9 @@ class PGDConfig:
     """PGD: many small steps along the sign of the gradient, from a random start in the eps-ball."""
 
     name: ClassVar[str] = "pgd"
-    steps: int = 20
+    steps: int = 20  # gradient steps
     step_size: float = 0.15  # as a fraction of eps
-    random_start: bool = True
+    random_start: bool = True  # begin at a random point of the eps-ball
 
     def __post_init__(self) -> None:
         check(self.steps >= 1, f"steps={self.steps}; it must be at least 1")
@@ -37,10 +37,10 @@ class SPSAConfig:
     """SPSA: Adam on a gradient estimated from logits alone (Uesato et al. 2018)."""
 
     name: ClassVar[str] = "spsa"
-    steps: int = 20
+    steps: int = 20  # steps of Adam on estimated gradients
     directions: int = 128  # Rademacher directions per estimate, two forward passes each
     delta: float = 0.01  # step along each direction, for finite differences
-    lr: float = 0.01
+    lr: float = 0.01  # of Adam
     # Where the gradient is estimated: at the current iterate, or ("double") at twice the clean
     # image. The code behind the paper's figures does the latter by mistake, so that its estimate
     # never depends on the perturbation.
@@ -63,7 +63,7 @@ class AutoAttackConfig:
     """AutoAttack: the ensemble of the `autoattack` package, which must be installed."""
 
     name: ClassVar[str] = "autoattack"
-    version: Literal["standard", "plus", "rand"] = "standard"
+    version: Literal["standard", "plus", "rand"] = "standard"  # which attacks the package runs
     # The package attacks shrinking parts of a batch and keeps what fooled the model there. Where
     # images of a batch influence each other (batch statistics, expert capacities), such an image
     # may be classified correctly again in the batch that is scored, and the attack looks weaker
@@ -84,7 +84,7 @@ ATTACKS: dict[str, type[AnyAttack]] = {
 class AttackConfig:
     """One attack at several radii. The report repeats every setting that its figures depend on."""
 
-    attack: AnyAttack
+    attack: AnyAttack  # the attack and its options
     eps: tuple[float, ...]  # radii in the maximum norm, in units of `space`
     space: Literal["pixel", "normalized"] = "pixel"  # [0, 1], or normalised as model input
     clamp: bool = True  # keep attacked images within the range of valid images
@@ -92,11 +92,12 @@ class AttackConfig:
     # Precision of the attack's gradients. Images are always scored in fp32: between 1 and 2 the
     # bf16 numbers lie 1/128 apart, so a radius of 1/255 would be rounded away.
     precision: Precision = "fp32"
-    split: Literal["valid", "test"] = "test"
+    split: Literal["valid", "test"] = "test"  # the images that are attacked
     statistics: Statistics | None = None  # statistics mode of adaptive routers; None: the model's
     capacity: Capacity = None  # of the experts; None: no token is dropped
     dropless: InitVar[bool | None] = None  # old spelling of `capacity`
-    batch: int = 64
+    batch: int = 64  # images attacked and scored together
+    # Shuffled: batches mix classes; stored: file order, often sorted by class.
     order: Order = "shuffled"
     seed: int = 0  # of image order, random starts and SPSA directions
     limit: int | None = None  # attack only the first `limit` images of that order; None: all

@@ -41,7 +41,7 @@ class ImageDataConfig:
     holdout: float = 0.0
     seed: int = 0  # of the split
     mean: RGB | None = None  # per channel, in [0, 1]; None: ImageNet's, or the digits' own
-    std: RGB | None = None
+    std: RGB | None = None  # per channel, as `mean`
     threads: int = 4  # threads that read and decode images
     # Keep all training images on the device, as uint8 squares of `resize` pixels, and gather and
     # crop batches there. No step then waits for the host, which may have few cores.
@@ -118,9 +118,9 @@ class AugmentConfig:
     color_jitter: float = 0.0  # brightness, contrast and saturation are scaled by 1 +- this
     erase: float = 0.0  # probability of random erasing: a rectangle becomes noise
     mixup: float = 0.0  # alpha of Beta(alpha, alpha); 0: off
-    cutmix: float = 0.0
+    cutmix: float = 0.0  # alpha of Beta(alpha, alpha); 0: off
     switch: float = 0.5  # probability of cutmix over mixup where both are on
-    label_smoothing: float = 0.0
+    label_smoothing: float = 0.0  # share of the target that all classes divide
     # Repeated augmentation: a pass over N images draws N / repeats of them, each `repeats` times
     # and each time augmented anew (3 in DeiT).
     repeats: int = 1
@@ -182,17 +182,17 @@ _PRESETS = {
 class ImageEvaluateConfig:
     """An evaluation of a classifier. The report repeats every setting its figures depend on."""
 
-    split: Literal["valid", "test"] = "test"
+    split: Literal["valid", "test"] = "test"  # the images that are scored
     # Statistics modes of adaptive routers, one figure for each; empty: the model's own mode.
     statistics: tuple[Statistics, ...] = ()
-    capacity: Capacity = None
+    capacity: Capacity = None  # of the experts; None: no token is dropped
     dropless: InitVar[bool | None] = None  # old spelling of `capacity`
     batch: int = 64  # images per forward pass; affects batch statistics and capacities
     # shuffled: batches mix classes, as in training; stored: file order, often sorted by class.
     order: Order = "shuffled"
     seed: int = 0  # of the image order, and of routers with random choices
     limit: int | None = None  # score only the first `limit` images of that order; None: all
-    precision: Precision = "fp32"
+    precision: Precision = "fp32"  # bf16: autocast; weights stay float32
     routing: bool = False  # also report load balance and instability of every MoE layer
 
     def __post_init__(self, dropless: bool | None) -> None:

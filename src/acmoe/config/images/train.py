@@ -21,19 +21,19 @@ class VisionRunConfig:
 
     kind: ClassVar[str]  # identifies the run's config class in config.json
 
-    model: VisionConfig
-    data: ImageDataConfig = field(default_factory=ImageDataConfig)
-    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    model: VisionConfig  # the model
+    data: ImageDataConfig = field(default_factory=ImageDataConfig)  # the images
+    augment: AugmentConfig = field(default_factory=AugmentConfig)  # how training images are changed
     steps: int | None = None  # optimizer updates
     epochs: float | None = None  # passes over the training images
     batch: int  # images per optimizer update
     split: int = 1  # micro-batches per update; each has its own batch statistics
-    lr: float
+    lr: float  # peak learning rate of AdamW
     warmup: float = 0.0  # steps or epochs over which lr rises from 0
     schedule: Literal["constant", "cosine"] = "cosine"  # after the warmup
     min_lr: float = 0.0  # final lr of the cosine schedule
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
+    betas: tuple[float, float] = (0.9, 0.999)  # of AdamW
+    eps: float = 1e-8  # of AdamW
     weight_decay: float = 0.05  # decoupled; not on biases, gains, positions or scalars
     clip: float | None = None  # greatest gradient norm; None: no clipping
     # Decay per update of a moving average of the weights, which is validated and saved beside them
@@ -41,13 +41,13 @@ class VisionRunConfig:
     # updates, a share 0.99996^n of it is still the initial weights. None: no average.
     ema: float | None = None
     precision: Precision = "fp32"  # bf16: autocast; weights and optimizer stay float32
-    seed: int = 0
+    seed: int = 0  # of first weights, image order, augmentation and dropout
     log_every: int = 10  # steps between lines of metrics.jsonl
-    eval_every: int = 1000
+    eval_every: int = 1000  # steps between validations
     eval_batch: int = 64  # images per forward pass in validation
     eval_images: int | None = None  # number of images to validate on; None: all
     eval_capacity: Capacity = None  # of the experts in validation; None: no token is dropped
-    checkpoint_every: int = 1000
+    checkpoint_every: int = 1000  # steps between checkpoints
     keep: int = 2  # number of latest checkpoints kept, beside the best one
     compile: bool = False  # torch.compile each block
     graph: bool = False  # replay updates as CUDA graphs, faster where launches dominate
@@ -105,7 +105,7 @@ class SwinRunConfig(VisionRunConfig):
 
     kind: ClassVar[str] = "swin-run"
 
-    model: SwinConfig
+    model: SwinConfig  # the model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ class SoftViTRunConfig(VisionRunConfig):
 
     kind: ClassVar[str] = "softmoe-run"
 
-    model: SoftViTConfig
+    model: SoftViTConfig  # the model
 
 
 VISION_RUNS: dict[str, type[VisionRunConfig]] = {

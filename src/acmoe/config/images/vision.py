@@ -36,26 +36,26 @@ class SwinConfig:
     """
 
     image_size: int = 224  # pixels a side; windows must tile the map of every stage
-    channels: int = 3
-    num_classes: int = 1000
+    channels: int = 3  # of an image
+    num_classes: int = 1000  # classes of the data set
     patch: int = 4  # pixels a side
     dim: int  # features in the first stage
     depths: tuple[int, ...]  # blocks in each stage
-    heads: tuple[int, ...]
+    heads: tuple[int, ...]  # attention heads in each stage
     window: int = 7  # tokens a side; a smaller map is a single window
-    mlp_ratio: int = 4
+    mlp_ratio: int = 4  # hidden units of an MLP or expert, in features
     position: Literal["mlp", "table"] = "mlp"  # relative bias: Swin-MoE's MLP, Swin's table
     moe_stages: tuple[int, ...] = (2, 3)  # stages, counted from 0, whose odd blocks hold experts
     # The one stage whose MoE layers use an adaptive or random-scale router; those of other stages
     # keep the base router. Patch merging changes the tokens, so clusters do not carry over.
     adaptive_stage: int = 2
-    num_experts: int = 16
-    top_k: int = 2
+    num_experts: int = 16  # experts of an MoE layer
+    top_k: int = 2  # experts that a token is sent to
     # Tokens that an expert takes of a batch, relative to an even share; None: no token is dropped.
     # It holds in every forward pass of the model. `acmoe evaluate`, `shift`, `attack` and `analyze`
     # remove it unless asked for it (`--capacity`): one image would change the result of another.
     capacity_factor: float | None = 1.25
-    router: RouterConfig = SWIN_GATE
+    router: RouterConfig = SWIN_GATE  # of the MoE layers in `adaptive_stage`
     placement: str | tuple[int, ...] = "full"  # as in LanguageConfig, within adaptive_stage
     balance: float = 0.1  # weight of the balance loss, summed over MoE layers
     # importance-load is (L_importance + L_load) / 2 and needs a gate with noise; switch is
@@ -203,16 +203,16 @@ class SoftViTConfig:
     """A vision transformer with a class token and SoftMoE layers in its last blocks."""
 
     image_size: int = 224  # pixels a side
-    channels: int = 3
-    num_classes: int = 1000
-    patch: int = 16
-    dim: int
-    depth: int
-    heads: int
-    mlp_ratio: int = 4
+    channels: int = 3  # of an image
+    num_classes: int = 1000  # classes of the data set
+    patch: int = 16  # pixels a side
+    dim: int  # features of a token
+    depth: int  # number of blocks
+    heads: int  # attention heads
+    mlp_ratio: int = 4  # hidden units of an MLP or expert, in features
     moe_blocks: int  # how many blocks, counted from the last, hold experts
-    num_experts: int
-    router: RouterConfig = SOFT_SLOTS
+    num_experts: int  # experts of an MoE layer
+    router: RouterConfig = SOFT_SLOTS  # SoftMoE slots, or an adaptive router over them
     placement: str | tuple[int, ...] = "full"  # as in LanguageConfig
     expert_dropout: float = 0.0  # on the experts' hidden units
     drop_path: float = 0.1  # stochastic depth rate of the last block; rises linearly from 0

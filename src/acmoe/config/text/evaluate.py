@@ -13,7 +13,7 @@ from acmoe.errors import check, check_choice
 class EvaluateConfig:
     """An evaluation. The report repeats every setting that its figures depend on."""
 
-    split: Literal["valid", "test"] = "test"
+    split: Literal["valid", "test"] = "test"  # the part of the text that is scored
     which: Literal["best", "last"] = "best"  # checkpoint of a run
     # Statistics modes of adaptive routers, one figure for each; empty: the model's own mode.
     statistics: tuple[Statistics, ...] = ()

@@ -20,17 +20,17 @@ class FinetuneConfig:
     log-softmax between them, and keeps the order of the sentences.
     """
 
-    task: str
-    form: Form = "clean"
-    epochs: int
-    lr: float
-    batch: int = 16
+    task: str  # sst2, sst5 or banking77
+    form: Form = "clean"  # ours, or that of the published code; see above
+    epochs: int  # passes over the sentences
+    lr: float  # learning rate of Adam
+    batch: int = 16  # sentences per optimizer update
     split: int = 1  # micro-batches per optimizer update
-    dropout: float = 0.1
+    dropout: float = 0.1  # as in LanguageConfig
     which: Literal["best", "last"] = "best"  # checkpoint of the pretraining run
-    precision: Precision = "fp32"
-    seed: int = 0
-    device: str = "auto"
+    precision: Precision = "fp32"  # bf16: autocast; weights stay float32
+    seed: int = 0  # of the new layers, the order of sentences and dropout
+    device: str = "auto"  # auto: CUDA where available
 
     def __post_init__(self) -> None:
         check_choice(self.task, tuple(_TASKS), "task")

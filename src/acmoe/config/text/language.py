@@ -31,18 +31,18 @@ Layer = Literal["moe", "ffn"]
 class LanguageConfig:
     """A decoder of `repeats` x `layers` blocks, each a self-attention followed by one layer."""
 
-    vocab_size: int
-    dim: int
-    heads: int
+    vocab_size: int  # words or bytes
+    dim: int  # features of a token
+    heads: int  # attention heads
     hidden: int  # hidden size of an expert and of a dense layer
-    repeats: int
+    repeats: int  # how often `layers` is repeated
     layers: tuple[Layer, ...] = ("moe",)  # Switch; GLaM is ("moe", "ffn")
     span: int  # attention span: tokens each query can see
     block: int  # tokens per training segment
     dropout: float = 0.1  # on attention probabilities, hidden units and MoE outputs
-    num_experts: int = 16
-    top_k: int = 2
-    router: RouterConfig = SMoEConfig(bias=True)
+    num_experts: int = 16  # experts of an MoE layer
+    top_k: int = 2  # experts that a token is sent to
+    router: RouterConfig = SMoEConfig(bias=True)  # of the MoE layers
     # Which MoE layers use the adaptive router: full | skip-1 | skip-2 | alternating | back-half, or
     # their indices among MoE layers, counted from 0. The others use its base router.
     placement: str | tuple[int, ...] = "full"

@@ -37,17 +37,17 @@ class DataConfig:
 class RunConfig:
     """One training run. On the CPU of one machine, equal configs give bitwise equal weights."""
 
-    model: LanguageConfig
-    data: DataConfig = field(default_factory=DataConfig)
+    model: LanguageConfig  # the model
+    data: DataConfig = field(default_factory=DataConfig)  # the text
     steps: int  # optimizer updates
     batch: int  # streams read in parallel, each in blocks of model.block tokens
     split: int = 1  # micro-batches of streams per optimizer update
-    lr: float
+    lr: float  # peak learning rate of Adam
     warmup: int = 0  # updates over which lr rises from 0
     schedule: Literal["constant", "cosine"] = "constant"  # after the warmup
     min_lr: float = 0.0  # final lr of the cosine schedule
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
+    betas: tuple[float, float] = (0.9, 0.999)  # of Adam
+    eps: float = 1e-8  # of Adam
     weight_decay: float = 0.0  # decoupled, on matrices only
     # Optimizer of the routers' matrices alone. Adam divides by the size of each feature's gradient,
     # which undoes any scaling that all clusters share; plain SGD does not.
@@ -55,12 +55,12 @@ class RunConfig:
     router_lr: float | None = None  # peak lr of router_optimizer='sgd', scheduled like lr; None: lr
     clip: float | None = None  # greatest gradient norm; None: no clipping, as in the paper
     precision: Precision = "fp32"  # bf16: autocast; weights and optimizer stay float32
-    seed: int = 0
+    seed: int = 0  # of first weights, dropout and noise
     log_every: int = 10  # steps between lines of metrics.jsonl
-    eval_every: int = 1000
+    eval_every: int = 1000  # steps between validations
     eval_batch: int = 8  # rows of the validation split read in parallel
     eval_tokens: int | None = None  # validate on the first `eval_tokens` only; None: on all
-    checkpoint_every: int = 1000
+    checkpoint_every: int = 1000  # steps between checkpoints
     keep: int = 2  # number of latest checkpoints kept, beside the best one
     compile: bool = False  # torch.compile each block
     graph: bool = False  # replay updates as CUDA graphs, faster where launches dominate

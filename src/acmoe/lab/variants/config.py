@@ -36,7 +36,7 @@ class VariantConfig(AdaptiveConfig):
     # Lambda goes from `strength` to `strength_end` in `strength_steps` optimizer steps, by the same
     # factor in each.
     strength_end: float | None = None
-    strength_steps: int | None = None
+    strength_steps: int | None = None  # None: lambda stays at `strength`
     learn_strength: bool = False  # log lambda is a parameter that begins at log(strength)
     gain: bool = True  # False: statistics of tokens before the LayerNorm's gain and bias
     # Statistics of the router's input, which is the output of a LayerNorm, or of that norm's input.

@@ -1,0 +1,133 @@
+"""The README and the pages of docs: their Python runs, their commands are accepted, links lead on.
+
+Blocks of one page run in order and share their names. A fence `python slow` is left out of the
+default run. Code in a comment `<!-- setup ... -->` runs before the next block and is not shown.
+"""
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from acmoe.cli.commands import COMMANDS
+from acmoe.cli.parse import parse
+from acmoe.cli.train import Train
+from acmoe.config.images.train import VisionRunConfig, override_vision_run
+from acmoe.config.text.train import override_run
+from acmoe.recipes import recipe
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("start", "tutorials", "howto", "reference", "understanding")
+PAGES = [
+    ROOT / "README.md",
+    *(path for name in FOLDERS for path in sorted((ROOT / "docs" / name).glob("*.md"))),
+]
+# Written by `make docs`.
+GENERATED = [ROOT / "docs/reference/generated" / name for name in ("commands.md", "configs.md")]
+FENCE = re.compile(
+    r"^<!-- setup\n(?P<setup>.*?)^-->$|^```(?P<info>\w*[^\n]*)\n(?P<code>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of a page: its language with its marks, its code, and the line before it."""
+
+    info: tuple[str, ...]
+    code: str
+    line: int
+
+    @property
+    def slow(self) -> bool:
+        return "slow" in self.info
+
+
+def blocks_of(page: Path, language: str) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    found, setup = [], ""
+    for match in FENCE.finditer(text):
+        if match["setup"] is not None:
+            setup = match["setup"]
+            continue
+        info = tuple(match["info"].split())
+        if info[:1] == (language,):
+            line = text.count("\n", 0, match.start("code")) - setup.count("\n")
+            found.append(Block(info, setup + match["code"], line))
+            setup = ""
+    return found
+
+
+def run(page: Path, blocks: list[Block]) -> None:
+    names: dict[str, Any] = {"__name__": "page"}
+    for block in blocks:
+        exec(compile("\n" * block.line + block.code, str(page), "exec"), names)
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+WITH_PYTHON = [page for page in PAGES if blocks_of(page, "python")]
+WITH_SLOW = [page for page in WITH_PYTHON if any(b.slow for b in blocks_of(page, "python"))]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=named)
+def test_the_python_of_a_page_runs(page):
+    run(page, [block for block in blocks_of(page, "python") if not block.slow])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_SLOW, ids=named)
+def test_the_slow_python_of_a_page_runs(page):
+    run(page, blocks_of(page, "python"))
+
+
+def test_a_block_that_fails_names_its_page_and_line(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("text\n\n```python\nx = 1\nx.missing\n```\n")
+    with pytest.raises(AttributeError) as raised:
+        run(page, blocks_of(page, "python"))
+    assert (raised.traceback[-1].path, raised.traceback[-1].lineno + 1) == (page, 5)
+
+
+def commands_of(page: Path) -> list[str]:
+    rows = "\n".join(block.code for block in blocks_of(page, "bash")).replace("\\\n", " ")
+    return [row for row in rows.splitlines() if row.startswith("acmoe ")]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands_of(page)], ids=named)
+def test_the_parser_accepts_the_commands_of_a_page(page):
+    for row in commands_of(page):
+        command = parse(COMMANDS, shlex.split(row, comments=True)[1:])
+        if isinstance(command, Train) and command.recipe:
+            config = recipe(command.recipe)
+            override = override_vision_run if isinstance(config, VisionRunConfig) else override_run
+            override(config, command.overrides)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_of_a_page_lead_to_files(page):
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    targets = [target.split("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text)]
+    local = [target for target in targets if target and "://" not in target]
+    files = [(page.parent / target).resolve() for target in local]
+    assert [path for path in files if path not in GENERATED and not path.exists()] == []
+
+
+def test_the_readme_is_short_and_has_short_paragraphs():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.count("\n") <= 150
+    prose = re.sub(r"^(```.*?^```|<!--.*?-->)$", "", text, flags=re.MULTILINE | re.DOTALL)
+    long = [part for part in prose.split("\n\n") if part[:1] != "|" and part.count("\n") >= 5]
+    assert not [part for part in long if not part.startswith("\n")]
