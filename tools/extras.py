@@ -7,6 +7,7 @@ An environment begins with the dependencies of acmoe alone, linked from the envi
 this file (torch is large). pip installs what the extra adds, by constraints.txt, from the registry.
 """
 
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -22,9 +23,8 @@ NONE = "none"
 
 def link_core(folder: Path) -> None:
     """Fill the folder with links to the packages that acmoe needs without extras."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.iterdir():
-        old.unlink()
+    shutil.rmtree(folder, ignore_errors=True)  # removes links, not what they lead to
+    folder.mkdir(parents=True)
     for name in sorted(runtime_names(chosen=()) - {"acmoe"}):
         package = distribution(name)
         tops = {file.parts[0] for file in package.files or []}
