@@ -16,9 +16,10 @@ INSTALL := -m pip install --quiet --disable-pip-version-check
 EVERYTHING := -e '.[dev,hf,vision,text]'
 FLOORS := build/venv-floors
 NEWEST := build/venv-newest
+DIST := build/venv-dist
 
-.PHONY: demo test test-all test-faults test-floors test-newest fuzz lint audit format bench docs \
-  screenshot clean setup
+.PHONY: demo test test-all test-faults test-floors test-newest test-extras fuzz lint audit format \
+  bench docs dist release screenshot clean setup
 
 setup: $(READY)
 
@@ -58,6 +59,11 @@ test-newest:
 	$(NEWEST)/bin/python $(INSTALL) --upgrade $(EVERYTHING)
 	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal $(QUICK) $(VERSION_TESTS)
 
+# The wheel with each extra, one after the other, in an environment that has no other extra.
+EXTRAS ?=
+test-extras: dist
+	$(BIN)/python tools/extras.py $(EXTRAS)
+
 # Random configs, files and requests for MINUTES, in WORKERS processes.
 MINUTES ?= 5
 WORKERS ?= 2
@@ -85,6 +91,23 @@ bench: $(READY)
 docs: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	$(BIN)/python tools/build_docs.py
+
+# The wheel and the sdist in dist/: built, checked, installed and tried. The wheel is built from the
+# sdist. Tools of packaging have an environment of their own: nothing else needs them.
+dist: $(READY) $(DIST)/.ready
+	rm -rf dist
+	$(DIST)/bin/python -m build --no-isolation --outdir dist
+	$(DIST)/bin/python -m twine check --strict dist/*
+	$(BIN)/python tools/archives.py
+
+$(DIST)/.ready: pyproject.toml
+	$(PYTHON) -m venv --clear $(DIST)
+	$(DIST)/bin/python $(INSTALL) 'build>=1.2' 'hatchling>=1.27' 'twine>=6.1'
+	@touch $@
+
+# Sets the version, dates its section of CHANGELOG.md, commits and tags; pushes nothing.
+release: $(READY)
+	$(BIN)/python tools/release.py $(VERSION)
 
 # The picture of the report, from the demo's own report; needs Chromium.
 screenshot: $(READY)

@@ -97,10 +97,10 @@ def judge(name: str, licence: str, *, runtime: bool) -> str:
     return next(word for word in ("allowed", "copyleft", "unknown") if word in found)
 
 
-def runtime_names(project: str = PROJECT) -> set[str]:
-    """Return the installed packages that the project and its runtime extras need, at any depth."""
+def runtime_names(project: str = PROJECT, chosen: tuple[str, ...] = RUNTIME_EXTRAS) -> set[str]:
+    """Return the installed packages that the project and its chosen extras need, at any depth."""
     found: set[str] = set()
-    waiting = [(project, frozenset(RUNTIME_EXTRAS))]
+    waiting = [(project, frozenset(chosen))]
     seen = set(waiting)
     while waiting:
         name, extras = waiting.pop()

@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # at run time by __getattr__
     from acmoe.hf.attach import detach as detach
     from acmoe.hf.calibrate import calibrate as calibrate
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 # Models are created with their fast runner, which steps aside wherever a module was changed.
 # ACMOE_FAST=never, or acmoe.fast.restore(model), keeps to the plain one.
