@@ -54,8 +54,9 @@ whole. Calls with images were not tested.
 
 
 OLDER = """\
-Under transformers 5.17 also aria (no router module), longcat_flash and switch_transformers (their
-routers return no logits there; the first forward pass raises and says so)."""
+Under transformers 5.17 also aria (its router is a plain `nn.Linear` that no model declares;
+`register_family("Linear", ends_with="mlp.router")` names it), and longcat_flash and
+switch_transformers (their routers return no logits there; the first forward pass raises)."""
 
 
 def classes(stacks: list[RouterStack]) -> str:

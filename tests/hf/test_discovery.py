@@ -80,7 +80,7 @@ class Listener:
 @pytest.mark.parametrize("name", FOUND)
 def test_routers_are_found_and_read_as_the_model_uses_them(name: str) -> None:
     if not is_known(name) or (name in LOGITS_SINCE_5_22 and VERSION < (5, 22)):
-        pytest.skip(f"transformers {transformers.__version__} has no logits of {name}")
+        pytest.skip(f"transformers {transformers.__version__} gives no logits of {name}")
     model = build(name)
     stacks = find_stacks(model)
     heard = Listener(stacks)

@@ -73,6 +73,16 @@ def test_a_router_without_sizes_is_asked_for_them() -> None:
     assert (router.num_experts, router.dim) == (5, 3)
 
 
+def test_a_plain_linear_can_be_named_by_its_place() -> None:
+    register_family("Linear", ends_with=".router")
+    layers = [nn.ModuleDict({"router": nn.Linear(4, 3), "up": nn.Linear(4, 6)}) for _ in range(2)]
+    (stack,) = find_stacks(nn.ModuleDict({"layers": nn.ModuleList(layers)}))
+    assert [router.name for router in stack.routers] == ["layers.0.router", "layers.1.router"]
+    assert stack.layers == tuple(layers)
+    scores_TE, ids_TK = stack.routers[0].read(layers[0]["router"](torch.ones(2, 4)))
+    assert scores_TE.shape == (2, 3) and ids_TK is None
+
+
 def test_the_name_of_a_class_is_asked_for() -> None:
     with pytest.raises(UserError, match=r"router='my\.Router' is not the name of a class"):
         register_family("my.Router")
