@@ -145,7 +145,8 @@ def test_sft_trainer_of_trl(tmp_path: Path) -> None:
 
     words = Tokenizer(models.WordLevel({str(n): n for n in range(97)}, unk_token="0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="2")
-    data = datasets.Dataset.from_dict({"input_ids": TOKENS.tolist()})
+    table = datasets.table.InMemoryTable.from_pydict({"input_ids": TOKENS.tolist()})
+    data = datasets.Dataset(table, fingerprint="tokens")
     options = arguments(tmp_path, trl.SFTConfig, gradient_checkpointing=True, max_length=16)
     model = attached()
     trl.SFTTrainer(model, options, train_dataset=data, processing_class=tokenizer).train()
