@@ -57,8 +57,8 @@ def attach(
         config: "adaptive", or an `AdaptiveConfig`. `running` and `prefix` statistics are causal
             and can be generated with; the fields `base` and `scale_experts` need acmoe's own
             layers.
-        skip: The paper's placement. The first MoE layer is always plain, since nothing before it
-            forms clusters, and so are the next `skip` ones. 0: all but the first are adaptive.
+        skip: Number of MoE layers in front that stay plain. The first always does, since nothing
+            before it forms clusters, so 0 means 1. The paper's "Skip 1" is skip=2.
         layers: Depths of the adaptive MoE layers, counted from 0 among the MoE layers of each
             stack, in place of `skip`.
         blend_steps: Number of optimizer steps over which M_b = (1 - b) I + b M goes from the plain
