@@ -17,11 +17,13 @@ from acmoe.hf.blend import Blend
 
 
 def gradients(model: nn.Module) -> Tensor:
-    """Of two forward passes in flight."""
+    """Of two forward passes in flight, the second of them with padding."""
     model.zero_grad()
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[1, 6:] = 0
     losses = [
-        model(input_ids=ids(2, 8, seed), labels=ids(2, 8, seed), use_cache=False).loss
-        for seed in (1, 2)
+        model(ids(2, 8, seed), one, labels=ids(2, 8, seed), use_cache=False).loss
+        for seed, one in ((1, None), (2, mask))
     ]
     (losses[0] + 2 * losses[1]).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
