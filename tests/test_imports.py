@@ -44,7 +44,8 @@ ROOMS: dict[str, set[str]] = {
     "evaluate": EVERYONE | LAYERS | {"runtime", "data", "models", "attacks", "fast"},
     # config -> trained model, measured as it goes
     "train": EVERYONE | LAYERS | {"runtime", "recipes", "data", "models", "fast", "evaluate"},
-    "analyze": EVERYONE | LAYERS | {"runtime", "data", "models", "evaluate"},  # runs -> figures
+    # runs and other people's models -> figures
+    "analyze": EVERYONE | LAYERS | {"runtime", "data", "models", "hf", "evaluate"},
     # runs -> one HTML page
     "report": EVERYONE | LAYERS | {"runtime", "data", "models", "evaluate", "train", "analyze"},
     # Benchmarks, studies and checks of the theory. Only the command line imports it.
