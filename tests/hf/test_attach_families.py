@@ -97,8 +97,8 @@ def test_two_forwards_in_flight_under_checkpointing(name: str, reentrant: bool) 
     torch.testing.assert_close(gradients(), plain, atol=1e-6 if shared else 0, rtol=0)
 
 
-# transformers itself lets left padding into the state of these: convolutions and recurrences.
-PADDED = [name for name in CAUSAL if name not in ("jamba", "deepseek_v4")]
+# Left padding moves the logits of the plain DeepSeek-V4 model by 0.02; it cannot be tested here.
+PADDED = [name for name in CAUSAL if name != "deepseek_v4"]
 
 
 @pytest.mark.parametrize("mode", ["running", "prefix"])

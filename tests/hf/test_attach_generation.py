@@ -42,6 +42,14 @@ def test_assisted_decoding_is_right_for_running_and_refused_for_prefix_statistic
         generated(measured(statistics="prefix"), tokens, prompt_lookup_num_tokens=2)
 
 
+def test_a_static_cache_serves_running_statistics_and_is_refused_for_prefix() -> None:
+    model, tokens = measured(), ids()
+    static = generated(model, tokens, cache_implementation="static")
+    assert torch.equal(static, generated(model, tokens))
+    with pytest.raises(UserError, match="generate without a static cache"):  # its mask is 4-D
+        generated(measured(statistics="prefix"), tokens, cache_implementation="static")
+
+
 @pytest.mark.parametrize("mode", ["batch", pytest.param("sequence", marks=pytest.mark.slow)])
 def test_statistics_of_whole_sequences_are_refused_with_a_cache(mode: str) -> None:
     model, tokens = measured(statistics="prefix", eval_statistics=mode), ids()

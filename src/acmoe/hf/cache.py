@@ -20,12 +20,14 @@ from acmoe.routing.cache import StatisticsSlot
 class StatisticsLayer(CacheLayerMixin):  # type: ignore[misc]
     """The decode slots of the routers of one stack, by depth. It holds no keys or values."""
 
-    is_sliding = False
-    is_compileable = False
+    # `Cache` asks whether all layers are compileable, and makes masks for the first layer that is
+    # sliding, or is not: in both the layers of keys and values decide.
+    is_compileable = True
     is_croppable = False
 
-    def __init__(self, stack: str, slots: dict[int, StatisticsSlot]) -> None:
+    def __init__(self, stack: str, slots: dict[int, StatisticsSlot], *, is_sliding: bool) -> None:
         super().__init__()
+        self.is_sliding = is_sliding
         self.stack = stack
         self.slots = slots
         self.is_initialized = True
@@ -93,7 +95,9 @@ def slots_in(cache: Any, stack: str) -> dict[int, StatisticsSlot] | None:
 
 def store_slots(cache: Any, stack: str, slots: dict[int, StatisticsSlot]) -> None:
     """Add the decode slots of a stack to a cache, after the layers of keys and values."""
-    _layers(cache).append(StatisticsLayer(stack, slots))
+    layers = _layers(cache)
+    sliding = all(getattr(layer, "is_sliding", False) for layer in layers)
+    layers.append(StatisticsLayer(stack, slots, is_sliding=sliding))
 
 
 def cache_of(output: Any) -> Any:

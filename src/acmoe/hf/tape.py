@@ -83,7 +83,8 @@ def token_mask(given: Mapping[str, Any], past: int, mode: str) -> Tensor | None:
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise UserError(
             f"attention_mask is {shape}, from which padding cannot be read, and statistics="
-            f"{mode!r} must not count it; pass a 2-D mask (batch, tokens)"
+            f"{mode!r} must not count it; pass a 2-D mask (batch, tokens), and generate without a "
+            "static cache"
         )
     length = call_length(given)
     check(
