@@ -5,15 +5,27 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
 from transformers.utils import logging
 
 from acmoe.errors import UserError, check, first_line
 
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 # A folder with none of these has no tokenizer; transformers would build one without a vocabulary.
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-TOKENIZERS += ("tokenizer_config.json", "tekken.json", "*.tiktoken")
+TOKENIZERS = (
+    *("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"),
+    *("tokenizer_config.json", "tekken.json", "*.tiktoken"),
+)
+
+
+READ_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
 
 
 class TokenText(NamedTuple):
@@ -48,9 +60,9 @@ def load_model(folder: Path, device: torch.device) -> Any:
     config = load_config(folder)
     name = (config.architectures or [""])[0]
     kind = getattr(transformers, name, None)
-    if kind is None:
-        known = type(config) in AutoModelForCausalLM._model_mapping
-        kind = AutoModelForCausalLM if known else AutoModel
+    if kind is None:  # such as the class of an attached model
+        autos = (AutoModelForCausalLM, AutoModelForImageTextToText)
+        kind = next((one for one in autos if type(config) in one._model_mapping), AutoModel)
     dtype = torch.float32 if device.type == "cpu" else "auto"
     logging.disable_progress_bar()
     model, info = _attempt(
@@ -111,7 +123,7 @@ def _start(tokenizer: Any) -> int | None:
 def _attempt(folder: Path, load: Any) -> Any:
     try:
         return load()
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except READ_ERRORS as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{folder} cannot be read: {first_line(error)}") from error
