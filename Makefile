@@ -6,7 +6,19 @@ READY := .venv/.ready
 # worksteal: a worker keeps the tests of a file together, so that each fixture is built once.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-all test-faults lint format bench docs screenshot clean setup
+# Routers, configs, files, the commands, short training runs: what a version of another package may
+# break. `make test-floors` and `make test-newest` run it.
+VERSION_TESTS := tests/test_floors.py tests/config tests/storage tests/routing tests/examples \
+  tests/cli/test_commands.py tests/train/test_resume.py tests/test_golden_run.py \
+  tests/test_plain_model.py tests/models/test_decoder.py tests/analyze/test_figure_files.py
+QUICK := -m "not slow and not gpu and not faults"
+INSTALL := -m pip install --quiet --disable-pip-version-check
+EVERYTHING := -e '.[dev,hf,vision,text]'
+FLOORS := build/venv-floors
+NEWEST := build/venv-newest
+
+.PHONY: demo test test-all test-faults test-floors test-newest fuzz lint audit format bench docs \
+  screenshot clean setup
 
 setup: $(READY)
 
@@ -20,19 +32,47 @@ demo: $(READY)
 	$(BIN)/acmoe demo
 
 test: $(READY)
-	$(PYTEST) -m "not slow and not gpu and not faults"
+	$(PYTEST) $(QUICK) --hypothesis-profile=quick
 
 test-all: $(READY)
 	$(PYTEST) -m "not gpu"
 
-# Fails and kills at every file operation of a command, and damages every file of a run.
+# Fails and kills at every file operation of a command, damages every file of a run, and compares
+# memory before and after 20,000 steps.
 test-faults: $(READY)
 	$(PYTEST) -m faults
+
+# With exactly the oldest versions that pyproject.toml allows. They are old: what they would not do
+# again (DeprecationWarning) is no failure.
+test-floors: $(FLOORS)/.ready
+	$(FLOORS)/bin/python -m pytest -n 2 --dist worksteal $(QUICK) -W ignore::DeprecationWarning $(VERSION_TESTS)
+
+$(FLOORS)/.ready: pyproject.toml constraints-floors.txt
+	$(PYTHON) -m venv --clear $(FLOORS)
+	$(FLOORS)/bin/python $(INSTALL) -c constraints-floors.txt $(EVERYTHING)
+	@touch $@
+
+# With the newest versions that the registry has today.
+test-newest:
+	$(PYTHON) -m venv --clear $(NEWEST)
+	$(NEWEST)/bin/python $(INSTALL) --upgrade $(EVERYTHING)
+	$(NEWEST)/bin/python -m pytest -n 2 --dist worksteal $(QUICK) $(VERSION_TESTS)
+
+# Random configs, files and requests for MINUTES, in WORKERS processes.
+MINUTES ?= 5
+WORKERS ?= 2
+fuzz: $(READY)
+	$(BIN)/python -m tests.faults.fuzz --minutes $(MINUTES) --workers $(WORKERS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The licence of every installed package (build/licences.md), and its known vulnerabilities.
+audit: $(READY)
+	$(BIN)/python tools/licences.py
+	$(BIN)/python tools/audit.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

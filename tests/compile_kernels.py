@@ -1,6 +1,8 @@
 """Compiles the library's kernels for a card that need not be there, and prints what came out.
 
-    python tests/compile_kernels.py 90 weights|experts|own|text|images|measures|backward|forward ...
+    python tests/compile_kernels.py 90 GROUP ...
+
+GROUP is weights, experts, own, gates, text, images, measures, backward or forward.
 
 Tests interpret kernels or emulate them, which takes what the compiler may not. Here the library
 runs on a CPU's tensors, and whatever it launches is compiled for the arguments of the launch
@@ -38,6 +40,7 @@ from acmoe.ops.attention.hopper.saved_weights import SavedWeights, saved_band, s
 from acmoe.ops.attention.support import fused_width, stored_width
 from acmoe.ops.device import tuning
 from acmoe.ops.device.tuning import PipelineConfig
+from acmoe.ops.experts import clamped_swiglu
 from acmoe.ops.experts.hopper import choice as ring_choice
 from acmoe.ops.experts.hopper import launch as ring_launch
 from acmoe.ops.experts.triton.tiles import Plan
@@ -120,6 +123,15 @@ def own() -> None:
         for product, call in kernel_calls(find_shape(name), CPU, seed=0).items():
             use = f"{name} {product}"
             call()
+
+
+def gates() -> None:
+    """The gate of GPT-OSS's experts, in both layouts."""
+    global use
+    for interleaved in (True, False):
+        use = f"clamped gate, {'interleaved' if interleaved else 'concatenated'}"
+        h = bf16(64, 64).requires_grad_()
+        clamped_swiglu(h, alpha=1.702, limit=7.0, interleaved=interleaved).sum().backward()
 
 
 def text() -> None:
@@ -206,7 +218,7 @@ def forward() -> None:
 
 GROUPS: dict[str, Callable[[], None]] = {
     group.__name__: group
-    for group in (weights, experts, own, text, images, measures, backward, forward)
+    for group in (weights, experts, own, gates, text, images, measures, backward, forward)
 }
 
 

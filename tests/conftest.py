@@ -18,7 +18,8 @@ settings.register_profile(
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
-settings.load_profile("acmoe")
+settings.register_profile("quick", parent=settings.get_profile("acmoe"), max_examples=10)
+settings.load_profile("acmoe")  # `make test` asks for the quick one: --hypothesis-profile=quick
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

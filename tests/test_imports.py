@@ -37,21 +37,22 @@ ROOMS: dict[str, set[str]] = {
     # Faster ways to run a whole model, put in from outside.
     "fast": EVERYONE | LAYERS | {"models"},
     "adapters": EVERYONE | LAYERS | {"models"},  # other people's models
-    "hf": EVERYONE | LAYERS,  # HuggingFace transformers models
     # inputs -> inputs that fool a model; any model that has logits
     "attacks": EVERYONE | LAYERS | {"runtime"},
     # a run -> a report
     "evaluate": EVERYONE | LAYERS | {"runtime", "data", "models", "attacks", "fast"},
     # config -> trained model, measured as it goes
     "train": EVERYONE | LAYERS | {"runtime", "recipes", "data", "models", "fast", "evaluate"},
+    # HuggingFace transformers: its MoE models, and the library's own models and runs there
+    "hf": EVERYONE | LAYERS | {"data", "models", "evaluate", "train"},
     # runs and other people's models -> figures
-    "analyze": EVERYONE | LAYERS | {"runtime", "data", "models", "hf", "evaluate"},
+    "analyze": EVERYONE | LAYERS | {"runtime", "data", "models", "evaluate", "hf"},
     # runs -> one HTML page
     "report": EVERYONE | LAYERS | {"runtime", "data", "models", "evaluate", "train", "analyze"},
     # Benchmarks, studies and checks of the theory. Only the command line imports it.
     "lab": EVERYONE
     | LAYERS
-    | {"runtime", "recipes", "data", "models", "fast", "evaluate", "train", "analyze"},
+    | {"runtime", "recipes", "data", "models", "fast", "hf", "evaluate", "train", "analyze"},
     # The front door, `import acmoe`: re-exports, and nothing that a command alone needs.
     "__init__": EVERYONE | LAYERS | {"data", "models", "fast", "adapters", "hf"},
     "cli": EVERYONE
@@ -83,7 +84,7 @@ OPTIONAL = {"matplotlib", "sklearn", "PIL", "kornia", "datasets", "tensorboard",
 OPTIONAL |= NEVER_INSTALLED_FOR_YOU
 # Distribution names that are not the names one imports.
 IMPORTED_AS = {"pillow": "PIL", "scikit-learn": "sklearn"}
-COMES_WITH = {"triton": "torch"}
+COMES_WITH = {"triton": "torch", "tokenizers": "transformers"}
 NO_ROOM = {"utils", "util", "common", "helpers", "helper", "misc"}
 
 
@@ -289,10 +290,16 @@ print(json.dumps({"seconds": seconds, "new": sorted(new), "rooms": sorted(rooms)
 
 @pytest.fixture(scope="module")
 def fresh_imports() -> list[dict[str, object]]:
-    """What `import acmoe` costs and loads after `import torch`, in two fresh processes."""
+    """What `import acmoe` costs and loads after `import torch`, in a fresh process.
+
+    In two where the first was slow: another process may have held the disk or the core.
+    """
     command = [sys.executable, "-c", IMPORT_ACMOE]
-    runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(2)]
-    return [json.loads(run.stdout) for run in runs]
+    runs: list[dict[str, object]] = []
+    while not runs or (len(runs) < 2 and float(str(runs[0]["seconds"])) >= 2.0):
+        run = subprocess.run(command, capture_output=True, text=True, check=True)
+        runs.append(json.loads(run.stdout))
+    return runs
 
 
 def test_importing_the_library_adds_less_than_two_seconds(

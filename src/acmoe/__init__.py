@@ -34,6 +34,7 @@ from acmoe.ops.statistics.optimum import optimal_weights
 from acmoe.ops.statistics.scale import cluster_scale
 from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.build import build_router
+from acmoe.routing.group import set_statistics_group
 from acmoe.routing.layer_plan import LayerPlan, adaptive_depths, place, plan_layers
 from acmoe.routing.override import override_statistics
 from acmoe.routing.router import Router
@@ -86,6 +87,7 @@ __all__ = [
     "place",
     "plan_layers",
     "save",
+    "set_statistics_group",
 ]
 
 # Names that need transformers, imported where they are first used. They are not in __all__:

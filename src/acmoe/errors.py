@@ -6,8 +6,13 @@ import math
 class UserError(ValueError):
     """A mistake in the user's input. The message is one line that names the value and the fix.
 
-    The command line prints the message and exits with 2; library callers catch a ValueError.
+    The command line prints the message and exits with 2; library callers catch a ValueError. Line
+    breaks and other control characters, which come from names and values in the message, are
+    escaped.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in message))
 
 
 class NonFiniteError(UserError):
@@ -27,12 +32,20 @@ def check_choice(value: object, choices: tuple[str, ...], name: str) -> None:
 
 def check_positive(value: float, name: str) -> None:
     """Check that the setting called `name` is positive and finite."""
-    check(math.isfinite(value) and value > 0, f"{name}={value}; it must be positive and finite")
+    check(is_finite(value) and value > 0, f"{name}={value}; it must be positive and finite")
 
 
 def check_not_negative(value: float, name: str) -> None:
     """Check that the setting called `name` is finite and not negative."""
-    check(math.isfinite(value) and value >= 0, f"{name}={value}; it must be 0 or more, and finite")
+    check(is_finite(value) and value >= 0, f"{name}={value}; it must be 0 or more, and finite")
+
+
+def is_finite(value: float) -> bool:
+    """Return False for NaN, infinity, and integers that no float can hold."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def first_line(error: BaseException) -> str:

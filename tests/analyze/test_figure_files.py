@@ -71,7 +71,7 @@ def style() -> list[object]:
     "name",
     [
         pytest.param(name, marks=pytest.mark.slow)
-        if name in ("attack_changes", "changed_text", "instability", "pgd")
+        if name not in ("patches", "convergence")
         else name
         for name in FIGURES
     ],

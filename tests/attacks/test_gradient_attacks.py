@@ -10,6 +10,7 @@ from acmoe.attacks.attack import perturb
 from acmoe.attacks.ball import Ball
 from acmoe.attacks.target import Target, white_box
 from acmoe.config.images.attack import FGSMConfig, PGDConfig
+from slow_cases import mostly_slow
 from vision_cases import BATCH_STATISTICS, Convolutional, Linear, TinyMoE, seeded_model
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.5)
@@ -105,7 +106,7 @@ def test_a_batch_is_attacked_as_its_images_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("attack", [FGSMConfig(), PGDConfig(), PGDConfig(step_size=3.0)])
-@pytest.mark.parametrize("eps", [1 / 255, 0.1, 1.0])
+@mostly_slow("eps", [1 / 255, 0.1, 1.0], keep=(1,))
 @pytest.mark.parametrize(
     ("space", "clamp"), [("pixel", True), ("normalized", True), ("normalized", False)]
 )

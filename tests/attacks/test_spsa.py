@@ -11,6 +11,7 @@ from acmoe.attacks.spsa import spsa_gradient
 from acmoe.attacks.target import Target, margin, white_box
 from acmoe.config.images.attack import SPSAConfig
 from acmoe.errors import UserError
+from slow_cases import mostly_slow
 from vision_cases import BATCH_STATISTICS, Convolutional, Linear, TinyMoE, seeded_model
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.5)
@@ -173,7 +174,7 @@ def test_the_attack_lowers_the_margin(make: type[nn.Module]) -> None:
     assert bool((after < before).all())
 
 
-@pytest.mark.parametrize("eps", [1 / 255, 8 / 255, 1.0])
+@mostly_slow("eps", [1 / 255, 8 / 255, 1.0], keep=(1,))
 @pytest.mark.parametrize(("space", "clamp"), [("pixel", True), ("normalized", False)])
 def test_no_attack_exceeds_eps_or_leaves_the_range(eps: float, space: str, clamp: bool) -> None:
     model = seeded_model(Convolutional)

@@ -88,12 +88,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, tmp_path, ar
     assert says in err
 
 
-def test_every_study_is_listed_and_has_its_place_on_the_page(capsys):
+def test_every_study_is_listed_and_has_a_page(capsys):
     code, out, _ = call(capsys, "--list")
     assert code == 0
-    page = (ROOT / "studies" / "results.md").read_text()
+    index = (ROOT / "studies" / "results.md").read_text()
     for name in STUDIES:
         assert name in out
+        assert f"({name}.md)" in index
+        page = (ROOT / "studies" / f"{name}.md").read_text()
         for marker in markers(name):
             assert page.count(marker) == 1
 

@@ -28,7 +28,7 @@ def acmoe(*arguments: object) -> int:
 @pytest.fixture(scope="module")
 def vision_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vision")
-    return trained_images(tiny_vision_run("steps=30", "augment.mixup=0"), folder / "run")
+    return trained_images(tiny_vision_run("augment.mixup=0"), folder / "run")
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from acmoe.evaluate.attack import AttackReport, evaluate_attack
 from acmoe.evaluate.attack_journal import fingerprint, open_journal
 from acmoe.evaluate.statistics import own_statistics
 from acmoe.evaluate.vision import evaluate_images
+from slow_cases import mostly_slow
 from vision_cases import (
     BATCH_STATISTICS,
     PLAIN,
@@ -286,8 +287,8 @@ def test_more_radii_add_to_what_is_there(
     assert report == evaluate_attack(tiny, random_images(LABELS), PLAIN, more)
 
 
-@pytest.mark.parametrize(
-    "change", ["weights", "labels", "batch", "seed", "attack", "limit", "statistics"]
+@mostly_slow(
+    "change", ["weights", "labels", "batch", "seed", "attack", "limit", "statistics"], keep=(0, 4)
 )
 def test_nothing_is_reused_once_anything_changed(
     tiny: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str

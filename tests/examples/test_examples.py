@@ -100,6 +100,7 @@ def test_the_router_over_one_s_own_experts_learns_and_its_statistics_move():
         ("accelerate_loop", "accelerate"),
         ("lightning_loop", "lightning"),
         ("trainer_loop", "transformers"),
+        ("trainer_attach", "transformers"),
     ],
 )
 def test_other_people_s_loops_need_nothing_said(name, package):

@@ -23,6 +23,7 @@ from acmoe import (
     UserError,
     fold_statistics,
 )
+from slow_cases import mostly_slow
 
 ROUTERS = {
     "batch-previous": AdaptiveConfig(statistics="batch"),
@@ -81,7 +82,7 @@ def assert_same(found, wanted):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ROUTERS)
+@mostly_slow("name", ROUTERS, keep=(2, 4, 7))
 def test_two_checkpointed_forwards_in_flight_give_the_gradients_of_plain_eager(name):
     blocks = stack(4, router=ROUTERS[name])
     other = copy.deepcopy(blocks)
@@ -92,7 +93,7 @@ def test_two_checkpointed_forwards_in_flight_give_the_gradients_of_plain_eager(n
         assert (a is None and b is None) or torch.equal(a, b)
 
 
-@pytest.mark.parametrize("name", [*COMPILED, "prefix", "loss-free"])
+@mostly_slow("name", [*COMPILED, "prefix", "loss-free"], keep=(0, 4))
 def test_a_replayed_forward_is_not_counted_twice(name):
     # Three optimizer steps, with and without checkpointing: every buffer has the same bits.
     plain = stack(4, router=ROUTERS[name])

@@ -9,6 +9,7 @@ from moe_stack import DIM, EXPERTS, begin, stack
 
 from acmoe import AdaptiveConfig, MoE, UserError
 from acmoe.routing.cache import LayerCache
+from slow_cases import mostly_slow
 
 CAUSAL = {
     "plain": "smoe",
@@ -39,7 +40,7 @@ def forward(blocks, x, slots=None, mask=None):
     return y, torch.stack(ids, dim=2)
 
 
-@pytest.mark.parametrize("prefill", [1, 4])
+@mostly_slow("prefill", [1, 4], keep=(1,))
 @pytest.mark.parametrize("name", CAUSAL)
 @torch.no_grad()
 def test_decoding_token_by_token_equals_the_full_forward(name, prefill):

@@ -19,6 +19,7 @@ from acmoe import (
     StableConfig,
     ThresholdConfig,
 )
+from slow_cases import mostly_slow
 
 ROUTERS = {
     "smoe": SMoEConfig(bias=True, bias_balancing=0.1),
@@ -77,7 +78,7 @@ def run(router, garbage, *, mask=MASK, capacity_factor=None):
     }
 
 
-@pytest.mark.parametrize("capacity_factor", [None, 1.0])
+@mostly_slow("capacity_factor", [None, 1.0], keep=(1,))
 @pytest.mark.parametrize("router", ROUTERS)
 def test_what_padding_holds_changes_no_bit_of_outputs_state_gradients_or_buffers(
     router, capacity_factor

@@ -22,6 +22,7 @@ from acmoe import (
     ThresholdConfig,
     fold_statistics,
 )
+from slow_cases import mostly_slow
 
 ROUTERS = {
     "smoe": SMoEConfig(bias=True, noise=1.0, bias_balancing=0.1),
@@ -40,7 +41,7 @@ ROUTERS = {
 }
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@mostly_slow("masked", [False, True], keep=(1,))
 @pytest.mark.parametrize("name", ROUTERS)
 def test_a_training_step_reads_no_number(name, masked):
     with torch.device("meta"):

@@ -17,7 +17,7 @@ CLOSE = {"atol": 2e-6, "rtol": 0}  # rounding of the experts' GEMMs, in another 
 def measured(name: str = "mixtral", **fields: Any) -> nn.Module:
     """A model in evaluation mode, adaptive in all MoE layers but the first, after four batches."""
     config = AdaptiveConfig(**{"momentum": 0.5, **fields})
-    model = acmoe.attach(build(name), config, skip=0)
+    model = acmoe.attach(build(name), config)
     return acmoe.calibrate(model, [inputs(name, 4, 24, seed=100 + s) for s in range(4)])
 
 

@@ -100,7 +100,7 @@ def test_a_model_on_disk_is_measured_and_shown(
 
 
 def test_figures_are_drawn_as_of_a_run(folder: Path, text: Path, tmp_path: Path) -> None:
-    options = ("--text", text, "--max-tokens", 20, "--out", tmp_path, "--device", "cpu")
+    options = ("--text", text, "--max-tokens", 9, "--out", tmp_path, "--device", "cpu")
     assert acmoe("analyze", "--hf", folder, *options) == 0
     names = {path.name for path in tmp_path.iterdir()}
     drawn = ("load", "instability", "tsne", "colored_text")
@@ -172,7 +172,7 @@ def mistake(folder: Path, text: Path, tmp_path: Path, request: pytest.FixtureReq
         case "lost weights":
             shutil.copytree(folder, broken)
             weights = load_file(broken / "model.safetensors")
-            del weights["model.layers.2.mlp.gate.weight"]
+            del weights["model.layers.2.block_sparse_moe.gate.weight"]
             save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
         case "no text":
             given = ["--hf", folder]

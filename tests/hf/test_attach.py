@@ -22,7 +22,7 @@ from acmoe.lab.variants import VariantConfig
 def test_a_fresh_attach_changes_no_bit_and_detach_takes_everything_off() -> None:
     model, tokens = build("mixtral"), inputs("mixtral")
     plain, keys = logits(model, **tokens), list(model.state_dict())
-    assert acmoe.attach(model, skip=0) is model
+    assert acmoe.attach(model) is model
     assert torch.equal(logits(model, **tokens), plain)
     acmoe.calibrate(model, [ids(4, 24)])
     assert not torch.equal(logits(model, **tokens), plain)
@@ -36,7 +36,7 @@ def test_a_fresh_attach_changes_no_bit_and_detach_takes_everything_off() -> None
 
 def test_a_router_reads_the_scaled_token_and_its_experts_the_token_itself() -> None:
     """Checked by a float64 loop over tokens: M = 1/s over its mean, of the last first choice."""
-    model = acmoe.attach(build("mixtral"), skip=0)
+    model = acmoe.attach(build("mixtral"))
     parts = list(attached_parts(model).values())
     generator = torch.Generator().manual_seed(0)
     for part in parts[:-1]:
@@ -132,7 +132,7 @@ def test_a_state_moves_to_the_device_of_its_router() -> None:
 def test_low_precision_is_cast_back_for_the_router() -> None:
     model, tokens = build("mixtral").to(torch.bfloat16), ids(1, 4)
     plain = logits(model, input_ids=tokens)
-    acmoe.attach(model, skip=0)
+    acmoe.attach(model)
     assert torch.equal(logits(model, input_ids=tokens), plain)
     acmoe.calibrate(model, [ids(2, 6)])
     assert logits(model, input_ids=tokens).dtype == torch.bfloat16
@@ -159,7 +159,7 @@ def test_threads_share_a_model_and_a_copy_is_a_model_of_its_own() -> None:
     twin = copy.deepcopy(model)
     acmoe.detach(model)
     assert torch.equal(logits(twin, input_ids=tokens[0]), expected[0])
-    assert len(attached_parts(acmoe.attach(model))) == 3
+    assert len(attached_parts(acmoe.attach(model))) == 4
     assert not attached_parts(acmoe.detach(twin))
 
 
@@ -188,9 +188,9 @@ def test_placement() -> None:
         parts = attached_parts(acmoe.attach(build("mixtral"), **options)).values()
         return [(part.depth, part.reader is not None) for part in parts]
 
-    assert depths(skip=0) == [(0, False), (1, True), (2, True), (3, True)]
-    assert depths() == [(1, False), (2, True), (3, True)]  # the paper's Skip 1
-    assert depths(skip=2) == [(2, False), (3, True)]
+    assert depths() == depths(skip=0) == [(0, False), (1, True), (2, True), (3, True)]
+    assert depths(skip=2) == [(1, False), (2, True), (3, True)]  # the paper's Skip 1
+    assert depths(skip=3) == [(2, False), (3, True)]
     assert depths(layers=[1, 3]) == [(0, False), (1, True), (2, False), (3, True)]
     model = acmoe.attach(build("mixtral"), AdaptiveConfig(clamp=3.0), layers=[2])
     saved = model.config.acmoe
@@ -202,7 +202,7 @@ def test_placement() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"skip": 3}, "skip=3 leaves no adaptive router among 4 MoE layers"),
+        ({"skip": 4}, "skip=4 leaves no adaptive router among 4 MoE layers"),
         ({"skip": -1}, "skip=-1; it must be a whole number"),
         ({"skip": 1.5}, "skip=1.5; it must be a whole number"),
         ({"layers": []}, r"layers=\[\] leaves no adaptive router"),

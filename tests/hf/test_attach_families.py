@@ -29,7 +29,7 @@ def last_changed(tokens: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_fresh_is_plain_measured_is_not_and_detach_restores(name: str) -> None:
     model, tokens = build(name), inputs(name, 3, 12)
     plain, keys = logits(model, **tokens), list(model.state_dict())
-    acmoe.attach(model, skip=0)
+    acmoe.attach(model)
     assert torch.equal(logits(model, **tokens), plain)
     acmoe.calibrate(model, [inputs(name, 4, 24, seed=seed) for seed in (1, 2)])
     assert not torch.equal(logits(model, **tokens), plain)

@@ -17,11 +17,13 @@ from acmoe.hf.blend import Blend
 
 
 def gradients(model: nn.Module) -> Tensor:
-    """Of two forward passes in flight."""
+    """Of two forward passes in flight, the second of them with padding."""
     model.zero_grad()
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[1, 6:] = 0
     losses = [
-        model(input_ids=ids(2, 8, seed), labels=ids(2, 8, seed), use_cache=False).loss
-        for seed in (1, 2)
+        model(ids(2, 8, seed), one, labels=ids(2, 8, seed), use_cache=False).loss
+        for seed, one in ((1, None), (2, mask))
     ]
     (losses[0] + 2 * losses[1]).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -76,7 +78,7 @@ def averages(model: nn.Module) -> list[Tensor]:
 
 
 def test_an_optimizer_moves_the_statistics_of_its_own_model_alone() -> None:
-    model = acmoe.attach(build("mixtral"), skip=0)
+    model = acmoe.attach(build("mixtral"))
     twin = copy.deepcopy(model).train()
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.0) for one in (model, twin)]
     twin(input_ids=ids(), labels=ids()).loss.backward()
@@ -91,7 +93,7 @@ def test_blend_rises_by_itself_from_the_plain_to_the_adaptive_router() -> None:
     model = acmoe.attach(build("mixtral"), AdaptiveConfig(statistics="batch"), blend_steps=3)
     blends = [module for module in model.modules() if isinstance(module, Blend)]
     plain = logits(build("mixtral"), input_ids=ids())
-    assert len(blends) == 2
+    assert len(blends) == 3
     assert torch.equal(logits(model, input_ids=ids()), plain)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     seen = []
@@ -100,8 +102,8 @@ def test_blend_rises_by_itself_from_the_plain_to_the_adaptive_router() -> None:
         acmoe.fold_statistics(model)  # a second update changes nothing
         seen.append([blend.value.item() for blend in blends])
     third = torch.tensor(1 / 3).item()
-    assert seen[0] == [third, third]
-    assert seen[2:] == [[1.0, 1.0], [1.0, 1.0]]
+    assert seen[0] == [third] * 3
+    assert seen[2:] == [[1.0] * 3, [1.0] * 3]
     whole = acmoe.attach(build("mixtral"), AdaptiveConfig(statistics="batch"))
     adaptive = logits(whole, input_ids=ids())
     assert torch.equal(logits(model.eval(), input_ids=ids()), adaptive)
@@ -133,7 +135,7 @@ def test_a_blend_outside_its_range_is_refused(blend: float) -> None:
 
 
 def test_calibration_changes_the_running_average_and_nothing_else() -> None:
-    model = acmoe.attach(build("mixtral"), blend_steps=5, skip=0)
+    model = acmoe.attach(build("mixtral"), blend_steps=5)
     model.train()(input_ids=ids())  # a batch that waits for its optimizer step
     model.model.layers[1].eval()
     held = {name: t.clone() for name, t in (*model.named_parameters(), *model.named_buffers())}

@@ -340,3 +340,18 @@ def test_arguments_that_do_not_fit_are_refused(device: str) -> None:
         fused_route(x, embedding, None, None, None, 1, True, noise=noise)
     reason = unsupported(ScaledTokens(x.double()), embedding, 1)
     assert reason is not None and "float64" in reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_huge_tokens_have_finite_gates(
+    dtype: torch.dtype, generator: torch.Generator, device: str
+) -> None:
+    """The definition shrinks tokens beyond 2^32; the kernel does not, and is finite up to 1e30."""
+    x = torch.randn(T, D, generator=generator).to(dtype).to(device)
+    embedding = torch.randn(E, D, generator=generator).to(device)
+    expected = (x.double() @ embedding.double().T).argmax(-1)
+    for size in (1e9, 1e30):
+        tokens = (x.float() * size).to(dtype)
+        found = fused_route(tokens, embedding, None, None, None, K, True)
+        assert found.affinity.isfinite().all() and found.gate.isfinite().all()
+        assert torch.equal(found.first, expected)

@@ -13,6 +13,7 @@ from torch import Tensor
 from acmoe.ops.attention.op import fused_window_attention
 from acmoe.ops.attention.reference import window_attention_reference
 from acmoe.ops.attention.support import fused_width, hopper_unsupported
+from slow_cases import mostly_slow
 
 
 def packed_dropout(
@@ -71,7 +72,7 @@ def close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
 
 # Memory as long as a window, longer than it, none; tiles of queries and keys that are not whole; a
 # table that begins before the first tile, and inside it.
-@pytest.mark.parametrize(
+@mostly_slow(
     ("S", "L", "W", "P", "features", "masked"),
     [
         (109, 150, 109, 64, 44, True),
@@ -80,6 +81,7 @@ def close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
         (200, 20, 263, 16, 9, True),
         (36, 256, 64, 16, 16, False),
     ],
+    keep=(1, 3),
 )
 def test_the_emulated_kernel_equals_the_definition(
     S: int, L: int, W: int, P: int, features: int, masked: bool, emulated: Any

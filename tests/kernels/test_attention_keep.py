@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from slow_cases import mostly_slow
+
 B, H, MARGIN = 2, 2, 512
 # Memory as long as a window, shorter, none, longer; queries that fill no tile of 128.
 SHAPES = [
@@ -172,7 +174,7 @@ def check_places(case: Case, flat: Tensor) -> None:
         assert flat[first_BHL[..., i, None] + keys].isfinite().all()
 
 
-@pytest.mark.parametrize(("S", "L", "W", "P", "features", "masked", "dtype"), SHAPES)
+@mostly_slow(("S", "L", "W", "P", "features", "masked", "dtype"), SHAPES, keep=(3,))
 def test_the_weights_of_the_softmax_are_kept_each_in_its_place(
     S: int, L: int, W: int, P: int, features: int, masked: bool, dtype: torch.dtype, kernels: Any
 ) -> None:
@@ -222,7 +224,7 @@ def check_signs(case: Case, dropped: tuple[Tensor, ...], whole: tuple[Tensor, ..
     assert (dropped[0].double() - out).norm() <= 0.004 * out.norm()
 
 
-@pytest.mark.parametrize(("S", "L", "W", "P", "features", "masked", "dtype"), SHAPES[:2])
+@mostly_slow(("S", "L", "W", "P", "features", "masked", "dtype"), [SHAPES[3], *SHAPES[:2]])
 def test_a_weight_that_dropout_drops_is_kept_with_a_sign(
     S: int, L: int, W: int, P: int, features: int, masked: bool, dtype: torch.dtype, kernels: Any
 ) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from acmoe.ops.attention.support import stored_width
+from slow_cases import mostly_slow
 
 if TYPE_CHECKING:  # a test imports kernels itself, to be interpreted
     from acmoe.ops.attention.hopper.saved_weights import SavedWeights
@@ -172,7 +173,7 @@ def check(case: Case, found: tuple[Tensor, ...]) -> None:
 
 # Memory as long as a window, shorter than it, none; tiles of queries and keys that are not whole;
 # a last tile of keys that nobody sees; a head's keys shared by two programs.
-@pytest.mark.parametrize(
+@mostly_slow(
     ("S", "L", "W", "P", "features", "options"),
     [
         (109, 136, 109, 64, 44, {}),
@@ -181,6 +182,7 @@ def check(case: Case, found: tuple[Tensor, ...]) -> None:
         (70, 200, 90, 32, 20, {"dtype": torch.float16}),
         (300, 136, 300, 64, 44, {"heads": 1, "level": -500.0}),
     ],
+    keep=(1, 2),
 )
 def test_the_emulated_kernel_equals_the_definition(
     S: int, L: int, W: int, P: int, features: int, options: dict[str, Any], emulated: Any

@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from slow_cases import mostly_slow
+
 
 class Shape(NamedTuple):
     before: int  # S
@@ -81,7 +83,7 @@ def score_gradient(shape: Shape, tensors: list[Tensor]) -> Tensor:
     return (weight * (dweight - (weight * dweight).sum(-1, keepdim=True)))[0]
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     "shape", [*SHAPES[:2], SHAPES[3], *(pytest.param(SHAPES[n], marks=SLOW) for n in (2, 4, 5))]
 )
 def test_the_backward_leaves_the_gradient_of_each_score_and_zeros_elsewhere(

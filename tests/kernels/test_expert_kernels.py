@@ -7,6 +7,7 @@ from acmoe.experts.mlp import ExpertMLP
 from acmoe.ops.experts import ExpertWeights, expert_mlp
 from acmoe.ops.experts.autograd import fused_expert_mlp
 from acmoe.ops.sort import Rows, sort_rows
+from slow_cases import mostly_slow
 
 KERNELS = ("up", "down", "hidden", "down_weight", "up_weight", "input")
 # activation, bias, (tokens, features, hidden units, experts, experts per token)
@@ -107,7 +108,7 @@ def test_each_bias_gets_its_gradient_without_the_other(missing, device):
         close(mine, right)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@mostly_slow("compiled", [False, True])
 def test_tokens_of_16_bits_give_wide_weights_a_gradient_that_is_not_rounded(compiled, device):
     layer = Layer("relu", False, (40, 20, 24, 4, 2), device)
     mlp, order = layer.mlp, layer.order
@@ -261,7 +262,7 @@ def test_equal_inputs_give_equal_bits(device):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[2]])
+@mostly_slow("case", [CASES[0], CASES[2]])
 def test_nothing_is_kept_for_a_backward_that_will_not_come(case, device, monkeypatch):
     from acmoe.ops.experts.triton import launch as experts
 

@@ -18,6 +18,7 @@ from acmoe.models.text.cache import BlockCache
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.models.text.stack import BlockInputs
 from acmoe.ops.dispatch import use_backend
+from slow_cases import mostly_slow
 
 B, S, L, D = 2, 20, 16, 24
 CONFIG = LanguageConfig(  # heads of 12 features, filled up to 16
@@ -69,7 +70,7 @@ def outcome(
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
-@pytest.mark.parametrize("memory", [True, False])  # the gradient of a segment alone, and of all
+@mostly_slow("memory", [True, False])  # the gradient of a segment alone, and of all
 def test_the_fast_attention_is_the_layer(memory: bool, backend: str, device: str) -> None:
     attention = layer(device)
     with use_backend("torch"):
@@ -148,7 +149,7 @@ def logits(model: LanguageModel, backend: str, device: str) -> Tensor:
         return model(tokens).logits.float()
 
 
-@pytest.mark.parametrize("name", ["query", "key", "value", "output"])
+@mostly_slow("name", ["query", "key", "value", "output"], keep=(2,))
 def test_hooks_fire_once_and_adapters_count_on_every_backend(name: str, device: str) -> None:
     model, calls = model_on(device), []
     plain = logits(model, "torch", device)

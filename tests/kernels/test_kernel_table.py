@@ -186,10 +186,16 @@ def embedding_case(draw: Draw) -> Case:
     return Case((draw.ids(0, 11, 4, 9), weight), {}, (weight,))
 
 
+def clamped_case(draw: Draw) -> Case:
+    h = draw.normal(9, 2 * 20, grad=True)
+    return Case((h,), {"alpha": 1.702, "limit": 0.9, "interleaved": True}, (h,))
+
+
 CASES: dict[str, Callable[[Draw], Case]] = {
     "route": route_case,
     "sort_rows": sort_case,
     "expert_mlp": experts_case,
+    "clamped_swiglu": clamped_case,
     "measure_dispersion": dispersion_case,
     "measure_scale": scale_case,
     "measure_prefix": prefix_case,

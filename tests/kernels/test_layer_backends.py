@@ -1,6 +1,7 @@
 """Two MoE layers and two optimizer steps, on the kernels and on plain PyTorch."""
 
 import copy
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -11,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 import acmoe
 from acmoe.experts.mlp import ExpertMLP
 from acmoe.lab.variants import VariantConfig
-from acmoe.models.recompute import recompute
 from acmoe.ops.dispatch import use_backend
+from acmoe.ops.recompute import recompute
 from acmoe.ops.sort.order import TokenOrder, no_order
+from slow_cases import mostly_slow
 
 B, L, D, E, K = 2, 9, 20, 5, 2
 NOISY = acmoe.SMoEConfig(gate="all", noise=1.0)
@@ -51,7 +53,12 @@ ROUTERS = {
 }
 
 
+QUICK = (
+    "noisy, full experts, unit embeddings, selection bias, running, current",
+    "two clusters mixed",
+)
 SORTED = [name for name in ROUTERS if name.endswith(("previous", "current"))]
+QUICK_SORTED = (("batch, current", False), ("running, current", True))
 
 
 def two_steps(layers, x, mask, cotangent, backend):
@@ -121,9 +128,7 @@ def products_by_torch(monkeypatch):
     "name",
     [
         # Other routers have these parts, too.
-        pytest.param(name, marks=pytest.mark.slow)
-        if name in ("plain", "running, previous", "batch, current", "noisy, full experts")
-        else name
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
         for name in ROUTERS
     ],
 )
@@ -136,13 +141,11 @@ def test_a_layer_computes_the_same_on_its_kernels(name, device, products_by_torc
     assert not compare(layers, x, mask, cotangent.masked_fill(~mask[..., None], 0.0))
 
 
-# Every router with a mask or without; the other half is slow.
 @pytest.mark.parametrize(
     ("name", "masked"),
     [
-        pytest.param(name, masked, marks=[pytest.mark.slow] if masked != bool(place % 2) else [])
-        for place, name in enumerate(SORTED)
-        for masked in (False, True)
+        pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK_SORTED))
+        for case in itertools.product(SORTED, (False, True))
     ],
 )
 def test_a_layer_whose_tokens_are_sorted_by_cluster_computes_the_same(
@@ -225,10 +228,10 @@ def sent(state):
 @pytest.mark.parametrize(
     "way",
     [
-        "cloned",
         "mapped",
-        "sent",
         "checkpointed",
+        pytest.param("cloned", marks=pytest.mark.slow),
+        pytest.param("sent", marks=pytest.mark.slow),
         pytest.param("compiled layers", marks=pytest.mark.slow),
         pytest.param("compiled", marks=pytest.mark.slow),
     ],
@@ -283,7 +286,7 @@ def test_a_state_keeps_results_and_kernels_however_it_travels(
         torch.testing.assert_close(grad, wanted_grad)
 
 
-@pytest.mark.parametrize("name", ["batch, previous", NOISY_NAME])
+@mostly_slow("name", ["batch, previous", NOISY_NAME])
 def test_a_block_computed_again_keeps_the_choices_of_the_kernel(
     name, device, monkeypatch, products_by_torch
 ):
@@ -339,7 +342,7 @@ TIED = {
 }
 
 
-SLOW_TIES = ("all", "biased", "threshold")
+SLOW_TIES = ("prefix", "all", "biased", "threshold")
 
 
 @pytest.mark.parametrize(
@@ -381,8 +384,7 @@ def test_equal_affinities_choose_alike_on_every_backend(name, device, generator)
     "statistics",
     [
         "batch",
-        "prefix",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("running", "sequence")),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("prefix", "running", "sequence")),
     ],
 )
 def test_a_token_that_is_not_finite_harms_no_other(statistics, bad, device, generator):

@@ -15,6 +15,7 @@ from acmoe.models.images.window import WindowAttention
 from acmoe.ops import dispatch as backend
 from acmoe.ops.dispatch import use_backend
 from acmoe.ops.map_attention.op import map_attention
+from slow_cases import mostly_slow
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -48,7 +49,7 @@ def gradients(module: WindowAttention, x_BYXD: Tensor, weight: Tensor) -> list[T
     return [out, *torch.autograd.grad((out * weight).sum(), wrt)]
 
 
-@pytest.mark.parametrize(("size", "window", "shifted", "heads"), CASES, ids=str)
+@mostly_slow(("size", "window", "shifted", "heads"), CASES, ids=str, keep=(1, 4))
 def test_a_map_in_place_is_its_windows_cut_out(
     size: tuple[int, int],
     window: int,
@@ -71,7 +72,7 @@ def test_a_map_in_place_is_its_windows_cut_out(
         assert error < (5e-2 if half else 1e-5), error
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@mostly_slow("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_are_off_by_their_own_rounding(
     dtype: torch.dtype, generator: torch.Generator, device: str
 ) -> None:

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from acmoe.ops.dispatch import use_backend
 from acmoe.ops.norm import add_norm, add_norm_twice
+from slow_cases import mostly_slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPE = (3, 7, 44)  # 21 tokens: no multiple of a tile's rows, features no power of two
@@ -56,13 +57,13 @@ def compare(kernel, plain, tensors, norms, *, atol):
 BRANCHES = [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)]  # a gradient of 8 bits at its end
 
 
-@pytest.mark.parametrize(("branch", "atol"), BRANCHES)
+@mostly_slow(("branch", "atol"), BRANCHES)
 def test_a_sum_and_its_norm_are_torchs(branch, atol):
     tensors = [draw(0), draw(1, branch)]
     compare(summed, lambda x, y, norm: norm(x + y), tensors, [norm_of(2)], atol=atol)
 
 
-@pytest.mark.parametrize(("branch", "atol"), BRANCHES)
+@mostly_slow(("branch", "atol"), BRANCHES)
 def test_a_norm_around_a_norm_is_torchs(branch, atol):
     def kernel(x, y, inner, norm):
         return add_norm_twice(x, y, inner, norm).x
@@ -157,7 +158,7 @@ def test_the_lowered_copy_has_a_gradient_of_its_own():
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-2)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@mostly_slow("compiled", [False, True])
 @pytest.mark.parametrize("readers", [(0, 1), (0,), (1,)])  # of the sum, and of its lowered copy
 def test_both_forms_of_the_second_sum_take_gradients(compiled, readers):
     x, y, inner, norm = draw(0), draw(1, torch.bfloat16), norm_of(2), norm_of(3)
@@ -182,7 +183,7 @@ def test_both_forms_of_the_second_sum_take_gradients(compiled, readers):
         torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-2)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@mostly_slow("compiled", [False, True])
 def test_the_gradient_that_comes_by_an_alias_is_added_to_the_others(compiled):
     x, y, inner, norm = draw(0), draw(1, torch.bfloat16), norm_of(2), norm_of(3)
     weight = draw(4).detach()

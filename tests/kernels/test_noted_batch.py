@@ -121,7 +121,7 @@ def test_a_scale_outlives_the_next_forward(options: dict[str, Any], device: str)
     ("mode", "is_sorted"),
     [
         ("batch", True),
-        ("running", False),
+        pytest.param("running", False, marks=pytest.mark.slow),
         pytest.param("batch", False, marks=pytest.mark.slow),
         pytest.param("running", True, marks=pytest.mark.slow),
     ],

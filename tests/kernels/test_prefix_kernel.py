@@ -9,6 +9,7 @@ from torch import Tensor
 
 from acmoe.ops.statistics.prefix import PrefixMoments, prefix_dispersion
 from acmoe.ops.statistics.prefix_op import fused_prefix_dispersion, prefix_op
+from slow_cases import mostly_slow
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -32,7 +33,7 @@ def some_moments(generator: torch.Generator) -> PrefixMoments:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@mostly_slow("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("measure", ["mad", "variance", "std"])
 def test_the_kernel_is_the_reference(
     measure: str, dtype: torch.dtype, generator: torch.Generator, device: str

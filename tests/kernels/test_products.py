@@ -13,6 +13,7 @@ from torch import Tensor
 from acmoe.experts.mlp import ExpertMLP
 from acmoe.ops.dispatch import use_backend
 from acmoe.ops.sort import sort_rows
+from slow_cases import mostly_slow
 
 SETTINGS = [("highest", "tf32x3"), ("high", "tf32"), ("medium", "tf32")]
 
@@ -66,7 +67,7 @@ def test_torchs_newer_name_of_the_setting_is_followed_too(restored: None) -> Non
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="watches the interpreter")
-@pytest.mark.parametrize(
+@mostly_slow(
     ("setting", "autocast", "wanted"),
     [("highest", False, "tf32x3"), ("high", False, "tf32"), ("highest", True, "ieee")],
 )

@@ -11,6 +11,8 @@ import pytest
 import torch
 from test_expert_kernels import Layer
 
+from slow_cases import mostly_slow
+
 # Rows of each expert, and rows for none: a whole tile and a ragged one, none, half a tile, a tile
 # and a ragged half.
 COUNTS, NOBODY = (130, 0, 64, 200), 70
@@ -52,7 +54,7 @@ def assert_near(found, right, most=4e-3):
     assert ((found.double() - right).norm() / right.norm()).item() < most
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("across", "inner", "outer", "ring"),
     [
         (True, 192, 256, ("turns", 3)),
@@ -61,6 +63,7 @@ def assert_near(found, right, most=4e-3):
         (False, 256, 256, ("together", 4, 0, 0)),
         (False, 256, 256, ("together", 4, 0, 3)),
     ],
+    keep=(0, 4),
 )
 def test_rows_gemms_by_a_pipeline_are_their_products(
     across, inner, outer, ring, device, hopper_launch
@@ -81,12 +84,13 @@ def test_rows_gemms_by_a_pipeline_are_their_products(
 
 
 @pytest.mark.parametrize("over", [False, True])
-@pytest.mark.parametrize(
+@mostly_slow(
     ("counts", "dim", "hidden", "ring"),
     [
         (COUNTS, 128, 256, ("turns", 2, 2)),
         ((1, 256, 63), 192, 128, ("turns", 4, 1)),
     ],
+    keep=(1,),
 )
 def test_the_activation_s_backward_behind_the_product(
     counts, dim, hidden, ring, over, device, hopper_launch
@@ -138,7 +142,7 @@ def test_weight_gradients_by_a_pipeline_see_their_expert_s_rows_alone(device, ho
             assert_near(dw_EOI[expert], p_NO[rows].double().T @ q_NI[rows].double())
 
 
-@pytest.mark.parametrize(("transposed", "stages"), [(False, 4), (True, 3)])
+@mostly_slow(("transposed", "stages"), [(False, 4), (True, 3)])
 def test_gathered_weight_gradients_see_their_expert_s_tokens_alone(
     transposed, stages, device, hopper_launch
 ):
@@ -163,7 +167,7 @@ def test_gathered_weight_gradients_see_their_expert_s_tokens_alone(
             assert_near(dw[expert], right_DR.T if transposed else right_DR)
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("copied", "gathers", "dtype", "calls"),
     [
         (True, False, torch.bfloat16, ["launch_weights", "launch_weights"]),
@@ -176,6 +180,7 @@ def test_gathered_weight_gradients_see_their_expert_s_tokens_alone(
         # Gradients of float32, which the Hopper kernel does not give: x is copied after all.
         (True, True, torch.float32, []),
     ],
+    keep=(2,),
 )
 def test_a_layer_by_pipelined_gemms_is_the_layer(
     copied, gathers, dtype, calls, device, hopper_launch, fresh_choice, monkeypatch

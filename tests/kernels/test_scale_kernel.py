@@ -9,6 +9,7 @@ from acmoe.errors import UserError
 from acmoe.ops.statistics.dispersion import dispersion_and_count
 from acmoe.ops.statistics.scale import scale_from_dispersion
 from acmoe.ops.statistics.scale_op import fused_cluster_scale, scale_op
+from slow_cases import mostly_slow
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -17,7 +18,7 @@ T, D, C = 70, 37, 6
 PUBLISHED: dict[str, Any] = {"eps": 1e-4, "floor": 0.0, "min_tokens": 0}
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     "options",
     [
         {},
@@ -29,6 +30,7 @@ PUBLISHED: dict[str, Any] = {"eps": 1e-4, "floor": 0.0, "min_tokens": 0}
         {"normalize": "global", "clamp": 1.5, **PUBLISHED},
     ],
     ids=str,
+    keep=(0, 6),
 )
 def test_the_kernel_is_the_reference(
     options: dict[str, Any], generator: torch.Generator, device: str
@@ -52,7 +54,7 @@ def test_the_kernel_is_the_reference(
     assert torch.equal(count, wanted_count)
 
 
-@pytest.mark.parametrize("sets", [None, 2])
+@mostly_slow("sets", [None, 2])
 def test_dispersion_and_count_go_where_they_are_wanted(
     sets: int | None, generator: torch.Generator, device: str
 ) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from acmoe.ops.sort.order import TokenOrder
 from acmoe.ops.statistics.dispersion import dispersion_and_count
 from acmoe.ops.statistics.sorted_op import sorted_cluster_scale, sorted_dispersion
+from slow_cases import mostly_slow
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -93,7 +94,7 @@ def test_offsets_of_either_width_find_the_same_tokens(
     assert all(torch.equal(*pair) for pair in zip(short, long, strict=True))
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("bad", "measure"),
     [
         ([float("nan")], "variance"),
@@ -101,6 +102,7 @@ def test_offsets_of_either_width_find_the_same_tokens(
         ([-float("inf"), float("inf")], "mad"),
         ([3e38, 3e38], "mad"),  # their sum is not finite
     ],
+    keep=(0, 3),
 )
 def test_one_chunks_bad_tokens_spoil_all_chunks_of_their_cluster_and_no_other(
     bad: list[float],

@@ -23,6 +23,7 @@ from acmoe.ops.statistics.sorted_op import (
     sorted_dispersion_op,
     sorted_scale_op,
 )
+from slow_cases import mostly_slow
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -66,7 +67,7 @@ def test_clusters_stand_in_order_at_multiples_of_the_stretch(
     assert torch.equal(token, wanted)
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("measure", "dtype", "rows"),  # of a chunk: a cluster has one, or several
     [
         ("mad", torch.float32, 256),
@@ -76,6 +77,7 @@ def test_clusters_stand_in_order_at_multiples_of_the_stretch(
         ("variance", torch.bfloat16, 256),
         ("std", torch.float16, 64),
     ],
+    keep=(0, 3),
 )
 def test_sorted_statistics_are_the_references(
     measure: str,
@@ -123,7 +125,7 @@ def test_results_go_where_they_are_wanted(generator: torch.Generator, device: st
             sorted_dispersion(x, clusters, into=(wrong, into[1]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@mostly_slow("dtype", [torch.float32, torch.bfloat16, torch.float16], keep=(1,))
 def test_equal_tokens_have_a_dispersion_of_exactly_zero(dtype: torch.dtype, device: str) -> None:
     # 0.1 is no binary number: 67 * 0.1 / 67 rounds away from it unless sums are exact.
     x = torch.full((T, D), 0.1, device=device, dtype=dtype)
@@ -131,7 +133,7 @@ def test_equal_tokens_have_a_dispersion_of_exactly_zero(dtype: torch.dtype, devi
     assert (spread == 0).all()
 
 
-@pytest.mark.parametrize("measure", ["mad", "variance"])
+@mostly_slow("measure", ["mad", "variance"])
 def test_a_large_offset_costs_no_precision(
     measure: str, generator: torch.Generator, device: str
 ) -> None:
@@ -142,7 +144,7 @@ def test_a_large_offset_costs_no_precision(
     assert torch.allclose(found.double(), wanted, rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@mostly_slow("bad", [float("nan"), float("inf")])
 def test_a_bad_token_spoils_its_own_cluster_only(
     bad: float, generator: torch.Generator, device: str
 ) -> None:
@@ -171,7 +173,7 @@ def drawn(generator: torch.Generator, device: str, dtype: torch.dtype) -> dict[s
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@mostly_slow("dtype", [torch.float32, torch.bfloat16, torch.float16], keep=(1,))
 def test_the_sorted_router_is_the_reference(
     dtype: torch.dtype, generator: torch.Generator, device: str
 ) -> None:
@@ -201,7 +203,7 @@ def test_the_sorted_router_is_the_reference(
         assert (one - other).abs().max() < allowed * other.abs().max()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@mostly_slow("dtype", [torch.float32, torch.bfloat16])
 def test_a_scale_of_one_is_the_plain_router(
     dtype: torch.dtype, generator: torch.Generator, device: str
 ) -> None:
@@ -236,7 +238,7 @@ def drawn_in_bf16(
 
 @pytest.mark.parametrize(
     "sizes",
-    [SIZES[0], *(pytest.param(one, marks=pytest.mark.slow) for one in SIZES[1:3]), SIZES[3]],
+    [SIZES[0], *(pytest.param(one, marks=pytest.mark.slow) for one in SIZES[1:])],
 )
 def test_a_bf16_embedding_costs_the_sorted_router_an_eighteenth_bit_at_most(
     sizes: tuple[int, int, int], generator: torch.Generator, device: str
@@ -264,7 +266,7 @@ def test_a_bf16_embedding_costs_the_sorted_router_an_eighteenth_bit_at_most(
 
 @pytest.mark.parametrize(
     "sizes",
-    [SIZES[0], *(pytest.param(one, marks=pytest.mark.slow) for one in SIZES[1:3]), SIZES[3]],
+    [SIZES[0], *(pytest.param(one, marks=pytest.mark.slow) for one in SIZES[1:])],
 )
 def test_a_scale_of_one_changes_no_bit_of_results_and_tokens_gradients(
     sizes: tuple[int, int, int], generator: torch.Generator, device: str

@@ -19,6 +19,7 @@ from acmoe.config.text.language import LANGUAGE_MODELS, LanguageConfig, language
 from acmoe.errors import UserError
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.routing.step import fold_statistics
+from slow_cases import mostly_slow
 
 VOCAB = 23
 CAUSAL: dict[str, str | RouterConfig] = {
@@ -71,7 +72,7 @@ def test_balance_is_one_override_away_from_nothing() -> None:
     assert trained(balance=0.0)(draw(0, 2, 6)).aux_loss.item() == 0
 
 
-@pytest.mark.parametrize("router", CAUSAL.values(), ids=CAUSAL)
+@mostly_slow("router", CAUSAL.values(), ids=CAUSAL, keep=(0, 3))
 @pytest.mark.parametrize("changes", [{}, MODERN, {"empty_memory": "zeros"}], ids=str)
 def test_later_tokens_change_nothing(router: str | RouterConfig, changes: dict[str, str]) -> None:
     model, tokens = trained(router, **changes), draw(2, 3, 15)
@@ -109,7 +110,7 @@ def test_other_sequences_change_nothing(router: str | RouterConfig) -> None:
         )
 
 
-@pytest.mark.parametrize("cuts", [(6, 12), (1, 2, 9), (10,), (3, 4, 5, 6, 17)], ids=str)
+@mostly_slow("cuts", [(6, 12), (1, 2, 9), (10,), (3, 4, 5, 6, 17)], ids=str, keep=(1, 3))
 @pytest.mark.parametrize("changes", [{}, MODERN, {"empty_memory": "zeros"}], ids=str)
 def test_segments_with_memory_equal_one_long_segment(
     cuts: tuple[int, ...], changes: dict[str, str]
@@ -173,7 +174,7 @@ def test_published_zero_slots_take_part_in_the_softmax() -> None:
 ALL_MODES = {**CAUSAL, "batch": AdaptiveConfig(statistics="batch")}
 
 
-@pytest.mark.parametrize("router", ALL_MODES.values(), ids=ALL_MODES)
+@mostly_slow("router", ALL_MODES.values(), ids=ALL_MODES, keep=(3, 4))
 @pytest.mark.parametrize("changes", [{}, MODERN, {"empty_memory": "zeros"}], ids=str)
 def test_padding_changes_nothing(router: str | RouterConfig, changes: dict[str, str]) -> None:
     model, tokens, targets = trained(router, **changes), draw(8, 2, 7), draw(9, 2, 7)

@@ -16,6 +16,7 @@ from torch import Tensor
 from acmoe.ops.statistics import optimum
 from acmoe.ops.statistics.optimum import optimal_weights
 from cases import root_weights
+from slow_cases import mostly_slow
 
 # Zeros, ties and anything between a millionth and a million.
 dispersions = st.lists(
@@ -151,7 +152,7 @@ def test_the_ends_of_float64_still_sum_to_one(s: list[float], strength: float) -
     assert w_CD.sum().item() == pytest.approx(1)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (3, 1)])
+@mostly_slow("shape", [(), (1,), (1, 1), (3, 1)], keep=(3,))
 def test_gradcheck_in_dispersion_and_strength(
     shape: tuple[int, ...], generator: torch.Generator
 ) -> None:

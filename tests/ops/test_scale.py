@@ -18,6 +18,7 @@ from acmoe.errors import UserError
 from acmoe.ops.statistics.dispersion import dispersion_and_count
 from acmoe.ops.statistics.scale import NORMALIZATIONS, cluster_scale, scale_from_dispersion
 from cases import MEASURES, TokenSet, loop_dispersion, loop_scale, spread, token_sets
+from slow_cases import mostly_slow
 
 measures = pytest.mark.parametrize("measure", MEASURES)
 normalizations = pytest.mark.parametrize("normalize", NORMALIZATIONS)
@@ -150,7 +151,7 @@ def test_every_sequence_has_its_own_scale(generator: torch.Generator) -> None:
 
 @measures
 @normalizations
-@pytest.mark.parametrize("strength", [None, 0.5])
+@mostly_slow("strength", [None, 0.5])
 def test_gradcheck_from_tokens_to_scale(
     measure: str, normalize: str, strength: float | None, generator: torch.Generator
 ) -> None:
@@ -397,7 +398,7 @@ def test_sixteen_bit_tokens_get_a_float32_scale(generator: torch.Generator) -> N
 
 # The compiler itself makes an instance of a torch.autograd.Function while it traces.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("strength", [None, 0.5])
+@mostly_slow("strength", [None, 0.5])
 def test_one_graph_of_the_compiler_holds_the_whole_scale(
     strength: float | None, generator: torch.Generator
 ) -> None:

@@ -3,7 +3,9 @@
 import http.client
 import json
 import shutil
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,3 +103,24 @@ def test_a_port_in_use_is_one_line(server: ReportServer, run: Path) -> None:
         ReportServer(server.report, server.port)
     with pytest.raises(UserError, match="--port 70000 is no port"):
         ReportServer(server.report, 70000)
+
+
+def test_a_client_that_sends_a_byte_from_time_to_time_is_closed(
+    server: ReportServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "connection_timeout", 0.3)
+    started = time.monotonic()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as slow:
+        slow.settimeout(0.05)
+        closed = False
+        while not closed and time.monotonic() - started < 5:
+            try:
+                slow.sendall(b"G")  # never a whole line
+                closed = slow.recv(1) == b""
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                closed = True
+    # Each byte comes well within the 0.3 s, so only a limit for the whole request can end it.
+    assert closed and 0.25 < time.monotonic() - started < 3
+    assert get(server, "/version")[0] == 200

@@ -125,6 +125,7 @@ def test_every_field_that_enters_the_scale_enters_the_codes():
         "momentum": 0.5,
         "mean_over": "chosen",
         "mean_before_clamp": True,
+        "statistics_group": "global",
     }
     codes = {name: replace(config, **{name: new}).scale_codes for name, new in inside.items()}
     assert len({config.scale_codes, *codes.values()}) == 1 + len(inside)

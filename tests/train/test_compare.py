@@ -21,7 +21,8 @@ def test_both_routers_are_trained_and_scored_on_the_same_texts(
 ) -> None:
     def small(*names: str) -> RunConfig:
         run = nano_run(*names)
-        return replace(run, batch=2, model=replace(run.model, block=64, repeats=2))
+        small = {"dim": 32, "hidden": 32, "heads": 2, "span": 64, "block": 64, "repeats": 2}
+        return replace(run, batch=2, model=replace(run.model, **small))
 
     monkeypatch.setattr(room, "CORPUS_BYTES", 30_000)
     monkeypatch.setattr(room, "nano_run", small)

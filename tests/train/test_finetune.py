@@ -107,11 +107,13 @@ def test_stopped_between_epochs_it_continues_to_the_same_result(
 
 
 def test_without_checkpoints_the_best_epoch_is_held_and_nothing_is_left(
-    run: Run, task: Path, tmp_path: Path
+    run: Run, short_task: Path, tmp_path: Path
 ) -> None:
     config = settings(epochs=4, lr=0.1, seed=2)  # wild enough that the last epoch is not the best
-    saved = finetune(run, config, task, out=tmp_path / "saved", console=QUIET)
-    held = finetune(run, config, task, out=tmp_path / "held", checkpoints=False, console=QUIET)
+    saved = finetune(run, config, short_task, out=tmp_path / "saved", console=QUIET)
+    held = finetune(
+        run, config, short_task, out=tmp_path / "held", checkpoints=False, console=QUIET
+    )
     assert saved.best_epoch < 4
     assert replace(held, folder="") == replace(saved, folder="")
     assert not (tmp_path / "held" / "checkpoints").exists()

@@ -63,7 +63,8 @@ def stop_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("overrides", "options"),
     [
-        ((), {}),  # batch statistics, drop path, expert dropout, noise of the gate
+        # Batch statistics, drop path, expert dropout, noise of the gate.
+        pytest.param((), {}, marks=pytest.mark.slow),
         pytest.param(
             ("model.router.statistics=running", "schedule=constant"), {}, marks=pytest.mark.slow
         ),

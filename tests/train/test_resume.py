@@ -60,7 +60,9 @@ def stop_at(steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
             ("model.router.statistics=prefix", "schedule=cosine", "clip=0.5", "weight_decay=0.1"),
             marks=pytest.mark.slow,
         ),
-        ("model.router=stable", "steps=15"),  # frozen after step 1
+        pytest.param(  # frozen after step 1
+            ("model.router=stable", "steps=15"), marks=pytest.mark.slow
+        ),
         pytest.param(  # draws a scale in every call
             ("model.router=random", "split=1"), marks=pytest.mark.slow
         ),

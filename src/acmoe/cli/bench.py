@@ -146,6 +146,61 @@ class Train:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Hf:
+    """Time transformers models with each experts implementation: training steps and decoding."""
+
+    models: tuple[str, ...] = ()
+    """Models to measure, with random weights: qwen3-30b-a3b, olmoe-7b, gpt-oss-20b or tiny. If none
+    is given, a GPU measures the first three and a CPU the tiny one."""
+    implementations: tuple[str, ...] = ("acmoe", "grouped_mm", "eager")
+    """Experts implementations of transformers to measure. The others are compared with grouped_mm,
+    which `generate` on a GPU replaces by batched_mm for decoding."""
+    tokens: int = 8192
+    """Tokens of a training step, in sequences of 1,024; 0 measures no training."""
+    batches: tuple[int, ...] = (1, 32)
+    """Numbers of sequences to decode together."""
+    new_tokens: int = 16
+    """Tokens to decode, after a prompt of 16. The time of a token includes its share of the
+    prompt's."""
+    layers: int | None = None
+    """Layers of each model. If not given: 8 of qwen3-30b-a3b's 48, all 16 of olmoe-7b's, 8 of
+    gpt-oss-20b's 24."""
+    compile: bool = False
+    """Let `generate` compile the decoding step, which takes a minute for each measurement."""
+    dtype: str = "auto"
+    """Data type of the weights: bf16, fp16 or fp32; auto takes bf16 on a GPU and fp32 on a CPU."""
+    repeat: int = 5
+    """Number of rounds. Every implementation runs once per round."""
+    device: str = "auto"
+    """Device to run on; auto takes a GPU if there is one."""
+    json: bool = False
+    """Print the result as JSON."""
+    save: bool = False
+    """Also write benchmarks/results/DATE-hf-DEVICE.json."""
+
+    def run(self) -> int:
+        from acmoe.lab.bench.hf import HfBenchConfig, bench_hf
+
+        config = HfBenchConfig(
+            models=self.models,
+            implementations=self.implementations,
+            tokens=self.tokens,
+            batches=self.batches,
+            new_tokens=self.new_tokens,
+            layers=self.layers,
+            compile=self.compile,
+            dtype=self.dtype,
+            repeat=self.repeat,
+            device=self.device,
+        )
+        return show(
+            bench_hf(config, command=command_of("hf", self), say=say),
+            json=self.json,
+            save=self.save,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Bench:
     """Measure the layer, the router or training; tune kernels; write the tables."""
 
@@ -153,6 +208,7 @@ class Bench:
         Annotated[Layer, tyro.conf.subcommand("layer")]
         | Annotated[Router, tyro.conf.subcommand("router")]
         | Annotated[Train, tyro.conf.subcommand("train")]
+        | Annotated[Hf, tyro.conf.subcommand("hf")]
         | Annotated[Profile, tyro.conf.subcommand("profile")]
         | Annotated[Tune, tyro.conf.subcommand("tune")]
         | Annotated[Table, tyro.conf.subcommand("table")]

@@ -22,7 +22,7 @@ def command_of(name: str, action: "DataclassInstance") -> str:
             continue
         words.append(f"--{option.name}")
         if isinstance(value, tuple):
-            words += value
+            words += map(str, value)
         elif value is not True:
             words.append(str(value))
     return shlex.join(words)

@@ -7,6 +7,7 @@ from acmoe.cli.bench import Bench
 from acmoe.cli.data import Data
 from acmoe.cli.demo import Demo
 from acmoe.cli.evaluate import Evaluate
+from acmoe.cli.export import Export
 from acmoe.cli.finetune import Finetune
 from acmoe.cli.generate import Generate
 from acmoe.cli.models import Models
@@ -29,6 +30,7 @@ COMMANDS: dict[str, type[Command]] = {
     "analyze": Analyze,
     "report": Report,
     "generate": Generate,
+    "export": Export,
     "study": Study,
     "theory": Theory,
     "bench": Bench,

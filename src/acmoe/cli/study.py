@@ -71,8 +71,12 @@ class Study:
     """List the studies, or the cells of one study, and stop."""
     summarise: bool = False
     """Write the study's tables into the page, draw its figures, and stop."""
-    page: Path = Path("studies/results.md")
-    """The page to write the tables into, between the study's markers."""
+    evidence: Path | None = None
+    """Write the paper's claims beside the records of all studies into this page, and stop. Give no
+    NAME with it."""
+    page: Path | None = None
+    """The page to write the tables into, between the study's markers; studies/NAME.md if not
+    given."""
     pictures: Path = Path("studies/figures")
     """Folder for the figures."""
 
@@ -80,6 +84,9 @@ class Study:
         from acmoe.errors import check
         from acmoe.lab.study.registry import study_of
 
+        if self.evidence is not None:
+            check(not self.study, f"--evidence reads all studies; leave {self.study!r} out")
+            return self._evidence(self.evidence)
         if not self.study:
             check(self.list, "no study given; `acmoe study --list` shows them all")
             return _list_studies()
@@ -157,11 +164,19 @@ class Study:
         )
         return 1 if tally.failed else 0
 
+    def _evidence(self, page: Path) -> int:
+        from acmoe.lab.study.evidence.page import write_evidence
+
+        for path in write_evidence(page, Path("studies/records"), self.pictures):
+            print(path)
+        return 0
+
     def _summarise(self) -> int:
         from acmoe.lab.study.registry import study_of
         from acmoe.lab.study.results.report import report
 
-        for path in report(study_of(self.study), self._results, self.page, self.pictures):
+        page = self.page or Path("studies") / f"{self.study}.md"
+        for path in report(study_of(self.study), self._results, page, self.pictures):
             print(path)
         return 0
 

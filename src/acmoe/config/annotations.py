@@ -45,6 +45,11 @@ def has_tag(config: Any) -> bool:
     }
 
 
+def fits_int64(value: int) -> bool:
+    """Return False for integers that no tensor, and in part no float, can hold."""
+    return -(2**63) <= value < 2**63
+
+
 def in_words(annotation: Any) -> str:
     """Describe the values that an annotation allows, to end an error message with."""
     parts = [part for part in members(annotation) if part is not NoneType]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, is_dataclass, replace
 from types import NoneType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
-from acmoe.config.annotations import field_types, in_words, members, named_configs
+from acmoe.config.annotations import field_types, fits_int64, in_words, members, named_configs
 from acmoe.config.moved import import_hint
 from acmoe.errors import UserError, check
 
@@ -157,5 +157,7 @@ def _parse_one(text: str, annotation: Any) -> Any:
         if rest == [...] or len(items) == 1 + len(rest):
             return items
     if annotation in (int, float, str):
-        return annotation(text)
+        value = annotation(text)
+        if not (isinstance(value, int) and not fits_int64(value)):
+            return value
     raise ValueError(text)

@@ -94,6 +94,10 @@ class AdaptiveConfig(WithMovedFields):
     # Whose tokens: the previous MoE layer's router inputs (the paper), or this layer's (the
     # published code). None: previous, but current for prefix and sequence, which need positions.
     statistics_of: Literal["previous", "current"] | None = None
+    # In data parallel training: whose tokens. pooled: each process measures its own, and running
+    # averages move by all of them, in one reduction per step. global: every measurement is over
+    # the tokens of all processes, as one process would make it. local: nothing is exchanged.
+    statistics_group: Literal["local", "pooled", "global"] = "pooled"
     normalize: Literal["cluster", "feature", "global"] = "cluster"
     strength: float | None = None  # lambda of Theorem 1; None: the paper's 1/s
     mix: int = 1  # clusters whose scales are averaged by affinity (Mix-k)
@@ -122,6 +126,7 @@ class AdaptiveConfig(WithMovedFields):
             check_choice(self.eval_statistics, MODES, "eval_statistics")
         if self.statistics_of is not None:
             check_choice(self.statistics_of, ("previous", "current"), "statistics_of")
+        check_choice(self.statistics_group, ("local", "pooled", "global"), "statistics_group")
         check_choice(self.normalize, NORMALIZATIONS, "normalize")
         if self.strength is not None:
             check_positive(self.strength, "strength")
@@ -159,6 +164,17 @@ class AdaptiveConfig(WithMovedFields):
                 self.mean_over == "all",
                 f"mean_over={self.mean_over!r} counts clusters, of which a token in "
                 "statistics='prefix' reads only its own; use mean_over='all'",
+            )
+        if self.statistics_group == "global":
+            check(
+                self.measure in ("mad", "variance", "std"),
+                f"measure={self.measure!r} needs all tokens sorted in one process; with "
+                "statistics_group='global' choose one of mad, variance, std, or use 'pooled'",
+            )
+            check(
+                self.detach,
+                "detach=False needs a gradient through the exchange between processes, which "
+                "statistics_group='global' has not; use 'pooled'",
             )
         check(
             self.floor > 0 or self.eps > 0,

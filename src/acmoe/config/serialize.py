@@ -8,7 +8,14 @@ from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
-from acmoe.config.annotations import field_types, has_tag, in_words, members, named_configs
+from acmoe.config.annotations import (
+    field_types,
+    fits_int64,
+    has_tag,
+    in_words,
+    members,
+    named_configs,
+)
 from acmoe.config.moved import import_hint
 from acmoe.errors import UserError, check
 
@@ -138,6 +145,8 @@ def _fits(value: Any, annotation: Any) -> bool:
         )
     if isinstance(value, bool) or annotation is bool:
         return isinstance(value, bool) and annotation is bool
+    if isinstance(value, int) and not fits_int64(value):
+        return False
     if annotation is float:
         return isinstance(value, int | float)
     return annotation in (int, str) and isinstance(value, annotation)

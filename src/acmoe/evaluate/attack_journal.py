@@ -68,11 +68,21 @@ def _read(handle: int, path: Path, settings: Record) -> list[Record]:
         f"{path} is damaged in line {lines.damaged[:1]}; delete it to attack anew",
     )
     first, *records = lines.records
+    strange = [n for n, record in enumerate(records, start=2) if not _is_batch(record)]
+    check(
+        not strange,
+        f"{path} has no result of a batch in line {strange[:1]}; delete it to attack anew",
+    )
     check(
         first == json.loads(_line(settings)),
         f"{path} was begun with other settings; delete it to attack anew",
     )
     return records
+
+
+def _is_batch(record: Record) -> bool:
+    """Return True for a record that names its radius and the number of its batch."""
+    return type(record.get("eps")) in (int, float) and type(record.get("batch")) is int
 
 
 def _append(handle: int, record: Record, path: Path) -> None:

@@ -241,8 +241,8 @@ def _saved_records(folder: Path) -> tuple[int, int | None]:
         state = read_json(found[-1] / STATE) if found else {}
     except UserError:
         return 0, None  # loading or resuming the checkpoint reports this
-    count = state.get("records")  # absent in version 0.1
-    return state.get("step", 0), count if type(count) is int else None
+    step, count = state.get("step"), state.get("records")  # the second is absent in version 0.1
+    return (step, count) if type(step) is int and type(count) is int else (0, None)
 
 
 def is_metric(record: dict[str, Any]) -> bool:

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from acmoe.errors import UserError, check
 from acmoe.experts.moe import MoE
 from acmoe.experts.soft import SoftMoE
+from acmoe.ops.recompute import recompute
 from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.baselines import RandomRouter
 from acmoe.routing.origin import NextRouter
@@ -174,7 +174,7 @@ class MoEStack(nn.Module):
         """Take one step, whose arguments and results are tensors: x, then those of the state."""
         tensors = () if state is None else tuple(state)
         if self.checkpoint and torch.is_grad_enabled():
-            y, *after = checkpoint(step, x, *tensors, use_reentrant=False)
+            y, *after = recompute(step, x, *tensors)
         else:
             y, *after = step(x, *tensors)
         return y, RoutingState(*after) if after else None

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from acmoe.experts.moe import MoE
 from acmoe.fast.memory import OpenStaticMemory
 from acmoe.fast.projection import merge_heads, project, project_joined
-from acmoe.models.recompute import recompute
 from acmoe.models.text.blocks import Attention, Block, FeedForward, PostNormBlock, PreNormBlock
 from acmoe.models.text.cache import BlockCache
 from acmoe.models.text.decoder import LanguageModel
@@ -37,6 +36,7 @@ from acmoe.ops.attention.support import stored_width
 from acmoe.ops.dispatch import log_once, transforming
 from acmoe.ops.norm import Normed, add_norm, add_norm_twice
 from acmoe.ops.precision import autocast_dtype
+from acmoe.ops.recompute import recompute
 from acmoe.routing.state import RoutingState
 
 DECODING = "decoding runs a token at a time"

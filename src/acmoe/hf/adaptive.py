@@ -122,7 +122,8 @@ class AdaptivePart(nn.Module):
         if repeated and config.detach:
             return
         self._check_gradient(config, tape)
-        x_BLD = self._sequences(x, loan)
+        # No tensor of a detached state may be saved for backward, since the repetition saves none.
+        x_BLD = self._sequences(x.detach() if config.detach else x, loan)
         mask_BL = _mask_on(x, loan)
         routing = self._routing(output, config)
         before = RoutingState.before(x_BLD, num_clusters=self.num_experts, mix=config.mix)

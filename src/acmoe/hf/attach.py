@@ -2,13 +2,14 @@
 
 The router of MoE layer m reads M_k* h in place of h, where k* is the token's first choice at MoE
 layer m - 1; the experts read h. Only hooks and one submodule per router are added, so that all
-code, weights and configs of the model stay its own.
+code and weights of the model stay its own. The model gets a subclass of its class, by which it is
+saved and loaded (`acmoe.hf.classes`).
 """
 
+import contextlib
 import logging
-from collections.abc import Sequence
-from dataclasses import fields
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from acmoe.config.routing import AdaptiveConfig, SMoEConfig
 from acmoe.errors import UserError, check
 from acmoe.hf.adaptive import AdaptivePart
+from acmoe.hf.classes import adopt, release
 from acmoe.hf.discovery import FoundRouter, RouterStack, find_stacks
 from acmoe.hf.hooks import (
     PLACE,
@@ -27,6 +29,7 @@ from acmoe.hf.hooks import (
     after_router,
     before_router,
 )
+from acmoe.hf.options import options_of
 from acmoe.hf.placement import adaptive_routers
 from acmoe.ops.dispatch import log_once
 
@@ -54,8 +57,8 @@ def attach(
         config: "adaptive", or an `AdaptiveConfig`. `running` and `prefix` statistics are causal
             and can be generated with; the fields `base` and `scale_experts` need acmoe's own
             layers.
-        skip: The paper's placement. The first MoE layer is always plain, since nothing before it
-            forms clusters, and so are the next `skip` ones. 0: all but the first are adaptive.
+        skip: Number of MoE layers in front that stay plain. The first always does, since nothing
+            before it forms clusters, so 0 means 1. The paper's "Skip 1" is skip=2.
         layers: Depths of the adaptive MoE layers, counted from 0 among the MoE layers of each
             stack, in place of `skip`.
         blend_steps: Number of optimizer steps over which M_b = (1 - b) I + b M goes from the plain
@@ -86,15 +89,15 @@ def attach(
             f"{type(model).__name__} is attached already; call acmoe.detach(model) first",
         )
     placed = adaptive_routers(stacks, skip=skip, layers=layers)
-    parts = [
-        build_parts(stack, depths, config, blend_steps)
-        for stack, depths in zip(stacks, placed, strict=True)
-    ]
+    with float32_default():
+        parts = [
+            build_parts(stack, depths, config, blend_steps)
+            for stack, depths in zip(stacks, placed, strict=True)
+        ]
     for stack, own in zip(stacks, parts, strict=True):
         if own:
             _attach_stack(stack, own)
-    options = {"skip": skip, "layers": None if layers is None else [*layers]}
-    _write_config(model, {**options, "blend_steps": blend_steps, "router": as_dict(config)})
+    adopt(model, options_of(config, skip=skip, layers=layers, blend_steps=blend_steps))
     return model
 
 
@@ -122,9 +125,7 @@ def detach(model: Model) -> Model:
     for module in model.modules():
         for handle in module.__dict__.pop(HANDLES, ()):
             handle.remove()
-        config: Any = getattr(module, "config", None)
-        if hasattr(config, "acmoe"):
-            del config.acmoe
+    release(model)
     return model
 
 
@@ -170,11 +171,6 @@ def check_model(model: object) -> None:
     check(not wrapped, "model is in an nn.DataParallel; use DistributedDataParallel (torchrun)")
 
 
-def as_dict(config: AdaptiveConfig) -> dict[str, Any]:
-    """Return all fields but `base`, also those with default values: a default may change."""
-    return {one.name: getattr(config, one.name) for one in fields(config) if one.name != "base"}
-
-
 def build_parts(
     stack: RouterStack, depths: set[int], config: AdaptiveConfig, blend_steps: int
 ) -> dict[int, AdaptivePart]:
@@ -190,6 +186,17 @@ def build_parts(
         for depth, found in enumerate(stack.routers)
         if depth in depths or depth + 1 in depths
     }
+
+
+@contextlib.contextmanager
+def float32_default() -> Iterator[None]:
+    """Create tensors in float32, also while transformers builds a model of another dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _attach_stack(stack: RouterStack, parts: dict[int, AdaptivePart]) -> None:
@@ -234,9 +241,3 @@ def _device_of(router: nn.Module) -> torch.device:
     # accelerate keeps the parameters of an offloaded module on the meta device between calls.
     offloaded = getattr(getattr(router, "_hf_hook", None), "execution_device", None)
     return torch.device(offloaded) if device.type == "meta" and offloaded is not None else device
-
-
-def _write_config(model: nn.Module, options: dict[str, Any]) -> None:
-    config = getattr(model, "config", None)
-    if config is not None and not isinstance(config, dict):
-        config.acmoe = options

@@ -20,7 +20,7 @@ def adaptive_routers(
             isinstance(skip, int) and not isinstance(skip, bool) and skip >= 0,
             f"skip={skip!r}; it must be a whole number, 0 or more",
         )
-        wanted = set(range(skip + 1, longest))
+        wanted = set(range(max(skip, 1), longest))
     else:
         wanted = _named(layers, longest)
     found = []
@@ -36,7 +36,7 @@ def adaptive_routers(
         _check_sizes(stack, found[-1])
     if not any(found):
         given = f"skip={skip}" if layers is None else f"layers={[*layers]}"
-        remedy = "use skip=0" if layers is None and longest > 1 else "two MoE layers are needed"
+        remedy = "use skip=1" if layers is None and longest > 1 else "two MoE layers are needed"
         raise UserError(
             f"{given} leaves no adaptive router among {longest} MoE layers, of which the first is "
             f"always plain; {remedy}"

@@ -3,18 +3,18 @@
 A run that is still training, was stopped or crashed is read as far as it got.
 """
 
-import math
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal
 
 from acmoe.config.images.train import VISION_RUNS
 from acmoe.config.serialize import flatten
 from acmoe.data.images.load import load_images
-from acmoe.errors import UserError, check
+from acmoe.errors import UserError, check, is_finite
 from acmoe.evaluate.run import (
     CONFIG,
     METRICS,
@@ -106,7 +106,7 @@ class RunFacts:
         return {
             record["step"]: float(record[key])
             for record in self.valid
-            if isinstance(record.get(key), int | float) and math.isfinite(record[key])
+            if isinstance(record.get(key), int | float) and is_finite(record[key])
         }
 
     def best(self) -> tuple[int, float] | None:
@@ -248,6 +248,11 @@ def _steps(folder: Path, kind: str, config: Record) -> tuple[int | None, list[st
 
     A length in epochs of images is known only where the images can be counted.
     """
+    for name in ("steps", "epochs"):
+        check(
+            type(config.get(name)) in (int, float, NoneType) and is_finite(config.get(name) or 0),
+            f"{folder / CONFIG} has {name}={config.get(name)!r}; it was not written by acmoe",
+        )
     if config.get("steps") is not None:
         return int(config["steps"]), []
     if kind not in VISION_RUNS:

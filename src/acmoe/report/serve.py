@@ -2,8 +2,12 @@
 
 import contextlib
 import hashlib
+import io
 import json
+import socket
+import sys
 import threading
+import time
 from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -61,13 +65,41 @@ class LiveReport:
             return self._made[1]
 
 
+class _Request(io.RawIOBase):
+    """The bytes of one request, which must all arrive within `seconds`.
+
+    A timeout of the socket alone starts again with every byte, so that a client that sends one from
+    time to time would hold its thread for ever.
+    """
+
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
+        self.connection, self.end = connection, time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self.end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the request took too long")
+        self.connection.settimeout(left)
+        return self.connection.recv_into(buffer)
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: "ReportServer"
 
     def setup(self) -> None:
-        """Set the timeout of the connection before its first byte is read."""
+        """Read through `_Request` instead of the socket's own file."""
         super().setup()
+        self.rfile.close()
+        self.rfile = io.BufferedReader(_Request(self.connection, self.server.connection_timeout))
+
+    def parse_request(self) -> bool:
+        """Parse the request, then give the answer, which may be an error, its own time."""
+        parsed = super().parse_request()
         self.connection.settimeout(self.server.connection_timeout)
+        return parsed
 
     def do_GET(self) -> None:
         # Another site may resolve its host name to this machine (DNS rebinding); refuse it.
@@ -118,7 +150,7 @@ class ReportServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
-    connection_timeout = 10.0  # seconds without a byte, after which a connection is closed
+    connection_timeout = 10.0  # seconds for a whole request, and again for sending the answer
     max_connections = 64
 
     def __init__(self, report: LiveReport, port: int) -> None:
@@ -154,6 +186,11 @@ class ReportServer(ThreadingHTTPServer):
             super().process_request_thread(request, client_address)
         finally:
             self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing about a client that has gone; other errors are printed with a traceback."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
     @property
     def url(self) -> str:

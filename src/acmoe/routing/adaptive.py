@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from acmoe.config.routing import AdaptiveConfig
+from acmoe.ops.bounded import bounded
 from acmoe.ops.route import ScaledTokens
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.routing.cache import StatisticsSlot
@@ -73,7 +74,7 @@ class AdaptiveRouter(Router):
         scale = self.cluster_scale(x_BLD, state, mask_BL, cache)
         if scale.dim() == 2 and self.mix == 1:  # one M per cluster, the same for all its tokens
             return ScaledTokens(x, scale, state.assignment[:, 0], state.order)
-        scaled = x.to(accumulation_dtype(x.dtype)) * token_scale(scale, state, x)
+        scaled = bounded(x.to(accumulation_dtype(x.dtype))) * token_scale(scale, state, x)
         return ScaledTokens(x, product=scaled)
 
     def cluster_scale(

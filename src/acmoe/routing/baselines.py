@@ -15,6 +15,7 @@ from acmoe.config.routing import (
     LossConfig,
     RandomConfig,
 )
+from acmoe.ops.bounded import bounded
 from acmoe.ops.precision import wide_dtype
 from acmoe.ops.route import ScaledTokens
 from acmoe.ops.route.reference import best_first, first_chosen, linear_affinity
@@ -86,7 +87,9 @@ class CosineRouter(Router):
         mask_T = None if token_mask is None else token_mask.reshape(-1)
         affinity_TE = self.affinity(flat(x))
         expert_ids_TK, gate_TK = select(affinity_TE, self.top_k, self.config.gate)
-        loss = common_losses(self.losses, affinity_TE, expert_ids_TK, mask_T)
+        loss = common_losses(
+            self.losses, affinity_TE, expert_ids_TK, mask_T, group=self.balance_group
+        )
         return Routing(expert_ids_TK, gate_TK, affinity_TE, loss, expert_ids_TK[:, 0].clone())
 
 
@@ -121,7 +124,7 @@ class RandomRouter(Router):
             return ScaledTokens(x, scale_CD, state.assignment[:, 0], state.order)
         scale_TJD = gather_scale(scale_CD, state.assignment[None])
         scale_TJD = scale_TJD.masked_fill((state.assignment < 0)[None, ..., None], 1.0)
-        scaled_TD = x_TD * mix_scales(scale_TJD, state.membership[None])[0]
+        scaled_TD = bounded(x_TD) * mix_scales(scale_TJD, state.membership[None])[0]
         return ScaledTokens(x, product=scaled_TD.view(x.shape))
 
     def route(

@@ -42,6 +42,13 @@ class StatisticsSlot:
         for moment, new in zip(self.moments, after, strict=True):
             moment.copy_(new)
 
+    def select(self, rows: Tensor) -> None:
+        """Keep the given sequences of the batch, in this order; one scale for all stays."""
+        if self.moments is not None:
+            self.moments = PrefixMoments(*(moment.index_select(0, rows) for moment in self.moments))
+        if self.scale is not None and self.scale.dim() == 3:
+            self.scale = self.scale.index_select(0, rows)
+
     def scale_once(self, scale: Tensor) -> Tensor:
         """Store the scale of the first call; return the stored scale in every call."""
         assert self.scale is not None

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from acmoe.ops.route.reference import load
+from acmoe.ops.statistics.over_ranks import process_group, sum_over_ranks
 
 
 def balance_loss(
@@ -16,12 +17,32 @@ def balance_loss(
     token_mask_T: Tensor | None = None,
     *,
     temperature: float = 1.0,
+    group: str = "",
 ) -> Tensor:
-    """Return E * sum_e f_e P_e: f the fraction of routed rows, P the mean gate. 1 at balance."""
+    """Return E * sum_e f_e P_e: f the fraction of routed rows, P the mean gate. 1 at balance.
+
+    group: the name of the processes over whose tokens it is taken (`over_group`).
+    """
     num_experts = affinity_TE.shape[-1]
     load_E = load(expert_ids_TK, num_experts, token_mask_T).to(affinity_TE.dtype)
-    gate_E = masked_mean((affinity_TE / temperature).softmax(-1), token_mask_T)
-    return balance_of(load_E, gate_E)
+    gate_TE = (affinity_TE / temperature).softmax(-1)
+    if not group:
+        return balance_of(load_E, masked_mean(gate_TE, token_mask_T))
+    tokens = load_E.new_full((), len(gate_TE)) if token_mask_T is None else token_mask_T.sum()
+    return balance_of(*over_group(load_E, masked_sum(gate_TE, token_mask_T), tokens, group))
+
+
+def over_group(
+    load_E: Tensor, gate_sum_E: Tensor, tokens: Tensor, group: str
+) -> tuple[Tensor, Tensor]:
+    """Return the load of all processes of the group, and this process's part of the mean gate.
+
+    The mean over processes of the balance loss from these, which is what data parallel training
+    minimises, is the balance loss of the whole batch; so is its gradient, since the load has none.
+    """
+    both = sum_over_ranks(torch.cat([load_E.detach(), tokens.detach().to(load_E)[None]]), group)
+    share = both[-1] / process_group(group).size()  # tokens of the group, per process
+    return both[:-1], gate_sum_E / share.clamp(min=1e-12)
 
 
 def balance_of(load_E: Tensor, gate_E: Tensor) -> Tensor:

@@ -25,9 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from acmoe.config.routing import LossConfig, MetricConfig
+from acmoe.ops.bounded import bounded
 from acmoe.ops.route import Route, ScaledTokens
 from acmoe.ops.route.reference import choose
 from acmoe.ops.statistics.cluster_mean import cluster_mean
+from acmoe.ops.statistics.over_ranks import world_size
 from acmoe.ops.statistics.pending import record_batch
 from acmoe.ops.statistics.running import update_average
 from acmoe.routing.router import flat
@@ -43,6 +45,7 @@ class ExpertMoments(StepStatistics):
     experts' tokens, so that it follows them.
     """
 
+    waits = ("last_moments", "last_count")
     moments: Tensor  # (E, 2 D): means of x - o, then means of (x - o)^2
     origin: Tensor  # (D,) o; zeros before the first batch, and in checkpoints of version 0.1
     weight: Tensor  # (E,) number of tokens in the means, discounted by momentum
@@ -65,11 +68,18 @@ class ExpertMoments(StepStatistics):
         shifted_TD = x_TD - self.origin.to(x_TD.dtype)
         both_TX = torch.cat([shifted_TD, shifted_TD.square()], dim=-1)
         moments_EX, count_E = cluster_mean(both_TX, first_T, len(self.weight), token_mask_T)
-        record_batch(self.last_moments, self.last_count, moments_EX, count_E)
+        waiting = self.waiting_buffer("last_moments"), self.waiting_buffer("last_count")
+        record_batch(*waiting, moments_EX, count_E)
         self.count_forward()
 
     def _begin(self, x_TD: Tensor, first_T: Tensor, token_mask_T: Tensor | None) -> None:
-        """Put the origin at the mean of the first batch's tokens."""
+        """Put the origin at the mean of the first batch's tokens.
+
+        Processes that pool their moments keep it at 0 until their first update: they need the same
+        origin, and each has tokens of its own.
+        """
+        if world_size() > 1:
+            return
         mean_1D, _ = cluster_mean(x_TD, torch.zeros_like(first_T), 1, token_mask_T)
         unset = (self.weight.sum() == 0) & (self.origin == 0).all()
         self.origin.copy_(torch.where(unset, mean_1D[0].to(self.origin.dtype), self.origin))
@@ -159,7 +169,8 @@ class MetricRouter(TopKRouter):
         nn.init.constant_(self.strength, self.config.strength)
 
     def affinity(self, x_TD: Tensor) -> Tensor:
-        return super().affinity(x_TD) - 0.5 * self.strength * self.distance(x_TD)
+        # A token far from all experts has distances whose square, in the z-loss, would overflow.
+        return bounded(super().affinity(x_TD) - 0.5 * self.strength * self.distance(x_TD))
 
     def choose(
         self,

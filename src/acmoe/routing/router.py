@@ -36,6 +36,7 @@ class Router(Layer):
     mix = 1  # number of clusters per token that this router reads from the state
     # True: its statistics of a stream continue from one segment to the next (`CarriedMoments`)
     carries_moments = False
+    balance_group = ""  # name of the processes whose tokens the balance loss is taken over
 
     def __init__(
         self, *, dim: int, num_experts: int, top_k: int, losses: LossConfig | None = None

@@ -174,6 +174,11 @@ def check_state(
         "consecutive MoE layers must agree on num_experts",
     )
     check(
+        state.scale.dtype not in (torch.bfloat16, torch.float16),
+        f"state.scale arrives in {state.scale.dtype}, and a rounded scale routes otherwise: pass "
+        "the state in float32 (under FSDP2: MixedPrecisionPolicy(cast_forward_inputs=False))",
+    )
+    check(
         state.scale.shape[1] == dim,
         f"state.scale has {state.scale.shape[1]} features; the tokens have {dim}: where the width "
         "changes, begin anew with RoutingState.identity(...)",

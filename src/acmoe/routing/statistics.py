@@ -32,16 +32,19 @@ from acmoe.ops.statistics.op import (
     measure_scale,
     scale_of,
 )
-from acmoe.ops.statistics.pending import capturing, record_batch
+from acmoe.ops.statistics.over_ranks import dispersion_over_ranks, sum_over_ranks
+from acmoe.ops.statistics.pending import capturing, record_batch, replaying
 from acmoe.ops.statistics.prefix import PrefixMoments
 from acmoe.ops.statistics.running import update_average, update_average_and_scale
 from acmoe.routing.cache import StatisticsSlot, check_inference
+from acmoe.routing.group import group_of
 from acmoe.routing.step import StepStatistics
 
 
 class ClusterStatistics(StepStatistics):
     """The scale of each cluster under a config's statistics mode, and the running average."""
 
+    waits = ("last_dispersion", "last_count")
     dispersion: Tensor
     weight: Tensor
     last_dispersion: Tensor
@@ -67,6 +70,25 @@ class ClusterStatistics(StepStatistics):
     def reset_parameters(self) -> None:
         super().reset_parameters()
         self.running_scale.fill_(1.0)
+
+    @property
+    def pools(self) -> bool:
+        """Return True if the waiting batches of several processes are added up at an update.
+
+        With statistics_group="global" they are the same on all processes already.
+        """
+        check(
+            self.config.statistics_group != "local"
+            or not {"running", "prefix"} & set(self.config.modes),
+            f"statistics_group='local' with statistics={self.config.statistics!r}: the running "
+            "averages of the processes would drift apart; use 'pooled' or 'global'",
+        )
+        return self.config.statistics_group == "pooled"
+
+    @property
+    def group(self) -> str:
+        """Return the name of the processes whose tokens a batch has; "" for this one alone."""
+        return group_of(self) if self.config.statistics_group == "global" else ""
 
     @property
     def mode(self) -> str:
@@ -112,6 +134,8 @@ class ClusterStatistics(StepStatistics):
         with self._recording(x_BLD, slot):
             x_BLD = x_BLD.detach() if self.config.detach else x_BLD
             if self.mode == "batch":
+                if self.group:
+                    return self._global_scale(x_BLD, assignment_BL, token_mask_BL, chosen_C, slot)
                 batch = self._new_batch() if self.training else None
                 scale = measure_scale(
                     *self._all_tokens(x_BLD, assignment_BL),
@@ -151,7 +175,10 @@ class ClusterStatistics(StepStatistics):
         order: Tensor | None = None,
     ) -> None:
         """In training, record the dispersion of all tokens of the call for `update`."""
-        if self.training:
+        if self.training and self.group:
+            if not replaying():  # a recompute in the backward communicates nothing
+                self._record(self._global_dispersion(x_BLD, assignment_BL, token_mask_BL))
+        elif self.training:
             batch = self._new_batch()
             measure_dispersion(
                 *self._all_tokens(x_BLD, assignment_BL),
@@ -162,13 +189,44 @@ class ClusterStatistics(StepStatistics):
             )
             self._record(batch)
 
+    def _global_dispersion(
+        self, x_BLD: Tensor, assignment_BL: Tensor, token_mask_BL: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the dispersion (C, D) and token counts (C,) of the tokens of all processes."""
+        mask_T = None if token_mask_BL is None else token_mask_BL.flatten()
+        tokens = self._all_tokens(x_BLD, assignment_BL)
+        spread_CD, count_C = dispersion_over_ranks(*tokens, self.config.measure, mask_T, self.group)
+        return spread_CD, count_C
+
+    def _global_scale(
+        self,
+        x_BLD: Tensor,
+        assignment_BL: Tensor,
+        token_mask_BL: Tensor | None,
+        chosen_C: Tensor | None,
+        slot: StatisticsSlot | None,
+    ) -> Tensor:
+        """Return the (C, D) scale of the tokens of all processes, and record them in training."""
+        found = self._global_dispersion(x_BLD, assignment_BL, token_mask_BL)
+        if self.training:
+            self._record(found)
+        if chosen_C is not None:
+            chosen_C = sum_over_ranks((chosen_C != 0).float(), self.group) != 0
+        scale = scale_of(*found, self.options._replace(chosen=chosen_C))
+        return scale if slot is None else slot.scale_once(scale)
+
     def _new_batch(self) -> tuple[Tensor, Tensor]:
         """Return memory for the dispersion (C, D) and the token counts (C,) of a batch."""
         return torch.empty_like(self.last_dispersion), torch.empty_like(self.last_count)
 
     def _record(self, batch: tuple[Tensor, Tensor]) -> None:
         # A single token has dispersion 0, which carries no information.
-        record_batch(self.last_dispersion, self.last_count, *batch, least=2)
+        record_batch(
+            self.waiting_buffer("last_dispersion"),
+            self.waiting_buffer("last_count"),
+            *batch,
+            least=2,
+        )
         self.count_forward()
 
     def average_scale(self) -> Tensor:

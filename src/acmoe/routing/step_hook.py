@@ -169,6 +169,12 @@ def _parameters_of_statistics() -> "dict[StepStatistics, set[nn.Parameter]]":
     return owned
 
 
+def parameters_around(statistics: "StepStatistics") -> "set[nn.Parameter]":
+    """Return the parameters of the layers around these statistics, and their own."""
+    with _lock:
+        return _parameters_of_statistics().get(statistics, set())
+
+
 def _ids(optimizers: Iterable[Optimizer]) -> set[int]:
     """Return the ids of all parameters that the optimizers hold."""
     groups = [group for one in optimizers for group in getattr(one, "param_groups", ())]

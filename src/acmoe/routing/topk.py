@@ -15,7 +15,14 @@ from acmoe.ops.route.reference import best_first, first_chosen, linear_affinity,
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.ops.statistics.pending import record_count
 from acmoe.ops.unit import unit_rows
-from acmoe.routing.losses import balance_loss, balance_of, importance_loss, load_loss, z_loss
+from acmoe.routing.losses import (
+    balance_loss,
+    balance_of,
+    importance_loss,
+    load_loss,
+    over_group,
+    z_loss,
+)
 from acmoe.routing.router import Router
 from acmoe.routing.state import Routing
 from acmoe.routing.step import StepStatistics
@@ -53,6 +60,7 @@ class SelectionBias(StepStatistics):
     gradient. `last_load` counts the tokens of all training forwards since the last update.
     """
 
+    waits = (None, "last_load")
     bias: Tensor
     last_load: Tensor
 
@@ -71,7 +79,9 @@ class SelectionBias(StepStatistics):
 
     @torch.no_grad()
     def note(self, expert_ids_TK: Tensor, token_mask_T: Tensor | None) -> None:
-        record_count(self.last_load, load(expert_ids_TK, self.bias.numel(), token_mask_T))
+        record_count(
+            self.waiting_buffer("last_load"), load(expert_ids_TK, self.bias.numel(), token_mask_T)
+        )
         self.count_forward()
 
     @torch.no_grad()
@@ -213,10 +223,15 @@ class TopKRouter(Router):
         weights, temperature = self.losses, self.config.balance_temperature
         balance = None
         if found.load is not None and found.gate_sum is not None:
-            tokens = max(len(expert_ids_TK), 1) if mask_T is None else mask_T.sum().clamp(min=1)
-            balance = balance_of(found.load, found.gate_sum / tokens)
+            balance = self._balance(found.load, found.gate_sum, len(expert_ids_TK), mask_T)
         total = common_losses(
-            weights, found.clean, expert_ids_TK, mask_T, temperature=temperature, balance=balance
+            weights,
+            found.clean,
+            expert_ids_TK,
+            mask_T,
+            temperature=temperature,
+            balance=balance,
+            group=self.balance_group,
         )
         if weights.importance_load:
             # Without a selection bias the last choice has the k-th largest affinity.
@@ -230,6 +245,16 @@ class TopKRouter(Router):
             total = total + weights.importance_load * both / 2
         return total
 
+    def _balance(
+        self, load_E: Tensor, gate_sum_E: Tensor, rows: int, mask_T: Tensor | None
+    ) -> Tensor:
+        """Return the balance loss from the sums that the op `route` computed."""
+        if self.balance_group:
+            tokens = load_E.new_full((), rows) if mask_T is None else mask_T.sum()
+            return balance_of(*over_group(load_E, gate_sum_E, tokens, self.balance_group))
+        count = max(rows, 1) if mask_T is None else mask_T.sum().clamp(min=1)
+        return balance_of(load_E, gate_sum_E / count)
+
 
 def common_losses(
     weights: LossConfig,
@@ -239,12 +264,18 @@ def common_losses(
     *,
     temperature: float = 1.0,
     balance: Tensor | None = None,
+    group: str = "",
 ) -> Tensor:
-    """Return the weighted sum of balance loss and z-loss; `balance` is used if it is given."""
+    """Return the weighted sum of balance loss and z-loss; `balance` is used if it is given.
+
+    group: the name of the processes over whose tokens the balance loss is taken.
+    """
     total = affinity_TE.new_zeros((), dtype=torch.float32)
     if weights.balance:
         if balance is None:
-            balance = balance_loss(affinity_TE, expert_ids_TK, mask_T, temperature=temperature)
+            balance = balance_loss(
+                affinity_TE, expert_ids_TK, mask_T, temperature=temperature, group=group
+            )
         total = total + weights.balance * balance
     if weights.z:
         total = total + weights.z * z_loss(affinity_TE, mask_T)

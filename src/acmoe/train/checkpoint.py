@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from acmoe.errors import UserError, check
+from acmoe.errors import UserError, check, first_line
 from acmoe.evaluate.run import EMA, STATE, checkpoints, step_folder
 from acmoe.models.checkpoint import save
 from acmoe.runtime import rng_states, set_rng_states
@@ -128,7 +129,15 @@ class CheckpointStore:
             state.get("format") in (1, SEALED),
             f"{folder / STATE} has format {state.get('format')!r}; this acmoe reads 1 and {SEALED}",
         )
-        files = state["files"] if state["format"] == SEALED else {TENSORS: state.get("sha256")}
+        files = state.get("files") if state["format"] == SEALED else {TENSORS: state.get("sha256")}
+        check(isinstance(files, dict), f"{folder / STATE} lists no files; {fix}")
+        assert isinstance(files, dict)
+        check(
+            TENSORS in files or file.is_file(),
+            f"{folder} holds weights only, written by `acmoe export --to run`: evaluate it, or "
+            "train in another folder",
+        )
+        check(TENSORS in files, f"{folder / STATE} lists no checksum of {TENSORS}; {fix}")
         for name, digest in files.items():
             path = folder / name
             check(bool(_FILES.fullmatch(name)), f"{folder / STATE} names {name!r}; {fix}")
@@ -213,6 +222,20 @@ def first_nonfinite(tensors: Mapping[str, Any]) -> str | None:
     name = next(name for name, flag in zip(floats, flags, strict=True) if not flag)
     tensor = floats[name]
     return f"{name} holds {float(tensor[~tensor.isfinite()].flatten()[0])}"
+
+
+@contextmanager
+def restoring(folder: Path) -> Iterator[None]:
+    """Report a training state that does not fit the run, as no file that acmoe wrote has."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"the training state in {folder} does not fit this run ({type(error).__name__}: "
+            f"{first_line(error)}); delete it to resume from the checkpoint before it"
+        ) from error
 
 
 def rng_tensors(device: torch.device) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from acmoe.config.routing import StableConfig, base_router
-from acmoe.config.text.finetune import FinetuneConfig
+from acmoe.config.text.finetune import FinetuneConfig, Form
 from acmoe.data.text.sentence_batches import EncodedSentence, SentenceBatch
 from acmoe.data.text.sentences import Sentence
 from acmoe.data.text.vocabulary import EOS, UNK, WordVocabulary
@@ -32,17 +32,7 @@ class Classifier(nn.Module):
         self.backbone = backbone
         dim = backbone.config.dim
         self.masked = config.form == "clean"
-        if self.masked:
-            self.head: nn.Module = nn.Linear(dim, num_classes)
-        else:
-            self.head = nn.Sequential(
-                nn.Linear(dim, dim),
-                nn.LogSoftmax(-1),
-                nn.Linear(dim, dim),
-                nn.Tanh(),
-                nn.Dropout(config.dropout),
-                nn.Linear(dim, num_classes),
-            )
+        self.head = classification_head(dim, num_classes, config.form, config.dropout)
 
     def forward(self, batch: SentenceBatch) -> Tensor:
         """Return (B, classes) logits."""
@@ -51,6 +41,20 @@ class Classifier(nn.Module):
         row_B = torch.arange(len(batch.last), device=batch.last.device)
         logits: Tensor = self.head(x_BLD[row_B, batch.last])
         return logits
+
+
+def classification_head(dim: int, num_classes: int, form: Form, dropout: float) -> nn.Module:
+    """Return the head of a form of finetuning: one linear layer, or the published three."""
+    if form == "clean":
+        return nn.Linear(dim, num_classes)
+    return nn.Sequential(
+        nn.Linear(dim, dim),
+        nn.LogSoftmax(-1),
+        nn.Linear(dim, dim),
+        nn.Tanh(),
+        nn.Dropout(dropout),
+        nn.Linear(dim, num_classes),
+    )
 
 
 def pretrained_backbone(model: LanguageModel, config: FinetuneConfig) -> LanguageModel:

@@ -1,7 +1,8 @@
 """Finetune a pretrained run on SST-2, SST-5 or Banking-77.
 
 Each epoch ends with a checkpoint, unless they are switched off, so the same call continues an
-interrupted one. The report has the test accuracy of the epoch with the best development accuracy.
+interrupted one; where the latest checkpoint is damaged, from the one before it. The report has the
+test accuracy of the epoch with the best development accuracy.
 
 B sentences.
 """
@@ -27,13 +28,14 @@ from acmoe.data.text.sentence_batches import (
     sentence_batches,
 )
 from acmoe.data.text.sentences import Sentence, load_sentences, task_of
+from acmoe.data.text.vocabulary import Vocabulary
 from acmoe.data.transfer import to_device
-from acmoe.errors import NonFiniteError, check
+from acmoe.errors import NonFiniteError, UserError, check
 from acmoe.evaluate.finite import FiniteLogits
 from acmoe.evaluate.run import CHECKPOINTS, METRICS, Run, open_run, step_folder
 from acmoe.models.checkpoint import load
 from acmoe.runtime import autocast, pick_device, seeded
-from acmoe.train.checkpoint import CheckpointStore, restore_rng, rng_tensors
+from acmoe.train.checkpoint import CheckpointStore, restore_rng, restoring, rng_tensors
 from acmoe.train.classifier import (
     Classifier,
     pad_left,
@@ -46,11 +48,14 @@ from acmoe.train.classifier import (
 from acmoe.train.health import TrainingStopped
 from acmoe.train.metrics_log import append, drop_records_after
 from acmoe.train.optim import adam, optimizer_tensors, restore_optimizer
-from acmoe.train.run_folder import claim
+from acmoe.train.resume import read_latest
+from acmoe.train.run_folder import claim, write_vocabulary
 from acmoe.train.trainer import apply_gradients
 
 Split = dict[str, list[EncodedSentence]]
+Tensors = dict[str, torch.Tensor]
 
+KEPT = 2  # checkpoints: where the latest is damaged, the one before it is continued
 HELD_OUT = 10  # a missing development set is one training sentence in ten
 
 
@@ -94,8 +99,9 @@ def finetune(
     device = pick_device(config.device)
     rows, origin = task_splits(load_sentences(config.task, data), config.seed)
     with claim(out, config), seeded(config.seed, device):
-        store = CheckpointStore(out / CHECKPOINTS, keep=1) if checkpoints else None
+        store = CheckpointStore(out / CHECKPOINTS, keep=KEPT) if checkpoints else None
         finetuner = Finetuner(run, config, rows, device, store)
+        write_vocabulary(finetuner.vocabulary, out)
         accuracies = _train(finetuner, out / METRICS, console or Console(stderr=True))
         best = _best(accuracies)
         finetuner.load_best(best)
@@ -118,10 +124,11 @@ def finetune(
 
 def _train(finetuner: "Finetuner", metrics: Path, console: Console) -> list[float]:
     """Train the remaining epochs; return the development accuracy after every epoch."""
-    config, accuracies = finetuner.config, finetuner.resume()
+    config = finetuner.config
+    accuracies, notes = finetuner.resume()
     _, complaint = drop_records_after(metrics, len(accuracies), expected=len(accuracies))
-    if complaint:
-        console.print(complaint, highlight=False, markup=False, soft_wrap=True)
+    for note in (*notes, *([complaint] if complaint else [])):
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
     for epoch in range(len(accuracies) + 1, config.epochs + 1):
         started = time.perf_counter()
         with progress_bars(console) as progress:
@@ -179,14 +186,15 @@ class Finetuner:
     ) -> None:
         self.config, self.device, self.store = config, device, store
         self.best_weights: dict[str, torch.Tensor] = {}
+        self.vocabulary: Vocabulary
         self.pretrained_step = int(run.checkpoint(config.which).name.split("-")[1])
         pretrained = run.model(config.which)
         if config.form == "clean":
-            vocabulary = run.vocabulary()
+            vocabulary = self.vocabulary = run.vocabulary()
             self.rows = {name: encode_sentences(found, vocabulary) for name, found in rows.items()}
             backbone = pretrained_backbone(pretrained, config)
         else:
-            words = published_vocabulary([*rows["train"], *rows["dev"]])
+            words = self.vocabulary = published_vocabulary([*rows["train"], *rows["dev"]])
             self.rows = {name: published_encoding(found, words) for name, found in rows.items()}
             backbone = published_backbone(pretrained, words, config)
         classes = len(task_of(config.task).classes)
@@ -270,18 +278,33 @@ class Finetuner:
         }
         self.store.save(epoch, self.model.backbone, tensors, state)
 
-    def resume(self) -> list[float]:
-        """Load the checkpoint of the last complete epoch; return the accuracies up to it."""
-        folder = None if self.store is None else self.store.latest()
-        if self.store is None or folder is None:
-            return []
-        tensors, state = self._read(self.store, folder)
+    def resume(self) -> tuple[list[float], list[str]]:
+        """Load the latest intact checkpoint; return the accuracies up to it, and notes to print."""
+        if self.store is None:
+            return [], []
+        store = self.store
+        found, notes = read_latest(store, lambda folder: _read(store, folder))
+        if found is None:
+            return [], notes
+        with restoring(store.latest() or store.folder):
+            return self._restore(store, *found), notes
+
+    def _restore(
+        self,
+        store: CheckpointStore,
+        backbone: Tensors,
+        head: Tensors,
+        tensors: Tensors,
+        state: dict[str, Any],
+    ) -> list[float]:
+        """Load a checkpoint that was read; return its accuracies."""
         before, now = state["pretrained_step"], self.pretrained_step
         check(
             before == now,
-            f"{self.store.folder.parent} began with step {before} of the run, whose "
+            f"{store.folder.parent} began with step {before} of the run, whose "
             f"{self.config.which} checkpoint is now step {now}; finetune into another folder",
         )
+        self._load(backbone, head)
         restore_optimizer(self.optimizer, self.model, tensors)
         restore_rng(tensors, self.device)
         return list(state["accuracies"])
@@ -290,18 +313,26 @@ class Finetuner:
         """Load the weights of the best epoch."""
         if self.store is None:
             self.model.load_state_dict(self.best_weights)
-        else:
-            self._read(self.store, step_folder(self.store.folder, best))
+            return
+        try:
+            backbone, head, _, _ = _read(self.store, step_folder(self.store.folder, best))
+        except UserError as error:
+            raise UserError(
+                f"epoch {best}, the best, cannot be read: {str(error).partition(';')[0]}; delete "
+                f"{self.store.folder.parent} and give the same command to finetune again"
+            ) from error
+        self._load(backbone, head)
 
-    def _read(
-        self, store: CheckpointStore, folder: Path
-    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Load the weights of a checkpoint; return its tensors and state."""
-        tensors, state = store.read(folder)
-        self.model.backbone.load_state_dict(load(folder).state_dict())
-        head = {key.removeprefix("head/"): v for key, v in tensors.items() if key[:5] == "head/"}
+    def _load(self, backbone: Tensors, head: Tensors) -> None:
+        self.model.backbone.load_state_dict(backbone)
         self.model.head.load_state_dict(head)
-        return tensors, state
+
+
+def _read(store: CheckpointStore, folder: Path) -> tuple[Tensors, Tensors, Tensors, dict[str, Any]]:
+    """Return the weights of backbone and head, the training tensors and the state."""
+    tensors, state = store.read(folder)
+    head = {key.removeprefix("head/"): v for key, v in tensors.items() if key[:5] == "head/"}
+    return load(folder).state_dict(), head, tensors, state
 
 
 def _micro_batches(batch: SentenceBatch, split: int) -> Iterator[SentenceBatch]:

@@ -76,7 +76,12 @@ class MetricsLog:
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore what `state_dict` returned; raise where a number is something else."""
+        best, records = state["best"] or {}, state.get("records") or 0
+        ranked = [best[name] for name in ("step", *self.ranked)] if best else []
+        numbers = [state["seconds"], records, *ranked, *state["losses"], *state["aux_losses"]]
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError("a number is not finite")
         self.seconds, self.best = state["seconds"], state["best"]
         self.losses, self.aux_losses = state["losses"], state["aux_losses"]
         self.records = state.get("records")  # absent in version 0.1

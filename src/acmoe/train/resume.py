@@ -1,6 +1,8 @@
 """Checkpoints of a run: a resumed run equals the uninterrupted one, bit by bit."""
 
-from typing import Any, cast
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -8,9 +10,11 @@ from torch import Tensor, nn
 from acmoe.errors import UserError, check
 from acmoe.evaluate.run import EMA, checkpoints
 from acmoe.models.checkpoint import load
-from acmoe.train.checkpoint import CheckpointStore
+from acmoe.train.checkpoint import CheckpointStore, restoring
 from acmoe.train.metrics_log import MetricsLog
 from acmoe.train.trainer import Trainer
+
+Read = TypeVar("Read")
 
 
 def save_run(store: CheckpointStore, step: int, trainer: Trainer, log: MetricsLog) -> None:
@@ -41,21 +45,42 @@ def resume_run(
     """
     notes: list[str] = []
     step = 0
-    while store is not None and (folder := store.latest()) is not None:
+    if store is not None:
+        averaged = trainer.average is not None
+        found, notes = read_latest(store, lambda folder: _read(store, folder, averaged))
+        if found is not None:
+            with restoring(store.latest() or store.folder):
+                step = _restore(trainer, log, *found, notes)
+    complaint = log.open(step)
+    return step, [*notes, *([complaint] if complaint else [])]
+
+
+def read_latest(
+    store: CheckpointStore, read: Callable[[Path], Read]
+) -> tuple[Read | None, list[str]]:
+    """Read the latest checkpoint that is intact; return the result, and what to tell the user.
+
+    `read` raises a UserError for a damaged folder, which is then set aside. The result is None
+    where there is no checkpoint. Where all are damaged, the earliest stays and its error is raised.
+    """
+    notes: list[str] = []
+    while (folder := store.latest()) is not None:
         try:
-            tensors, state = store.read(folder)
-            model = load(folder)
-            average = None if trainer.average is None else load(folder / EMA)
+            return read(folder), notes
         except UserError as error:
             earlier = checkpoints(store.folder)[:-1]
             check(bool(earlier), f"{error}; there is no earlier checkpoint")
             aside = store.set_aside(folder)
             notes.append(f"{error}; kept as {aside}, going on from {earlier[-1].name}")
-            continue
-        step = _restore(trainer, log, model, average, tensors, state, notes)
-        break
-    complaint = log.open(step)
-    return step, [*notes, *([complaint] if complaint else [])]
+    return None, notes
+
+
+def _read(
+    store: CheckpointStore, folder: Path, averaged: bool
+) -> tuple[nn.Module, nn.Module | None, dict[str, Tensor], dict[str, Any]]:
+    """Return the model, the averaged model if there is one, the training tensors and the state."""
+    tensors, state = store.read(folder)
+    return load(folder), load(folder / EMA) if averaged else None, tensors, state
 
 
 def _restore(

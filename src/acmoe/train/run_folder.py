@@ -42,7 +42,7 @@ def claim(folder: Path, config: Any, vocabulary: Vocabulary | None = None) -> It
                 f"{folder} holds {', '.join(other_files[:3])} and is no run folder; choose another",
             )
         if vocabulary is not None:
-            _write_vocabulary(vocabulary, folder)
+            write_vocabulary(vocabulary, folder)
         if not path.is_file():
             _write_config(path, config)
         yield
@@ -69,7 +69,7 @@ def _check_same(path: Path, config: Any) -> None:
     )
 
 
-def _write_vocabulary(vocabulary: Vocabulary, folder: Path) -> None:
+def write_vocabulary(vocabulary: Vocabulary, folder: Path) -> None:
     """Write the meaning of the token ids into the folder atomically."""
     draft = folder / f".{VOCABULARY}{DRAFT}"
     with report_write_errors(folder / VOCABULARY):

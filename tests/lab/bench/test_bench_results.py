@@ -43,7 +43,8 @@ def report(*rows: dict[str, object], kind: str = "layer", date: str = "2026-01-0
 
 
 def test_a_report_comes_back_from_disk_as_it_was(tmp_path: Path) -> None:
-    taken = bench_layer(LayerConfig(shapes=("tiny",), repeat=2, device="cpu"), command="acmoe x")
+    config = LayerConfig(shapes=("tiny",), repeat=2, device="cpu", dtype="fp32")
+    taken = bench_layer(config, command="acmoe x")
     path = save(taken, tmp_path / "results")
     back = Report.from_json(path.read_text())
     assert back == replace(taken, arguments={**taken.arguments, "shapes": ["tiny"], "rivals": []})

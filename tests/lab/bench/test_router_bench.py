@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def test_every_mode_is_measured_and_compared_with_the_plain_layer() -> None:
-    config = RouterBenchConfig(shapes=("tiny",), repeat=2, device="cpu")
+    config = RouterBenchConfig(shapes=("tiny",), repeat=2, device="cpu", dtype="fp32")
     rows = {(row["mode"], row["part"]): row for row in bench_router(config).rows}
     assert set(rows) == {
         *((mode, BOTH) for mode in ("plain", "batch", "running", "current")),

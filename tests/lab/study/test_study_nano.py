@@ -21,6 +21,7 @@ from acmoe.lab.study.results.summary import summarise
 from acmoe.lab.study.size import Size
 from acmoe.lab.study.worker import run_cell
 from acmoe.recipes import recipe
+from slow_cases import mostly_slow
 from study_cases import record, write_results
 
 pytest.importorskip("sklearn")
@@ -143,7 +144,7 @@ def test_the_binomial_spread_that_is_told_is_that_of_the_test_images():
     assert f"near 50 % by {middle:.1f}." in NANO.note
 
 
-@pytest.mark.parametrize("setting", [TEXT_SETTING, IMAGE_SETTING])
+@mostly_slow("setting", [TEXT_SETTING, IMAGE_SETTING])
 def test_a_cell_of_each_kind_measures_all_that_is_shown_of_it(materials, setting):
     size = replace(SHORT, steps=2, batch=4, tokens=300, images=5)
     cells = cells_of(materials, setting, size, seeds=(1,))

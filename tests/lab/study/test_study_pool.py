@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from acmoe.lab.study import pool
 from acmoe.lab.study.cell import NoTests
 from acmoe.lab.study.pool import run_cells, threads_per_worker
 from acmoe.lab.study.results.records import open_results, read_results
@@ -31,7 +32,15 @@ def text(tmp_path_factory):
     return tiny_text(tmp_path_factory.mktemp("study"))
 
 
-def test_failed_and_killed_cells_are_written_down_and_do_not_stop_the_others(text, tmp_path):
+@pytest.fixture
+def quick_workers(monkeypatch):
+    """Workers forked by a server that has imported torch: `spawn` takes seconds for each."""
+    monkeypatch.setattr(pool, "_SPAWN", multiprocessing.get_context("forkserver"))
+
+
+def test_failed_and_killed_cells_are_written_down_and_do_not_stop_the_others(
+    text, tmp_path, quick_workers
+):
     (good,) = tiny_cells(text, "adaptive-previous")
     wrong = replace(
         good,

@@ -22,7 +22,16 @@ def tensor(*values):
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "r"), [(1, 1, 0.5), (-1.3, 0.2, -0.8), (0, 0, 0.99), (3, -2, 0)]
+    ("a", "b", "r"),
+    [
+        (1, 1, 0.5),
+        (-1.3, 0.2, -0.8),
+        (0, 0, 0.99),
+        (3, -2, 0),
+        (1, 1, 0.999999),
+        (1, 1.01, 0.99999),
+        (-2, 0.5, -0.99999),
+    ],
 )
 def test_two_correlated_normals_exceed_their_bounds_as_scipy_says(a, b, r):
     wanted = multivariate_normal([0, 0], [[1, r], [r, 1]]).cdf([-a, -b])

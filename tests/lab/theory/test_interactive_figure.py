@@ -17,6 +17,7 @@ from acmoe.lab.theory.gaussians import both_above, rule_z, upper_tail
 from acmoe.lab.theory.robustness.dot_product import MEANS, STD, errors
 from acmoe.lab.theory.scale import exact_scale
 from chromium import chromium, why_not
+from slow_cases import mostly_slow
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = DOCS / "figures" / "two-clusters.html"
@@ -123,9 +124,10 @@ def test_the_page_is_one_file_and_the_theory_page_shows_it():
 
 
 @pytest.mark.skipif(NODE is None, reason="node is not installed")
-def test_the_functions_of_the_page_agree_with_the_library():
+@mostly_slow("draws", [4, 20])
+def test_the_functions_of_the_page_agree_with_the_library(draws):
     draw = random.Random(0)
-    states = [random_state(draw) for _ in range(20)]
+    states = [random_state(draw) for _ in range(draws)]
     states += [{**one["state"], "rule": kind} for one in PRESETS.values() for kind in RULES]
     spreads = [[10 ** draw.uniform(-3, 3) for _ in range(3)] for _ in range(100)]
     tails = [-8.0, -3.01, -0.5, 0.0, 1e-9, 1.0, 2.999, 3.001, 8.0, 30.0]

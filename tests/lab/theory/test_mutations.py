@@ -9,6 +9,7 @@ from acmoe.lab.theory.robustness import misassignment
 from acmoe.lab.theory.suite import CHECKS
 from acmoe.lab.theory.weights import optimum, roots
 from acmoe.ops.statistics.scale import cluster_scale
+from slow_cases import mostly_slow
 
 # These rows do not call the library's scale; the tests below break what they do call.
 WITHOUT_SCALE = {
@@ -49,7 +50,7 @@ def test_rows_without_a_scale_are_rows_of_the_suite():
     assert WITHOUT_SCALE.keys() <= {verify.__name__ for verify in CHECKS}
 
 
-@pytest.mark.parametrize("wrong", [inverted, random])
+@mostly_slow("wrong", [inverted, random])
 @pytest.mark.parametrize("verify", WITH_SCALE)
 def test_a_wrong_scale_turns_every_row_red_that_depends_on_it(verify, wrong, monkeypatch):
     monkeypatch.setattr(scale_module, "cluster_scale", wrong)

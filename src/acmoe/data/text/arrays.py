@@ -10,7 +10,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from acmoe.data.text.records import check_sha256, check_size
-from acmoe.errors import UserError, check
+from acmoe.errors import UserError, check, first_line
 from acmoe.storage.atomic import sha256_of
 
 # Token ids as stored: uint8, uint16 or int32 by the size of the vocabulary.
@@ -76,8 +76,8 @@ def open_array(folder: Path, record: ArrayRecord, *, fix: str, verify: bool = Fa
     path = folder / record.file
     try:
         array: Tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path} is no array of token ids ({error}); {fix}") from error
+    except Exception as error:  # numpy's parser of a damaged header raises errors of many kinds
+        raise UserError(f"{path} is no array of token ids ({first_line(error)}); {fix}") from error
     check(
         array.shape == (record.tokens,) and array.dtype.name == record.dtype,
         f"{path} holds {array.dtype.name} of shape {array.shape}, expected {record.tokens:,}"

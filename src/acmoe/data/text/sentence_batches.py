@@ -55,10 +55,15 @@ def encode_sentences(
 
 def _encode(text: str, vocabulary: Vocabulary) -> Ids:
     if isinstance(vocabulary, WordVocabulary):
-        words = [part for word in text.split() for part in _parts(word, vocabulary)]
+        words = sentence_words(text, vocabulary)
         return np.array([*map(vocabulary.id_of, words), vocabulary.eos_id], dtype=np.int64)
     end = [] if vocabulary.eos_id is None else [vocabulary.eos_id]
     return np.append(vocabulary.encode(text), np.array(end, dtype=np.int64))
+
+
+def sentence_words(text: str, vocabulary: WordVocabulary) -> list[str]:
+    """Split a sentence into words, and unknown words at their punctuation."""
+    return [part for word in text.split() for part in _parts(word, vocabulary)]
 
 
 def _parts(word: str, vocabulary: WordVocabulary) -> list[str]:

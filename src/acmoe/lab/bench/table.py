@@ -88,6 +88,15 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("added (95% interval)", _added),
         Column("extra MiB", _number("memory_mib", ",.0f")),
     ),
+    "hf": (
+        Column("model", lambda row: f"{row['model']}, {row['layers']} layers"),
+        Column("part", lambda row: f"{row['part']}, {row['tokens']:,} tokens"),
+        Column("experts", _number("implementation", "")),
+        Column("ms (quartiles)", _ms),
+        Column("tokens/s", _number("tokens_per_second", ",.0f")),
+        Column("speedup", _number("ratio", ".2f")),
+        Column("extra MiB", _number("memory_mib", ",.0f")),
+    ),
     "profile": (
         Column("what", _number("subject", "")),
         Column("kernel", _number("kernel", "")),

@@ -32,7 +32,7 @@ from acmoe.ops.cross_entropy.op import cross_entropy_chunk
 from acmoe.ops.device.tuning import user_table
 from acmoe.ops.dispatch import Op
 from acmoe.ops.embedding.op import embedding
-from acmoe.ops.experts import ExpertWeights, expert_mlp
+from acmoe.ops.experts import ExpertWeights, clamped_swiglu, expert_mlp
 from acmoe.ops.map_attention import map_attention
 from acmoe.ops.norm import add_norm, add_norm_twice
 from acmoe.ops.route import ScaledTokens, route
@@ -107,6 +107,8 @@ def _layer(x: Tensor, shape: Shape) -> Iterator[Choice]:
     yield from _ask(expert_mlp, x, weights, rows, gate, **experts)
     if expert_mlp.select(x, weights, rows, gate, **experts).name == "triton":
         yield from _expert_gemms(x, shape)
+    clamped: dict[str, Any] = {"alpha": 1.702, "limit": 7.0, "interleaved": True}
+    yield from _ask(clamped_swiglu, x.new_empty(1, 2), **clamped)
 
 
 def _expert_gemms(x: Tensor, shape: Shape) -> Iterator[Choice]:

@@ -37,6 +37,7 @@ LONG = Study(
     compared=(*BITS, Metric("contaminated 0.025", "contaminated 2.5%, bits per byte", "lower")),
     descriptive=(*_LONG, RUNNING, *ROUTER_METRICS),
     curve_label="validation bits per byte",
+    difference_curves=True,
     paper=(PaperFigure("test bits per byte, EnWik-8, 80,000 steps", "1.153", "1.137", "Table 1"),),
 )
 
@@ -55,6 +56,7 @@ LONG_WORDS = Study(
     ),
     descriptive=(*_LONG, RUNNING._replace(digits=2), *ROUTER_METRICS),
     curve_label="validation perplexity",
+    difference_curves=True,
     paper=(
         PaperFigure(
             "WikiText-103 perplexity, Switch-small, 40,000 steps", "87.94", "85.07", "Table 3"

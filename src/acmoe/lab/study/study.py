@@ -58,6 +58,7 @@ class Study:
     descriptive: tuple[Metric, ...] = ()  # metrics that are shown but not tested
     curve: str = "valid"
     curve_label: str = ""
+    difference_curves: bool = False  # True: also plot the paired difference over training
     paper: tuple[PaperFigure, ...] = ()
     note: str = ""  # what a reader of the tables needs to know
 

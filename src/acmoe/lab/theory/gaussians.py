@@ -3,6 +3,8 @@
 D features.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -31,14 +33,19 @@ def simpson(values: Tensor, step: float) -> Tensor:
 
 
 def both_above(a: float, b: float, correlation: float, points: int = 8001) -> float:
-    """Return P(X > a, Y > b) of two standard normals with this correlation, |correlation| < 1."""
-    end = max(a, 0.0) + 12
-    x = torch.linspace(a, end, points, dtype=torch.float64)
-    density = torch.exp(-x.square() / 2) / (2 * torch.pi) ** 0.5
-    rest = (1 - correlation**2) ** 0.5
-    return simpson(
-        density * upper_tail((b - correlation * x) / rest), (end - a) / (points - 1)
-    ).item()
+    """Return P(X > a, Y > b) of two standard normals with this correlation, |correlation| < 1.
+
+    Its derivative by the correlation r is the density at (a, b) (Plackett). With r = sin t the
+    integral from independence to r is smooth up to r = +-1:
+
+        P = P(X > a) P(Y > b) + int_0^asin(r) exp(-q(t)) dt / (2 pi),
+        q(t) = (a^2 + b^2 - 2 a b sin t) / (2 cos^2 t)
+    """
+    end = math.asin(correlation)
+    t = torch.linspace(0, end, points, dtype=torch.float64)
+    exponent = -(a * a + b * b - 2 * a * b * t.sin()) / (2 * t.cos().square())
+    apart = upper_tail(torch.tensor([a, b], dtype=torch.float64)).prod()
+    return (apart + simpson(exponent.exp(), end / (points - 1)) / (2 * math.pi)).item()
 
 
 def agreement(

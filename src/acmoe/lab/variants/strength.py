@@ -57,7 +57,7 @@ class Strength(StepStatistics):
     def update(self) -> None:
         """Count an optimizer step, if a training forward has come since the one before."""
         if self.log_strength is None:
-            self.step.add_(self.last_seen)
+            self.step.add_(self.last_seen)  # every process of a data parallel run counts its own
             self.last_seen.zero_()
 
     @torch.no_grad()

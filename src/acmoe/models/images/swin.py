@@ -26,7 +26,7 @@ from acmoe.models.images.layers import (
 )
 from acmoe.models.images.patches import PatchEmbedding, PatchMerging
 from acmoe.models.images.window import WindowAttention
-from acmoe.models.recompute import recompute
+from acmoe.ops.recompute import recompute
 from acmoe.routing.layer_plan import LayerPlan, plan_layers
 from acmoe.routing.state import RoutingState
 from acmoe.routing.topk import TopKRouter

@@ -23,8 +23,8 @@ from acmoe.models.images.layers import (
     scale_branch,
 )
 from acmoe.models.images.patches import PatchEmbedding
-from acmoe.models.recompute import recompute
 from acmoe.ops.map_attention.reference import split_heads
+from acmoe.ops.recompute import recompute
 from acmoe.routing.layer_plan import LayerPlan, plan_layers
 from acmoe.routing.state import RoutingState
 

@@ -43,6 +43,11 @@ class SlidingStore:
             storage.narrow(self.dim, 0, moved).copy_(last)
         self.storage, self.end = storage, moved
 
+    def select(self, rows: Tensor) -> None:
+        """Keep the given sequences of the batch, in this order; `rows` may repeat some."""
+        if self.storage is not None:
+            self.storage = self.storage.index_select(0, rows)
+
 
 class BlockCache:
     """One block's projected keys and values, and its MoE layer's routing statistics."""
@@ -57,6 +62,14 @@ class BlockCache:
         """Append keys and values; return (B, H, N, P) those that the new positions may see."""
         self.position += k_BHLP.shape[2]
         return self._keys.extend(k_BHLP), self._values.extend(v_BHLP)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep the given sequences of the batch, in this order; `rows` may repeat some."""
+        self._keys.select(rows)
+        self._values.select(rows)
+        for slot in self.routing or ():
+            if slot is not None:
+                slot.select(rows)
 
 
 class SegmentCache(BlockCache):

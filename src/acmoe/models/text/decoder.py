@@ -113,11 +113,11 @@ class LanguageModel(nn.Module):
         if targets is None:
             logits = self.unembed(x_BLD)
         else:
-            loss = self._loss(x_BLD, targets, token_mask)
+            loss = self.mean_loss(x_BLD, targets, token_mask)
         found = tuple(routings) if return_routings else None
         return LanguageOutput(logits, loss, state.aux_loss, after, found)
 
-    def _loss(self, x_BLD: Tensor, targets: Tensor, token_mask: Tensor | None) -> Tensor:
+    def mean_loss(self, x_BLD: Tensor, targets: Tensor, token_mask: Tensor | None) -> Tensor:
         """Return () the mean cross-entropy of the real tokens, without materialising all logits.
 
         An output layer that was wrapped or has hooks is called, and all logits are materialised.

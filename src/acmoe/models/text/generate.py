@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from acmoe.config.routing import ExpertChoiceConfig, base_router
+from acmoe.config.text.language import LanguageConfig
 from acmoe.errors import check
 from acmoe.ops.checks import check_range
 
@@ -199,8 +200,13 @@ def _check_options(
         stop_token is None or 0 <= stop_token < model.config.vocab_size,
         f"stop_token={stop_token}; the vocabulary is 0 to {model.config.vocab_size - 1}",
     )
+    check_generates(model.config)
+
+
+def check_generates(config: LanguageConfig) -> None:
+    """Raise a UserError for a model whose router cannot choose experts for the next token."""
     check(
-        not isinstance(base_router(model.config.router), ExpertChoiceConfig),
+        not isinstance(base_router(config.router), ExpertChoiceConfig),
         "router='expert-choice' picks among all tokens of a text and cannot choose for the next "
         "one; train a model with another router to generate",
     )

@@ -113,6 +113,12 @@ class DecodeCache:
         """Return an empty memory: the cache itself is used for the next call."""
         return Memory((), mask)
 
+    def select(self, rows: Tensor) -> None:
+        """Keep the given sequences of the batch, in this order, as beam search does."""
+        self.mask.select(rows)
+        for block in self.blocks:
+            block.select(rows)
+
     def extend_mask(self, tokens_BL: Tensor, token_mask_BL: Tensor | None) -> Tensor | None:
         """Append to the mask; return (B, N), True for keys that may be seen, or None: all may."""
         real_BL = torch.ones_like(tokens_BL, dtype=torch.bool)

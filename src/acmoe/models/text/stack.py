@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from acmoe.models.recompute import recompute
 from acmoe.models.text.memory import OpenMemory
+from acmoe.ops.recompute import recompute
 from acmoe.routing.state import RoutingState
 
 if TYPE_CHECKING:

@@ -79,11 +79,13 @@ def _gradients(
     act: str,
     dropout: float,
     dtype: torch.dtype,
+    needs_up: bool,
+    needs_down: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of x, up, down, up_bias, down_bias and gate.
 
     A bias that is None has a gradient of 0 columns. dh is the buffer for the gradient of h; it may
-    be h itself. dtype is that of the gradients of up and down.
+    be h itself. dtype is that of the gradients of up and down, which are empty if not needed.
     """
     from acmoe.ops.experts.hopper.choice import gathers, run_hidden, run_rows, run_weight
     from acmoe.ops.experts.triton.launch import run_reduce_partials
@@ -102,14 +104,19 @@ def _gradients(
     dgate, d_up_bias, d_down_bias = run_reduce_partials(
         shares, by_bias, expert, plan, size, sums, x.dtype
     )
-    gather = "p" if upstream.gather else "none"
-    d_down = run_weight("down_weight", upstream.values, a, plan, size, gather=gather, dtype=dtype)
+    d_up, d_down = (x.new_empty(0, dtype=dtype) for _ in range(2))
+    if needs_down:
+        gather = "p" if upstream.gather else "none"
+        d_down = run_weight(
+            "down_weight", upstream.values, a, plan, size, gather=gather, dtype=dtype
+        )
     del a, upstream  # free them before the next large allocation
-    gathered = gathers("up_weight", size, x.dtype, x.device, result=dtype)
-    tokens = row_operand(x, inverse, size, gather=gathered)
-    gather = "q" if tokens.gather else "none"
-    d_up = run_weight("up_weight", dh, tokens.values, plan, size, gather=gather, dtype=dtype)
-    del tokens
+    if needs_up:
+        gathered = gathers("up_weight", size, x.dtype, x.device, result=dtype)
+        tokens = row_operand(x, inverse, size, gather=gathered)
+        gather = "q" if tokens.gather else "none"
+        d_up = run_weight("up_weight", dh, tokens.values, plan, size, gather=gather, dtype=dtype)
+        del tokens
     dx_rows = run_rows("input", dh, up, None, plan, size, across=True)
     dx = run_combine(dx_rows, None, inverse, offsets, size.tokens)
     return dx, d_up, d_down, d_up_bias, d_down_bias, dgate.to(gate.dtype)
@@ -128,23 +135,26 @@ class _Eager(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         *tensors, h = ctx.saved_tensors
-        arguments = (grad.contiguous(), *tensors, h, h, ctx.act, ctx.dropout, ctx.dtype)
+        needs = ctx.needs_input_grad[-2:]
+        arguments = (grad.contiguous(), *tensors, h, h, ctx.act, ctx.dropout, ctx.dtype, *needs)
         found = _gradients(*arguments)
         torch.autograd.graph.increment_version(h)
-        return _aligned(found, tensors)
+        return _aligned(found, tensors, needs)
 
 
 def _aligned(
-    found: tuple[Tensor, ...], tensors: Sequence[Tensor | None]
+    found: tuple[Tensor, ...], tensors: Sequence[Tensor | None], needs: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Return a gradient, or None, for each argument of `_forward`."""
+    """Return a gradient, or None, for each argument of `_forward`; needs: those of up and down."""
     dx, d_up, d_down, d_up_bias, d_down_bias, d_gate = found
     up_bias, down_bias = tensors[3], tensors[4]
     return (
         *(dx, None, None),
         None if up_bias is None else d_up_bias,
         None if down_bias is None else d_down_bias,
-        *(d_gate, None, None, None, None, None, None, None, None, d_up, d_down),
+        *(d_gate, None, None, None, None, None, None, None, None),
+        d_up if needs[0] else None,
+        d_down if needs[1] else None,
     )
 
 
@@ -197,19 +207,22 @@ def _expert_mlp_backward(
     act: str,
     dropout: float,
     dtype: torch.dtype,
+    needs_up: bool,
+    needs_down: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     return _gradients(
         *(grad, x, up, down, up_bias, down_bias, gate, permutation, inverse, offsets, expert),
-        *(seed, h, torch.empty_like(h), act, dropout, dtype),
+        *(seed, h, torch.empty_like(h), act, dropout, dtype, needs_up, needs_down),
     )
 
 
 @_expert_mlp_backward.register_fake
 def _(grad, x, up, down, up_bias, down_bias, gate, *rest):  # type: ignore[no-untyped-def]
+    *_, dtype, needs_up, needs_down = rest
     return (
         torch.empty_like(x),
-        torch.empty_like(up, dtype=rest[-1]),
-        torch.empty_like(down, dtype=rest[-1]),
+        torch.empty_like(up, dtype=dtype) if needs_up else up.new_empty(0, dtype=dtype),
+        torch.empty_like(down, dtype=dtype) if needs_down else up.new_empty(0, dtype=dtype),
         up.new_empty(up.shape[0], 0) if up_bias is None else torch.empty_like(up_bias),
         up.new_empty(up.shape[0], 0) if down_bias is None else torch.empty_like(down_bias),
         torch.empty_like(gate),
@@ -224,8 +237,9 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
     *tensors, h = ctx.saved_tensors
-    found = _expert_mlp_backward(grad.contiguous(), *tensors, h, ctx.act, ctx.dropout, ctx.dtype)
-    return _aligned(found, tensors)
+    needs = ctx.needs_input_grad[-2:]
+    options = (ctx.act, ctx.dropout, ctx.dtype, *needs)
+    return _aligned(_expert_mlp_backward(grad.contiguous(), *tensors, h, *options), tensors, needs)
 
 
 _expert_mlp.register_autograd(_backward, setup_context=_save)

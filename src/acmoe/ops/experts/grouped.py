@@ -56,8 +56,10 @@ def _backward(ctx, grad_NO):  # type: ignore[no-untyped-def]
     grad_x = grad_weight = None
     if ctx.needs_input_grad[0]:
         grad_x = _grouped_linear(grad_NO, weight_EOI.mT, offsets_E)
-    if ctx.needs_input_grad[1]:
+    if ctx.needs_input_grad[1] and weight_EOI.stride(-1) == 1:
         grad_weight = _grouped_outer(grad_NO, x_NI, offsets_E)
+    elif ctx.needs_input_grad[1]:  # a transposed view: its gradient has the layout of its memory
+        grad_weight = _grouped_outer(x_NI, grad_NO, offsets_E).mT
     return grad_x, grad_weight, None
 
 

@@ -106,12 +106,16 @@ def dispatch(x_TD: Tensor, rows: Rows) -> Tensor:
 def combine(y_ND: Tensor, gate_TK: Tensor, rows: Rows) -> Tensor:
     """Return (T, D): the gate-weighted sum of each token's K expert outputs, first choice first."""
     T, K = gate_TK.shape
-    if transforming():
-        rows_ND = y_ND[rows.inverse]
-    else:
-        rows_ND = _Permute.apply(y_ND, rows.inverse, rows.permutation)  # type: ignore[no-untyped-call]
-    y_TKD = rows_ND.view(T, K, y_ND.shape[-1])
+    y_TKD = permute(y_ND, rows.inverse, rows.permutation).view(T, K, y_ND.shape[-1])
     return (y_TKD * gate_TK.to(y_ND.dtype)[..., None]).sum(1)
+
+
+def permute(y_ND: Tensor, index_N: Tensor, inverse_N: Tensor) -> Tensor:
+    """Return y[index] for a permutation `index` with the given inverse."""
+    if transforming():
+        return y_ND[index_N]
+    found: Tensor = _Permute.apply(y_ND, index_N, inverse_N)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _Dispatch(torch.autograd.Function):

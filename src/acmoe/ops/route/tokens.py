@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from acmoe.ops.bounded import bounded
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 
 
@@ -24,15 +25,18 @@ class ScaledTokens(NamedTuple):
     product: Tensor | None = None  # (..., D) float32 rescaled tokens
 
     def dense(self) -> Tensor:
-        """Return rescaled tokens (..., D) in float32: bf16 would flip near-ties of the top-k."""
+        """Return rescaled tokens (..., D) in float32: bf16 would flip near-ties of the top-k.
+
+        Tokens beyond 2^32 are shrunk (`bounded`), before and after they are rescaled.
+        """
         if self.product is not None:
-            return self.product
-        x = self.x.to(accumulation_dtype(self.x.dtype))
+            return bounded(self.product)
+        x = bounded(self.x.to(accumulation_dtype(self.x.dtype)))
         if self.scale is None or self.assignment is None:
             return x
         scale_TD = self.scale[self.assignment.clamp(min=0)]
         scale_TD = scale_TD.masked_fill((self.assignment < 0)[:, None], 1.0)
-        return x * scale_TD.view(x.shape)
+        return bounded(x * scale_TD.view(x.shape))
 
     def rows(self) -> Tensor:
         """Return the (T, D) rows that a kernel reads: `product` if given, else x."""

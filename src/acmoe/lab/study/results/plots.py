@@ -74,9 +74,12 @@ def save_bars(bars: Sequence[Bar], folder: Path, *, name: str, label: str) -> tu
 
 
 def save_bands(
-    bands: Sequence[Band], folder: Path, *, name: str, title: str, label: str
+    bands: Sequence[Band], folder: Path, *, name: str, title: str, label: str, zero: bool = False
 ) -> tuple[Path, Path]:
-    """Plot mean curves with their standard deviation to `name`.png and .svg."""
+    """Plot mean curves with their standard deviation to `name`.png and .svg.
+
+    zero: draw a line at 0, for differences.
+    """
 
     def draw(axes: Axes) -> None:
         for place, band in enumerate(bands):
@@ -87,6 +90,8 @@ def save_bands(
             low = [mean - spread for mean, spread in zip(band.means, band.spreads, strict=True)]
             high = [mean + spread for mean, spread in zip(band.means, band.spreads, strict=True)]
             axes.fill_between(band.steps, low, high, color=colour, alpha=0.15, linewidth=0)
+        if zero:
+            axes.axhline(0, color=BLACK, linewidth=1)
         axes.set(title=title, xlabel="optimizer step", ylabel=label)
         # The legend is outside the axes: inside it would hide curves.
         axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))

@@ -73,9 +73,15 @@ def latest(records: Sequence[Record]) -> list[Record]:
 def _parse(path: Path) -> Lines:
     """Read the records; raise where a line is damaged, whose cell would be missing unnoticed."""
     lines = read_lines(path)
-    if lines.damaged:
+    strange = [number for number, one in enumerate(lines.records, start=1) if not _is_record(one)]
+    if wrong := lines.damaged or strange:  # without damaged lines, records are counted as lines
         raise UserError(
-            f"{path}: line {lines.damaged[0]} is no record, or was changed; delete that line, its "
-            "cell will be run again"
+            f"{path}: line {wrong[0]} is no record, or was changed; delete that line, its cell "
+            "will be run again"
         )
     return lines
+
+
+def _is_record(record: Record) -> bool:
+    """Return True for a record that names its cell and how the cell ended."""
+    return all(isinstance(record.get(key), str) for key in ("digest", "status"))

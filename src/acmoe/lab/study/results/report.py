@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from statistics import fmean, stdev
 
+from acmoe.lab.study.results.difference_curves import difference_curve
 from acmoe.lab.study.results.page import write_page
 from acmoe.lab.study.results.plots import Band, Bar, save_bands, save_bars
 from acmoe.lab.study.results.records import read_results
@@ -27,7 +28,10 @@ def report(study: Study, results: Path, page: Path, images: Path) -> list[Path]:
 
 
 def draw(summary: Summary, images: Path) -> list[Path]:
-    """Plot the differences in the primary metrics, and the curves of every group."""
+    """Plot the differences in the primary metrics, and the curves of every group.
+
+    Long studies also get the paired difference over training.
+    """
     study = summary.study
     paths: list[Path] = []
     for primary in study.primary:
@@ -40,7 +44,19 @@ def draw(summary: Summary, images: Path) -> list[Path]:
             paths += save_bands(
                 drawn, images, name=name, title=group.title, label=study.curve_label
             )
+        if study.difference_curves:
+            paths += _difference_curves(study, group, images)
     return paths
+
+
+def _difference_curves(study: Study, group: Group, images: Path) -> list[Path]:
+    found = [difference_curve(group, *pair, study.curve) for pair in study.comparisons]
+    bands = [band for band in found if band is not None and len(band.steps) > 1]
+    if not bands:
+        return []
+    name = _file_name(f"{study.name}-paired-{group.title}")
+    label = f"difference in {study.curve_label}, % of the baseline"
+    return [*save_bands(bands, images, name=name, title=group.title, label=label, zero=True)]
 
 
 def _differences(summary: Summary, metric: Metric, images: Path) -> list[Path]:

@@ -11,9 +11,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-import acmoe.ops.route.autograd  # noqa: F401, defines acmoe::route
+import acmoe.ops.route.autograd
+import acmoe.ops.statistics.over_ranks  # noqa: F401, defines the sums over processes
 
-# Operators that choose: their results are saved, all others are recomputed.
+# Operators that choose or communicate: their results are saved, all others are recomputed.
 _CHOICES = (
     torch.ops.aten.topk.default,
     torch.ops.aten.max.dim,
@@ -21,6 +22,8 @@ _CHOICES = (
     torch.ops.aten.sort.stable,
     torch.ops.aten.argmax.default,
     torch.ops.acmoe.route.default,
+    torch.ops.acmoe.sum_over_ranks.default,
+    torch.ops.acmoe.dispersion_over_ranks.default,
 )
 
 

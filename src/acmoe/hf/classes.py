@@ -1,0 +1,191 @@
+"""Classes of attached models, so that `save_pretrained` and `from_pretrained` keep them adaptive.
+
+`attach` turns a `MixtralForCausalLM` into an `AdaptiveMixtralForCausalLM`, a subclass, and its
+`MixtralConfig` into an `AdaptiveMixtralConfig`, whose model type is "acmoe_mixtral". Loading builds
+the subclass, which attaches itself as its config says, and so finds a place for the statistics.
+Without acmoe the model type is unknown, and transformers refuses the checkpoint: it would otherwise
+run the plain model. `acmoe.hf.auto` registers the classes.
+"""
+
+import copy
+import os
+from contextvars import ContextVar
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+from acmoe.hf.adaptive import AdaptivePart
+from acmoe.hf.auto import NAME, PREFIX, register_config, register_model
+from acmoe.hf.options import attach_arguments
+from acmoe.hf.statistics import save_statistics
+from acmoe.hf.wrappers import outermost_models
+from acmoe.routing.step import StepStatistics
+
+_CONFIGS: dict[type[PreTrainedConfig], type[PreTrainedConfig]] = {}  # plain class -> adaptive
+_MODELS: dict[tuple[type[PreTrainedModel], type[PreTrainedConfig]], type[PreTrainedModel]] = {}
+
+
+INITIALIZED = "_is_hf_initialized"  # attribute by which transformers marks what has its value
+# True while an attached model is built: some build their body by AutoModel.from_config(config).
+_NESTED: ContextVar[bool] = ContextVar("nested", default=False)
+
+
+class AdaptiveModelConfig:
+    """Base of the configs of attached models; `acmoe` holds the options of `attach`."""
+
+    plain_class: type[PreTrainedConfig]
+    _auto_class = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields, without the `auto_map` of remote code: it names the plain classes."""
+        fields: dict[str, Any] = super().to_dict()  # type: ignore[misc]
+        fields.pop("auto_map", None)
+        return fields
+
+
+class AdaptiveModel:
+    """Base of the classes of attached models. It attaches a new model as its config says."""
+
+    plain_class: type[PreTrainedModel]
+    _auto_class = None
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        from acmoe.hf.attach import attach
+
+        arguments = attach_arguments(config)
+        nested = _NESTED.get()
+        token = _NESTED.set(True)
+        try:
+            super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        finally:
+            _NESTED.reset(token)
+        if not nested:
+            _make_parts_plain(self)
+            attach(self, **arguments)  # type: ignore[type-var]
+
+    def initialize_weights(self) -> None:
+        """Give a value to what a checkpoint does not hold; `from_pretrained` left it undefined."""
+        assert isinstance(self, nn.Module)
+        found = (module for module in self.modules() if isinstance(module, StepStatistics))
+        new = [one for one in found if not getattr(one, INITIALIZED, False)]
+        super().initialize_weights()  # type: ignore[misc]
+        for one in new:
+            _reset_missing(one)
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """Save the model. Where it has adapters of PEFT, transformers saves these alone; the
+        statistics are then written beside them."""
+        super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
+        if getattr(self, "_hf_peft_config_loaded", False) and kwargs.get("is_main_process", True):
+            assert isinstance(self, nn.Module)
+            save_statistics(self, save_directory)
+
+
+def _reset_missing(statistics: StepStatistics) -> None:
+    """Empty the buffers that were not loaded."""
+    loaded = {
+        name: buffer.clone()
+        for name, buffer in statistics._buffers.items()
+        if buffer is not None and getattr(buffer, INITIALIZED, False)
+    }
+    statistics.reset_parameters()
+    for name, value in loaded.items():
+        getattr(statistics, name).copy_(value)
+
+
+def adaptive_config_class(plain: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """Return the config class of attached models, a subclass of `plain`, and register it."""
+    if issubclass(plain, AdaptiveModelConfig):
+        return plain
+    if plain not in _CONFIGS:
+        namespace = {
+            "model_type": PREFIX + plain.model_type,
+            "plain_class": plain,
+            "__module__": "acmoe.hf",
+            "__doc__": f"A {plain.__name__} of a model that acmoe.attach has made adaptive.",
+        }
+        _CONFIGS[plain] = type(NAME + plain.__name__, (AdaptiveModelConfig, plain), namespace)
+        register_config(_CONFIGS[plain], plain, adaptive_class)
+    return _CONFIGS[plain]
+
+
+def adaptive_class(
+    plain: type[PreTrainedModel], config: type[PreTrainedConfig] | None = None
+) -> type[PreTrainedModel]:
+    """Return the class of attached models of the class `plain`, a subclass, and register it.
+
+    config: The class of their plain configs; by default the one that `plain` names.
+
+    >>> from transformers import MixtralForCausalLM
+    >>> adaptive_class(MixtralForCausalLM).__name__
+    'AdaptiveMixtralForCausalLM'
+    """
+    if issubclass(plain, AdaptiveModel):
+        return plain
+    config = adaptive_config_class(plain.config_class if config is None else config)
+    if (plain, config) not in _MODELS:
+        namespace = {
+            "config_class": config,
+            "plain_class": plain,
+            # Statistics stay in float32 where from_pretrained gets another dtype.
+            "_keep_in_fp32_modules_strict": {
+                *(plain._keep_in_fp32_modules_strict or ()),
+                "adaptive",
+            },
+            "__module__": "acmoe.hf",
+            "__doc__": f"A {plain.__name__} that acmoe.attach has made adaptive.",
+        }
+        _MODELS[plain, config] = type(NAME + plain.__name__, (AdaptiveModel, plain), namespace)
+        register_model(_MODELS[plain, config], plain)
+    return _MODELS[plain, config]
+
+
+def adopt(model: nn.Module, options: dict[str, Any]) -> None:
+    """Give the attached models in `model` their adaptive classes; write the options to configs."""
+    for one in outermost_models(model):
+        if not any(isinstance(module, AdaptivePart) for module in one.modules()):
+            continue
+        if not isinstance(one, AdaptiveModel):
+            kind = adaptive_class(type(one), type(one.config))
+            _own_config(model, one.config)
+            _change_class(one, kind)
+            one.config.__class__ = kind.config_class
+            for module in one.modules():
+                if isinstance(module, StepStatistics):
+                    setattr(module, INITIALIZED, True)
+        one.config.acmoe = options
+
+
+def release(model: nn.Module) -> None:
+    """Give back the plain classes."""
+    for module in model.modules():
+        if isinstance(module, AdaptiveModel):
+            _change_class(module, module.plain_class)
+            config: Any = module.config
+            config.__class__ = config.plain_class
+            del config.acmoe
+
+
+def _make_parts_plain(model: Any) -> None:
+    """Give back the plain classes of the models inside of a model."""
+    for module in model.modules():
+        if module is not model and isinstance(module, AdaptiveModel):
+            _change_class(module, module.plain_class)
+
+
+def _change_class(model: Any, kind: type[PreTrainedModel]) -> None:
+    # transformers looks up by the name of the class which outputs a model can record.
+    _CAN_RECORD_REGISTRY[str(kind)] = _CAN_RECORD_REGISTRY.get(str(type(model)))
+    model.__class__ = kind
+
+
+def _own_config(model: nn.Module, config: PreTrainedConfig) -> None:
+    """Replace a config by a copy in all modules: another model may have been built with it."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(config, copies)
+    for module in model.modules():
+        own = module.__dict__.get("config")
+        if isinstance(own, PreTrainedConfig) and id(own) in copies:
+            module.config = copies[id(own)]

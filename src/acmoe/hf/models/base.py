@@ -1,0 +1,104 @@
+"""What all transformers models of this library share: loading, precision, recomputation."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from acmoe.errors import check
+from acmoe.hf.models.config import AcmoeConfig
+from acmoe.models.registry import build_model
+from acmoe.routing.step import StepStatistics
+
+
+class AcmoePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
+    """A model of this library in `self.model`, in the interface of transformers.
+
+    Running statistics are part of the state_dict and stay float32 in every dtype. They move by
+    themselves at every step of a `torch.optim.Optimizer`.
+    """
+
+    config_class = AcmoeConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True  # the Trainer passes num_items_in_batch
+    _no_split_modules: ClassVar[list[str]] = [
+        *("PostNormBlock", "PreNormBlock", "SwinBlock", "ViTBlock")
+    ]
+
+    config: AcmoeConfig
+
+    def __init__(self, config: AcmoeConfig, model: nn.Module | None = None) -> None:
+        super().__init__(config)
+        self.gradient_checkpointing = False
+        self.model: Any = build_model(config.library) if model is None else model
+        keep_float32(self.model)
+        statistics = (n for n, m in self.named_modules() if isinstance(m, StepStatistics))
+        self._keep_in_fp32_modules_strict = set(statistics)
+
+    def init_weights(self) -> None:
+        """Leave the weights as they are: the library has drawn them when it built the model."""
+        self.tie_weights(recompute_mapping=False)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initialise what a checkpoint did not hold: new heads, and buffers that are not saved.
+
+        transformers guards `torch.nn.init`, so that loaded weights stay as they are.
+        """
+        if isinstance(module, StepStatistics):
+            empty_unloaded(module)
+        elif callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+
+    def gradient_checkpointing_enable(
+        self,
+        gradient_checkpointing_kwargs: dict[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """Recompute the activations inside blocks in backward; routing choices are saved."""
+        options = gradient_checkpointing_kwargs or {}
+        check(
+            every_n_layers == 1 and not offload and options in ({}, {"use_reentrant": False}),
+            f"gradient checkpointing with every_n_layers={every_n_layers}, offload={offload}, "
+            f"{options}; every block is recomputed, without reentrant autograd: leave them out",
+        )
+        self.gradient_checkpointing = self.model.checkpoint_blocks = True
+
+    def gradient_checkpointing_disable(self) -> None:
+        self.gradient_checkpointing = self.model.checkpoint_blocks = False
+
+
+def keep_float32(model: nn.Module) -> None:
+    """Make all running statistics float32, whatever the default dtype was at construction."""
+    for module in model.modules():
+        if isinstance(module, StepStatistics):
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    module._buffers[name] = buffer.float()
+
+
+def empty_unloaded(statistics: StepStatistics) -> None:
+    """Give buffers that the checkpoint did not hold the values of a new module."""
+    loaded = {
+        name: buffer.clone()
+        for name, buffer in statistics._buffers.items()
+        if buffer is not None and getattr(buffer, "_is_hf_initialized", False)
+    }
+    statistics.reset_parameters()
+    for name, values in loaded.items():
+        statistics.get_buffer(name).copy_(values)
+
+
+def add_aux_loss(
+    loss: torch.Tensor, aux_loss: torch.Tensor, count: torch.Tensor, num_items: Any
+) -> torch.Tensor:
+    """Return the mean loss plus the auxiliary loss, as the share of `num_items` that this call has.
+
+    The Trainer adds up the losses of the micro-batches of a step. With num_items, the labels of the
+    whole step, each micro-batch is weighted by its `count` of labels; None: by 1.
+    """
+    total = loss + aux_loss.to(loss.device)
+    return total if num_items is None else total * (count / num_items)

@@ -1,0 +1,41 @@
+"""Token masks of padded batches, from attention masks and padding ids.
+
+B sequences, L new positions, N positions with those before.
+"""
+
+from torch import Tensor
+
+from acmoe.errors import check
+
+
+def token_mask(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> Tensor | None:
+    """Return (B, L), True for real tokens; None if all are.
+
+    attention_mask: (B, N) as transformers gives it, of cached and new positions. The first id after
+    the vocabulary, `<pad>` of our tokenizers, is padding with or without an attention mask:
+    `generate` fills finished sequences with it and does not mask it.
+    """
+    mask_BL: Tensor | None = None
+    if attention_mask is not None:
+        check(
+            attention_mask.dim() == 2,
+            f"attention_mask has shape {tuple(attention_mask.shape)}; pass (sequences, length): "
+            "masks of pairs of positions are not supported",
+        )
+        mask_BL = attention_mask[:, -input_ids.shape[1] :].bool()
+        check(
+            mask_BL.shape == input_ids.shape,
+            f"attention_mask has shape {tuple(attention_mask.shape)} and input_ids "
+            f"{tuple(input_ids.shape)}; give one entry per position",
+        )
+    real_BL = input_ids != vocab_size
+    mask_BL = real_BL if mask_BL is None else mask_BL & real_BL
+    return None if bool(mask_BL.all()) else mask_BL
+
+
+def last_token(mask_BL: Tensor | None, input_ids: Tensor) -> Tensor:
+    """Return (B,), the position of each sequence's last real token."""
+    length = input_ids.shape[1]
+    if mask_BL is None:
+        return input_ids.new_full((len(input_ids),), length - 1)
+    return length - 1 - mask_BL.flip(1).int().argmax(1)

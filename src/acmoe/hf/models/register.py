@@ -1,0 +1,43 @@
+"""Tell transformers' Auto classes which class loads a checkpoint of model type `acmoe`."""
+
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
+
+from acmoe.hf.models.causal_lm import AcmoeForCausalLM
+from acmoe.hf.models.config import AcmoeConfig
+from acmoe.hf.models.image_classification import AcmoeForImageClassification
+from acmoe.hf.models.image_processor import AcmoeImageProcessor
+from acmoe.hf.models.sentence_tokenizer import AcmoeSentenceTokenizer
+from acmoe.hf.models.sequence_classification import AcmoeForSequenceClassification
+
+__all__ = [
+    "AcmoeForCausalLM",
+    "AcmoeForImageClassification",
+    "AcmoeForSequenceClassification",
+    "AcmoeImageProcessor",
+    "register_models",
+]
+
+
+def register_models() -> None:
+    """Register config, models, tokenizers and image processor; a second call changes nothing."""
+    AutoConfig.register("acmoe", AcmoeConfig, exist_ok=True)
+    AutoModelForCausalLM.register(AcmoeConfig, AcmoeForCausalLM, exist_ok=True)
+    AutoModelForSequenceClassification.register(
+        AcmoeConfig, AcmoeForSequenceClassification, exist_ok=True
+    )
+    AutoModelForImageClassification.register(
+        AcmoeConfig, AcmoeForImageClassification, exist_ok=True
+    )
+    AutoTokenizer.register(AcmoeConfig, tokenizer_class=AcmoeSentenceTokenizer, exist_ok=True)
+    AutoTokenizer.register(AcmoeConfig, tokenizer_class=PreTrainedTokenizerFast, exist_ok=True)
+    AutoImageProcessor.register(
+        AcmoeConfig, image_processor_classes={"pil": AcmoeImageProcessor}, exist_ok=True
+    )

@@ -1,0 +1,114 @@
+"""Save and load the statistics of an attached model apart from its weights.
+
+Files of adapters, such as LoRA's, hold only weights that were trained. The statistics have moved
+meanwhile, so they are written to a file beside the adapter.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+from torch import Tensor, nn
+
+from acmoe.errors import check
+from acmoe.hf.adaptive import AdaptivePart
+from acmoe.hf.wrappers import outermost_models, unwrapped_name
+
+FILE = "acmoe_statistics.safetensors"
+
+
+def save_statistics(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
+    """Write the statistics of an attached model to acmoe_statistics.safetensors in `directory`.
+
+    A model that `save_pretrained` saves whole needs this not; one with adapters of PEFT does:
+
+        peft_model.save_pretrained("adapter")
+        acmoe.hf.save_statistics(peft_model, "adapter")
+    """
+    path = Path(directory) / FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        f"{name}.{key}": value.detach().cpu().contiguous()
+        for name, part in _parts(model).items()
+        for key, value in part.state_dict().items()
+    }
+    # A reader never sees half a file.
+    half = path.with_suffix(".part")
+    safetensors.torch.save_file(tensors, half, metadata={"acmoe": json.dumps(_options(model))})
+    os.replace(half, path)
+    return path
+
+
+def load_statistics(model: nn.Module, directory: str | os.PathLike[str]) -> None:
+    """Load what `save_statistics` wrote into a model that is attached in the same way."""
+    path = Path(directory) / FILE
+    check(
+        path.is_file(),
+        f"{directory} has no {FILE}; write it by acmoe.hf.save_statistics(model, directory), or "
+        "measure the statistics by acmoe.calibrate(model, batches)",
+    )
+    parts = _parts(model)
+    tensors = safetensors.torch.load_file(path)
+    _check_same(path, parts, tensors)
+    for name, part in parts.items():
+        start = f"{name}."
+        own = {k.removeprefix(start): v for k, v in tensors.items() if k.startswith(start)}
+        part.load_state_dict(own)
+
+
+def _check_same(path: Path, parts: dict[str, AdaptivePart], tensors: dict[str, Tensor]) -> None:
+    shapes = {
+        f"{name}.{key}": value.shape
+        for name, part in parts.items()
+        for key, value in part.state_dict().items()
+    }
+    differing = sorted(
+        key
+        for key in {*shapes, *tensors}
+        if key not in tensors or shapes.get(key) != tensors[key].shape
+    )
+    with safetensors.safe_open(path, framework="pt") as file:
+        stored = json.loads((file.metadata() or {}).get("acmoe", "null"))
+    check(
+        not differing,
+        f"{path} differs from the model at {differing and differing[0]}; attach with the options "
+        f"that the file was written with: {json.dumps(stored)}",
+    )
+    measure = next(one.config.measure for part in parts.values() if (one := part.statistics))
+    saved = measure if stored is None else stored["router"]["measure"]
+    check(
+        saved == measure,
+        f"{path} holds dispersions by measure={saved!r}, and the model was attached with "
+        f"measure={measure!r}; attach with the same measure",
+    )
+
+
+def _root(model: nn.Module) -> nn.Module:
+    """Return the model of transformers inside of a wrapper, or the model itself."""
+    models: list[nn.Module] = [*outermost_models(model)] or [model]
+    check(
+        len(models) == 1,
+        f"{type(model).__name__} holds {len(models)} models of transformers; pass one of them",
+    )
+    return models[0]
+
+
+def _parts(model: nn.Module) -> dict[str, AdaptivePart]:
+    """Return the attached parts by name, as if no wrapper were around the model or in it."""
+    found = {
+        unwrapped_name(name): module
+        for name, module in _root(model).named_modules()
+        if isinstance(module, AdaptivePart)
+    }
+    check(
+        bool(found),
+        f"{type(model).__name__} has no attached router; call acmoe.attach(model) first",
+    )
+    return found
+
+
+def _options(model: nn.Module) -> Any:
+    return getattr(getattr(_root(model), "config", None), "acmoe", None)

@@ -1,0 +1,1 @@
+"""The page that compares the paper's claims with the records of all studies."""

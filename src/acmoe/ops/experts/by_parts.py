@@ -1,0 +1,118 @@
+"""Experts with an activation or a norm that has no fused kernel: GEMMs and the function between.
+
+`expert_mlp` is faster where it knows the activation. This form takes any function, and weights in
+any layout: they are passed to the GEMMs as views and never copied.
+
+T tokens, K experts per token, N = T * K rows, D features, E experts, I inputs and O outputs of a
+linear map.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from acmoe.ops.dispatch import DEFINITION, requested, transforming
+from acmoe.ops.experts.grouped import grouped_linear, grouped_mm
+from acmoe.ops.experts.op import grouped_gemm_unsupported
+from acmoe.ops.experts.reference import ExpertWeights, GroupedGemm, dispatch, linear, permute
+from acmoe.ops.sort.reference import Rows
+
+# Rows up to which a GPU decodes with copies of their experts' weights and batched GEMMs, as
+# transformers does for any number of rows. The bound is a guess: it has not been timed.
+FEW_ROWS = 16
+
+
+def expert_mlp_by_parts(
+    x_TD: Tensor,
+    weights: ExpertWeights,
+    rows: Rows,
+    gate_TK: Tensor,
+    *,
+    activation: Callable[[Tensor], Tensor],
+    norm: Callable[[Tensor], Tensor] | None = None,
+    complete: bool = False,
+) -> Tensor:
+    """Return (T, D): the sum over a token's experts of gate * norm(down(activation(up(x)))).
+
+    Args:
+        x_TD: tokens, in the dtype that the GEMMs run in.
+        weights: up (E, W, D) and down (E, D, F) as tensors or transposed views of them.
+        rows: the routed rows sorted by expert.
+        gate_TK: combine weights; 0 for a row without an expert.
+        activation: maps (N, W) to (N, F), row by row.
+        norm: maps (N, D) to (N, D), row by row; None: the identity.
+        complete: the caller guarantees that every row has an expert.
+    """
+    gemm = choose_gemm(x_TD, weights, gate_TK.numel(), complete=complete)
+    h_NF = activation(linear(gemm, dispatch(x_TD, rows), weights.up, weights.up_bias, rows))
+    y_ND = linear(gemm, h_NF, weights.down, weights.down_bias, rows)
+    if norm is not None:
+        y_ND = norm(y_ND)
+    # The product has the wider dtype of the two, so that float32 gates are not rounded.
+    y_TKD = permute(y_ND, rows.inverse, rows.permutation).view(*gate_TK.shape, y_ND.shape[-1])
+    return (y_TKD * gate_TK[..., None]).sum(1).to(x_TD.dtype)
+
+
+def choose_gemm(
+    x_TD: Tensor, weights: ExpertWeights, num_rows: int, *, complete: bool
+) -> GroupedGemm:
+    """Return the grouped GEMM for a call with these tokens and weights."""
+    widths = (weights.up.shape[1], weights.up.shape[2], weights.down.shape[2])
+    plain = transforming() or requested() == DEFINITION or num_rows == 0
+    if plain or grouped_gemm_unsupported(x_TD, *widths) is not None:
+        return grouped_linear
+    return grouped_mm_of_complete_rows if complete else grouped_mm
+
+
+def grouped_mm_of_complete_rows(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
+    """Compute `grouped_mm` where every row has an expert, without its two passes of masking."""
+    return torch.nn.functional.grouped_mm(x_NI, weight_EOI.mT, offs=offsets_E.to(torch.int32))
+
+
+def has_few_rows(x_TD: Tensor, weights: ExpertWeights, num_rows: int) -> bool:
+    """Return True if `expert_mlp_few_rows` should serve: for decoding on a GPU.
+
+    It does not if a backend was requested by name. On a CPU a GEMM per expert reads the weights in
+    place. In training the gradient of the copies would be scattered with atomics.
+    """
+    trains = torch.is_grad_enabled() and (weights.up.requires_grad or weights.down.requires_grad)
+    few = x_TD.device.type == "cuda" and 0 < num_rows <= FEW_ROWS
+    return few and not trains and requested() == "auto"
+
+
+def expert_mlp_few_rows(
+    x_TD: Tensor,
+    weights: ExpertWeights,
+    expert_ids_TK: Tensor,
+    gate_TK: Tensor,
+    *,
+    activation: Callable[[Tensor], Tensor],
+    norm: Callable[[Tensor], Tensor] | None = None,
+    complete: bool = False,
+) -> Tensor:
+    """Compute `expert_mlp_by_parts` as batched GEMMs over copies of the N rows' weights.
+
+    It sorts nothing, reads the weights of the chosen experts only, and does not wait for the
+    device. Inductor fuses the copies into the GEMMs. A row without an expert has a gate of 0.
+    """
+    expert_N = expert_ids_TK.reshape(-1)
+    if not complete:
+        expert_N = expert_N.clamp(max=weights.up.shape[0] - 1)
+    x_ND = x_TD.repeat_interleave(gate_TK.shape[1], dim=0)
+    h_NF = activation(_gathered_linear(x_ND, weights.up, weights.up_bias, expert_N))
+    y_ND = _gathered_linear(h_NF, weights.down, weights.down_bias, expert_N)
+    if norm is not None:
+        y_ND = norm(y_ND)
+    y_TKD = y_ND.view(*gate_TK.shape, y_ND.shape[-1])
+    return (y_TKD * gate_TK[..., None]).sum(1).to(x_TD.dtype)
+
+
+def _gathered_linear(
+    x_NI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, expert_N: Tensor
+) -> Tensor:
+    if weight_EOI.stride(-1) == 1:
+        y_NO = torch.bmm(weight_EOI[expert_N].to(x_NI.dtype), x_NI[:, :, None])[:, :, 0]
+    else:  # a transposed view: copy it as it lies in memory
+        y_NO = torch.bmm(x_NI[:, None], weight_EOI.mT[expert_N].to(x_NI.dtype))[:, 0]
+    return y_NO if bias_EO is None else y_NO + bias_EO[expert_N].to(x_NI.dtype)

@@ -1,0 +1,126 @@
+"""LoRA of PEFT with an attached model: adapters train, statistics move, and files keep both."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attached import CLOSE, logits, measured, statistics
+from small_models import build, inputs
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import acmoe
+import acmoe.hf
+from acmoe import AdaptiveConfig
+from acmoe.ops import dispatch
+
+peft = pytest.importorskip("peft", reason="needs peft: pip install peft")
+
+CONFIG = AdaptiveConfig(momentum=0.5)
+X = inputs("mixtral", 4, 24)
+PLACES = {
+    "attention": {"target_modules": ["q_proj", "v_proj"]},
+    "router": {"target_parameters": ["mlp.gate.weight"], "target_modules": []},
+    "experts": {"target_parameters": ["mlp.experts.gate_up_proj"], "target_modules": []},
+}
+
+
+def lora(**places: Any) -> Any:
+    return peft.LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", **places)
+
+
+def attach(model: nn.Module) -> nn.Module:
+    return acmoe.attach(model, CONFIG, skip=0)
+
+
+def adapted(order: str, **places: Any) -> nn.Module:
+    """A model with adapters and adaptive routers, put on in the order that is named."""
+    model = build("mixtral")
+    torch.manual_seed(1)
+    if order == "attach, LoRA":
+        return peft.get_peft_model(attach(model), lora(**places))
+    return attach(peft.get_peft_model(model, lora(**places)))
+
+
+def train(model: nn.Module, steps: int = 2) -> nn.Module:
+    """Train what requires a gradient, which is the adapters."""
+    model.train()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert trained and all("lora_" in name for name in trained)
+    optimizer = torch.optim.SGD(trained.values(), lr=0.1)
+    for _ in range(steps):
+        model(**X, labels=X["input_ids"]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_statistics_move_while_adapters_train_in_either_order(place: str) -> None:
+    """Of 96 tokens a step, discounted by momentum 1/2, two steps give 96/2 + 96 = 144 tokens, less
+    those of clusters of one token, which carry nothing."""
+    first, second = (
+        train(adapted(order, **PLACES[place])) for order in ("attach, LoRA", "LoRA, attach")
+    )
+    for one, other in zip(statistics(first), statistics(second), strict=True):
+        assert 132 <= one.weight.sum() <= 144
+        assert torch.equal(one.dispersion, other.dispersion)
+    assert torch.equal(logits(first, **X), logits(second, **X))
+    for model in (first, second):
+        assert type(model.get_base_model()).__name__ == "AdaptiveMixtralForCausalLM"
+        assert model.config is model.get_base_model().config
+
+
+@pytest.mark.parametrize("place", ["attention", pytest.param("router", marks=pytest.mark.slow)])
+def test_an_adapter_and_its_statistics_are_saved_and_loaded(
+    place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = train(adapted("attach, LoRA", **PLACES[place]))
+    model.save_pretrained(tmp_path)
+    assert acmoe.hf.save_statistics(model, tmp_path).name == "acmoe_statistics.safetensors"
+    expected = logits(model, **X)
+    for loaded in (
+        peft.PeftModel.from_pretrained(attach(build("mixtral")), tmp_path),
+        attach(peft.PeftModel.from_pretrained(build("mixtral"), tmp_path)),
+    ):
+        loaded.eval()
+        monkeypatch.setattr(dispatch, "_logged", set())
+        with caplog.at_level(logging.WARNING, logger="acmoe"):
+            assert not torch.equal(logits(loaded, **X), expected)
+        assert "running statistics that no batch has moved" in caplog.text
+        caplog.clear()
+        acmoe.hf.load_statistics(loaded, tmp_path)
+        assert torch.equal(logits(loaded, **X), expected)
+
+
+def test_a_merged_model_is_saved_whole(tmp_path: Path) -> None:
+    model = train(adapted("LoRA, attach", **PLACES["attention"]))
+    expected = logits(model, **X)
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(logits(merged, **X), expected, **CLOSE)
+    merged.save_pretrained(tmp_path)
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    assert torch.equal(logits(loaded, **X), logits(merged, **X))
+
+
+def test_an_adapter_of_transformers_itself_is_saved_with_the_statistics(tmp_path: Path) -> None:
+    model = measured()
+    torch.manual_seed(1)
+    model.add_adapter(lora(**PLACES["attention"]))
+    expected = logits(train(model), **X)
+    model.save_pretrained(tmp_path)
+    loaded = attach(build("mixtral"))
+    loaded.load_adapter(str(tmp_path))
+    acmoe.hf.load_statistics(loaded, tmp_path)
+    assert torch.equal(logits(loaded.eval(), **X), expected)
+
+
+def test_old_names_of_experts_are_translated_as_for_the_plain_model() -> None:
+    """PEFT knows by the model type that w1 and w3 are fused in transformers 5."""
+    with pytest.warns(RuntimeWarning, match="did not match any targeted module"):
+        model = adapted("attach, LoRA", target_modules=["q_proj", "w1", "w2", "w3"])
+    names = {name.split(".lora_")[0] for name, p in model.named_parameters() if p.requires_grad}
+    assert sum("experts" in name for name in names) == 8  # two weights in four layers

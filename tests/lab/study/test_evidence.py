@@ -1,0 +1,175 @@
+"""The evidence page: pooled intervals by hand, verdicts, and the page from records."""
+
+import json
+import math
+import re
+from pathlib import Path
+from statistics import variance
+from typing import Any
+
+import pytest
+from scipy import stats
+
+from acmoe.cli import main
+from acmoe.lab.study.evidence.claims import CLAIMS, Claim
+from acmoe.lab.study.evidence.page import evidence_markdown
+from acmoe.lab.study.evidence.rows import Row, differences, evidence_rows
+from acmoe.lab.study.registry import STUDIES
+from acmoe.lab.study.results.difference_curves import difference_curve
+from acmoe.lab.study.results.pooled import PooledDifference, pooled_differences
+from acmoe.lab.study.results.summary import Group
+
+CLAIM = Claim(
+    title="bits",
+    study="long",
+    metric="test",
+    settings=("a", "b"),
+    plain=2.0,
+    adaptive=1.9,  # -5 %
+    unit="percent",
+    length=1_000_000,
+)
+
+
+def record(condition: str, seed: int, test: float, **changes: Any) -> dict[str, Any]:
+    made = {
+        "digest": f"{condition}{seed}{changes.get('setting')}",
+        "status": "done",
+        "setting": "a",
+        "size": "1,000 steps of 100 tokens",
+        "condition": condition,
+        "seed": seed,
+        "metrics": {"test": test},
+    }
+    return made | changes
+
+
+def test_intervals_share_one_standard_deviation() -> None:
+    few, many = [1.0, 1.1], [0.0, 2.0, 4.0]
+    found = pooled_differences({"few": few, "many": many, "none": []})
+    std = math.sqrt((variance(few) + 2 * variance(many)) / 3)  # 3 = 1 + 2 degrees of freedom
+    reach = stats.t.ppf(0.975, 3) * std / math.sqrt(2)
+    assert found["few"].n == 2
+    assert found["few"].mean == pytest.approx(1.05)
+    assert found["few"].low == pytest.approx(1.05 - reach)
+    assert found["few"].high == pytest.approx(1.05 + reach)
+    seen = (stats.t.ppf(0.975, 3) + stats.t.ppf(0.8, 3)) * std / math.sqrt(3)
+    assert found["many"].detectable == pytest.approx(seen)
+    assert "none" not in found
+
+
+def test_single_pairs_have_no_interval() -> None:
+    assert pooled_differences({"a": [1.5]}) == {"a": PooledDifference(1, 1.5, None, None, None)}
+
+
+def test_differences_are_paired_and_in_percent_of_the_plain_mean() -> None:
+    records = [
+        record("smoe", 0, 2.0),
+        record("smoe", 1, 3.0),
+        record("adaptive-previous", 0, 2.1),
+        record("adaptive-previous", 1, 2.9),
+        record("adaptive-previous", 7, 9.0),  # no plain run with this seed
+        record("smoe", 2, 1.0, status="failed"),
+        record("smoe", 0, 5.0, setting="b"),
+    ]
+    assert differences(CLAIM, "a", records) == pytest.approx([4.0, -4.0])  # 0.1 of 2.5
+    rows = evidence_rows([CLAIM], {"long": records})
+    assert [row.setting for row in rows] == ["a", "b"]
+    assert rows[0].share == pytest.approx(0.1)
+    assert rows[1].verdict == "never run"
+
+
+@pytest.mark.parametrize(
+    "low, high, verdict",
+    [
+        (-4.0, 1.0, "refuted"),  # the paper's -5 % lies below the interval
+        (-6.0, 1.0, "undecided"),
+        (-6.0, -1.0, "supported"),
+        (0.5, 1.0, "refuted"),
+        (None, None, "unknown"),
+    ],
+)
+def test_verdicts(low: float | None, high: float | None, verdict: str) -> None:
+    ours = PooledDifference(3, 0.0, low, high, None)
+    assert Row(claim=CLAIM, setting="a", ours=ours, share=0.1).verdict == verdict
+
+
+def test_a_row_is_in_exactly_one_list() -> None:
+    rows = [
+        Row(claim=CLAIM, setting=name, ours=ours, share=0.1)
+        for name, ours in (
+            ("first", PooledDifference(3, -1.0, -2.0, 0.5, 1.0)),
+            ("second", PooledDifference(3, -4.0, -8.0, 0.5, 1.0)),
+            ("third", None),
+        )
+    ]
+    lists = evidence_markdown(rows, []).split("## ")[1:]
+    titles = {part.splitlines()[0]: part for part in lists}
+    assert "first" in titles["Refuted at our length of training"]
+    assert "second" in titles["Cannot tell"]
+    assert "third" in titles["Never run"]
+    assert sum(part.count("bits: ") for part in lists) == 3
+
+
+def test_every_claim_names_a_study_a_metric_and_conditions_that_exist() -> None:
+    for claim in CLAIMS:
+        study = STUDIES[claim.study]
+        assert (claim.condition, claim.baseline) in study.comparisons, claim.title
+        assert claim.metric in {metric.key for metric in study.compared}, claim.title
+
+
+def test_the_sign_of_a_difference_over_training() -> None:
+    def run(condition: str, seed: int, *values: float) -> dict[str, Any]:
+        curve = [[10 * (step + 1), value] for step, value in enumerate(values)]
+        return record(condition, seed, 0.0, curves={"valid": curve})
+
+    group = Group(
+        "a",
+        "size",
+        [run("smoe", 0, 2.0, 2.0), run("smoe", 1, 4.0, 4.0), run("ac", 0, 1.0, 3.0)],
+    )
+    band = difference_curve(group, "ac", "smoe", "valid")
+    assert band is not None
+    assert band.steps == [10, 20]
+    assert band.means == pytest.approx([-50.0, 50.0])
+    assert "n = 1" in band.label
+    assert difference_curve(group, "smoe", "missing", "valid") is None
+
+
+def status(*arguments: str) -> object:
+    with pytest.raises(SystemExit) as stop:
+        main(["study", *arguments])
+    return stop.value.code
+
+
+def test_the_command_writes_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "studies" / "records"
+    folder.mkdir(parents=True)
+    setting = "switch-enwik8, balance 0.01"
+    lines = [
+        record(name, seed, 1.5 + 0.01 * seed + shift, setting=setting)
+        for name, shift in (("smoe", 0.0), ("adaptive-previous", 0.001))
+        for seed in range(3)
+    ]
+    (folder / "long.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = tmp_path / "evidence.md"
+    page.write_text("words\n<!-- study:evidence:begin -->\n<!-- study:evidence:end -->\n")
+    assert status("--evidence", str(page), "--pictures", str(tmp_path / "figures")) == 0
+    text = page.read_text()
+    assert text.startswith("words\n")
+    assert f"| {setting} | +0.07% [" in text  # 0.001 of 1.51
+    assert (tmp_path / "figures" / "evidence.svg").is_file()
+    assert status("long", "--evidence", str(page)) == 2
+    assert "leave 'long' out" in capsys.readouterr().err
+
+
+def test_the_readme_takes_its_rows_from_the_page() -> None:
+    root = Path(__file__).parents[3]
+    page = (root / "docs" / "evidence.md").read_text()
+    section = (root / "README.md").read_text().split("## Does it help?")[1].split("\n## ")[0]
+    intervals = re.findall(r"\[[+-][\d.]+, [+-][\d.]+\]", section)
+    assert len(intervals) == 3
+    assert all(interval in page for interval in intervals)
