@@ -45,6 +45,11 @@ def load_config(folder: Path) -> Any:
     )
     config = _attempt(folder, lambda: AutoConfig.from_pretrained(folder, **LOCAL))
     check(
+        config.model_type != "acmoe",
+        f"{folder} is a run that acmoe exported; give `acmoe export {folder} --to run OUT`, then "
+        "`acmoe analyze OUT`",
+    )
+    check(
         not getattr(config, "is_encoder_decoder", False),
         f"{folder} is an encoder-decoder ({config.model_type}), whose two stacks read different "
         "tokens; analyze a decoder",
