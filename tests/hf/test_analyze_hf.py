@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from small_models import build, config
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
 
+from acmoe.analyze.analysis import analyze
+from acmoe.analyze.draw import save_figures
 from acmoe.analyze.hf_text import HuggingFaceConfig
 from acmoe.analyze.huggingface import sample_folder
 from acmoe.cli import main
@@ -99,6 +102,30 @@ def test_a_model_on_disk_is_measured_and_shown(
     assert settings["model.model_type"] == '"mixtral"'
 
 
+def test_the_pages_show_the_pieces_of_the_text_and_their_experts(
+    folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: dict[str, Any] = {}
+    for name in ("save_load", "save_instability", "save_tsne", "save_colored_text"):
+
+        def remember(*given: Any, _name: str = name, **named: Any) -> tuple[()]:
+            drawn[_name] = (given, named)
+            return ()
+
+        monkeypatch.setattr(f"acmoe.analyze.draw.{name}", remember)
+    sampled = sample_folder(folder, HuggingFaceConfig(text=text, tokens=20, device="cpu"))
+    save_figures(sampled, analyze(sampled), tmp_path)
+    (pieces, pages, _), named = drawn["save_colored_text"]
+    assert "".join(pieces) == TEXT[: len("".join(pieces))]
+    assert len(pieces) == 20
+    assert named["title"] == "First choices: tiny-mixtral"
+    assert list(pages) == ["MoE layer 1", "MoE layer 3", "MoE layer 4"]
+    for depth, first in zip((0, 2, 3), pages.values(), strict=True):
+        assert torch.equal(first, sampled.own.layers[depth].first)
+    assert set(drawn) == {"save_load", "save_instability", "save_tsne", "save_colored_text"}
+
+
+@pytest.mark.slow
 def test_figures_are_drawn_as_of_a_run(folder: Path, text: Path, tmp_path: Path) -> None:
     options = ("--text", text, "--max-tokens", 9, "--out", tmp_path, "--device", "cpu")
     assert acmoe("analyze", "--hf", folder, *options) == 0
