@@ -84,6 +84,10 @@ def build(name: str, seed: int = 0) -> nn.Module:
     kind = getattr(transformers, FAMILIES[name].model)
     make = kind.from_config if FAMILIES[name].model.startswith("Auto") else kind._from_config
     model = make(config(FAMILIES[name])).eval()
+    if name == "qwen3_omni_moe.talker":  # transformers leaves its experts uninitialised
+        for part, weight in model.named_parameters():
+            if ".experts." in part:
+                nn.init.normal_(weight, std=0.02)
     sharpen(model, torch.Generator().manual_seed(seed + 1))
     return model
 

@@ -12,7 +12,8 @@ import torch
 import transformers
 from attached import logits, measured, statistics
 from safetensors.torch import load_file, save_file
-from small_models import FAMILIES, build, inputs
+from small_models import FAMILIES, build, inputs, is_known
+from test_discovery import LOGITS_SINCE_5_22, VERSION
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -60,6 +61,8 @@ def test_a_loaded_model_is_bitwise_the_saved_one(name: str, tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - REFUSED))
 def test_every_family_is_loaded_bitwise(name: str, tmp_path: Path) -> None:
+    if not is_known(name) or (name in LOGITS_SINCE_5_22 and VERSION < (5, 22)):
+        pytest.skip(f"transformers {transformers.__version__} gives no logits of {name}")
     assert_round_trip(name, tmp_path)
 
 

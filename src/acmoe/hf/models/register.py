@@ -1,5 +1,7 @@
 """Tell transformers' Auto classes which class loads a checkpoint of model type `acmoe`."""
 
+import contextlib
+
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -38,6 +40,8 @@ def register_models() -> None:
     )
     AutoTokenizer.register(AcmoeConfig, tokenizer_class=AcmoeSentenceTokenizer, exist_ok=True)
     AutoTokenizer.register(AcmoeConfig, tokenizer_class=PreTrainedTokenizerFast, exist_ok=True)
-    AutoImageProcessor.register(
-        AcmoeConfig, image_processor_classes={"pil": AcmoeImageProcessor}, exist_ok=True
-    )
+    # Older versions have no AutoImageProcessor without torchvision; using it says so.
+    with contextlib.suppress(ImportError):
+        AutoImageProcessor.register(
+            AcmoeConfig, image_processor_classes={"pil": AcmoeImageProcessor}, exist_ok=True
+        )
