@@ -43,9 +43,10 @@ ROOMS: dict[str, set[str]] = {
     "evaluate": EVERYONE | LAYERS | {"runtime", "data", "models", "attacks", "fast"},
     # config -> trained model, measured as it goes
     "train": EVERYONE | LAYERS | {"runtime", "recipes", "data", "models", "fast", "evaluate"},
-    "analyze": EVERYONE | LAYERS | {"runtime", "data", "models", "evaluate"},  # runs -> figures
     # HuggingFace transformers: its MoE models, and the library's own models and runs there
     "hf": EVERYONE | LAYERS | {"data", "models", "evaluate", "train"},
+    # runs and other people's models -> figures
+    "analyze": EVERYONE | LAYERS | {"runtime", "data", "models", "evaluate", "hf"},
     # runs -> one HTML page
     "report": EVERYONE | LAYERS | {"runtime", "data", "models", "evaluate", "train", "analyze"},
     # Benchmarks, studies and checks of the theory. Only the command line imports it.

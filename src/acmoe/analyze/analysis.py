@@ -52,8 +52,8 @@ class LayerAnalysis:
     load: Load
     gate_entropy: float  # mean over tokens, in bits
     change: Instability | None  # against the previous layer; None if that routes other tokens
-    plain: Space  # the router's input
-    scaled: Space  # the input scaled by M
+    plain: Space | None  # the router's input; None if it was not kept
+    scaled: Space | None  # the input scaled by M
     scale: ScaleSpread | None  # None if the router uses M = I
     scale_varies: bool  # M differs between tokens of a cluster, and `scale` is of their mean
     gap: LayerGap | None
@@ -64,12 +64,12 @@ class LayerAnalysis:
 class Analysis:
     """All measures of how a run's model routes one sample."""
 
-    step: int  # optimizer step of the checkpoint
+    step: int | None  # optimizer step of the checkpoint; None for a model of transformers
     kind: str
     sample: str
     statistics: str
     capacity: float | None  # images: capacity factor of the experts; None: no token is dropped
-    loss: float  # mean nats per token or image of the sample
+    loss: float | None  # mean nats per token or image; None: the model predicts no next token
     gap_loss: float | None  # loss with `batch` statistics less that with `running` ones
     disturbance: str | None
     disturbed_loss: float | None
@@ -88,7 +88,8 @@ def _layer_json(layer: LayerAnalysis) -> dict[str, Any]:
     found = asdict(layer)
     found["change"] = None if layer.change is None else layer.change._asdict()
     for name, space in (("plain", layer.plain), ("scaled", layer.scaled)):
-        found[name]["conditioning"] = space.conditioning._asdict()
+        if space is not None:
+            found[name]["conditioning"] = space.conditioning._asdict()
     return found
 
 
@@ -109,7 +110,7 @@ def analyze(sampled: Sampled, *, seed: int = 0) -> Analysis:
         statistics=record.statistics,
         capacity=record.capacity,
         loss=record.loss,
-        gap_loss=None if batch is None or running is None else batch.loss - running.loss,
+        gap_loss=_gap_loss(batch, running),
         disturbance=None if disturbed is None else disturbed.how,
         disturbed_loss=None if disturbed is None else disturbed.record.loss,
         silhouettes=silhouettes,
@@ -125,10 +126,12 @@ def analyze(sampled: Sampled, *, seed: int = 0) -> Analysis:
 def _layer(sampled: Sampled, depth: int, *, seed: int, silhouettes: bool) -> LayerAnalysis:
     record, layer = sampled.own, sampled.own.layers[depth]
 
-    def space(scaled: bool) -> Space:
+    def space(scaled: bool) -> Space | None:
         x_ND = layer.scaled if scaled else layer.input
+        if len(x_ND) == 0:
+            return None
         by_expert, by_cluster = (
-            measure_separation(x_ND, label_N, seed=seed, silhouettes=silhouettes)
+            measure_separation(x_ND, layer.kept(label_N), seed=seed, silhouettes=silhouettes)
             for label_N in (layer.first, layer.cluster)
         )
         return Space(
@@ -158,6 +161,12 @@ def _layer(sampled: Sampled, depth: int, *, seed: int, silhouettes: bool) -> Lay
 def _scale(layer: LayerRecord) -> ScaleSpread | None:
     seen_C = layer.clusters_seen()
     return measure_scale(layer.scale[seen_C]) if layer.adaptive and bool(seen_C.any()) else None
+
+
+def _gap_loss(batch: RoutingRecord | None, running: RoutingRecord | None) -> float | None:
+    if batch is None or running is None or batch.loss is None or running.loss is None:
+        return None
+    return batch.loss - running.loss
 
 
 def _gap(compared: dict[str, RoutingRecord], depth: int) -> LayerGap | None:

@@ -23,9 +23,10 @@ from acmoe.analyze.figures.scale_map import save_scale_map
 from acmoe.analyze.figures.tsne import save_tsne
 from acmoe.analyze.measure.scale import LEAST
 from acmoe.analyze.record import LayerRecord, RoutingRecord
-from acmoe.analyze.sampling import Disturbed, Sampled
+from acmoe.analyze.sampling import Disturbed, HuggingFaceModel, Sampled
 from acmoe.data.text.vocabulary import ByteVocabulary, Vocabulary
-from acmoe.evaluate.run import ATTACKS, Run, read_json
+from acmoe.errors import check
+from acmoe.evaluate.run import ATTACKS, Run, VisionRun, read_json
 
 TEXT_TOKENS = 400  # tokens on a page
 SHOWN_IMAGES = 6
@@ -48,25 +49,45 @@ def save_figures(
 
     A figure is left out where the run lacks its numbers, such as the results of an attack.
     """
-    router = sampled.run.config.model.router.name
-    where = f"{sampled.run.folder.name}, step {sampled.step}"
-    paths: list[Path] = []
-    paths += _convergence(sampled, folder, router, where)
-    load = {router: [layer.load.share for layer in analysis.layers]}
-    paths += save_load(load, folder, title=f"Load: {where}")
-    paths += _instability(analysis, folder, router, where)
-    paths += _tsne(sampled.own, folder, where, seed)
-    paths += _scale_maps(sampled.own, folder, where)
-    if isinstance(sampled.run, Run):
-        paths += _text(sampled, sampled.run.vocabulary(), folder, where)
+    run = sampled.run
+    if isinstance(run, HuggingFaceModel):
+        paths = [*_routing(sampled, analysis, folder, run.router, run.name, seed)]
+        if run.pieces:  # a token may hold spaces and parts of words, so that no gap is added
+            paths += _pages(sampled.own, run.pieces[:TEXT_TOKENS], folder, run.name, 0)
+        return paths
+    router = run.config.model.router.name
+    where = f"{run.folder.name}, step {sampled.step}"
+    paths = [*_convergence(run, folder, router, where)]
+    paths += _routing(sampled, analysis, folder, router, where, seed)
+    if isinstance(run, Run):
+        paths += _text(sampled, run.vocabulary(), folder, where)
     else:
         paths += _images(sampled, folder, where)
-        paths += _sweep(sampled, folder, router, where)
+        paths += _sweep(run, sampled.step, folder, router, where)
     return paths
 
 
-def _convergence(sampled: Sampled, folder: Path, router: str, where: str) -> Paths:
-    records = sampled.run.metrics("valid")
+def _routing(
+    sampled: Sampled, analysis: Analysis, folder: Path, router: str, where: str, seed: int
+) -> Paths:
+    """Draw the figures that every model has: load, instability, inputs and scale."""
+    load = {router: [layer.load.share for layer in analysis.layers]}
+    sizes = sorted({len(share) for share in load[router]})
+    check(
+        len(sizes) == 1,
+        f"the MoE layers of {where} have {', '.join(map(str, sizes))} experts, and a figure has "
+        "one row of experts for all; analysis.json holds each",
+    )
+    return (
+        *save_load(load, folder, title=f"Load: {where}"),
+        *_instability(analysis, folder, router, where),
+        *_tsne(sampled.own, folder, where, seed),
+        *_scale_maps(sampled.own, folder, where),
+    )
+
+
+def _convergence(run: Run | VisionRun, folder: Path, router: str, where: str) -> Paths:
+    records = run.metrics("valid")
     for key, label in METRICS:
         if records and key in records[0]:
             curve = ([one["step"] for one in records], [one[key] for one in records])
@@ -85,12 +106,19 @@ def _instability(analysis: Analysis, folder: Path, router: str, where: str) -> P
 
 
 def _tsne(record: RoutingRecord, folder: Path, where: str, seed: int) -> Paths:
-    """Draw the last adaptive layer before and after scaling, or the last layer if none is."""
-    depth = max(_adaptive_layers(record) or [len(record.layers) - 1])
+    """Draw the last adaptive layer before and after scaling, or the last layer if none is.
+
+    Only layers whose input was kept count.
+    """
+    kept = [depth for depth, layer in enumerate(record.layers) if len(layer.input) > 0]
+    if not kept:
+        return ()
+    depth = max([one for one in kept if record.layers[one].adaptive] or kept)
     layer = record.layers[depth]
-    panels: dict[str, tuple[Tensor, Tensor]] = {"router input": (layer.input, layer.first)}
+    first_S = layer.kept(layer.first)
+    panels: dict[str, tuple[Tensor, Tensor]] = {"router input": (layer.input, first_S)}
     if layer.adaptive:
-        panels["as read, scaled by M"] = (layer.scaled, layer.first)
+        panels["as read, scaled by M"] = (layer.scaled, first_S)
     title = f"Router inputs by first choice, MoE layer {depth + 1}: {where}"
     return save_tsne(panels, folder, num_experts=layer.num_experts, title=title, seed=seed)
 
@@ -120,15 +148,8 @@ def _adaptive_layers(record: RoutingRecord) -> list[int]:
 def _text(sampled: Sampled, vocabulary: Vocabulary, folder: Path, where: str) -> Paths:
     record, disturbed = sampled.own, sampled.disturbed
     tokens, gap = _symbols(record, vocabulary), 0 if vocabulary.kind == "bytes" else 1
-    pages = {
-        f"MoE layer {depth + 1}": record.layers[depth].first[:TEXT_TOKENS]
-        for depth in _shown_layers(len(record.layers))
-    }
     experts = record.layers[0].num_experts
-    title = f"First choices: {where}"
-    paths: Paths = save_colored_text(
-        tokens, pages, folder, num_experts=experts, title=title, gap=gap
-    )
+    paths: Paths = _pages(record, tokens, folder, where, gap)
     if disturbed is not None:
         last, other = record.layers[-1], disturbed.record.layers[-1]
         paths += save_changed_text(
@@ -140,6 +161,23 @@ def _text(sampled: Sampled, vocabulary: Vocabulary, folder: Path, where: str) ->
             gap=gap,
         )
     return paths
+
+
+def _pages(
+    record: RoutingRecord, tokens: Sequence[str | bytes], folder: Path, where: str, gap: int
+) -> Paths:
+    pages = {
+        f"MoE layer {depth + 1}": record.layers[depth].first[:TEXT_TOKENS]
+        for depth in _shown_layers(len(record.layers))
+    }
+    return save_colored_text(
+        tokens,
+        pages,
+        folder,
+        num_experts=max(layer.num_experts for layer in record.layers),
+        title=f"First choices: {where}",
+        gap=gap,
+    )
 
 
 def _symbols(record: RoutingRecord, vocabulary: Vocabulary) -> Sequence[str | bytes]:
@@ -206,10 +244,10 @@ def _shown_layers(layers: int) -> list[int]:
     return sorted({round(depth) for depth in torch.linspace(0, layers - 1, SHOWN_LAYERS).tolist()})
 
 
-def _sweep(sampled: Sampled, folder: Path, router: str, where: str) -> Paths:
+def _sweep(run: VisionRun, step: int | None, folder: Path, router: str, where: str) -> Paths:
     """Draw the PGD report with the most radii among those `acmoe attack` wrote for this run."""
-    reports = [read_json(path) for path in (sampled.run.folder / ATTACKS).glob("report-pgd-*.json")]
-    reports = [report for report in reports if report["step"] == sampled.step]
+    reports = [read_json(path) for path in (run.folder / ATTACKS).glob("report-pgd-*.json")]
+    reports = [report for report in reports if report["step"] == step]
     if not reports:
         return ()
     report = max(reports, key=lambda one: len(one["figures"]))

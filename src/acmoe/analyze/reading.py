@@ -53,7 +53,7 @@ def _separation(analysis: Analysis) -> str:
     pairs = [
         (layer.plain.by_cluster.within_share, layer.scaled.by_cluster.within_share)
         for layer in analysis.layers
-        if layer.adaptive
+        if layer.adaptive and layer.plain is not None and layer.scaled is not None
     ]
     known = [(plain, scaled) for plain, scaled in pairs if plain is not None and scaled is not None]
     if not known:
@@ -94,7 +94,7 @@ def _gap(analysis: Analysis) -> str:
 
 def _disturbance(analysis: Analysis) -> str:
     found = [layer.disturbed for layer in analysis.layers if layer.disturbed is not None]
-    if not found or analysis.disturbed_loss is None:
+    if not found or analysis.disturbed_loss is None or analysis.loss is None:
         return ""
     shares = [one.untouched for one in found if one.untouched is not None]
     rest = f", {100 * fmean(shares):.1f}% for tokens that were not replaced" if shares else ""
@@ -123,6 +123,8 @@ def routing_row(number: int, layer: LayerAnalysis) -> tuple[str, ...]:
 def space_row(number: int, layer: LayerAnalysis) -> tuple[str, ...]:
     """Return a layer's cells in the columns SPACE."""
     plain, scaled, scale = layer.plain, layer.scaled, layer.scale
+    if plain is None or scaled is None:
+        return (_name(number, layer), *("" for _ in SPACE[1:]))
     return (
         _name(number, layer),
         _plain_and_scaled(layer, plain.by_expert.silhouette, scaled.by_expert.silhouette, ".3f"),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from acmoe.analyze.measure.scale import cluster_scales
 from acmoe.analyze.observe import LayerCall, observed
 from acmoe.config.images.data import Capacity, ImageDataConfig
 from acmoe.config.updates import Precision
@@ -46,8 +47,8 @@ class LayerRecord:
     All tensors are on the CPU, floating-point ones in float32.
     """
 
-    input: Tensor  # (N, D) input of the router
-    scaled: Tensor  # (N, D) the input multiplied by M, M_k* h in the paper
+    input: Tensor  # (N, D) input of the router; (S, D) if `rows` names S of the tokens
+    scaled: Tensor  # like `input`: the input multiplied by M, M_k* h in the paper
     affinity: Tensor  # (N, E)
     expert_ids: Tensor  # (N, K) before a capacity, if any, drops tokens; the id E means no expert
     gate: Tensor  # (N, K)
@@ -56,6 +57,11 @@ class LayerRecord:
     scale_varies: bool  # M differs between tokens of a cluster, so that `scale` is a mean
     adaptive: bool  # the router rescales tokens that have a cluster
     grid: tuple[int, int] | None  # patches: (Y, X), and row n is a patch of image n // (Y X)
+    rows: Tensor | None = None  # (S,) the tokens whose input is kept; None: all of them
+
+    def kept(self, value_N: Tensor) -> Tensor:
+        """Return the values of the tokens whose input is kept, (S,)."""
+        return value_N if self.rows is None else value_N[self.rows]
 
     @property
     def first(self) -> Tensor:
@@ -67,8 +73,9 @@ class LayerRecord:
         return self.affinity.shape[1]
 
     def clusters_seen(self) -> Tensor:
-        """Return which clusters have a sampled token, (C,) bool."""
-        return self.cluster[self.cluster >= 0].bincount(minlength=len(self.scale)) > 0
+        """Return which clusters have a token whose input is kept, (C,) bool."""
+        cluster_S = self.kept(self.cluster)
+        return cluster_S[cluster_S >= 0].bincount(minlength=len(self.scale)) > 0
 
     def places(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the image, row and column of each patch, (N,) each."""
@@ -89,7 +96,7 @@ class RoutingRecord:
     pixels: Tensor | None  # images: (B, 3, S, S), the classifier's input mapped back to [0, 1]
     labels: Tensor | None  # images: (B,)
     predicted: Tensor | None  # images: (B,)
-    loss: float  # mean nats per token or image
+    loss: float | None  # mean nats per token or image; None: the model predicts no next token
     statistics: str  # mode of the adaptive routers; "none" where there are none
     batch: int  # rows of text, or images, per forward pass
     block: int | None  # text: tokens per row and forward pass
@@ -283,18 +290,3 @@ def _layer_record(
         adaptive=isinstance(layer.router, AdaptiveRouter | RandomRouter),
         grid=None if images is None else (math.isqrt(len(cluster_N) // images),) * 2,
     )
-
-
-def cluster_scales(scale_ND: Tensor, cluster_N: Tensor, num_clusters: int) -> tuple[Tensor, bool]:
-    """Average the scale over each cluster's tokens, (C, D); also return whether it varies there.
-
-    The mean is taken in float64, where the mean of equal float32 numbers is exactly that number. A
-    cluster without a token gets ones.
-    """
-    has_cluster_N = cluster_N >= 0
-    scale_ND, cluster_N = scale_ND[has_cluster_N], cluster_N[has_cluster_N]
-    count_C1 = cluster_N.bincount(minlength=num_clusters)[:, None]
-    total_CD = torch.zeros(num_clusters, scale_ND.shape[1], dtype=torch.float64)
-    total_CD = total_CD.index_add(0, cluster_N, scale_ND.double())
-    scale_CD = torch.where(count_C1 > 0, total_CD / count_C1.clamp(min=1), 1.0).float()
-    return scale_CD, not torch.equal(scale_CD[cluster_N], scale_ND)

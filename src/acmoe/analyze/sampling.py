@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -63,11 +63,22 @@ class Disturbed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HuggingFaceModel:
+    """A model of transformers, in place of a run of this library."""
+
+    name: str  # of its folder, or of its class
+    router: str  # "adaptive", or the class of its routers
+    title: str  # of the text
+    pieces: tuple[str, ...]  # the text of each sampled token; empty if it is not known
+    settings: dict[str, Any]  # fields of its config
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sampled:
     """One sample of a run, routed with several statistics modes and inputs."""
 
-    run: Run | VisionRun
-    step: int  # optimizer step of the checkpoint
+    run: Run | VisionRun | HuggingFaceModel
+    step: int | None  # optimizer step of the checkpoint; None for a model of transformers
     own: RoutingRecord  # routed with the requested statistics
     compared: dict[str, RoutingRecord]  # by each mode of COMPARED; empty without statistics
     disturbed: Disturbed | None
@@ -98,7 +109,7 @@ def _sample_text(run: Run, config: AnalyzeConfig) -> Sampled:
         seed=config.seed,
         title=f"{corpus.title}, {config.split}",
     )
-    own, compared = _record_modes(model, config.statistics, partial(record, clean))
+    own, compared = record_modes(model, config.statistics, partial(record, clean))
     disturbed = None
     if config.contamination is not None:
         inputs, targets, report = contaminate(corpus, config.split, config.contamination)
@@ -135,7 +146,7 @@ def _sample_images(run: VisionRun, config: AnalyzeConfig) -> Sampled:
         seed=config.seed,
         capacity=config.capacity,
     )
-    own, compared = _record_modes(model, config.statistics, record)
+    own, compared = record_modes(model, config.statistics, record)
     disturbed = None
     if config.attack is not None:
         attack = replace(config.attack, capacity=config.capacity)  # attack the model as analyzed
@@ -153,7 +164,7 @@ def _sample_images(run: VisionRun, config: AnalyzeConfig) -> Sampled:
     )
 
 
-def _record_modes(
+def record_modes(
     model: nn.Module, requested: Statistics | None, record: Callable[[], RoutingRecord]
 ) -> tuple[RoutingRecord, dict[str, RoutingRecord]]:
     """Record the sample with the requested statistics, and with each mode of COMPARED."""

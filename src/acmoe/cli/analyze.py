@@ -1,4 +1,7 @@
-"""`acmoe analyze RUN`: measure and draw what the routers of a trained model do."""
+"""`acmoe analyze RUN`: measure and draw what the routers of a trained model do.
+
+`acmoe analyze --hf PATH --text FILE` does so for a model of HuggingFace transformers.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +15,7 @@ from acmoe.storage.strict_json import json_text
 
 if TYPE_CHECKING:
     from acmoe.analyze.analysis import Analysis
+    from acmoe.analyze.hf_text import HuggingFaceConfig
     from acmoe.analyze.sampling import AnalyzeConfig, Sampled
 
 
@@ -19,12 +23,22 @@ if TYPE_CHECKING:
 class Analyze:
     """Measure load, stability, entropy, separation, scale and conditioning of every MoE layer."""
 
-    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """Folder of the run."""
-    split: Literal["valid", "test"] = "test"
-    """The split of the run's data to take the sample from."""
-    tokens: int | None = None
-    """Text: number of tokens to analyze, from the start of the split; 4096 if not given."""
+    folder: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="RUN")] = None
+    """Folder of the run; or give --hf."""
+    hf: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """In place of RUN: folder of a HuggingFace model with MoE layers, adaptive or not. It is read
+    from disk, and no remote code runs."""
+    text: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """With --hf: the text to route, in UTF-8."""
+    bytes: bool = False
+    """With --hf: take the bytes of the text as token ids, for a model without tokenizer."""
+    layers: tuple[int, ...] | None = None
+    """With --hf: MoE layers, from 1, whose router inputs are kept for separation, condition, scale
+    and maps; all if not given. Load and stability are measured at all layers."""
+    split: Literal["valid", "test"] | None = None
+    """The split of the run's data to take the sample from; test if not given."""
+    tokens: Annotated[int | None, tyro.conf.arg(aliases=("--max-tokens",))] = None
+    """Text: number of tokens to analyze, from its start; 4096 if not given."""
     images: int | None = None
     """Images: number of images to analyze, with all patches of each; 64 if not given."""
     statistics: Literal["batch", "running", "prefix", "sequence"] | None = None
@@ -41,15 +55,15 @@ class Analyze:
     """Radius of the attack as a fraction of the pixel range, such as 2/255; 1/255 if not given."""
     batch: int | None = None
     """Text: number of rows it is cut into; 8 if not given. Images: number per forward pass; 64 if
-    not given."""
-    which: Literal["best", "last"] = "best"
-    """The checkpoint to load: the best by validation, or the last."""
+    not given. With --hf: rows of at most 512 tokens per forward pass; 8 if not given."""
+    which: Literal["best", "last"] | None = None
+    """The checkpoint to load: the best by validation, or the last; best if not given."""
     seed: int = 0
     """Seed of the images' order, the attack, and the tokens drawn for silhouettes and maps."""
     device: str = "auto"
     """Device to run on; auto takes a GPU if there is one."""
     out: Path | None = None
-    """Folder for analysis.json and the figures; RUN/analysis if not given."""
+    """Folder for analysis.json and the figures; RUN/analysis or PATH/analysis if not given."""
     figures: bool = True
     """Draw the figures, as PNG and SVG. --no-figures leaves them out."""
     json: bool = False
@@ -57,17 +71,18 @@ class Analyze:
 
     def run(self) -> int:
         from acmoe.analyze.analysis import analyze
-        from acmoe.analyze.sampling import sample_run
         from acmoe.storage.atomic import replace_text, report_write_errors
 
-        sampled = sample_run(self.folder, self.config())
+        sampled, where = self.sample()
         analysis = analyze(sampled, seed=self.seed)
-        folder = self.out or self.folder / "analysis"
+        folder = self.out or where / "analysis"
         with report_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         text = json_text(analysis.to_json())
         replace_text(folder / "analysis.json", text + "\n")
         lines = [f"wrote {folder / 'analysis.json'}"]
+        if self.hf is not None:
+            lines += _explorer(sampled, analysis, folder)
         if self.figures:
             lines += _draw(sampled, analysis, folder, self.seed)
         if self.json:
@@ -77,6 +92,46 @@ class Analyze:
         for line in lines:
             print(line)
         return 0
+
+    def sample(self) -> "tuple[Sampled, Path]":
+        """Route the sample; return it with the folder of the run or model."""
+        from acmoe.errors import UserError
+
+        if self.hf is not None:
+            from acmoe.analyze.huggingface import sample_folder
+
+            return sample_folder(self.hf, self.hf_config()), self.hf
+        if self.folder is None:
+            raise UserError(
+                "no run given; say which, as in `acmoe analyze runs/demo/acmoe`, or give a "
+                "HuggingFace model by --hf PATH --text FILE"
+            )
+        from acmoe.analyze.sampling import sample_run
+
+        for option, value in (("text", self.text), ("layers", self.layers), ("bytes", self.bytes)):
+            check_unused(option, value, f"{self.folder}, a run of acmoe; it is for --hf PATH")
+        return sample_run(self.folder, self.config()), self.folder
+
+    def hf_config(self) -> "HuggingFaceConfig":
+        from acmoe.analyze.hf_text import HuggingFaceConfig
+        from acmoe.errors import UserError
+
+        for option in ("folder", "split", "which", "images", "capacity"):
+            check_unused(option, getattr(self, option), f"--hf {self.hf}; leave it out")
+        for option in ("contaminate", "attack", "eps"):
+            check_unused(option, getattr(self, option), f"--hf {self.hf}; leave it out")
+        if self.text is None:
+            raise UserError(f"--hf {self.hf} needs a text to route; give --text FILE")
+        return HuggingFaceConfig(
+            text=self.text,
+            tokens=4096 if self.tokens is None else self.tokens,
+            batch=8 if self.batch is None else self.batch,
+            layers=self.layers,
+            statistics=self.statistics,
+            raw_bytes=self.bytes,
+            seed=self.seed,
+            device=self.device,
+        )
 
     def config(self) -> "AnalyzeConfig":
         from dataclasses import replace
@@ -94,11 +149,11 @@ class Analyze:
         attack = None
         if self.attack is not None:
             attack = attack_config(self.attack, eps=(parse_eps(self.eps or "1/255"),))
-            attack = replace(attack, split=self.split, seed=self.seed)
+            attack = replace(attack, split=self.split or "test", seed=self.seed)
         corrupt = None if self.contaminate is None else ContaminationConfig(rate=self.contaminate)
         return AnalyzeConfig(
-            split=self.split,
-            which=self.which,
+            split=self.split or "test",
+            which=self.which or "best",
             tokens=self.tokens,
             images=self.images,
             statistics=self.statistics,
@@ -109,6 +164,20 @@ class Analyze:
             seed=self.seed,
             device=self.device,
         )
+
+
+def check_unused(option: str, value: object, where: str) -> None:
+    """Raise if an option is set that does not apply."""
+    from acmoe.errors import check
+
+    check(value is None or value is False, f"{option}={value} says nothing about {where}")
+
+
+def _explorer(sampled: "Sampled", analysis: "Analysis", folder: Path) -> list[str]:
+    from acmoe.report.huggingface import save_routing
+
+    path = save_routing(sampled, analysis, folder)
+    return [f"wrote {path}: acmoe report {folder} shows it, token by token"]
 
 
 def _draw(sampled: "Sampled", analysis: "Analysis", folder: Path, seed: int) -> list[str]:
@@ -126,10 +195,10 @@ def _show(analysis: "Analysis") -> None:
     from acmoe.analyze.reading import ROUTING, SPACE, read, routing_row, space_row
 
     console = Console()
+    step = "" if analysis.step is None else f"step {analysis.step}, "
+    loss = "" if analysis.loss is None else f"; loss {analysis.loss:.4f} nats"
     console.print(
-        f"step {analysis.step}, {analysis.sample}; statistics {analysis.statistics}; loss "
-        f"{analysis.loss:.4f} nats",
-        highlight=False,
+        f"{step}{analysis.sample}; statistics {analysis.statistics}{loss}", highlight=False
     )
     routing = Table(*ROUTING, title="load (std in points), entropy (bits), stability; AC: adaptive")
     space = Table(*SPACE, title="router input, plain > as read; own: clusters' own part of log M")

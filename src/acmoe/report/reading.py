@@ -104,7 +104,7 @@ def _limits(
     runs: Sequence[RunFacts], routings: Sequence[RunRouting | str], pairs: Sequence[Paired]
 ) -> list[str]:
     found = []
-    unfinished = [run.name for run in runs if run.state != "finished"]
+    unfinished = [run.name for run in runs if run.state not in ("finished", "analyzed")]
     if unfinished:
         found.append(
             f"Not finished: {', '.join(unfinished)}. Their differences are taken at the last step "

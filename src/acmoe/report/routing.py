@@ -18,7 +18,7 @@ from acmoe.errors import UserError, check
 from acmoe.evaluate.language import check_vocabulary
 from acmoe.evaluate.run import LANGUAGE_RUN, RunFolder, open_run, open_vision_run
 from acmoe.evaluate.vision import StageTally
-from acmoe.report.runs import RunFacts
+from acmoe.report.runs import HF_MODEL, ROUTING, RunFacts, read_routing_file
 from acmoe.report.sample import Sample, image_sample, text_sample
 from acmoe.routing.state import Routing
 from acmoe.runtime import pick_device
@@ -29,6 +29,7 @@ MEASURED_IMAGES = 64
 SHOWN_IMAGES = 12
 MOST_STRETCHED = 6  # features listed per cluster
 MOST_AFFINITIES = 600_000  # numbers on one page, about 3 MB
+PER_TOKEN = ("first", "ids", "gate", "affinity", "cluster")  # fields with one entry per token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class RunRouting:
     """Routing of one run, as the page's explorer shows it."""
 
     sample: Sample
-    step: int  # optimizer step of the checkpoint
+    step: int | None  # optimizer step of the checkpoint; None for a model of transformers
     statistics: str
     measured: str  # description of the sample that load and instability are measured over
     measures: list[dict[str, Any]]  # one LayerReport per layer
@@ -69,7 +70,7 @@ class RoutingReader:
         `share` is the number of runs on the page, which limits the tokens shown of each.
         """
         try:
-            folder = RunFolder(folder=run.folder).checkpoint("best")
+            folder = _version_of(run)
             version = (folder, folder.stat().st_mtime_ns, share)
         except (UserError, OSError) as error:
             return str(error)
@@ -81,6 +82,8 @@ class RoutingReader:
 
     def _read(self, run: RunFacts, share: int) -> RunRouting | str:
         try:
+            if run.kind == HF_MODEL:
+                return read_routing(run.folder, self.tokens, share)
             record, sample, predicted = self._recorded(run, share)
             step = RunFolder(folder=run.folder).step("best")
         except (UserError, OSError) as error:
@@ -91,7 +94,7 @@ class RoutingReader:
             statistics=record.statistics,
             measured=record.sample,
             measures=_measures(record),
-            layers=[_shown(layer, sample.items(layer.grid)) for layer in record.layers],
+            layers=[shown_layer(layer, sample.items(layer.grid)) for layer in record.layers],
             predicted=predicted,
         )
 
@@ -132,9 +135,47 @@ class RoutingReader:
             precision=language.config.precision,
             title=f"{corpus.title}, test",
         )
-        affinities = sum(layer.num_experts for layer in record.layers)
-        shown = min(self.tokens, max(64, MOST_AFFINITIES // (share * affinities)))
+        shown = shown_tokens(self.tokens, [layer.num_experts for layer in record.layers], share)
         return record, text_sample(record, corpus, shown)
+
+
+def _version_of(run: RunFacts) -> Path:
+    """Return the file or folder that changes when the run's routing does."""
+    if run.kind == HF_MODEL:
+        return run.folder / ROUTING
+    return RunFolder(folder=run.folder).checkpoint("best")
+
+
+def shown_tokens(wanted: int, experts: Sequence[int], share: int) -> int:
+    """Return how many tokens fit on a page of `share` runs, at least 64."""
+    return min(wanted, max(64, MOST_AFFINITIES // (share * sum(experts))))
+
+
+def read_routing(folder: Path, tokens: int, share: int) -> RunRouting:
+    """Return the routing of the first tokens that `acmoe analyze --hf` wrote."""
+    document = read_routing_file(folder)
+    try:
+        sample, layers = document["sample"], document["layers"]
+        count = shown_tokens(tokens, [layer["experts"] for layer in layers], share)
+        count = min(count, sample["count"])
+        content = {**sample["content"], "tokens": sample["content"]["tokens"][:count]}
+        content["breaks"] = [place for place in content["breaks"] if place < count]
+        return RunRouting(
+            sample=Sample(mark=sample["mark"], count=count, content=content),
+            step=None,
+            statistics=document["statistics"],
+            measured=document["measured"],
+            measures=document["measures"],
+            layers=[
+                {name: v[:count] if name in PER_TOKEN else v for name, v in layer.items()}
+                for layer in layers
+            ],
+            predicted=None,
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{folder / ROUTING} is damaged ({error!r}); run acmoe analyze --hf again"
+        ) from error
 
 
 def _measures(record: RoutingRecord) -> list[dict[str, Any]]:
@@ -150,7 +191,7 @@ def _measures(record: RoutingRecord) -> list[dict[str, Any]]:
     return [asdict(layer) for layer in tally.layers()]
 
 
-def _shown(layer: LayerRecord, count: int) -> dict[str, Any]:
+def shown_layer(layer: LayerRecord, count: int) -> dict[str, Any]:
     """Return the routing of a layer's first `count` tokens, and each cluster's largest scales."""
     return {
         "adaptive": layer.adaptive,
@@ -173,10 +214,10 @@ def _deviation(layer: LayerRecord) -> float:
 
     At 0.1, features are stretched or shrunk by about a tenth.
     """
-    used = sorted({cluster for cluster in layer.cluster.tolist() if cluster >= 0})
-    if not used:
+    used_C = layer.clusters_seen()
+    if not bool(used_C.any()):
         return 0.0
-    return round(math.sqrt(float(layer.scale[used].double().log().square().mean())), 4)
+    return round(math.sqrt(float(layer.scale[used_C].double().log().square().mean())), 4)
 
 
 def _stretched(scale_D: Tensor) -> list[tuple[int, float]]:

@@ -23,13 +23,17 @@ from acmoe.evaluate.run import (
     read_json,
     run_kind,
 )
+from acmoe.storage.sealed import read_object
 from acmoe.train.run_folder import LOCK
 
 if sys.platform != "win32":
     import fcntl
 
+ROUTING = "routing.json"  # written by `acmoe analyze --hf`
+HF_MODEL = "hf-model"  # the kind of such a folder: a model of transformers, without curves
+
 Record = dict[str, Any]
-State = Literal["finished", "training", "stopped", "not started"]
+State = Literal["finished", "training", "stopped", "not started", "analyzed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +85,8 @@ class RunFacts:
 
     @property
     def state(self) -> State:
+        if self.kind == HF_MODEL:
+            return "analyzed"
         if self.steps is not None and self.step >= self.steps:
             return "finished"
         if self.in_use:
@@ -118,14 +124,14 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         check(path.is_dir(), f"{path} is no folder; give the folder of a run, such as runs/demo")
-        if (path / CONFIG).is_file():
-            found.append(path)
+        if (own := _run_in(path)) is not None:
+            found.append(own)
             continue
-        inside = [one.parent for one in path.glob(f"*/{CONFIG}")]
+        inside = [run for one in path.iterdir() if one.is_dir() and (run := _run_in(one))]
         check(
             bool(inside),
             f"{path} is no run: {path / CONFIG} is missing, and no folder in it is one; give a "
-            "folder `acmoe train` wrote",
+            "folder `acmoe train` or `acmoe analyze --hf` wrote",
         )
         found += sorted(inside, key=_plain_first)
     first_spelling: dict[Path, Path] = {}
@@ -134,14 +140,27 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     return list(first_spelling.values())
 
 
+def _run_in(path: Path) -> Path | None:
+    """Return the folder of the run at `path`, or of its analysis by `acmoe analyze --hf`."""
+    for folder, name in ((path, ROUTING), (path / "analysis", ROUTING), (path, CONFIG)):
+        if (folder / name).is_file():
+            return folder
+    return None
+
+
 def _plain_first(folder: Path) -> tuple[bool, str]:
+    if (folder / ROUTING).is_file():
+        return read_routing_file(folder)["router"] == "adaptive", str(folder)
     document = read_json(folder / CONFIG)
     return flatten(document).get("config.model.router.name") == "adaptive", folder.name
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunFacts]:
     """Read every run, and give each a name that differs from the others."""
-    names = _short_names([folder.resolve() for folder in folders])
+    places = [folder.resolve() for folder in folders]
+    # An analysis inside the folder of a model has the name of the model.
+    inner = [place.name == "analysis" and (place / ROUTING).is_file() for place in places]
+    names = _short_names([p.parent if one else p for p, one in zip(places, inner, strict=True)])
     return [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
 
 
@@ -161,10 +180,15 @@ def read_run(folder: Path, name: str) -> RunFacts:
     Raises:
         UserError: there is no config.json, or it is not one that `train` wrote.
     """
+    if (folder / ROUTING).is_file():
+        return _read_model(folder, name)
     kind = run_kind(folder)
     config = read_json(folder / CONFIG).get("config")
     if not isinstance(config, dict):
-        raise UserError(f"{folder / CONFIG} lacks 'config'; it was not written by acmoe")
+        raise UserError(
+            f"{folder / CONFIG} lacks 'config'; it was not written by acmoe (a model of "
+            f"transformers needs `acmoe analyze --hf {folder} --text FILE` first)"
+        )
     records, notes = _records(folder / METRICS)
     steps, length_note = _steps(folder, kind, config)
     return RunFacts(
@@ -178,6 +202,37 @@ def read_run(folder: Path, name: str) -> RunFacts:
         in_use=_in_use(folder / LOCK),
         notes=(*notes, *length_note),
     )
+
+
+def _read_model(folder: Path, name: str) -> RunFacts:
+    """Describe a model of transformers as a run that was not trained here.
+
+    Its settings are its config.
+    """
+    document = read_routing_file(folder)
+    settings = {"model.router.name": document["router"], "sample.loss": document["loss"]}
+    return RunFacts(
+        folder=folder,
+        name=name,
+        kind=HF_MODEL,
+        settings={**settings, **flatten({"model": document["settings"]})},
+        train=(),
+        valid=(),
+        steps=None,
+        in_use=False,
+        notes=(),
+    )
+
+
+def read_routing_file(folder: Path) -> Record:
+    """Read what `acmoe analyze --hf` wrote for the page; raise where it is damaged."""
+    path, again = folder / ROUTING, "run acmoe analyze --hf again"
+    document = read_object(path, fix=again)
+    check(
+        document.get("kind") == HF_MODEL and {"router", "loss", "settings"} <= document.keys(),
+        f"{path} was not written by acmoe analyze --hf; {again}",
+    )
+    return document
 
 
 def _records(path: Path) -> tuple[list[Record], list[str]]:

@@ -7,6 +7,7 @@ import base64
 import hashlib
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,26 @@ def text_sample(record: RoutingRecord, corpus: Corpus, count: int) -> Sample:
     # Two runs may show different lengths of one text, so the mark covers its beginning only.
     mark = _mark(repr((content["title"], content["unit"], content["tokens"][:64])))
     return Sample(mark=mark, count=len(ids), content=content)
+
+
+def pieces_sample(pieces: Sequence[str], title: str) -> Sample:
+    """Return tokens that are given as pieces of a text, with their spaces."""
+    content = {
+        "kind": "text",
+        "title": f"{title}, from its beginning",
+        "unit": "tokens",
+        "tokens": [_visible_piece(piece) for piece in pieces],
+        "breaks": [place for place, piece in enumerate(pieces) if "\n" in piece],
+    }
+    mark = _mark(repr((content["title"], content["unit"], content["tokens"][:64])))
+    return Sample(mark=mark, count=len(pieces), content=content)
+
+
+def _visible_piece(piece: str) -> str:
+    """Replace characters that cannot be seen; a token may also hold no character of its own."""
+    signs = {"\n": "\u23ce", "\t": "\u21e5", "\x7f": "\u2421"}
+    shown = (signs.get(one, chr(0x2400 + ord(one)) if ord(one) < SPACE else one) for one in piece)
+    return "".join(shown) or "\u2205"
 
 
 def visible(token: int, vocabulary: Vocabulary) -> str:

@@ -36,8 +36,10 @@ def condition_number(x_ND: Tensor) -> Conditioning:
     """
     x_ND = x_ND.double()
     x_ND = x_ND - x_ND.mean(0)
-    eigenvalues_D = torch.linalg.eigvalsh(x_ND.T @ x_ND / len(x_ND))
-    present = eigenvalues_D[eigenvalues_D > TOLERANCE * eigenvalues_D[-1]]
+    # The Gram matrix of fewer tokens than features has the same eigenvalues that are not zero.
+    product = x_ND.T @ x_ND if len(x_ND) >= x_ND.shape[1] else x_ND @ x_ND.T
+    eigenvalues = torch.linalg.eigvalsh(product / len(x_ND))
+    present = eigenvalues[eigenvalues > TOLERANCE * eigenvalues[-1]]
     if len(present) == 0:
         return Conditioning(1.0, 0)  # all tokens are equal
     return Conditioning(float(present[-1] / present[0]), len(present))

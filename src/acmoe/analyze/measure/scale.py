@@ -76,3 +76,18 @@ def log_distance(first_CD: Tensor, second_CD: Tensor) -> float:
     """Return the root mean square difference of log M; 0 if the scales are equal."""
     logs = [scale.double().clamp(min=LEAST).log() for scale in (first_CD, second_CD)]
     return float((logs[0] - logs[1]).square().mean().sqrt())
+
+
+def cluster_scales(scale_ND: Tensor, cluster_N: Tensor, num_clusters: int) -> tuple[Tensor, bool]:
+    """Average the scale over each cluster's tokens, (C, D); also return whether it varies there.
+
+    The mean is taken in float64, where the mean of equal float32 numbers is exactly that number. A
+    cluster without a token gets ones.
+    """
+    has_cluster_N = cluster_N >= 0
+    scale_ND, cluster_N = scale_ND[has_cluster_N], cluster_N[has_cluster_N]
+    count_C1 = cluster_N.bincount(minlength=num_clusters)[:, None]
+    total_CD = torch.zeros(num_clusters, scale_ND.shape[1], dtype=torch.float64)
+    total_CD = total_CD.index_add(0, cluster_N, scale_ND.double())
+    scale_CD = torch.where(count_C1 > 0, total_CD / count_C1.clamp(min=1), 1.0).float()
+    return scale_CD, not torch.equal(scale_CD[cluster_N], scale_ND)

@@ -47,7 +47,8 @@ const renderCurves = (data) => {
   const keys = curveKeys(data);
   if (!keys.includes(curvesView.metric)) curvesView.metric = keys[0] ?? null;
   if (!keys.length || !data.runs.some((run) => run.train.step || run.valid.step)) {
-    $("curves-body").replaceChildren(el("p", {}, "No run has written a figure yet."));
+    $("curves-body").replaceChildren(el("p", {}, data.runs.every((run) => run.state === "analyzed")
+      ? "No curves: nothing here was trained by acmoe." : "No run has written a figure yet."));
     curvesView.chart = null;
     return;
   }

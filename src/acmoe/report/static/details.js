@@ -22,7 +22,7 @@ const tokenHeading = (sample, routing, layer, token) => {
     const text = sample.tokens[token];
     return el("h3", {}, el("span", { class: "glyph" }, SIGNS[text] ? spoken(text) : text),
       el("span", { class: "quiet" },
-        ` ${sample.unit === "bytes" ? "byte" : "word"} ${token + 1} of ${sample.tokens.length}`));
+        ` ${sample.unit.replace(/s$/, "")} ${token + 1} of ${sample.tokens.length}`));
   }
   const { image, row, column } = patchPlace(token, layer.grid);
   return el("h3", {}, `Image ${image + 1}: ${sample.images[image].label}`,
@@ -32,7 +32,8 @@ const tokenHeading = (sample, routing, layer, token) => {
 
 const wentTo = (layer, token) => el("p", { class: "went" }, layer.ids[token].map((expert, place) =>
   expert < layer.experts
-    ? [chip(expert, `expert ${expert}`), ` gate ${fixed(layer.gate[token][place], 3)} `]
+    ? [chip(expert, `expert ${expert}`), layer.gate[token][place] === null ? " "
+      : ` gate ${fixed(layer.gate[token][place], 3)} `]
     : el("span", { class: "quiet" }, "no expert ")));
 
 const affinities = (layer, token) => {

@@ -73,8 +73,8 @@ const aboutSample = (data, depth) => {
   const sample = data.samples[routing.sample];
   const count = routing.layers[depth].first.length;
   const what = sample.kind === "text" ? sample.unit : `patches of ${sample.images.length} images`;
-  return `${run.name}, MoE layer ${depth + 1}: ${count} ${what} of ${sample.title}; checkpoint of step `
-    + `${whole(routing.step)}, statistics ${routing.statistics}. `
+  return `${run.name}, MoE layer ${depth + 1}: ${count} ${what} of ${sample.title}; `
+    + `${routing.step === null ? "" : `checkpoint of step ${whole(routing.step)}, `}statistics ${routing.statistics}. `
     + "Choose one to see its affinities; arrow keys move, Enter chooses.";
 };
 

@@ -5,6 +5,7 @@ const STATES = {
   training: "training now",
   stopped: "stopped early",
   "not started": "not started",
+  analyzed: "not trained here",
 };
 
 const renderSummary = (data) => {
@@ -16,7 +17,8 @@ const renderSummary = (data) => {
       el("span", { class: `state ${run.state.replace(" ", "-")}` }, STATES[run.state])),
     cell("Router", run.router),
     cell("Seed", run.seed === null ? "\u2013" : String(run.seed)),
-    cell("Steps", `${whole(run.step)} / ${run.steps === null ? "?" : whole(run.steps)}`),
+    cell("Steps", run.state === "analyzed" ? "\u2013"
+      : `${whole(run.step)} / ${run.steps === null ? "?" : whole(run.steps)}`),
     cell(`Best ${one}`, bestOf(run, metrics.size > 1)),
     cell("Minus the first run", differenceOf(run, index)),
     cell("Median speed", run.speed === null ? "\u2013"
