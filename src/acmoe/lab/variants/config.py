@@ -171,15 +171,19 @@ def variant_of(config: AdaptiveConfig, **changes: Any) -> AdaptiveConfig:
 def as_in_0_1(encoded: Any) -> Any:
     """Rewrite encoded configs with adaptive routers as in version 0.1.
 
-    There both classes had the name "adaptive" and all fields but `distance`; a config that uses it
-    stays as it is. Studies find their stored records by a digest of that form.
+    There both classes had the name "adaptive" and all fields but `distance` and `statistics_group`;
+    a config that uses one of them stays as it is. Studies find their stored records by a digest of
+    that form.
     """
     if isinstance(encoded, list):
         return [as_in_0_1(item) for item in encoded]
     if not isinstance(encoded, dict):
         return encoded
     found = {key: as_in_0_1(item) for key, item in encoded.items()}
-    if found.get("name") in (AdaptiveConfig.name, VARIANT) and not found.get("distance"):
-        found.pop("distance", None)
+    if found.get("name") not in (AdaptiveConfig.name, VARIANT):
+        return found
+    later = {"distance": False, "statistics_group": AdaptiveConfig.statistics_group}
+    if all(found.get(name, default) == default for name, default in later.items()):
+        found = {name: value for name, value in found.items() if name not in later}
         return VARIANT_FIELDS | found | {"name": AdaptiveConfig.name}
     return found
