@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from acmoe.cli.capacity import capacity_option
+from acmoe.cli.threads import run_threads
 from acmoe.storage.strict_json import json_text
 
 if TYPE_CHECKING:
@@ -62,6 +63,9 @@ class Attack:
     """Use the moving average of the weights, which a run trained with ema=0.99996 keeps."""
     device: str = "auto"
     """Device to run on; auto takes a GPU if there is one."""
+    threads: int | None = None
+    """Number of CPU threads. If not given: OMP_NUM_THREADS, else 1 for small models and torch's
+    default for others."""
     json: bool = False
     """Print the result as JSON."""
 
@@ -72,6 +76,7 @@ class Attack:
 
         config = self.config()
         run = open_vision_run(self.folder)
+        run_threads(self.threads, self.folder, self.device)
         with progress_bars(Console(stderr=True)) as progress:
             found = attack_vision_run(
                 run,

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from acmoe.cli.threads import run_threads
 from acmoe.storage.strict_json import json_text
 
 
@@ -31,6 +32,9 @@ class Generate:
     """The checkpoint to load: the best by validation, or the last."""
     device: str = "auto"
     """Device to run on; auto takes a GPU if there is one."""
+    threads: int | None = None
+    """Number of CPU threads. If not given: OMP_NUM_THREADS, else 1 for small models and torch's
+    default for others."""
     json: bool = False
     """Print the result as JSON."""
 
@@ -43,6 +47,7 @@ class Generate:
 
         device = pick_device(self.device)
         run = open_run(self.folder)
+        run_threads(self.threads, self.folder, self.device)
         vocabulary = run.vocabulary()
         ids = list(vocabulary.encode(self.prompt))
         check(bool(ids), f"prompt={self.prompt!r} holds no token; give at least one")

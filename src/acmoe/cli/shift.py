@@ -8,6 +8,7 @@ import tyro
 from rich.console import Console
 
 from acmoe.cli.capacity import capacity_option
+from acmoe.cli.threads import run_threads
 from acmoe.storage.strict_json import json_text
 
 
@@ -36,6 +37,9 @@ class Shift:
     """Use the moving average of the weights, which a run trained with ema=0.99996 keeps."""
     device: str = "auto"
     """Device to run on; auto takes a GPU if there is one."""
+    threads: int | None = None
+    """Number of CPU threads. If not given: OMP_NUM_THREADS, else 1 for small models and torch's
+    default for others."""
     json: bool = False
     """Print the result as JSON."""
 
@@ -48,6 +52,7 @@ class Shift:
         from acmoe.evaluate.shift import evaluate_shift
 
         run = open_vision_run(self.folder)
+        run_threads(self.threads, self.folder, self.device)
         config = ImageEvaluateConfig(
             statistics=() if self.statistics is None else (self.statistics,),
             capacity=parse_capacity(capacity_option(self.capacity, self.dropless) or "none"),

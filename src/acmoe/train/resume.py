@@ -12,6 +12,7 @@ from acmoe.evaluate.run import EMA, checkpoints
 from acmoe.models.checkpoint import load
 from acmoe.train.checkpoint import CheckpointStore, restoring
 from acmoe.train.metrics_log import MetricsLog
+from acmoe.train.threads import threads_note
 from acmoe.train.trainer import Trainer
 
 Read = TypeVar("Read")
@@ -100,10 +101,6 @@ def _restore(
         trainer.average.load(average.state_dict())
     trainer.batches.load_state_dict(state["data"])
     log.load_state_dict(state)
-    before, now = state.get("threads"), torch.get_num_threads()
-    if before not in (None, now):
-        notes.append(
-            f"the run was saved with {before} threads and goes on with {now}: sums are rounded "
-            f"differently, so bits will differ; OMP_NUM_THREADS={before} repeats them"
-        )
+    if note := threads_note(state):
+        notes.append(note)
     return cast(int, state["step"])

@@ -1,0 +1,93 @@
+"""Commands choose one thread for small models, and a continued run keeps its own number."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from acmoe.cli import main
+from acmoe.config.text.language import LANGUAGE_MODELS
+from acmoe.errors import UserError
+from acmoe.evaluate.run import open_run
+from acmoe.storage.sealed import read_sealed, write_sealed
+from acmoe.train.threads import choose_threads, saved_threads, threads_note, use_threads
+from tiny_runs import byte_corpus, tiny_run, trained
+
+NANO = LANGUAGE_MODELS["switch-nano"].config
+LARGE = LANGUAGE_MODELS["switch-enwik8"].config  # 36 million parameters
+
+
+@pytest.fixture(autouse=True)
+def without_omp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of four steps, saved after the second and the fourth."""
+    config = tiny_run(byte_corpus(tmp_path, 60), "steps=4", "checkpoint_every=2", "eval_every=4")
+    return trained(config, tmp_path / "run")
+
+
+def pretend_threads(run: Path, count: int) -> None:
+    """Write another number of threads into the run's last checkpoint."""
+    path = open_run(run).checkpoint("last") / "state.json"
+    state = read_sealed(path, fix="")
+    write_sealed(path, {**state, "threads": count})
+
+
+def test_a_small_model_on_a_cpu_gets_one_thread_and_a_large_one_the_default() -> None:
+    assert choose_threads(None, NANO, device="cpu").count == 1
+    assert "370,976 parameters" in choose_threads(None, NANO, device="cpu").message
+    assert choose_threads(None, LARGE, device="cpu").count is None
+
+
+def test_the_option_comes_before_the_environment_and_both_before_the_rule(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert choose_threads(None, NANO, device="cpu").count is None  # torch has read it
+    assert choose_threads(3, NANO, device="cpu") == (3, "--threads")
+    with pytest.raises(UserError, match="--threads 0; it must be at least 1"):
+        choose_threads(0, NANO, device="cpu")
+
+
+def test_a_run_that_goes_on_keeps_the_number_it_was_saved_with(run: Path) -> None:
+    assert saved_threads(run) == torch.get_num_threads()
+    pretend_threads(run, 5)
+    assert choose_threads(None, NANO, device="cpu", run=run).count == 5
+    assert choose_threads(2, NANO, device="cpu", run=run).count == 2
+    assert saved_threads(run.with_name("nowhere")) is None
+
+
+def test_another_number_is_said_because_bits_will_differ() -> None:
+    now = torch.get_num_threads()
+    assert threads_note({"threads": now}) is None and threads_note({}) is None
+    note = threads_note({"threads": now + 1})
+    assert note is not None and "bits will differ" in note
+
+
+def test_use_threads_sets_torch_and_none_leaves_it() -> None:
+    before = torch.get_num_threads()
+    try:
+        use_threads(choose_threads(before + 1, NANO))
+        assert torch.get_num_threads() == before + 1
+        use_threads(choose_threads(None, LARGE, device="cpu"))
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_train_says_its_threads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = "model.dim=16 model.hidden=16 model.heads=2 model.repeats=1 model.block=16 batch=2"
+    short = "steps=2 warmup=1 eval_tokens=100 data.limit=20000 device=cpu"
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "switch-nano", *small.split(), *short.split(), "--out", "run"])
+    assert stop.value.code == 0
+    assert "run: 1 CPU thread: enough for" in capsys.readouterr().err
+    state = json.loads((open_run(Path("run")).checkpoint("last") / "state.json").read_text())
+    assert state["threads"] == 1
