@@ -30,7 +30,10 @@ from acmoe.train.side_by_side import (
     run_side_by_side,
 )
 from acmoe.train.signals import StopSignals
+from acmoe.train.threads import Threads
 from tiny_runs import QUIET, byte_corpus, everything, records, tiny_run
+
+ONE = Threads(1, "a test")
 
 
 class FakeProcess:
@@ -128,7 +131,7 @@ def test_two_processes_give_the_bits_of_one(jobs: list[Job], tmp_path: Path) -> 
     subprocess.run(
         [sys.executable, "-c", code], input=pickle.dumps(alone), check=True, capture_output=True
     )
-    outcomes = run_side_by_side(jobs, QUIET, threads=1)
+    outcomes = run_side_by_side(jobs, QUIET, ONE)
     assert [one.summary.step for one in outcomes] == [4, 4]
     for job, other in zip(jobs, alone, strict=True):
         assert everything(job.folder) == everything(other.folder)
@@ -159,7 +162,7 @@ def test_a_failing_run_stops_the_other_with_its_message(jobs: list[Job]) -> None
         Job(config=long, folder=jobs[1].folder, score=jobs[1].score),
     ]
     with pytest.raises(UserError, match="not finite"):
-        run_side_by_side(both, QUIET, threads=1)
+        run_side_by_side(both, QUIET, ONE)
     assert list(jobs[1].folder.glob("checkpoints/step-*"))
 
 

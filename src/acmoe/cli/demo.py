@@ -69,9 +69,7 @@ class Demo:
             seed=self.seed,
             steps=self.steps,
             console=Console(stderr=True),
-            parallel=True,
-            threads=threads.count,
-            note=threads.message,
+            parallel=threads,
         )
 
 
@@ -102,8 +100,8 @@ def _show(comparison: "Comparison") -> None:
     figures = (
         ("bits per byte, clean", "bits_per_byte", ".4f"),
         (f"bits per byte, {comparison.replaced:.1%} of bytes replaced", "contaminated", ".4f"),
-        ("load balance (std over experts, points)", "load_balance", ".2f"),
-        ("instability between layers", "instability", ".3f"),
+        ("load std over experts (points, 0 is even)", "load_balance", ".2f"),
+        ("instability between layers (share of token pairs)", "instability", ".3f"),
         ("  what random clusters would have", "chance", ".3f"),
         ("seconds per step", "seconds_per_step", ".3f"),
     )

@@ -18,6 +18,7 @@ from acmoe.evaluate.run import open_corpus, open_run
 from acmoe.recipes.nano import nano_run
 from acmoe.train.run import Summary
 from acmoe.train.side_by_side import Job, Outcome, run_one_by_one, run_side_by_side
+from acmoe.train.threads import Threads
 
 ROUTERS = {"SMoE": "smoe", "ACMoE": "adaptive"}
 CORPUS_BYTES = 1_000_000  # bytes of the standard library; a twentieth of them is the test text
@@ -82,27 +83,25 @@ def compare(
     seed: int = 0,
     steps: int = STEPS,
     console: Console | None = None,
-    parallel: bool = False,
-    threads: int | None = None,
-    note: str = "",
+    parallel: Threads | None = None,
 ) -> Comparison:
     """Train both routers in `folder` (runs smoe and acmoe), then score them on the same texts.
 
     The same call continues an interrupted comparison. With `parallel` each router has a process of
-    its own with `threads` CPU threads, or torch's default number; the results are those of one
-    process with as many threads. `note` is a line for the log of both runs.
+    its own with these settings of the CPU; the results are those of one process with the same.
     """
     folder = Path(folder)
     check(steps >= 20, f"steps={steps}; fewer than 20 steps show no curve")
     base = base_run(folder, seed, steps)
     open_corpus(base.data)  # both processes would prepare it
     score = EvaluateConfig(contamination=ContaminationConfig(), routing=True)
+    note = "" if parallel is None else parallel.message
     jobs = [
         Job(config=_with_router(base, router), folder=folder / name.lower(), score=score, note=note)
         for name, router in ROUTERS.items()
     ]
-    if parallel:
-        outcomes = run_side_by_side(jobs, console, threads=threads)
+    if parallel is not None:
+        outcomes = run_side_by_side(jobs, console, parallel)
     else:
         outcomes = run_one_by_one(jobs, console)
     reports = _reports(outcomes, folder)

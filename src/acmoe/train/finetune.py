@@ -50,7 +50,7 @@ from acmoe.train.metrics_log import append, drop_records_after
 from acmoe.train.optim import adam, optimizer_tensors, restore_optimizer
 from acmoe.train.resume import read_latest
 from acmoe.train.run_folder import claim, write_vocabulary
-from acmoe.train.threads import threads_note
+from acmoe.train.threads import cpu_state, threads_note
 from acmoe.train.trainer import apply_gradients
 
 Split = dict[str, list[EncodedSentence]]
@@ -290,7 +290,7 @@ class Finetuner:
             "best": {"step": _best(accuracies)},
             "pretrained_step": self.pretrained_step,
             "records": epoch,
-            "threads": torch.get_num_threads(),
+            **cpu_state(),
         }
         self.store.save(epoch, self.model.backbone, tensors, state)
 

@@ -16,7 +16,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from rich.console import Console
 
 from acmoe.config.text.evaluate import EvaluateConfig
@@ -26,6 +25,7 @@ from acmoe.evaluate.language import LanguageReport, evaluate
 from acmoe.train.display import Display, Screen
 from acmoe.train.run import Summary, train_with
 from acmoe.train.signals import STOP, StopSignals
+from acmoe.train.threads import Threads, use_threads
 
 # A process that has used CUDA or has threads must not be forked.
 _SPAWN = multiprocessing.get_context("spawn")
@@ -83,9 +83,9 @@ def run_one_by_one(jobs: Sequence[Job], console: Console | None) -> list[Outcome
 
 
 def run_side_by_side(
-    jobs: Sequence[Job], console: Console | None, *, threads: int | None = None
+    jobs: Sequence[Job], console: Console | None, threads: Threads
 ) -> list[Outcome]:
-    """Run the jobs at once, each in a process with that many threads.
+    """Run the jobs at once, each in a process with these settings of the CPU.
 
     The first stop signal lets every process save and end; a second one kills them. Where one job
     fails, the others save and end, and its error is raised.
@@ -113,7 +113,7 @@ class _Worker:
 
 
 @contextmanager
-def _started(jobs: Sequence[Job], threads: int | None, live: bool) -> Iterator[list[_Worker]]:
+def _started(jobs: Sequence[Job], threads: Threads, live: bool) -> Iterator[list[_Worker]]:
     """Start a process for each job; kill those that still run at the end of `with`."""
     workers: list[_Worker] = []
     try:
@@ -196,12 +196,11 @@ class _RemoteScreen(Screen):
         self.send("progress", stage, done, total)
 
 
-def _work(job: Job, threads: int | None, live: bool, pipe: Connection) -> None:
+def _work(job: Job, threads: Threads, live: bool, pipe: Connection) -> None:
     """Run a job in a process of its own, and send its outcome."""
     for number in STOP:  # a terminal sends them to all processes; the parent passes them on
         signal.signal(number, signal.SIG_IGN)
-    if threads is not None:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     signals = StopSignals()
     signals.listens = False
     threading.Thread(target=_await_stop, args=(pipe, signals), daemon=True).start()

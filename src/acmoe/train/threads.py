@@ -1,14 +1,18 @@
-"""Choose the number of CPU threads of a command by the size of its model.
+"""Choose how a command uses the CPU, by the size of its model: threads, and oneDNN on ARM.
 
 OpenMP's threads wait for each other after every op, and spin while they wait. The ops of a small
 model take less time than a thread needs to be scheduled on a busy machine. switch-nano (370,976
 parameters) trains at 5,700 tokens/s with two threads on two idle cores and at 260 when two other
 processes are busy; with one thread it trains at 4,400 on idle cores.
 
-The library itself never changes torch's number; only commands call `use_threads`.
+On ARM, torch gives small float32 products to oneDNN, which takes longer than BLAS: a step of
+switch-nano-acmoe takes 0.41 s of CPU time with oneDNN and 0.19 s without (torch 2.13, Linux).
+
+The library itself never changes torch's settings; only commands call `use_threads`.
 """
 
 import os
+import platform
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,16 +28,18 @@ SMALL = 2_000_000  # parameters; the nano models have up to 0.9 million, all oth
 
 
 class Threads(NamedTuple):
-    """A number of CPU threads; None leaves torch's own."""
+    """A number of CPU threads, and whether to use oneDNN; None leaves torch's own setting."""
 
     count: int | None
     reason: str
+    onednn: bool | None = None
 
     @property
     def message(self) -> str:
         """One line for the log."""
         count = torch.get_num_threads() if self.count is None else self.count
-        return f"{count} CPU thread{'' if count == 1 else 's'}: {self.reason}"
+        without = " without oneDNN" if self.onednn is False else ""
+        return f"{count} CPU thread{'' if count == 1 else 's'}{without}: {self.reason}"
 
 
 def choose_threads(
@@ -43,48 +49,87 @@ def choose_threads(
 
     In order: the number requested; OMP_NUM_THREADS, which torch has read; the number that the run
     in the folder `run` was saved with, so that its bits repeat; one for a small model on a CPU.
+    oneDNN is as the run was saved with, and off for a small model on an ARM CPU.
     """
+    check(requested is None or requested >= 1, f"--threads {requested}; it must be at least 1")
+    saved = None if run is None else saved_state(run)
+    on_cpu = pick_device(device).type == "cpu"
+    parameters = count_model(model) if on_cpu else None
+    small = parameters is not None and parameters < SMALL
+    onednn = _saved_onednn(saved) if saved is not None else False if small and is_arm() else None
     if requested is not None:
-        check(requested >= 1, f"--threads {requested}; it must be at least 1")
-        return Threads(requested, "--threads")
+        return Threads(requested, "--threads", onednn)
     if "OMP_NUM_THREADS" in os.environ:
-        return Threads(None, "OMP_NUM_THREADS")
-    saved = None if run is None else saved_threads(run)
-    if saved is not None:
-        return Threads(saved, "as the run was begun, so that its bits repeat; --threads N sets it")
-    if pick_device(device).type != "cpu":
-        return Threads(None, "torch's default; the model is on a GPU")
-    parameters = count_model(model)
-    if parameters < SMALL:
-        return Threads(1, f"enough for {parameters:,} parameters; --threads N sets it")
-    return Threads(None, f"torch's default, for {parameters:,} parameters; --threads N sets it")
+        return Threads(None, "OMP_NUM_THREADS", onednn)
+    if saved is not None and (count := _saved_count(saved)) is not None:
+        reason = "as the run was begun, so that its bits repeat; --threads N sets it"
+        return Threads(count, reason, onednn)
+    if parameters is None:
+        return Threads(None, "torch's default; the model is on a GPU", onednn)
+    if small:
+        return Threads(1, f"enough for {parameters:,} parameters; --threads N sets it", onednn)
+    reason = f"torch's default, for {parameters:,} parameters; --threads N sets it"
+    return Threads(None, reason, onednn)
 
 
 def use_threads(threads: Threads) -> None:
-    """Set torch's number of threads for the whole process."""
+    """Set torch's number of threads, and oneDNN on or off, for the whole process."""
     if threads.count is not None and threads.count != torch.get_num_threads():
         torch.set_num_threads(threads.count)
+    if threads.onednn is not None and threads.onednn != uses_onednn():
+        torch.backends.mkldnn.enabled = threads.onednn  # type: ignore[assignment]
 
 
-def saved_threads(run: Path) -> int | None:
-    """Return the threads that the run's latest checkpoint was saved with; None if not known."""
+def uses_onednn() -> bool:
+    """Return True where torch gives float32 products to oneDNN."""
+    return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+
+
+def is_arm() -> bool:
+    """Return True on an ARM CPU whose torch has oneDNN."""
+    return platform.machine() in ("aarch64", "arm64") and torch.backends.mkldnn.is_available()
+
+
+def cpu_state() -> dict[str, Any]:
+    """Return the settings on which the rounding of sums on a CPU depends, for state.json."""
+    return {"threads": torch.get_num_threads(), "onednn": uses_onednn()}
+
+
+def saved_state(run: Path) -> dict[str, Any] | None:
+    """Return the state of the run's latest checkpoint; None where there is none to read."""
     found = checkpoints(run / CHECKPOINTS)
     try:
-        saved = read_json(found[-1] / STATE).get("threads") if found else None
+        return read_json(found[-1] / STATE) if found else None
     except UserError:
         return None  # resuming reports the damage
+
+
+def _saved_count(state: dict[str, Any]) -> int | None:
+    saved = state.get("threads")
     return saved if type(saved) is int and saved >= 1 else None
 
 
+def _saved_onednn(state: dict[str, Any]) -> bool | None:
+    saved = state.get("onednn")  # absent in version 0.1, which left torch's setting
+    return saved if type(saved) is bool else None
+
+
 def threads_note(state: dict[str, Any]) -> str | None:
-    """Return a line where a checkpoint's state was saved with another number of threads."""
+    """Return a line where a checkpoint was saved with other settings of the CPU."""
     before, now = state.get("threads"), torch.get_num_threads()
-    if before in (None, now):
-        return None
-    return (
-        f"the run was saved with {before} threads and goes on with {now}: sums are rounded "
-        f"differently, so bits will differ; OMP_NUM_THREADS={before} repeats them"
-    )
+    if before not in (None, now):
+        return (
+            f"the run was saved with {before} threads and goes on with {now}: sums are rounded "
+            f"differently, so bits will differ; OMP_NUM_THREADS={before} repeats them"
+        )
+    onednn = _saved_onednn(state)
+    if onednn not in (None, uses_onednn()):
+        return (
+            f"the run was saved {'with' if onednn else 'without'} oneDNN and goes on "
+            f"{'without' if onednn else 'with'} it: sums are rounded differently, so bits will "
+            f"differ; torch.backends.mkldnn.enabled={onednn} repeats them"
+        )
+    return None
 
 
 def count_model(model: Any) -> int:
