@@ -5,7 +5,7 @@ N tokens, B images, Y rows and X columns of patches, M MoE layers, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from acmoe.analyze.figures.tsne import save_tsne
 from acmoe.analyze.measure.scale import LEAST
 from acmoe.analyze.record import LayerRecord, RoutingRecord
 from acmoe.analyze.sampling import Disturbed, Sampled
+from acmoe.data.progress import Progress, silent
 from acmoe.data.text.vocabulary import ByteVocabulary, Vocabulary
 from acmoe.evaluate.run import ATTACKS, Run, read_json
 
@@ -42,7 +43,12 @@ Paths = tuple[Path, ...]
 
 
 def save_figures(
-    sampled: Sampled, analysis: Analysis, folder: Path, *, seed: int = 0
+    sampled: Sampled,
+    analysis: Analysis,
+    folder: Path,
+    *,
+    seed: int = 0,
+    progress: Progress = silent,
 ) -> list[Path]:
     """Write each figure as PNG and SVG, and return the paths.
 
@@ -50,18 +56,25 @@ def save_figures(
     """
     router = sampled.run.config.model.router.name
     where = f"{sampled.run.folder.name}, step {sampled.step}"
-    paths: list[Path] = []
-    paths += _convergence(sampled, folder, router, where)
     load = {router: [layer.load.share for layer in analysis.layers]}
-    paths += save_load(load, folder, title=f"Load: {where}")
-    paths += _instability(analysis, folder, router, where)
-    paths += _tsne(sampled.own, folder, where, seed)
-    paths += _scale_maps(sampled.own, folder, where)
-    if isinstance(sampled.run, Run):
-        paths += _text(sampled, sampled.run.vocabulary(), folder, where)
+    steps: list[Callable[[], Sequence[Path]]] = [
+        lambda: _convergence(sampled, folder, router, where),
+        lambda: save_load(load, folder, title=f"Load: {where}"),
+        lambda: _instability(analysis, folder, router, where),
+        lambda: _tsne(sampled.own, folder, where, seed),
+        lambda: _scale_maps(sampled.own, folder, where),
+    ]
+    if isinstance(run := sampled.run, Run):
+        vocabulary = run.vocabulary()
+        steps += [lambda: _text(sampled, vocabulary, folder, where)]
     else:
-        paths += _images(sampled, folder, where)
-        paths += _sweep(sampled, folder, router, where)
+        steps += [lambda: _images(sampled, folder, where)]
+        steps += [lambda: _sweep(sampled, folder, router, where)]
+    paths: list[Path] = []
+    for done, draw in enumerate(steps):
+        progress("drawing figures", done, len(steps))
+        paths += draw()
+    progress("drawing figures", len(steps), len(steps))
     return paths
 
 

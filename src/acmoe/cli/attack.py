@@ -31,8 +31,8 @@ class Attack:
     """default: attack pixels within [0, 1] with the true labels. paper: attack normalised pixels
     without a bound, with the predicted labels."""
     eps: tuple[str, ...] = ()
-    """Radii in the maximum norm, such as 1/255 2/255: fractions of the pixel range, or with
-    --preset paper in units of normalised pixels; those of the preset if not given."""
+    """Radii of the attack in the maximum norm, such as 1/255 2/255. They are fractions of the pixel
+    range, and with --preset paper numbers of normalised pixels. The preset's own if not given."""
     steps: int | None = None
     """Number of steps of pgd and spsa; 20 if not given."""
     directions: int | None = None
@@ -44,9 +44,9 @@ class Attack:
     statistics: Literal["batch", "running", "sequence"] | None = None
     """Statistics mode of the adaptive routers; the model's own if not given."""
     capacity: str | None = None
-    """Capacity factor of the experts: none (no token is dropped, and no image takes an expert's
-    place from another), a number such as the paper's 1.25, or model (as in training). none if not
-    given, or model with --preset paper."""
+    """Capacity factor of the experts. none drops no token, so the images of a batch do not compete
+    for experts; a number such as the paper's 1.25 limits the tokens of each expert; model takes the
+    factor of the training. If not given: none, or with --preset paper model."""
     dropless: bool = False
     """Old spelling of --capacity none."""
     allow_coupled: bool = False

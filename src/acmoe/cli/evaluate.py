@@ -41,12 +41,12 @@ class Evaluate:
     ema: bool = False
     """Images: use the moving average of the weights, which a run trained with ema=0.99996 keeps."""
     batch: int | None = None
-    """Text: number of rows it is cut into; 8 if not given, and fewer give tokens more context.
-    Images: number per forward pass; 64 if not given."""
+    """Text: number of rows that the text is cut into, read side by side; 8 if not given. Fewer rows
+    give tokens more context. Images: images per forward pass; 64 if not given."""
     capacity: str | None = None
-    """Images: capacity factor of the experts: none (no token is dropped, and no image takes an
-    expert's place from another), a number such as the paper's 1.25, or model (as in training);
-    none if not given."""
+    """Images: capacity factor of the experts. none drops no token, so the images of a batch do not
+    compete for experts; a number such as the paper's 1.25 limits the tokens of each expert; model
+    takes the factor of the training. none if not given."""
     dropless: bool = False
     """Images: old spelling of --capacity none."""
     block: int | None = None

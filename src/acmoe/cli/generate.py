@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+from rich.console import Console
 
 from acmoe.cli.threads import run_threads
 from acmoe.storage.strict_json import json_text
@@ -52,14 +53,16 @@ class Generate:
         ids = list(vocabulary.encode(self.prompt))
         check(bool(ids), f"prompt={self.prompt!r} holds no token; give at least one")
         model = run.model(self.which, device=device).eval()
-        new = model.generate(
-            torch.tensor([ids], device=device),
-            self.tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            seed=self.seed,
-        )
+        # A spinner, on a terminal only: the text comes in seconds.
+        with Console(stderr=True).status(f"generating {self.tokens} tokens"):
+            new = model.generate(
+                torch.tensor([ids], device=device),
+                self.tokens,
+                temperature=self.temperature,
+                top_k=self.top_k,
+                top_p=self.top_p,
+                seed=self.seed,
+            )
         text = vocabulary.decode(new[0].tolist())
         if self.json:
             print(json_text({"prompt": self.prompt, "text": text}, indent=None))

@@ -14,7 +14,7 @@ from acmoe.storage.strict_json import json_text
 
 @dataclass(frozen=True, kw_only=True)
 class Shift:
-    """Score an image classifier on a shifted set: accuracy on A and R, detection (AUPR) on O."""
+    """Score an image classifier on ImageNet-A or -R (accuracy), or on ImageNet-O (AUPR)."""
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """Folder of a run that trained an image classifier on class folders named by WordNet id."""
@@ -25,8 +25,9 @@ class Shift:
     statistics: Literal["batch", "running", "sequence"] | None = None
     """Statistics mode of the adaptive routers; the model's own if not given."""
     capacity: str = "none"
-    """Capacity factor of the experts: none (no token is dropped, and no image takes an expert's
-    place from another), a number such as the paper's 1.25, or model (as in training)."""
+    """Capacity factor of the experts. none drops no token, so the images of a batch do not compete
+    for experts; a number such as the paper's 1.25 limits the tokens of each expert; model takes the
+    factor of the training."""
     dropless: bool = False
     """Old spelling of --capacity none."""
     batch: int = 64

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 class Train:
     """Train a recipe. A repeated command continues the run where it stopped."""
 
-    recipe: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE")] = ""
+    recipe: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="[RECIPE]")] = ""
     """Name of the recipe; `acmoe train --list` shows them all."""
     overrides: Annotated[
-        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")
+        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[KEY=VALUE ...]")
     ] = ()
     """Settings to change, such as steps=200 lr=1e-3 model.router=adaptive."""
     out: Path | None = None
