@@ -1,10 +1,15 @@
 """Progress where nobody sees a bar: few lines, with the time that is left."""
 
 import io
+from pathlib import Path
 
 from rich.console import Console
 
+from acmoe.config.text.data import ContaminationConfig
+from acmoe.config.text.evaluate import EvaluateConfig
 from acmoe.data.progress import ProgressLines, progress_bars
+from acmoe.evaluate.language import evaluate
+from tiny_runs import byte_corpus, tiny_run, trained
 
 
 def test_a_line_after_three_seconds_and_then_every_ten() -> None:
@@ -28,3 +33,21 @@ def test_a_short_stage_prints_nothing_without_a_terminal_and_a_bar_on_one() -> N
             progress("files", 2, 2)
     assert plain.getvalue() == ""
     assert "files" in terminal.getvalue() and "100%" in terminal.getvalue()
+
+
+def test_evaluating_text_reports_every_token_of_each_pass(tmp_path: Path) -> None:
+    config = tiny_run(byte_corpus(tmp_path, 60), "steps=1", "eval_tokens=50")
+    run = trained(config, tmp_path / "run")
+    calls: list[tuple[str, int, int]] = []
+    report = evaluate(
+        run,
+        EvaluateConfig(statistics=("running",), contamination=ContaminationConfig()),
+        device="cpu",
+        progress=lambda *call: calls.append(call),
+    )
+    last = {stage: (done, total) for stage, done, total in calls}
+    tokens = report.figure().tokens
+    assert last == {
+        "test text, statistics running, tokens": (tokens, tokens),
+        "contaminated test text, statistics running, tokens": (tokens, tokens),
+    }

@@ -50,9 +50,8 @@ class Demo:
         print(f"everything is in {self.out}: runs smoe and acmoe, comparison.json, report.html")
         print(f"open {report} in a browser: curves, a routing explorer, what the figures can show")
         print("next:")
-        print(f'  acmoe generate {self.out}/acmoe --prompt "def "   # let it write Python')
-        print(f"  acmoe analyze {self.out}/acmoe                    # what its routers do")
-        print("  acmoe train switch-nano-acmoe                  # ten times as many steps")
+        for command, purpose in next_commands(self.out).items():
+            print(f"  {command}  # {purpose}")
         if self.open and may_open_browser():
             webbrowser.open(report.resolve().as_uri())
         return 0
@@ -71,6 +70,17 @@ class Demo:
             console=Console(stderr=True),
             parallel=threads,
         )
+
+
+def next_commands(folder: Path) -> dict[str, str]:
+    """Return commands to try after the demo, padded to one width, and the purpose of each."""
+    commands = {
+        f'acmoe generate {folder}/acmoe --prompt "def "': "let the model write Python",
+        f"acmoe analyze {folder}/acmoe": "see what its routers do, layer by layer",
+        "acmoe train switch-nano-acmoe": "train for ten times as many steps",
+    }
+    width = max(map(len, commands))
+    return {command.ljust(width): purpose for command, purpose in commands.items()}
 
 
 def may_open_browser() -> bool:

@@ -120,7 +120,8 @@ def _started(jobs: Sequence[Job], threads: Threads, live: bool) -> Iterator[list
         for job in jobs:
             ours, theirs = _SPAWN.Pipe()
             process = _SPAWN.Process(target=_work, args=(job, threads, live, theirs), daemon=True)
-            process.start()
+            with _ignoring_stop_signals():  # the process inherits this, from its first moment on
+                process.start()
             theirs.close()  # the pipe then closes when the process ends
             workers.append(_Worker(job, process, ours))
         yield workers
@@ -130,6 +131,20 @@ def _started(jobs: Sequence[Job], threads: Threads, live: bool) -> Iterator[list
                 worker.process.kill()
             worker.process.join(timeout=30)
             worker.pipe.close()
+
+
+@contextmanager
+def _ignoring_stop_signals() -> Iterator[None]:
+    """Ignore the stop signals inside `with`; Python lets only the main thread do so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOP}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _outcomes(workers: list[_Worker], screen: Screen, signals: StopSignals) -> list[Outcome]:
