@@ -45,16 +45,16 @@ def pretend(run: Path, **settings: object) -> None:
 
 
 def test_a_small_model_on_a_cpu_gets_one_thread_and_a_large_one_the_default() -> None:
-    assert choose_threads(None, NANO, device="cpu").count == 1
+    assert choose_threads(None, NANO, device="cpu").number == 1
     assert "370,976 parameters" in choose_threads(None, NANO, device="cpu").message
-    assert choose_threads(None, LARGE, device="cpu").count is None
+    assert choose_threads(None, LARGE, device="cpu").number is None
 
 
 def test_the_option_comes_before_the_environment_and_both_before_the_rule(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert choose_threads(None, NANO, device="cpu").count is None  # torch has read it
+    assert choose_threads(None, NANO, device="cpu").number is None  # torch has read it
     assert choose_threads(3, NANO, device="cpu")[:2] == (3, "--threads")
     with pytest.raises(UserError, match="--threads 0; it must be at least 1"):
         choose_threads(0, NANO, device="cpu")
@@ -65,9 +65,9 @@ def test_a_run_that_goes_on_keeps_the_number_it_was_saved_with(run: Path) -> Non
     assert state is not None and state["threads"] == torch.get_num_threads()
     assert state["onednn"] == uses_onednn()
     pretend(run, threads=5, onednn=True)
-    assert choose_threads(None, NANO, device="cpu", run=run).count == 5
+    assert choose_threads(None, NANO, device="cpu", run=run).number == 5
     assert choose_threads(None, NANO, device="cpu", run=run).onednn is True
-    assert choose_threads(2, NANO, device="cpu", run=run).count == 2
+    assert choose_threads(2, NANO, device="cpu", run=run).number == 2
     assert saved_state(run.with_name("nowhere")) is None
 
 

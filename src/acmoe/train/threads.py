@@ -30,14 +30,14 @@ SMALL = 2_000_000  # parameters; the nano models have up to 0.9 million, all oth
 class Threads(NamedTuple):
     """A number of CPU threads, and whether to use oneDNN; None leaves torch's own setting."""
 
-    count: int | None
+    number: int | None
     reason: str
     onednn: bool | None = None
 
     @property
     def message(self) -> str:
         """One line for the log."""
-        count = torch.get_num_threads() if self.count is None else self.count
+        count = torch.get_num_threads() if self.number is None else self.number
         without = " without oneDNN" if self.onednn is False else ""
         return f"{count} CPU thread{'' if count == 1 else 's'}{without}: {self.reason}"
 
@@ -74,20 +74,25 @@ def choose_threads(
 
 def use_threads(threads: Threads) -> None:
     """Set torch's number of threads, and oneDNN on or off, for the whole process."""
-    if threads.count is not None and threads.count != torch.get_num_threads():
-        torch.set_num_threads(threads.count)
+    if threads.number is not None and threads.number != torch.get_num_threads():
+        torch.set_num_threads(threads.number)
     if threads.onednn is not None and threads.onednn != uses_onednn():
         torch.backends.mkldnn.enabled = threads.onednn  # type: ignore[assignment]
 
 
 def uses_onednn() -> bool:
     """Return True where torch gives float32 products to oneDNN."""
-    return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+    return has_onednn() and bool(torch.backends.mkldnn.enabled)
+
+
+def has_onednn() -> bool:
+    """Return True where torch was built with oneDNN."""
+    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
 def is_arm() -> bool:
     """Return True on an ARM CPU whose torch has oneDNN."""
-    return platform.machine() in ("aarch64", "arm64") and torch.backends.mkldnn.is_available()
+    return platform.machine() in ("aarch64", "arm64") and has_onednn()
 
 
 def cpu_state() -> dict[str, Any]:
