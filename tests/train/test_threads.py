@@ -10,10 +10,12 @@ from acmoe.cli import main
 from acmoe.config.text.language import LANGUAGE_MODELS
 from acmoe.errors import UserError
 from acmoe.evaluate.run import open_run
+from acmoe.models.registry import model_card
 from acmoe.storage.sealed import read_sealed, write_sealed
 from acmoe.train import threads
 from acmoe.train.threads import (
     choose_threads,
+    count_model,
     saved_state,
     threads_note,
     use_threads,
@@ -48,6 +50,12 @@ def test_a_small_model_on_a_cpu_gets_one_thread_and_a_large_one_the_default() ->
     assert choose_threads(None, NANO, device="cpu").number == 1
     assert "370,976 parameters" in choose_threads(None, NANO, device="cpu").message
     assert choose_threads(None, LARGE, device="cpu").number is None
+
+
+def test_parameters_are_counted_as_in_the_table_of_models() -> None:
+    counts = {"glam-nano": 362_264, "softmoe-nano": 897_165, "switch-enwik8": 36_076_813}
+    for name, parameters in counts.items():
+        assert count_model(model_card(name).config) == parameters
 
 
 def test_the_option_comes_before_the_environment_and_both_before_the_rule(

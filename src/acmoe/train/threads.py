@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from acmoe.errors import UserError, check
 from acmoe.evaluate.run import CHECKPOINTS, STATE, checkpoints, read_json
@@ -138,6 +139,22 @@ def threads_note(state: dict[str, Any]) -> str | None:
 
 
 def count_model(model: Any) -> int:
-    """Return the number of parameters of a model config, without allocating them."""
-    with torch.device("meta"):
+    """Return the number of parameters of a model config, without allocating or drawing them."""
+    with torch.device("meta"), _WithoutValues():
         return count_parameters(build_model(model)).total
+
+
+class _WithoutValues(TorchFunctionMode):
+    """Skips in-place functions such as `normal_`, which only give parameters their first values.
+
+    On the meta device some of them import torch's compiler, which takes 2 s.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name.endswith("_") and not name.endswith("__"):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
