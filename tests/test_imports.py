@@ -265,7 +265,7 @@ def test_optional_packages_are_imported_where_their_absence_can_be_explained() -
 
 def test_every_package_used_is_declared() -> None:
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
-    extras = [project["optional-dependencies"][name] for name in ("hf", "vision", "plots", "text")]
+    extras = [project["optional-dependencies"][name] for name in ("hf", "vision", "plots", "data")]
     wanted = [want for wants in (project["dependencies"], *extras) for want in wants]
     names = {re.split(r"[\[<>=~! ]", want)[0] for want in wanted}
     declared = {IMPORTED_AS.get(name, name) for name in names}

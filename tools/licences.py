@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 PROJECT = "acmoe"
 TABLE = Path("build/licences.md")
 # Extras that a user's program runs with. The others (dev, docs, examples) are for development.
-RUNTIME_EXTRAS = ("hf", "vision", "plots", "text")
+RUNTIME_EXTRAS = ("hf", "vision", "plots", "data")
 
 ALLOWED = {
     *("0BSD", "Apache-2.0", "BSD", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0"),

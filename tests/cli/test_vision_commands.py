@@ -67,7 +67,7 @@ def test_train_runs_a_recipe_by_its_name(
     shown = capsys.readouterr()
     assert shown.out.startswith("done: 3 steps in ")
     assert "best validation top-1 (%)" in shown.out
-    assert "images/s" in shown.err and "validation top1" in shown.err
+    assert "images/s" in shown.err and "validation top-1 accuracy" in shown.err
     assert found(capsys, "evaluate", tmp_path / "run")["step"] == 3
     # The same command again finds nothing left to do.
     assert acmoe("train", recipe, *SMALL, "--out", tmp_path / "run") == 0

@@ -75,7 +75,7 @@ def test_a_missing_extra_is_named_with_its_install_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r"needs the text extra: pip install 'acmoe\[text\]'"):
+    with pytest.raises(UserError, match=r"needs the data extra: pip install 'acmoe\[data\]'"):
         download("sst2", tmp_path / "sst2")
 
 

@@ -1,20 +1,53 @@
-"""A long job shows a bar for each of its stages."""
+"""Progress where nobody sees a bar: few lines, with the time that is left."""
 
 import io
 from pathlib import Path
 
 from rich.console import Console
 
-from acmoe.data.progress import progress_bars
-from acmoe.data.text.prepare import prepare
+from acmoe.config.text.data import ContaminationConfig
+from acmoe.config.text.evaluate import EvaluateConfig
+from acmoe.data.progress import ProgressLines, progress_bars
+from acmoe.evaluate.language import evaluate
+from tiny_runs import byte_corpus, tiny_run, trained
 
 
-def test_a_bar_is_drawn_for_each_file_and_reaches_its_end(tmp_path: Path) -> None:
-    for split in ("train", "valid", "test"):
-        (tmp_path / f"{split}.txt").write_text("some words\n")
-    screen = io.StringIO()
-    with progress_bars(Console(file=screen, force_terminal=True, width=100)) as progress:
-        prepare("words", tmp_path, tmp_path / "out", progress=progress)
-    text = screen.getvalue()
-    assert all(name in text for name in ("train.txt", "valid.txt", "test.txt"))
-    assert "100%" in text
+def test_a_line_after_three_seconds_and_then_every_ten() -> None:
+    text, now = io.StringIO(), 0.0
+    report = ProgressLines(Console(file=text, width=30), clock=lambda: now)
+    for second in range(0, 25):
+        now = float(second)
+        report("valid text, tokens", 100 * second, 4000)
+    assert text.getvalue().splitlines() == [  # 100 a second: 3700 take 37 seconds
+        "valid text, tokens: 300 of 4,000, 37 s left",
+        "valid text, tokens: 1,300 of 4,000, 27 s left",
+        "valid text, tokens: 2,300 of 4,000, 17 s left",
+    ]
+
+
+def test_a_short_stage_prints_nothing_without_a_terminal_and_a_bar_on_one() -> None:
+    plain, terminal = io.StringIO(), io.StringIO()
+    for console in (Console(file=plain), Console(file=terminal, force_terminal=True, width=80)):
+        with progress_bars(console) as progress:
+            progress("files", 1, 2)
+            progress("files", 2, 2)
+    assert plain.getvalue() == ""
+    assert "files" in terminal.getvalue() and "100%" in terminal.getvalue()
+
+
+def test_evaluating_text_reports_every_token_of_each_pass(tmp_path: Path) -> None:
+    config = tiny_run(byte_corpus(tmp_path, 60), "steps=1", "eval_tokens=50")
+    run = trained(config, tmp_path / "run")
+    calls: list[tuple[str, int, int]] = []
+    report = evaluate(
+        run,
+        EvaluateConfig(statistics=("running",), contamination=ContaminationConfig()),
+        device="cpu",
+        progress=lambda *call: calls.append(call),
+    )
+    last = {stage: (done, total) for stage, done, total in calls}
+    tokens = report.figure().tokens
+    assert last == {
+        "test text, statistics running, tokens": (tokens, tokens),
+        "contaminated test text, statistics running, tokens": (tokens, tokens),
+    }

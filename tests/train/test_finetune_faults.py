@@ -110,7 +110,7 @@ def test_a_damaged_best_epoch_is_told(
     tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     falling = itertools.count(100, -10)  # of three epochs the first is the best
-    monkeypatch.setattr(Finetuner, "accuracy", lambda self, split: float(next(falling)))
+    monkeypatch.setattr(Finetuner, "accuracy", lambda self, split, progress: float(next(falling)))
     assert tune(tmp_path / "out").best_epoch == 1
     damage(tmp_path / "out/checkpoints/step-00000001/training.safetensors")
     with pytest.raises(UserError, match=r"epoch 1, the best, .*training.safetensors is damaged"):

@@ -116,8 +116,10 @@ def test_without_a_terminal_progress_is_plain_lines(tmp_path: Path) -> None:
     lines = text.getvalue().splitlines()
     assert lines[0].startswith("run: 4 steps; figures go to ")
     assert lines[1].startswith("run: step 2/4  loss 5.")
-    assert "tokens/s" in lines[1] and "load balance" in lines[1] and "s left" in lines[1]
-    assert lines[3].startswith("run: step 4/4  validation bits per byte")
+    assert " nats  " in lines[1] and "tokens/s" in lines[1] and "s left" in lines[1]
+    assert "load std" in lines[1] and "points (0 is even)" in lines[1]
+    assert lines[3].startswith("run: step 4/4  validation ")
+    assert lines[3].endswith(" bits per byte")
     assert "\x1b" not in text.getvalue()
 
 

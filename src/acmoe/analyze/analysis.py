@@ -13,6 +13,7 @@ from acmoe.analyze.measure.scale import ScaleSpread, log_distance, measure_scale
 from acmoe.analyze.measure.separation import Separation, measure_separation
 from acmoe.analyze.record import LayerRecord, RoutingRecord
 from acmoe.analyze.sampling import Disturbed, Sampled
+from acmoe.data.progress import Progress, silent
 from acmoe.evaluate.measures import Instability
 
 
@@ -93,14 +94,16 @@ def _layer_json(layer: LayerAnalysis) -> dict[str, Any]:
     return found
 
 
-def analyze(sampled: Sampled, *, seed: int = 0) -> Analysis:
+def analyze(sampled: Sampled, *, seed: int = 0, progress: Progress = silent) -> Analysis:
     """Compute all measures of a sample. `seed` selects the tokens that silhouettes use."""
     record, disturbed = sampled.own, sampled.disturbed
     silhouettes = find_spec("sklearn") is not None
-    layers = tuple(
-        _layer(sampled, depth, seed=seed, silhouettes=silhouettes)
-        for depth in range(len(record.layers))
-    )
+    found = []
+    for depth in range(len(record.layers)):
+        progress("measuring MoE layers", depth, len(record.layers))
+        found.append(_layer(sampled, depth, seed=seed, silhouettes=silhouettes))
+    progress("measuring MoE layers", len(found), len(found))
+    layers = tuple(found)
     changes = [layer.change for layer in layers if layer.change is not None]
     batch, running = (sampled.compared.get(mode) for mode in ("batch", "running"))
     return Analysis(

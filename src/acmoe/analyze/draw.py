@@ -5,7 +5,7 @@ N tokens, B images, Y rows and X columns of patches, M MoE layers, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from acmoe.analyze.figures.tsne import save_tsne
 from acmoe.analyze.measure.scale import LEAST
 from acmoe.analyze.record import LayerRecord, RoutingRecord
 from acmoe.analyze.sampling import Disturbed, HuggingFaceModel, Sampled
+from acmoe.data.progress import Progress, silent
 from acmoe.data.text.vocabulary import ByteVocabulary, Vocabulary
 from acmoe.errors import check
 from acmoe.evaluate.run import ATTACKS, Run, VisionRun, read_json
@@ -43,34 +44,53 @@ Paths = tuple[Path, ...]
 
 
 def save_figures(
-    sampled: Sampled, analysis: Analysis, folder: Path, *, seed: int = 0
+    sampled: Sampled,
+    analysis: Analysis,
+    folder: Path,
+    *,
+    seed: int = 0,
+    progress: Progress = silent,
 ) -> list[Path]:
     """Write each figure as PNG and SVG, and return the paths.
 
     A figure is left out where the run lacks its numbers, such as the results of an attack.
     """
     run = sampled.run
+    steps: list[Callable[[], Sequence[Path]]]
     if isinstance(run, HuggingFaceModel):
-        paths = [*_routing(sampled, analysis, folder, run.router, run.name, seed)]
-        if run.pieces:  # a token may hold spaces and parts of words, so that no gap is added
-            paths += _pages(sampled.own, run.pieces[:TEXT_TOKENS], folder, run.name, 0)
-        return paths
-    router = run.config.model.router.name
+        pieces, name = run.pieces, run.name
+        steps = _routing(sampled, analysis, folder, run.router, name, seed)
+        if pieces:  # a token may hold spaces and parts of words, so that no gap is added
+            steps += [lambda: _pages(sampled.own, pieces[:TEXT_TOKENS], folder, name, 0)]
+        return _drawn(steps, progress)
+    own_run, router = run, run.config.model.router.name
     where = f"{run.folder.name}, step {sampled.step}"
-    paths = [*_convergence(run, folder, router, where)]
-    paths += _routing(sampled, analysis, folder, router, where, seed)
+    steps = [lambda: _convergence(own_run, folder, router, where)]
+    steps += _routing(sampled, analysis, folder, router, where, seed)
     if isinstance(run, Run):
-        paths += _text(sampled, run.vocabulary(), folder, where)
+        vocabulary = run.vocabulary()
+        steps += [lambda: _text(sampled, vocabulary, folder, where)]
     else:
-        paths += _images(sampled, folder, where)
-        paths += _sweep(run, sampled.step, folder, router, where)
+        images_run = run
+        steps += [lambda: _images(sampled, folder, where)]
+        steps += [lambda: _sweep(images_run, sampled.step, folder, router, where)]
+    return _drawn(steps, progress)
+
+
+def _drawn(steps: Sequence[Callable[[], Sequence[Path]]], progress: Progress) -> list[Path]:
+    """Draw one figure after another; return what was written."""
+    paths: list[Path] = []
+    for done, draw in enumerate(steps):
+        progress("drawing figures", done, len(steps))
+        paths += draw()
+    progress("drawing figures", len(steps), len(steps))
     return paths
 
 
 def _routing(
     sampled: Sampled, analysis: Analysis, folder: Path, router: str, where: str, seed: int
-) -> Paths:
-    """Draw the figures that every model has: load, instability, inputs and scale."""
+) -> list[Callable[[], Sequence[Path]]]:
+    """Return the figures that every model has, to be drawn: load, instability, inputs, scale."""
     load = {router: [layer.load.share for layer in analysis.layers]}
     sizes = sorted({len(share) for share in load[router]})
     check(
@@ -78,12 +98,12 @@ def _routing(
         f"the MoE layers of {where} have {', '.join(map(str, sizes))} experts, and a figure has "
         "one row of experts for all; analysis.json holds each",
     )
-    return (
-        *save_load(load, folder, title=f"Load: {where}"),
-        *_instability(analysis, folder, router, where),
-        *_tsne(sampled.own, folder, where, seed),
-        *_scale_maps(sampled.own, folder, where),
-    )
+    return [
+        lambda: save_load(load, folder, title=f"Load: {where}"),
+        lambda: _instability(analysis, folder, router, where),
+        lambda: _tsne(sampled.own, folder, where, seed),
+        lambda: _scale_maps(sampled.own, folder, where),
+    ]
 
 
 def _convergence(run: Run | VisionRun, folder: Path, router: str, where: str) -> Paths:

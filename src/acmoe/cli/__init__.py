@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+import acmoe
 from acmoe.cli.commands import COMMANDS
 from acmoe.cli.parse import parse
 from acmoe.errors import UserError
@@ -16,6 +17,9 @@ from acmoe.errors import UserError
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments == ["--version"]:
+        print(f"acmoe {acmoe.__version__}")
+        sys.exit(0)
     try:
         command = parse(COMMANDS, arguments)
         status = command.run()

@@ -11,6 +11,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from acmoe.cli.threads import run_threads
 from acmoe.storage.strict_json import json_text
 
 if TYPE_CHECKING:
@@ -44,9 +45,9 @@ class Analyze:
     statistics: Literal["batch", "running", "prefix", "sequence"] | None = None
     """Statistics mode of the adaptive routers; the model's own if not given."""
     capacity: str | None = None
-    """Images: capacity factor of the experts: none (no token is dropped, and no image takes an
-    expert's place from another), a number such as the paper's 1.25, or model (as in training);
-    none if not given."""
+    """Images: capacity factor of the experts. none drops no token, so the images of a batch do not
+    compete for experts; a number such as the paper's 1.25 limits the tokens of each expert; model
+    takes the factor of the training. none if not given."""
     contaminate: float | None = None
     """Text: also route a copy with this fraction of its words or bytes replaced."""
     attack: Literal["fgsm", "pgd", "spsa"] | None = None
@@ -54,27 +55,35 @@ class Analyze:
     eps: str | None = None
     """Radius of the attack as a fraction of the pixel range, such as 2/255; 1/255 if not given."""
     batch: int | None = None
-    """Text: number of rows it is cut into; 8 if not given. Images: number per forward pass; 64 if
-    not given. With --hf: rows of at most 512 tokens per forward pass; 8 if not given."""
+    """Text: number of rows that the text is cut into, read side by side; 8 if not given. Images:
+    images per forward pass; 64 if not given. With --hf: rows of at most 512 tokens per forward
+    pass; 8 if not given."""
     which: Literal["best", "last"] | None = None
     """The checkpoint to load: the best by validation, or the last; best if not given."""
     seed: int = 0
     """Seed of the images' order, the attack, and the tokens drawn for silhouettes and maps."""
     device: str = "auto"
     """Device to run on; auto takes a GPU if there is one."""
+    threads: int | None = None
+    """Number of CPU threads. If not given: OMP_NUM_THREADS, else 1 for small models and torch's
+    default for others."""
     out: Path | None = None
     """Folder for analysis.json and the figures; RUN/analysis or PATH/analysis if not given."""
     figures: bool = True
-    """Draw the figures, as PNG and SVG. --no-figures leaves them out."""
+    """Draw no figures. Without this option they are written as PNG and SVG."""
     json: bool = False
     """Print the result as JSON."""
 
     def run(self) -> int:
         from acmoe.analyze.analysis import analyze
+        from acmoe.data.progress import progress_bars
         from acmoe.storage.atomic import replace_text, report_write_errors
 
-        sampled, where = self.sample()
-        analysis = analyze(sampled, seed=self.seed)
+        with progress_bars(Console(stderr=True)) as progress:
+            progress("routing the sample", 0, 1)
+            sampled, where = self.sample()
+            progress("routing the sample", 1, 1)
+            analysis = analyze(sampled, seed=self.seed, progress=progress)
         folder = self.out or where / "analysis"
         with report_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -110,12 +119,17 @@ class Analyze:
 
         for option, value in (("text", self.text), ("layers", self.layers), ("bytes", self.bytes)):
             check_unused(option, value, f"{self.folder}, a run of acmoe; it is for --hf PATH")
-        return sample_run(self.folder, self.config()), self.folder
+        config = self.config()
+        run_threads(self.threads, self.folder, self.device)
+        return sample_run(self.folder, config), self.folder
 
     def hf_config(self) -> "HuggingFaceConfig":
         from acmoe.analyze.hf_text import HuggingFaceConfig
         from acmoe.errors import UserError
+        from acmoe.train.threads import Threads, use_threads
 
+        if self.threads is not None:
+            use_threads(Threads(self.threads, "--threads", None))
         for option in ("folder", "split", "which", "images", "capacity"):
             check_unused(option, getattr(self, option), f"--hf {self.hf}; leave it out")
         for option in ("contaminate", "attack", "eps"):
@@ -182,10 +196,12 @@ def _explorer(sampled: "Sampled", analysis: "Analysis", folder: Path) -> list[st
 
 def _draw(sampled: "Sampled", analysis: "Analysis", folder: Path, seed: int) -> list[str]:
     from acmoe.analyze.draw import save_figures
+    from acmoe.data.progress import progress_bars
     from acmoe.errors import UserError
 
     try:
-        paths = save_figures(sampled, analysis, folder, seed=seed)
+        with progress_bars(Console(stderr=True)) as progress:
+            paths = save_figures(sampled, analysis, folder, seed=seed, progress=progress)
     except UserError as missing:
         return [f"no figures: {missing}"]
     return [f"wrote {path}" for path in paths]

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from acmoe.cli.capacity import capacity_option
+from acmoe.cli.threads import run_threads
 from acmoe.storage.strict_json import json_text
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ class Attack:
     """default: attack pixels within [0, 1] with the true labels. paper: attack normalised pixels
     without a bound, with the predicted labels."""
     eps: tuple[str, ...] = ()
-    """Radii in the maximum norm, such as 1/255 2/255: fractions of the pixel range, or with
-    --preset paper in units of normalised pixels; those of the preset if not given."""
+    """Radii of the attack in the maximum norm, such as 1/255 2/255. They are fractions of the pixel
+    range, and with --preset paper numbers of normalised pixels. The preset's own if not given."""
     steps: int | None = None
     """Number of steps of pgd and spsa; 20 if not given."""
     directions: int | None = None
@@ -43,9 +44,9 @@ class Attack:
     statistics: Literal["batch", "running", "sequence"] | None = None
     """Statistics mode of the adaptive routers; the model's own if not given."""
     capacity: str | None = None
-    """Capacity factor of the experts: none (no token is dropped, and no image takes an expert's
-    place from another), a number such as the paper's 1.25, or model (as in training). none if not
-    given, or model with --preset paper."""
+    """Capacity factor of the experts. none drops no token, so the images of a batch do not compete
+    for experts; a number such as the paper's 1.25 limits the tokens of each expert; model takes the
+    factor of the training. If not given: none, or with --preset paper model."""
     dropless: bool = False
     """Old spelling of --capacity none."""
     allow_coupled: bool = False
@@ -62,6 +63,9 @@ class Attack:
     """Use the moving average of the weights, which a run trained with ema=0.99996 keeps."""
     device: str = "auto"
     """Device to run on; auto takes a GPU if there is one."""
+    threads: int | None = None
+    """Number of CPU threads. If not given: OMP_NUM_THREADS, else 1 for small models and torch's
+    default for others."""
     json: bool = False
     """Print the result as JSON."""
 
@@ -72,6 +76,7 @@ class Attack:
 
         config = self.config()
         run = open_vision_run(self.folder)
+        run_threads(self.threads, self.folder, self.device)
         with progress_bars(Console(stderr=True)) as progress:
             found = attack_vision_run(
                 run,

@@ -6,6 +6,7 @@ from acmoe.cli.attack import Attack
 from acmoe.cli.bench import Bench
 from acmoe.cli.data import Data
 from acmoe.cli.demo import Demo
+from acmoe.cli.doctor import Doctor
 from acmoe.cli.evaluate import Evaluate
 from acmoe.cli.export import Export
 from acmoe.cli.finetune import Finetune
@@ -20,6 +21,7 @@ from acmoe.cli.train import Train
 
 COMMANDS: dict[str, type[Command]] = {
     "demo": Demo,
+    "doctor": Doctor,
     "models": Models,
     "data": Data,
     "train": Train,

@@ -47,17 +47,17 @@ class List:
 class Prepare:
     """Verify a source and tokenise it once into memory-mapped arrays. It is safe to interrupt."""
 
-    name: tyro.conf.Positional[str]
+    name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
     """Name of a data set in `acmoe data list`. `words` and `bytes` take any text."""
     source: Annotated[str | None, tyro.conf.arg(name="from")] = None
     """Folder or file to read; `hf` downloads from the HuggingFace hub. `stdlib` needs none."""
     root: Path = Path("data")
     """Folder that holds the prepared data sets."""
     min_count: int = 1
-    """Word level: words that occur fewer times in the training text become <unk>."""
+    """Word level: a word that occurs fewer times than this in the training text becomes <unk>."""
     max_vocabulary: int | None = None
-    """Word level: size of the vocabulary, the most frequent words with <eos> and <unk>; unlimited
-    if not given."""
+    """Word level: size of the vocabulary, which holds <eos>, <unk> and the most frequent words;
+    unlimited if not given."""
     limit: int | None = None
     """Byte level: use only this many bytes; all if not given."""
     allow_other_counts: bool = False

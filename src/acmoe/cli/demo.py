@@ -1,5 +1,8 @@
 """`acmoe demo`: train SMoE and ACMoE side by side in minutes, on Python's standard library."""
 
+import os
+import sys
+import webbrowser
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,18 +24,20 @@ class Demo:
     """Folder for both runs, the report, the figure and the table."""
     seed: int = 0
     """Seed of both runs."""
-    steps: int = 300
-    """Number of optimizer steps of each run; 300 take about two minutes on two cores."""
+    steps: int = 200
+    """Number of optimizer steps of each run; 200 take about a minute on two idle cores."""
+    threads: int | None = None
+    """Number of CPU threads of each run; the runs train at the same time. If not given:
+    OMP_NUM_THREADS, else the number that continued runs were saved with, else 1."""
+    open: bool = True
+    """Do not open the report in a browser. It is opened only from a terminal on a desktop."""
     json: bool = False
     """Print the result as JSON."""
 
     def run(self) -> int:
         from acmoe.storage.atomic import replace_text
-        from acmoe.train.compare import compare
 
-        comparison = compare(
-            self.out, seed=self.seed, steps=self.steps, console=Console(stderr=True)
-        )
+        comparison = self._compare()
         text = json_text(comparison.to_json())
         replace_text(self.out / "comparison.json", text + "\n")
         report = _report(self.out)
@@ -44,14 +49,59 @@ class Demo:
             print(line)
         print(f"everything is in {self.out}: runs smoe and acmoe, comparison.json, report.html")
         print(f"open {report} in a browser: curves, a routing explorer, what the figures can show")
-        print(f'next: acmoe generate {self.out}/acmoe --prompt "def "')
+        print("next:")
+        for command, purpose in next_commands(self.out).items():
+            print(f"  {command}  # {purpose}")
+        if self.open and may_open_browser():
+            webbrowser.open(report.resolve().as_uri())
         return 0
+
+    def _compare(self) -> "Comparison":
+        from acmoe.train.compare import base_run, compare
+        from acmoe.train.threads import choose_threads, use_threads
+
+        model = base_run(self.out, self.seed, self.steps).model
+        threads = choose_threads(self.threads, model, run=self.out / "smoe")
+        use_threads(threads)  # the processes of the runs are told; this one draws the report
+        return compare(
+            self.out,
+            seed=self.seed,
+            steps=self.steps,
+            console=Console(stderr=True),
+            parallel=threads,
+        )
+
+
+def next_commands(folder: Path) -> dict[str, str]:
+    """Return commands to try after the demo, padded to one width, and the purpose of each."""
+    commands = {
+        f'acmoe generate {folder}/acmoe --prompt "def "': "let the model write Python",
+        f"acmoe analyze {folder}/acmoe": "see what its routers do, layer by layer",
+        "acmoe train switch-nano-acmoe": "train for ten times as many steps",
+    }
+    width = max(map(len, commands))
+    return {command.ljust(width): purpose for command, purpose in commands.items()}
+
+
+def may_open_browser() -> bool:
+    """Return True on a terminal with a desktop, and not in CI.
+
+    Without a display, webbrowser would start a text browser inside this terminal.
+    """
+    if not sys.stdout.isatty() or os.environ.get("CI"):
+        return False
+    if sys.platform in ("win32", "darwin"):
+        return "SSH_CONNECTION" not in os.environ
+    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 
 def _report(folder: Path) -> Path:
+    from acmoe.data.progress import progress_bars
     from acmoe.report.page import write_report
 
-    path, _ = write_report((folder / "smoe", folder / "acmoe"), folder / "report.html")
+    with progress_bars(Console(stderr=True)) as progress:
+        runs = (folder / "smoe", folder / "acmoe")
+        path, _ = write_report(runs, folder / "report.html", progress=progress)
     return path
 
 
@@ -60,8 +110,8 @@ def _show(comparison: "Comparison") -> None:
     figures = (
         ("bits per byte, clean", "bits_per_byte", ".4f"),
         (f"bits per byte, {comparison.replaced:.1%} of bytes replaced", "contaminated", ".4f"),
-        ("load balance (std over experts, points)", "load_balance", ".2f"),
-        ("instability between layers", "instability", ".3f"),
+        ("load std over experts (points, 0 is even)", "load_balance", ".2f"),
+        ("instability between layers (share of token pairs)", "instability", ".3f"),
         ("  what random clusters would have", "chance", ".3f"),
         ("seconds per step", "seconds_per_step", ".3f"),
     )

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from acmoe.cli.capacity import capacity_option
+from acmoe.cli.threads import run_threads
 from acmoe.storage.strict_json import json_text
 
 if TYPE_CHECKING:
@@ -40,12 +41,12 @@ class Evaluate:
     ema: bool = False
     """Images: use the moving average of the weights, which a run trained with ema=0.99996 keeps."""
     batch: int | None = None
-    """Text: number of rows it is cut into; 8 if not given, and fewer give tokens more context.
-    Images: number per forward pass; 64 if not given."""
+    """Text: number of rows that the text is cut into, read side by side; 8 if not given. Fewer rows
+    give tokens more context. Images: images per forward pass; 64 if not given."""
     capacity: str | None = None
-    """Images: capacity factor of the experts: none (no token is dropped, and no image takes an
-    expert's place from another), a number such as the paper's 1.25, or model (as in training);
-    none if not given."""
+    """Images: capacity factor of the experts. none drops no token, so the images of a batch do not
+    compete for experts; a number such as the paper's 1.25 limits the tokens of each expert; model
+    takes the factor of the training. none if not given."""
     dropless: bool = False
     """Images: old spelling of --capacity none."""
     block: int | None = None
@@ -54,6 +55,9 @@ class Evaluate:
     """Also measure load balance and instability of every MoE layer."""
     device: str = "auto"
     """Device to run on; auto takes a GPU if there is one."""
+    threads: int | None = None
+    """Number of CPU threads. If not given: OMP_NUM_THREADS, else 1 for small models and torch's
+    default for others."""
     json: bool = False
     """Print the result as JSON."""
 
@@ -61,6 +65,7 @@ class Evaluate:
         from acmoe.config.images.train import VISION_RUNS
         from acmoe.evaluate.run import run_kind
 
+        run_threads(self.threads, self.folder, self.device)
         if run_kind(self.folder) in VISION_RUNS:
             found = self._images()
             self._print(found, lambda: _show_images(found))
@@ -110,6 +115,7 @@ class Evaluate:
     def _text(self) -> "LanguageReport":
         from acmoe.config.text.data import ContaminationConfig
         from acmoe.config.text.evaluate import EvaluateConfig
+        from acmoe.data.progress import progress_bars
         from acmoe.errors import check
         from acmoe.evaluate.language import evaluate
 
@@ -135,7 +141,8 @@ class Evaluate:
             block=self.block,
             routing=self.routing,
         )
-        return evaluate(self.folder, config, device=self.device)
+        with progress_bars(Console(stderr=True)) as progress:
+            return evaluate(self.folder, config, device=self.device, progress=progress)
 
 
 def _show(report: "LanguageReport") -> None:

@@ -12,7 +12,7 @@ from acmoe.storage.strict_json import json_text
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """Write a run as a HuggingFace model (--to hf), or make a run of an exported one (--to run)."""
+    """Write a run as a HuggingFace model (--to hf), or such a model as a run (--to run)."""
 
     source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SOURCE")]
     """Folder of a run, also of a finetuned one; with --to run, a folder that --to hf wrote."""

@@ -35,12 +35,17 @@ class Finetune:
     """Seed of the head's initial weights, dropout and the order of sentences."""
     device: str = "auto"
     """Device to run on; auto takes a GPU if there is one."""
+    threads: int | None = None
+    """Number of CPU threads. If not given: OMP_NUM_THREADS, else the number that a continued run
+    was saved with, else 1 for small models and torch's default for others."""
     json: bool = False
     """Print the result as JSON."""
 
     def run(self) -> int:
         from acmoe.config.text.finetune import finetune_config
-        from acmoe.train.finetune import finetune
+        from acmoe.evaluate.run import open_run
+        from acmoe.train.finetune import finetune, finetune_folder
+        from acmoe.train.threads import choose_threads, use_threads
 
         chosen: dict[str, Any] = {"epochs": self.epochs, "lr": self.lr, "batch": self.batch}
         config = replace(
@@ -50,8 +55,15 @@ class Finetune:
             device=self.device,
             **{name: value for name, value in chosen.items() if value is not None},
         )
-        data = self.data or Path("data") / self.task
-        report = finetune(self.folder, config, data, console=Console(stderr=True))
+        data, run = self.data or Path("data") / self.task, open_run(self.folder)
+        threads = choose_threads(
+            self.threads,
+            run.config.model,
+            device=self.device,
+            run=finetune_folder(run.folder, config),
+        )
+        use_threads(threads)
+        report = finetune(run, config, data, console=Console(stderr=True), note=threads.message)
         if self.json:
             print(json_text(report.to_json()))
         else:

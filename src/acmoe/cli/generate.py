@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+from rich.console import Console
 
+from acmoe.cli.threads import run_threads
 from acmoe.storage.strict_json import json_text
 
 
@@ -31,6 +33,9 @@ class Generate:
     """The checkpoint to load: the best by validation, or the last."""
     device: str = "auto"
     """Device to run on; auto takes a GPU if there is one."""
+    threads: int | None = None
+    """Number of CPU threads. If not given: OMP_NUM_THREADS, else 1 for small models and torch's
+    default for others."""
     json: bool = False
     """Print the result as JSON."""
 
@@ -43,18 +48,21 @@ class Generate:
 
         device = pick_device(self.device)
         run = open_run(self.folder)
+        run_threads(self.threads, self.folder, self.device)
         vocabulary = run.vocabulary()
         ids = list(vocabulary.encode(self.prompt))
         check(bool(ids), f"prompt={self.prompt!r} holds no token; give at least one")
         model = run.model(self.which, device=device).eval()
-        new = model.generate(
-            torch.tensor([ids], device=device),
-            self.tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            seed=self.seed,
-        )
+        # A spinner, on a terminal only: the text comes in seconds.
+        with Console(stderr=True).status(f"generating {self.tokens} tokens"):
+            new = model.generate(
+                torch.tensor([ids], device=device),
+                self.tokens,
+                temperature=self.temperature,
+                top_k=self.top_k,
+                top_p=self.top_p,
+                seed=self.seed,
+            )
         text = vocabulary.decode(new[0].tolist())
         if self.json:
             print(json_text({"prompt": self.prompt, "text": text}, indent=None))

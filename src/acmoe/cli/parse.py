@@ -9,11 +9,13 @@ from typing import Annotated, Any, Protocol, cast
 
 import tyro
 
+from acmoe.cli.options import registry
 from acmoe.errors import UserError
 
 ABOUT = (
     "Adaptive Clustering Mixture-of-Experts: routers, models, training, evaluation and theory. "
-    "`acmoe COMMAND --help` explains a command."
+    "`acmoe COMMAND --help` explains a command, `acmoe --version` prints the version, and "
+    "`acmoe doctor` describes the installation."
 )
 
 
@@ -38,6 +40,7 @@ def parse(commands: dict[str, type[Command]], arguments: Sequence[str]) -> Comma
                 description=ABOUT,
                 args=list(arguments) or ["--help"],
                 config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
+                registry=registry(),
             )
     except SystemExit as stop:
         if stop.code:

@@ -43,12 +43,16 @@ class Report:
         return self._write()
 
     def _write(self) -> int:
+        from acmoe.data.progress import progress_bars
         from acmoe.report.page import write_report
 
         single = len(self.folders) == 1 and self.folders[0].is_dir()
         out = self.out or (self.folders[0] if single else Path()) / "report.html"
-        path, notes = write_report(self.folders, out, tokens=self.tokens, device=self.device)
         console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+        with progress_bars(console) as progress:
+            path, notes = write_report(
+                self.folders, out, tokens=self.tokens, device=self.device, progress=progress
+            )
         for note in notes:
             console.print(note)
         print(f"wrote {path}: open it in a browser")

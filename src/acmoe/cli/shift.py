@@ -8,12 +8,13 @@ import tyro
 from rich.console import Console
 
 from acmoe.cli.capacity import capacity_option
+from acmoe.cli.threads import run_threads
 from acmoe.storage.strict_json import json_text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shift:
-    """Score an image classifier on a shifted set: accuracy on A and R, detection (AUPR) on O."""
+    """Score an image classifier on ImageNet-A or -R (accuracy), or on ImageNet-O (AUPR)."""
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """Folder of a run that trained an image classifier on class folders named by WordNet id."""
@@ -24,8 +25,9 @@ class Shift:
     statistics: Literal["batch", "running", "sequence"] | None = None
     """Statistics mode of the adaptive routers; the model's own if not given."""
     capacity: str = "none"
-    """Capacity factor of the experts: none (no token is dropped, and no image takes an expert's
-    place from another), a number such as the paper's 1.25, or model (as in training)."""
+    """Capacity factor of the experts. none drops no token, so the images of a batch do not compete
+    for experts; a number such as the paper's 1.25 limits the tokens of each expert; model takes the
+    factor of the training."""
     dropless: bool = False
     """Old spelling of --capacity none."""
     batch: int = 64
@@ -36,6 +38,9 @@ class Shift:
     """Use the moving average of the weights, which a run trained with ema=0.99996 keeps."""
     device: str = "auto"
     """Device to run on; auto takes a GPU if there is one."""
+    threads: int | None = None
+    """Number of CPU threads. If not given: OMP_NUM_THREADS, else 1 for small models and torch's
+    default for others."""
     json: bool = False
     """Print the result as JSON."""
 
@@ -48,6 +53,7 @@ class Shift:
         from acmoe.evaluate.shift import evaluate_shift
 
         run = open_vision_run(self.folder)
+        run_threads(self.threads, self.folder, self.device)
         config = ImageEvaluateConfig(
             statistics=() if self.statistics is None else (self.statistics,),
             capacity=parse_capacity(capacity_option(self.capacity, self.dropless) or "none"),

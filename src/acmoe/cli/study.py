@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """Run the cells (training runs) of a study on one device. A repeated command continues it."""
+    """Run a study: a grid of training runs, its cells. A repeated command continues it."""
 
-    study: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")] = ""
+    study: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="[NAME]")] = ""
     """Name of the study; `acmoe study --list` shows them all."""
     overrides: Annotated[
-        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")
+        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[KEY=VALUE ...]")
     ] = ()
     """Settings to change in every cell, such as compile=true or model.dim=64."""
     data: Path | None = None
@@ -48,7 +48,8 @@ class Study:
     retry: bool = False
     """Run failed cells again."""
     steps: int | None = None
-    """Optimizer updates per cell. If not given, the study sets this and the next seven options."""
+    """Optimizer updates per cell. The study has its own value of this and of the next seven options
+    where they are not given."""
     batch: int | None = None
     """Streams of text, or images, per update."""
     tokens: int | None = None

@@ -19,9 +19,11 @@ class Theory:
     """Also draw figures into this folder (needs the plots extra)."""
 
     def run(self) -> int:
+        from acmoe.data.progress import progress_bars
         from acmoe.lab.theory import all_confirmed, render, run_checks, to_json
 
-        checks = run_checks(seed=self.seed)
+        with progress_bars(Console(stderr=True)) as progress:
+            checks = run_checks(seed=self.seed, progress=progress)
         if self.json:
             print(to_json(checks))
         else:

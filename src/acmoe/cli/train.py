@@ -2,25 +2,32 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from acmoe.config.images.train import VisionRunConfig
+    from acmoe.config.text.train import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
     """Train a recipe. A repeated command continues the run where it stopped."""
 
-    recipe: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE")] = ""
+    recipe: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="[RECIPE]")] = ""
     """Name of the recipe; `acmoe train --list` shows them all."""
     overrides: Annotated[
-        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUE")
+        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[KEY=VALUE ...]")
     ] = ()
     """Settings to change, such as steps=200 lr=1e-3 model.router=adaptive."""
     out: Path | None = None
     """Folder of the run, which holds everything it writes; runs/RECIPE if not given."""
+    threads: int | None = None
+    """Number of CPU threads. If not given: OMP_NUM_THREADS, else the number that a continued run
+    was saved with, else 1 for small models and torch's default for others."""
     list: bool = False
     """List the recipes and stop."""
     keys: bool = False
@@ -36,10 +43,13 @@ class Train:
         config = recipe(self.recipe)
         if self.keys:
             return _list_keys(config)
-        return run_recipe(config, self.overrides, self.out or Path("runs") / self.recipe)
+        folder = self.out or Path("runs") / self.recipe
+        return run_recipe(config, self.overrides, folder, threads=self.threads)
 
 
-def run_recipe(config: object, overrides: tuple[str, ...], folder: Path) -> int:
+def run_recipe(
+    config: object, overrides: tuple[str, ...], folder: Path, *, threads: int | None = None
+) -> int:
     from acmoe.config.images.train import VisionRunConfig, override_vision_run
     from acmoe.config.text.train import RunConfig, override_run
 
@@ -47,14 +57,27 @@ def run_recipe(config: object, overrides: tuple[str, ...], folder: Path) -> int:
     if isinstance(config, VisionRunConfig):
         from acmoe.train.run import train_images
 
-        summary = train_images(override_vision_run(config, overrides), folder, console=console)
+        vision = override_vision_run(config, overrides)
+        note = _set_threads(threads, vision, folder)
+        summary = train_images(vision, folder, console=console, note=note)
     else:
         from acmoe.train.run import train
 
         assert isinstance(config, RunConfig)
-        summary = train(override_run(config, overrides), folder, console=console)
+        text = override_run(config, overrides)
+        note = _set_threads(threads, text, folder)
+        summary = train(text, folder, console=console, note=note)
     print(summary.message)
     return 0 if summary.signal is None else 128 + summary.signal
+
+
+def _set_threads(requested: int | None, config: "RunConfig | VisionRunConfig", folder: Path) -> str:
+    """Choose the number of threads for a run, and return a line that says it."""
+    from acmoe.train.threads import choose_threads, use_threads
+
+    threads = choose_threads(requested, config.model, device=config.device, run=folder)
+    use_threads(threads)
+    return threads.message
 
 
 def _list_recipes() -> int:

@@ -12,7 +12,7 @@ def hub_library() -> Any:
         return importlib.import_module("datasets")
     except ImportError as error:
         raise UserError(
-            "the HuggingFace hub needs the text extra: pip install 'acmoe[text]'"
+            "the HuggingFace hub needs the data extra: pip install 'acmoe[data]'"
         ) from error
 
 

@@ -1,5 +1,6 @@
-"""Progress reports of long jobs."""
+"""Progress reports of long jobs: bars on a terminal, lines elsewhere."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -10,6 +11,8 @@ from rich.progress import TaskID
 # Called with the stage, the amount done and the total. The caller chooses the unit: bytes, files.
 Progress = Callable[[str, int, int], None]
 
+FIRST_LINE, NEXT_LINE = 3.0, 10.0  # seconds until the first line of a stage, and between lines
+
 
 def silent(stage: str, done: int, total: int) -> None:
     """A progress callback that shows nothing."""
@@ -17,7 +20,11 @@ def silent(stage: str, done: int, total: int) -> None:
 
 @contextmanager
 def progress_bars(console: Console | None = None) -> Iterator[Progress]:
-    """Yield a callback that draws one progress bar per stage on the console."""
+    """Yield a callback that shows one bar per stage, or lines where the console is no terminal."""
+    console = console or Console()
+    if not console.is_terminal:
+        yield ProgressLines(console)
+        return
     tasks: dict[str, TaskID] = {}
     bars = Bars(console=console)
 
@@ -32,3 +39,29 @@ def progress_bars(console: Console | None = None) -> Iterator[Progress]:
     finally:
         if tasks:
             bars.stop()
+
+
+class ProgressLines:
+    """A progress callback that prints a line after 3 seconds of a stage, then every 10 seconds.
+
+    A stage that takes less than 3 seconds prints nothing.
+    """
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self.console, self.clock = console, clock
+        self._began: dict[str, tuple[float, int]] = {}  # by stage: time and amount at first call
+        self._due: dict[str, float] = {}
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        now = self.clock()
+        began, first = self._began.setdefault(stage, (now, done))
+        if now < self._due.setdefault(stage, now + FIRST_LINE):
+            return
+        self._due[stage] = now + NEXT_LINE
+        left = (now - began) / max(1, done - first) * (total - done)
+        self.console.print(
+            f"{stage}: {done:,} of {total:,}, {left:.0f} s left",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )

@@ -6,7 +6,9 @@ B rows, L positions of a block, T = B * L tokens, E experts.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -15,6 +17,7 @@ import torch
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.config.text.evaluate import EvaluateConfig
 from acmoe.config.updates import Precision
+from acmoe.data.progress import Progress, silent
 from acmoe.data.text.arrays import Tokens
 from acmoe.data.text.contaminate import contaminate
 from acmoe.data.text.corpus import Corpus
@@ -87,11 +90,13 @@ def evaluate(
     *,
     corpus: Corpus | None = None,
     device: str = "auto",
+    progress: Progress = silent,
 ) -> LanguageReport:
     """Score a run (a `Run` or its folder) or a model.
 
     `corpus` defaults to that of the run; it is required for a model. `device` applies to runs only:
-    a model is scored on the device it is on.
+    a model is scored on the device it is on. `progress` is called with the text that is scored and
+    numbers of tokens.
     """
     config = config or EvaluateConfig()
     model, corpus, step, precision = _open(source, config, corpus, device)
@@ -114,6 +119,7 @@ def evaluate(
                     precision=precision,
                     routing=config.routing,
                     seed=config.seed,
+                    progress=partial(progress, _stage(config, mode, contaminated)),
                 )
             figures.append(Figure.of(score, mode, contaminated, metric))
     return LanguageReport(
@@ -140,6 +146,7 @@ def score_stream(
     precision: Precision = "fp32",
     routing: bool = False,
     seed: int = 0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Score:
     """Return the mean loss over all predictions of a stream, read in `batch` rows with memory.
 
@@ -150,6 +157,7 @@ def score_stream(
     batches = EvaluationBatches(inputs, targets=targets, batch=batch, block=block)
     tally = RoutingTally(len(model.moe_layers()), model.config.num_experts, device)
     nats = HostSum()
+    done = 0
     memory: Memory | None = None
     with seeded(seed, device), autocast(precision, device), evaluating(model):
         for tokens_BL, targets_BL, _, mask_BL in batches:
@@ -168,12 +176,20 @@ def score_stream(
             memory = out.memory
             if routing:
                 tally.add(out.routings, mask)
+            done += count
+            progress(done, batches.predictions)
     loss = nats.total() / batches.predictions
     if nats.first_bad is not None:
         which = f"batch {nats.first_bad} of {len(batches)}"
         raise NonFiniteError(f"the loss of {which} is not finite; {REMEDY}")
     layers = tally.layers() if routing else ()
     return Score(loss, batches.predictions, layers)
+
+
+def _stage(config: EvaluateConfig, mode: str, contaminated: bool) -> str:
+    """Name one pass over the text in a progress report."""
+    text = f"contaminated {config.split} text" if contaminated else f"{config.split} text"
+    return f"{text}, tokens" if mode == NONE else f"{text}, statistics {mode}, tokens"
 
 
 def _streams(

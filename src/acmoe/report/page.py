@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 import acmoe
+from acmoe.data.progress import Progress, silent
 from acmoe.report.compare import difference, groups, paired
 from acmoe.report.reading import read_figures
 from acmoe.report.robustness import robustness
@@ -34,11 +35,16 @@ ESCAPES = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 
 
 def write_report(
-    folders: Sequence[Path], out: Path, *, tokens: int = 640, device: str = "auto"
+    folders: Sequence[Path],
+    out: Path,
+    *,
+    tokens: int = 640,
+    device: str = "auto",
+    progress: Progress = silent,
 ) -> tuple[Path, list[str]]:
     """Write the page; return its path, and one line for each thing that is missing from it."""
     reader = RoutingReader(tokens=tokens, device=device)
-    data = report_data(find_runs(folders), reader)
+    data = report_data(find_runs(folders), reader, progress)
     out.parent.mkdir(parents=True, exist_ok=True)
     draft = out.with_name(f".{out.name}.draft")
     draft.write_text(render(data), encoding="utf-8")
@@ -46,10 +52,16 @@ def write_report(
     return out, [f"{run['name']}: {note}" for run in data["runs"] for note in run["notes"]]
 
 
-def report_data(folders: Sequence[Path], reader: RoutingReader) -> dict[str, Any]:
+def report_data(
+    folders: Sequence[Path], reader: RoutingReader, progress: Progress = silent
+) -> dict[str, Any]:
     """Collect everything the page shows, as values that JSON can hold."""
     runs = read_runs(folders)
-    routings = [reader.read(run, len(runs)) for run in runs]
+    routings = []
+    for done, run in enumerate(runs):
+        progress("reading runs", done, len(runs))
+        routings.append(reader.read(run, len(runs)))
+    progress("reading runs", len(runs), len(runs))
     samples: dict[str, Any] = {}
     for routing in routings:
         if isinstance(routing, RunRouting):

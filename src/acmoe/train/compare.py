@@ -1,6 +1,7 @@
 """Train SMoE and ACMoE from the same seed, initial weights and data; only the router differs."""
 
 import signal
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -12,14 +13,16 @@ from acmoe.config.text.data import ContaminationConfig
 from acmoe.config.text.evaluate import EvaluateConfig
 from acmoe.config.text.train import DataConfig, RunConfig
 from acmoe.errors import check
-from acmoe.evaluate.language import LanguageReport, evaluate
-from acmoe.evaluate.run import open_run
+from acmoe.evaluate.language import LanguageReport
+from acmoe.evaluate.run import open_corpus, open_run
 from acmoe.recipes.nano import nano_run
-from acmoe.train.run import Summary, train
+from acmoe.train.run import Summary
+from acmoe.train.side_by_side import Job, Outcome, run_one_by_one, run_side_by_side
+from acmoe.train.threads import Threads
 
 ROUTERS = {"SMoE": "smoe", "ACMoE": "adaptive"}
-CORPUS_BYTES = 2_000_000  # bytes of the standard library; a twentieth of them is the test text
-STEPS = 300  # both models take about two minutes on two laptop cores
+CORPUS_BYTES = 1_000_000  # bytes of the standard library; a twentieth of them is the test text
+STEPS = 200  # both models together take about a minute on two laptop cores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,23 +78,33 @@ class Comparison:
 
 
 def compare(
-    folder: Path | str, *, seed: int = 0, steps: int = STEPS, console: Console | None = None
+    folder: Path | str,
+    *,
+    seed: int = 0,
+    steps: int = STEPS,
+    console: Console | None = None,
+    parallel: Threads | None = None,
 ) -> Comparison:
     """Train both routers in `folder` (runs smoe and acmoe), then score them on the same texts.
 
-    The same call continues an interrupted comparison.
+    The same call continues an interrupted comparison. With `parallel` each router has a process of
+    its own with these settings of the CPU; the results are those of one process with the same.
     """
     folder = Path(folder)
     check(steps >= 20, f"steps={steps}; fewer than 20 steps show no curve")
-    base = _base_run(folder, seed, steps)
-    reports, rows, curves = [], [], []
-    for name, router in ROUTERS.items():
-        run = folder / name.lower()
-        summary = _trained(_with_router(base, router), run, console)
-        report = evaluate(run, EvaluateConfig(contamination=ContaminationConfig(), routing=True))
-        reports.append(report)
-        rows.append(_row(name, report, summary))
-        curves.append(_curve(name, run))
+    base = base_run(folder, seed, steps)
+    open_corpus(base.data)  # both processes would prepare it
+    score = EvaluateConfig(contamination=ContaminationConfig(), routing=True)
+    note = "" if parallel is None else parallel.message
+    jobs = [
+        Job(config=_with_router(base, router), folder=folder / name.lower(), score=score, note=note)
+        for name, router in ROUTERS.items()
+    ]
+    if parallel is not None:
+        outcomes = run_side_by_side(jobs, console, parallel)
+    else:
+        outcomes = run_one_by_one(jobs, console)
+    reports = _reports(outcomes, folder)
     swaps = reports[0].contamination
     assert swaps is not None
     return Comparison(
@@ -101,13 +114,16 @@ def compare(
         tokens=steps * base.tokens_per_step,
         test_tokens=reports[0].figure().tokens,
         replaced=swaps.token_rate,
-        rows=tuple(rows),
-        curves=tuple(curves),
+        rows=tuple(
+            _row(name, report, outcome.summary)
+            for name, report, outcome in zip(ROUTERS, reports, outcomes, strict=True)
+        ),
+        curves=tuple(_curve(name, folder / name.lower()) for name in ROUTERS),
         folder=str(folder),
     )
 
 
-def _base_run(folder: Path, seed: int, steps: int) -> RunConfig:
+def base_run(folder: Path, seed: int, steps: int) -> RunConfig:
     """Return the run of SMoE; the run of ACMoE differs in the router only."""
     return replace(
         nano_run("switch-nano", "smoe"),
@@ -116,7 +132,7 @@ def _base_run(folder: Path, seed: int, steps: int) -> RunConfig:
         steps=steps,
         warmup=steps // 10,
         eval_every=max(1, steps // 10),
-        eval_tokens=20_000,
+        eval_tokens=10_000,
         checkpoint_every=max(1, steps // 4),
     )
 
@@ -125,14 +141,17 @@ def _with_router(base: RunConfig, router: str) -> RunConfig:
     return replace(base, model=nano_run("switch-nano", router).model)
 
 
-def _trained(config: RunConfig, folder: Path, console: Console | None) -> Summary:
-    """Train to the end; end the process where a signal stopped the run."""
-    summary = train(config, folder, console=console)
-    if summary.signal == signal.SIGINT:
-        raise KeyboardInterrupt
-    if summary.signal is not None:
-        raise SystemExit(128 + summary.signal)
-    return summary
+def _reports(outcomes: Sequence[Outcome], folder: Path) -> list[LanguageReport]:
+    """Return the reports; end the process where a signal stopped the runs."""
+    stopped = [one.summary for one in outcomes if one.report is None]
+    if not stopped:
+        return [one.report for one in outcomes if one.report is not None]
+    where = ", ".join(f"{one.folder.name} at step {one.step} of {one.steps}" for one in stopped)
+    if stopped[0].signal == signal.SIGINT:
+        raise KeyboardInterrupt(
+            f"{where}, saved in {folder}; give the same command again to continue"
+        )
+    raise SystemExit(128 + (stopped[0].signal or signal.SIGTERM))
 
 
 def _curve(router: str, run: Path) -> Curve:

@@ -1,76 +1,36 @@
 """Training progress: a live bar on a terminal, one line per record elsewhere."""
 
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
 
+from acmoe.data.progress import ProgressLines
 from acmoe.train.metrics_log import MetricsLog, Record
 
 
-class Display:
-    """Shows progress on standard error, unless given a console; standard output is for results."""
+class Screen:
+    """A console that shows any number of bars, of several runs at once."""
 
-    def __init__(self, title: str, steps: int, console: Console | None = None) -> None:
-        self.title, self.steps = title, steps
+    def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
-        self._bar: Progress | None = None
-        self._task: Any = None
-        self._valid = ""
-        if self.console.is_terminal:
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[figures]}"),
-                console=self.console,
-            )
+        self.live = self.console.is_terminal  # bars are drawn; else there are lines only
+        self._tasks: dict[str, TaskID] = {}
+        self._lines = ProgressLines(self.console)
+        self._bars = Bars(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[figures]}"),
+            console=self.console,
+            disable=not self.live,
+        )
 
     def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
-            self._task = self._bar.add_task(self.title, total=self.steps, figures="")
         return self
-
-    def say(self, text: str) -> None:
-        """Print a line."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    def begin(self, step: int, log: MetricsLog) -> None:
-        """Announce that training starts after `step`, which an earlier call reached."""
-        board = f" and {log.board.folder}" if log.board.available else ""
-        again = f", continuing after step {step}" if step else ""
-        self.say(f"{self.title}: {self.steps} steps{again}; figures go to {log.path}{board}")
-        self._advance(step, "")
-
-    def train(self, record: Record) -> None:
-        """Show a training record."""
-        balance = record["load_balance"]
-        unit = next(name for name in ("tokens", "images") if f"{name}_per_second" in record)
-        figures = f"loss {record['loss']:.4f}  {record[f'{unit}_per_second']:,.0f} {unit}/s"
-        if balance:
-            figures += f"  load balance {sum(balance) / len(balance):.1f}"
-        self._advance(record["step"], figures + self._valid)
-        if self._bar is None:
-            left = record["seconds"] / record["step"] * (self.steps - record["step"])
-            self._line(record, f"{figures}  {left:.0f} s left")
-
-    def valid(self, record: Record) -> None:
-        """Show a validation record."""
-        name = next(key for key in ("bits_per_byte", "perplexity", "top1") if key in record)
-        self._valid = f"  valid {record[name]:.4f}"
-        averaged = record.get(f"ema_{name}")
-        ema = "" if averaged is None else f", of averaged weights {averaged:.4f}"
-        self._line(record, f"validation {name.replace('_', ' ')} {record[name]:.4f}{ema}")
-
-    def _line(self, record: Record, figures: str) -> None:
-        self.say(f"{self.title}: step {record['step']}/{self.steps}  {figures}")
-
-    def _advance(self, step: int, figures: str) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, figures=figures)
 
     def __exit__(
         self,
@@ -78,5 +38,99 @@ class Display:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        if self.live and self._tasks:
+            self._bars.stop()
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def advance(self, title: str, done: int, total: int, figures: str = "") -> None:
+        """Move the bar of that title, with figures beside it."""
+        self._bars.start()  # only now, so that an earlier error prints as a single line
+        if title not in self._tasks:
+            self._tasks[title] = self._bars.add_task(title, total=total, figures=figures)
+        self._bars.update(self._tasks[title], completed=done, total=total, figures=figures)
+
+    def progress(self, stage: str, done: int, total: int) -> None:
+        """Show the progress of something other than training; a callback of type `Progress`."""
+        if self.live:
+            self.advance(stage, done, total)
+        else:
+            self._lines(stage, done, total)
+
+
+class Display:
+    """Shows a run on standard error, unless given a console; standard output is for results.
+
+    `note` is a line that `begin` prints.
+    """
+
+    def __init__(
+        self, title: str, steps: int, console: Console | None = None, *, note: str = ""
+    ) -> None:
+        self.title, self.steps, self.note = title, steps, note
+        self.screen = Screen(console)
+        self._valid = ""
+
+    def __enter__(self) -> Self:
+        self.screen.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.screen.__exit__(kind, error, traceback)
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        self.screen.say(text)
+
+    def begin(self, step: int, log: MetricsLog) -> None:
+        """Announce that training starts after `step`, which an earlier call reached."""
+        board = f" and {log.board.folder}" if log.board.available else ""
+        again = f", continuing after step {step}" if step else ""
+        self.say(f"{self.title}: {self.steps} steps{again}; figures go to {log.path}{board}")
+        if self.note:
+            self.say(f"{self.title}: {self.note}")
+        self._advance(step, "")
+
+    def train(self, record: Record) -> None:
+        """Show a training record."""
+        balance = record["load_balance"]
+        unit = next(name for name in ("tokens", "images") if f"{name}_per_second" in record)
+        speed = f"{record[f'{unit}_per_second']:,.0f} {unit}/s"
+        figures = f"loss {record['loss']:.4f} nats  {speed}"
+        if balance:
+            std = sum(balance) / len(balance)
+            figures += f"  load std {std:.1f} points{'' if self.screen.live else ' (0 is even)'}"
+        self._advance(record["step"], figures + self._valid)
+        if not self.screen.live:
+            left = record["seconds"] / record["step"] * (self.steps - record["step"])
+            self._line(record, f"{figures}  {left:.0f} s left")
+
+    def valid(self, record: Record) -> None:
+        """Show a validation record."""
+        name = next(key for key in ("bits_per_byte", "perplexity", "top1") if key in record)
+        label, unit = UNITS[name]
+        self._valid = f"  valid {record[name]:.4f}{unit}"
+        averaged = record.get(f"ema_{name}")
+        ema = "" if averaged is None else f", of averaged weights {averaged:.4f}{unit}"
+        self._line(record, f"validation {label}{record[name]:.4f}{unit}{ema}")
+
+    def _line(self, record: Record, figures: str) -> None:
+        self.say(f"{self.title}: step {record['step']}/{self.steps}  {figures}")
+
+    def _advance(self, step: int, figures: str) -> None:
+        self.screen.advance(self.title, step, self.steps, figures)
+
+
+# Field of a validation record -> its name before the number, and the unit after it.
+UNITS = {
+    "bits_per_byte": ("", " bits per byte"),
+    "perplexity": ("perplexity ", ""),
+    "top1": ("top-1 accuracy ", " %"),
+}

@@ -50,6 +50,7 @@ from acmoe.train.metrics_log import append, drop_records_after
 from acmoe.train.optim import adam, optimizer_tensors, restore_optimizer
 from acmoe.train.resume import read_latest
 from acmoe.train.run_folder import claim, write_vocabulary
+from acmoe.train.threads import cpu_state, threads_note
 from acmoe.train.trainer import apply_gradients
 
 Split = dict[str, list[EncodedSentence]]
@@ -88,24 +89,30 @@ def finetune(
     out: Path | None = None,
     checkpoints: bool = True,
     console: Console | None = None,
+    note: str = "",
 ) -> FinetuneReport:
     """Finetune a run on the task's files in the folder `data`.
 
-    `out` is the folder to work in; by default one inside the run's folder, named after the task.
+    `out` is the folder to work in, `finetune_folder(run.folder, config)` by default. `note` is a
+    line for the log.
     Without `checkpoints` the best epoch is held in memory, and no trained model is left on disk.
     """
     run = source if isinstance(source, Run) else open_run(source)
-    out = out or run.folder / "finetune" / f"{config.task}-{config.form}-seed{config.seed}"
+    out = out or finetune_folder(run.folder, config)
+    console = console or Console(stderr=True)
     device = pick_device(config.device)
     rows, origin = task_splits(load_sentences(config.task, data), config.seed)
     with claim(out, config), seeded(config.seed, device):
         store = CheckpointStore(out / CHECKPOINTS, keep=KEPT) if checkpoints else None
         finetuner = Finetuner(run, config, rows, device, store)
         write_vocabulary(finetuner.vocabulary, out)
-        accuracies = _train(finetuner, out / METRICS, console or Console(stderr=True))
+        if note:
+            console.print(f"{config.task}: {note}", highlight=False, markup=False, soft_wrap=True)
+        accuracies = _train(finetuner, out / METRICS, console)
         best = _best(accuracies)
         finetuner.load_best(best)
-        test = finetuner.accuracy("test")
+        with progress_bars(console) as progress:
+            test = finetuner.accuracy("test", progress)
     labels = torch.tensor([sentence.label for sentence in rows["test"]])
     return FinetuneReport(
         task=config.task,
@@ -122,6 +129,11 @@ def finetune(
     )
 
 
+def finetune_folder(run: Path, config: FinetuneConfig) -> Path:
+    """Return the folder inside a run's folder that a finetuning of that config works in."""
+    return run / "finetune" / f"{config.task}-{config.form}-seed{config.seed}"
+
+
 def _train(finetuner: "Finetuner", metrics: Path, console: Console) -> list[float]:
     """Train the remaining epochs; return the development accuracy after every epoch."""
     config = finetuner.config
@@ -133,14 +145,14 @@ def _train(finetuner: "Finetuner", metrics: Path, console: Console) -> list[floa
         started = time.perf_counter()
         with progress_bars(console) as progress:
             loss = finetuner.train_epoch(epoch, progress)
-        accuracies.append(finetuner.accuracy("dev"))
+            accuracies.append(finetuner.accuracy("dev", progress))
         seconds = time.perf_counter() - started
         record = {"kind": "epoch", "step": epoch, "loss": loss, "dev_accuracy": accuracies[-1]}
         append(metrics, {**record, "seconds": seconds})
         finetuner.save_epoch(epoch, accuracies)
         console.print(
-            f"{config.task}: epoch {epoch}/{config.epochs}  loss {loss:.4f}  development accuracy "
-            f"{accuracies[-1]:.2f} %  {seconds:.0f} s",
+            f"{config.task}: epoch {epoch}/{config.epochs}  loss {loss:.4f} nats  development "
+            f"accuracy {accuracies[-1]:.2f} %  {seconds:.0f} s",
             highlight=False,
         )
     return accuracies
@@ -232,8 +244,9 @@ class Finetuner:
         )
 
     @torch.no_grad()
-    def accuracy(self, split: str) -> float:
+    def accuracy(self, split: str, progress: Progress = silent) -> float:
         """Return the percentage of the split's sentences that are classified correctly."""
+        done, all_sentences = 0, len(self.rows[split])
         self.model.eval()
         right = torch.zeros((), dtype=torch.int64, device=self.device)
         finite = FiniteLogits()
@@ -242,11 +255,13 @@ class Finetuner:
                 logits = self.model(batch)
                 finite.add(logits)
                 right += (logits.argmax(-1) == batch.labels).sum()
+                done += len(batch.labels)
+                progress(f"{split} sentences", done, all_sentences)
         try:
             finite.check(f"{self.config.task}, {split}")
         except NonFiniteError as error:
             raise self._stopped(str(error).partition(";")[0]) from error
-        return 100 * int(right) / len(self.rows[split])
+        return 100 * int(right) / all_sentences
 
     def _batches(self, split: str, epoch: int | None = None) -> Iterator[SentenceBatch]:
         """Yield every sentence once; training in the clean form shuffles them in each epoch."""
@@ -275,6 +290,7 @@ class Finetuner:
             "best": {"step": _best(accuracies)},
             "pretrained_step": self.pretrained_step,
             "records": epoch,
+            **cpu_state(),
         }
         self.store.save(epoch, self.model.backbone, tensors, state)
 
@@ -286,8 +302,9 @@ class Finetuner:
         found, notes = read_latest(store, lambda folder: _read(store, folder))
         if found is None:
             return [], notes
+        note = threads_note(found[-1])
         with restoring(store.latest() or store.folder):
-            return self._restore(store, *found), notes
+            return self._restore(store, *found), [*notes, *([note] if note else [])]
 
     def _restore(
         self,

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import torch
 from torch import Tensor, nn
 
 from acmoe.errors import UserError, check
@@ -12,6 +11,7 @@ from acmoe.evaluate.run import EMA, checkpoints
 from acmoe.models.checkpoint import load
 from acmoe.train.checkpoint import CheckpointStore, restoring
 from acmoe.train.metrics_log import MetricsLog
+from acmoe.train.threads import cpu_state, threads_note
 from acmoe.train.trainer import Trainer
 
 Read = TypeVar("Read")
@@ -28,7 +28,7 @@ def save_run(store: CheckpointStore, step: int, trainer: Trainer, log: MetricsLo
     state: dict[str, Any] = {
         **log.state_dict(),
         "data": trainer.batches.state_dict(),
-        "threads": torch.get_num_threads(),
+        **cpu_state(),
         **trainer.data_checksum(),
     }
     log.sync()
@@ -100,10 +100,6 @@ def _restore(
         trainer.average.load(average.state_dict())
     trainer.batches.load_state_dict(state["data"])
     log.load_state_dict(state)
-    before, now = state.get("threads"), torch.get_num_threads()
-    if before not in (None, now):
-        notes.append(
-            f"the run was saved with {before} threads and goes on with {now}: sums are rounded "
-            f"differently, so bits will differ; OMP_NUM_THREADS={before} repeats them"
-        )
+    if note := threads_note(state):
+        notes.append(note)
     return cast(int, state["step"])

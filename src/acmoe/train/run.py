@@ -64,28 +64,35 @@ class Summary:
         return f"done: {self.steps} steps in {self.seconds:.0f} s{best}{at} ({self.folder})"
 
 
-def train(config: RunConfig, folder: Path | str, *, console: Console | None = None) -> Summary:
+def train(
+    config: RunConfig, folder: Path | str, *, console: Console | None = None, note: str = ""
+) -> Summary:
     """Train a language model in `folder`, or continue the run there; the same call does both.
+
+    `note` is a line for the log.
 
     Raises:
         TrainingStopped: the loss or gradient is no longer finite.
         UserError: the folder belongs to another run or process, or the corpus does not fit.
     """
-    folder, device = Path(folder), pick_device(config.device)
-    corpus = checked_corpus(config)
-    with (
-        claim(folder, config, corpus.vocabulary),
-        seeded(config.seed, device),
-        StopSignals() as signals,
-        Display(folder.name, config.steps, console) as display,
-    ):
+    folder = Path(folder)
+    with Display(folder.name, config.steps, console, note=note) as display:
+        return train_with(config, folder, display, StopSignals())
+
+
+def train_with(config: RunConfig, folder: Path, display: Display, signals: StopSignals) -> Summary:
+    """Train as `train` does, with that display, until that object has received a stop signal."""
+    device, corpus = pick_device(config.device), checked_corpus(config)
+    with claim(folder, config, corpus.vocabulary), seeded(config.seed, device), signals:
         return _train(TextTrainer(config, corpus, device), folder, display, signals)
 
 
 def train_images(
-    config: VisionRunConfig, folder: Path | str, *, console: Console | None = None
+    config: VisionRunConfig, folder: Path | str, *, console: Console | None = None, note: str = ""
 ) -> Summary:
     """Train an image classifier in `folder`, or continue the run there; the same call does both.
+
+    `note` is a line for the log.
 
     Raises:
         TrainingStopped: the loss or gradient is no longer finite.
@@ -100,7 +107,7 @@ def train_images(
         # Built before the folder is claimed: a config with mistakes is not written down.
         contextlib.closing(ImageTrainer(config, images, device)) as trainer,
         claim(folder, config),
-        Display(folder.name, trainer.steps, console) as display,
+        Display(folder.name, trainer.steps, console, note=note) as display,
     ):
         return _train(trainer, folder, display, signals)
 

@@ -11,16 +11,18 @@ STOP = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIG
 class StopSignals:
     """Remembers the first stop signal inside `with`; a second one acts at once.
 
-    SIGHUP comes when a terminal closes; Windows has none.
+    SIGHUP comes when a terminal closes; Windows has none. Where `listens` is False, no handler is
+    installed: another thread sets `received`.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self.listens = True
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         # Python lets only the main thread handle signals; in other threads nothing changes.
-        if threading.current_thread() is threading.main_thread():
+        if self.listens and threading.current_thread() is threading.main_thread():
             for number in STOP:
                 self._before[number] = signal.signal(number, self._receive)
         return self

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from acmoe.data.progress import Progress, silent
 from acmoe.errors import check
 from acmoe.lab.theory.check import Check
 from acmoe.lab.theory.conditioning.convergence import (
@@ -70,7 +71,12 @@ CHECKS: tuple[Callable[[int], Check], ...] = (
 )
 
 
-def run_checks(*, seed: int = 0) -> list[Check]:
+def run_checks(*, seed: int = 0, progress: Progress = silent) -> list[Check]:
     """Run all checks; equal seeds give equal numbers. It takes some ten seconds on one core."""
     check(0 <= seed < 2**63, f"seed={seed}; use an integer from 0 to 2**63 - 1")
-    return [verify(seed) for verify in CHECKS]
+    found = []
+    for done, verify in enumerate(CHECKS):
+        progress("checking the paper's statements", done, len(CHECKS))
+        found.append(verify(seed))
+    progress("checking the paper's statements", len(CHECKS), len(CHECKS))
+    return found
