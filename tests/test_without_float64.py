@@ -4,11 +4,11 @@ No test machine has such a device. A CPU plays it: the library is told that the 
 and any operator that returns a float64 tensor raises.
 """
 
-from dataclasses import gc
+import gc
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import replace
 import torch
 
 from acmoe import AdaptiveConfig, LossConfig, MoE, RoutingState
