@@ -53,7 +53,8 @@ def run_recipe(config: object, overrides: tuple[str, ...], folder: Path) -> int:
 
         assert isinstance(config, RunConfig)
         summary = train(override_run(config, overrides), folder, console=console)
-    print(summary.message)
+    if summary.rank == 0:
+        print(summary.message)
     return 0 if summary.signal is None else 128 + summary.signal
 
 

@@ -15,7 +15,7 @@ class ShuffledBatches:
 
     A batch follows from the seed and its number alone, so a run can resume at any batch, bit by
     bit. `batch` is the number of images on all ranks together, so a run can also resume on another
-    number of ranks.
+    number of ranks. With `split` micro-batches, a rank has images of each (`rank_rows`).
 
     With `repeats` r, a pass has as many slots as there are images, and r consecutive slots hold the
     same image: a pass reads one image of r, r times each (DeiT's repeated augmentation). The slots
@@ -32,15 +32,16 @@ class ShuffledBatches:
         rank: int = 0,
         world_size: int = 1,
         repeats: int = 1,
+        split: int = 1,
     ) -> None:
-        rows = rank_rows(batch, rank=rank, world_size=world_size, unit="images")
+        rows = rank_rows(batch, rank=rank, world_size=world_size, unit="images", split=split)
         check(
             batch <= len(images),
             f"batch={batch} exceeds the {len(images):,} training images; lower batch",
         )
         self.images, self.batch, self.seed, self.repeats = images, batch, seed, repeats
         self.batches_per_pass = len(images) // batch
-        self.rank, self.rows = rank, slice(rows.start, rows.stop)
+        self.rank, self.rows = rank, np.array(rows)
         self.number = 0  # number of the next batch
         self._order: tuple[int, Indices] | None = None  # number and permutation of the last pass
 
