@@ -41,7 +41,8 @@ def _shard(model: nn.Module, ranks: Ranks) -> nn.Module:
     precision = MixedPrecisionPolicy(cast_forward_inputs=False)
     for block in cast(Iterable[nn.Module], model.blocks):
         fully_shard(block, mesh=ranks.mesh, mp_policy=precision)
-    return fully_shard(model, mesh=ranks.mesh, mp_policy=precision)
+    fully_shard(model, mesh=ranks.mesh, mp_policy=precision)
+    return model
 
 
 @contextmanager
@@ -51,8 +52,9 @@ def averaging(module: nn.Module, enabled: bool) -> Iterator[None]:
         with module.no_sync():
             yield
         return
-    if hasattr(module, "set_requires_gradient_sync"):  # an FSDPModule
-        module.set_requires_gradient_sync(enabled)
+    set_averaging = getattr(module, "set_requires_gradient_sync", None)  # of an FSDPModule
+    if set_averaging is not None:
+        set_averaging(enabled)
     yield
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from acmoe.config.parallel import ParallelConfig
 from acmoe.distributed.failure import FailureWatch
@@ -69,7 +70,7 @@ def joined(parallel: ParallelConfig, device: str) -> Iterator[tuple[Ranks, torch
     dist.destroy_process_group()
 
 
-def _process_group(store: dist.Store, rank: int, size: int, device: torch.device) -> Ranks:
+def _process_group(store: Any, rank: int, size: int, device: torch.device) -> Ranks:
     from torch.distributed.device_mesh import init_device_mesh
 
     check(device.type in BACKENDS, f"device={device} has no collectives; use cpu or cuda")
@@ -101,7 +102,7 @@ def _store(rank: int) -> Any:
     """Return the store of torchrun, or one that rank 0 holds; it does not wait for the others."""
     held_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        found = dist.TCPStore(
+        found = TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             is_master=rank == 0 and not held_by_launcher,
@@ -111,7 +112,7 @@ def _store(rank: int) -> Any:
     except dist.DistNetworkError as error:
         raise UserError(_absent([0])) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives a restart
-    return dist.PrefixStore(f"acmoe/{attempt}", found)
+    return PrefixStore(f"acmoe/{attempt}", found)
 
 
 def _absent(missing: list[int]) -> str:

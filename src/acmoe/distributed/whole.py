@@ -20,7 +20,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 def gathered(tensor: Tensor) -> Tensor:
     """Return the whole tensor on its device; all processes must call it."""
-    return cast(Tensor, tensor.full_tensor()) if is_part(tensor) else tensor  # type: ignore[operator]
+    found: Tensor = cast(Any, tensor).full_tensor() if is_part(tensor) else tensor
+    return found
 
 
 def is_part(tensor: object) -> bool:

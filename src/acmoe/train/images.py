@@ -107,7 +107,7 @@ class ImageTrainer(Trainer):
     def load_batch(self, batch: ImageBatch) -> tuple[Tensor, Tensor]:
         """Return normalised, augmented images and (B, K) targets."""
         images, labels_B = (to_device(part, self.device) for part in (batch.images, batch.labels))
-        return self.augment(images, labels_B, seed=batch.seed)
+        return self.augment(images, labels_B, seed=batch.seed, share=self.batches.share)
 
     def forward(self, part: int, inputs: Tensor, targets: Tensor, *, record: bool) -> VisionOutput:
         """Run the model on a micro-batch of images and its (B, K) targets."""

@@ -76,7 +76,7 @@ class DeviceImages(ShuffledBatches):
         # Drawn for the batch of all ranks, so that crops do not depend on their number.
         rng = np.random.default_rng(derive_seed(self.seed, "crops", number, 0))
         boxes = random_boxes(self.batch, side, self.augment.crop, self.augment.ratio, rng)
-        return cut_boxes(whole, to_device(boxes[self.rows], self.device), size)
+        return cut_boxes(whole, to_device(boxes[self.share.rows], self.device), size)
 
     def close(self) -> None:
         """Do nothing: there are no threads to stop."""

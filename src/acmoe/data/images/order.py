@@ -1,6 +1,7 @@
 """The order of images in a training run: which images form which batch."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -8,6 +9,18 @@ from acmoe.data.images.splits import ImageSet, Indices
 from acmoe.data.seeding import derive_seed
 from acmoe.data.sharding import check_same_data, rank_rows
 from acmoe.errors import check
+
+
+class Share(NamedTuple):
+    """The rows of a batch of all ranks that belong to one."""
+
+    rows: Indices
+    batch: int  # images of all ranks
+
+    @classmethod
+    def whole(cls, batch: int) -> "Share":
+        """Return the share of a single process."""
+        return cls(np.arange(batch), batch)
 
 
 class ShuffledBatches:
@@ -41,7 +54,7 @@ class ShuffledBatches:
         )
         self.images, self.batch, self.seed, self.repeats = images, batch, seed, repeats
         self.batches_per_pass = len(images) // batch
-        self.rank, self.rows = rank, np.array(rows)
+        self.share = Share(np.array(rows), batch)
         self.number = 0  # number of the next batch
         self._order: tuple[int, Indices] | None = None  # number and permutation of the last pass
 
@@ -60,12 +73,12 @@ class ShuffledBatches:
             self._order = (passes, rng.permutation(len(self.images)))
         slots = np.arange(place * self.batch, (place + 1) * self.batch)
         dealt = np.concatenate([slots[part :: self.repeats] for part in range(self.repeats)])
-        image, copy = np.divmod(dealt[self.rows], self.repeats)
+        image, copy = np.divmod(dealt[self.share.rows], self.repeats)
         return self._order[1][image], copy
 
     def batch_seed(self, number: int) -> int:
-        """Seed for later random draws on a batch, such as its augmentation."""
-        return derive_seed(self.seed, "batch", number, self.rank)
+        """Seed for later random draws on a batch, such as its augmentation; equal on all ranks."""
+        return derive_seed(self.seed, "batch", number, 0)
 
     def state_dict(self) -> dict[str, int]:
         """The number of the next batch, and the settings that its content follows from."""
