@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from acmoe.distributed import start
 from acmoe.errors import UserError
 from acmoe.evaluate.run import checkpoints
 from acmoe.train.run import Summary, train, train_images
-from acmoe.train.text import TextTrainer
+from acmoe.train.text import TextTrainer, checked_corpus
 from tiny_runs import QUIET, byte_corpus, records, tiny_run
 from tiny_vision_runs import tiny_vision_run
 
@@ -69,9 +70,23 @@ def many(rank: int, folder: Path, free: list[int]) -> dict[str, Any]:
         half_of(folder / "dropout", folder / "dropout-again")
     found["again"] = run("dropout-again", *SHORT, TWO)
     found["stopped"] = interrupted(rank, lambda: run("stopped", *SHORT, TWO))
+    found["runners"] = [
+        why_plain(tiny_run(corpus, TWO, f"parallel.shard={shard}"), free.pop())
+        for shard in ("ddp", "fsdp")
+    ]
     found["nan"] = ending(lambda: broken(rank, lambda: run("nan", *SHORT, TWO), nan_hook))
     found["raised"] = ending(lambda: broken(rank, lambda: run("raised", *SHORT, TWO), raising_hook))
     return found
+
+
+def why_plain(config: RunConfig, port: int) -> str | None:
+    """Return the reason why a trainer's model would not run on its fast path, or None."""
+    os.environ["MASTER_PORT"] = str(port)
+    with (
+        start.joined(config.parallel, config.device) as (ranks, device),
+        closing(TextTrainer(config, checked_corpus(config), device, ranks)) as trainer,
+    ):
+        return acmoe.fast.explain(trainer.model)
 
 
 def images(rank: int, folder: Path, port: int, *settings: str) -> Summary:
@@ -245,6 +260,12 @@ def test_a_value_that_is_not_finite_on_one_process_stops_all(two: list[dict[str,
 def test_an_error_of_one_process_ends_all(two: list[dict[str, Any]]) -> None:
     assert two[1]["raised"] == "RuntimeError: this process has no memory left"
     assert two[0]["raised"] == "exit 1"
+
+
+def test_the_fast_runner_serves_ddp_and_declines_fsdp(two: list[dict[str, Any]]) -> None:
+    whole, sharded = two[0]["runners"]
+    assert whole is None
+    assert sharded == "blocks.0 is a FSDPPostNormBlock, not a PostNormBlock"
 
 
 def test_only_one_process_writes_and_speaks(two: list[dict[str, Any]], folder: Path) -> None:

@@ -92,8 +92,9 @@ def train(config: RunConfig, folder: Path | str, *, console: Console | None = No
             seeded(config.seed, device),
             StopSignals() as signals,
             _display(ranks, folder, config.steps, console) as display,
+            contextlib.closing(TextTrainer(config, corpus, device, ranks)) as trainer,
         ):
-            return _train(TextTrainer(config, corpus, device, ranks), folder, display, signals)
+            return _train(trainer, folder, display, signals)
 
 
 def train_images(

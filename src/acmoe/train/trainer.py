@@ -25,6 +25,7 @@ from acmoe.errors import check
 from acmoe.fast.compiled import compile_blocks
 from acmoe.models.registry import build_model
 from acmoe.ops.route.reference import load
+from acmoe.routing.group import set_statistics_group
 from acmoe.routing.state import Routing
 from acmoe.train.checkpoint import restore_rng, rng_tensors
 from acmoe.train.ema import WeightAverage
@@ -198,8 +199,14 @@ class Trainer(ABC):
         restore_rng(tensors, self.device, self.ranks)
 
     def close(self) -> None:
-        """Release the memory of captured CUDA graphs and, in subclasses, of data readers."""
+        """Release the memory of captured CUDA graphs and, in subclasses, of data readers.
+
+        The model leaves the group of its statistics, so that it asks no other process for any while
+        it is still in memory.
+        """
         self.graph, self.inputs = None, None
+        if self.ranks.mesh is not None:
+            set_statistics_group(self.model, None)
 
     @abstractmethod
     def load_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
