@@ -34,15 +34,19 @@ ROOMS: dict[str, set[str]] = {
     "experts": EVERYONE | {"ops", "routing"},  # tokens + routing -> expert outputs
     "data": EVERYONE,  # bytes on disk -> batches; knows no model
     "models": EVERYONE | LAYERS,  # batches -> logits
+    # One model on several processes.
+    "distributed": EVERYONE | {"runtime", "ops", "routing"},
     # Faster ways to run a whole model, put in from outside.
     "fast": EVERYONE | LAYERS | {"models"},
     "adapters": EVERYONE | LAYERS | {"models"},  # other people's models
     # inputs -> inputs that fool a model; any model that has logits
     "attacks": EVERYONE | LAYERS | {"runtime"},
     # a run -> a report
-    "evaluate": EVERYONE | LAYERS | {"runtime", "data", "models", "attacks", "fast"},
+    "evaluate": EVERYONE | LAYERS | {"runtime", "data", "models", "distributed", "attacks", "fast"},
     # config -> trained model, measured as it goes
-    "train": EVERYONE | LAYERS | {"runtime", "recipes", "data", "models", "fast", "evaluate"},
+    "train": EVERYONE
+    | LAYERS
+    | {"runtime", "recipes", "data", "models", "distributed", "fast", "evaluate"},
     # HuggingFace transformers: its MoE models, and the library's own models and runs there
     "hf": EVERYONE | LAYERS | {"data", "models", "evaluate", "train"},
     # runs and other people's models -> figures
@@ -73,7 +77,7 @@ AT_HOME: dict[str, set[str]] = {
     "sonicmoe": {"ops", "lab"},
     "scattermoe": {"lab"},
     "liger_kernel": {"lab"},
-    "torch.distributed": {"ops", "train"},  # ops: the group of a dispersion
+    "torch.distributed": {"ops", "distributed"},  # ops: the group of a dispersion
 }
 # config and errors are read before anything is installed, and recipes are configs.
 STANDARD_LIBRARY_ONLY = {"errors", "config", "recipes"}

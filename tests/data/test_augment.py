@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from acmoe.config.images.data import AugmentConfig
 from acmoe.data.images.augment import Augment, normalize
+from acmoe.data.images.order import Share
 from acmoe.data.images.randaugment import OPERATIONS, randaugment
 from acmoe.errors import UserError
 from vision_cases import random_pixels
@@ -53,6 +54,17 @@ def test_the_same_seed_gives_the_same_batch_and_another_another() -> None:
     again, other = augment(EVERYTHING, seed=4), augment(EVERYTHING, seed=5)
     assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
     assert not torch.equal(first[0], other[0])
+
+
+def test_a_share_of_a_batch_is_augmented_as_in_the_whole_batch() -> None:
+    """Mixing aside, whose partners are in the same share, and the noise of erased pixels."""
+    config = replace(EVERYTHING, mixup=0.0, cutmix=0.0, erase=0.0)
+    whole, _ = augment(config, seed=4)
+    for rows in ([0, 2], [1, 3]):
+        own, _ = Augment(config, num_classes=5, mean=MEAN, std=STD)(
+            images()[rows], labels()[rows], seed=4, share=Share(np.array(rows), len(images()))
+        )
+        assert torch.equal(own, whole[rows])
 
 
 def test_the_global_random_streams_are_not_touched() -> None:

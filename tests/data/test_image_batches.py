@@ -139,7 +139,7 @@ def test_ranks_share_out_the_batches_of_one_process() -> None:
     ]
     for whole, left, right in zip(one, *pair, strict=True):
         assert numbers(whole) == numbers(left) + numbers(right)
-        assert left.seed != right.seed
+        assert left.seed == right.seed == whole.seed
 
 
 def test_other_seeds_give_other_orders_and_crops() -> None:

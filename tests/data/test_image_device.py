@@ -72,21 +72,35 @@ def test_a_resumed_run_reads_bit_by_bit_what_it_would_have_read(stop: int, seed:
     assert all(map(same, take(after, 14 - stop), whole[stop:]))
 
 
-def test_other_seeds_other_batches_and_other_ranks_are_cropped_otherwise() -> None:
+def test_other_seeds_and_other_batches_are_cropped_otherwise() -> None:
     first, other = (next(batches(seed=seed)) for seed in (0, 1))
     assert not torch.equal(first.images, other.images)
     one = DeviceImages(random_images([0] * 4), DATA, CROPPED, batch=4, device=CPU)
     passes = [{image.numpy().tobytes() for image in batch.images} for batch in take(one, 2)]
     assert passes[0].isdisjoint(passes[1])
-    ranks = [
-        DeviceImages(
-            random_images(LABELS), DATA, CROPPED, batch=4, device=CPU, rank=rank, world_size=2
+
+
+def test_ranks_share_out_the_crops_of_one_process() -> None:
+    """In two micro-batches: rank 0 has rows 0 and 2 of the four, rank 1 has rows 1 and 3."""
+    one, first, second = (
+        next(
+            DeviceImages(
+                random_images(LABELS),
+                DATA,
+                CROPPED,
+                batch=4,
+                device=CPU,
+                rank=rank,
+                world_size=size,
+                split=2,
+            )
         )
-        for rank in (0, 1)
-    ]
-    order = np.concatenate([rank.indices(0) for rank in ranks])
-    assert len(set(order.tolist())) == 4
-    assert next(ranks[0]).seed != next(ranks[1]).seed
+        for rank, size in ((0, 1), (0, 2), (1, 2))
+    )
+    for own, rows in ((first, [0, 2]), (second, [1, 3])):
+        assert torch.equal(own.images, one.images[rows])
+        assert torch.equal(own.labels, one.labels[rows])
+        assert own.seed == one.seed
 
 
 def test_crops_show_parts_of_their_own_image() -> None:

@@ -67,7 +67,8 @@ def run_recipe(
         text = override_run(config, overrides)
         note = _set_threads(threads, text, folder)
         summary = train(text, folder, console=console, note=note)
-    print(summary.message)
+    if summary.rank == 0:
+        print(summary.message)
     return 0 if summary.signal is None else 128 + summary.signal
 
 

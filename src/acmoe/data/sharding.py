@@ -5,19 +5,22 @@ from collections.abc import Iterable, Mapping
 from acmoe.errors import check
 
 
-def rank_rows(batch: int, *, rank: int, world_size: int, unit: str) -> range:
+def rank_rows(batch: int, *, rank: int, world_size: int, unit: str, split: int = 1) -> list[int]:
     """Return the rows of a global batch that belong to `rank`, an equal share of all `batch` rows.
 
+    `split` is the number of micro-batches. Each rank gets a share of each of them, so that
+    micro-batch p of all ranks together is micro-batch p of a single process.
     `unit` names the rows in error messages, such as "images".
     """
     check(batch >= 1, f"batch={batch} must be 1 or more {unit}")
     check(
-        batch % world_size == 0,
+        batch % (split * world_size) == 0,
         f"batch={batch} {unit} cannot be dealt to world_size={world_size} ranks; use a multiple",
     )
     check(0 <= rank < world_size, f"rank={rank} must lie below world_size={world_size}")
-    local = batch // world_size
-    return range(rank * local, (rank + 1) * local)
+    part, local = batch // split, batch // split // world_size
+    starts = [number * part + rank * local for number in range(split)]
+    return [row for start in starts for row in range(start, start + local)]
 
 
 def check_same_data(

@@ -2,10 +2,12 @@
 
 import contextlib
 from collections.abc import Iterator
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
+from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.errors import NonFiniteError
 
 REMEDY = "score another checkpoint, or train again with a lower lr or clip=1.0"
@@ -21,9 +23,14 @@ class FiniteLogits:
         """Record on the device whether the logits of the next batch are finite."""
         self._flags.append(logits.isfinite().all())
 
-    def check(self, of: str) -> None:
-        """Raise `NonFiniteError`, which names the first bad batch of the data called `of`."""
-        flags = torch.stack(self._flags).tolist() if self._flags else []
+    def check(self, of: str, ranks: Ranks = ALONE) -> None:
+        """Raise `NonFiniteError`, which names the first bad batch of the data called `of`.
+
+        With several `ranks` each process has checked every size-th batch.
+        """
+        own = torch.stack(self._flags).tolist() if self._flags else []
+        rounds = zip_longest(*ranks.gather(own), fillvalue=True)
+        flags = [flag for each in rounds for flag in each]
         if not all(flags):
             raise NonFiniteError(
                 f"the model's logits are not all finite in batch {flags.index(False) + 1} of "

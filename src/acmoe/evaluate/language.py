@@ -23,6 +23,7 @@ from acmoe.data.text.contaminate import contaminate
 from acmoe.data.text.corpus import Corpus
 from acmoe.data.text.loader import EvaluationBatches
 from acmoe.data.text.swaps import SwapReport
+from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.errors import NonFiniteError, UserError, check
 from acmoe.evaluate.finite import REMEDY, naming
 from acmoe.evaluate.measures import HostSum
@@ -147,14 +148,26 @@ def score_stream(
     routing: bool = False,
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    ranks: Ranks = ALONE,
 ) -> Score:
     """Return the mean loss over all predictions of a stream, read in `batch` rows with memory.
+
+    With several `ranks` each process reads its share of the rows, and all return the same score;
+    `routing` is then not available.
 
     Raises:
         NonFiniteError: the loss of a batch is NaN or infinite.
     """
     device = model.embed.weight.device
-    batches = EvaluationBatches(inputs, targets=targets, batch=batch, block=block)
+    assert ranks.size == 1 or not routing
+    batches = EvaluationBatches(
+        inputs,
+        targets=targets,
+        batch=batch,
+        block=block,
+        rank=ranks.rank,
+        world_size=ranks.size,
+    )
     tally = RoutingTally(len(model.moe_layers()), model.config.num_experts, device)
     nats = HostSum()
     done = 0
@@ -178,9 +191,10 @@ def score_stream(
                 tally.add(out.routings, mask)
             done += count
             progress(done, batches.predictions)
-    loss = nats.total() / batches.predictions
-    if nats.first_bad is not None:
-        which = f"batch {nats.first_bad} of {len(batches)}"
+    loss = ranks.add(nats.total())[0] / batches.predictions
+    bad = [number for number in ranks.gather(nats.first_bad) if number is not None]
+    if bad:
+        which = f"batch {min(bad)} of {len(batches)}"
         raise NonFiniteError(f"the loss of {which} is not finite; {REMEDY}")
     layers = tally.layers() if routing else ()
     return Score(loss, batches.predictions, layers)

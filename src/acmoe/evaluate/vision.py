@@ -17,6 +17,7 @@ from acmoe.data.images.augment import normalize
 from acmoe.data.images.batches import EvaluationImages
 from acmoe.data.images.splits import ImageSet
 from acmoe.data.progress import Progress, silent
+from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.errors import check
 from acmoe.evaluate.capacity import using_capacity
 from acmoe.evaluate.finite import FiniteLogits
@@ -70,8 +71,13 @@ def evaluate_images(
     *,
     device: str = "auto",
     progress: Progress = silent,
+    ranks: Ranks = ALONE,
 ) -> ImageReport:
-    """Score a classifier on every image once, in each requested statistics mode."""
+    """Score a classifier on every image once, in each requested statistics mode.
+
+    With several `ranks` each process scores its share of the batches, and all return the same
+    report; the routing of layers is then not available.
+    """
     config = config or ImageEvaluateConfig()
     torch_device = pick_device(device)
     model = model.to(torch_device)
@@ -80,7 +86,7 @@ def evaluate_images(
     with using_capacity(model, config.capacity) as capacity, evaluating(model):
         for requested in config.statistics or (None,):
             with using_statistics(model, requested) as mode:
-                figures.append(_score(model, batches, config, torch_device, mode, progress))
+                figures.append(_score(model, batches, config, torch_device, mode, progress, ranks))
     return ImageReport(
         data=images.title,
         split=config.split,
@@ -105,31 +111,46 @@ def _score(
     device: torch.device,
     mode: str,
     progress: Progress,
+    ranks: Ranks,
 ) -> ImageFigure:
+    assert ranks.size == 1 or not config.routing
     mean, std = batches.data.normalization
     classes = len(batches.images.classes)
     hits_2, nats = torch.zeros(2, dtype=torch.int64, device=device), HostSum()
     tally, finite = StageTally(), FiniteLogits()
     with seeded(config.seed, device), autocast(config.precision, device):
-        for number, batch in enumerate(batches, start=1):
+        numbers, counted = shared_batches(len(batches), ranks)
+        for number, batch in enumerate(batches.read(numbers), start=1):
             x, labels_B = normalize(batch.images.to(device), mean, std), batch.labels.to(device)
             with recorded(moe_layers(model) if config.routing else []) as routings:
                 logits_BK = unchecked_logits(model(x))
             tally.add(routings)
             check_classes(logits_BK, classes)
+            if number > counted:
+                continue
             finite.add(logits_BK)
             hits_2 += ranked_hits(logits_BK, labels_B)
             nats.add(functional.cross_entropy(logits_BK, labels_B, reduction="sum"))
             progress(f"accuracy ({mode})", number, len(batches))
-    finite.check(f"{batches.images.title}, {config.split}, statistics {mode}")
-    count, hits = len(batches.indices), Hits(*hits_2.tolist())
+    finite.check(f"{batches.images.title}, {config.split}, statistics {mode}", ranks)
+    count, hits = len(batches.indices), Hits(*ranks.sum(hits_2).tolist())
     return ImageFigure(
         statistics=mode,
         top1=100 * hits.top1 / count,
         top5=100 * hits.top5 / count if classes > 5 else None,
-        loss=nats.total() / count,
+        loss=ranks.add(nats.total())[0] / count,
         layers=tally.layers(),
     )
+
+
+def shared_batches(total: int, ranks: Ranks) -> tuple[list[int], int]:
+    """Return the numbers of the batches that this process runs, and how many of them count.
+
+    A sharded model needs all processes in every forward, so that all run as many batches. Where
+    they do not divide, the last one of some processes is a batch of another, which does not count.
+    """
+    own = list(range(ranks.rank, total, ranks.size))
+    return own + [0] * (-(-total // ranks.size) - len(own)), len(own)
 
 
 class Hits(NamedTuple):

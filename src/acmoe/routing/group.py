@@ -13,7 +13,8 @@ what to call: a drift of the copies would go unnoticed.
 
 import gc
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,6 +54,23 @@ def set_statistics_group(model: nn.Module, group: ProcessGroup | None) -> None:
             module.group_name = name
         if isinstance(module, Router):
             module.balance_group = name
+
+
+@contextmanager
+def measuring_alone(model: nn.Module) -> Iterator[None]:
+    """Inside `with`, take statistics over the tokens of this process alone, in evaluations."""
+    from acmoe.routing.router import Router
+    from acmoe.routing.step import StepStatistics
+
+    groups = [(m, "group_name") for m in model.modules() if isinstance(m, StepStatistics)]
+    balance = [(m, "balance_group") for m in model.modules() if isinstance(m, Router)]
+    before = [(module, name, getattr(module, name)) for module, name in (*groups, *balance)]
+    set_statistics_group(model, None)
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
 
 
 def group_of(statistics: "StepStatistics") -> str:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.errors import UserError, check, first_line
 from acmoe.evaluate.run import EMA, STATE, checkpoints, step_folder
 from acmoe.models.checkpoint import save
@@ -46,8 +47,10 @@ class CheckpointStore:
     holds the averaged model, also in the format of `acmoe.load`.
     """
 
-    def __init__(self, folder: Path, *, keep: int) -> None:
+    def __init__(self, folder: Path, *, keep: int, writes: bool = True) -> None:
         self.folder, self.keep = folder, keep
+        if not writes:  # another process of the run does
+            return
         with report_write_errors(folder):
             folder.mkdir(exist_ok=True)
             for leftover in _leftovers(folder):
@@ -238,16 +241,26 @@ def restoring(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def rng_tensors(device: torch.device) -> dict[str, Tensor]:
+def rng_tensors(device: torch.device, ranks: Ranks = ALONE) -> dict[str, Tensor]:
     """Return the states of the CPU's and the device's global random generator.
 
-    Dropout and routing noise draw from these generators.
+    Dropout and routing noise draw from these generators. Those of rank r > 0 end in `@r`.
     """
-    return {f"rng/{kind}": state for kind, state in rng_states(device).items()}
+    return {
+        f"rng/{kind}" + (f"@{rank}" if rank else ""): state
+        for rank, states in enumerate(ranks.gather(rng_states(device)))
+        for kind, state in states.items()
+    }
 
 
-def restore_rng(tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    """Restore what `rng_tensors` returned; other tensors are ignored."""
+def restore_rng(tensors: Mapping[str, Tensor], device: torch.device, ranks: Ranks = ALONE) -> None:
+    """Restore what `rng_tensors` returned; other tensors are ignored.
+
+    A rank that the saved run did not have draws on from its own seed.
+    """
     # A run saved on a CPU and resumed on a GPU has no such state, and no promise of equal bits.
-    kinds = [name.removeprefix("rng/") for name in tensors if name.startswith("rng/")]
-    set_rng_states({kind: tensors[f"rng/{kind}"] for kind in kinds}, device)
+    names = [name.removeprefix("rng/").partition("@") for name in tensors if name[:4] == "rng/"]
+    kinds = [kind for kind, _, rank in names if int(rank or 0) == ranks.rank]
+    end = "" if ranks.first else f"@{ranks.rank}"
+    if kinds:
+        set_rng_states({kind: tensors[f"rng/{kind}{end}"] for kind in kinds}, device)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from acmoe.distributed.whole import whole_state
 from acmoe.errors import NonFiniteError, UserError
 from acmoe.train.checkpoint import first_nonfinite
 from acmoe.train.trainer import Trainer
@@ -16,6 +17,8 @@ from acmoe.train.trainer import Trainer
 class TrainingStopped(UserError):  # noqa: N818, an event of the run, not an error of the code
     """A value is NaN or infinite; the message says where this began and what to try."""
 
+    of_all_ranks = True  # every process of the run raises it, with the same message
+
 
 def training_stopped(trainer: Trainer, step: int, bad: int, good: Path | None) -> TrainingStopped:
     """Build the error of a run at `step`; `recent[bad]` of the trainer is the first bad batch.
@@ -23,7 +26,7 @@ def training_stopped(trainer: Trainer, step: int, bad: int, good: Path | None) -
     `good` is the latest checkpoint.
     """
     first = step - len(trainer.recent) + 1 + bad
-    where = first_nonfinite(trainer.model.state_dict()) or _first_nonfinite_output(
+    where = first_nonfinite(whole_state(trainer.model)) or _first_nonfinite_output(
         trainer, trainer.recent[bad]
     )
     return TrainingStopped(
@@ -36,11 +39,11 @@ def validation_stopped(
     trainer: Trainer, step: int, error: NonFiniteError, good: Path | None
 ) -> TrainingStopped:
     """Build the error of a run whose validation after `step` is not finite."""
-    where = first_nonfinite(trainer.model.state_dict())
+    where = first_nonfinite(whole_state(trainer.model))
     if where is None:
         with nonfinite_outputs(trainer.model) as found, contextlib.suppress(NonFiniteError):
             trainer.validate()
-        where = found[0] if found else "validated again, every layer gives finite values"
+        where = first_found(trainer, found) or "validated again, every layer gives finite values"
     reason = str(error).partition(";")[0]
     return TrainingStopped(
         f"the validation after step {step} cannot be scored, {reason}: {where}; {_kept(good)}; try "
@@ -56,9 +59,18 @@ def _first_nonfinite_output(trainer: Trainer, batch: Any) -> str:
     """Run the batch again and describe the first module whose output is not finite."""
     with nonfinite_outputs(trainer.model) as found:
         trainer.replay(batch)
-    if found:
-        return found[0]
-    return "read again, the batch gives finite values, so its memory or its gradient does not"
+    return first_found(trainer, found) or (
+        "read again, the batch gives finite values, so its memory or its gradient does not"
+    )
+
+
+def first_found(trainer: Trainer, found: list[str]) -> str | None:
+    """Return the first line of the first process that found one, and its rank; or None."""
+    ranks = trainer.ranks
+    for rank, lines in enumerate(ranks.gather(found)):
+        if lines:
+            return lines[0] if ranks.size == 1 else f"rank {rank}: {lines[0]}"
+    return None
 
 
 @contextmanager

@@ -18,10 +18,12 @@ from acmoe.data.images.batches import ImageBatch, TrainingImages
 from acmoe.data.images.on_device import DeviceImages, training_images
 from acmoe.data.images.splits import ImageSplits
 from acmoe.data.transfer import to_device
+from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.errors import check
 from acmoe.evaluate.vision import ImageFigure, ImageReport, evaluate_images
 from acmoe.models.images.classifier import ImageClassifier, VisionOutput
 from acmoe.models.registry import build_model
+from acmoe.routing.group import measuring_alone
 from acmoe.runtime import autocast
 from acmoe.train.ema import WeightAverage
 from acmoe.train.metrics_log import ImageMetricsLog, MetricsLog
@@ -62,7 +64,13 @@ class ImageTrainer(Trainer):
     batches: TrainingImages | DeviceImages
     recent: list[ImageBatch]
 
-    def __init__(self, config: VisionRunConfig, images: ImageSplits, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: VisionRunConfig,
+        images: ImageSplits,
+        device: torch.device,
+        ranks: Ranks = ALONE,
+    ) -> None:
         self.images = images
         self.batches = training_images(
             images.train,
@@ -71,6 +79,9 @@ class ImageTrainer(Trainer):
             batch=config.batch,
             device=device,
             seed=config.seed,
+            rank=ranks.rank,
+            world_size=ranks.size,
+            split=config.split,
         )
         mean, std = config.data.normalization
         self.augment = Augment(
@@ -83,6 +94,7 @@ class ImageTrainer(Trainer):
             self.batches,
             schedule=image_schedule(config, self.batches.batches_per_pass),
             decays=decays,
+            ranks=ranks,
         )
         if config.ema is not None:
             self.average = WeightAverage(self.model, config.ema)
@@ -95,13 +107,13 @@ class ImageTrainer(Trainer):
     def load_batch(self, batch: ImageBatch) -> tuple[Tensor, Tensor]:
         """Return normalised, augmented images and (B, K) targets."""
         images, labels_B = (to_device(part, self.device) for part in (batch.images, batch.labels))
-        return self.augment(images, labels_B, seed=batch.seed)
+        return self.augment(images, labels_B, seed=batch.seed, share=self.batches.share)
 
     def forward(self, part: int, inputs: Tensor, targets: Tensor, *, record: bool) -> VisionOutput:
         """Run the model on a micro-batch of images and its (B, K) targets."""
         # Recording adds hooks to modules, and the blocks would be compiled once more for them.
         with eager(self.config.compile and record), autocast(self.config.precision, self.device):
-            out = self.model(inputs, targets, return_routings=record)
+            out = self.replica(inputs, targets, return_routings=record)
         return cast(VisionOutput, out)
 
     @torch.no_grad()
@@ -142,9 +154,14 @@ class ImageTrainer(Trainer):
             precision=self.config.precision,
         )
         # A last batch of another size is not worth compiling for.
-        with eager(self.config.compile):
+        with eager(self.config.compile), measuring_alone(self.model):
             return evaluate_images(
-                self.model, self.images.valid, self.config.data, config, device=str(self.device)
+                self.model,
+                self.images.valid,
+                self.config.data,
+                config,
+                device=str(self.device),
+                ranks=self.ranks,
             )
 
     def close(self) -> None:

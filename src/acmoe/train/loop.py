@@ -47,7 +47,7 @@ class TrainLoop:
             )
             update = self.trainer.update(step, record=log)
             self.log.add(update, self.trainer.per_step)
-            stopping = self.signals.received is not None
+            stopping = self._stop_requested()
             if not (log or validate or save or stopping):
                 continue
             self._check_finite(step)
@@ -60,6 +60,11 @@ class TrainLoop:
                 if save or stopping or best:
                     self._save(step)
         return step
+
+    def _stop_requested(self) -> bool:
+        """Return True if any process has received a stop signal: all stop after the same step."""
+        self.signals.received = self.trainer.ranks.largest(self.signals.received or 0) or None
+        return self.signals.received is not None
 
     def signal_at(self, step: int) -> int | None:
         """Return the signal that stopped the run at `step`; None where it ended by itself."""

@@ -40,6 +40,7 @@ class MetricsLog:
 
     unit = "tokens"  # what the training speed counts
     ranked: tuple[str, ...] = ("loss",)  # fields of a score that `rank` reads
+    writes = True  # False: another process of the run writes the file
 
     def __init__(self, folder: Path, metric: str) -> None:
         self.path, self.metric = folder / METRICS, metric
@@ -58,10 +59,12 @@ class MetricsLog:
 
         Returns one line about records that could not be read, or None.
         """
-        kept, complaint = drop_records_after(self.path, step, self.records)
-        self.records = kept if self.records is None else self.records
+        complaint = None
+        if self.writes:
+            kept, complaint = drop_records_after(self.path, step, self.records)
+            self.records = kept if self.records is None else self.records
+            self.board.open(step)
         self._since, self._mark = self.seconds, time.perf_counter()
-        self.board.open(step)
         return complaint
 
     def close(self) -> None:
@@ -172,9 +175,10 @@ class MetricsLog:
         self.seconds, self._mark = self.seconds + now - self._mark, now
 
     def _write(self, record: Record) -> Record:
-        append(self.path, record)
-        self.records = (self.records or 0) + 1
-        self.board.write(record)
+        if self.writes:
+            append(self.path, record)
+            self.records = (self.records or 0) + 1
+            self.board.write(record)
         return record
 
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from acmoe.distributed.whole import like, whole
 from acmoe.errors import check
 from acmoe.experts.moe import current_name
 from acmoe.routing.router import Router
@@ -134,9 +135,9 @@ def router_matrices(model: nn.Module) -> set[nn.Parameter]:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """Return moments and step counts by `optimizer/KIND/PARAMETER`."""
+    """Return moments and step counts by `optimizer/KIND/PARAMETER`, whole on all processes."""
     return {
-        f"optimizer/{kind}/{name}": value
+        f"optimizer/{kind}/{name}": whole(value)
         for name, parameter in model.named_parameters()
         for kind, value in optimizer.state.get(parameter, {}).items()
     }
@@ -152,4 +153,4 @@ def restore_optimizer(
         if prefix == "optimizer":
             kind, _, name = rest.partition("/")
             parameter = parameters[current_name(name)]
-            optimizer.state[parameter][kind] = value.to(parameter.device)
+            optimizer.state[parameter][kind] = like(value.to(parameter.device), parameter)

@@ -6,6 +6,7 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
+from acmoe.distributed.whole import load_whole_state
 from acmoe.errors import UserError, check
 from acmoe.evaluate.run import EMA, checkpoints
 from acmoe.models.checkpoint import load
@@ -15,10 +16,12 @@ from acmoe.train.threads import cpu_state, threads_note
 from acmoe.train.trainer import Trainer
 
 Read = TypeVar("Read")
+# Model, averaged model, training tensors, JSON state.
+Checkpoint = tuple[nn.Module, nn.Module | None, dict[str, Tensor], dict[str, Any]]
 
 
 def save_run(store: CheckpointStore, step: int, trainer: Trainer, log: MetricsLog) -> None:
-    """Write a checkpoint of everything that an update changes."""
+    """Write a checkpoint of everything that an update changes; rank 0 writes for all processes."""
     # Without this check a run folder that was renamed under way would be split into two.
     check(
         store.folder.is_dir(),
@@ -32,8 +35,10 @@ def save_run(store: CheckpointStore, step: int, trainer: Trainer, log: MetricsLo
         **trainer.data_checksum(),
     }
     log.sync()
-    tensors = trainer.state_tensors()
-    store.save(step, trainer.model, tensors, state, average=trainer.average)
+    model, tensors = trainer.whole_model(), trainer.state_tensors()
+    if trainer.ranks.first:
+        store.save(step, model, tensors, state, average=trainer.average)
+    trainer.ranks.wait()  # none goes on, or ends, before the checkpoint is there
 
 
 def resume_run(
@@ -47,7 +52,16 @@ def resume_run(
     step = 0
     if store is not None:
         averaged = trainer.average is not None
-        found, notes = read_latest(store, lambda folder: _read(store, folder, averaged))
+
+        def read(folder: Path) -> Checkpoint:
+            return _read(store, folder, averaged)
+
+        found, notes = None, []
+        with trainer.ranks.first_before_others():  # which has set damaged checkpoints aside
+            if trainer.ranks.first:
+                found, notes = read_latest(store, read)
+            elif (latest := store.latest()) is not None:
+                found = read(latest)
         if found is not None:
             with restoring(store.latest() or store.folder):
                 step = _restore(trainer, log, *found, notes)
@@ -75,9 +89,7 @@ def read_latest(
     return None, notes
 
 
-def _read(
-    store: CheckpointStore, folder: Path, averaged: bool
-) -> tuple[nn.Module, nn.Module | None, dict[str, Tensor], dict[str, Any]]:
+def _read(store: CheckpointStore, folder: Path, averaged: bool) -> Checkpoint:
     """Return the model, the averaged model if there is one, the training tensors and the state."""
     tensors, state = store.read(folder)
     return load(folder), load(folder / EMA) if averaged else None, tensors, state
@@ -94,7 +106,7 @@ def _restore(
 ) -> int:
     """Put a checkpoint into the trainer and the log; return its step."""
     trainer.check_data(state)
-    trainer.model.load_state_dict(model.state_dict())
+    load_whole_state(trainer.model, model.state_dict())
     trainer.load_state_tensors(tensors)
     if trainer.average is not None and average is not None:
         trainer.average.load(average.state_dict())

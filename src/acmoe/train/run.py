@@ -1,16 +1,21 @@
 """Train a language model or an image classifier in a run folder."""
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from rich.console import Console
 
 from acmoe.config.images.train import VisionRunConfig
 from acmoe.config.text.train import RunConfig
 from acmoe.data.images.load import load_images
+from acmoe.distributed.ranks import Ranks
+from acmoe.distributed.start import joined
 from acmoe.evaluate.run import CHECKPOINTS
-from acmoe.runtime import pick_device, seeded
+from acmoe.runtime import seeded
 from acmoe.train.checkpoint import CheckpointStore
 from acmoe.train.display import Display
 from acmoe.train.images import ImageTrainer, check_images
@@ -34,10 +39,17 @@ class Summary:
     metric: str
     best: float | None  # best score of the validation split, in units of the metric
     best_step: int | None
+    rank: int = 0  # of this process; all processes of a run return the same, otherwise
 
     @classmethod
     def of(
-        cls, folder: Path, steps: int, log: MetricsLog, step: int, signal: int | None
+        cls,
+        folder: Path,
+        steps: int,
+        log: MetricsLog,
+        step: int,
+        signal: int | None,
+        rank: int = 0,
     ) -> "Summary":
         """Summarise a run of `steps` updates that has reached `step`."""
         return cls(
@@ -49,6 +61,7 @@ class Summary:
             metric=log.metric,
             best=log.best_value,
             best_step=log.best_step,
+            rank=rank,
         )
 
     @property
@@ -76,15 +89,36 @@ def train(
         UserError: the folder belongs to another run or process, or the corpus does not fit.
     """
     folder = Path(folder)
-    with Display(folder.name, config.steps, console, note=note) as display:
-        return train_with(config, folder, display, StopSignals())
+    with (
+        joined(config.parallel, config.device) as (ranks, device),
+        _display(ranks, folder, config.steps, console, note) as display,
+    ):
+        return _train_text(config, folder, display, StopSignals(), ranks, device)
 
 
 def train_with(config: RunConfig, folder: Path, display: Display, signals: StopSignals) -> Summary:
     """Train as `train` does, with that display, until that object has received a stop signal."""
-    device, corpus = pick_device(config.device), checked_corpus(config)
-    with claim(folder, config, corpus.vocabulary), seeded(config.seed, device), signals:
-        return _train(TextTrainer(config, corpus, device), folder, display, signals)
+    with joined(config.parallel, config.device) as (ranks, device):
+        return _train_text(config, folder, display, signals, ranks, device)
+
+
+def _train_text(
+    config: RunConfig,
+    folder: Path,
+    display: Display,
+    signals: StopSignals,
+    ranks: Ranks,
+    device: torch.device,
+) -> Summary:
+    with ranks.first_before_others():  # the first may write the corpus
+        corpus = checked_corpus(config)
+    with (
+        _claimed(ranks, folder, config, corpus.vocabulary),
+        seeded(config.seed, device),
+        signals,
+        contextlib.closing(TextTrainer(config, corpus, device, ranks)) as trainer,
+    ):
+        return _train(trainer, folder, display, signals)
 
 
 def train_images(
@@ -98,26 +132,44 @@ def train_images(
         TrainingStopped: the loss or gradient is no longer finite.
         UserError: the folder belongs to another run or process, or the images do not fit.
     """
-    folder, device = Path(folder), pick_device(config.device)
-    images = load_images(config.data)
-    check_images(config, images)
-    with (
-        seeded(config.seed, device),
-        StopSignals() as signals,
-        # Built before the folder is claimed: a config with mistakes is not written down.
-        contextlib.closing(ImageTrainer(config, images, device)) as trainer,
-        claim(folder, config),
-        Display(folder.name, trainer.steps, console, note=note) as display,
-    ):
-        return _train(trainer, folder, display, signals)
+    folder = Path(folder)
+    with joined(config.parallel, config.device) as (ranks, device):
+        with ranks.first_before_others():
+            images = load_images(config.data)
+            check_images(config, images)
+        with (
+            seeded(config.seed, device),
+            StopSignals() as signals,
+            # Built before the folder is claimed: a config with mistakes is not written down.
+            contextlib.closing(ImageTrainer(config, images, device, ranks)) as trainer,
+            _claimed(ranks, folder, config),
+            _display(ranks, folder, trainer.steps, console, note) as display,
+        ):
+            return _train(trainer, folder, display, signals)
+
+
+@contextlib.contextmanager
+def _claimed(ranks: Ranks, folder: Path, *contents: Any) -> Iterator[None]:
+    """Lock the folder for all processes; the first one does it."""
+    with claim(folder, *contents) if ranks.first else contextlib.nullcontext():
+        ranks.wait()
+        yield
+
+
+def _display(ranks: Ranks, folder: Path, steps: int, console: Console | None, note: str) -> Display:
+    shown = console if ranks.first else Console(quiet=True)
+    return Display(folder.name, steps, shown, note=note)
 
 
 def _train(trainer: Trainer, folder: Path, display: Display, signals: StopSignals) -> Summary:
     """Train to the end or a stop signal, in a claimed folder."""
+    log, ranks = trainer.metrics_log(folder), trainer.ranks
+    log.writes = ranks.first
+    keep = trainer.config.keep
     loop = TrainLoop(
         trainer=trainer,
-        log=trainer.metrics_log(folder),
-        store=CheckpointStore(folder / CHECKPOINTS, keep=trainer.config.keep),
+        log=log,
+        store=CheckpointStore(folder / CHECKPOINTS, keep=keep, writes=ranks.first),
         display=display,
         signals=signals,
     )
@@ -127,4 +179,4 @@ def _train(trainer: Trainer, folder: Path, display: Display, signals: StopSignal
         saved = loop.store.latest() if loop.store is not None else None
         where = f"the last checkpoint is {saved}" if saved else "nothing was saved yet"
         raise KeyboardInterrupt(f"{where}; give the same command again to continue") from None
-    return Summary.of(folder, trainer.steps, loop.log, step, loop.signal_at(step))
+    return Summary.of(folder, trainer.steps, log, step, loop.signal_at(step), ranks.rank)

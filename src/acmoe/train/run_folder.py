@@ -60,8 +60,10 @@ def _check_same(path: Path, config: Any) -> None:
     kind, wanted = run_kind(path.parent), getattr(config, "kind", LANGUAGE_RUN)
     check(kind == wanted, f"{path.parent} holds a {kind}, not a {wanted}; choose another folder")
     stored = from_document(read_json(path), type(config), str(path))
-    # `keep` changes no number of a run, and its default has changed.
-    found = [one for one in differences(stored, config) if not one.startswith("keep=")]
+    # `keep` changes no number of a run, and its default has changed. A run may be continued on
+    # another number of processes.
+    free = ("keep=", "parallel.")
+    found = [one for one in differences(stored, config) if not one.startswith(free)]
     check(
         not found,
         f"{path.parent} was begun with {'; '.join(found)}; repeat the settings it was begun with "

@@ -16,6 +16,8 @@ from acmoe.config.text.train import RunConfig
 from acmoe.data.text.corpus import Corpus
 from acmoe.data.text.loader import Batch, TrainingBatches
 from acmoe.data.transfer import to_device
+from acmoe.distributed.parallelize import parallelize
+from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.errors import check
 from acmoe.evaluate.language import check_vocabulary, metric_of, score_stream, statistics_modes
 from acmoe.evaluate.run import open_corpus
@@ -25,6 +27,7 @@ from acmoe.models.registry import build_model
 from acmoe.models.text.decoder import LanguageModel, LanguageOutput
 from acmoe.models.text.memory import Memory, Moments, StreamMemory
 from acmoe.ops.statistics.prefix import PrefixMoments
+from acmoe.routing.group import measuring_alone
 from acmoe.routing.stable import StableRouter
 from acmoe.runtime import autocast
 from acmoe.train.metrics_log import MetricsLog
@@ -52,7 +55,9 @@ class TextTrainer(Trainer):
     batches: TrainingBatches
     recent: list[Batch]
 
-    def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device) -> None:
+    def __init__(
+        self, config: RunConfig, corpus: Corpus, device: torch.device, ranks: Ranks = ALONE
+    ) -> None:
         self.corpus = corpus
         self.memories: list[StreamMemory | None] = [None] * config.split
         self.places: dict[int, StaticMemory] = {}  # by micro-batch; only where CUDA graphs run
@@ -63,10 +68,17 @@ class TextTrainer(Trainer):
                 replace(config.model, router=language_router(config.model.router, config.model))
             ),
             TrainingBatches(
-                corpus["train"], batch=config.batch, block=config.model.block, seed=config.seed
+                corpus["train"],
+                batch=config.batch,
+                block=config.model.block,
+                seed=config.seed,
+                rank=ranks.rank,
+                world_size=ranks.size,
+                split=config.split,
             ),
             schedule=config,
             router_sgd=config.router_sgd,
+            ranks=ranks,
         )
 
     @property
@@ -80,6 +92,8 @@ class TextTrainer(Trainer):
             frozen = freeze_stable_routers(self.model)
             if frozen and self.graph is not None:
                 self.graph.forget()  # graphs captured so far train the routers
+            if frozen:  # DDP would wait for the gradients of the routers
+                self.replica = parallelize(self.model, self.ranks, self.config.parallel)
         return super().update(step, record=record)
 
     def load_batch(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -99,7 +113,7 @@ class TextTrainer(Trainer):
             eager(self.config.compile and (record or not self._is_full(memory))),
             autocast(self.config.precision, self.device),
         ):
-            out = self.model(inputs, targets, memory=memory, return_routings=record)
+            out = self.replica(inputs, targets, memory=memory, return_routings=record)
         return cast(LanguageOutput, out)
 
     def accumulate(
@@ -130,14 +144,18 @@ class TextTrainer(Trainer):
         self.memories[part] = memory
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Add the streams' memory: `memory/MICRO-BATCH/BLOCK`, `moments/MICRO-BATCH/BLOCK/NAME`."""
+        """Add the streams' memory: `memory/MICRO-BATCH/BLOCK`, `moments/MICRO-BATCH/BLOCK/NAME`.
+
+        The streams of a micro-batch on all processes are those of the micro-batch of one process.
+        """
+        join = self.ranks.concatenate
         found = super().state_tensors()
         for part, memory in enumerate(self.memories):
             for depth, hidden in enumerate(memory.hidden if memory else ()):
-                found[f"memory/{part}/{depth}"] = hidden
+                found[f"memory/{part}/{depth}"] = join(hidden)
             for depth, moments in enumerate(memory.moments if memory else ()):
                 for name, value in ({} if moments is None else moments._asdict()).items():
-                    found[f"moments/{part}/{depth}/{name}"] = value
+                    found[f"moments/{part}/{depth}/{name}"] = join(value)
         return found
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -145,7 +163,7 @@ class TextTrainer(Trainer):
         super().load_state_tensors(tensors)
         for part in range(self.config.split):
             names = [f"memory/{part}/{depth}" for depth in range(len(self.model.blocks))]
-            hidden = tuple(tensors[name].to(self.device) for name in names)
+            hidden = tuple(self.ranks.part(tensors[name]).to(self.device) for name in names)
             self._store_memory(part, Memory(hidden, moments=self._saved_moments(part, tensors)))
 
     def _saved_moments(self, part: int, tensors: Mapping[str, Tensor]) -> Moments:
@@ -154,7 +172,8 @@ class TextTrainer(Trainer):
         for depth in range(len(self.model.blocks)):
             names = [f"moments/{part}/{depth}/{name}" for name in PrefixMoments._fields]
             saved = names[0] in tensors
-            parts = [tensors[name].to(self.device) for name in names] if saved else []
+            own = (self.ranks.part(tensors[name]) for name in names if saved)
+            parts = [value.to(self.device) for value in own]
             found.append(PrefixMoments(*parts) if saved else None)
         return tuple(found) if any(found) else ()
 
@@ -169,11 +188,18 @@ class TextTrainer(Trainer):
         batch, block = self.config.eval_batch, self.config.model.block
         stream = self.corpus["valid"][: self.config.eval_tokens]
         # Blocks with padding and without memory have shapes that are not worth compiling for.
-        with eager(self.config.compile):
-            score = score_stream(
-                self.model, stream, batch=batch, block=block, precision=self.config.precision
-            )
         mode = statistics_modes(self.model, ())[0]
+        # Rows are dealt to the processes, unless the rows of a batch depend on one another.
+        dealt = batch % self.ranks.size == 0 and mode != "batch"
+        with eager(self.config.compile), measuring_alone(self.model):
+            score = score_stream(
+                self.model,
+                stream,
+                batch=batch,
+                block=block,
+                precision=self.config.precision,
+                ranks=self.ranks if dealt else ALONE,
+            )
         return TextValidation(score.loss, score.tokens, mode, batch, block)
 
     def metrics_log(self, folder: Path) -> MetricsLog:

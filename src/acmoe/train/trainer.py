@@ -17,8 +17,15 @@ from torch import Tensor, nn
 
 from acmoe.config.images.train import VisionRunConfig
 from acmoe.config.text.train import RunConfig
+from acmoe.data.seeding import derive_seed
+from acmoe.distributed.parallelize import averaging, parallelize
+from acmoe.distributed.ranks import ALONE, Ranks
+from acmoe.distributed.whole import gathered, whole_model
+from acmoe.errors import check
 from acmoe.fast.compiled import compile_blocks
+from acmoe.models.registry import build_model
 from acmoe.ops.route.reference import load
+from acmoe.routing.group import set_statistics_group
 from acmoe.routing.state import Routing
 from acmoe.train.checkpoint import restore_rng, rng_tensors
 from acmoe.train.ema import WeightAverage
@@ -81,9 +88,15 @@ class Trainer(ABC):
         schedule: Schedule,
         decays: Callable[[str, nn.Parameter], bool] = is_matrix,
         router_sgd: float | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
+        _check_ranks(config, ranks)
         self.config, self.device, self.batches, self.schedule = config, device, batches, schedule
+        self.ranks = ranks
         self.model = model.to(device).train()
+        self.replica = parallelize(self.model, ranks, config.parallel)  # called in training
+        if not ranks.first:  # all drew the same weights; now each draws dropout of its own
+            torch.manual_seed(derive_seed(config.seed, "rank", ranks.rank))
         self.optimizer = adam(
             self.model,
             lr=config.lr,
@@ -111,7 +124,7 @@ class Trainer(ABC):
     @property
     @abstractmethod
     def per_step(self) -> int:
-        """The number of tokens or images in an update."""
+        """The number of tokens or images in an update, of all processes."""
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of update `step`, counted from 1."""
@@ -138,8 +151,12 @@ class Trainer(ABC):
         outputs = []
         parts = zip(*(tensor.chunk(self.config.split) for tensor in self.inputs), strict=True)
         for part, (inputs, targets) in enumerate(parts):
-            outputs.append(self.accumulate(part, inputs, targets, record=record))
+            with averaging(self.replica, part == self.config.split - 1):
+                outputs.append(self.accumulate(part, inputs, targets, record=record))
         loss, aux_loss = mean([out.loss for out in outputs]), mean([o.aux_loss for o in outputs])
+        if self.ranks.size > 1:
+            # A value that is not finite on one process is not finite in the sum: all skip the step.
+            loss, aux_loss = self.ranks.sum(torch.stack([loss, aux_loss])) / self.ranks.size
         finite = take_step(
             self.model,
             self.optimizer,
@@ -149,7 +166,10 @@ class Trainer(ABC):
         if self.average is not None:
             self.average.update()
         routings = [out.routings or () for out in outputs]
-        return Update(loss, aux_loss, finite, expert_loads(routings, self.config.model.num_experts))
+        loads = expert_loads(routings, self.config.model.num_experts)
+        if loads:
+            loads = self.ranks.sum(torch.stack(loads)).unbind()
+        return Update(loss, aux_loss, finite, loads)
 
     def accumulate(self, part: int, inputs: Tensor, targets: Tensor, *, record: bool) -> Output:
         """Run forward and backward of micro-batch `part`, and add to the gradients."""
@@ -162,18 +182,31 @@ class Trainer(ABC):
         """Return True when this and all later updates have the same tensor shapes."""
         return True
 
+    def whole_model(self) -> nn.Module:
+        """Return the model with whole tensors, as it is saved; all processes must call it."""
+        return whole_model(self.model, lambda: build_model(self.model.config))
+
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return all tensors that an update changes, except the model's."""
-        return optimizer_tensors(self.optimizer, self.model) | rng_tensors(self.device)
+        """Return all tensors that an update changes, except the model's, of all processes.
+
+        All processes must call it.
+        """
+        return optimizer_tensors(self.optimizer, self.model) | rng_tensors(self.device, self.ranks)
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore what `state_tensors` returned."""
         restore_optimizer(self.optimizer, self.model, tensors)
-        restore_rng(tensors, self.device)
+        restore_rng(tensors, self.device, self.ranks)
 
     def close(self) -> None:
-        """Release the memory of captured CUDA graphs and, in subclasses, of data readers."""
+        """Release the memory of captured CUDA graphs and, in subclasses, of data readers.
+
+        The model leaves the group of its statistics, so that it asks no other process for any while
+        it is still in memory.
+        """
         self.graph, self.inputs = None, None
+        if self.ranks.mesh is not None:
+            set_statistics_group(self.model, None)
 
     @abstractmethod
     def load_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
@@ -204,6 +237,18 @@ class Trainer(ABC):
         """Raise a UserError where a checkpoint's state comes from other training data."""
 
 
+def _check_ranks(config: RunConfig | VisionRunConfig, ranks: Ranks) -> None:
+    check(
+        config.parallel.data == ranks.size,
+        f"parallel.data={config.parallel.data}, but {ranks.size} process trains here; only `acmoe "
+        "train` uses several",
+    )
+    check(
+        not config.graph or ranks.mesh is None,
+        "graph=true replays the updates of one process; under torchrun omit it",
+    )
+
+
 def take_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -218,7 +263,7 @@ def take_step(
     """
     if clip is not None:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        finite = finite & norm.isfinite()
+        finite = finite & gathered(norm).isfinite()
     # The fused optimizer kernel skips its update where found_inf is 1. The weights then stay those
     # that gave the first bad loss, and can be examined when the host next reads the losses.
     if finite.device.type not in IGNORING_FOUND_INF:

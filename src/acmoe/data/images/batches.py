@@ -50,10 +50,16 @@ class TrainingImages(ShuffledBatches):
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        split: int = 1,
     ) -> None:
-        repeats = augment.repeats
         super().__init__(
-            images, batch=batch, seed=seed, rank=rank, world_size=world_size, repeats=repeats
+            images,
+            batch=batch,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            repeats=augment.repeats,
+            split=split,
         )
         self.data, self.augment = data, augment
         self._pool = ThreadPoolExecutor(data.threads, thread_name_prefix="images")

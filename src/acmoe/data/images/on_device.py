@@ -43,10 +43,16 @@ class DeviceImages(ShuffledBatches):
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        split: int = 1,
     ) -> None:
-        repeats = augment.repeats
         super().__init__(
-            images, batch=batch, seed=seed, rank=rank, world_size=world_size, repeats=repeats
+            images,
+            batch=batch,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            repeats=augment.repeats,
+            split=split,
         )
         self.data, self.augment, self.device = data, augment, device
         self.pixels = device_pixels(images, data, device)
@@ -67,9 +73,10 @@ class DeviceImages(ShuffledBatches):
         if self.augment.crop is None:
             edge = round((side - size) / 2)
             return whole[..., edge : edge + size, edge : edge + size]
-        rng = np.random.default_rng(derive_seed(self.seed, "crops", number, self.rank))
-        boxes = random_boxes(len(whole), side, self.augment.crop, self.augment.ratio, rng)
-        return cut_boxes(whole, to_device(boxes, self.device), size)
+        # Drawn for the batch of all ranks, so that crops do not depend on their number.
+        rng = np.random.default_rng(derive_seed(self.seed, "crops", number, 0))
+        boxes = random_boxes(self.batch, side, self.augment.crop, self.augment.ratio, rng)
+        return cut_boxes(whole, to_device(boxes[self.share.rows], self.device), size)
 
     def close(self) -> None:
         """Do nothing: there are no threads to stop."""
@@ -104,8 +111,12 @@ def training_images(
     batch: int,
     device: torch.device,
     seed: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    split: int = 1,
 ) -> TrainingImages | DeviceImages:
     """Return the training batches of a run: in device memory if `data.on_device`, else decoded."""
+    share = {"rank": rank, "world_size": world_size, "split": split}
     if data.on_device:
-        return DeviceImages(images, data, augment, batch=batch, device=device, seed=seed)
-    return TrainingImages(images, data, augment, batch=batch, seed=seed)
+        return DeviceImages(images, data, augment, batch=batch, device=device, seed=seed, **share)
+    return TrainingImages(images, data, augment, batch=batch, seed=seed, **share)

@@ -1,6 +1,7 @@
 """The order of images in a training run: which images form which batch."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,12 +11,24 @@ from acmoe.data.sharding import check_same_data, rank_rows
 from acmoe.errors import check
 
 
+class Share(NamedTuple):
+    """The rows of a batch of all ranks that belong to one."""
+
+    rows: Indices
+    batch: int  # images of all ranks
+
+    @classmethod
+    def whole(cls, batch: int) -> "Share":
+        """Return the share of a single process."""
+        return cls(np.arange(batch), batch)
+
+
 class ShuffledBatches:
     """Endless shuffled batches of indices; each pass drops the last, incomplete batch.
 
     A batch follows from the seed and its number alone, so a run can resume at any batch, bit by
     bit. `batch` is the number of images on all ranks together, so a run can also resume on another
-    number of ranks.
+    number of ranks. With `split` micro-batches, a rank has images of each (`rank_rows`).
 
     With `repeats` r, a pass has as many slots as there are images, and r consecutive slots hold the
     same image: a pass reads one image of r, r times each (DeiT's repeated augmentation). The slots
@@ -32,15 +45,16 @@ class ShuffledBatches:
         rank: int = 0,
         world_size: int = 1,
         repeats: int = 1,
+        split: int = 1,
     ) -> None:
-        rows = rank_rows(batch, rank=rank, world_size=world_size, unit="images")
+        rows = rank_rows(batch, rank=rank, world_size=world_size, unit="images", split=split)
         check(
             batch <= len(images),
             f"batch={batch} exceeds the {len(images):,} training images; lower batch",
         )
         self.images, self.batch, self.seed, self.repeats = images, batch, seed, repeats
         self.batches_per_pass = len(images) // batch
-        self.rank, self.rows = rank, slice(rows.start, rows.stop)
+        self.share = Share(np.array(rows), batch)
         self.number = 0  # number of the next batch
         self._order: tuple[int, Indices] | None = None  # number and permutation of the last pass
 
@@ -59,12 +73,12 @@ class ShuffledBatches:
             self._order = (passes, rng.permutation(len(self.images)))
         slots = np.arange(place * self.batch, (place + 1) * self.batch)
         dealt = np.concatenate([slots[part :: self.repeats] for part in range(self.repeats)])
-        image, copy = np.divmod(dealt[self.rows], self.repeats)
+        image, copy = np.divmod(dealt[self.share.rows], self.repeats)
         return self._order[1][image], copy
 
     def batch_seed(self, number: int) -> int:
-        """Seed for later random draws on a batch, such as its augmentation."""
-        return derive_seed(self.seed, "batch", number, self.rank)
+        """Seed for later random draws on a batch, such as its augmentation; equal on all ranks."""
+        return derive_seed(self.seed, "batch", number, 0)
 
     def state_dict(self) -> dict[str, int]:
         """The number of the next batch, and the settings that its content follows from."""

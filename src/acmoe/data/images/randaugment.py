@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from acmoe.data.images import transforms as image_ops
+from acmoe.data.images.order import Share
 from acmoe.data.transfer import to_device
 
 Strength = NDArray[np.float64]  # (B,) magnitude / 10, in [0, 1]
@@ -23,19 +24,27 @@ APPLIED = 0.5  # probability that a drawn operation is applied
 
 
 def randaugment(
-    images: Tensor, *, magnitude: float, std: float, ops: int, rng: np.random.Generator
+    images: Tensor,
+    *,
+    magnitude: float,
+    std: float,
+    ops: int,
+    rng: np.random.Generator,
+    share: Share | None = None,
 ) -> Tensor:
     """Apply `ops` random operations to each image, each with probability 1/2.
 
-    Magnitudes are drawn from N(magnitude, std), clipped to [0, 10].
+    Magnitudes are drawn from N(magnitude, std), clipped to [0, 10]. Draws are made for the whole
+    batch of which the images are a `share`.
     """
     images = images.clone()
+    rows, batch = share or Share.whole(len(images))
     operations = tuple(OPERATIONS.values())
     for _ in range(ops):
-        choice_B = rng.integers(len(operations), size=len(images))
-        applied_B = rng.random(len(images)) < APPLIED
-        strength_B = np.clip(rng.normal(magnitude, std, len(images)), 0, 10) / 10
-        sign_B = rng.choice((-1.0, 1.0), len(images))
+        choice_B = rng.integers(len(operations), size=batch)[rows]
+        applied_B = rng.random(batch)[rows] < APPLIED
+        strength_B = np.clip(rng.normal(magnitude, std, batch)[rows], 0, 10) / 10
+        sign_B = rng.choice((-1.0, 1.0), batch)[rows]
         for number, operation in enumerate(operations):
             chosen = np.flatnonzero(applied_B & (choice_B == number))
             if len(chosen):

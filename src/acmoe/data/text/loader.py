@@ -45,7 +45,7 @@ class TrainingBatches:
     begins with `reset`. The offsets follow from the seed.
 
     `batch` is the number of rows on all ranks together, so a run can resume on another number of
-    ranks.
+    ranks. With `split` micro-batches, a rank has rows of each (`rank_rows`).
     """
 
     def __init__(
@@ -57,9 +57,10 @@ class TrainingBatches:
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        split: int = 1,
     ) -> None:
         check(block >= 1, f"block={block} must be 1 or more tokens")
-        self.rows = rank_rows(batch, rank=rank, world_size=world_size, unit="rows")
+        self.rows = rank_rows(batch, rank=rank, world_size=world_size, unit="rows", split=split)
         self.stream, self.batch, self.block, self.seed = stream, batch, block, seed
         self.row_length = len(stream) // batch
         check(
@@ -148,7 +149,7 @@ class EvaluationBatches:
             f" batch={batch} rows: lower batch",
         )
         short, longer = divmod(self.predictions, batch)
-        starts = [row * short + min(row, longer) for row in (*rows, rows.stop)]
+        starts = [row * short + min(row, longer) for row in (*rows, rows[-1] + 1)]
         self.spans = list(pairwise(starts))
         self.longest = short + (longer > 0)
 

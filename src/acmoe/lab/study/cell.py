@@ -14,7 +14,7 @@ from acmoe.config.text.finetune import FinetuneConfig
 from acmoe.lab.variants.config import as_in_0_1
 
 # Fields that do not enter a digest: paths of files and the device do not identify a run.
-_PATH_FIELDS = {"folder", "source", "device", "threads"}
+_PATH_FIELDS = {"folder", "source", "device", "threads", "parallel"}
 # Fields that were added after the first results: a field of the same config, the added field, and
 # the value that held before. The field is left out of the digest where it has that value, so that
 # digests of earlier results stay valid.

@@ -1,0 +1,71 @@
+"""How the processes of a training run share its work."""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from acmoe.config.updates import check_count
+from acmoe.errors import check, check_choice
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Data parallelism: every process computes the gradients of its share of each batch.
+
+    A run may be continued with other values.
+    """
+
+    data: int = 1  # number of processes; torchrun must start as many
+    # ddp: every process holds the whole model. fsdp: parameters and moments are sharded (FSDP2).
+    shard: Literal["ddp", "fsdp"] = "ddp"
+
+    def __post_init__(self) -> None:
+        check_count(self.data, "parallel.data")
+        check_choice(self.shard, ("ddp", "fsdp"), "parallel.shard")
+
+
+class ParallelRun(Protocol):
+    """The fields of a run's config that `check_parallel` reads."""
+
+    @property
+    def parallel(self) -> ParallelConfig: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def split(self) -> int: ...
+    @property
+    def compile(self) -> bool: ...
+    @property
+    def graph(self) -> bool: ...
+    @property
+    def device(self) -> str: ...
+
+
+def check_parallel(run: ParallelRun, *, rows: str) -> None:
+    """Check that the settings of a run are possible with its number of processes.
+
+    `rows` names the items of a batch in error messages, such as "images".
+    """
+    size, shard = run.parallel.data, run.parallel.shard
+    with_data = f"parallel.data={size}"
+    check(
+        run.batch % (run.split * size) == 0,
+        f"batch={run.batch} {rows} in split={run.split} micro-batches cannot be dealt to "
+        f"{with_data} processes; use a multiple of {run.split * size}",
+    )
+    if size == 1:
+        return
+    check(not run.graph, f"graph=true replays the updates of one process; with {with_data} omit it")
+    check(
+        not run.compile,
+        f"compile=true has not been tried with several processes; with {with_data} omit it",
+    )
+    check(
+        getattr(run, "ema", None) is None or shard == "ddp",
+        f"ema={getattr(run, 'ema', None)} averages whole weights, and parallel.shard=fsdp has "
+        "parts of them; use parallel.shard=ddp",
+    )
+    check(
+        ":" not in run.device and run.device != "mps",
+        f"device={run.device} is one device, and {with_data} processes need one each; give "
+        f"device={run.device.partition(':')[0].replace('mps', 'cpu')}",
+    )

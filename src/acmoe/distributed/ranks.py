@@ -1,0 +1,95 @@
+"""The processes of a run: which one this is, and what they tell one another."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """Process number `rank` of `size`. Every method must be called by all of them, in one order.
+
+    Without torch.distributed, `mesh` is None, and every method returns what one process would.
+    """
+
+    rank: int = 0
+    size: int = 1
+    mesh: "DeviceMesh | None" = None
+    statistics: ProcessGroup | None = None  # a group of its own for the statistics of the routers
+
+    @property
+    def first(self) -> bool:
+        """Return True on the process that writes the files and speaks to the user."""
+        return self.rank == 0
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Return the sum of a tensor over all processes, without gradient."""
+        if self.mesh is None:
+            return value
+        total = value.detach().clone()
+        dist.all_reduce(total)
+        return total
+
+    def concatenate(self, value: Tensor) -> Tensor:
+        """Return the tensors of all processes, which have one shape, joined along dimension 0."""
+        if self.mesh is None:
+            return value
+        parts = [torch.empty_like(value) for _ in range(self.size)]
+        dist.all_gather(parts, value.contiguous())
+        return torch.cat(parts)
+
+    def part(self, value: Tensor) -> Tensor:
+        """Return this process's part of what `concatenate` returned, on any number of processes."""
+        return value if self.size == 1 else value.chunk(self.size)[self.rank].clone()
+
+    def add(self, *numbers: float) -> list[float]:
+        """Return the sums of numbers of the host over all processes."""
+        if self.mesh is None:
+            return list(numbers)
+        # Tensors of the CPU go through gloo: the device is not waited for.
+        total = torch.tensor(numbers, dtype=torch.float64)
+        dist.all_reduce(total)
+        return [float(number) for number in total.tolist()]
+
+    def largest(self, number: int) -> int:
+        """Return the largest of the numbers of all processes."""
+        if self.mesh is None:
+            return number
+        found = torch.tensor(number)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return int(found)
+
+    def gather(self, value: Value) -> list[Value]:
+        """Return the values of all processes, by rank."""
+        if self.mesh is None:
+            return [value]
+        found: list[Value] = [value] * self.size
+        dist.all_gather_object(found, value)
+        return found
+
+    def wait(self) -> None:
+        """Wait until all processes have come here."""
+        self.largest(0)
+
+    @contextmanager
+    def first_before_others(self) -> Iterator[None]:
+        """Run the body on rank 0, then on the others, which find the files that it wrote."""
+        if not self.first:
+            self.wait()
+        yield
+        if self.first:
+            self.wait()
+
+
+ALONE = Ranks()

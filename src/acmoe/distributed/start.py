@@ -1,0 +1,133 @@
+"""Join the processes that torchrun started."""
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from acmoe.config.parallel import ParallelConfig
+from acmoe.distributed.failure import FailureWatch
+from acmoe.distributed.ranks import ALONE, Ranks
+from acmoe.errors import UserError, check
+from acmoe.runtime import pick_device
+
+TIMEOUT = 600.0  # seconds that a process waits for the others, at the start and in a collective
+# Tensors of the CPU always go through gloo: messages between hosts need no device.
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
+
+
+def launched() -> bool:
+    """Return True in a process that torchrun, or another launcher, started as one of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@contextmanager
+def joined(parallel: ParallelConfig, device: str) -> Iterator[tuple[Ranks, torch.device]]:
+    """Give all processes of the run and the device of this one inside `with`.
+
+    One process without a launcher needs no process group. An error of one process inside `with`
+    ends all of them.
+    """
+    if not launched():
+        check(
+            parallel.data == 1,
+            f"parallel.data={parallel.data} needs {parallel.data} processes; start them with "
+            f"{torchrun(parallel.data)}",
+        )
+        yield ALONE, pick_device(device)
+        return
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if size != parallel.data:
+        if rank > 0:
+            raise SystemExit(1)  # rank 0 says it
+        raise UserError(
+            f"parallel.data={parallel.data}, but the launcher started {size} processes; give "
+            f"parallel.data={size}"
+        )
+    own = pick_device(_own_device(device, os.environ))
+    if own.type == "cuda":
+        torch.cuda.set_device(own)
+    store = _meet(rank, size)
+    watch = FailureWatch(store, rank)
+    try:
+        ranks = _process_group(store, rank, size, own)
+        yield ranks, own
+        ranks.wait()  # rank 0 may hold the store: it must not go first
+    except BaseException as error:
+        watch.report(error)
+        if own.type == "cpu" and dist.is_initialized():
+            dist.destroy_process_group()  # NCCL would wait here for a collective that never ends
+        watch.fail(error)
+    watch.close()
+    dist.destroy_process_group()
+
+
+def _process_group(store: Any, rank: int, size: int, device: torch.device) -> Ranks:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    check(device.type in BACKENDS, f"device={device} has no collectives; use cpu or cuda")
+    dist.init_process_group(
+        BACKENDS[device.type],
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=TIMEOUT),
+    )
+    mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("data",))
+    # A recompute in the backward must not come between the buckets of gradients: another group.
+    return Ranks(rank=rank, size=size, mesh=mesh, statistics=dist.new_group())
+
+
+def _meet(rank: int, size: int) -> Any:
+    """Return the store that the processes share, once all of them are there."""
+    store = _store(rank)
+    store.set(f"rank {rank}", "here")
+    deadline = time.monotonic() + TIMEOUT
+    missing = list(range(size))
+    while missing := [other for other in missing if not store.check([f"rank {other}"])]:
+        check(time.monotonic() < deadline, _absent(missing))
+        time.sleep(0.05)
+    return store
+
+
+def _store(rank: int) -> Any:
+    """Return the store of torchrun, or one that rank 0 holds; it does not wait for the others."""
+    held_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        found = TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=rank == 0 and not held_by_launcher,
+            timeout=timedelta(seconds=TIMEOUT),
+            wait_for_workers=False,
+        )
+    except dist.DistNetworkError as error:
+        raise UserError(_absent([0])) from error
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives a restart
+    return PrefixStore(f"acmoe/{attempt}", found)
+
+
+def _absent(missing: list[int]) -> str:
+    return (
+        f"rank {', '.join(map(str, missing))} of {os.environ['WORLD_SIZE']} did not start within "
+        f"{TIMEOUT:.0f} s; look at the messages of that process"
+    )
+
+
+def _own_device(device: str, environment: Mapping[str, str]) -> str:
+    """Return the GPU with the number of this process on its machine, or the CPU."""
+    kind = pick_device(device).type
+    return kind if kind in ("cpu", "mps") else f"{kind}:{environment.get('LOCAL_RANK', '0')}"
+
+
+def torchrun(processes: int) -> str:
+    """Return the command that starts this program in so many processes."""
+    return f"torchrun --standalone --nproc-per-node {processes} -m acmoe {shlex.join(sys.argv[1:])}"

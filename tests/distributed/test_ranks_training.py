@@ -1,0 +1,329 @@
+"""`acmoe train` on two processes: it computes what one process computes, and ends as one."""
+
+import os
+import re
+import shutil
+import signal
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launched import launch, ports
+from safetensors.torch import load_file
+
+import acmoe
+from acmoe.config.parallel import ParallelConfig
+from acmoe.config.text.train import RunConfig
+from acmoe.distributed import start
+from acmoe.errors import UserError
+from acmoe.evaluate.run import checkpoints
+from acmoe.train.run import Summary, train, train_images
+from acmoe.train.text import TextTrainer, checked_corpus
+from tiny_runs import QUIET, byte_corpus, records, tiny_run
+from tiny_vision_runs import tiny_vision_run
+
+# Two micro-batches, gradients clipped. Without dropout: every process draws its own.
+SHORT = ("steps=6", "log_every=1", "eval_every=3", "checkpoint_every=3")
+SAME = (
+    *SHORT,
+    "clip=1.0",
+    "model.dropout=0",
+)
+GLOBAL = (*SAME, "model.router.statistics_group=global")
+TWO = "parallel.data=2"
+PLAIN_IMAGES = (
+    "augment.shift=0",
+    "augment.flip=0",
+    "augment.erase=0",
+    "augment.mixup=0",
+    "augment.cutmix=0",
+    "model.drop_path=0",
+    "model.router.base.noise=0",
+    "model.expert_dropout=0",
+    "model.capacity_factor=none",  # each process drops tokens of its own
+    "steps=4",
+    "log_every=1",
+    "eval_every=4",
+    "eval_batch=16",  # three batches: the second process runs one that does not count
+    "model.router.statistics_group=global",
+)
+
+
+def many(rank: int, folder: Path, free: list[int]) -> dict[str, Any]:
+    """Run all cases in one start of the processes, which costs more than the cases."""
+    start.TIMEOUT = 60.0
+    corpus = folder / "corpus"
+
+    def run(name: str, *settings: str, router: str = "adaptive") -> Summary:
+        os.environ["MASTER_PORT"] = str(free.pop())
+        return train(tiny_run(corpus, *settings, router=router), folder / name, console=QUIET)
+
+    found: dict[str, Any] = {
+        "ddp": run("ddp", *GLOBAL, TWO),
+        "fsdp": run("fsdp", *GLOBAL, TWO, "parallel.shard=fsdp"),
+        "resumed": run("alone-two", *GLOBAL, TWO, "parallel.shard=fsdp"),
+        "dropout": run("dropout", *SHORT, TWO),
+    }
+    if rank == 0:
+        half_of(folder / "dropout", folder / "dropout-again")
+    found["again"] = run("dropout-again", *SHORT, TWO)
+    found["stopped"] = interrupted(rank, lambda: run("stopped", *SHORT, TWO))
+    found["runners"] = [
+        why_plain(tiny_run(corpus, TWO, f"parallel.shard={shard}"), free.pop())
+        for shard in ("ddp", "fsdp")
+    ]
+    found["nan"] = ending(lambda: broken(rank, lambda: run("nan", *SHORT, TWO), nan_hook))
+    found["raised"] = ending(lambda: broken(rank, lambda: run("raised", *SHORT, TWO), raising_hook))
+    return found
+
+
+def why_plain(config: RunConfig, port: int) -> str | None:
+    """Return the reason why a trainer's model would not run on its fast path, or None."""
+    os.environ["MASTER_PORT"] = str(port)
+    with (
+        start.joined(config.parallel, config.device) as (ranks, device),
+        closing(TextTrainer(config, checked_corpus(config), device, ranks)) as trainer,
+    ):
+        return acmoe.fast.explain(trainer.model)
+
+
+def images(rank: int, folder: Path, port: int, *settings: str) -> Summary:
+    os.environ["MASTER_PORT"] = str(port)
+    return train_images(
+        tiny_vision_run(*PLAIN_IMAGES, TWO, *settings), folder / "two", console=QUIET
+    )
+
+
+def interrupted(rank: int, run: Any) -> Summary:
+    """Send SIGTERM to rank 1 in its second step."""
+    update = TextTrainer.update
+
+    def with_signal(trainer: TextTrainer, step: int, *, record: bool) -> Any:
+        if rank == 1 and step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return update(trainer, step, record=record)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TextTrainer, "update", with_signal)
+        return run()
+
+
+def broken(rank: int, run: Any, hook: Any) -> Summary:
+    """Put a hook on a block of rank 1 before its second step."""
+    update = TextTrainer.update
+
+    def with_hook(trainer: TextTrainer, step: int, *, record: bool) -> Any:
+        if rank == 1 and step == 2:
+            trainer.model.blocks[1].register_forward_hook(hook)
+        return update(trainer, step, record=record)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TextTrainer, "update", with_hook)
+        return run()
+
+
+def nan_hook(module: Any, arguments: Any, output: Any) -> Any:
+    return output[0] * float("nan"), output[1]
+
+
+def raising_hook(module: Any, arguments: Any, output: Any) -> Any:
+    raise RuntimeError("this process has no memory left")
+
+
+def ending(run: Any) -> str:
+    try:
+        run()
+    except SystemExit as end:
+        return f"exit {end.code}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "went on"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> list[dict[str, Any]]:
+    """Return the results of both processes; `alone` and `alone-two` were begun by one process."""
+    torch.set_num_threads(1)
+    byte_corpus(folder)
+    train(tiny_run(folder / "corpus", *GLOBAL), folder / "alone", console=QUIET)
+    half_of(folder / "alone", folder / "alone-two")
+    return launch(2, many, folder, ports(10), folder=folder / "results")
+
+
+def half_of(run: Path, copy: Path) -> None:
+    """Copy a run as it was after half of its six steps."""
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "checkpoints" / "step-00000006")
+
+
+def losses(run: Path, kind: str = "train") -> list[float]:
+    return [record["loss"] for record in records(run) if record["kind"] == kind]
+
+
+def furthest(a: list[float], b: list[float]) -> float:
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "alone-two"])
+def test_two_processes_train_as_one(two: list[dict[str, Any]], folder: Path, name: str) -> None:
+    """With statistics over all processes; `alone-two` is the second half of a run of one."""
+    assert len(losses(folder / name)) == 6
+    assert furthest(losses(folder / name), losses(folder / "alone")) < 1e-5
+    valid = furthest(losses(folder / name, "valid"), losses(folder / "alone", "valid"))
+    assert valid < 1e-5
+
+
+def test_loads_and_auxiliary_losses_are_of_all_processes(
+    two: list[dict[str, Any]], folder: Path
+) -> None:
+    for found, expected in zip(records(folder / "ddp"), records(folder / "alone"), strict=True):
+        if found["kind"] == "train":
+            assert found["load_balance"] == pytest.approx(expected["load_balance"], abs=1e-6)
+            assert found["aux_loss"] == pytest.approx(expected["aux_loss"], abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_a_checkpoint_of_two_processes_is_that_of_one(
+    two: list[dict[str, Any]], folder: Path, name: str
+) -> None:
+    parts = [checkpoints(folder / run / "checkpoints")[0] for run in (name, "alone")]
+    found, expected = (load_file(part / "training.safetensors") for part in parts)
+    extra = {key for key in found if "@" in key}  # the random generators of other processes
+    assert extra == {"rng/cpu@1"}
+    assert found.keys() - extra == expected.keys()
+    for key in expected:
+        assert found[key].shape == expected[key].shape
+        if not key.startswith("rng/"):
+            torch.testing.assert_close(found[key], expected[key], rtol=1e-3, atol=1e-5)
+    found, expected = (acmoe.load(part).state_dict() for part in parts)
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_one_process_continues_a_run_of_two(
+    two: list[dict[str, Any]], folder: Path, name: str
+) -> None:
+    half_of(folder / name, folder / f"{name}-one")
+    train(tiny_run(folder / "corpus", *GLOBAL), folder / f"{name}-one", console=QUIET)
+    assert furthest(losses(folder / f"{name}-one"), losses(folder / "alone")) < 1e-5
+
+
+def test_the_same_number_of_processes_resumes_bit_by_bit(
+    two: list[dict[str, Any]], folder: Path
+) -> None:
+    """With dropout: the random generator of every process is saved."""
+    assert losses(folder / "dropout-again") == losses(folder / "dropout")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["ddp", "fsdp"])
+def test_images_are_trained_and_scored_as_by_one_process(tmp_path: Path, shard: str) -> None:
+    sharding = f"parallel.shard={shard}"
+    launch(2, images, tmp_path, ports(1)[0], sharding, folder=tmp_path / "results")
+    train_images(tiny_vision_run(*PLAIN_IMAGES), tmp_path / "one", console=QUIET)
+    two, one = tmp_path / "two", tmp_path / "one"
+    for kind in ("train", "valid"):
+        assert furthest(losses(two, kind), losses(one, kind)) < 1e-5
+    found, expected = (
+        [record["top1"] for record in records(run) if record["kind"] == "valid"]
+        for run in (two, one)
+    )
+    assert found == expected
+
+
+def test_a_signal_to_one_process_stops_all_at_the_same_step(
+    two: list[dict[str, Any]], folder: Path
+) -> None:
+    for result in two:
+        assert (result["stopped"].step, result["stopped"].signal) == (2, signal.SIGTERM)
+    assert [each.name for each in checkpoints(folder / "stopped" / "checkpoints")] == [
+        "step-00000002"
+    ]
+
+
+def test_a_value_that_is_not_finite_on_one_process_stops_all(two: list[dict[str, Any]]) -> None:
+    said = [result["nan"] for result in two]
+    assert sorted(text[:7] for text in said) == ["Trainin", "exit 1"]
+    message = max(said, key=len)
+    assert message.startswith("TrainingStopped: step 2 gave a loss or gradient that is not finite")
+    assert "rank 1: blocks.1" in message
+
+
+def test_an_error_of_one_process_ends_all(two: list[dict[str, Any]]) -> None:
+    assert two[1]["raised"] == "RuntimeError: this process has no memory left"
+    assert two[0]["raised"] == "exit 1"
+
+
+def test_the_fast_runner_serves_ddp_and_declines_fsdp(two: list[dict[str, Any]]) -> None:
+    whole, sharded = two[0]["runners"]
+    assert whole is None
+    assert sharded == "blocks.0 is a FSDPPostNormBlock, not a PostNormBlock"
+
+
+def test_only_one_process_writes_and_speaks(two: list[dict[str, Any]], folder: Path) -> None:
+    assert [result["ddp"].rank for result in two] == [0, 1]
+    steps = [record["step"] for record in records(folder / "ddp") if record["kind"] == "train"]
+    assert steps == list(range(1, 7))
+
+
+def config(*settings: str) -> RunConfig:
+    return tiny_run(Path("corpus"), *settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("parallel.data=3",), "batch=4 streams in split=2 micro-batches cannot be dealt"),
+        ((TWO, "graph=true"), "graph=true replays the updates of one process"),
+        ((TWO, "compile=true"), "compile=true has not been tried"),
+        ((TWO, "device=cuda:0"), "is one device"),
+        (("parallel.data=0",), "parallel.data=0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        config(*settings)
+
+
+def test_an_average_of_sharded_weights_is_refused() -> None:
+    with pytest.raises(UserError, match=r"ema=0\.9 averages whole weights"):
+        tiny_vision_run(TWO, "parallel.shard=fsdp", "ema=0.9")
+
+
+def test_several_processes_need_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["acmoe", "train", "switch-nano", "parallel.data=2"])
+    command = "torchrun --standalone --nproc-per-node 2 -m acmoe train switch-nano parallel.data=2"
+    with pytest.raises(UserError, match=re.escape(command)):
+        train(config(TWO), tmp_path, console=QUIET)
+
+
+def test_the_launcher_must_start_as_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"started 4 processes; give parallel\.data=4"):
+        train(config(TWO), tmp_path, console=QUIET)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit):  # rank 0 says it
+        train(config(TWO), tmp_path, console=QUIET)
+
+
+def test_a_process_that_does_not_start_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**environment, "MASTER_PORT": str(ports(1)[0])}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(start, "TIMEOUT", 1.0)
+    with (
+        pytest.raises(UserError, match="rank 1 of 2 did not start within 1 s"),
+        start.joined(ParallelConfig(data=2), "cpu"),
+    ):
+        pass
