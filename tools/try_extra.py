@@ -80,7 +80,7 @@ def plots() -> None:
     assert find_spec("sklearn")
 
 
-def text() -> None:
+def data() -> None:
     """The hub's library, and figures for TensorBoard."""
     from acmoe.data.hub import hub_library
     from acmoe.train.metrics_log import Board
@@ -91,6 +91,11 @@ def text() -> None:
         board.open(0)
         board.write({"kind": "train", "step": 1, "loss": 1.0})
         assert list(Path(folder).glob("events*"))
+
+
+def text() -> None:
+    """The old name of `data`."""
+    data()
 
 
 def examples() -> None:

@@ -98,7 +98,7 @@ def test_an_image_the_library_cannot_decode_is_named(monkeypatch: pytest.MonkeyP
 
 def test_a_missing_extra_or_network_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r"pip install 'acmoe\[text\]'"):
+    with pytest.raises(UserError, match=r"pip install 'acmoe\[data\]'"):
         open_hub_splits("owner/x")
     hub = ModuleType("datasets")
 

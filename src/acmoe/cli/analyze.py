@@ -33,7 +33,7 @@ class Analyze:
     """With --hf: the text to route, in UTF-8."""
     bytes: bool = False
     """With --hf: take the bytes of the text as token ids, for a model without tokenizer."""
-    layers: tuple[int, ...] | None = None
+    layers: tuple[int, ...] = ()
     """With --hf: MoE layers, from 1, whose router inputs are kept for separation, condition, scale
     and maps; all if not given. Load and stability are measured at all layers."""
     split: Literal["valid", "test"] | None = None
@@ -117,7 +117,7 @@ class Analyze:
             )
         from acmoe.analyze.sampling import sample_run
 
-        for option, value in (("text", self.text), ("layers", self.layers), ("bytes", self.bytes)):
+        for option, value in (("text", self.text), ("layers", self.layers or None), ("bytes", self.bytes)):
             check_unused(option, value, f"{self.folder}, a run of acmoe; it is for --hf PATH")
         config = self.config()
         run_threads(self.threads, self.folder, self.device)
@@ -140,7 +140,7 @@ class Analyze:
             text=self.text,
             tokens=4096 if self.tokens is None else self.tokens,
             batch=8 if self.batch is None else self.batch,
-            layers=self.layers,
+            layers=self.layers or None,
             statistics=self.statistics,
             raw_bytes=self.bytes,
             seed=self.seed,

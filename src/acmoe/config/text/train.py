@@ -66,6 +66,7 @@ class RunConfig:
     compile: bool = False  # torch.compile each block
     graph: bool = False  # replay updates as CUDA graphs, faster where launches dominate
     device: str = "auto"  # auto: CUDA where available
+    # Processes that train together, started by torchrun.
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
