@@ -117,11 +117,8 @@ class Analyze:
             )
         from acmoe.analyze.sampling import sample_run
 
-        for option, value in (
-            ("text", self.text),
-            ("layers", self.layers or None),
-            ("bytes", self.bytes),
-        ):
+        given = {"text": self.text, "layers": self.layers or None, "bytes": self.bytes}
+        for option, value in given.items():
             check_unused(option, value, f"{self.folder}, a run of acmoe; it is for --hf PATH")
         config = self.config()
         run_threads(self.threads, self.folder, self.device)
