@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 from attached import CLOSE, ids, left_padded, logits, measured, statistics
-from small_models import build, inputs
+from small_configs import FAMILIES
+from small_models import build, inputs, is_known
 from torch import Tensor, nn
 
 import acmoe
@@ -15,6 +16,11 @@ pytestmark = pytest.mark.slow
 CAUSAL = ["qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "granitemoe", "phimoe", "jamba"]
 CAUSAL += ["llama4", "dbrx", "lfm2_moe", "glm4_moe", "nemotron_h", "minimax_m2", "deepseek_v4"]
 ALL = [*CAUSAL, "switch_transformers"]
+# The talker of Qwen3-Omni takes no token ids; Doge has no router module and is refused.
+LEFT_OUT = ("qwen3_omni_moe.talker", "doge")
+EVERY = [name for name in FAMILIES if is_known(name) and name not in LEFT_OUT]
+# Plain, these two read later tokens already.
+NOT_CAUSAL = ("diffusion_gemma", "openai_privacy_filter")
 
 
 def last_changed(tokens: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -25,7 +31,7 @@ def last_changed(tokens: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**tokens, key: other}
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", EVERY)
 def test_fresh_is_plain_measured_is_not_and_detach_restores(name: str) -> None:
     model, tokens = build(name), inputs(name, 3, 12)
     plain, keys = logits(model, **tokens), list(model.state_dict())
@@ -39,14 +45,16 @@ def test_fresh_is_plain_measured_is_not_and_detach_restores(name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["running", "prefix"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [name for name in EVERY if name not in NOT_CAUSAL])
 def test_no_token_sees_a_later_token_or_another_sequence(name: str, mode: str) -> None:
     model, tokens = measured(name, statistics=mode), inputs(name, 3, 12)
     whole = logits(model, **tokens)
+    # Some models return hidden states, which are larger than logits.
+    close = {"atol": CLOSE["atol"] * max(1.0, whole.abs().max().item()), "rtol": 0}
     other = logits(model, **last_changed(tokens))
-    torch.testing.assert_close(other[:, :-1], whole[:, :-1], **CLOSE)
+    torch.testing.assert_close(other[:, :-1], whole[:, :-1], **close)
     alone = logits(model, **{key: value[:1] for key, value in tokens.items()})
-    torch.testing.assert_close(alone, whole[:1], **CLOSE)
+    torch.testing.assert_close(alone, whole[:1], **close)
 
 
 @pytest.mark.parametrize("mode", ["running", "prefix"])
