@@ -154,6 +154,14 @@ def test_a_sequence_ends_with_its_stop_token_and_is_filled_up_with_it() -> None:
     assert alone.shape[1] == free[0].tolist().index(stop) + 1  # no step after the last one ended
 
 
+def test_blocks_of_kept_tokens_join_to_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt = trained(), torch.tensor([[1, 2, 3]])
+    whole = [model.generate(prompt, length, temperature=0.0) for length in (6, 7)]
+    monkeypatch.setattr("acmoe.models.text.generate.BLOCK", 3)
+    for found in whole:
+        assert torch.equal(model.generate(prompt, found.shape[1], temperature=0.0), found)
+
+
 def test_generation_leaves_training_mode_as_it_was() -> None:
     model = trained("adaptive").train()
     buffers = {name: value.clone() for name, value in model.named_buffers()}

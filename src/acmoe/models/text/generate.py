@@ -8,6 +8,7 @@ alone.
 Shapes: B sequences, L prompt length with padding, V words.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from acmoe.models.text.memory import DecodeCache
 
 Prompt = Tensor | Sequence[Tensor] | Sequence[Sequence[int]]
+BLOCK = 256  # generated tokens that are kept apart
 
 
 @torch.no_grad()
@@ -83,18 +85,25 @@ def _continue(
     logits_BV = next_logits(model, tokens_BL, cache, mask_BL)
     step = model.decode_steps(model, cache, max_new_tokens - 1, stop_token is not None)
     done_B = torch.zeros_like(tokens_BL[:, 0], dtype=torch.bool)
+    # A tensor of its own for each of many tokens would take a hundred times their memory.
+    blocks: list[Tensor] = []
     chosen: list[Tensor] = []
-    while True:
+    for count in itertools.count(1):
         token_B = draw(logits_BV)
         if stop_token is not None:
             token_B = token_B.masked_fill(done_B, stop_token)
             done_B = done_B | (token_B == stop_token)
         chosen.append(token_B)
-        if len(chosen) == max_new_tokens or (stop_token is not None and bool(done_B.all())):
-            return torch.stack(chosen, dim=1)
+        last = count == max_new_tokens or (stop_token is not None and bool(done_B.all()))
+        if last or len(chosen) == BLOCK:
+            blocks.append(torch.stack(chosen, dim=1))
+            chosen.clear()
+        if last:
+            break
         # Mask a finished sequence: under batch statistics it must not influence the others.
         going_B1 = None if stop_token is None else ~done_B[:, None]
         logits_BV = step(token_B[:, None], going_B1)
+    return torch.cat(blocks, dim=1)
 
 
 # (B, 1) new tokens and their mask, or None, to the (B, V) logits of the next ones. The result may
