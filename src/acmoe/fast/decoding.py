@@ -1,7 +1,7 @@
 """Decode steps of one shape, captured in a CUDA graph.
 
 A plain decode step (models/text/generate.py) launches some hundred kernels, and its keys and values
-grow: a GPU waits for the host. Here keys and values are rings of fixed size, the position is a
+grow: a GPU waits for the host. Here keys and values are ring buffers, the position is a
 tensor, and a mask says which places of the ring a query may see. So every step is the same launches
 at the same addresses, which a graph replays in one launch.
 
@@ -66,7 +66,7 @@ class Clock:
 
 
 class RingCache(BlockCache):
-    """One block's keys and values in rings, and its routing statistics."""
+    """One block's keys and values in ring buffers, and its routing statistics."""
 
     def __init__(self, held: BlockCache, clock: Clock, place_S: Tensor) -> None:
         self.routing = held.routing
@@ -75,7 +75,7 @@ class RingCache(BlockCache):
         self.keys, self.values = (self._ring(last_BHSP, place_S) for last_BHSP in held.last())
 
     def _ring(self, last_BHSP: Tensor, place_S: Tensor) -> Tensor:
-        """Return a ring that holds the last S positions at their places."""
+        """Return a ring buffer that holds the last S positions, each at its position modulo N."""
         last_BHSP = _padded(last_BHSP[:, :, -len(place_S) :])
         shape = (*last_BHSP.shape[:2], len(self.clock.places_N), last_BHSP.shape[-1])
         return last_BHSP.new_zeros(shape).index_copy_(2, place_S, last_BHSP)
