@@ -308,7 +308,7 @@ def test_several_processes_need_a_launcher(tmp_path: Path, monkeypatch: pytest.M
 def test_the_launcher_must_start_as_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=r"started 4 processes; give parallel\.data=4"):
+    with pytest.raises(UserError, match=r"started 4; give parallel\.data=4"):
         train(config(TWO), tmp_path, console=QUIET)
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit):  # rank 0 says it

@@ -9,18 +9,39 @@ from acmoe.errors import check, check_choice
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Data parallelism: every process computes the gradients of its share of each batch.
+    """The processes of a run: `data` times `pipeline` of them, which torchrun must start.
 
     A run may be continued with other values.
     """
 
-    data: int = 1  # number of processes; torchrun must start as many
+    data: int = 1  # shares of each batch; a process, or a pipeline of them, computes each
     # ddp: every process holds the whole model. fsdp: parameters and moments are sharded (FSDP2).
     shard: Literal["ddp", "fsdp"] = "ddp"
+    # Processes that share the experts of a layer: each holds 1/expert of them, and tokens travel
+    # to their experts. It divides `data`: these processes also have shares of the batch.
+    expert: int = 1
+    pipeline: int = 1  # processes that share the blocks of the model
 
     def __post_init__(self) -> None:
         check_count(self.data, "parallel.data")
+        check_count(self.expert, "parallel.expert")
+        check_count(self.pipeline, "parallel.pipeline")
         check_choice(self.shard, ("ddp", "fsdp"), "parallel.shard")
+        check(
+            self.data % self.expert == 0,
+            f"parallel.expert={self.expert} must divide parallel.data={self.data}: processes that "
+            "share experts are some of those that share the batch",
+        )
+
+    @property
+    def processes(self) -> int:
+        """The number of processes."""
+        return self.data * self.pipeline
+
+    def __str__(self) -> str:
+        """Return the settings that decide the number of processes, as a user gives them."""
+        pipeline = f" parallel.pipeline={self.pipeline}" if self.pipeline > 1 else ""
+        return f"parallel.data={self.data}{pipeline}"
 
 
 class ParallelRun(Protocol):

@@ -23,11 +23,11 @@ def parallelize(model: nn.Module, ranks: Ranks, config: ParallelConfig) -> nn.Mo
     The names of parameters and the running statistics stay those of `model`. With "fsdp" the model
     is sharded in place and returned. Call it before the optimizer is made.
     """
-    if ranks.mesh is None:
+    if ranks.data is None:
         return model
     set_statistics_group(model, ranks.statistics)
     if config.shard == "ddp":
-        return DistributedDataParallel(model, process_group=ranks.mesh.get_group())
+        return DistributedDataParallel(model, process_group=ranks.data.get_group())
     _check_sharding(model)
     return _shard(model, ranks)
 
@@ -40,8 +40,8 @@ def _shard(model: nn.Module, ranks: Ranks) -> nn.Module:
     # state, whose scale is float32, between blocks.
     precision = MixedPrecisionPolicy(cast_forward_inputs=False)
     for block in cast(Iterable[nn.Module], model.blocks):
-        fully_shard(block, mesh=ranks.mesh, mp_policy=precision)
-    fully_shard(model, mesh=ranks.mesh, mp_policy=precision)
+        fully_shard(block, mesh=ranks.data, mp_policy=precision)
+    fully_shard(model, mesh=ranks.data, mp_policy=precision)
     return model
 
 

@@ -25,13 +25,25 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
-    mesh: "DeviceMesh | None" = None
-    statistics: ProcessGroup | None = None  # a group of its own for the statistics of the routers
+    mesh: "DeviceMesh | None" = None  # (pipeline, replicate, expert)
+    data: "DeviceMesh | None" = None  # (data,) the processes of this pipeline stage
+    # A group of its own for the statistics of the routers, over the same processes as `data`.
+    statistics: ProcessGroup | None = None
 
     @property
     def first(self) -> bool:
         """Return True on the process that writes the files and speaks to the user."""
         return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this process's share of each batch."""
+        return self.data.get_local_rank() if self.data is not None else 0
+
+    @property
+    def data_size(self) -> int:
+        """The number of shares of each batch."""
+        return self.data.size() if self.data is not None else 1
 
     def sum(self, value: Tensor) -> Tensor:
         """Return the sum of a tensor over all processes, without gradient."""

@@ -38,19 +38,19 @@ def joined(parallel: ParallelConfig, device: str) -> Iterator[tuple[Ranks, torch
     """
     if not launched():
         check(
-            parallel.data == 1,
-            f"parallel.data={parallel.data} needs {parallel.data} processes; start them with "
-            f"{torchrun(parallel.data)}",
+            parallel.processes == 1,
+            f"{parallel} needs {parallel.processes} processes; start them with "
+            f"{torchrun(parallel.processes)}",
         )
         yield ALONE, pick_device(device)
         return
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if size != parallel.data:
+    if size != parallel.processes:
         if rank > 0:
             raise SystemExit(1)  # rank 0 says it
         raise UserError(
-            f"parallel.data={parallel.data}, but the launcher started {size} processes; give "
-            f"parallel.data={size}"
+            f"{parallel} needs {parallel.processes} processes, but the launcher started {size}; "
+            f"give parallel.data={max(1, size // parallel.pipeline)}"
         )
     own = pick_device(_own_device(device, os.environ))
     if own.type == "cuda":
@@ -58,7 +58,7 @@ def joined(parallel: ParallelConfig, device: str) -> Iterator[tuple[Ranks, torch
     store = _meet(rank, size)
     watch = FailureWatch(store, rank)
     try:
-        ranks = _process_group(store, rank, size, own)
+        ranks = _process_group(store, rank, parallel, own)
         yield ranks, own
         ranks.wait()  # rank 0 may hold the store: it must not go first
     except BaseException as error:
@@ -70,7 +70,7 @@ def joined(parallel: ParallelConfig, device: str) -> Iterator[tuple[Ranks, torch
     dist.destroy_process_group()
 
 
-def _process_group(store: Any, rank: int, size: int, device: torch.device) -> Ranks:
+def _process_group(store: Any, rank: int, parallel: ParallelConfig, device: torch.device) -> Ranks:
     from torch.distributed.device_mesh import init_device_mesh
 
     check(device.type in BACKENDS, f"device={device} has no collectives; use cpu or cuda")
@@ -78,12 +78,24 @@ def _process_group(store: Any, rank: int, size: int, device: torch.device) -> Ra
         BACKENDS[device.type],
         store=store,
         rank=rank,
-        world_size=size,
+        world_size=parallel.processes,
         timeout=timedelta(seconds=TIMEOUT),
     )
-    mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("data",))
+    mesh = init_device_mesh(
+        device.type,
+        (parallel.pipeline, parallel.data // parallel.expert, parallel.expert),
+        mesh_dim_names=("pipeline", "replicate", "expert"),
+    )
     # A recompute in the backward must not come between the buckets of gradients: another group.
-    return Ranks(rank=rank, size=size, mesh=mesh, statistics=dist.new_group())
+    stages = mesh.mesh.flatten(1).tolist()
+    statistics, _ = dist.new_subgroups_by_enumeration(stages)  # type: ignore[no-untyped-call]
+    return Ranks(
+        rank=rank,
+        size=parallel.processes,
+        mesh=mesh,
+        data=mesh["replicate", "expert"]._flatten("data"),
+        statistics=statistics,
+    )
 
 
 def _meet(rank: int, size: int) -> Any:

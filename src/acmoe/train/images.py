@@ -79,8 +79,8 @@ class ImageTrainer(Trainer):
             batch=config.batch,
             device=device,
             seed=config.seed,
-            rank=ranks.rank,
-            world_size=ranks.size,
+            rank=ranks.data_rank,
+            world_size=ranks.data_size,
             split=config.split,
         )
         mean, std = config.data.normalization

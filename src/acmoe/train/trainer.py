@@ -239,9 +239,8 @@ class Trainer(ABC):
 
 def _check_ranks(config: RunConfig | VisionRunConfig, ranks: Ranks) -> None:
     check(
-        config.parallel.data == ranks.size,
-        f"parallel.data={config.parallel.data}, but {ranks.size} process trains here; only `acmoe "
-        "train` uses several",
+        config.parallel.processes == ranks.size,
+        f"{config.parallel}, but {ranks.size} process trains here; only `acmoe train` uses several",
     )
     check(
         not config.graph or ranks.mesh is None,
