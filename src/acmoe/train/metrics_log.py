@@ -84,14 +84,15 @@ class MetricsLog:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; raise where a number is something else."""
-        best, records = state["best"] or {}, state.get("records") or 0
-        ranked = [best[name] for name in ("step", *self.ranked)] if best else []
-        numbers = [state["seconds"], records, *ranked, *state["losses"], *state["aux_losses"]]
+        best, records = state["best"], state.get("records")  # the second is absent in version 0.1
+        ranked = [best[name] for name in ("step", *self.ranked)] if best is not None else []
+        count = [records] if records is not None else []
+        numbers = [state["seconds"], *count, *ranked, *state["losses"], *state["aux_losses"]]
         if not all(map(math.isfinite, numbers)):
             raise ValueError("a number is not finite")
         self.seconds, self.best = state["seconds"], state["best"]
         self.losses, self.aux_losses = state["losses"], state["aux_losses"]
-        self.records = state.get("records")  # absent in version 0.1
+        self.records = records
 
     def add(self, update: Update, units: int) -> None:
         """Add an update over `units` tokens, or images."""

@@ -125,6 +125,8 @@ TARGETS = (
             (f"{LAST}/state.json", [(0, "set", None)]),  # the step is no number
             (f"{LAST}/state.json", [(1, "set", None)]),  # no checksums are listed
             (f"{LAST}/state.json", [(10, "set", None)]),  # the best loss is no number
+            # The number of records is a list.
+            (f"{LAST}/state.json", [(0, "add", [None]), (193, "set", [])]),
             ("config.json", [(142, "set", [])]),  # the length of the run is no number
         ),
     ),
