@@ -248,6 +248,21 @@ def test_a_setting_is_chosen_by_a_whole_part_of_its_name(part, settings, runs):
     assert len(chosen) == runs
 
 
+@pytest.mark.parametrize(
+    ("setting", "condition", "seed"),
+    [
+        ("balance 0", "adaptive-previous", 0),
+        ("balance 0.01", "adaptive-current", 3),
+        ("published", "published", 0),
+        ("published", "published-control", 0),
+    ],
+)
+def test_a_setting_a_condition_and_a_seed_choose_one_cell(setting, condition, seed):
+    cells = STUDIES["long"].cells(NOWHERE, Size(), (seed,), (setting,))
+    (cell,) = _chosen(cells, (condition,), (setting,))
+    assert cell.name == f"switch-enwik8, {setting} / {condition} / seed {seed}"
+
+
 def test_the_condition_distance_differs_from_the_papers_in_the_rule_alone():
     cells = STUDIES["long"].cells(NOWHERE, Size(), (0,), ("enwik8",))
     (cell,) = _chosen(cells, ("distance",), ("balance 0.01",))
