@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from acmoe.config.text.data import ContaminationConfig
-from acmoe.data.text.contaminate import contaminate
+from acmoe.data.text.contaminate import contaminate, contaminate_stream
 from acmoe.data.text.corpus import Corpus, load_corpus
 from acmoe.data.text.prepare import prepare
 from acmoe.errors import UserError
@@ -114,3 +114,18 @@ def test_bytes_have_no_early_stop(octets: Corpus) -> None:
 def test_an_impossible_contamination_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         ContaminationConfig(**fields)
+
+
+@pytest.mark.parametrize("kind", ["words", "octets"])
+def test_a_further_text_is_corrupted_as_a_split_of_the_same_name_is(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    corpus = request.getfixturevalue(kind)
+    config = ContaminationConfig(seed=3, rate=0.1)
+    split = contaminate(corpus, "test", config)
+    found = contaminate_stream(corpus, corpus["test"], "test", config)
+    assert found.report == split.report
+    assert found.inputs.tolist() == split.inputs.tolist() != corpus["test"].tolist()
+    assert found.targets.tolist() == split.targets.tolist()
+    other = contaminate_stream(corpus, corpus["test"], "another", config)
+    assert other.inputs.tolist() != found.inputs.tolist()

@@ -2,16 +2,24 @@
 
 import json
 import math
+import multiprocessing
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
+import numpy as np
 import pytest
 from test_study_grids import NOWHERE
 
 from acmoe.cli.study import _chosen
+from acmoe.data.text.corpus import load_corpus
 from acmoe.errors import NonFiniteError
+from acmoe.evaluate.run import METRICS, read_metrics
 from acmoe.lab.study.cells.long import divergence
 from acmoe.lab.study.cells.outcome import Outcome
+from acmoe.lab.study.cells.separation import SEPARATION
 from acmoe.lab.study.materials import Materials
 from acmoe.lab.study.pool import known_paces, run_cells
 from acmoe.lab.study.registry import STUDIES
@@ -20,11 +28,13 @@ from acmoe.lab.study.size import Size
 from acmoe.lab.study.worker import check_metrics, run_cell
 from acmoe.lab.variants import VariantConfig, variant_of
 from acmoe.recipes import recipe
+from cpu import settle_cpu
 from study_cases import record, tiny_cells, tiny_text
 
 RECORDS = Path(__file__).parents[3] / "studies" / "records" / "long.jsonl"
 # Plain and the paper's router with balance 0.01, plain with balance 0; seed 0.
 RECORDED = {"8e0cd38c784e9ff8", "ea6f9ef0c35d1f5f", "a5fbc3a56260250e"}
+CHANGES = ("instability", "chance", "adjusted_rand")
 CLOCK = ("step_ms", "train_seconds", "seconds")
 
 
@@ -41,7 +51,15 @@ def long_cell(text, condition="adaptive-previous", **changes):
     """A cell of 4 updates that validates after each and saves after every second."""
     (cell,) = tiny_cells(text, condition, steps=4)
     config = replace(cell.config, checkpoint_every=2, **changes)
-    tests = replace(cell.tests, rates=(0.025,), divergence=0.3, routing_tokens=128)
+    other = text.folder.parent / "enwik8.npy"
+    np.save(other, load_corpus(text.folder)["valid"][:200])
+    tests = replace(
+        cell.tests,
+        rates=(0.025,),
+        others=(("enwik8", str(other)),),
+        divergence=0.3,
+        routing_tokens=128,
+    )
     return replace(cell, config=config, tests=tests)
 
 
@@ -68,9 +86,21 @@ def test_runs_are_the_recipes_and_as_long_as_declared():
     assert min(cell.config.steps * cell.config.tokens_per_step for cell in words) > 100e6
 
 
-def test_a_killed_cell_continues_and_gives_the_same_figures(text, tmp_path):
+@pytest.fixture(scope="module")
+def whole(text, tmp_path_factory):
+    """The record of a cell that was never interrupted."""
+    return run_cell(long_cell(text), tmp_path_factory.mktemp("whole"), silent)
+
+
+def timeless(found):
+    """A record without the figures that a clock gives."""
+    assert all(found["metrics"][name] > 0 for name in CLOCK)
+    kept = {name: value for name, value in found["metrics"].items() if name not in CLOCK}
+    return {**found, "metrics": kept}
+
+
+def test_a_killed_cell_continues_and_gives_the_same_figures(text, tmp_path, whole):
     cell, heard = long_cell(text), []
-    whole = run_cell(cell, tmp_path, silent)
 
     def kill(line):
         if line.startswith("step 3 of 4"):
@@ -82,14 +112,70 @@ def test_a_killed_cell_continues_and_gives_the_same_figures(text, tmp_path):
     again = run_cell(cell, tmp_path, heard.append)
     assert heard[0] == "continues after step 2"
     assert list(tmp_path.iterdir()) == []  # a finished cell leaves nothing
-    for found in (whole, again):
-        for name in CLOCK:
-            assert found["metrics"].pop(name) > 0
-    assert again == whole
+    assert timeless(again) == timeless(whole)
     assert whole["metrics"]["tokens_trained"] == 4 * cell.config.tokens_per_step
     assert {"contaminated", "contaminated 0.025"} <= whole["metrics"].keys()
-    for name in ("valid", "load_balance", "instability", "scale_rms_log"):
+
+
+@pytest.mark.slow
+def test_a_cell_whose_process_is_killed_continues(text, tmp_path, whole):
+    cell = long_cell(text)
+    folder = tmp_path / f"acmoe-study-{cell.digest}"
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=run_cell_and_die, args=(cell, tmp_path), daemon=True)
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+    assert [line["step"] for line in read_metrics(folder / METRICS) if "layers" in line] == [
+        1,
+        2,
+        3,
+    ]
+    again = run_cell(cell, tmp_path, silent)
+    assert timeless(again) == timeless(whole)
+
+
+def run_cell_and_die(cell, scratch):
+    """Kill this process as `kill -9` does, after the third validation was written."""
+    settle_cpu()  # as in this process: the same number of threads
+    run_cell(cell, scratch, lambda line: line.startswith("step 3 of 4") and os.kill(os.getpid(), 9))
+
+
+def test_the_routing_of_every_layer_is_recorded_at_every_validation(whole):
+    for name in ("valid", "load_balance", "instability", "scale_rms_log", *SEPARATION):
         assert [step for step, _ in whole["curves"][name]] == [1, 2, 3, 4]
+    by_layer = whole["details"]["routing_by_layer"]
+    assert by_layer["steps"] == [1, 2, 3, 4]
+    names = {"load_balance", *CHANGES, *SEPARATION}
+    assert by_layer.keys() == {"steps", *names}
+    assert all(len(layers) == 3 for name in names for layers in by_layer[name])
+    for name in ("load_balance", "within_share_scaled"):
+        means = [fmean(v for v in layers if v is not None) for layers in by_layer[name]]
+        assert means == [value for _, value in whole["curves"][name]]
+    shares = [value for _, value in whole["curves"]["within_share"]]
+    assert len(set(shares)) == 4  # every validation measures the weights of its step
+    assert whole["metrics"]["within_share"] == shares[-1]
+
+
+def test_measuring_the_routing_changes_no_loss(text, tmp_path, whole):
+    cell = long_cell(text)
+    plain = run_cell(
+        replace(cell, tests=replace(cell.tests, routing_tokens=None)), tmp_path, silent
+    )
+    assert "routing_by_layer" not in plain["details"]
+    for name in ("train_loss", "valid"):
+        assert whole["curves"][name] == plain["curves"][name]
+    figures = timeless(plain)["metrics"]
+    assert {"test", "contaminated", "scale_rms_log"} <= figures.keys()
+    assert {name: whole["metrics"][name] for name in figures} == figures
+
+
+def test_a_further_text_is_scored_clean_and_at_each_rate(whole):
+    keys = ("enwik8", "enwik8 contaminated 0.025", "enwik8 contaminated")
+    assert len({whole["metrics"][key] for key in keys}) == 3
+    # Other statistics than the model's own: the clean text alone.
+    assert "enwik8_running" in whole["metrics"]
+    assert "enwik8 contaminated_running" not in whole["metrics"]
 
 
 def test_a_loss_that_is_not_finite_is_a_result(text, tmp_path):
@@ -160,6 +246,21 @@ def test_a_setting_is_chosen_by_a_whole_part_of_its_name(part, settings, runs):
     chosen = _chosen(cells, (), (part,))
     assert len({cell.setting for cell in chosen}) == settings
     assert len(chosen) == runs
+
+
+@pytest.mark.parametrize(
+    ("setting", "condition", "seed"),
+    [
+        ("balance 0", "adaptive-previous", 0),
+        ("balance 0.01", "adaptive-current", 3),
+        ("published", "published", 0),
+        ("published", "published-control", 0),
+    ],
+)
+def test_a_setting_a_condition_and_a_seed_choose_one_cell(setting, condition, seed):
+    cells = STUDIES["long"].cells(NOWHERE, Size(), (seed,), (setting,))
+    (cell,) = _chosen(cells, (condition,), (setting,))
+    assert cell.name == f"switch-enwik8, {setting} / {condition} / seed {seed}"
 
 
 def test_the_condition_distance_differs_from_the_papers_in_the_rule_alone():

@@ -72,9 +72,35 @@ def contaminate(
     fix = f"delete {folder} and it will be made again"
     manifest = _read(folder, fix)
     inputs = open_array(folder, manifest.splits[split], fix=fix)
-    kind = config.targets or ("corrupted" if corpus.kind == "words" else "clean")
-    targets = inputs if kind == "corrupted" else corpus[split]
+    targets = inputs if _scores_corrupted(corpus, config) else corpus[split]
     return Contaminated(inputs, targets, manifest.reports[split])
+
+
+def contaminate_stream(
+    corpus: Corpus, stream: Tokens, name: str, config: ContaminationConfig | None = None
+) -> Contaminated:
+    """Corrupt a further text, given in the token ids of the corpus; nothing is stored.
+
+    Text, name, seed and rate determine the result.
+    """
+    config = config or ContaminationConfig()
+    inputs, report = _swapped(corpus, stream, name, config)
+    return Contaminated(inputs, inputs if _scores_corrupted(corpus, config) else stream, report)
+
+
+def _scores_corrupted(corpus: Corpus, config: ContaminationConfig) -> bool:
+    """Return True where the corrupted text is also the text to predict."""
+    return (config.targets or ("corrupted" if corpus.kind == "words" else "clean")) == "corrupted"
+
+
+def _swapped(
+    corpus: Corpus, clean: Tokens, name: str, config: ContaminationConfig
+) -> tuple[Tokens, SwapReport]:
+    generator = np.random.Generator(np.random.PCG64(derive_seed(config.seed, name)))
+    rate = _rate(corpus, config)
+    if isinstance(corpus.vocabulary, WordVocabulary):
+        return swap_words(clean, corpus.vocabulary, rate, generator, early_stop=config.early_stop)
+    return swap_bytes(clean, corpus.vocabulary, rate, generator)
 
 
 def _rate(corpus: Corpus, config: ContaminationConfig) -> float:
@@ -112,13 +138,7 @@ def _write(corpus: Corpus, config: ContaminationConfig, folder: Path) -> None:
     rate, splits, reports = _rate(corpus, config), {}, {}
     for split in CORRUPTED_SPLITS:
         clean = corpus[split]
-        generator = np.random.Generator(np.random.PCG64(derive_seed(config.seed, split)))
-        if isinstance(corpus.vocabulary, WordVocabulary):
-            corrupted, report = swap_words(
-                clean, corpus.vocabulary, rate, generator, early_stop=config.early_stop
-            )
-        else:
-            corrupted, report = swap_bytes(clean, corpus.vocabulary, rate, generator)
+        corrupted, report = _swapped(corpus, clean, split, config)
         path = folder / f"{split}.npy"
         write_array(path, clean.dtype, len(corrupted), [corrupted])
         splits[split] = describe_array(path, len(corrupted), clean.dtype)

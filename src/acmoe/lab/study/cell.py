@@ -46,7 +46,8 @@ class TextTests:
     others: tuple[tuple[str, str], ...] = ()  # further texts: (name, .npy file of token ids)
     tasks: tuple[FinetuneConfig, ...] = ()  # finetuning tasks, each from the same weights
     task_folder: str = ""  # contains a folder for each task
-    rates: tuple[float, ...] = ()  # further rates of contamination, beside the default
+    # Further rates of contamination, beside the default; with any, `others` are corrupted as well.
+    rates: tuple[float, ...] = ()
     # A run whose last validation loss is this many nats above its best, or whose loss is no longer
     # finite, is recorded as diverged. None: the former is not looked for, the latter is a failure.
     divergence: float | None = None

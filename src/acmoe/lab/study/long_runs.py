@@ -7,7 +7,14 @@ from acmoe.lab.study.grids.long import (
     published_conditions,
 )
 from acmoe.lab.study.grids.nano import TEXT_SETTING
-from acmoe.lab.study.metrics import BITS, RUNNING, WORDS
+from acmoe.lab.study.metrics import (
+    BITS,
+    ROBUST_BITS,
+    ROBUST_WORDS,
+    RUNNING,
+    SEPARATION,
+    WORDS,
+)
 from acmoe.lab.study.study import ROUTER_METRICS, DataFree, Metric, PaperFigure, Study
 
 _LONG = (
@@ -35,9 +42,11 @@ LONG = Study(
         *([("published", "published-control")] if published_conditions() else []),
     ),
     compared=(*BITS, Metric("contaminated 0.025", "contaminated 2.5%, bits per byte", "lower")),
-    descriptive=(*_LONG, RUNNING, *ROUTER_METRICS),
+    descriptive=(*_LONG, RUNNING, *ROUTER_METRICS, *SEPARATION),
+    robustness=ROBUST_BITS,
     curve_label="validation bits per byte",
     difference_curves=True,
+    routing_curves=True,
     paper=(PaperFigure("test bits per byte, EnWik-8, 80,000 steps", "1.153", "1.137", "Table 1"),),
 )
 
@@ -54,9 +63,11 @@ LONG_WORDS = Study(
         *WORDS[:4],
         Metric("contaminated 0.05", "contaminated 5%, perplexity", "lower", 2),
     ),
-    descriptive=(*_LONG, RUNNING._replace(digits=2), *ROUTER_METRICS),
+    descriptive=(*_LONG, RUNNING._replace(digits=2), *ROUTER_METRICS, *SEPARATION),
+    robustness=ROBUST_WORDS,
     curve_label="validation perplexity",
     difference_curves=True,
+    routing_curves=True,
     paper=(
         PaperFigure(
             "WikiText-103 perplexity, Switch-small, 40,000 steps", "87.94", "85.07", "Table 3"

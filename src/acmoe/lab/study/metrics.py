@@ -18,3 +18,24 @@ WORDS = (
     Metric("banking77", "Banking-77 accuracy (%)", "higher", 2),
 )
 RUNNING = Metric("test_running", "test, running statistics")
+# One model's figures on clean text, on corrupted text, and on text of another source.
+ROBUST_BITS = (
+    Metric("test", "clean", "lower"),
+    Metric("contaminated 0.025", "2.5% replaced", "lower"),
+    Metric("contaminated", "5% replaced", "lower"),
+    Metric("enwik8", "EnWik-8 prefix", "lower"),
+    Metric("enwik8 contaminated 0.025", "EnWik-8 prefix, 2.5% replaced", "lower"),
+    Metric("enwik8 contaminated", "EnWik-8 prefix, 5% replaced", "lower"),
+)
+ROBUST_WORDS = (
+    Metric("test", "clean", "lower", 2),
+    Metric("contaminated", "2.5% replaced", "lower", 2),
+    Metric("contaminated 0.05", "5% replaced", "lower", 2),
+    Metric("wikitext103", "WikiText-103", "lower", 2),
+    Metric("wikitext103 contaminated", "WikiText-103, 2.5% replaced", "lower", 2),
+    Metric("wikitext103 contaminated 0.05", "WikiText-103, 5% replaced", "lower", 2),
+)
+SEPARATION = (
+    Metric("within_share", "scatter within clusters, without M", digits=3),
+    Metric("within_share_scaled", "with M", digits=3),
+)

@@ -56,9 +56,11 @@ class Study:
     comparisons: tuple[tuple[str, str], ...]  # (condition, baseline)
     compared: tuple[Metric, ...]  # tested metrics; the first is the primary one
     descriptive: tuple[Metric, ...] = ()  # metrics that are shown but not tested
+    robustness: tuple[Metric, ...] = ()  # one table of clean and corrupted texts; not tested
     curve: str = "valid"
     curve_label: str = ""
     difference_curves: bool = False  # True: also plot the paired difference over training
+    routing_curves: bool = False  # True: also plot load, instability and separation over training
     paper: tuple[PaperFigure, ...] = ()
     note: str = ""  # what a reader of the tables needs to know
 

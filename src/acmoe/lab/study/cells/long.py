@@ -1,4 +1,7 @@
-"""What long runs record beside the figures of every text cell: routing and divergence."""
+"""What long runs record beside the figures of every text cell: routing and divergence.
+
+Each validation writes its measures of the routing into metrics.jsonl, so that they survive a kill.
+"""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -12,6 +15,12 @@ from acmoe.data.text.corpus import Corpus
 from acmoe.evaluate.language import score_stream
 from acmoe.lab.study.cells.outcome import Curve, Outcome, routing_metrics, scale_metrics
 from acmoe.lab.study.cells.scale_statistics import model_scale_statistics
+from acmoe.lab.study.cells.separation import (
+    SEPARATION,
+    LayerValues,
+    layer_separation,
+    separation_means,
+)
 from acmoe.lab.study.cells.training import curve_of, records_of
 from acmoe.train.text import TextTrainer
 from acmoe.train.trainer import eager
@@ -23,6 +32,7 @@ ROUTING_CURVES = (
     "instability_chance",
     "scale_rms_log",
     "scale_common",
+    *SEPARATION,
 )
 
 
@@ -34,7 +44,8 @@ class RoutingValidation(NamedTuple):
     statistics: str
     batch: int
     block: int
-    routing: Mapping[str, float]  # by the names of ROUTING_CURVES
+    routing: Mapping[str, float]  # means over layers, by the names of ROUTING_CURVES
+    layers: LayerValues  # the same measures by layer; None where a layer has no such value
 
 
 class RoutingTrainer(TextTrainer):
@@ -47,9 +58,10 @@ class RoutingTrainer(TextTrainer):
         self.routing_tokens = routing_tokens
 
     def validate(self) -> RoutingValidation:  # type: ignore[override]
-        """Score the validation split, then run its beginning again with recorded routing.
+        """Score the validation split, then run its beginning twice again with recorded routing.
 
-        Only the second pass records: recording leaves the model's fast path.
+        Only these passes record: recording leaves the model's fast path. They draw no number of the
+        training's random stream and change no running average.
         """
         score = super().validate()
         with eager(self.config.compile):
@@ -61,9 +73,23 @@ class RoutingTrainer(TextTrainer):
                 precision=self.config.precision,
                 routing=True,
             )
+            separation = layer_separation(
+                self.model,
+                self.corpus["valid"],
+                tokens=self.routing_tokens,
+                precision=self.config.precision,
+            )
         scales = model_scale_statistics(self.model)
-        routing = {**routing_metrics(recorded.layers), **scale_metrics(scales)}
-        return RoutingValidation(*score, routing=routing)
+        routing = {
+            **routing_metrics(recorded.layers),
+            **scale_metrics(scales),
+            **separation_means(separation),
+        }
+        layers = {
+            name: [getattr(layer, name) for layer in recorded.layers]
+            for name in ("load_balance", "instability", "chance", "adjusted_rand")
+        }
+        return RoutingValidation(*score, routing=routing, layers={**layers, **separation})
 
 
 def routing_curves(folder: Path) -> dict[str, Curve]:
@@ -74,6 +100,24 @@ def routing_curves(folder: Path) -> dict[str, Curve]:
         for name in ROUTING_CURVES
     }
     return {name: curve for name, curve in curves.items() if curve}
+
+
+def layer_series(folder: Path) -> dict[str, Any]:
+    """Return the measures of every layer at every validation, as lists [step][layer] by measure.
+
+    Return nothing for a run that has none.
+    """
+    records = [record for record in records_of(folder, "valid") if "layers" in record]
+    if not records:
+        return {}
+    names = records[0]["layers"]
+    series = {name: [record["layers"].get(name) for record in records] for name in names}
+    return {"routing_by_layer": {"steps": [record["step"] for record in records], **series}}
+
+
+def separation_metrics(curves: Mapping[str, Curve]) -> dict[str, float]:
+    """Return the separation of clusters at the last validation."""
+    return {name: curves[name][-1][1] for name in SEPARATION if name in curves}
 
 
 def divergence(losses: Sequence[tuple[int, float]], limit: float) -> dict[str, float]:
@@ -98,6 +142,6 @@ def stopped_outcome(folder: Path, config: RunConfig, metric: str, error: str) ->
     if train:
         metrics["train_seconds"] = train[-1]["seconds"]
         metrics["tokens_trained"] = float(train[-1]["step"] * config.tokens_per_step)
-    details: dict[str, Any] = {"metric": metric, "stopped": error}
+    details: dict[str, Any] = {"metric": metric, "stopped": error, **layer_series(folder)}
     curves = {"valid": valid, "train_loss": curve_of(folder, "train", "loss")}
     return Outcome(metrics=metrics, curves=curves | routing_curves(folder), details=details)

@@ -15,7 +15,7 @@ from acmoe.config.text.data import ContaminationConfig
 from acmoe.config.text.language import language_router
 from acmoe.config.text.train import RunConfig
 from acmoe.data.text.arrays import Tokens
-from acmoe.data.text.contaminate import contaminate
+from acmoe.data.text.contaminate import contaminate, contaminate_stream
 from acmoe.data.text.corpus import Corpus
 from acmoe.errors import NonFiniteError
 from acmoe.evaluate.finite import naming
@@ -27,7 +27,9 @@ from acmoe.lab.study.cells.folder import saves
 from acmoe.lab.study.cells.long import (
     RoutingTrainer,
     divergence,
+    layer_series,
     routing_curves,
+    separation_metrics,
     stopped_outcome,
 )
 from acmoe.lab.study.cells.outcome import Notify, Outcome, routing_metrics
@@ -80,16 +82,19 @@ def run_text(cell: Cell, folder: Path, notify: Notify) -> Outcome:
             raise
         return stopped_outcome(folder, config, metric_of(corpus), str(error))
     tasks = _finetuned(folder, tests, config, notify)
+    routing = routing_curves(folder)
     metrics |= scored | {task.task: task.test_accuracy for task in tasks}
+    metrics |= separation_metrics(routing)
     return Outcome(
         metrics=metrics,
         curves={
             "valid": curve,
             "train_loss": curve_of(folder, "train", "loss"),
-            **routing_curves(folder),
+            **routing,
         },
         details={
             **details,
+            **layer_series(folder),
             "scale": [scale._asdict() for scale in scales],
             "metric": log.metric,
             "tasks": [replace(task, folder="").to_json() for task in tasks],
@@ -123,7 +128,8 @@ def _scored(
     for mode in (None, *_further_modes(model, tests)):
         suffix = "" if mode is None else f"_{mode}"
         with using_statistics(model, mode) as used:
-            for name, inputs, targets in _texts(corpus, tests, seed):
+            further = _corrupted_others(corpus, tests, seed) if mode is None else ()
+            for name, inputs, targets in (*_texts(corpus, tests, seed), *further):
                 with naming(f"{name}, statistics {used}"):
                     found: Score = score(inputs[: tests.tokens], targets[: tests.tokens])
                 metrics[f"{name}{suffix}"] = value_of(found.loss, metric)
@@ -158,6 +164,19 @@ def _texts(corpus: Corpus, tests: TextTests, seed: int) -> Iterator[tuple[str, T
     for name, file in tests.others:
         stream: Tokens = np.load(file, mmap_mode="r", allow_pickle=False)
         yield name, stream, stream
+
+
+def _corrupted_others(
+    corpus: Corpus, tests: TextTests, seed: int
+) -> Iterator[tuple[str, Tokens, Tokens]]:
+    """Yield the further texts at each rate of contamination, where the study has several rates."""
+    for name, file in tests.others if tests.rates else ():
+        stream: Tokens = np.load(file, allow_pickle=False)[: tests.tokens]
+        for rate in (None, *tests.rates):
+            config = ContaminationConfig(seed=seed, rate=rate)
+            found = contaminate_stream(corpus, stream, name, config)
+            label = f"{name} contaminated" if rate is None else f"{name} contaminated {rate:g}"
+            yield label, found.inputs, found.targets
 
 
 def _finetuned(

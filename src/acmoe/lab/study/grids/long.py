@@ -10,6 +10,12 @@ The condition `distance`, the router of Theorem A (docs/theory.md), is in "balan
 
     python -m acmoe study long --data DATA --settings "balance 0.01" --only distance --seeds 0
 
+A setting, a condition and a seed choose one cell; `--list` prints the chosen cells in the order in
+which they run, seed by seed, so that an interrupted study leaves pairs:
+
+    python -m acmoe study long --data DATA --settings "balance 0" --only smoe --seeds 1 --list
+    python -m acmoe study long --data DATA --settings published --only published-control --seeds 0
+
 Text is decompressed and encoded once, into `--work`. Cells save checkpoints: the same command
 continues a killed cell if its folder below `--scratch` is still there.
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from acmoe.analyze.figures.canvas import WIDTH, write_axes
+from acmoe.analyze.figures.canvas import WIDTH, set_heading, write_axes, write_figure
 from acmoe.analyze.figures.palette import (
     BLACK,
     BLUE,
@@ -20,6 +20,7 @@ from acmoe.analyze.figures.palette import (
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Curves differ in colour and in dashes; one of the two is enough to tell them apart.
 _COLOURS = (BLUE, ORANGE, GREEN, RED, BLACK, SKY, PINK, YELLOW)
@@ -98,3 +99,56 @@ def save_bands(
 
     height = max(4.4, 0.6 + 0.2 * len(bands))
     return write_axes(draw, folder, name, size=(9.0, height))
+
+
+class Panel(NamedTuple):
+    """The curves of one measure; a condition has one, or one without and one with M."""
+
+    label: str  # of the y axis
+    rows: Sequence[Sequence[Band | None]]  # for each condition; None: not recorded
+    runs: Sequence[int]  # number of runs of each condition that have the measure
+
+
+def save_panels(
+    panels: Sequence[Panel], conditions: Sequence[str], folder: Path, *, name: str, title: str
+) -> tuple[Path, Path]:
+    """Plot one pair of axes for each measure, a colour for each condition, to `name`.png and .svg.
+
+    Curves with M are dashed. The title of a panel has the number of runs of each condition.
+    """
+
+    def draw(figure: Figure) -> None:
+        set_heading(figure, title)
+        all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axes, panel in zip(all_axes, panels, strict=True):
+            _draw_panel(axes, panel)
+        handles = [
+            all_axes[0].plot([], [], color=_COLOURS[place % len(_COLOURS)], label=condition)[0]
+            for place, condition in enumerate(conditions)
+        ]
+        if any(len(row) > 1 and row[1] is not None for panel in panels for row in panel.rows):
+            handles += [
+                all_axes[0].plot([], [], dashes, color=BLACK, label=label)[0]
+                for dashes, label in (("-", "without M"), ("--", "with M"))
+            ]
+        figure.legend(handles=handles, fontsize=8, loc="outside lower center", ncols=len(handles))
+
+    return write_figure(draw, folder, name, size=(3.6 * len(panels), 3.8))
+
+
+def _draw_panel(axes: Axes, panel: Panel) -> None:
+    for place, row in enumerate(panel.rows):
+        for band, dashes in zip(row, ("-", "--"), strict=False):
+            if band is None:
+                continue
+            colour = _COLOURS[place % len(_COLOURS)]
+            axes.plot(band.steps, band.means, dashes, color=colour, marker=".")
+            low = [mean - spread for mean, spread in zip(band.means, band.spreads, strict=True)]
+            high = [mean + spread for mean, spread in zip(band.means, band.spreads, strict=True)]
+            axes.fill_between(band.steps, low, high, color=colour, alpha=0.15, linewidth=0)
+    axes.set(xlabel="optimizer step", ylabel=panel.label)
+    if any(panel.runs):
+        axes.set_title(f"n = {', '.join(map(str, panel.runs))}", fontsize=8)
+    else:
+        axes.set_title("not recorded", fontsize=8)
+        axes.set(xticks=[], yticks=[])

@@ -7,7 +7,14 @@ from statistics import fmean, stdev
 
 from acmoe.lab.study.results.difference_curves import difference_curve
 from acmoe.lab.study.results.page import write_page
-from acmoe.lab.study.results.plots import Band, Bar, save_bands, save_bars
+from acmoe.lab.study.results.plots import (
+    Band,
+    Bar,
+    Panel,
+    save_bands,
+    save_bars,
+    save_panels,
+)
 from acmoe.lab.study.results.records import read_results
 from acmoe.lab.study.results.summary import Group, Summary, summarise
 from acmoe.lab.study.results.tables import study_markdown
@@ -46,6 +53,8 @@ def draw(summary: Summary, images: Path) -> list[Path]:
             )
         if study.difference_curves:
             paths += _difference_curves(study, group, images)
+        if study.routing_curves:
+            paths += _routing_curves(study, group, images)
     return paths
 
 
@@ -57,6 +66,29 @@ def _difference_curves(study: Study, group: Group, images: Path) -> list[Path]:
     name = _file_name(f"{study.name}-paired-{group.title}")
     label = f"difference in {study.curve_label}, % of the baseline"
     return [*save_bands(bands, images, name=name, title=group.title, label=label, zero=True)]
+
+
+# Curves of a panel with its label; a curve after the first is of the same runs, with M.
+_ROUTING_PANELS = (
+    ("load balance (std, points)", ("load_balance",)),
+    ("instability", ("instability",)),
+    ("scatter within clusters", ("within_share", "within_share_scaled")),
+)
+
+
+def _routing_curves(study: Study, group: Group, images: Path) -> list[Path]:
+    panels = [
+        Panel(
+            label=label,
+            rows=[[_band(group, one, name) for name in names] for one in group.conditions],
+            runs=[len(group.curves(one, names[0])) for one in group.conditions],
+        )
+        for label, names in _ROUTING_PANELS
+    ]
+    if not any(any(panel.runs) for panel in panels):
+        return []
+    name = _file_name(f"{study.name}-routing-{group.title}")
+    return [*save_panels(panels, group.conditions, images, name=name, title=group.title)]
 
 
 def _differences(summary: Summary, metric: Metric, images: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from acmoe.lab.study.results.overall import overall
+from acmoe.lab.study.results.robustness import robustness_rows
 from acmoe.lab.study.results.scale_effect import points_of, scale_effect
 from acmoe.lab.study.results.statistics import Spread
 from acmoe.lab.study.results.summary import Compared, Group, Summary
@@ -21,6 +22,10 @@ def study_markdown(summary: Summary, images: Sequence[str]) -> str:
             parts.append(_differences(differences))
         if descriptive := [m for m in study.descriptive if _measured(group, m)]:
             parts.append(_figures(group, descriptive))
+        if rows := robustness_rows(study, group):
+            parts.append(_robustness(summary, rows))
+    if study.routing_curves:
+        parts.append(_ROUTING_CURVES)
     parts += [f"![{study.name}]({image})" for image in images]
     if any(one.metric in study.primary for one in summary.comparisons):
         parts.append(_verdicts(summary))
@@ -39,6 +44,26 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table."""
     lines = ["| " + " | ".join(row) + " |" for row in (header, *rows)]
     return "\n".join([lines[0], "|" + "---|" * len(header), *lines[1:]])
+
+
+_ROUTING_CURVES = (
+    "The figures `routing` show measures of the routing at each validation, means over the MoE "
+    "layers: the standard deviation of the experts' loads, the instability of clusters from layer "
+    "to layer, and the scatter of the router's inputs within clusters as a share of their whole "
+    "scatter (1: the clusters' means coincide), of the inputs as they are (without M) and scaled "
+    "by the router (with M). Above each panel stands the number of runs of each condition that "
+    "have the measure. The records hold the measures of every layer."
+)
+
+
+def _robustness(summary: Summary, rows: Sequence[Sequence[str]]) -> str:
+    """Show the figures on clean, corrupted and other text, with the number of runs of each."""
+    labels = [metric.label for metric in summary.study.robustness]
+    return (
+        "Robustness, mean over runs and their number; below, the mean of paired differences in "
+        "percent of the baseline, and the number of pairs:\n\n"
+        + table(["condition", *labels], rows)
+    )
 
 
 def _origin(summary: Summary, group: Group) -> str:
