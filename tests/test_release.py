@@ -11,6 +11,7 @@ import yaml
 import acmoe
 import archives
 import extras
+import make_golden
 import release
 import try_extra
 
@@ -110,6 +111,17 @@ def test_a_release_of_a_changed_tree_is_refused(repository):
     (repository / "note").write_text("not committed")
     with pytest.raises(SystemExit, match=r"the tree is not clean.*\n\?\? note"):
         release.release("0.2.0", repository)
+
+
+def test_only_a_released_version_gets_a_golden_folder_and_only_once(repository):
+    with pytest.raises(SystemExit, match=r"'0.2.0.dev0' is not released: check out its tag"):
+        make_golden.golden_folder(repository)
+    release.release("0.2.0", repository)
+    folder = make_golden.golden_folder(repository)
+    assert folder == repository / "tests" / "golden" / "0.2.0"
+    folder.mkdir(parents=True)
+    with pytest.raises(SystemExit, match="golden folders never change"):
+        make_golden.golden_folder(repository)
 
 
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.stem)

@@ -22,7 +22,7 @@ def test_a_run_folder_is_read(tmp_path, capsys):
     import read_run
 
     for name in ("language", "corpus"):
-        shutil.copytree(ROOT / "tests" / "golden" / name, tmp_path / name)
+        shutil.copytree(ROOT / "tests" / "golden" / "0.1.0" / name, tmp_path / name)
     analysis = read_run.main(Path("language"), tokens=32)
     shown = capsys.readouterr().out
     assert "adaptive router, 8 steps" in shown
