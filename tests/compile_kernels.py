@@ -94,7 +94,7 @@ def bf16(*shape: int) -> torch.Tensor:
 
 
 def weights() -> None:
-    """One product by a ring: the quickest of all."""
+    """One GEMM with the Hopper pipeline: the quickest to compile."""
     global use
     use, rows = "weights", bf16(128, 256)
     plan = Plan(torch.arange(128), torch.tensor([64, 128]), 1)

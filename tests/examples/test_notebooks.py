@@ -42,6 +42,12 @@ def test_a_notebook_has_the_form_of_nbformat_and_no_outputs(path: Path) -> None:
             assert (cell["outputs"], cell["execution_count"]) == ([], None)
 
 
+def test_the_page_of_examples_names_every_script_and_notebook() -> None:
+    page = (EXAMPLES.parent / "docs" / "start" / "examples.md").read_text(encoding="utf-8")
+    files = {path.name for ending in ("py", "ipynb") for path in EXAMPLES.glob(f"*.{ending}")}
+    assert set(re.findall(r"\b(\w+\.(?:py|ipynb))\b", page)) == files
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_links_of_a_notebook_lead_to_files(path: Path) -> None:
     links = re.findall(r"\]\(([^)\s#]+)", "\n".join(cells(path.stem, "markdown")))
