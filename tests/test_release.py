@@ -96,8 +96,8 @@ def test_a_release_writes_three_files_and_tags_their_commit(repository):
     [
         ("0.3.0", r"no text under '## \[0\.3\.0\]'"),
         ("0.1.0", "says that 0.1.0 is of 2020-01-02"),
-        ("0.2", "VERSION='0.2' is none"),
-        ("", "VERSION='' is none"),
+        ("0.2", "VERSION='0.2' is no version"),
+        ("", "VERSION='' is no version"),
     ],
 )
 def test_a_release_is_refused_and_changes_nothing(version, says, repository):
