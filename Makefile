@@ -13,13 +13,13 @@ VERSION_TESTS := tests/test_floors.py tests/config tests/storage tests/routing t
   tests/test_plain_model.py tests/models/test_decoder.py tests/analyze/test_figure_files.py
 QUICK := -m "not slow and not gpu and not faults"
 INSTALL := -m pip install --quiet --disable-pip-version-check
-EVERYTHING := -e '.[dev,hf,vision,text]'
+EVERYTHING := -e '.[dev,hf,vision,data]'
 FLOORS := build/venv-floors
 NEWEST := build/venv-newest
 DIST := build/venv-dist
 
 .PHONY: demo test test-all test-faults test-floors test-newest test-extras fuzz lint audit format \
-  bench docs dist release screenshot clean setup
+  bench docs dist release golden screenshot clean setup
 
 setup: $(READY)
 
@@ -108,6 +108,10 @@ $(DIST)/.ready: pyproject.toml
 # Sets the version, dates its section of CHANGELOG.md, commits and tags; pushes nothing.
 release: $(READY)
 	$(BIN)/python tools/release.py $(VERSION)
+
+# The runs of the released version that is checked out, for tests/test_golden_run.py.
+golden: $(READY)
+	$(BIN)/python tools/make_golden.py
 
 # The picture of the report, from the demo's own report; needs Chromium.
 screenshot: $(READY)

@@ -94,7 +94,7 @@ def bf16(*shape: int) -> torch.Tensor:
 
 
 def weights() -> None:
-    """One product by a ring: the quickest of all."""
+    """One GEMM with the Hopper pipeline: the quickest to compile."""
     global use
     use, rows = "weights", bf16(128, 256)
     plan = Plan(torch.arange(128), torch.tensor([64, 128]), 1)
@@ -213,7 +213,7 @@ def attention(features: int, keeps: bool) -> tuple[Any, ...]:
 
 
 def backward() -> None:
-    """Of attention on Hopper, by kept weights."""
+    """Compile attention's backward on Hopper, from saved weights."""
     global use
     for features in (16, 44):
         use = f"{features} features"
@@ -225,7 +225,7 @@ def backward() -> None:
 
 
 def forward() -> None:
-    """Of attention on Hopper."""
+    """Compile attention's forward on Hopper."""
     global use
     for features in (16, 44):
         for keeps in (False, True):

@@ -1,6 +1,7 @@
-"""Runs and models that version 0.1.0 wrote load today, give its numbers, and go on as it did.
+"""Runs and models of every released version load today, give their numbers, resume and report.
 
-tests/golden/make.py wrote the folders. Tests work on a copy.
+Folder tests/golden/VERSION holds what that version wrote by tests/golden/make.py (`make golden`).
+Tests work on a copy.
 
 The runs have two micro-batches per step. Version 0.1.0 took the running statistics of a step from
 the last one alone; today all micro-batches count. Where the old rule is put back, a continued run
@@ -8,6 +9,7 @@ ends with the numbers of version 0.1.0; where it is not, it differs from the sec
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,22 +19,34 @@ import torch
 from torch import Tensor
 
 import acmoe
+import release
 from acmoe.cli import main
 from acmoe.routing import statistics
 from golden.make import LANGUAGE, SWIN, images
 
 GOLDEN = Path(__file__).parent / "golden"
-EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
-TOKENS = torch.tensor(EXPECTED["tokens"])
+FIRST = "0.1.0"
+VERSIONS = sorted(path.parent.name for path in GOLDEN.glob("*/expected.json"))
 HALFWAY = "checkpoints/step-00000004"
 
+every_version = pytest.mark.parametrize("version", VERSIONS)
 
-@pytest.fixture(autouse=True)
-def golden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work in a copy; the config of the language run names its corpus from there."""
-    for name in ("corpus", "language", "models", "swin"):
-        shutil.copytree(GOLDEN / name, tmp_path / name)
-    monkeypatch.chdir(tmp_path)
+
+def enter(version: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Work in a copy, from where the language run finds its corpus; return what is expected."""
+    shutil.copytree(GOLDEN / version, folder / version)
+    monkeypatch.chdir(folder / version)
+    expected = json.loads(Path("expected.json").read_text())
+    assert expected["version"].startswith(version)
+    return dict(expected)
+
+
+def test_every_released_version_has_its_golden_folder() -> None:
+    changelog = (GOLDEN.parents[1] / "CHANGELOG.md").read_text()
+    dates = {version: date for version, (date, _) in release.sections(changelog).items()}
+    released = {version for version, date in dates.items() if date != release.OPEN}
+    # A release makes its own after it is tagged: `make golden`, step 4 in CONTRIBUTING.md.
+    assert released - {acmoe.__version__} <= set(VERSIONS)
 
 
 def run(*arguments: str) -> None:
@@ -41,11 +55,11 @@ def run(*arguments: str) -> None:
     assert not stop.value.code
 
 
-def evaluated(capsys: pytest.CaptureFixture[str], folder: str) -> dict[str, Any]:
+def evaluated(capsys: pytest.CaptureFixture[str], folder: str, version: str) -> dict[str, Any]:
     """The last checkpoint's report, as `acmoe evaluate` prints it."""
     capsys.readouterr()
     # Version 0.1.0 scored images with the experts' capacity of training.
-    limited = ("--capacity", "model") if folder == "swin" else ()
+    limited = ("--capacity", "model") if (version, folder) == (FIRST, "swin") else ()
     run("evaluate", folder, "--which", "last", "--json", "--device", "cpu", *limited)
     return comparable(json.loads(capsys.readouterr().out))
 
@@ -72,21 +86,34 @@ def near(expected: Any) -> Any:
     return pytest.approx(expected, rel=1e-5, abs=1e-5) if isinstance(expected, float) else expected
 
 
-@pytest.mark.parametrize(
-    ("folder", "expected"),
-    [
-        (f"language/{HALFWAY}", EXPECTED["language"]),
-        (f"swin/{HALFWAY}", EXPECTED["swin"]),
-        ("models/prefix", EXPECTED["models"]["prefix"]),
-        ("models/mix", EXPECTED["models"]["mix"]),
-    ],
-    ids=["language", "swin", "prefix", "mix"],
-)
+@every_version
+@pytest.mark.parametrize("name", ["language", "swin", "prefix", "mix"])
 @torch.no_grad()
-def test_a_saved_model_gives_the_logits_it_gave(folder: str, expected: dict[str, Any]) -> None:
-    model = acmoe.load(folder).eval()
-    logits = model(images()).logits if "swin" in folder else model(TOKENS).logits[:, -1]
-    torch.testing.assert_close(logits, torch.tensor(expected["logits"]), rtol=1e-5, atol=1e-5)
+def test_a_saved_model_gives_the_logits_it_gave(
+    name: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = enter(version, tmp_path, monkeypatch)
+    is_run = name in ("language", "swin")
+    model = acmoe.load(f"{name}/{HALFWAY}" if is_run else f"models/{name}").eval()
+    tokens = torch.tensor(expected["tokens"])
+    logits = model(images()).logits if name == "swin" else model(tokens).logits[:, -1]
+    gave = (expected if is_run else expected["models"])[name]["logits"]
+    torch.testing.assert_close(logits, torch.tensor(gave), rtol=1e-5, atol=1e-5)
+
+
+@every_version
+def test_runs_are_reported(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = enter(version, tmp_path, monkeypatch)
+    run("report", "language", "swin", "-o", "report.html", "--tokens", "32", "--device", "cpu")
+    page = Path("report.html").read_text(encoding="utf-8")
+    (text,) = re.findall(r'id="data">(.*?)</script>', page, re.DOTALL)
+    runs = json.loads(text)["runs"]
+    assert [one["name"] for one in runs] == ["language", "swin"]
+    for one in runs:
+        valid = [r for r in expected[one["name"]]["records"] if r["kind"] == "valid"]
+        # That of step 4; the page has six digits.
+        assert one["valid"]["loss"] == [pytest.approx(valid[0]["loss"], rel=1e-5)]
+        assert one["routing"] is not None
 
 
 def overwrite(mean: Tensor, count: Tensor, new: Tensor, new_count: Tensor, *, least: int) -> None:
@@ -95,32 +122,39 @@ def overwrite(mean: Tensor, count: Tensor, new: Tensor, new_count: Tensor, *, le
     count.copy_(new_count)
 
 
+@every_version
 @pytest.mark.parametrize(("name", "settings"), [("language", LANGUAGE), ("swin", SWIN)])
 def test_a_run_goes_on_to_the_end_it_had(
     name: str,
     settings: str,
+    version: str,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(statistics, "record_batch", overwrite)
-    expected = EXPECTED[name]
-    assert near(comparable(expected["halfway"])) == evaluated(capsys, name)
+    expected = enter(version, tmp_path, monkeypatch)[name]
+    if version == FIRST:
+        monkeypatch.setattr(statistics, "record_batch", overwrite)
+    assert near(comparable(expected["halfway"])) == evaluated(capsys, name, version)
     run("train", *settings.split(), "--out", name)  # the same command continues it
     records = [json.loads(line) for line in Path(name, "metrics.jsonl").read_text().splitlines()]
     assert len(records) == 10  # 8 steps and 2 validations
     same = len(records)
-    if name == "swin":  # the last validation is of today: no token is dropped
+    if (version, name) == (FIRST, "swin"):  # the last validation is of today: no token is dropped
         assert (records[-1]["kind"], records[-1]["capacity"]) == ("valid", None)
         same -= 1
     assert near(losses(expected["records"][:same])) == losses(records[:same])
-    assert near(comparable(expected["final"])) == evaluated(capsys, name)
+    assert near(comparable(expected["final"])) == evaluated(capsys, name, version)
 
 
-def test_a_run_with_all_micro_batches_counted_leaves_the_old_path_after_one_step() -> None:
+def test_a_run_with_all_micro_batches_counted_leaves_the_old_path_after_one_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = enter(FIRST, tmp_path, monkeypatch)
     run("train", *LANGUAGE.split(), "--out", "language")
     lines = Path("language", "metrics.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in lines]
-    old = {one["step"]: one["loss"] for one in EXPECTED["language"]["records"]}
+    old = {one["step"]: one["loss"] for one in expected["language"]["records"]}
     change = {one["step"]: abs(one["loss"] - old[one["step"]]) for one in found}
     # Step 5 routes by the averages of the checkpoint, step 6 by the first that is updated today.
     assert change[5] < 1e-5

@@ -1,7 +1,7 @@
-"""The rooms of the library, and which may import which: read the table, learn the architecture.
+"""The packages of acmoe, and which may import which: read the table, learn the architecture.
 
-A room is a folder of src/acmoe, or a single module beside them. Imports are read from the source,
-so that one inside a function, or for type checking only, counts as well.
+A package is a folder of src/acmoe, or a single module beside them. Imports are read from the
+source, so that one inside a function, or for type checking only, counts as well.
 """
 
 import ast
@@ -19,11 +19,11 @@ import pytest
 PROJECT = Path(__file__).parents[1]
 SOURCE = PROJECT / "src" / "acmoe"
 
-EVERYONE = {"errors", "config", "storage"}  # may be imported by every room below them
+EVERYONE = {"errors", "config", "storage"}  # may be imported by every package below them
 LAYERS = {"ops", "routing", "experts"}
 
-# From the bottom to the top: a room imports only from rooms above it in this table.
-ROOMS: dict[str, set[str]] = {
+# From the bottom to the top: a package imports only from packages above it in this table.
+PACKAGES: dict[str, set[str]] = {
     "errors": set(),  # the one exception for a user's mistakes
     "config": {"errors"},  # what can be asked: frozen dataclasses
     "storage": {"errors"},  # files that survive crashes and show damage
@@ -57,7 +57,7 @@ ROOMS: dict[str, set[str]] = {
     "lab": EVERYONE
     | LAYERS
     | {"runtime", "recipes", "data", "models", "fast", "hf", "evaluate", "train", "analyze"},
-    # The front door, `import acmoe`: re-exports, and nothing that a command alone needs.
+    # `import acmoe`: re-exports, and nothing that a command alone needs.
     "__init__": EVERYONE | LAYERS | {"data", "models", "fast", "adapters", "hf"},
     "cli": EVERYONE
     | LAYERS
@@ -66,14 +66,14 @@ ROOMS: dict[str, set[str]] = {
     "__main__": {"cli"},  # python -m acmoe
 }
 
-# Packages that only some rooms know.
+# Packages of others, and the packages of acmoe that may import them.
 AT_HOME: dict[str, set[str]] = {
     "triton": {"ops"},
     "transformers": {"adapters", "hf", "lab"},
     "timm": {"adapters"},
     "matplotlib": {"analyze", "lab"},
     "tyro": {"cli"},
-    # Rivals, measured where a user has installed them; one is also a backend of the experts.
+    # Baselines, measured where a user has installed them; one is also a backend of the experts.
     "sonicmoe": {"ops", "lab"},
     "scattermoe": {"lab"},
     "liger_kernel": {"lab"},
@@ -89,7 +89,7 @@ OPTIONAL |= NEVER_INSTALLED_FOR_YOU
 # Distribution names that are not the names one imports.
 IMPORTED_AS = {"pillow": "PIL", "scikit-learn": "sklearn"}
 COMES_WITH = {"triton": "torch", "tokenizers": "transformers"}
-NO_ROOM = {"utils", "util", "common", "helpers", "helper", "misc"}
+VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 
 
 class Import(NamedTuple):
@@ -101,12 +101,12 @@ class Import(NamedTuple):
     level: int  # dots of a relative import
 
     @property
-    def room(self) -> str:
+    def package(self) -> str:
         return self.file.relative_to(SOURCE).parts[0].removesuffix(".py")
 
     @property
-    def imported_room(self) -> str | None:
-        """The room this import reads from; None for other packages and for the front door."""
+    def imported_package(self) -> str | None:
+        """The package this import reads from; None for packages of others and for acmoe itself."""
         parts = self.name.split(".")
         return parts[1] if parts[0] == "acmoe" and len(parts) > 1 else None
 
@@ -141,32 +141,34 @@ def described(wrong: list[Import]) -> str:
     return "\n" + "\n".join(str(one) for one in wrong)
 
 
-def test_every_room_stands_in_the_table() -> None:
-    rooms = {file.relative_to(SOURCE).parts[0].removesuffix(".py") for file in FILES}
-    assert rooms <= set(ROOMS), f"add {sorted(rooms - set(ROOMS))} to ROOMS, with what it may read"
+def test_every_package_is_in_the_table() -> None:
+    packages = {file.relative_to(SOURCE).parts[0].removesuffix(".py") for file in FILES}
+    assert packages <= set(PACKAGES), (
+        f"add {sorted(packages - set(PACKAGES))} to PACKAGES, with what it may read"
+    )
 
 
 def test_the_table_has_no_cycle() -> None:
-    names = list(ROOMS)
-    for place, (room, reads) in enumerate(ROOMS.items()):
-        assert reads <= set(names[:place]), f"{room} reads a room that stands below it"
+    names = list(PACKAGES)
+    for place, (package, reads) in enumerate(PACKAGES.items()):
+        assert reads <= set(names[:place]), f"{package} reads a package that is below it"
 
 
-def test_rooms_import_only_what_the_table_allows() -> None:
+def test_packages_import_only_what_the_table_allows() -> None:
     wrong = [
         one
         for one in IMPORTS
-        if one.imported_room is not None
-        and one.imported_room in ROOMS
-        and one.imported_room != one.room
-        and one.imported_room not in ROOMS.get(one.room, set())
+        if one.imported_package is not None
+        and one.imported_package in PACKAGES
+        and one.imported_package != one.package
+        and one.imported_package not in PACKAGES.get(one.package, set())
     ]
     assert not wrong, described(wrong)
 
 
-def test_inside_the_library_the_front_door_gives_its_version_only() -> None:
+def test_inside_the_library_acmoe_itself_gives_its_version_only() -> None:
     # Importing what __init__.py re-exports, from inside, would go in circles.
-    rooms = set(ROOMS)
+    packages = set(PACKAGES)
     for file in FILES:
         for one in imports_in(file):
             if one.name == "acmoe":
@@ -179,8 +181,8 @@ def test_inside_the_library_the_front_door_gives_its_version_only() -> None:
                 }
                 assert used == {"__version__"}, f"{one} for {sorted(used)}"
             if one.name.startswith("acmoe."):
-                known = one.imported_room in rooms or one.name == "acmoe.__version__"
-                assert known, f"{one} through the front door; import it from its room"
+                known = one.imported_package in packages or one.name == "acmoe.__version__"
+                assert known, f"{one} through acmoe itself; import it from its package"
 
 
 def test_imports_are_absolute() -> None:
@@ -188,9 +190,11 @@ def test_imports_are_absolute() -> None:
     assert not wrong, described(wrong)
 
 
-def test_a_thing_without_a_room_has_not_been_understood() -> None:
+def test_no_package_or_module_has_a_name_that_says_nothing() -> None:
     names = {part for file in FILES for part in file.relative_to(SOURCE).with_suffix("").parts}
-    assert not names & NO_ROOM, f"{sorted(names & NO_ROOM)} says nothing about what is inside"
+    assert not names & VAGUE_NAMES, (
+        f"{sorted(names & VAGUE_NAMES)} says nothing about what is inside"
+    )
 
 
 @pytest.mark.parametrize("package", AT_HOME)
@@ -198,7 +202,7 @@ def test_packages_stay_where_they_are_at_home(package: str) -> None:
     wrong = [
         one
         for one in IMPORTS
-        if f"{one.name}.".startswith(f"{package}.") and one.room not in AT_HOME[package]
+        if f"{one.name}.".startswith(f"{package}.") and one.package not in AT_HOME[package]
     ]
     assert not wrong, described(wrong)
 
@@ -208,11 +212,11 @@ BACKENDS = re.compile(r"\b(triton|gluon|grouped_mm|sonicmoe|hopper|backend)\b", 
 MATHEMATICS = ("routing", "experts", "models")
 
 
-@pytest.mark.parametrize("room", MATHEMATICS)
-def test_the_mathematics_names_no_backend(room: str) -> None:
+@pytest.mark.parametrize("package", MATHEMATICS)
+def test_the_mathematics_names_no_backend(package: str) -> None:
     wrong = [
         f"{file.relative_to(PROJECT)}:{number}: {line.strip()}"
-        for file in sorted((SOURCE / room).rglob("*.py"))
+        for file in sorted((SOURCE / package).rglob("*.py"))
         for number, line in enumerate(file.read_text().splitlines(), 1)
         if BACKENDS.search(line) and "torch.compile" not in line
     ]
@@ -223,7 +227,7 @@ def test_kernels_are_reached_through_their_op_alone() -> None:
     """Folders triton/, hopper/ and device/ are imported by the ops, and by the laboratory that
     measures and tunes them."""
     kernel = re.compile(r"acmoe\.ops\.(\w+\.(triton|hopper)|device)\b")
-    wrong = [one for one in IMPORTS if kernel.match(one.name) and one.room not in {"ops", "lab"}]
+    wrong = [one for one in IMPORTS if kernel.match(one.name) and one.package not in {"ops", "lab"}]
     assert not wrong, described(wrong)
 
 
@@ -239,7 +243,9 @@ def test_only_kernels_import_triton() -> None:
 
 def test_nothing_but_the_command_line_imports_the_laboratory() -> None:
     wrong = [
-        one for one in IMPORTS if one.imported_room == "lab" and one.room not in {"lab", "cli"}
+        one
+        for one in IMPORTS
+        if one.imported_package == "lab" and one.package not in {"lab", "cli"}
     ]
     assert not wrong, described(wrong)
 
@@ -252,7 +258,7 @@ def outside(one: Import) -> str | None:
 
 
 def test_config_errors_and_recipes_need_the_standard_library_only() -> None:
-    wrong = [one for one in IMPORTS if one.room in STANDARD_LIBRARY_ONLY and outside(one)]
+    wrong = [one for one in IMPORTS if one.package in STANDARD_LIBRARY_ONLY and outside(one)]
     assert not wrong, described(wrong)
 
 
@@ -262,7 +268,7 @@ def test_optional_packages_are_imported_where_their_absence_can_be_explained() -
         for one in IMPORTS
         if outside(one) in OPTIONAL
         and not (one.deferred or one.for_types)
-        and one.room not in {"adapters", "hf"}
+        and one.package not in {"adapters", "hf"}
     ]
     assert not wrong, described(wrong)
 
@@ -287,8 +293,8 @@ start = time.perf_counter()
 import acmoe
 seconds = time.perf_counter() - start
 new = {name.split(".")[0] for name in set(sys.modules) - before}
-rooms = {name.split(".")[1] for name in sys.modules if name.startswith("acmoe.")}
-print(json.dumps({"seconds": seconds, "new": sorted(new), "rooms": sorted(rooms)}))
+packages = {name.split(".")[1] for name in sys.modules if name.startswith("acmoe.")}
+print(json.dumps({"seconds": seconds, "new": sorted(new), "packages": sorted(packages)}))
 """
 
 
@@ -316,9 +322,9 @@ def test_importing_the_library_loads_no_heavy_package(
     fresh_imports: list[dict[str, object]],
 ) -> None:
     loaded = fresh_imports[0]["new"]
-    rooms = fresh_imports[0]["rooms"]
+    packages = fresh_imports[0]["packages"]
     assert isinstance(loaded, list)
-    assert isinstance(rooms, list)
+    assert isinstance(packages, list)
     heavy = OPTIONAL | {"scipy", "timm", "triton", "pandas", "tyro"}
     assert not set(loaded) & heavy  # torch's own imports are not counted
-    assert not set(rooms) & {"cli", "train", "analyze", "lab", "hf"}
+    assert not set(packages) & {"cli", "train", "analyze", "lab", "hf"}

@@ -11,6 +11,7 @@ import yaml
 import acmoe
 import archives
 import extras
+import make_golden
 import release
 import try_extra
 
@@ -95,8 +96,8 @@ def test_a_release_writes_three_files_and_tags_their_commit(repository):
     [
         ("0.3.0", r"no text under '## \[0\.3\.0\]'"),
         ("0.1.0", "says that 0.1.0 is of 2020-01-02"),
-        ("0.2", "VERSION='0.2' is none"),
-        ("", "VERSION='' is none"),
+        ("0.2", "VERSION='0.2' is no version"),
+        ("", "VERSION='' is no version"),
     ],
 )
 def test_a_release_is_refused_and_changes_nothing(version, says, repository):
@@ -110,6 +111,17 @@ def test_a_release_of_a_changed_tree_is_refused(repository):
     (repository / "note").write_text("not committed")
     with pytest.raises(SystemExit, match=r"the tree is not clean.*\n\?\? note"):
         release.release("0.2.0", repository)
+
+
+def test_only_a_released_version_gets_a_golden_folder_and_only_once(repository):
+    with pytest.raises(SystemExit, match=r"'0.2.0.dev0' is not released: check out its tag"):
+        make_golden.golden_folder(repository)
+    release.release("0.2.0", repository)
+    folder = make_golden.golden_folder(repository)
+    assert folder == repository / "tests" / "golden" / "0.2.0"
+    folder.mkdir(parents=True)
+    with pytest.raises(SystemExit, match="golden folders never change"):
+        make_golden.golden_folder(repository)
 
 
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.stem)

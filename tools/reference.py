@@ -70,8 +70,9 @@ def commands_page() -> str:
     parts = [
         "# Commands",
         "These are the help pages that the commands print themselves (`acmoe COMMAND --help`). "
-        "Every command exits with 0 when it is done, with 2 after a mistake in its arguments, "
-        "which it explains in one line, and with 1 after any other error.",
+        "A command exits with 0 when it is done, and with 2 after a mistake in its arguments, a "
+        "damaged file, a failed write or a diverged run, which one line explains. A stopped "
+        "command exits with 128 plus the number of the signal, and any other error gives 1.",
     ]
     for command, text in help_pages():
         level = "#" * (1 + len(command))

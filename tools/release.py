@@ -67,7 +67,7 @@ def git(root: Path, *arguments: str) -> str:
 def release(version: str, root: Path = ROOT, day: str | None = None) -> None:
     """Check the tree, write the three files, commit them and tag the commit."""
     if not VERSION.fullmatch(version):
-        raise SystemExit(f"VERSION={version!r} is none: write make release VERSION=0.2.0")
+        raise SystemExit(f"VERSION={version!r} is no version: write make release VERSION=0.2.0")
     if changed := git(root, "status", "--porcelain"):
         raise SystemExit(f"the tree is not clean; commit or remove first:\n{changed}")
     if git(root, "tag", "--list", f"v{version}"):
@@ -83,7 +83,7 @@ def release(version: str, root: Path = ROOT, day: str | None = None) -> None:
     }
     for file, text in new.items():
         file.write_text(text)
-    git(root, "commit", "--all", "--message", f"[house] Release version {version}")
+    git(root, "commit", "--all", "--message", f"[tools] Release version {version}")
     git(root, "tag", "--annotate", f"v{version}", "--message", f"acmoe {version}")
     print(f"tagged v{version}; to publish it: git push --follow-tags")
 

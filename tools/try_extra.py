@@ -28,7 +28,7 @@ def none() -> None:
         "hf": lambda: acmoe.attach,
         "vision": pillow,
         "plots": lambda: write_figure(lambda figure: None, here, "none"),
-        "text": hub_library,
+        "data": hub_library,
     }.items():
         try:
             call()

@@ -25,7 +25,7 @@ def batch(count: int = 4) -> tuple[Tensor, Tensor]:
 
 
 def estimate(slope: Tensor, directions: int, *, copies: int = 1, seed: int = 0) -> Tensor:
-    """Of the loss <slope, x> of each image."""
+    """Estimate the gradient of the loss <slope, x> of each image."""
 
     def loss(x: Tensor) -> Tensor:
         return (x * slope.repeat(len(x) // len(slope), 1, 1, 1)).flatten(1).sum(1)

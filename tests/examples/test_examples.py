@@ -1,7 +1,7 @@
 """The scripts in examples/ train, and nobody in them writes a word about statistics.
 
-The three loops of other packages need the extra `examples`, which `dev` includes; where a package
-is missing, its test is skipped and says so.
+The loops of other packages need the extra `examples`, which `dev` includes; where a package is
+missing, its test is skipped and says so. test_notebooks.py runs the notebooks.
 """
 
 import ast

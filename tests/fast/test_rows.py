@@ -12,16 +12,16 @@ def test_rows_are_copied_bit_for_bit_and_nothing_beside_them(features: int, gaps
     # Among them a NaN of another payload, which no arithmetic would hand on.
     bits = torch.arange(2 * 5 * features, dtype=torch.int16).view(2, 5, features)
     bits[:, 2] = 0x7FC1
-    room = torch.full((2, 6, features), -1, dtype=torch.int16)
-    kept = room[:, 1:4] if gaps in ("kept", "both") else torch.empty(2, 3, features).short()
+    buffer = torch.full((2, 6, features), -1, dtype=torch.int16)
+    kept = buffer[:, 1:4] if gaps in ("kept", "both") else torch.empty(2, 3, features).short()
     new = bits[:, 1:4] if gaps in ("new", "both") else bits[:, 1:4].contiguous()
     copy_rows(kept.view(torch.bfloat16), new.view(torch.bfloat16))
     assert torch.equal(kept, bits[:, 1:4])
-    assert (room[:, 0] == -1).all() and (room[:, 4:] == -1).all()
+    assert (buffer[:, 0] == -1).all() and (buffer[:, 4:] == -1).all()
 
 
 def test_another_precision_is_rounded_on_the_way() -> None:
-    room = torch.zeros(2, 5, 8, dtype=torch.bfloat16)
+    buffer = torch.zeros(2, 5, 8, dtype=torch.bfloat16)
     new = torch.full((2, 3, 8), 1 + 2**-10)
-    copy_rows(room[:, 2:], new)
-    assert (room[:, 2:] == 1).all() and (room[:, :2] == 0).all()
+    copy_rows(buffer[:, 2:], new)
+    assert (buffer[:, 2:] == 1).all() and (buffer[:, :2] == 0).all()

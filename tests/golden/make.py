@@ -1,8 +1,8 @@
-"""Write the golden folders beside this file; tests/test_golden_run.py reads them.
+"""Write the golden folder of one version; tests/test_golden_run.py reads it.
 
-Run it with the version of acmoe that is to be remembered, in an empty folder:
+`make golden` runs this file in the new folder tests/golden/VERSION. By hand, in an empty folder:
 
-    PYTHONPATH=/path/to/old/src python /path/to/make.py
+    PYTHONPATH=/path/to/the/version/src python /path/to/make.py
 
 It uses the command line and names of the public API alone, so that any version can run it. The
 golden folders stay as they are when the library changes: that is their purpose.

@@ -1,4 +1,4 @@
-"""Activations and dropout inside the expert kernels: their accuracy, and the quality of the coins.
+"""Activations and dropout of the expert kernels: accuracy, and the randomness of the keep mask.
 
 T tokens, one expert, so that row t of the kernels is token t; F hidden units.
 """
@@ -80,38 +80,38 @@ def test_the_kernels_drop_the_units_of_the_hash(dropout, device):
 
 
 def standard(seed: int, rows: int, columns: int, dropout: float):
-    """The coins, shifted and scaled to mean 0 and variance 1."""
-    coins = kept(seed, rows, columns, dropout).astype(np.float32)
-    return (coins - (1 - dropout)) / np.sqrt(dropout * (1 - dropout))
+    """The keep mask, shifted and scaled to mean 0 and variance 1."""
+    mask = kept(seed, rows, columns, dropout).astype(np.float32)
+    return (mask - (1 - dropout)) / np.sqrt(dropout * (1 - dropout))
 
 
 @pytest.mark.parametrize("dropout", [0.1, 0.5])
 def test_no_row_and_no_column_has_an_odd_share(dropout):
-    """Sums of n independent coins are normal with variance n: of 2,560 none is 5.5 sigma off."""
-    coins = standard(11, 2048, 512, dropout)
+    """Sums of n independent draws are normal with variance n: of 2,560 none is 5.5 sigma off."""
+    mask = standard(11, 2048, 512, dropout)
     for axis in (0, 1):
-        share = coins.sum(axis) / np.sqrt(coins.shape[axis])
+        share = mask.sum(axis) / np.sqrt(mask.shape[axis])
         assert np.abs(share).max() < 5.5
         assert share.var() == pytest.approx(1.0, abs=5 * np.sqrt(2 / share.size))
-    assert abs(coins.sum()) < 4 * np.sqrt(coins.size)
+    assert abs(mask.sum()) < 4 * np.sqrt(mask.size)
 
 
 @pytest.mark.parametrize("dropout", [0.1, 0.5])
 def test_no_two_rows_and_no_two_columns_fall_together(dropout):
-    """Products of 512 or 2,048 independent coins: of 130,816 pairs none is 7.5 sigma off.
+    """Products of 512 or 2,048 independent draws: of 130,816 pairs none is 7.5 sigma off.
 
-    (Skewed coins have heavier tails than normal ones: sums of 512 products reach 6 at p = 0.1.)
+    (Skewed draws have heavier tails than normal ones: sums of 512 products reach 6 at p = 0.1.)
     With one factor for all rows, (row ^ column) * constant, some pairs are 17 to 70 sigma off.
     """
-    coins = standard(12, 2048, 512, dropout)
-    for table in (coins[:512], coins.T):
+    mask = standard(12, 2048, 512, dropout)
+    for table in (mask[:512], mask.T):
         pairs = (table @ table.T)[np.triu_indices(512, 1)] / np.sqrt(table.shape[1])
         assert np.abs(pairs).max() < 7.5
         assert pairs.var() == pytest.approx(1.0, abs=0.05)
 
 
 def test_draws_of_neighbouring_seeds_are_independent():
-    """Sums of 2^20 products of coins: normal, so none of 12 is 5 sigma off; rows may be shifted."""
+    """Sums of 2^20 products of draws: normal, so none of 12 is 5 sigma off; rows may be shifted."""
     first = standard(100, 2048, 512, 0.25)
     for seed in (101, 102, 100 + 2**16, 2**31 - 1):
         other = standard(seed, 2048, 512, 0.25)

@@ -179,9 +179,9 @@ def test_on_the_card_it_equals_the_portable_kernel(
 ) -> None:
     tensors, seen_BN, bits = draw(S, L, W, P, features)
     tensors, seen_BN, bits = [t.cuda() for t in tensors], seen_BN.cuda(), bits.cuda()
-    obstacle = hopper_unsupported(tensors[0], torch.stack(tensors[1:3]), W, dropout)
-    if obstacle is not None:
-        pytest.skip(obstacle)
+    reason = hopper_unsupported(tensors[0], torch.stack(tensors[1:3]), W, dropout)
+    if reason is not None:
+        pytest.skip(reason)
     from acmoe.ops.attention.hopper import forward as attention_hopper
     from acmoe.ops.attention.triton import forward as attention
 
@@ -202,9 +202,9 @@ def test_gradients_agree_with_those_behind_the_portable_forward(
 
     (q, k, v, table), _, _ = draw(256, 200, 256, 44, 44)
     leaves = [tensor.cuda().requires_grad_() for tensor in (q, k, v, table)]
-    obstacle = hopper.gluon_unsupported(leaves[0].device)
-    if obstacle is not None:
-        pytest.skip(obstacle)
+    reason = hopper.gluon_unsupported(leaves[0].device)
+    if reason is not None:
+        pytest.skip(reason)
     found = []
     for _ in range(2):
         torch.manual_seed(0)

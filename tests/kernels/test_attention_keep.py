@@ -252,9 +252,9 @@ def test_on_the_card_the_same_is_kept(
 
     case = draw(S, L, W, P, features, masked, dtype, "cuda")
     q, k, v = case.arguments[:3]
-    obstacle = hopper_unsupported(q, torch.stack([k, v]), W, 0.0)
-    if obstacle is not None:
-        pytest.skip(obstacle)
+    reason = hopper_unsupported(q, torch.stack([k, v]), W, 0.0)
+    if reason is not None:
+        pytest.skip(reason)
     whole, dropped, alone = (
         run(attention_hopper, case, share, keeps)
         for share, keeps in ((0.0, True), (0.3, True), (0.3, False))

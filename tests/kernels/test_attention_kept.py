@@ -30,9 +30,9 @@ def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(backend, "_logged", set())
     if torch.cuda.is_available():
-        obstacle = where.gluon_unsupported(torch.device("cuda"))
-        if obstacle is not None:
-            pytest.skip(obstacle)
+        reason = where.gluon_unsupported(torch.device("cuda"))
+        if reason is not None:
+            pytest.skip(reason)
         return
     from gluon_emulator import emulate, register_asm
 

@@ -231,7 +231,7 @@ def test_survivors_are_as_many_as_asked_and_know_nothing_of_each_other() -> None
     # Nor do four corners of a rectangle, whose xor is 0.
     corners = keep[:-1, :-1] * keep[1:, :-1] * keep[:-1, 1:] * keep[1:, 1:]
     assert abs(corners.mean().item()) < 5 * 0.09**2 / math.sqrt(corners.numel())
-    # Each query's and each key's share is that of fair coins as well: variance 0.09 / number.
+    # Each query's and each key's share is that of independent draws too: variance 0.09 / number.
     assert keep.mean(1).var().item() == pytest.approx(0.09 / 500, rel=0.2)
     assert keep.mean(0).var().item() == pytest.approx(0.09 / 2000, rel=0.35)
 

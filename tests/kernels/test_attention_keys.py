@@ -206,9 +206,9 @@ def test_on_the_card_it_equals_the_definition_twice(
 ) -> None:
     from acmoe.ops.device import hopper
 
-    obstacle = hopper.gluon_unsupported(torch.device("cuda"))
-    if obstacle is not None:
-        pytest.skip(obstacle)
+    reason = hopper.gluon_unsupported(torch.device("cuda"))
+    if reason is not None:
+        pytest.skip(reason)
     from acmoe.ops.attention.hopper import keys as attention_keys
 
     case = make(S, L, W, P, features, **options)

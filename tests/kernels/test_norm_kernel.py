@@ -116,7 +116,7 @@ def test_dropout_takes_its_share_and_the_gradient_knows_which():
         out = add_norm_twice(x, y, inner, norm, dropout=0.4).x
     (grad,) = torch.autograd.grad((out * draw(4).detach()).sum(), y)
     kept = grad != 0
-    # 924 coins: 60% are kept, give or take 4 standard deviations of 1.6%.
+    # 924 draws: 60% are kept, give or take 4 standard deviations of 1.6%.
     assert abs(kept.float().mean() - 0.6) < 0.065
     expected = norm(x + inner(x + torch.where(kept, y / 0.6, 0.0)))
     torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)

@@ -41,7 +41,7 @@ def fresh_compiler() -> Iterator[None]:
 
 
 def step(compiled: bool, **changes: Any) -> list[Tensor]:
-    """Loss and gradients of an update, every coin thrown alike."""
+    """Loss and gradients of an update, with the same dropout and noise in each call."""
     torch.manual_seed(0)
     model = create_model("swin-nano", router="adaptive", **{**SWIN, **changes}).train()
     if compiled:

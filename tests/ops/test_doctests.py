@@ -16,7 +16,7 @@ PROMPT = re.compile(r"^ *>>> ", re.MULTILINE)
 
 
 def modules_with_examples() -> list[str]:
-    """The mathematics, and the pages of other rooms that a newcomer reads first."""
+    """The mathematics, and the modules of other packages that a newcomer reads first."""
     modules = pkgutil.walk_packages(acmoe.ops.__path__, "acmoe.ops.")
     names = [module.name for module in modules if not KERNELS.search(module.name)]
     names += ["acmoe", "acmoe.routing.layer_plan", "acmoe.routing.router"]

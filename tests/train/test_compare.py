@@ -12,7 +12,7 @@ from acmoe.config.text.train import RunConfig
 from acmoe.errors import UserError
 from acmoe.evaluate.run import open_run
 from acmoe.recipes.nano import nano_run
-from acmoe.train import compare as room
+from acmoe.train import compare as module
 from acmoe.train.compare import compare
 
 
@@ -24,8 +24,8 @@ def test_both_routers_are_trained_and_scored_on_the_same_texts(
         small = {"dim": 32, "hidden": 32, "heads": 2, "span": 64, "block": 64, "repeats": 2}
         return replace(run, batch=2, model=replace(run.model, **small))
 
-    monkeypatch.setattr(room, "CORPUS_BYTES", 30_000)
-    monkeypatch.setattr(room, "nano_run", small)
+    monkeypatch.setattr(module, "CORPUS_BYTES", 30_000)
+    monkeypatch.setattr(module, "nano_run", small)
     result = compare(tmp_path, seed=3, steps=20, console=Console(quiet=True))
     assert [row.router for row in result.rows] == ["SMoE", "ACMoE"]
     for row in result.rows:

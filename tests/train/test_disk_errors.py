@@ -52,9 +52,9 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, folder = tiny_run(byte_corpus(tmp_path), *SHORT), tmp_path / "run"
-    room = acmoe.train.checkpoint
+    module = acmoe.train.checkpoint
     with monkeypatch.context() as patch:
-        patch.setattr(room, "save_file", fails_after(room.save_file, 1, code))
+        patch.setattr(module, "save_file", fails_after(module.save_file, 1, code))
         with pytest.raises(UserError, match=f"cannot write .*: {os.strerror(code)}") as stop:
             train(config, folder, console=QUIET)
     assert "\n" not in str(stop.value)

@@ -84,17 +84,17 @@ def test_stopped_between_epochs_it_continues_to_the_same_result(
     class Killed(BaseException):
         pass
 
-    from acmoe.train import finetune as room
+    from acmoe.train import finetune as module
 
-    real, calls = room.Finetuner.train_epoch, []
+    real, calls = module.Finetuner.train_epoch, []
 
-    def dies_in_the_second(self: room.Finetuner, epoch: int, progress: room.Progress) -> float:
+    def dies_in_the_second(self: module.Finetuner, epoch: int, progress: module.Progress) -> float:
         calls.append(epoch)
         if len(calls) == 2:
             raise Killed
         return real(self, epoch, progress)
 
-    monkeypatch.setattr(room.Finetuner, "train_epoch", dies_in_the_second)
+    monkeypatch.setattr(module.Finetuner, "train_epoch", dies_in_the_second)
     with pytest.raises(Killed):
         finetune(run, config, task, out=tmp_path / "parts", console=QUIET)
     parts = finetune(run, config, task, out=tmp_path / "parts", console=QUIET)

@@ -120,8 +120,8 @@ def test_a_damaged_best_epoch_is_told(
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
     tune: Tune, whole: FinetuneReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room, out, calls = acmoe.train.checkpoint, tmp_path / "out", []
-    real = room.save_file
+    module, out, calls = acmoe.train.checkpoint, tmp_path / "out", []
+    real = module.save_file
 
     def fails_at_the_second(*arguments: Any, **options: Any) -> None:
         calls.append(None)
@@ -130,7 +130,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
         real(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(room, "save_file", fails_at_the_second)
+        patch.setattr(module, "save_file", fails_at_the_second)
         with pytest.raises(UserError, match=r"cannot write .*step-00000002: No space left") as stop:
             tune(out)
     assert "\n" not in str(stop.value)

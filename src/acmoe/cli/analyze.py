@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class Analyze:
     """Measure load, stability, entropy, separation, scale and conditioning of every MoE layer."""
 
-    folder: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="RUN")] = None
-    """Folder of the run; or give --hf."""
+    folder: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="[RUN]")] = None
+    """Folder of the run. Leave it out with --hf."""
     hf: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """In place of RUN: folder of a HuggingFace model with MoE layers, adaptive or not. It is read
     from disk, and no remote code runs."""

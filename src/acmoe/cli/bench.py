@@ -15,7 +15,7 @@ from acmoe.cli.bench_tools import Profile, Table, Tune
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Time the forward and backward pass of the MoE layer with a plain router, beside baselines."""
+    """Time forward and backward of one MoE layer beside baselines, in milliseconds."""
 
     shapes: tuple[str, ...] = ()
     """Layers to measure: olmoe, qwen30b, fine, mixtral, switch, swin, dsv2lite, dsv3, gptoss,
@@ -64,7 +64,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Router:
-    """Time what adaptive clustering adds to the plain layer, for each statistics mode."""
+    """Time what each statistics mode of the adaptive router adds to a layer, in milliseconds."""
 
     shapes: tuple[str, ...] = ()
     """Layers to measure, as in `bench layer`."""
@@ -223,8 +223,8 @@ class Bench:
         | Annotated[Table, tyro.conf.subcommand("table")]
     ) = Layer()
     which: bool = False
-    """Measure nothing; list which kernels this machine uses, and why faster ones cannot run. The
-    experts are olmoe's, or those of `--which layer --shapes ...`."""
+    """Measure nothing; list which kernels this machine uses, and why faster ones cannot run. It
+    looks at an MoE layer of the shape olmoe, or at those of `--which layer --shapes ...`."""
 
     def run(self) -> int:
         if not self.which:

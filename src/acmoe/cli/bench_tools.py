@@ -15,7 +15,8 @@ class Profile:
     models: tuple[str, ...] = ()
     """Models whose training step to profile, by their names in `acmoe models`."""
     statistics: str = "plain"
-    """Statistics of the layer's router: plain (no adaptive router), batch, running or current."""
+    """Statistics of the layer's router: plain (no adaptive router), batch, running, or current
+    (batch statistics of the layer's own tokens)."""
     router: str = "smoe"
     """Router of the trained model."""
     variant: str = "eager"

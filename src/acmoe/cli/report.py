@@ -15,7 +15,8 @@ class Report:
     """Compare runs on one self-contained page: curves, routing, and how to read them."""
 
     folders: Annotated[
-        tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN [RUN ...]")
+        tyro.conf.Positional[tuple[Path, ...]],
+        tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="(required)"),
     ]
     """Folders of runs, or folders that contain runs. All runs are compared with the first."""
     out: Annotated[Path | None, tyro.conf.arg(aliases=("-o",))] = None

@@ -132,12 +132,12 @@ def test_one_wrong_row_of_thousands_is_seen() -> None:
     assert [one.candidate for one in rank("up", call, tried, CPU, 2)] == tried[:1]
 
 
-def test_rings_are_held_against_the_product_without_one() -> None:
-    """Not against the ring of the table, which may be the one that is wrong."""
+def test_pipelines_are_compared_with_the_gemm_without_one() -> None:
+    """Not with the pipeline of the table, which may be the one that is wrong."""
 
     def call() -> tuple[Tensor]:
-        ring = tuning.pipeline_for("hidden", sized(512, 512, 8))
-        return (torch.full((4,), 1.0 if ring is None else 1.5),)
+        pipeline = tuning.pipeline_for("hidden", sized(512, 512, 8))
+        return (torch.full((4,), 1.0 if pipeline is None else 1.5),)
 
     tried = [None, PipelineConfig("turns", 5, 2), PipelineConfig("turns", 4, 4)]
     assert tuning.pipeline_for("hidden", sized(512, 512, 8)) is not None

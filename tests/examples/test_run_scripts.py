@@ -1,0 +1,91 @@
+"""examples/read_run.py reads any run of bytes, and examples/vision_attack.py attacks its images."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def in_a_new_folder(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_run_folder_is_read(tmp_path, capsys):
+    """The run is that of version 0.1.0: four steps of an adaptive model with three MoE layers."""
+    import read_run
+
+    for name in ("language", "corpus"):
+        shutil.copytree(ROOT / "tests" / "golden" / "0.1.0" / name, tmp_path / name)
+    analysis = read_run.main(Path("language"), tokens=32)
+    shown = capsys.readouterr().out
+    assert "adaptive router, 8 steps" in shown
+    assert "training loss 5.68 at first" in shown  # the first line of its metrics.jsonl
+    assert "best checkpoint: step 4" in shown
+    assert [round(sum(layer.load.share), 6) for layer in analysis.layers] == [100, 100, 100]
+    assert [layer.scale is None for layer in analysis.layers] == [True, False, False]
+    assert (tmp_path / "language" / "figures" / "load.png").is_file()
+
+
+@pytest.mark.slow
+def test_without_a_folder_a_tiny_run_is_trained_and_read():
+    import read_run
+
+    analysis = read_run.main(steps=10, tokens=64)
+    assert analysis.step == 10
+    assert read_run.main(steps=10, tokens=64) == analysis  # the second call only reads
+
+
+class Linear(nn.Module):
+    """A classifier whose attacks are known: logits are linear in the pixels."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3 * 8 * 8, 5)
+
+    def forward(self, x):
+        return self.linear(x.flatten(1))
+
+
+def test_attacked_accuracies_are_those_of_an_attack_by_hand():
+    pytest.importorskip("sklearn", reason="needs scikit-learn: pip install 'acmoe[vision]'")
+    import vision_attack
+
+    from acmoe.config.images.data import DIGITS_MEAN, DIGITS_STD
+    from acmoe.data.images.digits import load_digit_splits
+
+    images, labels = vision_attack.digits(load_digit_splits(size=8).test, first=5)
+    assert images.shape[1:] == (3, 8, 8) and sorted(set(labels.tolist())) == [0, 1, 2, 3, 4]
+    model = Linear()
+    found = vision_attack.accuracies(model, (images, labels))
+
+    def correct(pixels):
+        logits = model((pixels - DIGITS_MEAN[0]) / DIGITS_STD[0])
+        return logits, 100 * (logits.argmax(1) == labels).float().mean().item()
+
+    x = (images / 255).requires_grad_()
+    logits, clean = correct(x)
+    (gradient,) = torch.autograd.grad(functional.cross_entropy(logits, labels), x)
+    _, fgsm = correct((x + 8 / 255 * gradient.sign()).clamp(0, 1))
+    assert found["clean"] == pytest.approx(clean, abs=0.01)
+    assert found["fgsm"] == pytest.approx(fgsm, abs=0.01)
+    assert found["pgd"] <= found["fgsm"] < found["clean"]
+
+
+@pytest.mark.slow
+def test_both_routers_learn_and_lose_accuracy_under_attack():
+    pytest.importorskip("sklearn", reason="needs scikit-learn: pip install 'acmoe[vision]'")
+    import vision_attack
+
+    found = vision_attack.main(steps=60)
+    assert set(found) == {"smoe", "adaptive"}
+    for row in found.values():
+        assert row["clean"] > 40  # by chance 20
+        assert row["pgd"] < row["clean"]
