@@ -31,3 +31,9 @@ def image_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("report-images")
     plain = trained_images(tiny_vision_run("steps=4", router="smoe"), folder / "plain")
     return plain, trained_images(tiny_vision_run("steps=4"), folder / "adaptive")
+
+
+@pytest.fixture(scope="session")
+def soft_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report-soft")
+    return trained_images(tiny_vision_run("steps=2", soft=True), folder / "soft")

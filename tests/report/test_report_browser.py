@@ -13,12 +13,13 @@ import pytest
 from acmoe.report.page import write_report
 from acmoe.report.routing import RoutingReader
 from acmoe.report.serve import LiveReport, ReportServer
+from acmoe.storage.lines import append_line
 from chromium import chromium, why_not
+from watched_page import CONTRAST, Watched
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
 
-CONTRAST = (Path(__file__).parent / "contrast.js").read_text()
 GROUND = "getComputedStyle(document.body).backgroundColor"
 
 
@@ -32,29 +33,6 @@ def browser() -> Iterator[Any]:
 def report(two_runs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path, _ = write_report(two_runs, tmp_path_factory.mktemp("browser") / "report.html")
     return path
-
-
-class Watched:
-    """A page that remembers everything a report must not do."""
-
-    def __init__(self, browser: Any, address: str, **context: Any) -> None:
-        self.context = browser.new_context(
-            **{"viewport": {"width": 1200, "height": 900}, **context}
-        )
-        self.page = self.context.new_page()
-        self.wrong: list[str] = []
-        self.requests: list[str] = []
-        self.page.on("console", lambda message: self.wrong.append(message.text))
-        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
-        self.page.on("dialog", lambda dialog: self.wrong.append(dialog.message))
-        self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.goto(address)
-        self.page.wait_for_selector("#settings table")
-
-    def check_quiet(self, address: str) -> None:
-        asked = [url for url in self.requests if not url.startswith("data:")]
-        assert self.wrong == []
-        assert asked == [address]
 
 
 @pytest.fixture
@@ -175,7 +153,7 @@ def test_what_differs_between_the_settings_is_marked_and_the_rest_can_be_shown(
     assert page.evaluate("document.activeElement.id") == "settings-all"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_every_text_can_be_read_in_both_schemes(browser: Any, report: Path, scheme: str) -> None:
     watched = Watched(browser, report.as_uri(), color_scheme=scheme)
     assert watched.page.evaluate(CONTRAST) == []
@@ -225,17 +203,17 @@ def test_patches_over_images_are_chosen_and_followed_into_a_coarser_grid(
     assert notes == []
     watched = Watched(browser, path.as_uri())
     page = watched.page
-    assert page.locator(".image img").count() == 12
+    assert page.locator(".image img").count() == 12 * 2  # clean beside attacked
     assert page.locator(".token").count() == 12 * 16  # 8 pixels in patches of 2: a 4 x 4 grid
     page.locator(".token").nth(2 * 16 + 4 * 2 + 3).click()
     details = page.locator("#explorer-details")
     assert details.locator("h3").inner_text().startswith("Image 3: ")
-    assert "row 3, column 4; taken for" in details.inner_text()
+    assert "row 3, column 4; classified as" in details.inner_text()
     assert "In the other runs" in details.inner_text()
     last = page.locator("#explorer-layer").get_attribute("max")
     page.locator("#explorer-layer").fill(last)
     assert page.locator(".token").count() == 12 * 4  # merged into 2 x 2
-    assert "row 2, column 2; taken for" in details.inner_text()
+    assert "row 2, column 2; classified as" in details.inner_text()
     page.keyboard.press("Tab")
     watched.check_quiet(path.as_uri())
     watched.context.close()
@@ -255,8 +233,8 @@ def test_a_served_page_takes_in_news_and_keeps_what_was_chosen(
             page.locator("#explorer-layer").fill("3")
             page.locator(".token").nth(10).click()
             before = page.evaluate("window.scrollY")
-            with (run / "metrics.jsonl").open("a") as file:
-                file.write('{"kind": "valid", "step": 77, "bits_per_byte": 0.25}\n')
+            news = {"kind": "valid", "step": 77, "bits_per_byte": 0.25}
+            append_line(run / "metrics.jsonl", news)
             page.get_by_text("at step 77").first.wait_for(timeout=15000)
             assert page.evaluate("document.activeElement.id") == "token-10"
             assert page.locator("#explorer-layer").input_value() == "3"
