@@ -116,8 +116,7 @@ def test_sliders_move_the_boundary_to_where_the_formula_puts_it(browser: Any) ->
     watched.context.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_a_phone_shows_the_figure_and_every_text_can_be_read(browser: Any, scheme: str) -> None:
     watched = opened(browser, viewport=PHONE, color_scheme=scheme, has_touch=True)
     page = watched.page

@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 
-from acmoe.report.page import write_report
 from chromium import chromium, why_not
 from watched_page import CONTRAST, FOCUSED, PHONE, SMALL_CONTROLS, TAB_STOPS, Watched
 
 REASON = why_not()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
+# The fast run has one case of each in test_report_browser.py.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(REASON is not None, reason=REASON or ""),
+]
 
 
 @pytest.fixture(scope="module")
@@ -20,22 +23,7 @@ def browser() -> Iterator[Any]:
         yield found
 
 
-@pytest.fixture(scope="module")
-def image_report(
-    image_runs: tuple[Path, Path], soft_run: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    out = tmp_path_factory.mktemp("access") / "images.html"
-    path, notes = write_report([*image_runs, soft_run], out, device="cpu")
-    assert notes == []
-    return path
-
-
-@pytest.fixture(scope="module")
-def text_report(two_runs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_report(two_runs, tmp_path_factory.mktemp("access") / "text.html")[0]
-
-
-@pytest.fixture(params=["images", pytest.param("text", marks=pytest.mark.slow)])
+@pytest.fixture(params=["images", "text"])
 def report(request: pytest.FixtureRequest) -> Path:
     name = "image_report" if request.param == "images" else "text_report"
     path: Path = request.getfixturevalue(name)
@@ -58,7 +46,6 @@ def test_a_phone_has_controls_to_hit_and_nothing_to_scroll_sideways(
     watched.context.close()
 
 
-@pytest.mark.slow
 def test_tab_reaches_every_control_in_order_with_a_visible_focus(
     browser: Any, report: Path
 ) -> None:
@@ -77,7 +64,6 @@ def test_tab_reaches_every_control_in_order_with_a_visible_focus(
     watched.context.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_text_can_be_read_in_every_view(browser: Any, report: Path, scheme: str) -> None:
     watched = Watched(browser, report.as_uri(), color_scheme=scheme)

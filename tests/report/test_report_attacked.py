@@ -15,15 +15,10 @@ from acmoe.report.routing import RoutingReader
 from png_levels import decoded
 
 
-@pytest.fixture(scope="module")
-def data(image_runs: tuple[Path, Path], soft_run: Path) -> dict[str, Any]:
-    return report_data([*image_runs, soft_run], RoutingReader(tokens=64, device="cpu"))
-
-
-def test_every_image_run_has_its_images_under_attack(data: dict[str, Any]) -> None:
-    assert [run["routing"]["soft"] for run in data["runs"]] == [False, False, True]
-    clean = [decoded(one["src"]).astype(int) for one in data["samples"][0]["images"]]
-    for run in data["runs"]:
+def test_every_image_run_has_its_images_under_attack(image_data: dict[str, Any]) -> None:
+    assert [run["routing"]["soft"] for run in image_data["runs"]] == [False, False, True]
+    clean = [decoded(one["src"]).astype(int) for one in image_data["samples"][0]["images"]]
+    for run in image_data["runs"]:
         routing, found = run["routing"], run["routing"]["attacked"]
         assert found["how"] == "FGSM, radius 4/255"
         assert found["count"] == 64
@@ -76,7 +71,6 @@ def test_a_model_that_cannot_be_attacked_keeps_its_clean_routing(
     assert len(run["routing"]["layers"][0]["first"]) == 12 * 16
 
 
-def test_texts_have_no_attack(two_runs: tuple[Path, Path]) -> None:
-    (run,) = report_data(two_runs[:1], RoutingReader(tokens=64, device="cpu"))["runs"]
-    assert run["routing"]["attacked"] is None
-    assert run["routing"]["soft"] is False
+def test_texts_have_no_attack(text_data: dict[str, Any]) -> None:
+    assert [run["routing"]["attacked"] for run in text_data["runs"]] == [None, None]
+    assert [run["routing"]["soft"] for run in text_data["runs"]] == [False, False]

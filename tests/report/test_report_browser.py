@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from acmoe.report.page import write_report
 from acmoe.report.routing import RoutingReader
 from acmoe.report.serve import LiveReport, ReportServer
 from acmoe.storage.lines import append_line
 from chromium import chromium, why_not
-from watched_page import CONTRAST, Watched
+from watched_page import CONTRAST, SMALL_CONTROLS, Watched
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
@@ -30,9 +29,8 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def report(two_runs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path, _ = write_report(two_runs, tmp_path_factory.mktemp("browser") / "report.html")
-    return path
+def report(text_report: Path) -> Path:
+    return text_report
 
 
 @pytest.fixture
@@ -182,6 +180,7 @@ def test_a_phone_sees_everything_without_scrolling_sideways(browser: Any, report
     watched = Watched(browser, report.as_uri(), viewport={"width": 360, "height": 740})
     watched.page.locator(".token").nth(10).click()
     assert watched.page.evaluate("document.documentElement.scrollWidth") == 360
+    assert watched.page.evaluate(SMALL_CONTROLS) == []
     assert watched.page.locator("#summary td").first.is_visible()
     watched.context.close()
 
@@ -197,11 +196,9 @@ def test_paper_gets_light_colours_and_no_controls(browser: Any, report: Path) ->
 
 
 def test_patches_over_images_are_chosen_and_followed_into_a_coarser_grid(
-    browser: Any, image_runs: tuple[Path, Path], tmp_path: Path
+    browser: Any, image_report: Path
 ) -> None:
-    path, notes = write_report(image_runs, tmp_path / "images.html", device="cpu")
-    assert notes == []
-    watched = Watched(browser, path.as_uri())
+    watched = Watched(browser, image_report.as_uri())
     page = watched.page
     assert page.locator(".image img").count() == 12 * 2  # clean beside attacked
     assert page.locator(".token").count() == 12 * 16  # 8 pixels in patches of 2: a 4 x 4 grid
@@ -214,8 +211,11 @@ def test_patches_over_images_are_chosen_and_followed_into_a_coarser_grid(
     page.locator("#explorer-layer").fill(last)
     assert page.locator(".token").count() == 12 * 4  # merged into 2 x 2
     assert "row 2, column 2; classified as" in details.inner_text()
-    page.keyboard.press("Tab")
-    watched.check_quiet(path.as_uri())
+    assert page.locator(".twin").count() == 12 * 4
+    page.locator(".twin").nth(5).click()  # of an attacked image: chooses the clean patch
+    assert page.locator(".token[aria-selected=true]").get_attribute("id") == "token-5"
+    assert "Under attack" in details.inner_text()
+    watched.check_quiet(image_report.as_uri())
     watched.context.close()
 
 

@@ -1,7 +1,6 @@
 """The tokens of each expert: counts, ranking and context, against loops; and those on the page."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ from acmoe.report.experts import (
     fewer_examples,
     tokens_by_expert,
 )
-from acmoe.report.routing import RoutingReader, RunRouting
-from acmoe.report.runs import read_run
 
 TOKENS = tuple("abcdefgh" * 3)
 
@@ -101,24 +98,17 @@ def test_many_experts_share_the_room_of_the_page() -> None:
     }
 
 
-def routing_of(folder: Path, **options: Any) -> RunRouting:
-    found = RoutingReader(tokens=640, device="cpu").read(read_run(folder, "run"), 1)
-    assert isinstance(found, RunRouting), found
-    return found
-
-
 def test_the_page_holds_what_every_expert_of_a_text_run_received(
-    two_runs: tuple[Path, Path],
+    text_data: dict[str, Any],
 ) -> None:
-    routing = routing_of(two_runs[1])
-    shown = routing.sample.content["tokens"]
-    assert routing.by_expert is not None and len(routing.by_expert) == len(routing.layers)
-    for one, found in zip(routing.layers, routing.by_expert, strict=True):
+    routing, shown = text_data["runs"][1]["routing"], text_data["samples"][0]["tokens"]
+    measured = zip(routing["layers"], routing["by_expert"], routing["measures"], strict=True)
+    for one, found, measures in measured:
         # Two experts per token, over all measured tokens; `load` is their share in percent.
         assert sum(found["got"]) == 2 * found["total"]
         assert sum(found["first"]) == found["total"]
-        load = routing.measures[routing.by_expert.index(found)]["load"]
-        assert [50 * got / found["total"] for got in found["got"]] == pytest.approx(load)
+        shares = [50 * got / found["total"] for got in found["got"]]
+        assert shares == pytest.approx(measures["load"])
         for expert, top in enumerate(found["top"]):
             values = [value for _, value, *_ in top]
             assert values == sorted(values, reverse=True)
@@ -129,13 +119,14 @@ def test_the_page_holds_what_every_expert_of_a_text_run_received(
                     around = [shown[max(0, place - 24) : place], shown[place + 1 : place + 13]]
                     assert [before, after] == ["".join(part) for part in around]
                     assert text == shown[place]
-    assert len(json.dumps(routing.by_expert)) < 12_000  # 3 layers of 4 experts
+    assert len(json.dumps(routing["by_expert"])) < 12_000  # 3 layers of 4 experts
 
 
-def test_a_soft_router_is_called_soft_and_ranks_by_combine_weight(soft_run: Path) -> None:
-    routing = routing_of(soft_run)
-    assert routing.soft and routing.by_expert is not None
-    for one, found in zip(routing.layers, routing.by_expert, strict=True):
+def test_a_soft_router_is_called_soft_and_ranks_by_combine_weight(
+    image_data: dict[str, Any],
+) -> None:
+    routing = image_data["runs"][2]["routing"]
+    for one, found in zip(routing["layers"], routing["by_expert"], strict=True):
         assert found["ranked"] == "gate"
         assert found["got"] == found["first"]  # one expert of largest weight per patch
         assert found["total"] == 64 * 16

@@ -11,7 +11,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from acmoe.report.page import write_report
 from chromium import chromium, why_not
 from watched_page import Watched
 
@@ -24,20 +23,6 @@ SVG = "{http://www.w3.org/2000/svg}"
 def browser() -> Iterator[Any]:
     with chromium() as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def report(two_runs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path, _ = write_report(two_runs, tmp_path_factory.mktemp("links") / "report.html")
-    return path
-
-
-@pytest.fixture(scope="module")
-def data(report: Path) -> dict[str, Any]:
-    page = report.read_text(encoding="utf-8")
-    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
-    found: dict[str, Any] = json.loads(text)
-    return found
 
 
 def saved(page: Any, button: str) -> tuple[str, str]:
@@ -55,9 +40,9 @@ def rows_of(text: str) -> list[dict[str, str]]:
 
 
 def test_a_link_opens_a_token_an_expert_and_back_returns(
-    browser: Any, report: Path, data: dict[str, Any]
+    browser: Any, text_report: Path, text_data: dict[str, Any]
 ) -> None:
-    address = f"{report.as_uri()}#run=plain&layer=3&token=11"
+    address = f"{text_report.as_uri()}#run=plain&layer=3&token=11"
     watched = Watched(browser, address)
     page = watched.page
     details = page.locator("#explorer-details")
@@ -67,7 +52,7 @@ def test_a_link_opens_a_token_an_expert_and_back_returns(
     assert page.evaluate("scrollY") > 0  # the explorer is in sight
     page.locator(".token").nth(20).click()
     assert watched.hash() == "#run=plain&layer=3&token=21"
-    expert = data["runs"][0]["routing"]["layers"][2]["ids"][20][0]
+    expert = text_data["runs"][0]["routing"]["layers"][2]["ids"][20][0]
     details.locator("a.chip").first.click()  # the first expert of the token, as a link
     assert watched.hash() == f"#run=plain&layer=3&expert={expert}"
     assert page.locator("#experts h3").inner_text() == f"Expert {expert} of MoE layer 3"
@@ -81,13 +66,14 @@ def test_a_link_opens_a_token_an_expert_and_back_returns(
     watched.context.close()
 
 
+@pytest.mark.slow
 def test_the_page_of_an_expert_lists_its_tokens_and_leads_to_them(
-    browser: Any, report: Path, data: dict[str, Any]
+    browser: Any, text_report: Path, text_data: dict[str, Any]
 ) -> None:
-    address = f"{report.as_uri()}#layer=2&expert=3"
+    address = f"{text_report.as_uri()}#layer=2&expert=3"
     watched = Watched(browser, address)
     page, section = watched.page, watched.page.locator("#experts")
-    found = data["runs"][1]["routing"]["by_expert"][1]
+    found = text_data["runs"][1]["routing"]["by_expert"][1]
     assert section.locator("h3").inner_text() == "Expert 3 of MoE layer 2"
     assert f"It received {found['got'][3]:,} of {found['total']:,} bytes" in section.inner_text()
     shown = section.locator("#experts-top li").all_text_contents()
@@ -120,33 +106,33 @@ NONSENSE = [
 
 @pytest.mark.parametrize("fragment", NONSENSE)
 def test_a_link_with_nonsense_opens_the_usual_view(
-    browser: Any, report: Path, fragment: str
+    browser: Any, text_report: Path, fragment: str
 ) -> None:
-    watched = Watched(browser, f"{report.as_uri()}#{fragment}")
+    watched = Watched(browser, f"{text_report.as_uri()}#{fragment}")
     page = watched.page
     assert page.locator("#explorer-run").input_value() == "1"  # the adaptive one
     assert page.locator("#explorer-layer").input_value() == "2"
     assert "byte 5 of 640" in page.locator("#explorer-details").inner_text()
     assert page.locator("#experts h3").inner_text() == "Expert 0 of MoE layer 2"
     assert page.locator("#curves-metric").input_value() == "bits_per_byte"
-    watched.check_quiet(report.as_uri())
+    watched.check_quiet(text_report.as_uri())
     watched.context.close()
 
 
 def test_charts_numbers_and_data_are_saved_from_a_file(
-    browser: Any, report: Path, data: dict[str, Any]
+    browser: Any, text_report: Path, text_data: dict[str, Any]
 ) -> None:
-    watched = Watched(browser, report.as_uri(), accept_downloads=True)
+    watched = Watched(browser, text_report.as_uri(), accept_downloads=True)
     page = watched.page
     name, text = saved(page, "#save-json")
     assert name == "acmoe-report.json"
-    assert json.loads(text) == data
+    assert json.loads(text) == text_data
 
     name, text = saved(page, "#save-acmoe-convergence-csv")
     assert name == "acmoe-convergence.csv"
     points = [
         (run["name"], split, str(step), str(value))
-        for run in data["runs"]
+        for run in text_data["runs"]
         for split in ("valid", "train")
         for step, value in zip(run[split]["step"], run[split]["bits_per_byte"], strict=True)
     ]
@@ -164,16 +150,16 @@ def test_charts_numbers_and_data_are_saved_from_a_file(
 
     _, text = saved(page, "#save-acmoe-load-of-plain-csv")
     loads = [float(row["load_percent"]) for row in rows_of(text)]
-    assert loads == [one for m in data["runs"][0]["routing"]["measures"] for one in m["load"]]
-    watched.check_quiet(report.as_uri())
+    assert loads == [one for m in text_data["runs"][0]["routing"]["measures"] for one in m["load"]]
+    watched.check_quiet(text_report.as_uri())
     watched.context.close()
 
 
 @pytest.mark.slow
 def test_every_chart_can_be_saved_in_both_forms(
-    browser: Any, report: Path, data: dict[str, Any]
+    browser: Any, text_report: Path, text_data: dict[str, Any]
 ) -> None:
-    watched = Watched(browser, report.as_uri(), accept_downloads=True, color_scheme="dark")
+    watched = Watched(browser, text_report.as_uri(), accept_downloads=True, color_scheme="dark")
     page = watched.page
     names = page.locator(".save button").evaluate_all("all => all.map((one) => one.id)")
     assert len(names) == len(set(names)) == 2 * 8 + 1  # the expert's list has no picture
@@ -190,19 +176,19 @@ def test_every_chart_can_be_saved_in_both_forms(
         else:
             assert len(rows_of(text)) >= 2
     _, text = saved(page, "#save-acmoe-the-explorer-csv")
-    layer = data["runs"][1]["routing"]["layers"][1]
+    layer = text_data["runs"][1]["routing"]["layers"][1]
     assert [int(row["first_expert"]) for row in rows_of(text)] == layer["first"]
-    assert [row["token"] for row in rows_of(text)] == data["samples"][0]["tokens"]
+    assert [row["token"] for row in rows_of(text)] == text_data["samples"][0]["tokens"]
     _, text = saved(page, "#save-acmoe-the-explorer-svg")
     drawn = [one.text for one in ElementTree.fromstring(text).iter(f"{SVG}text")][1:]
-    assert "".join(drawn) == "".join("".join(data["samples"][0]["tokens"]).split(" "))
-    watched.check_quiet(report.as_uri())
+    assert "".join(drawn) == "".join("".join(text_data["samples"][0]["tokens"]).split(" "))
+    watched.check_quiet(text_report.as_uri())
     watched.context.close()
 
 
 @pytest.mark.slow
-def test_the_view_of_the_curves_is_kept_too(browser: Any, report: Path) -> None:
-    watched = Watched(browser, report.as_uri())
+def test_the_view_of_the_curves_is_kept_too(browser: Any, text_report: Path) -> None:
+    watched = Watched(browser, text_report.as_uri())
     page = watched.page
     page.locator("#curves-metric").select_option("lr")
     page.locator("#curves-x").select_option("seconds")
@@ -218,7 +204,7 @@ def test_the_view_of_the_curves_is_kept_too(browser: Any, report: Path) -> None:
     assert page.locator("#curves-x").input_value() == "step"
     page.go_back()
     assert page.locator("#curves-metric").input_value() == "bits_per_byte"
-    assert page.url == report.as_uri()
+    assert page.url == text_report.as_uri()
     for one in (watched, again):
         one.check_quiet(address)
         one.context.close()
