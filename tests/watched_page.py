@@ -40,8 +40,8 @@ class Watched:
 # Controls that a pointer can hit. Tokens inside a text are as large as its letters, and arrow keys
 # reach them; a range is measured as a whole.
 SMALL_CONTROLS = """
-[...document.querySelectorAll("button, select, input, a[href], .image .token")].filter((node) =>
-  node.getClientRects().length && !node.closest(".skip")).map((node) => {
+[...document.querySelectorAll("button, select, input, summary, a[href], .image .token")]
+  .filter((node) => node.getClientRects().length && !node.closest(".skip")).map((node) => {
   const box = node.getBoundingClientRect();
   return [Math.round(10 * box.width) / 10, Math.round(10 * box.height) / 10,
     `${node.tagName} ${node.id || node.textContent.slice(0, 20)}`];
@@ -49,8 +49,8 @@ SMALL_CONTROLS = """
 """
 # In the order of the document: what Tab must reach.
 TAB_STOPS = """
-[...document.querySelectorAll("button, select, input, a[href], [tabindex]")].filter((node) =>
-  node.tabIndex >= 0 && node.getClientRects().length && !node.disabled)
+[...document.querySelectorAll("button, select, input, summary, a[href], [tabindex]")]
+  .filter((node) => node.tabIndex >= 0 && node.getClientRects().length && !node.disabled)
 """
 FOCUSED = """
 (() => {

@@ -25,9 +25,9 @@ from acmoe.report.runs import RunFacts, find_runs, read_runs
 
 # These files are joined to one script in this order. live.js is added when a server sends the page.
 SCRIPTS = (
-    *("dom.js", "numbers.js", "export.js", "summary.js", "settings.js", "scale.js", "chart.js"),
-    *("curves.js", "link.js", "attacked.js", "tokens.js", "details.js", "experts.js"),
-    *("explorer.js", "layers.js", "robustness.js", "theme.js"),
+    *("dom.js", "numbers.js", "summary.js", "settings.js", "scale.js", "chart.js", "curves.js"),
+    *("tokens.js", "details.js", "explorer.js", "layers.js", "robustness.js", "theme.js"),
+    *("experts.js", "attacked.js", "export.js", "link.js"),
 )
 ROUTER, BASE = "model.router.", "model.router.base."  # prefixes of settings' names
 POINTS = 1500  # the most points of a curve; longer curves keep every n-th record

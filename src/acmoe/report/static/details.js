@@ -80,7 +80,8 @@ const clusterBlock = (layer, depth, token) => {
       { key: `feature ${feature}`, value: scale, text: `\u00d7 ${fixed(scale, 2)}` }))),
     [["cluster", "feature", "scale"], ...stretched.map(([feature, scale]) => [cluster, feature, scale])],
     el("p", { class: "quiet" }, "Before scoring, the router multiplies each feature by M. These are the largest "
-      + `factors of ${layer.features}, whose mean is 1${layer.varies ? "; each is a mean over the cluster's tokens" : ""}.`)));
+      + `factors of ${layer.features}, whose mean is 1`
+      + `${layer.varies ? "; each is a mean over the cluster's tokens" : ""}.`)));
 };
 
 /** The token's experts in the runs with the same sample, and how many of its companions it has in both. */

@@ -1,5 +1,6 @@
 // The routing explorer: a run, a layer, its tokens coloured by expert, one of them in detail.
 
+const NEW_VIEW = { run: null, layer: 1, token: 4, expert: 0, by: "expert" }; // without a link
 const explorerView = { ...NEW_VIEW, numbers: false, beside: true, only: null, grid: null };
 
 const runName = ({ name, router }) => (name.includes(router) ? name : `${name} (${router})`);
@@ -100,10 +101,10 @@ const aboutSample = (data, depth) => {
     `${run.name}, MoE layer ${depth + 1}: ${whole(count)} ${what} of ${sample.title}`
       + `${routing.step === null ? "" : `, routed by the checkpoint of step ${whole(routing.step)}`}`
       + `${routing.statistics === "none" ? "" : ` with ${routing.statistics} statistics`}. `
-      + `The colour of a ${one} shows ${colour}. Choose a ${one} to see its scores for all experts: click, or move with `
-      + "the arrow keys and press Enter.",
-    routing.soft ? "SoftMoE has no hard choice: every expert reads a weighted mean of all patches. The colour shows the "
-      + "expert with the largest combine weight, its share in the output of the patch." : null,
+      + `The colour of a ${one} shows ${colour}. Choose a ${one} to see its scores for all experts: click, or move `
+      + "with the arrow keys and press Enter.",
+    routing.soft ? "SoftMoE has no hard choice: every expert reads a weighted mean of all patches. The colour shows "
+      + "the expert with the largest combine weight, its share in the output of the patch." : null,
     sample.kind === "images" ? aboutAttack(routing, depth) : null,
   ].filter((text) => text !== null);
 };
@@ -145,8 +146,8 @@ const showDetails = (parts) => {
   const { run, layer, token } = explorerView;
   const shown = data.runs[run].routing.layers[layer];
   if (token === null || token >= shown.first.length) {
-    details.replaceChildren(el("p", { class: "quiet" }, "Choose a token to see the router's scores for it, its cluster, "
-      + "the features that M enlarges most for that cluster, and its experts in the other runs."));
+    details.replaceChildren(el("p", { class: "quiet" }, "Choose a token to see the router's scores for it, its "
+      + "cluster, the features that M enlarges most for that cluster, and its experts in the other runs."));
     return;
   }
   const go = (depth) => {

@@ -8,9 +8,9 @@ const renderLayers = (data) => {
   }
   $("layers-body").replaceChildren(
     el("p", { class: "quiet" }, "Load: the percentage of tokens that each expert (column) receives at each MoE "
-      + "layer (row); blue is above an even share, orange below. Instability: the percentage of pairs of tokens that share "
-      + "a first expert at one of two consecutive MoE layers but not at the other; the vertical mark is its value for "
-      + "experts chosen at random with the same loads."),
+      + "layer (row); blue is above an even share, orange below. Instability: the percentage of pairs of tokens that "
+      + "share a first expert at one of two consecutive MoE layers but not at the other; the vertical mark is its value "
+      + "for experts chosen at random with the same loads."),
     el("div", { class: "pair" }, able.map(({ run, index }) => el("div", {},
       el("h3", {}, runMark(index), ` ${run.name}`), loadTable(run), instabilityList(run),
       el("p", { class: "quiet" }, `Measured over ${run.routing.measured}`

@@ -1,8 +1,6 @@
 // The view in the address: "#run=adaptive&layer=2&token=5" opens the page there. Numbers are those that the page
 // shows. A value that does not fit this report is ignored. A fragment without "=" is the name of a section.
 
-const NEW_VIEW = { run: null, layer: 1, token: 4, expert: 0, by: "expert" };
-
 const numberIn = (text, least, most) => {
   if (text === null || !/^\d{1,7}$/.test(text)) return null;
   return Number(text) >= least && Number(text) <= most ? Number(text) : null;
