@@ -51,8 +51,9 @@ def chromium() -> Iterator[Any]:
     """A browser for as long as `with` lasts."""
     from playwright.sync_api import sync_playwright
 
+    path = find_chromium()  # outside of `with`: it may start playwright itself
     with sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=find_chromium(), args=list(QUIET))
+        browser = play.chromium.launch(executable_path=path, args=list(QUIET))
         try:
             yield browser
         finally:

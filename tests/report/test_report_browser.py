@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from acmoe.report.page import write_report
 from acmoe.report.routing import RoutingReader
 from acmoe.report.serve import LiveReport, ReportServer
+from acmoe.storage.lines import append_line
 from chromium import chromium, why_not
+from watched_page import CONTRAST, SMALL_CONTROLS, Watched
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
 
-CONTRAST = (Path(__file__).parent / "contrast.js").read_text()
 GROUND = "getComputedStyle(document.body).backgroundColor"
 
 
@@ -29,32 +29,8 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def report(two_runs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path, _ = write_report(two_runs, tmp_path_factory.mktemp("browser") / "report.html")
-    return path
-
-
-class Watched:
-    """A page that remembers everything a report must not do."""
-
-    def __init__(self, browser: Any, address: str, **context: Any) -> None:
-        self.context = browser.new_context(
-            **{"viewport": {"width": 1200, "height": 900}, **context}
-        )
-        self.page = self.context.new_page()
-        self.wrong: list[str] = []
-        self.requests: list[str] = []
-        self.page.on("console", lambda message: self.wrong.append(message.text))
-        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
-        self.page.on("dialog", lambda dialog: self.wrong.append(dialog.message))
-        self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.goto(address)
-        self.page.wait_for_selector("#settings table")
-
-    def check_quiet(self, address: str) -> None:
-        asked = [url for url in self.requests if not url.startswith("data:")]
-        assert self.wrong == []
-        assert asked == [address]
+def report(text_report: Path) -> Path:
+    return text_report
 
 
 @pytest.fixture
@@ -175,7 +151,7 @@ def test_what_differs_between_the_settings_is_marked_and_the_rest_can_be_shown(
     assert page.evaluate("document.activeElement.id") == "settings-all"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_every_text_can_be_read_in_both_schemes(browser: Any, report: Path, scheme: str) -> None:
     watched = Watched(browser, report.as_uri(), color_scheme=scheme)
     assert watched.page.evaluate(CONTRAST) == []
@@ -204,6 +180,7 @@ def test_a_phone_sees_everything_without_scrolling_sideways(browser: Any, report
     watched = Watched(browser, report.as_uri(), viewport={"width": 360, "height": 740})
     watched.page.locator(".token").nth(10).click()
     assert watched.page.evaluate("document.documentElement.scrollWidth") == 360
+    assert watched.page.evaluate(SMALL_CONTROLS) == []
     assert watched.page.locator("#summary td").first.is_visible()
     watched.context.close()
 
@@ -219,25 +196,26 @@ def test_paper_gets_light_colours_and_no_controls(browser: Any, report: Path) ->
 
 
 def test_patches_over_images_are_chosen_and_followed_into_a_coarser_grid(
-    browser: Any, image_runs: tuple[Path, Path], tmp_path: Path
+    browser: Any, image_report: Path
 ) -> None:
-    path, notes = write_report(image_runs, tmp_path / "images.html", device="cpu")
-    assert notes == []
-    watched = Watched(browser, path.as_uri())
+    watched = Watched(browser, image_report.as_uri())
     page = watched.page
-    assert page.locator(".image img").count() == 12
+    assert page.locator(".image img").count() == 12 * 2  # clean beside attacked
     assert page.locator(".token").count() == 12 * 16  # 8 pixels in patches of 2: a 4 x 4 grid
     page.locator(".token").nth(2 * 16 + 4 * 2 + 3).click()
     details = page.locator("#explorer-details")
     assert details.locator("h3").inner_text().startswith("Image 3: ")
-    assert "row 3, column 4; taken for" in details.inner_text()
+    assert "row 3, column 4; classified as" in details.inner_text()
     assert "In the other runs" in details.inner_text()
     last = page.locator("#explorer-layer").get_attribute("max")
     page.locator("#explorer-layer").fill(last)
     assert page.locator(".token").count() == 12 * 4  # merged into 2 x 2
-    assert "row 2, column 2; taken for" in details.inner_text()
-    page.keyboard.press("Tab")
-    watched.check_quiet(path.as_uri())
+    assert "row 2, column 2; classified as" in details.inner_text()
+    assert page.locator(".twin").count() == 12 * 4
+    page.locator(".twin").nth(5).click()  # of an attacked image: chooses the clean patch
+    assert page.locator(".token[aria-selected=true]").get_attribute("id") == "token-5"
+    assert "Under attack" in details.inner_text()
+    watched.check_quiet(image_report.as_uri())
     watched.context.close()
 
 
@@ -255,8 +233,8 @@ def test_a_served_page_takes_in_news_and_keeps_what_was_chosen(
             page.locator("#explorer-layer").fill("3")
             page.locator(".token").nth(10).click()
             before = page.evaluate("window.scrollY")
-            with (run / "metrics.jsonl").open("a") as file:
-                file.write('{"kind": "valid", "step": 77, "bits_per_byte": 0.25}\n')
+            news = {"kind": "valid", "step": 77, "bits_per_byte": 0.25}
+            append_line(run / "metrics.jsonl", news)
             page.get_by_text("at step 77").first.wait_for(timeout=15000)
             assert page.evaluate("document.activeElement.id") == "token-10"
             assert page.locator("#explorer-layer").input_value() == "3"

@@ -112,6 +112,24 @@ def test_a_model_beside_runs_and_in_a_folder_of_models(
     assert find_runs([model / "analysis"]) == [model / "analysis"]
 
 
+def test_the_tokens_of_each_expert_are_there_unless_the_file_is_older(model: Path) -> None:
+    first, second = data_of(model)["runs"][0]["routing"]["by_expert"]
+    assert first == second
+    # The gates of other people's routers are unknown; affinities are one for the chosen expert.
+    assert (first["total"], first["got"], first["ranked"]) == (8, [3, 3, 2], "affinity")
+    assert [[place for place, *_ in top] for top in first["top"]] == [[0, 3, 7], [1, 2, 6], [4, 5]]
+    *example, after = first["top"][1][1]
+    assert example == [2, 1.0, "A b", "\u23ce"]
+    assert after.startswith("\u2205\u21e5c</script>") and after.endswith("d")  # four tokens
+    path = model / "analysis" / "routing.json"
+    document = json.loads(path.read_text())
+    del document["by_expert"]
+    path.write_text(json.dumps(document))
+    (run,) = data_of(model)["runs"]
+    assert run["routing"]["by_expert"] is None
+    assert run["notes"] == []
+
+
 def test_a_damaged_file_is_named(model: Path) -> None:
     path = model / "analysis" / "routing.json"
     document = json.loads(path.read_text())

@@ -22,10 +22,8 @@ STATIC = Path(__file__).parents[2] / "src" / "acmoe" / "report" / "static"
 
 
 @pytest.fixture(scope="module")
-def page(two_runs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> str:
-    path, notes = write_report(two_runs, tmp_path_factory.mktemp("page") / "report.html")
-    assert notes == []
-    return path.read_text(encoding="utf-8")
+def page(text_report: Path) -> str:
+    return text_report.read_text(encoding="utf-8")
 
 
 def data_of(page: str) -> dict[str, Any]:
@@ -208,15 +206,10 @@ def test_a_corpus_that_is_gone_is_one_line(broken: Path) -> None:
     assert "is not prepared in" in note
 
 
-def test_image_runs_show_patches_in_the_grid_of_each_stage(
-    image_runs: tuple[Path, Path], tmp_path: Path
-) -> None:
-    path, notes = write_report(image_runs, tmp_path / "report.html", device="cpu")
-    data = data_of(path.read_text(encoding="utf-8"))
-    assert notes == []
-    (sample,) = data["samples"]  # the same images in both runs
+def test_image_runs_show_patches_in_the_grid_of_each_stage(image_data: dict[str, Any]) -> None:
+    (sample,) = image_data["samples"]  # the same images in all runs
     assert len(sample["images"]) == 12
-    for run in data["runs"]:
+    for run in image_data["runs"][:2]:
         grids = [tuple(layer["grid"]) for layer in run["routing"]["layers"]]
         assert grids[0] == (4, 4) and grids[-1] == (2, 2)
         for layer, (rows, columns) in zip(run["routing"]["layers"], grids, strict=True):

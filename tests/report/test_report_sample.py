@@ -1,16 +1,11 @@
 """Tokens as signs and images as PNG."""
 
-import base64
-import io
-import struct
-import zlib
-
-import numpy as np
 import pytest
 import torch
 
 from acmoe.data.text.vocabulary import ByteVocabulary, WordVocabulary
 from acmoe.report.sample import Sample, png_uri, visible
+from png_levels import decoded
 
 BYTES = ByteVocabulary(bytes(range(256)))
 
@@ -40,23 +35,6 @@ def test_no_byte_is_shown_as_a_control_character() -> None:
 def test_words_are_shown_as_they_are_and_line_ends_as_a_sign() -> None:
     words = WordVocabulary(("<eos>", "<unk>", "<script>"))
     assert [visible(token, words) for token in range(3)] == ["\u23ce", "<unk>", "<script>"]
-
-
-def decoded(uri: str) -> np.ndarray:
-    """(Y, X, 3) levels of a PNG whose rows have no filter, read chunk by chunk."""
-    kind, _, content = uri.partition(",")
-    assert kind == "data:image/png;base64"
-    file = io.BytesIO(base64.b64decode(content))
-    assert file.read(8) == b"\x89PNG\r\n\x1a\n"
-    chunks = {}
-    while head := file.read(8):
-        length, name = struct.unpack(">I4s", head)
-        chunks[name] = file.read(length)
-        assert struct.unpack(">I", file.read(4)) == (zlib.crc32(name + chunks[name]),)
-    width, height = struct.unpack(">II", chunks[b"IHDR"][:8])
-    rows = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), np.uint8).reshape(height, 1 + 3 * width)
-    assert not rows[:, 0].any()
-    return rows[:, 1:].reshape(height, width, 3)
 
 
 def test_pixels_come_back_from_the_png(generator: torch.Generator) -> None:

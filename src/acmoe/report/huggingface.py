@@ -9,9 +9,10 @@ from pathlib import Path
 from acmoe.analyze.analysis import Analysis, LayerAnalysis
 from acmoe.analyze.sampling import HuggingFaceModel, Sampled
 from acmoe.evaluate.routing import LayerReport
+from acmoe.report.experts import EXAMPLES, TextContext, tokens_by_expert
 from acmoe.report.routing import shown_layer, shown_tokens
 from acmoe.report.runs import HF_MODEL, ROUTING
-from acmoe.report.sample import pieces_sample
+from acmoe.report.sample import pieces_sample, visible_piece
 from acmoe.storage.atomic import replace_text
 from acmoe.storage.strict_json import json_text
 
@@ -25,6 +26,8 @@ def save_routing(sampled: Sampled, analysis: Analysis, folder: Path) -> Path:
     count = shown_tokens(MOST_TOKENS, [layer.num_experts for layer in record.layers], 1)
     count = min(count, len(model.pieces))
     sample = pieces_sample(model.pieces[:count], model.title)
+    tokens = [visible_piece(piece) for piece in model.pieces]
+    context = TextContext(tokens=tokens, unit=sample.content["unit"])
     document = {
         "kind": HF_MODEL,
         "router": model.router,
@@ -35,6 +38,10 @@ def save_routing(sampled: Sampled, analysis: Analysis, folder: Path) -> Path:
         "measured": record.sample,
         "measures": [asdict(_measures(layer)) for layer in analysis.layers],
         "layers": [shown_layer(layer, count) for layer in record.layers],
+        "by_expert": [
+            tokens_by_expert(layer, examples=EXAMPLES, context=context, among=len(tokens))
+            for layer in record.layers
+        ],
     }
     path = folder / ROUTING
     replace_text(path, json_text(document, indent=None) + "\n")

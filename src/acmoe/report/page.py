@@ -27,6 +27,7 @@ from acmoe.report.runs import RunFacts, find_runs, read_runs
 SCRIPTS = (
     *("dom.js", "numbers.js", "summary.js", "settings.js", "scale.js", "chart.js", "curves.js"),
     *("tokens.js", "details.js", "explorer.js", "layers.js", "robustness.js", "theme.js"),
+    *("experts.js", "attacked.js", "export.js", "link.js"),
 )
 ROUTER, BASE = "model.router.", "model.router.base."  # prefixes of settings' names
 POINTS = 1500  # the most points of a curve; longer curves keep every n-th record
@@ -75,6 +76,8 @@ def report_data(
         entry = _run_entry(run, runs[0], group)
         if isinstance(routing, RunRouting):
             entry["routing"] = routing.to_json(marks.index(routing.sample.mark))
+            if isinstance(routing.attacked, str):
+                entry["notes"].append(routing.attacked)
         else:
             entry["notes"].append(f"no routing: {routing}")
         entries.append(entry)

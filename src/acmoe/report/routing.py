@@ -13,13 +13,20 @@ import torch
 from torch import Tensor
 
 from acmoe.analyze.record import LayerRecord, RoutingRecord, record_language, record_vision
-from acmoe.config.images.train import VISION_RUNS
+from acmoe.config.images.train import VISION_RUNS, SoftViTRunConfig
 from acmoe.errors import UserError, check
 from acmoe.evaluate.language import check_vocabulary
 from acmoe.evaluate.run import LANGUAGE_RUN, RunFolder, open_run, open_vision_run
 from acmoe.evaluate.vision import StageTally
+from acmoe.report.attacked import attacked_routing
+from acmoe.report.experts import (
+    TextContext,
+    examples_per_expert,
+    fewer_examples,
+    tokens_by_expert,
+)
 from acmoe.report.runs import HF_MODEL, ROUTING, RunFacts, read_routing_file
-from acmoe.report.sample import Sample, image_sample, text_sample
+from acmoe.report.sample import Sample, image_sample, text_sample, visible_tokens
 from acmoe.routing.state import Routing
 from acmoe.runtime import pick_device
 
@@ -43,6 +50,11 @@ class RunRouting:
     measures: list[dict[str, Any]]  # one LayerReport per layer
     layers: list[dict[str, Any]]  # routing of the shown tokens, one entry per layer
     predicted: list[str] | None  # images: the predicted class of each
+    # One entry of `tokens_by_expert` per layer; None in a file of an earlier version.
+    by_expert: list[dict[str, Any]] | None = None
+    # SoftMoE: every expert reads every patch, and a gate is a summed combine weight.
+    soft: bool = False
+    attacked: dict[str, Any] | str | None = None  # images: after an attack, or why not
 
     def to_json(self, sample: int) -> dict[str, Any]:
         """Return the values for the page; `sample` is the index of the sample there."""
@@ -54,7 +66,35 @@ class RunRouting:
             "measures": self.measures,
             "layers": self.layers,
             "predicted": self.predicted,
+            "by_expert": self.by_expert,
+            "soft": self.soft,
+            "attacked": self.attacked,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Recorded:
+    """The record of a run, and what the page shows of it besides the routing itself."""
+
+    record: RoutingRecord
+    sample: Sample
+    context: TextContext | None = None
+    predicted: list[str] | None = None
+    attacked: dict[str, Any] | str | None = None
+
+    def by_expert(self, share: int) -> list[dict[str, Any]]:
+        """Return each layer's examples: of text among all tokens, of images among those shown."""
+        layers = self.record.layers
+        examples = examples_per_expert([layer.num_experts for layer in layers], share)
+        return [
+            tokens_by_expert(
+                layer,
+                examples=examples,
+                context=self.context,
+                among=len(layer.cluster) if layer.grid is None else self.sample.items(layer.grid),
+            )
+            for layer in layers
+        ]
 
 
 class RoutingReader:
@@ -84,10 +124,11 @@ class RoutingReader:
         try:
             if run.kind == HF_MODEL:
                 return read_routing(run.folder, self.tokens, share)
-            record, sample, predicted = self._recorded(run, share)
+            found = self._recorded(run, share)
             step = RunFolder(folder=run.folder).step("best")
         except (UserError, OSError) as error:
             return str(error)
+        record, sample = found.record, found.sample
         return RunRouting(
             sample=sample,
             step=step,
@@ -95,12 +136,13 @@ class RoutingReader:
             measured=record.sample,
             measures=_measures(record),
             layers=[shown_layer(layer, sample.items(layer.grid)) for layer in record.layers],
-            predicted=predicted,
+            predicted=found.predicted,
+            by_expert=found.by_expert(share),
+            soft=run.kind == SoftViTRunConfig.kind,
+            attacked=found.attacked,
         )
 
-    def _recorded(
-        self, run: RunFacts, share: int
-    ) -> tuple[RoutingRecord, Sample, list[str] | None]:
+    def _recorded(self, run: RunFacts, share: int) -> _Recorded:
         if run.kind in VISION_RUNS:
             return self._images(run)
         check(
@@ -108,13 +150,13 @@ class RoutingReader:
             f"{run.folder} is a {run.kind}; routing is shown of language models and of image "
             "classifiers",
         )
-        return *self._text(run, share), None
+        return self._text(run, share)
 
-    def _images(self, run: RunFacts) -> tuple[RoutingRecord, Sample, list[str]]:
+    def _images(self, run: RunFacts) -> _Recorded:
         vision = open_vision_run(run.folder)
-        images = vision.images().test
+        images, model = vision.images().test, vision.model(device=pick_device(self.device))
         record = record_vision(
-            vision.model(device=pick_device(self.device)),
+            model,
             images,
             vision.config.data,
             count=MEASURED_IMAGES,
@@ -122,9 +164,14 @@ class RoutingReader:
         )
         assert record.predicted is not None
         predicted = [images.classes[one] for one in record.predicted[:SHOWN_IMAGES].tolist()]
-        return record, image_sample(record, images, SHOWN_IMAGES), predicted
+        return _Recorded(
+            record=record,
+            sample=image_sample(record, images, SHOWN_IMAGES),
+            predicted=predicted,
+            attacked=attacked_routing(model, vision, images, record, shown=len(predicted)),
+        )
 
-    def _text(self, run: RunFacts, share: int) -> tuple[RoutingRecord, Sample]:
+    def _text(self, run: RunFacts, share: int) -> _Recorded:
         language = open_run(run.folder)
         corpus, model = language.corpus(), language.model(device=pick_device(self.device))
         check_vocabulary(model.config.vocab_size, corpus)
@@ -136,7 +183,13 @@ class RoutingReader:
             title=f"{corpus.title}, test",
         )
         shown = shown_tokens(self.tokens, [layer.num_experts for layer in record.layers], share)
-        return record, text_sample(record, corpus, shown)
+        sample = text_sample(record, corpus, shown)
+        tokens = visible_tokens(record, corpus)
+        return _Recorded(
+            record=record,
+            sample=sample,
+            context=TextContext(tokens=tokens, unit=sample.content["unit"]),
+        )
 
 
 def _version_of(run: RunFacts) -> Path:
@@ -160,6 +213,8 @@ def read_routing(folder: Path, tokens: int, share: int) -> RunRouting:
         count = min(count, sample["count"])
         content = {**sample["content"], "tokens": sample["content"]["tokens"][:count]}
         content["breaks"] = [place for place in content["breaks"] if place < count]
+        examples = examples_per_expert([layer["experts"] for layer in layers], share)
+        by_expert = document.get("by_expert")
         return RunRouting(
             sample=Sample(mark=sample["mark"], count=count, content=content),
             step=None,
@@ -171,6 +226,7 @@ def read_routing(folder: Path, tokens: int, share: int) -> RunRouting:
                 for layer in layers
             ],
             predicted=None,
+            by_expert=by_expert and [fewer_examples(one, examples) for one in by_expert],
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(

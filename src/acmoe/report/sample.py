@@ -54,20 +54,26 @@ def text_sample(record: RoutingRecord, corpus: Corpus, count: int) -> Sample:
     return Sample(mark=mark, count=len(ids), content=content)
 
 
+def visible_tokens(record: RoutingRecord, corpus: Corpus) -> list[str]:
+    """Return all recorded tokens as visible text."""
+    assert record.token_ids is not None
+    return [visible(token, corpus.vocabulary) for token in record.token_ids.tolist()]
+
+
 def pieces_sample(pieces: Sequence[str], title: str) -> Sample:
     """Return tokens that are given as pieces of a text, with their spaces."""
     content = {
         "kind": "text",
         "title": f"{title}, from its beginning",
         "unit": "tokens",
-        "tokens": [_visible_piece(piece) for piece in pieces],
+        "tokens": [visible_piece(piece) for piece in pieces],
         "breaks": [place for place, piece in enumerate(pieces) if "\n" in piece],
     }
     mark = _mark(repr((content["title"], content["unit"], content["tokens"][:64])))
     return Sample(mark=mark, count=len(pieces), content=content)
 
 
-def _visible_piece(piece: str) -> str:
+def visible_piece(piece: str) -> str:
     """Replace characters that cannot be seen; a token may also hold no character of its own."""
     signs = {"\n": "\u23ce", "\t": "\u21e5", "\x7f": "\u2421"}
     shown = (signs.get(one, chr(0x2400 + ord(one)) if ord(one) < SPACE else one) for one in piece)

@@ -160,7 +160,8 @@ def test_degenerate_clusters_have_errors_too():
 
 
 @pytest.mark.skipif(NO_BROWSER is not None, reason=NO_BROWSER or "")
-@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/docs/test_figure_browser.py has the fast cases
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_in_a_browser_on_a_phone_and_by_keyboard(scheme):
     contrast = (DOCS.parent / "tests" / "report" / "contrast.js").read_text()
     with chromium() as browser:

@@ -66,10 +66,12 @@ const renderCurves = (data) => {
     curvesView[name] = numeric ? Number(value) : value;
     if (name === "x") chart.zoom = null;
     redraw();
+    if (name === "x" || name === "metric") keepLink(data);
   };
   const smoothing = el("input", { type: "range", min: 0, max: 0.98, step: 0.02 });
   smoothing.value = curvesView.smooth;
   smoothing.addEventListener("input", () => set("smooth", true)(smoothing.value));
+  const drawn = el("div", {}, legend, chart.node);
   $("curves-body").replaceChildren(
     el("div", { class: "controls" },
       select("Figure", "curves-metric", keys.map((key) => [key, curveName(key)]), curvesView.metric, set("metric")),
@@ -80,10 +82,20 @@ const renderCurves = (data) => {
       checkbox("Log x", "curves-log-x", curvesView.logX, set("logX")),
       checkbox("Log y", "curves-log-y", curvesView.logY, set("logY")),
       el("button", { type: "button", id: "curves-reset", onclick: () => chart.reset() }, "Show everything")),
-    legend, chart.node,
+    drawn, saveButtons("convergence", { node: () => drawn, rows: () => curveRows(data),
+      title: () => `Convergence: ${curveName(curvesView.metric)}` }),
     el("p", { class: "quiet hint" }, "Drag across the chart to zoom, double-click to go back; in use, the wheel "
       + "and the keys +, \u2212, 0 and arrows work too. Thin lines: training."));
   redraw();
+};
+
+/** Every point of the drawn curves, for a CSV file. */
+const curveRows = (data) => {
+  const { metric, x, smooth } = curvesView;
+  const drawn = curveSeries(data).filter((one) => curvesView[one.split] && !curvesView.hidden.has(one.key));
+  return [["run", "split", x, metric, ...(smooth ? [`${metric}_smoothed`] : [])],
+    ...drawn.flatMap((one) => one.x.map((at, place) => [data.runs[one.run].name, one.split, at,
+      (one.raw ?? one.y)[place], ...(smooth ? [one.y[place]] : [])]))];
 };
 
 const drawCurves = (data, legend) => {

@@ -1,4 +1,4 @@
-// What is known of one token at one layer, and where it went in the other runs.
+// One token at one layer: its experts, the router's scores, its cluster, and its experts in the other runs.
 
 const block = (title, ...content) => el("div", { class: "block" }, el("h4", {}, title), ...content);
 
@@ -27,14 +27,27 @@ const tokenHeading = (sample, routing, layer, token) => {
   const { image, row, column } = patchPlace(token, layer.grid);
   return el("h3", {}, `Image ${image + 1}: ${sample.images[image].label}`,
     el("span", { class: "quiet" },
-      ` row ${row + 1}, column ${column + 1}; taken for ${routing.predicted[image]}`));
+      ` row ${row + 1}, column ${column + 1}; classified as ${routing.predicted[image]}`));
 };
 
-const wentTo = (layer, token) => el("p", { class: "went" }, layer.ids[token].map((expert, place) =>
-  expert < layer.experts
-    ? [chip(expert, `expert ${expert}`), layer.gate[token][place] === null ? " "
-      : ` gate ${fixed(layer.gate[token][place], 3)} `]
-    : el("span", { class: "quiet" }, "no expert ")));
+/** The experts that process the token, each a link to its page, with the weight of its output. */
+const wentTo = (data, routing, layer, token) => el("p", { class: "went" },
+  routing.soft ? "Largest share in its output: " : "Sent to: ",
+  layer.ids[token].map((expert, place) => (expert < layer.experts
+    ? [expertLink(data, expert), layer.gate[token][place] === null ? " "
+      : ` ${routing.soft ? "combine weight" : "gate"} ${fixed(layer.gate[token][place], 3)} `]
+    : el("span", { class: "quiet" }, "no expert "))));
+
+const expertLink = (data, expert) => {
+  const link = el("a", { class: "chip", href: linkTo(data, { expert }, "expert"),
+    title: `what expert ${expert} receives` }, `expert ${expert}`);
+  paint(link, expert);
+  return link;
+};
+
+/** A bar chart in the details, with buttons that save it. */
+const chartBlock = (title, what, chart, rows, ...notes) =>
+  block(title, ...notes, chart, saveButtons(what, { node: () => chart, rows: () => rows }));
 
 const affinities = (layer, token) => {
   const chosen = new Set(layer.ids[token]);
@@ -43,28 +56,35 @@ const affinities = (layer, token) => {
   })));
 };
 
+const affinityBlock = (layer, token) => chartBlock("Affinities", `affinities of token ${token + 1}`,
+  affinities(layer, token), [["expert", "affinity", "chosen"], ...layer.affinity[token].map((value, expert) =>
+    [expert, value, layer.ids[token].includes(expert)])],
+  el("p", { class: "quiet" }, "The router's score of the token for each expert; bold: chosen."));
+
 const clusterBlock = (layer, depth, token) => {
   const cluster = layer.cluster[token];
   if (cluster < 0) {
     const first = depth === 0 || layer.adaptive; // deeper, adaptive and without: a stage of new tokens
-    const why = first ? "None yet: no MoE layer has routed these tokens before." : "None: a plain router.";
-    return block("Cluster", el("p", {}, `${why} The token is read as it is (M = I).`));
+    const why = first ? "None yet: no earlier MoE layer has routed this token." : "None: this router is not adaptive.";
+    return block("Cluster", el("p", {}, `${why} The router reads the token without rescaling (M = I).`));
   }
   const size = layer.cluster.filter((other) => other === cluster).length;
   const said = el("p", {}, chip(cluster, `cluster ${cluster}`),
-    ` its first choice at the MoE layer before; ${size} of the ${layer.cluster.length} shown are in it.`);
+    ` Its first expert at the MoE layer before. ${size} of the ${layer.cluster.length} shown are in this cluster.`);
   const stretched = layer.stretched[cluster];
   if (!layer.adaptive || !stretched.length) {
-    return block("Cluster", said, el("p", { class: "quiet" }, "This router does not stretch: M = I."));
+    return block("Cluster", said, el("p", { class: "quiet" }, "This router does not rescale features (M = I)."));
   }
-  return el("div", {}, block("Cluster", said), block("Most stretched features",
+  return el("div", {}, block("Cluster", said), chartBlock("Most stretched features", `features of cluster ${cluster}`,
     bars(stretched.map(([feature, scale]) => (
       { key: `feature ${feature}`, value: scale, text: `\u00d7 ${fixed(scale, 2)}` }))),
-    el("p", { class: "quiet" }, `of ${layer.features}; the mean over features is 1`
-      + `${layer.varies ? "; mean over the cluster's tokens" : ""}.`)));
+    [["cluster", "feature", "scale"], ...stretched.map(([feature, scale]) => [cluster, feature, scale])],
+    el("p", { class: "quiet" }, "Before scoring, the router multiplies each feature by M. These are the largest "
+      + `factors of ${layer.features}, whose mean is 1`
+      + `${layer.varies ? "; each is a mean over the cluster's tokens" : ""}.`)));
 };
 
-/** Where it went in a run that read the same sample, and who went with it in both. */
+/** The token's experts in the runs with the same sample, and how many of its companions it has in both. */
 const elsewhere = (data, chosen, depth, token) => {
   const own = data.runs[chosen].routing;
   const here = own.layers[depth];
@@ -80,13 +100,16 @@ const elsewhere = (data, chosen, depth, token) => {
     const share = (part, whole_) => (whole_ ? `${((100 * part) / whole_).toFixed(0)}%` : "none");
     return el("li", {}, el("strong", {}, run.name), " ", there.ids[token].filter((e) => e < there.experts)
       .map((expert) => [chip(expert, `expert ${expert}`), " "]),
-    el("span", { class: "quiet" }, `Of the ${mates.length} others with its first expert here, ${kept} `
-      + `(${share(kept, mates.length)}) are with it there; of all tokens ${share(all, count - 1)} are.`));
+    el("span", { class: "quiet" }, `${mates.length} other tokens have the same first expert in this run. `
+      + `${kept} of them (${share(kept, mates.length)}) share one with it in ${run.name} too; of all tokens `
+      + `${share(all, count - 1)} do.`));
   }).filter((row) => row !== null);
-  return rows.length ? block("In the other runs", el("ul", { class: "plain" }, rows)) : null;
+  const note = el("p", { class: "quiet" }, "Numbers of experts do not carry over: expert 3 of one run is not expert 3 "
+    + "of another.");
+  return rows.length ? block("In the other runs", note, el("ul", { class: "plain" }, rows)) : null;
 };
 
-const pathBlock = (routing, depth, token, go) => block("Through the layers", el("p", { class: "path" },
+const pathBlock = (routing, depth, token, go) => block("First expert at each MoE layer", el("p", { class: "path" },
   routing.layers.map((layer, n) => {
     const place = layer.grid === null || String(layer.grid) === String(routing.layers[depth].grid)
       ? token : movedPatch(token, routing.layers[depth].grid, layer.grid);
@@ -101,8 +124,9 @@ const tokenDetails = (data, chosen, depth, token, go) => {
   const layer = routing.layers[depth];
   return [
     tokenHeading(data.samples[routing.sample], routing, layer, token),
-    wentTo(layer, token),
-    block("Affinities", affinities(layer, token)),
+    wentTo(data, routing, layer, token),
+    attackedBlock(routing, depth, token),
+    affinityBlock(layer, token),
     clusterBlock(layer, depth, token),
     pathBlock(routing, depth, token, go),
     elsewhere(data, chosen, depth, token),

@@ -7,13 +7,21 @@ const renderLayers = (data) => {
     return;
   }
   $("layers-body").replaceChildren(
-    el("p", { class: "quiet" }, "Load: percent of the routed tokens at each expert, blue above an even share and "
-      + "orange below it. Instability: share of token pairs that part or meet between a layer and the one before; "
-      + "the mark is what clusters of the same sizes, dealt out at random, would have."),
+    el("p", { class: "quiet" }, "Load: the percentage of tokens that each expert (column) receives at each MoE "
+      + "layer (row); blue is above an even share, orange below. Instability: the percentage of pairs of tokens that "
+      + "share a first expert at one of two consecutive MoE layers but not at the other; the vertical mark is its value "
+      + "for experts chosen at random with the same loads."),
     el("div", { class: "pair" }, able.map(({ run, index }) => el("div", {},
       el("h3", {}, runMark(index), ` ${run.name}`), loadTable(run), instabilityList(run),
-      el("p", { class: "quiet" }, `Over ${run.routing.measured}; statistics ${run.routing.statistics}.`)))));
+      el("p", { class: "quiet" }, `Measured over ${run.routing.measured}`
+        + `${run.routing.statistics === "none" ? "" : `, with ${run.routing.statistics} statistics`}.`)))));
 };
+
+const loadRows = (run) => [["layer", "expert", "load_percent"], ...run.routing.measures.flatMap((one, depth) =>
+  one.load.map((share, expert) => [depth + 1, expert, share]))];
+
+const instabilityRows = (run) => [["layer", "instability", "chance"], ...run.routing.measures.flatMap((one, depth) =>
+  (one.instability === null ? [] : [[depth + 1, one.instability, one.chance]]))];
 
 const loadTable = (run) => {
   const { measures } = run.routing;
@@ -24,10 +32,12 @@ const loadTable = (run) => {
   const rows = measures.map((one, depth) => el("tr", {}, el("th", { scope: "row" }, String(depth + 1)),
     one.load.map((share) => heat(share, 100 / one.load.length)),
     el("td", { class: "total" }, fixed(one.load_balance, 1))));
-  return framed(`Load of ${run.name}`, el("table", { class: "heat" }, el("thead", {}, head), el("tbody", {}, rows)));
+  const table = el("table", { class: "heat" }, el("thead", {}, head), el("tbody", {}, rows));
+  return el("div", {}, framed(`Load of ${run.name}`, table),
+    saveButtons(`load of ${run.name}`, { node: () => table, rows: () => loadRows(run) }));
 };
 
-/** Full colour at twice the even share, or at nothing. */
+/** One cell of the table; the colour is strongest at twice the even share and at zero. */
 const heat = (share, even) => {
   const away = Math.max(-1, Math.min(1, share / even - 1));
   const node = el("td", { class: away >= 0 ? "over" : "under", title: `${fixed(share, 2)}%, even ${fixed(even, 2)}%` },
@@ -49,5 +59,7 @@ const instabilityList = (run) => {
       el("span", { class: "value" }, `${fixed(100 * one.instability, 1)}%`,
         el("span", { class: "quiet" }, ` chance ${fixed(100 * one.chance, 1)}%`)));
   }).filter((row) => row !== null);
-  return rows.length ? el("div", {}, el("h4", {}, "Instability"), el("ol", { class: "bars long" }, rows)) : "";
+  const chart = el("ol", { class: "bars long" }, rows);
+  return rows.length ? el("div", {}, el("h4", {}, "Instability"), chart,
+    saveButtons(`instability of ${run.name}`, { node: () => chart, rows: () => instabilityRows(run) })) : "";
 };

@@ -1,6 +1,9 @@
 // Reads the data that stands in the page and draws every section.
 
+let shownData = null; // a served page gets new data while it is open
+
 const renderAll = (data) => {
+  shownData = data;
   const names = data.runs.map((run) => run.name);
   $("title").textContent = names.length < 4 ? new Intl.ListFormat("en").format(names) : `${names.length} runs`;
   document.title = `${$("title").textContent} \u2013 acmoe report`;
@@ -18,5 +21,9 @@ const renderAll = (data) => {
 
 const pageData = JSON.parse($("data").textContent);
 startTheme();
+readLink(pageData);
 renderAll(pageData);
+if (location.hash.includes("=")) followLink(pageData, false);
+startLinks(() => shownData);
+startExport(() => shownData);
 if (pageData.version) startLive(pageData);

@@ -19,19 +19,21 @@ const SIGNS = { " ": "space", "\u23ce": "end of line", "\u21e5": "tab" };
 const spoken = (token) => SIGNS[token] ?? token;
 
 class TokenGrid {
-  /** `choose(token)` hears of a selection. */
-  constructor({ sample, grid, choose }) {
-    Object.assign(this, { sample, grid, choose });
+  /** `choose(token)` is called with the place of a chosen token. `attacked`: images to show beside, or null. */
+  constructor({ sample, grid, attacked, choose }) {
+    Object.assign(this, { sample, grid, attacked, choose });
     this.cells = [];
     this.node = el("div", {
       role: "listbox", tabindex: -1,
       "aria-label": sample.kind === "text" ? "Tokens, coloured by expert" : "Patches, coloured by expert",
-      class: sample.kind === "text" ? `text ${sample.unit}` : "images",
+      class: sample.kind === "text" ? `text ${sample.unit}` : `images${attacked ? " beside" : ""}`,
     });
+    if (grid) this.node.style.setProperty("--columns", String(grid[1]));
     this.node.append(...(sample.kind === "text" ? this.text() : this.images()));
     this.node.addEventListener("keydown", (event) => this.key(event));
     this.node.addEventListener("click", (event) => {
-      const place = this.cells.indexOf(event.target.closest("[role=option]"));
+      const twin = event.target.closest(".twin");
+      const place = twin ? Number(twin.dataset.place) : this.cells.indexOf(event.target.closest("[role=option]"));
       if (place >= 0) this.select(place);
     });
     this.focusable(0);
@@ -60,12 +62,15 @@ class TokenGrid {
       for (let n = 0; n < rows * columns; n += 1, place += 1) patches.append(this.cell(place, ""));
       return el("div", { class: "image", role: "group", "aria-label": `image ${number + 1}, ${image.label}` },
         el("div", { class: "stage" }, el("img", { src: image.src, alt: "" }), patches),
-        el("div", { class: "caption" }, image.label));
+        this.attacked ? attackedStage(this.attacked, number, this.grid) : null,
+        el("div", { class: "caption" }, image.label,
+          this.attacked ? `; after the attack: ${this.attacked.predicted[number]}` : null));
     });
   }
 
-  /** Colour by `experts`; `only` dims every other expert. */
-  colour(experts, only) {
+  /** Colour each token by its number in `experts`; `only` leaves the others without colour. `by` is "expert" or
+   *  "cluster", what the numbers mean. */
+  colour(experts, only, by) {
     this.cells.forEach((node, place) => {
       const expert = experts[place];
       const known = expert !== undefined && expert >= 0;
@@ -73,8 +78,8 @@ class TokenGrid {
       node.classList.toggle("dim", only !== null && expert !== only);
       if (known) paint(node, expert);
       node.dataset.expert = known ? String(expert) : "";
-      node.setAttribute("aria-label", `${this.name(place)}, ${known ? `expert ${expert}` : "none"}`);
-      node.title = known ? `expert ${expert}` : "";
+      node.setAttribute("aria-label", `${this.name(place)}, ${known ? `${by} ${expert}` : `no ${by}`}`);
+      node.title = known ? `${by} ${expert}` : "";
     });
   }
 
@@ -118,7 +123,7 @@ class TokenGrid {
     this.cells[place].focus();
   }
 
-  /** The cell above or below: of the next line, the one nearest in x. */
+  /** Return the cell of the next line above or below that is nearest in x. */
   line(here, down) {
     const from = this.cells[here].getBoundingClientRect();
     const away = (box) => (down ? box.top - from.bottom : from.top - box.bottom);
@@ -139,7 +144,7 @@ const patchPlace = (place, [rows, columns]) => {
   return { image: Math.floor(place / (rows * columns)), row: Math.floor(inside / columns), column: inside % columns };
 };
 
-/** The patch of another grid that holds this one's centre. */
+/** Return the patch of another grid that contains the centre of this one. */
 const movedPatch = (place, from, to) => {
   const { image, row, column } = patchPlace(place, from);
   const [y, x] = [(row + 0.5) / from[0], (column + 0.5) / from[1]];
