@@ -33,6 +33,10 @@ SAME = (
 )
 GLOBAL = (*SAME, "model.router.statistics_group=global")
 TWO = "parallel.data=2"
+SENDS_INTEGERS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+PIPELINE = pytest.param(
+    "pipeline", marks=pytest.mark.skipif(not SENDS_INTEGERS, reason="needs torch 2.13")
+)
 PLAIN_IMAGES = (
     "augment.shift=0",
     "augment.flip=0",
@@ -66,6 +70,8 @@ def many(rank: int, folder: Path, free: list[int]) -> dict[str, Any]:
         "resumed": run("alone-two", *GLOBAL, TWO, "parallel.shard=fsdp"),
         "dropout": run("dropout", *SHORT, TWO),
     }
+    if SENDS_INTEGERS:
+        found["pipeline"] = run("pipeline", *GLOBAL, "parallel.pipeline=2")
     if rank == 0:
         half_of(folder / "dropout", folder / "dropout-again")
     found["again"] = run("dropout-again", *SHORT, TWO)
@@ -154,7 +160,7 @@ def two(folder: Path) -> list[dict[str, Any]]:
     byte_corpus(folder)
     train(tiny_run(folder / "corpus", *GLOBAL), folder / "alone", console=QUIET)
     half_of(folder / "alone", folder / "alone-two")
-    return launch(2, many, folder, ports(10), folder=folder / "results")
+    return launch(2, many, folder, ports(16), folder=folder / "results")
 
 
 def half_of(run: Path, copy: Path) -> None:
@@ -171,7 +177,7 @@ def furthest(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "alone-two"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "alone-two", PIPELINE])
 def test_two_processes_train_as_one(two: list[dict[str, Any]], folder: Path, name: str) -> None:
     """With statistics over all processes; `alone-two` is the second half of a run of one."""
     assert len(losses(folder / name)) == 6
@@ -189,7 +195,7 @@ def test_loads_and_auxiliary_losses_are_of_all_processes(
             assert found["aux_loss"] == pytest.approx(expected["aux_loss"], abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp", PIPELINE])
 def test_a_checkpoint_of_two_processes_is_that_of_one(
     two: list[dict[str, Any]], folder: Path, name: str
 ) -> None:
@@ -207,7 +213,7 @@ def test_a_checkpoint_of_two_processes_is_that_of_one(
         torch.testing.assert_close(found[key], value, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp", PIPELINE])
 def test_one_process_continues_a_run_of_two(
     two: list[dict[str, Any]], folder: Path, name: str
 ) -> None:

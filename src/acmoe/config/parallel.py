@@ -21,12 +21,16 @@ class ParallelConfig:
     # to their experts. It divides `data`: these processes also have shares of the batch.
     expert: int = 1
     pipeline: int = 1  # processes that share the blocks of the model
+    # Order of the micro-batches in a pipeline. interleaved: each process has two stages, which
+    # halves the time that processes wait, and doubles what they send.
+    schedule: Literal["1f1b", "interleaved"] = "1f1b"
 
     def __post_init__(self) -> None:
         check_count(self.data, "parallel.data")
         check_count(self.expert, "parallel.expert")
         check_count(self.pipeline, "parallel.pipeline")
         check_choice(self.shard, ("ddp", "fsdp"), "parallel.shard")
+        check_choice(self.schedule, ("1f1b", "interleaved"), "parallel.schedule")
         check(
             self.data % self.expert == 0,
             f"parallel.expert={self.expert} must divide parallel.data={self.data}: processes that "
@@ -37,6 +41,11 @@ class ParallelConfig:
     def processes(self) -> int:
         """The number of processes."""
         return self.data * self.pipeline
+
+    @property
+    def stages(self) -> int:
+        """The number of stages that the blocks of the model are cut into."""
+        return self.pipeline * (2 if self.schedule == "interleaved" else 1)
 
     def __str__(self) -> str:
         """Return the settings that decide the number of processes, as a user gives them."""
@@ -67,13 +76,13 @@ def check_parallel(run: ParallelRun, *, rows: str) -> None:
     `rows` names the items of a batch in error messages, such as "images".
     """
     size, shard = run.parallel.data, run.parallel.shard
-    with_data = f"parallel.data={size}"
+    with_data = str(run.parallel)
     check(
         run.batch % (run.split * size) == 0,
         f"batch={run.batch} {rows} in split={run.split} micro-batches cannot be dealt to "
-        f"{with_data} processes; use a multiple of {run.split * size}",
+        f"parallel.data={size} processes; use a multiple of {run.split * size}",
     )
-    if size == 1:
+    if run.parallel.processes == 1:
         return
     check(not run.graph, f"graph=true replays the updates of one process; with {with_data} omit it")
     check(
@@ -89,4 +98,48 @@ def check_parallel(run: ParallelRun, *, rows: str) -> None:
         ":" not in run.device and run.device != "mps",
         f"device={run.device} is one device, and {with_data} processes need one each; give "
         f"device={run.device.partition(':')[0].replace('mps', 'cpu')}",
+    )
+
+
+def check_pipeline(run: ParallelRun, *, blocks: int) -> None:
+    """Check that a model of so many blocks can be trained by the run's pipeline, if it has one."""
+    parallel, split = run.parallel, run.split
+    processes, stages = parallel.pipeline, parallel.stages
+    if processes == 1:
+        check(
+            parallel.schedule == "1f1b",
+            f"parallel.schedule={parallel.schedule} orders the work of a pipeline; give "
+            "parallel.pipeline, or leave it out",
+        )
+        return
+    with_pipeline = f"parallel.pipeline={processes}"
+    check(
+        blocks >= stages,
+        f"{with_pipeline} with parallel.schedule={parallel.schedule} needs a block for each of "
+        f"{stages} stages, and the model has {blocks}",
+    )
+    rounds = max(1, split // processes)
+    check(
+        split >= processes and (parallel.schedule == "1f1b" or split % rounds == 0),
+        f"split={split} micro-batches do not fill {with_pipeline} with "
+        f"parallel.schedule={parallel.schedule}; use a multiple of {processes}",
+    )
+    check(
+        parallel.shard == "ddp",
+        f"parallel.shard={parallel.shard} shards whole models, not stages; with {with_pipeline} "
+        "use parallel.shard=ddp",
+    )
+    check(
+        parallel.expert == 1,
+        f"parallel.expert={parallel.expert} has not been tried with stages; with {with_pipeline} "
+        "omit it",
+    )
+
+
+def refuse_pipeline(parallel: ParallelConfig) -> None:
+    """Raise a UserError if images shall be trained by a pipeline."""
+    check(
+        (parallel.pipeline, parallel.schedule) == (1, "1f1b"),
+        f"parallel.pipeline={parallel.pipeline} cuts decoders of text; backbones of images, whose "
+        "widths change between blocks, train with parallel.data alone",
     )

@@ -25,6 +25,9 @@ def parallelize(model: nn.Module, ranks: Ranks, config: ParallelConfig) -> nn.Mo
     """
     if ranks.data is None:
         return model
+    if config.pipeline > 1:  # the model is some stages, and its caller averages the gradients
+        set_statistics_group(model, ranks.statistics if ranks.data_size > 1 else None)
+        return model
     set_statistics_group(model, ranks.statistics)
     if config.shard == "ddp":
         return DistributedDataParallel(model, process_group=ranks.data.get_group())

@@ -54,16 +54,16 @@ class Ranks:
         return total
 
     def concatenate(self, value: Tensor) -> Tensor:
-        """Return the tensors of all processes, which have one shape, joined along dimension 0."""
-        if self.mesh is None:
+        """Return the tensors of all shares of the batch, of one shape, joined along dimension 0."""
+        if self.data is None:
             return value
-        parts = [torch.empty_like(value) for _ in range(self.size)]
-        dist.all_gather(parts, value.contiguous())
+        parts = [torch.empty_like(value) for _ in range(self.data_size)]
+        dist.all_gather(parts, value.contiguous(), group=self.data.get_group())
         return torch.cat(parts)
 
     def part(self, value: Tensor) -> Tensor:
         """Return this process's part of what `concatenate` returned, on any number of processes."""
-        return value if self.size == 1 else value.chunk(self.size)[self.rank].clone()
+        return value if self.data_size == 1 else value.chunk(self.data_size)[self.data_rank].clone()
 
     def add(self, *numbers: float) -> list[float]:
         """Return the sums of numbers of the host over all processes."""

@@ -158,7 +158,7 @@ def score_stream(
     Raises:
         NonFiniteError: the loss of a batch is NaN or infinite.
     """
-    device = model.embed.weight.device
+    device = next(model.parameters()).device
     assert ranks.size == 1 or not routing
     batches = EvaluationBatches(
         inputs,

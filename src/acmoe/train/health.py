@@ -1,6 +1,8 @@
 """Error report for a loss or gradient that is not finite: where it began, what is still good."""
 
 import contextlib
+import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +28,7 @@ def training_stopped(trainer: Trainer, step: int, bad: int, good: Path | None) -
     `good` is the latest checkpoint.
     """
     first = step - len(trainer.recent) + 1 + bad
-    where = first_nonfinite(whole_state(trainer.model)) or _first_nonfinite_output(
+    where = _first_nonfinite_weight(trainer) or _first_nonfinite_output(
         trainer, trainer.recent[bad]
     )
     return TrainingStopped(
@@ -39,7 +41,7 @@ def validation_stopped(
     trainer: Trainer, step: int, error: NonFiniteError, good: Path | None
 ) -> TrainingStopped:
     """Build the error of a run whose validation after `step` is not finite."""
-    where = first_nonfinite(whole_state(trainer.model))
+    where = _first_nonfinite_weight(trainer)
     if where is None:
         with nonfinite_outputs(trainer.model) as found, contextlib.suppress(NonFiniteError):
             trainer.validate()
@@ -55,6 +57,12 @@ def _kept(good: Path | None) -> str:
     return f"the last good checkpoint is {good}" if good else "no checkpoint was written before"
 
 
+def _first_nonfinite_weight(trainer: Trainer) -> str | None:
+    """Describe the first tensor of the model that is not finite; processes may have others."""
+    found = trainer.ranks.gather(first_nonfinite(whole_state(trainer.model)))
+    return next((line for line in found if line), None)
+
+
 def _first_nonfinite_output(trainer: Trainer, batch: Any) -> str:
     """Run the batch again and describe the first module whose output is not finite."""
     with nonfinite_outputs(trainer.model) as found:
@@ -67,10 +75,21 @@ def _first_nonfinite_output(trainer: Trainer, batch: Any) -> str:
 def first_found(trainer: Trainer, found: list[str]) -> str | None:
     """Return the first line of the first process that found one, and its rank; or None."""
     ranks = trainer.ranks
-    for rank, lines in enumerate(ranks.gather(found)):
-        if lines:
-            return lines[0] if ranks.size == 1 else f"rank {rank}: {lines[0]}"
-    return None
+    lines = [(rank, line) for rank, lines in enumerate(ranks.gather(found)) for line in lines]
+    if not lines:
+        return None
+    # The stages of a pipeline are called in the order of their blocks, not of their ranks.
+    pipelined = trainer.config.parallel.pipeline > 1
+    rank, line = min(lines, key=lambda each: _depth(each[1])) if pipelined else lines[0]
+    return line if ranks.size == 1 else f"rank {rank}: {line}"
+
+
+def _depth(line: str) -> float:
+    """Return the number of the block that a line of `nonfinite_outputs` names."""
+    block = re.match(r"blocks\.(\d+)", line)
+    if block is not None:
+        return int(block[1])
+    return -1 if line.startswith("embed") else math.inf
 
 
 @contextmanager

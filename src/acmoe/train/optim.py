@@ -77,11 +77,8 @@ def adam(
     Frozen parameters are included: a router may be frozen during the run, and a run that resumes
     afterwards must list the same parameters.
     """
+    check_router_sgd(model, router_sgd)
     sgd_parameters = set() if router_sgd is None else router_matrices(model)
-    check(
-        router_sgd is None or len(sgd_parameters) > 0,
-        "router_optimizer='sgd' finds no router with a matrix to train; choose 'adam'",
-    )
 
     def grouped(chosen: Callable[[nn.Parameter], bool]) -> Groups:
         named = [(name, p) for name, p in model.named_parameters() if chosen(p)]
@@ -121,6 +118,14 @@ class AdamAndSGD(torch.optim.AdamW):
         """Clear the gradients of both optimizers."""
         self.sgd.zero_grad(set_to_none)
         super().zero_grad(set_to_none)
+
+
+def check_router_sgd(model: nn.Module, router_sgd: float | None) -> None:
+    """Raise a UserError if SGD shall train routers, and the model has none with a matrix."""
+    check(
+        router_sgd is None or len(router_matrices(model)) > 0,
+        "router_optimizer='sgd' finds no router with a matrix to train; choose 'adam'",
+    )
 
 
 def router_matrices(model: nn.Module) -> set[nn.Parameter]:

@@ -6,7 +6,6 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
-from acmoe.distributed.whole import load_whole_state
 from acmoe.errors import UserError, check
 from acmoe.evaluate.run import EMA, checkpoints
 from acmoe.models.checkpoint import load
@@ -106,7 +105,7 @@ def _restore(
 ) -> int:
     """Put a checkpoint into the trainer and the log; return its step."""
     trainer.check_data(state)
-    load_whole_state(trainer.model, model.state_dict())
+    trainer.load_model(model.state_dict())
     trainer.load_state_tensors(tensors)
     if trainer.average is not None and average is not None:
         trainer.average.load(average.state_dict())

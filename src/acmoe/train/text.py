@@ -3,13 +3,14 @@
 B streams, L positions of a block.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from acmoe.config.text.language import language_router
 from acmoe.config.text.train import RunConfig
@@ -17,6 +18,7 @@ from acmoe.data.text.corpus import Corpus
 from acmoe.data.text.loader import Batch, TrainingBatches
 from acmoe.data.transfer import to_device
 from acmoe.distributed.parallelize import parallelize
+from acmoe.distributed.pipeline_gradients import gather_stages
 from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.errors import check
 from acmoe.evaluate.language import check_vocabulary, metric_of, score_stream, statistics_modes
@@ -31,8 +33,10 @@ from acmoe.routing.group import measuring_alone
 from acmoe.routing.stable import StableRouter
 from acmoe.runtime import autocast
 from acmoe.train.metrics_log import MetricsLog
-from acmoe.train.trainer import Trainer, eager
-from acmoe.train.update import Update
+from acmoe.train.optim import check_router_sgd, router_matrices
+from acmoe.train.text_pipeline import PipelinedDecoder, score_stages
+from acmoe.train.trainer import Trainer, eager, take_step
+from acmoe.train.update import Output, Update
 
 STABLE_STAGE_ONE = 10  # StableMoE learns its routing in the first tenth of the steps
 
@@ -51,7 +55,7 @@ class TextTrainer(Trainer):
     """Updates of a language model, with the attention memory of each micro-batch's streams."""
 
     config: RunConfig
-    model: LanguageModel
+    model: LanguageModel  # in a pipeline a PipelinedDecoder, which serves the same calls
     batches: TrainingBatches
     recent: list[Batch]
 
@@ -61,12 +65,22 @@ class TextTrainer(Trainer):
         self.corpus = corpus
         self.memories: list[StreamMemory | None] = [None] * config.split
         self.places: dict[int, StaticMemory] = {}  # by micro-batch; only where CUDA graphs run
+        model = build_model(
+            replace(config.model, router=language_router(config.model.router, config.model))
+        )
+        router_sgd = config.router_sgd
+        self.pipeline: PipelinedDecoder | None = None
+        if config.parallel.pipeline > 1 and ranks.mesh is not None:
+            check_router_sgd(model, router_sgd)
+            model = self.pipeline = PipelinedDecoder(
+                cast(LanguageModel, model), config, ranks, device
+            )
+            if not router_matrices(model):  # this process has no MoE layer
+                router_sgd = None
         super().__init__(
             config,
             device,
-            build_model(
-                replace(config.model, router=language_router(config.model.router, config.model))
-            ),
+            model,
             TrainingBatches(
                 corpus["train"],
                 batch=config.batch,
@@ -77,7 +91,7 @@ class TextTrainer(Trainer):
                 split=config.split,
             ),
             schedule=config,
-            router_sgd=config.router_sgd,
+            router_sgd=router_sgd,
             ranks=ranks,
         )
 
@@ -116,6 +130,27 @@ class TextTrainer(Trainer):
             out = self.replica(inputs, targets, memory=memory, return_routings=record)
         return cast(LanguageOutput, out)
 
+    def run_micro_batches(self, record: bool) -> Sequence[Output]:
+        """Run the micro-batches one after another, or as a pipeline of several processes."""
+        if self.pipeline is None:
+            return super().run_micro_batches(record)
+        assert self.inputs is not None
+        outputs = self.pipeline.update(*self.inputs, self.memories, record=record)
+        self.memories = [out.memory for out in outputs]
+        return outputs
+
+    def loads(self, outputs: Sequence[Output]) -> tuple[Tensor, ...]:
+        """Return the loads of the MoE layers of all stages; zeros for those of other processes."""
+        found = super().loads(outputs)
+        return found if self.pipeline is None else self.pipeline.all_loads(found)
+
+    def take_step(self, finite: Tensor) -> Tensor:
+        """Update the weights; the gradients of a pipeline are clipped by their norm over it."""
+        if self.pipeline is None or self.config.clip is None:
+            return super().take_step(finite)
+        finite = finite & self.pipeline.clip_gradients(self.config.clip).isfinite()
+        return take_step(self.pipeline, self.optimizer, clip=None, finite=finite)
+
     def accumulate(
         self, part: int, inputs: Tensor, targets: Tensor, *, record: bool
     ) -> LanguageOutput:
@@ -143,6 +178,22 @@ class TextTrainer(Trainer):
             memory = self.places[part].hold(memory)
         self.memories[part] = memory
 
+    @property
+    def depths(self) -> Sequence[int]:
+        """The depths of the blocks of this process."""
+        return range(len(self.model.blocks)) if self.pipeline is None else self.pipeline.depths
+
+    def whole_model(self) -> nn.Module:
+        """Return the model with whole tensors and all stages, as it is saved."""
+        return super().whole_model() if self.pipeline is None else self.pipeline.whole_model()
+
+    def load_model(self, state: Mapping[str, Any]) -> None:
+        """Load the model, or the stages of this process."""
+        if self.pipeline is None:
+            super().load_model(state)
+        else:
+            self.pipeline.load_whole(state)
+
     def state_tensors(self) -> dict[str, Tensor]:
         """Add the streams' memory: `memory/MICRO-BATCH/BLOCK`, `moments/MICRO-BATCH/BLOCK/NAME`.
 
@@ -151,25 +202,27 @@ class TextTrainer(Trainer):
         join = self.ranks.concatenate
         found = super().state_tensors()
         for part, memory in enumerate(self.memories):
-            for depth, hidden in enumerate(memory.hidden if memory else ()):
+            for depth, hidden in zip(self.depths, memory.hidden if memory else (), strict=False):
                 found[f"memory/{part}/{depth}"] = join(hidden)
-            for depth, moments in enumerate(memory.moments if memory else ()):
+            for depth, moments in zip(self.depths, memory.moments if memory else (), strict=False):
                 for name, value in ({} if moments is None else moments._asdict()).items():
                     found[f"moments/{part}/{depth}/{name}"] = join(value)
-        return found
+        return found if self.pipeline is None else gather_stages(found, self.ranks)
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the streams' memory as well."""
+        if self.pipeline is not None:
+            tensors = self.pipeline.own_moments(tensors)
         super().load_state_tensors(tensors)
         for part in range(self.config.split):
-            names = [f"memory/{part}/{depth}" for depth in range(len(self.model.blocks))]
+            names = [f"memory/{part}/{depth}" for depth in self.depths]
             hidden = tuple(self.ranks.part(tensors[name]).to(self.device) for name in names)
             self._store_memory(part, Memory(hidden, moments=self._saved_moments(part, tensors)))
 
     def _saved_moments(self, part: int, tensors: Mapping[str, Tensor]) -> Moments:
         """Return the saved moments of prefix statistics; () where a checkpoint has none."""
         found: list[PrefixMoments | None] = []
-        for depth in range(len(self.model.blocks)):
+        for depth in self.depths:
             names = [f"moments/{part}/{depth}/{name}" for name in PrefixMoments._fields]
             saved = names[0] in tensors
             own = (self.ranks.part(tensors[name]) for name in names if saved)
@@ -190,16 +243,20 @@ class TextTrainer(Trainer):
         # Blocks with padding and without memory have shapes that are not worth compiling for.
         mode = statistics_modes(self.model, ())[0]
         # Rows are dealt to the processes, unless the rows of a batch depend on one another.
-        dealt = batch % self.ranks.size == 0 and mode != "batch"
+        dealt = batch % self.ranks.data_size == 0 and mode != "batch"
+        score_all = partial(
+            score_stream,
+            self.model,
+            stream,
+            batch=batch,
+            block=block,
+            precision=self.config.precision,
+        )
         with eager(self.config.compile), measuring_alone(self.model):
-            score = score_stream(
-                self.model,
-                stream,
-                batch=batch,
-                block=block,
-                precision=self.config.precision,
-                ranks=self.ranks if dealt else ALONE,
-            )
+            if self.pipeline is None:
+                score = score_all(ranks=self.ranks if dealt else ALONE)
+            else:
+                score = score_stages(score_all, self.ranks, dealt=dealt)
         return TextValidation(score.loss, score.tokens, mode, batch, block)
 
     def metrics_log(self, folder: Path) -> MetricsLog:
@@ -226,7 +283,7 @@ def checked_corpus(config: RunConfig) -> Corpus:
     return corpus
 
 
-def freeze_stable_routers(model: LanguageModel) -> bool:
+def freeze_stable_routers(model: nn.Module) -> bool:
     """Freeze every StableMoE router; return whether the model has any."""
     routers = [module for module in model.modules() if isinstance(module, StableRouter)]
     for router in routers:

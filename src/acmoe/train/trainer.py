@@ -20,13 +20,11 @@ from acmoe.config.text.train import RunConfig
 from acmoe.data.seeding import derive_seed
 from acmoe.distributed.parallelize import averaging, parallelize
 from acmoe.distributed.ranks import ALONE, Ranks
-from acmoe.distributed.whole import gathered, whole_model
+from acmoe.distributed.whole import gathered, load_whole_state, whole_model
 from acmoe.errors import check
 from acmoe.fast.compiled import compile_blocks
 from acmoe.models.registry import build_model
-from acmoe.ops.route.reference import load
 from acmoe.routing.group import set_statistics_group
-from acmoe.routing.state import Routing
 from acmoe.train.checkpoint import restore_rng, rng_tensors
 from acmoe.train.ema import WeightAverage
 from acmoe.train.graph import StepGraph, make_capturable
@@ -40,7 +38,7 @@ from acmoe.train.optim import (
     restore_optimizer,
     set_learning_rate,
 )
-from acmoe.train.update import Update
+from acmoe.train.update import Output, Update, expert_loads, mean
 
 # Types of device whose fused optimizers ignore `found_inf` (torch up to 2.13, see
 # https://github.com/pytorch/pytorch/pull/186360). The host reads it there, in every update.
@@ -53,17 +51,6 @@ class Batches(Protocol):
     def __next__(self) -> Any: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Any) -> None: ...
-
-
-class Output(Protocol):
-    """The fields of a model's output that an update reads."""
-
-    @property
-    def loss(self) -> Tensor | None: ...
-    @property
-    def aux_loss(self) -> Tensor: ...
-    @property
-    def routings(self) -> tuple[Routing, ...] | None: ...
 
 
 class Trainer(ABC):
@@ -147,29 +134,37 @@ class Trainer(ABC):
 
     def _step(self, record: bool) -> Update:
         """Take an optimizer step on `inputs`. A CUDA graph may capture it: device work only."""
+        outputs = self.run_micro_batches(record)
+        loss, aux_loss = mean([out.loss for out in outputs]), mean([o.aux_loss for o in outputs])
+        if self.ranks.size > 1:
+            # A value that is not finite on one process is not finite in the sum: all skip the step.
+            # Of the stages of a pipeline the last one has the losses, and the others have zeros.
+            loss, aux_loss = self.ranks.sum(torch.stack([loss, aux_loss])) / self.ranks.data_size
+        finite = self.take_step((loss + aux_loss).isfinite())
+        if self.average is not None:
+            self.average.update()
+        loads = self.loads(outputs) if record else ()
+        if loads:
+            loads = self.ranks.sum(torch.stack(loads)).unbind()
+        return Update(loss, aux_loss, finite, loads)
+
+    def run_micro_batches(self, record: bool) -> Sequence[Output]:
+        """Add the gradients of all micro-batches of `inputs`, and return their outputs."""
         assert self.inputs is not None
         outputs = []
         parts = zip(*(tensor.chunk(self.config.split) for tensor in self.inputs), strict=True)
         for part, (inputs, targets) in enumerate(parts):
             with averaging(self.replica, part == self.config.split - 1):
                 outputs.append(self.accumulate(part, inputs, targets, record=record))
-        loss, aux_loss = mean([out.loss for out in outputs]), mean([o.aux_loss for o in outputs])
-        if self.ranks.size > 1:
-            # A value that is not finite on one process is not finite in the sum: all skip the step.
-            loss, aux_loss = self.ranks.sum(torch.stack([loss, aux_loss])) / self.ranks.size
-        finite = take_step(
-            self.model,
-            self.optimizer,
-            clip=self.config.clip,
-            finite=(loss + aux_loss).isfinite(),
-        )
-        if self.average is not None:
-            self.average.update()
-        routings = [out.routings or () for out in outputs]
-        loads = expert_loads(routings, self.config.model.num_experts)
-        if loads:
-            loads = self.ranks.sum(torch.stack(loads)).unbind()
-        return Update(loss, aux_loss, finite, loads)
+        return outputs
+
+    def loads(self, outputs: Sequence[Output]) -> tuple[Tensor, ...]:
+        """Return (E,) routed tokens of this process for every MoE layer."""
+        return expert_loads([out.routings or () for out in outputs], self.config.model.num_experts)
+
+    def take_step(self, finite: Tensor) -> Tensor:
+        """Update the weights if the losses are finite; return () whether the update was."""
+        return take_step(self.model, self.optimizer, clip=self.config.clip, finite=finite)
 
     def accumulate(self, part: int, inputs: Tensor, targets: Tensor, *, record: bool) -> Output:
         """Run forward and backward of micro-batch `part`, and add to the gradients."""
@@ -185,6 +180,10 @@ class Trainer(ABC):
     def whole_model(self) -> nn.Module:
         """Return the model with whole tensors, as it is saved; all processes must call it."""
         return whole_model(self.model, lambda: build_model(self.model.config))
+
+    def load_model(self, state: Mapping[str, Any]) -> None:
+        """Load the state_dict of the model that `whole_model` returned."""
+        load_whole_state(self.model, state)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Return all tensors that an update changes, except the model's, of all processes.
@@ -280,19 +279,6 @@ def apply_gradients(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def expert_loads(parts: Sequence[Sequence[Routing]], num_experts: int) -> tuple[Tensor, ...]:
-    """Return (E,) routed tokens of each expert for every MoE layer, summed over micro-batches."""
-    return tuple(
-        torch.stack([load(routing.expert_ids, num_experts) for routing in layer]).sum(0)
-        for layer in zip(*parts, strict=True)
-    )
-
-
 def eager(enabled: bool) -> contextlib.AbstractContextManager[object]:
     """Run compiled blocks uncompiled inside `with`, if enabled."""
     return torch.compiler.set_stance("force_eager") if enabled else contextlib.nullcontext()
-
-
-def mean(values: list[Tensor | None]) -> Tensor:
-    """Return () the mean of the losses of all micro-batches, detached."""
-    return torch.stack([value.detach() for value in values if value is not None]).mean()

@@ -8,7 +8,7 @@ from acmoe.config.images.data import AugmentConfig, Capacity, ImageDataConfig, c
 from acmoe.config.images.presets import vision_router
 from acmoe.config.images.vision import SoftViTConfig, SwinConfig, VisionConfig
 from acmoe.config.overrides import override
-from acmoe.config.parallel import ParallelConfig, check_parallel
+from acmoe.config.parallel import ParallelConfig, check_parallel, refuse_pipeline
 from acmoe.config.updates import Precision, check_count, check_updates
 from acmoe.errors import check, check_positive
 
@@ -58,6 +58,7 @@ class VisionRunConfig:
 
     def __post_init__(self) -> None:
         check_updates(self, rows="images")
+        refuse_pipeline(self.parallel)
         check_parallel(self, rows="images")
         if self.eval_images is not None:
             check_count(self.eval_images, "eval_images")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from acmoe.config.overrides import override
-from acmoe.config.parallel import ParallelConfig, check_parallel
+from acmoe.config.parallel import ParallelConfig, check_parallel, check_pipeline
 from acmoe.config.text.language import LanguageConfig, language_router, with_vocabulary
 from acmoe.config.updates import Precision, check_count, check_updates
 from acmoe.errors import check, check_choice, check_positive
@@ -72,6 +72,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_updates(self, rows="streams")
         check_parallel(self, rows="streams")
+        check_pipeline(self, blocks=len(self.model.sequence))
         check_count(self.steps, "steps")
         check_choice(self.router_optimizer, ("adam", "sgd"), "router_optimizer")
         if self.router_lr is not None:

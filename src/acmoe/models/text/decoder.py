@@ -163,6 +163,11 @@ class LanguageModel(nn.Module):
         x_BLD, state = self.runner(self, x_BLD, state, opened, inputs)
         return self.norm(x_BLD), state, opened.next_memory(key_mask)
 
+    @property
+    def like(self) -> Tensor:
+        """A weight whose device and dtype new tensors get."""
+        return self.embed.weight
+
     def _opened(self, memory: StreamMemory | None, num_streams: int) -> OpenMemory:
         span, caches = self.config.span, self._segment_caches(memory, num_streams)
         return ConcatMemory(None, span, caches) if memory is None else memory.open(span, caches)
@@ -173,7 +178,7 @@ class LanguageModel(nn.Module):
         Statistics that the memory lacks begin with no tokens: those of new streams, and of a memory
         saved by a version that did not carry them.
         """
-        weight = self.embed.weight
+        weight = self.like
         dtype = accumulation_dtype(weight.dtype)
         known = memory.moments if memory is not None else ()
         caches: list[SegmentCache | None] = []
@@ -198,7 +203,7 @@ class LanguageModel(nn.Module):
         """Return the memory of new streams: None, or zeros as in the published model."""
         if self.config.empty_memory == "masked":
             return None
-        weight = self.embed.weight
+        weight = self.like
         empty = weight.new_zeros(num_streams, self.config.span, self.config.dim)
         return Memory((empty,) * len(self.blocks))
 
