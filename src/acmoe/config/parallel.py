@@ -21,12 +21,16 @@ class ParallelConfig:
     # to their experts. It divides `data`: these processes also have shares of the batch.
     expert: int = 1
     pipeline: int = 1  # processes that share the blocks of the model
+    # whole: the first process writes checkpoints, in the format of `acmoe.save`. sharded: every
+    # process writes its part. async: the same, while training goes on.
+    save: Literal["whole", "sharded", "async"] = "whole"
 
     def __post_init__(self) -> None:
         check_count(self.data, "parallel.data")
         check_count(self.expert, "parallel.expert")
         check_count(self.pipeline, "parallel.pipeline")
         check_choice(self.shard, ("ddp", "fsdp"), "parallel.shard")
+        check_choice(self.save, ("whole", "sharded", "async"), "parallel.save")
         check(
             self.data % self.expert == 0,
             f"parallel.expert={self.expert} must divide parallel.data={self.data}: processes that "
@@ -72,6 +76,11 @@ def check_parallel(run: ParallelRun, *, rows: str) -> None:
         run.batch % (run.split * size) == 0,
         f"batch={run.batch} {rows} in split={run.split} micro-batches cannot be dealt to "
         f"{with_data} processes; use a multiple of {run.split * size}",
+    )
+    ema = getattr(run, "ema", None)
+    check(
+        ema is None or run.parallel.save == "whole",
+        f"ema={ema} is saved as a model of its own; use parallel.save=whole",
     )
     if size == 1:
         return

@@ -3,7 +3,7 @@
 B streams, L positions of a block.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -30,7 +30,9 @@ from acmoe.ops.statistics.prefix import PrefixMoments
 from acmoe.routing.group import measuring_alone
 from acmoe.routing.stable import StableRouter
 from acmoe.runtime import autocast
+from acmoe.storage.shards import Stored
 from acmoe.train.metrics_log import MetricsLog
+from acmoe.train.resplit import STREAMS, resplit, saved_split
 from acmoe.train.trainer import Trainer, eager
 from acmoe.train.update import Update
 
@@ -149,18 +151,35 @@ class TextTrainer(Trainer):
         The streams of a micro-batch on all processes are those of the micro-batch of one process.
         """
         join = self.ranks.concatenate
-        found = super().state_tensors()
+        memory = {name: join(rows) for name, rows in self._memory_tensors()}
+        return super().state_tensors() | memory
+
+    def parts(self) -> dict[str, Tensor]:
+        """Add the memory of this process's streams."""
+        memory = {name: self.ranks.sharded(rows) for name, rows in self._memory_tensors()}
+        return super().parts() | memory
+
+    def empty_parts(self, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
+        """Add the streams' memory: all of it where it was saved with another `split`."""
+        memory = {name: one for name, one in stored.items() if name.startswith(STREAMS)}
+        empty = self.ranks.empty if saved_split(memory) == self.config.split else _whole
+        return super().empty_parts(stored) | {
+            name: empty(one.shape, one.dtype, self.device) for name, one in memory.items()
+        }
+
+    def _memory_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the names and rows of the memory of this process's streams."""
         for part, memory in enumerate(self.memories):
             for depth, hidden in enumerate(memory.hidden if memory else ()):
-                found[f"memory/{part}/{depth}"] = join(hidden)
+                yield f"memory/{part}/{depth}", hidden
             for depth, moments in enumerate(memory.moments if memory else ()):
                 for name, value in ({} if moments is None else moments._asdict()).items():
-                    found[f"moments/{part}/{depth}/{name}"] = join(value)
-        return found
+                    yield f"moments/{part}/{depth}/{name}", value
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the streams' memory as well."""
         super().load_state_tensors(tensors)
+        tensors = resplit(tensors, self.config.split)
         for part in range(self.config.split):
             names = [f"memory/{part}/{depth}" for depth in range(len(self.model.blocks))]
             hidden = tuple(self.ranks.part(tensors[name]).to(self.device) for name in names)
@@ -217,6 +236,10 @@ class TextTrainer(Trainer):
             f"{self.corpus.folder} is not the corpus this run was begun with (another checksum); "
             "prepare that one again, or choose another run folder",
         )
+
+
+def _whole(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def checked_corpus(config: RunConfig) -> Corpus:
