@@ -77,7 +77,8 @@ AT_HOME: dict[str, set[str]] = {
     "sonicmoe": {"ops", "lab"},
     "scattermoe": {"lab"},
     "liger_kernel": {"lab"},
-    "torch.distributed": {"ops", "distributed"},  # ops: the group of a dispersion
+    # ops: the group of a dispersion; storage: checkpoints that several processes write
+    "torch.distributed": {"ops", "distributed", "storage"},
 }
 # config and errors are read before anything is installed, and recipes are configs.
 STANDARD_LIBRARY_ONLY = {"errors", "config", "recipes"}

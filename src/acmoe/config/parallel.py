@@ -24,6 +24,9 @@ class ParallelConfig:
     # Order of the micro-batches in a pipeline. interleaved: each process has two stages, which
     # halves the time that processes wait, and doubles what they send.
     schedule: Literal["1f1b", "interleaved"] = "1f1b"
+    # whole: the first process writes checkpoints, in the format of `acmoe.save`. sharded: every
+    # process writes its part. async: the same, while training goes on.
+    save: Literal["whole", "sharded", "async"] = "whole"
 
     def __post_init__(self) -> None:
         check_count(self.data, "parallel.data")
@@ -31,6 +34,7 @@ class ParallelConfig:
         check_count(self.pipeline, "parallel.pipeline")
         check_choice(self.shard, ("ddp", "fsdp"), "parallel.shard")
         check_choice(self.schedule, ("1f1b", "interleaved"), "parallel.schedule")
+        check_choice(self.save, ("whole", "sharded", "async"), "parallel.save")
         check(
             self.data % self.expert == 0,
             f"parallel.expert={self.expert} must divide parallel.data={self.data}: processes that "
@@ -81,6 +85,11 @@ def check_parallel(run: ParallelRun, *, rows: str) -> None:
         run.batch % (run.split * size) == 0,
         f"batch={run.batch} {rows} in split={run.split} micro-batches cannot be dealt to "
         f"parallel.data={size} processes; use a multiple of {run.split * size}",
+    )
+    ema = getattr(run, "ema", None)
+    check(
+        ema is None or run.parallel.save == "whole",
+        f"ema={ema} is saved as a model of its own; use parallel.save=whole",
     )
     if run.parallel.processes == 1:
         return

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -63,7 +63,24 @@ class Ranks:
 
     def part(self, value: Tensor) -> Tensor:
         """Return this process's part of what `concatenate` returned, on any number of processes."""
+        if hasattr(value, "to_local"):
+            return own_part(value)
         return value if self.data_size == 1 else value.chunk(self.data_size)[self.data_rank].clone()
+
+    def sharded(self, value: Tensor) -> Tensor:
+        """Return what `concatenate` returns as a DTensor: no process has all of it."""
+        if self.data is None:
+            return value
+        from torch.distributed.tensor import DTensor, Shard
+
+        return DTensor.from_local(value, self.data, [Shard(0)])
+
+    def empty(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a tensor to fill, laid out as `sharded` does where its rows can be dealt."""
+        if self.data is None or shape[0] % self.data_size:
+            return torch.empty(shape, dtype=dtype, device=device)
+        own = (shape[0] // self.data_size, *shape[1:])
+        return self.sharded(torch.empty(own, dtype=dtype, device=device))
 
     def add(self, *numbers: float) -> list[float]:
         """Return the sums of numbers of the host over all processes."""
@@ -105,3 +122,8 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+def own_part(value: Tensor) -> Tensor:
+    """Return the part of a DTensor that this process has; another tensor as it is."""
+    return cast(Tensor, cast(Any, value).to_local()) if hasattr(value, "to_local") else value

@@ -45,7 +45,7 @@ def load_whole_state(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 def like(value: Any, own: Any) -> Any:
     """Return this process's part of a whole tensor if `own` is sharded and of the same shape."""
-    if not is_part(own) or own.shape != value.shape:
+    if is_part(value) or not is_part(own) or own.shape != value.shape:
         return value
     from torch.distributed.tensor import distribute_tensor
 

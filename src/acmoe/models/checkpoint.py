@@ -2,6 +2,8 @@
 
 Weights are written first, to a file named by their checksum. Replacing config.json, which names
 that file, makes the new model current. A crash at any moment leaves the old model intact.
+
+In a checkpoint that several processes wrote, the weights are in the folder `shards` instead.
 """
 
 import contextlib
@@ -23,38 +25,50 @@ from acmoe.experts.moe import current_name
 from acmoe.models.registry import FAMILIES
 from acmoe.storage.atomic import report_write_errors, sha256_of, sync
 from acmoe.storage.sealed import SEALED, read_sealed, write_sealed
+from acmoe.storage.shards import SHARDS, digests, joint_digest, read_shards, stored_tensors
 
+MODEL = "model/"  # names of a model's tensors in `shards` begin with this
 READ = (1, SEALED)  # version 0.1 wrote format 1, without a checksum of config.json itself
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write `model` into the folder `path`, replacing a model that may be there."""
+    _family(model)
+    folder = Path(path)
+    with report_write_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with _replacing(folder) as draft:
+            save_file(flat_state(model.state_dict()), draft)
+            sync(draft)
+            digest = sha256_of(draft)
+            weights = f"weights-{digest[:12]}.safetensors"
+            os.replace(draft, folder / weights)
+    write_config(model, folder, weights, digest)
+    for other in folder.glob("weights-*.safetensors"):
+        if other.name != weights:
+            other.unlink()
+
+
+def write_config(model: nn.Module, folder: Path, weights: str, digest: str) -> None:
+    """Write config.json, which names the file or folder of the weights and their checksum."""
+    document = {
+        "acmoe": acmoe.__version__,
+        "weights": weights,
+        "sha256": digest,
+        "family": _family(model),
+        "model": encode(model.config),
+    }
+    write_sealed(folder / "config.json", document)
+
+
+def _family(model: nn.Module) -> str:
     config = getattr(model, "config", None)
     family = next((n for n, found in FAMILIES.items() if isinstance(config, found.config)), None)
     check(
         family is not None,
         f"{type(model).__name__} is not a model of this library; save its state_dict yourself",
     )
-    folder = Path(path)
-    with report_write_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        with _replacing(folder) as draft:
-            save_file(_flatten(model.state_dict()), draft)
-            sync(draft)
-            digest = sha256_of(draft)
-            weights = f"weights-{digest[:12]}.safetensors"
-            os.replace(draft, folder / weights)
-    document = {
-        "acmoe": acmoe.__version__,
-        "weights": weights,
-        "sha256": digest,
-        "family": family,
-        "model": encode(config),
-    }
-    write_sealed(folder / "config.json", document)
-    for other in folder.glob("weights-*.safetensors"):
-        if other.name != weights:
-            other.unlink()
+    return str(family)
 
 
 def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> nn.Module:
@@ -62,15 +76,9 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu") ->
     folder = Path(path)
     document = _read_document(folder)
     weights = folder / Path(document["weights"]).name
-    check(weights.is_file(), f"{weights} is missing; {folder} holds no whole model, save it again")
-    check(
-        sha256_of(weights) == document["sha256"],
-        f"{weights} is damaged: its checksum is not the one in config.json; save the model again",
+    tensors = (
+        _read_shards(weights, document) if weights.name == SHARDS else _read(weights, document)
     )
-    try:
-        tensors = load_file(weights)
-    except SafetensorError as error:
-        raise UserError(f"{weights} is no safetensors file ({error}); save it again") from error
     family = FAMILIES[document["family"]]
     config = decode(document["model"], family.config, str(folder / "config.json"))
     tensors = {current_name(name): tensor for name, tensor in tensors.items()}
@@ -80,8 +88,41 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu") ->
     # Building draws random weights, which are then overwritten: leave the caller's RNG unchanged.
     with torch.random.fork_rng(devices=[]):
         model = family.build(config)
-    model.load_state_dict(_unflatten(tensors), assign=True)
+    model.load_state_dict(nested_state(tensors), assign=True)
     return model.eval().to(device)
+
+
+def _read(weights: Path, document: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Read a file of weights."""
+    check(
+        weights.is_file(),
+        f"{weights} is missing; {weights.parent} holds no whole model, save it again",
+    )
+    _check_digest(weights, sha256_of(weights), document)
+    try:
+        return load_file(weights)
+    except SafetensorError as error:
+        raise UserError(f"{weights} is no safetensors file ({error}); save it again") from error
+
+
+def _read_shards(weights: Path, document: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Read the model's tensors from the files that several processes wrote."""
+    _check_digest(weights, joint_digest(digests(weights)), document)
+    stored = stored_tensors(weights)
+    tensors = {
+        name: torch.empty(one.shape, dtype=one.dtype)
+        for name, one in stored.items()
+        if name.startswith(MODEL)
+    }
+    read_shards(weights, tensors)
+    return {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}
+
+
+def _check_digest(weights: Path, digest: str, document: Mapping[str, Any]) -> None:
+    check(
+        digest == document["sha256"],
+        f"{weights} is damaged: its checksum is not the one in config.json; save the model again",
+    )
 
 
 def _read_document(folder: Path) -> dict[str, Any]:
@@ -106,7 +147,7 @@ def _read_document(folder: Path) -> dict[str, Any]:
     return document
 
 
-def _flatten(state: Mapping[str, Any]) -> dict[str, Tensor]:
+def flat_state(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return tensors by name; a module's extra state, a dict of tensors, becomes `key:name`."""
     flat: dict[str, Tensor] = {}
     for key, value in state.items():
@@ -117,8 +158,8 @@ def _flatten(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return flat
 
 
-def _unflatten(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Invert `_flatten`."""
+def nested_state(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Invert `flat_state`."""
     state: dict[str, Any] = {}
     for key, tensor in tensors.items():
         module, _, name = key.partition(":")
@@ -148,7 +189,7 @@ def check_fits(config: Any, tensors: Mapping[str, Tensor], source: Path) -> None
 
 def _check_tensors(model: nn.Module, tensors: Mapping[str, Tensor], source: Path) -> None:
     """Check that names, shapes and kinds of numbers are the model's, and that all are finite."""
-    wanted = _flatten(model.state_dict())
+    wanted = flat_state(model.state_dict())
     for title, names in (
         ("lacks", wanted.keys() - tensors.keys()),
         ("has unknown", tensors.keys() - wanted.keys()),

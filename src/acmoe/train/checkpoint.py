@@ -26,6 +26,7 @@ from acmoe.models.checkpoint import save
 from acmoe.runtime import rng_states, set_rng_states
 from acmoe.storage.atomic import report_write_errors, sha256_of, sync
 from acmoe.storage.sealed import SEALED, read_sealed, sealed_text
+from acmoe.storage.shards import SHARD, SHARDS
 from acmoe.train.ema import WeightAverage
 
 TENSORS = "training.safetensors"
@@ -35,6 +36,7 @@ _HIDDEN = re.compile(r"\.partial|\.step-\d{8}")
 _FILES = re.compile(
     r"(ema/)?(config\.json|weights-[0-9a-f]{12}\.safetensors|\.draft-[0-9a-f]{32}"
     r"|\.config\.json\.draft)|state\.json|training\.safetensors"
+    rf"|{SHARDS}/{SHARD}"
 )
 
 
@@ -45,6 +47,8 @@ class CheckpointStore:
     (optimizer, random generators, memory), and a JSON state. The field `best` of the JSON state
     names the step of the best checkpoint. Where the run averages its weights, the folder `ema`
     holds the averaged model, also in the format of `acmoe.load`.
+
+    Where every process writes a part, all tensors are in the folder `shards`: see saving.py.
     """
 
     def __init__(self, folder: Path, *, keep: int, writes: bool = True) -> None:
@@ -76,45 +80,59 @@ class CheckpointStore:
             UserError: a value is NaN or infinite, or the disk cannot take the files. Earlier
                 checkpoints stay as they are, and nothing else is left behind.
         """
-        self._check_finite(step, model, tensors)
-        partial, target = self.folder / PARTIAL, step_folder(self.folder, step)
-        with report_write_errors(target):
-            try:
-                self._write(partial, step, model, tensors, state, average)
-                os.replace(partial, target)
-            except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
-                raise
-            sync(self.folder)
-            self._prune(state.get("best"))
+        self.check_finite(step, {**model.state_dict(), **tensors})
+        with report_write_errors(step_folder(self.folder, step)), self.discarding():
+            save(model, self.partial)
+            if average is not None:
+                with average.applied():
+                    save(model, self.partial / EMA)
+            save_file(
+                {name: tensor.contiguous() for name, tensor in tensors.items()},
+                self.partial / TENSORS,
+            )
+            return self.complete(step, state, {})
+
+    @property
+    def partial(self) -> Path:
+        """The folder of the checkpoint that is being written."""
+        return self.folder / PARTIAL
+
+    @contextmanager
+    def discarding(self) -> Iterator[None]:
+        """Remove the files written so far if an error leaves `with`."""
+        try:
+            yield
+        except BaseException:
+            shutil.rmtree(self.partial, ignore_errors=True)
+            raise
+
+    def complete(self, step: int, state: dict[str, Any], files: Mapping[str, str]) -> Path:
+        """Give a checkpoint whose other files are written its state.json and its name.
+
+        `files` holds digests that are known already.
+        """
+        target = step_folder(self.folder, step)
+        self._seal(self.partial, step, state, files)
+        os.replace(self.partial, target)
+        sync(self.folder)
+        self._prune(state.get("best"))
         return target
 
-    def _write(
-        self,
-        partial: Path,
-        step: int,
-        model: nn.Module,
-        tensors: dict[str, Tensor],
-        state: dict[str, Any],
-        average: WeightAverage | None,
+    def _seal(
+        self, partial: Path, step: int, state: dict[str, Any], known: Mapping[str, str]
     ) -> None:
-        """Write the files of a checkpoint and sync them to disk."""
-        save(model, partial)
-        if average is not None:
-            with average.applied():
-                save(model, partial / EMA)
-        save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()}, partial / TENSORS
-        )
-        files = {name: sha256_of(partial / name) for name in _files_in(partial)}
+        """Write the digests of all files to state.json, and sync all to disk."""
+        names = _files_in(partial)
+        files = {name: known.get(name) or sha256_of(partial / name) for name in names}
         document = {"step": step, "files": files, **state}
         (partial / STATE).write_text(sealed_text(document), encoding="utf-8")
         for file in partial.rglob("*"):
             sync(file)
         sync(partial)
 
-    def _check_finite(self, step: int, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-        bad = first_nonfinite({**model.state_dict(), **tensors})
+    def check_finite(self, step: int, tensors: Mapping[str, Any]) -> None:
+        """Raise a UserError where a tensor holds NaN or infinity."""
+        bad = first_nonfinite(tensors)
         good = self.latest()
         kept = f"the last good checkpoint is {good}" if good else "no checkpoint was written before"
         check(
@@ -124,7 +142,10 @@ class CheckpointStore:
         )
 
     def read(self, folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the training tensors and JSON state of a checkpoint; raise where it is damaged."""
+        """Return the training tensors and JSON state of a checkpoint; raise where it is damaged.
+
+        There are no tensors where they are in the folder `shards`: each process reads its own.
+        """
         fix = f"delete {folder} to resume from the checkpoint before it"
         state = read_sealed(folder / STATE, fix=fix)
         file = folder / TENSORS
@@ -135,18 +156,23 @@ class CheckpointStore:
         files = state.get("files") if state["format"] == SEALED else {TENSORS: state.get("sha256")}
         check(isinstance(files, dict), f"{folder / STATE} lists no files; {fix}")
         assert isinstance(files, dict)
+        sharded = any(name.startswith(f"{SHARDS}/") for name in files)
         check(
-            TENSORS in files or file.is_file(),
+            sharded or TENSORS in files or file.is_file(),
             f"{folder} holds weights only, written by `acmoe export --to run`: evaluate it, or "
             "train in another folder",
         )
-        check(TENSORS in files, f"{folder / STATE} lists no checksum of {TENSORS}; {fix}")
+        check(
+            sharded or TENSORS in files, f"{folder / STATE} lists no checksum of {TENSORS}; {fix}"
+        )
         for name, digest in files.items():
             path = folder / name
             check(bool(_FILES.fullmatch(name)), f"{folder / STATE} names {name!r}; {fix}")
             check(path.is_file(), f"{path} is missing; {fix}")
             check(sha256_of(path) == digest, f"{path} is damaged, its checksum differs; {fix}")
         check_state(state, folder, fix)
+        if sharded:
+            return {}, state
         try:
             tensors = load_file(file)
         except SafetensorError as error:
@@ -186,13 +212,13 @@ def _leftovers(folder: Path) -> Iterator[Path]:
 
 
 def _files_in(folder: Path) -> list[str]:
-    """List what is below a folder, by relative path, without the folder of averaged weights."""
+    """List what is below a folder, by relative path, without the folders `ema` and `shards`."""
     found = sorted(folder.rglob("*"))
     names = [path.relative_to(folder).as_posix() for path in found]
     return [
         name
         for name, path in zip(names, found, strict=True)
-        if name != EMA or path.is_symlink() or not path.is_dir()
+        if name not in (EMA, SHARDS) or path.is_symlink() or not path.is_dir()
     ]
 
 
@@ -251,6 +277,12 @@ def rng_tensors(device: torch.device, ranks: Ranks = ALONE) -> dict[str, Tensor]
         for rank, states in enumerate(ranks.gather(rng_states(device)))
         for kind, state in states.items()
     }
+
+
+def own_rng(device: torch.device, ranks: Ranks) -> dict[str, Tensor]:
+    """Return this process's part of what `rng_tensors` returns."""
+    end = "" if ranks.first else f"@{ranks.rank}"
+    return {f"rng/{kind}{end}": state for kind, state in rng_states(device).items()}
 
 
 def restore_rng(tensors: Mapping[str, Tensor], device: torch.device, ranks: Ranks = ALONE) -> None:

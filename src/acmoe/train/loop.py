@@ -8,7 +8,8 @@ from acmoe.train.checkpoint import CheckpointStore
 from acmoe.train.display import Display
 from acmoe.train.health import training_stopped, validation_stopped
 from acmoe.train.metrics_log import MetricsLog, Score
-from acmoe.train.resume import resume_run, save_run
+from acmoe.train.resume import resume_run
+from acmoe.train.saving import Saver
 from acmoe.train.signals import StopSignals
 from acmoe.train.trainer import Trainer
 from acmoe.train.update import Update
@@ -38,6 +39,7 @@ class TrainLoop:
         self.display.begin(step, self.log)
         for note in notes:
             self.display.say(note)
+        saver = None if self.store is None else Saver(self.store, self.trainer, self.log)
         stopping = False
         while step < last and not stopping:
             step += 1
@@ -48,6 +50,8 @@ class TrainLoop:
             update = self.trainer.update(step, record=log)
             self.log.add(update, self.trainer.per_step)
             stopping = self._stop_requested()
+            if saver is not None:
+                saver.poll()
             if not (log or validate or save or stopping):
                 continue
             self._check_finite(step)
@@ -57,8 +61,10 @@ class TrainLoop:
                 if validate:
                     self.display.valid(self.log.valid_record(step, self._validate(step)))
                 best = validate and self.save_best and self.log.best_step == step
-                if save or stopping or best:
-                    self._save(step)
+                if saver is not None and (save or stopping or best):
+                    saver.save(step)
+        if saver is not None:
+            saver.finish()
         return step
 
     def _stop_requested(self) -> bool:
@@ -95,7 +101,3 @@ class TrainLoop:
                 f"step {step}: a loss of {record['loss']:.3g} nats is finite, but no model of "
                 f"anything; try a lower lr than {rate:.3g}, or clip=1.0"
             )
-
-    def _save(self, step: int) -> None:
-        if self.store is not None:
-            save_run(self.store, step, self.trainer, self.log)

@@ -11,6 +11,7 @@ from acmoe.distributed.whole import like, whole
 from acmoe.errors import check
 from acmoe.experts.moe import current_name
 from acmoe.routing.router import Router
+from acmoe.storage.shards import Stored
 
 Groups = list[dict[str, Any]]
 
@@ -141,11 +142,34 @@ def router_matrices(model: nn.Module) -> set[nn.Parameter]:
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """Return moments and step counts by `optimizer/KIND/PARAMETER`, whole on all processes."""
+    return {name: whole(value) for name, value in optimizer_parts(optimizer, model).items()}
+
+
+def optimizer_parts(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+    """Return moments and step counts as this process has them."""
     return {
-        f"optimizer/{kind}/{name}": whole(value)
+        f"optimizer/{kind}/{name}": value
         for name, parameter in model.named_parameters()
         for kind, value in optimizer.state.get(parameter, {}).items()
     }
+
+
+def optimizer_places(model: nn.Module, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
+    """Return empty tensors for the stored moments and step counts of this process's parameters."""
+    parameters = dict(model.named_parameters())
+    found: dict[str, Tensor] = {}
+    for key, (shape, dtype) in stored.items():
+        prefix, _, rest = key.partition("/")
+        parameter = parameters.get(rest.partition("/")[2])
+        if prefix != "optimizer" or parameter is None:
+            continue
+        moment = shape == parameter.shape
+        found[key] = (
+            torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            if moment
+            else torch.empty(shape, dtype=dtype)
+        )
+    return found
 
 
 def restore_optimizer(

@@ -2,42 +2,30 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import Tensor, nn
 
 from acmoe.errors import UserError, check
 from acmoe.evaluate.run import EMA, checkpoints
 from acmoe.models.checkpoint import load
+from acmoe.storage.shards import SHARDS, read_shards, stored_tensors
 from acmoe.train.checkpoint import CheckpointStore, restoring
 from acmoe.train.metrics_log import MetricsLog
-from acmoe.train.threads import cpu_state, threads_note
+from acmoe.train.threads import threads_note
 from acmoe.train.trainer import Trainer
 
 Read = TypeVar("Read")
-# Model, averaged model, training tensors, JSON state.
-Checkpoint = tuple[nn.Module, nn.Module | None, dict[str, Tensor], dict[str, Any]]
 
 
-def save_run(store: CheckpointStore, step: int, trainer: Trainer, log: MetricsLog) -> None:
-    """Write a checkpoint of everything that an update changes; rank 0 writes for all processes."""
-    # Without this check a run folder that was renamed under way would be split into two.
-    check(
-        store.folder.is_dir(),
-        f"{store.folder} is gone, so step {step} is not saved: the run folder was renamed or "
-        "deleted under way; continue it with --out and its new name",
-    )
-    state: dict[str, Any] = {
-        **log.state_dict(),
-        "data": trainer.batches.state_dict(),
-        **cpu_state(),
-        **trainer.data_checksum(),
-    }
-    log.sync()
-    model, tensors = trainer.whole_model(), trainer.state_tensors()
-    if trainer.ranks.first:
-        store.save(step, model, tensors, state, average=trainer.average)
-    trainer.ranks.wait()  # none goes on, or ends, before the checkpoint is there
+class Checkpoint(NamedTuple):
+    """A checkpoint that has been read, except for the tensors in `shards`."""
+
+    shards: Path | None  # None: the whole tensors are here
+    model: nn.Module | None
+    average: nn.Module | None
+    tensors: dict[str, Tensor]
+    state: dict[str, Any]
 
 
 def resume_run(
@@ -63,7 +51,7 @@ def resume_run(
                 found = read(latest)
         if found is not None:
             with restoring(store.latest() or store.folder):
-                step = _restore(trainer, log, *found, notes)
+                step = _restore(trainer, log, found, notes)
     complaint = log.open(step)
     return step, [*notes, *([complaint] if complaint else [])]
 
@@ -89,28 +77,35 @@ def read_latest(
 
 
 def _read(store: CheckpointStore, folder: Path, averaged: bool) -> Checkpoint:
-    """Return the model, the averaged model if there is one, the training tensors and the state."""
+    """Read a checkpoint of one process whole; check the files of one that several wrote."""
     tensors, state = store.read(folder)
-    return load(folder), load(folder / EMA) if averaged else None, tensors, state
+    if not tensors:
+        return Checkpoint(folder / SHARDS, None, None, {}, state)
+    average = load(folder / EMA) if averaged else None
+    return Checkpoint(None, load(folder), average, tensors, state)
 
 
-def _restore(
-    trainer: Trainer,
-    log: MetricsLog,
-    model: nn.Module,
-    average: nn.Module | None,
-    tensors: dict[str, Tensor],
-    state: dict[str, Any],
-    notes: list[str],
-) -> int:
+def _restore(trainer: Trainer, log: MetricsLog, found: Checkpoint, notes: list[str]) -> int:
     """Put a checkpoint into the trainer and the log; return its step."""
+    state = found.state
     trainer.check_data(state)
-    trainer.load_model(model.state_dict())
-    trainer.load_state_tensors(tensors)
-    if trainer.average is not None and average is not None:
-        trainer.average.load(average.state_dict())
+    if found.shards is not None:
+        places = trainer.empty_parts(stored_tensors(found.shards))
+        read_shards(found.shards, places, together=trainer.ranks.mesh is not None)
+        trainer.load_parts(places)
+    elif found.model is not None:
+        trainer.load_model(found.model.state_dict())
+        trainer.load_state_tensors(found.tensors)
+    if trainer.average is not None and found.average is not None:
+        trainer.average.load(found.average.state_dict())
     trainer.batches.load_state_dict(state["data"])
     log.load_state_dict(state)
     if note := threads_note(state):
         notes.append(note)
+    split = trainer.config.split
+    if (before := state.get("split", split)) != split:  # absent in version 0.1
+        notes.append(
+            f"saved with split={before}, continued with split={split}: batch statistics and the "
+            "capacity of experts are now those of other micro-batches"
+        )
     return cast(int, state["step"])

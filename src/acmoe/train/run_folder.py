@@ -61,8 +61,8 @@ def _check_same(path: Path, config: Any) -> None:
     check(kind == wanted, f"{path.parent} holds a {kind}, not a {wanted}; choose another folder")
     stored = from_document(read_json(path), type(config), str(path))
     # `keep` changes no number of a run, and its default has changed. A run may be continued on
-    # another number of processes.
-    free = ("keep=", "parallel.")
+    # another number of processes, and of micro-batches.
+    free = ("keep=", "parallel.", "split=")
     found = [one for one in differences(stored, config) if not one.startswith(free)]
     check(
         not found,

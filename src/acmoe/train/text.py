@@ -3,7 +3,7 @@
 B streams, L positions of a block.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,8 +32,10 @@ from acmoe.ops.statistics.prefix import PrefixMoments
 from acmoe.routing.group import measuring_alone
 from acmoe.routing.stable import StableRouter
 from acmoe.runtime import autocast
+from acmoe.storage.shards import Stored
 from acmoe.train.metrics_log import MetricsLog
 from acmoe.train.optim import check_router_sgd, router_matrices
+from acmoe.train.resplit import STREAMS, resplit, saved_split
 from acmoe.train.text_pipeline import PipelinedDecoder, score_stages
 from acmoe.train.trainer import Trainer, eager, take_step
 from acmoe.train.update import Output, Update
@@ -200,20 +202,43 @@ class TextTrainer(Trainer):
         The streams of a micro-batch on all processes are those of the micro-batch of one process.
         """
         join = self.ranks.concatenate
-        found = super().state_tensors()
+        memory = {name: join(rows) for name, rows in self._memory_tensors()}
+        found = super().state_tensors() | memory
+        return found if self.pipeline is None else gather_stages(found, self.ranks)
+
+    def parts(self) -> dict[str, Tensor]:
+        """Add the memory of this process's streams."""
+        memory = {name: self.ranks.sharded(rows) for name, rows in self._memory_tensors()}
+        return super().parts() | memory
+
+    def empty_parts(self, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
+        """Add the streams' memory: all of it where it was saved with another `split`."""
+        own = {str(depth) for depth in self.depths}
+        memory = {
+            name: one
+            for name, one in stored.items()
+            if name.startswith(STREAMS) and name.split("/")[2] in own
+        }
+        empty = self.ranks.empty if saved_split(memory) == self.config.split else _whole
+        return super().empty_parts(stored) | {
+            name: empty(one.shape, one.dtype, self.device) for name, one in memory.items()
+        }
+
+    def _memory_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the names and rows of the memory of this process's streams."""
         for part, memory in enumerate(self.memories):
             for depth, hidden in zip(self.depths, memory.hidden if memory else (), strict=False):
-                found[f"memory/{part}/{depth}"] = join(hidden)
+                yield f"memory/{part}/{depth}", hidden
             for depth, moments in zip(self.depths, memory.moments if memory else (), strict=False):
                 for name, value in ({} if moments is None else moments._asdict()).items():
-                    found[f"moments/{part}/{depth}/{name}"] = join(value)
-        return found if self.pipeline is None else gather_stages(found, self.ranks)
+                    yield f"moments/{part}/{depth}/{name}", value
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the streams' memory as well."""
         if self.pipeline is not None:
             tensors = self.pipeline.own_moments(tensors)
         super().load_state_tensors(tensors)
+        tensors = resplit(tensors, self.config.split)
         for part in range(self.config.split):
             names = [f"memory/{part}/{depth}" for depth in self.depths]
             hidden = tuple(self.ranks.part(tensors[name]).to(self.device) for name in names)
@@ -274,6 +299,10 @@ class TextTrainer(Trainer):
             f"{self.corpus.folder} is not the corpus this run was begun with (another checksum); "
             "prepare that one again, or choose another run folder",
         )
+
+
+def _whole(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def checked_corpus(config: RunConfig) -> Corpus:

@@ -23,9 +23,11 @@ from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.distributed.whole import gathered, load_whole_state, whole_model
 from acmoe.errors import check
 from acmoe.fast.compiled import compile_blocks
+from acmoe.models.checkpoint import MODEL, flat_state, nested_state
 from acmoe.models.registry import build_model
 from acmoe.routing.group import set_statistics_group
-from acmoe.train.checkpoint import restore_rng, rng_tensors
+from acmoe.storage.shards import Stored
+from acmoe.train.checkpoint import own_rng, restore_rng, rng_tensors
 from acmoe.train.ema import WeightAverage
 from acmoe.train.graph import StepGraph, make_capturable
 from acmoe.train.metrics_log import MetricsLog, Score
@@ -34,6 +36,8 @@ from acmoe.train.optim import (
     adam,
     is_matrix,
     learning_rate,
+    optimizer_parts,
+    optimizer_places,
     optimizer_tensors,
     restore_optimizer,
     set_learning_rate,
@@ -196,6 +200,43 @@ class Trainer(ABC):
         """Restore what `state_tensors` returned."""
         restore_optimizer(self.optimizer, self.model, tensors)
         restore_rng(tensors, self.device, self.ranks)
+
+    def parts(self) -> dict[str, Tensor]:
+        """Return the model's tensors and those of `state_tensors` as this process has them.
+
+        The parts of all processes together are the checkpoint: a DTensor where they are parts of
+        one tensor.
+        """
+        model = {MODEL + name: value for name, value in flat_state(self.model.state_dict()).items()}
+        return (
+            model | optimizer_parts(self.optimizer, self.model) | own_rng(self.device, self.ranks)
+        )
+
+    def empty_parts(self, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
+        """Return empty tensors for those of a checkpoint's tensors that this process needs.
+
+        The checkpoint may come from another number of processes.
+        """
+        model = {
+            MODEL + name: torch.empty_like(value)
+            for name, value in flat_state(self.model.state_dict()).items()
+        }
+        rng = {
+            name: torch.empty(stored[name].shape, dtype=stored[name].dtype)
+            for name in own_rng(self.device, self.ranks)
+            if name in stored
+        }
+        return model | optimizer_places(self.model, stored) | rng
+
+    def load_parts(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore the tensors that `empty_parts` returned, filled."""
+        model = {
+            name.removeprefix(MODEL): value
+            for name, value in tensors.items()
+            if name.startswith(MODEL)
+        }
+        self.model.load_state_dict(nested_state(model))
+        self.load_state_tensors(tensors)
 
     def close(self) -> None:
         """Release the memory of captured CUDA graphs and, in subclasses, of data readers.

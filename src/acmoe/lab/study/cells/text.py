@@ -41,8 +41,8 @@ from acmoe.runtime import pick_device, seeded
 from acmoe.train.checkpoint import CheckpointStore
 from acmoe.train.finetune import FinetuneReport, finetune
 from acmoe.train.health import TrainingStopped
-from acmoe.train.resume import save_run
 from acmoe.train.run_folder import claim
+from acmoe.train.saving import Saver
 from acmoe.train.text import TextTrainer, checked_corpus
 from acmoe.train.trainer import eager
 
@@ -66,7 +66,7 @@ def run_text(cell: Cell, folder: Path, notify: Notify) -> Outcome:
                 raise
             return stopped_outcome(folder, config, metric_of(corpus), str(stopped))
         if tests.tasks:
-            save_run(CheckpointStore(folder / CHECKPOINTS, keep=1), config.steps, trainer, log)
+            Saver(CheckpointStore(folder / CHECKPOINTS, keep=1), trainer, log).save(config.steps)
     curve = curve_of(folder, "valid", log.metric.replace(" ", "_"))
     scales = model_scale_statistics(trainer.model)
     metrics = training_metrics(trainer, log, curve, scales)

@@ -1,0 +1,181 @@
+"""Checkpoints written by all processes: any number of processes continues them."""
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launched import launch, ports
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+import acmoe
+from acmoe.distributed import start
+from acmoe.evaluate.run import checkpoints
+from acmoe.train.run import train
+from tiny_runs import QUIET, byte_corpus, records, tiny_run
+
+SHORT = (
+    *("steps=6", "log_every=1", "eval_every=3", "checkpoint_every=3", "keep=3", "batch=8"),
+    *("clip=1.0", "model.dropout=0", "model.router.statistics_group=global"),
+)
+# Runs by the layout that saves them, and the layouts that continue them from step 3.
+FSDP = ("parallel.shard=fsdp", "parallel.save=sharded")
+LAYOUTS = {
+    1: (("parallel.save=sharded",),),
+    2: (FSDP, ("parallel.save=async",)),
+    4: (FSDP,),
+}
+
+
+def name_of(world: int, settings: tuple[str, ...]) -> str:
+    return f"{world} " + " ".join(setting.partition("=")[2] for setting in settings)
+
+
+ALL = [(world, settings) for world, found in LAYOUTS.items() for settings in found]
+
+
+def save_all(rank: int, world: int, folder: Path, free: list[int], router: str) -> None:
+    """Train a run in each layout of `world` processes."""
+    for settings in LAYOUTS[world]:
+        run(folder, folder / name_of(world, settings), free.pop(), world, settings, router)
+
+
+def continue_all(rank: int, world: int, folder: Path, free: list[int], router: str) -> None:
+    """Continue every run from step 3 in each layout of `world` processes."""
+    for settings in LAYOUTS[world]:
+        for before in ALL:
+            copy = folder / f"{name_of(*before)} then {name_of(world, settings)}"
+            if rank == 0:
+                half_of(folder / name_of(*before), copy)
+            run(folder, copy, free.pop(), world, settings, router)
+
+
+def run(
+    folder: Path,
+    out: Path,
+    port: int,
+    world: int,
+    settings: tuple[str, ...],
+    router: str = "adaptive",
+) -> None:
+    start.TIMEOUT = 60.0
+    os.environ["MASTER_PORT"] = str(port)
+    # Statistics are those of a micro-batch: only the plain router may change their number.
+    split = "split=1" if router == "smoe" and world == 4 else "split=2"
+    config = tiny_run(
+        folder / "corpus", *SHORT, split, f"parallel.data={world}", *settings, router=router
+    )
+    train(config, out, console=QUIET)
+
+
+def half_of(run: Path, other: Path) -> None:
+    shutil.copytree(run, other)
+    shutil.rmtree(other / "checkpoints" / "step-00000006")
+
+
+def in_processes(
+    world: int, function: Any, folder: Path, count: int, router: str = "adaptive"
+) -> None:
+    if world == 1:
+        function(0, 1, folder, [0] * count, router)
+        return
+    results = folder / f"results-{world}"
+    launch(world, function, world, folder, ports(count), router, folder=results)
+
+
+def losses(run: Path) -> list[float]:
+    return [record["loss"] for record in records(run)]
+
+
+def test_two_processes_write_a_part_each_and_one_continues(tmp_path: Path) -> None:
+    byte_corpus(tmp_path)
+    in_processes(2, save_all, tmp_path, 2)
+    before = [(2, settings) for settings in LAYOUTS[2]]
+    for world, settings in before:
+        saved = tmp_path / name_of(world, settings)
+        for folder in checkpoints(saved / "checkpoints"):
+            assert len(list((folder / "shards").iterdir())) == 2
+        half_of(saved, tmp_path / "alone")
+        run(tmp_path, tmp_path / "alone", 0, 1, ("parallel.save=whole",))
+        assert losses(tmp_path / "alone") == pytest.approx(losses(saved), abs=1e-5)
+        shutil.rmtree(tmp_path / "alone")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("router", ["adaptive", "smoe"])
+def test_any_layout_continues_any_other(router: str, tmp_path: Path) -> None:
+    byte_corpus(tmp_path)
+    run(tmp_path, tmp_path / "whole", 0, 1, ("parallel.save=whole",), router)
+    for world, settings in LAYOUTS.items():
+        in_processes(world, save_all, tmp_path, len(settings), router)
+    for world, settings in LAYOUTS.items():
+        in_processes(world, continue_all, tmp_path, len(settings) * len(ALL), router)
+    expected = losses(tmp_path / "whole")
+    for before in ALL:
+        assert losses(tmp_path / name_of(*before)) == pytest.approx(expected, abs=1e-5)
+        for after in ALL:
+            found = losses(tmp_path / f"{name_of(*before)} then {name_of(*after)}")
+            assert found == pytest.approx(expected, abs=1e-5), (before, after)
+            if before == after:  # on the same layout it goes on bit by bit
+                assert found == losses(tmp_path / name_of(*before))
+
+
+@pytest.mark.slow
+def test_the_model_of_parts_is_bitwise_the_gathered_one(tmp_path: Path) -> None:
+    """The same two processes save step 6 in both ways."""
+    byte_corpus(tmp_path)
+    launch(2, both_ways, tmp_path, ports(2), folder=tmp_path / "results")
+    for step in ("step-00000003", "step-00000006"):
+        found, expected = (
+            acmoe.load(tmp_path / name / "checkpoints" / step).state_dict()
+            for name in ("sharded", "whole")
+        )
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def both_ways(rank: int, folder: Path, free: list[int]) -> None:
+    for how in ("sharded", "whole"):
+        settings = ("parallel.shard=fsdp", f"parallel.save={how}")
+        run(folder, folder / how, free.pop(), 2, settings)
+
+
+@pytest.mark.slow
+def test_a_full_disk_of_one_process_ends_all_in_one_line(tmp_path: Path) -> None:
+    byte_corpus(tmp_path)
+    first, second = sorted(launch(2, full_disk, tmp_path, ports(2), folder=tmp_path / "results"))
+    assert re.fullmatch(
+        r"UserError: rank 1: cannot write .*/shards: No space left on device; make room .*", first
+    )
+    assert second == "exit 1"
+    assert [one.name for one in (tmp_path / "run" / "checkpoints").iterdir()] == [
+        "step-00000003",
+        "step-00000006",
+    ]
+
+
+def full_disk(rank: int, folder: Path, free: list[int]) -> str:
+    """Fail in the first save of rank 1, then give the same command again."""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(HuggingFaceStorageWriter, "write_data", no_space)
+        said = ending(lambda: run(folder, folder / "run", free.pop(), 2, FSDP))
+    assert not (folder / "run" / "checkpoints" / ".partial").exists()
+    run(folder, folder / "run", free.pop(), 2, FSDP)
+    return said
+
+
+def no_space(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def ending(run: Any) -> str:
+    try:
+        run()
+    except SystemExit as end:
+        return f"exit {end.code}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "went on"
