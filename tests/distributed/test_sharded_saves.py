@@ -23,9 +23,10 @@ SHORT = (
 )
 # Runs by the layout that saves them, and the layouts that continue them from step 3.
 FSDP = ("parallel.shard=fsdp", "parallel.save=sharded")
+PIPELINE = ("parallel.pipeline=2", "parallel.save=sharded")
 LAYOUTS = {
     1: (("parallel.save=sharded",),),
-    2: (FSDP, ("parallel.save=async",)),
+    2: (FSDP, ("parallel.save=async",), PIPELINE),
     4: (FSDP,),
 }
 
@@ -65,8 +66,9 @@ def run(
     os.environ["MASTER_PORT"] = str(port)
     # Statistics are those of a micro-batch: only the plain router may change their number.
     split = "split=1" if router == "smoe" and world == 4 else "split=2"
+    data = world // 2 if settings == PIPELINE else world
     config = tiny_run(
-        folder / "corpus", *SHORT, split, f"parallel.data={world}", *settings, router=router
+        folder / "corpus", *SHORT, split, f"parallel.data={data}", *settings, router=router
     )
     train(config, out, console=QUIET)
 
@@ -92,7 +94,7 @@ def losses(run: Path) -> list[float]:
 
 def test_two_processes_write_a_part_each_and_one_continues(tmp_path: Path) -> None:
     byte_corpus(tmp_path)
-    in_processes(2, save_all, tmp_path, 2)
+    in_processes(2, save_all, tmp_path, len(LAYOUTS[2]))
     before = [(2, settings) for settings in LAYOUTS[2]]
     for world, settings in before:
         saved = tmp_path / name_of(world, settings)

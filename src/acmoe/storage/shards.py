@@ -43,10 +43,10 @@ def write_shards(
     A DTensor is written by the processes that hold its parts, any other tensor by one of those that
     have it.
     """
-    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     with _reporting(folder), _alone_without_warning(not dist.is_initialized()):
-        dcp.save(dict(tensors), storage_writer=_writer(folder), process_group=group)
+        save(dict(tensors), storage_writer=_writer(folder), process_group=group)
 
 
 class Writing:
@@ -87,10 +87,10 @@ def read_shards(folder: Path, tensors: Mapping[str, Tensor], *, together: bool =
 
     With `together`, all processes of the default group must call it; each may give other names.
     """
-    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     with _reading(folder), _alone_without_warning(not together):
-        dcp.load(dict(tensors), storage_reader=_reader(folder), no_dist=not together)
+        load(dict(tensors), storage_reader=_reader(folder), no_dist=not together)
 
 
 def digests(folder: Path, pattern: str = "*.safetensors") -> dict[str, str]:
@@ -105,13 +105,13 @@ def joint_digest(found: Mapping[str, str]) -> str:
 
 
 def _writer(folder: Path) -> Any:
-    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
     return HuggingFaceStorageWriter(str(folder), save_distributed=True)
 
 
 def _reader(folder: Path) -> Any:
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     return HuggingFaceStorageReader(str(folder))
 
