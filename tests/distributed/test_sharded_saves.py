@@ -19,7 +19,7 @@ from tiny_runs import QUIET, byte_corpus, records, tiny_run
 
 SHORT = (
     *("steps=6", "log_every=1", "eval_every=3", "checkpoint_every=3", "keep=3", "batch=8"),
-    *("clip=1.0", "model.dropout=0", "model.router.statistics_group=global"),
+    *("clip=1.0", "model.dropout=0"),
 )
 # Runs by the layout that saves them, and the layouts that continue them from step 3.
 FSDP = ("parallel.shard=fsdp", "parallel.save=sharded")
@@ -66,10 +66,10 @@ def run(
     os.environ["MASTER_PORT"] = str(port)
     # Statistics are those of a micro-batch: only the plain router may change their number.
     split = "split=1" if router == "smoe" and world == 4 else "split=2"
+    group = ("model.router.statistics_group=global",) if router == "adaptive" else ()
     data = world // 2 if settings == PIPELINE else world
-    config = tiny_run(
-        folder / "corpus", *SHORT, split, f"parallel.data={data}", *settings, router=router
-    )
+    own = (split, *group, f"parallel.data={data}", *settings)
+    config = tiny_run(folder / "corpus", *SHORT, *own, router=router)
     train(config, out, console=QUIET)
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
+from torch.distributed.checkpoint.filesystem import FileSystem
+
 import acmoe.models.checkpoint
 import acmoe.train.checkpoint
 from acmoe.errors import UserError
@@ -29,6 +31,7 @@ OPERATIONS: tuple[tuple[Any, str], ...] = (
     (pathlib.Path, "write_bytes"),
     (acmoe.models.checkpoint, "save_file"),
     (acmoe.train.checkpoint, "save_file"),
+    (FileSystem, "create_stream"),  # of the files of several processes
 )
 WRITES = {"write", "pwrite", "write_text", "write_bytes"}
 

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from safetensors.torch import load_file
+
 from acmoe.config.images.attack import PGDConfig, attack_config
 from acmoe.config.text.finetune import FinetuneConfig
 from acmoe.data.text.prepare import prepare
@@ -40,6 +42,18 @@ def _train_config(shared: Path) -> Any:
     return tiny_run(
         byte_corpus(shared), "steps=4", "checkpoint_every=2", "log_every=1", "eval_every=2"
     )
+
+
+def _sharded_config(shared: Path) -> Any:
+    config = _train_config(shared)
+    return replace(config, parallel=replace(config.parallel, save="sharded"))
+
+
+def _sharded_result(folder: Path) -> Any:
+    assert not list(folder.rglob(".*")), "a leftover of a failed write"
+    files = sorted(folder.glob("checkpoints/*/shards/*"))
+    tensors = {name: value for file in files for name, value in load_file(file).items()}
+    return {name: value.numpy().tobytes() for name, value in tensors.items()}, records(folder)
 
 
 def _train(config: Any, folder: Path) -> None:
@@ -153,6 +167,7 @@ def _study_result(folder: Path) -> Any:
 
 DISTURBED = {
     "train": Disturbed(_train_config, _train, _train_result),
+    "train sharded": Disturbed(_sharded_config, _train, _sharded_result),
     "prepare": Disturbed(_source, _prepare, _prepare_result),
     "finetune": Disturbed(_finetune_materials, _finetune, _finetune_result),
     "attack": Disturbed(_attack_materials, _attack, _attack_result),
