@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from acmoe.report.runs import RunFacts
+from acmoe.report.scores import Score
 
 HOSTILE = (
     "</script><script>window.broken = 1</script><img src=x onerror=alert(1)> & \u2028 \t{{DATA}}"
@@ -19,6 +20,7 @@ def run_facts(
     name: str = "run",
     key: str = "bits_per_byte",
     in_use: bool = False,
+    tested: tuple[Score, ...] = (),
     **settings: Any,
 ) -> RunFacts:
     """A run validated at those steps with those values; it is finished unless `steps` says more."""
@@ -32,4 +34,18 @@ def run_facts(
         steps=max(values, default=0) if steps is None else steps,
         in_use=in_use,
         notes=(),
+        tested=tested,
+    )
+
+
+def scored(value: float, *, step: int = 1, statistics: str = "none", protocol: str = "") -> Score:
+    """A test score in bits per byte."""
+    return Score(
+        label="test bits per byte",
+        lower=True,
+        value=value,
+        step=step,
+        statistics=statistics,
+        protocol=protocol,
+        source="evaluation.json",
     )

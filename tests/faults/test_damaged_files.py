@@ -87,7 +87,7 @@ def kind_of(run: str, file: Path) -> str:
 def test_a_sample_of_damaged_files_is_noticed(case: Case) -> None:
     numbers = range(0, len(case.files()), 2)
     seen = Counter(check_mutation(case, n, read_only=n % 12 != 0)[1] for n in numbers)
-    assert len(numbers) == 19 and seen["detected"] > 10
+    assert len(numbers) == 20 and seen["detected"] > 10
 
 
 @pytest.mark.faults

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from acmoe.report.compare import difference, groups, paired
+from acmoe.report.compare import difference, paired
+from acmoe.report.groups import groups
 from run_facts import run_facts
 
 

@@ -138,6 +138,9 @@ def test_a_plain_router_stands_beside_the_base_of_an_adaptive_one(page: str) -> 
     assert settings["model.router.base.name"]["values"] == ['"smoe"', '"smoe"']
     assert not settings["model.router.base.bias"]["differs"]
     assert settings["model.router.measure"]["values"] == [None, '"mad"']
+    assert not settings["model.router.measure"]["differs"]  # an option of one router
+    assert settings["model.router.measure"]["only"] == [1]
+    assert [key for key, row in settings.items() if row["differs"]] == ["model.router.name"]
     assert not settings["lr"]["differs"]
 
 

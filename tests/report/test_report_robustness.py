@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from acmoe.evaluate.saved import save_evaluation
 from acmoe.report.robustness import robustness
 from acmoe.report.runs import RunFacts
 from run_facts import run_facts
@@ -56,7 +57,8 @@ def test_an_attack_is_a_row_a_radius(run: RunFacts) -> None:
     (figure,) = robustness(run).figures
     assert (figure.what, figure.clean, figure.value) == ("pgd, radius 2/255", 90.0, 41.5)
     assert not figure.lower
-    assert "15.0% of tokens moved" in figure.details and "capacity none" in figure.details
+    assert "the attack sends 15.0% of tokens to another expert" in figure.details
+    assert "expert capacity none" in figure.details
 
 
 def test_a_capacity_or_averaged_weights_make_it_another_figure(run: RunFacts) -> None:
@@ -73,6 +75,13 @@ def test_contaminated_text_stands_beside_clean_text_of_the_same_statistics(run: 
     found = robustness(run).figures
     assert [(one.clean, one.value) for one in found] == [(30.0, 33.0), (31.0, 35.0)]
     assert found[0].what == "2.5% of words replaced"
+
+
+def test_one_evaluation_in_two_files_is_one_figure(run: RunFacts) -> None:
+    save_evaluation(run.folder, EVALUATION)
+    put(run.folder / "evaluation.json", EVALUATION)  # as `--json > FILE` writes it
+    assert len(list(run.folder.glob("evaluation*.json"))) == 2
+    assert len(robustness(run).figures) == 2  # two statistics modes
 
 
 def test_an_evaluation_of_clean_text_alone_says_nothing_here(run: RunFacts) -> None:
@@ -101,9 +110,7 @@ def test_the_figures_of_an_earlier_demo_are_not_taken(run: RunFacts, other: dict
 def test_nothing_measured_gives_the_command_that_would(run: RunFacts) -> None:
     found = robustness(run)
     assert found.figures == ()
-    assert found.command == (
-        f"acmoe evaluate {run.folder} --contaminate 0.05 --json > {run.folder}/evaluation.json"
-    )
+    assert found.command == f"acmoe evaluate {run.folder} --contaminate 0.05"
     assert robustness(replace(run, kind="swin-run")).command.startswith("acmoe attack ")
 
 

@@ -144,11 +144,14 @@ def test_a_record_that_is_written_in_part_does_not_stay(
     real, out, calls = os.write, tmp_path / "out", []
 
     def short(handle: int, data: bytes) -> int:
-        """The disk takes ten bytes of the second record, and nothing after them."""
+        """The disk takes ten bytes of the second record, and nothing after them.
+
+        The first write is the line of this start in starts.jsonl.
+        """
         calls.append(None)
-        if len(calls) == 3:
+        if len(calls) == 4:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(handle, data[:10] if len(calls) == 2 else data)
+        return real(handle, data[:10] if len(calls) == 3 else data)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", short)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate:
-    """Score a run over every token or image of a split, in each requested statistics mode."""
+    """Score a run over every token or image of a split, in each requested statistics mode.
+
+    The scores are also written into the run's folder, where `acmoe report` finds them.
+    """
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """Folder of the run."""
@@ -74,11 +77,27 @@ class Evaluate:
             self._print(report, lambda: _show(report))
         return 0
 
+    def _save(self, document: dict[str, Any]) -> None:
+        """Leave the score in the run's folder; where that cannot be written, say so."""
+        from acmoe.errors import UserError
+        from acmoe.evaluate.saved import save_evaluation
+
+        console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+        try:
+            path = save_evaluation(self.folder, document)
+        except UserError as error:
+            console.print(f"`acmoe report` will not show this score: {error}")
+            return
+        if not self.json:
+            print(f"wrote {path}, which `acmoe report` shows")
+
     def _print(self, report: "LanguageReport | RunReport", show: Callable[[], None]) -> None:
+        document = report.to_json()
         if self.json:
-            print(json_text(report.to_json()))
+            print(json_text(document))
         else:
             show()
+        self._save(document)
 
     def _images(self) -> "RunReport":
         from acmoe.config.images.data import ImageEvaluateConfig, parse_capacity

@@ -3,9 +3,11 @@
 config.json      the config of the run; `kind` names its class, and is absent for language models
 vocabulary.json  the vocabulary, so that a run can be used without its corpus
 metrics.jsonl    one record per line
+starts.jsonl     one line per start of the training: command, commit, versions, device
 checkpoints/     step-00001000/ and so on: a model (read by `acmoe.load`) and the training state;
                  ema/ in it: the model with averaged weights, where the run keeps an average
 attacks/         results of attacks on an image model
+evaluation-*.json  scores of `acmoe evaluate`
 """
 
 import warnings

@@ -1,18 +1,12 @@
-"""Compare runs with the first run, and routers with each other over paired seeds.
+"""Compare runs with the first run, and routers with each other over paired seeds."""
 
-Runs are comparable if they differ only in the router and the seed.
-"""
-
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean, stdev
 from typing import Any
 
-from acmoe.evaluate.student import critical_value
+from acmoe.evaluate.seeds import Spread, paired_difference
+from acmoe.report.groups import Condition, conditions, score_kinds
 from acmoe.report.runs import RunFacts
-
-CONFIDENCE = 0.95  # level of the confidence intervals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +20,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Paired:
-    """Difference between two routers over finished runs of one group, paired by seed."""
+    """Difference between two conditions over finished runs of one group, paired by seed."""
 
     group: int
     metric: str
@@ -39,8 +33,8 @@ class Paired:
     first_spread: float | None  # standard deviation over seeds; None with one seed
     second_spread: float | None
     difference: float  # mean of second - first
-    low: float | None  # 95% interval of the mean difference (paired t); None with one seed
-    high: float | None
+    low: float | None  # 95% interval of the mean difference (paired t)
+    high: float | None  # both are None with fewer than three seeds, or with equal differences
 
     @property
     def percent(self) -> float | None:
@@ -81,85 +75,68 @@ def _difference(own: float, base: float, step: int | None) -> Difference:
     return Difference(value=change, percent=100 * change / abs(base) if base else None, step=step)
 
 
-def groups(runs: Sequence[RunFacts]) -> list[int]:
-    """Number the runs by group. Runs of a group differ in seed, router and data folder only."""
-    seen: dict[str, int] = {}
-    return [seen.setdefault(_group_key(run), len(seen)) for run in runs]
-
-
-def _group_key(run: RunFacts) -> str:
-    compared = {
-        key: value
-        for key, value in run.settings.items()
-        if key not in ("seed", "data.folder", "device") and not key.startswith("model.router")
-    }
-    return repr((run.kind, sorted(compared.items(), key=lambda item: item[0])))
-
-
-def condition(run: RunFacts) -> str:
-    """Return the router's settings as text. Runs with equal settings are seeds of one condition."""
-    settings = run.settings.items()
-    return repr(sorted((key, repr(v)) for key, v in settings if key.startswith("model.router")))
-
-
 def paired(runs: Sequence[RunFacts]) -> list[Paired]:
-    """Compare every router of a group with the group's first, over the seeds both finished."""
-    found = []
-    numbers = groups(runs)
-    for group in sorted(set(numbers)):
-        own = [run for run, number in zip(runs, numbers, strict=True) if number == group]
-        conditions: dict[str, list[RunFacts]] = {}
-        for run in own:
-            conditions.setdefault(condition(run), []).append(run)
-        first, *others = conditions.values()
-        for other in others:
-            pair = _paired(group, first, other)
-            found += [] if pair is None else [pair]
-    return found
+    """Compare every condition of a group with the group's first, over the seeds both finished.
+
+    A pair of conditions has one entry for validation, and one for a test score that both have.
+    """
+    found: list[Paired | None] = []
+    first: dict[int, Condition] = {}
+    for one in conditions(runs):
+        if one.group not in first:
+            first[one.group] = one
+            continue
+        found += [_validated(first[one.group], one), _tested(first[one.group], one)]
+    return [pair for pair in found if pair is not None]
 
 
-def _paired(group: int, first: list[RunFacts], other: list[RunFacts]) -> Paired | None:
-    left, right = _by_seed(first), _by_seed(other)
-    seeds = tuple(sorted(left.keys() & right.keys()))
-    if not seeds or first[0].metric != other[0].metric:
+def _validated(first: Condition, second: Condition) -> Paired | None:
+    metric = first.runs[0].metric
+    if second.runs[0].metric != metric:
         return None
-    one, two = [left[seed] for seed in seeds], [right[seed] for seed in seeds]
-    changes = [b - a for a, b in zip(one, two, strict=True)]
-    several, mean = len(seeds) > 1, fmean(changes)
-    half = None
-    if several:
-        error = stdev(changes) / math.sqrt(len(seeds))
-        half = critical_value(CONFIDENCE, len(seeds) - 1) * error
+    return _paired(first, second, first.best(), second.best(), metric.label, metric.lower)
+
+
+def _tested(first: Condition, second: Condition) -> Paired | None:
+    """Pair by the kind of test score that most seeds of both conditions have."""
+    most: Paired | None = None
+    for kind in score_kinds(first.runs):
+        for other in score_kinds(second.runs):
+            if not kind.comparable(other):
+                continue
+            values = first.tested(kind), second.tested(other)
+            found = _paired(first, second, *values, kind.label, kind.lower)
+            if found is not None and (most is None or len(found.seeds) > len(most.seeds)):
+                most = found
+    return most
+
+
+def _paired(
+    first: Condition,
+    second: Condition,
+    left: dict[int, float],
+    right: dict[int, float],
+    metric: str,
+    lower: bool,
+) -> Paired | None:
+    """Pair values by seed; None where the conditions share no seed."""
+    change = paired_difference(right, left)
+    if change is None:
+        return None
+    seeds = tuple(sorted(left.keys() & right.keys()))
+    one, two = (Spread.of([values[seed] for seed in seeds]) for values in (left, right))
     return Paired(
-        group=group,
-        metric=first[0].metric.label,
-        lower=first[0].metric.lower,
-        first=label_of(first),
-        second=label_of(other),
+        group=first.group,
+        metric=metric,
+        lower=lower,
+        first=first.name,
+        second=second.name,
         seeds=seeds,
-        first_mean=fmean(one),
-        second_mean=fmean(two),
-        first_spread=stdev(one) if several else None,
-        second_spread=stdev(two) if several else None,
-        difference=mean,
-        low=None if half is None else mean - half,
-        high=None if half is None else mean + half,
+        first_mean=one.mean,
+        second_mean=two.mean,
+        first_spread=one.std,
+        second_spread=two.std,
+        difference=change.mean,
+        low=change.low,
+        high=change.high,
     )
-
-
-def _by_seed(runs: list[RunFacts]) -> dict[int, float]:
-    """Map each seed to the best validation of its first finished run."""
-    found: dict[int, float] = {}
-    for run in runs:
-        best = run.best()
-        if run.state == "finished" and best is not None and run.seed is not None:
-            found.setdefault(run.seed, best[1])
-    return found
-
-
-def label_of(runs: list[RunFacts]) -> str:
-    """Return the router's name, or the name of the run if there is only one."""
-    router, name = runs[0].router, runs[0].name
-    if len(runs) > 1:
-        return router
-    return name if router in name else f"{name} ({router})"

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -17,15 +18,18 @@ from typing import Any
 
 import acmoe
 from acmoe.data.progress import Progress, silent
-from acmoe.report.compare import difference, groups, paired
+from acmoe.report.compare import difference, paired
+from acmoe.report.groups import conditions, groups
 from acmoe.report.reading import read_figures
 from acmoe.report.robustness import robustness
 from acmoe.report.routing import RoutingReader, RunRouting
-from acmoe.report.runs import RunFacts, find_runs, read_runs
+from acmoe.report.runs import HF_MODEL, RunFacts, find_runs, read_runs
+from acmoe.report.scores import chosen_score, score_command
 
 # These files are joined to one script in this order. live.js is added when a server sends the page.
 SCRIPTS = (
-    *("dom.js", "numbers.js", "summary.js", "settings.js", "scale.js", "chart.js", "curves.js"),
+    *("dom.js", "numbers.js", "summary.js", "groups.js", "settings.js", "provenance.js"),
+    *("scale.js", "chart.js", "curves.js"),
     *("tokens.js", "details.js", "explorer.js", "layers.js", "robustness.js", "theme.js"),
     *("experts.js", "attacked.js", "export.js", "link.js"),
 )
@@ -85,6 +89,7 @@ def report_data(
         "acmoe": acmoe.__version__,
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "runs": entries,
+        "groups": [one.to_json(runs) for one in conditions(runs) if one.runs[0].kind != HF_MODEL],
         "pairs": [pair.to_json() for pair in paired(runs)],
         "settings": _settings(runs),
         "samples": [sample.content for sample in samples.values()],
@@ -95,6 +100,7 @@ def report_data(
 def _run_entry(run: RunFacts, first: RunFacts, group: int) -> dict[str, Any]:
     apart, best, measured = difference(run, first), run.best(), robustness(run)
     last = run.train[-1] if run.train else {}
+    tested = chosen_score(run.tested, None if best is None else best[0])
     return {
         "name": run.name,
         "folder": str(run.folder),
@@ -107,12 +113,16 @@ def _run_entry(run: RunFacts, first: RunFacts, group: int) -> dict[str, Any]:
         "steps": run.steps,
         "metric": {"key": run.metric.key, "label": run.metric.label, "lower": run.metric.lower},
         "best": None if best is None else {"step": best[0], "value": best[1]},
+        "test": None if tested is None else tested.to_json(),
+        "tests": [score.to_json() for score in run.tested],
+        "test_command": score_command(run.folder, run.kind, run.finetuned, run.starts),
         "difference": None if apart is None or run is first else vars(apart),
         "seconds": last.get("seconds"),
         "speed": _speed(run),
         "train": _columns(run.train),
         "valid": _columns(run.valid),
-        "notes": [*run.notes, *measured.notes],
+        "notes": list(dict.fromkeys((*run.notes, *measured.notes))),
+        "starts": [asdict(start) for start in run.starts],
         "robustness": measured.to_json(),
         "routing": None,
     }
@@ -144,7 +154,11 @@ def _number(value: Any) -> float | int | None:
 
 
 def _settings(runs: Sequence[RunFacts]) -> list[dict[str, Any]]:
-    """List every setting with its value in each run as text, and whether the runs differ in it."""
+    """List every setting with its value in each run as text, and whether the runs differ in it.
+
+    A setting that some runs do not have, such as an option of one router, differs only where two
+    runs that have it differ; `only` then lists the runs that have it.
+    """
     aligned = aligned_settings(runs)
     keys = dict.fromkeys(key for settings in aligned for key in settings)
     rows = []
@@ -153,7 +167,15 @@ def _settings(runs: Sequence[RunFacts]) -> list[dict[str, Any]]:
             json.dumps(settings[key], ensure_ascii=False) if key in settings else None
             for settings in aligned
         ]
-        rows.append({"key": key, "values": values, "differs": len(set(values)) > 1})
+        having = [place for place, value in enumerate(values) if value is not None]
+        rows.append(
+            {
+                "key": key,
+                "values": values,
+                "differs": len({values[place] for place in having}) > 1,
+                "only": None if len(having) == len(values) else having,
+            }
+        )
     return rows
 
 

@@ -1,11 +1,12 @@
 """Read the robustness figures of a run from the files that hold them.
 
 RUN/attacks/report-*.json   written by `acmoe attack`
-RUN/evaluation*.json        written by `acmoe evaluate RUN --contaminate ... --json > FILE`
+RUN/evaluation*.json        written by `acmoe evaluate RUN --contaminate ...`
 RUN/shift*.json             written by `acmoe shift RUN ... --json > FILE`
 RUN/../comparison.json      written by `acmoe demo` beside its two runs
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -17,6 +18,7 @@ from acmoe.errors import UserError
 from acmoe.evaluate.capacity import capacity_text
 from acmoe.evaluate.run import ATTACKS, LANGUAGE_RUN, read_json
 from acmoe.report.runs import RunFacts
+from acmoe.report.scores import no_report, read_evaluations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,9 @@ class Measured:
     source: str  # name of the file that holds it
 
 
+Reader = Callable[[dict[str, Any], str], list[Measured]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Robustness:
     """All robustness figures of a run."""
@@ -47,47 +52,58 @@ class Robustness:
 
 def robustness(run: RunFacts) -> Robustness:
     """Read every figure found for a run. A damaged file becomes a note."""
-    readers = {
-        f"{ATTACKS}/report-*.json": _attacks,
-        "evaluation*.json": _evaluation,
-        "shift*.json": _shift,
-    }
     found: list[Measured] = []
     notes: list[str] = []
-    for pattern, reader in readers.items():
-        for path in sorted(run.folder.glob(pattern)):
-            try:
-                found += reader(read_json(path), str(path.relative_to(run.folder)))
-            except UserError as error:
-                notes.append(str(error))
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                notes.append(f"{path} is no report that acmoe wrote ({error!r}); left out")
+    for path, document, reader in _documents(run.folder, notes):
+        try:
+            found += reader(document, str(path.relative_to(run.folder)))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            notes.append(no_report(path, error))
     if not any("replaced" in one.what for one in found):
         found += _demo(run, notes)
     return Robustness(figures=tuple(found), notes=tuple(notes), command=_command(run))
 
 
+def _documents(folder: Path, notes: list[str]) -> Iterator[tuple[Path, dict[str, Any], Reader]]:
+    """Yield each report in a run's folder with its reader; a damaged file adds a note."""
+    for path, document, note in read_evaluations(folder):
+        if note is None:
+            yield path, document, _evaluation
+        else:
+            notes.append(note)
+    for pattern, reader in ((f"{ATTACKS}/report-*.json", _attacks), ("shift*.json", _shift)):
+        for path in sorted(folder.glob(pattern)):
+            try:
+                yield path, read_json(path), reader
+            except UserError as error:
+                notes.append(str(error))
+
+
 def _command(run: RunFacts) -> str:
     if run.kind in VISION_RUNS:
         return f"acmoe attack {run.folder} --attack pgd"
-    if run.kind == LANGUAGE_RUN:
+    if run.kind == LANGUAGE_RUN and not run.finetuned:
         rate = 0.05 if run.metric.key == "bits_per_byte" else 0.025
-        target = run.folder / "evaluation.json"
-        return f"acmoe evaluate {run.folder} --contaminate {rate} --json > {target}"
+        return f"acmoe evaluate {run.folder} --contaminate {rate}"
     return ""
 
 
+_BOUNDS = {True: "clamped to the range of pixels", False: "not clamped to the range of pixels"}
+
+
 def _attacks(document: dict[str, Any], source: str) -> list[Measured]:
-    name, bound = document["attack"]["name"], "clamped" if document["clamp"] else "unbounded"
+    name, bound = document["attack"]["name"], _BOUNDS[bool(document["clamp"])]
     settings = (
-        f"{document['split']}, {document['images']} images in batches of {document['batch']}; "
-        f"{document['space']} space, {bound}, {document['labels']} labels; statistics "
-        f"{document['statistics']}; capacity {capacity_text(document.get('capacity'))}; step "
-        f"{document['step']}"
+        f"{document['images']} images of the {document['split']} split in batches of "
+        f"{document['batch']}; attacked in {document['space']} space, {bound}, with "
+        f"{document['labels']} labels; statistics mode {document['statistics']}; expert capacity "
+        f"{capacity_text(document.get('capacity'))}; checkpoint of step {document['step']}"
     )
     found = []
     for figure in document["figures"]:
-        moved = f"; {fmean(figure['moved']):.1f}% of tokens moved" if figure["moved"] else ""
+        moved = ""
+        if figure["moved"]:
+            moved = f"; the attack sends {fmean(figure['moved']):.1f}% of tokens to another expert"
         found.append(
             Measured(
                 what=f"{name}, radius {eps_text(figure['eps'])}{_variant(document)}",
@@ -124,9 +140,9 @@ def _evaluation(document: dict[str, Any], source: str) -> list[Measured]:
             lower=True,
             clean=clean.get(one["statistics"]),
             value=float(one["value"]),
-            details=f"{document['split']}, {one['tokens']:,} tokens; statistics "
-            f"{one['statistics']}; {document['batch']} rows in blocks of {document['block']}; step "
-            f"{document['step']}",
+            details=f"{one['tokens']:,} tokens of the {document['split']} split, read in "
+            f"{document['batch']} rows and blocks of {document['block']}; statistics mode "
+            f"{one['statistics']}; checkpoint of step {document['step']}",
             source=source,
         )
         for one in figures
@@ -143,8 +159,9 @@ def _shift(document: dict[str, Any], source: str) -> list[Measured]:
             clean=None,
             value=float(document["value"]),
             chance=float(document["chance"]),
-            details=f"{document['images']} images, among {document['classes']} classes; statistics "
-            f"{document['statistics']}; capacity {capacity_text(document.get('capacity'))}",
+            details=f"{document['images']} images, classified among {document['classes']} classes; "
+            f"statistics mode {document['statistics']}; expert capacity "
+            f"{capacity_text(document.get('capacity'))}",
             source=source,
         )
     ]
@@ -166,7 +183,7 @@ def _demo(run: RunFacts, notes: list[str]) -> list[Measured]:
                 lower=True,
                 clean=float(row["bits_per_byte"]),
                 value=float(row["contaminated"]),
-                details=f"test, {document['test_tokens']:,} bytes",
+                details=f"{document['test_tokens']:,} bytes of the test split",
                 source=str(Path("..") / path.name),
             )
             for row in document["rows"]

@@ -23,6 +23,8 @@ from acmoe.evaluate.run import (
     read_json,
     run_kind,
 )
+from acmoe.evaluate.starts import Start, read_starts
+from acmoe.report.scores import Score, read_scores
 from acmoe.storage.sealed import read_object
 from acmoe.train.run_folder import LOCK
 
@@ -69,6 +71,8 @@ class RunFacts:
     steps: int | None
     in_use: bool  # a process holds the folder's lock
     notes: tuple[str, ...]  # one line per problem of the folder
+    starts: tuple[Start, ...] = ()  # empty: a run of a version that did not record them
+    tested: tuple[Score, ...] = ()
 
     @property
     def router(self) -> str:
@@ -108,6 +112,11 @@ class RunFacts:
             for record in self.valid
             if isinstance(record.get(key), int | float) and is_finite(record[key])
         }
+
+    @property
+    def finetuned(self) -> bool:
+        """Return whether this is a finetuning on sentences, whose steps are epochs."""
+        return "task" in self.settings
 
     def best(self) -> tuple[int, float] | None:
         """Return step and value of the best validation; of equal ones the earliest, as training."""
@@ -191,6 +200,8 @@ def read_run(folder: Path, name: str) -> RunFacts:
         )
     records, notes = _records(folder / METRICS)
     steps, length_note = _steps(folder, kind, config)
+    starts, start_notes = read_starts(folder)
+    tested, score_notes = read_scores(folder)
     return RunFacts(
         folder=folder,
         name=name,
@@ -200,7 +211,9 @@ def read_run(folder: Path, name: str) -> RunFacts:
         valid=tuple(record for record in records if record["kind"] in ("valid", "epoch")),
         steps=steps,
         in_use=_in_use(folder / LOCK),
-        notes=(*notes, *length_note),
+        notes=(*notes, *length_note, *start_notes, *score_notes),
+        starts=starts,
+        tested=tested,
     )
 
 

@@ -16,6 +16,8 @@ from typing import Any
 
 from acmoe.errors import UserError, check, first_line
 from acmoe.evaluate.run import ATTACKS, CHECKPOINTS, METRICS
+from acmoe.evaluate.saved import EVALUATIONS
+from acmoe.evaluate.starts import STARTS
 from acmoe.report.page import escaped_json, render, report_data
 from acmoe.report.routing import RoutingReader
 from acmoe.report.runs import ROUTING, find_runs
@@ -23,7 +25,7 @@ from acmoe.report.runs import ROUTING, find_runs
 LOOPBACK = "127.0.0.1"
 WATCHED = (
     *("config.json", METRICS, "lock", f"{CHECKPOINTS}/step-*", f"{ATTACKS}/report-*.json"),
-    *("evaluation*.json", "shift*.json", "../comparison.json", ROUTING),
+    *(EVALUATIONS, STARTS, "shift*.json", "../comparison.json", ROUTING),
 )
 
 _SENTENCE = b"All connections of this server are in use; close some pages, or try again.\n"

@@ -33,6 +33,8 @@ from acmoe.data.transfer import to_device
 from acmoe.errors import NonFiniteError, UserError, check
 from acmoe.evaluate.finite import FiniteLogits
 from acmoe.evaluate.run import CHECKPOINTS, METRICS, Run, open_run, step_folder
+from acmoe.evaluate.saved import save_evaluation
+from acmoe.evaluate.starts import record_start
 from acmoe.models.checkpoint import load
 from acmoe.runtime import autocast, pick_device, seeded
 from acmoe.train.checkpoint import CheckpointStore, restore_rng, restoring, rng_tensors
@@ -114,7 +116,7 @@ def finetune(
         with progress_bars(console) as progress:
             test = finetuner.accuracy("test", progress)
     labels = torch.tensor([sentence.label for sentence in rows["test"]])
-    return FinetuneReport(
+    report = FinetuneReport(
         task=config.task,
         form=config.form,
         folder=str(out),
@@ -127,6 +129,8 @@ def finetune(
         test_accuracy=test,
         majority=100 * labels.bincount().max().item() / len(labels),
     )
+    save_evaluation(out, {"split": "test", "step": best, **report.to_json()})
+    return report
 
 
 def finetune_folder(run: Path, config: FinetuneConfig) -> Path:
@@ -141,6 +145,8 @@ def _train(finetuner: "Finetuner", metrics: Path, console: Console) -> list[floa
     _, complaint = drop_records_after(metrics, len(accuracies), expected=len(accuracies))
     for note in (*notes, *([complaint] if complaint else [])):
         console.print(note, highlight=False, markup=False, soft_wrap=True)
+    if len(accuracies) < config.epochs:
+        record_start(metrics.parent, finetuner.device, step=len(accuracies))
     for epoch in range(len(accuracies) + 1, config.epochs + 1):
         started = time.perf_counter()
         with progress_bars(console) as progress:

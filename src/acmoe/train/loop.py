@@ -1,6 +1,7 @@
 """The training loop, the same for text and images."""
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from acmoe.errors import NonFiniteError
@@ -27,6 +28,7 @@ class TrainLoop:
     display: Display
     signals: StopSignals
     save_best: bool = True  # save after a validation that is the best so far, too
+    started: Callable[[int], None] | None = None  # called with the step that training goes on from
 
     def run(self) -> int:
         """Train from the latest checkpoint to the last step or a stop signal; return the step."""
@@ -36,6 +38,8 @@ class TrainLoop:
     def _run(self) -> int:
         config, last = self.trainer.config, self.trainer.steps
         step, notes = resume_run(self.store, self.trainer, self.log)
+        if self.started is not None:
+            self.started(step)
         self.display.begin(step, self.log)
         for note in notes:
             self.display.say(note)

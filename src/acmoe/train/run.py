@@ -15,6 +15,7 @@ from acmoe.data.images.load import load_images
 from acmoe.distributed.ranks import Ranks
 from acmoe.distributed.start import joined
 from acmoe.evaluate.run import CHECKPOINTS
+from acmoe.evaluate.starts import record_start
 from acmoe.runtime import seeded
 from acmoe.train.checkpoint import CheckpointStore
 from acmoe.train.display import Display
@@ -166,12 +167,18 @@ def _train(trainer: Trainer, folder: Path, display: Display, signals: StopSignal
     log, ranks = trainer.metrics_log(folder), trainer.ranks
     log.writes = ranks.first
     keep = trainer.config.keep
+
+    def started(step: int) -> None:
+        if ranks.first and step < trainer.steps:
+            record_start(folder, trainer.device, step=step, processes=ranks.size)
+
     loop = TrainLoop(
         trainer=trainer,
         log=log,
         store=CheckpointStore(folder / CHECKPOINTS, keep=keep, writes=ranks.first),
         display=display,
         signals=signals,
+        started=started,
     )
     try:
         step = loop.run()

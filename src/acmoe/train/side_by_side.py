@@ -22,6 +22,7 @@ from acmoe.config.text.evaluate import EvaluateConfig
 from acmoe.config.text.train import RunConfig
 from acmoe.errors import UserError, first_line
 from acmoe.evaluate.language import LanguageReport, evaluate
+from acmoe.evaluate.saved import save_evaluation
 from acmoe.train.display import Display, Screen
 from acmoe.train.run import Summary, train_with
 from acmoe.train.signals import STOP, StopSignals
@@ -57,7 +58,7 @@ class _Event(NamedTuple):
 
 
 def run_job(job: Job, display: Display, signals: StopSignals) -> Outcome:
-    """Train to the end or a stop signal; then score the run."""
+    """Train to the end or a stop signal; then score the run, and save the report in its folder."""
     summary = train_with(job.config, job.folder, display, signals)
     if summary.signal is not None:
         return Outcome(summary, None)
@@ -68,6 +69,7 @@ def run_job(job: Job, display: Display, signals: StopSignals) -> Outcome:
         device=job.config.device,
         progress=lambda stage, *amounts: screen.progress(f"{title}, {stage}", *amounts),
     )
+    save_evaluation(job.folder, report.to_json())
     return Outcome(summary, report)
 
 

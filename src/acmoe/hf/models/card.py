@@ -1,12 +1,10 @@
 """The model card, README.md of an exported run: where it comes from and what was measured."""
 
-import os
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import acmoe
 from acmoe.config.serialize import encode
+from acmoe.evaluate.environment import code_commit
 from acmoe.evaluate.run import CONFIG, LANGUAGE_RUN, read_json
 from acmoe.hf.models.source import FINETUNED, Source
 
@@ -98,7 +96,7 @@ def _facts(source: Source, router: str) -> dict[str, Any]:
         "trained with": f"acmoe {read_json(source.run.folder / CONFIG).get('acmoe', 'unknown')}",
         "exported with": f"acmoe {acmoe.__version__}",
     }
-    commit = exporting_commit()
+    commit = code_commit()
     return facts if commit is None else {**facts, "commit of the exporting code": commit}
 
 
@@ -119,20 +117,3 @@ def _figures(source: Source) -> list[str]:
 
 def _table(rows: dict[str, Any]) -> list[str]:
     return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
-
-
-def exporting_commit() -> str | None:
-    """Return the commit of the checkout that holds this package; None for an installed package.
-
-    The environment variable ACMOE_COMMIT names the commit of a copy without history.
-    """
-    if named := os.environ.get("ACMOE_COMMIT"):
-        return named
-    root = Path(__file__).parents[4]  # src/acmoe/hf/models
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None

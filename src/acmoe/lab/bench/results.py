@@ -3,10 +3,8 @@
 import datetime
 import importlib.metadata
 import json
-import os
 import platform
 import re
-import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import torch
 
 from acmoe.errors import UserError
+from acmoe.evaluate.environment import code_commit, device_name
 
 FOLDER = Path("benchmarks/results")
 
@@ -48,18 +47,13 @@ def environment(device: torch.device) -> dict[str, str | None]:
 
     acmoe and triton are None if they are not installed. Baselines are listed only if installed.
     """
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     return {
-        "device": name,
+        "device": device_name(device),
         "python": platform.python_version(),
         **{package: _version(package) for package in ("acmoe", "torch", "triton")},
         **{package: found for package in _BASELINES if (found := _version(package)) is not None},
-        "commit": _commit(),
+        "commit": code_commit(),
     }
-
-
-def _processor() -> str:
-    return platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str | None:
@@ -68,20 +62,6 @@ def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """Return the commit of the git checkout that holds this package, or None if there is none.
-
-    The environment variable ACMOE_COMMIT names the commit of a copy without history.
-    """
-    if named := os.environ.get("ACMOE_COMMIT"):
-        return named
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
         return None
 
 

@@ -7,9 +7,9 @@ const renderAll = (data) => {
   const names = data.runs.map((run) => run.name);
   $("title").textContent = names.length < 4 ? new Intl.ListFormat("en").format(names) : `${names.length} runs`;
   document.title = `${$("title").textContent} \u2013 acmoe report`;
-  $("subtitle").textContent = names.length === 1 ? "One run" : `Differences are taken against ${names[0]}`;
-  $("made").textContent = `Made by acmoe ${data.acmoe}, ${data.made}. `
-    + (data.version ? "Served by this machine, to this machine." : "One file, which asks no network for anything.");
+  $("subtitle").textContent = names.length === 1 ? "One run" : `Differences are relative to ${names[0]}, the first run`;
+  $("made").textContent = `Written by acmoe ${data.acmoe} on ${data.made}. `
+    + (data.version ? "Served on this machine only." : "This file needs no network and no other file.");
   renderSummary(data);
   renderReading(data);
   renderCurves(data);
@@ -17,6 +17,7 @@ const renderAll = (data) => {
   renderLayers(data);
   renderRobustness(data);
   renderSettings(data);
+  renderProvenance(data);
 };
 
 const pageData = JSON.parse($("data").textContent);

@@ -1,4 +1,4 @@
-// Scores on attacked, contaminated or shifted inputs, where they were measured.
+// Scores on attacked, contaminated or shifted inputs, beside those on clean inputs.
 
 const renderRobustness = (data) => {
   const rows = data.runs.flatMap((run, index) => run.robustness.figures.map((figure) => ({ run, index, figure })));
@@ -7,12 +7,12 @@ const renderRobustness = (data) => {
   $("robustness-body").replaceChildren(
     rows.length ? robustnessTable(rows) : "",
     missing.length ? el("div", { class: "missing" },
-      el("p", {}, `Not measured for ${missing.map((run) => run.name).join(", ")}. To measure it:`),
+      el("p", {}, `No score on changed input for ${missing.map((run) => run.name).join(", ")}. To measure one, run:`),
       el("pre", { tabindex: 0 }, missing.map((run) => run.robustness.command).join("\n"))) : "");
 };
 
 const robustnessTable = (rows) => {
-  const heads = ["Input", "Run", "Figure", "Clean", "Changed input", "Difference"];
+  const heads = ["Change of the input", "Run", "Score", "Clean input", "Changed input", "Difference"];
   let last = null;
   const body = rows.map(({ run, index, figure }) => {
     const again = figure.what === last;
@@ -21,15 +21,16 @@ const robustnessTable = (rows) => {
     return el("tr", { title: `${figure.details} (${figure.source})`, class: again ? null : "begins" },
       el("th", { scope: "row", class: again ? "again" : null }, figure.what),
       cell("Run", runMark(index), ` ${run.name}`),
-      cell("Figure", figure.unit),
-      cell("Clean", figureText(figure.clean, figure)),
+      cell("Score", figure.unit),
+      cell("Clean input", figureText(figure.clean, figure)),
       cell("Changed input", figureText(figure.value, figure),
-        figure.chance === null ? null : el("span", { class: "quiet" }, ` chance ${short(figure.chance, 3)}`)),
+        figure.chance === null ? null : el("span", { class: "quiet" }, ` (${short(figure.chance, 3)} by chance)`)),
       cell("Difference", change === null ? "\u2013" : signed(change, figure.lower ? 4 : 2)));
   });
   const details = [...new Set(rows.map(({ figure }) => figure.details))];
   return el("div", {}, framed("Robustness", el("table", { class: "stack numbers" },
     el("thead", {}, el("tr", {}, heads.map((head) => el("th", { scope: "col" }, head)))), el("tbody", {}, body))),
+  el("p", { class: "quiet" }, details.length > 1 ? "These scores were measured on:" : "All scores were measured on:"),
   el("ul", { class: "quiet plain" }, details.map((text) => el("li", {}, text))));
 };
 

@@ -1,0 +1,120 @@
+"""Statistics over seeds: means, standard deviations, paired differences and their tests.
+
+Two tests of "no difference" are given: the paired t test, which assumes a normal distribution, and
+the sign-flip permutation test, which assumes only symmetry; its p is never below 2 / 2^n.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+import numpy as np
+
+from acmoe.errors import check
+from acmoe.evaluate.student import critical_value, two_sided_p
+
+CONFIDENCE = 0.95
+FEWEST_PAIRS = 3  # for an interval and a t test: two pairs that agree by chance would look certain
+EXACT_PAIRS = 16  # with more pairs, a random sample of sign patterns replaces all 2^n
+DRAWS = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Mean and standard deviation of a metric over seeds."""
+
+    n: int
+    mean: float
+    std: float | None  # sample standard deviation; None for a single seed
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """Compute the spread of one or more values."""
+        check(len(values) > 0, "no figure to take the mean of; train a run, or run the study first")
+        return cls(
+            n=len(values), mean=fmean(values), std=stdev(values) if len(values) > 1 else None
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The difference of two conditions, paired by seed."""
+
+    n: int
+    mean: float
+    std: float | None
+    low: float | None  # lower end of the 95 % interval for the mean difference
+    high: float | None
+    p_t: float | None  # paired t test, two-sided
+    p_flip: float  # sign-flip permutation test, two-sided
+
+
+def paired_difference(
+    values: Mapping[int, float], baseline: Mapping[int, float]
+) -> Difference | None:
+    """Compare over the seeds that both conditions have; None where there are none.
+
+    Interval and t test are None where the spread is not known: with fewer than three pairs, or
+    where all differences are equal, which happens with accuracies over few images.
+    """
+    seeds = sorted(values.keys() & baseline.keys())
+    if not seeds:
+        return None
+    differences = [values[seed] - baseline[seed] for seed in seeds]
+    spread = Spread.of(differences)
+    p_flip = sign_flip_p(differences)
+    if spread.n < FEWEST_PAIRS or not spread.std:
+        return Difference(
+            n=spread.n,
+            mean=spread.mean,
+            std=spread.std,
+            low=None,
+            high=None,
+            p_t=None,
+            p_flip=p_flip,
+        )
+    error = spread.std / math.sqrt(spread.n)
+    reach = critical_value(CONFIDENCE, spread.n - 1) * error
+    return Difference(
+        n=spread.n,
+        mean=spread.mean,
+        std=spread.std,
+        low=spread.mean - reach,
+        high=spread.mean + reach,
+        p_t=two_sided_p(spread.mean / error, spread.n - 1),
+        p_flip=p_flip,
+    )
+
+
+def sign_flip_p(differences: Sequence[float]) -> float:
+    """Return the share of sign patterns whose sum is at least as far from 0 as the observed one.
+
+    The p value is exact up to 16 pairs. With more pairs it comes from a seeded sample of patterns,
+    with the observed pattern added.
+    """
+    size = np.abs(np.asarray(differences, dtype=np.float64))
+    n = len(size)
+    seen = abs(float(np.sum(differences)))
+    if n <= EXACT_PAIRS:
+        patterns = (np.arange(1 << n)[:, None] >> np.arange(n)) & 1
+    else:
+        patterns = np.random.default_rng(0).integers(0, 2, size=(DRAWS, n))
+    sums = np.abs((1 - 2 * patterns) @ size)
+    # Sums that are equal in exact arithmetic differ by rounding.
+    extreme = int((sums >= seen - 1e-12 * size.sum()).sum())
+    return extreme / len(sums) if n <= EXACT_PAIRS else (extreme + 1) / (len(sums) + 1)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Correct p values by Holm's method, which controls the family-wise error rate.
+
+    The smallest of m values is multiplied by m, the next by m - 1 and so on; no corrected value is
+    smaller than the one before it.
+    """
+    order = sorted(range(len(p_values)), key=lambda place: p_values[place])
+    corrected, least = [0.0] * len(p_values), 0.0
+    for rank, place in enumerate(order):
+        least = max(least, min(1.0, (len(p_values) - rank) * p_values[place]))
+        corrected[place] = least
+    return corrected
