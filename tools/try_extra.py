@@ -22,13 +22,15 @@ def none() -> None:
     from acmoe.analyze.figures.canvas import write_figure
     from acmoe.data.hub import hub_library
     from acmoe.data.images.pixels import pillow
+    from acmoe.lab.study.ray_cluster import ray_library
 
     here = Path()
     for extra, call in {
         "hf": lambda: acmoe.attach,
         "vision": pillow,
         "plots": lambda: write_figure(lambda figure: None, here, "none"),
-        "text": hub_library,
+        "data": hub_library,
+        "ray": ray_library,
     }.items():
         try:
             call()
@@ -103,6 +105,17 @@ def examples() -> None:
     for script in sorted((ROOT / "examples").glob("*.py")):
         with tempfile.TemporaryDirectory() as folder:
             subprocess.run([sys.executable, str(script)], check=True, cwd=folder)
+
+
+def ray() -> None:
+    """Two cells of a study on a Ray that starts on this machine."""
+    cells = ("--only", "smoe", "adaptive-previous", "--settings", "layers 2", "--seeds", "0")
+    with tempfile.TemporaryDirectory() as folder:
+        command = ("study", "synthetic", *cells, "--steps", "2", "--engine", "ray")
+        where = ("--out", f"{folder}/results.jsonl", "--device", "cpu")
+        subprocess.run([sys.executable, "-m", "acmoe", *command, *where], check=True, cwd=folder)
+        records = (Path(folder) / "results.jsonl").read_text().splitlines()
+        assert records and all('"status": "done"' in record for record in records), records
 
 
 def docs() -> None:
