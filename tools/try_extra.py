@@ -118,6 +118,22 @@ def ray() -> None:
         assert records and all('"status": "done"' in record for record in records), records
 
 
+def titan() -> None:
+    """The overrides make a DeepSeek-V3 adaptive; its statistics move."""
+    from torchtitan.config.override import OverrideConfig, apply_overrides
+    from torchtitan.models.deepseek_v3 import model_registry
+
+    config = model_registry("debugmodel").model
+    names = [f"acmoe.adapters.titan.{name}" for name in ("adaptive_block", "final_norm")]
+    apply_overrides(OverrideConfig(imports=names), config)
+    layer = config.layers[-1].moe.build()
+    layer.init_states()
+    x, cluster = torch.randn(1, 32, layer.statistics.dim), torch.zeros(1, 32, dtype=torch.int64)
+    layer.train()._rescale(x, cluster)
+    acmoe.fold_statistics(layer)
+    assert layer.statistics.weight[0] == 32 and (layer.statistics.average_scale()[0] != 1).any()
+
+
 def docs() -> None:
     """The pages are built into site/, and their links checked."""
     subprocess.run([sys.executable, "tools/build_docs.py"], check=True, cwd=ROOT)
