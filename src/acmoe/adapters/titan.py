@@ -119,7 +119,8 @@ class AdaptiveMoE(MoE):  # type: ignore[misc]
         scale_ED = self.statistics.cluster_scale(x_BLD, cluster_BL, None, None)
         scale_BLD = scale_ED[cluster_BL.clamp(min=0)]
         scale_BLD = scale_BLD.masked_fill((cluster_BL < 0)[..., None], 1.0)
-        return (x_BLD * scale_BLD).to(x_BLD.dtype)
+        scaled_BLD: Tensor = (x_BLD * scale_BLD).to(x_BLD.dtype)
+        return scaled_BLD
 
 
 class _AdaptiveBlock:

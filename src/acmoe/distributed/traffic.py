@@ -34,7 +34,7 @@ _OPERATORS = {
 _SILENT = {"barrier", "monitored_barrier_", "recv_", "recv_any_source_", "wait_tensor"}
 
 
-class CountTraffic(TorchDispatchMode):
+class CountTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside `with`, add up what this process gives to collectives and sends, in bytes.
 
         with CountTraffic() as traffic:
@@ -50,7 +50,7 @@ class CountTraffic(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bytes: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
 
