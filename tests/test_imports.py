@@ -71,6 +71,7 @@ AT_HOME: dict[str, set[str]] = {
     "triton": {"ops"},
     "transformers": {"adapters", "hf", "lab"},
     "timm": {"adapters"},
+    "torchtitan": {"adapters"},
     "matplotlib": {"analyze", "lab"},
     "tyro": {"cli"},
     # Baselines, measured where a user has installed them; one is also a backend of the experts.
@@ -86,6 +87,7 @@ NEVER_INSTALLED_FOR_YOU = {"sonicmoe", "scattermoe", "liger_kernel", "timm"}
 # In extras of pyproject.toml: imported inside functions, where their absence can be explained.
 # An adapter without its package has nothing to do, so it may import that one at the top.
 OPTIONAL = {"matplotlib", "sklearn", "PIL", "kornia", "datasets", "tensorboard", "transformers"}
+OPTIONAL |= {"torchtitan", "ray"}
 OPTIONAL |= NEVER_INSTALLED_FOR_YOU
 # Distribution names that are not the names one imports.
 IMPORTED_AS = {"pillow": "PIL", "scikit-learn": "sklearn"}
@@ -274,9 +276,12 @@ def test_optional_packages_are_imported_where_their_absence_can_be_explained() -
     assert not wrong, described(wrong)
 
 
+USED = ("hf", "vision", "plots", "data", "titan")  # extras that the library imports
+
+
 def test_every_package_used_is_declared() -> None:
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
-    extras = [project["optional-dependencies"][name] for name in ("hf", "vision", "plots", "data")]
+    extras = [project["optional-dependencies"][name] for name in USED]
     wanted = [want for wants in (project["dependencies"], *extras) for want in wants]
     names = {re.split(r"[\[<>=~! ]", want)[0] for want in wanted}
     declared = {IMPORTED_AS.get(name, name) for name in names}

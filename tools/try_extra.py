@@ -22,6 +22,7 @@ def none() -> None:
     from acmoe.analyze.figures.canvas import write_figure
     from acmoe.data.hub import hub_library
     from acmoe.data.images.pixels import pillow
+    from acmoe.lab.study.ray_cluster import ray_library
 
     here = Path()
     for extra, call in {
@@ -29,6 +30,7 @@ def none() -> None:
         "vision": pillow,
         "plots": lambda: write_figure(lambda figure: None, here, "none"),
         "data": hub_library,
+        "ray": ray_library,
     }.items():
         try:
             call()
@@ -103,6 +105,33 @@ def examples() -> None:
     for script in sorted((ROOT / "examples").glob("*.py")):
         with tempfile.TemporaryDirectory() as folder:
             subprocess.run([sys.executable, str(script)], check=True, cwd=folder)
+
+
+def ray() -> None:
+    """Two cells of a study on a Ray that starts on this machine."""
+    cells = ("--only", "smoe", "adaptive-previous", "--settings", "layers 2", "--seeds", "0")
+    with tempfile.TemporaryDirectory() as folder:
+        command = ("study", "synthetic", *cells, "--steps", "2", "--engine", "ray")
+        where = ("--out", f"{folder}/results.jsonl", "--device", "cpu")
+        subprocess.run([sys.executable, "-m", "acmoe", *command, *where], check=True, cwd=folder)
+        records = (Path(folder) / "results.jsonl").read_text().splitlines()
+        assert records and all('"status": "done"' in record for record in records), records
+
+
+def titan() -> None:
+    """The overrides make a DeepSeek-V3 adaptive; its statistics move."""
+    from torchtitan.config.override import OverrideConfig, apply_overrides
+    from torchtitan.models.deepseek_v3 import model_registry
+
+    config = model_registry("debugmodel").model
+    names = [f"acmoe.adapters.titan.{name}" for name in ("adaptive_block", "final_norm")]
+    apply_overrides(OverrideConfig(imports=names), config)
+    layer = config.layers[-1].moe.build()
+    layer.init_states()
+    x, cluster = torch.randn(1, 32, layer.statistics.dim), torch.zeros(1, 32, dtype=torch.int64)
+    layer.train()._rescale(x, cluster)
+    acmoe.fold_statistics(layer)
+    assert layer.statistics.weight[0] == 32 and (layer.statistics.average_scale()[0] != 1).any()
 
 
 def docs() -> None:

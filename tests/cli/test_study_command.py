@@ -1,6 +1,7 @@
 """`acmoe study` from data to page, on a CPU."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,7 @@ def test_a_study_of_two_cells_runs_resumes_and_is_summarised(capsys, monkeypatch
         (("synthetic", "--only", "nosuch"), "no such condition"),
         (("synthetic", "--settings", "nosuch"), "no setting has that in its name"),
         (("synthetic", "--jobs", "0"), "--jobs 0"),
+        (("synthetic", "--address", "auto"), "give --engine ray too"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, tmp_path, arguments, says):
@@ -108,4 +110,13 @@ def test_the_cells_of_a_study_can_be_listed_without_running_them(capsys, monkeyp
     *cells, total = out.splitlines()
     assert total == f"{len(cells)} cells"
     assert all("/ smoe / seed" in cell for cell in cells)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_ray_is_named_before_any_data_is_prepared(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "ray", None)  # the import raises
+    code, _, err = call(capsys, "synthetic", "--engine", "ray")
+    assert code == 2
+    assert "pip install 'acmoe[ray]'" in err
     assert list(tmp_path.iterdir()) == []

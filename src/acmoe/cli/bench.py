@@ -10,7 +10,7 @@ from rich.table import Table as RichTable
 
 from acmoe.cli.bench_generate import Generate
 from acmoe.cli.bench_output import command_of, say, show
-from acmoe.cli.bench_tools import Profile, Table, Tune
+from acmoe.cli.bench_tools import Profile, Scaling, Table, Tune
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +221,7 @@ class Bench:
         | Annotated[Profile, tyro.conf.subcommand("profile")]
         | Annotated[Tune, tyro.conf.subcommand("tune")]
         | Annotated[Table, tyro.conf.subcommand("table")]
+        | Annotated[Scaling, tyro.conf.subcommand("scaling")]
     ) = Layer()
     which: bool = False
     """Measure nothing; list which kernels this machine uses, and why faster ones cannot run. It

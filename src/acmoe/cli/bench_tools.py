@@ -1,4 +1,4 @@
-"""`acmoe bench profile`, `tune` and `table`: tools for developers of the kernels."""
+"""`acmoe bench profile`, `tune`, `table` and `scaling`: tools for developers."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,4 +108,30 @@ class Table:
 
         count = update_page(self.page, self.results)
         print(f"{self.page}: {count} {'table' if count == 1 else 'tables'}")
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """Compute what training on many GPUs sends in a step, and what statistics add; no measurement.
+
+    The formulas and their assumptions are on the page docs/scaling.md.
+    """
+
+    gpus: tuple[int, ...] = (8, 64, 512, 2048, 10240)
+    """Numbers of GPUs."""
+    bandwidth: float = 50.0
+    """Gigabytes a second that each GPU sends to other machines; 50 is a card of 400 Gb/s."""
+    hop: float = 8.0
+    """Microseconds of one hop of a reduction."""
+
+    def run(self) -> int:
+        from acmoe.errors import check
+        from acmoe.lab.bench.scaling import Machine, table
+
+        check(self.bandwidth > 0, f"--bandwidth {self.bandwidth}; it must be positive")
+        check(self.hop >= 0, f"--hop {self.hop}; it must not be negative")
+        machine = Machine(bandwidth=self.bandwidth * 1e9, hop=self.hop * 1e-6)
+        for line in table(machine, self.gpus):
+            print(line)
         return 0

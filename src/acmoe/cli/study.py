@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from rich.console import Console
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from acmoe.lab.study.cell import Cell
+    from acmoe.lab.study.pool import OnEvent, Tally
+    from acmoe.lab.study.results.records import Record, Results
     from acmoe.lab.study.size import Size
 
 
@@ -40,8 +42,14 @@ class Study:
     """Conditions to run; all if not given."""
     settings: tuple[str, ...] = ()
     """Settings to run, by their names or parts of them; all if not given."""
+    engine: Literal["pool", "ray"] = "pool"
+    """Where cells run: in processes on this machine (pool), or on nodes of a Ray cluster (ray)."""
+    address: str | None = None
+    """Address of the Ray cluster, such as auto or HOST:6379. RAY_ADDRESS if not given; if that is
+    not set either, Ray starts on this machine."""
     jobs: int = 1
-    """Number of cells that run at once on the device."""
+    """Number of cells that run at once on the device: on each GPU, or on the cores of each node, of
+    a Ray cluster."""
     minutes: float | None = None
     """Time limit in minutes. No cell starts that would exceed it at the speed of the cells that are
     done; no limit if not given."""
@@ -94,6 +102,10 @@ class Study:
         study_of(self.study)  # raises on an unknown name before any file is read
         if self.summarise:
             return self._summarise()
+        if self.engine == "ray" and not self.list:
+            from acmoe.lab.study.ray_cluster import ray_library
+
+            ray_library()  # raises where it is missing, before any data is prepared
         cells = self._cells()
         return _list_cells(cells) if self.list else self._run(cells)
 
@@ -135,35 +147,68 @@ class Study:
     def _run(self, cells: "Sequence[Cell]") -> int:
         from acmoe.errors import check
         from acmoe.lab.study.environment import study_environment
-        from acmoe.lab.study.pool import run_cells
         from acmoe.lab.study.progress import StudyProgress
         from acmoe.lab.study.results.records import DONE, FAILED, open_results
 
         check(self.jobs >= 1, f"--jobs {self.jobs}; it must be at least 1")
+        check(
+            self.address is None or self.engine == "ray",
+            f"--address {self.address} is of a Ray cluster; give --engine ray too",
+        )
         skipped = {DONE} if self.retry else {DONE, FAILED}
         if self.scratch is not None:
             self.scratch.mkdir(parents=True, exist_ok=True)
         with open_results(self._results) as results:
             left = [cell for cell in cells if results.status(cell.digest) not in skipped]
-            origin = {
-                "environment": study_environment(self.device, jobs=self.jobs),
+            origin: Record = {
+                # A Ray worker adds the environment of its node; this process may have no GPU.
+                "environment": study_environment(
+                    "auto" if self.engine == "ray" else self.device, jobs=self.jobs
+                ),
                 "options": self._size().text,
             }
+            run = self._run_on_ray if self.engine == "ray" else self._run_in_pool
             with StudyProgress(self.study, len(cells), len(cells) - len(left)) as progress:
-                tally = run_cells(
-                    left,
-                    results,
-                    jobs=self.jobs,
-                    scratch=self.scratch,
-                    minutes=self.minutes,
-                    origin=origin,
-                    on_event=progress,
-                )
+                tally = run(left, results, origin, progress)
         print(
             f"{self.study}: {len(cells) - len(left)} cells were there, {tally.done} done, "
             f"{tally.failed} failed, {tally.left} left for want of time ({self._results})"
         )
         return 1 if tally.failed else 0
+
+    def _run_in_pool(
+        self, cells: "Sequence[Cell]", results: "Results", origin: "Record", on_event: "OnEvent"
+    ) -> "Tally":
+        from acmoe.lab.study.pool import run_cells
+
+        return run_cells(
+            cells,
+            results,
+            jobs=self.jobs,
+            scratch=self.scratch,
+            minutes=self.minutes,
+            origin=origin,
+            on_event=on_event,
+        )
+
+    def _run_on_ray(
+        self, cells: "Sequence[Cell]", results: "Results", origin: "Record", on_event: "OnEvent"
+    ) -> "Tally":
+        from acmoe.lab.study.cluster import run_on_cluster
+        from acmoe.lab.study.ray_cluster import check_scratch, ray_cluster
+        from acmoe.lab.study.ray_worker import Job
+
+        check_scratch(cells, self.scratch)
+        job = Job(
+            jobs=self.jobs,
+            device=self.device,
+            scratch=None if self.scratch is None else self.scratch.resolve(),
+            commit=origin["environment"]["commit"],
+        )
+        with ray_cluster(self.address, job) as cluster:
+            return run_on_cluster(
+                cells, results, cluster, minutes=self.minutes, origin=origin, on_event=on_event
+            )
 
     def _evidence(self, page: Path) -> int:
         from acmoe.lab.study.evidence.page import write_evidence

@@ -21,7 +21,8 @@ from acmoe.lab.study.cells.long import divergence
 from acmoe.lab.study.cells.outcome import Outcome
 from acmoe.lab.study.cells.separation import SEPARATION
 from acmoe.lab.study.materials import Materials
-from acmoe.lab.study.pool import known_paces, run_cells
+from acmoe.lab.study.pace import known_paces
+from acmoe.lab.study.pool import run_cells
 from acmoe.lab.study.registry import STUDIES
 from acmoe.lab.study.results.records import open_results
 from acmoe.lab.study.size import Size

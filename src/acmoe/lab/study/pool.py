@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from acmoe.lab.study.cell import Cell
+from acmoe.lab.study.pace import Pace, end_of, known_paces
 from acmoe.lab.study.results.records import DONE, Record, Results
 from acmoe.lab.study.worker import Message, failure, work
 
@@ -47,8 +48,6 @@ class _Pool:
     jobs: int
     scratch: Path | None
     workers: list[_Worker] = field(default_factory=list)
-    longest: float = 0.0  # seconds that the slowest cell so far took
-    paces: dict[str, float] = field(default_factory=dict)  # seconds per update, by setting
 
     def idle(self) -> _Worker | None:
         """Return a worker without a cell, a new one if there are fewer than `jobs`; else None."""
@@ -82,23 +81,6 @@ class _Pool:
             found.append((worker, worker.cell, message))
         return found
 
-    def expected(self, cell: Cell) -> float:
-        """Return the seconds a cell will take, by its setting's pace or by the longest so far."""
-        pace = self.paces.get(cell.setting)
-        return self.longest if pace is None else pace * _updates(cell)
-
-    def fits(self, cell: Cell, ends: float | None) -> bool:
-        """Return True where a cell that starts now is expected to be done in time."""
-        return ends is None or time.monotonic() + self.expected(cell) < ends
-
-    def free(self, worker: _Worker) -> None:
-        assert worker.cell is not None
-        seconds, cell = time.monotonic() - worker.began, worker.cell
-        self.longest = max(self.longest, seconds)
-        pace = seconds / _updates(cell)
-        self.paces[cell.setting] = max(pace, self.paces.get(cell.setting, 0.0))
-        worker.cell = None
-
     def drop(self, worker: _Worker) -> None:
         worker.pipe.close()
         worker.process.join(timeout=10)
@@ -110,31 +92,6 @@ class _Pool:
             worker.process.kill() if worker.cell is not None else worker.pipe.close()
         for worker in self.workers:
             worker.process.join(timeout=30)
-
-
-def _updates(cell: Cell) -> int:
-    """Return the number of updates, the measure of a cell's length within its setting."""
-    return max(1, int(getattr(cell.config, "steps", 1)))
-
-
-def known_paces(records: Sequence[Record], origin: Record) -> dict[str, float]:
-    """Return the most seconds per update by setting, of cells done in the same environment.
-
-    Commits may differ; devices, and the number of cells that share one, may not.
-    """
-    place = _place(origin)
-    found: dict[str, float] = {}
-    for record in records:
-        steps = (record.get("config") or {}).get("steps")
-        if record["status"] == DONE and steps and place == _place(record) != (None, None):
-            pace = record["metrics"].get("seconds", 0.0) / steps
-            found[record["setting"]] = max(pace, found.get(record["setting"], 0.0))
-    return found
-
-
-def _place(record: Record) -> tuple[Any, Any]:
-    environment = record.get("environment") or {}
-    return environment.get("device"), environment.get("jobs")
 
 
 def threads_per_worker(jobs: int) -> int | None:
@@ -158,13 +115,12 @@ def run_cells(
     results of the same device tell, or else if it took as long as the longest so far. A cell that
     fails gets a record as failed, and the others go on. Every record contains `origin`.
     """
-    ends = None if minutes is None else time.monotonic() + 60 * minutes
-    paces = known_paces(results.records, origin or {})
-    waiting, pool = deque(cells), _Pool(jobs=jobs, scratch=scratch, paces=paces)
+    pace = Pace(ends=end_of(minutes), paces=known_paces(results.records, origin or {}))
+    waiting, pool = deque(cells), _Pool(jobs=jobs, scratch=scratch)
     counts = {"done": 0, "failed": 0}
     try:
         while waiting or pool.busy():
-            while waiting and pool.fits(waiting[0], ends) and (worker := pool.idle()) is not None:
+            while waiting and pace.fits(waiting[0]) and (worker := pool.idle()) is not None:
                 on_event(waiting[0], "begun", "")
                 worker.start(waiting.popleft())
             if not pool.busy():
@@ -176,7 +132,8 @@ def run_cells(
                 record = message.record or failure(cell, message.text)
                 results.add({**record, **(origin or {})})
                 counts["done" if record["status"] == DONE else "failed"] += 1
-                pool.free(worker)
+                pace.took(cell, time.monotonic() - worker.began)
+                worker.cell = None
                 if message.kind == "failed":
                     pool.drop(worker)  # a worker ends itself after a failure
     finally:

@@ -104,7 +104,7 @@ def work(pipe: Connection, threads: int | None, scratch: Path | None) -> None:
             record = run_cell(cell, scratch, lambda text: pipe.send(Message("progress", text)))
         except Exception as error:
             # A broken CUDA context would fail every later cell, so this worker ends.
-            pipe.send(Message("failed", _one_line(error)))
+            pipe.send(Message("failed", one_line(error)))
             return
         pipe.send(Message("done", record=record))
         # The next cell compiles another model; old graphs would count towards Dynamo's limit.
@@ -114,7 +114,7 @@ def work(pipe: Connection, threads: int | None, scratch: Path | None) -> None:
             torch.cuda.empty_cache()  # leave the memory to the other workers
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """Return the error in one line; print the traceback unless it is a user's mistake."""
     if isinstance(error, UserError):
         return str(error)
