@@ -35,7 +35,7 @@ PACKAGES: dict[str, set[str]] = {
     "data": EVERYONE,  # bytes on disk -> batches; knows no model
     "models": EVERYONE | LAYERS,  # batches -> logits
     # One model on several processes.
-    "distributed": EVERYONE | {"runtime", "ops", "routing"},
+    "distributed": EVERYONE | LAYERS | {"runtime"},
     # Faster ways to run a whole model, put in from outside.
     "fast": EVERYONE | LAYERS | {"models"},
     "adapters": EVERYONE | LAYERS | {"models"},  # other people's models

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 from ranks import free_port
+from torch.distributed import TCPStore
 
 
 def launch(world: int, function: Callable[..., Any], *arguments: Any, folder: Path) -> list[Any]:
@@ -15,6 +16,31 @@ def launch(world: int, function: Callable[..., Any], *arguments: Any, folder: Pa
     folder.mkdir(exist_ok=True)
     mp.spawn(_enter, (world, function, arguments, folder), nprocs=world, join=True)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+def launch_often(
+    world: int, function: Callable[..., Any], *arguments: Any, folder: Path
+) -> list[Any]:
+    """Call `function` as `launch` does; it may start the processes often, after `new_start()` each.
+
+    This process holds the store, as torchrun does. A port that was free when the processes were
+    launched may be taken when rank 0 of a later start listens there.
+    """
+    folder.mkdir(exist_ok=True)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.spawn(_enter_often, (store.port, world, function, arguments, folder), nprocs=world)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+def new_start() -> None:
+    """Let the processes meet once more in the store of `launch_often`."""
+    times = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(times + 1)
+
+
+def _enter_often(rank: int, port: int, *arguments: Any) -> None:
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", MASTER_PORT=str(port))
+    _enter(rank, *arguments)
 
 
 def _enter(

@@ -6,17 +6,20 @@ import shutil
 import signal
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from launched import launch, ports
 from safetensors.torch import load_file
+from torch import nn
 
 import acmoe
 from acmoe.config.parallel import ParallelConfig
 from acmoe.config.text.train import RunConfig
 from acmoe.distributed import start
+from acmoe.distributed.experts import distribute_experts
 from acmoe.errors import UserError
 from acmoe.evaluate.run import checkpoints
 from acmoe.train.run import Summary, train, train_images
@@ -67,6 +70,7 @@ def many(rank: int, folder: Path, free: list[int]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "ddp": run("ddp", *GLOBAL, TWO),
         "fsdp": run("fsdp", *GLOBAL, TWO, "parallel.shard=fsdp"),
+        "expert": run("expert", *GLOBAL, TWO, "parallel.expert=2"),
         "resumed": run("alone-two", *GLOBAL, TWO, "parallel.shard=fsdp"),
         "dropout": run("dropout", *SHORT, TWO),
     }
@@ -163,10 +167,10 @@ def two(folder: Path) -> list[dict[str, Any]]:
     return launch(2, many, folder, ports(16), folder=folder / "results")
 
 
-def half_of(run: Path, copy: Path) -> None:
-    """Copy a run as it was after half of its six steps."""
+def half_of(run: Path, copy: Path, last: str = "step-00000006") -> None:
+    """Copy a run as it was after half of its steps, which end with the checkpoint `last`."""
     shutil.copytree(run, copy)
-    shutil.rmtree(copy / "checkpoints" / "step-00000006")
+    shutil.rmtree(copy / "checkpoints" / last)
 
 
 def losses(run: Path, kind: str = "train") -> list[float]:
@@ -177,7 +181,7 @@ def furthest(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "alone-two", PIPELINE])
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "expert", "alone-two", PIPELINE])
 def test_two_processes_train_as_one(two: list[dict[str, Any]], folder: Path, name: str) -> None:
     """With statistics over all processes; `alone-two` is the second half of a run of one."""
     assert len(losses(folder / name)) == 6
@@ -195,7 +199,7 @@ def test_loads_and_auxiliary_losses_are_of_all_processes(
             assert found["aux_loss"] == pytest.approx(expected["aux_loss"], abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", PIPELINE])
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "expert", PIPELINE])
 def test_a_checkpoint_of_two_processes_is_that_of_one(
     two: list[dict[str, Any]], folder: Path, name: str
 ) -> None:
@@ -213,7 +217,7 @@ def test_a_checkpoint_of_two_processes_is_that_of_one(
         torch.testing.assert_close(found[key], value, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", PIPELINE])
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "expert", PIPELINE])
 def test_one_process_continues_a_run_of_two(
     two: list[dict[str, Any]], folder: Path, name: str
 ) -> None:
@@ -230,9 +234,10 @@ def test_the_same_number_of_processes_resumes_bit_by_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", ["ddp", "fsdp"])
-def test_images_are_trained_and_scored_as_by_one_process(tmp_path: Path, shard: str) -> None:
-    sharding = f"parallel.shard={shard}"
+@pytest.mark.parametrize(
+    "sharding", ["parallel.shard=ddp", "parallel.shard=fsdp", "parallel.expert=2"]
+)
+def test_images_are_trained_and_scored_as_by_one_process(tmp_path: Path, sharding: str) -> None:
     launch(2, images, tmp_path, ports(1)[0], sharding, folder=tmp_path / "results")
     train_images(tiny_vision_run(*PLAIN_IMAGES), tmp_path / "one", console=QUIET)
     two, one = tmp_path / "two", tmp_path / "one"
@@ -291,6 +296,11 @@ def config(*settings: str) -> RunConfig:
         ((TWO, "graph=true"), "graph=true replays the updates of one process"),
         ((TWO, "compile=true"), "compile=true has not been tried"),
         ((TWO, "device=cuda:0"), "is one device"),
+        (
+            (TWO, "parallel.expert=2", "model.num_experts=5"),
+            "parallel.expert=2 does not divide num_experts=5",
+        ),
+        ((TWO, "parallel.expert=3"), "parallel.expert=3 must divide parallel.data=2"),
         (("parallel.data=0",), "parallel.data=0"),
     ],
 )
@@ -302,6 +312,19 @@ def test_settings_that_cannot_be_are_refused(settings: tuple[str, ...], message:
 def test_an_average_of_sharded_weights_is_refused() -> None:
     with pytest.raises(UserError, match=r"ema=0\.9 averages whole weights"):
         tiny_vision_run(TWO, "parallel.shard=fsdp", "ema=0.9")
+    with pytest.raises(UserError, match=r"parallel\.expert=2 a process has parts of them"):
+        tiny_vision_run(TWO, "parallel.expert=2", "ema=0.9")
+
+
+def test_layers_whose_experts_cannot_be_distributed_are_refused() -> None:
+    four: Any = SimpleNamespace(size=lambda: 4)  # a mesh
+    soft = acmoe.SoftMoE(dim=4, hidden=4, num_experts=4)
+    with pytest.raises(UserError, match=r"parallel\.expert=4 .* SoftMoE gives every expert"):
+        distribute_experts(soft, four)
+    with pytest.raises(UserError, match="the model has no MoE layer"):
+        distribute_experts(nn.Linear(2, 2), four)
+    with pytest.raises(UserError, match="does not divide num_experts=6"):
+        distribute_experts(acmoe.MoE(dim=4, hidden=4, num_experts=6, top_k=1), four)
 
 
 def test_several_processes_need_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

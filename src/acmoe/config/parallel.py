@@ -1,7 +1,7 @@
 """How the processes of a training run share its work."""
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from acmoe.config.updates import check_count
 from acmoe.errors import check, check_choice
@@ -72,6 +72,8 @@ class ParallelRun(Protocol):
     def graph(self) -> bool: ...
     @property
     def device(self) -> str: ...
+    @property
+    def model(self) -> Any: ...
 
 
 def check_parallel(run: ParallelRun, *, rows: str) -> None:
@@ -79,7 +81,7 @@ def check_parallel(run: ParallelRun, *, rows: str) -> None:
 
     `rows` names the items of a batch in error messages, such as "images".
     """
-    size, shard = run.parallel.data, run.parallel.shard
+    size, shard, expert = run.parallel.data, run.parallel.shard, run.parallel.expert
     with_data = str(run.parallel)
     check(
         run.batch % (run.split * size) == 0,
@@ -93,15 +95,20 @@ def check_parallel(run: ParallelRun, *, rows: str) -> None:
     )
     if run.parallel.processes == 1:
         return
+    check(
+        run.model.num_experts % expert == 0,
+        f"parallel.expert={expert} does not divide num_experts={run.model.num_experts}; each "
+        "process holds the same number of experts",
+    )
     check(not run.graph, f"graph=true replays the updates of one process; with {with_data} omit it")
     check(
         not run.compile,
         f"compile=true has not been tried with several processes; with {with_data} omit it",
     )
     check(
-        getattr(run, "ema", None) is None or shard == "ddp",
-        f"ema={getattr(run, 'ema', None)} averages whole weights, and parallel.shard=fsdp has "
-        "parts of them; use parallel.shard=ddp",
+        getattr(run, "ema", None) is None or (shard == "ddp" and expert == 1),
+        f"ema={getattr(run, 'ema', None)} averages whole weights, and with parallel.shard={shard} "
+        f"parallel.expert={expert} a process has parts of them; use ddp and 1",
     )
     check(
         ":" not in run.device and run.device != "mps",

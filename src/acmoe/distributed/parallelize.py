@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from acmoe.config.parallel import ParallelConfig
+from acmoe.distributed.experts import distribute_experts, distributed_experts
+from acmoe.distributed.experts_ddp import ReplicaWithExperts
 from acmoe.distributed.ranks import Ranks
 from acmoe.errors import check
 from acmoe.routing.group import set_statistics_group
@@ -23,25 +25,35 @@ def parallelize(model: nn.Module, ranks: Ranks, config: ParallelConfig) -> nn.Mo
     The names of parameters and the running statistics stay those of `model`. With "fsdp" the model
     is sharded in place and returned. Call it before the optimizer is made.
     """
-    if ranks.data is None:
+    if ranks.data is None or ranks.mesh is None:
         return model
     if config.pipeline > 1:  # the model is some stages, and its caller averages the gradients
         set_statistics_group(model, ranks.statistics if ranks.data_size > 1 else None)
         return model
     set_statistics_group(model, ranks.statistics)
-    if config.shard == "ddp":
-        return DistributedDataParallel(model, process_group=ranks.data.get_group())
-    _check_sharding(model)
-    return _shard(model, ranks)
+    if config.expert > 1:
+        distribute_experts(model, ranks.mesh["expert"])
+    if config.shard == "fsdp":
+        _check_sharding(model)
+        return _shard(model, ranks)
+    if config.expert > 1:
+        return ReplicaWithExperts(model, ranks)
+    return DistributedDataParallel(model, process_group=ranks.data.get_group())
 
 
 def _shard(model: nn.Module, ranks: Ranks) -> nn.Module:
-    """Shard each block, then the rest, so that one block at a time is whole."""
+    """Shard each block, then the rest, so that one block at a time is whole.
+
+    Experts that are distributed already are sharded over the processes that hold the same ones.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     # Autocast casts the weights, as in one process. FSDP2's own casts would round the routing
     # state, whose scale is float32, between blocks.
     precision = MixedPrecisionPolicy(cast_forward_inputs=False)
+    for experts in distributed_experts(model):
+        assert ranks.mesh is not None
+        fully_shard(experts, mesh=ranks.mesh["replicate"], mp_policy=precision)
     for block in cast(Iterable[nn.Module], model.blocks):
         fully_shard(block, mesh=ranks.data, mp_policy=precision)
     fully_shard(model, mesh=ranks.data, mp_policy=precision)
@@ -59,6 +71,8 @@ def averaging(module: nn.Module, enabled: bool) -> Iterator[None]:
     if set_averaging is not None:
         set_averaging(enabled)
     yield
+    if isinstance(module, ReplicaWithExperts):
+        module.average_experts()
 
 
 def _check_sharding(model: nn.Module) -> None:

@@ -3,7 +3,7 @@
 DTensor is imported where it is used: that takes 0.8 s, which a run in one process saves.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -20,13 +20,37 @@ def whole(tensor: Tensor) -> Tensor:
 
 def gathered(tensor: Tensor) -> Tensor:
     """Return the whole tensor on its device; all processes must call it."""
-    found: Tensor = cast(Any, tensor).full_tensor() if is_part(tensor) else tensor
-    return found
+    if not is_part(tensor):
+        return tensor
+    found = cast(Any, tensor)
+    # One dimension of the mesh after another: torch would do the same, and warn that it is slow.
+    for dim in range(found.device_mesh.ndim - 1):
+        found = found.redistribute(placements=_without(found.placements, dim))
+    whole: Tensor = found.full_tensor()
+    return whole
+
+
+def _without(placements: Any, dim: int) -> list[Any]:
+    """Return the placements with the tensor whole along dimension `dim` of the mesh."""
+    from torch.distributed.tensor import Replicate
+
+    return [Replicate() if each == dim else place for each, place in enumerate(placements)]
 
 
 def is_part(tensor: object) -> bool:
     """Return True for a DTensor."""
     return hasattr(tensor, "full_tensor")
+
+
+def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Group parameters by the mesh of processes that they lie on; None is a mesh as well.
+
+    Functions of many tensors at once, such as a fused optimizer, take tensors of one mesh only.
+    """
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return list(groups.values())
 
 
 def whole_state(model: nn.Module) -> dict[str, Any]:

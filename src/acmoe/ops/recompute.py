@@ -24,6 +24,7 @@ _CHOICES = (
     torch.ops.acmoe.route.default,
     torch.ops.acmoe.sum_over_ranks.default,
     torch.ops.acmoe.dispersion_over_ranks.default,
+    torch.ops._c10d_functional.all_to_all_single.default,  # distributed/experts.py
 )
 
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from acmoe.distributed.whole import like, whole
+from acmoe.distributed.whole import by_mesh, like, whole
 from acmoe.errors import check
 from acmoe.experts.moe import current_name
 from acmoe.routing.router import Router
@@ -83,9 +83,12 @@ def adam(
 
     def grouped(chosen: Callable[[nn.Parameter], bool]) -> Groups:
         named = [(name, p) for name, p in model.named_parameters() if chosen(p)]
+        decayed = [p for name, p in named if decays(name, p)]
+        others = [p for name, p in named if not decays(name, p)]
         return [
-            {"params": [p for name, p in named if decays(name, p)], "weight_decay": weight_decay},
-            {"params": [p for name, p in named if not decays(name, p)], "weight_decay": 0.0},
+            {"params": params, "weight_decay": decay}
+            for all_params, decay in ((decayed, weight_decay), (others, 0.0))
+            for params in by_mesh(all_params) or [[]]
         ]
 
     groups = grouped(lambda p: p not in sgd_parameters)

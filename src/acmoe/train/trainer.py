@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from acmoe.config.images.train import VisionRunConfig
 from acmoe.config.text.train import RunConfig
 from acmoe.data.seeding import derive_seed
+from acmoe.distributed.clip import clip_gradients
 from acmoe.distributed.parallelize import averaging, parallelize
 from acmoe.distributed.ranks import ALONE, Ranks
-from acmoe.distributed.whole import gathered, load_whole_state, whole_model
+from acmoe.distributed.whole import load_whole_state, whole_model
 from acmoe.errors import check
 from acmoe.fast.compiled import compile_blocks
 from acmoe.models.checkpoint import MODEL, flat_state, nested_state
@@ -301,8 +302,7 @@ def take_step(
     as well.
     """
     if clip is not None:
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        finite = finite & gathered(norm).isfinite()
+        finite = finite & clip_gradients(model.parameters(), clip).isfinite()
     # The fused optimizer kernel skips its update where found_inf is 1. The weights then stay those
     # that gave the first bad loss, and can be examined when the host next reads the losses.
     if finite.device.type not in IGNORING_FOUND_INF:

@@ -1,0 +1,300 @@
+"""Experts shared by the processes of a run: the same losses, gradients and files as one process."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launched import launch_often, new_start
+from loops import DIM, EXPERTS, STEPS, Stack, buffers_of, data, same_on_all_ranks
+from safetensors.torch import load_file
+from test_ranks_training import PLAIN_IMAGES, furthest, half_of, losses
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import acmoe
+from acmoe.config.parallel import ParallelConfig
+from acmoe.distributed import start
+from acmoe.distributed.experts import distribute_experts
+from acmoe.distributed.parallelize import averaging, parallelize
+from acmoe.distributed.ranks import ALONE, Ranks
+from acmoe.distributed.whole import gathered
+from acmoe.evaluate.run import checkpoints
+from acmoe.models.registry import build_model
+from acmoe.train.run import train, train_images
+from acmoe.train.text import TextTrainer
+from tiny_runs import QUIET, byte_corpus, tiny_run
+from tiny_vision_runs import tiny_vision_run
+
+pytestmark = pytest.mark.slow
+
+LENGTHS = (8, 1, 5, 0)  # real tokens of each sequence: rank 3 of four has none
+BIASED = acmoe.AdaptiveConfig(base=acmoe.SMoEConfig(bias=True), statistics_group="global")
+BATCH = acmoe.AdaptiveConfig(statistics="batch", statistics_group="global")
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "batch": {"router": BATCH},
+    "masked": {"masked": True},
+    "starved": {"starved": True},  # all tokens go to experts 0 and 1
+    "micro-batches": {"parts": 2},
+}
+
+
+class Blocks(Stack):
+    """A stack whose layers are called blocks, as those of the library's models are."""
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.layers
+
+
+def loop(
+    ranks: Ranks,
+    config: ParallelConfig,
+    *,
+    router: Any = BIASED,
+    masked: bool = False,
+    starved: bool = False,
+    parts: int = 1,
+    dtype: torch.dtype = torch.float64,
+) -> dict[str, Any]:
+    """Train a stack; rank r of n takes sequences r, r + n, ... of every batch."""
+    rank, world = ranks.rank, ranks.size
+    torch.manual_seed(0)
+    balance = None if masked else acmoe.LossConfig(balance=0.1)  # a mean over unequal numbers
+    model = Blocks(router, balance).to(dtype).train()
+    if starved:
+        for layer in model.layers:
+            layer.router.base.bias.data.copy_(torch.tensor([50.0, 49.0, 0.0, 0.0]))
+    wrapped = parallelize(model, ranks, config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
+    trace, equal = [], True
+    for step in range(STEPS):
+        total, mask = torch.zeros((), dtype=dtype), None
+        pieces = data(step, dtype)[rank::world].chunk(parts, dim=1)
+        for part, x in enumerate(pieces):
+            if masked:
+                mask = torch.arange(8)[None] < torch.tensor(LENGTHS)[rank::world, None]
+            with averaging(wrapped, part == parts - 1):
+                loss = wrapped(x, mask) / parts
+                loss.backward()
+            total += loss.detach()
+        gradients = whole_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        equal = equal and (world == 1 or same_on_all_ranks(model))
+        trace.append(float(ranks.sum(total)) / world)
+    return {"losses": trace, "equal": equal, "gradients": gradients, "buffers": buffers_of(model)}
+
+
+def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: gathered(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None
+    }
+
+
+def loops(rank: int, config: ParallelConfig) -> dict[str, Any]:
+    """Run all cases in one start of the processes."""
+    start.TIMEOUT = 60.0
+    found: dict[str, Any] = {}
+    for name, case in CASES.items():
+        new_start()
+        with start.joined(config, "cpu") as (ranks, _):
+            found[name] = loop(ranks, config, **case)
+    return found
+
+
+LAYOUTS = {
+    "2 ddp": ParallelConfig(data=2, expert=2),
+    "4 ddp": ParallelConfig(data=4, expert=4),
+    "2 x 2 ddp": ParallelConfig(data=4, expert=2),
+    "4 fsdp": ParallelConfig(data=4, expert=4, shard="fsdp"),
+    "2 x 2 fsdp": ParallelConfig(data=4, expert=2, shard="fsdp"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_gradients_and_statistics_are_those_of_one_process(
+    tmp_path: Path, layout: str
+) -> None:
+    config = LAYOUTS[layout]
+    found = launch_often(config.data, loops, config, folder=tmp_path)
+    for name, case in CASES.items():
+        one = loop(ALONE, ParallelConfig(), **case)
+        assert furthest(found[0][name]["losses"], one["losses"]) < 1e-12, name
+        assert all(result[name]["equal"] for result in found), name
+        for parameter, gradient in one["gradients"].items():
+            torch.testing.assert_close(
+                found[0][name]["gradients"][parameter], gradient, rtol=1e-10, atol=1e-12
+            )
+        for theirs, own in zip(found[0][name]["buffers"], one["buffers"], strict=True):
+            torch.testing.assert_close(theirs, own, rtol=1e-6, atol=1e-7)  # float32 averages
+
+
+# Two micro-batches, gradients clipped, no dropout.
+SAME = (
+    *("steps=10", "batch=8", "log_every=1", "eval_every=5", "checkpoint_every=5", "clip=1.0"),
+    *("model.dropout=0", "model.router.statistics_group=global"),
+)
+FOUR = "parallel.data=4"
+RUNS = {
+    "ddp": ("parallel.expert=4",),
+    "replicated": ("parallel.expert=2",),
+    "fsdp": ("parallel.expert=2", "parallel.shard=fsdp"),
+}
+CONTINUED = {  # copies of the first half of a run, by the settings that they go on with
+    "one-replicated": ("one", RUNS["replicated"]),
+    "one-fsdp": ("one", RUNS["fsdp"]),
+    "replicated-fsdp": ("replicated", ("parallel.shard=fsdp",)),
+    "fsdp-ddp": ("fsdp", RUNS["ddp"]),
+}
+
+
+@contextlib.contextmanager
+def models_in(dtype: torch.dtype) -> Iterator[pytest.MonkeyPatch]:
+    """Train models of this dtype inside `with`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("acmoe.train.text.build_model", lambda config: build_model(config).to(dtype))
+        yield patch
+
+
+def runs(rank: int, folder: Path, dtype: torch.dtype) -> bool:
+    """Train in all layouts; return True if running values are equal on all ranks at each step."""
+    start.TIMEOUT = 120.0
+    equal, update = [], TextTrainer.update
+
+    def compared(trainer: TextTrainer, step: int, *, record: bool) -> Any:
+        found = update(trainer, step, record=record)
+        equal.append(same_on_all_ranks(trainer.model))
+        return found
+
+    def run(name: str, *settings: str) -> None:
+        new_start()
+        config = tiny_run(folder / "corpus", *SAME, FOUR, *settings)
+        train(config, folder / name, console=QUIET)
+
+    with models_in(dtype) as patch:
+        patch.setattr(TextTrainer, "update", compared)
+        for name, settings in RUNS.items():
+            run(name, *settings)
+        for name, (begun, settings) in CONTINUED.items():
+            if rank == 0:
+                half_of(folder / begun, folder / name, "step-00000010")
+            run(name, *settings)
+    return len(equal) == 10 * len(RUNS) + 5 * len(CONTINUED) and all(equal)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "within"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["f64", "f32"]
+)
+def test_runs_of_four_processes_are_those_of_one(
+    tmp_path: Path, dtype: torch.dtype, within: float
+) -> None:
+    """Losses, resumed in other layouts as well, and checkpoints in the format of one process."""
+    torch.set_num_threads(1)
+    byte_corpus(tmp_path)
+    alone = tiny_run(tmp_path / "corpus", *SAME)
+    with models_in(dtype):
+        train(alone, tmp_path / "one", console=QUIET)
+        equal = launch_often(4, runs, tmp_path, dtype, folder=tmp_path / "results")
+        for name in RUNS:
+            half_of(tmp_path / name, tmp_path / f"{name}-one", "step-00000010")
+            train(alone, tmp_path / f"{name}-one", console=QUIET)
+    assert all(equal)
+    for name in (*RUNS, *CONTINUED, *(f"{name}-one" for name in RUNS)):
+        for kind, number in (("train", 10), ("valid", 2)):
+            expected = losses(tmp_path / "one", kind)
+            assert len(expected) == number
+            assert furthest(losses(tmp_path / name, kind), expected) < within, name
+    one = checkpoints(tmp_path / "one" / "checkpoints")[-1]
+    for name in RUNS:
+        found = checkpoints(tmp_path / name / "checkpoints")[-1]
+        for file in ("weights-*.safetensors", "training.safetensors"):
+            tensors, expected = (load_file(*folder.glob(file)) for folder in (found, one))
+            own = [key for key in tensors if "@" not in key]  # generators of other processes
+            assert own == list(expected)
+            for key in own:
+                assert tensors[key].shape == expected[key].shape
+                assert tensors[key].dtype == expected[key].dtype
+
+
+class Exchanges(TorchDispatchMode):
+    """Counts the all-to-alls that are carried out."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func is torch.ops._c10d_functional.all_to_all_single.default
+        return func(*args, **(kwargs or {}))
+
+
+def recomputed(rank: int) -> list[tuple[int, float]]:
+    """Count the all-to-alls of three layers, and add up a gradient, without and with recompute."""
+    found = []
+    config = ParallelConfig(data=2, expert=2)
+    for checkpoint in (False, True):
+        torch.manual_seed(0)
+        sizes = {"dim": DIM, "hidden": 8, "num_experts": EXPERTS, "top_k": 2}
+        blocks = [acmoe.MoEFFN(**sizes, router="smoe") for _ in range(3)]
+        stack = acmoe.MoEStack(blocks, checkpoint=checkpoint).train()
+        new_start()
+        with start.joined(config, "cpu") as (ranks, _):
+            assert ranks.mesh is not None
+            distribute_experts(stack, ranks.mesh["expert"])
+            with Exchanges() as exchanges:
+                y, _ = stack(data(0, torch.float32)[rank::2].requires_grad_())
+                y.square().mean().backward()
+            total = sum(float(each.abs().sum()) for each in whole_gradients(stack).values())
+        found.append((exchanges.number, total))
+    return found
+
+
+def test_a_recompute_exchanges_nothing(tmp_path: Path) -> None:
+    """A layer and step take five all-to-alls: numbers of rows, rows and outputs there and back."""
+    (plain, total), (checkpointed, again) = launch_often(2, recomputed, folder=tmp_path)[0]
+    assert (plain, checkpointed) == (15, 15)
+    assert again == total
+
+
+def by_kernels(rank: int, config: ParallelConfig) -> dict[str, Any]:
+    with start.joined(config, "cpu") as (ranks, _):
+        return loop(ranks, config, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("shard", ["ddp", "fsdp"])
+def test_triton_kernels_serve_distributed_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard: str
+) -> None:
+    one = loop(ALONE, ParallelConfig(), dtype=torch.float32)
+    config = ParallelConfig(data=2, expert=2, shard=shard)  # type: ignore[arg-type]
+    monkeypatch.setenv("ACMOE_BACKEND", "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    found = launch_often(2, by_kernels, config, folder=tmp_path)
+    assert found[0]["losses"] == pytest.approx(one["losses"], rel=1e-6)
+
+
+TWO = {"ddp": ("parallel.data=2",), "expert": ("parallel.data=2", "parallel.expert=2")}
+DROPPING = tuple(each.replace("factor=none", "factor=0.5") for each in PLAIN_IMAGES)
+
+
+def in_both_layouts(rank: int, folder: Path) -> None:
+    """Train by DDP alone and with shared experts: images that experts drop, and text in bf16."""
+    for name, layout in TWO.items():
+        new_start()
+        train_images(tiny_vision_run(*DROPPING, *layout), folder / f"drop-{name}", console=QUIET)
+        new_start()
+        settings = (*SAME, *layout, "precision=bf16", "split=1")
+        train(tiny_run(folder / "corpus", *settings), folder / f"bf16-{name}", console=QUIET)
+
+
+def test_shared_experts_give_the_losses_of_ddp(tmp_path: Path) -> None:
+    """Rows beyond an expert's capacity are dropped by the process of their tokens, as in DDP."""
+    byte_corpus(tmp_path)
+    launch_often(2, in_both_layouts, tmp_path, folder=tmp_path / "results")
+    for kind, within in (("drop", 1e-5), ("bf16", 0.02)):
+        for record in ("train", "valid"):
+            ddp, expert = (losses(tmp_path / f"{kind}-{name}", record) for name in TWO)
+            assert furthest(ddp, expert) < within
+            assert len(ddp) > 0
