@@ -1,7 +1,9 @@
 """The order of tokens sorted by cluster, packed in one tensor (`RoutingState.order`).
 
 Kernels read tiles of ALIGNMENT slots whose tokens share a cluster. Each cluster therefore begins at
-a multiple of ALIGNMENT slots; a slot holds the index of a token, or -1 as padding.
+a multiple of ALIGNMENT slots; a slot holds the index of a token, or -1 as padding. Many small
+clusters would leave most slots empty: they follow each other without gaps (`alignment`), and the
+tokens of a tile then have few clusters instead of one.
 
 T tokens, C clusters, X slots.
 """
@@ -20,9 +22,10 @@ _HEADER = (
 # Below this many tokens per cluster the gaps between clusters cost more than sorting saves.
 FEWEST_TOKENS = 128
 # With more clusters than these the statistics of unsorted tokens read the tokens twice for every
-# MANY_CLUSTERS: sorting saves more. At 512 clusters of 32 tokens (qwen3next, H200) they take 587 us
-# unsorted and 171 sorted. The router still prefers them unsorted there: its kernels lose as much.
+# MANY_CLUSTERS: sorting saves more, down to FEWEST_OF_MANY tokens per cluster.
 MANY_CLUSTERS, FEWEST_OF_MANY = 128, 32
+_WITHOUT_GAPS = 128  # slots of a sort without gaps are padded to a multiple of this: no kernel's
+# tile is higher
 
 
 class TokenOrder(NamedTuple):
@@ -58,8 +61,16 @@ def header_size(num_clusters: int) -> int:
     return -(-(num_clusters + 1) // _HEADER) * _HEADER
 
 
+def alignment(num_tokens: int, num_clusters: int) -> int:
+    """Return the number of slots at whose multiples clusters begin: ALIGNMENT, or 1 for no gaps."""
+    small = num_clusters > MANY_CLUSTERS and num_tokens < FEWEST_TOKENS * num_clusters
+    return 1 if small else ALIGNMENT
+
+
 def num_slots(num_tokens: int, num_clusters: int) -> int:
-    """Return X, the slots needed if each cluster leaves up to ALIGNMENT - 1 slots unused."""
+    """Return X, the slots needed if each cluster leaves up to `alignment` - 1 slots unused."""
+    if alignment(num_tokens, num_clusters) == 1:
+        return -(-num_tokens // _WITHOUT_GAPS) * _WITHOUT_GAPS
     return (-(-num_tokens // ALIGNMENT) + num_clusters) * ALIGNMENT
 
 
@@ -72,8 +83,3 @@ def worth_sorting(num_tokens: int, num_clusters: int) -> bool:
     """Return True if clusters are large enough on average for the sorted kernels to be faster."""
     fewest = FEWEST_OF_MANY if num_clusters > MANY_CLUSTERS else FEWEST_TOKENS
     return num_tokens >= fewest * num_clusters
-
-
-def worth_routing_sorted(num_tokens: int, num_clusters: int) -> bool:
-    """Return True if the router, too, is faster with tokens that are sorted already."""
-    return num_clusters <= MANY_CLUSTERS or num_tokens >= FEWEST_TOKENS * num_clusters

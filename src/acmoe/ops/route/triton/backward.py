@@ -26,6 +26,7 @@ from acmoe.ops.device.reduce_partials import reduce_partials
 from acmoe.ops.route.triton.tokens import (
     Tokens,
     load_cluster_ends,
+    load_own_scale,
     load_scale,
     load_scaled,
     load_tokens,
@@ -129,10 +130,12 @@ def token_gradient(
 def embedding_gradient(tokens: Tokens, end: Tensor | None, grad_ZTE: Tensor) -> Tensor:
     """Return d embedding (E, D), float32.
 
-    end: (C + 1,) slot after the last token of each cluster, if tokens are sorted.
+    end: (C + 1,) slot after the last token of each cluster, read if tokens are sorted.
     """
     T, D = tokens.x.shape
     Z, _, E = grad_ZTE.shape
+    if not tokens.is_sorted:
+        end = None
     tile = embedding_launch_table(E, D, Z)
     blocks = triton.cdiv(D, tile.features), triton.cdiv(E, tile.experts)
     # Sorted tokens are gathered from scattered rows, and narrow models have short rows: both are
@@ -162,9 +165,9 @@ def _load_bf16_split(grad_ptr, valid, T, E, TERMS: tl.constexpr):
 
 
 @triton.jit
-def _row_pointers(grad_ptr, t, row, E, SORTED: tl.constexpr, BT: tl.constexpr):
-    """Return (BT,) pointers to rows of d affinity: those from int64 `row` on; if sorted, rows t."""
-    if SORTED:
+def _row_pointers(grad_ptr, t, row, E, GATHERED: tl.constexpr, BT: tl.constexpr):
+    """Return (BT,) pointers to rows of d affinity: those from int64 `row` on; GATHERED: rows t."""
+    if GATHERED:
         rows = grad_ptr + t.to(tl.int64) * E
     else:
         rows = grad_ptr + row * E + tl.arange(0, BT) * E
@@ -175,9 +178,9 @@ def _row_pointers(grad_ptr, t, row, E, SORTED: tl.constexpr, BT: tl.constexpr):
 def _token_kernel(
     x_ptr, scale_ptr, cluster_ptr, mask_ptr, perm_ptr, grad_ptr, embedding_ptr, addend_ptr,
     out_ptr, T, D, E, C, HAS_ADDEND: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_MASK: tl.constexpr,
-    SORTED: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, ALL_EXPERTS: tl.constexpr,
-    STEPS: tl.constexpr, TOKEN_MAJOR: tl.constexpr, PREFETCH: tl.constexpr, BT: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
+    SORTED: tl.constexpr, PERMUTED: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr,
+    ALL_EXPERTS: tl.constexpr, STEPS: tl.constexpr, TOKEN_MAJOR: tl.constexpr,
+    PREFETCH: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     columns = tl.cdiv(D, STEPS * BD)
     if TOKEN_MAJOR:
@@ -187,23 +190,24 @@ def _token_kernel(
         start, first = tl.program_id(0) % blocks * BT, tl.program_id(0) // blocks * STEPS * BD
     t, in_bounds, unmasked, cluster = load_tokens(
         cluster_ptr, mask_ptr, perm_ptr, load_cluster_ends(cluster_ptr, C, BC), start, T, C,
-        HAS_SCALE, HAS_MASK, SORTED, BT, BC,
+        HAS_SCALE, HAS_MASK, SORTED, PERMUTED, BT, BC,
     )  # fmt: skip
     if SORTED:
         if tl.max(t) < 0:
             return
     row = start.to(tl.int64)
-    row_ptr = _row_pointers(grad_ptr, t, row, E, SORTED, BT)
+    row_ptr = _row_pointers(grad_ptr, t, row, E, SORTED or PERMUTED, BT)
     offs = tl.arange(0, BT)[:, None] * D
-    if SORTED:
+    if SORTED or PERMUTED:
         offs = t.to(tl.int64)[:, None] * D
     else:
         out_ptr += row * D
         addend_ptr += row * D
     e = tl.arange(0, BE)
-    grad = _load_bf16_split(
-        row_ptr[:, None] + e[None, :], unmasked[:, None] & (e[None, :] < E), T, E, TERMS
-    )  # fmt: skip
+    if ALL_EXPERTS:
+        grad = _load_bf16_split(
+            row_ptr[:, None] + e[None, :], unmasked[:, None] & (e[None, :] < E), T, E, TERMS
+        )
     last = tl.minimum(first + STEPS * BD, D)
     next_addend = in_bounds
     if HAS_ADDEND and PREFETCH:
@@ -222,9 +226,11 @@ def _token_kernel(
                 )
             else:  # load before the GEMM, used after it
                 addend = tl.load(addend_ptr + offs + d[None, :], mask=valid, other=0.0)
-        acc = _grad_times_embedding(embedding_ptr, grad, e, d, D, E, TERMS)
-        if not ALL_EXPERTS:
-            for start_e in range(BE, E, BE):
+        if ALL_EXPERTS:
+            acc = _grad_times_embedding(embedding_ptr, grad, e, d, D, E, TERMS)
+        else:
+            acc = tl.zeros((BT, BD), dtype=tl.float32)
+            for start_e in range(0, E, BE):
                 part = _load_bf16_split(
                     row_ptr[:, None] + start_e + e[None, :],
                     unmasked[:, None] & (start_e + e[None, :] < E), T, E, TERMS,
@@ -233,8 +239,7 @@ def _token_kernel(
         if SORTED:
             acc *= load_scale(scale_ptr, cluster, d, D)[None, :]
         elif HAS_SCALE:
-            scaled = (unmasked & (cluster >= 0))[:, None] & (d[None, :] < D)
-            acc *= tl.load(scale_ptr + cluster[:, None] * D + d[None, :], mask=scaled, other=1.0)
+            acc *= load_own_scale(scale_ptr, cluster, unmasked, d, D)
         if HAS_ADDEND:
             acc += addend.to(tl.float32)
         tl.store(out_ptr + offs + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=valid)
@@ -254,8 +259,8 @@ def _grad_times_embedding(embedding_ptr, grad, e, d, D, E, TERMS: tl.constexpr):
 def _embedding_kernel(
     x_ptr, scale_ptr, cluster_ptr, mask_ptr, perm_ptr, end_ptr, grad_ptr, out_ptr, T, D, E, C,
     split, HAS_SCALE: tl.constexpr, HAS_MASK: tl.constexpr, SORTED: tl.constexpr,
-    PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-    BE: tl.constexpr, BC: tl.constexpr,
+    PERMUTED: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, BT: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     size, count = split, T
     if SORTED:  # only the device knows how many slots are in use
@@ -269,14 +274,16 @@ def _embedding_kernel(
     for start in range(begin, tl.minimum(begin + size, count), BT):
         row = tl.full((), 0, dtype=tl.int64) + start
         t, _, unmasked, cluster = load_tokens(
-            cluster_ptr, mask_ptr, perm_ptr, ends, start, T, C, HAS_SCALE, HAS_MASK, SORTED, BT,
-            BC,
+            cluster_ptr, mask_ptr, perm_ptr, ends, start, T, C, HAS_SCALE, HAS_MASK, SORTED,
+            PERMUTED, BT, BC,
         )  # fmt: skip
         if SORTED and BC > 0:
             scale = load_scale(scale_ptr, cluster, d, D)
-        x = load_scaled(x_ptr, scale_ptr, cluster, t, row, unmasked, d, D, HAS_SCALE, SORTED, BT)
+        x = load_scaled(
+            x_ptr, scale_ptr, cluster, t, row, unmasked, d, D, HAS_SCALE, SORTED, PERMUTED, BT
+        )
         high, middle, low = split_bf16(x, PLAIN_BF16)
-        row_ptr = _row_pointers(grad_ptr, t, row, E, SORTED, BT)
+        row_ptr = _row_pointers(grad_ptr, t, row, E, SORTED or PERMUTED, BT)
         valid = unmasked[None, :] & (e[:, None] < E)
         grad_high, grad_middle, grad_low = _load_bf16_split(
             row_ptr[None, :] + e[:, None], valid, T, E, TERMS

@@ -126,20 +126,21 @@ def route(
         # The scale of each token is prefetched as well: 6 stages would exceed the 99 KiB of shared
         # memory that a program has on smaller cards.
         tile = tile._replace(num_stages=min(tile.num_stages, 3))
-    N = tokens.blocks(tile.tokens)
+    selecting = tokens.in_place() if E > MANY_EXPERTS else tokens  # reads affinities, no tokens
+    N = selecting.blocks(tile.tokens)
     affinity_TE = tokens.x.new_empty(T, E, dtype=torch.float32)
     gate_TK = affinity_TE.new_empty(T, top_k)
     ids_TK = affinity_TE.new_empty(T, top_k, dtype=torch.int64)
     first_T = ids_TK.new_empty(T)
     # The only program computes the loss itself.
-    alone = totals == "balance" and N == 1 and not tokens.is_sorted
+    alone = totals == "balance" and N == 1 and not selecting.is_sorted
     partial_2NE = affinity_TE.new_empty(() if alone else (2, N, E))
     if T > 0:
         router = (
             embedding_ED.contiguous(), embedding_ED if bias_E is None else bias_E,
             affinity_TE if noise_TE is None else noise_TE.contiguous(),
         )  # fmt: skip
-        flags = {"HAS_BIAS": bias_E is not None, "HAS_NOISE": noise_TE is not None, **tokens.flags}
+        flags = {"HAS_BIAS": bias_E is not None, "HAS_NOISE": noise_TE is not None}
         flags["TERMS"] = terms(tokens, both_bf16)
         if E > MANY_EXPERTS:
             height, width, num_warps, num_stages = AFFINITY_TILE
@@ -147,15 +148,16 @@ def route(
             launch(
                 affinity_kernel, (cdiv(E, width), tokens.blocks(height)),
                 *tokens.pointers, *router, affinity_TE, T, D, E, tokens.scale.shape[0], **flags,
-                BT=height, BD=tile.features, BE=width, num_warps=num_warps, num_stages=num_stages,
+                **tokens.flags, BT=height, BD=tile.features, BE=width, num_warps=num_warps,
+                num_stages=num_stages,
             )  # fmt: skip
         launch(
             _route_kernel, (N,), *tokens.pointers, *router, ids_TK, gate_TK,
             affinity_TE, partial_2NE, first_T, T, D, E, tokens.scale.shape[0], 1.0 / temperature,
-            K=top_k, SELECTED=over_selected, **flags, HAS_AFFINITY=E > MANY_EXPERTS, BALANCE=alone,
-            BT=tile.tokens, BD=tile.features, BE=max(16, next_power_of_2(E)),
-            BK=max(2, next_power_of_2(top_k)), num_warps=tile.num_warps,
-            num_stages=tile.num_stages, maxnreg=tile.registers,
+            K=top_k, SELECTED=over_selected, **flags, **selecting.flags,
+            HAS_AFFINITY=E > MANY_EXPERTS, BALANCE=alone, BT=tile.tokens, BD=tile.features,
+            BE=max(16, next_power_of_2(E)), BK=max(2, next_power_of_2(top_k)),
+            num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.registers,
         )  # fmt: skip
     if totals == "none":
         return ids_TK, gate_TK, affinity_TE, partial_2NE, partial_2NE, first_T
@@ -204,9 +206,9 @@ def _route_kernel(
     noise_ptr, ids_ptr, gate_ptr, affinity_ptr, partial_ptr, first_ptr, T, D, E, C,
     inverse_temperature, K: tl.constexpr, SELECTED: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_NOISE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_MASK: tl.constexpr, SORTED: tl.constexpr,
-    PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, HAS_AFFINITY: tl.constexpr,
-    BALANCE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
-    BC: tl.constexpr,
+    PERMUTED: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr,
+    HAS_AFFINITY: tl.constexpr, BALANCE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Select the experts of a block of tokens; HAS_AFFINITY: their affinities are stored.
 
@@ -218,7 +220,7 @@ def _route_kernel(
     partial_ptr += tl.program_id(0) * E + e
     t, in_bounds, unmasked, cluster = load_tokens(
         cluster_ptr, mask_ptr, perm_ptr, load_cluster_ends(cluster_ptr, C, BC), start, T, C,
-        HAS_SCALE, HAS_MASK, SORTED, BT, BC,
+        HAS_SCALE, HAS_MASK, SORTED, PERMUTED, BT, BC,
     )  # fmt: skip
     if SORTED:
         if tl.max(t) < 0:  # the block has padding slots only
@@ -233,8 +235,8 @@ def _route_kernel(
     else:
         affinity = affinity_block(
             x_ptr, scale_ptr, cluster, embedding_ptr, bias_ptr, noise_ptr, t, start.to(tl.int64),
-            in_bounds, unmasked, e, D, E, HAS_BIAS, HAS_NOISE, HAS_SCALE, SORTED, PLAIN_BF16,
-            TERMS, BT, BD, BE,
+            in_bounds, unmasked, e, D, E, HAS_BIAS, HAS_NOISE, HAS_SCALE, SORTED, PERMUTED,
+            PLAIN_BF16, TERMS, BT, BD, BE,
         )  # fmt: skip
         tl.store(affinity_ptr + offs, affinity, mask=valid)
 
