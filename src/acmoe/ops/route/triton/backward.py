@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from acmoe.ops.device.dot import accurate_dot, split_bf16
+from acmoe.ops.device.launcher import launch
 from acmoe.ops.device.reduce_partials import reduce_partials
 from acmoe.ops.route.triton.tokens import (
     Tokens,
@@ -53,10 +54,9 @@ def token_launch_table(num_experts: int, dim: int, num_parts: int, unsorted: boo
     Where registers allow, BE covers all experts, and a program loads d affinity of its tokens once
     for `steps` blocks of features. 8 blocks are usual: 1 took 43 us more (olmoe, H200). A narrow
     float32 model has 6 and takes 3 at a time, so that there are enough programs. For sorted tokens
-    the rows of
-    d affinity are scattered in memory, and long ones with many experts: 135 us with 16 blocks, 158
-    with 8 (qwen30b). More than 128 experts, or 128 with a bf16x3 split, do not fit the registers;
-    their d affinity is loaded again for every block of features.
+    the rows of d affinity are scattered in memory, and long ones with many experts: 135 us with 16
+    blocks, 158 with 8 (qwen30b). More than 128 experts, or 128 with a bf16x3 split, do not fit the
+    registers; their d affinity is loaded again for every block of features.
 
     For unsorted tokens of a wide model `token_major` lets consecutive programs write whole rows: 98
     -> 88 us at olmoe, and 83 with `prefetch_addend` (qwen30b 138 -> 118, fine 105 -> 91). Sorted
@@ -115,10 +115,11 @@ def token_gradient(
     grad_TD = torch.empty_like(tokens.x)
     if T > 0:
         columns = triton.cdiv(D, tile.features * tile.steps)
-        _token_kernel[(tokens.blocks(tile.tokens) * columns,)](
-            *tokens.pointers, grad_ZTE, embedding_ED.contiguous(),
-            grad_TD if addend_TD is None else addend_TD.contiguous(), grad_TD, T, D, E,
-            tokens.scale.shape[0], HAS_ADDEND=addend_TD is not None, **tokens.flags,
+        launch(
+            _token_kernel, (tokens.blocks(tile.tokens) * columns,), *tokens.pointers, grad_ZTE,
+            embedding_ED.contiguous(), grad_TD if addend_TD is None else addend_TD.contiguous(),
+            grad_TD, T, D, E, tokens.scale.shape[0], HAS_ADDEND=addend_TD is not None,
+            **tokens.flags,
             TERMS=terms(tokens.x.dtype), BT=tile.tokens, BD=tile.features, BE=tile.experts,
             ALL_EXPERTS=tile.experts >= E, STEPS=tile.steps, TOKEN_MAJOR=tile.token_major,
             PREFETCH=tile.prefetch_addend,
@@ -143,11 +144,11 @@ def embedding_gradient(tokens: Tokens, end: Tensor | None, grad_ZTE: Tensor) -> 
     programs = 2 * PROGRAMS if D < 1024 or end is not None else PROGRAMS
     P, split = split_tokens(T, blocks[0] * blocks[1], tile.tokens, programs, most=64)
     partial_PED = grad_ZTE.new_empty(P, E, D, dtype=torch.float32)
-    _embedding_kernel[(P, *blocks)](
-        *tokens.pointers, tokens.permutation if end is None else end, grad_ZTE, partial_PED, T, D,
-        E, tokens.scale.shape[0], split,
-        **tokens.flags, TERMS=terms(tokens.x.dtype), BT=tile.tokens, BD=tile.features,
-        BE=tile.experts, num_warps=tile.num_warps, num_stages=tile.num_stages,
+    launch(
+        _embedding_kernel, (P, *blocks), *tokens.pointers,
+        tokens.permutation if end is None else end, grad_ZTE, partial_PED, T, D, E,
+        tokens.scale.shape[0], split, **tokens.flags, TERMS=terms(tokens.x.dtype), BT=tile.tokens,
+        BD=tile.features, BE=tile.experts, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return reduce_partials(partial_PED.view(1, P, E * D))[0].view(E, D)
 
