@@ -3,6 +3,7 @@
 T tokens, D features, E experts, C clusters, K experts per token, X slots of sorted tokens.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from acmoe.ops.dispatch import eager
 from acmoe.ops.once import differentiable_once
+
+Gradients = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 @torch.library.custom_op("acmoe::route", mutates_args=())
@@ -184,13 +187,13 @@ def _save(ctx, inputs, output, is_eager=False) -> None:  # type: ignore[no-untyp
 def _backward(ctx, _ids, grad_gate, grad_affinity, grad_sum, _load, _first, grad_x=None):  # type: ignore[no-untyped-def]
     has_bias = ctx.bias_dtype is not None
     grads = (grad_gate, grad_affinity, grad_sum, grad_x)
-    run = _gradients if ctx.is_eager and eager(*grads) else route_backward_op
+    run: Gradients = _gradients if ctx.is_eager and eager(*grads) else route_backward_op
     settings = ctx.over_selected, ctx.temperature, has_bias
     saved = ctx.saved_tensors  # read once: activation checkpointing unpacks each tensor only once
     grad_x, grad_embedding, grad_bias = run(*grads, *saved, *settings)
     grad_embedding = grad_embedding.to(saved[1].dtype)
-    grad_bias = grad_bias.to(ctx.bias_dtype) if has_bias else None
-    return grad_x, grad_embedding, grad_bias, *[None] * 9
+    of_bias = grad_bias.to(ctx.bias_dtype) if has_bias else None
+    return grad_x, grad_embedding, of_bias, *[None] * 9
 
 
 route_op.register_autograd(_backward, setup_context=_save)
