@@ -201,7 +201,7 @@ def measures() -> None:
     order = TokenOrder.unpack(sort_with_tokens_op(cluster[:, None], cluster, clusters)[4], clusters)
     sorted_dispersion(x.detach(), order)
     scale, choices = torch.zeros(clusters, 1024), (2, True, None, 1.0)
-    where = (scale, cluster, *choices, order.token, order.end)
+    where = (scale, cluster, *choices, None, None)
     route_op(x, bf16(300, 1024), None, *where)[1].sum().backward()
     for measure in ("mad", "variance", "std", "iqr"):
         use = f"measure {measure}"

@@ -3,7 +3,6 @@
 T tokens, D features, E experts, C clusters, K experts per token, X slots of sorted tokens.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,8 +10,6 @@ from torch import Tensor
 
 from acmoe.ops.dispatch import eager
 from acmoe.ops.once import differentiable_once
-
-Gradients = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 @torch.library.custom_op("acmoe::route", mutates_args=())
@@ -120,32 +117,6 @@ def route_backward_op(
     The last two are float32; that of the bias is empty if there is no bias. grad_x is the gradient
     of x from its other consumers; the kernel adds it to the router's.
     """
-    return _gradients(
-        *(grad_gate, grad_affinity, grad_sum, grad_x, x, embedding, scale, assignment, token_mask),
-        *(permutation, end, expert_ids, gate, affinity, over_selected, temperature, has_bias),
-    )
-
-
-def _gradients(
-    grad_gate: Tensor | None,
-    grad_affinity: Tensor | None,
-    grad_sum: Tensor | None,
-    grad_x: Tensor | None,
-    x: Tensor,
-    embedding: Tensor,
-    scale: Tensor | None,
-    assignment: Tensor | None,
-    token_mask: Tensor | None,
-    permutation: Tensor | None,
-    end: Tensor | None,
-    expert_ids: Tensor,
-    gate: Tensor,
-    affinity: Tensor,
-    over_selected: bool,
-    temperature: float,
-    has_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the results of `route_backward_op`."""
     from acmoe.ops.device.reduce_partials import reduce_partials
     from acmoe.ops.route.triton.affinity_gradient import affinity_gradient
     from acmoe.ops.route.triton.backward import embedding_gradient, token_gradient
@@ -171,8 +142,7 @@ def _(g_gate, g_affinity, g_sum, g_x, x, embedding, *rest):  # type: ignore[no-u
     return x.new_empty(x.shape), grad_embedding, grad_bias
 
 
-def _save(ctx, inputs, output, is_eager=False) -> None:  # type: ignore[no-untyped-def]
-    ctx.is_eager = is_eager
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     x, embedding, bias, scale, assignment, _, ctx.over_selected, mask, *rest = inputs
     ctx.temperature, permutation, end, _ = rest
     expert_ids, gate, affinity, _, load, first = output
@@ -187,13 +157,12 @@ def _save(ctx, inputs, output, is_eager=False) -> None:  # type: ignore[no-untyp
 def _backward(ctx, _ids, grad_gate, grad_affinity, grad_sum, _load, _first, grad_x=None):  # type: ignore[no-untyped-def]
     has_bias = ctx.bias_dtype is not None
     grads = (grad_gate, grad_affinity, grad_sum, grad_x)
-    run: Gradients = _gradients if ctx.is_eager and eager(*grads) else route_backward_op
     settings = ctx.over_selected, ctx.temperature, has_bias
     saved = ctx.saved_tensors  # read once: activation checkpointing unpacks each tensor only once
-    grad_x, grad_embedding, grad_bias = run(*grads, *saved, *settings)
+    grad_x, grad_embedding, grad_bias = route_backward_op(*grads, *saved, *settings)
     grad_embedding = grad_embedding.to(saved[1].dtype)
-    of_bias = grad_bias.to(ctx.bias_dtype) if has_bias else None
-    return grad_x, grad_embedding, of_bias, *[None] * 9
+    grad_bias = grad_bias.to(ctx.bias_dtype) if has_bias else None
+    return grad_x, grad_embedding, grad_bias, *[None] * 9
 
 
 route_op.register_autograd(_backward, setup_context=_save)
@@ -202,10 +171,8 @@ route_op.register_autograd(_backward, setup_context=_save)
 class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
-        x, embedding, bias, scale, assignment, _, _, mask, _, permutation, end, noise = inputs
-        is_eager = eager(x, embedding, bias, scale, assignment, mask, permutation, end, noise)
-        found = _launched(*inputs) if is_eager else route_op(*inputs)
-        _save(ctx, inputs, found, is_eager)
+        found = route_op(*inputs)
+        _save(ctx, inputs, found)
         return (*found, inputs[0])
 
     @staticmethod

@@ -13,7 +13,7 @@ from acmoe.ops.dispatch import triton_unsupported
 from acmoe.ops.route.autograd import route_through
 from acmoe.ops.route.reference import Route, check_route, gate_sum, route
 from acmoe.ops.route.tokens import ScaledTokens
-from acmoe.ops.sort.order import TokenOrder
+from acmoe.ops.sort.order import TokenOrder, worth_routing_sorted
 
 _MOST_EXPERTS, _MOST_CHOICES = 512, 16
 
@@ -50,7 +50,9 @@ def fused_route(
     scale_CD = None if tokens.scale is None else tokens.scale.detach().float()
     order = None
     if scale_CD is not None and tokens.order is not None and token_mask is None:
-        order = TokenOrder.unpack(tokens.order, scale_CD.shape[0])
+        clusters = scale_CD.shape[0]
+        if worth_routing_sorted(tokens.x.numel() // tokens.x.shape[-1], clusters):
+            order = TokenOrder.unpack(tokens.order, clusters)
     totals = "none"
     if temperature is not None:
         plain = token_mask is None and noise is None

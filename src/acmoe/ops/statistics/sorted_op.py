@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from acmoe.errors import check
-from acmoe.ops.dispatch import eager
 from acmoe.ops.sort.order import TokenOrder, num_slots
 from acmoe.ops.statistics.dispersion_op import check_kernel_dtype
 from acmoe.ops.statistics.scale import check_normalize
@@ -33,13 +32,9 @@ def sorted_cluster_scale(
     _check(x, clusters, measure)
     check_normalize(normalize)
     spread, count = output_buffers(x, _shape(x, clusters), into)
-    tensors = (x.detach(), *clusters, spread, count)
-    options = (measure, normalize, floor, eps, clamp, min_tokens)
-    if eager(*tensors):
-        scale = _launched_scale(*tensors, *options)
-        _mark_written(spread, count)
-    else:
-        scale = sorted_scale_op(*tensors, *options)
+    scale = sorted_scale_op(
+        x.detach(), *clusters, spread, count, measure, normalize, floor, eps, clamp, min_tokens
+    )
     return scale, spread, count
 
 
@@ -53,20 +48,8 @@ def sorted_dispersion(
     """Return dispersion (C, D) and count (C,) of x (T, D), written to `into` if given."""
     _check(x, clusters, measure)
     spread, count = output_buffers(x, _shape(x, clusters), into)
-    tensors = (x.detach(), *clusters, spread, count)
-    if eager(*tensors):
-        _launched_dispersion(*tensors, measure)
-        _mark_written(spread, count)
-    else:
-        sorted_dispersion_op(*tensors, measure)
+    sorted_dispersion_op(x.detach(), *clusters, spread, count, measure)
     return spread, count
-
-
-def _mark_written(*tensors: Tensor) -> None:
-    """Let autograd notice that a kernel wrote to these tensors, as it does for a custom op."""
-    for one in tensors:
-        if not one.is_inference():  # which have no version
-            torch.autograd.graph.increment_version(one)
 
 
 def _shape(x: Tensor, clusters: TokenOrder) -> tuple[int, int]:
@@ -104,26 +87,6 @@ def sorted_scale_op(
     clamp: float | None,
     min_tokens: int,
 ) -> Tensor:
-    """Return the scale (C, D); fill spread (C, D) and count (C,)."""
-    return _launched_scale(
-        *(x, token, begin, end, spread, count, measure, normalize, floor, eps, clamp, min_tokens)
-    )
-
-
-def _launched_scale(
-    x: Tensor,
-    token: Tensor,
-    begin: Tensor,
-    end: Tensor,
-    spread: Tensor,
-    count: Tensor,
-    measure: str,
-    normalize: str,
-    floor: float,
-    eps: float,
-    clamp: float | None,
-    min_tokens: int,
-) -> Tensor:
     from acmoe.ops.statistics.triton.scale import reduce_to_scale
     from acmoe.ops.statistics.triton.sorted_dispersion import SortedTokens
 
@@ -147,19 +110,6 @@ def _(x, token, begin, end, spread, *rest):  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("acmoe::sorted_dispersion", mutates_args=("spread", "count"))
 def sorted_dispersion_op(
-    x: Tensor,
-    token: Tensor,
-    begin: Tensor,
-    end: Tensor,
-    spread: Tensor,
-    count: Tensor,
-    measure: str,
-) -> None:
-    """Fill spread (C, D) and count (C,)."""
-    _launched_dispersion(x, token, begin, end, spread, count, measure)
-
-
-def _launched_dispersion(
     x: Tensor,
     token: Tensor,
     begin: Tensor,

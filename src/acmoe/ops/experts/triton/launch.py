@@ -190,8 +190,7 @@ def run_activation(
     num_blocks = cdiv(size.hidden, block)
     dgate = torch.empty(num_blocks, plan.num_rows, device=h.device)
     dbias = torch.empty(expert.numel(), sum(sums), device=h.device)
-    launch(
-        *(activation_kernel, (expert.numel(), num_blocks + cdiv(sums.down, block))),
+    activation_kernel[(expert.numel(), num_blocks + cdiv(sums.down, block))](
         *(da, h, dh, gate, grad, dgate, dbias, plan.permutation, expert, start, plan.offsets, seed),
         *(plan.num_rows, size.dim, size.hidden, num_blocks, size.top_k),
         ACT=size.act,
@@ -226,9 +225,7 @@ def run_reduce_partials(
     )
     height, width = 16, 64
     columns = cdiv(sum(sums), width)
-    num_blocks = size.experts * columns + cdiv(plan.num_rows, height * width)
-    launch(
-        *(reduce_partials_kernel, (num_blocks,)),
+    reduce_partials_kernel[(size.experts * columns + cdiv(plan.num_rows, height * width),)](
         *(*partials, dgate if bias_dot is None else bias_dot, dgate, d_up, d_down),
         *(plan.permutation, expert_N, plan.offsets, plan.num_rows, partials.gate.shape[0]),
         *(size.experts, size.top_k, *sums, columns),
@@ -265,21 +262,22 @@ def run_weight(
     partial_dtype = dtype if splits == 1 else torch.float32
     dw = torch.empty(size.experts, splits, outer, inner, device=p.device, dtype=partial_dtype)
     num_k_slices = size.experts * splits
-    p_desc, q_desc = _desc(p, [blocks.k, blocks.m], blocks), _desc(q, [blocks.k, blocks.n], blocks)
-    operands = (p, p_desc, q, q_desc)
-    options = _launch_options(blocks, p.dtype)
-    options["SHIFT_EDGE"] = outer >= blocks.m and inner >= blocks.n
+    operands = (
+        *(p, _desc(p, [blocks.k, blocks.m], blocks)),
+        *(q, _desc(q, [blocks.k, blocks.n], blocks)),
+    )
+    options = {"SHIFT_EDGE": outer >= blocks.m and inner >= blocks.n} | _launch_options(
+        blocks, p.dtype
+    )
     if blocks.persistent and gather == "none":
-        launch(
-            *(persistent_weight_kernel, (_num_programs(tiles * num_k_slices, blocks),)),
+        persistent_weight_kernel[(_num_programs(tiles * num_k_slices, blocks),)](
             *(*operands, dw, plan.offsets, outer, inner, splits, num_k_slices, plan.num_rows),
             BP=max(128, next_power_of_2(num_k_slices)),
             **options,
         )
     else:
-        launch(
-            *(weight_kernel, (tiles, num_k_slices), *operands),
-            *(dw, plan.token, plan.offsets, outer, inner, splits),
+        weight_kernel[(tiles, num_k_slices)](
+            *(*operands, dw, plan.token, plan.offsets, outer, inner, splits),
             GATHER=gather,
             **options,
         )
@@ -291,8 +289,7 @@ def _reduce_splits(dw: Tensor, dtype: torch.dtype) -> Tensor:
     experts, splits, outer, inner = dw.shape
     out = torch.empty(experts, outer, inner, device=dw.device, dtype=dtype)
     size = outer * inner
-    grid = (experts, cdiv(size, 1024))
-    launch(reduce_splits_kernel, grid, dw, out, size, splits, BN=1024, num_warps=4)
+    reduce_splits_kernel[(experts, cdiv(size, 1024))](dw, out, size, splits, BN=1024, num_warps=4)
     return out
 
 

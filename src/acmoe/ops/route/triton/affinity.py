@@ -15,8 +15,8 @@ from acmoe.ops.route.triton.tokens import load_cluster_ends, load_scale, load_sc
 @triton.jit
 def _product(
     x_ptr, scale_ptr, cluster, embedding_ptr, t, row, unmasked, e, D, E, HAS_SCALE: tl.constexpr,
-    SORTED: tl.constexpr, PERMUTED: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr,
-    BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    SORTED: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, BT: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """Return x * scale @ embedding^T of a block, (BT, BE) float32."""
     acc = tl.zeros((BT, BE), dtype=tl.float32)
@@ -29,9 +29,7 @@ def _product(
     SPLIT_WEIGHT: tl.constexpr = not WEIGHT_BF16 or (SORTED and not SPLIT_X)
     for start in range(0, D, BD):
         d = start + tl.arange(0, BD)
-        x = load_scaled(
-            x_ptr, scale_ptr, cluster, t, row, unmasked, d, D, HAS_SCALE, SORTED, PERMUTED, BT
-        )
+        x = load_scaled(x_ptr, scale_ptr, cluster, t, row, unmasked, d, D, HAS_SCALE, SORTED, BT)
         valid = (d[:, None] < D) & (e[None, :] < E)
         weight = tl.load(embedding_ptr + e[None, :] * D + d[:, None], mask=valid, other=0.0)
         weight = weight.to(tl.float32)
@@ -54,13 +52,13 @@ def _product(
 def affinity_block(
     x_ptr, scale_ptr, cluster, embedding_ptr, bias_ptr, noise_ptr, t, row, in_bounds, unmasked, e,
     D, E, HAS_BIAS: tl.constexpr, HAS_NOISE: tl.constexpr, HAS_SCALE: tl.constexpr,
-    SORTED: tl.constexpr, PERMUTED: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr,
-    BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    SORTED: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, BT: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """Return x * scale @ embedding^T + bias + noise of a block, (BT, BE) float32."""
     affinity = _product(
         x_ptr, scale_ptr, cluster, embedding_ptr, t, row, unmasked, e, D, E, HAS_SCALE, SORTED,
-        PERMUTED, PLAIN_BF16, TERMS, BT, BD, BE,
+        PLAIN_BF16, TERMS, BT, BD, BE,
     )  # fmt: skip
     if HAS_BIAS:
         affinity += tl.load(bias_ptr + e, mask=e < E, other=0.0).to(tl.float32)[None, :]
@@ -76,8 +74,8 @@ def affinity_kernel(
     x_ptr, scale_ptr, cluster_ptr, mask_ptr, perm_ptr, embedding_ptr, bias_ptr, noise_ptr,
     affinity_ptr, T, D, E, C, HAS_BIAS: tl.constexpr, HAS_NOISE: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_MASK: tl.constexpr, SORTED: tl.constexpr,
-    PERMUTED: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, BT: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
+    PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Store the affinities of a block of tokens with a block of experts.
 
@@ -87,15 +85,15 @@ def affinity_kernel(
     e = tl.program_id(0) * BE + tl.arange(0, BE)
     t, in_bounds, unmasked, cluster = load_tokens(
         cluster_ptr, mask_ptr, perm_ptr, load_cluster_ends(cluster_ptr, C, BC), start, T, C,
-        HAS_SCALE, HAS_MASK, SORTED, PERMUTED, BT, BC,
+        HAS_SCALE, HAS_MASK, SORTED, BT, BC,
     )  # fmt: skip
     if SORTED:
         if tl.max(t) < 0:  # the block has padding slots only
             return
     affinity = affinity_block(
         x_ptr, scale_ptr, cluster, embedding_ptr, bias_ptr, noise_ptr, t, start.to(tl.int64),
-        in_bounds, unmasked, e, D, E, HAS_BIAS, HAS_NOISE, HAS_SCALE, SORTED, PERMUTED, PLAIN_BF16,
-        TERMS, BT, BD, BE,
+        in_bounds, unmasked, e, D, E, HAS_BIAS, HAS_NOISE, HAS_SCALE, SORTED, PLAIN_BF16, TERMS,
+        BT, BD, BE,
     )  # fmt: skip
     offs = t.to(tl.int64)[:, None] * E + e[None, :]
     tl.store(affinity_ptr + offs, affinity, mask=in_bounds[:, None] & (e[None, :] < E))

@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from acmoe.ops.device.dot import split_bf16x3
-from acmoe.ops.device.launcher import launch
 from acmoe.ops.route.triton.route import softmax_rows
 
 
@@ -47,8 +46,8 @@ def affinity_gradient(
     upstream = [grad_gate_TK, grad_affinity_TE, grad_sum_E]
     pointers = [affinity_TE if grad is None else grad.contiguous() for grad in upstream]
     if T > 0:
-        launch(
-            _affinity_kernel, (N,), *pointers, ids_TK, gate_TK, affinity_TE,
+        _affinity_kernel[(N,)](
+            *pointers, ids_TK, gate_TK, affinity_TE,
             affinity_TE if mask_T is None else mask_T.contiguous().view(torch.uint8), grad_ZTE,
             partial_NE, T, E, 1.0 / temperature, K=K, SELECTED=over_selected,
             HAS_GATE=upstream[0] is not None, HAS_AFFINITY=upstream[1] is not None,

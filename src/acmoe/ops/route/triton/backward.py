@@ -22,12 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 from acmoe.ops.device.dot import accurate_dot, split_bf16
-from acmoe.ops.device.launcher import launch
 from acmoe.ops.device.reduce_partials import reduce_partials
 from acmoe.ops.route.triton.tokens import (
     Tokens,
     load_cluster_ends,
-    load_own_scale,
     load_scale,
     load_scaled,
     load_tokens,
@@ -54,9 +52,11 @@ def token_launch_table(num_experts: int, dim: int, num_parts: int, unsorted: boo
     Where registers allow, BE covers all experts, and a program loads d affinity of its tokens once
     for `steps` blocks of features. 8 blocks are usual: 1 took 43 us more (olmoe, H200). A narrow
     float32 model has 6 and takes 3 at a time, so that there are enough programs. For sorted tokens
-    the rows of d affinity are scattered in memory, and long ones with many experts: 135 us with 16
-    blocks, 158 with 8 (qwen30b). More than 128 experts, or 128 with a bf16x3 split, do not fit the
-    registers; their d affinity is loaded again for every block of features.
+    the rows of
+    d affinity are scattered in memory, and long ones with many experts: 135 us with 16 blocks, 158
+    with 8 (qwen30b). More than 128 experts, or 128 with a bf16x3 split, do not fit the registers;
+    their d affinity is loaded again for every block of features, by whole rows if unsorted: 207 us
+    with 3 stages against 287 with 2 and by columns, with a scale 234 against 327 (qwen3next).
 
     For unsorted tokens of a wide model `token_major` lets consecutive programs write whole rows: 98
     -> 88 us at olmoe, and 83 with `prefetch_addend` (qwen30b 138 -> 118, fine 105 -> 91). Sorted
@@ -66,7 +66,7 @@ def token_launch_table(num_experts: int, dim: int, num_parts: int, unsorted: boo
     """
     experts = max(16, triton.next_power_of_2(num_experts))
     if experts > (128 if num_parts == 2 else 64):
-        return Tile(64, 64, 64, 4, 2, 1)
+        return Tile(64, 64, 64, 4, 3 if num_parts == 2 else 2, 1, unsorted)
     narrow = dim < 1024
     if unsorted and narrow and num_parts == 3:
         return Tile(64, 64, experts, 4, 3, 3)
@@ -78,7 +78,9 @@ def token_launch_table(num_experts: int, dim: int, num_parts: int, unsorted: boo
     return Tile(64, 64, experts, 4, 3, 8, prefetch_addend=dim < 384 and num_parts == 2)
 
 
-def embedding_launch_table(num_experts: int, dim: int, num_parts: int) -> Tile:
+def embedding_launch_table(
+    num_experts: int, dim: int, num_parts: int, rescaled: bool = False
+) -> Tile:
     """Choose the tile of `_embedding_kernel`.
 
     Up to 64 experts use 4 warps: 8 warps took 86 us instead of 50, and 217 instead of 146 with a
@@ -86,7 +88,8 @@ def embedding_launch_table(num_experts: int, dim: int, num_parts: int) -> Tile:
     with 3 stages one load of x is in flight, with 5 stages two (switch: 15.3 -> 12.7 us). With more
     experts 5 stages would exceed the shared memory; a fourth one fits with a bf16x2 split (58 -> 53
     us at olmoe, 105 -> 96 at qwen30b, without a scale). With few experts a wide model gets wide
-    blocks of features, so that fewer programs read d affinity (mixtral 51 -> 35 us).
+    blocks of features, so that fewer programs read d affinity (mixtral 51 -> 35 us). So do many
+    experts (qwen3next 194 -> 150 us), unless each token is rescaled (323 -> 467).
     """
     experts = min(128, max(16, triton.next_power_of_2(num_experts)))
     num_warps = 8 if experts == 128 else 4
@@ -94,6 +97,8 @@ def embedding_launch_table(num_experts: int, dim: int, num_parts: int) -> Tile:
         return Tile(64, 64, 16, 4, 5) if experts == 16 else Tile(64, 32, experts, num_warps, 3)
     if num_parts == 3:
         return Tile(64, 64, experts, num_warps, 3)
+    if num_experts > 256 and not rescaled:
+        return Tile(64, 128, 64, 4, 3)
     return Tile(64, 128 if experts == 16 else 64, experts, num_warps, 4)
 
 
@@ -115,11 +120,10 @@ def token_gradient(
     grad_TD = torch.empty_like(tokens.x)
     if T > 0:
         columns = triton.cdiv(D, tile.features * tile.steps)
-        launch(
-            _token_kernel, (tokens.blocks(tile.tokens) * columns,), *tokens.pointers, grad_ZTE,
-            embedding_ED.contiguous(), grad_TD if addend_TD is None else addend_TD.contiguous(),
-            grad_TD, T, D, E, tokens.scale.shape[0], HAS_ADDEND=addend_TD is not None,
-            **tokens.flags,
+        _token_kernel[(tokens.blocks(tile.tokens) * columns,)](
+            *tokens.pointers, grad_ZTE, embedding_ED.contiguous(),
+            grad_TD if addend_TD is None else addend_TD.contiguous(), grad_TD, T, D, E,
+            tokens.scale.shape[0], HAS_ADDEND=addend_TD is not None, **tokens.flags,
             TERMS=terms(tokens.x.dtype), BT=tile.tokens, BD=tile.features, BE=tile.experts,
             ALL_EXPERTS=tile.experts >= E, STEPS=tile.steps, TOKEN_MAJOR=tile.token_major,
             PREFETCH=tile.prefetch_addend,
@@ -131,24 +135,22 @@ def token_gradient(
 def embedding_gradient(tokens: Tokens, end: Tensor | None, grad_ZTE: Tensor) -> Tensor:
     """Return d embedding (E, D), float32.
 
-    end: (C + 1,) slot after the last token of each cluster, read if tokens are sorted.
+    end: (C + 1,) slot after the last token of each cluster, if tokens are sorted.
     """
     T, D = tokens.x.shape
     Z, _, E = grad_ZTE.shape
-    if not tokens.is_sorted:
-        end = None
-    tile = embedding_launch_table(E, D, Z)
+    tile = embedding_launch_table(E, D, Z, tokens.has_scale and not tokens.is_sorted)
     blocks = triton.cdiv(D, tile.features), triton.cdiv(E, tile.experts)
     # Sorted tokens are gathered from scattered rows, and narrow models have short rows: both are
     # bound by latency, which twice the programs hide (sorted tokens of olmoe 99 -> 68 us).
     programs = 2 * PROGRAMS if D < 1024 or end is not None else PROGRAMS
     P, split = split_tokens(T, blocks[0] * blocks[1], tile.tokens, programs, most=64)
     partial_PED = grad_ZTE.new_empty(P, E, D, dtype=torch.float32)
-    launch(
-        _embedding_kernel, (P, *blocks), *tokens.pointers,
-        tokens.permutation if end is None else end, grad_ZTE, partial_PED, T, D, E,
-        tokens.scale.shape[0], split, **tokens.flags, TERMS=terms(tokens.x.dtype), BT=tile.tokens,
-        BD=tile.features, BE=tile.experts, num_warps=tile.num_warps, num_stages=tile.num_stages,
+    _embedding_kernel[(P, *blocks)](
+        *tokens.pointers, tokens.permutation if end is None else end, grad_ZTE, partial_PED, T, D,
+        E, tokens.scale.shape[0], split,
+        **tokens.flags, TERMS=terms(tokens.x.dtype), BT=tile.tokens, BD=tile.features,
+        BE=tile.experts, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return reduce_partials(partial_PED.view(1, P, E * D))[0].view(E, D)
 
@@ -166,9 +168,9 @@ def _load_bf16_split(grad_ptr, valid, T, E, TERMS: tl.constexpr):
 
 
 @triton.jit
-def _row_pointers(grad_ptr, t, row, E, GATHERED: tl.constexpr, BT: tl.constexpr):
-    """Return (BT,) pointers to rows of d affinity: those from int64 `row` on; GATHERED: rows t."""
-    if GATHERED:
+def _row_pointers(grad_ptr, t, row, E, SORTED: tl.constexpr, BT: tl.constexpr):
+    """Return (BT,) pointers to rows of d affinity: those from int64 `row` on; if sorted, rows t."""
+    if SORTED:
         rows = grad_ptr + t.to(tl.int64) * E
     else:
         rows = grad_ptr + row * E + tl.arange(0, BT) * E
@@ -179,9 +181,9 @@ def _row_pointers(grad_ptr, t, row, E, GATHERED: tl.constexpr, BT: tl.constexpr)
 def _token_kernel(
     x_ptr, scale_ptr, cluster_ptr, mask_ptr, perm_ptr, grad_ptr, embedding_ptr, addend_ptr,
     out_ptr, T, D, E, C, HAS_ADDEND: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_MASK: tl.constexpr,
-    SORTED: tl.constexpr, PERMUTED: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr,
-    ALL_EXPERTS: tl.constexpr, STEPS: tl.constexpr, TOKEN_MAJOR: tl.constexpr,
-    PREFETCH: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
+    SORTED: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, ALL_EXPERTS: tl.constexpr,
+    STEPS: tl.constexpr, TOKEN_MAJOR: tl.constexpr, PREFETCH: tl.constexpr, BT: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     columns = tl.cdiv(D, STEPS * BD)
     if TOKEN_MAJOR:
@@ -191,15 +193,15 @@ def _token_kernel(
         start, first = tl.program_id(0) % blocks * BT, tl.program_id(0) // blocks * STEPS * BD
     t, in_bounds, unmasked, cluster = load_tokens(
         cluster_ptr, mask_ptr, perm_ptr, load_cluster_ends(cluster_ptr, C, BC), start, T, C,
-        HAS_SCALE, HAS_MASK, SORTED, PERMUTED, BT, BC,
+        HAS_SCALE, HAS_MASK, SORTED, BT, BC,
     )  # fmt: skip
     if SORTED:
         if tl.max(t) < 0:
             return
     row = start.to(tl.int64)
-    row_ptr = _row_pointers(grad_ptr, t, row, E, SORTED or PERMUTED, BT)
+    row_ptr = _row_pointers(grad_ptr, t, row, E, SORTED, BT)
     offs = tl.arange(0, BT)[:, None] * D
-    if SORTED or PERMUTED:
+    if SORTED:
         offs = t.to(tl.int64)[:, None] * D
     else:
         out_ptr += row * D
@@ -240,7 +242,8 @@ def _token_kernel(
         if SORTED:
             acc *= load_scale(scale_ptr, cluster, d, D)[None, :]
         elif HAS_SCALE:
-            acc *= load_own_scale(scale_ptr, cluster, unmasked, d, D)
+            scaled = (unmasked & (cluster >= 0))[:, None] & (d[None, :] < D)
+            acc *= tl.load(scale_ptr + cluster[:, None] * D + d[None, :], mask=scaled, other=1.0)
         if HAS_ADDEND:
             acc += addend.to(tl.float32)
         tl.store(out_ptr + offs + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=valid)
@@ -260,8 +263,8 @@ def _grad_times_embedding(embedding_ptr, grad, e, d, D, E, TERMS: tl.constexpr):
 def _embedding_kernel(
     x_ptr, scale_ptr, cluster_ptr, mask_ptr, perm_ptr, end_ptr, grad_ptr, out_ptr, T, D, E, C,
     split, HAS_SCALE: tl.constexpr, HAS_MASK: tl.constexpr, SORTED: tl.constexpr,
-    PERMUTED: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, BT: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
+    PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     size, count = split, T
     if SORTED:  # only the device knows how many slots are in use
@@ -275,16 +278,14 @@ def _embedding_kernel(
     for start in range(begin, tl.minimum(begin + size, count), BT):
         row = tl.full((), 0, dtype=tl.int64) + start
         t, _, unmasked, cluster = load_tokens(
-            cluster_ptr, mask_ptr, perm_ptr, ends, start, T, C, HAS_SCALE, HAS_MASK, SORTED,
-            PERMUTED, BT, BC,
+            cluster_ptr, mask_ptr, perm_ptr, ends, start, T, C, HAS_SCALE, HAS_MASK, SORTED, BT,
+            BC,
         )  # fmt: skip
         if SORTED and BC > 0:
             scale = load_scale(scale_ptr, cluster, d, D)
-        x = load_scaled(
-            x_ptr, scale_ptr, cluster, t, row, unmasked, d, D, HAS_SCALE, SORTED, PERMUTED, BT
-        )
+        x = load_scaled(x_ptr, scale_ptr, cluster, t, row, unmasked, d, D, HAS_SCALE, SORTED, BT)
         high, middle, low = split_bf16(x, PLAIN_BF16)
-        row_ptr = _row_pointers(grad_ptr, t, row, E, SORTED or PERMUTED, BT)
+        row_ptr = _row_pointers(grad_ptr, t, row, E, SORTED, BT)
         valid = unmasked[None, :] & (e[:, None] < E)
         grad_high, grad_middle, grad_low = _load_bf16_split(
             row_ptr[None, :] + e[:, None], valid, T, E, TERMS

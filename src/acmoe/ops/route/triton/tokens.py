@@ -3,8 +3,7 @@
 A block of BT tokens is either BT consecutive rows of x (T, D), each with the scale of its own
 cluster, or BT slots of a cluster-sorted permutation (ops/sort/triton/sort.py), whose clusters are
 padded to multiples of ALIGNMENT slots, so that all tokens of a block share one cluster and one
-scale. Many small clusters are sorted without padding ("permuted"): each token of a block has the
-scale of its own cluster, and the few different ones come from the L1 cache.
+scale.
 
 T tokens, D features, C clusters, X slots of the padded permutation.
 """
@@ -17,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from acmoe.ops.device.launcher import cdiv, next_power_of_2
-from acmoe.ops.sort.order import ALIGNMENT, alignment
+from acmoe.ops.sort.order import ALIGNMENT
 
 CLUSTER_ALIGNMENT = tl.constexpr(ALIGNMENT)
 # Each warp holds up to this many cluster ends in its own registers, so that finding a block's
@@ -38,8 +37,7 @@ class Tokens(NamedTuple):
     permutation: Tensor  # (X,) int32 token of each slot, -1 for padding
     has_scale: bool
     has_mask: bool
-    is_sorted: bool  # a block of slots holds tokens of one cluster
-    is_permuted: bool  # tokens are read in the order of their clusters, which have no gaps
+    is_sorted: bool
     has_cluster_ends: bool  # `cluster` holds the (C + 1,) ends
 
     @classmethod
@@ -54,10 +52,8 @@ class Tokens(NamedTuple):
     ) -> "Tokens":
         """Collect the arguments; tokens are sorted where a scale and a permutation are given."""
         x = x.contiguous()
-        in_order = scale is not None and permutation is not None
-        gaps = scale is None or alignment(x.shape[0], scale.shape[0]) == ALIGNMENT
         has_cluster_ends = (
-            in_order and gaps and end is not None and end.numel() - 1 <= MAX_CLUSTER_ENDS
+            scale is not None and end is not None and end.numel() - 1 <= MAX_CLUSTER_ENDS
         )
         cluster = end if has_cluster_ends else assignment
         return cls(
@@ -68,8 +64,7 @@ class Tokens(NamedTuple):
             x if permutation is None else permutation,
             scale is not None,
             mask is not None,
-            in_order and gaps,
-            in_order and not gaps,
+            scale is not None and permutation is not None,
             has_cluster_ends,
         )
 
@@ -91,7 +86,6 @@ class Tokens(NamedTuple):
             "HAS_SCALE": self.has_scale,
             "HAS_MASK": self.has_mask,
             "SORTED": self.is_sorted,
-            "PERMUTED": self.is_permuted,
             "PLAIN_BF16": plain_bf16,
             "BC": next_power_of_2(self.scale.shape[0]) if self.has_cluster_ends else 0,
         }
@@ -102,42 +96,30 @@ class Tokens(NamedTuple):
 
     def in_place(self) -> "Tokens":
         """Return the tokens in their own order and without a scale."""
-        return self._replace(
-            has_scale=False, is_sorted=False, is_permuted=False, has_cluster_ends=False
-        )
+        return self._replace(has_scale=False, is_sorted=False, has_cluster_ends=False)
 
 
 @triton.jit
 def load_scaled(
     x_ptr, scale_ptr, cluster, t, row, unmasked, d, D, HAS_SCALE: tl.constexpr,
-    SORTED: tl.constexpr, PERMUTED: tl.constexpr, BT: tl.constexpr,
+    SORTED: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """Load a (BT, BD) float32 tile of tokens, zeros at masked ones.
 
-    Unsorted tokens are the rows from int64 `row` on, sorted and permuted ones the rows t. They are
-    multiplied by their scale here, except sorted ones: their common scale is left to the caller.
+    Unsorted tokens are the rows from int64 `row` on and are multiplied by their scale here. Sorted
+    tokens are the rows t; their common scale is left to the caller.
     """
     valid = unmasked[:, None] & (d[None, :] < D)
-    if SORTED or PERMUTED:
+    if SORTED:
         offs = t.to(tl.int64)[:, None] * D + d[None, :]
         x = tl.load(x_ptr + offs, mask=valid, other=0.0).to(tl.float32)
     else:
         offs = tl.arange(0, BT)[:, None] * D + d[None, :]
         x = tl.load(x_ptr + row * D + offs, mask=valid, other=0.0).to(tl.float32)
-    if HAS_SCALE and not SORTED:
-        x *= load_own_scale(scale_ptr, cluster, unmasked, d, D)
+        if HAS_SCALE:
+            valid &= (cluster >= 0)[:, None]
+            x *= tl.load(scale_ptr + cluster[:, None] * D + d[None, :], mask=valid, other=1.0)
     return x
-
-
-@triton.jit
-def load_own_scale(scale_ptr, cluster, unmasked, d, D):
-    """Load the (BT, BD) scales of tokens by their own clusters; ones without one, if masked.
-
-    .ca: permuted tokens of one cluster read the same row, which stays in L1.
-    """
-    valid = (unmasked & (cluster >= 0))[:, None] & (d[None, :] < D)
-    offs = cluster[:, None] * D + d[None, :]
-    return tl.load(scale_ptr + offs, mask=valid, other=1.0, cache_modifier=".ca")
 
 
 @triton.jit
@@ -161,29 +143,27 @@ def load_cluster_ends(cluster_ptr, C, BC: tl.constexpr):
 @triton.jit
 def load_tokens(
     cluster_ptr, mask_ptr, perm_ptr, ends, start, T, C, HAS_SCALE: tl.constexpr,
-    HAS_MASK: tl.constexpr, SORTED: tl.constexpr, PERMUTED: tl.constexpr, BT: tl.constexpr,
-    BC: tl.constexpr,
+    HAS_MASK: tl.constexpr, SORTED: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Return a block's token indices, in-bounds mask, unmasked mask, and clusters (-1 for none).
 
-    The cluster is one per token if unsorted or permuted, one scalar for the block if sorted. The
-    scalar is the number of clusters that end at or before the block (BC > 0; `ends` of
-    `load_cluster_ends`), which is known before the token indices arrive, or else the assignment of
-    the block's first token.
+    The cluster is one per token if unsorted, one scalar for the block if sorted. The scalar is the
+    number of clusters that end at or before the block (BC > 0; `ends` of `load_cluster_ends`),
+    which is known before the token indices arrive, or else the assignment of the block's first
+    token.
     """
     t = start + tl.arange(0, BT)
     cluster = t
-    if SORTED or PERMUTED:
+    if SORTED:
         t = tl.load(perm_ptr + t)
         in_bounds = t >= 0
-    else:
-        in_bounds = t < T
-    if SORTED:
         if BC > 0:
             cluster = tl.sum((ends <= start).to(tl.int32))
         else:
             first = tl.load(perm_ptr + start)
             cluster = tl.load(cluster_ptr + first, mask=first >= 0, other=-1).to(tl.int32)
+    else:
+        in_bounds = t < T
     unmasked = in_bounds
     if HAS_MASK:
         unmasked &= tl.load(mask_ptr + t, mask=in_bounds, other=0) != 0

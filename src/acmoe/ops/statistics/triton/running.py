@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from acmoe.ops.device.launcher import launch
 from acmoe.ops.statistics.triton.epilogue import mean_of, mean_one, reciprocals
 
 
@@ -39,9 +38,9 @@ def update_running(
     """
     C, D = average_CD.shape
     width = max(16, triton.next_power_of_2(D))
-    launch(
-        _update_running_kernel, (C,), average_CD, weight_C, last_CD, count_C,
-        average_CD if scale_CD is None else scale_CD, D, momentum, floor, eps, min_tokens,
+    _update_running_kernel[(C,)](
+        average_CD, weight_C, last_CD, count_C, average_CD if scale_CD is None else scale_CD,
+        D, momentum, floor, eps, min_tokens,
         SCALED=scale_CD is not None, BD=width, num_warps=8 if width > 2048 else 4,
     )  # fmt: skip
 
