@@ -18,8 +18,8 @@ FLOORS := build/venv-floors
 NEWEST := build/venv-newest
 DIST := build/venv-dist
 
-.PHONY: demo test test-all test-faults test-floors test-newest test-extras fuzz lint audit format \
-  bench docs dist release golden screenshot clean setup
+.PHONY: demo test test-all test-gpu test-faults test-floors test-newest test-extras fuzz lint audit \
+  format bench docs dist release golden screenshot clean setup
 
 setup: $(READY)
 
@@ -37,6 +37,11 @@ test: $(READY)
 
 test-all: $(READY)
 	$(PYTEST) -m "not gpu"
+
+# Every test that needs a CUDA device; without one it says so and fails. In another Python:
+# python tools/test_gpu.py
+test-gpu: $(READY)
+	$(BIN)/python tools/test_gpu.py
 
 # Fails and kills at every file operation of a command, damages every file of a run, and compares
 # memory before and after 20,000 steps.

@@ -45,8 +45,11 @@ from acmoe.ops.experts.hopper import choice as ring_choice
 from acmoe.ops.experts.hopper import launch as ring_launch
 from acmoe.ops.experts.triton.tiles import Plan
 from acmoe.ops.route.autograd import route_op
+from acmoe.ops.sort.op import sort_with_tokens_op
+from acmoe.ops.sort.order import TokenOrder
 from acmoe.ops.statistics.op import measure_dispersion
 from acmoe.ops.statistics.scale_op import fused_cluster_scale
+from acmoe.ops.statistics.sorted_op import sorted_dispersion
 from acmoe.routing.step import fold_statistics
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
@@ -193,6 +196,13 @@ def measures() -> None:
         x, embedding, scale = (torch.zeros(n, 128, dtype=dtype) for n in (64, 300, 4))
         for how in ((None, None), (scale.float(), assignment[0])):
             route_op(x, embedding, None, *how, 2, True, None, 1.0, None, None)
+    use, clusters = "many small clusters", 160
+    x, cluster = bf16(32 * clusters, 1024).requires_grad_(), torch.zeros(32 * clusters).long()
+    order = TokenOrder.unpack(sort_with_tokens_op(cluster[:, None], cluster, clusters)[4], clusters)
+    sorted_dispersion(x.detach(), order)
+    scale, choices = torch.zeros(clusters, 1024), (2, True, None, 1.0)
+    where = (scale, cluster, *choices, None, None)
+    route_op(x, bf16(300, 1024), None, *where)[1].sum().backward()
     for measure in ("mad", "variance", "std", "iqr"):
         use = f"measure {measure}"
         x = bf16(2, 64, 32).requires_grad_(measure != "iqr")

@@ -23,11 +23,12 @@ SHORT = (
 )
 # Runs by the layout that saves them, and the layouts that continue them from step 3.
 FSDP = ("parallel.shard=fsdp", "parallel.save=sharded")
+EXPERT = ("parallel.expert=2", "parallel.save=async")
 PIPELINE = ("parallel.pipeline=2", "parallel.save=sharded")
 LAYOUTS = {
     1: (("parallel.save=sharded",),),
-    2: (FSDP, ("parallel.save=async",), PIPELINE),
-    4: (FSDP,),
+    2: (FSDP, ("parallel.save=async",), EXPERT, PIPELINE),
+    4: ((*FSDP, "parallel.expert=2"),),
 }
 
 
@@ -64,9 +65,11 @@ def run(
 ) -> None:
     start.TIMEOUT = 60.0
     os.environ["MASTER_PORT"] = str(port)
-    # Statistics are those of a micro-batch: only the plain router may change their number.
+    # Statistics and the balance loss are those of a micro-batch: only the plain router without
+    # such a loss may change their number.
     split = "split=1" if router == "smoe" and world == 4 else "split=2"
-    group = ("model.router.statistics_group=global",) if router == "adaptive" else ()
+    adaptive = router == "adaptive"
+    group = ("model.router.statistics_group=global",) if adaptive else ("model.balance=0",)
     data = world // 2 if settings == PIPELINE else world
     own = (split, *group, f"parallel.data={data}", *settings)
     config = tiny_run(folder / "corpus", *SHORT, *own, router=router)

@@ -113,48 +113,6 @@ def test_affinities_of_many_experts_may_have_a_kernel_of_their_own(
             assert torch.equal(one, other), name
 
 
-@pytest.mark.parametrize(
-    ("clusters", "tokens", "sort", "route"),
-    [
-        (128, 128 * 128, True, True),
-        (128, 128 * 128 - 1, False, True),  # whoever sorted them all the same is heard
-        (512, 128 * 512, True, True),
-        (512, 32 * 512, True, False),
-        (512, 32 * 512 - 1, False, False),
-    ],
-)
-def test_many_small_clusters_are_sorted_for_their_statistics_alone(
-    clusters: int, tokens: int, sort: bool, route: bool
-) -> None:
-    from acmoe.ops.sort.order import worth_routing_sorted, worth_sorting
-
-    assert worth_sorting(tokens, clusters) == sort
-    assert worth_routing_sorted(tokens, clusters) == route
-
-
-def test_the_router_leaves_an_order_of_small_clusters_alone(
-    generator: torch.Generator, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from acmoe.ops.route import op
-    from acmoe.ops.sort import order
-
-    case = drawn(generator, device, torch.bfloat16, True)
-    by_cluster = sorted_by(case["assignment"], C)
-    given = []
-    through = op.route_through
-
-    def noted(*arguments: Any, **options: Any) -> Any:
-        given.append(arguments[9] is not None)
-        return through(*arguments, **options)
-
-    monkeypatch.setattr(op, "route_through", noted)
-    fused_route(*case.values(), K, True, order=by_cluster)
-    monkeypatch.setattr(order, "MANY_CLUSTERS", C - 1)
-    found = fused_route(*case.values(), K, True, order=by_cluster)
-    assert given == [True, False]
-    assert torch.equal(found.affinity, fused_route(*case.values(), K, True).affinity)
-
-
 def test_an_embedding_of_16_bits_needs_no_split(generator: torch.Generator, device: str) -> None:
     """Its further parts are zeros: the same numbers in float32, which are split, give its bits."""
     case = drawn(generator, device, torch.float32, True)

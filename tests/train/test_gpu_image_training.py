@@ -133,7 +133,9 @@ def test_a_replayed_run_continues_to_the_same_numbers(
         *("ema=0.9", "augment.repeats=3"),
         **kind,
     )
-    train_images(config, tmp_path / "whole", console=QUIET)
+    whole = train_images(config, tmp_path / "whole", console=QUIET)
+    # A stop signal, of a time limit say, would end this run early and not the process.
+    assert whole.signal is None and whole.step == whole.steps
     with pytest.MonkeyPatch.context() as patch:
         update = ImageTrainer.update
 

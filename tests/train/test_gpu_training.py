@@ -81,7 +81,9 @@ def test_replayed_updates_are_the_updates(overrides: tuple[str, ...], tmp_path: 
 def test_a_replayed_run_continues_to_the_same_numbers(tmp_path: Path) -> None:
     corpus = byte_corpus(tmp_path)
     config = tiny_run(corpus, "device=cuda", "graph=true", "steps=40", "checkpoint_every=14")
-    train(config, tmp_path / "whole", console=QUIET)
+    whole = train(config, tmp_path / "whole", console=QUIET)
+    # A stop signal, of a time limit say, would end this run early and not the process.
+    assert whole.signal is None and whole.step == whole.steps
     part = tiny_run(corpus, "device=cuda", "graph=true", "steps=40", "checkpoint_every=14")
     trainer_steps = 20
     with pytest.MonkeyPatch.context() as patch:

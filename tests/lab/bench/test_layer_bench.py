@@ -85,6 +85,12 @@ def test_skewed_weights_send_nearly_half_of_the_tokens_to_one_expert() -> None:
     assert 0.38 < row["busiest_load"] < 0.52
     balanced = bench_layer(replace(config, skew=False)).rows[1]
     assert balanced["busiest_load"] < 0.35  # 2 of 8 experts is a quarter
+    both = bench_layer(replace(config, skew=False, shapes=("tiny+skew",), tokens=(64, 256))).rows
+    loads = {one["shape"]: one["busiest_load"] for one in both if one["busiest_load"]}
+    assert list(loads) == ["tiny+skew@64", "tiny+skew@256"]
+    assert loads["tiny+skew@256"] == row["busiest_load"] and loads["tiny+skew@64"] > 0.35
+    with pytest.raises(UserError, match=r"'tiny\+even': the load after \+ is unknown"):
+        bench_layer(replace(config, shapes=("tiny+even",)))
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-relu"])

@@ -23,6 +23,7 @@ class Shape:
     num_experts: int
     top_k: int
     activation: str = "swiglu"
+    skew: bool = False  # nearly half of the tokens choose the same expert
 
     @property
     def bias(self) -> bool:
@@ -86,6 +87,9 @@ _TINY = (
 SHAPES: dict[str, Shape] = {shape.name: shape for shape in (*_PUBLISHED, *_MODELS, *_TINY)}
 
 
+_LOAD = "+"  # before the load in a shape's name
+
+
 def find_shapes(
     names: Sequence[str], device: torch.device, tokens: Sequence[int] = ()
 ) -> list[Shape]:
@@ -110,12 +114,17 @@ def with_tokens(shape: Shape, tokens: int) -> Shape:
 def find_shape(name: str) -> Shape:
     """Find a shape by name, or by sizes such as 8192x4096x14336x8x2 or 24576x352x352x16x2-relu.
 
-    NAME@TOKENS, such as olmoe@2048, is the same layer with another number of tokens.
+    NAME@TOKENS, such as olmoe@2048, is the same layer with another number of tokens, and NAME+skew
+    the same layer where nearly half of the tokens choose one expert.
     """
     known, at, tokens = name.partition("@")
     if at:
         check(tokens.isdecimal(), f"shape {name!r}: give a number of tokens after @")
         return with_tokens(find_shape(known), int(tokens))
+    known, plus, load = name.partition(_LOAD)
+    if plus:
+        check(load == "skew", f"shape {name!r}: the load after {_LOAD} is unknown; write +skew")
+        return replace(find_shape(known), name=name, skew=True)
     if name in SHAPES:
         return SHAPES[name]
     sizes, dash, activation = name.partition("-")

@@ -36,7 +36,10 @@ def draw_weights(
     dtype: torch.dtype = torch.bfloat16,
     skew: bool = False,
 ) -> Weights:
-    """Draw weights with variance 1 / fan-in. Unless skewed, loads differ by chance only."""
+    """Draw weights with variance 1 / fan-in. Unless skewed, loads differ by chance only.
+
+    skew: send nearly half of the tokens to one expert, whatever the shape says.
+    """
 
     def normal(*size: int, std: float) -> nn.Parameter:
         device = generator.device
@@ -45,7 +48,7 @@ def draw_weights(
 
     D, F, W, E = shape.dim, shape.hidden, shape.width, shape.num_experts
     embedding = normal(E, D, std=D**-0.5)
-    if skew:
+    if skew or shape.skew:
         with torch.no_grad():
             embedding[0] *= _SKEW
     return Weights(

@@ -28,8 +28,9 @@ _COPY_FOR_UP_WEIGHT = 2048
 # 0.80 against 0.88 ms (1408), qwen3next's 0.65 against 0.64 (512).
 _WIDE_INNER = 1024
 # Inner dimensions up to which the Hopper kernel by rows is faster than Triton's. "input": yes at
-# 2048 (olmoe), 1.60 against 1.57 ms at 2816 (dsv2lite). "down": yes at 1408, not at mixtral's.
-_LONGEST_INNER = {"down": 8192, "input": 2560}
+# 2048 (olmoe), 1.60 against 1.57 ms at 2816 (dsv2lite). "down": yes at 1408, 2.11 against 1.94 ms
+# at 8192 (scout), not at mixtral's.
+_LONGEST_INNER = {"down": 6400, "input": 2560}
 # Features from which "hidden" prefers buffers to stages: 1.99 against 2.09 ms at 2880 (gptoss), but
 # 1.15 against 1.11 at 2048 (dsv2lite).
 _BUFFERED_DIM = 2560

@@ -1,4 +1,7 @@
-"""Settings of an expert GEMM: block sizes of a Triton kernel, the pipeline of a Hopper kernel."""
+"""Settings of an expert GEMM: block sizes of a Triton kernel, the pipeline of a Hopper kernel.
+
+Where torch's own grouped GEMM is faster than both, the "pipeline" is GROUPED_MM.
+"""
 
 from typing import NamedTuple
 
@@ -26,7 +29,9 @@ class Blocks(NamedTuple):
 class PipelineConfig(NamedTuple):
     """Settings of a Hopper GEMM with a multistage TMA pipeline (ops/experts/hopper/pipeline.py)."""
 
-    form: str  # "turns": ping-pong, one tile a consumer; "together": cooperative, half a tile each
+    # "turns": ping-pong, one tile a consumer; "together": cooperative, half a tile each; "torch":
+    # torch's grouped GEMM, which chooses its own settings (GROUPED_MM)
+    form: str
     stages: int  # pipeline stages
     buffers: int = 0  # shared-memory buffers for panels of h in the epilogue of "hidden"
     lead: int = 0  # K blocks by which the second cooperative consumer starts later
@@ -36,3 +41,6 @@ class PipelineConfig(NamedTuple):
     def columns(self) -> int:
         """Return BN, the columns of a tile."""
         return 256 if self.form == "together" else 128
+
+
+GROUPED_MM = PipelineConfig("torch", 0)

@@ -16,7 +16,8 @@ The keys of the JSON table are "NAME/D/F/E". There are three kinds of rows:
                      [form, stages, buffers, lead, gathers], the last three optional; null where
                      that kernel was not faster. The form "turns" is a ping-pong schedule: each of
                      two consumer warpgroups computes tiles of its own. The form "together" is a
-                     cooperative schedule: each computes half of every tile.
+                     cooperative schedule: each computes half of every tile. ["torch", 0] is torch's
+                     grouped GEMM.
     "copy/..."       [forward, backward]: true where tokens are copied into sorted rows before the
                      GEMMs instead of being gathered by them
 
@@ -36,7 +37,14 @@ import torch
 from acmoe.errors import UserError
 from acmoe.ops.device import rules
 from acmoe.ops.device.rules import Layer
-from acmoe.ops.device.settings import GEMMS, ROW_GEMMS, WEIGHT_GEMMS, Blocks, PipelineConfig
+from acmoe.ops.device.settings import (
+    GEMMS,
+    GROUPED_MM,
+    ROW_GEMMS,
+    WEIGHT_GEMMS,
+    Blocks,
+    PipelineConfig,
+)
 
 TABLE = Path(__file__).with_name("tuned.json")
 
@@ -114,6 +122,8 @@ def _is_pipeline(gemm: str, row: Any) -> bool:
     if not isinstance(row, list) or not 2 <= len(row) <= len(PipelineConfig._fields):
         return False
     settings = PipelineConfig(*row)
+    if settings == GROUPED_MM:
+        return gemm != "hidden"
     if type(settings.gathers) is not bool or any(
         type(n) is not int or n < 0 for n in settings[1:4]
     ):

@@ -8,9 +8,10 @@ sonicmoe     the SonicMoE package, if it is installed and requested by name
 import torch
 from torch import Tensor
 
-from acmoe.ops.dispatch import installed, on_nvidia, triton_unsupported
+from acmoe.ops.dispatch import installed, triton_unsupported
 from acmoe.ops.experts.autograd import fused_expert_mlp
 from acmoe.ops.experts.grouped import grouped_mm
+from acmoe.ops.experts.grouped import grouped_mm_unsupported as lacks_grouped_mm
 from acmoe.ops.experts.reference import ExpertWeights, expert_mlp, expert_mlp_with
 from acmoe.ops.experts.sonicmoe import sonic_mlp
 from acmoe.ops.experts.tune.first_use import prepare
@@ -61,17 +62,7 @@ def grouped_mm_unsupported(x: Tensor, weights: ExpertWeights, gate: Tensor) -> s
 
 def grouped_gemm_unsupported(x: Tensor, *widths: int) -> str | None:
     """Return the reason why `grouped_mm` cannot take rows like x of these widths, or None."""
-    if not hasattr(torch.nn.functional, "grouped_mm"):
-        return "this torch has no grouped_mm; 2.10 is the first"
-    if x.device.type != "cuda":
-        return f"on {x.device.type} it is slower than a GEMM per expert"
-    if not on_nvidia(x.device):
-        return "it has never run on an AMD GPU"
-    if x.dtype != torch.bfloat16:
-        return f"it takes bfloat16 on this device, not {x.dtype}"
-    if any(width * x.element_size() % 16 for width in widths):
-        return f"it needs rows of a multiple of 16 bytes, not widths {widths}"
-    return None
+    return lacks_grouped_mm(x.device, x.dtype, *widths)
 
 
 @expert_mlp.register("grouped_mm", unsupported=grouped_mm_unsupported)

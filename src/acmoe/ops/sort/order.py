@@ -1,7 +1,9 @@
 """The order of tokens sorted by cluster, packed in one tensor (`RoutingState.order`).
 
 Kernels read tiles of ALIGNMENT slots whose tokens share a cluster. Each cluster therefore begins at
-a multiple of ALIGNMENT slots; a slot holds the index of a token, or -1 as padding.
+a multiple of ALIGNMENT slots; a slot holds the index of a token, or -1 as padding. Many small
+clusters would leave most slots empty: they follow each other without gaps (`alignment`), for the
+statistics alone.
 
 T tokens, C clusters, X slots.
 """
@@ -20,9 +22,11 @@ _HEADER = (
 # Below this many tokens per cluster the gaps between clusters cost more than sorting saves.
 FEWEST_TOKENS = 128
 # With more clusters than these the statistics of unsorted tokens read the tokens twice for every
-# MANY_CLUSTERS: sorting saves more. At 512 clusters of 32 tokens (qwen3next, H200) they take 587 us
-# unsorted and 171 sorted. The router still prefers them unsorted there: its kernels lose as much.
+# MANY_CLUSTERS: sorting saves more, down to FEWEST_OF_MANY tokens per cluster. At 512 clusters of
+# 32 tokens (qwen3next, H200) they take 587 us unsorted and 53 sorted.
 MANY_CLUSTERS, FEWEST_OF_MANY = 128, 32
+_WITHOUT_GAPS = 128  # slots of a sort without gaps are padded to a multiple of this: no kernel's
+# tile is higher
 
 
 class TokenOrder(NamedTuple):
@@ -58,8 +62,16 @@ def header_size(num_clusters: int) -> int:
     return -(-(num_clusters + 1) // _HEADER) * _HEADER
 
 
+def alignment(num_tokens: int, num_clusters: int) -> int:
+    """Return the number of slots at whose multiples clusters begin: ALIGNMENT, or 1 for no gaps."""
+    small = num_clusters > MANY_CLUSTERS and num_tokens < FEWEST_TOKENS * num_clusters
+    return 1 if small else ALIGNMENT
+
+
 def num_slots(num_tokens: int, num_clusters: int) -> int:
-    """Return X, the slots needed if each cluster leaves up to ALIGNMENT - 1 slots unused."""
+    """Return X, the slots needed if each cluster leaves up to `alignment` - 1 slots unused."""
+    if alignment(num_tokens, num_clusters) == 1:
+        return -(-num_tokens // _WITHOUT_GAPS) * _WITHOUT_GAPS
     return (-(-num_tokens // ALIGNMENT) + num_clusters) * ALIGNMENT
 
 
@@ -75,5 +87,10 @@ def worth_sorting(num_tokens: int, num_clusters: int) -> bool:
 
 
 def worth_routing_sorted(num_tokens: int, num_clusters: int) -> bool:
-    """Return True if the router, too, is faster with tokens that are sorted already."""
-    return num_clusters <= MANY_CLUSTERS or num_tokens >= FEWEST_TOKENS * num_clusters
+    """Return True if the router, too, is faster with tokens that are sorted already.
+
+    Without gaps a tile has several scales, and gathering rows was slower, although equal scales
+    came from L1: at qwen3next (H200) the route took 508 us instead of 474, the embedding's gradient
+    462 instead of 323.
+    """
+    return alignment(num_tokens, num_clusters) == ALIGNMENT

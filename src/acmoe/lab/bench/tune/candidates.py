@@ -12,7 +12,14 @@ import torch
 from acmoe.lab.bench.shapes import Shape
 from acmoe.ops.device import tuning
 from acmoe.ops.device.rules import FEW_ROWS
-from acmoe.ops.device.settings import GEMMS, ROW_GEMMS, WEIGHT_GEMMS, Blocks, PipelineConfig
+from acmoe.ops.device.settings import (
+    GEMMS,
+    GROUPED_MM,
+    ROW_GEMMS,
+    WEIGHT_GEMMS,
+    Blocks,
+    PipelineConfig,
+)
 from acmoe.ops.experts.tune.candidates import COOPERATIVE as _COOPERATIVE
 from acmoe.ops.experts.tune.candidates import FEW as _FEW
 from acmoe.ops.experts.tune.candidates import HIDDEN as _HIDDEN
@@ -113,14 +120,16 @@ def _forms(gemm: str) -> list[PipelineConfig]:
         return [PipelineConfig("turns", *sizes) for sizes in _HIDDEN]
     if gemm in WEIGHT_GEMMS:
         return [
-            PipelineConfig("together", n, gathers=some)
-            for n in _COOPERATIVE
-            for some in (False, True)
+            GROUPED_MM,
+            *(
+                PipelineConfig("together", n, gathers=some)
+                for n in _COOPERATIVE
+                for some in (False, True)
+            ),
         ]
     ping_pong = [PipelineConfig("turns", stages) for stages in _PING_PONG]
-    return ping_pong + [
-        PipelineConfig("together", n, lead=lead) for n in _COOPERATIVE for lead in _LEADS
-    ]
+    together = [PipelineConfig("together", n, lead=lead) for n in _COOPERATIVE for lead in _LEADS]
+    return [GROUPED_MM, *ping_pong, *together]
 
 
 def copies(shape: Shape, *, backward: bool) -> bool:

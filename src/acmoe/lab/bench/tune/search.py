@@ -25,7 +25,7 @@ from acmoe.lab.bench.clock import Action, clock_for, interleave, timings
 from acmoe.lab.bench.progress import Say, silent
 from acmoe.lab.bench.results import Report, new_report
 from acmoe.lab.bench.shapes import Shape, find_shape, find_shapes
-from acmoe.lab.bench.tune.calls import Call, kernel_calls
+from acmoe.lab.bench.tune.calls import kernel_calls
 from acmoe.lab.bench.tune.candidates import (
     KERNELS,
     PIPELINE_PREFIX,
@@ -38,6 +38,7 @@ from acmoe.lab.bench.tune.candidates import (
     trying,
 )
 from acmoe.ops.device import tuning
+from acmoe.ops.experts.tune.calls import Call
 from acmoe.runtime import pick_device
 
 _COMPILE_TOKENS = 256  # enough to launch a kernel once
@@ -75,6 +76,8 @@ def bench_tune(config: TuneConfig, *, command: str = "", say: Say = silent) -> R
     device = pick_device(config.device)
     check(device.type == "cuda", f"tuning times kernels on CUDA; device={device} has none")
     shapes = find_shapes(config.shapes, device)
+    skewed = [shape.name for shape in shapes if shape.skew]
+    check(not skewed, f"shape {''.join(skewed[:1])!r}: tuning times an even load; leave out +skew")
     kernels = [
         kernel for kernel in KERNELS if kernel in config.kernels
     ]  # Triton GEMMs come before pipelines, which are compared with the best of them
@@ -174,8 +177,8 @@ def _run(kernel: str, candidate: Candidate, call: Call) -> list[Tensor]:
         return _tensors(call())
 
 
-def _tensors(found: tuple[Tensor | None, ...]) -> list[Tensor]:
-    return [one for one in found if one is not None and one.numel() > 0]
+def _tensors(found: tuple[Tensor, ...]) -> list[Tensor]:
+    return [one for one in found if one.numel() > 0]
 
 
 def _agrees(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:

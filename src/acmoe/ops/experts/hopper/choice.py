@@ -1,8 +1,10 @@
-"""Choose for each expert GEMM between the Hopper kernel (pipeline.py) and the Triton kernel.
+"""Choose for each expert GEMM between the Hopper kernel (pipeline.py), Triton's and torch's.
 
-The Hopper kernels, with a multistage TMA pipeline, run where device/tuning.py says that they are
-faster and where they support the call; the Triton kernels (triton/launch.py) run
-everywhere else. D features, F hidden units, W = 2F for swiglu, else F, E experts, N rows.
+The Hopper kernels, with a multistage TMA pipeline, and torch's grouped GEMM run where
+device/tuning.py says that they are faster and where they support the call; the Triton kernels
+(triton/launch.py) run everywhere else.
+
+D features, F hidden units, W = 2F for swiglu, else F, E experts, N rows.
 """
 
 import functools
@@ -13,13 +15,22 @@ from torch import Tensor
 
 from acmoe.config.environment import gluon_requested
 from acmoe.ops.device.hopper import gluon_unsupported
-from acmoe.ops.device.settings import PIPELINE_BK, PIPELINE_BM, WEIGHT_GEMMS, PipelineConfig
+from acmoe.ops.device.settings import (
+    GROUPED_MM,
+    PIPELINE_BK,
+    PIPELINE_BM,
+    WEIGHT_GEMMS,
+    PipelineConfig,
+)
 from acmoe.ops.device.tuning import copies_rows, pipeline_for
+from acmoe.ops.experts.grouped import grouped_mm_unsupported, rows_by_torch, weights_by_torch
 from acmoe.ops.experts.triton import launch as triton_launch
 from acmoe.ops.experts.triton.sizes import Partials, RowOperand, Sizes, Sums
 from acmoe.ops.experts.triton.tiles import Plan
 
 _log = logging.getLogger("acmoe")
+
+MOST_GROUPS = 1024  # one thread of a block prepares each group in torch's grouped GEMM
 
 
 def _gemm_sizes(kernel: str, size: Sizes, gather: bool) -> tuple[int, int]:
@@ -107,11 +118,31 @@ def _settings_unsupported(
         # A cast afterwards would round, and take another pass over memory: at olmoe 2.4 GB, which
         # is 0.6 ms by its bytes (not timed), where this kernel saves 0.2.
         return f"it gives bfloat16, and the weights are {result}"
+    if settings == GROUPED_MM:
+        return _torch_unsupported(kernel, size, dtype, device, gather, bare)
     if not bare or (kernel == "hidden" and size.act != "swiglu"):
         return "it supports neither bias nor dropout, and only the activation swiglu"
     if gather and not (settings.gathers and kernel in WEIGHT_GEMMS):
         return "it reads rows, and tokens are gathered for this shape"
     return _unsupported_shape(kernel, size, settings, gather) or gluon_unsupported(device)
+
+
+def _torch_unsupported(
+    kernel: str, size: Sizes, dtype: torch.dtype, device: torch.device, gather: bool, bare: bool
+) -> str | None:
+    """Return the reason why torch's grouped GEMM cannot run a GEMM, or None if it can.
+
+    Its weight gradients of experts without rows are not zero on Blackwell
+    (https://github.com/pytorch/pytorch/issues/172439); on older GPUs it waits for the offsets.
+    """
+    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+    if kernel == "hidden" or gather or not bare:
+        return "torch's grouped GEMM has no activation, bias, dropout or gather"
+    if size.experts > MOST_GROUPS:
+        return f"torch's grouped GEMM has up to {MOST_GROUPS} groups, not {size.experts}"
+    if major != 9 and not (major == 10 and kernel not in WEIGHT_GEMMS):
+        return "torch's grouped GEMM is used on Hopper, and by rows on Blackwell"
+    return grouped_mm_unsupported(device, dtype, size.dim, size.hidden, size.width)
 
 
 def gathers(
@@ -157,7 +188,8 @@ def _usable_settings(
     where = (kernel, size, dtype, device)
     reason = _settings_unsupported(settings, *where, gather, bare, result)
     if reason is None:
-        _log.info("the experts' GEMM %s runs on gluon", kernel)
+        by = "torch's grouped GEMM" if settings == GROUPED_MM else "gluon"
+        _log.info("the experts' GEMM %s runs on %s", kernel, by)
         return settings
     _log.info("the experts' GEMM %s runs on triton; gluon: %s", kernel, reason)
     return None
@@ -198,6 +230,8 @@ def run_rows(
     settings = _settings_for(kernel, size, a, gather=False, bare=bias is None)
     if settings is None:
         return triton_launch.run_rows(kernel, a, weight, bias, plan, size, across=across)
+    if settings == GROUPED_MM:
+        return rows_by_torch(a, weight, plan.offsets, across=across)
     from acmoe.ops.experts.hopper.launch import launch_rows
 
     return launch_rows(a, weight, plan, settings, across=across)
@@ -245,6 +279,8 @@ def run_weight(
     settings = _settings_for(kernel, size, p, gather=gather != "none", bare=True, result=dtype)
     if settings is None:
         return triton_launch.run_weight(kernel, p, q, plan, size, gather=gather, dtype=dtype)
+    if settings == GROUPED_MM:
+        return weights_by_torch(p, q, plan.offsets)
     from acmoe.ops.experts.hopper.launch import launch_gathered_weights, launch_weights
 
     if gather == "none":

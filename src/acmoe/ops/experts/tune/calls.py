@@ -1,5 +1,7 @@
 """Calls of each GEMM of an expert layer, as ops/experts/autograd.py launches it, on given tensors.
 
+The tuning at first use times them, and so does `acmoe bench tune`.
+
 T tokens, D features, F hidden units, W = F or 2F, E experts, K experts per token, N rows.
 """
 
@@ -36,14 +38,17 @@ class Inputs(NamedTuple):
         return sizes_of(self.x, self.down, self.gate, self.act)
 
 
-def forward_calls(given: Inputs) -> dict[str, Call]:
-    """Return the GEMMs of the forward; "up" includes the copy of x, where one is made."""
+def forward_calls(given: Inputs, generator: torch.Generator | None = None) -> dict[str, Call]:
+    """Return the GEMMs of the forward; "up" includes the copy of x, where one is made.
+
+    generator: draws the operands that the layer would compute.
+    """
     from acmoe.ops.experts.hopper import choice
     from acmoe.ops.experts.triton import launch
     from acmoe.ops.experts.triton.tokens import row_operand
 
     size, plan, seed = _plan(given)
-    a_NF = _drawn(given, size.hidden)
+    a_NF = _drawn(given, size.hidden, generator)
 
     def up() -> tuple[Tensor, ...]:
         gather = choice.gathers("up", size, given.x.dtype, given.x.device)
@@ -56,19 +61,21 @@ def forward_calls(given: Inputs) -> dict[str, Call]:
     return {"up": up, "down": down}
 
 
-def backward_calls(given: Inputs) -> dict[str, Call]:
-    """Return the GEMMs of the backward.
+def backward_calls(given: Inputs, generator: torch.Generator | None = None) -> dict[str, Call]:
+    """Return the GEMMs of the backward; generator as in `forward_calls`.
 
-    "hidden" includes the copy of the upstream gradient, where one is made, and the activation;
-    "down_weight" reads the same copy. "up_weight" includes the copy of x.
+    "hidden" includes the copy of the upstream gradient, where one is made, the activation, and the
+    sums for the gate and the biases; "down_weight" reads the same copy. "up_weight" includes the
+    copy of x.
     """
     from acmoe.ops.experts.hopper import choice
+    from acmoe.ops.experts.triton.launch import run_reduce_partials
     from acmoe.ops.experts.triton.tokens import row_operand
 
     size, plan, seed = _plan(given)
     dtype, device = given.x.dtype, given.x.device
-    grad_TD = torch.randn_like(given.x)
-    a_NF, h_NW = _drawn(given, size.hidden), _drawn(given, size.width)
+    grad_TD = torch.randn(given.x.shape, generator=generator, device=device, dtype=dtype)
+    a_NF, h_NW = (_drawn(given, width, generator) for width in (size.hidden, size.width))
     dh_NW = torch.empty_like(h_NW)
     sums = Sums(
         *(0 if bias is None else bias.shape[1] for bias in (given.up_bias, given.down_bias))
@@ -79,11 +86,16 @@ def backward_calls(given: Inputs) -> dict[str, Call]:
         return row_operand(grad_TD, given.rows.inverse, size, gather=gather)
 
     def hidden() -> tuple[Tensor, ...]:
-        a, _ = choice.run_hidden(
+        by_bias = None if given.down_bias is None else grad_TD @ given.down_bias.T
+        a, shares = choice.run_hidden(
             *(upstream(), given.down, h_NW, dh_NW, given.gate, grad_TD),
             *(plan, size, sums, 0.0, seed),
         )
-        return a, dh_NW
+        return (
+            a,
+            dh_NW,
+            *run_reduce_partials(shares, by_bias, given.rows.expert, plan, size, sums, dtype),
+        )
 
     copies: dict[bool, RowOperand] = {}
 
@@ -126,7 +138,7 @@ def _plan(given: Inputs) -> "tuple[Sizes, Plan, Tensor]":
     return given.sizes, plan, given.rows.offsets
 
 
-def _drawn(given: Inputs, width: int) -> Tensor:
+def _drawn(given: Inputs, width: int, generator: torch.Generator | None) -> Tensor:
     """Return random rows (N, width): the clock rate under load depends on the numbers."""
-    rows = given.rows.permutation.numel()
-    return torch.randn(rows, width, device=given.x.device, dtype=given.x.dtype)
+    shape = (given.rows.permutation.numel(), width)
+    return torch.randn(shape, generator=generator, device=given.x.device, dtype=given.x.dtype)

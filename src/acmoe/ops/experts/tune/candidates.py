@@ -7,7 +7,7 @@ hidden units, W = 2F for gated experts, else F, E experts, R rows of an average 
 from collections.abc import Sequence
 
 from acmoe.ops.device.rules import Layer
-from acmoe.ops.device.settings import WEIGHT_GEMMS, Blocks, PipelineConfig
+from acmoe.ops.device.settings import GROUPED_MM, WEIGHT_GEMMS, Blocks, PipelineConfig
 
 Settings = Blocks | PipelineConfig
 
@@ -53,8 +53,12 @@ _QUICK_PIPELINES = {
         PipelineConfig("turns", 6),
         PipelineConfig("together", 4),
         PipelineConfig("together", 4, lead=3),
+        GROUPED_MM,
     ],
-    "down_weight": [PipelineConfig("together", 4, gathers=some) for some in (False, True)],
+    "down_weight": [
+        *(PipelineConfig("together", 4, gathers=some) for some in (False, True)),
+        GROUPED_MM,
+    ],
 }
 _QUICK_PIPELINES |= {
     "input": _QUICK_PIPELINES["down"],

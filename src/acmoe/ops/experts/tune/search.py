@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from acmoe.ops.device import rules, tuning
-from acmoe.ops.device.settings import WEIGHT_GEMMS, Blocks, PipelineConfig
+from acmoe.ops.device.settings import GROUPED_MM, WEIGHT_GEMMS, Blocks, PipelineConfig
 from acmoe.ops.device.tuning import Table
 from acmoe.ops.experts.tune.calls import Call, Inputs, backward_calls, forward_calls
 from acmoe.ops.experts.tune.candidates import Settings, quick
@@ -137,6 +137,7 @@ def _candidates(kernel: str, given: Inputs, copied: bool) -> list[Settings]:
     """Return the rule's settings, which serve without tuning, and the others that are timed.
 
     A pipeline that can run has nearly always been the fastest: there one Triton GEMM is timed.
+    torch's grouped GEMM is always among them, where it can run: no GEMM at hand is faster.
     """
     layer = given.sizes.layer(given.x.dtype)
     pipelines: list[Settings] = []
@@ -149,7 +150,7 @@ def _candidates(kernel: str, given: Inputs, copied: bool) -> list[Settings]:
             blocks.append(one)
         elif _runs(kernel, one, given, copied):
             pipelines.append(one)
-    most = 1 if pipelines else MOST_BLOCKS
+    most = 1 if any(one != GROUPED_MM for one in pipelines) else MOST_BLOCKS
     return list(dict.fromkeys([*pipelines, *list(dict.fromkeys(blocks))[:most]]))
 
 

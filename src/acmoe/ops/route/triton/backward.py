@@ -55,7 +55,8 @@ def token_launch_table(num_experts: int, dim: int, num_parts: int, unsorted: boo
     the rows of
     d affinity are scattered in memory, and long ones with many experts: 135 us with 16 blocks, 158
     with 8 (qwen30b). More than 128 experts, or 128 with a bf16x3 split, do not fit the registers;
-    their d affinity is loaded again for every block of features.
+    their d affinity is loaded again for every block of features, by whole rows if unsorted: 207 us
+    with 3 stages against 287 with 2 and by columns, with a scale 234 against 327 (qwen3next).
 
     For unsorted tokens of a wide model `token_major` lets consecutive programs write whole rows: 98
     -> 88 us at olmoe, and 83 with `prefetch_addend` (qwen30b 138 -> 118, fine 105 -> 91). Sorted
@@ -65,7 +66,7 @@ def token_launch_table(num_experts: int, dim: int, num_parts: int, unsorted: boo
     """
     experts = max(16, triton.next_power_of_2(num_experts))
     if experts > (128 if num_parts == 2 else 64):
-        return Tile(64, 64, 64, 4, 2, 1)
+        return Tile(64, 64, 64, 4, 3 if num_parts == 2 else 2, 1, unsorted)
     narrow = dim < 1024
     if unsorted and narrow and num_parts == 3:
         return Tile(64, 64, experts, 4, 3, 3)
@@ -77,7 +78,9 @@ def token_launch_table(num_experts: int, dim: int, num_parts: int, unsorted: boo
     return Tile(64, 64, experts, 4, 3, 8, prefetch_addend=dim < 384 and num_parts == 2)
 
 
-def embedding_launch_table(num_experts: int, dim: int, num_parts: int) -> Tile:
+def embedding_launch_table(
+    num_experts: int, dim: int, num_parts: int, rescaled: bool = False
+) -> Tile:
     """Choose the tile of `_embedding_kernel`.
 
     Up to 64 experts use 4 warps: 8 warps took 86 us instead of 50, and 217 instead of 146 with a
@@ -85,7 +88,8 @@ def embedding_launch_table(num_experts: int, dim: int, num_parts: int) -> Tile:
     with 3 stages one load of x is in flight, with 5 stages two (switch: 15.3 -> 12.7 us). With more
     experts 5 stages would exceed the shared memory; a fourth one fits with a bf16x2 split (58 -> 53
     us at olmoe, 105 -> 96 at qwen30b, without a scale). With few experts a wide model gets wide
-    blocks of features, so that fewer programs read d affinity (mixtral 51 -> 35 us).
+    blocks of features, so that fewer programs read d affinity (mixtral 51 -> 35 us). So do many
+    experts (qwen3next 194 -> 150 us), unless each token is rescaled (323 -> 467).
     """
     experts = min(128, max(16, triton.next_power_of_2(num_experts)))
     num_warps = 8 if experts == 128 else 4
@@ -93,6 +97,8 @@ def embedding_launch_table(num_experts: int, dim: int, num_parts: int) -> Tile:
         return Tile(64, 64, 16, 4, 5) if experts == 16 else Tile(64, 32, experts, num_warps, 3)
     if num_parts == 3:
         return Tile(64, 64, experts, num_warps, 3)
+    if num_experts > 256 and not rescaled:
+        return Tile(64, 128, 64, 4, 3)
     return Tile(64, 128 if experts == 16 else 64, experts, num_warps, 4)
 
 
@@ -133,7 +139,7 @@ def embedding_gradient(tokens: Tokens, end: Tensor | None, grad_ZTE: Tensor) -> 
     """
     T, D = tokens.x.shape
     Z, _, E = grad_ZTE.shape
-    tile = embedding_launch_table(E, D, Z)
+    tile = embedding_launch_table(E, D, Z, tokens.has_scale and not tokens.is_sorted)
     blocks = triton.cdiv(D, tile.features), triton.cdiv(E, tile.experts)
     # Sorted tokens are gathered from scattered rows, and narrow models have short rows: both are
     # bound by latency, which twice the programs hide (sorted tokens of olmoe 99 -> 68 us).
@@ -201,9 +207,10 @@ def _token_kernel(
         out_ptr += row * D
         addend_ptr += row * D
     e = tl.arange(0, BE)
-    grad = _load_bf16_split(
-        row_ptr[:, None] + e[None, :], unmasked[:, None] & (e[None, :] < E), T, E, TERMS
-    )  # fmt: skip
+    if ALL_EXPERTS:
+        grad = _load_bf16_split(
+            row_ptr[:, None] + e[None, :], unmasked[:, None] & (e[None, :] < E), T, E, TERMS
+        )
     last = tl.minimum(first + STEPS * BD, D)
     next_addend = in_bounds
     if HAS_ADDEND and PREFETCH:
@@ -222,9 +229,11 @@ def _token_kernel(
                 )
             else:  # load before the GEMM, used after it
                 addend = tl.load(addend_ptr + offs + d[None, :], mask=valid, other=0.0)
-        acc = _grad_times_embedding(embedding_ptr, grad, e, d, D, E, TERMS)
-        if not ALL_EXPERTS:
-            for start_e in range(BE, E, BE):
+        if ALL_EXPERTS:
+            acc = _grad_times_embedding(embedding_ptr, grad, e, d, D, E, TERMS)
+        else:
+            acc = tl.zeros((BT, BD), dtype=tl.float32)
+            for start_e in range(0, E, BE):
                 part = _load_bf16_split(
                     row_ptr[:, None] + start_e + e[None, :],
                     unmasked[:, None] & (start_e + e[None, :] < E), T, E, TERMS,

@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from acmoe.ops.device import tuning
 from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2
 from acmoe.ops.device.reduce_partials import reduce_balance, reduce_partials
 from acmoe.ops.route.triton.affinity import affinity_block, affinity_kernel
@@ -46,8 +47,8 @@ TERMS_16_BIT = 4
 # and 1.5 at switch, of 197 and 16.5 (H200).
 TERMS_SORTED_BF16 = 3
 # Experts above which affinities are computed by a kernel of their own, and its tile: tokens,
-# experts, warps and stages. (One stage less where the scale of each token is loaded as well, for
-# the 99 KiB of smaller cards.)
+# experts, warps and stages. One stage less where the scale of each token is loaded as well, for the
+# 99 KiB of smaller cards; on others it would cost 371 us instead of 272 (qwen3next, H200).
 MANY_EXPERTS = 256
 AFFINITY_TILE = (64, 128, 4, 3)
 
@@ -77,9 +78,12 @@ def launch_table(
     multiprocessor, again with BD = 32; float32 tokens get 3 stages there, because 5 would exceed
     the 99 KiB of shared memory that a program has on smaller cards. Sorted tokens wait for two
     dependent loads and prefer three programs per multiprocessor, although some registers spill.
+
+    With more than MANY_EXPERTS the kernel only selects. One warp needs no barrier to compare all
+    experts of a token: 52 us, against 107 with 16 tokens and 8 warps (qwen3next).
     """
     if num_experts > MANY_EXPERTS:
-        return Tile(16, 64 if both_bf16 else 32, 8, 2)
+        return Tile(4, 64 if both_bf16 else 32, 1, 2)
     if num_experts > 128:
         return Tile(64, 32, 8, 2)
     if both_bf16:
@@ -126,36 +130,39 @@ def route(
         # The scale of each token is prefetched as well: 6 stages would exceed the 99 KiB of shared
         # memory that a program has on smaller cards.
         tile = tile._replace(num_stages=min(tile.num_stages, 3))
-    N = tokens.blocks(tile.tokens)
+    selecting = tokens.in_place() if E > MANY_EXPERTS else tokens  # reads affinities, no tokens
+    N = selecting.blocks(tile.tokens)
     affinity_TE = tokens.x.new_empty(T, E, dtype=torch.float32)
     gate_TK = affinity_TE.new_empty(T, top_k)
     ids_TK = affinity_TE.new_empty(T, top_k, dtype=torch.int64)
     first_T = ids_TK.new_empty(T)
     # The only program computes the loss itself.
-    alone = totals == "balance" and N == 1 and not tokens.is_sorted
+    alone = totals == "balance" and N == 1 and not selecting.is_sorted
     partial_2NE = affinity_TE.new_empty(() if alone else (2, N, E))
     if T > 0:
         router = (
             embedding_ED.contiguous(), embedding_ED if bias_E is None else bias_E,
             affinity_TE if noise_TE is None else noise_TE.contiguous(),
         )  # fmt: skip
-        flags = {"HAS_BIAS": bias_E is not None, "HAS_NOISE": noise_TE is not None, **tokens.flags}
+        flags = {"HAS_BIAS": bias_E is not None, "HAS_NOISE": noise_TE is not None}
         flags["TERMS"] = terms(tokens, both_bf16)
         if E > MANY_EXPERTS:
             height, width, num_warps, num_stages = AFFINITY_TILE
-            num_stages -= tokens.has_scale and not tokens.is_sorted
+            if tokens.has_scale and not tokens.is_sorted and not tuning.has_shared_memory():
+                num_stages -= 1
             launch(
                 affinity_kernel, (cdiv(E, width), tokens.blocks(height)),
                 *tokens.pointers, *router, affinity_TE, T, D, E, tokens.scale.shape[0], **flags,
-                BT=height, BD=tile.features, BE=width, num_warps=num_warps, num_stages=num_stages,
+                **tokens.flags, BT=height, BD=tile.features, BE=width, num_warps=num_warps,
+                num_stages=num_stages,
             )  # fmt: skip
         launch(
             _route_kernel, (N,), *tokens.pointers, *router, ids_TK, gate_TK,
             affinity_TE, partial_2NE, first_T, T, D, E, tokens.scale.shape[0], 1.0 / temperature,
-            K=top_k, SELECTED=over_selected, **flags, HAS_AFFINITY=E > MANY_EXPERTS, BALANCE=alone,
-            BT=tile.tokens, BD=tile.features, BE=max(16, next_power_of_2(E)),
-            BK=max(2, next_power_of_2(top_k)), num_warps=tile.num_warps,
-            num_stages=tile.num_stages, maxnreg=tile.registers,
+            K=top_k, SELECTED=over_selected, **flags, **selecting.flags,
+            HAS_AFFINITY=E > MANY_EXPERTS, BALANCE=alone, BT=tile.tokens, BD=tile.features,
+            BE=max(16, next_power_of_2(E)), BK=max(2, next_power_of_2(top_k)),
+            num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.registers,
         )  # fmt: skip
     if totals == "none":
         return ids_TK, gate_TK, affinity_TE, partial_2NE, partial_2NE, first_T

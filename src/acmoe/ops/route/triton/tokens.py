@@ -94,6 +94,10 @@ class Tokens(NamedTuple):
         """Number of blocks of `size` tokens, or of `size` slots if tokens are sorted."""
         return cdiv(self.permutation.numel() if self.is_sorted else self.x.shape[0], size)
 
+    def in_place(self) -> "Tokens":
+        """Return the tokens in their own order and without a scale."""
+        return self._replace(has_scale=False, is_sorted=False, has_cluster_ends=False)
+
 
 @triton.jit
 def load_scaled(

@@ -4,7 +4,8 @@ A program owns a block of features of one chunk (up to ROWS tokens) of one clust
 are one chunk: the program computes the mean, then the deviations from it, while the tokens are
 still in the cache. Larger clusters have several chunks, whose sums a launch before computes. The
 last program to arrive at a cluster's counter runs the epilogue (epilogue.py): all others have
-stored their results by then, and it adds them in a fixed order.
+stored their results by then, and it adds them in a fixed order. Where clusters are small a program
+owns all features of a chunk, up to MOST_FEATURES, and runs the epilogue on its own sums.
 
     sums         multi-chunk clusters only   their tokens read once
     deviations   all clusters                x read once, T D itemsize bytes
@@ -28,6 +29,8 @@ from acmoe.ops.statistics.triton.dispersion import POISON
 from acmoe.ops.statistics.triton.epilogue import cluster_epilogue
 
 FEWEST_ROWS, MOST_ROWS = 256, 2048  # tokens of a chunk
+SMALL = 64  # mean tokens of a cluster up to which a program owns all features of a chunk
+MOST_FEATURES = 4096  # features of a program: 8 for each of 512 threads
 INT32_LIMIT = 2**31  # element offsets below this fit int32, which takes half the instructions
 
 
@@ -46,7 +49,7 @@ class Tile(NamedTuple):
         return 8 * 32 * self.num_warps // self.features
 
 
-def launch_table(dim: int, rows: int) -> Tile:
+def launch_table(dim: int, rows: int, small: bool = False) -> Tile:
     """Choose the tile: few features per block, so that a chunk stays in cache between both passes.
 
     Short chunks are bound by latency at their ends: fewer registers allow more programs at once.
@@ -55,7 +58,13 @@ def launch_table(dim: int, rows: int) -> Tile:
     chunks prefetch: 2048, mixtral, 49 us. Narrow models load all of a step at once: 14.2 us at
     switch, 15.7 at swin (15.6 and 17.5 in blocks of 16 features; with half of the tokens in one
     cluster 17.9 and 22.5).
+
+    small: clusters have SMALL tokens or fewer on average. 128 tokens a step would be mostly absent
+    ones, and dim / 64 programs a cluster would each look it up among all.
     """
+    if small and dim >= 1024:
+        features = min(MOST_FEATURES, triton.next_power_of_2(dim))
+        return Tile(8, features, features // 256)
     if dim < 1024:
         return Tile(512, 32, 8, 1, 80)
     if rows <= 512:
@@ -107,7 +116,7 @@ def measure_sorted(
     T, D = x_TD.shape
     C = begin.numel() - 1
     rows = chunk_rows(T, C)
-    tile = launch_table(D, rows)
+    tile = launch_table(D, rows, T <= SMALL * C)
     Q = most_chunks(T, C, rows)
     is_float32 = x_TD.dtype == torch.float32
     sums_QD = dispersion_CD.new_empty(Q, D, dtype=torch.float64 if is_float32 else torch.float32)
@@ -124,8 +133,8 @@ def measure_sorted(
     _deviations_kernel[grid](
         *tokens, sums_QD, arrivals_C, spread_QD, dispersion_CD, count_C, out, D, C, floor, eps,
         min_tokens, MEASURE=measure, ROOT=root, RESULT=result,
-        WIDTH=max(16, triton.next_power_of_2(D)), maxnreg=None if is_float32 else tile.registers,
-        **shape,
+        WIDTH=max(16, triton.next_power_of_2(D)), WHOLE=tile.features >= D,
+        maxnreg=None if is_float32 else tile.registers, **shape,
     )  # fmt: skip
 
 
@@ -218,11 +227,14 @@ def _sums_kernel(
 def _deviations_kernel(
     x_ptr, token_ptr, begin_ptr, end_ptr, sums_ptr, arrivals_ptr, spread_ptr, dispersion_ptr,
     count_ptr, out_ptr, D, C, floor, eps, min_tokens, MEASURE: tl.constexpr, ROOT: tl.constexpr,
-    RESULT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, IS_FLOAT32: tl.constexpr,
-    INT64: tl.constexpr, STAGES: tl.constexpr, BT: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
-    BC: tl.constexpr,
+    RESULT: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
+    IS_FLOAT32: tl.constexpr, INT64: tl.constexpr, STAGES: tl.constexpr, BT: tl.constexpr,
+    BS: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Sum each chunk's deviations; the last program of a cluster runs the epilogue."""
+    """Sum each chunk's deviations; the last program of a cluster runs the epilogue.
+
+    WHOLE: a program owns all features, so that the only program of a cluster is also its last.
+    """
     chunk = tl.program_id(1)
     cluster, begin, end, first_chunk, chunks = _find_chunk(begin_ptr, end_ptr, C, ROWS, BC)
     if chunks == 0:
@@ -242,6 +254,13 @@ def _deviations_kernel(
     )  # fmt: skip
     # NaN and inf stay in their feature here; epilogue.py extends them to the whole cluster.
     spread = tl.where(spread < POISON, spread, POISON)
+    if WHOLE:
+        if chunks == 1:
+            cluster_epilogue(
+                spread.to(tl.float64), end - begin, cluster.to(tl.int64), d, D, dispersion_ptr,
+                count_ptr, out_ptr, floor, eps, min_tokens, ROOT, RESULT,
+            )  # fmt: skip
+            return
     tl.store(spread_ptr + chunk * D + d, spread, mask=d < D)
 
     tl.debug_barrier()  # all warps have stored before one counts this program as arrived
