@@ -1,6 +1,5 @@
 """Checkpoints written by all processes: any number of processes continues them."""
 
-import os
 import re
 import shutil
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from launched import launch, ports
+from launched import launch_often, new_start
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 import acmoe
@@ -39,32 +38,31 @@ def name_of(world: int, settings: tuple[str, ...]) -> str:
 ALL = [(world, settings) for world, found in LAYOUTS.items() for settings in found]
 
 
-def save_all(rank: int, world: int, folder: Path, free: list[int], router: str) -> None:
+def save_all(rank: int, world: int, folder: Path, router: str) -> None:
     """Train a run in each layout of `world` processes."""
     for settings in LAYOUTS[world]:
-        run(folder, folder / name_of(world, settings), free.pop(), world, settings, router)
+        run(folder, folder / name_of(world, settings), world, settings, router)
 
 
-def continue_all(rank: int, world: int, folder: Path, free: list[int], router: str) -> None:
+def continue_all(rank: int, world: int, folder: Path, router: str) -> None:
     """Continue every run from step 3 in each layout of `world` processes."""
     for settings in LAYOUTS[world]:
         for before in ALL:
             copy = folder / f"{name_of(*before)} then {name_of(world, settings)}"
             if rank == 0:
                 half_of(folder / name_of(*before), copy)
-            run(folder, copy, free.pop(), world, settings, router)
+            run(folder, copy, world, settings, router)
 
 
 def run(
     folder: Path,
     out: Path,
-    port: int,
     world: int,
     settings: tuple[str, ...],
     router: str = "adaptive",
 ) -> None:
     start.TIMEOUT = 60.0
-    os.environ["MASTER_PORT"] = str(port)
+    new_start()
     # Statistics and the balance loss are those of a micro-batch: only the plain router without
     # such a loss may change their number.
     split = "split=1" if router == "smoe" and world == 4 else "split=2"
@@ -81,14 +79,11 @@ def half_of(run: Path, other: Path) -> None:
     shutil.rmtree(other / "checkpoints" / "step-00000006")
 
 
-def in_processes(
-    world: int, function: Any, folder: Path, count: int, router: str = "adaptive"
-) -> None:
+def in_processes(world: int, function: Any, folder: Path, router: str = "adaptive") -> None:
     if world == 1:
-        function(0, 1, folder, [0] * count, router)
-        return
-    results = folder / f"results-{world}"
-    launch(world, function, world, folder, ports(count), router, folder=results)
+        function(0, 1, folder, router)
+    else:
+        launch_often(world, function, world, folder, router, folder=folder / f"results-{world}")
 
 
 def losses(run: Path) -> list[float]:
@@ -97,14 +92,14 @@ def losses(run: Path) -> list[float]:
 
 def test_two_processes_write_a_part_each_and_one_continues(tmp_path: Path) -> None:
     byte_corpus(tmp_path)
-    in_processes(2, save_all, tmp_path, len(LAYOUTS[2]))
+    in_processes(2, save_all, tmp_path)
     before = [(2, settings) for settings in LAYOUTS[2]]
     for world, settings in before:
         saved = tmp_path / name_of(world, settings)
         for folder in checkpoints(saved / "checkpoints"):
             assert len(list((folder / "shards").iterdir())) == 2
         half_of(saved, tmp_path / "alone")
-        run(tmp_path, tmp_path / "alone", 0, 1, ("parallel.save=whole",))
+        run(tmp_path, tmp_path / "alone", 1, ("parallel.save=whole",))
         assert losses(tmp_path / "alone") == pytest.approx(losses(saved), abs=1e-5)
         shutil.rmtree(tmp_path / "alone")
 
@@ -113,11 +108,11 @@ def test_two_processes_write_a_part_each_and_one_continues(tmp_path: Path) -> No
 @pytest.mark.parametrize("router", ["adaptive", "smoe"])
 def test_any_layout_continues_any_other(router: str, tmp_path: Path) -> None:
     byte_corpus(tmp_path)
-    run(tmp_path, tmp_path / "whole", 0, 1, ("parallel.save=whole",), router)
-    for world, settings in LAYOUTS.items():
-        in_processes(world, save_all, tmp_path, len(settings), router)
-    for world, settings in LAYOUTS.items():
-        in_processes(world, continue_all, tmp_path, len(settings) * len(ALL), router)
+    run(tmp_path, tmp_path / "whole", 1, ("parallel.save=whole",), router)
+    for world in LAYOUTS:
+        in_processes(world, save_all, tmp_path, router)
+    for world in LAYOUTS:
+        in_processes(world, continue_all, tmp_path, router)
     expected = losses(tmp_path / "whole")
     for before in ALL:
         assert losses(tmp_path / name_of(*before)) == pytest.approx(expected, abs=1e-5)
@@ -132,7 +127,7 @@ def test_any_layout_continues_any_other(router: str, tmp_path: Path) -> None:
 def test_the_model_of_parts_is_bitwise_the_gathered_one(tmp_path: Path) -> None:
     """The same two processes save step 6 in both ways."""
     byte_corpus(tmp_path)
-    launch(2, both_ways, tmp_path, ports(2), folder=tmp_path / "results")
+    launch_often(2, both_ways, tmp_path, folder=tmp_path / "results")
     for step in ("step-00000003", "step-00000006"):
         found, expected = (
             acmoe.load(tmp_path / name / "checkpoints" / step).state_dict()
@@ -141,16 +136,16 @@ def test_the_model_of_parts_is_bitwise_the_gathered_one(tmp_path: Path) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def both_ways(rank: int, folder: Path, free: list[int]) -> None:
+def both_ways(rank: int, folder: Path) -> None:
     for how in ("sharded", "whole"):
         settings = ("parallel.shard=fsdp", f"parallel.save={how}")
-        run(folder, folder / how, free.pop(), 2, settings)
+        run(folder, folder / how, 2, settings)
 
 
 @pytest.mark.slow
 def test_a_full_disk_of_one_process_ends_all_in_one_line(tmp_path: Path) -> None:
     byte_corpus(tmp_path)
-    first, second = sorted(launch(2, full_disk, tmp_path, ports(2), folder=tmp_path / "results"))
+    first, second = sorted(launch_often(2, full_disk, tmp_path, folder=tmp_path / "results"))
     assert re.fullmatch(
         r"UserError: rank 1: cannot write .*/shards: No space left on device; make room .*", first
     )
@@ -161,14 +156,14 @@ def test_a_full_disk_of_one_process_ends_all_in_one_line(tmp_path: Path) -> None
     ]
 
 
-def full_disk(rank: int, folder: Path, free: list[int]) -> str:
+def full_disk(rank: int, folder: Path) -> str:
     """Fail in the first save of rank 1, then give the same command again."""
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(HuggingFaceStorageWriter, "write_data", no_space)
-        said = ending(lambda: run(folder, folder / "run", free.pop(), 2, FSDP))
+        said = ending(lambda: run(folder, folder / "run", 2, FSDP))
     assert not (folder / "run" / "checkpoints" / ".partial").exists()
-    run(folder, folder / "run", free.pop(), 2, FSDP)
+    run(folder, folder / "run", 2, FSDP)
     return said
 
 
