@@ -31,7 +31,10 @@ _OPERATORS = {
     "reduce_scatter_tensor": ("reduce_scatter", 0),
     "all_to_all_single": ("all_to_all", 0),
 }
-_SILENT = {"barrier", "monitored_barrier_", "recv_", "recv_any_source_", "wait_tensor"}
+_SILENT = {
+    *("barrier", "monitored_barrier_", "recv_", "recv_any_source_", "wait_tensor"),
+    "_wrap_tensor_autograd",  # the result of a collective
+}
 
 
 class CountTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]

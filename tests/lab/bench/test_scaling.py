@@ -56,9 +56,9 @@ def test_gradients_of_mixtral_on_64_gpus_by_hand() -> None:
 def test_bytes_of_experts_and_pipelines_by_hand() -> None:
     assert expert_bytes(10, 2, 6, 2) == 4 * 10 * 2 * 6 * 2
     assert boundary_bytes(4096, 7168, 2) == 2 * 58_720_256
-    assert state_bytes(4096, 256, 7168, with_scale=False) == 4096 * 12
+    assert state_bytes(4096, 256, 7168, with_scale=False) == 4096 * 4
     # M is 12.5 % of the 58.7 MB of hidden states.
-    scale = state_bytes(4096, 256, 7168, with_scale=True) - 4096 * 12
+    scale = state_bytes(4096, 256, 7168, with_scale=True) - 4096 * 4
     assert math.isclose(scale / 58_720_256, 0.125)
 
 

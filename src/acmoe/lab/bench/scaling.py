@@ -55,11 +55,11 @@ def boundary_bytes(tokens: int, dim: int, size: int) -> int:
 
 
 def state_bytes(tokens: int, clusters: int, dim: int, *, with_scale: bool) -> int:
-    """Return what the routing state adds to a boundary: int64 clusters, float32 membership, M.
+    """Return what the routing state adds to a boundary: int32 clusters, and M.
 
     A layer that holds its own running scale needs no M (`with_scale=False`).
     """
-    return tokens * (8 + FLOAT) + (clusters * dim * FLOAT if with_scale else 0)
+    return tokens * 4 + (clusters * dim * FLOAT if with_scale else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
