@@ -203,6 +203,8 @@ def measures() -> None:
     scale, choices = torch.zeros(clusters, 1024), (2, True, None, 1.0)
     where = (scale, cluster, *choices, None, None)
     route_op(x, bf16(300, 1024), None, *where)[1].sum().backward()
+    use = "many experts, float32"  # the backward reads rescaled tokens as a split
+    route_op(x, torch.zeros(300, 1024), None, *where)[1].sum().backward()
     for measure in ("mad", "variance", "std", "iqr"):
         use = f"measure {measure}"
         x = bf16(2, 64, 32).requires_grad_(measure != "iqr")

@@ -131,7 +131,8 @@ def route_backward_op(
     )
     grad_TD = token_gradient(tokens, grad_ZTE, embedding, grad_x)
     grad_bias = reduce_partials(partial_NE[None])[0] if has_bias else partial_NE.new_empty(0)
-    return grad_TD, embedding_gradient(tokens, end, grad_ZTE), grad_bias
+    grad_ED = embedding_gradient(tokens, end, grad_ZTE, embedding.dtype)
+    return grad_TD, grad_ED, grad_bias
 
 
 @route_backward_op.register_fake

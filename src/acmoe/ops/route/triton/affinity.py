@@ -9,16 +9,22 @@ import triton
 import triton.language as tl
 
 from acmoe.ops.device.dot import accurate_dot, split_bf16
-from acmoe.ops.route.triton.tokens import load_cluster_ends, load_scale, load_scaled, load_tokens
+from acmoe.ops.route.triton.tokens import (
+    load_cluster_ends,
+    load_scale,
+    load_scaled,
+    load_split,
+    load_tokens,
+)
 
 
 @triton.jit
 def _product(
     x_ptr, scale_ptr, cluster, embedding_ptr, t, row, unmasked, e, D, E, HAS_SCALE: tl.constexpr,
-    SORTED: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, BT: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr,
+    SORTED: tl.constexpr, SPLIT: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """Return x * scale @ embedding^T of a block, (BT, BE) float32."""
+    """Return x * scale @ embedding^T of a block, (BT, BE) float32; SPLIT: x is x * scale."""
     acc = tl.zeros((BT, BE), dtype=tl.float32)
     # A bf16 operand that is not rescaled goes to the tensor cores as it is; any other one becomes a
     # bf16 split. Of sorted bf16 tokens and a bf16 embedding one must be rescaled: the one with the
@@ -29,7 +35,13 @@ def _product(
     SPLIT_WEIGHT: tl.constexpr = not WEIGHT_BF16 or (SORTED and not SPLIT_X)
     for start in range(0, D, BD):
         d = start + tl.arange(0, BD)
-        x = load_scaled(x_ptr, scale_ptr, cluster, t, row, unmasked, d, D, HAS_SCALE, SORTED, BT)
+        if SPLIT:
+            x_high, x_middle = load_split(x_ptr, row, unmasked, d, D, BT)
+            x_low = x_high  # not read
+        else:
+            x = load_scaled(
+                x_ptr, scale_ptr, cluster, t, row, unmasked, d, D, HAS_SCALE, SORTED, BT
+            )
         valid = (d[:, None] < D) & (e[None, :] < E)
         weight = tl.load(embedding_ptr + e[None, :] * D + d[:, None], mask=valid, other=0.0)
         weight = weight.to(tl.float32)
@@ -39,7 +51,8 @@ def _product(
                 x *= scale[None, :]
             else:
                 weight *= scale[:, None]
-        x_high, x_middle, x_low = split_bf16(x, PLAIN_BF16 and not SPLIT_X)
+        if not SPLIT:
+            x_high, x_middle, x_low = split_bf16(x, PLAIN_BF16 and not SPLIT_X)
         high, middle, low = split_bf16(weight, not SPLIT_WEIGHT)
         acc += accurate_dot(
             x_high, x_middle, x_low, high, middle, low, PLAIN_BF16 and not SPLIT_X,
@@ -52,13 +65,13 @@ def _product(
 def affinity_block(
     x_ptr, scale_ptr, cluster, embedding_ptr, bias_ptr, noise_ptr, t, row, in_bounds, unmasked, e,
     D, E, HAS_BIAS: tl.constexpr, HAS_NOISE: tl.constexpr, HAS_SCALE: tl.constexpr,
-    SORTED: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, BT: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr,
+    SORTED: tl.constexpr, SPLIT: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """Return x * scale @ embedding^T + bias + noise of a block, (BT, BE) float32."""
     affinity = _product(
         x_ptr, scale_ptr, cluster, embedding_ptr, t, row, unmasked, e, D, E, HAS_SCALE, SORTED,
-        PLAIN_BF16, TERMS, BT, BD, BE,
+        SPLIT, PLAIN_BF16, TERMS, BT, BD, BE,
     )  # fmt: skip
     if HAS_BIAS:
         affinity += tl.load(bias_ptr + e, mask=e < E, other=0.0).to(tl.float32)[None, :]
@@ -74,8 +87,8 @@ def affinity_kernel(
     x_ptr, scale_ptr, cluster_ptr, mask_ptr, perm_ptr, embedding_ptr, bias_ptr, noise_ptr,
     affinity_ptr, T, D, E, C, HAS_BIAS: tl.constexpr, HAS_NOISE: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_MASK: tl.constexpr, SORTED: tl.constexpr,
-    PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-    BE: tl.constexpr, BC: tl.constexpr,
+    SPLIT: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, BT: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Store the affinities of a block of tokens with a block of experts.
 
@@ -92,8 +105,8 @@ def affinity_kernel(
             return
     affinity = affinity_block(
         x_ptr, scale_ptr, cluster, embedding_ptr, bias_ptr, noise_ptr, t, start.to(tl.int64),
-        in_bounds, unmasked, e, D, E, HAS_BIAS, HAS_NOISE, HAS_SCALE, SORTED, PLAIN_BF16, TERMS,
-        BT, BD, BE,
+        in_bounds, unmasked, e, D, E, HAS_BIAS, HAS_NOISE, HAS_SCALE, SORTED, SPLIT, PLAIN_BF16,
+        TERMS, BT, BD, BE,
     )  # fmt: skip
     offs = t.to(tl.int64)[:, None] * E + e[None, :]
     tl.store(affinity_ptr + offs, affinity, mask=in_bounds[:, None] & (e[None, :] < E))

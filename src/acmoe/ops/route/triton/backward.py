@@ -14,8 +14,6 @@ T tokens, D features, E experts, C clusters, P token splits, Z bf16 parts. Names
 benchmark shapes (lab/bench/shapes.py).
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -23,83 +21,18 @@ from torch import Tensor
 
 from acmoe.ops.device.dot import accurate_dot, split_bf16
 from acmoe.ops.device.reduce_partials import reduce_partials
+from acmoe.ops.route.triton.backward_tiles import embedding_launch_table, token_launch_table
+from acmoe.ops.route.triton.rescale import rescaled, worth_rescaling
 from acmoe.ops.route.triton.tokens import (
     Tokens,
     load_cluster_ends,
+    load_own_scale,
     load_scale,
     load_scaled,
+    load_split,
     load_tokens,
 )
 from acmoe.ops.statistics.triton.dispersion import PROGRAMS, split_tokens
-
-
-class Tile(NamedTuple):
-    """Tile sizes (BT tokens, BD features, BE experts) and launch options of a kernel."""
-
-    tokens: int
-    features: int
-    experts: int
-    num_warps: int
-    num_stages: int
-    steps: int = 1  # blocks of features that one program computes in sequence
-    token_major: bool = False  # consecutive programs share a token block, not a feature block
-    prefetch_addend: bool = False  # load the addend of a feature block one step early
-
-
-def token_launch_table(num_experts: int, dim: int, num_parts: int, unsorted: bool) -> Tile:
-    """Choose the tile of `_token_kernel`.
-
-    Where registers allow, BE covers all experts, and a program loads d affinity of its tokens once
-    for `steps` blocks of features. 8 blocks are usual: 1 took 43 us more (olmoe, H200). A narrow
-    float32 model has 6 and takes 3 at a time, so that there are enough programs. For sorted tokens
-    the rows of
-    d affinity are scattered in memory, and long ones with many experts: 135 us with 16 blocks, 158
-    with 8 (qwen30b). More than 128 experts, or 128 with a bf16x3 split, do not fit the registers;
-    their d affinity is loaded again for every block of features, by whole rows if unsorted: 207 us
-    with 3 stages against 287 with 2 and by columns, with a scale 234 against 327 (qwen3next).
-
-    For unsorted tokens of a wide model `token_major` lets consecutive programs write whole rows: 98
-    -> 88 us at olmoe, and 83 with `prefetch_addend` (qwen30b 138 -> 118, fine 105 -> 91). Sorted
-    tokens get slower by both. A narrow row of 16-bit numbers belongs to one program, with
-    prefetched addends: the layer of switch takes 2 us less, that of swin 4 us less; for sorted
-    tokens 2 us less at switch, but 3 us more at swin.
-    """
-    experts = max(16, triton.next_power_of_2(num_experts))
-    if experts > (128 if num_parts == 2 else 64):
-        return Tile(64, 64, 64, 4, 3 if num_parts == 2 else 2, 1, unsorted)
-    narrow = dim < 1024
-    if unsorted and narrow and num_parts == 3:
-        return Tile(64, 64, experts, 4, 3, 3)
-    if unsorted:
-        tokens, num_warps, stages = (128, 8, 2) if experts == 128 and not narrow else (64, 4, 3)
-        return Tile(tokens, 64, experts, num_warps, stages, 8, True, True)
-    if experts == 128:
-        return Tile(64, 64, experts, 4, 2, 16)
-    return Tile(64, 64, experts, 4, 3, 8, prefetch_addend=dim < 384 and num_parts == 2)
-
-
-def embedding_launch_table(
-    num_experts: int, dim: int, num_parts: int, rescaled: bool = False
-) -> Tile:
-    """Choose the tile of `_embedding_kernel`.
-
-    Up to 64 experts use 4 warps: 8 warps took 86 us instead of 50, and 217 instead of 146 with a
-    scale (olmoe, H200). A sorted token takes two dependent loads, first its index and then its row:
-    with 3 stages one load of x is in flight, with 5 stages two (switch: 15.3 -> 12.7 us). With more
-    experts 5 stages would exceed the shared memory; a fourth one fits with a bf16x2 split (58 -> 53
-    us at olmoe, 105 -> 96 at qwen30b, without a scale). With few experts a wide model gets wide
-    blocks of features, so that fewer programs read d affinity (mixtral 51 -> 35 us). So do many
-    experts (qwen3next 194 -> 150 us), unless each token is rescaled (323 -> 467).
-    """
-    experts = min(128, max(16, triton.next_power_of_2(num_experts)))
-    num_warps = 8 if experts == 128 else 4
-    if dim < 1024:
-        return Tile(64, 64, 16, 4, 5) if experts == 16 else Tile(64, 32, experts, num_warps, 3)
-    if num_parts == 3:
-        return Tile(64, 64, experts, num_warps, 3)
-    if num_experts > 256 and not rescaled:
-        return Tile(64, 128, 64, 4, 3)
-    return Tile(64, 128 if experts == 16 else 64, experts, num_warps, 4)
 
 
 def terms(dtype: torch.dtype) -> int:
@@ -116,7 +49,7 @@ def token_gradient(
     """Return d x (T, D) in x's dtype, plus addend_TD: the gradient of x from other consumers."""
     T, D = tokens.x.shape
     Z, _, E = grad_ZTE.shape
-    tile = token_launch_table(E, D, Z, not tokens.is_sorted)
+    tile = token_launch_table(E, D, Z, not tokens.is_sorted, tokens.has_scale)
     grad_TD = torch.empty_like(tokens.x)
     if T > 0:
         columns = triton.cdiv(D, tile.features * tile.steps)
@@ -132,14 +65,22 @@ def token_gradient(
     return grad_TD
 
 
-def embedding_gradient(tokens: Tokens, end: Tensor | None, grad_ZTE: Tensor) -> Tensor:
+def embedding_gradient(
+    tokens: Tokens, end: Tensor | None, grad_ZTE: Tensor, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Return d embedding (E, D), float32.
 
-    end: (C + 1,) slot after the last token of each cluster, if tokens are sorted.
+    end: (C + 1,) slot after the last token of each cluster, if tokens are sorted. dtype: the
+    embedding's, to which the caller rounds the gradient. Where that is bf16, as the tokens are, and
+    tokens are rescaled first (rescale.py), x * scale is rounded to bf16. This moves the gradient by
+    about as much as the rounding of x itself, and as its own rounding to bf16.
     """
     T, D = tokens.x.shape
     Z, _, E = grad_ZTE.shape
-    tile = embedding_launch_table(E, D, Z, tokens.has_scale and not tokens.is_sorted)
+    if worth_rescaling(tokens, E):
+        tokens = rescaled(tokens, 1 if tokens.x.dtype == dtype == torch.bfloat16 else 2)
+    token_parts = 2 if tokens.is_split else int(tokens.is_sorted or not tokens.has_scale)
+    tile = embedding_launch_table(E, D, Z, token_parts)
     blocks = triton.cdiv(D, tile.features), triton.cdiv(E, tile.experts)
     # Sorted tokens are gathered from scattered rows, and narrow models have short rows: both are
     # bound by latency, which twice the programs hide (sorted tokens of olmoe 99 -> 68 us).
@@ -149,8 +90,8 @@ def embedding_gradient(tokens: Tokens, end: Tensor | None, grad_ZTE: Tensor) -> 
     _embedding_kernel[(P, *blocks)](
         *tokens.pointers, tokens.permutation if end is None else end, grad_ZTE, partial_PED, T, D,
         E, tokens.scale.shape[0], split,
-        **tokens.flags, TERMS=terms(tokens.x.dtype), BT=tile.tokens, BD=tile.features,
-        BE=tile.experts, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        **tokens.flags, SPLIT=tokens.is_split, TERMS=terms(tokens.x.dtype), BT=tile.tokens,
+        BD=tile.features, BE=tile.experts, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return reduce_partials(partial_PED.view(1, P, E * D))[0].view(E, D)
 
@@ -229,6 +170,8 @@ def _token_kernel(
                 )
             else:  # load before the GEMM, used after it
                 addend = tl.load(addend_ptr + offs + d[None, :], mask=valid, other=0.0)
+        if HAS_SCALE and not (SORTED or ALL_EXPERTS):  # likewise
+            scale = load_own_scale(scale_ptr, cluster, unmasked, d, D)
         if ALL_EXPERTS:
             acc = _grad_times_embedding(embedding_ptr, grad, e, d, D, E, TERMS)
         else:
@@ -241,9 +184,10 @@ def _token_kernel(
                 acc += _grad_times_embedding(embedding_ptr, part, start_e + e, d, D, E, TERMS)
         if SORTED:
             acc *= load_scale(scale_ptr, cluster, d, D)[None, :]
+        elif HAS_SCALE and ALL_EXPERTS:
+            acc *= load_own_scale(scale_ptr, cluster, unmasked, d, D)
         elif HAS_SCALE:
-            scaled = (unmasked & (cluster >= 0))[:, None] & (d[None, :] < D)
-            acc *= tl.load(scale_ptr + cluster[:, None] * D + d[None, :], mask=scaled, other=1.0)
+            acc *= scale
         if HAS_ADDEND:
             acc += addend.to(tl.float32)
         tl.store(out_ptr + offs + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=valid)
@@ -263,8 +207,8 @@ def _grad_times_embedding(embedding_ptr, grad, e, d, D, E, TERMS: tl.constexpr):
 def _embedding_kernel(
     x_ptr, scale_ptr, cluster_ptr, mask_ptr, perm_ptr, end_ptr, grad_ptr, out_ptr, T, D, E, C,
     split, HAS_SCALE: tl.constexpr, HAS_MASK: tl.constexpr, SORTED: tl.constexpr,
-    PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-    BE: tl.constexpr, BC: tl.constexpr,
+    SPLIT: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, BT: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     size, count = split, T
     if SORTED:  # only the device knows how many slots are in use
@@ -283,8 +227,14 @@ def _embedding_kernel(
         )  # fmt: skip
         if SORTED and BC > 0:
             scale = load_scale(scale_ptr, cluster, d, D)
-        x = load_scaled(x_ptr, scale_ptr, cluster, t, row, unmasked, d, D, HAS_SCALE, SORTED, BT)
-        high, middle, low = split_bf16(x, PLAIN_BF16)
+        if SPLIT:
+            high, middle = load_split(x_ptr, row, unmasked, d, D, BT)
+            low = high  # not read
+        else:
+            x = load_scaled(
+                x_ptr, scale_ptr, cluster, t, row, unmasked, d, D, HAS_SCALE, SORTED, BT
+            )
+            high, middle, low = split_bf16(x, PLAIN_BF16)
         row_ptr = _row_pointers(grad_ptr, t, row, E, SORTED, BT)
         valid = unmasked[None, :] & (e[:, None] < E)
         grad_high, grad_middle, grad_low = _load_bf16_split(

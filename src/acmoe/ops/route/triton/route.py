@@ -12,7 +12,8 @@ Where tokens are sorted by cluster (ops/sort/triton/sort.py) a block has one sca
     affinity_te = sum_d x_td * (scale_d * embedding_ed)
 is the plain router's GEMM with an embedding that is rescaled as it is loaded. (Where the
 embedding's tile is not smaller than the tokens' tile, and both are bf16, the tokens are rescaled
-instead.) Unsorted tokens are rescaled one by one.
+instead.) Unsorted tokens are rescaled one by one; with more than MANY_EXPERTS before the GEMM
+(rescale.py), so that not every tile of experts rescales them again.
 
 Memory traffic: x (T D itemsize bytes) and, if any, (T, E) float32 noise read once; (T, E) float32
 affinities and (T, K) ids and gates written. The GEMM is 2 T D E operations, done 1 to 6 times in
@@ -33,6 +34,7 @@ from acmoe.ops.device import tuning
 from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2
 from acmoe.ops.device.reduce_partials import reduce_balance, reduce_partials
 from acmoe.ops.route.triton.affinity import affinity_block, affinity_kernel
+from acmoe.ops.route.triton.rescale import MANY_EXPERTS, rescaled, worth_rescaling
 from acmoe.ops.route.triton.tokens import Tokens, load_cluster_ends, load_tokens
 
 # Sort key below that of every affinity, -inf included: an expert already selected or out of range.
@@ -46,10 +48,9 @@ TERMS_16_BIT = 4
 # one stays bf16: at most 2^-18 of each product is lost. A bf16x3 split would cost 31 us at qwen30b
 # and 1.5 at switch, of 197 and 16.5 (H200).
 TERMS_SORTED_BF16 = 3
-# Experts above which affinities are computed by a kernel of their own, and its tile: tokens,
-# experts, warps and stages. One stage less where the scale of each token is loaded as well, for the
-# 99 KiB of smaller cards; on others it would cost 371 us instead of 272 (qwen3next, H200).
-MANY_EXPERTS = 256
+# The tile of the kernel that computes the affinities of more than MANY_EXPERTS: tokens, experts,
+# warps and stages. One stage less where the scale of each token is loaded as well, for the 99 KiB
+# of smaller cards; on others it would cost 371 us instead of 272 (qwen3next, H200).
 AFFINITY_TILE = (64, 128, 4, 3)
 
 
@@ -131,6 +132,9 @@ def route(
         # memory that a program has on smaller cards.
         tile = tile._replace(num_stages=min(tile.num_stages, 3))
     selecting = tokens.in_place() if E > MANY_EXPERTS else tokens  # reads affinities, no tokens
+    if E > MANY_EXPERTS and totals == "balance":
+        # One program adds up the sums of all others: let these be few.
+        tile = tile._replace(tokens=16, num_warps=8)
     N = selecting.blocks(tile.tokens)
     affinity_TE = tokens.x.new_empty(T, E, dtype=torch.float32)
     gate_TK = affinity_TE.new_empty(T, top_k)
@@ -148,14 +152,16 @@ def route(
         flags["TERMS"] = terms(tokens, both_bf16)
         if E > MANY_EXPERTS:
             height, width, num_warps, num_stages = AFFINITY_TILE
-            if tokens.has_scale and not tokens.is_sorted and not tuning.has_shared_memory():
+            reading = rescaled(tokens, 2) if worth_rescaling(tokens, E) else tokens
+            if reading.has_scale and not reading.is_sorted and not tuning.has_shared_memory():
                 num_stages -= 1
             launch(
-                affinity_kernel, (cdiv(E, width), tokens.blocks(height)),
-                *tokens.pointers, *router, affinity_TE, T, D, E, tokens.scale.shape[0], **flags,
-                **tokens.flags, BT=height, BD=tile.features, BE=width, num_warps=num_warps,
-                num_stages=num_stages,
+                affinity_kernel, (cdiv(E, width), reading.blocks(height)),
+                *reading.pointers, *router, affinity_TE, T, D, E, reading.scale.shape[0], **flags,
+                **reading.flags, SPLIT=reading.is_split, BT=height, BD=tile.features, BE=width,
+                num_warps=num_warps, num_stages=num_stages,
             )  # fmt: skip
+            del reading  # its parts are as large as x, twice
         launch(
             _route_kernel, (N,), *tokens.pointers, *router, ids_TK, gate_TK,
             affinity_TE, partial_2NE, first_T, T, D, E, tokens.scale.shape[0], 1.0 / temperature,
@@ -240,8 +246,8 @@ def _route_kernel(
     else:
         affinity = affinity_block(
             x_ptr, scale_ptr, cluster, embedding_ptr, bias_ptr, noise_ptr, t, start.to(tl.int64),
-            in_bounds, unmasked, e, D, E, HAS_BIAS, HAS_NOISE, HAS_SCALE, SORTED, PLAIN_BF16,
-            TERMS, BT, BD, BE,
+            in_bounds, unmasked, e, D, E, HAS_BIAS, HAS_NOISE, HAS_SCALE, SORTED, False,
+            PLAIN_BF16, TERMS, BT, BD, BE,
         )  # fmt: skip
         tl.store(affinity_ptr + offs, affinity, mask=valid)
 

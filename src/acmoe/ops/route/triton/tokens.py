@@ -39,6 +39,7 @@ class Tokens(NamedTuple):
     has_mask: bool
     is_sorted: bool
     has_cluster_ends: bool  # `cluster` holds the (C + 1,) ends
+    is_split: bool = False  # x is a bf16x2 split (T, 2 * D) of rescaled tokens (rescale.py)
 
     @classmethod
     def of(
@@ -81,7 +82,8 @@ class Tokens(NamedTuple):
         split.
         BC: width of the register vector of cluster ends, 0 where `cluster` holds assignments.
         """
-        plain_bf16 = self.x.dtype == torch.bfloat16 and (self.is_sorted or not self.has_scale)
+        rescaled = self.is_split or (self.has_scale and not self.is_sorted)
+        plain_bf16 = self.x.dtype == torch.bfloat16 and not rescaled
         return {
             "HAS_SCALE": self.has_scale,
             "HAS_MASK": self.has_mask,
@@ -117,9 +119,25 @@ def load_scaled(
         offs = tl.arange(0, BT)[:, None] * D + d[None, :]
         x = tl.load(x_ptr + row * D + offs, mask=valid, other=0.0).to(tl.float32)
         if HAS_SCALE:
-            valid &= (cluster >= 0)[:, None]
-            x *= tl.load(scale_ptr + cluster[:, None] * D + d[None, :], mask=valid, other=1.0)
+            x *= load_own_scale(scale_ptr, cluster, unmasked, d, D)
     return x
+
+
+@triton.jit
+def load_split(x_ptr, row, unmasked, d, D, BT: tl.constexpr):
+    """Load the (BT, BD) high and low bf16 parts of tokens that are a bf16x2 split."""
+    valid = unmasked[:, None] & (d[None, :] < D)
+    offs = tl.arange(0, BT)[:, None] * (2 * D) + d[None, :]
+    x_ptr += row * 2 * D
+    high = tl.load(x_ptr + offs, mask=valid, other=0.0)
+    return high, tl.load(x_ptr + D + offs, mask=valid, other=0.0)
+
+
+@triton.jit
+def load_own_scale(scale_ptr, cluster, unmasked, d, D):
+    """Load the (BT, BD) scales of unsorted tokens; ones where masked or in no cluster."""
+    valid = (unmasked & (cluster >= 0))[:, None] & (d[None, :] < D)
+    return tl.load(scale_ptr + cluster[:, None] * D + d[None, :], mask=valid, other=1.0)
 
 
 @triton.jit
