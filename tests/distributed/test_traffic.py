@@ -4,10 +4,10 @@ The group of several processes is torch's fake one: its collectives do nothing, 
 plays rank 0. A slow test counts the same in processes of gloo.
 """
 
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import acmoe
 from acmoe.distributed.traffic import CountTraffic, wire_bytes
 from acmoe.lab.bench.scaling import ddp_bytes, fsdp_bytes, global_bytes, pooled_bytes
-from acmoe.routing import group
+from acmoe.routing import group, step_hook
 
 LAYERS = 2
 # Two layers with 4 clusters of 6 features: counts and sums are 4 x 7 numbers, deviations 4 x 6.
@@ -30,8 +30,10 @@ BALANCE = LAYERS * 5 * 4  # the load of 4 experts and the number of tokens, in e
 
 
 @pytest.fixture
-def fake_ranks() -> Iterator[None]:
-    gc.collect()  # a model of another test that is still there would pool its statistics too
+def fake_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # A model that a fixture of another file still holds would pool its statistics, too.
+    for registry in ("_statistics", "_layers"):
+        monkeypatch.setattr(step_hook, registry, WeakSet())
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     group._agreed.clear()
     yield
