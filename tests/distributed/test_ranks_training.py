@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from launched import launch, ports
+from launched import launch, launch_often, new_start, ports
 from safetensors.torch import load_file
 from torch import nn
 
@@ -58,19 +58,20 @@ PLAIN_IMAGES = (
 )
 
 
-def many(rank: int, folder: Path, free: list[int]) -> dict[str, Any]:
+def many(rank: int, folder: Path) -> dict[str, Any]:
     """Run all cases in one start of the processes, which costs more than the cases."""
     start.TIMEOUT = 60.0
     corpus = folder / "corpus"
 
     def run(name: str, *settings: str, router: str = "adaptive") -> Summary:
-        os.environ["MASTER_PORT"] = str(free.pop())
+        new_start()
         return train(tiny_run(corpus, *settings, router=router), folder / name, console=QUIET)
 
     found: dict[str, Any] = {
         "ddp": run("ddp", *GLOBAL, TWO),
         "fsdp": run("fsdp", *GLOBAL, TWO, "parallel.shard=fsdp"),
         "expert": run("expert", *GLOBAL, TWO, "parallel.expert=2"),
+        "async": run("async", *GLOBAL, TWO, "parallel.shard=fsdp", "parallel.save=async"),
         "resumed": run("alone-two", *GLOBAL, TWO, "parallel.shard=fsdp"),
         "dropout": run("dropout", *SHORT, TWO),
     }
@@ -81,17 +82,16 @@ def many(rank: int, folder: Path, free: list[int]) -> dict[str, Any]:
     found["again"] = run("dropout-again", *SHORT, TWO)
     found["stopped"] = interrupted(rank, lambda: run("stopped", *SHORT, TWO))
     found["runners"] = [
-        why_plain(tiny_run(corpus, TWO, f"parallel.shard={shard}"), free.pop())
-        for shard in ("ddp", "fsdp")
+        why_plain(tiny_run(corpus, TWO, f"parallel.shard={shard}")) for shard in ("ddp", "fsdp")
     ]
     found["nan"] = ending(lambda: broken(rank, lambda: run("nan", *SHORT, TWO), nan_hook))
     found["raised"] = ending(lambda: broken(rank, lambda: run("raised", *SHORT, TWO), raising_hook))
     return found
 
 
-def why_plain(config: RunConfig, port: int) -> str | None:
+def why_plain(config: RunConfig) -> str | None:
     """Return the reason why a trainer's model would not run on its fast path, or None."""
-    os.environ["MASTER_PORT"] = str(port)
+    new_start()
     with (
         start.joined(config.parallel, config.device) as (ranks, device),
         closing(TextTrainer(config, checked_corpus(config), device, ranks)) as trainer,
@@ -164,7 +164,7 @@ def two(folder: Path) -> list[dict[str, Any]]:
     byte_corpus(folder)
     train(tiny_run(folder / "corpus", *GLOBAL), folder / "alone", console=QUIET)
     half_of(folder / "alone", folder / "alone-two")
-    return launch(2, many, folder, ports(16), folder=folder / "results")
+    return launch_often(2, many, folder, folder=folder / "results")
 
 
 def half_of(run: Path, copy: Path, last: str = "step-00000006") -> None:
@@ -217,10 +217,12 @@ def test_a_checkpoint_of_two_processes_is_that_of_one(
         torch.testing.assert_close(found[key], value, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "expert", PIPELINE])
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "expert", "async", PIPELINE])
 def test_one_process_continues_a_run_of_two(
     two: list[dict[str, Any]], folder: Path, name: str
 ) -> None:
+    parts = list((folder / name / "checkpoints").glob("*/shards/*"))
+    assert len(parts) == (4 if name == "async" else 0)  # of two processes, in two checkpoints
     half_of(folder / name, folder / f"{name}-one")
     train(tiny_run(folder / "corpus", *GLOBAL), folder / f"{name}-one", console=QUIET)
     assert furthest(losses(folder / f"{name}-one"), losses(folder / "alone")) < 1e-5

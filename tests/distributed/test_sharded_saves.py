@@ -1,4 +1,7 @@
-"""Checkpoints written by all processes: any number of processes continues them."""
+"""Checkpoints written by all processes: any number of processes continues them.
+
+test_ranks_training.py has the case that runs by default.
+"""
 
 import re
 import shutil
@@ -12,9 +15,10 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 import acmoe
 from acmoe.distributed import start
-from acmoe.evaluate.run import checkpoints
 from acmoe.train.run import train
 from tiny_runs import QUIET, byte_corpus, records, tiny_run
+
+pytestmark = pytest.mark.slow
 
 SHORT = (
     *("steps=6", "log_every=1", "eval_every=3", "checkpoint_every=3", "keep=3", "batch=8"),
@@ -90,21 +94,6 @@ def losses(run: Path) -> list[float]:
     return [record["loss"] for record in records(run)]
 
 
-def test_two_processes_write_a_part_each_and_one_continues(tmp_path: Path) -> None:
-    byte_corpus(tmp_path)
-    launch_often(2, save_in_background, tmp_path, folder=tmp_path / "results")
-    for folder in checkpoints(tmp_path / "two" / "checkpoints"):
-        assert len(list((folder / "shards").iterdir())) == 2
-    half_of(tmp_path / "two", tmp_path / "alone")
-    run(tmp_path, tmp_path / "alone", 1, ("parallel.save=whole",))
-    assert losses(tmp_path / "alone") == pytest.approx(losses(tmp_path / "two"), abs=1e-5)
-
-
-def save_in_background(rank: int, folder: Path) -> None:
-    run(folder, folder / "two", 2, ("parallel.shard=fsdp", "parallel.save=async"))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("router", ["adaptive", "smoe"])
 def test_any_layout_continues_any_other(router: str, tmp_path: Path) -> None:
     byte_corpus(tmp_path)
@@ -123,7 +112,6 @@ def test_any_layout_continues_any_other(router: str, tmp_path: Path) -> None:
                 assert found == losses(tmp_path / name_of(*before))
 
 
-@pytest.mark.slow
 def test_the_model_of_parts_is_bitwise_the_gathered_one(tmp_path: Path) -> None:
     """The same two processes save step 6 in both ways."""
     byte_corpus(tmp_path)
@@ -142,7 +130,6 @@ def both_ways(rank: int, folder: Path) -> None:
         run(folder, folder / how, 2, settings)
 
 
-@pytest.mark.slow
 def test_a_full_disk_of_one_process_ends_all_in_one_line(tmp_path: Path) -> None:
     byte_corpus(tmp_path)
     first, second = sorted(launch_often(2, full_disk, tmp_path, folder=tmp_path / "results"))

@@ -167,6 +167,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow  # test_compiled.py and test_decoder.py compile the blocks of a model by default
 @pytest.mark.parametrize(("name", "replay"), GRAPHS)
 def test_four_compiled_blocks_share_two_graphs_and_equal_eager(fresh_compiler, name, replay):
     blocks = stack(4, router=ROUTERS[name])

@@ -123,6 +123,7 @@ def test_killed_in_the_middle_the_averaged_weights_continue_bit_by_bit(tmp_path:
     assert vision_records(tmp_path / "killed") == vision_records(tmp_path / "whole")
 
 
+@pytest.mark.slow  # test_resume.py has the same for text
 def test_sigterm_finishes_the_step_saves_and_exits_with_143(tmp_path: Path) -> None:
     config = tiny_vision_run("steps=100000", "checkpoint_every=100000", "eval_every=100000")
     process = FORKS.Process(target=train_images_in_child, args=(config, tmp_path / "run"))

@@ -6,6 +6,7 @@ from acmoe.errors import UserError
 from acmoe.lab.bench.profile import ProfileConfig, bench_profile
 
 
+@pytest.mark.slow
 def test_a_profile_is_of_the_model_with_its_options() -> None:
     config = ProfileConfig(
         models=("switch-nano",), options=("block=32", "repeats=1"), batch=1, device="cpu", top=3
