@@ -3,18 +3,25 @@
 test_ranks_training.py has the case that runs by default.
 """
 
+import os
 import re
 import shutil
+import signal
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from launched import launch_often, new_start
+from test_torchrun import command, workers
+from test_torchrun import start as start_command
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 import acmoe
 from acmoe.distributed import start
+from acmoe.evaluate.run import checkpoints
 from acmoe.train.run import train
 from tiny_runs import QUIET, byte_corpus, records, tiny_run
 
@@ -166,3 +173,27 @@ def ending(run: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "went on"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("how", ["sharded", "async"])
+def test_a_process_killed_while_it_writes_leaves_the_checkpoint_before(
+    tmp_path: Path, how: str
+) -> None:
+    """torchrun starts both again; they end with the losses of an undisturbed run."""
+    corpus = byte_corpus(tmp_path)
+    settings = ("steps=40", "eval_every=40", "checkpoint_every=2", "keep=2")
+    layout = ("parallel.shard=fsdp", f"parallel.save={how}")
+    whole = start_command(*command(2, corpus, tmp_path / "whole", *settings, *layout))
+    said, _ = whole.communicate(timeout=180)
+    assert whole.returncode == 0, said
+    killed = start_command(*command(2, corpus, tmp_path / "run", *settings, *layout, restarts=3))
+    written = tmp_path / "run" / "checkpoints"
+    while not (checkpoints(written) and list(written.glob(".partial/shards/*"))):
+        assert killed.poll() is None, killed.communicate()[0]
+        time.sleep(0.001)
+    os.kill(dict(workers(killed.pid))[1], signal.SIGKILL)
+    said, _ = killed.communicate(timeout=240)
+    assert killed.returncode == 0, said
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert not list(written.glob(".*"))

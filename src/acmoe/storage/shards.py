@@ -10,10 +10,11 @@ import hashlib
 import json
 import warnings
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -55,9 +56,15 @@ class Writing:
     def __init__(
         self, folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
     ) -> None:
-        thread = ThreadPoolExecutor(1)
-        self.future: Future[None] = thread.submit(write_shards, folder, tensors, group)
-        thread.shutdown(wait=False)
+        self.future: Future[None] = Future()
+        # A daemon: a process that ends because another has failed must not wait for that other.
+        Thread(target=self._write, args=(folder, tensors, group), daemon=True).start()
+
+    def _write(self, *arguments: Any) -> None:
+        try:
+            self.future.set_result(write_shards(*arguments))
+        except BaseException as error:  # `wait` raises it
+            self.future.set_exception(error)
 
     def done(self) -> bool:
         """Return True when all parts are written, or writing has failed."""
