@@ -1,5 +1,6 @@
 """metrics.jsonl and what a person sees while it grows."""
 
+import errno
 import io
 import sys
 import time
@@ -11,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from acmoe.errors import UserError
 from acmoe.evaluate.run import open_run, read_metrics
 from acmoe.train.metrics_log import Board, MetricsLog, append, drop_records_after
 from acmoe.train.run import train
@@ -164,6 +166,39 @@ def test_tensorboard_gets_the_same_figures_where_it_is_installed(
     log.close()  # a second time does nothing
     assert ("valid/loss", 2.0, 9) in written
     assert ("valid/perplexity", record["perplexity"], 9) in written
+
+
+@pytest.mark.parametrize("fails", ["open", "flush", "close"])
+def test_a_full_disk_under_tensorboard_is_one_line(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(at: str) -> None:
+        if at == fails:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    class SummaryWriter:
+        def __init__(self, folder: str, purge_step: int) -> None:
+            full("open")
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            pass
+
+        def flush(self) -> None:
+            full("flush")
+
+        def close(self) -> None:
+            full("close")
+
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    monkeypatch.setattr(Board, "available", True)
+    board = Board(tmp_path / "tensorboard")
+    with pytest.raises(UserError, match="cannot write .*tensorboard: No space left on device"):
+        board.open(0)
+        board.write({"kind": "train", "step": 1, "loss": 2.0})
+        board.close()
+    board.close()  # a failed writer is not closed twice
 
 
 def test_without_tensorboard_nothing_is_written_for_it(

@@ -218,22 +218,25 @@ class Board:
             from torch.utils.tensorboard import SummaryWriter
 
             # Events after `step` come from a killed process; their steps will be trained again.
-            self._writer = SummaryWriter(str(self.folder), purge_step=step + 1)
+            with report_write_errors(self.folder):
+                self._writer = SummaryWriter(str(self.folder), purge_step=step + 1)
 
     def close(self) -> None:
         """End the thread and the file of the writer."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with report_write_errors(self.folder):
+                writer.close()
 
     def write(self, record: Record) -> None:
         """Write every number of a record."""
         if self._writer is None:
             return
-        for name, value in record.items():
-            if isinstance(value, int | float) and name != "step":
-                self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
-        self._writer.flush()
+        with report_write_errors(self.folder):
+            for name, value in record.items():
+                if isinstance(value, int | float) and name != "step":
+                    self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
+            self._writer.flush()
 
 
 def append(path: Path, record: Record) -> None:
