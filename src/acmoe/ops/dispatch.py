@@ -273,8 +273,15 @@ def on_nvidia(device: torch.device) -> bool:
 
 
 @functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
+def _cached_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    # torch.compile looks through a cache, and warns of it.
+    if torch.compiler.is_compiling():
+        return torch.cuda.get_device_capability(device)
+    return _cached_capability(device)
 
 
 def triton_unsupported(x: Tensor, *, on_cpu: bool = True, integers: bool = False) -> str | None:
