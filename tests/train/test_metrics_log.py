@@ -194,7 +194,7 @@ def test_a_full_disk_under_tensorboard_is_one_line(
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     monkeypatch.setattr(Board, "available", True)
     board = Board(tmp_path / "tensorboard")
-    with pytest.raises(UserError, match="cannot write .*tensorboard: No space left on device"):
+    with pytest.raises(UserError, match=r"cannot write .*tensorboard: No space left on device"):
         board.open(0)
         board.write({"kind": "train", "step": 1, "loss": 2.0})
         board.close()
