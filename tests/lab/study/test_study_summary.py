@@ -68,6 +68,16 @@ def test_the_tables_hold_spread_interval_command_and_commit():
     assert "| 1.153 | 1.137 | Table 1 |" in page
 
 
+def test_step_times_are_those_of_the_runs_with_the_fewest_at_once():
+    crowded = {"commit": "abc1234", "device": "a card", "jobs": 4}
+    lines = [record("smoe", 0, 1.5), record("smoe", 1, 1.7, environment=crowded)]
+    lines[0]["metrics"]["step_ms"], lines[1]["metrics"]["step_ms"] = 25.0, 80.0
+    summary = summarise(BYTES, lines)
+    assert summary.groups[0].by_seed("smoe", "step_ms") == {0: 25.0}
+    assert summary.groups[0].by_seed("smoe", "test") == {0: 1.5, 1: 1.7}
+    assert "2 or 4 at once. Step times are those of 2 at once." in study_markdown(summary, [])
+
+
 def test_a_claim_that_survives_is_said_with_its_direction():
     sure = [record("smoe", seed, 1.5 + seed) for seed in range(5)]
     sure += [record("adaptive-previous", s, 1.4 + s + 0.001 * (s % 2)) for s in range(5)]

@@ -8,6 +8,8 @@ from acmoe.lab.study.results.records import DONE, Record, latest
 from acmoe.lab.study.results.statistics import Difference, Spread, holm, paired_difference
 from acmoe.lab.study.study import Metric, Study
 
+STEP_TIME = "step_ms"  # it depends on how many cells share the device
+
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
@@ -21,6 +23,11 @@ class Compared:
     relative: float | None  # difference in percent of the baseline's mean; None where that is 0
     holm_t: float | None  # corrected over all comparisons of the metric in this study
     holm_flip: float
+
+
+def jobs_of(record: Record) -> int:
+    """Return the number of cells that ran at once on the record's device."""
+    return int(record["environment"].get("jobs", 1))
 
 
 class Group:
@@ -44,16 +51,26 @@ class Group:
         return f"{self.setting}; {self.size}"
 
     @property
+    def jobs(self) -> list[int]:
+        """The numbers of cells that ran at once, ascending."""
+        return sorted({jobs_of(record) for record in self.records})
+
+    @property
     def conditions(self) -> list[str]:
         """The conditions, in the order in which they first ran."""
         return list(dict.fromkeys(condition for condition, _ in self.runs))
 
     def by_seed(self, condition: str, key: str) -> dict[int, float]:
-        """Return a metric of a condition by seed; seeds without the metric are left out."""
+        """Return a metric of a condition by seed; seeds without the metric are left out.
+
+        Times are those of the runs that shared the device with the fewest others.
+        """
         return {
             seed: record["metrics"][key]
             for (name, seed), record in self.runs.items()
-            if name == condition and key in record["metrics"]
+            if name == condition
+            and key in record["metrics"]
+            and (key != STEP_TIME or jobs_of(record) == self.jobs[0])
         }
 
     def spread(self, condition: str, key: str) -> Spread | None:

@@ -79,10 +79,11 @@ def _origin(summary: Summary, group: Group) -> str:
     environments = [record["environment"] for record in group.records]
     commits = sorted({str(one.get("commit")) for one in environments})
     devices = sorted({str(one.get("device")) for one in environments})
-    jobs = sorted({str(one.get("jobs", 1)) for one in environments})
+    jobs = group.jobs
+    times = f" Step times are those of {jobs[0]} at once." if len(jobs) > 1 else ""
     return (
         f"`{'`, `'.join(commands)}`: {group.size}; commit {', '.join(commits)}; "
-        f"{', '.join(devices)}, {' or '.join(jobs)} at once."
+        f"{', '.join(devices)}, {' or '.join(map(str, jobs))} at once.{times}"
     )
 
 
