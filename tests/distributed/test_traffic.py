@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import acmoe
+from acmoe.distributed.experts_ddp import REPLICA_OPTIONS
 from acmoe.distributed.traffic import CountTraffic, wire_bytes
 from acmoe.lab.bench.scaling import ddp_bytes, fsdp_bytes, global_bytes, pooled_bytes
 from acmoe.routing import group, step_hook
@@ -59,6 +60,8 @@ def count(rank: int, wrap: str, statistics_group: Any = "pooled", parts: int = 1
     wrapped: Any = model
     if wrap == "ddp":
         wrapped = DistributedDataParallel(model)
+    elif wrap == "replica":
+        wrapped = DistributedDataParallel(model, **REPLICA_OPTIONS)
     elif wrap == "fsdp":
         for layer in model.layers:
             fully_shard(layer)
@@ -108,6 +111,8 @@ def test_ddp_reduces_every_gradient_and_sends_the_buffers(one_rank: None) -> Non
     found = count(0, "ddp")
     assert found["parameters"] == 928
     assert found["bytes"] == {"all_reduce": ddp_bytes(928), "broadcast": found["buffers"]}
+    # As `acmoe train` wraps its models.
+    assert count(0, "replica")["bytes"] == {"all_reduce": ddp_bytes(928)}
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """DistributedDataParallel for a model whose experts are distributed (experts.py)."""
 
+from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -9,6 +10,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from acmoe.distributed.ranks import Ranks
 from acmoe.distributed.whole import is_part
+
+# torch 2.13 renames broadcast_buffers.
+_SYNC = "forward_sync_buffers"
+_SYNC = _SYNC if _SYNC in signature(DistributedDataParallel).parameters else "broadcast_buffers"
+# Every process computes the same buffers from reduced statistics, so none has to be sent; gradients
+# lie in the buckets that are reduced, so none is copied.
+REPLICA_OPTIONS: dict[str, Any] = {_SYNC: False, "gradient_as_bucket_view": True}
 
 
 class ReplicaWithExperts(DistributedDataParallel):
@@ -23,7 +31,7 @@ class ReplicaWithExperts(DistributedDataParallel):
         assert ranks.data is not None
         ignored = [name for name, parameter in model.named_parameters() if is_part(parameter)]
         self._set_params_and_buffers_to_ignore_for_model(model, ignored)  # type: ignore[no-untyped-call]
-        super().__init__(model, process_group=ranks.data.get_group())
+        super().__init__(model, process_group=ranks.data.get_group(), **REPLICA_OPTIONS)
         self.replicas = ranks.mesh["replicate"].get_group()
 
     @torch.no_grad()

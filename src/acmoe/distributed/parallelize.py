@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from acmoe.config.parallel import ParallelConfig
 from acmoe.distributed.experts import distribute_experts, distributed_experts
-from acmoe.distributed.experts_ddp import ReplicaWithExperts
+from acmoe.distributed.experts_ddp import REPLICA_OPTIONS, ReplicaWithExperts
 from acmoe.distributed.ranks import Ranks
 from acmoe.errors import check
 from acmoe.routing.group import set_statistics_group
@@ -38,7 +38,7 @@ def parallelize(model: nn.Module, ranks: Ranks, config: ParallelConfig) -> nn.Mo
         return _shard(model, ranks)
     if config.expert > 1:
         return ReplicaWithExperts(model, ranks)
-    return DistributedDataParallel(model, process_group=ranks.data.get_group())
+    return DistributedDataParallel(model, process_group=ranks.data.get_group(), **REPLICA_OPTIONS)
 
 
 def _shard(model: nn.Module, ranks: Ranks) -> nn.Module:
