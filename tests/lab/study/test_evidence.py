@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from statistics import variance
 from typing import Any
@@ -92,6 +93,24 @@ def test_differences_are_paired_and_in_percent_of_the_plain_mean() -> None:
 def test_verdicts(low: float | None, high: float | None, verdict: str) -> None:
     ours = PooledDifference(3, 0.0, low, high, None)
     assert Row(claim=CLAIM, setting="a", ours=ours, share=0.1).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    "low, high, verdict",
+    [(-2.0, -1.0, "supported"), (-2.0, 1.0, "undecided"), (0.5, 1.0, "refuted")],
+)
+def test_an_idea_of_our_own_is_held_against_zero(low: float, high: float, verdict: str) -> None:
+    ours = PooledDifference(4, 0.0, low, high, 1.0)
+    own = replace(CLAIM, title="own", plain=None, adaptive=None)
+    row = Row(claim=own, setting="a", ours=ours, share=0.1)
+    assert (row.verdict, row.inside) == (verdict, None)
+    signs = PooledDifference(4, 0.0, -high, -low, 1.0)  # accuracies: above zero is better
+    assert Row(claim=replace(own, unit="points"), setting="a", ours=signs, share=0.1).verdict == (
+        verdict
+    )
+    text = evidence_markdown([row], [])
+    assert f"| own | a | +0.00% [{low:+.2f}, {high:+.2f}] | none |  | 4 |" in text
+    assert f"- own: a, +0.00% [{low:+.2f}, {high:+.2f}] (n = 4)\n" in text
 
 
 def test_a_row_is_in_exactly_one_list() -> None:

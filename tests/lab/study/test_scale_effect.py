@@ -33,6 +33,7 @@ def test_a_change_is_that_from_the_plain_run_of_the_same_seed_in_percent():
         run("adaptive", 1, 4.0, 0.4),
         run("variance", 1, 3.0, 0.5),
         run("variance", 2, 3.0, 0.5),  # no plain run of seed 2
+        run("std", 0, 3.0, 0.0),  # M faded to the identity
     )
     block = group.title
     expected = [((block, 0), 0.3, 5.0), ((block, 1), 0.4, 0.0), ((block, 1), 0.5, -25.0)]

@@ -240,7 +240,7 @@ def test_no_cell_begins_that_cannot_end_at_the_pace_of_its_setting(text, tmp_pat
 
 @pytest.mark.parametrize(
     ("part", "settings", "runs"),
-    [("balance 0", 1, 3), ("balance 0.01", 1, 4), ("balance", 2, 7), ("rate 0", 2, 6)],
+    [("balance 0", 1, 4), ("balance 0.01", 1, 5), ("balance", 2, 9), ("rate 0", 2, 6)],
 )
 def test_a_setting_is_chosen_by_a_whole_part_of_its_name(part, settings, runs):
     cells = STUDIES["long"].cells(NOWHERE, Size(), (0,), ("enwik8",))
@@ -278,6 +278,20 @@ def test_the_condition_distance_differs_from_the_papers_in_the_rule_alone():
     assert ("distance", "smoe") in STUDIES["long"].comparisons
 
 
+def test_the_condition_fade_differs_from_the_papers_in_an_m_that_ends_with_half_the_run():
+    for setting in ("balance 0.01", "balance 0"):
+        for steps in (None, 300):
+            cells = STUDIES["long"].cells(NOWHERE, Size(steps=steps), (0,), ("enwik8",))
+            (cell,) = _chosen(cells, ("fade",), (setting,))
+            (paper,) = _chosen(cells, ("adaptive-previous",), (setting,))
+            router = paper.config.model.router
+            faded = variant_of(router, fade_steps=(steps or 10_000) // 2)
+            model = replace(paper.config.model, router=faded)
+            assert cell.config == replace(paper.config, model=model)
+    assert sum(cell.condition == "fade" for cell in cells) == 2
+    assert ("fade", "smoe") in STUDIES["long"].comparisons
+
+
 def test_the_recorded_runs_are_still_cells_of_the_grid():
     found = [json.loads(line) for line in RECORDS.read_text().splitlines()]
     assert {line["digest"] for line in found} >= RECORDED
@@ -288,11 +302,13 @@ def test_the_recorded_runs_are_still_cells_of_the_grid():
 
 
 @pytest.mark.slow
-def test_distance_is_rehearsed_at_nano_size(tmp_path):
+@pytest.mark.parametrize("condition", ["distance", "fade"])
+def test_conditions_of_our_own_are_rehearsed_at_nano_size(condition, tmp_path):
     size = Size(steps=4, batch=2, tokens=512, megabytes=0.2, device="cpu")
     materials = Materials(data=tmp_path / "data", work=tmp_path / "work")
     cells = STUDIES["long"].cells(materials, size, (0,), ("nano",))
-    (cell,) = _chosen(cells, ("distance",), ("nano",))
+    (cell,) = _chosen(cells, (condition,), ("nano",))
     found = run_cell(cell, tmp_path, silent)
     assert (found["status"], found["metrics"]["diverged"]) == ("done", 0.0)
     assert {"test", "contaminated 0.025"} <= found["metrics"].keys()
+    assert (found["metrics"]["scale_rms_log"] == 0) == (condition == "fade")

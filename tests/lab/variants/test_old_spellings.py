@@ -29,7 +29,7 @@ def document_of_0_1(run: RunConfig) -> dict[str, Any]:
 
 def test_the_fields_that_moved_are_those_of_the_variant_with_the_same_defaults() -> None:
     added = VariantConfig.__dataclass_fields__.keys() - AdaptiveConfig.__dataclass_fields__.keys()
-    assert added == VARIANT_FIELDS.keys() | {"distance"}  # which version 0.1 did not have
+    assert added == VARIANT_FIELDS.keys() | {"distance", "fade_steps"}  # both later than 0.1
     assert {name: getattr(VariantConfig(), name) for name in VARIANT_FIELDS} == VARIANT_FIELDS
 
 

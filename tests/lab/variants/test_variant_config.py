@@ -18,6 +18,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"part": "common", "statistics": "sequence"}, r"part='common' compares clusters"),
     ({"part": "own", "eval_statistics": "prefix"}, r"part='own' compares clusters"),
     ({"part": "common", "normalize": "feature"}, r"the plain router; use normalize='cluster'"),
+    ({"fade_steps": 0}, r"fade_steps=0; it must be at least 1, or None for an M that stays"),
+    ({"fade_steps": 5, "mean_over": "chosen"}, r"fade_steps=5 compare all: use mean_over='all'"),
     ({"center": True}, r"center=True needs means of the very tokens .*statistics_of='current'"),
     ({"center": True, "statistics": "prefix"}, r"center=True needs means"),
     ({"match": True, "base": CosineConfig()}, r"match=True .* base='cosine' .*use SMoEConfig"),
@@ -65,6 +67,12 @@ def test_a_distance_is_stored_as_a_variant_and_left_out_of_the_digest_where_it_i
     assert stored["name"] == "adaptive-variant" and stored["distance"] is True
     assert decode(stored, AdaptiveConfig, "a test") == near
     assert "distance" not in as_in_0_1(encode(VariantConfig(power=0.5)))
+
+
+def test_an_m_that_fades_is_stored_as_a_variant_too() -> None:
+    fading = VariantConfig(fade_steps=5)
+    assert decode(as_in_0_1(encode(fading)), AdaptiveConfig, "a test") == fading
+    assert "fade_steps" not in as_in_0_1(encode(VariantConfig(power=0.5)))
 
 
 def test_a_config_stored_before_there_were_variants_is_read_as_without_them() -> None:

@@ -32,6 +32,7 @@ _ADDED_FIELDS: tuple[tuple[str, str, Any], ...] = (
     ("augment", "eval_capacity", "model"),
     ("augment", "ema", None),
     ("mixup", "repeats", 1),
+    ("distance", "fade_steps", None),
 )
 
 

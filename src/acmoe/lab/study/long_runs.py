@@ -31,7 +31,9 @@ LONG = Study(
     "in `constant`: 7e-4 after a quarter of the updates, no clipping, no balance loss. The paper's "
     "runs have 1.97 billion tokens. A run has diverged where its last validation loss is 0.3 nats "
     "above its best, or a loss is not finite; the latter have no test figures. `distance` "
-    "chooses the nearest expert in M (docs/theory.md) and is run with balance 0.01 only.",
+    "chooses the nearest expert in M (docs/theory.md) and is run with balance 0.01 only. `fade` is "
+    "adaptive-previous with M to a power that falls from 1 to 0 in the first half of the updates: "
+    "then, and in all tests, it is the plain router.",
     grid=long_study,
     data_free=DataFree((TEXT_SETTING,), nano_long),
     seeds=4,
@@ -39,6 +41,7 @@ LONG = Study(
         ("adaptive-previous", "smoe"),
         ("adaptive-current", "smoe"),
         ("distance", "smoe"),
+        ("fade", "smoe"),
         *([("published", "published-control")] if published_conditions() else []),
     ),
     compared=(*BITS, Metric("contaminated 0.025", "contaminated 2.5%, bits per byte", "lower")),

@@ -6,8 +6,9 @@ the core does not know them.
 
     config       the options and which of them work together
     scale        powers and parts of M
+    steps        an exponent that falls to 0 during training, so that M fades to the identity
     strength     a scheduled or learned lambda
-    statistics   the cluster statistics that use the two above
+    statistics   the cluster statistics that use the three above
     tokens       statistics of tokens in front of a block's norm
     router       stretching about a cluster's mean, and a matched gate temperature
     distance     the nearest expert in M instead of the largest dot product

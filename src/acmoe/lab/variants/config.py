@@ -19,12 +19,15 @@ class VariantConfig(AdaptiveConfig):
     name: ClassVar[str] = VARIANT
     built_with: ClassVar[tuple[str, ...]] = (
         *AdaptiveConfig.built_with,
-        *("center", "match", "learn_strength", "strength_end", "distance"),
+        *("center", "match", "learn_strength", "strength_end", "fade_steps", "distance"),
     )
     outside_scale: ClassVar[tuple[str, ...]] = (*AdaptiveConfig.outside_scale, "center", "match")
     # Exponent of M, which is then normalised to mean one: 1 is the paper's 1/s; towards 0 the
     # router becomes the plain one.
     power: float = 1.0
+    # M fades to the identity: its exponent is multiplied by a weight that falls linearly from 1 to
+    # 0 in this many optimizer steps. From then on M = I, in evaluation too. None: no fading.
+    fade_steps: int | None = None
     # log M is its mean over clusters (common) plus each cluster's difference from it (own). Use
     # both parts or one of them.
     part: Part = "both"
@@ -71,6 +74,10 @@ class VariantConfig(AdaptiveConfig):
             math.isfinite(self.power) and 0 < self.power <= 1,
             f"power={self.power}; it must lie in (0, 1], and 0 would be router='smoe'",
         )
+        check(
+            self.fade_steps is None or self.fade_steps >= 1,
+            f"fade_steps={self.fade_steps}; it must be at least 1, or None for an M that stays",
+        )
         check_choice(self.part, ("both", "common", "own"), "part")
         positional = {"prefix", "sequence"} & set(modes)
         check(
@@ -79,10 +86,12 @@ class VariantConfig(AdaptiveConfig):
             f"statistics={min(positional, default='')!r} each has scales of its own: use 'running' "
             "or 'batch'",
         )
+        paper = self.power == 1 and self.part == "both" and self.fade_steps is None
         check(
-            (self.power == 1 and self.part == "both") or self.mean_over == "all",
-            f"mean_over={self.mean_over!r} leaves clusters out of means; power={self.power} and "
-            f"part={self.part!r} compare all: use mean_over='all'",
+            paper or self.mean_over == "all",
+            f"mean_over={self.mean_over!r} leaves clusters out of means; power={self.power}, "
+            f"part={self.part!r} and fade_steps={self.fade_steps} compare all: use "
+            "mean_over='all'",
         )
         check(
             self.part != "common" or self.normalize != "feature",
@@ -171,9 +180,9 @@ def variant_of(config: AdaptiveConfig, **changes: Any) -> AdaptiveConfig:
 def as_in_0_1(encoded: Any) -> Any:
     """Rewrite encoded configs with adaptive routers as in version 0.1.
 
-    There both classes had the name "adaptive" and all fields but `distance` and `statistics_group`;
-    a config that uses one of them stays as it is. Studies find their stored records by a digest of
-    that form.
+    There both classes had the name "adaptive" and all fields but `distance`, `fade_steps` and
+    `statistics_group`; a config that uses one of them stays as it is. Studies find their stored
+    records by a digest of that form.
     """
     if isinstance(encoded, list):
         return [as_in_0_1(item) for item in encoded]
@@ -182,7 +191,11 @@ def as_in_0_1(encoded: Any) -> Any:
     found = {key: as_in_0_1(item) for key, item in encoded.items()}
     if found.get("name") not in (AdaptiveConfig.name, VARIANT):
         return found
-    later = {"distance": False, "statistics_group": AdaptiveConfig.statistics_group}
+    later = {
+        "distance": False,
+        "fade_steps": None,
+        "statistics_group": AdaptiveConfig.statistics_group,
+    }
     if all(found.get(name, default) == default for name, default in later.items()):
         found = {name: value for name, value in found.items() if name not in later}
         return VARIANT_FIELDS | found | {"name": AdaptiveConfig.name}

@@ -11,7 +11,7 @@ def reshape_scale(
     scale: Tensor,
     occupied: Tensor,
     *,
-    power: float = 1.0,
+    power: float | Tensor = 1.0,
     part: str = "both",
     normalize: str = "cluster",
 ) -> Tensor:
@@ -19,12 +19,15 @@ def reshape_scale(
 
     scale      (X, C, D) positive diagonals of M
     occupied   (X, C) True for clusters whose scale comes from their tokens
+    power      a number, or a scalar on the device
 
     The normalisation cancels common factors, so M^p is s^-p normalised, and the product of the two
     parts of M is M up to such factors. With "common" all clusters have the same scale, also those
-    that are not occupied; otherwise clusters that are not occupied keep a scale of one.
+    that are not occupied; otherwise clusters that are not occupied keep a scale of one. A power of
+    exactly 0 gives ones.
     """
-    if power == 1 and part == "both":
+    # A tensor may change from call to call, and to look at it would wait for the device.
+    if not isinstance(power, Tensor) and power == 1 and part == "both":
         return scale
     occupied_XC1 = occupied[..., None]
     # float64: the rounding of two logarithms is then far below that of the float32 result.

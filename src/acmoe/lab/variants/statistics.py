@@ -6,7 +6,8 @@ from torch import Tensor
 from acmoe.errors import check
 from acmoe.lab.variants.config import VariantConfig
 from acmoe.lab.variants.scale import reshape_scale
-from acmoe.lab.variants.strength import Strength
+from acmoe.lab.variants.steps import Fade
+from acmoe.lab.variants.strength import LearnedStrength, ScheduledStrength
 from acmoe.ops.statistics.op import ScaleOptions
 from acmoe.ops.statistics.scale import informs
 from acmoe.routing.cache import StatisticsSlot
@@ -14,15 +15,18 @@ from acmoe.routing.statistics import ClusterStatistics, build_statistics, scale_
 
 
 class VariantStatistics(ClusterStatistics):
-    """`ClusterStatistics` with powers and parts of M, a changing lambda, and other tokens."""
+    """`ClusterStatistics` with powers and parts of M that may change, and of other tokens."""
 
     config: VariantConfig
 
     def __init__(self, config: VariantConfig, *, num_clusters: int, dim: int) -> None:
         super().__init__(config, num_clusters=num_clusters, dim=dim)
-        self.strength: Strength | None = None
-        if config.learn_strength or config.strength_end is not None:
-            self.strength = Strength(config)
+        self.strength: ScheduledStrength | LearnedStrength | None = None
+        if config.learn_strength:
+            self.strength = LearnedStrength(config)
+        elif config.strength_end is not None:
+            self.strength = ScheduledStrength(config)
+        self.fade = None if config.fade_steps is None else Fade(config.fade_steps)
         # The tokens to measure in place of the router's input (acmoe/lab/variants/tokens.py).
         self.handed_over: Tensor | None = None
 
@@ -40,8 +44,10 @@ class VariantStatistics(ClusterStatistics):
 
     def _record(self, batch: tuple[Tensor, Tensor]) -> None:
         super()._record(batch)
-        if self.strength is not None:
+        if isinstance(self.strength, ScheduledStrength):
             self.strength.record()
+        if self.fade is not None:
+            self.fade.record()
 
     def _measured(self, x_BLD: Tensor) -> Tensor:
         """Return the tokens to measure: x, or the tokens before the norm, which are used once."""
@@ -62,26 +68,30 @@ class VariantStatistics(ClusterStatistics):
         options = scale_options(self.config)  # torch.compile cannot trace super().options
         if self.strength is not None:
             options = options._replace(strength=self.strength())
-        if self.config.power != 1 or self.config.part != "both":
+        if self.config.power != 1 or self.config.part != "both" or self.fade is not None:
             options = options._replace(transform=self._reshape)
         return options
 
     def _reshape(self, scale: Tensor, spread: Tensor, count: Tensor) -> Tensor:
         config = self.config
         occupied = informs(spread, count, eps=config.eps, min_tokens=config.min_tokens)
+        power = config.power if self.fade is None else config.power * self.fade()
         return reshape_scale(
-            scale, occupied, power=config.power, part=config.part, normalize=config.normalize
+            scale, occupied, power=power, part=config.part, normalize=config.normalize
         )
 
     @property
     def caches_scale(self) -> bool:
         if torch.compiler.is_compiling():  # it cannot trace super().caches_scale
             return False
-        return super().caches_scale and not self.config.learn_strength
+        # A faded scale changes with every step, and training with batch statistics never reads
+        # that of the average: an update would compute it, in about fifty operations, for nobody.
+        changes = self.config.learn_strength or self.fade is not None
+        return super().caches_scale and not changes
 
     @property
     def version(self) -> tuple[object, ...]:
-        step = 0 if self.strength is None else self.strength.step._version
+        step = self.strength.step._version if isinstance(self.strength, ScheduledStrength) else 0
         return *super().version, step
 
     @property

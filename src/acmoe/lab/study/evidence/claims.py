@@ -15,6 +15,7 @@ SWIN, SOFT = 60 * 1_281_167, 300 * 1_281_167  # epochs of ImageNet's training im
 class Claim:
     """A figure of the paper for the plain and the adaptive router, and how we measured it.
 
+    plain    of the paper, as `adaptive`; None: an idea of our own, which predicts a gain
     unit     percent: differences are in percent of the plain router's mean, below 0 is better;
              points: differences of accuracies, above 0 is better
     length   tokens, or images, that the paper's model was trained on
@@ -24,16 +25,18 @@ class Claim:
     study: str
     metric: str
     settings: tuple[str, ...]
-    plain: float
-    adaptive: float
+    plain: float | None
+    adaptive: float | None
     unit: Literal["percent", "points"]
     length: int
     condition: str = "adaptive-previous"
     baseline: str = "smoe"
 
     @property
-    def effect(self) -> float:
-        """The paper's difference, in the claim's unit."""
+    def effect(self) -> float | None:
+        """The paper's difference, in the claim's unit; None for an idea of our own."""
+        if self.plain is None or self.adaptive is None:
+            return None
         difference = self.adaptive - self.plain
         return 100 * difference / self.plain if self.unit == "percent" else difference
 
@@ -84,6 +87,13 @@ CLAIMS: tuple[Claim, ...] = (
         condition="published",
         baseline="published-control",
         **_BYTES,
+    ),
+    _claim(
+        "our own idea: M fades to the identity, long runs",
+        "long",
+        _LONG_BYTES,
+        condition="fade",
+        **{**_BYTES, "plain": None, "adaptive": None},
     ),
     _claim("EnWik-8 bits per byte, short runs", "bytes", _SHORT_BYTES, **_BYTES),
     _words(

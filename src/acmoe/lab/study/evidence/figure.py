@@ -18,7 +18,11 @@ FARTHEST = 6.0  # in effects of the paper; intervals are cut there
 
 def save_effects(rows: Sequence[Row], folder: Path) -> tuple[Path, ...]:
     """Plot one interval per row, 0 for no effect and 1 for the paper's, to PNG and SVG."""
-    shown = [row for row in rows if row.ours is not None and row.ours.low is not None]
+    shown = [
+        row
+        for row in rows
+        if row.ours is not None and row.ours.low is not None and row.claim.effect is not None
+    ]
     if not shown:
         return ()
 
@@ -26,6 +30,7 @@ def save_effects(rows: Sequence[Row], folder: Path) -> tuple[Path, ...]:
         for place, row in enumerate(shown):
             ours, effect = row.ours, row.claim.effect
             assert ours is not None and ours.low is not None and ours.high is not None
+            assert effect is not None
             ends = sorted(cut(value / effect) for value in (ours.low, ours.high))
             axes.plot(ends, [place, place], color=BLUE, linewidth=2)
             axes.plot([cut(ours.mean / effect)], [place], "o", color=BLUE, markersize=5)

@@ -16,12 +16,14 @@ LISTS: tuple[tuple[str, tuple[Verdict, ...], str], ...] = (
     (
         "Refuted at our length of training",
         ("refuted",),
-        "The interval excludes the paper's effect, on the side of a smaller gain or a loss.",
+        "The interval excludes the paper's effect, on the side of a smaller gain or a loss; for an "
+        "idea of our own, it excludes zero on the side of a loss.",
     ),
     (
         "Cannot tell",
         ("undecided", "unknown"),
-        "The interval holds the paper's effect, or there are too few pairs for one.",
+        "The interval holds the paper's effect (for an idea of our own: zero), or there are too "
+        "few pairs for one.",
     ),
     ("Never run", ("never run",), "Declared in a study, no pair of runs yet."),
 )
@@ -77,20 +79,21 @@ def _list(rows: Sequence[Row]) -> str:
 def _in_words(row: Row) -> str:
     if row.ours is None:
         return ""
-    paper = f"the paper {_signed(row.claim.effect, row)}"
-    return f", {_interval(row)} (n = {row.ours.n}), {paper}"
+    effect = row.claim.effect
+    paper = "" if effect is None else f", the paper {_signed(effect, row)}"
+    return f", {_interval(row)} (n = {row.ours.n}){paper}"
 
 
 def _cells(row: Row) -> list[str]:
     assert row.ours is not None
     inside = {True: "inside", False: "outside", None: "no interval"}[row.inside]
-    seen = row.ours.detectable
+    seen, effect = row.ours.detectable, row.claim.effect
     return [
         row.claim.title,
         row.setting,
         _interval(row),
-        _signed(row.claim.effect, row),
-        inside,
+        "none" if effect is None else _signed(effect, row),
+        "" if effect is None else inside,
         str(row.ours.n),
         "" if row.share is None else _share(row.share),
         "" if seen is None else f"{seen:.2f}{_unit(row)}",

@@ -13,6 +13,7 @@ from acmoe.lab.study.results.records import DONE, Record, latest
 # supported      the interval excludes zero, on the side of the paper's effect
 # undecided      the interval holds the paper's effect
 # unknown        too few pairs for an interval
+# An idea of our own has no effect to hold: refuted is a loss, undecided an interval with zero.
 Verdict = Literal["refuted", "supported", "undecided", "unknown", "never run"]
 
 
@@ -27,10 +28,11 @@ class Row:
 
     @property
     def inside(self) -> bool | None:
-        """True where our interval holds the paper's effect; None without an interval."""
-        if self.ours is None or self.ours.low is None or self.ours.high is None:
+        """True where our interval holds the paper's effect; None without one of them."""
+        effect = self.claim.effect
+        if self.ours is None or self.ours.low is None or self.ours.high is None or effect is None:
             return None
-        return self.ours.low <= self.claim.effect <= self.ours.high
+        return self.ours.low <= effect <= self.ours.high
 
     @property
     def verdict(self) -> Verdict:
@@ -39,6 +41,11 @@ class Row:
         low, high, effect = self.ours.low, self.ours.high, self.claim.effect
         if low is None or high is None:
             return "unknown"
+        if effect is None:
+            better, worse = (
+                (high < 0, low > 0) if self.claim.unit == "percent" else (low > 0, high < 0)
+            )
+            return "supported" if better else "refuted" if worse else "undecided"
         if (high < 0) if effect < 0 else (low > 0):
             return "supported"
         return "undecided" if low <= effect <= high else "refuted"

@@ -56,7 +56,8 @@ def _points(study: Study, group: Group, metric: Metric) -> list[Point]:
             continue
         figures, base = (group.by_seed(name, metric.key) for name in (condition, plain))
         for seed in sorted(distances.keys() & figures.keys() & base.keys()):
-            if base[seed]:
+            # A run that ends with M = I had another M before: its distance tells nothing.
+            if base[seed] and distances[seed] > 0:
                 change = 100 * (figures[seed] - base[seed]) / base[seed]
                 found.append(Point((group.title, seed), distances[seed], change))
     return found
