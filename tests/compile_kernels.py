@@ -172,6 +172,7 @@ def text() -> None:
         use = f"decoding {name}"  # one token of each stream; then more than a program routes
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=lowered):
             model.eval()(ids[:, :1])
+            model(ids[:1, :1])  # one token, as vectors
             model(ids)
 
 

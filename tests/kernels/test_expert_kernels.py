@@ -191,7 +191,9 @@ def test_rows_are_copied_in_sorted_order_where_experts_are_wide(device):
 
     x = torch.arange(12.0, device=device).view(4, 3)
     back = torch.tensor([1, 3, 5, 0, 6, 7, 2, 4], device=device)  # of choice k of token t: 2 t + k
-    wide = Sizes(4, 3, COPY_WIDTH // 2, 2, 2, "swiglu")  # W = COPY_WIDTH
+    # W = COPY_WIDTH, and 64 rows an expert: with 32 or fewer the GEMM gathers.
+    wide = Sizes(64, 3, COPY_WIDTH // 2, 2, 2, "swiglu")
+    assert gathers("up", wide._replace(tokens=32), x.dtype, x.device)
     assert not gathers("up", wide, x.dtype, x.device)
     values, gather = row_operand(x, back, wide, gather=False)
     assert not gather and torch.equal(values, x[[1, 0, 3, 0, 3, 1, 2, 2]])
@@ -373,9 +375,11 @@ def test_tensors_need_not_lie_row_by_row(device):
     ("tokens", "top_k", "experts"),
     [(100, 2, 5), (1, 1, 1), (700, 3, 16), (300, 8, 40), (64, 2, 100)],
 )
-def test_the_counting_sort_is_the_stable_sort(tokens, top_k, experts, device):
+def test_the_counting_sort_is_the_stable_sort(tokens, top_k, experts, device, monkeypatch):
+    from acmoe.ops.sort.triton import sort
     from acmoe.ops.sort.triton.sort import sort_rows as counting_sort
 
+    monkeypatch.setattr(sort, "FEW_ROWS", 0)
     torch.manual_seed(tokens)
     ids = torch.randint(0, experts + 1, (tokens, top_k), device=device)
     right = sort_rows.definition(ids, experts)

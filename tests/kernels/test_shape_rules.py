@@ -40,8 +40,9 @@ def test_the_blocks_of_every_layer_fit_into_a_multiprocessor(sizes, gated, copie
         columns = one.n * 2 if kernel == "up" and gated else one.n
         programs = max(one.persistent, 1)
         assert programs * one.num_stages * (one.m + columns) * one.k * 2 <= SHARED
-        assert one.m * columns / (32 * one.num_warps) <= 128  # of 255; the rest is addresses
-        assert programs * one.num_warps <= 8
+        sums = one.m * columns / (32 * one.num_warps)
+        assert sums <= 128  # of 255 registers; the rest is addresses
+        assert programs * 32 * one.num_warps * (sums + 127) <= 65536  # of a multiprocessor
 
 
 @pytest.mark.parametrize("sizes", LAYERS)
@@ -93,6 +94,7 @@ def test_the_rules_agree_with_what_was_measured():
         ((2048, 1408, 64, 2048), "up_weight", PipelineConfig("together", 4)),
         ((6144, 16384, 8, 4096), "input", None),
         ((2048, 1408, 64, 64), "down", PipelineConfig("turns", 6)),  # few rows: more programs
+        ((2048, 1408, 64, 32), "down", None),  # a tile of 128 rows would be padding
     ],
 )
 def test_which_pipeline_a_layer_gets(sizes, kernel, expected):
@@ -106,7 +108,7 @@ def test_which_pipeline_a_layer_gets(sizes, kernel, expected):
         ((2048, 1408, 64, 2048), "input", Blocks(128, 256, 64, 8, 4, True, 0, 1)),
         ((2048, 1408, 64, 2048), "hidden", Blocks(128, 128, 64, 4, 3, True, 0, 2)),  # 9% padding
         ((2048, 1408, 64, 2048), "down_weight", Blocks(256, 128, 32, 8, 4, True, 1, 1)),
-        ((2048, 1024, 64, 16), "up", Blocks(64, 64, 64, 4, 4, True, 0, 2)),  # not the table's
+        ((2048, 1024, 64, 64), "up", Blocks(64, 64, 64, 4, 4, True, 0, 2)),  # not the table's
         ((32, 1024, 64, 2048), "up", Blocks(16, 32, 32, 4, 2)),
     ],
 )
@@ -120,6 +122,20 @@ def test_wide_numbers_and_smaller_cards_get_small_tiles_without_tma(monkeypatch)
     assert tuning.blocks_for("up", single) == Blocks(64, 64, 32, 4, 2)
     monkeypatch.setattr(tuning, "has_shared_memory", lambda: False)
     assert tuning.blocks_for("up", one) == Blocks(128, 128, 64, 8, 3)
+
+
+@pytest.mark.parametrize("kernel", ["up", "down", "hidden", "input"])
+@pytest.mark.parametrize("rows", [1, 8, 16, 32, 64])
+def test_tiles_of_few_rows_hold_an_average_expert_and_fit_on_every_card(kernel, rows, monkeypatch):
+    """99 KiB of shared memory a program are the least that a card has (L40, RTX 40 and 50)."""
+    few = layer(2048, 1024, 64, rows)
+    assert rows <= tuning.blocks_for(kernel, few).m <= max(16, 2 * rows)
+    assert rules.copies(few._replace(width=8192), backward=False) == (rows == 64)
+    monkeypatch.setattr(tuning, "has_shared_memory", lambda: False)
+    one = tuning.blocks_for(kernel, few)
+    columns = one.n * (2 if kernel == "up" else 1)
+    assert one.num_stages * (one.m + columns) * one.k * 2 <= 99 * 1024
+    assert (one.tma, one.persistent) == (False, 0)
 
 
 @pytest.mark.parametrize(

@@ -207,10 +207,15 @@ def test_the_balance_loss_of_a_call_without_gradient_is_that_of_its_definition(d
         torch.testing.assert_close(summed.load.double().cpu(), load * 2 * tokens)
 
 
-@pytest.mark.parametrize("rows", [1, 512, 514])  # up to 512 are sorted by one launch
-def test_few_rows_and_many_are_sorted_alike(rows: int, device: str) -> None:
+@pytest.mark.parametrize(("rows", "most"), [(1, 512), (512, 512), (514, 512)])
+def test_few_rows_and_many_are_sorted_alike(
+    rows: int, most: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to `most` are sorted by one launch."""
+    from acmoe.ops.sort.triton import sort
     from acmoe.ops.sort.triton.sort import sort_rows
 
+    monkeypatch.setattr(sort, "FEW_ROWS", most)
     ids = torch.randint(0, 6, (rows, 1), generator=torch.Generator().manual_seed(rows))
     permutation, inverse, offsets, expert = (one.cpu() for one in sort_rows(ids.to(device), 5))
     wanted, order = ids.flatten().sort(stable=True)  # the id 5 means "no expert" and comes last

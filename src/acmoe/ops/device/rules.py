@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from acmoe.ops.device.settings import WEIGHT_GEMMS, Blocks, PipelineConfig
+from acmoe.ops.device.settings import WEIGHT_GEMMS, Blocks, PipelineConfig, VectorBlocks
 
 # Widths W from which tokens are copied into sorted rows before the GEMMs, in forward and backward.
 # A GEMM that loads both operands by TMA saves N D W * 4e-16 seconds against one that gathers (600
@@ -39,6 +39,25 @@ _BUFFERED_DIM = 2560
 _PADDING = 0.08
 # Rows of an average expert below which half of a tile of 128 rows would be padding.
 FEW_ROWS = 64
+# Blocks of the GEMMs by rows where an average expert has few rows: (up to so many rows, gated up,
+# the others). There the weights are read once, and a GEMM takes as long as that. Tokens come from
+# L2 with every K block, m rows for 2n or n rows of weights; L2 gives about 5.5 TB/s and the memory
+# 4.2, so that tiles of 64 or 128 rows would leave 3.7 or 2.8 TB/s for the weights. 3 programs a
+# multiprocessor, with 3 stages in flight each, keep 160 KB of loads in flight; 40 KB suffice.
+# An expert with twice the average rows should still be one tile. Estimates, not measured.
+FEW_BLOCKS = (
+    (8, Blocks(16, 64, 64, 4, 4, True, 0, 3), Blocks(16, 128, 64, 4, 4, True, 0, 3)),
+    (16, Blocks(32, 64, 64, 4, 4, True, 0, 2), Blocks(32, 128, 64, 4, 4, True, 0, 2)),
+    (FEW_ROWS, Blocks(64, 64, 64, 4, 4, True, 0, 2), Blocks(64, 128, 64, 4, 4, True, 0, 2)),
+)
+# Rows of an average expert up to which the forward gathers tokens and "down" runs in Triton: the
+# Hopper kernel has tiles of 128 rows.
+FEW_ROWS_FORWARD = 32
+# A few tokens are multiplied as vectors (experts/triton/vectors.py): up to VECTOR_TOKENS, of at
+# most VECTOR_CHOICES experts each, if there are at least as many experts as rows. Estimates, not
+# measured: a program loads 16 KiB at a time, 40 KiB a multiprocessor suffice.
+VECTOR_TOKENS, VECTOR_CHOICES = 4, 16
+VECTORS = {"up": VectorBlocks(4, 8192, 4, 1), "down": VectorBlocks(4, 8192, 4, 1)}
 
 
 class Layer(NamedTuple):
@@ -78,7 +97,30 @@ def padding(columns: int, block: int) -> float:
 
 def copies(layer: Layer, *, backward: bool) -> bool:
     """Return True if tokens are copied into sorted rows before the GEMMs read them."""
+    if not backward and layer.rows <= FEW_ROWS_FORWARD:
+        return False  # a launch more, to save reads of a few rows from L2
     return layer.width >= (COPY_WIDTH_BACKWARD if backward else COPY_WIDTH)
+
+
+def by_vectors(tokens: int, top_k: int, experts: int) -> bool:
+    """Return True if a forward without backward runs as matrix-vector products."""
+    return tokens <= VECTOR_TOKENS and top_k <= VECTOR_CHOICES and tokens * top_k <= experts
+
+
+def vector_blocks(kernel: str, inner: int, parallel: int) -> tuple[int, int, int, int]:
+    """Return columns, inner block, warps and stages of a matrix-vector product.
+
+    inner: the dimension that is summed over; parallel: matrices that a program reads at once.
+    """
+    columns, elements, num_warps, num_stages = VECTORS[kernel]
+    longest = 1 << max(inner - 1, 15).bit_length()
+    return columns, min(longest, elements // (columns * parallel)), num_warps, num_stages
+
+
+def few_blocks(kernel: str, layer: Layer) -> Blocks:
+    """Return the blocks of a GEMM by rows where an average expert has at most FEW_ROWS."""
+    gated = kernel == "up" and layer.gated
+    return next(up if gated else other for rows, up, other in FEW_BLOCKS if layer.rows <= rows)
 
 
 def blocks(kernel: str, layer: Layer, *, copied: bool) -> Blocks:
@@ -90,7 +132,7 @@ def blocks(kernel: str, layer: Layer, *, copied: bool) -> Blocks:
         return _weight_blocks(kernel, layer, copied)
     inner, outer = layer.inner_outer(kernel)
     if layer.rows <= FEW_ROWS:
-        return Blocks(64, 64 if kernel == "up" and layer.gated else 128, 64, 4, 4, True, 0, 2)
+        return few_blocks(kernel, layer)
     if kernel == "up" and layer.gated:
         return Blocks(128, 128, 64, 8, 4, True, 0, 1)
     if inner < _WIDE_INNER or padding(outer, 256) > _PADDING:
@@ -127,7 +169,7 @@ def pipeline(kernel: str, layer: Layer, *, copied: bool) -> PipelineConfig | Non
             return None
         return PipelineConfig("together", 4, gathers=gathers)
     inner, outer = layer.inner_outer(kernel)
-    if inner > _LONGEST_INNER[kernel]:
+    if inner > _LONGEST_INNER[kernel] or (kernel == "down" and layer.rows <= FEW_ROWS_FORWARD):
         return None
     if inner < _WIDE_INNER or padding(outer, 256) > _PADDING or layer.rows <= FEW_ROWS:
         return PipelineConfig("turns", 6)

@@ -26,6 +26,15 @@ class Blocks(NamedTuple):
     persistent: int = 0  # programs a multiprocessor of a persistent launch; 0: one program a tile
 
 
+class VectorBlocks(NamedTuple):
+    """Block sizes of a matrix-vector product of one token (ops/experts/triton/vectors.py)."""
+
+    columns: int  # of the product that a program computes
+    elements: int  # of the weights that a program loads at a time
+    num_warps: int
+    num_stages: int  # 1: loads are in flight because a multiprocessor has several programs
+
+
 class PipelineConfig(NamedTuple):
     """Settings of a Hopper GEMM with a multistage TMA pipeline (ops/experts/hopper/pipeline.py)."""
 

@@ -48,13 +48,19 @@ def _forward(
     from; their values are not read, but autograd sends the weight gradients to them, in the dtype
     of given_up.
     """
+    from acmoe.ops.device import rules
     from acmoe.ops.experts.hopper.choice import gathers, run_rows
     from acmoe.ops.experts.triton.launch import run_up
     from acmoe.ops.experts.triton.sizes import sizes_of
     from acmoe.ops.experts.triton.tiles import Plan
     from acmoe.ops.experts.triton.tokens import row_operand, run_combine
+    from acmoe.ops.experts.triton.vectors import run_vectors
 
     size = sizes_of(x, down, gate, act)
+    if not keep and dropout == 0 and rules.by_vectors(size.tokens, size.top_k, size.experts):
+        biases = up_bias, down_bias
+        out = run_vectors(x, up, down, *biases, gate, permutation, inverse, expert, size)
+        return out, x.new_empty(0, size.width)
     plan = Plan(permutation, offsets, size.top_k)
     tokens = row_operand(x, inverse, size, gather=gathers("up", size, x.dtype, x.device))
     h, a = run_up(tokens, up, up_bias, plan, size, dropout, seed, keep=keep)

@@ -12,6 +12,7 @@ from acmoe.ops.dispatch import installed, triton_unsupported
 from acmoe.ops.experts.autograd import fused_expert_mlp
 from acmoe.ops.experts.grouped import grouped_mm
 from acmoe.ops.experts.grouped import grouped_mm_unsupported as lacks_grouped_mm
+from acmoe.ops.experts.padding import pad_experts, worth_padding
 from acmoe.ops.experts.reference import ExpertWeights, expert_mlp, expert_mlp_with
 from acmoe.ops.experts.sonicmoe import sonic_mlp
 from acmoe.ops.experts.tune.first_use import prepare
@@ -34,12 +35,15 @@ def _expert_mlp_triton(
     dropout: float = 0.0,
     complete: bool = False,
 ) -> Tensor:
+    dim = x.shape[1]
+    if worth_padding(weights, gate.numel()):
+        x, weights = pad_experts(x, weights)
     up_bias, down_bias = (
         None if bias is None else bias.to(x.dtype) for bias in (weights.up_bias, weights.down_bias)
     )
     if not torch.compiler.is_compiling():
         prepare(x, weights, rows, gate, activation)
-    return fused_expert_mlp(
+    out = fused_expert_mlp(
         x,
         weights.up,
         weights.down,
@@ -50,6 +54,7 @@ def _expert_mlp_triton(
         activation=activation,
         dropout=dropout,
     )
+    return out if out.shape[1] == dim else out[:, :dim].contiguous()
 
 
 def grouped_mm_unsupported(x: Tensor, weights: ExpertWeights, gate: Tensor) -> str | None:

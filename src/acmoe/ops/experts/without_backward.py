@@ -19,7 +19,7 @@ def without_backward(forward: Forward, *arguments: Any) -> Tensor:
     """Return the outputs (T, D) of `forward`, which is `_forward` of autograd.py."""
     from acmoe.ops.device.tape import Same, taped
 
-    *tensors, _expert, _seed, act, dropout, _keep, _up, _down = arguments
+    *tensors, _seed, act, dropout, _keep, _up, _down = arguments
     x = tensors[0]
     tried = (tuning.OVERRIDE, tuning.PIPELINE_OVERRIDE, getattr(tuning, "COPY_OVERRIDE", None))
     if dropout > 0 or x.shape[0] > FEW_TOKENS or any(tried):
@@ -33,6 +33,6 @@ def without_backward(forward: Forward, *arguments: Any) -> Tensor:
 
 def _outputs(*inputs: Any) -> tuple[Tensor]:
     *tensors, forward, act, _, _ = inputs
-    _, up, down, *_, offsets = tensors
-    # The forward reads neither the sorted experts nor, without dropout, the seed.
-    return (forward(*tensors, offsets, offsets, act, 0.0, False, up, down)[0],)
+    _, up, down, *_, expert = tensors
+    # Without dropout the forward does not read the seed.
+    return (forward(*tensors, expert, act, 0.0, False, up, down)[0],)

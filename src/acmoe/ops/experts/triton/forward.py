@@ -84,14 +84,14 @@ def _up_tile(
 
     if FUSED:
         acc, acc_up = acc_both.reshape(BM, 2, BN).permute(0, 2, 1).split()
-    _up_epilogue(
+    up_epilogue(
         acc, acc_up, bias_ptr, h_ptr, a_ptr, seed_ptr, expert, rows, row_mask, cols, F, SAVE_H, ACT,
         HAS_BIAS, DROP_THRESHOLD, SHIFT_EDGE,
     )  # fmt: skip
 
 
 @triton.jit
-def _up_epilogue(
+def up_epilogue(
     acc, acc_up, bias_ptr, h_ptr, a_ptr, seed_ptr, expert, rows, row_mask, cols, F,
     SAVE_H: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr, DROP_THRESHOLD: tl.constexpr,
     SHIFT_EDGE: tl.constexpr,

@@ -52,6 +52,11 @@ TERMS_SORTED_BF16 = 3
 # warps and stages. One stage less where the scale of each token is loaded as well, for the 99 KiB
 # of smaller cards; on others it would cost 371 us instead of 272 (qwen3next, H200).
 AFFINITY_TILE = (64, 128, 4, 3)
+# So few tokens leave most multiprocessors without a program, and each program waits for its loads:
+# as many stages as fit into STAGE_BYTES, and tiles of LOW_TOKENS where they suffice. Estimates, not
+# measured: the 32 steps of olmoe's router take 11 us with 2 loads of 0.7 us in flight, 3 with 7.
+LOW_TOKENS, FEW_TOKENS, FEW_STAGES, STAGE_BYTES = 16, 4096, 8, 88 * 1024
+FEW_AFFINITY_TILE = (16, 32, 4, 6)
 
 
 class Tile(NamedTuple):
@@ -80,11 +85,21 @@ def launch_table(
     the 99 KiB of shared memory that a program has on smaller cards. Sorted tokens wait for two
     dependent loads and prefer three programs per multiprocessor, although some registers spill.
 
+    Few tokens (FEW_TOKENS) have few programs, which get more stages; LOW_TOKENS are one program.
+
     With more than MANY_EXPERTS the kernel only selects. One warp needs no barrier to compare all
     experts of a token: 52 us, against 107 with 16 tokens and 8 warps (qwen3next).
     """
     if num_experts > MANY_EXPERTS:
         return Tile(4, 64 if both_bf16 else 32, 1, 2)
+    if unsorted and both_bf16 and num_tokens <= FEW_TOKENS:
+        tokens = LOW_TOKENS if num_tokens <= LOW_TOKENS else 64
+        features = 64 if num_experts <= 128 else 32
+        # 2 bytes a number, and 4 for a scale, with which 64 tokens get fewer stages (`route`).
+        size = 6 if tokens == LOW_TOKENS else 2
+        stage = features * (size * tokens + 2 * max(16, next_power_of_2(num_experts)))
+        stages = max(2, min(FEW_STAGES, STAGE_BYTES // stage))
+        return Tile(tokens, features, 4 if num_experts <= 128 or tokens < 64 else 8, stages)
     if num_experts > 128:
         return Tile(64, 32, 8, 2)
     if both_bf16:
@@ -127,7 +142,7 @@ def route(
     both_bf16 = tokens.x.dtype == embedding_ED.dtype == torch.bfloat16
     is_float32 = tokens.x.dtype == torch.float32
     tile = launch_table(E, T, not tokens.is_sorted, is_float32, both_bf16)
-    if tokens.has_scale and not tokens.is_sorted:
+    if tokens.has_scale and not tokens.is_sorted and tile.tokens > LOW_TOKENS:
         # The scale of each token is prefetched as well: 6 stages would exceed the 99 KiB of shared
         # memory that a program has on smaller cards.
         tile = tile._replace(num_stages=min(tile.num_stages, 3))
@@ -151,7 +166,8 @@ def route(
         flags = {"HAS_BIAS": bias_E is not None, "HAS_NOISE": noise_TE is not None}
         flags["TERMS"] = terms(tokens, both_bf16)
         if E > MANY_EXPERTS:
-            height, width, num_warps, num_stages = AFFINITY_TILE
+            low = T <= LOW_TOKENS
+            height, width, num_warps, num_stages = FEW_AFFINITY_TILE if low else AFFINITY_TILE
             reading = rescaled(tokens, 2) if worth_rescaling(tokens, E) else tokens
             if reading.has_scale and not reading.is_sorted and not tuning.has_shared_memory():
                 num_stages -= 1

@@ -7,7 +7,7 @@
 There are no atomics, so that the result is deterministic. The same launches sort the tokens by
 cluster with additional programs, because a launch costs more than that sort. These programs come
 first, since the first of them also writes the begin and end of each cluster and fills the padding.
-Up to FEW_ROWS rows, without tokens, are sorted by one program instead (sort_few.py). A block is
+Up to FEW_ROWS rows, without tokens, are sorted by one launch instead (sort_few.py). A block is
 `steps` times R rows: a program compares R rows with all experts at once, and many experts leave
 registers for few rows, but every block writes and reads one number for each expert.
 
@@ -32,7 +32,9 @@ from acmoe.ops.sort.triton.sort_few import sort_few
 
 MOST_STEPS = 8  # of R rows in a block
 FEWEST_BLOCKS = 512  # with which a GPU is busy
-FEW_ROWS = 512  # rows that one program sorts: the host's time for two more launches is longer
+# Rows that are compared with each other instead: 4096 * 4096 comparisons take about 3 us by their
+# instructions, two more launches 4 and more, even in a CUDA graph. An estimate, not measured.
+FEW_ROWS = 4096
 
 
 def sort_rows(expert_ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -50,10 +52,11 @@ def sort_rows_and_tokens(
     """Return the results of `sort_rows` and, if clusters are given, the packed `TokenOrder`."""
     ids = expert_ids_TK.reshape(-1)
     N, T = ids.numel(), 0 if cluster_T is None else cluster_T.numel()
+    # The keys of sort_few are int32.
+    if cluster_T is None and N <= FEW_ROWS and (num_experts + 1) * N < 2**31:
+        return sort_few(ids, num_experts), no_order(ids)
     num_bins = max(16, next_power_of_2(num_experts))
     rows = max(16, min(128, 16384 // num_bins))
-    if cluster_T is None and N <= FEW_ROWS:
-        return sort_few(ids, num_experts, rows, num_bins), no_order(ids)
     steps = steps_of(N, rows)
     row_blocks = max(1, cdiv(N, rows * steps))
     token_blocks = 0 if cluster_T is None else max(1, cdiv(T, rows * steps))
