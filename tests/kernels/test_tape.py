@@ -113,6 +113,38 @@ def test_tensors_that_are_not_aligned_or_not_contiguous_are_left_to_the_function
     assert len(calls) == 6
 
 
+def test_results_of_a_tape_are_as_those_of_the_function() -> None:
+    for _ in range(2):  # recorded, then repeated
+        for one in taped(twice_plus_tail, pair(0), (1,)):
+            assert one.dtype == torch.float32 and one.is_contiguous() and one._version == 0
+        with torch.inference_mode():
+            assert all(one.is_inference() for one in taped(twice_plus_tail, pair(0), (1,)))
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("found", [None, tape._compiled_allocator("cpu")])
+def test_memory_has_the_shape_that_is_asked_for(
+    found: tape.Allocator | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tape, "_compiled_allocator", lambda kind: found)
+    made = tape.allocator(torch.device("cpu"))((2, 3), (3, 1), torch.bfloat16)
+    assert (made.shape, made.stride(), made.dtype) == ((2, 3), (3, 1), torch.bfloat16)
+    assert tape.allocator(torch.device("meta"))((2, 3), (3, 1), torch.int64).is_meta
+
+
+def test_a_tape_reads_what_its_tensors_hold_now_and_knows_their_dtype() -> None:
+    x, y = pair(0)
+    first = taped(twice_plus_tail, (x, y), (1,))[1].clone()
+    x.add_(1.0)  # a weight after an optimizer step
+    assert torch.equal(taped(twice_plus_tail, (x, y), (1,))[1], expected(x, y)[1])
+    assert not torch.equal(first, expected(x, y)[1]) and len(calls) == 3
+    taped(twice_plus_tail, (x.to(torch.int32).float(), y), (1,))
+    assert len(calls) == 3
+    # Another dtype of the same size has a kernel of its own.
+    taped(twice_plus_tail, (x.view(torch.int32), y), (1,))
+    assert len(calls) == 6
+
+
 def _computes(x: Tensor, y: Tensor) -> tuple[Tensor]:
     out, doubled = torch.empty(8), y * 2  # torch computes this one, not a launch
     launch(x, doubled, out, 8)
@@ -259,6 +291,32 @@ def test_a_call_without_balance_loss_has_the_gradient_of_its_gates(device: str) 
     torch.testing.assert_close(
         embedding.grad.double().cpu(), embedding64.grad, rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("measure", ["mad", "std"])
+def test_a_dispersion_without_gradient_is_written_where_it_is_wanted(
+    measure: str, device: str
+) -> None:
+    from acmoe.ops.dispatch import use_backend
+    from acmoe.ops.statistics.op import measure_dispersion
+
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(9, 16, generator=generator)
+    cluster = torch.tensor([0, 1, 1, 0, 2, 1, -1, 0, 1])
+    into = torch.zeros(4, 16, device=device), torch.zeros(4, device=device)
+    with use_backend("triton"):
+        found = measure_dispersion(
+            x.to(device), cluster.to(device), 4, measure=measure, token_mask=None, out=into
+        )
+    assert found[0] is into[0] and found[1] is into[1]
+    assert all(one._version > 0 for one in into)  # autograd would notice
+    assert into[1].tolist() == [3, 4, 1, 0]
+    for c in range(4):
+        own = x.double()[cluster == c]
+        off = own - own.mean(0) if len(own) else own
+        wanted = off.abs().mean(0) if measure == "mad" else off.square().mean(0).sqrt()
+        if len(own) >= 2:
+            torch.testing.assert_close(into[0][c].double().cpu(), wanted, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.gpu
