@@ -113,6 +113,38 @@ def test_tensors_that_are_not_aligned_or_not_contiguous_are_left_to_the_function
     assert len(calls) == 6
 
 
+def test_results_of_a_tape_are_as_those_of_the_function() -> None:
+    for _ in range(2):  # recorded, then repeated
+        for one in taped(twice_plus_tail, pair(0), (1,)):
+            assert one.dtype == torch.float32 and one.is_contiguous() and one._version == 0
+        with torch.inference_mode():
+            assert all(one.is_inference() for one in taped(twice_plus_tail, pair(0), (1,)))
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("found", [None, tape._compiled_allocator("cpu")])
+def test_memory_has_the_shape_that_is_asked_for(
+    found: tape.Allocator | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tape, "_compiled_allocator", lambda kind: found)
+    made = tape.allocator(torch.device("cpu"))((2, 3), (3, 1), torch.bfloat16)
+    assert (made.shape, made.stride(), made.dtype) == ((2, 3), (3, 1), torch.bfloat16)
+    assert tape.allocator(torch.device("meta"))((2, 3), (3, 1), torch.int64).is_meta
+
+
+def test_a_tape_reads_what_its_tensors_hold_now_and_knows_their_dtype() -> None:
+    x, y = pair(0)
+    first = taped(twice_plus_tail, (x, y), (1,))[1].clone()
+    x.add_(1.0)  # a weight after an optimizer step
+    assert torch.equal(taped(twice_plus_tail, (x, y), (1,))[1], expected(x, y)[1])
+    assert not torch.equal(first, expected(x, y)[1]) and len(calls) == 3
+    taped(twice_plus_tail, (x.to(torch.int32).float(), y), (1,))
+    assert len(calls) == 3
+    # Another dtype of the same size has a kernel of its own.
+    taped(twice_plus_tail, (x.view(torch.int32), y), (1,))
+    assert len(calls) == 6
+
+
 def _computes(x: Tensor, y: Tensor) -> tuple[Tensor]:
     out, doubled = torch.empty(8), y * 2  # torch computes this one, not a launch
     launch(x, doubled, out, 8)
@@ -205,6 +237,115 @@ def test_the_balance_loss_of_a_call_without_gradient_is_that_of_its_definition(d
         wanted = 6 * (share * load).sum()
         torch.testing.assert_close(found.balance.double().cpu(), wanted, rtol=1e-5, atol=0)
         torch.testing.assert_close(summed.load.double().cpu(), load * 2 * tokens)
+
+
+@pytest.mark.parametrize("tokens_learn", [True, False])  # False: x is the input of the model
+def test_the_balance_loss_of_a_recorded_call_has_the_gradient_of_its_definition(
+    tokens_learn: bool, device: str
+) -> None:
+    from acmoe.ops.dispatch import use_backend
+    from acmoe.ops.route import ScaledTokens, route
+
+    generator = torch.Generator().manual_seed(0)
+    for tokens in (5, 150):
+        x = torch.randn(tokens, 16, generator=generator)
+        embedding = torch.randn(6, 16, generator=generator)
+        x64, embedding64 = (one.double().requires_grad_() for one in (x, embedding))
+        affinity = x64 @ embedding64.T
+        load = torch.bincount(affinity.topk(2).indices.flatten(), minlength=6) / (2 * tokens)
+        wanted = 6 * ((affinity / 0.7).softmax(-1).mean(0) * load).sum()
+        (3 * wanted + (x64 * 2).sum()).backward()
+        x_on, embedding_on = (one.detach().clone().to(device) for one in (x, embedding))
+        x_on.requires_grad_(tokens_learn)
+        embedding_on.requires_grad_()
+        options = {"top_k": 2, "over_selected": True, "temperature": 0.7, "balance_only": True}
+        with use_backend("triton"):
+            found = route(ScaledTokens(x_on), embedding_on, None, **options)
+        assert found.gate_sum is None and found.load is None and found.balance is not None
+        assert found.x.requires_grad == tokens_learn
+        (3 * found.balance + (found.x * 2).sum()).backward()
+        torch.testing.assert_close(found.balance.double().cpu(), wanted, rtol=1e-5, atol=0)
+        close = {"rtol": 1e-4, "atol": 1e-5}
+        torch.testing.assert_close(embedding_on.grad.double().cpu(), embedding64.grad, **close)
+        if tokens_learn:
+            torch.testing.assert_close(x_on.grad.double().cpu(), x64.grad, **close)
+        else:
+            assert x_on.grad is None
+
+
+def test_a_call_without_balance_loss_has_the_gradient_of_its_gates(device: str) -> None:
+    from acmoe.ops.dispatch import use_backend
+    from acmoe.ops.route import ScaledTokens, route
+
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(5, 16, generator=generator)
+    embedding = torch.randn(6, 16, generator=generator)
+    embedding64 = embedding.double().requires_grad_()
+    chosen = (x.double() @ embedding64.T).topk(2).values.softmax(-1)
+    chosen[:, 0].sum().backward()
+    embedding = embedding.to(device).requires_grad_()
+    with use_backend("triton"):
+        found = route(ScaledTokens(x.to(device)), embedding, None, top_k=2, over_selected=True)
+    assert found.gate_sum is None and found.load is None and found.balance is None
+    found.gate[:, 0].sum().backward()
+    torch.testing.assert_close(
+        embedding.grad.double().cpu(), embedding64.grad, rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("measure", ["mad", "std"])
+def test_a_dispersion_without_gradient_is_written_where_it_is_wanted(
+    measure: str, device: str
+) -> None:
+    from acmoe.ops.dispatch import use_backend
+    from acmoe.ops.statistics.op import measure_dispersion
+
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(9, 16, generator=generator)
+    cluster = torch.tensor([0, 1, 1, 0, 2, 1, -1, 0, 1])
+    into = torch.zeros(4, 16, device=device), torch.zeros(4, device=device)
+    with use_backend("triton"):
+        found = measure_dispersion(
+            x.to(device), cluster.to(device), 4, measure=measure, token_mask=None, out=into
+        )
+    assert found[0] is into[0] and found[1] is into[1]
+    assert all(one._version > 0 for one in into)  # autograd would notice
+    assert into[1].tolist() == [3, 4, 1, 0]
+    for c in range(4):
+        own = x.double()[cluster == c]
+        off = own - own.mean(0) if len(own) else own
+        wanted = off.abs().mean(0) if measure == "mad" else off.square().mean(0).sqrt()
+        if len(own) >= 2:
+            torch.testing.assert_close(into[0][c].double().cpu(), wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 100])
+@pytest.mark.parametrize("router", ["smoe", "adaptive"])
+def test_a_training_step_gives_the_same_bits_with_and_without_tapes(
+    router: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    torch.manual_seed(0)
+    sizes = {"dim": 64, "hidden": 128, "num_experts": 8, "top_k": 2}
+    moe = acmoe.MoE(**sizes, router=router, activation="swiglu").cuda().bfloat16()
+    x = torch.randn(3, tokens, 64, device="cuda", dtype=torch.bfloat16)
+
+    def step(one: Tensor) -> list[Tensor]:
+        moe.zero_grad()
+        one = one.clone().requires_grad_()
+        y, state = moe(one)
+        (y.float().square().sum() + state.aux_loss).backward()
+        return [y, *state, one.grad, *(p.grad.clone() for p in moe.parameters())]
+
+    taped_results = [step(one) for one in x]
+    with torch.no_grad():  # the same shapes and settings, but h is not kept
+        moe(x[0])
+    taped_results[0] = step(x[0])
+    assert any(found is not None for found in tape._tapes.values())
+    for one, results in zip(x, taped_results, strict=True):
+        tape.forget()
+        assert all(torch.equal(*both) for both in zip(step(one), results, strict=True))
 
 
 @pytest.mark.parametrize(("rows", "most"), [(1, 512), (512, 512), (514, 512)])

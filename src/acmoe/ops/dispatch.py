@@ -255,11 +255,11 @@ def eager(*tensors: Tensor | None) -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._len_torch_function_stack() == 0
         and not torch._C._autograd._profiler_enabled()
-        and all(tensor is None or type(tensor) in _PLAIN for tensor in tensors)
+        and _PLAIN.issuperset(map(type, tensors))
     )
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
 def interpreting() -> bool:
@@ -290,15 +290,17 @@ def triton_unsupported(x: Tensor, *, on_cpu: bool = True, integers: bool = False
     on_cpu: False if the interpreter is so slow that it must be requested by name.
     integers: x holds whole numbers.
     """
-    if not on_cpu and x.device.type != "cuda" and requested() != "triton":
+    device, on_gpu = x.device, x.is_cuda
+    if not on_cpu and not on_gpu and requested() != "triton":
         return "its kernel is for GPUs; Triton's interpreter has to be asked for by name"
     if not installed("triton"):
         return "triton is not installed"
-    if x.device.type != "cuda" and not interpreting():
-        return f"its kernels need a CUDA device, not {x.device.type}"
-    if x.device.type == "cuda" and not on_nvidia(x.device) and requested() != "triton":
+    if not on_gpu and not interpreting():
+        return f"its kernels need a CUDA device, not {device.type}"
+    nvidia = on_nvidia(device)
+    if on_gpu and not nvidia and requested() != "triton":
         return "its kernels have never run on an AMD GPU; ask for them by name to try"
-    if on_nvidia(x.device) and _capability(x.device) < (8, 0):
+    if nvidia and _capability(device) < (8, 0):
         return "its kernels need compute capability 8.0 or newer"
     if not integers and x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"its kernels have no {x.dtype}"

@@ -17,10 +17,13 @@ def wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if lacks else torch.float64
 
 
+_UNCHANGED = contextlib.nullcontext()
+
+
 def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which GEMMs of float32 tensors on x's device stay float32."""
     if x.is_meta or not torch.is_autocast_enabled(x.device.type):  # meta has no autocast
-        return contextlib.nullcontext()
+        return _UNCHANGED
     return torch.autocast(x.device.type, enabled=False)
 
 

@@ -116,20 +116,26 @@ def no_cluster(
 
 
 def clusters_of(
-    affinity_TE: Tensor, mix: int, *, detach: bool = True, first_T: Tensor | None = None
+    affinity_TE: Tensor,
+    mix: int,
+    *,
+    detach: bool = True,
+    first_T: Tensor | None = None,
+    ones_T1: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the `mix` clusters of highest affinity, best first, and the softmax over them, (T, J).
 
     Of equal affinities the lowest index comes first. first_T: the token's first cluster
     (`Routing.first`), None for the argmax of the affinity; the others follow by affinity. The
     clusters have no gradient; their weights, which enter the token's scale, have one unless
-    `detach`.
+    `detach`. ones_T1: the weights where mix is 1, if the caller has them.
     """
+    if mix == 1:
+        first_T = affinity_TE.detach().argmax(-1) if first_T is None else first_T
+        first_T1 = first_T[:, None]
+        return first_T1, affinity_TE.new_ones(first_T1.shape) if ones_T1 is None else ones_T1
     if detach:
         affinity_TE = affinity_TE.detach()
-    if mix == 1:
-        first_T = affinity_TE.argmax(-1) if first_T is None else first_T
-        return first_T[:, None], torch.ones_like(first_T[:, None], dtype=affinity_TE.dtype)
     value_TE = affinity_TE.detach()
     if first_T is not None:  # it need not have the highest affinity: selection may be biased
         value_TE = value_TE.masked_fill(value_TE.isnan(), float("-inf"))

@@ -34,16 +34,19 @@ def reduce_partials(partial_GNM: Tensor) -> tuple[Tensor, ...]:
     return tuple(out)
 
 
-def reduce_balance(partial_2NE: Tensor, num_tokens: int) -> Tensor:
+def reduce_balance(partial_2NE: Tensor, num_tokens: int, share_E: Tensor | None = None) -> Tensor:
     """Return the balance loss () of a router's partial gate sums and loads.
 
     It is E * sum_e load_e / sum(load) * gate_e / tokens, 1 at balance. One program adds up.
+    share_E: a float32 buffer for load_e / sum(load), which the derivative by the gate sums takes.
     """
     _, N, E = partial_2NE.shape
     loss = partial_2NE.new_empty(())
     experts = max(16, next_power_of_2(E))
     launch(
-        *(_balance_kernel, (1,), partial_2NE, loss, N, E, num_tokens),
+        *(_balance_kernel, (1,), partial_2NE, loss, loss if share_E is None else share_E),
+        *(N, E, num_tokens),
+        HAS_SHARE=share_E is not None,
         BN=max(1, STEP // experts),
         BE=experts,
         num_warps=4,
@@ -53,9 +56,10 @@ def reduce_balance(partial_2NE: Tensor, num_tokens: int) -> Tensor:
 
 @triton.jit(do_not_specialize=["N", "num_tokens"])
 def _balance_kernel(
-    partial_ptr, loss_ptr, N, E, num_tokens, BN: tl.constexpr, BE: tl.constexpr
+    partial_ptr, loss_ptr, share_ptr, N, E, num_tokens, HAS_SHARE: tl.constexpr, BN: tl.constexpr,
+    BE: tl.constexpr,
 ):  # fmt: skip
-    """Write the balance loss of the gate sums and loads, each summed over N."""
+    """Write the balance loss of the gate sums and loads, each summed over N, and the shares."""
     e = tl.arange(0, BE)
     gates = tl.zeros((BN, BE), dtype=tl.float32)
     loads = tl.zeros((BN, BE), dtype=tl.float32)
@@ -68,6 +72,8 @@ def _balance_kernel(
     gate, load = tl.sum(gates, axis=0), tl.sum(loads, axis=0)
     share = load / tl.maximum(tl.sum(load), 1.0)
     tl.store(loss_ptr, E * tl.sum(share * (gate / num_tokens)))
+    if HAS_SHARE:
+        tl.store(share_ptr + e, tl.div_rn(load, tl.maximum(tl.sum(load), 1.0)), mask=e < E)
 
 
 @triton.jit

@@ -143,23 +143,26 @@ def _(g_gate, g_affinity, g_sum, g_x, x, embedding, *rest):  # type: ignore[no-u
     return x.new_empty(x.shape), grad_embedding, grad_bias
 
 
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+def _save(ctx, inputs, output, share=None) -> None:  # type: ignore[no-untyped-def]
     x, embedding, bias, scale, assignment, _, ctx.over_selected, mask, *rest = inputs
     ctx.temperature, permutation, end, _ = rest
     expert_ids, gate, affinity, _, load, first = output
-    ctx.mark_non_differentiable(expert_ids, load, first)
+    ctx.mark_non_differentiable(expert_ids, *() if load is None else (load,), first)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(
-        x, embedding, scale, assignment, mask, permutation, end, expert_ids, gate, affinity
+        *(x, embedding, scale, assignment, mask, permutation, end, expert_ids, gate, affinity),
+        share,
     )
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _backward(ctx, _ids, grad_gate, grad_affinity, grad_sum, _load, _first, grad_x=None):  # type: ignore[no-untyped-def]
     has_bias = ctx.bias_dtype is not None
+    *saved, share = ctx.saved_tensors  # read once: checkpointing unpacks each tensor only once
+    if share is not None and grad_sum is not None:  # it is the gradient of the balance loss
+        grad_sum = share * (grad_sum * len(share)) / len(saved[0])  # rounded as autograd does
     grads = (grad_gate, grad_affinity, grad_sum, grad_x)
     settings = ctx.over_selected, ctx.temperature, has_bias
-    saved = ctx.saved_tensors  # read once: activation checkpointing unpacks each tensor only once
     grad_x, grad_embedding, grad_bias = route_backward_op(*grads, *saved, *settings)
     grad_embedding = grad_embedding.to(saved[1].dtype)
     grad_bias = grad_bias.to(ctx.bias_dtype) if has_bias else None
@@ -170,24 +173,37 @@ route_op.register_autograd(_backward, setup_context=_save)
 
 
 class _Eager(torch.autograd.Function):
+    """The router outside `torch.compile`.
+
+    repeats: launch by a tape, and return what `totals` says; otherwise call `route_op`, which
+    others may watch. passes: return x as well.
+    """
+
     @staticmethod
-    def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
-        found = route_op(*inputs)
-        _save(ctx, inputs, found)
-        return (*found, inputs[0])
+    def forward(ctx, repeats, passes, totals, *inputs):  # type: ignore[no-untyped-def]
+        found = _without_gradient(totals, *inputs) if repeats else route_op(*inputs)
+        if repeats and totals == "none":
+            found = (*found[:3], None, None, found[5])
+        _save(ctx, inputs, found, found[4] if repeats and totals == "shares" else None)
+        return (*found, inputs[0]) if passes else found
 
     @staticmethod
     @differentiable_once
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
-        return _backward(ctx, *grads)  # type: ignore[no-untyped-call]
+        return None, None, None, *_backward(ctx, *grads)  # type: ignore[no-untyped-call]
+
+
+# Partial sums, of tokens times experts, up to which one program adds up the balance loss of a
+# recorded call. Beyond them the GPU takes longer than the host, and several programs are faster.
+_FEW_AFFINITIES = 2**18
 
 
 def route_through(*inputs: Any, totals: str) -> tuple[Any, ...]:
     """Return the results of `route_op`, then x, for the layers that read x after the router.
 
     totals: "none" if the caller does not read gate sum and load; "balance" if it wants the balance
-    loss of them. The loss comes last. It is None where a gradient is recorded, which goes through
-    gate sum and load, and where the call is seen from outside.
+    loss of them. The loss comes last, in place of gate sum and load. It is None, and they are
+    there, for many tokens whose gradient is recorded, and where the call is seen from outside.
 
     In eager mode the returned x is an output of this autograd node: the backward kernel adds its
     gradient to the router's own, which saves a launch that reads both. A custom op may not return
@@ -195,11 +211,17 @@ def route_through(*inputs: Any, totals: str) -> tuple[Any, ...]:
     """
     x, embedding, bias, scale = inputs[:4]
     recorded = torch.is_grad_enabled() and any(
-        one is not None and one.requires_grad for one in (x, embedding, bias)
+        [one is not None and one.requires_grad for one in (x, embedding, bias)]
     )
-    if not recorded and eager(x, embedding, bias, scale, inputs[4], inputs[7]):
+    repeats = eager(x, embedding, bias, scale, inputs[4], inputs[7])
+    if not recorded and repeats:
         found = _without_gradient(totals, *inputs)
         return *found, x, found[3] if totals == "balance" else None
-    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and x.requires_grad):
+    passes = recorded and x.requires_grad
+    if torch.compiler.is_compiling() or not (recorded and (repeats or passes)):
         return *route_op(*inputs), x, None
-    return *_Eager.apply(*inputs), None  # type: ignore[no-untyped-call]
+    if totals == "balance":
+        totals = "shares" if len(x) * len(embedding) <= _FEW_AFFINITIES else "sums"
+    found = _Eager.apply(repeats, passes, totals, *inputs)  # type: ignore[no-untyped-call]
+    balance = found[3] if repeats and totals == "shares" else None
+    return (*found, balance) if passes else (*found, x, balance)

@@ -72,6 +72,7 @@ def fused_route(
         None if noise is None else noise.detach().float(),
         totals=totals,
     )
+    same = x.shape == tokens.x.shape
     clean = affinity if noise is None else affinity - noise  # exact up to rounding
     if noise is not None and temperature is not None:
         sums = gate_sum(clean, temperature, token_mask)  # those of the kernel include the noise
@@ -81,7 +82,7 @@ def fused_route(
         affinity,
         clean,
         first,
-        tokens.x if tokens.product is not None else x if x is tokens.x else x.view(tokens.x.shape),
+        tokens.x if tokens.product is not None else x if same else x.view(tokens.x.shape),
         None if temperature is None or balance is not None else sums,
         None if temperature is None or balance is not None else load,
         balance,

@@ -29,7 +29,7 @@ class Route(NamedTuple):
     gate_sum: Tensor | None = None  # (E,) sum of softmax(clean / temperature) over unmasked tokens
     load: Tensor | None = None  # (E,) float32 number of unmasked tokens that chose each expert
     # () the balance loss of the two, E * sum_e load_e / sum(load) * gate_sum_e / T, where a kernel
-    # computed it instead of them, without a gradient
+    # computed it instead of them
     balance: Tensor | None = None
 
 

@@ -32,7 +32,8 @@ def _sort_rows_triton(
         return Rows(permutation, inverse, offsets, expert, no_order(expert_ids))
     if token_mask is not None:
         cluster = cluster.masked_fill(~token_mask, -1)
-    return Rows(*sort_with_tokens_op(expert_ids, cluster, num_experts))
+    both = _eager_sort_with_tokens if eager(expert_ids, cluster) else sort_with_tokens_op
+    return Rows(*both(expert_ids, cluster, num_experts))
 
 
 def launched_sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -46,6 +47,24 @@ def _eager_sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, ...]:
     from acmoe.ops.device.tape import taped
 
     return taped(launched_sort, (expert_ids,), (num_experts,))
+
+
+def launched_sort_with_tokens(
+    expert_ids: Tensor, cluster: Tensor, num_experts: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the results of `launched_sort` and, from the same launches, the `TokenOrder`."""
+    from acmoe.ops.sort.triton.sort import sort_rows_and_tokens as launch
+
+    rows, order = launch(expert_ids, cluster, num_experts)
+    return *rows, order
+
+
+def _eager_sort_with_tokens(
+    expert_ids: Tensor, cluster: Tensor, num_experts: int
+) -> tuple[Tensor, ...]:
+    from acmoe.ops.device.tape import taped
+
+    return taped(launched_sort_with_tokens, (expert_ids, cluster), (num_experts,))
 
 
 @torch.library.custom_op("acmoe::sort_rows", mutates_args=())
@@ -69,11 +88,8 @@ def _(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Ten
 def sort_with_tokens_op(
     expert_ids: Tensor, cluster: Tensor, num_experts: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the results of `sort_op` and, from the same launches, the packed `TokenOrder`."""
-    from acmoe.ops.sort.triton.sort import sort_rows_and_tokens as launch
-
-    rows, order = launch(expert_ids, cluster, num_experts)
-    return *rows, order
+    """Return the results of `launched_sort_with_tokens`."""
+    return launched_sort_with_tokens(expert_ids, cluster, num_experts)
 
 
 @sort_with_tokens_op.register_fake

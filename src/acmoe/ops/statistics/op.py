@@ -9,14 +9,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acmoe.ops.dispatch import op, triton_unsupported
+from acmoe.ops.dispatch import eager, op, triton_unsupported
 from acmoe.ops.sort.order import TokenOrder
 from acmoe.ops.statistics.dispersion import dispersion_and_count
 from acmoe.ops.statistics.dispersion_op import KERNEL_MEASURES, fused_dispersion
 from acmoe.ops.statistics.prefix import PrefixMoments, prefix_dispersion
 from acmoe.ops.statistics.prefix_op import fused_prefix_dispersion
 from acmoe.ops.statistics.scale import scale_from_dispersion, up_to_last
-from acmoe.ops.statistics.scale_op import SCALE_MEASURES, fused_cluster_scale
+from acmoe.ops.statistics.scale_op import (
+    SCALE_MEASURES,
+    constant_dispersion,
+    fused_cluster_scale,
+)
 from acmoe.ops.statistics.sorted_op import sorted_cluster_scale, sorted_dispersion
 
 ScaleTransform = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -117,8 +121,13 @@ def _dispersion_triton(
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     sorted_tokens = _unpacked(order, num_clusters)
-    if sorted_tokens is not None and measure in SCALE_MEASURES and _constant(x):
-        return sorted_dispersion(x, sorted_tokens, measure=measure, into=out)
+    if measure in SCALE_MEASURES and _constant(x):
+        if sorted_tokens is not None:
+            return sorted_dispersion(x, sorted_tokens, measure=measure, into=out)
+        if eager(x, assignment, token_mask):
+            return constant_dispersion(
+                *(x, assignment, num_clusters), measure=measure, token_mask=token_mask, into=out
+            )
     found = fused_dispersion(x, assignment, num_clusters, measure=measure, token_mask=token_mask)
     return _written(found, out)
 

@@ -7,10 +7,14 @@ the results. There is no gradient: where one is needed, `scale_from_dispersion` 
 B sets of T tokens, D features, C clusters.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from acmoe.errors import check
+from acmoe.ops.dispatch import eager
 from acmoe.ops.statistics.dispersion_op import as_sets, check_kernel_input
 from acmoe.ops.statistics.scale import check_normalize
 
@@ -41,18 +45,44 @@ def fused_cluster_scale(
     check_kernel_input(x, assignment, num_clusters, measure, token_mask, SCALE_MEASURES)
     check_normalize(normalize)
     spread, count = output_buffers(x, (*x.shape[:-2], num_clusters, x.shape[-1]), into)
-    scale = scale_op(
-        *as_sets(x.detach(), assignment, token_mask),
-        spread,
-        count,
-        measure,
-        normalize,
-        floor,
-        eps,
-        clamp,
-        min_tokens,
-    )
-    return scale, spread, count
+    tensors = (*as_sets(x.detach(), assignment, token_mask), spread, count)
+    settings = (measure, normalize, floor, eps, clamp, min_tokens)
+    if not eager(x, assignment, token_mask, spread):
+        return scale_op(*tensors, *settings), spread, count
+    return taped_into(_launched_scale, tensors, settings)[0], spread, count
+
+
+def constant_dispersion(
+    x: Tensor,
+    assignment: Tensor,
+    num_clusters: int,
+    *,
+    measure: str = "mad",
+    token_mask: Tensor | None = None,
+    into: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the dispersion and count of `fused_cluster_scale`, for eager calls."""
+    check_kernel_input(x, assignment, num_clusters, measure, token_mask, SCALE_MEASURES)
+    spread, count = output_buffers(x, (*x.shape[:-2], num_clusters, x.shape[-1]), into)
+    tensors = (*as_sets(x.detach(), assignment, token_mask), spread, count)
+    taped_into(_launched_dispersion, tensors, (measure,))
+    return spread, count
+
+
+def taped_into(
+    run: Callable[..., Any], tensors: tuple[Tensor | None, ...], settings: tuple[Any, ...]
+) -> tuple[Tensor, ...]:
+    """Return the results of `run` by a tape; it writes the last two tensors.
+
+    Autograd notices writes by their versions, which launches leave alone.
+    """
+    from acmoe.ops.device.tape import taped
+
+    found = taped(run, tensors, settings)
+    for one in tensors[-2:]:
+        if one is not None and not one.is_inference():
+            torch.autograd.graph.increment_version(one)
+    return found
 
 
 def output_buffers(
@@ -89,6 +119,28 @@ def scale_op(
 
     For B = 1 spread and count may lack the leading dimension.
     """
+    settings = (measure, normalize, floor, eps, clamp, min_tokens)
+    return _launched_scale(x, assignment, token_mask, spread, count, *settings)[0]
+
+
+@scale_op.register_fake
+def _(x, assignment, token_mask, spread, *rest):  # type: ignore[no-untyped-def]
+    return torch.empty_like(spread)
+
+
+def _launched_scale(
+    x: Tensor,
+    assignment: Tensor,
+    token_mask: Tensor | None,
+    spread: Tensor,
+    count: Tensor,
+    measure: str,
+    normalize: str,
+    floor: float,
+    eps: float,
+    clamp: float | None,
+    min_tokens: int,
+) -> tuple[Tensor]:
     from acmoe.ops.statistics.triton.dispersion import partial_sums
     from acmoe.ops.statistics.triton.scale import reduce_to_scale
 
@@ -103,9 +155,24 @@ def scale_op(
         min_tokens=min_tokens,
         into=(spread.view(-1, C, D), count.view(-1, C)),
     )
-    return scale.view_as(spread)
+    return (scale.view_as(spread),)
 
 
-@scale_op.register_fake
-def _(x, assignment, token_mask, spread, *rest):  # type: ignore[no-untyped-def]
-    return torch.empty_like(spread)
+def _launched_dispersion(
+    x: Tensor,
+    assignment: Tensor,
+    token_mask: Tensor | None,
+    spread: Tensor,
+    count: Tensor,
+    measure: str,
+) -> tuple[()]:
+    from acmoe.ops.statistics.triton.dispersion import partial_sums
+    from acmoe.ops.statistics.triton.scale import reduce_to_dispersion
+
+    C, D = spread.shape[-2:]
+    reduce_to_dispersion(
+        partial_sums(x, assignment, token_mask, C, "mad" if measure == "mad" else "square"),
+        root=measure == "std",
+        into=(spread.view(-1, C, D), count.view(-1, C)),
+    )
+    return ()

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from acmoe.errors import check
+from acmoe.ops.dispatch import eager
 from acmoe.ops.sort.order import TokenOrder, num_slots
 from acmoe.ops.statistics.dispersion_op import check_kernel_dtype
 from acmoe.ops.statistics.scale import check_normalize
-from acmoe.ops.statistics.scale_op import SCALE_MEASURES, output_buffers
+from acmoe.ops.statistics.scale_op import SCALE_MEASURES, output_buffers, taped_into
 
 
 def sorted_cluster_scale(
@@ -32,10 +33,11 @@ def sorted_cluster_scale(
     _check(x, clusters, measure)
     check_normalize(normalize)
     spread, count = output_buffers(x, _shape(x, clusters), into)
-    scale = sorted_scale_op(
-        x.detach(), *clusters, spread, count, measure, normalize, floor, eps, clamp, min_tokens
-    )
-    return scale, spread, count
+    tensors = (x.detach(), *clusters, spread, count)
+    settings = (measure, normalize, floor, eps, clamp, min_tokens)
+    if not eager(x, clusters.token, spread):
+        return sorted_scale_op(*tensors, *settings), spread, count
+    return taped_into(_launched_scale, tensors, settings)[0], spread, count
 
 
 def sorted_dispersion(
@@ -48,7 +50,11 @@ def sorted_dispersion(
     """Return dispersion (C, D) and count (C,) of x (T, D), written to `into` if given."""
     _check(x, clusters, measure)
     spread, count = output_buffers(x, _shape(x, clusters), into)
-    sorted_dispersion_op(x.detach(), *clusters, spread, count, measure)
+    tensors = (x.detach(), *clusters, spread, count)
+    if eager(x, clusters.token, spread):
+        taped_into(_launched_dispersion, tensors, (measure,))
+    else:
+        sorted_dispersion_op(*tensors, measure)
     return spread, count
 
 
@@ -87,20 +93,8 @@ def sorted_scale_op(
     clamp: float | None,
     min_tokens: int,
 ) -> Tensor:
-    from acmoe.ops.statistics.triton.scale import reduce_to_scale
-    from acmoe.ops.statistics.triton.sorted_dispersion import SortedTokens
-
-    scale, _, _ = reduce_to_scale(
-        SortedTokens(x, token, begin, end, "mad" if measure == "mad" else "square"),
-        root=measure == "std",
-        normalize=normalize,
-        floor=floor,
-        eps=eps,
-        clamp=clamp,
-        min_tokens=min_tokens,
-        into=(spread[None], count[None]),
-    )
-    return scale[0]
+    settings = (measure, normalize, floor, eps, clamp, min_tokens)
+    return _launched_scale(x, token, begin, end, spread, count, *settings)[0]
 
 
 @sorted_scale_op.register_fake
@@ -118,13 +112,56 @@ def sorted_dispersion_op(
     count: Tensor,
     measure: str,
 ) -> None:
-    from acmoe.ops.statistics.triton.scale import reduce_to_dispersion
-    from acmoe.ops.statistics.triton.sorted_dispersion import SortedTokens
-
-    tokens = SortedTokens(x, token, begin, end, "mad" if measure == "mad" else "square")
-    reduce_to_dispersion(tokens, root=measure == "std", into=(spread[None], count[None]))
+    _launched_dispersion(x, token, begin, end, spread, count, measure)
 
 
 @sorted_dispersion_op.register_fake
 def _(*arguments):  # type: ignore[no-untyped-def]
     return None
+
+
+def _launched_scale(
+    x: Tensor,
+    token: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    spread: Tensor,
+    count: Tensor,
+    measure: str,
+    normalize: str,
+    floor: float,
+    eps: float,
+    clamp: float | None,
+    min_tokens: int,
+) -> tuple[Tensor]:
+    from acmoe.ops.statistics.triton.scale import reduce_to_scale
+    from acmoe.ops.statistics.triton.sorted_dispersion import SortedTokens
+
+    scale, _, _ = reduce_to_scale(
+        SortedTokens(x, token, begin, end, "mad" if measure == "mad" else "square"),
+        root=measure == "std",
+        normalize=normalize,
+        floor=floor,
+        eps=eps,
+        clamp=clamp,
+        min_tokens=min_tokens,
+        into=(spread[None], count[None]),
+    )
+    return (scale[0],)
+
+
+def _launched_dispersion(
+    x: Tensor,
+    token: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    spread: Tensor,
+    count: Tensor,
+    measure: str,
+) -> tuple[()]:
+    from acmoe.ops.statistics.triton.scale import reduce_to_dispersion
+    from acmoe.ops.statistics.triton.sorted_dispersion import SortedTokens
+
+    tokens = SortedTokens(x, token, begin, end, "mad" if measure == "mad" else "square")
+    reduce_to_dispersion(tokens, root=measure == "std", into=(spread[None], count[None]))
+    return ()

@@ -135,7 +135,8 @@ def route(
     int64. The first choice equals ids[:, 0], in a tensor of its own. over_selected: the gate is a
     softmax over the selected experts alone. Gate sums: sum over unmasked tokens of softmax(affinity
     / temperature). totals: "none" if nobody reads gate sums and load, which are not written then;
-    "balance" for the balance loss () in their place.
+    "balance" for the balance loss () in their place; "shares" for that and, in place of the load,
+    each expert's share of it (E,).
     """
     T, D = tokens.x.shape
     E = embedding_ED.shape[0]
@@ -147,7 +148,7 @@ def route(
         # memory that a program has on smaller cards.
         tile = tile._replace(num_stages=min(tile.num_stages, 3))
     selecting = tokens.in_place() if E > MANY_EXPERTS else tokens  # reads affinities, no tokens
-    if E > MANY_EXPERTS and totals == "balance":
+    if E > MANY_EXPERTS and totals in ("balance", "shares"):
         # One program adds up the sums of all others: let these be few.
         tile = tile._replace(tokens=16, num_warps=8)
     N = selecting.blocks(tile.tokens)
@@ -191,6 +192,10 @@ def route(
     if totals == "balance":
         balance = partial_2NE if alone else reduce_balance(partial_2NE, T)
         return ids_TK, gate_TK, affinity_TE, balance, balance, first_T
+    if totals == "shares":
+        share_E = affinity_TE.new_empty(E)
+        balance = reduce_balance(partial_2NE, T, share_E)
+        return ids_TK, gate_TK, affinity_TE, balance, share_E, first_T
     gate_E, load_E = reduce_partials(partial_2NE if T > 0 else partial_2NE[:, :0])
     return ids_TK, gate_TK, affinity_TE, gate_E, load_E, first_T
 

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from acmoe.ops.device.dot import dot, dot_bf16x2, mask_to_dtype
+from acmoe.ops.device.launcher import launch
 
 # Two programs on each of an H200's 132 multiprocessors. It is a constant, not read from the device:
 # the number of splits decides the order of additions, and the GPU should not change a result.
@@ -99,22 +100,22 @@ def partial_sums(
     mask = assignment_BT if mask_BT is None else mask_BT.contiguous().view(torch.uint8)
     anchored = x_BTD.dtype == torch.float32
     tokens = (assignment_BT, mask, count_BPC, first_BPC)
-    shape = {"T": T, "C": num_clusters, "P": P, "split": split, "HAS_MASK": mask_BT is not None}
-    shape |= {"BT": tile.tokens, "BC": tile.clusters}
+    sizes = num_clusters, P, split
+    block = {"HAS_MASK": mask_BT is not None, "BT": tile.tokens, "BC": tile.clusters}
     first, second = (
         {"num_warps": warps, "num_stages": stages}
         for warps, stages in zip(tile.warps, tile.stages, strict=True)
     )
     if anchored:
-        _count_kernel[(B * P, 1, blocks[1])](*tokens, **shape, **first)
-    shape |= {"D": D, "BD": tile.features, "ANCHORED": anchored}
+        launch(_count_kernel, (B * P, 1, blocks[1]), *tokens, T, *sizes, **block, **first)
+    block |= {"BD": tile.features, "ANCHORED": anchored}
     # Without anchors pass 1 does not need the counts: one more feature block computes them.
     grid = (B * P, blocks[0] + (0 if anchored else 1), blocks[1])
-    _sums_kernel[grid](x_BTD, *tokens, sums_BPCD, **shape, **first)
-    results = sums_BPCD, mean_BCD, spread_BPCD
-    _deviations_kernel[(B * P, *blocks)](
-        x_BTD, *tokens, *results, **shape, MEASURE=measure, **second
-    )
+    launch(_sums_kernel, grid, x_BTD, *tokens, sums_BPCD, T, D, *sizes, **block, **first)
+    launch(
+        _deviations_kernel, (B * P, *blocks), x_BTD, *tokens, sums_BPCD, mean_BCD, spread_BPCD, T,
+        D, *sizes, MEASURE=measure, **block, **second,
+    )  # fmt: skip
     return Partials(spread_BPCD, count_BPC, mean_BCD)
 
 

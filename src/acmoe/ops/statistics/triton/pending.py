@@ -13,17 +13,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from acmoe.ops.device.launcher import launch, next_power_of_2
+
 
 def add_batch(
     mean_CD: Tensor, count_C: Tensor, new_CD: Tensor, new_count_C: Tensor, least: int
 ) -> None:
     """Update mean and count in place; all tensors are contiguous float32."""
     C, D = mean_CD.shape
-    width = max(16, triton.next_power_of_2(D))
-    _add_batch_kernel[(C,)](
-        mean_CD, count_C, new_CD, new_count_C, D, least,
-        BD=width, num_warps=8 if width > 2048 else 4,
-    )  # fmt: skip
+    width = max(16, next_power_of_2(D))
+    launch(
+        *(_add_batch_kernel, (C,), mean_CD, count_C, new_CD, new_count_C, D, least),
+        BD=width,
+        num_warps=8 if width > 2048 else 4,
+    )
 
 
 @triton.jit

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from acmoe.ops.device.launcher import launch
 from acmoe.ops.statistics.triton.dispersion import Partials
 from acmoe.ops.statistics.triton.epilogue import ROW_STATISTICS, clamp_to_float32, cluster_epilogue
 from acmoe.ops.statistics.triton.sorted_dispersion import SortedTokens, measure_sorted
@@ -70,9 +71,10 @@ def reduce_to_scale(
     scale_BCD = torch.empty_like(dispersion_BCD)
     BC = triton.next_power_of_2(C)
     BD = max(16, min(triton.next_power_of_2(D), NORMALISE_TILE // BC))
-    _normalise_kernel[(B, triton.cdiv(D, BD))](
-        dispersion_BCD, result, scale_BCD, C, D, floor, eps, clamp or 0.0,
-        NORMALIZE=normalize, CLAMPED=clamp is not None, BC=BC, BD=BD, num_warps=8,
+    launch(
+        _normalise_kernel, (B, triton.cdiv(D, BD)), dispersion_BCD, result, scale_BCD, C, D, floor,
+        eps, clamp or 0.0, NORMALIZE=normalize, CLAMPED=clamp is not None, BC=BC, BD=BD,
+        num_warps=8,
     )  # fmt: skip
     return scale_BCD, dispersion_BCD, count_BC
 
@@ -111,9 +113,10 @@ def _reduce(
         measure_sorted(stats_input, *outputs, root=root, result=result, **options)
         return out
     width = max(16, triton.next_power_of_2(D))
-    _reduce_partials_kernel[(B * C,)](
-        stats_input.spread, stats_input.count, *outputs, C, D, stats_input.spread.shape[1], floor,
-        eps, min_tokens, ROOT=root, RESULT=result, BD=width, num_warps=8 if width > 2048 else 4,
+    launch(
+        _reduce_partials_kernel, (B * C,), stats_input.spread, stats_input.count, *outputs, C, D,
+        stats_input.spread.shape[1], floor, eps, min_tokens, ROOT=root, RESULT=result, BD=width,
+        num_warps=8 if width > 2048 else 4,
     )  # fmt: skip
     return out
 

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from acmoe.ops.device.launcher import launch
 from acmoe.ops.statistics.triton.dispersion import POISON
 from acmoe.ops.statistics.triton.epilogue import cluster_epilogue
 
@@ -129,10 +130,10 @@ def measure_sorted(
     shape |= {"ROWS": rows, "IS_FLOAT32": is_float32, "INT64": T * D >= INT32_LIMIT}
     shape["BC"] = max(16, triton.next_power_of_2(C))
     shape["num_warps"] = tile.num_warps
-    _sums_kernel[grid](*tokens, sums_QD, arrivals_C, D, C, **shape)
-    _deviations_kernel[grid](
-        *tokens, sums_QD, arrivals_C, spread_QD, dispersion_CD, count_C, out, D, C, floor, eps,
-        min_tokens, MEASURE=measure, ROOT=root, RESULT=result,
+    launch(_sums_kernel, grid, *tokens, sums_QD, arrivals_C, D, C, **shape)
+    launch(
+        _deviations_kernel, grid, *tokens, sums_QD, arrivals_C, spread_QD, dispersion_CD, count_C,
+        out, D, C, floor, eps, min_tokens, MEASURE=measure, ROOT=root, RESULT=result,
         WIDTH=max(16, triton.next_power_of_2(D)), WHOLE=tile.features >= D,
         maxnreg=None if is_float32 else tile.registers, **shape,
     )  # fmt: skip

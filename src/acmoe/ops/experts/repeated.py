@@ -1,4 +1,4 @@
-"""The fused experts where no backward follows: small calls repeat the launches of the first."""
+"""The forward of the fused experts: small calls repeat the launches of the first of their kind."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,24 +15,28 @@ FEW_TOKENS = 4096
 Forward = Callable[..., tuple[Tensor, Tensor]]
 
 
-def without_backward(forward: Forward, *arguments: Any) -> Tensor:
-    """Return the outputs (T, D) of `forward`, which is `_forward` of autograd.py."""
+def repeated(forward: Forward, *arguments: Any) -> tuple[Tensor, ...]:
+    """Return the outputs (T, D) of `forward`, which is `_forward` of autograd.py, and h if kept.
+
+    No gradient may be recorded, and nobody may watch the launches (`dispatch.eager`).
+    """
     from acmoe.ops.device.tape import Same, taped
 
-    *tensors, _seed, act, dropout, _keep, _up, _down = arguments
+    *tensors, _seed, act, dropout, keep, _up, _down = arguments
     x = tensors[0]
     tried = (tuning.OVERRIDE, tuning.PIPELINE_OVERRIDE, getattr(tuning, "COPY_OVERRIDE", None))
     if dropout > 0 or x.shape[0] > FEW_TOKENS or any(tried):
-        return forward(*arguments)[0]
+        return forward(*arguments)
     # Block sizes depend on these as well.
     measured = len(getattr(tuning, "MEASURED", ()))
     chosen = gluon_requested(), Same(tuning.user_table()), measured
     precision = torch.backends.cuda.matmul.fp32_precision if x.dtype == torch.float32 else None
-    return taped(_outputs, tuple(tensors), (forward, act, chosen, precision))[0]
+    return taped(_outputs, tuple(tensors), (forward, act, keep, chosen, precision))
 
 
-def _outputs(*inputs: Any) -> tuple[Tensor]:
-    *tensors, forward, act, _, _ = inputs
+def _outputs(*inputs: Any) -> tuple[Tensor, ...]:
+    *tensors, forward, act, keep, _, _ = inputs
     _, up, down, *_, expert = tensors
     # Without dropout the forward does not read the seed.
-    return (forward(*tensors, expert, act, 0.0, False, up, down)[0],)
+    found: tuple[Tensor, Tensor] = forward(*tensors, expert, act, 0.0, keep, up, down)
+    return found if keep else found[:1]
