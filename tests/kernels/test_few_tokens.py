@@ -73,6 +73,7 @@ def vectors(monkeypatch):
     monkeypatch.setattr(vectors, "run_vectors", lambda *args: (seen.append(args), run(*args))[1])
     small = {"up": VectorBlocks(4, 256, 4, 1), "down": VectorBlocks(4, 256, 4, 1)}
     monkeypatch.setattr(rules, "VECTORS", small)
+    monkeypatch.setattr(rules, "VECTOR_TOKENS", 4)  # more than pay on a card, to test the kernel
     return seen
 
 
@@ -125,12 +126,15 @@ def test_sixteen_bits_round_hidden_units_and_outputs(dtype, vectors, device):
     assert ((found.double() - wanted).abs() <= 5 * torch.finfo(dtype).eps * size).all()
 
 
-def test_which_calls_are_multiplied_as_vectors(vectors, device):
-    """At most 4 tokens of at most 16 choices, no more rows than experts, and no gradient."""
-    assert rules.by_vectors(1, 16, 16) and rules.by_vectors(4, 2, 8)
-    assert not rules.by_vectors(5, 1, 8)
+def test_which_calls_are_multiplied_as_vectors():
+    """One token of at most 16 choices, no more than there are experts."""
+    assert rules.by_vectors(1, 16, 16) and rules.by_vectors(1, 2, 8)
+    assert not rules.by_vectors(2, 1, 8)
     assert not rules.by_vectors(1, 17, 64)
-    assert not rules.by_vectors(4, 2, 7)
+    assert not rules.by_vectors(1, 8, 7)
+
+
+def test_no_call_with_a_gradient_or_dropout_is_multiplied_as_vectors(vectors, device):
     mlp, x, ids, gate = drawn("relu", False, (1, 16, 16, 4, 2), device)
     rows = sort_rows.definition(ids.to(device), 4)
     given = (x.to(device), mlp.up, mlp.down, None, None, gate.to(device), *rows[:4])

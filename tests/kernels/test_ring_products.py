@@ -342,7 +342,7 @@ class TestChoice:
 
         caplog.set_level("INFO", logger="acmoe")
         x_TD = torch.empty(1, 2048, dtype=torch.float16)
-        for tokens in (8, 16, 32):
+        for tokens in (4096, 8192, 16384):
             size = Sizes(tokens, 2048, 1024, 64, 8, "swiglu")
             assert fresh_choice._settings_for("down", size, x_TD, gather=False, bare=True) is None
         assert [record.message for record in caplog.records] == [

@@ -201,9 +201,9 @@ def blocks_for(kernel: str, layer: Layer) -> Blocks:
     if not (layer.aligned and has_shared_memory()):
         if kernel in WEIGHT_GEMMS or layer.rows > rules.FEW_ROWS:
             return Blocks(128, 128, 64, 8, 3)
-        # 3 stages fit into the 99 KiB of shared memory that a program has on smaller cards.
+        # 3 stages of 64 fit into the 99 KiB of shared memory that a program has on smaller cards.
         few = rules.few_blocks(kernel, layer)
-        return few._replace(num_stages=min(few.num_stages, 3), tma=False, persistent=0)
+        return few._replace(k=64, num_stages=3, tma=False, persistent=0)
     return rules.blocks(kernel, layer, copied=copies_rows(layer, backward=True))
 
 
