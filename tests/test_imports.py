@@ -62,7 +62,7 @@ PACKAGES: dict[str, set[str]] = {
     "cli": EVERYONE
     | LAYERS
     | {"runtime", "recipes", "data", "models", "fast", "adapters", "hf", "attacks"}
-    | {"evaluate", "train", "analyze", "report", "lab"},
+    | {"distributed", "evaluate", "train", "analyze", "report", "lab"},
     "__main__": {"cli"},  # python -m acmoe
 }
 

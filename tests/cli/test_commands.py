@@ -143,3 +143,22 @@ def test_a_run_is_trained_evaluated_continued_and_spoken_with(capsys, monkeypatc
     code, _, err = call(capsys, "train", "switch-nano", *small, *short, "--out", "run")
     assert code == 2
     assert "model.router" in err
+
+
+def test_a_command_of_one_process_refuses_torchrun(capsys, monkeypatch):
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    code, out, err = call(capsys, "theory")
+    assert (code, out) == (2, "")
+    assert err == (
+        "acmoe: `acmoe theory` runs in one process, and the launcher started 2; give it without "
+        "torchrun\n"
+    )
+
+
+def test_processes_of_torchrun_report_a_mistake_once(capsys, monkeypatch):
+    """Each makes the same mistake; the first one of a machine says it."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert call(capsys, "train", "nosuch") == (2, "", "")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert "recipe 'nosuch' is unknown" in call(capsys, "train", "nosuch")[2]

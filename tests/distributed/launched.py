@@ -6,29 +6,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 from ranks import free_port
+from started import start_processes
 from torch.distributed import TCPStore
 
 
 def launch(world: int, function: Callable[..., Any], *arguments: Any, folder: Path) -> list[Any]:
     """Call `function(rank, *arguments)` in `world` processes; return the results by rank."""
     folder.mkdir(exist_ok=True)
-    mp.spawn(_enter, (world, function, arguments, folder), nprocs=world, join=True)
+    start_processes(world, _enter, (world, function, arguments, folder))
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
 
 
 def launch_often(
-    world: int, function: Callable[..., Any], *arguments: Any, folder: Path
+    world: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    folder: Path,
+    afresh: bool = False,
 ) -> list[Any]:
     """Call `function` as `launch` does; it may start the processes often, after `new_start()` each.
 
     This process holds the store, as torchrun does. A port that was free when the processes were
-    launched may be taken when rank 0 of a later start listens there.
+    launched may be taken when rank 0 of a later start listens there. `afresh`: the processes have
+    the environment of this one.
     """
     folder.mkdir(exist_ok=True)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(_enter_often, (store.port, world, function, arguments, folder), nprocs=world)
+    given = (store.port, world, function, arguments, folder)
+    start_processes(world, _enter_often, given, afresh=afresh)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
 
 

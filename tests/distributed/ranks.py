@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from started import start_processes
 
 
 def in_ranks(world: int, function: Callable[..., Any], *arguments: Any, folder: Path) -> list[Any]:
@@ -17,7 +17,7 @@ def in_ranks(world: int, function: Callable[..., Any], *arguments: Any, folder: 
     The function must be importable: defined at the top of a module.
     """
     port = free_port()
-    mp.spawn(_enter, (world, port, function, arguments, folder), nprocs=world, join=True)
+    start_processes(world, _enter, (world, port, function, arguments, folder))
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
 
 

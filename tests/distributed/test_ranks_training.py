@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,17 +12,24 @@ from typing import Any
 
 import pytest
 import torch
-from launched import launch, launch_often, new_start, ports
+from launched import launch_often, new_start, ports
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed import HashStore
 
 import acmoe
+from acmoe.config.images.data import ImageEvaluateConfig
 from acmoe.config.parallel import ParallelConfig
+from acmoe.config.text.evaluate import EvaluateConfig
 from acmoe.config.text.train import RunConfig
 from acmoe.distributed import start
 from acmoe.distributed.experts import distribute_experts
+from acmoe.distributed.failure import FailureWatch
+from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.errors import UserError
-from acmoe.evaluate.run import checkpoints
+from acmoe.evaluate.language import LanguageReport, evaluate
+from acmoe.evaluate.run import checkpoints, open_vision_run
+from acmoe.evaluate.vision_run import RunReport, evaluate_vision_run
 from acmoe.train.run import Summary, train, train_images
 from acmoe.train.text import TextTrainer, checked_corpus
 from tiny_runs import QUIET, byte_corpus, records, tiny_run
@@ -36,6 +44,7 @@ SAME = (
 )
 GLOBAL = (*SAME, "model.router.statistics_group=global")
 TWO = "parallel.data=2"
+EVALUATION = EvaluateConfig(statistics=("running", "batch"), batch=4, routing=True)
 SENDS_INTEGERS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 PIPELINE = pytest.param(
     "pipeline", marks=pytest.mark.skipif(not SENDS_INTEGERS, reason="needs torch 2.13")
@@ -84,6 +93,7 @@ def many(rank: int, folder: Path) -> dict[str, Any]:
     found["runners"] = [
         why_plain(tiny_run(corpus, TWO, f"parallel.shard={shard}")) for shard in ("ddp", "fsdp")
     ]
+    found["evaluated"] = evaluated(folder)
     found["nan"] = ending(lambda: broken(rank, lambda: run("nan", *SHORT, TWO), nan_hook))
     found["raised"] = ending(lambda: broken(rank, lambda: run("raised", *SHORT, TWO), raising_hook))
     return found
@@ -99,11 +109,25 @@ def why_plain(config: RunConfig) -> str | None:
         return acmoe.fast.explain(trainer.model)
 
 
-def images(rank: int, folder: Path, port: int, *settings: str) -> Summary:
-    os.environ["MASTER_PORT"] = str(port)
-    return train_images(
-        tiny_vision_run(*PLAIN_IMAGES, TWO, *settings), folder / "two", console=QUIET
-    )
+def evaluated(folder: Path) -> LanguageReport:
+    """Evaluate a run by all processes, as `acmoe evaluate` under torchrun does."""
+    new_start()
+    with start.joined(ParallelConfig(data=2), "cpu") as (ranks, _):
+        return evaluate(folder / "alone", EVALUATION, device="cpu", ranks=ranks)
+
+
+def images(rank: int, folder: Path, *settings: str) -> RunReport:
+    """Train on images, then evaluate the run by all processes."""
+    new_start()
+    train_images(tiny_vision_run(*PLAIN_IMAGES, TWO, *settings), folder / "two", console=QUIET)
+    new_start()
+    with start.joined(ParallelConfig(data=2), "cpu") as (ranks, _):
+        return evaluated_images(folder / "two", ranks)
+
+
+def evaluated_images(run: Path, ranks: Ranks) -> RunReport:
+    config = ImageEvaluateConfig(batch=16, routing=True)
+    return evaluate_vision_run(open_vision_run(run), config, device="cpu", ranks=ranks)
 
 
 def interrupted(rank: int, run: Any) -> Summary:
@@ -190,6 +214,19 @@ def test_two_processes_train_as_one(two: list[dict[str, Any]], folder: Path, nam
     assert valid < 1e-5
 
 
+def test_an_evaluation_by_two_processes_is_that_of_one(
+    two: list[dict[str, Any]], folder: Path
+) -> None:
+    """Scores, loads and instability; rows are dealt for `running`, and not for `batch`."""
+    expected = evaluate(folder / "alone", EVALUATION, device="cpu")
+    assert two[0]["evaluated"] == two[1]["evaluated"]
+    for found, one in zip(two[0]["evaluated"].figures, expected.figures, strict=True):
+        assert (found.statistics, found.tokens) == (one.statistics, one.tokens)
+        assert found.loss == pytest.approx(one.loss, abs=1e-6)
+        assert found.layers == one.layers
+        assert len(one.layers) == 3
+
+
 def test_loads_and_auxiliary_losses_are_of_all_processes(
     two: list[dict[str, Any]], folder: Path
 ) -> None:
@@ -240,7 +277,7 @@ def test_the_same_number_of_processes_resumes_bit_by_bit(
     "sharding", ["parallel.shard=ddp", "parallel.shard=fsdp", "parallel.expert=2"]
 )
 def test_images_are_trained_and_scored_as_by_one_process(tmp_path: Path, sharding: str) -> None:
-    launch(2, images, tmp_path, ports(1)[0], sharding, folder=tmp_path / "results")
+    reports = launch_often(2, images, tmp_path, sharding, folder=tmp_path / "results")
     train_images(tiny_vision_run(*PLAIN_IMAGES), tmp_path / "one", console=QUIET)
     two, one = tmp_path / "two", tmp_path / "one"
     for kind in ("train", "valid"):
@@ -250,6 +287,12 @@ def test_images_are_trained_and_scored_as_by_one_process(tmp_path: Path, shardin
         for run in (two, one)
     )
     assert found == expected
+    alone = evaluated_images(two, ALONE).report.figures[0]
+    assert alone.layers
+    for report in reports:
+        figure = report.report.figures[0]
+        assert (figure.top1, figure.layers) == (alone.top1, alone.layers)
+        assert figure.loss == pytest.approx(alone.loss, abs=1e-6)
 
 
 def test_a_signal_to_one_process_stops_all_at_the_same_step(
@@ -358,3 +401,27 @@ def test_a_process_that_does_not_start_is_named(
         start.joined(ParallelConfig(data=2), "cpu"),
     ):
         pass
+
+
+def test_a_process_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 gives up waiting; rank 1 does something else, and nothing is heard of rank 2."""
+    monkeypatch.setattr("acmoe.distributed.failure.LOOK_EVERY", 0.05)
+    store, ended, watches = HashStore(), threading.Event(), []
+
+    def busy_elsewhere() -> None:
+        watches.append(FailureWatch(store, 1, 3))
+        ended.wait(60)
+
+    other = threading.Thread(target=busy_elsewhere)
+    other.start()
+    watches.append(FailureWatch(store, 0, 3))
+    timeout = RuntimeError("[unbound_buffer.cc:81] Timed out waiting 600000ms for recv operation")
+    said = str(watches[-1].explained(timeout))
+    another = ValueError("not a timeout")
+    assert watches[-1].explained(another) is another
+    ended.set()
+    other.join()
+    for watch in watches:
+        watch.close()
+    assert re.search(r"waiting in a collective: rank 1 is at threading.py:\d+, in wait; ", said)
+    assert "rank 2 does not answer" in said

@@ -12,7 +12,9 @@ from typing import NoReturn
 import acmoe
 from acmoe.cli.commands import COMMANDS
 from acmoe.cli.parse import parse
-from acmoe.errors import UserError
+from acmoe.errors import UserError, check
+
+SEVERAL = {"train", "evaluate", "doctor"}  # commands that torchrun may start
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -21,11 +23,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         print(f"acmoe {acmoe.__version__}")
         sys.exit(0)
     try:
+        _check_launched(arguments)
         command = parse(COMMANDS, arguments)
         status = command.run()
         sys.stdout.flush()
     except UserError as mistake:
-        print(f"acmoe: {mistake}", file=sys.stderr)
+        if _speaks(mistake):
+            print(f"acmoe: {mistake}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt as stop:
         print(f"acmoe: interrupted{f'; {stop}' if str(stop) else ''}", file=sys.stderr)
@@ -37,6 +41,28 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         status = 0
     except OSError as error:  # a disk or a network, not a mistake in the arguments
         where = f"{error.filename}: " if error.filename else ""
-        print(f"acmoe: {where}{error.strerror or error}", file=sys.stderr)
+        who = f"rank {os.environ['RANK']}: " if hasattr(error, "reported") else ""
+        if _speaks(error):
+            print(f"acmoe: {who}{where}{error.strerror or error}", file=sys.stderr)
         status = 1
     sys.exit(status)
+
+
+def _check_launched(arguments: Sequence[str]) -> None:
+    """Raise a UserError if torchrun started several processes of a command that needs one."""
+    size = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    name = arguments[0] if arguments else ""
+    check(
+        size == 1 or name not in COMMANDS or name in SEVERAL,
+        f"`acmoe {name}` runs in one process, and the launcher started {size}; give it without "
+        "torchrun",
+    )
+
+
+def _speaks(error: Exception) -> bool:
+    """Return True if this process prints an error; torchrun's processes make the same mistake.
+
+    Before they have joined, the first process of each machine speaks. After that, the one that
+    failed first does (distributed/failure.py).
+    """
+    return hasattr(error, "reported") or os.environ.get("LOCAL_RANK", "0") == "0"

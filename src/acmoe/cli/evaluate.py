@@ -1,6 +1,7 @@
 """`acmoe evaluate RUN`: measure perplexity, bits per byte, or the accuracy on images."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,6 +17,8 @@ from acmoe.storage.strict_json import json_text
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from acmoe.data.progress import Progress
+    from acmoe.distributed.ranks import Ranks
     from acmoe.evaluate.language import LanguageReport
     from acmoe.evaluate.routing import LayerReport
     from acmoe.evaluate.vision_run import RunReport
@@ -25,7 +28,8 @@ if TYPE_CHECKING:
 class Evaluate:
     """Score a run over every token or image of a split, in each requested statistics mode.
 
-    The scores are also written into the run's folder, where `acmoe report` finds them.
+    The scores are also written into the run's folder, where `acmoe report` finds them. With
+    torchrun, the rows of text or the batches of images are dealt to all processes.
     """
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
@@ -66,15 +70,18 @@ class Evaluate:
 
     def run(self) -> int:
         from acmoe.config.images.train import VISION_RUNS
+        from acmoe.config.parallel import ParallelConfig
+        from acmoe.distributed.start import joined, launched_processes
         from acmoe.evaluate.run import run_kind
 
-        run_threads(self.threads, self.folder, self.device)
-        if run_kind(self.folder) in VISION_RUNS:
-            found = self._images()
-            self._print(found, lambda: _show_images(found))
-        else:
-            report = self._text()
-            self._print(report, lambda: _show(report))
+        with joined(ParallelConfig(data=launched_processes()), self.device) as (ranks, device):
+            run_threads(self.threads, self.folder, self.device)
+            if run_kind(self.folder) in VISION_RUNS:
+                found = self._images(ranks, str(device))
+                self._print(found, lambda: _show_images(found), ranks)
+            else:
+                report = self._text(ranks, str(device))
+                self._print(report, lambda: _show(report), ranks)
         return 0
 
     def _save(self, document: dict[str, Any]) -> None:
@@ -91,7 +98,11 @@ class Evaluate:
         if not self.json:
             print(f"wrote {path}, which `acmoe report` shows")
 
-    def _print(self, report: "LanguageReport | RunReport", show: Callable[[], None]) -> None:
+    def _print(
+        self, report: "LanguageReport | RunReport", show: Callable[[], None], ranks: "Ranks"
+    ) -> None:
+        if not ranks.first:  # every process has the same report
+            return
         document = report.to_json()
         if self.json:
             print(json_text(document))
@@ -99,9 +110,8 @@ class Evaluate:
             show()
         self._save(document)
 
-    def _images(self) -> "RunReport":
+    def _images(self, ranks: "Ranks", device: str) -> "RunReport":
         from acmoe.config.images.data import ImageEvaluateConfig, parse_capacity
-        from acmoe.data.progress import progress_bars
         from acmoe.errors import check
         from acmoe.evaluate.run import open_vision_run
         from acmoe.evaluate.vision_run import evaluate_vision_run
@@ -121,20 +131,20 @@ class Evaluate:
             routing=self.routing,
         )
         run = open_vision_run(self.folder)
-        with progress_bars(Console(stderr=True)) as progress:
+        with _progress(ranks) as progress:
             return evaluate_vision_run(
                 run,
                 config,
                 which=self.which,
                 ema=self.ema,
-                device=self.device,
+                device=device,
                 progress=progress,
+                ranks=ranks,
             )
 
-    def _text(self) -> "LanguageReport":
+    def _text(self, ranks: "Ranks", device: str) -> "LanguageReport":
         from acmoe.config.text.data import ContaminationConfig
         from acmoe.config.text.evaluate import EvaluateConfig
-        from acmoe.data.progress import progress_bars
         from acmoe.errors import check
         from acmoe.evaluate.language import evaluate
 
@@ -160,8 +170,15 @@ class Evaluate:
             block=self.block,
             routing=self.routing,
         )
-        with progress_bars(Console(stderr=True)) as progress:
-            return evaluate(self.folder, config, device=self.device, progress=progress)
+        with _progress(ranks) as progress:
+            return evaluate(self.folder, config, device=device, progress=progress, ranks=ranks)
+
+
+def _progress(ranks: "Ranks") -> "AbstractContextManager[Progress]":
+    """Return a context that gives the progress callback; only the first process shows anything."""
+    from acmoe.data.progress import progress_bars, silent
+
+    return progress_bars(Console(stderr=True)) if ranks.first else nullcontext(silent)
 
 
 def _show(report: "LanguageReport") -> None:

@@ -4,16 +4,24 @@ The first process that fails writes its message into the store of the process gr
 The others learn of it in one of two ways. Their next collective raises, because gloo notices the
 closed connection. Or they hang in a collective of NCCL: a thread reads the store, and ends the
 process if it has not ended by itself.
+
+A process whose collective has timed out asks the others, through the store, what they are doing:
+the threads answer with the line that their process is in. So the message names who did not come.
 """
 
 import os
+import re
 import sys
 import threading
+import time
+import traceback
 from typing import Any, NoReturn
 
 from acmoe.errors import UserError, first_line
 
 KEY = "failure"
+QUESTION = "what are you doing"
+WAITING = "waits in a collective"
 LOOK_EVERY = 1.0  # seconds between two looks of the thread
 PATIENCE = 20.0  # seconds that a process has to end by itself after another has failed
 
@@ -21,8 +29,10 @@ PATIENCE = 20.0  # seconds that a process has to end by itself after another has
 class FailureWatch:
     """Reports a failure of this process to the others, and ends this one when another fails."""
 
-    def __init__(self, store: Any, rank: int) -> None:
-        self.store, self.rank, self.first = store, rank, True
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self.store, self.rank, self.size, self.first = store, rank, size, True
+        self._watched = threading.get_ident()
+        self._answered = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look, name="failure-watch", daemon=True)
         self._thread.start()
@@ -44,8 +54,43 @@ class FailureWatch:
         if not self.first:
             raise SystemExit(1) from error
         if isinstance(error, UserError) and not getattr(error, "of_all_ranks", False):
-            raise type(error)(f"rank {self.rank}: {error}") from error
+            error = type(error)(f"rank {self.rank}: {error}").with_traceback(error.__traceback__)
+        elif isinstance(error, Exception) and not isinstance(error, UserError):
+            error.add_note(f"rank {self.rank} of {self.size} raised this, and ends all others")
+        error.reported = True  # type: ignore[attr-defined]
         raise error
+
+    def explained(self, error: BaseException) -> BaseException:
+        """Return an error that names the missing processes if a collective timed out, else `error`.
+
+        It takes three seconds, in which the others answer.
+        """
+        if not isinstance(error, RuntimeError) or not re.search("timed? ?out", str(error), re.I):
+            return error
+        try:
+            places = self._ask()
+        except RuntimeError:  # the process that holds the store is gone
+            return error
+        missing = {rank: place for rank, place in places.items() if place != WAITING}
+        named = "; ".join(f"rank {rank} {place}" for rank, place in missing.items())
+        found = UserError(
+            f"gives up waiting in a collective: {named or 'all other ranks wait, too'}; look at "
+            "the messages and the load of that process, then give the same command again"
+        )
+        found.__cause__ = error
+        return found
+
+    def _ask(self) -> dict[int, str]:
+        """Return what each other process is doing, by rank."""
+        self.store.set(QUESTION, "")
+        time.sleep(3 * LOOK_EVERY)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        return {
+            rank: self.store.get(_answer(rank)).decode()
+            if self.store.check([_answer(rank)])
+            else "does not answer: it was stopped, or its machine is gone"
+            for rank in others
+        }
 
     def close(self) -> None:
         """Stop the thread."""
@@ -56,9 +101,27 @@ class FailureWatch:
         while not self._ended.wait(LOOK_EVERY):
             try:
                 failed = self.store.check([KEY])
+                if not self._answered and self.store.check([QUESTION]):
+                    self.store.set(_answer(self.rank), _doing(self._watched))
+                    self._answered = True
             except RuntimeError:  # the process that holds the store is gone
                 failed = True
             if failed and not self._ended.wait(PATIENCE):
                 print(f"acmoe: rank {self.rank} ends: another has failed", file=sys.stderr)
                 sys.stderr.flush()
                 os._exit(1)
+
+
+def _answer(rank: int) -> str:
+    """Return the name by which the store has the answer of a process."""
+    return f"rank {rank} is doing"
+
+
+def _doing(thread: int) -> str:
+    """Return what a thread of this process is doing: WAITING, or the line of Python it is in."""
+    stack = traceback.extract_stack(sys._current_frames()[thread])
+    if re.search(r"torch.distributed", stack[-1].filename):
+        return WAITING
+    own = [frame for frame in stack if not re.search(r"site-packages.torch\b", frame.filename)]
+    frame = (own or stack)[-1]
+    return f"is at {os.path.basename(frame.filename)}:{frame.lineno}, in {frame.name}"

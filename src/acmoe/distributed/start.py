@@ -18,6 +18,7 @@ from acmoe.distributed.failure import FailureWatch
 from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.errors import UserError, check
 from acmoe.runtime import pick_device
+from acmoe.storage.shards import leave_writing
 
 TIMEOUT = 600.0  # seconds that a process waits for the others, at the start and in a collective
 # Tensors of the CPU always go through gloo: messages between hosts need no device.
@@ -27,6 +28,11 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xc
 def launched() -> bool:
     """Return True in a process that torchrun, or another launcher, started as one of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launched_processes() -> int:
+    """Return the number of processes that the launcher started; 1 without one."""
+    return int(os.environ["WORLD_SIZE"]) if launched() else 1
 
 
 @contextmanager
@@ -56,15 +62,17 @@ def joined(parallel: ParallelConfig, device: str) -> Iterator[tuple[Ranks, torch
     if own.type == "cuda":
         torch.cuda.set_device(own)
     store = _meet(rank, size)
-    watch = FailureWatch(store, rank)
+    watch = FailureWatch(store, rank, size)
     try:
         ranks = _process_group(store, rank, parallel, own)
         yield ranks, own
         ranks.wait()  # rank 0 may hold the store: it must not go first
-    except BaseException as error:
+    except BaseException as raised:
+        error = watch.explained(raised)
         watch.report(error)
         if own.type == "cpu" and dist.is_initialized():
             dist.destroy_process_group()  # NCCL would wait here for a collective that never ends
+        leave_writing(seconds=5.0)
         watch.fail(error)
     watch.close()
     dist.destroy_process_group()

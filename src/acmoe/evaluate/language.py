@@ -32,6 +32,7 @@ from acmoe.evaluate.run import Run, open_run
 from acmoe.evaluate.statistics import NONE, using_statistics
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.models.text.memory import Memory
+from acmoe.routing.group import measuring_alone
 from acmoe.runtime import autocast, evaluating, pick_device, seeded
 
 Metric = Literal["bits per byte", "perplexity"]
@@ -92,12 +93,14 @@ def evaluate(
     corpus: Corpus | None = None,
     device: str = "auto",
     progress: Progress = silent,
+    ranks: Ranks = ALONE,
 ) -> LanguageReport:
     """Score a run (a `Run` or its folder) or a model.
 
     `corpus` defaults to that of the run; it is required for a model. `device` applies to runs only:
     a model is scored on the device it is on. `progress` is called with the text that is scored and
-    numbers of tokens.
+    numbers of tokens. With several `ranks` each process scores its share of the rows where it can
+    (`deals_rows`), and all return the same report.
     """
     config = config or EvaluateConfig()
     model, corpus, step, precision = _open(source, config, corpus, device)
@@ -110,6 +113,7 @@ def evaluate(
             with (
                 using_statistics(model, None if mode == NONE else mode),
                 naming(f"{text}, statistics {mode}"),
+                measuring_alone(model),
             ):
                 score = score_stream(
                     model,
@@ -121,6 +125,7 @@ def evaluate(
                     routing=config.routing,
                     seed=config.seed,
                     progress=partial(progress, _stage(config, mode, contaminated)),
+                    ranks=ranks if deals_rows(config.batch, mode, ranks.size) else ALONE,
                 )
             figures.append(Figure.of(score, mode, contaminated, metric))
     return LanguageReport(
@@ -152,14 +157,12 @@ def score_stream(
 ) -> Score:
     """Return the mean loss over all predictions of a stream, read in `batch` rows with memory.
 
-    With several `ranks` each process reads its share of the rows, and all return the same score;
-    `routing` is then not available.
+    With several `ranks` each process reads its share of the rows, and all return the same score.
 
     Raises:
         NonFiniteError: the loss of a batch is NaN or infinite.
     """
     device = next(model.parameters()).device
-    assert ranks.size == 1 or not routing
     batches = EvaluationBatches(
         inputs,
         targets=targets,
@@ -190,14 +193,22 @@ def score_stream(
             if routing:
                 tally.add(out.routings, mask)
             done += count
-            progress(done, batches.predictions)
+            progress(min(done * ranks.size, batches.predictions), batches.predictions)
     loss = ranks.add(nats.total())[0] / batches.predictions
     bad = [number for number in ranks.gather(nats.first_bad) if number is not None]
     if bad:
         which = f"batch {min(bad)} of {len(batches)}"
         raise NonFiniteError(f"the loss of {which} is not finite; {REMEDY}")
-    layers = tally.layers() if routing else ()
+    layers = tally.layers(ranks) if routing else ()
     return Score(loss, batches.predictions, layers)
+
+
+def deals_rows(batch: int, mode: str, processes: int) -> bool:
+    """Return True if `batch` rows can be dealt to processes, each of which scores some of them.
+
+    With batch statistics the rows depend on one another: then every process scores all.
+    """
+    return batch % processes == 0 and mode != "batch"
 
 
 def _stage(config: EvaluateConfig, mode: str, contaminated: bool) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.evaluate.measures import instability, load_balance
 from acmoe.ops.route.reference import load
 from acmoe.routing.state import Routing, first_choice
@@ -51,11 +52,11 @@ class RoutingTally:
                 self.tables[depth] += counts.view(self.num_experts, -1)
             previous_T = first_T
 
-    def layers(self) -> tuple[LayerReport, ...]:
-        """Compute the measures of each layer."""
+    def layers(self, ranks: Ranks = ALONE) -> tuple[LayerReport, ...]:
+        """Compute the measures of each layer, from the counts of all processes together."""
         found = []
-        loads = self.loads.cpu().double()
-        for depth, (load_E, table_EE) in enumerate(zip(loads, self.tables, strict=True)):
+        loads, tables = ranks.sum(self.loads).cpu().double(), ranks.sum(self.tables)
+        for depth, (load_E, table_EE) in enumerate(zip(loads, tables, strict=True)):
             share_E = 100 * load_E / load_E.sum().clamp(min=1)
             balance = load_balance(load_E)
             if depth == 0:

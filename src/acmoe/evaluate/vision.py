@@ -76,7 +76,7 @@ def evaluate_images(
     """Score a classifier on every image once, in each requested statistics mode.
 
     With several `ranks` each process scores its share of the batches, and all return the same
-    report; the routing of layers is then not available.
+    report.
     """
     config = config or ImageEvaluateConfig()
     torch_device = pick_device(device)
@@ -113,7 +113,6 @@ def _score(
     progress: Progress,
     ranks: Ranks,
 ) -> ImageFigure:
-    assert ranks.size == 1 or not config.routing
     mean, std = batches.data.normalization
     classes = len(batches.images.classes)
     hits_2, nats = torch.zeros(2, dtype=torch.int64, device=device), HostSum()
@@ -124,7 +123,7 @@ def _score(
             x, labels_B = normalize(batch.images.to(device), mean, std), batch.labels.to(device)
             with recorded(moe_layers(model) if config.routing else []) as routings:
                 logits_BK = unchecked_logits(model(x))
-            tally.add(routings)
+            tally.add(routings, counted=number <= counted)
             check_classes(logits_BK, classes)
             if number > counted:
                 continue
@@ -139,7 +138,7 @@ def _score(
         top1=100 * hits.top1 / count,
         top5=100 * hits.top5 / count if classes > 5 else None,
         loss=ranks.add(nats.total())[0] / count,
-        layers=tally.layers(),
+        layers=tally.layers(ranks),
     )
 
 
@@ -197,7 +196,8 @@ class StageTally:
     def __init__(self) -> None:
         self.stages: list[RoutingTally] = []
 
-    def add(self, routings: Sequence[Routing]) -> None:
+    def add(self, routings: Sequence[Routing], *, counted: bool = True) -> None:
+        """Add the routings of a forward pass; one that is not `counted` tells the sizes only."""
         stages = _stages(routings)
         if not self.stages:
             self.stages = [
@@ -205,10 +205,11 @@ class StageTally:
                 for stage in stages
             ]
         for tally, stage in zip(self.stages, stages, strict=True):
-            tally.add(stage, None)
+            if counted:
+                tally.add(stage, None)
 
-    def layers(self) -> tuple[LayerReport, ...]:
-        return tuple(layer for tally in self.stages for layer in tally.layers())
+    def layers(self, ranks: Ranks = ALONE) -> tuple[LayerReport, ...]:
+        return tuple(layer for tally in self.stages for layer in tally.layers(ranks))
 
 
 def _stages(routings: Sequence[Routing]) -> list[list[Routing]]:

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 from acmoe.config.images.attack import AttackConfig
 from acmoe.config.images.data import ImageEvaluateConfig
 from acmoe.data.progress import Progress, silent
+from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.evaluate.attack import AttackReport, evaluate_attack
 from acmoe.evaluate.run import ATTACKS, VisionRun, Which
 from acmoe.evaluate.vision import ImageReport, evaluate_images
+from acmoe.routing.group import measuring_alone
 from acmoe.storage.atomic import replace_text
 from acmoe.storage.strict_json import json_text
 
@@ -52,13 +54,22 @@ def evaluate_vision_run(
     ema: bool = False,
     device: str = "auto",
     progress: Progress = silent,
+    ranks: Ranks = ALONE,
 ) -> RunReport:
-    """Score a checkpoint, or with `ema` its averaged weights, in the precision of its training."""
+    """Score a checkpoint, or with `ema` its averaged weights, in the precision of its training.
+
+    With several `ranks` each process scores its share of the batches.
+    """
     images = run.images()[config.split]
     config = replace(config, precision=run.config.precision)
-    report = evaluate_images(
-        run.model(which, ema=ema), images, run.config.data, config, device=device, progress=progress
-    )
+    model = run.model(which, ema=ema)
+    with measuring_alone(model):
+        report = evaluate_images(
+            *(model, images, run.config.data, config),
+            device=device,
+            progress=progress,
+            ranks=ranks,
+        )
     return RunReport(run.step(which), report, ema)
 
 

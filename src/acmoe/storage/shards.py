@@ -8,13 +8,13 @@ parts that it needs; nothing in it is executable. DCP is imported where it is us
 
 import hashlib
 import json
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from acmoe.errors import UserError, check, first_line
 from acmoe.storage.atomic import report_write_errors, sha256_of
 
 SHARDS = "shards"  # the folder's name in a checkpoint
+THREAD = "write-shards"  # name of the threads that write in the background
 SHARD = r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors"  # names of the files, given by DCP
 
 
@@ -58,11 +59,14 @@ class Writing:
     ) -> None:
         self.future: Future[None] = Future()
         # A daemon: a process that ends because another has failed must not wait for that other.
-        Thread(target=self._write, args=(folder, tensors, group), daemon=True).start()
+        threading.Thread(
+            target=self._write, args=(folder, tensors, group), name=THREAD, daemon=True
+        ).start()
 
     def _write(self, *arguments: Any) -> None:
         try:
-            self.future.set_result(write_shards(*arguments))
+            write_shards(*arguments)
+            self.future.set_result(None)
         except BaseException as error:  # `wait` raises it
             self.future.set_exception(error)
 
@@ -73,6 +77,16 @@ class Writing:
     def wait(self) -> None:
         """Wait until all processes have written their parts; raise what `write_shards` raises."""
         self.future.result()
+
+
+def leave_writing(seconds: float) -> None:
+    """Wait that long at most for threads that write, whose collectives were broken off.
+
+    Python aborts with a core dump if it ends while such a thread is inside torch.distributed.
+    """
+    for thread in threading.enumerate():
+        if thread.name == THREAD:
+            thread.join(seconds)
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:

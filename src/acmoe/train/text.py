@@ -21,7 +21,13 @@ from acmoe.distributed.parallelize import parallelize
 from acmoe.distributed.pipeline_gradients import gather_stages
 from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.errors import check
-from acmoe.evaluate.language import check_vocabulary, metric_of, score_stream, statistics_modes
+from acmoe.evaluate.language import (
+    check_vocabulary,
+    deals_rows,
+    metric_of,
+    score_stream,
+    statistics_modes,
+)
 from acmoe.evaluate.run import open_corpus
 from acmoe.fast.memory import StaticMemory
 from acmoe.fast.text import memory_dtype
@@ -267,8 +273,7 @@ class TextTrainer(Trainer):
         stream = self.corpus["valid"][: self.config.eval_tokens]
         # Blocks with padding and without memory have shapes that are not worth compiling for.
         mode = statistics_modes(self.model, ())[0]
-        # Rows are dealt to the processes, unless the rows of a batch depend on one another.
-        dealt = batch % self.ranks.data_size == 0 and mode != "batch"
+        dealt = deals_rows(batch, mode, self.ranks.data_size)
         score_all = partial(
             score_stream,
             self.model,

@@ -1,0 +1,32 @@
+"""Start the processes of a test."""
+
+import multiprocessing
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch.multiprocessing as mp
+
+# A server imports these once, and each process is a fork of it. An import of torch and of the
+# library takes longer than most tests.
+IMPORTED_ONCE = [
+    "torch.distributed.device_mesh",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "acmoe",
+    "acmoe.train.run",
+]
+METHOD = "spawn" if sys.platform == "win32" else "forkserver"
+
+
+def start_processes(
+    world: int, function: Callable[..., Any], arguments: tuple[Any, ...], *, afresh: bool = False
+) -> None:
+    """Call `function(rank, *arguments)` in `world` processes, and wait for their end.
+
+    The processes have the environment of the first start, unless they are started `afresh`.
+    """
+    multiprocessing.set_forkserver_preload(IMPORTED_ONCE)
+    mp.start_processes(
+        function, arguments, nprocs=world, start_method="spawn" if afresh else METHOD
+    )
