@@ -62,7 +62,8 @@ class Writing:
 
     def _write(self, *arguments: Any) -> None:
         try:
-            self.future.set_result(write_shards(*arguments))
+            write_shards(*arguments)
+            self.future.set_result(None)
         except BaseException as error:  # `wait` raises it
             self.future.set_exception(error)
 
