@@ -185,3 +185,19 @@ def test_an_archive_with_other_files_or_too_many_bytes_is_refused(tmp_path):
         "a.whl lacks b: 1 files",
         "a.whl has 3,000,001 bytes, more than 3,000,000",
     ]
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        (
+            "ERROR: No matching distribution found for torchtitan<0.4,>=0.3\n",
+            "torchtitan<0.4,>=0.3",
+        ),
+        ("ERROR: ResolutionImpossible: for help visit\n", None),
+        (None, None),  # the extra was installed, and its use failed
+    ],
+)
+def test_an_extra_that_the_registry_does_not_have_is_told_from_one_that_fails(said, name):
+    error = subprocess.CalledProcessError(1, ["pip"], stderr=said)
+    assert extras.absent(error) == name

@@ -5,8 +5,11 @@
 
 An environment begins with the dependencies of acmoe alone, linked from the environment that runs
 this file (torch is large). pip installs what the extra adds, by constraints.txt, from the registry.
+An extra whose packages the registry does not have, such as a mirror with few of them, is named and
+not tried: that is no failure.
 """
 
+import re
 import shutil
 import subprocess
 import sys
@@ -48,21 +51,33 @@ def try_extra(extra: str, wheel: Path, core: Path) -> None:
     run_file(python, str(ROOT / "tools" / "try_extra.py"), extra)
 
 
+def absent(error: subprocess.CalledProcessError) -> str | None:
+    """Return the requirement that the registry does not have, if that is why pip failed."""
+    found = re.search(r"No matching distribution found for (.+)", error.stderr or "")
+    return found[1].strip() if found else None
+
+
 def main(chosen: list[str]) -> None:
     known = [NONE, *extras()]
     if unknown := [one for one in chosen if one not in known]:
         raise SystemExit(f"no extra is called {unknown[0]!r}; there are {', '.join(known)}")
     core, wheel = BUILD / "core-packages", only("*.whl")
     link_core(core)
-    failed = []
+    failed, untried = [], []
     for extra in chosen or known:
         try:
             try_extra(extra, wheel, core)
         except subprocess.CalledProcessError as error:
-            failed.append(extra)
-            print(f"{extra}: failed ({error})", flush=True)
+            if name := absent(error):
+                untried.append(extra)
+                print(f"{extra}: not tried, the registry does not have {name}", flush=True)
+            else:
+                failed.append(extra)
+                print(f"{extra}: failed ({error})", flush=True)
         else:
             print(f"{extra}: works", flush=True)
+    if untried:
+        print(f"extras that were not tried: {', '.join(untried)}")
     if failed:
         raise SystemExit(f"extras that do not work: {', '.join(failed)}")
 

@@ -23,9 +23,14 @@ def new_venv(folder: Path, borrowed: Sequence[Path]) -> Path:
 
 
 def install(python: Path, *what: str) -> None:
-    """Install into the environment of `python` by the pip that runs this file."""
+    """Install into the environment of `python` by the pip that runs this file.
+
+    An error has the messages of pip as its `stderr`; they are printed as well.
+    """
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", *QUIET]
-    subprocess.run([*pip, *what], check=True)
+    done = subprocess.run([*pip, *what], stderr=subprocess.PIPE, text=True)
+    sys.stderr.write(done.stderr)
+    done.check_returncode()
 
 
 def run_file(python: Path, *arguments: str) -> None:

@@ -1,11 +1,14 @@
 """When the demo opens its page in a browser, and when it must not."""
 
+import os
+import shlex
 import sys
+from pathlib import Path
 
 import pytest
 
 from acmoe.cli.commands import COMMANDS
-from acmoe.cli.demo import Demo, may_open_browser
+from acmoe.cli.demo import Demo, may_open_browser, next_commands
 from acmoe.cli.parse import parse
 
 
@@ -45,3 +48,20 @@ def test_no_open_is_an_option() -> None:
     for words, wanted in ((["demo"], True), (["demo", "--no-open"], False)):
         found = parse(COMMANDS, words)
         assert isinstance(found, Demo) and found.open is wanted
+
+
+def test_the_next_commands_are_found_by_a_shell_and_known_to_the_parser(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / ".venv" / "bin" / "acmoe"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(program), "demo"])
+    for path, name in ((str(program.parent), "acmoe"), (os.defpath, ".venv/bin/acmoe")):
+        monkeypatch.setenv("PATH", path)
+        words = [shlex.split(command) for command in next_commands(Path("runs/demo"))]
+        assert [first for first, *_ in words] == [name] * 3
+        for _, *rest in words:
+            parse(COMMANDS, rest)

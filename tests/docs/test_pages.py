@@ -22,8 +22,10 @@ from acmoe.recipes import recipe
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("start", "tutorials", "howto", "reference", "understanding")
+ELSEWHERE = ("huggingface.md", "tutorial-huggingface.md")  # tests/hf runs the code of these pages
 PAGES = [
     ROOT / "README.md",
+    *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in ELSEWHERE),
     *(path for name in FOLDERS for path in sorted((ROOT / "docs" / name).glob("*.md"))),
 ]
 # Written by `make docs`.
@@ -91,6 +93,12 @@ def test_the_python_of_a_page_runs(page):
 @pytest.mark.parametrize("page", WITH_SLOW, ids=named)
 def test_the_slow_python_of_a_page_runs(page):
     run(page, blocks_of(page, "python"))
+
+
+def test_no_page_has_python_that_no_test_runs():
+    places = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "studies").glob("*.md")]
+    known = {*PAGES, *(ROOT / "docs" / name for name in ELSEWHERE)}
+    assert [named(page) for page in set(places) - known if blocks_of(page, "python")] == []
 
 
 def test_a_block_that_fails_names_its_page_and_line(tmp_path):

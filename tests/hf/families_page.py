@@ -33,7 +33,7 @@ Where a version declares none, a class named `...TopKRouter` counts. There is no
 a family that is new in transformers works if it follows the convention. `acmoe.hf.families` holds
 the few that do not, and `acmoe.hf.register_family` adds one:
 
-```python
+```python slow
 from acmoe.hf import register_family
 
 register_family("MyRouter", scores=1, ids=0)  # a router that returns (ids, logits)

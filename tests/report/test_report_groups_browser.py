@@ -91,6 +91,40 @@ def test_seeds_are_grouped_and_groups_are_paired(page: tuple[Any, list[str]]) ->
     assert wrong == []
 
 
+def saved(page: Any, button: str) -> str:
+    with page.expect_download() as download:
+        page.locator(button).click()
+    return Path(download.value.path()).read_bytes().decode("utf-8")
+
+
+def test_curves_have_a_mean_over_the_seeds_of_a_configuration(page: tuple[Any, list[str]]) -> None:
+    shown, wrong = page
+    chart, legend = shown.locator(".chart"), shown.locator("#curves-legend")
+    assert chart.locator(".line.behind path").count() == 7  # every run, behind its mean
+    assert chart.locator(".line.mean path").count() == 2
+    chart.focus()
+    shown.keyboard.press("ArrowRight")  # from the middle, step 15, to step 20: 0.25 above step 10
+    assert [" ".join(text.split()) for text in legend.locator("button").all_inner_texts()] == [
+        "smoe, validation, mean of 4 seeds 3.25 ± 0.82",
+        "adaptive, validation, mean of 3 seeds 2.417 ± 1",
+    ]
+    shown.locator("#curves-seeds").select_option("mean")
+    assert chart.locator(".line.behind").count() == 0
+    assert chart.locator("path.band").count() == 2
+    rows_saved = saved(shown, "#save-acmoe-convergence-csv").splitlines()
+    assert rows_saved[0] == "run,split,step,bits_per_byte,bits_per_byte_std"
+    # Seeds 0, 1, 2 and 9 of the plain router have 2, 3, 4 and 3: the deviation is sqrt(2 / 3).
+    assert rows_saved[1].startswith("smoe (mean of 4 seeds),valid,10,3,0.8164965")
+    assert len(rows_saved) == 1 + 2 * 2
+    drawing = saved(shown, "#save-acmoe-convergence-svg")
+    assert drawing.count('opacity="0.16"') == 2 and "seeds" in drawing
+    shown.locator("#curves-seeds").select_option("runs")
+    assert legend.locator("button").count() == chart.locator(".line").count() == 7
+    colors = legend.locator(".mark").evaluate_all("all => all.map((one) => one.classList[1])")
+    assert colors == ["run-0"] * 3 + ["run-1"] * 3 + ["run-0"]  # a colour is a configuration
+    assert wrong == []
+
+
 def test_every_start_has_its_code_command_and_device(page: tuple[Any, list[str]]) -> None:
     shown, wrong = page
     found = rows(shown, "#provenance")

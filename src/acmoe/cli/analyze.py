@@ -217,8 +217,10 @@ def _show(analysis: "Analysis") -> None:
     console.print(
         f"{step}{analysis.sample}; statistics {analysis.statistics}{loss}", highlight=False
     )
-    routing = Table(*ROUTING, title="load (std in points), entropy (bits), stability; AC: adaptive")
-    space = Table(*SPACE, title="router input, plain > as read; own: clusters' own part of log M")
+    routing = Table(
+        *ROUTING, title="load (std in points), entropies (bits), stability; AC: adaptive"
+    )
+    space = Table(*SPACE, title="router inputs, plain > rescaled; own: part of log M by cluster")
     for number, layer in enumerate(analysis.layers, start=1):
         routing.add_row(*routing_row(number, layer))
         space.add_row(*space_row(number, layer))

@@ -18,7 +18,7 @@ class Generate:
     """Ways to decode. `captured` replays a CUDA graph; `transformers` runs OLMoE of that package
     with a static cache, beside the model olmoe, if it is installed."""
     router: str = "smoe"
-    """Router of our models."""
+    """Router of the models of acmoe."""
     prompt: int = 128
     """Tokens of each prompt."""
     tokens: int = 128

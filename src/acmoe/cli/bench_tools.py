@@ -65,7 +65,7 @@ class Tune:
     shapes: tuple[str, ...] = ()
     """Layers to tune for, as in `bench layer`."""
     kernels: tuple[str, ...] = ()
-    """What to tune. up, down, hidden, down_weight, up_weight and input are the block sizes of
+    """Kernels to tune. up, down, hidden, down_weight, up_weight and input are the block sizes of
     these GEMMs; with ring_ before any but up, the Hopper pipeline of it. If none is given: all."""
     table: Path | None = None
     """The table to write. If not given: the file that ACMOE_TUNED names, or the package's own

@@ -1,6 +1,7 @@
 """`acmoe demo`: train SMoE and ACMoE side by side in minutes, on Python's standard library."""
 
 import os
+import shutil
 import sys
 import webbrowser
 from dataclasses import dataclass
@@ -74,13 +75,22 @@ class Demo:
 
 def next_commands(folder: Path) -> dict[str, str]:
     """Return commands to try after the demo, padded to one width, and the purpose of each."""
+    program = program_name()
     commands = {
-        f'acmoe generate {folder}/acmoe --prompt "def "': "let the model write Python",
-        f"acmoe analyze {folder}/acmoe": "see what its routers do, layer by layer",
-        "acmoe train switch-nano-acmoe": "train for ten times as many steps",
+        f'{program} generate {folder}/acmoe --prompt "def "': "let the model write Python",
+        f"{program} analyze {folder}/acmoe": "see what its routers do, layer by layer",
+        f"{program} train switch-nano-acmoe": "train for ten times as many steps",
     }
     width = max(map(len, commands))
     return {command.ljust(width): purpose for command, purpose in commands.items()}
+
+
+def program_name() -> str:
+    """Return the name by which a shell finds this program: `make demo` calls .venv/bin/acmoe."""
+    called = Path(sys.argv[0])
+    if called.stem != "acmoe" or shutil.which("acmoe"):
+        return "acmoe"
+    return min(str(called), os.path.relpath(called), key=len)
 
 
 def may_open_browser() -> bool:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """Run a study: a grid of training runs, its cells. A repeated command continues it."""
+    """Run a study: a grid of training runs, called cells. A repeated command continues it."""
 
     study: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="[NAME]")] = ""
     """Name of the study; `acmoe study --list` shows them all."""
@@ -28,7 +28,8 @@ class Study:
     ] = ()
     """Settings to change in every cell, such as compile=true or model.dim=64."""
     data: Path | None = None
-    """Folder that holds the data sets (enwiki15-bytes, imagenette, ...)."""
+    """Folder that holds the data sets (enwiki15-bytes, imagenette, ...); studies on synthetic data
+    need none."""
     out: Path | None = None
     """File for the results, one JSON line per cell; studies/records/NAME.jsonl if not given."""
     work: Path = Path("runs/study")
@@ -48,30 +49,29 @@ class Study:
     """Address of the Ray cluster, such as auto or HOST:6379. RAY_ADDRESS if not given; if that is
     not set either, Ray starts on this machine."""
     jobs: int = 1
-    """Number of cells that run at once on the device: on each GPU, or on the cores of each node, of
-    a Ray cluster."""
+    """Number of cells that run at once on the device. With --engine ray: on each GPU of the
+    cluster, or on each node if --device is cpu."""
     minutes: float | None = None
     """Time limit in minutes. No cell starts that would exceed it at the speed of the cells that are
     done; no limit if not given."""
     retry: bool = False
     """Run failed cells again."""
     steps: int | None = None
-    """Optimizer updates per cell. The study has its own value of this and of the next seven options
-    where they are not given."""
+    """Optimizer updates per cell; the study's own number if not given."""
     batch: int | None = None
-    """Streams of text, or images, per update."""
+    """Streams of text, or images, per update; the study's own number if not given."""
     tokens: int | None = None
-    """Tokens of each text that is scored at the end."""
+    """Tokens of each text that is scored at the end; the study's own number if not given."""
     megabytes: float | None = None
-    """Length of the byte corpus in megabytes."""
+    """Length of the byte corpus in megabytes; the study's own if not given."""
     parts: int | None = None
-    """Number of files in the training text of the word corpus."""
+    """Number of files in the training text of the word corpus; the study's own if not given."""
     vocabulary: int | None = None
-    """Number of words in the vocabulary."""
+    """Number of words in the vocabulary; the study's own if not given."""
     images: int | None = None
-    """Number of images attacked by FGSM and PGD."""
+    """Number of images attacked by FGSM and PGD; the study's own if not given."""
     spsa_images: int | None = None
-    """Number of images attacked by SPSA."""
+    """Number of images attacked by SPSA; the study's own if not given."""
     brief: bool = False
     """Leave out finetuning and attacks."""
     device: str = "auto"

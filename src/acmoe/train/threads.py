@@ -39,8 +39,8 @@ class Threads(NamedTuple):
     def message(self) -> str:
         """One line for the log."""
         count = torch.get_num_threads() if self.number is None else self.number
-        without = " without oneDNN" if self.onednn is False else ""
-        return f"{count} CPU thread{'' if count == 1 else 's'}{without}: {self.reason}"
+        without = ", oneDNN off (slower for small models on ARM)" if self.onednn is False else ""
+        return f"{count} CPU thread{'' if count == 1 else 's'} ({self.reason}){without}"
 
 
 def choose_threads(

@@ -3,7 +3,7 @@
 const EDGE = { left: 58, right: 14, top: 12, bottom: 42 };
 
 class Chart {
-  /** `readout(x, values)` hears of the cross-hair: one value a series, null where it is away. */
+  /** `readout(texts)` hears of the cross-hair: one text for each series that is not behind others. */
   constructor({ label, readout }) {
     this.readout = readout;
     this.series = [];
@@ -21,7 +21,11 @@ class Chart {
     new ResizeObserver(() => this.draw()).observe(this.frame);
   }
 
-  /** A series is {name, run, thin, marks, x, y, raw}: raw stands behind y where it was smoothed. */
+  /**
+   * A series is {name, style, kind, marks, x, y, raw, std, band, behind}. `style` has its colour and dashes; `kind` is
+   * a CSS class or null; `raw` is drawn faintly behind a smoothed y; `std` belongs to a mean y, and `band` draws
+   * y - std to y + std. The cross-hair does not read series that are `behind`.
+   */
   show(series, { xLabel, yLabel, logX, logY }) {
     Object.assign(this, { series, xLabel, yLabel, logX, logY });
     this.draw();
@@ -33,7 +37,9 @@ class Chart {
   }
 
   points() {
-    return this.series.flatMap((one) => one.x.map((x, place) => [x, one.y[place]])).filter(
+    const edges = (one) => (one.band ? [-1, 0, 1] : [0]);
+    return this.series.flatMap((one) => edges(one).flatMap((side) => one.x.map((x, place) => [x,
+      side ? one.y[place] + side * one.std[place] : one.y[place]]))).filter(
       ([x, y]) => y !== null && (!this.logX || x > 0) && (!this.logY || y > 0));
   }
 
@@ -107,9 +113,22 @@ class Chart {
     const dots = one.marks && one.x.length <= 60 ? one.x.map((at, place) => (
       one.y[place] === null || (this.logX && at <= 0) || (this.logY && one.y[place] <= 0) ? null
         : svg("circle", { cx: x.at(at), cy: y.at(one.y[place]), r: 3 }))) : [];
-    return svg("g", { class: `line run-${one.run % 6}${one.thin ? " thin" : ""}` },
-      one.raw ? svg("path", { class: "raw", d: path(one.raw) }) : null,
-      svg("path", { d: path(one.y), "stroke-dasharray": DASHES[one.run % 6] }), dots);
+    return svg("g", { class: `line run-${one.style.color} ${one.kind ?? ""}` },
+      one.band ? svg("path", { class: "band", d: this.band(one, x, y) }) : null,
+      one.raw && !one.behind ? svg("path", { class: "raw", d: path(one.raw) }) : null,
+      svg("path", { d: path(one.y), "stroke-dasharray": one.style.dash }), dots);
+  }
+
+  /** The area from y - std to y + std. On a logarithmic axis, an edge at or below zero lies on the axis. */
+  band(one, x, y) {
+    const kept = one.x.map((_, place) => place).filter((place) => !this.logX || one.x[place] > 0);
+    const floor = this.place.height - EDGE.bottom;
+    const at = (place, side) => {
+      const value = one.y[place] + side * one.std[place];
+      return `${x.at(one.x[place]).toFixed(1)},${(this.logY && value <= 0 ? floor : y.at(value)).toFixed(1)}`;
+    };
+    const around = [...kept.map((place) => at(place, 1)), ...kept.reverse().map((place) => at(place, -1))];
+    return around.length ? `M${around.join("L")}Z` : "";
   }
 
   /** The nearest x that any series has, or nothing. */
@@ -133,7 +152,12 @@ class Chart {
       svg("line", { x1: this.place.x.at(x), x2: this.place.x.at(x), y1: EDGE.top, y2: height - EDGE.bottom }),
       svg("text", { x: this.place.x.at(x), y: height - EDGE.bottom + 34, "text-anchor": "middle" }, short(x, 6)),
     ] : []));
-    this.readout(inside ? x : null, this.series.map((one) => (inside ? valueAt(one, x) : null)));
+    this.readout(this.read().map((one) => (inside ? valueText(one, x) : "")));
+  }
+
+  /** The series that the cross-hair reads. */
+  read() {
+    return this.series.filter((one) => !one.behind);
   }
 
   /** Zoom by a factor about a value; the whole range is the widest. */
@@ -205,15 +229,15 @@ class Chart {
   }
 
   sentence() {
-    const values = this.series.map((one) => `${one.name} ${short(valueAt(one, this.cross))}`);
+    const values = this.read().map((one) => `${one.name} ${valueText(one, this.cross) || "\u2013"}`);
     return `${this.xLabel} ${short(this.cross, 6)}: ${values.join(", ")}`;
   }
 }
 
-/** The series' value at the place nearest to x, where x is within its range. */
-const valueAt = (one, x) => {
-  if (!one.x.length || x < one.x[0] || x > one.x.at(-1)) return null;
+/** The series' value at the place nearest to x, with its deviation; empty where x is outside its range. */
+const valueText = (one, x) => {
+  if (!one.x.length || x < one.x[0] || x > one.x.at(-1)) return "";
   let best = 0;
   one.x.forEach((at, place) => { if (Math.abs(at - x) < Math.abs(one.x[best] - x)) best = place; });
-  return one.y[best];
+  return short(one.y[best]) + (one.std ? ` \u00b1 ${short(one.std[best], 2)}` : "");
 };

@@ -2,8 +2,10 @@
 
 const curvesView = {
   metric: null, x: "step", logX: false, logY: false, smooth: 0,
-  train: true, valid: true, hidden: new Set(), chart: null,
+  train: true, valid: true, seeds: "both", hidden: new Set(), chart: null,
 };
+
+const SEEDS = [["both", "mean and single runs"], ["mean", "mean \u00b1 standard deviation"], ["runs", "single runs"]];
 
 const NOT_CURVES = new Set(["kind", "step", "seconds", "tokens", "batch", "block", "images"]);
 
@@ -21,26 +23,78 @@ const curveName = (key) => ({
   load_balance: "load balance (std over experts)",
 }[key] ?? words(key));
 
-/** Train and validation curves of every run, smoothed as asked. */
+/** Steps, places on the x axis and values of one curve, without records that lack one of them; null: no curve. */
+const curveOf = (run, split) => {
+  const { metric, x } = curvesView;
+  const columns = run[split];
+  if (!(metric in columns) || !(x in columns)) return null;
+  const kept = columns[metric].map((_, place) => place)
+    .filter((place) => columns[metric][place] !== null && columns[x][place] !== null);
+  const pick = (key) => kept.map((place) => columns[key][place]);
+  return kept.length ? { step: pick("step"), x: pick(x), y: pick(metric) } : null;
+};
+
+/** A series of the chart from a curve, smoothed as asked. */
+const seriesOf = ({ x, y, std = null }, more) => {
+  const { smooth } = curvesView;
+  return { x, y: smooth ? smoothed(y, smooth) : y, raw: smooth ? y : null, std, ...more };
+};
+
+const splitName = (split) => (split === "valid" ? "validation" : "training");
+
+/** Train and validation curves of every run. */
+const runSeries = (data) => data.runs.flatMap((run, index) => ["valid", "train"].flatMap((split) => {
+  const curve = curveOf(run, split);
+  return curve === null ? [] : [seriesOf(curve, {
+    key: `${index}-${split}`, split, name: `${run.name}, ${splitName(split)}`, label: run.name, run: index,
+    style: runStyles[index], kind: split === "train" ? "thin" : null, marks: split === "valid",
+  })];
+}));
+
+/** The runs that a mean counts, as in the table of configurations: finished ones, the first of each seed. */
+const countedRuns = (data, group) => {
+  const finished = group.runs.filter((index) => data.runs[index].state === "finished");
+  const seeds = finished.map((index) => data.runs[index].seed);
+  return finished.filter((_, place) => seeds[place] !== null && seeds.indexOf(seeds[place]) === place);
+};
+
+/** Mean and standard deviation of several curves, at the steps that all of them have. */
+const meanCurve = (curves) => {
+  const places = curves.map((curve) => new Map(curve.step.map((step, place) => [step, place])));
+  const steps = curves[0].step.filter((step) => places.every((known) => known.has(step)));
+  const at = (key, step) => curves.map((curve, n) => curve[key][places[n].get(step)]);
+  const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+  const deviation = (values) => {
+    const middle = mean(values);
+    return Math.sqrt(values.reduce((sum, value) => sum + (value - middle) ** 2, 0) / (values.length - 1));
+  };
+  return {
+    step: steps, x: steps.map((step) => mean(at("x", step))), y: steps.map((step) => mean(at("y", step))),
+    std: steps.map((step) => deviation(at("y", step))),
+  };
+};
+
+/** Mean curves of the configurations that have two finished runs or more. */
+const meanSeries = (data) => data.groups.flatMap((group, place) => ["valid", "train"].flatMap((split) => {
+  const runs = countedRuns(data, group).filter((index) => curveOf(data.runs[index], split) !== null);
+  if (runs.length < 2) return [];
+  const curve = meanCurve(runs.map((index) => curveOf(data.runs[index], split)));
+  const label = `${group.name} (mean of ${runs.length} seeds)`;
+  return curve.x.length ? [seriesOf(curve, {
+    key: `mean-${place}-${split}`, split, name: `${group.name}, ${splitName(split)}, mean of ${runs.length} seeds`,
+    label, runs, style: { color: place % 6, dash: DASHES[Math.floor(place / 6) % 6] },
+    kind: split === "train" ? "mean thin" : "mean", marks: false, band: curvesView.seeds === "mean",
+  })] : [];
+}));
+
+/** The curves to draw, those that lie behind others first: runs behind their mean. */
 const curveSeries = (data) => {
-  const { metric, x, smooth } = curvesView;
-  const found = [];
-  data.runs.forEach((run, index) => {
-    for (const split of ["valid", "train"]) {
-      const columns = run[split];
-      if (!(metric in columns) || !(x in columns)) continue;
-      const kept = columns[metric].map((value, place) => [columns[x][place], value])
-        .filter(([at, value]) => at !== null && value !== null);
-      if (!kept.length) continue;
-      const raw = kept.map(([, value]) => value);
-      found.push({
-        key: `${index}-${split}`, split, name: `${run.name}, ${split === "valid" ? "validation" : "training"}`,
-        run: index, thin: split === "train", marks: split === "valid",
-        x: kept.map(([at]) => at), y: smooth ? smoothed(raw, smooth) : raw, raw: smooth ? raw : null,
-      });
-    }
-  });
-  return found;
+  const runs = runSeries(data);
+  const means = curvesView.seeds === "runs" ? [] : meanSeries(data);
+  const meanOf = (one) => means.find((mean) => mean.split === one.split && mean.runs.includes(one.run));
+  const behind = curvesView.seeds === "both" ? runs.filter(meanOf).map((one) => ({
+    ...one, key: meanOf(one).key, kind: "behind", marks: false, behind: true })) : [];
+  return [...behind, ...means, ...runs.filter((one) => !meanOf(one))];
 };
 
 const renderCurves = (data) => {
@@ -55,8 +109,8 @@ const renderCurves = (data) => {
   const legend = el("div", { class: "legend", id: "curves-legend" });
   const chart = new Chart({
     label: "Convergence",
-    readout: (x, values) => legend.querySelectorAll("output").forEach((output, place) => {
-      output.textContent = values[place] === null || values[place] === undefined ? "" : short(values[place]);
+    readout: (texts) => legend.querySelectorAll("output").forEach((output, place) => {
+      output.textContent = texts[place] ?? "";
     }),
   });
   chart.zoom = curvesView.chart?.zoom ?? null;
@@ -76,6 +130,7 @@ const renderCurves = (data) => {
     el("div", { class: "controls" },
       select("Figure", "curves-metric", keys.map((key) => [key, curveName(key)]), curvesView.metric, set("metric")),
       select("Against", "curves-x", [["step", "steps"], ["seconds", "seconds of training"]], curvesView.x, set("x")),
+      severalSeeds(data) ? select("Seeds", "curves-seeds", SEEDS, curvesView.seeds, set("seeds")) : null,
       labelled("Smoothing", smoothing, "curves-smooth"),
       checkbox("Training", "curves-train", curvesView.train, set("train")),
       checkbox("Validation", "curves-valid", curvesView.valid, set("valid")),
@@ -84,18 +139,21 @@ const renderCurves = (data) => {
       el("button", { type: "button", id: "curves-reset", onclick: () => chart.reset() }, "Show everything")),
     drawn, saveButtons("convergence", { node: () => drawn, rows: () => curveRows(data),
       title: () => `Convergence: ${curveName(curvesView.metric)}` }),
-    el("p", { class: "quiet hint" }, "Drag across the chart to zoom, double-click to go back; in use, the wheel "
-      + "and the keys +, \u2212, 0 and arrows work too. Thin lines: training."));
+    el("p", { class: "quiet hint" }, "Drag across the chart to zoom, double-click to go back. After a click on the "
+      + "chart, the wheel and the keys +, \u2212, 0 and arrows work too. Thin lines: training."
+      + (severalSeeds(data) ? " Faint lines: the single runs behind a mean, which counts finished runs, at the steps "
+        + "that all of them have; a seed counts once." : "")));
   redraw();
 };
 
-/** Every point of the drawn curves, for a CSV file. */
+/** Every point of the drawn curves, for a CSV file; a mean has its standard deviation beside it. */
 const curveRows = (data) => {
   const { metric, x, smooth } = curvesView;
   const drawn = curveSeries(data).filter((one) => curvesView[one.split] && !curvesView.hidden.has(one.key));
-  return [["run", "split", x, metric, ...(smooth ? [`${metric}_smoothed`] : [])],
-    ...drawn.flatMap((one) => one.x.map((at, place) => [data.runs[one.run].name, one.split, at,
-      (one.raw ?? one.y)[place], ...(smooth ? [one.y[place]] : [])]))];
+  const means = drawn.some((one) => one.std);
+  return [["run", "split", x, metric, ...(means ? [`${metric}_std`] : []), ...(smooth ? [`${metric}_smoothed`] : [])],
+    ...drawn.flatMap((one) => one.x.map((at, place) => [one.label, one.split, at, (one.raw ?? one.y)[place],
+      ...(means ? [one.std?.[place]] : []), ...(smooth ? [one.y[place]] : [])]))];
 };
 
 const drawCurves = (data, legend) => {
@@ -107,12 +165,12 @@ const drawCurves = (data, legend) => {
     drawCurves(data, legend);
     $(`legend-${one.key}`).focus();
   };
-  legend.replaceChildren(...every.map((one) => {
+  legend.replaceChildren(...every.filter((one) => !one.behind).map((one) => {
     const on = !curvesView.hidden.has(one.key);
     return el("button", {
-      type: "button", id: `legend-${one.key}`, "aria-pressed": String(on), class: one.thin ? "thin" : null,
+      type: "button", id: `legend-${one.key}`, "aria-pressed": String(on), class: one.split === "train" ? "thin" : null,
       onclick: toggle(one),
-    }, runMark(one.run, one.thin), ` ${one.name} `, on ? el("output", {}) : null);
+    }, lineMark(one.style, one.split === "train"), ` ${one.name} `, on ? el("output", {}) : null);
   }));
   curvesView.chart.show(shown, {
     xLabel: curvesView.x === "step" ? "step" : "seconds",

@@ -42,9 +42,23 @@ const framed = (label, table) =>
 /** A cell that also carries its column's name, for narrow screens where rows become cards. */
 const cell = (label, ...children) => el("td", { "data-label": label }, el("span", {}, ...children));
 
-const runMark = (index, thin = false) =>
-  svg("svg", { class: `mark run-${index % 6}${thin ? " thin" : ""}`, viewBox: "0 0 24 10", "aria-hidden": true },
-    svg("line", { x1: 1, y1: 5, x2: 23, y2: 5, "stroke-dasharray": DASHES[index % 6] }));
+/** A short piece of a run's line. */
+const runMark = (index, thin = false) => lineMark(runStyles[index], thin);
 
-// With the colour, a run is told by its dashes.
+const lineMark = ({ color, dash }, thin = false) =>
+  svg("svg", { class: `mark run-${color}${thin ? " thin" : ""}`, viewBox: "0 0 24 10", "aria-hidden": true },
+    svg("line", { x1: 1, y1: 5, x2: 23, y2: 5, "stroke-dasharray": dash }));
+
 const DASHES = ["none", "7 3", "2 3", "9 3 2 3", "4 2", "12 4"];
+let runStyles = []; // of each run: the number of its colour, and its dashes
+
+/** Give each run a colour and dashes. Seeds of one configuration share the colour and differ in the dashes. */
+const styleRuns = (data) => {
+  runStyles = data.runs.map((_, index) => ({ color: index % 6, dash: DASHES[index % 6] }));
+  if (!severalSeeds(data)) return;
+  data.groups.forEach((group, place) => group.runs.forEach((index, seed) => {
+    runStyles[index] = { color: place % 6, dash: DASHES[(Math.floor(place / 6) + seed) % 6] };
+  }));
+};
+
+const severalSeeds = (data) => data.groups.some((group) => group.runs.length > 1);

@@ -73,18 +73,19 @@ const expertCounts = (found, sample, routing, layer, expert) => {
 
 const rankedBy = (found, sample, routing, count) => {
   const unit = sample.kind === "text" ? sample.unit : "patches";
-  const where = sample.kind === "text" ? "all of them" : `the ${sample.images.length} images shown`;
+  const where = sample.kind === "text" ? `all measured ${unit}` : `all ${unit} of the ${sample.images.length} images shown`;
   const why = found.ranked === "gate"
-    ? `the highest ${routing.soft ? "combine weight" : "gate"}: the weight of this expert in the output`
-    : "the highest affinity to this expert: the router's score. The gates do not rank them (unknown, or all the same)";
-  return `The ${count} ${unit} with ${why}. Taken from ${where}. A link opens one in the explorer.`;
+    ? `with the highest ${routing.soft ? "combine weight" : "gate"}, which is the weight of this expert in the output`
+    : "with the highest affinity to this expert, which is the router's score; the gates are unknown, or all the same";
+  return `Below are the ${count} ${unit}, out of ${where}, ${why}. Click one to open it in the explorer.`;
 };
 
 const textExample = (data, layer, [place, value, before, text, after]) => {
   const shown = place < layer.first.length;
   const name = SIGNS[text] ?? text;
+  const drawn = text === " " ? "\u2423" : text; // an open box, the sign for a blank
   const token = shown ? el("a", { href: linkTo(data, { token: place }), class: "glyph", "aria-label":
-    `${name}, position ${place + 1}, show it in the explorer` }, text) : el("span", { class: "glyph" }, text);
+    `${name}, position ${place + 1}, show it in the explorer` }, drawn) : el("span", { class: "glyph" }, drawn);
   return el("li", {}, el("span", { class: "value" }, fixed(value, 3)),
     el("span", { class: "context" }, before, token, after));
 };

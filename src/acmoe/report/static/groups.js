@@ -8,7 +8,7 @@ const meanText = (spread) => {
 
 /** One row for each configuration, where some configuration was trained with several seeds. */
 const groupsTable = (data) => {
-  if (!data.groups.some((group) => group.runs.length > 1)) return ""; // the table of runs says it all
+  if (!severalSeeds(data)) return ""; // the table of runs says it all
   const heads = ["Configuration", "Seeds", "Best validation", "Last validation", "Test"];
   const rows = data.groups.map((group) => el("tr", {},
     el("th", { scope: "row" }, group.runs.map((index) => runMark(index)), ` ${group.name}`,

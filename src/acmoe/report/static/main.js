@@ -4,6 +4,7 @@ let shownData = null; // a served page gets new data while it is open
 
 const renderAll = (data) => {
   shownData = data;
+  styleRuns(data);
   const names = data.runs.map((run) => run.name);
   $("title").textContent = names.length < 4 ? new Intl.ListFormat("en").format(names) : `${names.length} runs`;
   document.title = `${$("title").textContent} \u2013 acmoe report`;
