@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from acmoe.ops.experts import products
 from acmoe.ops.experts.grouped import grouped_linear, grouped_mm
 from slow_cases import mostly_slow
 
@@ -157,3 +158,66 @@ def test_the_compiler_sees_one_graph_for_every_load() -> None:
             strict=True,
         ):
             torch.testing.assert_close(mine, theirs)
+
+
+# Bounds of products.py under which products take each of its layouts.
+LAYOUTS = {
+    "weights copied": {"FEW_ROWS": 0},
+    "result copied": {"FEW_ROWS": 0, "TINY": 0},
+    "operands exchanged": {"FEW_ROWS": 0, "TINY": 0, "LARGE": 0},
+    "as they are": {"FEW_ROWS": 0, "TINY": 0, "LARGE": 0, "MANY_ROWS": 0},
+}
+
+
+@pytest.mark.parametrize("bounds", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_every_layout_of_a_product_gives_the_same(
+    bounds: dict[str, int], monkeypatch: pytest.MonkeyPatch, poisoned_empty: None
+) -> None:
+    monkeypatch.setattr(products, "chooses_onednn", lambda x: True)
+    for name, value in bounds.items():
+        monkeypatch.setattr(products, name, value)
+    x_NI, weight_EOI, end_E = case([3, 0, 2, 1], 1)
+    expected = loop(x_NI, weight_EOI, end_E)
+    transposed = weight_EOI.mT.contiguous().mT
+    for weight in (weight_EOI, transposed):
+        torch.testing.assert_close(grouped_linear(x_NI, weight, end_E), expected)
+        inputs = (x_NI.requires_grad_(), weight.requires_grad_(), end_E)
+        assert torch.autograd.gradcheck(grouped_linear, inputs)
+
+
+def test_layouts_change_only_where_torch_would_take_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_arm_with_onednn", lambda: True)
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", True)
+    assert products.chooses_onednn(torch.ones(1))
+    assert not products.chooses_onednn(torch.ones(1, dtype=torch.float64))
+    assert not products.chooses_onednn(torch.ones(1, device="meta"))
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    assert not products.chooses_onednn(torch.ones(1))
+
+
+@loads
+def test_each_row_gets_the_bias_of_its_expert(load: list[int], behind: int) -> None:
+    x_NI, weight_EOI, end_E = case(load, behind)
+    bias_EO = torch.arange(len(load) * 5, dtype=torch.float64).view(-1, 5)
+    expected = loop(x_NI, weight_EOI, end_E)
+    start = 0
+    for expert, end in enumerate(end_E.tolist()):
+        expected[start:end] += bias_EO[expert]
+        start = end
+    torch.testing.assert_close(grouped_linear(x_NI, weight_EOI, end_E, bias_EO), expected)
+    inputs = [one.requires_grad_() for one in (x_NI, weight_EOI, bias_EO)]
+    grads = torch.autograd.grad(grouped_linear(*inputs[:2], end_E, bias_EO).sum(), inputs)
+    # The gradient of a sum: each bias is added once for every row of its expert.
+    assert torch.equal(grads[2], torch.tensor(load, dtype=torch.float64)[:, None].expand(-1, 5))
+    assert torch.autograd.gradcheck(
+        lambda x, weight, bias: grouped_linear(x, weight, end_E, bias), tuple(inputs)
+    )
+
+
+def test_second_derivatives_of_products_with_a_bias() -> None:
+    x_NI, weight_EOI, end_E = case([2, 0, 1], 1)
+    bias_EO = torch.ones(3, 5, dtype=torch.float64)
+    inputs = tuple(one.requires_grad_() for one in (x_NI, weight_EOI, bias_EO))
+    assert torch.autograd.gradgradcheck(
+        lambda x, weight, bias: grouped_linear(x, weight, end_E, bias).pow(3), inputs
+    )

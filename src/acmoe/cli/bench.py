@@ -19,7 +19,7 @@ class Layer:
 
     shapes: tuple[str, ...] = ()
     """Layers to measure: olmoe, qwen30b, fine, mixtral, switch, swin, dsv2lite, dsv3, gptoss,
-    qwen3next, granite, scout, phi, mixtral22b, tiny or tiny-relu. Your own is
+    qwen3next, granite, scout, phi, mixtral22b, nano, tiny or tiny-relu. Your own is
     TOKENSxFEATURESxHIDDENxEXPERTSxTOP_K, with -relu or -gelu appended if it is not gated.
     If none is given, a GPU measures the first six and a CPU the tiny ones."""
     tokens: tuple[int, ...] = ()
@@ -27,8 +27,9 @@ class Layer:
     rivals: tuple[str, ...] = ()
     """Baselines to measure beside acmoe. If none is given: all but `torch` (the reference in plain
     PyTorch) and `triton`."""
-    dtype: str = "bf16"
-    """Data type of weights and tokens: bf16, fp16 or fp32."""
+    dtype: str = "auto"
+    """Data type of weights and tokens: bf16, fp16 or fp32; auto takes bf16 on a GPU and fp32 on a
+    CPU."""
     skew: bool = False
     """Draw weights with which nearly half of the tokens choose the same expert."""
     graph: bool = False
@@ -70,8 +71,9 @@ class Router:
     """Layers to measure, as in `bench layer`."""
     tokens: tuple[int, ...] = ()
     """Numbers of tokens to measure every layer with, instead of its own."""
-    dtype: str = "bf16"
-    """Data type of weights and tokens: bf16, fp16 or fp32."""
+    dtype: str = "auto"
+    """Data type of weights and tokens: bf16, fp16 or fp32; auto takes bf16 on a GPU and fp32 on a
+    CPU."""
     graph: bool = False
     """Time replays of a CUDA graph, which excludes launch overhead."""
     compile: bool = False

@@ -43,11 +43,11 @@ def report(*rows: dict[str, object], kind: str = "layer", date: str = "2026-01-0
 
 
 def test_a_report_comes_back_from_disk_as_it_was(tmp_path: Path) -> None:
-    config = LayerConfig(shapes=("tiny",), repeat=2, device="cpu", dtype="fp32")
+    config = LayerConfig(shapes=("tiny",), rivals=("torch",), repeat=2, device="cpu")
     taken = bench_layer(config, command="acmoe x")
     path = save(taken, tmp_path / "results")
     back = Report.from_json(path.read_text())
-    lists = {"shapes": ["tiny"], "tokens": [], "rivals": []}  # JSON has no tuples
+    lists = {"shapes": ["tiny"], "tokens": [], "rivals": ["torch"]}  # JSON has no tuples
     assert back == replace(taken, arguments=taken.arguments | lists)
     assert set(json.loads(path.read_text())) == {
         *("kind", "date", "command", "environment", "arguments", "rows")

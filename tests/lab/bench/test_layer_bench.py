@@ -15,6 +15,7 @@ from acmoe.lab.bench.ours import build_ours
 from acmoe.lab.bench.plain import activate, route
 from acmoe.lab.bench.shapes import SHAPES, Shape, find_shapes
 from acmoe.lab.bench.weights import Weights
+from acmoe.recipes.nano import switch_nano
 
 CPU = torch.device("cpu")
 
@@ -62,15 +63,42 @@ def test_a_contestant_that_fails_or_gives_nan_does_not_end_the_run() -> None:
 
 
 def test_on_a_cpu_rivals_are_listed_with_what_they_lack() -> None:
-    rows = bench_layer(LayerConfig(shapes=("tiny",), repeat=2, device="cpu")).rows
+    lacking = ("acmoe+compile", "grouped_mm", "scattermoe", "sonicmoe", "liger")
+    rows = bench_layer(LayerConfig(shapes=("tiny",), rivals=lacking, repeat=2, device="cpu")).rows
     absent = {row["contestant"]: row["absent"] for row in rows if row["absent"]}
     assert "CUDA" in absent["acmoe+compile"]
-    assert {"grouped_mm", "scattermoe", "sonicmoe", "transformers", "liger"} <= set(absent)
+    assert set(lacking) == set(absent)
     assert {row["contestant"] for row in rows if row["ms"]} == {"dense matmul", "acmoe"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["tiny", "tiny-relu"])  # gated; not gated, with biases
+def test_on_a_cpu_the_experts_of_transformers_take_part(shape: str) -> None:
+    pytest.importorskip("transformers")
+    rows = bench_layer(LayerConfig(shapes=(shape,), repeat=2, device="cpu")).rows
+    timed = {row["contestant"] for row in rows if row["ms"]}
+    assert timed == {"dense matmul", "acmoe", "transformers", "transformers-eager"}
+
+
+def test_a_cpu_measures_in_float32_unless_told_otherwise() -> None:
+    assert LayerConfig().torch_dtype(CPU) == torch.float32
+    assert LayerConfig().torch_dtype(torch.device("cuda")) == torch.bfloat16
+    assert LayerConfig(dtype="fp16").torch_dtype(CPU) == torch.float16
+    with pytest.raises(UserError, match="dtype"):
+        LayerConfig(dtype="fp8")
+
+
+def test_nano_is_the_layer_of_the_recipe() -> None:
+    run, nano = switch_nano(), SHAPES["nano"]
+    sizes = (nano.dim, nano.hidden, nano.num_experts, nano.top_k)
+    model = run.model
+    assert sizes == (model.dim, model.hidden, model.num_experts, model.top_k)
+    assert nano.tokens == run.batch * model.block
+
+
 def test_rates_follow_from_the_time_and_the_operations() -> None:
-    rows = bench_layer(LayerConfig(shapes=("tiny",), repeat=2, device="cpu", dtype="fp32")).rows
+    config = LayerConfig(shapes=("tiny",), rivals=("torch",), repeat=2, device="cpu")
+    rows = bench_layer(config).rows
     dense, forward, both = rows[:3]
     # 256 tokens, 2 experts each: 512 rows of 32 features to 96 gate and up units, and 48 back to 32
     operations = 2 * 512 * (32 * 96 + 48 * 32)
@@ -80,7 +108,7 @@ def test_rates_follow_from_the_time_and_the_operations() -> None:
 
 
 def test_skewed_weights_send_nearly_half_of_the_tokens_to_one_expert() -> None:
-    config = LayerConfig(shapes=("tiny",), repeat=2, device="cpu", dtype="fp32", skew=True)
+    config = LayerConfig(shapes=("tiny",), rivals=("torch",), repeat=2, device="cpu", skew=True)
     row = bench_layer(config).rows[1]
     assert 0.38 < row["busiest_load"] < 0.52
     balanced = bench_layer(replace(config, skew=False)).rows[1]

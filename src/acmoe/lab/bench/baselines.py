@@ -66,7 +66,15 @@ def _scattermoe_unsupported(shape: Shape, x: Tensor) -> str | None:
 
 
 def _transformers_unsupported(shape: Shape, x: Tensor) -> str | None:
-    return _not_installed("transformers") or _not_gated(shape) or _grouped_unsupported(shape, x)
+    missing = _not_installed("transformers")
+    if x.device.type == "cpu":  # torch's grouped GEMM is a loop there, for every dtype
+        return missing
+    return missing or _not_gated(shape) or _grouped_unsupported(shape, x)
+
+
+def _eager_unsupported(shape: Shape, x: Tensor) -> str | None:
+    on_cpu = "it is measured on a CPU only" if x.device.type != "cpu" else None
+    return _not_installed("transformers") or on_cpu
 
 
 def _liger_unsupported(shape: Shape, x: Tensor) -> str | None:
@@ -108,26 +116,14 @@ def _scattermoe(shape: Shape, weights: Weights) -> Layer:
     return layer
 
 
-def _transformers(shape: Shape, weights: Weights) -> Layer:
-    from transformers import Qwen3MoeConfig
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+def _transformers(shape: Shape, weights: Weights, implementation: str = "grouped_mm") -> Layer:
+    from acmoe.lab.bench.transformers_experts import build_experts
 
-    config = Qwen3MoeConfig(
-        hidden_size=shape.dim,
-        moe_intermediate_size=shape.hidden,
-        num_experts=shape.num_experts,
-        num_experts_per_tok=shape.top_k,
-        hidden_act="silu",
-    )
-    config._experts_implementation = "grouped_mm"
-    with torch.device("meta"):
-        experts = Qwen3MoeExperts(config)
-    experts.gate_up_proj, experts.down_proj = weights.up, weights.down
+    experts = build_experts(shape, weights, implementation)
 
     def layer(x_TD: Tensor) -> Tensor:
         expert_ids_TK, gate_TK = route(x_TD, weights.embedding, shape.top_k)
-        y_TD: Tensor = experts(x_TD, expert_ids_TK, gate_TK.to(x_TD.dtype))
-        return y_TD
+        return experts(x_TD, expert_ids_TK, gate_TK.to(x_TD.dtype))
 
     return layer
 
@@ -161,6 +157,11 @@ CONTESTANTS = (
     Contestant(name="scattermoe", unsupported=_scattermoe_unsupported, build=_scattermoe),
     Contestant(name="sonicmoe", unsupported=sonicmoe_unsupported, build=_ours("sonicmoe")),
     Contestant(name="transformers", unsupported=_transformers_unsupported, build=_transformers),
+    Contestant(
+        name="transformers-eager",
+        unsupported=_eager_unsupported,
+        build=partial(_transformers, implementation="eager"),
+    ),
     Contestant(name="liger", unsupported=_liger_unsupported, build=_liger),
 )
 

@@ -42,15 +42,20 @@ class ShapesConfig:
 
     shapes: tuple[str, ...] = ()  # empty: all published shapes, or on a CPU the tiny ones
     tokens: tuple[int, ...] = ()  # numbers of tokens; empty: each shape's own
-    dtype: str = "bf16"
+    dtype: str = "auto"  # auto: bf16 on a GPU, fp32 on a CPU
     graph: bool = False  # time replays of a CUDA graph, without launch overhead
     repeat: int = 50
     device: str = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_choice(self.dtype, tuple(DTYPES), "dtype")
+        check_choice(self.dtype, ("auto", *DTYPES), "dtype")
         check(self.repeat >= 2, f"repeat={self.repeat}; quartiles need at least 2 rounds")
+
+    def torch_dtype(self, device: torch.device) -> torch.dtype:
+        """Return the data type of weights and tokens on this device."""
+        auto = "bf16" if device.type == "cuda" else "fp32"
+        return DTYPES[auto if self.dtype == "auto" else self.dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +168,7 @@ def measure_shape(
 
 def draw_trial(shape: Shape, config: LayerConfig, device: torch.device) -> Trial:
     generator = torch.Generator(device).manual_seed(config.seed)
-    dtype = DTYPES[config.dtype]
+    dtype = config.torch_dtype(device)
     weights = draw_weights(shape, generator=generator, dtype=dtype, skew=config.skew)
     x_TD = draw_tokens(shape, generator=generator, dtype=dtype).requires_grad_()
     cotangent_TD = draw_tokens(shape, generator=generator, dtype=dtype)

@@ -17,7 +17,7 @@ from acmoe.experts.moe import MoE
 from acmoe.lab.bench.added import added
 from acmoe.lab.bench.check import TOLERANCE, compare, reference
 from acmoe.lab.bench.clock import Action, capture, clock_for, extra_memory, interleave, timing
-from acmoe.lab.bench.layer import BOTH, DTYPES, FORWARD, WARM_UP, ShapesConfig, first_line
+from acmoe.lab.bench.layer import BOTH, FORWARD, WARM_UP, ShapesConfig, first_line
 from acmoe.lab.bench.ours import build_moe
 from acmoe.lab.bench.progress import Say, silent
 from acmoe.lab.bench.results import Report, new_report
@@ -147,7 +147,7 @@ def prepare(mode: str, trial: Trial, config: RouterBenchConfig) -> dict[tuple[st
 
 def draw_trial(shape: Shape, config: RouterBenchConfig, device: torch.device) -> Trial:
     generator = torch.Generator(device).manual_seed(config.seed)
-    dtype = DTYPES[config.dtype]
+    dtype = config.torch_dtype(device)
     weights = draw_weights(shape, generator=generator, dtype=dtype)
     x_TD = draw_tokens(shape, generator=generator, dtype=dtype).requires_grad_()
     cotangent_TD = draw_tokens(shape, generator=generator, dtype=dtype)

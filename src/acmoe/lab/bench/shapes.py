@@ -80,11 +80,13 @@ _MODELS = (
     _shape("phi", 16384, 4096, 6400, 16, 2),
     _shape("mixtral22b", 16384, 6144, 16384, 8, 2),
 )
+# The layer of the recipe switch-nano, with the tokens of its batch.
+_NANO = _shape("nano", 1024, 64, 64, 8, 2, activation="relu")
 _TINY = (
     _shape("tiny", 256, 32, 48, 8, 2),
     _shape("tiny-relu", 192, 24, 32, 4, 1, activation="relu"),
 )
-SHAPES: dict[str, Shape] = {shape.name: shape for shape in (*_PUBLISHED, *_MODELS, *_TINY)}
+SHAPES: dict[str, Shape] = {shape.name: shape for shape in (*_PUBLISHED, *_MODELS, _NANO, *_TINY)}
 
 
 _LOAD = "+"  # before the load in a shape's name

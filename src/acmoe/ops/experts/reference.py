@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the customary name
 
 from acmoe.ops.dispatch import op, transforming
-from acmoe.ops.experts.grouped import grouped_linear
+from acmoe.ops.experts.grouped import adds_bias, grouped_linear
 from acmoe.ops.sort.reference import Rows
 
 
@@ -85,6 +85,8 @@ def linear(
 ) -> Tensor:
     """Return (N, O): each row times the weight of its expert, plus its expert's bias."""
     weight_EOI = weight_EOI.to(x_NI.dtype)  # under autocast tokens are bf16 and weights float32
+    if bias_EO is not None and gemm is grouped_linear and adds_bias(x_NI, weight_EOI, bias_EO):
+        return grouped_linear(x_NI, weight_EOI, rows.offsets, bias_EO)
     y_NO = gemm(x_NI, weight_EOI, rows.offsets)
     if bias_EO is None:
         return y_NO
@@ -128,14 +130,15 @@ class _Dispatch(torch.autograd.Function):
         ctx.save_for_backward(inverse_N)
         ctx.num_tokens = x_TD.shape[0]
         top_k = permutation_N.numel() // max(x_TD.shape[0], 1)
-        return x_TD[permutation_N // max(top_k, 1)]
+        return x_TD.index_select(0, permutation_N // max(top_k, 1))
 
     @staticmethod
     def backward(ctx, grad_ND):  # type: ignore[no-untyped-def]
         (inverse_N,) = ctx.saved_tensors
         if ctx.num_tokens == 0:
             return grad_ND.new_zeros(0, grad_ND.shape[-1]), None, None
-        return grad_ND[inverse_N].view(ctx.num_tokens, -1, grad_ND.shape[-1]).sum(1), None, None
+        grad_ND = grad_ND.index_select(0, inverse_N)
+        return grad_ND.view(ctx.num_tokens, -1, grad_ND.shape[-1]).sum(1), None, None
 
 
 class _Permute(torch.autograd.Function):
@@ -144,9 +147,9 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y_ND, index_N, inverse_N):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(inverse_N)
-        return y_ND[index_N]
+        return y_ND.index_select(0, index_N)
 
     @staticmethod
     def backward(ctx, grad_ND):  # type: ignore[no-untyped-def]
         (inverse_N,) = ctx.saved_tensors
-        return grad_ND[inverse_N], None, None
+        return grad_ND.index_select(0, inverse_N), None, None
