@@ -290,7 +290,8 @@ def triton_unsupported(x: Tensor, *, on_cpu: bool = True, integers: bool = False
     on_cpu: False if the interpreter is so slow that it must be requested by name.
     integers: x holds whole numbers.
     """
-    device, on_gpu = x.device, x.is_cuda
+    device = x.device
+    on_gpu = device.type == "cuda"
     if not on_cpu and not on_gpu and requested() != "triton":
         return "its kernel is for GPUs; Triton's interpreter has to be asked for by name"
     if not installed("triton"):

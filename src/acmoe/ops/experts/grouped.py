@@ -46,10 +46,15 @@ def _outer_by_expert(grad_NO: Tensor, x_NI: Tensor, offsets_E: Tensor) -> Tensor
 
 
 def _sum_by_expert(grad_NO: Tensor, offsets_E: Tensor) -> Tensor:
-    """Return the (E, O) bias gradient: the sum of each expert's rows."""
-    ends = offsets_E.tolist()
-    starts = [0, *ends[:-1]]
-    return torch.stack([grad_NO[a:b].sum(0) for a, b in zip(starts, ends, strict=True)])
+    """Return the (E, O) bias gradient: the sum of each expert's rows.
+
+    It has the bits of `reference.linear`, which multiplies by a one-hot matrix: a recomputed block
+    takes that path.
+    """
+    rows_N = torch.arange(grad_NO.shape[0], device=grad_NO.device)
+    expert_N = torch.bucketize(rows_N, offsets_E, right=True)
+    ids_E = torch.arange(offsets_E.shape[0], device=grad_NO.device)
+    return (expert_N[:, None] == ids_E).to(grad_NO.dtype).T.mm(grad_NO)
 
 
 @torch.library.custom_op("acmoe::grouped_linear", mutates_args=())
@@ -154,7 +159,7 @@ def _linear(
     if transforming():
         return _masked_linear(x_NI, weight_EOI, offsets_E)
     out_NO: Tensor
-    if not eager(x_NI, weight_EOI):
+    if not _direct(x_NI, weight_EOI):
         out_NO = _grouped_linear(x_NI, weight_EOI, offsets_E)
     elif _recorded(x_NI, weight_EOI, bias_EO):
         out_NO = _Linear.apply(x_NI, weight_EOI, offsets_E, bias_EO)  # type: ignore[no-untyped-call]
@@ -165,10 +170,15 @@ def _linear(
 
 def _outer(grad_NO: Tensor, x_NI: Tensor, offsets_E: Tensor) -> Tensor:
     """Return the (E, O, I) weight gradient; it has a gradient itself where one is recorded."""
-    if transforming() or not eager(grad_NO, x_NI) or _recorded(grad_NO, x_NI):
+    if transforming() or not _direct(grad_NO, x_NI) or _recorded(grad_NO, x_NI):
         found: Tensor = _grouped_outer(grad_NO, x_NI, offsets_E)
         return found
     return _outer_by_expert(grad_NO, x_NI, offsets_E)
+
+
+def _direct(x: Tensor, *others: Tensor) -> bool:
+    """Return True if the loop over experts may run right away: it reads the offsets."""
+    return not x.is_meta and eager(x, *others)
 
 
 def _recorded(*tensors: Tensor | None) -> bool:
@@ -178,7 +188,7 @@ def _recorded(*tensors: Tensor | None) -> bool:
 
 def adds_bias(x_NI: Tensor, weight_EOI: Tensor, bias_EO: Tensor) -> bool:
     """Return True if `grouped_linear` takes the bias of this call."""
-    return not transforming() and eager(x_NI, weight_EOI, bias_EO)
+    return not transforming() and _direct(x_NI, weight_EOI, bias_EO)
 
 
 def grouped_linear(
