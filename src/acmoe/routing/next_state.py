@@ -114,7 +114,6 @@ class NextState(nn.Module):
             self.next_router.mix,
             detach=getattr(self.next_router, "detach", True),
             first_T=routing.first,
-            ones_T1=self._known_ones(state, routing.affinity, begun),
         )
         chosen_C = self._chosen(routing, assignment, token_mask)
         scale = self._scale(x, assignment, state, token_mask, slot, order, chosen_C)
@@ -123,14 +122,6 @@ class NextState(nn.Module):
         if order is None or token_mask is not None:
             order = no_order(x)
         return RoutingState(assignment, membership, scale, aux_loss, order, self._origin(x))
-
-    @staticmethod
-    def _known_ones(state: RoutingState, affinity_TE: Tensor, begun: bool) -> Tensor | None:
-        """Return the state's (T, 1) membership if a layer made it: the weights of one cluster."""
-        given = state.membership
-        made = begun or state.origin.dim() > 1
-        fits = given.shape == (len(affinity_TE), 1) and given.dtype == affinity_TE.dtype
-        return given if made and fits and not given.requires_grad else None
 
     def _origin(self, x: Tensor) -> Tensor:
         return new_origin(origin_codes(self.next_router), x)

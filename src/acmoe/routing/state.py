@@ -116,24 +116,19 @@ def no_cluster(
 
 
 def clusters_of(
-    affinity_TE: Tensor,
-    mix: int,
-    *,
-    detach: bool = True,
-    first_T: Tensor | None = None,
-    ones_T1: Tensor | None = None,
+    affinity_TE: Tensor, mix: int, *, detach: bool = True, first_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the `mix` clusters of highest affinity, best first, and the softmax over them, (T, J).
 
     Of equal affinities the lowest index comes first. first_T: the token's first cluster
     (`Routing.first`), None for the argmax of the affinity; the others follow by affinity. The
     clusters have no gradient; their weights, which enter the token's scale, have one unless
-    `detach`. ones_T1: the weights where mix is 1, if the caller has them.
+    `detach`.
     """
     if mix == 1:
         first_T = affinity_TE.detach().argmax(-1) if first_T is None else first_T
         first_T1 = first_T[:, None]
-        return first_T1, affinity_TE.new_ones(first_T1.shape) if ones_T1 is None else ones_T1
+        return first_T1, affinity_TE.new_ones(first_T1.shape)
     if detach:
         affinity_TE = affinity_TE.detach()
     value_TE = affinity_TE.detach()
