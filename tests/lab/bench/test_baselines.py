@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from acmoe.lab.bench.baselines import CONTESTANTS
-from acmoe.lab.bench.check import TOLERANCE
+from acmoe.lab.bench.implementations.baselines import CONTESTANTS
+from acmoe.lab.bench.implementations.check import TOLERANCE
+from acmoe.lab.bench.implementations.plain import grouped_layer
 from acmoe.lab.bench.layer import LayerConfig, check_layer, draw_trial
-from acmoe.lab.bench.plain import grouped_layer
 from acmoe.lab.bench.shapes import SHAPES
 
 CPU = torch.device("cpu")

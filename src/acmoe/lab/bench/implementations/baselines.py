@@ -15,10 +15,14 @@ import torch
 from torch import Tensor
 
 from acmoe.errors import UserError
-from acmoe.lab.bench.ours import build_ours, sonicmoe_unsupported, triton_unsupported
-from acmoe.lab.bench.plain import activate, grouped_layer, route
+from acmoe.lab.bench.implementations.ours import (
+    build_ours,
+    sonicmoe_unsupported,
+    triton_unsupported,
+)
+from acmoe.lab.bench.implementations.plain import activate, grouped_layer, route
+from acmoe.lab.bench.implementations.weights import Weights
 from acmoe.lab.bench.shapes import Shape
-from acmoe.lab.bench.weights import Weights
 from acmoe.ops.experts.op import grouped_gemm_unsupported
 
 Layer = Callable[[Tensor], Tensor]
@@ -117,7 +121,7 @@ def _scattermoe(shape: Shape, weights: Weights) -> Layer:
 
 
 def _transformers(shape: Shape, weights: Weights, implementation: str = "grouped_mm") -> Layer:
-    from acmoe.lab.bench.transformers_experts import build_experts
+    from acmoe.lab.bench.implementations.transformers_experts import build_experts
 
     experts = build_experts(shape, weights, implementation)
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from acmoe.config.routing import LossConfig, RouterConfig
 from acmoe.experts.moe import MoE
+from acmoe.lab.bench.implementations.weights import Weights
 from acmoe.lab.bench.shapes import Shape
-from acmoe.lab.bench.weights import Weights
 from acmoe.ops import dispatch
 from acmoe.ops.dispatch import use_backend
 from acmoe.ops.experts.op import sonicmoe_lacks

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the customary name
 
+from acmoe.lab.bench.implementations.weights import Weights
 from acmoe.lab.bench.shapes import Shape
-from acmoe.lab.bench.weights import Weights
 
 
 def route(x_TD: Tensor, embedding_ED: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acmoe.lab.bench.plain import activate
+from acmoe.lab.bench.implementations.plain import activate
+from acmoe.lab.bench.implementations.weights import Weights
 from acmoe.lab.bench.shapes import Shape
-from acmoe.lab.bench.weights import Weights
 
 # Relative errors that rounding can cause; a wrong gate, activation or bias exceeds them.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 1e-2, torch.float32: 1e-3}

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from acmoe.lab.bench.plain import activate
+from acmoe.lab.bench.implementations.plain import activate
+from acmoe.lab.bench.implementations.weights import Weights
 from acmoe.lab.bench.shapes import Shape
-from acmoe.lab.bench.weights import Weights
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]  # x (T, D), ids (T, K), gates (T, K) -> (T, D)
 
