@@ -50,7 +50,7 @@ from acmoe.ops.sort.order import TokenOrder
 from acmoe.ops.statistics.op import measure_dispersion
 from acmoe.ops.statistics.scale_op import fused_cluster_scale
 from acmoe.ops.statistics.sorted_op import sorted_dispersion
-from acmoe.routing.step import fold_statistics
+from acmoe.routing.statistics.step import fold_statistics
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 CPU = torch.device("cpu")

@@ -25,7 +25,7 @@ from acmoe.evaluate.measures import HostSum
 from acmoe.evaluate.run import open_run
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.routing.build import build_router
-from acmoe.routing.step import fold_statistics
+from acmoe.routing.statistics.step import fold_statistics
 from acmoe.train.finetune import finetune
 from acmoe.train.run import train, train_images
 from acmoe.train.trainer import IGNORING_FOUND_INF, take_step

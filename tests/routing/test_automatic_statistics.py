@@ -29,9 +29,8 @@ from acmoe import (
 from acmoe.ops import dispatch
 from acmoe.ops.statistics.dispersion import dispersion_and_count
 from acmoe.ops.statistics.running import update_average
-from acmoe.routing import step
 from acmoe.routing.state import Routing
-from acmoe.routing.statistics import ClusterStatistics
+from acmoe.routing.statistics import ClusterStatistics, step
 
 T, D, C = 12, 4, 3
 MOMENTUM = 0.8

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from acmoe import LossConfig, RoutingState, StableConfig, UserError, build_router
-from acmoe.routing.stable import StableRouter
+from acmoe.routing.baselines.stable import StableRouter
 from acmoe.routing.topk import TopKRouter
 
 

@@ -24,10 +24,10 @@ from acmoe.config.routing import AdaptiveConfig
 from acmoe.ops.bounded import bounded
 from acmoe.ops.route import ScaledTokens
 from acmoe.ops.statistics.dispersion import accumulation_dtype
-from acmoe.routing.cache import StatisticsSlot
 from acmoe.routing.router import Router
 from acmoe.routing.state import Routing, RoutingState, check_mix, check_state
 from acmoe.routing.statistics import ClusterStatistics, build_statistics
+from acmoe.routing.statistics.cache import StatisticsSlot
 
 
 class AdaptiveRouter(Router):

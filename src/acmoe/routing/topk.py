@@ -25,7 +25,7 @@ from acmoe.routing.losses import (
 )
 from acmoe.routing.router import Router
 from acmoe.routing.state import Routing
-from acmoe.routing.step import StepStatistics
+from acmoe.routing.statistics.step import StepStatistics
 
 
 def init_embeddings(embeddings_ED: Tensor, init: str = "uniform") -> None:

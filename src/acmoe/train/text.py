@@ -35,8 +35,8 @@ from acmoe.models.registry import build_model
 from acmoe.models.text.decoder import LanguageModel, LanguageOutput
 from acmoe.models.text.memory import Memory, Moments, StreamMemory
 from acmoe.ops.statistics.prefix import PrefixMoments
-from acmoe.routing.group import measuring_alone
-from acmoe.routing.stable import StableRouter
+from acmoe.routing.baselines.stable import StableRouter
+from acmoe.routing.statistics.group import measuring_alone
 from acmoe.runtime import autocast
 from acmoe.storage.shards import Stored
 from acmoe.train.metrics_log import MetricsLog

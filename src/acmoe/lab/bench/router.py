@@ -27,7 +27,7 @@ from acmoe.ops.sort import sort_rows
 from acmoe.ops.sort.order import no_order, worth_sorting
 from acmoe.ops.statistics.scale import cluster_scale
 from acmoe.routing.state import RoutingState
-from acmoe.routing.step import fold_statistics
+from acmoe.routing.statistics.step import fold_statistics
 from acmoe.runtime import pick_device
 
 AnyLayer = Callable[..., tuple[Tensor, RoutingState]]

@@ -10,8 +10,8 @@ from acmoe.lab.variants.steps import Fade
 from acmoe.lab.variants.strength import LearnedStrength, ScheduledStrength
 from acmoe.ops.statistics.op import ScaleOptions
 from acmoe.ops.statistics.scale import informs
-from acmoe.routing.cache import StatisticsSlot
 from acmoe.routing.statistics import ClusterStatistics, build_statistics, scale_options
+from acmoe.routing.statistics.cache import StatisticsSlot
 
 
 class VariantStatistics(ClusterStatistics):

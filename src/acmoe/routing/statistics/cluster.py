@@ -5,16 +5,13 @@
     prefix     the tokens of the same sequence up to each token, shrunk towards the running average
     sequence   all tokens of the same sequence
 
-A training forward writes two buffers: it adds the dispersion of its tokens to `last_dispersion`, as
-a mean weighted by token counts, and the counts to `last_count`. It writes nothing when activation
-checkpointing repeats it inside a backward, and an evaluation forward writes nothing. The averages
-`dispersion` and `weight` change in `update` alone, which every optimizer step calls (step_hook.py).
+In training, every mode also records the dispersion of its tokens for the running average
+(average.py), which `running` and `prefix` read.
 
 B sequences, L tokens in each, D features, C clusters, J clusters per token.
 """
 
 import contextlib
-import logging
 from functools import singledispatch
 from typing import Any
 
@@ -23,53 +20,23 @@ from torch import Tensor
 
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.errors import check
-from acmoe.ops.dispatch import log_once, transforming
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.ops.statistics.op import (
-    ScaleOptions,
     measure_dispersion,
     measure_prefix,
     measure_scale,
     scale_of,
 )
 from acmoe.ops.statistics.over_ranks import dispersion_over_ranks, sum_over_ranks
-from acmoe.ops.statistics.pending import capturing, record_batch, replaying
+from acmoe.ops.statistics.pending import replaying
 from acmoe.ops.statistics.prefix import PrefixMoments
-from acmoe.ops.statistics.running import update_average, update_average_and_scale
-from acmoe.routing.cache import StatisticsSlot, check_inference
-from acmoe.routing.group import group_of
-from acmoe.routing.step import StepStatistics
+from acmoe.routing.statistics.average import RunningAverage
+from acmoe.routing.statistics.cache import StatisticsSlot, check_inference
+from acmoe.routing.statistics.group import group_of
 
 
-class ClusterStatistics(StepStatistics):
+class ClusterStatistics(RunningAverage):
     """The scale of each cluster under a config's statistics mode, and the running average."""
-
-    waits = ("last_dispersion", "last_count")
-    dispersion: Tensor
-    weight: Tensor
-    last_dispersion: Tensor
-    last_count: Tensor
-    running_scale: Tensor
-    checked: tuple[object, ...] = ()  # the average that `warn_if_empty` looked at
-
-    def __init__(self, config: AdaptiveConfig, *, num_clusters: int, dim: int) -> None:
-        super().__init__()
-        self.config = config
-        self.num_clusters = num_clusters
-        self.dim = dim
-        self.register_buffer("dispersion", torch.zeros(num_clusters, dim))
-        self.register_buffer("weight", torch.zeros(num_clusters))  # discounted token count
-        # Statistics of the training forwards since the last update; not part of a checkpoint.
-        self.register_buffer("last_dispersion", torch.zeros(num_clusters, dim), persistent=False)
-        self.register_buffer("last_count", torch.zeros(num_clusters), persistent=False)
-        self.register_buffer("running_scale", torch.ones(num_clusters, dim), persistent=False)
-        # The buffers and options that `running_scale` was computed from.
-        self.scaled_from: Tensor | None = None
-        self.scaled_version: tuple[object, ...] = ()
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        self.running_scale.fill_(1.0)
 
     @property
     def pools(self) -> bool:
@@ -215,64 +182,6 @@ class ClusterStatistics(StepStatistics):
         scale = scale_of(*found, self.options._replace(chosen=chosen_C))
         return scale if slot is None else slot.scale_once(scale)
 
-    def _new_batch(self) -> tuple[Tensor, Tensor]:
-        """Return memory for the dispersion (C, D) and the token counts (C,) of a batch."""
-        return torch.empty_like(self.last_dispersion), torch.empty_like(self.last_count)
-
-    def _record(self, batch: tuple[Tensor, Tensor]) -> None:
-        # A single token has dispersion 0, which carries no information.
-        record_batch(
-            self.waiting_buffer("last_dispersion"),
-            self.waiting_buffer("last_count"),
-            *batch,
-            least=2,
-        )
-        self.count_forward()
-
-    def average_scale(self) -> Tensor:
-        """Return the scale of the running average, recomputed only if the average has changed.
-
-        It is stored in a buffer, so that a captured CUDA graph reads what `update` writes.
-        """
-        if not self.caches_scale:
-            return scale_of(self.dispersion, self.weight, self.options)
-        if self.scaled_from is not self.dispersion or self.scaled_version != self.version:
-            with torch.no_grad():
-                self.running_scale.copy_(scale_of(self.dispersion, self.weight, self.options))
-            self.scaled_from, self.scaled_version = self.dispersion, self.version
-        return self.running_scale
-
-    def warn_if_empty(self) -> None:
-        """Warn once where evaluation reads an average that no batch has ever moved.
-
-        It reads `weight` on the host, only if the average has changed since it last did.
-        """
-        weight = self.weight
-        if self.training or torch.compiler.is_compiling() or weight.is_meta:
-            return
-        now = id(weight), 0 if weight.is_inference() else weight._version
-        if self.checked == now or capturing(weight):
-            return
-        self.checked = now
-        if not weight.any():
-            log_once(
-                "an adaptive layer evaluates with running statistics that no batch has moved: its "
-                "scale is 1 and it routes as the plain router; load a trained checkpoint, or train "
-                "(acmoe.fold_statistics(model) moves them by hand)",
-                logging.WARNING,
-            )
-
-    @property
-    def caches_scale(self) -> bool:
-        """Return True if `running_scale` may be reused: changes of the average can be detected."""
-        tracing = torch.compiler.is_compiling() or transforming()
-        return not (tracing or self.dispersion.is_inference())
-
-    @property
-    def version(self) -> tuple[object, ...]:
-        """Return a value that changes with everything that the running scale depends on."""
-        return self.dispersion._version, self.weight._version, self.config
-
     def prefix_scale(
         self,
         x_BLD: Tensor,
@@ -320,11 +229,6 @@ class ClusterStatistics(StepStatistics):
         return mixed_BLJD / total_BLJ.clamp(min=1)[..., None], total_BLJ
 
     @property
-    def options(self) -> ScaleOptions:
-        """Return the options by which a scale is computed from a dispersion."""
-        return scale_options(self.config)
-
-    @property
     def constant(self) -> bool:
         """Return True if no gradient flows through the scale."""
         return self.config.detach
@@ -335,31 +239,6 @@ class ClusterStatistics(StepStatistics):
         if slot is not None and slot.inference_only:
             check_inference(x)
         return torch.no_grad() if self.constant else contextlib.nullcontext()
-
-    def update(self) -> None:
-        """Update the running average, and its scale, with the recorded batches."""
-        buffers = (self.dispersion, self.weight, self.last_dispersion, self.last_count)
-        if self.caches_scale:
-            update_average_and_scale(
-                *buffers, self.running_scale, self.config.momentum, self.options
-            )
-            self.scaled_from, self.scaled_version = self.dispersion, self.version
-        else:
-            update_average(*buffers, self.config.momentum)
-
-
-def scale_options(config: AdaptiveConfig) -> ScaleOptions:
-    """The options of `scale_from_dispersion` in a config."""
-    return ScaleOptions(
-        normalize=config.normalize,
-        strength=config.strength,
-        floor=config.floor,
-        eps=config.eps,
-        clamp=config.clamp,
-        min_tokens=config.min_tokens,
-        mean_over=config.mean_over,
-        mean_before_clamp=config.mean_before_clamp,
-    )
 
 
 @singledispatch

@@ -31,7 +31,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from acmoe.ops.dispatch import log_once
 
 if TYPE_CHECKING:
-    from acmoe.routing.step import StepStatistics
+    from acmoe.routing.statistics.step import StepStatistics
 
 
 References = Sequence["weakref.ref[StepStatistics]"]
@@ -88,7 +88,7 @@ def _add(registry: "weakref.WeakSet[Any]", module: nn.Module) -> None:
 # Dynamo must not trace it: torch.compile(optimizer.step) breaks its graph here.
 @_disable_dynamo
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    from acmoe.routing.step import update_all
+    from acmoe.routing.statistics.step import update_all
 
     trained = trained_by(optimizer)
     update_all(_alive(trained.held))
@@ -149,7 +149,7 @@ def _find(optimizer: Optimizer, search: bool) -> tuple[References, References]:
 
 
 def _references(statistics: "Iterable[StepStatistics]") -> References:
-    from acmoe.routing.step import inner_first
+    from acmoe.routing.statistics.step import inner_first
 
     return [weakref.ref(one) for one in inner_first(*statistics)]
 

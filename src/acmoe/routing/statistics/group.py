@@ -30,7 +30,7 @@ from acmoe.ops.statistics.over_ranks import (
 )
 
 if TYPE_CHECKING:
-    from acmoe.routing.step import StepStatistics
+    from acmoe.routing.statistics.step import StepStatistics
 
 ALONE = ""  # name of the group of a process that pools with nobody
 
@@ -46,7 +46,7 @@ def set_statistics_group(model: nn.Module, group: ProcessGroup | None) -> None:
     settings with one model per process.
     """
     from acmoe.routing.router import Router
-    from acmoe.routing.step import StepStatistics
+    from acmoe.routing.statistics.step import StepStatistics
 
     name = ALONE if group is None else str(group.group_name)
     for module in model.modules():
@@ -60,7 +60,7 @@ def set_statistics_group(model: nn.Module, group: ProcessGroup | None) -> None:
 def measuring_alone(model: nn.Module) -> Iterator[None]:
     """Inside `with`, take statistics over the tokens of this process alone, in evaluations."""
     from acmoe.routing.router import Router
-    from acmoe.routing.step import StepStatistics
+    from acmoe.routing.statistics.step import StepStatistics
 
     groups = [(m, "group_name") for m in model.modules() if isinstance(m, StepStatistics)]
     balance = [(m, "balance_group") for m in model.modules() if isinstance(m, Router)]
@@ -84,7 +84,7 @@ def group_of(statistics: "StepStatistics") -> str:
 
 def _find(statistics: "StepStatistics") -> str:
     """Find the group by which the training loop averages the gradients of the layer."""
-    from acmoe.routing.step_hook import parameters_around
+    from acmoe.routing.statistics.step_hook import parameters_around
 
     for parameter in parameters_around(statistics):
         mesh = getattr(parameter, "device_mesh", None)  # of a DTensor

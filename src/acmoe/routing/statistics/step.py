@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from acmoe.ops.dispatch import log_once
 from acmoe.ops.statistics.over_ranks import world_size
-from acmoe.routing.group import next_serial, pool
-from acmoe.routing.step_hook import register_statistics
+from acmoe.routing.statistics.group import next_serial, pool
+from acmoe.routing.statistics.step_hook import register_statistics
 
 PATIENCE = 200  # training forwards without any update before a warning
 
