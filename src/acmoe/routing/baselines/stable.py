@@ -99,3 +99,11 @@ class StableRouter(Router):
             loss = loss + self.config.balance * balance + self.config.distill * imitation
         # A token's cluster is the expert it was sent to: in stage 2 the light router's choice.
         return Routing(expert_ids_TK, gate_TK, chooser_TE, loss, expert_ids_TK[:, 0].clone())
+
+
+def freeze_stable_routers(model: nn.Module) -> bool:
+    """Freeze every StableMoE router; return whether the model has any."""
+    routers = [module for module in model.modules() if isinstance(module, StableRouter)]
+    for router in routers:
+        router.freeze()
+    return bool(routers)

@@ -3,7 +3,7 @@
 B streams, L positions of a block.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,18 +33,23 @@ from acmoe.fast.memory import StaticMemory
 from acmoe.fast.text import memory_dtype
 from acmoe.models.registry import build_model
 from acmoe.models.text.decoder import LanguageModel, LanguageOutput
-from acmoe.models.text.memory import Memory, Moments, StreamMemory
-from acmoe.ops.statistics.prefix import PrefixMoments
-from acmoe.routing.baselines.stable import StableRouter
+from acmoe.models.text.memory import StreamMemory
+from acmoe.routing.baselines.stable import freeze_stable_routers
 from acmoe.routing.statistics.group import measuring_alone
 from acmoe.runtime import autocast
 from acmoe.storage.shards import Stored
 from acmoe.train.metrics_log import MetricsLog
 from acmoe.train.optim import check_router_sgd, router_matrices
-from acmoe.train.resplit import STREAMS, resplit, saved_split
-from acmoe.train.text_pipeline import PipelinedDecoder, score_stages
-from acmoe.train.trainer import Trainer, eager, take_step
-from acmoe.train.update import Output, Update
+from acmoe.train.text.memory import (
+    STREAMS,
+    resplit,
+    saved_memory,
+    saved_split,
+    stream_tensors,
+)
+from acmoe.train.text.pipeline import PipelinedDecoder, score_stages
+from acmoe.train.trainer import Trainer, eager
+from acmoe.train.update import Output, Update, take_step
 
 STABLE_STAGE_ONE = 10  # StableMoE learns its routing in the first tenth of the steps
 
@@ -208,13 +213,15 @@ class TextTrainer(Trainer):
         The streams of a micro-batch on all processes are those of the micro-batch of one process.
         """
         join = self.ranks.concatenate
-        memory = {name: join(rows) for name, rows in self._memory_tensors()}
+        saved = stream_tensors(self.memories, self.depths)
+        memory = {name: join(rows) for name, rows in saved}
         found = super().state_tensors() | memory
         return found if self.pipeline is None else gather_stages(found, self.ranks)
 
     def parts(self) -> dict[str, Tensor]:
         """Add the memory of this process's streams."""
-        memory = {name: self.ranks.sharded(rows) for name, rows in self._memory_tensors()}
+        saved = stream_tensors(self.memories, self.depths)
+        memory = {name: self.ranks.sharded(rows) for name, rows in saved}
         return super().parts() | memory
 
     def empty_parts(self, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
@@ -230,15 +237,6 @@ class TextTrainer(Trainer):
             name: empty(one.shape, one.dtype, self.device) for name, one in memory.items()
         }
 
-    def _memory_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and rows of the memory of this process's streams."""
-        for part, memory in enumerate(self.memories):
-            for depth, hidden in zip(self.depths, memory.hidden if memory else (), strict=False):
-                yield f"memory/{part}/{depth}", hidden
-            for depth, moments in zip(self.depths, memory.moments if memory else (), strict=False):
-                for name, value in ({} if moments is None else moments._asdict()).items():
-                    yield f"moments/{part}/{depth}/{name}", value
-
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the streams' memory as well."""
         if self.pipeline is not None:
@@ -246,20 +244,11 @@ class TextTrainer(Trainer):
         super().load_state_tensors(tensors)
         tensors = resplit(tensors, self.config.split)
         for part in range(self.config.split):
-            names = [f"memory/{part}/{depth}" for depth in self.depths]
-            hidden = tuple(self.ranks.part(tensors[name]).to(self.device) for name in names)
-            self._store_memory(part, Memory(hidden, moments=self._saved_moments(part, tensors)))
+            self._store_memory(part, saved_memory(tensors, part, self.depths, self._own_rows))
 
-    def _saved_moments(self, part: int, tensors: Mapping[str, Tensor]) -> Moments:
-        """Return the saved moments of prefix statistics; () where a checkpoint has none."""
-        found: list[PrefixMoments | None] = []
-        for depth in self.depths:
-            names = [f"moments/{part}/{depth}/{name}" for name in PrefixMoments._fields]
-            saved = names[0] in tensors
-            own = (self.ranks.part(tensors[name]) for name in names if saved)
-            parts = [value.to(self.device) for value in own]
-            found.append(PrefixMoments(*parts) if saved else None)
-        return tuple(found) if any(found) else ()
+    def _own_rows(self, rows: Tensor) -> Tensor:
+        """Return the rows of this process's streams, on its device."""
+        return self.ranks.part(rows).to(self.device)
 
     @torch.no_grad()
     def replay(self, batch: Batch) -> None:
@@ -315,11 +304,3 @@ def checked_corpus(config: RunConfig) -> Corpus:
     corpus = open_corpus(config.data)
     check_vocabulary(config.model.vocab_size, corpus)
     return corpus
-
-
-def freeze_stable_routers(model: nn.Module) -> bool:
-    """Freeze every StableMoE router; return whether the model has any."""
-    routers = [module for module in model.modules() if isinstance(module, StableRouter)]
-    for router in routers:
-        router.freeze()
-    return bool(routers)

@@ -17,7 +17,7 @@ from acmoe.evaluate.language import LanguageReport
 from acmoe.evaluate.run import open_corpus, open_run
 from acmoe.recipes.nano import nano_run
 from acmoe.train.run import Summary
-from acmoe.train.side_by_side import Job, Outcome, run_one_by_one, run_side_by_side
+from acmoe.train.side_by_side.processes import Job, Outcome, run_one_by_one, run_side_by_side
 from acmoe.train.threads import Threads
 
 ROUTERS = {"SMoE": "smoe", "ACMoE": "adaptive"}
