@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.table import Column
 from rich.table import Table as RichTable
 
-from acmoe.cli.bench_generate import Generate
-from acmoe.cli.bench_output import command_of, say, show
-from acmoe.cli.bench_tools import Profile, Scaling, Table, Tune
+from acmoe.cli.bench.generate import Generate
+from acmoe.cli.bench.output import command_of, say, show
+from acmoe.cli.bench.tools import Profile, Scaling, Table, Tune
 
 
 @dataclass(frozen=True, kw_only=True)

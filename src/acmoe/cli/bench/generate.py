@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from acmoe.cli.bench_output import command_of, say, show
+from acmoe.cli.bench.output import command_of, say, show
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from acmoe.cli.bench_output import command_of, say, show
+from acmoe.cli.bench.output import command_of, say, show
 
 
 @dataclass(frozen=True, kw_only=True)

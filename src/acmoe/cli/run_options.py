@@ -1,6 +1,7 @@
-"""The option --threads: choose the number of CPU threads for the model of a command."""
+"""Options that several commands on runs share: --threads, and --capacity with its old spelling."""
 
 import logging
+import warnings
 from pathlib import Path
 
 
@@ -14,3 +15,11 @@ def run_threads(requested: int | None, folder: Path, device: str) -> None:
     threads = choose_threads(requested, opened(folder).config.model, device=device)
     use_threads(threads)
     logging.getLogger("acmoe").info(threads.message)
+
+
+def capacity_option(capacity: str | None, dropless: bool) -> str | None:
+    """Return the text of --capacity, or `none` where --dropless is given in its place."""
+    if not dropless:
+        return capacity
+    warnings.warn("--dropless is now --capacity none, the default", FutureWarning, stacklevel=2)
+    return "none"
