@@ -138,7 +138,7 @@ class Trainer(ABC):
         loss, aux_loss = mean([out.loss for out in outputs]), mean([o.aux_loss for o in outputs])
         if self.ranks.size > 1:
             # A value that is not finite on one process is not finite in the sum: all skip the step.
-            # Of the stages of a pipeline the last one has the losses, and the others have zeros.
+            # In a pipeline the last stage has the losses, and the others have zeros.
             loss, aux_loss = self.ranks.sum(torch.stack([loss, aux_loss])) / self.ranks.data_size
         finite = self.take_step((loss + aux_loss).isfinite())
         if self.average is not None:

@@ -1,4 +1,4 @@
-"""What all transformers models of this library share: loading, precision, recomputation."""
+"""The base class of this library's transformers models: loading, precision, recomputation."""
 
 from typing import Any, ClassVar
 

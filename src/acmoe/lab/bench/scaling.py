@@ -1,4 +1,4 @@
-"""What training on many GPUs sends, by formula: gradients, experts' tokens and statistics.
+"""Compute what training on many GPUs sends: gradients, experts' tokens and statistics.
 
 Nothing is measured here. The bytes are those that `acmoe.distributed.traffic` counts on small
 models (tests/distributed/test_traffic.py); times follow from the assumptions of `Machine`.

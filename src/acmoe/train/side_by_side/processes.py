@@ -44,7 +44,7 @@ class Job:
 
 
 class Outcome(NamedTuple):
-    """How a job ended; it has no report where a signal stopped the training."""
+    """The result of a job; it has no report where a signal stopped the training."""
 
     summary: Summary
     report: LanguageReport | None
