@@ -27,7 +27,7 @@ def parallelize(model: nn.Module, ranks: Ranks, config: ParallelConfig) -> nn.Mo
     """
     if ranks.data is None or ranks.mesh is None:
         return model
-    if config.pipeline > 1:  # the model is some stages, and its caller averages the gradients
+    if config.pipeline > 1:  # the model holds some stages; its caller averages gradients
         set_statistics_group(model, ranks.statistics if ranks.data_size > 1 else None)
         return model
     set_statistics_group(model, ranks.statistics)

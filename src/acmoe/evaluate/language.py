@@ -46,7 +46,7 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One pass over the split."""
+    """The score of one pass over the split."""
 
     statistics: str  # mode of adaptive routers; "none" if the model has none
     contaminated: bool

@@ -131,7 +131,7 @@ def measure_shape(
 
 
 def prepare(mode: str, trial: Trial, config: RouterBenchConfig) -> dict[tuple[str, str], Measured]:
-    """Build, check and warm up the layer in this mode, for training and if useful for inference."""
+    """Build, check and warm up the layer in this mode: to train, and in some modes to infer."""
     moe = build_moe(trial.shape, trial.weights, MODES[mode])
     layer: AnyLayer = torch.compile(moe, dynamic=False) if config.compile else moe
     check_mode(layer, mode, trial)

@@ -155,7 +155,7 @@ class Row:
 
 
 def row(model: Model, gpus: int, machine: Machine) -> Row:
-    """Return the traffic of a model on so many GPUs. Each GPU has the same tokens at any number."""
+    """Return the traffic of a model on `gpus` GPUs; the tokens of each GPU stay the same number."""
     check(
         gpus >= model.least and gpus % model.least == 0,
         f"{gpus} GPUs: {model.name} is laid out in multiples of {model.least}",

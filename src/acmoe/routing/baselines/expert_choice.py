@@ -57,8 +57,8 @@ class ExpertChoiceRouter(Router):
         expert_ids_TE = torch.where(taken_TE, expert_E, self.num_experts)
         # The load is balanced by construction: only the z-loss applies.
         loss = common_losses(only_z(self.losses), affinity_TE, expert_ids_TE, mask_T)
-        # A token's cluster is the expert of highest affinity that took it, and that of highest
-        # affinity where none did, as for a token that an expert drops at its capacity.
+        # A token's cluster is the expert of highest affinity among those that took it. If none did,
+        # it is the expert of highest affinity of all, as for a token dropped at a capacity limit.
         first_T = first_chosen(affinity_TE, expert_ids_TE)
         return Routing(expert_ids_TE, gate_TE * taken_TE, affinity_TE, loss, first_T)
 

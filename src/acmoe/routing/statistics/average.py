@@ -127,7 +127,7 @@ class RunningAverage(StepStatistics):
 
 
 def scale_options(config: AdaptiveConfig) -> ScaleOptions:
-    """The options of `scale_from_dispersion` in a config."""
+    """Return the options of `scale_from_dispersion` in a config."""
     return ScaleOptions(
         normalize=config.normalize,
         strength=config.strength,

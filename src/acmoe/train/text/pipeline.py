@@ -104,7 +104,8 @@ class PipelinedDecoder(nn.Module):
         stages = {
             number: DecoderStage(whole, cuts[number]) for number in own_stages(ranks, run.parallel)
         }
-        # No modules of this one: the parts below have their names.
+        # A plain dict: these stages must not be submodules, because the blocks below are, under the
+        # names that they have in the whole model.
         self.calls = {number: StageCall(stage, run, device) for number, stage in stages.items()}
         self.depths = [depth for stage in stages.values() for depth in stage.depths]
         self.blocks = nn.ModuleDict({str(depth): whole.blocks[depth] for depth in self.depths})
