@@ -82,7 +82,7 @@ def compile_launch(kernel: JITFunction, *values: Any, grid: Any, warmup: bool, *
         f"{_full(kernel)}, {use}",
         {"gluon": language is GluonASTSource, "shared": 0, "products": 10**9, "copies": 10**9},
     )
-    # Of several launches in one use the worst.
+    # If one use has several launches, keep the worst figures.
     one["shared"] = max(one["shared"], done.metadata.shared)
     one["products"] = min(one["products"], ptx.count("wgmma.mma_async"))
     one["copies"] = min(one["copies"], ptx.count("cp.async.bulk.tensor"))

@@ -1,4 +1,4 @@
-"""What is saved is what is loaded, or one line says why not."""
+"""A loaded model is the saved one, or one line says why it cannot be loaded."""
 
 import json
 import os

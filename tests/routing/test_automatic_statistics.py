@@ -82,7 +82,7 @@ def moved(moe: MoE) -> float:
 
 
 def flat(moe: MoE, x: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
-    """What a reentrant checkpoint can differentiate: tensors alone."""
+    """Run the layer on plain tensors, the only arguments that a reentrant checkpoint can handle."""
     y, after = moe(x, RoutingState(*state))
     return (y, *after)
 
@@ -192,7 +192,7 @@ def test_evaluation_counts_nothing_and_training_without_gradients_does() -> None
     assert moved(moe) == pytest.approx(T, abs=2)  # an expert with one token has no dispersion
 
 
-# Which optimizer moves which layer
+# An optimizer moves the statistics of the layers it trains.
 
 
 def test_each_optimizer_moves_its_own_model_from_the_first_step_on() -> None:
@@ -452,7 +452,7 @@ def test_the_metric_router_counts_all_micro_batches() -> None:
     assert router.statistics.weight.tolist() == torch.where(total >= 2, total, 0).tolist()
 
 
-# What stays plain says so
+# Layers whose statistics nothing moves say so.
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ def in_clusters(assignment, router):
 
 class TestRandom:
     def test_scales_are_normal_around_one_clipped_at_zero(self):
-        # Of N(1, 0.5) the part below 0 is Phi(-2) = 0.02275. With z = -2, phi(2) = 0.05399:
+        # The part of N(1, 0.5) below 0 is Phi(-2) = 0.02275. With z = -2, phi(2) = 0.05399:
         # mean of the clipped value = 1 * Phi(2) + 0.5 * phi(2) = 0.97725 + 0.02700 = 1.00425.
         router = build(RandomConfig(), dim=50, num_experts=8)
         state = in_clusters(torch.arange(8), router)

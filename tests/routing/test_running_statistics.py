@@ -1,4 +1,4 @@
-"""The running average: folded in once per step, weighted by tokens.
+"""The running average: updated once per step, weighted by tokens.
 
 T tokens, D features, C clusters.
 """

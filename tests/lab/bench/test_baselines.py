@@ -1,4 +1,4 @@
-"""Adapters of the rivals, against stand-ins that keep each package's conventions in plain PyTorch.
+"""Adapters of the baselines, against stand-ins that follow each package in plain PyTorch.
 
 T tokens, E experts, K experts per token, N = T * K rows.
 """
