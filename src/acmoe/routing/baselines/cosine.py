@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from acmoe.config.routing import CosineConfig, LossConfig
 from acmoe.ops.unit import unit_rows
+from acmoe.routing.losses import common_losses, no_noise_losses
 from acmoe.routing.router import Router, flat
 from acmoe.routing.state import Routing
-from acmoe.routing.topk import common_losses, init_embeddings, no_noise_losses, select
+from acmoe.routing.topk import init_embeddings, select
 
 # The bound on log(1 / temperature), so that the gate cannot saturate.
 _GREATEST_LOG_SCALE = math.log(100.0)

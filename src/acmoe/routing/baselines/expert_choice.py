@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from acmoe.config.routing import ExpertChoiceConfig, LossConfig
 from acmoe.ops.precision import wide_dtype
 from acmoe.ops.route.reference import first_chosen, linear_affinity
+from acmoe.routing.losses import common_losses, no_noise_losses, only_z
 from acmoe.routing.router import Router, flat, real_tokens, rows_for
 from acmoe.routing.state import Routing
-from acmoe.routing.topk import common_losses, init_embeddings, no_noise_losses, only_z
+from acmoe.routing.topk import init_embeddings
 
 
 class ExpertChoiceRouter(Router):

@@ -9,9 +9,9 @@ from torch import Tensor
 from acmoe.config.routing import HashConfig, LossConfig
 from acmoe.ops.route.reference import best_first
 from acmoe.ops.statistics.dispersion import accumulation_dtype
+from acmoe.routing.losses import no_noise_losses
 from acmoe.routing.router import Router, need_token_ids
 from acmoe.routing.state import Routing
-from acmoe.routing.topk import no_noise_losses
 
 
 class HashRouter(Router):

@@ -11,10 +11,16 @@ from acmoe.errors import check
 from acmoe.ops.checks import check_range
 from acmoe.ops.embedding.op import Embedding
 from acmoe.ops.route.reference import best_first
-from acmoe.routing.losses import distillation_loss, stable_balance_loss
+from acmoe.routing.losses import (
+    common_losses,
+    distillation_loss,
+    no_noise_losses,
+    only_z,
+    stable_balance_loss,
+)
 from acmoe.routing.router import Router, flat, need_token_ids
 from acmoe.routing.state import Routing
-from acmoe.routing.topk import common_losses, init_embeddings, no_noise_losses, only_z
+from acmoe.routing.topk import init_embeddings
 
 
 class StableRouter(Router):

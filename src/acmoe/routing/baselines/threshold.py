@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from acmoe.config.routing import LossConfig, ThresholdConfig
 from acmoe.ops.route.reference import best_first, linear_affinity
+from acmoe.routing.losses import common_losses, no_noise_losses
 from acmoe.routing.router import Router, flat
 from acmoe.routing.state import Routing
-from acmoe.routing.topk import common_losses, init_embeddings, no_noise_losses
+from acmoe.routing.topk import init_embeddings
 
 
 class ThresholdRouter(Router):
