@@ -125,7 +125,7 @@ def test_three_steps_of_four_micro_batches_are_three_updates_of_four_batches(way
 
 
 def test_the_loop_of_the_readme_moves_every_layer() -> None:
-    page = (Path(__file__).parents[2] / "README.md").read_text()
+    page = (Path(__file__).parents[3] / "README.md").read_text()
     code = next(part for part in page.split("```python\n")[1:] if "loss.backward()" in part)
     names: dict[str, Any] = {}
     exec(code.split("```")[0], names)
