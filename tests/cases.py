@@ -115,7 +115,7 @@ def spread_gradient(values: Sequence[float], measure: str) -> list[float]:
 
 
 def rank_weight(rank: int, n: int, share: float) -> float:
-    """How much the value of this rank enters the quantile: a hat of width one around its place."""
+    """Return the weight of this rank in the quantile: a hat of width one around its place."""
     return max(0.0, 1 - abs(share * (n - 1) - rank))
 
 

@@ -50,7 +50,7 @@ from acmoe.ops.sort.order import TokenOrder
 from acmoe.ops.statistics.op import measure_dispersion
 from acmoe.ops.statistics.scale_op import fused_cluster_scale
 from acmoe.ops.statistics.sorted_op import sorted_dispersion
-from acmoe.routing.step import fold_statistics
+from acmoe.routing.statistics.step import fold_statistics
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ def compile_launch(kernel: JITFunction, *values: Any, grid: Any, warmup: bool, *
         f"{_full(kernel)}, {use}",
         {"gluon": language is GluonASTSource, "shared": 0, "products": 10**9, "copies": 10**9},
     )
-    # Of several launches in one use the worst.
+    # If one use has several launches, keep the worst figures.
     one["shared"] = max(one["shared"], done.metadata.shared)
     one["products"] = min(one["products"], ptx.count("wgmma.mma_async"))
     one["copies"] = min(one["copies"], ptx.count("cp.async.bulk.tensor"))

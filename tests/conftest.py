@@ -1,4 +1,4 @@
-"""What every test shares: one thread, repeatable hypothesis cases, seeds, poisoned memory."""
+"""Fixtures of all tests: one thread, repeatable hypothesis cases, seeds, poisoned memory."""
 
 from collections.abc import Iterator
 

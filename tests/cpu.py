@@ -1,4 +1,4 @@
-"""How tests use the CPU; a child process that must give the same bits calls this, too."""
+"""Set the CPU threads of tests; a child process that must give the same bits calls this, too."""
 
 import platform
 

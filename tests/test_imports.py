@@ -306,9 +306,9 @@ print(json.dumps({"seconds": seconds, "new": sorted(new), "packages": sorted(pac
 
 @pytest.fixture(scope="module")
 def fresh_imports() -> list[dict[str, object]]:
-    """What `import acmoe` costs and loads after `import torch`, in a fresh process.
+    """Measure the time and the modules of `import acmoe` after `import torch` in a fresh process.
 
-    In two where the first was slow: another process may have held the disk or the core.
+    If the first was slow, measure a second one: another process may have held the disk or the core.
     """
     command = [sys.executable, "-c", IMPORT_ACMOE]
     runs: list[dict[str, object]] = []

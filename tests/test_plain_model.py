@@ -17,7 +17,7 @@ from acmoe.ops.attention import window_attention
 from acmoe.ops.cross_entropy.op import chunked_cross_entropy
 from acmoe.ops.experts import ExpertWeights, expert_mlp
 from acmoe.ops.sort import sort_rows
-from acmoe.routing.cache import CarriedMoments
+from acmoe.routing.statistics.cache import CarriedMoments
 
 
 def moe(layer: acmoe.MoE, x: Tensor, state: acmoe.RoutingState, ids: Tensor, slot):

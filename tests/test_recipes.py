@@ -63,7 +63,7 @@ RESULTS = Path(__file__).parents[1] / "studies" / "records"
 
 
 class Measured(NamedTuple):
-    """Where the runs behind a figure of a recipe's docstring stand."""
+    """The place of the runs behind a figure in a recipe's docstring."""
 
     study: str
     setting: str

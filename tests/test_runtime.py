@@ -1,4 +1,4 @@
-"""Which device a run gets, in which precision, and the state of its random generators."""
+"""The device of a run, its precision, and the state of its random generators."""
 
 import logging
 import warnings

@@ -25,10 +25,10 @@ from acmoe.evaluate.measures import HostSum
 from acmoe.evaluate.run import open_run
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.routing.build import build_router
-from acmoe.routing.step import fold_statistics
+from acmoe.routing.statistics.step import fold_statistics
 from acmoe.train.finetune import finetune
 from acmoe.train.run import train, train_images
-from acmoe.train.trainer import IGNORING_FOUND_INF, take_step
+from acmoe.train.update import IGNORING_FOUND_INF, take_step
 from tiny_runs import QUIET, byte_corpus, tiny_run
 from tiny_vision_runs import tiny_vision_run
 from vision_cases import TinyMoE, seeded_model
@@ -178,7 +178,7 @@ def test_a_bad_update_is_skipped_where_the_optimizer_would_take_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert {"mps"} == IGNORING_FOUND_INF
-    monkeypatch.setattr("acmoe.train.trainer.IGNORING_FOUND_INF", {"cpu"})
+    monkeypatch.setattr("acmoe.train.update.IGNORING_FOUND_INF", {"cpu"})
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # it refuses `found_inf`
     before = model.weight.detach().clone()

@@ -34,12 +34,12 @@ from acmoe.ops.statistics.optimum import optimal_weights
 from acmoe.ops.statistics.scale import cluster_scale
 from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.build import build_router
-from acmoe.routing.group import set_statistics_group
 from acmoe.routing.layer_plan import LayerPlan, adaptive_depths, place, plan_layers
-from acmoe.routing.override import override_statistics
 from acmoe.routing.router import Router
 from acmoe.routing.state import Routing, RoutingState
-from acmoe.routing.step import fold_statistics
+from acmoe.routing.statistics.group import set_statistics_group
+from acmoe.routing.statistics.override import override_statistics
+from acmoe.routing.statistics.step import fold_statistics
 
 if TYPE_CHECKING:  # at run time by __getattr__
     from acmoe.hf.attach import attach as attach

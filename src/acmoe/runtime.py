@@ -1,4 +1,4 @@
-"""Where a model runs and in which precision."""
+"""Choose the device, precision and random seed of a run."""
 
 import contextlib
 import functools

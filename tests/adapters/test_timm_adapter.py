@@ -16,7 +16,7 @@ from acmoe.models.images.vit import SoftViT
 
 
 class Timm(ModuleType):
-    """What `timm.models` does with a registered function: the name is the function's own."""
+    """A stand-in for timm: it registers a function under the function's own name."""
 
     def __init__(self) -> None:
         super().__init__("timm.models")

@@ -1,4 +1,4 @@
-"""What a figure holds, without the time it takes to render it."""
+"""Return what a figure holds without rendering it, which takes most of the time."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -66,7 +66,7 @@ def style() -> list[object]:
     return [matplotlib.rcParams[key] for key in ("font.size", "svg.hashsalt", "text.parse_math")]
 
 
-# Of two figures of the same marks one is slow.
+# Where two figures have the same marks, one of them is slow.
 @pytest.mark.parametrize(
     "name",
     [

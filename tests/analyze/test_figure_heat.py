@@ -15,7 +15,7 @@ from acmoe.analyze.figures.scale_map import save_scale_map
 
 
 def test_the_colour_of_a_load_is_its_octave_above_the_even_share(tmp_path: Path) -> None:
-    # Of 16 tokens and 4 experts the even share is 4: 8, 4, 2 and 2 are 1, 0, -1, -1 octaves.
+    # With 16 tokens and 4 experts the even share is 4: 8, 4, 2 and 2 are 1, 0, -1, -1 octaves.
     figure = drawn(lambda: save_load({"SMoE": [[8, 4, 2, 2]]}, tmp_path, title="t"))
     axes = figure.axes[0]
     assert axes.images[0].get_array().tolist() == [[1, 0, -1, -1]]

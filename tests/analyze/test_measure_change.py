@@ -18,7 +18,7 @@ def test_overlap_by_hand() -> None:
 
 
 def test_the_id_of_no_expert_is_no_expert_two_routings_share() -> None:
-    # Of three experts, 3 is "none". {0} and {0, 1}: one of two. {} and {}: agreed. {} and {2}: no.
+    # With three experts, 3 means none. {0}, {0, 1}: one of two; {}, {}: agreed; {}, {2}: no.
     before_NK = torch.tensor([[0, 3], [3, 3], [3, 3]])
     after_NK = torch.tensor([[0, 1], [3, 3], [2, 3]])
     assert overlap(before_NK, after_NK, 3).tolist() == [0.5, 1, 0]

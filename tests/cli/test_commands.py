@@ -1,4 +1,4 @@
-"""What a user types, what it prints, and how it exits."""
+"""Commands as a user types them: their output and their exit codes."""
 
 import json
 import logging

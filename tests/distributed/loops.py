@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import acmoe
-from acmoe.routing.step import StepStatistics
+from acmoe.routing.statistics.step import StepStatistics
 
 DIM, EXPERTS, TOKENS, STEPS = 6, 4, 32, 6
 

@@ -156,7 +156,9 @@ CONTINUED = {  # copies of the first half of a run, by the settings that they go
 def models_in(dtype: torch.dtype) -> Iterator[pytest.MonkeyPatch]:
     """Train models of this dtype inside `with`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("acmoe.train.text.build_model", lambda config: build_model(config).to(dtype))
+        patch.setattr(
+            "acmoe.train.text.trainer.build_model", lambda config: build_model(config).to(dtype)
+        )
         yield patch
 
 

@@ -1,4 +1,4 @@
-"""How far M is off if each process measures dispersions about its own means: a simulation."""
+"""The error of M if each process measures dispersions about its own means: a simulation."""
 
 import pytest
 import torch

@@ -22,7 +22,7 @@ import acmoe
 from acmoe.distributed.experts_ddp import REPLICA_OPTIONS
 from acmoe.distributed.traffic import CountTraffic, wire_bytes
 from acmoe.lab.bench.scaling import ddp_bytes, fsdp_bytes, global_bytes, pooled_bytes
-from acmoe.routing import group, step_hook
+from acmoe.routing.statistics import group, step_hook
 
 LAYERS = 2
 # Two layers with 4 clusters of 6 features: counts and sums are 4 x 7 numbers, deviations 4 x 6.

@@ -22,7 +22,7 @@ from acmoe.errors import UserError
 from acmoe.evaluate.language import evaluate, score_stream
 from acmoe.evaluate.run import open_run
 from acmoe.models.text.decoder import LanguageModel
-from acmoe.routing.override import override_statistics
+from acmoe.routing.statistics.override import override_statistics
 from tiny_runs import MODEL, byte_corpus, records, tiny_run, trained, word_corpus
 
 

@@ -1,4 +1,4 @@
-"""What a run's folder says of its starts and its scores."""
+"""The records of starts and scores in a run's folder."""
 
 import json
 import sys

@@ -64,7 +64,7 @@ def within_capacity(
     factor: float,
     real: list[bool],
 ) -> list[list[bool]]:
-    """Which rows an expert still takes: first choices first, among them larger gates first."""
+    """Return True for rows that an expert takes: first choices first, then by larger gates."""
     capacity = top_k * int(factor * -(-sum(real) // num_experts))
     taken = [0] * num_experts
     kept = [[False] * len(ids) for ids in expert_ids]

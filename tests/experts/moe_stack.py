@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from acmoe import LossConfig, MoE, RoutingState
-from acmoe.routing.cache import LayerCache
+from acmoe.routing.statistics.cache import LayerCache
 
 DIM, EXPERTS, WORDS = 6, 4, 20
 

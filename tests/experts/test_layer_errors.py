@@ -1,4 +1,4 @@
-"""What cannot work is refused by the layer in one line that names the value and the fix."""
+"""The layer refuses arguments that cannot work, in one line that names the value and the fix."""
 
 import numpy as np
 import pytest

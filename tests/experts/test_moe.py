@@ -102,7 +102,7 @@ def test_the_layer_equals_a_double_loop_with_every_gradient(
 
 
 def run(moe, x, **arguments):
-    """Two layers' worth: the state the layer emits is read by it again."""
+    """Two layers' worth: the state that the layer returns is read by it again."""
     ids = torch.arange(x[..., 0].numel()).view(x.shape[:-1]) % 12
     y, state = moe(x, begin(moe, x[..., 0].numel()), token_ids=ids, **arguments)
     if state.assignment.shape[1] != moe.router.mix:

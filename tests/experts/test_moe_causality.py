@@ -1,4 +1,4 @@
-"""Which statistics let a token see the future or other sequences, bit for bit, and which do not.
+"""Statistics that let a token see the future or other sequences, and those that do not, by bits.
 
 B sequences, L tokens in each, D features.
 """

@@ -8,7 +8,7 @@ import torch
 from moe_stack import DIM, EXPERTS, begin, stack
 
 from acmoe import AdaptiveConfig, MoE, UserError
-from acmoe.routing.cache import LayerCache
+from acmoe.routing.statistics.cache import LayerCache
 from slow_cases import mostly_slow
 
 CAUSAL = {

@@ -77,7 +77,7 @@ def test_a_compiled_call_gives_the_same() -> None:
 
 
 def test_a_compiled_backward_reads_its_gradient_in_one_place() -> None:
-    """Whose upstream is not contiguous: the compiler would write a copy for each reader."""
+    """The upstream gradient is not contiguous: the compiler would write a copy for each reader."""
     graphs: list[torch.fx.GraphModule] = []
 
     def noted(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:

@@ -46,7 +46,7 @@ def read(model: LanguageModel, ids: Tensor, memory: StreamMemory | None) -> Lang
 
 
 def full(model: LanguageModel) -> Memory:
-    """What streams remember once they have filled their window."""
+    """Return the memory of streams that have filled their window."""
     memory = None
     generator = torch.Generator().manual_seed(1)
     for _ in range(4):

@@ -28,7 +28,7 @@ CLOCK = ("seconds", "tokens_per_second")
 
 @dataclass(frozen=True)
 class Found:
-    """What a use of a folder returned, and what it told the user."""
+    """The result of using a folder, and the messages that the user saw."""
 
     value: Any  # None: it was refused
     said: Said

@@ -10,7 +10,7 @@ from transformers.utils import logging
 from acmoe.errors import UserError
 from acmoe.hf.discovery import RouterStack, find_stacks
 
-# What no warning at attach says, because it changes no result that one would expect.
+# Remarks that `attach` does not log, because they concern no result that one would expect.
 REMARKS = {
     "dbrx": "in training with `moe_jitter_eps` the router multiplies its input in place; plainly "
     "the experts then see the jitter too, rescaled they do not",

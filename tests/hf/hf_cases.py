@@ -23,7 +23,7 @@ def language_model(router: object = "adaptive", **sizes: object) -> LanguageMode
 
 
 def same_state(left: torch.nn.Module, right: torch.nn.Module) -> bool:
-    """Whether two models have the same names, dtypes and bits."""
+    """Return True if two models have the same names, dtypes and bits."""
     ours, theirs = left.state_dict(), right.state_dict()
     return ours.keys() == theirs.keys() and all(
         ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name])

@@ -12,7 +12,7 @@ LAYERS = 4
 
 @dataclass(frozen=True)
 class Small:
-    """How to build one family: classes of transformers by name, and fields that differ."""
+    """The recipe of one family: classes of transformers by name, and fields that differ."""
 
     config: str
     model: str = "AutoModelForCausalLM"

@@ -124,5 +124,5 @@ def inputs(name: str, batch: int = 2, length: int = 7, seed: int = 5) -> dict[st
 
 
 def is_known(name: str) -> bool:
-    """Whether the installed version of transformers has this family."""
+    """Return True if the installed version of transformers has this family."""
     return hasattr(transformers, FAMILIES[name].config)

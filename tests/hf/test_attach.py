@@ -1,4 +1,4 @@
-"""What `acmoe.attach` changes in a model of transformers, and what it leaves alone."""
+"""Changes that `acmoe.attach` makes in a model of transformers, and parts it leaves alone."""
 
 import copy
 import sys

@@ -17,7 +17,7 @@ from acmoe.hf.blend import Blend
 
 
 def gradients(model: nn.Module) -> Tensor:
-    """Of two forward passes in flight, the second of them with padding."""
+    """Return the gradients of two forward passes in flight, the second of them with padding."""
     model.zero_grad()
     mask = torch.ones(2, 8, dtype=torch.long)
     mask[1, 6:] = 0

@@ -123,7 +123,7 @@ def check_reading(router: FoundRouter, x: Tensor, output: Any) -> None:
 
 
 def check_recorded(name: str, heard: Listener, stack: RouterStack) -> None:
-    """What transformers records as router logits is what was read as scores."""
+    """Check that the router logits which transformers records are the scores that were read."""
     recorded = heard.recorded[stack.name]
     scores = [r.read(heard.calls[r.name][0][1])[0] for r in stack.routers if r.adaptable]
     if VERSION < (5, 22):  # older versions declare fewer recorders, or other modules

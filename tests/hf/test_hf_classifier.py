@@ -7,7 +7,7 @@ from hf_cases import language_model, same_state
 from acmoe.config.text.finetune import FinetuneConfig
 from acmoe.data.text.sentence_batches import SentenceBatch
 from acmoe.errors import UserError
-from acmoe.train.classifier import Classifier, pad_left
+from acmoe.train.finetune.classifier import Classifier, pad_left
 
 pytest.importorskip("transformers")
 

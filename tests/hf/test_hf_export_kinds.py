@@ -101,7 +101,7 @@ def test_an_image_run_goes_there_and_back(soft, tmp_path):
 
 
 def hits_of(model, images, data):
-    """How many of the first 40 images the library's own model classifies correctly."""
+    """Count the images, of the first 40, that the library's own model classifies correctly."""
     hits = 0
     with override_capacity(model, None):
         for number in range(40):

@@ -17,7 +17,7 @@ from acmoe.hf.models.tokenizers import (
     sentence_tokenizer,
     tokenizer_of,
 )
-from acmoe.train.classifier import published_encoding, published_vocabulary
+from acmoe.train.finetune.classifier import published_encoding, published_vocabulary
 
 BYTES = ByteVocabulary(bytes(range(256)))
 FEW = ByteVocabulary(bytes(range(32, 127)))

@@ -48,5 +48,5 @@ def test_the_trainer_lowers_the_loss_and_moves_the_statistics(tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint-20")
     state = ours.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
-    # Of the labels and the auxiliary loss together, as in training.
+    # The loss of the labels and the auxiliary loss together, as in training.
     assert trainer.evaluate()["eval_loss"] < losses[0] - 1

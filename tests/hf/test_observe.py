@@ -1,4 +1,4 @@
-"""What is recorded of the routers of a transformers model, against the model's own numbers."""
+"""Records of the routers of a transformers model, against the model's own numbers."""
 
 import math
 

@@ -59,8 +59,8 @@ def train(model: nn.Module, steps: int = 2) -> nn.Module:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_statistics_move_while_adapters_train_in_either_order(place: str) -> None:
-    """Of 96 tokens a step, discounted by momentum 1/2, two steps give 96/2 + 96 = 144 tokens, less
-    those of clusters of one token, which carry nothing."""
+    """Two steps of 96 tokens, discounted by momentum 1/2, give 96/2 + 96 = 144 tokens, less those
+    of clusters of one token, which carry nothing."""
     first, second = (
         train(adapted(order, **PLACES[place])) for order in ("attach, LoRA", "LoRA, attach")
     )

@@ -13,7 +13,7 @@ from acmoe.config.images.vision import SwinConfig
 from acmoe.config.routing import RouterConfig, SMoEConfig
 from acmoe.models.images.swin import SwinModel
 from acmoe.routing.state import RoutingState
-from acmoe.routing.step import fold_statistics
+from acmoe.routing.statistics.step import fold_statistics
 
 QUIET = SMoEConfig(gate="all")
 

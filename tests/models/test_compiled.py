@@ -75,5 +75,5 @@ def test_more_kinds_of_blocks_than_the_compiler_expects_are_all_compiled() -> No
         moe_stages=(2, 3),
     )
     # Two for each of the first widths; the third: dense before and after the first MoE layer, that
-    # layer, which reads no scale, one between, and the last, which emits none; and two more.
+    # layer, which reads no scale, one between, and the last, which computes none; and two more.
     assert COUNTERS["stats"]["unique_graphs"] > 8

@@ -18,7 +18,7 @@ from acmoe.config.routing import AdaptiveConfig, RouterConfig
 from acmoe.config.text.language import LANGUAGE_MODELS, LanguageConfig, language_router
 from acmoe.errors import UserError
 from acmoe.models.text.decoder import LanguageModel
-from acmoe.routing.step import fold_statistics
+from acmoe.routing.statistics.step import fold_statistics
 from slow_cases import mostly_slow
 
 VOCAB = 23

@@ -17,7 +17,7 @@ from acmoe.errors import UserError
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.models.text.generate import keep_likely, next_logits, sample
 from acmoe.routing.state import Routing
-from acmoe.routing.step import fold_statistics
+from acmoe.routing.statistics.step import fold_statistics
 
 VOCAB = 23
 ROUTERS: dict[str, str | RouterConfig] = {

@@ -1,4 +1,4 @@
-"""What is saved is what is loaded, or one line says why not."""
+"""A loaded model is the saved one, or one line says why it cannot be loaded."""
 
 import json
 import os
@@ -15,8 +15,8 @@ from acmoe.errors import UserError
 from acmoe.models.checkpoint import load, save
 from acmoe.models.registry import create_model
 from acmoe.models.text.decoder import LanguageModel
-from acmoe.routing.stable import StableRouter
-from acmoe.routing.step import fold_statistics
+from acmoe.routing.baselines.stable import StableRouter
+from acmoe.routing.statistics.step import fold_statistics
 from acmoe.storage.atomic import sha256_of
 from acmoe.storage.sealed import write_sealed
 

@@ -22,8 +22,8 @@ from acmoe.fast.memory import StaticMemory
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.models.text.memory import Memory
 from acmoe.ops.statistics.prefix import PrefixMoments
-from acmoe.routing.cache import CarriedMoments
-from acmoe.routing.step import fold_statistics
+from acmoe.routing.statistics.cache import CarriedMoments
+from acmoe.routing.statistics.step import fold_statistics
 from acmoe.train.text import TextTrainer
 from tiny_runs import byte_corpus, tiny_run
 

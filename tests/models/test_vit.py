@@ -22,7 +22,7 @@ from acmoe.models.checkpoint import load, save
 from acmoe.models.images.vit import SoftViT, ViTBlock
 from acmoe.models.registry import create_model
 from acmoe.routing.adaptive import AdaptiveRouter
-from acmoe.routing.step import fold_statistics
+from acmoe.routing.statistics.step import fold_statistics
 
 
 def config(router: str | RouterConfig = "soft", **changes: Any) -> SoftViTConfig:

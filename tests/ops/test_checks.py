@@ -1,4 +1,4 @@
-"""What is asked wrongly is refused in one line that names the value and the fix.
+"""Wrong arguments are refused in one line that names the value and the fix.
 
 T tokens, D features, C clusters.
 """

@@ -1,12 +1,13 @@
 """Figures of attacks, contaminations and shifts, found where the commands leave them."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from acmoe.data.text.swaps import SwapReport
 from acmoe.evaluate.saved import save_evaluation
 from acmoe.report.robustness import robustness
 from acmoe.report.runs import RunFacts
@@ -19,7 +20,8 @@ ATTACK: dict[str, Any] = {
 }
 EVALUATION: dict[str, Any] = {
     **{"split": "test", "metric": "perplexity", "batch": 8, "block": 256, "step": 100},
-    "contamination": {"token_rate": 0.025},
+    # As `LanguageReport.to_json` writes it: 1 of 40 tokens is 2.5%.
+    "contamination": asdict(SwapReport(tokens=40, words=38, nominal=1, replaced=1, changed=1)),
     "figures": [
         {"statistics": "batch", "contaminated": False, "value": 30.0, "tokens": 9},
         {"statistics": "batch", "contaminated": True, "value": 33.0, "tokens": 9},

@@ -1,4 +1,4 @@
-"""What is read of a run's folder, whole or broken."""
+"""Reading a run's folder, whole or broken."""
 
 import json
 import shutil

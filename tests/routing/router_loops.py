@@ -53,7 +53,7 @@ def top_k_gate(affinity: Rows, top_k: int, over: str) -> tuple[list[list[int]], 
 
 
 def spread(values: list[Tensor], measure: str) -> Tensor:
-    """How far the numbers lie apart, by the textbook formula of each measure."""
+    """Return how far the numbers lie apart, by the textbook formula of each measure."""
     n = len(values)
     mean = sum(values) / n
     if measure == "mad":

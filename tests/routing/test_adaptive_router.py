@@ -33,7 +33,7 @@ def build(config, *, dim=6, num_experts=4, top_k=2, seed=0):
 
 
 def some_state(num_tokens, num_clusters, dim, *, mix=1, seed=0):
-    """A state as a layer before would emit it; some tokens stand in no cluster."""
+    """A state as the layer before would return it; some tokens stand in no cluster."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.rand(num_tokens, num_clusters, generator=generator).argsort(1)[:, :mix]
     order[torch.rand(num_tokens, generator=generator) < 0.15] = -1

@@ -13,7 +13,7 @@ from acmoe.errors import UserError
 from acmoe.routing.build import build_router
 from acmoe.routing.metric import MetricRouter
 from acmoe.routing.state import RoutingState
-from acmoe.routing.step import fold_statistics
+from acmoe.routing.statistics.step import fold_statistics
 
 
 def router_of(config: MetricConfig | SMoEConfig, *, dim: int = 3, experts: int = 4, top_k: int = 2):

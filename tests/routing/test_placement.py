@@ -1,4 +1,4 @@
-"""Which layers are adaptive: the paper's lists, to the layer."""
+"""The layers that are adaptive: the paper's lists, to the layer."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What cannot work is refused in one line that names the value and the fix."""
+"""Routers refuse arguments that cannot work, in one line that names the value and the fix."""
 
 import pytest
 import torch

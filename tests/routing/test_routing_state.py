@@ -1,4 +1,4 @@
-"""What a layer tells the next: clusters, their weights, and the state before any layer.
+"""The state that a layer hands to the next: clusters and their weights; the state before any.
 
 T tokens, E experts, J clusters per token.
 """

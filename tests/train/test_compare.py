@@ -12,8 +12,8 @@ from acmoe.config.text.train import RunConfig
 from acmoe.errors import UserError
 from acmoe.evaluate.run import open_run
 from acmoe.recipes.nano import nano_run
-from acmoe.train import compare as module
-from acmoe.train.compare import compare
+from acmoe.train.side_by_side import compare as module
+from acmoe.train.side_by_side.compare import compare
 
 
 def test_both_routers_are_trained_and_scored_on_the_same_texts(

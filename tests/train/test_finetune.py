@@ -13,7 +13,8 @@ from acmoe.data.text.sentence_batches import EncodedSentence, collate
 from acmoe.data.text.sentences import Sentence
 from acmoe.errors import UserError
 from acmoe.evaluate.run import Run, open_run
-from acmoe.train.classifier import (
+from acmoe.train.finetune import finetune, task_splits
+from acmoe.train.finetune.classifier import (
     Classifier,
     pad_left,
     pad_to_multiple,
@@ -22,7 +23,6 @@ from acmoe.train.classifier import (
     published_encoding,
     published_vocabulary,
 )
-from acmoe.train.finetune import finetune, task_splits
 from acmoe.train.health import TrainingStopped
 from tiny_runs import QUIET, byte_corpus, records, tiny_run, trained, word_corpus
 
@@ -84,7 +84,7 @@ def test_stopped_between_epochs_it_continues_to_the_same_result(
     class Killed(BaseException):
         pass
 
-    from acmoe.train import finetune as module
+    from acmoe.train.finetune import finetuner as module
 
     real, calls = module.Finetuner.train_epoch, []
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:
 
 
 def losses(config: VisionRunConfig) -> list[float]:
-    """Of a plain step, a recorded one, a validation and a step behind it."""
+    """Return the losses of a plain step, a recorded one, a validation and a step after it."""
     torch.manual_seed(0)
     trainer = ImageTrainer(config, load_images(config.data), torch.device("cpu"))
     found = [float(trainer.update(step, record=step == 2).loss) for step in (1, 2)]

@@ -15,8 +15,8 @@ from acmoe.distributed.staging import Staging
 from acmoe.errors import UserError
 from acmoe.evaluate.run import checkpoints
 from acmoe.storage.shards import Writing, read_shards, stored_tensors
-from acmoe.train.resplit import resplit
 from acmoe.train.run import train
+from acmoe.train.text.memory import resplit
 from tiny_runs import QUIET, byte_corpus, records, tiny_run
 
 FILE = "shard-00001-model-00001-of-00001.safetensors"

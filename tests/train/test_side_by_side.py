@@ -16,9 +16,9 @@ from rich.console import Console
 
 from acmoe.config.text.evaluate import EvaluateConfig
 from acmoe.errors import UserError
-from acmoe.train import side_by_side
 from acmoe.train.display import Display, Screen
-from acmoe.train.side_by_side import (
+from acmoe.train.side_by_side import processes
+from acmoe.train.side_by_side.processes import (
     Job,
     Outcome,
     _Event,
@@ -125,7 +125,7 @@ def test_two_processes_give_the_bits_of_one(jobs: list[Job], tmp_path: Path) -> 
     # Here tests use BLAS for matrix products; a process of its own would use oneDNN on ARM.
     code = (
         "import pickle, sys, torch; torch.set_num_threads(1)\n"
-        "from acmoe.train.side_by_side import run_one_by_one\n"
+        "from acmoe.train.side_by_side.processes import run_one_by_one\n"
         "run_one_by_one(pickle.load(sys.stdin.buffer), None)"
     )
     subprocess.run(
@@ -180,6 +180,6 @@ def test_one_by_one_ends_at_the_first_run_that_a_signal_stops(jobs: list[Job]) -
             return self
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(side_by_side, "StopSignals", Stopped)
+        patch.setattr(processes, "StopSignals", Stopped)
         (only,) = run_one_by_one(jobs, QUIET)
     assert only.report is None and only.summary.step == 1

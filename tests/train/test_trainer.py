@@ -10,7 +10,7 @@ import torch
 from acmoe.config.text.train import RunConfig
 from acmoe.evaluate.run import open_corpus
 from acmoe.fast.text import FastRunner
-from acmoe.routing.stable import StableRouter
+from acmoe.routing.baselines.stable import StableRouter
 from acmoe.routing.statistics import ClusterStatistics
 from acmoe.train.text import TextTrainer
 from tiny_runs import byte_corpus, tiny_run

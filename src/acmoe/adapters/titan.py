@@ -51,8 +51,11 @@ from torchtitan.protocols.module import Module  # noqa: E402
 
 
 class Assigned(NamedTuple):
-    """What a block hands to the next. A pipeline refuses it between two stages, because it is no
-    plain tuple; taken apart, the clusters would arrive as the positions."""
+    """The tensors that a block hands to the next one.
+
+    A pipeline refuses them between two stages, because this is no plain tuple; taken apart, the
+    clusters would arrive as the positions.
+    """
 
     x: Tensor  # (B, L, D)
     cluster: Tensor  # (B, L) int64; -1 before the first MoE layer

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from acmoe.experts.moe import MoE
 from acmoe.experts.soft import SoftMoE
 from acmoe.routing.adaptive import AdaptiveRouter, token_scale
-from acmoe.routing.cache import CarriedMoments
 from acmoe.routing.router import Router
 from acmoe.routing.state import Routing, RoutingState
+from acmoe.routing.statistics.cache import CarriedMoments
 from acmoe.runtime import keeping_rng, rng_states, set_rng_states
 
 RngStates = dict[str, Tensor]  # of the CPU generator and, on a GPU, of the device's

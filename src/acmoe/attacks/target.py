@@ -15,7 +15,7 @@ from acmoe.config.images.attack import AttackConfig
 from acmoe.config.images.data import RGB, ImageDataConfig
 from acmoe.config.updates import Precision
 from acmoe.errors import NonFiniteError, UserError, check
-from acmoe.routing.override import adaptive_configs, override_statistics
+from acmoe.routing.statistics.override import adaptive_configs, override_statistics
 from acmoe.runtime import autocast, evaluating
 
 

@@ -9,8 +9,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from acmoe.cli.capacity import capacity_option
-from acmoe.cli.threads import run_threads
+from acmoe.cli.run_options import capacity_option, run_threads
 from acmoe.storage.strict_json import json_text
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from rich.table import Table
 from acmoe.storage.strict_json import json_text
 
 if TYPE_CHECKING:
-    from acmoe.train.compare import Comparison
+    from acmoe.train.side_by_side.compare import Comparison
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class Demo:
         return 0
 
     def _compare(self) -> "Comparison":
-        from acmoe.train.compare import base_run, compare
+        from acmoe.train.side_by_side.compare import base_run, compare
         from acmoe.train.threads import choose_threads, use_threads
 
         model = base_run(self.out, self.seed, self.steps).model

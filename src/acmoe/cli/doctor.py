@@ -51,7 +51,7 @@ def _show_versions(console: Console, facts: dict[str, Any]) -> None:
         _say(console, f"device {device['name']}: {device['what']}{chosen}")
     _say(
         console,
-        f"torch uses {facts['threads']} CPU threads; commands take 1 for small models, or what "
+        f"CPU threads of torch: {facts['threads']}; commands take 1 for small models, or what "
         "--threads and OMP_NUM_THREADS say",
     )
     for name, value in facts["environment"].items():

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from acmoe.cli.threads import run_threads
+from acmoe.cli.run_options import run_threads
 from acmoe.storage.strict_json import json_text
 
 

@@ -1,4 +1,4 @@
-"""How options look on a help page: one paragraph of text, and no `None` where nothing is given."""
+"""Format options on a help page: one paragraph of text, and no `None` where nothing is given."""
 
 import ast
 import dataclasses

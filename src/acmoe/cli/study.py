@@ -44,7 +44,7 @@ class Study:
     settings: tuple[str, ...] = ()
     """Settings to run, by their names or parts of them; all if not given."""
     engine: Literal["pool", "ray"] = "pool"
-    """Where cells run: in processes on this machine (pool), or on nodes of a Ray cluster (ray)."""
+    """Run cells in processes on this machine (pool), or on nodes of a Ray cluster (ray)."""
     address: str | None = None
     """Address of the Ray cluster, such as auto or HOST:6379. RAY_ADDRESS if not given; if that is
     not set either, Ray starts on this machine."""

@@ -1,4 +1,4 @@
-"""How the processes of a training run share its work."""
+"""Options for the processes of a training run: how they share its work."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol

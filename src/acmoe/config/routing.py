@@ -86,21 +86,24 @@ class AdaptiveConfig(WithMovedFields):
         *("base", "mix", "scale_experts", "statistics_of", "detach", "prior_tokens"),
     )
     base: BaseConfig = SMoEConfig()  # the router that reads the rescaled tokens
-    # Of a cluster's spread on a feature; mad: mean absolute deviation, the paper's.
+    # Measure of a cluster's spread on a feature; mad: mean absolute deviation, the paper's.
     measure: Measure = "mad"
-    # Which tokens of time and batch: everything in the call (the paper; not causal), an average
-    # over past optimizer steps, each sequence up to the token itself, or each whole sequence.
+    # The tokens that a spread is measured over. batch: all of the call (the paper; not causal).
+    # running: an average over past optimizer steps. prefix: the sequence up to the token itself.
+    # sequence: the whole sequence.
     statistics: Statistics = "running"
     eval_statistics: Statistics | None = None  # None: as in training
-    # Whose tokens: the previous MoE layer's router inputs (the paper), or this layer's (the
-    # published code). None: previous, but current for prefix and sequence, which need positions.
+    # The layer whose router inputs are measured: the previous MoE layer (the paper), or this one
+    # (the published code). None: previous, but current for prefix and sequence, which need
+    # positions.
     statistics_of: Literal["previous", "current"] | None = None
-    # In data parallel training: whose tokens. pooled: each process measures its own, and running
-    # averages move by all of them, in one reduction per step. global: every measurement is over
-    # the tokens of all processes, as one process would make it. local: nothing is exchanged.
+    # The processes whose tokens are measured in data parallel training. pooled: each measures its
+    # own, and running averages move by all of them, in one reduction per step. global: every
+    # measurement is over the tokens of all processes, as one process would make it. local: nothing
+    # is exchanged.
     statistics_group: Literal["local", "pooled", "global"] = "pooled"
-    # What averages one: a cluster's weights over features (the proof of Lemma 1), a feature's over
-    # clusters, or all of them.
+    # The weights whose mean is set to one: a cluster's over features (the proof of Lemma 1), a
+    # feature's over clusters, or all of them.
     normalize: Literal["cluster", "feature", "global"] = "cluster"
     strength: float | None = None  # lambda of Theorem 1; None: the paper's 1/s
     mix: int = 1  # clusters whose scales are averaged by affinity (Mix-k)
@@ -212,70 +215,18 @@ class AdaptiveConfig(WithMovedFields):
         input, eps and clamp for small dispersions. An empty cluster counts as s = 0 there, unless
         its expert has a higher number than every expert that a token chose.
         """
+        from acmoe.config.presets import PRESETS
+
         check(
-            name in _PRESETS,
-            f"preset={name!r} is unknown; choose one of {', '.join(_PRESETS)}",
+            name in PRESETS,
+            f"preset={name!r} is unknown; choose one of {', '.join(PRESETS)}",
         )
-        return _PRESETS[name]
+        return PRESETS[name]
 
     def overridden(self, **changes: Any) -> Self:
         """Return this config with fields changed, for a model that is already built."""
         return replace(self, **changes)
 
-
-def _published(
-    base: BaseConfig,
-    *,
-    normalize: Literal["feature", "global"],
-    eps: float,
-    clamp: float,
-    mean_before_clamp: bool = False,
-    mix: int = 1,
-    scale_experts: bool,
-) -> AdaptiveConfig:
-    return AdaptiveConfig(
-        base=base,
-        statistics="batch",
-        statistics_of="current",
-        normalize=normalize,
-        eps=eps,
-        clamp=clamp,
-        mean_before_clamp=mean_before_clamp,
-        floor=0.0,
-        min_tokens=0,
-        mean_over="chosen",
-        mix=mix,
-        scale_experts=scale_experts,
-    )
-
-
-_PRESETS = {
-    "paper": AdaptiveConfig(statistics="batch", statistics_of="previous"),
-    "reference-lm": _published(
-        SMoEConfig(
-            normalize_embeddings=True,
-            embedding_length=1.5,
-            init="orthogonal",
-            gate="selected",
-            balance_temperature=0.3,
-        ),
-        normalize="feature",
-        eps=1e-4,
-        clamp=10.0,
-        scale_experts=False,
-    ),
-    "reference-swin": _published(
-        SMoEConfig(gate="all", noise=1.0),
-        normalize="global",
-        eps=1e-4,
-        clamp=1.5,
-        mean_before_clamp=True,
-        scale_experts=True,
-    ),
-    "reference-soft": _published(
-        SoftConfig(), normalize="global", eps=0.35, clamp=5.0, mix=8, scale_experts=True
-    ),
-}
 
 RouterConfig = BaseConfig | RandomConfig | AdaptiveConfig
 

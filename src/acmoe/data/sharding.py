@@ -1,4 +1,4 @@
-"""How training and evaluation batches are divided among ranks, and how a loader resumes."""
+"""Divide training and evaluation batches among ranks, and check the state of a resumed loader."""
 
 from collections.abc import Iterable, Mapping
 

@@ -15,8 +15,8 @@ from acmoe.distributed.experts import distribute_experts, distributed_experts
 from acmoe.distributed.experts_ddp import REPLICA_OPTIONS, ReplicaWithExperts
 from acmoe.distributed.ranks import Ranks
 from acmoe.errors import check
-from acmoe.routing.group import set_statistics_group
-from acmoe.routing.stable import StableRouter
+from acmoe.routing.baselines.stable import StableRouter
+from acmoe.routing.statistics.group import set_statistics_group
 
 
 def parallelize(model: nn.Module, ranks: Ranks, config: ParallelConfig) -> nn.Module:
@@ -27,7 +27,7 @@ def parallelize(model: nn.Module, ranks: Ranks, config: ParallelConfig) -> nn.Mo
     """
     if ranks.data is None or ranks.mesh is None:
         return model
-    if config.pipeline > 1:  # the model is some stages, and its caller averages the gradients
+    if config.pipeline > 1:  # the model holds some stages; its caller averages gradients
         set_statistics_group(model, ranks.statistics if ranks.data_size > 1 else None)
         return model
     set_statistics_group(model, ranks.statistics)

@@ -32,7 +32,7 @@ from acmoe.evaluate.run import Run, open_run
 from acmoe.evaluate.statistics import NONE, using_statistics
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.models.text.memory import Memory
-from acmoe.routing.group import measuring_alone
+from acmoe.routing.statistics.group import measuring_alone
 from acmoe.runtime import autocast, evaluating, pick_device, seeded
 
 Metric = Literal["bits per byte", "perplexity"]
@@ -46,7 +46,7 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One pass over the split."""
+    """The score of one pass over the split."""
 
     statistics: str  # mode of adaptive routers; "none" if the model has none
     contaminated: bool

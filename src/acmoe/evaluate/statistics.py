@@ -7,7 +7,7 @@ from torch import nn
 
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.errors import check
-from acmoe.routing.override import override_statistics
+from acmoe.routing.statistics.override import override_statistics
 
 NONE = "none"  # the mode of a model without adaptive routers
 

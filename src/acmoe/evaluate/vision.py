@@ -145,8 +145,9 @@ def _score(
 def shared_batches(total: int, ranks: Ranks) -> tuple[list[int], int]:
     """Return the numbers of the batches that this process runs, and how many of them count.
 
-    A sharded model needs all processes in every forward, so that all run as many batches. Where
-    they do not divide, the last one of some processes is a batch of another, which does not count.
+    A sharded model needs all processes in every forward pass, so all of them run the same number
+    of batches. If the batches cannot be divided evenly, some processes run batch 0 again at the
+    end, which does not count.
     """
     own = list(range(ranks.rank, total, ranks.size))
     return own + [0] * (-(-total // ranks.size) - len(own)), len(own)

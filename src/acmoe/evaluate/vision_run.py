@@ -13,7 +13,7 @@ from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.evaluate.attack import AttackReport, evaluate_attack
 from acmoe.evaluate.run import ATTACKS, VisionRun, Which
 from acmoe.evaluate.vision import ImageReport, evaluate_images
-from acmoe.routing.group import measuring_alone
+from acmoe.routing.statistics.group import measuring_alone
 from acmoe.storage.atomic import replace_text
 from acmoe.storage.strict_json import json_text
 

@@ -16,12 +16,12 @@ from acmoe.experts.mlp import ExpertMLP
 from acmoe.ops.checks import check_whole
 from acmoe.ops.sort import sort_rows
 from acmoe.routing.build import build_router
-from acmoe.routing.cache import LayerCache
 from acmoe.routing.next_state import SAME_ROUTER, NextState, resolve_next_router
 from acmoe.routing.router import Router, blank
 from acmoe.routing.soft import SoftRouter
 from acmoe.routing.state import Routing, RoutingState
-from acmoe.routing.step_hook import Layer
+from acmoe.routing.statistics.cache import LayerCache
+from acmoe.routing.statistics.step_hook import Layer
 
 _NOT_GIVEN = "not given"
 

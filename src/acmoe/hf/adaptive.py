@@ -21,11 +21,11 @@ from acmoe.hf.tape import Tape
 from acmoe.ops.precision import without_autocast
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.routing.adaptive import AdaptiveRouter
-from acmoe.routing.cache import StatisticsSlot
 from acmoe.routing.next_state import NextState
 from acmoe.routing.router import Router, blank
 from acmoe.routing.state import Routing, RoutingState
 from acmoe.routing.statistics import ClusterStatistics
+from acmoe.routing.statistics.cache import StatisticsSlot
 
 
 class ForeignRouter(Router):

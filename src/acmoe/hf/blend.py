@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from acmoe.errors import check
 from acmoe.ops.statistics.pending import record_count
-from acmoe.routing.step import StepStatistics
+from acmoe.routing.statistics.step import StepStatistics
 
 
 class Blend(StepStatistics):

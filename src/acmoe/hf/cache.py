@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from acmoe.errors import UserError
-from acmoe.routing.cache import StatisticsSlot
+from acmoe.routing.statistics.cache import StatisticsSlot
 
 
 class StatisticsLayer(CacheLayerMixin):  # type: ignore[misc]

@@ -21,7 +21,7 @@ from acmoe.hf.auto import NAME, PREFIX, register_config, register_model
 from acmoe.hf.options import attach_arguments
 from acmoe.hf.statistics import save_statistics
 from acmoe.hf.wrappers import outermost_models
-from acmoe.routing.step import StepStatistics
+from acmoe.routing.statistics.step import StepStatistics
 
 _CONFIGS: dict[type[PreTrainedConfig], type[PreTrainedConfig]] = {}  # plain class -> adaptive
 _MODELS: dict[tuple[type[PreTrainedModel], type[PreTrainedConfig]], type[PreTrainedModel]] = {}

@@ -23,7 +23,7 @@ from acmoe.errors import UserError, check
 from acmoe.hf.adaptive import AdaptivePart, Loan
 from acmoe.hf.cache import cache_of, store_slots
 from acmoe.hf.tape import KEY, new_tape
-from acmoe.routing.step_hook import register_layer
+from acmoe.routing.statistics.step_hook import register_layer
 
 PLACE = "adaptive"  # name of the part on its router
 

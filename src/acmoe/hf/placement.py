@@ -1,4 +1,4 @@
-"""Which routers of a model become adaptive."""
+"""Choose the routers of a model that become adaptive."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from acmoe.errors import UserError, check
 from acmoe.hf.cache import past_tokens, slots_in
-from acmoe.routing.cache import StatisticsSlot
 from acmoe.routing.state import RoutingState
 from acmoe.routing.statistics import ClusterStatistics
+from acmoe.routing.statistics.cache import StatisticsSlot
 
 KEY = "acmoe_tape"  # of the keyword argument
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # arguments of packed sequences

@@ -18,7 +18,7 @@ NAMED = 3  # the most settings in the name of a condition
 
 
 class ScoreKind(NamedTuple):
-    """What two test scores must have in common to be compared."""
+    """The properties that two test scores must share to be compared."""
 
     label: str
     lower: bool  # less is better

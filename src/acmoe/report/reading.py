@@ -134,7 +134,7 @@ def _limits(
         )
     if any(len(pair.seeds) == 1 for pair in pairs):
         found.append(
-            "Which router is better: that needs several seeds of each. Train more with seed=1, "
+            "To say which router is better takes several seeds of each. Train more with seed=1, "
             "seed=2, ... and give all runs to this page; it then compares them seed by seed."
         )
     if len(pairs) > 1 and any(pair.told_from_chance for pair in pairs):

@@ -14,6 +14,7 @@ from typing import Any
 
 from acmoe.config.images.attack import eps_text
 from acmoe.config.images.train import VISION_RUNS
+from acmoe.data.text.swaps import SwapReport
 from acmoe.errors import UserError
 from acmoe.evaluate.capacity import capacity_text
 from acmoe.evaluate.run import ATTACKS, LANGUAGE_RUN, read_json
@@ -132,7 +133,7 @@ def _evaluation(document: dict[str, Any], source: str) -> list[Measured]:
     figures = document["figures"]
     clean = {one["statistics"]: one["value"] for one in figures if not one["contaminated"]}
     unit = "bytes" if document["metric"] == "bits per byte" else "words"
-    rate = document["contamination"]["token_rate"]
+    rate = SwapReport(**document["contamination"]).token_rate
     return [
         Measured(
             what=f"{rate:.1%} of {unit} replaced",

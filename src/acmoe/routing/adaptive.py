@@ -9,7 +9,7 @@ the tight ones (Definition 1). A token of cluster k* is routed by
 and since k* is the token's own, this is any router at all, fed with the rescaled token M_k* h. The
 experts read h itself. With M = I it is bitwise the router it wraps (Remark 1).
 
-How the pieces meet in one layer (experts/moe.py):
+The steps around one layer (experts/moe.py):
     previous layer   s = dispersion of its router inputs by first choice;  M = normalise(1/s)
     state            carries the token's cluster k* and M
     this layer       x -> x * M[k*] -> base router -> experts
@@ -24,10 +24,10 @@ from acmoe.config.routing import AdaptiveConfig
 from acmoe.ops.bounded import bounded
 from acmoe.ops.route import ScaledTokens
 from acmoe.ops.statistics.dispersion import accumulation_dtype
-from acmoe.routing.cache import StatisticsSlot
 from acmoe.routing.router import Router
 from acmoe.routing.state import Routing, RoutingState, check_mix, check_state
 from acmoe.routing.statistics import ClusterStatistics, build_statistics
+from acmoe.routing.statistics.cache import StatisticsSlot
 
 
 class AdaptiveRouter(Router):

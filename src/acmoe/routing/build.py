@@ -20,14 +20,19 @@ from acmoe.config.routing import (
 )
 from acmoe.errors import UserError, check
 from acmoe.routing.adaptive import AdaptiveRouter
-from acmoe.routing.baselines import CosineRouter, ExpertChoiceRouter, HashRouter, RandomRouter
+from acmoe.routing.baselines import (
+    CosineRouter,
+    ExpertChoiceRouter,
+    HashRouter,
+    RandomRouter,
+    StableRouter,
+    ThresholdRouter,
+)
 from acmoe.routing.metric import MetricRouter
 from acmoe.routing.next_state import SAME_ROUTER, NextState, resolve_next_router
 from acmoe.routing.origin import NextRouter
 from acmoe.routing.router import Router, check_losses
 from acmoe.routing.soft import SoftRouter
-from acmoe.routing.stable import StableRouter
-from acmoe.routing.threshold import ThresholdRouter
 from acmoe.routing.topk import TopKRouter
 
 

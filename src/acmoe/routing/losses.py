@@ -7,6 +7,8 @@ mean.
 import torch
 from torch import Tensor
 
+from acmoe.config.routing import LossConfig
+from acmoe.errors import check
 from acmoe.ops.route.reference import load
 from acmoe.ops.statistics.over_ranks import process_group, sum_over_ranks
 
@@ -124,3 +126,47 @@ def masked_mean(value_TX: Tensor, token_mask_T: Tensor | None) -> Tensor:
     if token_mask_T is None:
         return value_TX.sum(0) / max(value_TX.shape[0], 1)
     return masked_sum(value_TX, token_mask_T) / token_mask_T.sum().clamp(min=1)
+
+
+def common_losses(
+    weights: LossConfig,
+    affinity_TE: Tensor,
+    expert_ids_TK: Tensor,
+    mask_T: Tensor | None,
+    *,
+    temperature: float = 1.0,
+    balance: Tensor | None = None,
+    group: str = "",
+) -> Tensor:
+    """Return the weighted sum of balance loss and z-loss; `balance` is used if it is given.
+
+    group: the name of the processes over whose tokens the balance loss is taken.
+    """
+    terms: list[Tensor] = []
+    if weights.balance:
+        if balance is None:
+            balance = balance_loss(
+                affinity_TE, expert_ids_TK, mask_T, temperature=temperature, group=group
+            )
+        terms.append(weights.balance * balance)
+    if weights.z:
+        terms.append(weights.z * z_loss(affinity_TE, mask_T))
+    if not terms:
+        return affinity_TE.new_zeros((), dtype=torch.float32)
+    return sum(terms[1:], terms[0])
+
+
+def only_z(losses: LossConfig) -> LossConfig:
+    """Return the z-loss weight alone, for a router with its own balance loss."""
+    return LossConfig(balance=0.0, z=losses.z)
+
+
+def no_noise_losses(losses: LossConfig | None, router: str) -> LossConfig:
+    """Return the loss weights of a router without noise; raise if they need an expected load."""
+    losses = losses or LossConfig()
+    check(
+        losses.importance_load == 0,
+        f"importance_load={losses.importance_load} needs a noisy top-k router, not "
+        f"router={router!r}; use balance instead",
+    )
+    return losses

@@ -34,7 +34,7 @@ from acmoe.ops.statistics.pending import record_batch
 from acmoe.ops.statistics.running import update_average
 from acmoe.routing.router import flat
 from acmoe.routing.state import Routing, first_choice
-from acmoe.routing.step import StepStatistics
+from acmoe.routing.statistics.step import StepStatistics
 from acmoe.routing.topk import TopKRouter, over_selected
 
 

@@ -17,11 +17,11 @@ from acmoe.ops.sort.order import no_order, worth_sorting
 from acmoe.ops.statistics.scale import up_to_last
 from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.baselines import RandomRouter
-from acmoe.routing.cache import StatisticsSlot
 from acmoe.routing.origin import NextRouter, describe, holds_nothing, new_origin, origin_codes
 from acmoe.routing.router import Router
 from acmoe.routing.state import Routing, RoutingState, clusters_of, no_cluster
 from acmoe.routing.statistics import ClusterStatistics, build_statistics
+from acmoe.routing.statistics.cache import StatisticsSlot
 
 SAME_ROUTER = "as the router"
 

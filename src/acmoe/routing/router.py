@@ -15,9 +15,9 @@ from acmoe.ops.checks import check_dim, check_token_mask, check_whole
 from acmoe.ops.precision import without_autocast
 from acmoe.ops.route import ScaledTokens
 from acmoe.ops.statistics.dispersion import accumulation_dtype
-from acmoe.routing.cache import StatisticsSlot
 from acmoe.routing.state import Routing, RoutingState, check_num_tokens
-from acmoe.routing.step_hook import Layer
+from acmoe.routing.statistics.cache import StatisticsSlot
+from acmoe.routing.statistics.step_hook import Layer
 
 if TYPE_CHECKING:
     from acmoe.routing.next_state import NextState

@@ -1,7 +1,7 @@
 """The state that flows from one MoE layer to the next, and the decision of a router.
 
-`RoutingState` is passed from layer to layer in one forward pass, the decode slots of cache.py from
-step to step. Both are arguments; no module stores them.
+`RoutingState` is passed from layer to layer in one forward pass, the decode slots of
+statistics/cache.py from step to step. Both are arguments; no module stores them.
 
 T tokens, D features, E experts, C = E clusters, K experts per token, J clusters per token.
 """

@@ -16,16 +16,15 @@ from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.ops.statistics.pending import record_count
 from acmoe.ops.unit import unit_rows
 from acmoe.routing.losses import (
-    balance_loss,
     balance_of,
+    common_losses,
     importance_loss,
     load_loss,
     over_group,
-    z_loss,
 )
 from acmoe.routing.router import Router
 from acmoe.routing.state import Routing
-from acmoe.routing.step import StepStatistics
+from acmoe.routing.statistics.step import StepStatistics
 
 
 def init_embeddings(embeddings_ED: Tensor, init: str = "uniform") -> None:
@@ -255,47 +254,3 @@ class TopKRouter(Router):
             return balance_of(*over_group(load_E, gate_sum_E, tokens, self.balance_group))
         count = max(rows, 1) if mask_T is None else mask_T.sum().clamp(min=1)
         return balance_of(load_E, gate_sum_E / count)
-
-
-def common_losses(
-    weights: LossConfig,
-    affinity_TE: Tensor,
-    expert_ids_TK: Tensor,
-    mask_T: Tensor | None,
-    *,
-    temperature: float = 1.0,
-    balance: Tensor | None = None,
-    group: str = "",
-) -> Tensor:
-    """Return the weighted sum of balance loss and z-loss; `balance` is used if it is given.
-
-    group: the name of the processes over whose tokens the balance loss is taken.
-    """
-    terms: list[Tensor] = []
-    if weights.balance:
-        if balance is None:
-            balance = balance_loss(
-                affinity_TE, expert_ids_TK, mask_T, temperature=temperature, group=group
-            )
-        terms.append(weights.balance * balance)
-    if weights.z:
-        terms.append(weights.z * z_loss(affinity_TE, mask_T))
-    if not terms:
-        return affinity_TE.new_zeros((), dtype=torch.float32)
-    return sum(terms[1:], terms[0])
-
-
-def only_z(losses: LossConfig) -> LossConfig:
-    """Return the z-loss weight alone, for a router with its own balance loss."""
-    return LossConfig(balance=0.0, z=losses.z)
-
-
-def no_noise_losses(losses: LossConfig | None, router: str) -> LossConfig:
-    """Return the loss weights of a router without noise; raise if they need an expected load."""
-    losses = losses or LossConfig()
-    check(
-        losses.importance_load == 0,
-        f"importance_load={losses.importance_load} needs a noisy top-k router, not "
-        f"router={router!r}; use balance instead",
-    )
-    return losses

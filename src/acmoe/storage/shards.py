@@ -80,9 +80,10 @@ class Writing:
 
 
 def leave_writing(seconds: float) -> None:
-    """Wait that long at most for threads that write, whose collectives were broken off.
+    """Wait for threads that still write checkpoints, for at most `seconds` each.
 
-    Python aborts with a core dump if it ends while such a thread is inside torch.distributed.
+    Call it after a failure has broken off their collectives. Python aborts with a core dump if it
+    ends while such a thread is inside torch.distributed.
     """
     for thread in threading.enumerate():
         if thread.name == THREAD:

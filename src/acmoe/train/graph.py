@@ -2,7 +2,7 @@
 
 A replay reads and writes the tensors that were captured. Tensors that change from update to update
 therefore keep their address: the batch, the attention memory of the streams, the learning rate.
-The captured optimizer step contains the update of the running statistics (routing/step_hook.py).
+The captured optimizer step updates the running statistics too (routing/statistics/step_hook.py).
 Changes on the host only, such as freezing a router during the run, need a new capture.
 """
 

@@ -23,7 +23,7 @@ from acmoe.errors import check
 from acmoe.evaluate.vision import ImageFigure, ImageReport, evaluate_images
 from acmoe.models.images.classifier import ImageClassifier, VisionOutput
 from acmoe.models.registry import build_model
-from acmoe.routing.group import measuring_alone
+from acmoe.routing.statistics.group import measuring_alone
 from acmoe.runtime import autocast
 from acmoe.train.ema import WeightAverage
 from acmoe.train.metrics_log import ImageMetricsLog, MetricsLog

@@ -30,7 +30,7 @@ from acmoe.train.trainer import Trainer
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """How a call of `train` or `train_images` ended."""
+    """The state of a run after a call of `train` or `train_images`."""
 
     folder: Path
     step: int  # updates done, by all calls together

@@ -121,7 +121,7 @@ def _saved_onednn(state: dict[str, Any]) -> bool | None:
 
 
 def threads_note(state: dict[str, Any]) -> str | None:
-    """Return a line where a checkpoint was saved with other settings of the CPU."""
+    """Return a line to print if a checkpoint was saved with other settings of the CPU, or None."""
     before, now = state.get("threads"), torch.get_num_threads()
     if before not in (None, now):
         return (

@@ -1,6 +1,6 @@
 """One optimizer update, shared by text and image training, and everything it changes.
 
-`TextTrainer` (text.py) and `ImageTrainer` (images.py) feed the update: they load batches, run the
+`TextTrainer` (text/) and `ImageTrainer` (images.py) feed the update: they load batches, run the
 model on a micro-batch, and score the validation split.
 
 B rows of a batch (streams of text, or images), E experts.
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from acmoe.config.images.train import VisionRunConfig
 from acmoe.config.text.train import RunConfig
 from acmoe.data.seeding import derive_seed
-from acmoe.distributed.clip import clip_gradients
 from acmoe.distributed.parallelize import averaging, parallelize
 from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.distributed.whole import load_whole_state, whole_model
@@ -26,7 +25,7 @@ from acmoe.errors import check
 from acmoe.fast.compiled import compile_blocks
 from acmoe.models.checkpoint import MODEL, flat_state, nested_state
 from acmoe.models.registry import build_model
-from acmoe.routing.group import set_statistics_group
+from acmoe.routing.statistics.group import set_statistics_group
 from acmoe.storage.shards import Stored
 from acmoe.train.checkpoint import own_rng, restore_rng, rng_tensors
 from acmoe.train.ema import WeightAverage
@@ -43,11 +42,7 @@ from acmoe.train.optim import (
     restore_optimizer,
     set_learning_rate,
 )
-from acmoe.train.update import Output, Update, expert_loads, mean
-
-# Types of device whose fused optimizers ignore `found_inf` (torch up to 2.13, see
-# https://github.com/pytorch/pytorch/pull/186360). The host reads it there, in every update.
-IGNORING_FOUND_INF = frozenset({"mps"})
+from acmoe.train.update import Output, Update, expert_loads, mean, take_step
 
 
 class Batches(Protocol):
@@ -143,7 +138,7 @@ class Trainer(ABC):
         loss, aux_loss = mean([out.loss for out in outputs]), mean([o.aux_loss for o in outputs])
         if self.ranks.size > 1:
             # A value that is not finite on one process is not finite in the sum: all skip the step.
-            # Of the stages of a pipeline the last one has the losses, and the others have zeros.
+            # In a pipeline the last stage has the losses, and the others have zeros.
             loss, aux_loss = self.ranks.sum(torch.stack([loss, aux_loss])) / self.ranks.data_size
         finite = self.take_step((loss + aux_loss).isfinite())
         if self.average is not None:
@@ -287,37 +282,6 @@ def _check_ranks(config: RunConfig | VisionRunConfig, ranks: Ranks) -> None:
         not config.graph or ranks.mesh is None,
         "graph=true replays the updates of one process; under torchrun omit it",
     )
-
-
-def take_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    clip: float | None,
-    finite: Tensor,
-) -> Tensor:
-    """Update weights and running statistics, and return () whether the update was finite.
-
-    `finite` tells whether the losses are finite. Where gradients are clipped, their norm is checked
-    as well.
-    """
-    if clip is not None:
-        finite = finite & clip_gradients(model.parameters(), clip).isfinite()
-    # The fused optimizer kernel skips its update where found_inf is 1. The weights then stay those
-    # that gave the first bad loss, and can be examined when the host next reads the losses.
-    if finite.device.type not in IGNORING_FOUND_INF:
-        optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
-    elif not finite:
-        optimizer.zero_grad()
-        return finite
-    apply_gradients(optimizer)
-    return finite
-
-
-def apply_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Step the optimizer, which also updates the running statistics, and clear the gradients."""
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def eager(enabled: bool) -> contextlib.AbstractContextManager[object]:

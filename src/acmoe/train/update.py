@@ -1,4 +1,4 @@
-"""The results of micro-batches, and of one optimizer update.
+"""The step of an optimizer, and the results of micro-batches and of a whole update.
 
 E experts.
 """
@@ -7,10 +7,15 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from acmoe.distributed.clip import clip_gradients
 from acmoe.ops.route.reference import load
 from acmoe.routing.state import Routing
+
+# Types of device whose fused optimizers ignore `found_inf` (torch up to 2.13, see
+# https://github.com/pytorch/pytorch/pull/186360). The host reads it there, in every update.
+IGNORING_FOUND_INF = frozenset({"mps"})
 
 
 class Output(Protocol):
@@ -44,3 +49,34 @@ def expert_loads(parts: Sequence[Sequence[Routing]], num_experts: int) -> tuple[
 def mean(values: list[Tensor | None]) -> Tensor:
     """Return () the mean of the losses of all micro-batches, detached."""
     return torch.stack([value.detach() for value in values if value is not None]).mean()
+
+
+def take_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    clip: float | None,
+    finite: Tensor,
+) -> Tensor:
+    """Update weights and running statistics, and return () whether the update was finite.
+
+    `finite` tells whether the losses are finite. Where gradients are clipped, their norm is checked
+    as well.
+    """
+    if clip is not None:
+        finite = finite & clip_gradients(model.parameters(), clip).isfinite()
+    # The fused optimizer kernel skips its update where found_inf is 1. The weights then stay those
+    # that gave the first bad loss, and can be examined when the host next reads the losses.
+    if finite.device.type not in IGNORING_FOUND_INF:
+        optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+    elif not finite:
+        optimizer.zero_grad()
+        return finite
+    apply_gradients(optimizer)
+    return finite
+
+
+def apply_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Step the optimizer, which also updates the running statistics, and clear the gradients."""
+    optimizer.step()
+    optimizer.zero_grad()

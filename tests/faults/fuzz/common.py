@@ -1,4 +1,4 @@
-"""What every fuzz target shares: its definition, the judge, random JSON, and mutations."""
+"""Parts of every fuzz target: its definition, the judge, random JSON, and mutations."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""Adapters of the rivals, against stand-ins that keep each package's conventions in plain PyTorch.
+"""Adapters of the baselines, against stand-ins that follow each package in plain PyTorch.
 
 T tokens, E experts, K experts per token, N = T * K rows.
 """
@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from acmoe.lab.bench.baselines import CONTESTANTS
-from acmoe.lab.bench.check import TOLERANCE
+from acmoe.lab.bench.implementations.baselines import CONTESTANTS
+from acmoe.lab.bench.implementations.check import TOLERANCE
+from acmoe.lab.bench.implementations.plain import grouped_layer
 from acmoe.lab.bench.layer import LayerConfig, check_layer, draw_trial
-from acmoe.lab.bench.plain import grouped_layer
 from acmoe.lab.bench.shapes import SHAPES
 
 CPU = torch.device("cpu")

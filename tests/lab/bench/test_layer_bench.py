@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from acmoe.errors import UserError
-from acmoe.lab.bench.baselines import CONTESTANTS, Contestant, find_contestants
-from acmoe.lab.bench.check import Errors, WrongResultError, compare, reference
+from acmoe.lab.bench.implementations.baselines import CONTESTANTS, Contestant, find_contestants
+from acmoe.lab.bench.implementations.check import Errors, WrongResultError, compare, reference
+from acmoe.lab.bench.implementations.ours import build_ours
+from acmoe.lab.bench.implementations.plain import activate, route
+from acmoe.lab.bench.implementations.weights import Weights
 from acmoe.lab.bench.layer import BOTH, FORWARD, LayerConfig, bench_layer, draw_trial
-from acmoe.lab.bench.ours import build_ours
-from acmoe.lab.bench.plain import activate, route
 from acmoe.lab.bench.shapes import SHAPES, Shape, find_shapes
-from acmoe.lab.bench.weights import Weights
 from acmoe.recipes.nano import switch_nano
 
 CPU = torch.device("cpu")

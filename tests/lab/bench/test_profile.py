@@ -1,4 +1,4 @@
-"""Where the time goes, of a training step as it was asked for."""
+"""Profiles of a training step in the requested variant."""
 
 import pytest
 

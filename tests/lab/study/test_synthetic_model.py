@@ -16,7 +16,7 @@ from acmoe.lab.study.synthetic.measures import (
 from acmoe.lab.study.synthetic.model import SyntheticModel
 from acmoe.lab.study.synthetic.task import SyntheticConfig, SyntheticTask
 from acmoe.ops.statistics.scale import cluster_scale
-from acmoe.routing.step import fold_statistics
+from acmoe.routing.statistics.step import fold_statistics
 
 PREVIOUS = AdaptiveConfig(statistics="batch", statistics_of="previous")
 CURRENT = AdaptiveConfig(statistics="batch", statistics_of="current")

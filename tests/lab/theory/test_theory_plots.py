@@ -42,7 +42,7 @@ def points():
 
 @pytest.fixture
 def quick(monkeypatch, points):
-    """What is measured elsewhere is only drawn here."""
+    """Replace the measurements, which other tests make, by given points; only draw them."""
     monkeypatch.setattr(theory_plots, "noise_sweep", lambda seed: points)
     monkeypatch.setattr(theory_plots, "drawn_conditioning", few_draws)
     monkeypatch.setattr(theory_plots, "confirmation_sweep", lambda seed, tokens: REPEATED)

@@ -41,9 +41,9 @@ class SPSAConfig:
     directions: int = 128  # Rademacher directions per estimate, two forward passes each
     delta: float = 0.01  # step along each direction, for finite differences
     lr: float = 0.01  # of Adam
-    # Where the gradient is estimated: at the current iterate, or ("double") at twice the clean
-    # image. The code behind the paper's figures does the latter by mistake, so that its estimate
-    # never depends on the perturbation.
+    # The point at which the gradient is estimated: the current iterate, or ("double") twice the
+    # clean image. The code behind the paper's figures takes the latter by mistake, so that its
+    # estimate never depends on the perturbation.
     estimate_at: Literal["iterate", "double"] = "iterate"
     # Copies of the batch in one forward pass. With 1, the attack sees exactly the batch that is
     # scored, which matters where batch statistics or expert capacities couple images.

@@ -8,7 +8,7 @@ from acmoe.errors import check
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
-    """How a corpus is made from source files. The manifest records all but `allow_other_counts`.
+    """Options of a corpus made from source files; the manifest has all but `allow_other_counts`.
 
     Attributes:
         min_count: words that occur fewer times in the training text become `<unk>`; words only.
@@ -39,7 +39,7 @@ class PrepareConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ContaminationConfig:
-    """How the validation and test splits are corrupted. The training split stays clean.
+    """Options of corrupted validation and test splits. The training split stays clean.
 
     Attributes:
         rate: fraction of words or bytes replaced; None: 0.025 for words (the paper), 0.05 for

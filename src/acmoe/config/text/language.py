@@ -43,7 +43,7 @@ class LanguageConfig:
     num_experts: int = 16  # experts of an MoE layer
     top_k: int = 2  # experts that a token is sent to
     router: RouterConfig = SMoEConfig(bias=True)  # of the MoE layers
-    # Which MoE layers use the adaptive router: full | skip-1 | skip-2 | alternating | back-half, or
+    # MoE layers that use the adaptive router: full | skip-1 | skip-2 | alternating | back-half, or
     # their indices among MoE layers, counted from 0. The others use its base router.
     placement: str | tuple[int, ...] = "full"
     # Router of the MoE layers outside `placement`; None: the base router of `router`. The published
@@ -56,8 +56,8 @@ class LanguageConfig:
     position: Literal["relative", "rope"] = "relative"  # the paper's learned embedding, or rotary
     # Bound of the experts' initial weights: 1/sqrt(d), or the published 1/d, 11 to 19 times less.
     expert_init: Literal["fan_in", "published"] = "fan_in"
-    # What the first tokens of a stream attend to before themselves: nothing, or, as in the
-    # published code, zero vectors that take part in the softmax.
+    # The memory of the first tokens of a stream: nothing, or, as in the published code, zero
+    # vectors that take part in the softmax.
     empty_memory: Literal["masked", "zeros"] = "masked"
 
     def __post_init__(self) -> None:

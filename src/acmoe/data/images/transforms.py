@@ -2,7 +2,7 @@
 
 B images of uint8 with 3 channels, H rows, W columns. The operations run on the device of the batch.
 
-Compared with Pillow (tests/data/test_image_ops.py):
+Compared with Pillow (tests/data/images/test_image_ops.py):
   invert, solarize, solarize_add, posterize, grey, autocontrast, equalize   equal
   brightness, contrast, saturation, sharpness                               within one grey level
   warp, bicubic and bilinear                                                within one grey level

@@ -1,4 +1,4 @@
-"""What all transformers models of this library share: loading, precision, recomputation."""
+"""The base class of this library's transformers models: loading, precision, recomputation."""
 
 from typing import Any, ClassVar
 
@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from acmoe.errors import check
 from acmoe.hf.models.config import AcmoeConfig
 from acmoe.models.registry import build_model
-from acmoe.routing.step import StepStatistics
+from acmoe.routing.statistics.step import StepStatistics
 
 
 class AcmoePreTrainedModel(PreTrainedModel):  # type: ignore[misc]

@@ -15,7 +15,7 @@ from acmoe.hf.models.config import AcmoeConfig
 from acmoe.hf.models.padding import last_token, token_mask
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.ops.statistics.dispersion import accumulation_dtype
-from acmoe.train.classifier import classification_head
+from acmoe.train.finetune.classifier import classification_head
 
 
 class AcmoeForSequenceClassification(AcmoePreTrainedModel):

@@ -33,7 +33,7 @@ from acmoe.hf.models.sequence_classification import AcmoeForSequenceClassificati
 from acmoe.hf.models.tokenizers import published_tokenizer, sentence_tokenizer, tokenizer_of
 from acmoe.models.checkpoint import load
 from acmoe.train.checkpoint import TENSORS, CheckpointStore, first_nonfinite
-from acmoe.train.classifier import classification_head
+from acmoe.train.finetune.classifier import classification_head
 
 FINETUNED = "finetuned"
 

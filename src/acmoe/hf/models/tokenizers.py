@@ -24,7 +24,7 @@ from acmoe.data.text.vocabulary import (
     WordVocabulary,
 )
 from acmoe.hf.models.sentence_tokenizer import PAD, AcmoeSentenceTokenizer
-from acmoe.train.classifier import FIRST, LAST
+from acmoe.train.finetune.classifier import FIRST, LAST
 
 
 def tokenizer_of(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:

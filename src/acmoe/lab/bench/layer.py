@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from acmoe.errors import check, check_choice
-from acmoe.lab.bench.baselines import Contestant, Layer, find_contestants
-from acmoe.lab.bench.check import TOLERANCE, Errors, Reference, compare, reference
 from acmoe.lab.bench.clock import (
     Action,
     Timing,
@@ -23,11 +21,13 @@ from acmoe.lab.bench.clock import (
     interleave,
     timings,
 )
-from acmoe.lab.bench.plain import route
+from acmoe.lab.bench.implementations.baselines import Contestant, Layer, find_contestants
+from acmoe.lab.bench.implementations.check import TOLERANCE, Errors, Reference, compare, reference
+from acmoe.lab.bench.implementations.plain import route
+from acmoe.lab.bench.implementations.weights import Weights, draw_tokens, draw_weights
 from acmoe.lab.bench.progress import Say, silent
 from acmoe.lab.bench.results import Report, new_report
 from acmoe.lab.bench.shapes import Shape, find_shapes
-from acmoe.lab.bench.weights import Weights, draw_tokens, draw_weights
 from acmoe.runtime import pick_device
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -9,8 +9,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from acmoe.errors import check, check_choice
 from acmoe.lab.bench.clock import Action
+from acmoe.lab.bench.implementations.ours import build_moe
 from acmoe.lab.bench.layer import DTYPES
-from acmoe.lab.bench.ours import build_moe
 from acmoe.lab.bench.results import Report, new_report
 from acmoe.lab.bench.router import MODES, RouterBenchConfig, both_passes, draw_trial
 from acmoe.lab.bench.shapes import find_shapes

@@ -15,19 +15,19 @@ from acmoe.config.routing import AdaptiveConfig, RouterConfig, SMoEConfig
 from acmoe.errors import check
 from acmoe.experts.moe import MoE
 from acmoe.lab.bench.added import added
-from acmoe.lab.bench.check import TOLERANCE, compare, reference
 from acmoe.lab.bench.clock import Action, capture, clock_for, extra_memory, interleave, timing
+from acmoe.lab.bench.implementations.check import TOLERANCE, compare, reference
+from acmoe.lab.bench.implementations.ours import build_moe
+from acmoe.lab.bench.implementations.weights import Weights, draw_tokens, draw_weights
 from acmoe.lab.bench.layer import BOTH, FORWARD, WARM_UP, ShapesConfig, first_line
-from acmoe.lab.bench.ours import build_moe
 from acmoe.lab.bench.progress import Say, silent
 from acmoe.lab.bench.results import Report, new_report
 from acmoe.lab.bench.shapes import Shape, find_shapes
-from acmoe.lab.bench.weights import Weights, draw_tokens, draw_weights
 from acmoe.ops.sort import sort_rows
 from acmoe.ops.sort.order import no_order, worth_sorting
 from acmoe.ops.statistics.scale import cluster_scale
 from acmoe.routing.state import RoutingState
-from acmoe.routing.step import fold_statistics
+from acmoe.routing.statistics.step import fold_statistics
 from acmoe.runtime import pick_device
 
 AnyLayer = Callable[..., tuple[Tensor, RoutingState]]
@@ -131,7 +131,7 @@ def measure_shape(
 
 
 def prepare(mode: str, trial: Trial, config: RouterBenchConfig) -> dict[tuple[str, str], Measured]:
-    """Build, check and warm up the layer in this mode, for training and if useful for inference."""
+    """Build, check and warm up the layer in this mode: to train, and in some modes to infer."""
     moe = build_moe(trial.shape, trial.weights, MODES[mode])
     layer: AnyLayer = torch.compile(moe, dynamic=False) if config.compile else moe
     check_mode(layer, mode, trial)

@@ -1,4 +1,4 @@
-"""What training on many GPUs sends, by formula: gradients, experts' tokens and statistics.
+"""Compute what training on many GPUs sends: gradients, experts' tokens and statistics.
 
 Nothing is measured here. The bytes are those that `acmoe.distributed.traffic` counts on small
 models (tests/distributed/test_traffic.py); times follow from the assumptions of `Machine`.
@@ -155,7 +155,7 @@ class Row:
 
 
 def row(model: Model, gpus: int, machine: Machine) -> Row:
-    """Return the traffic of a model on so many GPUs. Each GPU has the same tokens at any number."""
+    """Return the traffic of a model on `gpus` GPUs; the tokens of each GPU stay the same number."""
     check(
         gpus >= model.least and gpus % model.least == 0,
         f"{gpus} GPUs: {model.name} is laid out in multiples of {model.least}",

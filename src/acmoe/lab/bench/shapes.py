@@ -66,10 +66,10 @@ _PUBLISHED = (
     _shape("switch", 24576, 352, 352, 16, 2, activation="relu"),
     _shape("swin", 25088, 384, 1536, 16, 2, activation="gelu"),
 )
-# Layers of published models that no row of the kernels' table names, so that they measure the rules
-# and the tuning at first use. dsv3 is one of eight expert-parallel ranks of DeepSeek-V3, with 32 of
-# its 256 experts: 8 choices a token give it as many rows as eight ranks with as many tokens each
-# send to one of them under an even load.
+# Layers of published models that are not in the table of tuned kernels: they measure the rules and
+# the tuning at first use. dsv3 is one of eight expert-parallel ranks of DeepSeek-V3, with 32 of its
+# 256 experts. Its 16,384 tokens choose 8 of these 32, which gives it the rows that it would receive
+# under an even load from eight ranks of 16,384 tokens each.
 _MODELS = (
     _shape("dsv2lite", 16384, 2048, 1408, 64, 6),
     _shape("dsv3", 16384, 7168, 2048, 32, 8),

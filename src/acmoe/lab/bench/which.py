@@ -15,7 +15,7 @@ from acmoe.config.images.presets import SWIN_MODELS
 from acmoe.config.images.vision import SwinConfig
 from acmoe.config.text.language import LANGUAGE_MODELS
 from acmoe.fast import accelerate, explain
-from acmoe.lab.bench.baselines import CONTESTANTS
+from acmoe.lab.bench.implementations.baselines import CONTESTANTS
 from acmoe.lab.bench.shapes import Shape
 from acmoe.lab.bench.train import PAPER_TOKENS
 from acmoe.models.images.window import WindowAttention

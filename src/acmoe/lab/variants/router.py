@@ -36,10 +36,10 @@ from acmoe.ops.statistics.pending import record_batch
 from acmoe.ops.statistics.running import update_average
 from acmoe.routing.adaptive import AdaptiveRouter, gather_scale, mix_scales, token_scale
 from acmoe.routing.build import new_router
-from acmoe.routing.cache import StatisticsSlot
 from acmoe.routing.router import Router, flat
 from acmoe.routing.state import RoutingState, check_state
-from acmoe.routing.step import StepStatistics
+from acmoe.routing.statistics.cache import StatisticsSlot
+from acmoe.routing.statistics.step import StepStatistics
 from acmoe.routing.topk import TopKRouter
 
 

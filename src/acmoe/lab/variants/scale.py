@@ -26,7 +26,7 @@ def reshape_scale(
     that are not occupied; otherwise clusters that are not occupied keep a scale of one. A power of
     exactly 0 gives ones.
     """
-    # A tensor may change from call to call, and to look at it would wait for the device.
+    # A power in a tensor is not compared with 1: the host would have to wait for the device.
     if not isinstance(power, Tensor) and power == 1 and part == "both":
         return scale
     occupied_XC1 = occupied[..., None]

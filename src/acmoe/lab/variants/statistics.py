@@ -10,8 +10,8 @@ from acmoe.lab.variants.steps import Fade
 from acmoe.lab.variants.strength import LearnedStrength, ScheduledStrength
 from acmoe.ops.statistics.op import ScaleOptions
 from acmoe.ops.statistics.scale import informs
-from acmoe.routing.cache import StatisticsSlot
 from acmoe.routing.statistics import ClusterStatistics, build_statistics, scale_options
+from acmoe.routing.statistics.cache import StatisticsSlot
 
 
 class VariantStatistics(ClusterStatistics):
@@ -84,8 +84,8 @@ class VariantStatistics(ClusterStatistics):
     def caches_scale(self) -> bool:
         if torch.compiler.is_compiling():  # it cannot trace super().caches_scale
             return False
-        # A faded scale changes with every step, and training with batch statistics never reads
-        # that of the average: an update would compute it, in about fifty operations, for nobody.
+        # A fading scale changes with every step. Training with batch statistics never reads the
+        # scale of the average, so each update would compute it, in about fifty operations, in vain.
         changes = self.config.learn_strength or self.fade is not None
         return super().caches_scale and not changes
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from acmoe.routing.step import StepStatistics
+from acmoe.routing.statistics.step import StepStatistics
 
 
 class StepCount(StepStatistics):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from acmoe.ops.attention import window_attention
 from acmoe.ops.statistics.prefix import PrefixMoments
-from acmoe.routing.cache import CarriedMoments, LayerCache
+from acmoe.routing.statistics.cache import CarriedMoments, LayerCache
 
 
 class SlidingStore:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from acmoe.errors import UserError, check
-from acmoe.lab.bench.check import TOLERANCE
 from acmoe.lab.bench.clock import Action, clock_for, interleave, timings
+from acmoe.lab.bench.implementations.check import TOLERANCE
 from acmoe.lab.bench.progress import Say, silent
 from acmoe.lab.bench.results import Report, new_report
 from acmoe.lab.bench.shapes import Shape, find_shape, find_shapes

@@ -1,1 +1,1 @@
-"""How often Eqn. 8 repeats the assignment that picked its metric."""
+"""Measure how often Eqn. 8 repeats the assignment that picked its metric."""

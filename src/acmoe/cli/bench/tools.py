@@ -1,0 +1,137 @@
+"""`acmoe bench profile`, `tune`, `table` and `scaling`: tools for developers."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from acmoe.cli.bench.output import command_of, say, show
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """List the kernels of a layer (by shape) or of a training step (by model) with their times."""
+
+    shapes: tuple[str, ...] = ()
+    """Layers to profile, as in `bench layer`. If neither shapes nor models are given: all."""
+    models: tuple[str, ...] = ()
+    """Models whose training step to profile, by their names in `acmoe models`."""
+    statistics: str = "plain"
+    """Statistics of the layer's router: plain (no adaptive router), batch, running, or current
+    (batch statistics of the layer's own tokens)."""
+    router: str = "smoe"
+    """Router of the trained model."""
+    variant: str = "eager"
+    """Way to run the training step: eager, compile, graph or compile+graph."""
+    batch: int | None = None
+    """Streams of text, or images, per training step; as in `bench train` if not given."""
+    options: tuple[str, ...] = ()
+    """Settings of the models' configs to change, such as span=512."""
+    dtype: str = "bf16"
+    """Data type of the layer: bf16, fp16 or fp32."""
+    top: int = 30
+    """Number of kernels to list; the others are summed up in one row."""
+    device: str = "auto"
+    """Device to run on; auto takes a GPU if there is one."""
+    json: bool = False
+    """Print the result as JSON."""
+    save: bool = False
+    """Also write benchmarks/results/DATE-profile-DEVICE.json."""
+
+    def run(self) -> int:
+        from acmoe.lab.bench.profile import ProfileConfig, bench_profile
+
+        config = ProfileConfig(
+            shapes=self.shapes,
+            models=self.models,
+            statistics=self.statistics,
+            router=self.router,
+            variant=self.variant,
+            batch=self.batch,
+            options=self.options,
+            dtype=self.dtype,
+            top=self.top,
+            device=self.device,
+        )
+        return show(
+            bench_profile(config, command=command_of("profile", self)),
+            json=self.json,
+            save=self.save,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tune:
+    """Find the fastest block sizes and pipelines of the expert kernels, and store them."""
+
+    shapes: tuple[str, ...] = ()
+    """Layers to tune for, as in `bench layer`."""
+    kernels: tuple[str, ...] = ()
+    """Kernels to tune. up, down, hidden, down_weight, up_weight and input are the block sizes of
+    these GEMMs; with ring_ before any but up, the Hopper pipeline of it. If none is given: all."""
+    table: Path | None = None
+    """The table to write. If not given: the file that ACMOE_TUNED names, or the package's own
+    table. Kernels look into the file that ACMOE_TUNED names first."""
+    workers: int | None = None
+    """Number of processes that compile; one per core if not given."""
+    repeat: int = 15
+    """Number of timed calls of each candidate."""
+    json: bool = False
+    """Print the result as JSON."""
+    save: bool = False
+    """Also write benchmarks/results/DATE-tune-DEVICE.json."""
+
+    def run(self) -> int:
+        from acmoe.lab.bench.tune.candidates import KERNELS
+        from acmoe.lab.bench.tune.search import TuneConfig, bench_tune
+
+        config = TuneConfig(
+            shapes=self.shapes,
+            kernels=self.kernels or KERNELS,
+            table=None if self.table is None else str(self.table),
+            workers=self.workers,
+            repeat=self.repeat,
+        )
+        report = bench_tune(config, command=command_of("tune", self), say=say)
+        return show(report, json=self.json, save=self.save)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Write the newest saved reports into the page of the documentation, between its markers."""
+
+    page: Path = Path("docs/performance.md")
+    """The page to update."""
+    results: Path = Path("benchmarks/results")
+    """Folder with the saved reports."""
+
+    def run(self) -> int:
+        from acmoe.lab.bench.table import update_page
+
+        count = update_page(self.page, self.results)
+        print(f"{self.page}: {count} {'table' if count == 1 else 'tables'}")
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """Compute what training on many GPUs sends in a step, and what statistics add; no measurement.
+
+    The formulas and their assumptions are on the page docs/scaling.md.
+    """
+
+    gpus: tuple[int, ...] = (8, 64, 512, 2048, 10240)
+    """Numbers of GPUs."""
+    bandwidth: float = 50.0
+    """Gigabytes a second that each GPU sends to other machines; 50 is a card of 400 Gb/s."""
+    hop: float = 8.0
+    """Microseconds of one hop of a reduction."""
+
+    def run(self) -> int:
+        from acmoe.errors import check
+        from acmoe.lab.bench.scaling import Machine, table
+
+        check(self.bandwidth > 0, f"--bandwidth {self.bandwidth}; it must be positive")
+        check(self.hop >= 0, f"--hop {self.hop}; it must not be negative")
+        machine = Machine(bandwidth=self.bandwidth * 1e9, hop=self.hop * 1e-6)
+        for line in table(machine, self.gpus):
+            print(line)
+        return 0

@@ -1,0 +1,65 @@
+"""Build this library's layer for the benchmarks, with a chosen backend.
+
+T tokens, D features, E experts.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from acmoe.config.routing import LossConfig, RouterConfig
+from acmoe.experts.moe import MoE
+from acmoe.lab.bench.implementations.weights import Weights
+from acmoe.lab.bench.shapes import Shape
+from acmoe.ops import dispatch
+from acmoe.ops.dispatch import use_backend
+from acmoe.ops.experts.op import sonicmoe_lacks
+from acmoe.routing.adaptive import AdaptiveRouter
+from acmoe.routing.state import RoutingState
+
+
+def build_moe(shape: Shape, weights: Weights, router: str | RouterConfig = "smoe") -> MoE:
+    """Build the layer around the given weights, without auxiliary loss, as baselines have none."""
+    with torch.device(weights.up.device):
+        moe = MoE(
+            dim=shape.dim,
+            hidden=shape.hidden,
+            num_experts=shape.num_experts,
+            top_k=shape.top_k,
+            router=router,
+            activation=shape.activation,
+            bias=shape.bias,
+            losses=LossConfig(balance=0.0),
+        )
+    gate = moe.router.base if isinstance(moe.router, AdaptiveRouter) else moe.router
+    gate.embedding = weights.embedding
+    moe.experts.up, moe.experts.down = weights.up, weights.down
+    moe.experts.up_bias, moe.experts.down_bias = weights.up_bias, weights.down_bias
+    return moe
+
+
+def build_ours(shape: Shape, weights: Weights, backend: str) -> Callable[[Tensor], Tensor]:
+    moe = build_moe(shape, weights)
+    state = RoutingState.identity(
+        num_tokens=shape.tokens,
+        num_clusters=shape.num_experts,
+        dim=shape.dim,
+        device=weights.up.device,
+    )
+
+    def layer(x_TD: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return moe(x_TD, state)[0]  # type: ignore[no-any-return]
+        with use_backend(backend):
+            return moe(x_TD, state)[0]  # type: ignore[no-any-return]
+
+    return layer
+
+
+def triton_unsupported(shape: Shape, x: Tensor) -> str | None:
+    return dispatch.triton_unsupported(x)
+
+
+def sonicmoe_unsupported(shape: Shape, x: Tensor) -> str | None:
+    return sonicmoe_lacks(x, shape.activation, shape.bias, 0.0)

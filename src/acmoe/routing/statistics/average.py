@@ -1,0 +1,140 @@
+"""The running average of each cluster's dispersion, and the scale that follows from it.
+
+A training forward writes two buffers: it adds the dispersion of its tokens to `last_dispersion`, as
+a mean weighted by token counts, and the counts to `last_count`. It writes nothing when activation
+checkpointing repeats it inside a backward, and an evaluation forward writes nothing. The averages
+`dispersion` and `weight` change in `update` alone, which every optimizer step calls (step_hook.py).
+
+D features, C clusters.
+"""
+
+import logging
+
+import torch
+from torch import Tensor
+
+from acmoe.config.routing import AdaptiveConfig
+from acmoe.ops.dispatch import log_once, transforming
+from acmoe.ops.statistics.op import ScaleOptions, scale_of
+from acmoe.ops.statistics.pending import capturing, record_batch
+from acmoe.ops.statistics.running import update_average, update_average_and_scale
+from acmoe.routing.statistics.step import StepStatistics
+
+
+class RunningAverage(StepStatistics):
+    """The dispersion of each cluster, averaged over optimizer steps, and its scale."""
+
+    waits = ("last_dispersion", "last_count")
+    dispersion: Tensor
+    weight: Tensor
+    last_dispersion: Tensor
+    last_count: Tensor
+    running_scale: Tensor
+    checked: tuple[object, ...] = ()  # the average that `warn_if_empty` looked at
+
+    def __init__(self, config: AdaptiveConfig, *, num_clusters: int, dim: int) -> None:
+        super().__init__()
+        self.config = config
+        self.num_clusters = num_clusters
+        self.dim = dim
+        self.register_buffer("dispersion", torch.zeros(num_clusters, dim))
+        self.register_buffer("weight", torch.zeros(num_clusters))  # discounted token count
+        # Statistics of the training forwards since the last update; not part of a checkpoint.
+        self.register_buffer("last_dispersion", torch.zeros(num_clusters, dim), persistent=False)
+        self.register_buffer("last_count", torch.zeros(num_clusters), persistent=False)
+        self.register_buffer("running_scale", torch.ones(num_clusters, dim), persistent=False)
+        # The buffers and options that `running_scale` was computed from.
+        self.scaled_from: Tensor | None = None
+        self.scaled_version: tuple[object, ...] = ()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.running_scale.fill_(1.0)
+
+    @property
+    def options(self) -> ScaleOptions:
+        """Return the options by which a scale is computed from a dispersion."""
+        return scale_options(self.config)
+
+    def _new_batch(self) -> tuple[Tensor, Tensor]:
+        """Return memory for the dispersion (C, D) and the token counts (C,) of a batch."""
+        return torch.empty_like(self.last_dispersion), torch.empty_like(self.last_count)
+
+    def _record(self, batch: tuple[Tensor, Tensor]) -> None:
+        # A single token has dispersion 0, which carries no information.
+        record_batch(
+            self.waiting_buffer("last_dispersion"),
+            self.waiting_buffer("last_count"),
+            *batch,
+            least=2,
+        )
+        self.count_forward()
+
+    def average_scale(self) -> Tensor:
+        """Return the scale of the running average, recomputed only if the average has changed.
+
+        It is stored in a buffer, so that a captured CUDA graph reads what `update` writes.
+        """
+        if not self.caches_scale:
+            return scale_of(self.dispersion, self.weight, self.options)
+        if self.scaled_from is not self.dispersion or self.scaled_version != self.version:
+            with torch.no_grad():
+                self.running_scale.copy_(scale_of(self.dispersion, self.weight, self.options))
+            self.scaled_from, self.scaled_version = self.dispersion, self.version
+        return self.running_scale
+
+    def warn_if_empty(self) -> None:
+        """Warn once where evaluation reads an average that no batch has ever moved.
+
+        It reads `weight` on the host, only if the average has changed since it last did.
+        """
+        weight = self.weight
+        if self.training or torch.compiler.is_compiling() or weight.is_meta:
+            return
+        now = id(weight), 0 if weight.is_inference() else weight._version
+        if self.checked == now or capturing(weight):
+            return
+        self.checked = now
+        if not weight.any():
+            log_once(
+                "an adaptive layer evaluates with running statistics that no batch has moved: its "
+                "scale is 1 and it routes as the plain router; load a trained checkpoint, or train "
+                "(acmoe.fold_statistics(model) moves them by hand)",
+                logging.WARNING,
+            )
+
+    @property
+    def caches_scale(self) -> bool:
+        """Return True if `running_scale` may be reused: changes of the average can be detected."""
+        tracing = torch.compiler.is_compiling() or transforming()
+        return not (tracing or self.dispersion.is_inference())
+
+    @property
+    def version(self) -> tuple[object, ...]:
+        """Return a value that changes with everything that the running scale depends on."""
+        return self.dispersion._version, self.weight._version, self.config
+
+    def update(self) -> None:
+        """Update the running average, and its scale, with the recorded batches."""
+        buffers = (self.dispersion, self.weight, self.last_dispersion, self.last_count)
+        if self.caches_scale:
+            update_average_and_scale(
+                *buffers, self.running_scale, self.config.momentum, self.options
+            )
+            self.scaled_from, self.scaled_version = self.dispersion, self.version
+        else:
+            update_average(*buffers, self.config.momentum)
+
+
+def scale_options(config: AdaptiveConfig) -> ScaleOptions:
+    """Return the options of `scale_from_dispersion` in a config."""
+    return ScaleOptions(
+        normalize=config.normalize,
+        strength=config.strength,
+        floor=config.floor,
+        eps=config.eps,
+        clamp=config.clamp,
+        min_tokens=config.min_tokens,
+        mean_over=config.mean_over,
+        mean_before_clamp=config.mean_before_clamp,
+    )

@@ -1,0 +1,247 @@
+"""The scale of each cluster, by the set of tokens that its dispersion is computed from.
+
+    batch      all tokens of the call, as in the paper; depends on later tokens and other sequences
+    running    a running average over optimizer steps, the same in training, evaluation and decoding
+    prefix     the tokens of the same sequence up to each token, shrunk towards the running average
+    sequence   all tokens of the same sequence
+
+In training, every mode also records the dispersion of its tokens for the running average
+(average.py), which `running` and `prefix` read.
+
+B sequences, L tokens in each, D features, C clusters, J clusters per token.
+"""
+
+import contextlib
+from functools import singledispatch
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acmoe.config.routing import AdaptiveConfig
+from acmoe.errors import check
+from acmoe.ops.statistics.dispersion import accumulation_dtype
+from acmoe.ops.statistics.op import (
+    measure_dispersion,
+    measure_prefix,
+    measure_scale,
+    scale_of,
+)
+from acmoe.ops.statistics.over_ranks import dispersion_over_ranks, sum_over_ranks
+from acmoe.ops.statistics.pending import replaying
+from acmoe.ops.statistics.prefix import PrefixMoments
+from acmoe.routing.statistics.average import RunningAverage
+from acmoe.routing.statistics.cache import StatisticsSlot, check_inference
+from acmoe.routing.statistics.group import group_of
+
+
+class ClusterStatistics(RunningAverage):
+    """The scale of each cluster under a config's statistics mode, and the running average."""
+
+    @property
+    def pools(self) -> bool:
+        """Return True if the waiting batches of several processes are added up at an update.
+
+        With statistics_group="global" they are the same on all processes already.
+        """
+        check(
+            self.config.statistics_group != "local"
+            or not {"running", "prefix"} & set(self.config.modes),
+            f"statistics_group='local' with statistics={self.config.statistics!r}: the running "
+            "averages of the processes would drift apart; use 'pooled' or 'global'",
+        )
+        return self.config.statistics_group == "pooled"
+
+    @property
+    def group(self) -> str:
+        """Return the name of the processes whose tokens a batch has; "" for this one alone."""
+        return group_of(self) if self.config.statistics_group == "global" else ""
+
+    @property
+    def mode(self) -> str:
+        train, evaluation = self.config.modes
+        return train if self.training else evaluation
+
+    def new_slot(
+        self, num_sequences: int, *, device: torch.device | str | None, dtype: torch.dtype
+    ) -> StatisticsSlot | None:
+        """Return a decode slot for the current mode; None if nothing needs caching."""
+        train, evaluation = self.config.modes
+        check(
+            not self.training or train == evaluation,
+            f"new_cache of a layer in training mode would fit statistics={train!r}, and decoding "
+            f"uses eval_statistics={evaluation!r}; call eval() first",
+        )
+        device = self.dispersion.device if device is None else device
+        dtype = accumulation_dtype(dtype)
+        shape: tuple[int, ...] = (self.num_clusters, self.dim)
+        if self.mode == "prefix":
+            moments = PrefixMoments.empty(num_sequences, *shape, device=device, dtype=dtype)
+            return StatisticsSlot(moments=moments)
+        if self.mode == "running":
+            return None
+        shape = (num_sequences, *shape) if self.mode == "sequence" else shape
+        return StatisticsSlot(scale=torch.ones(shape, device=device, dtype=dtype))
+
+    def cluster_scale(
+        self,
+        x_BLD: Tensor,
+        assignment_BL: Tensor,
+        token_mask_BL: Tensor | None,
+        slot: StatisticsSlot | None,
+        order: Tensor | None = None,
+        chosen_C: Tensor | None = None,
+    ) -> Tensor:
+        """Return the scale: (C, D) for batch and running statistics, (B, C, D) for sequence.
+
+        order: the packed `TokenOrder` of the assignment, masked tokens in no cluster, or None.
+        chosen_C: not 0 for clusters that a token chose, first or not; mean_over="chosen" and batch
+        statistics read it. None: those of the assignment.
+        """
+        with self._recording(x_BLD, slot):
+            x_BLD = x_BLD.detach() if self.config.detach else x_BLD
+            if self.mode == "batch":
+                if self.group:
+                    return self._global_scale(x_BLD, assignment_BL, token_mask_BL, chosen_C, slot)
+                batch = self._new_batch() if self.training else None
+                scale = measure_scale(
+                    *self._all_tokens(x_BLD, assignment_BL),
+                    self.options._replace(chosen=chosen_C),
+                    measure=self.config.measure,
+                    token_mask=None if token_mask_BL is None else token_mask_BL.flatten(),
+                    order=order,
+                    out=batch,
+                )
+                if batch is not None:
+                    self._record(batch)
+            else:
+                self._record_dispersion(x_BLD, assignment_BL, token_mask_BL, order)
+            if self.mode == "running":
+                self.warn_if_empty()
+                # Copy it: the routing state must not change when the buffer does.
+                return self.average_scale().to(accumulation_dtype(x_BLD.dtype), copy=True)
+            if self.mode == "sequence":
+                scale = measure_scale(
+                    x_BLD,
+                    assignment_BL,
+                    self.num_clusters,
+                    self.options,
+                    measure=self.config.measure,
+                    token_mask=token_mask_BL,
+                )
+            return scale if slot is None else slot.scale_once(scale)
+
+    def _all_tokens(self, x_BLD: Tensor, assignment_BL: Tensor) -> tuple[Tensor, Tensor, int]:
+        return x_BLD.flatten(0, 1), assignment_BL.flatten(), self.num_clusters
+
+    def _record_dispersion(
+        self,
+        x_BLD: Tensor,
+        assignment_BL: Tensor,
+        token_mask_BL: Tensor | None,
+        order: Tensor | None = None,
+    ) -> None:
+        """In training, record the dispersion of all tokens of the call for `update`."""
+        if self.training and self.group:
+            if not replaying():  # a recompute in the backward communicates nothing
+                self._record(self._global_dispersion(x_BLD, assignment_BL, token_mask_BL))
+        elif self.training:
+            batch = self._new_batch()
+            measure_dispersion(
+                *self._all_tokens(x_BLD, assignment_BL),
+                measure=self.config.measure,
+                token_mask=None if token_mask_BL is None else token_mask_BL.flatten(),
+                order=order,
+                out=batch,
+            )
+            self._record(batch)
+
+    def _global_dispersion(
+        self, x_BLD: Tensor, assignment_BL: Tensor, token_mask_BL: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the dispersion (C, D) and token counts (C,) of the tokens of all processes."""
+        mask_T = None if token_mask_BL is None else token_mask_BL.flatten()
+        tokens = self._all_tokens(x_BLD, assignment_BL)
+        spread_CD, count_C = dispersion_over_ranks(*tokens, self.config.measure, mask_T, self.group)
+        return spread_CD, count_C
+
+    def _global_scale(
+        self,
+        x_BLD: Tensor,
+        assignment_BL: Tensor,
+        token_mask_BL: Tensor | None,
+        chosen_C: Tensor | None,
+        slot: StatisticsSlot | None,
+    ) -> Tensor:
+        """Return the (C, D) scale of the tokens of all processes, and record them in training."""
+        found = self._global_dispersion(x_BLD, assignment_BL, token_mask_BL)
+        if self.training:
+            self._record(found)
+        if chosen_C is not None:
+            chosen_C = sum_over_ranks((chosen_C != 0).float(), self.group) != 0
+        scale = scale_of(*found, self.options._replace(chosen=chosen_C))
+        return scale if slot is None else slot.scale_once(scale)
+
+    def prefix_scale(
+        self,
+        x_BLD: Tensor,
+        assignment_BLJ: Tensor,
+        token_mask_BL: Tensor | None,
+        slot: StatisticsSlot | None,
+    ) -> Tensor:
+        """Return (B, L, J, D): the scale of each token's J clusters, from tokens up to it."""
+        with self._recording(x_BLD, slot):
+            x_BLD = x_BLD.detach() if self.config.detach else x_BLD
+            self.warn_if_empty()
+            self._record_dispersion(x_BLD, assignment_BLJ[..., 0], token_mask_BL)
+            before = slot.moments if slot is not None else None
+            if before is None:
+                before = PrefixMoments.empty(
+                    x_BLD.shape[0],
+                    self.num_clusters,
+                    self.dim,
+                    device=x_BLD.device,
+                    dtype=accumulation_dtype(x_BLD.dtype),
+                )
+            spread_BLJD, count_BLJ, after = measure_prefix(
+                x_BLD,
+                assignment_BLJ,
+                before,
+                measure=self.config.measure,
+                token_mask=token_mask_BL,
+            )
+            if slot is not None:
+                slot.store(after)
+            return scale_of(*self._shrink(spread_BLJD, count_BLJ, assignment_BLJ), self.options)
+
+    def _shrink(
+        self, spread_BLJD: Tensor, count_BLJ: Tensor, assignment_BLJ: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return (n * prefix + k * average) / (n + k), with k = `prior_tokens`, and n + k."""
+        own_BLJ = assignment_BLJ.clamp(min=0)
+        known_BLJ = (self.weight[own_BLJ] >= self.config.min_tokens) & (assignment_BLJ >= 0)
+        prior_BLJ = (self.config.prior_tokens * known_BLJ).to(spread_BLJD.dtype)
+        # A single token has dispersion 0, which carries no information.
+        seen_BLJ = torch.where(count_BLJ >= 2, count_BLJ, 0.0)
+        total_BLJ = seen_BLJ + prior_BLJ
+        prior_BLJD = self.dispersion.to(spread_BLJD.dtype)[own_BLJ]
+        mixed_BLJD = seen_BLJ[..., None] * spread_BLJD + prior_BLJ[..., None] * prior_BLJD
+        return mixed_BLJD / total_BLJ.clamp(min=1)[..., None], total_BLJ
+
+    @property
+    def constant(self) -> bool:
+        """Return True if no gradient flows through the scale."""
+        return self.config.detach
+
+    def _recording(
+        self, x: Tensor, slot: StatisticsSlot | None
+    ) -> contextlib.AbstractContextManager[Any]:
+        if slot is not None and slot.inference_only:
+            check_inference(x)
+        return torch.no_grad() if self.constant else contextlib.nullcontext()
+
+
+@singledispatch
+def build_statistics(config: AdaptiveConfig, *, num_clusters: int, dim: int) -> ClusterStatistics:
+    """Return the statistics of a config; its subclasses may register others (`.register`)."""
+    return ClusterStatistics(config, num_clusters=num_clusters, dim=dim)

@@ -1,0 +1,160 @@
+"""The processes whose tokens enter one statistic, in data parallel training.
+
+Every process of a data parallel run holds a copy of the model and sees tokens of its own. If each
+moved its running averages by its own tokens alone, the copies would drift apart. So the batches
+that wait for an optimizer step are pooled first (`pool`): one reduction adds the sums of all
+statistics over the group, and all copies then make the same update.
+
+The group of a layer is the one of `set_statistics_group`, or the one that the training loop uses:
+that of the `DistributedDataParallel` around it, or of the device mesh that `fully_shard` put its
+parameters on. Where torch.distributed runs several processes and neither is found, an error says
+what to call: a drift of the copies would go unnoticed.
+"""
+
+import gc
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from acmoe.errors import UserError, check
+from acmoe.ops.statistics.over_ranks import (
+    ProcessGroup,
+    add_up,
+    everyone,
+    of_each_rank,
+    world_size,
+)
+
+if TYPE_CHECKING:
+    from acmoe.routing.statistics.step import StepStatistics
+
+ALONE = ""  # name of the group of a process that pools with nobody
+
+_agreed: set[tuple[object, ...]] = set()  # groups and shapes that all ranks were found to share
+
+
+def set_statistics_group(model: nn.Module, group: ProcessGroup | None) -> None:
+    """Take the statistics and the balance loss of a model over the tokens of these processes.
+
+    It is needed only where the layers cannot find the group themselves: with training loops that
+    average gradients by other means than DistributedDataParallel and fully_shard. Call it on every
+    process of the group. None: the model of this process is trained alone, as in a search over
+    settings with one model per process.
+    """
+    from acmoe.routing.router import Router
+    from acmoe.routing.statistics.step import StepStatistics
+
+    name = ALONE if group is None else str(group.group_name)
+    for module in model.modules():
+        if isinstance(module, StepStatistics):
+            module.group_name = name
+        if isinstance(module, Router):
+            module.balance_group = name
+
+
+@contextmanager
+def measuring_alone(model: nn.Module) -> Iterator[None]:
+    """Inside `with`, take statistics over the tokens of this process alone, in evaluations."""
+    from acmoe.routing.router import Router
+    from acmoe.routing.statistics.step import StepStatistics
+
+    groups = [(m, "group_name") for m in model.modules() if isinstance(m, StepStatistics)]
+    balance = [(m, "balance_group") for m in model.modules() if isinstance(m, Router)]
+    before = [(module, name, getattr(module, name)) for module, name in (*groups, *balance)]
+    set_statistics_group(model, None)
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+def group_of(statistics: "StepStatistics") -> str:
+    """Return the name of the group that these statistics are pooled over, or ALONE."""
+    if world_size() == 1:
+        return ALONE
+    if statistics.group_name is None:
+        statistics.group_name = _find(statistics)
+    return statistics.group_name
+
+
+def _find(statistics: "StepStatistics") -> str:
+    """Find the group by which the training loop averages the gradients of the layer."""
+    from acmoe.routing.statistics.step_hook import parameters_around
+
+    for parameter in parameters_around(statistics):
+        mesh = getattr(parameter, "device_mesh", None)  # of a DTensor
+        if mesh is not None:
+            if mesh.ndim == 1:
+                return str(mesh.get_group().group_name)
+            check(
+                mesh.size() == world_size(),
+                f"running statistics: the parameters lie on a mesh {tuple(mesh.shape)} of "
+                f"{world_size()} processes; say which of them see tokens of their own: "
+                "acmoe.set_statistics_group(model, group)",
+            )
+            return everyone()
+    wrapper = nn.parallel.DistributedDataParallel
+    for found in gc.get_objects():
+        if issubclass(type(found), wrapper) and any(one is statistics for one in found.modules()):
+            return str(found.process_group.group_name)
+    raise UserError(
+        f"running statistics: torch.distributed runs {world_size()} processes, and the model is "
+        "neither in a DistributedDataParallel nor sharded by fully_shard; call "
+        "acmoe.set_statistics_group(model, group) with the processes that average its gradients "
+        "(torch.distributed.group.WORLD for all), or with None if each trains a model of its own"
+    )
+
+
+@torch.no_grad()
+def pool(statistics: "Iterable[StepStatistics]") -> None:
+    """Replace the waiting batches of each process by those of all processes of its group.
+
+    One reduction for each group and device, whatever the number of layers.
+    """
+    if world_size() == 1:
+        return
+    places: dict[tuple[str, torch.device], list[StepStatistics]] = {}
+    for one in sorted(statistics, key=lambda one: one.serial):  # the same order on all ranks
+        name = group_of(one) if one.pools else ALONE
+        if name == ALONE:
+            one.take_own()
+        else:
+            places.setdefault((name, one.device), []).append(one)
+    for (name, _), members in places.items():
+        sums = [one.waiting_sums() for one in members]
+        _check_agreement(name, sums)
+        total = torch.cat(sums)
+        add_up(total, name)
+        parts = torch.split(total, [len(each) for each in sums])
+        for one, part in zip(members, parts, strict=True):
+            one.set_waiting(part)
+
+
+def _check_agreement(name: str, sums: Sequence[Tensor]) -> None:
+    """Raise on every rank if the ranks would add up different statistics; asked once each."""
+    sizes = (name, *(len(each) for each in sums))
+    if sizes in _agreed:
+        return
+    found = of_each_rank(sizes[1:], name)
+    odd = [rank for rank, each in enumerate(found) if each != found[0]]
+    check(
+        not odd,
+        f"running statistics: rank {odd[0] if odd else 0} of the group has layers of sizes "
+        f"{found[odd[0]] if odd else ()}, rank 0 of {found[0]}; ranks that pool statistics "
+        "must train the same layers: give each pipeline stage a group of its own with "
+        "acmoe.set_statistics_group(model, group)",
+    )
+    _agreed.add(sizes)
+
+
+_serials = itertools.count()
+
+
+def next_serial() -> int:
+    """Return a number by which statistics are ordered as they were built."""
+    return next(_serials)

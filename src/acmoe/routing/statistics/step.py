@@ -1,0 +1,185 @@
+"""Statistics that move once per optimizer step, by themselves.
+
+A training forward adds its batch to buffers that wait for the step (`ops/statistics/pending.py`);
+`update` moves them into the running values. `step_hook.py` calls `update` after every step of a
+`torch.optim.Optimizer`; `fold_statistics` does the same by hand. In data parallel training the
+waiting batches of all processes are added up first (`group.py`).
+"""
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from acmoe.ops.dispatch import log_once
+from acmoe.ops.statistics.over_ranks import world_size
+from acmoe.routing.statistics.group import next_serial, pool
+from acmoe.routing.statistics.step_hook import register_statistics
+
+PATIENCE = 200  # training forwards without any update before a warning
+
+
+class StepStatistics(nn.Module):
+    """A module of float32 buffers. `forward` records a batch; `update` moves the running values.
+
+    Recorded batches wait in non-persistent buffers whose names begin with "last". `update` uses
+    them once: a second call changes nothing.
+
+    The buffers move to another device with the module but stay float32 under `.to(bfloat16)`: a
+    bf16 average stops changing once a step changes it by less than one part in 256.
+    """
+
+    # Names of the waiting buffers: means (C, X), or None, and the counts (C,) they are weighted by.
+    waits: ClassVar[tuple[str | None, str] | None] = None
+    group_name: str | None = None  # of the processes to pool with; None: not looked for yet
+    # Eager training forwards before the first update; None after it.
+    forwards: int | None = 0
+    waiting = False  # True: an eager training forward came after the last update
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.serial = next_serial()
+        # Waiting batches of this process, where there are several. They are no buffers, because
+        # DistributedDataParallel overwrites buffers by those of rank 0 between micro-batches.
+        self.own: dict[str, Tensor] = {}
+        register_statistics(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickle or deepcopy; it is updated by optimizer steps as the original is."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.__dict__.setdefault("own", {})
+        self.serial = next_serial()
+        register_statistics(self)
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.buffers())).device
+
+    @property
+    def pools(self) -> bool:
+        """Return True if the waiting batches of several processes are added up."""
+        return self.waits is not None
+
+    def waiting_buffer(self, name: str) -> Tensor:
+        """Return the tensor that a training forward adds its batch to."""
+        buffer: Tensor = getattr(self, name)
+        if world_size() == 1:
+            return buffer
+        if name not in self.own or self.own[name].device != buffer.device:
+            self.own[name] = torch.zeros_like(buffer)
+        return self.own[name]
+
+    def waiting_sums(self) -> Tensor:
+        """Return the waiting batches as one flat tensor of sums, which add up over processes."""
+        assert self.waits is not None
+        means, counts = self.waits
+        count_C = self.waiting_buffer(counts)
+        if means is None:
+            return count_C.flatten()
+        mean_CX = torch.where(count_C[:, None] > 0, self.waiting_buffer(means), 0.0)
+        return torch.cat([count_C[:, None], count_C[:, None] * mean_CX], dim=1).flatten()
+
+    def set_waiting(self, sums: Tensor) -> None:
+        """Put the sums over all processes into the waiting buffers; drop those of this process."""
+        assert self.waits is not None
+        means, counts = self.waits
+        count_C: Tensor = getattr(self, counts)
+        if means is None:
+            count_C.copy_(sums.view_as(count_C))
+        else:
+            total_CX = sums.view(len(count_C), -1)
+            count_C.copy_(total_CX[:, 0])
+            getattr(self, means).copy_(total_CX[:, 1:] / total_CX[:, :1].clamp(min=1))
+        for tensor in self.own.values():
+            tensor.zero_()
+
+    def take_own(self) -> None:
+        """Put the batches of this process alone into the waiting buffers."""
+        for name, tensor in self.own.items():
+            getattr(self, name).copy_(tensor)
+            tensor.zero_()
+
+    def update(self) -> None:
+        raise NotImplementedError(f"{type(self).__name__} must define update")
+
+    def count_forward(self) -> None:
+        """Count a training forward; warn once if PATIENCE of them came without an update."""
+        if torch.compiler.is_compiling():
+            return
+        self.waiting = True
+        if self.forwards is None:
+            return
+        self.forwards += 1
+        if self.forwards == PATIENCE:
+            log_once(
+                f"running statistics: {PATIENCE} training forwards and no optimizer step that "
+                "moves them; they move after every step of a torch.optim.Optimizer: with another "
+                "optimizer call acmoe.fold_statistics(model) after each step",
+                logging.WARNING,
+            )
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Empty the statistics, as at construction; pending batches are dropped."""
+        for buffer in self._buffers.values():
+            if buffer is not None:
+                buffer.zero_()
+        self.own.clear()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Load the running values; batches recorded before belong to other weights: drop them."""
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        self.own.clear()
+        loaded = [buffer for name, buffer in self._buffers.items() if prefix + name in state_dict]
+        device = next((buffer.device for buffer in loaded if buffer is not None), None)
+        for name, buffer in self._buffers.items():
+            if device is None or buffer is None:
+                continue
+            if buffer.is_meta or buffer.dtype != torch.float32:
+                # `assign=True` takes the dtype of the file, and leaves what is not in it on meta.
+                fresh = torch.zeros_like(buffer, device=device, dtype=torch.float32)
+                self._buffers[name] = fresh if buffer.is_meta else buffer.float()
+            elif name.startswith("last"):
+                buffer.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "StepStatistics":
+        buffers = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, before in buffers.items():
+            after = self._buffers[name]
+            assert after is not None
+            if before.is_meta or after.is_meta:
+                self._buffers[name] = torch.zeros_like(after, dtype=torch.float32)
+            else:
+                self._buffers[name] = before.to(after.device)
+        return self
+
+
+def fold_statistics(model: nn.Module) -> None:
+    """Update all running statistics of the model with the batches recorded since the last update.
+
+    Every step of a `torch.optim.Optimizer` does this by itself, and a second call changes nothing.
+    Call it after each step of an optimizer of another kind.
+    """
+    update_all(inner_first(model))
+
+
+def inner_first(*modules: nn.Module) -> Iterator[StepStatistics]:
+    """Yield the statistics in the modules once each, inner ones first.
+
+    An outer scale may be computed from the results of an inner `update`.
+    """
+    found = itertools.chain.from_iterable(reversed(list(each.modules())) for each in modules)
+    return iter(dict.fromkeys(one for one in found if isinstance(one, StepStatistics)))
+
+
+def update_all(statistics: Iterable[StepStatistics]) -> None:
+    statistics = list(statistics)
+    pool(statistics)
+    for one in statistics:
+        one.update()
+        if one.waiting:
+            one.waiting, one.forwards = False, None

@@ -1,0 +1,181 @@
+"""Update running statistics after every optimizer step, for the layers that the optimizer trains.
+
+torch calls a global hook after each `Optimizer.step`. The hook updates
+
+  - the statistics of every layer of which the optimizer holds a parameter, and
+  - the statistics of layers of which no optimizer holds one: all of their parameters are frozen, or
+    the optimizer holds copies of them (flat parameters of FSDP1, master weights).
+
+So two models with two optimizers do not disturb each other, and an optimizer that trains adapters
+alone still moves the averages. The hook works on the host: it reads no tensor, and what it launches
+can be captured in a CUDA graph.
+
+A layer is a module that called `register_layer`: `MoE`, `SoftMoE`, any `Router`. Statistics, layers
+and optimizers are held weakly, and the parameters of a layer are looked up when an optimizer is
+first seen, when it gets another parameter group and when layers are built or copied. Modules may
+therefore be copied, pickled, moved and sharded without telling the hook.
+"""
+
+import gc
+import logging
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from acmoe.ops.dispatch import log_once
+
+if TYPE_CHECKING:
+    from acmoe.routing.statistics.step import StepStatistics
+
+
+References = Sequence["weakref.ref[StepStatistics]"]
+
+
+class Trained(NamedTuple):
+    """The statistics that an optimizer's steps update, inner modules first."""
+
+    key: tuple[int, ...] = ()  # changes when the statistics must be looked up again
+    held: References = ()  # of layers of which the optimizer holds a parameter
+    unclaimed: References = ()  # of layers of which no optimizer holds a parameter
+    searched: bool = False  # True: optimizers that have not stepped yet were looked for, too
+
+
+class Layer(nn.Module):
+    """A module with parameters, whose statistics belong to the optimizer of these parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        register_layer(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        register_layer(self)
+
+
+_lock = threading.RLock()
+_statistics: "weakref.WeakSet[StepStatistics]" = weakref.WeakSet()
+_layers: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+_trained: "weakref.WeakKeyDictionary[Optimizer, Trained]" = weakref.WeakKeyDictionary()
+_changes = 0  # of the sets above, since the process began
+_hooks: list[Any] = []
+
+
+def register_statistics(statistics: "StepStatistics") -> None:
+    """Have optimizer steps update these statistics. The first call registers the hook."""
+    _add(_statistics, statistics)
+    if not _hooks:
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
+
+
+def register_layer(layer: nn.Module) -> None:
+    """Give the statistics inside a module to the optimizer that holds a parameter of it."""
+    _add(_layers, layer)
+
+
+def _add(registry: "weakref.WeakSet[Any]", module: nn.Module) -> None:
+    global _changes
+    with _lock:
+        registry.add(module)
+        _changes += 1
+
+
+# Dynamo must not trace it: torch.compile(optimizer.step) breaks its graph here.
+@_disable_dynamo
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    from acmoe.routing.statistics.step import update_all
+
+    trained = trained_by(optimizer)
+    update_all(_alive(trained.held))
+    unclaimed = [one for one in _alive(trained.unclaimed) if _trains(one)]
+    if not trained.searched and any(one.waiting for one in unclaimed):
+        # They may belong to an optimizer that has not taken its first step yet. To find it takes up
+        # to 0.3 s, so this is done only where a batch waits.
+        trained = trained_by(optimizer, search=True)
+        unclaimed = [one for one in _alive(trained.unclaimed) if _trains(one)]
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        # A captured update writes at every replay, also after a model of somebody else is freed.
+        left_out = [one for one in unclaimed if not one.waiting]
+        unclaimed = [one for one in unclaimed if one.waiting]
+        if left_out:
+            log_once(
+                f"running statistics: a captured optimizer step leaves out {len(left_out)} of "
+                "layers of which no optimizer holds a parameter; if they are of the captured "
+                "model, call acmoe.fold_statistics(model) inside the capture",
+                logging.WARNING,
+            )
+    update_all(unclaimed)
+
+
+def _trains(statistics: "StepStatistics") -> bool:
+    """Return False for a copy in evaluation mode, such as a teacher, and for what cannot change."""
+    fixed = any(buffer.is_meta or buffer.is_inference() for buffer in statistics.buffers())
+    return statistics.training and not fixed
+
+
+def trained_by(optimizer: Optimizer, *, search: bool = False) -> Trained:
+    """Return the statistics that a step of the optimizer updates.
+
+    search: look among all objects of the process for optimizers that have not stepped yet.
+    """
+    global _changes
+    with _lock:
+        if optimizer not in _trained:
+            _changes += 1  # what no optimizer held until now may be held by this one
+            _trained[optimizer] = Trained()
+        sizes = (len(group["params"]) for group in optimizer.param_groups)
+        key = (_changes, *sizes)
+        if _trained[optimizer].key != key or search:
+            _trained[optimizer] = Trained(key, *_find(optimizer, search), search)
+        return _trained[optimizer]
+
+
+def _find(optimizer: Optimizer, search: bool) -> tuple[References, References]:
+    owned = _parameters_of_statistics()
+
+    def without(ids: set[int]) -> "set[StepStatistics]":
+        return {one for one, owner in owned.items() if ids.isdisjoint(map(id, owner))}
+
+    unclaimed = without(_ids(list(_trained)))
+    if search and any(p.requires_grad for one in unclaimed for p in owned[one]):
+        unclaimed &= without(_ids(o for o in gc.get_objects() if issubclass(type(o), Optimizer)))
+    held = owned.keys() - without(_ids([optimizer]))
+    return _references(held), _references(unclaimed)
+
+
+def _references(statistics: "Iterable[StepStatistics]") -> References:
+    from acmoe.routing.statistics.step import inner_first
+
+    return [weakref.ref(one) for one in inner_first(*statistics)]
+
+
+def _alive(references: References) -> "Iterator[StepStatistics]":
+    return (one for reference in references if (one := reference()) is not None)
+
+
+def _parameters_of_statistics() -> "dict[StepStatistics, set[nn.Parameter]]":
+    """Return for all statistics the parameters of the layers around them, and their own."""
+    owned = {one: set(one.parameters()) for one in _statistics}
+    for layer in _layers:
+        parameters = set(layer.parameters())
+        for module in layer.modules():
+            if module in owned:
+                owned[module] |= parameters
+    return owned
+
+
+def parameters_around(statistics: "StepStatistics") -> "set[nn.Parameter]":
+    """Return the parameters of the layers around these statistics, and their own."""
+    with _lock:
+        return _parameters_of_statistics().get(statistics, set())
+
+
+def _ids(optimizers: Iterable[Optimizer]) -> set[int]:
+    """Return the ids of all parameters that the optimizers hold."""
+    groups = [group for one in optimizers for group in getattr(one, "param_groups", ())]
+    return {id(parameter) for group in groups for parameter in group["params"]}

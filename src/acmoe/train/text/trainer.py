@@ -1,0 +1,306 @@
+"""Training updates of a language model on streams of text.
+
+B streams, L positions of a block.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from acmoe.config.text.language import language_router
+from acmoe.config.text.train import RunConfig
+from acmoe.data.text.corpus import Corpus
+from acmoe.data.text.loader import Batch, TrainingBatches
+from acmoe.data.transfer import to_device
+from acmoe.distributed.parallelize import parallelize
+from acmoe.distributed.pipeline_gradients import gather_stages
+from acmoe.distributed.ranks import ALONE, Ranks
+from acmoe.errors import check
+from acmoe.evaluate.language import (
+    check_vocabulary,
+    deals_rows,
+    metric_of,
+    score_stream,
+    statistics_modes,
+)
+from acmoe.evaluate.run import open_corpus
+from acmoe.fast.memory import StaticMemory
+from acmoe.fast.text import memory_dtype
+from acmoe.models.registry import build_model
+from acmoe.models.text.decoder import LanguageModel, LanguageOutput
+from acmoe.models.text.memory import StreamMemory
+from acmoe.routing.baselines.stable import freeze_stable_routers
+from acmoe.routing.statistics.group import measuring_alone
+from acmoe.runtime import autocast
+from acmoe.storage.shards import Stored
+from acmoe.train.metrics_log import MetricsLog
+from acmoe.train.optim import check_router_sgd, router_matrices
+from acmoe.train.text.memory import (
+    STREAMS,
+    resplit,
+    saved_memory,
+    saved_split,
+    stream_tensors,
+)
+from acmoe.train.text.pipeline import PipelinedDecoder, score_stages
+from acmoe.train.trainer import Trainer, eager
+from acmoe.train.update import Output, Update, take_step
+
+STABLE_STAGE_ONE = 10  # StableMoE learns its routing in the first tenth of the steps
+
+
+class TextValidation(NamedTuple):
+    """A score of the validation split, and the settings it depends on."""
+
+    loss: float  # mean nats per token
+    tokens: int
+    statistics: str
+    batch: int
+    block: int
+
+
+class TextTrainer(Trainer):
+    """Updates of a language model, with the attention memory of each micro-batch's streams."""
+
+    config: RunConfig
+    model: LanguageModel  # in a pipeline a PipelinedDecoder, which serves the same calls
+    batches: TrainingBatches
+    recent: list[Batch]
+
+    def __init__(
+        self, config: RunConfig, corpus: Corpus, device: torch.device, ranks: Ranks = ALONE
+    ) -> None:
+        self.corpus = corpus
+        self.memories: list[StreamMemory | None] = [None] * config.split
+        self.places: dict[int, StaticMemory] = {}  # by micro-batch; only where CUDA graphs run
+        model = build_model(
+            replace(config.model, router=language_router(config.model.router, config.model))
+        )
+        router_sgd = config.router_sgd
+        self.pipeline: PipelinedDecoder | None = None
+        if config.parallel.pipeline > 1 and ranks.mesh is not None:
+            check_router_sgd(model, router_sgd)
+            model = self.pipeline = PipelinedDecoder(
+                cast(LanguageModel, model), config, ranks, device
+            )
+            if not router_matrices(model):  # this process has no MoE layer
+                router_sgd = None
+        super().__init__(
+            config,
+            device,
+            model,
+            TrainingBatches(
+                corpus["train"],
+                batch=config.batch,
+                block=config.model.block,
+                seed=config.seed,
+                rank=ranks.data_rank,
+                world_size=ranks.data_size,
+                split=config.split,
+            ),
+            schedule=config,
+            router_sgd=router_sgd,
+            ranks=ranks,
+        )
+
+    @property
+    def per_step(self) -> int:
+        """The number of tokens in an update."""
+        return self.config.tokens_per_step
+
+    def update(self, step: int, *, record: bool) -> Update:
+        """Take an optimizer step; freeze StableMoE's routers at the end of their first stage."""
+        if step == self.config.steps // STABLE_STAGE_ONE + 1:
+            frozen = freeze_stable_routers(self.model)
+            if frozen and self.graph is not None:
+                self.graph.forget()  # graphs captured so far train the routers
+            if frozen:  # DDP would wait for the gradients of the routers
+                self.replica = parallelize(self.model, self.ranks, self.config.parallel)
+        return super().update(step, record=record)
+
+    def load_batch(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return (B, L) tokens and targets; a new pass over the data starts without memory."""
+        if batch.reset:
+            self.memories = [None] * self.config.split
+        return to_device(batch.tokens, self.device), to_device(batch.targets, self.device)
+
+    def forward(
+        self, part: int, inputs: Tensor, targets: Tensor, *, record: bool
+    ) -> LanguageOutput:
+        """Run the model on the micro-batch's tokens and the memory of its streams."""
+        memory = self.memories[part]
+        # Recording adds hooks to modules, and streams without full memory have other shapes. Each
+        # would compile the blocks again, and the compiler gives up after a few times.
+        with (
+            eager(self.config.compile and (record or not self._is_full(memory))),
+            autocast(self.config.precision, self.device),
+        ):
+            out = self.replica(inputs, targets, memory=memory, return_routings=record)
+        return cast(LanguageOutput, out)
+
+    def run_micro_batches(self, record: bool) -> Sequence[Output]:
+        """Run the micro-batches one after another, or as a pipeline of several processes."""
+        if self.pipeline is None:
+            return super().run_micro_batches(record)
+        assert self.inputs is not None
+        outputs = self.pipeline.update(*self.inputs, self.memories, record=record)
+        self.memories = [out.memory for out in outputs]
+        return outputs
+
+    def loads(self, outputs: Sequence[Output]) -> tuple[Tensor, ...]:
+        """Return the loads of the MoE layers of all stages; zeros for those of other processes."""
+        found = super().loads(outputs)
+        return found if self.pipeline is None else self.pipeline.all_loads(found)
+
+    def take_step(self, finite: Tensor) -> Tensor:
+        """Update the weights; the gradients of a pipeline are clipped by their norm over it."""
+        if self.pipeline is None or self.config.clip is None:
+            return super().take_step(finite)
+        finite = finite & self.pipeline.clip_gradients(self.config.clip).isfinite()
+        return take_step(self.pipeline, self.optimizer, clip=None, finite=finite)
+
+    def accumulate(
+        self, part: int, inputs: Tensor, targets: Tensor, *, record: bool
+    ) -> LanguageOutput:
+        """Run forward and backward, then keep the memory of the streams for their next block."""
+        out = cast(LanguageOutput, super().accumulate(part, inputs, targets, record=record))
+        self._store_memory(part, out.memory)
+        return out
+
+    def has_static_shapes(self) -> bool:
+        """Return True once the memory of every stream has its full length."""
+        return all(map(self._is_full, self.memories))
+
+    def _is_full(self, memory: StreamMemory | None) -> bool:
+        return memory is not None and memory.hidden[0].shape[1] == self.config.model.span
+
+    def _store_memory(self, part: int, memory: StreamMemory) -> None:
+        """Keep a micro-batch's memory; where CUDA graphs run, full memory has a fixed address."""
+        if self.graph is not None and self._is_full(memory):
+            if part not in self.places:
+                with autocast(self.config.precision, self.device):
+                    dtype = memory_dtype(self.model)  # a checkpoint may hold a wider one
+                config = self.config.model
+                length = config.block if config.norm == "post" else 0
+                self.places[part] = StaticMemory(memory, length, dtype)
+            memory = self.places[part].hold(memory)
+        self.memories[part] = memory
+
+    @property
+    def depths(self) -> Sequence[int]:
+        """The depths of the blocks of this process."""
+        return range(len(self.model.blocks)) if self.pipeline is None else self.pipeline.depths
+
+    def whole_model(self) -> nn.Module:
+        """Return the model with whole tensors and all stages, as it is saved."""
+        return super().whole_model() if self.pipeline is None else self.pipeline.whole_model()
+
+    def load_model(self, state: Mapping[str, Any]) -> None:
+        """Load the model, or the stages of this process."""
+        if self.pipeline is None:
+            super().load_model(state)
+        else:
+            self.pipeline.load_whole(state)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Add the streams' memory: `memory/MICRO-BATCH/BLOCK`, `moments/MICRO-BATCH/BLOCK/NAME`.
+
+        The streams of a micro-batch on all processes are those of the micro-batch of one process.
+        """
+        join = self.ranks.concatenate
+        saved = stream_tensors(self.memories, self.depths)
+        memory = {name: join(rows) for name, rows in saved}
+        found = super().state_tensors() | memory
+        return found if self.pipeline is None else gather_stages(found, self.ranks)
+
+    def parts(self) -> dict[str, Tensor]:
+        """Add the memory of this process's streams."""
+        saved = stream_tensors(self.memories, self.depths)
+        memory = {name: self.ranks.sharded(rows) for name, rows in saved}
+        return super().parts() | memory
+
+    def empty_parts(self, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
+        """Add the streams' memory: all of it where it was saved with another `split`."""
+        own = {str(depth) for depth in self.depths}
+        memory = {
+            name: one
+            for name, one in stored.items()
+            if name.startswith(STREAMS) and name.split("/")[2] in own
+        }
+        empty = self.ranks.empty if saved_split(memory) == self.config.split else _whole
+        return super().empty_parts(stored) | {
+            name: empty(one.shape, one.dtype, self.device) for name, one in memory.items()
+        }
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore the streams' memory as well."""
+        if self.pipeline is not None:
+            tensors = self.pipeline.own_moments(tensors)
+        super().load_state_tensors(tensors)
+        tensors = resplit(tensors, self.config.split)
+        for part in range(self.config.split):
+            self._store_memory(part, saved_memory(tensors, part, self.depths, self._own_rows))
+
+    def _own_rows(self, rows: Tensor) -> Tensor:
+        """Return the rows of this process's streams, on its device."""
+        return self.ranks.part(rows).to(self.device)
+
+    @torch.no_grad()
+    def replay(self, batch: Batch) -> None:
+        """Run the model on a batch again, without memory."""
+        with autocast(self.config.precision, self.device):
+            self.model(batch.tokens.to(self.device), batch.targets.to(self.device))
+
+    def validate(self) -> TextValidation:
+        """Score the first `eval_tokens` of the validation split as an evaluation would."""
+        batch, block = self.config.eval_batch, self.config.model.block
+        stream = self.corpus["valid"][: self.config.eval_tokens]
+        # Blocks with padding and without memory have shapes that are not worth compiling for.
+        mode = statistics_modes(self.model, ())[0]
+        dealt = deals_rows(batch, mode, self.ranks.data_size)
+        score_all = partial(
+            score_stream,
+            self.model,
+            stream,
+            batch=batch,
+            block=block,
+            precision=self.config.precision,
+        )
+        with eager(self.config.compile), measuring_alone(self.model):
+            if self.pipeline is None:
+                score = score_all(ranks=self.ranks if dealt else ALONE)
+            else:
+                score = score_stages(score_all, self.ranks, dealt=dealt)
+        return TextValidation(score.loss, score.tokens, mode, batch, block)
+
+    def metrics_log(self, folder: Path) -> MetricsLog:
+        """Make a log of perplexity, or of bits per byte, as the corpus has it."""
+        return MetricsLog(folder, metric_of(self.corpus))
+
+    def data_checksum(self) -> dict[str, str]:
+        """Return the checksum of the training tokens."""
+        return {"corpus_sha256": self.corpus.manifest.splits["train"].sha256}
+
+    def check_data(self, state: Mapping[str, Any]) -> None:
+        """Raise a UserError where the checkpoint was trained on other tokens."""
+        check(
+            state["corpus_sha256"] == self.data_checksum()["corpus_sha256"],
+            f"{self.corpus.folder} is not the corpus this run was begun with (another checksum); "
+            "prepare that one again, or choose another run folder",
+        )
+
+
+def _whole(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def checked_corpus(config: RunConfig) -> Corpus:
+    """Open the run's corpus, and check that the model's vocabulary has its size."""
+    corpus = open_corpus(config.data)
+    check_vocabulary(config.model.vocab_size, corpus)
+    return corpus
