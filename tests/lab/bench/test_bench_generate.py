@@ -1,9 +1,12 @@
 """`acmoe bench generate` times decode steps and says what could not be timed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from acmoe.errors import UserError
+from acmoe.experts.moe import MoE
 from acmoe.lab.bench import generate
 from acmoe.lab.bench.generate import GenerateBenchConfig, bench_generate
 from acmoe.lab.bench.table import terminal_table
@@ -28,3 +31,12 @@ def test_names_are_checked() -> None:
     for wrong in ({"models": ("swin-nano",)}, {"contestants": ("fast",)}, {"tokens": 1}):
         with pytest.raises(UserError):
             GenerateBenchConfig(**wrong)
+
+
+def test_the_model_of_olmoe_s_size_has_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "_OLMOE", replace(generate._OLMOE, dim=32, hidden=8, repeats=2))
+    model = generate._ours("olmoe", GenerateBenchConfig(dtype="fp32"), torch.device("cpu"))
+    moe = [one for one in model.modules() if isinstance(one, MoE)]
+    # A gate and an up projection of 8 units each, and no biases, as in OLMoE.
+    assert [tuple(p.shape) for p in moe[1].experts.parameters()] == [(64, 16, 32), (64, 32, 8)]
+    assert len(moe) == 2

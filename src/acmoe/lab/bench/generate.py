@@ -1,7 +1,7 @@
 """Time text generation: a prompt, then one token at a time, by plain and by captured steps.
 
-`olmoe` is a model of ours of OLMoE's size with random weights; `transformers` is OLMoE's own model
-from that package, with random weights, a static cache and greedy decoding.
+`olmoe` is a model of ours of OLMoE's size and with its kind of experts; `transformers` is OLMoE's
+own model from that package, with a static cache and greedy decoding. Both have random weights.
 """
 
 import importlib.util
@@ -11,11 +11,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from acmoe.config.routing import SMoEConfig
 from acmoe.config.text.language import LanguageConfig, language_router
 from acmoe.errors import check, first_line
+from acmoe.experts.mlp import ExpertMLP
+from acmoe.experts.moe import MoE
 from acmoe.fast import accelerate, restore
 from acmoe.fast.decoding import capture_unsupported
 from acmoe.lab.bench.progress import Say, silent
@@ -141,8 +143,23 @@ def _ours(name: str, config: GenerateBenchConfig, device: torch.device) -> Langu
     made = replace(made, router=language_router(config.router, made))
     with seeded(config.seed, device), device:
         model = build_model(made)
+        if name == "olmoe":
+            _gate(model, made)
     assert isinstance(model, LanguageModel)
     return model.to(device=device, dtype=_DTYPES[config.dtype]).eval()
+
+
+def _gate(model: nn.Module, config: LanguageConfig) -> None:
+    """Put OLMoE's experts into every MoE layer: SwiGLU without biases."""
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.experts = ExpertMLP(
+                dim=config.dim,
+                hidden=config.hidden,
+                num_experts=config.num_experts,
+                activation="swiglu",
+                bias=False,
+            )
 
 
 def _by(model: LanguageModel, prompt: Tensor) -> Generate:
