@@ -46,7 +46,7 @@ def save_effects(rows: Sequence[Row], folder: Path) -> tuple[Path, ...]:
         axes.set_ylim(len(shown) - 0.5, -0.5)
         axes.set_xlim(-FARTHEST, FARTHEST)
         axes.set(
-            xlabel="our difference / the paper's: 0 no effect, 1 (dashed) the paper's; 95 % "
+            xlabel="our difference / the paper's: 0 no effect, 1 (dashed) the paper's\n95 % "
             f"intervals, cut at {FARTHEST:g}; open circles: fewer pairs than declared"
         )
 
