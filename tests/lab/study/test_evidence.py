@@ -241,4 +241,4 @@ def test_every_declared_comparison_of_long_runs_has_a_row() -> None:
             if other == condition and (setting, baseline) in found
         }
         assert declared == {key for key in rows if key[0] == name}
-        assert {rows[key] for key in declared} == {study.seeds} == {4}
+        assert {rows[key] for key in declared} == {study.seeds} == {study.declared_pairs} == {4}

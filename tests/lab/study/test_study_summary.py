@@ -60,6 +60,22 @@ def test_the_page_of_a_study_that_goes_on_is_that_of_its_records(name):
     assert found in page, f"run acmoe study {name} --summarise"
 
 
+def test_a_comparison_with_fewer_pairs_than_declared_has_no_test():
+    """Four pairs were declared; the three first ones would give p = 0.0742 and 0.25."""
+    lines = [dict(line, study="long") for line in three_seeds()]
+    page = study_markdown(summarise(STUDIES["long"], lines), [])
+    assert "| 3 of 4 | -0.2000 [-0.4484, +0.0484] | -8.00 |  |  |  |  |" in page
+    assert "1 of 1 comparisons in test bits per byte have fewer than the 4 declared" in page
+    assert "below 0.05" not in page
+    last = [record("smoe", 3, 1.5), record("adaptive-previous", 3, 1.4), record("fade", 3, 1.4)]
+    lines += [dict(line, study="long") for line in last]
+    page = study_markdown(summarise(STUDIES["long"], lines), [])
+    assert "| adaptive-previous | smoe | 4 | -0.1750 [" in page
+    assert "Of 1 comparisons in test bits per byte, Holm" in page
+    assert "| fade | smoe | 1 of 4 | -0.1000 | -6.67 |  |  |  |  |" in page
+    assert "1 of 2 comparisons in test bits per byte have fewer than" in page
+
+
 def test_other_sizes_and_settings_are_never_compared():
     lines = [record("smoe", 0, 1.5), record("adaptive-previous", 0, 1.0, size="8 steps")]
     lines.append(record("adaptive-previous", 1, 1.0, setting="other"))
