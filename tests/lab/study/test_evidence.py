@@ -179,14 +179,23 @@ def test_the_command_writes_the_page(
     ]
     (folder / "long.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = tmp_path / "evidence.md"
-    page.write_text("words\n<!-- study:evidence:begin -->\n<!-- study:evidence:end -->\n")
+    names = ("evidence-headline", "evidence", "evidence-short")
+    parts = [f"<!-- study:{name}:begin -->\n<!-- study:{name}:end -->\n" for name in names]
+    page.write_text("words\n" + "".join(parts))
     assert status("--evidence", str(page), "--pictures", str(tmp_path / "figures")) == 0
     text = page.read_text()
     assert text.startswith("words\n")
     assert f"| {setting} | +0.07% [" in text  # 0.001 of 1.51
+    assert "**At the lengths of training that were run here, 0 of 0 comparisons exclude" in text
+    assert "1 more has fewer pairs than declared, and no verdict yet.**" in text
+    assert "| bytes, long runs, balance 0.01, bits per byte | +0.07% [" in text
+    assert "| words, Switch-small, perplexity | no figures | -3.26% | 0 |  |" in text
     assert (tmp_path / "figures" / "evidence.svg").is_file()
     assert status("long", "--evidence", str(page)) == 2
     assert "leave 'long' out" in capsys.readouterr().err
+    page.write_text("words\n")
+    assert status("--evidence", str(page)) == 2
+    assert "has none of the markers" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +225,7 @@ def test_the_headline_counts_the_lines_of_the_pages_lists() -> None:
         return len(claims)
 
     refuted, unknown, supported, interim = map(
-        lines, ("Refuted", "Cannot tell", "Supported", "Interim")
+        lines, ("Refuted", "Cannot tell", "In favour", "Interim")
     )
     sentence = page.split("evidence-headline:begin -->")[1].split("<!--")[0]
     numbers = [int(number) for number in re.findall(r"\d+", sentence)]

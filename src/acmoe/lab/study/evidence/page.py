@@ -110,8 +110,9 @@ def evidence_markdown(rows: Sequence[Row], images: Sequence[str]) -> str:
     parts += [f"![Our differences as shares of the paper's effect]({image})" for image in images]
     if supported := [row for row in rows if row.verdict == "supported"]:
         parts.append(
-            "## Supported\n\nThe interval excludes zero, on the paper's side. It is not "
-            "corrected for the number of rows: one interval in twenty excludes the truth by chance."
+            "## In favour\n\nThe interval excludes zero, on the side of a gain. Intervals are not "
+            "corrected for the number of rows: one in twenty excludes the truth by chance, so that "
+            "a single row without a declared test confirms nothing."
         )
         parts.append(_list(supported))
     for heading, verdicts, meaning in LISTS:
