@@ -21,6 +21,7 @@ from acmoe.data.text.corpus import load_corpus
 from acmoe.errors import UserError
 from acmoe.evaluate.language import evaluate, score_stream
 from acmoe.evaluate.run import open_run
+from acmoe.models.registry import build_model
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.routing.statistics.override import override_statistics
 from tiny_runs import MODEL, byte_corpus, records, tiny_run, trained, word_corpus
@@ -224,3 +225,33 @@ def test_a_folder_that_is_no_run_is_refused(
         (tmp_path / name).write_text("{")
     with pytest.raises(UserError, match=message):
         evaluate(tmp_path)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "router",
+    [
+        "smoe",
+        AdaptiveConfig(statistics="batch"),
+        AdaptiveConfig(statistics="batch", statistics_of="current"),
+    ],
+    ids=["smoe", "previous", "current"],
+)
+def test_recording_the_routing_changes_no_loss(router: object, device: str) -> None:
+    torch.manual_seed(1)
+    config = replace(MODEL, dim=64, hidden=64)
+    config = replace(config, router=language_router(router, config))  # type: ignore[arg-type]
+    model = build_model(config).to(device)
+    stream = np.random.default_rng(0).integers(0, config.vocab_size, 700, dtype=np.uint16)
+    plain, recorded = (
+        score_stream(
+            *(model, stream),
+            batch=4,
+            block=config.block,
+            precision="fp32" if device == "cpu" else "bf16",
+            routing=routing,
+        )
+        for routing in (False, True)
+    )
+    assert plain.loss == recorded.loss
+    assert (len(plain.layers), len(recorded.layers)) == (0, config.num_moe_layers)

@@ -23,6 +23,7 @@ from acmoe.data.text.contaminate import contaminate
 from acmoe.data.text.corpus import Corpus
 from acmoe.data.text.loader import EvaluationBatches
 from acmoe.data.text.swaps import SwapReport
+from acmoe.data.transfer import to_device
 from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.errors import NonFiniteError, UserError, check
 from acmoe.evaluate.finite import REMEDY, naming
@@ -182,8 +183,8 @@ def score_stream(
             # Without padding pass no mask, so that attention can use its fast path.
             mask = None if count == mask_BL.numel() else mask_BL.to(device)
             out = model(
-                tokens_BL.to(device),
-                targets_BL.to(device),
+                to_device(tokens_BL, device),
+                to_device(targets_BL, device),
                 memory=memory,
                 token_mask=mask,
                 return_routings=routing,

@@ -48,8 +48,9 @@ class RoutingTally:
             if previous_T is not None:
                 pair_T = previous_T * self.num_experts + first_T
                 pair_T = pair_T if mask_T is None else pair_T[mask_T]
-                counts = torch.bincount(pair_T, minlength=self.num_experts**2)
-                self.tables[depth] += counts.view(self.num_experts, -1)
+                # Not bincount: it makes the host wait for a GPU, in every layer.
+                counts = load(pair_T[:, None], self.num_experts**2)
+                self.tables[depth] += counts.long().view(self.num_experts, -1)
             previous_T = first_T
 
     def layers(self, ranks: Ranks = ALONE) -> tuple[LayerReport, ...]:

@@ -10,16 +10,20 @@ from typing import Any
 
 import pytest
 from scipy import stats
+from test_study_grids import NOWHERE
 
 from acmoe.cli import main
 from acmoe.lab.study.evidence.claims import CLAIMS, Claim
-from acmoe.lab.study.evidence.page import evidence_markdown
+from acmoe.lab.study.evidence.page import evidence_markdown, read_all
 from acmoe.lab.study.evidence.rows import Row, differences, evidence_rows
+from acmoe.lab.study.evidence.short import headline, short_markdown
 from acmoe.lab.study.registry import STUDIES
 from acmoe.lab.study.results.difference_curves import difference_curve
 from acmoe.lab.study.results.pooled import PooledDifference, pooled_differences
 from acmoe.lab.study.results.summary import Group
+from acmoe.lab.study.size import Size
 
+ROOT = Path(__file__).parents[3]
 CLAIM = Claim(
     title="bits",
     study="long",
@@ -175,20 +179,75 @@ def test_the_command_writes_the_page(
     ]
     (folder / "long.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = tmp_path / "evidence.md"
-    page.write_text("words\n<!-- study:evidence:begin -->\n<!-- study:evidence:end -->\n")
+    names = ("evidence-headline", "evidence", "evidence-short")
+    parts = [f"<!-- study:{name}:begin -->\n<!-- study:{name}:end -->\n" for name in names]
+    page.write_text("words\n" + "".join(parts))
     assert status("--evidence", str(page), "--pictures", str(tmp_path / "figures")) == 0
     text = page.read_text()
     assert text.startswith("words\n")
     assert f"| {setting} | +0.07% [" in text  # 0.001 of 1.51
+    assert "**At the lengths of training that were run here, 0 of 0 comparisons exclude" in text
+    assert "1 more has fewer pairs than declared, and no verdict yet.**" in text
+    assert "| bytes, long runs, balance 0.01, bits per byte | +0.07% [" in text
+    assert "| words, Switch-small, perplexity | no figures | -3.26% | 0 |  |" in text
     assert (tmp_path / "figures" / "evidence.svg").is_file()
     assert status("long", "--evidence", str(page)) == 2
     assert "leave 'long' out" in capsys.readouterr().err
+    page.write_text("words\n")
+    assert status("--evidence", str(page)) == 2
+    assert "has none of the markers" in capsys.readouterr().err
 
 
-def test_the_readme_takes_its_rows_from_the_page() -> None:
-    root = Path(__file__).parents[3]
-    page = (root / "docs" / "evidence.md").read_text()
-    section = (root / "README.md").read_text().split("## Does it help?")[1].split("\n## ")[0]
+@pytest.fixture(scope="module")
+def recorded() -> list[Row]:
+    return evidence_rows(CLAIMS, read_all(ROOT / "studies" / "records"))
+
+
+def test_the_page_and_the_readme_are_those_of_the_records(recorded: list[Row]) -> None:
+    page = (ROOT / "docs" / "evidence.md").read_text()
+    readme = (ROOT / "README.md").read_text()
+    assert headline(recorded) in page, "run acmoe study --evidence docs/evidence.md"
+    assert evidence_markdown(recorded, ["studies/figures/evidence.svg"]) in page
+    assert short_markdown(recorded) in readme, "run acmoe study --evidence README.md"
+    section = readme.split("## Does it help?")[1].split("\n## ")[0]
     intervals = re.findall(r"\[[+-][\d.]+, [+-][\d.]+\]", section)
     assert len(intervals) == 3
     assert all(interval in page for interval in intervals)
+
+
+def test_the_headline_counts_the_lines_of_the_pages_lists() -> None:
+    page = (ROOT / "docs" / "evidence.md").read_text()
+    lists = {part.splitlines()[0].strip("# "): part for part in re.split(r"\n(?=##)", page)[1:]}
+
+    def lines(title: str) -> int:
+        found = [part for name, part in lists.items() if name.startswith(title)]
+        claims = re.findall(r"^- (?!our own idea)", found[0] if found else "", re.MULTILINE)
+        return len(claims)
+
+    refuted, unknown, supported, interim = map(
+        lines, ("Refuted", "Cannot tell", "In favour", "Interim")
+    )
+    sentence = page.split("evidence-headline:begin -->")[1].split("<!--")[0]
+    numbers = [int(number) for number in re.findall(r"\d+", sentence)]
+    total = refuted + unknown + supported
+    assert numbers == [refuted, total, unknown, supported, *([interim] if interim else [])]
+
+
+def test_every_declared_comparison_of_long_runs_has_a_row() -> None:
+    rows = {
+        (claim.study, claim.condition, claim.baseline, setting): claim.declared
+        for claim in CLAIMS
+        for setting in claim.settings
+    }
+    for name in ("long", "long-words"):
+        study = STUDIES[name]
+        cells = study.cells(NOWHERE, Size(), (0,), ("enwik8",) if name == "long" else ())
+        found = {(cell.setting, cell.condition) for cell in cells}
+        declared = {
+            (name, condition, baseline, setting)
+            for setting, condition in found
+            for other, baseline in study.comparisons
+            if other == condition and (setting, baseline) in found
+        }
+        assert declared == {key for key in rows if key[0] == name}
+        assert {rows[key] for key in declared} == {study.seeds} == {study.declared_pairs} == {4}

@@ -105,6 +105,8 @@ def test_runs_without_company_in_their_block_say_nothing():
     assert scale_effect([]) is None
     assert scale_effect([Point(("a", seed), 0.1 * seed, 1.0 * seed) for seed in range(4)]) is None
     assert scale_effect([Point(("a", 0), 0.2, 1.0), Point(("a", 0), 0.2, 2.0)]) is None
+    # Two runs of one block always lie on a line.
+    assert scale_effect([Point(("a", 0), 0.2, 1.0), Point(("a", 0), 0.3, 2.0)]) is None
 
 
 def test_the_page_tells_slope_correlation_and_p_where_there_are_runs_for_it():

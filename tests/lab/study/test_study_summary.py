@@ -1,15 +1,20 @@
 """From lines to tables, figures and a page."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from acmoe.errors import UserError
 from acmoe.lab.study.registry import STUDIES
 from acmoe.lab.study.results.page import markers, write_page
+from acmoe.lab.study.results.records import read_results
 from acmoe.lab.study.results.report import report
 from acmoe.lab.study.results.summary import summarise
 from acmoe.lab.study.results.tables import study_markdown
 from study_cases import record, write_results
 
+ROOT = Path(__file__).parents[3]
 BYTES = STUDIES["bytes"]
 
 
@@ -31,6 +36,44 @@ def test_a_comparison_is_paired_by_seed_and_corrected_over_the_family():
     assert first.relative == pytest.approx(-8.0)  # of the baseline's mean, 2.5
     assert first.holm_t == pytest.approx(2 * 0.0742, abs=2e-4)
     assert (second.difference.mean, second.difference.p_t, second.holm_t) == (0.0, 1.0, 1.0)
+
+
+def test_a_difference_is_in_percent_of_the_baseline_of_its_own_seeds():
+    lines = [*three_seeds(), record("adaptive-current", 1, 2.0)]  # the plain run of seed 1 has 2.5
+    found = [one for one in summarise(BYTES, lines).comparisons if one.metric.key == "test"]
+    assert [(one.difference.n, one.relative) for one in found] == [
+        (3, pytest.approx(-8.0)),
+        (1, pytest.approx(-20.0)),
+    ]
+
+
+@pytest.mark.parametrize("name", ["long", "long-words"])
+def test_the_page_of_a_study_that_goes_on_is_that_of_its_records(name):
+    page = (ROOT / "studies" / f"{name}.md").read_text()
+    results = ROOT / "studies" / "records" / f"{name}.jsonl"
+    begin, end = markers(name)
+    if not results.is_file():
+        assert page.split(begin)[1].split(end)[0].strip() == ""
+        return
+    images = re.findall(r"^!\[.*\]\((.*)\)$", page, re.MULTILINE)
+    found = study_markdown(summarise(STUDIES[name], read_results(results)), images)
+    assert found in page, f"run acmoe study {name} --summarise"
+
+
+def test_a_comparison_with_fewer_pairs_than_declared_has_no_test():
+    """Four pairs were declared; the three first ones would give p = 0.0742 and 0.25."""
+    lines = [dict(line, study="long") for line in three_seeds()]
+    page = study_markdown(summarise(STUDIES["long"], lines), [])
+    assert "| 3 of 4 | -0.2000 [-0.4484, +0.0484] | -8.00 |  |  |  |  |" in page
+    assert "1 of 1 comparisons in test bits per byte have fewer than the 4 declared" in page
+    assert "below 0.05" not in page
+    last = [record("smoe", 3, 1.5), record("adaptive-previous", 3, 1.4), record("fade", 3, 1.4)]
+    lines += [dict(line, study="long") for line in last]
+    page = study_markdown(summarise(STUDIES["long"], lines), [])
+    assert "| adaptive-previous | smoe | 4 | -0.1750 [" in page
+    assert "Of 1 comparisons in test bits per byte, Holm" in page
+    assert "| fade | smoe | 1 of 4 | -0.1000 | -6.67 |  |  |  |  |" in page
+    assert "1 of 2 comparisons in test bits per byte have fewer than" in page
 
 
 def test_other_sizes_and_settings_are_never_compared():

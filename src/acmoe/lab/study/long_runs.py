@@ -37,6 +37,7 @@ LONG = Study(
     grid=long_study,
     data_free=DataFree((TEXT_SETTING,), nano_long),
     seeds=4,
+    declared_pairs=4,
     comparisons=(
         ("adaptive-previous", "smoe"),
         ("adaptive-current", "smoe"),
@@ -61,6 +62,7 @@ LONG_WORDS = Study(
     "7e-4 to 7e-5. The paper's runs have 983 million tokens (Switch-small).",
     grid=long_words_study,
     seeds=4,
+    declared_pairs=4,
     comparisons=(("adaptive-previous", "smoe"), ("adaptive-current", "smoe")),
     compared=(
         *WORDS[:4],

@@ -52,6 +52,9 @@ class Study:
     reads_data: bool = True  # False: `grid` needs no folder of data sets
     data_free: DataFree | None = None  # further settings of a study that reads data
     seeds: int  # the fewest seeds that the study's claims need
+    # Pairs that were declared before the runs: a comparison with fewer is interim and has no test.
+    # None: no number was declared.
+    declared_pairs: int | None = None
     first_seed: int = 0
     comparisons: tuple[tuple[str, str], ...]  # (condition, baseline)
     compared: tuple[Metric, ...]  # tested metrics; the first is the primary one
@@ -73,6 +76,10 @@ class Study:
     def free_settings(self) -> tuple[str, ...]:
         """The settings that need no data folder although the study reads data."""
         return () if self.data_free is None else self.data_free.settings
+
+    def is_interim(self, pairs: int) -> bool:
+        """Return True where a comparison of so many pairs has fewer than were declared."""
+        return self.declared_pairs is not None and pairs < self.declared_pairs
 
     def cells(
         self, materials: Materials, size: Size, seeds: Sequence[int], settings: Sequence[str] = ()

@@ -123,17 +123,20 @@ def _scored(
         batch=tests.rows,
         block=config.model.block,
         precision=config.precision,
-        routing=True,
     )
     for mode in (None, *_further_modes(model, tests)):
         suffix = "" if mode is None else f"_{mode}"
         with using_statistics(model, mode) as used:
             further = _corrupted_others(corpus, tests, seed) if mode is None else ()
             for name, inputs, targets in (*_texts(corpus, tests, seed), *further):
+                clean = mode is None and name == "test"
                 with naming(f"{name}, statistics {used}"):
-                    found: Score = score(inputs[: tests.tokens], targets[: tests.tokens])
+                    # Recording changes no loss and takes time, so only this text records.
+                    found: Score = score(
+                        inputs[: tests.tokens], targets[: tests.tokens], routing=clean
+                    )
                 metrics[f"{name}{suffix}"] = value_of(found.loss, metric)
-                if mode is None and name == "test":
+                if clean:
                     metrics |= routing_metrics(found.layers)
                     details["layers"] = [asdict(layer) for layer in found.layers]
                     details["scored"] = {

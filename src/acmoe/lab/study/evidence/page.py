@@ -1,45 +1,94 @@
-"""Write the evidence page: one table, three lists and one figure, from the records."""
+"""Write the evidence page: one sentence, one table, three lists and one figure, from the records.
+
+A page has some of three generated sections, each between its markers: `evidence-headline` (the
+sentence), `evidence` (table, figure and lists) and `evidence-short` (the README's sentence and
+rows).
+"""
 
 import os
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
+from acmoe.errors import UserError, check
 from acmoe.lab.study.evidence.claims import CLAIMS
 from acmoe.lab.study.evidence.figure import save_effects
 from acmoe.lab.study.evidence.rows import Row, Verdict, evidence_rows
-from acmoe.lab.study.results.page import write_page
+from acmoe.lab.study.evidence.short import headline, short_markdown
+from acmoe.lab.study.evidence.words import (
+    effect_text,
+    interval_text,
+    pairs_text,
+    share_text,
+    unit,
+)
+from acmoe.lab.study.results.page import markers, write_page
 from acmoe.lab.study.results.records import Record, read_results
 from acmoe.lab.study.results.tables import table
 
-SECTION = "evidence"  # of the page's markers
+SECTION, HEADLINE, SHORT = "evidence", "evidence-headline", "evidence-short"
+INTERIM = "### Interim: fewer pairs than declared"
+# Headings in their order, the verdicts below each, and what these mean. A heading of the third
+# level is left out where no row is below it.
 LISTS: tuple[tuple[str, tuple[Verdict, ...], str], ...] = (
     (
-        "Refuted at our length of training",
+        "## Refuted at our length of training",
         ("refuted",),
         "The interval excludes the paper's effect, on the side of a smaller gain or a loss; for an "
         "idea of our own, it excludes zero on the side of a loss.",
     ),
     (
-        "Cannot tell",
+        "## Cannot tell",
         ("undecided", "unknown"),
         "The interval holds the paper's effect (for an idea of our own: zero), or there are too "
         "few pairs for one.",
     ),
-    ("Never run", ("never run",), "Declared in a study, no pair of runs yet."),
+    (
+        INTERIM,
+        ("interim",),
+        "Some of the pairs that were declared before the runs are missing: there is no verdict "
+        "yet, whatever the interval is.",
+    ),
+    (
+        "### Secondary",
+        ("secondary",),
+        "All declared pairs are there, and the comparison was declared as not decisive.",
+    ),
+    ("## Never run", ("never run",), "Declared in a study, no pair of runs yet."),
 )
 
 
 def write_evidence(page: Path, records: Path, images: Path) -> list[Path]:
-    """Write the table, the lists and the figure; return the written files."""
+    """Write the generated sections that the page has; return the written files."""
     rows = evidence_rows(CLAIMS, read_all(records))
-    figures = save_effects(rows, images)
+    sections = _sections(page)
+    figures: tuple[Path, ...] = ()
+    if SECTION in sections:
+        figures = save_effects(rows, images)
     shown = [
         Path(os.path.relpath(figure, page.parent)).as_posix()
         for figure in figures
         if figure.suffix == ".svg"
     ]
-    write_page(page, SECTION, evidence_markdown(rows, shown))
+    contents = {
+        HEADLINE: lambda: f"**{headline(rows)}**\n",
+        SECTION: lambda: evidence_markdown(rows, shown),
+        SHORT: lambda: short_markdown(rows),
+    }
+    for name in sections:
+        write_page(page, name, contents[name]())
     return [page, *figures]
+
+
+def _sections(page: Path) -> list[str]:
+    """Return the generated sections whose markers the page has."""
+    try:
+        text = page.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read {page}: {error.strerror}; give a page that exists") from error
+    found = [name for name in (HEADLINE, SECTION, SHORT) if markers(name)[0] in text]
+    check(bool(found), f"{page} has none of the markers, such as {markers(SECTION)[0]}; add them")
+    return found
 
 
 def read_all(folder: Path) -> dict[str, list[Record]]:
@@ -49,72 +98,67 @@ def read_all(folder: Path) -> dict[str, list[Record]]:
 
 
 def evidence_markdown(rows: Sequence[Row], images: Sequence[str]) -> str:
-    """Return the page's generated part; `images` are paths relative to the page."""
+    """Return the table, the figure and the lists; `images` are paths relative to the page."""
     header = (
         *("claim of the paper", "our setting", "our difference", "paper", "paper's effect is"),
         *("n", "training, share of the paper's", "could have been seen"),
     )
-    run = [row for row in rows if row.ours is not None]
-    parts = [
-        table(header, [_cells(row) for row in run]),
-        *(f"![Our differences as shares of the paper's effect]({image})" for image in images),
-    ]
+    run = [row for row in rows if row.has_runs]
+    parts = [table(header, [_cells(row) for row in run])]
+    if crossing := [row for row in run if row.crossing]:
+        parts.append(_crossing(crossing))
+    parts += [f"![Our differences as shares of the paper's effect]({image})" for image in images]
     if supported := [row for row in rows if row.verdict == "supported"]:
         parts.append(
-            "## Supported\n\nThe interval excludes zero, on the paper's side. It is not "
-            "corrected for the number of rows: one interval in twenty excludes the truth by chance."
+            "## In favour\n\nThe interval excludes zero, on the side of a gain. Intervals are not "
+            "corrected for the number of rows: one in twenty excludes the truth by chance, so that "
+            "a single row without a declared test confirms nothing."
         )
         parts.append(_list(supported))
-    for title, verdicts, meaning in LISTS:
+    for heading, verdicts, meaning in LISTS:
         found = [row for row in rows if row.verdict in verdicts]
-        parts.append(f"## {title}\n\n{meaning}")
-        parts.append(_list(found) if found else "Nothing.")
+        if found or not heading.startswith("###"):
+            parts.append(f"{heading}\n\n{meaning}")
+            parts.append(_list(found) if found else "Nothing.")
     return "\n\n".join(parts) + "\n"
 
 
+def _crossing(rows: Sequence[Row]) -> str:
+    """Name the rows in which some pairs have two runs of different commits."""
+    found = [f"{row.claim.condition} in {row.setting} ({row.crossing})" for row in rows]
+    return f"Pairs whose two runs are of different commits: {'; '.join(found)}."
+
+
 def _list(rows: Sequence[Row]) -> str:
-    return "\n".join(f"- {row.claim.title}: {row.setting}{_in_words(row)}" for row in rows)
+    """Return a line for each row; rows without runs have one line for each claim."""
+    lines = [f"- {row.claim.title}: {row.setting}{_in_words(row)}" for row in rows if row.has_runs]
+    never = [row for row in rows if not row.has_runs]
+    for title, group in groupby(never, lambda row: row.claim.title):
+        lines.append(f"- {title}: {'; '.join(row.setting for row in group)}")
+    return "\n".join(lines)
 
 
 def _in_words(row: Row) -> str:
-    if row.ours is None:
-        return ""
-    effect = row.claim.effect
-    paper = "" if effect is None else f", the paper {_signed(effect, row)}"
-    return f", {_interval(row)} (n = {row.ours.n}){paper}"
+    pairs = f"{pairs_text(row)} declared pairs" if row.interim else f"n = {row.pairs}"
+    paper = "" if row.claim.effect is None else f", the paper {effect_text(row)}"
+    diverged = ""
+    if any(row.diverged):
+        conditions = (row.claim.condition, row.claim.baseline)
+        counts = zip(row.diverged, conditions, strict=True)
+        diverged = f"; runs that diverged: {', '.join(f'{n} {name}' for n, name in counts)}"
+    return f", {interval_text(row)} ({pairs}){paper}{diverged}"
 
 
 def _cells(row: Row) -> list[str]:
-    assert row.ours is not None
     inside = {True: "inside", False: "outside", None: "no interval"}[row.inside]
-    seen, effect = row.ours.detectable, row.claim.effect
+    seen = None if row.ours is None else row.ours.detectable
     return [
         row.claim.title,
         row.setting,
-        _interval(row),
-        "none" if effect is None else _signed(effect, row),
-        "" if effect is None else inside,
-        str(row.ours.n),
-        "" if row.share is None else _share(row.share),
-        "" if seen is None else f"{seen:.2f}{_unit(row)}",
+        interval_text(row),
+        effect_text(row),
+        "" if row.claim.effect is None else inside + (", interim" if row.interim else ""),
+        pairs_text(row),
+        share_text(row),
+        "" if seen is None else f"{seen:.2f}{unit(row)}",
     ]
-
-
-def _interval(row: Row) -> str:
-    ours = row.ours
-    assert ours is not None
-    if ours.low is None or ours.high is None:
-        return _signed(ours.mean, row)
-    return f"{_signed(ours.mean, row)} [{ours.low:+.2f}, {ours.high:+.2f}]"
-
-
-def _signed(value: float, row: Row) -> str:
-    return f"{value:+.2f}{_unit(row)}"
-
-
-def _unit(row: Row) -> str:
-    return "%" if row.claim.unit == "percent" else " points"
-
-
-def _share(share: float) -> str:
-    return f"{100 * share:.1f}%" if share >= 0.001 else f"{100 * share:.2g}%"

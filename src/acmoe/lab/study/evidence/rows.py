@@ -9,12 +9,17 @@ from acmoe.lab.study.evidence.claims import Claim
 from acmoe.lab.study.results.pooled import PooledDifference, pooled_differences
 from acmoe.lab.study.results.records import DONE, Record, latest
 
+# never run      no pair of runs
+# interim        fewer pairs than were declared: no verdict, whatever the interval is
+# secondary      declared as not decisive: no verdict
 # refuted        the interval excludes the paper's effect and is on the wrong side of it
 # supported      the interval excludes zero, on the side of the paper's effect
 # undecided      the interval holds the paper's effect
 # unknown        too few pairs for an interval
 # An idea of our own has no effect to hold: refuted is a loss, undecided an interval with zero.
-Verdict = Literal["refuted", "supported", "undecided", "unknown", "never run"]
+Verdict = Literal[
+    "never run", "interim", "secondary", "refuted", "supported", "undecided", "unknown"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +28,10 @@ class Row:
 
     claim: Claim
     setting: str
-    ours: PooledDifference | None  # None: no pair of runs
+    ours: PooledDifference | None  # None: no pair of runs has figures
     share: float | None  # our training tokens or images, as a share of the paper's
+    diverged: tuple[int, int] = (0, 0)  # runs of the condition and of the baseline that diverged
+    crossing: int = 0  # pairs whose two runs are of different commits
 
     @property
     def inside(self) -> bool | None:
@@ -35,12 +42,32 @@ class Row:
         return self.ours.low <= effect <= self.ours.high
 
     @property
+    def interim(self) -> bool:
+        """True where the row has runs, and fewer pairs than were declared."""
+        declared = self.claim.declared
+        return self.has_runs and declared is not None and self.pairs < declared
+
+    @property
+    def pairs(self) -> int:
+        """The number of pairs that have figures."""
+        return 0 if self.ours is None else self.ours.n
+
+    @property
+    def has_runs(self) -> bool:
+        """True where a pair has figures, or has none because a run diverged."""
+        return self.ours is not None or any(self.diverged)
+
+    @property
     def verdict(self) -> Verdict:
-        if self.ours is None:
+        if not self.has_runs:
             return "never run"
-        low, high, effect = self.ours.low, self.ours.high, self.claim.effect
-        if low is None or high is None:
+        if self.interim:
+            return "interim"
+        if not self.claim.decisive:
+            return "secondary"
+        if self.ours is None or self.ours.low is None or self.ours.high is None:
             return "unknown"
+        low, high, effect = self.ours.low, self.ours.high, self.claim.effect
         if effect is None:
             better, worse = (
                 (high < 0, low > 0) if self.claim.unit == "percent" else (low > 0, high < 0)
@@ -55,7 +82,7 @@ def evidence_rows(claims: Sequence[Claim], records: Mapping[str, Sequence[Record
     """Return a row for each claim and setting; `records` are those of each study.
 
     The spread is pooled over all settings that belong to the same study, metric and pair of
-    conditions.
+    conditions; a claim with `own_spread` pools its own settings.
     """
     families: dict[tuple[str, ...], dict[str, list[float]]] = {}
     for claim in claims:
@@ -64,12 +91,7 @@ def evidence_rows(claims: Sequence[Claim], records: Mapping[str, Sequence[Record
             pairs[setting] = differences(claim, setting, records.get(claim.study, ()))
     pooled = {family: pooled_differences(pairs) for family, pairs in families.items()}
     return [
-        Row(
-            claim=claim,
-            setting=setting,
-            ours=pooled[_family(claim)].get(setting),
-            share=_share(claim, setting, records.get(claim.study, ())),
-        )
+        _row(claim, setting, pooled[_family(claim)].get(setting), records.get(claim.study, ()))
         for claim in claims
         for setting in claim.settings
     ]
@@ -79,11 +101,11 @@ def differences(claim: Claim, setting: str, records: Sequence[Record]) -> list[f
     """Return the differences of all pairs of seeds, in the claim's unit, ordered by seed."""
     figures, base = (
         {
-            record["seed"]: record["metrics"][claim.metric]
-            for record in _runs(records, setting)
-            if record["condition"] == condition and claim.metric in record["metrics"]
+            seed: record["metrics"][claim.metric]
+            for seed, record in runs.items()
+            if claim.metric in record["metrics"]
         }
-        for condition in (claim.condition, claim.baseline)
+        for runs in _pair_of_conditions(claim, setting, records)
     )
     seeds = sorted(figures.keys() & base.keys())
     if not seeds:
@@ -92,20 +114,50 @@ def differences(claim: Claim, setting: str, records: Sequence[Record]) -> list[f
     return [(figures[seed] - base[seed]) / whole for seed in seeds]
 
 
+def _row(
+    claim: Claim, setting: str, ours: PooledDifference | None, records: Sequence[Record]
+) -> Row:
+    runs, base = _pair_of_conditions(claim, setting, records)
+    paired = runs.keys() & base.keys()
+    return Row(
+        claim=claim,
+        setting=setting,
+        ours=ours,
+        share=_share(claim, [*runs.values(), *base.values()]),
+        diverged=(_diverged(runs, paired), _diverged(base, paired)),
+        crossing=sum(_commit(runs[seed]) != _commit(base[seed]) for seed in paired),
+    )
+
+
 def _family(claim: Claim) -> tuple[str, ...]:
-    return claim.study, claim.metric, claim.condition, claim.baseline
+    own = claim.title if claim.own_spread else ""
+    return claim.study, claim.metric, claim.condition, claim.baseline, own
 
 
-def _runs(records: Sequence[Record], setting: str) -> list[Record]:
-    return [
+def _pair_of_conditions(
+    claim: Claim, setting: str, records: Sequence[Record]
+) -> tuple[dict[int, Record], dict[int, Record]]:
+    """Return the finished runs of the condition and of the baseline, by seed."""
+    done = [
         record
         for record in latest(records)
         if record["status"] == DONE and record["setting"] == setting
     ]
+    return tuple(  # type: ignore[return-value]
+        {record["seed"]: record for record in done if record["condition"] == condition}
+        for condition in (claim.condition, claim.baseline)
+    )
 
 
-def _share(claim: Claim, setting: str, records: Sequence[Record]) -> float | None:
-    runs = _runs(records, setting)
+def _diverged(runs: Mapping[int, Record], seeds: set[int]) -> int:
+    return sum(runs[seed]["metrics"].get("diverged", 0.0) > 0 for seed in seeds)
+
+
+def _commit(record: Record) -> object:
+    return (record.get("environment") or {}).get("commit")
+
+
+def _share(claim: Claim, runs: Sequence[Record]) -> float | None:
     if not runs:
         return None
     # A record's size reads "10,000 steps of 24,576 tokens".

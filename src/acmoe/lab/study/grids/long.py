@@ -22,7 +22,9 @@ which they run, seed by seed, so that an interrupted study leaves pairs:
     python -m acmoe study long --data DATA --settings published --only published-control --seeds 0
 
 Text is decompressed and encoded once, into `--work`. Cells save checkpoints: the same command
-continues a killed cell if its folder below `--scratch` is still there.
+continues a killed cell if its folder below `--scratch` is still there. The first cell on a new
+machine compiles for half a minute to two minutes, later ones for about ten seconds; the folders
+TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR keep what was compiled.
 
 `--settings nano` rehearses the same cells on a CPU, on source text of the standard library.
 """

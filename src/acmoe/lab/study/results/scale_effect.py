@@ -78,12 +78,15 @@ def plain_of(study: Study, group: Group, condition: str) -> str | None:
 
 
 def scale_effect(points: Sequence[Point]) -> ScaleEffect | None:
-    """Compute the effect; None where no block has two runs, or distance or change never varies."""
+    """Compute the effect; None where distance or change never varies within a block.
+
+    Also None with a single block of two runs, whose correlation is 1 or -1 whatever they are.
+    """
     blocks: dict[tuple[str, int], list[Point]] = {}
     for point in points:
         blocks.setdefault(point.block, []).append(point)
     several = [block for block in blocks.values() if len(block) > 1]
-    if not several:
+    if sum(len(block) - 1 for block in several) < 2:
         return None
     distance = [_centred([point.distance for point in block]) for block in several]
     change = np.concatenate([_centred([point.change for point in block]) for block in several])

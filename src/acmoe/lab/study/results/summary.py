@@ -1,6 +1,6 @@
 """Summarise the records of a study: spreads, paired differences and corrected tests."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from acmoe.errors import check
@@ -20,7 +20,8 @@ class Compared:
     condition: str
     baseline: str
     difference: Difference
-    relative: float | None  # difference in percent of the baseline's mean; None where that is 0
+    # The difference in percent of the baseline's mean over the pairs; None where that is 0.
+    relative: float | None
     holm_t: float | None  # corrected over all comparisons of the metric in this study
     holm_flip: float
 
@@ -134,7 +135,7 @@ def _compared(study: Study, metric: Metric, groups: Sequence[Group]) -> list[Com
             condition=condition,
             baseline=baseline,
             difference=difference,
-            relative=_percent(difference.mean, group.by_seed(baseline, metric.key)),
+            relative=_percent(difference, group, condition, baseline, metric.key),
             holm_t=None if difference.p_t is None else next(corrected),
             holm_flip=flip,
         )
@@ -142,6 +143,10 @@ def _compared(study: Study, metric: Metric, groups: Sequence[Group]) -> list[Com
     ]
 
 
-def _percent(difference: float, baseline: Mapping[int, float]) -> float | None:
-    mean = Spread.of(list(baseline.values())).mean
-    return 100 * difference / mean if mean else None
+def _percent(
+    difference: Difference, group: Group, condition: str, baseline: str, key: str
+) -> float | None:
+    """Return the difference in percent of the baseline's mean over the seeds of the pairs."""
+    paired, base = group.by_seed(condition, key).keys(), group.by_seed(baseline, key)
+    mean = Spread.of([value for seed, value in base.items() if seed in paired]).mean
+    return 100 * difference.mean / mean if mean else None

@@ -7,7 +7,7 @@ from acmoe.lab.study.results.robustness import robustness_rows
 from acmoe.lab.study.results.scale_effect import points_of, scale_effect
 from acmoe.lab.study.results.statistics import Spread
 from acmoe.lab.study.results.summary import Compared, Group, Summary
-from acmoe.lab.study.study import Metric
+from acmoe.lab.study.study import Metric, Study
 
 
 def study_markdown(summary: Summary, images: Sequence[str]) -> str:
@@ -19,7 +19,7 @@ def study_markdown(summary: Summary, images: Sequence[str]) -> str:
         parts.append(_origin(summary, group))
         parts.append(_figures(group, study.compared))
         if differences := summary.in_group(group):
-            parts.append(_differences(differences))
+            parts.append(_differences(study, differences))
         if descriptive := [m for m in study.descriptive if _measured(group, m)]:
             parts.append(_figures(group, descriptive))
         if rows := robustness_rows(study, group):
@@ -112,12 +112,15 @@ def _spread(spread: Spread | None, metric: Metric) -> str:
     return f"{spread.mean:.{metric.digits}f}{tail}"
 
 
-def _differences(comparisons: Sequence[Compared]) -> str:
+def _differences(study: Study, comparisons: Sequence[Compared]) -> str:
+    """Show every comparison; one with fewer pairs than declared has no test."""
     header = ["metric", "condition", "minus", "n", "difference [95 %]", "%"]
     header += ["p (t)", "Holm", "p (sign flips)", "Holm"]
     rows = []
     for one in comparisons:
         found, digits = one.difference, one.metric.digits
+        interim = study.is_interim(found.n)
+        tests = (found.p_t, one.holm_t, found.p_flip, one.holm_flip)
         interval = ""
         if found.low is not None and found.high is not None:
             interval = f" [{found.low:+.{digits}f}, {found.high:+.{digits}f}]"
@@ -126,10 +129,10 @@ def _differences(comparisons: Sequence[Compared]) -> str:
                 one.metric.label,
                 one.condition,
                 one.baseline,
-                str(found.n),
+                f"{found.n} of {study.declared_pairs}" if interim else str(found.n),
                 f"{found.mean:+.{digits}f}{interval}",
                 "" if one.relative is None else f"{one.relative:+.2f}",
-                *(_p(p) for p in (found.p_t, one.holm_t, found.p_flip, one.holm_flip)),
+                *("" if interim else _p(p) for p in tests),
             ]
         )
     return table(header, rows)
@@ -151,7 +154,16 @@ def _verdicts(summary: Summary) -> str:
 
 
 def _verdict(summary: Summary, primary: Metric) -> str:
-    family = [one for one in summary.comparisons if one.metric == primary]
+    study = summary.study
+    all_of_them = [one for one in summary.comparisons if one.metric == primary]
+    family = [one for one in all_of_them if not study.is_interim(one.difference.n)]
+    interim = len(all_of_them) - len(family)
+    missing = (
+        f"{interim} of {len(all_of_them)} comparisons in {primary.label} have fewer than the "
+        f"{study.declared_pairs} declared pairs, and no test."
+    )
+    if not family:
+        return missing
     significant = [one for one in family if one.holm_t is not None and one.holm_t < 0.05]
     names = {"lower": ("better", "worse"), "higher": ("worse", "better")}
     low, high = names.get(primary.better, ("lower", "higher"))
@@ -164,7 +176,7 @@ def _verdict(summary: Summary, primary: Metric) -> str:
     return (
         f"Of {len(family)} comparisons in {primary.label}, Holm-corrected over all of them, those "
         f"below 0.05 by the paired t test: {listed}."
-    )
+    ) + (f" {missing}" if interim else "")
 
 
 def _overall(summary: Summary) -> str:

@@ -1,0 +1,42 @@
+"""Put a row of the evidence page into words: its interval, its pairs, its effect."""
+
+from acmoe.lab.study.evidence.rows import Row
+
+
+def interval_text(row: Row) -> str:
+    """Return the mean difference and its interval, or say that there is none."""
+    ours = row.ours
+    if ours is None:
+        return "no figures"
+    if ours.low is None or ours.high is None:
+        return f"{signed(ours.mean, row)}, too few pairs for an interval"
+    return f"{signed(ours.mean, row)} [{ours.low:+.2f}, {ours.high:+.2f}]"
+
+
+def effect_text(row: Row) -> str:
+    """Return the paper's effect; "none" for an idea of our own."""
+    effect = row.claim.effect
+    return "none" if effect is None else signed(effect, row)
+
+
+def pairs_text(row: Row) -> str:
+    """Return the number of pairs, as "2 of 4" where more were declared."""
+    return f"{row.pairs} of {row.claim.declared}" if row.interim else str(row.pairs)
+
+
+def share_text(row: Row) -> str:
+    """Return the share of the paper's training, in percent."""
+    share = row.share
+    if share is None:
+        return ""
+    return f"{100 * share:.1f}%" if share >= 0.001 else f"{100 * share:.2g}%"
+
+
+def signed(value: float, row: Row) -> str:
+    """Return a difference with its sign and unit."""
+    return f"{value:+.2f}{unit(row)}"
+
+
+def unit(row: Row) -> str:
+    """Return the unit of the row's differences."""
+    return "%" if row.claim.unit == "percent" else " points"

@@ -1,0 +1,96 @@
+"""Verdicts of the evidence page: declared pairs, the rule of `fade`, few pairs, divergence."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from scipy import stats
+from test_evidence import CLAIM, record
+
+from acmoe.lab.study.evidence.claims import CLAIMS
+from acmoe.lab.study.evidence.page import evidence_markdown
+from acmoe.lab.study.evidence.rows import evidence_rows
+from acmoe.lab.study.evidence.short import headline
+
+
+def pairs(
+    differences: list[float], setting: str = "a", condition: str = "adaptive-previous"
+) -> list[dict[str, Any]]:
+    """Records whose differences from a plain run at 2.0 are these, in percent."""
+    found = []
+    for seed, difference in enumerate(differences):
+        found.append(record("smoe", seed, 2.0, setting=setting))
+        found.append(record(condition, seed, 2.0 + difference / 50, setting=setting))
+    return found
+
+
+def test_fewer_pairs_than_declared_have_no_verdict_whatever_the_interval() -> None:
+    claim = replace(CLAIM, declared=4)
+    # Within 0.1 % of zero: an interval that excludes the paper's -5 %.
+    for values, verdict, n in (
+        ([0.1, 0.0], "interim", "2 of 4"),
+        ([0.1, 0.0, -0.1], "interim", "3 of 4"),
+        ([0.1, 0.0, -0.1, 0.0], "refuted", "4"),
+        ([0.1, 0.0, -0.1, 0.0, 0.1], "refuted", "5"),
+    ):
+        row, other = evidence_rows([claim], {"long": pairs(values)})
+        assert (row.inside, row.verdict, other.verdict) == (False, verdict, "never run")
+        text = evidence_markdown([row], [])
+        assert f"| {n} | 10.0% |" in text
+        refuted, rest = text.split("## Cannot tell")
+        assert ("bits: a" in refuted) == (verdict == "refuted")
+        listed = f"({n} declared pairs), the paper -5.00%" in rest.split("### Interim")[-1]
+        assert listed == ("outside, interim" in text) == (verdict == "interim")
+        assert ("1 more has fewer pairs" in headline([row])) == (verdict == "interim")
+
+
+def test_the_rule_of_fade_is_its_paired_t_test_of_four_pairs() -> None:
+    """Its interval comes from its own pairs: it excludes zero where p < 0.05."""
+    primary, secondary = (claim for claim in CLAIMS if claim.condition == "fade")
+    narrow, wide = [-0.5, -0.6, -0.4, -0.5], [9.0, -9.0, 3.0, -9.0]
+    setting, other = primary.settings[0], secondary.settings[0]
+    for n, verdict in ((2, "interim"), (3, "interim"), (4, "supported")):
+        records = pairs(narrow[:n], setting, "fade") + pairs(wide[:n], other, "fade")
+        row, beside = evidence_rows([primary, secondary], {"long": records})
+        assert row.verdict == verdict
+        assert row.ours is not None and row.ours.low is not None
+        low, high = stats.ttest_1samp(narrow[:n], 0).confidence_interval(0.95)
+        assert (row.ours.low, row.ours.high) == pytest.approx((low, high))
+        assert beside.verdict == ("secondary" if n == 4 else "interim")
+    assert "### Secondary" in evidence_markdown([row, beside], [])
+    records = pairs([-0.5, -0.9, 0.4, -0.5], setting, "fade")
+    assert stats.ttest_1samp([-0.5, -0.9, 0.4, -0.5], 0).pvalue > 0.05
+    assert evidence_rows([primary], {"long": records})[0].verdict == "undecided"
+
+
+def test_one_pair_takes_its_interval_from_other_settings_or_has_none() -> None:
+    records = pairs([1.0], "a") + pairs([0.0, 1.0, 2.0], "b")
+    one, three = evidence_rows([CLAIM], {"long": records})
+    assert one.ours is not None and three.ours is not None
+    reach = stats.t.ppf(0.975, 2) * 1.0  # the standard deviation of b is 1, 2 degrees of freedom
+    assert one.ours.low == pytest.approx(1.0 - reach)
+    assert three.ours.low == pytest.approx(1.0 - reach / math.sqrt(3))
+    (alone,) = evidence_rows(
+        [replace(CLAIM, settings=("a",), own_spread=True)], {"long": pairs([1.0])}
+    )
+    assert alone.verdict == "unknown"
+    assert "| +1.00%, too few pairs for an interval | -5.00% | no interval | 1 |" in (
+        evidence_markdown([alone], [])
+    )
+
+
+def test_pairs_of_two_commits_and_runs_that_diverged_are_named() -> None:
+    claim = replace(CLAIM, settings=("a",), declared=4)
+    records = pairs([0.0, 0.1, 0.2])
+    for line, commit in zip(records, ("x", "x", "x", "y", "y", "x"), strict=True):
+        line["environment"] = {"commit": commit}
+    records[4] = {**records[4], "metrics": {"diverged": 1.0}}  # plain, seed 2
+    (row,) = evidence_rows([claim], {"long": records})
+    assert (row.pairs, row.crossing, row.diverged) == (2, 2, (0, 1))
+    text = evidence_markdown([row], [])
+    assert "different commits: adaptive-previous in a (2)." in text
+    assert "(2 of 4 declared pairs), the paper -5.00%; runs that diverged: 0 adap" in text
+    (stopped,) = evidence_rows([claim], {"long": records[4:]})
+    assert (stopped.pairs, stopped.verdict) == (0, "interim")
+    assert "bits: a, no figures (0 of 4 declared pairs)" in evidence_markdown([stopped], [])
