@@ -281,7 +281,7 @@ def test_equal_inputs_give_equal_bits(device):
 
 @mostly_slow("case", [CASES[0], CASES[2]])
 def test_nothing_is_kept_for_a_backward_that_will_not_come(case, device, monkeypatch):
-    from acmoe.ops.experts.triton import launch as experts
+    from acmoe.ops.experts.triton import launched
 
     kept = []
 
@@ -290,8 +290,8 @@ def test_nothing_is_kept_for_a_backward_that_will_not_come(case, device, monkeyp
         kept.append(h.shape[0])
         return h, a
 
-    run_up = experts.run_up
-    monkeypatch.setattr(experts, "run_up", watched)
+    run_up = launched.run_up
+    monkeypatch.setattr(launched, "run_up", watched)
     layer = Layer(*case, device)
     trained = layer.fused()
     with torch.no_grad():

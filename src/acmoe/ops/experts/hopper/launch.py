@@ -95,7 +95,8 @@ def launch_hidden(
     dgate = torch.empty(num_n, rows, device=h.device)
     expert, start = plan[PIPELINE_BM]
     panel = [_PANEL, _PANEL]
-    hidden_module.hidden_gradient_kernel[(_num_programs(),)](
+    launch(
+        *(hidden_module.hidden_gradient_kernel, (_num_programs(),)),
         *(_desc(x, [PIPELINE_BM, PIPELINE_BK]), _desc(down, [PIPELINE_BK, settings.columns])),
         *(
             _desc(h, panel),
@@ -122,7 +123,8 @@ def launch_weights(p: Tensor, q: Tensor, plan: Plan, settings: PipelineConfig) -
     outer, inner, experts = p.shape[1], q.shape[1], plan.offsets.shape[0]
     dw = torch.empty(experts, outer, inner, device=p.device, dtype=p.dtype)
     p_block, q_block = [PIPELINE_BK, _PANEL], [PIPELINE_BK, settings.columns]
-    weights_module.weight_gradient_kernel[(_num_programs(),)](
+    launch(
+        *(weights_module.weight_gradient_kernel, (_num_programs(),)),
         *(_desc(p, p_block), _desc(q, q_block), _out_desc(dw.view(-1, inner), [_PANEL, 128])),
         *(p, q, plan.offsets, experts * _tiles(outer, inner, settings), outer, inner),
         GROUP_M=GROUP_M,
@@ -143,7 +145,8 @@ def launch_gathered_weights(
     shape = (experts, width, dim) if transposed else (experts, dim, width)
     dw = torch.empty(shape, device=rows.device, dtype=rows.dtype)
     rows = tma_aligned(rows)
-    tokens_module.gathered_weight_gradient_kernel[(_num_programs(),)](
+    launch(
+        *(tokens_module.gathered_weight_gradient_kernel, (_num_programs(),)),
         *(tma_aligned(tokens), plan.token, _desc(rows, [PIPELINE_BK, settings.columns]), rows),
         _out_desc(dw.view(-1, shape[2]), [128, _PANEL] if transposed else [_PANEL, 128]),
         *(plan.offsets, experts * _tiles(dim, width, settings), dim, width),
