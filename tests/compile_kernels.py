@@ -2,7 +2,7 @@
 
     python tests/compile_kernels.py 90 GROUP ...
 
-GROUP is weights, experts, own, odd, gates, text, images, measures, backward or forward.
+GROUP is weights, experts, own, odd, gates, text, images, measures, router, backward or forward.
 
 Tests interpret kernels or emulate them, which takes what the compiler may not. Here the library
 runs on a CPU's tensors, and whatever it launches is compiled for the arguments of the launch
@@ -217,6 +217,21 @@ def measures() -> None:
         fused_cluster_scale(bf16(2, 64, 32), assignment, 4, normalize=normalize)
 
 
+def router() -> None:
+    """The Hopper kernels of a router of many experts, with a scale and without."""
+    global use
+    from acmoe.ops.route.hopper.launch import launch_affinities, launch_token_gradient
+    from acmoe.ops.route.triton.tokens import Tokens
+
+    x, embedding, grad = bf16(256, 256), bf16(512, 256), bf16(2, 256, 512)
+    cluster = torch.zeros(256, dtype=torch.int64)
+    for name, how in {"plain": (None, None), "scaled": (torch.zeros(4, 256), cluster)}.items():
+        use = f"router of many experts, {name}"
+        tokens = Tokens.of(x, *how, None, None, None)
+        launch_affinities(tokens, embedding, None, None, torch.zeros(256, 512))
+        launch_token_gradient(tokens, grad, embedding, x)
+
+
 def attention(features: int, keeps: bool) -> tuple[Any, ...]:
     """Queries, keys and values, what is kept; two streams of 256 behind a memory of 256."""
     q = bf16(2, 2, 256, fused_width(features))
@@ -252,7 +267,19 @@ def forward() -> None:
 
 GROUPS: dict[str, Callable[[], None]] = {
     group.__name__: group
-    for group in (weights, experts, own, odd, gates, text, images, measures, backward, forward)
+    for group in (
+        weights,
+        experts,
+        own,
+        odd,
+        gates,
+        text,
+        images,
+        measures,
+        router,
+        backward,
+        forward,
+    )
 }
 
 

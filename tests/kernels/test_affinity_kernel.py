@@ -92,7 +92,7 @@ def test_affinities_of_many_experts_may_have_a_kernel_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Forty experts, in three blocks of sixteen: the bits of one kernel."""
-    from acmoe.ops.route.triton import route
+    from acmoe.ops.route.triton import many_experts, route
 
     case = drawn(generator, device, dtype, scaled)
     case["embedding"] = torch.randn(40, D, generator=generator).to(device)
@@ -104,7 +104,7 @@ def test_affinities_of_many_experts_may_have_a_kernel_of_their_own(
     arguments = (*case.values(), K, selected, mask, 0.7, order, noise)
     together = fused_route(*arguments)
     monkeypatch.setattr(route, "MANY_EXPERTS", 39)
-    monkeypatch.setattr(route, "AFFINITY_TILE", (32, 16, 4, 2))
+    monkeypatch.setattr(many_experts, "AFFINITY_TILE", (32, 16, 4, 2))
     apart = fused_route(*arguments)
     for name, one, other in zip(Route._fields, apart, together, strict=True):
         if name == "gate_sum":  # added up by other blocks of tokens

@@ -21,11 +21,11 @@ E = 40  # in three blocks of sixteen
 @pytest.fixture
 def many(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Let E experts be many; return a function that sets the fewest tokens that are rescaled."""
-    from acmoe.ops.route.triton import backward_tiles, rescale, route
+    from acmoe.ops.route.triton import backward_tiles, many_experts, rescale, route
 
     for module in (rescale, route, backward_tiles):
         monkeypatch.setattr(module, "MANY_EXPERTS", E - 1)
-    monkeypatch.setattr(route, "AFFINITY_TILE", (32, 16, 4, 2))
+    monkeypatch.setattr(many_experts, "AFFINITY_TILE", (32, 16, 4, 2))
     monkeypatch.setattr(rescale, "_FEATURES", 64)  # a row in two blocks
     return lambda tokens: monkeypatch.setattr(rescale, "FEWEST_TOKENS", tokens)
 

@@ -22,8 +22,9 @@ from torch import Tensor
 from acmoe.ops.device.dot import accurate_dot, split_bf16
 from acmoe.ops.device.launcher import cdiv, launch
 from acmoe.ops.device.reduce_partials import reduce_partials
+from acmoe.ops.route.hopper.choice import hopper_unsupported
 from acmoe.ops.route.triton.backward_tiles import embedding_launch_table, token_launch_table
-from acmoe.ops.route.triton.rescale import rescaled, worth_rescaling
+from acmoe.ops.route.triton.rescale import MANY_EXPERTS, rescaled, worth_rescaling
 from acmoe.ops.route.triton.tokens import (
     Tokens,
     load_cluster_ends,
@@ -50,6 +51,10 @@ def token_gradient(
     """Return d x (T, D) in x's dtype, plus addend_TD: the gradient of x from other consumers."""
     T, D = tokens.x.shape
     Z, _, E = grad_ZTE.shape
+    if E > MANY_EXPERTS and Z == 2 and hopper_unsupported(tokens, embedding_ED) is None:
+        from acmoe.ops.route.hopper.launch import launch_token_gradient
+
+        return launch_token_gradient(tokens, grad_ZTE, embedding_ED, addend_TD)
     tile = token_launch_table(E, D, Z, not tokens.is_sorted, tokens.has_scale)
     grad_TD = torch.empty_like(tokens.x)
     if T > 0:
