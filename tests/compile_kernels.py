@@ -1,7 +1,8 @@
 """Compiles the library's kernels for a card that need not be there, and prints what came out.
 
-    python tests/compile_kernels.py 90 GROUP ...
+    python tests/compile_kernels.py 90 [--once] GROUP ...
 
+--once compiles the first launch of each kernel alone.
 GROUP is weights, experts, own, odd, gates, text, images, measures, router, backward or forward.
 
 Tests interpret kernels or emulate them, which takes what the compiler may not. Here the library
@@ -57,10 +58,13 @@ CPU = torch.device("cpu")
 found: dict[str, dict[str, Any]] = {}
 target = GPUTarget("cuda", 90, 32)
 use = ""  # what is being launched for
+once = False  # compile the first launch of each kernel alone
 
 
 def compile_launch(kernel: JITFunction, *values: Any, grid: Any, warmup: bool, **named: Any):
     """In place of `JITFunction.run`."""
+    if once and any(name.split(",")[0] == _full(kernel) for name in found):
+        return
     options = {name: named.pop(name) for name in OPTIONS if name in named}
     given = dict(zip([p.name for p in kernel.params], values, strict=False)) | named
     signature, constants, attributes = {}, {}, {}
@@ -305,6 +309,7 @@ if __name__ == "__main__":
     torch.empty, torch.empty_like = torch.zeros, torch.zeros_like
     torch.Tensor.new_empty = torch.Tensor.new_zeros
     with backend.use_backend("triton"):
-        for chosen in sys.argv[2:]:
+        once = "--once" in sys.argv
+        for chosen in [name for name in sys.argv[2:] if name != "--once"]:
             GROUPS[chosen]()
     print(json.dumps({"kernels": kernels, "compiled": found}, indent=1))
