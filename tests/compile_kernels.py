@@ -3,7 +3,8 @@
     python tests/compile_kernels.py 90 [--once] GROUP ...
 
 --once compiles the first launch of each kernel alone.
-GROUP is weights, experts, own, odd, gates, text, images, measures, router, backward or forward.
+GROUP is weights, experts, own, odd, gates, text, images, measures, router, few, backward or
+forward.
 
 Tests interpret kernels or emulate them, which takes what the compiler may not. Here the library
 runs on a CPU's tensors, and whatever it launches is compiled for the arguments of the launch
@@ -236,6 +237,14 @@ def router() -> None:
         launch_token_gradient(tokens, grad, embedding, x)
 
 
+def few() -> None:
+    """The up projection of experts with a few hundred rows on Hopper."""
+    global use
+    use = "few rows"
+    plan = Plan(torch.arange(128), torch.tensor([64, 128]), 1)
+    ring_launch.launch_up(bf16(128, 256), bf16(2, 512, 256), plan, 256)
+
+
 def attention(features: int, keeps: bool) -> tuple[Any, ...]:
     """Queries, keys and values, what is kept; two streams of 256 behind a memory of 256."""
     q = bf16(2, 2, 256, fused_width(features))
@@ -281,6 +290,7 @@ GROUPS: dict[str, Callable[[], None]] = {
         images,
         measures,
         router,
+        few,
         backward,
         forward,
     )

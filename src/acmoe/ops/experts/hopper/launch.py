@@ -16,11 +16,13 @@ from acmoe.ops.device.settings import PIPELINE_BK, PIPELINE_BM, PipelineConfig
 from acmoe.ops.experts.hopper import hidden as hidden_module
 from acmoe.ops.experts.hopper import rows as rows_module
 from acmoe.ops.experts.hopper import tokens as tokens_module
+from acmoe.ops.experts.hopper import up as up_module
 from acmoe.ops.experts.hopper import weights as weights_module
 from acmoe.ops.experts.triton.launch import GROUP_M, tma_aligned
 from acmoe.ops.experts.triton.tiles import Plan
 
 _PANEL = 64  # columns of a panel, and rows of half a tile
+UP_STAGES = 4  # of 48 KiB
 
 
 def _out_desc(tensor: Tensor, block: list[int]) -> TensorDescriptor:
@@ -76,6 +78,22 @@ def launch_rows(
         num_warps=4,
     )
     return y
+
+
+def launch_up(x: Tensor, up: Tensor, plan: Plan, hidden: int) -> Tensor:
+    """Return a (N, F) = silu(x[token] @ gate[e]^T) * (x[token] @ up[e]^T) for up (E, 2F, D)."""
+    a = torch.empty(plan.num_rows, hidden, device=x.device, dtype=x.dtype)
+    expert, start = plan[PIPELINE_BM]
+    launch(
+        *(up_module.up_swiglu_kernel, (_num_programs(),)),
+        *(tma_aligned(x), plan.token, _desc(up, [128, PIPELINE_BK]), a),
+        *(expert, start, plan.offsets, plan.num_used(PIPELINE_BM)),
+        *(triton.cdiv(hidden, 128), x.shape[1] // PIPELINE_BK, hidden),
+        GROUP_M=GROUP_M,
+        STAGES=UP_STAGES,
+        num_warps=4,
+    )
+    return a
 
 
 def launch_hidden(
