@@ -20,7 +20,7 @@ VARIABLE = "TRITON_INTERPRET"
 
 
 def import_triton_to_interpret() -> None:
-    # What was imported before (torch._dynamo does) was defined for the compiler: once more. The
+    # Modules imported before (torch._dynamo does) were defined for the compiler: import again. The
     # compiled part of Triton is the same for both, and cannot be loaded twice.
     for name in list(sys.modules):
         if name.split(".")[0] == "triton" and not name.startswith("triton._C"):

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 SCRIPT = Path(__file__).parents[1] / "compile_kernels.py"
-# What a program may have of a multiprocessor's shared memory, in KiB: A100; L40 and RTX 40; H100
-# and H200; B200; RTX 50.
+# Shared memory that a program may have, in KiB: A100; L40 and RTX 40; H100 and H200; B200; RTX 50.
 SHARED = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
 
 pytestmark = pytest.mark.skipif(
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def compiled(capability, *groups):
-    """Of a process in which Triton is not interpreted."""
+    """Return the output of a process in which Triton is not interpreted."""
     pytest.importorskip("triton.experimental.gluon")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(SCRIPT), str(capability), *groups]

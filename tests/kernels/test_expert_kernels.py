@@ -135,7 +135,7 @@ def test_tokens_of_16_bits_give_wide_weights_a_gradient_that_is_not_rounded(comp
 
 @pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_an_expert_s_rows_may_be_summed_in_parts(splits, device, monkeypatch):
-    """Of 16 rows each at most, so that some experts have fewer than there are parts."""
+    """A part has at most 16 rows, so that some experts have fewer than there are parts."""
     from acmoe.ops.device import tuning
 
     blocks = Blocks(16, 16, 16, 4, 2, splits=splits)

@@ -179,7 +179,7 @@ def test_gathered_weight_gradients_see_their_expert_s_tokens_alone(
     ("copied", "gathers", "dtype", "calls"),
     [
         (True, False, torch.bfloat16, ["launch_weights", "launch_weights"]),
-        # What hidden reads stays copied.
+        # The rows that "hidden" reads stay copied.
         pytest.param(
             *(True, True, torch.bfloat16, ["launch_weights", "launch_gathered_weights"]),
             marks=pytest.mark.slow,
@@ -226,7 +226,7 @@ def test_a_layer_by_pipelined_gemms_is_the_layer(
 
 
 class TestChoice:
-    """Of an H200 with the triton that is known to work, unless said otherwise."""
+    """The device is an H200 with a known version of triton, unless a test says otherwise."""
 
     @pytest.fixture(autouse=True)
     def card(self, monkeypatch):
@@ -305,7 +305,7 @@ class TestChoice:
         assert self.gathering(sizes) == gathering
 
     def test_what_no_pipeline_can_gather_is_copied(self, monkeypatch):
-        """Of the first weight's gradient: gathered by Triton it takes twice as long."""
+        """The first weight's gradient takes twice as long where Triton gathers."""
         import triton
 
         assert self.gathering((2048, 768, 128), torch.float16) == ["up"]

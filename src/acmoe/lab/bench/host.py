@@ -77,7 +77,9 @@ def bench_host(config: HostConfig, *, command: str = "", say: Say = silent) -> R
     rows: list[HostRow] = []
     for shape in find_shapes(config.shapes, device, config.tokens):
         say(f"{shape.name}: timing, {config.repeat} rounds of {QUEUED} calls")
-        rows += measure_shape(shape, config, device)
+        found = measure_shape(shape, config, device)
+        say(f"{shape.name}: " + ", ".join(f"{r.mode} {r.part} {r.us:.0f} us" for r in found))
+        rows += found
     return new_report("host", device, command, config, [asdict(row) for row in rows])
 
 
@@ -124,17 +126,21 @@ def actions_of(
     fold_statistics(moe)  # initialise the running averages
     parameters = list(moe.parameters())
 
+    def set_training(training: bool) -> None:
+        if moe.training != training:  # outside of most timed calls: it visits every module
+            moe.train(training)
+
     def without_gradients() -> None:
-        moe.eval()
+        set_training(False)
         with torch.no_grad():
             moe(x, state)
 
     def training() -> None:
-        moe.train()
+        set_training(True)
         moe(learned, state)
 
     def both() -> None:
-        moe.train()
+        set_training(True)
         y, after = moe(learned, state)
         grads = [weight, torch.ones_like(after.aux_loss)]
         torch.autograd.grad([y, after.aux_loss], [learned, *parameters], grads)

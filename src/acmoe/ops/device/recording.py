@@ -39,7 +39,7 @@ class Operand(NamedTuple):
 
 
 class Address:
-    """What a TMA descriptor reads of its tensor."""
+    """Stands for a tensor in a TMA descriptor, which reads its address and dtype."""
 
     __slots__ = ("dtype", "pointer")
 

@@ -90,14 +90,12 @@ def launch_table(
         return Tile(4, 64 if both_bf16 else 32, 1, 2)
     if unsorted and both_bf16 and num_tokens <= FEW_TOKENS:
         tokens = LOW_TOKENS if num_tokens <= LOW_TOKENS else 64
-        features = 64 if num_experts <= 128 else 32
+        features = 64
         # 2 bytes a number, and 4 for a scale, with which 64 tokens get fewer stages (`route`).
         size = 6 if tokens == LOW_TOKENS else 2
         stage = features * (size * tokens + 2 * max(16, next_power_of_2(num_experts)))
         stages = max(2, min(FEW_STAGES, STAGE_BYTES // stage))
-        return Tile(tokens, features, 4 if num_experts <= 128 or tokens < 64 else 8, stages)
-    if num_experts > 128:
-        return Tile(64, 32, 8, 2)
+        return Tile(tokens, features, 4, stages)
     if both_bf16:
         return Tile(64, 64, 4, 6 if num_experts <= 16 and num_tokens <= 2**14 else 3)
     if num_experts <= 16:
