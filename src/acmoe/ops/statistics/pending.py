@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from acmoe.ops.dispatch import op, triton_unsupported
+from acmoe.ops.statistics import cpu
 
 
 def replaying() -> bool:
@@ -68,6 +69,18 @@ def _add_batch_triton(
     from acmoe.ops.statistics.triton.pending import add_batch as launch
 
     launch(mean_CX, count_C, new_CX, new_C, least)
+
+
+def _batch_not_on_cpu(
+    mean_CX: Tensor, count_C: Tensor, new_CX: Tensor, new_C: Tensor
+) -> str | None:
+    tensors = (mean_CX, count_C, new_CX, new_C)
+    if not all(tensor.dtype == torch.float32 for tensor in tensors):
+        return "its kernel takes float32 statistics"
+    return cpu.unsupported(*tensors)
+
+
+add_batch.register("cpu", unsupported=_batch_not_on_cpu)(cpu.add_batch)
 
 
 def record_batch(
