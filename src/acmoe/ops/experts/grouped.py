@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from acmoe.ops.dispatch import eager, on_nvidia, transforming
-from acmoe.ops.experts.products import laid_out, rows_product
+from acmoe.ops.experts.products import as_vectors, laid_out, rows_product
 from acmoe.ops.precision import autocast_dtype
 
 
@@ -19,9 +19,12 @@ def _by_expert(
 ) -> Tensor:
     """Return (N, O): each row times the weight of its expert, plus its expert's bias."""
     out_NO = x_NI.new_empty(x_NI.shape[0], weight_EOI.shape[1])
+    ends = offsets_E.tolist()
+    if as_vectors(x_NI, weight_EOI, _most_rows(ends)):
+        return _vectors_by_expert(x_NI, weight_EOI, ends, bias_EO, out_NO)
     weight_EOI = laid_out(weight_EOI, x_NI.shape[0])
     start = 0
-    for expert, end in enumerate(offsets_E.tolist()):
+    for expert, end in enumerate(ends):
         if end > start:
             own_rO = out_NO[start:end]
             rows_product(x_NI[start:end], weight_EOI[expert], own_rO)
@@ -29,6 +32,34 @@ def _by_expert(
                 own_rO.add_(bias_EO[expert])
         start = end
     out_NO[start:].zero_()
+    return out_NO
+
+
+def _most_rows(ends: list[int]) -> int:
+    """Return the number of rows of the expert that has the most."""
+    return max((end - start for start, end in zip([0, *ends], ends, strict=False)), default=0)
+
+
+def _vectors_by_expert(
+    x_NI: Tensor,
+    weight_EOI: Tensor,
+    ends: list[int],
+    bias_EO: Tensor | None,
+    out_NO: Tensor,
+) -> Tensor:
+    """Compute `_by_expert` as a product with a vector for every row; write it to `out_NO`."""
+    inputs, outputs = x_NI.unbind(), out_NO.unbind()
+    start = 0
+    for expert, end in enumerate(ends):
+        if end > start:
+            weight_OI = weight_EOI[expert]
+            for row in range(start, end):
+                torch.mv(weight_OI, inputs[row], out=outputs[row])
+                if bias_EO is not None:
+                    outputs[row].add_(bias_EO[expert])
+        start = end
+    if start < len(outputs):
+        out_NO[start:].zero_()
     return out_NO
 
 

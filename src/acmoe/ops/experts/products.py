@@ -13,6 +13,14 @@ milliseconds):
 
 torch's settings are read and never changed. On other CPUs, and on GPUs, nothing is copied.
 
+A single row is a product of a matrix and a vector, on any CPU. For two to four rows and a large
+weight BLAS on ARM takes longer than such products one after another:
+
+    inputs x outputs        1 row    2 rows, as vectors    4 rows, as vectors
+    352 x 352               0.045      0.096    0.079        0.106    0.136
+    1024 x 1024             0.143      0.503    0.258        0.529    0.465
+    2048 x 2048             0.555      2.955    1.016        3.070    1.884
+
 r rows of one expert, I features in, O features out, E experts.
 """
 
@@ -25,6 +33,8 @@ from torch import Tensor
 FEW_ROWS, MANY_ROWS = 12, 96  # below the first torch takes BLAS in any layout
 LARGE = 2**23  # multiplications of a product from which oneDNN is as fast as BLAS
 TINY = 2**13  # elements of a weight up to which it is copied rather than the result
+# Rows up to which a weight of WIDE elements and more is multiplied by one row after another.
+FEWEST_ROWS, WIDE = 4, 2**20
 
 
 @functools.cache
@@ -47,6 +57,14 @@ def laid_out(weight_EOI: Tensor, num_rows: int) -> Tensor:
     E, O, I = weight_EOI.shape  # noqa: E741, the letters of the shapes
     tiny = num_rows >= FEW_ROWS * E and O * I <= TINY and weight_EOI.stride(-1) == 1
     return weight_EOI.mT.contiguous().mT if tiny and chooses_onednn(weight_EOI) else weight_EOI
+
+
+def as_vectors(x_NI: Tensor, weight_EOI: Tensor, rows: int) -> bool:
+    """Return True if up to `rows` rows of an expert are multiplied as vectors."""
+    if x_NI.device.type != "cpu" or x_NI.dtype not in (torch.float32, torch.float64):
+        return False
+    wide = weight_EOI.shape[1] * weight_EOI.shape[2] >= WIDE
+    return rows == 1 or (rows <= FEWEST_ROWS and wide and chooses_onednn(x_NI))
 
 
 def rows_product(x_rI: Tensor, weight_OI: Tensor, out_rO: Tensor) -> None:

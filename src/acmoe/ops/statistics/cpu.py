@@ -103,7 +103,8 @@ def _scale(
     """Return the scale (C, D) of each cluster by itself, as `scale_from_dispersion` computes it."""
     D = spread_CD.shape[1]
     with np.errstate(all="ignore"):  # rows of uninformative clusters, overwritten below
-        s_CD = spread_CD.numpy().astype(np.float64)
+        given_CD = spread_CD.numpy()
+        s_CD = given_CD.astype(np.float64)
         # Ufuncs: numpy's `mean`, `clip` and `all` take 5 to 10 us before they begin.
         mean_C1 = np.add.reduce(s_CD, -1, keepdims=True) / D
         informative_C1 = (count_C.numpy()[:, None] >= min_tokens) & (mean_C1 < math.inf)
@@ -114,7 +115,7 @@ def _scale(
         weight_CD /= np.add.reduce(weight_CD, -1, keepdims=True) / D
         np.minimum(np.maximum(weight_CD, _LEAST), _MOST, out=weight_CD)
         weight_CD = np.where(informative_C1, weight_CD, 1.0)
-    return torch.from_numpy(weight_CD).to(spread_CD.dtype)
+    return torch.from_numpy(weight_CD.astype(given_CD.dtype))
 
 
 @torch.no_grad()
