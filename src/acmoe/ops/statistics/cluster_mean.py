@@ -29,4 +29,4 @@ def cluster_mean(
     value_TX, cluster_T = exclude(value, assignment, num_clusters, keep_T)
     clusters = reference.Clusters.of(cluster_T[None], num_clusters, value_TX.dtype)
     mean_CX = reference.mean_per_cluster(value_TX[None], clusters)[0]
-    return mean_CX, clusters.count[0, :, 0].float()
+    return mean_CX, clusters.tokens[0, :, 0].float()

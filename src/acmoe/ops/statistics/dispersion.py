@@ -70,7 +70,7 @@ def dispersion_and_count(
         token_mask = None if token_mask is None else token_mask[None]
     x_BLD, cluster_BL = exclude(x, assignment, num_clusters, token_mask)
     clusters = reference.Clusters.of(cluster_BL, num_clusters, x_BLD.dtype)
-    count_BC = clusters.count[..., 0].float()
+    count_BC = clusters.tokens[..., 0].float()
     x_BLD, non_finite_BC1 = _zero_non_finite(x_BLD, clusters)
     if x_BLD.shape[1] == 0:  # no tokens: the measures would read the first one
         spread_BCD = x_BLD.sum(1, keepdim=True).expand(-1, num_clusters, -1)

@@ -20,7 +20,7 @@ class Clusters(NamedTuple):
 
     id: Tensor  # (B, L) C for a token in no cluster
     one_hot: Tensor  # (B, C, L) a token in no cluster has a column of zeros
-    count: Tensor  # (B, C, 1) tokens of each cluster, in the dtype of the one-hot matrix
+    tokens: Tensor  # (B, C, 1) number of tokens of each cluster, in the dtype of the one-hot matrix
 
     @classmethod
     def of(cls, id_BL: Tensor, num_clusters: int, dtype: torch.dtype) -> "Clusters":
@@ -37,7 +37,7 @@ class Clusters(NamedTuple):
 
 def mean_per_cluster(value_BLD: Tensor, clusters: Clusters) -> Tensor:
     """Return the (B, C, D) mean of each cluster; 0 for an empty cluster."""
-    return torch.bmm(clusters.one_hot, value_BLD) / clusters.count.clamp(min=1)
+    return torch.bmm(clusters.one_hot, value_BLD) / clusters.tokens.clamp(min=1)
 
 
 def rows_of(value_BXD: Tensor, index_BY: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def gini(x_BLD: Tensor, clusters: Clusters) -> Tensor:
 def iqr(x_BLD: Tensor, clusters: Clusters) -> Tensor:
     """Interquartile range; quantiles are interpolated linearly between order statistics."""
     sorted_BLD, _ = sort_within_clusters(x_BLD, clusters)
-    count_BC = clusters.count[..., 0]
+    count_BC = clusters.tokens[..., 0]
     first_BC = count_BC.cumsum(1) - count_BC
     span_BC = (count_BC - 1).clamp(min=0)
     last_BC = (first_BC + span_BC).clamp(max=x_BLD.shape[1] - 1)
