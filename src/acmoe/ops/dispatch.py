@@ -35,7 +35,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 DEFINITION = "torch"  # the name of every op's plain-PyTorch definition
-BACKENDS = ("auto", DEFINITION, "grouped_mm", "triton", "sonicmoe")
+BACKENDS = ("auto", DEFINITION, "cpu", "grouped_mm", "triton", "sonicmoe")
 _ASKED = "ACMOE_BACKEND"
 OPS: "dict[str, Op[..., Any]]" = {}  # every op of the library, by name
 
