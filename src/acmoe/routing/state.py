@@ -73,7 +73,7 @@ class RoutingState(_StateFields):
         """
         assignment, membership = no_cluster(num_tokens, mix, device=device, dtype=dtype)
         scale = torch.ones(num_clusters, dim, device=device, dtype=dtype)
-        aux_loss = torch.zeros((), device=device)
+        aux_loss = torch.zeros((), device=device, dtype=torch.float32)
         empty = no_order(assignment), new_origin((), assignment)
         return cls(assignment, membership, scale, aux_loss, *empty)
 

@@ -496,3 +496,21 @@ def test_a_training_loop_without_any_update_says_so_once(
     assert other.param_groups
     assert len(logged.messages) == 1
     assert "acmoe.fold_statistics(model)" in logged.messages[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's
+def test_compiled_training_without_any_update_says_so_in_eval(
+    logged: pytest.LogCaptureFixture,
+) -> None:
+    moe = layer()
+    torch._dynamo.reset()
+    torch.compile(moe, backend="eager")(tokens(0), START)
+    moe.train()
+    assert logged.messages == []
+    moe.eval()
+    assert len(logged.messages) == 1
+    assert "acmoe.fold_statistics(model)" in logged.messages[0]
+    dispatch._logged.clear()
+    fold_statistics(moe.train())
+    moe.eval()
+    assert len(logged.messages) == 1

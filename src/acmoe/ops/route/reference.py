@@ -162,7 +162,7 @@ def load(expert_ids_TK: Tensor, num_experts: int, token_mask_T: Tensor | None = 
     ones_TK = torch.ones_like(expert_ids_TK, dtype=torch.float32)
     if token_mask_T is not None:
         ones_TK = ones_TK * token_mask_T[:, None]
-    total = torch.zeros(num_experts + 1, device=expert_ids_TK.device)
+    total = ones_TK.new_zeros(num_experts + 1)
     return total.index_add(0, expert_ids_TK.flatten(), ones_TK.flatten())[:num_experts]
 
 
@@ -175,7 +175,7 @@ def check_route(
 ) -> None:
     """Raise a UserError unless the shapes of the arguments fit each other."""
     x = tokens.x
-    T, (E, D) = x.shape[:-1].numel(), embedding.shape
+    T, (E, D) = x.numel() // x.shape[-1], embedding.shape
     if x.shape[-1] != D:
         raise UserError(
             f"x has shape {tuple(x.shape)} and embedding {tuple(embedding.shape)}; pass (tokens, "

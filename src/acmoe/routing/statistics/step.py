@@ -54,6 +54,12 @@ class StepStatistics(nn.Module):
         self.serial = next_serial()
         register_statistics(self)
 
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Add a buffer; it is float32 under any `torch.set_default_dtype`."""
+        if tensor is not None and tensor.is_floating_point():
+            tensor = tensor.float()
+        super().register_buffer(name, tensor, persistent)
+
     @property
     def device(self) -> torch.device:
         return next(iter(self.buffers())).device
