@@ -82,8 +82,18 @@ class Router(Layer):
 
     def begun(self, x: Tensor, state: RoutingState | None) -> RoutingState:
         """Return the state, or the identity if there is none: x is before the first layer."""
-        if state is not None:
+        if not isinstance(x, Tensor):
+            raise UserError(
+                f"x is a {type(x).__name__}; pass the hidden states alone: an acmoe.MoE returns y "
+                "and a state, which acmoe.MoEStack hands on and nn.Sequential does not"
+            )
+        if isinstance(state, RoutingState):
             return state
+        if state is not None:
+            raise UserError(
+                f"state is a {type(state).__name__}; pass the RoutingState of the layer before, "
+                "acmoe.RoutingState(*tensors) if you took it apart, or None in the first layer"
+            )
         return RoutingState.before(x, num_clusters=self.num_experts, mix=self.mix)
 
     def next_state(
