@@ -58,7 +58,7 @@ class Router(Layer):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | ScaledTokens,
         state: RoutingState | None = None,
         *,
         token_mask: Tensor | None = None,
@@ -67,8 +67,11 @@ class Router(Layer):
     ) -> Routing:
         """Route x (T, D) or (B, L, D); all results are flat, T = B * L.
 
-        state: from the layer before; None in the first layer.
+        state: from the layer before; None in the first layer. A router that rescales tokens calls
+        its base router with the `ScaledTokens`, so that hooks on the base see its call.
         """
+        if isinstance(x, ScaledTokens):
+            return self.route(x, token_mask=token_mask, token_ids=token_ids)
         check_dim(x, self.dim)
         check_token_mask(x, token_mask)
         state = self.begun(x, state)

@@ -9,7 +9,7 @@ import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -514,3 +514,21 @@ def test_compiled_training_without_any_update_says_so_in_eval(
     fold_statistics(moe.train())
     moe.eval()
     assert len(logged.messages) == 1
+
+
+def test_a_first_layer_without_clusters_has_nothing_to_say(
+    logged: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.ModuleList(layer(seed, statistics="prefix") for seed in range(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def outputs(x: Tensor) -> Tensor:
+        y, state = model[0](x)
+        z, _ = model[1](x + y, state)
+        return cast(Tensor, z)
+
+    outputs(tokens(0)).square().mean().backward()
+    optimizer.step()
+    model.eval()
+    outputs(tokens(0))
+    assert logged.messages == []

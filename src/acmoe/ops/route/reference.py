@@ -176,6 +176,11 @@ def check_route(
     """Raise a UserError unless the shapes of the arguments fit each other."""
     x = tokens.x
     T, (E, D) = x.numel() // x.shape[-1], embedding.shape
+    if embedding.device != x.device:
+        raise UserError(
+            f"x is on {x.device} and the router's weight on {embedding.device}; move the layer to "
+            "the device of x, or let the hook that offloads weights load them"
+        )
     if x.shape[-1] != D:
         raise UserError(
             f"x has shape {tuple(x.shape)} and embedding {tuple(embedding.shape)}; pass (tokens, "

@@ -95,10 +95,12 @@ class RunningAverage(StepStatistics):
             self.scaled_from, self.scaled_version = self.dispersion, self.version
         return self.running_scale
 
-    def warn_if_empty(self) -> None:
+    def warn_if_empty(self, assignment: Tensor) -> None:
         """Warn once where evaluation reads an average that no batch has ever moved.
 
-        It reads `weight` on the host, only if the average has changed since it last did.
+        A first layer measures nothing where the statistics are of the current layer: its tokens are
+        in no cluster, and its average is rightly empty. The method reads `weight` on the host, only
+        if the average has changed since it last did.
         """
         weight = self.weight
         tracing = torch.compiler.is_compiling() or transforming()
@@ -108,7 +110,7 @@ class RunningAverage(StepStatistics):
         if self.checked == now or capturing(weight):
             return
         self.checked = now
-        if not weight.any():
+        if not weight.any() and (assignment >= 0).any():
             log_once(
                 "an adaptive layer evaluates with running statistics that no batch has moved: its "
                 "scale is 1 and it routes as the plain router; load a trained checkpoint, or train "
