@@ -115,6 +115,12 @@ class StepStatistics(nn.Module):
         """Count a training forward; warn once if PATIENCE of them came without an update."""
         if torch.compiler.is_compiling():
             return
+        if "_is_replica" in self.__dict__:
+            log_once(
+                "running statistics: nn.DataParallel copies the model for every call, and only the "
+                "tokens of its first device are counted; use DistributedDataParallel (torchrun)",
+                logging.WARNING,
+            )
         self.waiting = True
         if self.forwards is None:
             return
