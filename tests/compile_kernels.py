@@ -1,8 +1,10 @@
 """Compiles the library's kernels for a card that need not be there, and prints what came out.
 
-    python tests/compile_kernels.py 90 GROUP ...
+    python tests/compile_kernels.py 90 [--once] GROUP ...
 
-GROUP is weights, experts, own, odd, gates, text, images, measures, backward or forward.
+--once compiles the first launch of each kernel alone.
+GROUP is weights, experts, own, odd, gates, text, images, measures, router, few, backward or
+forward.
 
 Tests interpret kernels or emulate them, which takes what the compiler may not. Here the library
 runs on a CPU's tensors, and whatever it launches is compiled for the arguments of the launch
@@ -57,10 +59,13 @@ CPU = torch.device("cpu")
 found: dict[str, dict[str, Any]] = {}
 target = GPUTarget("cuda", 90, 32)
 use = ""  # what is being launched for
+once = False  # compile the first launch of each kernel alone
 
 
 def compile_launch(kernel: JITFunction, *values: Any, grid: Any, warmup: bool, **named: Any):
     """In place of `JITFunction.run`."""
+    if once and any(name.split(",")[0] == _full(kernel) for name in found):
+        return
     options = {name: named.pop(name) for name in OPTIONS if name in named}
     given = dict(zip([p.name for p in kernel.params], values, strict=False)) | named
     signature, constants, attributes = {}, {}, {}
@@ -217,6 +222,29 @@ def measures() -> None:
         fused_cluster_scale(bf16(2, 64, 32), assignment, 4, normalize=normalize)
 
 
+def router() -> None:
+    """The Hopper kernels of a router of many experts, with a scale and without."""
+    global use
+    from acmoe.ops.route.hopper.launch import launch_affinities, launch_token_gradient
+    from acmoe.ops.route.triton.tokens import Tokens
+
+    x, embedding, grad = bf16(256, 256), bf16(512, 256), bf16(2, 256, 512)
+    cluster = torch.zeros(256, dtype=torch.int64)
+    for name, how in {"plain": (None, None), "scaled": (torch.zeros(4, 256), cluster)}.items():
+        use = f"router of many experts, {name}"
+        tokens = Tokens.of(x, *how, None, None, None)
+        launch_affinities(tokens, embedding, None, None, torch.zeros(256, 512))
+        launch_token_gradient(tokens, grad, embedding, x)
+
+
+def few() -> None:
+    """The up projection of experts with a few hundred rows on Hopper."""
+    global use
+    use = "few rows"
+    plan = Plan(torch.arange(128), torch.tensor([64, 128]), 1)
+    ring_launch.launch_up(bf16(128, 256), bf16(2, 512, 256), plan, 256)
+
+
 def attention(features: int, keeps: bool) -> tuple[Any, ...]:
     """Queries, keys and values, what is kept; two streams of 256 behind a memory of 256."""
     q = bf16(2, 2, 256, fused_width(features))
@@ -252,7 +280,20 @@ def forward() -> None:
 
 GROUPS: dict[str, Callable[[], None]] = {
     group.__name__: group
-    for group in (weights, experts, own, odd, gates, text, images, measures, backward, forward)
+    for group in (
+        weights,
+        experts,
+        own,
+        odd,
+        gates,
+        text,
+        images,
+        measures,
+        router,
+        few,
+        backward,
+        forward,
+    )
 }
 
 
@@ -278,6 +319,7 @@ if __name__ == "__main__":
     torch.empty, torch.empty_like = torch.zeros, torch.zeros_like
     torch.Tensor.new_empty = torch.Tensor.new_zeros
     with backend.use_backend("triton"):
-        for chosen in sys.argv[2:]:
+        once = "--once" in sys.argv
+        for chosen in [name for name in sys.argv[2:] if name != "--once"]:
             GROUPS[chosen]()
     print(json.dumps({"kernels": kernels, "compiled": found}, indent=1))

@@ -20,7 +20,7 @@ VARIABLE = "TRITON_INTERPRET"
 
 
 def import_triton_to_interpret() -> None:
-    # What was imported before (torch._dynamo does) was defined for the compiler: once more. The
+    # Modules imported before (torch._dynamo does) were defined for the compiler: import again. The
     # compiled part of Triton is the same for both, and cannot be loaded twice.
     for name in list(sys.modules):
         if name.split(".")[0] == "triton" and not name.startswith("triton._C"):
@@ -82,6 +82,7 @@ def hopper_launch(monkeypatch):
     from acmoe.ops.experts.hopper import launch as hopper_launch
     from acmoe.ops.experts.hopper import rows as rows_module
     from acmoe.ops.experts.hopper import tokens as tokens_module
+    from acmoe.ops.experts.hopper import up as up_module
     from acmoe.ops.experts.hopper import weights as weights_module
 
     if not torch.cuda.is_available():
@@ -92,6 +93,7 @@ def hopper_launch(monkeypatch):
             (hidden_module, "hidden_gradient_kernel"),
             (weights_module, "weight_gradient_kernel"),
             (tokens_module, "gathered_weight_gradient_kernel"),
+            (up_module, "up_swiglu_kernel"),
         ):
             monkeypatch.setattr(module, name, emulate(getattr(module, name), seed=1))
     return hopper_launch

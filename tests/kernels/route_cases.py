@@ -130,7 +130,7 @@ def differentiable(route: Route) -> list[Tensor]:
 
 
 def lost_by_terms(exact: dict[str, Any], dtype: torch.dtype, mask: Tensor | None) -> float:
-    """What 4 terms for 16-bit tokens may cost an affinity (ops/device/dot.py).
+    """Return the error that 4 terms may add to an affinity of 16-bit tokens (ops/device/dot.py).
 
     At most 2^-17 of each product, of either sign: twice their root sum of squares is rare.
     """

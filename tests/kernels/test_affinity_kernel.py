@@ -92,7 +92,7 @@ def test_affinities_of_many_experts_may_have_a_kernel_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Forty experts, in three blocks of sixteen: the bits of one kernel."""
-    from acmoe.ops.route.triton import route
+    from acmoe.ops.route.triton import many_experts, route
 
     case = drawn(generator, device, dtype, scaled)
     case["embedding"] = torch.randn(40, D, generator=generator).to(device)
@@ -104,7 +104,7 @@ def test_affinities_of_many_experts_may_have_a_kernel_of_their_own(
     arguments = (*case.values(), K, selected, mask, 0.7, order, noise)
     together = fused_route(*arguments)
     monkeypatch.setattr(route, "MANY_EXPERTS", 39)
-    monkeypatch.setattr(route, "AFFINITY_TILE", (32, 16, 4, 2))
+    monkeypatch.setattr(many_experts, "AFFINITY_TILE", (32, 16, 4, 2))
     apart = fused_route(*arguments)
     for name, one, other in zip(Route._fields, apart, together, strict=True):
         if name == "gate_sum":  # added up by other blocks of tokens
@@ -132,7 +132,7 @@ def compare(
     order: Tensor | None = None,
     noise: Tensor | None = None,
 ) -> Route:
-    """What the kernel found, after it was compared, with its gradients."""
+    """Return the kernel's results and gradients, after comparing them."""
     device, dtype = case["x"].device, case["x"].dtype
     mask = (torch.rand(T, generator=generator) < 0.8).to(device) if masked else None
     if mask is not None:
@@ -156,8 +156,8 @@ def compare(
     exact_grads = torch.autograd.grad(
         differentiable(wanted), theirs, [grad.double() for grad in upstream]
     )
-    # Of the token in its own dtype (truncated by the interpreter); of the parameters in float32,
-    # from 3 terms of a product where the tokens have 16 bits.
+    # A token's gradient has the token's dtype (truncated by the interpreter); those of parameters
+    # are float32, from 3 terms of a product where the tokens have 16 bits.
     tolerances = [2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps, 2e-5, 2e-5]
     for one, other, tolerance in zip(grads, exact_grads, tolerances, strict=False):
         assert (one - other).abs().max() < tolerance * other.abs().max()
@@ -205,7 +205,7 @@ def test_who_reads_x_after_the_router_has_his_gradient_added(
     loss = found.gate.square().sum()
     (own,) = torch.autograd.grad(loss, x, retain_graph=True)
     (both,) = torch.autograd.grad([loss, found.x], x, [torch.ones_like(loss), upstream])
-    # Of 16 bits the sum is rounded once here and twice there (truncated by the interpreter).
+    # A 16-bit sum is rounded once here and twice there (truncated by the interpreter).
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(both, own + upstream, rtol=2 * eps, atol=4 * eps)
     assert torch.equal(found.x, x)

@@ -154,7 +154,7 @@ def check_weights(case: Case, lse: Tensor, flat: Tensor, base: Tensor) -> None:
 
 
 def check_places(case: Case, flat: Tensor) -> None:
-    """What is written outside of windows is zero, and lies in a row or beside it."""
+    """Weights written outside of windows are zero, and lie in a row or beside it."""
     first_BHL = starts(case)
     pitch = sizes_of(case)[0]
     assert flat.numel() == 2 * MARGIN + B * H * case.L * pitch
@@ -165,7 +165,7 @@ def check_places(case: Case, flat: Tensor) -> None:
     assert inside.sum() == B * H * case.window.sum()
     assert flat[inside].isfinite().all()
     assert (flat[~inside].isnan() | (flat[~inside] == 0)).all()
-    # Of a tile that is visited, all.
+    # A visited tile is written whole.
     for i in range(case.L):
         i0 = i // 128 * 128
         start = max(case.S + i0 - case.W, 0) // 64 * 64

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # a test imports kernels itself, to be interpreted
 
 
 class Case(NamedTuple):
-    """What the forward leaves, and what is to become of it, in float64."""
+    """The forward's saved tensors, and the expected gradients in float64."""
 
     skew: "SkewLayout"
     q: Tensor
@@ -90,7 +90,7 @@ def make(
     distance = S + i - j
     window_LN = (distance >= 1) & (distance <= W)
     if masked:
-        # Of the first third nothing, so that the forward meets tiles before it sees a key.
+        # No key of the first third is seen, so that the forward meets tiles before it sees a key.
         seen_N = (torch.rand(N, generator=generator) < 0.7) & (j >= N // 3)
         window_LN = window_LN & seen_N
     score_XLN = torch.randn(heads, L, N, generator=generator).double() * 4 + level

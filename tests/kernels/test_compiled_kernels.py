@@ -10,8 +10,7 @@ import pytest
 import torch
 
 SCRIPT = Path(__file__).parents[1] / "compile_kernels.py"
-# What a program may have of a multiprocessor's shared memory, in KiB: A100; L40 and RTX 40; H100
-# and H200; B200; RTX 50.
+# Shared memory that a program may have, in KiB: A100; L40 and RTX 40; H100 and H200; B200; RTX 50.
 SHARED = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
 
 pytestmark = pytest.mark.skipif(
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def compiled(capability, *groups):
-    """Of a process in which Triton is not interpreted."""
+    """Return the output of a process in which Triton is not interpreted."""
     pytest.importorskip("triton.experimental.gluon")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(SCRIPT), str(capability), *groups]
@@ -49,7 +48,7 @@ def test_every_kernel_compiles_for_a_hopper_card():
     import triton
 
     groups, missing = ["experts", "gates", "text", "images", "measures"], set()
-    groups += ["backward", "forward"]
+    groups += ["router", "few", "backward", "forward"]
     if not triton.__version__.startswith(("3.6.", "3.7.")):
         # Later ones see no memory as both padded and not, and it does not run there (hopper.py).
         groups.remove("forward")
@@ -68,18 +67,21 @@ def test_layers_that_no_table_names_compile_and_fit_on_a_hopper_card():
     hopper = {name for name, gluon in found["kernels"].items() if gluon}
     experts = {name for name in hopper if name.startswith("experts.")}
     # Tokens are gathered for a weight gradient where gate and up have fewer than 2,048 columns.
-    assert experts <= kernels_of(found)
+    assert experts - {"experts.hopper.up.up_swiglu_kernel"} <= kernels_of(found)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 120])
+@pytest.mark.parametrize("capability", [80, 89, 100, 120])
 def test_kernels_compile_and_fit_on_other_cards(capability):
-    """As they launch there: by the rule's blocks, in Triton alone."""
-    found = compiled(capability, "own", "gates", "text", "images", "measures")
+    """As they launch there: by the rule's blocks, in Triton alone.
+
+    Every use of a kernel is compiled for 120, which has the least shared memory, one for others.
+    """
+    uses = () if capability == 120 else ("--once",)
+    found = compiled(capability, *uses, "own", "gates", "text", "images", "measures")
     portable = {name for name, gluon in found["kernels"].items() if not gluon}
-    # Of these two one is launched before a kernel in Gluon, and one needs a row of the table.
-    hopper = {
-        "attention.hopper.dropout.pair_bits_kernel",
-        "experts.triton.persistent_weights.persistent_weight_kernel",
-    }
-    assert kernels_of(found) == portable - hopper
+    # One is launched before a kernel in Gluon, and one needs blocks for 227 KiB of shared memory.
+    missing = {"attention.hopper.dropout.pair_bits_kernel"}
+    if SHARED[capability] < 227:
+        missing.add("experts.triton.persistent_weights.persistent_weight_kernel")
+    assert kernels_of(found) == portable - missing

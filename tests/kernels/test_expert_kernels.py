@@ -135,7 +135,7 @@ def test_tokens_of_16_bits_give_wide_weights_a_gradient_that_is_not_rounded(comp
 
 @pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_an_expert_s_rows_may_be_summed_in_parts(splits, device, monkeypatch):
-    """Of 16 rows each at most, so that some experts have fewer than there are parts."""
+    """A part has at most 16 rows, so that some experts have fewer than there are parts."""
     from acmoe.ops.device import tuning
 
     blocks = Blocks(16, 16, 16, 4, 2, splits=splits)
@@ -281,7 +281,7 @@ def test_equal_inputs_give_equal_bits(device):
 
 @mostly_slow("case", [CASES[0], CASES[2]])
 def test_nothing_is_kept_for_a_backward_that_will_not_come(case, device, monkeypatch):
-    from acmoe.ops.experts.triton import launch as experts
+    from acmoe.ops.experts.triton import launched
 
     kept = []
 
@@ -290,8 +290,8 @@ def test_nothing_is_kept_for_a_backward_that_will_not_come(case, device, monkeyp
         kept.append(h.shape[0])
         return h, a
 
-    run_up = experts.run_up
-    monkeypatch.setattr(experts, "run_up", watched)
+    run_up = launched.run_up
+    monkeypatch.setattr(launched, "run_up", watched)
     layer = Layer(*case, device)
     trained = layer.fused()
     with torch.no_grad():

@@ -66,11 +66,11 @@ def fused(mlp, x, ids, gate, device, dtype=torch.float32):
 @pytest.fixture
 def vectors(monkeypatch):
     """The launches of matrix-vector products, counted, in blocks of which a row has several."""
-    from acmoe.ops.experts.triton import vectors
+    from acmoe.ops.experts.triton import launched
 
     seen = []
-    run = vectors.run_vectors
-    monkeypatch.setattr(vectors, "run_vectors", lambda *args: (seen.append(args), run(*args))[1])
+    run = launched.run_vectors
+    monkeypatch.setattr(launched, "run_vectors", lambda *args: (seen.append(args), run(*args))[1])
     small = {"up": VectorBlocks(4, 256, 4, 1), "down": VectorBlocks(4, 256, 4, 1)}
     monkeypatch.setattr(rules, "VECTORS", small)
     monkeypatch.setattr(rules, "VECTOR_TOKENS", 4)  # more than pay on a card, to test the kernel

@@ -32,7 +32,7 @@ def halved(scale: Tensor, spread: Tensor, count: Tensor) -> Tensor:
 
 
 class Buffers:
-    """What is folded, drawn; `fold` calls one of the two functions on a backend."""
+    """Random inputs of a fold; `fold` calls one of the two functions on a backend."""
 
     def __init__(self, clusters: int, dim: int, device: str, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)

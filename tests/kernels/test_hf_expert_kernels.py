@@ -49,19 +49,19 @@ def test_an_id_of_another_device_contributes_nothing(device: str) -> None:
 def test_frozen_weights_get_no_gradient_and_cost_no_gemm(
     compiled: bool, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    from acmoe.ops.experts.hopper import choice
+    from acmoe.ops.experts.triton import launched
 
     experts = experts_of("qwen3_moe").to(device)
     call = [one.to(device) for one in routed(9)]
     wanted = outcome(experts, "eager", *call)
     experts.gate_up_proj.requires_grad_(False)
-    gemms, run = [], choice.run_weight
+    gemms, run = [], launched.run_weight
 
     def noted(name: str, *args: Any, **options: Any) -> Tensor:
         gemms.append(name)
         return run(name, *args, **options)
 
-    monkeypatch.setattr(choice, "run_weight", noted)
+    monkeypatch.setattr(launched, "run_weight", noted)
     if compiled:
         torch.compiler.reset()
         experts.forward = torch.compile(experts.forward, fullgraph=True, backend="aot_eager")

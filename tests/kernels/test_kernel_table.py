@@ -8,6 +8,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -109,6 +110,14 @@ def scale_case(draw: Draw) -> Case:
     )
     args = (draw.normal(50, 12), draw.ids(-1, 4, 50), 4, options)
     return Case(args, {"measure": "mad", "token_mask": draw.mask(50)}, (), 1e-3)
+
+
+def constant_tokens_case(op: str, draw: Draw) -> Case:
+    """Tokens that the kernels for CPUs serve: without gradient and mask, cluster 4 empty."""
+    options = scale_case(draw).args[3:] if op == "measure_scale" else ()
+    buffers = draw.normal(5, 12), draw.normal(5)
+    args = (draw.normal(50, 12), draw.ids(0, 4, 50), 5, *options)
+    return Case(args, {"measure": "std", "out": buffers}, (), 1e-5, buffers)
 
 
 def prefix_case(draw: Draw) -> Case:
@@ -239,6 +248,8 @@ def outcome(run: Callable[..., Any], case: Case) -> list[Tensor]:
 
 
 def case_of(op: str, kernel: str) -> Callable[[Draw], Case]:
+    if kernel == "cpu" and op in ("measure_dispersion", "measure_scale"):
+        return partial(constant_tokens_case, op)
     return complete_experts_case if kernel == "sonicmoe" else CASES[op]
 
 

@@ -44,7 +44,7 @@ ROUTERS = {
     "own part, root, matched": VariantConfig(statistics="batch", part="own", power=0.5, match=True),
     # Tokens and embeddings of twice the features.
     "distance in M": VariantConfig(statistics="batch", distance=True),
-    # What no kernel serves falls to the reference, inside the same layer.
+    # Calls that no kernel serves fall to the reference, inside the same layer.
     "two clusters mixed": acmoe.AdaptiveConfig(statistics="batch", mix=2),
     "centred, learned lambda": VariantConfig(
         statistics="batch", statistics_of="current", center=True, strength=0.5, learn_strength=True
@@ -113,7 +113,7 @@ def compare(layers, x, mask, cotangent):
 
 @pytest.fixture
 def products_by_torch(monkeypatch):
-    """What the interpreter spends most of its time on, and no router changes."""
+    """Replace the experts: the interpreter spends most time on them, and no router changes them."""
     forward = ExpertMLP.forward
 
     def by_torch(*arguments, **options):

@@ -1,4 +1,4 @@
-"""What a training forward leaves for `update`: the kernels write it, and one op adds it up.
+"""Kernels write the batch that a training forward leaves for `update`; one op adds it up.
 
 T tokens, D features, C clusters.
 """

@@ -20,7 +20,7 @@ CASES = [
     pytest.param("gelu", (19, 36, 20, 3, 1), True, True, marks=pytest.mark.slow),
     ("swiglu", (3, 16, 16, 1, 1), False, False),  # fewer tiles than programs
 ]
-# Of `Layer.gradients`: tokens and gate; then the first weight and the second.
+# Slices of `Layer.gradients`: tokens and gate; then the first weight and the second.
 ROW_GEMMS, WEIGHT_GEMMS = slice(0, 2), slice(2, 4)
 
 
@@ -53,7 +53,7 @@ def test_few_programs_compute_what_one_a_tile_does(
 
 
 def test_few_programs_sum_an_expert_s_rows_in_parts(device, monkeypatch):
-    """Of three parts some have no rows, some fewer than a block, some several blocks."""
+    """Some of the three parts have no rows, some fewer than a block, some several blocks."""
     layer = Layer("relu", True, (45, 20, 24, 3, 2), device)
     few = ONE_A_TILE._replace(n=16, k=16, splits=3, persistent=2)
     _, found = results(layer, few, monkeypatch)

@@ -179,7 +179,7 @@ def test_gathered_weight_gradients_see_their_expert_s_tokens_alone(
     ("copied", "gathers", "dtype", "calls"),
     [
         (True, False, torch.bfloat16, ["launch_weights", "launch_weights"]),
-        # What hidden reads stays copied.
+        # The rows that "hidden" reads stay copied.
         pytest.param(
             *(True, True, torch.bfloat16, ["launch_weights", "launch_gathered_weights"]),
             marks=pytest.mark.slow,
@@ -226,7 +226,7 @@ def test_a_layer_by_pipelined_gemms_is_the_layer(
 
 
 class TestChoice:
-    """Of an H200 with the triton that is known to work, unless said otherwise."""
+    """The device is an H200 with a known version of triton, unless a test says otherwise."""
 
     @pytest.fixture(autouse=True)
     def card(self, monkeypatch):
@@ -305,7 +305,7 @@ class TestChoice:
         assert self.gathering(sizes) == gathering
 
     def test_what_no_pipeline_can_gather_is_copied(self, monkeypatch):
-        """Of the first weight's gradient: gathered by Triton it takes twice as long."""
+        """The first weight's gradient takes twice as long where Triton gathers."""
         import triton
 
         assert self.gathering((2048, 768, 128), torch.float16) == ["up"]
@@ -396,3 +396,43 @@ def test_on_a_card_both_ways_to_the_hidden_gradient_agree(fresh_choice, monkeypa
     apart = results()
     for one, other in zip(first, apart, strict=True):
         assert_near(one, other.double(), 8e-3)  # apart, the gradient by a is rounded on its way
+
+
+@pytest.mark.parametrize("hidden", [256, 208])
+def test_the_up_projection_by_a_pipeline_is_its_product(hidden, device, hopper_launch):
+    """Hidden units that are no multiple of a tile: the last tile overlaps its neighbour."""
+    plan = plan_of(COUNTS, NOBODY, device, top_k=2)
+    tokens = drawn(plan.num_rows // 2, 192, device=device)
+    up = drawn(len(COUNTS), 2 * hidden, 192, device=device) / 14
+    a_NF = hopper_launch.launch_up(tokens, up, plan, hidden)
+    for expert, rows in each_expert(plan):
+        h = tokens[plan.token[rows].long()].double() @ up[expert].double().T
+        gate, other = h.bfloat16().double().split(hidden, dim=1)
+        right = torch.nn.functional.silu(gate) * other
+        if len(right):
+            assert_near(a_NF[rows], right)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"keep": True}, "stores no h"),
+        ({"dropout": 0.1}, "nor dropout"),
+        ({"act": "gelu"}, "the activation swiglu"),
+        ({"gather": False}, "no copied rows"),
+        ({"dim": 96}, "not 96, 256"),
+        ({"hidden": 64}, "not 128, 64"),
+        ({"tokens": 128}, "Triton's is expected to be faster"),  # 64 rows an expert
+        ({"tokens": 1024}, "Triton's is expected to be faster"),  # 512 rows an expert
+        ({}, "a CUDA device, not cpu"),
+    ],
+)
+def test_the_up_projection_says_why_triton_runs(change, reason):
+    from acmoe.ops.experts.hopper.up_choice import up_unsupported
+    from acmoe.ops.experts.triton.sizes import RowOperand, Sizes
+
+    case = {"tokens": 256, "dim": 128, "hidden": 256, "act": "swiglu"}
+    case |= {"gather": True, "dropout": 0.0, "keep": False} | change
+    size = Sizes(case["tokens"], case["dim"], case["hidden"], 4, 2, case["act"])
+    rows = RowOperand(torch.zeros(1, 1, dtype=torch.bfloat16), case["gather"])
+    assert reason in up_unsupported(rows, None, size, case["dropout"], case["keep"])

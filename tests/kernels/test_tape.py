@@ -5,6 +5,7 @@ The kernels here are Python functions that read and write float32 at addresses, 
 
 import contextlib
 import ctypes
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import acmoe
-from acmoe.ops.device import tape
-from acmoe.ops.device.launcher import Compiled, Launch, cdiv, next_power_of_2, recorder
+from acmoe.ops.device import recording, tape
+from acmoe.ops.device.launcher import Compiled, cdiv, compute, next_power_of_2, recorder
 from acmoe.ops.device.tape import Same, taped
 
 calls: list[object] = []  # an entry for each launch that was not repeated from a tape
@@ -60,9 +62,8 @@ def launch(*args: Any) -> None:
     """Launch `add_kernel` as acmoe.ops.device.launcher.launch does, and record it."""
     calls.append("launched")
     add_kernel(*args)
-    if recorder.launches is not None:
-        compiled = Compiled(add_kernel, None, None, (), (None, None))
-        recorder.launches.append(Launch(compiled, (1, 1, 1), args))
+    if recorder.steps is not None:
+        recorder.add(Compiled(add_kernel, None, None, (), (None, None)), (1,), args)
 
 
 def twice_plus_tail(x: Tensor, y: Tensor, scale: int = 1) -> tuple[Tensor, Tensor]:
@@ -145,6 +146,97 @@ def test_a_tape_reads_what_its_tensors_hold_now_and_knows_their_dtype() -> None:
     assert len(calls) == 6
 
 
+def _doubled(x: Tensor, y: Tensor) -> Tensor:
+    return (x + y) * 2
+
+
+def torch_between(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return 2 * (x + y + y), which torch computes, and four times x + y + y."""
+    between, out = torch.empty(8), torch.empty(8)
+    launch(x, y, between, 8)
+    doubled = compute(_doubled, between, y)
+    launch(doubled, doubled, out, 8)
+    return doubled, out
+
+
+def test_torch_may_compute_a_step_of_its_own_between_launches() -> None:
+    for seed in range(3):
+        x, y = pair(seed)
+        found = taped(torch_between, (x, y), ())
+        assert torch.equal(found[0], 2 * (x + y + y)) and torch.equal(found[1], 4 * (x + y + y))
+    assert len(calls) == 2  # those of the first call
+
+
+def _computes_with_a_part(x: Tensor, y: Tensor) -> tuple[Tensor]:
+    out = torch.empty(8)
+    launch(x, y, out, 8)
+    compute(_doubled, x[:4], y[4:])  # a tape has whole tensors alone
+    return (out,)
+
+
+def through_large_memory(x: Tensor, y: Tensor) -> tuple[Tensor]:
+    """Return 8 * (x + y) by way of three buffers, of which two are needed at a time."""
+    for _ in range(3):
+        between = torch.empty(8)
+        used.append(StorageWeakRef(between.untyped_storage()))
+        launch(x, y, between, 8)
+        x = y = between
+    out = torch.empty(8)
+    launch(x, y, out, 8)
+    return (out,)
+
+
+used: list[StorageWeakRef] = []  # by `through_large_memory`
+
+
+def test_large_memory_is_held_from_its_first_launch_to_its_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held: list[int] = []  # tensors of the tape that exist, each time that it allocates one
+    made: list[weakref.ref[Tensor]] = []
+
+    def empty(*layout: Any) -> Tensor:
+        found = torch.empty_strided(layout[0], layout[1], dtype=layout[2])
+        made.append(weakref.ref(found))
+        held.append(sum(one() is not None for one in made))
+        return found
+
+    monkeypatch.setattr(recording, "LARGE_BYTES", 32)  # as large as each buffer
+    monkeypatch.setattr(tape, "allocator", lambda device: empty)
+    x, y = pair(0)
+    taped(through_large_memory, (x, y), ())
+    assert not made
+    assert torch.equal(taped(through_large_memory, (x, y), ())[0], 8 * (x + y))
+    assert held == [1, 2, 2, 2] and len(calls) == 4
+
+
+def test_small_memory_is_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def empty(*layout: Any) -> Tensor:
+        made.append(layout)
+        return torch.empty_strided(layout[0], layout[1], dtype=layout[2])
+
+    monkeypatch.setattr(tape, "allocator", lambda device: empty)
+    x, y = pair(0)
+    for _ in range(2):
+        assert torch.equal(taped(through_large_memory, (x, y), ())[0], 8 * (x + y))
+    # Three buffers of 32 bytes, each at a multiple of 256.
+    assert made == [((768,), (1,), torch.uint8), ((8,), (1,), torch.float32)]
+
+
+def test_a_recorded_call_frees_its_memory_as_any_other() -> None:
+    used.clear()
+
+    def watched(x: Tensor, y: Tensor) -> tuple[Tensor]:
+        found = through_large_memory(x, y)
+        assert all(one.expired() for one in used)
+        return found
+
+    taped(watched, pair(0), ())
+    assert len(used) == 3 and next(iter(tape._tapes.values())) is not None
+
+
 def _computes(x: Tensor, y: Tensor) -> tuple[Tensor]:
     out, doubled = torch.empty(8), y * 2  # torch computes this one, not a launch
     launch(x, doubled, out, 8)
@@ -170,7 +262,7 @@ def _launches_unseen(x: Tensor, y: Tensor) -> tuple[Tensor]:
     return (out,)
 
 
-UNFIT = [_computes, _returns_an_argument, _returns_a_part, _launches_unseen]
+UNFIT = [_computes, _computes_with_a_part, _returns_an_argument, _returns_a_part, _launches_unseen]
 
 
 @pytest.mark.parametrize("function", UNFIT)
@@ -363,3 +455,16 @@ def test_few_rows_and_many_are_sorted_alike(
     assert torch.equal(expert, wanted) and torch.equal(permutation, order)
     assert torch.equal(inverse[order], torch.arange(rows))
     assert offsets.tolist() == [int((ids <= e).sum()) for e in range(5)]
+
+
+def test_a_second_derivative_through_the_router_op_raises(device: str) -> None:
+    """A gradient by a tape would have no derivative, without a word."""
+    from acmoe.ops.route.autograd import route_op
+
+    generator = torch.Generator().manual_seed(0)
+    x, embedding = (torch.randn(n, 16, generator=generator).to(device) for n in (5, 6))
+    x.requires_grad_()
+    gate = route_op(x, embedding, None, None, None, 2, True, None, 1.0, None, None, None)[1]
+    (first,) = torch.autograd.grad(gate[:, 0].square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        first.square().sum().backward()

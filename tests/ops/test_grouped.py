@@ -221,3 +221,28 @@ def test_second_derivatives_of_products_with_a_bias() -> None:
     assert torch.autograd.gradgradcheck(
         lambda x, weight, bias: grouped_linear(x, weight, end_E, bias).pow(3), inputs
     )
+
+
+@pytest.mark.parametrize("rows", [[1, 0, 1], [2, 5, 0], [2, 7, 1]])
+@pytest.mark.parametrize("bias", [False, True])
+def test_few_rows_of_an_expert_are_products_with_vectors(
+    rows: list[int], bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "WIDE", 1)  # every weight counts as a large one
+    monkeypatch.setattr(products, "chooses_onednn", lambda x: True)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(sum(rows) + 1, 5, generator=generator, requires_grad=True)
+    weight = torch.randn(3, 4, 5, generator=generator, requires_grad=True)
+    bias_EO = torch.randn(3, 4, generator=generator) if bias else None
+    offsets = torch.tensor(rows).cumsum(0)
+    found = grouped_linear(x, weight, offsets, bias_EO)
+    expert = [e for e, n in enumerate(rows) for _ in range(n)]
+    wanted = torch.stack(
+        [weight[e] @ x[r] + (0 if bias_EO is None else bias_EO[e]) for r, e in enumerate(expert)]
+        + [torch.zeros(4)]  # the last row has no expert
+    )
+    torch.testing.assert_close(found, wanted)
+    up = torch.randn(found.shape, generator=generator)
+    got = torch.autograd.grad(found, (x, weight), up)
+    for one, other in zip(got, torch.autograd.grad(wanted, (x, weight), up), strict=True):
+        torch.testing.assert_close(one, other)

@@ -24,6 +24,7 @@ from acmoe import (
     build_router,
 )
 from acmoe.config.routing import MetricConfig
+from acmoe.ops.route import reference
 from acmoe.ops.route.reference import best_first, first_chosen
 from acmoe.routing.state import clusters_of, first_choice
 
@@ -58,12 +59,17 @@ def test_the_best_come_first_and_equals_by_index(data, num_experts, odd, dtype):
     row = st.lists(st.sampled_from(levels), min_size=num_experts, max_size=num_experts)
     rows = data.draw(st.lists(row, min_size=0, max_size=3))
     value = torch.tensor(rows, dtype=dtype).view(-1, num_experts)
-    found = best_first(value, top_k)
-    assert found.tolist() == [ranked(row, top_k) for row in rows]
+    for few in (0, 512):  # one by one, and sorted
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reference, "_FEW", few)
+            found = best_first(value, top_k)
+        assert found.tolist() == [ranked(row, top_k) for row in rows]
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 4])
-def test_every_expert_is_chosen_once_whatever_the_row_holds(top_k):
+@pytest.mark.parametrize("few", [0, 512])
+def test_every_expert_is_chosen_once_whatever_the_row_holds(few, top_k, monkeypatch):
+    monkeypatch.setattr(reference, "_FEW", few)
     value = torch.tensor([[1.0, -math.inf, -math.inf, ODD[-1]], [math.nan] * 4, [-math.inf] * 4])
     for row in best_first(value, top_k).tolist():
         assert len(set(row)) == top_k and set(row) <= set(range(4))

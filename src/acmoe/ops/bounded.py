@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from acmoe.ops.dispatch import eager, transforming
+from acmoe.ops.checks import host_may_read
 
 
 def bounded(x_XD: Tensor) -> Tensor:
@@ -19,9 +19,9 @@ def bounded(x_XD: Tensor) -> Tensor:
     its direction. Every other row is multiplied by exactly 1, so that no bit of it changes. A row
     with NaN or infinity holds NaN afterwards.
     """
-    bound = math.ldexp(1.0, 256 if x_XD.dtype == torch.float64 else 32)
-    if _inside(x_XD, bound):
+    if surely_bounded(x_XD):
         return x_XD
+    bound = math.ldexp(1.0, _exponent(x_XD))
     largest_X1: Tensor
     if torch.compiler.is_compiling():  # it cannot trace the norm of no rows
         largest_X1 = x_XD.detach().abs().amax(dim=-1, keepdim=True)
@@ -30,9 +30,18 @@ def bounded(x_XD: Tensor) -> Tensor:
     return x_XD * (bound / largest_X1).clamp(max=1.0)
 
 
-def _inside(x_XD: Tensor, bound: float) -> bool:
-    """Return True if the host knows that no row exceeds the bound: on a CPU, where it may look."""
-    if x_XD.device.type != "cpu" or x_XD.numel() == 0 or transforming() or not eager(x_XD):
-        return False
-    low, high = torch.aminmax(x_XD.detach())
-    return -bound <= low.item() and high.item() <= bound  # NaN is not
+def surely_bounded(*factors: Tensor) -> bool:
+    """Return True if the host sees that no row of a product of the factors exceeds the bound.
+
+    No value is larger than the norm of all, which takes one pass and is NaN or inf where a value
+    is. It is rounded, hence the half.
+    """
+    limit = math.ldexp(0.5, _exponent(factors[0]) // len(factors))
+    return all(
+        host_may_read(one) and torch.linalg.vector_norm(one.detach()).item() <= limit
+        for one in factors
+    )
+
+
+def _exponent(x: Tensor) -> int:
+    return 256 if x.dtype == torch.float64 else 32

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from acmoe.errors import UserError, check
-from acmoe.ops.dispatch import transforming
+from acmoe.ops.dispatch import eager, transforming
 
 
 def check_tokens(x: Tensor, assignment: Tensor, token_mask: Tensor | None) -> None:
@@ -51,12 +51,22 @@ def check_range(ids: Tensor, low: int, high: int, name: str) -> None:
     if torch.compiler.is_compiling() or transforming() or ids.numel() == 0 or ids.is_meta:
         return
     ids = ids.long()  # in uint8 or int8 a bound could overflow
-    inside = ((ids >= low) & (ids < high)).all()
     if ids.device.type != "cpu":
+        inside = ((ids >= low) & (ids < high)).all()
         torch._assert_async(inside, f"{name} holds ids outside [{low}, {high})")
-    elif not inside:
+        return
+    least, most = torch.aminmax(ids)
+    if least.item() < low or most.item() >= high:
         bad = ids[(ids < low) | (ids >= high)].flatten()[0].item()
         raise UserError(f"{name} holds id {bad}; ids must lie in [{low}, {high})")
+
+
+def host_may_read(x: Tensor) -> bool:
+    """Return True if a branch may depend on the values of x: on a CPU, where nothing traces it.
+
+    Definitions use it to leave out operations that would change nothing.
+    """
+    return x.device.type == "cpu" and x.numel() > 0 and not transforming() and eager(x)
 
 
 def check_count(value: int, name: str, *, least: int = 1) -> None:

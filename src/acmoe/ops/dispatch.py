@@ -35,7 +35,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 DEFINITION = "torch"  # the name of every op's plain-PyTorch definition
-BACKENDS = ("auto", DEFINITION, "grouped_mm", "triton", "sonicmoe")
+BACKENDS = ("auto", DEFINITION, "cpu", "grouped_mm", "triton", "sonicmoe")
 _ASKED = "ACMOE_BACKEND"
 OPS: "dict[str, Op[..., Any]]" = {}  # every op of the library, by name
 
@@ -110,7 +110,8 @@ class Op(Generic[P, R]):
         """Return the kernel that serves a call with these arguments."""
         if transforming():
             return self.kernels[-1]
-        if not (_requested or _records or torch.compiler.is_compiling() or _ASKED in os.environ):
+        named = (_requested and _requested[-1] != "auto") or _ASKED in os.environ
+        if not (named or _records or torch.compiler.is_compiling()):
             kernel = self._first(args, kwargs)
             log_once(kernel.line)
             return kernel

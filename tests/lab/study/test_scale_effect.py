@@ -65,7 +65,7 @@ def test_a_line_through_every_block_is_found_whatever_the_blocks_heights():
     assert found.slope == pytest.approx(2.0)
     assert found.correlation == pytest.approx(1.0)
     assert (found.runs, found.blocks, found.least, found.most) == (9, 3, 0.1, 0.4)
-    # Of 6^3 orders one gives +1, and none -1: 1 / 216 = 0.0046, which is sampled.
+    # One of the 6^3 orders gives +1, and none gives -1: 1 / 216 = 0.0046, which is sampled.
     assert found.p == pytest.approx(1 / 216, abs=0.003)
 
 

@@ -1,4 +1,4 @@
-"""What makes two cells the same, and what makes them a pair."""
+"""Rules by which two cells are the same, or a pair."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a cell of each kind measures, on models of a few thousand weights."""
+"""A cell of each kind records its measures, on models of a few thousand weights."""
 
 from dataclasses import replace
 

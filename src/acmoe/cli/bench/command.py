@@ -10,7 +10,7 @@ from rich.table import Table as RichTable
 
 from acmoe.cli.bench.generate import Generate
 from acmoe.cli.bench.output import command_of, say, show
-from acmoe.cli.bench.tools import Profile, Scaling, Table, Tune
+from acmoe.cli.bench.tools import Host, Profile, Scaling, Table, Tune
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,6 +220,7 @@ class Bench:
         | Annotated[Train, tyro.conf.subcommand("train")]
         | Annotated[Hf, tyro.conf.subcommand("hf")]
         | Annotated[Generate, tyro.conf.subcommand("generate")]
+        | Annotated[Host, tyro.conf.subcommand("host")]
         | Annotated[Profile, tyro.conf.subcommand("profile")]
         | Annotated[Tune, tyro.conf.subcommand("tune")]
         | Annotated[Table, tyro.conf.subcommand("table")]

@@ -1,9 +1,47 @@
-"""`acmoe bench profile`, `tune`, `table` and `scaling`: tools for developers."""
+"""`acmoe bench host`, `profile`, `tune`, `table` and `scaling`: tools for developers."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from acmoe.cli.bench.output import command_of, say, show
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Time the host in one eager call, in microseconds, without waiting for the GPU.
+
+    The call is one of a layer that is not the first: without gradients, training without and with
+    the backward. On a CPU the call computes itself, and the time is the whole call's.
+    """
+
+    shapes: tuple[str, ...] = ()
+    """Layers to measure, as in `bench layer`."""
+    tokens: tuple[int, ...] = ()
+    """Numbers of tokens to measure every layer with, instead of its own."""
+    dtype: str = "auto"
+    """Data type of weights and tokens: bf16, fp16 or fp32; auto takes bf16 on a GPU and fp32 on a
+    CPU."""
+    repeat: int = 50
+    """Number of rounds of ten calls. Quartiles are those of the rounds' means."""
+    device: str = "auto"
+    """Device to run on; auto takes a GPU if there is one."""
+    json: bool = False
+    """Print the result as JSON."""
+    save: bool = False
+    """Also write benchmarks/results/DATE-host-DEVICE.json."""
+
+    def run(self) -> int:
+        from acmoe.lab.bench.host import HostConfig, bench_host
+
+        config = HostConfig(
+            shapes=self.shapes,
+            tokens=self.tokens,
+            dtype=self.dtype,
+            repeat=self.repeat,
+            device=self.device,
+        )
+        report = bench_host(config, command=command_of("host", self), say=say)
+        return show(report, json=self.json, save=self.save)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,6 +112,15 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("us", _number("us", ",.1f")),
         Column("share", _number("share", ".1%")),
     ),
+    "host": (
+        Column("shape", _number("shape", "")),
+        Column("statistics", _number("mode", "")),
+        Column("pass", _part),
+        Column(
+            "us of the host (quartiles)",
+            lambda row: f"{row['us']:,.0f} ({row['us_low']:,.0f}-{row['us_high']:,.0f})",
+        ),
+    ),
     "tune": (
         Column("shape", _number("shape", "")),
         Column("kernel", _number("kernel", "")),

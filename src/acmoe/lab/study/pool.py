@@ -24,7 +24,7 @@ OnEvent = Callable[[Cell, str, str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Tally:
-    """How a call of `run_cells` ended."""
+    """Counts of the cells of a call of `run_cells`, by how they ended."""
 
     done: int
     failed: int

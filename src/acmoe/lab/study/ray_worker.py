@@ -23,7 +23,7 @@ PATIENCE = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What all tasks of a study share."""
+    """Settings that all tasks of a study share."""
 
     jobs: int  # cells that share a device
     device: str

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import triton
@@ -45,20 +45,57 @@ _kinds: dict[tuple[Any, ...], Compiled] = {}
 
 
 class Launch(NamedTuple):
-    """One launch as it was made, for `tape.py`."""
+    """One launch as it was made, for `recording.py`."""
 
     compiled: Compiled
     grid: tuple[int, int, int]
+    args: tuple[Any, ...]  # as `Memory.traced` returned them
+
+
+class Computation(NamedTuple):
+    """One result of torch as it was computed by `compute`, for `recording.py`."""
+
+    function: Callable[..., Tensor]
     args: tuple[Any, ...]
+    result: Any
 
 
 class Recorder(threading.local):
-    """The launches of this thread since `launches` was set to a list; None: nobody records."""
+    """Records what this thread launches while `steps` is a list; None: nobody records."""
 
-    launches: list[Launch | None] | None = None  # an entry None: a launch that cannot be repeated
+    steps: list[Launch | Computation | None] | None = None  # None: a step that cannot be repeated
+    # The `Memory` that says what to keep of an argument. Tensors are not kept, so that their memory
+    # is freed as usual.
+    memory: Any = None
+    computing = False  # torch computes something that is recorded as one step
+
+    def add(self, compiled: Compiled | None, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
+        """Record a launch; compiled: None if it cannot be repeated."""
+        assert self.steps is not None
+        full = (*grid, 1, 1)[:3]
+        step = (
+            None
+            if compiled is None
+            else Launch(compiled, full, tuple(map(self.memory.traced, args)))
+        )
+        self.steps.append(step)
 
 
 recorder = Recorder()
+
+
+def compute(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Return function(*tensors), new memory that torch computes; a tape repeats it as one step."""
+    if recorder.steps is None:
+        return function(*tensors)
+    args = tuple(map(recorder.memory.operand, tensors))
+    recorder.computing = True
+    try:
+        found = function(*tensors)
+    finally:
+        recorder.computing = False
+    recorder.steps.append(Computation(function, args, recorder.memory.operand(found)))
+    return found
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -68,14 +105,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     follow them, and Triton's launch options.
     """
     ordinary = isinstance(kernel, triton.JITFunction) and not kernel.pre_run_hooks
-    if ordinary and recorder.launches is None and plain_launches():
+    if ordinary and recorder.steps is None and plain_launches():
         _launch_known(kernel, grid, args, options)
         return
     compiled = kernel[grid](*args, **options)
-    if recorder.launches is not None:
+    if recorder.steps is not None:
         found = _compiled(kernel, compiled, len(args), options) if ordinary else None
-        full = (*grid, 1, 1)[:3]
-        recorder.launches.append(None if found is None else Launch(found, full, args))
+        recorder.add(found, grid, args)
 
 
 def _launch_known(

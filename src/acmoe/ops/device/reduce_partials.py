@@ -5,6 +5,7 @@ all N partials of BM columns of one g, in a fixed order, so that equal inputs gi
 atomics). It reads G * N * M float32, the lower bound.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,12 +19,15 @@ COLUMNS = 8  # the least columns of a program: 32 bytes, a sector of memory
 _MAX_ROWS = 1024
 
 
-def reduce_partials(partial_GNM: Tensor) -> tuple[Tensor, ...]:
-    """Return the G sums (M,) of partial (G, N, M), each in a tensor of its own; G is 1 or 2."""
+def reduce_partials(partial_GNM: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    """Return the G sums (M,) of partial (G, N, M), each in a tensor of its own; G is 1 or 2.
+
+    The sums are rounded to `dtype`.
+    """
     G, N, M = partial_GNM.shape
     rows = min(_MAX_ROWS, max(16, next_power_of_2(max(N, 1))))
     columns = max(COLUMNS, STEP // rows)
-    out = [partial_GNM.new_empty(M) for _ in range(G)]
+    out = [partial_GNM.new_empty(M, dtype=dtype) for _ in range(G)]
     launch(
         *(_reduce_kernel, (cdiv(M, columns), G)),
         *(partial_GNM, out[0], out[-1], N, M),

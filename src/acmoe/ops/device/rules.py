@@ -56,6 +56,12 @@ FEW_BLOCKS = (
 # Rows of an average expert up to which the forward gathers tokens and "down" runs in Triton: the
 # Hopper kernel has tiles of 128 rows.
 FEW_ROWS_FORWARD = 32
+# Rows of an average expert, more than and up to, for which "up" without a backward runs in its
+# Hopper kernel. Tiles of 128 rows pad olmoe's 128 rows an expert (1,024 tokens) by half, as every
+# second expert has some more; that kernel pads them by a quarter. The layer of olmoe as a CUDA
+# graph on an H200, with Triton's "up" and with this one: 512 tokens 327 and 266 us, 1,024 tokens
+# 353 and 329, 2,048 tokens 505 and 464, 4,096 tokens 804 and 792.
+UP_PIPELINE_ROWS = (FEW_ROWS, 512)
 # A few tokens are multiplied as vectors (experts/triton/vectors.py): up to VECTOR_TOKENS, of at
 # most VECTOR_CHOICES experts each, if there are at least as many experts as rows. On an H200 4
 # tokens of olmoe took 127 us as vectors and 106 in tiles of 16 rows; one token took 43 with one
@@ -65,7 +71,7 @@ VECTORS = {"up": VectorBlocks(4, 8192, 4, 3), "down": VectorBlocks(4, 8192, 4, 3
 
 
 class Layer(NamedTuple):
-    """What the settings of a layer's GEMMs depend on."""
+    """The sizes that decide the settings of a layer's GEMMs."""
 
     dim: int  # D
     hidden: int  # F
@@ -104,6 +110,12 @@ def copies(layer: Layer, *, backward: bool) -> bool:
     if not backward and layer.rows <= FEW_ROWS_FORWARD:
         return False  # a launch more, to save reads of a few rows from L2
     return layer.width >= (COPY_WIDTH_BACKWARD if backward else COPY_WIDTH)
+
+
+def up_by_pipeline(layer: Layer) -> bool:
+    """Return True if the Hopper kernel is expected to be the fastest "up" without a backward."""
+    more_than, up_to = UP_PIPELINE_ROWS
+    return more_than < layer.rows <= up_to
 
 
 def by_vectors(tokens: int, top_k: int, experts: int) -> bool:

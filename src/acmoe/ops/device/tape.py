@@ -1,107 +1,77 @@
 """Repeat the launches of a call with other tensors, for calls so small that the host is slower.
 
 `taped(run, tensors, settings)` returns run(*tensors, *settings). The first call of a kind records
-what `run` allocates and launches; later calls of the same kind repeat that: they allocate the
-results and one buffer for everything else, and hand addresses to the compiled kernels. So block
-sizes, grids and flags are worked out once for each kind of call.
+what `run` allocates and launches (recording.py); later calls of the same kind repeat that: they
+allocate the results, large memory while it is used, and one buffer for everything else, and hand
+addresses to the compiled kernels. So block sizes, grids and flags are worked out once for each kind
+of call.
 
 Calls are of one kind if `run`, the settings, the current device, and the shape, dtype and device of
-every tensor are equal. A tape is kept only if `run` did nothing but allocate, take views and launch
-kernels by `launch`; a dispatch mode and a hook of Triton check this while it is recorded. Tensors
-that are not contiguous, or not aligned to 16 bytes, which kernels are compiled for, are left to
-`run`.
+every tensor are equal. A tape is kept only if `run` did nothing but allocate, take views, launch
+kernels by `launch` and call torch by `compute`; a dispatch mode and a hook of Triton check this
+while it is recorded. Tensors that are not contiguous, or not aligned to 16 bytes, which kernels are
+compiled for, are left to `run`.
 """
 
-import copy
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver
 
 from acmoe.ops.device.launcher import (
-    Compiled,
+    Computation,
     Launch,
     count_launches,
     plain_launches,
     recorder,
 )
+from acmoe.ops.device.recording import Memory, Results, Steps, Watch, steps_of
 
 MOST_TAPES = 1024
-MOST_BYTES = 2**26  # of a call's buffer; a larger one would hold memory that `run` frees earlier
-_ALIGNMENT = 256
-
-Results = tuple[Tensor, ...]
-
-
-class Pointer(NamedTuple):
-    """An address: `offset` bytes after the begin of tensor number `slot`."""
-
-    slot: int
-    offset: int
-
-
-class Address:
-    """What a TMA descriptor reads of its tensor."""
-
-    __slots__ = ("dtype", "pointer")
-
-    def __init__(self, pointer: int, dtype: torch.dtype) -> None:
-        self.pointer, self.dtype = pointer, dtype
-
-    def data_ptr(self) -> int:
-        return self.pointer
-
-
-class Descriptor(NamedTuple):
-    """A TMA descriptor of the memory at a `Pointer`."""
-
-    pointer: Pointer
-    made: Any  # the descriptor of the recorded call, without its tensor
-    dtype: torch.dtype
-
-    def at(self, pointer: int) -> Any:
-        kind = type(self.made)
-        found = kind.__new__(kind)
-        found.__dict__.update(self.made.__dict__, base=Address(pointer, self.dtype))
-        return found
 
 
 class Tape(NamedTuple):
-    """The recorded launches. Slots are the tensors of the call, its results, then the buffer."""
+    """The recorded steps of a call, and the compiled kernels, which must stay alive."""
 
-    # of each launch: kernel, grid, arguments with a `Pointer` for each address, and which of them
-    # are TMA descriptors
-    steps: tuple[
-        tuple[Compiled, tuple[int, int, int], tuple[tuple[Any, ...], tuple[int, ...]]], ...
-    ]
-    # what to allocate: shape, strides and dtype
-    results: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
-    order: tuple[int, ...]  # the allocated tensor that is each result
-    num_bytes: int  # of the buffer
+    recorded: Steps
+    owners: tuple[Any, ...]
 
-    def play(self, slots: list[int], device: torch.device) -> Results:
-        """Return the results of the recorded call for tensors at the addresses `slots`."""
+    def play(
+        self, given: tuple[Tensor | None, ...], addresses: list[int], device: torch.device
+    ) -> Results:
+        """Return the results of the recorded call for the tensors `given` at these addresses."""
+        steps, num_slots, num_bytes, order = self.recorded
         empty = allocator(device)
-        made = [empty(*each) for each in self.results]
-        slots += [one.data_ptr() for one in made]
-        if self.num_bytes:
-            buffer = empty((self.num_bytes,), (1,), torch.uint8)
+        missing = num_slots - len(given)
+        tensors = [*given, *[None] * missing]
+        slots = [*addresses, *[0] * missing]
+        if num_bytes:
+            buffer = empty((num_bytes,), (1,), torch.uint8)
             slots.append(buffer.data_ptr())
         active = driver.active
         stream = active.get_current_stream(active.get_current_device())
-        for (run, function, metadata, constants, _), (x, y, z), args in self.steps:
-            values = [
-                one if type(one) is not Pointer else slots[one[0]] + one[1] for one in args[0]
-            ]
-            for at in args[1]:
-                slot, offset = values[at].pointer
-                values[at] = values[at].at(slots[slot] + offset)
-            run(x, y, z, stream, function, metadata, None, None, None, *values, *constants)
-        return tuple([made[at] for at in self.order])
+        for made, run, head, values, pointers, described, freed in steps:
+            for slot, layout in made:
+                tensors[slot] = one = empty(*layout)
+                slots[slot] = one.data_ptr()
+            if run is None:
+                function, operands, slot = head
+                tensors[slot] = one = function(*[tensors[at] for at in operands])
+                slots[slot] = one.data_ptr()
+            else:
+                values = values.copy()
+                for at, slot, offset in pointers:
+                    values[at] = slots[slot] + offset
+                for at, slot, offset, descriptor in described:
+                    values[at] = descriptor.at(slots[slot] + offset)
+                x, y, z, function, metadata = head
+                run(x, y, z, stream, function, metadata, None, None, None, *values)
+            for slot in freed:
+                tensors[slot] = None
+        return tuple([tensors[at] for at in order])  # type: ignore[misc]
 
 
 class Same:
@@ -178,30 +148,11 @@ def taped(
         together |= address
     fit = together & 15 == 0 and plain_launches()
     fit = fit and all([one is None or one.is_contiguous() for one in tensors])
-    if tape is None or not fit or recorder.launches is not None:
+    if tape is None or not fit or recorder.steps is not None:
         return run(*tensors, *settings)
     if tape is _UNKNOWN:
         return _record(key, run, tensors, settings)
-    return tape.play(addresses, device)
-
-
-class _Watch(TorchDispatchMode):
-    """Notes if anything but allocations and views is computed."""
-
-    allowed: ClassVar[set[str]] = {
-        *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "view"),
-        *("_unsafe_view", "reshape", "slice", "select", "unsqueeze", "squeeze", "detach", "alias"),
-        *("as_strided", "expand", "unbind", "narrow"),
-    }
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.only_memory = True
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        name = function.overloadpacket.__name__
-        self.only_memory &= name in self.allowed
-        return function(*args, **(kwargs or {}))
+    return tape.play(tensors, addresses, device)
 
 
 def _record(
@@ -210,85 +161,19 @@ def _record(
     tensors: tuple[Tensor | None, ...],
     settings: tuple[Any, ...],
 ) -> Results:
-    launches: list[Launch | None] = []
-    recorder.launches = launches
+    recorded: list[Launch | Computation | None] = []
+    recorder.steps, recorder.memory = recorded, Memory(tensors)
     try:
-        with _Watch() as watch, count_launches() as seen:
+        with Watch() as watch, count_launches() as seen:
             results = run(*tensors, *settings)
+        # A kernel that was not launched by `launch` would be missing from the tape.
+        launches = [one for one in recorded if not isinstance(one, Computation)]
+        complete = watch.only_memory and seen is not None and len(seen) == len(launches)
+        steps = steps_of(recorded, recorder.memory, results) if complete else None
     finally:
-        recorder.launches = None
-    # A kernel that was not launched by `launch` would be missing from the tape.
-    complete = watch.only_memory and seen is not None and len(seen) == len(launches)
+        recorder.steps = recorder.memory = None
     if len(_tapes) >= MOST_TAPES:
         _tapes.clear()
-    _tapes[key] = _tape(launches, tensors, results) if complete else None
+    owners = tuple(one.compiled.owners for one in launches if one is not None)
+    _tapes[key] = None if steps is None else Tape(steps, owners)
     return results
-
-
-def _tape(
-    launches: list[Launch | None], tensors: tuple[Tensor | None, ...], results: Results
-) -> Tape | None:
-    """Return the tape of these launches, or None if an address in them cannot be traced."""
-    memory = _Memory(tensors, results)
-    steps = []
-    for one in launches:
-        if one is None:
-            return None
-        args = tuple(memory.traced(value) for value in one.args)
-        described = tuple(at for at, value in enumerate(args) if isinstance(value, Descriptor))
-        steps.append((one.compiled, one.grid, (args, described)))
-    if memory.lost or memory.num_bytes > MOST_BYTES:
-        return None
-    shapes = tuple((tuple(one.shape), one.stride(), one.dtype) for one in memory.made)
-    order = tuple(next(at for at, made in enumerate(memory.made) if made is one) for one in results)
-    return Tape(tuple(steps), shapes, order, memory.num_bytes)
-
-
-class _Memory:
-    """Says of each address in which tensor of the call, which result, or where else it lies."""
-
-    def __init__(self, tensors: tuple[Tensor | None, ...], results: Results) -> None:
-        self.made = list({id(one): one for one in results}.values())
-        self.known = [*tensors, *self.made]
-        self.scratch: dict[int, int] = {}  # where each other allocation begins in the buffer
-        self.num_bytes = 0
-        # A result must be all of its own memory, and no two tensors of the call the same.
-        given = [one.data_ptr() for one in tensors if one is not None and one.numel()]
-        begins = {one.untyped_storage().data_ptr() for one in tensors if one is not None}
-        self.lost = len(set(given)) < len(given) or any(
-            one.numel() * one.element_size() != one.untyped_storage().nbytes()
-            or (one.numel() > 0 and one.untyped_storage().data_ptr() in begins)
-            for one in self.made
-        )
-
-    def traced(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self._pointer(value)
-        if not hasattr(value, "block_shape"):
-            return value
-        pointer = self._pointer(value.base)
-        self.lost |= not isinstance(pointer, Pointer) or not hasattr(value, "__dict__")
-        made = copy.copy(value)
-        made.base = None
-        return Descriptor(pointer, made, value.base.dtype)
-
-    def _pointer(self, tensor: Tensor) -> Any:
-        if tensor.data_ptr() == 0:  # it has no element
-            return 0
-        storage = tensor.untyped_storage()
-        begin = storage.data_ptr()
-        near = [
-            (at, tensor.data_ptr() - one.data_ptr())
-            for at, one in enumerate(self.known)
-            if one is not None and one.untyped_storage().data_ptr() == begin
-        ]
-        exact = [Pointer(at, 0) for at, offset in near if offset == 0]
-        if exact:
-            return exact[0]
-        if near:
-            self.lost |= len(near) > 1  # two tensors of the call share memory
-            return Pointer(*near[0])
-        if begin not in self.scratch:
-            self.scratch[begin] = self.num_bytes
-            self.num_bytes += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
-        return Pointer(len(self.known), self.scratch[begin] + tensor.data_ptr() - begin)

@@ -22,8 +22,8 @@ The keys of the JSON table are "NAME/D/F/E". There are three kinds of rows:
                      GEMMs instead of being gathered by them
 
 The first of these that has a row decides: the user's own table (ACMOE_TUNED), what this machine
-measured at first use (MEASURED, filled by ops/experts/first_use.py), the package's table, and the
-rules (rules.py) for all other shapes.
+measured at first use (MEASURED, filled by ops/experts/tune/first_use.py), the package's table, and
+the rules (rules.py) for all other shapes.
 """
 
 import functools
@@ -151,7 +151,7 @@ def key(kernel: str, dim: int, hidden: int, experts: int) -> str:
 OVERRIDE: dict[str, Blocks] = {}
 PIPELINE_OVERRIDE: dict[str, PipelineConfig | None] = {}
 COPY_OVERRIDE: list[bool] = []  # [forward, backward], or empty
-# What this machine measured for a layer: rows by the kernel's name, as in the table.
+# Settings that this machine measured for a layer: rows by the kernel's name, as in the table.
 MEASURED: dict[Layer, Table] = {}
 
 

@@ -15,139 +15,54 @@ T tokens, K experts per token, N = T * K rows sorted by expert, D features, F hi
 """
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from acmoe.ops.dispatch import eager
-from acmoe.ops.experts.repeated import repeated
+from acmoe.ops.experts.repeated import repeated, repeated_gradients
 from acmoe.ops.once import differentiable_once
 
 
-def _forward(
-    x: Tensor,
-    up: Tensor,
-    down: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    gate: Tensor,
-    permutation: Tensor,
-    inverse: Tensor,
-    offsets: Tensor,
-    expert: Tensor,
-    seed: Tensor,
-    act: str,
-    dropout: float,
-    keep: bool,
-    given_up: Tensor,
-    given_down: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Return the outputs (T, D), and h (N, W) for backward if `keep`, else h without rows.
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    from acmoe.ops.experts.triton.launched import launched_forward
 
-    up and down are in the dtype of x. given_up and given_down are the parameters they were cast
-    from; their values are not read, but autograd sends the weight gradients to them, in the dtype
-    of given_up.
-    """
-    from acmoe.ops.device import rules
-    from acmoe.ops.experts.hopper.choice import gathers, run_rows
-    from acmoe.ops.experts.triton.launch import run_up
-    from acmoe.ops.experts.triton.sizes import sizes_of
-    from acmoe.ops.experts.triton.tiles import Plan
-    from acmoe.ops.experts.triton.tokens import row_operand, run_combine
-    from acmoe.ops.experts.triton.vectors import run_vectors
-
-    size = sizes_of(x, down, gate, act)
-    if not keep and dropout == 0 and rules.by_vectors(size.tokens, size.top_k, size.experts):
-        biases = up_bias, down_bias
-        out = run_vectors(x, up, down, *biases, gate, permutation, inverse, expert, size)
-        return out, x.new_empty(0, size.width)
-    plan = Plan(permutation, offsets, size.top_k)
-    tokens = row_operand(x, inverse, size, gather=gathers("up", size, x.dtype, x.device))
-    h, a = run_up(tokens, up, up_bias, plan, size, dropout, seed, keep=keep)
-    del tokens  # may be a sorted copy of x: free it
-    y = run_rows("down", a, down, down_bias, plan, size)
-    return run_combine(y, gate, inverse, offsets, size.tokens), h
+    return launched_forward(*arguments)
 
 
-def _gradients(
-    grad: Tensor,
-    x: Tensor,
-    up: Tensor,
-    down: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    gate: Tensor,
-    permutation: Tensor,
-    inverse: Tensor,
-    offsets: Tensor,
-    expert: Tensor,
-    seed: Tensor,
-    h: Tensor,
-    dh: Tensor,
-    act: str,
-    dropout: float,
-    dtype: torch.dtype,
-    needs_up: bool,
-    needs_down: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of x, up, down, up_bias, down_bias and gate.
+def _gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from acmoe.ops.experts.triton.launched import launched_gradients
 
-    A bias that is None has a gradient of 0 columns. dh is the buffer for the gradient of h; it may
-    be h itself. dtype is that of the gradients of up and down, which are empty if not needed.
-    """
-    from acmoe.ops.experts.hopper.choice import gathers, run_hidden, run_rows, run_weight
-    from acmoe.ops.experts.triton.launch import run_reduce_partials
-    from acmoe.ops.experts.triton.sizes import Sums, sizes_of
-    from acmoe.ops.experts.triton.tiles import Plan
-    from acmoe.ops.experts.triton.tokens import row_operand, run_combine
-
-    size = sizes_of(x, down, gate, act)
-    plan = Plan(permutation, offsets, size.top_k)
-    upstream = row_operand(grad, inverse, size, gather=gathers("hidden", size, x.dtype, x.device))
-    by_bias = None if down_bias is None else grad @ down_bias.T
-    sums = Sums(
-        0 if up_bias is None else up_bias.shape[1], 0 if down_bias is None else down_bias.shape[1]
-    )
-    a, shares = run_hidden(*(upstream, down, h, dh, gate, grad, plan, size, sums, dropout, seed))
-    dgate, d_up_bias, d_down_bias = run_reduce_partials(
-        shares, by_bias, expert, plan, size, sums, x.dtype
-    )
-    d_up, d_down = (x.new_empty(0, dtype=dtype) for _ in range(2))
-    if needs_down:
-        gather = "p" if upstream.gather else "none"
-        d_down = run_weight(
-            "down_weight", upstream.values, a, plan, size, gather=gather, dtype=dtype
-        )
-    del a, upstream  # free them before the next large allocation
-    if needs_up:
-        gathered = gathers("up_weight", size, x.dtype, x.device, result=dtype)
-        tokens = row_operand(x, inverse, size, gather=gathered)
-        gather = "q" if tokens.gather else "none"
-        d_up = run_weight("up_weight", dh, tokens.values, plan, size, gather=gather, dtype=dtype)
-        del tokens
-    dx_rows = run_rows("input", dh, up, None, plan, size, across=True)
-    dx = run_combine(dx_rows, None, inverse, offsets, size.tokens)
-    return dx, d_up, d_down, d_up_bias, d_down_bias, dgate.to(gate.dtype)
+    return launched_gradients(*arguments)
 
 
 class _Eager(torch.autograd.Function):
+    """The experts outside `torch.compile`. `rest` are the arguments of `_forward` without gradient:
+    autograd takes a microsecond or two of the host for each argument that it sees."""
+
     @staticmethod
-    def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
-        *tensors, ctx.act, ctx.dropout, _, given, _ = inputs
-        out, h = repeated(_forward, *inputs) if eager(*tensors[:6]) else _forward(*inputs)
-        ctx.dtype = given.dtype
-        ctx.save_for_backward(*tensors, h)
-        return out
+    def forward(ctx, x, up_bias, down_bias, gate, given_up, given_down, rest):  # type: ignore[no-untyped-def]
+        up, down, *rows, ctx.act, ctx.dropout, keep = rest
+        tensors = (x, up, down, up_bias, down_bias, gate, *rows)
+        run = partial(repeated, _forward) if eager(*tensors[:6]) else _forward
+        found = run(*tensors, ctx.act, ctx.dropout, keep, given_up, given_down)
+        ctx.dtype = given_up.dtype
+        ctx.save_for_backward(*tensors, *found[1:])
+        return found[0]
 
     @staticmethod
     @differentiable_once
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         *tensors, h = ctx.saved_tensors
-        needs = ctx.needs_input_grad[-2:]
+        needs = ctx.needs_input_grad[4:6]
         arguments = (grad.contiguous(), *tensors, h, h, ctx.act, ctx.dropout, ctx.dtype, *needs)
-        found = _gradients(*arguments)
+        run = partial(repeated_gradients, _gradients) if eager(grad, *tensors) else _gradients
+        found = run(*arguments)
         torch.autograd.graph.increment_version(h)
-        return _aligned(found, tensors, needs)
+        given = _aligned(found, tensors, needs)
+        return given[0], *given[3:6], *given[-2:], None
 
 
 def _aligned(
@@ -282,17 +197,19 @@ def fused_expert_mlp(
     keep = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (*tensors, up_EWD, down_EDF)
     )
-    arguments = (
-        *(None if tensor is None else tensor.contiguous() for tensor in tensors),
-        *(permutation_N, inverse_N, offsets_E, expert_N, seed),
-        *(activation, dropout, keep, up_EWD, down_EDF),
+    x, up, down, up_bias, down_bias, gate = (
+        None if tensor is None else tensor.contiguous() for tensor in tensors
     )
-    out: Tensor
+    rows = (permutation_N, inverse_N, offsets_E, expert_N, seed, activation, dropout, keep)
     given = (x_TD, up_EWD, down_EDF, up_bias_EW, down_bias_ED, gate_TK)
+    out: Tensor
     if not keep and eager(*given):
-        out = repeated(_forward, *arguments)[0]
+        everything = (x, up, down, up_bias, down_bias, gate, *rows, up_EWD, down_EDF)
+        out = repeated(_forward, *everything)[0]
     elif torch.compiler.is_compiling():
-        out, _ = _expert_mlp(*arguments)
+        everything = (x, up, down, up_bias, down_bias, gate, *rows, up_EWD, down_EDF)
+        out, _ = _expert_mlp(*everything)
     else:
-        out = _Eager.apply(*arguments)  # type: ignore[no-untyped-call]
+        learned = (x, up_bias, down_bias, gate, up_EWD, down_EDF)
+        out = _Eager.apply(*learned, (up, down, *rows))  # type: ignore[no-untyped-call]
     return out

@@ -6,11 +6,13 @@ loop whose bounds depend on data. There are no atomics, so equal inputs give equ
 N rows, I features in, O features out, E experts.
 """
 
+from itertools import islice
+
 import torch
 from torch import Tensor
 
 from acmoe.ops.dispatch import eager, on_nvidia, transforming
-from acmoe.ops.experts.products import laid_out, rows_product
+from acmoe.ops.experts.products import as_vectors, laid_out, rows_product
 from acmoe.ops.precision import autocast_dtype
 
 
@@ -19,29 +21,57 @@ def _by_expert(
 ) -> Tensor:
     """Return (N, O): each row times the weight of its expert, plus its expert's bias."""
     out_NO = x_NI.new_empty(x_NI.shape[0], weight_EOI.shape[1])
-    weight_EOI = laid_out(weight_EOI, x_NI.shape[0])
-    start = 0
-    for expert, end in enumerate(offsets_E.tolist()):
-        if end > start:
-            own_rO = out_NO[start:end]
-            rows_product(x_NI[start:end], weight_EOI[expert], own_rO)
-            if bias_EO is not None:
-                own_rO.add_(bias_EO[expert])
-        start = end
-    out_NO[start:].zero_()
+    sizes = _rows_per_expert(offsets_E, x_NI.shape[0])
+    if as_vectors(x_NI, weight_EOI, max(sizes[:-1], default=0)):
+        _vectors_by_expert(x_NI, weight_EOI, sizes, out_NO, bias_EO)
+        return out_NO
+    inputs, outputs = x_NI.split_with_sizes(sizes), out_NO.split_with_sizes(sizes)
+    weights = laid_out(weight_EOI, x_NI.shape[0]).unbind()
+    biases = [None] * len(weights) if bias_EO is None else bias_EO.unbind()
+    for x_rI, weight_OI, out_rO, bias_O in zip(inputs, weights, outputs, biases, strict=False):
+        if out_rO.shape[0]:
+            rows_product(x_rI, weight_OI, out_rO)
+            if bias_O is not None:
+                out_rO.add_(bias_O)
+    outputs[-1].zero_()
     return out_NO
+
+
+def _vectors_by_expert(
+    x_NI: Tensor, weight_EOI: Tensor, sizes: list[int], out_NO: Tensor, bias_EO: Tensor | None
+) -> None:
+    """Write the results of `_by_expert` to `out_NO`, by a matrix-vector product for each row.
+
+    Most experts have no rows here: taking all weights apart would take longer than indexing a few.
+    """
+    inputs, outputs = iter(x_NI.unbind()), iter(out_NO.unbind())
+    for expert, rows in enumerate(sizes[:-1]):
+        if rows:
+            weight_OI = weight_EOI[expert]
+            for x_I, out_O in zip(islice(inputs, rows), outputs, strict=False):
+                torch.mv(weight_OI, x_I, out=out_O)
+                if bias_EO is not None:
+                    out_O.add_(bias_EO[expert])
+    for out_O in outputs:  # rows of no expert
+        out_O.zero_()
+
+
+def _rows_per_expert(offsets_E: Tensor, num_rows: int) -> list[int]:
+    """Return the number of rows of each expert, and then of those that belong to none."""
+    ends = offsets_E.tolist()
+    return [end - start for start, end in zip([0, *ends], [*ends, num_rows], strict=True)]
 
 
 def _outer_by_expert(grad_NO: Tensor, x_NI: Tensor, offsets_E: Tensor) -> Tensor:
     """Return the (E, O, I) weight gradient: grad^T @ x over the rows of each expert."""
     out_EOI = x_NI.new_empty(offsets_E.shape[0], grad_NO.shape[1], x_NI.shape[1])
-    start = 0
-    for expert, end in enumerate(offsets_E.tolist()):
-        if end > start:
-            torch.mm(grad_NO[start:end].T, x_NI[start:end], out=out_EOI[expert])
+    sizes = _rows_per_expert(offsets_E, x_NI.shape[0])
+    grads, inputs = grad_NO.split_with_sizes(sizes), x_NI.split_with_sizes(sizes)
+    for rows, grad_rO, x_rI, out_OI in zip(sizes, grads, inputs, out_EOI.unbind(), strict=False):
+        if rows:
+            torch.mm(grad_rO.T, x_rI, out=out_OI)
         else:
-            out_EOI[expert].zero_()
-        start = end
+            out_OI.zero_()
     return out_EOI
 
 

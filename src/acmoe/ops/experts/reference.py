@@ -101,8 +101,11 @@ def linear(
 
 def dispatch(x_TD: Tensor, rows: Rows) -> Tensor:
     """Return (N, D): each token's row, repeated for each of its experts and sorted by expert."""
+    top_k = max(rows.permutation.numel() // max(x_TD.shape[0], 1), 1)
     if transforming():
-        return x_TD[rows.permutation // max(rows.permutation.numel() // max(x_TD.shape[0], 1), 1)]
+        return x_TD[rows.permutation // top_k]
+    if not (x_TD.requires_grad and torch.is_grad_enabled()):
+        return x_TD.index_select(0, rows.permutation // top_k)
     found: Tensor = _Dispatch.apply(x_TD, rows.permutation, rows.inverse)  # type: ignore[no-untyped-call]
     return found
 
@@ -118,6 +121,8 @@ def permute(y_ND: Tensor, index_N: Tensor, inverse_N: Tensor) -> Tensor:
     """Return y[index] for a permutation `index` with the given inverse."""
     if transforming():
         return y_ND[index_N]
+    if not (y_ND.requires_grad and torch.is_grad_enabled()):
+        return y_ND.index_select(0, index_N)
     found: Tensor = _Permute.apply(y_ND, index_N, inverse_N)  # type: ignore[no-untyped-call]
     return found
 

@@ -1,4 +1,5 @@
-"""The forward of the fused experts: small calls repeat the launches of the first of their kind."""
+"""Forward and backward of the fused experts: small calls repeat the launches of the first of their
+kind."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,34 +10,70 @@ from torch import Tensor
 from acmoe.config.environment import gluon_requested
 from acmoe.ops.device import tuning
 
-# More tokens keep a GPU busy for longer than the host needs to launch.
-FEW_TOKENS = 4096
+Run = Callable[..., tuple[Tensor, ...]]
 
-Forward = Callable[..., tuple[Tensor, Tensor]]
+# Operations of a forward's GEMMs up to which its launches are repeated. At 400 TFLOP/s 1e12 of them
+# take 2.5 ms, and the backward 5 more: then the GPU takes longer than the host in any case.
+MOST_OPERATIONS = 1e12
 
 
-def repeated(forward: Forward, *arguments: Any) -> tuple[Tensor, ...]:
+def repeated(forward: Run, *arguments: Any) -> tuple[Tensor, ...]:
     """Return the outputs (T, D) of `forward`, which is `_forward` of autograd.py, and h if kept.
 
     No gradient may be recorded, and nobody may watch the launches (`dispatch.eager`).
     """
-    from acmoe.ops.device.tape import Same, taped
-
-    *tensors, _seed, act, dropout, keep, _up, _down = arguments
-    x = tensors[0]
-    tried = (tuning.OVERRIDE, tuning.PIPELINE_OVERRIDE, getattr(tuning, "COPY_OVERRIDE", None))
-    if dropout > 0 or x.shape[0] > FEW_TOKENS or any(tried):
+    *tensors, seed, act, dropout, keep, _up, _down = arguments
+    chosen = _choices(*tensors[:6])
+    if chosen is None:
         return forward(*arguments)
-    # Block sizes depend on these as well.
-    measured = len(getattr(tuning, "MEASURED", ()))
-    chosen = gluon_requested(), Same(tuning.user_table()), measured
+    from acmoe.ops.device.tape import taped
+
+    given = (*tensors, seed if dropout > 0 else None)
+    return taped(_outputs, given, (forward, act, dropout, keep, chosen))
+
+
+def repeated_gradients(gradients: Run, *arguments: Any) -> tuple[Tensor, ...]:
+    """Return the results of `gradients`, which is `_gradients` of autograd.py, under the same
+    conditions; dh must be h."""
+    grad, *tensors, seed, h, _dh, act, dropout, dtype, needs_up, needs_down = arguments
+    chosen = _choices(*tensors[:6])
+    if chosen is None:
+        return gradients(*arguments)
+    from acmoe.ops.device.tape import taped
+
+    given = (grad, *tensors, h, seed if dropout > 0 else None)
+    settings = (gradients, act, dropout, dtype, needs_up, needs_down, chosen)
+    return taped(_gradients, given, settings)
+
+
+def _choices(
+    x: Tensor, up: Tensor, down: Tensor, _up_bias: Any, _down_bias: Any, gate: Tensor
+) -> tuple[Any, ...] | None:
+    """Return what block sizes depend on beside the tensors; None: launch without a tape."""
+    _, dim, hidden = down.shape
+    if 2 * gate.numel() * dim * (up.shape[1] + hidden) > MOST_OPERATIONS:
+        return None
+    if tuning.OVERRIDE or tuning.PIPELINE_OVERRIDE or tuning.COPY_OVERRIDE:
+        return None
+    from acmoe.ops.device.tape import Same
+
     precision = torch.backends.cuda.matmul.fp32_precision if x.dtype == torch.float32 else None
-    return taped(_outputs, tuple(tensors), (forward, act, keep, chosen, precision))
+    return gluon_requested(), Same(tuning.user_table()), len(tuning.MEASURED), precision
 
 
+# Without dropout the kernels do not read the seed, for which any tensor serves.
 def _outputs(*inputs: Any) -> tuple[Tensor, ...]:
-    *tensors, forward, act, keep, _, _ = inputs
+    *tensors, seed, forward, act, dropout, keep, _ = inputs
     _, up, down, *_, expert = tensors
-    # Without dropout the forward does not read the seed.
-    found: tuple[Tensor, Tensor] = forward(*tensors, expert, act, 0.0, keep, up, down)
+    options = (act, dropout, keep, up, down)
+    found: tuple[Tensor, ...] = forward(*tensors, expert if seed is None else seed, *options)
     return found if keep else found[:1]
+
+
+def _gradients(*inputs: Any) -> tuple[Tensor, ...]:
+    *tensors, h, seed, gradients, act, dropout, dtype, needs_up, needs_down, _ = inputs
+    options = (act, dropout, dtype, needs_up, needs_down)
+    expert = tensors[-1]
+    found: tuple[Tensor, ...]
+    found = gradients(*tensors, expert if seed is None else seed, h, h, *options)
+    return found

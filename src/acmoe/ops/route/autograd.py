@@ -117,6 +117,34 @@ def route_backward_op(
     The last two are float32; that of the bias is empty if there is no bias. grad_x is the gradient
     of x from its other consumers; the kernel adds it to the router's.
     """
+    tensors = (x, embedding, scale, assignment, token_mask, permutation, end)
+    return _launched_backward(
+        *(*tensors, expert_ids, gate, affinity, grad_gate, grad_affinity, grad_sum, grad_x),
+        *(over_selected, temperature, has_bias, torch.float32),
+    )
+
+
+def _launched_backward(
+    x: Tensor,
+    embedding: Tensor,
+    scale: Tensor | None,
+    assignment: Tensor | None,
+    token_mask: Tensor | None,
+    permutation: Tensor | None,
+    end: Tensor | None,
+    expert_ids: Tensor,
+    gate: Tensor,
+    affinity: Tensor,
+    grad_gate: Tensor | None,
+    grad_affinity: Tensor | None,
+    grad_sum: Tensor | None,
+    grad_x: Tensor | None,
+    over_selected: bool,
+    temperature: float,
+    has_bias: bool,
+    result: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the results of `route_backward_op`; result: the dtype of the embedding's gradient."""
     from acmoe.ops.device.reduce_partials import reduce_partials
     from acmoe.ops.route.triton.affinity_gradient import affinity_gradient
     from acmoe.ops.route.triton.backward import embedding_gradient, token_gradient
@@ -131,7 +159,7 @@ def route_backward_op(
     )
     grad_TD = token_gradient(tokens, grad_ZTE, embedding, grad_x)
     grad_bias = reduce_partials(partial_NE[None])[0] if has_bias else partial_NE.new_empty(0)
-    grad_ED = embedding_gradient(tokens, end, grad_ZTE, embedding.dtype)
+    grad_ED = embedding_gradient(tokens, end, grad_ZTE, embedding.dtype, result)
     return grad_TD, grad_ED, grad_bias
 
 
@@ -143,54 +171,87 @@ def _(g_gate, g_affinity, g_sum, g_x, x, embedding, *rest):  # type: ignore[no-u
     return x.new_empty(x.shape), grad_embedding, grad_bias
 
 
-def _save(ctx, inputs, output, share=None) -> None:  # type: ignore[no-untyped-def]
+def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    expert_ids, _, _, _, load, first = output
+    ctx.mark_non_differentiable(expert_ids, load, first)
+    _save_tensors(ctx, inputs, output, None)
+
+
+def _save_tensors(ctx, inputs, output, share) -> None:  # type: ignore[no-untyped-def]
     x, embedding, bias, scale, assignment, _, ctx.over_selected, mask, *rest = inputs
     ctx.temperature, permutation, end, _ = rest
-    expert_ids, gate, affinity, _, load, first = output
-    ctx.mark_non_differentiable(expert_ids, *() if load is None else (load,), first)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(
-        *(x, embedding, scale, assignment, mask, permutation, end, expert_ids, gate, affinity),
-        share,
-    )
+    tensors = (x, embedding, scale, assignment, mask, permutation, end)
+    ctx.save_for_backward(*tensors, *output[:3], share)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
-def _backward(ctx, _ids, grad_gate, grad_affinity, grad_sum, _load, _first, grad_x=None):  # type: ignore[no-untyped-def]
-    has_bias = ctx.bias_dtype is not None
+def _backward(ctx, _ids, grad_gate, grad_affinity, grad_sum, _load, _first):  # type: ignore[no-untyped-def]
+    return *_input_gradients(ctx, grad_gate, grad_affinity, grad_sum, None), *[None] * 9  # type: ignore[no-untyped-call]
+
+
+def _input_gradients(ctx, grad_gate, grad_affinity, grad_sum, grad_x):  # type: ignore[no-untyped-def]
+    """Return the gradients of x, of the embedding and of the bias."""
     *saved, share = ctx.saved_tensors  # read once: checkpointing unpacks each tensor only once
-    if share is not None and grad_sum is not None:  # it is the gradient of the balance loss
-        grad_sum = share * (grad_sum * len(share)) / len(saved[0])  # rounded as autograd does
+    x, embedding = saved[:2]
+    has_bias = ctx.bias_dtype is not None
     grads = (grad_gate, grad_affinity, grad_sum, grad_x)
     settings = ctx.over_selected, ctx.temperature, has_bias
-    grad_x, grad_embedding, grad_bias = route_backward_op(*grads, *saved, *settings)
-    grad_embedding = grad_embedding.to(saved[1].dtype)
-    grad_bias = grad_bias.to(ctx.bias_dtype) if has_bias else None
-    return grad_x, grad_embedding, grad_bias, *[None] * 9
+    if not torch.is_grad_enabled() and eager(*saved, *grads):  # the op raises for create_graph
+        from acmoe.ops.device.tape import taped
+
+        given = [None if one is None else one.contiguous() for one in grads]
+        share = None if grad_sum is None else share
+        found = taped(_with_share, (*saved, *given, share), (*settings, embedding.dtype))
+    else:
+        if share is not None and grad_sum is not None:  # it is the gradient of the balance loss
+            grad_sum = share * (grad_sum * len(share)) / len(x)  # rounded as autograd does
+        found = route_backward_op(grad_gate, grad_affinity, grad_sum, grad_x, *saved, *settings)
+    grad_x, grad_embedding, grad_bias = found
+    grad_embedding = grad_embedding.to(embedding.dtype)
+    return grad_x, grad_embedding, grad_bias.to(ctx.bias_dtype) if has_bias else None
+
+
+def _with_share(*inputs: Any) -> tuple[Tensor, ...]:
+    """Return the results of `_launched_backward`; share: None, or grad_sum is that of the loss."""
+    *first, grad_sum, grad_x, share, over_selected, temperature, has_bias, result = inputs
+    if share is not None:
+        from acmoe.ops.route.triton.affinity_gradient import share_gradient
+
+        grad_sum = share_gradient(grad_sum, share, len(first[0]))
+    settings = (over_selected, temperature, has_bias, result)
+    arguments: tuple[Any, ...] = (*first, grad_sum, grad_x, *settings)
+    return _launched_backward(*arguments)
 
 
 route_op.register_autograd(_backward, setup_context=_save)
 
 
 class _Eager(torch.autograd.Function):
-    """The router outside `torch.compile`.
+    """The router outside `torch.compile`; returns gates, affinities and gate sum.
 
     repeats: launch by a tape, and return what `totals` says; otherwise call `route_op`, which
-    others may watch. passes: return x as well.
+    others may watch. passes: return x as well. rest: the other inputs of `route_op`, and found: a
+    list for its results without gradient. Autograd takes a microsecond or two of the host for
+    every argument and result that it sees.
     """
 
     @staticmethod
-    def forward(ctx, repeats, passes, totals, *inputs):  # type: ignore[no-untyped-def]
-        found = _without_gradient(totals, *inputs) if repeats else route_op(*inputs)
+    def forward(ctx, x, embedding, bias, rest, repeats, passes, totals, found):  # type: ignore[no-untyped-def]
+        inputs = (x, embedding, bias, *rest)
+        results = _without_gradient(totals, *inputs) if repeats else route_op(*inputs)
+        ids, gate, affinity, gate_sum, load, first = results
         if repeats and totals == "none":
-            found = (*found[:3], None, None, found[5])
-        _save(ctx, inputs, found, found[4] if repeats and totals == "shares" else None)
-        return (*found, inputs[0]) if passes else found
+            gate_sum = load = None
+        found += (ids, load, first)
+        _save_tensors(ctx, inputs, results, load if repeats and totals == "shares" else None)
+        return (gate, affinity, gate_sum, x) if passes else (gate, affinity, gate_sum)
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
-        return None, None, None, *_backward(ctx, *grads)  # type: ignore[no-untyped-call]
+    def backward(ctx, grad_gate, grad_affinity, grad_sum, grad_x=None):  # type: ignore[no-untyped-def]
+        grads = (grad_gate, grad_affinity, grad_sum, grad_x)
+        return *_input_gradients(ctx, *grads), *[None] * 5  # type: ignore[no-untyped-call]
 
 
 # Partial sums, of tokens times experts, up to which one program adds up the balance loss of a
@@ -222,6 +283,11 @@ def route_through(*inputs: Any, totals: str) -> tuple[Any, ...]:
         return *route_op(*inputs), x, None
     if totals == "balance":
         totals = "shares" if len(x) * len(embedding) <= _FEW_AFFINITIES else "sums"
-    found = _Eager.apply(repeats, passes, totals, *inputs)  # type: ignore[no-untyped-call]
-    balance = found[3] if repeats and totals == "shares" else None
-    return (*found, balance) if passes else (*found, x, balance)
+    constant: list[Any] = []
+    learned = (x, embedding, bias, inputs[3:])
+    results = _Eager.apply(*learned, repeats, passes, totals, constant)  # type: ignore[no-untyped-call]
+    ids, load, first = constant
+    gate, affinity, gate_sum = results[:3]
+    balance = gate_sum if repeats and totals == "shares" else None
+    outputs = (ids, gate, affinity, gate_sum, load, first)
+    return *outputs, results[3] if passes else x, balance

@@ -14,6 +14,8 @@ from acmoe.ops.checks import check_range
 from acmoe.ops.dispatch import op
 from acmoe.ops.route.tokens import ScaledTokens
 
+_FEW = 512  # numbers per choice up to which `best_first` sorts on a CPU
+
 
 class Route(NamedTuple):
     """The decision of a top-k router, and the sums that its balance loss is computed from."""
@@ -115,7 +117,11 @@ def best_first(value_TE: Tensor, top_k: int) -> Tensor:
     """
     value_TE = value_TE.detach()
     E = value_TE.shape[-1]
-    if top_k > min(16, max(4, E // 8)) or not value_TE.is_floating_point():
+    # On a CPU sorting a few numbers takes less than the calls of the other form. A graph must not
+    # depend on the number of tokens.
+    few = top_k > 1 and value_TE.device.type == "cpu" and not torch.compiler.is_compiling()
+    few = few and value_TE.numel() <= _FEW * top_k
+    if few or top_k > min(16, max(4, E // 8)) or not value_TE.is_floating_point():
         order_TE = value_TE.sort(dim=-1, descending=True, stable=True).indices
         return order_TE[..., :top_k].contiguous()
     if top_k > 1:  # -inf, which marks columns already taken below, counts as the lowest number

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from acmoe.ops.bounded import bounded
+from acmoe.ops.bounded import bounded, surely_bounded
+from acmoe.ops.checks import host_may_read
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 
 
@@ -31,14 +32,23 @@ class ScaledTokens(NamedTuple):
         """
         if self.product is not None:
             return bounded(self.product)
-        x = bounded(self.x.to(accumulation_dtype(self.x.dtype)))
+        x = self.x.to(accumulation_dtype(self.x.dtype))
         if self.scale is None or self.assignment is None:
-            return x
-        scale_TD = self.scale[self.assignment.clamp(min=0)]
-        scale_TD = scale_TD.masked_fill((self.assignment < 0)[:, None], 1.0)
-        return bounded(x * scale_TD.view(x.shape))
+            return bounded(x)
+        scale = rows_of(self.scale, self.assignment).view(x.shape)
+        if surely_bounded(x, self.scale):
+            return x * scale
+        return bounded(bounded(x) * scale)
 
     def rows(self) -> Tensor:
         """Return the (T, D) rows that a kernel reads: `product` if given, else x."""
         x = self.x if self.product is None else self.product
         return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def rows_of(scale_CD: Tensor, assignment_T: Tensor) -> Tensor:
+    """Return (T, D): the scale of each token's cluster; ones for a token in no cluster, -1."""
+    if host_may_read(assignment_T) and assignment_T.min().item() >= 0:
+        return scale_CD.index_select(0, assignment_T)
+    scale_TD = scale_CD[assignment_T.clamp(min=0)]
+    return scale_TD.masked_fill((assignment_T < 0)[:, None], 1.0)

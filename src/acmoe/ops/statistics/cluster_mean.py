@@ -27,6 +27,6 @@ def cluster_mean(
     if token_mask is not None:
         keep_T = keep_T & token_mask
     value_TX, cluster_T = exclude(value, assignment, num_clusters, keep_T)
-    member_1TC = reference.membership(cluster_T[None], num_clusters, value_TX.dtype)
-    mean_CX = reference.mean_per_cluster(value_TX[None], member_1TC)[0]
-    return mean_CX, reference.cluster_count(cluster_T[None], num_clusters)[0]
+    clusters = reference.Clusters.of(cluster_T[None], num_clusters, value_TX.dtype)
+    mean_CX = reference.mean_per_cluster(value_TX[None], clusters)[0]
+    return mean_CX, clusters.tokens[0, :, 0].float()

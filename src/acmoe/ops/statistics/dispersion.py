@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from acmoe.errors import check
-from acmoe.ops.checks import check_count, check_range, check_tokens
+from acmoe.ops.checks import check_count, check_range, check_tokens, host_may_read
 from acmoe.ops.precision import without_autocast
 from acmoe.ops.statistics import reference
 
-_MEASURES: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
+_MEASURES: dict[str, Callable[[Tensor, reference.Clusters], Tensor]] = {
     name: getattr(reference, name) for name in reference.MEASURES
 }
 
@@ -69,14 +69,16 @@ def dispersion_and_count(
         x, assignment = x[None], assignment[None]
         token_mask = None if token_mask is None else token_mask[None]
     x_BLD, cluster_BL = exclude(x, assignment, num_clusters, token_mask)
-    x_BLD, non_finite_BC = _zero_non_finite(x_BLD, cluster_BL, num_clusters)
-    count_BC = reference.cluster_count(cluster_BL, num_clusters)
+    clusters = reference.Clusters.of(cluster_BL, num_clusters, x_BLD.dtype)
+    count_BC = clusters.tokens[..., 0].float()
+    x_BLD, non_finite_BC1 = _zero_non_finite(x_BLD, clusters)
     if x_BLD.shape[1] == 0:  # no tokens: the measures would read the first one
         spread_BCD = x_BLD.sum(1, keepdim=True).expand(-1, num_clusters, -1)
     else:
         with without_autocast(x_BLD):
-            spread_BCD = _MEASURES[measure](x_BLD, cluster_BL, num_clusters)
-    spread_BCD = spread_BCD.masked_fill(non_finite_BC[..., None], math.nan)
+            spread_BCD = _MEASURES[measure](x_BLD, clusters)
+    if non_finite_BC1 is not None:
+        spread_BCD = spread_BCD.masked_fill(non_finite_BC1, math.nan)
     return (spread_BCD[0], count_BC[0]) if one_set else (spread_BCD, count_BC)
 
 
@@ -97,6 +99,8 @@ def exclude(
     x: Tensor, assignment: Tensor, num_clusters: int, token_mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return x in its accumulation dtype, and clusters; masked tokens get zeros and cluster C."""
+    if token_mask is None and host_may_read(assignment) and assignment.min().item() >= 0:
+        return x.to(accumulation_dtype(x.dtype)), assignment.long()
     outside = assignment < 0 if token_mask is None else (assignment < 0) | ~token_mask
     cluster = assignment.long().masked_fill(outside, num_clusters)
     # masked_fill instead of multiplying by 0: 0 * NaN is NaN, in the backward too.
@@ -110,13 +114,13 @@ def finite_tokens(x: Tensor) -> Tensor:
     return largest.isfinite()
 
 
-def _zero_non_finite(x_BLD: Tensor, cluster_BL: Tensor, num_clusters: int) -> tuple[Tensor, Tensor]:
-    """Zero the tokens that hold NaN or inf; return x and the (B, C) mask of clusters that have any.
+def _zero_non_finite(x_BLD: Tensor, clusters: reference.Clusters) -> tuple[Tensor, Tensor | None]:
+    """Zero tokens with NaN or inf; return x and the (B, C, 1) mask of their clusters, None: none.
 
     In the GEMM with the one-hot matrix 0 * NaN would carry one such token into every cluster.
     """
-    non_finite_BL = (x_BLD.detach() * 0).sum(-1).isnan()
-    non_finite_BC = reference.cluster_count(
-        cluster_BL.masked_fill(~non_finite_BL, num_clusters), num_clusters
-    )
-    return x_BLD.masked_fill(non_finite_BL[..., None], 0.0), non_finite_BC > 0
+    if host_may_read(x_BLD) and math.isfinite(x_BLD.detach().sum().item()):
+        return x_BLD, None
+    non_finite_BL1 = (x_BLD.detach() * 0).sum(-1, keepdim=True).isnan()
+    number_BC1 = clusters.one_hot @ non_finite_BL1.to(x_BLD.dtype)
+    return x_BLD.masked_fill(non_finite_BL1, 0.0), number_BC1 > 0

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from acmoe.ops.dispatch import eager, op, triton_unsupported
 from acmoe.ops.sort.order import TokenOrder
+from acmoe.ops.statistics import cpu
 from acmoe.ops.statistics.dispersion import dispersion_and_count
 from acmoe.ops.statistics.dispersion_op import KERNEL_MEASURES, fused_dispersion
 from acmoe.ops.statistics.prefix import PrefixMoments, prefix_dispersion
@@ -132,6 +133,21 @@ def _dispersion_triton(
     return _written(found, out)
 
 
+def _dispersion_not_on_cpu(
+    x: Tensor, assignment: Tensor, measure: str, token_mask: Tensor | None
+) -> str | None:
+    if measure not in cpu.MEASURES:
+        return f"measure={measure!r} has no kernel"
+    if not _constant(x):
+        return "its kernel has no gradient"
+    if token_mask is not None or x.dim() != 2 or assignment.shape != x.shape[:1]:
+        return "its kernel takes one set of tokens without a mask"
+    return cpu.unsupported(x)
+
+
+measure_dispersion.register("cpu", unsupported=_dispersion_not_on_cpu)(cpu.measured_dispersion)
+
+
 @op
 def measure_scale(
     x: Tensor,
@@ -209,6 +225,17 @@ def _scale_triton(
             **settings,  # type: ignore[arg-type]
         )
     return options.transformed(*found)
+
+
+def _scale_not_on_cpu(
+    x: Tensor, assignment: Tensor, options: ScaleOptions, measure: str, token_mask: Tensor | None
+) -> str | None:
+    if not options.separable or options.mean_over != "all":
+        return "its kernel scales each cluster by itself; these options compare clusters"
+    return _dispersion_not_on_cpu(x, assignment, measure, token_mask)
+
+
+measure_scale.register("cpu", unsupported=_scale_not_on_cpu)(cpu.measured_scale)
 
 
 @op

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from acmoe.ops.dispatch import op, triton_unsupported
+from acmoe.ops.statistics import cpu
 
 
 def replaying() -> bool:
@@ -42,7 +43,7 @@ def add_batch(mean_CX: Tensor, count_C: Tensor, new_CX: Tensor, new_C: Tensor, l
     Where the count is 0 the mean becomes exactly `new_CX`. A cluster with fewer than `least` new
     tokens, or with a non-finite statistic, keeps mean and count.
     """
-    used_C = (new_C >= least) & torch.isfinite(new_CX).all(-1)
+    used_C = (new_C >= least) & ((new_CX * 0).sum(-1) == 0)  # 0 * NaN and 0 * inf are NaN
     # torch.where and not a share of 0: 0 * NaN would carry a NaN of the batch into the mean.
     value_CX = torch.where(used_C[:, None], new_CX, mean_CX).to(mean_CX.dtype)
     added_C = torch.where(used_C, new_C, 0.0)
@@ -68,6 +69,18 @@ def _add_batch_triton(
     from acmoe.ops.statistics.triton.pending import add_batch as launch
 
     launch(mean_CX, count_C, new_CX, new_C, least)
+
+
+def _batch_not_on_cpu(
+    mean_CX: Tensor, count_C: Tensor, new_CX: Tensor, new_C: Tensor
+) -> str | None:
+    tensors = (mean_CX, count_C, new_CX, new_C)
+    if not all(tensor.dtype == torch.float32 for tensor in tensors):
+        return "its kernel takes float32 statistics"
+    return cpu.unsupported(*tensors)
+
+
+add_batch.register("cpu", unsupported=_batch_not_on_cpu)(cpu.add_batch)
 
 
 def record_batch(

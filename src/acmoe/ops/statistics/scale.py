@@ -99,11 +99,12 @@ def scale_from_dispersion(
     wide = wide_dtype(dispersion.device)
     s_XCD = dispersion.to(wide)
     mean_XC1 = s_XCD.mean(-1, keepdim=True)
-    informative_XC1 = informs(dispersion, count, eps=eps, min_tokens=min_tokens)[..., None]
+    informative_XC1 = _informs(mean_XC1, count[..., None], eps, min_tokens)
     if counted is not None:
         informative_XC1 = informative_XC1 & counted[..., None]
     # Uninformative clusters get the constant 1, so that their NaN cannot reach a gradient.
-    s_XCD = torch.where(informative_XC1, torch.maximum(s_XCD, floor * mean_XC1) + eps, 1.0)
+    s_XCD = torch.maximum(s_XCD, floor * mean_XC1)
+    s_XCD = torch.where(informative_XC1, s_XCD + eps if eps else s_XCD, 1.0)
     s_XCD = s_XCD.clamp(min=_MIN_DISPERSION[wide])
 
     if strength is not None:
@@ -111,7 +112,7 @@ def scale_from_dispersion(
     elif wide == torch.float32:
         weight_XCD = _relative_weights(s_XCD, informative_XC1, _OVER[normalize], None)
     else:
-        weight_XCD = 1 / s_XCD
+        weight_XCD = s_XCD.reciprocal()
     clamped_XCD = weight_XCD
     if clamp is not None and strength is None and wide == torch.float32:
         clamped_XCD = _relative_weights(s_XCD, informative_XC1, _OVER[normalize], clamp)
@@ -154,8 +155,12 @@ def informs(dispersion: Tensor, count: Tensor, *, eps: float = 0.0, min_tokens: 
     With eps > 0 a mean s of 0 is informative too.
     """
     mean_XC = dispersion.to(wide_dtype(dispersion.device)).mean(-1)
-    informative_XC = (count >= min_tokens) & torch.isfinite(mean_XC)
-    return informative_XC & (mean_XC > 0) if eps == 0 else informative_XC
+    return _informs(mean_XC, count, eps, min_tokens)
+
+
+def _informs(mean: Tensor, count: Tensor, eps: float, min_tokens: int) -> Tensor:
+    positive = mean > 0 if eps == 0 else mean >= 0
+    return (count >= min_tokens) & positive & (mean < math.inf)  # NaN is neither
 
 
 def up_to_last(chosen: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What long runs record beside the figures of every text cell: routing and divergence.
+"""Measure what long runs record beside the figures of every text cell: routing and divergence.
 
 Each validation writes its measures of the routing into metrics.jsonl, so that they survive a kill.
 """

@@ -30,7 +30,7 @@ class SyntheticConfig:
 
     seed: int = 0
     router: RouterConfig = SMoEConfig()
-    # What an adaptive router is given: nothing; the true inverse dispersions of the most frequent
+    # An adaptive router is given nothing; the true inverse dispersions of the most frequent
     # true cluster among the tokens it groups together; or those of each token's true cluster. The
     # last reveals the solution, and so is an upper bound for every scale.
     oracle: Oracle = "none"

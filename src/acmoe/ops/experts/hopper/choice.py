@@ -15,6 +15,7 @@ from torch import Tensor
 
 from acmoe.config.environment import gluon_requested
 from acmoe.ops.device.hopper import gluon_unsupported
+from acmoe.ops.device.launcher import compute
 from acmoe.ops.device.settings import (
     GROUPED_MM,
     PIPELINE_BK,
@@ -231,7 +232,7 @@ def run_rows(
     if settings is None:
         return triton_launch.run_rows(kernel, a, weight, bias, plan, size, across=across)
     if settings == GROUPED_MM:
-        return rows_by_torch(a, weight, plan.offsets, across=across)
+        return compute(functools.partial(rows_by_torch, across=across), a, weight, plan.offsets)
     from acmoe.ops.experts.hopper.launch import launch_rows
 
     return launch_rows(a, weight, plan, settings, across=across)
@@ -280,7 +281,7 @@ def run_weight(
     if settings is None:
         return triton_launch.run_weight(kernel, p, q, plan, size, gather=gather, dtype=dtype)
     if settings == GROUPED_MM:
-        return weights_by_torch(p, q, plan.offsets)
+        return compute(weights_by_torch, p, q, plan.offsets)
     from acmoe.ops.experts.hopper.launch import launch_gathered_weights, launch_weights
 
     if gather == "none":

@@ -16,11 +16,13 @@ from acmoe.ops.device.settings import PIPELINE_BK, PIPELINE_BM, PipelineConfig
 from acmoe.ops.experts.hopper import hidden as hidden_module
 from acmoe.ops.experts.hopper import rows as rows_module
 from acmoe.ops.experts.hopper import tokens as tokens_module
+from acmoe.ops.experts.hopper import up as up_module
 from acmoe.ops.experts.hopper import weights as weights_module
 from acmoe.ops.experts.triton.launch import GROUP_M, tma_aligned
 from acmoe.ops.experts.triton.tiles import Plan
 
 _PANEL = 64  # columns of a panel, and rows of half a tile
+UP_STAGES = 4  # of 48 KiB
 
 
 def _out_desc(tensor: Tensor, block: list[int]) -> TensorDescriptor:
@@ -78,6 +80,22 @@ def launch_rows(
     return y
 
 
+def launch_up(x: Tensor, up: Tensor, plan: Plan, hidden: int) -> Tensor:
+    """Return a (N, F) = silu(x[token] @ gate[e]^T) * (x[token] @ up[e]^T) for up (E, 2F, D)."""
+    a = torch.empty(plan.num_rows, hidden, device=x.device, dtype=x.dtype)
+    expert, start = plan[PIPELINE_BM]
+    launch(
+        *(up_module.up_swiglu_kernel, (_num_programs(),)),
+        *(tma_aligned(x), plan.token, _desc(up, [128, PIPELINE_BK]), a),
+        *(expert, start, plan.offsets, plan.num_used(PIPELINE_BM)),
+        *(triton.cdiv(hidden, 128), x.shape[1] // PIPELINE_BK, hidden),
+        GROUP_M=GROUP_M,
+        STAGES=UP_STAGES,
+        num_warps=4,
+    )
+    return a
+
+
 def launch_hidden(
     x: Tensor,
     down: Tensor,
@@ -95,7 +113,8 @@ def launch_hidden(
     dgate = torch.empty(num_n, rows, device=h.device)
     expert, start = plan[PIPELINE_BM]
     panel = [_PANEL, _PANEL]
-    hidden_module.hidden_gradient_kernel[(_num_programs(),)](
+    launch(
+        *(hidden_module.hidden_gradient_kernel, (_num_programs(),)),
         *(_desc(x, [PIPELINE_BM, PIPELINE_BK]), _desc(down, [PIPELINE_BK, settings.columns])),
         *(
             _desc(h, panel),
@@ -122,7 +141,8 @@ def launch_weights(p: Tensor, q: Tensor, plan: Plan, settings: PipelineConfig) -
     outer, inner, experts = p.shape[1], q.shape[1], plan.offsets.shape[0]
     dw = torch.empty(experts, outer, inner, device=p.device, dtype=p.dtype)
     p_block, q_block = [PIPELINE_BK, _PANEL], [PIPELINE_BK, settings.columns]
-    weights_module.weight_gradient_kernel[(_num_programs(),)](
+    launch(
+        *(weights_module.weight_gradient_kernel, (_num_programs(),)),
         *(_desc(p, p_block), _desc(q, q_block), _out_desc(dw.view(-1, inner), [_PANEL, 128])),
         *(p, q, plan.offsets, experts * _tiles(outer, inner, settings), outer, inner),
         GROUP_M=GROUP_M,
@@ -143,7 +163,8 @@ def launch_gathered_weights(
     shape = (experts, width, dim) if transposed else (experts, dim, width)
     dw = torch.empty(shape, device=rows.device, dtype=rows.dtype)
     rows = tma_aligned(rows)
-    tokens_module.gathered_weight_gradient_kernel[(_num_programs(),)](
+    launch(
+        *(tokens_module.gathered_weight_gradient_kernel, (_num_programs(),)),
         *(tma_aligned(tokens), plan.token, _desc(rows, [PIPELINE_BK, settings.columns]), rows),
         _out_desc(dw.view(-1, shape[2]), [128, _PANEL] if transposed else [_PANEL, 128]),
         *(plan.offsets, experts * _tiles(dim, width, settings), dim, width),

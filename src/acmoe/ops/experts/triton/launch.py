@@ -190,7 +190,8 @@ def run_activation(
     num_blocks = cdiv(size.hidden, block)
     dgate = torch.empty(num_blocks, plan.num_rows, device=h.device)
     dbias = torch.empty(expert.numel(), sum(sums), device=h.device)
-    activation_kernel[(expert.numel(), num_blocks + cdiv(sums.down, block))](
+    launch(
+        *(activation_kernel, (expert.numel(), num_blocks + cdiv(sums.down, block))),
         *(da, h, dh, gate, grad, dgate, dbias, plan.permutation, expert, start, plan.offsets, seed),
         *(plan.num_rows, size.dim, size.hidden, num_blocks, size.top_k),
         ACT=size.act,
@@ -225,7 +226,9 @@ def run_reduce_partials(
     )
     height, width = 16, 64
     columns = cdiv(sum(sums), width)
-    reduce_partials_kernel[(size.experts * columns + cdiv(plan.num_rows, height * width),)](
+    programs = size.experts * columns + cdiv(plan.num_rows, height * width)
+    launch(
+        *(reduce_partials_kernel, (programs,)),
         *(*partials, dgate if bias_dot is None else bias_dot, dgate, d_up, d_down),
         *(plan.permutation, expert_N, plan.offsets, plan.num_rows, partials.gate.shape[0]),
         *(size.experts, size.top_k, *sums, columns),
@@ -270,13 +273,15 @@ def run_weight(
         blocks, p.dtype
     )
     if blocks.persistent and gather == "none":
-        persistent_weight_kernel[(_num_programs(tiles * num_k_slices, blocks),)](
+        launch(
+            *(persistent_weight_kernel, (_num_programs(tiles * num_k_slices, blocks),)),
             *(*operands, dw, plan.offsets, outer, inner, splits, num_k_slices, plan.num_rows),
             BP=max(128, next_power_of_2(num_k_slices)),
             **options,
         )
     else:
-        weight_kernel[(tiles, num_k_slices)](
+        launch(
+            *(weight_kernel, (tiles, num_k_slices)),
             *(*operands, dw, plan.token, plan.offsets, outer, inner, splits),
             GATHER=gather,
             **options,
@@ -289,7 +294,11 @@ def _reduce_splits(dw: Tensor, dtype: torch.dtype) -> Tensor:
     experts, splits, outer, inner = dw.shape
     out = torch.empty(experts, outer, inner, device=dw.device, dtype=dtype)
     size = outer * inner
-    reduce_splits_kernel[(experts, cdiv(size, 1024))](dw, out, size, splits, BN=1024, num_warps=4)
+    launch(
+        *(reduce_splits_kernel, (experts, cdiv(size, 1024)), dw, out, size, splits),
+        BN=1024,
+        num_warps=4,
+    )
     return out
 
 

@@ -1,4 +1,4 @@
-"""Calls of each GEMM of an expert layer, as ops/experts/autograd.py launches it, on given tensors.
+"""Calls of each GEMM of an expert layer on given tensors, as ops/experts/triton/launched.py has it.
 
 The tuning at first use times them, and so does `acmoe bench tune`.
 

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from acmoe.ops.device.dot import split_bf16x3
+from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2
 from acmoe.ops.route.triton.route import softmax_rows
 
 
@@ -38,23 +39,46 @@ def affinity_gradient(
     """
     T, E = affinity_TE.shape
     K = ids_TK.shape[1]
-    experts = max(16, triton.next_power_of_2(E))
+    experts = max(16, next_power_of_2(E))
     block = min(64, 4096 // experts)  # one program holds all experts of its tokens
-    N = triton.cdiv(T, block)
+    N = cdiv(T, block)
     grad_ZTE = affinity_TE.new_empty(num_parts, T, E, dtype=torch.bfloat16)
     partial_NE = affinity_TE.new_empty(N, E)
     upstream = [grad_gate_TK, grad_affinity_TE, grad_sum_E]
     pointers = [affinity_TE if grad is None else grad.contiguous() for grad in upstream]
     if T > 0:
-        _affinity_kernel[(N,)](
-            *pointers, ids_TK, gate_TK, affinity_TE,
+        launch(
+            _affinity_kernel, (N,), *pointers, ids_TK, gate_TK, affinity_TE,
             affinity_TE if mask_T is None else mask_T.contiguous().view(torch.uint8), grad_ZTE,
             partial_NE, T, E, 1.0 / temperature, K=K, SELECTED=over_selected,
             HAS_GATE=upstream[0] is not None, HAS_AFFINITY=upstream[1] is not None,
             HAS_SUM=upstream[2] is not None, HAS_MASK=mask_T is not None, BT=block, BE=experts,
-            BK=max(2, triton.next_power_of_2(K)), PARTS=num_parts, num_warps=4,
+            BK=max(2, next_power_of_2(K)), PARTS=num_parts, num_warps=4,
         )  # fmt: skip
     return grad_ZTE, partial_NE
+
+
+def share_gradient(grad: Tensor, share_E: Tensor, num_tokens: int) -> Tensor:
+    """Return (E,): the gradient of the gate sums from grad (), that of the balance loss.
+
+    share_E: each expert's share of the routed rows. The rounding is that of autograd on a GPU,
+    where torch divides by a number by multiplying with its inverse.
+    """
+    E = share_E.numel()
+    out = torch.empty_like(share_E)
+    launch(
+        *(_share_kernel, (1,), grad, share_E, out, E, 1.0 / num_tokens),
+        BE=max(16, next_power_of_2(E)),
+        num_warps=1,
+    )
+    return out
+
+
+@triton.jit
+def _share_kernel(grad_ptr, share_ptr, out_ptr, E, inverse, BE: tl.constexpr):
+    e = tl.arange(0, BE)
+    share = tl.load(share_ptr + e, mask=e < E, other=0.0)
+    tl.store(out_ptr + e, share * (tl.load(grad_ptr) * E) * inverse, mask=e < E)
 
 
 @triton.jit

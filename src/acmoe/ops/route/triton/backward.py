@@ -20,9 +20,11 @@ import triton.language as tl
 from torch import Tensor
 
 from acmoe.ops.device.dot import accurate_dot, split_bf16
+from acmoe.ops.device.launcher import cdiv, launch
 from acmoe.ops.device.reduce_partials import reduce_partials
+from acmoe.ops.route.hopper.choice import hopper_unsupported
 from acmoe.ops.route.triton.backward_tiles import embedding_launch_table, token_launch_table
-from acmoe.ops.route.triton.rescale import rescaled, worth_rescaling
+from acmoe.ops.route.triton.rescale import MANY_EXPERTS, rescaled, worth_rescaling
 from acmoe.ops.route.triton.tokens import (
     Tokens,
     load_cluster_ends,
@@ -49,12 +51,17 @@ def token_gradient(
     """Return d x (T, D) in x's dtype, plus addend_TD: the gradient of x from other consumers."""
     T, D = tokens.x.shape
     Z, _, E = grad_ZTE.shape
+    if E > MANY_EXPERTS and Z == 2 and hopper_unsupported(tokens, embedding_ED) is None:
+        from acmoe.ops.route.hopper.launch import launch_token_gradient
+
+        return launch_token_gradient(tokens, grad_ZTE, embedding_ED, addend_TD)
     tile = token_launch_table(E, D, Z, not tokens.is_sorted, tokens.has_scale)
     grad_TD = torch.empty_like(tokens.x)
     if T > 0:
-        columns = triton.cdiv(D, tile.features * tile.steps)
-        _token_kernel[(tokens.blocks(tile.tokens) * columns,)](
-            *tokens.pointers, grad_ZTE, embedding_ED.contiguous(),
+        columns = cdiv(D, tile.features * tile.steps)
+        launch(
+            _token_kernel, (tokens.blocks(tile.tokens) * columns,), *tokens.pointers, grad_ZTE,
+            embedding_ED.contiguous(),
             grad_TD if addend_TD is None else addend_TD.contiguous(), grad_TD, T, D, E,
             tokens.scale.shape[0], HAS_ADDEND=addend_TD is not None, **tokens.flags,
             TERMS=terms(tokens.x.dtype), BT=tile.tokens, BD=tile.features, BE=tile.experts,
@@ -66,9 +73,13 @@ def token_gradient(
 
 
 def embedding_gradient(
-    tokens: Tokens, end: Tensor | None, grad_ZTE: Tensor, dtype: torch.dtype = torch.float32
+    tokens: Tokens,
+    end: Tensor | None,
+    grad_ZTE: Tensor,
+    dtype: torch.dtype = torch.float32,
+    result: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return d embedding (E, D), float32.
+    """Return d embedding (E, D), rounded to the dtype `result`.
 
     end: (C + 1,) slot after the last token of each cluster, if tokens are sorted. dtype: the
     embedding's, to which the caller rounds the gradient. Where that is bf16, as the tokens are, and
@@ -81,19 +92,20 @@ def embedding_gradient(
         tokens = rescaled(tokens, 1 if tokens.x.dtype == dtype == torch.bfloat16 else 2)
     token_parts = 2 if tokens.is_split else int(tokens.is_sorted or not tokens.has_scale)
     tile = embedding_launch_table(E, D, Z, token_parts)
-    blocks = triton.cdiv(D, tile.features), triton.cdiv(E, tile.experts)
+    blocks = cdiv(D, tile.features), cdiv(E, tile.experts)
     # Sorted tokens are gathered from scattered rows, and narrow models have short rows: both are
     # bound by latency, which twice the programs hide (sorted tokens of olmoe 99 -> 68 us).
     programs = 2 * PROGRAMS if D < 1024 or end is not None else PROGRAMS
     P, split = split_tokens(T, blocks[0] * blocks[1], tile.tokens, programs, most=64)
     partial_PED = grad_ZTE.new_empty(P, E, D, dtype=torch.float32)
-    _embedding_kernel[(P, *blocks)](
-        *tokens.pointers, tokens.permutation if end is None else end, grad_ZTE, partial_PED, T, D,
-        E, tokens.scale.shape[0], split,
+    launch(
+        _embedding_kernel, (P, *blocks), *tokens.pointers,
+        tokens.permutation if end is None else end, grad_ZTE, partial_PED, T, D, E,
+        tokens.scale.shape[0], split,
         **tokens.flags, SPLIT=tokens.is_split, TERMS=terms(tokens.x.dtype), BT=tile.tokens,
         BD=tile.features, BE=tile.experts, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-    return reduce_partials(partial_PED.view(1, P, E * D))[0].view(E, D)
+    return reduce_partials(partial_PED.view(1, P, E * D), result)[0].view(E, D)
 
 
 @triton.jit

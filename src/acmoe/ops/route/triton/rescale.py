@@ -19,8 +19,10 @@ from acmoe.ops.device.dot import round_to_bf16
 from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2
 from acmoe.ops.route.triton.tokens import Tokens, load_scaled, load_tokens
 
-# Experts above which the affinities have a kernel of their own (route.py).
-MANY_EXPERTS = 256
+# Experts above which the affinities have a kernel of their own (route.py). With 256 in one program
+# of 8 warps the two terms of a rescaled token get different register layouts, and 64 x 256 sums go
+# through shared memory in every step.
+MANY_EXPERTS = 128
 FEWEST_TOKENS = 1024  # with fewer a launch costs more than it saves
 _TOKENS, _FEATURES, _WARPS = 2, 2048, 8  # of a program
 

@@ -13,7 +13,8 @@ Where tokens are sorted by cluster (ops/sort/triton/sort.py) a block has one sca
 is the plain router's GEMM with an embedding that is rescaled as it is loaded. (Where the
 embedding's tile is not smaller than the tokens' tile, and both are bf16, the tokens are rescaled
 instead.) Unsorted tokens are rescaled one by one; with more than MANY_EXPERTS before the GEMM
-(rescale.py), so that not every tile of experts rescales them again.
+(rescale.py), so that not every tile of experts rescales them again, or on Hopper in a GEMM with
+wide tiles (hopper/affinity.py).
 
 Memory traffic: x (T D itemsize bytes) and, if any, (T, E) float32 noise read once; (T, E) float32
 affinities and (T, K) ids and gates written. The GEMM is 2 T D E operations, done 1 to 6 times in
@@ -30,11 +31,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from acmoe.ops.device import tuning
-from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2
+from acmoe.ops.device.launcher import launch, next_power_of_2
 from acmoe.ops.device.reduce_partials import reduce_balance, reduce_partials
-from acmoe.ops.route.triton.affinity import affinity_block, affinity_kernel
-from acmoe.ops.route.triton.rescale import MANY_EXPERTS, rescaled, worth_rescaling
+from acmoe.ops.route.triton.affinity import affinity_block
+from acmoe.ops.route.triton.many_experts import LOW_TOKENS, many_affinities
+from acmoe.ops.route.triton.rescale import MANY_EXPERTS
 from acmoe.ops.route.triton.tokens import Tokens, load_cluster_ends, load_tokens
 
 # Sort key below that of every affinity, -inf included: an expert already selected or out of range.
@@ -48,15 +49,10 @@ TERMS_16_BIT = 4
 # one stays bf16: at most 2^-18 of each product is lost. A bf16x3 split would cost 31 us at qwen30b
 # and 1.5 at switch, of 197 and 16.5 (H200).
 TERMS_SORTED_BF16 = 3
-# The tile of the kernel that computes the affinities of more than MANY_EXPERTS: tokens, experts,
-# warps and stages. One stage less where the scale of each token is loaded as well, for the 99 KiB
-# of smaller cards; on others it would cost 371 us instead of 272 (qwen3next, H200).
-AFFINITY_TILE = (64, 128, 4, 3)
 # So few tokens leave most multiprocessors without a program, and each program waits for its loads:
 # as many stages as fit into STAGE_BYTES, and tiles of LOW_TOKENS where they suffice. Estimates, not
 # measured: the 32 steps of olmoe's router take 11 us with 2 loads of 0.7 us in flight, 3 with 7.
-LOW_TOKENS, FEW_TOKENS, FEW_STAGES, STAGE_BYTES = 16, 4096, 8, 88 * 1024
-FEW_AFFINITY_TILE = (16, 32, 4, 6)
+FEW_TOKENS, FEW_STAGES, STAGE_BYTES = 4096, 8, 88 * 1024
 
 
 class Tile(NamedTuple):
@@ -94,14 +90,12 @@ def launch_table(
         return Tile(4, 64 if both_bf16 else 32, 1, 2)
     if unsorted and both_bf16 and num_tokens <= FEW_TOKENS:
         tokens = LOW_TOKENS if num_tokens <= LOW_TOKENS else 64
-        features = 64 if num_experts <= 128 else 32
+        features = 64
         # 2 bytes a number, and 4 for a scale, with which 64 tokens get fewer stages (`route`).
         size = 6 if tokens == LOW_TOKENS else 2
         stage = features * (size * tokens + 2 * max(16, next_power_of_2(num_experts)))
         stages = max(2, min(FEW_STAGES, STAGE_BYTES // stage))
-        return Tile(tokens, features, 4 if num_experts <= 128 or tokens < 64 else 8, stages)
-    if num_experts > 128:
-        return Tile(64, 32, 8, 2)
+        return Tile(tokens, features, 4, stages)
     if both_bf16:
         return Tile(64, 64, 4, 6 if num_experts <= 16 and num_tokens <= 2**14 else 3)
     if num_experts <= 16:
@@ -167,18 +161,9 @@ def route(
         flags = {"HAS_BIAS": bias_E is not None, "HAS_NOISE": noise_TE is not None}
         flags["TERMS"] = terms(tokens, both_bf16)
         if E > MANY_EXPERTS:
-            low = T <= LOW_TOKENS
-            height, width, num_warps, num_stages = FEW_AFFINITY_TILE if low else AFFINITY_TILE
-            reading = rescaled(tokens, 2) if worth_rescaling(tokens, E) else tokens
-            if reading.has_scale and not reading.is_sorted and not tuning.has_shared_memory():
-                num_stages -= 1
-            launch(
-                affinity_kernel, (cdiv(E, width), reading.blocks(height)),
-                *reading.pointers, *router, affinity_TE, T, D, E, reading.scale.shape[0], **flags,
-                **reading.flags, SPLIT=reading.is_split, BT=height, BD=tile.features, BE=width,
-                num_warps=num_warps, num_stages=num_stages,
-            )  # fmt: skip
-            del reading  # its parts are as large as x, twice
+            many_affinities(
+                tokens, embedding_ED, bias_E, noise_TE, affinity_TE, flags["TERMS"], tile.features
+            )
         launch(
             _route_kernel, (N,), *tokens.pointers, *router, ids_TK, gate_TK,
             affinity_TE, partial_2NE, first_T, T, D, E, tokens.scale.shape[0], 1.0 / temperature,

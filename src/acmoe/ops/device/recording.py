@@ -1,0 +1,271 @@
+"""Record the launches of a call, and make the steps of a tape of them (tape.py).
+
+Memory is told apart by its storage, which a weak reference identifies after it was freed as well:
+a recorded call keeps none of its memory longer than any other call does.
+"""
+
+import copy
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from acmoe.ops.device.launcher import Computation, Launch, recorder
+
+# Memory from this size on is allocated before the first launch that uses it and freed after the
+# last, so that a tape never holds more than the call that it repeats. All smaller memory of a call
+# is one buffer. torch keeps separate pools below and above this size.
+LARGE_BYTES = 2**20
+_ALIGNMENT = 256
+
+Results = tuple[Tensor, ...]
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
+
+
+class Pointer(NamedTuple):
+    """An address: `offset` bytes after the begin of the memory number `slot`."""
+
+    slot: int
+    offset: int
+
+
+class Operand(NamedTuple):
+    """A tensor at a `Pointer`, for torch to compute with."""
+
+    pointer: Any
+    layout: Layout
+
+
+class Address:
+    """Stands for a tensor in a TMA descriptor, which reads its address and dtype."""
+
+    __slots__ = ("dtype", "pointer")
+
+    def __init__(self, pointer: int, dtype: torch.dtype) -> None:
+        self.pointer, self.dtype = pointer, dtype
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+
+class Descriptor:
+    """A TMA descriptor of the memory at a `Pointer`."""
+
+    def __init__(self, pointer: Any, made: Any, dtype: torch.dtype) -> None:
+        self.pointer, self.dtype = pointer, dtype
+        self.made = made  # the descriptor of the recorded call, without its tensor
+        self.last: tuple[int, Any] = (0, None)  # the last address, and the descriptor for it
+
+    def at(self, address: int) -> Any:
+        """Return the descriptor for memory at an address; mostly it is the one of last time."""
+        last, found = self.last
+        if last != address:
+            kind = type(self.made)
+            found = kind.__new__(kind)
+            found.__dict__.update(self.made.__dict__, base=Address(address, self.dtype))
+            self.last = address, found
+        return found
+
+
+class Step(NamedTuple):
+    """A launch or, if `run` is None, a computation of torch, by numbers of slots."""
+
+    made: tuple[tuple[int, Layout], ...]  # what to allocate before it
+    run: Any  # the launcher of the compiled kernel
+    # of a launch: grid, function and metadata; of a computation: function, its tensors, its result
+    head: tuple[Any, ...]
+    values: list[Any]  # all arguments, of which these two are replaced:
+    pointers: tuple[tuple[int, int, int], ...]  # place among the arguments, slot, offset
+    described: tuple[tuple[int, int, int, Descriptor], ...]
+    freed: tuple[int, ...]  # what to free after it
+
+
+class Steps(NamedTuple):
+    """The steps of a tape. Slots are the tensors of the call, other memory, then the buffer."""
+
+    steps: tuple[Step, ...]
+    num_slots: int  # without the buffer
+    num_bytes: int  # of the buffer
+    order: tuple[int, ...]  # the slot of each result
+
+
+class Watch(TorchDispatchMode):
+    """Notes if anything but allocations, views and steps of the tape is computed."""
+
+    allowed: ClassVar[set[str]] = {
+        *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "view"),
+        *("_unsafe_view", "reshape", "slice", "select", "unsqueeze", "squeeze", "detach", "alias"),
+        *("as_strided", "expand", "unbind", "narrow"),
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.only_memory = True
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = function.overloadpacket.__name__
+        self.only_memory &= recorder.computing or name in self.allowed
+        return function(*args, **(kwargs or {}))
+
+
+def _layout(tensor: Tensor) -> Layout:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _fills(tensor: Tensor) -> bool:
+    """Return True if a tensor is all of its memory."""
+    size = tensor.numel() * tensor.element_size()
+    return tensor.storage_offset() == 0 and size == tensor.untyped_storage().nbytes()
+
+
+class Memory:
+    """Says of each address in which tensor of the call, or in which other memory it lies."""
+
+    def __init__(self, tensors: tuple[Tensor | None, ...]) -> None:
+        self.num_given = len(tensors)
+        self.given: dict[StorageWeakRef, list[tuple[int, int]]] = {}
+        for at, one in enumerate(tensors):
+            if one is not None and one.numel():
+                self.given.setdefault(_storage(one), []).append((at, one.data_ptr()))
+        self.layouts = [None if one is None else _layout(one) for one in tensors]
+        self.slots: dict[StorageWeakRef, int] = {}  # of other memory
+        self.num_bytes: list[int] = []  # of other memory
+        addresses = [pointer for found in self.given.values() for _, pointer in found]
+        self.lost = len(set(addresses)) < len(addresses)  # a tensor was given twice
+
+    def traced(self, value: Any) -> Any:
+        """Return a value as a step keeps it: a `Pointer` or `Descriptor` for memory."""
+        if isinstance(value, Tensor):
+            return self._pointer(value)
+        if not hasattr(value, "block_shape"):
+            return value
+        pointer = self._pointer(value.base)
+        self.lost |= not isinstance(pointer, Pointer) or not hasattr(value, "__dict__")
+        made = copy.copy(value)
+        made.base = None
+        return Descriptor(pointer, made, value.base.dtype)
+
+    def operand(self, tensor: Tensor) -> Operand:
+        """Return a tensor as a computation keeps it: a whole tensor of the call, or all of other
+        memory."""
+        pointer = self._pointer(tensor)
+        found = Operand(pointer, _layout(tensor))
+        given = isinstance(pointer, Pointer) and pointer.slot < self.num_given
+        whole = self.layouts[pointer.slot] == found.layout if given else _fills(tensor)
+        self.lost |= not isinstance(pointer, Pointer) or pointer.offset != 0 or not whole
+        return found
+
+    def _pointer(self, tensor: Tensor) -> Any:
+        address = tensor.data_ptr()
+        if address == 0:  # it has no element
+            return 0
+        storage = _storage(tensor)
+        if storage in self.given:
+            near = [Pointer(at, address - begin) for at, begin in self.given[storage]]
+            exact = [one for one in near if one.offset == 0]
+            self.lost |= not exact and len(near) > 1  # two tensors of the call share memory
+            return (exact or near)[0]
+        slot = self._slot(storage, tensor)
+        return Pointer(slot, address - tensor.untyped_storage().data_ptr())
+
+    def _slot(self, storage: StorageWeakRef, tensor: Tensor) -> int:
+        if storage not in self.slots:
+            self.slots[storage] = self.num_given + len(self.slots)
+            self.num_bytes.append(tensor.untyped_storage().nbytes())
+        return self.slots[storage]
+
+    def result_slots(self, results: Results) -> tuple[int, ...]:
+        """Return the slot of each result. It must be all of its memory, and its own."""
+        found = []
+        for one in results:
+            storage = _storage(one)
+            self.lost |= not _fills(one) or storage in self.given
+            found.append(self._slot(storage, one))
+        self.lost |= len(set(found)) < len({id(one) for one in results})
+        return tuple(found)
+
+
+def steps_of(
+    recorded: list[Launch | Computation | None], memory: Memory, results: Results
+) -> Steps | None:
+    """Return the steps of a tape, or None if an address in them cannot be traced."""
+    order = memory.result_slots(results)
+    known = [one for one in recorded if one is not None]
+    if memory.lost or len(known) < len(recorded) or not known:
+        return None
+    plan = _Plan(memory, known, {at: _layout(one) for at, one in zip(order, results, strict=True)})
+    steps = tuple(plan.step(at, one) for at, one in enumerate(known))
+    return Steps(steps, plan.num_slots, plan.num_bytes, order)
+
+
+def _pointers(step: Launch | Computation) -> list[Pointer]:
+    """Return all memory that a step reads or writes."""
+    values = (*step.args, step.result) if isinstance(step, Computation) else step.args
+    found = [one.pointer if isinstance(one, Operand | Descriptor) else one for one in values]
+    return [one for one in found if isinstance(one, Pointer)]
+
+
+class _Plan:
+    """Decides where memory lies that is not given, and from which step to which."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        recorded: list[Launch | Computation],
+        results: dict[int, Layout],
+    ) -> None:
+        first, last = {}, {}
+        layouts = dict(results)  # of memory that is no part of the buffer
+        computed = set()  # memory that torch allocates
+        for at, step in enumerate(recorded):
+            for slot, _ in _pointers(step):
+                first.setdefault(slot, at)
+                last[slot] = at
+            if isinstance(step, Computation):
+                layouts |= {one.pointer.slot: one.layout for one in (*step.args, step.result)}
+                computed.add(step.result.pointer.slot)
+        self.num_slots = memory.num_given + len(memory.num_bytes)
+        self.num_bytes = 0
+        self.offsets: dict[int, int] = {}  # in the buffer
+        for slot, size in enumerate(memory.num_bytes, memory.num_given):
+            if slot not in layouts and size < LARGE_BYTES:
+                self.offsets[slot] = self.num_bytes
+                self.num_bytes += -(-size // _ALIGNMENT) * _ALIGNMENT
+            elif slot not in layouts:
+                layouts[slot] = ((size,), (1,), torch.uint8)
+        own = [slot for slot in layouts if slot >= memory.num_given]
+        self.made = [
+            (first.get(slot, 0), slot, layouts[slot]) for slot in own if slot not in computed
+        ]
+        self.freed = [(last[slot], slot) for slot in own if slot not in results]
+
+    def step(self, at: int, recorded: Launch | Computation) -> Step:
+        made = tuple((slot, layout) for first, slot, layout in self.made if first == at)
+        freed = tuple(slot for last, slot in self.freed if last == at)
+        if isinstance(recorded, Computation):
+            slots = tuple(one.pointer.slot for one in recorded.args)
+            head = recorded.function, slots, recorded.result.pointer.slot
+            return Step(made, None, head, [], (), (), freed)
+        run, function, metadata, constants, _ = recorded.compiled
+        args = recorded.args
+        pointers = tuple(
+            (place, *self._moved(one)) for place, one in enumerate(args) if isinstance(one, Pointer)
+        )
+        described = tuple(
+            (place, *self._moved(one.pointer), one)
+            for place, one in enumerate(args)
+            if isinstance(one, Descriptor)
+        )
+        head = (*recorded.grid, function, metadata)
+        return Step(made, run, head, [*args, *constants], pointers, described, freed)
+
+    def _moved(self, pointer: Pointer) -> tuple[int, int]:
+        if pointer.slot in self.offsets:
+            return self.num_slots, self.offsets[pointer.slot] + pointer.offset
+        return pointer

@@ -1,0 +1,187 @@
+"""Grouped GEMM of the up projection with SwiGLU in its epilogue, for experts of a few hundred rows.
+
+    a (N, F) = silu(x[token] @ gate[e]^T) * (x[token] @ up[e]^T)
+
+Persistent and cooperative (pipeline.py): a tile is 128 rows and 128 hidden units of one expert, and
+each of two consumers owns 64 rows of it. An expert with about 128 rows often has a second tile with
+a few rows. There the second consumer has nothing to do, so that rows are padded to multiples of 64,
+while both tiles have the weights' traffic of 128. Two warps gather tokens by cp.async, and one
+loads the weights of gate and up by TMA. h is not stored: this is the forward without a backward.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from acmoe.ops.device.gluon_names import load_rows, load_tile
+from acmoe.ops.experts.hopper.pipeline import HALF_M, acc_layout, make_barriers, make_buffers
+from acmoe.ops.experts.triton.activation import silu
+from acmoe.ops.experts.triton.tiles import tile_coords
+
+_GATHER_WARPS = gl.constexpr(2)
+_BK = gl.constexpr(64)
+_BN = gl.constexpr(128)
+_TOKENS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0]))
+_RESULT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def _tile_at(tile_id, plan, num_used, num_n, F, GROUP_M: gl.constexpr):
+    """Return a tile's expert, first row, end of the expert's rows, and first hidden unit.
+
+    Where F is no multiple of 128 the last tile begins earlier, and ends at the edge.
+    """
+    tile_expert_ptr, tile_start_ptr, offsets_ptr, _ = plan
+    m_tile, n_tile = tile_coords(tile_id, num_used, num_n, GROUP_M)
+    expert = gl.load(tile_expert_ptr + m_tile)
+    end = gl.load(offsets_ptr + expert).to(gl.int32)
+    return expert, gl.load(tile_start_ptr + m_tile), end, gl.minimum(n_tile * _BN, F - _BN)
+
+
+@gluon.jit
+def _load_weights(load_args, GROUP_M: gl.constexpr):
+    """Producer: load the blocks of gate and up of all tiles of the program by TMA."""
+    w_desc, pipeline, plan, num_n, num_k, F = load_args[2:]
+    w_bufs, full, empty = pipeline[1], pipeline[2], pipeline[3]
+    STAGES: gl.constexpr = full.shape[0]
+    num_used = gl.load(plan[3])
+    k_block = 0
+    for tile_id in range(gl.program_id(0), num_used * num_n, gl.num_programs(0)):
+        expert, _row, _end, column = _tile_at(tile_id, plan, num_used, num_n, F, GROUP_M)
+        gate_row = 2 * expert * F + column
+        for k in range(num_k):
+            stage = k_block % STAGES
+            full_bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), (k_block // STAGES & 1) ^ 1)
+            mbarrier.expect(full_bar, 2 * w_desc.block_type.nbytes)
+            load_tile(w_desc, [gate_row, k * _BK], full_bar, w_bufs.index(2 * stage))
+            load_tile(w_desc, [gate_row + F, k * _BK], full_bar, w_bufs.index(2 * stage + 1))
+            k_block += 1
+
+
+@gluon.jit
+def _half_pointers(x_ptr, token_ptr, row, end, D):
+    """Return pointers to the first block of the 64 tokens from `row` on, and if they exist."""
+    rows = row + gl.arange(0, HALF_M, gl.SliceLayout(1, _TOKENS))
+    cols = gl.arange(0, _BK, gl.SliceLayout(0, _TOKENS))
+    token = gl.load(token_ptr + rows, mask=rows < end, other=0)
+    return x_ptr + token.to(gl.int64)[:, None] * D + cols[None, :], (rows < end)[:, None]
+
+
+@gluon.jit
+def _gather_tokens(load_args, GROUP_M: gl.constexpr):
+    """Producer: gather the tokens of all tiles of the program, 16 bytes a copy."""
+    x_ptr, token_ptr = load_args[0], load_args[1]
+    pipeline, plan, num_n, num_k, F = load_args[3:]
+    x_bufs, full, empty = pipeline[0], pipeline[2], pipeline[3]
+    STAGES: gl.constexpr = full.shape[0]
+    num_used = gl.load(plan[3])
+    k_block = 0
+    for tile_id in range(gl.program_id(0), num_used * num_n, gl.num_programs(0)):
+        _expert, row, end, _column = _tile_at(tile_id, plan, num_used, num_n, F, GROUP_M)
+        upper, has_upper = _half_pointers(x_ptr, token_ptr, row, end, num_k * _BK)
+        lower, has_lower = _half_pointers(x_ptr, token_ptr, row + HALF_M, end, num_k * _BK)
+        for k in range(num_k):
+            stage = k_block % STAGES
+            mbarrier.wait(empty.index(stage), (k_block // STAGES & 1) ^ 1)
+            load_rows(x_bufs.index(2 * stage), upper + k * _BK, mask=has_upper)
+            if row + HALF_M < end:
+                load_rows(x_bufs.index(2 * stage + 1), lower + k * _BK, mask=has_lower)
+            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+            k_block += 1
+
+
+@gluon.jit
+def _mma_half(pipeline, k_block, num_k, CONSUMER: gl.constexpr):
+    """Return gate and up (64, 128) of half a tile whose first block is number k_block."""
+    x_bufs, w_bufs, full, empty = pipeline
+    STAGES: gl.constexpr = full.shape[0]
+    gate = gl.zeros([HALF_M, _BN], gl.float32, acc_layout(_BN))
+    up = gl.zeros([HALF_M, _BN], gl.float32, acc_layout(_BN))
+    for k in range(num_k):
+        stage = k_block % STAGES
+        mbarrier.wait(full.index(stage), k_block // STAGES & 1)
+        fence_async_shared()  # cp.async wrote the tokens
+        x = x_bufs.index(2 * stage + CONSUMER)
+        w_gate = w_bufs.index(2 * stage).permute((1, 0))
+        w_up = w_bufs.index(2 * stage + 1).permute((1, 0))
+        gate = warpgroup_mma(x, w_gate, gate, use_acc=k > 0, is_async=True)
+        up = warpgroup_mma(x, w_up, up, use_acc=k > 0, is_async=True)
+        # Wait for the MMAs of the previous iteration, so that its stage can be released.
+        gate, up = warpgroup_mma_wait(2, deps=[gate, up])
+        mbarrier.arrive(empty.index((k_block + STAGES - 1) % STAGES), pred=k > 0)
+        k_block += 1
+    gate, up = warpgroup_mma_wait(0, deps=[gate, up])
+    mbarrier.arrive(empty.index((k_block + STAGES - 1) % STAGES))
+    return gate, up
+
+
+@gluon.jit
+def _consumer(CONSUMER: gl.constexpr, consumer_args, GROUP_M: gl.constexpr):
+    """Cooperative consumer: the upper or lower 64 rows of every tile."""
+    a_ptr, pipeline, plan, num_n, num_k, F = consumer_args
+    full, empty = pipeline[2], pipeline[3]
+    STAGES: gl.constexpr = full.shape[0]
+    num_used = gl.load(plan[3])
+    k_block = 0
+    for tile_id in range(gl.program_id(0), num_used * num_n, gl.num_programs(0)):
+        _expert, row, end, column = _tile_at(tile_id, plan, num_used, num_n, F, GROUP_M)
+        row += CONSUMER * HALF_M
+        if row < end:
+            gate, up = _mma_half(pipeline, k_block, num_k, CONSUMER)
+            # Rounded as where h is stored.
+            gate = gate.to(a_ptr.dtype.element_ty).to(gl.float32)
+            up = up.to(a_ptr.dtype.element_ty).to(gl.float32)
+            value = gl.convert_layout((silu(gate) * up).to(a_ptr.dtype.element_ty), _RESULT)
+            rows = row + gl.arange(0, HALF_M, gl.SliceLayout(1, _RESULT))
+            cols = column + gl.arange(0, _BN, gl.SliceLayout(0, _RESULT))
+            at = rows.to(gl.int64)[:, None] * F + cols[None, :]
+            gl.store(a_ptr + at, value, mask=(rows < end)[:, None])
+        else:
+            for k in range(num_k):
+                at_block = k_block + k
+                mbarrier.wait(full.index(at_block % STAGES), at_block // STAGES & 1)
+                mbarrier.arrive(empty.index(at_block % STAGES))
+        k_block += num_k
+
+
+@gluon.jit(do_not_specialize=["num_n", "num_k"])
+def up_swiglu_kernel(
+    x_ptr,
+    token_ptr,
+    w_desc,
+    a_ptr,
+    tile_expert_ptr,
+    tile_start_ptr,
+    offsets_ptr,
+    num_used_ptr,
+    num_n,
+    num_k,
+    F,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Compute a (N, F) of tokens x (T, 64 num_k), which are gathered, and up (E * 2 F, D)."""
+    x_bufs = gl.allocate_shared_memory(w_desc.dtype, [2 * STAGES, HALF_M, _BK], w_desc.layout)
+    w_bufs = make_buffers(2 * STAGES, w_desc)
+    full, empty = make_barriers(STAGES, 1 + 32 * _GATHER_WARPS, 2)
+    pipeline = (x_bufs, w_bufs, full, empty)
+    plan = (tile_expert_ptr, tile_start_ptr, offsets_ptr, num_used_ptr)
+    consumer_args = (a_ptr, pipeline, plan, num_n, num_k, F)
+    load_args = (x_ptr, token_ptr, w_desc, pipeline, plan, num_n, num_k, F)
+    gl.warp_specialize(
+        [
+            (_consumer, (0, consumer_args, GROUP_M)),
+            (_consumer, (1, consumer_args, GROUP_M)),
+            (_gather_tokens, (load_args, GROUP_M)),
+            (_load_weights, (load_args, GROUP_M)),
+        ],
+        [4, _GATHER_WARPS, 1],
+        [208, 88, 88],
+    )

@@ -1,0 +1,1 @@
+"""Kernels of the router for Hopper GPUs, written in Gluon."""

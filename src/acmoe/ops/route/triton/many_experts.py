@@ -1,0 +1,55 @@
+"""The affinities of more than MANY_EXPERTS, in tiles of tokens and experts (see route.py).
+
+T tokens, D features, E experts.
+"""
+
+from torch import Tensor
+
+from acmoe.ops.device import tuning
+from acmoe.ops.device.launcher import cdiv, launch
+from acmoe.ops.route.hopper.choice import hopper_unsupported
+from acmoe.ops.route.triton.affinity import affinity_kernel
+from acmoe.ops.route.triton.rescale import rescaled, worth_rescaling
+from acmoe.ops.route.triton.tokens import Tokens
+
+# Tokens, experts, warps and stages of a tile. One stage less where the scale of each token is
+# loaded as well, for the 99 KiB of smaller cards; on others it would cost 371 us instead of 272
+# (qwen3next, H200).
+AFFINITY_TILE = (64, 128, 4, 3)
+LOW_TOKENS = 16  # up to which a tile has so many tokens
+FEW_AFFINITY_TILE = (16, 32, 4, 6)
+
+
+def many_affinities(
+    tokens: Tokens,
+    embedding_ED: Tensor,
+    bias_E: Tensor | None,
+    noise_TE: Tensor | None,
+    affinity_TE: Tensor,
+    terms: int,
+    features: int,
+) -> None:
+    """Write the affinities of all tokens and experts.
+
+    terms: TERMS of `accurate_dot`; features: those of one step.
+    """
+    if hopper_unsupported(tokens, embedding_ED) is None:
+        from acmoe.ops.route.hopper.launch import launch_affinities
+
+        launch_affinities(tokens, embedding_ED, bias_E, noise_TE, affinity_TE)
+        return
+    T, D = tokens.x.shape
+    E = embedding_ED.shape[0]
+    tile = FEW_AFFINITY_TILE if T <= LOW_TOKENS else AFFINITY_TILE
+    height, width, num_warps, num_stages = tile
+    reading = rescaled(tokens, 2) if worth_rescaling(tokens, E) else tokens
+    if reading.has_scale and not reading.is_sorted and not tuning.has_shared_memory():
+        num_stages -= 1
+    launch(
+        affinity_kernel, (cdiv(E, width), reading.blocks(height)),
+        *reading.pointers, embedding_ED.contiguous(), embedding_ED if bias_E is None else bias_E,
+        affinity_TE if noise_TE is None else noise_TE.contiguous(), affinity_TE, T, D, E,
+        reading.scale.shape[0], HAS_BIAS=bias_E is not None, HAS_NOISE=noise_TE is not None,
+        TERMS=terms, **reading.flags, SPLIT=reading.is_split, BT=height, BD=features, BE=width,
+        num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip

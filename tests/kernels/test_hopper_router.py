@@ -1,0 +1,144 @@
+"""The router's Hopper kernels, emulated on a CPU, against float64.
+
+T tokens, D features, E experts, C clusters. T and E are no multiple of a tile, and a program has
+two tiles. Cluster C - 1 is empty, and some tokens are in none.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+T, D, E, C = 150, 192, 304, 5
+
+
+@pytest.fixture
+def affinities(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function of the arguments of `drawn` by the kernel; it is emulated on a CPU."""
+    from acmoe.ops.route.hopper import affinity, launch
+    from acmoe.ops.route.triton.tokens import Tokens
+
+    if not torch.cuda.is_available():
+        from gluon_emulator import emulate
+
+        monkeypatch.setattr(affinity, "affinity_kernel", emulate(affinity.affinity_kernel, seed=1))
+
+    def run(x, embedding, scale=None, assignment=None, bias=None, noise=None):
+        found = torch.full((len(x), len(embedding)), float("nan"), device=x.device)
+        tokens = Tokens.of(x, scale, assignment, None, None, None)
+        launch.launch_affinities(tokens, embedding, bias, noise, found)
+        return found
+
+    return run
+
+
+def drawn(generator: torch.Generator, device: str) -> dict[str, torch.Tensor]:
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    return {
+        "x": normal(T, D).bfloat16(),
+        "embedding": (normal(E, D) / D**0.5).bfloat16(),
+        "scale": normal(C, D).exp(),
+        "assignment": torch.randint(-1, C, (T,), generator=generator).to(device),
+        "bias": normal(E),
+        "noise": normal(T, E),
+    }
+
+
+def test_the_affinities_are_those_of_float64(
+    affinities: Any, generator: torch.Generator, device: str
+) -> None:
+    case = drawn(generator, device)
+    case["assignment"][7] = C + 3  # a cluster that is not there
+    own = case["assignment"]
+    has_scale = ((own >= 0) & (own < C))[:, None]
+    scale_TD = torch.where(has_scale, case["scale"].double()[own.clamp(0, C - 1)], 1.0)
+    y_TD = case["x"].double() * scale_TD
+    wanted = y_TD @ case["embedding"].double().T + case["bias"] + case["noise"]
+    # A bf16x2 split is off by 2^-18 of each product at most; float32 sums add as much.
+    lost = 2.0**-17 * (y_TD.abs() @ case["embedding"].double().abs().T) + 2.0**-21
+    assert ((affinities(**case) - wanted).abs() <= lost).all()
+
+
+def test_a_scale_of_one_and_no_scale_give_the_same_bits(
+    affinities: Any, generator: torch.Generator, device: str
+) -> None:
+    case = drawn(generator, device)
+    case["scale"] = torch.ones_like(case["scale"])
+    plain = affinities(case["x"], case["embedding"])
+    assert torch.equal(affinities(**case | {"bias": None, "noise": None}), plain)
+
+
+def test_a_bad_token_is_seen_and_harms_no_other(
+    affinities: Any, generator: torch.Generator, device: str
+) -> None:
+    case = drawn(generator, device)
+    clean = affinities(**case)
+    case["x"][3, 9], case["x"][77, 0] = float("nan"), float("inf")
+    found = affinities(**case)
+    bad = torch.tensor([3, 77], device=device)
+    assert not found[bad].isfinite().any()
+    found[bad] = clean[bad]
+    assert torch.equal(found, clean)
+
+
+@pytest.mark.parametrize("tokens", [T, 1])
+def test_the_gradient_of_tokens_is_that_of_float64(
+    tokens: int, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator, device: str
+) -> None:
+    """T tokens end in the upper half of the second tile; its lower half is not stored."""
+    from acmoe.ops.route.hopper import launch, token_gradient
+    from acmoe.ops.route.triton.tokens import Tokens
+
+    if not torch.cuda.is_available():
+        from gluon_emulator import emulate
+
+        kernel = emulate(token_gradient.token_gradient_kernel, seed=1)
+        monkeypatch.setattr(token_gradient, "token_gradient_kernel", kernel)
+    case = drawn(generator, device)
+    own, x = case["assignment"][:tokens], case["x"][:tokens]
+    grad = torch.randn(tokens, E, generator=generator).to(device)
+    high = grad.bfloat16()
+    parts = torch.stack([high, (grad - high.float()).bfloat16()])
+    addend = torch.randn(tokens, D, generator=generator).bfloat16().to(device)
+    unscaled = parts.double().sum(0) @ case["embedding"].double()
+    scale = torch.where((own >= 0)[:, None], case["scale"].double()[own.clamp(min=0)], 1.0)
+    for how, wanted in (
+        ((case["scale"], own), unscaled * scale + addend.double()),
+        ((None, None), unscaled),
+    ):
+        given = Tokens.of(x, *how, None, None, None)
+        others = addend if how[0] is not None else None
+        found = launch.launch_token_gradient(given, parts, case["embedding"], others)
+        # Rounding to bf16 moves a number by 2^-8 of itself at most, and float32 sums add little.
+        allowed = 2.0**-8 * wanted.abs() + 1e-4
+        assert ((found.double() - wanted).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"x": torch.zeros(8192, 96, dtype=torch.bfloat16)}, "not 8192, 96"),
+        ({"x": torch.zeros(8191, 64, dtype=torch.bfloat16)}, "not 8191, 64"),
+        ({"x": torch.zeros(8192, 64)}, "it takes bfloat16, not torch.float32"),
+        ({"mask": torch.ones(8192, dtype=torch.bool)}, "without a mask"),
+        ({"permutation": torch.arange(8192), "end": torch.arange(5)}, "in their own order"),
+        ({"embedding": torch.zeros(300, 64, dtype=torch.bfloat16)}, "not 300"),
+        ({}, "a CUDA device"),
+    ],
+)
+def test_other_calls_say_why_another_kernel_serves_them(
+    change: dict[str, torch.Tensor], reason: str
+) -> None:
+    from acmoe.ops.route.hopper.choice import hopper_unsupported
+    from acmoe.ops.route.triton.tokens import Tokens
+
+    case = {"x": torch.zeros(8192, 64, dtype=torch.bfloat16), "scale": torch.ones(4, 64)}
+    case |= {"assignment": torch.zeros(8192, dtype=torch.int64), "mask": None}
+    case |= {"permutation": None, "end": None} | change
+    embedding = case.pop("embedding", torch.zeros(304, 64, dtype=torch.bfloat16))
+    found = hopper_unsupported(Tokens.of(**case), embedding)
+    assert found is not None and reason in found
