@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from acmoe.config.routing import (
     AdaptiveConfig,
     CosineConfig,
+    CustomConfig,
     ExpertChoiceConfig,
     HashConfig,
     LossConfig,
@@ -56,6 +57,7 @@ __all__ = [
     "AdaptiveConfig",
     "AdaptiveRouter",
     "CosineConfig",
+    "CustomConfig",
     "ExpertChoiceConfig",
     "HashConfig",
     "LayerPlan",

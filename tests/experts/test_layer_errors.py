@@ -33,6 +33,8 @@ BUILDS = [
     ({"router": "soft"}, r"router='soft' fills slots .*; use acmoe.SoftMoE"),
     ({"router": AdaptiveConfig(base=SoftConfig())}, r"use acmoe.SoftMoE"),
     ({"router": "gate"}, r"router='gate' is unknown; choose one of smoe, adaptive"),
+    ({"router": {"name": "adaptive"}}, r"router=\{'name': 'adaptive'\} is no config of a router"),
+    ({"router": AdaptiveConfig}, r"AdaptiveConfig'> is no config of a router; pass a name, a con"),
     ({"top_k": 4}, r"top_k=4 exceeds num_experts=3; lower top_k"),
     ({"capacity_factor": 0.0}, r"capacity_factor=0.0; it must be positive, or None for dropless"),
     ({"capacity_factor": float("nan")}, r"capacity_factor=nan; it must be positive"),
@@ -170,3 +172,25 @@ def test_a_state_dict_of_version_0_1_is_read() -> None:
     twin = MoE(dim=4, hidden=8, num_experts=3, top_k=2, router=AdaptiveConfig())
     twin.load_state_dict(old)
     assert (twin.next_state.statistics.dispersion == 3).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_state_that_was_rounded_on_its_way_is_refused(dtype):
+    first, second = (MoE(**SIZES, router="adaptive") for _ in range(2))
+    x = torch.randn(5, 4)
+    _, state = first(x)
+    cast = RoutingState(*(t.to(dtype) if t.is_floating_point() else t for t in state))
+    with pytest.raises(UserError, match=r"state.scale arrives in .*: pass the state in float32"):
+        second(x, cast)
+
+
+@pytest.mark.parametrize("router", ["smoe", "adaptive"])
+def test_what_is_no_state_is_refused(router):
+    moe, x = MoE(**SIZES, router=router), torch.randn(5, 4)
+    y, state = moe(x)
+    with pytest.raises(UserError, match=r"state is a tuple; pass .* acmoe.RoutingState\(\*tens"):
+        moe(x, tuple(state))
+    with pytest.raises(UserError, match=r"state is a Tensor; pass the RoutingState"):
+        moe(x, torch.ones(5, dtype=torch.bool))  # a mask in the wrong place
+    with pytest.raises(UserError, match=r"x is a tuple; .* acmoe.MoEStack hands on and nn.Seq"):
+        moe((y, state))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.func import functional_call, grad, jacrev, jvp, vmap
+from torch.func import functional_call, grad, jacrev, jvp, stack_module_state, vmap
 
 import acmoe
 from acmoe import AdaptiveConfig, MoE, RoutingState, SoftConfig, SoftMoE
@@ -167,3 +167,24 @@ def test_transforms_are_seen_from_inside_and_only_there():
         note(x)
     note(x)
     assert seen == [False, True, True, True, False]
+
+
+def test_an_ensemble_of_layers_reads_the_statistics_of_each(generator):
+    layers = [layer_of("running") for _ in range(2)]
+    for index, moe in enumerate(layers):
+        statistics = moe.next_state.statistics
+        statistics.dispersion.copy_(torch.rand(E, D, generator=generator) + 0.1)
+        statistics.weight.fill_(10.0 + index)
+    x = tokens(generator)[0]
+    parameters, buffers = stack_module_state(layers)
+
+    def call(values):
+        y, state = functional_call(layers[0], values, (x,))
+        return y, state.scale
+
+    y, scale = vmap(call)((parameters, buffers))
+    for index, moe in enumerate(layers):
+        own, state = moe(x)
+        torch.testing.assert_close(y[index], own)
+        torch.testing.assert_close(scale[index], state.scale)
+    assert not torch.equal(scale[0], scale[1])

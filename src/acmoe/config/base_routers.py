@@ -192,6 +192,18 @@ class SoftConfig:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class CustomConfig:
+    """The base of router configs that a package outside acmoe defines.
+
+    A subclass is a frozen dataclass with a class variable `name`. It is known everywhere a config
+    of acmoe is: by its name, as the base of `AdaptiveConfig`, in saved models and on the command
+    line of a process that has imported it.
+    """
+
+    name: ClassVar[str]
+
+
 BaseConfig = (
     SMoEConfig
     | CosineConfig
@@ -201,4 +213,5 @@ BaseConfig = (
     | ExpertChoiceConfig
     | SoftConfig
     | MetricConfig
+    | CustomConfig
 )

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
 
-from acmoe.config.annotations import check_types
+from acmoe.config.annotations import check_types, named_configs
 from acmoe.config.base_routers import (
     BaseConfig,
     CosineConfig,
+    CustomConfig,
     ExpertChoiceConfig,
     HashConfig,
     LossConfig,
@@ -32,6 +33,7 @@ __all__ = [
     "AdaptiveConfig",
     "BaseConfig",
     "CosineConfig",
+    "CustomConfig",
     "ExpertChoiceConfig",
     "HashConfig",
     "LossConfig",
@@ -251,11 +253,17 @@ def router_config(router: str | RouterConfig) -> RouterConfig:
     """Return the config itself, or the default config of the router of that name."""
     if isinstance(router, RouterConfig):
         return router
-    if router not in ROUTERS:
+    if not isinstance(router, str):
         raise UserError(
-            f"router={router!r} is unknown; choose one of {', '.join(ROUTERS)}{import_hint(router)}"
+            f"router={router!r} is no config of a router; pass a name, a config such as "
+            "acmoe.AdaptiveConfig(...), or an instance of your own subclass of acmoe.CustomConfig"
         )
-    return ROUTERS[router]()
+    known = {**ROUTERS, **named_configs(CustomConfig)}
+    if router not in known:
+        raise UserError(
+            f"router={router!r} is unknown; choose one of {', '.join(known)}{import_hint(router)}"
+        )
+    return known[router]()
 
 
 def base_router(router: RouterConfig) -> RouterConfig:

@@ -146,7 +146,7 @@ class AdaptivePart(nn.Module):
         E = self.num_experts
         ids_TK = torch.where((ids_TK >= 0) & (ids_TK < E), ids_TK.long(), E)
         gate_TK = torch.ones_like(ids_TK, dtype=scores_TE.dtype)
-        loss = torch.zeros((), device=scores_TE.device)
+        loss = torch.zeros((), device=scores_TE.device, dtype=torch.float32)
         return Routing(ids_TK, gate_TK, scores_TE, loss, first_T)
 
     def _sequences(self, x: Tensor, loan: Loan) -> Tensor:

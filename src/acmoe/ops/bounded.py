@@ -22,7 +22,11 @@ def bounded(x_XD: Tensor) -> Tensor:
     if surely_bounded(x_XD):
         return x_XD
     bound = math.ldexp(1.0, _exponent(x_XD))
-    largest_X1: Tensor = torch.linalg.vector_norm(x_XD.detach(), math.inf, dim=-1, keepdim=True)
+    largest_X1: Tensor
+    if torch.compiler.is_compiling():  # it cannot trace the norm of no rows
+        largest_X1 = x_XD.detach().abs().amax(dim=-1, keepdim=True)
+    else:
+        largest_X1 = torch.linalg.vector_norm(x_XD.detach(), math.inf, dim=-1, keepdim=True)
     return x_XD * (bound / largest_X1).clamp(max=1.0)
 
 

@@ -107,7 +107,8 @@ class AdaptiveRouter(Router):
         token_mask: Tensor | None = None,
         token_ids: Tensor | None = None,
     ) -> Routing:
-        return self.base.route(tokens, token_mask=token_mask, token_ids=token_ids)
+        found: Routing = self.base(tokens, token_mask=token_mask, token_ids=token_ids)
+        return found
 
     def new_slot(
         self, num_sequences: int, *, device: torch.device | str | None, dtype: torch.dtype

@@ -30,7 +30,7 @@ def balance_loss(
     gate_TE = (affinity_TE / temperature).softmax(-1)
     if not group:
         return balance_of(load_E, masked_mean(gate_TE, token_mask_T))
-    tokens = load_E.new_full((), len(gate_TE)) if token_mask_T is None else token_mask_T.sum()
+    tokens = load_E.new_full((), gate_TE.shape[0]) if token_mask_T is None else token_mask_T.sum()
     return balance_of(*over_group(load_E, masked_sum(gate_TE, token_mask_T), tokens, group))
 
 

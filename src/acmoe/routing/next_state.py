@@ -102,7 +102,7 @@ class NextState(nn.Module):
             if begun and state.assignment.shape[1] == 1:
                 return RoutingState(*state[:3], aux_loss, state.order, self._origin(x))
             assignment, membership = no_cluster(
-                len(routing.affinity), 1, device=x.device, dtype=state.membership.dtype
+                routing.affinity.shape[0], 1, device=x.device, dtype=state.membership.dtype
             )
             scale = torch.ones_like(state.scale)
             return RoutingState(
@@ -167,9 +167,12 @@ class NextState(nn.Module):
         """Return the (T,) clusters by which kernels want the tokens sorted, or None.
 
         It is None if statistics and next router do not read one cluster per token over the whole
-        call, if the routing lacks the first choice, or if clusters are too small to gain.
+        call, if the routing lacks the first choice, or if clusters are too small to gain. Nor is it
+        given in `torch.export`: it would bind the exported program to many tokens, or to few.
         """
         if not isinstance(self.next_router, AdaptiveConfig) or routing.first is None:
+            return None
+        if torch.compiler.is_exporting():
             return None
         mode = self.next_router.modes[0 if self.training else 1]
         served = self.next_router.mix == 1 and mode in ("batch", "running")

@@ -58,7 +58,7 @@ class Router(Layer):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | ScaledTokens,
         state: RoutingState | None = None,
         *,
         token_mask: Tensor | None = None,
@@ -67,8 +67,11 @@ class Router(Layer):
     ) -> Routing:
         """Route x (T, D) or (B, L, D); all results are flat, T = B * L.
 
-        state: from the layer before; None in the first layer.
+        state: from the layer before; None in the first layer. A router that rescales tokens calls
+        its base router with the `ScaledTokens`, so that hooks on the base see its call.
         """
+        if isinstance(x, ScaledTokens):
+            return self.route(x, token_mask=token_mask, token_ids=token_ids)
         check_dim(x, self.dim)
         check_token_mask(x, token_mask)
         state = self.begun(x, state)
@@ -82,8 +85,18 @@ class Router(Layer):
 
     def begun(self, x: Tensor, state: RoutingState | None) -> RoutingState:
         """Return the state, or the identity if there is none: x is before the first layer."""
-        if state is not None:
+        if not isinstance(x, Tensor):
+            raise UserError(
+                f"x is a {type(x).__name__}; pass the hidden states alone: an acmoe.MoE returns y "
+                "and a state, which acmoe.MoEStack hands on and nn.Sequential does not"
+            )
+        if isinstance(state, RoutingState):
             return state
+        if state is not None:
+            raise UserError(
+                f"state is a {type(state).__name__}; pass the RoutingState of the layer before, "
+                "acmoe.RoutingState(*tensors) if you took it apart, or None in the first layer"
+            )
         return RoutingState.before(x, num_clusters=self.num_experts, mix=self.mix)
 
     def next_state(

@@ -73,7 +73,7 @@ class RoutingState(_StateFields):
         """
         assignment, membership = no_cluster(num_tokens, mix, device=device, dtype=dtype)
         scale = torch.ones(num_clusters, dim, device=device, dtype=dtype)
-        aux_loss = torch.zeros((), device=device)
+        aux_loss = torch.zeros((), device=device, dtype=torch.float32)
         empty = no_order(assignment), new_origin((), assignment)
         return cls(assignment, membership, scale, aux_loss, *empty)
 
@@ -81,7 +81,7 @@ class RoutingState(_StateFields):
     def before(cls, x: Tensor, *, num_clusters: int, mix: int = 1) -> "RoutingState":
         """Return the identity for tokens x (..., D), on their device and in their precision."""
         return cls.identity(
-            num_tokens=x.shape[:-1].numel(),
+            num_tokens=count_tokens(x),
             num_clusters=num_clusters,
             dim=x.shape[-1],
             mix=mix,
@@ -148,9 +148,14 @@ def check_mix(mix: int, num_clusters: int) -> None:
     check(mix <= num_clusters, f"mix={mix} exceeds num_experts={num_clusters}; lower mix")
 
 
+def count_tokens(x: Tensor) -> int:
+    """Return the number of tokens in x (..., D); `Size.numel()` would fix it in `torch.export`."""
+    return x.shape[0] if x.dim() == 2 else x.numel() // x.shape[-1]
+
+
 def check_num_tokens(state: RoutingState, x: Tensor) -> None:
     """Raise a UserError unless the state has one entry per token of x."""
-    num_tokens = x.shape[:-1].numel()
+    num_tokens = count_tokens(x)
     if state.assignment.shape[0] != num_tokens:
         raise UserError(
             f"state.assignment has shape {tuple(state.assignment.shape)}; x has {num_tokens} "
@@ -163,7 +168,13 @@ def check_state(
 ) -> None:
     """Raise a UserError unless the state fits the tokens and the router that reads it."""
     check_origin(state.origin, reader)
-    num_tokens, dim = x.shape[:-1].numel(), x.shape[-1]
+    if state.scale.dtype in (torch.bfloat16, torch.float16):
+        raise UserError(
+            f"state.scale arrives in {state.scale.dtype}, and a rounded scale routes otherwise: "
+            "pass the state in float32 (under FSDP2: "
+            "MixedPrecisionPolicy(cast_forward_inputs=False))"
+        )
+    num_tokens, dim = count_tokens(x), x.shape[-1]
     if state.assignment.shape == (num_tokens, mix) and state.scale.shape == (num_clusters, dim):
         return
     check(
@@ -177,11 +188,6 @@ def check_state(
         state.scale.shape[0] == num_clusters,
         f"state.scale has {state.scale.shape[0]} clusters; this router has {num_clusters}: "
         "consecutive MoE layers must agree on num_experts",
-    )
-    check(
-        state.scale.dtype not in (torch.bfloat16, torch.float16),
-        f"state.scale arrives in {state.scale.dtype}, and a rounded scale routes otherwise: pass "
-        "the state in float32 (under FSDP2: MixedPrecisionPolicy(cast_forward_inputs=False))",
     )
     check(
         state.scale.shape[1] == dim,

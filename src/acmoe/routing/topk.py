@@ -223,7 +223,7 @@ class TopKRouter(Router):
         weights, temperature = self.losses, self.config.balance_temperature
         balance = None if self.balance_group else found.balance
         if balance is None and found.load is not None and found.gate_sum is not None:
-            balance = self._balance(found.load, found.gate_sum, len(expert_ids_TK), mask_T)
+            balance = self._balance(found.load, found.gate_sum, expert_ids_TK.shape[0], mask_T)
         total = common_losses(
             weights,
             found.clean,

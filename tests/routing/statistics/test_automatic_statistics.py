@@ -9,7 +9,7 @@ import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -496,3 +496,53 @@ def test_a_training_loop_without_any_update_says_so_once(
     assert other.param_groups
     assert len(logged.messages) == 1
     assert "acmoe.fold_statistics(model)" in logged.messages[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's
+def test_compiled_training_without_any_update_says_so_in_eval(
+    logged: pytest.LogCaptureFixture,
+) -> None:
+    moe = layer()
+    torch._dynamo.reset()
+    torch.compile(moe, backend="eager")(tokens(0), START)
+    moe.train()
+    assert logged.messages == []
+    moe.eval()
+    assert len(logged.messages) == 1
+    assert "acmoe.fold_statistics(model)" in logged.messages[0]
+    dispatch._logged.clear()
+    fold_statistics(moe.train())
+    moe.eval()
+    assert len(logged.messages) == 1
+
+
+def test_a_first_layer_without_clusters_has_nothing_to_say(
+    logged: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.ModuleList(layer(seed, statistics="prefix") for seed in range(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def outputs(x: Tensor) -> Tensor:
+        y, state = model[0](x)
+        z, _ = model[1](x + y, state)
+        return cast(Tensor, z)
+
+    outputs(tokens(0)).square().mean().backward()
+    optimizer.step()
+    model.eval()
+    outputs(tokens(0))
+    assert logged.messages == []
+
+
+def test_a_copy_of_data_parallel_says_that_its_tokens_are_not_counted(
+    logged: pytest.LogCaptureFixture,
+) -> None:
+    statistics = statistics_of(layer())
+    x_BLD, cluster_BL = tokens(0)[None], torch.arange(T)[None] % C
+    statistics.cluster_scale(x_BLD, cluster_BL, None, None)
+    assert logged.messages == []
+    replica = statistics._replicate_for_data_parallel()  # as nn.DataParallel makes one
+    for _ in range(2):
+        replica.cluster_scale(x_BLD, cluster_BL, None, None)
+    assert len(logged.messages) == 1
+    assert "use DistributedDataParallel (torchrun)" in logged.messages[0]

@@ -125,3 +125,29 @@ def test_a_meta_layer_cast_before_it_is_emptied_keeps_float32_statistics():
     for value in step_buffers(moe).values():
         assert value.dtype == torch.float32
         assert (value == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_statistics_are_float32_under_any_default_dtype(dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        config = AdaptiveConfig(base=SMoEConfig(bias_balancing=0.01))
+        moe = MoE(dim=4, hidden=8, num_experts=3, top_k=2, router=config)
+        metric = MoE(dim=4, hidden=8, num_experts=3, top_k=2, router="metric")
+        y, state = moe(torch.randn(6, 4, dtype=torch.float32))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {p.dtype for p in moe.parameters()} == {dtype}
+    assert {b.dtype for b in (*moe.buffers(), *metric.buffers())} == {torch.float32}
+    assert {t.dtype for t in (y, state.scale, state.aux_loss)} == {torch.float32}
+
+
+def test_what_is_written_through_data_of_a_state_dict_is_read():
+    """An average of models may write `.data`, which leaves a tensor's version as it is."""
+    statistics = taker(clusters=1, dim=2).eval()
+    x, cluster = torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)
+    assert see(statistics, x, cluster).tolist() == [[1.0, 1.0]]
+    # s = (1, 3): 1/s = (1, 1/3), mean 2/3, M = (1.5, 0.5).
+    for name, value in statistics.state_dict().items():
+        value.data.copy_(torch.tensor([[1.0, 3.0]] if name == "dispersion" else [9.0]))
+    torch.testing.assert_close(see(statistics, x, cluster), torch.tensor([[1.5, 0.5]]))

@@ -76,7 +76,9 @@ def expert_mlp_with(
 ) -> Tensor:
     """Compute `expert_mlp` with the given grouped GEMM."""
     h_NF = linear(gemm, dispatch(x_TD, rows), weights.up, weights.up_bias, rows)
-    h_NF = F.dropout(ACTIVATIONS[activation](h_NF), dropout, training=dropout > 0)
+    h_NF = ACTIVATIONS[activation](h_NF)
+    if dropout > 0:  # with dynamic=True torch.compile has a symbol here, which F.dropout refuses
+        h_NF = F.dropout(h_NF, dropout)
     return combine(linear(gemm, h_NF, weights.down, weights.down_bias, rows), gate_TK, rows)
 
 

@@ -117,8 +117,10 @@ def best_first(value_TE: Tensor, top_k: int) -> Tensor:
     """
     value_TE = value_TE.detach()
     E = value_TE.shape[-1]
-    # On a CPU sorting a few numbers takes less than the calls of the other form.
-    few = top_k > 1 and value_TE.device.type == "cpu" and value_TE.numel() <= _FEW * top_k
+    # On a CPU sorting a few numbers takes less than the calls of the other form. A graph must not
+    # depend on the number of tokens.
+    few = top_k > 1 and value_TE.device.type == "cpu" and not torch.compiler.is_compiling()
+    few = few and value_TE.numel() <= _FEW * top_k
     if few or top_k > min(16, max(4, E // 8)) or not value_TE.is_floating_point():
         order_TE = value_TE.sort(dim=-1, descending=True, stable=True).indices
         return order_TE[..., :top_k].contiguous()
@@ -166,7 +168,7 @@ def load(expert_ids_TK: Tensor, num_experts: int, token_mask_T: Tensor | None = 
     ones_TK = torch.ones_like(expert_ids_TK, dtype=torch.float32)
     if token_mask_T is not None:
         ones_TK = ones_TK * token_mask_T[:, None]
-    total = torch.zeros(num_experts + 1, device=expert_ids_TK.device)
+    total = ones_TK.new_zeros(num_experts + 1)
     return total.index_add(0, expert_ids_TK.flatten(), ones_TK.flatten())[:num_experts]
 
 
@@ -179,7 +181,12 @@ def check_route(
 ) -> None:
     """Raise a UserError unless the shapes of the arguments fit each other."""
     x = tokens.x
-    T, (E, D) = x.shape[:-1].numel(), embedding.shape
+    T, (E, D) = x.numel() // x.shape[-1], embedding.shape
+    if embedding.device != x.device:
+        raise UserError(
+            f"x is on {x.device} and the router's weight on {embedding.device}; move the layer to "
+            "the device of x, or let the hook that offloads weights load them"
+        )
     if x.shape[-1] != D:
         raise UserError(
             f"x has shape {tuple(x.shape)} and embedding {tuple(embedding.shape)}; pass (tokens, "

@@ -56,4 +56,5 @@ class RandomRouter(Router):
         token_mask: Tensor | None = None,
         token_ids: Tensor | None = None,
     ) -> Routing:
-        return self.base.route(tokens, token_mask=token_mask, token_ids=token_ids)
+        found: Routing = self.base(tokens, token_mask=token_mask, token_ids=token_ids)
+        return found

@@ -9,6 +9,7 @@ D features, C clusters.
 """
 
 import logging
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -51,6 +52,17 @@ class RunningAverage(StepStatistics):
         super().reset_parameters()
         self.running_scale.fill_(1.0)
 
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode. Going to evaluation, warn once if no update has moved the average."""
+        if self.training and not mode:
+            self.warn_if_waiting()
+        return super().train(mode)
+
+    def _save_to_state_dict(self, *arguments: Any) -> None:
+        """Compute the scale anew after this: `.data` of a saved tensor may be written unnoticed."""
+        super()._save_to_state_dict(*arguments)
+        self.scaled_from = None
+
     @property
     def options(self) -> ScaleOptions:
         """Return the options by which a scale is computed from a dispersion."""
@@ -83,23 +95,44 @@ class RunningAverage(StepStatistics):
             self.scaled_from, self.scaled_version = self.dispersion, self.version
         return self.running_scale
 
-    def warn_if_empty(self) -> None:
+    def warn_if_empty(self, assignment: Tensor) -> None:
         """Warn once where evaluation reads an average that no batch has ever moved.
 
-        It reads `weight` on the host, only if the average has changed since it last did.
+        A first layer measures nothing where the statistics are of the current layer: its tokens are
+        in no cluster, and its average is rightly empty. The method reads `weight` on the host, only
+        if the average has changed since it last did.
         """
         weight = self.weight
-        if self.training or torch.compiler.is_compiling() or weight.is_meta:
+        tracing = torch.compiler.is_compiling() or transforming()
+        if self.training or tracing or weight.is_meta:
             return
         now = id(weight), 0 if weight.is_inference() else weight._version
         if self.checked == now or capturing(weight):
             return
         self.checked = now
-        if not weight.any():
+        if not weight.any() and (assignment >= 0).any():
             log_once(
                 "an adaptive layer evaluates with running statistics that no batch has moved: its "
                 "scale is 1 and it routes as the plain router; load a trained checkpoint, or train "
                 "(acmoe.fold_statistics(model) moves them by hand)",
+                logging.WARNING,
+            )
+
+    def warn_if_waiting(self) -> None:
+        """Warn once if compiled training forwards, which nobody counts, had no update after them.
+
+        After eager ones `warn_if_empty` warns, in the first eager evaluation.
+        """
+        count = self.waiting_buffer("last_count")
+        reads = not {"running", "prefix"}.isdisjoint(self.config.modes)
+        unseen = torch.compiler.is_compiling() or count.is_meta or capturing(count)
+        if self.waiting or not reads or unseen:
+            return
+        if count.any() and not self.weight.any():
+            log_once(
+                "running statistics: compiled training forwards came, and no optimizer step that "
+                "moves them; they move after every step of a torch.optim.Optimizer: with another "
+                "optimizer call acmoe.fold_statistics(model) after each step",
                 logging.WARNING,
             )
 

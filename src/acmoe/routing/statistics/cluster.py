@@ -117,7 +117,7 @@ class ClusterStatistics(RunningAverage):
             else:
                 self._record_dispersion(x_BLD, assignment_BL, token_mask_BL, order)
             if self.mode == "running":
-                self.warn_if_empty()
+                self.warn_if_empty(assignment_BL)
                 # Copy it: the routing state must not change when the buffer does.
                 return self.average_scale().to(accumulation_dtype(x_BLD.dtype), copy=True)
             if self.mode == "sequence":
@@ -192,7 +192,7 @@ class ClusterStatistics(RunningAverage):
         """Return (B, L, J, D): the scale of each token's J clusters, from tokens up to it."""
         with self._recording(x_BLD, slot):
             x_BLD = x_BLD.detach() if self.config.detach else x_BLD
-            self.warn_if_empty()
+            self.warn_if_empty(assignment_BLJ)
             self._record_dispersion(x_BLD, assignment_BLJ[..., 0], token_mask_BL)
             before = slot.moments if slot is not None else None
             if before is None:

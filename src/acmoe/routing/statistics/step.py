@@ -54,6 +54,12 @@ class StepStatistics(nn.Module):
         self.serial = next_serial()
         register_statistics(self)
 
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Add a buffer; it is float32 under any `torch.set_default_dtype`."""
+        if tensor is not None and tensor.is_floating_point():
+            tensor = tensor.float()
+        super().register_buffer(name, tensor, persistent)
+
     @property
     def device(self) -> torch.device:
         return next(iter(self.buffers())).device
@@ -109,6 +115,12 @@ class StepStatistics(nn.Module):
         """Count a training forward; warn once if PATIENCE of them came without an update."""
         if torch.compiler.is_compiling():
             return
+        if "_is_replica" in self.__dict__:
+            log_once(
+                "running statistics: nn.DataParallel copies the model for every call, and only the "
+                "tokens of its first device are counted; use DistributedDataParallel (torchrun)",
+                logging.WARNING,
+            )
         self.waiting = True
         if self.forwards is None:
             return
