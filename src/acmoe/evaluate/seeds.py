@@ -61,6 +61,13 @@ def paired_difference(
     seeds = sorted(values.keys() & baseline.keys())
     if not seeds:
         return None
+    for seed in seeds:
+        both = values[seed], baseline[seed]
+        check(
+            all(map(math.isfinite, both)),
+            f"seed {seed} has the figures {both[0]} and {both[1]}, and a mean needs finite ones; "
+            "leave the seed out of both conditions, and say that its run diverged",
+        )
     differences = [values[seed] - baseline[seed] for seed in seeds]
     spread = Spread.of(differences)
     p_flip = sign_flip_p(differences)

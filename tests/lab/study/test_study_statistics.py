@@ -27,6 +27,11 @@ def test_a_spread_is_mean_and_sample_deviation():
         Spread.of([])
 
 
+def test_a_figure_that_is_not_finite_is_named_with_its_seed():
+    with pytest.raises(UserError, match=r"seed 4 has the figures nan and 1\.0"):
+        paired_difference({3: 1.0, 4: float("nan")}, {3: 1.0, 4: 1.0})
+
+
 def test_a_paired_difference_worked_by_hand():
     # Differences 1, 2, 3: mean 2, deviation 1, error 1/sqrt(3), t = 3.4641 with 2 degrees of
     # freedom: p = 0.0742; the interval is 2 +- 4.3027 / 1.7321 = 2 +- 2.4841. All three signs agree
