@@ -34,10 +34,11 @@ def main() -> int:
 
 
 def copy_pages() -> None:
-    """Copy docs, with links followed, and the guide for contributors; keep times of change."""
+    """Copy docs, with links followed and times of change kept, and the guide for contributors."""
     shutil.rmtree(PAGES, ignore_errors=True)
     shutil.copytree(ROOT / "docs", PAGES, ignore=shutil.ignore_patterns("records", "conf.py"))
-    shutil.copy2(ROOT / "CONTRIBUTING.md", PAGES / "contributing.md")
+    guide = (ROOT / "CONTRIBUTING.md").read_text()
+    (PAGES / "contributing.md").write_text(guide.replace("](docs/", "]("))  # links from the root
 
 
 if __name__ == "__main__":
