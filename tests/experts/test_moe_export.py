@@ -48,6 +48,7 @@ def test_an_exported_model_takes_any_number_of_tokens(lead: tuple[str, ...]) -> 
         torch.testing.assert_close(program(x), model(x))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's
 def test_a_compiled_model_takes_any_number_of_tokens_and_none() -> None:
     torch._dynamo.reset()
