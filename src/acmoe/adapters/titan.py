@@ -62,7 +62,7 @@ class Assigned(NamedTuple):
 
 
 class Statistics(ClusterStatistics, Module):  # type: ignore[misc]
-    """`ClusterStatistics` as torchtitan builds and initialises modules."""
+    """`ClusterStatistics` that torchtitan can build and initialise."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):  # type: ignore[misc]

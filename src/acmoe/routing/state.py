@@ -120,7 +120,7 @@ def clusters_of(
 ) -> tuple[Tensor, Tensor]:
     """Return the `mix` clusters of highest affinity, best first, and the softmax over them, (T, J).
 
-    Of equal affinities the lowest index comes first. first_T: the token's first cluster
+    Among equal affinities the lowest index comes first. first_T: the token's first cluster
     (`Routing.first`), None for the argmax of the affinity; the others follow by affinity. The
     clusters have no gradient; their weights, which enter the token's scale, have one unless
     `detach`.

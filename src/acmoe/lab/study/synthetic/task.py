@@ -103,7 +103,7 @@ class SyntheticConfig:
 
     @property
     def rescales(self) -> bool:
-        """True where the router rescales its tokens."""
+        """Return True if the router rescales its tokens."""
         return isinstance(self.router, AdaptiveConfig | RandomConfig)
 
 
