@@ -21,7 +21,7 @@ from torch import Tensor
 import acmoe
 import release
 from acmoe.cli import main
-from acmoe.routing.statistics import average
+from acmoe.ops.statistics import recorded
 from golden.make import LANGUAGE, SWIN, images
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -134,7 +134,7 @@ def test_a_run_goes_on_to_the_end_it_had(
 ) -> None:
     expected = enter(version, tmp_path, monkeypatch)[name]
     if version == FIRST:
-        monkeypatch.setattr(average, "record_batch", overwrite)
+        monkeypatch.setattr(recorded, "record_batch", overwrite)
     assert near(comparable(expected["halfway"])) == evaluated(capsys, name, version)
     run("train", *settings.split(), "--out", name)  # the same command continues it
     records = [json.loads(line) for line in Path(name, "metrics.jsonl").read_text().splitlines()]

@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from acmoe import AdaptiveConfig
 from acmoe.lab.variants import variant_of
 from acmoe.ops.dispatch import use_backend
+from acmoe.ops.statistics import recorded
 from acmoe.ops.statistics.dispersion import dispersion_and_count
-from acmoe.routing.statistics import ClusterStatistics, average, build_statistics
+from acmoe.routing.statistics import ClusterStatistics, build_statistics
 
 pytest.importorskip("triton")
 
@@ -70,7 +71,7 @@ def test_the_batch_is_noted_by_every_way(
     look(taken, x, cluster, clusters if is_sorted else None)
     assert_noted(taken, x, cluster)
     # The interpreter copies the arguments of a kernel: count without the one that adds the batch.
-    monkeypatch.setattr(average, "record_batch", lambda *args, **options: None)
+    monkeypatch.setattr(recorded, "record_batch", lambda *args, **options: None)
     with Copies() as copies:
         look(taken, x, cluster, clusters if is_sorted else None)
     fused = measure != "iqr" and (is_sorted or mode == "batch")

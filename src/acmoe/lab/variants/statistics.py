@@ -42,8 +42,8 @@ class VariantStatistics(ClusterStatistics):
         x_BLD = self._measured(x_BLD)
         return super().cluster_scale(x_BLD, assignment_BL, token_mask_BL, slot, order, chosen_C)
 
-    def _record(self, batch: tuple[Tensor, Tensor]) -> None:
-        super()._record(batch)
+    def count_forward(self) -> None:
+        super().count_forward()
         if isinstance(self.strength, ScheduledStrength):
             self.strength.record()
         if self.fade is not None:

@@ -49,7 +49,7 @@ def fused_cluster_scale(
     settings = (measure, normalize, floor, eps, clamp, min_tokens)
     if not eager(x, assignment, token_mask, spread):
         return scale_op(*tensors, *settings), spread, count
-    return taped_into(_launched_scale, tensors, settings)[0], spread, count
+    return taped_into(launched_scale, tensors, settings)[0], spread, count
 
 
 def constant_dispersion(
@@ -65,7 +65,7 @@ def constant_dispersion(
     check_kernel_input(x, assignment, num_clusters, measure, token_mask, SCALE_MEASURES)
     spread, count = output_buffers(x, (*x.shape[:-2], num_clusters, x.shape[-1]), into)
     tensors = (*as_sets(x.detach(), assignment, token_mask), spread, count)
-    taped_into(_launched_dispersion, tensors, (measure,))
+    taped_into(launched_dispersion, tensors, (measure,))
     return spread, count
 
 
@@ -120,7 +120,7 @@ def scale_op(
     For B = 1 spread and count may lack the leading dimension.
     """
     settings = (measure, normalize, floor, eps, clamp, min_tokens)
-    return _launched_scale(x, assignment, token_mask, spread, count, *settings)[0]
+    return launched_scale(x, assignment, token_mask, spread, count, *settings)[0]
 
 
 @scale_op.register_fake
@@ -128,7 +128,7 @@ def _(x, assignment, token_mask, spread, *rest):  # type: ignore[no-untyped-def]
     return torch.empty_like(spread)
 
 
-def _launched_scale(
+def launched_scale(
     x: Tensor,
     assignment: Tensor,
     token_mask: Tensor | None,
@@ -158,7 +158,7 @@ def _launched_scale(
     return (scale.view_as(spread),)
 
 
-def _launched_dispersion(
+def launched_dispersion(
     x: Tensor,
     assignment: Tensor,
     token_mask: Tensor | None,

@@ -30,14 +30,14 @@ def sorted_cluster_scale(
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return scale and dispersion (C, D) and count (C,) of x (T, D); see `fused_cluster_scale`."""
-    _check(x, clusters, measure)
+    check_sorted(x, clusters, measure)
     check_normalize(normalize)
     spread, count = output_buffers(x, _shape(x, clusters), into)
     tensors = (x.detach(), *clusters, spread, count)
     settings = (measure, normalize, floor, eps, clamp, min_tokens)
     if not eager(x, clusters.token, spread):
         return sorted_scale_op(*tensors, *settings), spread, count
-    return taped_into(_launched_scale, tensors, settings)[0], spread, count
+    return taped_into(launched_scale, tensors, settings)[0], spread, count
 
 
 def sorted_dispersion(
@@ -48,11 +48,11 @@ def sorted_dispersion(
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return dispersion (C, D) and count (C,) of x (T, D), written to `into` if given."""
-    _check(x, clusters, measure)
+    check_sorted(x, clusters, measure)
     spread, count = output_buffers(x, _shape(x, clusters), into)
     tensors = (x.detach(), *clusters, spread, count)
     if eager(x, clusters.token, spread):
-        taped_into(_launched_dispersion, tensors, (measure,))
+        taped_into(launched_dispersion, tensors, (measure,))
     else:
         sorted_dispersion_op(*tensors, measure)
     return spread, count
@@ -62,7 +62,7 @@ def _shape(x: Tensor, clusters: TokenOrder) -> tuple[int, int]:
     return clusters.begin.shape[0] - 1, x.shape[1]
 
 
-def _check(x: Tensor, clusters: TokenOrder, measure: str) -> None:
+def check_sorted(x: Tensor, clusters: TokenOrder, measure: str) -> None:
     check(
         measure in SCALE_MEASURES,
         f"measure={measure!r} has no kernel for sorted tokens; choose one of "
@@ -94,7 +94,7 @@ def sorted_scale_op(
     min_tokens: int,
 ) -> Tensor:
     settings = (measure, normalize, floor, eps, clamp, min_tokens)
-    return _launched_scale(x, token, begin, end, spread, count, *settings)[0]
+    return launched_scale(x, token, begin, end, spread, count, *settings)[0]
 
 
 @sorted_scale_op.register_fake
@@ -112,7 +112,7 @@ def sorted_dispersion_op(
     count: Tensor,
     measure: str,
 ) -> None:
-    _launched_dispersion(x, token, begin, end, spread, count, measure)
+    launched_dispersion(x, token, begin, end, spread, count, measure)
 
 
 @sorted_dispersion_op.register_fake
@@ -120,7 +120,7 @@ def _(*arguments):  # type: ignore[no-untyped-def]
     return None
 
 
-def _launched_scale(
+def launched_scale(
     x: Tensor,
     token: Tensor,
     begin: Tensor,
@@ -150,7 +150,7 @@ def _launched_scale(
     return (scale[0],)
 
 
-def _launched_dispersion(
+def launched_dispersion(
     x: Tensor,
     token: Tensor,
     begin: Tensor,

@@ -17,7 +17,7 @@ from torch import Tensor
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.ops.dispatch import log_once, transforming
 from acmoe.ops.statistics.op import ScaleOptions, scale_of
-from acmoe.ops.statistics.pending import capturing, record_batch
+from acmoe.ops.statistics.pending import capturing
 from acmoe.ops.statistics.running import update_average, update_average_and_scale
 from acmoe.routing.statistics.step import StepStatistics
 
@@ -68,19 +68,10 @@ class RunningAverage(StepStatistics):
         """Return the options by which a scale is computed from a dispersion."""
         return scale_options(self.config)
 
-    def _new_batch(self) -> tuple[Tensor, Tensor]:
-        """Return memory for the dispersion (C, D) and the token counts (C,) of a batch."""
-        return torch.empty_like(self.last_dispersion), torch.empty_like(self.last_count)
-
-    def _record(self, batch: tuple[Tensor, Tensor]) -> None:
-        # A single token has dispersion 0, which carries no information.
-        record_batch(
-            self.waiting_buffer("last_dispersion"),
-            self.waiting_buffer("last_count"),
-            *batch,
-            least=2,
-        )
-        self.count_forward()
+    @property
+    def batches(self) -> tuple[Tensor, Tensor]:
+        """Return the means (C, D) and counts (C,) that a training forward adds its batch to."""
+        return self.waiting_buffer("last_dispersion"), self.waiting_buffer("last_count")
 
     def average_scale(self) -> Tensor:
         """Return the scale of the running average, recomputed only if the average has changed.

@@ -21,15 +21,11 @@ from torch import Tensor
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.errors import check
 from acmoe.ops.statistics.dispersion import accumulation_dtype
-from acmoe.ops.statistics.op import (
-    measure_dispersion,
-    measure_prefix,
-    measure_scale,
-    scale_of,
-)
+from acmoe.ops.statistics.op import measure_prefix, measure_scale, scale_of
 from acmoe.ops.statistics.over_ranks import dispersion_over_ranks, sum_over_ranks
-from acmoe.ops.statistics.pending import replaying
+from acmoe.ops.statistics.pending import record_batch, replaying
 from acmoe.ops.statistics.prefix import PrefixMoments
+from acmoe.ops.statistics.recorded import LEAST, record_dispersion, record_scale
 from acmoe.routing.statistics.average import RunningAverage
 from acmoe.routing.statistics.cache import StatisticsSlot, check_inference
 from acmoe.routing.statistics.group import group_of
@@ -103,17 +99,7 @@ class ClusterStatistics(RunningAverage):
             if self.mode == "batch":
                 if self.group:
                     return self._global_scale(x_BLD, assignment_BL, token_mask_BL, chosen_C, slot)
-                batch = self._new_batch() if self.training else None
-                scale = measure_scale(
-                    *self._all_tokens(x_BLD, assignment_BL),
-                    self.options._replace(chosen=chosen_C),
-                    measure=self.config.measure,
-                    token_mask=None if token_mask_BL is None else token_mask_BL.flatten(),
-                    order=order,
-                    out=batch,
-                )
-                if batch is not None:
-                    self._record(batch)
+                scale = self._batch_scale(x_BLD, assignment_BL, token_mask_BL, order, chosen_C)
             else:
                 self._record_dispersion(x_BLD, assignment_BL, token_mask_BL, order)
             if self.mode == "running":
@@ -131,6 +117,33 @@ class ClusterStatistics(RunningAverage):
                 )
             return scale if slot is None else slot.scale_once(scale)
 
+    def _batch_scale(
+        self,
+        x_BLD: Tensor,
+        assignment_BL: Tensor,
+        token_mask_BL: Tensor | None,
+        order: Tensor | None,
+        chosen_C: Tensor | None,
+    ) -> Tensor:
+        """Return the (C, D) scale of all tokens of the call; in training, record them, too."""
+        options = self.options._replace(chosen=chosen_C)
+        measure = self.config.measure
+        if not self.training:
+            return measure_scale(
+                *(*self._all_tokens(x_BLD, assignment_BL), options),
+                measure=measure,
+                token_mask=None if token_mask_BL is None else token_mask_BL.flatten(),
+                order=order,
+            )
+        scale = record_scale(
+            *(self.batches, x_BLD, assignment_BL, options),
+            measure=measure,
+            token_mask=token_mask_BL,
+            order=order,
+        )
+        self.count_forward()
+        return scale
+
     def _all_tokens(self, x_BLD: Tensor, assignment_BL: Tensor) -> tuple[Tensor, Tensor, int]:
         return x_BLD.flatten(0, 1), assignment_BL.flatten(), self.num_clusters
 
@@ -144,17 +157,17 @@ class ClusterStatistics(RunningAverage):
         """In training, record the dispersion of all tokens of the call for `update`."""
         if self.training and self.group:
             if not replaying():  # a recompute in the backward communicates nothing
-                self._record(self._global_dispersion(x_BLD, assignment_BL, token_mask_BL))
+                found = self._global_dispersion(x_BLD, assignment_BL, token_mask_BL)
+                record_batch(*self.batches, *found, least=LEAST)
+                self.count_forward()
         elif self.training:
-            batch = self._new_batch()
-            measure_dispersion(
-                *self._all_tokens(x_BLD, assignment_BL),
+            record_dispersion(
+                *(self.batches, x_BLD, assignment_BL),
                 measure=self.config.measure,
-                token_mask=None if token_mask_BL is None else token_mask_BL.flatten(),
+                token_mask=token_mask_BL,
                 order=order,
-                out=batch,
             )
-            self._record(batch)
+            self.count_forward()
 
     def _global_dispersion(
         self, x_BLD: Tensor, assignment_BL: Tensor, token_mask_BL: Tensor | None
@@ -176,7 +189,8 @@ class ClusterStatistics(RunningAverage):
         """Return the (C, D) scale of the tokens of all processes, and record them in training."""
         found = self._global_dispersion(x_BLD, assignment_BL, token_mask_BL)
         if self.training:
-            self._record(found)
+            record_batch(*self.batches, *found, least=LEAST)
+            self.count_forward()
         if chosen_C is not None:
             chosen_C = sum_over_ranks((chosen_C != 0).float(), self.group) != 0
         scale = scale_of(*found, self.options._replace(chosen=chosen_C))
