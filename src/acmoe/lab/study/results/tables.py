@@ -173,9 +173,11 @@ def _verdict(summary: Summary, primary: Metric) -> str:
         for one in significant
     ]
     listed = "; ".join(verdicts) if verdicts else "none"
+    one = len(family) == 1
     return (
-        f"Of {len(family)} comparisons in {primary.label}, Holm-corrected over all of them, those "
-        f"below 0.05 by the paired t test: {listed}."
+        f"{len(family)} {'comparison' if one else 'comparisons'} in {primary.label} "
+        f"{'was' if one else 'were'} tested (paired t, Holm-corrected over all of them); below "
+        f"0.05: {listed}."
     ) + (f" {missing}" if interim else "")
 
 
