@@ -39,6 +39,7 @@ from acmoe.ops import dispatch as backend
 from acmoe.ops.attention.hopper import forward as attention_hopper
 from acmoe.ops.attention.hopper import keys as attention_keys
 from acmoe.ops.attention.hopper.saved_weights import SavedWeights, saved_band, saved_sizes
+from acmoe.ops.attention.ring import store_in_ring
 from acmoe.ops.attention.support import fused_width, stored_width
 from acmoe.ops.device import tuning
 from acmoe.ops.device.settings import PipelineConfig
@@ -217,6 +218,10 @@ def measures() -> None:
         spread, _ = measure_dispersion(x, assignment, 4, measure=measure, token_mask=None)
         if x.requires_grad:
             spread.sum().backward()
+    for name, turns in {"turned": torch.zeros(2, 1, 64), "as they are": None}.items():
+        use, place = f"decode step, heads {name}", torch.zeros(1, dtype=torch.int64)
+        heads, rings = [bf16(2, 4, 1, 128)] * 3, [bf16(2, 4, 64, 128)] * 2
+        store_in_ring(*heads, *rings, place, turns, 0.1)
     for normalize in ("cluster", "feature", "global"):
         use = f"scale {normalize}"
         fused_cluster_scale(bf16(2, 64, 32), assignment, 4, normalize=normalize)

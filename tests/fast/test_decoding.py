@@ -5,11 +5,13 @@ Shapes: B batch, L length, V words.
 
 import dataclasses
 import logging
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from acmoe.config.routing import AdaptiveConfig, RouterConfig
 from acmoe.config.text.language import LANGUAGE_MODELS, language_router
@@ -77,6 +79,30 @@ def test_padding_and_finished_sequences_are_masked_as_in_plain_steps(shape: str)
         logits.append([step(draw(number, 2, 1), one) for number, one in enumerate(going)])
     for plain, found in zip(*logits, strict=True):
         torch.testing.assert_close(found, plain, rtol=1e-10, atol=1e-10)
+
+
+class Counted(TorchDispatchMode):
+    """Count the calls of each operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_a_step_computes_angles_and_mask_once_for_all_blocks() -> None:
+    model = small(**SHAPES["modern"], repeats=3)
+    cache = model.new_cache(1)
+    next_logits(model, draw(0, 1, 4), cache)
+    step = RingSteps(model, cache, 9, capture=False)
+    with Counted() as counted:
+        step(draw(1, 1, 1), None)
+    assert counted.calls["cos"] == counted.calls["sin"] == counted.calls["masked_fill"] == 1
+    assert counted.calls["index_copy_"] == 1 + 2 * len(model.blocks)  # the mask, keys and values
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import acmoe.ops
+from acmoe.ops.attention.rotary import rotation
 from acmoe.ops.dispatch import DEFINITION, OPS, use_backend
 from acmoe.ops.experts import ExpertWeights
 from acmoe.ops.route import ScaledTokens
@@ -200,6 +201,15 @@ def clamped_case(draw: Draw) -> Case:
     return Case((h,), {"alpha": 1.702, "limit": 0.9, "interleaved": True}, (h,))
 
 
+def ring_case(draw: Draw) -> Case:
+    """Heads of 6 features, stored as 8, in the third of five places."""
+    new = [draw.normal(2, 1, 3 * 6, low=True).view(2, 1, 3, 6).transpose(1, 2) for _ in range(3)]
+    rings = [draw.normal(2, 3, 5, 8, low=True) for _ in range(2)]
+    place, turned = draw.ids(2, 3, 1), rotation(draw.normal(1), 6)
+    tolerance = 2e-2 if draw.device == "cuda" else 1e-5
+    return Case((*new, *rings, place, turned, 0.5), {}, (), tolerance, tuple(rings))
+
+
 CASES: dict[str, Callable[[Draw], Case]] = {
     "route": route_case,
     "sort_rows": sort_case,
@@ -212,6 +222,7 @@ CASES: dict[str, Callable[[Draw], Case]] = {
     "update_average": average_case,
     "update_average_and_scale": average_and_scale_case,
     "window_attention": attention_case,
+    "store_in_ring": ring_case,
     "map_attention": map_case,
     "add_norm": norm_case,
     "add_norm_twice": norm_twice_case,

@@ -9,8 +9,8 @@ The position p of a token has place p mod N in a ring of N. The query at positio
 distance (p - n) mod N. Blocks, routers and experts are called as in a plain step; only attention
 differs, and gives the same result up to rounding.
 
-Shapes: B batch, H heads, N places of a ring, P features of a head (stored as a multiple of 8),
-W = span, V words.
+Shapes: B batch, H heads, N places of a ring, P features of a head, W those of a stored head (a
+multiple of 8), J = P / 2 feature pairs, S = span, V words.
 """
 
 import logging
@@ -26,6 +26,8 @@ from acmoe.models.text.decoder import LanguageModel
 from acmoe.models.text.generate import DecodeStep, decode_steps
 from acmoe.models.text.memory import DecodeCache
 from acmoe.models.unmodified import hooked
+from acmoe.ops.attention.ring import store_in_ring
+from acmoe.ops.attention.rotary import rotation
 from acmoe.ops.dispatch import log_once, transforming
 
 WARM_UP = 2  # steps before the capture; they are real steps, and compile kernels
@@ -44,6 +46,8 @@ class Clock:
         # The published model attends to padding, which is zeros.
         self.hides_padding = model.config.empty_memory == "masked"
         self.real_BN = real_BN  # True where a place holds a token that may be seen
+        self.features = model.config.head_dim
+        self.wide = torch.float64 if model.embed.weight.dtype == torch.float64 else torch.float32
 
     def begin(self, mask_B1: Tensor | None) -> None:
         """Find the place of the new token, and what its query may see."""
@@ -56,10 +60,28 @@ class Clock:
         self.column_N = (self.span - distance_N).clamp(0, self.span - 1)
         inside_N = (distance_N >= self.nearest) & (distance_N < self.nearest + self.span)
         open_BN = inside_N & self.real_BN
-        self.seen_B = open_BN.any(1)
+        seen_B = open_BN.any(1)
         # A query that sees nothing attends to everything, which keeps softmax finite; its output is
-        # then set to zero.
-        self.closed_BN = ~open_BN & self.seen_B[:, None]
+        # then set to zero. Only after a masked token can a query see nothing: the last token of a
+        # prompt is never padding.
+        self.closed_B11N = (~open_BN & seen_B[:, None])[:, None, None]
+        self.blind_B111 = None if mask_B1 is None else ~seen_B[:, None, None, None]
+        self.rotation_21J = rotation(self.position.to(self.wide).view(1), self.features)
+        self.shared: dict[str, Tensor] = {}  # by name, what the first block computes for all
+
+    def bias(self, q_BH1W: Tensor, positions_PS: Tensor | None) -> Tensor:
+        """Return what is added to the scores: relative positions, and -inf where not to look."""
+        if positions_PS is None:
+            if "bias" not in self.shared:
+                zeros = torch.zeros_like(self.closed_B11N, dtype=q_BH1W.dtype)
+                self.shared["bias"] = zeros.masked_fill(self.closed_B11N, -math.inf)
+            return self.shared["bias"]
+        if "positions" not in self.shared:  # one embedding for all blocks
+            positions_PN = positions_PS.to(q_BH1W.dtype).index_select(1, self.column_N)
+            wider = q_BH1W.shape[-1] - len(positions_PN)
+            self.shared["positions"] = F.pad(positions_PN, (0, 0, 0, wider))
+        bias_BH1N = q_BH1W @ self.shared["positions"]
+        return bias_BH1N.masked_fill(self.closed_B11N, -math.inf)
 
     def end(self) -> None:
         self.position += 1
@@ -80,6 +102,10 @@ class RingCache(BlockCache):
         shape = (*last_BHSP.shape[:2], len(self.clock.places_N), last_BHSP.shape[-1])
         return last_BHSP.new_zeros(shape).index_copy_(2, place_S, last_BHSP)
 
+    def rotate(self, q_BHLP: Tensor, k_BHNP: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both as they are: `attend` rotates them."""
+        return q_BHLP, k_BHNP
+
     def attend(
         self,
         q_BHLP: Tensor,
@@ -91,24 +117,22 @@ class RingCache(BlockCache):
         key_mask: Tensor | None,
         dropout: float,
     ) -> Tensor:
-        """Write the new key and value to their place, and attend to all that may be seen.
+        """Rotate, write the new key and value to their place, and attend to all that may be seen.
 
         key_mask: not read; the clock has it.
         """
         clock, features = self.clock, q_BHLP.shape[-1]
-        self.keys.index_copy_(2, clock.place_1, _padded(k_BHLP).to(self.keys.dtype))
-        self.values.index_copy_(2, clock.place_1, _padded(v_BHLP).to(self.values.dtype))
-        q_BHLP = q_BHLP * (1 / math.sqrt(features))
-        if positions is None:
-            bias = q_BHLP.new_zeros(1, 1, 1, 1)
-        else:
-            bias = (q_BHLP @ positions.to(q_BHLP.dtype)).index_select(-1, clock.column_N)
-        bias = bias.masked_fill(clock.closed_BN[:, None, None, :], -math.inf)
-        out_BHLP = F.scaled_dot_product_attention(
-            *(_padded(q_BHLP), self.keys, self.values), attn_mask=bias, scale=1.0
+        rotation_21J = clock.rotation_21J if positions is None else None
+        q_BH1W = store_in_ring(
+            *(q_BHLP, k_BHLP, v_BHLP, self.keys, self.values, clock.place_1, rotation_21J),
+            1 / math.sqrt(features),
         )
-        out_BHLP = out_BHLP.masked_fill(~clock.seen_B[:, None, None, None], 0.0)
-        return out_BHLP[..., :features]
+        out_BH1W = F.scaled_dot_product_attention(
+            *(q_BH1W, self.keys, self.values), attn_mask=clock.bias(q_BH1W, positions), scale=1.0
+        )
+        if clock.blind_B111 is not None:
+            out_BH1W = out_BH1W.masked_fill(clock.blind_B111, 0.0)
+        return out_BH1W[..., :features]
 
 
 class RingDecodeCache(DecodeCache):

@@ -48,10 +48,10 @@ class Attention(nn.Module):
         """
         q_BHLP = self._split(self.query(x))
         k_BHNP, v_BHNP = self._split(self.key(context)), self._split(self.value(context))
-        if positions is None:
-            first = 0 if cache is None else cache.position
-            q_BHLP = rotate(q_BHLP, first + context.shape[1] - x.shape[1])
-            k_BHNP = rotate(k_BHNP, first)
+        if positions is None and cache is None:
+            q_BHLP, k_BHNP = rotate(q_BHLP, context.shape[1] - x.shape[1]), rotate(k_BHNP, 0)
+        elif positions is None and cache is not None:
+            q_BHLP, k_BHNP = cache.rotate(q_BHLP, k_BHNP)
         attend = window_attention if cache is None else cache.attend
         out_BHLP = attend(
             q_BHLP,

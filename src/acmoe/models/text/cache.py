@@ -5,6 +5,7 @@ Shapes: B batch, H heads, L new positions, N cached and new positions, P feature
 
 from torch import Tensor
 
+from acmoe.models.text.rotary import rotate
 from acmoe.ops.attention import window_attention
 from acmoe.ops.statistics.prefix import PrefixMoments
 from acmoe.routing.statistics.cache import CarriedMoments, LayerCache
@@ -77,6 +78,11 @@ class BlockCache:
         for slot in self.routing or ():
             if slot is not None:
                 slot.select(rows)
+
+    def rotate(self, q_BHLP: Tensor, k_BHNP: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate keys from the cache's position on, and queries, which are those of the last L."""
+        later = k_BHNP.shape[2] - q_BHLP.shape[2]
+        return rotate(q_BHLP, self.position + later), rotate(k_BHNP, self.position)
 
     def attend(
         self,
