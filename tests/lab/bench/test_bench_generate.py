@@ -10,6 +10,7 @@ from acmoe.experts.moe import MoE
 from acmoe.lab.bench import generate
 from acmoe.lab.bench.generate import GenerateBenchConfig, bench_generate
 from acmoe.lab.bench.table import terminal_table
+from acmoe.routing.statistics import ClusterStatistics
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU captures no graph")
 
@@ -35,8 +36,47 @@ def test_names_are_checked() -> None:
 
 def test_the_model_of_olmoe_s_size_has_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "_OLMOE", replace(generate._OLMOE, dim=32, hidden=8, repeats=2))
-    model = generate._ours("olmoe", GenerateBenchConfig(dtype="fp32"), torch.device("cpu"))
+    model = generate._ours(
+        "olmoe", "adaptive", GenerateBenchConfig(dtype="fp32"), torch.device("cpu")
+    )
     moe = [one for one in model.modules() if isinstance(one, MoE)]
     # A gate and an up projection of 8 units each, and no biases, as in OLMoE.
     assert [tuple(p.shape) for p in moe[1].experts.parameters()] == [(64, 16, 32), (64, 32, 8)]
     assert len(moe) == 2
+    # It decodes with the statistics of a batch: no scale is that of the plain router.
+    running = [one for one in model.modules() if isinstance(one, ClusterStatistics)]
+    assert len(running) == 1 and running[0].weight.any()
+
+
+def test_routers_are_timed_in_turn_and_compared_within_a_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step takes 10, 12, 14, ... s with the first router and 1 s more with the second."""
+    steps = iter(value for round in range(6) for value in (10 + 2 * round, 11 + 2 * round))
+    order = []
+
+    def seconds(call: generate.Generate, tokens: int, device: torch.device) -> float:
+        order.append(tokens)
+        return 0.0 if tokens == 1 else float(next(steps))
+
+    monkeypatch.setattr(generate, "_seconds", seconds)
+    config = GenerateBenchConfig(
+        models=("switch-nano",),
+        batches=(1,),
+        contestants=("plain",),
+        router=("smoe", "adaptive"),
+        prompt=2,
+        tokens=2,
+        repeat=6,
+        dtype="fp32",
+    )
+    plain, adaptive = bench_generate(config, command="").rows
+    assert order == [1, 2] * 12
+    assert [plain["router"], adaptive["router"]] == ["smoe", "adaptive"]
+    assert (plain["ms_per_step"], adaptive["ms_per_step"]) == (10_000, 11_000)
+    assert plain["added_percent"] is None
+    # One second of the median step, 15 s; all six differences are equal.
+    assert adaptive["added_percent"] == pytest.approx(100 / 15)
+    assert (
+        adaptive["added_percent_low"] == adaptive["added_percent_high"] == pytest.approx(100 / 15)
+    )

@@ -17,8 +17,9 @@ class Generate:
     contestants: tuple[str, ...] = ("plain", "captured", "transformers")
     """Ways to decode. `captured` replays a CUDA graph; `transformers` runs OLMoE of that package
     with a static cache, beside the model olmoe, if it is installed."""
-    router: str = "smoe"
-    """Router of the models of acmoe."""
+    router: tuple[str, ...] = ("smoe",)
+    """Routers of the models of acmoe, timed in turn: `--router smoe adaptive` shows what adaptive
+    clustering adds to a step."""
     prompt: int = 128
     """Tokens of each prompt."""
     tokens: int = 128

@@ -2,6 +2,9 @@
 
 `olmoe` is a model of ours of OLMoE's size and with its kind of experts; `transformers` is OLMoE's
 own model from that package, with a static cache and greedy decoding. Both have random weights.
+
+Models with different routers are timed in turn, round by round, so that the first router's time and
+the others' are comparable. Running statistics are those of one random batch.
 """
 
 import importlib.util
@@ -20,10 +23,12 @@ from acmoe.experts.mlp import ExpertMLP
 from acmoe.experts.moe import MoE
 from acmoe.fast import accelerate, restore
 from acmoe.fast.decoding import capture_unsupported
+from acmoe.lab.bench.added import added
 from acmoe.lab.bench.progress import Say, silent
 from acmoe.lab.bench.results import Report, new_report
 from acmoe.models.registry import build_model, list_models, model_card
 from acmoe.models.text.decoder import LanguageModel
+from acmoe.routing.statistics.step import fold_statistics
 from acmoe.runtime import pick_device, seeded
 
 CONTESTANTS = ("plain", "captured", "transformers")
@@ -44,6 +49,8 @@ _OLMOE = LanguageConfig(
     position="rope",
 )
 
+_MEASURED = (8, 128)  # sequences and tokens of the batch whose statistics a router reads
+
 Generate = Callable[[int], object]  # decodes that many tokens after the prompt
 
 
@@ -54,7 +61,7 @@ class GenerateBenchConfig:
     models: tuple[str, ...] = ()  # empty: switch-medium and olmoe, or on a CPU switch-nano
     batches: tuple[int, ...] = (1, 64)
     contestants: tuple[str, ...] = CONTESTANTS
-    router: str = "smoe"
+    router: tuple[str, ...] = ("smoe",)
     prompt: int = 128
     tokens: int = 128
     repeat: int = 3
@@ -71,6 +78,7 @@ class GenerateBenchConfig:
         for name in self.contestants:
             known_ways = ", ".join(CONTESTANTS)
             check(name in CONTESTANTS, f"contestant {name!r} is unknown; choose among {known_ways}")
+        check(len(self.router) >= 1, "router is empty; name one at least")
         check(self.dtype in _DTYPES, f"dtype={self.dtype!r} is unknown; choose bf16, fp16 or fp32")
         check(self.tokens >= 2, f"tokens={self.tokens}; half of them are timed against all: give 2")
         for count in (self.prompt, self.repeat, *self.batches):
@@ -88,10 +96,15 @@ class GenerateRow:
     model: str
     batch: int
     contestant: str
+    router: str = ""  # empty: that of the other package
     refused: str | None = None
     ms_per_step: float | None = None
     tokens_per_second: float | None = None  # of all sequences, by that step
     seconds: float | None = None  # of the whole call: prompt, capture and all steps
+    # Of the step over that with the first router: the median over rounds, and its 95% interval.
+    added_percent: float | None = None
+    added_percent_low: float | None = None
+    added_percent_high: float | None = None
 
 
 def bench_generate(config: GenerateBenchConfig, *, command: str, say: Say = silent) -> Report:
@@ -107,46 +120,72 @@ def bench_generate(config: GenerateBenchConfig, *, command: str, say: Say = sile
 def _measured(
     name: str, config: GenerateBenchConfig, device: torch.device, say: Say
 ) -> list[GenerateRow]:
-    rows = []
+    rows: list[GenerateRow] = []
     ours = [one for one in config.contestants if one != "transformers"]
-    model = _ours(name, config, device) if ours else None
+    models = [(one, _ours(name, one, config, device)) for one in config.router if ours]
     for batch in config.batches:
         for contestant in ours:
-            assert model is not None
-            reason = None
-            if contestant == "captured":
-                reason = capture_unsupported(model, config.tokens // 2 - 1)
-            if reason is not None:
-                rows.append(
-                    GenerateRow(model=name, batch=batch, contestant=contestant, refused=reason)
-                )
-                continue
-            (accelerate if contestant == "captured" else restore)(model)
-            draw = torch.randint(model.config.vocab_size, (batch, config.prompt), device=device)
-            rows.append(_row(name, batch, contestant, config, _by(model, draw), device))
-            say(f"{name}, batch {batch}, {contestant}: {_told(rows[-1])}")
-    del model
+            rows += _by_routers(name, batch, contestant, models, config, device, say)
+    del models
     if "transformers" in config.contestants and name == "olmoe":
         rows += _rival(config, device, say)
+    return rows
+
+
+def _by_routers(
+    name: str,
+    batch: int,
+    contestant: str,
+    models: list[tuple[str, LanguageModel]],
+    config: GenerateBenchConfig,
+    device: torch.device,
+    say: Say,
+) -> list[GenerateRow]:
+    """Measure one way to decode with every router, in turn."""
+    who = [
+        GenerateRow(model=name, batch=batch, contestant=contestant, router=one) for one, _ in models
+    ]
+    calls = []
+    for row, (_, model) in zip(who, models, strict=True):
+        reason = None
+        if contestant == "captured":
+            reason = capture_unsupported(model, config.tokens // 2 - 1)
+        if reason is not None:
+            return [replace(row, refused=reason)]
+        (accelerate if contestant == "captured" else restore)(model)
+        draw = torch.randint(model.config.vocab_size, (batch, config.prompt), device=device)
+        calls.append(_by(model, draw))
+    rows = _rows(who, config, calls, device)
+    for row in rows:
+        say(f"{name}, {row.router}, batch {batch}, {contestant}: {_told(row)}")
     return rows
 
 
 def _told(row: GenerateRow) -> str:
     if row.refused is not None:
         return row.refused
-    return f"{row.ms_per_step:.3f} ms a step, {row.tokens_per_second:,.0f} tokens a second"
+    step = f"{row.ms_per_step:.3f} ms a step, {row.tokens_per_second:,.0f} tokens a second"
+    return step if row.added_percent is None else f"{step}, {row.added_percent:+.1f}%"
 
 
-def _ours(name: str, config: GenerateBenchConfig, device: torch.device) -> LanguageModel:
+def _ours(
+    name: str, router: str, config: GenerateBenchConfig, device: torch.device
+) -> LanguageModel:
+    """Return the model in evaluation mode; its running statistics are those of one batch."""
     made = _OLMOE if name == "olmoe" else model_card(name).config
     assert isinstance(made, LanguageConfig)
-    made = replace(made, router=language_router(config.router, made))
+    made = replace(made, router=language_router(router, made))
     with seeded(config.seed, device), device:
         model = build_model(made)
         if name == "olmoe":
             _gate(model, made)
+        drawn = torch.randint(made.vocab_size, _MEASURED)
     assert isinstance(model, LanguageModel)
-    return model.to(device=device, dtype=_DTYPES[config.dtype]).eval()
+    model.to(device=device, dtype=_DTYPES[config.dtype]).train()
+    with torch.no_grad():
+        model(drawn)
+    fold_statistics(model)
+    return model.eval()
 
 
 def _gate(model: nn.Module, config: LanguageConfig) -> None:
@@ -182,7 +221,8 @@ def _rival(config: GenerateBenchConfig, device: torch.device, say: Say) -> list[
     for batch in config.batches:
         prompt = torch.randint(model.config.vocab_size, (batch, config.prompt), device=device)
         generate = _transformers_generate(model, prompt)
-        rows.append(_row("olmoe", batch, "transformers", config, generate, device))
+        who = GenerateRow(model="olmoe", batch=batch, contestant="transformers")
+        rows += _rows([who], config, [generate], device)
         say(f"olmoe, batch {batch}, transformers: {_told(rows[-1])}")
     return rows
 
@@ -201,33 +241,43 @@ def _transformers_generate(model: Any, prompt: Tensor) -> Generate:
     return generate
 
 
-def _row(
-    name: str,
-    batch: int,
-    contestant: str,
+def _rows(
+    who: list[GenerateRow],
     config: GenerateBenchConfig,
-    generate: Generate,
+    calls: list[Generate],
     device: torch.device,
-) -> GenerateRow:
-    who = {"model": name, "batch": batch, "contestant": contestant}
+) -> list[GenerateRow]:
+    """Time all calls in every round; return one row for each, or one refusal for all."""
     half = config.tokens // 2
+    times: list[list[tuple[float, float]]] = [[] for _ in calls]  # of half and of all tokens
     try:
-        for tokens in (half, config.tokens):  # compiles
-            generate(tokens)
-        times = [
-            [_seconds(generate, tokens, device) for tokens in (half, config.tokens)]
-            for _ in range(config.repeat)
-        ]
+        for generate in calls:
+            for tokens in (half, config.tokens):  # compiles
+                generate(tokens)
+        for _ in range(config.repeat):
+            for generate, taken in zip(calls, times, strict=True):
+                short, long = (_seconds(generate, one, device) for one in (half, config.tokens))
+                taken.append((short, long))
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        return GenerateRow(**who, refused=first_line(error))  # type: ignore[arg-type]
-    short, long = (min(one[number] for one in times) for number in (0, 1))
-    step = max(long - short, 1e-9) / (config.tokens - half)
-    return GenerateRow(
-        **who,  # type: ignore[arg-type]
-        ms_per_step=1e3 * step,
-        tokens_per_second=batch / step,
-        seconds=long,
-    )
+        return [replace(who[0], refused=first_line(error))]
+    base = [long - short for short, long in times[0]]
+    rows = []
+    for row, taken in zip(who, times, strict=True):
+        short, long = (min(one[number] for one in taken) for number in (0, 1))
+        step = max(long - short, 1e-9) / (config.tokens - half)
+        more = added([long - short for short, long in taken], base) if rows else None
+        rows.append(
+            replace(
+                row,
+                ms_per_step=1e3 * step,
+                tokens_per_second=row.batch / step,
+                seconds=long,
+                added_percent=more and more.percent,
+                added_percent_low=more and more.low_percent,
+                added_percent_high=more and more.high_percent,
+            )
+        )
+    return rows
 
 
 def _seconds(generate: Generate, tokens: int, device: torch.device) -> float:

@@ -47,7 +47,7 @@ def _added(row: dict[str, Any]) -> str:
     """Format the extra time with its interval, which reports of older versions lack."""
     low, high = row.get("added_percent_low"), row.get("added_percent_high")
     interval = "" if low is None else f" ({low:+.2f} to {high:+.2f})"
-    return _percent(row["added_percent"]) + interval
+    return _percent(row.get("added_percent")) + interval
 
 
 def _blocks(row: dict[str, Any]) -> str:
@@ -99,10 +99,12 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
     ),
     "generate": (
         Column("model", _number("model", "")),
+        Column("router", lambda row: row.get("router") or ""),
         Column("sequences", _number("batch", "")),
         Column("steps", _number("contestant", "")),
         Column("ms a step", lambda row: row["refused"] or f"{row['ms_per_step']:.3f}"),
         Column("tokens a second", _number("tokens_per_second", ",.0f")),
+        Column("added (95% interval)", _added),
         Column("whole call, s", _number("seconds", ".2f")),
     ),
     "profile": (
