@@ -1,5 +1,7 @@
 """A benchmark says what it is doing, and says it apart from the report."""
 
+import re
+
 from acmoe.lab.bench.layer import LayerConfig, bench_layer
 from acmoe.lab.bench.router import RouterBenchConfig, bench_router
 
@@ -8,11 +10,13 @@ def test_every_layer_is_named_before_it_is_built_and_the_shape_before_it_is_time
     said: list[str] = []
     config = LayerConfig(shapes=("tiny",), rivals=("torch",), repeat=2, dtype="fp32", device="cpu")
     report = bench_layer(config, say=said.append)
-    assert said == [
+    assert said[:-1] == [
         "tiny: building and checking acmoe",
         "tiny: building and checking torch",
         "tiny: timing 2 layers, 2 rounds",
     ]
+    # The times follow before the next shape begins.
+    assert re.fullmatch(r"tiny: dense matmul [\d.e-]+ ms, acmoe/forward [\d.e-]+ ms, .*", said[-1])
     assert {row["contestant"] for row in report.rows} == {"dense matmul", "acmoe", "torch"}
 
 
@@ -21,5 +25,6 @@ def test_every_mode_of_statistics_is_named() -> None:
     config = RouterBenchConfig(shapes=("tiny",), repeat=2, dtype="fp32", device="cpu")
     bench_router(config, say=said.append)
     modes = ("plain", "batch", "running", "current")
-    assert said[:-1] == [f"tiny: building and checking {mode}" for mode in modes]
-    assert said[-1] == "tiny: timing, 2 rounds"
+    assert said[:-2] == [f"tiny: building and checking {mode}" for mode in modes]
+    assert said[-2] == "tiny: timing, 2 rounds"
+    assert said[-1].startswith("tiny: plain/forward+backward ")

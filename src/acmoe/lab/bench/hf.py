@@ -15,7 +15,7 @@ from acmoe.errors import check, check_choice
 from acmoe.lab.bench.clock import Action, Timing, clock_for, extra_memory, interleave, timings
 from acmoe.lab.bench.hf_models import MODELS, build
 from acmoe.lab.bench.layer import DTYPES, first_line
-from acmoe.lab.bench.progress import Say, silent
+from acmoe.lab.bench.progress import Say, silent, tell_times
 from acmoe.lab.bench.results import Report, new_report
 from acmoe.runtime import pick_device
 
@@ -184,7 +184,9 @@ def _measure(
     if actions:
         say(f"{name}: {part}, {ids_BL.shape[0]} sequences, timing, {config.repeat} rounds")
         samples = interleave(actions, rounds=config.repeat, clock=clock_for(model.device))
-        for implementation, time in timings(samples).items():
+        times = timings(samples)
+        tell_times(say, f"{name}: {part}, {ids_BL.shape[0]} sequences", times)
+        for implementation, time in times.items():
             steps = config.new_tokens if part == DECODE else 1
             rows[implementation] |= _times(time, steps, shared["tokens"])
     for row in rows.values():

@@ -25,7 +25,7 @@ from acmoe.lab.bench.implementations.baselines import Contestant, Layer, find_co
 from acmoe.lab.bench.implementations.check import TOLERANCE, Errors, Reference, compare, reference
 from acmoe.lab.bench.implementations.plain import route
 from acmoe.lab.bench.implementations.weights import Weights, draw_tokens, draw_weights
-from acmoe.lab.bench.progress import Say, silent
+from acmoe.lab.bench.progress import Say, silent, tell_times
 from acmoe.lab.bench.results import Report, new_report
 from acmoe.lab.bench.shapes import Shape, find_shapes
 from acmoe.runtime import pick_device
@@ -160,6 +160,7 @@ def measure_shape(
         actions |= {f"{one.name}/{part}": action for part, action in one.actions.items()}
     say(f"{shape.name}: timing {len(ready)} layers, {config.repeat} rounds")
     times = timings(interleave(actions, rounds=config.repeat, clock=clock_for(device)))
+    tell_times(say, shape.name, times)
     ceiling = dense_flops(shape) / times[CEILING].median
     load = busiest_load(trial)
     timed = [_row(one, part, trial, times, ceiling, load) for one in ready for part in one.actions]

@@ -15,12 +15,20 @@ from acmoe.config.routing import AdaptiveConfig, RouterConfig, SMoEConfig
 from acmoe.errors import check
 from acmoe.experts.moe import MoE
 from acmoe.lab.bench.added import added
-from acmoe.lab.bench.clock import Action, capture, clock_for, extra_memory, interleave, timing
+from acmoe.lab.bench.clock import (
+    Action,
+    capture,
+    clock_for,
+    extra_memory,
+    interleave,
+    timing,
+    timings,
+)
 from acmoe.lab.bench.implementations.check import TOLERANCE, compare, reference
 from acmoe.lab.bench.implementations.ours import build_moe
 from acmoe.lab.bench.implementations.weights import Weights, draw_tokens, draw_weights
 from acmoe.lab.bench.layer import BOTH, FORWARD, WARM_UP, ShapesConfig, first_line
-from acmoe.lab.bench.progress import Say, silent
+from acmoe.lab.bench.progress import Say, silent, tell_times
 from acmoe.lab.bench.results import Report, new_report
 from acmoe.lab.bench.shapes import Shape, find_shapes
 from acmoe.ops.sort import sort_rows
@@ -126,6 +134,7 @@ def measure_shape(
     actions[COPY], moved = copy_bytes(device)
     say(f"{shape.name}: timing, {config.repeat} rounds")
     samples = interleave(actions, rounds=config.repeat, clock=clock_for(device))
+    tell_times(say, shape.name, timings(samples))
     floor = 2 * trial.x.nbytes * timing(samples[COPY]).median / moved
     return [*(_row(shape, key, ready, samples, floor) for key in ready), *lost]
 

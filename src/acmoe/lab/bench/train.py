@@ -16,9 +16,17 @@ from acmoe.errors import check
 from acmoe.fast.compiled import compile_blocks
 from acmoe.fast.memory import StaticMemory
 from acmoe.lab.bench.added import added
-from acmoe.lab.bench.clock import Action, capture, clock_for, extra_memory, interleave, timing
+from acmoe.lab.bench.clock import (
+    Action,
+    capture,
+    clock_for,
+    extra_memory,
+    interleave,
+    timing,
+    timings,
+)
 from acmoe.lab.bench.layer import first_line
-from acmoe.lab.bench.progress import Say, silent
+from acmoe.lab.bench.progress import Say, silent, tell_times
 from acmoe.lab.bench.results import Report, new_report
 from acmoe.models.images.classifier import ImageClassifier
 from acmoe.models.registry import create_model, list_models, model_card
@@ -198,6 +206,7 @@ def measure_model(
         return
     say(f"{name}: timing, {config.repeat} rounds")
     samples = interleave(actions, rounds=config.repeat, clock=clock_for(device))
+    tell_times(say, name, timings(samples))
     for key in actions:
         label = ", ".join((name, *config.options))
         yield _row(label, key, steps[key], samples, memory[key], config.routers[0])

@@ -21,6 +21,7 @@ from acmoe.lab.bench.train import PAPER_TOKENS
 from acmoe.models.images.window import WindowAttention
 from acmoe.models.registry import create_model
 from acmoe.ops.attention import window_attention
+from acmoe.ops.attention.ring import store_in_ring
 from acmoe.ops.attention.support import (
     fused_width,
     hopper_unsupported,
@@ -171,6 +172,8 @@ def _text(x: Tensor) -> Iterator[Choice]:
         window = (q, kv, config.span, config.dropout)
         yield from _hopper_or_portable("window_attention: forward", hopper_unsupported(*window))
         yield from _hopper_or_portable("window_attention: backward", saving_unsupported(*window))
+    head, ring = x.new_empty(1, 1, 1, features), x.new_empty(1, 1, 8, stored_width(features))
+    yield from _ask(store_in_ring, head, head, head, ring, ring, ids, None, 1.0)
 
 
 def _images(x: Tensor) -> Iterator[Choice]:
