@@ -1,16 +1,20 @@
 """Triton's interpreter without work that it repeats: tests of kernels take under half the time.
 
 Every function that a kernel calls patches triton.language once more, every conversion builds a
-table of types, and every value builds its type and wraps its shape. All are done once here. The
-interpreter also checks each sum and product of 32-bit integers for overflow, by a second one in 64
-bits, which takes as long as everything else together; `without_overflow_checks` turns that off.
+table of types, and every value builds its type and wraps its shape. All are done once here, and
+bfloat16 is converted to float32 and back by a shift of bits. The interpreter also checks each sum
+and product of 32-bit integers for overflow, by a second one in 64 bits, which takes as long as
+everything else together; `without_overflow_checks` turns that off.
 """
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
+
+import numpy as np
 
 
 def quicken(interpreter: ModuleType) -> None:
@@ -19,6 +23,8 @@ def quicken(interpreter: ModuleType) -> None:
         _patch_once(interpreter)
     if hasattr(interpreter, "_get_np_dtype"):
         _remember_types(interpreter)
+    if hasattr(interpreter, "_convert_float"):
+        _convert_by_shifts(interpreter)
     if hasattr(interpreter, "interpreter_semantic"):
         core, semantic = interpreter.tl.core, type(interpreter.interpreter_semantic)
         _share_block_types(core.block_type)
@@ -63,6 +69,34 @@ def _remember_types(interpreter: ModuleType) -> None:
         return known[name]
 
     interpreter._get_np_dtype = remembered
+
+
+def _convert_by_shifts(interpreter: ModuleType) -> None:
+    """Convert bfloat16, the upper half of a float32, by a shift; narrowing cuts the lower half off.
+
+    The interpreter does the same in a loop over the bits of the mantissa. It gives subnormal
+    numbers other values than a shift, so they are left to it.
+    """
+    convert = interpreter._convert_float
+
+    @functools.wraps(convert)
+    def convert_or_shift(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        names = (source.name, target.name)
+        if rounding is None and names == ("bf16", "fp32"):
+            bits = np.asarray(data).view(np.uint16)
+            if not _subnormal(bits & 0x7FFF, 0x0080):
+                return bits.astype(np.uint32, order="C") << 16
+        if rounding is None and names == ("fp32", "bf16"):
+            bits = np.asarray(data).view(np.uint32)
+            if not _subnormal(bits & 0x7FFFFFFF, 0x00800000):
+                return (bits >> 16).astype(np.uint16, order="C")
+        return convert(data, source, target, rounding)
+
+    interpreter._convert_float = convert_or_shift
+
+
+def _subnormal(magnitude: Any, smallest: int) -> bool:
+    return bool(((magnitude != 0) & (magnitude < smallest)).any())
 
 
 def _share_block_types(block_type: Any) -> None:
