@@ -5,6 +5,7 @@ source, so that one inside a function, or for type checking only, counts as well
 """
 
 import ast
+import functools
 import json
 import re
 import subprocess
@@ -119,7 +120,7 @@ class Import(NamedTuple):
 
 def imports_in(file: Path) -> Iterator[Import]:
     def walk(node: ast.AST, deferred: bool, for_types: bool) -> Iterator[Import]:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             deferred = True
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             for_types = True
@@ -131,13 +132,18 @@ def imports_in(file: Path) -> Iterator[Import]:
                 name = f"{node.module or ''}.{alias.name}"
                 yield Import(file, node.lineno, name, deferred, for_types, node.level)
         for child in ast.iter_child_nodes(node):
-            yield from walk(child, deferred, for_types)
+            if not isinstance(child, ast.expr):  # an import is a statement
+                yield from walk(child, deferred, for_types)
 
     yield from walk(ast.parse(file.read_text()), False, False)
 
 
 FILES = sorted(SOURCE.rglob("*.py"))
-IMPORTS = [found for file in FILES for found in imports_in(file)]
+
+
+@functools.cache  # not at the top: every worker would read all files, and one needs them
+def every_import() -> list[Import]:
+    return [found for file in FILES for found in imports_in(file)]
 
 
 def described(wrong: list[Import]) -> str:
@@ -160,7 +166,7 @@ def test_the_table_has_no_cycle() -> None:
 def test_packages_import_only_what_the_table_allows() -> None:
     wrong = [
         one
-        for one in IMPORTS
+        for one in every_import()
         if one.imported_package is not None
         and one.imported_package in PACKAGES
         and one.imported_package != one.package
@@ -172,24 +178,23 @@ def test_packages_import_only_what_the_table_allows() -> None:
 def test_inside_the_library_acmoe_itself_gives_its_version_only() -> None:
     # Importing what __init__.py re-exports, from inside, would go in circles.
     packages = set(PACKAGES)
-    for file in FILES:
-        for one in imports_in(file):
-            if one.name == "acmoe":
-                used = {
-                    node.attr
-                    for node in ast.walk(ast.parse(file.read_text()))
-                    if isinstance(node, ast.Attribute)
-                    and isinstance(node.value, ast.Name)
-                    and node.value.id == "acmoe"
-                }
-                assert used == {"__version__"}, f"{one} for {sorted(used)}"
-            if one.name.startswith("acmoe."):
-                known = one.imported_package in packages or one.name == "acmoe.__version__"
-                assert known, f"{one} through acmoe itself; import it from its package"
+    for one in every_import():
+        if one.name == "acmoe":
+            used = {
+                node.attr
+                for node in ast.walk(ast.parse(one.file.read_text()))
+                if isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "acmoe"
+            }
+            assert used == {"__version__"}, f"{one} for {sorted(used)}"
+        if one.name.startswith("acmoe."):
+            known = one.imported_package in packages or one.name == "acmoe.__version__"
+            assert known, f"{one} through acmoe itself; import it from its package"
 
 
 def test_imports_are_absolute() -> None:
-    wrong = [one for one in IMPORTS if one.level > 0]
+    wrong = [one for one in every_import() if one.level > 0]
     assert not wrong, described(wrong)
 
 
@@ -204,7 +209,7 @@ def test_no_package_or_module_has_a_name_that_says_nothing() -> None:
 def test_packages_stay_where_they_are_at_home(package: str) -> None:
     wrong = [
         one
-        for one in IMPORTS
+        for one in every_import()
         if f"{one.name}.".startswith(f"{package}.") and one.package not in AT_HOME[package]
     ]
     assert not wrong, described(wrong)
@@ -230,7 +235,11 @@ def test_kernels_are_reached_through_their_op_alone() -> None:
     """Folders triton/, hopper/ and device/ are imported by the ops, and by the laboratory that
     measures and tunes them."""
     kernel = re.compile(r"acmoe\.ops\.(\w+\.(triton|hopper)|device)\b")
-    wrong = [one for one in IMPORTS if kernel.match(one.name) and one.package not in {"ops", "lab"}]
+    wrong = [
+        one
+        for one in every_import()
+        if kernel.match(one.name) and one.package not in {"ops", "lab"}
+    ]
     assert not wrong, described(wrong)
 
 
@@ -238,7 +247,7 @@ def test_only_kernels_import_triton() -> None:
     kernel = {"triton", "hopper", "device"}
     wrong = [
         one
-        for one in IMPORTS
+        for one in every_import()
         if one.name.split(".")[0] == "triton" and not kernel & set(one.file.parts)
     ]
     assert not wrong, described(wrong)
@@ -247,7 +256,7 @@ def test_only_kernels_import_triton() -> None:
 def test_nothing_but_the_command_line_imports_the_laboratory() -> None:
     wrong = [
         one
-        for one in IMPORTS
+        for one in every_import()
         if one.imported_package == "lab" and one.package not in {"lab", "cli"}
     ]
     assert not wrong, described(wrong)
@@ -261,14 +270,14 @@ def outside(one: Import) -> str | None:
 
 
 def test_config_errors_and_recipes_need_the_standard_library_only() -> None:
-    wrong = [one for one in IMPORTS if one.package in STANDARD_LIBRARY_ONLY and outside(one)]
+    wrong = [one for one in every_import() if one.package in STANDARD_LIBRARY_ONLY and outside(one)]
     assert not wrong, described(wrong)
 
 
 def test_optional_packages_are_imported_where_their_absence_can_be_explained() -> None:
     wrong = [
         one
-        for one in IMPORTS
+        for one in every_import()
         if outside(one) in OPTIONAL
         and not (one.deferred or one.for_types)
         and one.package not in {"adapters", "hf"}
@@ -287,7 +296,7 @@ def test_every_package_used_is_declared() -> None:
     declared = {IMPORTED_AS.get(name, name) for name in names}
     declared |= {package for package, origin in COMES_WITH.items() if origin in declared}
     declared |= NEVER_INSTALLED_FOR_YOU
-    wrong = [one for one in IMPORTS if (outside(one) or "torch") not in declared]
+    wrong = [one for one in every_import() if (outside(one) or "torch") not in declared]
     assert not wrong, described(wrong)
 
 

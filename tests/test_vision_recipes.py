@@ -14,6 +14,7 @@ from acmoe.models.count import count_parameters
 from acmoe.models.registry import build_model
 from acmoe.recipes import recipe, recipes
 from acmoe.routing.layer_plan import adaptive_depths
+from slow_cases import mostly_slow
 
 # Clean top-1 of the paper's tables: Swin, Swin-base, SoftMoE, dispersion, placement, random.
 REPORTED = {
@@ -51,7 +52,13 @@ def run_of(name: str) -> VisionRunConfig:
     return run
 
 
-@pytest.mark.parametrize("name", VISION)
+# Measures and placements in one backbone; tests/models/test_swin.py builds each in a small one.
+VARIANTS = ("-variance", "-back-half", "-skip-1", "-skip-2")
+
+
+@mostly_slow(
+    "name", VISION, keep=[place for place, name in enumerate(VISION) if not name.endswith(VARIANTS)]
+)
 def test_a_vision_recipe_builds_its_model(name: str) -> None:
     run = run_of(name)
     with torch.device("meta"):

@@ -9,6 +9,7 @@ import pytest
 
 from acmoe.cli import main
 from acmoe.evaluate.attack_journal import AttackJournal
+from slow_cases import mostly_slow
 from tiny_runs import byte_corpus, tiny_run, trained
 from tiny_vision_runs import tiny_vision_run, trained_images
 
@@ -59,7 +60,7 @@ def found(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("recipe", ["swin-nano", "swin-nano-acmoe"])
+@mostly_slow("recipe", ["swin-nano-acmoe", "swin-nano"])
 def test_train_runs_a_recipe_by_its_name(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,7 +86,8 @@ def test_perplexity_of_words_counts_ends_of_line(tmp_path: Path) -> None:
 def test_contaminated_words_are_input_and_target_contaminated_bytes_input_alone(
     tmp_path: Path,
 ) -> None:
-    for folder, kind in ((byte_corpus(tmp_path), "bytes"), (word_corpus(tmp_path), "words")):
+    texts = ((byte_corpus(tmp_path, lines=150), "bytes"), (word_corpus(tmp_path), "words"))
+    for folder, kind in texts:
         corpus = load_corpus(folder)
         model = model_of(vocab_size=corpus.vocabulary.size)
         config = EvaluateConfig(batch=1, contamination=ContaminationConfig(rate=0.2, seed=3))
@@ -111,7 +112,7 @@ def test_two_models_meet_the_same_corruption(tmp_path: Path) -> None:
 
 
 def test_each_mode_asked_for_gives_its_own_figure(tmp_path: Path) -> None:
-    corpus = load_corpus(byte_corpus(tmp_path))
+    corpus = load_corpus(byte_corpus(tmp_path, lines=150))
     model = model_of("adaptive")
     report = evaluate(
         model, EvaluateConfig(statistics=("batch", "running"), batch=4, block=8), corpus=corpus
@@ -181,7 +182,7 @@ def test_padding_enters_no_measure_of_routing(tmp_path: Path) -> None:
 
 def test_a_run_is_scored_at_its_best_checkpoint(tmp_path: Path) -> None:
     overrides = ("steps=12", "eval_every=4", "checkpoint_every=4", "eval_tokens=none")
-    folder = trained(tiny_run(byte_corpus(tmp_path), *overrides), tmp_path / "run")
+    folder = trained(tiny_run(byte_corpus(tmp_path, lines=150), *overrides), tmp_path / "run")
     run = open_run(folder)
     valid = [record for record in records(folder) if record["kind"] == "valid"]
     best = min(valid, key=lambda record: record["loss"])

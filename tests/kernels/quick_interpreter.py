@@ -1,16 +1,20 @@
 """Triton's interpreter without work that it repeats: tests of kernels take under half the time.
 
-Every function that a kernel calls patches triton.language once more, and every conversion builds a
-table of types. Both are done once here. The interpreter also checks each sum and product of 32-bit
-integers for overflow, by a second one in 64 bits, which takes as long as everything else together;
-`without_overflow_checks` turns that off.
+Every function that a kernel calls patches triton.language once more, every conversion builds a
+table of types, and every value builds its type and wraps its shape. All are done once here, and
+bfloat16 is converted to float32 and back by a shift of bits. The interpreter also checks each sum
+and product of 32-bit integers for overflow, by a second one in 64 bits, which takes as long as
+everything else together; `without_overflow_checks` turns that off.
 """
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
+
+import numpy as np
 
 
 def quicken(interpreter: ModuleType) -> None:
@@ -19,6 +23,16 @@ def quicken(interpreter: ModuleType) -> None:
         _patch_once(interpreter)
     if hasattr(interpreter, "_get_np_dtype"):
         _remember_types(interpreter)
+    if hasattr(interpreter, "_convert_float"):
+        _convert_by_shifts(interpreter)
+    if hasattr(interpreter, "interpreter_semantic"):
+        core, semantic = interpreter.tl.core, type(interpreter.interpreter_semantic)
+        _share_block_types(core.block_type)
+        _share_parts(core.tensor)
+        _compare_at_once(core.dtype)
+        _unwrap_at_once(core)
+        _skip_broadcasts(semantic)
+        _remember_promotions(semantic)
 
 
 def _patch_once(interpreter: ModuleType) -> None:
@@ -55,6 +69,106 @@ def _remember_types(interpreter: ModuleType) -> None:
         return known[name]
 
     interpreter._get_np_dtype = remembered
+
+
+def _convert_by_shifts(interpreter: ModuleType) -> None:
+    """Convert bfloat16, the upper half of a float32, by a shift; narrowing cuts the lower half off.
+
+    The interpreter does the same in a loop over the bits of the mantissa. It gives subnormal
+    numbers other values than a shift, so they are left to it.
+    """
+    convert = interpreter._convert_float
+
+    @functools.wraps(convert)
+    def convert_or_shift(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        names = (source.name, target.name)
+        if rounding is None and names == ("bf16", "fp32"):
+            bits = np.asarray(data).view(np.uint16)
+            if not _subnormal(bits & 0x7FFF, 0x0080):
+                return bits.astype(np.uint32, order="C") << 16
+        if rounding is None and names == ("fp32", "bf16"):
+            bits = np.asarray(data).view(np.uint32)
+            if not _subnormal(bits & 0x7FFFFFFF, 0x00800000):
+                return (bits >> 16).astype(np.uint16, order="C")
+        return convert(data, source, target, rounding)
+
+    interpreter._convert_float = convert_or_shift
+
+
+def _subnormal(magnitude: Any, smallest: int) -> bool:
+    return bool(((magnitude != 0) & (magnitude < smallest)).any())
+
+
+def _share_block_types(block_type: Any) -> None:
+    """Let equal block types be one object, and their shapes too. Nothing changes a type."""
+    initialise, known, shapes = block_type.__init__, {}, {}
+
+    def shared(cls: Any, element_ty: Any, shape: Any, *others: Any, **options: Any) -> Any:
+        if cls is not block_type:  # Gluon's, which has a layout
+            return object.__new__(cls)
+        sizes = tuple(getattr(size, "value", size) for size in shape)
+        place = (element_ty.name, getattr(element_ty, "address_space", None), sizes)
+        if place not in known:
+            known[place] = object.__new__(cls)
+        return known[place]
+
+    def initialise_once(self: Any, element_ty: Any, shape: Any) -> None:
+        if "name" not in vars(self):
+            initialise(self, element_ty, shape)
+            self.shape = shapes.setdefault(tuple(self.shape), self.shape)
+
+    block_type.__new__, block_type.__init__ = shared, initialise_once
+
+
+def _share_parts(tensor: Any) -> None:
+    """Keep a tensor's wrapped shape and the like with its type: they depend on nothing else."""
+    initialise = tensor.__init__
+
+    def initialise_from_type(self: Any, handle: Any, type: Any) -> None:
+        parts = vars(type).get("parts_of_a_tensor")
+        if parts is None:
+            initialise(self, handle, type)
+            type.parts_of_a_tensor = {**vars(self)}
+            del type.parts_of_a_tensor["handle"]
+        else:
+            vars(self).update(parts)
+            self.handle = handle
+
+    tensor.__init__ = initialise_from_type
+
+
+def _compare_at_once(dtype: Any) -> None:
+    equal = dtype.__eq__
+    dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+
+
+def _unwrap_at_once(core: Any) -> None:
+    unwrap = core._unwrap_if_constexpr
+    unwrapped = {bool, int, float, str, type(None), core.dtype, core.block_type, core.tensor}
+    core._unwrap_if_constexpr = lambda it: it if type(it) in unwrapped else unwrap(it)
+
+
+def _skip_broadcasts(semantic: Any) -> None:
+    broadcast = semantic.broadcast_impl_value
+
+    def broadcast_unless_equal(self: Any, lhs: Any, rhs: Any) -> Any:
+        if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    semantic.broadcast_impl_value = broadcast_unless_equal
+
+
+def _remember_promotions(semantic: Any) -> None:
+    promote, known = semantic.computation_type_impl, {}
+
+    def remembered(self: Any, left: Any, is_scalar: bool, right: Any, *others: bool) -> Any:
+        place = (left.name, is_scalar, right.name, *others)
+        if place not in known:
+            known[place] = promote(self, left, is_scalar, right, *others)
+        return known[place]
+
+    semantic.computation_type_impl = remembered
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from torch._dynamo.utils import counters as COUNTERS  # noqa: N812, a constant o
 
 from acmoe.fast.compiled import compile_blocks
 from acmoe.models.registry import create_model
+from slow_cases import mostly_slow
 
 SWIN = {
     "image_size": 16,
@@ -54,11 +55,18 @@ def step(compiled: bool, **changes: Any) -> list[Tensor]:
     return [out.loss, *(cast(Tensor, p.grad) for p in model.parameters() if p.grad is not None)]
 
 
-def test_compiled_blocks_give_loss_and_gradients_of_plain_ones() -> None:
-    plain, found = step(False), step(True)
-    assert COUNTERS["stats"]["unique_graphs"] == 4  # two widths, with and without shift
+ONE_STAGE = {"depths": (2,), "heads": (2,), "moe_stages": (0,), "adaptive_stage": 0}
+
+
+# A graph for each width, with and without shift; one stage has a dense block and one with experts.
+@mostly_slow(("changes", "graphs"), [(ONE_STAGE, 2), ({}, 4)], ids=["one stage", "two stages"])
+def test_compiled_blocks_give_loss_and_gradients_of_plain_ones(
+    changes: dict[str, Any], graphs: int
+) -> None:
+    plain, found = step(False, **changes), step(True, **changes)
+    assert COUNTERS["stats"]["unique_graphs"] == graphs
     assert not COUNTERS["graph_break"]
-    assert len(found) == len(plain) > 50
+    assert len(found) == len(plain) > 25 * graphs // 2
     for got, wanted in zip(found, plain, strict=True):
         torch.testing.assert_close(got, wanted)
 

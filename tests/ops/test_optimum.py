@@ -126,7 +126,8 @@ def crowded(ratio: float, base: float, levels: int) -> np.ndarray:
     [
         (4, 2, 8),
         *(pytest.param(4, base, 8, marks=pytest.mark.slow) for base in (1.5, 1.2)),
-        *[(2, 1.2, 14), (64, 16, 3), (99, 32, 3), (16, 1000, 4)],
+        pytest.param(2, 1.2, 14, marks=pytest.mark.slow),
+        *[(64, 16, 3), (99, 32, 3), (16, 1000, 4)],
     ],
 )
 def test_newton_has_converged_on_the_hardest_spectra(

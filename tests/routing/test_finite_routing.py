@@ -21,6 +21,7 @@ from acmoe import (
 from acmoe.config.routing import LossConfig
 from acmoe.ops.statistics.running import update_average
 from acmoe.routing.statistics import build_statistics
+from slow_cases import mostly_slow
 
 DIM, EXPERTS = 6, 4
 ADAPTIVE = [
@@ -60,8 +61,16 @@ def check_routing(layers: list[MoE], x_BLD: Tensor) -> None:
         assert state.aux_loss.isfinite()
 
 
-@pytest.mark.parametrize("router", ROUTERS, ids=str)
-@pytest.mark.parametrize("train", [True, False])
+# Quick: every router in training; in evaluation, the one that reads what training has gathered.
+EVALUATED = ROUTERS.index(AdaptiveConfig(statistics="running", measure="mad"))
+
+
+@mostly_slow(
+    ("router", "train"),
+    [(router, train) for train in (True, False) for router in ROUTERS],
+    keep={*range(len(ROUTERS)), len(ROUTERS) + EVALUATED},
+    ids=str,
+)
 def test_extreme_tokens_are_routed(router: object, train: bool) -> None:
     layers = [layer.train(train) for layer in layers_of(router)]
     x_BLD = torch.randn(2, 9, DIM, generator=torch.Generator().manual_seed(1))

@@ -17,6 +17,7 @@ from acmoe.evaluate.run import checkpoints
 from acmoe.storage.shards import Writing, read_shards, stored_tensors
 from acmoe.train.run import train
 from acmoe.train.text.memory import resplit
+from slow_cases import mostly_slow
 from tiny_runs import QUIET, byte_corpus, records, tiny_run
 
 FILE = "shard-00001-model-00001-of-00001.safetensors"
@@ -57,8 +58,12 @@ def test_a_model_of_parts_is_the_model_in_one_file(runs: Path, how: str, tmp_pat
         assert one.name == other.name  # named by the digest of the content
 
 
-@pytest.mark.parametrize("before", ["whole", "sharded"])
-@pytest.mark.parametrize("after", ["whole", "sharded", "async"])
+# Quick: to one file and from it, in both forms of parts.
+@mostly_slow(
+    ("before", "after"),
+    [(before, after) for after in ("whole", "sharded", "async") for before in ("whole", "sharded")],
+    keep={1, 2, 4},
+)
 def test_a_run_continues_bit_by_bit_in_each_way(
     runs: Path, before: str, after: str, tmp_path: Path
 ) -> None:

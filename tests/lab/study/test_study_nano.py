@@ -31,13 +31,19 @@ NANO = STUDIES["nano"]
 SHORT = Size(megabytes=0.04, device="cpu")
 
 
+class PreparedOnce(Materials):
+    """Materials that look through Python's standard library once for each size."""
+
+    stdlib = functools.cache(Materials.stdlib)
+
+
 @pytest.fixture(scope="module")
 def materials(tmp_path_factory):
     folder = tmp_path_factory.mktemp("nano")
-    return Materials(data=folder / "none", work=folder)
+    return PreparedOnce(data=folder / "none", work=folder)
 
 
-@functools.cache  # each grid looks through the standard library
+@functools.cache
 def grid_of(materials, size, seeds):
     return NANO.grid(materials, size, seeds)
 
