@@ -23,7 +23,7 @@ def normal_tail(h):
 
     The polynomial was fitted to log2 of the tail on [0, 5.5]. The absolute error of the tail is at
     most 2e-6, its relative error 2^-12 up to |h| = 4. The absolute error of GELU, which multiplies
-    by h, is 2e-7 including rounding to float32 (tests/kernels/test_activation_kernel.py).
+    by h, is 2e-7 including rounding to float32 (tests/kernels/experts/test_activation_kernel.py).
     """
     t = tl.minimum(tl.abs(h), _TAIL_CUTOFF)
     log2_tail = 3.4497396e-05 * t - 7.79430498e-04
