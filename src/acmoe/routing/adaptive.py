@@ -24,24 +24,20 @@ from acmoe.config.routing import AdaptiveConfig
 from acmoe.ops.bounded import bounded
 from acmoe.ops.route import ScaledTokens
 from acmoe.ops.statistics.dispersion import accumulation_dtype
+from acmoe.routing.rescaling import RescalingRouter
 from acmoe.routing.router import Router
-from acmoe.routing.state import Routing, RoutingState, check_mix, check_state
+from acmoe.routing.state import RoutingState, check_state
 from acmoe.routing.statistics import ClusterStatistics, build_statistics
 from acmoe.routing.statistics.cache import StatisticsSlot
 
 
-class AdaptiveRouter(Router):
+class AdaptiveRouter(RescalingRouter):
     """Any base router, in the space stretched by how tightly a token's cluster holds a feature."""
 
+    config: AdaptiveConfig
+
     def __init__(self, config: AdaptiveConfig, base: Router) -> None:
-        super().__init__(
-            dim=base.dim, num_experts=base.num_experts, top_k=base.top_k, losses=base.losses
-        )
-        check_mix(config.mix, base.num_experts)
-        self.config = config
-        self.base = base
-        self.mix = config.mix
-        self.always_k = base.always_k
+        super().__init__(config, base)
         self.scale_experts = config.scale_experts
         # Statistics of the previous layer's tokens are taken there, and arrive as state.scale.
         self.statistics: ClusterStatistics | None = None
@@ -99,16 +95,6 @@ class AdaptiveRouter(Router):
         return self.statistics.cluster_scale(
             x_BLD, first_BL, mask_BL, cache, order, state.scale[:, 0]
         )
-
-    def route(
-        self,
-        tokens: ScaledTokens,
-        *,
-        token_mask: Tensor | None = None,
-        token_ids: Tensor | None = None,
-    ) -> Routing:
-        found: Routing = self.base(tokens, token_mask=token_mask, token_ids=token_ids)
-        return found
 
     def new_slot(
         self, num_sequences: int, *, device: torch.device | str | None, dtype: torch.dtype
