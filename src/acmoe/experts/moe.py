@@ -68,18 +68,7 @@ class MoE(Layer):
         emit: Any = _NOT_GIVEN,
     ) -> None:
         super().__init__()
-        if isinstance(router, Router):
-            check(losses is None, f"losses={losses} beside a Router; give them to it instead")
-            check(
-                router.next_layer is None,
-                "router was built with standalone=True, and acmoe.MoE computes the next state "
-                "itself; build it without",
-            )
-        else:
-            router = build_router(
-                router, dim=dim, num_experts=num_experts, top_k=top_k, losses=losses
-            )
-        self._check_router(router, dim, num_experts, top_k)
+        router = _router_of(router, dim, num_experts, top_k, losses)
         check(
             capacity_factor is None
             or (isinstance(capacity_factor, int | float) and capacity_factor > 0),
@@ -108,20 +97,6 @@ class MoE(Layer):
             fixed=next_router != SAME_ROUTER,
         )
         self.register_load_state_dict_pre_hook(rename_emitter)  # type: ignore[no-untyped-call]
-
-    @staticmethod
-    def _check_router(router: Router, dim: int, num_experts: int, top_k: int) -> None:
-        for name, wanted in (("dim", dim), ("num_experts", num_experts), ("top_k", top_k)):
-            found = getattr(router, name)
-            check(
-                found == wanted,
-                f"router has {name}={found}, the layer {name}={wanted}; build both with the same",
-            )
-        base = getattr(router, "base", router)
-        check(
-            not isinstance(base, SoftRouter),
-            "router='soft' fills slots instead of choosing experts; use acmoe.SoftMoE",
-        )
 
     def forward(
         self,
@@ -188,6 +163,36 @@ class MoE(Layer):
             self.router.new_slot(num_sequences, device=device, dtype=dtype),
             self.next_state.new_slot(num_sequences, device=device, dtype=dtype),
         )
+
+
+def _router_of(
+    router: str | RouterConfig | Router,
+    dim: int,
+    num_experts: int,
+    top_k: int,
+    losses: LossConfig | None,
+) -> Router:
+    """Return the given router, or build one from its name or config; check that it fits."""
+    if isinstance(router, Router):
+        check(losses is None, f"losses={losses} beside a Router; give them to it instead")
+        check(
+            router.next_layer is None,
+            "router was built with standalone=True, and acmoe.MoE computes the next state "
+            "itself; build it without",
+        )
+    else:
+        router = build_router(router, dim=dim, num_experts=num_experts, top_k=top_k, losses=losses)
+    for name, wanted in (("dim", dim), ("num_experts", num_experts), ("top_k", top_k)):
+        found = getattr(router, name)
+        check(
+            found == wanted,
+            f"router has {name}={found}, the layer {name}={wanted}; build both with the same",
+        )
+    check(
+        not isinstance(getattr(router, "base", router), SoftRouter),
+        "router='soft' fills slots instead of choosing experts; use acmoe.SoftMoE",
+    )
+    return router
 
 
 def renamed_emit(next_router: Any, emit: Any) -> Any:
