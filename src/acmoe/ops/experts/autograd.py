@@ -23,12 +23,13 @@ from torch import Tensor
 
 from acmoe.ops.dispatch import eager
 from acmoe.ops.experts.repeated import repeated, repeated_gradients
+from acmoe.ops.experts.triton.sizes import Operands
 from acmoe.ops.once import differentiable_once
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Return the results of `_expert_mlp` for the same arguments."""
-    from acmoe.ops.experts.triton.launched import Operands, launched_forward
+    from acmoe.ops.experts.triton.launched import launched_forward
 
     *tensors, act, dropout, keep, _given_up, _given_down = arguments
     return launched_forward(Operands(*tensors), act, dropout, keep=keep)
@@ -37,7 +38,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the results of `_expert_mlp_backward`, where dh, the buffer for h's gradient, is given
     after h."""
-    from acmoe.ops.experts.triton.launched import Operands, launched_gradients
+    from acmoe.ops.experts.triton.launched import launched_gradients
 
     grad, *tensors, h, dh, act, dropout, dtype, needs_up, needs_down = arguments
     options = (act, dropout, dtype, needs_up, needs_down)

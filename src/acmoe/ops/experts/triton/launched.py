@@ -5,7 +5,6 @@ T tokens, K experts per token, N = T * K rows sorted by expert, D features, F hi
 """
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,26 +14,10 @@ from acmoe.ops.device.launcher import compute
 from acmoe.ops.experts.hopper.choice import gathers, run_hidden, run_rows, run_weight
 from acmoe.ops.experts.hopper.up_choice import run_up
 from acmoe.ops.experts.triton.launch import run_reduce_partials
-from acmoe.ops.experts.triton.sizes import RowOperand, Sizes, Sums, sizes_of
+from acmoe.ops.experts.triton.sizes import Operands, RowOperand, Sizes, Sums, sizes_of
 from acmoe.ops.experts.triton.tiles import Plan
 from acmoe.ops.experts.triton.tokens import row_operand, run_combine
 from acmoe.ops.experts.triton.vectors import run_vectors
-
-
-class Operands(NamedTuple):
-    """The tensors that forward and backward read, in the order of the custom ops' arguments."""
-
-    x: Tensor  # (T, D)
-    up: Tensor  # (E, W, D) in the dtype of x
-    down: Tensor  # (E, D, F) in the dtype of x
-    up_bias: Tensor | None  # (E, W)
-    down_bias: Tensor | None  # (E, D)
-    gate: Tensor  # (T, K)
-    permutation: Tensor  # (N,) choice t * K + k of each sorted row
-    inverse: Tensor  # (N,) sorted row of each choice
-    offsets: Tensor  # (E,) end of each expert's rows
-    expert: Tensor  # (N,) expert of each sorted row
-    seed: Tensor  # (1,) of dropout; any tensor where there is none
 
 
 def launched_forward(
@@ -44,8 +27,7 @@ def launched_forward(
     x, inverse, offsets = given.x, given.inverse, given.offsets
     size = sizes_of(x, given.down, given.gate, act)
     if not keep and dropout == 0 and rules.by_vectors(size.tokens, size.top_k, size.experts):
-        out = run_vectors(*given[:8], given.expert, size)
-        return out, x.new_empty(0, size.width)
+        return run_vectors(given, size), x.new_empty(0, size.width)
     plan = Plan(given.permutation, offsets, size.top_k)
     tokens = row_operand_for("up", x, inverse, size)
     h, a = run_up(tokens, given.up, given.up_bias, plan, size, dropout, given.seed, keep=keep)

@@ -8,13 +8,12 @@ from torch import Tensor
 
 from acmoe.ops.experts.hopper.choice import gathers, run_rows
 from acmoe.ops.experts.triton.launched import (
-    Operands,
     down_weight_gradient,
     hidden_gradients,
     row_operand_for,
     up_weight_gradient,
 )
-from acmoe.ops.experts.triton.sizes import RowOperand
+from acmoe.ops.experts.triton.sizes import Operands, RowOperand
 from acmoe.ops.experts.tune.calls import Inputs, drawn, plan_of
 
 
@@ -31,7 +30,7 @@ class Backward:
         self.a_NF = drawn(given, self.size.hidden, generator)
         self.h_NW = drawn(given, self.size.width, generator)
         self.dh_NW = torch.empty_like(self.h_NW)
-        self._upstream: dict[bool, RowOperand] = {}  # of `down_weight`: gathered, and copied
+        self._upstream: dict[bool, RowOperand] = {}  # what `down_weight` reads, by `gather`
 
     def hidden(self) -> tuple[Tensor, ...]:
         """Return gate * a (N, F), dh (N, W), and the gradients of the gate and the biases."""

@@ -31,7 +31,7 @@ class Inputs(NamedTuple):
     gate: Tensor  # (T, K)
     rows: Rows
     act: str
-    result: torch.dtype  # of the weight gradients, the dtype of the parameters
+    result: torch.dtype  # dtype of the weight gradients, that of the parameters
 
     @property
     def sizes(self) -> Sizes:
