@@ -73,7 +73,7 @@ class LanguageReport:
     batch: int
     block: int
     precision: Precision
-    step: int | None  # of the run's checkpoint; None for a bare model
+    step: int | None  # step of the run's checkpoint; None for a bare model
     contamination: SwapReport | None  # counts of replaced tokens; None: clean text only
     figures: tuple[Figure, ...]
 

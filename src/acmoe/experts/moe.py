@@ -214,6 +214,6 @@ def rename_emitter(module: nn.Module, state_dict: dict[str, Any], prefix: str, *
 
 
 def current_name(name: str) -> str:
-    """The name of a tensor that version 0.1 may have stored by another."""
+    """Return the present name of a tensor, which version 0.1 may have stored by another."""
     parts = ("next_state" if part == "emitter" else part for part in name.split("."))
     return ".".join(part for part in parts if part != "remedies")  # variants, acmoe/lab/variants

@@ -63,7 +63,7 @@ class AdaptiveRouter(RescalingRouter):
         token_mask: Tensor | None = None,
         cache: StatisticsSlot | None = None,
     ) -> ScaledTokens:
-        """M_k* h for every token (Eqn. 8)."""
+        """Return M_k* h for every token (Eqn. 8)."""
         check_state(state, x, self.mix, self.num_experts, self.config)
         x_BLD = x if x.dim() == 3 else x[None]
         mask_BL = None if token_mask is None else token_mask.view(x_BLD.shape[:-1])
@@ -80,7 +80,7 @@ class AdaptiveRouter(RescalingRouter):
         mask_BL: Tensor | None,
         cache: StatisticsSlot | None,
     ) -> Tensor:
-        """The diagonals of M (Definition 1).
+        """Return the diagonals of M (Definition 1).
 
         (C, D) for all tokens of the call, (B, C, D) for each sequence, or (B, L, J, D) for each
         token and cluster, where a token's M depends on its position (prefix statistics).
@@ -105,7 +105,7 @@ class AdaptiveRouter(RescalingRouter):
 
 
 def token_scale(scale: Tensor, state: RoutingState, x: Tensor) -> Tensor:
-    """The diagonal of each token's M, shaped as x, from a result of `cluster_scale`."""
+    """Return the diagonal of each token's M, shaped as x, from a result of `cluster_scale`."""
     lead = x.shape[:-1] if x.dim() == 3 else (1, x.shape[0])
     assignment_BLJ = state.assignment.view(*lead, state.assignment.shape[1])
     scale_BLJD = scale if scale.dim() == 4 else gather_scale(scale, assignment_BLJ)
@@ -115,7 +115,7 @@ def token_scale(scale: Tensor, state: RoutingState, x: Tensor) -> Tensor:
 
 
 def gather_scale(scale: Tensor, assignment_BLJ: Tensor) -> Tensor:
-    """(B, L, J, D) scales of each token's clusters, from (C, D) or (B, C, D)."""
+    """Return (B, L, J, D) scales of each token's clusters, from (C, D) or (B, C, D)."""
     own_BLJ = assignment_BLJ.clamp(min=0)
     if scale.dim() == 2:
         return scale[own_BLJ]
@@ -125,7 +125,7 @@ def gather_scale(scale: Tensor, assignment_BLJ: Tensor) -> Tensor:
 
 
 def mix_scales(scale_BLJD: Tensor, membership_BLJ: Tensor) -> Tensor:
-    """M = sum_j alpha_j M_j: the token's clusters weighted by its affinities (Mix-k)."""
+    """Return M = sum_j alpha_j M_j: the token's clusters weighted by its affinities (Mix-k)."""
     if scale_BLJD.shape[2] == 1:
         return scale_BLJD[:, :, 0]
     return (scale_BLJD * membership_BLJ[..., None].to(scale_BLJD.dtype)).sum(2)

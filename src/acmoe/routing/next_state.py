@@ -166,8 +166,8 @@ class NextState(nn.Module):
         """Return the (T,) clusters by which kernels want the tokens sorted, or None.
 
         It is None if statistics and next router do not read one cluster per token over the whole
-        call, if the routing lacks the first choice, or if clusters are too small to gain. Nor is it
-        given in `torch.export`: it would bind the exported program to many tokens, or to few.
+        call, if the routing lacks the first choice, or if clusters are too small to gain. It is
+        also None in `torch.export`: clusters would bind the program to many tokens, or to few.
         """
         if not isinstance(self.next_router, AdaptiveConfig) or routing.first is None:
             return None

@@ -71,7 +71,7 @@ class _PairResult(NamedTuple):
     """Comparison of the formula with Monte Carlo for one pair of clusters."""
 
     probabilities: list[float]  # by the formula, in the plain metric and in the metric M
-    outside: int  # how many of them are outside the confidence interval of the measured rate
+    outside: int  # number of them outside the confidence interval of the measured rate
     # True if the formula in M with the variance of the plain metric is outside it too
     unstretched_outside: bool
 
