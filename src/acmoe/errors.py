@@ -49,5 +49,5 @@ def is_finite(value: float) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type where the message is empty."""
+    """Return the first line of an error's message, or its type where the message is empty."""
     return (str(error) or type(error).__name__).splitlines()[0]

@@ -91,7 +91,6 @@ def sample_model(
         seed: Draws the tokens whose router input is kept, at most 2000.
     """
     from acmoe.hf.discovery import find_stacks
-    from acmoe.hf.observe import is_adaptive
 
     taken = [as_batch(one) for one in batches]
     count = sum(int(one.counted.sum()) for one in taken)
@@ -104,21 +103,22 @@ def sample_model(
     sample = sample or f"{count:,} tokens of {title}"
     record = partial(record_batches, model, stacks, taken, sample=sample, layers=layers, seed=seed)
     own, compared = record_modes(model, statistics, record)
-    routers = [found.module for stack in stacks for found in stack.routers]
-    adaptive = any(is_adaptive(router) for router in routers)
-    return Sampled(
-        run=HuggingFaceModel(
-            name=name or type(model).__name__,
-            router="adaptive" if adaptive else type(routers[0]).__name__,
-            title=title,
-            pieces=tuple(pieces),
-            settings=_settings(getattr(model, "config", None)),
-        ),
-        step=None,
-        own=own,
-        compared=compared,
-        disturbed=None,
+    described = HuggingFaceModel(
+        name=name or type(model).__name__,
+        router=_router_name([found.module for stack in stacks for found in stack.routers]),
+        title=title,
+        pieces=tuple(pieces),
+        settings=_settings(getattr(model, "config", None)),
     )
+    return Sampled(run=described, step=None, own=own, compared=compared, disturbed=None)
+
+
+def _router_name(routers: Sequence[nn.Module]) -> str:
+    """Return "adaptive" if any router is, else the class of the first."""
+    from acmoe.hf.observe import is_adaptive
+
+    adaptive = any(is_adaptive(router) for router in routers)
+    return "adaptive" if adaptive else type(routers[0]).__name__
 
 
 def _settings(config: Any) -> dict[str, Any]:

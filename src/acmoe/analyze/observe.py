@@ -20,7 +20,7 @@ from acmoe.routing.state import Routing, RoutingState
 from acmoe.routing.statistics.cache import CarriedMoments
 from acmoe.runtime import keeping_rng, rng_states, set_rng_states
 
-RngStates = dict[str, Tensor]  # of the CPU generator and, on a GPU, of the device's
+RngStates = dict[str, Tensor]  # the CPU generator's and, on a GPU, the device's
 
 
 class LayerCall(NamedTuple):

@@ -32,8 +32,7 @@ from acmoe.models.images.classifier import ImageClassifier
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.models.text.memory import Memory
 from acmoe.ops.route.reference import first_chosen
-from acmoe.routing.adaptive import AdaptiveRouter
-from acmoe.routing.baselines import RandomRouter
+from acmoe.routing.rescaling import RescalingRouter
 from acmoe.runtime import autocast, evaluating, seeded
 
 # Maps a batch of images and its number to the classifier's input. An attack is such a function.
@@ -287,6 +286,6 @@ def _layer_record(
         cluster=cluster_N,
         scale=scale_CD,
         scale_varies=varies,
-        adaptive=isinstance(layer.router, AdaptiveRouter | RandomRouter),
+        adaptive=isinstance(layer.router, RescalingRouter),
         grid=None if images is None else (math.isqrt(len(cluster_N) // images),) * 2,
     )

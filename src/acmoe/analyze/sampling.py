@@ -66,9 +66,9 @@ class Disturbed:
 class HuggingFaceModel:
     """A model of transformers, in place of a run of this library."""
 
-    name: str  # of its folder, or of its class
+    name: str  # the name of its folder, or of its class
     router: str  # "adaptive", or the class of its routers
-    title: str  # of the text
+    title: str  # the title of the text
     pieces: tuple[str, ...]  # the text of each sampled token; empty if it is not known
     settings: dict[str, Any]  # fields of its config
 

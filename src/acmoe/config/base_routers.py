@@ -31,8 +31,8 @@ class SMoEConfig:
 
     The gate of the chosen experts is a softmax over their k affinities (Eqn. 2). At k = 1 that
     would be the constant 1, through which the router could not learn, so there the gate is the
-    chosen expert's share of a softmax over all E experts; `gate` sets either form for any k. Of
-    equal affinities the expert with the lowest index comes first.
+    chosen expert's share of a softmax over all E experts; `gate` sets either form for any k.
+    Where affinities are equal, the expert with the lowest index comes first.
     """
 
     name: ClassVar[str] = "smoe"
@@ -139,7 +139,7 @@ class ThresholdConfig:
     name: ClassVar[str] = "threshold"
     threshold: float = 0.05  # least probability of a chosen expert
     learnable: bool = False  # learn the threshold
-    surrogate: Literal["sigmoid", "straight-through"] = "sigmoid"  # how p gets a gradient
+    surrogate: Literal["sigmoid", "straight-through"] = "sigmoid"  # the gradient of p
     temperature: float = 0.01  # width of the sigmoid surrogate, in units of probability
     bias: bool = False  # as in SMoEConfig
 
@@ -158,7 +158,7 @@ class HashConfig:
     """Each token id is sent to fixed, randomly drawn experts; nothing is learned."""
 
     name: ClassVar[str] = "hash"
-    seed: int = 0  # of the draw of experts
+    seed: int = 0  # seed of the draw of experts
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -22,8 +22,8 @@ if sys.platform != "win32":
 def build_folder(out: Path, build: Callable[[Path], None], done: Callable[[], bool]) -> bool:
     """Let `build` fill an empty folder, then move that folder to `out`.
 
-    Returns False, without a build, where `done()` is true already. Of two processes that build the
-    same folder, the second waits for the first and then finds it done.
+    Returns False, without a build, where `done()` is true already. If two processes build
+    the same folder, the second waits for the first and then finds it done.
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -38,7 +38,7 @@ def build_folder(out: Path, build: Callable[[Path], None], done: Callable[[], bo
 
 
 def _partial(out: Path) -> Path:
-    """The hidden path under which `out` is built."""
+    """Return the hidden path under which `out` is built."""
     return out.with_name(f".{out.name}.partial")
 
 

@@ -67,7 +67,7 @@ def averaging(module: nn.Module, enabled: bool) -> Iterator[None]:
         with module.no_sync():
             yield
         return
-    set_averaging = getattr(module, "set_requires_gradient_sync", None)  # of an FSDPModule
+    set_averaging = getattr(module, "set_requires_gradient_sync", None)  # a method of FSDPModule
     if set_averaging is not None:
         set_averaging(enabled)
     yield

@@ -51,7 +51,7 @@ class AttackReport:
     space: str
     clamp: bool
     labels: str
-    precision: str  # of the attack's gradients; accuracy is always measured in fp32
+    precision: str  # precision of the attack's gradients; accuracy is always measured in fp32
     data: str
     split: str
     images: int
@@ -59,7 +59,7 @@ class AttackReport:
     batch: int
     order: str
     seed: int
-    statistics: str  # of adaptive routers; gradients always flow through the scale
+    statistics: str  # mode of adaptive routers; gradients always flow through the scale
     capacity: float | None  # capacity factor of the experts; None: no token is dropped
     clean_top1: float
     clean_top5: float | None

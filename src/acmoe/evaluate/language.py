@@ -6,13 +6,14 @@ B rows, L positions of a block, T = B * L tokens, E experts.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.config.text.evaluate import EvaluateConfig
@@ -31,7 +32,7 @@ from acmoe.evaluate.measures import HostSum
 from acmoe.evaluate.routing import LayerReport, RoutingTally
 from acmoe.evaluate.run import Run, open_run
 from acmoe.evaluate.statistics import NONE, using_statistics
-from acmoe.models.text.decoder import LanguageModel
+from acmoe.models.text.decoder import LanguageModel, LanguageOutput
 from acmoe.models.text.memory import Memory
 from acmoe.routing.statistics.group import measuring_alone
 from acmoe.runtime import autocast, evaluating, pick_device, seeded
@@ -72,7 +73,7 @@ class LanguageReport:
     batch: int
     block: int
     precision: Precision
-    step: int | None  # of the run's checkpoint; None for a bare model
+    step: int | None  # step of the run's checkpoint; None for a bare model
     contamination: SwapReport | None  # counts of replaced tokens; None: clean text only
     figures: tuple[Figure, ...]
 
@@ -175,23 +176,11 @@ def score_stream(
     tally = RoutingTally(len(model.moe_layers()), model.config.num_experts, device)
     nats = HostSum()
     done = 0
-    memory: Memory | None = None
     with seeded(seed, device), autocast(precision, device), evaluating(model):
-        for tokens_BL, targets_BL, _, mask_BL in batches:
-            assert mask_BL is not None
-            count = int(mask_BL.sum())
-            # Without padding pass no mask, so that attention can use its fast path.
-            mask = None if count == mask_BL.numel() else mask_BL.to(device)
-            out = model(
-                to_device(tokens_BL, device),
-                to_device(targets_BL, device),
-                memory=memory,
-                token_mask=mask,
-                return_routings=routing,
-            )
+        for out, count, mask in _outputs(model, batches, device, routing):
+            assert out.loss is not None
             nats.add(out.loss, count)
-            memory = out.memory
-            if routing:
+            if out.routings is not None:
                 tally.add(out.routings, mask)
             done += count
             progress(min(done * ranks.size, batches.predictions), batches.predictions)
@@ -202,6 +191,27 @@ def score_stream(
         raise NonFiniteError(f"the loss of {which} is not finite; {REMEDY}")
     layers = tally.layers(ranks) if routing else ()
     return Score(loss, batches.predictions, layers)
+
+
+def _outputs(
+    model: LanguageModel, batches: EvaluationBatches, device: torch.device, routing: bool
+) -> Iterator[tuple[LanguageOutput, int, Tensor | None]]:
+    """Yield the output of each batch, its number of predictions, and its mask if it is padded."""
+    memory: Memory | None = None
+    for tokens_BL, targets_BL, _, mask_BL in batches:
+        assert mask_BL is not None
+        count = int(mask_BL.sum())
+        # Without padding pass no mask, so that attention can use its fast path.
+        mask = None if count == mask_BL.numel() else mask_BL.to(device)
+        out = model(
+            to_device(tokens_BL, device),
+            to_device(targets_BL, device),
+            memory=memory,
+            token_mask=mask,
+            return_routings=routing,
+        )
+        memory = out.memory
+        yield out, count, mask
 
 
 def deals_rows(batch: int, mode: str, processes: int) -> bool:

@@ -161,7 +161,7 @@ class Hits(NamedTuple):
 
 
 def count_hits(logits_BK: Tensor, labels_B: Tensor) -> Hits:
-    """Count top-1 and top-5 hits. Of equal logits the lower class ranks first, as in argmax."""
+    """Count top-1 and top-5 hits. The lower class wins a tie, as in argmax."""
     return Hits(*ranked_hits(logits_BK, labels_B).tolist())
 
 

@@ -23,7 +23,7 @@ class RunReport(NamedTuple):
 
     step: int
     report: ImageReport
-    ema: bool = False  # of the moving average of the weights
+    ema: bool = False  # True: measured with the moving average of the weights
 
     def to_json(self) -> dict[str, Any]:
         return {"step": self.step, **_marked(self.ema), **self.report.to_json()}
@@ -35,7 +35,7 @@ class RunAttack(NamedTuple):
     step: int
     report: AttackReport
     path: Path
-    ema: bool = False  # of the moving average of the weights
+    ema: bool = False  # True: measured with the moving average of the weights
 
     def to_json(self) -> dict[str, Any]:
         return {"step": self.step, **_marked(self.ema), **self.report.to_json()}

@@ -68,18 +68,7 @@ class MoE(Layer):
         emit: Any = _NOT_GIVEN,
     ) -> None:
         super().__init__()
-        if isinstance(router, Router):
-            check(losses is None, f"losses={losses} beside a Router; give them to it instead")
-            check(
-                router.next_layer is None,
-                "router was built with standalone=True, and acmoe.MoE computes the next state "
-                "itself; build it without",
-            )
-        else:
-            router = build_router(
-                router, dim=dim, num_experts=num_experts, top_k=top_k, losses=losses
-            )
-        self._check_router(router, dim, num_experts, top_k)
+        router = _router_of(router, dim, num_experts, top_k, losses)
         check(
             capacity_factor is None
             or (isinstance(capacity_factor, int | float) and capacity_factor > 0),
@@ -108,20 +97,6 @@ class MoE(Layer):
             fixed=next_router != SAME_ROUTER,
         )
         self.register_load_state_dict_pre_hook(rename_emitter)  # type: ignore[no-untyped-call]
-
-    @staticmethod
-    def _check_router(router: Router, dim: int, num_experts: int, top_k: int) -> None:
-        for name, wanted in (("dim", dim), ("num_experts", num_experts), ("top_k", top_k)):
-            found = getattr(router, name)
-            check(
-                found == wanted,
-                f"router has {name}={found}, the layer {name}={wanted}; build both with the same",
-            )
-        base = getattr(router, "base", router)
-        check(
-            not isinstance(base, SoftRouter),
-            "router='soft' fills slots instead of choosing experts; use acmoe.SoftMoE",
-        )
 
     def forward(
         self,
@@ -190,6 +165,36 @@ class MoE(Layer):
         )
 
 
+def _router_of(
+    router: str | RouterConfig | Router,
+    dim: int,
+    num_experts: int,
+    top_k: int,
+    losses: LossConfig | None,
+) -> Router:
+    """Return the given router, or build one from its name or config; check that it fits."""
+    if isinstance(router, Router):
+        check(losses is None, f"losses={losses} beside a Router; give them to it instead")
+        check(
+            router.next_layer is None,
+            "router was built with standalone=True, and acmoe.MoE computes the next state "
+            "itself; build it without",
+        )
+    else:
+        router = build_router(router, dim=dim, num_experts=num_experts, top_k=top_k, losses=losses)
+    for name, wanted in (("dim", dim), ("num_experts", num_experts), ("top_k", top_k)):
+        found = getattr(router, name)
+        check(
+            found == wanted,
+            f"router has {name}={found}, the layer {name}={wanted}; build both with the same",
+        )
+    check(
+        not isinstance(getattr(router, "base", router), SoftRouter),
+        "router='soft' fills slots instead of choosing experts; use acmoe.SoftMoE",
+    )
+    return router
+
+
 def renamed_emit(next_router: Any, emit: Any) -> Any:
     """Return next_router; if its old name `emit` was given, warn and return that value."""
     if isinstance(emit, str) and emit == _NOT_GIVEN:
@@ -209,6 +214,6 @@ def rename_emitter(module: nn.Module, state_dict: dict[str, Any], prefix: str, *
 
 
 def current_name(name: str) -> str:
-    """The name of a tensor that version 0.1 may have stored by another."""
+    """Return the present name of a tensor, which version 0.1 may have stored by another."""
     parts = ("next_state" if part == "emitter" else part for part in name.split("."))
     return ".".join(part for part in parts if part != "remedies")  # variants, acmoe/lab/variants

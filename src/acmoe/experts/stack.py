@@ -20,9 +20,8 @@ from acmoe.errors import UserError, check
 from acmoe.experts.moe import MoE
 from acmoe.experts.soft import SoftMoE
 from acmoe.ops.recompute import recompute
-from acmoe.routing.adaptive import AdaptiveRouter
-from acmoe.routing.baselines import RandomRouter
 from acmoe.routing.origin import NextRouter
+from acmoe.routing.rescaling import RescalingRouter
 from acmoe.routing.state import RoutingState
 
 AnyMoE = MoE | SoftMoE
@@ -273,7 +272,7 @@ def plan_next_routers(layers: list[AnyMoE]) -> None:
     """
     followers: dict[AnyMoE, list[NextRouter]] = {layer: [] for layer in layers}
     for layer, after in pairwise(layers):
-        if isinstance(after.router, AdaptiveRouter | RandomRouter):
+        if isinstance(after.router, RescalingRouter):
             followers[layer].append(after.router.config)
     for layer, routers in followers.items():
         for router in routers:

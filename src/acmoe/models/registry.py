@@ -45,7 +45,7 @@ AFTER_BUILD: list[Callable[[nn.Module], object]] = []
 
 
 def _builder(model_class: Callable[[Any], nn.Module]) -> Callable[[Any], nn.Module]:
-    """A function that builds a model of the class and then calls the functions of AFTER_BUILD."""
+    """Return a function that builds a model and then calls the functions of AFTER_BUILD."""
 
     def build(config: Any) -> nn.Module:
         model = model_class(config)

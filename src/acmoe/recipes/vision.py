@@ -1,9 +1,9 @@
 """The paper's image classifiers on ImageNet-1K, one recipe for each row of its tables.
 
 Swin follows the paper's text: AdamW with a learning rate of 1.25e-4 that falls to 1.25e-7, weight
-decay 0.1, 60 epochs, balance loss 0.1. What the paper does not state is taken from Swin-MoE's own
-recipe: 5 epochs of warmup, gradients clipped at 3, augmentation, stochastic depth and label
-smoothing. `batch=512` is the paper's 128 images on each of four GPUs, and `split=4` takes
+decay 0.1, 60 epochs, balance loss 0.1. The paper leaves the rest open; it is taken from
+Swin-MoE's own recipe: 5 epochs of warmup, gradients clipped at 3, augmentation, stochastic depth
+and label smoothing. `batch=512` is the paper's 128 images on each of four GPUs, and `split=4` takes
 statistics and capacities over 128 images, as there.
 
 ACMoE trains with batch statistics and a capacity of 1.25. It is scored with the running average of

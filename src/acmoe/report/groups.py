@@ -24,7 +24,7 @@ class ScoreKind(NamedTuple):
     lower: bool  # less is better
     protocol: str
     statistics: str
-    at_best: bool  # of the checkpoint that was best in validation
+    at_best: bool  # True: of the checkpoint that was best in validation
 
     def comparable(self, other: "ScoreKind") -> bool:
         """Return whether scores of two conditions were measured alike.

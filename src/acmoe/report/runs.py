@@ -128,7 +128,7 @@ class RunFacts:
 def find_runs(paths: Sequence[Path]) -> list[Path]:
     """Return the run folders among `paths` and directly inside them, without duplicates.
 
-    Of the runs inside a folder, those with plain routers come first.
+    Runs with plain routers come first among those inside a folder.
     """
     found: list[Path] = []
     for path in paths:

@@ -21,7 +21,7 @@ class Score:
     label: str  # such as "test bits per byte"
     lower: bool  # less is better
     value: float
-    step: int  # of the checkpoint
+    step: int  # step of the checkpoint
     statistics: str  # mode of adaptive routers; "none" if the model has none
     protocol: str  # data, batch and all else that comparable scores must share
     source: str  # name of the file that holds it
@@ -75,7 +75,7 @@ def _scores(document: dict[str, Any], source: str) -> Iterator[Score]:
     step = document["step"]
     if type(step) is not int:
         raise TypeError(f"step={step!r}")
-    if "test_accuracy" in document:  # of a finetuned classifier
+    if "test_accuracy" in document:  # a finetuned classifier wrote it
         yield Score(
             label="test accuracy (%)",
             lower=False,

@@ -24,24 +24,20 @@ from acmoe.config.routing import AdaptiveConfig
 from acmoe.ops.bounded import bounded
 from acmoe.ops.route import ScaledTokens
 from acmoe.ops.statistics.dispersion import accumulation_dtype
+from acmoe.routing.rescaling import RescalingRouter
 from acmoe.routing.router import Router
-from acmoe.routing.state import Routing, RoutingState, check_mix, check_state
+from acmoe.routing.state import RoutingState, check_state
 from acmoe.routing.statistics import ClusterStatistics, build_statistics
 from acmoe.routing.statistics.cache import StatisticsSlot
 
 
-class AdaptiveRouter(Router):
+class AdaptiveRouter(RescalingRouter):
     """Any base router, in the space stretched by how tightly a token's cluster holds a feature."""
 
+    config: AdaptiveConfig
+
     def __init__(self, config: AdaptiveConfig, base: Router) -> None:
-        super().__init__(
-            dim=base.dim, num_experts=base.num_experts, top_k=base.top_k, losses=base.losses
-        )
-        check_mix(config.mix, base.num_experts)
-        self.config = config
-        self.base = base
-        self.mix = config.mix
-        self.always_k = base.always_k
+        super().__init__(config, base)
         self.scale_experts = config.scale_experts
         # Statistics of the previous layer's tokens are taken there, and arrive as state.scale.
         self.statistics: ClusterStatistics | None = None
@@ -67,7 +63,7 @@ class AdaptiveRouter(Router):
         token_mask: Tensor | None = None,
         cache: StatisticsSlot | None = None,
     ) -> ScaledTokens:
-        """M_k* h for every token (Eqn. 8)."""
+        """Return M_k* h for every token (Eqn. 8)."""
         check_state(state, x, self.mix, self.num_experts, self.config)
         x_BLD = x if x.dim() == 3 else x[None]
         mask_BL = None if token_mask is None else token_mask.view(x_BLD.shape[:-1])
@@ -84,7 +80,7 @@ class AdaptiveRouter(Router):
         mask_BL: Tensor | None,
         cache: StatisticsSlot | None,
     ) -> Tensor:
-        """The diagonals of M (Definition 1).
+        """Return the diagonals of M (Definition 1).
 
         (C, D) for all tokens of the call, (B, C, D) for each sequence, or (B, L, J, D) for each
         token and cluster, where a token's M depends on its position (prefix statistics).
@@ -100,16 +96,6 @@ class AdaptiveRouter(Router):
             x_BLD, first_BL, mask_BL, cache, order, state.scale[:, 0]
         )
 
-    def route(
-        self,
-        tokens: ScaledTokens,
-        *,
-        token_mask: Tensor | None = None,
-        token_ids: Tensor | None = None,
-    ) -> Routing:
-        found: Routing = self.base(tokens, token_mask=token_mask, token_ids=token_ids)
-        return found
-
     def new_slot(
         self, num_sequences: int, *, device: torch.device | str | None, dtype: torch.dtype
     ) -> StatisticsSlot | None:
@@ -119,7 +105,7 @@ class AdaptiveRouter(Router):
 
 
 def token_scale(scale: Tensor, state: RoutingState, x: Tensor) -> Tensor:
-    """The diagonal of each token's M, shaped as x, from a result of `cluster_scale`."""
+    """Return the diagonal of each token's M, shaped as x, from a result of `cluster_scale`."""
     lead = x.shape[:-1] if x.dim() == 3 else (1, x.shape[0])
     assignment_BLJ = state.assignment.view(*lead, state.assignment.shape[1])
     scale_BLJD = scale if scale.dim() == 4 else gather_scale(scale, assignment_BLJ)
@@ -129,7 +115,7 @@ def token_scale(scale: Tensor, state: RoutingState, x: Tensor) -> Tensor:
 
 
 def gather_scale(scale: Tensor, assignment_BLJ: Tensor) -> Tensor:
-    """(B, L, J, D) scales of each token's clusters, from (C, D) or (B, C, D)."""
+    """Return (B, L, J, D) scales of each token's clusters, from (C, D) or (B, C, D)."""
     own_BLJ = assignment_BLJ.clamp(min=0)
     if scale.dim() == 2:
         return scale[own_BLJ]
@@ -139,7 +125,7 @@ def gather_scale(scale: Tensor, assignment_BLJ: Tensor) -> Tensor:
 
 
 def mix_scales(scale_BLJD: Tensor, membership_BLJ: Tensor) -> Tensor:
-    """M = sum_j alpha_j M_j: the token's clusters weighted by its affinities (Mix-k)."""
+    """Return M = sum_j alpha_j M_j: the token's clusters weighted by its affinities (Mix-k)."""
     if scale_BLJD.shape[2] == 1:
         return scale_BLJD[:, :, 0]
     return (scale_BLJD * membership_BLJ[..., None].to(scale_BLJD.dtype)).sum(2)

@@ -28,8 +28,8 @@ class Boundary:
     """
 
     num_clusters: int
-    next_router: NextRouter | None = None  # for which the MoE layer before computes its state
-    codes: tuple[int, ...] = ()  # of the state's origin; (): no MoE layer comes before
+    next_router: NextRouter | None = None  # the MoE layer before computes its state for this
+    codes: tuple[int, ...] = ()  # `origin_codes` of the state; (): no MoE layer comes before
 
     @classmethod
     def after(cls, layer: NextState | None, *, num_clusters: int) -> "Boundary":

@@ -15,9 +15,8 @@ from acmoe.ops.precision import without_autocast
 from acmoe.ops.reentrant import check_reentrant
 from acmoe.ops.sort.order import no_order, worth_sorting
 from acmoe.ops.statistics.scale import up_to_last
-from acmoe.routing.adaptive import AdaptiveRouter
-from acmoe.routing.baselines import RandomRouter
 from acmoe.routing.origin import NextRouter, describe, holds_nothing, new_origin, origin_codes
+from acmoe.routing.rescaling import RescalingRouter
 from acmoe.routing.router import Router
 from acmoe.routing.state import Routing, RoutingState, clusters_of, no_cluster
 from acmoe.routing.statistics import ClusterStatistics, build_statistics
@@ -29,7 +28,7 @@ SAME_ROUTER = "as the router"
 def resolve_next_router(next_router: NextRouter | str | None, router: Router) -> NextRouter | None:
     """Return the config of the next layer's router; SAME_ROUTER means the config of `router`."""
     if next_router == SAME_ROUTER:
-        return router.config if isinstance(router, AdaptiveRouter | RandomRouter) else None
+        return router.config if isinstance(router, RescalingRouter) else None
     if next_router is not None and not isinstance(next_router, NextRouter):
         raise UserError(
             f"next_router={next_router!r}; pass the next router's AdaptiveConfig or RandomConfig, "
@@ -167,8 +166,8 @@ class NextState(nn.Module):
         """Return the (T,) clusters by which kernels want the tokens sorted, or None.
 
         It is None if statistics and next router do not read one cluster per token over the whole
-        call, if the routing lacks the first choice, or if clusters are too small to gain. Nor is it
-        given in `torch.export`: it would bind the exported program to many tokens, or to few.
+        call, if the routing lacks the first choice, or if clusters are too small to gain. It is
+        also None in `torch.export`: clusters would bind the program to many tokens, or to few.
         """
         if not isinstance(self.next_router, AdaptiveConfig) or routing.first is None:
             return None

@@ -38,7 +38,7 @@ class MetricsLog:
     training time only: validation, saving and the time between two calls of `train` are left out.
     """
 
-    unit = "tokens"  # what the training speed counts
+    unit = "tokens"  # unit of the training speed
     ranked: tuple[str, ...] = ("loss",)  # fields of a score that `rank` reads
     writes = True  # False: another process of the run writes the file
 

@@ -40,7 +40,7 @@ class Summary:
     metric: str
     best: float | None  # best score of the validation split, in units of the metric
     best_step: int | None
-    rank: int = 0  # of this process; all processes of a run return the same, otherwise
+    rank: int = 0  # rank of this process; all other fields are the same in all processes
 
     @classmethod
     def of(

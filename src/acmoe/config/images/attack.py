@@ -40,7 +40,7 @@ class SPSAConfig:
     steps: int = 20  # steps of Adam on estimated gradients
     directions: int = 128  # Rademacher directions per estimate, two forward passes each
     delta: float = 0.01  # step along each direction, for finite differences
-    lr: float = 0.01  # of Adam
+    lr: float = 0.01  # learning rate of Adam
     # The point at which the gradient is estimated: the current iterate, or ("double") twice the
     # clean image. The code behind the paper's figures takes the latter by mistake, so that its
     # estimate never depends on the perturbation.
@@ -94,12 +94,12 @@ class AttackConfig:
     precision: Precision = "fp32"
     split: Literal["valid", "test"] = "test"  # the images that are attacked
     statistics: Statistics | None = None  # statistics mode of adaptive routers; None: the model's
-    capacity: Capacity = None  # of the experts; None: no token is dropped
+    capacity: Capacity = None  # capacity factor of the experts; None: no token is dropped
     dropless: InitVar[bool | None] = None  # old spelling of `capacity`
     batch: int = 64  # images attacked and scored together
     # Shuffled: batches mix classes; stored: file order, often sorted by class.
     order: Order = "shuffled"
-    seed: int = 0  # of image order, random starts and SPSA directions
+    seed: int = 0  # draws the image order, random starts and SPSA directions
     limit: int | None = None  # attack only the first `limit` images of that order; None: all
 
     def __post_init__(self, dropless: bool | None) -> None:

@@ -39,7 +39,7 @@ class ImageDataConfig:
     # Fraction of the training images held out as `valid`; the source's own validation images then
     # become `test`. With 0 they serve as both. Digits are always split 70 : 15 : 15.
     holdout: float = 0.0
-    seed: int = 0  # of the split
+    seed: int = 0  # draws the split
     mean: RGB | None = None  # per channel, in [0, 1]; None: ImageNet's, or the digits' own
     std: RGB | None = None  # per channel, as `mean`
     threads: int = 4  # threads that read and decode images
@@ -185,12 +185,12 @@ class ImageEvaluateConfig:
     split: Literal["valid", "test"] = "test"  # the images that are scored
     # Statistics modes of adaptive routers, one figure for each; empty: the model's own mode.
     statistics: tuple[Statistics, ...] = ()
-    capacity: Capacity = None  # of the experts; None: no token is dropped
+    capacity: Capacity = None  # capacity factor of the experts; None: no token is dropped
     dropless: InitVar[bool | None] = None  # old spelling of `capacity`
     batch: int = 64  # images per forward pass; affects batch statistics and capacities
     # shuffled: batches mix classes, as in training; stored: file order, often sorted by class.
     order: Order = "shuffled"
-    seed: int = 0  # of the image order, and of routers with random choices
+    seed: int = 0  # draws the image order, and the choices of random routers
     limit: int | None = None  # score only the first `limit` images of that order; None: all
     precision: Precision = "fp32"  # bf16: autocast; weights stay float32
     routing: bool = False  # also report load balance and instability of every MoE layer

@@ -52,7 +52,7 @@ class VisionModelCard:
 
     config: VisionConfig
     description: str
-    metric: str | None = None  # what `reported` measures; None: not a model of the paper
+    metric: str | None = None  # name of the measure `reported`; None: not a model of the paper
     reported: tuple[tuple[str, float], ...] = ()  # (router, figure)
 
 

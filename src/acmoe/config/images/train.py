@@ -24,7 +24,7 @@ class VisionRunConfig:
 
     model: VisionConfig  # the model
     data: ImageDataConfig = field(default_factory=ImageDataConfig)  # the images
-    augment: AugmentConfig = field(default_factory=AugmentConfig)  # how training images are changed
+    augment: AugmentConfig = field(default_factory=AugmentConfig)  # changes of training images
     steps: int | None = None  # optimizer updates
     epochs: float | None = None  # passes over the training images
     batch: int  # images per optimizer update
@@ -42,12 +42,12 @@ class VisionRunConfig:
     # updates, a share 0.99996^n of it is still the initial weights. None: no average.
     ema: float | None = None
     precision: Precision = "fp32"  # bf16: autocast; weights and optimizer stay float32
-    seed: int = 0  # of first weights, image order, augmentation and dropout
+    seed: int = 0  # draws first weights, image order, augmentation and dropout
     log_every: int = 10  # steps between lines of metrics.jsonl
     eval_every: int = 1000  # steps between validations
     eval_batch: int = 64  # images per forward pass in validation
     eval_images: int | None = None  # number of images to validate on; None: all
-    eval_capacity: Capacity = None  # of the experts in validation; None: no token is dropped
+    eval_capacity: Capacity = None  # capacity factor in validation; None: no token is dropped
     checkpoint_every: int = 1000  # steps between checkpoints
     keep: int = 2  # number of latest checkpoints kept, beside the best one
     compile: bool = False  # torch.compile each block

@@ -55,7 +55,7 @@ class SwinConfig:
     # It holds in every forward pass of the model. `acmoe evaluate`, `shift`, `attack` and `analyze`
     # remove it unless asked for it (`--capacity`): one image would change the result of another.
     capacity_factor: float | None = 1.25
-    router: RouterConfig = SWIN_GATE  # of the MoE layers in `adaptive_stage`
+    router: RouterConfig = SWIN_GATE  # router of the MoE layers in `adaptive_stage`
     placement: str | tuple[int, ...] = "full"  # as in LanguageConfig, within adaptive_stage
     balance: float = 0.1  # weight of the balance loss, summed over MoE layers
     # importance-load is (L_importance + L_load) / 2 and needs a gate with noise; switch is
@@ -66,7 +66,7 @@ class SwinConfig:
     last_bias: bool = False  # an output bias in every feed-forward layer; Swin has it
     expert_dropout: float = 0.1  # on the experts' hidden units
     drop_path: float = 0.2  # stochastic depth rate of the last block; rises linearly from 0
-    init_std: float = 0.005  # of every linear weight, gate and expert
+    init_std: float = 0.005  # for every linear weight, gate and expert
     label_smoothing: float = 0.0  # in training
 
     def __post_init__(self) -> None:
@@ -210,13 +210,13 @@ class SoftViTConfig:
     depth: int  # number of blocks
     heads: int  # attention heads
     mlp_ratio: int = 4  # hidden units of an MLP or expert, in features
-    moe_blocks: int  # how many blocks, counted from the last, hold experts
+    moe_blocks: int  # number of blocks, counted from the last, that hold experts
     num_experts: int  # experts of an MoE layer
     router: RouterConfig = SOFT_SLOTS  # SoftMoE slots, or an adaptive router over them
     placement: str | tuple[int, ...] = "full"  # as in LanguageConfig
     expert_dropout: float = 0.0  # on the experts' hidden units
     drop_path: float = 0.1  # stochastic depth rate of the last block; rises linearly from 0
-    init_std: float = 0.02  # of linear weights, experts, position embeddings and class token
+    init_std: float = 0.02  # for linear weights, experts, position embeddings and class token
     label_smoothing: float = 0.0  # in training
 
     def __post_init__(self) -> None:

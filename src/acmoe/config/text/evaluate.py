@@ -22,7 +22,7 @@ class EvaluateConfig:
     block: int | None = None  # tokens per row and forward pass; None: as in training
     precision: Precision | None = None  # None: as in training, fp32 for a bare model
     routing: bool = False  # also report load balance and instability of every MoE layer
-    seed: int = 0  # of routers with random choices
+    seed: int = 0  # draws the choices of random routers
 
     def __post_init__(self) -> None:
         check_choice(self.split, ("valid", "test"), "split")

@@ -29,7 +29,7 @@ class FinetuneConfig:
     dropout: float = 0.1  # as in LanguageConfig
     which: Literal["best", "last"] = "best"  # checkpoint of the pretraining run
     precision: Precision = "fp32"  # bf16: autocast; weights stay float32
-    seed: int = 0  # of the new layers, the order of sentences and dropout
+    seed: int = 0  # draws the new layers, the order of sentences and dropout
     device: str = "auto"  # auto: CUDA where available
 
     def __post_init__(self) -> None:

@@ -35,14 +35,14 @@ class LanguageConfig:
     dim: int  # features of a token
     heads: int  # attention heads
     hidden: int  # hidden size of an expert and of a dense layer
-    repeats: int  # how often `layers` is repeated
+    repeats: int  # times that `layers` is repeated
     layers: tuple[Layer, ...] = ("moe",)  # Switch; GLaM is ("moe", "ffn")
     span: int  # attention span: tokens each query can see
     block: int  # tokens per training segment
     dropout: float = 0.1  # on attention probabilities, hidden units and MoE outputs
     num_experts: int = 16  # experts of an MoE layer
     top_k: int = 2  # experts that a token is sent to
-    router: RouterConfig = SMoEConfig(bias=True)  # of the MoE layers
+    router: RouterConfig = SMoEConfig(bias=True)  # router of the MoE layers
     # MoE layers that use the adaptive router: full | skip-1 | skip-2 | alternating | back-half, or
     # their indices among MoE layers, counted from 0. The others use its base router.
     placement: str | tuple[int, ...] = "full"
@@ -164,7 +164,7 @@ class LanguageModelCard:
 
     config: LanguageConfig
     description: str
-    metric: str | None = None  # what `reported` measures; None: not a model of the paper
+    metric: str | None = None  # name of the measure `reported`; None: not a model of the paper
     reported: tuple[tuple[str, float], ...] = ()  # (router, figure)
 
 
@@ -173,7 +173,7 @@ def _paper(**fields: Any) -> LanguageConfig:
 
 
 def _nano(**fields: Any) -> LanguageConfig:
-    """A byte-level model with 8 experts, small enough to train on a laptop's CPU in minutes."""
+    """Return a byte-level model with 8 experts; a laptop's CPU trains it in minutes."""
     return LanguageConfig(
         **{
             **{"vocab_size": 256, "dim": 64, "heads": 4, "hidden": 64, "span": 128, "block": 128},

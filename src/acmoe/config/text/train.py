@@ -56,7 +56,7 @@ class RunConfig:
     router_lr: float | None = None  # peak lr of router_optimizer='sgd', scheduled like lr; None: lr
     clip: float | None = None  # greatest gradient norm; None: no clipping, as in the paper
     precision: Precision = "fp32"  # bf16: autocast; weights and optimizer stay float32
-    seed: int = 0  # of first weights, dropout and noise
+    seed: int = 0  # draws first weights, dropout and noise
     log_every: int = 10  # steps between lines of metrics.jsonl
     eval_every: int = 1000  # steps between validations
     eval_batch: int = 8  # rows of the validation split read in parallel

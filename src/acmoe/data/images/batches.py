@@ -146,7 +146,7 @@ class EvaluationImages:
     def of(
         cls, images: ImageSet, data: ImageDataConfig, config: ImageEvaluateConfig | AttackConfig
     ) -> Self:
-        """The batches that an evaluation or an attack asks for."""
+        """Return the batches that an evaluation or an attack asks for."""
         return cls(
             images,
             data,

@@ -81,7 +81,7 @@ class ShuffledBatches:
         return derive_seed(self.seed, "batch", number, 0)
 
     def state_dict(self) -> dict[str, int]:
-        """The number of the next batch, and the settings that its content follows from."""
+        """Return the number of the next batch, and the settings that its content follows from."""
         return {
             "number": self.number,
             "seed": self.seed,

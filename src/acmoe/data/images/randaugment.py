@@ -63,7 +63,7 @@ def _whole(values: Strength) -> NDArray[np.int64]:
 
 
 def _enhanced(enhance: Callable[[Tensor, Tensor], Tensor]) -> Operation:
-    """An enhancement whose factor moves from 1, which changes nothing, towards 0.1 or 1.9."""
+    """Return an enhancement. Its factor moves from 1, which changes nothing, to 0.1 or 1.9."""
 
     def operation(images: Tensor, strength: Strength, sign: Sign) -> Tensor:
         return enhance(images, _on(images, np.maximum(0.1, 1 + 0.9 * strength * sign)))
@@ -92,7 +92,7 @@ def _rotate(images: Tensor, strength: Strength, sign: Sign) -> Tensor:
 
 
 def _along(axis: int, most: float, *, shear: bool) -> Operation:
-    """A shear by up to `most`, or a translation by up to that fraction of the side.
+    """Return a shear by up to `most`, or a translation by up to that fraction of the side.
 
     Axis 0 is x, axis 1 is y.
     """

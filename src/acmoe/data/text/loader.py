@@ -93,7 +93,7 @@ class TrainingBatches:
             self.position = derive_seed(self.seed, "offset of pass", self.passes) % offsets
 
     def state_dict(self) -> dict[str, int]:
-        """The position of the next block. Random offsets follow from the seed and the pass."""
+        """Return the position of the next block; random offsets follow from seed and pass."""
         return {
             "passes": self.passes,
             "position": self.position,

@@ -35,7 +35,7 @@ class HfBenchConfig:
 
     models: tuple[str, ...] = ()  # empty: the three published ones, or on a CPU the tiny one
     implementations: tuple[str, ...] = IMPLEMENTATIONS
-    tokens: int = 8192  # of a training step; 0: do not train
+    tokens: int = 8192  # tokens of a training step; 0: do not train
     batches: tuple[int, ...] = (1, 32)  # sequences that are decoded together; empty: do not decode
     new_tokens: int = 16  # tokens to decode
     layers: int | None = None  # None: the default of each model
@@ -66,10 +66,10 @@ class HfRow:
     layers: int
     part: str  # train: a forward and backward pass; decode: one new token
     batch: int  # sequences
-    tokens: int  # of a training step, or of a decoding step
+    tokens: int  # tokens of a training step, or of a decoding step
     implementation: str
     refused: str | None = None  # reason: a failure, or another loss than the baseline's
-    ms: float | None = None  # of a training step, or of a new token of all sequences
+    ms: float | None = None  # time of a training step, or of one new token of all sequences
     ms_low: float | None = None  # quartiles
     ms_high: float | None = None
     tokens_per_second: float | None = None

@@ -79,13 +79,13 @@ class Model:
     experts: int
     top_k: int
     dim: int
-    hidden: int  # of an expert, which has three matrices
+    hidden: int  # hidden units of an expert, which has three matrices
     parameters: float
-    tokens_per_second: float  # of a GPU in training
-    source: str  # of tokens_per_second
-    tokens: int  # of a step, for each GPU
+    tokens_per_second: float  # measured in training, for each GPU
+    source: str  # publication that states tokens_per_second
+    tokens: int  # tokens of a step, for each GPU
     micro: int = 4096  # tokens of a micro-batch
-    stages: int = 1  # of the pipeline
+    stages: int = 1  # pipeline stages
     expert_parallel: int = 1  # processes that share the experts of a layer
 
     @property
@@ -148,7 +148,7 @@ class Row:
     gradients: float
     experts: float
     pooled: float
-    pooled_share: float  # of the step, nothing hidden
+    pooled_share: float  # share of the step if no communication overlaps with computation
     globally: float
     globally_share: float
     barriers: int  # reductions over all replicas in a step with statistics_group="global"

@@ -83,7 +83,7 @@ def baselines(device: torch.device, dtype: torch.dtype, shape: Shape) -> list[Ch
 
 
 def _ask(op: Op[..., Any], *args: Any, **kwargs: Any) -> Iterator[Choice]:
-    """The kernels of an op, for a call with these arguments."""
+    """Yield the kernels of an op, for a call with these arguments."""
     serves = op.select(*args, **kwargs).name
     for name, reason in op.reasons(*args, **kwargs).items():
         yield Choice(op.name, name, name == serves, reason)
@@ -113,7 +113,7 @@ def _layer(x: Tensor, shape: Shape) -> Iterator[Choice]:
 
 
 def _expert_gemms(x: Tensor, shape: Shape) -> Iterator[Choice]:
-    """The GEMMs of the experts, each of which has a kernel for Hopper and a portable one."""
+    """Yield the GEMMs of the experts, each of which has a kernel for Hopper and a portable one."""
     from acmoe.ops.device.settings import ROW_GEMMS, WEIGHT_GEMMS
     from acmoe.ops.experts.hopper.choice import gathers, pipeline_unsupported
     from acmoe.ops.experts.triton.sizes import Sizes
@@ -151,7 +151,7 @@ def _statistics(x: Tensor, shape: Shape) -> Iterator[Choice]:
 
 
 def _text(x: Tensor) -> Iterator[Choice]:
-    """The ops of switch-enwik8, for a whole batch: attention saves weights only if they fit."""
+    """Yield the ops of switch-enwik8 for a whole batch: attention saves weights if they fit."""
     config = LANGUAGE_MODELS["switch-enwik8"].config
     token = x.new_empty(1, config.dim)
     norm = nn.LayerNorm(config.dim, device=x.device)
@@ -187,7 +187,7 @@ def _images(x: Tensor) -> Iterator[Choice]:
 
 
 def _runners(device: torch.device, dtype: torch.dtype) -> Iterator[Choice]:
-    """The way a language model runs its blocks, and Swin its window attention."""
+    """Yield the way a language model runs its blocks, and Swin its window attention."""
     with torch.device("meta"):
         text = create_model("switch-nano")
     yield from _runner("language model's blocks", explain(text))

@@ -59,8 +59,8 @@ def run_on_cluster(
     """Run the cells in order, and add a record to the results for each, as `pool.run_cells` does.
 
     A cell whose process or node is lost is started again, up to RETRIES times; it continues from
-    its checkpoint where it saves one. A cell that raises gets a record as failed at once. What a
-    record does not say itself is taken from `origin`.
+    its checkpoint where it saves one. A cell that raises gets a record as failed at once. Fields
+    that a record lacks are taken from `origin`.
     """
     pace = Pace(ends=end_of(minutes), paces=known_paces(results.records, origin or {}))
     waiting, running = deque(cells), dict[str, _Started]()

@@ -65,7 +65,7 @@ class Study:
     difference_curves: bool = False  # True: also plot the paired difference over training
     routing_curves: bool = False  # True: also plot load, instability and separation over training
     paper: tuple[PaperFigure, ...] = ()
-    note: str = ""  # what a reader of the tables needs to know
+    note: str = ""  # a remark for readers of the tables
 
     @property
     def own_seeds(self) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """Variants of the adaptive router that go beyond the paper, so that each study can be run again.
 
-Importing this package registers the router "adaptive-variant" with its config, `VariantConfig`. Of
-24 variants that were tried none is better than the plain router (studies/remedies.md), which is why
-the core does not know them.
+Importing this package registers the router "adaptive-variant" with its config, `VariantConfig`.
+24 variants were tried, and none is better than the plain router (studies/remedies.md); so the core
+does not know them.
 
     config       the options and which of them work together
     scale        powers and parts of M

@@ -15,7 +15,7 @@ from acmoe.routing.statistics.cache import StatisticsSlot
 
 
 class VariantStatistics(ClusterStatistics):
-    """`ClusterStatistics` with powers and parts of M that may change, and of other tokens."""
+    """`ClusterStatistics` whose M may be a power or a part, change in time, or use other tokens."""
 
     config: VariantConfig
 

@@ -33,7 +33,7 @@ class Memory(NamedTuple):
 
     hidden: tuple[Tensor, ...]  # (B, S, D) inputs of each block
     mask: Tensor | None = None  # (B, S) False where a position is padding; None: all are tokens
-    moments: Moments = ()  # of prefix statistics, over all earlier positions of each stream
+    moments: Moments = ()  # for prefix statistics: over all earlier positions of each stream
 
     def open(self, span: int, caches: SegmentCaches = ()) -> "ConcatMemory":
         """Open the memory for one call; the next memory has up to `span` positions."""

@@ -15,7 +15,7 @@ _FEWEST_QUERIES = 16  # the smallest tile that tensor cores take
 _WIDEST_ON_HOPPER = 64  # features of a head
 _SHARED_ON_HOPPER = 227 * 1024  # bytes of shared memory
 _MOST_DROPPED = 0.48  # limit of the paired dropout RNG, see ops/device/dropout_rng.py
-_SAVED_SHARE = 1 / 64  # of the GPU's memory for the saved probabilities of one call
+_SAVED_SHARE = 1 / 64  # share of GPU memory for the saved probabilities of one call
 
 
 def kernel_unsupported(q: Tensor, positions: Tensor | None, dropout: float) -> str | None:

@@ -71,8 +71,8 @@ def pair_bits(pairs):
 
     No two of 65,536 pairs have equal low halves; columns with equal ones would be dropped together
     in every row. (The low halves of a few in a hundred thousand pairs of columns differ by nearly
-    2^15. Of these one is kept a little more often where the other is dropped: correlation -0.11 at
-    p = 0.1.)
+    2^15. One column of such a pair is kept a little more often where the other is dropped: their
+    correlation is -0.11 at p = 0.1.)
     """
     low = ((pairs.to(tl.uint32) + 1) * 0x9E35) & 0xFFFF
     low = ((low ^ (low >> 8)) * 0xCA6B) & 0xFFFF

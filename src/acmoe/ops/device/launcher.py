@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import triton
 from torch import Tensor
 
-MOST_KINDS = 4096  # of calls that are kept; a process with more begins anew
+MOST_KINDS = 4096  # kinds of calls that are kept; beyond that all are dropped
 
 # The launch at the end of Triton's `JITFunction.run`, from version 3.3 on.
 _LAUNCH = (

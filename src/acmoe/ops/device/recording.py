@@ -72,14 +72,14 @@ class Descriptor:
 class Step(NamedTuple):
     """A launch or, if `run` is None, a computation of torch, by numbers of slots."""
 
-    made: tuple[tuple[int, Layout], ...]  # what to allocate before it
+    made: tuple[tuple[int, Layout], ...]  # slots to allocate before it
     run: Any  # the launcher of the compiled kernel
-    # of a launch: grid, function and metadata; of a computation: function, its tensors, its result
+    # A launch has grid, function and metadata; a computation function, its tensors, its result.
     head: tuple[Any, ...]
-    values: list[Any]  # all arguments, of which these two are replaced:
+    values: list[Any]  # all arguments; the next two fields say which are replaced
     pointers: tuple[tuple[int, int, int], ...]  # place among the arguments, slot, offset
     described: tuple[tuple[int, int, int, Descriptor], ...]
-    freed: tuple[int, ...]  # what to free after it
+    freed: tuple[int, ...]  # slots to free after it
 
 
 class Steps(NamedTuple):
@@ -87,7 +87,7 @@ class Steps(NamedTuple):
 
     steps: tuple[Step, ...]
     num_slots: int  # without the buffer
-    num_bytes: int  # of the buffer
+    num_bytes: int  # size of the buffer
     order: tuple[int, ...]  # the slot of each result
 
 
@@ -134,8 +134,8 @@ class Memory:
             if one is not None and one.numel():
                 self.given.setdefault(_storage(one), []).append((at, one.data_ptr()))
         self.layouts = [None if one is None else _layout(one) for one in tensors]
-        self.slots: dict[StorageWeakRef, int] = {}  # of other memory
-        self.num_bytes: list[int] = []  # of other memory
+        self.slots: dict[StorageWeakRef, int] = {}  # slot of each other memory
+        self.num_bytes: list[int] = []  # size of each other memory
         addresses = [pointer for found in self.given.values() for _, pointer in found]
         self.lost = len(set(addresses)) < len(addresses)  # a tensor was given twice
 
@@ -221,7 +221,7 @@ class _Plan:
         results: dict[int, Layout],
     ) -> None:
         first, last = {}, {}
-        layouts = dict(results)  # of memory that is no part of the buffer
+        layouts = dict(results)  # layouts of memory that is no part of the buffer
         computed = set()  # memory that torch allocates
         for at, step in enumerate(recorded):
             for slot, _ in _pointers(step):

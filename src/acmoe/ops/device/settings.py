@@ -29,8 +29,8 @@ class Blocks(NamedTuple):
 class VectorBlocks(NamedTuple):
     """Block sizes of a matrix-vector product of one token (ops/experts/triton/vectors.py)."""
 
-    columns: int  # of the product that a program computes
-    elements: int  # of the weights that a program loads at a time
+    columns: int  # columns of the product that a program computes
+    elements: int  # elements of the weights that a program loads at a time
     num_warps: int
     num_stages: int  # 1: loads are in flight because a multiprocessor has several programs
 

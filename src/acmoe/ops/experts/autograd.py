@@ -23,19 +23,26 @@ from torch import Tensor
 
 from acmoe.ops.dispatch import eager
 from acmoe.ops.experts.repeated import repeated, repeated_gradients
+from acmoe.ops.experts.triton.sizes import Operands
 from acmoe.ops.once import differentiable_once
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return the results of `_expert_mlp` for the same arguments."""
     from acmoe.ops.experts.triton.launched import launched_forward
 
-    return launched_forward(*arguments)
+    *tensors, act, dropout, keep, _given_up, _given_down = arguments
+    return launched_forward(Operands(*tensors), act, dropout, keep=keep)
 
 
 def _gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the results of `_expert_mlp_backward`, where dh, the buffer for h's gradient, is given
+    after h."""
     from acmoe.ops.experts.triton.launched import launched_gradients
 
-    return launched_gradients(*arguments)
+    grad, *tensors, h, dh, act, dropout, dtype, needs_up, needs_down = arguments
+    options = (act, dropout, dtype, needs_up, needs_down)
+    return launched_gradients(grad, Operands(*tensors), h, dh, *options)
 
 
 class _Eager(torch.autograd.Function):
@@ -100,6 +107,12 @@ def _expert_mlp(
     given_up: Tensor,
     given_down: Tensor,
 ) -> tuple[Tensor, Tensor]:
+    """Return the outputs (T, D), and h (N, W) for backward if `keep`, else h without rows.
+
+    up and down are in the dtype of x. given_up and given_down are the parameters they were cast
+    from; their values are not read, but autograd sends the weight gradients to them, in the dtype
+    of given_up.
+    """
     return _forward(
         *(x, up, down, up_bias, down_bias, gate, permutation, inverse, offsets, expert, seed),
         *(act, dropout, keep, given_up, given_down),

@@ -40,26 +40,13 @@ def route_op(
     return ids, gate, affinity, gate_sum, load, first
 
 
-def _launched(
-    x: Tensor,
-    embedding: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    assignment: Tensor | None,
-    top_k: int,
-    over_selected: bool,
-    token_mask: Tensor | None,
-    temperature: float,
-    permutation: Tensor | None,
-    end: Tensor | None,
-    noise: Tensor | None = None,
-    *,
-    totals: str = "sums",
-) -> tuple[Tensor, ...]:
-    """Return the results of `route_op`; for `totals` see `route`."""
+def _launched(*inputs: Any, totals: str = "sums") -> tuple[Tensor, ...]:
+    """Return the results of `route_op` for its arguments; for `totals` see `route`."""
     from acmoe.ops.route.triton.route import route
     from acmoe.ops.route.triton.tokens import Tokens
 
+    x, embedding, bias, scale, assignment, top_k, over_selected, token_mask, *rest = inputs
+    temperature, permutation, end, noise = rest
     tokens = Tokens.of(x, scale, assignment, token_mask, permutation, end)
     return route(tokens, embedding, bias, top_k, over_selected, temperature, noise, totals)
 

@@ -50,11 +50,7 @@ def fused_route(
     scale_CD = tokens.scale
     if scale_CD is not None and (scale_CD.requires_grad or scale_CD.dtype != torch.float32):
         scale_CD = scale_CD.detach().float()
-    order = None
-    if scale_CD is not None and tokens.order is not None and token_mask is None:
-        clusters = scale_CD.shape[0]
-        if worth_routing_sorted(tokens.x.numel() // tokens.x.shape[-1], clusters):
-            order = TokenOrder.unpack(tokens.order, clusters)
+    order = _order(tokens) if token_mask is None else None
     totals = "none"
     if temperature is not None:
         plain = token_mask is None and noise is None
@@ -89,3 +85,13 @@ def fused_route(
         None if temperature is None or balance is not None else load,
         balance,
     )
+
+
+def _order(tokens: ScaledTokens) -> TokenOrder | None:
+    """Return the order of tokens that are sorted by cluster; None if they are read as they lie."""
+    if tokens.scale is None or tokens.order is None:
+        return None
+    num_clusters = tokens.scale.shape[0]
+    if not worth_routing_sorted(tokens.x.numel() // tokens.x.shape[-1], num_clusters):
+        return None
+    return TokenOrder.unpack(tokens.order, num_clusters)

@@ -111,7 +111,7 @@ def choose(
 def best_first(value_TE: Tensor, top_k: int) -> Tensor:
     """Return (T, K) int64: the columns of each row's K largest values, largest first.
 
-    Of equal values the lowest column comes first; `torch.topk` leaves their order open, so that
+    Equal values come in the order of their columns; `torch.topk` leaves this order open, so that
     backends would send a token with equal affinities to different experts. -0.0 equals 0.0, NaN is
     larger than every number. Every column is returned once, whatever the row holds.
     """
@@ -138,7 +138,7 @@ def best_first(value_TE: Tensor, top_k: int) -> Tensor:
 def first_chosen(affinity_TE: Tensor, expert_ids_TK: Tensor) -> Tensor:
     """Return (T,) int64 k*: each token's expert of highest affinity among those chosen for it.
 
-    Of equal affinities the lowest expert counts. The id E in `expert_ids_TK` means "no expert"; a
+    The lowest expert wins a tie. The id E in `expert_ids_TK` means "no expert"; a
     token with no expert at all has the expert of highest affinity.
     """
     affinity_TE = affinity_TE.detach()

@@ -81,6 +81,11 @@ def as_sets(
     return x[None], assignment[None], None if token_mask is None else token_mask[None]
 
 
+def summed_term(measure: str) -> str:
+    """Return the term that kernels add up for a measure: absolute deviations, or squared ones."""
+    return "mad" if measure == "mad" else "square"
+
+
 @torch.library.custom_op("acmoe::dispersion", mutates_args=())
 def dispersion_op(
     x: Tensor, assignment: Tensor, token_mask: Tensor | None, num_clusters: int, measure: str
@@ -94,8 +99,7 @@ def dispersion_op(
         _, cluster_BT = exclude(x[..., :0], assignment, num_clusters, token_mask)
         spread_BCD, count_BC = interquartile_range(x, cluster_BT, num_clusters)
         return spread_BCD, count_BC, torch.empty_like(spread_BCD)
-    term = "mad" if measure == "mad" else "square"
-    partials = partial_sums(x, assignment, token_mask, num_clusters, term)
+    partials = partial_sums(x, assignment, token_mask, num_clusters, summed_term(measure))
     spread_BCD, count_BC = reduce_to_dispersion(partials, root=measure == "std")
     return spread_BCD, count_BC, partials.mean
 

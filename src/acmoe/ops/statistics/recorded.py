@@ -95,7 +95,7 @@ def record_scale(
 
 
 def _one_tape(waiting: Waiting | None, x: Tensor, *rest: Tensor | None) -> bool:
-    """Return True if a call may be one tape, if a kernel serves it.
+    """Return True if one tape may hold the whole call, provided that a kernel serves it.
 
     A tape records no gradient, and it always adds the batch: a forward that a backward repeats was
     counted already. `select` refuses what `torch.func` transforms.

@@ -8,15 +8,19 @@ B sets of T tokens, D features, C clusters.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from acmoe.errors import check
 from acmoe.ops.dispatch import eager
-from acmoe.ops.statistics.dispersion_op import as_sets, check_kernel_input
+from acmoe.ops.statistics.dispersion_op import as_sets, check_kernel_input, summed_term
 from acmoe.ops.statistics.scale import check_normalize
+
+if TYPE_CHECKING:
+    from acmoe.ops.statistics.triton.dispersion import Partials
+    from acmoe.ops.statistics.triton.sorted_dispersion import SortedTokens
 
 # The measures that are computed from sums alone.
 SCALE_MEASURES = ("mad", "variance", "std")
@@ -134,28 +138,14 @@ def launched_scale(
     token_mask: Tensor | None,
     spread: Tensor,
     count: Tensor,
-    measure: str,
-    normalize: str,
-    floor: float,
-    eps: float,
-    clamp: float | None,
-    min_tokens: int,
+    *settings: Any,
 ) -> tuple[Tensor]:
+    """Return the result of `scale_op`, whose arguments after `count` are the settings."""
     from acmoe.ops.statistics.triton.dispersion import partial_sums
-    from acmoe.ops.statistics.triton.scale import reduce_to_scale
 
-    C, D = spread.shape[-2:]
-    scale, _, _ = reduce_to_scale(
-        partial_sums(x, assignment, token_mask, C, "mad" if measure == "mad" else "square"),
-        root=measure == "std",
-        normalize=normalize,
-        floor=floor,
-        eps=eps,
-        clamp=clamp,
-        min_tokens=min_tokens,
-        into=(spread.view(-1, C, D), count.view(-1, C)),
-    )
-    return (scale.view_as(spread),)
+    C, term = spread.shape[-2], summed_term(settings[0])
+    partials = partial_sums(x, assignment, token_mask, C, term)
+    return written_scale(partials, spread, count, *settings)
 
 
 def launched_dispersion(
@@ -166,13 +156,52 @@ def launched_dispersion(
     count: Tensor,
     measure: str,
 ) -> tuple[()]:
+    """Fill spread and count, as `scale_op` does."""
     from acmoe.ops.statistics.triton.dispersion import partial_sums
+
+    C, term = spread.shape[-2], summed_term(measure)
+    partials = partial_sums(x, assignment, token_mask, C, term)
+    return write_dispersion(partials, spread, count, measure)
+
+
+def written_scale(
+    stats_input: "Partials | SortedTokens",
+    spread: Tensor,
+    count: Tensor,
+    measure: str,
+    normalize: str,
+    floor: float,
+    eps: float,
+    clamp: float | None,
+    min_tokens: int,
+) -> tuple[Tensor]:
+    """Return the scale, shaped as `spread`; fill spread and count."""
+    from acmoe.ops.statistics.triton.scale import reduce_to_scale
+
+    scale, _, _ = reduce_to_scale(
+        stats_input,
+        root=measure == "std",
+        normalize=normalize,
+        floor=floor,
+        eps=eps,
+        clamp=clamp,
+        min_tokens=min_tokens,
+        into=_with_sets(spread, count),
+    )
+    return (scale.view_as(spread),)
+
+
+def write_dispersion(
+    stats_input: "Partials | SortedTokens", spread: Tensor, count: Tensor, measure: str
+) -> tuple[()]:
+    """Fill spread and count."""
     from acmoe.ops.statistics.triton.scale import reduce_to_dispersion
 
-    C, D = spread.shape[-2:]
-    reduce_to_dispersion(
-        partial_sums(x, assignment, token_mask, C, "mad" if measure == "mad" else "square"),
-        root=measure == "std",
-        into=(spread.view(-1, C, D), count.view(-1, C)),
-    )
+    reduce_to_dispersion(stats_input, root=measure == "std", into=_with_sets(spread, count))
     return ()
+
+
+def _with_sets(spread: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Return views (B, C, D) and (B, C); for B = 1 the leading dimension may be missing."""
+    C, D = spread.shape[-2:]
+    return spread.view(-1, C, D), count.view(-1, C)

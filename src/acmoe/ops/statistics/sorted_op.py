@@ -6,15 +6,23 @@ sort of a layer's rows by expert also sorts its tokens by cluster (ops/sort).
 T tokens, D features, C clusters.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from acmoe.errors import check
 from acmoe.ops.dispatch import eager
 from acmoe.ops.sort.order import TokenOrder, num_slots
-from acmoe.ops.statistics.dispersion_op import check_kernel_dtype
+from acmoe.ops.statistics.dispersion_op import check_kernel_dtype, summed_term
 from acmoe.ops.statistics.scale import check_normalize
-from acmoe.ops.statistics.scale_op import SCALE_MEASURES, output_buffers, taped_into
+from acmoe.ops.statistics.scale_op import (
+    SCALE_MEASURES,
+    output_buffers,
+    taped_into,
+    write_dispersion,
+    written_scale,
+)
 
 
 def sorted_cluster_scale(
@@ -93,6 +101,7 @@ def sorted_scale_op(
     clamp: float | None,
     min_tokens: int,
 ) -> Tensor:
+    """Return the scale (C, D) of x (T, D), sorted by cluster; fill spread (C, D), count (C,)."""
     settings = (measure, normalize, floor, eps, clamp, min_tokens)
     return launched_scale(x, token, begin, end, spread, count, *settings)[0]
 
@@ -112,6 +121,7 @@ def sorted_dispersion_op(
     count: Tensor,
     measure: str,
 ) -> None:
+    """Fill spread (C, D) and count (C,) with the dispersion and token count of each cluster."""
     launched_dispersion(x, token, begin, end, spread, count, measure)
 
 
@@ -127,27 +137,13 @@ def launched_scale(
     end: Tensor,
     spread: Tensor,
     count: Tensor,
-    measure: str,
-    normalize: str,
-    floor: float,
-    eps: float,
-    clamp: float | None,
-    min_tokens: int,
+    *settings: Any,
 ) -> tuple[Tensor]:
-    from acmoe.ops.statistics.triton.scale import reduce_to_scale
+    """Return the result of `sorted_scale_op`, whose arguments after `count` are the settings."""
     from acmoe.ops.statistics.triton.sorted_dispersion import SortedTokens
 
-    scale, _, _ = reduce_to_scale(
-        SortedTokens(x, token, begin, end, "mad" if measure == "mad" else "square"),
-        root=measure == "std",
-        normalize=normalize,
-        floor=floor,
-        eps=eps,
-        clamp=clamp,
-        min_tokens=min_tokens,
-        into=(spread[None], count[None]),
-    )
-    return (scale[0],)
+    tokens = SortedTokens(x, token, begin, end, summed_term(settings[0]))
+    return written_scale(tokens, spread, count, *settings)
 
 
 def launched_dispersion(
@@ -159,9 +155,8 @@ def launched_dispersion(
     count: Tensor,
     measure: str,
 ) -> tuple[()]:
-    from acmoe.ops.statistics.triton.scale import reduce_to_dispersion
+    """Do what `sorted_dispersion_op` does."""
     from acmoe.ops.statistics.triton.sorted_dispersion import SortedTokens
 
-    tokens = SortedTokens(x, token, begin, end, "mad" if measure == "mad" else "square")
-    reduce_to_dispersion(tokens, root=measure == "std", into=(spread[None], count[None]))
-    return ()
+    tokens = SortedTokens(x, token, begin, end, summed_term(measure))
+    return write_dispersion(tokens, spread, count, measure)

@@ -15,7 +15,7 @@ from torch import Tensor
 from acmoe.errors import UserError, check
 from acmoe.ops.statistics.prefix import PrefixMoments
 
-MOST_TOKENS = 2**20  # of a cluster in carried moments
+MOST_TOKENS = 2**20  # carried moments count a larger cluster as half as many
 
 
 @dataclass

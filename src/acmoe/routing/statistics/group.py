@@ -87,7 +87,7 @@ def _find(statistics: "StepStatistics") -> str:
     from acmoe.routing.statistics.step_hook import parameters_around
 
     for parameter in parameters_around(statistics):
-        mesh = getattr(parameter, "device_mesh", None)  # of a DTensor
+        mesh = getattr(parameter, "device_mesh", None)  # a DTensor has one
         if mesh is not None:
             if mesh.ndim == 1:
                 return str(mesh.get_group().group_name)

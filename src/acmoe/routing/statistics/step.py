@@ -34,7 +34,7 @@ class StepStatistics(nn.Module):
 
     # Names of the waiting buffers: means (C, X), or None, and the counts (C,) they are weighted by.
     waits: ClassVar[tuple[str | None, str] | None] = None
-    group_name: str | None = None  # of the processes to pool with; None: not looked for yet
+    group_name: str | None = None  # group of processes to pool with; None: not looked for yet
     # Eager training forwards before the first update; None after it.
     forwards: int | None = 0
     waiting = False  # True: an eager training forward came after the last update

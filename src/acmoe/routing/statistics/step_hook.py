@@ -41,8 +41,8 @@ class Trained(NamedTuple):
     """The statistics that an optimizer's steps update, inner modules first."""
 
     key: tuple[int, ...] = ()  # changes when the statistics must be looked up again
-    held: References = ()  # of layers of which the optimizer holds a parameter
-    unclaimed: References = ()  # of layers of which no optimizer holds a parameter
+    held: References = ()  # the optimizer holds a parameter of their layer
+    unclaimed: References = ()  # no optimizer holds a parameter of their layer
     searched: bool = False  # True: optimizers that have not stepped yet were looked for, too
 
 
@@ -62,7 +62,7 @@ _lock = threading.RLock()
 _statistics: "weakref.WeakSet[StepStatistics]" = weakref.WeakSet()
 _layers: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 _trained: "weakref.WeakKeyDictionary[Optimizer, Trained]" = weakref.WeakKeyDictionary()
-_changes = 0  # of the sets above, since the process began
+_changes = 0  # times that the sets above changed since the process began
 _hooks: list[Any] = []
 
 
@@ -126,7 +126,7 @@ def trained_by(optimizer: Optimizer, *, search: bool = False) -> Trained:
     global _changes
     with _lock:
         if optimizer not in _trained:
-            _changes += 1  # what no optimizer held until now may be held by this one
+            _changes += 1  # it may hold parameters that no optimizer held until now
             _trained[optimizer] = Trained()
         sizes = (len(group["params"]) for group in optimizer.param_groups)
         key = (_changes, *sizes)

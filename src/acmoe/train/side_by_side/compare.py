@@ -63,7 +63,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """The differences in words, with a warning that one seed proves little."""
+        """Return the differences in words, with a warning that one seed proves little."""
         smoe, acmoe = self.rows
         return (
             f"ACMoE minus SMoE: {acmoe.bits_per_byte - smoe.bits_per_byte:+.4f} bits per byte on "

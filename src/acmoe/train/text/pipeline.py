@@ -47,7 +47,7 @@ class StageCall(nn.Module):
         super().__init__()
         self.stage, self.run, self.device = stage, run, device
         self.record = False
-        self.memories: Sequence[Memory | None] = ()  # of the micro-batches, before the call
+        self.memories: Sequence[Memory | None] = ()  # memory of each micro-batch before the call
         self.found: dict[int, LanguageOutput] = {}  # by micro-batch
 
     def begin(self, memories: Sequence[Memory | None], *, record: bool) -> None:

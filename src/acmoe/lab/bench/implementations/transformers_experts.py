@@ -54,7 +54,7 @@ def _ungated(shape: Shape, weights: Weights, config: object) -> Experts:
             return activate(h, shape.activation)
 
         def forward(self, x_TD: Tensor, expert_ids_TK: Tensor, gate_TK: Tensor) -> Tensor:
-            """The loop over the chosen experts that transformers' models have as `eager`."""
+            """Run the loop over the chosen experts that transformers' models have as `eager`."""
             out_TD = torch.zeros_like(x_TD)
             one_hot_EKT = nn.functional.one_hot(expert_ids_TK, self.num_experts).permute(2, 1, 0)
             for (expert,) in one_hot_EKT.sum((-1, -2)).nonzero().tolist():

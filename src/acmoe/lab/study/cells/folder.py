@@ -40,7 +40,8 @@ def cell_folder(cell: Cell, scratch: Path | None) -> Iterator[Path]:
     kept = place / f"acmoe-study-{cell.digest}"
     done = kept.with_name(f".{kept.name}.done")
     with report_write_errors(kept):
-        shutil.rmtree(done, ignore_errors=True)  # of a process that was killed while it removed
+        # A process that was killed while it removed its folder leaves this one.
+        shutil.rmtree(done, ignore_errors=True)
         kept.mkdir(parents=True, exist_ok=True)
     yield kept
     with report_write_errors(kept):

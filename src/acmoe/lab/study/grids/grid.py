@@ -19,7 +19,7 @@ class Setting:
 
     study: str
     name: str
-    unit: str  # what a batch consists of, such as tokens
+    unit: str  # the unit in which a batch is counted, such as tokens
     data: str  # fingerprint of the training data
     tests: TextTests | ImageTests
     factors: Mapping[str, str | int | float] = field(default_factory=dict)

@@ -47,7 +47,7 @@ from acmoe.recipes import recipe, recipes
 MEGABYTES, PARTS = 100.0, 4  # the whole corpus of each kind
 BYTE_STEPS, CONSTANT_STEPS, WORD_STEPS = 10_000, 16_000, 5_000  # 246, 393 and 123M tokens
 TEST_TOKENS, VALID_TOKENS, ROUTING_TOKENS = 1_000_000, 500_000, 65_536
-VALIDATIONS, CHECKPOINTS = 10, 4  # of a run
+VALIDATIONS, CHECKPOINTS = 10, 4  # numbers in a run
 DIVERGED = 0.3  # nats above the best validation loss
 
 ROUTERS: Conditions = {

@@ -104,7 +104,7 @@ def save_bands(
 class Panel(NamedTuple):
     """The curves of one measure; a condition has one, or one without and one with M."""
 
-    label: str  # of the y axis
+    label: str  # label of the y axis
     rows: Sequence[Sequence[Band | None]]  # for each condition; None: not recorded
     runs: Sequence[int]  # number of runs of each condition that have the measure
 

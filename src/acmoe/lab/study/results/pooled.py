@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 from acmoe.evaluate.student import critical_value
 from acmoe.lab.study.results.statistics import CONFIDENCE
 
-POWER = 0.8  # of the smallest effect that counts as detectable
+POWER = 0.8  # probability to find an effect of the size called detectable
 Key = TypeVar("Key")
 
 

@@ -12,9 +12,8 @@ from acmoe.config.routing import LossConfig
 from acmoe.experts.moe import MoE
 from acmoe.lab.study.synthetic.task import SyntheticConfig, SyntheticTask
 from acmoe.ops.statistics.scale import scale_from_dispersion
-from acmoe.routing.adaptive import AdaptiveRouter
-from acmoe.routing.baselines import RandomRouter
 from acmoe.routing.layer_plan import LayerPlan, plan_layers
+from acmoe.routing.rescaling import RescalingRouter
 from acmoe.routing.router import Router
 from acmoe.routing.state import RoutingState, clusters_of
 
@@ -110,7 +109,7 @@ class SyntheticModel(nn.Module):
 
 def assign_by_base(router: Router, x_TD: Tensor, state: RoutingState) -> RoutingState:
     """Assign tokens to clusters by the base of a rescaling router; other routers need none."""
-    if not isinstance(router, AdaptiveRouter | RandomRouter):
+    if not isinstance(router, RescalingRouter):
         return state
     with torch.no_grad():
         affinity_TE = router.base(x_TD, state).affinity

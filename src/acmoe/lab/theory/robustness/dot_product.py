@@ -31,7 +31,7 @@ STD = torch.tensor([0.25, 1.0], dtype=torch.float64)
 TOKENS = 40_000
 ROUNDING = 1e-12
 DEVIATION = 0.544**0.5
-Z_BY_HAND = {  # of the two clusters
+Z_BY_HAND = {  # one value for each of the two clusters
     "plain": (1.36, 1.36),
     "dot product": (-0.16 / DEVIATION, 3.872 / DEVIATION),
     "distance": (1.856 / DEVIATION, 1.856 / DEVIATION),

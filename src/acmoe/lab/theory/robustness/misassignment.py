@@ -71,7 +71,7 @@ class _PairResult(NamedTuple):
     """Comparison of the formula with Monte Carlo for one pair of clusters."""
 
     probabilities: list[float]  # by the formula, in the plain metric and in the metric M
-    outside: int  # how many of them are outside the confidence interval of the measured rate
+    outside: int  # number of them outside the confidence interval of the measured rate
     # True if the formula in M with the variance of the plain metric is outside it too
     unstretched_outside: bool
 
@@ -156,6 +156,11 @@ def _two_point_noise(generator: torch.Generator) -> int:
     return int((x_T > 1).sum())
 
 
+def _inside(intervals: list[tuple[float, float]], values: tuple[float, ...]) -> list[bool]:
+    """Return for each interval whether it holds its value."""
+    return [low <= value <= high for (low, high), value in zip(intervals, values, strict=True)]
+
+
 def check_misassignment_scope(seed: int = 0, formula: Formula = misassignment) -> Check:
     """Check Lemma 2 where it is not proved.
 
@@ -172,20 +177,13 @@ def check_misassignment_scope(seed: int = 0, formula: Formula = misassignment) -
         wilson(errors, TOKENS, z)
         for errors in (_three_clusters(generator), _two_point_noise(generator))
     ]
-    inside = [
-        low <= exact <= high
-        for (low, high), exact in zip(intervals, (three, two_point), strict=True)
-    ]
     # The formula must be Lemma 2's, Q(1) and Q(1 / sqrt(0.82)), and miss both exact values.
     printed = all(
         abs(found - math.erfc(at / math.sqrt(2)) / 2) <= 1e-12
         for found, at in ((pair, 1.0), (guess, 1 / math.sqrt(0.82)))
     )
-    apart = [
-        not low <= value <= high
-        for (low, high), value in zip(intervals, (pair, guess), strict=True)
-    ]
-    confirmed = all(inside) and all(apart) and printed
+    exact_inside = all(_inside(intervals, (three, two_point)))
+    confirmed = exact_inside and not any(_inside(intervals, (pair, guess))) and printed
     return Check(
         name="Lemma 2, three clusters or other noise",
         statement="the same, for r: R^d -> [E] and 'some zero-mean noise'",

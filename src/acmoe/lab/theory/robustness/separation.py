@@ -15,7 +15,7 @@ from acmoe.lab.theory.scale import exact_scale, library_scale
 
 STATEMENT = "||mu_b - mu_a||^2 in the metric M_a >= ||mu_b - mu_a||^2"
 ROUNDING = 1e-12
-NEARNESS = (1.0, 1e-1, 1e-3, 1e-5)  # how far dispersions, and gaps, are from being equal
+NEARNESS = (1.0, 1e-1, 1e-3, 1e-5)  # distance of dispersions, and of gaps, from being equal
 
 # Dispersions, gap, and what they show. Gains by hand: (1.8 * 0 + 0.2 * 1) / 1;
 # (1.8 * 25 + 0.2 * 400) / 425; (3.89 * 1 + 0.1 * 10 + 2 * 0.005 * 0.9) / 12.8.

@@ -72,7 +72,7 @@ from acmoe.ops.attention.triton.forward import LOG2E
 from acmoe.ops.attention.triton.output import empty_output
 from acmoe.ops.device.dropout_rng import drop_threshold_paired, packed_limit
 
-_STAGES = 2  # of k, v and rel_emb tiles; three would leave one program per SM
+_STAGES = 2  # buffers for k, v and rel_emb tiles; three would leave one program per SM
 
 
 @gluon.jit

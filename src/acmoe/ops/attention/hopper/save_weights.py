@@ -79,8 +79,8 @@ def store_weights(saved_desc, staging, x, i0, j, GROUP: gl.constexpr):
 def store_running_max(max_ptr, max_log2, rows, i0, j0, L, N, GROUP: gl.constexpr):
     """Store the scaled running row maximum of a tile, one element per row.
 
-    Of the four threads that share a row, one stores the element of the row, and another that of the
-    row eight further, which is the next query of the warpgroup, two queries later.
+    Four threads share a row. One stores the element of the row, another that of the row eight
+    further, which is the next query of the warpgroup, two queries later.
     """
     low, high = gl.split(max_log2.reshape([4, 2, 8]).permute([0, 2, 1]))
     layout: gl.constexpr = gl.SliceLayout(1, _QUAD_LAYOUT)

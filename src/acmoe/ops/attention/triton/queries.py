@@ -98,7 +98,7 @@ def queries_kernel(
     n = tl.arange(0, BN)
     p = tl.arange(0, P)
     first_key = (a0 - key0_block) * SKEW  # the key in column 0 of the first row
-    key0_column = tl.maximum(-first_key - m * SKEW, 0)[:, None]  # of each row
+    key0_column = tl.maximum(-first_key - m * SKEW, 0)[:, None]  # column of key 0 in each row
     row_end = tl.where(a0 + m < num_rows, columns, 0)[:, None]
     starts = ()
     ends = ()

@@ -22,7 +22,7 @@ from acmoe.ops.experts.triton.launch import GROUP_M, tma_aligned
 from acmoe.ops.experts.triton.tiles import Plan
 
 _PANEL = 64  # columns of a panel, and rows of half a tile
-UP_STAGES = 4  # of 48 KiB
+UP_STAGES = 4  # each takes 48 KiB of shared memory
 
 
 def _out_desc(tensor: Tensor, block: list[int]) -> TensorDescriptor:

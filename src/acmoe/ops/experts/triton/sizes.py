@@ -1,7 +1,7 @@
 """Tuples that the launches of the expert kernels pass to each other.
 
 T tokens, K experts per token, N = T * K rows, D features, F hidden units, W = 2F for swiglu, else
-F.
+F, E experts.
 """
 
 from typing import NamedTuple
@@ -41,6 +41,22 @@ class Sizes(NamedTuple):
 def sizes_of(x: Tensor, down: Tensor, gate: Tensor, act: str) -> Sizes:
     """Return the sizes of a call with x (T, D), down (E, D, F) and gate (T, K)."""
     return Sizes(x.shape[0], x.shape[1], down.shape[2], down.shape[0], gate.shape[1], act)
+
+
+class Operands(NamedTuple):
+    """The tensors that forward and backward read, in the order of the custom ops' arguments."""
+
+    x: Tensor  # (T, D)
+    up: Tensor  # (E, W, D) in the dtype of x
+    down: Tensor  # (E, D, F) in the dtype of x
+    up_bias: Tensor | None  # (E, W)
+    down_bias: Tensor | None  # (E, D)
+    gate: Tensor  # (T, K)
+    permutation: Tensor  # (N,) choice t * K + k of each sorted row
+    inverse: Tensor  # (N,) sorted row of each choice
+    offsets: Tensor  # (E,) end of each expert's rows
+    expert: Tensor  # (N,) expert of each sorted row
+    seed: Tensor  # (1,) seed of dropout; any tensor where there is none
 
 
 class RowOperand(NamedTuple):

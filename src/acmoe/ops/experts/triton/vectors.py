@@ -23,7 +23,7 @@ from torch import Tensor
 from acmoe.ops.device import rules
 from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2
 from acmoe.ops.experts.triton.forward import up_epilogue
-from acmoe.ops.experts.triton.sizes import Sizes
+from acmoe.ops.experts.triton.sizes import Operands, Sizes
 
 
 @triton.jit
@@ -105,29 +105,16 @@ def down_vector_kernel(
     tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=cols < D)
 
 
-def run_vectors(
-    x: Tensor,
-    up: Tensor,
-    down: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    gate: Tensor,
-    permutation: Tensor,
-    inverse: Tensor,
-    expert: Tensor,
-    size: Sizes,
-) -> Tensor:
-    """Return (T, D), the outputs of `expert_mlp`; `rules.by_vectors` says for which calls.
-
-    expert (N,): the expert of each sorted row.
-    """
-    num_rows = permutation.numel()
+def run_vectors(given: Operands, size: Sizes) -> Tensor:
+    """Return (T, D), the outputs of `expert_mlp`; `rules.by_vectors` says for which calls."""
+    x, up, down, up_bias, down_bias = given[:5]
+    num_rows = given.permutation.numel()
     a = torch.empty(num_rows, size.hidden, device=x.device, dtype=x.dtype)
     out = torch.empty_like(x)
     units, inner, num_warps, stages = rules.vector_blocks("up", size.dim, size.width // size.hidden)
     launch(
         *(up_vector_kernel, (num_rows * cdiv(size.hidden, units),)),
-        *(x, up, up if up_bias is None else up_bias, a, permutation, expert),
+        *(x, up, up if up_bias is None else up_bias, a, given.permutation, given.expert),
         *(num_rows, size.experts, size.dim, size.hidden, size.top_k),
         ACT=size.act,
         HAS_BIAS=up_bias is not None,
@@ -141,7 +128,8 @@ def run_vectors(
     columns, inner, num_warps, stages = rules.vector_blocks("down", size.hidden, choices)
     launch(
         *(down_vector_kernel, (size.tokens * cdiv(size.dim, columns),)),
-        *(a, down, down if down_bias is None else down_bias, gate, out, inverse, expert),
+        *(a, down, down if down_bias is None else down_bias),
+        *(given.gate, out, given.inverse, given.expert),
         *(size.tokens, size.experts, size.dim, size.hidden),
         K=size.top_k,
         HAS_BIAS=down_bias is not None,

@@ -6,7 +6,7 @@ takes seconds, most of them to compile, and is remembered in a file (cache.py), 
 processes read it. The settings of a layer never change after its first call, but another machine,
 or one whose file was removed, may choose others: results are then equal to rounding, not bitwise.
 So nothing is measured, nor read from a file, under `torch.use_deterministic_algorithms`; rules
-serve there. Nor is anything measured while torch.compile traces or a CUDA graph is captured, and in
+serve there. Nothing is measured while torch.compile traces, while a CUDA graph is captured, or in
 distributed runs, whose ranks would wait for each other; there the files of earlier runs serve, and
 otherwise the rules.
 """
@@ -14,6 +14,7 @@ otherwise the rules.
 import logging
 import threading
 import time
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ from acmoe.ops.device.rules import Layer
 from acmoe.ops.experts.reference import ExpertWeights
 from acmoe.ops.experts.triton.sizes import Sizes, sizes_of
 from acmoe.ops.sort.reference import Rows
+
+if TYPE_CHECKING:
+    from acmoe.ops.experts.tune.calls import Inputs
 
 _log = logging.getLogger("acmoe")
 
@@ -127,7 +131,6 @@ def _measure(
     known: tuning.Table,
 ) -> tuning.Table:
     """Return the rows of these parts; none if the memory does not suffice."""
-    from acmoe.ops.experts.tune.calls import Inputs
     from acmoe.ops.experts.tune.search import tune_backward, tune_forward
 
     what = f"experts of {x.shape[1]} features and {weights.down.shape[2]} hidden units"
@@ -137,21 +140,7 @@ def _measure(
         *(what, " and ".join(parts)),
     )
     begin = time.perf_counter()
-    up_bias, down_bias = (
-        None if one is None else one.detach().to(x.dtype)
-        for one in (weights.up_bias, weights.down_bias)
-    )
-    given = Inputs(
-        x=x.detach().contiguous(),
-        up=weights.up.detach().to(x.dtype).contiguous(),
-        down=weights.down.detach().to(x.dtype).contiguous(),
-        up_bias=up_bias,
-        down_bias=down_bias,
-        gate=gate.detach().contiguous(),
-        rows=rows,
-        act=act,
-        result=weights.up.dtype,
-    )
+    given = _inputs(x, weights, rows, gate, act)
     found: tuning.Table = {}
     try:
         with torch.random.fork_rng([x.device]):
@@ -168,3 +157,24 @@ def _measure(
         torch.cuda.empty_cache()
     _log.info("tuned %s in %.0f seconds", what, time.perf_counter() - begin)
     return found
+
+
+def _inputs(x: Tensor, weights: ExpertWeights, rows: Rows, gate: Tensor, act: str) -> "Inputs":
+    """Return the tensors of the call as the kernels read them: detached, in the dtype of x."""
+    from acmoe.ops.experts.tune.calls import Inputs
+
+    up_bias, down_bias = (
+        None if one is None else one.detach().to(x.dtype)
+        for one in (weights.up_bias, weights.down_bias)
+    )
+    return Inputs(
+        x=x.detach().contiguous(),
+        up=weights.up.detach().to(x.dtype).contiguous(),
+        down=weights.down.detach().to(x.dtype).contiguous(),
+        up_bias=up_bias,
+        down_bias=down_bias,
+        gate=gate.detach().contiguous(),
+        rows=rows,
+        act=act,
+        result=weights.up.dtype,
+    )

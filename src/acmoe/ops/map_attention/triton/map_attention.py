@@ -25,7 +25,7 @@ from torch import Tensor
 
 from acmoe.ops.device.dot import dot
 
-PROGRAMS = 1056  # of backward: eight for each of the 132 SMs of an H200
+PROGRAMS = 1056  # programs of the backward: eight for each of the 132 SMs of an H200
 
 
 @triton.jit

@@ -31,8 +31,8 @@ from acmoe.ops.experts.hopper.pipeline import HALF_M, acc_layout, make_barriers,
 
 BLOCK = gl.constexpr(64)  # features of a block: 128 bytes, the swizzle width of shared memory
 HALF_N = gl.constexpr(128)  # experts of one MMA
-TOKENS = gl.constexpr(2 * 64)  # of a tile
-EXPERTS = gl.constexpr(2 * 128)  # of a tile
+TOKENS = gl.constexpr(2 * 64)  # tokens of a tile
+EXPERTS = gl.constexpr(2 * 128)  # experts of a tile
 # Registers of a consumer that rescales 64 tokens at 64 features: 8 features a thread at a time.
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 _SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))

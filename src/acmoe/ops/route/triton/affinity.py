@@ -27,9 +27,9 @@ def _product(
     """Return x * scale @ embedding^T of a block, (BT, BE) float32; SPLIT: x is x * scale."""
     acc = tl.zeros((BT, BE), dtype=tl.float32)
     # A bf16 operand that is not rescaled goes to the tensor cores as it is; any other one becomes a
-    # bf16 split. Of sorted bf16 tokens and a bf16 embedding one must be rescaled: the one with the
-    # smaller tile. The split of a bf16 embedding would add terms that are zeros: it is omitted
-    # whatever the tokens are.
+    # bf16 split. If tokens are sorted, and they and the embedding are bf16, the operand with the
+    # smaller tile is rescaled. The split of a bf16 embedding that is not rescaled would add terms
+    # that are zeros: it is omitted, whatever the tokens are.
     WEIGHT_BF16: tl.constexpr = embedding_ptr.dtype.element_ty == tl.bfloat16
     SPLIT_X: tl.constexpr = WEIGHT_BF16 and PLAIN_BF16 and SORTED and BE >= BT
     SPLIT_WEIGHT: tl.constexpr = not WEIGHT_BF16 or (SORTED and not SPLIT_X)

@@ -16,7 +16,7 @@ from acmoe.ops.route.triton.tokens import Tokens
 # loaded as well, for the 99 KiB of smaller cards; on others it would cost 371 us instead of 272
 # (qwen3next, H200).
 AFFINITY_TILE = (64, 128, 4, 3)
-LOW_TOKENS = 16  # up to which a tile has so many tokens
+LOW_TOKENS = 16  # tokens of the small tile, for calls of no more tokens
 FEW_AFFINITY_TILE = (16, 32, 4, 6)
 
 

@@ -24,7 +24,7 @@ from acmoe.ops.route.triton.tokens import Tokens, load_scaled, load_tokens
 # through shared memory in every step.
 MANY_EXPERTS = 128
 FEWEST_TOKENS = 1024  # with fewer a launch costs more than it saves
-_TOKENS, _FEATURES, _WARPS = 2, 2048, 8  # of a program
+_TOKENS, _FEATURES, _WARPS = 2, 2048, 8  # each for one program
 
 
 def worth_rescaling(tokens: Tokens, num_experts: int) -> bool:

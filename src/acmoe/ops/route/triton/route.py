@@ -113,6 +113,20 @@ def terms(tokens: Tokens, both_bf16: bool) -> int:
     return 6 if sorted_bf16 or tokens.x.dtype == torch.float32 else TERMS_16_BIT
 
 
+def _choose_tile(tokens: Tokens, num_experts: int, both_bf16: bool, totals: str) -> Tile:
+    """Return the tile of `launch_table`, changed where a scale or the balance loss require it."""
+    is_float32 = tokens.x.dtype == torch.float32
+    tile = launch_table(num_experts, tokens.x.shape[0], not tokens.is_sorted, is_float32, both_bf16)
+    if tokens.has_scale and not tokens.is_sorted and tile.tokens > LOW_TOKENS:
+        # The scale of each token is prefetched as well: 6 stages would exceed the 99 KiB of shared
+        # memory that a program has on smaller cards.
+        tile = tile._replace(num_stages=min(tile.num_stages, 3))
+    if num_experts > MANY_EXPERTS and totals in ("balance", "shares"):
+        # One program adds up the sums of all others: let these be few.
+        tile = tile._replace(tokens=16, num_warps=8)
+    return tile
+
+
 def route(
     tokens: Tokens,
     embedding_ED: Tensor,
@@ -135,16 +149,8 @@ def route(
     T, D = tokens.x.shape
     E = embedding_ED.shape[0]
     both_bf16 = tokens.x.dtype == embedding_ED.dtype == torch.bfloat16
-    is_float32 = tokens.x.dtype == torch.float32
-    tile = launch_table(E, T, not tokens.is_sorted, is_float32, both_bf16)
-    if tokens.has_scale and not tokens.is_sorted and tile.tokens > LOW_TOKENS:
-        # The scale of each token is prefetched as well: 6 stages would exceed the 99 KiB of shared
-        # memory that a program has on smaller cards.
-        tile = tile._replace(num_stages=min(tile.num_stages, 3))
+    tile = _choose_tile(tokens, E, both_bf16, totals)
     selecting = tokens.in_place() if E > MANY_EXPERTS else tokens  # reads affinities, no tokens
-    if E > MANY_EXPERTS and totals in ("balance", "shares"):
-        # One program adds up the sums of all others: let these be few.
-        tile = tile._replace(tokens=16, num_warps=8)
     N = selecting.blocks(tile.tokens)
     affinity_TE = tokens.x.new_empty(T, E, dtype=torch.float32)
     gate_TK = affinity_TE.new_empty(T, top_k)
@@ -172,17 +178,24 @@ def route(
             BE=max(16, next_power_of_2(E)), BK=max(2, next_power_of_2(top_k)),
             num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.registers,
         )  # fmt: skip
-    if totals == "none":
-        return ids_TK, gate_TK, affinity_TE, partial_2NE, partial_2NE, first_T
+    return ids_TK, gate_TK, affinity_TE, *_reduce(partial_2NE, T, totals, alone), first_T
+
+
+def _reduce(partial_2NE: Tensor, num_tokens: int, totals: str, alone: bool) -> tuple[Tensor, ...]:
+    """Return the gate sums and the load, or what `totals` asks for in their place (`route`).
+
+    alone: the only program computed the balance loss, which is `partial_2NE` then.
+    """
+    if totals == "none" or alone:
+        return partial_2NE, partial_2NE
     if totals == "balance":
-        balance = partial_2NE if alone else reduce_balance(partial_2NE, T)
-        return ids_TK, gate_TK, affinity_TE, balance, balance, first_T
+        balance = reduce_balance(partial_2NE, num_tokens)
+        return balance, balance
     if totals == "shares":
-        share_E = affinity_TE.new_empty(E)
-        balance = reduce_balance(partial_2NE, T, share_E)
-        return ids_TK, gate_TK, affinity_TE, balance, share_E, first_T
-    gate_E, load_E = reduce_partials(partial_2NE if T > 0 else partial_2NE[:, :0])
-    return ids_TK, gate_TK, affinity_TE, gate_E, load_E, first_T
+        share_E = partial_2NE.new_empty(partial_2NE.shape[2])
+        return reduce_balance(partial_2NE, num_tokens, share_E), share_E
+    gate_E, load_E = reduce_partials(partial_2NE if num_tokens > 0 else partial_2NE[:, :0])
+    return gate_E, load_E
 
 
 @triton.jit
