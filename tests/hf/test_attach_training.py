@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from attached import ids, logits, measured, statistics
-from small_models import build
+from small_models import build, inputs
 from torch import Tensor, nn
 
 import acmoe
@@ -14,6 +14,7 @@ import acmoe.hf
 from acmoe import AdaptiveConfig, UserError
 from acmoe.hf.attach import attached_parts
 from acmoe.hf.blend import Blend
+from acmoe.hf.discovery import find_stacks
 
 
 def gradients(model: nn.Module) -> Tensor:
@@ -124,6 +125,31 @@ def test_half_a_blend_is_half_of_each_input() -> None:
         logits(model, input_ids=ids())
     torch.testing.assert_close(read[1], (read[0] + read[2]) / 2, atol=1e-6, rtol=1e-6)
     assert not torch.equal(read[0], read[2])
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [("phimoe", "input_jitter_noise"), ("dbrx", "moe_jitter_eps")]
+)
+def test_noise_that_a_router_adds_in_place_reaches_the_experts(name: str, field: str) -> None:
+    model = build(name)
+    routers = [found.module for stack in find_stacks(model) for found in stack.routers]
+    for router in routers:
+        setattr(router, field, 0.3)
+    tokens = inputs(name)
+
+    def trained() -> Tensor:
+        torch.manual_seed(3)
+        return logits(model.train(), **tokens)
+
+    before = trained()
+    acmoe.attach(model)  # M = I: the same draws give the same bits
+    assert torch.equal(trained(), before)
+    acmoe.detach(model)
+    assert [getattr(router, field) for router in routers] == [0.3] * len(routers)
+    assert torch.equal(trained(), before)
+    for router in routers:
+        setattr(router, field, None if name == "dbrx" else 0.0)
+    assert not torch.equal(trained(), before)
 
 
 @pytest.mark.parametrize("blend", [-0.1, 1.1, float("nan")])

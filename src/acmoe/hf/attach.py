@@ -120,7 +120,8 @@ def detach(model: Model) -> Model:
         bool(parts),
         f"{type(model).__name__} has no attached router; pass the model that acmoe.attach got",
     )
-    for router in parts:
+    for router, part in parts.items():
+        part.give_back_jitter(router)
         delattr(router, PLACE)
     for module in model.modules():
         for handle in module.__dict__.pop(HANDLES, ()):
@@ -224,6 +225,7 @@ def _attach_router(found: FoundRouter, part: AdaptivePart) -> None:
     if found.note is not None and part.reader is not None:
         log_once(f"{type(router).__name__} {found.note}", logging.WARNING)
     part.to(_device_of(router)).train(router.training)
+    part.take_jitter(router, found.jitter)
     router.add_module(PLACE, part)
     _keep(router, router.register_forward_pre_hook(before_router, with_kwargs=True))
     # Before all other hooks: expert parallelism replaces the chosen ids by local ones.

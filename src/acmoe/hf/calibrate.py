@@ -71,7 +71,9 @@ def _inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
             f"batches holds a {type(batch).__name__}; pass tensors of token ids, or dicts of model "
             "inputs"
         )
-    device = next(model.parameters()).device
+    device = next((p.device for p in model.parameters() if not p.is_meta), None)
+    if device is None:  # accelerate has offloaded the model, and moves its inputs itself
+        return {"use_cache": False, **batch}
     moved = {
         name: value.to(device) if isinstance(value, Tensor) else value
         for name, value in batch.items()
