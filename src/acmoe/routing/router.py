@@ -4,10 +4,10 @@ T tokens, D features.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from acmoe.config.routing import LossConfig
 from acmoe.errors import UserError, check
@@ -166,6 +166,13 @@ class Router(Layer):
     ) -> StatisticsSlot | None:
         """Return a cache for statistics between decode steps; None if the router needs none."""
         return None
+
+
+def unwrapped(router: nn.Module) -> Any:
+    """Return the router inside of wrappers that hide its attributes: LoRA on its weight (PEFT)."""
+    while not isinstance(router, Router) and "base_layer" in router._modules:
+        router = router.get_submodule("base_layer")
+    return router
 
 
 def blank(x: Tensor, token_mask: Tensor | None) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from acmoe.errors import check
-from acmoe.hf.models.base import AcmoePreTrainedModel
+from acmoe.hf.models.base import AcmoePreTrainedModel, refuse
 from acmoe.hf.models.config import AcmoeConfig
 from acmoe.hf.models.padding import last_token, token_mask
 from acmoe.models.text.decoder import LanguageModel
@@ -51,11 +51,20 @@ class AcmoeForSequenceClassification(AcmoePreTrainedModel):
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
     ) -> SequenceClassifierOutput | tuple[Any, ...]:
         """Return (B, K) logits and, with labels (B,), the mean cross-entropy.
 
-        As in `acmoe finetune`, no auxiliary loss is added.
+        As in `acmoe finetune`, no auxiliary loss is added. inputs_embeds, output_attentions and
+        output_hidden_states are not supported; they must be None or False.
         """
+        refuse(
+            inputs_embeds=inputs_embeds,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+        )
         config = self.config
         mask_BL = token_mask(input_ids, attention_mask, config.vocab_size)
         last_B = last_token(mask_BL, input_ids)
