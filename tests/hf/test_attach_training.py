@@ -195,6 +195,12 @@ def test_calibration_that_cannot_be_is_refused() -> None:
         acmoe.calibrate(model, [])
     with pytest.raises(UserError, match="batches holds a list"):
         acmoe.calibrate(model, [[1, 2, 3]])
+    for batch in (ids(), {"input_ids": ids()}):
+        with pytest.raises(UserError, match=r"which is one batch; pass a list, \[batch\]"):
+            acmoe.calibrate(model, batch)
+    for tensor in (ids()[0], ids().float()):
+        with pytest.raises(UserError, match=r"of torch\.\w+; pass token ids \(B, L\)"):
+            acmoe.calibrate(model, [tensor])
     with pytest.raises(UserError, match="has no attached router"):
         acmoe.calibrate(build("mixtral"), [ids()])
     whole = acmoe.attach(build("mixtral"), AdaptiveConfig(statistics="batch"))

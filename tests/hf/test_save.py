@@ -154,6 +154,7 @@ def test_statistics_that_a_file_lacks_are_empty(tmp_path: Path) -> None:
         ({"format": 2}, "acmoe.format is 2 in this config, and this version of acmoe reads up to"),
         ({"format": None}, "acmoe.format is None"),
         ({"future": 1}, "acmoe.future in this config is unknown; upgrade acmoe"),
+        ({"router": None}, "acmoe.router is None in this config, which is damaged"),
         ({"router": {"future": 1}}, "acmoe.future in this config is unknown; upgrade acmoe"),
     ],
 )

@@ -34,6 +34,10 @@ def calibrate(model: Model, batches: Iterable[Batch]) -> Model:
     >>> model = acmoe.calibrate(model, [torch.randint(50, (4, 32)) for _ in range(3)])
     """
     statistics = _statistics(model)
+    check(
+        not isinstance(batches, Tensor | Mapping),
+        f"batches is a {type(batches).__name__}, which is one batch; pass a list, [batch]",
+    )
     seen = 0
     with _measuring(model, statistics):
         for batch in batches:
@@ -65,6 +69,11 @@ def _statistics(model: nn.Module) -> list[ClusterStatistics]:
 def _inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
     """Return the keyword arguments of a call, on the device of the model."""
     if isinstance(batch, Tensor):
+        check(
+            batch.dim() == 2 and not batch.is_floating_point(),
+            f"batches holds a tensor {tuple(batch.shape)} of {batch.dtype}; pass token ids (B, L), "
+            "or a dict such as {'inputs_embeds': ...}",
+        )
         batch = {"input_ids": batch}
     if not isinstance(batch, Mapping):
         raise UserError(

@@ -119,6 +119,16 @@ class BeforeLayer:
             register_layer(layer)
             self.registered = True
 
+    def check_values(self, x: Tensor) -> None:
+        """Raise a UserError if the statistics have no values, and x has some."""
+        empty = None if x.is_meta else next((part for part in self.parts if part.on_meta), None)
+        if empty is not None:
+            raise UserError(
+                f"{empty.name} has no statistics: they are on the meta device, where accelerate "
+                "puts offloaded buffers; dispatch with offload_buffers=False, or load the model by "
+                "from_pretrained"
+            )
+
     def __call__(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -132,17 +142,11 @@ class BeforeLayer:
                 f"{type(layer).__name__} was called without the record of its model's call; call "
                 "the whole model, or acmoe.detach(model) to call a layer alone"
             )
-        for part in self.parts:
-            check(
-                x.is_meta or not part.on_meta,
-                f"{part.name} has no statistics: they are on the meta device, where accelerate "
-                "puts offloaded buffers; dispatch with offload_buffers=False, or load the model by "
-                "from_pretrained",
-            )
         loan = Loan(tape, x.shape[0])
         compiling = torch.compiler.is_compiling()
         if not compiling:
             self.register(layer)
+            self.check_values(x)
         for part in self.parts:
             if compiling:
                 part.lent = loan
