@@ -32,6 +32,7 @@ from acmoe.hf.hooks import (
 from acmoe.hf.options import options_of
 from acmoe.hf.placement import adaptive_routers
 from acmoe.ops.dispatch import log_once
+from acmoe.routing.router import Router
 
 HANDLES = "_acmoe_handles"  # attribute of a module: the handles of the hooks put on it
 
@@ -163,6 +164,13 @@ def check_model(model: object) -> None:
     """Raise a UserError for a model that cannot take hooks as it is."""
     if not isinstance(model, nn.Module):
         raise UserError(f"model is a {type(model).__name__}; pass a model of transformers")
+    attached = any(isinstance(module, AdaptivePart) for module in model.modules())
+    own = next((module for module in model.modules() if isinstance(module, Router)), None)
+    check(
+        attached or own is None,
+        f"{type(model).__name__} has routers of acmoe ({type(own).__name__}), which attach is not "
+        "for; build the model with router='adaptive' instead",
+    )
     compiled = any(
         "_orig_mod" in module._modules or module._compiled_call_impl is not None
         for module in model.modules()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from acmoe.errors import UserError, check
 from acmoe.hf.attach import attached_parts
+from acmoe.hf.statistics import has_statistics
 from acmoe.routing.statistics import ClusterStatistics
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -51,6 +52,11 @@ def calibrate(model: Model, batches: Iterable[Batch]) -> Model:
 
 def _statistics(model: nn.Module) -> list[ClusterStatistics]:
     parts = attached_parts(model).values()
+    check(
+        bool(parts) or not has_statistics(model),
+        f"{type(model).__name__} is a model of acmoe, whose statistics move in training; calibrate "
+        "is for models that acmoe.attach has made adaptive",
+    )
     check(
         bool(parts),
         f"{type(model).__name__} has no attached router; call acmoe.attach(model) first",

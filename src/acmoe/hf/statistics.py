@@ -120,7 +120,9 @@ def _parts(model: nn.Module) -> dict[str, nn.Module]:
     the parts that `attach` put on, or the statistics of our own models."""
     modules = {unwrapped_name(name): module for name, module in _root(model).named_modules()}
     for kind in (AdaptivePart, StepStatistics):
-        found = {name: module for name, module in modules.items() if isinstance(module, kind)}
+        found: dict[str, nn.Module] = {
+            name: module for name, module in modules.items() if isinstance(module, kind)
+        }
         if found:
             return found
     raise UserError(

@@ -54,6 +54,25 @@ class AcmoePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         elif callable(reset := getattr(module, "reset_parameters", None)):
             reset()
 
+    def check_placed(self) -> None:
+        """Raise a UserError if accelerate has offloaded what no hook of its loads again in time.
+
+        It loads the weights of a module for the module's call; tensors that are read outside of
+        such a call stay on the meta device, and have no values.
+        """
+        if not hasattr(self, "_hf_hook"):
+            return
+        read = [self.model, *(m for m in self.modules() if isinstance(m, StepStatistics))]
+        tensors = [t for m in read for t in (*m.parameters(recurse=False), *m.buffers(False))]
+        if isinstance(embed := getattr(self.model, "embed", None), nn.Module):
+            tensors += embed.parameters()  # new caches are made where its weight is
+        check(
+            not any(tensor.is_meta for tensor in tensors),
+            "accelerate has offloaded tensors that this model reads outside of a module's call; "
+            "offload whole blocks by accelerate.dispatch_model with a device_map that keeps the "
+            "rest, without offload_buffers",
+        )
+
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Save the model. Where it has adapters of PEFT, transformers saves these alone; the
         statistics are then written beside them."""

@@ -15,13 +15,11 @@ from acmoe.errors import check
 from acmoe.hf.models.base import AcmoePreTrainedModel, add_aux_loss, refuse
 from acmoe.hf.models.cache import AcmoeCache
 from acmoe.hf.models.config import AcmoeConfig
-from acmoe.hf.models.padding import token_mask
+from acmoe.hf.models.padding import IGNORED, token_mask
 from acmoe.models.recorded import recorded
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.models.text.generate import check_generates
 from acmoe.ops.checks import check_range
-
-IGNORED = -100  # a label that is not scored
 
 
 class AcmoeForCausalLM(AcmoePreTrainedModel, GenerationMixin):  # type: ignore[misc]
@@ -89,6 +87,7 @@ class AcmoeForCausalLM(AcmoePreTrainedModel, GenerationMixin):  # type: ignore[m
         The loss is the cross-entropy plus `aux_loss`, the weighted auxiliary losses of all MoE
         layers.
         """
+        self.check_placed()
         refuse(
             inputs_embeds=inputs_embeds,
             output_attentions=output_attentions,
@@ -138,6 +137,7 @@ class AcmoeForCausalLM(AcmoePreTrainedModel, GenerationMixin):  # type: ignore[m
             f"labels have shape {tuple(labels.shape)}; give the ids of the "
             f"{tuple(x_BLD.shape[:2])} input positions, -100 where a label does not count",
         )
+        check(not labels.is_floating_point(), f"labels are {labels.dtype}; give whole numbers")
         targets_BL = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         scored_BL = targets_BL != IGNORED
         if mask_BL is not None:

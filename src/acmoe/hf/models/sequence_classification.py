@@ -12,8 +12,9 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from acmoe.errors import check
 from acmoe.hf.models.base import AcmoePreTrainedModel, refuse
 from acmoe.hf.models.config import AcmoeConfig
-from acmoe.hf.models.padding import last_token, token_mask
+from acmoe.hf.models.padding import IGNORED, last_token, token_mask
 from acmoe.models.text.decoder import LanguageModel
+from acmoe.ops.checks import check_range
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.train.finetune.classifier import classification_head
 
@@ -60,6 +61,7 @@ class AcmoeForSequenceClassification(AcmoePreTrainedModel):
         As in `acmoe finetune`, no auxiliary loss is added. inputs_embeds, output_attentions and
         output_hidden_states are not supported; they must be None or False.
         """
+        self.check_placed()
         refuse(
             inputs_embeds=inputs_embeds,
             output_attentions=output_attentions,
@@ -75,6 +77,8 @@ class AcmoeForSequenceClassification(AcmoePreTrainedModel):
                 "(tokenizer.padding_side='left')",
             )
             mask_BL = None
+        real = input_ids if mask_BL is None else input_ids.masked_fill(~mask_BL, 0)
+        check_range(real, 0, config.vocab_size, "input_ids")
         x_BLD, _, _ = self.model.hidden_states(input_ids, token_mask=mask_BL)
         logits_BK: Tensor = self.head(x_BLD[torch.arange(len(last_B)), last_B])
         loss = None if labels is None else self._loss(logits_BK, labels, num_items_in_batch)
@@ -88,6 +92,7 @@ class AcmoeForSequenceClassification(AcmoePreTrainedModel):
             f"problem_type={self.config.problem_type!r}, labels of {labels.dtype}; this model "
             "learns one class per sentence, given as integers",
         )
+        check_range(labels.masked_fill(labels == IGNORED, 0), 0, self.num_labels, "labels")
         logits_BK = logits_BK.to(accumulation_dtype(logits_BK.dtype))
         loss = nn.functional.cross_entropy(logits_BK, labels, reduction="sum")
         return loss / (len(labels) if num_items is None else num_items)

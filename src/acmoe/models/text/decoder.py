@@ -271,6 +271,7 @@ class LanguageModel(nn.Module):
             )
         for name, ids in (("tokens", tokens), ("targets", targets)):
             if ids is not None:
+                check(not ids.is_floating_point(), f"{name} are {ids.dtype}; pass whole numbers")
                 check_range(_blank(ids, token_mask), 0, self.config.vocab_size, name)
         if memory is not None:
             check(
