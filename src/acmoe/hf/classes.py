@@ -62,10 +62,12 @@ class AdaptiveModelConfig:
         text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
         Path(json_file_path).write_text(text, encoding="utf-8")
 
-    def __post_init__(self, **kwargs: Any) -> None:
-        if str(kwargs.get(REFUSED, "")).startswith(REFUSAL):
-            del kwargs[REFUSED]
-        super().__post_init__(**kwargs)  # type: ignore[misc]
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Return the config without the field by which plain classes refuse it."""
+        refused = str(config_dict.get(REFUSED, "")).startswith(REFUSAL)
+        fields = {k: v for k, v in config_dict.items() if not (refused and k == REFUSED)}
+        return super().from_dict(fields, **kwargs)  # type: ignore[misc]
 
 
 class AdaptiveModel:
