@@ -30,6 +30,12 @@ def check_choice(value: object, choices: tuple[str, ...], name: str) -> None:
     check(value in choices, f"{name}={value!r} is unknown; choose one of {', '.join(choices)}")
 
 
+def check_distinct(values: tuple[object, ...], name: str) -> None:
+    """Check that no value of the setting called `name` is given twice."""
+    twice = next((one for one in values if values.count(one) > 1), None)
+    check(twice is None, f"{name} holds {twice!r} twice; give it once")
+
+
 def check_positive(value: float, name: str) -> None:
     """Check that the setting called `name` is positive and finite."""
     check(is_finite(value) and value > 0, f"{name}={value}; it must be positive and finite")

@@ -41,6 +41,10 @@ def test_no_arguments_show_the_help(capsys):
         (("train", "switch-nano", "model.top_k=99"), "top_k=99 exceeds num_experts"),
         (("train", "switch-nano", "steps"), "'steps' is no setting"),
         (("evaluate", "nowhere"), "nowhere is no run"),
+        (
+            ("evaluate", "x", "--contaminate-seed", "3"),
+            "--contaminate-seed 3 without --contaminate",
+        ),
         (("generate", "nowhere", "--prompt", "x"), "nowhere is no run"),
         (("finetune", "nowhere", "--task", "sst2"), "nowhere is no run"),
         (("finetune", "nowhere", "--task", "sst9"), "sst9"),

@@ -68,6 +68,7 @@ def test_a_study_of_two_cells_runs_resumes_and_is_summarised(capsys, monkeypatch
     ("arguments", "says"),
     [
         ((), "no study given"),
+        (("synthetic", "--megabytes", "3", "--brief"), "reads no --megabytes 3 --brief"),
         (("byte",), "did you mean bytes?"),
         (("bytes",), "give their folder with --data"),
         (("ablations", "--settings", "enwik8"), '--settings "switch-nano, standard library" reads'),

@@ -77,6 +77,10 @@ def test_nothing_asked_is_nothing_changed() -> None:
         ("betas=0.9", "it must be 2 values separated by commas, each a number"),
         ("model.layers=moe,foo", "a list separated by commas, each one of moe, ffn"),
         ("model.router=foo", "model.router='foo' is unknown; choose one of smoe, cosine"),
+        (
+            "model.router=cosine model.router.noise=1",
+            "model.router.noise does not exist in CosineConfig, which model.router=... chose",
+        ),
         ("model=switch-nano", "model is a group; set a part, such as model.vocab_size"),
         ("steps.x=3", "steps.x is unknown: steps is one value, set steps=..."),
         ("steps", "'steps' is no setting; write key=value, such as seed=1"),

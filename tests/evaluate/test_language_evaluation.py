@@ -141,6 +141,8 @@ def test_modes_of_a_router_without_statistics_are_refused(tmp_path: Path) -> Non
     corpus = load_corpus(byte_corpus(tmp_path))
     with pytest.raises(UserError, match="router='smoe' takes no statistics"):
         evaluate(model_of("smoe"), EvaluateConfig(statistics=("batch",)), corpus=corpus)
+    with pytest.raises(UserError, match="statistics holds 'batch' twice; give it once"):
+        EvaluateConfig(statistics=("batch", "running", "batch"))
 
 
 def test_a_mode_the_model_was_not_built_for_is_refused(tmp_path: Path) -> None:

@@ -12,15 +12,13 @@ from acmoe.hf.discovery import RouterStack, find_stacks
 
 # Remarks that `attach` does not log, because they concern no result that one would expect.
 REMARKS = {
-    "dbrx": "in training with `moe_jitter_eps` the router multiplies its input in place; plainly "
-    "the experts then see the jitter too, rescaled they do not",
     "deepseek_v4": "routers that look up the experts of a token id (`DeepseekV4HashRouter`) only "
     "tell their clusters",
     "jetmoe": "only the router of the feed-forward experts; the attention's experts keep theirs",
     "llama4": "returns no ids; the first choice is the highest logit",
     "longcat_flash": "experts that copy their token are clusters of their own",
     "nllb_moe": "a token beyond an expert's capacity still counts to the cluster of its choice",
-    "phimoe": "in training its choice is sampled; with `input_jitter_noise` see dbrx",
+    "phimoe": "in training its choice is sampled",
     "switch_transformers": "see nllb_moe",
 }
 

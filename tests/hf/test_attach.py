@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from attached import CLOSE, ids, left_padded, logits, measured, statistics
+from hf_cases import language_model
 from small_models import build, inputs
 from torch import Tensor, nn
 
 import acmoe
 from acmoe import AdaptiveConfig, RoutingState, UserError
+from acmoe.hf import AcmoeConfig, AcmoeForCausalLM
 from acmoe.hf.adaptive import AdaptivePart, first_choice, state_on
 from acmoe.hf.attach import attached_parts
 from acmoe.lab.variants import VariantConfig
@@ -238,6 +240,12 @@ def test_what_cannot_be_attached_or_detached_is_refused() -> None:
         acmoe.attach(torch.compile(build("mixtral")))
     with pytest.raises(UserError, match="model is a str"):
         acmoe.attach("mixtral")
+    ours = language_model()
+    ours = AcmoeForCausalLM(AcmoeConfig.of(ours.config), ours)
+    with pytest.raises(UserError, match="build the model with router='adaptive' instead"):
+        acmoe.attach(ours)
+    with pytest.raises(UserError, match="is a model of acmoe, whose statistics move in training"):
+        acmoe.calibrate(ours, [ids()])
 
 
 def test_attach_reads_no_weight_so_that_it_can_run_on_the_meta_device() -> None:

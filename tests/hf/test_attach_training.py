@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from attached import ids, logits, measured, statistics
-from small_models import build
+from small_models import build, inputs
 from torch import Tensor, nn
 
 import acmoe
@@ -14,6 +14,7 @@ import acmoe.hf
 from acmoe import AdaptiveConfig, UserError
 from acmoe.hf.attach import attached_parts
 from acmoe.hf.blend import Blend
+from acmoe.hf.discovery import find_stacks
 
 
 def gradients(model: nn.Module) -> Tensor:
@@ -126,6 +127,31 @@ def test_half_a_blend_is_half_of_each_input() -> None:
     assert not torch.equal(read[0], read[2])
 
 
+@pytest.mark.parametrize(
+    ("name", "field"), [("phimoe", "input_jitter_noise"), ("dbrx", "moe_jitter_eps")]
+)
+def test_noise_that_a_router_adds_in_place_reaches_the_experts(name: str, field: str) -> None:
+    model = build(name)
+    routers = [found.module for stack in find_stacks(model) for found in stack.routers]
+    for router in routers:
+        setattr(router, field, 0.3)
+    tokens = inputs(name)
+
+    def trained() -> Tensor:
+        torch.manual_seed(3)
+        return logits(model.train(), **tokens)
+
+    before = trained()
+    acmoe.attach(model)  # M = I: the same draws give the same bits
+    assert torch.equal(trained(), before)
+    acmoe.detach(model)
+    assert [getattr(router, field) for router in routers] == [0.3] * len(routers)
+    assert torch.equal(trained(), before)
+    for router in routers:
+        setattr(router, field, None if name == "dbrx" else 0.0)
+    assert not torch.equal(trained(), before)
+
+
 @pytest.mark.parametrize("blend", [-0.1, 1.1, float("nan")])
 def test_a_blend_outside_its_range_is_refused(blend: float) -> None:
     with pytest.raises(UserError, match=r"it must lie in \[0, 1\]"):
@@ -169,6 +195,12 @@ def test_calibration_that_cannot_be_is_refused() -> None:
         acmoe.calibrate(model, [])
     with pytest.raises(UserError, match="batches holds a list"):
         acmoe.calibrate(model, [[1, 2, 3]])
+    for batch in (ids(), {"input_ids": ids()}):
+        with pytest.raises(UserError, match=r"which is one batch; pass a list, \[batch\]"):
+            acmoe.calibrate(model, batch)
+    for tensor in (ids()[0], ids().float()):
+        with pytest.raises(UserError, match=r"of torch\.\w+; pass token ids \(B, L\)"):
+            acmoe.calibrate(model, [tensor])
     with pytest.raises(UserError, match="has no attached router"):
         acmoe.calibrate(build("mixtral"), [ids()])
     whole = acmoe.attach(build("mixtral"), AdaptiveConfig(statistics="batch"))

@@ -232,6 +232,26 @@ def test_ids_outside_the_vocabulary_are_a_mistake(pair):
         pair[1](torch.tensor([[1, 300]]))
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "says"),
+    [
+        ((4,), torch.long, r"input_ids have shape \(4,\); pass at least one id"),
+        ((0, 4), torch.long, r"input_ids have shape \(0, 4\); pass at least one id"),
+        ((1, 4), torch.float32, r"input_ids are torch.float32; pass whole numbers"),
+    ],
+)
+def test_input_that_is_no_batch_of_ids_is_a_mistake(pair, shape, dtype, says):
+    with pytest.raises(UserError, match=says):
+        pair[1](torch.ones(shape, dtype=dtype))
+
+
+def test_labels_that_are_no_ids_are_a_mistake(pair, prompts):
+    with pytest.raises(UserError, match=r"labels are torch\.float32; give whole numbers"):
+        pair[1](prompts, labels=prompts.float())
+    with pytest.raises(UserError, match=r"tokens are torch\.float32; pass whole numbers"):
+        pair[0](prompts.float())
+
+
 @pytest.mark.usefixtures("poisoned_empty")
 def test_nothing_that_was_loaded_is_left_unwritten(pair, tmp_path):
     """from_pretrained builds on the meta device; `torch.empty` is NaN in this test."""

@@ -52,3 +52,7 @@ def test_the_logits_are_those_of_the_finetuned_classifier(form, tmp_path):
     else:
         with pytest.raises(UserError, match="pads on the left"):
             loaded(sentences.tokens, attention_mask=sentences.token_mask.long())
+    with pytest.raises(UserError, match=r"input_ids holds id 300; ids must lie in \[0, 256\)"):
+        loaded(torch.full((1, 2), 300))
+    with pytest.raises(UserError, match=r"labels holds id 3; ids must lie in \[0, 3\)"):
+        loaded(given.tokens, attention_mask=mask, labels=torch.tensor([2, 3]))

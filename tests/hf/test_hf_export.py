@@ -95,6 +95,21 @@ def test_a_folder_that_is_not_empty_is_left_alone(run, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
+@pytest.mark.parametrize("size", ["silly", "GB", "-1GB", "5"])
+def test_a_size_of_shards_that_cannot_be_read_is_refused(run, tmp_path, size):
+    with pytest.raises(UserError, match=f"max_shard_size='{size}'; give a number with KB, MB"):
+        export_run(run[0], tmp_path / "new", max_shard_size=size)
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_option_that_the_way_back_does_not_read_is_refused(run, tmp_path, capsys):
+    for option in (["--shard-size", "1MB"], ["--which", "last"]):
+        with pytest.raises(SystemExit) as stop:
+            main(["export", str(run[1]), "--to", "run", str(tmp_path / "back"), *option])
+        assert stop.value.code == 2
+        assert "for --to hf" in capsys.readouterr().err
+
+
 def test_weights_that_are_not_finite_are_not_exported(run, tmp_path):
     base = tmp_path / "run"
     restore_run(run[1], base)

@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import torch
 from attached import CLOSE, logits, measured, statistics
+from hf_cases import language_model
 from small_models import build, inputs
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 import acmoe
 import acmoe.hf
-from acmoe import AdaptiveConfig
+from acmoe import AdaptiveConfig, UserError
+from acmoe.hf import AcmoeConfig, AcmoeForCausalLM
 from acmoe.ops import dispatch
 
 peft = pytest.importorskip("peft", reason="needs peft: pip install peft")
@@ -124,3 +126,43 @@ def test_old_names_of_experts_are_translated_as_for_the_plain_model() -> None:
         model = adapted("attach, LoRA", target_modules=["q_proj", "w1", "w2", "w3"])
     names = {name.split(".lora_")[0] for name, p in model.named_parameters() if p.requires_grad}
     assert sum("experts" in name for name in names) == 8  # two weights in four layers
+
+
+def test_a_router_that_peft_copies_is_refused() -> None:
+    copied = {"target_modules": ["q_proj"], "modules_to_save": ["gate"]}
+    with pytest.raises(UserError, match="name the router's weight in target_parameters"):
+        adapted("LoRA, attach", **copied)
+    with pytest.raises(UserError, match=r"it is a copy \(modules_to_save of PEFT\)"):
+        adapted("attach, LoRA", **copied)(**X)
+
+
+ROUTERS = ["router.embedding", "router.base.embedding"]
+
+
+@pytest.mark.parametrize("places", [{}, {"target_parameters": ROUTERS}], ids=["query", "router"])
+def test_adapters_of_our_own_model_are_saved_with_its_statistics(
+    places: dict[str, Any], tmp_path: Path
+) -> None:
+    tokens = X["input_ids"] % 64
+
+    def ours() -> nn.Module:
+        torch.manual_seed(0)
+        model = language_model()
+        return AcmoeForCausalLM(AcmoeConfig.of(model.config), model)
+
+    model = peft.get_peft_model(ours(), lora(target_modules=["query"], **places)).train()
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    assert all((p.grad != 0).any() for p in model.parameters() if p.requires_grad)
+    optimizer.step()
+    expected = logits(model.eval(), input_ids=tokens)
+    model.save_pretrained(tmp_path)
+    acmoe.hf.save_statistics(model, tmp_path)
+    loaded = peft.PeftModel.from_pretrained(ours(), tmp_path).eval()
+    assert not torch.equal(logits(loaded, input_ids=tokens), expected)
+    acmoe.hf.load_statistics(loaded, tmp_path)
+    assert torch.equal(logits(loaded, input_ids=tokens), expected)
+    with pytest.raises(UserError, match="output_hidden_states=True is not supported"):
+        loaded(input_ids=tokens, output_hidden_states=True)
+    with pytest.raises(UserError, match=r"inputs_embeds=\(1, 2, 3\) .* pass input_ids"):
+        ours()(None, inputs_embeds=torch.zeros(1, 2, 3))

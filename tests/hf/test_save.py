@@ -21,6 +21,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    MixtralForCausalLM,
 )
 
 import acmoe
@@ -153,6 +154,7 @@ def test_statistics_that_a_file_lacks_are_empty(tmp_path: Path) -> None:
         ({"format": 2}, "acmoe.format is 2 in this config, and this version of acmoe reads up to"),
         ({"format": None}, "acmoe.format is None"),
         ({"future": 1}, "acmoe.future in this config is unknown; upgrade acmoe"),
+        ({"router": None}, "acmoe.router is None in this config, which is damaged"),
         ({"router": {"future": 1}}, "acmoe.future in this config is unknown; upgrade acmoe"),
     ],
 )
@@ -197,6 +199,18 @@ def test_transformers_alone_refuses_the_checkpoint(tmp_path: Path, monkeypatch) 
     monkeypatch.setattr(auto.CONFIGS, "_extra_content", {})
     with pytest.raises(ValueError, match="has model type `acmoe_mixtral` but Transformers does no"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_plain_class_refuses_the_checkpoint_and_says_how_to_load_it(tmp_path: Path) -> None:
+    model = measured()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"`import acmoe\.hf`.*acmoe\.hf\.AdaptiveMixtralForCaus"):
+        MixtralForCausalLM.from_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager")
+    assert loaded.config._experts_implementation == "eager"
+    acmoe.detach(loaded).save_pretrained(tmp_path / "plain")
+    plain = MixtralForCausalLM.from_pretrained(tmp_path / "plain")
+    assert torch.equal(plain.lm_head.weight, model.lm_head.weight)
 
 
 PROCESS = """

@@ -33,5 +33,11 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     acmoe.hf.save_statistics(attached(), tmp_path)
     with pytest.raises(UserError, match=r"differs from the model at model\.layers\.0.*\"skip\": 0"):
         acmoe.hf.load_statistics(acmoe.attach(build("mixtral"), skip=2), tmp_path)
-    with pytest.raises(UserError, match="measure='mad', and the model was attached with measure"):
+    with pytest.raises(UserError, match="measure='mad', and the model has measure"):
         acmoe.hf.load_statistics(attached(measure="std"), tmp_path)
+    file = acmoe.hf.save_statistics(attached(), tmp_path)
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(
+        UserError, match=r"statistics\.safetensors cannot be read: .*; write it anew"
+    ):
+        acmoe.hf.load_statistics(attached(), tmp_path)

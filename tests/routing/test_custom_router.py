@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import acmoe
 from acmoe import AdaptiveConfig, CustomConfig, MoE, Router, Routing, UserError
 from acmoe.config.overrides import override
+from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.build import new_router
 
 SIZES = {"dim": 4, "num_experts": 3, "top_k": 2}
@@ -83,3 +84,62 @@ def test_a_config_without_a_router_and_one_of_no_kind_are_refused() -> None:
         acmoe.build_router(OrphanConfig(), **SIZES)
     with pytest.raises(UserError, match=r"router='nearst' is unknown; .* metric, .*test-nearest"):
         acmoe.build_router("nearst", **SIZES)
+
+
+class Spoiled(NearestRouter):
+    """Return what `spoil` makes of a right decision."""
+
+    def decide(self, x: Tensor, **arguments: Any) -> Any:
+        return self.spoil(super().decide(x, **arguments))
+
+
+SPOILED = {
+    "a tuple": (lambda r: tuple(r), "Spoiled.decide returned a tuple; return acmoe.Routing"),
+    "an id": (lambda r: r._replace(expert_ids=r.expert_ids + 1), "expert_ids holds id 3; ids must"),
+    "no expert": (lambda r: r._replace(expert_ids=r.expert_ids - 1), "expert_ids holds id -1"),
+    "ids": (lambda r: r._replace(expert_ids=r.expert_ids.float()), "expert_ids of torch.float32"),
+    "k": (
+        lambda r: r._replace(expert_ids=r.expert_ids[:, :1]),
+        r"of shape \(6, 1\); return \(6, 2",
+    ),
+    "tokens": (
+        lambda r: r._replace(affinity=r.affinity[1:]),
+        r"affinity of shape \(5, 3\); return",
+    ),
+    "loss": (lambda r: r._replace(loss=torch.zeros(6)), r"loss of shape \(6,\); return \(\)"),
+    "no loss": (lambda r: r._replace(loss=None), r"loss=None; return affinity.new_zeros\(\(\)\)"),
+}
+
+
+@pytest.mark.parametrize("case", SPOILED)
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_decision_of_the_wrong_form_is_refused(case: str, adaptive: bool) -> None:
+    spoil, message = SPOILED[case]
+    router: Router = Spoiled(NearestConfig(), **SIZES)
+    router.spoil = spoil
+    if adaptive:
+        router = AdaptiveRouter(AdaptiveConfig(base=NearestConfig()), router)
+    x = torch.randn(2, 3, 4)
+    x[0, 0] = 10 * (router.base if adaptive else router).centers[0].detach()
+    x[0, 1] = 10 * (router.base if adaptive else router).centers[2].detach()
+    with pytest.raises(UserError, match=message):
+        MoE(**SIZES, hidden=8, router=router)(x)
+
+
+def test_a_router_may_choose_fewer_experts_if_it_says_so() -> None:
+    router = Spoiled(NearestConfig(), **SIZES)
+    nowhere = torch.tensor([[0, 3], [1, 3], [2, 3]])  # 3 of 3 experts: none
+    router.spoil = lambda r: r._replace(
+        expert_ids=nowhere, gate=torch.tensor([[0.5, 0.0]]).expand(3, 2)
+    )
+    x = torch.randn(3, 4)
+    moe = MoE(**SIZES, hidden=8, router=router)
+    with pytest.raises(UserError, match="expert_ids holds id 3"):
+        moe(x)
+    router.always_k = False
+    up, down = moe.experts.up, moe.experts.down
+    wanted = [
+        0.5 * (down[k] @ (up[k] @ x[k] + moe.experts.up_bias[k]).relu() + moe.experts.down_bias[k])
+        for k in range(3)
+    ]
+    torch.testing.assert_close(moe(x)[0], torch.stack(wanted))

@@ -71,8 +71,14 @@ class Evaluate:
         from acmoe.config.images.train import VISION_RUNS
         from acmoe.config.parallel import ParallelConfig
         from acmoe.distributed.start import joined, launched_processes
+        from acmoe.errors import check
         from acmoe.evaluate.run import run_kind
 
+        check(
+            self.contaminate is not None or self.contaminate_seed == 0,
+            f"--contaminate-seed {self.contaminate_seed} without --contaminate; add the fraction "
+            "of words or bytes to replace, such as --contaminate 0.025",
+        )
         with joined(ParallelConfig(data=launched_processes()), self.device) as (ranks, device):
             run_threads(self.threads, self.folder, self.device)
             if run_kind(self.folder) in VISION_RUNS:

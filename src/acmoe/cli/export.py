@@ -24,8 +24,8 @@ class Export:
     """--to hf: the checkpoint to export, the best by validation or the last."""
     ema: bool = False
     """--to hf, images: export the moving average of the weights."""
-    shard_size: str = "5GB"
-    """--to hf: largest file of weights."""
+    shard_size: str | None = None
+    """--to hf: largest file of weights, such as 500MB; 5GB if not given."""
     json: bool = False
     """Print the result as JSON."""
 
@@ -42,6 +42,10 @@ class Export:
             check(
                 self.which == "best" and not self.ema,
                 "--which and --ema choose a checkpoint for --to hf; an exported folder has one",
+            )
+            check(
+                self.shard_size is None,
+                f"--shard-size {self.shard_size} is for --to hf; a run has one file of weights",
             )
             from acmoe.hf.models.restore import restore_run
 
@@ -61,5 +65,5 @@ class Export:
             self.folder,
             which=self.which,
             ema=self.ema,
-            max_shard_size=self.shard_size,
+            max_shard_size=self.shard_size or "5GB",
         ).step

@@ -121,6 +121,11 @@ def _unknown_key(name: str, config: Any, path: str, root: object) -> str:
     near = [f"{path}{other}" for other in difflib.get_close_matches(name, neighbours)]
     if not near:
         near = [key for key in keys(root) if key.rpartition(".")[2] == name]
+    if f"{path}{name}" in near:  # a field of the value that another setting has replaced
+        return (
+            f"setting {path}{name} does not exist in {type(config).__name__}, which "
+            f"{path.rstrip('.')}=... chose; it has {', '.join(neighbours) or 'no settings'}"
+        )
     if near:
         return f"setting {path}{name} is unknown; did you mean {' or '.join(near)}?"
     where = path.rstrip(".") or "the run"

@@ -17,7 +17,7 @@ from acmoe.ops.checks import check_whole
 from acmoe.ops.sort import sort_rows
 from acmoe.routing.build import build_router
 from acmoe.routing.next_state import SAME_ROUTER, NextState, resolve_next_router
-from acmoe.routing.router import Router, blank
+from acmoe.routing.router import Router, blank, unwrapped
 from acmoe.routing.soft import SoftRouter
 from acmoe.routing.state import Routing, RoutingState
 from acmoe.routing.statistics.cache import LayerCache
@@ -116,7 +116,8 @@ class MoE(Layer):
         rescaled tokens to the experts.
         """
         begun = state is None
-        state = self.router.begun(x, state)
+        router = unwrapped(self.router)
+        state = router.begun(x, state)
         slots = cache or LayerCache(None, None)
         slots.check_batch(x)
         routing = self.router(
@@ -134,9 +135,9 @@ class MoE(Layer):
             order=rows.order,
             begun=begun,
         )
-        if expert_input is None or token_mask is not None or self.router.scale_experts:
+        if expert_input is None or token_mask is not None or router.scale_experts:
             expert_input = x if routing.expert_input is None else routing.expert_input
-        complete = self.capacity_factor is None and token_mask is None and self.router.always_k
+        complete = self.capacity_factor is None and token_mask is None and router.always_k
         flat = expert_input if x.dim() == 2 else expert_input.reshape(-1, self.dim)
         y = self.experts(flat, rows, sent.gate, complete=complete)
         return blank(y if x.dim() == 2 else y.view(x.shape), token_mask), state
@@ -160,7 +161,7 @@ class MoE(Layer):
     ) -> LayerCache:
         """Return this layer's decode cache; `running` statistics need none: their slot is None."""
         return LayerCache(
-            self.router.new_slot(num_sequences, device=device, dtype=dtype),
+            unwrapped(self.router).new_slot(num_sequences, device=device, dtype=dtype),
             self.next_state.new_slot(num_sequences, device=device, dtype=dtype),
         )
 

@@ -17,6 +17,7 @@ from acmoe.config.routing import AdaptiveConfig
 from acmoe.errors import UserError, check
 from acmoe.hf.blend import Blend
 from acmoe.hf.discovery import FoundRouter
+from acmoe.hf.families import Jitter
 from acmoe.hf.tape import Tape
 from acmoe.ops.precision import without_autocast
 from acmoe.ops.statistics.dispersion import accumulation_dtype
@@ -63,6 +64,8 @@ class AdaptivePart(nn.Module):
         self.depth = depth
         self.dim, self.num_experts = found.dim, found.num_experts
         self.read = found.read
+        self.jitter: Jitter | None = None
+        self.jitter_size: float | None = None
         self.reader: AdaptiveRouter | None = None
         self.blend: Blend | None = None
         self.next_state: NextState | None = None
@@ -82,6 +85,31 @@ class AdaptivePart(nn.Module):
             if holder is not None and holder.statistics is not None:
                 return holder.statistics
         return None
+
+    @property
+    def on_meta(self) -> bool:
+        """Return True if the statistics have no values."""
+        return self.statistics is not None and self.statistics.dispersion.is_meta
+
+    def take_jitter(self, router: nn.Module, jitter: Jitter | None) -> None:
+        """Draw the noise of the router here: in the rescaled copy the experts would not see it."""
+        if jitter is None or self.reader is None:
+            return
+        size = getattr(router, jitter.attribute)
+        if size != jitter.off:
+            self.jitter, self.jitter_size = jitter, size
+            setattr(router, jitter.attribute, jitter.off)
+
+    def give_back_jitter(self, router: nn.Module) -> None:
+        """Let the router draw its noise itself."""
+        if self.jitter is not None:
+            setattr(router, self.jitter.attribute, self.jitter_size)
+            self.jitter = self.jitter_size = None
+
+    def add_jitter(self, x: Tensor) -> None:
+        """Multiply x in place by the noise that the router would draw, in training."""
+        if self.training and self.jitter_size is not None:
+            x *= torch.empty_like(x).uniform_(1.0 - self.jitter_size, 1.0 + self.jitter_size)
 
     def rescale(self, x: Tensor, loan: Loan) -> Tensor:
         """Return M_k* h for the router's input x (..., D), in the shape and dtype of x.

@@ -32,6 +32,7 @@ from acmoe.hf.hooks import (
 from acmoe.hf.options import options_of
 from acmoe.hf.placement import adaptive_routers
 from acmoe.ops.dispatch import log_once
+from acmoe.routing.router import Router
 
 HANDLES = "_acmoe_handles"  # attribute of a module: the handles of the hooks put on it
 
@@ -120,7 +121,8 @@ def detach(model: Model) -> Model:
         bool(parts),
         f"{type(model).__name__} has no attached router; pass the model that acmoe.attach got",
     )
-    for router in parts:
+    for router, part in parts.items():
+        part.give_back_jitter(router)
         delattr(router, PLACE)
     for module in model.modules():
         for handle in module.__dict__.pop(HANDLES, ()):
@@ -162,6 +164,13 @@ def check_model(model: object) -> None:
     """Raise a UserError for a model that cannot take hooks as it is."""
     if not isinstance(model, nn.Module):
         raise UserError(f"model is a {type(model).__name__}; pass a model of transformers")
+    attached = any(isinstance(module, AdaptivePart) for module in model.modules())
+    own = next((module for module in model.modules() if isinstance(module, Router)), None)
+    check(
+        attached or own is None,
+        f"{type(model).__name__} has routers of acmoe ({type(own).__name__}), which attach is not "
+        "for; build the model with router='adaptive' instead",
+    )
     compiled = any(
         "_orig_mod" in module._modules or module._compiled_call_impl is not None
         for module in model.modules()
@@ -224,6 +233,7 @@ def _attach_router(found: FoundRouter, part: AdaptivePart) -> None:
     if found.note is not None and part.reader is not None:
         log_once(f"{type(router).__name__} {found.note}", logging.WARNING)
     part.to(_device_of(router)).train(router.training)
+    part.take_jitter(router, found.jitter)
     router.add_module(PLACE, part)
     _keep(router, router.register_forward_pre_hook(before_router, with_kwargs=True))
     # Before all other hooks: expert parallelism replaces the chosen ids by local ones.

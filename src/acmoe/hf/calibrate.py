@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from acmoe.errors import UserError, check
 from acmoe.hf.attach import attached_parts
+from acmoe.hf.statistics import has_statistics
 from acmoe.routing.statistics import ClusterStatistics
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -34,6 +35,10 @@ def calibrate(model: Model, batches: Iterable[Batch]) -> Model:
     >>> model = acmoe.calibrate(model, [torch.randint(50, (4, 32)) for _ in range(3)])
     """
     statistics = _statistics(model)
+    check(
+        not isinstance(batches, Tensor | Mapping),
+        f"batches is a {type(batches).__name__}, which is one batch; pass a list, [batch]",
+    )
     seen = 0
     with _measuring(model, statistics):
         for batch in batches:
@@ -47,6 +52,11 @@ def calibrate(model: Model, batches: Iterable[Batch]) -> Model:
 
 def _statistics(model: nn.Module) -> list[ClusterStatistics]:
     parts = attached_parts(model).values()
+    check(
+        bool(parts) or not has_statistics(model),
+        f"{type(model).__name__} is a model of acmoe, whose statistics move in training; calibrate "
+        "is for models that acmoe.attach has made adaptive",
+    )
     check(
         bool(parts),
         f"{type(model).__name__} has no attached router; call acmoe.attach(model) first",
@@ -65,13 +75,20 @@ def _statistics(model: nn.Module) -> list[ClusterStatistics]:
 def _inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
     """Return the keyword arguments of a call, on the device of the model."""
     if isinstance(batch, Tensor):
+        check(
+            batch.dim() == 2 and not batch.is_floating_point(),
+            f"batches holds a tensor {tuple(batch.shape)} of {batch.dtype}; pass token ids (B, L), "
+            "or a dict such as {'inputs_embeds': ...}",
+        )
         batch = {"input_ids": batch}
     if not isinstance(batch, Mapping):
         raise UserError(
             f"batches holds a {type(batch).__name__}; pass tensors of token ids, or dicts of model "
             "inputs"
         )
-    device = next(model.parameters()).device
+    device = next((p.device for p in model.parameters() if not p.is_meta), None)
+    if device is None:  # accelerate has offloaded the model, and moves its inputs itself
+        return {"use_cache": False, **batch}
     moved = {
         name: value.to(device) if isinstance(value, Tensor) else value
         for name, value in batch.items()

@@ -8,8 +8,10 @@ run the plain model. `acmoe.hf.auto` registers the classes.
 """
 
 import copy
+import json
 import os
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -32,6 +34,10 @@ INITIALIZED = "_is_hf_initialized"  # attribute by which transformers marks what
 _NESTED: ContextVar[bool] = ContextVar("nested", default=False)
 
 
+REFUSED = "experts_implementation"  # a field of configs that plain classes read and check
+REFUSAL = "an adaptive model: `import acmoe.hf` and load it by AutoModelForCausalLM or its like"
+
+
 class AdaptiveModelConfig:
     """Base of the configs of attached models; `acmoe` holds the options of `attach`."""
 
@@ -43,6 +49,25 @@ class AdaptiveModelConfig:
         fields: dict[str, Any] = super().to_dict()  # type: ignore[misc]
         fields.pop("auto_map", None)
         return fields
+
+    def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
+        """Write the fields, and one by which every plain class refuses the checkpoint.
+
+        `MixtralForCausalLM.from_pretrained` only warns of another model type. But it raises for an
+        experts implementation that it does not know, and prints its name.
+        """
+        fields = json.loads(self.to_json_string(use_diff))  # type: ignore[attr-defined]
+        name = (getattr(self, "architectures", None) or [f"a {type(self).__name__} model"])[0]
+        fields[REFUSED] = REFUSAL + f", or as acmoe.hf.{name}"
+        text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
+        Path(json_file_path).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Return the config without the field by which plain classes refuse it."""
+        refused = str(config_dict.get(REFUSED, "")).startswith(REFUSAL)
+        fields = {k: v for k, v in config_dict.items() if not (refused and k == REFUSED)}
+        return super().from_dict(fields, **kwargs)  # type: ignore[misc]
 
 
 class AdaptiveModel:

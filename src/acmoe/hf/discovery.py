@@ -14,9 +14,18 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from acmoe.errors import UserError, check
-from acmoe.hf.families import FAMILIES, CheckedReader, Family, Reader, TupleReader, family_of
+from acmoe.hf.families import (
+    FAMILIES,
+    CheckedReader,
+    Family,
+    Jitter,
+    Reader,
+    TupleReader,
+    family_of,
+)
 
 KEY = "router_logits"
+COPIED = "original_module"  # beside it, PEFT keeps the copy of the module that it trains
 
 
 @dataclass(frozen=True)
@@ -31,6 +40,7 @@ class FoundRouter:
     read: Reader  # its output -> scores (T, E), higher is better, and chosen ids (T, K) or None
     adaptable: bool  # False: it does not choose by its input; it only tells its clusters
     note: str | None = None  # what a user should know before adapting it
+    jitter: Jitter | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,11 @@ def find_stacks(model: nn.Module) -> list[RouterStack]:
                 f"{type(model).__name__}: {type(one.module).__name__} cannot be made adaptive: "
                 f"{one.family.refusal}"
             )
+        check(
+            COPIED not in one.name.split("."),
+            f"{one.name} is one of two copies: modules_to_save of PEFT names it, or a module "
+            "around it; name the router's weight in target_parameters instead",
+        )
         if one.name.endswith(one.family.ends_with if one.family else ""):
             stacks.setdefault(_stack_of(one)[0], []).append(one)
     check(bool(stacks), _nothing_found(model))
@@ -195,6 +210,7 @@ def _found_router(one: _Candidate, layer: nn.Module) -> FoundRouter:
         read=CheckedReader(read, one.name, num_experts),
         adaptable=family.adaptable,
         note=family.note,
+        jitter=family.jitter,
     )
 
 

@@ -6,7 +6,7 @@ router returns (logits, weights, chosen ids). `acmoe.hf.discovery` reads that an
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +83,14 @@ def read_zaya(output: Any) -> tuple[Tensor, Tensor | None]:
     return scores_TE, ids_TK.masked_fill(weights_TK == 0, scores_TE.shape[-1] - 1)
 
 
+class Jitter(NamedTuple):
+    """Noise in training that a router multiplies into its input in place: the experts read the same
+    tensor, and so the noise."""
+
+    attribute: str  # of the router: the noise is uniform between 1 - value and 1 + value
+    off: float | None  # value of the attribute with which the router draws none
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """Describe one router class; None means: as discovery finds it."""
@@ -93,6 +101,7 @@ class Family:
     ends_with: str = ""  # take only routers whose dotted name ends with this
     layer: str | None = None  # class of the decoder layers, where they stand in no ModuleList
     adaptable: bool = True
+    jitter: Jitter | None = None
     note: str | None = None  # a warning; the name of the class is its subject
     refusal: str | None = None  # the reason why models with this router cannot be adapted
 
@@ -114,11 +123,16 @@ FAMILIES: dict[str, Family] = {
         "it: the rescaling is partly undone",
     ),
     # Up to 5.17 transformers declares no recorder for these, or the block around them.
-    "DbrxRouter": Family(read=TupleReader()),
+    "DbrxRouter": Family(read=TupleReader(), jitter=Jitter("moe_jitter_eps", off=None)),
     "HunYuanMoEV1Gate": Family(read=TupleReader()),
     "Llama4Router": Family(read=TupleReader(scores=1, ids=None)),
     # The experts that copy their token have columns and clusters of their own.
     "LongcatFlashTopkRouter": Family(read=TupleReader(), num_experts="n_routed_experts"),
+    "PhimoeTopKRouter": Family(jitter=Jitter("input_jitter_noise", off=0.0)),
+    "SwitchTransformersTop1Router": Family(
+        note="jitters its input in training (router_jitter_noise), in float32 in place, so that "
+        "the experts of a plain model read the noise too; those of an adaptive one do not"
+    ),
     # Looks up the experts of a token id; the input only weighs them.
     "DeepseekV4HashRouter": Family(read=TupleReader(), adaptable=False),
     # The class also routes between attention projections; those routers stay as they are.

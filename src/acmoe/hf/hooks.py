@@ -49,8 +49,9 @@ def loan_of(part: AdaptivePart) -> Loan:
     loan = part.lent if torch.compiler.is_compiling() else _LOANS.by_part.get(id(part))
     if loan is None:
         raise UserError(
-            f"{part.name} was called outside of its decoder layer, or its layer was compiled "
-            "before attach; call the whole model, attach before torch.compile, or detach"
+            f"{part.name} was called outside of its decoder layer, its layer was compiled before "
+            "attach, or it is a copy (modules_to_save of PEFT); call the whole model, attach "
+            "before torch.compile, or name the router in target_parameters"
         )
     return loan
 
@@ -118,6 +119,16 @@ class BeforeLayer:
             register_layer(layer)
             self.registered = True
 
+    def check_values(self, x: Tensor) -> None:
+        """Raise a UserError if the statistics have no values, and x has some."""
+        empty = None if x.is_meta else next((part for part in self.parts if part.on_meta), None)
+        if empty is not None:
+            raise UserError(
+                f"{empty.name} has no statistics: they are on the meta device, where accelerate "
+                "puts offloaded buffers; dispatch with offload_buffers=False, or load the model by "
+                "from_pretrained"
+            )
+
     def __call__(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -135,6 +146,7 @@ class BeforeLayer:
         compiling = torch.compiler.is_compiling()
         if not compiling:
             self.register(layer)
+            self.check_values(x)
         for part in self.parts:
             if compiling:
                 part.lent = loan
@@ -163,11 +175,11 @@ def before_router(
     """Rescale the router's first argument, the hidden states."""
     part = part_of(router)
     loan = loan_of(part)
-    if args:
-        loan.x = args[0]
-        return (part.rescale(args[0], loan), *args[1:]), kwargs
-    loan.x = kwargs["hidden_states"]
-    return args, {**kwargs, "hidden_states": part.rescale(kwargs["hidden_states"], loan)}
+    x = args[0] if args else kwargs["hidden_states"]
+    part.add_jitter(x)
+    loan.x = x
+    scaled = part.rescale(x, loan)
+    return ((scaled, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": scaled})
 
 
 def after_router(router: nn.Module, args: tuple[Any, ...], output: Any) -> None:

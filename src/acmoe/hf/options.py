@@ -42,7 +42,12 @@ def attach_arguments(config: Any) -> dict[str, Any]:
         f"up to {FORMAT}; upgrade acmoe",
     )
     arguments = {name: value for name, value in stored.items() if name not in ("format", "router")}
-    router = dict(stored["router"])
+    router = stored.get("router")
+    if not isinstance(router, Mapping):
+        raise UserError(
+            f"acmoe.router is {router!r} in this config, which is damaged; restore config.json "
+            "from a copy, or attach the plain model again"
+        )
     known = {"skip", "layers", "blend_steps"}
     unknown = sorted({*arguments} - known) + sorted({*router} - {*as_dict(AdaptiveConfig())})
     check(not unknown, f"acmoe.{unknown and unknown[0]} in this config is unknown; upgrade acmoe")

@@ -1,4 +1,4 @@
-"""Save and load the statistics of an attached model apart from its weights.
+"""Save and load the statistics of an attached model, or of our own, apart from its weights.
 
 Files of adapters, such as LoRA's, hold only weights that were trained. The statistics have moved
 meanwhile, so they are written to a file beside the adapter.
@@ -13,15 +13,19 @@ import safetensors
 import safetensors.torch
 from torch import Tensor, nn
 
-from acmoe.errors import check
+from acmoe.errors import UserError, check, first_line
 from acmoe.hf.adaptive import AdaptivePart
 from acmoe.hf.wrappers import outermost_models, unwrapped_name
+from acmoe.routing.statistics import ClusterStatistics
+from acmoe.routing.statistics.step import StepStatistics
 
 FILE = "acmoe_statistics.safetensors"
 
 
 def save_statistics(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
-    """Write the statistics of an attached model to acmoe_statistics.safetensors in `directory`.
+    """Write the statistics of a model to acmoe_statistics.safetensors in `directory`.
+
+    model: attached, or one of `AcmoeForCausalLM` and its like, or a wrapper around it.
 
     A model that `save_pretrained` saves whole needs this not; one with adapters of PEFT does:
 
@@ -43,7 +47,7 @@ def save_statistics(model: nn.Module, directory: str | os.PathLike[str]) -> Path
 
 
 def load_statistics(model: nn.Module, directory: str | os.PathLike[str]) -> None:
-    """Load what `save_statistics` wrote into a model that is attached in the same way."""
+    """Load what `save_statistics` wrote into a model that is attached or built in the same way."""
     path = Path(directory) / FILE
     check(
         path.is_file(),
@@ -51,7 +55,11 @@ def load_statistics(model: nn.Module, directory: str | os.PathLike[str]) -> None
         "measure the statistics by acmoe.calibrate(model, batches)",
     )
     parts = _parts(model)
-    tensors = safetensors.torch.load_file(path)
+    try:
+        tensors = safetensors.torch.load_file(path)
+    except safetensors.SafetensorError as error:
+        remedy = "write it anew by acmoe.hf.save_statistics, or call acmoe.calibrate"
+        raise UserError(f"{path} cannot be read: {first_line(error)}; {remedy}") from error
     _check_same(path, parts, tensors)
     for name, part in parts.items():
         start = f"{name}."
@@ -59,7 +67,7 @@ def load_statistics(model: nn.Module, directory: str | os.PathLike[str]) -> None
         part.load_state_dict(own)
 
 
-def _check_same(path: Path, parts: dict[str, AdaptivePart], tensors: dict[str, Tensor]) -> None:
+def _check_same(path: Path, parts: dict[str, nn.Module], tensors: dict[str, Tensor]) -> None:
     shapes = {
         f"{name}.{key}": value.shape
         for name, part in parts.items()
@@ -77,13 +85,24 @@ def _check_same(path: Path, parts: dict[str, AdaptivePart], tensors: dict[str, T
         f"{path} differs from the model at {differing and differing[0]}; attach with the options "
         f"that the file was written with: {json.dumps(stored)}",
     )
-    measure = next(one.config.measure for part in parts.values() if (one := part.statistics))
+    measure = _measure(parts)
     saved = measure if stored is None else stored["router"]["measure"]
     check(
         saved == measure,
-        f"{path} holds dispersions by measure={saved!r}, and the model was attached with "
-        f"measure={measure!r}; attach with the same measure",
+        f"{path} holds dispersions by measure={saved!r}, and the model has "
+        f"measure={measure!r}; attach, or build it, with the same measure",
     )
+
+
+def _measure(parts: dict[str, nn.Module]) -> str | None:
+    """Return the measure of the dispersions; None if there are none."""
+    found = (module for part in parts.values() for module in part.modules())
+    return next((one.config.measure for one in found if isinstance(one, ClusterStatistics)), None)
+
+
+def has_statistics(model: nn.Module) -> bool:
+    """Return True if the model has running statistics."""
+    return any(isinstance(module, AdaptivePart | StepStatistics) for module in model.modules())
 
 
 def _root(model: nn.Module) -> nn.Module:
@@ -96,19 +115,22 @@ def _root(model: nn.Module) -> nn.Module:
     return models[0]
 
 
-def _parts(model: nn.Module) -> dict[str, AdaptivePart]:
-    """Return the attached parts by name, as if no wrapper were around the model or in it."""
-    found = {
-        unwrapped_name(name): module
-        for name, module in _root(model).named_modules()
-        if isinstance(module, AdaptivePart)
-    }
-    check(
-        bool(found),
-        f"{type(model).__name__} has no attached router; call acmoe.attach(model) first",
+def _parts(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules with statistics by name, as if no wrapper were around the model or in it:
+    the parts that `attach` put on, or the statistics of our own models."""
+    modules = {unwrapped_name(name): module for name, module in _root(model).named_modules()}
+    for kind in (AdaptivePart, StepStatistics):
+        found: dict[str, nn.Module] = {
+            name: module for name, module in modules.items() if isinstance(module, kind)
+        }
+        if found:
+            return found
+    raise UserError(
+        f"{type(model).__name__} has no attached router; call acmoe.attach(model) first"
     )
-    return found
 
 
 def _options(model: nn.Module) -> Any:
-    return getattr(getattr(_root(model), "config", None), "acmoe", None)
+    options = getattr(getattr(_root(model), "config", None), "acmoe", None)
+    measure = _measure(_parts(model))
+    return {"router": {"measure": measure}} if options is None and measure is not None else options

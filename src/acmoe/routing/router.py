@@ -4,14 +4,14 @@ T tokens, D features.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from acmoe.config.routing import LossConfig
 from acmoe.errors import UserError, check
-from acmoe.ops.checks import check_dim, check_token_mask, check_whole
+from acmoe.ops.checks import check_dim, check_range, check_token_mask, check_whole
 from acmoe.ops.precision import without_autocast
 from acmoe.ops.route import ScaledTokens
 from acmoe.ops.statistics.dispersion import accumulation_dtype
@@ -153,7 +153,10 @@ class Router(Layer):
         token_ids: Tensor | None = None,
     ) -> Routing:
         """Choose experts for the rescaled tokens."""
-        return self.decide(tokens.dense(), token_mask=token_mask, token_ids=token_ids)
+        x = tokens.dense()
+        routing = self.decide(x, token_mask=token_mask, token_ids=token_ids)
+        check_routing(self, routing, x.numel() // self.dim)
+        return routing
 
     def decide(
         self, x: Tensor, *, token_mask: Tensor | None = None, token_ids: Tensor | None = None
@@ -166,6 +169,13 @@ class Router(Layer):
     ) -> StatisticsSlot | None:
         """Return a cache for statistics between decode steps; None if the router needs none."""
         return None
+
+
+def unwrapped(router: nn.Module) -> Any:
+    """Return the router inside of wrappers that hide its attributes: LoRA on its weight (PEFT)."""
+    while not isinstance(router, Router) and "base_layer" in router._modules:
+        router = router.get_submodule("base_layer")
+    return router
 
 
 def blank(x: Tensor, token_mask: Tensor | None) -> Tensor:
@@ -196,6 +206,33 @@ def rows_for(rows: Callable[[int], float], value_TX: Tensor, token_mask_T: Tenso
         return value_TX.new_full((), int(min(rows(tokens), most)), dtype=torch.int64)
     table = [int(min(rows(count), most)) for count in range(tokens + 1)]
     return torch.tensor(table, device=value_TX.device)[token_mask_T.sum()]
+
+
+def check_routing(router: Router, routing: object, num_tokens: int) -> None:
+    """Raise a UserError if `decide`, which a user may have written, did not return a `Routing`."""
+    if torch.compiler.is_compiling():
+        return
+    name, T, E = type(router).__name__, num_tokens, router.num_experts
+    if not isinstance(routing, Routing):
+        raise UserError(f"{name}.decide returned a {type(routing).__name__}; return acmoe.Routing")
+    K = router.top_k if router.always_k else routing.expert_ids.shape[-1]
+    shapes = {"expert_ids": (T, K), "gate": (T, K), "affinity": (T, E), "first": (T,), "loss": ()}
+    for field, shape in shapes.items():
+        found = tuple(getattr(getattr(routing, field), "shape", ()))
+        check(
+            found == shape or (field == "first" and routing.first is None),
+            f"{name}.decide returned {field} of shape {found}; return {shape} for {T} tokens, {E} "
+            f"experts and top_k={router.top_k}, or set always_k = False to choose another number",
+        )
+    check(
+        routing.loss is not None,
+        f"{name}.decide returned loss=None; return affinity.new_zeros(()) where there is none",
+    )
+    check(
+        routing.expert_ids.dtype in (torch.int32, torch.int64),
+        f"{name}.decide returned expert_ids of {routing.expert_ids.dtype}; return whole numbers",
+    )
+    check_range(routing.expert_ids, 0, E if router.always_k else E + 1, f"{name}: expert_ids")
 
 
 def need_token_ids(token_ids: Tensor | None, x: Tensor, router: str) -> Tensor:

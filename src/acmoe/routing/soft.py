@@ -27,6 +27,7 @@ class SoftRouter(Router):
     """Cosine logits between tokens and slots, times one learned scale."""
 
     causal = False
+    always_k = False  # `decide` names the best slot's expert alone
 
     def __init__(
         self,

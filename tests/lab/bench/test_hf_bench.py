@@ -65,3 +65,5 @@ def test_an_implementation_that_fails_or_computes_something_else_is_refused(
 def test_a_model_that_is_not_known_is_named() -> None:
     with pytest.raises(UserError, match="models='gpt-5' is unknown; choose one of qwen3-30b-a3b"):
         HfBenchConfig(models=("gpt-5",))
+    with pytest.raises(UserError, match="batches holds 0; it must be at least 1"):
+        HfBenchConfig(batches=(4, 0))

@@ -19,6 +19,20 @@ def test_a_profile_is_of_the_model_with_its_options() -> None:
     assert sum(row["us"] for row in parts) == pytest.approx(whole["us"])
 
 
+@pytest.mark.parametrize("option", [{"router": "adaptive"}, {"variant": "graph"}, {"batch": 3}])
+def test_options_of_a_step_are_refused_where_layers_alone_are_profiled(option: dict) -> None:
+    with pytest.raises(UserError, match="is of a training step; name its models"):
+        ProfileConfig(shapes=("tiny",), **option)
+
+
+def test_options_of_a_layer_are_refused_where_steps_alone_are_profiled() -> None:
+    with pytest.raises(UserError, match="statistics=running are of a layer; name its shapes"):
+        ProfileConfig(models=("switch-nano",), statistics="running")
+    config = ProfileConfig(models=("switch-nano",), dtype="fp16", device="cpu")
+    with pytest.raises(UserError, match="precision='fp16' is unknown; choose bf16 or fp32"):
+        bench_profile(config)
+
+
 def test_options_without_a_model_are_refused() -> None:
     with pytest.raises(UserError, match="name the models they fit"):
         bench_profile(ProfileConfig(options=("block=32",), device="cpu"))

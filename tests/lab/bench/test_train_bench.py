@@ -94,6 +94,8 @@ def test_unknown_models_and_variants_are_refused() -> None:
         TrainBenchConfig(variants=("fast",))
     with pytest.raises(UserError, match="model 'switch' is unknown"):
         TrainBenchConfig(models=("switch",))
+    with pytest.raises(UserError, match="router='nosuch' is unknown; choose one of smoe"):
+        TrainBenchConfig(routers=("smoe", "paper", "nosuch"))
 
 
 def test_reports_of_different_variants_do_not_replace_each_other() -> None:

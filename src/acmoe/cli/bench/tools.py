@@ -64,7 +64,8 @@ class Profile:
     options: tuple[str, ...] = ()
     """Settings of the models' configs to change, such as span=512."""
     dtype: str = "bf16"
-    """Data type of the layer: bf16, fp16 or fp32."""
+    """Data type of the layer: bf16, fp16 or fp32; of a training step, its precision: bf16 or
+    fp32."""
     top: int = 30
     """Number of kernels to list; the others are summed up in one row."""
     device: str = "auto"

@@ -6,7 +6,14 @@ from typing import Literal, get_args
 
 from acmoe.config.routing import Statistics
 from acmoe.config.updates import Precision
-from acmoe.errors import UserError, check, check_choice, check_not_negative, check_positive
+from acmoe.errors import (
+    UserError,
+    check,
+    check_choice,
+    check_distinct,
+    check_not_negative,
+    check_positive,
+)
 
 Order = Literal["shuffled", "stored"]
 # Capacity factor of the experts while images are scored or attacked. None: no token is dropped, so
@@ -200,6 +207,7 @@ class ImageEvaluateConfig:
         check_choice(self.split, ("valid", "test"), "split")
         for mode in self.statistics:
             check_choice(mode, get_args(Statistics), "statistics")
+        check_distinct(self.statistics, "statistics")
         check_batches(self.batch, self.order, self.limit, self.seed)
         check_choice(self.precision, ("fp32", "bf16"), "precision")
 

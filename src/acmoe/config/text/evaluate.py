@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from acmoe.config.routing import Statistics
 from acmoe.config.text.data import ContaminationConfig
 from acmoe.config.updates import Precision
-from acmoe.errors import check, check_choice
+from acmoe.errors import check, check_choice, check_distinct
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,7 @@ class EvaluateConfig:
         check_choice(self.which, ("best", "last"), "which")
         for mode in self.statistics:
             check_choice(mode, get_args(Statistics), "statistics")
+        check_distinct(self.statistics, "statistics")
         check(self.batch >= 1, f"batch={self.batch}; it must be at least 1")
         check(self.block is None or self.block >= 1, f"block={self.block}; it must be at least 1")
         if self.precision is not None:

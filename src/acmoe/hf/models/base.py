@@ -1,5 +1,6 @@
 """The base class of this library's transformers models: loading, precision, recomputation."""
 
+import os
 from typing import Any, ClassVar
 
 import torch
@@ -8,6 +9,7 @@ from transformers import PreTrainedModel
 
 from acmoe.errors import check
 from acmoe.hf.models.config import AcmoeConfig
+from acmoe.hf.statistics import has_statistics, save_statistics
 from acmoe.models.registry import build_model
 from acmoe.routing.statistics.step import StepStatistics
 
@@ -52,6 +54,33 @@ class AcmoePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         elif callable(reset := getattr(module, "reset_parameters", None)):
             reset()
 
+    def check_placed(self) -> None:
+        """Raise a UserError if accelerate has offloaded what no hook of its loads again in time.
+
+        It loads the weights of a module for the module's call; tensors that are read outside of
+        such a call stay on the meta device, and have no values.
+        """
+        if not hasattr(self, "_hf_hook"):
+            return
+        read = [self.model, *(m for m in self.modules() if isinstance(m, StepStatistics))]
+        tensors = [t for m in read for t in (*m.parameters(recurse=False), *m.buffers(False))]
+        if isinstance(embed := getattr(self.model, "embed", None), nn.Module):
+            tensors += embed.parameters()  # new caches are made where its weight is
+        check(
+            not any(tensor.is_meta for tensor in tensors),
+            "accelerate has offloaded tensors that this model reads outside of a module's call; "
+            "offload whole blocks by accelerate.dispatch_model with a device_map that keeps the "
+            "rest, without offload_buffers",
+        )
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """Save the model. Where it has adapters of PEFT, transformers saves these alone; the
+        statistics are then written beside them."""
+        super().save_pretrained(save_directory, **kwargs)
+        adapted = getattr(self, "_hf_peft_config_loaded", False)
+        if adapted and has_statistics(self) and kwargs.get("is_main_process", True):
+            save_statistics(self, save_directory)
+
     def gradient_checkpointing_enable(
         self,
         gradient_checkpointing_kwargs: dict[str, Any] | None = None,
@@ -69,6 +98,20 @@ class AcmoePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
 
     def gradient_checkpointing_disable(self) -> None:
         self.gradient_checkpointing = self.model.checkpoint_blocks = False
+
+
+def refuse(**arguments: Any) -> None:
+    """Raise a UserError for an argument of transformers that our models cannot serve.
+
+    PEFT passes these arguments by name in every call, as None.
+    """
+    for name, value in arguments.items():
+        remedy = "pass input_ids" if name == "inputs_embeds" else "leave it out"
+        given = tuple(value.shape) if isinstance(value, torch.Tensor) else value
+        check(
+            value is None or value is False,
+            f"{name}={given} is not supported by the models of acmoe; {remedy}",
+        )
 
 
 def keep_float32(model: nn.Module) -> None:

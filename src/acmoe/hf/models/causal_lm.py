@@ -12,16 +12,14 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from acmoe.errors import check
-from acmoe.hf.models.base import AcmoePreTrainedModel, add_aux_loss
+from acmoe.hf.models.base import AcmoePreTrainedModel, add_aux_loss, refuse
 from acmoe.hf.models.cache import AcmoeCache
 from acmoe.hf.models.config import AcmoeConfig
-from acmoe.hf.models.padding import token_mask
+from acmoe.hf.models.padding import IGNORED, token_mask
 from acmoe.models.recorded import recorded
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.models.text.generate import check_generates
 from acmoe.ops.checks import check_range
-
-IGNORED = -100  # a label that is not scored
 
 
 class AcmoeForCausalLM(AcmoePreTrainedModel, GenerationMixin):  # type: ignore[misc]
@@ -66,6 +64,9 @@ class AcmoeForCausalLM(AcmoePreTrainedModel, GenerationMixin):  # type: ignore[m
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
     ) -> MoeCausalLMOutputWithPast | tuple[Any, ...]:
         """Return logits and, with labels, the loss.
 
@@ -80,10 +81,18 @@ class AcmoeForCausalLM(AcmoePreTrainedModel, GenerationMixin):  # type: ignore[m
             output_router_logits: return each MoE layer's (T, E) affinities.
             logits_to_keep: number of last positions to compute logits of, or their indices; 0: all.
             num_items_in_batch: labels in all micro-batches of an optimizer step, from the Trainer.
+            inputs_embeds, output_attentions, output_hidden_states: not supported; they must be None
+                or False.
 
         The loss is the cross-entropy plus `aux_loss`, the weighted auxiliary losses of all MoE
         layers.
         """
+        self.check_placed()
+        refuse(
+            inputs_embeds=inputs_embeds,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+        )
         config = self.config
         mask_BL = token_mask(input_ids, attention_mask, config.vocab_size)
         real = input_ids if mask_BL is None else input_ids.masked_fill(~mask_BL, 0)
@@ -128,6 +137,7 @@ class AcmoeForCausalLM(AcmoePreTrainedModel, GenerationMixin):  # type: ignore[m
             f"labels have shape {tuple(labels.shape)}; give the ids of the "
             f"{tuple(x_BLD.shape[:2])} input positions, -100 where a label does not count",
         )
+        check(not labels.is_floating_point(), f"labels are {labels.dtype}; give whole numbers")
         targets_BL = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         scored_BL = targets_BL != IGNORED
         if mask_BL is not None:

@@ -7,6 +7,7 @@ checkpoint, from which `restore.py` makes a run folder again.
 
 import contextlib
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -45,6 +46,10 @@ def export_run(
         UserError: the folder is not empty, or the checkpoint is damaged or holds NaN.
     """
     run, folder = Path(run), Path(folder)
+    check(
+        re.fullmatch(r"\d+(\.\d+)? *[KMGT]B", str(max_shard_size), re.IGNORECASE) is not None,
+        f"max_shard_size={max_shard_size!r}; give a number with KB, MB, GB or TB, such as 5GB",
+    )
     check_empty(folder)
     source = open_source(run, which, ema)
     with new_folder(folder) as draft:

@@ -67,6 +67,7 @@ class AcmoeForImageClassification(AcmoePreTrainedModel):
             output_router_logits: return each MoE layer's affinities.
             num_items_in_batch: images in all micro-batches of an optimizer step.
         """
+        self.check_placed()
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
         capacity: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from acmoe.errors import check
 
+IGNORED = -100  # a label that is not scored
+
 
 def token_mask(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> Tensor | None:
     """Return (B, L), True for real tokens; None if all are.
@@ -15,6 +17,14 @@ def token_mask(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int
     the vocabulary, `<pad>` of our tokenizers, is padding with or without an attention mask:
     `generate` fills finished sequences with it and does not mask it.
     """
+    check(
+        input_ids.dim() == 2 and input_ids.numel() > 0,
+        f"input_ids have shape {tuple(input_ids.shape)}; pass at least one id, (sequences, length)",
+    )
+    check(
+        not input_ids.is_floating_point(),
+        f"input_ids are {input_ids.dtype}; pass whole numbers (input_ids.long())",
+    )
     mask_BL: Tensor | None = None
     if attention_mask is not None:
         check(

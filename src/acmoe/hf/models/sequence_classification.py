@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from acmoe.errors import check
-from acmoe.hf.models.base import AcmoePreTrainedModel
+from acmoe.hf.models.base import AcmoePreTrainedModel, refuse
 from acmoe.hf.models.config import AcmoeConfig
-from acmoe.hf.models.padding import last_token, token_mask
+from acmoe.hf.models.padding import IGNORED, last_token, token_mask
 from acmoe.models.text.decoder import LanguageModel
+from acmoe.ops.checks import check_range
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.train.finetune.classifier import classification_head
 
@@ -51,11 +52,21 @@ class AcmoeForSequenceClassification(AcmoePreTrainedModel):
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
     ) -> SequenceClassifierOutput | tuple[Any, ...]:
         """Return (B, K) logits and, with labels (B,), the mean cross-entropy.
 
-        As in `acmoe finetune`, no auxiliary loss is added.
+        As in `acmoe finetune`, no auxiliary loss is added. inputs_embeds, output_attentions and
+        output_hidden_states are not supported; they must be None or False.
         """
+        self.check_placed()
+        refuse(
+            inputs_embeds=inputs_embeds,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+        )
         config = self.config
         mask_BL = token_mask(input_ids, attention_mask, config.vocab_size)
         last_B = last_token(mask_BL, input_ids)
@@ -66,6 +77,8 @@ class AcmoeForSequenceClassification(AcmoePreTrainedModel):
                 "(tokenizer.padding_side='left')",
             )
             mask_BL = None
+        real = input_ids if mask_BL is None else input_ids.masked_fill(~mask_BL, 0)
+        check_range(real, 0, config.vocab_size, "input_ids")
         x_BLD, _, _ = self.model.hidden_states(input_ids, token_mask=mask_BL)
         logits_BK: Tensor = self.head(x_BLD[torch.arange(len(last_B)), last_B])
         loss = None if labels is None else self._loss(logits_BK, labels, num_items_in_batch)
@@ -79,6 +92,7 @@ class AcmoeForSequenceClassification(AcmoePreTrainedModel):
             f"problem_type={self.config.problem_type!r}, labels of {labels.dtype}; this model "
             "learns one class per sentence, given as integers",
         )
+        check_range(labels.masked_fill(labels == IGNORED, 0), 0, self.num_labels, "labels")
         logits_BK = logits_BK.to(accumulation_dtype(logits_BK.dtype))
         loss = nn.functional.cross_entropy(logits_BK, labels, reduction="sum")
         return loss / (len(labels) if num_items is None else num_items)

@@ -48,6 +48,8 @@ class HfBenchConfig:
         for model in self.models:
             check_choice(model, tuple(MODELS), "models")
         check(len(self.implementations) >= 1, "implementations is empty; name one, such as acmoe")
+        for batch in self.batches:
+            check(batch >= 1, f"batches holds {batch}; it must be at least 1")
         check_choice(self.dtype, ("auto", *DTYPES), "dtype")
         check(self.tokens >= 0, f"tokens={self.tokens}; it must be at least 0")
         check(self.new_tokens >= 1, f"new_tokens={self.new_tokens}; it must be at least 1")

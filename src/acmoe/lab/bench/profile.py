@@ -32,7 +32,7 @@ class ProfileConfig:
     variant: str = "eager"  # way to run the training step
     batch: int | None = None  # batch of the training step
     options: tuple[str, ...] = ()  # key=value settings of the models' configs
-    dtype: str = "bf16"
+    dtype: str = "bf16"  # of the layer, or precision of the training step
     top: int = 30  # number of rows; the remaining kernels are summed up in one row
     device: str = "auto"
     seed: int = 0
@@ -42,6 +42,17 @@ class ProfileConfig:
         check_choice(self.variant, VARIANTS, "variant")
         check_choice(self.dtype, tuple(DTYPES), "dtype")
         check(self.top >= 1, f"top={self.top}; show at least one row")
+        for name, unset in (("router", "smoe"), ("variant", "eager"), ("batch", None)):
+            value = getattr(self, name)
+            check(
+                bool(self.models) or value == unset,
+                f"{name}={value} is of a training step; name its models, such as switch-nano",
+            )
+        check(
+            bool(self.shapes) or not self.models or self.statistics == "plain",
+            f"statistics={self.statistics} are of a layer; name its shapes, or choose the router "
+            "of the models, such as router=adaptive",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +72,7 @@ def bench_profile(config: ProfileConfig, *, command: str = "") -> Report:
         models=config.models,
         batch=config.batch,
         options=config.options,
+        precision=config.dtype if config.models else "bf16",
         device=config.device,
         seed=config.seed,
     )

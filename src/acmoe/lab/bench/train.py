@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from acmoe.config.overrides import override
-from acmoe.config.routing import AdaptiveConfig, RouterConfig
+from acmoe.config.routing import AdaptiveConfig, RouterConfig, router_config
 from acmoe.errors import check
 from acmoe.fast.compiled import compile_blocks
 from acmoe.fast.memory import StaticMemory
@@ -75,6 +75,8 @@ class TrainBenchConfig:
             "routers are named by --routers, not by an option router=",
         )
         check(len(self.routers) >= 1, "routers is empty; name at least one, such as smoe")
+        for router in self.routers:
+            router_config(_router(router))  # raises for an unknown name
         check(self.batch is None or self.batch >= 1, f"batch={self.batch}; it must be at least 1")
         check(
             self.precision in ("bf16", "fp32"),

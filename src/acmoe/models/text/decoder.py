@@ -34,6 +34,7 @@ from acmoe.ops.embedding.op import Embedding
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.ops.statistics.prefix import PrefixMoments
 from acmoe.routing.layer_plan import plan_layers
+from acmoe.routing.router import unwrapped
 from acmoe.routing.state import Routing, RoutingState
 
 
@@ -183,7 +184,7 @@ class LanguageModel(nn.Module):
         known = memory.moments if memory is not None else ()
         caches: list[SegmentCache | None] = []
         for depth, block in enumerate(self.blocks):
-            if not (isinstance(block.layer, MoE) and block.layer.router.carries_moments):
+            if not (isinstance(block.layer, MoE) and unwrapped(block.layer.router).carries_moments):
                 caches.append(None)
                 continue
             before = known[depth] if known else None
@@ -270,6 +271,7 @@ class LanguageModel(nn.Module):
             )
         for name, ids in (("tokens", tokens), ("targets", targets)):
             if ids is not None:
+                check(not ids.is_floating_point(), f"{name} are {ids.dtype}; pass whole numbers")
                 check_range(_blank(ids, token_mask), 0, self.config.vocab_size, name)
         if memory is not None:
             check(
