@@ -261,7 +261,7 @@ def _rows(
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         return [replace(who[0], refused=first_line(error))]
     base = [long - short for short, long in times[0]]
-    rows = []
+    rows: list[GenerateRow] = []
     for row, taken in zip(who, times, strict=True):
         short, long = (min(one[number] for one in taken) for number in (0, 1))
         step = max(long - short, 1e-9) / (config.tokens - half)
