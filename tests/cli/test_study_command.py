@@ -69,6 +69,10 @@ def test_a_study_of_two_cells_runs_resumes_and_is_summarised(capsys, monkeypatch
     [
         ((), "no study given"),
         (("synthetic", "--megabytes", "3", "--brief"), "reads no --megabytes 3 --brief"),
+        (
+            ("nano", "--vocabulary", "9", "--list"),
+            "study nano reads no --vocabulary 9; leave it out",
+        ),
         (("byte",), "did you mean bytes?"),
         (("bytes",), "give their folder with --data"),
         (("ablations", "--settings", "enwik8"), '--settings "switch-nano, standard library" reads'),

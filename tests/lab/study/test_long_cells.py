@@ -1,5 +1,6 @@
 """Every declared cell of the long studies trains and is scored, with a small model."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,13 @@ SIZE = Size(
     steps=2,
     batch=2,
     tokens=300,
-    megabytes=0.01,
-    parts=1,
-    vocabulary=50,
     overrides=SMALL,
     device="cpu",
 )
+SIZES = {
+    "long": replace(SIZE, megabytes=0.01),
+    "long-words": replace(SIZE, parts=1, vocabulary=50),
+}
 CELLS = [
     (study, cell.setting, cell.condition)
     for study, part in (("long", ("enwik8",)), ("long-words", ()))
@@ -57,7 +59,7 @@ def test_a_declared_cell_trains_and_is_scored(
     part = ("enwik8",) if study == "long" else ()
     (cell,) = (
         cell
-        for cell in STUDIES[study].cells(materials, SIZE, (0,), part)
+        for cell in STUDIES[study].cells(materials, SIZES[study], (0,), part)
         if (cell.setting, cell.condition) == (setting, condition)
     )
     found = run_cell(cell, tmp_path, lambda line: None)

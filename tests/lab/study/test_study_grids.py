@@ -14,7 +14,7 @@ from acmoe.lab.study.grids.nano import TEXT_SETTING
 from acmoe.lab.study.grids.variants import CHOSEN
 from acmoe.lab.study.materials import Images, Materials, Text
 from acmoe.lab.study.registry import STUDIES, study_of
-from acmoe.lab.study.size import Size
+from acmoe.lab.study.size import Size, WatchedSize
 
 
 class Listed(Materials):
@@ -96,6 +96,14 @@ def test_one_size_serves_all_cells_and_is_said_in_each():
         assert cell.size == "30 steps of 256 tokens"
     assert size.text == "--steps 30 --batch 4 lr=1e-3 model.block=64"
     assert Size(brief=True, spsa_images=3).text == "--spsa-images 3 --brief"
+
+
+def test_a_size_knows_which_of_its_options_were_read() -> None:
+    size = WatchedSize(Size(steps=30, images=3, megabytes=0.5, brief=True, overrides=("lr=1e-3",)))
+    changed = size.adding("block=8")
+    assert changed.steps == 30 and changed.overrides == ("block=8", "lr=1e-3")
+    assert size.megabytes == 0.5 and size.parts is None
+    assert size.unread() == ["--images 3", "--brief"]
 
 
 def test_an_update_is_the_papers_24576_tokens():

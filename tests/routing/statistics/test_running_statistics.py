@@ -10,7 +10,9 @@ import torch
 from filled_layers import assert_same_buffers, filled_layer, see, taker
 from router_loops import dispersion, matrix, rows, scales
 
+import acmoe
 from acmoe import AdaptiveConfig, RoutingState, build_router, fold_statistics, override_statistics
+from acmoe.errors import UserError
 
 
 @pytest.mark.parametrize("measure", ["mad", "variance", "gini"])
@@ -136,3 +138,9 @@ def test_a_single_token_reads_the_scale_that_training_left():
     state = RoutingState.identity(num_tokens=1, num_clusters=2, dim=2)
     state = state._replace(assignment=torch.tensor([[0]]))
     assert router.rescale(torch.tensor([[2.0, 2.0]]), state).dense().tolist() == [[3.0, 1.0]]
+
+
+def test_a_group_that_is_none_of_torch_s_is_named() -> None:
+    moe = acmoe.MoE(dim=4, hidden=4, num_experts=2, top_k=1, router="adaptive")
+    with pytest.raises(UserError, match="group='data'; pass a process group of torch"):
+        acmoe.set_statistics_group(moe, "data")

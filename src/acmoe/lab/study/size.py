@@ -1,6 +1,8 @@
 """The size of a study's cells: the same for all cells of a setting, and stored in each."""
 
+import copy
 from dataclasses import dataclass, fields
+from typing import Any
 
 from acmoe.errors import check
 
@@ -37,6 +39,34 @@ class Size:
         given = [(name, getattr(self, name)) for name in _NUMBERS]
         options = [f"--{_option(name)} {value:g}" for name, value in given if value is not None]
         return " ".join([*options, *(["--brief"] if self.brief else []), *self.overrides])
+
+    def adding(self, *overrides: str) -> "Size":
+        """Return this size with overrides that come before its own."""
+        changed = copy.copy(self)
+        object.__setattr__(changed, "overrides", (*overrides, *self.overrides))
+        return changed
+
+
+class WatchedSize(Size):
+    """A size that knows which of its options were read, by itself or by a changed copy."""
+
+    def __init__(self, size: Size) -> None:
+        vars(self).update(vars(size), reads=set())
+
+    def __getattribute__(self, name: str) -> Any:
+        values = object.__getattribute__(self, "__dict__")
+        if name in values:
+            values["reads"].add(name)
+        return object.__getattribute__(self, name)
+
+    def unread(self) -> list[str]:
+        """Return the options that were given and that nothing has read, as on the command line."""
+        values = object.__getattribute__(self, "__dict__")
+        given = {name: values[name] for name in _NUMBERS if values[name] is not None}
+        options = {name: f"--{_option(name)} {value:g}" for name, value in given.items()}
+        if values["brief"]:
+            options["brief"] = "--brief"
+        return [text for name, text in options.items() if name not in values["reads"]]
 
 
 _NUMBERS = [

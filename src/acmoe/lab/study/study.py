@@ -4,9 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from acmoe.errors import check
 from acmoe.lab.study.cell import Cell
 from acmoe.lab.study.materials import Materials
-from acmoe.lab.study.size import Size
+from acmoe.lab.study.size import Size, WatchedSize
 
 # Makes the cells of the given seeds, in all settings and conditions.
 Grid = Callable[[Materials, Size, Sequence[int]], list[Cell]]
@@ -87,13 +88,16 @@ class Study:
         """Return all cells, or only one kind where `settings` selects none of the other.
 
         `settings` are parts of the names of settings. Cells that read data sets and cells that
-        need none are the two kinds; each prepares its own text.
+        need none are the two kinds; each prepares its own text. A size that no cell reads raises a
+        UserError.
         """
-        if self.data_free is None:
-            return self.grid(materials, size, seeds)
-        read = [] if self._all_free(settings) else self.grid(materials, size, seeds)
-        free = self.data_free.grid(materials, size, seeds) if self._any_free(settings) else []
-        return [*read, *free]
+        size = WatchedSize(size)
+        cells = [] if self._all_free(settings) else self.grid(materials, size, seeds)
+        if self.data_free is not None and self._any_free(settings):
+            cells = [*cells, *self.data_free.grid(materials, size, seeds)]
+        unread = size.unread()
+        check(not unread, f"study {self.name} reads no {' '.join(unread)}; leave it out")
+        return cells
 
     def reads(self, settings: Sequence[str]) -> bool:
         """Return True where these settings, or all if none are given, need a data folder."""

@@ -48,7 +48,12 @@ def set_statistics_group(model: nn.Module, group: ProcessGroup | None) -> None:
     from acmoe.routing.router import Router
     from acmoe.routing.statistics.step import StepStatistics
 
-    name = ALONE if group is None else str(group.group_name)
+    known = getattr(group, "group_name", None)
+    check(
+        group is None or known is not None,
+        f"group={group!r}; pass a process group of torch.distributed (dist.new_group), or None",
+    )
+    name = ALONE if group is None else str(known)
     for module in model.modules():
         if isinstance(module, StepStatistics):
             module.group_name = name

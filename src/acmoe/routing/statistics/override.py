@@ -49,7 +49,8 @@ def override_statistics(model: nn.Module, **changes: Any) -> Iterator[None]:
             changed = config.overridden(**changes)
             check(
                 changed.reads == config.reads,
-                f"{changes} would take statistics of the {changed.reads} layer in a model built "
+                f"{', '.join(f'{key}={value!r}' for key, value in changes.items())} would take "
+                f"statistics of the {changed.reads} layer in a model built "
                 f"for the {config.reads} one; build it with that statistics_of",
             )
             setattr(module, name, changed)

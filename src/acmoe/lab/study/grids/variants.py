@@ -100,7 +100,7 @@ def _by_training(
     chosen = {name: VARIANTS[name] for name in names}
     for run in dict.fromkeys(variant.run for variant in chosen.values()):
         routers = {name: one.router_for(steps) for name, one in chosen.items() if one.run == run}
-        yield routers, replace(size, overrides=(*run, *size.overrides))
+        yield routers, size.adding(*run)
 
 
 # The variants whose test bits per byte were closest to the plain router's, or below, on the first

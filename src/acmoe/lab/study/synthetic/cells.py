@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import cast
 
 from acmoe.config.overrides import override
-from acmoe.errors import check
 from acmoe.lab.study.cell import Cell
 from acmoe.lab.study.cells.outcome import Notify, Outcome
 from acmoe.lab.study.materials import Materials
@@ -22,12 +21,6 @@ SYNTHETIC_CONDITIONS = tuple(
 
 def synthetic_study(materials: Materials, size: Size, seeds: Sequence[int]) -> list[Cell]:
     """Return the cells; all tokens are random, so no data set is needed."""
-    unread = replace(size, steps=None, overrides=())
-    check(
-        not unread.text,
-        f"the synthetic study reads no {unread.text}; it takes --steps and settings such as "
-        "batch=128",
-    )
     cells = []
     for condition, factors, config in synthetic_grid(seeds=seeds):
         if size.steps is not None:
