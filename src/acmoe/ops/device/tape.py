@@ -138,16 +138,23 @@ def taped(
     first = tensors[0]
     assert first is not None
     device = first.device
-    kinds = [None if one is None else (one.shape, one.dtype, one.get_device()) for one in tensors]
     current = torch.cuda.current_device() if first.is_cuda else -1
-    key = (run, current, settings, *kinds)
-    tape = _tapes.get(key, _UNKNOWN)
-    addresses = [0 if one is None else one.data_ptr() for one in tensors]
-    together = 0
-    for address in addresses:
+    kinds: list[Any] = [run, current, settings]
+    addresses = []
+    together, contiguous = 0, True
+    for one in tensors:
+        if one is None:
+            kinds.append(None)
+            addresses.append(0)
+            continue
+        address = one.data_ptr()
+        kinds += (one.shape, one.dtype, one.get_device())
+        addresses.append(address)
         together |= address
-    fit = together & 15 == 0 and plain_launches()
-    fit = fit and all([one is None or one.is_contiguous() for one in tensors])
+        contiguous = contiguous and one.is_contiguous()
+    key = tuple(kinds)
+    tape = _tapes.get(key, _UNKNOWN)
+    fit = together & 15 == 0 and contiguous and plain_launches()
     if tape is None or not fit or recorder.steps is not None:
         return run(*tensors, *settings)
     if tape is _UNKNOWN:

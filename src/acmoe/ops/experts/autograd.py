@@ -195,11 +195,11 @@ def fused_expert_mlp(
     weights = [weight.detach().to(x_TD.dtype) for weight in (up_EWD, down_EDF)]
     tensors = (x_TD, *weights, up_bias_EW, down_bias_ED, gate_TK)
     keep = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in (*tensors, up_EWD, down_EDF)
+        [tensor is not None and tensor.requires_grad for tensor in (*tensors, up_EWD, down_EDF)]
     )
-    x, up, down, up_bias, down_bias, gate = (
+    x, up, down, up_bias, down_bias, gate = [
         None if tensor is None else tensor.contiguous() for tensor in tensors
-    )
+    ]
     rows = (permutation_N, inverse_N, offsets_E, expert_N, seed, activation, dropout, keep)
     given = (x_TD, up_EWD, down_EDF, up_bias_EW, down_bias_ED, gate_TK)
     out: Tensor

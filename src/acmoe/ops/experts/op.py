@@ -38,9 +38,9 @@ def _expert_mlp_triton(
     dim = x.shape[1]
     if worth_padding(weights, gate.numel()):
         x, weights = pad_experts(x, weights)
-    up_bias, down_bias = (
+    up_bias, down_bias = [
         None if bias is None else bias.to(x.dtype) for bias in (weights.up_bias, weights.down_bias)
-    )
+    ]
     if not torch.compiler.is_compiling():
         prepare(x, weights, rows, gate, activation)
     out = fused_expert_mlp(

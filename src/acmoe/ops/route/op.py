@@ -47,7 +47,9 @@ def fused_route(
     balance_only: bool = False,
 ) -> Route:
     check_route(tokens, embedding, top_k, token_mask, noise)
-    scale_CD = None if tokens.scale is None else tokens.scale.detach().float()
+    scale_CD = tokens.scale
+    if scale_CD is not None and (scale_CD.requires_grad or scale_CD.dtype != torch.float32):
+        scale_CD = scale_CD.detach().float()
     order = None
     if scale_CD is not None and tokens.order is not None and token_mask is None:
         clusters = scale_CD.shape[0]

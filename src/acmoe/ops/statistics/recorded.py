@@ -1,8 +1,8 @@
-"""Measure the clusters of a training forward, and add the batch to the statistics that wait.
+"""Measure the clusters of a call, and in training add them to the statistics that wait.
 
 The results are those of `measure_dispersion` or `measure_scale`, and then `record_batch`. Where
 Triton's kernels serve an eager call, all of its launches are repeated from one tape
-(ops/device/tape.py), whose memory holds the batch: that takes a third of the host's time.
+(ops/device/tape.py), whose memory holds the batch: that takes less of the host's time.
 
 D features, C clusters; all leading dimensions of x count tokens.
 """
@@ -23,13 +23,14 @@ from acmoe.ops.statistics.pending import record_batch, replaying
 
 LEAST = 2  # tokens of a cluster; a single one has dispersion 0, which carries no information
 
-Waiting = tuple[Tensor, Tensor]  # means (C, D) and counts (C,)
+Waiting = tuple[Tensor, Tensor]  # means (C, D) and counts (C,) of the batches that wait
 
 
 def record_dispersion(
     waiting: Waiting,
     x: Tensor,
     assignment: Tensor,
+    num_clusters: int,
     *,
     measure: str,
     token_mask: Tensor | None = None,
@@ -41,14 +42,14 @@ def record_dispersion(
     """
     tokens = (x, assignment, token_mask, order)
     if measure in scale_op.SCALE_MEASURES and _one_tape(waiting, *tokens):
-        kernel = measure_dispersion.select(x, assignment, len(waiting[1]), measure=measure)
+        kernel = measure_dispersion.select(x, assignment, num_clusters, measure=measure)
         if kernel.name == "triton":
             runs = scale_op.launched_dispersion, sorted_op.launched_dispersion
-            _repeated(runs, waiting, *tokens, (measure,))
+            _repeated(runs, waiting, tokens, num_clusters, (measure,))
             return
-    batch = _new_batch(waiting)
+    batch = torch.empty_like(waiting[0]), torch.empty_like(waiting[1])
     measure_dispersion(
-        *(_all_tokens(x), assignment.flatten(), len(waiting[1])),
+        *(_all_tokens(x), assignment.flatten(), num_clusters),
         measure=measure,
         token_mask=None if token_mask is None else token_mask.flatten(),
         order=order,
@@ -58,9 +59,10 @@ def record_dispersion(
 
 
 def record_scale(
-    waiting: Waiting,
+    waiting: Waiting | None,
     x: Tensor,
     assignment: Tensor,
+    num_clusters: int,
     options: ScaleOptions,
     *,
     measure: str,
@@ -69,70 +71,79 @@ def record_scale(
 ) -> Tensor:
     """Return the scale (C, D) of x (..., D), and add its dispersion to the waiting means, in place.
 
-    The other arguments are those of `measure_scale`.
+    waiting: None to add nothing. The other arguments are those of `measure_scale`.
     """
     tokens = (x, assignment, token_mask, order)
     if options.transform is None and _one_tape(waiting, *tokens):
-        kernel = measure_scale.select(x, assignment, len(waiting[1]), options, measure=measure)
+        kernel = measure_scale.select(x, assignment, num_clusters, options, measure=measure)
         if kernel.name == "triton":
             runs = scale_op.launched_scale, sorted_op.launched_scale
-            settings = (measure, options.normalize, options.floor, options.eps)
-            settings += (options.clamp, options.min_tokens)
-            return _repeated(runs, waiting, *tokens, settings)[0]
-    batch = _new_batch(waiting)
+            shape = (measure, options.normalize, options.floor, options.eps)
+            settings = (*shape, options.clamp, options.min_tokens)
+            return _repeated(runs, waiting, tokens, num_clusters, settings)[0]
+    batch = waiting and (torch.empty_like(waiting[0]), torch.empty_like(waiting[1]))
     scale = measure_scale(
-        *(_all_tokens(x), assignment.flatten(), len(waiting[1]), options),
+        *(_all_tokens(x), assignment.flatten(), num_clusters, options),
         measure=measure,
         token_mask=None if token_mask is None else token_mask.flatten(),
         order=order,
         out=batch,
     )
-    record_batch(*waiting, *batch, least=LEAST)
+    if waiting is not None and batch is not None:
+        record_batch(*waiting, *batch, least=LEAST)
     return scale
 
 
-def _one_tape(waiting: Waiting, x: Tensor, *rest: Tensor | None) -> bool:
+def _one_tape(waiting: Waiting | None, x: Tensor, *rest: Tensor | None) -> bool:
     """Return True if a call may be one tape, if a kernel serves it.
 
     A tape records no gradient, and it always adds the batch: a forward that a backward repeats was
-    counted already.
+    counted already. `select` refuses what `torch.func` transforms.
     """
-    if not (x.is_cuda or interpreting()) or not eager(x, *rest, *waiting):
+    if not (x.is_cuda or interpreting()) or not eager(x, *rest, *(waiting or ())):
         return False
+    if x.requires_grad and torch.is_grad_enabled():
+        return False
+    if waiting is None:
+        return True
     plain = all([one.dtype == torch.float32 and one.is_contiguous() for one in waiting])
-    return plain and not replaying() and not (x.requires_grad and torch.is_grad_enabled())
+    return plain and not replaying()
 
 
 def _repeated(
     runs: tuple[Callable[..., Any], Callable[..., Any]],
-    waiting: Waiting,
-    x: Tensor,
-    assignment: Tensor,
-    token_mask: Tensor | None,
-    order: Tensor | None,
+    waiting: Waiting | None,
+    tokens: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    num_clusters: int,
     settings: tuple[Any, ...],
 ) -> tuple[Tensor, ...]:
     """Return the results of one of `runs`, for tokens in any order or sorted, by a tape."""
+    from acmoe.ops.device.tape import taped
+
+    x, assignment, token_mask, order = tokens
+    written = waiting or (None, None)
     if order is not None and order.numel() > 0:
-        return scale_op.taped_into(_run_sorted, (x, order, *waiting), (runs[1], settings))
-    check_clusters(assignment, len(waiting[1]))
-    tensors = (x, assignment, token_mask, *waiting)
-    return scale_op.taped_into(_run_unsorted, tensors, (runs[0], settings))
+        constants = (num_clusters, runs[1], settings)
+        return taped(_run_sorted, (x, order, *written), constants)
+    check_clusters(assignment, num_clusters)
+    constants = (num_clusters, runs[0], settings)
+    return taped(_run_unsorted, (x, assignment, token_mask, *written), constants)
 
 
 def _run_unsorted(
     x: Tensor,
     assignment: Tensor,
     token_mask: Tensor | None,
-    mean_CD: Tensor,
-    count_C: Tensor,
+    mean_CD: Tensor | None,
+    count_C: Tensor | None,
+    num_clusters: int,
     launched: Callable[..., tuple[Tensor, ...]],
     settings: tuple[Any, ...],
 ) -> tuple[Tensor, ...]:
     check_tokens(x, assignment, token_mask)
     mask_T = None if token_mask is None else token_mask.flatten()
     sets = as_sets(_all_tokens(x), assignment.flatten(), mask_T)
-    batch = _new_batch((mean_CD, count_C))
+    batch = _new_batch(x, num_clusters)
     found = launched(*sets, *batch, *settings)
     _add(mean_CD, count_C, batch)
     return found
@@ -141,32 +152,37 @@ def _run_unsorted(
 def _run_sorted(
     x: Tensor,
     order: Tensor,
-    mean_CD: Tensor,
-    count_C: Tensor,
+    mean_CD: Tensor | None,
+    count_C: Tensor | None,
+    num_clusters: int,
     launched: Callable[..., tuple[Tensor, ...]],
     settings: tuple[Any, ...],
 ) -> tuple[Tensor, ...]:
-    clusters = TokenOrder.unpack(order, len(count_C))
+    clusters = TokenOrder.unpack(order, num_clusters)
     assert clusters is not None
     x_TD = _all_tokens(x)
     sorted_op.check_sorted(x_TD, clusters, settings[0])
-    batch = _new_batch((mean_CD, count_C))
+    batch = _new_batch(x, num_clusters)
     found = launched(x_TD, *clusters, *batch, *settings)
     _add(mean_CD, count_C, batch)
     return found
 
 
-def _add(mean_CD: Tensor, count_C: Tensor, batch: tuple[Tensor, Tensor]) -> None:
+def _add(mean_CD: Tensor | None, count_C: Tensor | None, batch: tuple[Tensor, Tensor]) -> None:
     from acmoe.ops.statistics.triton.pending import add_batch
 
-    add_batch(mean_CD, count_C, *batch, LEAST)
+    if mean_CD is not None and count_C is not None:
+        add_batch(mean_CD, count_C, *batch, LEAST)
 
 
 def _all_tokens(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+    return x.flatten(0, -2)
 
 
-def _new_batch(waiting: Waiting) -> tuple[Tensor, Tensor]:
-    """Return memory for the dispersion (C, D) and the token counts (C,) of a batch."""
-    mean_CD, count_C = waiting
-    return torch.empty_like(mean_CD), torch.empty_like(count_C)
+def _new_batch(x: Tensor, num_clusters: int) -> tuple[Tensor, Tensor]:
+    """Return float32 memory for the dispersion (C, D) and the token counts (C,) of a batch.
+
+    On a tape it is part of the memory that every repetition allocates anew.
+    """
+    spread_CD = x.new_empty((num_clusters, x.shape[-1]), dtype=torch.float32)
+    return spread_CD, spread_CD.new_empty(num_clusters)

@@ -94,19 +94,20 @@ class ClusterStatistics(RunningAverage):
         chosen_C: not 0 for clusters that a token chose, first or not; mean_over="chosen" and batch
         statistics read it. None: those of the assignment.
         """
+        mode = self.mode
         with self._recording(x_BLD, slot):
             x_BLD = x_BLD.detach() if self.config.detach else x_BLD
-            if self.mode == "batch":
+            if mode == "batch":
                 if self.group:
                     return self._global_scale(x_BLD, assignment_BL, token_mask_BL, chosen_C, slot)
                 scale = self._batch_scale(x_BLD, assignment_BL, token_mask_BL, order, chosen_C)
             else:
                 self._record_dispersion(x_BLD, assignment_BL, token_mask_BL, order)
-            if self.mode == "running":
+            if mode == "running":
                 self.warn_if_empty(assignment_BL)
                 # Copy it: the routing state must not change when the buffer does.
                 return self.average_scale().to(accumulation_dtype(x_BLD.dtype), copy=True)
-            if self.mode == "sequence":
+            if mode == "sequence":
                 scale = measure_scale(
                     x_BLD,
                     assignment_BL,
@@ -126,22 +127,17 @@ class ClusterStatistics(RunningAverage):
         chosen_C: Tensor | None,
     ) -> Tensor:
         """Return the (C, D) scale of all tokens of the call; in training, record them, too."""
-        options = self.options._replace(chosen=chosen_C)
-        measure = self.config.measure
-        if not self.training:
-            return measure_scale(
-                *(*self._all_tokens(x_BLD, assignment_BL), options),
-                measure=measure,
-                token_mask=None if token_mask_BL is None else token_mask_BL.flatten(),
-                order=order,
-            )
+        options = self.options
         scale = record_scale(
-            *(self.batches, x_BLD, assignment_BL, options),
-            measure=measure,
+            self.batches if self.training else None,
+            *(x_BLD, assignment_BL, self.num_clusters),
+            options if chosen_C is None else options._replace(chosen=chosen_C),
+            measure=self.config.measure,
             token_mask=token_mask_BL,
             order=order,
         )
-        self.count_forward()
+        if self.training:
+            self.count_forward()
         return scale
 
     def _all_tokens(self, x_BLD: Tensor, assignment_BL: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -162,7 +158,7 @@ class ClusterStatistics(RunningAverage):
                 self.count_forward()
         elif self.training:
             record_dispersion(
-                *(self.batches, x_BLD, assignment_BL),
+                *(self.batches, x_BLD, assignment_BL, self.num_clusters),
                 measure=self.config.measure,
                 token_mask=token_mask_BL,
                 order=order,

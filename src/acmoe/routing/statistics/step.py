@@ -121,7 +121,8 @@ class StepStatistics(nn.Module):
                 "tokens of its first device are counted; use DistributedDataParallel (torchrun)",
                 logging.WARNING,
             )
-        self.waiting = True
+        if not self.waiting:  # to set an attribute of a module takes longer than to look
+            self.waiting = True
         if self.forwards is None:
             return
         self.forwards += 1
