@@ -36,7 +36,8 @@ class ScaledTokens(NamedTuple):
         x = self.x.to(accumulation_dtype(self.x.dtype))
         if self.scale is None or self.assignment is None:
             return bounded(x)
-        scale = rows_of(self.scale, self.assignment).view(x.shape)
+        scale = rows_of(self.scale, self.assignment)
+        scale = scale if x.dim() == 2 else scale.view(x.shape)
         if surely_bounded(x, self.scale):
             return x * scale
         return bounded(bounded(x) * scale)

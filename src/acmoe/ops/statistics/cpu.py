@@ -36,6 +36,7 @@ class Measured(NamedTuple):
     spread: Array  # (C, D) dispersion, in the dtype of the tokens
     wide: Array  # (C, D) the same in float64
     mean: Array  # (C, 1) float64 mean of the dispersion over features; NaN or inf if one of them is
+    means: list[float]  # the same C numbers
     tokens: list[int]  # C numbers of tokens
 
     @classmethod
@@ -48,7 +49,8 @@ class Measured(NamedTuple):
         else:
             with np.errstate(over="ignore"):
                 total_C1 = np.add.reduce(wide_CD, 1, keepdims=True)
-        return cls(spread_CD, wide_CD, total_C1 / spread_CD.shape[1], count)
+        total_C1 /= spread_CD.shape[1]
+        return cls(spread_CD, wide_CD, total_C1, total_C1.reshape(-1).tolist(), count)
 
     def known(self, least: int, *, positive: bool = False) -> list[bool]:
         """Return for each cluster True if it has `least` tokens and a finite dispersion.
@@ -57,10 +59,9 @@ class Measured(NamedTuple):
         of numpy takes as long as a loop over 30 of them.
         """
         bound = 0.0 if positive else -1.0
-        means = self.mean[:, 0].tolist()
         return [
             number >= least and bound < mean < math.inf
-            for number, mean in zip(self.tokens, means, strict=True)
+            for number, mean in zip(self.tokens, self.means, strict=True)
         ]
 
 
@@ -150,19 +151,18 @@ def _dispersion(
     Traced calls take the definition, and tests compare their bits with those of this function.
     Return None where the definition has to serve: a token has no cluster, or holds NaN or inf.
     """
-    cluster = cluster_T.numpy()
-    token_C = np.zeros(num_clusters, np.int64)
+    cluster, dtype = cluster_T.numpy(), _NUMPY[x_TD.dtype]
     try:
-        # The first token of each cluster: of values for the same place numpy keeps the last.
-        token_C[cluster[::-1]] = np.arange(len(cluster) - 1, -1, -1)
+        one_hot = _identity(num_clusters, dtype).take(cluster, 1)
         count = np.bincount(cluster, minlength=num_clusters).tolist()
     except (IndexError, ValueError):  # a cluster beyond the last; a negative one
         return None
-    dtype = _NUMPY[x_TD.dtype]
-    one_hot_CT = torch.from_numpy(_identity(num_clusters, dtype).take(cluster, 1))
-    number_C1 = torch.from_numpy(np.array([[max(number, 1)] for number in count], dtype))
-    anchor_CD = x_TD.index_select(0, torch.from_numpy(token_C))  # see `reference.deviation`
-    away_TD = anchor_CD.index_select(0, cluster_T)
+    # The anchor of each token is the first one of its cluster, see `reference.deviation`.
+    anchor_T = torch.from_numpy(one_hot.argmax(1).take(cluster))
+    one_hot_CT = torch.from_numpy(one_hot)
+    number = np.array([max(number, 1) for number in count], dtype)
+    number_C1 = torch.from_numpy(number[:, None])
+    away_TD = x_TD.index_select(0, anchor_T)
     torch.sub(x_TD, away_TD, out=away_TD)
     mean_CD = torch.mm(one_hot_CT, away_TD).div_(number_C1)
     away_TD.sub_(mean_CD.index_select(0, cluster_T))
@@ -215,5 +215,6 @@ def _add(
     share_C = number_C / np.maximum(total_C, 1)
     # torch writes, so that autograd sees that the buffers have changed.
     count_C.copy_(torch.from_numpy(total_C))
-    new = torch.from_numpy(new_CX).to(mean_CX.dtype)
+    new = torch.from_numpy(new_CX)
+    new = new if new.dtype == mean_CX.dtype else new.to(mean_CX.dtype)
     mean_CX.lerp_(new, torch.from_numpy(share_C[:, None]))
