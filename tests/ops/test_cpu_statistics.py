@@ -9,6 +9,7 @@ from acmoe.errors import UserError
 from acmoe.ops.dispatch import record_choices, use_backend
 from acmoe.ops.statistics.op import ScaleOptions, measure_dispersion, measure_scale
 from acmoe.ops.statistics.pending import add_batch
+from acmoe.ops.statistics.recorded import record_dispersion, record_scale
 
 X = torch.tensor([[0.0, 5.0], [2.0, 5.0], [7.0, 7.0]])
 OPTIONS = ScaleOptions(
@@ -74,3 +75,31 @@ def test_batches_add_up_to_the_mean_over_all_tokens() -> None:
     assert mean.tolist() == [[1.0, 3.0], [6.0, 7.0], [0.0, 0.0]]  # (4 * 8 + 2 * 2) / 6 = 6
     assert count.tolist() == [2.0, 6.0, 4.0]
     assert mean._version > before  # autograd sees the change
+
+
+@pytest.mark.parametrize("measure", ["mad", "variance", "std"])
+def test_the_dispersion_is_that_of_the_definition(measure: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(601, 7) + torch.tensor([0.0, 0.0, 1e3, 0.0, 0.0, 0.0, 0.0])
+    cluster = torch.randint(4, (601,))
+    with record_choices() as choices:
+        found = measure_dispersion(x, cluster, 5, measure=measure)
+    assert [choice.kernel for choice in choices] == ["cpu"]
+    with use_backend("torch"):
+        wanted = measure_dispersion(x, cluster, 5, measure=measure)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
+
+
+def test_a_layer_measures_and_records_a_batch_in_one_call() -> None:
+    x = torch.tensor([[0.0, 0.0], [2.0, 6.0], [9.0, 9.0]])  # s = (1, 3), as above
+    waiting = torch.tensor([[3.0, 7.0], [5.0, 5.0]]), torch.tensor([2.0, 0.0])
+    versions = [one._version for one in waiting]
+    arguments = (x[None], torch.tensor([[0, 0, 1]]), 2)
+    scale = record_scale(waiting, *arguments, OPTIONS, measure="mad")
+    assert scale.tolist() == [[1.5, 0.5], [1.0, 1.0]]
+    # The mean of two tokens with (3, 7) and two with (1, 3); one token alone is not recorded.
+    assert waiting[0].tolist() == [[2.0, 5.0], [5.0, 5.0]] and waiting[1].tolist() == [4.0, 0.0]
+    record_dispersion(waiting, *arguments, measure="mad")
+    torch.testing.assert_close(waiting[0], torch.tensor([[5 / 3, 13 / 3], [5.0, 5.0]]))
+    assert waiting[1].tolist() == [6.0, 0.0]
+    assert all(one._version > old for one, old in zip(waiting, versions, strict=True))

@@ -11,8 +11,8 @@ from acmoe.ops.dispatch import OPS, use_backend
 
 CPU = torch.device("cpu")
 OLMOE = SHAPES["olmoe"]
-# What a CPU runs in float32: the definitions, but for the statistics of clusters.
-STATISTICS = ("measure_dispersion", "measure_scale", "add_batch")
+# What a CPU runs in float32: the definitions, but for the statistics of clusters and the sort.
+ON_CPU = ("measure_dispersion", "measure_scale", "add_batch", "sort_rows")
 RUNNERS = {"language model's blocks": "fast path", "Swin's window attention": "plain path"}
 
 
@@ -28,8 +28,9 @@ def test_every_op_and_runner_is_listed_with_one_kernel_that_runs_and_reasons_for
     for op in OPS:
         kernels = {choice.backend: choice for choice in choices if choice.op == op}
         assert list(kernels) == [kernel.name for kernel in OPS[op].kernels]
-        # Tokens are bf16 here, which the statistics' kernel does not take; what it adds is float32.
-        runs = "cpu" if op == "add_batch" else "torch"
+        # Tokens are bf16 here, which the statistics' kernel does not take; what it adds is float32,
+        # and what is sorted are integers.
+        runs = "cpu" if op in ("add_batch", "sort_rows") else "torch"
         assert [name for name, choice in kernels.items() if choice.runs] == [runs]
         reason = kernels["triton"].unsupported or ""
         assert "CUDA device" in reason or "for GPUs" in reason
@@ -41,7 +42,7 @@ def test_a_request_that_cannot_be_met_still_names_what_runs() -> None:
     with use_backend("grouped_mm"):
         assert running() == {
             **dict.fromkeys(OPS, "torch"),
-            **dict.fromkeys(STATISTICS, "cpu"),
+            **dict.fromkeys(ON_CPU, "cpu"),
             **RUNNERS,
         }
 

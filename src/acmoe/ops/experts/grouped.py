@@ -6,8 +6,6 @@ loop whose bounds depend on data. There are no atomics, so equal inputs give equ
 N rows, I features in, O features out, E experts.
 """
 
-from itertools import islice
-
 import torch
 from torch import Tensor
 
@@ -44,15 +42,19 @@ def _vectors_by_expert(
 
     Most experts have no rows here: taking all weights apart would take longer than indexing a few.
     """
-    inputs, outputs = iter(x_NI.unbind()), iter(out_NO.unbind())
-    for expert, rows in enumerate(sizes[:-1]):
-        if rows:
-            weight_OI = weight_EOI[expert]
-            for x_I, out_O in zip(islice(inputs, rows), outputs, strict=False):
-                torch.mv(weight_OI, x_I, out=out_O)
-                if bias_EO is not None:
-                    out_O.add_(bias_EO[expert])
-    for out_O in outputs:  # rows of no expert
+    # All views are made before the first product: after each of them, which reads a whole weight,
+    # little of Python is left in the caches.
+    experts = [expert for expert, rows in enumerate(sizes[:-1]) for _ in range(rows)]
+    outputs = out_NO.unbind()
+    calls = list(
+        zip([weight_EOI[expert] for expert in experts], x_NI.unbind(), outputs, strict=False)
+    )
+    for weight_OI, x_I, out_O in calls:
+        torch.mv(weight_OI, x_I, out=out_O)
+    if bias_EO is not None:
+        for expert, out_O in zip(experts, outputs, strict=False):
+            out_O.add_(bias_EO[expert])
+    for out_O in outputs[len(experts) :]:  # rows of no expert
         out_O.zero_()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from acmoe.ops.dispatch import triton_unsupported
 from acmoe.ops.route.autograd import route_through
 from acmoe.ops.route.reference import Route, check_route, gate_sum, route
-from acmoe.ops.route.tokens import ScaledTokens
+from acmoe.ops.route.tokens import ScaledTokens, check_clusters
 from acmoe.ops.sort.order import TokenOrder, worth_routing_sorted
 
 _MOST_EXPERTS, _MOST_CHOICES = 512, 16
@@ -47,6 +47,8 @@ def fused_route(
     balance_only: bool = False,
 ) -> Route:
     check_route(tokens, embedding, top_k, token_mask, noise)
+    if tokens.scale is not None and tokens.assignment is not None:
+        check_clusters(tokens.scale, tokens.assignment)
     scale_CD = tokens.scale
     if scale_CD is not None and (scale_CD.requires_grad or scale_CD.dtype != torch.float32):
         scale_CD = scale_CD.detach().float()

@@ -3,12 +3,13 @@
 T tokens, D features, C clusters. A shape (..., D) has T rows in all.
 """
 
+import contextlib
 from typing import NamedTuple
 
 from torch import Tensor
 
 from acmoe.ops.bounded import bounded, surely_bounded
-from acmoe.ops.checks import host_may_read
+from acmoe.ops.checks import check_range, host_may_read
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 
 
@@ -35,7 +36,8 @@ class ScaledTokens(NamedTuple):
         x = self.x.to(accumulation_dtype(self.x.dtype))
         if self.scale is None or self.assignment is None:
             return bounded(x)
-        scale = rows_of(self.scale, self.assignment).view(x.shape)
+        scale = rows_of(self.scale, self.assignment)
+        scale = scale if x.dim() == 2 else scale.view(x.shape)
         if surely_bounded(x, self.scale):
             return x * scale
         return bounded(bounded(x) * scale)
@@ -49,6 +51,16 @@ class ScaledTokens(NamedTuple):
 def rows_of(scale_CD: Tensor, assignment_T: Tensor) -> Tensor:
     """Return (T, D): the scale of each token's cluster; ones for a token in no cluster, -1."""
     if host_may_read(assignment_T) and assignment_T.min().item() >= 0:
-        return scale_CD.index_select(0, assignment_T)
+        # torch checks the other end while it gathers. -1 is not left to it, because a first layer
+        # has no clusters, and an error takes longer to raise than the minimum.
+        with contextlib.suppress(IndexError):
+            return scale_CD.index_select(0, assignment_T)
+    check_clusters(scale_CD, assignment_T)
     scale_TD = scale_CD[assignment_T.clamp(min=0)]
     return scale_TD.masked_fill((assignment_T < 0)[:, None], 1.0)
+
+
+def check_clusters(scale_CD: Tensor, assignment_T: Tensor) -> None:
+    """Require cluster ids from -1 to C - 1, on a CPU: on a GPU it would cost more than the op."""
+    if assignment_T.device.type == "cpu":
+        check_range(assignment_T, -1, scale_CD.shape[0], "assignment")

@@ -1,14 +1,18 @@
-"""Register the counting-sort kernels of the op `sort_rows`.
+"""Register the kernels of the op `sort_rows`: counting sorts on a GPU, numpy's sort on a CPU.
 
 T tokens, K experts per token, N = T * K rows, E experts, C = E clusters.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from acmoe.ops.checks import host_may_read
 from acmoe.ops.dispatch import eager, triton_unsupported
 from acmoe.ops.sort.order import header_size, no_order, num_slots
 from acmoe.ops.sort.reference import Rows, sort_rows
+
+_MOST_EXPERTS = 2**15  # ids up to this number fit int16
 
 
 def unsupported(expert_ids: Tensor) -> str | None:
@@ -34,6 +38,38 @@ def _sort_rows_triton(
         cluster = cluster.masked_fill(~token_mask, -1)
     both = _eager_sort_with_tokens if eager(expert_ids, cluster) else sort_with_tokens_op
     return Rows(*both(expert_ids, cluster, num_experts))
+
+
+def _not_on_cpu(expert_ids: Tensor, num_experts: int) -> str | None:
+    if expert_ids.device.type != "cpu":
+        return "it is for CPUs"
+    if expert_ids.dtype != torch.int64 or num_experts >= _MOST_EXPERTS:
+        return f"its kernel takes int64 ids of fewer than {_MOST_EXPERTS:,} experts"
+    return None if host_may_read(expert_ids) else "it is traced, or there are no tokens"
+
+
+@sort_rows.register("cpu", unsupported=_not_on_cpu)
+def _sort_rows_cpu(
+    expert_ids: Tensor,
+    num_experts: int,
+    *,
+    cluster: Tensor | None = None,
+    token_mask: Tensor | None = None,
+) -> Rows:
+    """Sort by numpy: it sorts 16-bit integers by radix, and its calls take less than torch's."""
+    ids_N = expert_ids.numpy().reshape(-1)
+    permutation_N = ids_N.astype(np.int16).argsort(kind="stable")
+    expert_N = ids_N.take(permutation_N)
+    inverse_N = np.empty_like(permutation_N)
+    inverse_N[permutation_N] = np.arange(len(ids_N))
+    offsets_E = expert_N.searchsorted(np.arange(num_experts), side="right")
+    return Rows(
+        torch.from_numpy(permutation_N),
+        torch.from_numpy(inverse_N),
+        torch.from_numpy(offsets_E),
+        torch.from_numpy(expert_N),
+        no_order(expert_ids),
+    )
 
 
 def launched_sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

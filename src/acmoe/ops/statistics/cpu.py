@@ -7,8 +7,9 @@ which uses every core, and those of clusters alone numpy's.
 T tokens, D features, C clusters, X statistics of each cluster.
 """
 
+import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,16 +25,55 @@ MEASURES = ("mad", "variance", "std")
 _MIN_DISPERSION = 1e-290  # as in scale.py: sums of reciprocals do not overflow
 # float32's normal range
 _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+_NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Measured(NamedTuple):
+    """The statistics of the clusters of a call."""
+
+    spread: Array  # (C, D) dispersion, in the dtype of the tokens
+    wide: Array  # (C, D) the same in float64
+    mean: Array  # (C, 1) float64 mean of the dispersion over features; NaN or inf if one of them is
+    means: list[float]  # the same C numbers
+    tokens: list[int]  # C numbers of tokens
+
+    @classmethod
+    def of(cls, spread_CD: Array, count: list[int]) -> "Measured":
+        """Return the statistics with this dispersion and these numbers of tokens."""
+        wide_CD = spread_CD.astype(np.float64)
+        # Ufuncs: numpy's `mean`, `clip` and `all` take 5 to 10 us before they begin.
+        if wide_CD.dtype != spread_CD.dtype:
+            total_C1 = np.add.reduce(wide_CD, 1, keepdims=True)
+        else:
+            with np.errstate(over="ignore"):
+                total_C1 = np.add.reduce(wide_CD, 1, keepdims=True)
+        total_C1 /= spread_CD.shape[1]
+        return cls(spread_CD, wide_CD, total_C1, total_C1.reshape(-1).tolist(), count)
+
+    def known(self, least: int, *, positive: bool = False) -> list[bool]:
+        """Return for each cluster True if it has `least` tokens and a finite dispersion.
+
+        positive: the dispersion must not be 0 in all features. Lists: clusters are few, and a call
+        of numpy takes as long as a loop over 30 of them.
+        """
+        bound = 0.0 if positive else -1.0
+        return [
+            number >= least and bound < mean < math.inf
+            for number, mean in zip(self.tokens, self.means, strict=True)
+        ]
 
 
 def unsupported(*tensors: Tensor) -> str | None:
     """Return the reason why these functions cannot read the tensors, or None."""
-    if any(one.device.type != "cpu" for one in tensors):
-        return "it is for CPUs"
-    if any(one.dtype not in (torch.float32, torch.float64) for one in tensors):
-        return "it takes float32 and float64"
-    if not all(host_may_read(one) for one in tensors):
-        return "it is traced, or there are no tokens"
+    for one in tensors:
+        if one.device.type != "cpu":
+            return "it is for CPUs"
+        if one.dtype not in (torch.float32, torch.float64):
+            return "it takes float32 and float64"
+        if not host_may_read(one):
+            return "it is traced, or there are no tokens"
     return "under autocast its GEMMs would be narrow" if torch.is_autocast_enabled("cpu") else None
 
 
@@ -45,15 +85,16 @@ def measured_dispersion(
     *,
     measure: str,
     out: tuple[Tensor, Tensor] | None = None,
+    add_to: tuple[Tensor, Tensor, int] | None = None,
     **_unused: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the op `measure_dispersion` of tokens without a mask."""
-    found = _dispersion(x_TD, cluster_T, num_clusters, measure)
-    if found is None:
-        found = dispersion_and_count(x_TD, cluster_T, num_clusters, measure=measure)
-    for buffer, value in zip(out or (), found, strict=False):
-        buffer.copy_(value)
-    return found
+    """Compute the op `measure_dispersion` of tokens without a mask.
+
+    add_to: arguments `mean_CX`, `count_C` and `least` of `pending.add_batch`, which is called with
+    the result.
+    """
+    found = _measured(x_TD, cluster_T, num_clusters, measure)
+    return _written(found, out, add_to)
 
 
 @torch.no_grad()
@@ -65,57 +106,93 @@ def measured_scale(
     *,
     measure: str,
     out: tuple[Tensor, Tensor] | None = None,
+    add_to: tuple[Tensor, Tensor, int] | None = None,
     **_unused: Any,
 ) -> Tensor:
-    """Compute the op `measure_scale` of tokens without a mask, each cluster by itself."""
-    found = measured_dispersion(x_TD, cluster_T, num_clusters, measure=measure, out=out)
-    floor, eps, least = options.floor, options.eps, options.min_tokens
-    return _scale(*found, floor=floor, eps=eps, min_tokens=least)
+    """Compute the op `measure_scale` of tokens without a mask, each cluster by itself.
+
+    add_to: that of `measured_dispersion`.
+    """
+    found = _measured(x_TD, cluster_T, num_clusters, measure)
+    if out is not None or add_to is not None:
+        _written(found, out, add_to)
+    return _scale(found, floor=options.floor, eps=options.eps, min_tokens=options.min_tokens)
+
+
+def _written(
+    found: Measured,
+    out: tuple[Tensor, Tensor] | None,
+    add_to: tuple[Tensor, Tensor, int] | None,
+) -> tuple[Tensor, Tensor]:
+    """Return dispersion (C, D) and float32 count (C,) as tensors, and write them as asked."""
+    number_C = np.array(found.tokens, np.float32)
+    spread_CD, count_C = torch.from_numpy(found.spread), torch.from_numpy(number_C)
+    for buffer, value in zip(out or (), (spread_CD, count_C), strict=False):
+        buffer.copy_(value)
+    if add_to is not None:
+        mean_CD, total_C, least = add_to
+        _add(mean_CD, total_C, found.spread, number_C, found.known(least))
+    return spread_CD, count_C
+
+
+def _measured(x_TD: Tensor, cluster_T: Tensor, num_clusters: int, measure: str) -> Measured:
+    found = _dispersion(x_TD, cluster_T, num_clusters, measure)
+    if found is not None:
+        return found
+    spread_CD, count_C = dispersion_and_count(x_TD, cluster_T, num_clusters, measure=measure)
+    return Measured.of(spread_CD.numpy(), [int(number) for number in count_C.tolist()])
 
 
 def _dispersion(
     x_TD: Tensor, cluster_T: Tensor, num_clusters: int, measure: str
-) -> tuple[Tensor, Tensor] | None:
-    """Return dispersion (C, D) and float32 count (C,), as `reference` computes them.
+) -> Measured | None:
+    """Return the statistics, by the arithmetic of `reference`.
 
+    Traced calls take the definition, and tests compare their bits with those of this function.
     Return None where the definition has to serve: a token has no cluster, or holds NaN or inf.
     """
-    least, most = torch.aminmax(cluster_T)
-    if least.item() < 0 or most.item() >= num_clusters:
+    cluster, dtype = cluster_T.numpy(), _NUMPY[x_TD.dtype]
+    try:
+        one_hot = _identity(num_clusters, dtype).take(cluster, 1)
+        count = np.bincount(cluster, minlength=num_clusters).tolist()
+    except (IndexError, ValueError):  # a cluster beyond the last; a negative one
         return None
-    one_hot_CT = (torch.arange(num_clusters).unsqueeze(1) == cluster_T).to(x_TD.dtype)
-    count_C1 = one_hot_CT.sum(1, keepdim=True)
-    number_C1 = count_C1.clamp(min=1)
-    anchor_CD = x_TD.index_select(0, one_hot_CT.max(1).indices)  # see `reference.deviation`
-    away_TD = x_TD - anchor_CD.index_select(0, cluster_T)
+    # The anchor of each token is the first one of its cluster, see `reference.deviation`.
+    anchor_T = torch.from_numpy(one_hot.argmax(1).take(cluster))
+    one_hot_CT = torch.from_numpy(one_hot)
+    number = np.array([max(number, 1) for number in count], dtype)
+    number_C1 = torch.from_numpy(number[:, None])
+    away_TD = x_TD.index_select(0, anchor_T)
+    torch.sub(x_TD, away_TD, out=away_TD)
     mean_CD = torch.mm(one_hot_CT, away_TD).div_(number_C1)
     away_TD.sub_(mean_CD.index_select(0, cluster_T))
     away_TD = away_TD.abs_() if measure == "mad" else away_TD.square_()
     spread_CD = torch.mm(one_hot_CT, away_TD).div_(number_C1)
-    if not math.isfinite(spread_CD.sum().item()):  # 0 * NaN is NaN: a bad token is in every sum
-        return None
-    return spread_CD.sqrt_() if measure == "std" else spread_CD, count_C1.view(-1).float()
+    found = Measured.of((spread_CD.sqrt_() if measure == "std" else spread_CD).numpy(), count)
+    return found if all(found.known(0)) else None  # 0 * NaN is NaN: a bad token is in every sum
 
 
-def _scale(
-    spread_CD: Tensor, count_C: Tensor, *, floor: float, eps: float, min_tokens: int
-) -> Tensor:
+@functools.lru_cache(maxsize=8)
+def _identity(size: int, dtype: type[np.floating[Any]]) -> Array:
+    return np.eye(size, dtype=dtype)
+
+
+def _scale(found: Measured, *, floor: float, eps: float, min_tokens: int) -> Tensor:
     """Return the scale (C, D) of each cluster by itself, as `scale_from_dispersion` computes it."""
-    D = spread_CD.shape[1]
-    with np.errstate(all="ignore"):  # rows of uninformative clusters, overwritten below
-        given_CD = spread_CD.numpy()
-        s_CD = given_CD.astype(np.float64)
-        # Ufuncs: numpy's `mean`, `clip` and `all` take 5 to 10 us before they begin.
-        mean_C1 = np.add.reduce(s_CD, -1, keepdims=True) / D
-        informative_C1 = (count_C.numpy()[:, None] >= min_tokens) & (mean_C1 < math.inf)
-        if eps == 0:
-            informative_C1 &= mean_C1 > 0
-        np.maximum(s_CD, floor * mean_C1, out=s_CD)
-        weight_CD = 1 / np.maximum(s_CD + eps, _MIN_DISPERSION)
-        weight_CD /= np.add.reduce(weight_CD, -1, keepdims=True) / D
+    D = found.spread.shape[1]
+    weight_CD = np.maximum(found.wide, np.maximum(found.mean * floor, _MIN_DISPERSION))
+    if eps:
+        weight_CD += eps
+    informative = found.known(min_tokens, positive=eps == 0)
+    if not all(informative):
+        weight_CD[~np.array(informative)] = 1  # its weights become exactly 1
+    np.reciprocal(weight_CD, out=weight_CD)
+    total_C1 = np.add.reduce(weight_CD, 1, keepdims=True)
+    total_C1 /= D
+    weight_CD /= total_C1
+    if floor < D * 1e-30:  # otherwise weights lie between floor / D and D
         np.minimum(np.maximum(weight_CD, _LEAST), _MOST, out=weight_CD)
-        weight_CD = np.where(informative_C1, weight_CD, 1.0)
-    return torch.from_numpy(weight_CD.astype(given_CD.dtype))
+    return torch.from_numpy(weight_CD.astype(found.spread.dtype))
 
 
 @torch.no_grad()
@@ -123,12 +200,21 @@ def add_batch(mean_CX: Tensor, count_C: Tensor, new_CX: Tensor, new_C: Tensor, l
     """Compute `pending.add_batch`."""
     new, number = new_CX.numpy(), new_C.numpy()
     used_C = (number >= least) & np.logical_and.reduce(np.isfinite(new), -1)
-    added_C = np.where(used_C, number, np.float32(0))
-    total_C = count_C.numpy() + added_C
-    share_C1 = (added_C / np.maximum(total_C, 1))[:, None]
-    value_CX = new_CX
-    if not used_C.all():
-        value_CX = torch.from_numpy(np.where(used_C[:, None], new, mean_CX.numpy()))
+    _add(mean_CX, count_C, new, number, used_C.tolist())
+
+
+def _add(
+    mean_CX: Tensor, count_C: Tensor, new_CX: Array, number_C: Array, used: list[bool]
+) -> None:
+    """Merge the means `new_CX` of `number_C` tokens into `mean_CX`, for the clusters in use."""
+    if not all(used):
+        used_C = np.array(used)
+        number_C = np.where(used_C, number_C, np.float32(0))
+        new_CX = np.where(used_C[:, None], new_CX, mean_CX.numpy())
+    total_C = count_C.numpy() + number_C
+    share_C = number_C / np.maximum(total_C, 1)
     # torch writes, so that autograd sees that the buffers have changed.
-    count_C.add_(torch.from_numpy(added_C))
-    mean_CX.lerp_(value_CX, torch.from_numpy(share_C1))
+    count_C.copy_(torch.from_numpy(total_C))
+    new = torch.from_numpy(new_CX)
+    new = new if new.dtype == mean_CX.dtype else new.to(mean_CX.dtype)
+    mean_CX.lerp_(new, torch.from_numpy(share_C[:, None]))

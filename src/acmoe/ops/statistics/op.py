@@ -142,6 +142,8 @@ def _dispersion_not_on_cpu(
         return "its kernel has no gradient"
     if token_mask is not None or x.dim() != 2 or assignment.shape != x.shape[:1]:
         return "its kernel takes one set of tokens without a mask"
+    if assignment.dtype != torch.int64:
+        return f"its kernel takes int64 clusters, not {assignment.dtype}"
     return cpu.unsupported(x)
 
 

@@ -2,21 +2,22 @@
 
 The results are those of `measure_dispersion` or `measure_scale`, and then `record_batch`. Where
 Triton's kernels serve an eager call, all of its launches are repeated from one tape
-(ops/device/tape.py), whose memory holds the batch: that takes less of the host's time.
+(ops/device/tape.py), whose memory holds the batch: that takes less of the host's time. On a CPU the
+kernel adds what it measured itself.
 
 D features, C clusters; all leading dimensions of x count tokens.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from acmoe.ops.checks import check_tokens
-from acmoe.ops.dispatch import eager, interpreting
+from acmoe.ops.dispatch import eager, interpreting, transforming
 from acmoe.ops.sort.order import TokenOrder
-from acmoe.ops.statistics import scale_op, sorted_op
+from acmoe.ops.statistics import cpu, scale_op, sorted_op
 from acmoe.ops.statistics.dispersion_op import as_sets, check_clusters
 from acmoe.ops.statistics.op import ScaleOptions, measure_dispersion, measure_scale
 from acmoe.ops.statistics.pending import record_batch, replaying
@@ -47,14 +48,13 @@ def record_dispersion(
             runs = scale_op.launched_dispersion, sorted_op.launched_dispersion
             _repeated(runs, waiting, tokens, num_clusters, (measure,))
             return
+    given = (_all_tokens(x), assignment.flatten(), num_clusters)
+    named: dict[str, Any] = {"measure": measure, "token_mask": _flat(token_mask), "order": order}
+    if _added_on_cpu(waiting) and measure_dispersion.select(*given, **named).name == "cpu":
+        cpu.measured_dispersion(*given, measure=measure, add_to=(*waiting, LEAST))
+        return
     batch = torch.empty_like(waiting[0]), torch.empty_like(waiting[1])
-    measure_dispersion(
-        *(_all_tokens(x), assignment.flatten(), num_clusters),
-        measure=measure,
-        token_mask=None if token_mask is None else token_mask.flatten(),
-        order=order,
-        out=batch,
-    )
+    measure_dispersion(*given, **named, out=batch)
     record_batch(*waiting, *batch, least=LEAST)
 
 
@@ -81,17 +81,26 @@ def record_scale(
             shape = (measure, options.normalize, options.floor, options.eps)
             settings = (*shape, options.clamp, options.min_tokens)
             return _repeated(runs, waiting, tokens, num_clusters, settings)[0]
+    given = (_all_tokens(x), assignment.flatten(), num_clusters, options)
+    named: dict[str, Any] = {"measure": measure, "token_mask": _flat(token_mask), "order": order}
+    if _added_on_cpu(waiting) and measure_scale.select(*given, **named).name == "cpu":
+        return cpu.measured_scale(*given, measure=measure, add_to=(*waiting, LEAST))
     batch = waiting and (torch.empty_like(waiting[0]), torch.empty_like(waiting[1]))
-    scale = measure_scale(
-        *(_all_tokens(x), assignment.flatten(), num_clusters, options),
-        measure=measure,
-        token_mask=None if token_mask is None else token_mask.flatten(),
-        order=order,
-        out=batch,
-    )
+    scale = measure_scale(*given, **named, out=batch)
     if waiting is not None and batch is not None:
         record_batch(*waiting, *batch, least=LEAST)
     return scale
+
+
+def _added_on_cpu(waiting: Waiting | None) -> TypeGuard[Waiting]:
+    """Return True if the kernel for CPUs may add a batch to the waiting means.
+
+    As in `record_batch` a forward that a backward repeats is not added again.
+    """
+    if waiting is None or waiting[0].device.type != "cpu" or not eager(*waiting):
+        return False
+    plain = all([one.dtype == torch.float32 for one in waiting])
+    return plain and not transforming() and not replaying()
 
 
 def _one_tape(waiting: Waiting | None, x: Tensor, *rest: Tensor | None) -> bool:
@@ -186,3 +195,7 @@ def _new_batch(x: Tensor, num_clusters: int) -> tuple[Tensor, Tensor]:
     """
     spread_CD = x.new_empty((num_clusters, x.shape[-1]), dtype=torch.float32)
     return spread_CD, spread_CD.new_empty(num_clusters)
+
+
+def _flat(token_mask: Tensor | None) -> Tensor | None:
+    return None if token_mask is None else token_mask.flatten()
