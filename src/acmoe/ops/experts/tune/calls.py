@@ -67,7 +67,7 @@ def backward_calls(given: Inputs, generator: torch.Generator | None = None) -> d
     sums for the gate and the biases; "down_weight" reads the same copy. "up_weight" includes the
     copy of x.
     """
-    from acmoe.ops.experts.tune.backward import Backward
+    from acmoe.ops.experts.triton.backward_calls import Backward
 
     calls = Backward(given, generator)
     return {
