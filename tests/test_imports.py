@@ -253,6 +253,28 @@ def test_only_kernels_import_triton() -> None:
     assert not wrong, described(wrong)
 
 
+def test_modules_beside_the_kernels_load_triton_inside_functions_alone() -> None:
+    """Nor do they load a kernel, which would be defined as the environment says at that moment."""
+    at_import: dict[str, set[str]] = {}
+    for one in every_import():
+        if not (one.deferred or one.for_types):
+            module = ".".join(("acmoe", *one.file.relative_to(SOURCE).with_suffix("").parts))
+            at_import.setdefault(module, set()).update((one.name, one.name.rpartition(".")[0]))
+
+    @functools.cache
+    def loads_triton(module: str) -> bool:
+        read = at_import.get(module, set())
+        return any(name.split(".")[0] == "triton" for name in read) or any(
+            loads_triton(name) for name in read if name in at_import and name != module
+        )
+
+    kernels = {"triton", "hopper", "device"}
+    wrong = [
+        name for name in at_import if not kernels & set(name.split(".")) and loads_triton(name)
+    ]
+    assert not wrong, f"import kernels inside functions, or move these to their folder: {wrong}"
+
+
 def test_nothing_but_the_command_line_imports_the_laboratory() -> None:
     wrong = [
         one
