@@ -107,6 +107,20 @@ def test_a_step_computes_angles_and_mask_once_for_all_blocks() -> None:
 
 
 @torch.no_grad()
+def test_a_step_with_relative_positions_reads_their_columns_once() -> None:
+    model = small(repeats=3)
+    cache = model.new_cache(1)
+    next_logits(model, draw(0, 1, 4), cache)
+    step = RingSteps(model, cache, 9, capture=False)
+    assert step.cache.clock.rotation_21J is None
+    with Counted() as counted:
+        step(draw(1, 1, 1), None)
+    assert counted.calls["cos"] == 0
+    assert counted.calls["masked_fill"] == len(model.blocks)  # scores differ from block to block
+    assert step.cache.clock.shared["positions"].shape == (8, 8)  # stored features, places
+
+
+@torch.no_grad()
 def test_a_ring_has_no_more_places_than_the_text_has_tokens() -> None:
     model = small(span=1000)
     cache = model.new_cache(1)

@@ -47,6 +47,7 @@ class Clock:
         self.hides_padding = model.config.empty_memory == "masked"
         self.real_BN = real_BN  # True where a place holds a token that may be seen
         self.features = model.config.head_dim
+        self.rotation_21J: Tensor | None = None  # None: the model has relative positions
         self.wide = torch.float64 if model.embed.weight.dtype == torch.float64 else torch.float32
 
     def begin(self, mask_B1: Tensor | None) -> None:
@@ -66,7 +67,8 @@ class Clock:
         # prompt is never padding.
         self.closed_B11N = (~open_BN & seen_B[:, None])[:, None, None]
         self.blind_B111 = None if mask_B1 is None else ~seen_B[:, None, None, None]
-        self.rotation_21J = rotation(self.position.to(self.wide).view(1), self.features)
+        if self.nearest == 0:
+            self.rotation_21J = rotation(self.position.to(self.wide).view(1), self.features)
         self.shared: dict[str, Tensor] = {}  # by name, what the first block computes for all
 
     def bias(self, q_BH1W: Tensor, positions_PS: Tensor | None) -> Tensor:
@@ -122,9 +124,8 @@ class RingCache(BlockCache):
         key_mask: not read; the clock has it.
         """
         clock, features = self.clock, q_BHLP.shape[-1]
-        rotation_21J = clock.rotation_21J if positions is None else None
         q_BH1W = store_in_ring(
-            *(q_BHLP, k_BHLP, v_BHLP, self.keys, self.values, clock.place_1, rotation_21J),
+            *(q_BHLP, k_BHLP, v_BHLP, self.keys, self.values, clock.place_1, clock.rotation_21J),
             1 / math.sqrt(features),
         )
         out_BH1W = F.scaled_dot_product_attention(
