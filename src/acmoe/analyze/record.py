@@ -72,7 +72,7 @@ class LayerRecord:
         return self.affinity.shape[1]
 
     def clusters_seen(self) -> Tensor:
-        """Return which clusters have a token whose input is kept, (C,) bool."""
+        """Return (C,) bool: True for clusters that have a token whose input is kept."""
         cluster_S = self.kept(self.cluster)
         return cluster_S[cluster_S >= 0].bincount(minlength=len(self.scale)) > 0
 

@@ -30,7 +30,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """Compute the spread of one or more values."""
+        """Return mean and standard deviation of one or more values, one for each seed."""
         check(len(values) > 0, "no figure to take the mean of; train a run, or run the study first")
         return cls(
             n=len(values), mean=fmean(values), std=stdev(values) if len(values) > 1 else None

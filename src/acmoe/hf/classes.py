@@ -28,7 +28,6 @@ from acmoe.routing.statistics.step import StepStatistics
 _CONFIGS: dict[type[PreTrainedConfig], type[PreTrainedConfig]] = {}  # plain class -> adaptive
 _MODELS: dict[tuple[type[PreTrainedModel], type[PreTrainedConfig]], type[PreTrainedModel]] = {}
 
-
 INITIALIZED = "_is_hf_initialized"  # attribute by which transformers marks what has its value
 # True while an attached model is built: some build their body by AutoModel.from_config(config).
 _NESTED: ContextVar[bool] = ContextVar("nested", default=False)
@@ -39,7 +38,7 @@ REFUSAL = "an adaptive model: `import acmoe.hf` and load it by AutoModelForCausa
 
 
 class AdaptiveModelConfig:
-    """Base of the configs of attached models; `acmoe` holds the options of `attach`."""
+    """Base class for the configs of attached models; their field `acmoe` has `attach`'s options."""
 
     plain_class: type[PreTrainedConfig]
     _auto_class = None

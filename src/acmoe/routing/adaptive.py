@@ -32,7 +32,7 @@ from acmoe.routing.statistics.cache import StatisticsSlot
 
 
 class AdaptiveRouter(RescalingRouter):
-    """Any base router, in the space stretched by how tightly a token's cluster holds a feature."""
+    """Rescale every token by M of its cluster, then route it by any base router."""
 
     config: AdaptiveConfig
 

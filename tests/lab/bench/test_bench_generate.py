@@ -24,7 +24,7 @@ def test_a_step_takes_the_time_of_the_second_half(monkeypatch: pytest.MonkeyPatc
     report = bench_generate(config, command="acmoe bench generate")
     plain, captured = report.rows
     assert (plain["ms_per_step"], plain["tokens_per_second"], plain["seconds"]) == (2000, 1.5, 15)
-    assert captured["refused"] == "CUDA graphs need a CUDA device, not cpu"
+    assert captured["refused"] == "smoe: CUDA graphs need a CUDA device, not cpu"
     assert terminal_table(report).row_count == 2
 
 

@@ -93,13 +93,10 @@ class AcmoeForCausalLM(AcmoePreTrainedModel, GenerationMixin):  # type: ignore[m
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
         )
-        config = self.config
-        mask_BL = token_mask(input_ids, attention_mask, config.vocab_size)
-        real = input_ids if mask_BL is None else input_ids.masked_fill(~mask_BL, 0)
-        check_range(real, 0, config.vocab_size, "input_ids")
+        mask_BL = self._token_mask(input_ids, attention_mask)
         cache = self._cache(past_key_values, use_cache, input_ids, mask_BL)
         if output_router_logits is None:
-            output_router_logits = config.output_router_logits
+            output_router_logits = self.config.output_router_logits
         with recorded(self.model.moe_layers() if output_router_logits else []) as routings:
             x_BLD, state, _ = self.model.hidden_states(
                 input_ids, token_mask=mask_BL, cache=None if cache is None else cache.cache
@@ -119,6 +116,14 @@ class AcmoeForCausalLM(AcmoePreTrainedModel, GenerationMixin):  # type: ignore[m
             router_logits=tuple(r.affinity for r in routings) if output_router_logits else None,
         )
         return found.to_tuple() if return_dict is False else found
+
+    def _token_mask(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+        """Return (B, L), True for real tokens, or None if all are; check the ids of these."""
+        vocab_size = self.config.vocab_size
+        mask_BL = token_mask(input_ids, attention_mask, vocab_size)
+        real = input_ids if mask_BL is None else input_ids.masked_fill(~mask_BL, 0)
+        check_range(real, 0, vocab_size, "input_ids")
+        return mask_BL
 
     def _loss(
         self,

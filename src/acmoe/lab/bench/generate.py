@@ -151,7 +151,7 @@ def _by_routers(
         if contestant == "captured":
             reason = capture_unsupported(model, config.tokens // 2 - 1)
         if reason is not None:
-            return [replace(row, refused=reason)]
+            return [replace(one, refused=f"{row.router}: {reason}") for one in who]
         (accelerate if contestant == "captured" else restore)(model)
         draw = torch.randint(model.config.vocab_size, (batch, config.prompt), device=device)
         calls.append(_by(model, draw))
@@ -247,7 +247,7 @@ def _rows(
     calls: list[Generate],
     device: torch.device,
 ) -> list[GenerateRow]:
-    """Time all calls in every round; return one row for each, or one refusal for all."""
+    """Time all calls in every round; return one row for each; if one fails, all are refused."""
     half = config.tokens // 2
     times: list[list[tuple[float, float]]] = [[] for _ in calls]  # of half and of all tokens
     try:
@@ -259,7 +259,7 @@ def _rows(
                 short, long = (_seconds(generate, one, device) for one in (half, config.tokens))
                 taken.append((short, long))
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        return [replace(who[0], refused=first_line(error))]
+        return [replace(row, refused=first_line(error)) for row in who]
     base = [long - short for short, long in times[0]]
     rows: list[GenerateRow] = []
     for row, taken in zip(who, times, strict=True):

@@ -50,7 +50,7 @@ from acmoe.ops.statistics.running import update_average, update_average_and_scal
 
 
 class Choice(NamedTuple):
-    """One kernel of one op, or one way to run a model."""
+    """A kernel of an op, or a runner of a model, and whether it serves."""
 
     op: str
     backend: str

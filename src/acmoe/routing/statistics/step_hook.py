@@ -47,7 +47,7 @@ class Trained(NamedTuple):
 
 
 class Layer(nn.Module):
-    """A module with parameters, whose statistics belong to the optimizer of these parameters."""
+    """A module whose running statistics the optimizer updates that trains its parameters."""
 
     def __init__(self) -> None:
         super().__init__()

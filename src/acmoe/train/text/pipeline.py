@@ -218,7 +218,7 @@ class PipelinedDecoder(nn.Module):
         return StagePlan(call, inputs, tuple(losses) if stage.last else stage.after.tensors(x))
 
     def own_and_shared(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Return the parameters of these stages alone, and those that all stages use."""
+        """Return the parameters that only these stages have, and those that all stages share."""
         named = dict(self.named_parameters())
         shared = [named.pop(SHARED)] if SHARED in named else []
         return list(named.values()), shared
