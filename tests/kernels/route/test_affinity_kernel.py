@@ -114,7 +114,7 @@ def test_affinities_of_many_experts_may_have_a_kernel_of_their_own(
             assert torch.equal(one, other), name
 
 
-@pytest.mark.parametrize("narrowest", [32, 16])
+@pytest.mark.parametrize("most", [2, 4])
 @pytest.mark.parametrize(
     ("dtype", "scaled", "selected", "masked"), [case[:4] for case in NOISY if not case[4]]
 )
@@ -123,19 +123,20 @@ def test_the_features_of_few_tokens_may_be_summed_in_ranges(
     scaled: bool,
     selected: bool,
     masked: bool,
-    narrowest: int,
+    most: int,
     generator: torch.Generator,
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Seventy features in two ranges, of 64 and 6, or in four of 32, 32, 6 and none."""
+    """Seventy features in two ranges, of 64 and 6, or in three of 32, 32 and 6."""
     from acmoe.ops.route.triton import few_tokens
     from acmoe.ops.route.triton.tokens import Tokens
 
-    monkeypatch.setattr(few_tokens, "FEWEST_FEATURES", narrowest)
+    monkeypatch.setattr(few_tokens, "FEWEST_FEATURES", 16)
+    monkeypatch.setattr(few_tokens, "MOST_RANGES", most)
     case = drawn(generator, device, dtype, scaled)
     tokens = Tokens.of(case["x"].detach(), None, None, None, None, None)
-    assert few_tokens.num_ranges(tokens, E) == 64 // narrowest
+    assert few_tokens.range_size(tokens, E, 32) == 128 // most
     noise = torch.randn(T, E, generator=generator).to(device)
     compare(case, selected, masked, generator, None, noise)
 
@@ -148,7 +149,7 @@ def test_neither_a_scale_of_one_nor_an_unread_sum_changes_a_bit_of_few_tokens(
     from acmoe.ops.route.op import fused_route as kernel
     from acmoe.ops.route.triton import few_tokens
 
-    monkeypatch.setattr(few_tokens, "FEWEST_FEATURES", 32)
+    monkeypatch.setattr(few_tokens, "FEWEST_FEATURES", 16)
     case = drawn(generator, device, dtype, scaled=True)
     x, embedding = case["x"].detach(), case["embedding"].detach()
     one = torch.ones_like(case["scale"])

@@ -20,38 +20,42 @@ from acmoe.ops.route.triton.tokens import Tokens
 MOST_TOKENS = 1024
 # Tokens, experts, warps and stages of a tile; the low one is for up to LOW_TOKENS.
 LOW_TOKENS, LOW_TILE, TILE = 64, (16, 32, 4, 4), (32, 64, 4, 3)
-# About one program for each multiprocessor; a range of fewer features is not worth a program.
-PROGRAMS, FEWEST_FEATURES = 128, 256
+# About one program for each multiprocessor. A range of fewer features is not worth a program, and
+# the kernel that selects has to load every range.
+PROGRAMS, FEWEST_FEATURES, MOST_RANGES = 128, 64, 16
 
 
-def num_ranges(tokens: Tokens, num_experts: int) -> int:
-    """Return S; 1 if a program should take all features (route.py, many_experts.py)."""
+def range_size(tokens: Tokens, num_experts: int, step: int) -> int:
+    """Return the features of a range, a multiple of `step`, those that a program loads at a time.
+
+    It is D or more if a program should take all features (route.py, many_experts.py).
+    """
     T, D = tokens.x.shape
-    if tokens.is_sorted or T > MOST_TOKENS or worth_rescaling(tokens, num_experts):
-        return 1
+    few = 0 < T <= MOST_TOKENS
+    if tokens.is_sorted or not few or worth_rescaling(tokens, num_experts):
+        return D
     height, width, *_ = _tile(T)
     programs = cdiv(T, height) * cdiv(num_experts, width)
-    ranges = 1
-    while 2 * ranges * programs <= PROGRAMS and 2 * ranges * FEWEST_FEATURES <= D:
-        ranges *= 2
-    return ranges
+    ranges = min(MOST_RANGES, D // FEWEST_FEATURES, PROGRAMS // programs)
+    return cdiv(cdiv(D, max(1, ranges)), step) * step
 
 
 def partial_affinities(
-    tokens: Tokens, embedding_ED: Tensor, ranges: int, terms: int, step: int
+    tokens: Tokens, embedding_ED: Tensor, size: int, terms: int, step: int
 ) -> Tensor:
-    """Return the (S, T, E) float32 sums over each range of features, without bias and noise.
+    """Return the (S, T, E) float32 sums over ranges of `size` features, without bias and noise.
 
-    terms: TERMS of `accurate_dot`; step: the features of one step.
+    terms: TERMS of `accurate_dot`; step: the features that a program loads at a time.
     """
     (T, D), E = tokens.x.shape, embedding_ED.shape[0]
+    ranges = cdiv(D, size)
     partial_STE = tokens.x.new_empty(ranges, T, E, dtype=torch.float32)
     height, width, num_warps, num_stages = _tile(T)
     launch(
         affinity_kernel, (cdiv(E, width), tokens.blocks(height), ranges), *tokens.pointers,
         embedding_ED.contiguous(), embedding_ED, partial_STE, partial_STE, T, D, E,
         tokens.scale.shape[0], HAS_BIAS=False, HAS_NOISE=False, TERMS=terms, **tokens.flags,
-        SPLIT=False, RANGE=cdiv(cdiv(D, ranges), step) * step, BT=height, BD=step, BE=width,
+        SPLIT=False, RANGE=size, BT=height, BD=step, BE=width,
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return partial_STE

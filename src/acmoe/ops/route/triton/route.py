@@ -30,13 +30,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from acmoe.ops.device.launcher import launch, next_power_of_2
+from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2
 from acmoe.ops.device.reduce_partials import reduce_balance, reduce_partials
 from acmoe.ops.route.triton.affinity import add_bias_noise, affinity_block
-from acmoe.ops.route.triton.few_tokens import num_ranges, partial_affinities
+from acmoe.ops.route.triton.few_tokens import partial_affinities, range_size
 from acmoe.ops.route.triton.many_experts import many_affinities
 from acmoe.ops.route.triton.rescale import MANY_EXPERTS
-from acmoe.ops.route.triton.route_tiles import choose_tile, terms
+from acmoe.ops.route.triton.route_tiles import STEP, STEP_BF16, choose_tile, terms
 from acmoe.ops.route.triton.tokens import Tokens, load_cluster_ends, load_tokens
 
 # Sort key below that of every affinity, -inf included: an expert already selected or out of range.
@@ -65,9 +65,10 @@ def route(
     T, D = tokens.x.shape
     E = embedding_ED.shape[0]
     both_bf16 = tokens.x.dtype == embedding_ED.dtype == torch.bfloat16
-    ranges = num_ranges(tokens, E)
-    selects = E > MANY_EXPERTS or ranges > 1  # it reads affinities, no tokens
-    tile = choose_tile(tokens, E, ranges, both_bf16, totals)
+    step = STEP_BF16 if both_bf16 else STEP
+    size = range_size(tokens, E, step)
+    selects = E > MANY_EXPERTS or size < D  # it reads affinities, no tokens
+    tile = choose_tile(tokens, E, size < D, both_bf16, totals)
     selecting = tokens.in_place() if selects else tokens
     N = selecting.blocks(tile.tokens)
     affinity_TE = tokens.x.new_empty(T, E, dtype=torch.float32)
@@ -85,17 +86,17 @@ def route(
         flags = {"HAS_BIAS": bias_E is not None, "HAS_NOISE": noise_TE is not None}
         flags["TERMS"] = terms(tokens, both_bf16)
         known = affinity_TE  # affinities, or sums over ranges of features, for the kernel to read
-        if ranges > 1:
-            known = partial_affinities(tokens, embedding_ED, ranges, flags["TERMS"], tile.features)
+        if size < D:
+            known = partial_affinities(tokens, embedding_ED, size, flags["TERMS"], step)
         elif selects:
             many_affinities(
-                tokens, embedding_ED, bias_E, noise_TE, affinity_TE, flags["TERMS"], tile.features
+                tokens, embedding_ED, bias_E, noise_TE, affinity_TE, flags["TERMS"], step
             )
         launch(
             _route_kernel, (N,), *tokens.pointers, *router, known, ids_TK, gate_TK,
             affinity_TE, partial_2NE, first_T, T, D, E, tokens.scale.shape[0], 1.0 / temperature,
             K=top_k, SELECTED=over_selected, **flags, **selecting.flags,
-            RANGES=ranges if selects else 0, BALANCE=alone, BT=tile.tokens, BD=tile.features,
+            RANGES=cdiv(D, size) if selects else 0, BALANCE=alone, BT=tile.tokens, BD=step,
             BE=max(16, next_power_of_2(E)), BK=max(2, next_power_of_2(top_k)),
             num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.registers,
         )  # fmt: skip

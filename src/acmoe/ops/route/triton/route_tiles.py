@@ -24,13 +24,17 @@ TERMS_SORTED_BF16 = 3
 # many stages as fit into STAGE_BYTES.
 FEW_TOKENS, FEW_STAGES, STAGE_BYTES = 4096, 8, 88 * 1024
 LOW_TOKENS = 16  # so few are one block of tokens
+# BD, the features of one step of the sums, the same with and without a scale: it decides the order
+# of additions, and a scale of one must not change a bit. STEP_BF16 where tokens and embedding are
+# bf16: 86 us against 96 with 32; with a scale 180 against 199 (qwen30b, H200). Otherwise STEP:
+# tensor cores truncate the sums within a step, and float32 tokens would lose 2^-20.
+STEP, STEP_BF16 = 32, 64
 
 
 class Tile(NamedTuple):
-    """Tile sizes (BT tokens, BD features) and launch options of the kernel."""
+    """BT, the tokens of a block, and launch options of the kernel."""
 
     tokens: int
-    features: int
     num_warps: int
     num_stages: int
     registers: int | None = None
@@ -41,14 +45,9 @@ def launch_table(
 ) -> Tile:
     """Choose the tile: a program keeps its (BT, E) affinities in registers, so BT falls with E.
 
-    BD, the features of one step, is the same with and without a scale: it decides the order of
-    additions, and a scale of one must not change a bit. BD = 64 where tokens and embedding are bf16
-    (`both_bf16`): 86 us against 96 with 32; with a scale 180 against 199 (qwen30b, H200). Otherwise
-    BD = 32: tensor cores truncate the sums within a step, and float32 tokens would lose 2^-20.
-
-    Short steps or few programs need more loads in flight: with BD = 32 mixtral's 8192 tokens take
-    38 us with 8 stages and 48 with 5. The same holds where 128 experts leave one program per
-    multiprocessor, again with BD = 32; float32 tokens get 3 stages there, because 5 would exceed
+    Short steps or few programs need more loads in flight: with STEP mixtral's 8192 tokens take 38
+    us with 8 stages and 48 with 5. The same holds where 128 experts leave one program per
+    multiprocessor, again with STEP; float32 tokens get 3 stages there, because 5 would exceed
     the 99 KiB of shared memory that a program has on smaller cards. Sorted tokens wait for two
     dependent loads and prefer three programs per multiprocessor, although some registers spill.
 
@@ -58,22 +57,21 @@ def launch_table(
     experts of a token: 52 us, against 107 with 16 tokens and 8 warps (qwen3next).
     """
     if num_experts > MANY_EXPERTS:
-        return Tile(4, 64 if both_bf16 else 32, 1, 2)
+        return Tile(4, 1, 2)
     if unsorted and both_bf16 and num_tokens <= FEW_TOKENS:
         tokens = LOW_TOKENS if num_tokens <= LOW_TOKENS else 64
-        features = 64
         # 2 bytes a number, and 4 for a scale, with which 64 tokens get fewer stages (`route`).
         size = 6 if tokens == LOW_TOKENS else 2
-        stage = features * (size * tokens + 2 * max(16, next_power_of_2(num_experts)))
+        stage = STEP_BF16 * (size * tokens + 2 * max(16, next_power_of_2(num_experts)))
         stages = max(2, min(FEW_STAGES, STAGE_BYTES // stage))
-        return Tile(tokens, features, 4, stages)
+        return Tile(tokens, 4, stages)
     if both_bf16:
-        return Tile(64, 64, 4, 6 if num_experts <= 16 and num_tokens <= 2**14 else 3)
+        return Tile(64, 4, 6 if num_experts <= 16 and num_tokens <= 2**14 else 3)
     if num_experts <= 16:
-        return Tile(64, 32, 4, 8 if num_tokens <= 2**14 else 5)
+        return Tile(64, 4, 8 if num_tokens <= 2**14 else 5)
     if unsorted and num_tokens >= 2**15:
-        return Tile(128, 32, 8, 3 if is_float32 else 5)
-    return Tile(64, 32, 4, 3, 168 if num_experts > 64 and not unsorted else None)
+        return Tile(128, 8, 3 if is_float32 else 5)
+    return Tile(64, 4, 3, 168 if num_experts > 64 and not unsorted else None)
 
 
 def terms(tokens: Tokens, both_bf16: bool) -> int:
@@ -85,16 +83,18 @@ def terms(tokens: Tokens, both_bf16: bool) -> int:
 
 
 def choose_tile(
-    tokens: Tokens, num_experts: int, ranges: int, both_bf16: bool, totals: str
+    tokens: Tokens, num_experts: int, in_ranges: bool, both_bf16: bool, totals: str
 ) -> Tile:
     """Return the tile of `launch_table`, changed where a scale or the balance loss require it.
 
-    ranges: the kernel only selects where these are more than one, as with MANY_EXPERTS.
+    in_ranges: the features are summed in ranges (few_tokens.py), and the kernel only selects. Its
+    programs then have one token, unless they have sums for another kernel to add: with four, 64
+    tokens of olmoe took 9 us (H200, captured), of which most is a chain of dependent instructions.
     """
     is_float32 = tokens.x.dtype == torch.float32
     tile = launch_table(num_experts, tokens.x.shape[0], not tokens.is_sorted, is_float32, both_bf16)
-    if ranges > 1 and totals == "none":
-        return tile._replace(tokens=4, num_warps=1, num_stages=2)
+    if in_ranges and totals == "none":
+        return Tile(1, 1, 2)
     if tokens.has_scale and not tokens.is_sorted and tile.tokens > LOW_TOKENS:
         # The scale of each token is prefetched as well: 6 stages would exceed the 99 KiB of shared
         # memory that a program has on smaller cards.
