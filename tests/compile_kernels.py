@@ -195,14 +195,24 @@ def images() -> None:
 
 
 def measures() -> None:
-    """Statistics of tokens that nobody has sorted, and a router of many experts."""
+    """Statistics of tokens that nobody has sorted, routers of many experts and of few tokens."""
     global use
+    from acmoe.ops.route.triton.route import route
+    from acmoe.ops.route.triton.tokens import Tokens
+
     assignment = torch.zeros(2, 64, dtype=torch.int64)
     for dtype in (torch.bfloat16, torch.float32):
         use = f"route among 300, {dtype}"
         x, embedding, scale = (torch.zeros(n, 128, dtype=dtype) for n in (64, 300, 4))
         for how in ((None, None), (scale.float(), assignment[0])):
             route_op(x, embedding, None, *how, 2, True, None, 1.0, None, None)
+        for tokens in (1, 64, 1024):  # features in ranges
+            use = f"route {tokens} tokens, {dtype}"
+            x, embedding, scale = (torch.zeros(n, 1024, dtype=dtype) for n in (tokens, 64, 4))
+            cluster = torch.zeros(tokens, dtype=torch.int64)
+            for how in ((None, None), (scale.float(), cluster)):
+                read = Tokens.of(x, *how, None, None, None)
+                route(read, embedding, None, 2, True, 1.0, totals="none")
     use, clusters = "many small clusters", 160
     x, cluster = bf16(32 * clusters, 1024).requires_grad_(), torch.zeros(32 * clusters).long()
     order = TokenOrder.unpack(sort_with_tokens_op(cluster[:, None], cluster, clusters)[4], clusters)

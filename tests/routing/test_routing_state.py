@@ -34,6 +34,16 @@ def test_ties_go_to_the_first_expert_however_many_clusters_are_read():
     assert clusters_of(affinity, 2)[0].tolist() == [[0, 1]] * 3
 
 
+def test_the_weights_of_one_cluster_per_token_serve_the_next_state_again():
+    affinity = torch.randn(4, 3)
+    ones = torch.ones(4, 1)
+    assert clusters_of(affinity, 1, before=ones)[1] is ones
+    for other in (ones[:3], torch.ones(4, 2) / 2, ones.double(), ones.to("meta")):
+        found = clusters_of(affinity, 1, before=other)[1]
+        assert found.dtype == torch.float32 and found.tolist() == [[1.0]] * 4
+    assert clusters_of(affinity, 2, before=ones)[1].shape == (4, 2)
+
+
 def test_membership_has_a_gradient_only_where_the_scale_has():
     affinity = torch.randn(4, 3, requires_grad=True)
     for mix in (1, 2):

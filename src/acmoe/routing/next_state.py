@@ -113,6 +113,7 @@ class NextState(nn.Module):
             self.next_router.mix,
             detach=getattr(self.next_router, "detach", True),
             first_T=routing.first,
+            before=state.membership,
         )
         chosen_C = self._chosen(routing, assignment, token_mask)
         scale = self._scale(x, assignment, state, token_mask, slot, order, chosen_C)

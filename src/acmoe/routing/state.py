@@ -116,18 +116,26 @@ def no_cluster(
 
 
 def clusters_of(
-    affinity_TE: Tensor, mix: int, *, detach: bool = True, first_T: Tensor | None = None
+    affinity_TE: Tensor,
+    mix: int,
+    *,
+    detach: bool = True,
+    first_T: Tensor | None = None,
+    before: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the `mix` clusters of highest affinity, best first, and the softmax over them, (T, J).
 
     Among equal affinities the lowest index comes first. first_T: the token's first cluster
     (`Routing.first`), None for the argmax of the affinity; the others follow by affinity. The
     clusters have no gradient; their weights, which enter the token's scale, have one unless
-    `detach`.
+    `detach`. before: the weights of the state before, which are ones, and serve again, where it and
+    this one have a single cluster per token.
     """
     if mix == 1:
         first_T = affinity_TE.detach().argmax(-1) if first_T is None else first_T
         first_T1 = first_T[:, None]
+        if before is not None and before.shape == first_T1.shape and _alike(before, affinity_TE):
+            return first_T1, before
         return first_T1, affinity_TE.new_ones(first_T1.shape)
     if detach:
         affinity_TE = affinity_TE.detach()
@@ -137,6 +145,10 @@ def clusters_of(
         value_TE = value_TE.scatter(1, first_T[:, None], float("nan"))  # NaN ranks first
     clusters_TJ = best_first(value_TE, mix)
     return clusters_TJ, affinity_TE.gather(1, clusters_TJ).softmax(-1)
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.device == other.device
 
 
 def first_choice(routing: Routing) -> Tensor:

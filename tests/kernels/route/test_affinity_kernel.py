@@ -92,7 +92,7 @@ def test_affinities_of_many_experts_may_have_a_kernel_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Forty experts, in three blocks of sixteen: the bits of one kernel."""
-    from acmoe.ops.route.triton import many_experts, route
+    from acmoe.ops.route.triton import many_experts, route, route_tiles
 
     case = drawn(generator, device, dtype, scaled)
     case["embedding"] = torch.randn(40, D, generator=generator).to(device)
@@ -103,7 +103,8 @@ def test_affinities_of_many_experts_may_have_a_kernel_of_their_own(
     mask = (torch.rand(T, generator=generator) < 0.8).to(device) if masked else None
     arguments = (*case.values(), K, selected, mask, 0.7, order, noise)
     together = fused_route(*arguments)
-    monkeypatch.setattr(route, "MANY_EXPERTS", 39)
+    for module in (route, route_tiles):
+        monkeypatch.setattr(module, "MANY_EXPERTS", 39)
     monkeypatch.setattr(many_experts, "AFFINITY_TILE", (32, 16, 4, 2))
     apart = fused_route(*arguments)
     for name, one, other in zip(Route._fields, apart, together, strict=True):
@@ -111,6 +112,65 @@ def test_affinities_of_many_experts_may_have_a_kernel_of_their_own(
             torch.testing.assert_close(one, other)
         else:
             assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("most", [2, 4])
+@pytest.mark.parametrize(
+    ("dtype", "scaled", "selected", "masked"), [case[:4] for case in NOISY if not case[4]]
+)
+def test_the_features_of_few_tokens_may_be_summed_in_ranges(
+    dtype: torch.dtype,
+    scaled: bool,
+    selected: bool,
+    masked: bool,
+    most: int,
+    generator: torch.Generator,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seventy features in two ranges, of 64 and 6, or in three of 32, 32 and 6."""
+    from acmoe.ops.route.triton import few_tokens
+    from acmoe.ops.route.triton.tokens import Tokens
+
+    monkeypatch.setattr(few_tokens, "FEWEST_FEATURES", 16)
+    monkeypatch.setattr(few_tokens, "MOST_RANGES", most)
+    case = drawn(generator, device, dtype, scaled)
+    tokens = Tokens.of(case["x"].detach(), None, None, None, None, None)
+    assert few_tokens.range_size(tokens, E, 32) == 128 // most
+    noise = torch.randn(T, E, generator=generator).to(device)
+    compare(case, selected, masked, generator, None, noise)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_neither_a_scale_of_one_nor_an_unread_sum_changes_a_bit_of_few_tokens(
+    dtype: torch.dtype, generator: torch.Generator, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks that select are smaller where nobody reads the sums of the balance loss."""
+    from acmoe.ops.route.op import fused_route as kernel
+    from acmoe.ops.route.triton import few_tokens
+
+    monkeypatch.setattr(few_tokens, "FEWEST_FEATURES", 16)
+    case = drawn(generator, device, dtype, scaled=True)
+    x, embedding = case["x"].detach(), case["embedding"].detach()
+    one = torch.ones_like(case["scale"])
+
+    def found(tokens: ScaledTokens, temperature: float | None) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            result = kernel(
+                *(tokens, embedding, case["bias"]),
+                top_k=K,
+                over_selected=True,
+                temperature=temperature,
+            )
+        return result.expert_ids, result.gate, result.affinity, result.first
+
+    plain = found(ScaledTokens(x), 1.0)
+    for other in (
+        found(ScaledTokens(x), None),
+        found(ScaledTokens(x, one, case["assignment"]), None),
+        found(ScaledTokens(x, one, case["assignment"]), 1.0),
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
 
 
 def test_an_embedding_of_16_bits_needs_no_split(generator: torch.Generator, device: str) -> None:

@@ -21,9 +21,16 @@ E = 40  # in three blocks of sixteen
 @pytest.fixture
 def many(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Let E experts be many; return a function that sets the fewest tokens that are rescaled."""
-    from acmoe.ops.route.triton import backward, backward_tiles, many_experts, rescale, route
+    from acmoe.ops.route.triton import (
+        backward,
+        backward_tiles,
+        many_experts,
+        rescale,
+        route,
+        route_tiles,
+    )
 
-    for module in (rescale, route, backward, backward_tiles):
+    for module in (rescale, route, route_tiles, backward, backward_tiles):
         monkeypatch.setattr(module, "MANY_EXPERTS", E - 1)
     monkeypatch.setattr(many_experts, "AFFINITY_TILE", (32, 16, 4, 2))
     monkeypatch.setattr(rescale, "_FEATURES", 64)  # a row in two blocks

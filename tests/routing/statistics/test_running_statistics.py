@@ -55,6 +55,22 @@ def test_a_rare_expert_keeps_its_history_exactly():
     assert statistics.weight[0] > kept[1]
 
 
+def test_the_scale_is_a_copy_except_in_a_captured_evaluation(monkeypatch):
+    """A state must not change with the buffer; the graph would copy it again in every replay."""
+    statistics = taker().eval()
+    x, cluster = torch.randn(9, 4), torch.tensor([0, 1, 2] * 3)
+    buffer = statistics.running_scale
+
+    def is_buffer():
+        return see(statistics, x, cluster).data_ptr() == buffer.data_ptr()
+
+    assert not is_buffer()
+    monkeypatch.setattr("acmoe.routing.statistics.cluster.capturing", lambda tensor: True)
+    assert is_buffer()
+    statistics.train()
+    assert not is_buffer()
+
+
 def test_folding_twice_counts_a_batch_once():
     statistics = taker()
     see(statistics, torch.randn(9, 4), torch.tensor([0, 1, 2] * 3))

@@ -20,11 +20,14 @@ from acmoe.ops.route.triton.tokens import (
 
 @triton.jit
 def _product(
-    x_ptr, scale_ptr, cluster, embedding_ptr, t, row, unmasked, e, D, E, HAS_SCALE: tl.constexpr,
-    SORTED: tl.constexpr, SPLIT: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr,
-    BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    x_ptr, scale_ptr, cluster, embedding_ptr, t, row, unmasked, e, first, last, D, E,
+    HAS_SCALE: tl.constexpr, SORTED: tl.constexpr, SPLIT: tl.constexpr, PLAIN_BF16: tl.constexpr,
+    TERMS: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """Return x * scale @ embedding^T of a block, (BT, BE) float32; SPLIT: x is x * scale."""
+    """Return x * scale @ embedding^T of a block, (BT, BE) float32, over features first to last - 1.
+
+    SPLIT: x is x * scale.
+    """
     acc = tl.zeros((BT, BE), dtype=tl.float32)
     # A bf16 operand that is not rescaled goes to the tensor cores as it is; any other one becomes a
     # bf16 split. If tokens are sorted, and they and the embedding are bf16, the operand with the
@@ -33,7 +36,7 @@ def _product(
     WEIGHT_BF16: tl.constexpr = embedding_ptr.dtype.element_ty == tl.bfloat16
     SPLIT_X: tl.constexpr = WEIGHT_BF16 and PLAIN_BF16 and SORTED and BE >= BT
     SPLIT_WEIGHT: tl.constexpr = not WEIGHT_BF16 or (SORTED and not SPLIT_X)
-    for start in range(0, D, BD):
+    for start in range(first, last, BD):
         d = start + tl.arange(0, BD)
         if SPLIT:
             x_high, x_middle = load_split(x_ptr, row, unmasked, d, D, BT)
@@ -64,15 +67,29 @@ def _product(
 @triton.jit
 def affinity_block(
     x_ptr, scale_ptr, cluster, embedding_ptr, bias_ptr, noise_ptr, t, row, in_bounds, unmasked, e,
-    D, E, HAS_BIAS: tl.constexpr, HAS_NOISE: tl.constexpr, HAS_SCALE: tl.constexpr,
+    first, last, D, E, HAS_BIAS: tl.constexpr, HAS_NOISE: tl.constexpr, HAS_SCALE: tl.constexpr,
     SORTED: tl.constexpr, SPLIT: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """Return x * scale @ embedding^T + bias + noise of a block, (BT, BE) float32."""
+    """Return x * scale @ embedding^T + bias + noise of a block, (BT, BE) float32.
+
+    first, last: the range of features in the sum, 0 and D for all.
+    """
     affinity = _product(
-        x_ptr, scale_ptr, cluster, embedding_ptr, t, row, unmasked, e, D, E, HAS_SCALE, SORTED,
-        SPLIT, PLAIN_BF16, TERMS, BT, BD, BE,
+        x_ptr, scale_ptr, cluster, embedding_ptr, t, row, unmasked, e, first, last, D, E, HAS_SCALE,
+        SORTED, SPLIT, PLAIN_BF16, TERMS, BT, BD, BE,
     )  # fmt: skip
+    return add_bias_noise(
+        affinity, bias_ptr, noise_ptr, t, in_bounds, e, E, HAS_BIAS, HAS_NOISE
+    )  # fmt: skip
+
+
+@triton.jit
+def add_bias_noise(
+    affinity, bias_ptr, noise_ptr, t, in_bounds, e, E, HAS_BIAS: tl.constexpr,
+    HAS_NOISE: tl.constexpr,
+):  # fmt: skip
+    """Return affinity (BT, BE) + bias + noise, as far as there are any."""
     if HAS_BIAS:
         affinity += tl.load(bias_ptr + e, mask=e < E, other=0.0).to(tl.float32)[None, :]
     if HAS_NOISE:
@@ -87,12 +104,13 @@ def affinity_kernel(
     x_ptr, scale_ptr, cluster_ptr, mask_ptr, perm_ptr, embedding_ptr, bias_ptr, noise_ptr,
     affinity_ptr, T, D, E, C, HAS_BIAS: tl.constexpr, HAS_NOISE: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_MASK: tl.constexpr, SORTED: tl.constexpr,
-    SPLIT: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, BT: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
+    SPLIT: tl.constexpr, RANGE: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Store the affinities of a block of tokens with a block of experts.
 
-    Consecutive programs share the tokens.
+    Consecutive programs share the tokens. RANGE: 0, or the features of one range of the sums; then
+    those of range s are stored (S, T, E).
     """
     start = tl.program_id(1) * BT
     e = tl.program_id(0) * BE + tl.arange(0, BE)
@@ -103,10 +121,16 @@ def affinity_kernel(
     if SORTED:
         if tl.max(t) < 0:  # the block has padding slots only
             return
+    first = 0
+    last = D
+    if RANGE > 0:
+        first = tl.program_id(2) * RANGE
+        last = tl.minimum(first + RANGE, D)
+        affinity_ptr += tl.program_id(2).to(tl.int64) * T * E
     affinity = affinity_block(
         x_ptr, scale_ptr, cluster, embedding_ptr, bias_ptr, noise_ptr, t, start.to(tl.int64),
-        in_bounds, unmasked, e, D, E, HAS_BIAS, HAS_NOISE, HAS_SCALE, SORTED, SPLIT, PLAIN_BF16,
-        TERMS, BT, BD, BE,
+        in_bounds, unmasked, e, first, last, D, E, HAS_BIAS, HAS_NOISE, HAS_SCALE, SORTED, SPLIT,
+        PLAIN_BF16, TERMS, BT, BD, BE,
     )  # fmt: skip
     offs = t.to(tl.int64)[:, None] * E + e[None, :]
     tl.store(affinity_ptr + offs, affinity, mask=in_bounds[:, None] & (e[None, :] < E))

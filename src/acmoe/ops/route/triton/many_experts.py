@@ -16,8 +16,6 @@ from acmoe.ops.route.triton.tokens import Tokens
 # loaded as well, for the 99 KiB of smaller cards; on others it would cost 371 us instead of 272
 # (qwen3next, H200).
 AFFINITY_TILE = (64, 128, 4, 3)
-LOW_TOKENS = 16  # tokens of the small tile, for calls of no more tokens
-FEW_AFFINITY_TILE = (16, 32, 4, 6)
 
 
 def many_affinities(
@@ -40,8 +38,7 @@ def many_affinities(
         return
     T, D = tokens.x.shape
     E = embedding_ED.shape[0]
-    tile = FEW_AFFINITY_TILE if T <= LOW_TOKENS else AFFINITY_TILE
-    height, width, num_warps, num_stages = tile
+    height, width, num_warps, num_stages = AFFINITY_TILE
     reading = rescaled(tokens, 2) if worth_rescaling(tokens, E) else tokens
     if reading.has_scale and not reading.is_sorted and not tuning.has_shared_memory():
         num_stages -= 1
@@ -50,6 +47,6 @@ def many_affinities(
         *reading.pointers, embedding_ED.contiguous(), embedding_ED if bias_E is None else bias_E,
         affinity_TE if noise_TE is None else noise_TE.contiguous(), affinity_TE, T, D, E,
         reading.scale.shape[0], HAS_BIAS=bias_E is not None, HAS_NOISE=noise_TE is not None,
-        TERMS=terms, **reading.flags, SPLIT=reading.is_split, BT=height, BD=features, BE=width,
-        num_warps=num_warps, num_stages=num_stages,
+        TERMS=terms, **reading.flags, SPLIT=reading.is_split, RANGE=0, BT=height, BD=features,
+        BE=width, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip

@@ -6,7 +6,8 @@
 Each program owns a block of tokens and all experts. It reads x once and keeps the affinities in
 registers while it selects, so no (T, D) float32 copy of the tokens exists. More than MANY_EXPERTS
 would leave registers for a few tokens alone, and every program reads the whole embedding: there one
-kernel computes the affinities in tiles of tokens and experts, and a second one reads them back.
+kernel computes the affinities in tiles of tokens and experts, and a second one reads them back. Few
+tokens would be few programs: there the first kernel also splits the features (few_tokens.py).
 
 Where tokens are sorted by cluster (ops/sort/triton/sort.py) a block has one scale, and
     affinity_te = sum_d x_td * (scale_d * embedding_ed)
@@ -24,107 +25,22 @@ T tokens, D features, E experts, C clusters, K experts per token, N token blocks
 sorted tokens. Names such as olmoe are benchmark shapes (lab/bench/shapes.py).
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from acmoe.ops.device.launcher import launch, next_power_of_2
+from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2
 from acmoe.ops.device.reduce_partials import reduce_balance, reduce_partials
-from acmoe.ops.route.triton.affinity import affinity_block
-from acmoe.ops.route.triton.many_experts import LOW_TOKENS, many_affinities
+from acmoe.ops.route.triton.affinity import add_bias_noise, affinity_block
+from acmoe.ops.route.triton.few_tokens import partial_affinities, range_size
+from acmoe.ops.route.triton.many_experts import many_affinities
 from acmoe.ops.route.triton.rescale import MANY_EXPERTS
+from acmoe.ops.route.triton.route_tiles import STEP, STEP_BF16, choose_tile, terms
 from acmoe.ops.route.triton.tokens import Tokens, load_cluster_ends, load_tokens
 
 # Sort key below that of every affinity, -inf included: an expert already selected or out of range.
 TAKEN = tl.constexpr(-0x80000000)
-# bf16 GEMMs per GEMM with a 16-bit token (ops/device/dot.py). An unscaled bf16 token loses nothing,
-# and a scale of one changes no bit. An unsorted token that is rescaled becomes a bf16x2 split: its
-# affinities are off by 2^-18 of their size (root mean square), where a sequential float32 sum over
-# 2048 features is off by 2^-20 and the token's own rounding moves them by 2^-10.
-TERMS_16_BIT = 4
-# With sorted bf16 tokens and a bf16 embedding the rescaled operand is a bf16x2 split and the other
-# one stays bf16: at most 2^-18 of each product is lost. A bf16x3 split would cost 31 us at qwen30b
-# and 1.5 at switch, of 197 and 16.5 (H200).
-TERMS_SORTED_BF16 = 3
-# So few tokens leave most multiprocessors without a program, and each program waits for its loads:
-# as many stages as fit into STAGE_BYTES, and tiles of LOW_TOKENS where they suffice. Estimates, not
-# measured: the 32 steps of olmoe's router take 11 us with 2 loads of 0.7 us in flight, 3 with 7.
-FEW_TOKENS, FEW_STAGES, STAGE_BYTES = 4096, 8, 88 * 1024
-
-
-class Tile(NamedTuple):
-    """Tile sizes (BT tokens, BD features) and launch options of the kernel."""
-
-    tokens: int
-    features: int
-    num_warps: int
-    num_stages: int
-    registers: int | None = None
-
-
-def launch_table(
-    num_experts: int, num_tokens: int, unsorted: bool, is_float32: bool, both_bf16: bool
-) -> Tile:
-    """Choose the tile: a program keeps its (BT, E) affinities in registers, so BT falls with E.
-
-    BD, the features of one step, is the same with and without a scale: it decides the order of
-    additions, and a scale of one must not change a bit. BD = 64 where tokens and embedding are bf16
-    (`both_bf16`): 86 us against 96 with 32; with a scale 180 against 199 (qwen30b, H200). Otherwise
-    BD = 32: tensor cores truncate the sums within a step, and float32 tokens would lose 2^-20.
-
-    Short steps or few programs need more loads in flight: with BD = 32 mixtral's 8192 tokens take
-    38 us with 8 stages and 48 with 5. The same holds where 128 experts leave one program per
-    multiprocessor, again with BD = 32; float32 tokens get 3 stages there, because 5 would exceed
-    the 99 KiB of shared memory that a program has on smaller cards. Sorted tokens wait for two
-    dependent loads and prefer three programs per multiprocessor, although some registers spill.
-
-    Few tokens (FEW_TOKENS) have few programs, which get more stages; LOW_TOKENS are one program.
-
-    With more than MANY_EXPERTS the kernel only selects. One warp needs no barrier to compare all
-    experts of a token: 52 us, against 107 with 16 tokens and 8 warps (qwen3next).
-    """
-    if num_experts > MANY_EXPERTS:
-        return Tile(4, 64 if both_bf16 else 32, 1, 2)
-    if unsorted and both_bf16 and num_tokens <= FEW_TOKENS:
-        tokens = LOW_TOKENS if num_tokens <= LOW_TOKENS else 64
-        features = 64
-        # 2 bytes a number, and 4 for a scale, with which 64 tokens get fewer stages (`route`).
-        size = 6 if tokens == LOW_TOKENS else 2
-        stage = features * (size * tokens + 2 * max(16, next_power_of_2(num_experts)))
-        stages = max(2, min(FEW_STAGES, STAGE_BYTES // stage))
-        return Tile(tokens, features, 4, stages)
-    if both_bf16:
-        return Tile(64, 64, 4, 6 if num_experts <= 16 and num_tokens <= 2**14 else 3)
-    if num_experts <= 16:
-        return Tile(64, 32, 4, 8 if num_tokens <= 2**14 else 5)
-    if unsorted and num_tokens >= 2**15:
-        return Tile(128, 32, 8, 3 if is_float32 else 5)
-    return Tile(64, 32, 4, 3, 168 if num_experts > 64 and not unsorted else None)
-
-
-def terms(tokens: Tokens, both_bf16: bool) -> int:
-    """Return TERMS of `accurate_dot`: the most bf16 GEMMs that one float32 GEMM is computed by."""
-    if tokens.is_sorted and both_bf16:
-        return TERMS_SORTED_BF16
-    sorted_bf16 = tokens.x.dtype == torch.bfloat16 and tokens.is_sorted
-    return 6 if sorted_bf16 or tokens.x.dtype == torch.float32 else TERMS_16_BIT
-
-
-def _choose_tile(tokens: Tokens, num_experts: int, both_bf16: bool, totals: str) -> Tile:
-    """Return the tile of `launch_table`, changed where a scale or the balance loss require it."""
-    is_float32 = tokens.x.dtype == torch.float32
-    tile = launch_table(num_experts, tokens.x.shape[0], not tokens.is_sorted, is_float32, both_bf16)
-    if tokens.has_scale and not tokens.is_sorted and tile.tokens > LOW_TOKENS:
-        # The scale of each token is prefetched as well: 6 stages would exceed the 99 KiB of shared
-        # memory that a program has on smaller cards.
-        tile = tile._replace(num_stages=min(tile.num_stages, 3))
-    if num_experts > MANY_EXPERTS and totals in ("balance", "shares"):
-        # One program adds up the sums of all others: let these be few.
-        tile = tile._replace(tokens=16, num_warps=8)
-    return tile
 
 
 def route(
@@ -149,8 +65,11 @@ def route(
     T, D = tokens.x.shape
     E = embedding_ED.shape[0]
     both_bf16 = tokens.x.dtype == embedding_ED.dtype == torch.bfloat16
-    tile = _choose_tile(tokens, E, both_bf16, totals)
-    selecting = tokens.in_place() if E > MANY_EXPERTS else tokens  # reads affinities, no tokens
+    step = STEP_BF16 if both_bf16 else STEP
+    size = range_size(tokens, E, step)
+    selects = E > MANY_EXPERTS or size < D  # it reads affinities, no tokens
+    tile = choose_tile(tokens, E, size < D, both_bf16, totals)
+    selecting = tokens.in_place() if selects else tokens
     N = selecting.blocks(tile.tokens)
     affinity_TE = tokens.x.new_empty(T, E, dtype=torch.float32)
     gate_TK = affinity_TE.new_empty(T, top_k)
@@ -166,15 +85,18 @@ def route(
         )  # fmt: skip
         flags = {"HAS_BIAS": bias_E is not None, "HAS_NOISE": noise_TE is not None}
         flags["TERMS"] = terms(tokens, both_bf16)
-        if E > MANY_EXPERTS:
+        known = affinity_TE  # affinities, or sums over ranges of features, for the kernel to read
+        if size < D:
+            known = partial_affinities(tokens, embedding_ED, size, flags["TERMS"], step)
+        elif selects:
             many_affinities(
-                tokens, embedding_ED, bias_E, noise_TE, affinity_TE, flags["TERMS"], tile.features
+                tokens, embedding_ED, bias_E, noise_TE, affinity_TE, flags["TERMS"], step
             )
         launch(
-            _route_kernel, (N,), *tokens.pointers, *router, ids_TK, gate_TK,
+            _route_kernel, (N,), *tokens.pointers, *router, known, ids_TK, gate_TK,
             affinity_TE, partial_2NE, first_T, T, D, E, tokens.scale.shape[0], 1.0 / temperature,
             K=top_k, SELECTED=over_selected, **flags, **selecting.flags,
-            HAS_AFFINITY=E > MANY_EXPERTS, BALANCE=alone, BT=tile.tokens, BD=tile.features,
+            RANGES=cdiv(D, size) if selects else 0, BALANCE=alone, BT=tile.tokens, BD=step,
             BE=max(16, next_power_of_2(E)), BK=max(2, next_power_of_2(top_k)),
             num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.registers,
         )  # fmt: skip
@@ -233,16 +155,18 @@ def softmax_rows(value):
 @triton.jit
 def _route_kernel(
     x_ptr, scale_ptr, cluster_ptr, mask_ptr, perm_ptr, embedding_ptr, bias_ptr,
-    noise_ptr, ids_ptr, gate_ptr, affinity_ptr, partial_ptr, first_ptr, T, D, E, C,
-    inverse_temperature, K: tl.constexpr, SELECTED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    noise_ptr, known_ptr, ids_ptr, gate_ptr, affinity_ptr, partial_ptr, first_ptr, T, D, E,
+    C, inverse_temperature, K: tl.constexpr, SELECTED: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_NOISE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_MASK: tl.constexpr, SORTED: tl.constexpr,
-    PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, HAS_AFFINITY: tl.constexpr,
+    PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, RANGES: tl.constexpr,
     BALANCE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
     BC: tl.constexpr,
 ):  # fmt: skip
-    """Select the experts of a block of tokens; HAS_AFFINITY: their affinities are stored.
+    """Select the experts of a block of tokens.
 
-    BALANCE: this is the only program, and writes the balance loss to partial_ptr.
+    RANGES: 0 to compute the affinities here, 1 if they are known, and more if `known` holds their
+    sums over so many ranges of features (few_tokens.py). BALANCE: this is the only program, and
+    writes the balance loss to partial_ptr.
     """
     start = tl.program_id(0) * BT
     e = tl.arange(0, BE)
@@ -260,12 +184,21 @@ def _route_kernel(
             return
     offs = t.to(tl.int64)[:, None] * E + e[None, :]
     valid = in_bounds[:, None] & (e[None, :] < E)
-    if HAS_AFFINITY:
-        affinity = tl.load(affinity_ptr + offs, mask=valid, other=0.0)
+    if RANGES == 1:
+        affinity = tl.load(known_ptr + offs, mask=valid, other=0.0)
+    elif RANGES > 1:
+        affinity = tl.load(known_ptr + offs, mask=valid, other=0.0)
+        for _ in tl.static_range(1, RANGES):
+            known_ptr += T * E
+            affinity += tl.load(known_ptr + offs, mask=valid, other=0.0)
+        affinity = add_bias_noise(
+            affinity, bias_ptr, noise_ptr, t, in_bounds, e, E, HAS_BIAS, HAS_NOISE
+        )
+        tl.store(affinity_ptr + offs, affinity, mask=valid)
     else:
         affinity = affinity_block(
             x_ptr, scale_ptr, cluster, embedding_ptr, bias_ptr, noise_ptr, t, start.to(tl.int64),
-            in_bounds, unmasked, e, D, E, HAS_BIAS, HAS_NOISE, HAS_SCALE, SORTED, False,
+            in_bounds, unmasked, e, 0, D, D, E, HAS_BIAS, HAS_NOISE, HAS_SCALE, SORTED, False,
             PLAIN_BF16, TERMS, BT, BD, BE,
         )  # fmt: skip
         tl.store(affinity_ptr + offs, affinity, mask=valid)

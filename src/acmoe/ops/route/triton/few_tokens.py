@@ -1,0 +1,65 @@
+"""The affinities of few tokens: every program sums over a range of the features only.
+
+    partial_ste = sum over the features d of range s of x_td * scale[cluster of t]_d * embedding_ed
+
+A program for each block of tokens would leave most multiprocessors idle, and load one step of the
+features after the other: one token of olmoe took 12 us, and 28 with a scale (H200, captured). The
+kernel that selects (route.py) adds the ranges in their order, so that equal inputs give equal bits.
+
+T tokens, D features, E experts, S ranges of features.
+"""
+
+import torch
+from torch import Tensor
+
+from acmoe.ops.device.launcher import cdiv, launch
+from acmoe.ops.route.triton.affinity import affinity_kernel
+from acmoe.ops.route.triton.rescale import worth_rescaling
+from acmoe.ops.route.triton.tokens import Tokens
+
+MOST_TOKENS = 1024
+# Tokens, experts, warps and stages of a tile; the low one is for up to LOW_TOKENS.
+LOW_TOKENS, LOW_TILE, TILE = 64, (16, 32, 4, 4), (32, 64, 4, 3)
+# About one program for each multiprocessor. A range of fewer features is not worth a program, and
+# the kernel that selects has to load every range.
+PROGRAMS, FEWEST_FEATURES, MOST_RANGES = 128, 64, 16
+
+
+def range_size(tokens: Tokens, num_experts: int, step: int) -> int:
+    """Return the features of a range, a multiple of `step`, those that a program loads at a time.
+
+    It is D or more if a program should take all features (route.py, many_experts.py).
+    """
+    T, D = tokens.x.shape
+    few = 0 < T <= MOST_TOKENS
+    if tokens.is_sorted or not few or worth_rescaling(tokens, num_experts):
+        return D
+    height, width, *_ = _tile(T)
+    programs = cdiv(T, height) * cdiv(num_experts, width)
+    ranges = min(MOST_RANGES, D // FEWEST_FEATURES, PROGRAMS // programs)
+    return cdiv(cdiv(D, max(1, ranges)), step) * step
+
+
+def partial_affinities(
+    tokens: Tokens, embedding_ED: Tensor, size: int, terms: int, step: int
+) -> Tensor:
+    """Return the (S, T, E) float32 sums over ranges of `size` features, without bias and noise.
+
+    terms: TERMS of `accurate_dot`; step: the features that a program loads at a time.
+    """
+    (T, D), E = tokens.x.shape, embedding_ED.shape[0]
+    ranges = cdiv(D, size)
+    partial_STE = tokens.x.new_empty(ranges, T, E, dtype=torch.float32)
+    height, width, num_warps, num_stages = _tile(T)
+    launch(
+        affinity_kernel, (cdiv(E, width), tokens.blocks(height), ranges), *tokens.pointers,
+        embedding_ED.contiguous(), embedding_ED, partial_STE, partial_STE, T, D, E,
+        tokens.scale.shape[0], HAS_BIAS=False, HAS_NOISE=False, TERMS=terms, **tokens.flags,
+        SPLIT=False, RANGE=size, BT=height, BD=step, BE=width,
+        num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+    return partial_STE
+
+
+def _tile(num_tokens: int) -> tuple[int, int, int, int]:
+    return LOW_TILE if num_tokens <= LOW_TOKENS else TILE
