@@ -1,6 +1,6 @@
 """Write the reference pages of the documentation: every command, and every option of every config.
 
-`docs/conf.py` calls `write` before each build. Commands are the parser's own help pages. Options
+`build_docs.py` calls `write` before each build. Commands are the parser's own help pages. Options
 are the fields of the config dataclasses; a field's meaning is the comment above it or behind it, or
 its line below `Attributes:` in the docstring of the class.
 """
@@ -16,6 +16,8 @@ import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Literal, get_args, get_origin
 
 # Modules whose dataclasses are documented, each with the heading of its part of the page.
 CONFIG_MODULES = {
@@ -153,11 +155,13 @@ def config_classes(module: str) -> Iterator[ConfigClass]:
             name=node.name,
             bases=tuple(base for base in bases if base.endswith("Config")),
             text=_prose(ast.get_docstring(node) or ""),
-            options=tuple(_options(node, comments)),
+            options=tuple(_options(node, comments, _choices(loaded))),
         )
 
 
-def _options(node: ast.ClassDef, comments: dict[int, tuple[str, bool]]) -> Iterator[Option]:
+def _options(
+    node: ast.ClassDef, comments: dict[int, tuple[str, bool]], choices: dict[str, str]
+) -> Iterator[Option]:
     described = _described(ast.get_docstring(node) or "")
     for field in node.body:
         if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
@@ -168,7 +172,7 @@ def _options(node: ast.ClassDef, comments: dict[int, tuple[str, bool]]) -> Itera
         name = field.target.id
         default = "" if field.value is None else _default(ast.unparse(field.value))
         meaning = _comment_of(field, comments) or described.get(name, "")
-        yield Option(name, _values(kind), default, _sentence(meaning))
+        yield Option(name, _values(kind, choices), default, _sentence(meaning))
 
 
 def _comments(source: str) -> dict[int, tuple[str, bool]]:
@@ -212,8 +216,19 @@ def _prose(docstring: str) -> str:
     return docstring.partition("Attributes:")[0].strip()
 
 
-def _values(kind: str) -> str:
-    return re.sub(r"Literal\[(.*?)\]", lambda found: found[1].replace(", ", " | "), kind)
+def _choices(module: ModuleType) -> dict[str, str]:
+    """Return the names in a module that stand for a `Literal`, each with its values."""
+    return {
+        name: " | ".join(map(repr, get_args(value)))
+        for name, value in vars(module).items()
+        if get_origin(value) is Literal
+    }
+
+
+def _values(kind: str, choices: dict[str, str]) -> str:
+    """Return a type as its values: those of a `Literal`, also of one that has a name."""
+    kind = re.sub(r"Literal\[(.*?)\]", lambda found: found[1].replace(", ", " | "), kind)
+    return re.sub(r"\w+", lambda found: choices.get(found[0], found[0]), kind)
 
 
 def _default(text: str) -> str:
@@ -222,5 +237,8 @@ def _default(text: str) -> str:
 
 
 def _sentence(text: str) -> str:
-    """Return the text with characters escaped that Markdown would read as markup or HTML."""
-    return text.replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_").strip()
+    """Escape characters that Markdown would read as markup or HTML, except inside code spans."""
+    parts = text.strip().split("`")
+    for number in range(0, len(parts), 2):
+        parts[number] = parts[number].replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
+    return "`".join(parts)

@@ -29,6 +29,9 @@ def test_an_option_has_its_values_default_and_meaning():
     assert "| `lr` | `float` | required | peak learning rate of Adam |" in page
     assert r"| `norm` | `'post' \| 'pre'` | `'post'` | The paper's post-norm block" in page
     assert "| `rate` | `float \\| None` | `None` | fraction of words or bytes replaced;" in page
+    assert r"| `gate` | `'auto' \| 'selected' \| 'all'` | `'auto'` | softmax" in page  # an alias
+    assert "from `strength` to `strength_end` in `strength_steps`" in page  # no escapes in code
+    assert "min\\_tokens=0" in page
 
 
 def test_the_page_of_commands_has_every_command_and_subcommand():

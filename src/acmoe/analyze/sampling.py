@@ -44,7 +44,7 @@ class AnalyzeConfig:
     contamination: ContaminationConfig | None = None  # text: also route a corrupted copy
     attack: AttackConfig | None = None  # images: also route attacked images
     seed: int = 0  # seed of the images' order and of random routers
-    device: str = "auto"  # auto: CUDA where available
+    device: str = "auto"  # auto: the first of cuda, xpu, mps and cpu that torch finds
 
     def __post_init__(self) -> None:
         for name in ("tokens", "images", "batch"):

@@ -1,4 +1,4 @@
-"""`acmoe demo`: train SMoE and ACMoE side by side in minutes, on Python's standard library."""
+"""`acmoe demo`: train a plain and an adaptive model side by side, on Python's standard library."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Train SMoE and ACMoE nano models on the same data and seed, and compare them."""
+    """Train a small plain (SMoE) and adaptive (ACMoE) model on the same data, and compare them."""
 
     out: Path = Path("runs/demo")
     """Folder for both runs, the report, the figure and the table."""

@@ -73,7 +73,7 @@ class MetricConfig(SMoEConfig):
 
     name: ClassVar[str] = "metric"
     strength: float = 1.0  # initial value of the distance's learned weight; 0: the plain router
-    momentum: float = 0.95  # of each expert's running mean and variance, per optimizer step
+    momentum: float = 0.95  # factor on the weight of past tokens, at each optimizer step
     # Mean and variance over all tokens enter each expert's statistics as this many extra tokens.
     prior_tokens: float = 16.0
     floor: float = 1e-3  # least variance, as a fraction of the variance over all tokens

@@ -78,7 +78,7 @@ class RandomConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveConfig(WithMovedFields):
-    """The adaptive clustering router: any base router, read in the space of M."""
+    """The adaptive clustering router: a base router that reads tokens rescaled by M."""
 
     name: ClassVar[str] = "adaptive"
     # Fields that a model is built with; all others are read at every call.
@@ -94,35 +94,35 @@ class AdaptiveConfig(WithMovedFields):
     # running: an average over past optimizer steps. prefix: the sequence up to the token itself.
     # sequence: the whole sequence.
     statistics: Statistics = "running"
-    eval_statistics: Statistics | None = None  # None: as in training
+    eval_statistics: Statistics | None = None  # the mode in evaluation; None: as in training
     # The layer whose router inputs are measured: the previous MoE layer (the paper), or this one
     # (the published code). None: previous, but current for prefix and sequence, which need
     # positions.
     statistics_of: Literal["previous", "current"] | None = None
     # The processes whose tokens are measured in data parallel training. pooled: each measures its
-    # own, and running averages move by all of them, in one reduction per step. global: every
-    # measurement is over the tokens of all processes, as one process would make it. local: nothing
-    # is exchanged.
+    # own tokens, and one reduction per step updates the running averages with all of them. global:
+    # every measurement is over the tokens of all processes, as one process would make it. local:
+    # nothing is exchanged.
     statistics_group: Literal["local", "pooled", "global"] = "pooled"
     # The weights whose mean is set to one: a cluster's over features (the proof of Lemma 1), a
     # feature's over clusters, or all of them.
     normalize: Literal["cluster", "feature", "global"] = "cluster"
     strength: float | None = None  # lambda of Theorem 1; None: the paper's 1/s
     mix: int = 1  # clusters whose scales are averaged by affinity (Mix-k)
-    detach: bool = True  # no gradient through the scale
+    detach: bool = True  # True: no gradient flows through the scale
     scale_experts: bool = False  # feed the scaled token to the experts too (published vision code)
-    floor: float = 1e-3  # least s, as a share of its cluster's mean s
-    eps: float = 0.0  # 1 / (s + eps)
-    clamp: float | None = None  # greatest weight, in mean weights
+    floor: float = 1e-3  # lower bound of each s, as a share of its cluster's mean s
+    eps: float = 0.0  # weights are 1 / (s + eps)
+    clamp: float | None = None  # upper bound of a weight, as a multiple of the mean weight
     # Divide by the mean of the weights before the clamp, as the published vision code for Swin; the
     # clamped weights then average less than one.
     mean_before_clamp: bool = False
-    min_tokens: int = 2  # smaller clusters get scale 1
+    min_tokens: int = 2  # clusters of fewer tokens get scale 1
     # Clusters in the means that `clamp` and `normalize` take over clusters: all, or, as in the
     # published code, those numbered up to the highest expert that any token chose. It matters where
     # empty clusters count (min_tokens=0).
     mean_over: Literal["all", "chosen"] = "all"
-    momentum: float = 0.99  # of the running statistics, per optimizer step
+    momentum: float = 0.99  # factor on the weight of past tokens, at each optimizer step
     prior_tokens: float = 16.0  # prefix: the running dispersion counts as this many tokens
 
     def __post_init__(self) -> None:

@@ -1,9 +1,10 @@
 """A container that passes the routing state through the blocks of any model.
 
-A block of the user's keeps its form y = block(x): where it had a dense FFN it has an `MoEFFN`. The
-stack lends the state to the `MoEFFN`s of a block for one call of that block, and takes the next
-state back. The state is no attribute of a module between calls, so two forward passes in flight,
-threads and activation checkpointing (`checkpoint=True`) see their own.
+A block keeps its form y = block(x) and has an `MoEFFN` in place of its dense FFN. For one call of a
+block, the stack puts the state into a `Loan`, which the `MoEFFN`s inside find in a thread-local
+variable; they read the state there and replace it by the next one. No module stores the state
+between calls, so two forward passes in flight, threads and activation checkpointing
+(`checkpoint=True`) do not mix their states.
 
 B sequences of L tokens, or T tokens; D features.
 """
@@ -28,7 +29,7 @@ AnyMoE = MoE | SoftMoE
 
 
 class Loan:
-    """The routing state on its way through one call of a block."""
+    """The routing state during one call of a block; each `MoEFFN` in turn reads and replaces it."""
 
     def __init__(
         self, state: RoutingState | None, arguments: dict[str, Tensor], waiting: "list[MoEFFN]"
@@ -39,7 +40,7 @@ class Loan:
 
 
 class _Loans(threading.local):
-    """The loans of this thread, by the id of the `MoEFFN` that may take them."""
+    """The loans of this thread, by the id of the `MoEFFN` that they are for."""
 
     def __init__(self) -> None:
         self.by_layer: dict[int, Loan] = {}
@@ -266,9 +267,9 @@ def layers_inside(block: nn.Module) -> tuple[list[MoEFFN], bool]:
 
 
 def plan_next_routers(layers: list[AnyMoE]) -> None:
-    """Tell each MoE layer which router follows it, so that it computes the state for that one.
+    """Set the next router of each MoE layer, for which the layer computes the state.
 
-    A layer that occurs several times computes for the rescaling router among those that follow it.
+    A layer that occurs several times computes it for the rescaling router among its followers.
     """
     followers: dict[AnyMoE, list[NextRouter]] = {layer: [] for layer in layers}
     for layer, after in pairwise(layers):

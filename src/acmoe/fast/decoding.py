@@ -72,7 +72,7 @@ class Clock:
         self.shared: dict[str, Tensor] = {}  # by name, what the first block computes for all
 
     def bias(self, q_BH1W: Tensor, positions_PS: Tensor | None) -> Tensor:
-        """Return what is added to the scores: relative positions, and -inf where not to look."""
+        """Return the term added to the scores: relative positions, and -inf at masked places."""
         if positions_PS is None:
             if "bias" not in self.shared:
                 zeros = torch.zeros_like(self.closed_B11N, dtype=q_BH1W.dtype)

@@ -1,1 +1,1 @@
-"""Tokens in, logits out; the routing state is threaded through the blocks."""
+"""Models map token ids or images to logits, and pass the routing state from block to block."""

@@ -247,9 +247,9 @@ def transforming() -> bool:
 def eager(*tensors: Tensor | None) -> bool:
     """Return True if a kernel may be launched right away, without a custom op around it.
 
-    A custom op is for those who look at calls from outside: `torch.compile`, fake and other
-    subclasses of tensors, dispatch and function modes, and profilers, which show its name. It costs
-    40 to 80 us of the host. The caller sees to it that no gradient is recorded.
+    A custom op makes a call visible from outside: to `torch.compile`, fake and other subclasses of
+    tensors, dispatch and function modes, and profilers, which show its name. It costs 40 to 80 us
+    of the host. The caller must make sure that no gradient is recorded.
     """
     return (
         not torch.compiler.is_compiling()

@@ -1,1 +1,1 @@
-"""Hidden states in, who goes where out. Start with adaptive.py: the paper in a hundred lines."""
+"""Routers map hidden states to experts. Start with adaptive.py: the paper in a hundred lines."""

@@ -6,8 +6,9 @@ the tight ones (Definition 1). A token of cluster k* is routed by
 
     affinity_k = h^T M_k* e_k                                                   (Eqn. 8)
 
-and since k* is the token's own, this is any router at all, fed with the rescaled token M_k* h. The
-experts read h itself. With M = I it is bitwise the router it wraps (Remark 1).
+Since k* belongs to the token and not to expert k, this is a plain router on the rescaled token
+M_k* h, and any router may take its place. The experts read h itself. With M = I the result is
+bitwise that of the wrapped router (Remark 1).
 
 The steps around one layer (experts/moe.py):
     previous layer   s = dispersion of its router inputs by first choice;  M = normalise(1/s)

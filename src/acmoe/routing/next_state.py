@@ -149,7 +149,7 @@ class NextState(nn.Module):
     def _chosen(
         self, routing: Routing, assignment: Tensor, token_mask: Tensor | None
     ) -> Tensor | None:
-        """Return (C,) True for experts that a token chose, or None if nobody asks.
+        """Return (C,) True for experts that a token chose, or None if no option needs it.
 
         All k choices count, and the clusters whose scales are mixed.
         """

@@ -1,4 +1,4 @@
-"""The common part of routers that rescale the tokens and let another router choose."""
+"""The base class of routers that rescale the tokens and let another router choose experts."""
 
 from torch import Tensor
 

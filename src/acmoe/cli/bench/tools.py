@@ -10,8 +10,9 @@ from acmoe.cli.bench.output import command_of, say, show
 class Host:
     """Time the host in one eager call, in microseconds, without waiting for the GPU.
 
-    The call is one of a layer that is not the first: without gradients, training without and with
-    the backward. On a CPU the call computes itself, and the time is the whole call's.
+    It calls a layer that follows another MoE layer, in three ways: without gradients, as a training
+    forward, and as a training forward with its backward. On a CPU the time is that of the whole
+    call, computation included.
     """
 
     shapes: tuple[str, ...] = ()
@@ -105,7 +106,8 @@ class Tune:
     """Layers to tune for, as in `bench layer`."""
     kernels: tuple[str, ...] = ()
     """Kernels to tune. up, down, hidden, down_weight, up_weight and input are the block sizes of
-    these GEMMs; with ring_ before any but up, the Hopper pipeline of it. If none is given: all."""
+    these GEMMs. ring_down, ring_hidden and so on, for all but up, are their Hopper pipelines. If
+    none is given: all."""
     table: Path | None = None
     """The table to write. If not given: the file that ACMOE_TUNED names, or the package's own
     table. Kernels look into the file that ACMOE_TUNED names first."""

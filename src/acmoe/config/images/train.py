@@ -33,8 +33,8 @@ class VisionRunConfig:
     warmup: float = 0.0  # steps or epochs over which lr rises from 0
     schedule: Literal["constant", "cosine"] = "cosine"  # after the warmup
     min_lr: float = 0.0  # final lr of the cosine schedule
-    betas: tuple[float, float] = (0.9, 0.999)  # of AdamW
-    eps: float = 1e-8  # of AdamW
+    betas: tuple[float, float] = (0.9, 0.999)  # decay rates of AdamW's two moments
+    eps: float = 1e-8  # term in AdamW's denominator
     weight_decay: float = 0.05  # decoupled; not on biases, gains, positions or scalars
     clip: float | None = None  # greatest gradient norm; None: no clipping
     # Decay per update of a moving average of the weights, which is validated and saved beside them
@@ -52,7 +52,7 @@ class VisionRunConfig:
     keep: int = 2  # number of latest checkpoints kept, beside the best one
     compile: bool = False  # torch.compile each block
     graph: bool = False  # replay updates as CUDA graphs, faster where launches dominate
-    device: str = "auto"  # auto: CUDA where available
+    device: str = "auto"  # auto: the first of cuda, xpu, mps and cpu that torch finds
     # Processes that train together, started by torchrun.
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 

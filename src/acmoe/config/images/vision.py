@@ -35,15 +35,15 @@ class SwinConfig:
     Between two stages the width doubles and both sides of the feature map halve.
     """
 
-    image_size: int = 224  # pixels a side; windows must tile the map of every stage
-    channels: int = 3  # of an image
+    image_size: int = 224  # pixels per side; windows must tile the map of every stage
+    channels: int = 3  # channels of an image
     num_classes: int = 1000  # classes of the data set
-    patch: int = 4  # pixels a side
+    patch: int = 4  # pixels per side of a patch
     dim: int  # features in the first stage
     depths: tuple[int, ...]  # blocks in each stage
     heads: tuple[int, ...]  # attention heads in each stage
-    window: int = 7  # tokens a side; a smaller map is a single window
-    mlp_ratio: int = 4  # hidden units of an MLP or expert, in features
+    window: int = 7  # tokens per side; a smaller map is a single window
+    mlp_ratio: int = 4  # hidden units of an MLP or expert, as a multiple of its features
     position: Literal["mlp", "table"] = "mlp"  # relative bias: Swin-MoE's MLP, Swin's table
     moe_stages: tuple[int, ...] = (2, 3)  # stages, counted from 0, whose odd blocks hold experts
     # The one stage whose MoE layers use an adaptive or random-scale router; those of other stages
@@ -202,14 +202,14 @@ class SwinConfig:
 class SoftViTConfig:
     """A vision transformer with a class token and SoftMoE layers in its last blocks."""
 
-    image_size: int = 224  # pixels a side
-    channels: int = 3  # of an image
+    image_size: int = 224  # pixels per side of an image
+    channels: int = 3  # channels of an image
     num_classes: int = 1000  # classes of the data set
-    patch: int = 16  # pixels a side
+    patch: int = 16  # pixels per side of a patch
     dim: int  # features of a token
     depth: int  # number of blocks
     heads: int  # attention heads
-    mlp_ratio: int = 4  # hidden units of an MLP or expert, in features
+    mlp_ratio: int = 4  # hidden units of an MLP or expert, as a multiple of its features
     moe_blocks: int  # number of blocks, counted from the last, that hold experts
     num_experts: int  # experts of an MoE layer
     router: RouterConfig = SOFT_SLOTS  # SoftMoE slots, or an adaptive router over them

@@ -30,7 +30,7 @@ class FinetuneConfig:
     which: Literal["best", "last"] = "best"  # checkpoint of the pretraining run
     precision: Precision = "fp32"  # bf16: autocast; weights stay float32
     seed: int = 0  # draws the new layers, the order of sentences and dropout
-    device: str = "auto"  # auto: CUDA where available
+    device: str = "auto"  # auto: the first of cuda, xpu, mps and cpu that torch finds
 
     def __post_init__(self) -> None:
         check_choice(self.task, tuple(_TASKS), "task")

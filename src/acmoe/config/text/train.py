@@ -47,8 +47,8 @@ class RunConfig:
     warmup: int = 0  # updates over which lr rises from 0
     schedule: Literal["constant", "cosine"] = "constant"  # after the warmup
     min_lr: float = 0.0  # final lr of the cosine schedule
-    betas: tuple[float, float] = (0.9, 0.999)  # of Adam
-    eps: float = 1e-8  # of Adam
+    betas: tuple[float, float] = (0.9, 0.999)  # decay rates of Adam's two moments
+    eps: float = 1e-8  # term in Adam's denominator
     weight_decay: float = 0.0  # decoupled, on matrices only
     # Optimizer of the routers' matrices alone. Adam divides by the size of each feature's gradient,
     # which undoes any scaling that all clusters share; plain SGD does not.
@@ -65,7 +65,7 @@ class RunConfig:
     keep: int = 2  # number of latest checkpoints kept, beside the best one
     compile: bool = False  # torch.compile each block
     graph: bool = False  # replay updates as CUDA graphs, faster where launches dominate
-    device: str = "auto"  # auto: CUDA where available
+    device: str = "auto"  # auto: the first of cuda, xpu, mps and cpu that torch finds
     # Processes that train together, started by torchrun.
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 

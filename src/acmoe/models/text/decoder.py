@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812, the customary name
 
 from acmoe.config.text.language import LanguageConfig
-from acmoe.errors import check
 from acmoe.experts.moe import MoE
 from acmoe.models.recorded import recorded
 from acmoe.models.text.blocks import BLOCKS
@@ -25,9 +24,9 @@ from acmoe.models.text.memory import (
     SegmentCaches,
     StreamMemory,
 )
+from acmoe.models.text.segment import blank_ids, check_segment, joined_mask
 from acmoe.models.text.stack import BlockInputs, BlockRunner, run_blocks
 from acmoe.models.unmodified import modified
-from acmoe.ops.checks import check_range
 from acmoe.ops.cross_entropy.op import chunked_cross_entropy
 from acmoe.ops.dispatch import log_once
 from acmoe.ops.embedding.op import Embedding
@@ -149,7 +148,7 @@ class LanguageModel(nn.Module):
         """Return the last hidden states (B, L, D), the routing state, and the next memory."""
         if memory is None and cache is None:
             memory = self.new_memory(tokens.shape[0])
-        tokens = _blank(tokens, token_mask)
+        tokens = blank_ids(tokens, token_mask)
         x_BLD = self.embed(tokens)
         state = RoutingState.identity(
             num_tokens=tokens.numel(),
@@ -250,7 +249,7 @@ class LanguageModel(nn.Module):
             return None
         if cache is not None:
             return cache.extend_mask(tokens, token_mask)
-        return _joined_mask(memory, token_mask, tokens)
+        return joined_mask(memory, token_mask, tokens)
 
     def _check(
         self,
@@ -259,45 +258,8 @@ class LanguageModel(nn.Module):
         memory: StreamMemory | None,
         token_mask: Tensor | None,
     ) -> None:
-        check(
-            tokens.dim() == 2 and tokens.numel() > 0,
-            f"tokens have shape {tuple(tokens.shape)}; pass ids of shape (streams, length)",
+        check_segment(
+            *(tokens, targets, memory, token_mask),
+            vocab_size=self.config.vocab_size,
+            num_blocks=len(self.blocks),
         )
-        for name, other in (("targets", targets), ("token_mask", token_mask)):
-            check(
-                other is None or other.shape == tokens.shape,
-                f"{name} have shape {other is not None and tuple(other.shape)}; tokens have "
-                f"{tuple(tokens.shape)}: give one entry per token",
-            )
-        for name, ids in (("tokens", tokens), ("targets", targets)):
-            if ids is not None:
-                check(not ids.is_floating_point(), f"{name} are {ids.dtype}; pass whole numbers")
-                check_range(_blank(ids, token_mask), 0, self.config.vocab_size, name)
-        if memory is not None:
-            check(
-                len(memory.hidden) == len(self.blocks)
-                and memory.hidden[0].shape[0] == tokens.shape[0],
-                f"memory has {len(memory.hidden)} blocks and {memory.hidden[0].shape[0]} streams, "
-                f"this call {len(self.blocks)} and {tokens.shape[0]}; pass these streams' memory",
-            )
-
-
-def _blank(ids: Tensor, token_mask: Tensor | None) -> Tensor:
-    """Replace the ids of padding, which may be invalid, by 0."""
-    return ids if token_mask is None else ids.masked_fill(~token_mask, 0)
-
-
-def _joined_mask(
-    memory: StreamMemory | None, token_mask_BL: Tensor | None, tokens_BL: Tensor
-) -> Tensor | None:
-    """Return (B, S + L), True for positions that attention may see; None if all are real tokens."""
-    if token_mask_BL is None and (memory is None or memory.mask is None):
-        return None
-    parts = []
-    if memory is not None:
-        shape = memory.hidden[0].shape[:2]
-        every = torch.ones(shape, dtype=torch.bool, device=tokens_BL.device)
-        parts.append(every if memory.mask is None else memory.mask)
-    every = torch.ones_like(tokens_BL, dtype=torch.bool)
-    parts.append(every if token_mask_BL is None else token_mask_BL)
-    return torch.cat(parts, dim=1)

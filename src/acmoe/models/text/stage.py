@@ -13,6 +13,7 @@ from acmoe.models.text.blocks import Block
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.models.text.generate import decode_steps
 from acmoe.models.text.memory import Memory, StreamMemory
+from acmoe.models.text.segment import blank_ids
 from acmoe.models.text.stack import BlockInputs, run_blocks
 from acmoe.routing.boundary import Boundary
 from acmoe.routing.state import RoutingState
@@ -74,7 +75,7 @@ class DecoderStage(LanguageModel):
         begins = memory is None
         if memory is None:
             memory = self.new_memory(tokens.shape[0])
-        tokens = tokens if token_mask is None else tokens.masked_fill(~token_mask, 0)
+        tokens = blank_ids(tokens, token_mask)
         x_BLD, state = self._begin(tokens) if self.first else self.before.unpack(*received)
         key_mask = self._key_mask(tokens, token_mask, memory, None)
         inputs = BlockInputs(self.positions, key_mask, token_mask, tokens)

@@ -1,7 +1,7 @@
-"""Record the launches of a call, and make the steps of a tape of them (tape.py).
+"""Record the launches of a call, and turn them into the steps of a tape (tape.py).
 
-Memory is told apart by its storage, which a weak reference identifies after it was freed as well:
-a recorded call keeps none of its memory longer than any other call does.
+Memory is identified by a weak reference to its storage, which works after the storage was freed
+too. So a recorded call keeps its memory no longer than any other call.
 """
 
 import copy

@@ -1,7 +1,7 @@
-"""The statistics of clusters: which tokens they have, when they move, and where they are kept.
+"""The statistics of clusters: the tokens they are taken over, their updates and their buffers.
 
-Start with cluster.py, which has the four statistics modes. The running average (average.py) moves
-after each optimizer step (step.py, step_hook.py), with the tokens of all processes (group.py).
+Start with cluster.py, which has the four statistics modes. Every optimizer step updates the running
+average (average.py, step.py, step_hook.py), with the tokens of all processes (group.py).
 """
 
 from acmoe.routing.statistics.average import scale_options

@@ -7,8 +7,8 @@ statistics over the group, and all copies then make the same update.
 
 The group of a layer is the one of `set_statistics_group`, or the one that the training loop uses:
 that of the `DistributedDataParallel` around it, or of the device mesh that `fully_shard` put its
-parameters on. Where torch.distributed runs several processes and neither is found, an error says
-what to call: a drift of the copies would go unnoticed.
+parameters on. If torch.distributed runs several processes and neither is found, an error names the
+function to call, because copies that drift apart would go unnoticed.
 """
 
 import gc

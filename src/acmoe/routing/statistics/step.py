@@ -1,7 +1,7 @@
-"""Statistics that move once per optimizer step, by themselves.
+"""Statistics that every optimizer step updates.
 
 A training forward adds its batch to buffers that wait for the step (`ops/statistics/pending.py`);
-`update` moves them into the running values. `step_hook.py` calls `update` after every step of a
+`update` merges them into the running values. `step_hook.py` calls `update` after every step of a
 `torch.optim.Optimizer`; `fold_statistics` does the same by hand. In data parallel training the
 waiting batches of all processes are added up first (`group.py`).
 """

@@ -1,0 +1,64 @@
+"""The ids and masks of one segment: check them, blank padding, join the mask with the memory's.
+
+Shapes: B batch, L length of the segment, S positions of memory.
+"""
+
+import torch
+from torch import Tensor
+
+from acmoe.errors import check
+from acmoe.models.text.memory import StreamMemory
+from acmoe.ops.checks import check_range
+
+
+def check_segment(
+    tokens: Tensor,
+    targets: Tensor | None,
+    memory: StreamMemory | None,
+    token_mask: Tensor | None,
+    *,
+    vocab_size: int,
+    num_blocks: int,
+) -> None:
+    """Raise a UserError unless the arguments of a forward pass fit each other and the model."""
+    check(
+        tokens.dim() == 2 and tokens.numel() > 0,
+        f"tokens have shape {tuple(tokens.shape)}; pass ids of shape (streams, length)",
+    )
+    for name, other in (("targets", targets), ("token_mask", token_mask)):
+        check(
+            other is None or other.shape == tokens.shape,
+            f"{name} have shape {other is not None and tuple(other.shape)}; tokens have "
+            f"{tuple(tokens.shape)}: give one entry per token",
+        )
+    for name, ids in (("tokens", tokens), ("targets", targets)):
+        if ids is not None:
+            check(not ids.is_floating_point(), f"{name} are {ids.dtype}; pass whole numbers")
+            check_range(blank_ids(ids, token_mask), 0, vocab_size, name)
+    if memory is not None:
+        check(
+            len(memory.hidden) == num_blocks and memory.hidden[0].shape[0] == tokens.shape[0],
+            f"memory has {len(memory.hidden)} blocks and {memory.hidden[0].shape[0]} streams, "
+            f"this call {num_blocks} and {tokens.shape[0]}; pass these streams' memory",
+        )
+
+
+def blank_ids(ids: Tensor, token_mask: Tensor | None) -> Tensor:
+    """Replace the ids of padding, which may be invalid, by 0."""
+    return ids if token_mask is None else ids.masked_fill(~token_mask, 0)
+
+
+def joined_mask(
+    memory: StreamMemory | None, token_mask_BL: Tensor | None, tokens_BL: Tensor
+) -> Tensor | None:
+    """Return (B, S + L), True for positions that attention may see; None if all are real tokens."""
+    if token_mask_BL is None and (memory is None or memory.mask is None):
+        return None
+    parts = []
+    if memory is not None:
+        shape = memory.hidden[0].shape[:2]
+        every = torch.ones(shape, dtype=torch.bool, device=tokens_BL.device)
+        parts.append(every if memory.mask is None else memory.mask)
+    every = torch.ones_like(tokens_BL, dtype=torch.bool)
+    parts.append(every if token_mask_BL is None else token_mask_BL)
+    return torch.cat(parts, dim=1)
