@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from acmoe.config.environment import is_set
 from acmoe.errors import UserError
 
 P = ParamSpec("P")
@@ -110,10 +111,10 @@ class Op(Generic[P, R]):
         """Return the kernel that serves a call with these arguments."""
         if transforming():
             return self.kernels[-1]
-        named = (_requested and _requested[-1] != "auto") or _ASKED in os.environ
-        if not (named or _records or torch.compiler.is_compiling()):
+        if not (torch.compiler.is_compiling() or _records or _named()):
             kernel = self._first(args, kwargs)
-            log_once(kernel.line)
+            if kernel.line not in _logged:
+                log_once(kernel.line)
             return kernel
         values = {**self.defaults, **dict(zip(self.parameters, args, strict=False)), **kwargs}
         wanted = requested()
@@ -198,6 +199,11 @@ def record_choices() -> Iterator[list[Choice]]:
 def requested() -> str:
     """Return the backend that `use_backend` or ACMOE_BACKEND requests."""
     return _requested[-1] if _requested else _checked(os.environ.get(_ASKED, "auto"))
+
+
+def _named() -> bool:
+    """Return True if a kernel may be requested by its name."""
+    return bool(_requested and _requested[-1] != "auto") or is_set(_ASKED)
 
 
 @contextlib.contextmanager
@@ -285,6 +291,10 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return _cached_capability(device)
 
 
+# What `triton_unsupported` found to be served on GPUs of NVIDIA: device, dtype, and `integers`.
+_served: set[tuple[torch.device, torch.dtype, bool]] = set()
+
+
 def triton_unsupported(x: Tensor, *, on_cpu: bool = True, integers: bool = False) -> str | None:
     """Return the reason why Triton kernels cannot read x, or None.
 
@@ -292,6 +302,9 @@ def triton_unsupported(x: Tensor, *, on_cpu: bool = True, integers: bool = False
     integers: x holds whole numbers.
     """
     device = x.device
+    kind = device, x.dtype, integers
+    if not torch.compiler.is_compiling() and kind in _served and torch.version.hip is None:
+        return None
     on_gpu = device.type == "cuda"
     if not on_cpu and not on_gpu and requested() != "triton":
         return "its kernel is for GPUs; Triton's interpreter has to be asked for by name"
@@ -306,4 +319,6 @@ def triton_unsupported(x: Tensor, *, on_cpu: bool = True, integers: bool = False
         return "its kernels need compute capability 8.0 or newer"
     if not integers and x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"its kernels have no {x.dtype}"
+    if nvidia and not torch.compiler.is_compiling():
+        _served.add(kind)
     return None
