@@ -109,13 +109,14 @@ class Op(Generic[P, R]):
 
     def select(self, *args: P.args, **kwargs: P.kwargs) -> Kernel:
         """Return the kernel that serves a call with these arguments."""
-        if transforming():
-            return self.kernels[-1]
-        if not (torch.compiler.is_compiling() or _records or _named()):
-            kernel = self._first(args, kwargs)
-            if kernel.line not in _logged:
-                log_once(kernel.line)
-            return kernel
+        if not torch.compiler.is_compiling():
+            if _transformed():
+                return self.kernels[-1]
+            if not (_records or _named()):
+                kernel = self._first(args, kwargs)
+                if kernel.line not in _logged:
+                    log_once(kernel.line)
+                return kernel
         values = {**self.defaults, **dict(zip(self.parameters, args, strict=False)), **kwargs}
         wanted = requested()
         refusal = None
@@ -245,8 +246,11 @@ def transforming() -> bool:
     op runs its definition there, written in plain operators throughout (docs/design.md,
     Transforms).
     """
-    if torch.compiler.is_compiling():
-        return False
+    return not torch.compiler.is_compiling() and _transformed()
+
+
+def _transformed() -> bool:
+    """Return the result of `transforming`, in code that is not compiled."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 

@@ -137,7 +137,8 @@ def taped(
     """
     first = tensors[0]
     assert first is not None
-    current = torch.cuda.current_device() if first.is_cuda else -1
+    # A tensor is there, so that the check of `torch.cuda.current_device` is superfluous.
+    current = torch._C._cuda_getDevice() if first.is_cuda else -1
     kinds: list[Any] = [run, current, settings]
     addresses = []
     together, contiguous = 0, True

@@ -269,7 +269,8 @@ def route_through(*inputs: Any, totals: str) -> tuple[Any, ...]:
     if torch.compiler.is_compiling() or not (recorded and (repeats or passes)):
         return *route_op(*inputs), x, None
     if totals == "balance":
-        totals = "shares" if len(x) * len(embedding) <= _FEW_AFFINITIES else "sums"
+        affinities = x.shape[0] * embedding.shape[0]
+        totals = "shares" if affinities <= _FEW_AFFINITIES else "sums"
     constant: list[Any] = []
     learned = (x, embedding, bias, inputs[3:])
     results = apply(_Eager, *learned, repeats, passes, totals, constant)
