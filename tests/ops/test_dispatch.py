@@ -101,6 +101,9 @@ def test_the_environment_asks_for_the_whole_process(monkeypatch):
     with use_backend("triton"):
         assert requested() == "triton"
     assert requested() == "torch"
+    assert build()(X) == 2.0  # a call sees the variable, and sees that it is gone
+    monkeypatch.delenv("ACMOE_BACKEND")
+    assert build()(X) == "triton 2"
 
 
 def test_an_unknown_backend_is_refused(monkeypatch):

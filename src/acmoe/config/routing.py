@@ -148,7 +148,8 @@ class AdaptiveConfig(WithMovedFields):
         check(0 <= self.momentum < 1, f"momentum={self.momentum}; it must lie in [0, 1)")
         check_not_negative(self.prior_tokens, "prior_tokens")
         self._check_together(modes=self.modes)
-        _ = self.scale_codes  # computed here, because torch.compile cannot trace a checksum
+        # Computed here, because torch.compile can trace neither a checksum nor a cache.
+        _ = self.reads, self.scale_codes
 
     def _check_together(self, *, modes: tuple[str, ...]) -> None:
         positional = [mode for mode in modes if mode in ("prefix", "sequence")]
@@ -193,11 +194,11 @@ class AdaptiveConfig(WithMovedFields):
             "min_tokens=0 takes 1/s of empty clusters; it needs eps > 0",
         )
 
-    @property
+    @cached_property
     def modes(self) -> tuple[str, ...]:
         return (self.statistics, self.eval_statistics or self.statistics)
 
-    @property
+    @cached_property
     def reads(self) -> Literal["previous", "current"]:
         """Return `statistics_of`, with None replaced by its default."""
         if self.statistics_of is not None:

@@ -73,8 +73,9 @@ class ExpertMLP(nn.Module):
         complete: the caller guarantees that every row has an expert. Under autocast the GEMMs run
         in its dtype.
         """
+        dtype = autocast_dtype(x_TD)
         return expert_mlp(
-            x_TD.to(autocast_dtype(x_TD) or x_TD.dtype),
+            x_TD if dtype is None else x_TD.to(dtype),
             ExpertWeights(self.up, self.down, self.up_bias, self.down_bias),
             rows,
             gate_TK,

@@ -24,6 +24,7 @@ from acmoe.routing.statistics.cache import LayerCache
 from acmoe.routing.statistics.step_hook import Layer
 
 _NOT_GIVEN = "not given"
+_NO_CACHE = LayerCache(None, None)
 
 
 class MoE(Layer):
@@ -118,8 +119,9 @@ class MoE(Layer):
         begun = state is None
         router = unwrapped(self.router)
         state = router.begun(x, state)
-        slots = cache or LayerCache(None, None)
-        slots.check_batch(x)
+        slots = cache or _NO_CACHE
+        if cache is not None:
+            cache.check_batch(x)
         routing = self.router(
             x, state, token_mask=token_mask, token_ids=token_ids, cache=slots.router
         )

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from acmoe.config.environment import is_set
 from acmoe.errors import UserError
 
 P = ParamSpec("P")
@@ -108,13 +109,14 @@ class Op(Generic[P, R]):
 
     def select(self, *args: P.args, **kwargs: P.kwargs) -> Kernel:
         """Return the kernel that serves a call with these arguments."""
-        if transforming():
-            return self.kernels[-1]
-        named = (_requested and _requested[-1] != "auto") or _ASKED in os.environ
-        if not (named or _records or torch.compiler.is_compiling()):
-            kernel = self._first(args, kwargs)
-            log_once(kernel.line)
-            return kernel
+        if not torch.compiler.is_compiling():
+            if _transformed():
+                return self.kernels[-1]
+            if not (_records or _named()):
+                kernel = self._first(args, kwargs)
+                if kernel.line not in _logged:
+                    log_once(kernel.line)
+                return kernel
         values = {**self.defaults, **dict(zip(self.parameters, args, strict=False)), **kwargs}
         wanted = requested()
         refusal = None
@@ -200,6 +202,11 @@ def requested() -> str:
     return _requested[-1] if _requested else _checked(os.environ.get(_ASKED, "auto"))
 
 
+def _named() -> bool:
+    """Return True if a kernel may be requested by its name."""
+    return bool(_requested and _requested[-1] != "auto") or is_set(_ASKED)
+
+
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Request a backend inside `with`, as ACMOE_BACKEND does for a whole process."""
@@ -239,8 +246,11 @@ def transforming() -> bool:
     op runs its definition there, written in plain operators throughout (docs/design.md,
     Transforms).
     """
-    if torch.compiler.is_compiling():
-        return False
+    return not torch.compiler.is_compiling() and _transformed()
+
+
+def _transformed() -> bool:
+    """Return the result of `transforming`, in code that is not compiled."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
@@ -285,6 +295,10 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return _cached_capability(device)
 
 
+# What `triton_unsupported` found to be served on GPUs of NVIDIA: device, dtype, and `integers`.
+_served: set[tuple[torch.device, torch.dtype, bool]] = set()
+
+
 def triton_unsupported(x: Tensor, *, on_cpu: bool = True, integers: bool = False) -> str | None:
     """Return the reason why Triton kernels cannot read x, or None.
 
@@ -292,6 +306,9 @@ def triton_unsupported(x: Tensor, *, on_cpu: bool = True, integers: bool = False
     integers: x holds whole numbers.
     """
     device = x.device
+    kind = device, x.dtype, integers
+    if not torch.compiler.is_compiling() and kind in _served and torch.version.hip is None:
+        return None
     on_gpu = device.type == "cuda"
     if not on_cpu and not on_gpu and requested() != "triton":
         return "its kernel is for GPUs; Triton's interpreter has to be asked for by name"
@@ -306,4 +323,6 @@ def triton_unsupported(x: Tensor, *, on_cpu: bool = True, integers: bool = False
         return "its kernels need compute capability 8.0 or newer"
     if not integers and x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"its kernels have no {x.dtype}"
+    if nvidia and not torch.compiler.is_compiling():
+        _served.add(kind)
     return None

@@ -1,10 +1,19 @@
-"""Backward functions that have no derivative of their own."""
+"""Autograd functions that `torch.func` never sees, and that have no second derivative."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Return `function.apply(*args)`, outside of `torch.func` transforms.
+
+    The `apply` of torch looks at every argument for transforms, which takes 5 us; ops run their
+    definition under one (`dispatch.transforming`).
+    """
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -66,11 +66,13 @@ class AdaptiveRouter(RescalingRouter):
     ) -> ScaledTokens:
         """Return M_k* h for every token (Eqn. 8)."""
         check_state(state, x, self.mix, self.num_experts, self.config)
-        x_BLD = x if x.dim() == 3 else x[None]
-        mask_BL = None if token_mask is None else token_mask.view(x_BLD.shape[:-1])
-        scale = self.cluster_scale(x_BLD, state, mask_BL, cache)
+        scale = state.scale  # that of the layer before, if this one takes no statistics
+        if self.statistics is not None:
+            x_BLD = x if x.dim() == 3 else x[None]
+            mask_BL = None if token_mask is None else token_mask.view(x_BLD.shape[:-1])
+            scale = self.cluster_scale(x_BLD, state, mask_BL, cache)
         if scale.dim() == 2 and self.mix == 1:  # one M per cluster, the same for all its tokens
-            return ScaledTokens(x, scale, state.assignment[:, 0], state.order)
+            return ScaledTokens(x, scale, state.assignment.flatten(), state.order)
         scaled = bounded(x.to(accumulation_dtype(x.dtype))) * token_scale(scale, state, x)
         return ScaledTokens(x, product=scaled)
 

@@ -116,7 +116,8 @@ class NextState(nn.Module):
             before=state.membership,
         )
         chosen_C = self._chosen(routing, assignment, token_mask)
-        scale = self._scale(x, assignment, state, token_mask, slot, order, chosen_C)
+        first_T = assignment[:, 0] if routing.first is None else routing.first
+        scale = self._scale(x, first_T, state, token_mask, slot, order, chosen_C)
         # The order of a masked call is valid for the same mask only, which the next router cannot
         # check.
         if order is None or token_mask is not None:
@@ -129,22 +130,24 @@ class NextState(nn.Module):
     def _scale(
         self,
         x: Tensor,
-        assignment: Tensor,
+        first_T: Tensor,
         state: RoutingState,
         token_mask: Tensor | None,
         slot: StatisticsSlot | None,
         order: Tensor | None,
         chosen_C: Tensor | None,
     ) -> Tensor:
-        """Return the (C, D) scale of the clusters; ones if the next router computes its own."""
+        """Return the (C, D) scale of the clusters; ones if the next router computes its own.
+
+        first_T: (T,) the first cluster of each token, whose dispersion it enters.
+        """
         if self.statistics is None:
             ones_CD = torch.ones_like(state.scale)
             return ones_CD if chosen_C is None else ones_CD * up_to_last(chosen_C)[:, None]
-        x_BLD = x if x.dim() == 3 else x[None]
-        mask_BL = None if token_mask is None else token_mask.view(x_BLD.shape[:-1])
-        first_BL = assignment[:, 0].view(x_BLD.shape[:-1])
+        first = first_T if x.dim() == 2 else first_T.view(x.shape[:-1])
+        mask = None if token_mask is None else token_mask.view(first.shape)
         with without_autocast(x):
-            return self.statistics.cluster_scale(x_BLD, first_BL, mask_BL, slot, order, chosen_C)
+            return self.statistics.cluster_scale(x, first, mask, slot, order, chosen_C)
 
     def _chosen(
         self, routing: Routing, assignment: Tensor, token_mask: Tensor | None

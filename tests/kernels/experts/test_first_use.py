@@ -4,6 +4,7 @@ On a CPU the kernels are interpreted and the times invented; a GPU is not needed
 """
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -253,3 +254,32 @@ class TestSettling:
         weights = ExpertWeights(given.up, given.down, None, None)
         fresh.prepare(given.x, weights, given.rows, given.gate, "swiglu")
         assert asked == []
+
+
+def test_a_layer_is_settled_once_for_each_kind_of_call(fresh, monkeypatch):
+    """A GPU is pretended; calls of one shape are then not looked at again."""
+    settled = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(fresh, "_settle", lambda size, layer, *rest: settled.append(rest[-1]))
+
+    def prepare(tokens, act="relu", needs=False):
+        x = SimpleNamespace(
+            device=torch.device("cuda"),
+            shape=(tokens, 8),
+            dtype=torch.bfloat16,
+            requires_grad=needs,
+        )
+        up, down = torch.zeros(4, 16, 8), torch.zeros(4, 8, 16)
+        weights = ExpertWeights(up, down, None, None)
+        fresh.prepare(x, weights, None, torch.zeros(tokens, 2), act)
+
+    for tokens in (8, 8, 7):  # 4 rows for an average expert, also of 7 tokens
+        prepare(tokens)
+    assert settled == [False]
+    prepare(8, needs=True)
+    prepare(8, act="gelu")
+    prepare(64)
+    assert settled == [False, True, False, False]
+    fresh.forget()
+    prepare(8)
+    assert len(settled) == 5

@@ -38,21 +38,21 @@ class Tape(NamedTuple):
 
     recorded: Steps
     owners: tuple[Any, ...]
+    empty: "Allocator"
 
-    def play(
-        self, given: tuple[Tensor | None, ...], addresses: list[int], device: torch.device
-    ) -> Results:
-        """Return the results of the recorded call for the tensors `given` at these addresses."""
-        steps, num_slots, num_bytes, order = self.recorded
-        empty = allocator(device)
+    def play(self, given: tuple[Tensor | None, ...], addresses: list[int], current: int) -> Results:
+        """Return the results of the recorded call for the tensors `given` at these addresses.
+
+        current: the number of the current device.
+        """
+        (steps, num_slots, num_bytes, order), _, empty = self
         missing = num_slots - len(given)
         tensors = [*given, *[None] * missing]
         slots = [*addresses, *[0] * missing]
         if num_bytes:
             buffer = empty((num_bytes,), (1,), torch.uint8)
             slots.append(buffer.data_ptr())
-        active = driver.active
-        stream = active.get_current_stream(active.get_current_device())
+        stream = driver.active.get_current_stream(current)
         for made, run, head, values, pointers, described, freed in steps:
             for slot, layout in made:
                 tensors[slot] = one = empty(*layout)
@@ -137,8 +137,8 @@ def taped(
     """
     first = tensors[0]
     assert first is not None
-    device = first.device
-    current = torch.cuda.current_device() if first.is_cuda else -1
+    # A tensor is there, so that the check of `torch.cuda.current_device` is superfluous.
+    current = torch._C._cuda_getDevice() if first.is_cuda else -1
     kinds: list[Any] = [run, current, settings]
     addresses = []
     together, contiguous = 0, True
@@ -159,7 +159,7 @@ def taped(
         return run(*tensors, *settings)
     if tape is _UNKNOWN:
         return _record(key, run, tensors, settings)
-    return tape.play(tensors, addresses, device)
+    return tape.play(tensors, addresses, current)
 
 
 def _record(
@@ -182,5 +182,7 @@ def _record(
     if len(_tapes) >= MOST_TAPES:
         _tapes.clear()
     owners = tuple(one.compiled.owners for one in launches if one is not None)
-    _tapes[key] = None if steps is None else Tape(steps, owners)
+    first = tensors[0]
+    assert first is not None
+    _tapes[key] = None if steps is None else Tape(steps, owners, allocator(first.device))
     return results

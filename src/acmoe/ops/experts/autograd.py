@@ -24,7 +24,7 @@ from torch import Tensor
 from acmoe.ops.dispatch import eager
 from acmoe.ops.experts.repeated import repeated, repeated_gradients
 from acmoe.ops.experts.triton.sizes import Operands
-from acmoe.ops.once import differentiable_once
+from acmoe.ops.once import apply, differentiable_once
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -181,6 +181,17 @@ def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
 _expert_mlp.register_autograd(_backward, setup_context=_save)
 
 
+def _cast(dtype: torch.dtype, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weights as the GEMMs read them, without a gradient.
+
+    Eager calls take weights of the right dtype as they are, because only `given_up` and
+    `given_down` of `_expert_mlp` have a gradient.
+    """
+    if up.dtype == down.dtype == dtype and not torch.compiler.is_compiling():
+        return up, down
+    return up.detach().to(dtype), down.detach().to(dtype)
+
+
 def fused_expert_mlp(
     x_TD: Tensor,
     up_EWD: Tensor,
@@ -205,16 +216,15 @@ def fused_expert_mlp(
     seed = offsets_E  # a placeholder, not read
     if dropout > 0:
         seed = torch.randint(2**31, (1,), device=x_TD.device)
-    weights = [weight.detach().to(x_TD.dtype) for weight in (up_EWD, down_EDF)]
-    tensors = (x_TD, *weights, up_bias_EW, down_bias_ED, gate_TK)
+    given = (x_TD, up_EWD, down_EDF, up_bias_EW, down_bias_ED, gate_TK)
     keep = torch.is_grad_enabled() and any(
-        [tensor is not None and tensor.requires_grad for tensor in (*tensors, up_EWD, down_EDF)]
+        [tensor is not None and tensor.requires_grad for tensor in given]
     )
+    tensors = (x_TD, *_cast(x_TD.dtype, up_EWD, down_EDF), *given[3:])
     x, up, down, up_bias, down_bias, gate = [
         None if tensor is None else tensor.contiguous() for tensor in tensors
     ]
     rows = (permutation_N, inverse_N, offsets_E, expert_N, seed, activation, dropout, keep)
-    given = (x_TD, up_EWD, down_EDF, up_bias_EW, down_bias_ED, gate_TK)
     out: Tensor
     if not keep and eager(*given):
         everything = (x, up, down, up_bias, down_bias, gate, *rows, up_EWD, down_EDF)
@@ -224,5 +234,5 @@ def fused_expert_mlp(
         out, _ = _expert_mlp(*everything)
     else:
         learned = (x, up_bias, down_bias, gate, up_EWD, down_EDF)
-        out = _Eager.apply(*learned, (up, down, *rows))  # type: ignore[no-untyped-call]
+        out = apply(_Eager, *learned, (up, down, *rows))
     return out

@@ -38,10 +38,10 @@ def _expert_mlp_triton(
     dim = x.shape[1]
     if worth_padding(weights, gate.numel()):
         x, weights = pad_experts(x, weights)
-    up_bias, down_bias = [
-        None if bias is None else bias.to(x.dtype) for bias in (weights.up_bias, weights.down_bias)
-    ]
-    if not torch.compiler.is_compiling():
+    up_bias, down_bias = weights.up_bias, weights.down_bias
+    up_bias = None if up_bias is None else up_bias.to(x.dtype)
+    down_bias = None if down_bias is None else down_bias.to(x.dtype)
+    if x.is_cuda and not torch.compiler.is_compiling():
         prepare(x, weights, rows, gate, activation)
     out = fused_expert_mlp(
         x,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acmoe.config.environment import gluon_requested
+from acmoe.config.environment import gluon_requested, is_set
 from acmoe.ops.device import tuning
 
 Run = Callable[..., tuple[Tensor, ...]]
@@ -58,7 +58,8 @@ def _choices(
     from acmoe.ops.device.tape import Same
 
     precision = torch.backends.cuda.matmul.fp32_precision if x.dtype == torch.float32 else None
-    return gluon_requested(), Same(tuning.user_table()), len(tuning.MEASURED), precision
+    gluon = gluon_requested() if is_set("ACMOE_GLUON") else None
+    return gluon, Same(tuning.user_table()), len(tuning.MEASURED), precision
 
 
 # Without dropout the kernels do not read the seed, for which any tensor serves.

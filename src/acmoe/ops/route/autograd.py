@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from acmoe.ops.dispatch import eager
-from acmoe.ops.once import differentiable_once
+from acmoe.ops.once import apply, differentiable_once
 
 
 @torch.library.custom_op("acmoe::route", mutates_args=())
@@ -269,10 +269,11 @@ def route_through(*inputs: Any, totals: str) -> tuple[Any, ...]:
     if torch.compiler.is_compiling() or not (recorded and (repeats or passes)):
         return *route_op(*inputs), x, None
     if totals == "balance":
-        totals = "shares" if len(x) * len(embedding) <= _FEW_AFFINITIES else "sums"
+        affinities = x.shape[0] * embedding.shape[0]
+        totals = "shares" if affinities <= _FEW_AFFINITIES else "sums"
     constant: list[Any] = []
     learned = (x, embedding, bias, inputs[3:])
-    results = _Eager.apply(*learned, repeats, passes, totals, constant)  # type: ignore[no-untyped-call]
+    results = apply(_Eager, *learned, repeats, passes, totals, constant)
     ids, load, first = constant
     gate, affinity, gate_sum = results[:3]
     balance = gate_sum if repeats and totals == "shares" else None

@@ -17,6 +17,7 @@ from torch import Tensor
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.ops.dispatch import log_once, transforming
 from acmoe.ops.statistics.op import ScaleOptions, scale_of
+from acmoe.ops.statistics.over_ranks import world_size
 from acmoe.ops.statistics.pending import capturing
 from acmoe.ops.statistics.running import update_average, update_average_and_scale
 from acmoe.routing.statistics.step import StepStatistics
@@ -71,6 +72,8 @@ class RunningAverage(StepStatistics):
     @property
     def batches(self) -> tuple[Tensor, Tensor]:
         """Return the means (C, D) and counts (C,) that a training forward adds its batch to."""
+        if world_size() == 1:
+            return self.last_dispersion, self.last_count
         return self.waiting_buffer("last_dispersion"), self.waiting_buffer("last_count")
 
     def average_scale(self) -> Tensor:
@@ -93,9 +96,10 @@ class RunningAverage(StepStatistics):
         in no cluster, and its average is rightly empty. The method reads `weight` on the host, only
         if the average has changed since it last did.
         """
+        if self.training or torch.compiler.is_compiling() or transforming():
+            return
         weight = self.weight
-        tracing = torch.compiler.is_compiling() or transforming()
-        if self.training or tracing or weight.is_meta:
+        if weight.is_meta:
             return
         now = id(weight), 0 if weight.is_inference() else weight._version
         if self.checked == now or capturing(weight):

@@ -90,6 +90,7 @@ class ClusterStatistics(RunningAverage):
     ) -> Tensor:
         """Return the scale: (C, D) for batch and running statistics, (B, C, D) for sequence.
 
+        Batch and running statistics take tokens (T, D) with T clusters as well, without a view.
         order: the packed `TokenOrder` of the assignment, masked tokens in no cluster, or None.
         chosen_C: not 0 for clusters that a token chose, first or not; mean_over="chosen" and batch
         statistics read it. None: those of the assignment.
@@ -144,7 +145,7 @@ class ClusterStatistics(RunningAverage):
         return scale
 
     def _all_tokens(self, x_BLD: Tensor, assignment_BL: Tensor) -> tuple[Tensor, Tensor, int]:
-        return x_BLD.flatten(0, 1), assignment_BL.flatten(), self.num_clusters
+        return x_BLD.flatten(0, -2), assignment_BL.flatten(), self.num_clusters
 
     def _record_dispersion(
         self,
@@ -251,7 +252,9 @@ class ClusterStatistics(RunningAverage):
     ) -> contextlib.AbstractContextManager[Any]:
         if slot is not None and slot.inference_only:
             check_inference(x)
-        return torch.no_grad() if self.constant else contextlib.nullcontext()
+        if torch.is_grad_enabled() and self.constant:
+            return torch.no_grad()
+        return contextlib.nullcontext()
 
 
 @singledispatch

@@ -35,12 +35,17 @@ _log = logging.getLogger("acmoe")
 # milliseconds, most of it launches, and tuning would take as long as a hundred thousand calls.
 FEWEST_FLOPS = 2e11
 _settled: set[tuple[Layer, str, bool]] = set()
+# Calls of settled layers: the shapes of down and gate, the tokens' dtype, the activation, and
+# whether gradients are wanted. They are found in less time than the layer.
+_calls: set[tuple[object, ...]] = set()
+MOST_CALLS = 4096
 _lock = threading.Lock()
 
 
 def forget() -> None:
     """Forget what this process has measured or read."""
     _settled.clear()
+    _calls.clear()
     tuning.MEASURED.clear()
 
 
@@ -48,17 +53,21 @@ def prepare(x: Tensor, weights: ExpertWeights, rows: Rows, gate: Tensor, activat
     """Tune this layer if this is its first use and nothing speaks against it."""
     if x.device.type != "cuda" or torch.compiler.is_compiling():
         return
+    wanted = (x, weights.up, weights.down, gate)
+    backward = torch.is_grad_enabled() and any([one.requires_grad for one in wanted])
+    call = (weights.down.shape, gate.shape, x.dtype, activation, backward)
+    if call in _calls or torch.cuda.is_current_stream_capturing():
+        return
     size = sizes_of(x, weights.down, gate, activation)
     layer = size.layer(x.dtype)
-    wanted = (x, weights.up, weights.down, gate)
-    backward = torch.is_grad_enabled() and any(one.requires_grad for one in wanted)
     settled = (layer, activation, backward)
-    if settled in _settled or torch.cuda.is_current_stream_capturing():
-        return
     with _lock:
         if settled not in _settled:
             _settled.add(settled)
             _settle(size, layer, x, weights, rows, gate, backward)
+        if len(_calls) >= MOST_CALLS:
+            _calls.clear()
+        _calls.add(call)
 
 
 def unsuitable(size: Sizes, layer: Layer) -> str | None:
