@@ -6,9 +6,8 @@ the tight ones (Definition 1). A token of cluster k* is routed by
 
     affinity_k = h^T M_k* e_k                                                   (Eqn. 8)
 
-Since k* belongs to the token and not to expert k, this is a plain router on the rescaled token
-M_k* h, and any router may take its place. The experts read h itself. With M = I the result is
-bitwise that of the wrapped router (Remark 1).
+and since k* is the token's own, this is any router at all, fed with the rescaled token M_k* h. The
+experts read h itself. With M = I it is bitwise the router it wraps (Remark 1).
 
 The steps around one layer (experts/moe.py):
     previous layer   s = dispersion of its router inputs by first choice;  M = normalise(1/s)
@@ -66,13 +65,11 @@ class AdaptiveRouter(RescalingRouter):
     ) -> ScaledTokens:
         """Return M_k* h for every token (Eqn. 8)."""
         check_state(state, x, self.mix, self.num_experts, self.config)
-        scale = state.scale  # that of the layer before, if this one takes no statistics
-        if self.statistics is not None:
-            x_BLD = x if x.dim() == 3 else x[None]
-            mask_BL = None if token_mask is None else token_mask.view(x_BLD.shape[:-1])
-            scale = self.cluster_scale(x_BLD, state, mask_BL, cache)
+        x_BLD = x if x.dim() == 3 else x[None]
+        mask_BL = None if token_mask is None else token_mask.view(x_BLD.shape[:-1])
+        scale = self.cluster_scale(x_BLD, state, mask_BL, cache)
         if scale.dim() == 2 and self.mix == 1:  # one M per cluster, the same for all its tokens
-            return ScaledTokens(x, scale, state.assignment.flatten(), state.order)
+            return ScaledTokens(x, scale, state.assignment[:, 0], state.order)
         scaled = bounded(x.to(accumulation_dtype(x.dtype))) * token_scale(scale, state, x)
         return ScaledTokens(x, product=scaled)
 
