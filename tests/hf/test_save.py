@@ -206,11 +206,20 @@ def test_a_plain_class_refuses_the_checkpoint_and_says_how_to_load_it(tmp_path: 
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"`import acmoe\.hf`.*acmoe\.hf\.AdaptiveMixtralForCaus"):
         MixtralForCausalLM.from_pretrained(tmp_path)
+    options = {"experts_implementation": "eager", "attn_implementation": "eager"}
+    with pytest.raises(ValueError, match=r"`import acmoe\.hf`.*acmoe\.hf\.AdaptiveMixtralForCaus"):
+        MixtralForCausalLM.from_pretrained(tmp_path, **options)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager")
     assert loaded.config._experts_implementation == "eager"
     acmoe.detach(loaded).save_pretrained(tmp_path / "plain")
     plain = MixtralForCausalLM.from_pretrained(tmp_path / "plain")
     assert torch.equal(plain.lm_head.weight, model.lm_head.weight)
+
+
+def test_a_plain_class_refuses_a_part_of_the_checkpoint(tmp_path: Path) -> None:
+    acmoe.attach(build("qwen3_vl_moe.whole")).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"an adaptive model: `import acmoe\.hf`"):
+        transformers.Qwen3VLMoeTextModel.from_pretrained(tmp_path, experts_implementation="eager")
 
 
 PROCESS = """

@@ -33,7 +33,8 @@ INITIALIZED = "_is_hf_initialized"  # attribute by which transformers marks what
 _NESTED: ContextVar[bool] = ContextVar("nested", default=False)
 
 
-REFUSED = "experts_implementation"  # a field of configs that plain classes read and check
+# Fields of configs that plain classes read and check. A user may pass another value for the second.
+REFUSED = ("transformers_weights", "experts_implementation")
 REFUSAL = "an adaptive model: `import acmoe.hf` and load it by AutoModelForCausalLM or its like"
 
 
@@ -50,23 +51,39 @@ class AdaptiveModelConfig:
         return fields
 
     def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
-        """Write the fields, and one by which every plain class refuses the checkpoint.
+        """Write the fields, and two by which every plain class refuses the checkpoint.
 
-        `MixtralForCausalLM.from_pretrained` only warns of another model type. But it raises for an
-        experts implementation that it does not know, and prints its name.
+        `MixtralForCausalLM.from_pretrained` only warns of another model type. But it raises for a
+        weights file that is no safetensors file, and for an experts implementation that it does not
+        know, and prints their names.
         """
         fields = json.loads(self.to_json_string(use_diff))  # type: ignore[attr-defined]
         name = (getattr(self, "architectures", None) or [f"a {type(self).__name__} model"])[0]
-        fields[REFUSED] = REFUSAL + f", or as acmoe.hf.{name}"
+        _refuse(fields, REFUSAL + f", or as acmoe.hf.{name}")
         text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
         Path(json_file_path).write_text(text, encoding="utf-8")
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Return the config without the field by which plain classes refuse it."""
-        refused = str(config_dict.get(REFUSED, "")).startswith(REFUSAL)
-        fields = {k: v for k, v in config_dict.items() if not (refused and k == REFUSED)}
-        return super().from_dict(fields, **kwargs)  # type: ignore[misc]
+        """Return the config without the fields by which plain classes refuse it."""
+        return super().from_dict(_without_refusal(config_dict), **kwargs)  # type: ignore[misc]
+
+
+def _refuse(fields: dict[str, Any], text: str) -> None:
+    """Add the refusal to a config, and to those of its parts that have experts: a plain class of
+    such a part reads that part alone."""
+    fields.update(dict.fromkeys(REFUSED, text))
+    for part in fields.values():
+        if isinstance(part, dict) and "model_type" in part and any("expert" in key for key in part):
+            _refuse(part, text)
+
+
+def _without_refusal(fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_refusal(value) if isinstance(value, dict) else value
+        for key, value in fields.items()
+        if not (key in REFUSED and str(value).startswith(REFUSAL))
+    }
 
 
 class AdaptiveModel:
