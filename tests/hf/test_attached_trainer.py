@@ -100,6 +100,19 @@ def test_training_of_an_adapter_is_resumed_with_its_statistics(tmp_path: Path) -
             shutil.rmtree(tmp_path / "checkpoint-4")
 
 
+def test_training_of_a_whole_model_is_resumed_with_its_experts(tmp_path: Path) -> None:
+    """The Trainer of transformers 5.22 leaves out the experts of a plain Mixtral."""
+    options = arguments(tmp_path, save_strategy="steps", save_steps=2)
+    whole, resumed = attached(), attached()
+    Trainer(whole, options, train_dataset=rows()).train()
+    trainer = Trainer(resumed, options, train_dataset=rows())
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for (name, one), other in zip(
+        whole.state_dict().items(), resumed.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(one, other, msg=name)
+
+
 def test_the_best_model_gets_its_statistics_back(tmp_path: Path) -> None:
     options = arguments(
         tmp_path,

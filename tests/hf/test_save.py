@@ -67,6 +67,27 @@ def test_every_family_is_loaded_bitwise(name: str, tmp_path: Path) -> None:
     assert_round_trip(name, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("olmoe", marks=pytest.mark.slow)])
+def test_load_state_dict_takes_the_names_of_a_file(name: str, tmp_path: Path) -> None:
+    """The Trainer resumes so; a file of Mixtral has one tensor per expert, its modules do not."""
+    model, other = measured(name), acmoe.attach(build(name, seed=1), AdaptiveConfig(momentum=0.5))
+    model.save_pretrained(tmp_path)
+    weights = {key: id(value) for key, value in other.named_parameters()}
+    stored = load_file(tmp_path / "model.safetensors")
+    assert any(".experts.0." in key for key in stored)
+    other.load_state_dict(stored)
+    assert {key: id(value) for key, value in other.named_parameters()} == weights
+    before, after = model.state_dict(), other.state_dict()
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+    stored["unheard.of"] = torch.zeros(1)
+    del stored["lm_head.weight"]
+    report = other.load_state_dict(stored, strict=False)
+    assert report == (["lm_head.weight"], ["unheard.of"])
+    part = {key: value for key, value in stored.items() if ".experts.3." not in key}
+    with pytest.raises(UserError, match=r"only some of the experts of model\.layers\.0\.mlp\.exp"):
+        other.load_state_dict(part, strict=False)
+
+
 def test_shards_are_loaded_bitwise(tmp_path: Path) -> None:
     assert_round_trip("mixtral", tmp_path, max_shard_size="100KB")
     assert len([*tmp_path.glob("model-*-of-*.safetensors")]) > 1

@@ -20,6 +20,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from acmoe.hf.adaptive import AdaptivePart
 from acmoe.hf.auto import NAME, PREFIX, register_config, register_model
+from acmoe.hf.conversion import by_module_names
 from acmoe.hf.options import attach_arguments
 from acmoe.hf.statistics import save_statistics
 from acmoe.hf.wrappers import outermost_models
@@ -114,6 +115,13 @@ class AdaptiveModel:
         super().initialize_weights()  # type: ignore[misc]
         for one in new:
             _reset_missing(one)
+
+    def load_state_dict(
+        self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load tensors by the names of modules, or by those of a checkpoint file."""
+        found = by_module_names(self, state_dict)
+        return super().load_state_dict(found, strict, assign)  # type: ignore[misc]
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Save the model. Where it has adapters of PEFT, transformers saves these alone; the
