@@ -18,11 +18,11 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
+from acmoe.hf.adapters import StatisticsBeside, follow_peft
 from acmoe.hf.adaptive import AdaptivePart
 from acmoe.hf.auto import NAME, PREFIX, register_config, register_model
 from acmoe.hf.conversion import by_module_names
 from acmoe.hf.options import attach_arguments
-from acmoe.hf.statistics import save_statistics
 from acmoe.hf.wrappers import outermost_models
 from acmoe.routing.statistics.step import StepStatistics
 
@@ -87,7 +87,7 @@ def _without_refusal(fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class AdaptiveModel:
+class AdaptiveModel(StatisticsBeside):
     """Base of the classes of attached models. It attaches a new model as its config says."""
 
     plain_class: type[PreTrainedModel]
@@ -122,14 +122,6 @@ class AdaptiveModel:
         """Load tensors by the names of modules, or by those of a checkpoint file."""
         found = by_module_names(self, state_dict)
         return super().load_state_dict(found, strict, assign)  # type: ignore[misc]
-
-    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
-        """Save the model. Where it has adapters of PEFT, transformers saves these alone; the
-        statistics are then written beside them."""
-        super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
-        if getattr(self, "_hf_peft_config_loaded", False) and kwargs.get("is_main_process", True):
-            assert isinstance(self, nn.Module)
-            save_statistics(self, save_directory)
 
 
 def _reset_missing(statistics: StepStatistics) -> None:
@@ -193,6 +185,7 @@ def adaptive_class(
 
 def adopt(model: nn.Module, options: dict[str, Any]) -> None:
     """Give the attached models in `model` their adaptive classes; write the options to configs."""
+    follow_peft()
     for one in outermost_models(model):
         if not any(isinstance(module, AdaptivePart) for module in one.modules()):
             continue
