@@ -1,5 +1,6 @@
 """The base class of this library's transformers models: loading, precision, recomputation."""
 
+import logging
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +11,7 @@ from acmoe.errors import check
 from acmoe.hf.adapters import StatisticsBeside, follow_peft
 from acmoe.hf.models.config import AcmoeConfig
 from acmoe.models.registry import build_model
+from acmoe.ops.dispatch import log_once
 from acmoe.routing.statistics.step import StepStatistics
 
 
@@ -125,6 +127,20 @@ def empty_unloaded(statistics: StepStatistics) -> None:
     statistics.reset_parameters()
     for name, values in loaded.items():
         statistics.get_buffer(name).copy_(values)
+
+
+def say_aux_loss_is_left(aux_loss: torch.Tensor) -> None:
+    """Warn once that a call which records gradients has no labels, and so adds no auxiliary loss.
+
+    The Trainer takes the labels away where it has label_smoothing_factor or compute_loss_func.
+    """
+    if aux_loss.requires_grad and not torch.compiler.is_compiling():
+        log_once(
+            "a training call without labels has no loss that the auxiliary loss of the routers is "
+            "part of: add output.aux_loss to your own; the Trainer with label_smoothing_factor or "
+            "compute_loss_func leaves it out",
+            logging.WARNING,
+        )
 
 
 def add_aux_loss(
