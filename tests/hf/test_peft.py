@@ -86,7 +86,10 @@ def test_an_adapter_and_its_statistics_are_saved_and_loaded(
     expected = logits(model, **X)
     loaded = peft.PeftModel.from_pretrained(attach(build("mixtral")), tmp_path)
     assert torch.equal(logits(loaded.eval(), **X), expected)
-    loaded = attach(peft.PeftModel.from_pretrained(build("mixtral"), tmp_path)).eval()
+    assert not caplog.records
+    plain = peft.PeftModel.from_pretrained(build("mixtral"), tmp_path)
+    assert "trained with adaptive routers, and the model has plain ones" in caplog.text
+    loaded = attach(plain).eval()
     monkeypatch.setattr(dispatch, "_logged", set())
     with caplog.at_level(logging.WARNING, logger="acmoe"):
         assert not torch.equal(logits(loaded, **X), expected)

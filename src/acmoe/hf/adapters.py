@@ -57,11 +57,18 @@ def save_beside(model: Any, directories: Iterable[str | os.PathLike[str]]) -> No
 
 
 def load_beside(model: Any, directory: Any) -> None:
-    """Load the statistics that lie beside an adapter, if the model and the folder have some."""
-    local = isinstance(directory, str | os.PathLike) and (Path(directory) / FILE).is_file()
-    if local and has_statistics(model):
+    """Load the statistics that lie beside an adapter, if any; warn if the model has none."""
+    if not isinstance(directory, str | os.PathLike) or not (Path(directory) / FILE).is_file():
+        return
+    if has_statistics(model):
         load_statistics(model, directory)
         LOG.info("loaded the running statistics in %s", Path(directory) / FILE)
+    else:
+        LOG.warning(
+            "%s was trained with adaptive routers, and the model has plain ones; call "
+            "acmoe.attach(model, ...) as in training, then acmoe.hf.load_statistics(model, %r)",
+            *(directory, str(directory)),
+        )
 
 
 def follow_peft() -> None:
