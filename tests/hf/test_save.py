@@ -21,7 +21,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    MixtralForCausalLM,
 )
 
 import acmoe
@@ -65,27 +64,6 @@ def test_every_family_is_loaded_bitwise(name: str, tmp_path: Path) -> None:
     if not is_known(name) or (name in LOGITS_SINCE_5_22 and VERSION < (5, 22)):
         pytest.skip(f"transformers {transformers.__version__} gives no logits of {name}")
     assert_round_trip(name, tmp_path)
-
-
-@pytest.mark.parametrize("name", ["mixtral", pytest.param("olmoe", marks=pytest.mark.slow)])
-def test_load_state_dict_takes_the_names_of_a_file(name: str, tmp_path: Path) -> None:
-    """The Trainer resumes so; a file of Mixtral has one tensor per expert, its modules do not."""
-    model, other = measured(name), acmoe.attach(build(name, seed=1), AdaptiveConfig(momentum=0.5))
-    model.save_pretrained(tmp_path)
-    weights = {key: id(value) for key, value in other.named_parameters()}
-    stored = load_file(tmp_path / "model.safetensors")
-    assert any(".experts.0." in key for key in stored)
-    other.load_state_dict(stored)
-    assert {key: id(value) for key, value in other.named_parameters()} == weights
-    before, after = model.state_dict(), other.state_dict()
-    assert all(torch.equal(after[key], value) for key, value in before.items())
-    stored["unheard.of"] = torch.zeros(1)
-    del stored["lm_head.weight"]
-    report = other.load_state_dict(stored, strict=False)
-    assert report == (["lm_head.weight"], ["unheard.of"])
-    part = {key: value for key, value in stored.items() if ".experts.3." not in key}
-    with pytest.raises(UserError, match=r"only some of the experts of model\.layers\.0\.mlp\.exp"):
-        other.load_state_dict(part, strict=False)
 
 
 def test_shards_are_loaded_bitwise(tmp_path: Path) -> None:
@@ -213,34 +191,6 @@ def test_a_new_process_knows_the_model_types(tmp_path: Path, monkeypatch) -> Non
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded).__name__ == "AdaptiveMixtralForCausalLM"
     assert torch.equal(logits(loaded, **inputs("mixtral")), logits(model, **inputs("mixtral")))
-
-
-def test_transformers_alone_refuses_the_checkpoint(tmp_path: Path, monkeypatch) -> None:
-    measured().save_pretrained(tmp_path)
-    monkeypatch.setattr(auto.CONFIGS, "_extra_content", {})
-    with pytest.raises(ValueError, match="has model type `acmoe_mixtral` but Transformers does no"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
-def test_a_plain_class_refuses_the_checkpoint_and_says_how_to_load_it(tmp_path: Path) -> None:
-    model = measured()
-    model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"`import acmoe\.hf`.*acmoe\.hf\.AdaptiveMixtralForCaus"):
-        MixtralForCausalLM.from_pretrained(tmp_path)
-    options = {"experts_implementation": "eager", "attn_implementation": "eager"}
-    with pytest.raises(ValueError, match=r"`import acmoe\.hf`.*acmoe\.hf\.AdaptiveMixtralForCaus"):
-        MixtralForCausalLM.from_pretrained(tmp_path, **options)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager")
-    assert loaded.config._experts_implementation == "eager"
-    acmoe.detach(loaded).save_pretrained(tmp_path / "plain")
-    plain = MixtralForCausalLM.from_pretrained(tmp_path / "plain")
-    assert torch.equal(plain.lm_head.weight, model.lm_head.weight)
-
-
-def test_a_plain_class_refuses_a_part_of_the_checkpoint(tmp_path: Path) -> None:
-    acmoe.attach(build("qwen3_vl_moe.whole")).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"an adaptive model: `import acmoe\.hf`"):
-        transformers.Qwen3VLMoeTextModel.from_pretrained(tmp_path, experts_implementation="eager")
 
 
 PROCESS = """
