@@ -76,11 +76,16 @@ def adapted() -> nn.Module:
     return peft.get_peft_model(attached(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
 
 
-def test_training_of_an_adapter_is_resumed_with_its_statistics(tmp_path: Path) -> None:
+@pytest.mark.parametrize("with_callback", [True, False])
+def test_training_of_an_adapter_is_resumed_with_its_statistics(
+    with_callback: bool, tmp_path: Path
+) -> None:
+    def callbacks(resume_from: Path | None = None) -> list[Any]:
+        return [acmoe.hf.StatisticsCallback(resume_from)] if with_callback else []
+
     options = arguments(tmp_path, save_strategy="steps", save_steps=2, save_total_limit=2)
-    callback = acmoe.hf.StatisticsCallback
     whole = adapted()
-    Trainer(whole, options, train_dataset=rows(), callbacks=[callback()]).train()
+    Trainer(whole, options, train_dataset=rows(), callbacks=callbacks()).train()
     names = {file.name for file in (tmp_path / "checkpoint-2").iterdir()}
     assert {"adapter_model.safetensors", "acmoe_statistics.safetensors"} <= names
     for resume_from, given in ((None, True), (tmp_path / "moved", str(tmp_path / "moved"))):
@@ -89,7 +94,7 @@ def test_training_of_an_adapter_is_resumed_with_its_statistics(tmp_path: Path) -
         else:  # the last checkpoint is then that of step 2
             (tmp_path / "checkpoint-4").rename(tmp_path / "last")
         resumed = adapted()
-        trainer = Trainer(resumed, options, train_dataset=rows(), callbacks=[callback(resume_from)])
+        trainer = Trainer(resumed, options, train_dataset=rows(), callbacks=callbacks(resume_from))
         trainer.train(resume_from_checkpoint=given)
         for one, other in zip(statistics(whole), statistics(resumed), strict=True):
             torch.testing.assert_close(one.dispersion, other.dispersion)
@@ -98,6 +103,19 @@ def test_training_of_an_adapter_is_resumed_with_its_statistics(tmp_path: Path) -
         torch.testing.assert_close(logits(resumed.eval(), **x), logits(whole.eval(), **x))
         if resume_from is None:
             shutil.rmtree(tmp_path / "checkpoint-4")
+
+
+def test_training_of_a_whole_model_is_resumed_with_its_experts(tmp_path: Path) -> None:
+    """The Trainer of transformers 5.22 leaves out the experts of a plain Mixtral."""
+    options = arguments(tmp_path, save_strategy="steps", save_steps=2)
+    whole, resumed = attached(), attached()
+    Trainer(whole, options, train_dataset=rows()).train()
+    trainer = Trainer(resumed, options, train_dataset=rows())
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for (name, one), other in zip(
+        whole.state_dict().items(), resumed.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(one, other, msg=name)
 
 
 def test_the_best_model_gets_its_statistics_back(tmp_path: Path) -> None:
@@ -111,10 +129,7 @@ def test_the_best_model_gets_its_statistics_back(tmp_path: Path) -> None:
         learning_rate=0.3,
     )
     model = adapted()
-    callback = acmoe.hf.StatisticsCallback()
-    trainer = Trainer(
-        model, options, train_dataset=rows(), eval_dataset=rows()[:4], callbacks=[callback]
-    )
+    trainer = Trainer(model, options, train_dataset=rows(), eval_dataset=rows()[:4])
     trainer.train()
     other = adapted()
     acmoe.hf.load_statistics(other, trainer.state.best_model_checkpoint)

@@ -79,22 +79,42 @@ def test_statistics_move_while_adapters_train_in_either_order(place: str) -> Non
 def test_an_adapter_and_its_statistics_are_saved_and_loaded(
     place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """PeftModel does both by itself; only a model that is attached afterwards needs a call."""
     model = train(adapted("attach, LoRA", **PLACES[place]))
     model.save_pretrained(tmp_path)
-    assert acmoe.hf.save_statistics(model, tmp_path).name == "acmoe_statistics.safetensors"
+    assert (tmp_path / "acmoe_statistics.safetensors").is_file()
     expected = logits(model, **X)
-    for loaded in (
-        peft.PeftModel.from_pretrained(attach(build("mixtral")), tmp_path),
-        attach(peft.PeftModel.from_pretrained(build("mixtral"), tmp_path)),
-    ):
-        loaded.eval()
-        monkeypatch.setattr(dispatch, "_logged", set())
-        with caplog.at_level(logging.WARNING, logger="acmoe"):
-            assert not torch.equal(logits(loaded, **X), expected)
-        assert "running statistics that no batch has moved" in caplog.text
-        caplog.clear()
-        acmoe.hf.load_statistics(loaded, tmp_path)
-        assert torch.equal(logits(loaded, **X), expected)
+    loaded = peft.PeftModel.from_pretrained(attach(build("mixtral")), tmp_path)
+    assert torch.equal(logits(loaded.eval(), **X), expected)
+    assert not caplog.records
+    plain = peft.PeftModel.from_pretrained(build("mixtral"), tmp_path)
+    assert "trained with adaptive routers, and the model has plain ones" in caplog.text
+    loaded = attach(plain).eval()
+    monkeypatch.setattr(dispatch, "_logged", set())
+    with caplog.at_level(logging.WARNING, logger="acmoe"):
+        assert not torch.equal(logits(loaded, **X), expected)
+    assert "running statistics that no batch has moved" in caplog.text
+    acmoe.hf.load_statistics(loaded, tmp_path)
+    assert torch.equal(logits(loaded, **X), expected)
+    measure = acmoe.attach(build("mixtral"), AdaptiveConfig(measure="std"))
+    with pytest.raises(UserError, match="attach, or build it, with the same measure"):
+        peft.PeftModel.from_pretrained(measure, tmp_path)
+
+
+def test_every_adapter_has_the_statistics_beside_it_and_a_plain_model_none(tmp_path: Path) -> None:
+    model = adapted("attach, LoRA", **PLACES["attention"])
+    model.add_adapter("other", lora(**PLACES["attention"]))
+    model.save_pretrained(tmp_path / "both")
+    found = {str(one.parent.name) for one in (tmp_path / "both").rglob("acmoe_statistics.*")}
+    assert found == {"both", "other"}
+    model.save_pretrained(tmp_path / "one", selected_adapters=["other"])
+    assert [*(tmp_path / "one").rglob("acmoe_statistics.*")] == [
+        tmp_path / "one" / "other" / "acmoe_statistics.safetensors"
+    ]
+    model.save_pretrained(tmp_path / "worker", is_main_process=False)
+    acmoe.detach(model).save_pretrained(tmp_path / "plain")
+    for folder in ("worker", "plain"):
+        assert not [*(tmp_path / folder).rglob("acmoe_statistics.*")]
 
 
 def test_a_merged_model_is_saved_whole(tmp_path: Path) -> None:
@@ -116,7 +136,6 @@ def test_an_adapter_of_transformers_itself_is_saved_with_the_statistics(tmp_path
     model.save_pretrained(tmp_path)
     loaded = attach(build("mixtral"))
     loaded.load_adapter(str(tmp_path))
-    acmoe.hf.load_statistics(loaded, tmp_path)
     assert torch.equal(logits(loaded.eval(), **X), expected)
 
 
@@ -157,10 +176,7 @@ def test_adapters_of_our_own_model_are_saved_with_its_statistics(
     optimizer.step()
     expected = logits(model.eval(), input_ids=tokens)
     model.save_pretrained(tmp_path)
-    acmoe.hf.save_statistics(model, tmp_path)
     loaded = peft.PeftModel.from_pretrained(ours(), tmp_path).eval()
-    assert not torch.equal(logits(loaded, input_ids=tokens), expected)
-    acmoe.hf.load_statistics(loaded, tmp_path)
     assert torch.equal(logits(loaded, input_ids=tokens), expected)
     with pytest.raises(UserError, match="output_hidden_states=True is not supported"):
         loaded(input_ids=tokens, output_hidden_states=True)

@@ -21,7 +21,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    MixtralForCausalLM,
 )
 
 import acmoe
@@ -192,25 +191,6 @@ def test_a_new_process_knows_the_model_types(tmp_path: Path, monkeypatch) -> Non
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded).__name__ == "AdaptiveMixtralForCausalLM"
     assert torch.equal(logits(loaded, **inputs("mixtral")), logits(model, **inputs("mixtral")))
-
-
-def test_transformers_alone_refuses_the_checkpoint(tmp_path: Path, monkeypatch) -> None:
-    measured().save_pretrained(tmp_path)
-    monkeypatch.setattr(auto.CONFIGS, "_extra_content", {})
-    with pytest.raises(ValueError, match="has model type `acmoe_mixtral` but Transformers does no"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
-def test_a_plain_class_refuses_the_checkpoint_and_says_how_to_load_it(tmp_path: Path) -> None:
-    model = measured()
-    model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"`import acmoe\.hf`.*acmoe\.hf\.AdaptiveMixtralForCaus"):
-        MixtralForCausalLM.from_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager")
-    assert loaded.config._experts_implementation == "eager"
-    acmoe.detach(loaded).save_pretrained(tmp_path / "plain")
-    plain = MixtralForCausalLM.from_pretrained(tmp_path / "plain")
-    assert torch.equal(plain.lm_head.weight, model.lm_head.weight)
 
 
 PROCESS = """

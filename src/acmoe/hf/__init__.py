@@ -13,6 +13,7 @@ neither.
 
 from typing import TYPE_CHECKING, Any
 
+from acmoe.hf.adapters import follow_peft
 from acmoe.hf.attach import attach, detach
 from acmoe.hf.auto import NAME as _NAME
 from acmoe.hf.auto import know_all_types
@@ -35,6 +36,7 @@ if TYPE_CHECKING:  # at run time by __getattr__
     from acmoe.hf.trainer import StatisticsCallback as StatisticsCallback
 
 know_all_types()
+follow_peft()
 register_models()
 
 __all__ = [

@@ -18,10 +18,11 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
+from acmoe.hf.adapters import StatisticsBeside, follow_peft
 from acmoe.hf.adaptive import AdaptivePart
 from acmoe.hf.auto import NAME, PREFIX, register_config, register_model
+from acmoe.hf.conversion import by_module_names
 from acmoe.hf.options import attach_arguments
-from acmoe.hf.statistics import save_statistics
 from acmoe.hf.wrappers import outermost_models
 from acmoe.routing.statistics.step import StepStatistics
 
@@ -33,7 +34,8 @@ INITIALIZED = "_is_hf_initialized"  # attribute by which transformers marks what
 _NESTED: ContextVar[bool] = ContextVar("nested", default=False)
 
 
-REFUSED = "experts_implementation"  # a field of configs that plain classes read and check
+# Fields of configs that plain classes read and check. A user may pass another value for the second.
+REFUSED = ("transformers_weights", "experts_implementation")
 REFUSAL = "an adaptive model: `import acmoe.hf` and load it by AutoModelForCausalLM or its like"
 
 
@@ -50,26 +52,42 @@ class AdaptiveModelConfig:
         return fields
 
     def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
-        """Write the fields, and one by which every plain class refuses the checkpoint.
+        """Write the fields, and two by which every plain class refuses the checkpoint.
 
-        `MixtralForCausalLM.from_pretrained` only warns of another model type. But it raises for an
-        experts implementation that it does not know, and prints its name.
+        `MixtralForCausalLM.from_pretrained` only warns of another model type. But it raises for a
+        weights file that is no safetensors file, and for an experts implementation that it does not
+        know, and prints their names.
         """
         fields = json.loads(self.to_json_string(use_diff))  # type: ignore[attr-defined]
         name = (getattr(self, "architectures", None) or [f"a {type(self).__name__} model"])[0]
-        fields[REFUSED] = REFUSAL + f", or as acmoe.hf.{name}"
+        _refuse(fields, REFUSAL + f", or as acmoe.hf.{name}")
         text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
         Path(json_file_path).write_text(text, encoding="utf-8")
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Return the config without the field by which plain classes refuse it."""
-        refused = str(config_dict.get(REFUSED, "")).startswith(REFUSAL)
-        fields = {k: v for k, v in config_dict.items() if not (refused and k == REFUSED)}
-        return super().from_dict(fields, **kwargs)  # type: ignore[misc]
+        """Return the config without the fields by which plain classes refuse it."""
+        return super().from_dict(_without_refusal(config_dict), **kwargs)  # type: ignore[misc]
 
 
-class AdaptiveModel:
+def _refuse(fields: dict[str, Any], text: str) -> None:
+    """Add the refusal to a config, and to those of its parts that have experts: a plain class of
+    such a part reads that part alone."""
+    fields.update(dict.fromkeys(REFUSED, text))
+    for part in fields.values():
+        if isinstance(part, dict) and "model_type" in part and any("expert" in key for key in part):
+            _refuse(part, text)
+
+
+def _without_refusal(fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_refusal(value) if isinstance(value, dict) else value
+        for key, value in fields.items()
+        if not (key in REFUSED and str(value).startswith(REFUSAL))
+    }
+
+
+class AdaptiveModel(StatisticsBeside):
     """Base of the classes of attached models. It attaches a new model as its config says."""
 
     plain_class: type[PreTrainedModel]
@@ -98,13 +116,12 @@ class AdaptiveModel:
         for one in new:
             _reset_missing(one)
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
-        """Save the model. Where it has adapters of PEFT, transformers saves these alone; the
-        statistics are then written beside them."""
-        super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
-        if getattr(self, "_hf_peft_config_loaded", False) and kwargs.get("is_main_process", True):
-            assert isinstance(self, nn.Module)
-            save_statistics(self, save_directory)
+    def load_state_dict(
+        self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load tensors by the names of modules, or by those of a checkpoint file."""
+        found = by_module_names(self, state_dict)
+        return super().load_state_dict(found, strict, assign)  # type: ignore[misc]
 
 
 def _reset_missing(statistics: StepStatistics) -> None:
@@ -168,6 +185,7 @@ def adaptive_class(
 
 def adopt(model: nn.Module, options: dict[str, Any]) -> None:
     """Give the attached models in `model` their adaptive classes; write the options to configs."""
+    follow_peft()
     for one in outermost_models(model):
         if not any(isinstance(module, AdaptivePart) for module in one.modules()):
             continue

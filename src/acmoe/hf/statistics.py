@@ -27,10 +27,11 @@ def save_statistics(model: nn.Module, directory: str | os.PathLike[str]) -> Path
 
     model: attached, or one of `AcmoeForCausalLM` and its like, or a wrapper around it.
 
-    A model that `save_pretrained` saves whole needs this not; one with adapters of PEFT does:
+    A model that `save_pretrained` saves whole needs this not, nor does a `PeftModel`, whose
+    `save_pretrained` calls it. It is for other files of adapters:
 
-        peft_model.save_pretrained("adapter")
-        acmoe.hf.save_statistics(peft_model, "adapter")
+        torch.save(adapter_weights, "adapter/weights.pt")
+        acmoe.hf.save_statistics(model, "adapter")
     """
     path = Path(directory) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,9 +16,9 @@ from acmoe.hf.statistics import FILE, load_statistics, save_statistics
 class StatisticsCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not read transformers
     """Writes the statistics of an attached model into each checkpoint, and loads them on resume.
 
-    The Trainer saves a model with adapters without them, and resumes a whole model by the keys of
-    its modules, which the files of some families do not have. Also after load_best_model_at_end
-    the statistics are those of the best checkpoint.
+    Whole models and a `PeftModel` need it not: their files hold the statistics. It is for models
+    with adapters of other kinds, and makes statistics files that `load_statistics` reads. Also
+    after load_best_model_at_end the statistics are those of the best checkpoint.
 
         Trainer(model, arguments, callbacks=[acmoe.hf.StatisticsCallback()], ...)
 

@@ -10,8 +10,28 @@ pytest.importorskip("accelerate")
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from acmoe.hf import AcmoeConfig, AcmoeForCausalLM
+from acmoe.ops import dispatch
 
 TEXT = torch.tensor(list(b"the cat sat on the mat, and the dog sat on the cat. " * 4))
+
+
+def test_label_smoothing_scores_the_next_token_and_says_what_it_leaves_out(
+    tmp_path, caplog, monkeypatch
+):
+    """With a factor near 0 the Trainer's loss is the model's without the auxiliary loss."""
+    monkeypatch.setattr(dispatch, "_logged", set())
+    model = language_model()
+    ours = AcmoeForCausalLM(AcmoeConfig.of(model.config), model).train()
+    tokens = TEXT[:32].view(2, 16)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), label_smoothing_factor=1e-12, report_to=[], use_cpu=True
+    )
+    out = ours(tokens, labels=tokens)
+    assert out.aux_loss > 0.01
+    assert not caplog.records
+    smoothed = Trainer(ours, arguments).compute_loss(ours, {"input_ids": tokens, "labels": tokens})
+    torch.testing.assert_close(smoothed, out.loss - out.aux_loss)
+    assert "label_smoothing_factor or compute_loss_func leaves it out" in caplog.text
 
 
 @pytest.mark.slow

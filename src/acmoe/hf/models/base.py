@@ -1,6 +1,6 @@
 """The base class of this library's transformers models: loading, precision, recomputation."""
 
-import os
+import logging
 from typing import Any, ClassVar
 
 import torch
@@ -8,13 +8,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from acmoe.errors import check
+from acmoe.hf.adapters import StatisticsBeside, follow_peft
 from acmoe.hf.models.config import AcmoeConfig
-from acmoe.hf.statistics import has_statistics, save_statistics
 from acmoe.models.registry import build_model
+from acmoe.ops.dispatch import log_once
 from acmoe.routing.statistics.step import StepStatistics
 
 
-class AcmoePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
+class AcmoePreTrainedModel(StatisticsBeside, PreTrainedModel):  # type: ignore[misc]
     """A model of this library in `self.model`, in the interface of transformers.
 
     Running statistics are part of the state_dict and stay float32 in every dtype. They move by
@@ -33,6 +34,7 @@ class AcmoePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
 
     def __init__(self, config: AcmoeConfig, model: nn.Module | None = None) -> None:
         super().__init__(config)
+        follow_peft()
         self.gradient_checkpointing = False
         self.model: Any = build_model(config.library) if model is None else model
         keep_float32(self.model)
@@ -72,14 +74,6 @@ class AcmoePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
             "offload whole blocks by accelerate.dispatch_model with a device_map that keeps the "
             "rest, without offload_buffers",
         )
-
-    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
-        """Save the model. Where it has adapters of PEFT, transformers saves these alone; the
-        statistics are then written beside them."""
-        super().save_pretrained(save_directory, **kwargs)
-        adapted = getattr(self, "_hf_peft_config_loaded", False)
-        if adapted and has_statistics(self) and kwargs.get("is_main_process", True):
-            save_statistics(self, save_directory)
 
     def gradient_checkpointing_enable(
         self,
@@ -133,6 +127,20 @@ def empty_unloaded(statistics: StepStatistics) -> None:
     statistics.reset_parameters()
     for name, values in loaded.items():
         statistics.get_buffer(name).copy_(values)
+
+
+def say_aux_loss_is_left(aux_loss: torch.Tensor) -> None:
+    """Warn once that a call which records gradients has no labels, and so adds no auxiliary loss.
+
+    The Trainer takes the labels away where it has label_smoothing_factor or compute_loss_func.
+    """
+    if aux_loss.requires_grad and not torch.compiler.is_compiling():
+        log_once(
+            "a training call without labels has no loss that the auxiliary loss of the routers is "
+            "part of: add output.aux_loss to your own; the Trainer with label_smoothing_factor or "
+            "compute_loss_func leaves it out",
+            logging.WARNING,
+        )
 
 
 def add_aux_loss(

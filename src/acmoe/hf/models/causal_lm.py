@@ -12,7 +12,12 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from acmoe.errors import check
-from acmoe.hf.models.base import AcmoePreTrainedModel, add_aux_loss, refuse
+from acmoe.hf.models.base import (
+    AcmoePreTrainedModel,
+    add_aux_loss,
+    refuse,
+    say_aux_loss_is_left,
+)
 from acmoe.hf.models.cache import AcmoeCache
 from acmoe.hf.models.config import AcmoeConfig
 from acmoe.hf.models.padding import IGNORED, token_mask
@@ -85,7 +90,7 @@ class AcmoeForCausalLM(AcmoePreTrainedModel, GenerationMixin):  # type: ignore[m
                 or False.
 
         The loss is the cross-entropy plus `aux_loss`, the weighted auxiliary losses of all MoE
-        layers.
+        layers. Without labels there is no loss to add it to, and training logs a warning once.
         """
         self.check_placed()
         refuse(
@@ -106,6 +111,8 @@ class AcmoeForCausalLM(AcmoePreTrainedModel, GenerationMixin):  # type: ignore[m
         loss = logits = None
         if labels is not None:
             loss = self._loss(x_BLD, labels, mask_BL, state.aux_loss, num_items_in_batch)
+        elif self.training:
+            say_aux_loss_is_left(state.aux_loss)
         if labels is None or not self.training:
             logits = self.model.unembed(_kept(x_BLD, logits_to_keep))
         found = MoeCausalLMOutputWithPast(

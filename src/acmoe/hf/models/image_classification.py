@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from acmoe.errors import check
-from acmoe.hf.models.base import AcmoePreTrainedModel, add_aux_loss
+from acmoe.hf.models.base import AcmoePreTrainedModel, add_aux_loss, say_aux_loss_is_left
 from acmoe.hf.models.config import AcmoeConfig
 from acmoe.models.capacity import override_capacity
 from acmoe.models.images.classifier import ImageClassifier
@@ -79,6 +79,8 @@ class AcmoeForImageClassification(AcmoePreTrainedModel):
         if out.loss is not None:
             count = out.loss.new_tensor(len(pixel_values))
             loss = add_aux_loss(out.loss, out.aux_loss, count, num_items_in_batch)
+        elif self.training:
+            say_aux_loss_is_left(out.aux_loss)
         affinities = tuple(routing.affinity for routing in out.routings or ())
         found = AcmoeImageOutput(
             loss=loss,

@@ -31,13 +31,15 @@ __all__ = [
 def register_models() -> None:
     """Register config, models, tokenizers and image processor; a second call changes nothing."""
     AutoConfig.register("acmoe", AcmoeConfig, exist_ok=True)
-    AutoModelForCausalLM.register(AcmoeConfig, AcmoeForCausalLM, exist_ok=True)
-    AutoModelForSequenceClassification.register(
-        AcmoeConfig, AcmoeForSequenceClassification, exist_ok=True
-    )
-    AutoModelForImageClassification.register(
-        AcmoeConfig, AcmoeForImageClassification, exist_ok=True
-    )
+    for auto, model in (
+        (AutoModelForCausalLM, AcmoeForCausalLM),
+        (AutoModelForSequenceClassification, AcmoeForSequenceClassification),
+        (AutoModelForImageClassification, AcmoeForImageClassification),
+    ):
+        auto.register(AcmoeConfig, model, exist_ok=True)
+        # Trainer and pipelines look up the name of the class to know what the model does: label
+        # smoothing shifts the labels of the language models that this table names.
+        auto._model_mapping._model_mapping["acmoe"] = model.__name__
     AutoTokenizer.register(AcmoeConfig, tokenizer_class=AcmoeSentenceTokenizer, exist_ok=True)
     AutoTokenizer.register(AcmoeConfig, tokenizer_class=PreTrainedTokenizerFast, exist_ok=True)
     # Older versions have no AutoImageProcessor without torchvision; using it says so.
