@@ -103,3 +103,11 @@ def test_a_layer_measures_and_records_a_batch_in_one_call() -> None:
     torch.testing.assert_close(waiting[0], torch.tensor([[5 / 3, 13 / 3], [5.0, 5.0]]))
     assert waiting[1].tolist() == [6.0, 0.0]
     assert all(one._version > old for one, old in zip(waiting, versions, strict=True))
+
+
+def test_tokens_with_a_gradient_are_measured_where_none_is_recorded() -> None:
+    x = X.clone().requires_grad_()
+    with torch.no_grad(), record_choices() as choices:
+        spread, _ = measure_dispersion(x, torch.tensor([0, 0, 1]), 2, measure="mad")
+    assert [choice.kernel for choice in choices] == ["cpu"]
+    assert spread.tolist() == [[1.0, 0.0], [0.0, 0.0]]

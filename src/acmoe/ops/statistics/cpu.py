@@ -114,8 +114,10 @@ def measured_scale(
     add_to: that of `measured_dispersion`.
     """
     found = _measured(x_TD, cluster_T, num_clusters, measure)
-    if out is not None or add_to is not None:
+    if out is not None:
         _written(found, out, add_to)
+    elif add_to is not None:
+        _add_measured(found, *add_to)
     return _scale(found, floor=options.floor, eps=options.eps, min_tokens=options.min_tokens)
 
 
@@ -125,14 +127,19 @@ def _written(
     add_to: tuple[Tensor, Tensor, int] | None,
 ) -> tuple[Tensor, Tensor]:
     """Return dispersion (C, D) and float32 count (C,) as tensors, and write them as asked."""
-    number_C = np.array(found.tokens, np.float32)
-    spread_CD, count_C = torch.from_numpy(found.spread), torch.from_numpy(number_C)
+    spread_CD = torch.from_numpy(found.spread)
+    count_C = torch.from_numpy(np.array(found.tokens, np.float32))
     for buffer, value in zip(out or (), (spread_CD, count_C), strict=False):
         buffer.copy_(value)
     if add_to is not None:
-        mean_CD, total_C, least = add_to
-        _add(mean_CD, total_C, found.spread, number_C, found.known(least))
+        _add_measured(found, *add_to)
     return spread_CD, count_C
+
+
+def _add_measured(found: Measured, mean_CD: Tensor, total_C: Tensor, least: int) -> None:
+    """Add the clusters with `least` tokens and a finite dispersion to the waiting means."""
+    number_C = np.array(found.tokens, np.float32)
+    _add(mean_CD, total_C, found.spread, number_C, found.known(least))
 
 
 def _measured(x_TD: Tensor, cluster_T: Tensor, num_clusters: int, measure: str) -> Measured:
@@ -154,21 +161,29 @@ def _dispersion(
     cluster, dtype = cluster_T.numpy(), _NUMPY[x_TD.dtype]
     try:
         one_hot = _identity(num_clusters, dtype).take(cluster, 1)
-        count = np.bincount(cluster, minlength=num_clusters).tolist()
+        count = np.bincount(cluster, minlength=num_clusters)
     except (IndexError, ValueError):  # a cluster beyond the last; a negative one
         return None
-    # The anchor of each token is the first one of its cluster, see `reference.deviation`.
-    anchor_T = torch.from_numpy(one_hot.argmax(1).take(cluster))
     one_hot_CT = torch.from_numpy(one_hot)
-    number = np.array([max(number, 1) for number in count], dtype)
-    number_C1 = torch.from_numpy(number[:, None])
-    away_TD = x_TD.index_select(0, anchor_T)
+    number_C1 = np.maximum(count, 1).astype(dtype)[:, None]
+    # The anchor of a cluster is its first token, see `reference.deviation`.
+    anchor_CD = x_TD.index_select(0, torch.from_numpy(one_hot.argmax(1)))
+    away_TD = anchor_CD.index_select(0, cluster_T)
     torch.sub(x_TD, away_TD, out=away_TD)
-    mean_CD = torch.mm(one_hot_CT, away_TD).div_(number_C1)
-    away_TD.sub_(mean_CD.index_select(0, cluster_T))
+    mean_CD = torch.mm(one_hot_CT, away_TD)
+    mean = mean_CD.numpy()
+    mean /= number_C1
+    # Each token minus the mean of its cluster, in one call: the product with a one-hot matrix is
+    # exact, so that the bits are those of gathering means and subtracting them. Where torch may
+    # round factors (`set_float32_matmul_precision`) the means are rounded as every product is. The
+    # anchor is gathered, so that equal tokens have dispersion 0 there, too.
+    away_TD.addmm_(one_hot_CT.T, mean_CD, alpha=-1)
     away_TD = away_TD.abs_() if measure == "mad" else away_TD.square_()
-    spread_CD = torch.mm(one_hot_CT, away_TD).div_(number_C1)
-    found = Measured.of((spread_CD.sqrt_() if measure == "std" else spread_CD).numpy(), count)
+    spread = torch.mm(one_hot_CT, away_TD).numpy()
+    spread /= number_C1
+    if measure == "std":
+        np.sqrt(spread, out=spread)
+    found = Measured.of(spread, count.tolist())
     return found if all(found.known(0)) else None  # 0 * NaN is NaN: a bad token is in every sum
 
 
