@@ -67,6 +67,14 @@ def test_single_pairs_have_no_interval() -> None:
     assert pooled_differences({"a": [1.5]}) == {"a": PooledDifference(1, 1.5, None, None, None)}
 
 
+def test_pairs_that_are_equal_but_for_rounding_have_no_interval() -> None:
+    differences = [100 * (hits + 3) / 266 - 100 * hits / 266 for hits in (187, 198, 174)]
+    assert len(set(differences)) > 1
+    found = pooled_differences({"a": differences, "b": [1.0]})
+    assert (found["a"].n, found["a"].low, found["a"].detectable) == (3, None, None)
+    assert found["b"].high is None
+
+
 def test_differences_are_paired_and_in_percent_of_the_plain_mean() -> None:
     records = [
         record("smoe", 0, 2.0),
@@ -173,7 +181,7 @@ def test_the_command_writes_the_page(
     folder.mkdir(parents=True)
     setting = "switch-enwik8, balance 0.01"
     lines = [
-        record(name, seed, 1.5 + 0.01 * seed + shift, setting=setting)
+        record(name, seed, 1.5 + (0.01 + shift) * seed, setting=setting)
         for name, shift in (("smoe", 0.0), ("adaptive-previous", 0.001))
         for seed in range(3)
     ]
@@ -185,7 +193,7 @@ def test_the_command_writes_the_page(
     assert status("--evidence", str(page), "--pictures", str(tmp_path / "figures")) == 0
     text = page.read_text()
     assert text.startswith("words\n")
-    assert f"| {setting} | +0.07% [" in text  # 0.001 of 1.51
+    assert f"| {setting} | +0.07% [" in text  # 0, 0.001 and 0.002; 0.001 of 1.51
     assert "**At the lengths of training that were run here, 0 of 0 comparisons exclude" in text
     assert "1 more has fewer pairs than declared, and no verdict yet.**" in text
     assert "| bytes, long runs, balance 0.01, bits per byte | +0.07% [" in text
