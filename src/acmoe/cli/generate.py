@@ -67,6 +67,6 @@ class Generate:
         if self.json:
             print(json_text({"prompt": self.prompt, "text": text}, indent=None))
         else:
-            joined = self.prompt + ("" if run.corpus().kind == "bytes" else " ") + text
+            joined = self.prompt + ("" if vocabulary.kind == "bytes" else " ") + text
             print(joined)
         return 0

@@ -107,7 +107,34 @@ class Run(RunFolder):
         return load_vocabulary(path)
 
     def corpus(self) -> Corpus:
-        return open_corpus(self.config.data)
+        """Open the corpus of the run's config.
+
+        Raise where its token ids now mean other words than in the run. Warn where its training text
+        is another one: the run's test text may then hold sentences that the model was trained on.
+        """
+        corpus = open_corpus(self.config.data)
+        if (self.folder / VOCABULARY).is_file():
+            check(
+                self.vocabulary() == corpus.vocabulary,
+                f"{corpus.folder} has another vocabulary than {self.folder} was trained with; "
+                "prepare that corpus again",
+            )
+        before = self._corpus_sha256()
+        if before not in (None, corpus.manifest.splits["train"].sha256):
+            warnings.warn(
+                f"{corpus.folder} holds another training text than {self.folder} was trained on; "
+                "figures are of the text that is there now",
+                stacklevel=2,
+            )
+        return corpus
+
+    def _corpus_sha256(self) -> object:
+        """Return the checksum of the training tokens in the last checkpoint; None: unknown."""
+        found = checkpoints(self.folder / CHECKPOINTS)
+        try:
+            return read_json(found[-1] / STATE).get("corpus_sha256") if found else None
+        except UserError:
+            return None  # loading the checkpoint reports this
 
 
 @dataclass(frozen=True, kw_only=True)
