@@ -197,6 +197,14 @@ def _show(report: "LanguageReport") -> None:
         highlight=False,
     )
     console.print(table)
+    if report.contamination is not None and report.contamination_config is not None:
+        unit = "bytes" if report.metric == "bits per byte" else "words"
+        corrupt = report.contamination_config
+        console.print(
+            f"contaminated: {report.contamination.word_rate:.2%} of {unit} replaced (rate "
+            f"{corrupt.rate:g}, seed {corrupt.seed}); {corrupt.targets} text is predicted",
+            highlight=False,
+        )
     for figure in report.figures:
         if figure.layers and not figure.contaminated:
             console.print(_layers(figure.layers, figure.statistics))
