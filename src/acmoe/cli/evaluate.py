@@ -234,7 +234,7 @@ def _show_images(found: "RunReport") -> None:
 def _layers(layers: "Sequence[LayerReport]", statistics: str) -> Table:
     columns = ("MoE layer", "load balance (std, points)", "instability", "chance")
     table = Table(*columns, title=f"statistics: {statistics}")
-    for number, layer in enumerate(layers):
+    for number, layer in enumerate(layers, start=1):  # as `acmoe analyze` and the report count
         change = "" if layer.instability is None else f"{layer.instability:.3f}"
         chance = "" if layer.chance is None else f"{layer.chance:.3f}"
         table.add_row(str(number), f"{layer.load_balance:.2f}", change, chance)
