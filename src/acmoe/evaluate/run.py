@@ -29,6 +29,7 @@ from acmoe.data.text.prepare import prepare
 from acmoe.data.text.registry import dataset
 from acmoe.data.text.vocabulary import Vocabulary, load_vocabulary
 from acmoe.errors import UserError, check
+from acmoe.evaluate.same_data import check_corpus, check_images
 from acmoe.models.checkpoint import load
 from acmoe.models.images.classifier import ImageClassifier
 from acmoe.models.text.decoder import LanguageModel
@@ -107,34 +108,11 @@ class Run(RunFolder):
         return load_vocabulary(path)
 
     def corpus(self) -> Corpus:
-        """Open the corpus of the run's config.
-
-        Raise where its token ids now mean other words than in the run. Warn where its training text
-        is another one: the run's test text may then hold sentences that the model was trained on.
-        """
+        """Open the corpus of the run's config; see `check_corpus` for what it checks."""
         corpus = open_corpus(self.config.data)
-        if (self.folder / VOCABULARY).is_file():
-            check(
-                self.vocabulary() == corpus.vocabulary,
-                f"{corpus.folder} has another vocabulary than {self.folder} was trained with; "
-                "prepare that corpus again",
-            )
-        before = self._corpus_sha256()
-        if before not in (None, corpus.manifest.splits["train"].sha256):
-            warnings.warn(
-                f"{corpus.folder} holds another training text than {self.folder} was trained on; "
-                "figures are of the text that is there now",
-                stacklevel=2,
-            )
+        own = self.vocabulary() if (self.folder / VOCABULARY).is_file() else None
+        check_corpus(self.folder, corpus, own, last_state(self.folder))
         return corpus
-
-    def _corpus_sha256(self) -> object:
-        """Return the checksum of the training tokens in the last checkpoint; None: unknown."""
-        found = checkpoints(self.folder / CHECKPOINTS)
-        try:
-            return read_json(found[-1] / STATE).get("corpus_sha256") if found else None
-        except UserError:
-            return None  # loading the checkpoint reports this
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +136,10 @@ class VisionRun(RunFolder):
         return cast(ImageClassifier, load(folder, device=device))
 
     def images(self) -> ImageSplits:
-        return load_images(self.config.data)
+        """Open the images of the run's config; see `check_images` for what it checks."""
+        images = load_images(self.config.data)
+        check_images(self.folder, images, last_state(self.folder))
+        return images
 
 
 def open_run(folder: Path | str) -> Run:
@@ -263,13 +244,18 @@ def missing_records(
     return f"{path}: {count - found} of the {count} records up to step {step} are missing"
 
 
-def _saved_records(folder: Path) -> tuple[int, int | None]:
-    """Return the step of the last checkpoint, and the number of records written before it."""
+def last_state(folder: Path) -> dict[str, Any]:
+    """Return state.json of a run's last checkpoint; empty where there is none, or it is damaged."""
     found = checkpoints(folder / CHECKPOINTS)
     try:
-        state = read_json(found[-1] / STATE) if found else {}
+        return read_json(found[-1] / STATE) if found else {}
     except UserError:
-        return 0, None  # loading or resuming the checkpoint reports this
+        return {}  # loading or resuming the checkpoint reports this
+
+
+def _saved_records(folder: Path) -> tuple[int, int | None]:
+    """Return the step of the last checkpoint, and the number of records written before it."""
+    state = last_state(folder)
     step, count = state.get("step"), state.get("records")  # the second is absent in version 0.1
     return (step, count) if type(step) is int and type(count) is int else (0, None)
 
