@@ -222,8 +222,10 @@ def test_another_vocabulary_is_refused_and_the_runs_own_stays(
     with pytest.raises(UserError, match=r"has another vocabulary than .* was trained with"):
         evaluate(tmp_path / "run", device="cpu")
     with pytest.raises(SystemExit) as stop:  # a text needs the run's vocabulary alone
-        main(["generate", str(tmp_path / "run"), "--prompt", "the", "--tokens", "2"])
-    assert (stop.value.code, capsys.readouterr().out[:4]) == (0, "the ")
+        main(["generate", str(tmp_path / "run"), "--prompt", "the owl", "--tokens", "2"])
+    printed = capsys.readouterr()
+    assert (stop.value.code, printed.out[:8]) == (0, "the owl ")
+    assert "the run does not know owl, and reads <unk> instead" in printed.err
 
 
 def test_another_training_text_in_the_same_place_is_told_to_readers(tmp_path: Path) -> None:

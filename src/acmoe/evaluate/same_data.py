@@ -59,7 +59,7 @@ def labels_sha256(images: ImageSet) -> str:
 
 
 def _differs(state: Mapping[str, Any], key: str, now: str) -> bool:
-    return state.get(key, now) != now
+    return bool(state.get(key, now) != now)
 
 
 def _warn(what: str, folder: Path) -> None:

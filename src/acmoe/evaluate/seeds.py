@@ -72,7 +72,7 @@ def paired_difference(
     differences = [values[seed] - baseline[seed] for seed in seeds]
     spread = Spread.of(differences)
     p_flip = sign_flip_p(differences)
-    if spread.n < FEWEST_PAIRS or all_equal(differences):
+    if spread.std is None or spread.n < FEWEST_PAIRS or all_equal(differences):
         return Difference(
             n=spread.n,
             mean=spread.mean,
