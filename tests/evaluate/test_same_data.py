@@ -35,3 +35,6 @@ def test_images_whose_classes_were_renamed_or_added_are_told(tmp_path: Path) -> 
         run.images()
     with pytest.raises(UserError, match=r"not the images this run was begun with \(other classes"):
         train_images(config, tmp_path / "run", console=QUIET)
+    tree.rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"tree, which .*run was trained on, is missing; move it"):
+        run.images()

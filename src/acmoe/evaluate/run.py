@@ -29,7 +29,7 @@ from acmoe.data.text.prepare import prepare
 from acmoe.data.text.registry import dataset
 from acmoe.data.text.vocabulary import Vocabulary, load_vocabulary
 from acmoe.errors import UserError, check
-from acmoe.evaluate.same_data import check_corpus, check_images
+from acmoe.evaluate.same_data import check_corpus, check_images, check_present
 from acmoe.models.checkpoint import load
 from acmoe.models.images.classifier import ImageClassifier
 from acmoe.models.text.decoder import LanguageModel
@@ -109,6 +109,8 @@ class Run(RunFolder):
 
     def corpus(self) -> Corpus:
         """Open the corpus of the run's config; see `check_corpus` for what it checks."""
+        if self.config.data.name != "stdlib":  # which is prepared where it is missing
+            check_present(self.folder, self.config.data.path)
         corpus = open_corpus(self.config.data)
         own = self.vocabulary() if (self.folder / VOCABULARY).is_file() else None
         check_corpus(self.folder, corpus, own, last_state(self.folder))
@@ -137,7 +139,10 @@ class VisionRun(RunFolder):
 
     def images(self) -> ImageSplits:
         """Open the images of the run's config; see `check_images` for what it checks."""
-        images = load_images(self.config.data)
+        data = self.config.data
+        if data.source is not None and data.name in ("folder", "arrays"):
+            check_present(self.folder, Path(data.source))
+        images = load_images(data)
         check_images(self.folder, images, last_state(self.folder))
         return images
 

@@ -16,6 +16,16 @@ from acmoe.data.text.vocabulary import Vocabulary
 from acmoe.errors import check
 
 
+def check_present(folder: Path, data: Path) -> None:
+    """Raise where the folder or file of a run's data is missing; a run keeps its data's place."""
+    seen = "" if data.is_absolute() else f" (seen from {Path.cwd()})"
+    check(
+        data.exists(),
+        f"{data}{seen}, which {folder} was trained on, is missing; move it back, or put a link to "
+        "its new place there",
+    )
+
+
 def check_corpus(
     folder: Path, corpus: Corpus, vocabulary: Vocabulary | None, state: Mapping[str, Any]
 ) -> None:
