@@ -115,6 +115,8 @@ def test_a_shift_has_its_chance_and_no_clean_figure(run: RunFacts) -> None:
     put(run.folder / "shift-o.json", SHIFT)
     (figure,) = robustness(run).figures
     assert (figure.value, figure.chance, figure.clean) == (17.5, 9.0, None)
+    put(run.folder / "shift-o.json", {**SHIFT, "step": 40})
+    assert robustness(run).figures[0].details.endswith("; checkpoint of step 40")
 
 
 def test_the_demo_gives_each_of_its_runs_its_own_row(run: RunFacts) -> None:

@@ -174,6 +174,8 @@ def _evaluation(document: dict[str, Any], source: str) -> list[Measured]:
 
 
 def _shift(document: dict[str, Any], source: str) -> list[Measured]:
+    # Absent in version 0.1.
+    step = f"; checkpoint of step {document['step']}" if "step" in document else ""
     return [
         Measured(
             what=str(document["shift"]) + _variant(document),
@@ -184,7 +186,7 @@ def _shift(document: dict[str, Any], source: str) -> list[Measured]:
             chance=float(document["chance"]),
             details=f"{document['images']} images, classified among {document['classes']} classes; "
             f"statistics mode {document['statistics']}; expert capacity "
-            f"{capacity_text(document.get('capacity'))}",
+            f"{capacity_text(document.get('capacity'))}{step}",
             source=source,
         )
     ]
