@@ -52,6 +52,32 @@ def test_an_interim_comparison_is_not_in_the_family_of_the_correction():
     assert (interim.holm_t, interim.holm_flip) == (None, None)
 
 
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"config": {"model": {"dim": 8}}}, "smoe has config.model.dim=16, and .* has 8; pairs"),
+        ({"tests": {"tokens": 5}}, "seed 1: smoe has tests.tokens=200, and adaptive-previous"),
+        ({"data": "b"}, "has data='a', and adaptive-previous has 'b'"),
+    ],
+)
+def test_runs_of_other_options_are_no_pair(changed, says):
+    """`--only adaptive-previous model.dim=8` may write into the same file."""
+    plain = {
+        "config": {"model": {"dim": 16, "router": "smoe"}, "graph": False},
+        "tests": {"tokens": 200, "tasks": [1]},
+        "data": "a",
+    }
+    alike = {
+        **plain,
+        "config": {"model": {"dim": 16, "router": "adaptive"}, "graph": True, "ema": None},
+        "tests": {"tokens": 200, "tasks": []},
+    }
+    lines = [record("smoe", seed, 1.5, **plain) for seed in range(2)]
+    summarise(BYTES, [*lines, record("adaptive-previous", 1, 1.4, **alike)])
+    with pytest.raises(UserError, match=says):
+        summarise(BYTES, [*lines, record("adaptive-previous", 1, 1.4, **{**alike, **changed})])
+
+
 def test_a_difference_is_in_percent_of_the_baseline_of_its_own_seeds():
     lines = [*three_seeds(), record("adaptive-current", 1, 2.0)]  # the plain run of seed 1 has 2.5
     found = [one for one in summarise(BYTES, lines).comparisons if one.metric.key == "test"]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from acmoe.errors import check
+from acmoe.lab.study.results.comparable import check_comparable
 from acmoe.lab.study.results.records import DONE, Record, latest
 from acmoe.lab.study.results.statistics import Difference, Spread, holm, paired_difference
 from acmoe.lab.study.study import Metric, Study
@@ -47,6 +48,7 @@ class Group:
                 "or data differ; move the older line into another file",
             )
             self.runs[key] = record
+        check_comparable(records)
 
     @property
     def title(self) -> str:
