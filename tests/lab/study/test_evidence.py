@@ -13,6 +13,7 @@ from scipy import stats
 from test_study_grids import NOWHERE
 
 from acmoe.cli import main
+from acmoe.errors import UserError
 from acmoe.lab.study.evidence.claims import CLAIMS, Claim
 from acmoe.lab.study.evidence.page import evidence_markdown, read_all
 from acmoe.lab.study.evidence.rows import Row, differences, evidence_rows
@@ -90,6 +91,18 @@ def test_differences_are_paired_and_in_percent_of_the_plain_mean() -> None:
     assert [row.setting for row in rows] == ["a", "b"]
     assert rows[0].share == pytest.approx(0.1)
     assert rows[1].verdict == "never run"
+
+
+def test_runs_of_other_sizes_or_models_are_no_pair() -> None:
+    """A short trial that was written into the same file last would take the long run's place."""
+    plain, longer = record("smoe", 0, 2.0), record("adaptive-previous", 0, 2.1)
+    trial = record("adaptive-previous", 1, 4.0, size="6 steps of 100 tokens")
+    with pytest.raises(UserError, match=r"long, a has runs of 1,000 steps .* and of 6 steps"):
+        differences(CLAIM, "a", [plain, longer, trial])
+    wide = {"config": {"model": {"dim": 64}}}
+    narrow = {"config": {"model": {"dim": 16}}}
+    with pytest.raises(UserError, match=r"config\.model\.dim=64, and adaptive-previous has 16"):
+        differences(CLAIM, "a", [{**plain, **wide}, {**longer, **narrow}])
 
 
 @pytest.mark.parametrize(
