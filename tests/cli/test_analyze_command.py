@@ -114,8 +114,10 @@ def test_without_matplotlib_the_figures_alone_are_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert acmoe("analyze", text_run, "--tokens", 64, "--out", tmp_path) == 0
-    assert "no figures: figures need the plots extra" in capsys.readouterr().out
+    assert acmoe("analyze", text_run, "--tokens", 64, "--out", tmp_path, "--json") == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["kind"] == "tokens"
+    assert "no figures: figures need the plots extra" in printed.err
     assert [path.name for path in tmp_path.iterdir()] == ["analysis.json"]
 
 

@@ -1,5 +1,6 @@
-"""When the demo opens its page in a browser, and when it must not."""
+"""When the demo opens its page in a browser, and when it must not; the files it leaves."""
 
+import json
 import os
 import shlex
 import sys
@@ -7,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from acmoe.cli import demo
 from acmoe.cli.commands import COMMANDS
 from acmoe.cli.demo import Demo, may_open_browser, next_commands
 from acmoe.cli.parse import parse
+from acmoe.train.side_by_side.compare import Comparison, Curve, Row
 
 
 @pytest.fixture
@@ -65,3 +68,28 @@ def test_the_next_commands_are_found_by_a_shell_and_known_to_the_parser(
         assert [first for first, *_ in words] == [name] * 3
         for _, *rest in words:
             parse(COMMANDS, rest)
+
+
+def test_with_json_the_figure_is_drawn_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = {"bits_per_byte": 2.0, "contaminated": 2.1, "load_balance": 1.0, "instability": 0.2}
+    found = Comparison(
+        **{"corpus": "text", "seed": 0, "steps": 2, "tokens": 9, "test_tokens": 9, "replaced": 0.1},
+        rows=tuple(
+            Row(router=name, chance=0.3, seconds_per_step=0.1, **figures)
+            for name in ("SMoE", "ACMoE")
+        ),
+        curves=(Curve(router="SMoE", steps=(1, 2), values=(3.0, 2.0)),),
+        folder=str(tmp_path),
+    )
+    monkeypatch.setattr(Demo, "_compare", lambda self: found)
+    monkeypatch.setattr(demo, "_report", lambda folder: folder / "report.html")
+    assert Demo(out=tmp_path, json=True).run() == 0
+    assert json.loads(capsys.readouterr().out)["replaced"] == 0.1
+    assert (tmp_path / "convergence.svg").is_file()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert Demo(out=tmp_path, json=True).run() == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["corpus"] == "text"
+    assert "no figure: figures need the plots extra" in printed.err

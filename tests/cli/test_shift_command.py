@@ -47,11 +47,12 @@ def call(capsys, *arguments):
 
 
 def test_accuracy_is_over_the_classes_of_the_shifted_set(capsys, tree):
-    code, out, _ = call(
-        capsys, "shift", tree / "run", "--set", "imagenet-a", "--from", tree / "shifted", "--json"
-    )
+    last = ("--which", "last", "--json")
+    where = ("--set", "imagenet-a", "--from", tree / "shifted")
+    code, out, _ = call(capsys, "shift", tree / "run", *where, *last)
     report = json.loads(out)
     assert code == 0
+    assert report["step"] == 12
     assert report["metric"] == "top-1 accuracy (%)"
     assert report["images"] == 10  # 2 classes of 5
     assert report["classes"] == 2

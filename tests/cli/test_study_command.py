@@ -54,11 +54,14 @@ def test_a_study_of_two_cells_runs_resumes_and_is_summarised(capsys, monkeypatch
     assert code == 0
     assert "2 cells were there, 0 done" in out
 
-    begin, end = markers("bytes")
-    Path("page.md").write_text(f"{begin}\n{end}\n")
+    Path("other.md").write_text("mine\n")
+    other = ("--page", "other.md", "--pictures", "none")
+    assert call(capsys, "bytes", "--summarise", *other)[0] == 2
+    assert not Path("none").exists()
     code, out, _ = call(capsys, "bytes", "--summarise", "--page", "page.md", "--pictures", "out")
     assert code == 0
     page = Path("page.md").read_text()
+    assert page.startswith("# The study `bytes`\n")  # a page that was not there is begun
     assert "commit 0123abc" in page
     assert "| test bits per byte | adaptive-previous | smoe | 1 |" in page
     assert Path("out/bytes-differences.svg").is_file()
@@ -84,6 +87,13 @@ def test_a_study_of_two_cells_runs_resumes_and_is_summarised(capsys, monkeypatch
         (("synthetic", "--settings", "nosuch"), "no setting has that in its name"),
         (("synthetic", "--jobs", "0"), "--jobs 0"),
         (("synthetic", "--address", "auto"), "give --engine ray too"),
+        (("synthetic", "--minutes", "-1"), "--minutes -1.0; it must be positive"),
+        (("nano", "--minutes", "nan"), "--minutes nan; it must be positive"),
+        (("bytes", "--summarise", "--seeds", "0", "1"), "--seeds 0 1 says nothing with --summ"),
+        (("bytes", "--summarise", "--list"), "--list says nothing with --summarise; leave it out"),
+        (("--evidence", "page.md", "--out", "x.jsonl"), "--out x.jsonl says nothing with --evid"),
+        (("synthetic", "--page", "page.md"), "--page page.md says nothing without --summarise"),
+        (("--list", "--steps", "3"), "--steps 3 says nothing about the list of studies"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, tmp_path, arguments, says):

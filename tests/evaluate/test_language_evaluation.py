@@ -98,6 +98,13 @@ def test_contaminated_words_are_input_and_target_contaminated_bytes_input_alone(
         expected = explicit_nats(model, swapped, targets)
         assert report.figure(contaminated=True).loss == pytest.approx(expected, rel=1e-12)
         assert report.contamination is not None and report.contamination.changed > 0
+        assert report.to_json()["contamination_config"] == {
+            "rate": 0.2,
+            "seed": 3,
+            "early_stop": True,
+            "targets": "corrupted" if kind == "words" else "clean",
+        }
+        assert "contamination_config" not in evaluate(model, corpus=corpus).to_json()
 
 
 def test_two_models_meet_the_same_corruption(tmp_path: Path) -> None:

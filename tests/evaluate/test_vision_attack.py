@@ -227,6 +227,15 @@ def test_a_killed_sweep_goes_on_and_ends_in_the_same_report(
     assert len(attacked) == 8 - stop_after  # all was there
 
 
+def test_other_images_under_the_same_labels_are_not_in_the_journal(
+    tiny: nn.Module, tmp_path: Path
+) -> None:
+    sweep(tiny, tmp_path)
+    other = random_images(LABELS, seed=1)
+    with pytest.raises(UserError, match="has other images than those attacked so far"):
+        evaluate_attack(tiny, other, PLAIN, SWEEP, folder=tmp_path)
+
+
 CHILD = """
 from test_vision_attack import BATCH_STATISTICS, LABELS, PLAIN, SWEEP, TinyMoE
 from test_vision_attack import evaluate_attack, random_images, seeded_model

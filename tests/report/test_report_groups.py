@@ -1,14 +1,17 @@
 """Seeds of one configuration: their means, spreads and paired differences, by hand."""
 
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from acmoe.report.compare import paired
-from acmoe.report.groups import conditions
+from acmoe.report.groups import conditions, groups
 from acmoe.report.page import _settings
 from acmoe.report.runs import RunFacts
+from acmoe.storage.sealed import write_sealed
 from run_facts import run_facts, scored
 
 
@@ -107,3 +110,17 @@ def test_an_option_that_two_of_three_runs_have_differs_between_those_two() -> No
     assert (rows[measure]["differs"], rows[measure]["only"]) == (True, [1, 2])
     assert (rows[clip]["differs"], rows[clip]["only"]) == (False, [1, 2])
     assert (rows["lr"]["differs"], rows["lr"]["only"]) == (False, None)
+
+
+def test_runs_on_other_texts_are_no_group(tmp_path: Path) -> None:
+    """Two folders may hold the same text or not: the checkpoints tell. A new run has none yet."""
+    runs = [
+        replace(run_facts({1: 1.0}, **{"data.folder": folder}), folder=tmp_path / name)
+        for name, folder in (("a", "x"), ("b", "y"), ("c", "z"), ("new", "z"))
+    ]
+    for name, text in (("a", "1"), ("b", "1"), ("c", "2")):
+        step = tmp_path / name / "checkpoints" / "step-00000001"
+        step.mkdir(parents=True)
+        write_sealed(step / "state.json", {"step": 1, "corpus_sha256": text})
+    assert groups(runs) == [0, 0, 1, 1]
+    assert groups([runs[0], runs[3]]) == [0, 0]

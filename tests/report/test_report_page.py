@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from acmoe.errors import UserError
 from acmoe.report.page import SCRIPTS, aligned_settings, escaped_json, render, static, write_report
 from acmoe.report.routing import MOST_AFFINITIES, RoutingReader
 from acmoe.report.runs import read_run
@@ -206,7 +207,14 @@ def test_a_corpus_that_is_gone_is_one_line(broken: Path) -> None:
     del document["seal"]
     write_sealed(path, document)
     (note,) = notes_of(broken)
-    assert "is not prepared in" in note
+    assert "gone, which " in note
+    assert "was trained on, is missing; move it back, or put a link to its new place" in note
+
+
+def test_a_page_that_cannot_be_written_is_named(broken: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot write .*file/page.html: "):
+        write_report([broken], tmp_path / "file" / "page.html", tokens=16, device="cpu")
 
 
 def test_image_runs_show_patches_in_the_grid_of_each_stage(image_data: dict[str, Any]) -> None:

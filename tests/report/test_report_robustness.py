@@ -20,8 +20,8 @@ ATTACK: dict[str, Any] = {
 }
 EVALUATION: dict[str, Any] = {
     **{"split": "test", "metric": "perplexity", "batch": 8, "block": 256, "step": 100},
-    # As `LanguageReport.to_json` writes it: 1 of 40 tokens is 2.5%.
-    "contamination": asdict(SwapReport(tokens=40, words=38, nominal=1, replaced=1, changed=1)),
+    # As `LanguageReport.to_json` writes it: 1 of 40 words is 2.5%; ends of lines are tokens too.
+    "contamination": asdict(SwapReport(tokens=50, words=40, nominal=1, replaced=1, changed=1)),
     "figures": [
         {"statistics": "batch", "contaminated": False, "value": 30.0, "tokens": 9},
         {"statistics": "batch", "contaminated": True, "value": 33.0, "tokens": 9},
@@ -72,11 +72,31 @@ def test_a_capacity_or_averaged_weights_make_it_another_figure(run: RunFacts) ->
     assert averaged.what == "pgd, radius 2/255, averaged weights"
 
 
+def test_other_settings_of_an_attack_make_it_another_figure(run: RunFacts) -> None:
+    """A radius of normalised pixels is another length, and fewer steps are a weaker attack."""
+    usual = {"name": "pgd", "steps": 20, "step_size": 0.15, "random_start": True}
+    paper = {"space": "normalized", "clamp": False, "labels": "predicted", "capacity": 1.25}
+    put(run.folder / "attacks" / "report-pgd-0.json", {**ATTACK, "attack": usual})
+    put(
+        run.folder / "attacks" / "report-pgd-1.json",
+        {**ATTACK, "attack": {**usual, "steps": 3}, "split": "valid"},
+    )
+    put(run.folder / "attacks" / "report-pgd-2.json", {**ATTACK, **paper})
+    assert [figure.what for figure in robustness(run).figures] == [
+        "pgd, radius 2/255",
+        "pgd, radius 2/255, steps 3, valid split",
+        "pgd, radius 2/255, normalised pixels, not clamped, predicted labels, capacity 1.25",
+    ]
+
+
 def test_contaminated_text_stands_beside_clean_text_of_the_same_statistics(run: RunFacts) -> None:
     put(run.folder / "evaluation.json", EVALUATION)
     found = robustness(run).figures
     assert [(one.clean, one.value) for one in found] == [(30.0, 33.0), (31.0, 35.0)]
     assert found[0].what == "2.5% of words replaced"
+    drawn = {"rate": 0.025, "seed": 3, "early_stop": True, "targets": "corrupted"}
+    put(run.folder / "evaluation.json", {**EVALUATION, "contamination_config": drawn})
+    assert robustness(run).figures[0].what == "2.5% of words replaced, seed 3"
 
 
 def test_one_evaluation_in_two_files_is_one_figure(run: RunFacts) -> None:
@@ -95,6 +115,8 @@ def test_a_shift_has_its_chance_and_no_clean_figure(run: RunFacts) -> None:
     put(run.folder / "shift-o.json", SHIFT)
     (figure,) = robustness(run).figures
     assert (figure.value, figure.chance, figure.clean) == (17.5, 9.0, None)
+    put(run.folder / "shift-o.json", {**SHIFT, "step": 40})
+    assert robustness(run).figures[0].details.endswith("; checkpoint of step 40")
 
 
 def test_the_demo_gives_each_of_its_runs_its_own_row(run: RunFacts) -> None:

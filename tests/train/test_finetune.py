@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from acmoe.cli import main
 from acmoe.config.text.finetune import FinetuneConfig, finetune_config
 from acmoe.data.text.sentence_batches import EncodedSentence, collate
 from acmoe.data.text.sentences import Sentence
@@ -104,6 +105,23 @@ def test_stopped_between_epochs_it_continues_to_the_same_result(
         [record["loss"] for record in records(tmp_path / name)] for name in ("whole", "parts")
     ]
     assert losses[0] == losses[1] and len(losses[0]) == 3
+
+
+def test_other_sentences_are_refused_and_the_vocabulary_stays(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = write_task(tmp_path, train=16, dev=8, test=8)
+    finetune(run, settings("paper", epochs=1), task, out=tmp_path / "out", console=QUIET)
+    saved = (tmp_path / "out" / "vocabulary.json").read_bytes()
+    with (task / "train.tsv").open("a") as file:
+        file.write("another film\t1\n")
+    options = ["--task", "sst2", "--form", "paper", "--epochs", "1", "--lr", "1e-2"]
+    where = ["--data", str(task), "--out", str(tmp_path / "out"), "--device", "cpu"]
+    with pytest.raises(SystemExit) as stop:
+        main(["finetune", str(run.folder), *options, *where])
+    assert stop.value.code == 2
+    assert "begun with other training or development sentences" in capsys.readouterr().err
+    assert (tmp_path / "out" / "vocabulary.json").read_bytes() == saved
 
 
 def test_without_checkpoints_the_best_epoch_is_held_and_nothing_is_left(

@@ -12,8 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from acmoe.cli import main
 from acmoe.config.text.train import RunConfig
+from acmoe.data.text.corpus import load_corpus
+from acmoe.data.text.prepare import prepare
 from acmoe.errors import UserError
+from acmoe.evaluate.language import evaluate
 from acmoe.evaluate.run import open_run
 from acmoe.train.run import train
 from acmoe.train.text import TextTrainer
@@ -25,6 +29,7 @@ from tiny_runs import (
     tiny_run,
     train_in_child,
     trained,
+    word_corpus,
 )
 
 # Children are forked from a server that has imported everything but started no thread.
@@ -196,6 +201,39 @@ def test_another_corpus_in_the_same_place_is_refused(tmp_path: Path) -> None:
     byte_corpus(tmp_path, lines=101)
     with pytest.raises(UserError, match="not the corpus this run was begun with"):
         train(config, tmp_path / "run", console=QUIET)
+
+
+def test_another_vocabulary_is_refused_and_the_runs_own_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As many words in another order: every figure of the run would be of shuffled words."""
+    corpus = word_corpus(tmp_path)
+    size = load_corpus(corpus).vocabulary.size
+    config = tiny_run(corpus, "steps=2", "data.name=words", f"model.vocab_size={size}")
+    trained(config, tmp_path / "run")
+    saved = (tmp_path / "run" / "vocabulary.json").read_bytes()
+    train_text = tmp_path / "words" / "train.txt"
+    train_text.write_text("house dogs " + train_text.read_text())
+    prepare("words", tmp_path / "words", corpus)
+    assert load_corpus(corpus).vocabulary.size == size
+    with pytest.raises(UserError, match="begun with another vocabulary than its corpus has now"):
+        train(config, tmp_path / "run", console=QUIET)
+    assert (tmp_path / "run" / "vocabulary.json").read_bytes() == saved
+    with pytest.raises(UserError, match=r"has another vocabulary than .* was trained with"):
+        evaluate(tmp_path / "run", device="cpu")
+    with pytest.raises(SystemExit) as stop:  # a text needs the run's vocabulary alone
+        main(["generate", str(tmp_path / "run"), "--prompt", "the owl", "--tokens", "2"])
+    printed = capsys.readouterr()
+    assert (stop.value.code, printed.out[:8]) == (0, "the owl ")
+    assert "the run does not know owl, and reads <unk> instead" in printed.err
+
+
+def test_another_training_text_in_the_same_place_is_told_to_readers(tmp_path: Path) -> None:
+    trained(tiny_run(byte_corpus(tmp_path, lines=100), "steps=2"), tmp_path / "run")
+    open_run(tmp_path / "run").corpus()
+    byte_corpus(tmp_path, lines=101)
+    with pytest.warns(UserWarning, match=r"holds another training text than .* was trained on"):
+        open_run(tmp_path / "run").corpus()
 
 
 def test_a_folder_of_other_files_is_refused(tmp_path: Path) -> None:

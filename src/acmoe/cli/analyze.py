@@ -3,6 +3,7 @@
 `acmoe analyze --hf PATH --text FILE` does so for a model of HuggingFace transformers.
 """
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -204,7 +205,9 @@ def _draw(sampled: "Sampled", analysis: "Analysis", folder: Path, seed: int) -> 
         with progress_bars(Console(stderr=True)) as progress:
             paths = save_figures(sampled, analysis, folder, seed=seed, progress=progress)
     except UserError as missing:
-        return [f"no figures: {missing}"]
+        # Standard output may be JSON.
+        print(f"no figures: {missing}", file=sys.stderr)
+        return []
     return [f"wrote {path}" for path in paths]
 
 

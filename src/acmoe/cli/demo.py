@@ -42,12 +42,13 @@ class Demo:
         text = json_text(comparison.to_json())
         replace_text(self.out / "comparison.json", text + "\n")
         report = _report(self.out)
+        figures = _figure(comparison, self.out)
         if self.json:
             print(text)
             return 0
         _show(comparison)
-        for line in _figure(comparison, self.out):
-            print(line)
+        for path in figures:
+            print(f"wrote {path}")
         print(f"everything is in {self.out}: runs smoe and acmoe, comparison.json, report.html")
         print(f"open {report} in a browser: curves, a routing explorer, what the figures can show")
         print("next:")
@@ -111,7 +112,9 @@ def _report(folder: Path) -> Path:
 
     with progress_bars(Console(stderr=True)) as progress:
         runs = (folder / "smoe", folder / "acmoe")
-        path, _ = write_report(runs, folder / "report.html", progress=progress)
+        path, notes = write_report(runs, folder / "report.html", progress=progress)
+    for note in notes:
+        print(note, file=sys.stderr)
     return path
 
 
@@ -137,18 +140,19 @@ def _show(comparison: "Comparison") -> None:
     console.print(comparison.verdict, highlight=False)
 
 
-def _figure(comparison: "Comparison", folder: Path) -> list[str]:
+def _figure(comparison: "Comparison", folder: Path) -> tuple[Path, ...]:
+    """Draw the validation curves; without matplotlib say so on standard error."""
     from acmoe.analyze.figures.convergence import save_curves
     from acmoe.errors import UserError
 
     curves = {curve.router: (curve.steps, curve.values) for curve in comparison.curves}
     try:
-        paths = save_curves(
+        return save_curves(
             curves,
             folder,
             metric="validation bits per byte",
             title=f"{comparison.corpus}, seed {comparison.seed}",
         )
     except UserError as missing:
-        return [f"no figure: {missing}"]
-    return [f"wrote {path}" for path in paths]
+        print(f"no figure: {missing}", file=sys.stderr)
+        return ()

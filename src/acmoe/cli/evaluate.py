@@ -197,6 +197,14 @@ def _show(report: "LanguageReport") -> None:
         highlight=False,
     )
     console.print(table)
+    if report.contamination is not None and report.contamination_config is not None:
+        unit = "bytes" if report.metric == "bits per byte" else "words"
+        corrupt = report.contamination_config
+        console.print(
+            f"contaminated: {report.contamination.word_rate:.2%} of {unit} replaced (rate "
+            f"{corrupt.rate:g}, seed {corrupt.seed}); {corrupt.targets} text is predicted",
+            highlight=False,
+        )
     for figure in report.figures:
         if figure.layers and not figure.contaminated:
             console.print(_layers(figure.layers, figure.statistics))
@@ -226,7 +234,7 @@ def _show_images(found: "RunReport") -> None:
 def _layers(layers: "Sequence[LayerReport]", statistics: str) -> Table:
     columns = ("MoE layer", "load balance (std, points)", "instability", "chance")
     table = Table(*columns, title=f"statistics: {statistics}")
-    for number, layer in enumerate(layers):
+    for number, layer in enumerate(layers, start=1):  # as `acmoe analyze` and the report count
         change = "" if layer.instability is None else f"{layer.instability:.3f}"
         chance = "" if layer.chance is None else f"{layer.chance:.3f}"
         table.add_row(str(number), f"{layer.load_balance:.2f}", change, chance)

@@ -20,6 +20,8 @@ class Finetune:
     """The task: a data set of labelled sentences."""
     data: Path | None = None
     """Folder with the task's prepared data; data/TASK if not given."""
+    out: Path | None = None
+    """Folder of the finetuning; RUN/finetune/TASK-FORM-seedSEED if not given."""
     form: Literal["clean", "paper"] = "clean"
     """clean: use the pretraining vocabulary, mask padding, and classify by the last real token.
     paper: do as the published code does."""
@@ -56,14 +58,11 @@ class Finetune:
             **{name: value for name, value in chosen.items() if value is not None},
         )
         data, run = self.data or Path("data") / self.task, open_run(self.folder)
-        threads = choose_threads(
-            self.threads,
-            run.config.model,
-            device=self.device,
-            run=finetune_folder(run.folder, config),
-        )
+        out = self.out or finetune_folder(run.folder, config)
+        threads = choose_threads(self.threads, run.config.model, device=self.device, run=out)
         use_threads(threads)
-        report = finetune(run, config, data, console=Console(stderr=True), note=threads.message)
+        console = Console(stderr=True)
+        report = finetune(run, config, data, out=out, console=console, note=threads.message)
         if self.json:
             print(json_text(report.to_json()))
         else:

@@ -1,14 +1,18 @@
 """`acmoe generate RUN --prompt TEXT`: continue a text with a trained language model."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from rich.console import Console
 
 from acmoe.cli.run_options import run_threads
 from acmoe.storage.strict_json import json_text
+
+if TYPE_CHECKING:
+    from acmoe.data.text.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +56,12 @@ class Generate:
         vocabulary = run.vocabulary()
         ids = list(vocabulary.encode(self.prompt))
         check(bool(ids), f"prompt={self.prompt!r} holds no token; give at least one")
+        if unknown := unknown_parts(self.prompt, vocabulary):
+            print(
+                f"the run does not know {', '.join(unknown)}, and reads "
+                f"{'?' if vocabulary.kind == 'bytes' else '<unk>'} instead",
+                file=sys.stderr,
+            )
         model = run.model(self.which, device=device).eval()
         # A spinner, on a terminal only: the text comes in seconds.
         with Console(stderr=True).status(f"generating {self.tokens} tokens"):
@@ -67,6 +77,16 @@ class Generate:
         if self.json:
             print(json_text({"prompt": self.prompt, "text": text}, indent=None))
         else:
-            joined = self.prompt + ("" if run.corpus().kind == "bytes" else " ") + text
+            joined = self.prompt + ("" if vocabulary.kind == "bytes" else " ") + text
             print(joined)
         return 0
+
+
+def unknown_parts(prompt: str, vocabulary: "Vocabulary") -> list[str]:
+    """Return the words, or the bytes, of a prompt that the vocabulary lacks, each once."""
+    if vocabulary.kind == "words":
+        parts = [(word, word in vocabulary.ids) for word in prompt.split()]
+    else:
+        found = prompt.encode("utf-8", errors="surrogateescape")
+        parts = [(f"byte 0x{value:02x}", value in vocabulary.values) for value in found]
+    return list(dict.fromkeys(part for part, known in parts if not known))

@@ -1,8 +1,13 @@
-"""Options that several commands on runs share: --threads, and --capacity with its old spelling."""
+"""Options that several commands share: --threads, --capacity, and those that nothing reads."""
 
 import logging
 import warnings
+from collections.abc import Collection
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
+
+from acmoe.errors import check
 
 
 def run_threads(requested: int | None, folder: Path, device: str) -> None:
@@ -23,3 +28,25 @@ def capacity_option(capacity: str | None, dropless: bool) -> str | None:
         return capacity
     warnings.warn("--dropless is now --capacity none, the default", FutureWarning, stacklevel=2)
     return "none"
+
+
+def check_read(command: Any, read: Collection[str], when: str) -> None:
+    """Raise a UserError if an option is given that is not one of `read`.
+
+    `when` says what the options are read for, such as "with --summarise". A field that has its
+    default counts as not given.
+    """
+    for field in fields(command):
+        value = getattr(command, field.name)
+        option = f"--{field.name.replace('_', '-')}"
+        check(
+            field.name in read or value == field.default,
+            f"{option} {_words(value)}".strip() + f" says nothing {when}; leave it out",
+        )
+
+
+def _words(value: object) -> str:
+    """Return a value as on the command line; a flag has none."""
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    return "" if isinstance(value, bool) else str(value)

@@ -59,7 +59,7 @@ class Shift:
             batch=self.batch,
             precision=run.config.precision,
         )
-        images = run.images()
+        images, step = run.images(), run.step(self.which)
         with progress_bars(Console(stderr=True)) as progress:
             report = evaluate_shift(
                 run.model(self.which, ema=self.ema),
@@ -74,14 +74,14 @@ class Shift:
             )
         if self.json:
             marked = {"ema": True} if self.ema else {}
-            print(json_text({**report.to_json(), **marked}))
+            print(json_text({"step": step, **marked, **report.to_json()}))
         else:
             against = f" among {report.clean_images:,} clean ones" if report.clean_images else ""
             print(
                 f"{report.shift}: {report.metric} {report.value:.2f} (chance {report.chance:.2f}) "
                 f"on {report.images:,} images{against}, choosing among {report.classes} classes; "
                 f"batches of {report.batch}, order {report.order}, statistics {report.statistics}, "
-                f"capacity {capacity_text(report.capacity)}"
+                f"capacity {capacity_text(report.capacity)}; step {step}"
                 f"{', averaged weights' if self.ema else ''}"
             )
         return 0

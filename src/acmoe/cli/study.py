@@ -1,12 +1,14 @@
 """`acmoe study NAME`: run a declared grid of training runs, or summarise its results."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from rich.console import Console
 from rich.table import Table
+
+from acmoe.cli.run_options import check_read
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,8 +86,8 @@ class Study:
     """Write the paper's claims beside the records of all studies into this page, and stop. Give no
     NAME with it."""
     page: Path | None = None
-    """The page to write the tables into, between the study's markers; studies/NAME.md if not
-    given."""
+    """The page to write the tables into, between the study's markers; studies/NAME.md if not given.
+    A page that does not exist is begun."""
     pictures: Path = Path("studies/figures")
     """Folder for the figures."""
 
@@ -95,13 +97,19 @@ class Study:
 
         if self.evidence is not None:
             check(not self.study, f"--evidence reads all studies; leave {self.study!r} out")
+            check_read(self, ("evidence", "pictures"), "with --evidence")
             return self._evidence(self.evidence)
         if not self.study:
             check(self.list, "no study given; `acmoe study --list` shows them all")
+            check_read(self, ("list",), "about the list of studies")
             return _list_studies()
         study_of(self.study)  # raises on an unknown name before any file is read
-        if self.summarise:
+        drawn = ("page", "pictures")
+        if self.summarise:  # every record of the file is summarised
+            check_read(self, ("study", "summarise", "out", *drawn), "with --summarise")
             return self._summarise()
+        run = [one.name for one in fields(self) if one.name not in drawn]
+        check_read(self, run, "without --summarise")
         if self.engine == "ray" and not self.list:
             from acmoe.lab.study.ray_cluster import ray_library
 
@@ -151,6 +159,8 @@ class Study:
         from acmoe.lab.study.results.records import DONE, FAILED, open_results
 
         check(self.jobs >= 1, f"--jobs {self.jobs}; it must be at least 1")
+        limit = self.minutes
+        check(limit is None or limit > 0, f"--minutes {limit}; it must be positive")
         check(
             self.address is None or self.engine == "ray",
             f"--address {self.address} is of a Ray cluster; give --engine ray too",

@@ -23,6 +23,7 @@ from acmoe.data.images.batches import EvaluationImages, ImageBatch
 from acmoe.data.images.splits import ImageSet
 from acmoe.data.progress import Progress, silent
 from acmoe.data.seeding import derive_seed
+from acmoe.errors import check
 from acmoe.evaluate.attack_journal import AttackJournal, Record, fingerprint, open_journal
 from acmoe.evaluate.capacity import own_capacity, using_capacity
 from acmoe.evaluate.finite import naming
@@ -98,6 +99,7 @@ def evaluate_attack(
         if folder is not None:
             settings = _settings(model, batches, config, mode)
             journal = stack.enter_context(open_journal(Path(folder), settings))
+            sweep.check_images(journal)
         for eps in config.eps:
             sweep.run(eps, journal, progress)
         return _report(sweep, mode, journal)
@@ -124,6 +126,20 @@ class _Sweep:
             done += 1
             progress(stage, done, total)
 
+    def check_images(self, journal: AttackJournal) -> None:
+        """Raise where the images of the journal's first batch are no longer those it attacked.
+
+        To read all images of a finished attack again would take too long.
+        """
+        (_, number), record = next(iter(journal.done.items()), ((0.0, 0), {}))
+        if "pixels" in record:  # absent in an empty journal and in version 0.1
+            (batch,) = self.batches.read([number])
+            check(
+                record["pixels"] == _pixels_sha256(batch),
+                f"{self.batches.images.title} has other images than those attacked so far; restore "
+                f"them, or delete {journal.path} to attack anew",
+            )
+
     def attack(self, batch: ImageBatch, eps: float, number: int) -> Record:
         """Attack one batch and return counts: correct predictions, and tokens that moved."""
         config, target = self.config, self.target
@@ -139,11 +155,16 @@ class _Sweep:
         pairs = list(zip(clean_experts, attacked_experts, strict=True))
         return {
             "images": len(x),
+            "pixels": _pixels_sha256(batch),
             "clean": list(count_hits(clean_BK, labels_B)),
             "attacked": list(count_hits(attacked_BK, labels_B)),
             "moved": [int((before != after).sum()) for before, after in pairs],
             "tokens": [len(before) for before, _ in pairs],
         }
+
+
+def _pixels_sha256(batch: ImageBatch) -> str:
+    return hashlib.sha256(batch.images.contiguous().numpy().tobytes()).hexdigest()
 
 
 def batch_seed(config: AttackConfig, eps: float, number: int) -> int:

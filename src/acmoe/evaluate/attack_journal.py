@@ -30,13 +30,13 @@ class AttackJournal:
         self, handle: int | None = None, records: Sequence[Record] = (), path: Path = Path()
     ) -> None:
         self._handle = handle  # None: keep records in memory only
-        self._path = path
+        self.path = path
         self.done = {(record["eps"], record["batch"]): record for record in records}
 
     def add(self, record: Record) -> None:
         """Save the record of one batch."""
         if self._handle is not None:
-            _append(self._handle, record, self._path)
+            _append(self._handle, record, self.path)
         self.done[record["eps"], record["batch"]] = record
 
 

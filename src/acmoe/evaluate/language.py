@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from acmoe.config.routing import AdaptiveConfig
+from acmoe.config.text.data import ContaminationConfig
 from acmoe.config.text.evaluate import EvaluateConfig
 from acmoe.config.updates import Precision
 from acmoe.data.progress import Progress, silent
 from acmoe.data.text.arrays import Tokens
-from acmoe.data.text.contaminate import contaminate
+from acmoe.data.text.contaminate import contaminate, settled
 from acmoe.data.text.corpus import Corpus
 from acmoe.data.text.loader import EvaluationBatches
 from acmoe.data.text.swaps import SwapReport
@@ -76,6 +77,7 @@ class LanguageReport:
     step: int | None  # step of the run's checkpoint; None for a bare model
     contamination: SwapReport | None  # counts of replaced tokens; None: clean text only
     figures: tuple[Figure, ...]
+    contamination_config: ContaminationConfig | None = None  # None: clean text only
 
     def figure(self, *, contaminated: bool = False, statistics: str | None = None) -> Figure:
         """Return the first figure with those properties; statistics=None matches any mode."""
@@ -85,7 +87,9 @@ class LanguageReport:
         raise UserError(f"no figure with contaminated={contaminated}, statistics={statistics}")
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return all fields; reports of clean text alone have no `contamination_config`."""
+        absent = () if self.contamination_config else ("contamination_config",)
+        return {key: value for key, value in asdict(self).items() if key not in absent}
 
 
 def evaluate(
@@ -140,6 +144,7 @@ def evaluate(
         step=step,
         contamination=swaps,
         figures=tuple(figures),
+        contamination_config=config.contamination and settled(corpus, config.contamination),
     )
 
 

@@ -29,6 +29,7 @@ from acmoe.data.text.prepare import prepare
 from acmoe.data.text.registry import dataset
 from acmoe.data.text.vocabulary import Vocabulary, load_vocabulary
 from acmoe.errors import UserError, check
+from acmoe.evaluate.same_data import check_corpus, check_images, check_present
 from acmoe.models.checkpoint import load
 from acmoe.models.images.classifier import ImageClassifier
 from acmoe.models.text.decoder import LanguageModel
@@ -107,7 +108,13 @@ class Run(RunFolder):
         return load_vocabulary(path)
 
     def corpus(self) -> Corpus:
-        return open_corpus(self.config.data)
+        """Open the corpus of the run's config; see `check_corpus` for what it checks."""
+        if self.config.data.name != "stdlib":  # which is prepared where it is missing
+            check_present(self.folder, self.config.data.path)
+        corpus = open_corpus(self.config.data)
+        own = self.vocabulary() if (self.folder / VOCABULARY).is_file() else None
+        check_corpus(self.folder, corpus, own, last_state(self.folder))
+        return corpus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +138,13 @@ class VisionRun(RunFolder):
         return cast(ImageClassifier, load(folder, device=device))
 
     def images(self) -> ImageSplits:
-        return load_images(self.config.data)
+        """Open the images of the run's config; see `check_images` for what it checks."""
+        data = self.config.data
+        if data.source is not None and data.name in ("folder", "arrays"):
+            check_present(self.folder, Path(data.source))
+        images = load_images(data)
+        check_images(self.folder, images, last_state(self.folder))
+        return images
 
 
 def open_run(folder: Path | str) -> Run:
@@ -236,13 +249,18 @@ def missing_records(
     return f"{path}: {count - found} of the {count} records up to step {step} are missing"
 
 
-def _saved_records(folder: Path) -> tuple[int, int | None]:
-    """Return the step of the last checkpoint, and the number of records written before it."""
+def last_state(folder: Path) -> dict[str, Any]:
+    """Return state.json of a run's last checkpoint; empty where there is none, or it is damaged."""
     found = checkpoints(folder / CHECKPOINTS)
     try:
-        state = read_json(found[-1] / STATE) if found else {}
+        return read_json(found[-1] / STATE) if found else {}
     except UserError:
-        return 0, None  # loading or resuming the checkpoint reports this
+        return {}  # loading or resuming the checkpoint reports this
+
+
+def _saved_records(folder: Path) -> tuple[int, int | None]:
+    """Return the step of the last checkpoint, and the number of records written before it."""
+    state = last_state(folder)
     step, count = state.get("step"), state.get("records")  # the second is absent in version 0.1
     return (step, count) if type(step) is int and type(count) is int else (0, None)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from acmoe.evaluate.run import last_state
 from acmoe.evaluate.seeds import Spread
 from acmoe.evaluate.statistics import NONE
 from acmoe.report.runs import RunFacts
@@ -106,9 +107,25 @@ def score_kinds(runs: Sequence[RunFacts]) -> list[ScoreKind]:
 
 
 def groups(runs: Sequence[RunFacts]) -> list[int]:
-    """Number the runs by group. Runs of a group differ in seed, router and data folder only."""
+    """Number the runs by group. Runs of a group differ in seed, router and data folder only.
+
+    The text in two data folders must be the same.
+    """
     seen: dict[str, int] = {}
-    return [seen.setdefault(_group_key(run), len(seen)) for run in runs]
+    keys = [_group_key(run) + text for run, text in zip(runs, _texts(runs), strict=True)]
+    return [seen.setdefault(key, len(seen)) for key in keys]
+
+
+def _texts(runs: Sequence[RunFacts]) -> list[str]:
+    """Return the checksum of each run's training text.
+
+    A run without a checkpoint has that of a run with the same data folder, or else the only one.
+    """
+    found = [str(last_state(run.folder).get("corpus_sha256", "")) for run in runs]
+    folders = [run.settings.get("data.folder") for run in runs]
+    known = {folder: text for folder, text in zip(folders, found, strict=True) if text}
+    only = next(iter(known.values())) if len(set(known.values())) == 1 else ""
+    return [text or known.get(folder, only) for folder, text in zip(folders, found, strict=True)]
 
 
 def _group_key(run: RunFacts) -> str:

@@ -25,6 +25,7 @@ from acmoe.report.robustness import robustness
 from acmoe.report.routing import RoutingReader, RunRouting
 from acmoe.report.runs import HF_MODEL, RunFacts, find_runs, read_runs
 from acmoe.report.scores import chosen_score, score_command
+from acmoe.storage.atomic import replace_text, report_write_errors
 
 # These files are joined to one script in this order. live.js is added when a server sends the page.
 SCRIPTS = (
@@ -50,10 +51,9 @@ def write_report(
     """Write the page; return its path, and one line for each thing that is missing from it."""
     reader = RoutingReader(tokens=tokens, device=device)
     data = report_data(find_runs(folders), reader, progress)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    draft = out.with_name(f".{out.name}.draft")
-    draft.write_text(render(data), encoding="utf-8")
-    draft.replace(out)
+    with report_write_errors(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(out, render(data))
     return out, [f"{run['name']}: {note}" for run in data["runs"] for note in run["notes"]]
 
 

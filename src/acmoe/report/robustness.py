@@ -12,8 +12,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from acmoe.config.images.attack import eps_text
+from acmoe.config.images.attack import attack_config, eps_text
 from acmoe.config.images.train import VISION_RUNS
+from acmoe.config.serialize import encode
 from acmoe.data.text.swaps import SwapReport
 from acmoe.errors import UserError
 from acmoe.evaluate.capacity import capacity_text
@@ -107,7 +108,7 @@ def _attacks(document: dict[str, Any], source: str) -> list[Measured]:
             moved = f"; the attack sends {fmean(figure['moved']):.1f}% of tokens to another expert"
         found.append(
             Measured(
-                what=f"{name}, radius {eps_text(figure['eps'])}{_variant(document)}",
+                what=f"{name}, radius {eps_text(figure['eps'])}{_attack_variant(document)}",
                 unit="top-1 (%)",
                 lower=False,
                 clean=float(document["clean_top1"]),
@@ -117,6 +118,25 @@ def _attacks(document: dict[str, Any], source: str) -> list[Measured]:
             )
         )
     return found
+
+
+def _attack_variant(document: dict[str, Any]) -> str:
+    """Return the settings that make it another attack: those that differ from the defaults."""
+    attack = document["attack"]
+    usual = encode(attack_config(attack["name"]).attack)
+    other = [
+        f", {key.replace('_', ' ')} {value}"
+        for key, value in attack.items()
+        if value != usual.get(key)
+    ]
+    space = ", normalised pixels" if document["space"] == "normalized" else ""
+    bound = "" if document["clamp"] else ", not clamped"
+    labels = "" if document["labels"] == "true" else f", {document['labels']} labels"
+    return "".join(other) + space + bound + labels + _split(document) + _variant(document)
+
+
+def _split(document: dict[str, Any]) -> str:
+    return "" if document["split"] == "test" else f", {document['split']} split"
 
 
 def _variant(document: dict[str, Any]) -> str:
@@ -133,10 +153,12 @@ def _evaluation(document: dict[str, Any], source: str) -> list[Measured]:
     figures = document["figures"]
     clean = {one["statistics"]: one["value"] for one in figures if not one["contaminated"]}
     unit = "bytes" if document["metric"] == "bits per byte" else "words"
-    rate = SwapReport(**document["contamination"]).token_rate
+    rate = SwapReport(**document["contamination"]).word_rate
+    seed = document.get("contamination_config", {}).get("seed")  # absent in version 0.1
+    drawn = f", seed {seed}" if seed else ""
     return [
         Measured(
-            what=f"{rate:.1%} of {unit} replaced",
+            what=f"{rate:.1%} of {unit} replaced{drawn}{_split(document)}",
             unit=document["metric"],
             lower=True,
             clean=clean.get(one["statistics"]),
@@ -152,6 +174,8 @@ def _evaluation(document: dict[str, Any], source: str) -> list[Measured]:
 
 
 def _shift(document: dict[str, Any], source: str) -> list[Measured]:
+    # Absent in version 0.1.
+    step = f"; checkpoint of step {document['step']}" if "step" in document else ""
     return [
         Measured(
             what=str(document["shift"]) + _variant(document),
@@ -162,7 +186,7 @@ def _shift(document: dict[str, Any], source: str) -> list[Measured]:
             chance=float(document["chance"]),
             details=f"{document['images']} images, classified among {document['classes']} classes; "
             f"statistics mode {document['statistics']}; expert capacity "
-            f"{capacity_text(document.get('capacity'))}",
+            f"{capacity_text(document.get('capacity'))}{step}",
             source=source,
         )
     ]

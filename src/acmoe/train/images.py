@@ -3,7 +3,6 @@
 B images, K classes.
 """
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -20,6 +19,7 @@ from acmoe.data.images.splits import ImageSplits
 from acmoe.data.transfer import to_device
 from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.errors import check
+from acmoe.evaluate.same_data import classes_sha256, labels_sha256
 from acmoe.evaluate.vision import ImageFigure, ImageReport, evaluate_images
 from acmoe.models.images.classifier import ImageClassifier, VisionOutput
 from acmoe.models.registry import build_model
@@ -174,16 +174,20 @@ class ImageTrainer(Trainer):
         return ImageMetricsLog(folder, "validation top-1 (%)")
 
     def data_checksum(self) -> dict[str, str]:
-        """Return the checksum of the training labels: reading all pixels would take too long."""
-        return {"labels_sha256": hashlib.sha256(self.images.train.labels.tobytes()).hexdigest()}
+        """Return the checksums of the training labels and of the names of the classes."""
+        return {
+            "labels_sha256": labels_sha256(self.images.train),
+            "classes_sha256": classes_sha256(self.images.classes),
+        }
 
     def check_data(self, state: Mapping[str, Any]) -> None:
-        """Raise a UserError where the checkpoint was trained on images with other labels."""
-        check(
-            state["labels_sha256"] == self.data_checksum()["labels_sha256"],
-            f"{self.images.train.title} are not the images this run was begun with (other labels); "
-            "restore those, or choose another run folder",
-        )
+        """Raise a UserError where the checkpoint was trained on other labels or classes."""
+        for key, now in self.data_checksum().items():
+            check(
+                state.get(key, now) == now,  # version 0.1 has no checksum of the classes
+                f"{self.images.train.title} are not the images this run was begun with (other "
+                f"{key.split('_')[0]}); restore those, or choose another run folder",
+            )
 
 
 def image_schedule(config: VisionRunConfig, batches_per_pass: int) -> ImageSchedule:

@@ -42,7 +42,8 @@ def claim(folder: Path, config: Any, vocabulary: Vocabulary | None = None) -> It
                 f"{folder} holds {', '.join(other_files[:3])} and is no run folder; choose another",
             )
         if vocabulary is not None:
-            write_vocabulary(vocabulary, folder)
+            begun_with = read_json(path).get("vocabulary_sha256") if path.is_file() else None
+            write_vocabulary(vocabulary, folder, digest=begun_with)
         if not path.is_file():
             _write_config(path, config)
         yield
@@ -71,12 +72,21 @@ def _check_same(path: Path, config: Any) -> None:
     )
 
 
-def write_vocabulary(vocabulary: Vocabulary, folder: Path) -> None:
-    """Write the meaning of the token ids into the folder atomically."""
+def write_vocabulary(vocabulary: Vocabulary, folder: Path, *, digest: str | None = None) -> None:
+    """Write the meaning of the token ids into the folder atomically.
+
+    With the `digest` of the vocabulary that the run was begun with, another vocabulary raises a
+    UserError and leaves the file as it is: the run's checkpoints need the one that is there.
+    """
     draft = folder / f".{VOCABULARY}{DRAFT}"
     with report_write_errors(folder / VOCABULARY):
         try:
             save_vocabulary(vocabulary, draft)
+            check(
+                digest is None or sha256_of(draft) == digest,
+                f"{folder} was begun with another vocabulary than its corpus has now; prepare that "
+                "corpus again, or choose another run folder",
+            )
             os.replace(draft, folder / VOCABULARY)
         except BaseException:
             with contextlib.suppress(OSError):

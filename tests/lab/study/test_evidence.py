@@ -13,6 +13,7 @@ from scipy import stats
 from test_study_grids import NOWHERE
 
 from acmoe.cli import main
+from acmoe.errors import UserError
 from acmoe.lab.study.evidence.claims import CLAIMS, Claim
 from acmoe.lab.study.evidence.page import evidence_markdown, read_all
 from acmoe.lab.study.evidence.rows import Row, differences, evidence_rows
@@ -67,6 +68,14 @@ def test_single_pairs_have_no_interval() -> None:
     assert pooled_differences({"a": [1.5]}) == {"a": PooledDifference(1, 1.5, None, None, None)}
 
 
+def test_pairs_that_are_equal_but_for_rounding_have_no_interval() -> None:
+    differences = [100 * (hits + 3) / 266 - 100 * hits / 266 for hits in (187, 198, 174)]
+    assert len(set(differences)) > 1
+    found = pooled_differences({"a": differences, "b": [1.0]})
+    assert (found["a"].n, found["a"].low, found["a"].detectable) == (3, None, None)
+    assert found["b"].high is None
+
+
 def test_differences_are_paired_and_in_percent_of_the_plain_mean() -> None:
     records = [
         record("smoe", 0, 2.0),
@@ -82,6 +91,18 @@ def test_differences_are_paired_and_in_percent_of_the_plain_mean() -> None:
     assert [row.setting for row in rows] == ["a", "b"]
     assert rows[0].share == pytest.approx(0.1)
     assert rows[1].verdict == "never run"
+
+
+def test_runs_of_other_sizes_or_models_are_no_pair() -> None:
+    """A short trial that was written into the same file last would take the long run's place."""
+    plain, longer = record("smoe", 0, 2.0), record("adaptive-previous", 0, 2.1)
+    trial = record("adaptive-previous", 1, 4.0, size="6 steps of 100 tokens")
+    with pytest.raises(UserError, match=r"long, a has runs of 1,000 steps .* and of 6 steps"):
+        differences(CLAIM, "a", [plain, longer, trial])
+    wide = {"config": {"model": {"dim": 64}}}
+    narrow = {"config": {"model": {"dim": 16}}}
+    with pytest.raises(UserError, match=r"config\.model\.dim=64, and adaptive-previous has 16"):
+        differences(CLAIM, "a", [{**plain, **wide}, {**longer, **narrow}])
 
 
 @pytest.mark.parametrize(
@@ -173,7 +194,7 @@ def test_the_command_writes_the_page(
     folder.mkdir(parents=True)
     setting = "switch-enwik8, balance 0.01"
     lines = [
-        record(name, seed, 1.5 + 0.01 * seed + shift, setting=setting)
+        record(name, seed, 1.5 + (0.01 + shift) * seed, setting=setting)
         for name, shift in (("smoe", 0.0), ("adaptive-previous", 0.001))
         for seed in range(3)
     ]
@@ -185,7 +206,7 @@ def test_the_command_writes_the_page(
     assert status("--evidence", str(page), "--pictures", str(tmp_path / "figures")) == 0
     text = page.read_text()
     assert text.startswith("words\n")
-    assert f"| {setting} | +0.07% [" in text  # 0.001 of 1.51
+    assert f"| {setting} | +0.07% [" in text  # 0, 0.001 and 0.002; 0.001 of 1.51
     assert "**At the lengths of training that were run here, 0 of 0 comparisons exclude" in text
     assert "1 more has fewer pairs than declared, and no verdict yet.**" in text
     assert "| bytes, long runs, balance 0.01, bits per byte | +0.07% [" in text

@@ -43,6 +43,9 @@ def test_settings_whose_spread_is_unknown_do_not_count():
     alone = mean_of_settings(known)
     assert mean_of_settings([*known, [9.0, 8.0], [7.0, 7.0, 7.0], []]) == alone
     assert mean_of_settings([known[0], [9.0, 8.0]]) is None
+    equal = [100 * (hits + 3) / 266 - 100 * hits / 266 for hits in (187, 198, 174)]
+    assert len(set(equal)) > 1  # by rounding
+    assert mean_of_settings([*known, equal]) == alone
 
 
 def _run(setting, condition, seed, figure):

@@ -38,6 +38,46 @@ def test_a_comparison_is_paired_by_seed_and_corrected_over_the_family():
     assert (second.difference.mean, second.difference.p_t, second.holm_t) == (0.0, 1.0, 1.0)
 
 
+def test_an_interim_comparison_is_not_in_the_family_of_the_correction():
+    """Four pairs are declared: the one with three has no test, and does not raise the other's p."""
+    lines = [record("smoe", seed, 1.5 + seed, study="long") for seed in range(4)]
+    for condition, seeds in (("adaptive-previous", 4), ("fade", 3)):
+        lines += [record(condition, seed, 1.4 + 0.9 * seed, study="long") for seed in range(seeds)]
+    found = summarise(STUDIES["long"], lines).comparisons
+    whole, interim = [one for one in found if one.metric.key == "test"]
+    assert (whole.difference.n, interim.difference.n) == (4, 3)
+    # Differences of -0.1 to -0.4: all signs agree in 2 of 16 patterns.
+    assert whole.difference.p_flip == whole.holm_flip == 2 / 16
+    assert whole.holm_t == whole.difference.p_t
+    assert (interim.holm_t, interim.holm_flip) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"config": {"model": {"dim": 8}}}, "smoe has config.model.dim=16, and .* has 8; pairs"),
+        ({"tests": {"tokens": 5}}, "seed 1: smoe has tests.tokens=200, and adaptive-previous"),
+        ({"data": "b"}, "has data='a', and adaptive-previous has 'b'"),
+    ],
+)
+def test_runs_of_other_options_are_no_pair(changed, says):
+    """`--only adaptive-previous model.dim=8` may write into the same file."""
+    plain = {
+        "config": {"model": {"dim": 16, "router": "smoe"}, "graph": False},
+        "tests": {"tokens": 200, "tasks": [1]},
+        "data": "a",
+    }
+    alike = {
+        **plain,
+        "config": {"model": {"dim": 16, "router": "adaptive"}, "graph": True, "ema": None},
+        "tests": {"tokens": 200, "tasks": []},
+    }
+    lines = [record("smoe", seed, 1.5, **plain) for seed in range(2)]
+    summarise(BYTES, [*lines, record("adaptive-previous", 1, 1.4, **alike)])
+    with pytest.raises(UserError, match=says):
+        summarise(BYTES, [*lines, record("adaptive-previous", 1, 1.4, **{**alike, **changed})])
+
+
 def test_a_difference_is_in_percent_of_the_baseline_of_its_own_seeds():
     lines = [*three_seeds(), record("adaptive-current", 1, 2.0)]  # the plain run of seed 1 has 2.5
     found = [one for one in summarise(BYTES, lines).comparisons if one.metric.key == "test"]

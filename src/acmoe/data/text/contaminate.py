@@ -4,9 +4,9 @@ The same seed and rate give the same text, so that all models are scored on it. 
 clean.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -86,6 +86,14 @@ def contaminate_stream(
     config = config or ContaminationConfig()
     inputs, report = _swapped(corpus, stream, name, config)
     return Contaminated(inputs, inputs if _scores_corrupted(corpus, config) else stream, report)
+
+
+def settled(corpus: Corpus, config: ContaminationConfig) -> ContaminationConfig:
+    """Return the config with the rate and the targets that None stands for in this corpus."""
+    targets: Literal["clean", "corrupted"] = (
+        "corrupted" if _scores_corrupted(corpus, config) else "clean"
+    )
+    return replace(config, rate=_rate(corpus, config), targets=targets)
 
 
 def _scores_corrupted(corpus: Corpus, config: ContaminationConfig) -> bool:

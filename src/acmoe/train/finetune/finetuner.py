@@ -3,6 +3,8 @@
 B sentences.
 """
 
+import hashlib
+import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -46,6 +48,12 @@ def best_epoch(accuracies: Sequence[float]) -> int:
     return 1 + max(range(len(accuracies)), key=lambda epoch: (accuracies[epoch], -epoch))
 
 
+def sentences_sha256(*splits: Sequence[Sentence]) -> str:
+    """Return the checksum of the sentences and labels of splits."""
+    text = json.dumps([[[one.text, one.label] for one in split] for split in splits])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 class Finetuner:
     """Model, optimizer and encoded sentences of one finetuning run.
 
@@ -62,6 +70,7 @@ class Finetuner:
     ) -> None:
         self.config, self.device, self.store = config, device, store
         self.best_weights: dict[str, torch.Tensor] = {}
+        self.sentences_sha256 = sentences_sha256(rows["train"], rows["dev"])
         self.vocabulary: Vocabulary
         self.pretrained_step = int(run.checkpoint(config.which).name.split("-")[1])
         pretrained = run.model(config.which)
@@ -153,6 +162,7 @@ class Finetuner:
             "accuracies": accuracies,
             "best": {"step": best_epoch(accuracies)},
             "pretrained_step": self.pretrained_step,
+            "sentences_sha256": self.sentences_sha256,
             "records": epoch,
             **cpu_state(),
         }
@@ -184,6 +194,12 @@ class Finetuner:
             before == now,
             f"{store.folder.parent} began with step {before} of the run, whose "
             f"{self.config.which} checkpoint is now step {now}; finetune into another folder",
+        )
+        check(
+            # Absent in version 0.1.
+            state.get("sentences_sha256", self.sentences_sha256) == self.sentences_sha256,
+            f"{store.folder.parent} was begun with other training or development sentences; "
+            "restore those, or finetune into another folder",
         )
         self._load(backbone, head)
         restore_optimizer(self.optimizer, self.model, tensors)

@@ -75,7 +75,6 @@ def finetune(
     with claim(out, config), seeded(config.seed, device):
         store = CheckpointStore(out / CHECKPOINTS, keep=KEPT) if checkpoints else None
         finetuner = Finetuner(run, config, rows, device, store)
-        write_vocabulary(finetuner.vocabulary, out)
         if note:
             console.print(f"{config.task}: {note}", highlight=False, markup=False, soft_wrap=True)
         accuracies = _train(finetuner, out / METRICS, console)
@@ -109,7 +108,8 @@ def finetune_folder(run: Path, config: FinetuneConfig) -> Path:
 def _train(finetuner: Finetuner, metrics: Path, console: Console) -> list[float]:
     """Train the remaining epochs; return the development accuracy after every epoch."""
     config = finetuner.config
-    accuracies, notes = finetuner.resume()
+    accuracies, notes = finetuner.resume()  # raises where the data are others than before
+    write_vocabulary(finetuner.vocabulary, metrics.parent)
     _, complaint = drop_records_after(metrics, len(accuracies), expected=len(accuracies))
     for note in (*notes, *([complaint] if complaint else [])):
         console.print(note, highlight=False, markup=False, soft_wrap=True)

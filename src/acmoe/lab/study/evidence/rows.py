@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
+from acmoe.errors import check
 from acmoe.lab.study.evidence.claims import Claim
+from acmoe.lab.study.results.comparable import check_comparable
 from acmoe.lab.study.results.pooled import PooledDifference, pooled_differences
 from acmoe.lab.study.results.records import DONE, Record, latest
 
@@ -137,12 +139,25 @@ def _family(claim: Claim) -> tuple[str, ...]:
 def _pair_of_conditions(
     claim: Claim, setting: str, records: Sequence[Record]
 ) -> tuple[dict[int, Record], dict[int, Record]]:
-    """Return the finished runs of the condition and of the baseline, by seed."""
+    """Return the finished runs of the condition and of the baseline, by seed.
+
+    Raise a UserError where the records hold runs of several sizes, or pairs that differ in more
+    than their router.
+    """
     done = [
         record
         for record in latest(records)
-        if record["status"] == DONE and record["setting"] == setting
+        if record["status"] == DONE
+        and record["setting"] == setting
+        and record["condition"] in (claim.condition, claim.baseline)
     ]
+    sizes = sorted({record["size"] for record in done})
+    check(
+        len(sizes) <= 1,
+        f"{claim.study}, {setting} has runs of {' and of '.join(sizes)}; the evidence compares "
+        "runs of one size: move the others into another file",
+    )
+    check_comparable(done)
     return tuple(  # type: ignore[return-value]
         {record["seed"]: record for record in done if record["condition"] == condition}
         for condition in (claim.condition, claim.baseline)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from acmoe.evaluate.student import critical_value
-from acmoe.lab.study.results.statistics import CONFIDENCE, FEWEST_PAIRS, Spread
+from acmoe.lab.study.results.statistics import CONFIDENCE, FEWEST_PAIRS, Spread, all_equal
 from acmoe.lab.study.results.summary import Group
 from acmoe.lab.study.study import Study
 
@@ -53,8 +53,8 @@ def mean_of_settings(percents: Sequence[Sequence[float]]) -> Overall | None:
     mean adds up the variances of the settings' means; the degrees of freedom are Welch's and
     Satterthwaite's.
     """
-    known = [(values, Spread.of(values)) for values in percents if len(values) >= FEWEST_PAIRS]
-    known = [(values, spread) for values, spread in known if spread.std]
+    several = [values for values in percents if len(values) >= FEWEST_PAIRS]
+    known = [(values, Spread.of(values)) for values in several if not all_equal(values)]
     if len(known) < 2:
         return None
     count = len(known)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from acmoe.errors import UserError
 from acmoe.lab.bench.page import replace_between
-from acmoe.storage.atomic import replace_text
+from acmoe.storage.atomic import replace_text, report_write_errors
 
 
 def markers(name: str) -> tuple[str, str]:
@@ -13,9 +13,19 @@ def markers(name: str) -> tuple[str, str]:
 
 
 def write_page(path: Path, name: str, content: str) -> None:
-    """Replace a study's section of the page."""
+    """Replace a study's section of the page, or begin a page that holds only that section."""
+    text = with_section(path, name, content)
+    with report_write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, text)
+
+
+def with_section(path: Path, name: str, content: str) -> str:
+    """Return the text of the page with that section; raise where it has no place for it."""
     try:
         text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        text = "\n".join([f"# The study `{name}`", "", *markers(name), ""])
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; give a page with --page") from error
-    replace_text(path, replace_between(text, *markers(name), content, page=str(path)))
+    return replace_between(text, *markers(name), content, page=str(path))

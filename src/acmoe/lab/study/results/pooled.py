@@ -11,7 +11,7 @@ from statistics import fmean, variance
 from typing import NamedTuple, TypeVar
 
 from acmoe.evaluate.student import critical_value
-from acmoe.lab.study.results.statistics import CONFIDENCE
+from acmoe.lab.study.results.statistics import CONFIDENCE, all_equal
 
 POWER = 0.8  # probability to find an effect of the size called detectable
 Key = TypeVar("Key")
@@ -22,7 +22,7 @@ class PooledDifference(NamedTuple):
 
     n: int
     mean: float
-    low: float | None  # None: no setting has two pairs, so that no spread is known
+    low: float | None  # None: no setting has two pairs that differ: no spread is known
     high: float | None
     # The least true difference that a 5 % test of this many pairs finds in 80 % of all cases.
     detectable: float | None
@@ -34,7 +34,7 @@ def pooled_differences(
     """Return an interval for every setting that has a pair; the keys name the settings."""
     known = {key: values for key, values in differences.items() if values}
     freedom = sum(len(values) - 1 for values in known.values())
-    if freedom == 0:
+    if all(map(all_equal, known.values())):  # always so where each has a single pair
         return {
             key: PooledDifference(len(values), fmean(values), None, None, None)
             for key, values in known.items()

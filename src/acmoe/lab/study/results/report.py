@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from acmoe.lab.study.results.difference_curves import difference_curve
-from acmoe.lab.study.results.page import write_page
+from acmoe.lab.study.results.page import with_section, write_page
 from acmoe.lab.study.results.plots import (
     Band,
     Bar,
@@ -24,6 +24,7 @@ from acmoe.lab.study.study import Metric, Study
 def report(study: Study, results: Path, page: Path, images: Path) -> list[Path]:
     """Write the study's section of the page and its figures; return the written files."""
     summary = summarise(study, read_results(results))
+    with_section(page, study.name, "")  # raises where the page is no such page, before any drawing
     figures = draw(summary, images)
     shown = [
         Path(os.path.relpath(figure, page.parent)).as_posix()

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from acmoe.errors import check
+from acmoe.lab.study.results.comparable import check_comparable
 from acmoe.lab.study.results.records import DONE, Record, latest
 from acmoe.lab.study.results.statistics import Difference, Spread, holm, paired_difference
 from acmoe.lab.study.study import Metric, Study
@@ -22,8 +23,10 @@ class Compared:
     difference: Difference
     # The difference in percent of the baseline's mean over the pairs; None where that is 0.
     relative: float | None
-    holm_t: float | None  # corrected over all comparisons of the metric in this study
-    holm_flip: float
+    # Corrected over the study's comparisons in this metric that have their declared pairs; None for
+    # an interim one, which is not tested.
+    holm_t: float | None
+    holm_flip: float | None
 
 
 def jobs_of(record: Record) -> int:
@@ -45,6 +48,7 @@ class Group:
                 "or data differ; move the older line into another file",
             )
             self.runs[key] = record
+        check_comparable(records)
 
     @property
     def title(self) -> str:
@@ -117,7 +121,10 @@ def summarise(study: Study, records: Sequence[Record]) -> Summary:
 
 
 def _compared(study: Study, metric: Metric, groups: Sequence[Group]) -> list[Compared]:
-    """Compare in one metric; all settings and comparisons form one family for the correction."""
+    """Compare in one metric; all settings and comparisons form one family for the correction.
+
+    An interim comparison, of fewer pairs than declared, does not belong to the family yet.
+    """
     found = []
     for group in (group for group in groups if metric.is_of(group.setting)):
         for condition, baseline in study.comparisons:
@@ -125,9 +132,10 @@ def _compared(study: Study, metric: Metric, groups: Sequence[Group]) -> list[Com
             difference = paired_difference(group.by_seed(condition, metric.key), base)
             if difference is not None:
                 found.append((group, condition, baseline, difference))
-    tested = [difference.p_t for *_, difference in found if difference.p_t is not None]
-    corrected = iter(holm(tested))
-    flips = holm([difference.p_flip for *_, difference in found])
+    tested = [not study.is_interim(difference.n) for *_, difference in found]
+    differences = [difference for *_, difference in found]
+    holm_t = _holm_where(tested, [difference.p_t for difference in differences])
+    flips = _holm_where(tested, [difference.p_flip for difference in differences])
     return [
         Compared(
             group=group.title,
@@ -136,11 +144,24 @@ def _compared(study: Study, metric: Metric, groups: Sequence[Group]) -> list[Com
             baseline=baseline,
             difference=difference,
             relative=_percent(difference, group, condition, baseline, metric.key),
-            holm_t=None if difference.p_t is None else next(corrected),
+            holm_t=p_t,
             holm_flip=flip,
         )
-        for (group, condition, baseline, difference), flip in zip(found, flips, strict=True)
+        for (group, condition, baseline, difference), p_t, flip in zip(
+            found, holm_t, flips, strict=True
+        )
     ]
+
+
+def _holm_where(tested: Sequence[bool], p_values: Sequence[float | None]) -> list[float | None]:
+    """Correct the p values of tested comparisons as one family; None for all others."""
+    family = {
+        place: p
+        for place, (test, p) in enumerate(zip(tested, p_values, strict=True))
+        if test and p is not None
+    }
+    corrected = dict(zip(family, holm(list(family.values())), strict=True))
+    return [corrected.get(place) for place in range(len(p_values))]
 
 
 def _percent(
