@@ -7,7 +7,7 @@ import torch
 
 from acmoe.errors import UserError
 from acmoe.experts.moe import MoE
-from acmoe.lab.bench import generate
+from acmoe.lab.bench import generate, steps
 from acmoe.lab.bench.generate import GenerateBenchConfig, bench_generate
 from acmoe.lab.bench.table import terminal_table
 from acmoe.routing.statistics import ClusterStatistics
@@ -51,15 +51,17 @@ def test_the_model_of_olmoe_s_size_has_its_parameters(monkeypatch: pytest.Monkey
 def test_routers_are_timed_in_turn_and_compared_within_a_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A step takes 10, 12, 14, ... s with the first router and 1 s more with the second."""
-    steps = iter(value for round in range(6) for value in (10 + 2 * round, 11 + 2 * round))
-    order = []
+    """A round takes 10, 11, 12, ... s with the first router and 1 s more with the second."""
+    order, seen = [], {}
 
-    def seconds(call: generate.Generate, tokens: int, device: torch.device) -> float:
-        order.append(tokens)
-        return 0.0 if tokens == 1 else float(next(steps))
+    def seconds(run: steps.Decoding) -> float:
+        which = seen.setdefault(id(run), len(seen))
+        order.append(which)
+        return 10.0 + (len(order) - 1) // 2 + which
 
-    monkeypatch.setattr(generate, "_seconds", seconds)
+    monkeypatch.setattr(steps, "_seconds", seconds)
+    monkeypatch.setattr(steps, "ROUNDS", 6)
+    monkeypatch.setattr(generate, "_seconds", lambda call, tokens, device: 2.0 * tokens)
     config = GenerateBenchConfig(
         models=("switch-nano",),
         batches=(1,),
@@ -67,16 +69,29 @@ def test_routers_are_timed_in_turn_and_compared_within_a_round(
         router=("smoe", "adaptive"),
         prompt=2,
         tokens=2,
-        repeat=6,
+        repeat=1,
         dtype="fp32",
     )
     plain, adaptive = bench_generate(config, command="").rows
-    assert order == [1, 2] * 12
+    assert order == [0, 1, 1, 0] * 3
     assert [plain["router"], adaptive["router"]] == ["smoe", "adaptive"]
-    assert (plain["ms_per_step"], adaptive["ms_per_step"]) == (10_000, 11_000)
+    assert (plain["ms_per_step"], adaptive["ms_per_step"]) == (2_000, 2_000)
     assert plain["added_percent"] is None
-    # One second of the median step, 15 s; all six differences are equal.
-    assert adaptive["added_percent"] == pytest.approx(100 / 15)
+    # One second of the median round, 12.5 s; all six differences are equal.
+    assert adaptive["added_percent"] == pytest.approx(100 / 12.5)
     assert (
-        adaptive["added_percent_low"] == adaptive["added_percent_high"] == pytest.approx(100 / 15)
+        adaptive["added_percent_low"] == adaptive["added_percent_high"] == pytest.approx(100 / 12.5)
     )
+
+
+def test_decoding_takes_the_most_likely_tokens_of_generate() -> None:
+    config = GenerateBenchConfig(dtype="fp32")
+    model = generate._ours("switch-nano", "smoe", config, torch.device("cpu"))
+    prompt = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        run = steps.Decoding(model, prompt)
+        found = []
+        for _ in range(5):
+            found.append(run.logits_BV.argmax(-1).item())
+            run.take(1)
+    assert found == model.generate(prompt, 5, temperature=0)[0].tolist()

@@ -139,6 +139,13 @@ def test_failed_runs_stand_apart_from_the_figures():
         summarise(BYTES, [broken])
 
 
+def test_settings_come_before_the_seeds_of_a_printed_command():
+    """Behind them the parser would take them for seeds."""
+    lines = [{**one, "options": "--steps 4 graph=true"} for one in three_seeds()]
+    page = study_markdown(summarise(BYTES, lines), [])
+    assert "`acmoe study bytes graph=true --data DATA --seeds 0 1 2 --steps 4`" in page
+
+
 def test_the_tables_hold_spread_interval_command_and_commit():
     page = study_markdown(summarise(BYTES, three_seeds()), ["images/x.svg"])
     assert "`acmoe study bytes --data DATA --seeds 0 1 2 --steps 4`" in page

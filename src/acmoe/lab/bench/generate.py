@@ -3,8 +3,8 @@
 `olmoe` is a model of ours of OLMoE's size and with its kind of experts; `transformers` is OLMoE's
 own model from that package, with a static cache and greedy decoding. Both have random weights.
 
-Models with different routers are timed in turn, round by round, so that the first router's time and
-the others' are comparable. Running statistics are those of one random batch.
+Models with different routers are timed in turn, round by round. What a router adds to a step comes
+from rounds of a few steps (steps.py). Running statistics are those of one random batch.
 """
 
 import importlib.util
@@ -26,6 +26,7 @@ from acmoe.fast.decoding import capture_unsupported
 from acmoe.lab.bench.added import added
 from acmoe.lab.bench.progress import Say, silent
 from acmoe.lab.bench.results import Report, new_report
+from acmoe.lab.bench.steps import steps_in_turn
 from acmoe.models.registry import build_model, list_models, model_card
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.routing.statistics.step import fold_statistics
@@ -101,7 +102,7 @@ class GenerateRow:
     ms_per_step: float | None = None
     tokens_per_second: float | None = None  # of all sequences, by that step
     seconds: float | None = None  # of the whole call: prompt, capture and all steps
-    # Of the step over that with the first router: the median over rounds, and its 95% interval.
+    # Of a step over one with the first router: the median over rounds (steps.py), 95% interval.
     added_percent: float | None = None
     added_percent_low: float | None = None
     added_percent_high: float | None = None
@@ -145,7 +146,7 @@ def _by_routers(
     who = [
         GenerateRow(model=name, batch=batch, contestant=contestant, router=one) for one, _ in models
     ]
-    calls = []
+    prompts = []
     for row, (_, model) in zip(who, models, strict=True):
         reason = None
         if contestant == "captured":
@@ -154,11 +155,31 @@ def _by_routers(
             return [replace(one, refused=f"{row.router}: {reason}") for one in who]
         (accelerate if contestant == "captured" else restore)(model)
         draw = torch.randint(model.config.vocab_size, (batch, config.prompt), device=device)
-        calls.append(_by(model, draw))
+        prompts.append(draw)
+    ours = [model for _, model in models]
+    calls = [_by(model, prompt) for model, prompt in zip(ours, prompts, strict=True)]
     rows = _rows(who, config, calls, device)
+    if len(models) > 1 and rows[0].refused is None:
+        rows = _compared(rows, steps_in_turn(ours, prompts))
     for row in rows:
         say(f"{name}, {row.router}, batch {batch}, {contestant}: {_told(row)}")
     return rows
+
+
+def _compared(rows: list[GenerateRow], taken: list[list[float]]) -> list[GenerateRow]:
+    """Return the rows with the time that each adds to the first; taken: seconds of all rounds."""
+    found = rows[:1]
+    for row, seconds in zip(rows[1:], taken[1:], strict=True):
+        more = added(seconds, taken[0])
+        found.append(
+            replace(
+                row,
+                added_percent=more.percent,
+                added_percent_low=more.low_percent,
+                added_percent_high=more.high_percent,
+            )
+        )
+    return found
 
 
 def _told(row: GenerateRow) -> str:
@@ -260,21 +281,16 @@ def _rows(
                 taken.append((short, long))
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         return [replace(row, refused=first_line(error)) for row in who]
-    base = [long - short for short, long in times[0]]
     rows: list[GenerateRow] = []
     for row, taken in zip(who, times, strict=True):
         short, long = (min(one[number] for one in taken) for number in (0, 1))
         step = max(long - short, 1e-9) / (config.tokens - half)
-        more = added([long - short for short, long in taken], base) if rows else None
         rows.append(
             replace(
                 row,
                 ms_per_step=1e3 * step,
                 tokens_per_second=row.batch / step,
                 seconds=long,
-                added_percent=more and more.percent,
-                added_percent_low=more and more.low_percent,
-                added_percent_high=more and more.high_percent,
             )
         )
     return rows

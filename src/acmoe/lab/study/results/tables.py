@@ -74,8 +74,8 @@ def _origin(summary: Summary, group: Group) -> str:
     free = group.setting in study.free_settings
     which = [f'--settings "{group.setting}"'] if free else []
     data = ["--data DATA"] if study.reads([group.setting]) else []
-    words = ["acmoe study", study.name, *data, *which, "--seeds", *map(str, seeds)]
-    commands = [" ".join([*words, option]).strip() for option in sorted(options)]
+    words = [*data, *which, "--seeds", *map(str, seeds)]
+    commands = [_command(study.name, words, option.split()) for option in sorted(options)]
     environments = [record["environment"] for record in group.records]
     commits = sorted({str(one.get("commit")) for one in environments})
     devices = sorted({str(one.get("device")) for one in environments})
@@ -85,6 +85,13 @@ def _origin(summary: Summary, group: Group) -> str:
         f"`{'`, `'.join(commands)}`: {group.size}; commit {', '.join(commits)}; "
         f"{', '.join(devices)}, {' or '.join(map(str, jobs))} at once.{times}"
     )
+
+
+def _command(name: str, words: list[str], options: list[str]) -> str:
+    """Return the command of a study; settings (KEY=VALUE) come first, or they would be seeds."""
+    settings = [one for one in options if "=" in one and not one.startswith("--")]
+    others = [one for one in options if one not in settings]
+    return " ".join(["acmoe study", name, *settings, *words, *others])
 
 
 def _measured(group: Group, metric: Metric) -> bool:

@@ -88,8 +88,8 @@ def choose_tile(
     """Return the tile of `launch_table`, changed where a scale or the balance loss require it.
 
     in_ranges: the features are summed in ranges (few_tokens.py), and the kernel only selects. Its
-    programs then have one token, unless they have sums for another kernel to add: with four, 64
-    tokens of olmoe took 9 us (H200, captured), of which most is a chain of dependent instructions.
+    programs have one token then, unless they have sums for another kernel to add. It takes 4.4 us
+    for one token of olmoe and 10 for 64; with four tokens and half the ranges 4.1 and 9.0 (H200).
     """
     is_float32 = tokens.x.dtype == torch.float32
     tile = launch_table(num_experts, tokens.x.shape[0], not tokens.is_sorted, is_float32, both_bf16)
