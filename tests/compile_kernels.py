@@ -212,7 +212,8 @@ def measures() -> None:
             cluster = torch.zeros(tokens, dtype=torch.int64)
             for how in ((None, None), (scale.float(), cluster)):
                 read = Tokens.of(x, *how, None, None, None)
-                route(read, embedding, None, 2, True, 1.0, totals="none")
+                for totals in ("none", "balance"):
+                    route(read, embedding, None, 2, True, 1.0, totals=totals)
     use, clusters = "many small clusters", 160
     x, cluster = bf16(32 * clusters, 1024).requires_grad_(), torch.zeros(32 * clusters).long()
     order = TokenOrder.unpack(sort_with_tokens_op(cluster[:, None], cluster, clusters)[4], clusters)

@@ -173,6 +173,35 @@ def test_neither_a_scale_of_one_nor_an_unread_sum_changes_a_bit_of_few_tokens(
         assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
 
 
+@pytest.mark.parametrize("num_tokens", [1, 5, T, 70])
+def test_the_balance_loss_of_few_tokens_is_that_of_their_sums(
+    num_tokens: int, generator: torch.Generator, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 64 tokens one program computes it; 70 are two, whose sums are added."""
+    from acmoe.ops.route.op import fused_route as kernel
+    from acmoe.ops.route.triton import few_tokens
+
+    monkeypatch.setattr(few_tokens, "FEWEST_FEATURES", 16)
+    x, embedding = (
+        torch.randn(n, D, generator=generator).to(device, torch.bfloat16) for n in (num_tokens, E)
+    )
+    with torch.no_grad():
+        found = kernel(
+            *(ScaledTokens(x), embedding, None),
+            top_k=K,
+            over_selected=True,
+            temperature=0.7,
+            balance_only=True,
+        )
+    affinity_TE = x.double() @ embedding.double().T
+    gate_E = (affinity_TE / 0.7).softmax(1).sum(0)
+    chosen_TK = affinity_TE.topk(K).indices
+    load_E = torch.bincount(chosen_TK.flatten(), minlength=E)
+    expected = E * (load_E / load_E.sum() * gate_E / num_tokens).sum()
+    assert found.balance is not None
+    torch.testing.assert_close(found.balance.double(), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_an_embedding_of_16_bits_needs_no_split(generator: torch.Generator, device: str) -> None:
     """Its further parts are zeros: the same numbers in float32, which are split, give its bits."""
     case = drawn(generator, device, torch.float32, True)

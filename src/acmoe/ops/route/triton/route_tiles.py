@@ -29,6 +29,7 @@ LOW_TOKENS = 16  # so few are one block of tokens
 # bf16: 86 us against 96 with 32; with a scale 180 against 199 (qwen30b, H200). Otherwise STEP:
 # tensor cores truncate the sums within a step, and float32 tokens would lose 2^-20.
 STEP, STEP_BF16 = 32, 64
+_ELEMENTS = 8192  # affinities of a program that only selects among few tokens, at most
 
 
 class Tile(NamedTuple):
@@ -87,14 +88,12 @@ def choose_tile(
 ) -> Tile:
     """Return the tile of `launch_table`, changed where a scale or the balance loss require it.
 
-    in_ranges: the features are summed in ranges (few_tokens.py), and the kernel only selects. Its
-    programs have one token then, unless they have sums for another kernel to add. It takes 4.4 us
-    for one token of olmoe and 10 for 64; with four tokens and half the ranges 4.1 and 9.0 (H200).
+    in_ranges: the features are summed in ranges (few_tokens.py), and the kernel only selects.
     """
     is_float32 = tokens.x.dtype == torch.float32
     tile = launch_table(num_experts, tokens.x.shape[0], not tokens.is_sorted, is_float32, both_bf16)
-    if in_ranges and totals == "none":
-        return Tile(1, 1, 2)
+    if in_ranges:
+        return _selecting_tile(num_experts, tokens.x.shape[0], totals)
     if tokens.has_scale and not tokens.is_sorted and tile.tokens > LOW_TOKENS:
         # The scale of each token is prefetched as well: 6 stages would exceed the 99 KiB of shared
         # memory that a program has on smaller cards.
@@ -103,3 +102,18 @@ def choose_tile(
         # One program adds up the sums of all others: let these be few.
         tile = tile._replace(tokens=16, num_warps=8)
     return tile
+
+
+def _selecting_tile(num_experts: int, num_tokens: int, totals: str) -> Tile:
+    """Return the tile of a kernel that only selects, for few tokens: latency is all that counts.
+
+    Without sums over tokens (`totals`) a program has one token. Otherwise the sums of different
+    programs must be added, so that programs have many tokens: one for each warp and more, because
+    a warp needs no barrier to compare the experts of a token. With 4 warps for all, 64 tokens of
+    olmoe took 10 us and one token 4.4 (H200, captured; more warps were not timed).
+    """
+    if totals == "none":
+        return Tile(1, 1, 2)
+    experts = max(16, next_power_of_2(num_experts))
+    tokens = min(64, _ELEMENTS // experts, next_power_of_2(num_tokens))
+    return Tile(tokens, min(16, tokens, max(1, tokens * experts // 256)), 2)
