@@ -9,7 +9,7 @@ T tokens, D features, E experts, C clusters.
 import torch
 from torch import Tensor
 
-from acmoe.ops.dispatch import triton_unsupported
+from acmoe.ops.device_support import triton_unsupported
 from acmoe.ops.route.autograd import route_through
 from acmoe.ops.route.reference import Route, check_route, gate_sum, route
 from acmoe.ops.route.tokens import ScaledTokens, check_clusters
