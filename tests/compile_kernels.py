@@ -35,6 +35,7 @@ from acmoe.config.text.language import LanguageConfig
 from acmoe.lab.bench.shapes import SHAPES, find_shape
 from acmoe.lab.bench.tune.calls import kernel_calls
 from acmoe.models.registry import build_model
+from acmoe.ops import device_support
 from acmoe.ops import dispatch as backend
 from acmoe.ops.attention.hopper import forward as attention_hopper
 from acmoe.ops.attention.hopper import keys as attention_keys
@@ -329,7 +330,7 @@ if __name__ == "__main__":
     assert not torch.cuda.is_available(), "launches on a CPU's tensors alone are compiled"
     target = GPUTarget("cuda", int(sys.argv[1]), 32)
     kernels = every_kernel()
-    backend.interpreting = lambda: True  # a CPU's tensors may go to kernels
+    device_support.interpreting = lambda: True  # a CPU's tensors may go to kernels
     tuning.has_shared_memory = lambda: target.arch in (90, 100)
     JITFunction.run = GluonJITFunction.run = compile_launch
     torch.empty, torch.empty_like = torch.zeros, torch.zeros_like

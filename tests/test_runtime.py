@@ -13,7 +13,8 @@ from acmoe import runtime
 from acmoe.config.updates import check_device
 from acmoe.data.transfer import to_device
 from acmoe.errors import UserError
-from acmoe.ops.dispatch import triton_unsupported, use_backend
+from acmoe.ops.device_support import triton_unsupported
+from acmoe.ops.dispatch import use_backend
 from acmoe.ops.experts.op import grouped_gemm_unsupported
 from acmoe.runtime import autocast, keeping_rng, pick_device, rng_states, set_rng_states
 from acmoe.train.checkpoint import restore_rng, rng_tensors
@@ -144,8 +145,8 @@ def test_random_states_of_every_device_are_saved_and_restored(
 def test_kernels_leave_amd_intel_and_apple_gpus_to_plain_pytorch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("acmoe.ops.dispatch._installed", {"triton": True})
-    monkeypatch.setattr("acmoe.ops.dispatch.interpreting", lambda: False)
+    monkeypatch.setattr("acmoe.ops.device_support._installed", {"triton": True})
+    monkeypatch.setattr("acmoe.ops.device_support.interpreting", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
     for kind in ("xpu", "mps", "cuda"):
         x = SimpleNamespace(device=torch.device(kind), dtype=torch.bfloat16, element_size=lambda: 2)

@@ -243,7 +243,7 @@ class Bare(nn.Module):
 
 def test_what_would_lose_the_state_raises_and_names_the_fix():
     x = torch.randn(5, D)
-    with pytest.raises(UserError, match=r"no acmoe.MoEStack has lent it a routing state; call the"):
+    with pytest.raises(UserError, match=r"no acmoe.MoEStack passes it a routing state; call the"):
         Block(PAPER)(x)
     with pytest.raises(UserError, match=r"Forgetful holds 1 MoEFFN and did not call 1 of them"):
         MoEStack(Block(PAPER), Forgetful(PAPER))(x)
@@ -261,7 +261,7 @@ def test_what_would_lose_the_state_raises_and_names_the_fix():
     y, state = MoEStack(Checkpointing(PAPER))(x)
     with pytest.raises(UserError, match=r"use MoEStack\(\.\.\., checkpoint=True\)"):
         (y.sum() + state.aux_loss).backward()
-    Block(PAPER)  # and no loan is left behind by an error
+    Block(PAPER)  # and no context is left behind by an error
     with pytest.raises(UserError, match=r"no acmoe\.MoEStack"):
         Block(PAPER)(x)
 
@@ -318,7 +318,7 @@ def test_a_stack_compiles_into_one_graph(fresh_compiler):
     torch.testing.assert_close(found, y)
     torch.testing.assert_close(after.aux_loss, state.aux_loss)
     assert after.origin.shape == state.origin.shape
-    assert all(ffn.lent is None for ffn in stack.modules() if isinstance(ffn, MoEFFN))
+    assert all(ffn.context is None for ffn in stack.modules() if isinstance(ffn, MoEFFN))
 
 
 class Breaking(Block):

@@ -231,5 +231,5 @@ def test_one_graph_before_and_after_the_statistics_move() -> None:
     assert all(found.any() for found in averages(model))
     assert {m.value.item() for m in model.modules() if isinstance(m, Blend)} == {0.75}
     assert counter.frame_count == 1
-    assert all(part.lent is None for part in attached_parts(model).values())
+    assert all(part.context is None for part in attached_parts(model).values())
     torch._dynamo.reset()

@@ -1,9 +1,9 @@
 """A container that passes the routing state through the blocks of any model.
 
 A block keeps its form y = block(x) and has an `MoEFFN` in place of its dense FFN. For one call of a
-block, the stack puts the state into a `Loan`, which the `MoEFFN`s inside find in a thread-local
-variable; they read the state there and replace it by the next one. No module stores the state
-between calls, so two forward passes in flight, threads and activation checkpointing
+block, the stack puts the state into a `BlockContext`, which the `MoEFFN`s inside find in a
+thread-local variable; they read the state there and replace it by the next one. No module stores
+the state between calls, so two forward passes in flight, threads and activation checkpointing
 (`checkpoint=True`) do not mix their states.
 
 B sequences of L tokens, or T tokens; D features.
@@ -28,7 +28,7 @@ from acmoe.routing.state import RoutingState
 AnyMoE = MoE | SoftMoE
 
 
-class Loan:
+class BlockContext:
     """The routing state during one call of a block; each `MoEFFN` in turn reads and replaces it."""
 
     def __init__(
@@ -39,20 +39,20 @@ class Loan:
         self.waiting = waiting  # the layers of the block that have not been called yet
 
 
-class _Loans(threading.local):
-    """The loans of this thread, by the id of the `MoEFFN` that they are for."""
+class _ThreadContexts(threading.local):
+    """The contexts of the calls under way in this thread, by the id of the `MoEFFN`."""
 
     def __init__(self) -> None:
-        self.by_layer: dict[int, Loan] = {}
+        self.by_layer: dict[int, BlockContext] = {}
 
 
-_LOANS = _Loans()
+_CONTEXTS = _ThreadContexts()
 
 
 # torch.compile breaks its graph here, if it comes here at all.
 @torch._disable_dynamo  # type: ignore[attr-defined]
-def _loan_of_thread(layer: nn.Module) -> Loan | None:
-    return _LOANS.by_layer.get(id(layer))
+def _thread_context(layer: nn.Module) -> BlockContext | None:
+    return _CONTEXTS.by_layer.get(id(layer))
 
 
 class MoEFFN(nn.Module):
@@ -70,20 +70,20 @@ class MoEFFN(nn.Module):
         )
         self.moe: AnyMoE = MoE(**options) if moe is None else moe
         # Only for compiled blocks: torch.compile cannot trace a thread-local variable.
-        self.lent: Loan | None = None
+        self.context: BlockContext | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output, shaped as x, without the residual."""
-        loan = _loan_of_thread(self) if self.lent is None else self.lent
-        if loan is None:
+        context = _thread_context(self) if self.context is None else self.context
+        if context is None:
             raise UserError(
-                "MoEFFN was called where no acmoe.MoEStack has lent it a routing state; call the "
+                "MoEFFN was called where no acmoe.MoEStack passes it a routing state; call the "
                 "stack that holds its block, and instead of checkpointing inside the block use "
                 "MoEStack(..., checkpoint=True)"
             )
         y: Tensor
-        y, loan.state = self.moe(x, loan.state, **loan.arguments)
-        loan.waiting = [layer for layer in loan.waiting if layer is not self]
+        y, context.state = self.moe(x, context.state, **context.arguments)
+        context.waiting = [layer for layer in context.waiting if layer is not self]
         return y
 
 
@@ -95,7 +95,7 @@ class MoEStack(nn.Module):
                  - blocks that hold one or more `acmoe.MoEFFN`, called as x = block(x)
                  - any other module, called as x = m(x)
     checkpoint   True: recompute the activations of each module in the backward pass. Compile the
-                 modules then, not the stack: torch.compile cannot trace a checkpoint that lends.
+                 modules then, not the stack, whose checkpoints torch.compile cannot trace.
 
     The stack tells each MoE layer which router follows (`next_router`), in the order in which the
     modules are registered, unless the user has given the layer that argument. A `next_router`
@@ -205,22 +205,22 @@ def call_block(
     arguments: dict[str, Tensor],
     block_arguments: dict[str, Any],
 ) -> tuple[Tensor, RoutingState | None]:
-    """Call y = block(x), lending the state to the `MoEFFN`s inside; return y and the next state."""
+    """Call y = block(x) with the state in its `BlockContext`; return y and the next state."""
     layers, compiled = layers_inside(block)
-    loan = Loan(state, arguments, layers)
+    context = BlockContext(state, arguments, layers)
     if compiled or torch.compiler.is_compiling():
-        y = _call_compiled(block, layers, loan, x, block_arguments)
+        y = _call_compiled(block, layers, context, x, block_arguments)
     else:
-        before = _LOANS.by_layer
-        _LOANS.by_layer = before | {id(layer): loan for layer in layers}
+        before = _CONTEXTS.by_layer
+        _CONTEXTS.by_layer = before | {id(layer): context for layer in layers}
         try:
             y = block(x, **block_arguments)
         finally:
-            _LOANS.by_layer = before
-    if loan.waiting:
+            _CONTEXTS.by_layer = before
+    if context.waiting:
         raise UserError(
             f"{type(block).__name__} holds {len(layers)} MoEFFN and did not call "
-            f"{len(loan.waiting)} of them; call each in its forward, because the next layer's "
+            f"{len(context.waiting)} of them; call each in its forward, because the next layer's "
             "statistics come from there"
         )
     if not isinstance(y, Tensor):
@@ -228,25 +228,29 @@ def call_block(
             f"{type(block).__name__} returned {type(y).__name__}; a block of an MoEStack returns "
             "the hidden states alone"
         )
-    return y, loan.state
+    return y, context.state
 
 
 def _call_compiled(
-    block: nn.Module, layers: list[MoEFFN], loan: Loan, x: Tensor, block_arguments: dict[str, Any]
+    block: nn.Module,
+    layers: list[MoEFFN],
+    context: BlockContext,
+    x: Tensor,
+    block_arguments: dict[str, Any],
 ) -> Any:
-    """Call the block with the loan as an attribute of its layers, which compiled code can read."""
+    """Call the block with the context as an attribute of its layers: compiled code can read it."""
     for layer in layers:
-        if layer.lent is not None:
+        if layer.context is not None:
             raise UserError(
                 "a compiled block of an MoEStack was called again before its first call ended; "
                 "compiled blocks cannot run in two threads at once: compile the whole stack"
             )
-        layer.lent = loan
+        layer.context = context
     try:
         return block(x, **block_arguments)
     finally:
         for layer in layers:
-            layer.lent = None
+            layer.context = None
 
 
 def layers_inside(block: nn.Module) -> tuple[list[MoEFFN], bool]:

@@ -34,8 +34,8 @@ class ForeignRouter(Router):
 
 
 @dataclass
-class Loan:
-    """The arguments of one call of a decoder layer, lent to its routers for that call."""
+class LayerContext:
+    """The state of one call of a decoder layer, which its routers share during the call."""
 
     tape: Tape
     num_sequences: int
@@ -70,7 +70,7 @@ class AdaptivePart(nn.Module):
         self.blend: Blend | None = None
         self.next_state: NextState | None = None
         # Only for compiled code: torch.compile cannot trace a thread-local variable.
-        self.lent: Loan | None = None
+        self.context: LayerContext | None = None
         if reads is not None:
             base = ForeignRouter(dim=self.dim, num_experts=self.num_experts, top_k=1)
             self.reader = AdaptiveRouter(reads, base)
@@ -111,23 +111,23 @@ class AdaptivePart(nn.Module):
         if self.training and self.jitter_size is not None:
             x *= torch.empty_like(x).uniform_(1.0 - self.jitter_size, 1.0 + self.jitter_size)
 
-    def rescale(self, x: Tensor, loan: Loan) -> Tensor:
+    def rescale(self, x: Tensor, context: LayerContext) -> Tensor:
         """Return M_k* h for the router's input x (..., D), in the shape and dtype of x.
 
         Padding stays as it is. Where the router before was not called there is no state: the
         router reads x, and the stack raises at its end.
         """
-        state = loan.tape.states.get(self.depth - 1)
+        state = context.tape.states.get(self.depth - 1)
         if self.reader is None or self.blend is None or state is None:
             return x
-        x_BLD = self._sequences(x, loan)
-        mask_BL = _mask_on(x, loan)
+        x_BLD = self._sequences(x, context)
+        mask_BL = _mask_on(x, context)
         with without_autocast(x):
             tokens = self.reader.rescale(
                 blank(x_BLD, mask_BL),
                 state_on(state, x),
                 token_mask=mask_BL,
-                cache=self._slot(x_BLD, loan),
+                cache=self._slot(x_BLD, context),
             )
             own_BLD = tokens.dense()
             blended_BLD: Tensor = self.blend(x_BLD.to(own_BLD.dtype), own_BLD)
@@ -136,9 +136,9 @@ class AdaptivePart(nn.Module):
             scaled_BLD = torch.where(mask_BL[..., None], scaled_BLD, x_BLD)
         return scaled_BLD.view(x.shape)
 
-    def record(self, x: Tensor, output: Any, loan: Loan) -> None:
+    def record(self, x: Tensor, output: Any, context: LayerContext) -> None:
         """Write the state for the next router to the tape, from the router's input and output."""
-        tape = loan.tape
+        tape = context.tape
         repeated = self.depth in tape.called
         tape.called.add(self.depth)
         if self.next_state is None:
@@ -151,8 +151,8 @@ class AdaptivePart(nn.Module):
             return
         self._check_gradient(config, tape)
         # No tensor of a detached state may be saved for backward, since the repetition saves none.
-        x_BLD = self._sequences(x.detach() if config.detach else x, loan)
-        mask_BL = _mask_on(x, loan)
+        x_BLD = self._sequences(x.detach() if config.detach else x, context)
+        mask_BL = _mask_on(x, context)
         routing = self._routing(output, config)
         before = RoutingState.before(x_BLD, num_clusters=self.num_experts, mix=config.mix)
         state = self.next_state(blank(x_BLD, mask_BL), routing, before, token_mask=mask_BL)
@@ -177,27 +177,28 @@ class AdaptivePart(nn.Module):
         loss = torch.zeros((), device=scores_TE.device, dtype=torch.float32)
         return Routing(ids_TK, gate_TK, scores_TE, loss, first_T)
 
-    def _sequences(self, x: Tensor, loan: Loan) -> Tensor:
+    def _sequences(self, x: Tensor, context: LayerContext) -> Tensor:
         """Return the router's input as (B, L, D)."""
         tokens = x.numel() // self.dim
-        if x.shape[-1] != self.dim or tokens % loan.num_sequences != 0:
+        B = context.num_sequences
+        if x.shape[-1] != self.dim or tokens % B != 0:
             raise UserError(
-                f"{self.name} was called with {tuple(x.shape)} for {loan.num_sequences} sequences "
+                f"{self.name} was called with {tuple(x.shape)} for {B} sequences "
                 f"of width {self.dim}; an adaptive router reads all tokens of its layer's call"
             )
-        return x.reshape(loan.num_sequences, -1, self.dim)
+        return x.reshape(B, -1, self.dim)
 
-    def _slot(self, x_BLD: Tensor, loan: Loan) -> StatisticsSlot | None:
+    def _slot(self, x_BLD: Tensor, context: LayerContext) -> StatisticsSlot | None:
         """Return the decode slot of prefix statistics; a new one where a cache may be returned."""
         assert self.reader is not None
         if self.statistics is None or self.statistics.training or self.statistics.mode != "prefix":
             return None
         B = x_BLD.shape[0]
-        slot = loan.tape.slot(self.depth)
+        slot = context.tape.slot(self.depth)
         if slot is None and not (torch.is_grad_enabled() and x_BLD.requires_grad):
             slot = self.reader.new_slot(B, device=x_BLD.device, dtype=x_BLD.dtype)
             assert slot is not None
-            loan.tape.new_slots[self.depth] = slot
+            context.tape.new_slots[self.depth] = slot
         check(
             slot is None or slot.num_sequences == B,
             f"past_key_values was filled for {slot and slot.num_sequences} sequences, and this "
@@ -238,6 +239,6 @@ def state_on(state: RoutingState, x: Tensor) -> RoutingState:
     return RoutingState(*(tensor.to(x.device) for tensor in state))
 
 
-def _mask_on(x: Tensor, loan: Loan) -> Tensor | None:
-    mask_BL = loan.tape.token_mask
+def _mask_on(x: Tensor, context: LayerContext) -> Tensor | None:
+    mask_BL = context.tape.token_mask
     return None if mask_BL is None else mask_BL.to(x.device)

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from acmoe.errors import check
-from acmoe.ops.dispatch import log_once, triton_unsupported
+from acmoe.ops.device_support import triton_unsupported
+from acmoe.ops.dispatch import log_once
 from acmoe.ops.experts import (
     ExpertWeights,
     clamped_swiglu,

@@ -1,15 +1,15 @@
 """The hooks of an attached model. They carry the tape of a forward pass to its routers.
 
     before the stack    put a new `Tape` into the keyword arguments
-    before a layer      take it out, and lend it to the routers of the layer for this call
+    before a layer      take it out, and make it the context of the layer's routers for this call
     before a router     rescale its input by the state of the router before it
     after a router      write its state for the next one
-    after a layer       end the loan
+    after a layer       remove the context
     after the stack     raise if a router was left out; keep prefix statistics in the cache
 
 Hooks are objects whose modules are attributes: a closure would stay with the original model when
-the model is copied. A loan is kept in a thread-local variable, so that threads can share a model;
-compiled code keeps it in an attribute of the router's part.
+the model is copied. A context is kept in a thread-local variable, so that threads can share a
+model; compiled code keeps it in an attribute of the router's part.
 """
 
 import inspect
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from acmoe.errors import UserError, check
-from acmoe.hf.adaptive import AdaptivePart, Loan
+from acmoe.hf.adaptive import AdaptivePart, LayerContext
 from acmoe.hf.cache import cache_of, store_slots
 from acmoe.hf.tape import KEY, new_tape
 from acmoe.routing.statistics.step_hook import register_layer
@@ -28,14 +28,14 @@ from acmoe.routing.statistics.step_hook import register_layer
 PLACE = "adaptive"  # name of the part on its router
 
 
-class _Loans(threading.local):
-    """The loans of this thread, by the id of the part that may take them."""
+class _ThreadContexts(threading.local):
+    """The contexts of the calls under way in this thread, by the id of the router's part."""
 
     def __init__(self) -> None:
-        self.by_part: dict[int, Loan] = {}
+        self.by_part: dict[int, LayerContext] = {}
 
 
-_LOANS = _Loans()
+_CONTEXTS = _ThreadContexts()
 
 
 def part_of(router: nn.Module) -> AdaptivePart:
@@ -44,16 +44,16 @@ def part_of(router: nn.Module) -> AdaptivePart:
     return part
 
 
-def loan_of(part: AdaptivePart) -> Loan:
-    """Return what the layer has lent to this router for the call under way."""
-    loan = part.lent if torch.compiler.is_compiling() else _LOANS.by_part.get(id(part))
-    if loan is None:
+def context_of(part: AdaptivePart) -> LayerContext:
+    """Return the context of the layer's call under way, for a router inside the layer."""
+    context = part.context if torch.compiler.is_compiling() else _CONTEXTS.by_part.get(id(part))
+    if context is None:
         raise UserError(
             f"{part.name} was called outside of its decoder layer, its layer was compiled before "
             "attach, or it is a copy (modules_to_save of PEFT); call the whole model, attach "
             "before torch.compile, or name the router in target_parameters"
         )
-    return loan
+    return context
 
 
 class BeforeStack:
@@ -104,7 +104,7 @@ class AfterStack:
 
 
 class BeforeLayer:
-    """Takes the tape out of the arguments of a decoder layer and lends it to the routers in it."""
+    """Takes the tape out of a decoder layer's arguments, and sets the context of its routers."""
 
     def __init__(self, parts: tuple[AdaptivePart, ...]) -> None:
         self.parts = parts
@@ -142,21 +142,21 @@ class BeforeLayer:
                 f"{type(layer).__name__} was called without the record of its model's call; call "
                 "the whole model, or acmoe.detach(model) to call a layer alone"
             )
-        loan = Loan(tape, x.shape[0])
+        context = LayerContext(tape, x.shape[0])
         compiling = torch.compiler.is_compiling()
         if not compiling:
             self.register(layer)
             self.check_values(x)
         for part in self.parts:
             if compiling:
-                part.lent = loan
+                part.context = context
             else:
-                _LOANS.by_part[id(part)] = loan
+                _CONTEXTS.by_part[id(part)] = context
         return args, kwargs
 
 
 class AfterLayer:
-    """Ends the loan of a layer, also after an exception."""
+    """Removes the context of a layer's routers, also after an exception."""
 
     def __init__(self, parts: tuple[AdaptivePart, ...]) -> None:
         self.parts = parts
@@ -164,9 +164,9 @@ class AfterLayer:
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         for part in self.parts:
             if torch.compiler.is_compiling():
-                part.lent = None
+                part.context = None
             else:
-                _LOANS.by_part.pop(id(part), None)
+                _CONTEXTS.by_part.pop(id(part), None)
 
 
 def before_router(
@@ -174,18 +174,18 @@ def before_router(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Rescale the router's first argument, the hidden states."""
     part = part_of(router)
-    loan = loan_of(part)
+    context = context_of(part)
     x = args[0] if args else kwargs["hidden_states"]
     part.add_jitter(x)
-    loan.x = x
-    scaled = part.rescale(x, loan)
+    context.x = x
+    scaled = part.rescale(x, context)
     return ((scaled, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": scaled})
 
 
 def after_router(router: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Record the router's choice. It leaves the output as it is."""
     part = part_of(router)
-    loan = loan_of(part)
-    assert loan.x is not None
-    part.record(loan.x, output, loan)
-    loan.x = None
+    context = context_of(part)
+    assert context.x is not None
+    part.record(context.x, output, context)
+    context.x = None

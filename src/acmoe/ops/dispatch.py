@@ -18,7 +18,6 @@ does. Callers never name a kernel. Users may request one:
 
 import contextlib
 import functools
-import importlib.util
 import inspect
 import logging
 import os
@@ -230,15 +229,6 @@ def log_once(line: str, level: int = logging.INFO) -> None:
         _log.log(level, line)
 
 
-# Looked up once, at import, so that `torch.compile` sees constants.
-_installed = {name: importlib.util.find_spec(name) is not None for name in ("triton", "sonicmoe")}
-
-
-def installed(package: str) -> bool:
-    """Return True if an optional package that kernels need is installed."""
-    return _installed[package]
-
-
 def transforming() -> bool:
     """Return True inside `torch.func` transforms (grad, jvp, vmap, ...) and forward-mode autograd.
 
@@ -271,58 +261,3 @@ def eager(*tensors: Tensor | None) -> bool:
 
 
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
-
-
-def interpreting() -> bool:
-    """Return True if Triton's interpreter runs kernels on the CPU, which tests do."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
-def on_nvidia(device: torch.device) -> bool:
-    """Return True for a GPU of NVIDIA; torch calls one of AMD (ROCm) "cuda" as well."""
-    return device.type == "cuda" and torch.version.hip is None
-
-
-@functools.cache
-def _cached_capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-def _capability(device: torch.device) -> tuple[int, int]:
-    # torch.compile looks through a cache, and warns of it.
-    if torch.compiler.is_compiling():
-        return torch.cuda.get_device_capability(device)
-    return _cached_capability(device)
-
-
-# What `triton_unsupported` found to be served on GPUs of NVIDIA: device, dtype, and `integers`.
-_served: set[tuple[torch.device, torch.dtype, bool]] = set()
-
-
-def triton_unsupported(x: Tensor, *, on_cpu: bool = True, integers: bool = False) -> str | None:
-    """Return the reason why Triton kernels cannot read x, or None.
-
-    on_cpu: False if the interpreter is so slow that it must be requested by name.
-    integers: x holds whole numbers.
-    """
-    device = x.device
-    kind = device, x.dtype, integers
-    if not torch.compiler.is_compiling() and kind in _served and torch.version.hip is None:
-        return None
-    on_gpu = device.type == "cuda"
-    if not on_cpu and not on_gpu and requested() != "triton":
-        return "its kernel is for GPUs; Triton's interpreter has to be asked for by name"
-    if not installed("triton"):
-        return "triton is not installed"
-    if not on_gpu and not interpreting():
-        return f"its kernels need a CUDA device, not {device.type}"
-    nvidia = on_nvidia(device)
-    if on_gpu and not nvidia and requested() != "triton":
-        return "its kernels have never run on an AMD GPU; ask for them by name to try"
-    if nvidia and _capability(device) < (8, 0):
-        return "its kernels need compute capability 8.0 or newer"
-    if not integers and x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"its kernels have no {x.dtype}"
-    if nvidia and not torch.compiler.is_compiling():
-        _served.add(kind)
-    return None

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the customary name
 
 from acmoe.ops.attention.rotary import rotate_by
-from acmoe.ops.dispatch import op, triton_unsupported
+from acmoe.ops.device_support import triton_unsupported
+from acmoe.ops.dispatch import op
 
 
 @op

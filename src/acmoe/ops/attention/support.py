@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from acmoe.config.environment import gluon_requested, saving_requested
-from acmoe.ops.dispatch import triton_unsupported
+from acmoe.ops.device_support import triton_unsupported
 
 _WIDEST = 128  # features of a head; a wider tile leaves no registers for the scores
 _FEWEST_QUERIES = 16  # the smallest tile that tensor cores take

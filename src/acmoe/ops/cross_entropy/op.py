@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the customary name
 
 from acmoe.errors import check
-from acmoe.ops.dispatch import on_nvidia, op, transforming, triton_unsupported
+from acmoe.ops.device_support import on_nvidia, triton_unsupported
+from acmoe.ops.dispatch import op, transforming
 from acmoe.ops.once import differentiable_once
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 

@@ -214,3 +214,8 @@ def cdiv(number: int, step: int) -> int:
 def next_power_of_2(number: int) -> int:
     """Return the lowest power of 2 that is not below a number of at least 1."""
     return 1 << (number - 1).bit_length()
+
+
+def tma_aligned(tensor: Tensor) -> Tensor:
+    """Return the tensor at an address that is a multiple of 16 bytes, as TMA needs; copy if not."""
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812, the customary name
 
-from acmoe.ops.dispatch import op, triton_unsupported
+from acmoe.ops.device_support import triton_unsupported
+from acmoe.ops.dispatch import op
 
 
 class Embedding(nn.Embedding):

@@ -6,7 +6,8 @@ N rows, F hidden units.
 import torch
 from torch import Tensor
 
-from acmoe.ops.dispatch import op, triton_unsupported
+from acmoe.ops.device_support import triton_unsupported
+from acmoe.ops.dispatch import op
 
 
 @op

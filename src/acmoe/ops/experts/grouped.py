@@ -9,7 +9,8 @@ N rows, I features in, O features out, E experts.
 import torch
 from torch import Tensor
 
-from acmoe.ops.dispatch import eager, on_nvidia, transforming
+from acmoe.ops.device_support import on_nvidia
+from acmoe.ops.dispatch import eager, transforming
 from acmoe.ops.experts.products import as_vectors, laid_out, rows_product
 from acmoe.ops.precision import autocast_dtype
 

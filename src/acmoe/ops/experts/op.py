@@ -8,7 +8,7 @@ sonicmoe     the SonicMoE package, if it is installed and requested by name
 import torch
 from torch import Tensor
 
-from acmoe.ops.dispatch import installed, triton_unsupported
+from acmoe.ops.device_support import installed, triton_unsupported
 from acmoe.ops.experts.autograd import fused_expert_mlp
 from acmoe.ops.experts.grouped import grouped_mm
 from acmoe.ops.experts.grouped import grouped_mm_unsupported as lacks_grouped_mm

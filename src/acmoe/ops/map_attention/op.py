@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acmoe.ops.dispatch import triton_unsupported
+from acmoe.ops.device_support import triton_unsupported
 from acmoe.ops.map_attention.reference import check_windows, map_attention
 
 _MOST_TOKENS, _MOST_FEATURES = 64, 128  # tokens of a window and features of a head in a tile

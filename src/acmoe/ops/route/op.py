@@ -9,7 +9,7 @@ T tokens, D features, E experts, C clusters.
 import torch
 from torch import Tensor
 
-from acmoe.ops.dispatch import triton_unsupported
+from acmoe.ops.device_support import triton_unsupported
 from acmoe.ops.route.autograd import route_through
 from acmoe.ops.route.reference import Route, check_route, gate_sum, route
 from acmoe.ops.route.tokens import ScaledTokens, check_clusters
@@ -47,53 +47,70 @@ def fused_route(
     balance_only: bool = False,
 ) -> Route:
     check_route(tokens, embedding, top_k, token_mask, noise)
-    if tokens.scale is not None and tokens.assignment is not None:
-        check_clusters(tokens.scale, tokens.assignment)
-    scale_CD = tokens.scale
-    if scale_CD is not None and (scale_CD.requires_grad or scale_CD.dtype != torch.float32):
-        scale_CD = scale_CD.detach().float()
-    order = _order(tokens) if token_mask is None else None
-    totals = "none"
-    if temperature is not None:
-        plain = token_mask is None and noise is None
-        totals = "balance" if balance_only and plain else "sums"
+    scale_CD, assignment_T = _constant_scale(tokens)
+    slot_token, slot_end = _slots(tokens) if token_mask is None else (None, None)
     expert_ids, gate, affinity, sums, load, first, x, balance = route_through(
         tokens.rows(),
         embedding,
         bias,
         scale_CD,
-        None if scale_CD is None else tokens.assignment,
+        assignment_T,
         top_k,
         over_selected,
         token_mask,
         1.0 if temperature is None else temperature,
-        None if order is None else order.token,
-        None if order is None else order.end,
+        slot_token,
+        slot_end,
         None if noise is None else noise.detach().float(),
-        totals=totals,
+        totals=_totals(temperature, balance_only and token_mask is None and noise is None),
     )
-    same = x.shape == tokens.x.shape
     clean = affinity if noise is None else affinity - noise  # exact up to rounding
-    if noise is not None and temperature is not None:
+    if temperature is None or balance is not None:
+        sums = load = None
+    elif noise is not None:
         sums = gate_sum(clean, temperature, token_mask)  # those of the kernel include the noise
-    return Route(
-        expert_ids,
-        gate,
-        affinity,
-        clean,
-        first,
-        tokens.x if tokens.product is not None else x if same else x.view(tokens.x.shape),
-        None if temperature is None or balance is not None else sums,
-        None if temperature is None or balance is not None else load,
-        balance,
-    )
+    x = _unscaled(tokens, x)
+    return Route(expert_ids, gate, affinity, clean, first, x, sums, load, balance)
 
 
-def _order(tokens: ScaledTokens) -> TokenOrder | None:
-    """Return the order of tokens that are sorted by cluster; None if they are read as they lie."""
+def _constant_scale(tokens: ScaledTokens) -> tuple[Tensor | None, Tensor | None]:
+    """Return the scale (C, D), in float32 and without gradient, and the assignment (T,)."""
+    scale_CD = tokens.scale
+    if scale_CD is None:
+        return None, None
+    if tokens.assignment is not None:
+        check_clusters(scale_CD, tokens.assignment)
+    if scale_CD.requires_grad or scale_CD.dtype != torch.float32:
+        scale_CD = scale_CD.detach().float()
+    return scale_CD, tokens.assignment
+
+
+def _slots(tokens: ScaledTokens) -> tuple[Tensor | None, Tensor | None]:
+    """Return the token of each slot and the end of each cluster, of tokens sorted by cluster.
+
+    Both are None where the kernel reads the tokens in their own order.
+    """
     if tokens.scale is None or tokens.order is None:
-        return None
+        return None, None
     num_clusters = tokens.scale.shape[0]
     if not worth_routing_sorted(tokens.x.numel() // tokens.x.shape[-1], num_clusters):
-        return None
-    return TokenOrder.unpack(tokens.order, num_clusters)
+        return None, None
+    order = TokenOrder.unpack(tokens.order, num_clusters)
+    return (None, None) if order is None else (order.token, order.end)
+
+
+def _totals(temperature: float | None, balance_suffices: bool) -> str:
+    """Return the `totals` of `route_through`: "none", "sums", or "balance" for their loss alone."""
+    if temperature is None:
+        return "none"
+    return "balance" if balance_suffices else "sums"
+
+
+def _unscaled(tokens: ScaledTokens, x: Tensor) -> Tensor:
+    """Return the input tokens, shaped as `tokens.x`, for the layers after the router.
+
+    x: the rows that `route_through` returns, which are the input tokens unless `product` is given.
+    """
+    if tokens.product is not None:
+        return tokens.x
+    return x if x.shape == tokens.x.shape else x.view(tokens.x.shape)

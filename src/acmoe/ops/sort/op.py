@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from acmoe.ops.checks import host_may_read
-from acmoe.ops.dispatch import eager, triton_unsupported
+from acmoe.ops.device_support import triton_unsupported
+from acmoe.ops.dispatch import eager
 from acmoe.ops.sort.order import header_size, no_order, num_slots
 from acmoe.ops.sort.reference import Rows, sort_rows
 

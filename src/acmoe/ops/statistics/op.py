@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acmoe.ops.dispatch import eager, op, triton_unsupported
+from acmoe.ops.device_support import triton_unsupported
+from acmoe.ops.dispatch import eager, op
 from acmoe.ops.sort.order import TokenOrder
 from acmoe.ops.statistics import cpu
 from acmoe.ops.statistics.dispersion import dispersion_and_count

@@ -12,7 +12,8 @@ C clusters, X statistics of each.
 import torch
 from torch import Tensor
 
-from acmoe.ops.dispatch import op, triton_unsupported
+from acmoe.ops.device_support import triton_unsupported
+from acmoe.ops.dispatch import op
 from acmoe.ops.statistics import cpu
 
 

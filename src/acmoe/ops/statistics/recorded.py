@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from acmoe.ops.checks import check_tokens
-from acmoe.ops.dispatch import eager, interpreting, transforming
+from acmoe.ops.device_support import interpreting
+from acmoe.ops.dispatch import eager, transforming
 from acmoe.ops.sort.order import TokenOrder
 from acmoe.ops.statistics import cpu, scale_op, sorted_op
 from acmoe.ops.statistics.dispersion_op import as_sets, check_clusters

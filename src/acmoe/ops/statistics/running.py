@@ -9,7 +9,8 @@ C clusters, X statistics of each.
 import torch
 from torch import Tensor
 
-from acmoe.ops.dispatch import op, triton_unsupported
+from acmoe.ops.device_support import triton_unsupported
+from acmoe.ops.dispatch import op
 from acmoe.ops.statistics.op import ScaleOptions, scale_of
 
 

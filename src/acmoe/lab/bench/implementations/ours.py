@@ -12,7 +12,7 @@ from acmoe.config.routing import LossConfig, RouterConfig
 from acmoe.experts.moe import MoE
 from acmoe.lab.bench.implementations.weights import Weights
 from acmoe.lab.bench.shapes import Shape
-from acmoe.ops import dispatch
+from acmoe.ops import device_support
 from acmoe.ops.dispatch import use_backend
 from acmoe.ops.experts.op import sonicmoe_lacks
 from acmoe.routing.adaptive import AdaptiveRouter
@@ -58,7 +58,7 @@ def build_ours(shape: Shape, weights: Weights, backend: str) -> Callable[[Tensor
 
 
 def triton_unsupported(shape: Shape, x: Tensor) -> str | None:
-    return dispatch.triton_unsupported(x)
+    return device_support.triton_unsupported(x)
 
 
 def sonicmoe_unsupported(shape: Shape, x: Tensor) -> str | None:

@@ -26,6 +26,7 @@ from acmoe.ops.device.settings import (
 from acmoe.ops.device.tuning import copies_rows, pipeline_for
 from acmoe.ops.experts.grouped import grouped_mm_unsupported, rows_by_torch, weights_by_torch
 from acmoe.ops.experts.triton import launch as triton_launch
+from acmoe.ops.experts.triton.backward_launch import run_activation
 from acmoe.ops.experts.triton.sizes import Partials, RowOperand, Sizes, Sums
 from acmoe.ops.experts.triton.tiles import Plan
 
@@ -266,7 +267,7 @@ def run_hidden(
     da = triton_launch.run_rows(
         *("hidden", upstream.values, down, None, plan, size), across=True, gather=upstream.gather
     )
-    partials = triton_launch.run_activation(da, h, dh, gate, grad, plan, size, sums, dropout, seed)
+    partials = run_activation(da, h, dh, gate, grad, plan, size, sums, dropout, seed)
     return da, partials
 
 

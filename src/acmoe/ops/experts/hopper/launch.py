@@ -11,14 +11,14 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from acmoe.ops.device.launcher import launch
+from acmoe.ops.device.launcher import launch, tma_aligned
 from acmoe.ops.device.settings import PIPELINE_BK, PIPELINE_BM, PipelineConfig
 from acmoe.ops.experts.hopper import hidden as hidden_module
 from acmoe.ops.experts.hopper import rows as rows_module
 from acmoe.ops.experts.hopper import tokens as tokens_module
 from acmoe.ops.experts.hopper import up as up_module
 from acmoe.ops.experts.hopper import weights as weights_module
-from acmoe.ops.experts.triton.launch import GROUP_M, tma_aligned
+from acmoe.ops.experts.triton.launch import GROUP_M
 from acmoe.ops.experts.triton.tiles import Plan
 
 _PANEL = 64  # columns of a panel, and rows of half a tile

@@ -1,4 +1,4 @@
-"""Launches of the Triton expert kernels: block sizes, grids, TMA descriptors, output buffers.
+"""Launches of the experts' Triton GEMMs: block sizes, grids, TMA descriptors, output buffers.
 
 T tokens, K experts each, N = T * K rows, D features, F hidden units, E experts, W = F (swiglu: 2F).
 """
@@ -11,19 +11,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from acmoe.ops.device.dot import dot_precision
 from acmoe.ops.device.dropout_rng import threshold
-from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2
+from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2, tma_aligned
 from acmoe.ops.device.settings import Blocks
 from acmoe.ops.device.tuning import blocks_for
-from acmoe.ops.experts.triton.backward import activation_kernel, reduce_partials_kernel
 from acmoe.ops.experts.triton.forward import grouped_gemm_kernel, up_kernel
 from acmoe.ops.experts.triton.persistent_weights import persistent_weight_kernel
-from acmoe.ops.experts.triton.sizes import Partials, RowOperand, Sizes, Sums
+from acmoe.ops.experts.triton.sizes import RowOperand, Sizes
 from acmoe.ops.experts.triton.tiles import Plan
 from acmoe.ops.experts.triton.weights import reduce_splits_kernel, weight_kernel
 
 GROUP_M = 8  # row tiles that iterate over the columns together and share the weights in L2
-# Backward of the activation: rows of a program, rows of a step, columns, warps.
-ACTIVATION_TILE = (128, 8, 128, 4)
 
 
 def _blocks(kernel: str, size: Sizes, dtype: torch.dtype) -> Blocks:
@@ -61,11 +58,6 @@ def _desc(tensor: Tensor, block: list[int], blocks: Blocks) -> Any:
         return tensor
     flat = tensor.reshape(-1, tensor.shape[-1])
     return TensorDescriptor.from_tensor(tma_aligned(flat), block)
-
-
-def tma_aligned(tensor: Tensor) -> Tensor:
-    """Return the tensor at an address that is a multiple of 16 bytes, as TMA needs; copy if not."""
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def _up_desc(up: Tensor, size: Sizes, blocks: Blocks) -> Any:
@@ -169,76 +161,6 @@ def run_rows(
         **_launch_options(blocks, a.dtype),
     )
     return y
-
-
-def run_activation(
-    da: Tensor,
-    h: Tensor,
-    dh: Tensor,
-    gate: Tensor,
-    grad: Tensor,
-    plan: Plan,
-    size: Sizes,
-    sums: Sums,
-    dropout: float,
-    seed: Tensor,
-) -> Partials:
-    """Write dh (N, W), maybe over h, and gate * a (N, F) over da; return the partial sums."""
-    height, rows, block, warps = ACTIVATION_TILE
-    block = min(block, next_power_of_2(size.hidden))
-    expert, start = plan[height]
-    num_blocks = cdiv(size.hidden, block)
-    dgate = torch.empty(num_blocks, plan.num_rows, device=h.device)
-    dbias = torch.empty(expert.numel(), sum(sums), device=h.device)
-    launch(
-        *(activation_kernel, (expert.numel(), num_blocks + cdiv(sums.down, block))),
-        *(da, h, dh, gate, grad, dgate, dbias, plan.permutation, expert, start, plan.offsets, seed),
-        *(plan.num_rows, size.dim, size.hidden, num_blocks, size.top_k),
-        ACT=size.act,
-        UP_BIAS=sums.up > 0,
-        DOWN_BIAS=sums.down > 0,
-        DROP_THRESHOLD=threshold(dropout),
-        HEIGHT=height,
-        BM=rows,
-        BN=block,
-        num_warps=warps,
-    )
-    return Partials(dgate, dbias)
-
-
-def run_reduce_partials(
-    partials: Partials,
-    bias_dot: Tensor | None,
-    expert_N: Tensor,
-    plan: Plan,
-    size: Sizes,
-    sums: Sums,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Add up the partial sums to dgate (T, K) float32 and the bias gradients (E, W) and (E, D).
-
-    A bias gradient has no columns where there is no bias. bias_dot (T, E): grad @ down_bias^T, None
-    without a down bias. expert_N: the expert of each sorted row.
-    """
-    dgate = torch.empty(size.tokens, size.top_k, device=plan.offsets.device)
-    d_up, d_down = (
-        torch.empty(size.experts, columns, device=dgate.device, dtype=dtype) for columns in sums
-    )
-    height, width = 16, 64
-    columns = cdiv(sum(sums), width)
-    programs = size.experts * columns + cdiv(plan.num_rows, height * width)
-    launch(
-        *(reduce_partials_kernel, (programs,)),
-        *(*partials, dgate if bias_dot is None else bias_dot, dgate, d_up, d_down),
-        *(plan.permutation, expert_N, plan.offsets, plan.num_rows, partials.gate.shape[0]),
-        *(size.experts, size.top_k, *sums, columns),
-        HEIGHT=ACTIVATION_TILE[0],
-        BE=next_power_of_2(size.experts),
-        BM=height,
-        BN=width,
-        num_warps=4,
-    )
-    return dgate, d_up, d_down
 
 
 def run_weight(

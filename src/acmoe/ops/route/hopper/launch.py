@@ -8,8 +8,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from acmoe.ops.device.launcher import cdiv, launch
-from acmoe.ops.experts.triton.launch import tma_aligned
+from acmoe.ops.device.launcher import cdiv, launch, tma_aligned
 from acmoe.ops.route.hopper import affinity as affinity_module
 from acmoe.ops.route.hopper import token_gradient as token_module
 from acmoe.ops.route.triton.tokens import Tokens
