@@ -207,7 +207,7 @@ def measures() -> None:
         x, embedding, scale = (torch.zeros(n, 128, dtype=dtype) for n in (64, 300, 4))
         for how in ((None, None), (scale.float(), assignment[0])):
             route_op(x, embedding, None, *how, 2, True, None, 1.0, None, None)
-        for tokens in (1, 64, 1024):  # features in ranges
+        for tokens in (1, 64, 1000):  # features in ranges
             use = f"route {tokens} tokens, {dtype}"
             x, embedding, scale = (torch.zeros(n, 1024, dtype=dtype) for n in (tokens, 64, 4))
             cluster = torch.zeros(tokens, dtype=torch.int64)

@@ -130,13 +130,11 @@ def test_the_features_of_few_tokens_may_be_summed_in_ranges(
 ) -> None:
     """Seventy features in two ranges, of 64 and 6, or in three of 32, 32 and 6."""
     from acmoe.ops.route.triton import few_tokens
-    from acmoe.ops.route.triton.tokens import Tokens
 
     monkeypatch.setattr(few_tokens, "FEWEST_FEATURES", 16)
     monkeypatch.setattr(few_tokens, "MOST_RANGES", most)
     case = drawn(generator, device, dtype, scaled)
-    tokens = Tokens.of(case["x"].detach(), None, None, None, None, None)
-    assert few_tokens.range_size(tokens, E, 32) == 128 // most
+    assert few_tokens.range_size(case["x"], case["embedding"]) == 128 // most
     noise = torch.randn(T, E, generator=generator).to(device)
     compare(case, selected, masked, generator, None, noise)
 
@@ -169,6 +167,7 @@ def test_neither_a_scale_of_one_nor_an_unread_sum_changes_a_bit_of_few_tokens(
         found(ScaledTokens(x), None),
         found(ScaledTokens(x, one, case["assignment"]), None),
         found(ScaledTokens(x, one, case["assignment"]), 1.0),
+        found(ScaledTokens(x, one, case["assignment"], sorted_by(case["assignment"], C)), 1.0),
     ):
         assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
 

@@ -32,6 +32,14 @@ T, D, C, E, K = 200, 70, 5, 5, 2
 ALIGNMENT = 64
 
 
+@pytest.fixture(autouse=True)
+def _sorted_however_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer tokens than a thousand would otherwise be routed in their own order."""
+    from acmoe.ops.route.triton import few_tokens
+
+    monkeypatch.setattr(few_tokens, "MOST_TOKENS", 0)
+
+
 def drawn_assignment(generator: torch.Generator) -> Tensor:
     """(T, 1): cluster 3 has one token, cluster 4 none; about a seventh are in no cluster."""
     assignment = torch.randint(-1, 6, (T, 1), generator=generator).clamp(max=2)

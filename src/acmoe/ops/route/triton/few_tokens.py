@@ -14,10 +14,10 @@ from torch import Tensor
 
 from acmoe.ops.device.launcher import cdiv, launch
 from acmoe.ops.route.triton.affinity import affinity_kernel
-from acmoe.ops.route.triton.rescale import worth_rescaling
+from acmoe.ops.route.triton.route_tiles import step_size
 from acmoe.ops.route.triton.tokens import Tokens
 
-MOST_TOKENS = 1024
+MOST_TOKENS = 1023  # with more, many experts read tokens that are rescaled before (rescale.py)
 # Tokens, experts, warps and stages of a tile; the low one is for up to LOW_TOKENS.
 LOW_TOKENS, LOW_TILE, TILE = 64, (16, 32, 4, 4), (32, 64, 4, 3)
 # About one program for each multiprocessor. A range of fewer features is not worth a program, and
@@ -25,19 +25,26 @@ LOW_TOKENS, LOW_TILE, TILE = 64, (16, 32, 4, 4), (32, 64, 4, 3)
 PROGRAMS, FEWEST_FEATURES, MOST_RANGES = 128, 64, 16
 
 
-def range_size(tokens: Tokens, num_experts: int, step: int) -> int:
-    """Return the features of a range, a multiple of `step`, those that a program loads at a time.
+def range_size(x_TD: Tensor, embedding_ED: Tensor) -> int:
+    """Return the features of a range, a multiple of those that a program loads at a time.
 
-    It is D or more if a program should take all features (route.py, many_experts.py).
+    It is D or more if a program should take all features (route.py, many_experts.py). It does not
+    depend on the scale: the order of additions is the same with and without one, and a scale of one
+    changes no bit.
     """
-    T, D = tokens.x.shape
-    few = 0 < T <= MOST_TOKENS
-    if tokens.is_sorted or not few or worth_rescaling(tokens, num_experts):
+    (T, D), E = x_TD.shape, embedding_ED.shape[0]
+    if not 0 < T <= MOST_TOKENS:
         return D
     height, width, *_ = _tile(T)
-    programs = cdiv(T, height) * cdiv(num_experts, width)
+    programs = cdiv(T, height) * cdiv(E, width)
     ranges = min(MOST_RANGES, D // FEWEST_FEATURES, PROGRAMS // programs)
+    step = step_size(x_TD, embedding_ED)
     return cdiv(cdiv(D, max(1, ranges)), step) * step
+
+
+def in_ranges(x_TD: Tensor, embedding_ED: Tensor) -> bool:
+    """Return True if the features are split; the tokens are then read in their own order."""
+    return range_size(x_TD, embedding_ED) < x_TD.shape[1]
 
 
 def partial_affinities(

@@ -36,7 +36,7 @@ from acmoe.ops.route.triton.affinity import add_bias_noise, affinity_block
 from acmoe.ops.route.triton.few_tokens import partial_affinities, range_size
 from acmoe.ops.route.triton.many_experts import many_affinities
 from acmoe.ops.route.triton.rescale import MANY_EXPERTS
-from acmoe.ops.route.triton.route_tiles import STEP, STEP_BF16, choose_tile, terms
+from acmoe.ops.route.triton.route_tiles import choose_tile, step_size, terms
 from acmoe.ops.route.triton.tokens import Tokens, load_cluster_ends, load_tokens
 
 # Sort key below that of every affinity, -inf included: an expert already selected or out of range.
@@ -55,6 +55,8 @@ def route(
 ) -> tuple[Tensor, ...]:
     """Return expert ids, gate, affinity, gate sums, load and first choice of every token.
 
+    Tokens whose features are split (`in_ranges`) must not be sorted.
+
     Shapes: ids (T, K) int64, gate (T, K), affinity (T, E), gate sums (E,), load (E,), first (T,)
     int64. The first choice equals ids[:, 0], in a tensor of its own. over_selected: the gate is a
     softmax over the selected experts alone. Gate sums: sum over unmasked tokens of softmax(affinity
@@ -65,8 +67,9 @@ def route(
     T, D = tokens.x.shape
     E = embedding_ED.shape[0]
     both_bf16 = tokens.x.dtype == embedding_ED.dtype == torch.bfloat16
-    step = STEP_BF16 if both_bf16 else STEP
-    size = range_size(tokens, E, step)
+    step = step_size(tokens.x, embedding_ED)
+    size = range_size(tokens.x, embedding_ED)
+    assert not (tokens.is_sorted and size < D), "tokens are sorted, and a program has many clusters"
     selects = E > MANY_EXPERTS or size < D  # it reads affinities, no tokens
     tile = choose_tile(tokens, E, size < D, both_bf16, totals)
     selecting = tokens.in_place() if selects else tokens

@@ -6,6 +6,7 @@ T tokens, D features, E experts. Names such as olmoe are benchmark shapes (lab/b
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from acmoe.ops.device.launcher import next_power_of_2
 from acmoe.ops.route.triton.rescale import MANY_EXPERTS
@@ -39,6 +40,11 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
     registers: int | None = None
+
+
+def step_size(x_TD: Tensor, embedding_ED: Tensor) -> int:
+    """Return BD for tokens and an embedding of these dtypes."""
+    return STEP_BF16 if x_TD.dtype == embedding_ED.dtype == torch.bfloat16 else STEP
 
 
 def launch_table(
