@@ -8,6 +8,7 @@ import pytest
 import torch
 from attached import CLOSE, logits, measured, statistics
 from hf_cases import language_model
+from safetensors.torch import load_file
 from small_models import build, inputs
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -137,6 +138,13 @@ def test_an_adapter_of_transformers_itself_is_saved_with_the_statistics(tmp_path
     loaded = attach(build("mixtral"))
     loaded.load_adapter(str(tmp_path))
     assert torch.equal(logits(loaded.eval(), **X), expected)
+    by_tensors = attach(build("mixtral"))
+    by_tensors.load_adapter(
+        peft_config=lora(**PLACES["attention"]),
+        adapter_state_dict=load_file(tmp_path / "adapter_model.safetensors"),
+    )
+    acmoe.hf.load_statistics(by_tensors, tmp_path)
+    assert torch.equal(logits(by_tensors.eval(), **X), expected)
 
 
 def test_old_names_of_experts_are_translated_as_for_the_plain_model() -> None:

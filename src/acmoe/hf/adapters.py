@@ -33,8 +33,11 @@ class StatisticsBeside:
         if getattr(self, "_hf_peft_config_loaded", False) and kwargs.get("is_main_process", True):
             save_beside(self, [save_directory])
 
-    def load_adapter(self, peft_model_id: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load an adapter, and the statistics that were saved beside it."""
+    def load_adapter(self, peft_model_id: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Load an adapter, and the statistics that were saved beside it.
+
+        There are none if the adapter is given as `peft_config` and `adapter_state_dict`.
+        """
         found = super().load_adapter(peft_model_id, *args, **kwargs)  # type: ignore[misc]
         load_beside(self, peft_model_id)
         return found
