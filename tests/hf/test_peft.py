@@ -118,6 +118,23 @@ def test_every_adapter_has_the_statistics_beside_it_and_a_plain_model_none(tmp_p
         assert not [*(tmp_path / folder).rglob("acmoe_statistics.*")]
 
 
+def test_peft_may_be_imported_after_the_model_was_attached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its methods are then wrapped when it puts the adapters on."""
+    model, other = attach(build("mixtral")), attach(build("mixtral"))
+    for name in ("save_pretrained", "load_adapter"):
+        monkeypatch.setattr(peft.PeftModel, name, getattr(peft.PeftModel, name).__wrapped__)
+    peft.get_peft_model(model, lora(**PLACES["attention"])).save_pretrained(tmp_path)
+    assert (tmp_path / "acmoe_statistics.safetensors").is_file()
+    for name in ("save_pretrained", "load_adapter"):
+        monkeypatch.setattr(peft.PeftModel, name, getattr(peft.PeftModel, name).__wrapped__)
+    for one in statistics(other):
+        one.weight.fill_(7)
+    peft.PeftModel.from_pretrained(other, tmp_path)
+    assert all((one.weight == 0).all() for one in statistics(other))
+
+
 def test_a_merged_model_is_saved_whole(tmp_path: Path) -> None:
     model = train(adapted("LoRA, attach", **PLACES["attention"]))
     expected = logits(model, **X)

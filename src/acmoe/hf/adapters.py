@@ -42,10 +42,10 @@ class StatisticsBeside:
         load_beside(self, peft_model_id)
         return found
 
-    def train(self, mode: bool = True) -> Any:
-        """Set the mode; a `PeftModel` around the model does so before it trains or evaluates."""
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        """Return all modules; PEFT, which may be imported late, looks for its places among them."""
         follow_peft()
-        return super().train(mode)  # type: ignore[misc]
+        return super().named_modules(*args, **kwargs)  # type: ignore[misc]
 
 
 def save_beside(model: Any, directories: Iterable[str | os.PathLike[str]]) -> None:

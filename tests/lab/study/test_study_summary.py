@@ -86,7 +86,7 @@ def test_a_run_without_tests_hides_no_difference_of_two_others():
         record("adaptive-current", 1, 1.4, tests={"tokens": 5}),
     ]
     with pytest.raises(
-        UserError, match=r"adaptive-previous has tests\.tokens=200, and adaptive-cur"
+        UserError, match=r"previous has tests\.tokens=200, and adaptive-current has 5"
     ):
         summarise(BYTES, lines)
 
