@@ -3,8 +3,9 @@
 `olmoe` is a model of ours of OLMoE's size and with its kind of experts; `transformers` is OLMoE's
 own model from that package, with a static cache and greedy decoding. Both have random weights.
 
-Models with different routers are timed in turn, round by round. What a router adds to a step comes
-from rounds of a few steps (steps.py). Running statistics are those of one random batch.
+Models with different routers are timed in turn, round by round. The time that a router adds to a
+step is measured in rounds of a few steps (steps.py). Running statistics are those of one random
+batch.
 """
 
 import importlib.util

@@ -12,7 +12,7 @@ from acmoe.lab.study.results.records import Record
 
 # Conditions of the studies are routers, where they stand, and how they are trained.
 _ROUTER = {"router", "placement", "plain_router", "router_lr", "router_optimizer", "oracle"}
-# They say how a run is computed, and change its figures by no more than rounding.
+# These options say how a run is computed, and change its figures by no more than rounding.
 _EXECUTION = {"compile", "graph", "keep", "log_every", "checkpoint_every", "parallel", "on_device"}
 
 
