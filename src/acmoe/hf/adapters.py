@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from acmoe.errors import UserError
@@ -44,7 +45,8 @@ class StatisticsBeside:
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:
         """Return all modules; PEFT, which may be imported late, looks for its places among them."""
-        follow_peft()
+        if not torch.compiler.is_compiling():
+            follow_peft()
         return super().named_modules(*args, **kwargs)  # type: ignore[misc]
 
 

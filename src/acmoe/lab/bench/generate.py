@@ -180,8 +180,9 @@ def _compared(
     found = rows[:1]
     for row, seconds in zip(rows[1:], taken[1:], strict=True):
         _, more, low, high = added(seconds, taken[0])
-        named = {"added_percent": more, "added_percent_low": low, "added_percent_high": high}
-        found.append(replace(row, **named))
+        found.append(
+            replace(row, added_percent=more, added_percent_low=low, added_percent_high=high)
+        )
     return found
 
 
@@ -288,8 +289,8 @@ def _rows(
     for row, taken in zip(who, times, strict=True):
         short, long = (min(one[number] for one in taken) for number in (0, 1))
         step = max(long - short, 1e-9) / (config.tokens - half)
-        rates = {"ms_per_step": 1e3 * step, "tokens_per_second": row.batch / step}
-        rows.append(replace(row, **rates, seconds=long))
+        rate = row.batch / step
+        rows.append(replace(row, ms_per_step=1e3 * step, tokens_per_second=rate, seconds=long))
     return rows
 
 
