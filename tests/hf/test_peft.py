@@ -8,6 +8,7 @@ import pytest
 import torch
 from attached import CLOSE, logits, measured, statistics
 from hf_cases import language_model
+from safetensors.torch import load_file
 from small_models import build, inputs
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -117,6 +118,23 @@ def test_every_adapter_has_the_statistics_beside_it_and_a_plain_model_none(tmp_p
         assert not [*(tmp_path / folder).rglob("acmoe_statistics.*")]
 
 
+def test_peft_may_be_imported_after_the_model_was_attached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its methods are then wrapped when it puts the adapters on."""
+    model, other = attach(build("mixtral")), attach(build("mixtral"))
+    for name in ("save_pretrained", "load_adapter"):
+        monkeypatch.setattr(peft.PeftModel, name, getattr(peft.PeftModel, name).__wrapped__)
+    peft.get_peft_model(model, lora(**PLACES["attention"])).save_pretrained(tmp_path)
+    assert (tmp_path / "acmoe_statistics.safetensors").is_file()
+    for name in ("save_pretrained", "load_adapter"):
+        monkeypatch.setattr(peft.PeftModel, name, getattr(peft.PeftModel, name).__wrapped__)
+    for one in statistics(other):
+        one.weight.fill_(7)
+    peft.PeftModel.from_pretrained(other, tmp_path)
+    assert all((one.weight == 0).all() for one in statistics(other))
+
+
 def test_a_merged_model_is_saved_whole(tmp_path: Path) -> None:
     model = train(adapted("LoRA, attach", **PLACES["attention"]))
     expected = logits(model, **X)
@@ -137,6 +155,13 @@ def test_an_adapter_of_transformers_itself_is_saved_with_the_statistics(tmp_path
     loaded = attach(build("mixtral"))
     loaded.load_adapter(str(tmp_path))
     assert torch.equal(logits(loaded.eval(), **X), expected)
+    by_tensors = attach(build("mixtral"))
+    by_tensors.load_adapter(
+        peft_config=lora(**PLACES["attention"]),
+        adapter_state_dict=load_file(tmp_path / "adapter_model.safetensors"),
+    )
+    acmoe.hf.load_statistics(by_tensors, tmp_path)
+    assert torch.equal(logits(by_tensors.eval(), **X), expected)
 
 
 def test_old_names_of_experts_are_translated_as_for_the_plain_model() -> None:

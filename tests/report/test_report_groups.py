@@ -124,3 +124,16 @@ def test_runs_on_other_texts_are_no_group(tmp_path: Path) -> None:
         write_sealed(step / "state.json", {"step": 1, "corpus_sha256": text})
     assert groups(runs) == [0, 0, 1, 1]
     assert groups([runs[0], runs[3]]) == [0, 0]
+
+
+def test_runs_on_other_images_are_no_group(tmp_path: Path) -> None:
+    """The images of one folder may have changed between two runs."""
+    runs = [
+        replace(run_facts({1: 1.0}, **{"data.source": "x"}), folder=tmp_path / name)
+        for name in ("a", "b", "c")
+    ]
+    for run, labels in zip(runs, ("1", "1", "2"), strict=True):
+        step = run.folder / "checkpoints" / "step-00000001"
+        step.mkdir(parents=True)
+        write_sealed(step / "state.json", {"step": 1, "labels_sha256": labels})
+    assert groups(runs) == [0, 0, 1]

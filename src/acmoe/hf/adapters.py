@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from acmoe.errors import UserError
@@ -33,16 +34,20 @@ class StatisticsBeside:
         if getattr(self, "_hf_peft_config_loaded", False) and kwargs.get("is_main_process", True):
             save_beside(self, [save_directory])
 
-    def load_adapter(self, peft_model_id: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load an adapter, and the statistics that were saved beside it."""
+    def load_adapter(self, peft_model_id: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Load an adapter, and the statistics that were saved beside it.
+
+        There are none if the adapter is given as `peft_config` and `adapter_state_dict`.
+        """
         found = super().load_adapter(peft_model_id, *args, **kwargs)  # type: ignore[misc]
         load_beside(self, peft_model_id)
         return found
 
-    def train(self, mode: bool = True) -> Any:
-        """Set the mode; a `PeftModel` around the model does so before it trains or evaluates."""
-        follow_peft()
-        return super().train(mode)  # type: ignore[misc]
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        """Return all modules; PEFT, which may be imported late, looks for its places among them."""
+        if not torch.compiler.is_compiling():
+            follow_peft()
+        return super().named_modules(*args, **kwargs)  # type: ignore[misc]
 
 
 def save_beside(model: Any, directories: Iterable[str | os.PathLike[str]]) -> None:

@@ -21,7 +21,7 @@ from acmoe.errors import check
 def by_module_names(model: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return the tensors of `state_dict` under the names of the model's modules.
 
-    What no conversion of the model's family knows stays as it is.
+    Tensors that no conversion of the model's family knows stay as they are.
     """
     own = model.state_dict().keys()
     foreign = {name: value for name, value in state_dict.items() if name not in own}

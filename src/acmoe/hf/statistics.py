@@ -27,7 +27,7 @@ def save_statistics(model: nn.Module, directory: str | os.PathLike[str]) -> Path
 
     model: attached, or one of `AcmoeForCausalLM` and its like, or a wrapper around it.
 
-    A model that `save_pretrained` saves whole needs this not, nor does a `PeftModel`, whose
+    A model that `save_pretrained` saves whole does not need it, nor does a `PeftModel`, whose
     `save_pretrained` calls it. It is for other files of adapters:
 
         torch.save(adapter_weights, "adapter/weights.pt")

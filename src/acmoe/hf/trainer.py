@@ -16,7 +16,7 @@ from acmoe.hf.statistics import FILE, load_statistics, save_statistics
 class StatisticsCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not read transformers
     """Writes the statistics of an attached model into each checkpoint, and loads them on resume.
 
-    Whole models and a `PeftModel` need it not: their files hold the statistics. It is for models
+    Whole models and a `PeftModel` do not need it: their files hold the statistics. It is for models
     with adapters of other kinds, and makes statistics files that `load_statistics` reads. Also
     after load_best_model_at_end the statistics are those of the best checkpoint.
 

@@ -109,23 +109,24 @@ def score_kinds(runs: Sequence[RunFacts]) -> list[ScoreKind]:
 def groups(runs: Sequence[RunFacts]) -> list[int]:
     """Number the runs by group. Runs of a group differ in seed, router and data folder only.
 
-    The text in two data folders must be the same.
+    The text in two data folders must be the same, and so must the labels of images.
     """
     seen: dict[str, int] = {}
-    keys = [_group_key(run) + text for run, text in zip(runs, _texts(runs), strict=True)]
+    keys = [_group_key(run) + data for run, data in zip(runs, _data(runs), strict=True)]
     return [seen.setdefault(key, len(seen)) for key in keys]
 
 
-def _texts(runs: Sequence[RunFacts]) -> list[str]:
-    """Return the checksum of each run's training text.
+def _data(runs: Sequence[RunFacts]) -> list[str]:
+    """Return the checksum of each run's training text, or of the labels of its training images.
 
     A run without a checkpoint has that of a run with the same data folder, or else the only one.
     """
-    found = [str(last_state(run.folder).get("corpus_sha256", "")) for run in runs]
-    folders = [run.settings.get("data.folder") for run in runs]
-    known = {folder: text for folder, text in zip(folders, found, strict=True) if text}
+    states = [last_state(run.folder) for run in runs]
+    found = [str(one.get("corpus_sha256") or one.get("labels_sha256") or "") for one in states]
+    folders = [run.settings.get("data.folder", run.settings.get("data.source")) for run in runs]
+    known = {folder: data for folder, data in zip(folders, found, strict=True) if data}
     only = next(iter(known.values())) if len(set(known.values())) == 1 else ""
-    return [text or known.get(folder, only) for folder, text in zip(folders, found, strict=True)]
+    return [data or known.get(folder, only) for folder, data in zip(folders, found, strict=True)]
 
 
 def _group_key(run: RunFacts) -> str:

@@ -128,8 +128,8 @@ def clusters_of(
     Among equal affinities the lowest index comes first. first_T: the token's first cluster
     (`Routing.first`), None for the argmax of the affinity; the others follow by affinity. The
     clusters have no gradient; their weights, which enter the token's scale, have one unless
-    `detach`. before: the weights of the state before, which are ones, and serve again, where it and
-    this one have a single cluster per token.
+    `detach`. before: the weights of the previous state; where it and this one have a single cluster
+    per token, all weights are ones, and the same tensor is returned.
     """
     if mix == 1:
         first_T = affinity_TE.detach().argmax(-1) if first_T is None else first_T

@@ -84,6 +84,30 @@ def test_routers_are_timed_in_turn_and_compared_within_a_round(
     )
 
 
+def test_a_step_that_fails_refuses_the_rows_and_not_the_benchmark(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All routers have a cache at once, which may be more memory than a call of each needs."""
+
+    def full(run: steps.Decoding) -> float:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(steps, "_seconds", full)
+    monkeypatch.setattr(generate, "_seconds", lambda call, tokens, device: 2.0 * tokens)
+    config = GenerateBenchConfig(
+        models=("switch-nano",),
+        batches=(1,),
+        contestants=("plain",),
+        router=("smoe", "adaptive"),
+        prompt=2,
+        tokens=2,
+        repeat=1,
+        dtype="fp32",
+    )
+    rows = bench_generate(config, command="").rows
+    assert [row["refused"] for row in rows] == ["out of memory"] * 2
+
+
 def test_decoding_takes_the_most_likely_tokens_of_generate() -> None:
     config = GenerateBenchConfig(dtype="fp32")
     model = generate._ours("switch-nano", "smoe", config, torch.device("cpu"))

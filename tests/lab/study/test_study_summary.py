@@ -58,24 +58,37 @@ def test_an_interim_comparison_is_not_in_the_family_of_the_correction():
         ({"config": {"model": {"dim": 8}}}, "smoe has config.model.dim=16, and .* has 8; pairs"),
         ({"tests": {"tokens": 5}}, "seed 1: smoe has tests.tokens=200, and adaptive-previous"),
         ({"data": "b"}, "has data='a', and adaptive-previous has 'b'"),
+        ({"config": {"model": {}, "clip": None}}, "smoe has config.clip=1.0, and .* has None; pa"),
     ],
 )
 def test_runs_of_other_options_are_no_pair(changed, says):
     """`--only adaptive-previous model.dim=8` may write into the same file."""
     plain = {
-        "config": {"model": {"dim": 16, "router": "smoe"}, "graph": False},
+        "config": {"model": {"dim": 16, "router": "smoe"}, "graph": False, "clip": 1.0},
         "tests": {"tokens": 200, "tasks": [1]},
         "data": "a",
     }
     alike = {
         **plain,
-        "config": {"model": {"dim": 16, "router": "adaptive"}, "graph": True, "ema": None},
+        "config": {"model": {"dim": 16, "router": "adaptive"}, "graph": True, "clip": 1.0},
         "tests": {"tokens": 200, "tasks": []},
     }
     lines = [record("smoe", seed, 1.5, **plain) for seed in range(2)]
     summarise(BYTES, [*lines, record("adaptive-previous", 1, 1.4, **alike)])
     with pytest.raises(UserError, match=says):
         summarise(BYTES, [*lines, record("adaptive-previous", 1, 1.4, **{**alike, **changed})])
+
+
+def test_a_run_without_tests_hides_no_difference_of_two_others():
+    lines = [
+        record("smoe", 1, 1.5, tests=None),
+        record("adaptive-previous", 1, 1.4, tests={"tokens": 200}),
+        record("adaptive-current", 1, 1.4, tests={"tokens": 5}),
+    ]
+    with pytest.raises(
+        UserError, match=r"previous has tests\.tokens=200, and adaptive-current has 5"
+    ):
+        summarise(BYTES, lines)
 
 
 def test_a_difference_is_in_percent_of_the_baseline_of_its_own_seeds():

@@ -3,12 +3,12 @@
 `olmoe` is a model of ours of OLMoE's size and with its kind of experts; `transformers` is OLMoE's
 own model from that package, with a static cache and greedy decoding. Both have random weights.
 
-Models with different routers are timed in turn, round by round. What a router adds to a step comes
-from rounds of a few steps (steps.py). Running statistics are those of one random batch.
+Models with different routers are timed in turn, round by round. The time that a router adds to a
+step is measured in rounds of a few steps (steps.py). Running statistics are those of one random
+batch.
 """
 
 import importlib.util
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -26,7 +26,7 @@ from acmoe.fast.decoding import capture_unsupported
 from acmoe.lab.bench.added import added
 from acmoe.lab.bench.progress import Say, silent
 from acmoe.lab.bench.results import Report, new_report
-from acmoe.lab.bench.steps import steps_in_turn
+from acmoe.lab.bench.steps import seconds_of, steps_in_turn
 from acmoe.models.registry import build_model, list_models, model_card
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.routing.statistics.step import fold_statistics
@@ -53,6 +53,9 @@ _OLMOE = LanguageConfig(
 _MEASURED = (8, 128)  # sequences and tokens of the batch whose statistics a router reads
 
 Generate = Callable[[int], object]  # decodes that many tokens after the prompt
+
+# Failures of a call that leave its rows without figures, such as too little memory.
+_FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,24 +163,25 @@ def _by_routers(
     calls = [_by(model, prompt) for model, prompt in zip(ours, prompts, strict=True)]
     rows = _rows(who, config, calls, device)
     if len(models) > 1 and rows[0].refused is None:
-        rows = _compared(rows, steps_in_turn(ours, prompts))
+        rows = _compared(rows, ours, prompts)
     for row in rows:
         say(f"{name}, {row.router}, batch {batch}, {contestant}: {_told(row)}")
     return rows
 
 
-def _compared(rows: list[GenerateRow], taken: list[list[float]]) -> list[GenerateRow]:
-    """Return the rows with the time that each adds to the first; taken: seconds of all rounds."""
+def _compared(
+    rows: list[GenerateRow], models: list[LanguageModel], prompts: list[Tensor]
+) -> list[GenerateRow]:
+    """Return the rows with the time that each adds to the first; if a step fails, all refused."""
+    try:
+        taken = steps_in_turn(models, prompts)  # all models have a cache at once
+    except _FAILURES as error:
+        return [replace(row, refused=first_line(error)) for row in rows]
     found = rows[:1]
     for row, seconds in zip(rows[1:], taken[1:], strict=True):
-        more = added(seconds, taken[0])
+        _, more, low, high = added(seconds, taken[0])
         found.append(
-            replace(
-                row,
-                added_percent=more.percent,
-                added_percent_low=more.low_percent,
-                added_percent_high=more.high_percent,
-            )
+            replace(row, added_percent=more, added_percent_low=low, added_percent_high=high)
         )
     return found
 
@@ -279,28 +283,16 @@ def _rows(
             for generate, taken in zip(calls, times, strict=True):
                 short, long = (_seconds(generate, one, device) for one in (half, config.tokens))
                 taken.append((short, long))
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+    except _FAILURES as error:
         return [replace(row, refused=first_line(error)) for row in who]
     rows: list[GenerateRow] = []
     for row, taken in zip(who, times, strict=True):
         short, long = (min(one[number] for one in taken) for number in (0, 1))
         step = max(long - short, 1e-9) / (config.tokens - half)
-        rows.append(
-            replace(
-                row,
-                ms_per_step=1e3 * step,
-                tokens_per_second=row.batch / step,
-                seconds=long,
-            )
-        )
+        rate = row.batch / step
+        rows.append(replace(row, ms_per_step=1e3 * step, tokens_per_second=rate, seconds=long))
     return rows
 
 
 def _seconds(generate: Generate, tokens: int, device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    generate(tokens)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    return seconds_of(lambda: generate(tokens), device)

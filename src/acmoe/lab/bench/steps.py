@@ -5,7 +5,7 @@ call to call by more than a router adds to its steps.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -48,10 +48,15 @@ def steps_in_turn(models: Sequence[LanguageModel], prompts: Sequence[Tensor]) ->
 
 
 def _seconds(run: Decoding) -> float:
-    _wait(run.logits_BV.device)
+    return seconds_of(lambda: run.take(STEPS), run.logits_BV.device)
+
+
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of a call, from an idle GPU to an idle GPU."""
+    _wait(device)
     start = time.perf_counter()
-    run.take(STEPS)
-    _wait(run.logits_BV.device)
+    call()
+    _wait(device)
     return time.perf_counter() - start
 
 

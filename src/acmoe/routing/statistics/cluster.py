@@ -90,7 +90,7 @@ class ClusterStatistics(RunningAverage):
     ) -> Tensor:
         """Return the scale: (C, D) for batch and running statistics, (B, C, D) for sequence.
 
-        Batch and running statistics take tokens (T, D) with T clusters as well, without a view.
+        Batch and running statistics also take tokens (T, D) and clusters (T,), without a view.
         order: the packed `TokenOrder` of the assignment, masked tokens in no cluster, or None.
         chosen_C: not 0 for clusters that a token chose, first or not; mean_over="chosen" and batch
         statistics read it. None: those of the assignment.

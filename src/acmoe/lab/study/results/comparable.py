@@ -12,22 +12,28 @@ from acmoe.lab.study.results.records import Record
 
 # Conditions of the studies are routers, where they stand, and how they are trained.
 _ROUTER = {"router", "placement", "plain_router", "router_lr", "router_optimizer", "oracle"}
-# They say how a run is computed, and change its figures by no more than rounding.
+# These options say how a run is computed, and change its figures by no more than rounding.
 _EXECUTION = {"compile", "graph", "keep", "log_every", "checkpoint_every", "parallel", "on_device"}
 
 
 def check_comparable(records: Sequence[Record]) -> None:
     """Raise a UserError where two runs of one seed differ in data, training or tests."""
-    first: dict[int, Record] = {}
+    before: dict[int, list[Record]] = {}
     for record in records:
-        one = first.setdefault(record["seed"], record)
-        for key, before, now in _differences(one, record):
-            check(
-                False,
-                f"{record['setting']}, seed {record['seed']}: {one['condition']} has {key}="
-                f"{before!r}, and {record['condition']} has {now!r}; pairs may differ in their "
-                "router alone: move the lines of one of them into another file",
-            )
+        seen = before.setdefault(record["seed"], [])
+        for one in seen:
+            _check_pair(one, record)
+        seen.append(record)
+
+
+def _check_pair(one: Record, other: Record) -> None:
+    for key, before, now in _differences(one, other):
+        check(
+            False,
+            f"{other['setting']}, seed {other['seed']}: {one['condition']} has {key}="
+            f"{before!r}, and {other['condition']} has {now!r}; pairs may differ in their "
+            "router alone: move the lines of one of them into another file",
+        )
 
 
 def _differences(one: Record, other: Record) -> Iterator[tuple[str, Any, Any]]:
@@ -41,11 +47,16 @@ def _in_both(
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield the path of each differing field; fields that only later versions write are skipped.
 
-    So are empty values: `--brief` leaves out tasks and attacks, and then there are no such figures.
+    So are empty tests: `--brief` leaves out tasks and attacks, and then there are no such figures.
+    In a config an empty value is an option like others, such as no clipping.
     """
     for key in left.keys() & right.keys() - _ROUTER - _EXECUTION:
         one, other = left[key], right[key]
         if isinstance(one, dict) and isinstance(other, dict):
             yield from _in_both(one, other, f"{under}{key}.")
-        elif one != other and one not in (None, []) and other not in (None, []):
+        elif one != other and (under.startswith("config.") or not _empty(one, other)):
             yield f"{under}{key}", one, other
+
+
+def _empty(one: object, other: object) -> bool:
+    return any(value is None or value == [] for value in (one, other))
