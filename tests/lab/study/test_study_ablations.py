@@ -50,7 +50,8 @@ def test_every_choice_has_a_finite_figure_and_an_m_where_it_is_adaptive(records)
 
 def test_the_page_gives_the_command_that_needs_no_data(records):
     page = study_markdown(summarise(ABLATIONS, records), [])
-    assert '`acmoe study ablations --settings "switch-nano, standard library" --seeds 0' in page
+    words = f'{" ".join(SMALL)} --settings "switch-nano, standard library" --seeds 0'
+    assert f"`acmoe study ablations {words}" in page
     assert "--data" not in page
     assert "| variance | adaptive | 1 |" in page
     assert "| threshold-learned-adaptive | threshold-learned | 1 |" in page
