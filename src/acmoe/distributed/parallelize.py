@@ -62,7 +62,7 @@ def _shard(model: nn.Module, ranks: Ranks) -> nn.Module:
 
 @contextmanager
 def averaging(module: nn.Module, enabled: bool) -> Iterator[None]:
-    """Average the gradients of a forward and backward inside `with`, or only accumulate them."""
+    """Average gradients over processes inside `with` if `enabled`; else only accumulate them."""
     if isinstance(module, DistributedDataParallel) and not enabled:
         with module.no_sync():
             yield

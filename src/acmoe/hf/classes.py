@@ -108,7 +108,7 @@ class AdaptiveModel(StatisticsBeside):
             attach(self, **arguments)  # type: ignore[type-var]
 
     def initialize_weights(self) -> None:
-        """Give a value to what a checkpoint does not hold; `from_pretrained` left it undefined."""
+        """Initialise tensors that the checkpoint lacks and `from_pretrained` left undefined."""
         assert isinstance(self, nn.Module)
         found = (module for module in self.modules() if isinstance(module, StepStatistics))
         new = [one for one in found if not getattr(one, INITIALIZED, False)]

@@ -28,7 +28,7 @@ def interpreting() -> bool:
 
 
 def on_nvidia(device: torch.device) -> bool:
-    """Return True for a GPU of NVIDIA; torch calls one of AMD (ROCm) "cuda" as well."""
+    """Return True for an NVIDIA GPU. An AMD GPU (ROCm) also has the device type "cuda" in torch."""
     return device.type == "cuda" and torch.version.hip is None
 
 

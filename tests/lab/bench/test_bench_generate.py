@@ -14,6 +14,17 @@ from acmoe.routing.statistics import ClusterStatistics
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU captures no graph")
 
+TWO_ROUTERS = GenerateBenchConfig(
+    models=("switch-nano",),
+    batches=(1,),
+    contestants=("plain",),
+    router=("smoe", "adaptive"),
+    prompt=2,
+    tokens=2,
+    repeat=1,
+    dtype="fp32",
+)
+
 
 def test_a_step_takes_the_time_of_the_second_half(monkeypatch: pytest.MonkeyPatch) -> None:
     # A call of 4 tokens takes 7 s and one of 8 tokens 15 s: 4 steps in 8 s, of 3 sequences each.
@@ -62,17 +73,7 @@ def test_routers_are_timed_in_turn_and_compared_within_a_round(
     monkeypatch.setattr(steps, "_seconds", seconds)
     monkeypatch.setattr(steps, "ROUNDS", 6)
     monkeypatch.setattr(generate, "_seconds", lambda call, tokens, device: 2.0 * tokens)
-    config = GenerateBenchConfig(
-        models=("switch-nano",),
-        batches=(1,),
-        contestants=("plain",),
-        router=("smoe", "adaptive"),
-        prompt=2,
-        tokens=2,
-        repeat=1,
-        dtype="fp32",
-    )
-    plain, adaptive = bench_generate(config, command="").rows
+    plain, adaptive = bench_generate(TWO_ROUTERS, command="").rows
     assert order == [0, 1, 1, 0] * 3
     assert [plain["router"], adaptive["router"]] == ["smoe", "adaptive"]
     assert (plain["ms_per_step"], adaptive["ms_per_step"]) == (2_000, 2_000)
@@ -94,17 +95,7 @@ def test_a_step_that_fails_refuses_the_rows_and_not_the_benchmark(
 
     monkeypatch.setattr(steps, "_seconds", full)
     monkeypatch.setattr(generate, "_seconds", lambda call, tokens, device: 2.0 * tokens)
-    config = GenerateBenchConfig(
-        models=("switch-nano",),
-        batches=(1,),
-        contestants=("plain",),
-        router=("smoe", "adaptive"),
-        prompt=2,
-        tokens=2,
-        repeat=1,
-        dtype="fp32",
-    )
-    rows = bench_generate(config, command="").rows
+    rows = bench_generate(TWO_ROUTERS, command="").rows
     assert [row["refused"] for row in rows] == ["out of memory"] * 2
 
 

@@ -94,8 +94,8 @@ def moments_after(caches: SegmentCaches) -> Moments:
 class DecodeCache:
     """One `BlockCache` per block, and the mask of cached positions that are real tokens.
 
-    It implements the interface of an opened memory; the earlier positions are keys and values in
-    the cache of each block (cache.py).
+    It has the same interface as a memory of hidden states. It stores earlier positions as keys and
+    values, in the cache of each block (cache.py).
     """
 
     blocks: list[BlockCache]

@@ -181,7 +181,10 @@ class Memory:
         return self.slots[storage]
 
     def result_slots(self, results: Results) -> tuple[int, ...]:
-        """Return the slot of each result. It must be all of its memory, and its own."""
+        """Return the slot of each result.
+
+        Every result must fill its storage and share it with no other tensor; otherwise set `lost`.
+        """
         found = []
         for one in results:
             storage = _storage(one)

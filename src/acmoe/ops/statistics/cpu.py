@@ -153,10 +153,10 @@ def _measured(x_TD: Tensor, cluster_T: Tensor, num_clusters: int, measure: str) 
 def _dispersion(
     x_TD: Tensor, cluster_T: Tensor, num_clusters: int, measure: str
 ) -> Measured | None:
-    """Return the statistics, by the arithmetic of `reference`.
+    """Return the dispersion with the same bits as the definition in `reference`.
 
-    Traced calls take the definition, and tests compare their bits with those of this function.
-    Return None where the definition has to serve: a token has no cluster, or holds NaN or inf.
+    Traced calls run the definition; tests hold that both give equal bits. Return None if the caller
+    must run the definition: a token has no cluster, or holds NaN or inf.
     """
     cluster, dtype = cluster_T.numpy(), _NUMPY[x_TD.dtype]
     try:

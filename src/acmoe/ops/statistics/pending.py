@@ -35,6 +35,15 @@ def capturing(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+def snapshot(buffer: Tensor, dtype: torch.dtype, *, training: bool) -> Tensor:
+    """Return the values of a buffer in a dtype, in a tensor that later updates do not change.
+
+    A captured evaluation gets the buffer itself: its graph would copy it in every replay, and the
+    result of a graph is valid until the next replay only.
+    """
+    return buffer.to(dtype, copy=training or not capturing(buffer))
+
+
 @op
 @torch.no_grad()
 def add_batch(mean_CX: Tensor, count_C: Tensor, new_CX: Tensor, new_C: Tensor, least: int) -> None:

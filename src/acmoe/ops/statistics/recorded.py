@@ -94,9 +94,10 @@ def record_scale(
 
 
 def _added_on_cpu(waiting: Waiting | None) -> TypeGuard[Waiting]:
-    """Return True if the kernel for CPUs may add a batch to the waiting means.
+    """Return True if the CPU kernel may add this batch to the pending means.
 
-    As in `record_batch` a forward that a backward repeats is not added again.
+    It may not inside a backward, where activation checkpointing repeats a forward that was already
+    counted (see `record_batch`).
     """
     if waiting is None or waiting[0].device.type != "cpu" or not eager(*waiting):
         return False

@@ -23,7 +23,7 @@ from acmoe.errors import check
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.ops.statistics.op import measure_prefix, measure_scale, scale_of
 from acmoe.ops.statistics.over_ranks import dispersion_over_ranks, sum_over_ranks
-from acmoe.ops.statistics.pending import capturing, record_batch, replaying
+from acmoe.ops.statistics.pending import record_batch, replaying, snapshot
 from acmoe.ops.statistics.prefix import PrefixMoments
 from acmoe.ops.statistics.recorded import LEAST, record_dispersion, record_scale
 from acmoe.routing.statistics.average import RunningAverage
@@ -106,11 +106,8 @@ class ClusterStatistics(RunningAverage):
                 self._record_dispersion(x_BLD, assignment_BL, token_mask_BL, order)
             if mode == "running":
                 self.warn_if_empty(assignment_BL)
-                scale = self.average_scale()
-                # Copy it: the routing state must not change when the buffer does. A captured graph
-                # would copy it in every replay, before which the buffer may change as well.
-                replayed = capturing(scale) and not self.training
-                return scale.to(accumulation_dtype(x_BLD.dtype), copy=not replayed)
+                dtype = accumulation_dtype(x_BLD.dtype)
+                return snapshot(self.average_scale(), dtype, training=self.training)
             if mode == "sequence":
                 scale = measure_scale(
                     x_BLD,

@@ -82,7 +82,7 @@ def launch_table(
 
 
 def terms(tokens: Tokens, both_bf16: bool) -> int:
-    """Return TERMS of `accurate_dot`: the most bf16 GEMMs that one float32 GEMM is computed by."""
+    """Return TERMS of `accurate_dot`: the number of bf16 GEMMs that make up one float32 GEMM."""
     if tokens.is_sorted and both_bf16:
         return TERMS_SORTED_BF16
     sorted_bf16 = tokens.x.dtype == torch.bfloat16 and tokens.is_sorted
