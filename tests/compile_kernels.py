@@ -45,8 +45,8 @@ from acmoe.ops.attention.support import fused_width, stored_width
 from acmoe.ops.device import tuning
 from acmoe.ops.device.settings import PipelineConfig
 from acmoe.ops.experts import clamped_swiglu
-from acmoe.ops.experts.hopper import choice as ring_choice
-from acmoe.ops.experts.hopper import launch as ring_launch
+from acmoe.ops.experts.hopper import choice as hopper_choice
+from acmoe.ops.experts.hopper import launch as hopper_launch
 from acmoe.ops.experts.triton.tiles import Plan
 from acmoe.ops.route.autograd import route_op
 from acmoe.ops.sort.op import sort_with_tokens_op
@@ -108,7 +108,7 @@ def weights() -> None:
     global use
     use, rows = "weights", bf16(128, 256)
     plan = Plan(torch.arange(128), torch.tensor([64, 128]), 1)
-    ring_launch.launch_weights(rows, rows, plan, PipelineConfig("together", 4))
+    hopper_launch.launch_weights(rows, rows, plan, PipelineConfig("cooperative", 4))
 
 
 def experts() -> None:
@@ -119,7 +119,7 @@ def experts() -> None:
     global use
     table = {f"{name.rpartition('/')[0]}/2": row for name, row in tuning._table().items()}
     tuning._table = lambda: table
-    ring_choice.gluon_unsupported = lambda device: None
+    hopper_choice.gluon_unsupported = lambda device: None
     for name in ("olmoe", "qwen30b", "fine", "mixtral", "switch", "swin"):
         shape = replace(SHAPES[name], tokens=256, num_experts=2, top_k=2)
         for product, call in kernel_calls(shape, CPU, seed=0).items():
@@ -148,7 +148,7 @@ def gates() -> None:
 def odd() -> None:
     """Layers of published models that nobody has tuned, by rules and pipelines; two experts."""
     global use
-    ring_choice.gluon_unsupported = lambda device: None
+    hopper_choice.gluon_unsupported = lambda device: None
     for sizes in ("2048x1408", "2880x2880", "2048x512", "5120x8192", "4096x6400"):
         shape = find_shape(f"256x{sizes}x2x2")
         for product, call in kernel_calls(shape, CPU, seed=0).items():
@@ -259,7 +259,7 @@ def few() -> None:
     global use
     use = "few rows"
     plan = Plan(torch.arange(128), torch.tensor([64, 128]), 1)
-    ring_launch.launch_up(bf16(128, 256), bf16(2, 512, 256), plan, 256)
+    hopper_launch.launch_up(bf16(128, 256), bf16(2, 512, 256), plan, 256)
 
 
 def attention(features: int, keeps: bool) -> tuple[Any, ...]:

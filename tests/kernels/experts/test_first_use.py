@@ -75,7 +75,12 @@ def test_the_fastest_settings_become_rows_of_a_table(monkeypatch):
     search = timed_by(monkeypatch, milliseconds)
     quick_are(monkeypatch, search, worse, best)
     rows = search.tune_forward(inputs(tokens=12, dim=32, hidden=32))
-    assert rows == {"copy": [True, False], "up": list(best), "down": list(best), "ring_down": None}
+    assert rows == {
+        "copy": [True, False],
+        "up": list(best),
+        "down": list(best),
+        "pipeline_down": None,
+    }
     assert tuning.OVERRIDE == {} and tuning.PIPELINE_OVERRIDE == {} and tuning.COPY_OVERRIDE == []
 
 
@@ -164,7 +169,7 @@ def test_what_the_user_says_comes_first(fresh, monkeypatch):
         torch.use_deterministic_algorithms(False)
 
 
-ROWS = {"copy": [False, True], "up": [16, 32, 32, 4, 2], "ring_input": ["turns", 6]}
+ROWS = {"copy": [False, True], "up": [16, 32, 32, 4, 2], "pipeline_input": ["ping-pong", 6]}
 
 
 class TestSettling:
@@ -195,7 +200,7 @@ class TestSettling:
         layer = self.use(fresh)
         assert asked == [["forward", "backward"]]
         assert tuning.blocks_for("up", layer) == Blocks(16, 32, 32, 4, 2)
-        assert tuning.pipeline_for("input", layer) == PipelineConfig("turns", 6)
+        assert tuning.pipeline_for("input", layer) == PipelineConfig("ping-pong", 6)
         assert tuning.copies_rows(layer, backward=True) and not tuning.copies_rows(layer)
         fresh.forget()  # another process
         assert tuning.blocks_for("up", layer) != Blocks(16, 32, 32, 4, 2)

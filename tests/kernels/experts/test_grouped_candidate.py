@@ -116,10 +116,10 @@ def test_it_is_refused_where_it_would_be_wrong_or_wait(
 
 
 def test_a_table_may_name_it() -> None:
-    assert tuning.is_row("ring_down/8/8/2", ["torch", 0])
-    assert tuning.is_row("ring_up_weight/8/8/2", list(GROUPED_MM))
-    assert not tuning.is_row("ring_hidden/8/8/2", ["torch", 0])
-    assert not tuning.is_row("ring_down/8/8/2", list(PipelineConfig("torch", 3)))
+    assert tuning.is_row("pipeline_down/8/8/2", ["torch", 0])
+    assert tuning.is_row("pipeline_up_weight/8/8/2", list(GROUPED_MM))
+    assert not tuning.is_row("pipeline_hidden/8/8/2", ["torch", 0])
+    assert not tuning.is_row("pipeline_down/8/8/2", list(PipelineConfig("torch", 3)))
 
 
 def test_the_tuning_at_first_use_tries_it() -> None:

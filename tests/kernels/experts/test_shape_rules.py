@@ -54,7 +54,7 @@ def test_the_pipelines_of_every_layer_fit_into_a_multiprocessor(sizes):
         stages = one.stages * (128 + one.columns) * 64 * 2
         out = 2 * 64 * 128 * 2 if kernel != "hidden" else one.buffers * 3 * 64 * 64 * 2
         assert stages + out <= SHARED
-        assert one.form == {"hidden": "turns"}.get(kernel, one.form)
+        assert one.form == {"hidden": "ping-pong"}.get(kernel, one.form)
 
 
 def test_the_rules_agree_with_what_was_measured():
@@ -73,9 +73,9 @@ def test_the_rules_agree_with_what_was_measured():
                 pipeline = tuning.pipeline_for(kernel, one)
                 rule = rules.pipeline(kernel, one, copied=copied)
                 if rule != pipeline and (rule and rule[:2]) != (pipeline and pipeline[:2]):
-                    missed.append((f"ring_{kernel}", sizes[1]))
+                    missed.append((f"pipeline_{kernel}", sizes[1]))
     assert missed == [
-        *(("ring_down", 256), ("down_weight", 14336)),
+        *(("pipeline_down", 256), ("down_weight", 14336)),
     ]
 
 
@@ -83,17 +83,17 @@ def test_the_rules_agree_with_what_was_measured():
     ("sizes", "kernel", "expected"),
     [
         # 2880 columns are 12 tiles of 256, 6.7% too many.
-        ((2880, 2880, 32, 2048), "down", PipelineConfig("together", 4, lead=3)),
-        ((2080, 2880, 32, 2048), "down", PipelineConfig("turns", 6)),  # 9 tiles, 10.8% too many
-        ((2048, 1408, 64, 2048), "down", PipelineConfig("together", 4, lead=3)),
-        ((2880, 2880, 32, 2048), "hidden", PipelineConfig("turns", 4, 4)),
-        ((2048, 1408, 64, 2048), "hidden", PipelineConfig("turns", 5, 2)),
+        ((2880, 2880, 32, 2048), "down", PipelineConfig("cooperative", 4, lead=3)),
+        ((2080, 2880, 32, 2048), "down", PipelineConfig("ping-pong", 6)),  # 9 tiles, 10.8% too many
+        ((2048, 1408, 64, 2048), "down", PipelineConfig("cooperative", 4, lead=3)),
+        ((2880, 2880, 32, 2048), "hidden", PipelineConfig("ping-pong", 4, 4)),
+        ((2048, 1408, 64, 2048), "hidden", PipelineConfig("ping-pong", 5, 2)),
         ((2048, 1408, 64, 2048), "input", None),
-        ((2048, 512, 512, 512), "down", PipelineConfig("turns", 6)),  # 512 are few to sum over
-        ((2048, 512, 512, 512), "up_weight", PipelineConfig("together", 4, gathers=True)),
-        ((2048, 1408, 64, 2048), "up_weight", PipelineConfig("together", 4)),
+        ((2048, 512, 512, 512), "down", PipelineConfig("ping-pong", 6)),  # 512 are few to sum over
+        ((2048, 512, 512, 512), "up_weight", PipelineConfig("cooperative", 4, gathers=True)),
+        ((2048, 1408, 64, 2048), "up_weight", PipelineConfig("cooperative", 4)),
         ((6144, 16384, 8, 4096), "input", None),
-        ((2048, 1408, 64, 64), "down", PipelineConfig("turns", 6)),  # few rows: more programs
+        ((2048, 1408, 64, 64), "down", PipelineConfig("ping-pong", 6)),  # few rows: more programs
         ((2048, 1408, 64, 32), "down", None),  # a tile of 128 rows would be padding
     ],
 )

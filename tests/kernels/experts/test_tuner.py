@@ -12,7 +12,13 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels of a CPU's tensors are interpreted and emulated"
 )
 CPU = torch.device("cpu")
-PIPELINES = ("ring_hidden", "ring_down", "ring_input", "ring_down_weight", "ring_up_weight")
+PIPELINES = (
+    "pipeline_hidden",
+    "pipeline_down",
+    "pipeline_input",
+    "pipeline_down_weight",
+    "pipeline_up_weight",
+)
 
 
 @pytest.fixture
@@ -67,7 +73,7 @@ def test_winners_are_written_one_by_one(tuner, tmp_path, monkeypatch):
     for name, few in (("_PING_PONG", (3,)), ("_COOPERATIVE", ())):
         monkeypatch.setattr(tune_candidates, name, few)
     said, table = [], tmp_path / "tuned.json"
-    kernels = ("down", "ring_down")
+    kernels = ("down", "pipeline_down")
     shape = find_shape("9x256x256x2x1")
     rows = []
     for row in tuner.tune_shape(shape, kernels, table, CPU, 2, 0, said.append):
@@ -75,7 +81,7 @@ def test_winners_are_written_one_by_one(tuner, tmp_path, monkeypatch):
         assert json.loads(table.read_text())[f"{row['kernel']}/256/256/2"] == row["blocks"]
         assert row["candidates"][0]["ms"] == row["ms"] <= row["second_ms"]
     assert [row["kernel"] for row in rows] == list(kernels)
-    assert len(said) == 2 and said[1] == "9x256x256x2x1: ring_down, 2 candidates"
+    assert len(said) == 2 and said[1] == "9x256x256x2x1: pipeline_down, 2 candidates"
     assert tuning.OVERRIDE == {} and tuning.PIPELINE_OVERRIDE == {}
 
 

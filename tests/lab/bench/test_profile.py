@@ -28,6 +28,10 @@ def test_options_of_a_step_are_refused_where_layers_alone_are_profiled(option: d
 def test_options_of_a_layer_are_refused_where_steps_alone_are_profiled() -> None:
     with pytest.raises(UserError, match="statistics=running are of a layer; name its shapes"):
         ProfileConfig(models=("switch-nano",), statistics="running")
+    with pytest.raises(UserError, match=r"tokens=\(4,\) are of a layer; name its shapes"):
+        ProfileConfig(models=("switch-nano",), tokens=(4,))
+    with pytest.raises(UserError, match="forward=True is of a layer; name its shapes"):
+        ProfileConfig(models=("switch-nano",), forward=True)
     config = ProfileConfig(models=("switch-nano",), dtype="fp16", device="cpu")
     with pytest.raises(UserError, match="precision='fp16' is unknown; choose bf16 or fp32"):
         bench_profile(config)
@@ -36,3 +40,16 @@ def test_options_of_a_layer_are_refused_where_steps_alone_are_profiled() -> None
 def test_options_without_a_model_are_refused() -> None:
     with pytest.raises(UserError, match="name the models they fit"):
         bench_profile(ProfileConfig(options=("block=32",), device="cpu"))
+
+
+def test_a_forward_profile_has_no_backward() -> None:
+    found = {}
+    for forward in (False, True):
+        config = ProfileConfig(
+            shapes=("tiny",), tokens=(8,), forward=forward, dtype="fp32", device="cpu", top=1000
+        )
+        rows = bench_profile(config).rows
+        note = ", forward" if forward else ""
+        assert {row["subject"] for row in rows} == {f"tiny@8, plain{note}"}
+        found[forward] = [row["kernel"] for row in rows if "Backward" in row["kernel"]]
+    assert found[False] and not found[True]

@@ -139,18 +139,18 @@ def test_pipelines_are_compared_with_the_gemm_without_one() -> None:
         pipeline = tuning.pipeline_for("hidden", sized(512, 512, 8))
         return (torch.full((4,), 1.0 if pipeline is None else 1.5),)
 
-    tried = [None, PipelineConfig("turns", 5, 2), PipelineConfig("turns", 4, 4)]
+    tried = [None, PipelineConfig("ping-pong", 5, 2), PipelineConfig("ping-pong", 4, 4)]
     assert tuning.pipeline_for("hidden", sized(512, 512, 8)) is not None
-    assert [one.candidate for one in rank("ring_hidden", call, tried, CPU, 2)] == [None]
+    assert [one.candidate for one in rank("pipeline_hidden", call, tried, CPU, 2)] == [None]
 
 
 def test_a_candidate_is_tried_on_top_of_what_was_found_before() -> None:
     """Pipelines are measured against GEMMs with the best blocks, not by those of the old table."""
-    best, settings = Blocks(16, 16, 16, 4, 2), PipelineConfig("turns", 4)
-    with trying("down", best), trying("ring_down", settings):
+    best, settings = Blocks(16, 16, 16, 4, 2), PipelineConfig("ping-pong", 4)
+    with trying("down", best), trying("pipeline_down", settings):
         assert tuning.blocks_for("down", sized(8, 8, 2)) == best
         assert tuning.pipeline_for("down", sized(8, 8, 2)) == settings
-        with trying("ring_down", None):
+        with trying("pipeline_down", None):
             assert tuning.pipeline_for("down", sized(8, 8, 2)) is None
         assert tuning.pipeline_for("down", sized(8, 8, 2)) == settings
     assert tuning.OVERRIDE == {} and tuning.PIPELINE_OVERRIDE == {}
@@ -172,9 +172,9 @@ class TestOwnTable:
         write_winners(
             {
                 "up/2048/1024/64": mine,
-                "ring_down/2048/1024/64": None,
-                "ring_hidden/512/512/8": None,
-                "ring_input/512/512/8": PipelineConfig("turns", 5),
+                "pipeline_down/2048/1024/64": None,
+                "pipeline_hidden/512/512/8": None,
+                "pipeline_input/512/512/8": PipelineConfig("ping-pong", 5),
             },
             own,
         )
@@ -183,10 +183,10 @@ class TestOwnTable:
         assert tuning.blocks_for("down", sized(*shape)).m == 128  # the package's
         assert tuning.pipeline_for("down", sized(*shape)) is None
         assert tuning.pipeline_for("input", sized(*shape)) == PipelineConfig(
-            "together", 4
+            "cooperative", 4
         )  # the package's
         assert tuning.pipeline_for("hidden", sized(512, 512, 8)) is None  # the rule has one
-        assert tuning.pipeline_for("input", sized(512, 512, 8)) == PipelineConfig("turns", 5)
+        assert tuning.pipeline_for("input", sized(512, 512, 8)) == PipelineConfig("ping-pong", 5)
 
     def test_it_is_for_any_card_and_the_package_s_for_hopper_and_blackwell(
         self, own: Path, monkeypatch: pytest.MonkeyPatch
@@ -200,11 +200,11 @@ class TestOwnTable:
 
     def test_the_tuner_looks_into_the_one_it_writes(self, own: Path, tmp_path: Path) -> None:
         other = tmp_path / "other.json"
-        write_winners({"ring_input/8/8/2": PipelineConfig("turns", 4)}, own)
-        write_winners({"ring_input/8/8/2": PipelineConfig("turns", 5)}, other)
+        write_winners({"pipeline_input/8/8/2": PipelineConfig("ping-pong", 4)}, own)
+        write_winners({"pipeline_input/8/8/2": PipelineConfig("ping-pong", 5)}, other)
         with reading(other):
-            assert tuning.pipeline_for("input", sized(8, 8, 2)) == PipelineConfig("turns", 5)
-        assert tuning.pipeline_for("input", sized(8, 8, 2)) == PipelineConfig("turns", 4)
+            assert tuning.pipeline_for("input", sized(8, 8, 2)) == PipelineConfig("ping-pong", 5)
+        assert tuning.pipeline_for("input", sized(8, 8, 2)) == PipelineConfig("ping-pong", 4)
 
     def test_one_that_does_not_exist_is_named(self, own: Path) -> None:
         with pytest.raises(UserError, match=r"ACMOE_TUNED=.*own.json does not exist; .*--table"):
@@ -218,7 +218,7 @@ class TestOwnTable:
             ('{"up/8/8": [1, 2, 3, 4, 5]}', "'up/8/8' cannot be"),
             ('{"up/8/8/2": [1, 2, 3, 4]}', r"'up/8/8/2' cannot be \[1, 2, 3, 4\]; tune it again"),
             ('{"up/8/8/2": null}', "'up/8/8/2' cannot be null"),
-            ('{"ring_down/8/8/2": ["turns"]}', "cannot be"),
+            ('{"pipeline_down/8/8/2": ["ping-pong"]}', "cannot be"),
             ('{"copy/8/8/2": [true]}', "cannot be"),
             ('{"copy/8/8/2": [1, 0]}', "cannot be"),
             ('{"up/8/8/2": [16, 16, 16, 4, "2"]}', "cannot be"),
@@ -226,11 +226,11 @@ class TestOwnTable:
             ('{"up/8/8/2": [16, 16, 16, 4, 0]}', "cannot be"),
             ('{"up/8/8/2": [16, 16, 16, 4, 2, 1]}', "cannot be"),
             ('{"sideways/8/8/2": [16, 16, 16, 4, 2]}', "cannot be"),
-            ('{"ring_up/8/8/2": ["turns", 4]}', "cannot be"),
-            ('{"ring_down/8/8/2": ["turnz", 4]}', "cannot be"),
-            ('{"ring_down_weight/8/8/2": ["turns", 4]}', "cannot be"),
-            ('{"ring_down/8/8/2": ["turns", 1]}', "cannot be"),
-            ('{"ring_hidden/8/8/2": ["turns", 5]}', "cannot be"),
+            ('{"pipeline_up/8/8/2": ["ping-pong", 4]}', "cannot be"),
+            ('{"pipeline_down/8/8/2": ["turnz", 4]}', "cannot be"),
+            ('{"pipeline_down_weight/8/8/2": ["ping-pong", 4]}', "cannot be"),
+            ('{"pipeline_down/8/8/2": ["ping-pong", 1]}', "cannot be"),
+            ('{"pipeline_hidden/8/8/2": ["ping-pong", 5]}', "cannot be"),
         ],
     )
     def test_one_that_was_damaged_is_named(self, own: Path, text: str, reason: str) -> None:
@@ -259,4 +259,4 @@ def test_a_table_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_the_package_sown_table_reads() -> None:
     table = tuning.read_table(tuning.TABLE)
-    assert {name.split("/")[0] for name in table} >= {"up", "copy", "ring_down"}
+    assert {name.split("/")[0] for name in table} >= {"up", "copy", "pipeline_down"}

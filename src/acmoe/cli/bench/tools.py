@@ -51,6 +51,10 @@ class Profile:
 
     shapes: tuple[str, ...] = ()
     """Layers to profile, as in `bench layer`. If neither shapes nor models are given: all."""
+    tokens: tuple[int, ...] = ()
+    """Numbers of tokens to profile every layer with, instead of its own."""
+    forward: bool = False
+    """Profile the layer's forward without gradients, instead of forward and backward."""
     models: tuple[str, ...] = ()
     """Models whose training step to profile, by their names in `acmoe models`."""
     statistics: str = "plain"
@@ -81,6 +85,8 @@ class Profile:
 
         config = ProfileConfig(
             shapes=self.shapes,
+            tokens=self.tokens,
+            forward=self.forward,
             models=self.models,
             statistics=self.statistics,
             router=self.router,
@@ -106,8 +112,8 @@ class Tune:
     """Layers to tune for, as in `bench layer`."""
     kernels: tuple[str, ...] = ()
     """Kernels to tune. up, down, hidden, down_weight, up_weight and input are the block sizes of
-    these GEMMs. ring_down, ring_hidden and so on, for all but up, are their Hopper pipelines. If
-    none is given: all."""
+    these GEMMs. pipeline_down, pipeline_hidden and so on, for all but up, are their Hopper
+    pipelines. If none is given: all."""
     table: Path | None = None
     """The table to write. If not given: the file that ACMOE_TUNED names, or the package's own
     table. Kernels look into the file that ACMOE_TUNED names first."""

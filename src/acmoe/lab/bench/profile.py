@@ -12,7 +12,13 @@ from acmoe.lab.bench.clock import Action
 from acmoe.lab.bench.implementations.ours import build_moe
 from acmoe.lab.bench.layer import DTYPES
 from acmoe.lab.bench.results import Report, new_report
-from acmoe.lab.bench.router import MODES, RouterBenchConfig, both_passes, draw_trial
+from acmoe.lab.bench.router import (
+    MODES,
+    RouterBenchConfig,
+    both_passes,
+    draw_trial,
+    forward_pass,
+)
 from acmoe.lab.bench.shapes import find_shapes
 from acmoe.lab.bench.train import VARIANTS, TrainBenchConfig, prepare
 from acmoe.runtime import pick_device
@@ -26,6 +32,8 @@ class ProfileConfig:
     """Options of `acmoe bench profile`, which profiles layers by shape and steps by model."""
 
     shapes: tuple[str, ...] = ()
+    tokens: tuple[int, ...] = ()  # numbers of tokens to profile every layer with
+    forward: bool = False  # the layer's forward without gradients, instead of both passes
     models: tuple[str, ...] = ()
     statistics: str = "plain"  # statistics of the layer's router: plain, batch, running, current
     router: str = "smoe"  # router of the trained model
@@ -48,11 +56,17 @@ class ProfileConfig:
                 bool(self.models) or value == unset,
                 f"{name}={value} is of a training step; name its models, such as switch-nano",
             )
+        if self.models and not self.shapes:
+            self._check_no_layer_options()
+
+    def _check_no_layer_options(self) -> None:
         check(
-            bool(self.shapes) or not self.models or self.statistics == "plain",
+            self.statistics == "plain",
             f"statistics={self.statistics} are of a layer; name its shapes, or choose the router "
             "of the models, such as router=adaptive",
         )
+        check(not self.tokens, f"tokens={self.tokens} are of a layer; name its shapes")
+        check(not self.forward, "forward=True is of a layer; name its shapes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +103,11 @@ def _subjects(
 ) -> Iterator[tuple[str, Action]]:
     layers = RouterBenchConfig(dtype=config.dtype, device=config.device, seed=config.seed)
     with_layers = config.shapes or not config.models  # without either option: every shape
-    for shape in find_shapes(config.shapes, device) if with_layers else ():
+    for shape in find_shapes(config.shapes, device, config.tokens) if with_layers else ():
         trial = draw_trial(shape, layers, device)
         moe = build_moe(shape, trial.weights, MODES[config.statistics])
-        yield f"{shape.name}, {config.statistics}", partial(both_passes, moe, trial)
+        passes, note = (forward_pass, ", forward") if config.forward else (both_passes, "")
+        yield f"{shape.name}, {config.statistics}{note}", partial(passes, moe, trial)
     for model in config.models:
         _, action, _ = prepare(model, config.router, config.variant, steps)
         yield ", ".join((model, *config.options, config.router, config.variant)), action

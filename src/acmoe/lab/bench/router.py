@@ -150,7 +150,7 @@ def prepare(mode: str, trial: Trial, config: RouterBenchConfig) -> dict[tuple[st
         frozen = build_moe(trial.shape, trial.weights, MODES[mode]).eval()
         frozen.load_state_dict(moe.state_dict())
         layer = torch.compile(frozen, dynamic=False) if config.compile else frozen
-        ready[mode, FORWARD] = warm_up(partial(_forward, layer, trial), config)
+        ready[mode, FORWARD] = warm_up(partial(forward_pass, layer, trial), config)
     return ready
 
 
@@ -208,7 +208,7 @@ def both_passes(layer: AnyLayer, trial: Trial) -> None:
 
 
 @torch.no_grad()
-def _forward(layer: AnyLayer, trial: Trial) -> None:
+def forward_pass(layer: AnyLayer, trial: Trial) -> None:
     layer(trial.x, trial.state)
 
 

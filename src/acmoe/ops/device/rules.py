@@ -178,15 +178,15 @@ def pipeline(kernel: str, layer: Layer, *, copied: bool) -> PipelineConfig | Non
     """
     if kernel == "hidden":
         # Against GEMM and activation apart: 9% less at mixtral, 21% at qwen30b, 25% at olmoe.
-        return PipelineConfig("turns", *((4, 4) if layer.dim >= _BUFFERED_DIM else (5, 2)))
+        return PipelineConfig("ping-pong", *((4, 4) if layer.dim >= _BUFFERED_DIM else (5, 2)))
     if kernel in WEIGHT_GEMMS:
         gathers = not copied or (kernel == "up_weight" and layer.width < _COPY_FOR_UP_WEIGHT)
         if padding(layer.dim, 128) > 0.25 or padding(layer.hidden, 128) > 0.25:
             return None
-        return PipelineConfig("together", 4, gathers=gathers)
+        return PipelineConfig("cooperative", 4, gathers=gathers)
     inner, outer = layer.inner_outer(kernel)
     if inner > _LONGEST_INNER[kernel] or (kernel == "down" and layer.rows <= FEW_ROWS_FORWARD):
         return None
     if inner < _WIDE_INNER or padding(outer, 256) > _PADDING or layer.rows <= FEW_ROWS:
-        return PipelineConfig("turns", 6)
-    return PipelineConfig("together", 4, lead=3)
+        return PipelineConfig("ping-pong", 6)
+    return PipelineConfig("cooperative", 4, lead=3)

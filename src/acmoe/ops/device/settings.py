@@ -38,8 +38,8 @@ class VectorBlocks(NamedTuple):
 class PipelineConfig(NamedTuple):
     """Settings of a Hopper GEMM with a multistage TMA pipeline (ops/experts/hopper/pipeline.py)."""
 
-    # "turns": ping-pong, one tile a consumer; "together": cooperative, half a tile each; "torch":
-    # torch's grouped GEMM, which chooses its own settings (GROUPED_MM)
+    # "ping-pong": each consumer has tiles of its own; "cooperative": each has half of every tile;
+    # "torch": torch's grouped GEMM, which chooses its own settings (GROUPED_MM)
     form: str
     stages: int  # pipeline stages
     buffers: int = 0  # shared-memory buffers for panels of h in the epilogue of "hidden"
@@ -49,7 +49,7 @@ class PipelineConfig(NamedTuple):
     @property
     def columns(self) -> int:
         """Return BN, the columns of a tile."""
-        return 256 if self.form == "together" else 128
+        return 256 if self.form == "cooperative" else 128
 
 
 GROUPED_MM = PipelineConfig("torch", 0)

@@ -10,16 +10,16 @@ The six grouped GEMMs of a layer are named
 for N rows sorted by expert, D features, F hidden units, W = 2F for swiglu, else F, E experts.
 
 The keys of the JSON table are "NAME/D/F/E". There are three kinds of rows:
-    "up/..."         `Blocks` of the Triton kernel: [m, n, k, num_warps, num_stages, tma, splits,
-                     persistent], the last three optional
-    "ring_down/..."  `PipelineConfig` of the Hopper kernel, a GEMM with a multistage TMA pipeline:
-                     [form, stages, buffers, lead, gathers], the last three optional; null where
-                     that kernel was not faster. The form "turns" is a ping-pong schedule: each of
-                     two consumer warpgroups computes tiles of its own. The form "together" is a
-                     cooperative schedule: each computes half of every tile. ["torch", 0] is torch's
-                     grouped GEMM.
-    "copy/..."       [forward, backward]: true where tokens are copied into sorted rows before the
-                     GEMMs instead of being gathered by them
+    "up/..."             `Blocks` of the Triton kernel: [m, n, k, num_warps, num_stages, tma,
+                         splits, persistent], the last three optional
+    "pipeline_down/..."  `PipelineConfig` of the Hopper kernel, a GEMM with a multistage TMA
+                         pipeline: [form, stages, buffers, lead, gathers], the last three optional;
+                         null where that kernel was not faster. The form is the schedule of the two
+                         consumer warpgroups: "ping-pong", each computes tiles of its own, or
+                         "cooperative", each computes half of every tile. ["torch", 0] is torch's
+                         grouped GEMM.
+    "copy/..."           [forward, backward]: true where tokens are copied into sorted rows before
+                         the GEMMs instead of being gathered by them
 
 The first of these that has a row decides: the user's own table (ACMOE_TUNED), what this machine
 measured at first use (MEASURED, filled by ops/experts/tune/first_use.py), the package's table, and
@@ -97,7 +97,7 @@ def is_row(name: str, row: Any) -> bool:
     kernel, *sizes = name.split("/")
     if len(sizes) != 3 or not all(size.isdecimal() for size in sizes):
         return False
-    gemm = kernel.removeprefix("ring_")
+    gemm = kernel.removeprefix("pipeline_")
     if gemm != kernel:
         return gemm in (*ROW_GEMMS, *WEIGHT_GEMMS) and (row is None or _is_pipeline(gemm, row))
     if kernel == "copy":
@@ -128,9 +128,13 @@ def _is_pipeline(gemm: str, row: Any) -> bool:
         type(n) is not int or n < 0 for n in settings[1:4]
     ):
         return False
-    forms = {"hidden": ("turns",), "down": ("turns", "together"), "input": ("turns", "together")}
+    forms = {
+        "hidden": ("ping-pong",),
+        "down": ("ping-pong", "cooperative"),
+        "input": ("ping-pong", "cooperative"),
+    }
     buffered = settings.buffers > 0 or gemm != "hidden"
-    return settings.form in forms.get(gemm, ("together",)) and settings.stages > 1 and buffered
+    return settings.form in forms.get(gemm, ("cooperative",)) and settings.stages > 1 and buffered
 
 
 @functools.cache
@@ -215,7 +219,7 @@ def pipeline_for(kernel: str, layer: Layer) -> PipelineConfig | None:
     """
     if kernel in PIPELINE_OVERRIDE:
         return PIPELINE_OVERRIDE[kernel]
-    found, row = _row(f"ring_{kernel}", layer)
+    found, row = _row(f"pipeline_{kernel}", layer)
     if found:
         return None if row is None else PipelineConfig(*row)
     if kernel != "hidden" and _row(kernel, layer)[0]:

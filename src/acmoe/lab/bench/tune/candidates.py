@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Candidate = Blocks | PipelineConfig | None  # None: the Triton kernel instead of a pipeline
 
-PIPELINE_PREFIX = "ring_"  # prefix of a GEMM's name for its Hopper pipeline, as in tuned.json
+PIPELINE_PREFIX = "pipeline_"  # prefix of a GEMM's name for its Hopper pipeline, as in tuned.json
 PIPELINES = tuple(PIPELINE_PREFIX + gemm for gemm in (*ROW_GEMMS, *WEIGHT_GEMMS))
 KERNELS = (*GEMMS, *PIPELINES)
 _SPLITS = (1, 2, 3, 4, 6)  # split-K factors of a weight gradient that has few tiles
@@ -117,19 +117,21 @@ def no_pipeline(gemm: str, shape: Shape, device: torch.device) -> str:
 
 def _forms(gemm: str) -> list[PipelineConfig]:
     if gemm == "hidden":
-        return [PipelineConfig("turns", *sizes) for sizes in _HIDDEN]
+        return [PipelineConfig("ping-pong", *sizes) for sizes in _HIDDEN]
     if gemm in WEIGHT_GEMMS:
         return [
             GROUPED_MM,
             *(
-                PipelineConfig("together", n, gathers=some)
+                PipelineConfig("cooperative", n, gathers=some)
                 for n in _COOPERATIVE
                 for some in (False, True)
             ),
         ]
-    ping_pong = [PipelineConfig("turns", stages) for stages in _PING_PONG]
-    together = [PipelineConfig("together", n, lead=lead) for n in _COOPERATIVE for lead in _LEADS]
-    return [GROUPED_MM, *ping_pong, *together]
+    ping_pong = [PipelineConfig("ping-pong", stages) for stages in _PING_PONG]
+    cooperative = [
+        PipelineConfig("cooperative", n, lead=lead) for n in _COOPERATIVE for lead in _LEADS
+    ]
+    return [GROUPED_MM, *ping_pong, *cooperative]
 
 
 def copies(shape: Shape, *, backward: bool) -> bool:

@@ -65,7 +65,7 @@ def _unsupported_shape(
     """
     inner, outer = _gemm_sizes(kernel, size, gather)
     weight = kernel in WEIGHT_GEMMS
-    missing_form = {"hidden": "together"}.get(kernel, "turns" if weight else None)
+    missing_form = {"hidden": "cooperative"}.get(kernel, "ping-pong" if weight else None)
     if settings.form == missing_form:
         return f"there is no GEMM {kernel} in the form {settings.form!r}"
     step_i, step_o = (16 if weight else PIPELINE_BK), (64 if kernel == "hidden" else 16)
@@ -77,7 +77,7 @@ def _unsupported_shape(
     lead, stages = settings.lead, settings.stages
     if lead > stages:
         return f"its second consumer starts {lead} blocks later, in a pipeline of {stages}"
-    if not weight and settings.form == "together" and inner // PIPELINE_BK < stages:
+    if not weight and settings.form == "cooperative" and inner // PIPELINE_BK < stages:
         return f"its pipeline needs {stages} blocks of {PIPELINE_BK}, more than {inner}"
     return None
 

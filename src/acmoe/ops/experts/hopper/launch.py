@@ -1,8 +1,9 @@
 """Launches of the Hopper GEMMs with a multistage TMA pipeline (pipeline.py).
 
 This module imports Gluon, so that choice.py imports it only where these kernels run.
-`PipelineConfig` holds their settings; "ring" is the name of the pipeline in device/tuned.json. N
-rows sorted by expert, T tokens, D features, F hidden units, E experts; e is the expert of a row.
+`PipelineConfig` holds their settings.
+
+N rows sorted by expert, T tokens, D features, F hidden units, E experts; e is the expert of a row.
 """
 
 import torch
@@ -73,7 +74,7 @@ def launch_rows(
         GROUP_M=GROUP_M,
         WEIGHT_IO=across,
         STAGES=settings.stages,
-        COOPERATIVE=settings.form == "together",
+        COOPERATIVE=settings.form == "cooperative",
         LEAD=settings.lead,
         num_warps=4,
     )

@@ -48,15 +48,15 @@ _QUICK_WEIGHT_BLOCKS = (
     Blocks(128, 128, 64, 8, 3, True, 1),
 )
 _QUICK_PIPELINES = {
-    "hidden": [PipelineConfig("turns", 5, 2), PipelineConfig("turns", 4, 4)],
+    "hidden": [PipelineConfig("ping-pong", 5, 2), PipelineConfig("ping-pong", 4, 4)],
     "down": [
-        PipelineConfig("turns", 6),
-        PipelineConfig("together", 4),
-        PipelineConfig("together", 4, lead=3),
+        PipelineConfig("ping-pong", 6),
+        PipelineConfig("cooperative", 4),
+        PipelineConfig("cooperative", 4, lead=3),
         GROUPED_MM,
     ],
     "down_weight": [
-        *(PipelineConfig("together", 4, gathers=some) for some in (False, True)),
+        *(PipelineConfig("cooperative", 4, gathers=some) for some in (False, True)),
         GROUPED_MM,
     ],
 }

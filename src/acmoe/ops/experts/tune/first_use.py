@@ -116,7 +116,7 @@ def _settle(
 
 
 # The parts of a layer, and a row that is there once a part was measured.
-_PARTS = (("forward", "up"), ("backward", "ring_input"))
+_PARTS = (("forward", "up"), ("backward", "pipeline_input"))
 
 
 def _distributed() -> bool:

@@ -1,7 +1,7 @@
 """Time the candidates of each GEMM of a layer and return the settings of the fastest.
 
 The result has the format of the tables (device/tuning.py): a row "up" or "down" for the blocks of a
-Triton GEMM, "ring_down" for the pipeline of a Hopper GEMM (null where Triton's was faster), and
+Triton GEMM, "pipeline_down" for the pipeline of a Hopper GEMM (null where Triton's was faster), and
 "copy" for [forward, backward].
 """
 
@@ -110,9 +110,9 @@ def _copies_to_try(width: int) -> list[bool]:
 
 def _rows(kernel: str, found: Found) -> Table:
     if isinstance(found.settings, PipelineConfig):
-        return {f"ring_{kernel}": list(found.settings)}
+        return {f"pipeline_{kernel}": list(found.settings)}
     blocks: Table = {kernel: list(found.settings)}
-    return blocks if kernel == "up" else blocks | {f"ring_{kernel}": None}
+    return blocks if kernel == "up" else blocks | {f"pipeline_{kernel}": None}
 
 
 def fastest(kernel: str, call: Call, given: Inputs, *, copied: bool) -> Found:

@@ -55,21 +55,21 @@ def assert_near(found, right, most=4e-3):
 
 
 @mostly_slow(
-    ("across", "inner", "outer", "ring"),
+    ("across", "inner", "outer", "settings"),
     [
-        (True, 192, 256, ("turns", 3)),
-        (False, 192, 256, ("turns", 6)),  # a tile has fewer K blocks than stages
-        (True, 256, 512, ("together", 3, 0, 2)),
-        (False, 256, 256, ("together", 4, 0, 0)),
-        (False, 256, 256, ("together", 4, 0, 3)),
+        (True, 192, 256, ("ping-pong", 3)),
+        (False, 192, 256, ("ping-pong", 6)),  # a tile has fewer K blocks than stages
+        (True, 256, 512, ("cooperative", 3, 0, 2)),
+        (False, 256, 256, ("cooperative", 4, 0, 0)),
+        (False, 256, 256, ("cooperative", 4, 0, 3)),
         # Outer dimensions that are no multiple of a tile: the last one overlaps its neighbour.
-        (True, 64, 208, ("turns", 2)),
-        (False, 256, 272, ("together", 3, 0, 0)),
+        (True, 64, 208, ("ping-pong", 2)),
+        (False, 256, 272, ("cooperative", 3, 0, 0)),
     ],
     keep=(0, 4),
 )
 def test_rows_gemms_by_a_pipeline_are_their_products(
-    across, inner, outer, ring, device, hopper_launch
+    across, inner, outer, settings, device, hopper_launch
 ):
     from acmoe.ops.device.settings import PipelineConfig
 
@@ -77,7 +77,7 @@ def test_rows_gemms_by_a_pipeline_are_their_products(
     a_NI = drawn(plan.num_rows, inner, device=device)
     shape = (inner, outer) if across else (outer, inner)
     weight = drawn(len(COUNTS), *shape, device=device)
-    y_NO = hopper_launch.launch_rows(a_NI, weight, plan, PipelineConfig(*ring), across=across)
+    y_NO = hopper_launch.launch_rows(a_NI, weight, plan, PipelineConfig(*settings), across=across)
     right_NO = torch.zeros(y_NO.shape, dtype=torch.float64, device=device)
     for expert, rows in each_expert(plan):
         w = weight[expert].double()
@@ -88,17 +88,17 @@ def test_rows_gemms_by_a_pipeline_are_their_products(
 
 @pytest.mark.parametrize("over", [False, True])
 @mostly_slow(
-    ("counts", "dim", "hidden", "ring"),
+    ("counts", "dim", "hidden", "settings"),
     [
-        (COUNTS, 128, 256, ("turns", 2, 2)),
-        ((1, 256, 63), 192, 128, ("turns", 4, 1)),
-        ((130, 0, 70), 64, 192, ("turns", 2, 2)),  # the last tile has one panel of two
-        ((70,), 64, 64, ("turns", 2, 1)),  # and the only one
+        (COUNTS, 128, 256, ("ping-pong", 2, 2)),
+        ((1, 256, 63), 192, 128, ("ping-pong", 4, 1)),
+        ((130, 0, 70), 64, 192, ("ping-pong", 2, 2)),  # the last tile has one panel of two
+        ((70,), 64, 64, ("ping-pong", 2, 1)),  # and the only one
     ],
     keep=(1,),
 )
 def test_the_activation_s_backward_behind_the_product(
-    counts, dim, hidden, ring, over, device, hopper_launch
+    counts, dim, hidden, settings, over, device, hopper_launch
 ):
     from acmoe.ops.device.settings import PipelineConfig
 
@@ -110,7 +110,7 @@ def test_the_activation_s_backward_behind_the_product(
     before_NW = h_NW.clone()
     dh_NW = h_NW if over else torch.zeros_like(h_NW)
     found_NF, share_BN = hopper_launch.launch_hidden(
-        x_ND, down_EDF, h_NW, dh_NW, gate_N, plan, PipelineConfig(*ring)
+        x_ND, down_EDF, h_NW, dh_NW, gate_N, plan, PipelineConfig(*settings)
     )
 
     # By autograd: the gradient by h of the sum of gate * (down a) * x.
@@ -141,8 +141,8 @@ def test_weight_gradients_by_a_pipeline_see_their_expert_s_rows_alone(
     plan, routed = plan_of(COUNTS, NOBODY, device), sum(COUNTS)
     p_NO, q_NI = (drawn(plan.num_rows, width, device=device) for width in widths)
     p_NO[routed:] = q_NI[routed:] = torch.nan
-    ring = PipelineConfig("together", 3)
-    dw_EOI = hopper_launch.launch_weights(p_NO, q_NI, plan, ring)
+    settings = PipelineConfig("cooperative", 3)
+    dw_EOI = hopper_launch.launch_weights(p_NO, q_NI, plan, settings)
     for expert, rows in each_expert(plan):
         if COUNTS[expert] == 0:
             assert not dw_EOI[expert].any()
@@ -165,8 +165,8 @@ def test_gathered_weight_gradients_see_their_expert_s_tokens_alone(
     unused_T = torch.ones(len(x_TD), dtype=torch.bool, device=device)
     unused_T[token_N[:routed]] = False
     x_TD[unused_T] = torch.nan
-    ring = PipelineConfig("together", stages)
-    dw = hopper_launch.launch_gathered_weights(x_TD, r_NR, plan, ring, transposed=transposed)
+    settings = PipelineConfig("cooperative", stages)
+    dw = hopper_launch.launch_gathered_weights(x_TD, r_NR, plan, settings, transposed=transposed)
     for expert, rows in each_expert(plan):
         if COUNTS[expert] == 0:
             assert not dw[expert].any()
@@ -199,11 +199,11 @@ def test_a_layer_by_pipelined_gemms_is_the_layer(
     for name in ("launch_weights", "launch_gathered_weights"):
         monkeypatch.setattr(hopper_launch, name, noted(called, getattr(hopper_launch, name)))
     rings = {
-        "ring_hidden/256/256/4": ["turns", 2, 2],
-        "ring_down/256/256/4": ["together", 3, 0, 2],
-        "ring_input/256/256/4": ["turns", 3],
-        "ring_down_weight/256/256/4": ["together", 2, 0, 0, gathers],
-        "ring_up_weight/256/256/4": ["together", 2, 0, 0, gathers],
+        "pipeline_hidden/256/256/4": ["ping-pong", 2, 2],
+        "pipeline_down/256/256/4": ["cooperative", 3, 0, 2],
+        "pipeline_input/256/256/4": ["ping-pong", 3],
+        "pipeline_down_weight/256/256/4": ["cooperative", 2, 0, 0, gathers],
+        "pipeline_up_weight/256/256/4": ["cooperative", 2, 0, 0, gathers],
         "copy/256/256/4": [False, copied],
     }
     monkeypatch.setattr(tuning, "user_table", lambda: rings)
@@ -276,20 +276,20 @@ class TestChoice:
         assert reason in self.obstacle(kernel, sizes, **how)
 
     @pytest.mark.parametrize(
-        ("kernel", "ring", "reason"),
+        ("kernel", "settings", "reason"),
         [
-            ("down", ["together", 5], "5 blocks of 64, more than 256"),
-            ("down", ["together", 3, 0, 4], "4 blocks later, in a pipeline of 3"),
-            ("hidden", ["together", 3, 2], "no GEMM hidden in the form 'together'"),
-            ("up_weight", ["turns", 4], "no GEMM up_weight in the form 'turns'"),
+            ("down", ["cooperative", 5], "5 blocks of 64, more than 256"),
+            ("down", ["cooperative", 3, 0, 4], "4 blocks later, in a pipeline of 3"),
+            ("hidden", ["cooperative", 3, 2], "no GEMM hidden in the form 'cooperative'"),
+            ("up_weight", ["ping-pong", 4], "no GEMM up_weight in the form 'ping-pong'"),
         ],
     )
     def test_a_pipeline_that_would_hang_or_does_not_exist_is_refused(
-        self, kernel, ring, reason, monkeypatch
+        self, kernel, settings, reason, monkeypatch
     ):
         from acmoe.ops.device import tuning
 
-        monkeypatch.setattr(tuning, "_table", lambda: {f"ring_{kernel}/256/256/4": ring})
+        monkeypatch.setattr(tuning, "_table", lambda: {f"pipeline_{kernel}/256/256/4": settings})
         assert reason in self.obstacle(kernel, (256, 256, 4))
 
     @pytest.mark.parametrize(
@@ -324,8 +324,8 @@ class TestChoice:
         """up_weight of rows: 128 of 2F by 256 features; of tokens: 128 features by 256 of 2F."""
         from acmoe.ops.device import tuning
 
-        ring = {"ring_up_weight/192/256/4": ["together", 4, 0, 0, True]}
-        monkeypatch.setattr(tuning, "_table", lambda: ring)
+        settings = {"pipeline_up_weight/192/256/4": ["cooperative", 4, 0, 0, True]}
+        monkeypatch.setattr(tuning, "_table", lambda: settings)
         assert self.obstacle("up_weight", (192, 256, 4), gather=True) is None
         assert "larger than 192 by 512" in self.obstacle("up_weight", (192, 256, 4))
 
@@ -355,8 +355,8 @@ class TestChoice:
 
         for name, row in tuning._table().items():
             kernel, *sizes = name.split("/")
-            if kernel.startswith("ring_") and row is not None:
-                product = kernel.removeprefix("ring_")
+            if kernel.startswith("pipeline_") and row is not None:
+                product = kernel.removeprefix("pipeline_")
                 sizes = tuple(map(int, sizes))
                 gather = product in self.gathering(sizes)
                 assert self.obstacle(product, sizes, gather=gather) is None, name
