@@ -34,6 +34,8 @@ class Row:
     share: float | None  # our training tokens or images, as a share of the paper's
     diverged: tuple[int, int] = (0, 0)  # runs of the condition and of the baseline that diverged
     crossing: int = 0  # pairs whose two runs are of different commits
+    changed: int = 0  # runs of a working tree with uncommitted changes
+    alone: PooledDifference | None = None  # `ours` with the spread of this row's own pairs
 
     @property
     def inside(self) -> bool | None:
@@ -70,6 +72,17 @@ class Row:
         if self.ours is None or self.ours.low is None or self.ours.high is None:
             return "unknown"
         low, high, effect = self.ours.low, self.ours.high, self.claim.effect
+        return self._verdict_of(low, high, effect)
+
+    @property
+    def verdict_alone(self) -> Verdict:
+        """The verdict with the spread of this row's own pairs; `verdict` where that is unknown."""
+        alone = self.alone
+        if self.interim or alone is None or alone.low is None or alone.high is None:
+            return self.verdict
+        return self._verdict_of(alone.low, alone.high, self.claim.effect)
+
+    def _verdict_of(self, low: float, high: float, effect: float | None) -> Verdict:
         if effect is None:
             better, worse = (
                 (high < 0, low > 0) if self.claim.unit == "percent" else (low > 0, high < 0)
@@ -84,14 +97,22 @@ def evidence_rows(claims: Sequence[Claim], records: Mapping[str, Sequence[Record
     """Return a row for each claim and setting; `records` are those of each study.
 
     The spread is pooled over all settings that belong to the same study, metric and pair of
-    conditions; a claim with `own_spread` pools its own settings.
+    conditions; a claim with `own_spread` pools its own settings. Where some of them have all their
+    declared pairs, the spread is theirs: an unfinished setting changes no finished row.
     """
     families: dict[tuple[str, ...], dict[str, list[float]]] = {}
+    finished: dict[tuple[str, ...], set[str]] = {}
     for claim in claims:
         pairs = families.setdefault(_family(claim), {})
+        complete = finished.setdefault(_family(claim), set())
         for setting in claim.settings:
             pairs[setting] = differences(claim, setting, records.get(claim.study, ()))
-    pooled = {family: pooled_differences(pairs) for family, pairs in families.items()}
+            if len(pairs[setting]) >= max(1, claim.declared or 1):
+                complete.add(setting)
+    pooled = {
+        family: pooled_differences(pairs, finished[family] or None)
+        for family, pairs in families.items()
+    }
     return [
         _row(claim, setting, pooled[_family(claim)].get(setting), records.get(claim.study, ()))
         for claim in claims
@@ -121,6 +142,8 @@ def _row(
 ) -> Row:
     runs, base = _pair_of_conditions(claim, setting, records)
     paired = runs.keys() & base.keys()
+    both = [one[seed] for one in (runs, base) for seed in paired]
+    own = pooled_differences({setting: differences(claim, setting, records)})
     return Row(
         claim=claim,
         setting=setting,
@@ -128,6 +151,8 @@ def _row(
         share=_share(claim, [*runs.values(), *base.values()]),
         diverged=(_diverged(runs, paired), _diverged(base, paired)),
         crossing=sum(_commit(runs[seed]) != _commit(base[seed]) for seed in paired),
+        changed=sum(str(_commit(record)).endswith("-dirty") for record in both),
+        alone=own.get(setting),
     )
 
 
