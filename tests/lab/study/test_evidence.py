@@ -288,4 +288,7 @@ def test_every_declared_comparison_of_long_runs_has_a_row() -> None:
             if other == condition and (setting, baseline) in found
         }
         assert declared == {key for key in rows if key[0] == name}
-        assert {rows[key] for key in declared} == {study.seeds} == {study.declared_pairs} == {4}
+        assert all(rows[key] == study.declared(key[3]) for key in declared)
+        assert study.seeds == study.declared_pairs == 4
+        for setting, number in study.declared_in.items():
+            assert number == (1 if ", rate " in setting else 2)

@@ -1,6 +1,8 @@
 """The studies of long runs: their questions, comparisons and the paper's figures."""
 
 from acmoe.lab.study.grids.long import (
+    BYTE_RATES,
+    WORD_RATES,
     long_study,
     long_words_study,
     nano_long,
@@ -38,6 +40,12 @@ LONG = Study(
     data_free=DataFree((TEXT_SETTING,), nano_long),
     seeds=4,
     declared_pairs=4,
+    declared_in={
+        "switch-enwik8, constant": 2,
+        "switch-enwik8, published": 2,
+        **{setting: 1 for setting in BYTE_RATES if "rate" in setting},
+    },
+    rates=BYTE_RATES,
     comparisons=(
         ("adaptive-previous", "smoe"),
         ("adaptive-current", "smoe"),
@@ -63,6 +71,8 @@ LONG_WORDS = Study(
     grid=long_words_study,
     seeds=4,
     declared_pairs=4,
+    declared_in={setting: 1 for setting in WORD_RATES if "rate" in setting},
+    rates=WORD_RATES,
     comparisons=(("adaptive-previous", "smoe"), ("adaptive-current", "smoe")),
     compared=(
         *WORDS[:4],

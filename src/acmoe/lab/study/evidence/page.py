@@ -22,9 +22,9 @@ from acmoe.lab.study.evidence.words import (
     share_text,
     unit,
 )
+from acmoe.lab.study.results.markdown import table
 from acmoe.lab.study.results.page import markers, write_page
 from acmoe.lab.study.results.records import Record, read_results
-from acmoe.lab.study.results.tables import table
 
 SECTION, HEADLINE, SHORT = "evidence", "evidence-headline", "evidence-short"
 IN_FAVOUR = "## In favour"
