@@ -133,3 +133,19 @@ def test_runs_of_a_changed_working_tree_are_counted() -> None:
     row = evidence_rows([CLAIM], {"long": records})[0]
     assert (row.changed, row.crossing) == (1, 1)
     assert "adaptive-previous in a (1 of 6 runs)." in evidence_markdown([row], [])
+
+
+def test_a_pair_that_diverged_was_run_and_leaves_no_verdict() -> None:
+    """The pairs that are left were selected by the outcome, however narrow their interval is."""
+    claim = replace(CLAIM, settings=("a",), declared=4)
+    records = pairs([0.1, 0.0, -0.1, 0.0])
+    assert evidence_rows([claim], {"long": records})[0].verdict == "refuted"
+    records[0] = {**records[0], "metrics": {"diverged": 1.0}}  # plain, seed 0
+    (row,) = evidence_rows([claim], {"long": records})
+    assert (row.pairs, row.ran, row.interim, row.verdict) == (3, 4, False, "unknown")
+    assert row.verdict_alone == "unknown"
+    text = evidence_markdown([row], []).split("## Cannot tell")[1]
+    assert "(n = 3), the paper -5.00%; runs that diverged: 0 adaptive-previous, 1 smoe" in text
+    records[0] = {**records[0], "metrics": {}}  # a run that was not asked for this figure
+    (row,) = evidence_rows([claim], {"long": records})
+    assert (row.pairs, row.ran, row.verdict) == (3, 3, "interim")

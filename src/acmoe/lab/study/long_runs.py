@@ -29,8 +29,8 @@ LONG = Study(
     question="Does adaptive clustering help the paper's EnWik-8 model in runs of 246 million "
     "tokens and more, and does the plain router diverge at a constant rate?",
     note="The recipe switch-enwik8 on enwiki15 bytes: batch statistics, one forward pass per "
-    "update, bf16, 24,576 tokens an update. The rate falls as a cosine from 7e-4 to 7e-5, except "
-    "in `constant`: 7e-4 after a quarter of the updates, no clipping, no balance loss. The paper's "
+    "update, bf16, 24,576 tokens an update, no clipping. The rate falls as a cosine from 7e-4 to "
+    "7e-5, except in `constant`: 7e-4 after a quarter of the updates, no balance loss. The paper's "
     "runs have 1.97 billion tokens. A run has diverged where its last validation loss is 0.3 nats "
     "above its best, or a loss is not finite; the latter have no test figures. `distance` "
     "chooses the nearest expert in M (docs/theory.md) and is run with balance 0.01 only. `fade` is "

@@ -108,7 +108,7 @@ def _long_bytes() -> list[Claim]:
         found += [
             _claim(f"{title}{end}", "long", _LONG_BYTES, **claim),
             _claim(
-                f"{title} at a constant rate, no clipping{end}",
+                f"{title} at a constant rate{end}",
                 "long",
                 constant,
                 **{**alone, "declared": 2},

@@ -41,8 +41,8 @@ LISTS: tuple[tuple[str, tuple[Verdict, ...], str], ...] = (
     (
         "## Cannot tell",
         ("undecided", "unknown"),
-        "The interval holds the paper's effect (for an idea of our own: zero), or there are too "
-        "few pairs for one.",
+        "The interval holds the paper's effect (for an idea of our own: zero), there are too few "
+        "pairs for one, or a run that diverged left a pair without figures.",
     ),
     (
         INTERIM,
