@@ -20,7 +20,11 @@ from acmoe.lab.study.evidence.rows import Row, differences, evidence_rows
 from acmoe.lab.study.evidence.short import headline, short_markdown
 from acmoe.lab.study.registry import STUDIES
 from acmoe.lab.study.results.difference_curves import difference_curve
-from acmoe.lab.study.results.pooled import PooledDifference, pooled_differences
+from acmoe.lab.study.results.pooled import (
+    PooledDifference,
+    detectable_errors,
+    pooled_differences,
+)
 from acmoe.lab.study.results.summary import Group
 from acmoe.lab.study.size import Size
 
@@ -59,9 +63,22 @@ def test_intervals_share_one_standard_deviation() -> None:
     assert found["few"].mean == pytest.approx(1.05)
     assert found["few"].low == pytest.approx(1.05 - reach)
     assert found["few"].high == pytest.approx(1.05 + reach)
-    seen = (stats.t.ppf(0.975, 3) + stats.t.ppf(0.8, 3)) * std / math.sqrt(3)
-    assert found["many"].detectable == pytest.approx(seen)
+    seen = found["many"].detectable
+    assert seen is not None
+    errors = seen / (std / math.sqrt(3))  # the power is that of a noncentral t
+    assert stats.nct.sf(stats.t.ppf(0.975, 3), 3, errors) == pytest.approx(0.8)
     assert "none" not in found
+
+
+@pytest.mark.parametrize("freedom", [2, 3, 14, 100])
+def test_the_detectable_difference_has_a_power_of_80_percent(freedom: int) -> None:
+    found = stats.nct.sf(stats.t.ppf(0.975, freedom), freedom, detectable_errors(freedom))
+    assert found == pytest.approx(0.8, abs=1e-9)
+
+
+def test_two_pairs_alone_have_no_interval() -> None:
+    """One degree of freedom: the limit of t is 12.7, and two pairs may agree by chance."""
+    assert pooled_differences({"a": [1.0, 1.1]})["a"] == (2, pytest.approx(1.05), None, None, None)
 
 
 def test_single_pairs_have_no_interval() -> None:
@@ -271,4 +288,7 @@ def test_every_declared_comparison_of_long_runs_has_a_row() -> None:
             if other == condition and (setting, baseline) in found
         }
         assert declared == {key for key in rows if key[0] == name}
-        assert {rows[key] for key in declared} == {study.seeds} == {study.declared_pairs} == {4}
+        assert all(rows[key] == study.declared(key[3]) for key in declared)
+        assert study.seeds == study.declared_pairs == 4
+        for setting, number in study.declared_in.items():
+            assert number == (1 if ", rate " in setting else 2)

@@ -29,7 +29,6 @@ def test_fewer_pairs_than_declared_have_no_verdict_whatever_the_interval() -> No
     claim = replace(CLAIM, declared=4)
     # Within 0.1 % of zero: an interval that excludes the paper's -5 %.
     for values, verdict, n in (
-        ([0.1, 0.0], "interim", "2 of 4"),
         ([0.1, 0.0, -0.1], "interim", "3 of 4"),
         ([0.1, 0.0, -0.1, 0.0], "refuted", "4"),
         ([0.1, 0.0, -0.1, 0.0, 0.1], "refuted", "5"),
@@ -54,9 +53,12 @@ def test_the_rule_of_fade_is_its_paired_t_test_of_four_pairs() -> None:
         records = pairs(narrow[:n], setting, "fade") + pairs(wide[:n], other, "fade")
         row, beside = evidence_rows([primary, secondary], {"long": records})
         assert row.verdict == verdict
-        assert row.ours is not None and row.ours.low is not None
-        low, high = stats.ttest_1samp(narrow[:n], 0).confidence_interval(0.95)
-        assert (row.ours.low, row.ours.high) == pytest.approx((low, high))
+        assert row.ours is not None
+        if n > 2:
+            low, high = stats.ttest_1samp(narrow[:n], 0).confidence_interval(0.95)
+            assert (row.ours.low, row.ours.high) == pytest.approx((low, high))
+        else:
+            assert row.ours.low is None
         assert beside.verdict == ("secondary" if n == 4 else "interim")
     assert "### Secondary" in evidence_markdown([row, beside], [])
     records = pairs([-0.5, -0.9, 0.4, -0.5], setting, "fade")
@@ -94,3 +96,56 @@ def test_pairs_of_two_commits_and_runs_that_diverged_are_named() -> None:
     (stopped,) = evidence_rows([claim], {"long": records[4:]})
     assert (stopped.pairs, stopped.verdict) == (0, "interim")
     assert "bits: a, no figures (0 of 4 declared pairs)" in evidence_markdown([stopped], [])
+
+
+def test_an_unfinished_setting_changes_no_finished_row() -> None:
+    claim = replace(CLAIM, declared=4)
+    finished = [0.1, 0.0, -0.1, 0.3]
+    for wild in ([], [9.0], [9.0, -9.0, 5.0]):
+        row, other = evidence_rows([claim], {"long": pairs(finished, "a") + pairs(wild, "b")})
+        low, high = stats.ttest_1samp(finished, 0).confidence_interval(0.95)
+        assert row.ours is not None
+        assert (row.ours.low, row.ours.high) == pytest.approx((low, high))
+        assert other.verdict == ("interim" if wild else "never run")
+    both = pairs(finished, "a") + pairs([9.0, -9.0, 5.0, 0.0], "b")
+    row, other = evidence_rows([claim], {"long": both})
+    assert row.ours is not None and row.ours.low is not None and row.ours.low < low
+
+
+def test_a_row_that_pooling_decides_is_named() -> None:
+    """Alone, a's three pairs exclude zero on neither side; b is so even that both together do."""
+    gain = [-3.0, -5.0, -10.0]
+    even = [0.0, 0.1, -0.1, 0.0, 0.1, -0.1, 0.0, 0.1]
+    row, other = evidence_rows([CLAIM], {"long": pairs(gain, "a") + pairs(even, "b")})
+    assert stats.ttest_1samp(gain, 0).pvalue > 0.05
+    assert (row.verdict, row.verdict_alone) == ("supported", "undecided")
+    text = evidence_markdown([row, other], [])
+    low, high = stats.ttest_1samp(gain, 0).confidence_interval(0.95)
+    assert f'another list: bits, a: [{low:+.2f}, {high:+.2f}], "Cannot tell".' in text
+    assert "no row changes lists" in evidence_markdown([other], [])
+
+
+def test_runs_of_a_changed_working_tree_are_counted() -> None:
+    records = pairs([0.0, 0.1, 0.2])
+    for line in records:
+        line["environment"] = {"commit": "abc"}
+    records[1]["environment"] = {"commit": "abc-dirty"}
+    row = evidence_rows([CLAIM], {"long": records})[0]
+    assert (row.changed, row.crossing) == (1, 1)
+    assert "adaptive-previous in a (1 of 6 runs)." in evidence_markdown([row], [])
+
+
+def test_a_pair_that_diverged_was_run_and_leaves_no_verdict() -> None:
+    """The pairs that are left were selected by the outcome, however narrow their interval is."""
+    claim = replace(CLAIM, settings=("a",), declared=4)
+    records = pairs([0.1, 0.0, -0.1, 0.0])
+    assert evidence_rows([claim], {"long": records})[0].verdict == "refuted"
+    records[0] = {**records[0], "metrics": {"diverged": 1.0}}  # plain, seed 0
+    (row,) = evidence_rows([claim], {"long": records})
+    assert (row.pairs, row.ran, row.interim, row.verdict) == (3, 4, False, "unknown")
+    assert row.verdict_alone == "unknown"
+    text = evidence_markdown([row], []).split("## Cannot tell")[1]
+    assert "(n = 3), the paper -5.00%; runs that diverged: 0 adaptive-previous, 1 smoe" in text
+    records[0] = {**records[0], "metrics": {}}  # a run that was not asked for this figure
+    (row,) = evidence_rows([claim], {"long": records})
+    assert (row.pairs, row.ran, row.verdict) == (3, 3, "interim")

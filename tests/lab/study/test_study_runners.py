@@ -82,6 +82,21 @@ def test_words_are_scored_twice_and_finetuned(tmp_path):
         materials.words(3, 20)
 
 
+def test_words_are_found_again_where_the_data_folder_was_moved(tmp_path):
+    """The prepared source has links to the texts; they follow --data, and the corpus stays."""
+    folder = tmp_path / "data" / "enwiki15-words"
+    folder.mkdir(parents=True)
+    for split in ("train_00", "valid", "test"):
+        (folder / f"{split}.txt").write_text("the red cat\n" * 9)
+    before = Materials(data=tmp_path / "data", work=tmp_path / "work").words(1, 20)
+    (tmp_path / "data").rename(tmp_path / "moved")
+    after = Materials(data=tmp_path / "moved", work=tmp_path / "work").words(1, 20)
+    assert after == before
+    links = list((tmp_path / "work" / "words-1-source").iterdir())
+    assert {link.readlink().parent for link in links} == {tmp_path / "moved" / "enwiki15-words"}
+    assert len(links) == 3
+
+
 def test_images_are_scored_and_attacked(tmp_path):
     attacks = (
         replace(attack_config("fgsm"), limit=8, batch=8),

@@ -118,7 +118,7 @@ def test_a_comparison_with_fewer_pairs_than_declared_has_no_test():
     lines = [dict(line, study="long") for line in three_seeds()]
     page = study_markdown(summarise(STUDIES["long"], lines), [])
     assert "| 3 of 4 | -0.2000 [-0.4484, +0.0484] | -8.00 |  |  |  |  |" in page
-    assert "1 of 1 comparisons in test bits per byte have fewer than the 4 declared" in page
+    assert "1 of 1 comparisons in test bits per byte have fewer pairs than declared" in page
     assert "below 0.05" not in page
     last = [record("smoe", 3, 1.5), record("adaptive-previous", 3, 1.4), record("fade", 3, 1.4)]
     lines += [dict(line, study="long") for line in last]
@@ -126,7 +126,7 @@ def test_a_comparison_with_fewer_pairs_than_declared_has_no_test():
     assert "| adaptive-previous | smoe | 4 | -0.1750 [" in page
     assert "1 comparison in test bits per byte was tested (paired t, Holm" in page
     assert "| fade | smoe | 1 of 4 | -0.1000 | -6.67 |  |  |  |  |" in page
-    assert "1 of 2 comparisons in test bits per byte have fewer than" in page
+    assert "1 of 2 comparisons in test bits per byte have fewer pairs than" in page
 
 
 def test_other_sizes_and_settings_are_never_compared():

@@ -1,6 +1,8 @@
 """The studies of long runs: their questions, comparisons and the paper's figures."""
 
 from acmoe.lab.study.grids.long import (
+    BYTE_RATES,
+    WORD_RATES,
     long_study,
     long_words_study,
     nano_long,
@@ -27,8 +29,8 @@ LONG = Study(
     question="Does adaptive clustering help the paper's EnWik-8 model in runs of 246 million "
     "tokens and more, and does the plain router diverge at a constant rate?",
     note="The recipe switch-enwik8 on enwiki15 bytes: batch statistics, one forward pass per "
-    "update, bf16, 24,576 tokens an update. The rate falls as a cosine from 7e-4 to 7e-5, except "
-    "in `constant`: 7e-4 after a quarter of the updates, no clipping, no balance loss. The paper's "
+    "update, bf16, 24,576 tokens an update, no clipping. The rate falls as a cosine from 7e-4 to "
+    "7e-5, except in `constant`: 7e-4 after a quarter of the updates, no balance loss. The paper's "
     "runs have 1.97 billion tokens. A run has diverged where its last validation loss is 0.3 nats "
     "above its best, or a loss is not finite; the latter have no test figures. `distance` "
     "chooses the nearest expert in M (docs/theory.md) and is run with balance 0.01 only. `fade` is "
@@ -38,6 +40,12 @@ LONG = Study(
     data_free=DataFree((TEXT_SETTING,), nano_long),
     seeds=4,
     declared_pairs=4,
+    declared_in={
+        "switch-enwik8, constant": 2,
+        "switch-enwik8, published": 2,
+        **{setting: 1 for setting in BYTE_RATES if "rate" in setting},
+    },
+    rates=BYTE_RATES,
     comparisons=(
         ("adaptive-previous", "smoe"),
         ("adaptive-current", "smoe"),
@@ -63,6 +71,8 @@ LONG_WORDS = Study(
     grid=long_words_study,
     seeds=4,
     declared_pairs=4,
+    declared_in={setting: 1 for setting in WORD_RATES if "rate" in setting},
+    rates=WORD_RATES,
     comparisons=(("adaptive-previous", "smoe"), ("adaptive-current", "smoe")),
     compared=(
         *WORDS[:4],

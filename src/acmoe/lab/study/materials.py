@@ -11,6 +11,7 @@ A study needs only the data sets that it reads.
 """
 
 import hashlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,8 +90,7 @@ class Materials:
         chosen = self.work / f"words-{parts}-source"
         chosen.mkdir(parents=True, exist_ok=True)
         for file in (*files[:parts], *source.glob("valid.txt*"), *source.glob("test.txt*")):
-            if not (chosen / file.name).exists():
-                (chosen / file.name).symlink_to(file.resolve())
+            _link(chosen / file.name, file.resolve())
         config = PrepareConfig(max_vocabulary=vocabulary, title="enwiki15 words")
         return self._corpus("words", chosen, f"words-{parts}-{vocabulary}", config)
 
@@ -145,6 +145,16 @@ class Materials:
         out = self.work / name
         build_folder(out, lambda new: np.save(new / "tokens.npy", encode()), out.is_dir)
         return out / "tokens.npy"
+
+
+def _link(path: Path, target: Path) -> None:
+    """Point a symbolic link to the file; other processes may do the same at the same time."""
+    if path.is_symlink() and path.readlink() == target:
+        return
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new.unlink(missing_ok=True)
+    new.symlink_to(target)
+    os.replace(new, path)  # also replaces a link into a data folder that was moved
 
 
 def _only_file(folder: Path) -> Path:

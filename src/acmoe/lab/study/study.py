@@ -1,7 +1,7 @@
 """The definition of a study: a question, a grid of cells, and the comparisons that answer it."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from acmoe.errors import check
@@ -56,6 +56,10 @@ class Study:
     # Pairs that were declared before the runs: a comparison with fewer is interim and has no test.
     # None: no number was declared.
     declared_pairs: int | None = None
+    # Settings for which another number was declared.
+    declared_in: Mapping[str, int] = field(default_factory=dict)
+    # Settings that differ in their learning rate alone, with the rate of each, ascending.
+    rates: Mapping[str, float] = field(default_factory=dict)
     first_seed: int = 0
     comparisons: tuple[tuple[str, str], ...]  # (condition, baseline)
     compared: tuple[Metric, ...]  # tested metrics; the first is the primary one
@@ -78,9 +82,9 @@ class Study:
         """The settings that need no data folder although the study reads data."""
         return () if self.data_free is None else self.data_free.settings
 
-    def is_interim(self, pairs: int) -> bool:
-        """Return True where a comparison of so many pairs has fewer than were declared."""
-        return self.declared_pairs is not None and pairs < self.declared_pairs
+    def declared(self, setting: str) -> int | None:
+        """Return the number of pairs that was declared for a setting; None: no number was."""
+        return self.declared_in.get(setting, self.declared_pairs)
 
     def cells(
         self, materials: Materials, size: Size, seeds: Sequence[int], settings: Sequence[str] = ()

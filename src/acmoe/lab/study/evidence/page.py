@@ -22,11 +22,12 @@ from acmoe.lab.study.evidence.words import (
     share_text,
     unit,
 )
+from acmoe.lab.study.results.markdown import table
 from acmoe.lab.study.results.page import markers, write_page
 from acmoe.lab.study.results.records import Record, read_results
-from acmoe.lab.study.results.tables import table
 
 SECTION, HEADLINE, SHORT = "evidence", "evidence-headline", "evidence-short"
+IN_FAVOUR = "## In favour"
 INTERIM = "### Interim: fewer pairs than declared"
 # Headings in their order, the verdicts below each, and what these mean. A heading of the third
 # level is left out where no row is below it.
@@ -40,8 +41,8 @@ LISTS: tuple[tuple[str, tuple[Verdict, ...], str], ...] = (
     (
         "## Cannot tell",
         ("undecided", "unknown"),
-        "The interval holds the paper's effect (for an idea of our own: zero), or there are too "
-        "few pairs for one.",
+        "The interval holds the paper's effect (for an idea of our own: zero), there are too few "
+        "pairs for one, or a run that diverged left a pair without figures.",
     ),
     (
         INTERIM,
@@ -105,12 +106,11 @@ def evidence_markdown(rows: Sequence[Row], images: Sequence[str]) -> str:
     )
     run = [row for row in rows if row.has_runs]
     parts = [table(header, [_cells(row) for row in run])]
-    if crossing := [row for row in run if row.crossing]:
-        parts.append(_crossing(crossing))
+    parts += [text for text in (_crossing(run), _changed(run), _pooling(run)) if text]
     parts += [f"![Our differences as shares of the paper's effect]({image})" for image in images]
     if supported := [row for row in rows if row.verdict == "supported"]:
         parts.append(
-            "## In favour\n\nThe interval excludes zero, on the side of a gain. Intervals are not "
+            f"{IN_FAVOUR}\n\nThe interval excludes zero, on the side of a gain. Intervals are not "
             "corrected for the number of rows: one in twenty excludes the truth by chance, so that "
             "a single row without a declared test confirms nothing."
         )
@@ -126,7 +126,44 @@ def evidence_markdown(rows: Sequence[Row], images: Sequence[str]) -> str:
 def _crossing(rows: Sequence[Row]) -> str:
     """Name the rows in which some pairs have two runs of different commits."""
     found = [f"{row.claim.condition} in {row.setting} ({row.crossing})" for row in rows]
-    return f"Pairs whose two runs are of different commits: {'; '.join(found)}."
+    found = [text for text, row in zip(found, rows, strict=True) if row.crossing]
+    return f"Pairs whose two runs are of different commits: {'; '.join(found)}." if found else ""
+
+
+def _changed(rows: Sequence[Row]) -> str:
+    """Name the rows with runs whose code no commit has exactly."""
+    found = [
+        f"{row.claim.condition} in {row.setting} ({row.changed} of {2 * row.pairs} runs)"
+        for row in rows
+        if row.changed
+    ]
+    if not found:
+        return ""
+    return (
+        f"Runs of a working tree with uncommitted changes, whose code no commit has exactly: "
+        f"{'; '.join(found)}."
+    )
+
+
+def _pooling(rows: Sequence[Row]) -> str:
+    """Name the rows that would be in another list with the spread of their own pairs."""
+    lists = {verdict: heading for heading, verdicts, _ in LISTS for verdict in verdicts}
+    lists["supported"] = IN_FAVOUR
+    found = []
+    for row in rows:
+        alone = row.alone
+        if row.verdict_alone == row.verdict or alone is None or alone.low is None:
+            continue
+        heading = lists[row.verdict_alone].strip("# ")
+        found.append(
+            f'{row.claim.title}, {row.setting}: [{alone.low:+.2f}, {alone.high:+.2f}], "{heading}"'
+        )
+    if not found:
+        return "With the spread of its own pairs in place of the pooled one, no row changes lists."
+    return (
+        "With the spread of its own pairs in place of the pooled one, a row would be in another "
+        f"list: {'; '.join(found)}."
+    )
 
 
 def _list(rows: Sequence[Row]) -> str:

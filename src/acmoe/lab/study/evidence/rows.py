@@ -17,7 +17,7 @@ from acmoe.lab.study.results.records import DONE, Record, latest
 # refuted        the interval excludes the paper's effect and is on the wrong side of it
 # supported      the interval excludes zero, on the side of the paper's effect
 # undecided      the interval holds the paper's effect
-# unknown        too few pairs for an interval
+# unknown        too few pairs for an interval, or a run that diverged left a pair without figures
 # An idea of our own has no effect to hold: refuted is a loss, undecided an interval with zero.
 Verdict = Literal[
     "never run", "interim", "secondary", "refuted", "supported", "undecided", "unknown"
@@ -34,6 +34,9 @@ class Row:
     share: float | None  # our training tokens or images, as a share of the paper's
     diverged: tuple[int, int] = (0, 0)  # runs of the condition and of the baseline that diverged
     crossing: int = 0  # pairs whose two runs are of different commits
+    ran: int = 0  # pairs of runs that ended, with figures or diverged
+    changed: int = 0  # runs of a working tree with uncommitted changes
+    alone: PooledDifference | None = None  # `ours` with the spread of this row's own pairs
 
     @property
     def inside(self) -> bool | None:
@@ -45,9 +48,14 @@ class Row:
 
     @property
     def interim(self) -> bool:
-        """True where the row has runs, and fewer pairs than were declared."""
+        """True where the row has runs, and fewer pairs were run than were declared."""
         declared = self.claim.declared
-        return self.has_runs and declared is not None and self.pairs < declared
+        return self.has_runs and declared is not None and max(self.ran, self.pairs) < declared
+
+    @property
+    def incomplete(self) -> bool:
+        """True where a pair has no figures because a run diverged: the rest is a selection."""
+        return self.pairs < self.ran
 
     @property
     def pairs(self) -> int:
@@ -67,9 +75,22 @@ class Row:
             return "interim"
         if not self.claim.decisive:
             return "secondary"
-        if self.ours is None or self.ours.low is None or self.ours.high is None:
+        ours = self.ours
+        if ours is None or ours.low is None or ours.high is None or self.incomplete:
             return "unknown"
-        low, high, effect = self.ours.low, self.ours.high, self.claim.effect
+        return self._verdict_of(ours.low, ours.high, self.claim.effect)
+
+    @property
+    def verdict_alone(self) -> Verdict:
+        """The verdict with the spread of this row's own pairs; `verdict` where that is unknown."""
+        alone = self.alone
+        unknown = alone is None or alone.low is None or alone.high is None
+        if unknown or self.verdict in ("interim", "secondary", "unknown"):
+            return self.verdict
+        assert alone is not None and alone.low is not None and alone.high is not None
+        return self._verdict_of(alone.low, alone.high, self.claim.effect)
+
+    def _verdict_of(self, low: float, high: float, effect: float | None) -> Verdict:
         if effect is None:
             better, worse = (
                 (high < 0, low > 0) if self.claim.unit == "percent" else (low > 0, high < 0)
@@ -84,14 +105,22 @@ def evidence_rows(claims: Sequence[Claim], records: Mapping[str, Sequence[Record
     """Return a row for each claim and setting; `records` are those of each study.
 
     The spread is pooled over all settings that belong to the same study, metric and pair of
-    conditions; a claim with `own_spread` pools its own settings.
+    conditions; a claim with `own_spread` pools its own settings. Where some of them have all their
+    declared pairs, the spread is theirs: an unfinished setting changes no finished row.
     """
     families: dict[tuple[str, ...], dict[str, list[float]]] = {}
+    finished: dict[tuple[str, ...], set[str]] = {}
     for claim in claims:
         pairs = families.setdefault(_family(claim), {})
+        complete = finished.setdefault(_family(claim), set())
         for setting in claim.settings:
             pairs[setting] = differences(claim, setting, records.get(claim.study, ()))
-    pooled = {family: pooled_differences(pairs) for family, pairs in families.items()}
+            if len(pairs[setting]) >= max(1, claim.declared or 1):
+                complete.add(setting)
+    pooled = {
+        family: pooled_differences(pairs, finished[family] or None)
+        for family, pairs in families.items()
+    }
     return [
         _row(claim, setting, pooled[_family(claim)].get(setting), records.get(claim.study, ()))
         for claim in claims
@@ -121,6 +150,8 @@ def _row(
 ) -> Row:
     runs, base = _pair_of_conditions(claim, setting, records)
     paired = runs.keys() & base.keys()
+    both = [one[seed] for one in (runs, base) for seed in paired]
+    own = pooled_differences({setting: differences(claim, setting, records)})
     return Row(
         claim=claim,
         setting=setting,
@@ -128,6 +159,9 @@ def _row(
         share=_share(claim, [*runs.values(), *base.values()]),
         diverged=(_diverged(runs, paired), _diverged(base, paired)),
         crossing=sum(_commit(runs[seed]) != _commit(base[seed]) for seed in paired),
+        ran=sum(_has_ended(claim, runs[seed], base[seed]) for seed in paired),
+        changed=sum(str(_commit(record)).endswith("-dirty") for record in both),
+        alone=own.get(setting),
     )
 
 
@@ -166,6 +200,13 @@ def _pair_of_conditions(
 
 def _diverged(runs: Mapping[int, Record], seeds: set[int]) -> int:
     return sum(runs[seed]["metrics"].get("diverged", 0.0) > 0 for seed in seeds)
+
+
+def _has_ended(claim: Claim, run: Record, base: Record) -> bool:
+    """Return True where both runs have the figure, or one diverged; older runs may not have it."""
+    metrics = [record["metrics"] for record in (run, base)]
+    diverged = any(found.get("diverged", 0.0) > 0 for found in metrics)
+    return diverged or all(claim.metric in found for found in metrics)
 
 
 def _commit(record: Record) -> object:

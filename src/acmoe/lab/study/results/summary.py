@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from acmoe.errors import check
 from acmoe.lab.study.results.comparable import check_comparable
 from acmoe.lab.study.results.records import DONE, Record, latest
-from acmoe.lab.study.results.statistics import Difference, Spread, holm, paired_difference
+from acmoe.lab.study.results.statistics import (
+    FEWEST_PAIRS,
+    Difference,
+    Spread,
+    holm,
+    paired_difference,
+)
 from acmoe.lab.study.study import Metric, Study
 
 STEP_TIME = "step_ms"  # it depends on how many cells share the device
@@ -21,12 +27,22 @@ class Compared:
     condition: str
     baseline: str
     difference: Difference
+    declared: int | None  # pairs that were declared for the setting; None: no number was
     # The difference in percent of the baseline's mean over the pairs; None where that is 0.
     relative: float | None
-    # Corrected over the study's comparisons in this metric that have their declared pairs; None for
-    # an interim one, which is not tested.
+    # Corrected over the study's tested comparisons in this metric; None for one without a test.
     holm_t: float | None
     holm_flip: float | None
+
+    @property
+    def interim(self) -> bool:
+        """True where there are fewer pairs than were declared."""
+        return self.declared is not None and self.difference.n < self.declared
+
+    @property
+    def tested(self) -> bool:
+        """True where the comparison has a test; with declared pairs, three are the fewest."""
+        return _is_tested(self.difference, self.declared)
 
 
 def jobs_of(record: Record) -> int:
@@ -123,7 +139,7 @@ def summarise(study: Study, records: Sequence[Record]) -> Summary:
 def _compared(study: Study, metric: Metric, groups: Sequence[Group]) -> list[Compared]:
     """Compare in one metric; all settings and comparisons form one family for the correction.
 
-    An interim comparison, of fewer pairs than declared, does not belong to the family yet.
+    A comparison without a test, such as one of fewer pairs than declared, is not in the family.
     """
     found = []
     for group in (group for group in groups if metric.is_of(group.setting)):
@@ -132,7 +148,9 @@ def _compared(study: Study, metric: Metric, groups: Sequence[Group]) -> list[Com
             difference = paired_difference(group.by_seed(condition, metric.key), base)
             if difference is not None:
                 found.append((group, condition, baseline, difference))
-    tested = [not study.is_interim(difference.n) for *_, difference in found]
+    tested = [
+        _is_tested(difference, study.declared(group.setting)) for group, *_, difference in found
+    ]
     differences = [difference for *_, difference in found]
     holm_t = _holm_where(tested, [difference.p_t for difference in differences])
     flips = _holm_where(tested, [difference.p_flip for difference in differences])
@@ -143,6 +161,7 @@ def _compared(study: Study, metric: Metric, groups: Sequence[Group]) -> list[Com
             condition=condition,
             baseline=baseline,
             difference=difference,
+            declared=study.declared(group.setting),
             relative=_percent(difference, group, condition, baseline, metric.key),
             holm_t=p_t,
             holm_flip=flip,
@@ -151,6 +170,10 @@ def _compared(study: Study, metric: Metric, groups: Sequence[Group]) -> list[Com
             found, holm_t, flips, strict=True
         )
     ]
+
+
+def _is_tested(difference: Difference, declared: int | None) -> bool:
+    return declared is None or difference.n >= max(declared, FEWEST_PAIRS)
 
 
 def _holm_where(tested: Sequence[bool], p_values: Sequence[float | None]) -> list[float | None]:

@@ -2,28 +2,35 @@
 
 from collections.abc import Sequence
 
+from acmoe.lab.study.results.chosen_rates import chosen_rates
+from acmoe.lab.study.results.in_short import in_short
+from acmoe.lab.study.results.markdown import table
 from acmoe.lab.study.results.overall import overall
 from acmoe.lab.study.results.robustness import robustness_rows
 from acmoe.lab.study.results.scale_effect import points_of, scale_effect
 from acmoe.lab.study.results.statistics import Spread
 from acmoe.lab.study.results.summary import Compared, Group, Summary
-from acmoe.lab.study.study import Metric, Study
+from acmoe.lab.study.study import Metric
 
 
 def study_markdown(summary: Summary, images: Sequence[str]) -> str:
     """Return the study's section of the page; `images` are paths relative to the page."""
     study = summary.study
     parts = [study.question, *([study.note] if study.note else [])]
+    if study.declared_pairs is not None:
+        parts.append(in_short(summary))
     for group in summary.groups:
         parts.append(f"### {group.setting}")
         parts.append(_origin(summary, group))
         parts.append(_figures(group, study.compared))
         if differences := summary.in_group(group):
-            parts.append(_differences(study, differences))
+            parts.append(_differences(differences))
         if descriptive := [m for m in study.descriptive if _measured(group, m)]:
             parts.append(_figures(group, descriptive))
         if rows := robustness_rows(study, group):
             parts.append(_robustness(summary, rows))
+    if chosen := chosen_rates(summary):
+        parts.append(chosen)
     if study.routing_curves:
         parts.append(_ROUTING_CURVES)
     parts += [f"![{study.name}]({image})" for image in images]
@@ -38,12 +45,6 @@ def study_markdown(summary: Summary, images: Sequence[str]) -> str:
     if study.paper:
         parts.append(_paper(summary))
     return "\n\n".join(parts) + "\n"
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-    lines = ["| " + " | ".join(row) + " |" for row in (header, *rows)]
-    return "\n".join([lines[0], "|" + "---|" * len(header), *lines[1:]])
 
 
 _ROUTING_CURVES = (
@@ -119,14 +120,13 @@ def _spread(spread: Spread | None, metric: Metric) -> str:
     return f"{spread.mean:.{metric.digits}f}{tail}"
 
 
-def _differences(study: Study, comparisons: Sequence[Compared]) -> str:
+def _differences(comparisons: Sequence[Compared]) -> str:
     """Show every comparison; one with fewer pairs than declared has no test."""
     header = ["metric", "condition", "minus", "n", "difference [95 %]", "%"]
     header += ["p (t)", "Holm", "p (sign flips)", "Holm"]
     rows = []
     for one in comparisons:
         found, digits = one.difference, one.metric.digits
-        interim = study.is_interim(found.n)
         tests = (found.p_t, one.holm_t, found.p_flip, one.holm_flip)
         interval = ""
         if found.low is not None and found.high is not None:
@@ -136,10 +136,10 @@ def _differences(study: Study, comparisons: Sequence[Compared]) -> str:
                 one.metric.label,
                 one.condition,
                 one.baseline,
-                f"{found.n} of {study.declared_pairs}" if interim else str(found.n),
+                f"{found.n} of {one.declared}" if one.interim else str(found.n),
                 f"{found.mean:+.{digits}f}{interval}",
                 "" if one.relative is None else f"{one.relative:+.2f}",
-                *("" if interim else _p(p) for p in tests),
+                *(_p(p) if one.tested else "" for p in tests),
             ]
         )
     return table(header, rows)
@@ -161,13 +161,12 @@ def _verdicts(summary: Summary) -> str:
 
 
 def _verdict(summary: Summary, primary: Metric) -> str:
-    study = summary.study
     all_of_them = [one for one in summary.comparisons if one.metric == primary]
-    family = [one for one in all_of_them if not study.is_interim(one.difference.n)]
-    interim = len(all_of_them) - len(family)
+    family = [one for one in all_of_them if one.tested]
+    untested = len(all_of_them) - len(family)
     missing = (
-        f"{interim} of {len(all_of_them)} comparisons in {primary.label} have fewer than the "
-        f"{study.declared_pairs} declared pairs, and no test."
+        f"{untested} of {len(all_of_them)} comparisons in {primary.label} have fewer pairs than "
+        "declared, or fewer than three, and no test."
     )
     if not family:
         return missing
@@ -185,7 +184,7 @@ def _verdict(summary: Summary, primary: Metric) -> str:
         f"{len(family)} {'comparison' if one else 'comparisons'} in {primary.label} "
         f"{'was' if one else 'were'} tested (paired t, Holm-corrected over all of them); below "
         f"0.05: {listed}."
-    ) + (f" {missing}" if interim else "")
+    ) + (f" {missing}" if untested else "")
 
 
 def _overall(summary: Summary) -> str:
