@@ -26,7 +26,7 @@ from transformers import (
 import acmoe
 import acmoe.hf
 from acmoe import AdaptiveConfig, UserError
-from acmoe.hf import auto, classes
+from acmoe.hf.checkpoints import auto, classes
 
 REFUSED = {"doge"}  # it has no router module
 

@@ -4,7 +4,7 @@
 `MixtralConfig` into an `AdaptiveMixtralConfig`, whose model type is "acmoe_mixtral". Loading builds
 the subclass, which attaches itself as its config says, and so finds a place for the statistics.
 Without acmoe the model type is unknown, and transformers refuses the checkpoint: it would otherwise
-run the plain model. `acmoe.hf.auto` registers the classes.
+run the plain model. `acmoe.hf.checkpoints.auto` registers the classes.
 """
 
 import copy
@@ -18,12 +18,12 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from acmoe.hf.adapters import StatisticsBeside, follow_peft
 from acmoe.hf.adaptive import AdaptivePart
-from acmoe.hf.auto import NAME, PREFIX, register_config, register_model
-from acmoe.hf.conversion import by_module_names
-from acmoe.hf.options import attach_arguments
-from acmoe.hf.wrappers import outermost_models
+from acmoe.hf.checkpoints.adapters import StatisticsBeside, follow_peft
+from acmoe.hf.checkpoints.auto import NAME, PREFIX, register_config, register_model
+from acmoe.hf.checkpoints.conversion import by_module_names
+from acmoe.hf.checkpoints.options import attach_arguments
+from acmoe.hf.checkpoints.wrappers import outermost_models
 from acmoe.routing.statistics.step import StepStatistics
 
 _CONFIGS: dict[type[PreTrainedConfig], type[PreTrainedConfig]] = {}  # plain class -> adaptive

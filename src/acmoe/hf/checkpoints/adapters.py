@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from acmoe.errors import UserError
-from acmoe.hf.statistics import FILE, has_statistics, load_statistics, save_statistics
+from acmoe.hf.checkpoints.statistics import FILE, has_statistics, load_statistics, save_statistics
 
 LOG = logging.getLogger("acmoe")
 FOLLOWED = "_acmoe_follows"  # attribute of a method that `follow_peft` has put in

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from acmoe.errors import UserError, check, first_line
 from acmoe.hf.adaptive import AdaptivePart
-from acmoe.hf.wrappers import outermost_models, unwrapped_name
+from acmoe.hf.checkpoints.wrappers import outermost_models, unwrapped_name
 from acmoe.routing.statistics import ClusterStatistics
 from acmoe.routing.statistics.step import StepStatistics
 
