@@ -118,6 +118,32 @@ def test_every_adapter_has_the_statistics_beside_it_and_a_plain_model_none(tmp_p
         assert not [*(tmp_path / folder).rglob("acmoe_statistics.*")]
 
 
+def test_an_adapter_without_statistics_does_not_get_those_of_an_earlier_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Saving it removes them. A program without acmoe does not, and leaves a file that is not of
+    the weights beside it."""
+    earlier = train(adapted("attach, LoRA", **PLACES["attention"]))
+    plain = train(peft.get_peft_model(build("mixtral"), lora(**PLACES["attention"])))
+    file = tmp_path / "acmoe_statistics.safetensors"
+
+    earlier.save_pretrained(tmp_path)
+    plain.save_pretrained(tmp_path)
+    assert not file.exists()
+
+    earlier.save_pretrained(tmp_path)
+    type(plain).save_pretrained.__wrapped__(plain, tmp_path)
+    assert file.exists()
+    peft.PeftModel.from_pretrained(build("mixtral"), tmp_path)
+    loaded = peft.PeftModel.from_pretrained(attach(build("mixtral")), tmp_path).eval()
+    assert [one.message.count("was saved with another adapter") for one in caplog.records] == [1, 1]
+    assert all((one.weight == 0).all() for one in statistics(loaded))
+    assert torch.equal(logits(loaded, **X), logits(plain, **X))
+    acmoe.hf.load_statistics(loaded, tmp_path)  # a user may say that they belong together
+    for one, other in zip(statistics(loaded), statistics(earlier), strict=True):
+        assert torch.equal(one.weight, other.weight)
+
+
 def test_peft_may_be_imported_after_the_model_was_attached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

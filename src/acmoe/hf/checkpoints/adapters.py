@@ -3,9 +3,14 @@
 A file of adapters holds only weights that were trained, while the statistics have moved too. So
 they are written beside the adapters, and loaded with them: where transformers saves the adapters of
 a model (`StatisticsBeside`), and where a `PeftModel` around the model does (`follow_peft`).
+
+A folder may be used again. Saving an adapter without statistics removes the file of an earlier one.
+A program that does not import acmoe leaves it, so the file holds a digest of its adapter's weights,
+and is not loaded with others.
 """
 
 import functools
+import hashlib
 import inspect
 import logging
 import os
@@ -14,13 +19,15 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 from torch import nn
 
 from acmoe.errors import UserError
-from acmoe.hf.checkpoints.statistics import FILE, has_statistics, load_statistics, save_statistics
+from acmoe.hf.checkpoints.statistics import FILE, has_statistics, load_statistics, write_statistics
 
 LOG = logging.getLogger("acmoe")
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # PEFT loads the first that exists
 FOLLOWED = "_acmoe_follows"  # attribute of a method that `follow_peft` has put in
 
 
@@ -51,19 +58,50 @@ class StatisticsBeside:
 
 
 def save_beside(model: Any, directories: Iterable[str | os.PathLike[str]]) -> None:
-    """Write the statistics of a model, if it has any, to the folders of its adapters."""
-    if not has_statistics(model):
-        return
+    """Write the statistics of a model to the folders of its adapters, whose weights are there.
+
+    If it has none, or they cannot be written, remove what an earlier adapter left there.
+    """
+    found = has_statistics(model)
+    for path in (Path(directory) / FILE for directory in directories):
+        try:
+            if found:
+                write_statistics(model, path, adapter=_digest(path.parent) or "")
+                continue
+        except UserError as error:  # the adapters are saved, and training must go on
+            LOG.warning("the statistics were not saved with the adapters: %s", error)
+        path.unlink(missing_ok=True)
+
+
+def _digest(directory: Path) -> str | None:
+    """Return a digest of the weights of the adapter in a folder; None if there is no such file."""
+    for path in (directory / name for name in WEIGHTS):
+        if path.is_file():
+            with path.open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+    return None
+
+
+def _is_of_another(path: Path) -> bool:
+    """Return True if the statistics in a file were saved with other weights than lie beside it."""
     try:
-        for directory in directories:
-            save_statistics(model, directory)
-    except UserError as error:  # the adapters are saved, and training must go on
-        LOG.warning("the statistics were not saved with the adapters: %s", error)
+        with safetensors.safe_open(path, framework="pt") as file:
+            digest = (file.metadata() or {}).get("adapter")
+    except safetensors.SafetensorError:  # reading the tensors raises, and says what to do
+        return False
+    return bool(digest) and digest != _digest(path.parent)
 
 
 def load_beside(model: Any, directory: Any) -> None:
     """Load the statistics that lie beside an adapter, if any; warn if the model has none."""
     if not isinstance(directory, str | os.PathLike) or not (Path(directory) / FILE).is_file():
+        return
+    if _is_of_another(Path(directory) / FILE):
+        LOG.warning(
+            "%s was saved with another adapter than the one beside it, and is not loaded; delete "
+            "it, or call acmoe.hf.load_statistics(model, %r) if they belong together",
+            *(Path(directory) / FILE, str(directory)),
+        )
         return
     if has_statistics(model):
         load_statistics(model, directory)

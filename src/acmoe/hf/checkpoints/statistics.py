@@ -33,7 +33,11 @@ def save_statistics(model: nn.Module, directory: str | os.PathLike[str]) -> Path
         torch.save(adapter_weights, "adapter/weights.pt")
         acmoe.hf.save_statistics(model, "adapter")
     """
-    path = Path(directory) / FILE
+    return write_statistics(model, Path(directory) / FILE)
+
+
+def write_statistics(model: nn.Module, path: Path, **metadata: str) -> Path:
+    """Write the statistics of a model to a file, with these strings in its header."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {
         f"{name}.{key}": value.detach().cpu().contiguous()
@@ -42,7 +46,8 @@ def save_statistics(model: nn.Module, directory: str | os.PathLike[str]) -> Path
     }
     # A reader never sees half a file.
     half = path.with_suffix(".part")
-    safetensors.torch.save_file(tensors, half, metadata={"acmoe": json.dumps(_options(model))})
+    metadata["acmoe"] = json.dumps(_options(model))
+    safetensors.torch.save_file(tensors, half, metadata=metadata)
     os.replace(half, path)
     return path
 
