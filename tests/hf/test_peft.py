@@ -144,6 +144,55 @@ def test_an_adapter_without_statistics_does_not_get_those_of_an_earlier_one(
         assert torch.equal(one.weight, other.weight)
 
 
+def test_a_plain_model_that_loads_the_adapter_by_transformers_alone_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where AutoModel finds the name of the plain base in the adapter's config."""
+    build("mixtral").save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    peft.get_peft_model(attach(base), lora(**PLACES["attention"])).save_pretrained(tmp_path / "one")
+    build("mixtral").load_adapter(str(tmp_path / "one"))
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "one")).__name__.startswith("Mix")
+    assert caplog.text.count("trained with adaptive routers, and the model has plain ones") == 2
+
+
+def test_an_adapter_whose_statistics_replace_those_of_another_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, steps in (("one", 1), ("two", 2)):
+        model = train(adapted("attach, LoRA", **PLACES["attention"]), steps)
+        model.save_pretrained(tmp_path / name)
+    expected = logits(model, **X)
+    loaded = peft.PeftModel.from_pretrained(
+        attach(build("mixtral")), tmp_path / "two", "two"
+    ).eval()
+    loaded.load_adapter(tmp_path / "two", "same")
+    assert not caplog.records
+    loaded.load_adapter(tmp_path / "one", "one")
+    assert "now that of adapter 'one', and 'same' and 'two' would be computed" in caplog.text
+    assert not torch.equal(logits(loaded, **X), expected)
+    acmoe.hf.load_statistics(loaded, tmp_path / "two")
+    assert torch.equal(logits(loaded, **X), expected)
+
+
+def test_prefix_tuning_counts_the_tokens_of_the_batch_alone() -> None:
+    """Its three virtual tokens are keys and values in a cache, which the mask covers too. One step
+    of 4 sequences of 24 tokens, of which 2 begin with 5 of padding: 86 tokens."""
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    mask = torch.ones_like(X["input_ids"])
+    mask[:2, :5] = 0
+    model = peft.get_peft_model(attach(build("mixtral")), config).train()
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    model(**X, attention_mask=mask, labels=X["input_ids"]).loss.backward()
+    optimizer.step()
+    assert all(82 <= one.weight.sum() <= 86 for one in statistics(model))
+    prefix = acmoe.attach(build("mixtral"), AdaptiveConfig(statistics="prefix"))
+    with pytest.raises(
+        UserError, match=r"past_key_values holds 3 tokens .* use statistics='running'"
+    ):
+        peft.get_peft_model(prefix, config).train()(**X)
+
+
 def test_peft_may_be_imported_after_the_model_was_attached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from acmoe.hf.attach import attach, detach
 from acmoe.hf.blend import set_blend
 from acmoe.hf.calibrate import calibrate
-from acmoe.hf.checkpoints.adapters import follow_peft
+from acmoe.hf.checkpoints.adapters import follow_peft, follow_transformers
 from acmoe.hf.checkpoints.auto import NAME as _NAME
 from acmoe.hf.checkpoints.auto import know_all_types
 from acmoe.hf.checkpoints.classes import adaptive_class, adaptive_config_class
@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # at run time by __getattr__
 
 know_all_types()
 follow_peft()
+follow_transformers()
 register_models()
 
 __all__ = [

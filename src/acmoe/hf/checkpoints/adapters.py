@@ -1,8 +1,9 @@
 """Keep running statistics with the adapters of PEFT.
 
 A file of adapters holds only weights that were trained, while the statistics have moved too. So
-they are written beside the adapters, and loaded with them: where transformers saves the adapters of
-a model (`StatisticsBeside`), and where a `PeftModel` around the model does (`follow_peft`).
+they are written beside the adapters, and loaded with them: where transformers itself puts adapters
+into a model (`StatisticsBeside`, `follow_transformers`), and where a `PeftModel` is around the
+model (`follow_peft`).
 
 A folder may be used again. Saving an adapter without statistics removes the file of an earlier one.
 A program that does not import acmoe leaves it, so the file holds a digest of its adapter's weights,
@@ -22,9 +23,16 @@ from typing import Any
 import safetensors
 import torch
 from torch import nn
+from transformers.integrations import PeftAdapterMixin
 
 from acmoe.errors import UserError
-from acmoe.hf.checkpoints.statistics import FILE, has_statistics, load_statistics, write_statistics
+from acmoe.hf.checkpoints.statistics import (
+    FILE,
+    has_statistics,
+    load_statistics,
+    moved_averages,
+    write_statistics,
+)
 
 LOG = logging.getLogger("acmoe")
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # PEFT loads the first that exists
@@ -32,7 +40,7 @@ FOLLOWED = "_acmoe_follows"  # attribute of a method that `follow_peft` has put 
 
 
 class StatisticsBeside:
-    """Base of model classes whose statistics are saved and loaded with their adapters."""
+    """Base of model classes whose statistics are saved with their adapters."""
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Save the model. Where it has adapters of PEFT, transformers saves these alone; the
@@ -40,15 +48,6 @@ class StatisticsBeside:
         super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
         if getattr(self, "_hf_peft_config_loaded", False) and kwargs.get("is_main_process", True):
             save_beside(self, [save_directory])
-
-    def load_adapter(self, peft_model_id: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Load an adapter, and the statistics that were saved beside it.
-
-        There are none if the adapter is given as `peft_config` and `adapter_state_dict`.
-        """
-        found = super().load_adapter(peft_model_id, *args, **kwargs)  # type: ignore[misc]
-        load_beside(self, peft_model_id)
-        return found
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:
         """Return all modules; PEFT, which may be imported late, looks for its places among them."""
@@ -92,26 +91,45 @@ def _is_of_another(path: Path) -> bool:
     return bool(digest) and digest != _digest(path.parent)
 
 
-def load_beside(model: Any, directory: Any) -> None:
+def load_beside(model: Any, directory: Path, adapter: str) -> None:
     """Load the statistics that lie beside an adapter, if any; warn if the model has none."""
-    if not isinstance(directory, str | os.PathLike) or not (Path(directory) / FILE).is_file():
+    if not (directory / FILE).is_file():
         return
-    if _is_of_another(Path(directory) / FILE):
+    if _is_of_another(directory / FILE):
         LOG.warning(
             "%s was saved with another adapter than the one beside it, and is not loaded; delete "
             "it, or call acmoe.hf.load_statistics(model, %r) if they belong together",
-            *(Path(directory) / FILE, str(directory)),
+            *(directory / FILE, str(directory)),
         )
-        return
-    if has_statistics(model):
+    elif has_statistics(model):
+        before = moved_averages(model)
         load_statistics(model, directory)
-        LOG.info("loaded the running statistics in %s", Path(directory) / FILE)
+        LOG.info("loaded the running statistics in %s", directory / FILE)
+        if before and not all(map(torch.equal, before, moved_averages(model))):
+            _say_shared(model, adapter)
     else:
         LOG.warning(
             "%s was trained with adaptive routers, and the model has plain ones; call "
             "acmoe.attach(model, ...) as in training, then acmoe.hf.load_statistics(model, %r)",
             *(directory, str(directory)),
         )
+
+
+def _say_shared(model: Any, adapter: str) -> None:
+    """Warn that the statistics of the adapter just loaded hold for the others as well."""
+    others = sorted({*getattr(model, "peft_config", ())} - {adapter})
+    if others:
+        LOG.warning(
+            "a model has one set of running statistics: it is now that of adapter %r, and %s would "
+            "be computed with it too; call acmoe.hf.load_statistics(model, folder) when you switch",
+            *(adapter, " and ".join(map(repr, others))),
+        )
+
+
+def follow_transformers() -> None:
+    """Have every model of transformers load statistics with an adapter; a plain one warns."""
+    if not hasattr(PeftAdapterMixin.load_adapter, FOLLOWED):
+        PeftAdapterMixin.load_adapter = _loading(PeftAdapterMixin.load_adapter, "peft_model_id")
 
 
 def follow_peft() -> None:
@@ -125,7 +143,7 @@ def follow_peft() -> None:
     if kind is None or getattr(kind.save_pretrained, FOLLOWED, False):
         return
     kind.save_pretrained = _saving(kind.save_pretrained)
-    kind.load_adapter = _loading(kind.load_adapter)
+    kind.load_adapter = _loading(kind.load_adapter, "model_id")
 
 
 def _saving(save: Callable[..., None]) -> Callable[..., None]:
@@ -144,17 +162,22 @@ def _saving(save: Callable[..., None]) -> Callable[..., None]:
     return save_pretrained
 
 
-def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
+def _loading(load: Callable[..., Any], folder: str) -> Callable[..., Any]:
+    """Wrap a method that loads an adapter; `folder` is the name of the argument that has its place.
+
+    There are no statistics where the adapter is given as tensors.
+    """
     signature = inspect.signature(load)
 
     @functools.wraps(load)
     def load_adapter(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         found = load(self, *args, **kwargs)
         given = signature.bind(self, *args, **kwargs).arguments
-        folder = given["model_id"]
-        if isinstance(folder, str | os.PathLike):
-            folder = Path(folder) / (kwargs.get("subfolder") or "")
-        load_beside(self, folder)
+        place, options = given.get(folder), given.get("adapter_kwargs") or kwargs
+        if isinstance(place, str | os.PathLike):
+            directory = Path(place) / (options.get("subfolder") or "")
+            load_beside(self, directory, given.get("adapter_name") or "default")
         return found
 
+    setattr(load_adapter, FOLLOWED, True)
     return load_adapter

@@ -111,6 +111,13 @@ def has_statistics(model: nn.Module) -> bool:
     return any(isinstance(module, AdaptivePart | StepStatistics) for module in model.modules())
 
 
+def moved_averages(model: nn.Module) -> list[Tensor]:
+    """Return copies of the running averages of a model; none if no batch has moved them."""
+    found = [module for module in model.modules() if isinstance(module, ClusterStatistics)]
+    moved = any(bool(one.weight.any()) for one in found if not one.weight.is_meta)
+    return [one.dispersion.clone() for one in found] if moved else []
+
+
 def _root(model: nn.Module) -> nn.Module:
     """Return the model of transformers inside of a wrapper, or the model itself."""
     models: list[nn.Module] = [*outermost_models(model)] or [model]
