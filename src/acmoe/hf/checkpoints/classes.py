@@ -65,6 +65,15 @@ class AdaptiveModelConfig:
         Path(json_file_path).write_text(text, encoding="utf-8")
 
     @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> Any:
+        """Read a config, also that of a plain checkpoint: PEFT looks up the vocabulary of the base
+        model so, and transformers would warn of the other model type."""
+        fields, rest = super().get_config_dict(*args, **kwargs)  # type: ignore[misc]
+        if fields.get("model_type") == cls.plain_class.model_type:
+            fields = {**fields, "model_type": PREFIX + cls.plain_class.model_type}
+        return fields, rest
+
+    @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Return the config without the fields by which plain classes refuse it."""
         return super().from_dict(_without_refusal(config_dict), **kwargs)  # type: ignore[misc]
