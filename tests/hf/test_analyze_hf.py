@@ -19,7 +19,7 @@ from acmoe.analyze.draw import save_figures
 from acmoe.analyze.hf_text import HuggingFaceConfig
 from acmoe.analyze.huggingface import sample_folder
 from acmoe.cli import main
-from acmoe.hf.load import load_tokenizer, tokenize
+from acmoe.hf.checkpoints.load import load_tokenizer, tokenize
 
 TEXT = "".join(
     f"A router reads token {n % 7}.\nIt sends it to two experts, and the next layer asks again.\n"
@@ -258,7 +258,7 @@ def test_without_transformers_the_extra_is_named(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "acmoe.hf", None)
+    monkeypatch.setitem(sys.modules, "acmoe.hf.checkpoints", None)
     assert acmoe("analyze", "--hf", folder, "--text", text) == 2
     assert "pip install 'acmoe[hf]'" in capsys.readouterr().err
 

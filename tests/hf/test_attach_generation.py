@@ -90,3 +90,13 @@ def _for_one(cache: DynamicCache) -> DynamicCache:
     for layer in cache.layers[:4]:
         layer.batch_select_indices(torch.tensor([0]))
     return cache
+
+
+def test_a_cache_that_inference_mode_filled_is_continued_outside_of_it() -> None:
+    model, tokens = measured(statistics="prefix"), ids(2, 8)
+    whole = logits(model, input_ids=tokens)
+    with torch.inference_mode():
+        cache = model(input_ids=tokens[:, :5]).past_key_values
+    for start, end in ((5, 7), (7, 8)):
+        rest = logits(model, input_ids=tokens[:, start:end], past_key_values=cache)
+        torch.testing.assert_close(rest, whole[:, start:end], **CLOSE)

@@ -118,6 +118,81 @@ def test_every_adapter_has_the_statistics_beside_it_and_a_plain_model_none(tmp_p
         assert not [*(tmp_path / folder).rglob("acmoe_statistics.*")]
 
 
+def test_an_adapter_without_statistics_does_not_get_those_of_an_earlier_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Saving it removes them. A program without acmoe does not, and leaves a file that is not of
+    the weights beside it."""
+    earlier = train(adapted("attach, LoRA", **PLACES["attention"]))
+    plain = train(peft.get_peft_model(build("mixtral"), lora(**PLACES["attention"])))
+    file = tmp_path / "acmoe_statistics.safetensors"
+
+    earlier.save_pretrained(tmp_path)
+    plain.save_pretrained(tmp_path)
+    assert not file.exists()
+
+    earlier.save_pretrained(tmp_path)
+    type(plain).save_pretrained.__wrapped__(plain, tmp_path)
+    assert file.exists()
+    peft.PeftModel.from_pretrained(build("mixtral"), tmp_path)
+    loaded = peft.PeftModel.from_pretrained(attach(build("mixtral")), tmp_path).eval()
+    assert [one.message.count("was saved with another adapter") for one in caplog.records] == [1, 1]
+    assert all((one.weight == 0).all() for one in statistics(loaded))
+    assert torch.equal(logits(loaded, **X), logits(plain, **X))
+    acmoe.hf.load_statistics(loaded, tmp_path)  # a user may say that they belong together
+    for one, other in zip(statistics(loaded), statistics(earlier), strict=True):
+        assert torch.equal(one.weight, other.weight)
+
+
+def test_a_plain_model_that_loads_the_adapter_by_transformers_alone_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where AutoModel finds the name of the plain base in the adapter's config."""
+    build("mixtral").save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    peft.get_peft_model(attach(base), lora(**PLACES["attention"])).save_pretrained(tmp_path / "one")
+    build("mixtral").load_adapter(str(tmp_path / "one"))
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "one")).__name__.startswith("Mix")
+    assert caplog.text.count("trained with adaptive routers, and the model has plain ones") == 2
+
+
+def test_an_adapter_whose_statistics_replace_those_of_another_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, steps in (("one", 1), ("two", 2)):
+        model = train(adapted("attach, LoRA", **PLACES["attention"]), steps)
+        model.save_pretrained(tmp_path / name)
+    expected = logits(model, **X)
+    loaded = peft.PeftModel.from_pretrained(
+        attach(build("mixtral")), tmp_path / "two", "two"
+    ).eval()
+    loaded.load_adapter(tmp_path / "two", "same")
+    assert not caplog.records
+    loaded.load_adapter(tmp_path / "one", "one")
+    assert "now that of adapter 'one', and 'same' and 'two' would be computed" in caplog.text
+    assert not torch.equal(logits(loaded, **X), expected)
+    acmoe.hf.load_statistics(loaded, tmp_path / "two")
+    assert torch.equal(logits(loaded, **X), expected)
+
+
+def test_prefix_tuning_counts_the_tokens_of_the_batch_alone() -> None:
+    """Its three virtual tokens are keys and values in a cache, which the mask covers too. One step
+    of 4 sequences of 24 tokens, of which 2 begin with 5 of padding: 86 tokens."""
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    mask = torch.ones_like(X["input_ids"])
+    mask[:2, :5] = 0
+    model = peft.get_peft_model(attach(build("mixtral")), config).train()
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    model(**X, attention_mask=mask, labels=X["input_ids"]).loss.backward()
+    optimizer.step()
+    assert all(82 <= one.weight.sum() <= 86 for one in statistics(model))
+    prefix = acmoe.attach(build("mixtral"), AdaptiveConfig(statistics="prefix"))
+    with pytest.raises(
+        UserError, match=r"past_key_values holds 3 tokens .* use statistics='running'"
+    ):
+        peft.get_peft_model(prefix, config).train()(**X)
+
+
 def test_peft_may_be_imported_after_the_model_was_attached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from small_models import build
 from transformers import AutoModelForCausalLM, MixtralForCausalLM
 
 import acmoe
-from acmoe.hf import auto
+from acmoe.hf.checkpoints import auto
 
 
 def test_transformers_alone_refuses_the_checkpoint(tmp_path: Path, monkeypatch) -> None:

@@ -26,7 +26,7 @@ from transformers import (
 import acmoe
 import acmoe.hf
 from acmoe import AdaptiveConfig, UserError
-from acmoe.hf import auto, classes
+from acmoe.hf.checkpoints import auto, classes
 
 REFUSED = {"doge"}  # it has no router module
 
@@ -276,3 +276,16 @@ def test_trainer_knows_the_class_as_a_causal_language_model() -> None:
     model = acmoe.attach(build("mixtral"))
     assert type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     assert model.can_generate()
+
+
+def test_the_config_class_reads_a_plain_checkpoint_without_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PEFT does so when it saves an adapter. No model can be built without the options."""
+    build("mixtral").save_pretrained(tmp_path)
+    warned: list[str] = []
+    monkeypatch.setattr(transformers.configuration_utils.logger, "warning", warned.append)
+    config = acmoe.hf.AdaptiveMixtralConfig.from_pretrained(tmp_path)
+    assert config.model_type == "acmoe_mixtral" and not warned
+    with pytest.raises(UserError, match="has no field 'acmoe'"):
+        acmoe.hf.AdaptiveMixtralForCausalLM.from_pretrained(tmp_path)

@@ -17,7 +17,7 @@ from acmoe.config.routing import Statistics
 from acmoe.errors import UserError, check
 
 if TYPE_CHECKING:
-    from acmoe.hf.load import TokenText
+    from acmoe.hf.checkpoints.load import TokenText
 
 BLOCK = 512  # the most tokens per row
 
@@ -49,7 +49,7 @@ class Batch(NamedTuple):
 
 def read_text(config: HuggingFaceConfig, tokenizer: Any) -> TokenText:
     """Tokenise as much of the file as gives `config.tokens` tokens."""
-    from acmoe.hf.load import tokenize, tokenize_bytes
+    from acmoe.hf.checkpoints.load import tokenize, tokenize_bytes
 
     check(config.text.is_file(), f"{config.text} is no file; give a text with --text FILE")
     characters = 16 * config.tokens

@@ -29,7 +29,7 @@ from acmoe.runtime import pick_device
 def sample_folder(folder: Path, config: HuggingFaceConfig) -> Sampled:
     """Load the model in `folder` and route a text with it."""
     try:
-        from acmoe.hf import load
+        from acmoe.hf.checkpoints import load
     except ImportError as error:
         raise UserError(
             f"--hf needs transformers 5.17 or later ({error}); run pip install 'acmoe[hf]'"

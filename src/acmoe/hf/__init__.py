@@ -13,13 +13,14 @@ neither.
 
 from typing import TYPE_CHECKING, Any
 
-from acmoe.hf.adapters import follow_peft
 from acmoe.hf.attach import attach, detach
-from acmoe.hf.auto import NAME as _NAME
-from acmoe.hf.auto import know_all_types
 from acmoe.hf.blend import set_blend
 from acmoe.hf.calibrate import calibrate
-from acmoe.hf.classes import adaptive_class, adaptive_config_class
+from acmoe.hf.checkpoints.adapters import follow_peft, follow_transformers
+from acmoe.hf.checkpoints.auto import NAME as _NAME
+from acmoe.hf.checkpoints.auto import know_all_types
+from acmoe.hf.checkpoints.classes import adaptive_class, adaptive_config_class
+from acmoe.hf.checkpoints.statistics import load_statistics, save_statistics
 from acmoe.hf.experts import experts_reason
 from acmoe.hf.families import register_family
 from acmoe.hf.models.config import AcmoeConfig
@@ -30,13 +31,13 @@ from acmoe.hf.models.register import (
     AcmoeImageProcessor,
     register_models,
 )
-from acmoe.hf.statistics import load_statistics, save_statistics
 
 if TYPE_CHECKING:  # at run time by __getattr__
-    from acmoe.hf.trainer import StatisticsCallback as StatisticsCallback
+    from acmoe.hf.checkpoints.trainer import StatisticsCallback as StatisticsCallback
 
 know_all_types()
 follow_peft()
+follow_transformers()
 register_models()
 
 __all__ = [
@@ -61,7 +62,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import the callback, and make classes such as `AdaptiveMixtralForCausalLM`, when asked."""
     if name == "StatisticsCallback":
-        from acmoe.hf.trainer import StatisticsCallback
+        from acmoe.hf.checkpoints.trainer import StatisticsCallback
 
         return StatisticsCallback
     if name.startswith(_NAME):

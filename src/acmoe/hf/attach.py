@@ -3,7 +3,7 @@
 The router of MoE layer m reads M_k* h in place of h, where k* is the token's first choice at MoE
 layer m - 1; the experts read h. Only hooks and one submodule per router are added, so that all
 code and weights of the model stay its own. The model gets a subclass of its class, by which it is
-saved and loaded (`acmoe.hf.classes`).
+saved and loaded (`acmoe.hf.checkpoints.classes`).
 """
 
 import contextlib
@@ -18,7 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from acmoe.config.routing import AdaptiveConfig, SMoEConfig
 from acmoe.errors import UserError, check
 from acmoe.hf.adaptive import AdaptivePart
-from acmoe.hf.classes import adopt, release
+from acmoe.hf.checkpoints.classes import adopt, release
+from acmoe.hf.checkpoints.options import options_of
 from acmoe.hf.discovery import FoundRouter, RouterStack, find_stacks
 from acmoe.hf.hooks import (
     PLACE,
@@ -29,7 +30,6 @@ from acmoe.hf.hooks import (
     after_router,
     before_router,
 )
-from acmoe.hf.options import options_of
 from acmoe.hf.placement import adaptive_routers
 from acmoe.ops.dispatch import log_once
 from acmoe.routing.router import Router

@@ -50,6 +50,11 @@ class StatisticsLayer(CacheLayerMixin):  # type: ignore[misc]
             "added; generate without an assistant, or use statistics='running'"
         )
 
+    def leave_inference_mode(self) -> None:
+        """Copy moments that torch.inference_mode() made: outside of it they cannot be updated."""
+        if not torch.is_inference_mode_enabled():
+            self._apply(lambda moment: moment.clone() if moment.is_inference() else moment)
+
     def _apply(self, change: Callable[[Tensor], Tensor]) -> None:
         for slot in self.slots.values():
             assert slot.moments is not None
@@ -89,6 +94,7 @@ def slots_in(cache: Any, stack: str) -> dict[int, StatisticsSlot] | None:
     """Return the decode slots of a stack by depth, or None if the cache holds none."""
     for layer in [] if cache is None else _layers(cache):
         if isinstance(layer, StatisticsLayer) and layer.stack == stack:
+            layer.leave_inference_mode()
             return layer.slots
     return None
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from acmoe.errors import UserError, check
 from acmoe.hf.attach import attached_parts
-from acmoe.hf.statistics import has_statistics
+from acmoe.hf.checkpoints.statistics import has_statistics
 from acmoe.routing.statistics import ClusterStatistics
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -31,7 +31,7 @@ class Tape:
 
     token_mask: Tensor | None = None  # (B, L), None: no token is padding, or no statistic asks
     slots: dict[int, StatisticsSlot] | None = None  # decode slots in the cache of the call
-    past: int = 0  # tokens in that cache; 0 with running statistics, which do not ask
+    past: int = 0  # tokens in that cache; 0 where running statistics are only read
     gradient: bool = False  # gradients were recorded where the pass began
     called: set[int] = field(default_factory=set)  # depths of the routers called so far
     states: dict[int, RoutingState] = field(default_factory=dict)  # of each for the next
@@ -58,14 +58,19 @@ def new_tape(given: Mapping[str, Any], name: str, statistics: ClusterStatistics 
     if statistics is None or (statistics.mode == "running" and not statistics.training):
         return tape
     cache = given.get("past_key_values")
-    if statistics.mode != "running":
-        tape.past = past_tokens(cache)
-        check(
-            statistics.mode == "prefix" or tape.past == 0,
-            f"statistics={statistics.mode!r} measure whole sequences, and with a cache a call has "
-            "only the last tokens; use statistics='running' or 'prefix', or generate with "
-            "use_cache=False",
-        )
+    tape.past = past_tokens(cache)
+    check(
+        statistics.mode in ("running", "prefix") or tape.past == 0,
+        f"statistics={statistics.mode!r} measure whole sequences, and with a cache a call has "
+        "only the last tokens; use statistics='running' or 'prefix', or generate with "
+        "use_cache=False",
+    )
+    check(
+        statistics.mode == "running" or not statistics.training or tape.past == 0,
+        f"past_key_values holds {tape.past} tokens (prefix tuning of PEFT puts some there), and in "
+        f"training statistics={statistics.mode!r} measure whole sequences; use "
+        "statistics='running', or leave it out",
+    )
     if statistics.mode == "prefix" and not statistics.training:
         tape.slots = slots_in(cache, name)
     tape.token_mask = token_mask(given, tape.past, statistics.mode)

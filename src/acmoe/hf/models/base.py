@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from acmoe.errors import check
-from acmoe.hf.adapters import StatisticsBeside, follow_peft
+from acmoe.hf.checkpoints.adapters import StatisticsBeside, follow_peft
 from acmoe.hf.models.config import AcmoeConfig
 from acmoe.models.registry import build_model
 from acmoe.ops.dispatch import log_once

@@ -34,7 +34,7 @@ class AdaptiveTypes(dict[str, type[PreTrainedConfig]]):
         return super().__contains__(key) or plain_type(key) is not None
 
     def __missing__(self, key: str) -> type[PreTrainedConfig]:
-        from acmoe.hf.classes import adaptive_config_class
+        from acmoe.hf.checkpoints.classes import adaptive_config_class
 
         plain = plain_type(key)
         if plain is None:

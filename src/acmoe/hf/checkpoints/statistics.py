@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from acmoe.errors import UserError, check, first_line
 from acmoe.hf.adaptive import AdaptivePart
-from acmoe.hf.wrappers import outermost_models, unwrapped_name
+from acmoe.hf.checkpoints.wrappers import outermost_models, unwrapped_name
 from acmoe.routing.statistics import ClusterStatistics
 from acmoe.routing.statistics.step import StepStatistics
 
@@ -33,7 +33,11 @@ def save_statistics(model: nn.Module, directory: str | os.PathLike[str]) -> Path
         torch.save(adapter_weights, "adapter/weights.pt")
         acmoe.hf.save_statistics(model, "adapter")
     """
-    path = Path(directory) / FILE
+    return write_statistics(model, Path(directory) / FILE)
+
+
+def write_statistics(model: nn.Module, path: Path, **metadata: str) -> Path:
+    """Write the statistics of a model to a file, with these strings in its header."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {
         f"{name}.{key}": value.detach().cpu().contiguous()
@@ -42,7 +46,8 @@ def save_statistics(model: nn.Module, directory: str | os.PathLike[str]) -> Path
     }
     # A reader never sees half a file.
     half = path.with_suffix(".part")
-    safetensors.torch.save_file(tensors, half, metadata={"acmoe": json.dumps(_options(model))})
+    metadata["acmoe"] = json.dumps(_options(model))
+    safetensors.torch.save_file(tensors, half, metadata=metadata)
     os.replace(half, path)
     return path
 
@@ -104,6 +109,13 @@ def _measure(parts: dict[str, nn.Module]) -> str | None:
 def has_statistics(model: nn.Module) -> bool:
     """Return True if the model has running statistics."""
     return any(isinstance(module, AdaptivePart | StepStatistics) for module in model.modules())
+
+
+def moved_averages(model: nn.Module) -> list[Tensor]:
+    """Return copies of the running averages of a model; none if no batch has moved them."""
+    found = [module for module in model.modules() if isinstance(module, ClusterStatistics)]
+    moved = any(bool(one.weight.any()) for one in found if not one.weight.is_meta)
+    return [one.dispersion.clone() for one in found] if moved else []
 
 
 def _root(model: nn.Module) -> nn.Module:

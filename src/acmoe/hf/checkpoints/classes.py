@@ -4,7 +4,7 @@
 `MixtralConfig` into an `AdaptiveMixtralConfig`, whose model type is "acmoe_mixtral". Loading builds
 the subclass, which attaches itself as its config says, and so finds a place for the statistics.
 Without acmoe the model type is unknown, and transformers refuses the checkpoint: it would otherwise
-run the plain model. `acmoe.hf.auto` registers the classes.
+run the plain model. `acmoe.hf.checkpoints.auto` registers the classes.
 """
 
 import copy
@@ -18,12 +18,12 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from acmoe.hf.adapters import StatisticsBeside, follow_peft
 from acmoe.hf.adaptive import AdaptivePart
-from acmoe.hf.auto import NAME, PREFIX, register_config, register_model
-from acmoe.hf.conversion import by_module_names
-from acmoe.hf.options import attach_arguments
-from acmoe.hf.wrappers import outermost_models
+from acmoe.hf.checkpoints.adapters import StatisticsBeside, follow_peft
+from acmoe.hf.checkpoints.auto import NAME, PREFIX, register_config, register_model
+from acmoe.hf.checkpoints.conversion import by_module_names
+from acmoe.hf.checkpoints.options import attach_arguments
+from acmoe.hf.checkpoints.wrappers import outermost_models
 from acmoe.routing.statistics.step import StepStatistics
 
 _CONFIGS: dict[type[PreTrainedConfig], type[PreTrainedConfig]] = {}  # plain class -> adaptive
@@ -63,6 +63,15 @@ class AdaptiveModelConfig:
         _refuse(fields, REFUSAL + f", or as acmoe.hf.{name}")
         text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
         Path(json_file_path).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> Any:
+        """Read a config, also that of a plain checkpoint: PEFT looks up the vocabulary of the base
+        model so, and transformers would warn of the other model type."""
+        fields, rest = super().get_config_dict(*args, **kwargs)  # type: ignore[misc]
+        if fields.get("model_type") == cls.plain_class.model_type:
+            fields = {**fields, "model_type": PREFIX + cls.plain_class.model_type}
+        return fields, rest
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from acmoe.hf.statistics import FILE, load_statistics, save_statistics
+from acmoe.hf.checkpoints.statistics import FILE, load_statistics, save_statistics
 
 
 class StatisticsCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not read transformers

@@ -1,0 +1,8 @@
+"""Attached models on disk: their classes and config, their statistics beside adapters, loading.
+
+classes, auto, options             the class and config of an attached model, and how
+                                   transformers finds them
+conversion                         names in checkpoint files -> names of modules
+statistics, adapters, trainer      statistics in a file of their own, beside adapters
+load                               read any model and its tokenizer from a folder
+"""

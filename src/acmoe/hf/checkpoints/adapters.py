@@ -1,0 +1,183 @@
+"""Keep running statistics with the adapters of PEFT.
+
+A file of adapters holds only weights that were trained, while the statistics have moved too. So
+they are written beside the adapters, and loaded with them: where transformers itself puts adapters
+into a model (`StatisticsBeside`, `follow_transformers`), and where a `PeftModel` is around the
+model (`follow_peft`).
+
+A folder may be used again. Saving an adapter without statistics removes the file of an earlier one.
+A program that does not import acmoe leaves it, so the file holds a digest of its adapter's weights,
+and is not loaded with others.
+"""
+
+import functools
+import hashlib
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from torch import nn
+from transformers.integrations import PeftAdapterMixin
+
+from acmoe.errors import UserError
+from acmoe.hf.checkpoints.statistics import (
+    FILE,
+    has_statistics,
+    load_statistics,
+    moved_averages,
+    write_statistics,
+)
+
+LOG = logging.getLogger("acmoe")
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # PEFT loads the first that exists
+FOLLOWED = "_acmoe_follows"  # attribute of a method that `follow_peft` has put in
+
+
+class StatisticsBeside:
+    """Base of model classes whose statistics are saved with their adapters."""
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """Save the model. Where it has adapters of PEFT, transformers saves these alone; the
+        statistics are then written beside them."""
+        super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
+        if getattr(self, "_hf_peft_config_loaded", False) and kwargs.get("is_main_process", True):
+            save_beside(self, [save_directory])
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        """Return all modules; PEFT, which may be imported late, looks for its places among them."""
+        if not torch.compiler.is_compiling():
+            follow_peft()
+        return super().named_modules(*args, **kwargs)  # type: ignore[misc]
+
+
+def save_beside(model: Any, directories: Iterable[str | os.PathLike[str]]) -> None:
+    """Write the statistics of a model to the folders of its adapters, whose weights are there.
+
+    If it has none, or they cannot be written, remove what an earlier adapter left there.
+    """
+    found = has_statistics(model)
+    for path in (Path(directory) / FILE for directory in directories):
+        try:
+            if found:
+                write_statistics(model, path, adapter=_digest(path.parent) or "")
+                continue
+        except UserError as error:  # the adapters are saved, and training must go on
+            LOG.warning("the statistics were not saved with the adapters: %s", error)
+        path.unlink(missing_ok=True)
+
+
+def _digest(directory: Path) -> str | None:
+    """Return a digest of the weights of the adapter in a folder; None if there is no such file."""
+    for path in (directory / name for name in WEIGHTS):
+        if path.is_file():
+            with path.open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+    return None
+
+
+def _is_of_another(path: Path) -> bool:
+    """Return True if the statistics in a file were saved with other weights than lie beside it."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            digest = (file.metadata() or {}).get("adapter")
+    except safetensors.SafetensorError:  # reading the tensors raises, and says what to do
+        return False
+    return bool(digest) and digest != _digest(path.parent)
+
+
+def load_beside(model: Any, directory: Path, adapter: str) -> None:
+    """Load the statistics that lie beside an adapter, if any; warn if the model has none."""
+    if not (directory / FILE).is_file():
+        return
+    if _is_of_another(directory / FILE):
+        LOG.warning(
+            "%s was saved with another adapter than the one beside it, and is not loaded; delete "
+            "it, or call acmoe.hf.load_statistics(model, %r) if they belong together",
+            *(directory / FILE, str(directory)),
+        )
+    elif has_statistics(model):
+        before = moved_averages(model)
+        load_statistics(model, directory)
+        LOG.info("loaded the running statistics in %s", directory / FILE)
+        if before and not all(map(torch.equal, before, moved_averages(model))):
+            _say_shared(model, adapter)
+    else:
+        LOG.warning(
+            "%s was trained with adaptive routers, and the model has plain ones; call "
+            "acmoe.attach(model, ...) as in training, then acmoe.hf.load_statistics(model, %r)",
+            *(directory, str(directory)),
+        )
+
+
+def _say_shared(model: Any, adapter: str) -> None:
+    """Warn that the statistics of the adapter just loaded hold for the others as well."""
+    others = sorted({*getattr(model, "peft_config", ())} - {adapter})
+    if others:
+        LOG.warning(
+            "a model has one set of running statistics: it is now that of adapter %r, and %s would "
+            "be computed with it too; call acmoe.hf.load_statistics(model, folder) when you switch",
+            *(adapter, " and ".join(map(repr, others))),
+        )
+
+
+def follow_transformers() -> None:
+    """Have every model of transformers load statistics with an adapter; a plain one warns."""
+    if not hasattr(PeftAdapterMixin.load_adapter, FOLLOWED):
+        PeftAdapterMixin.load_adapter = _loading(PeftAdapterMixin.load_adapter, "peft_model_id")
+
+
+def follow_peft() -> None:
+    """Have `PeftModel` save and load statistics with adapters, if PEFT has been imported.
+
+    A `PeftModel` tells the model inside nothing of its files, so two of its methods are wrapped.
+    They do as before for models without statistics.
+    """
+    peft = sys.modules.get("peft")
+    kind = getattr(peft, "PeftModel", None)  # None while PEFT is being imported
+    if kind is None or getattr(kind.save_pretrained, FOLLOWED, False):
+        return
+    kind.save_pretrained = _saving(kind.save_pretrained)
+    kind.load_adapter = _loading(kind.load_adapter, "model_id")
+
+
+def _saving(save: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(save)
+
+    @functools.wraps(save)
+    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        save(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs).arguments
+        if given.get("is_main_process", True):
+            names: Any = given.get("selected_adapters") or getattr(self, "peft_config", ())
+            root = Path(given["save_directory"])
+            save_beside(self, {root / name if name != "default" else root for name in names})
+
+    setattr(save_pretrained, FOLLOWED, True)
+    return save_pretrained
+
+
+def _loading(load: Callable[..., Any], folder: str) -> Callable[..., Any]:
+    """Wrap a method that loads an adapter; `folder` is the name of the argument that has its place.
+
+    There are no statistics where the adapter is given as tensors.
+    """
+    signature = inspect.signature(load)
+
+    @functools.wraps(load)
+    def load_adapter(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        found = load(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs).arguments
+        place, options = given.get(folder), given.get("adapter_kwargs") or kwargs
+        if isinstance(place, str | os.PathLike):
+            directory = Path(place) / (options.get("subfolder") or "")
+            load_beside(self, directory, given.get("adapter_name") or "default")
+        return found
+
+    setattr(load_adapter, FOLLOWED, True)
+    return load_adapter
