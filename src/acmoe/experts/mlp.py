@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from acmoe.errors import check
+from acmoe.ops.checks import check_whole
 from acmoe.ops.experts import ExpertWeights, expert_mlp
 from acmoe.ops.experts.reference import ACTIVATIONS
 from acmoe.ops.precision import autocast_dtype
@@ -30,7 +31,7 @@ class ExpertMLP(nn.Module):
         init: str = "fan_in",
     ) -> None:
         super().__init__()
-        check(hidden >= 1, f"hidden={hidden}; it must be at least 1")
+        check_whole(hidden, "hidden")
         check(0 <= dropout < 1, f"dropout={dropout}; it must lie in [0, 1)")
         check(
             activation in ACTIVATIONS,

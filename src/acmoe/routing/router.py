@@ -90,6 +90,8 @@ class Router(Layer):
                 f"x is a {type(x).__name__}; pass the hidden states alone: an acmoe.MoE returns y "
                 "and a state, which acmoe.MoEStack hands on and nn.Sequential does not"
             )
+        if not x.is_floating_point():
+            raise UserError(f"x has dtype {x.dtype}; pass floating-point hidden states")
         if isinstance(state, RoutingState):
             return state
         if state is not None:
