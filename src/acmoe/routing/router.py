@@ -248,7 +248,7 @@ def need_token_ids(token_ids: Tensor | None, x: Tensor, router: str) -> Tensor:
         not (token_ids.is_floating_point() or token_ids.is_complex()),
         f"token_ids has dtype {token_ids.dtype}; router={router!r} takes whole numbers",
     )
-    return token_ids.reshape(-1)
+    return token_ids.reshape(-1).long()  # a product of narrower ids could overflow
 
 
 def check_losses(losses: object) -> None:
