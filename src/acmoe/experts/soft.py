@@ -104,5 +104,5 @@ class SoftMoE(Layer):
         B, S, D = slot_BSD.shape
         per_expert = S // self.num_experts
         slot_EBPD = slot_BSD.view(B, self.num_experts, per_expert, D).transpose(0, 1)
-        out_END = self.experts(slot_EBPD.reshape(self.num_experts, B * per_expert, D))
+        out_END: Tensor = self.experts(slot_EBPD.reshape(self.num_experts, B * per_expert, D))
         return out_END.view(slot_EBPD.shape).transpose(0, 1).reshape(B, S, D)
