@@ -234,6 +234,7 @@ def test_samples_follow_the_probabilities_at_any_temperature() -> None:
         ({"prompt": [1, 2, 3]}, "prompt holds 1; pass one list of ids per prompt"),
         ({"prompt": "abc"}, "prompt holds 'a'; pass one list of ids per prompt"),
         ({"prompt": [[1.5]]}, "a prompt has dtype torch.float32; pass token ids"),
+        ({"prompt": torch.tensor([[]])}, r"prompt has shape \(1, 0\); pass ids"),
         ({"prompt": torch.ones(1, 2)}, "prompt has dtype torch.float32; pass token ids"),
     ],
 )

@@ -185,15 +185,15 @@ def _padded(
     prompt: Tensor, prompt_mask: Tensor | None, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
     """Check a prompt tensor and its mask; return both as (B, L)."""
-    check(
-        not (prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool),
-        f"prompt has dtype {prompt.dtype}; pass token ids, which are whole numbers",
-    )
     tokens_BL = (prompt if prompt.dim() == 2 else prompt[None]).to(device, torch.int64)
     check(
         tokens_BL.dim() == 2 and tokens_BL.numel() > 0,
         f"prompt has shape {tuple(prompt.shape)}; pass ids of shape (sequences, length), each with "
         "one token at least",
+    )
+    check(
+        not (prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool),
+        f"prompt has dtype {prompt.dtype}; pass token ids, which are whole numbers",
     )
     if prompt_mask is None:
         return tokens_BL, None
