@@ -73,6 +73,7 @@ def test_a_row_of_no_expert_stays_zero_in_spite_of_biases():
     ("options", "message"),
     [
         ({"hidden": 0}, r"hidden=0; it must be at least 1"),
+        ({"hidden": 4.5}, r"hidden=4.5; it must be a whole number"),
         ({"dropout": 1.0}, r"dropout=1.0; it must lie in \[0, 1\)"),
         ({"activation": "tanh"}, r"activation='tanh' is unknown; choose one of relu, gelu, swiglu"),
         ({"init": "zeros"}, r"init='zeros' is unknown; choose fan_in or published"),

@@ -108,6 +108,8 @@ def fitting(**changes):
 CALLS = [
     ({"x": torch.zeros(6, 3)}, r"x has shape \(6, 3\); this layer takes \(tokens, 4\)"),
     ({"x": torch.zeros(4)}, r"x has shape \(4,\); this layer takes"),
+    ({"x": torch.zeros(6, 4).long()}, r"x has dtype torch.int64; pass floating-point hidden"),
+    ({"x": torch.zeros(6, 4).cfloat()}, r"x has dtype torch.complex64; pass floating-point"),
     ({"token_mask": torch.ones(3, 2) > 0}, r"token_mask has shape \(3, 2\); .* needs \(6,\)"),
     ({"token_mask": torch.ones(6).int()}, r"token_mask has dtype torch.int32; pass a bool"),
     ({"state": fitting(num_tokens=7)}, r"assignment has shape \(7, 1\); 6 tokens .*identity"),
@@ -128,6 +130,12 @@ def test_tokens_that_do_not_fit_a_layer_are_refused(arguments, message):
     for layer in layers:
         with pytest.raises(UserError, match=message):
             layer(given["x"], given["state"], token_mask=given.get("token_mask"))
+
+
+@pytest.mark.parametrize("router", ["smoe", "cosine", "threshold"])
+def test_plain_layers_refuse_whole_numbers_which_experts_would_round_to_zero(router):
+    with pytest.raises(UserError, match=r"x has dtype torch.int64; pass floating-point hidden"):
+        MoE(**SIZES, router=router)(torch.ones(6, 4, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("router", ["smoe", "cosine", "threshold"])

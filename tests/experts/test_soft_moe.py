@@ -49,6 +49,22 @@ def loop(x, scaled, slots, logit_scale, weights, per_expert, activation="gelu"):
     return torch.stack(result), share.view(len(x), -1, per_expert).sum(-1)
 
 
+def test_the_experts_are_called_as_a_module():
+    # An offloading hook puts the weights in place for the call, an observing one sees the slots.
+    moe, x = build(), torch.randn(2, 4, 4, dtype=torch.float64)
+    wanted, _ = moe(x)
+    stored, seen = moe.experts.up, []
+    moe.experts.up = torch.nn.Parameter(stored.to("meta"))
+
+    def load(module, arguments):
+        seen.append(tuple(arguments[0].shape))
+        module.up = stored
+
+    moe.experts.register_forward_pre_hook(load)
+    assert torch.equal(moe(x)[0], wanted)
+    assert seen == [(3, 2, 4)]  # three experts, a slot of each for two sequences, four features
+
+
 @given(
     sequences=st.integers(1, 2),
     length=st.integers(1, 4),

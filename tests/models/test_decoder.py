@@ -356,6 +356,11 @@ def test_blocks_compile_whole_and_share_graphs() -> None:
         ({"token_mask": torch.ones(3, dtype=torch.bool)}, "token_mask have shape \\(3,\\)"),
         ({"tokens": torch.zeros(3, dtype=torch.int64)}, "tokens have shape \\(3,\\)"),
         ({"tokens": torch.zeros(2, 0, dtype=torch.int64)}, "tokens have shape \\(2, 0\\)"),
+        ({"tokens": torch.zeros(2, 3, dtype=torch.uint8)}, "tokens are torch.uint8.*tokens.long()"),
+        ({"tokens": torch.zeros(2, 3)}, "tokens are torch.float32; pass whole numbers"),
+        ({"tokens": [[0, 1, 2]]}, "tokens are a list; pass a tensor of ids"),
+        ({"targets": torch.zeros(2, 3, dtype=torch.int16)}, "targets are torch.int16"),
+        ({"token_mask": torch.ones(2, 3)}, "token_mask has dtype torch.float32; pass a bool"),
     ],
 )
 def test_wrong_tokens_are_named(arguments: dict[str, Tensor], message: str) -> None:

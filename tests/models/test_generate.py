@@ -221,12 +221,35 @@ def test_samples_follow_the_probabilities_at_any_temperature() -> None:
             {"prompt": torch.ones(1, 2).long(), "prompt_mask": torch.tensor([[True, False]])},
             "pad on the left",
         ),
+        (
+            {"prompt": torch.ones(1, 3).long(), "prompt_mask": torch.tensor([[True, False, True]])},
+            "pad on the left",
+        ),
+        (
+            {"prompt": torch.ones(1, 2).long(), "prompt_mask": torch.ones(1, 2)},
+            "prompt_mask has dtype torch.float32; pass a bool tensor",
+        ),
+        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5; it must be a whole number"),
+        ({"top_k": 1.5}, "top_k=1.5; it must be a whole number"),
+        ({"prompt": [1, 2, 3]}, "prompt holds 1; pass one list of ids per prompt"),
+        ({"prompt": "abc"}, "prompt holds 'a'; pass one list of ids per prompt"),
+        ({"prompt": [[1.5]]}, "a prompt has dtype torch.float32; pass token ids"),
+        ({"prompt": torch.tensor([[]])}, r"prompt has shape \(1, 0\); pass ids"),
+        ({"prompt": torch.ones(1, 2)}, "prompt has dtype torch.float32; pass token ids"),
     ],
 )
 def test_a_wrong_request_is_named(arguments: dict[str, Any], message: str) -> None:
     given = {"prompt": torch.zeros(1, 2, dtype=torch.int64), "max_new_tokens": 2, **arguments}
     with pytest.raises(UserError, match=message):
         trained().generate(**given)
+
+
+def test_a_prompt_of_bytes_is_one_of_ids() -> None:
+    model, prompt = trained(), draw(9, 2, 4)
+    assert torch.equal(
+        model.generate(prompt.to(torch.uint8), 3, temperature=0),
+        model.generate(prompt, 3, temperature=0),
+    )
 
 
 def test_a_router_that_picks_among_all_tokens_cannot_generate() -> None:

@@ -254,3 +254,40 @@ def test_a_damaged_model_is_refused_in_one_line(tmp_path: Path, damage: Any, mes
 def test_a_foreign_module_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="Linear is not a model of this library"):
         save(nn.Linear(2, 2), tmp_path)
+
+
+def norm_weights(model: LanguageModel) -> None:
+    nn.utils.parametrizations.weight_norm(model.blocks[0].attention.query)
+
+
+def tie(model: LanguageModel) -> None:
+    model.unembed.weight = model.embed.weight
+
+
+def widen(model: LanguageModel) -> None:
+    model.unembed = nn.Linear(16, 300)
+
+
+def spoil(model: LanguageModel) -> None:
+    model.unembed.bias.data[0] = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (norm_weights, "LanguageModel lacks blocks.0.attention.query.weight .*it was changed"),
+        (tie, "embed.weight and unembed.weight are one tensor"),
+        (widen, r"unembed.* of shape \(300.*; its config needs \(256"),
+        (spoil, "unembed.bias holds NaN or infinity"),
+    ],
+)
+def test_what_could_not_be_loaded_replaces_no_model(
+    tmp_path: Path, change: Any, message: str
+) -> None:
+    model = small()
+    save(model, tmp_path)
+    wanted = model(TOKENS).logits
+    change(model)
+    with pytest.raises(UserError, match=message):
+        save(model, tmp_path)
+    assert torch.equal(load(tmp_path)(TOKENS).logits, wanted)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from acmoe.errors import check
+from acmoe.ops.checks import check_whole
 from acmoe.ops.experts import ExpertWeights, expert_mlp
 from acmoe.ops.experts.reference import ACTIVATIONS
 from acmoe.ops.precision import autocast_dtype
@@ -30,7 +31,7 @@ class ExpertMLP(nn.Module):
         init: str = "fan_in",
     ) -> None:
         super().__init__()
-        check(hidden >= 1, f"hidden={hidden}; it must be at least 1")
+        check_whole(hidden, "hidden")
         check(0 <= dropout < 1, f"dropout={dropout}; it must lie in [0, 1)")
         check(
             activation in ACTIVATIONS,
@@ -66,16 +67,24 @@ class ExpertMLP(nn.Module):
             nn.init.uniform_(weight_EOI, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
 
     def forward(
-        self, x_TD: Tensor, rows: Rows, gate_TK: Tensor, *, complete: bool = False
+        self,
+        x: Tensor,
+        rows: Rows | None = None,
+        gate_TK: Tensor | None = None,
+        *,
+        complete: bool = False,
     ) -> Tensor:
         """Return (T, D): the sum of each token's expert outputs, weighted by its gate.
 
-        complete: the caller guarantees that every row has an expert. Under autocast the GEMMs run
-        in its dtype.
+        x: (T, D) tokens. Without rows and gate it is (E, N, D), and so is the result: expert e is
+        applied to the N rows x[e] (SoftMoE). complete: the caller guarantees that every row has an
+        expert. Under autocast the GEMMs run in its dtype.
         """
-        dtype = autocast_dtype(x_TD)
+        if rows is None or gate_TK is None:
+            return self._even(x)
+        dtype = autocast_dtype(x)
         return expert_mlp(
-            x_TD if dtype is None else x_TD.to(dtype),
+            x if dtype is None else x.to(dtype),
             ExpertWeights(self.up, self.down, self.up_bias, self.down_bias),
             rows,
             gate_TK,
@@ -84,7 +93,7 @@ class ExpertMLP(nn.Module):
             complete=complete,
         )
 
-    def even(self, x_END: Tensor) -> Tensor:
+    def _even(self, x_END: Tensor) -> Tensor:
         """Apply expert e to the N rows x_END[e]; return (E, N, D). No sort is needed."""
         h_ENF = batched_linear(x_END, self.up, self.up_bias)
         h_ENF = ACTIVATIONS[self.activation](h_ENF)

@@ -13,7 +13,6 @@ from acmoe.config.routing import AdaptiveConfig, LossConfig, RandomConfig, Route
 from acmoe.errors import check
 from acmoe.experts.capacity import limit_capacity
 from acmoe.experts.mlp import ExpertMLP
-from acmoe.ops.checks import check_whole
 from acmoe.ops.sort import sort_rows
 from acmoe.routing.build import build_router
 from acmoe.routing.next_state import SAME_ROUTER, NextState, resolve_next_router
@@ -75,7 +74,6 @@ class MoE(Layer):
             or (isinstance(capacity_factor, int | float) and capacity_factor > 0),
             f"capacity_factor={capacity_factor!r}; it must be positive, or None for dropless",
         )
-        check_whole(hidden, "hidden")
         next_router = renamed_emit(next_router, emit)
         self.dim = dim
         self.num_experts = num_experts

@@ -28,6 +28,9 @@ class SoftMoE(Layer):
     the tokens themselves. A cluster holds the tokens with the same expert of largest combine weight
     at the previous SoftMoE layer. A token's scale is the weighted sum of those of its `mix` best
     clusters (8 in the paper).
+
+    The layer calls methods of its router, not the router itself: hooks on the router do not run.
+    Those on the layer, on `experts` and on `next_state` do.
     """
 
     def __init__(
@@ -101,5 +104,5 @@ class SoftMoE(Layer):
         B, S, D = slot_BSD.shape
         per_expert = S // self.num_experts
         slot_EBPD = slot_BSD.view(B, self.num_experts, per_expert, D).transpose(0, 1)
-        out_END = self.experts.even(slot_EBPD.reshape(self.num_experts, B * per_expert, D))
+        out_END: Tensor = self.experts(slot_EBPD.reshape(self.num_experts, B * per_expert, D))
         return out_END.view(slot_EBPD.shape).transpose(0, 1).reshape(B, S, D)

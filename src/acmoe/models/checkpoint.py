@@ -32,13 +32,18 @@ READ = (1, SEALED)  # version 0.1 wrote format 1, without a checksum of config.j
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write `model` into the folder `path`, replacing a model that may be there."""
-    _family(model)
+    """Write `model` into the folder `path`, replacing a model that may be there.
+
+    Raises a UserError, and leaves the folder as it is, if `load` would refuse the model: adapters
+    and parametrizations are not in its config.
+    """
+    tensors = flat_state(model.state_dict())
+    _check_loadable(model, tensors)
     folder = Path(path)
     with report_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with _replacing(folder) as draft:
-            save_file(flat_state(model.state_dict()), draft)
+            save_file(tensors, draft)
             sync(draft)
             digest = sha256_of(draft)
             weights = f"weights-{digest[:12]}.safetensors"
@@ -59,6 +64,24 @@ def write_config(model: nn.Module, folder: Path, weights: str, digest: str) -> N
         "model": encode(model.config),
     }
     write_sealed(folder / "config.json", document)
+
+
+def _check_loadable(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Raise a UserError if `load` would refuse the tensors of this model."""
+    name = type(model).__name__
+    family = FAMILIES[_family(model)]
+    with torch.device("meta"):
+        plain = family.build(model.config)
+    fix = "it was changed; merge adapters and remove wrappers, or save its state_dict yourself"
+    _check_tensors(plain, tensors, name, fix)
+    places: dict[int, str] = {}
+    for key, tensor in tensors.items():
+        other = places.setdefault(tensor.data_ptr(), key)
+        check(
+            other == key or tensor.numel() == 0,
+            f"{name}: {other} and {key} are one tensor, and a loaded model would have two; untie "
+            "them with clone(), or save its state_dict yourself",
+        )
 
 
 def _family(model: nn.Module) -> str:
@@ -187,7 +210,12 @@ def check_fits(config: Any, tensors: Mapping[str, Tensor], source: Path) -> None
             )
 
 
-def _check_tensors(model: nn.Module, tensors: Mapping[str, Tensor], source: Path) -> None:
+def _check_tensors(
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    source: object,
+    fix: str = "it is not a checkpoint of the model in config.json",
+) -> None:
     """Check that names, shapes and kinds of numbers are the model's, and that all are finite."""
     wanted = flat_state(model.state_dict())
     for title, names in (
@@ -196,13 +224,12 @@ def _check_tensors(model: nn.Module, tensors: Mapping[str, Tensor], source: Path
     ):
         check(
             not names,
-            f"{source} {title} {', '.join(sorted(names)[:3])} ({len(names)} tensors in all); it is "
-            "not a checkpoint of the model in config.json",
+            f"{source} {title} {', '.join(sorted(names)[:3])} ({len(names)} tensors in all); {fix}",
         )
     for name, tensor in tensors.items():
         check(
             tensor.shape == wanted[name].shape,
-            f"{source} has {name} of shape {tuple(tensor.shape)}; the model in config.json needs "
+            f"{source} has {name} of shape {tuple(tensor.shape)}; its config needs "
             f"{tuple(wanted[name].shape)}",
         )
         same = tensor.dtype == wanted[name].dtype

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from acmoe.config.environment import is_set
 from acmoe.errors import UserError
+from acmoe.ops.environment import is_set
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -90,6 +90,8 @@ class Router(Layer):
                 f"x is a {type(x).__name__}; pass the hidden states alone: an acmoe.MoE returns y "
                 "and a state, which acmoe.MoEStack hands on and nn.Sequential does not"
             )
+        if not x.is_floating_point():
+            raise UserError(f"x has dtype {x.dtype}; pass floating-point hidden states")
         if isinstance(state, RoutingState):
             return state
         if state is not None:
@@ -246,7 +248,7 @@ def need_token_ids(token_ids: Tensor | None, x: Tensor, router: str) -> Tensor:
         not (token_ids.is_floating_point() or token_ids.is_complex()),
         f"token_ids has dtype {token_ids.dtype}; router={router!r} takes whole numbers",
     )
-    return token_ids.reshape(-1)
+    return token_ids.reshape(-1).long()  # a product of narrower ids could overflow
 
 
 def check_losses(losses: object) -> None:

@@ -99,6 +99,14 @@ class TestHash:
         assert torch.equal(first.expert_ids[0], first.expert_ids[2])
         assert torch.equal(first.expert_ids[1], first.expert_ids[4])
 
+    @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+    def test_a_narrow_id_has_the_experts_of_the_wide_one(self, dtype):
+        # 200 * 16 exceeds 255: in uint8 the product would be that of another id.
+        router = build(HashConfig(), num_experts=16)
+        ids, x = torch.tensor([200, 3, 255]), torch.zeros(3, 6)
+        wanted = router(x, token_ids=ids).expert_ids
+        assert torch.equal(router(x, token_ids=ids.to(dtype)).expert_ids, wanted)
+
     @pytest.mark.parametrize("num_experts", [2, 7, 16, 64])
     def test_ids_are_spread_evenly_over_distinct_experts(self, num_experts):
         router = build(HashConfig(), num_experts=num_experts)

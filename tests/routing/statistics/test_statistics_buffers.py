@@ -151,3 +151,16 @@ def test_what_is_written_through_data_of_a_state_dict_is_read():
     for name, value in statistics.state_dict().items():
         value.data.copy_(torch.tensor([[1.0, 3.0]] if name == "dispersion" else [9.0]))
     torch.testing.assert_close(see(statistics, x, cluster), torch.tensor([[1.5, 0.5]]))
+
+
+def test_what_is_written_through_data_of_buffers_is_read_after_eval():
+    """An average of models that goes over `model.buffers()` asks for no state_dict."""
+    statistics = taker(clusters=1, dim=2).eval()
+    x, cluster = torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)
+    assert see(statistics, x, cluster).tolist() == [[1.0, 1.0]]
+    named = dict(statistics.named_buffers())
+    named["dispersion"].data.copy_(torch.tensor([[1.0, 3.0]]))
+    named["weight"].data.fill_(9.0)
+    # s = (1, 3): 1/s = (1, 1/3), mean 2/3, M = (1.5, 0.5).
+    found = see(statistics.eval(), x, cluster)
+    torch.testing.assert_close(found, torch.tensor([[1.5, 0.5]]))

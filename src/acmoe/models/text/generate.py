@@ -11,7 +11,7 @@ Shapes: B sequences, L prompt length with padding, V words.
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from acmoe.config.routing import ExpertChoiceConfig, base_router
 from acmoe.config.text.language import LanguageConfig
 from acmoe.errors import check
-from acmoe.ops.checks import check_range
+from acmoe.ops.checks import check_range, check_whole
 
 if TYPE_CHECKING:
     from acmoe.models.text.decoder import LanguageModel
@@ -185,19 +185,28 @@ def _padded(
     prompt: Tensor, prompt_mask: Tensor | None, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
     """Check a prompt tensor and its mask; return both as (B, L)."""
-    tokens_BL = (prompt if prompt.dim() == 2 else prompt[None]).to(device)
+    tokens_BL = (prompt if prompt.dim() == 2 else prompt[None]).to(device, torch.int64)
     check(
         tokens_BL.dim() == 2 and tokens_BL.numel() > 0,
         f"prompt has shape {tuple(prompt.shape)}; pass ids of shape (sequences, length), each with "
         "one token at least",
     )
+    check(
+        not (prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool),
+        f"prompt has dtype {prompt.dtype}; pass token ids, which are whole numbers",
+    )
     if prompt_mask is None:
         return tokens_BL, None
     mask_BL = prompt_mask.to(device)
     check(
-        mask_BL.shape == tokens_BL.shape and bool(mask_BL[:, -1].all()),
-        f"prompt_mask of shape {tuple(mask_BL.shape)} must fit the prompt and be True in its last "
-        "column: pad on the left",
+        mask_BL.dtype == torch.bool,
+        f"prompt_mask has dtype {mask_BL.dtype}; pass a bool tensor, True for real tokens",
+    )
+    check(
+        mask_BL.shape == tokens_BL.shape
+        and bool(mask_BL[:, -1].all() and (mask_BL[:, 1:] >= mask_BL[:, :-1]).all()),
+        f"prompt_mask of shape {tuple(mask_BL.shape)} must fit the prompt and be True from the "
+        "first real token to the last column: pad on the left",
     )
     return tokens_BL, mask_BL
 
@@ -206,7 +215,7 @@ def _pad(
     prompts: Sequence[Tensor] | Sequence[Sequence[int]], device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
     """Pad a list of prompts on the left; return tokens and mask (B, L)."""
-    rows = [torch.as_tensor(row, dtype=torch.int64, device=device).flatten() for row in prompts]
+    rows = [_ids(row, device) for row in prompts]
     check(len(rows) > 0 and min(map(len, rows)) > 0, "a prompt is empty; give each one token")
     length = max(map(len, rows))
     tokens_BL = torch.zeros(len(rows), length, dtype=torch.int64, device=device)
@@ -215,6 +224,20 @@ def _pad(
         tokens_BL[index, length - len(row) :] = row
         mask_BL[index, length - len(row) :] = True
     return tokens_BL, None if min(map(len, rows)) == length else mask_BL
+
+
+def _ids(row: Any, device: torch.device) -> Tensor:
+    """Return (L,) the int64 ids of one prompt of a list."""
+    check(
+        not isinstance(row, str) and torch.as_tensor(row).dim() > 0,
+        f"prompt holds {row!r}; pass one list of ids per prompt, as in [[72, 101]]",
+    )
+    ids = torch.as_tensor(row, device=device)
+    check(
+        ids.numel() == 0 or not (ids.is_floating_point() or ids.dtype == torch.bool),
+        f"a prompt has dtype {ids.dtype}; pass token ids, which are whole numbers",
+    )
+    return ids.long().flatten()
 
 
 def _check_options(
@@ -226,9 +249,10 @@ def _check_options(
     stop_token: int | None,
 ) -> None:
     """Raise a UserError for an option out of range."""
-    check(max_new_tokens >= 1, f"max_new_tokens={max_new_tokens}; it must be at least 1")
+    check_whole(max_new_tokens, "max_new_tokens")
     check(temperature >= 0, f"temperature={temperature}; it must be 0 (greedy) or more")
-    check(top_k is None or top_k >= 1, f"top_k={top_k}; it must be at least 1")
+    if top_k is not None:
+        check_whole(top_k, "top_k")
     check(top_p is None or 0 < top_p <= 1, f"top_p={top_p}; it must lie in (0, 1]")
     check(
         stop_token is None or 0 <= stop_token < model.config.vocab_size,

@@ -22,8 +22,17 @@ def check_segment(
 ) -> None:
     """Raise a UserError unless the arguments of a forward pass fit each other and the model."""
     check(
+        isinstance(tokens, Tensor),
+        f"tokens are a {type(tokens).__name__}; pass a tensor of ids (streams, length)",
+    )
+    check(
         tokens.dim() == 2 and tokens.numel() > 0,
         f"tokens have shape {tuple(tokens.shape)}; pass ids of shape (streams, length)",
+    )
+    check(
+        token_mask is None or token_mask.dtype == torch.bool,
+        f"token_mask has dtype {token_mask is not None and token_mask.dtype}; pass a bool tensor, "
+        "True for real tokens",
     )
     for name, other in (("targets", targets), ("token_mask", token_mask)):
         check(
@@ -33,7 +42,7 @@ def check_segment(
         )
     for name, ids in (("tokens", tokens), ("targets", targets)):
         if ids is not None:
-            check(not ids.is_floating_point(), f"{name} are {ids.dtype}; pass whole numbers")
+            check_ids(ids, name)
             check_range(blank_ids(ids, token_mask), 0, vocab_size, name)
     if memory is not None:
         check(
@@ -41,6 +50,14 @@ def check_segment(
             f"memory has {len(memory.hidden)} blocks and {memory.hidden[0].shape[0]} streams, "
             f"this call {num_blocks} and {tokens.shape[0]}; pass these streams' memory",
         )
+
+
+def check_ids(ids: Tensor, name: str) -> None:
+    """Raise a UserError unless the ids are int64 or int32, which embeddings and losses take."""
+    check(
+        ids.dtype in (torch.int64, torch.int32),
+        f"{name} are {ids.dtype}; pass whole numbers as int64 or int32: {name}.long()",
+    )
 
 
 def blank_ids(ids: Tensor, token_mask: Tensor | None) -> Tensor:

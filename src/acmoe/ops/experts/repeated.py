@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acmoe.config.environment import gluon_requested, is_set
+from acmoe.config.environment import gluon_requested
 from acmoe.ops.device import tuning
+from acmoe.ops.environment import is_set
 
 Run = Callable[..., tuple[Tensor, ...]]
 

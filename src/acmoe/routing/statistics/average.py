@@ -54,7 +54,12 @@ class RunningAverage(StepStatistics):
         self.running_scale.fill_(1.0)
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode. Going to evaluation, warn once if no update has moved the average."""
+        """Set the mode, and compute the scale anew: `.data` may have been written unnoticed.
+
+        Copies of a model that average its buffers write so. Going to evaluation, warn once if no
+        update has moved the average.
+        """
+        self.scaled_from = None
         if self.training and not mode:
             self.warn_if_waiting()
         return super().train(mode)
