@@ -14,6 +14,12 @@ pytest.importorskip("triton.experimental.gluon")
 T, D, E, C = 150, 192, 304, 5
 
 
+def split(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the kernel's assembly does: x * scale as two bf16 numbers."""
+    high = (x.float() * scale).bfloat16()
+    return high, (x.double() * scale.double() - high.double()).float().bfloat16()
+
+
 @pytest.fixture
 def affinities(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function of the arguments of `drawn` by the kernel; it is emulated on a CPU."""
@@ -21,8 +27,9 @@ def affinities(monkeypatch: pytest.MonkeyPatch) -> Any:
     from acmoe.ops.route.triton.tokens import Tokens
 
     if not torch.cuda.is_available():
-        from gluon_emulator import emulate
+        from gluon_emulator import emulate, register_asm
 
+        register_asm(affinity.SPLIT_ASM.value, split)
         monkeypatch.setattr(affinity, "affinity_kernel", emulate(affinity.affinity_kernel, seed=1))
 
     def run(x, embedding, scale=None, assignment=None, bias=None, noise=None):

@@ -13,9 +13,7 @@ from acmoe.ops.route.hopper import affinity as affinity_module
 from acmoe.ops.route.hopper import token_gradient as token_module
 from acmoe.ops.route.triton.tokens import Tokens
 
-# Tokens and experts of a tile of the affinities, and stages of the pipeline without and with a
-# scale, whose buffers leave shared memory for three.
-TILE, STAGES = (128, 256), (4, 3)
+TILE, STAGES = (128, 256), 4  # tokens and experts of a tile of the affinities; of the pipeline
 BLOCK = 64  # features, or experts, of a stage
 TOKEN_TILE, TOKEN_STAGES = 128, 5  # tokens, and features, of a tile of d x
 
@@ -55,7 +53,7 @@ def launch_affinities(
         HAS_SCALE=tokens.has_scale,
         HAS_BIAS=bias_E is not None,
         HAS_NOISE=noise_TE is not None,
-        STAGES=STAGES[tokens.has_scale],
+        STAGES=STAGES,
         num_warps=4,
     )
 

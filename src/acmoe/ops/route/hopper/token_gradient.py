@@ -71,7 +71,7 @@ def _finish(
 ):  # fmt: skip
     """Multiply 64 tokens at 128 features by their scales, add the addend, and store them."""
     addend_ptr, out_ptr, T, D = out_args
-    offsets, has_scale = scales
+    clusters, has_scale = scales
     rows = row + gl.arange(0, HALF_M, gl.SliceLayout(1, ROWS))
     panels = split_panels(acc)
     for panel in gl.static_range(2):
@@ -82,7 +82,7 @@ def _finish(
             addend = gl.load(addend_ptr + at, mask=valid, other=0.0)
         if HAS_SCALE:
             scale = gl.load(
-                scale_ptr + offsets[:, None] + d[None, :],
+                scale_ptr + (clusters * D)[:, None] + d[None, :],
                 mask=has_scale[:, None] & (d < D)[None, :],
                 other=1.0,
             )
