@@ -4,14 +4,19 @@
 
 One program runs on each multiprocessor and iterates over every num_programs-th tile of 128 tokens
 and 256 experts. One producer warp loads blocks of 64 features of tokens and embeddings by TMA. Two
-consumer warpgroups own 64 tokens each. A consumer multiplies its tokens by their scales, which it
-loads by cp.async one block ahead, and writes the products as a bf16x2 split to shared memory, from
-where its MMAs read them; meanwhile the other consumer keeps the tensor cores busy. So x * scale is
-written to no memory, where rescale.py writes twice the bytes of x and reads them back.
+consumer warpgroups own 64 tokens each. Without a scale, MMAs read the tokens from shared memory.
+With one, a consumer multiplies its tokens by their scales, which it loads by cp.async one block
+ahead, and splits the products in two bf16 numbers (bf16x2), which MMAs read from its registers. So
+x * scale is written to no memory, where rescale.py writes twice the bytes of x and reads them back.
+
+Shared memory is what limits MMAs of split tokens: it moves 128 bytes a cycle, and MMAs of a block
+take 2,048 cycles. From registers they read the embedding in 1,024 cycles; parts in shared memory
+would take 512 more to read and 256 to write. Scales are laid out so that neither their copies nor
+their loads meet in a bank.
 
 The sums of a block are those of the tensor cores, and blocks are added in float32
-(ops/device/dot.py): in the order of affinity.py, so that a scale of one changes no bit. Half of the
-experts is multiplied at a time, because the result needs registers beside both sums.
+(ops/device/dot.py): in the order of affinity.py, so that a scale of one changes no bit. A part of
+the experts is multiplied at a time, because the result needs registers beside all sums.
 
 T tokens, D features, E experts, C clusters.
 """
@@ -20,7 +25,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -30,19 +34,43 @@ from acmoe.ops.device.gluon_names import load_rows, load_tile, thread_barrier
 from acmoe.ops.experts.hopper.pipeline import HALF_M, acc_layout, make_barriers, make_buffers
 
 BLOCK = gl.constexpr(64)  # features of a block: 128 bytes, the swizzle width of shared memory
-HALF_N = gl.constexpr(128)  # experts of one MMA
+HALF_N = gl.constexpr(128)  # experts of one MMA of tokens without a scale
+QUARTER_N = gl.constexpr(64)  # experts of one MMA of split tokens: two results fit at a time
 TOKENS = gl.constexpr(2 * 64)  # tokens of a tile
 EXPERTS = gl.constexpr(2 * 128)  # experts of a tile
-# Registers of a consumer that rescales 64 tokens at 64 features: 8 features a thread at a time.
-ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-_SCALES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+# Half a warp reads 256 consecutive bytes of float32 numbers, and no sector of 32 bytes twice.
+ROWS = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
+# Registers of a consumer that rescales 64 tokens at 64 features, as its MMAs read them. Four
+# threads load 32 bytes of a row's scales together, so that 32 bytes are swizzled as one.
+_OPERAND = gl.constexpr(gl.DotOperandLayout(0, acc_layout(64), 2))
+_SCALES = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
+_CLUSTERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+# The bf16x2 split of x * scale for two numbers: high (0) and low (1) from x (2) and scale (3, 4).
+# The compiler converts single numbers, which takes a GPU eight times as long as pairs.
+SPLIT_ASM = gl.constexpr(
+    """{
+    .reg .f32 x0, x1, y0, y1;
+    shl.b32 x0, $2, 16;
+    and.b32 x1, $2, 0xffff0000;
+    mul.rn.f32 y0, x0, $3;
+    mul.rn.f32 y1, x1, $4;
+    cvt.rn.bf16x2.f32 $0, y1, y0;
+    shl.b32 y0, $0, 16;
+    and.b32 y1, $0, 0xffff0000;
+    neg.f32 y0, y0;
+    neg.f32 y1, y1;
+    fma.rn.f32 y0, x0, $3, y0;
+    fma.rn.f32 y1, x1, $4, y1;
+    cvt.rn.bf16x2.f32 $1, y1, y0;
+    }"""
+)
 
 
 @gluon.jit
 def _load_blocks(load_args):
     """Producer: load the blocks of x and of the embedding of all tiles of the program."""
     x_desc, embedding_desc, pipeline, sizes = load_args
-    x_bufs, w_bufs, full, empty = pipeline
+    x_bufs, w_bufs, full, empty, _ = pipeline
     num_tiles, num_e, num_k = sizes[0], sizes[1], sizes[2]
     STAGES: gl.constexpr = x_bufs.shape[0]
     k_block = 0
@@ -60,54 +88,132 @@ def _load_blocks(load_args):
 
 @gluon.jit
 def own_scales(scale_args, rows):
-    """Return offsets (64,) of the tokens' scales, and if a token has one: without, it is 1."""
-    _, cluster_ptr, T, C, D = scale_args
+    """Return the row (64,) of the tokens' scales, and if a token has one: without, it is 1."""
+    _, cluster_ptr, T, C, _ = scale_args
     cluster = gl.load(cluster_ptr + rows, mask=rows < T, other=-1).to(gl.int32)
     has_scale = (cluster >= 0) & (cluster < C)
-    return gl.where(has_scale, cluster, 0) * D, has_scale
+    return gl.where(has_scale, cluster, 0), has_scale
 
 
 @gluon.jit
-def _load_scales(scale_ptr, offsets, k, buf):
+def _store_clusters(scale_args, row, cluster_buf):
+    """Store the clusters of 64 tokens to shared memory, and return if a token has a scale.
+
+    MMAs and sums need 224 registers of 240, which leaves none to keep the clusters in.
+    """
+    rows = row + gl.arange(0, HALF_M, gl.SliceLayout(1, ROWS))
+    clusters, _ = own_scales(scale_args, rows)
+    cluster_buf.store(clusters)
+    thread_barrier()
+    rows = row + gl.arange(0, HALF_M, gl.SliceLayout(1, _OPERAND))
+    _, has_scale = own_scales(scale_args, rows)
+    return has_scale
+
+
+@gluon.jit
+def _load_scales(scale_args, cluster_buf, k, buf):
     """Begin to copy the scales of block k of a consumer's tokens to shared memory."""
+    scale_ptr, D = scale_args[0], scale_args[4]
+    offsets = cluster_buf.load(gl.SliceLayout(1, ROWS)) * D
     d = k * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, ROWS))
     load_rows(buf, scale_ptr + offsets[:, None] + d[None, :])
     async_copy.commit_group()
 
 
 @gluon.jit
-def _rescale(x, scale_buf, has_scale, high_buf, low_buf):
-    """Write x * scale of a block as a bf16x2 split for the MMAs."""
+def _rescale(x, scale_buf, has_scale):
+    """Return x * scale of a block as a bf16x2 split in registers."""
     async_copy.wait_group(0)
-    thread_barrier()  # all warps have read the previous block's split
-    scale = gl.where(has_scale[:, None], scale_buf.load(ROWS), 1.0)
-    y = x.load(ROWS).to(gl.float32) * scale
-    high = y.to(gl.bfloat16)
-    high_buf.store(high)
-    low_buf.store((y - high.to(gl.float32)).to(gl.bfloat16))
-    fence_async_shared()
-    thread_barrier()
+    thread_barrier()  # the copies of all warps are there
+    scale = gl.where(has_scale[:, None], scale_buf.load(_OPERAND), 1.0)
+    thread_barrier()  # all warps have read them: the next block's may come
+    args = [x.load(_OPERAND), scale]
+    dtypes: gl.constexpr = (gl.bfloat16, gl.bfloat16)
+    return gl.inline_asm_elementwise(SPLIT_ASM, "=&r,=&r,r,r,r", args, dtypes, True, 2)
 
 
 @gluon.jit
-def _product(high, low, w, HAS_SCALE: gl.constexpr):
-    """Return (high + low) @ w^T of half of the experts; without a scale high alone is read."""
-    w = w.permute((1, 0))
+def _start_quarter(high, low, w, QUARTER: gl.constexpr):
+    """Begin (high + low) @ w^T of a quarter of the experts: two MMAs to wait for."""
+    w = w.slice(QUARTER * QUARTER_N, QUARTER_N).permute((1, 0))
+    acc = gl.zeros([HALF_M, QUARTER_N], gl.float32, acc_layout(QUARTER_N))
+    acc = warpgroup_mma(low, w, acc, use_acc=False, is_async=True)
+    return warpgroup_mma(high, w, acc, use_acc=True, is_async=True)
+
+
+@gluon.jit
+def _rescaled_tile(CONSUMER: gl.constexpr, pipeline, scale_bufs, scale_args, row, k_block, num_k):
+    """Return the products of 64 rescaled tokens and each quarter of the experts.
+
+    While a quarter's result is added, the MMAs of the next one run. Consumers take turns with the
+    MMAs of a block: one rescales while the other multiplies.
+    """
+    scale_buf, cluster_buf = scale_bufs[0].index(CONSUMER), scale_bufs[1].index(CONSUMER)
+    x_bufs, w_bufs, full, empty, turn = pipeline
+    STAGES: gl.constexpr = x_bufs.shape[0]
+    first = gl.zeros([HALF_M, QUARTER_N], gl.float32, acc_layout(QUARTER_N))
+    second, third, fourth = first, first, first
+    has_scale = _store_clusters(scale_args, row, cluster_buf)
+    _load_scales(scale_args, cluster_buf, 0, scale_buf)
+    for k in range(num_k):
+        stage = k_block % STAGES
+        mbarrier.wait(full.index(stage), k_block // STAGES & 1)
+        x, w = x_bufs.index(stage).slice(CONSUMER * HALF_M, HALF_M), w_bufs.index(stage)
+        high, low = _rescale(x, scale_buf, has_scale)
+        if k + 1 < num_k:
+            _load_scales(scale_args, cluster_buf, k + 1, scale_buf)
+        mbarrier.wait(turn.index(CONSUMER), (k_block & 1) ^ (1 - CONSUMER))
+        even = _start_quarter(high, low, w, 0)
+        odd = _start_quarter(high, low, w, 1)
+        even, odd = warpgroup_mma_wait(2, deps=[even, odd])
+        first += even
+        even = _start_quarter(high, low, w, 2)
+        odd, even = warpgroup_mma_wait(2, deps=[odd, even])
+        second += odd
+        odd = _start_quarter(high, low, w, 3)
+        mbarrier.arrive(turn.index(1 - CONSUMER))
+        even, odd = warpgroup_mma_wait(2, deps=[even, odd])
+        third += even
+        fourth += warpgroup_mma_wait(0, deps=[odd])
+        mbarrier.arrive(empty.index(stage))
+        k_block += 1
+    return first, second, third, fourth
+
+
+@gluon.jit
+def _half_product(x, w, HALF: gl.constexpr):
+    """Return x @ w^T of half of the experts."""
+    w = w.slice(HALF * HALF_N, HALF_N).permute((1, 0))
     acc = gl.zeros([HALF_M, HALF_N], gl.float32, acc_layout(HALF_N))
-    if HAS_SCALE:
-        acc = warpgroup_mma(low, w, acc, use_acc=False, is_async=True)
-        acc = warpgroup_mma(high, w, acc, use_acc=True, is_async=True)
-    else:
-        acc = warpgroup_mma(high, w, acc, use_acc=False, is_async=True)
+    acc = warpgroup_mma(x, w, acc, use_acc=False, is_async=True)
     return warpgroup_mma_wait(0, deps=[acc])
 
 
 @gluon.jit
+def _plain_tile(CONSUMER: gl.constexpr, pipeline, k_block, num_k):
+    """Return the products of 64 tokens without a scale and each half of the experts."""
+    x_bufs, w_bufs, full, empty, _ = pipeline
+    STAGES: gl.constexpr = x_bufs.shape[0]
+    left = gl.zeros([HALF_M, HALF_N], gl.float32, acc_layout(HALF_N))
+    right = left
+    for k in range(num_k):
+        at_block = k_block + k
+        stage = at_block % STAGES
+        mbarrier.wait(full.index(stage), at_block // STAGES & 1)
+        x, w = x_bufs.index(stage).slice(CONSUMER * HALF_M, HALF_M), w_bufs.index(stage)
+        left += _half_product(x, w, 0)
+        right += _half_product(x, w, 1)
+        mbarrier.arrive(empty.index(stage))
+    return left, right
+
+
+@gluon.jit
 def _store(affinity, out_args, row, expert, HAS_BIAS: gl.constexpr, HAS_NOISE: gl.constexpr):
-    """Add bias and noise to the affinities of 64 tokens and 128 experts, and store them."""
+    """Add bias and noise to the affinities of 64 tokens and some experts, and store them."""
     bias_ptr, noise_ptr, affinity_ptr, T, E = out_args
-    rows = row + gl.arange(0, HALF_M, gl.SliceLayout(1, acc_layout(HALF_N)))
-    experts = expert + gl.arange(0, HALF_N, gl.SliceLayout(0, acc_layout(HALF_N)))
+    layout: gl.constexpr = acc_layout(affinity.shape[1])
+    rows = row + gl.arange(0, HALF_M, gl.SliceLayout(1, layout))
+    experts = expert + gl.arange(0, affinity.shape[1], gl.SliceLayout(0, layout))
     offs = rows.to(gl.int64)[:, None] * E + experts[None, :]
     valid = (rows < T)[:, None] & (experts < E)[None, :]
     if HAS_BIAS:
@@ -123,37 +229,19 @@ def _consumer(
     HAS_NOISE: gl.constexpr,
 ):  # fmt: skip
     """Consumer: the affinities of the upper or lower 64 tokens of every tile."""
-    pipeline, split_bufs, scale_bufs, scale_args, out_args, sizes = consumer_args
-    x_bufs, w_bufs, full, empty = pipeline
+    pipeline, scale_bufs, scale_args, out_args, sizes = consumer_args
     num_tiles, num_e, num_k = sizes
-    STAGES: gl.constexpr = x_bufs.shape[0]
     k_block = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         row, expert = tile // num_e * TOKENS + CONSUMER * HALF_M, tile % num_e * EXPERTS
-        left = gl.zeros([HALF_M, HALF_N], gl.float32, acc_layout(HALF_N))
-        right = gl.zeros([HALF_M, HALF_N], gl.float32, acc_layout(HALF_N))
         if HAS_SCALE:
-            rows = row + gl.arange(0, HALF_M, gl.SliceLayout(1, ROWS))
-            offsets, has_scale = own_scales(scale_args, rows)
-            _load_scales(scale_args[0], offsets, 0, scale_bufs.index(CONSUMER))
-        for k in range(num_k):
-            stage = k_block % STAGES
-            mbarrier.wait(full.index(stage), k_block // STAGES & 1)
-            high = x_bufs.index(stage).slice(CONSUMER * HALF_M, HALF_M)
-            low = high
-            if HAS_SCALE:
-                x, scale_buf = high, scale_bufs.index(CONSUMER)
-                high, low = split_bufs.index(2 * CONSUMER), split_bufs.index(2 * CONSUMER + 1)
-                _rescale(x, scale_buf, has_scale, high, low)
-                if k + 1 < num_k:
-                    _load_scales(scale_args[0], offsets, k + 1, scale_buf)
-            w = w_bufs.index(stage)
-            left += _product(high, low, w.slice(0, HALF_N), HAS_SCALE)
-            right += _product(high, low, w.slice(HALF_N, HALF_N), HAS_SCALE)
-            mbarrier.arrive(empty.index(stage))
-            k_block += 1
-        _store(left, out_args, row, expert, HAS_BIAS, HAS_NOISE)
-        _store(right, out_args, row, expert + HALF_N, HAS_BIAS, HAS_NOISE)
+            parts = _rescaled_tile(CONSUMER, pipeline, scale_bufs, scale_args, row, k_block, num_k)
+        else:
+            parts = _plain_tile(CONSUMER, pipeline, k_block, num_k)
+        k_block += num_k
+        for part in gl.static_range(len(parts)):
+            start = expert + part * (EXPERTS // len(parts))
+            _store(parts[part], out_args, row, start, HAS_BIAS, HAS_NOISE)
 
 
 @gluon.jit(do_not_specialize=["T", "C", "num_tiles", "num_e"])
@@ -180,15 +268,17 @@ def affinity_kernel(
     x_bufs = make_buffers(STAGES, x_desc)
     w_bufs = make_buffers(STAGES, embedding_desc)
     full, empty = make_barriers(STAGES, 1, 2)
-    pipeline = (x_bufs, w_bufs, full, empty)
+    turn, _ = make_barriers(2, 1, 1)
+    pipeline = (x_bufs, w_bufs, full, empty, turn)
     sizes = (num_tiles, num_e, D // BLOCK)
-    PARTS: gl.constexpr = 4 if HAS_SCALE else 1  # two for each consumer, or unused
-    SCALES: gl.constexpr = 2 if HAS_SCALE else 1
-    split_bufs = gl.allocate_shared_memory(gl.bfloat16, [PARTS, HALF_M, BLOCK], x_desc.layout)
-    scale_bufs = gl.allocate_shared_memory(gl.float32, [SCALES, HALF_M, BLOCK], _SCALES)
+    SCALES: gl.constexpr = 2 if HAS_SCALE else 1  # one for each consumer, or unused
+    scale_bufs = (
+        gl.allocate_shared_memory(gl.float32, [SCALES, HALF_M, BLOCK], _SCALES),
+        gl.allocate_shared_memory(gl.int32, [SCALES, HALF_M], _CLUSTERS),
+    )
     scale_args = (scale_ptr, cluster_ptr, T, C, D)
     out_args = (bias_ptr, noise_ptr, affinity_ptr, T, E)
-    consumer_args = (pipeline, split_bufs, scale_bufs, scale_args, out_args, sizes)
+    consumer_args = (pipeline, scale_bufs, scale_args, out_args, sizes)
     gl.warp_specialize(
         [
             (_consumer, (0, consumer_args, HAS_SCALE, HAS_BIAS, HAS_NOISE)),

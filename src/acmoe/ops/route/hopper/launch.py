@@ -13,9 +13,7 @@ from acmoe.ops.route.hopper import affinity as affinity_module
 from acmoe.ops.route.hopper import token_gradient as token_module
 from acmoe.ops.route.triton.tokens import Tokens
 
-# Tokens and experts of a tile of the affinities, and stages of the pipeline without and with a
-# scale, whose buffers leave shared memory for three.
-TILE, STAGES = (128, 256), (4, 3)
+TILE, STAGES = (128, 256), 4  # tokens and experts of a tile of the affinities; of the pipeline
 BLOCK = 64  # features, or experts, of a stage
 TOKEN_TILE, TOKEN_STAGES = 128, 5  # tokens, and features, of a tile of d x
 
@@ -55,30 +53,34 @@ def launch_affinities(
         HAS_SCALE=tokens.has_scale,
         HAS_BIAS=bias_E is not None,
         HAS_NOISE=noise_TE is not None,
-        STAGES=STAGES[tokens.has_scale],
+        STAGES=STAGES,
         num_warps=4,
     )
 
 
 def launch_token_gradient(
     tokens: Tokens, grad_ZTE: Tensor, embedding_ED: Tensor, addend_TD: Tensor | None
-) -> Tensor:
-    """Return d x (T, D) of unsorted bf16 tokens, for d affinity as a bf16x2 split (Z = 2)."""
+) -> tuple[Tensor, Tensor]:
+    """Return d x (T, D) of unsorted bf16 tokens, for d affinity as a bf16x2 split (Z = 2).
+
+    Then x * scale (T, D), rounded to bf16; x itself without a scale.
+    """
     T, D = tokens.x.shape
     E = embedding_ED.shape[0]
     grad_TD = torch.empty_like(tokens.x)
+    y_TD = torch.empty_like(tokens.x) if tokens.has_scale else tokens.x
     num_n = cdiv(D, TOKEN_TILE)
     tiles = cdiv(T, TOKEN_TILE) * num_n
     launch(
         *(token_module.token_gradient_kernel, (_num_programs(tiles),)),
         _desc(grad_ZTE.view(2 * T, E), [TOKEN_TILE, BLOCK]),
         _desc(embedding_ED.contiguous(), [BLOCK, TOKEN_TILE]),
-        *(tokens.scale, tokens.cluster),
-        *(grad_TD if addend_TD is None else addend_TD.contiguous(), grad_TD),
+        *(tokens.scale, tokens.cluster, tokens.x),
+        *(grad_TD if addend_TD is None else addend_TD.contiguous(), grad_TD, y_TD),
         *(T, D, tokens.scale.shape[0], tiles, num_n, 2 * cdiv(E, BLOCK)),
         HAS_SCALE=tokens.has_scale,
         HAS_ADDEND=addend_TD is not None,
         STAGES=TOKEN_STAGES,
         num_warps=4,
     )
-    return grad_TD
+    return grad_TD, y_TD
