@@ -19,8 +19,8 @@ from acmoe.data.images.splits import ImageSet
 from acmoe.data.progress import Progress, silent
 from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.errors import check
-from acmoe.evaluate.capacity import using_capacity
 from acmoe.evaluate.finite import FiniteLogits
+from acmoe.evaluate.images.capacity import using_capacity
 from acmoe.evaluate.measures import HostSum
 from acmoe.evaluate.routing import LayerReport, RoutingTally
 from acmoe.evaluate.statistics import using_statistics
