@@ -3,6 +3,7 @@
 Exit codes: 0 done; 2 a mistake in the arguments, explained in one line; 1 anything else.
 """
 
+import io
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if arguments == ["--version"]:
         print(f"acmoe {acmoe.__version__}")
         sys.exit(0)
+    _write_any_text()
     try:
         _check_launched(arguments)
         command = parse(COMMANDS, arguments)
@@ -46,6 +48,12 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             print(f"acmoe: {who}{where}{error.strerror or error}", file=sys.stderr)
         status = 1
     sys.exit(status)
+
+
+def _write_any_text() -> None:
+    """Replace what the terminal's encoding lacks by `?`: texts and tables have such characters."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _check_launched(arguments: Sequence[str]) -> None:
