@@ -183,3 +183,14 @@ def test_a_terminal_without_unicode_gets_question_marks(monkeypatch):
         main(["data", "list"])
     assert stop.value.code == 0
     assert b"?" in raw.getvalue() and b"+----" in raw.getvalue()
+
+
+def test_a_command_runs_where_its_output_is_closed(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)  # as Python starts after `>&- 2>&-`
+    monkeypatch.setattr(sys, "stderr", None)
+    with pytest.raises(SystemExit) as stop:
+        main(["models"])
+    opened = sys.stdout, sys.stderr
+    for file in opened:
+        file.close()
+    assert stop.value.code == 0

@@ -146,6 +146,20 @@ def test_modes_are_refused_where_there_is_no_adaptive_router() -> None:
         evaluate_images(model, random_images(LABELS), PLAIN, config)
 
 
+def test_a_mode_that_the_model_cannot_take_is_refused_before_the_first_pass() -> None:
+    model, passes = seeded_model(lambda: TinyMoE(BATCH_STATISTICS)), []
+    config = ImageEvaluateConfig(statistics=("batch", "prefix"))
+    with pytest.raises(UserError, match="eval_statistics='prefix'"):
+        evaluate_images(
+            model,
+            random_images(LABELS),
+            PLAIN,
+            config,
+            progress=lambda *stage: passes.append(stage),
+        )
+    assert passes == []
+
+
 def test_routing_is_measured_where_asked() -> None:
     model = seeded_model(lambda: TinyMoE(BATCH_STATISTICS))
     config = ImageEvaluateConfig(routing=True, batch=16)

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if arguments == ["--version"]:
         print(f"acmoe {acmoe.__version__}")
         sys.exit(0)
-    _write_any_text()
+    _open_output()
     try:
         _check_launched(arguments)
         command = parse(COMMANDS, arguments)
@@ -50,8 +50,14 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     sys.exit(status)
 
 
-def _write_any_text() -> None:
-    """Replace what the terminal's encoding lacks by `?`: texts and tables have such characters."""
+def _open_output() -> None:
+    """Let every command print, also where its output is closed (`>&-`) or has no Unicode.
+
+    What is printed to a closed file is lost; what an encoding lacks becomes `?`.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")
 
