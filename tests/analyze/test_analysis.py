@@ -18,7 +18,7 @@ from acmoe.analyze.sampling import AnalyzeConfig, Disturbed, Sampled, sample_run
 from acmoe.config.images.attack import attack_config
 from acmoe.config.text.data import ContaminationConfig
 from acmoe.errors import UserError
-from acmoe.evaluate.attack import evaluate_attack
+from acmoe.evaluate.images.attack import evaluate_attack
 from acmoe.evaluate.run import open_vision_run
 from tiny_runs import byte_corpus, tiny_run, trained
 from tiny_vision_runs import tiny_vision_run, trained_images

@@ -19,9 +19,9 @@ from acmoe.config.text.language import language_router
 from acmoe.data.images.load import load_images
 from acmoe.data.text.arrays import Tokens
 from acmoe.errors import UserError
+from acmoe.evaluate.images.accuracy import evaluate_images
 from acmoe.evaluate.language import score_stream
 from acmoe.evaluate.statistics import using_statistics
-from acmoe.evaluate.vision import evaluate_images
 from acmoe.lab.variants import VariantConfig
 from acmoe.models.images.swin import SwinModel
 from acmoe.models.images.vit import SoftViT

@@ -1,7 +1,9 @@
 """Commands as a user types them: their output and their exit codes."""
 
+import io
 import json
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,7 +31,11 @@ def test_no_arguments_show_the_help(capsys):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("nosuch",), "Unrecognized options: nosuch"),
+        (("nosuch",), "command 'nosuch' is unknown; choose one of demo, "),
+        (("evalute", "run"), "command 'evalute' is unknown; did you mean evaluate?"),
+        (("--nosuch",), "Unrecognized options: --nosuch"),
+        (("train", "switch-nano", "--steps", "3"), "written KEY=VALUE, such as steps=200"),
+        (("report", "runs/\udcff"), "'runs/\\udcff' is no UTF-8 text; rename the file or folder"),
         (("theory", "--sed", "1"), "--seed"),
         (("theory", "--seed", "x"), "--seed"),
         (("theory", "--seed", "-1"), "seed"),
@@ -166,3 +172,25 @@ def test_processes_of_torchrun_report_a_mistake_once(capsys, monkeypatch):
     assert call(capsys, "train", "nosuch") == (2, "", "")
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert "recipe 'nosuch' is unknown" in call(capsys, "train", "nosuch")[2]
+
+
+def test_a_terminal_without_unicode_gets_question_marks(monkeypatch):
+    raw = io.BytesIO()
+    stdout = io.TextIOWrapper(raw, encoding="ascii", errors="strict")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setenv("COLUMNS", "60")  # so narrow that rich cuts words off with ...
+    with pytest.raises(SystemExit) as stop:
+        main(["data", "list"])
+    assert stop.value.code == 0
+    assert b"?" in raw.getvalue() and b"+----" in raw.getvalue()
+
+
+def test_a_command_runs_where_its_output_is_closed(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)  # as Python starts after `>&- 2>&-`
+    monkeypatch.setattr(sys, "stderr", None)
+    with pytest.raises(SystemExit) as stop:
+        main(["models"])
+    opened = sys.stdout, sys.stderr
+    for file in opened:
+        file.close()
+    assert stop.value.code == 0

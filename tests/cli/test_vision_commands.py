@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from acmoe.cli import main
-from acmoe.evaluate.attack_journal import AttackJournal
+from acmoe.evaluate.images.attack_journal import AttackJournal
 from slow_cases import mostly_slow
 from tiny_runs import byte_corpus, tiny_run, trained
 from tiny_vision_runs import tiny_vision_run, trained_images

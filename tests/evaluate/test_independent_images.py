@@ -8,7 +8,7 @@ from acmoe import create_model
 from acmoe.attacks.coupling import coupled_by
 from acmoe.config.images.attack import AttackConfig, FGSMConfig
 from acmoe.config.images.data import Capacity, ImageEvaluateConfig
-from acmoe.evaluate.capacity import capacity_text, using_capacity
+from acmoe.evaluate.images.capacity import capacity_text, using_capacity
 from acmoe.evaluate.statistics import using_statistics
 from acmoe.routing.statistics import ClusterStatistics
 from acmoe.runtime import evaluating

@@ -154,8 +154,15 @@ def test_modes_of_a_router_without_statistics_are_refused(tmp_path: Path) -> Non
 
 def test_a_mode_the_model_was_not_built_for_is_refused(tmp_path: Path) -> None:
     corpus = load_corpus(byte_corpus(tmp_path))
+    passes: list[str] = []  # the error comes before the first pass over the text
     with pytest.raises(UserError, match="statistics_of"):
-        evaluate(model_of("adaptive"), EvaluateConfig(statistics=("prefix",)), corpus=corpus)
+        evaluate(
+            model_of("adaptive"),
+            EvaluateConfig(statistics=("batch", "prefix")),
+            corpus=corpus,
+            progress=lambda stage, done, total: passes.append(stage),
+        )
+    assert passes == []
 
 
 def test_measures_of_routing_are_those_of_the_recorded_choices(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from acmoe import AdaptiveConfig
 from acmoe.config.images.data import ImageEvaluateConfig, parse_capacity
 from acmoe.errors import UserError
+from acmoe.evaluate.images.accuracy import count_hits, evaluate_images
 from acmoe.evaluate.statistics import own_statistics
-from acmoe.evaluate.vision import count_hits, evaluate_images
 from acmoe.routing.state import Routing
 from vision_cases import BATCH_STATISTICS, PLAIN, Linear, TinyMoE, random_images, seeded_model
 
@@ -146,6 +146,20 @@ def test_modes_are_refused_where_there_is_no_adaptive_router() -> None:
         evaluate_images(model, random_images(LABELS), PLAIN, config)
 
 
+def test_a_mode_that_the_model_cannot_take_is_refused_before_the_first_pass() -> None:
+    model, passes = seeded_model(lambda: TinyMoE(BATCH_STATISTICS)), []
+    config = ImageEvaluateConfig(statistics=("batch", "prefix"))
+    with pytest.raises(UserError, match="eval_statistics='prefix'"):
+        evaluate_images(
+            model,
+            random_images(LABELS),
+            PLAIN,
+            config,
+            progress=lambda *stage: passes.append(stage),
+        )
+    assert passes == []
+
+
 def test_routing_is_measured_where_asked() -> None:
     model = seeded_model(lambda: TinyMoE(BATCH_STATISTICS))
     config = ImageEvaluateConfig(routing=True, batch=16)
@@ -156,7 +170,7 @@ def test_routing_is_measured_where_asked() -> None:
 
 
 def test_layers_are_compared_only_where_they_hold_the_same_tokens() -> None:
-    from acmoe.evaluate.vision import StageTally
+    from acmoe.evaluate.images.accuracy import StageTally
 
     def routing(tokens: int) -> Routing:
         affinity = torch.randn(tokens, 3)

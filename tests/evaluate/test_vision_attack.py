@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-import acmoe.evaluate.attack as module
+import acmoe.evaluate.images.attack as module
 from acmoe import RandomConfig
 from acmoe.config.images.attack import FGSMConfig, PGDConfig, SPSAConfig, attack_config
 from acmoe.config.images.data import ImageEvaluateConfig
 from acmoe.data.images.load import load_images
 from acmoe.errors import UserError
-from acmoe.evaluate.attack import AttackReport, evaluate_attack
-from acmoe.evaluate.attack_journal import fingerprint, open_journal
+from acmoe.evaluate.images.accuracy import evaluate_images
+from acmoe.evaluate.images.attack import AttackReport, evaluate_attack
+from acmoe.evaluate.images.attack_journal import fingerprint, open_journal
 from acmoe.evaluate.statistics import own_statistics
-from acmoe.evaluate.vision import evaluate_images
 from slow_cases import mostly_slow
 from vision_cases import (
     BATCH_STATISTICS,

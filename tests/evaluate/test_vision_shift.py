@@ -13,7 +13,7 @@ from sklearn.metrics import average_precision_score
 
 from acmoe.config.images.data import ImageEvaluateConfig
 from acmoe.errors import UserError
-from acmoe.evaluate.shift import average_precision, evaluate_shift
+from acmoe.evaluate.images.shift import average_precision, evaluate_shift
 from vision_cases import BATCH_STATISTICS, PLAIN, Linear, TinyMoE, random_images, seeded_model
 
 CLASSES = tuple(f"n{number}" for number in range(10))

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from acmoe.config.images.attack import PGDConfig, attack_config
 from acmoe.config.text.finetune import FinetuneConfig
 from acmoe.data.text.prepare import prepare
+from acmoe.evaluate.images.run import attack_vision_run
 from acmoe.evaluate.run import open_vision_run
-from acmoe.evaluate.vision_run import attack_vision_run
 from acmoe.lab.study.cell import Cell
 from acmoe.lab.study.results.records import open_results
 from acmoe.lab.study.synthetic.task import SyntheticConfig

@@ -10,8 +10,8 @@ from acmoe.config.images.attack import attack_config
 from acmoe.config.images.data import ImageEvaluateConfig
 from acmoe.data.images.load import load_images
 from acmoe.errors import UserError
+from acmoe.evaluate.images.run import attack_vision_run, evaluate_vision_run
 from acmoe.evaluate.run import open_vision_run
-from acmoe.evaluate.vision_run import attack_vision_run, evaluate_vision_run
 from acmoe.train.images import ImageTrainer
 from tiny_vision_runs import tiny_vision_run, trained_images, vision_records
 

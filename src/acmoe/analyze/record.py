@@ -25,9 +25,9 @@ from acmoe.data.images.splits import ImageSet
 from acmoe.data.text.arrays import Tokens
 from acmoe.data.text.loader import EvaluationBatches
 from acmoe.errors import check
-from acmoe.evaluate.capacity import capacity_text, using_capacity
+from acmoe.evaluate.images.accuracy import check_classes
+from acmoe.evaluate.images.capacity import capacity_text, using_capacity
 from acmoe.evaluate.statistics import own_statistics
-from acmoe.evaluate.vision import check_classes
 from acmoe.models.images.classifier import ImageClassifier
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.models.text.memory import Memory

@@ -20,7 +20,7 @@ from acmoe.config.routing import AdaptiveConfig, Statistics
 from acmoe.config.text.data import ContaminationConfig
 from acmoe.data.text.contaminate import contaminate
 from acmoe.errors import check
-from acmoe.evaluate.attacked import attacked_images
+from acmoe.evaluate.images.attacked import attacked_images
 from acmoe.evaluate.language import check_vocabulary
 from acmoe.evaluate.run import Run, VisionRun, open_run, open_vision_run, run_kind
 from acmoe.evaluate.statistics import using_statistics

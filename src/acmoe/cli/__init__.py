@@ -3,6 +3,7 @@
 Exit codes: 0 done; 2 a mistake in the arguments, explained in one line; 1 anything else.
 """
 
+import io
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if arguments == ["--version"]:
         print(f"acmoe {acmoe.__version__}")
         sys.exit(0)
+    _open_output()
     try:
         _check_launched(arguments)
         command = parse(COMMANDS, arguments)
@@ -46,6 +48,18 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             print(f"acmoe: {who}{where}{error.strerror or error}", file=sys.stderr)
         status = 1
     sys.exit(status)
+
+
+def _open_output() -> None:
+    """Let every command print, also where its output is closed (`>&-`) or has no Unicode.
+
+    What is printed to a closed file is lost; what an encoding lacks becomes `?`.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _check_launched(arguments: Sequence[str]) -> None:

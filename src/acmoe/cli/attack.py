@@ -14,7 +14,7 @@ from acmoe.storage.strict_json import json_text
 
 if TYPE_CHECKING:
     from acmoe.config.images.attack import AttackConfig
-    from acmoe.evaluate.vision_run import RunAttack
+    from acmoe.evaluate.images.run import RunAttack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +70,8 @@ class Attack:
 
     def run(self) -> int:
         from acmoe.data.progress import progress_bars
+        from acmoe.evaluate.images.run import attack_vision_run
         from acmoe.evaluate.run import open_vision_run
-        from acmoe.evaluate.vision_run import attack_vision_run
 
         config = self.config()
         run = open_vision_run(self.folder)
@@ -127,7 +127,7 @@ class Attack:
 
 def _show(found: "RunAttack") -> None:
     from acmoe.config.images.attack import eps_text
-    from acmoe.evaluate.capacity import capacity_text
+    from acmoe.evaluate.images.capacity import capacity_text
 
     report = found.report
     table = Table("eps", "clean top-1", "attacked top-1", "attacked top-5", "tokens moved")

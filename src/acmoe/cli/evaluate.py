@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from acmoe.data.progress import Progress
     from acmoe.distributed.ranks import Ranks
+    from acmoe.evaluate.images.run import RunReport
     from acmoe.evaluate.language import LanguageReport
     from acmoe.evaluate.routing import LayerReport
-    from acmoe.evaluate.vision_run import RunReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +118,8 @@ class Evaluate:
     def _images(self, ranks: "Ranks", device: str) -> "RunReport":
         from acmoe.config.images.data import ImageEvaluateConfig, parse_capacity
         from acmoe.errors import check
+        from acmoe.evaluate.images.run import evaluate_vision_run
         from acmoe.evaluate.run import open_vision_run
-        from acmoe.evaluate.vision_run import evaluate_vision_run
 
         for name in ("contaminate", "block"):
             value = getattr(self, name)
@@ -211,7 +211,7 @@ def _show(report: "LanguageReport") -> None:
 
 
 def _show_images(found: "RunReport") -> None:
-    from acmoe.evaluate.capacity import capacity_text
+    from acmoe.evaluate.images.capacity import capacity_text
 
     report = found.report
     table = Table("statistics", "top-1 (%)", "top-5 (%)", "loss (nats)")

@@ -1,22 +1,28 @@
 """Parse the arguments into a command, and report a mistake in one line instead of a box."""
 
 import contextlib
+import difflib
 import io
 import re
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import reduce
+from pathlib import Path
 from typing import Annotated, Any, Protocol, cast
 
 import tyro
 
 from acmoe.cli.options import registry
-from acmoe.errors import UserError
+from acmoe.errors import UserError, check
 
 ABOUT = (
     "Adaptive Clustering Mixture-of-Experts: routers, models, training, evaluation and theory. "
     "`acmoe COMMAND --help` explains a command, `acmoe --version` prints the version, and "
     "`acmoe doctor` describes the installation."
 )
+
+# What to do instead of an option that a command does not have.
+ADVICE = {"train": "; settings are written KEY=VALUE, such as steps=200"}
 
 
 class Command(Protocol):
@@ -27,26 +33,68 @@ class Command(Protocol):
 
 def parse(commands: dict[str, type[Command]], arguments: Sequence[str]) -> Command:
     """Return the command that the arguments name. Without arguments, print the help and exit."""
+    name, *rest = arguments or ["--help"]
+    if name in commands:
+        # Only this command is parsed, so that a mistake in its options names no other command.
+        found = _parse(commands[name], rest, prog=f"acmoe {name}", advice=ADVICE.get(name, ""))
+        _check_paths(found)
+        return cast(Command, found)
+    check(name.startswith("-"), f"command {name!r} is unknown; {_meant(name, list(commands))}")
     one_of = reduce(
         lambda left, right: left | right,
         (Annotated[command, tyro.conf.subcommand(name)] for name, command in commands.items()),
     )
+    return cast(Command, _parse(one_of, [name, *rest], prog="acmoe", description=ABOUT))
+
+
+def _parse(
+    kind: Any, arguments: list[str], *, prog: str, description: str | None = None, advice: str = ""
+) -> object:
+    """Parse arguments into an object of `kind`; `advice` ends the report of an unknown option."""
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            found = tyro.cli(
-                cast(Any, one_of),
-                prog="acmoe",
-                description=ABOUT,
-                args=list(arguments) or ["--help"],
+            return tyro.cli(
+                kind,
+                prog=prog,
+                description=description,
+                args=arguments,
                 config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
                 registry=registry(),
             )
     except SystemExit as stop:
         if stop.code:
-            raise UserError(one_line(complaint.getvalue())) from None
+            text = one_line(complaint.getvalue())
+            raise UserError(text + advice if text.startswith("Unrecognized") else text) from None
         raise
-    return cast(Command, found)
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    """Return the names that a misspelt one is close to, or all of them."""
+    near = difflib.get_close_matches(name, known, n=2)
+    return f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(known)}"
+
+
+def _check_paths(command: object) -> None:
+    """Check that the paths of a command are UTF-8, which safetensors and HTML pages need.
+
+    Otherwise the weights of a run would look damaged.
+    """
+    for field in fields(cast(Any, command)):
+        value = getattr(command, field.name)
+        for path in value if isinstance(value, tuple) else (value,):
+            check(
+                not isinstance(path, Path) or _is_text(str(path)),
+                f"{str(path)!a} is no UTF-8 text; rename the file or folder",
+            )
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def one_line(box: str) -> str:

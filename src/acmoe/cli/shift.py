@@ -47,9 +47,9 @@ class Shift:
         from acmoe.config.images.data import ImageEvaluateConfig, parse_capacity
         from acmoe.data.images.folder import open_folder
         from acmoe.data.progress import progress_bars
-        from acmoe.evaluate.capacity import capacity_text
+        from acmoe.evaluate.images.capacity import capacity_text
+        from acmoe.evaluate.images.shift import evaluate_shift
         from acmoe.evaluate.run import open_vision_run
-        from acmoe.evaluate.shift import evaluate_shift
 
         run = open_vision_run(self.folder)
         run_threads(self.threads, self.folder, self.device)

@@ -32,7 +32,7 @@ from acmoe.evaluate.finite import REMEDY, naming
 from acmoe.evaluate.measures import HostSum
 from acmoe.evaluate.routing import LayerReport, RoutingTally
 from acmoe.evaluate.run import Run, open_run
-from acmoe.evaluate.statistics import NONE, using_statistics
+from acmoe.evaluate.statistics import NONE, check_statistics, using_statistics
 from acmoe.models.text.decoder import LanguageModel, LanguageOutput
 from acmoe.models.text.memory import Memory
 from acmoe.routing.statistics.group import measuring_alone
@@ -257,6 +257,7 @@ def statistics_modes(model: LanguageModel, requested: tuple[str, ...]) -> tuple[
             "them out",
         )
         return (NONE,)
+    check_statistics(model, requested)
     return requested or (router.modes[1],)
 
 

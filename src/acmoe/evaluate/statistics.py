@@ -1,7 +1,7 @@
 """Get the statistics mode of a model's adaptive routers, or change it for an evaluation."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -29,3 +29,10 @@ def using_statistics(model: nn.Module, mode: str | None) -> Iterator[str]:
     check(own != NONE, f"statistics={mode}: the model has no adaptive router; leave it out")
     with override_statistics(model, eval_statistics=mode):
         yield mode
+
+
+def check_statistics(model: nn.Module, modes: Iterable[str]) -> None:
+    """Raise for a mode that the model cannot be evaluated in, before the first pass begins."""
+    for mode in modes:
+        with using_statistics(model, mode):
+            pass

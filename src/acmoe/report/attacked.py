@@ -12,7 +12,7 @@ from acmoe.analyze.record import LayerRecord, RoutingRecord, record_vision
 from acmoe.config.images.attack import AttackConfig, FGSMConfig, eps_text
 from acmoe.data.images.splits import ImageSet
 from acmoe.errors import UserError
-from acmoe.evaluate.attacked import attacked_images
+from acmoe.evaluate.images.attacked import attacked_images
 from acmoe.evaluate.run import VisionRun
 from acmoe.models.images.classifier import ImageClassifier
 from acmoe.report.sample import png_uri

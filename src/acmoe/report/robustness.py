@@ -17,7 +17,7 @@ from acmoe.config.images.train import VISION_RUNS
 from acmoe.config.serialize import encode
 from acmoe.data.text.swaps import SwapReport
 from acmoe.errors import UserError
-from acmoe.evaluate.capacity import capacity_text
+from acmoe.evaluate.images.capacity import capacity_text
 from acmoe.evaluate.run import ATTACKS, LANGUAGE_RUN, read_json
 from acmoe.report.runs import RunFacts
 from acmoe.report.scores import no_report, read_evaluations

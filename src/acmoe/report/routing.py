@@ -15,9 +15,9 @@ from torch import Tensor
 from acmoe.analyze.record import LayerRecord, RoutingRecord, record_language, record_vision
 from acmoe.config.images.train import VISION_RUNS, SoftViTRunConfig
 from acmoe.errors import UserError, check
+from acmoe.evaluate.images.accuracy import StageTally
 from acmoe.evaluate.language import check_vocabulary
 from acmoe.evaluate.run import LANGUAGE_RUN, RunFolder, open_run, open_vision_run
-from acmoe.evaluate.vision import StageTally
 from acmoe.report.attacked import attacked_routing
 from acmoe.report.experts import (
     TextContext,

@@ -7,7 +7,7 @@ from typing import Any
 
 from acmoe.config.images.train import VISION_RUNS
 from acmoe.errors import UserError, is_finite
-from acmoe.evaluate.capacity import capacity_text
+from acmoe.evaluate.images.capacity import capacity_text
 from acmoe.evaluate.run import LANGUAGE_RUN, read_json
 from acmoe.evaluate.saved import EVALUATIONS
 from acmoe.evaluate.starts import Start

@@ -19,8 +19,8 @@ from acmoe.data.images.splits import ImageSplits
 from acmoe.data.transfer import to_device
 from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.errors import check
+from acmoe.evaluate.images.accuracy import ImageFigure, ImageReport, evaluate_images
 from acmoe.evaluate.same_data import classes_sha256, labels_sha256
-from acmoe.evaluate.vision import ImageFigure, ImageReport, evaluate_images
 from acmoe.models.images.classifier import ImageClassifier, VisionOutput
 from acmoe.models.registry import build_model
 from acmoe.routing.statistics.group import measuring_alone

@@ -5,7 +5,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from acmoe.evaluate.attack_journal import open_journal
+from acmoe.evaluate.images.attack_journal import open_journal
 from acmoe.evaluate.run import open_run
 from acmoe.lab.study.results.records import latest, open_results, read_results
 from acmoe.report.runs import read_run

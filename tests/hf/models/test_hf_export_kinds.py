@@ -11,8 +11,8 @@ from acmoe.data.images.augment import normalize
 from acmoe.data.images.pixels import centre_crop
 from acmoe.data.text.sentences import load_sentences
 from acmoe.errors import UserError
+from acmoe.evaluate.images.run import evaluate_vision_run
 from acmoe.evaluate.run import open_corpus, open_run, open_vision_run
-from acmoe.evaluate.vision_run import evaluate_vision_run
 from acmoe.models.capacity import override_capacity
 from acmoe.train.finetune import finetune
 from tiny_runs import QUIET, byte_corpus, tiny_run, trained, word_corpus

@@ -13,8 +13,8 @@ from acmoe.config.images.presets import vision_router
 from acmoe.config.images.train import VisionRunConfig
 from acmoe.data.images.load import load_images
 from acmoe.data.images.splits import ImageSet, ImageSplits
-from acmoe.evaluate.attack import evaluate_attack
-from acmoe.evaluate.vision import evaluate_images
+from acmoe.evaluate.images.accuracy import evaluate_images
+from acmoe.evaluate.images.attack import evaluate_attack
 from acmoe.lab.study.cell import Cell, ImageTests
 from acmoe.lab.study.cells.outcome import Notify, Outcome, routing_metrics
 from acmoe.lab.study.cells.pairing import pair_with_plain

@@ -15,8 +15,8 @@ from acmoe.config.images.data import ImageDataConfig
 from acmoe.data.images.augment import normalize
 from acmoe.data.images.batches import ImageBatch
 from acmoe.errors import check
-from acmoe.evaluate.attack import batch_seed, labels_to_avoid
-from acmoe.evaluate.capacity import using_capacity
+from acmoe.evaluate.images.attack import batch_seed, labels_to_avoid
+from acmoe.evaluate.images.capacity import using_capacity
 from acmoe.runtime import seeded
 
 

@@ -19,11 +19,11 @@ from acmoe.data.images.splits import ImageSet
 from acmoe.data.progress import Progress, silent
 from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.errors import check
-from acmoe.evaluate.capacity import using_capacity
 from acmoe.evaluate.finite import FiniteLogits
+from acmoe.evaluate.images.capacity import using_capacity
 from acmoe.evaluate.measures import HostSum
 from acmoe.evaluate.routing import LayerReport, RoutingTally
-from acmoe.evaluate.statistics import using_statistics
+from acmoe.evaluate.statistics import check_statistics, using_statistics
 from acmoe.experts.moe import MoE
 from acmoe.experts.soft import SoftMoE
 from acmoe.models.recorded import recorded
@@ -81,6 +81,7 @@ def evaluate_images(
     config = config or ImageEvaluateConfig()
     torch_device = pick_device(device)
     model = model.to(torch_device)
+    check_statistics(model, config.statistics)
     batches = EvaluationImages.of(images, data, config)
     figures = []
     with using_capacity(model, config.capacity) as capacity, evaluating(model):

@@ -20,10 +20,10 @@ from acmoe.data.images.imagenet_shift import Shift, class_subset, images_of
 from acmoe.data.images.splits import ImageSet
 from acmoe.data.progress import Progress, silent
 from acmoe.errors import UserError, check
-from acmoe.evaluate.capacity import using_capacity
 from acmoe.evaluate.finite import FiniteLogits
+from acmoe.evaluate.images.accuracy import check_classes, ranked_hits
+from acmoe.evaluate.images.capacity import using_capacity
 from acmoe.evaluate.statistics import using_statistics
-from acmoe.evaluate.vision import check_classes, ranked_hits
 from acmoe.runtime import autocast, evaluating, pick_device, seeded
 
 

@@ -24,11 +24,11 @@ from acmoe.data.images.splits import ImageSet
 from acmoe.data.progress import Progress, silent
 from acmoe.data.seeding import derive_seed
 from acmoe.errors import check
-from acmoe.evaluate.attack_journal import AttackJournal, Record, fingerprint, open_journal
-from acmoe.evaluate.capacity import own_capacity, using_capacity
 from acmoe.evaluate.finite import naming
+from acmoe.evaluate.images.accuracy import check_classes, count_hits, moe_layers
+from acmoe.evaluate.images.attack_journal import AttackJournal, Record, fingerprint, open_journal
+from acmoe.evaluate.images.capacity import own_capacity, using_capacity
 from acmoe.evaluate.statistics import using_statistics
-from acmoe.evaluate.vision import check_classes, count_hits, moe_layers
 from acmoe.models.recorded import recorded
 from acmoe.routing.state import first_choice
 from acmoe.runtime import pick_device, seeded

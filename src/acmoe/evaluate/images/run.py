@@ -10,9 +10,9 @@ from acmoe.config.images.attack import AttackConfig
 from acmoe.config.images.data import ImageEvaluateConfig
 from acmoe.data.progress import Progress, silent
 from acmoe.distributed.ranks import ALONE, Ranks
-from acmoe.evaluate.attack import AttackReport, evaluate_attack
+from acmoe.evaluate.images.accuracy import ImageReport, evaluate_images
+from acmoe.evaluate.images.attack import AttackReport, evaluate_attack
 from acmoe.evaluate.run import ATTACKS, VisionRun, Which
-from acmoe.evaluate.vision import ImageReport, evaluate_images
 from acmoe.routing.statistics.group import measuring_alone
 from acmoe.storage.atomic import replace_text
 from acmoe.storage.strict_json import json_text

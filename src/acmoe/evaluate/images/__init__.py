@@ -1,0 +1,1 @@
+"""Evaluation of image classifiers: accuracy, attacks, and the shifted sets of ImageNet."""
