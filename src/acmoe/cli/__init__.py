@@ -50,10 +50,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def _check_launched(arguments: Sequence[str]) -> None:
     """Raise a UserError if torchrun started several processes of a command that needs one."""
-    size = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    size = os.environ.get("WORLD_SIZE") if "RANK" in os.environ else None
     name = arguments[0] if arguments else ""
     check(
-        size == 1 or name not in COMMANDS or name in SEVERAL,
+        size in (None, "", "1") or name not in COMMANDS or name in SEVERAL,
         f"`acmoe {name}` runs in one process, and the launcher started {size}; give it without "
         "torchrun",
     )
