@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 import acmoe
 from acmoe.distributed.experts import distribute_experts
 from acmoe.errors import UserError
+from acmoe.routing.losses import stable_balance_loss
 from acmoe.routing.statistics.group import group_of
 
 BALANCE = acmoe.LossConfig(balance=0.1)
@@ -32,6 +33,7 @@ def many(rank: int) -> dict[str, Any]:
         "whole": updated(rank, torch.optim.SGD),
         "shared": updated(rank, in_shares),
         "meshes": meshes(rank),
+        "stable": stable(rank),
         "joined": joined(rank),
     }
 
@@ -112,6 +114,22 @@ def meshes(rank: int) -> list[str]:
     return [*found, dist.group.WORLD.group_name]
 
 
+SCORE = torch.tensor([0.3, -1.0, 2.0, 0.5, 0.1, -0.4, 1.5], dtype=torch.float64)
+EXPERT = torch.tensor([0, 0, 1, 2, 0, 1, 0])
+MASK = torch.tensor([True, True, True, False, True, True, True])
+
+
+def stable(rank: int) -> tuple[Tensor, Tensor]:
+    """Return loss and gradient of StableMoE's balance; rank 0 has five of seven tokens."""
+    own = slice(0, 5) if rank == 0 else slice(5, 7)
+    score = SCORE[own].clone().requires_grad_()
+    name = dist.group.WORLD.group_name
+    loss = stable_balance_loss(score, EXPERT[own], 3, MASK[own], group=name)
+    loss.backward()
+    assert score.grad is not None
+    return loss.detach(), score.grad
+
+
 def joined(rank: int) -> str:
     """Return the error of a loop in which rank 1 has one batch more."""
     model = build("adaptive", FLOAT)
@@ -153,6 +171,17 @@ def test_the_mesh_of_experts_does_not_say_who_sees_other_tokens(two: list[dict[s
     refused, found, everyone = two[1]["meshes"]
     assert "lie on meshes (1,) of 2 processes; say which of them see tokens of their own" in refused
     assert found == everyone
+
+
+def test_the_balance_loss_of_stable_moe_is_that_of_all_tokens(two: list[dict[str, Any]]) -> None:
+    """Loads 4 and 2 of six tokens, of three experts: surplus (4/2 - 1, 2/2 - 1, 0/2 - 1)."""
+    gate = SCORE.sigmoid()
+    by_hand = (gate[0] + gate[1] + gate[4] + gate[6]) / 6
+    slope = torch.where(MASK & (EXPERT == 0), gate * (1 - gate) / 6, 0.0)
+    losses, gradients = zip(*(result["stable"] for result in two), strict=True)
+    # Data parallel training takes the mean over two processes of losses and gradients.
+    torch.testing.assert_close(sum(losses) / 2, by_hand, rtol=0, atol=1e-15)
+    torch.testing.assert_close(torch.cat(gradients) / 2, slope, rtol=0, atol=1e-15)
 
 
 def test_uneven_numbers_of_batches_are_refused(two: list[dict[str, Any]]) -> None:
