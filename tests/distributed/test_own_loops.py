@@ -32,6 +32,7 @@ def many(rank: int) -> dict[str, Any]:
         "averaged": averaged(rank),
         "whole": updated(rank, torch.optim.SGD),
         "shared": updated(rank, in_shares),
+        "empty": empty(rank),
         "meshes": meshes(rank),
         "stable": stable(rank),
         "joined": joined(rank),
@@ -114,6 +115,18 @@ def meshes(rank: int) -> list[str]:
     return [*found, dist.group.WORLD.group_name]
 
 
+def empty(rank: int) -> list[Tensor]:
+    """Take a step whose tokens are all on rank 0; the mean over no token is NaN, and counts 0."""
+    model = build("adaptive", FLOAT)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    wrapped = DistributedDataParallel(model) if dist.is_initialized() else model
+    x = data(0, FLOAT)
+    wrapped(x if rank == 0 else x[:0]).nan_to_num().backward()
+    optimizer.step()
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    return buffers_of(model)
+
+
 SCORE = torch.tensor([0.3, -1.0, 2.0, 0.5, 0.1, -0.4, 1.5], dtype=torch.float64)
 EXPERT = torch.tensor([0, 0, 1, 2, 0, 1, 0])
 MASK = torch.tensor([True, True, True, False, True, True, True])
@@ -171,6 +184,13 @@ def test_the_mesh_of_experts_does_not_say_who_sees_other_tokens(two: list[dict[s
     refused, found, everyone = two[1]["meshes"]
     assert "lie on meshes (1,) of 2 processes; say which of them see tokens of their own" in refused
     assert found == everyone
+
+
+def test_a_process_without_tokens_takes_part(two: list[dict[str, Any]]) -> None:
+    alone = empty(0)
+    for result in two:
+        for found, expected in zip(result["empty"], alone, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
 def test_the_balance_loss_of_stable_moe_is_that_of_all_tokens(two: list[dict[str, Any]]) -> None:
