@@ -158,11 +158,3 @@ def test_a_command_of_one_process_refuses_torchrun(capsys, monkeypatch):
         "acmoe: `acmoe theory` runs in one process, and the launcher started 2; give it without "
         "torchrun\n"
     )
-
-
-def test_processes_of_torchrun_report_a_mistake_once(capsys, monkeypatch):
-    """Each makes the same mistake; the first one of a machine says it."""
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert call(capsys, "train", "nosuch") == (2, "", "")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    assert "recipe 'nosuch' is unknown" in call(capsys, "train", "nosuch")[2]

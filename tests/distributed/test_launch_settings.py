@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
+from acmoe import cli
 from acmoe.cli import main
 from acmoe.config.parallel import ParallelConfig
 from acmoe.distributed import start
@@ -75,6 +76,24 @@ def test_commands_of_one_process_ignore_a_variable_without_a_value(
     with pytest.raises(SystemExit):
         main(["report", str(tmp_path / "none")])
     assert "the launcher started" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("rank", "waits"), [("0", []), ("1", [cli.TO_SPEAK])])
+def test_a_mistake_of_all_processes_is_left_to_the_first(
+    rank: str,
+    waits: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """An exit of another one would have torchrun end the first before it speaks."""
+    waited: list[float] = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    for name, value in {**GOOD, "RANK": rank, "LOCAL_RANK": rank}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as end:
+        main(["train", "switch-nano", "parallel.data=4"])
+    assert (end.value.code, waited) == (2, waits)
+    assert "needs 4 processes, but the launcher started 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

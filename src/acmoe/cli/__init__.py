@@ -6,6 +6,7 @@ Exit codes: 0 done; 2 a mistake in the arguments, explained in one line; 1 anyth
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -15,6 +16,7 @@ from acmoe.cli.parse import parse
 from acmoe.errors import UserError, check
 
 SEVERAL = {"train", "evaluate", "doctor"}  # commands that torchrun may start
+TO_SPEAK = 10.0  # seconds that the first process of a machine has to report a mistake
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -28,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         status = command.run()
         sys.stdout.flush()
     except UserError as mistake:
-        if _speaks(mistake):
-            print(f"acmoe: {mistake}", file=sys.stderr)
+        _let_first_speak(mistake)
+        print(f"acmoe: {mistake}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt as stop:
         print(f"acmoe: interrupted{f'; {stop}' if str(stop) else ''}", file=sys.stderr)
@@ -42,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except OSError as error:  # a disk or a network, not a mistake in the arguments
         where = f"{error.filename}: " if error.filename else ""
         who = f"rank {os.environ['RANK']}: " if hasattr(error, "reported") else ""
-        if _speaks(error):
-            print(f"acmoe: {who}{where}{error.strerror or error}", file=sys.stderr)
+        _let_first_speak(error)
+        print(f"acmoe: {who}{where}{error.strerror or error}", file=sys.stderr)
         status = 1
     sys.exit(status)
 
@@ -59,10 +61,12 @@ def _check_launched(arguments: Sequence[str]) -> None:
     )
 
 
-def _speaks(error: Exception) -> bool:
-    """Return True if this process prints an error; torchrun's processes make the same mistake.
+def _let_first_speak(error: Exception) -> None:
+    """Wait while another of torchrun's processes, which make the same mistake, reports it.
 
-    Before they have joined, the first process of each machine speaks. After that, the one that
-    failed first does (distributed/failure.py).
+    Before they have joined, the first process of each machine speaks, and torchrun then ends the
+    others. One that exits earlier, without a word, would have that first one ended before it
+    speaks. After they have joined, the one that failed first speaks (distributed/failure.py).
     """
-    return hasattr(error, "reported") or os.environ.get("LOCAL_RANK", "0") == "0"
+    if not hasattr(error, "reported") and os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(TO_SPEAK)

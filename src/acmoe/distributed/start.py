@@ -53,7 +53,7 @@ def joined(parallel: ParallelConfig, device: str) -> Iterator[tuple[Ranks, torch
         return
     rank, size = _number("RANK"), _number("WORLD_SIZE")
     check(rank < size, f"RANK={rank} must be less than WORLD_SIZE={size}; {LAUNCH}")
-    _check_number(parallel, rank, size)
+    _check_number(parallel, size)
     own = pick_device(_own_device(device, os.environ))
     if own.type == "cuda":
         torch.cuda.set_device(own)
@@ -74,12 +74,10 @@ def joined(parallel: ParallelConfig, device: str) -> Iterator[tuple[Ranks, torch
     dist.destroy_process_group()
 
 
-def _check_number(parallel: ParallelConfig, rank: int, size: int) -> None:
-    """End where the launcher started another number of processes than the run needs."""
+def _check_number(parallel: ParallelConfig, size: int) -> None:
+    """Raise if the launcher started another number of processes than the run needs."""
     if size == parallel.processes:
         return
-    if rank > 0:
-        raise SystemExit(1)  # rank 0 says it
     shares, left = divmod(size, parallel.pipeline)
     raise UserError(
         f"{parallel} needs {parallel.processes} processes, but the launcher started {size}; "
