@@ -15,7 +15,7 @@ import gc
 import itertools
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,6 @@ from acmoe.ops.statistics.over_ranks import (
 )
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from acmoe.routing.statistics.step import StepStatistics
 
 ALONE = ""  # name of the group of a process that pools with nobody
@@ -112,8 +110,8 @@ def _find(statistics: "StepStatistics") -> str:
     )
 
 
-def _group_of_meshes(meshes: "Set[DeviceMesh | None]") -> str:
-    """Return the group of the mesh that all parameters of a layer lie on, or of all processes.
+def _group_of_meshes(meshes: Set[Any]) -> str:
+    """Return the group of the device mesh that a layer's parameters lie on, or of all processes.
 
     Parameters on several meshes, as with distributed experts, do not say who sees other tokens.
     """
