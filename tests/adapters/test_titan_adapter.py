@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from acmoe.errors import UserError
+from acmoe.routing.statistics.step_hook import parameters_around
 
 pytest.importorskip("torchtitan", reason="needs torchtitan: pip install 'acmoe[titan]'")
 pytestmark = pytest.mark.filterwarnings("default")  # warnings of torchtitan and its packages
@@ -199,6 +200,14 @@ def test_one_override_without_the_other_is_refused(tokens: torch.Tensor) -> None
     model = build(with_overrides(small_config("deepseek_v3", "debugmodel"), OVERRIDES[1]))
     with pytest.raises(UserError, match=r"name acmoe\.adapters\.titan\.adaptive_block"):
         run(model, tokens)
+
+
+def test_statistics_know_the_parameters_of_their_layer() -> None:
+    """The mesh of these parameters tells which processes the averages are pooled over."""
+    model = build(with_overrides(small_config("deepseek_v3", "debugmodel"), *OVERRIDES))
+    layer = next(layer for layer in model.layers.values() if layer.moe_enabled)
+    found = parameters_around(layer.moe.statistics)
+    assert set(map(id, found)) == set(map(id, layer.moe.parameters()))
 
 
 @pytest.mark.slow

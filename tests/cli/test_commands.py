@@ -166,14 +166,6 @@ def test_a_command_of_one_process_refuses_torchrun(capsys, monkeypatch):
     )
 
 
-def test_processes_of_torchrun_report_a_mistake_once(capsys, monkeypatch):
-    """Each makes the same mistake; the first one of a machine says it."""
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert call(capsys, "train", "nosuch") == (2, "", "")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    assert "recipe 'nosuch' is unknown" in call(capsys, "train", "nosuch")[2]
-
-
 def test_a_terminal_without_unicode_gets_question_marks(monkeypatch):
     raw = io.BytesIO()
     stdout = io.TextIOWrapper(raw, encoding="ascii", errors="strict")

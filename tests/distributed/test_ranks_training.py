@@ -384,9 +384,6 @@ def test_the_launcher_must_start_as_many(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=r"started 4; give parallel\.data=4"):
         train(config(TWO), tmp_path, console=QUIET)
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(SystemExit):  # rank 0 says it
-        train(config(TWO), tmp_path, console=QUIET)
 
 
 def test_a_process_that_does_not_start_is_named(

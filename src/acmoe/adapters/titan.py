@@ -23,6 +23,7 @@ from acmoe.config.routing import AdaptiveConfig
 from acmoe.errors import UserError, check
 from acmoe.ops.route.reference import first_chosen
 from acmoe.routing.statistics import ClusterStatistics
+from acmoe.routing.statistics.step_hook import register_layer
 
 VERSIONS = ("0.3",)  # torchtitan's interfaces change from version to version
 
@@ -95,6 +96,7 @@ class AdaptiveMoE(MoE):  # type: ignore[misc]
             num_clusters=config.num_experts,
             dim=config.router.gate.in_features,
         ).build()
+        register_layer(self)  # its parameters tell the processes that see other tokens
 
     def forward(self, x_BLD: Tensor, cluster_BL: Tensor) -> tuple[Tensor, Tensor]:
         """Return the (B, L, D) output, and each token's cluster for the next MoE layer."""

@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -16,6 +17,7 @@ from acmoe.cli.parse import parse
 from acmoe.errors import UserError, check
 
 SEVERAL = {"train", "evaluate", "doctor"}  # commands that torchrun may start
+TO_SPEAK = 10.0  # seconds that the first process of a machine has to report a mistake
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -30,8 +32,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         status = command.run()
         sys.stdout.flush()
     except UserError as mistake:
-        if _speaks(mistake):
-            print(f"acmoe: {mistake}", file=sys.stderr)
+        _let_first_speak(mistake)
+        print(f"acmoe: {mistake}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt as stop:
         print(f"acmoe: interrupted{f'; {stop}' if str(stop) else ''}", file=sys.stderr)
@@ -44,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except OSError as error:  # a disk or a network, not a mistake in the arguments
         where = f"{error.filename}: " if error.filename else ""
         who = f"rank {os.environ['RANK']}: " if hasattr(error, "reported") else ""
-        if _speaks(error):
-            print(f"acmoe: {who}{where}{error.strerror or error}", file=sys.stderr)
+        _let_first_speak(error)
+        print(f"acmoe: {who}{where}{error.strerror or error}", file=sys.stderr)
         status = 1
     sys.exit(status)
 
@@ -64,19 +66,21 @@ def _open_output() -> None:
 
 def _check_launched(arguments: Sequence[str]) -> None:
     """Raise a UserError if torchrun started several processes of a command that needs one."""
-    size = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    size = os.environ.get("WORLD_SIZE") if "RANK" in os.environ else None
     name = arguments[0] if arguments else ""
     check(
-        size == 1 or name not in COMMANDS or name in SEVERAL,
+        size in (None, "", "1") or name not in COMMANDS or name in SEVERAL,
         f"`acmoe {name}` runs in one process, and the launcher started {size}; give it without "
         "torchrun",
     )
 
 
-def _speaks(error: Exception) -> bool:
-    """Return True if this process prints an error; torchrun's processes make the same mistake.
+def _let_first_speak(error: Exception) -> None:
+    """Wait while another of torchrun's processes, which make the same mistake, reports it.
 
-    Before they have joined, the first process of each machine speaks. After that, the one that
-    failed first does (distributed/failure.py).
+    Before they have joined, the first process of each machine speaks, and torchrun then ends the
+    others. One that exits earlier, without a word, would have that first one ended before it
+    speaks. After they have joined, the one that failed first speaks (distributed/failure.py).
     """
-    return hasattr(error, "reported") or os.environ.get("LOCAL_RANK", "0") == "0"
+    if not hasattr(error, "reported") and os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(TO_SPEAK)

@@ -3,7 +3,8 @@
 The first process that fails writes its message into the store of the process group, then raises.
 The others learn of it in one of two ways. Their next collective raises, because gloo notices the
 closed connection. Or they hang in a collective of NCCL: a thread reads the store, and ends the
-process if it has not ended by itself.
+process if it has not ended by itself. A process that is killed writes nothing: the first one that
+loses its connection says so.
 
 A process whose collective has timed out asks the others, through the store, what they are doing:
 the threads answer with the line that their process is in. So the message names who did not come.
@@ -22,6 +23,13 @@ from acmoe.errors import UserError, first_line
 KEY = "failure"
 QUESTION = "what are you doing"
 WAITING = "waits in a collective"
+LOST = (
+    "lost the connection to another rank, which was killed, or whose machine is gone; look for its "
+    "signal in the launcher's report (SIGKILL: often no memory was left), then give the same "
+    "command again"
+)
+_LOST = re.compile("connection (closed|reset) by peer|remote process exited", re.I)
+_TIMED_OUT = re.compile("timed? ?out", re.I)
 LOOK_EVERY = 1.0  # seconds between two looks of the thread
 PATIENCE = 20.0  # seconds that a process has to end by itself after another has failed
 
@@ -61,24 +69,35 @@ class FailureWatch:
         raise error
 
     def explained(self, error: BaseException) -> BaseException:
-        """Return an error that names the missing processes if a collective timed out, else `error`.
+        """Return an error that tells which processes are missing if a collective failed for that.
 
-        It takes three seconds, in which the others answer.
+        Any other error is returned as it is. After a timeout it takes three seconds, in which the
+        others answer.
         """
-        if not isinstance(error, RuntimeError) or not re.search("timed? ?out", str(error), re.I):
+        text = str(error) if isinstance(error, RuntimeError) else ""
+        message = None
+        if _LOST.search(text):
+            message = LOST
+        elif _TIMED_OUT.search(text):
+            message = self._named_missing()
+        if message is None:
             return error
+        found = UserError(message)
+        found.__cause__ = error
+        return found
+
+    def _named_missing(self) -> str | None:
+        """Return a message that names the processes which did not come, if they can be asked."""
         try:
             places = self._ask()
         except RuntimeError:  # the process that holds the store is gone
-            return error
+            return None
         missing = {rank: place for rank, place in places.items() if place != WAITING}
         named = "; ".join(f"rank {rank} {place}" for rank, place in missing.items())
-        found = UserError(
+        return (
             f"gives up waiting in a collective: {named or 'all other ranks wait, too'}; look at "
             "the messages and the load of that process, then give the same command again"
         )
-        found.__cause__ = error
-        return found
 
     def _ask(self) -> dict[int, str]:
         """Return what each other process is doing, by rank."""

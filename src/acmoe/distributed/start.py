@@ -16,11 +16,12 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from acmoe.config.parallel import ParallelConfig
 from acmoe.distributed.failure import FailureWatch
 from acmoe.distributed.ranks import ALONE, Ranks
-from acmoe.errors import UserError, check
+from acmoe.errors import UserError, check, first_line
 from acmoe.runtime import pick_device
 from acmoe.storage.shards import leave_writing
 
 TIMEOUT = 600.0  # seconds that a process waits for the others, at the start and in a collective
+LAUNCH = "torchrun sets it; unset RANK and WORLD_SIZE to train in one process"
 # Tensors of the CPU always go through gloo: messages between hosts need no device.
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
 
@@ -32,7 +33,7 @@ def launched() -> bool:
 
 def launched_processes() -> int:
     """Return the number of processes that the launcher started; 1 without one."""
-    return int(os.environ["WORLD_SIZE"]) if launched() else 1
+    return _number("WORLD_SIZE") if launched() else 1
 
 
 @contextmanager
@@ -50,14 +51,9 @@ def joined(parallel: ParallelConfig, device: str) -> Iterator[tuple[Ranks, torch
         )
         yield ALONE, pick_device(device)
         return
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if size != parallel.processes:
-        if rank > 0:
-            raise SystemExit(1)  # rank 0 says it
-        raise UserError(
-            f"{parallel} needs {parallel.processes} processes, but the launcher started {size}; "
-            f"give parallel.data={max(1, size // parallel.pipeline)}"
-        )
+    rank, size = _number("RANK"), _number("WORLD_SIZE")
+    check(rank < size, f"RANK={rank} must be less than WORLD_SIZE={size}; {LAUNCH}")
+    _check_number(parallel, size)
     own = pick_device(_own_device(device, os.environ))
     if own.type == "cuda":
         torch.cuda.set_device(own)
@@ -76,6 +72,24 @@ def joined(parallel: ParallelConfig, device: str) -> Iterator[tuple[Ranks, torch
         watch.fail(error)
     watch.close()
     dist.destroy_process_group()
+
+
+def _check_number(parallel: ParallelConfig, size: int) -> None:
+    """Raise if the launcher started another number of processes than the run needs."""
+    if size == parallel.processes:
+        return
+    shares, left = divmod(size, parallel.pipeline)
+    raise UserError(
+        f"{parallel} needs {parallel.processes} processes, but the launcher started {size}; "
+        + (f"start a multiple of {parallel.pipeline}" if left else f"give parallel.data={shares}")
+    )
+
+
+def _number(name: str) -> int:
+    """Return a number that the launcher has set in the environment."""
+    value = os.environ.get(name, "")
+    check(value.isdecimal(), f"{name}={value!r} in the environment is no number; {LAUNCH}")
+    return int(value)
 
 
 def _process_group(store: Any, rank: int, parallel: ParallelConfig, device: torch.device) -> Ranks:
@@ -120,17 +134,21 @@ def _meet(rank: int, size: int) -> Any:
 
 def _store(rank: int) -> Any:
     """Return the store of torchrun, or one that rank 0 holds; it does not wait for the others."""
-    held_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    holds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    address = os.environ.get("MASTER_ADDR", "")
+    check(bool(address), f"MASTER_ADDR is missing in the environment; {LAUNCH}")
+    port = _number("MASTER_PORT")
     try:
         found = TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=rank == 0 and not held_by_launcher,
+            address,
+            port,
+            is_master=holds,
             timeout=timedelta(seconds=TIMEOUT),
             wait_for_workers=False,
         )
     except dist.DistNetworkError as error:
-        raise UserError(_absent([0])) from error
+        busy = f"rank 0 cannot listen at port {port}: {first_line(error)}; give another MASTER_PORT"
+        raise UserError(busy if holds else _absent([0])) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives a restart
     return PrefixStore(f"acmoe/{attempt}", found)
 

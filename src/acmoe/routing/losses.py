@@ -88,15 +88,28 @@ def load_loss(
 
 
 def stable_balance_loss(
-    score_T: Tensor, expert_T: Tensor, num_experts: int, token_mask_T: Tensor | None = None
+    score_T: Tensor,
+    expert_T: Tensor,
+    num_experts: int,
+    token_mask_T: Tensor | None = None,
+    *,
+    group: str = "",
 ) -> Tensor:
     """StableMoE's balance loss: mean over tokens of (n_e - n) / n times the gate of their expert e.
 
-    n_e is the load of expert e and n the mean load.
+    n_e is the load of expert e and n the mean load. group: the name of the processes over whose
+    tokens it is taken (`over_group`).
     """
     load_E = load(expert_T[:, None], num_experts, token_mask_T).to(score_T.dtype)
-    surplus_E = load_E / load_E.mean().clamp(min=1e-9) - 1
-    return masked_mean((surplus_E[expert_T] * score_T.sigmoid())[:, None], token_mask_T).sum()
+    gate_T = score_T.sigmoid()
+    if not group:
+        surplus_E = load_E / load_E.mean().clamp(min=1e-9) - 1
+        return masked_mean((surplus_E[expert_T] * gate_T)[:, None], token_mask_T).sum()
+    if token_mask_T is not None:
+        gate_T = gate_T.masked_fill(~token_mask_T, 0.0)
+    gate_sum_E = torch.zeros_like(load_E).index_add(0, expert_T, gate_T)
+    load_E, gate_E = over_group(load_E, gate_sum_E, load_E.sum(), group)
+    return ((load_E / load_E.mean().clamp(min=1e-9) - 1) * gate_E).sum()
 
 
 def distillation_loss(

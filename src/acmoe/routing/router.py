@@ -36,7 +36,7 @@ class Router(Layer):
     mix = 1  # number of clusters per token that this router reads from the state
     # True: its statistics of a stream continue from one segment to the next (`CarriedMoments`)
     carries_moments = False
-    balance_group = ""  # name of the processes whose tokens the balance loss is taken over
+    balance_group = ""  # name of the processes whose tokens the balance loss of training is over
 
     def __init__(
         self, *, dim: int, num_experts: int, top_k: int, losses: LossConfig | None = None
@@ -82,6 +82,14 @@ class Router(Layer):
             if self.scale_experts:
                 routing = routing._replace(expert_input=tokens.dense().to(x.dtype))
         return routing
+
+    @property
+    def loss_group(self) -> str:
+        """Name of the processes over whose tokens this call's balance loss is; "" for this one.
+
+        An evaluation takes its own tokens: one process may evaluate while the others wait.
+        """
+        return self.balance_group if self.training else ""
 
     def begun(self, x: Tensor, state: RoutingState | None) -> RoutingState:
         """Return the state, or the identity if there is none: x is before the first layer."""

@@ -206,7 +206,7 @@ class TopKRouter(Router):
             token_mask=mask_T,
             temperature=temperature,
             noise=noise_TE,
-            balance_only=not self.balance_group,
+            balance_only=not self.loss_group,
         )
 
     def decide(
@@ -221,7 +221,7 @@ class TopKRouter(Router):
     def loss(self, found: Route, expert_ids_TK: Tensor, mask_T: Tensor | None) -> Tensor:
         """Return the weighted sum of the auxiliary losses, a scalar."""
         weights, temperature = self.losses, self.config.balance_temperature
-        balance = None if self.balance_group else found.balance
+        balance = None if self.loss_group else found.balance
         if balance is None and found.load is not None and found.gate_sum is not None:
             balance = self._balance(found.load, found.gate_sum, expert_ids_TK.shape[0], mask_T)
         total = common_losses(
@@ -231,7 +231,7 @@ class TopKRouter(Router):
             mask_T,
             temperature=temperature,
             balance=balance,
-            group=self.balance_group,
+            group=self.loss_group,
         )
         if weights.importance_load:
             # Without a selection bias the last choice has the k-th largest affinity.
@@ -249,8 +249,8 @@ class TopKRouter(Router):
         self, load_E: Tensor, gate_sum_E: Tensor, rows: int, mask_T: Tensor | None
     ) -> Tensor:
         """Return the balance loss from the sums that the op `route` computed."""
-        if self.balance_group:
+        if self.loss_group:
             tokens = load_E.new_full((), rows) if mask_T is None else mask_T.sum()
-            return balance_of(*over_group(load_E, gate_sum_E, tokens, self.balance_group))
+            return balance_of(*over_group(load_E, gate_sum_E, tokens, self.loss_group))
         count = max(rows, 1) if mask_T is None else mask_T.sum().clamp(min=1)
         return balance_of(load_E, gate_sum_E / count)

@@ -68,7 +68,5 @@ class CosineRouter(Router):
         mask_T = None if token_mask is None else token_mask.reshape(-1)
         affinity_TE = self.affinity(flat(x))
         expert_ids_TK, gate_TK = select(affinity_TE, self.top_k, self.config.gate)
-        loss = common_losses(
-            self.losses, affinity_TE, expert_ids_TK, mask_T, group=self.balance_group
-        )
+        loss = common_losses(self.losses, affinity_TE, expert_ids_TK, mask_T, group=self.loss_group)
         return Routing(expert_ids_TK, gate_TK, affinity_TE, loss, expert_ids_TK[:, 0].clone())

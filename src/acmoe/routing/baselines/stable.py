@@ -100,7 +100,9 @@ class StableRouter(Router):
         if learning:
             expert_T = affinity_TE.argmax(-1)
             score_T = affinity_TE.gather(1, expert_T[:, None])[:, 0]
-            balance = stable_balance_loss(score_T, expert_T, self.num_experts, mask_T)
+            balance = stable_balance_loss(
+                *(score_T, expert_T, self.num_experts, mask_T), group=self.loss_group
+            )
             imitation = distillation_loss(light_TE, expert_T, mask_T)
             loss = loss + self.config.balance * balance + self.config.distill * imitation
         # A token's cluster is the expert it was sent to: in stage 2 the light router's choice.

@@ -75,9 +75,7 @@ class ThresholdRouter(Router):
         gate_TK = gate_TK * active_TK
         gate_TK = gate_TK / gate_TK.sum(-1, keepdim=True)
         expert_ids_TK = torch.where(active_TK.detach() > 0, expert_ids_TK, self.num_experts)
-        loss = common_losses(
-            self.losses, affinity_TE, expert_ids_TK, mask_T, group=self.balance_group
-        )
+        loss = common_losses(self.losses, affinity_TE, expert_ids_TK, mask_T, group=self.loss_group)
         return Routing(expert_ids_TK, gate_TK, affinity_TE, loss, first_T)
 
     def active(self, gate_TK: Tensor) -> Tensor:

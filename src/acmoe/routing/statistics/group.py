@@ -13,12 +13,13 @@ function to call, because copies that drift apart would go unnoticed.
 
 import gc
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from acmoe.errors import UserError, check
 from acmoe.ops.statistics.over_ranks import (
@@ -91,27 +92,60 @@ def _find(statistics: "StepStatistics") -> str:
     """Find the group by which the training loop averages the gradients of the layer."""
     from acmoe.routing.statistics.step_hook import parameters_around
 
-    for parameter in parameters_around(statistics):
-        mesh = getattr(parameter, "device_mesh", None)  # a DTensor has one
-        if mesh is not None:
-            if mesh.ndim == 1:
-                return str(mesh.get_group().group_name)
-            check(
-                mesh.size() == world_size(),
-                f"running statistics: the parameters lie on a mesh {tuple(mesh.shape)} of "
-                f"{world_size()} processes; say which of them see tokens of their own: "
-                "acmoe.set_statistics_group(model, group)",
-            )
-            return everyone()
-    wrapper = nn.parallel.DistributedDataParallel
-    for found in gc.get_objects():
-        if issubclass(type(found), wrapper) and any(one is statistics for one in found.modules()):
-            return str(found.process_group.group_name)
+    # A DTensor has a mesh; None stands for parameters that every process has whole.
+    meshes = {getattr(one, "device_mesh", None) for one in parameters_around(statistics)}
+    if meshes and None not in meshes:
+        return _group_of_meshes(meshes)
+    wrapper = _wrapper_of(statistics)
+    if wrapper is not None:
+        _refuse_join(wrapper)
+        return str(wrapper.process_group.group_name)
+    if any(meshes):
+        return _group_of_meshes(meshes)
     raise UserError(
         f"running statistics: torch.distributed runs {world_size()} processes, and the model is "
         "neither in a DistributedDataParallel nor sharded by fully_shard; call "
         "acmoe.set_statistics_group(model, group) with the processes that average its gradients "
         "(torch.distributed.group.WORLD for all), or with None if each trains a model of its own"
+    )
+
+
+def _group_of_meshes(meshes: Set[Any]) -> str:
+    """Return the group of the device mesh that a layer's parameters lie on, or of all processes.
+
+    Parameters on several meshes, as with distributed experts, do not say who sees other tokens.
+    """
+    only = next(iter(meshes)) if len(meshes) == 1 else None
+    if only is not None and only.ndim == 1:
+        return str(only.get_group().group_name)
+    shapes = sorted(tuple(mesh.shape) for mesh in meshes if mesh is not None)
+    check(
+        all(mesh.size() == world_size() for mesh in meshes if mesh is not None),
+        f"running statistics: the parameters of a layer lie on meshes "
+        f"{' and '.join(map(str, shapes))} of {world_size()} processes; say which of them see "
+        "tokens of their own: "
+        "acmoe.set_statistics_group(model, group)",
+    )
+    return everyone()
+
+
+def _wrapper_of(statistics: "StepStatistics") -> DistributedDataParallel | None:
+    """Return the DistributedDataParallel around these statistics, if there is one."""
+    for found in gc.get_objects():
+        if issubclass(type(found), DistributedDataParallel) and any(
+            one is statistics for one in found.modules()
+        ):
+            return cast(DistributedDataParallel, found)
+    return None
+
+
+def _refuse_join(wrapper: DistributedDataParallel) -> None:
+    config = wrapper._join_config
+    check(
+        not config.enable or config.throw_on_early_termination,
+        "running statistics: inside DistributedDataParallel.join a process without batches leaves "
+        "the others, whose statistics need it at every step; give all processes the same number of "
+        "batches, or join with throw_on_early_termination=True",
     )
 
 

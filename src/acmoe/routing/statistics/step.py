@@ -50,7 +50,7 @@ class StepStatistics(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickle or deepcopy; it is updated by optimizer steps as the original is."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.__dict__.setdefault("own", {})
+        self.own = {}  # the copy has seen no batch of its own (`seen`)
         self.serial = next_serial()
         register_statistics(self)
 
@@ -63,6 +63,14 @@ class StepStatistics(nn.Module):
     @property
     def device(self) -> torch.device:
         return next(iter(self.buffers())).device
+
+    @property
+    def seen(self) -> bool:
+        """Return False if no training forward of this process has recorded a batch here.
+
+        Where nothing has to be pooled, nobody has to know, and it is True.
+        """
+        return self.waits is None or world_size() == 1 or bool(self.own)
 
     @property
     def pools(self) -> bool:

@@ -18,6 +18,7 @@ therefore be copied, pickled, moved and sharded without telling the hook.
 
 import gc
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -113,9 +114,13 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _trains(statistics: "StepStatistics") -> bool:
-    """Return False for a copy in evaluation mode, such as a teacher, and for what cannot change."""
+    """Return False for a copy that is not trained, such as a teacher, and for what cannot change.
+
+    A copy may be on one of several processes alone, as an average of the weights often is: to pool
+    it would wait for the others for ever.
+    """
     fixed = any(buffer.is_meta or buffer.is_inference() for buffer in statistics.buffers())
-    return statistics.training and not fixed
+    return statistics.training and statistics.seen and not fixed
 
 
 def trained_by(optimizer: Optimizer, *, search: bool = False) -> Trained:
@@ -136,6 +141,8 @@ def trained_by(optimizer: Optimizer, *, search: bool = False) -> Trained:
 
 
 def _find(optimizer: Optimizer, search: bool) -> tuple[References, References]:
+    if _is_share(optimizer):
+        return (), ()
     owned = _parameters_of_statistics()
 
     def without(ids: set[int]) -> "set[StepStatistics]":
@@ -146,6 +153,21 @@ def _find(optimizer: Optimizer, search: bool) -> tuple[References, References]:
         unclaimed &= without(_ids(o for o in gc.get_objects() if issubclass(type(o), Optimizer)))
     held = owned.keys() - without(_ids([optimizer]))
     return _references(held), _references(unclaimed)
+
+
+def _is_share(optimizer: Optimizer) -> bool:
+    """Return True for the optimizer that a ZeroRedundancyOptimizer gives the share of a process.
+
+    Processes hold different layers in theirs, so the statistics wait for the step of the whole.
+    """
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if module is None:
+        return False
+    kind = module.ZeroRedundancyOptimizer
+    return any(
+        issubclass(type(one), kind) and getattr(one, "optim", None) is optimizer
+        for one in gc.get_objects()
+    )
 
 
 def _references(statistics: "Iterable[StepStatistics]") -> References:
