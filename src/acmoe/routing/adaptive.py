@@ -65,28 +65,28 @@ class AdaptiveRouter(RescalingRouter):
     ) -> ScaledTokens:
         """Return M_k* h for every token (Eqn. 8)."""
         check_state(state, x, self.mix, self.num_experts, self.config)
-        x_BLD = x if x.dim() == 3 else x[None]
-        mask_BL = None if token_mask is None else token_mask.view(x_BLD.shape[:-1])
-        scale = self.cluster_scale(x_BLD, state, mask_BL, cache)
+        scale = self.cluster_scale(x, state, token_mask, cache)
         if scale.dim() == 2 and self.mix == 1:  # one M per cluster, the same for all its tokens
-            return ScaledTokens(x, scale, state.assignment[:, 0], state.order)
+            return ScaledTokens(x, scale, state.assignment.view(-1), state.order)
         scaled = bounded(x.to(accumulation_dtype(x.dtype))) * token_scale(scale, state, x)
         return ScaledTokens(x, product=scaled)
 
     def cluster_scale(
         self,
-        x_BLD: Tensor,
+        x: Tensor,
         state: RoutingState,
-        mask_BL: Tensor | None,
+        token_mask: Tensor | None,
         cache: StatisticsSlot | None,
     ) -> Tensor:
-        """Return the diagonals of M (Definition 1).
+        """Return the diagonals of M (Definition 1) for tokens (T, D) or (B, L, D).
 
         (C, D) for all tokens of the call, (B, C, D) for each sequence, or (B, L, J, D) for each
         token and cluster, where a token's M depends on its position (prefix statistics).
         """
         if self.statistics is None:
             return state.scale
+        x_BLD = x if x.dim() == 3 else x[None]
+        mask_BL = None if token_mask is None else token_mask.view(x_BLD.shape[:-1])
         if self.statistics.mode == "prefix":
             assignment_BLJ = state.assignment.view(*x_BLD.shape[:-1], self.mix)
             return self.statistics.prefix_scale(x_BLD, assignment_BLJ, mask_BL, cache)

@@ -133,7 +133,7 @@ def clusters_of(
     """
     if mix == 1:
         first_T = affinity_TE.detach().argmax(-1) if first_T is None else first_T
-        first_T1 = first_T[:, None]
+        first_T1 = first_T.view(-1, 1)
         if before is not None and before.shape == first_T1.shape and _alike(before, affinity_TE):
             return first_T1, before
         return first_T1, affinity_TE.new_ones(first_T1.shape)

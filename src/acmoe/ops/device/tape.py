@@ -1,10 +1,10 @@
 """Repeat the launches of a call with other tensors, for calls so small that the host is slower.
 
 `taped(run, tensors, settings)` returns run(*tensors, *settings). The first call of a kind records
-what `run` allocates and launches (recording.py); later calls of the same kind repeat that: they
-allocate the results, large memory while it is used, and one buffer for everything else, and hand
-addresses to the compiled kernels. So block sizes, grids and flags are worked out once for each kind
-of call.
+what `run` allocates and launches (recording.py); later calls of the same kind repeat that
+(playback.py): they allocate the results, large memory while it is used, and one buffer for
+everything else, and hand addresses to the compiled kernels. So block sizes, grids and flags are
+worked out once for each kind of call.
 
 Calls are of one kind if `run`, the settings, the current device, and the shape, dtype and device of
 every tensor are equal. A tape is kept only if `run` did nothing but allocate, take views, launch
@@ -28,7 +28,8 @@ from acmoe.ops.device.launcher import (
     plain_launches,
     recorder,
 )
-from acmoe.ops.device.recording import Memory, Results, Steps, Watch, steps_of
+from acmoe.ops.device.playback import Allocator, Play, write_play
+from acmoe.ops.device.recording import Memory, Results, Watch, steps_of
 
 MOST_TAPES = 1024
 
@@ -36,42 +37,8 @@ MOST_TAPES = 1024
 class Tape(NamedTuple):
     """The recorded steps of a call, and the compiled kernels, which must stay alive."""
 
-    recorded: Steps
+    play: Play
     owners: tuple[Any, ...]
-    empty: "Allocator"
-
-    def play(self, given: tuple[Tensor | None, ...], addresses: list[int], current: int) -> Results:
-        """Return the results of the recorded call for the tensors `given` at these addresses.
-
-        current: the number of the current device.
-        """
-        (steps, num_slots, num_bytes, order), _, empty = self
-        missing = num_slots - len(given)
-        tensors = [*given, *[None] * missing]
-        slots = [*addresses, *[0] * missing]
-        if num_bytes:
-            buffer = empty((num_bytes,), (1,), torch.uint8)
-            slots.append(buffer.data_ptr())
-        stream = driver.active.get_current_stream(current)
-        for made, run, head, values, pointers, described, freed in steps:
-            for slot, layout in made:
-                tensors[slot] = one = empty(*layout)
-                slots[slot] = one.data_ptr()
-            if run is None:
-                function, operands, slot = head
-                tensors[slot] = one = function(*[tensors[at] for at in operands])
-                slots[slot] = one.data_ptr()
-            else:
-                values = values.copy()
-                for at, slot, offset in pointers:
-                    values[at] = slots[slot] + offset
-                for at, slot, offset, descriptor in described:
-                    values[at] = descriptor.at(slots[slot] + offset)
-                x, y, z, function, metadata = head
-                run(x, y, z, stream, function, metadata, None, None, None, *values)
-            for slot in freed:
-                tensors[slot] = None
-        return tuple([tensors[at] for at in order])  # type: ignore[misc]
 
 
 class Same:
@@ -87,9 +54,6 @@ class Same:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Same) and self.value is other.value
-
-
-Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 
 
 @functools.cache
@@ -159,7 +123,7 @@ def taped(
         return run(*tensors, *settings)
     if tape is _UNKNOWN:
         return _record(key, run, tensors, settings)
-    return tape.play(tensors, addresses, current)
+    return tape.play(tensors, addresses, driver.active.get_current_stream(current))
 
 
 def _record(
@@ -181,8 +145,11 @@ def _record(
         recorder.steps = recorder.memory = None
     if len(_tapes) >= MOST_TAPES:
         _tapes.clear()
-    owners = tuple(one.compiled.owners for one in launches if one is not None)
-    first = tensors[0]
-    assert first is not None
-    _tapes[key] = None if steps is None else Tape(steps, owners, allocator(first.device))
+    _tapes[key] = None
+    if steps is not None:
+        first = tensors[0]
+        assert first is not None
+        play = write_play(steps, len(tensors), allocator(first.device))
+        owners = tuple(one.compiled.owners for one in launches if one is not None)
+        _tapes[key] = Tape(play, owners)
     return results

@@ -41,7 +41,9 @@ def snapshot(buffer: Tensor, dtype: torch.dtype, *, training: bool) -> Tensor:
     A captured evaluation gets the buffer itself: its graph would copy it in every replay, and the
     result of a graph is valid until the next replay only.
     """
-    return buffer.to(dtype, copy=training or not capturing(buffer))
+    if buffer.dtype == dtype and (training or not capturing(buffer)):
+        return buffer.clone()
+    return buffer.to(dtype)
 
 
 @op

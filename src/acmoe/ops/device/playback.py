@@ -1,0 +1,95 @@
+"""Write the steps of a tape (recording.py) as a Python function of straight lines.
+
+A loop over steps and arguments takes twice the time of the host. The function of a call with one
+launch, a tensor in the buffer and one result:
+
+    def play(given, addresses, stream):
+        a0, a1, = addresses
+        buffer = empty((512,), (1,), uint8)
+        a3 = buffer.data_ptr()
+        t2 = empty((8, 4), (4, 1), c0)
+        a2 = t2.data_ptr()
+        c1(1, 1, 1, stream, c2, c3, None, None, None, a0, a1 + 64, a3, a2, 8, 4)
+        return t2,
+
+t and a are the tensor and the address of a slot, c a constant.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acmoe.ops.device.recording import Layout, Results, Step, Steps
+
+Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
+Play = Callable[[tuple[Tensor | None, ...], list[int], int], Results]
+
+
+def write_play(recorded: Steps, num_given: int, empty: Allocator) -> Play:
+    """Return a function (given, addresses, stream) -> results that repeats the recorded steps.
+
+    given, addresses: the tensors of the call, `num_given` in all, and where their memory begins.
+    """
+    writer = _Writer(num_given, empty)
+    addresses = "".join(f"a{slot}, " for slot in range(num_given))
+    writer.lines += ["def play(given, addresses, stream):", f"    {addresses}= addresses"]
+    if recorded.num_bytes:
+        layout: Layout = ((recorded.num_bytes,), (1,), torch.uint8)
+        writer.allocate(recorded.num_slots, layout)
+    for step in recorded.steps:
+        writer.add(step)
+    results = "".join(f"t{slot}, " for slot in recorded.order)
+    writer.lines.append(f"    return {results or '()'}")
+    exec("\n".join(writer.lines), writer.names)
+    play: Play = writer.names["play"]
+    return play
+
+
+class _Writer:
+    """The lines of the function, and the values of the names in it."""
+
+    def __init__(self, num_given: int, empty: Allocator) -> None:
+        self.num_given = num_given
+        self.lines: list[str] = []
+        self.names: dict[str, Any] = {"empty": empty}
+
+    def allocate(self, slot: int, layout: Layout) -> None:
+        shape, strides, dtype = layout
+        self._assign(slot, f"empty({tuple(shape)}, {tuple(strides)}, {self._constant(dtype)})")
+
+    def add(self, step: Step) -> None:
+        for slot, layout in step.made:
+            self.allocate(slot, layout)
+        if step.run is None:
+            function, operands, slot = step.head
+            tensors = ", ".join(map(self._tensor, operands))
+            self._assign(slot, f"{self._constant(function)}({tensors})")
+        else:
+            self._launch(step)
+        self.lines += [f"    t{slot} = None" for slot in step.freed]
+
+    def _launch(self, step: Step) -> None:
+        values = [self._constant(value) for value in step.values]
+        for at, slot, offset in step.pointers:
+            values[at] = f"a{slot} + {offset}" if offset else f"a{slot}"
+        for at, slot, offset, descriptor in step.described:
+            values[at] = f"{self._constant(descriptor.at)}(a{slot} + {offset})"
+        x, y, z, function, metadata = map(self._constant, step.head)
+        hooks = ["None"] * 3
+        arguments = ", ".join([x, y, z, "stream", function, metadata, *hooks, *values])
+        self.lines.append(f"    {self._constant(step.run)}({arguments})")
+
+    def _assign(self, slot: int, tensor: str) -> None:
+        self.lines += [f"    t{slot} = {tensor}", f"    a{slot} = t{slot}.data_ptr()"]
+
+    def _tensor(self, slot: int) -> str:
+        return f"given[{slot}]" if slot < self.num_given else f"t{slot}"
+
+    def _constant(self, value: Any) -> str:
+        if value is None or type(value) in (int, bool):
+            return repr(value)
+        name = f"c{len(self.names)}"
+        self.names[name] = value
+        return name
