@@ -87,7 +87,8 @@ def kind_of(run: str, file: Path) -> str:
 def test_a_sample_of_damaged_files_is_noticed(case: Case) -> None:
     numbers = range(0, len(case.files()), 2)
     seen = Counter(check_mutation(case, n, read_only=n % 12 != 0)[1] for n in numbers)
-    assert len(numbers) == 20 and seen["detected"] > 10
+    # 20 files, or 21: TensorBoard writes one more into each run where it is installed.
+    assert len(numbers) in (20, 21) and seen["detected"] > 10
 
 
 @pytest.mark.faults
