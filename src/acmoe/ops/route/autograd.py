@@ -147,7 +147,7 @@ def _launched_backward(
     grad_ZTE, partial_NE = affinity_gradient(
         *upstream, *chosen, token_mask, over_selected, temperature, num_parts
     )
-    grad_TD, tokens = token_gradient(tokens, grad_ZTE, embedding, grad_x)
+    grad_TD = token_gradient(tokens, grad_ZTE, embedding, grad_x)
     grad_bias = reduce_partials(partial_NE[None])[0] if has_bias else partial_NE.new_empty(0)
     grad_ED = embedding_gradient(tokens, end, grad_ZTE, embedding.dtype, result)
     return grad_TD, grad_ED, grad_bias

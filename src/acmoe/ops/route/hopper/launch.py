@@ -60,27 +60,23 @@ def launch_affinities(
 
 def launch_token_gradient(
     tokens: Tokens, grad_ZTE: Tensor, embedding_ED: Tensor, addend_TD: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return d x (T, D) of unsorted bf16 tokens, for d affinity as a bf16x2 split (Z = 2).
-
-    Then x * scale (T, D), rounded to bf16; x itself without a scale.
-    """
+) -> Tensor:
+    """Return d x (T, D) of unsorted bf16 tokens, for d affinity as a bf16x2 split (Z = 2)."""
     T, D = tokens.x.shape
     E = embedding_ED.shape[0]
     grad_TD = torch.empty_like(tokens.x)
-    y_TD = torch.empty_like(tokens.x) if tokens.has_scale else tokens.x
     num_n = cdiv(D, TOKEN_TILE)
     tiles = cdiv(T, TOKEN_TILE) * num_n
     launch(
         *(token_module.token_gradient_kernel, (_num_programs(tiles),)),
         _desc(grad_ZTE.view(2 * T, E), [TOKEN_TILE, BLOCK]),
         _desc(embedding_ED.contiguous(), [BLOCK, TOKEN_TILE]),
-        *(tokens.scale, tokens.cluster, tokens.x),
-        *(grad_TD if addend_TD is None else addend_TD.contiguous(), grad_TD, y_TD),
+        *(tokens.scale, tokens.cluster),
+        *(grad_TD if addend_TD is None else addend_TD.contiguous(), grad_TD),
         *(T, D, tokens.scale.shape[0], tiles, num_n, 2 * cdiv(E, BLOCK)),
         HAS_SCALE=tokens.has_scale,
         HAS_ADDEND=addend_TD is not None,
         STAGES=TOKEN_STAGES,
         num_warps=4,
     )
-    return grad_TD, y_TD
+    return grad_TD

@@ -1,14 +1,11 @@
 """Gradient of the router's tokens on Hopper, for many experts.
 
     d x (T, D) = (d affinity @ embedding) * scale of the token's cluster + addend
-    y (T, D) = x * scale of the token's cluster, which the embedding's gradient reads
 
 d affinity (2, T, E) is a bf16x2 split, whose parts are two halves of one inner dimension: the low
 parts come first. The result is rounded to bf16, so that the tensor cores may add up everything.
 Persistent ping-pong kernel (ops/experts/hopper/pipeline.py) over tiles of 128 tokens and 128
 features: while one consumer loads scales and addends and stores its result, the other multiplies.
-y is written here because the scales are here: a kernel of its own would wait for memory, which is
-idle while this one multiplies.
 
 T tokens, D features, E experts, C clusters.
 """
@@ -58,17 +55,24 @@ def _load_blocks(load_args):
 
 
 @gluon.jit
-def _finish(
-    acc, row, column, scale_args, out_args, HAS_SCALE: gl.constexpr, HAS_ADDEND: gl.constexpr
-):
-    """Multiply 64 tokens at 128 features by their scales, add the addend, and store them.
-
-    With scales, store the tokens x multiplied by them as well.
-    """
-    x_ptr, addend_ptr, out_ptr, y_ptr, T, D = out_args
+def _scales_of(row, scale_args, HAS_SCALE: gl.constexpr):
+    """Return what `own_scales` does for the 64 tokens from `row` on; anything without scales."""
     rows = row + gl.arange(0, HALF_M, gl.SliceLayout(1, ROWS))
     if HAS_SCALE:
-        clusters, has_scale = own_scales(scale_args, rows)
+        return own_scales(scale_args, rows)
+    else:
+        return rows, rows < 0
+
+
+@gluon.jit
+def _finish(
+    acc, row, column, scales, scale_ptr, out_args, HAS_SCALE: gl.constexpr,
+    HAS_ADDEND: gl.constexpr,
+):  # fmt: skip
+    """Multiply 64 tokens at 128 features by their scales, add the addend, and store them."""
+    addend_ptr, out_ptr, T, D = out_args
+    clusters, has_scale = scales
+    rows = row + gl.arange(0, HALF_M, gl.SliceLayout(1, ROWS))
     panels = split_panels(acc)
     for panel in gl.static_range(2):
         d = column + panel * PANEL + gl.arange(0, PANEL, gl.SliceLayout(0, ROWS))
@@ -78,12 +82,10 @@ def _finish(
             addend = gl.load(addend_ptr + at, mask=valid, other=0.0)
         if HAS_SCALE:
             scale = gl.load(
-                scale_args[0] + (clusters * D)[:, None] + d[None, :],
+                scale_ptr + (clusters * D)[:, None] + d[None, :],
                 mask=has_scale[:, None] & (d < D)[None, :],
                 other=1.0,
             )
-            y = gl.load(x_ptr + at, mask=valid, other=0.0).to(gl.float32) * scale
-            gl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=valid)
         grad = gl.convert_layout(panels[panel], ROWS)
         if HAS_SCALE:
             grad *= scale
@@ -98,15 +100,19 @@ def _consumer(
 ):
     """Ping-pong consumer: every second tile of the program."""
     pipeline, scale_args, out_args, num_tiles, num_n, num_k = consumer_args
-    T = out_args[4]
+    T = out_args[2]
     programs = gl.num_programs(0)
     local_tile = CONSUMER
     for tile in range(gl.program_id(0) + CONSUMER * programs, num_tiles, 2 * programs):
         row, column = tile // num_n * TILE, tile % num_n * TILE
+        # Loaded before the GEMM, which hides the latency.
+        scales = _scales_of(row, scale_args, HAS_SCALE)
+        lower_scales = _scales_of(row + HALF_M, scale_args, HAS_SCALE)
         upper, lower = mma_tile(pipeline, local_tile, T - row, num_k, CONSUMER, True)
-        _finish(upper, row, column, scale_args, out_args, HAS_SCALE, HAS_ADDEND)
+        args = (scale_args[0], out_args)
+        _finish(upper, row, column, scales, *args, HAS_SCALE, HAS_ADDEND)
         if row + HALF_M < T:
-            _finish(lower, row + HALF_M, column, scale_args, out_args, HAS_SCALE, HAS_ADDEND)
+            _finish(lower, row + HALF_M, column, lower_scales, *args, HAS_SCALE, HAS_ADDEND)
         local_tile += 2
 
 
@@ -116,10 +122,8 @@ def token_gradient_kernel(
     embedding_desc,
     scale_ptr,
     cluster_ptr,
-    x_ptr,
     addend_ptr,
     out_ptr,
-    y_ptr,
     T,
     D,
     C,
@@ -130,14 +134,14 @@ def token_gradient_kernel(
     HAS_ADDEND: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Compute d x (T, D) from d affinity, as (2 T, E), and the embedding (E, D); y with a scale."""
+    """Compute d x (T, D) from d affinity, as (2 T, E), and the embedding (E, D)."""
     grad_bufs = make_buffers(STAGES, grad_desc)
     w_bufs = make_buffers(STAGES, embedding_desc)
     full, empty = make_barriers(STAGES, 1, 1)
     ping_pong, _ = make_barriers(2, 1, 1)
     pipeline = (grad_bufs, w_bufs, full, empty, ping_pong)
     scale_args = (scale_ptr, cluster_ptr, T, C, D)
-    out_args = (x_ptr, addend_ptr, out_ptr, y_ptr, T, D)
+    out_args = (addend_ptr, out_ptr, T, D)
     consumer_args = (pipeline, scale_args, out_args, num_tiles, num_n, num_k)
     load_args = (grad_desc, embedding_desc, pipeline, T, num_tiles, num_n, num_k)
     gl.warp_specialize(

@@ -47,18 +47,14 @@ def terms(dtype: torch.dtype) -> int:
 
 def token_gradient(
     tokens: Tokens, grad_ZTE: Tensor, embedding_ED: Tensor, addend_TD: Tensor | None = None
-) -> tuple[Tensor, Tokens]:
-    """Return d x (T, D) in x's dtype, plus addend_TD: the gradient of x from other consumers.
-
-    Then the tokens, with their scale multiplied in where the kernel writes that too.
-    """
+) -> Tensor:
+    """Return d x (T, D) in x's dtype, plus addend_TD: the gradient of x from other consumers."""
     T, D = tokens.x.shape
     Z, _, E = grad_ZTE.shape
     if E > MANY_EXPERTS and Z == 2 and hopper_unsupported(tokens, embedding_ED) is None:
         from acmoe.ops.route.hopper.launch import launch_token_gradient
 
-        grad_TD, y_TD = launch_token_gradient(tokens, grad_ZTE, embedding_ED, addend_TD)
-        return grad_TD, tokens.in_place()._replace(x=y_TD)
+        return launch_token_gradient(tokens, grad_ZTE, embedding_ED, addend_TD)
     tile = token_launch_table(E, D, Z, not tokens.is_sorted, tokens.has_scale)
     grad_TD = torch.empty_like(tokens.x)
     if T > 0:
@@ -73,7 +69,7 @@ def token_gradient(
             PREFETCH=tile.prefetch_addend,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
-    return grad_TD, tokens
+    return grad_TD
 
 
 def embedding_gradient(
