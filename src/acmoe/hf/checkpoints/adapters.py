@@ -36,7 +36,7 @@ from acmoe.hf.checkpoints.statistics import (
 
 LOG = logging.getLogger("acmoe")
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # PEFT loads the first that exists
-FOLLOWED = "_acmoe_follows"  # attribute of a method that `follow_peft` has put in
+FOLLOWED = "_acmoe_follows"  # attribute of a method that was wrapped here
 
 
 class StatisticsBeside:
@@ -148,7 +148,7 @@ def follow_peft() -> None:
     """
     peft = sys.modules.get("peft")
     kind = getattr(peft, "PeftModel", None)  # None while PEFT is being imported
-    if kind is None or getattr(kind.save_pretrained, FOLLOWED, False):
+    if kind is None or hasattr(kind.save_pretrained, FOLLOWED):
         return
     kind.save_pretrained = _saving(kind.save_pretrained)
     kind.load_adapter = _loading(kind.load_adapter, "model_id")
