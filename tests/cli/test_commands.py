@@ -36,6 +36,7 @@ def test_no_arguments_show_the_help(capsys):
         (("--nosuch",), "Unrecognized options: --nosuch"),
         (("train", "switch-nano", "--steps", "3"), "written KEY=VALUE, such as steps=200"),
         (("report", "runs/\udcff"), "'runs/\\udcff' is no UTF-8 text; rename the file or folder"),
+        (("data", "list", "--root", "\udcff"), "'\\udcff' is no UTF-8 text; rename the file"),
         (("theory", "--sed", "1"), "--seed"),
         (("theory", "--seed", "x"), "--seed"),
         (("theory", "--seed", "-1"), "seed"),

@@ -28,7 +28,8 @@ from acmoe.distributed.failure import FailureWatch
 from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.errors import UserError
 from acmoe.evaluate.images.run import RunReport, evaluate_vision_run
-from acmoe.evaluate.language import LanguageReport, evaluate
+from acmoe.evaluate.language import evaluate
+from acmoe.evaluate.language_report import LanguageReport
 from acmoe.evaluate.run import checkpoints, open_vision_run
 from acmoe.train.run import Summary, train, train_images
 from acmoe.train.text import TextTrainer, checked_corpus

@@ -56,6 +56,13 @@ def test_dropout_zeroes_its_share_of_hidden_units_in_training_alone():
     assert torch.equal(experts(torch.ones(4000, 1), order, gate), torch.full((4000, 1), 5.0))
 
 
+def test_rows_without_a_gate_are_refused_and_so_is_a_gate_without_rows():
+    experts, x = ExpertMLP(dim=2, hidden=3, num_experts=2), torch.ones(2, 2, 2)
+    for given in ({"rows": sort_rows(torch.zeros(2, 1).long(), 2)}, {"gate_TK": torch.ones(2, 1)}):
+        with pytest.raises(UserError, match="give rows and gate_TK together, or neither"):
+            experts(x, **given)
+
+
 def test_a_row_of_no_expert_stays_zero_in_spite_of_biases():
     experts = ExpertMLP(dim=2, hidden=3, num_experts=2)
     with torch.no_grad():

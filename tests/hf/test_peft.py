@@ -159,7 +159,7 @@ def test_a_plain_model_that_loads_the_adapter_by_transformers_alone_is_warned_of
 def test_an_adapter_whose_statistics_replace_those_of_another_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name, steps in (("one", 1), ("two", 2)):
+    for name, steps in (("none", 0), ("one", 1), ("two", 2)):
         model = train(adapted("attach, LoRA", **PLACES["attention"]), steps)
         model.save_pretrained(tmp_path / name)
     expected = logits(model, **X)
@@ -171,6 +171,8 @@ def test_an_adapter_whose_statistics_replace_those_of_another_is_warned_of(
     loaded.load_adapter(tmp_path / "one", "one")
     assert "now that of adapter 'one', and 'same' and 'two' would be computed" in caplog.text
     assert not torch.equal(logits(loaded, **X), expected)
+    loaded.load_adapter(tmp_path / "none", "none")
+    assert "now that of adapter 'none', and 'one' and 'same' and 'two' would be" in caplog.text
     acmoe.hf.load_statistics(loaded, tmp_path / "two")
     assert torch.equal(logits(loaded, **X), expected)
 

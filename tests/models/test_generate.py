@@ -233,9 +233,11 @@ def test_samples_follow_the_probabilities_at_any_temperature() -> None:
         ({"top_k": 1.5}, "top_k=1.5; it must be a whole number"),
         ({"prompt": [1, 2, 3]}, "prompt holds 1; pass one list of ids per prompt"),
         ({"prompt": "abc"}, "prompt holds 'a'; pass one list of ids per prompt"),
-        ({"prompt": [[1.5]]}, "a prompt has dtype torch.float32; pass token ids"),
+        ({"prompt": [[1.5]]}, "prompt has dtype torch.float32; pass token ids"),
         ({"prompt": torch.tensor([[]])}, r"prompt has shape \(1, 0\); pass ids"),
         ({"prompt": torch.ones(1, 2)}, "prompt has dtype torch.float32; pass token ids"),
+        ({"prompt": torch.ones(1, 2).cfloat()}, "prompt has dtype torch.complex64; pass token"),
+        ({"prompt": [[1], [True]]}, "prompt has dtype torch.bool; pass token ids"),
     ],
 )
 def test_a_wrong_request_is_named(arguments: dict[str, Any], message: str) -> None:

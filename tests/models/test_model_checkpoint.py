@@ -268,6 +268,10 @@ def widen(model: LanguageModel) -> None:
     model.unembed = nn.Linear(16, 300)
 
 
+def empty(model: LanguageModel) -> None:
+    model.to("meta")
+
+
 def spoil(model: LanguageModel) -> None:
     model.unembed.bias.data[0] = float("nan")
 
@@ -279,6 +283,7 @@ def spoil(model: LanguageModel) -> None:
         (tie, "embed.weight and unembed.weight are one tensor"),
         (widen, r"unembed.* of shape \(300.*; its config needs \(256"),
         (spoil, "unembed.bias holds NaN or infinity"),
+        (empty, "LanguageModel: .* is on the meta device, without values; load them first"),
     ],
 )
 def test_what_could_not_be_loaded_replaces_no_model(

@@ -10,7 +10,8 @@ from acmoe import AdaptiveConfig, RoutingState, SMoEConfig, UserError, plan_laye
 from acmoe.config.serialize import decode, encode
 from acmoe.config.text.language import LANGUAGE_MODELS, LanguageConfig
 from acmoe.config.text.train import override_run
-from acmoe.evaluate.language import score_stream, value_of
+from acmoe.evaluate.language import score_stream
+from acmoe.evaluate.language_report import value_of
 from acmoe.evaluate.run import open_run
 from acmoe.models.count import count_parameters
 from acmoe.models.registry import build_model, create_model

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from acmoe.data.progress import Progress
     from acmoe.distributed.ranks import Ranks
     from acmoe.evaluate.images.run import RunReport
-    from acmoe.evaluate.language import LanguageReport
+    from acmoe.evaluate.language_report import LanguageReport
     from acmoe.evaluate.routing import LayerReport
 
 

@@ -5,7 +5,7 @@ import difflib
 import io
 import re
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Protocol, cast
@@ -82,6 +82,8 @@ def _check_paths(command: object) -> None:
     """
     for field in fields(cast(Any, command)):
         value = getattr(command, field.name)
+        if is_dataclass(value):  # a subcommand, as of `acmoe data`
+            _check_paths(value)
         for path in value if isinstance(value, tuple) else (value,):
             check(
                 not isinstance(path, Path) or _is_text(str(path)),

@@ -5,18 +5,14 @@ Every token of a split is scored once, including end-of-line tokens.
 B rows, L positions of a block, T = B * L tokens, E experts.
 """
 
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from acmoe.config.routing import AdaptiveConfig
-from acmoe.config.text.data import ContaminationConfig
 from acmoe.config.text.evaluate import EvaluateConfig
 from acmoe.config.updates import Precision
 from acmoe.data.progress import Progress, silent
@@ -29,67 +25,15 @@ from acmoe.data.transfer import to_device
 from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.errors import NonFiniteError, UserError, check
 from acmoe.evaluate.finite import REMEDY, naming
+from acmoe.evaluate.language_report import Figure, LanguageReport, Score, metric_of
 from acmoe.evaluate.measures import HostSum
-from acmoe.evaluate.routing import LayerReport, RoutingTally
+from acmoe.evaluate.routing import RoutingTally
 from acmoe.evaluate.run import Run, open_run
 from acmoe.evaluate.statistics import NONE, check_statistics, using_statistics
 from acmoe.models.text.decoder import LanguageModel, LanguageOutput
 from acmoe.models.text.memory import Memory
 from acmoe.routing.statistics.group import measuring_alone
 from acmoe.runtime import autocast, evaluating, pick_device, seeded
-
-Metric = Literal["bits per byte", "perplexity"]
-
-
-class Score(NamedTuple):
-    loss: float  # mean nats per token
-    tokens: int  # predictions made
-    layers: tuple[LayerReport, ...]  # one per MoE layer, if requested
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    """The score of one pass over the split."""
-
-    statistics: str  # mode of adaptive routers; "none" if the model has none
-    contaminated: bool
-    loss: float  # mean nats per token
-    value: float  # the loss in units of the report's metric
-    tokens: int
-    layers: tuple[LayerReport, ...]
-
-    @classmethod
-    def of(cls, score: Score, mode: str, contaminated: bool, metric: Metric) -> "Figure":
-        value = value_of(score.loss, metric)
-        return cls(statistics=mode, contaminated=contaminated, value=value, **score._asdict())
-
-
-@dataclass(frozen=True, kw_only=True)
-class LanguageReport:
-    """Results of a language model, with all settings that they depend on."""
-
-    corpus: str
-    split: str
-    metric: Metric
-    batch: int
-    block: int
-    precision: Precision
-    step: int | None  # step of the run's checkpoint; None for a bare model
-    contamination: SwapReport | None  # counts of replaced tokens; None: clean text only
-    figures: tuple[Figure, ...]
-    contamination_config: ContaminationConfig | None = None  # None: clean text only
-
-    def figure(self, *, contaminated: bool = False, statistics: str | None = None) -> Figure:
-        """Return the first figure with those properties; statistics=None matches any mode."""
-        for figure in self.figures:
-            if figure.contaminated == contaminated and statistics in (None, figure.statistics):
-                return figure
-        raise UserError(f"no figure with contaminated={contaminated}, statistics={statistics}")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return all fields; reports of clean text alone have no `contamination_config`."""
-        absent = () if self.contamination_config else ("contamination_config",)
-        return {key: value for key, value in asdict(self).items() if key not in absent}
 
 
 def evaluate(
@@ -259,15 +203,6 @@ def statistics_modes(model: LanguageModel, requested: tuple[str, ...]) -> tuple[
         return (NONE,)
     check_statistics(model, requested)
     return requested or (router.modes[1],)
-
-
-def metric_of(corpus: Corpus) -> Metric:
-    return "bits per byte" if corpus.kind == "bytes" else "perplexity"
-
-
-def value_of(loss: float, metric: Metric) -> float:
-    """Convert nats per token to bits, or to perplexity, which is capped to stay finite."""
-    return loss / math.log(2) if metric == "bits per byte" else math.exp(min(loss, 700.0))
 
 
 def _open(

@@ -80,6 +80,7 @@ class ExpertMLP(nn.Module):
         applied to the N rows x[e] (SoftMoE). complete: the caller guarantees that every row has an
         expert. Under autocast the GEMMs run in its dtype.
         """
+        check((rows is None) == (gate_TK is None), "give rows and gate_TK together, or neither")
         if rows is None or gate_TK is None:
             return self._even(x)
         dtype = autocast_dtype(x)

@@ -70,6 +70,8 @@ def _check_loadable(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Raise a UserError if `load` would refuse the tensors of this model."""
     name = type(model).__name__
     family = FAMILIES[_family(model)]
+    empty = next((key for key, tensor in tensors.items() if tensor.is_meta), None)
+    check(empty is None, f"{name}: {empty} is on the meta device, without values; load them first")
     with torch.device("meta"):
         plain = family.build(model.config)
     fix = "it was changed; merge adapters and remove wrappers, or save its state_dict yourself"

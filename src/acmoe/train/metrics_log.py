@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from acmoe.evaluate.language import Metric, value_of
+from acmoe.evaluate.language_report import Metric, value_of
 from acmoe.evaluate.measures import load_balance
 from acmoe.evaluate.run import METRICS, is_metric, missing_records
 from acmoe.storage.atomic import replace_text, report_write_errors, sync

@@ -198,7 +198,7 @@ def test_a_layer_by_pipelined_gemms_is_the_layer(
     called = []
     for name in ("launch_weights", "launch_gathered_weights"):
         monkeypatch.setattr(hopper_launch, name, noted(called, getattr(hopper_launch, name)))
-    rings = {
+    table = {
         "pipeline_hidden/256/256/4": ["ping-pong", 2, 2],
         "pipeline_down/256/256/4": ["cooperative", 3, 0, 2],
         "pipeline_input/256/256/4": ["ping-pong", 3],
@@ -206,7 +206,7 @@ def test_a_layer_by_pipelined_gemms_is_the_layer(
         "pipeline_up_weight/256/256/4": ["cooperative", 2, 0, 0, gathers],
         "copy/256/256/4": [False, copied],
     }
-    monkeypatch.setattr(tuning, "user_table", lambda: rings)
+    monkeypatch.setattr(tuning, "user_table", lambda: table)
     monkeypatch.setattr(fresh_choice, "gluon_unsupported", lambda device: None)
     layer = Layer("swiglu", False, (37, 256, 256, 4, 2), device)
     expected = layer.reference().detach(), *layer.gradients(layer.reference())

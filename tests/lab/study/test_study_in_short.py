@@ -52,6 +52,15 @@ def test_runs_tokens_and_ranges_are_those_of_the_records():
     assert f"| 4 | -1.00 to +1.00 | -0.02 [{low:+.2f}, {high:+.2f}] |" in page_of(lines)
 
 
+def test_pairs_whose_mean_is_exactly_zero_have_an_interval():
+    """In percent of 2: +12.5 and -12.5 twice each."""
+    lines = [line("smoe", seed, 2.0) for seed in range(4)]
+    tests = (2.25, 1.75, 2.25, 1.75)
+    lines += [line("adaptive-previous", seed, value) for seed, value in enumerate(tests)]
+    low, high = stats.ttest_1samp([12.5, -12.5, 12.5, -12.5], 0).confidence_interval(0.95)
+    assert f"| 4 | -12.50 to +12.50 | +0.00 [{low:+.2f}, {high:+.2f}] |" in page_of(lines)
+
+
 def test_the_rate_is_chosen_on_validation_and_compared_on_test():
     """The plain router validates best at 7e-4, the adaptive one at 1.4e-3; tests say otherwise."""
     lines = []

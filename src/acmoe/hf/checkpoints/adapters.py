@@ -22,21 +22,21 @@ from typing import Any
 
 import safetensors
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.integrations import PeftAdapterMixin
 
 from acmoe.errors import UserError
 from acmoe.hf.checkpoints.statistics import (
     FILE,
+    averages_of,
     has_statistics,
     load_statistics,
-    moved_averages,
     write_statistics,
 )
 
 LOG = logging.getLogger("acmoe")
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # PEFT loads the first that exists
-FOLLOWED = "_acmoe_follows"  # attribute of a method that `follow_peft` has put in
+FOLLOWED = "_acmoe_follows"  # attribute of a method that was wrapped here
 
 
 class StatisticsBeside:
@@ -102,10 +102,10 @@ def load_beside(model: Any, directory: Path, adapter: str) -> None:
             *(directory / FILE, str(directory)),
         )
     elif has_statistics(model):
-        before = moved_averages(model)
+        before = averages_of(model)
         load_statistics(model, directory)
         LOG.info("loaded the running statistics in %s", directory / FILE)
-        if before and not all(map(torch.equal, before, moved_averages(model))):
+        if _replaced(before, averages_of(model)):
             _say_shared(model, adapter)
     else:
         LOG.warning(
@@ -113,6 +113,14 @@ def load_beside(model: Any, directory: Path, adapter: str) -> None:
             "acmoe.attach(model, ...) as in training, then acmoe.hf.load_statistics(model, %r)",
             *(directory, str(directory)),
         )
+
+
+def _replaced(before: list[tuple[Tensor, Tensor]], after: list[tuple[Tensor, Tensor]]) -> bool:
+    """Return True if averages that a batch had moved are now others; offloaded ones are unknown."""
+    return any(
+        not old[1].is_meta and bool(old[1].any()) and not all(map(torch.equal, old, new))
+        for old, new in zip(before, after, strict=True)
+    )
 
 
 def _say_shared(model: Any, adapter: str) -> None:
@@ -140,7 +148,7 @@ def follow_peft() -> None:
     """
     peft = sys.modules.get("peft")
     kind = getattr(peft, "PeftModel", None)  # None while PEFT is being imported
-    if kind is None or getattr(kind.save_pretrained, FOLLOWED, False):
+    if kind is None or hasattr(kind.save_pretrained, FOLLOWED):
         return
     kind.save_pretrained = _saving(kind.save_pretrained)
     kind.load_adapter = _loading(kind.load_adapter, "model_id")

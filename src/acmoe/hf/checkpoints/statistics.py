@@ -111,11 +111,10 @@ def has_statistics(model: nn.Module) -> bool:
     return any(isinstance(module, AdaptivePart | StepStatistics) for module in model.modules())
 
 
-def moved_averages(model: nn.Module) -> list[Tensor]:
-    """Return copies of the running averages of a model; none if no batch has moved them."""
-    found = [module for module in model.modules() if isinstance(module, ClusterStatistics)]
-    moved = any(bool(one.weight.any()) for one in found if not one.weight.is_meta)
-    return [one.dispersion.clone() for one in found] if moved else []
+def averages_of(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Return copies of the running averages of a model, each with its weights."""
+    found = (module for module in model.modules() if isinstance(module, ClusterStatistics))
+    return [(one.dispersion.clone(), one.weight.clone()) for one in found]
 
 
 def _root(model: nn.Module) -> nn.Module:

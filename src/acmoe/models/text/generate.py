@@ -185,16 +185,13 @@ def _padded(
     prompt: Tensor, prompt_mask: Tensor | None, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
     """Check a prompt tensor and its mask; return both as (B, L)."""
-    tokens_BL = (prompt if prompt.dim() == 2 else prompt[None]).to(device, torch.int64)
+    tokens_BL = prompt if prompt.dim() == 2 else prompt[None]
     check(
         tokens_BL.dim() == 2 and tokens_BL.numel() > 0,
         f"prompt has shape {tuple(prompt.shape)}; pass ids of shape (sequences, length), each with "
         "one token at least",
     )
-    check(
-        not (prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool),
-        f"prompt has dtype {prompt.dtype}; pass token ids, which are whole numbers",
-    )
+    tokens_BL = _whole(tokens_BL).to(device)
     if prompt_mask is None:
         return tokens_BL, None
     mask_BL = prompt_mask.to(device)
@@ -232,12 +229,17 @@ def _ids(row: Any, device: torch.device) -> Tensor:
         not isinstance(row, str) and torch.as_tensor(row).dim() > 0,
         f"prompt holds {row!r}; pass one list of ids per prompt, as in [[72, 101]]",
     )
-    ids = torch.as_tensor(row, device=device)
+    ids = torch.as_tensor(row, device=device).flatten()
+    return _whole(ids) if len(ids) else ids.long()  # torch makes an empty list a float tensor
+
+
+def _whole(ids: Tensor) -> Tensor:
+    """Return ids as int64; raise a UserError if their dtype is none of whole numbers."""
     check(
-        ids.numel() == 0 or not (ids.is_floating_point() or ids.dtype == torch.bool),
-        f"a prompt has dtype {ids.dtype}; pass token ids, which are whole numbers",
+        not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool),
+        f"prompt has dtype {ids.dtype}; pass token ids, which are whole numbers",
     )
-    return ids.long().flatten()
+    return ids.long()
 
 
 def _check_options(

@@ -29,11 +29,11 @@ def check_segment(
         tokens.dim() == 2 and tokens.numel() > 0,
         f"tokens have shape {tuple(tokens.shape)}; pass ids of shape (streams, length)",
     )
-    check(
-        token_mask is None or token_mask.dtype == torch.bool,
-        f"token_mask has dtype {token_mask is not None and token_mask.dtype}; pass a bool tensor, "
-        "True for real tokens",
-    )
+    if token_mask is not None:
+        check(
+            token_mask.dtype == torch.bool,
+            f"token_mask has dtype {token_mask.dtype}; pass a bool tensor, True for real tokens",
+        )
     for name, other in (("targets", targets), ("token_mask", token_mask)):
         check(
             other is None or other.shape == tokens.shape,

@@ -5,14 +5,14 @@ launch, a tensor in the buffer and one result:
 
     def play(given, addresses, stream):
         a0, a1, = addresses
-        buffer = empty((512,), (1,), uint8)
-        a3 = buffer.data_ptr()
-        t2 = empty((8, 4), (4, 1), c0)
+        t4 = empty((512,), (1,), c1)
+        a4 = t4.data_ptr()
+        t2 = empty((8, 4), (4, 1), c2)
         a2 = t2.data_ptr()
-        c1(1, 1, 1, stream, c2, c3, None, None, None, a0, a1 + 64, a3, a2, 8, 4)
+        c5(1, 1, 1, stream, c3, c4, None, None, None, a0, a1 + 64, a4, a2, 8, 4)
         return t2,
 
-t and a are the tensor and the address of a slot, c a constant.
+t and a are the tensor and the address of a slot (the last one is the buffer), c a constant.
 """
 
 from collections.abc import Callable
@@ -71,11 +71,13 @@ class _Writer:
         self.lines += [f"    t{slot} = None" for slot in step.freed]
 
     def _launch(self, step: Step) -> None:
-        values = [self._constant(value) for value in step.values]
-        for at, slot, offset in step.pointers:
-            values[at] = f"a{slot} + {offset}" if offset else f"a{slot}"
+        replaced = {at: _address(slot, offset) for at, slot, offset in step.pointers}
         for at, slot, offset, descriptor in step.described:
-            values[at] = f"{self._constant(descriptor.at)}(a{slot} + {offset})"
+            replaced[at] = f"{self._constant(descriptor.at)}({_address(slot, offset)})"
+        values = [
+            replaced[at] if at in replaced else self._constant(value)
+            for at, value in enumerate(step.values)
+        ]
         x, y, z, function, metadata = map(self._constant, step.head)
         hooks = ["None"] * 3
         arguments = ", ".join([x, y, z, "stream", function, metadata, *hooks, *values])
@@ -93,3 +95,7 @@ class _Writer:
         name = f"c{len(self.names)}"
         self.names[name] = value
         return name
+
+
+def _address(slot: int, offset: int) -> str:
+    return f"a{slot} + {offset}" if offset else f"a{slot}"

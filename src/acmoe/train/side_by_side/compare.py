@@ -13,7 +13,7 @@ from acmoe.config.text.data import ContaminationConfig
 from acmoe.config.text.evaluate import EvaluateConfig
 from acmoe.config.text.train import DataConfig, RunConfig
 from acmoe.errors import check
-from acmoe.evaluate.language import LanguageReport
+from acmoe.evaluate.language_report import LanguageReport
 from acmoe.evaluate.run import open_corpus, open_run
 from acmoe.recipes.nano import nano_run
 from acmoe.train.run import Summary

@@ -21,7 +21,8 @@ from rich.console import Console
 from acmoe.config.text.evaluate import EvaluateConfig
 from acmoe.config.text.train import RunConfig
 from acmoe.errors import UserError, first_line
-from acmoe.evaluate.language import LanguageReport, evaluate
+from acmoe.evaluate.language import evaluate
+from acmoe.evaluate.language_report import LanguageReport
 from acmoe.evaluate.saved import save_evaluation
 from acmoe.train.display import Display, Screen
 from acmoe.train.run import Summary, train_with

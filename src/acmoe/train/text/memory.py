@@ -10,6 +10,7 @@ from torch import Tensor
 
 from acmoe.models.text.memory import Memory, StreamMemory
 from acmoe.ops.statistics.prefix import PrefixMoments
+from acmoe.storage.shards import Stored
 
 STREAMS = ("memory/", "moments/")  # names of tensors with a row for each stream begin with these
 
@@ -24,6 +25,16 @@ def stream_tensors(
         for depth, moments in zip(depths, memory.moments if memory else (), strict=False):
             for name, value in ({} if moments is None else moments._asdict()).items():
                 yield f"moments/{part}/{depth}/{name}", value
+
+
+def stored_streams(stored: Mapping[str, Stored], depths: Sequence[int]) -> dict[str, Stored]:
+    """Return the tensors of a checkpoint that are memory of the blocks at these depths."""
+    own = {str(depth) for depth in depths}
+    return {
+        name: one
+        for name, one in stored.items()
+        if name.startswith(STREAMS) and name.split("/")[2] in own
+    }
 
 
 def saved_memory(

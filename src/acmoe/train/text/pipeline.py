@@ -23,7 +23,7 @@ from acmoe.distributed.pipeline_gradients import clip_gradients, gather_stages, 
 from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.distributed.whole import load_whole_state, whole_state
 from acmoe.errors import NonFiniteError
-from acmoe.evaluate.language import Score
+from acmoe.evaluate.language_report import Score
 from acmoe.experts.moe import MoE, current_name
 from acmoe.models.recorded import recorded
 from acmoe.models.registry import build_model

@@ -24,10 +24,10 @@ from acmoe.errors import check
 from acmoe.evaluate.language import (
     check_vocabulary,
     deals_rows,
-    metric_of,
     score_stream,
     statistics_modes,
 )
+from acmoe.evaluate.language_report import metric_of
 from acmoe.evaluate.run import open_corpus
 from acmoe.fast.memory import StaticMemory
 from acmoe.fast.text import memory_dtype
@@ -41,10 +41,10 @@ from acmoe.storage.shards import Stored
 from acmoe.train.metrics_log import MetricsLog
 from acmoe.train.optim import check_router_sgd, router_matrices
 from acmoe.train.text.memory import (
-    STREAMS,
     resplit,
     saved_memory,
     saved_split,
+    stored_streams,
     stream_tensors,
 )
 from acmoe.train.text.pipeline import PipelinedDecoder, score_stages
@@ -226,15 +226,10 @@ class TextTrainer(Trainer):
 
     def empty_parts(self, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
         """Add the streams' memory: all of it where it was saved with another `split`."""
-        own = {str(depth) for depth in self.depths}
-        memory = {
-            name: one
-            for name, one in stored.items()
-            if name.startswith(STREAMS) and name.split("/")[2] in own
-        }
-        empty = self.ranks.empty if saved_split(memory) == self.config.split else _whole
+        memory = stored_streams(stored, self.depths)
+        ranks = self.ranks if saved_split(memory) == self.config.split else ALONE
         return super().empty_parts(stored) | {
-            name: empty(one.shape, one.dtype, self.device) for name, one in memory.items()
+            name: ranks.empty(one.shape, one.dtype, self.device) for name, one in memory.items()
         }
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -293,10 +288,6 @@ class TextTrainer(Trainer):
             f"{self.corpus.folder} is not the corpus this run was begun with (another checksum); "
             "prepare that one again, or choose another run folder",
         )
-
-
-def _whole(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def checked_corpus(config: RunConfig) -> Corpus:

@@ -19,7 +19,8 @@ from acmoe.data.text.contaminate import contaminate, contaminate_stream
 from acmoe.data.text.corpus import Corpus
 from acmoe.errors import NonFiniteError
 from acmoe.evaluate.finite import naming
-from acmoe.evaluate.language import Score, metric_of, score_stream, value_of
+from acmoe.evaluate.language import score_stream
+from acmoe.evaluate.language_report import Score, metric_of, value_of
 from acmoe.evaluate.run import CHECKPOINTS, open_run
 from acmoe.evaluate.statistics import own_statistics, using_statistics
 from acmoe.lab.study.cell import Cell, TextTests

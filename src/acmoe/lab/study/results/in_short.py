@@ -4,6 +4,8 @@ These sentences stand above the tables of the settings. They are written from th
 new record cannot leave an old number in the text.
 """
 
+from statistics import fmean
+
 from acmoe.lab.study.results.markdown import table
 from acmoe.lab.study.results.summary import Compared, Group, Summary
 
@@ -58,11 +60,12 @@ def _row(group: Group, one: Compared) -> list[str]:
     figures = group.by_seed(one.condition, one.metric.key)
     low, high = min(base.values()), max(base.values())
     digits, found = one.metric.digits, one.difference
-    single = [100 * (figures[seed] / base[seed] - 1) for seed in base if seed in figures]
+    paired = [seed for seed in base if seed in figures]
+    single = [100 * (figures[seed] / base[seed] - 1) for seed in paired]
     mean = "" if one.relative is None else f"{one.relative:+.2f}"
     if one.tested and found.low is not None and found.high is not None and one.relative is not None:
-        whole = found.mean / one.relative  # a percent of the baseline's mean over the pairs
-        mean += f" [{found.low / whole:+.2f}, {found.high / whole:+.2f}]"
+        whole = fmean(base[seed] for seed in paired)  # as in `one.relative`, which may be 0
+        mean += f" [{100 * found.low / whole:+.2f}, {100 * found.high / whole:+.2f}]"
     spread = f"{low:.{digits}f} to {high:.{digits}f}, {100 * (high / low - 1):.1f}%"
     pairs = f"{found.n} of {one.declared}" if one.interim else str(found.n)
     ends = f"{min(single):+.2f} to {max(single):+.2f}"

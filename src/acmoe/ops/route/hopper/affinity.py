@@ -9,10 +9,10 @@ With one, a consumer multiplies its tokens by their scales, which it loads by cp
 ahead, and splits the products in two bf16 numbers (bf16x2), which MMAs read from its registers. So
 x * scale is written to no memory, where rescale.py writes twice the bytes of x and reads them back.
 
-Shared memory is what limits MMAs of split tokens: it moves 128 bytes a cycle, and MMAs of a block
-take 2,048 cycles. From registers they read the embedding in 1,024 cycles; parts in shared memory
-would take 512 more to read and 256 to write. Scales are laid out so that neither their copies nor
-their loads meet in a bank.
+The limit is shared memory, which moves 128 bytes a cycle. MMAs of a block take 2,048 cycles, and it
+takes as many to pass on tokens (256), scales (512) and the embedding (256 to store, 1,024 for MMAs
+to read). Parts in shared memory would take 256 more to write and at least 512 to read. Scales are
+laid out so that neither their copies nor their loads meet in a bank.
 
 The sums of a block are those of the tensor cores, and blocks are added in float32
 (ops/device/dot.py): in the order of affinity.py, so that a scale of one changes no bit. A part of
