@@ -260,3 +260,19 @@ def test_a_table_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_the_package_sown_table_reads() -> None:
     table = tuning.read_table(tuning.TABLE)
     assert {name.split("/")[0] for name in table} >= {"up", "copy", "pipeline_down"}
+
+
+def test_a_table_of_version_0_1_is_read_with_a_warning(tmp_path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(
+        '{"ring_down/8/8/2": ["turns", 4], "ring_input/8/8/2": null, "copy/8/8/2": [true, false],'
+        ' "ring_up_weight/8/8/2": ["together", 4, 0, 0, true]}'
+    )
+    with pytest.warns(FutureWarning, match="names pipelines as version 0.1 did"):
+        rows = tuning.read_table(path)
+    assert rows == {
+        "pipeline_down/8/8/2": ["ping-pong", 4],
+        "pipeline_input/8/8/2": None,
+        "copy/8/8/2": [True, False],
+        "pipeline_up_weight/8/8/2": ["cooperative", 4, 0, 0, True],
+    }

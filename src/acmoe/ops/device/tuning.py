@@ -29,6 +29,7 @@ the rules (rules.py) for all other shapes.
 import functools
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +87,34 @@ def read_table(path: Path) -> Table:
         raise UserError(f"{path} cannot be read as a table of block sizes: {error}") from error
     if not isinstance(found, dict):
         raise UserError(f"{path} holds no table of block sizes; let `acmoe bench tune` write one")
+    found = _renamed(found, path)
     for name, row in found.items():
         if not is_row(name, row):
             raise UserError(f"{path}: {name!r} cannot be {json.dumps(row)}; tune it again")
     return found
+
+
+_FORMS_BEFORE = {"turns": "ping-pong", "together": "cooperative"}
+
+
+def _renamed(found: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the rows of a table with the names of version 0.1 replaced."""
+    if not any(name.startswith("ring_") for name in found):
+        return found
+    warnings.warn(
+        f"{path} names pipelines as version 0.1 did (ring_down, turns, together); version 0.3 will "
+        "refuse it. `acmoe bench tune` writes the new names",
+        FutureWarning,
+        stacklevel=3,
+    )
+    rows = {}
+    for name, row in found.items():
+        if name.startswith("ring_"):
+            name = name.replace("ring_", "pipeline_", 1)
+            if isinstance(row, list) and row:
+                row = [_FORMS_BEFORE.get(row[0], row[0]), *row[1:]]
+        rows[name] = row
+    return rows
 
 
 def is_row(name: str, row: Any) -> bool:
