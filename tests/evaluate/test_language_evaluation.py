@@ -21,6 +21,7 @@ from acmoe.data.text.corpus import load_corpus
 from acmoe.errors import UserError
 from acmoe.evaluate.language import evaluate, score_stream
 from acmoe.evaluate.run import open_run
+from acmoe.models.checkpoint import save
 from acmoe.models.registry import build_model
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.routing.statistics.override import override_statistics
@@ -208,6 +209,9 @@ def test_a_run_is_scored_at_its_best_checkpoint(tmp_path: Path) -> None:
     last = evaluate(run, EvaluateConfig(split="valid", batch=2, which="last"), device="cpu")
     assert last.step == 12
     assert json.loads(json.dumps(report.to_json()))["figures"][0]["statistics"] == "running"
+    save(model_of("smoe"), run.checkpoint("last"))  # a checkpoint of another run
+    with pytest.raises(UserError, match=r"step-00000012 holds another model than its run's config"):
+        open_run(folder).model("last")
 
 
 def test_evaluation_changes_neither_the_model_nor_the_random_stream(tmp_path: Path) -> None:

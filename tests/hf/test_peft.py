@@ -280,7 +280,8 @@ def test_adapters_of_our_own_model_are_saved_with_its_statistics(
     model.save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(ours(), tmp_path).eval()
     assert torch.equal(logits(loaded, input_ids=tokens), expected)
-    with pytest.raises(UserError, match="output_hidden_states=True is not supported"):
-        loaded(input_ids=tokens, output_hidden_states=True)
+    with pytest.raises(UserError, match="output_attentions=True is not supported"):
+        loaded(input_ids=tokens, output_attentions=True)
+    assert len(loaded(input_ids=tokens, output_hidden_states=True).hidden_states) > 1
     with pytest.raises(UserError, match=r"inputs_embeds=\(1, 2, 3\) .* pass input_ids"):
         ours()(None, inputs_embeds=torch.zeros(1, 2, 3))

@@ -1,5 +1,6 @@
 """Checkpoints are whole or absent, and the right ones are kept."""
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from acmoe.models.checkpoint import load
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.train import checkpoint
 from acmoe.train.checkpoint import CheckpointStore
+from acmoe.train.resume import read_latest
 from tiny_runs import MODEL
 
 
@@ -102,6 +104,30 @@ def test_a_damaged_checkpoint_is_refused_with_a_way_out(damage: str, tmp_path: P
         (folder / "state.json").write_text(text.replace('"format": 2', '"format": 3'))
     with pytest.raises(UserError, match=r"delete .*step-0000"):
         store.read(folder)
+
+
+@pytest.mark.parametrize("name", ["state.json", "training.safetensors"])
+def test_a_checkpoint_that_cannot_be_opened_is_not_set_aside(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_in(tmp_path, keep=2)
+    save(store, 1)
+    save(store, 2)
+    opened = Path.open
+
+    def guarded(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.name == name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", guarded)
+    with pytest.raises((UserError, PermissionError), match="Permission denied") as stop:
+        read_latest(store, store.read)
+    assert "delete" not in str(stop.value)
+    assert steps_of(store) == [1, 2]
+    monkeypatch.undo()
+    found, notes = read_latest(store, store.read)
+    assert found is not None and found[1]["step"] == 2 and notes == []
 
 
 def test_only_leftovers_of_this_program_are_removed(tmp_path: Path) -> None:

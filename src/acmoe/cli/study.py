@@ -239,6 +239,7 @@ class Study:
 
 def _chosen(cells: "list[Cell]", only: tuple[str, ...], settings: tuple[str, ...]) -> "list[Cell]":
     from acmoe.errors import check
+    from acmoe.lab.study.study import selects
 
     conditions = list(dict.fromkeys(cell.condition for cell in cells))
     for name in only:
@@ -256,20 +257,8 @@ def _chosen(cells: "list[Cell]", only: tuple[str, ...], settings: tuple[str, ...
         cell
         for cell in cells
         if (not only or cell.condition in only)
-        and (not settings or any(_matches(part, cell.setting, names) for part in settings))
+        and (not settings or any(selects(part, cell.setting, names) for part in settings))
     ]
-
-
-def _matches(part: str, setting: str, names: "Sequence[str]") -> bool:
-    """Match a complete name exactly, even if another contains it, and any other text as a part.
-
-    A name consists of parts with commas between. A text that is such a part of some name matches
-    these names alone: "balance 0" does not mean "balance 0.01".
-    """
-    if part in names:
-        return part == setting
-    whole = any(part in name.split(", ") for name in names)
-    return part in (setting.split(", ") if whole else setting)
 
 
 def _list_studies() -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+from torch import nn
 
 from acmoe.config.images.train import VISION_RUNS, VisionRunConfig
 from acmoe.config.serialize import from_document
@@ -95,7 +96,7 @@ class Run(RunFolder):
     config: RunConfig
 
     def model(self, which: Which = "best", *, device: torch.device | str = "cpu") -> LanguageModel:
-        return cast(LanguageModel, load(self.checkpoint(which), device=device))
+        return cast(LanguageModel, _load(self.checkpoint(which), self.config, device))
 
     def vocabulary(self) -> Vocabulary:
         path = self.folder / VOCABULARY
@@ -135,7 +136,7 @@ class VisionRun(RunFolder):
                 "leave out ema",
             )
             folder = folder / EMA
-        return cast(ImageClassifier, load(folder, device=device))
+        return cast(ImageClassifier, _load(folder, self.config, device))
 
     def images(self) -> ImageSplits:
         """Open the images of the run's config; see `check_images` for what it checks."""
@@ -145,6 +146,19 @@ class VisionRun(RunFolder):
         images = load_images(data)
         check_images(self.folder, images, last_state(self.folder))
         return images
+
+
+def _load(
+    folder: Path, config: RunConfig | VisionRunConfig, device: torch.device | str
+) -> nn.Module:
+    """Load the model of a checkpoint, which must be the model that the run's config describes."""
+    model = load(folder, device=device)
+    check(
+        model.config == config.model,
+        f"{folder} holds another model than its run's {CONFIG} describes; put the checkpoint into "
+        "the folder of its own run",
+    )
+    return model
 
 
 def open_run(folder: Path | str) -> Run:

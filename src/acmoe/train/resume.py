@@ -63,12 +63,18 @@ def read_latest(
 
     `read` raises a UserError for a damaged folder, which is then set aside. The result is None
     where there is no checkpoint. Where all are damaged, the earliest stays and its error is raised.
+    A file that is there and cannot be opened or read is not damaged: its error is raised.
     """
     notes: list[str] = []
     while (folder := store.latest()) is not None:
         try:
             return read(folder), notes
         except UserError as error:
+            cause = error.__cause__
+            if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+                raise UserError(
+                    f"{folder} cannot be read ({cause}); nothing was changed"
+                ) from cause
             earlier = checkpoints(store.folder)[:-1]
             check(bool(earlier), f"{error}; there is no earlier checkpoint")
             aside = store.set_aside(folder)

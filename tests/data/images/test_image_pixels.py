@@ -79,6 +79,15 @@ def test_floating_point_pixels_are_refused() -> None:
         decode(encoded(image, "TIFF"), "x.tif")
 
 
+def test_a_rotation_noted_in_the_file_is_not_applied_as_in_torchvision() -> None:
+    """torchvision's ImageFolder reads `Image.open(file).convert("RGB")`: the stored rows."""
+    noted = Image.Exif()
+    noted[0x0112] = 6  # orientation: turn by 90 degrees to see it upright
+    pixels = random_pixels((4, 7, 3))
+    file = encoded(Image.fromarray(pixels), exif=noted)
+    assert np.array_equal(decode(file, "turned.png"), pixels)
+
+
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
 def test_a_truncated_file_is_named(kind: str) -> None:
     whole = encoded(Image.fromarray(random_pixels((64, 64, 3))), kind)

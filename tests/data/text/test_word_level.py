@@ -122,6 +122,14 @@ def test_a_missing_split_is_named_with_the_names_it_may_have(tmp_path: Path) -> 
         find_word_files(tmp_path / "train.txt")
 
 
+def test_a_corpus_without_a_word_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"min_count=3: no word of .*train\.txt occurs that often"):
+        tokenise(tmp_path, "a a b b\n", "a\n", "a\n", PrepareConfig(min_count=3))
+    for blank in ("\n \n", "<unk> <unk>\n"):
+        with pytest.raises(UserError, match=r"train\.txt holds no words; give a training text"):
+            tokenise(tmp_path, blank, "a\n", "a b\n")
+
+
 def test_a_split_of_one_token_predicts_nothing_and_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"valid\.txt holds 1 token; expected two or more"):
         tokenise(tmp_path, "a b\n", "\n", "a\n")

@@ -227,6 +227,57 @@ def test_router_logits_are_the_affinities_of_each_layer(pair, prompts):
     assert all(torch.equal(a, b.affinity) for a, b in zip(found, expected, strict=True))
 
 
+@torch.no_grad()
+def test_hidden_states_are_the_inputs_of_the_blocks_and_of_the_output_layer(pair, prompts):
+    model, ours = pair
+    plain = ours(prompts)
+    assert plain.hidden_states is None
+    found = ours(prompts, output_hidden_states=True)
+    assert len(found.hidden_states) == len(model.blocks) + 1
+    assert torch.equal(found.hidden_states[0], model.embed(prompts))
+    assert torch.equal(model.unembed(found.hidden_states[-1]), plain.logits)
+    seen = []  # the output of the first block is the input of the second
+    handle = model.blocks[0].register_forward_hook(lambda _, given, made: seen.append(made[0]))
+    ours(prompts)
+    handle.remove()
+    assert torch.equal(found.hidden_states[1], seen[0])
+    assert not any(block._forward_pre_hooks for block in model.blocks)
+    try:
+        ours.config.output_hidden_states = True
+        assert all(map(torch.equal, ours(prompts).hidden_states, found.hidden_states))
+        assert ours(prompts, output_hidden_states=False).hidden_states is None
+        made = ours.generate(prompts, max_new_tokens=2, do_sample=False)
+    finally:
+        ours.config.output_hidden_states = False
+    assert torch.equal(made, ours.generate(prompts, max_new_tokens=2, do_sample=False))
+
+
+@torch.no_grad()
+def test_position_ids_are_taken_where_they_are_the_usual_ones(pair, prompts):
+    _, ours = pair
+    usual = torch.arange(12)[None]
+    assert torch.equal(ours(prompts, position_ids=usual).logits, ours(prompts).logits)
+    mask = torch.ones_like(prompts)
+    mask[0, :3] = 0  # padding on the left, whose ids are not read
+    padded = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    given = {"attention_mask": mask, "use_cache": True}
+    found = ours(prompts, position_ids=padded, **given)
+    assert torch.equal(found.logits, ours(prompts, **given).logits)
+    cache, longer = found.past_key_values, torch.nn.functional.pad(mask, (0, 1), value=1)
+    with pytest.raises(UserError, match="position_ids do not count the tokens of each text from 0"):
+        ours(prompts[:, :1], longer, cache, position_ids=torch.tensor([[12], [12]]))
+    ours(prompts[:, :1], longer, cache, position_ids=torch.tensor([[9], [12]]))
+    packed = torch.tensor([[*range(5), *range(7)]] * 2)  # two texts in one row
+    for wrong in (packed, usual[:, :5], usual[0], usual + 1):
+        with pytest.raises(UserError, match="leave position_ids out"):
+            ours(prompts, position_ids=wrong)
+    options = {"max_new_tokens": 3, "do_sample": False}
+    assert torch.equal(
+        ours.generate(prompts, position_ids=usual.expand(2, -1), **options),
+        ours.generate(prompts, **options),
+    )
+
+
 def test_ids_outside_the_vocabulary_are_a_mistake(pair):
     with pytest.raises(UserError, match="input_ids"):
         pair[1](torch.tensor([[1, 300]]))

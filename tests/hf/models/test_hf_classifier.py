@@ -52,6 +52,12 @@ def test_the_logits_are_those_of_the_finetuned_classifier(form, tmp_path):
     else:
         with pytest.raises(UserError, match="pads on the left"):
             loaded(sentences.tokens, attention_mask=sentences.token_mask.long())
+    with torch.no_grad():
+        states = loaded(given.tokens, attention_mask=mask, output_hidden_states=True).hidden_states
+    last = (torch.arange(2), given.token_mask.long().cumsum(-1).argmax(-1))
+    assert torch.equal(loaded.head(states[-1][last]), expected)
+    with pytest.raises(UserError, match="leave position_ids out"):
+        loaded(given.tokens, attention_mask=mask, position_ids=torch.ones(2, 7))
     with pytest.raises(UserError, match=r"input_ids holds id 300; ids must lie in \[0, 256\)"):
         loaded(torch.full((1, 2), 300))
     with pytest.raises(UserError, match=r"labels holds id 3; ids must lie in \[0, 3\)"):

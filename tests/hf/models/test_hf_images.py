@@ -77,6 +77,12 @@ def test_loaded_all_bits_are_the_same(saved):
     torch.testing.assert_close(alone, found.logits[:1])  # no image takes another's expert
 
 
+def test_hidden_states_are_refused_also_where_the_config_asks_for_them(saved):
+    loaded = AcmoeForImageClassification.from_pretrained(saved[2], output_hidden_states=True)
+    with pytest.raises(UserError, match="output_hidden_states=True is not supported"):
+        loaded(torch.zeros(1, 3, 32, 32))
+
+
 def test_the_pipeline_names_the_classes(saved):
     model, _, folder = saved
     found = pipeline("image-classification", model=str(folder))(Image.fromarray(PIXELS), top_k=2)

@@ -154,6 +154,20 @@ def test_every_ablation_of_a_card_is_one_of_a_cpu_that_reads_no_data():
     assert len({cell.setting for cell in everything}) == 3
 
 
+@pytest.mark.parametrize("name", ["long", "ablations", "remedies"])
+def test_a_part_of_names_of_both_kinds_selects_settings_of_both(name):
+    study = STUDIES[name]
+    listed = [cell.setting for cell in cells_of(name, seeds=(0,))]
+    free, reading = set(study.free_settings), set(study.data_free.others)
+    assert set(listed) == free | reading and not free & reading
+    found = study.cells(NOWHERE, Size(), (0,), settings=("switch",))
+    assert {cell.setting for cell in found} == free | reading
+    assert study.reads(("switch",)) and not study.reads(("nano",))
+    (first, *_) = study.data_free.others
+    found = study.cells(NOWHERE, Size(), (0,), settings=(first,))
+    assert {cell.setting for cell in found} == reading
+
+
 def test_a_nano_ablation_begins_as_the_nano_study_does():
     twins = (("smoe", "smoe"), ("adaptive", "adaptive-previous"))
     ours, theirs = (

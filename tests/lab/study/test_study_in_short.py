@@ -83,6 +83,22 @@ def test_a_rate_at_which_a_run_diverged_is_not_chosen():
     assert "| smoe | 0 | 1.0000 | 1.0000 | diverged | 0.00035, at the edge of the range |" in page
 
 
+def test_a_pair_lost_to_divergence_was_run_and_leaves_no_test():
+    """The evidence page counts such a pair as run, and gives no verdict on the pairs it left."""
+    lines = [line(name, seed, 2.0 + 0.1 * seed) for name in ("smoe", "fade") for seed in range(4)]
+    lines[0]["metrics"] = {"diverged": 1.0}
+    summary = summarise(LONG, lines)
+    (one,) = (one for one in summary.comparisons if one.metric == LONG.compared[0])
+    assert (one.difference.n, one.lost, one.interim, one.tested) == (3, 1, False, False)
+    assert one.holm_t is None and one.holm_flip is None
+    page = page_of(lines)
+    assert "| fade | smoe | 3, 1 diverged |" in page and "| fade | 3, 1 diverged |" in page
+    assert "fewer than three, or lost pairs to divergence, and no test." in page
+    lines[1]["metrics"] = {}  # an older run that did not measure it: the pair is still to be run
+    (one,) = (one for one in summarise(LONG, lines).comparisons if one.metric == LONG.compared[0])
+    assert (one.pairs, one.lost, one.interim) == ("2 of 4, 1 diverged", 1, True)
+
+
 def test_no_rate_is_chosen_before_all_rates_are_run():
     lines = [line("smoe", 0, 2.0, setting, valid=1.0) for setting in (LOW, MIDDLE)]
     assert "chosen for each condition" not in page_of(lines)

@@ -57,11 +57,12 @@ def write_words(
     numbers: defaultdict[str, int] = defaultdict()
     numbers.default_factory = numbers.__len__  # an unseen word gets the next number
     end = numbers[EOS]
-    counts = {
-        split: _number_words(paths, folder / f"{split}.raw", numbers, end, progress)
-        for split, paths in files.items()
-    }
+    counts, trained = {}, 0
+    for split, paths in files.items():
+        counts[split] = _number_words(paths, folder / f"{split}.raw", numbers, end, progress)
+        trained = trained or len(numbers)  # the training text comes first
     keep = _frequent_words(numbers, folder / "train.raw", config)
+    _check_words(list(numbers)[:trained], keep, files["train"][0], config.min_count)
     symbols = [word for word, stays in zip(numbers, keep, strict=True) if stays]
     vocabulary = WordVocabulary(tuple(symbols if UNK in symbols else [*symbols, UNK]))
     renumber = np.full(len(keep), vocabulary.unk_id, dtype=np.int32)
@@ -73,6 +74,18 @@ def write_words(
         write_array(folder / f"{split}.npy", smallest_dtype(vocabulary.size), length, ids)
         raw.unlink()
     return vocabulary, counts
+
+
+def _check_words(
+    trained: Sequence[str], keep: NDArray[np.bool_], path: Path, min_count: int
+) -> None:
+    """Check that the training text has words, and that the vocabulary keeps one of them."""
+    words = [number for number, word in enumerate(trained) if word not in (EOS, UNK)]
+    check(bool(words), f"{path} holds no words; give a training text")
+    check(
+        bool(keep[words].any()),
+        f"min_count={min_count}: no word of {path} occurs that often; choose a lower one",
+    )
 
 
 def _number_words(

@@ -20,6 +20,7 @@ from acmoe.hf.models.base import (
 )
 from acmoe.hf.models.cache import AcmoeCache
 from acmoe.hf.models.config import AcmoeConfig
+from acmoe.hf.models.hidden import check_positions, recorded_inputs, wants_hidden_states
 from acmoe.hf.models.padding import IGNORED, token_mask
 from acmoe.models.recorded import recorded
 from acmoe.models.text.decoder import LanguageModel
@@ -72,6 +73,7 @@ class AcmoeForCausalLM(AcmoePreTrainedModel, GenerationMixin):  # type: ignore[m
         inputs_embeds: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
+        position_ids: Tensor | None = None,
     ) -> MoeCausalLMOutputWithPast | tuple[Any, ...]:
         """Return logits and, with labels, the loss.
 
@@ -86,8 +88,10 @@ class AcmoeForCausalLM(AcmoePreTrainedModel, GenerationMixin):  # type: ignore[m
             output_router_logits: return each MoE layer's (T, E) affinities.
             logits_to_keep: number of last positions to compute logits of, or their indices; 0: all.
             num_items_in_batch: labels in all micro-batches of an optimizer step, from the Trainer.
-            inputs_embeds, output_attentions, output_hidden_states: not supported; they must be None
-                or False.
+            output_hidden_states: return (B, L, D) the inputs of all blocks, of which the first is
+                the embedding, and the input of the output layer.
+            position_ids: (B, L), only as they are by default: texts count from 0.
+            inputs_embeds, output_attentions: not supported; they must be None or False.
 
         The loss is the cross-entropy plus `aux_loss`, the weighted auxiliary losses of all MoE
         layers. Without labels there is no loss to add it to, and training logs a warning once.
@@ -95,14 +99,19 @@ class AcmoeForCausalLM(AcmoePreTrainedModel, GenerationMixin):  # type: ignore[m
         self.check_placed()
         refuse(
             inputs_embeds=inputs_embeds,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions or self.config.output_attentions,
         )
         mask_BL = self._token_mask(input_ids, attention_mask)
         cache = self._cache(past_key_values, use_cache, input_ids, mask_BL)
+        seen = 0 if cache is None else cache.seen
+        check_positions(position_ids, input_ids, attention_mask, seen)
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
-        with recorded(self.model.moe_layers() if output_router_logits else []) as routings:
+        hidden = wants_hidden_states(self.config, output_hidden_states)
+        with (
+            recorded(self.model.moe_layers() if output_router_logits else []) as routings,
+            recorded_inputs(self.model.blocks if hidden else []) as inputs,
+        ):
             x_BLD, state, _ = self.model.hidden_states(
                 input_ids, token_mask=mask_BL, cache=None if cache is None else cache.cache
             )
@@ -120,6 +129,7 @@ class AcmoeForCausalLM(AcmoePreTrainedModel, GenerationMixin):  # type: ignore[m
             aux_loss=state.aux_loss,
             logits=logits,
             past_key_values=cache,
+            hidden_states=(*inputs, x_BLD) if hidden else None,
             router_logits=tuple(r.affinity for r in routings) if output_router_logits else None,
         )
         return found.to_tuple() if return_dict is False else found
@@ -180,6 +190,9 @@ class AcmoeForCausalLM(AcmoePreTrainedModel, GenerationMixin):  # type: ignore[m
         if isinstance(past, AcmoeCache):
             return past
         return AcmoeCache(self.model.new_cache(len(input_ids)))
+
+    def _prepare_position_ids_for_generation(self, *args: Any) -> None:
+        """Make no position ids: the model needs none."""
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any

@@ -11,7 +11,12 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from acmoe.errors import check
-from acmoe.hf.models.base import AcmoePreTrainedModel, add_aux_loss, say_aux_loss_is_left
+from acmoe.hf.models.base import (
+    AcmoePreTrainedModel,
+    add_aux_loss,
+    refuse,
+    say_aux_loss_is_left,
+)
 from acmoe.hf.models.config import AcmoeConfig
 from acmoe.models.capacity import override_capacity
 from acmoe.models.images.classifier import ImageClassifier
@@ -68,6 +73,10 @@ class AcmoeForImageClassification(AcmoePreTrainedModel):
             num_items_in_batch: images in all micro-batches of an optimizer step.
         """
         self.check_placed()
+        refuse(
+            output_hidden_states=self.config.output_hidden_states,
+            output_attentions=self.config.output_attentions,
+        )
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
         capacity: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

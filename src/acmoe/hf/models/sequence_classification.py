@@ -12,6 +12,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from acmoe.errors import check
 from acmoe.hf.models.base import AcmoePreTrainedModel, refuse
 from acmoe.hf.models.config import AcmoeConfig
+from acmoe.hf.models.hidden import check_positions, recorded_inputs, wants_hidden_states
 from acmoe.hf.models.padding import IGNORED, last_token, token_mask
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.ops.checks import check_range
@@ -55,20 +56,22 @@ class AcmoeForSequenceClassification(AcmoePreTrainedModel):
         inputs_embeds: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
+        position_ids: Tensor | None = None,
     ) -> SequenceClassifierOutput | tuple[Any, ...]:
         """Return (B, K) logits and, with labels (B,), the mean cross-entropy.
 
-        As in `acmoe finetune`, no auxiliary loss is added. inputs_embeds, output_attentions and
-        output_hidden_states are not supported; they must be None or False.
+        As in `acmoe finetune`, no auxiliary loss is added. output_hidden_states returns the inputs
+        of all blocks, (B, L, D), and the last hidden states. position_ids must be those of the
+        default; inputs_embeds and output_attentions are not supported.
         """
         self.check_placed()
         refuse(
             inputs_embeds=inputs_embeds,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions or self.config.output_attentions,
         )
         config = self.config
         mask_BL = token_mask(input_ids, attention_mask, config.vocab_size)
+        check_positions(position_ids, input_ids, attention_mask)
         last_B = last_token(mask_BL, input_ids)
         if config.head == "paper":
             check(
@@ -79,10 +82,14 @@ class AcmoeForSequenceClassification(AcmoePreTrainedModel):
             mask_BL = None
         real = input_ids if mask_BL is None else input_ids.masked_fill(~mask_BL, 0)
         check_range(real, 0, config.vocab_size, "input_ids")
-        x_BLD, _, _ = self.model.hidden_states(input_ids, token_mask=mask_BL)
+        hidden = wants_hidden_states(config, output_hidden_states)
+        with recorded_inputs(self.model.blocks if hidden else []) as inputs:
+            x_BLD, _, _ = self.model.hidden_states(input_ids, token_mask=mask_BL)
         logits_BK: Tensor = self.head(x_BLD[torch.arange(len(last_B)), last_B])
         loss = None if labels is None else self._loss(logits_BK, labels, num_items_in_batch)
-        found = SequenceClassifierOutput(loss=loss, logits=logits_BK)
+        found = SequenceClassifierOutput(
+            loss=loss, logits=logits_BK, hidden_states=(*inputs, x_BLD) if hidden else None
+        )
         return found.to_tuple() if return_dict is False else found
 
     def _loss(self, logits_BK: Tensor, labels: Tensor, num_items: Tensor | int | None) -> Tensor:

@@ -3,6 +3,7 @@
 from acmoe.lab.study.grids.long import (
     BYTE_RATES,
     WORD_RATES,
+    byte_settings,
     long_study,
     long_words_study,
     nano_long,
@@ -37,7 +38,7 @@ LONG = Study(
     "adaptive-previous with M to a power that falls from 1 to 0 in the first half of the updates: "
     "then, and in all tests, it is the plain router.",
     grid=long_study,
-    data_free=DataFree((TEXT_SETTING,), nano_long),
+    data_free=DataFree((TEXT_SETTING,), nano_long, byte_settings()),
     seeds=4,
     declared_pairs=4,
     declared_in={

@@ -4,7 +4,13 @@ import difflib
 from itertools import product
 
 from acmoe.errors import check
-from acmoe.lab.study.grids.ablations import ablation_comparisons, ablations_study, nano_ablations
+from acmoe.lab.study.grids.ablations import (
+    BYTE_SETTING,
+    WORD_SETTING,
+    ablation_comparisons,
+    ablations_study,
+    nano_ablations,
+)
 from acmoe.lab.study.grids.images import PGD_RADII, vision_study
 from acmoe.lab.study.grids.nano import IMAGE_SETTING, RADII, TEXT_SETTING, nano_study
 from acmoe.lab.study.grids.text import TASKS, bytes_study, words_study
@@ -122,7 +128,7 @@ ABLATIONS = Study(
     "back-half is skip-1, and three of the four layers can be adaptive. Its step times are of "
     "cores that other work shared: they compare nothing.",
     grid=ablations_study,
-    data_free=DataFree((TEXT_SETTING,), nano_ablations),
+    data_free=DataFree((TEXT_SETTING,), nano_ablations, (BYTE_SETTING, WORD_SETTING)),
     seeds=3,
     comparisons=ablation_comparisons(),
     compared=(
@@ -147,7 +153,7 @@ VARIANT_STUDY = Study(
     note="The nano size is for two CPU cores and needs no data folder (--settings nano); its step "
     "times are of cores that other work shared.",
     grid=variants_study,
-    data_free=DataFree((TEXT_SETTING,), nano_variants),
+    data_free=DataFree((TEXT_SETTING,), nano_variants, (BYTE_SETTING,)),
     seeds=3,
     comparisons=variant_comparisons(),
     compared=(_BITS[0], _BITS[1], _BITS[2]),

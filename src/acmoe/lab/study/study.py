@@ -18,6 +18,19 @@ class DataFree(NamedTuple):
 
     settings: tuple[str, ...]
     grid: Grid
+    others: tuple[str, ...]  # the study's settings that read data sets
+
+
+def selects(part: str, setting: str, names: Sequence[str]) -> bool:
+    """Match a complete name exactly, even if another contains it, and any other text as a part.
+
+    `names` are those of all settings. A name consists of parts with commas between. A text that is
+    such a part of some name matches these names alone: "balance 0" does not mean "balance 0.01".
+    """
+    if part in names:
+        return part == setting
+    whole = any(part in name.split(", ") for name in names)
+    return part in (setting.split(", ") if whole else setting)
 
 
 class Metric(NamedTuple):
@@ -108,12 +121,21 @@ class Study:
         return self.reads_data and not self._all_free(settings)
 
     def _any_free(self, settings: Sequence[str]) -> bool:
-        return not settings or any(part in name for part in settings for name in self.free_settings)
+        return not settings or any(self._selected(part, free=True) for part in settings)
 
     def _all_free(self, settings: Sequence[str]) -> bool:
         return bool(settings) and all(
-            any(part in name for name in self.free_settings) for part in settings
+            self._selected(part, free=True) and not self._selected(part, free=False)
+            for part in settings
         )
+
+    def _selected(self, part: str, *, free: bool) -> bool:
+        """Return True where a part selects a setting that needs no data, or one that reads data."""
+        if self.data_free is None:
+            return not free
+        others = self.data_free.others
+        names = (*self.free_settings, *others)
+        return any(selects(part, name, names) for name in (self.free_settings if free else others))
 
     @property
     def primary(self) -> tuple[Metric, ...]:

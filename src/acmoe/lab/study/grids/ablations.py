@@ -19,6 +19,8 @@ from acmoe.lab.study.size import Size
 from acmoe.recipes.nano import nano_run
 from acmoe.routing.layer_plan import adaptive_depths
 
+BYTE_SETTING, WORD_SETTING = "switch-enwik8, pre-norm", "switch-small, dropout 0.1"
+
 ADAPTIVE = "adaptive"  # the paper's router: MAD, batch statistics, adaptive wherever possible
 
 _FIXED = ThresholdConfig(bias=True)
@@ -74,7 +76,7 @@ def ablations_study(materials: Materials, size: Size, seeds: Sequence[int]) -> l
     text, model, tests = byte_parts(materials, size)
     on_bytes = TextSetting(
         study="ablations",
-        name="switch-enwik8, pre-norm",
+        name=BYTE_SETTING,
         model=replace(model, norm="pre"),
         text=text,
         tests=tests,
@@ -82,7 +84,7 @@ def ablations_study(materials: Materials, size: Size, seeds: Sequence[int]) -> l
     text, tests = word_parts(materials, size)
     on_words = TextSetting(
         study="ablations",
-        name="switch-small, dropout 0.1",
+        name=WORD_SETTING,
         model=word_model("switch-small", text, 0.1),
         text=text,
         tests=tests,

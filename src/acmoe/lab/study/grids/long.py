@@ -131,6 +131,17 @@ WORD_RATES = {
 }
 
 
+def byte_setting(name: str) -> str:
+    """Return the full name of a setting of the study on bytes."""
+    return f"switch-enwik8, {name}"
+
+
+def byte_settings() -> tuple[str, ...]:
+    """Return the full names of all settings of the study on bytes."""
+    published = ("published",) if published_conditions() else ()
+    return tuple(map(byte_setting, (*BYTE_SETTINGS, *published)))
+
+
 def long_study(materials: Materials, size: Size, seeds: Sequence[int]) -> list[Cell]:
     """Return cells of switch-enwik8 on bytes of Wikipedia, also tested on the start of EnWik-8."""
     text = materials.bytes(size.megabytes or MEGABYTES)
@@ -139,7 +150,7 @@ def long_study(materials: Materials, size: Size, seeds: Sequence[int]) -> list[C
     tests = long_tests(tokens, rates=(0.025,), others=others)
     cells = []
     for name, setting in BYTE_SETTINGS.items():
-        described = _described("long", f"switch-enwik8, {name}", text, tests, setting.model)
+        described = _described("long", byte_setting(name), text, tests, setting.model)
         cells += grid_cells(
             described,
             setting.conditions(size.steps or setting.steps),
@@ -160,7 +171,7 @@ def _published_cells(text: Text, tests: TextTests, size: Size, seeds: Sequence[i
     """Return cells of the published model, which differs from the paper's in more than a router."""
     setting = LongSetting(steps=BYTE_STEPS, model={}, run=FALLING)
     return grid_cells(
-        _described("long", "switch-enwik8, published", text, tests, {}),
+        _described("long", byte_setting("published"), text, tests, {}),
         published_conditions(),
         seeds,
         lambda name, seed: long_run(recipe(str(name)), setting, text, size, seed),

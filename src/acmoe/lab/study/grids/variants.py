@@ -11,7 +11,7 @@ from typing import Any
 from acmoe.config.routing import MetricConfig, RouterConfig
 from acmoe.errors import check
 from acmoe.lab.study.cell import Cell
-from acmoe.lab.study.grids.ablations import ADAPTIVE
+from acmoe.lab.study.grids.ablations import ADAPTIVE, BYTE_SETTING
 from acmoe.lab.study.grids.nano import TEXT_STEPS, nano_text_cells
 from acmoe.lab.study.grids.text import BYTE_STEPS, PAPER, TextSetting, byte_parts, text_cells
 from acmoe.lab.study.materials import Materials
@@ -134,7 +134,7 @@ def _byte_cells(
     text, model, tests = byte_parts(materials, size)
     setting = TextSetting(
         study=study,
-        name="switch-enwik8, pre-norm",
+        name=BYTE_SETTING,
         model=replace(model, norm="pre"),
         text=text,
         tests=tests,

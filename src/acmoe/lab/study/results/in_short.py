@@ -67,9 +67,8 @@ def _row(group: Group, one: Compared) -> list[str]:
         whole = fmean(base[seed] for seed in paired)  # as in `one.relative`, which may be 0
         mean += f" [{100 * found.low / whole:+.2f}, {100 * found.high / whole:+.2f}]"
     spread = f"{low:.{digits}f} to {high:.{digits}f}, {100 * (high / low - 1):.1f}%"
-    pairs = f"{found.n} of {one.declared}" if one.interim else str(found.n)
     ends = f"{min(single):+.2f} to {max(single):+.2f}"
     return [
-        *(group.setting, f"{one.baseline} ({len(base)}): {spread}", one.condition, pairs),
+        *(group.setting, f"{one.baseline} ({len(base)}): {spread}", one.condition, one.pairs),
         *(ends if len(single) > 1 else f"{single[0]:+.2f}", mean),
     ]

@@ -28,6 +28,7 @@ class Compared:
     baseline: str
     difference: Difference
     declared: int | None  # pairs that were declared for the setting; None: no number was
+    lost: int  # pairs that have no figures because a run diverged; `difference` is of the others
     # The difference in percent of the baseline's mean over the pairs; None where that is 0.
     relative: float | None
     # Corrected over the study's tested comparisons in this metric; None for one without a test.
@@ -36,13 +37,20 @@ class Compared:
 
     @property
     def interim(self) -> bool:
-        """True where there are fewer pairs than were declared."""
-        return self.declared is not None and self.difference.n < self.declared
+        """True where fewer pairs were run than were declared."""
+        return self.declared is not None and self.difference.n + self.lost < self.declared
+
+    @property
+    def pairs(self) -> str:
+        """The number of pairs in words: "1 of 4" of those declared, "3, 1 diverged"."""
+        count = self.difference.n
+        found = f"{count} of {self.declared}" if self.interim else str(count)
+        return f"{found}, {self.lost} diverged" if self.lost else found
 
     @property
     def tested(self) -> bool:
         """True where the comparison has a test; with declared pairs, three are the fewest."""
-        return _is_tested(self.difference, self.declared)
+        return _is_tested(self.difference, self.declared, self.lost)
 
 
 def jobs_of(record: Record) -> int:
@@ -93,6 +101,19 @@ class Group:
             and key in record["metrics"]
             and (key != STEP_TIME or jobs_of(record) == self.jobs[0])
         }
+
+    def lost(self, condition: str, baseline: str, key: str) -> int:
+        """Return the number of pairs without the metric of which a run diverged."""
+        pairs = [
+            (record["metrics"], self.runs[baseline, seed]["metrics"])
+            for (name, seed), record in self.runs.items()
+            if name == condition and (baseline, seed) in self.runs
+        ]
+        return sum(
+            any(key not in metrics for metrics in pair)
+            and any(metrics.get("diverged", 0.0) > 0 for metrics in pair)
+            for pair in pairs
+        )
 
     def spread(self, condition: str, key: str) -> Spread | None:
         """Return mean and standard deviation over seeds; None where no run has the metric."""
@@ -147,9 +168,11 @@ def _compared(study: Study, metric: Metric, groups: Sequence[Group]) -> list[Com
             base = group.by_seed(baseline, metric.key)
             difference = paired_difference(group.by_seed(condition, metric.key), base)
             if difference is not None:
-                found.append((group, condition, baseline, difference))
+                lost = group.lost(condition, baseline, metric.key)
+                found.append((group, condition, baseline, lost, difference))
     tested = [
-        _is_tested(difference, study.declared(group.setting)) for group, *_, difference in found
+        _is_tested(difference, study.declared(group.setting), lost)
+        for group, *_, lost, difference in found
     ]
     differences = [difference for *_, difference in found]
     holm_t = _holm_where(tested, [difference.p_t for difference in differences])
@@ -162,17 +185,21 @@ def _compared(study: Study, metric: Metric, groups: Sequence[Group]) -> list[Com
             baseline=baseline,
             difference=difference,
             declared=study.declared(group.setting),
+            lost=lost,
             relative=_percent(difference, group, condition, baseline, metric.key),
             holm_t=p_t,
             holm_flip=flip,
         )
-        for (group, condition, baseline, difference), p_t, flip in zip(
+        for (group, condition, baseline, lost, difference), p_t, flip in zip(
             found, holm_t, flips, strict=True
         )
     ]
 
 
-def _is_tested(difference: Difference, declared: int | None) -> bool:
+def _is_tested(difference: Difference, declared: int | None, lost: int) -> bool:
+    """Return False for too few pairs, and for those that divergence left: they are a selection."""
+    if lost:
+        return False
     return declared is None or difference.n >= max(declared, FEWEST_PAIRS)
 
 

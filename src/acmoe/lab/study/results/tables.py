@@ -136,7 +136,7 @@ def _differences(comparisons: Sequence[Compared]) -> str:
                 one.metric.label,
                 one.condition,
                 one.baseline,
-                f"{found.n} of {one.declared}" if one.interim else str(found.n),
+                one.pairs,
                 f"{found.mean:+.{digits}f}{interval}",
                 "" if one.relative is None else f"{one.relative:+.2f}",
                 *(_p(p) if one.tested else "" for p in tests),
@@ -164,9 +164,10 @@ def _verdict(summary: Summary, primary: Metric) -> str:
     all_of_them = [one for one in summary.comparisons if one.metric == primary]
     family = [one for one in all_of_them if one.tested]
     untested = len(all_of_them) - len(family)
+    diverged = ", or lost pairs to divergence," if any(one.lost for one in all_of_them) else ","
     missing = (
         f"{untested} of {len(all_of_them)} comparisons in {primary.label} have fewer pairs than "
-        "declared, or fewer than three, and no test."
+        f"declared, or fewer than three{diverged} and no test."
     )
     if not family:
         return missing
