@@ -57,6 +57,41 @@ def test_a_copy_restores_its_own_embeddings():
     assert twin.embedding.norm(dim=1)[0].item() == pytest.approx(2.0)
 
 
+def test_a_frozen_or_loaded_router_keeps_its_bits_in_the_steps_of_another_models_optimizer():
+    # No optimizer holds their embeddings, so every step of every optimizer calls their `update`.
+    trained = one_router(embedding_length=1.5)
+    optimizer = torch.optim.Adam(trained.parameters(), lr=0.1)
+    trained.affinity(torch.randn(8, 6)).square().sum().backward()
+    optimizer.step()
+    loaded, frozen = (one_router(embedding_length=1.5) for _ in range(2))
+    loaded.load_state_dict(trained.state_dict())
+    frozen.requires_grad_(False)
+    others = torch.nn.Linear(2, 2)
+    other = torch.optim.SGD(others.parameters(), lr=0.1)
+    before = frozen.embedding.clone()
+    for _ in range(8):
+        others(torch.randn(1, 2)).sum().backward()
+        other.step()
+    assert torch.equal(loaded.embedding, trained.embedding)
+    assert torch.equal(frozen.embedding, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_setting_the_length_twice_is_setting_it_once(dtype):
+    router = build_router(
+        SMoEConfig(**UNIT, embedding_length=1.5), dim=300, num_experts=64, top_k=2
+    ).to(dtype)
+    with torch.no_grad():
+        router.embedding.copy_(torch.randn(64, 300))
+    fold_statistics(router)
+    once = router.embedding.clone()
+    torch.testing.assert_close(
+        once.double().norm(dim=1), torch.full((64,), 1.5).double(), rtol=1e-2, atol=0
+    )
+    fold_statistics(router)
+    assert torch.equal(router.embedding, once)
+
+
 def test_a_length_without_unit_embeddings_is_refused():
     with pytest.raises(UserError, match="set normalize_embeddings=True"):
         SMoEConfig(embedding_length=1.5)

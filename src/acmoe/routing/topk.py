@@ -26,6 +26,8 @@ from acmoe.routing.router import Router
 from acmoe.routing.state import Routing
 from acmoe.routing.statistics.step import StepStatistics
 
+ROUNDING = 4  # errors of rounding by which the length of a row that was just set may be off
+
 
 def init_embeddings(embeddings_ED: Tensor, init: str = "uniform") -> None:
     """Draw (E, D) expert embeddings: uniform in +-1/sqrt(D), or orthogonal rows of norm 0.32."""
@@ -90,7 +92,11 @@ class SelectionBias(StepStatistics):
 
 
 class EmbeddingLength(StepStatistics):
-    """Set the stored embeddings of a router to one length, after every optimizer step."""
+    """Set the stored embeddings of a router to one length, after every optimizer step.
+
+    A row that has this length up to rounding keeps its bits. A step of any optimizer calls `update`
+    for layers of which no optimizer holds a parameter: a frozen or loaded router must not change.
+    """
 
     def __init__(self, router: "TopKRouter", length: float) -> None:
         super().__init__()
@@ -101,8 +107,11 @@ class EmbeddingLength(StepStatistics):
     @torch.no_grad()
     def update(self) -> None:
         embedding_ED = self.owner[0].embedding
+        number = torch.finfo(embedding_ED.dtype)
         length_E1 = embedding_ED.norm(dim=-1, keepdim=True)
-        embedding_ED.mul_(self.length / length_E1.clamp(min=torch.finfo(embedding_ED.dtype).tiny))
+        factor_E1 = self.length / length_E1.clamp(min=number.tiny)
+        kept_E1 = (factor_E1 - 1).abs() <= ROUNDING * number.eps
+        embedding_ED.mul_(factor_E1.masked_fill(kept_E1, 1.0))
 
 
 class TopKRouter(Router):
