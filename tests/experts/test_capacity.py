@@ -151,3 +151,25 @@ def test_capacity_holds_in_evaluation_too():
     moe, x, state = crowded()
     moe.eval()
     assert (moe(x, state)[0] == 0).all(1).any()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("router", "factor"),
+    [("expert-choice", None), *((name, 0.5) for name in ("smoe", "threshold", "adaptive"))],
+)
+def test_a_token_of_nan_or_inf_takes_no_place_and_changes_no_other_result(router, factor, bad):
+    # 12 tokens and the 11 without the bad one have the same capacity: ceil(12 / 4) = ceil(11 / 4)
+    # rows a choice, and ceil(2 * 12 / 4) = ceil(2 * 11 / 4) tokens of an expert that chooses.
+    torch.manual_seed(0)
+    sizes = {"dim": 8, "hidden": 16, "num_experts": 4, "top_k": 2}
+    moe = MoE(**sizes, router=router, capacity_factor=factor)
+    x = torch.randn(12, 8)
+    x[5] = bad
+    good = torch.arange(12) != 5
+    y, _ = moe(x)
+    expected, _ = moe(x, token_mask=good)
+    assert y[5].isnan().all()
+    assert torch.equal(y[good], expected[good]) and expected[good].isfinite().all()
+    dropped = (expected[good] == 0).all(1)
+    assert dropped.any() or factor is None  # places are few: the bad token would have taken one

@@ -24,11 +24,13 @@ def limit_capacity(
 
     All first choices come before all second choices, and so on; within a choice, tokens with a
     larger maximal gate come first. A dropped row gets expert id E and gate 0; `affinity` is not
-    changed.
+    changed. A token with NaN or inf has NaN gates: it takes no other token's place and keeps its
+    gates, so that its output is NaN as it is without a limit.
     """
     T, K = routing.expert_ids.shape
     priority_T = routing.gate.detach().amax(-1)
-    expert_ids_TK = routing.expert_ids
+    bad_T1 = priority_T.isnan()[:, None]
+    expert_ids_TK = routing.expert_ids.masked_fill(bad_T1, num_experts)
     if token_mask_T is not None:
         expert_ids_TK = expert_ids_TK.masked_fill(~token_mask_T[:, None], num_experts)
     # float64, as in Python: in float32 1.05 * 120 is less than 126.
@@ -55,5 +57,5 @@ def limit_capacity(
     kept_TK = (rank_TK < capacity) & (expert_ids_TK < num_experts)
     return routing._replace(
         expert_ids=torch.where(kept_TK, expert_ids_TK, num_experts),
-        gate=routing.gate.masked_fill(~kept_TK, 0.0),
+        gate=routing.gate.masked_fill(~(kept_TK | bad_T1), 0.0),
     )

@@ -64,7 +64,11 @@ class ExpertChoiceRouter(Router):
         return Routing(expert_ids_TE, gate_TE * taken_TE, affinity_TE, loss, first_T)
 
     def taken(self, gate_TE: Tensor, mask_T: Tensor | None) -> Tensor:
-        """Return (T, E) bool: the token is among the expert's `capacity` best."""
+        """Return (T, E) bool: the token is among the expert's `capacity` best.
+
+        A token with NaN or inf has NaN gates: no expert takes it, and it takes no other's place.
+        """
+        gate_TE = gate_TE.masked_fill(gate_TE.isnan(), -1.0)
         if mask_T is not None:
             gate_TE = gate_TE.masked_fill(~mask_T[:, None], -1.0)
         # float64, and divide last: k * 21 / 7 must not become 3.0000002, whose ceiling is 4.
