@@ -155,23 +155,22 @@ def common_losses(
 
     group: the name of the processes over whose tokens the balance loss is taken.
     """
-    terms: list[Tensor] = []
-    if weights.balance:
-        if balance is None:
-            balance = balance_loss(
-                affinity_TE, expert_ids_TK, mask_T, temperature=temperature, group=group
-            )
-        terms.append(weights.balance * balance)
-    if weights.z:
-        terms.append(weights.z * z_loss(affinity_TE, mask_T))
-    if not terms:
+    if not weights.balance:
+        return weighted_z_loss(weights, affinity_TE, mask_T)
+    if balance is None:
+        balance = balance_loss(
+            affinity_TE, expert_ids_TK, mask_T, temperature=temperature, group=group
+        )
+    if not weights.z:
+        return weights.balance * balance
+    return weights.balance * balance + weights.z * z_loss(affinity_TE, mask_T)
+
+
+def weighted_z_loss(weights: LossConfig, affinity_TE: Tensor, mask_T: Tensor | None) -> Tensor:
+    """Return the z-loss alone, for a router that balances by itself; 0 if its weight is 0."""
+    if not weights.z:
         return affinity_TE.new_zeros((), dtype=torch.float32)
-    return sum(terms[1:], terms[0])
-
-
-def only_z(losses: LossConfig) -> LossConfig:
-    """Return the z-loss weight alone, for a router with its own balance loss."""
-    return LossConfig(balance=0.0, z=losses.z)
+    return weights.z * z_loss(affinity_TE, mask_T)
 
 
 def no_noise_losses(losses: LossConfig | None, router: str) -> LossConfig:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from acmoe.config.routing import ExpertChoiceConfig, LossConfig
 from acmoe.ops.precision import wide_dtype
 from acmoe.ops.route.reference import first_chosen, linear_affinity
-from acmoe.routing.losses import common_losses, no_noise_losses, only_z
+from acmoe.routing.losses import no_noise_losses, weighted_z_loss
 from acmoe.routing.router import Router, flat, real_tokens, rows_for
 from acmoe.routing.state import Routing
 from acmoe.routing.topk import init_embeddings
@@ -57,7 +57,7 @@ class ExpertChoiceRouter(Router):
         expert_E = torch.arange(self.num_experts, device=x.device)
         expert_ids_TE = torch.where(taken_TE, expert_E, self.num_experts)
         # The load is balanced by construction: only the z-loss applies.
-        loss = common_losses(only_z(self.losses), affinity_TE, expert_ids_TE, mask_T)
+        loss = weighted_z_loss(self.losses, affinity_TE, mask_T)
         # A token's cluster is the expert of highest affinity among those that took it. If none did,
         # it is the expert of highest affinity of all, as for a token dropped at a capacity limit.
         first_T = first_chosen(affinity_TE, expert_ids_TE)

@@ -12,11 +12,10 @@ from acmoe.ops.checks import check_range
 from acmoe.ops.embedding.op import Embedding
 from acmoe.ops.route.reference import best_first
 from acmoe.routing.losses import (
-    common_losses,
     distillation_loss,
     no_noise_losses,
-    only_z,
     stable_balance_loss,
+    weighted_z_loss,
 )
 from acmoe.routing.router import Router, flat, need_token_ids
 from acmoe.routing.state import Routing
@@ -96,7 +95,7 @@ class StableRouter(Router):
         expert_ids_TK = best_first(chooser_TE, self.top_k)
         gate_TK = affinity_TE.gather(1, expert_ids_TK).sigmoid()
         # StableMoE's own balance loss, below, replaces the common one.
-        loss = common_losses(only_z(self.losses), affinity_TE, expert_ids_TK, mask_T)
+        loss = weighted_z_loss(self.losses, affinity_TE, mask_T)
         if learning:
             expert_T = affinity_TE.argmax(-1)
             score_T = affinity_TE.gather(1, expert_T[:, None])[:, 0]
