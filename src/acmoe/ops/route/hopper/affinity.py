@@ -127,9 +127,10 @@ def _rescale(x, scale_buf, has_scale):
     thread_barrier()  # the copies of all warps are there
     scale = gl.where(has_scale[:, None], scale_buf.load(_OPERAND), 1.0)
     thread_barrier()  # all warps have read them: the next block's may come
-    args = [x.load(_OPERAND), scale]
-    dtypes: gl.constexpr = (gl.bfloat16, gl.bfloat16)
-    return gl.inline_asm_elementwise(SPLIT_ASM, "=&r,=&r,r,r,r", args, dtypes, True, 2)
+    x = x.load(_OPERAND)
+    return gl.inline_asm_elementwise(
+        SPLIT_ASM, "=&r,=&r,r,r,r", [x, scale], (x.dtype, x.dtype), is_pure=True, pack=2
+    )
 
 
 @gluon.jit
