@@ -182,7 +182,7 @@ def test_a_command_runs_where_its_output_is_closed(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)  # as Python starts after `>&- 2>&-`
     monkeypatch.setattr(sys, "stderr", None)
     with pytest.raises(SystemExit) as stop:
-        main(["models"])
+        main(["data", "list"])
     opened = sys.stdout, sys.stderr
     for file in opened:
         file.close()
