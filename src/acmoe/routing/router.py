@@ -36,7 +36,6 @@ class Router(Layer):
     mix = 1  # number of clusters per token that this router reads from the state
     # True: its statistics of a stream continue from one segment to the next (`CarriedMoments`)
     carries_moments = False
-    balance_group = ""  # name of the processes whose tokens the balance loss of training is over
 
     def __init__(
         self, *, dim: int, num_experts: int, top_k: int, losses: LossConfig | None = None
@@ -53,6 +52,9 @@ class Router(Layer):
         self.top_k = top_k
         check_losses(losses)
         self.losses = losses or LossConfig()
+        # Name of the processes whose tokens the balance loss of training is over. An attribute of
+        # the instance from the start: torch.compile would trace again where it appears later.
+        self.balance_group = ""
         # Computes the state for the next layer where no `acmoe.MoE` does (`build_router`).
         self.next_layer: NextState | None = None
 
