@@ -12,7 +12,7 @@ from acmoe.errors import UserError
 from acmoe.models.checkpoint import load
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.train import checkpoint
-from acmoe.train.checkpoint import CheckpointStore
+from acmoe.train.checkpoint import CheckpointStore, restoring
 from acmoe.train.resume import read_latest
 from tiny_runs import MODEL
 
@@ -180,3 +180,9 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(
         if victim != "sync":
             assert [path.name for path in store.folder.iterdir()] == [good.name]
     store.read(good)
+
+
+def test_a_state_of_another_run_is_not_to_be_deleted(tmp_path: Path) -> None:
+    said = r"KeyError: 'positions'.*another run.*Move the folder"
+    with pytest.raises(UserError, match=said), restoring(tmp_path):
+        raise KeyError("positions")

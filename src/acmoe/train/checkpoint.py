@@ -263,7 +263,8 @@ def restoring(folder: Path) -> Iterator[None]:
     except Exception as error:
         raise UserError(
             f"the training state in {folder} does not fit this run ({type(error).__name__}: "
-            f"{first_line(error)}); delete it to resume from the checkpoint before it"
+            f"{first_line(error)}); it may be of another run. Move the folder away to resume from "
+            "the checkpoint before it"
         ) from error
 
 
