@@ -13,6 +13,11 @@ from transformers import PreTrainedConfig
 
 from acmoe.errors import check
 
+_UNUSUAL = (
+    "position_ids do not count the tokens of each text from 0; the positions of this model are "
+    "relative and texts cannot be packed into one row: leave position_ids out"
+)
+
 
 def wants_hidden_states(config: PreTrainedConfig, asked: bool | None) -> bool:
     """Return the argument of a call, or the config's field where the call gives none."""
@@ -61,8 +66,14 @@ def check_positions(
     check(
         position_ids.dim() == 2
         and position_ids.shape[0] in (1, rows)
-        and position_ids.shape[1] == columns
-        and bool(((position_ids == usual) | ~real).all()),
-        "position_ids do not count the tokens of each text from 0; the positions of this model are "
-        "relative and texts cannot be packed into one row: leave position_ids out",
+        and position_ids.shape[1] == columns,
+        f"position_ids have shape {tuple(position_ids.shape)}; give {(rows, columns)}, or leave "
+        "position_ids out",
     )
+    if torch.compiler.is_compiling():
+        return  # values cannot be read there
+    are_usual = ((position_ids == usual) | ~real).all()
+    if are_usual.device.type == "cpu":
+        check(bool(are_usual), _UNUSUAL)
+    elif not are_usual.is_meta:
+        torch._assert_async(are_usual, _UNUSUAL)  # the host does not wait for the result
