@@ -32,13 +32,13 @@ def launched() -> bool:
 
 
 def launched_processes() -> int:
-    """Return the number of processes that the launcher started; 1 without one."""
+    """Return the number of processes that the launcher started, or 1 if there was no launcher."""
     return _number("WORLD_SIZE") if launched() else 1
 
 
 @contextmanager
 def joined(parallel: ParallelConfig, device: str) -> Iterator[tuple[Ranks, torch.device]]:
-    """Give all processes of the run and the device of this one inside `with`.
+    """Join the processes of the run; yield them, and the device of this process.
 
     One process without a launcher needs no process group. An error of one process inside `with`
     ends all of them.

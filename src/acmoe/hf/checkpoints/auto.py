@@ -57,7 +57,7 @@ def know_all_types() -> None:
 def register_config(
     config: type[PreTrainedConfig], plain: type[PreTrainedConfig], adaptive_class: AdaptiveClass
 ) -> None:
-    """Register a config class with AutoConfig, and the models that have it with AutoModel..."""
+    """Register a config class with AutoConfig, and its models with the AutoModel classes."""
     CONFIGS.register(config.model_type, config, exist_ok=True)
     _register_conversion(config.model_type, plain.model_type)
     _register_processors(config, plain)

@@ -112,7 +112,7 @@ class Materials:
         return self._stream(f"enwik8-{tokens}", lambda: vocabulary.encode_bytes(content))
 
     def other_words(self, text: Text) -> Path:
-        """Encode WikiText-103's validation text in a word corpus' token ids; return the file."""
+        """Encode the validation text of WikiText-103 by a corpus' vocabulary; return the file."""
         folder = self._folder("wikitext103")
         file = find_file(folder, ("wiki.valid.tokens",))
         if file is None:

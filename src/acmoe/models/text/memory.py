@@ -120,7 +120,7 @@ class DecodeCache:
             block.select(rows)
 
     def extend_mask(self, tokens_BL: Tensor, token_mask_BL: Tensor | None) -> Tensor | None:
-        """Append to the mask; return (B, N), True for keys that may be seen, or None: all may."""
+        """Append tokens to the mask; return it (B, N), True at visible keys; None if all are."""
         real_BL = torch.ones_like(tokens_BL, dtype=torch.bool)
         self.masked = self.masked or token_mask_BL is not None
         view_BN = self.mask.extend(real_BL if token_mask_BL is None else token_mask_BL)

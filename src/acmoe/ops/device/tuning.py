@@ -187,8 +187,9 @@ MEASURED: dict[Layer, Table] = {}
 def _row(kernel: str, layer: Layer) -> tuple[bool, Any]:
     """Return (True, row) if a table has this kernel, else (False, None).
 
-    The package's rows were measured with 2,000 rows an expert and more, on GPUs with
-    `has_shared_memory`; the user's own and this machine's need no such check.
+    A row of the package's table counts only where it was measured: on GPUs with
+    `has_shared_memory`, and not for few rows per expert. Rows of the user's table and of this
+    machine always count.
     """
     name = key(kernel, layer.dim, layer.hidden, layer.experts)
     if name in user_table():
