@@ -22,6 +22,7 @@ from acmoe.ops.statistics import cpu, scale_op, sorted_op
 from acmoe.ops.statistics.dispersion_op import as_sets, check_clusters
 from acmoe.ops.statistics.op import ScaleOptions, measure_dispersion, measure_scale
 from acmoe.ops.statistics.pending import record_batch, replaying
+from acmoe.ops.taped import taped
 
 LEAST = 2  # tokens of a cluster; a single one has dispersion 0, which carries no information
 
@@ -129,8 +130,6 @@ def _repeated(
     settings: tuple[Any, ...],
 ) -> tuple[Tensor, ...]:
     """Return the results of one of `runs`, for tokens in any order or sorted, by a tape."""
-    from acmoe.ops.device.tape import taped
-
     x, assignment, token_mask, order = tokens
     written = waiting or (None, None)
     if order is not None and order.numel() > 0:
