@@ -110,16 +110,17 @@ class Op(Generic[P, R]):
         return add
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        found: R = self.select(*args, **kwargs).run(*args, **kwargs)
+        # `select` would do the same; to call it copies all arguments.
+        kernel = self._first(args, kwargs) if _is_ordinary() else self.select(*args, **kwargs)
+        found: R = kernel.run(*args, **kwargs)
         return found
 
     def select(self, *args: P.args, **kwargs: P.kwargs) -> Kernel:
         """Return the kernel that serves a call with these arguments."""
-        if not is_compiling():
-            if _any_transform() or forward_ad._current_level >= 0:
-                return self.kernels[-1]
-            if not (_records or _requested or is_set(_ASKED)):
-                return self._first(args, kwargs)
+        if _is_ordinary():
+            return self._first(args, kwargs)
+        if transforming():
+            return self.kernels[-1]
         values = {**self.defaults, **dict(zip(self.parameters, args, strict=False)), **kwargs}
         wanted = requested()
         refusal = None
@@ -235,6 +236,18 @@ def log_once(line: str, level: int = logging.INFO) -> None:
     if line not in _logged:
         _logged.add(line)
         _log.log(level, line)
+
+
+def _is_ordinary() -> bool:
+    """Return True if the first kernel that supports a call serves it, and nobody asks why."""
+    return not (
+        is_compiling()
+        or _records
+        or _requested
+        or is_set(_ASKED)
+        or _any_transform()
+        or forward_ad._current_level >= 0
+    )
 
 
 def transforming() -> bool:

@@ -118,8 +118,9 @@ def _one_tape(waiting: Waiting | None, x: Tensor, *rest: Tensor | None) -> bool:
         return False
     if waiting is None:
         return True
-    plain = all([one.dtype == torch.float32 and one.is_contiguous() for one in waiting])
-    return plain and not replaying()
+    means, counts = waiting
+    plain = means.dtype == counts.dtype == torch.float32
+    return plain and means.is_contiguous() and counts.is_contiguous() and not replaying()
 
 
 def _repeated(
