@@ -33,11 +33,14 @@ def _sort_rows_triton(
     cluster: Tensor | None = None,
     token_mask: Tensor | None = None,
 ) -> Rows:
-    if cluster is None and eager(expert_ids):
-        rows = taped(launched_sort, (expert_ids,), (num_experts,))
-        return Rows(*rows, shared_empty((0,), torch.int32, expert_ids.device))
     if cluster is None:
-        return Rows(*sort_op(expert_ids, num_experts), no_order(expert_ids))
+        if eager(expert_ids):
+            found = taped(launched_sort, (expert_ids,), (num_experts,))
+            order = shared_empty((0,), torch.int32, expert_ids.device)
+        else:
+            found, order = sort_op(expert_ids, num_experts), no_order(expert_ids)
+        permutation, inverse, offsets, expert = found
+        return Rows(permutation, inverse, offsets, expert, order)
     if token_mask is not None:
         cluster = cluster.masked_fill(~token_mask, -1)
     both = _eager_sort_with_tokens if eager(expert_ids, cluster) else sort_with_tokens_op
