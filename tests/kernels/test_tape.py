@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import acmoe
 from acmoe.ops.device import recording, tape
 from acmoe.ops.device.launcher import Compiled, cdiv, compute, next_power_of_2, recorder
-from acmoe.ops.device.tape import Same, taped
+from acmoe.ops.device.tape import taped
 
 calls: list[object] = []  # an entry for each launch that was not repeated from a tape
 
@@ -100,9 +100,51 @@ def test_calls_of_another_shape_or_setting_have_tapes_of_their_own() -> None:
     taped(twice_plus_tail, pair(0), (1,))
     taped(twice_plus_tail, pair(0), (2,))
     assert len(calls) == 6
-    table = {"a": 1}
-    settings = [Same(table), Same(table), Same(dict(table))]
-    assert [one == settings[0] for one in settings] == [True, True, False]
+
+
+def test_each_table_of_tuned_kernels_has_tapes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal tables too: a table may be written to after it was read."""
+    from acmoe.ops.experts import repeated
+
+    def key_of(table: dict[str, Any]) -> object:
+        monkeypatch.setattr(repeated.tuning, "user_table", lambda: table)
+        return repeated._table_key()
+
+    table: dict[str, Any] = {"a": 1}
+    first = key_of(table)
+    assert key_of(table) is first and len({first: 1}) == 1  # it has a hash
+    assert key_of(dict(table)) != first
+
+
+def test_a_tape_asks_for_the_stream_of_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = iter([7, 8])
+    asked: list[int] = []
+
+    def current(device: int) -> int:
+        asked.append(device)
+        return next(streams)
+
+    active = SimpleNamespace(get_current_stream=current)
+    monkeypatch.setattr(tape, "driver", SimpleNamespace(active=active))
+    seen: list[int] = []
+
+    def add_on_stream(*given: Any) -> None:
+        seen.append(given[3])  # after the grid
+        add_kernel(*given)
+
+    def run(x: Tensor, y: Tensor) -> tuple[Tensor]:
+        out = torch.empty(8)
+        calls.append("launched")
+        add_kernel(x, y, out, 8)
+        if recorder.steps is not None:
+            recorder.add(
+                Compiled(add_on_stream, None, None, (), (None, None)), (1,), (x, y, out, 8)
+            )
+        return (out,)
+
+    for _ in range(3):  # recorded, then repeated twice
+        taped(run, pair(0), ())
+    assert seen == [7, 8] and asked == [-1, -1]  # -1: the tensors are on a CPU
 
 
 def test_tensors_that_are_not_aligned_or_not_contiguous_are_left_to_the_function() -> None:

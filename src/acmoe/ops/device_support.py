@@ -10,6 +10,7 @@ import os
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from acmoe.ops.dispatch import requested
 
@@ -39,7 +40,7 @@ def _cached_capability(device: torch.device) -> tuple[int, int]:
 
 def _capability(device: torch.device) -> tuple[int, int]:
     # torch.compile looks through a cache, and warns of it.
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return torch.cuda.get_device_capability(device)
     return _cached_capability(device)
 
@@ -56,7 +57,7 @@ def triton_unsupported(x: Tensor, *, on_cpu: bool = True, integers: bool = False
     """
     device = x.device
     kind = device, x.dtype, integers
-    if not torch.compiler.is_compiling() and kind in _served and torch.version.hip is None:
+    if not is_compiling() and kind in _served and torch.version.hip is None:
         return None
     on_gpu = device.type == "cuda"
     if not on_cpu and not on_gpu and requested() != "triton":
@@ -72,6 +73,6 @@ def triton_unsupported(x: Tensor, *, on_cpu: bool = True, integers: bool = False
         return "its kernels need compute capability 8.0 or newer"
     if not integers and x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"its kernels have no {x.dtype}"
-    if nvidia and not torch.compiler.is_compiling():
+    if nvidia and not is_compiling():
         _served.add(kind)
     return None

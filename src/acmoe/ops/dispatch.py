@@ -27,6 +27,7 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from acmoe.errors import UserError
 from acmoe.ops.environment import is_set
@@ -38,6 +39,12 @@ DEFINITION = "torch"  # the name of every op's plain-PyTorch definition
 BACKENDS = ("auto", DEFINITION, "cpu", "grouped_mm", "triton", "sonicmoe")
 _ASKED = "ACMOE_BACKEND"
 OPS: "dict[str, Op[..., Any]]" = {}  # every op of the library, by name
+
+# Looked up once, because eager calls ask several times.
+_any_transform = torch._C._are_functorch_transforms_active
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_profiling = torch._C._autograd._profiler_enabled
 
 _log = logging.getLogger("acmoe")
 _logged: set[str] = set()
@@ -103,19 +110,17 @@ class Op(Generic[P, R]):
         return add
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        found: R = self.select(*args, **kwargs).run(*args, **kwargs)
+        # `select` would do the same; to call it copies all arguments.
+        kernel = self._first(args, kwargs) if _is_ordinary() else self.select(*args, **kwargs)
+        found: R = kernel.run(*args, **kwargs)
         return found
 
     def select(self, *args: P.args, **kwargs: P.kwargs) -> Kernel:
         """Return the kernel that serves a call with these arguments."""
-        if not torch.compiler.is_compiling():
-            if _transformed():
-                return self.kernels[-1]
-            if not (_records or _named()):
-                kernel = self._first(args, kwargs)
-                if kernel.line not in _logged:
-                    log_once(kernel.line)
-                return kernel
+        if _is_ordinary():
+            return self._first(args, kwargs)
+        if transforming():
+            return self.kernels[-1]
         values = {**self.defaults, **dict(zip(self.parameters, args, strict=False)), **kwargs}
         wanted = requested()
         refusal = None
@@ -132,15 +137,24 @@ class Op(Generic[P, R]):
         raise AssertionError(f"the definition of {self.name} serves every call")
 
     def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kernel:
-        """Return the first kernel without a reason, where none is requested by name."""
+        """Return the first kernel without a reason, where none is requested by name, and log it.
+
+        Eager calls spend a good part of the host's time here: a comprehension would be one more
+        call of Python.
+        """
+        given = len(args)
         for kernel in self.kernels:
             if not kernel.automatic:
                 continue
-            values = [
-                args[at] if at < len(args) else kwargs.get(name, self.defaults.get(name))
-                for name, at in kernel.places
-            ]
+            values = []
+            for name, at in kernel.places:
+                if at < given:
+                    values.append(args[at])
+                else:
+                    values.append(kwargs[name] if name in kwargs else self.defaults.get(name))
             if kernel.unsupported(*values) is None:
+                if kernel.line not in _logged:
+                    log_once(kernel.line)
                 return kernel
         raise AssertionError(f"the definition of {self.name} serves every call")
 
@@ -160,7 +174,7 @@ class Op(Generic[P, R]):
         refusal: str | None = None,
     ) -> None:
         """Log the choice once, and append it to the lists of `record_choices`."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return
         if refusal is not None:
             line = f"{self.name}: {wanted} cannot serve, {refusal}; running on {kernel.name}"
@@ -201,11 +215,6 @@ def requested() -> str:
     return _requested[-1] if _requested else _checked(os.environ.get(_ASKED, "auto"))
 
 
-def _named() -> bool:
-    """Return True if a kernel may be requested by its name."""
-    return bool(_requested and _requested[-1] != "auto") or is_set(_ASKED)
-
-
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Request a backend inside `with`, as ACMOE_BACKEND does for a whole process."""
@@ -229,6 +238,18 @@ def log_once(line: str, level: int = logging.INFO) -> None:
         _log.log(level, line)
 
 
+def _is_ordinary() -> bool:
+    """Return True if the first kernel that supports a call serves it, and nobody asks why."""
+    return not (
+        is_compiling()
+        or _records
+        or _requested
+        or is_set(_ASKED)
+        or _any_transform()
+        or forward_ad._current_level >= 0
+    )
+
+
 def transforming() -> bool:
     """Return True inside `torch.func` transforms (grad, jvp, vmap, ...) and forward-mode autograd.
 
@@ -236,12 +257,7 @@ def transforming() -> bool:
     op runs its definition there, written in plain operators throughout (docs/design.md,
     Transforms).
     """
-    return not torch.compiler.is_compiling() and _transformed()
-
-
-def _transformed() -> bool:
-    """Return the result of `transforming`, in code that is not compiled."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return not is_compiling() and (_any_transform() or forward_ad._current_level >= 0)
 
 
 def eager(*tensors: Tensor | None) -> bool:
@@ -252,10 +268,10 @@ def eager(*tensors: Tensor | None) -> bool:
     of the host. The caller must make sure that no gradient is recorded.
     """
     return (
-        not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._len_torch_function_stack() == 0
-        and not torch._C._autograd._profiler_enabled()
+        not is_compiling()
+        and _dispatch_modes() == 0
+        and _function_modes() == 0
+        and not _profiling()
         and _PLAIN.issuperset(map(type, tensors))
     )
 

@@ -13,12 +13,20 @@ def no_elements(shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Ten
 
     Nothing can be written to it, so that eager calls share one: making it takes 3 us and more.
     """
-    assert 0 in shape, shape
-    device = like.device
-    if transforming() or not eager(like):
-        return torch.empty(shape, dtype=dtype, device=device)
+    if not eager(like) or transforming():
+        return _new(shape, dtype, like.device)
+    return shared_empty(shape, dtype, like.device)
+
+
+def shared_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the tensor of `no_elements`, in a call that is `eager` and that nobody transforms."""
     key = (shape, dtype, device, torch.is_inference_mode_enabled())
     found = _made.get(key)
     if found is None:
-        found = _made[key] = torch.empty(shape, dtype=dtype, device=device)
+        found = _made[key] = _new(shape, dtype, device)
     return found
+
+
+def _new(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    assert 0 in shape, shape
+    return torch.empty(shape, dtype=dtype, device=device)

@@ -12,7 +12,8 @@ launch, a tensor in the buffer and one result:
         c5(1, 1, 1, stream, c3, c4, None, None, None, a0, a1 + 64, a4, a2, 8, 4)
         return t2,
 
-t and a are the tensor and the address of a slot (the last one is the buffer), c a constant.
+t and a are the tensor and the address of a slot (the last one is the buffer), c a constant. c5 is
+the launcher of the kernel, or what it calls if that is known (direct.py).
 """
 
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acmoe.ops.device.direct import Mark, passed_on
 from acmoe.ops.device.recording import Layout, Results, Step, Steps
 
 Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
@@ -79,9 +81,24 @@ class _Writer:
             for at, value in enumerate(step.values)
         ]
         x, y, z, function, metadata = map(self._constant, step.head)
-        hooks = ["None"] * 3
-        arguments = ", ".join([x, y, z, "stream", function, metadata, *hooks, *values])
-        self.lines.append(f"    {self._constant(step.run)}({arguments})")
+        first = [x, y, z, "stream", function, metadata]
+        passed = passed_on(step.run, len(values))
+        if passed is None:
+            self._call(step.run, [*first, *["None"] * 3, *values])
+        else:
+            given = [*first, *values]
+            self._call(passed.launch, [self._passed(one, given) for one in passed.arguments])
+
+    def _call(self, function: Any, arguments: list[str]) -> None:
+        self.lines.append(f"    {self._constant(function)}({', '.join(arguments)})")
+
+    def _passed(self, one: Any, given: list[str]) -> str:
+        """Return an argument of `Passed`; given: the arguments of the launcher, without hooks."""
+        if type(one) is Mark:
+            return given[one.place]
+        if type(one) is tuple and one and type(one[0]) is Mark:
+            return "(" + "".join(f"{given[mark.place]}, " for mark in one) + ")"
+        return self._constant(one)
 
     def _assign(self, slot: int, tensor: str) -> None:
         self.lines += [f"    t{slot} = {tensor}", f"    a{slot} = t{slot}.data_ptr()"]

@@ -38,22 +38,8 @@ class Tape(NamedTuple):
     """The recorded steps of a call, and the compiled kernels, which must stay alive."""
 
     play: Play
+    stream: Callable[[int], int]  # returns the current stream of a device
     owners: tuple[Any, ...]
-
-
-class Same:
-    """A setting that is equal to itself alone, for objects without a hash."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.value is other.value
 
 
 @functools.cache
@@ -123,7 +109,7 @@ def taped(
         return run(*tensors, *settings)
     if tape is _UNKNOWN:
         return _record(key, run, tensors, settings)
-    return tape.play(tensors, addresses, driver.active.get_current_stream(current))
+    return tape.play(tensors, addresses, tape.stream(current))
 
 
 def _record(
@@ -151,5 +137,5 @@ def _record(
         assert first is not None
         play = write_play(steps, len(tensors), allocator(first.device))
         owners = tuple(one.compiled.owners for one in launches if one is not None)
-        _tapes[key] = Tape(play, owners)
+        _tapes[key] = Tape(play, driver.active.get_current_stream, owners)
     return results

@@ -15,11 +15,11 @@ T tokens, K experts per token, N = T * K rows sorted by expert, D features, F hi
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from acmoe.ops.dispatch import eager
 from acmoe.ops.experts.repeated import repeated, repeated_gradients
@@ -46,15 +46,16 @@ def _gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor,
 
 
 class _Eager(torch.autograd.Function):
-    """The experts outside `torch.compile`. `rest` are the arguments of `_forward` without gradient:
-    autograd takes a microsecond or two of the host for each argument that it sees."""
+    """The experts outside `torch.compile`. `rest` are the arguments of `_forward` without gradient,
+    and whether launches are repeated: autograd takes a microsecond or two of the host for each
+    argument that it sees."""
 
     @staticmethod
     def forward(ctx, x, up_bias, down_bias, gate, given_up, given_down, rest):  # type: ignore[no-untyped-def]
-        up, down, *rows, ctx.act, ctx.dropout, keep = rest
+        up, down, *rows, ctx.act, ctx.dropout, keep, repeats = rest
         tensors = (x, up, down, up_bias, down_bias, gate, *rows)
-        run = partial(repeated, _forward) if eager(*tensors[:6]) else _forward
-        found = run(*tensors, ctx.act, ctx.dropout, keep, given_up, given_down)
+        arguments = (*tensors, ctx.act, ctx.dropout, keep, given_up, given_down)
+        found = repeated(_forward, *arguments) if repeats else _forward(*arguments)
         ctx.dtype = given_up.dtype
         ctx.save_for_backward(*tensors, *found[1:])
         return found[0]
@@ -65,8 +66,10 @@ class _Eager(torch.autograd.Function):
         *tensors, h = ctx.saved_tensors
         needs = ctx.needs_input_grad[4:6]
         arguments = (grad.contiguous(), *tensors, h, h, ctx.act, ctx.dropout, ctx.dtype, *needs)
-        run = partial(repeated_gradients, _gradients) if eager(grad, *tensors) else _gradients
-        found = run(*arguments)
+        if eager(grad, *tensors):
+            found = repeated_gradients(_gradients, *arguments)
+        else:
+            found = _gradients(*arguments)
         torch.autograd.graph.increment_version(h)
         given = _aligned(found, tensors, needs)
         return given[0], *given[3:6], *given[-2:], None
@@ -181,13 +184,13 @@ def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
 _expert_mlp.register_autograd(_backward, setup_context=_save)
 
 
-def _cast(dtype: torch.dtype, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+def _cast(dtype: torch.dtype, up: Tensor, down: Tensor, compiling: bool) -> tuple[Tensor, Tensor]:
     """Return the weights as the GEMMs read them, without a gradient.
 
     Eager calls take weights of the right dtype as they are, because only `given_up` and
     `given_down` of `_expert_mlp` have a gradient.
     """
-    if up.dtype == down.dtype == dtype and not torch.compiler.is_compiling():
+    if up.dtype == down.dtype == dtype and not compiling:
         return up, down
     return up.detach().to(dtype), down.detach().to(dtype)
 
@@ -220,19 +223,21 @@ def fused_expert_mlp(
     keep = torch.is_grad_enabled() and any(
         [tensor is not None and tensor.requires_grad for tensor in given]
     )
-    tensors = (x_TD, *_cast(x_TD.dtype, up_EWD, down_EDF), *given[3:])
+    repeats = eager(*given)
+    compiling = not repeats and is_compiling()
+    tensors = (x_TD, *_cast(x_TD.dtype, up_EWD, down_EDF, compiling), *given[3:])
     x, up, down, up_bias, down_bias, gate = [
         None if tensor is None else tensor.contiguous() for tensor in tensors
     ]
     rows = (permutation_N, inverse_N, offsets_E, expert_N, seed, activation, dropout, keep)
     out: Tensor
-    if not keep and eager(*given):
+    if repeats and not keep:
         everything = (x, up, down, up_bias, down_bias, gate, *rows, up_EWD, down_EDF)
         out = repeated(_forward, *everything)[0]
-    elif torch.compiler.is_compiling():
+    elif compiling:
         everything = (x, up, down, up_bias, down_bias, gate, *rows, up_EWD, down_EDF)
         out, _ = _expert_mlp(*everything)
     else:
         learned = (x, up_bias, down_bias, gate, up_EWD, down_EDF)
-        out = apply(_Eager, *learned, (up, down, *rows))
+        out = apply(_Eager, *learned, (up, down, *rows, repeats))
     return out

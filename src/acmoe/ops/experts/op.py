@@ -7,6 +7,7 @@ sonicmoe     the SonicMoE package, if it is installed and requested by name
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from acmoe.ops.device_support import installed, triton_unsupported
 from acmoe.ops.experts.autograd import fused_expert_mlp
@@ -41,7 +42,7 @@ def _expert_mlp_triton(
     up_bias, down_bias = weights.up_bias, weights.down_bias
     up_bias = None if up_bias is None else up_bias.to(x.dtype)
     down_bias = None if down_bias is None else down_bias.to(x.dtype)
-    if x.is_cuda and not torch.compiler.is_compiling():
+    if x.is_cuda and not is_compiling():
         prepare(x, weights, rows, gate, activation)
     out = fused_expert_mlp(
         x,

@@ -10,6 +10,7 @@ from torch import Tensor
 from acmoe.config.environment import gluon_requested
 from acmoe.ops.device import tuning
 from acmoe.ops.environment import is_set
+from acmoe.ops.taped import taped
 
 Run = Callable[..., tuple[Tensor, ...]]
 
@@ -27,8 +28,6 @@ def repeated(forward: Run, *arguments: Any) -> tuple[Tensor, ...]:
     chosen = _choices(*tensors[:6])
     if chosen is None:
         return forward(*arguments)
-    from acmoe.ops.device.tape import taped
-
     given = (*tensors, seed if dropout > 0 else None)
     return taped(_outputs, given, (forward, act, dropout, keep, chosen))
 
@@ -40,8 +39,6 @@ def repeated_gradients(gradients: Run, *arguments: Any) -> tuple[Tensor, ...]:
     chosen = _choices(*tensors[:6])
     if chosen is None:
         return gradients(*arguments)
-    from acmoe.ops.device.tape import taped
-
     given = (grad, *tensors, h, seed if dropout > 0 else None)
     settings = (gradients, act, dropout, dtype, needs_up, needs_down, chosen)
     return taped(_gradients, given, settings)
@@ -56,11 +53,25 @@ def _choices(
         return None
     if tuning.OVERRIDE or tuning.PIPELINE_OVERRIDE or tuning.COPY_OVERRIDE:
         return None
-    from acmoe.ops.device.tape import Same
-
     precision = torch.backends.cuda.matmul.fp32_precision if x.dtype == torch.float32 else None
     gluon = gluon_requested() if is_set("ACMOE_GLUON") else None
-    return gluon, Same(tuning.user_table()), len(tuning.MEASURED), precision
+    return gluon, _table_key(), len(tuning.MEASURED), precision
+
+
+_last_table: tuple[Any, object] = (None, None)  # a table of tuned kernels, and its key
+
+
+def _table_key() -> object:
+    """Return an object that stands for the user's table of tuned kernels, which has no hash.
+
+    It is the same as long as the table is, so that Python compares it by identity.
+    """
+    global _last_table
+    table = tuning.user_table()
+    last = _last_table
+    if last[0] is not table:
+        last = _last_table = (table, object())
+    return last[1]
 
 
 # Without dropout the kernels do not read the seed, for which any tensor serves.

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from acmoe.ops.dispatch import eager
 from acmoe.ops.once import apply, differentiable_once
+from acmoe.ops.taped import taped
 
 
 @torch.library.custom_op("acmoe::route", mutates_args=())
@@ -56,8 +58,6 @@ def _launched(*inputs: Any, totals: str = "sums") -> tuple[Tensor, ...]:
 
 def _without_gradient(totals: str, *inputs: Any) -> tuple[Tensor, ...]:
     """Return the results of `_launched` by a tape."""
-    from acmoe.ops.device.tape import taped
-
     *first, top_k, over_selected, token_mask, temperature, permutation, end, noise = inputs
     tensors = (*first, token_mask, permutation, end, noise)
     return taped(_run_tensors, tensors, (top_k, over_selected, temperature, totals))
@@ -188,8 +188,6 @@ def _input_gradients(ctx, grad_gate, grad_affinity, grad_sum, grad_x):  # type: 
     grads = (grad_gate, grad_affinity, grad_sum, grad_x)
     settings = ctx.over_selected, ctx.temperature, has_bias
     if not torch.is_grad_enabled() and eager(*saved, *grads):  # the op raises for create_graph
-        from acmoe.ops.device.tape import taped
-
         given = [None if one is None else one.contiguous() for one in grads]
         share = None if grad_sum is None else share
         found = taped(_with_share, (*saved, *given, share), (*settings, embedding.dtype))
@@ -269,7 +267,7 @@ def route_through(*inputs: Any, totals: str) -> tuple[Any, ...]:
         found = _without_gradient(totals, *inputs)
         return *found, x, found[3] if totals == "balance" else None
     passes = recorded and x.requires_grad
-    if torch.compiler.is_compiling() or not (recorded and (repeats or passes)):
+    if not (recorded and (repeats or passes)) or (not repeats and is_compiling()):
         return *route_op(*inputs), x, None
     if totals == "balance":
         affinities = x.shape[0] * embedding.shape[0]

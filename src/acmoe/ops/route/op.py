@@ -47,8 +47,11 @@ def fused_route(
     balance_only: bool = False,
 ) -> Route:
     check_route(tokens, embedding, top_k, token_mask, noise)
-    scale_CD, assignment_T = _constant_scale(tokens)
-    slot_token, slot_end = _slots(tokens) if token_mask is None else (None, None)
+    scale_CD = assignment_T = slot_token = slot_end = None
+    if tokens.scale is not None:
+        scale_CD, assignment_T = _constant_scale(tokens.scale, tokens.assignment)
+        if token_mask is None and tokens.order is not None:
+            slot_token, slot_end = _slots(tokens.x, tokens.order, tokens.scale.shape[0])
     expert_ids, gate, affinity, sums, load, first, x, balance = route_through(
         tokens.rows(),
         embedding,
@@ -73,30 +76,24 @@ def fused_route(
     return Route(expert_ids, gate, affinity, clean, first, x, sums, load, balance)
 
 
-def _constant_scale(tokens: ScaledTokens) -> tuple[Tensor | None, Tensor | None]:
+def _constant_scale(scale_CD: Tensor, assignment_T: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return the scale (C, D), in float32 and without gradient, and the assignment (T,)."""
-    scale_CD = tokens.scale
-    if scale_CD is None:
-        return None, None
-    if tokens.assignment is not None:
-        check_clusters(scale_CD, tokens.assignment)
+    if assignment_T is not None:
+        check_clusters(scale_CD, assignment_T)
     if scale_CD.requires_grad or scale_CD.dtype != torch.float32:
         scale_CD = scale_CD.detach().float()
-    return scale_CD, tokens.assignment
+    return scale_CD, assignment_T
 
 
-def _slots(tokens: ScaledTokens) -> tuple[Tensor | None, Tensor | None]:
+def _slots(x: Tensor, order: Tensor, num_clusters: int) -> tuple[Tensor | None, Tensor | None]:
     """Return the token of each slot and the end of each cluster, of tokens sorted by cluster.
 
     Both are None where the kernel reads the tokens in their own order.
     """
-    if tokens.scale is None or tokens.order is None:
+    if not worth_routing_sorted(x.numel() // x.shape[-1], num_clusters):
         return None, None
-    num_clusters = tokens.scale.shape[0]
-    if not worth_routing_sorted(tokens.x.numel() // tokens.x.shape[-1], num_clusters):
-        return None, None
-    order = TokenOrder.unpack(tokens.order, num_clusters)
-    return (None, None) if order is None else (order.token, order.end)
+    clusters = TokenOrder.unpack(order, num_clusters)
+    return (None, None) if clusters is None else (clusters.token, clusters.end)
 
 
 def _totals(temperature: float | None, balance_suffices: bool) -> str:

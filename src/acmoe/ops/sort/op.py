@@ -10,8 +10,10 @@ from torch import Tensor
 from acmoe.ops.checks import host_may_read
 from acmoe.ops.device_support import triton_unsupported
 from acmoe.ops.dispatch import eager
+from acmoe.ops.empty import shared_empty
 from acmoe.ops.sort.order import header_size, no_order, num_slots
 from acmoe.ops.sort.reference import Rows, sort_rows
+from acmoe.ops.taped import taped
 
 _MOST_EXPERTS = 2**15  # ids up to this number fit int16
 
@@ -32,9 +34,13 @@ def _sort_rows_triton(
     token_mask: Tensor | None = None,
 ) -> Rows:
     if cluster is None:
-        sort = _eager_sort if eager(expert_ids) else sort_op
-        permutation, inverse, offsets, expert = sort(expert_ids, num_experts)
-        return Rows(permutation, inverse, offsets, expert, no_order(expert_ids))
+        if eager(expert_ids):
+            found = taped(launched_sort, (expert_ids,), (num_experts,))
+            order = shared_empty((0,), torch.int32, expert_ids.device)
+        else:
+            found, order = sort_op(expert_ids, num_experts), no_order(expert_ids)
+        permutation, inverse, offsets, expert = found
+        return Rows(permutation, inverse, offsets, expert, order)
     if token_mask is not None:
         cluster = cluster.masked_fill(~token_mask, -1)
     both = _eager_sort_with_tokens if eager(expert_ids, cluster) else sort_with_tokens_op
@@ -80,12 +86,6 @@ def launched_sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor,
     return launch(expert_ids, num_experts)
 
 
-def _eager_sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, ...]:
-    from acmoe.ops.device.tape import taped
-
-    return taped(launched_sort, (expert_ids,), (num_experts,))
-
-
 def launched_sort_with_tokens(
     expert_ids: Tensor, cluster: Tensor, num_experts: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -99,8 +99,6 @@ def launched_sort_with_tokens(
 def _eager_sort_with_tokens(
     expert_ids: Tensor, cluster: Tensor, num_experts: int
 ) -> tuple[Tensor, ...]:
-    from acmoe.ops.device.tape import taped
-
     return taped(launched_sort_with_tokens, (expert_ids, cluster), (num_experts,))
 
 

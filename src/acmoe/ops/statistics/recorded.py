@@ -22,6 +22,7 @@ from acmoe.ops.statistics import cpu, scale_op, sorted_op
 from acmoe.ops.statistics.dispersion_op import as_sets, check_clusters
 from acmoe.ops.statistics.op import ScaleOptions, measure_dispersion, measure_scale
 from acmoe.ops.statistics.pending import record_batch, replaying
+from acmoe.ops.taped import taped
 
 LEAST = 2  # tokens of a cluster; a single one has dispersion 0, which carries no information
 
@@ -117,8 +118,9 @@ def _one_tape(waiting: Waiting | None, x: Tensor, *rest: Tensor | None) -> bool:
         return False
     if waiting is None:
         return True
-    plain = all([one.dtype == torch.float32 and one.is_contiguous() for one in waiting])
-    return plain and not replaying()
+    means, counts = waiting
+    plain = means.dtype == counts.dtype == torch.float32
+    return plain and means.is_contiguous() and counts.is_contiguous() and not replaying()
 
 
 def _repeated(
@@ -129,8 +131,6 @@ def _repeated(
     settings: tuple[Any, ...],
 ) -> tuple[Tensor, ...]:
     """Return the results of one of `runs`, for tokens in any order or sorted, by a tape."""
-    from acmoe.ops.device.tape import taped
-
     x, assignment, token_mask, order = tokens
     written = waiting or (None, None)
     if order is not None and order.numel() > 0:

@@ -17,6 +17,7 @@ from acmoe.errors import check
 from acmoe.ops.dispatch import eager
 from acmoe.ops.statistics.dispersion_op import as_sets, check_kernel_input, summed_term
 from acmoe.ops.statistics.scale import check_normalize
+from acmoe.ops.taped import taped
 
 if TYPE_CHECKING:
     from acmoe.ops.statistics.triton.dispersion import Partials
@@ -80,8 +81,6 @@ def taped_into(
 
     Autograd notices writes by their versions, which launches leave alone.
     """
-    from acmoe.ops.device.tape import taped
-
     found = taped(run, tensors, settings)
     for one in tensors[-2:]:
         if one is not None and not one.is_inference():
