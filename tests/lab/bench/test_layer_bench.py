@@ -14,7 +14,7 @@ from acmoe.lab.bench.implementations.ours import build_ours
 from acmoe.lab.bench.implementations.plain import activate, route
 from acmoe.lab.bench.implementations.weights import Weights
 from acmoe.lab.bench.layer import BOTH, FORWARD, LayerConfig, bench_layer, draw_trial
-from acmoe.lab.bench.shapes import SHAPES, Shape, find_shapes
+from acmoe.lab.bench.shapes import SHAPES, Shape, find_shape, find_shapes
 from acmoe.recipes.nano import switch_nano
 
 CPU = torch.device("cpu")
@@ -117,8 +117,24 @@ def test_skewed_weights_send_nearly_half_of_the_tokens_to_one_expert() -> None:
     loads = {one["shape"]: one["busiest_load"] for one in both if one["busiest_load"]}
     assert list(loads) == ["tiny+skew@64", "tiny+skew@256"]
     assert loads["tiny+skew@256"] == row["busiest_load"] and loads["tiny+skew@64"] > 0.35
-    with pytest.raises(UserError, match=r"'tiny\+even': the load after \+ is unknown"):
-        bench_layer(replace(config, shapes=("tiny+even",)))
+    with pytest.raises(UserError, match=r"'tiny\+odd': the load after \+ is unknown; write \+skew"):
+        bench_layer(replace(config, shapes=("tiny+odd",)))
+
+
+def test_an_even_load_gives_every_expert_the_same_number_of_rows() -> None:
+    for name in ("tiny+even", "96x24x32x24x3-relu+even"):
+        shape = find_shape(name)
+        config = LayerConfig(shapes=(name,), rivals=("torch",), repeat=2, device="cpu")
+        trial = draw_trial(shape, config, torch.device("cpu"))
+        affinity_TE = trial.x.detach().double() @ trial.weights.embedding.detach().double().T
+        load_E = affinity_TE.topk(shape.top_k).indices.flatten().bincount()
+        assert load_E.tolist() == [shape.rows // shape.num_experts] * shape.num_experts
+        assert bench_layer(config).rows[1]["busiest_load"] == shape.top_k / shape.num_experts
+    few = LayerConfig(shapes=("8x4x4x6x1+even",), rivals=("torch",), repeat=2, device="cpu")
+    with pytest.raises(UserError, match="6 experts and 4 features; an even load needs at least"):
+        bench_layer(few)
+    with pytest.raises(UserError, match=r"'tiny\+even' has an even load"):
+        bench_layer(replace(config, shapes=("tiny+even",), skew=True))
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-relu"])

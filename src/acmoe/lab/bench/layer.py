@@ -24,10 +24,15 @@ from acmoe.lab.bench.clock import (
 from acmoe.lab.bench.implementations.baselines import Contestant, Layer, find_contestants
 from acmoe.lab.bench.implementations.check import TOLERANCE, Errors, Reference, compare, reference
 from acmoe.lab.bench.implementations.plain import route
-from acmoe.lab.bench.implementations.weights import Weights, draw_tokens, draw_weights
+from acmoe.lab.bench.implementations.weights import (
+    Weights,
+    draw_inputs,
+    draw_tokens,
+    draw_weights,
+)
 from acmoe.lab.bench.progress import Say, silent, tell_times
 from acmoe.lab.bench.results import Report, new_report
-from acmoe.lab.bench.shapes import Shape, find_shapes
+from acmoe.lab.bench.shapes import EVEN, Shape, find_shapes
 from acmoe.runtime import pick_device
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -168,10 +173,14 @@ def measure_shape(
 
 
 def draw_trial(shape: Shape, config: LayerConfig, device: torch.device) -> Trial:
+    check(
+        not (config.skew and shape.load == EVEN),
+        f"shape {shape.name!r} has an even load; leave out +even or --skew",
+    )
     generator = torch.Generator(device).manual_seed(config.seed)
     dtype = config.torch_dtype(device)
     weights = draw_weights(shape, generator=generator, dtype=dtype, skew=config.skew)
-    x_TD = draw_tokens(shape, generator=generator, dtype=dtype).requires_grad_()
+    x_TD = draw_inputs(shape, weights, generator=generator, dtype=dtype).requires_grad_()
     cotangent_TD = draw_tokens(shape, generator=generator, dtype=dtype)
     wanted = reference(x_TD, cotangent_TD, weights, shape)
     return Trial(shape, weights, x_TD, cotangent_TD, wanted)

@@ -26,7 +26,12 @@ from acmoe.lab.bench.clock import (
 )
 from acmoe.lab.bench.implementations.check import TOLERANCE, compare, reference
 from acmoe.lab.bench.implementations.ours import build_moe
-from acmoe.lab.bench.implementations.weights import Weights, draw_tokens, draw_weights
+from acmoe.lab.bench.implementations.weights import (
+    Weights,
+    draw_inputs,
+    draw_tokens,
+    draw_weights,
+)
 from acmoe.lab.bench.layer import BOTH, FORWARD, WARM_UP, ShapesConfig, first_line
 from acmoe.lab.bench.progress import Say, silent, tell_times
 from acmoe.lab.bench.results import Report, new_report
@@ -158,7 +163,7 @@ def draw_trial(shape: Shape, config: RouterBenchConfig, device: torch.device) ->
     generator = torch.Generator(device).manual_seed(config.seed)
     dtype = config.torch_dtype(device)
     weights = draw_weights(shape, generator=generator, dtype=dtype)
-    x_TD = draw_tokens(shape, generator=generator, dtype=dtype).requires_grad_()
+    x_TD = draw_inputs(shape, weights, generator=generator, dtype=dtype).requires_grad_()
     cotangent_TD = draw_tokens(shape, generator=generator, dtype=dtype)
     C, size = shape.num_experts, (shape.tokens, 1)
     assignment_TJ = torch.randint(C, size, generator=generator, device=device)

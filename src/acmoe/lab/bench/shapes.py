@@ -23,7 +23,7 @@ class Shape:
     num_experts: int
     top_k: int
     activation: str = "swiglu"
-    skew: bool = False  # nearly half of the tokens choose the same expert
+    load: str = ""  # one of LOADS; empty: loads differ by chance only
 
     @property
     def bias(self) -> bool:
@@ -89,6 +89,8 @@ _TINY = (
 SHAPES: dict[str, Shape] = {shape.name: shape for shape in (*_PUBLISHED, *_MODELS, _NANO, *_TINY)}
 
 
+SKEW, EVEN = "skew", "even"
+LOADS = (SKEW, EVEN)  # nearly half of the tokens choose one expert; all experts have equal rows
 _LOAD = "+"  # before the load in a shape's name
 
 
@@ -116,8 +118,9 @@ def with_tokens(shape: Shape, tokens: int) -> Shape:
 def find_shape(name: str) -> Shape:
     """Find a shape by name, or by sizes such as 8192x4096x14336x8x2 or 24576x352x352x16x2-relu.
 
-    NAME@TOKENS, such as olmoe@2048, is the same layer with another number of tokens, and NAME+skew
-    the same layer where nearly half of the tokens choose one expert.
+    NAME@TOKENS, such as olmoe@2048, is the same layer with another number of tokens. NAME+skew is
+    the same layer where nearly half of the tokens choose one expert, and NAME+even the one where
+    all experts have the same number of rows.
     """
     known, at, tokens = name.partition("@")
     if at:
@@ -125,8 +128,9 @@ def find_shape(name: str) -> Shape:
         return with_tokens(find_shape(known), int(tokens))
     known, plus, load = name.partition(_LOAD)
     if plus:
-        check(load == "skew", f"shape {name!r}: the load after {_LOAD} is unknown; write +skew")
-        return replace(find_shape(known), name=name, skew=True)
+        choices = " or ".join(f"{_LOAD}{one}" for one in LOADS)
+        check(load in LOADS, f"shape {name!r}: the load after {_LOAD} is unknown; write {choices}")
+        return replace(find_shape(known), name=name, load=load)
     if name in SHAPES:
         return SHAPES[name]
     sizes, dash, activation = name.partition("-")

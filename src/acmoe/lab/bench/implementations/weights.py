@@ -1,6 +1,6 @@
 """Draw the weights and tokens that all implementations of a shape share.
 
-T tokens, D features, F hidden units, W = F or 2F, E experts.
+T tokens, D features, F hidden units, W = F or 2F, E experts, K experts per token.
 """
 
 from typing import NamedTuple
@@ -8,11 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from acmoe.lab.bench.shapes import Shape
+from acmoe.errors import check
+from acmoe.lab.bench.shapes import EVEN, SKEW, Shape
 
 # A skewed layer multiplies one expert's embedding by this factor. Its affinity is then the highest
 # for nearly half of the tokens, and the lowest for the others.
 _SKEW = 8.0
+# Tokens of an even load have this much added to their affinities with their own experts. The others
+# are standard normal, so that no expert reaches it by chance.
+_EVEN = 16.0
 
 
 class Weights(NamedTuple):
@@ -48,7 +52,7 @@ def draw_weights(
 
     D, F, W, E = shape.dim, shape.hidden, shape.width, shape.num_experts
     embedding = normal(E, D, std=D**-0.5)
-    if skew or shape.skew:
+    if skew or shape.load == SKEW:
         with torch.no_grad():
             embedding[0] *= _SKEW
     return Weights(
@@ -66,3 +70,31 @@ def draw_tokens(
     """Draw standard normal tokens, (T, D)."""
     size = (shape.tokens, shape.dim)
     return torch.randn(size, generator=generator, device=generator.device, dtype=dtype)
+
+
+def draw_inputs(
+    shape: Shape,
+    weights: Weights,
+    *,
+    generator: torch.Generator,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """Draw the tokens that enter a layer, (T, D): standard normal, unless the load is even."""
+    x_TD = draw_tokens(shape, generator=generator, dtype=dtype)
+    return _even_load(x_TD, weights.embedding, shape) if shape.load == EVEN else x_TD
+
+
+@torch.no_grad()
+def _even_load(x_TD: Tensor, embedding_ED: Tensor, shape: Shape) -> Tensor:
+    """Send the tokens to their experts in turn, by raising their affinities with those alone."""
+    E, K = shape.num_experts, shape.top_k
+    check(
+        shape.dim >= E,
+        f"shape {shape.name!r} has {E} experts and {shape.dim} features; an even load needs at "
+        "least as many features as experts, so leave out +even",
+    )
+    experts_TK = torch.arange(shape.rows, device=x_TD.device).view(-1, K) % E
+    # The pseudoinverse's column of an expert has affinity 1 with it and 0 with all others.
+    direction_ED: Tensor = torch.linalg.pinv(embedding_ED.float()).T
+    raised_TD: Tensor = x_TD.float() + _EVEN * direction_ED[experts_TK].sum(1)
+    return raised_TD.to(x_TD.dtype)

@@ -76,8 +76,11 @@ def bench_tune(config: TuneConfig, *, command: str = "", say: Say = silent) -> R
     device = pick_device(config.device)
     check(device.type == "cuda", f"tuning times kernels on CUDA; device={device} has none")
     shapes = find_shapes(config.shapes, device)
-    skewed = [shape.name for shape in shapes if shape.skew]
-    check(not skewed, f"shape {''.join(skewed[:1])!r}: tuning times an even load; leave out +skew")
+    loaded = [shape.name for shape in shapes if shape.load]
+    check(
+        not loaded,
+        f"shape {''.join(loaded[:1])!r}: tuning draws its own load; leave out what follows the +",
+    )
     kernels = [
         kernel for kernel in KERNELS if kernel in config.kernels
     ]  # Triton GEMMs come before pipelines, which are compared with the best of them
