@@ -10,8 +10,9 @@ from test_evidence import CLAIM, record
 
 from acmoe.lab.study.evidence.claims import CLAIMS
 from acmoe.lab.study.evidence.page import evidence_markdown
-from acmoe.lab.study.evidence.rows import evidence_rows
-from acmoe.lab.study.evidence.short import headline
+from acmoe.lab.study.evidence.rows import Row, evidence_rows
+from acmoe.lab.study.evidence.short import headline, short_markdown
+from acmoe.lab.study.results.pooled import PooledDifference
 
 
 def pairs(
@@ -60,10 +61,35 @@ def test_the_rule_of_fade_is_its_paired_t_test_of_four_pairs() -> None:
         else:
             assert row.ours.low is None
         assert beside.verdict == ("secondary" if n == 4 else "interim")
-    assert "### Secondary" in evidence_markdown([row, beside], [])
+    ideas = evidence_markdown([row, beside], []).split("## Ideas of our own")[1]
+    assert ideas.count("[declared before its runs](studies/long.md#declared-before-") == 2
+    assert "**helps**" in ideas and "**not decisive**, declared as secondary." in ideas
     records = pairs([-0.5, -0.9, 0.4, -0.5], setting, "fade")
     assert stats.ttest_1samp([-0.5, -0.9, 0.4, -0.5], 0).pvalue > 0.05
     assert evidence_rows([primary], {"long": records})[0].verdict == "undecided"
+
+
+@pytest.mark.parametrize(
+    "low, high, verdict",
+    [(-2.0, -1.0, "supported"), (-2.0, 1.0, "undecided"), (0.5, 1.0, "refuted")],
+)
+def test_an_idea_of_our_own_is_held_against_zero(low: float, high: float, verdict: str) -> None:
+    ours = PooledDifference(4, 0.0, low, high, 1.0)
+    own = replace(CLAIM, title="own", plain=None, adaptive=None)
+    row = Row(claim=own, setting="a", ours=ours, share=0.1)
+    assert (row.verdict, row.inside) == (verdict, None)
+    signs = PooledDifference(4, 0.0, -high, -low, 1.0)  # accuracies: above zero is better
+    assert Row(claim=replace(own, unit="points"), setting="a", ours=signs, share=0.1).verdict == (
+        verdict
+    )
+    text = evidence_markdown([row], [])
+    assert f"| own | a | +0.00% [{low:+.2f}, {high:+.2f}] | none |  | 4 |" in text
+    lists, ideas = text.split("## Ideas of our own")
+    assert "own: a" not in lists
+    said = {"supported": "helps", "undecided": "no difference shown", "refuted": "hurts"}[verdict]
+    assert f"- own (`adaptive-previous`), a: **{said}**, the interval " in ideas
+    assert f". +0.00% [{low:+.2f}, {high:+.2f}] (n = 4).\n" in ideas
+    assert ("did not beat the plain router" in ideas) == (verdict == "undecided")
 
 
 def test_one_pair_takes_its_interval_from_other_settings_or_has_none() -> None:
@@ -149,3 +175,42 @@ def test_a_pair_that_diverged_was_run_and_leaves_no_verdict() -> None:
     records[0] = {**records[0], "metrics": {}}  # a run that was not asked for this figure
     (row,) = evidence_rows([claim], {"long": records})
     assert (row.pairs, row.ran, row.verdict) == (3, 3, "interim")
+
+
+def test_a_gain_below_the_papers_is_called_smaller() -> None:
+    """Both exclude zero; the paper's -5 % lies in the second interval alone."""
+    for values, smaller in (([-1.0, -1.1, -0.9], True), ([-4.0, -5.0, -6.0], False)):
+        (row,) = evidence_rows([replace(CLAIM, settings=("a",))], {"long": pairs(values)})
+        assert (row.verdict, row.below_paper, row.inside) == ("supported", smaller, not smaller)
+        text = evidence_markdown([row], []).split("## In favour")[1].split("\n## ")[0]
+        assert ("the paper -5.00%, which the interval excludes as too large" in text) == smaller
+        assert ("(1 of them with a smaller gain than the paper's)" in headline([row])) == smaller
+
+
+def test_the_readme_shows_long_runs_of_words_once_all_declared_pairs_are_there() -> None:
+    setting, size = "switch-small, dropout 0.1", "5,000 steps of 24,576 tokens"
+    short = pairs([1.0, 1.1, 1.2], setting)
+    for n, expected in (
+        (3, "| words, short runs, Switch-small, perplexity | +1.10% ["),
+        (4, "| words, long runs, Switch-small, perplexity | +0.50% ["),
+    ):
+        long = [line | {"size": size} for line in pairs([0.3, 0.7, 0.5, 0.5][:n], setting)]
+        text = short_markdown(evidence_rows(CLAIMS, {"words": short, "long-words": long}))
+        assert expected in text
+        assert text.count("| words, ") == 1
+        assert ("| -3.26% | 4 | 12.5%, 123 million tokens |" in text) == (n == 4)
+
+
+def test_two_declared_pairs_end_in_cannot_tell() -> None:
+    """The published model: a mean of two pairs, and by its declaration no interval."""
+    (claim,) = (claim for claim in CLAIMS if claim.condition == "published")
+    (setting,) = claim.settings
+    records = []
+    for line in pairs([-1.4, -1.3], setting, "published"):
+        plain = {"condition": "published-control"} if line["condition"] == "smoe" else {}
+        records.append(line | plain)
+    (row,) = evidence_rows([claim], {"long": records})
+    assert (row.pairs, row.interim, row.verdict) == (2, False, "unknown")
+    text = evidence_markdown([row], [])
+    assert "| -1.35%, too few pairs for an interval | -1.39% | no interval | 2 |" in text
+    assert "published" in text.split("## Cannot tell")[1].split("\n## ")[0]

@@ -106,7 +106,7 @@ def test_the_page_of_a_study_that_goes_on_is_that_of_its_records(name):
     results = ROOT / "studies" / "records" / f"{name}.jsonl"
     begin, end = markers(name)
     if not results.is_file():
-        assert page.split(begin)[1].split(end)[0].strip() == ""
+        assert page.split(begin)[1].split(end)[0].strip() == "Nothing yet."
         return
     images = re.findall(r"^!\[.*\]\((.*)\)$", page, re.MULTILINE)
     found = study_markdown(summarise(STUDIES[name], read_results(results)), images)

@@ -36,7 +36,9 @@ LONG = Study(
     "above its best, or a loss is not finite; the latter have no test figures. `distance` "
     "chooses the nearest expert in M (docs/theory.md) and is run with balance 0.01 only. `fade` is "
     "adaptive-previous with M to a power that falls from 1 to 0 in the first half of the updates: "
-    "then, and in all tests, it is the plain router.",
+    "then, and in all tests, it is the plain router. `published` is the model as the published "
+    "code builds it, with its own gate in layers 3 to 8 and no balance loss; `published-control` "
+    "is the same model with M = I.",
     grid=long_study,
     data_free=DataFree((TEXT_SETTING,), nano_long, byte_settings()),
     seeds=4,

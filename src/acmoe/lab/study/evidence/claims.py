@@ -24,6 +24,7 @@ class Claim:
     decisive    False: declared as secondary, so that its rows never have a verdict
     own_spread  True: the spread is that of this claim's settings alone, and not of all settings
                 that compare the same conditions in the study
+    declaration  where the test of an idea of our own was declared: a link of the evidence page
     """
 
     title: str
@@ -39,6 +40,7 @@ class Claim:
     declared: int | None = None
     decisive: bool = True
     own_spread: bool = False
+    declaration: str = ""
 
     @property
     def effect(self) -> float | None:
@@ -71,6 +73,12 @@ _RATES = ("switch-enwik8, rate 0.00035", "switch-enwik8, rate 0.0014")
 _PAIRS = 4  # declared in both studies of long runs
 _LONG: dict[str, object] = {**_BYTES, "declared": _PAIRS}
 _OWN: dict[str, object] = {**_LONG, "plain": None, "adaptive": None}  # an idea of our own
+_FADE: dict[str, object] = {
+    **_OWN,
+    "condition": "fade",
+    "own_spread": True,
+    "declaration": "studies/long.md#declared-before-its-runs-fade",
+}
 _SMALL = ("switch-small, dropout 0.1", "switch-small, dropout 0.7")
 _SMALL_RATES = ("switch-small, rate 0.00035", "switch-small, rate 0.0014")
 
@@ -157,18 +165,14 @@ CLAIMS: tuple[Claim, ...] = (
         "our own idea: M fades to the identity, long runs",
         "long",
         _LONG_BYTES[:1],
-        condition="fade",
-        own_spread=True,
-        **_OWN,
+        **_FADE,
     ),
     _claim(
         "our own idea: M fades to the identity, long runs, secondary",
         "long",
         _LONG_BYTES[1:],
-        condition="fade",
-        own_spread=True,
         decisive=False,
-        **_OWN,
+        **_FADE,
     ),
     _claim(
         "our own idea: the nearest expert in M, long runs",

@@ -1,8 +1,8 @@
 """Write the evidence page: one sentence, one table, three lists and one figure, from the records.
 
-A page has some of three generated sections, each between its markers: `evidence-headline` (the
-sentence), `evidence` (table, figure and lists) and `evidence-short` (the README's sentence and
-rows).
+A page has some of four generated sections, each between its markers: `evidence-headline` (the
+sentence), `evidence` (table, figure and lists), `evidence-short` (the README's sentence and rows)
+and `runs` (all studies and the number of their runs).
 """
 
 import os
@@ -13,9 +13,13 @@ from pathlib import Path
 from acmoe.errors import UserError, check
 from acmoe.lab.study.evidence.claims import CLAIMS
 from acmoe.lab.study.evidence.figure import save_effects
+from acmoe.lab.study.evidence.own_ideas import MEANINGS, own_ideas
 from acmoe.lab.study.evidence.rows import Row, Verdict, evidence_rows
+from acmoe.lab.study.evidence.runs import runs_markdown
 from acmoe.lab.study.evidence.short import headline, short_markdown
 from acmoe.lab.study.evidence.words import (
+    counted_text,
+    diverged_text,
     effect_text,
     interval_text,
     pairs_text,
@@ -26,7 +30,7 @@ from acmoe.lab.study.results.markdown import table
 from acmoe.lab.study.results.page import markers, write_page
 from acmoe.lab.study.results.records import Record, read_results
 
-SECTION, HEADLINE, SHORT = "evidence", "evidence-headline", "evidence-short"
+SECTION, HEADLINE, SHORT, RUNS = "evidence", "evidence-headline", "evidence-short", "runs"
 IN_FAVOUR = "## In favour"
 INTERIM = "### Interim: fewer pairs than declared"
 # Headings in their order, the verdicts below each, and what these mean. A heading of the third
@@ -35,14 +39,13 @@ LISTS: tuple[tuple[str, tuple[Verdict, ...], str], ...] = (
     (
         "## Refuted at our length of training",
         ("refuted",),
-        "The interval excludes the paper's effect, on the side of a smaller gain or a loss; for an "
-        "idea of our own, it excludes zero on the side of a loss.",
+        "The interval excludes the paper's effect, on the side of a smaller gain or a loss.",
     ),
     (
         "## Cannot tell",
         ("undecided", "unknown"),
-        "The interval holds the paper's effect (for an idea of our own: zero), there are too few "
-        "pairs for one, or a run that diverged left a pair without figures.",
+        "The interval holds the paper's effect, there are too few pairs for one, or a run that "
+        "diverged left a pair without figures.",
     ),
     (
         INTERIM,
@@ -75,6 +78,7 @@ def write_evidence(page: Path, records: Path, images: Path) -> list[Path]:
         HEADLINE: lambda: f"**{headline(rows)}**\n",
         SECTION: lambda: evidence_markdown(rows, shown),
         SHORT: lambda: short_markdown(rows),
+        RUNS: lambda: runs_markdown(records),
     }
     for name in sections:
         write_page(page, name, contents[name]())
@@ -87,7 +91,7 @@ def _sections(page: Path) -> list[str]:
         text = page.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot read {page}: {error.strerror}; give a page that exists") from error
-    found = [name for name in (HEADLINE, SECTION, SHORT) if markers(name)[0] in text]
+    found = [name for name in (HEADLINE, SECTION, SHORT, RUNS) if markers(name)[0] in text]
     check(bool(found), f"{page} has none of the markers, such as {markers(SECTION)[0]}; add them")
     return found
 
@@ -108,7 +112,8 @@ def evidence_markdown(rows: Sequence[Row], images: Sequence[str]) -> str:
     parts = [table(header, [_cells(row) for row in run])]
     parts += [text for text in (_crossing(run), _changed(run), _pooling(run)) if text]
     parts += [f"![Our differences as shares of the paper's effect]({image})" for image in images]
-    if supported := [row for row in rows if row.verdict == "supported"]:
+    claims = [row for row in rows if row.claim.effect is not None]
+    if supported := [row for row in claims if row.verdict == "supported"]:
         parts.append(
             f"{IN_FAVOUR}\n\nThe interval excludes zero, on the side of a gain. Intervals are not "
             "corrected for the number of rows: one in twenty excludes the truth by chance, so that "
@@ -116,11 +121,11 @@ def evidence_markdown(rows: Sequence[Row], images: Sequence[str]) -> str:
         )
         parts.append(_list(supported))
     for heading, verdicts, meaning in LISTS:
-        found = [row for row in rows if row.verdict in verdicts]
+        found = [row for row in claims if row.verdict in verdicts]
         if found or not heading.startswith("###"):
             parts.append(f"{heading}\n\n{meaning}")
             parts.append(_list(found) if found else "Nothing.")
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, *own_ideas(rows)]) + "\n"
 
 
 def _crossing(rows: Sequence[Row]) -> str:
@@ -155,6 +160,8 @@ def _pooling(rows: Sequence[Row]) -> str:
         if row.verdict_alone == row.verdict or alone is None or alone.low is None:
             continue
         heading = lists[row.verdict_alone].strip("# ")
+        if row.claim.effect is None:
+            heading, _ = MEANINGS[row.verdict_alone]
         found.append(
             f'{row.claim.title}, {row.setting}: [{alone.low:+.2f}, {alone.high:+.2f}], "{heading}"'
         )
@@ -176,14 +183,10 @@ def _list(rows: Sequence[Row]) -> str:
 
 
 def _in_words(row: Row) -> str:
-    pairs = f"{pairs_text(row)} declared pairs" if row.interim else f"n = {row.pairs}"
-    paper = "" if row.claim.effect is None else f", the paper {effect_text(row)}"
-    diverged = ""
-    if any(row.diverged):
-        conditions = (row.claim.condition, row.claim.baseline)
-        counts = zip(row.diverged, conditions, strict=True)
-        diverged = f"; runs that diverged: {', '.join(f'{n} {name}' for n, name in counts)}"
-    return f", {interval_text(row)} ({pairs}){paper}{diverged}"
+    paper = f", the paper {effect_text(row)}"
+    if row.verdict == "supported" and row.below_paper:
+        paper += ", which the interval excludes as too large"
+    return f", {interval_text(row)} ({counted_text(row)}){paper}{diverged_text(row)}"
 
 
 def _cells(row: Row) -> list[str]:

@@ -47,6 +47,14 @@ class Row:
         return self.ours.low <= effect <= self.ours.high
 
     @property
+    def below_paper(self) -> bool:
+        """True where our interval excludes the paper's effect, as too large a gain."""
+        effect, ours = self.claim.effect, self.ours
+        if ours is None or ours.low is None or ours.high is None or effect is None:
+            return False
+        return ours.low > effect if effect < 0 else ours.high < effect
+
+    @property
     def interim(self) -> bool:
         """True where the row has runs, and fewer pairs were run than were declared."""
         declared = self.claim.declared

@@ -5,36 +5,57 @@ from collections.abc import Sequence
 
 from acmoe.errors import check
 from acmoe.lab.study.evidence.rows import Row
-from acmoe.lab.study.evidence.words import effect_text, interval_text, pairs_text, share_text
+from acmoe.lab.study.evidence.words import (
+    effect_text,
+    interval_text,
+    length_text,
+    pairs_text,
+    share_text,
+)
 from acmoe.lab.study.results.markdown import table
 
 # The README's name for a row, and the study, condition and setting that choose the row.
-SHOWN = (
+Shown = tuple[str, tuple[str, str, str]]
+# A line for each row of the README: of its candidates, the first that has all declared pairs.
+SHOWN: tuple[tuple[Shown, ...], ...] = (
     (
-        "words, Switch-small, perplexity",
-        ("words", "adaptive-previous", "switch-small, dropout 0.1"),
+        (
+            "words, long runs, Switch-small, perplexity",
+            ("long-words", "adaptive-previous", "switch-small, dropout 0.1"),
+        ),
+        (
+            "words, short runs, Switch-small, perplexity",
+            ("words", "adaptive-previous", "switch-small, dropout 0.1"),
+        ),
     ),
     (
-        "bytes, short runs, no balance loss and the published init, bits per byte",
-        ("bytes", "adaptive-previous", "switch-enwik8, post-norm, balance 0, published init"),
+        (
+            "bytes, short runs, no balance loss and the published init, bits per byte",
+            ("bytes", "adaptive-previous", "switch-enwik8, post-norm, balance 0, published init"),
+        ),
     ),
     (
-        "bytes, long runs, balance 0.01, bits per byte",
-        ("long", "adaptive-previous", "switch-enwik8, balance 0.01"),
+        (
+            "bytes, long runs, balance 0.01, bits per byte",
+            ("long", "adaptive-previous", "switch-enwik8, balance 0.01"),
+        ),
     ),
 )
 
 
 def headline(rows: Sequence[Row]) -> str:
     """Count the verdicts on the paper's claims, in one sentence."""
-    counts = Counter(row.verdict for row in rows if row.claim.effect is not None)
+    claims = [row for row in rows if row.claim.effect is not None]
+    counts = Counter(row.verdict for row in claims)
     refuted, supported = counts["refuted"], counts["supported"]
     unknown = counts["undecided"] + counts["unknown"]
+    smaller = sum(row.verdict == "supported" and row.below_paper for row in claims)
+    less = f" ({smaller} of them with a smaller gain than the paper's)" if smaller else ""
     parts = [
         f"At the lengths of training that were run here, {refuted} of "
         f"{refuted + unknown + supported} comparisons {_verb('exclude', refuted)} the paper's "
         f"gain, {unknown} cannot tell, and {supported} {_verb('exclude', supported)} zero on the "
-        "paper's side"
+        f"paper's side{less}"
     ]
     if interim := counts["interim"]:
         have = "has" if interim == 1 else "have"
@@ -50,17 +71,25 @@ def short_markdown(rows: Sequence[Row]) -> str:
     """Return the sentence and the table of the README."""
     header = (
         *("setting", "adaptive minus plain, 95% interval", "the paper", "n"),
-        "share of the paper's training",
+        "training, share of the paper's",
     )
-    return f"{headline(rows)}\n\n{table(header, [_cells(rows, *one) for one in SHOWN])}\n"
+    return f"{headline(rows)}\n\n{table(header, [_cells(rows, one) for one in SHOWN])}\n"
 
 
-def _cells(rows: Sequence[Row], name: str, key: tuple[str, str, str]) -> list[str]:
+def _cells(rows: Sequence[Row], candidates: Sequence[Shown]) -> list[str]:
+    found = [(name, _row(rows, key)) for name, key in candidates]
+    whole = [one for one in found if one[1].has_runs and not one[1].interim]
+    name, row = (whole or found[-1:])[0]
+    share = f"{share_text(row)}, {length_text(row)}" if row.share is not None else ""
+    return [name, interval_text(row), effect_text(row), pairs_text(row), share]
+
+
+def _row(rows: Sequence[Row], key: tuple[str, str, str]) -> Row:
+    """Return the row of a study, condition and setting, in the study's first metric."""
     found = [
         row
         for row in rows
         if (row.claim.study, row.claim.condition, row.setting) == key and row.claim.metric == "test"
     ]
     check(len(found) == 1, f"{len(found)} rows of the evidence are {', '.join(key)}; expected one")
-    (row,) = found
-    return [name, interval_text(row), effect_text(row), pairs_text(row), share_text(row)]
+    return found[0]

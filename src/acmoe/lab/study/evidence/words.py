@@ -24,12 +24,30 @@ def pairs_text(row: Row) -> str:
     return f"{row.pairs} of {row.claim.declared}" if row.interim else str(row.pairs)
 
 
+def counted_text(row: Row) -> str:
+    """Return the number of pairs for a line of a list."""
+    return f"{pairs_text(row)} declared pairs" if row.interim else f"n = {row.pairs}"
+
+
+def diverged_text(row: Row) -> str:
+    """Return how many runs of each condition diverged; empty where none did."""
+    if not any(row.diverged):
+        return ""
+    counts = zip(row.diverged, (row.claim.condition, row.claim.baseline), strict=True)
+    return f"; runs that diverged: {', '.join(f'{n} {name}' for n, name in counts)}"
+
+
 def share_text(row: Row) -> str:
     """Return the share of the paper's training, in percent."""
     share = row.share
     if share is None:
         return ""
     return f"{100 * share:.1f}%" if share >= 0.001 else f"{100 * share:.2g}%"
+
+
+def length_text(row: Row) -> str:
+    """Return the length of our training, in millions of tokens."""
+    return "" if row.share is None else f"{row.share * row.claim.length / 1e6:,.0f} million tokens"
 
 
 def signed(value: float, row: Row) -> str:

@@ -72,8 +72,9 @@ def _origin(summary: Summary, group: Group) -> str:
     seeds = sorted({seed for _, seed in group.runs})
     options = {record.get("options", "") for record in group.records}
     study = summary.study
-    free = group.setting in study.free_settings
-    which = [f'--settings "{group.setting}"'] if free else []
+    # Other studies run whole; of a long one, nobody runs all settings to repeat one.
+    alone = group.setting in study.free_settings or study.declared_pairs is not None
+    which = [f'--settings "{group.setting}"'] if alone else []
     data = ["--data DATA"] if study.reads([group.setting]) else []
     words = [*data, *which, "--seeds", *map(str, seeds)]
     commands = [_command(study.name, words, option.split()) for option in sorted(options)]
