@@ -14,9 +14,9 @@ from acmoe.lab.bench.shapes import EVEN, SKEW, Shape
 # A skewed layer multiplies one expert's embedding by this factor. Its affinity is then the highest
 # for nearly half of the tokens, and the lowest for the others.
 _SKEW = 8.0
-# Tokens of an even load have this much added to their affinities with their own experts. The others
-# are standard normal, so that no expert reaches it by chance.
-_EVEN = 16.0
+# Under an even load, a token has about this affinity with its own experts, and 0 with all others.
+# Both vary by a quarter of what standard normal tokens vary by, so that no other expert comes near.
+_EVEN, _VARIATION = 3.0, 0.25
 
 
 class Weights(NamedTuple):
@@ -86,7 +86,7 @@ def draw_inputs(
 
 @torch.no_grad()
 def _even_load(x_TD: Tensor, embedding_ED: Tensor, shape: Shape) -> Tensor:
-    """Send the tokens to their experts in turn, by raising their affinities with those alone."""
+    """Change the tokens so that they choose the experts in turn."""
     E, K = shape.num_experts, shape.top_k
     check(
         shape.dim >= E,
@@ -94,7 +94,9 @@ def _even_load(x_TD: Tensor, embedding_ED: Tensor, shape: Shape) -> Tensor:
         "least as many features as experts, so leave out +even",
     )
     experts_TK = torch.arange(shape.rows, device=x_TD.device).view(-1, K) % E
+    own_TE = torch.zeros(shape.tokens, E, device=x_TD.device).scatter_(1, experts_TK, _EVEN)
+    affinity_TE = x_TD.float() @ embedding_ED.float().T
     # The pseudoinverse's column of an expert has affinity 1 with it and 0 with all others.
     direction_ED: Tensor = torch.linalg.pinv(embedding_ED.float()).T
-    raised_TD: Tensor = x_TD.float() + _EVEN * direction_ED[experts_TK].sum(1)
-    return raised_TD.to(x_TD.dtype)
+    change_TE = own_TE - (1 - _VARIATION) * affinity_TE
+    return (x_TD.float() + change_TE @ direction_ED).to(x_TD.dtype)
