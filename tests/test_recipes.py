@@ -104,6 +104,10 @@ def _bytes(condition: str, confirmed: str) -> list[Measured]:
     ]
 
 
+def _published(condition: str) -> list[Measured]:
+    return [Measured("long", "switch-enwik8, published", condition, digits=4)]
+
+
 def _images(condition: str, *settings: str) -> list[Measured]:
     clean = [Measured("vision", setting, condition) for setting in settings]
     return [*clean, clean[0]._replace(metric="pgd 1/255")]
@@ -118,6 +122,8 @@ MEASURED = {
     "glam-small-acmoe": [Measured("words", "glam-small, dropout 0.1", "adaptive-previous")],
     "switch-enwik8": _bytes("smoe", "smoe"),
     "switch-enwik8-acmoe": _bytes("adaptive-previous", "adaptive"),
+    "switch-enwik8-published": _published("published"),
+    "switch-enwik8-published-control": _published("published-control"),
     "switch-nano": [Measured("nano", TEXT_SETTING, "smoe", digits=4)],
     "switch-nano-acmoe": [Measured("nano", TEXT_SETTING, "adaptive-previous", digits=4)],
     "swin-imagenette": _images("smoe", *_SWIN),

@@ -198,11 +198,12 @@ def switch_enwik8_acmoe() -> RunConfig:
 def switch_enwik8_published() -> RunConfig:
     """Switch as in the published code, EnWik-8 (paper: 1.137 bits per byte).
 
-    Ours: not measured yet. Layers 1 and 2 have linear gates with bias, layers 3 to 8 the published
-    AC gate, the preset `reference-lm`. There is no balance loss, experts begin with small weights,
-    and empty memory is not masked. One empty cluster makes the gates of a whole forward pass nearly
-    equal. The published script for this model has the same sizes, rate and length as the paper. 80
-    epochs on four A100 40 GB; the paper gives no hours.
+    Ours: 1.4898 +- 0.0315 after 10,000 updates on bytes of Wikipedia (n = 2, studies/; bf16,
+    split 1, a falling rate). Layers 1 and 2 have linear gates with bias, layers 3 to 8 the
+    published AC gate, the preset `reference-lm`. There is no balance loss, experts begin with small
+    weights, and empty memory is not masked. One empty cluster makes the gates of a whole forward
+    pass nearly equal. The published script for this model has the same sizes, rate and length as
+    the paper. 80 epochs on four A100 40 GB; the paper gives no hours.
     """
     return _published("switch-enwik8-published")
 
@@ -210,7 +211,8 @@ def switch_enwik8_published() -> RunConfig:
 def switch_enwik8_published_control() -> RunConfig:
     """Switch as in the published code with M = I, EnWik-8, a control (not in the paper).
 
-    Ours: not measured yet. Layers 3 to 8 have the published gate without its scale: unit-length,
+    Ours: 1.4909 +- 0.0137 after 10,000 updates on bytes of Wikipedia (n = 2, studies/; bf16,
+    split 1, a falling rate). Layers 3 to 8 have the published gate without its scale: unit-length,
     orthogonally initialised expert embeddings without bias. A gain over `switch-enwik8` that this
     control shows as well is not due to adaptive clustering.
     """
