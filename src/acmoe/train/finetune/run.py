@@ -64,8 +64,8 @@ def finetune(
     """Finetune a run on the task's files in the folder `data`.
 
     `out` is the folder to work in, `finetune_folder(run.folder, config)` by default. `note` is a
-    line for the log.
-    Without `checkpoints` the best epoch is held in memory, and no trained model is left on disk.
+    line for the log. Without `checkpoints` the best epoch is held in memory, and no trained model
+    is left on disk.
     """
     run = source if isinstance(source, Run) else open_run(source)
     out = out or finetune_folder(run.folder, config)
@@ -82,7 +82,6 @@ def finetune(
         finetuner.load_best(best)
         with progress_bars(console) as progress:
             test = finetuner.accuracy("test", progress)
-    labels = torch.tensor([sentence.label for sentence in rows["test"]])
     report = FinetuneReport(
         task=config.task,
         form=config.form,
@@ -94,10 +93,16 @@ def finetune(
         best_epoch=best,
         dev_accuracy=accuracies[best - 1],
         test_accuracy=test,
-        majority=100 * labels.bincount().max().item() / len(labels),
+        majority=majority_share(rows["test"]),
     )
     save_evaluation(out, {"split": "test", "step": best, **report.to_json()})
     return report
+
+
+def majority_share(sentences: list[Sentence]) -> float:
+    """Return the percentage of sentences in the most frequent class."""
+    labels = torch.tensor([sentence.label for sentence in sentences])
+    return float(100 * labels.bincount().max().item() / len(labels))
 
 
 def finetune_folder(run: Path, config: FinetuneConfig) -> Path:
