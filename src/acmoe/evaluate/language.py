@@ -5,7 +5,8 @@ Every token of a split is scored once, including end-of-line tokens.
 B rows, L positions of a block, T = B * L tokens, E experts.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -56,28 +57,24 @@ def evaluate(
     model, corpus, step, precision = _open(source, config, corpus, device)
     block, metric = config.block or model.config.block, metric_of(corpus)
     streams, swaps = _streams(corpus, config)
+    score = partial(
+        score_stream,
+        model,
+        batch=config.batch,
+        block=block,
+        precision=precision,
+        routing=config.routing,
+        seed=config.seed,
+    )
     figures = []
     for mode in statistics_modes(model, config.statistics):
+        dealt = ranks if deals_rows(config.batch, mode, ranks.size) else ALONE
         for contaminated, inputs, targets in streams:
             text = f"{corpus.title}, {config.split}{', contaminated' if contaminated else ''}"
-            with (
-                using_statistics(model, None if mode == NONE else mode),
-                naming(f"{text}, statistics {mode}"),
-                measuring_alone(model),
-            ):
-                score = score_stream(
-                    model,
-                    inputs,
-                    targets,
-                    batch=config.batch,
-                    block=block,
-                    precision=precision,
-                    routing=config.routing,
-                    seed=config.seed,
-                    progress=partial(progress, _stage(config, mode, contaminated)),
-                    ranks=ranks if deals_rows(config.batch, mode, ranks.size) else ALONE,
-                )
-            figures.append(Figure.of(score, mode, contaminated, metric))
+            with _measuring(model, mode), naming(f"{text}, statistics {mode}"):
+                shown = partial(progress, _stage(config, mode, contaminated))
+                found = score(inputs, targets, progress=shown, ranks=dealt)
+            figures.append(Figure.of(found, mode, contaminated, metric))
     return LanguageReport(
         corpus=corpus.title,
         split=config.split,
@@ -90,6 +87,13 @@ def evaluate(
         figures=tuple(figures),
         contamination_config=config.contamination and settled(corpus, config.contamination),
     )
+
+
+@contextmanager
+def _measuring(model: LanguageModel, mode: str) -> Iterator[None]:
+    """Measure statistics in this mode, and on this process alone."""
+    with using_statistics(model, None if mode == NONE else mode), measuring_alone(model):
+        yield
 
 
 @torch.no_grad()
@@ -134,12 +138,17 @@ def score_stream(
             done += count
             progress(min(done * ranks.size, batches.predictions), batches.predictions)
     loss = ranks.add(nats.total())[0] / batches.predictions
-    bad = [number for number in ranks.gather(nats.first_bad) if number is not None]
-    if bad:
-        which = f"batch {min(bad)} of {len(batches)}"
-        raise NonFiniteError(f"the loss of {which} is not finite; {REMEDY}")
+    _check_finite(ranks.gather(nats.first_bad), len(batches))
     layers = tally.layers(ranks) if routing else ()
     return Score(loss, batches.predictions, layers)
+
+
+def _check_finite(first_bad: Sequence[int | None], batches: int) -> None:
+    """Raise where a process has seen a loss that is not finite; `first_bad` has its batch."""
+    bad = [number for number in first_bad if number is not None]
+    if bad:
+        which = f"batch {min(bad)} of {batches}"
+        raise NonFiniteError(f"the loss of {which} is not finite; {REMEDY}")
 
 
 def _outputs(

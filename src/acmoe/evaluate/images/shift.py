@@ -74,12 +74,7 @@ def evaluate_shift(
     """
     config, torch_device = config or ImageEvaluateConfig(), pick_device(device)
     subset = torch.from_numpy(class_subset(shift, shifted.classes, classes)).to(torch_device)
-    check(
-        (clean is not None) == (shift == "imagenet-o"),
-        f"{shift} {'needs' if clean is None else 'takes no'} clean images; imagenet-o alone is "
-        "compared with ImageNet's validation images",
-    )
-    check(len(config.statistics) <= 1, "a shift is scored in one statistics mode; give one")
+    _check_request(shift, clean, config)
     mode = config.statistics[0] if config.statistics else None
     model = model.to(torch_device)
     scorer = _Scorer(model, data, config, torch_device, subset, len(classes), progress)
@@ -100,6 +95,16 @@ def evaluate_shift(
         statistics=used,
         capacity=capacity,
     )
+
+
+def _check_request(shift: Shift, clean: ImageSet | None, config: ImageEvaluateConfig) -> None:
+    """Check that clean images are given exactly for ImageNet-O, and at most one statistics mode."""
+    check(
+        (clean is not None) == (shift == "imagenet-o"),
+        f"{shift} {'needs' if clean is None else 'takes no'} clean images; imagenet-o alone is "
+        "compared with ImageNet's validation images",
+    )
+    check(len(config.statistics) <= 1, "a shift is scored in one statistics mode; give one")
 
 
 def average_precision(positive: NDArray[np.floating], negative: NDArray[np.floating]) -> float:
