@@ -27,7 +27,7 @@ from acmoe.distributed.experts import distribute_experts
 from acmoe.distributed.failure import FailureWatch
 from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.errors import UserError
-from acmoe.evaluate.images.run import RunReport, evaluate_vision_run
+from acmoe.evaluate.images.run import RunReport, evaluate_image_run
 from acmoe.evaluate.language import evaluate
 from acmoe.evaluate.language_report import LanguageReport
 from acmoe.evaluate.run import checkpoints, open_vision_run
@@ -128,7 +128,7 @@ def images(rank: int, folder: Path, *settings: str) -> RunReport:
 
 def evaluated_images(run: Path, ranks: Ranks) -> RunReport:
     config = ImageEvaluateConfig(batch=16, routing=True)
-    return evaluate_vision_run(open_vision_run(run), config, device="cpu", ranks=ranks)
+    return evaluate_image_run(open_vision_run(run), config, device="cpu", ranks=ranks)
 
 
 def interrupted(rank: int, run: Any) -> Summary:
