@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from launched import launch_often, new_start, ports
+from launched import ending, launch_often, new_start, ports
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed import HashStore
@@ -165,16 +165,6 @@ def nan_hook(module: Any, arguments: Any, output: Any) -> Any:
 
 def raising_hook(module: Any, arguments: Any, output: Any) -> Any:
     raise RuntimeError("this process has no memory left")
-
-
-def ending(run: Any) -> str:
-    try:
-        run()
-    except SystemExit as end:
-        return f"exit {end.code}"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "went on"
 
 
 @pytest.fixture(scope="module")
