@@ -38,13 +38,13 @@ class Check:
 
 
 def conclude(
+    confirmed: bool,
     *,
     name: str,
     statement: str,
     setting: str,
     measured: str,
     figures: Mapping[str, Figure],
-    confirmed: bool,
     verdict: str,
     doubt: str,
     basis: Basis,

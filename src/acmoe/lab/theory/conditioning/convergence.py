@@ -71,6 +71,7 @@ def check_constant_gate(seed: int = 0, draws: int = 10, dim: int = 5) -> Check:
     confirmed = worst <= TOLERANCE and autograd <= TOLERANCE
     numbers = kappa_X.tolist()
     return conclude(
+        confirmed,
         name="Proposition 2, constant gate",
         statement=STATEMENT,
         setting="embeddings zero, clusters of mean zero with one diagonal covariance; "
@@ -83,7 +84,6 @@ def check_constant_gate(seed: int = 0, draws: int = 10, dim: int = 5) -> Check:
             "max_relative_error": worst,
             "hessian_error": autograd,
         },
-        confirmed=confirmed,
         verdict="proved: cond(Sigma)^|1-r| for M = s^-r, by continuity near zero embeddings too",
         doubt=f"condition numbers are {worst:.1e} off, or autograd is {autograd:.1e} off the "
         "written-out Hessian",
@@ -135,12 +135,12 @@ def check_varying_gate(seed: int = 0) -> Check:
     error = max(abs(plain / wanted[0] - 1), abs(adaptive / wanted[1] - 1))
     confirmed = error <= TOLERANCE and adaptive > 2 * plain
     return conclude(
+        confirmed,
         name="Proposition 2, a gate that decides",
         statement=STATEMENT,
         setting="the proof's setting: centred, aligned, Sigma = diag(4, 1); embeddings (3, 0), 0",
         measured=f"condition number {plain:.2f} -> {adaptive:.2f}",
         figures={"plain": plain, "adaptive": adaptive, "max_relative_error": error},
-        confirmed=confirmed,
         verdict="fails as printed: B_i is no constant",
         doubt=f"the condition numbers are {error:.1e} off the closed form, or AC's is no larger",
         basis="counterexample",
@@ -170,12 +170,12 @@ def check_rotated(seed: int = 0) -> Check:
     error = max(abs(plain - 10), abs(adaptive - (7 + 2 * math.sqrt(6))))
     confirmed = error <= TOLERANCE and adaptive > plain
     return conclude(
+        confirmed,
         name="Proposition 2, rotated covariance",
         statement=STATEMENT,
         setting="constant gate, mean zero, Sigma = I + v v', v = (1, -2, -2), measure 'std'",
         measured=f"condition number {plain:.3f} -> {adaptive:.3f}, by hand 7 + 2 sqrt 6",
         figures={"plain": plain, "adaptive": adaptive, "max_error": error},
-        confirmed=confirmed,
         verdict="fails as printed: unit variances (Jacobi scaling) can raise it",
         doubt=f"the condition numbers are {error:.1e} off those worked out by hand",
         basis="counterexample",
@@ -223,6 +223,7 @@ def check_separated(seed: int = 0) -> Check:
     alone, together = found[0.0], found[COMMON]
     confirmed = error <= TOLERANCE and alone[1] > 2 * alone[0] and together[1] < together[0] / 2
     return conclude(
+        confirmed,
         name="Proposition 2, clusters apart on tight features",
         statement=STATEMENT,
         setting="constant gate, 4 clusters of Lemma 1 (contrast 4, separation 2), the mixture "
@@ -236,7 +237,6 @@ def check_separated(seed: int = 0) -> Check:
             "adaptive_with_common_features": together[1],
             "max_relative_error": error,
         },
-        confirmed=confirmed,
         verdict="fails as printed, and holds with common loose features",
         doubt=f"the condition numbers are {error:.1e} off the closed form, or not ordered so",
         basis="counterexample",

@@ -67,13 +67,13 @@ def check_conditioning_draws(seed: int = 0, draws: int = DRAWS) -> Check:
         confirmed = confirmed and result.hessian_error <= 1e-10
         figures |= _figures(name, result, (low, high))
     return conclude(
+        confirmed,
         name="Proposition 2, random embeddings",
         statement=STATEMENT,
         setting=f"{draws} draws each of {TOKENS} centred tokens in {DIM} features, {EXPERTS} "
         f"experts, embeddings N(0, 1/{DIM}), cross-entropy: " + ", ".join(SETTINGS),
         measured="holds in " + ", ".join(f"{share:.0%}" for share in shares.values()),
         figures=figures,
-        confirmed=confirmed,
         verdict="observed: mostly with mad, rarely with the variance",
         doubt="the shares are not "
         + ", ".join(f"{a:g} to {b:g}" for *_, (a, b) in SETTINGS.values())

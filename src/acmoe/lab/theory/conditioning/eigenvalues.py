@@ -75,6 +75,7 @@ def check_eigenvalue_lemma(seed: int = 0, draws: int = 3000, dim: int = 5) -> Ch
         and left > printed
     )
     return conclude(
+        confirmed,
         name="Lemma on eigenvalues",
         statement="|lambda_i - Sigma_ii| <= eps max_j |lambda_i - lambda_j|",
         setting=f"{len(ratio_X)} small rotations, d = {dim}; (2, 1) turned by acos(0.98) by hand",
@@ -88,7 +89,6 @@ def check_eigenvalue_lemma(seed: int = 0, draws: int = 3000, dim: int = 5) -> Ch
             "hand_left_side": left,
             "hand_printed_bound": printed,
         },
-        confirmed=confirmed,
         verdict="fails as printed: the bound needs 2 eps - eps^2 in place of eps",
         doubt=f"the corrected bound is violated in {corrected_violations} draws, or the printed "
         f"one in {violations}",
@@ -106,13 +106,13 @@ def check_eigenvalue_order(seed: int = 0) -> Check:
     exact = abs(variance[2] - 1.198) <= ROUNDING and abs(variance[1] - 1.1) <= ROUNDING
     confirmed = error <= ROUNDING and exact and scale[2] < scale[1] and eps < 1.01e-3
     return conclude(
+        confirmed,
         name="Lemma on eigenvalues, its use",
         statement="lambda_j <= lambda_i implies m_j >= m_i with high probability",
         setting="eigenvalues (100, 1.1, 1), the third axis turned towards the first, eps = 0.001",
         measured=f"variances {variance[1]:.3f} and {variance[2]:.3f} of the eigenvalues 1.1 and 1, "
         f"scale {scale[1]:.3f} and {scale[2]:.3f}",
         figures={"eps": eps, "variances": variance, "scale": scale, "max_error": error},
-        confirmed=confirmed,
         verdict="fails as printed: neighbours exchange their order",
         doubt=f"the scale is {error:.1e} off the true dispersions', or the order is kept",
         basis="counterexample",

@@ -76,6 +76,7 @@ def check_confirmation(seed: int = 0, tokens: int = TOKENS) -> Check:
         negatives.append(expected.negative)
     confirmed = left == 0 and outside == 0 and min(shares) > 1e-3
     return conclude(
+        confirmed,
         name="Eqn. 8, tight on disjoint blocks",
         statement=STATEMENT,
         setting="each embedding on features of its own, on which its cluster is at least as tight "
@@ -92,7 +93,6 @@ def check_confirmation(seed: int = 0, tokens: int = TOKENS) -> Check:
             "negative": negatives,
             "outside_interval": outside,
         },
-        confirmed=confirmed,
         verdict="proved; only tokens with negative affinities leave",
         doubt=f"{left} tokens left a choice that they should repeat, or {outside} shares lie "
         "outside their interval",
@@ -138,6 +138,7 @@ def check_confirmation_scope(seed: int = 0, tokens: int = TOKENS) -> Check:
     harms = rates["other blocks"].adaptive_wrong > 3 * rates["other blocks"].plain_wrong
     confirmed = outside == 0 and nearly_all and ends and mends and harms
     return conclude(
+        confirmed,
         name="Eqn. 8, tight on other blocks",
         statement=STATEMENT,
         setting=f"contrast {CLUSTERS.contrast:g}, separation 3, the true scale, {tokens} tokens; "
@@ -147,7 +148,6 @@ def check_confirmation_scope(seed: int = 0, tokens: int = TOKENS) -> Check:
         + "; wrong under AC (plain): "
         + ", ".join(f"{row.adaptive_wrong:.3f} ({row.plain_wrong:.3f})" for row in rates.values()),
         figures=_scope_figures(rates) | {"outside_interval": outside},
-        confirmed=confirmed,
         verdict="ends where another expert reads the tight features",
         doubt=f"{outside} shares lie outside their interval, or choices are repeated there too",
         basis="counterexample",

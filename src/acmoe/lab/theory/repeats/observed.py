@@ -145,6 +145,7 @@ def check_repeated(seed: int = 0, tokens: int = TOKENS) -> Check:
     base, mild = points[CONTRASTS.index(CLUSTERS.contrast)].wrong, points[1].wrong
     ari = {rule: adjusted_rand(n / tokens, CLUSTERS.num_clusters) for rule, n in base.items()}
     return conclude(
+        confirmed,
         name="Eqn. 8, scale measured on the plain choice",
         statement=STATEMENT_OBSERVED,
         setting=f"tight on its own block, separation 3, {tokens} tokens, contrast "
@@ -154,7 +155,6 @@ def check_repeated(seed: int = 0, tokens: int = TOKENS) -> Check:
         f"{ari['distance']:.3f}, AC given the true k* {ari['told']:.3f}, own metrics "
         f"{ari['own_metric']:.3f}",
         figures={**_figures(points, tokens), "outside_interval": outside},
-        confirmed=confirmed,
         verdict=f"observed: {least:.2%} or more are repeated",
         doubt=f"only {least:.1%} are repeated, {outside} errors lie outside their interval, or own "
         "metrics do not reduce errors",

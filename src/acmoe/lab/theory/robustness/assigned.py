@@ -78,6 +78,7 @@ def check_assigned_cluster(seed: int = 0, noise: float = 0.5) -> Check:
     ordered = exact["true cluster"] < exact["plain"] < exact["assigned cluster"]
     confirmed = outside == 0 and ordered
     return conclude(
+        confirmed,
         name="Proposition 1, scale of the assigned cluster",
         statement=STATEMENT,
         setting=f"the token's own plain assignment picks its scale, noise {noise:g} in tokens and "
@@ -92,7 +93,6 @@ def check_assigned_cluster(seed: int = 0, noise: float = 0.5) -> Check:
             "share_that_keeps_its_cluster": repeated,
             "outside_interval": outside,
         },
-        confirmed=confirmed,
         verdict="fails once the previous layer errs: worse than plain",
         doubt=f"{outside} measured rates lie outside their interval, or the rates are not ordered "
         "as derived",

@@ -113,6 +113,7 @@ def check_dot_product(seed: int = 0) -> Check:
     plain, adaptive = (found[name] for name in ("plain", "dot product"))
     confirmed = error <= ROUNDING and outside == 0 and sum(adaptive) > 2 * sum(plain) and gain > 1
     return conclude(
+        confirmed,
         name="Proposition 1, the dot product of Eqn. 8",
         statement=STATEMENT,
         setting="embeddings = means (0.5, 2), (1.9, 0.8), equal lengths, deviations (0.25, 1), no "
@@ -128,7 +129,6 @@ def check_dot_product(seed: int = 0) -> Check:
             "max_error": error,
             "outside_interval": outside,
         },
-        confirmed=confirmed,
         verdict="fails as printed: the paper routes by a dot product and argues by a distance",
         doubt=f"the errors are {error:.1e} off those worked out by hand, or {outside} of the "
         "router's rates lie outside their interval",
@@ -155,6 +155,7 @@ def check_distance(seed: int = 0) -> Check:
     )
     confirmed = error <= ROUNDING and outside == 0 and max(found) < min(plain)
     return conclude(
+        confirmed,
         name="Proposition 1, the variant `distance`",
         statement=STATEMENT,
         setting="the same clusters, affinity h' M e_k - e_k' M e_k / 2; the library's router on "
@@ -166,7 +167,6 @@ def check_distance(seed: int = 0) -> Check:
             "max_error": error,
             "outside_interval": outside,
         },
-        confirmed=confirmed,
         verdict="proved for the rule that is used (two experts at the means, diagonal covariance)",
         doubt=f"the errors are {error:.1e} off those worked out by hand, or {outside} of the "
         "router's rates lie outside their interval",
@@ -196,6 +196,7 @@ def check_overlapping_embeddings(seed: int = 0) -> Check:
     measured = [count / total for count, total in shares["measured"]]
     confirmed = outside == 0 and exact[0] < 0.6 and 0.85 < measured[1] < 0.93 and measured[0] < 0.6
     return conclude(
+        confirmed,
         name="Eqn. 8, embeddings that share features",
         statement="a first choice is repeated in its own metric M_k*, right or wrong",
         setting="the clusters of the dot product's row, well separated on the tight feature",
@@ -208,7 +209,6 @@ def check_overlapping_embeddings(seed: int = 0) -> Check:
             "measured_repeated_when_right": measured[1],
             "outside_interval": outside,
         },
-        confirmed=confirmed,
         verdict="does not hold for all clusters of Lemma 1: embeddings need disjoint supports",
         doubt=f"{outside} shares lie outside their interval, or nearly all choices are repeated",
         basis="counterexample",

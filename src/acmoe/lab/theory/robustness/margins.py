@@ -117,6 +117,7 @@ def check_without_noise(seed: int = 0, draws: int = 300, dim: int = 8) -> Check:
         and abs(beyond**2 - 0.605) < 1e-3
     )
     return conclude(
+        confirmed,
         name="Proposition 1, nearest of two means",
         statement=STATEMENT,
         setting=f"no noise, two clusters, diagonal covariance, M of the true cluster; {draws} "
@@ -133,7 +134,6 @@ def check_without_noise(seed: int = 0, draws: int = 300, dim: int = 8) -> Check:
             "error_of_expansion_over_eps": expansion,
             "margin_ratio_beyond_two": beyond,
         },
-        confirmed=confirmed,
         verdict="proved for this rule and M = s^-r, 0 <= r <= 2",
         doubt=f"margins are {error:.1e} off, shrink by {1 - step:.1e}, or miss their expansion",
         basis="proof",

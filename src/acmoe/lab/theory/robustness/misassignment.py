@@ -104,6 +104,7 @@ def check_misassignment(
     probabilities = [probability for pair in pairs for probability in pair.probabilities]
     confirmed = outside == 0
     return conclude(
+        confirmed,
         name="Lemma 2, two Gaussian clusters",
         statement="P(wrong) = 1 - Phi(||gap||^2 / (2 sqrt(gap' (Sigma + Sigma_noise) gap)))",
         setting=f"{draws} full covariances with noise, {TOKENS} tokens; plain and in the metric M",
@@ -117,7 +118,6 @@ def check_misassignment(
             "outside_interval_with_unstretched_variance": unstretched_outside,
             "probabilities": probabilities,
         },
-        confirmed=confirmed,
         verdict="holds for the nearest mean",
         doubt=f"{outside} rates lie outside their interval",
         basis="proof",
@@ -186,6 +186,7 @@ def check_misassignment_scope(seed: int = 0, formula: Formula = misassignment) -
     exact_inside = all(_inside(intervals, (three, two_point)))
     confirmed = exact_inside and not any(_inside(intervals, (pair, guess))) and printed
     return conclude(
+        confirmed,
         name="Lemma 2, three clusters or other noise",
         statement="the same, for r: R^d -> [E] and 'some zero-mean noise'",
         setting="three unit Gaussians on an equilateral triangle of side 2; noise of +-0.9",
@@ -199,7 +200,6 @@ def check_misassignment_scope(seed: int = 0, formula: Formula = misassignment) -
             "two_point_noise_exact": two_point,
             "two_point_noise_interval": list(intervals[1]),
         },
-        confirmed=confirmed,
         verdict="fails as printed: exact only for two clusters and Gaussian noise",
         doubt="Monte Carlo misses an exact value, or the formula is not Lemma 2's or is right",
         basis="counterexample",

@@ -60,6 +60,7 @@ def check_noisy_scale(seed: int = 0, draws: int = 500, dim: int = 8) -> Check:
         least = min(least, ratio_X.min().item())
     confirmed = error <= ROUNDING and least >= 1 - ROUNDING
     return conclude(
+        confirmed,
         name="Proposition 1, all tokens noisy",
         statement=STATEMENT,
         setting=f"the row above with noise in tokens and statistics alike; {draws} mixtures, tau "
@@ -71,7 +72,6 @@ def check_noisy_scale(seed: int = 0, draws: int = 500, dim: int = 8) -> Check:
             "least_margin_ratio": least,
             "max_relative_error": error,
         },
-        confirmed=confirmed,
         verdict="proved where every token carries the same noise",
         doubt=f"margins are {error:.1e} off their closed form, or shrink by {1 - least:.1e}",
         basis="proof",
@@ -95,6 +95,7 @@ def check_clean_scale(seed: int = 0, draws: int = 500, dim: int = 8) -> Check:
     sides = bool((below_X > 1).all() and (above_X < 1).all())
     confirmed = sides and error <= 1e-6
     return conclude(
+        confirmed,
         name="Proposition 1, scale from clean tokens",
         statement=STATEMENT,
         setting=f"{draws} mixtures, isotropic noise added after the scale was measured",
@@ -109,7 +110,6 @@ def check_clean_scale(seed: int = 0, draws: int = 500, dim: int = 8) -> Check:
             "worst_margin_ratio": far_X.min().item(),
             "error_of_limit": error,
         },
-        confirmed=confirmed,
         verdict="fails as printed: every mixture has its crossing",
         doubt="margins within 0.1% of the derived crossing are on the wrong side, or their limit "
         f"is {error:.1e} off",
@@ -156,6 +156,7 @@ def check_contaminated_share(seed: int = 0) -> Check:
         worst[share] = min(found)
     confirmed = error <= ROUNDING and max(worst.values()) < 0.96
     return conclude(
+        confirmed,
         name="Proposition 1, some tokens noisy",
         statement=STATEMENT,
         setting="half of the squared gap on each of the deviations (0.25, 1); a share of the "
@@ -166,7 +167,6 @@ def check_contaminated_share(seed: int = 0) -> Check:
             **{f"least_margin_ratio_{share:g}": ratio for share, ratio in worst.items()},
             "max_error": error,
         },
-        confirmed=confirmed,
         verdict="fails as printed, also with statistics of the batch",
         doubt=f"margins are {error:.1e} off their closed form, or no smaller than the plain ones",
         basis="counterexample",

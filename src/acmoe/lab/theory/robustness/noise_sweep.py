@@ -123,6 +123,7 @@ def check_noise_sweep(seed: int = 0) -> Check:
     gain = separation_gain(exact_scale(CLUSTERS.clean_stds[0]), gap_D).item()
     top = {p.router: p.rate for p in points if p.noise == LEVELS[-1]}
     return conclude(
+        confirmed,
         name="Proposition 1, by Monte Carlo",
         statement=STATEMENT,
         setting=f"two clusters, scale of {STATISTICS_TOKENS} tokens, noise 0 to {LEVELS[-1]:g}",
@@ -137,7 +138,6 @@ def check_noise_sweep(seed: int = 0) -> Check:
             "clean_scale_worse_at": lost,
             "separation_gain_of_clean_scale": gain,
         },
-        confirmed=confirmed,
         verdict=f"fails as printed: a clean scale errs more above noise {cross:.2f}",
         doubt=f"{outside} rates lie outside their interval, or the crossing is not where derived",
         basis="observation",

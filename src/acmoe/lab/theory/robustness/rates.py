@@ -50,6 +50,7 @@ def check_exponential(seed: int = 0) -> Check:
     error = abs(found[-1] / (RATIO - 1) - 1)
     confirmed = abs(gain - 1.6) <= 1e-12 and abs(ratio - 1) <= 1e-12 and error <= 1e-4
     return conclude(
+        confirmed,
         name="Lemmas 1 and 2 combined",
         statement="by Lemmas 1 and 2 the AC router's error is exponentially smaller",
         setting="deviations (0.25, 1); gap (1, 0), along the tight feature alone; gaps (L, L) / "
@@ -63,7 +64,6 @@ def check_exponential(seed: int = 0) -> Check:
             "rates": found,
             "limit": RATIO - 1,
         },
-        confirmed=confirmed,
         verdict="fails as printed: the distance grows and the error stays",
         doubt=f"gain {gain:.4f}, error ratio {ratio:.4f}, or the rate is {error:.1e} off its limit",
         basis="counterexample",

@@ -64,6 +64,7 @@ def check_separation(seed: int = 0, draws: int = 500, dim: int = 6) -> Check:
     holds = least >= 1 - ROUNDING and worst <= 1 + ROUNDING
     confirmed = error <= ROUNDING and holds
     return conclude(
+        confirmed,
         name="Lemma 1, similarly ordered",
         statement=STATEMENT,
         setting=f"{len(gain_X)} draws, the tighter of two features never has the smaller gap; "
@@ -77,7 +78,6 @@ def check_separation(seed: int = 0, draws: int = 500, dim: int = 6) -> Check:
             "largest_gain_in_reverse_order": worst,
             "max_error": error,
         },
-        confirmed=confirmed,
         verdict="proved: similarly ordered scale and squared gap (Chebyshev)",
         doubt=f"a gain is {min(least - 1, 1 - worst):.1e} on the wrong side of one, or {error:.1e} "
         "off the true dispersions",
@@ -103,13 +103,13 @@ def check_separation_fails(seed: int = 0) -> Check:
     error = max(abs(found[name] - COUNTEREXAMPLES[name][2]) for name in found)
     confirmed = error <= ROUNDING and max(found.values()) < 1
     return conclude(
+        confirmed,
         name="Lemma 1, as printed",
         statement=STATEMENT,
         setting="s = (1, 9): gaps (0, 1) and (5, 20); m = (3.89, 0.1, 0.005, 0.005): squared gaps "
         "(1, 10, 0.9, 0.9)",
         measured="gains " + ", ".join(f"{gain:.3f}" for gain in found.values()),
         figures={name.replace(" ", "_"): gain for name, gain in found.items()},
-        confirmed=confirmed,
         verdict="fails as printed, and under the assumptions of text and proof",
         doubt=f"the gains are {error:.1e} off those worked out by hand, or not below one",
         basis="counterexample",

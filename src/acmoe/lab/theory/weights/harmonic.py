@@ -37,6 +37,7 @@ def check_harmonic_mean(seed: int = 0) -> Check:
     close = all(abs(slope + 1.6) <= 3 * h for slope, h in zip(slopes, OFFSETS, strict=True))
     confirmed = error <= 1e-9 and close
     return conclude(
+        confirmed,
         name="Theorem 1, weights proportional to 1/s",
         statement=STATEMENT,
         setting="clusters with s = (1, 3) and (2, 6), lambda = 1.5, the first one's harmonic mean",
@@ -46,7 +47,6 @@ def check_harmonic_mean(seed: int = 0) -> Check:
             "slopes_near_the_harmonic_mean": slopes,
             "max_error": error,
         },
-        confirmed=confirmed,
         verdict="fails as printed: lambda must be the cluster's harmonic mean of s",
         doubt=f"the ratios are {error:.1e} off those worked out by hand, or do not move with "
         "lambda",

@@ -64,12 +64,12 @@ def check_kkt(seed: int = 0, weights_of: WeightsOf = optimal_weights) -> Check:
     confirmed = worst <= KKT_TOLERANCE
     problems = len(factors) * len(dispersion_XD)
     return conclude(
+        confirmed,
         name="Theorem 1, optimality",
         statement=STATEMENT,
         setting=f"{problems} problems: ties, zeros, lambda 1e-6 to 1e6 times the dispersion",
         measured=f"largest KKT residual {worst:.1e}",
         figures={"problems": problems, "max_residual": worst, "tolerance": KKT_TOLERANCE},
-        confirmed=confirmed,
         verdict="holds",
         doubt=f"residual {worst:.1e} above {KKT_TOLERANCE:.0e}",
         basis="proof",
@@ -129,6 +129,7 @@ def check_optimiser(seed: int = 0, weights_of: WeightsOf = optimal_weights) -> C
         excess = max(excess, (criterion(ours_D) - criterion(found_D)).item())
     confirmed = apart <= WEIGHT_TOLERANCE and excess <= 1e-12
     return conclude(
+        confirmed,
         name="Theorem 1, by an optimiser",
         statement=STATEMENT,
         setting=f"pairwise criterion on {num_tokens} tokens, {len(factors)} lambdas, L-BFGS",
@@ -139,7 +140,6 @@ def check_optimiser(seed: int = 0, weights_of: WeightsOf = optimal_weights) -> C
             "max_objective_excess": excess,
             "tolerance": WEIGHT_TOLERANCE,
         },
-        confirmed=confirmed,
         verdict="holds",
         doubt=f"an optimiser found weights {apart:.1e} away",
         basis="proof",

@@ -98,6 +98,7 @@ def check_distinct_roots(seed: int = 0, draws: int = 10, dim: int = 6) -> Check:
     holds = set(counts) == {dim}
     confirmed = error <= ROOT_TOLERANCE and largest_only == len(counts) and holds
     return conclude(
+        confirmed,
         name="Lemma on alpha, distinct dispersions",
         statement="sum_q 1/(s_q + alpha) = d/lambda has exactly d real solutions",
         setting=f"{len(counts)} equations, d = {dim}, all dispersions distinct",
@@ -111,7 +112,6 @@ def check_distinct_roots(seed: int = 0, draws: int = 10, dim: int = 6) -> Check:
             "equations_where_only_the_largest_is_positive": largest_only,
             "max_relative_error": error,
         },
-        confirmed=confirmed,
         verdict="holds; the optimum is the largest root, which Theorem 1 does not say",
         doubt=f"roots by bisection and by eigenvalues differ by {error:.1e}, "
         f"or another root than the largest gives w > 0 ({largest_only} of {len(counts)})",
@@ -136,6 +136,7 @@ def check_tied_roots(seed: int = 0, draws: int = 10, dim: int = 6) -> Check:
     equations = len(rows) * len(FACTORS)
     confirmed = error <= ROOT_TOLERANCE and as_distinct and results[-1][0] == [1] * len(FACTORS)
     return conclude(
+        confirmed,
         name="Lemma on alpha, tied dispersions",
         statement="sum_q 1/(s_q + alpha) = d/lambda has exactly d real solutions",
         setting=f"{equations} equations with ties; s = (1, 1) by hand",
@@ -147,7 +148,6 @@ def check_tied_roots(seed: int = 0, draws: int = 10, dim: int = 6) -> Check:
             "roots_of_two_equal_dispersions": results[-1][0][0],
             "max_relative_error": error,
         },
-        confirmed=confirmed,
         verdict="fails as printed: as many roots as distinct dispersions",
         doubt="the count is neither d nor the number of distinct dispersions",
         basis="counterexample",
