@@ -13,6 +13,7 @@ from acmoe.config.images.data import AugmentConfig, ImageDataConfig
 from acmoe.data.images.batches import EvaluationImages, ImageBatch, TrainingImages
 from acmoe.data.images.on_device import DeviceImages, device_pixels, training_images
 from acmoe.data.images.pixels import Pixels
+from acmoe.data.sharding import rank_rows
 from acmoe.errors import UserError
 from vision_cases import random_images
 
@@ -90,9 +91,7 @@ def test_ranks_share_out_the_crops_of_one_process() -> None:
                 CROPPED,
                 batch=4,
                 device=CPU,
-                rank=rank,
-                world_size=size,
-                split=2,
+                rows=rank_rows(4, rank=rank, world_size=size, unit="images", split=2),
             )
         )
         for rank, size in ((0, 1), (0, 2), (1, 2))
