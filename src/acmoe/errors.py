@@ -57,3 +57,9 @@ def is_finite(value: float) -> bool:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type where the message is empty."""
     return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def typed_line(error: BaseException) -> str:
+    """Return the type of an error and the first line of its message that is not blank."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

@@ -11,10 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acmoe.errors import check, check_choice
-from acmoe.lab.bench.clock import Action, Timing, clock_for, extra_memory, interleave, timings
+from acmoe.errors import check, check_choice, typed_line
+from acmoe.lab.bench.clock import (
+    Action,
+    Timing,
+    clock_for,
+    in_mib,
+    interleave,
+    timings,
+    warmed_memory,
+)
 from acmoe.lab.bench.hf_models import MODELS, build
-from acmoe.lab.bench.layer import DTYPES, first_line
+from acmoe.lab.bench.layer import DTYPES
 from acmoe.lab.bench.progress import Say, silent, tell_times
 from acmoe.lab.bench.results import Report, new_report
 from acmoe.runtime import pick_device
@@ -199,13 +207,11 @@ def _prepare(
     """Warm an action up; return it with its memory and loss, or None with the failure."""
     try:
         action = _action(part, model, implementation, ids_BL, config)
-        for _ in range(_WARM_UP):
-            action()
-        memory = extra_memory(action, model.device)
+        memory = warmed_memory(action, model.device, calls=_WARM_UP)
     except Exception as failure:  # the failure of one implementation must not end the run
-        return None, {"refused": first_line(failure)}
+        return None, {"refused": typed_line(failure)}
     return action, {
-        "memory_mib": None if memory is None else memory / 2**20,
+        "memory_mib": in_mib(memory),
         "loss": float(action.loss) if isinstance(action, TrainStep) else None,
     }
 

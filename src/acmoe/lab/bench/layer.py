@@ -11,15 +11,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acmoe.errors import check, check_choice
+from acmoe.errors import check, check_choice, typed_line
 from acmoe.lab.bench.clock import (
     Action,
     Timing,
     capture,
     clock_for,
-    extra_memory,
+    in_mib,
     interleave,
     timings,
+    warmed_memory,
 )
 from acmoe.lab.bench.implementations.baselines import Contestant, Layer, find_contestants
 from acmoe.lab.bench.implementations.check import TOLERANCE, Errors, Reference, compare, reference
@@ -189,12 +190,7 @@ def prepare(entrant: Contestant, trial: Trial, *, graph: bool = False) -> Ready 
         errors.require(TOLERANCE[trial.x.dtype])
         return warm_up(entrant.name, layer, trial, errors, graph=graph)
     except Exception as failure:  # the failure of one baseline must not end the run
-        return without_time(refused=first_line(failure))
-
-
-def first_line(failure: Exception) -> str:
-    lines = str(failure).strip().splitlines()
-    return f"{type(failure).__name__}: {lines[0] if lines else 'no message'}"
+        return without_time(refused=typed_line(failure))
 
 
 def check_layer(layer: Layer, trial: Trial) -> Errors:
@@ -210,9 +206,7 @@ def warm_up(name: str, layer: Layer, trial: Trial, errors: Errors, *, graph: boo
     }
     memory: dict[str, int | None] = {}
     for part, action in actions.items():
-        for _ in range(WARM_UP):
-            action()
-        memory[part] = extra_memory(action, trial.x.device)
+        memory[part] = warmed_memory(action, trial.x.device, calls=WARM_UP)
     if graph:
         actions = {part: capture(action) for part, action in actions.items()}
     return Ready(name, actions, errors, memory)
@@ -277,7 +271,7 @@ def _row(
         ms_high=time.high,
         tflops=rate / 1e9,
         of_ceiling=rate / ceiling,
-        memory_mib=None if memory is None else memory / 2**20,
+        memory_mib=in_mib(memory),
         forward_error=one.errors.forward,
         gradient_error=one.errors.gradient,
         busiest_load=load,
