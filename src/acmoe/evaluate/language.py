@@ -6,9 +6,10 @@ B rows, L positions of a block, T = B * L tokens, E experts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,25 +57,13 @@ def evaluate(
     config = config or EvaluateConfig()
     model, corpus, step, precision = _open(source, config, corpus, device)
     block, metric = config.block or model.config.block, metric_of(corpus)
-    streams, swaps = _streams(corpus, config)
-    score = partial(
-        score_stream,
-        model,
-        batch=config.batch,
-        block=block,
-        precision=precision,
-        routing=config.routing,
-        seed=config.seed,
-    )
-    figures = []
-    for mode in statistics_modes(model, config.statistics):
-        dealt = ranks if deals_rows(config.batch, mode, ranks.size) else ALONE
-        for contaminated, inputs, targets in streams:
-            text = f"{corpus.title}, {config.split}{', contaminated' if contaminated else ''}"
-            with _measuring(model, mode), naming(f"{text}, statistics {mode}"):
-                shown = partial(progress, _stage(config, mode, contaminated))
-                found = score(inputs, targets, progress=shown, ranks=dealt)
-            figures.append(Figure.of(found, mode, contaminated, metric))
+    texts, swaps = _texts(corpus, config)
+    scorer = _Scorer(model, corpus.title, config, block, precision, progress, ranks)
+    figures = [
+        Figure.of(scorer.score(text, mode), mode, text.contaminated, metric)
+        for mode in statistics_modes(model, config.statistics)
+        for text in texts
+    ]
     return LanguageReport(
         corpus=corpus.title,
         split=config.split,
@@ -89,11 +78,46 @@ def evaluate(
     )
 
 
-@contextmanager
-def _measuring(model: LanguageModel, mode: str) -> Iterator[None]:
-    """Measure statistics in this mode, and on this process alone."""
-    with using_statistics(model, None if mode == NONE else mode), measuring_alone(model):
-        yield
+class _Text(NamedTuple):
+    """A text to score: its tokens, and the tokens to predict."""
+
+    contaminated: bool
+    inputs: Tokens
+    targets: Tokens
+
+
+@dataclass(frozen=True)
+class _Scorer:
+    """Scores texts of one corpus with the settings of one evaluation."""
+
+    model: LanguageModel
+    title: str  # of the corpus
+    config: EvaluateConfig
+    block: int
+    precision: Precision
+    progress: Progress
+    ranks: Ranks
+
+    def score(self, text: _Text, mode: str) -> Score:
+        """Score a text with the statistics of `mode`; a `NonFiniteError` names both."""
+        config, which = self.config, ", contaminated" if text.contaminated else ""
+        with (
+            using_statistics(self.model, None if mode == NONE else mode),
+            naming(f"{self.title}, {config.split}{which}, statistics {mode}"),
+            measuring_alone(self.model),
+        ):
+            return score_stream(
+                self.model,
+                text.inputs,
+                text.targets,
+                batch=config.batch,
+                block=self.block,
+                precision=self.precision,
+                routing=config.routing,
+                seed=config.seed,
+                progress=partial(self.progress, _stage(config, mode, text.contaminated)),
+                ranks=self.ranks if deals_rows(config.batch, mode, self.ranks.size) else ALONE,
+            )
 
 
 @torch.no_grad()
@@ -186,15 +210,13 @@ def _stage(config: EvaluateConfig, mode: str, contaminated: bool) -> str:
     return f"{text}, tokens" if mode == NONE else f"{text}, statistics {mode}, tokens"
 
 
-def _streams(
-    corpus: Corpus, config: EvaluateConfig
-) -> tuple[list[tuple[bool, Tokens, Tokens]], SwapReport | None]:
-    """Return (contaminated, inputs, targets) of each text to score, and counts of replacements."""
-    clean = corpus[config.split]
+def _texts(corpus: Corpus, config: EvaluateConfig) -> tuple[list[_Text], SwapReport | None]:
+    """Return the texts to score, and counts of replacements in the contaminated one."""
+    clean = _Text(False, corpus[config.split], corpus[config.split])
     if config.contamination is None:
-        return [(False, clean, clean)], None
+        return [clean], None
     corrupted = contaminate(corpus, config.split, config.contamination)
-    return [(False, clean, clean), (True, corrupted.inputs, corrupted.targets)], corrupted.report
+    return [clean, _Text(True, corrupted.inputs, corrupted.targets)], corrupted.report
 
 
 def statistics_modes(model: LanguageModel, requested: tuple[str, ...]) -> tuple[str, ...]:

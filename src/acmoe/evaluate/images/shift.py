@@ -74,8 +74,7 @@ def evaluate_shift(
     """
     config, torch_device = config or ImageEvaluateConfig(), pick_device(device)
     subset = torch.from_numpy(class_subset(shift, shifted.classes, classes)).to(torch_device)
-    _check_request(shift, clean, config)
-    mode = config.statistics[0] if config.statistics else None
+    mode = _checked_mode(shift, clean, config)
     model = model.to(torch_device)
     scorer = _Scorer(model, data, config, torch_device, subset, len(classes), progress)
     with (
@@ -97,14 +96,15 @@ def evaluate_shift(
     )
 
 
-def _check_request(shift: Shift, clean: ImageSet | None, config: ImageEvaluateConfig) -> None:
-    """Check that clean images are given exactly for ImageNet-O, and at most one statistics mode."""
+def _checked_mode(shift: Shift, clean: ImageSet | None, config: ImageEvaluateConfig) -> str | None:
+    """Return the statistics mode; check that there is one, and clean images for ImageNet-O only."""
     check(
         (clean is not None) == (shift == "imagenet-o"),
         f"{shift} {'needs' if clean is None else 'takes no'} clean images; imagenet-o alone is "
         "compared with ImageNet's validation images",
     )
     check(len(config.statistics) <= 1, "a shift is scored in one statistics mode; give one")
+    return config.statistics[0] if config.statistics else None
 
 
 def average_precision(positive: NDArray[np.floating], negative: NDArray[np.floating]) -> float:

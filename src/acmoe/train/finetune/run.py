@@ -69,8 +69,7 @@ def finetune(
     """
     run = source if isinstance(source, Run) else open_run(source)
     out = out or finetune_folder(run.folder, config)
-    console = console or Console(stderr=True)
-    device = pick_device(config.device)
+    console, device = console or Console(stderr=True), pick_device(config.device)
     rows, origin = task_splits(load_sentences(config.task, data), config.seed)
     with claim(out, config), seeded(config.seed, device):
         store = CheckpointStore(out / CHECKPOINTS, keep=KEPT) if checkpoints else None
