@@ -97,7 +97,7 @@ def evaluate_shift(
 
 
 def _checked_mode(shift: Shift, clean: ImageSet | None, config: ImageEvaluateConfig) -> str | None:
-    """Return the statistics mode; check that there is one, and clean images for ImageNet-O only."""
+    """Return the statistics mode, None for the model's own; check that the arguments agree."""
     check(
         (clean is not None) == (shift == "imagenet-o"),
         f"{shift} {'needs' if clean is None else 'takes no'} clean images; imagenet-o alone is "
