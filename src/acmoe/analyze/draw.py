@@ -278,4 +278,4 @@ def _sweep(run: VisionRun, step: int | None, folder: Path, router: str, where: s
         percents = [report["clean_top5"], *(f["top5"] for f in figures)]
         sweeps["top-5"] = {router: (budgets, percents)}
     title = f"PGD in {report['space']} space, {report['images']:,} images: {where}"
-    return save_pgd(sweeps, folder, title=title)
+    return save_pgd(sweeps, folder, title=title, space=report["space"])
