@@ -130,16 +130,16 @@ def bench_layer(
         not config.graph or device.type == "cuda",
         f"graph=True captures CUDA graphs; device={device} has none",
     )
-    entrants = list(contestants) or find_contestants(config.rivals)
+    contestants = contestants or find_contestants(config.rivals)
     rows: list[LayerRow] = []
     for shape in find_shapes(config.shapes, device, config.tokens):
-        rows += measure_shape(shape, entrants, config, device, say)
+        rows += measure_shape(shape, contestants, config, device, say)
     return new_report(config.kind, device, command, config, [asdict(row) for row in rows])
 
 
 def measure_shape(
     shape: Shape,
-    entrants: Sequence[Contestant],
+    contestants: Sequence[Contestant],
     config: LayerConfig,
     device: torch.device,
     say: Say = silent,
@@ -149,9 +149,9 @@ def measure_shape(
     trial = draw_trial(shape, config, device)
     ready: list[Ready] = []
     rows: list[LayerRow] = []
-    for entrant in entrants:
-        say(f"{shape.name}: building and checking {entrant.name}")
-        found = prepare(entrant, trial, graph=config.graph)
+    for contestant in contestants:
+        say(f"{shape.name}: building and checking {contestant.name}")
+        found = prepare(contestant, trial, graph=config.graph)
         if isinstance(found, LayerRow):
             rows.append(found)
         else:
@@ -178,17 +178,17 @@ def draw_trial(shape: Shape, config: LayerConfig, device: torch.device) -> Trial
     return Trial(shape, weights, x_TD, cotangent_TD, wanted)
 
 
-def prepare(entrant: Contestant, trial: Trial, *, graph: bool = False) -> Ready | LayerRow:
+def prepare(contestant: Contestant, trial: Trial, *, graph: bool = False) -> Ready | LayerRow:
     """Build, check and warm up an implementation, or return a row that says why this failed."""
-    without_time = partial(LayerRow, shape=trial.shape.name, contestant=entrant.name, part=BOTH)
-    reason = entrant.unsupported(trial.shape, trial.x)
+    without_time = partial(LayerRow, shape=trial.shape.name, contestant=contestant.name, part=BOTH)
+    reason = contestant.unsupported(trial.shape, trial.x)
     if reason is not None:
         return without_time(absent=reason)
     try:
-        layer = entrant.build(trial.shape, trial.weights)
+        layer = contestant.build(trial.shape, trial.weights)
         errors = check_layer(layer, trial)
         errors.require(TOLERANCE[trial.x.dtype])
-        return warm_up(entrant.name, layer, trial, errors, graph=graph)
+        return warm_up(contestant.name, layer, trial, errors, graph=graph)
     except Exception as failure:  # the failure of one baseline must not end the run
         return without_time(refused=typed_line(failure))
 
