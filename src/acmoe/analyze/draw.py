@@ -28,17 +28,11 @@ from acmoe.data.progress import Progress, silent
 from acmoe.data.text.vocabulary import ByteVocabulary, Vocabulary
 from acmoe.errors import check
 from acmoe.evaluate.run import ATTACKS, Run, VisionRun, read_json
+from acmoe.evaluate.validation import metric_in
 
 TEXT_TOKENS = 400  # tokens on a page
 SHOWN_IMAGES = 6
 SHOWN_LAYERS = 3  # first, middle and last
-
-# The convergence curve shows the first of these metrics that the validation records hold.
-METRICS = (
-    ("top1", "validation top-1 (%)"),
-    ("bits_per_byte", "validation bits per byte"),
-    ("perplexity", "validation perplexity"),
-)
 
 Paths = tuple[Path, ...]
 
@@ -108,11 +102,11 @@ def _routing(
 
 def _convergence(run: Run | VisionRun, folder: Path, router: str, where: str) -> Paths:
     records = run.metrics("valid")
-    for key, label in METRICS:
-        if records and key in records[0]:
-            curve = ([one["step"] for one in records], [one[key] for one in records])
-            return save_curves({router: curve}, folder, metric=label, title=f"Training: {where}")
-    return ()
+    metric = metric_in(records)
+    if metric is None:
+        return ()
+    curve = ([one["step"] for one in records], [one[metric.key] for one in records])
+    return save_curves({router: curve}, folder, metric=metric.label, title=f"Training: {where}")
 
 
 def _instability(analysis: Analysis, folder: Path, router: str, where: str) -> Paths:
