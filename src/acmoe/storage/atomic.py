@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,12 @@ def report_write_errors(path: Path) -> Iterator[None]:
             f"cannot write {path}: {reason}; make room or choose another folder, then give the "
             "same command again"
         ) from error
+
+
+def damaged_name(path: Path) -> Path:
+    """Return the first free name beside a damaged file or folder: NAME.damaged-1, -2, ..."""
+    names = (path.with_name(f"{path.name}.damaged-{number}") for number in itertools.count(1))
+    return next(name for name in names if not name.exists())
 
 
 def sync(path: Path) -> None:

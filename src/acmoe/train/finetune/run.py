@@ -21,9 +21,10 @@ from acmoe.evaluate.run import CHECKPOINTS, METRICS, Run, open_run
 from acmoe.evaluate.saved import save_evaluation
 from acmoe.evaluate.starts import record_start
 from acmoe.runtime import pick_device, seeded
+from acmoe.storage.lines import append_line
 from acmoe.train.checkpoint import CheckpointStore
 from acmoe.train.finetune.finetuner import Finetuner, best_epoch
-from acmoe.train.metrics_log import append, drop_records_after
+from acmoe.train.metrics_log import drop_records_after
 from acmoe.train.run_folder import claim, write_vocabulary
 
 KEPT = 2  # checkpoints: where the latest is damaged, the one before it is continued
@@ -126,7 +127,7 @@ def _train(finetuner: Finetuner, metrics: Path, console: Console) -> list[float]
             accuracies.append(finetuner.accuracy("dev", progress))
         seconds = time.perf_counter() - started
         record = {"kind": "epoch", "step": epoch, "loss": loss, "dev_accuracy": accuracies[-1]}
-        append(metrics, {**record, "seconds": seconds})
+        append_line(metrics, {**record, "seconds": seconds})
         finetuner.save_epoch(epoch, accuracies)
         console.print(
             f"{config.task}: epoch {epoch}/{config.epochs}  loss {loss:.4f} nats  development "
