@@ -16,10 +16,17 @@ DRAFT = ".draft"  # a draft of config.json is called .config.json.draft
 
 def replace_text(path: Path, text: str) -> None:
     """Replace the content of a file; on failure the old content stays and no draft is left."""
+    with replacing(path) as draft:
+        draft.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give the path of a draft, which replaces the file unless an error leaves `with`."""
     draft = path.with_name(f".{path.name}{DRAFT}")
     with report_write_errors(path):
         try:
-            draft.write_text(text, encoding="utf-8")
+            yield draft
             sync(draft)
             os.replace(draft, path)
         except BaseException:
