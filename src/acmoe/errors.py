@@ -1,6 +1,8 @@
 """`UserError`, raised for mistakes that a user can correct, and the checks that raise it."""
 
+import difflib
 import math
+from collections.abc import Iterable
 
 
 class UserError(ValueError):
@@ -44,6 +46,13 @@ def check_positive(value: float, name: str) -> None:
 def check_not_negative(value: float, name: str) -> None:
     """Check that the setting called `name` is finite and not negative."""
     check(is_finite(value) and value >= 0, f"{name}={value}; it must be 0 or more, and finite")
+
+
+def suggest(wrong: str, known: Iterable[str], *, most: int = 3) -> str:
+    """Return the end of an error about an unknown name: the names that are close to it, or all."""
+    names = list(known)
+    near = difflib.get_close_matches(wrong, names, n=most)
+    return f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(names)}"
 
 
 def is_finite(value: float) -> bool:
