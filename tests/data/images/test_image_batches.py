@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from taken_batches import same, take
 
 from acmoe.config.images.data import AugmentConfig, ImageDataConfig
 from acmoe.data.images.batches import EvaluationImages, ImageBatch, TrainingImages
@@ -40,20 +41,6 @@ class Numbered(ImageSet):
 
 def numbers(batch: ImageBatch) -> list[int]:
     return batch.images[:, 0, 0, 0].tolist()
-
-
-def same(left: ImageBatch, right: ImageBatch) -> bool:
-    return (
-        torch.equal(left.images, right.images)
-        and torch.equal(left.labels, right.labels)
-        and left.seed == right.seed
-    )
-
-
-def take(batches: TrainingImages, count: int) -> list[ImageBatch]:
-    found = [next(batches) for _ in range(count)]
-    batches.close()
-    return found
 
 
 def test_each_pass_reads_every_image_at_most_once_in_another_order() -> None:

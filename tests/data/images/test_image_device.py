@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from taken_batches import same, take
 
 from acmoe.config.images.data import AugmentConfig, ImageDataConfig
-from acmoe.data.images.batches import EvaluationImages, ImageBatch, TrainingImages
+from acmoe.data.images.batches import EvaluationImages, TrainingImages
 from acmoe.data.images.on_device import DeviceImages, device_pixels, training_images
 from acmoe.data.images.pixels import Pixels
 from acmoe.data.sharding import rank_rows
@@ -26,20 +27,6 @@ LABELS = [n % 10 for n in range(11)]
 def batches(augment: AugmentConfig = CROPPED, *, seed: int = 0, side: int = 8) -> DeviceImages:
     images = random_images(LABELS, side=side)
     return DeviceImages(images, DATA, augment, batch=3, device=CPU, seed=seed)
-
-
-def take(source: DeviceImages | TrainingImages, count: int) -> list[ImageBatch]:
-    found = [next(source) for _ in range(count)]
-    source.close()
-    return found
-
-
-def same(left: ImageBatch, right: ImageBatch) -> bool:
-    return (
-        torch.equal(left.images, right.images)
-        and torch.equal(left.labels, right.labels)
-        and left.seed == right.seed
-    )
 
 
 def test_uncropped_batches_are_those_read_from_the_host() -> None:
