@@ -139,10 +139,9 @@ def _tsne(record: RoutingRecord, folder: Path, where: str, seed: int) -> Paths:
 
 def _scale_maps(record: RoutingRecord, folder: Path, where: str) -> Paths:
     paths: Paths = ()
-    for depth in _adaptive_layers(record):
-        layer = record.layers[depth]
+    for depth, layer in enumerate(record.layers):
         seen_C = layer.clusters_seen()
-        if bool(seen_C.any()):
+        if layer.adaptive and bool(seen_C.any()):
             title = f"Scale read by MoE layer {depth + 1}: {where}"
             scale_CD = layer.scale[seen_C].clamp(min=LEAST)
             paths += save_scale_map(
@@ -153,10 +152,6 @@ def _scale_maps(record: RoutingRecord, folder: Path, where: str) -> Paths:
                 name=f"scale_map_{depth + 1}",
             )
     return paths
-
-
-def _adaptive_layers(record: RoutingRecord) -> list[int]:
-    return [depth for depth, layer in enumerate(record.layers) if layer.adaptive]
 
 
 def _text(sampled: Sampled, vocabulary: Vocabulary, folder: Path, where: str) -> Paths:
