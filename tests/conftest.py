@@ -1,12 +1,14 @@
-"""Fixtures of all tests: one thread, repeatable hypothesis cases, seeds, poisoned memory."""
+"""Fixtures of all tests: one thread, repeatable cases, seeds, poisoned memory, a browser."""
 
 import gc
 from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from chromium import chromium
 from cpu import settle_cpu
 
 settle_cpu()
@@ -53,6 +55,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A headless Chromium; modules that use it are skipped where `chromium.why_not()` says so."""
+    with chromium() as found:
+        yield found
 
 
 @pytest.fixture

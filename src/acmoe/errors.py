@@ -1,6 +1,8 @@
 """`UserError`, raised for mistakes that a user can correct, and the checks that raise it."""
 
+import difflib
 import math
+from collections.abc import Iterable
 
 
 class UserError(ValueError):
@@ -46,6 +48,13 @@ def check_not_negative(value: float, name: str) -> None:
     check(is_finite(value) and value >= 0, f"{name}={value}; it must be 0 or more, and finite")
 
 
+def suggest(wrong: str, known: Iterable[str], *, most: int = 3) -> str:
+    """Return the end of an error about an unknown name: the names that are close to it, or all."""
+    names = list(known)
+    near = difflib.get_close_matches(wrong, names, n=most)
+    return f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(names)}"
+
+
 def is_finite(value: float) -> bool:
     """Return False for NaN, infinity, and integers that no float can hold."""
     try:
@@ -57,3 +66,9 @@ def is_finite(value: float) -> bool:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type where the message is empty."""
     return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def typed_line(error: BaseException) -> str:
+    """Return the type of an error and the first line of its message that is not blank."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

@@ -63,6 +63,8 @@ def test_budgets_are_drawn_in_steps_of_a_pixel_and_marked(tmp_path: Path) -> Non
         "top-5 accuracy",
     ]
     assert figure.get_supxlabel() == "budget of the attack (1/255 of the pixel range)"
+    figure = drawn(lambda: save_pgd(sweeps, tmp_path, title="PGD", space="normalized"))
+    assert figure.get_supxlabel() == "budget of the attack (1/255 in normalised pixels)"
 
 
 def test_bars_are_as_high_as_the_instability_and_carry_the_chance_level(tmp_path: Path) -> None:

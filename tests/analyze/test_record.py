@@ -12,7 +12,7 @@ from torch import Tensor
 
 from acmoe import AdaptiveConfig, fold_statistics
 from acmoe.analyze.observe import observed
-from acmoe.analyze.record import cluster_scales, record_language, record_vision
+from acmoe.analyze.record import cluster_scales, record_images, record_language
 from acmoe.config.images.presets import vision_router
 from acmoe.config.routing import RandomConfig, RouterConfig
 from acmoe.config.text.language import language_router
@@ -212,7 +212,7 @@ def swin(router: RouterConfig | str = "adaptive") -> SwinModel:
 def test_patches_are_recorded_image_by_image() -> None:
     # 8 pixels in patches of 2: maps of 4 x 4, after merging 2 x 2.
     images = load_images(PLAIN)["test"]
-    record = record_vision(swin(), images, PLAIN, count=10, batch=4)
+    record = record_images(swin(), images, PLAIN, count=10, batch=4)
     assert [layer.grid for layer in record.layers] == [(4, 4), (4, 4), (2, 2)]
     assert [len(layer.cluster) for layer in record.layers] == [160, 160, 40]
     assert [record.same_tokens(depth) for depth in range(3)] == [False, True, False]
@@ -223,7 +223,7 @@ def test_patches_are_recorded_image_by_image() -> None:
 def test_no_token_is_dropped_unless_a_capacity_is_given() -> None:
     images, model = load_images(PLAIN)["test"], swin()
     free, limited = (
-        record_vision(model, images, PLAIN, count=8, capacity=capacity)
+        record_images(model, images, PLAIN, count=8, capacity=capacity)
         for capacity in (None, "model")
     )
     assert (free.capacity, limited.capacity) == (None, 1.25)
@@ -237,7 +237,7 @@ def test_no_token_is_dropped_unless_a_capacity_is_given() -> None:
 def test_images_are_recorded_as_they_are_read_and_scored() -> None:
     images = load_images(PLAIN)["test"]
     model = swin()
-    record = record_vision(model, images, PLAIN, count=len(images))
+    record = record_images(model, images, PLAIN, count=len(images))
     report = evaluate_images(model, images, PLAIN, device="cpu").figures[0]
     assert record.pixels is not None
     assert record.labels is not None
@@ -255,7 +255,7 @@ def test_a_reading_replaces_what_the_classifier_sees() -> None:
     def black(batch: object, number: int) -> Tensor:
         return torch.full((4, 3, 8, 8), -0.305 / 0.376)  # pixels of 0
 
-    record = record_vision(swin(), images, PLAIN, count=8, batch=4, reading=black)
+    record = record_images(swin(), images, PLAIN, count=8, batch=4, reading=black)
     assert record.pixels is not None
     assert float(record.pixels.abs().max()) < 1e-6
     assert len(record.layers[-1].first.view(8, 4).unique(dim=0)) == 1  # all images alike
@@ -266,7 +266,7 @@ def test_the_class_token_of_a_vit_is_left_out() -> None:
     model = SoftViT(replace(SOFT, router=vision_router("adaptive", SOFT)))
     model(torch.randn(8, 3, 8, 8))
     fold_statistics(model)
-    record = record_vision(model, load_images(PLAIN)["test"], PLAIN, count=6, batch=4)
+    record = record_images(model, load_images(PLAIN)["test"], PLAIN, count=6, batch=4)
     first, second = record.layers
     assert (first.grid, second.grid) == ((4, 4), (4, 4))
     assert len(second.cluster) == 6 * 16
@@ -278,4 +278,4 @@ def test_the_class_token_of_a_vit_is_left_out() -> None:
 def test_a_model_without_moe_layers_has_no_routing() -> None:
     model = SwinModel(replace(SWIN, moe_stages=(), router=vision_router("smoe", SWIN)))
     with pytest.raises(UserError, match="no MoE layer"):
-        record_vision(model, load_images(PLAIN)["test"], PLAIN, count=4)
+        record_images(model, load_images(PLAIN)["test"], PLAIN, count=4)

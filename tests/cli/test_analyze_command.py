@@ -6,19 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from acmoe.cli import main
+from command import acmoe
 from slow_cases import mostly_slow
 from tiny_runs import byte_corpus, tiny_run, trained, word_corpus
 from tiny_vision_runs import tiny_vision_run, trained_images
 
 CONTENT = ("convergence", "load", "instability", "tsne")
-
-
-def acmoe(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as stop:
-        main([str(argument) for argument in arguments])
-    assert isinstance(stop.value.code, int)
-    return stop.value.code
 
 
 @pytest.fixture(scope="module")

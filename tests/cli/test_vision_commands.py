@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from acmoe.cli import main
 from acmoe.evaluate.images.attack_journal import AttackJournal
+from command import acmoe
 from slow_cases import mostly_slow
 from tiny_runs import byte_corpus, tiny_run, trained
 from tiny_vision_runs import tiny_vision_run, trained_images
@@ -17,13 +17,6 @@ SMALL = (
     *("model.image_size=16", "data.size=16", "model.dim=8", "model.depths=2,4,2"),
     *("model.num_experts=4", "steps=3", "warmup=0", "batch=8", "eval_images=20", "device=cpu"),
 )
-
-
-def acmoe(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as stop:
-        main([str(argument) for argument in arguments])
-    assert isinstance(stop.value.code, int)
-    return stop.value.code
 
 
 @pytest.fixture(scope="module")

@@ -63,6 +63,17 @@ def _enter(
     torch.save(function(rank, *arguments), folder / f"{rank}.pt")
 
 
+def ending(run: Callable[[], object]) -> str:
+    """Call `run` and return how it ended: its exit code, its error, or "went on"."""
+    try:
+        run()
+    except SystemExit as end:
+        return f"exit {end.code}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "went on"
+
+
 def ports(count: int) -> list[int]:
     """Return free ports: each start of the processes in one launch needs one of its own."""
     return [free_port() for _ in range(count)]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from launched import launch_often, new_start, ports
+from launched import ending, launch_often, new_start, ports
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed import HashStore
@@ -27,7 +27,7 @@ from acmoe.distributed.experts import distribute_experts
 from acmoe.distributed.failure import FailureWatch
 from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.errors import UserError
-from acmoe.evaluate.images.run import RunReport, evaluate_vision_run
+from acmoe.evaluate.images.run import RunReport, evaluate_image_run
 from acmoe.evaluate.language import evaluate
 from acmoe.evaluate.language_report import LanguageReport
 from acmoe.evaluate.run import checkpoints, open_vision_run
@@ -128,7 +128,7 @@ def images(rank: int, folder: Path, *settings: str) -> RunReport:
 
 def evaluated_images(run: Path, ranks: Ranks) -> RunReport:
     config = ImageEvaluateConfig(batch=16, routing=True)
-    return evaluate_vision_run(open_vision_run(run), config, device="cpu", ranks=ranks)
+    return evaluate_image_run(open_vision_run(run), config, device="cpu", ranks=ranks)
 
 
 def interrupted(rank: int, run: Any) -> Summary:
@@ -165,16 +165,6 @@ def nan_hook(module: Any, arguments: Any, output: Any) -> Any:
 
 def raising_hook(module: Any, arguments: Any, output: Any) -> Any:
     raise RuntimeError("this process has no memory left")
-
-
-def ending(run: Any) -> str:
-    try:
-        run()
-    except SystemExit as end:
-        return f"exit {end.code}"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "went on"
 
 
 @pytest.fixture(scope="module")

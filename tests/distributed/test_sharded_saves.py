@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from launched import launch_often, new_start
+from launched import ending, launch_often, new_start
 from test_torchrun import command, workers
 from test_torchrun import start as start_command
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
@@ -163,16 +163,6 @@ def full_disk(rank: int, folder: Path) -> str:
 
 def no_space(*_: Any) -> None:
     raise OSError(28, "No space left on device")
-
-
-def ending(run: Any) -> str:
-    try:
-        run()
-    except SystemExit as end:
-        return f"exit {end.code}"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "went on"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -2,25 +2,18 @@
 
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from chromium import chromium, why_not
+from chromium import why_not
 from watched_page import CONTRAST, PHONE, SMALL_CONTROLS, Watched
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
 FIGURE = Path(__file__).parents[2] / "docs" / "figures" / "two-clusters.html"
 SIZE, REACH = 480, 4  # the drawing shows [-4, 4] x [-4, 4] on 480 x 480 units
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as found:
-        yield found
 
 
 def opened(browser: Any, **context: Any) -> Watched:

@@ -4,7 +4,6 @@ B sequences, L tokens in each, D features.
 """
 
 import copy
-import warnings
 from functools import partial
 
 import pytest
@@ -154,17 +153,6 @@ def test_a_reentrant_checkpoint_without_auxiliary_loss_may_hold_the_state_inside
     y, _ = checkpoint(moe, x, state, use_reentrant=True)
     y.sum().backward()
     assert moe.router.embedding.grad.abs().sum() > 0
-
-
-@pytest.fixture
-def fresh_compiler():
-    """No graph of another test, and no warning of what dynamo itself does while it traces."""
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-        warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
-        yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.slow  # test_compiled.py and test_decoder.py compile the blocks of a model by default

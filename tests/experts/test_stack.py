@@ -5,7 +5,6 @@ B sequences, L tokens in each, D features.
 
 import copy
 import threading
-import warnings
 
 import pytest
 import torch
@@ -297,16 +296,6 @@ def test_new_statistics_go_where_the_layer_is():
     statistics = blocks[0].mlp.moe.next_state.statistics
     assert statistics.dispersion.is_meta
     assert not statistics.training
-
-
-@pytest.fixture
-def fresh_compiler():
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-        warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
-        yield
-    torch._dynamo.reset()
 
 
 def test_a_stack_compiles_into_one_graph(fresh_compiler):

@@ -18,21 +18,14 @@ from acmoe.analyze.analysis import analyze
 from acmoe.analyze.draw import save_figures
 from acmoe.analyze.hf_text import HuggingFaceConfig
 from acmoe.analyze.huggingface import sample_folder
-from acmoe.cli import main
 from acmoe.hf.checkpoints.load import load_tokenizer, tokenize
+from command import acmoe
 
 TEXT = "".join(
     f"A router reads token {n % 7}.\nIt sends it to two experts, and the next layer asks again.\n"
     for n in range(30)
 )
 SPECIAL = ["[PAD]", "[BOS]", "[EOS]", "[UNK]"]
-
-
-def acmoe(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as stop:
-        main([str(argument) for argument in arguments])
-    assert isinstance(stop.value.code, int)
-    return stop.value.code
 
 
 def word_tokenizer(folder: Path) -> None:

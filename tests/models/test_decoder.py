@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from acmoe.config.routing import AdaptiveConfig, RouterConfig
 from acmoe.config.text.language import LANGUAGE_MODELS, LanguageConfig, language_router
 from acmoe.errors import UserError
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.routing.statistics.step import fold_statistics
+from largest_tensor import LargestTensor
 from slow_cases import mostly_slow
 
 VOCAB = 23
@@ -298,21 +298,6 @@ def test_a_deep_copy_is_a_model_of_its_own() -> None:
         for parameter in twin.parameters():
             parameter.add_(0.1)
     assert torch.equal(model(tokens).logits, before)
-
-
-class LargestTensor(TorchDispatchMode):
-    """Remembers the most elements any operator returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = func(*args, **(kwargs or {}))
-        for item in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(item, Tensor):
-                self.numel = max(self.numel, item.numel())
-        return result
 
 
 def test_a_training_step_never_holds_the_whole_logits() -> None:

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from acmoe.errors import UserError
 from acmoe.ops.cross_entropy.op import chunked_cross_entropy, cross_entropy_reference
+from largest_tensor import LargestTensor
 
 
 def inputs(
@@ -163,21 +163,6 @@ def test_a_vocabulary_filled_up_on_a_gpu_gives_the_plain_loss(
         torch.autograd.grad(loss, given), torch.autograd.grad(plain, exact), strict=True
     ):
         assert ((found.double() - expected).norm() / expected.norm()).item() < tolerance
-
-
-class LargestTensor(TorchDispatchMode):
-    """Remembers the most elements any operator returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = func(*args, **(kwargs or {}))
-        for item in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(item, Tensor):
-                self.numel = max(self.numel, item.numel())
-        return result
 
 
 def test_the_logits_of_all_tokens_never_exist_at_once() -> None:

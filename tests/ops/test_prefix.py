@@ -6,7 +6,7 @@ B sequences, L tokens in each, D features, C clusters, J clusters read by each t
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,8 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from acmoe.ops.statistics.prefix import (
     PREFIX_MEASURES,
@@ -23,6 +21,7 @@ from acmoe.ops.statistics.prefix import (
     prefix_dispersion,
     segmented_sum,
 )
+from largest_tensor import LargestTensor
 
 measures = pytest.mark.parametrize("measure", PREFIX_MEASURES)
 
@@ -301,20 +300,6 @@ def test_sixteen_bit_tokens_are_summed_in_float32(
     low = stream._replace(x=stream.x.to(dtype)).run("mad", before)[0]
     assert low.dtype == torch.float32
     assert torch.equal(low, stream._replace(x=stream.x.to(dtype).float()).run("mad", before)[0])
-
-
-class LargestTensor(TorchDispatchMode):
-    """Remembers the most elements any operation returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self.numel = max([self.numel, *sizes])
-        return result
 
 
 @measures

@@ -1,19 +1,17 @@
 """The server answers for every broken run file, and holds no thread for a silent connection."""
 
 import contextlib
-import http.client
 import json
 import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from served import get, serving
 
-from acmoe.report.routing import RoutingReader
-from acmoe.report.serve import LiveReport, ReportServer
+from acmoe.report.serve import ReportServer
 
 DEEP = b'{"config":' + b'{"a":' * 20_000 + b"1" + b"}" * 20_001
 
@@ -27,27 +25,6 @@ BROKEN: dict[str, bytes] = {
     "nested too deeply": DEEP,
     "no text": b"\xff\xfe\x00",
 }
-
-
-@contextlib.contextmanager
-def serving(run: Path, server: type[ReportServer] = ReportServer) -> Iterator[ReportServer]:
-    report = LiveReport([run], RoutingReader(tokens=16, device="cpu"))
-    with server(report, 0) as found:
-        thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        try:
-            yield found
-        finally:
-            found.shutdown()
-            thread.join()
-
-
-def get(server: ReportServer, path: str) -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-    with contextlib.closing(connection):
-        connection.request("GET", path)
-        answer = connection.getresponse()
-        return answer.status, answer.read().decode()
 
 
 @pytest.fixture

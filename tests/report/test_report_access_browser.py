@@ -1,12 +1,11 @@
 """The report by keyboard, on a phone and in both themes, in a real Chromium."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from chromium import chromium, why_not
+from chromium import why_not
 from watched_page import CONTRAST, FOCUSED, PHONE, SMALL_CONTROLS, TAB_STOPS, Watched
 
 REASON = why_not()
@@ -15,12 +14,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(REASON is not None, reason=REASON or ""),
 ]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as found:
-        yield found
 
 
 @pytest.fixture(params=["images", "text"])

@@ -2,30 +2,22 @@
 
 import io
 import shutil
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from served import serving
 
-from acmoe.report.routing import RoutingReader
-from acmoe.report.serve import LiveReport, ReportServer
 from acmoe.storage.lines import append_line
-from chromium import chromium, why_not
+from chromium import why_not
 from watched_page import CONTRAST, SMALL_CONTROLS, Watched
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
 
 GROUND = "getComputedStyle(document.body).backgroundColor"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -224,24 +216,18 @@ def test_a_served_page_takes_in_news_and_keeps_what_was_chosen(
     browser: Any, two_runs: tuple[Path, Path], tmp_path: Path
 ) -> None:
     run = Path(shutil.copytree(two_runs[1], tmp_path / "run"))
-    with ReportServer(LiveReport([run], RoutingReader(tokens=64, device="cpu")), 0) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        try:
-            watched = Watched(browser, server.url)
-            page = watched.page
-            page.locator("#explorer-layer").fill("3")
-            page.locator(".token").nth(10).click()
-            before = page.evaluate("window.scrollY")
-            news = {"kind": "valid", "step": 77, "bits_per_byte": 0.25}
-            append_line(run / "metrics.jsonl", news)
-            page.get_by_text("at step 77").first.wait_for(timeout=15000)
-            assert page.evaluate("document.activeElement.id") == "token-10"
-            assert page.locator("#explorer-layer").input_value() == "3"
-            assert page.evaluate("window.scrollY") == before
-            assert watched.wrong == []
-            assert all(url.startswith(server.url) for url in watched.requests)
-            watched.context.close()
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(run, tokens=64) as server:
+        watched = Watched(browser, server.url)
+        page = watched.page
+        page.locator("#explorer-layer").fill("3")
+        page.locator(".token").nth(10).click()
+        before = page.evaluate("window.scrollY")
+        news = {"kind": "valid", "step": 77, "bits_per_byte": 0.25}
+        append_line(run / "metrics.jsonl", news)
+        page.get_by_text("at step 77").first.wait_for(timeout=15000)
+        assert page.evaluate("document.activeElement.id") == "token-10"
+        assert page.locator("#explorer-layer").input_value() == "3"
+        assert page.evaluate("window.scrollY") == before
+        assert watched.wrong == []
+        assert all(url.startswith(server.url) for url in watched.requests)
+        watched.context.close()

@@ -1,19 +1,17 @@
 """The live page: on this machine only, and new when a run has moved on."""
 
-import http.client
 import json
 import shutil
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from served import get, serving
 
 from acmoe.errors import UserError
-from acmoe.report.routing import RoutingReader
-from acmoe.report.serve import LiveReport, ReportServer
+from acmoe.report.serve import ReportServer
 from acmoe.storage.lines import append_line
 
 
@@ -24,25 +22,8 @@ def run(two_runs: tuple[Path, Path], tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(run: Path) -> Iterator[ReportServer]:
-    report = LiveReport([run], RoutingReader(tokens=16, device="cpu"))
-    with ReportServer(report, 0) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-def get(server: ReportServer, path: str, host: str | None = None) -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-    try:
-        connection.request("GET", path, headers={} if host is None else {"Host": host})
-        answer = connection.getresponse()
-        return answer.status, answer.read().decode()
-    finally:
-        connection.close()
+    with serving(run) as found:
+        yield found
 
 
 def test_the_page_comes_with_its_version_and_data(server: ReportServer) -> None:

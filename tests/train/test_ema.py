@@ -10,7 +10,7 @@ from acmoe.config.images.attack import attack_config
 from acmoe.config.images.data import ImageEvaluateConfig
 from acmoe.data.images.load import load_images
 from acmoe.errors import UserError
-from acmoe.evaluate.images.run import attack_vision_run, evaluate_vision_run
+from acmoe.evaluate.images.run import attack_image_run, evaluate_image_run
 from acmoe.evaluate.run import open_vision_run
 from acmoe.train.images import ImageTrainer
 from tiny_vision_runs import tiny_vision_run, trained_images, vision_records
@@ -75,11 +75,11 @@ def test_the_averaged_model_is_saved_beside_the_weights(tmp_path: Path) -> None:
     assert valid[-1]["ema_top1"] is not None and valid[-1]["ema_loss"] != valid[-1]["loss"]
     scored = ImageEvaluateConfig(split="valid", limit=40)
     for ema, key in ((False, "loss"), (True, "ema_loss")):
-        found = evaluate_vision_run(run, scored, which="last", ema=ema, device="cpu")
+        found = evaluate_image_run(run, scored, which="last", ema=ema, device="cpu")
         assert found.report.figures[0].loss == pytest.approx(valid[-1][key], rel=1e-6)
         assert found.to_json().get("ema", False) == ema
     attack = replace(attack_config("fgsm"), limit=8, batch=8)
-    files = {attack_vision_run(run, attack, ema=ema, device="cpu").path for ema in (False, True)}
+    files = {attack_image_run(run, attack, ema=ema, device="cpu").path for ema in (False, True)}
     assert len(files) == 2 and all(path.is_file() for path in files)
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from interrupted_updates import killed_after
 
 from acmoe.data.images.load import load_images
 from acmoe.train.images import ImageTrainer
@@ -136,17 +137,8 @@ def test_a_replayed_run_continues_to_the_same_numbers(
     whole = train_images(config, tmp_path / "whole", console=QUIET)
     # A stop signal, of a time limit say, would end this run early and not the process.
     assert whole.signal is None and whole.step == whole.steps
-    with pytest.MonkeyPatch.context() as patch:
-        update = ImageTrainer.update
-
-        def killed(self: ImageTrainer, step: int, *, record: bool) -> object:
-            if step > 20:
-                raise KeyboardInterrupt
-            return update(self, step, record=record)
-
-        patch.setattr(ImageTrainer, "update", killed)
-        with pytest.raises(KeyboardInterrupt):
-            train_images(config, tmp_path / "part", console=QUIET)
+    with killed_after(ImageTrainer, 20):
+        train_images(config, tmp_path / "part", console=QUIET)
     train_images(config, tmp_path / "part", console=QUIET)
     assert vision_records(tmp_path / "part") == vision_records(tmp_path / "whole")
     assert all_numbers(tmp_path / "part") == all_numbers(tmp_path / "whole")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from interrupted_updates import killed_after
 
 from acmoe.evaluate.run import open_corpus
 from acmoe.train.run import train
@@ -85,18 +86,8 @@ def test_a_replayed_run_continues_to_the_same_numbers(tmp_path: Path) -> None:
     # A stop signal, of a time limit say, would end this run early and not the process.
     assert whole.signal is None and whole.step == whole.steps
     part = tiny_run(corpus, "device=cuda", "graph=true", "steps=40", "checkpoint_every=14")
-    trainer_steps = 20
-    with pytest.MonkeyPatch.context() as patch:
-        update = TextTrainer.update
-
-        def killed(self: TextTrainer, step: int, *, record: bool) -> object:
-            if step > trainer_steps:
-                raise KeyboardInterrupt
-            return update(self, step, record=record)
-
-        patch.setattr(TextTrainer, "update", killed)
-        with pytest.raises(KeyboardInterrupt):
-            train(part, tmp_path / "part", console=QUIET)
+    with killed_after(TextTrainer, 20):
+        train(part, tmp_path / "part", console=QUIET)
     train(part, tmp_path / "part", console=QUIET)
     assert records(tmp_path / "part") == records(tmp_path / "whole")
 

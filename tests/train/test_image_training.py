@@ -2,7 +2,6 @@
 
 import json
 import multiprocessing
-import os
 import signal
 import time
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from interrupted_updates import stop_at
 from torch.nn import functional
 
 from acmoe.config.images.data import AugmentConfig
@@ -46,20 +46,6 @@ def trainer_of(config: VisionRunConfig) -> ImageTrainer:
     return ImageTrainer(config, load_images(config.data), torch.device("cpu"))
 
 
-def stop_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send this process SIGTERM once, in the middle of that step."""
-    update, left = ImageTrainer.update, [step]
-
-    def interrupted(self: ImageTrainer, step: int, *, record: bool) -> Any:
-        result = update(self, step, record=record)
-        if left == [step]:
-            left.clear()
-            os.kill(os.getpid(), signal.SIGTERM)
-        return result
-
-    monkeypatch.setattr(ImageTrainer, "update", interrupted)
-
-
 @pytest.mark.parametrize(
     ("overrides", "options"),
     [
@@ -88,7 +74,7 @@ def test_stopped_at_5_and_continued_equals_12_steps_in_one_run(
 ) -> None:
     config = tiny_vision_run(*overrides, **options)
     trained_images(config, tmp_path / "whole")
-    stop_at(5, monkeypatch)
+    stop_at(ImageTrainer, [5], monkeypatch)
     first = train_images(config, tmp_path / "parts", console=QUIET)
     assert (first.step, first.signal) == (5, signal.SIGTERM)
     assert "same command" in first.message

@@ -14,7 +14,8 @@ from rich.console import Console
 
 from acmoe.errors import UserError
 from acmoe.evaluate.run import open_run, read_metrics
-from acmoe.train.metrics_log import Board, MetricsLog, append, drop_records_after
+from acmoe.storage.lines import append_line
+from acmoe.train.metrics_log import Board, MetricsLog, drop_records_after
 from acmoe.train.run import train
 from acmoe.train.text import TextValidation
 from acmoe.train.update import Update
@@ -85,7 +86,7 @@ def test_the_clock_stands_still_while_paused(tmp_path: Path) -> None:
 def test_lines_beyond_a_step_and_torn_lines_are_forgotten(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for step in (1, 2, 3):
-        append(path, {"kind": "train", "step": step})
+        append_line(path, {"kind": "train", "step": step})
     with path.open("a") as file:
         file.write('{"kind": "train", "st')
     assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]

@@ -1,7 +1,6 @@
 """An interrupted run, continued, is the uninterrupted run: bit by bit, and with no line twice."""
 
 import multiprocessing
-import os
 import random
 import signal
 import time
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from interrupted_updates import stop_at
 
 from acmoe.cli import main
 from acmoe.config.text.train import RunConfig
@@ -43,20 +43,6 @@ def child(config: RunConfig, folder: Path) -> Any:
     return process
 
 
-def stop_at(steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send this process SIGTERM in the middle of each of these steps, one for each call."""
-    update = TextTrainer.update
-
-    def interrupted(self: TextTrainer, step: int, *, record: bool) -> Any:
-        result = update(self, step, record=record)
-        if steps and step == steps[0]:
-            steps.pop(0)
-            os.kill(os.getpid(), signal.SIGTERM)
-        return result
-
-    monkeypatch.setattr(TextTrainer, "update", interrupted)
-
-
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -84,7 +70,7 @@ def test_stopped_at_5_and_continued_equals_one_run(
     # 472 training bytes make 4 rows of 118, that is 7 blocks a pass: step 6 continues step 5.
     config = tiny_run(byte_corpus(tmp_path, lines=20), *overrides)
     trained(config, tmp_path / "whole")
-    stop_at([5], monkeypatch)
+    stop_at(TextTrainer, [5], monkeypatch)
     first = train(config, tmp_path / "parts", console=QUIET)
     assert (first.step, first.signal) == (5, signal.SIGTERM)
     assert "same command" in first.message
@@ -102,7 +88,7 @@ def test_the_best_checkpoint_outlives_interruptions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_run(byte_corpus(tmp_path), "eval_every=4")
-    stop_at([5, 7], monkeypatch)
+    stop_at(TextTrainer, [5, 7], monkeypatch)
     for step in (5, 7):
         assert train(config, tmp_path / "run", console=QUIET).step == step
         run = open_run(tmp_path / "run")

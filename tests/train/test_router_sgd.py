@@ -1,10 +1,10 @@
 """Plain SGD on the routers' matrices beside Adam on everything else."""
 
-import signal
 from pathlib import Path
 
 import pytest
 import torch
+from interrupted_updates import stop_at
 
 from acmoe import CosineConfig, HashConfig, MoE, UserError, create_model
 from acmoe.data.text.corpus import load_corpus
@@ -143,16 +143,7 @@ def test_stopped_at_5_and_continued_equals_one_run(
 ) -> None:
     config = tiny_run(byte_corpus(tmp_path, lines=20), *overrides, "steps=12")
     trained(config, tmp_path / "whole")
-    update = TextTrainer.update
-
-    def interrupted(self: TextTrainer, step: int, *, record: bool) -> object:
-        result = update(self, step, record=record)
-        if step == 5:
-            signal.raise_signal(signal.SIGTERM)
-        return result
-
-    monkeypatch.setattr(TextTrainer, "update", interrupted)
+    stop_at(TextTrainer, [5], monkeypatch)
     assert train(config, tmp_path / "parts", console=QUIET).step == 5
-    monkeypatch.setattr(TextTrainer, "update", update)
     assert train(config, tmp_path / "parts", console=QUIET).step == 12
     assert everything(tmp_path / "whole") == everything(tmp_path / "parts")

@@ -28,17 +28,11 @@ from acmoe.data.progress import Progress, silent
 from acmoe.data.text.vocabulary import ByteVocabulary, Vocabulary
 from acmoe.errors import check
 from acmoe.evaluate.run import ATTACKS, Run, VisionRun, read_json
+from acmoe.evaluate.validation import metric_in
 
 TEXT_TOKENS = 400  # tokens on a page
 SHOWN_IMAGES = 6
 SHOWN_LAYERS = 3  # first, middle and last
-
-# The convergence curve shows the first of these metrics that the validation records hold.
-METRICS = (
-    ("top1", "validation top-1 (%)"),
-    ("bits_per_byte", "validation bits per byte"),
-    ("perplexity", "validation perplexity"),
-)
 
 Paths = tuple[Path, ...]
 
@@ -108,11 +102,11 @@ def _routing(
 
 def _convergence(run: Run | VisionRun, folder: Path, router: str, where: str) -> Paths:
     records = run.metrics("valid")
-    for key, label in METRICS:
-        if records and key in records[0]:
-            curve = ([one["step"] for one in records], [one[key] for one in records])
-            return save_curves({router: curve}, folder, metric=label, title=f"Training: {where}")
-    return ()
+    metric = metric_in(records)
+    if metric is None:
+        return ()
+    curve = ([one["step"] for one in records], [one[metric.key] for one in records])
+    return save_curves({router: curve}, folder, metric=metric.label, title=f"Training: {where}")
 
 
 def _instability(analysis: Analysis, folder: Path, router: str, where: str) -> Paths:
@@ -145,10 +139,9 @@ def _tsne(record: RoutingRecord, folder: Path, where: str, seed: int) -> Paths:
 
 def _scale_maps(record: RoutingRecord, folder: Path, where: str) -> Paths:
     paths: Paths = ()
-    for depth in _adaptive_layers(record):
-        layer = record.layers[depth]
+    for depth, layer in enumerate(record.layers):
         seen_C = layer.clusters_seen()
-        if bool(seen_C.any()):
+        if layer.adaptive and bool(seen_C.any()):
             title = f"Scale read by MoE layer {depth + 1}: {where}"
             scale_CD = layer.scale[seen_C].clamp(min=LEAST)
             paths += save_scale_map(
@@ -159,10 +152,6 @@ def _scale_maps(record: RoutingRecord, folder: Path, where: str) -> Paths:
                 name=f"scale_map_{depth + 1}",
             )
     return paths
-
-
-def _adaptive_layers(record: RoutingRecord) -> list[int]:
-    return [depth for depth, layer in enumerate(record.layers) if layer.adaptive]
 
 
 def _text(sampled: Sampled, vocabulary: Vocabulary, folder: Path, where: str) -> Paths:
@@ -278,4 +267,4 @@ def _sweep(run: VisionRun, step: int | None, folder: Path, router: str, where: s
         percents = [report["clean_top5"], *(f["top5"] for f in figures)]
         sweeps["top-5"] = {router: (budgets, percents)}
     title = f"PGD in {report['space']} space, {report['images']:,} images: {where}"
-    return save_pgd(sweeps, folder, title=title)
+    return save_pgd(sweeps, folder, title=title, space=report["space"])

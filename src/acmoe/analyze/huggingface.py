@@ -93,12 +93,7 @@ def sample_model(
     from acmoe.hf.discovery import find_stacks
 
     taken = [as_batch(one) for one in batches]
-    count = sum(int(one.counted.sum()) for one in taken)
-    check(count > 0, "batches hold no token that counts; give some text")
-    check(
-        not pieces or len(pieces) == count,
-        f"{len(pieces)} pieces of text for {count} tokens; give one for each",
-    )
+    count = _count_tokens(taken, pieces)
     stacks = find_stacks(model)
     sample = sample or f"{count:,} tokens of {title}"
     record = partial(record_batches, model, stacks, taken, sample=sample, layers=layers, seed=seed)
@@ -111,6 +106,17 @@ def sample_model(
         settings=_settings(getattr(model, "config", None)),
     )
     return Sampled(run=described, step=None, own=own, compared=compared, disturbed=None)
+
+
+def _count_tokens(batches: Sequence[Batch], pieces: Sequence[str]) -> int:
+    """Return the number of counted tokens; check that there are some, and a piece for each."""
+    count = sum(int(one.counted.sum()) for one in batches)
+    check(count > 0, "batches hold no token that counts; give some text")
+    check(
+        not pieces or len(pieces) == count,
+        f"{len(pieces)} pieces of text for {count} tokens; give one for each",
+    )
+    return count
 
 
 def _router_name(routers: Sequence[nn.Module]) -> str:

@@ -182,7 +182,7 @@ def _route_text(
 
 
 @torch.no_grad()
-def record_vision(
+def record_images(
     model: ImageClassifier,
     images: ImageSet,
     data: ImageDataConfig,
@@ -203,11 +203,7 @@ def record_vision(
     device, count = next(model.parameters()).device, min(count, len(images))
     batches = EvaluationImages(images, data, batch=batch, seed=seed, limit=count)
     mean, std = data.normalization
-
-    def normalized(one: ImageBatch, number: int) -> Tensor:
-        return normalize(one.images, mean, std)
-
-    input_of = reading or normalized
+    input_of = reading or (lambda one, _: normalize(one.images, mean, std))
     limited = using_capacity(model, capacity)
     with seeded(seed, device), autocast(precision, device), evaluating(model), limited as factor:
         parts = [_route_images(model, input_of(one, n)) for n, one in enumerate(batches)]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from acmoe.analyze.record import RoutingRecord, record_language, record_vision
+from acmoe.analyze.record import RoutingRecord, record_images, record_language
 from acmoe.config.images.attack import AttackConfig, eps_text
 from acmoe.config.images.data import Capacity, checked_capacity
 from acmoe.config.images.train import VISION_RUNS
@@ -136,7 +136,7 @@ def _sample_images(run: VisionRun, config: AnalyzeConfig) -> Sampled:
     device = pick_device(config.device)
     model = run.model(config.which, device=device)
     record = partial(
-        record_vision,
+        record_images,
         model,
         run.images()[config.split],
         run.config.data,

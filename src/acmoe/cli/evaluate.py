@@ -118,7 +118,7 @@ class Evaluate:
     def _images(self, ranks: "Ranks", device: str) -> "RunReport":
         from acmoe.config.images.data import ImageEvaluateConfig, parse_capacity
         from acmoe.errors import check
-        from acmoe.evaluate.images.run import evaluate_vision_run
+        from acmoe.evaluate.images.run import evaluate_image_run
         from acmoe.evaluate.run import open_vision_run
 
         for name in ("contaminate", "block"):
@@ -137,7 +137,7 @@ class Evaluate:
         )
         run = open_vision_run(self.folder)
         with _progress(ranks) as progress:
-            return evaluate_vision_run(
+            return evaluate_image_run(
                 run,
                 config,
                 which=self.which,

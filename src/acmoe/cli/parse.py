@@ -1,7 +1,6 @@
 """Parse the arguments into a command, and report a mistake in one line instead of a box."""
 
 import contextlib
-import difflib
 import io
 import re
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import Annotated, Any, Protocol, cast
 import tyro
 
 from acmoe.cli.options import registry
-from acmoe.errors import UserError, check
+from acmoe.errors import UserError, check, suggest
 
 ABOUT = (
     "Adaptive Clustering Mixture-of-Experts: routers, models, training, evaluation and theory. "
@@ -39,7 +38,7 @@ def parse(commands: dict[str, type[Command]], arguments: Sequence[str]) -> Comma
         found = _parse(commands[name], rest, prog=f"acmoe {name}", advice=ADVICE.get(name, ""))
         _check_paths(found)
         return cast(Command, found)
-    check(name.startswith("-"), f"command {name!r} is unknown; {_meant(name, list(commands))}")
+    check(name.startswith("-"), f"command {name!r} is unknown; {suggest(name, commands, most=2)}")
     one_of = reduce(
         lambda left, right: left | right,
         (Annotated[command, tyro.conf.subcommand(name)] for name, command in commands.items()),
@@ -67,12 +66,6 @@ def _parse(
             text = one_line(complaint.getvalue())
             raise UserError(text + advice if text.startswith("Unrecognized") else text) from None
         raise
-
-
-def _meant(name: str, known: Sequence[str]) -> str:
-    """Return the names that a misspelt one is close to, or all of them."""
-    near = difflib.get_close_matches(name, known, n=2)
-    return f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(known)}"
 
 
 def _check_paths(command: object) -> None:

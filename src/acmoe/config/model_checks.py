@@ -30,6 +30,11 @@ def check_router_type(router: object) -> None:
     )
 
 
+def check_heads(dim: int, heads: int) -> None:
+    """Check that every head has the same number of features."""
+    check(dim % heads == 0, f"dim={dim} does not split over heads={heads}; make it a multiple")
+
+
 def check_top_k(top_k: int, num_experts: int) -> None:
     """Check that a token is not sent to more experts than there are."""
     check(

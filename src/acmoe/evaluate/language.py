@@ -5,9 +5,11 @@ Every token of a split is scored once, including end-of-line tokens.
 B rows, L positions of a block, T = B * L tokens, E experts.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,29 +57,13 @@ def evaluate(
     config = config or EvaluateConfig()
     model, corpus, step, precision = _open(source, config, corpus, device)
     block, metric = config.block or model.config.block, metric_of(corpus)
-    streams, swaps = _streams(corpus, config)
-    figures = []
-    for mode in statistics_modes(model, config.statistics):
-        for contaminated, inputs, targets in streams:
-            text = f"{corpus.title}, {config.split}{', contaminated' if contaminated else ''}"
-            with (
-                using_statistics(model, None if mode == NONE else mode),
-                naming(f"{text}, statistics {mode}"),
-                measuring_alone(model),
-            ):
-                score = score_stream(
-                    model,
-                    inputs,
-                    targets,
-                    batch=config.batch,
-                    block=block,
-                    precision=precision,
-                    routing=config.routing,
-                    seed=config.seed,
-                    progress=partial(progress, _stage(config, mode, contaminated)),
-                    ranks=ranks if deals_rows(config.batch, mode, ranks.size) else ALONE,
-                )
-            figures.append(Figure.of(score, mode, contaminated, metric))
+    texts, swaps = _texts(corpus, config)
+    scorer = _Scorer(model, corpus.title, config, block, precision, progress, ranks)
+    figures = [
+        Figure.of(scorer.score(text, mode), mode, text.contaminated, metric)
+        for mode in statistics_modes(model, config.statistics)
+        for text in texts
+    ]
     return LanguageReport(
         corpus=corpus.title,
         split=config.split,
@@ -90,6 +76,48 @@ def evaluate(
         figures=tuple(figures),
         contamination_config=config.contamination and settled(corpus, config.contamination),
     )
+
+
+class _Text(NamedTuple):
+    """A text to score: its tokens, and the tokens to predict."""
+
+    contaminated: bool
+    inputs: Tokens
+    targets: Tokens
+
+
+@dataclass(frozen=True)
+class _Scorer:
+    """Scores texts of one corpus with the settings of one evaluation."""
+
+    model: LanguageModel
+    title: str  # of the corpus
+    config: EvaluateConfig
+    block: int
+    precision: Precision
+    progress: Progress
+    ranks: Ranks
+
+    def score(self, text: _Text, mode: str) -> Score:
+        """Score a text with the statistics of `mode`; a `NonFiniteError` names both."""
+        config, which = self.config, ", contaminated" if text.contaminated else ""
+        with (
+            using_statistics(self.model, None if mode == NONE else mode),
+            naming(f"{self.title}, {config.split}{which}, statistics {mode}"),
+            measuring_alone(self.model),
+        ):
+            return score_stream(
+                self.model,
+                text.inputs,
+                text.targets,
+                batch=config.batch,
+                block=self.block,
+                precision=self.precision,
+                routing=config.routing,
+                seed=config.seed,
+                progress=partial(self.progress, _stage(config, mode, text.contaminated)),
+                ranks=self.ranks if deals_rows(config.batch, mode, self.ranks.size) else ALONE,
+            )
 
 
 @torch.no_grad()
@@ -134,12 +162,17 @@ def score_stream(
             done += count
             progress(min(done * ranks.size, batches.predictions), batches.predictions)
     loss = ranks.add(nats.total())[0] / batches.predictions
-    bad = [number for number in ranks.gather(nats.first_bad) if number is not None]
-    if bad:
-        which = f"batch {min(bad)} of {len(batches)}"
-        raise NonFiniteError(f"the loss of {which} is not finite; {REMEDY}")
+    _check_finite(ranks.gather(nats.first_bad), len(batches))
     layers = tally.layers(ranks) if routing else ()
     return Score(loss, batches.predictions, layers)
+
+
+def _check_finite(first_bad: Sequence[int | None], batches: int) -> None:
+    """Raise where a process has seen a loss that is not finite; `first_bad` has its batch."""
+    bad = [number for number in first_bad if number is not None]
+    if bad:
+        which = f"batch {min(bad)} of {batches}"
+        raise NonFiniteError(f"the loss of {which} is not finite; {REMEDY}")
 
 
 def _outputs(
@@ -177,15 +210,13 @@ def _stage(config: EvaluateConfig, mode: str, contaminated: bool) -> str:
     return f"{text}, tokens" if mode == NONE else f"{text}, statistics {mode}, tokens"
 
 
-def _streams(
-    corpus: Corpus, config: EvaluateConfig
-) -> tuple[list[tuple[bool, Tokens, Tokens]], SwapReport | None]:
-    """Return (contaminated, inputs, targets) of each text to score, and counts of replacements."""
-    clean = corpus[config.split]
+def _texts(corpus: Corpus, config: EvaluateConfig) -> tuple[list[_Text], SwapReport | None]:
+    """Return the texts to score, and counts of replacements in the contaminated one."""
+    clean = _Text(False, corpus[config.split], corpus[config.split])
     if config.contamination is None:
-        return [(False, clean, clean)], None
+        return [clean], None
     corrupted = contaminate(corpus, config.split, config.contamination)
-    return [(False, clean, clean), (True, corrupted.inputs, corrupted.targets)], corrupted.report
+    return [clean, _Text(True, corrupted.inputs, corrupted.targets)], corrupted.report
 
 
 def statistics_modes(model: LanguageModel, requested: tuple[str, ...]) -> tuple[str, ...]:

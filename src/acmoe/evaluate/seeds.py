@@ -6,7 +6,7 @@ the sign-flip permutation test, which assumes only symmetry; its p is never belo
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
 import numpy as np
@@ -71,27 +71,24 @@ def paired_difference(
         )
     differences = [values[seed] - baseline[seed] for seed in seeds]
     spread = Spread.of(differences)
-    p_flip = sign_flip_p(differences)
-    if spread.std is None or spread.n < FEWEST_PAIRS or all_equal(differences):
-        return Difference(
-            n=spread.n,
-            mean=spread.mean,
-            std=spread.std,
-            low=None,
-            high=None,
-            p_t=None,
-            p_flip=p_flip,
-        )
-    error = spread.std / math.sqrt(spread.n)
-    reach = critical_value(CONFIDENCE, spread.n - 1) * error
-    return Difference(
+    found = Difference(
         n=spread.n,
         mean=spread.mean,
         std=spread.std,
+        low=None,
+        high=None,
+        p_t=None,
+        p_flip=sign_flip_p(differences),
+    )
+    if spread.std is None or spread.n < FEWEST_PAIRS or all_equal(differences):
+        return found
+    error = spread.std / math.sqrt(spread.n)
+    reach = critical_value(CONFIDENCE, spread.n - 1) * error
+    return replace(
+        found,
         low=spread.mean - reach,
         high=spread.mean + reach,
         p_t=two_sided_p(spread.mean / error, spread.n - 1),
-        p_flip=p_flip,
     )
 
 

@@ -27,7 +27,6 @@ def limit_capacity(
     changed. A token with NaN or inf has NaN gates: it takes no other token's place and keeps its
     gates, so that its output is NaN as it is without a limit.
     """
-    T, K = routing.expert_ids.shape
     priority_T = routing.gate.detach().amax(-1)
     bad_T1 = priority_T.isnan()[:, None]
     expert_ids_TK = routing.expert_ids.masked_fill(bad_T1, num_experts)
@@ -43,6 +42,16 @@ def limit_capacity(
         )
     capacity = top_k * per_choice  # top_k, not K: a threshold router has K = E columns
 
+    kept_TK = (_ranks(expert_ids_TK, priority_T) < capacity) & (expert_ids_TK < num_experts)
+    return routing._replace(
+        expert_ids=torch.where(kept_TK, expert_ids_TK, num_experts),
+        gate=routing.gate.masked_fill(~(kept_TK | bad_T1), 0.0),
+    )
+
+
+def _ranks(expert_ids_TK: Tensor, priority_T: Tensor) -> Tensor:
+    """Return each row's rank among the rows of its expert, by (choice, priority), (T, K)."""
+    T, K = expert_ids_TK.shape
     # Sort all rows by (choice, priority), then stably by expert: the position of a row among those
     # of its expert is its rank.
     by_priority_T = priority_T.argsort(descending=True, stable=True)
@@ -53,9 +62,4 @@ def limit_capacity(
     rank_N = torch.empty_like(rank_sorted_N).scatter_(0, order_N, rank_sorted_N)
     rank_TK = torch.empty_like(expert_ids_TK)
     rank_TK[by_priority_T] = rank_N.view(K, T).T
-
-    kept_TK = (rank_TK < capacity) & (expert_ids_TK < num_experts)
-    return routing._replace(
-        expert_ids=torch.where(kept_TK, expert_ids_TK, num_experts),
-        gate=routing.gate.masked_fill(~(kept_TK | bad_T1), 0.0),
-    )
+    return rank_TK

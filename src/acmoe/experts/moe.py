@@ -69,11 +69,7 @@ class MoE(Layer):
     ) -> None:
         super().__init__()
         router = _router_of(router, dim, num_experts, top_k, losses)
-        check(
-            capacity_factor is None
-            or (isinstance(capacity_factor, int | float) and capacity_factor > 0),
-            f"capacity_factor={capacity_factor!r}; it must be positive, or None for dropless",
-        )
+        _check_capacity(capacity_factor)
         next_router = renamed_emit(next_router, emit)
         self.dim = dim
         self.num_experts = num_experts
@@ -194,6 +190,13 @@ def _router_of(
         "router='soft' fills slots instead of choosing experts; use acmoe.SoftMoE",
     )
     return router
+
+
+def _check_capacity(factor: float | None) -> None:
+    check(
+        factor is None or (isinstance(factor, int | float) and factor > 0),
+        f"capacity_factor={factor!r}; it must be positive, or None for dropless",
+    )
 
 
 def renamed_emit(next_router: Any, emit: Any) -> Any:

@@ -1,7 +1,6 @@
 """Create models by name or by config."""
 
-import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from acmoe.config.text.language import (
     LanguageModelCard,
     language_router,
 )
-from acmoe.errors import UserError, check
+from acmoe.errors import UserError, check, suggest
 from acmoe.models.images.swin import SwinModel
 from acmoe.models.images.vit import SoftViT
 from acmoe.models.text.decoder import LanguageModel
@@ -89,7 +88,7 @@ def create_model(
     family = _family(name)
     known = [field.name for field in fields(family.config)]
     for option in overrides:
-        check(option in known, f"{name} has no option {option!r}; {_nearest(option, known)}")
+        check(option in known, f"{name} has no option {option!r}; {suggest(option, known)}")
     config = replace(family.cards[name].config, **overrides)
     if router is not None:
         config = replace(config, router=family.router(router, config))
@@ -109,11 +108,4 @@ def _family(name: str) -> Family:
     for family in FAMILIES.values():
         if name in family.cards:
             return family
-    raise UserError(f"model {name!r} is unknown; {_nearest(name, list_models())}")
-
-
-def _nearest(wrong: str, known: Iterable[str]) -> str:
-    """Suggest known names that are close to a wrong one."""
-    known = list(known)
-    near = difflib.get_close_matches(wrong, known, n=3)
-    return f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(known)}"
+    raise UserError(f"model {name!r} is unknown; {suggest(name, list_models())}")

@@ -7,13 +7,12 @@ hours. The name of a model is also a recipe: of its plain (SMoE) baseline, or, i
 "-published", of the model of the published code.
 """
 
-import difflib
 from collections.abc import Callable
 from typing import NamedTuple
 
 from acmoe.config.images.train import VisionRunConfig
 from acmoe.config.text.train import RunConfig
-from acmoe.errors import check
+from acmoe.errors import check, suggest
 from acmoe.recipes import ablations, language, nano, vision, vision_small
 
 AnyRunConfig = RunConfig | VisionRunConfig
@@ -47,7 +46,5 @@ def recipe(name: str) -> AnyRunConfig:
     'adaptive'
     """
     known = recipes()
-    near = difflib.get_close_matches(name, known, n=3)
-    meant = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(known)}"
-    check(name in known, f"recipe {name!r} is unknown; {meant}")
+    check(name in known, f"recipe {name!r} is unknown; {suggest(name, known)}")
     return known[name].build()

@@ -53,11 +53,11 @@ def swin_run(
     )
 
 
-def adaptive_with(measure: str) -> AdaptiveConfig:
-    """Return the vision models' adaptive router with another measure of dispersion."""
+def variance_router() -> AdaptiveConfig:
+    """Return the adaptive router of the image models with the variance in place of the MAD."""
     found = vision_router("adaptive", SWIN_MODELS["swin-small"].config)
     assert isinstance(found, AdaptiveConfig)
-    return replace(found, measure=measure)  # type: ignore[arg-type]
+    return replace(found, measure="variance")
 
 
 def swin_small_top1() -> VisionRunConfig:
@@ -161,7 +161,7 @@ def swin_small_top1_acmoe_variance() -> VisionRunConfig:
 
     Ours: not measured yet.
     """
-    return swin_run("swin-small", adaptive_with("variance"), top_k=1)
+    return swin_run("swin-small", variance_router(), top_k=1)
 
 
 def swin_small_acmoe_variance() -> VisionRunConfig:
@@ -169,7 +169,7 @@ def swin_small_acmoe_variance() -> VisionRunConfig:
 
     Ours: not measured yet.
     """
-    return swin_run("swin-small", adaptive_with("variance"))
+    return swin_run("swin-small", variance_router())
 
 
 def swin_small_top1_acmoe_back_half() -> VisionRunConfig:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acmoe.analyze.record import LayerRecord, RoutingRecord, record_vision
+from acmoe.analyze.record import LayerRecord, RoutingRecord, record_images
 from acmoe.config.images.attack import AttackConfig, FGSMConfig, eps_text
 from acmoe.data.images.splits import ImageSet
 from acmoe.errors import UserError
@@ -38,7 +38,7 @@ def attacked_routing(
     assert clean.labels is not None and clean.predicted is not None
     count = len(clean.labels)
     try:
-        record = record_vision(
+        record = record_images(
             model,
             images,
             run.config.data,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acmoe.analyze.record import LayerRecord, RoutingRecord, record_language, record_vision
+from acmoe.analyze.record import LayerRecord, RoutingRecord, record_images, record_language
 from acmoe.config.images.train import VISION_RUNS, SoftViTRunConfig
 from acmoe.errors import UserError, check
 from acmoe.evaluate.images.accuracy import StageTally
@@ -155,7 +155,7 @@ class RoutingReader:
     def _images(self, run: RunFacts) -> _Recorded:
         vision = open_vision_run(run.folder)
         images, model = vision.images().test, vision.model(device=pick_device(self.device))
-        record = record_vision(
+        record = record_images(
             model,
             images,
             vision.config.data,

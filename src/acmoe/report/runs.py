@@ -24,6 +24,7 @@ from acmoe.evaluate.run import (
     run_kind,
 )
 from acmoe.evaluate.starts import Start, read_starts
+from acmoe.evaluate.validation import LOSS, ValidationMetric, metric_in
 from acmoe.report.scores import Score, read_scores
 from acmoe.storage.sealed import read_object
 from acmoe.train.run_folder import LOCK
@@ -36,25 +37,6 @@ HF_MODEL = "hf-model"  # the kind of such a folder: a model of transformers, wit
 
 Record = dict[str, Any]
 State = Literal["finished", "training", "stopped", "not started", "analyzed"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Metric:
-    """The measure by which runs are compared."""
-
-    key: str  # in the records of metrics.jsonl
-    label: str
-    lower: bool  # less is better
-
-
-# A run's metric is the first of these that its validation records hold.
-METRICS_KNOWN = (
-    Metric(key="top1", label="validation top-1 (%)", lower=False),
-    Metric(key="bits_per_byte", label="validation bits per byte", lower=True),
-    Metric(key="perplexity", label="validation perplexity", lower=True),
-    Metric(key="dev_accuracy", label="development accuracy (%)", lower=False),
-    Metric(key="loss", label="validation loss (nats)", lower=True),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +80,8 @@ class RunFacts:
         return "stopped" if self.step else "not started"
 
     @property
-    def metric(self) -> Metric:
-        for metric in METRICS_KNOWN:
-            if any(metric.key in record for record in self.valid):
-                return metric
-        return METRICS_KNOWN[-1]
+    def metric(self) -> ValidationMetric:
+        return metric_in(self.valid) or LOSS
 
     def scores(self) -> dict[int, float]:
         """Map each validated step to the metric, where that is a finite number."""

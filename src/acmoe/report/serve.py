@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from acmoe.errors import UserError, check, first_line
+from acmoe.errors import UserError, check, typed_line
 from acmoe.evaluate.run import ATTACKS, CHECKPOINTS, METRICS
 from acmoe.evaluate.saved import EVALUATIONS
 from acmoe.evaluate.starts import STARTS
@@ -141,7 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _damage(error: Exception) -> str:
     """Describe an error that only a damaged file causes."""
-    kind = f"{type(error).__name__}: {first_line(error)}"
+    kind = typed_line(error)
     return f"a file of a run is damaged, or was changed by hand ({kind}); restore it"
 
 

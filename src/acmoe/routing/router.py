@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from acmoe.config.model_checks import check_top_k
 from acmoe.config.routing import LossConfig
 from acmoe.errors import UserError, check
 from acmoe.ops.checks import check_dim, check_range, check_token_mask, check_whole
@@ -43,10 +44,7 @@ class Router(Layer):
         super().__init__()
         for name, value in (("dim", dim), ("num_experts", num_experts), ("top_k", top_k)):
             check_whole(value, name)
-        check(
-            top_k <= num_experts,
-            f"top_k={top_k} exceeds num_experts={num_experts}; lower top_k",
-        )
+        check_top_k(top_k, num_experts)
         self.dim = dim
         self.num_experts = num_experts
         self.top_k = top_k

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,17 @@ DRAFT = ".draft"  # a draft of config.json is called .config.json.draft
 
 def replace_text(path: Path, text: str) -> None:
     """Replace the content of a file; on failure the old content stays and no draft is left."""
+    with replacing(path) as draft:
+        draft.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give the path of a draft, which replaces the file unless an error leaves `with`."""
     draft = path.with_name(f".{path.name}{DRAFT}")
     with report_write_errors(path):
         try:
-            draft.write_text(text, encoding="utf-8")
+            yield draft
             sync(draft)
             os.replace(draft, path)
         except BaseException:
@@ -42,6 +50,12 @@ def report_write_errors(path: Path) -> Iterator[None]:
             f"cannot write {path}: {reason}; make room or choose another folder, then give the "
             "same command again"
         ) from error
+
+
+def damaged_name(path: Path) -> Path:
+    """Return the first free name beside a damaged file or folder: NAME.damaged-1, -2, ..."""
+    names = (path.with_name(f"{path.name}.damaged-{number}") for number in itertools.count(1))
+    return next(name for name in names if not name.exists())
 
 
 def sync(path: Path) -> None:

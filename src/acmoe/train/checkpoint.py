@@ -5,7 +5,6 @@ a hidden name again. The leftovers of a killed process are therefore always hidd
 process removes them, and nothing else that may be in the folder.
 """
 
-import itertools
 import os
 import re
 import shutil
@@ -20,11 +19,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from acmoe.distributed.ranks import ALONE, Ranks
-from acmoe.errors import UserError, check, first_line
+from acmoe.errors import UserError, check, typed_line
 from acmoe.evaluate.run import EMA, STATE, checkpoints, step_folder
 from acmoe.models.checkpoint import save
 from acmoe.runtime import rng_states, set_rng_states
-from acmoe.storage.atomic import report_write_errors, sha256_of, sync
+from acmoe.storage.atomic import damaged_name, report_write_errors, sha256_of, sync
 from acmoe.storage.sealed import SEALED, read_sealed, sealed_text
 from acmoe.storage.shards import SHARD, SHARDS
 from acmoe.train.ema import WeightAverage
@@ -182,8 +181,7 @@ class CheckpointStore:
 
     def set_aside(self, folder: Path) -> Path:
         """Rename a damaged checkpoint, so that training can continue from the one before it."""
-        names = (f"{folder.name}.damaged-{number}" for number in itertools.count(1))
-        aside = next(path for name in names if not (path := folder.with_name(name)).exists())
+        aside = damaged_name(folder)
         with report_write_errors(aside):
             os.replace(folder, aside)
         return aside
@@ -262,9 +260,8 @@ def restoring(folder: Path) -> Iterator[None]:
         raise
     except Exception as error:
         raise UserError(
-            f"the training state in {folder} does not fit this run ({type(error).__name__}: "
-            f"{first_line(error)}); it may be of another run. Move the folder away to resume from "
-            "the checkpoint before it"
+            f"the training state in {folder} does not fit this run ({typed_line(error)}); it may "
+            "be of another run. Move the folder away to resume from the checkpoint before it"
         ) from error
 
 

@@ -1,6 +1,5 @@
 """Training progress: a live bar on a terminal, one line per record elsewhere."""
 
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -32,12 +31,7 @@ class Screen:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self.live and self._tasks:
             self._bars.stop()
 
@@ -77,13 +71,8 @@ class Display:
         self.screen.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.screen.__exit__(kind, error, traceback)
+    def __exit__(self, *raised: object) -> None:
+        self.screen.__exit__(*raised)
 
     def say(self, text: str) -> None:
         """Print a line."""

@@ -16,6 +16,7 @@ from acmoe.data.images.augment import Augment
 from acmoe.data.images.batches import ImageBatch, TrainingImages
 from acmoe.data.images.on_device import DeviceImages, training_images
 from acmoe.data.images.splits import ImageSplits
+from acmoe.data.sharding import rank_rows
 from acmoe.data.transfer import to_device
 from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.errors import check
@@ -72,6 +73,13 @@ class ImageTrainer(Trainer):
         ranks: Ranks = ALONE,
     ) -> None:
         self.images = images
+        rows = rank_rows(
+            config.batch,
+            rank=ranks.data_rank,
+            world_size=ranks.data_size,
+            unit="images",
+            split=config.split,
+        )
         self.batches = training_images(
             images.train,
             config.data,
@@ -79,9 +87,7 @@ class ImageTrainer(Trainer):
             batch=config.batch,
             device=device,
             seed=config.seed,
-            rank=ranks.data_rank,
-            world_size=ranks.data_size,
-            split=config.split,
+            rows=rows,
         )
         mean, std = config.data.normalization
         self.augment = Augment(

@@ -1,7 +1,6 @@
 """metrics.jsonl: the figures of a run, one complete record per line, each step only once."""
 
 import contextlib
-import itertools
 import math
 import shutil
 import time
@@ -16,7 +15,7 @@ from torch import Tensor
 from acmoe.evaluate.language_report import Metric, value_of
 from acmoe.evaluate.measures import load_balance
 from acmoe.evaluate.run import METRICS, is_metric, missing_records
-from acmoe.storage.atomic import replace_text, report_write_errors, sync
+from acmoe.storage.atomic import damaged_name, replace_text, report_write_errors, sync
 from acmoe.storage.lines import append_line, line_of, read_lines
 from acmoe.train.update import Update
 
@@ -177,7 +176,7 @@ class MetricsLog:
 
     def _write(self, record: Record) -> Record:
         if self.writes:
-            append(self.path, record)
+            append_line(self.path, record)
             self.records = (self.records or 0) + 1
             self.board.write(record)
         return record
@@ -239,11 +238,6 @@ class Board:
             self._writer.flush()
 
 
-def append(path: Path, record: Record) -> None:
-    """Add a record; where it cannot be written whole, the file stays as it was."""
-    append_line(path, record)
-
-
 def drop_records_after(
     path: Path, step: int, expected: int | None = None
 ) -> tuple[int, str | None]:
@@ -261,8 +255,7 @@ def drop_records_after(
     if strange:
         complaint = f"{complaint or path}; {strange} lines are JSON but no records of a run"
     if lines.damaged or strange:
-        copies = (path.with_name(f"{path.name}.damaged-{n}") for n in itertools.count(1))
-        copy = next(copy for copy in copies if not copy.exists())
+        copy = damaged_name(path)
         with report_write_errors(copy):
             shutil.copyfile(path, copy)
         complaint = f"{complaint}; the file as it was is {copy}"

@@ -21,7 +21,6 @@ from acmoe.train.checkpoint import CheckpointStore
 from acmoe.train.display import Display
 from acmoe.train.images import ImageTrainer, check_images
 from acmoe.train.loop import TrainLoop
-from acmoe.train.metrics_log import MetricsLog
 from acmoe.train.run_folder import claim
 from acmoe.train.signals import StopSignals
 from acmoe.train.text import TextTrainer, checked_corpus
@@ -41,29 +40,6 @@ class Summary:
     best: float | None  # best score of the validation split, in units of the metric
     best_step: int | None
     rank: int = 0  # rank of this process; all other fields are the same in all processes
-
-    @classmethod
-    def of(
-        cls,
-        folder: Path,
-        steps: int,
-        log: MetricsLog,
-        step: int,
-        signal: int | None,
-        rank: int = 0,
-    ) -> "Summary":
-        """Summarise a run of `steps` updates that has reached `step`."""
-        return cls(
-            folder=folder,
-            step=step,
-            steps=steps,
-            signal=signal,
-            seconds=log.seconds,
-            metric=log.metric,
-            best=log.best_value,
-            best_step=log.best_step,
-            rank=rank,
-        )
 
     @property
     def message(self) -> str:
@@ -186,4 +162,14 @@ def _train(trainer: Trainer, folder: Path, display: Display, signals: StopSignal
         saved = loop.store.latest() if loop.store is not None else None
         where = f"the last checkpoint is {saved}" if saved else "nothing was saved yet"
         raise KeyboardInterrupt(f"{where}; give the same command again to continue") from None
-    return Summary.of(folder, trainer.steps, log, step, loop.signal_at(step), ranks.rank)
+    return Summary(
+        folder=folder,
+        step=step,
+        steps=trainer.steps,
+        signal=loop.signal_at(step),
+        seconds=log.seconds,
+        metric=log.metric,
+        best=log.best_value,
+        best_step=log.best_step,
+        rank=ranks.rank,
+    )

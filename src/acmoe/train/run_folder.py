@@ -1,7 +1,5 @@
 """The folder of a run: one process at a time may use it, and its config never changes."""
 
-import contextlib
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +10,7 @@ from acmoe.config.serialize import differences, from_document, to_document
 from acmoe.data.text.vocabulary import Vocabulary, save_vocabulary
 from acmoe.errors import check
 from acmoe.evaluate.run import CONFIG, LANGUAGE_RUN, METRICS, VOCABULARY, read_json, run_kind
-from acmoe.storage.atomic import DRAFT, report_write_errors, sha256_of
+from acmoe.storage.atomic import DRAFT, replacing, report_write_errors, sha256_of
 from acmoe.storage.lock import locked
 from acmoe.storage.sealed import write_sealed
 
@@ -78,17 +76,10 @@ def write_vocabulary(vocabulary: Vocabulary, folder: Path, *, digest: str | None
     With the `digest` of the vocabulary that the run was begun with, another vocabulary raises a
     UserError and leaves the file as it is: the run's checkpoints need the one that is there.
     """
-    draft = folder / f".{VOCABULARY}{DRAFT}"
-    with report_write_errors(folder / VOCABULARY):
-        try:
-            save_vocabulary(vocabulary, draft)
-            check(
-                digest is None or sha256_of(draft) == digest,
-                f"{folder} was begun with another vocabulary than its corpus has now; prepare that "
-                "corpus again, or choose another run folder",
-            )
-            os.replace(draft, folder / VOCABULARY)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                draft.unlink(missing_ok=True)
-            raise
+    with replacing(folder / VOCABULARY) as draft:
+        save_vocabulary(vocabulary, draft)
+        check(
+            digest is None or sha256_of(draft) == digest,
+            f"{folder} was begun with another vocabulary than its corpus has now; prepare that "
+            "corpus again, or choose another run folder",
+        )

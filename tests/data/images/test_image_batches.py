@@ -8,12 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from taken_batches import same, take
 
 from acmoe.config.images.data import AugmentConfig, ImageDataConfig
 from acmoe.data.images.batches import EvaluationImages, ImageBatch, TrainingImages
 from acmoe.data.images.on_device import DeviceImages
 from acmoe.data.images.pixels import Pixels
 from acmoe.data.images.splits import ImageSet
+from acmoe.data.sharding import rank_rows
 from acmoe.errors import UserError
 from vision_cases import PLAIN, random_images
 
@@ -39,20 +41,6 @@ class Numbered(ImageSet):
 
 def numbers(batch: ImageBatch) -> list[int]:
     return batch.images[:, 0, 0, 0].tolist()
-
-
-def same(left: ImageBatch, right: ImageBatch) -> bool:
-    return (
-        torch.equal(left.images, right.images)
-        and torch.equal(left.labels, right.labels)
-        and left.seed == right.seed
-    )
-
-
-def take(batches: TrainingImages, count: int) -> list[ImageBatch]:
-    found = [next(batches) for _ in range(count)]
-    batches.close()
-    return found
 
 
 def test_each_pass_reads_every_image_at_most_once_in_another_order() -> None:
@@ -133,9 +121,10 @@ def test_a_state_with_other_repeats_is_refused() -> None:
 
 def test_ranks_share_out_the_batches_of_one_process() -> None:
     one = take(TrainingImages(Numbered(9), PLAIN, AugmentConfig(), batch=4), 5)
+    rows = [rank_rows(4, rank=rank, world_size=2, unit="images") for rank in (0, 1)]
     pair = [
-        take(TrainingImages(Numbered(9), PLAIN, AugmentConfig(), batch=4, rank=r, world_size=2), 5)
-        for r in (0, 1)
+        take(TrainingImages(Numbered(9), PLAIN, AugmentConfig(), batch=4, rows=own), 5)
+        for own in rows
     ]
     for whole, left, right in zip(one, *pair, strict=True):
         assert numbers(whole) == numbers(left) + numbers(right)
@@ -162,14 +151,16 @@ def test_a_saved_state_of_other_images_is_refused() -> None:
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
-    for settings_, complaint in (
-        ({"batch": 0}, "batch=0 must be"),
-        ({"batch": 10}, "batch=10 exceeds the 9 training images"),
-        ({"batch": 3, "world_size": 2}, "batch=3 images cannot be dealt to world_size=2"),
-        ({"batch": 4, "rank": 2, "world_size": 2}, "rank=2 must lie below"),
+    for batch, complaint in (
+        (0, "batch=0 must be"),
+        (10, "batch=10 exceeds the 9 training images"),
     ):
         with pytest.raises(UserError, match=complaint):
-            TrainingImages(Numbered(9), PLAIN, AugmentConfig(), **settings_)
+            TrainingImages(Numbered(9), PLAIN, AugmentConfig(), batch=batch)
+    with pytest.raises(UserError, match="batch=3 images cannot be dealt to world_size=2"):
+        rank_rows(3, rank=0, world_size=2, unit="images")
+    with pytest.raises(UserError, match="rank=2 must lie below"):
+        rank_rows(4, rank=2, world_size=2, unit="images")
     with pytest.raises(UserError, match="limit=10 exceeds the 9 images of numbered"):
         EvaluationImages(Numbered(9), PLAIN, batch=4, limit=10)
     with pytest.raises(UserError, match="batch=0"):

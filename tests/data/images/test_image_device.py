@@ -8,11 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from taken_batches import same, take
 
 from acmoe.config.images.data import AugmentConfig, ImageDataConfig
-from acmoe.data.images.batches import EvaluationImages, ImageBatch, TrainingImages
+from acmoe.data.images.batches import EvaluationImages, TrainingImages
 from acmoe.data.images.on_device import DeviceImages, device_pixels, training_images
 from acmoe.data.images.pixels import Pixels
+from acmoe.data.sharding import rank_rows
 from acmoe.errors import UserError
 from vision_cases import random_images
 
@@ -25,20 +27,6 @@ LABELS = [n % 10 for n in range(11)]
 def batches(augment: AugmentConfig = CROPPED, *, seed: int = 0, side: int = 8) -> DeviceImages:
     images = random_images(LABELS, side=side)
     return DeviceImages(images, DATA, augment, batch=3, device=CPU, seed=seed)
-
-
-def take(source: DeviceImages | TrainingImages, count: int) -> list[ImageBatch]:
-    found = [next(source) for _ in range(count)]
-    source.close()
-    return found
-
-
-def same(left: ImageBatch, right: ImageBatch) -> bool:
-    return (
-        torch.equal(left.images, right.images)
-        and torch.equal(left.labels, right.labels)
-        and left.seed == right.seed
-    )
 
 
 def test_uncropped_batches_are_those_read_from_the_host() -> None:
@@ -90,9 +78,7 @@ def test_ranks_share_out_the_crops_of_one_process() -> None:
                 CROPPED,
                 batch=4,
                 device=CPU,
-                rank=rank,
-                world_size=size,
-                split=2,
+                rows=rank_rows(4, rank=rank, world_size=size, unit="images", split=2),
             )
         )
         for rank, size in ((0, 1), (0, 2), (1, 2))

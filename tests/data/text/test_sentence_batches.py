@@ -22,16 +22,15 @@ def test_punctuation_is_split_off_only_from_words_the_vocabulary_lacks() -> None
     assert encoded.tokens.tolist() == [4, 5, 6, 8, 0]
 
 
-def test_lower_casing_is_optional() -> None:
+def test_upper_case_is_kept() -> None:
     sentence = [Sentence("Card Where", 0)]
     assert encode_sentences(sentence, WORDS)[0].tokens.tolist() == [7, 1, 0]
-    assert encode_sentences(sentence, WORDS, lower=True)[0].tokens.tolist() == [5, 2, 0]
 
 
 def test_byte_models_read_bytes() -> None:
     all_bytes = ByteVocabulary(bytes(range(256)))
-    (encoded,) = encode_sentences([Sentence("É\n!", 0)], all_bytes, lower=True)
-    assert bytes(encoded.tokens.tolist()) == "é\n!".encode() + b"\n"
+    (encoded,) = encode_sentences([Sentence("É\n!", 0)], all_bytes)
+    assert bytes(encoded.tokens.tolist()) == "É\n!".encode() + b"\n"
     (encoded,) = encode_sentences([Sentence("ab", 0)], ByteVocabulary(b"ab"))
     assert encoded.tokens.tolist() == [0, 1]  # no newline in this vocabulary
 

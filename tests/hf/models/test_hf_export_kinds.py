@@ -11,7 +11,7 @@ from acmoe.data.images.augment import normalize
 from acmoe.data.images.pixels import centre_crop
 from acmoe.data.text.sentences import load_sentences
 from acmoe.errors import UserError
-from acmoe.evaluate.images.run import evaluate_vision_run
+from acmoe.evaluate.images.run import evaluate_image_run
 from acmoe.evaluate.run import open_corpus, open_run, open_vision_run
 from acmoe.models.capacity import override_capacity
 from acmoe.train.finetune import finetune
@@ -85,12 +85,12 @@ def test_an_image_run_goes_there_and_back(soft, tmp_path):
     images = run.images()["test"]
     classify = pipeline("image-classification", model=str(tmp_path / "hf"))
     config = ImageEvaluateConfig(split="test")
-    before = evaluate_vision_run(run, config, ema=soft, device="cpu").report
+    before = evaluate_image_run(run, config, ema=soft, device="cpu").report
     found = classify([Image.fromarray(images.pixels(n)) for n in range(40)], top_k=1)
     assert {answer[0]["label"] for answer in found} <= set(images.classes)
     restore_run(tmp_path / "hf", tmp_path / "back")
     back = open_vision_run(tmp_path / "back")
-    after = evaluate_vision_run(back, config, device="cpu").report
+    after = evaluate_image_run(back, config, device="cpu").report
     assert after == before
     hits = sum(
         answer[0]["label"] == images.classes[images.labels[n]] for n, answer in enumerate(found)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # Budgets, and the percentage of correct answers at each; budget 0 is the clean accuracy.
 Sweep = tuple[Sequence[float], Sequence[float]]
+# Input space of the attack -> unit of the x axis.
+UNITS = {"pixel": "1/255 of the pixel range", "normalized": "1/255 in normalised pixels"}
 
 
 def save_pgd(
@@ -25,13 +27,12 @@ def save_pgd(
     folder: Path,
     *,
     title: str,
-    unit: str = "1/255 of the pixel range",
-    per_unit: float = 255.0,
+    space: str = "pixel",
     name: str = "pgd",
 ) -> tuple[Path, Path]:
     """Draw one panel per measure ("top-1", "top-5") and in it one line per router.
 
-    The x axis shows eps * `per_unit`, labelled with `unit`.
+    The x axis shows 255 * eps; `space` is the attack's input space, in which eps is measured.
 
     >>> # save_pgd({"top-1": {"SMoE": ((0, 1/255), (94, 71))}}, folder, title="PGD, digits")
     """
@@ -47,18 +48,18 @@ def save_pgd(
     def draw(figure: Figure) -> None:
         panels = figure.subplots(1, len(sweeps), squeeze=False, sharey=True)[0]
         for axes, (measure, lines) in zip(panels, sweeps.items(), strict=True):
-            _panel(axes, measure, lines, per_unit)
+            _panel(axes, measure, lines)
         panels[0].set_ylabel("accuracy (% of images)")
-        figure.supxlabel(f"budget of the attack ({unit})", fontsize=10)
+        figure.supxlabel(f"budget of the attack ({UNITS[space]})", fontsize=10)
         set_heading(figure, title)
         panels[0].legend(loc="best")
 
     return write_figure(draw, folder, name, size=(WIDTH, 3.9))
 
 
-def _panel(axes: Axes, measure: str, lines: Mapping[str, Sweep], per_unit: float) -> None:
+def _panel(axes: Axes, measure: str, lines: Mapping[str, Sweep]) -> None:
     scaled = {
-        router: ([eps * per_unit for eps in budgets], percents)
+        router: ([255 * eps for eps in budgets], percents)
         for router, (budgets, percents) in lines.items()
     }
     draw_lines(axes, scaled)

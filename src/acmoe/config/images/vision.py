@@ -7,6 +7,7 @@ from typing import Literal
 
 from acmoe.config.model_checks import (
     check_counts,
+    check_heads,
     check_router_type,
     check_shares,
     check_top_k,
@@ -232,10 +233,7 @@ class SoftViTConfig:
             f"image_size={self.image_size} does not split into patches of {self.patch}; make it a "
             "multiple",
         )
-        check(
-            self.dim % self.heads == 0,
-            f"dim={self.dim} does not split over heads={self.heads}; make it a multiple",
-        )
+        check_heads(self.dim, self.heads)
         check(
             self.moe_blocks <= self.depth,
             f"moe_blocks={self.moe_blocks} exceeds depth={self.depth}; lower moe_blocks",

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from acmoe.config.model_checks import (
     check_counts,
+    check_heads,
     check_router_type,
     check_shares,
     check_top_k,
@@ -86,10 +87,7 @@ class LanguageConfig:
         self._check_together()
 
     def _check_together(self) -> None:
-        check(
-            self.dim % self.heads == 0,
-            f"dim={self.dim} does not split over heads={self.heads}; make it a multiple",
-        )
+        check_heads(self.dim, self.heads)
         check(
             self.position == "relative" or self.head_dim % 2 == 0,
             f"position='rope' turns pairs of features, and dim / heads = {self.head_dim} is odd; "

@@ -7,7 +7,7 @@ of threads, and what they decoded in advance, have no influence.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Self
 
@@ -48,19 +48,9 @@ class TrainingImages(ShuffledBatches):
         *,
         batch: int,
         seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-        split: int = 1,
+        rows: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(
-            images,
-            batch=batch,
-            seed=seed,
-            rank=rank,
-            world_size=world_size,
-            repeats=augment.repeats,
-            split=split,
-        )
+        super().__init__(images, batch=batch, seed=seed, rows=rows, repeats=augment.repeats)
         self.data, self.augment = data, augment
         self._pool = ThreadPoolExecutor(data.threads, thread_name_prefix="images")
         self._ahead: deque[tuple[Indices, list[Future[Pixels]]]] = deque()

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-Boxes = NDArray[np.float32]  # (B, 4) left, top, width, height in pixels
+from acmoe.data.images.pixels import TRIES
 
-TRIES = 10  # draws of a box per image, until one fits
+Boxes = NDArray[np.float32]  # (B, 4) left, top, width, height in pixels
 
 
 def random_boxes(

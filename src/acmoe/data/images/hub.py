@@ -1,4 +1,4 @@
-"""Image sets of the HuggingFace hub, by id. Needs the `text` extra, and a network once."""
+"""Image sets of the HuggingFace hub, by id. Needs the `data` extra, and a network once."""
 
 from typing import Any
 

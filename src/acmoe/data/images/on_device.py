@@ -4,6 +4,7 @@ B images of a batch (on this rank) of S pixels a side; N images in the set, stor
 side.
 """
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
@@ -41,19 +42,9 @@ class DeviceImages(ShuffledBatches):
         batch: int,
         device: torch.device,
         seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-        split: int = 1,
+        rows: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(
-            images,
-            batch=batch,
-            seed=seed,
-            rank=rank,
-            world_size=world_size,
-            repeats=augment.repeats,
-            split=split,
-        )
+        super().__init__(images, batch=batch, seed=seed, rows=rows, repeats=augment.repeats)
         self.data, self.augment, self.device = data, augment, device
         self.pixels = device_pixels(images, data, device)
         self.labels = to_device(images.labels, device)
@@ -111,12 +102,9 @@ def training_images(
     batch: int,
     device: torch.device,
     seed: int = 0,
-    rank: int = 0,
-    world_size: int = 1,
-    split: int = 1,
+    rows: Sequence[int] | None = None,
 ) -> TrainingImages | DeviceImages:
     """Return the training batches of a run: in device memory if `data.on_device`, else decoded."""
-    share = {"rank": rank, "world_size": world_size, "split": split}
     if data.on_device:
-        return DeviceImages(images, data, augment, batch=batch, device=device, seed=seed, **share)
-    return TrainingImages(images, data, augment, batch=batch, seed=seed, **share)
+        return DeviceImages(images, data, augment, batch=batch, device=device, seed=seed, rows=rows)
+    return TrainingImages(images, data, augment, batch=batch, seed=seed, rows=rows)

@@ -1,6 +1,6 @@
 """The order of images in a training run: which images form which batch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +28,8 @@ class ShuffledBatches:
 
     A batch follows from the seed and its number alone, so a run can resume at any batch, bit by
     bit. `batch` is the number of images on all ranks together, so a run can also resume on another
-    number of ranks. With `split` micro-batches, a rank has images of each (`rank_rows`).
+    number of ranks. `rows` are the rows of a batch that belong to this rank (`rank_rows`); None:
+    all of them.
 
     With `repeats` r, a pass has as many slots as there are images, and r consecutive slots hold the
     same image: a pass reads one image of r, r times each (DeiT's repeated augmentation). The slots
@@ -42,19 +43,17 @@ class ShuffledBatches:
         *,
         batch: int,
         seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
+        rows: Sequence[int] | None = None,
         repeats: int = 1,
-        split: int = 1,
     ) -> None:
-        rows = rank_rows(batch, rank=rank, world_size=world_size, unit="images", split=split)
+        every = rank_rows(batch, rank=0, world_size=1, unit="images")
         check(
             batch <= len(images),
             f"batch={batch} exceeds the {len(images):,} training images; lower batch",
         )
         self.images, self.batch, self.seed, self.repeats = images, batch, seed, repeats
         self.batches_per_pass = len(images) // batch
-        self.share = Share(np.array(rows), batch)
+        self.share = Share(np.array(every if rows is None else rows), batch)
         self.number = 0  # number of the next batch
         self._order: tuple[int, Indices] | None = None  # number and permutation of the last pass
 

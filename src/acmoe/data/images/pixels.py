@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Pixels = NDArray[np.uint8]
 
+TRIES = 10  # draws of a random box, until one fits
 _BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)
 
 
@@ -128,10 +129,10 @@ def random_box(
 ) -> tuple[int, int, int, int]:
     """Draw a box (left, top, right, bottom) with a random area and aspect ratio.
 
-    `area` is a range of fractions of the image, `ratio` a range of width / height. Where none of 10
-    draws fits, the box is the largest central one that the ratio allows.
+    `area` is a range of fractions of the image, `ratio` a range of width / height. Where none of
+    TRIES draws fits, the box is the largest central one that the ratio allows.
     """
-    for _ in range(10):
+    for _ in range(TRIES):
         share = rng.uniform(*area) * height * width
         aspect = np.exp(rng.uniform(*np.log(ratio)))
         wide, high = round((share * aspect) ** 0.5), round((share / aspect) ** 0.5)

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from acmoe.data.transfer import constant
-from acmoe.errors import check_choice
 
 # Pillow's luminance weights, as fixed-point numbers with 16 fractional bits.
 _LUMA = (19595, 38470, 7471)
@@ -125,15 +124,14 @@ def equalize(images: Tensor) -> Tensor:
     return table.clamp(max=255).gather(2, flat).to(torch.uint8).view_as(images)
 
 
-def warp(images: Tensor, matrix_B23: Tensor, mode: str = "bicubic") -> Tensor:
+def warp(images: Tensor, matrix_B23: Tensor) -> Tensor:
     """Apply an affine map: output pixel p = (x, y) reads the input at matrix @ (x, y, 1).
 
     Coordinates count from the upper left corner. Positions outside the image give the mean colour;
     beyond the edge, interpolation reads the outermost pixel. Interpolation and rounding are
-    Pillow's: linear, or cubic convolution with a = -1 (`grid_sample` has a = -0.75), truncated to a
-    grey level.
+    Pillow's: cubic convolution with a = -1 (`grid_sample` has a = -0.75), truncated to a grey
+    level.
     """
-    check_choice(mode, ("bilinear", "bicubic"), "mode")
     height, width = images.shape[-2:]
     # In float64, as in Pillow: a position at the edge must not be rounded across it.
     matrix_B23 = matrix_B23.double()
@@ -144,7 +142,7 @@ def warp(images: Tensor, matrix_B23: Tensor, mode: str = "bicubic") -> Tensor:
         for row_B3 in matrix_B23.unbind(1)
     )
     inside_BHW = (x_BHW >= 0) & (x_BHW < width) & (y_BHW >= 0) & (y_BHW < height)
-    columns, rows = _taps(x_BHW, width, mode), _taps(y_BHW, height, mode)
+    columns, rows = _taps(x_BHW, width), _taps(y_BHW, height)
     flat = images.flatten(2).float()  # (B, 3, H * W)
     moved = torch.zeros_like(flat)
     for row_BHW, above_BHW in rows:
@@ -157,20 +155,17 @@ def warp(images: Tensor, matrix_B23: Tensor, mode: str = "bicubic") -> Tensor:
     return (moved + 1e-3).clamp(0, 255).to(torch.uint8)
 
 
-def _taps(position_BHW: Tensor, size: int, mode: str) -> list[tuple[Tensor, Tensor]]:
-    """Return indices and weights of the pixels that interpolation reads along one axis."""
+def _taps(position_BHW: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
+    """Return indices and weights of the four pixels that interpolation reads along one axis."""
     centre_BHW = position_BHW - 0.5
-    first_BHW = centre_BHW.floor()
-    d = (centre_BHW - first_BHW).float()
-    weights: tuple[Tensor, ...] = (1 - d, d)
-    if mode == "bicubic":
-        first_BHW = first_BHW - 1
-        weights = (
-            ((2 - d) * d - 1) * d,
-            (d - 2) * d * d + 1,
-            ((1 - d) * d + 1) * d,
-            (d - 1) * d * d,
-        )
+    d = (centre_BHW - centre_BHW.floor()).float()
+    weights = (
+        ((2 - d) * d - 1) * d,
+        (d - 2) * d * d + 1,
+        ((1 - d) * d + 1) * d,
+        (d - 1) * d * d,
+    )
+    first_BHW = centre_BHW.floor() - 1
     first_BHW = first_BHW.clamp(-4, size).long()  # far positions are outside: keep them in range
     return [
         ((first_BHW + number).clamp(0, size - 1), weight_BHW)

@@ -19,7 +19,7 @@ _HUB_SPLITS = {"train": "train", "valid": "validation", "dev": "validation", "te
 def download(name: str, folder: Path, *, progress: Progress = silent) -> Path:
     """Download the splits of a data set to `folder` as text files.
 
-    Needs the `text` extra and a network. A folder that already has files is left unchanged.
+    Needs the `data` extra and a network. A folder that already has files is left unchanged.
     """
     entry, folder = dataset(name), Path(folder)
     check(bool(entry.hub), f"{name} is not fetched from the hub; its source: {entry.origin}")

@@ -15,7 +15,7 @@ class Dataset:
 
     Attributes:
         layout: the local files that `prepare` reads; empty: none are needed.
-        hub: id on the HuggingFace hub, for `download` with the `text` extra; empty: none.
+        hub: id on the HuggingFace hub, for `download` with the `data` extra; empty: none.
         hub_config: the hub's name of the variant to use.
         counts: published tokens of each split, checked by `prepare`; empty for a user's own text.
         vocabulary_size: published number of symbols; 0 for a user's own text.

@@ -39,18 +39,14 @@ class SentenceBatch(NamedTuple):
 
 
 def encode_sentences(
-    sentences: Sequence[Sentence], vocabulary: Vocabulary, *, lower: bool = False
+    sentences: Sequence[Sentence], vocabulary: Vocabulary
 ) -> list[EncodedSentence]:
     """Encode each sentence, followed by an end-of-line token.
 
     A word that is not in the vocabulary is split at its punctuation, since texts such as
-    Banking-77's are not tokenised ("card?"); parts that are still unknown become `<unk>`. `lower`
-    converts to lower case first.
+    Banking-77's are not tokenised ("card?"); parts that are still unknown become `<unk>`.
     """
-    return [
-        EncodedSentence(_encode(text.lower() if lower else text, vocabulary), label)
-        for text, label in sentences
-    ]
+    return [EncodedSentence(_encode(text, vocabulary), label) for text, label in sentences]
 
 
 def _encode(text: str, vocabulary: Vocabulary) -> Ids:

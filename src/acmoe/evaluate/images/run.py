@@ -46,7 +46,7 @@ def _marked(ema: bool) -> dict[str, bool]:
     return {"ema": True} if ema else {}
 
 
-def evaluate_vision_run(
+def evaluate_image_run(
     run: VisionRun,
     config: ImageEvaluateConfig,
     *,
@@ -73,7 +73,7 @@ def evaluate_vision_run(
     return RunReport(run.step(which), report, ema)
 
 
-def attack_vision_run(
+def attack_image_run(
     run: VisionRun,
     config: AttackConfig,
     *,

@@ -74,13 +74,7 @@ def evaluate_shift(
     """
     config, torch_device = config or ImageEvaluateConfig(), pick_device(device)
     subset = torch.from_numpy(class_subset(shift, shifted.classes, classes)).to(torch_device)
-    check(
-        (clean is not None) == (shift == "imagenet-o"),
-        f"{shift} {'needs' if clean is None else 'takes no'} clean images; imagenet-o alone is "
-        "compared with ImageNet's validation images",
-    )
-    check(len(config.statistics) <= 1, "a shift is scored in one statistics mode; give one")
-    mode = config.statistics[0] if config.statistics else None
+    mode = _checked_mode(shift, clean, config)
     model = model.to(torch_device)
     scorer = _Scorer(model, data, config, torch_device, subset, len(classes), progress)
     with (
@@ -100,6 +94,17 @@ def evaluate_shift(
         statistics=used,
         capacity=capacity,
     )
+
+
+def _checked_mode(shift: Shift, clean: ImageSet | None, config: ImageEvaluateConfig) -> str | None:
+    """Return the statistics mode, None for the model's own; check that the arguments agree."""
+    check(
+        (clean is not None) == (shift == "imagenet-o"),
+        f"{shift} {'needs' if clean is None else 'takes no'} clean images; imagenet-o alone is "
+        "compared with ImageNet's validation images",
+    )
+    check(len(config.statistics) <= 1, "a shift is scored in one statistics mode; give one")
+    return config.statistics[0] if config.statistics else None
 
 
 def average_precision(positive: NDArray[np.floating], negative: NDArray[np.floating]) -> float:

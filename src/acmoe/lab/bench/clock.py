@@ -106,6 +106,18 @@ def extra_memory(action: Action, device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated() - before
 
 
+def warmed_memory(action: Action, device: torch.device, *, calls: int) -> int | None:
+    """Warm an action up by some calls, then return its `extra_memory`."""
+    for _ in range(calls):
+        action()
+    return extra_memory(action, device)
+
+
+def in_mib(memory: int | None) -> float | None:
+    """Convert bytes to MiB; None stays None."""
+    return None if memory is None else memory / 2**20
+
+
 def capture(action: Action) -> Action:
     """Capture the call in a CUDA graph and return its replay, which has no launch overhead."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]

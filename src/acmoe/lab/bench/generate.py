@@ -132,7 +132,7 @@ def _measured(
             rows += _by_routers(name, batch, contestant, models, config, device, say)
     del models
     if "transformers" in config.contestants and name == "olmoe":
-        rows += _rival(config, device, say)
+        rows += _transformers_rows(config, device, say)
     return rows
 
 
@@ -230,7 +230,9 @@ def _by(model: LanguageModel, prompt: Tensor) -> Generate:
     return lambda tokens: model.generate(prompt, tokens, temperature=0)
 
 
-def _rival(config: GenerateBenchConfig, device: torch.device, say: Say) -> list[GenerateRow]:
+def _transformers_rows(
+    config: GenerateBenchConfig, device: torch.device, say: Say
+) -> list[GenerateRow]:
     """Measure OLMoE of transformers, if the package is installed."""
     if importlib.util.find_spec("transformers") is None:
         reason = "transformers is not installed"

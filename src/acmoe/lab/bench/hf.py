@@ -11,10 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acmoe.errors import check, check_choice
-from acmoe.lab.bench.clock import Action, Timing, clock_for, extra_memory, interleave, timings
+from acmoe.errors import check, check_choice, typed_line
+from acmoe.lab.bench.clock import (
+    Action,
+    Timing,
+    clock_for,
+    in_mib,
+    interleave,
+    timings,
+    warmed_memory,
+)
 from acmoe.lab.bench.hf_models import MODELS, build
-from acmoe.lab.bench.layer import DTYPES, first_line
+from acmoe.lab.bench.layer import DTYPES
 from acmoe.lab.bench.progress import Say, silent, tell_times
 from acmoe.lab.bench.results import Report, new_report
 from acmoe.runtime import pick_device
@@ -154,29 +162,24 @@ def _measure(
     name: str, part: str, model: Any, ids_BL: Tensor, config: HfBenchConfig, say: Say
 ) -> Iterator[HfRow]:
     """Warm up and time one part with all implementations, in interleaved rounds."""
+    title = f"{name}: {part}, {ids_BL.shape[0]} sequences"
+    tokens = ids_BL.numel() if part == TRAIN else ids_BL.shape[0]
     actions: dict[str, Action] = {}
     rows: dict[str, dict[str, Any]] = {}
-    shared = {
-        "model": name,
-        "layers": model.config.num_hidden_layers,
-        "part": part,
-        "batch": ids_BL.shape[0],
-        "tokens": ids_BL.numel() if part == TRAIN else ids_BL.shape[0],
-    }
     for implementation in config.implementations:
-        say(f"{name}: {part}, {ids_BL.shape[0]} sequences, preparing {implementation}")
-        row = rows[implementation] = {**shared, "implementation": implementation}
-        try:
-            action = _action(part, model, implementation, ids_BL, config)
-            for _ in range(_WARM_UP):
-                action()
-            memory = extra_memory(action, model.device)
-        except Exception as failure:  # the failure of one implementation must not end the run
-            row["refused"] = first_line(failure)
-            continue
-        row["memory_mib"] = None if memory is None else memory / 2**20
-        row["loss"] = float(action.loss) if isinstance(action, TrainStep) else None
-        actions[implementation] = action
+        say(f"{title}, preparing {implementation}")
+        action, found = _prepare(part, model, implementation, ids_BL, config)
+        if action is not None:
+            actions[implementation] = action
+        rows[implementation] = {
+            "model": name,
+            "layers": model.config.num_hidden_layers,
+            "part": part,
+            "batch": ids_BL.shape[0],
+            "tokens": tokens,
+            "implementation": implementation,
+            **found,
+        }
     baseline = BASELINE if BASELINE in actions else next(iter(actions), None)
     for implementation in list(actions):
         row = rows[implementation]
@@ -184,18 +187,33 @@ def _measure(
         if row["refused"] is not None:
             del actions[implementation]
     if actions:
-        say(f"{name}: {part}, {ids_BL.shape[0]} sequences, timing, {config.repeat} rounds")
+        say(f"{title}, timing, {config.repeat} rounds")
         samples = interleave(actions, rounds=config.repeat, clock=clock_for(model.device))
         times = timings(samples)
-        tell_times(say, f"{name}: {part}, {ids_BL.shape[0]} sequences", times)
+        tell_times(say, title, times)
         for implementation, time in times.items():
             steps = config.new_tokens if part == DECODE else 1
-            rows[implementation] |= _times(time, steps, shared["tokens"])
+            rows[implementation] |= _times(time, steps, tokens)
     for row in rows.values():
         base = None if baseline is None else rows[baseline].get("ms")
         if base is not None and row.get("ms") is not None:
             row |= {"ratio": base / row["ms"], "baseline": baseline}
         yield HfRow(**row)
+
+
+def _prepare(
+    part: str, model: Any, implementation: str, ids_BL: Tensor, config: HfBenchConfig
+) -> tuple[Action | None, dict[str, Any]]:
+    """Warm an action up; return it with its memory and loss, or None with the failure."""
+    try:
+        action = _action(part, model, implementation, ids_BL, config)
+        memory = warmed_memory(action, model.device, calls=_WARM_UP)
+    except Exception as failure:  # the failure of one implementation must not end the run
+        return None, {"refused": typed_line(failure)}
+    return action, {
+        "memory_mib": in_mib(memory),
+        "loss": float(action.loss) if isinstance(action, TrainStep) else None,
+    }
 
 
 def _action(

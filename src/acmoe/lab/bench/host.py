@@ -11,8 +11,8 @@ import torch
 
 from acmoe.config.routing import AdaptiveConfig, RouterConfig, SMoEConfig
 from acmoe.errors import check
-from acmoe.experts.moe import MoE
 from acmoe.lab.bench.clock import Action, interleave, timing
+from acmoe.lab.bench.implementations.ours import new_moe
 from acmoe.lab.bench.layer import BOTH, FORWARD, WARM_UP, ShapesConfig
 from acmoe.lab.bench.progress import Say, silent
 from acmoe.lab.bench.results import Report, new_report
@@ -110,15 +110,7 @@ def actions_of(
     torch.manual_seed(config.seed)
     dtype = config.torch_dtype(device)
     with torch.device(device):
-        moe = MoE(
-            dim=shape.dim,
-            hidden=shape.hidden,
-            num_experts=shape.num_experts,
-            top_k=shape.top_k,
-            router=router,
-            activation=shape.activation,
-            bias=shape.bias,
-        ).to(dtype)
+        moe = new_moe(shape, router).to(dtype)
         x = torch.randn(shape.tokens, shape.dim, dtype=dtype)
     learned, weight = x.clone().requires_grad_(), torch.randn_like(x)
     with torch.no_grad():

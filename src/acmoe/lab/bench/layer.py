@@ -11,15 +11,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acmoe.errors import check, check_choice
+from acmoe.errors import check, check_choice, typed_line
 from acmoe.lab.bench.clock import (
     Action,
     Timing,
     capture,
     clock_for,
-    extra_memory,
+    in_mib,
     interleave,
     timings,
+    warmed_memory,
 )
 from acmoe.lab.bench.implementations.baselines import Contestant, Layer, find_contestants
 from acmoe.lab.bench.implementations.check import TOLERANCE, Errors, Reference, compare, reference
@@ -134,16 +135,16 @@ def bench_layer(
         not config.graph or device.type == "cuda",
         f"graph=True captures CUDA graphs; device={device} has none",
     )
-    entrants = list(contestants) or find_contestants(config.rivals)
+    contestants = contestants or find_contestants(config.rivals)
     rows: list[LayerRow] = []
     for shape in find_shapes(config.shapes, device, config.tokens):
-        rows += measure_shape(shape, entrants, config, device, say)
+        rows += measure_shape(shape, contestants, config, device, say)
     return new_report(config.kind, device, command, config, [asdict(row) for row in rows])
 
 
 def measure_shape(
     shape: Shape,
-    entrants: Sequence[Contestant],
+    contestants: Sequence[Contestant],
     config: LayerConfig,
     device: torch.device,
     say: Say = silent,
@@ -153,9 +154,9 @@ def measure_shape(
     trial = draw_trial(shape, config, device)
     ready: list[Ready] = []
     rows: list[LayerRow] = []
-    for entrant in entrants:
-        say(f"{shape.name}: building and checking {entrant.name}")
-        found = prepare(entrant, trial, graph=config.graph)
+    for contestant in contestants:
+        say(f"{shape.name}: building and checking {contestant.name}")
+        found = prepare(contestant, trial, graph=config.graph)
         if isinstance(found, LayerRow):
             rows.append(found)
         else:
@@ -186,24 +187,19 @@ def draw_trial(shape: Shape, config: LayerConfig, device: torch.device) -> Trial
     return Trial(shape, weights, x_TD, cotangent_TD, wanted)
 
 
-def prepare(entrant: Contestant, trial: Trial, *, graph: bool = False) -> Ready | LayerRow:
+def prepare(contestant: Contestant, trial: Trial, *, graph: bool = False) -> Ready | LayerRow:
     """Build, check and warm up an implementation, or return a row that says why this failed."""
-    without_time = partial(LayerRow, shape=trial.shape.name, contestant=entrant.name, part=BOTH)
-    reason = entrant.unsupported(trial.shape, trial.x)
+    without_time = partial(LayerRow, shape=trial.shape.name, contestant=contestant.name, part=BOTH)
+    reason = contestant.unsupported(trial.shape, trial.x)
     if reason is not None:
         return without_time(absent=reason)
     try:
-        layer = entrant.build(trial.shape, trial.weights)
+        layer = contestant.build(trial.shape, trial.weights)
         errors = check_layer(layer, trial)
         errors.require(TOLERANCE[trial.x.dtype])
-        return warm_up(entrant.name, layer, trial, errors, graph=graph)
+        return warm_up(contestant.name, layer, trial, errors, graph=graph)
     except Exception as failure:  # the failure of one baseline must not end the run
-        return without_time(refused=first_line(failure))
-
-
-def first_line(failure: Exception) -> str:
-    lines = str(failure).strip().splitlines()
-    return f"{type(failure).__name__}: {lines[0] if lines else 'no message'}"
+        return without_time(refused=typed_line(failure))
 
 
 def check_layer(layer: Layer, trial: Trial) -> Errors:
@@ -219,9 +215,7 @@ def warm_up(name: str, layer: Layer, trial: Trial, errors: Errors, *, graph: boo
     }
     memory: dict[str, int | None] = {}
     for part, action in actions.items():
-        for _ in range(WARM_UP):
-            action()
-        memory[part] = extra_memory(action, trial.x.device)
+        memory[part] = warmed_memory(action, trial.x.device, calls=WARM_UP)
     if graph:
         actions = {part: capture(action) for part, action in actions.items()}
     return Ready(name, actions, errors, memory)
@@ -286,7 +280,7 @@ def _row(
         ms_high=time.high,
         tflops=rate / 1e9,
         of_ceiling=rate / ceiling,
-        memory_mib=None if memory is None else memory / 2**20,
+        memory_mib=in_mib(memory),
         forward_error=one.errors.forward,
         gradient_error=one.errors.gradient,
         busiest_load=load,

@@ -12,17 +12,18 @@ import torch
 from torch import Tensor
 
 from acmoe.config.routing import AdaptiveConfig, RouterConfig, SMoEConfig
-from acmoe.errors import check
+from acmoe.errors import check, typed_line
 from acmoe.experts.moe import MoE
 from acmoe.lab.bench.added import added
 from acmoe.lab.bench.clock import (
     Action,
     capture,
     clock_for,
-    extra_memory,
+    in_mib,
     interleave,
     timing,
     timings,
+    warmed_memory,
 )
 from acmoe.lab.bench.implementations.check import TOLERANCE, compare, reference
 from acmoe.lab.bench.implementations.ours import build_moe
@@ -32,7 +33,7 @@ from acmoe.lab.bench.implementations.weights import (
     draw_tokens,
     draw_weights,
 )
-from acmoe.lab.bench.layer import BOTH, FORWARD, WARM_UP, ShapesConfig, first_line
+from acmoe.lab.bench.layer import BOTH, FORWARD, WARM_UP, ShapesConfig
 from acmoe.lab.bench.progress import Say, silent, tell_times
 from acmoe.lab.bench.results import Report, new_report
 from acmoe.lab.bench.shapes import Shape, find_shapes
@@ -131,7 +132,7 @@ def measure_shape(
         try:
             ready |= prepare(mode, trial, config)
         except Exception as failure:  # the failure of one mode must not end the run
-            why = first_line(failure)
+            why = typed_line(failure)
             lost.append(RouterRow(shape=shape.name, mode=mode, part=BOTH, refused=why))
     alone = partial(_routing, build_moe(shape, trial.weights), trial)
     ready[ALONE, BOTH] = warm_up(alone, config)
@@ -201,9 +202,7 @@ def _scale_of(mode: str, trial: Trial) -> Tensor | None:
 
 
 def warm_up(action: Action, config: RouterBenchConfig) -> Measured:
-    for _ in range(WARM_UP):
-        action()
-    memory = extra_memory(action, pick_device(config.device))
+    memory = warmed_memory(action, pick_device(config.device), calls=WARM_UP)
     return Measured(capture(action) if config.graph else action, memory)
 
 
@@ -258,6 +257,6 @@ def _row(
         added_percent_low=price and price.low_percent,
         added_percent_high=price and price.high_percent,
         floor_ms=floor if price and part == BOTH else None,
-        memory_mib=None if memory is None else memory / 2**20,
+        memory_mib=in_mib(memory),
         added_memory_percent=more,
     )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from acmoe.config.overrides import override
 from acmoe.config.routing import AdaptiveConfig, RouterConfig, router_config
-from acmoe.errors import check
+from acmoe.errors import check, typed_line
 from acmoe.fast.compiled import compile_blocks
 from acmoe.fast.memory import StaticMemory
 from acmoe.lab.bench.added import added
@@ -20,12 +20,12 @@ from acmoe.lab.bench.clock import (
     Action,
     capture,
     clock_for,
-    extra_memory,
+    in_mib,
     interleave,
     timing,
     timings,
+    warmed_memory,
 )
-from acmoe.lab.bench.layer import first_line
 from acmoe.lab.bench.progress import Say, silent, tell_times
 from acmoe.lab.bench.results import Report, new_report
 from acmoe.models.images.classifier import ImageClassifier
@@ -202,7 +202,7 @@ def measure_model(
                 steps[key], actions[key], memory[key] = prepare(name, router, variant, config)
             except Exception as failure:  # the failure of one variant must not end the run
                 yield TrainRow(
-                    model=name, router=router, variant=variant, refused=first_line(failure)
+                    model=name, router=router, variant=variant, refused=typed_line(failure)
                 )
     if not actions:
         return
@@ -239,9 +239,7 @@ def prepare(
     step = Step(model, batch, config)
     if "compile" in variant:
         compile_blocks(model)
-    for _ in range(_WARM_UP):
-        step()
-    memory = extra_memory(step, device)
+    memory = warmed_memory(step, device, calls=_WARM_UP)
     action = capture(step) if "graph" in variant else step
     action()
     check(bool(step.loss.isfinite()), f"the loss is {float(step.loss)} after {_WARM_UP + 2} steps")
@@ -278,6 +276,6 @@ def _row(
         added_percent=price and price.percent,
         added_percent_low=price and price.low_percent,
         added_percent_high=price and price.high_percent,
-        memory_mib=None if memory is None else memory / 2**20,
+        memory_mib=in_mib(memory),
         loss=float(step.loss),
     )

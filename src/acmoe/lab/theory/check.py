@@ -37,6 +37,33 @@ class Check:
     note: str
 
 
-def judge(confirmed: bool, verdict: str, doubt: str) -> str:
-    """Return the verdict, or the reason for doubt if the check is not confirmed."""
-    return verdict if confirmed else f"not confirmed: {doubt}"
+def conclude(
+    confirmed: bool,
+    *,
+    name: str,
+    statement: str,
+    setting: str,
+    measured: str,
+    figures: Mapping[str, Figure],
+    verdict: str,
+    doubt: str,
+    basis: Basis,
+    holds_as_printed: bool | None,
+    note: str,
+) -> Check:
+    """Return the row of a check, whose verdict on the paper stands only if it is confirmed.
+
+    Otherwise the row gives the reason for doubt, and `holds_as_printed` is None.
+    """
+    return Check(
+        name=name,
+        statement=statement,
+        setting=setting,
+        measured=measured,
+        figures=figures,
+        verdict=verdict if confirmed else f"not confirmed: {doubt}",
+        basis=basis,
+        holds_as_printed=holds_as_printed if confirmed else None,
+        confirmed=confirmed,
+        note=note,
+    )

@@ -27,6 +27,12 @@ def wilson(errors: int, trials: int, z: float) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
+def agrees(errors: int, trials: int, expected: float, z: float, *, slack: float = 0.0) -> bool:
+    """Return whether the interval of a counted rate, widened by `slack`, holds the expected one."""
+    low, high = wilson(errors, trials, z)
+    return low - slack <= expected <= high + slack
+
+
 def paired_z(first_wrong_T: Tensor, second_wrong_T: Tensor) -> float:
     """Return McNemar's z for two rules on the same tokens; positive if the first errs more."""
     only_first = int((first_wrong_T & ~second_wrong_T).sum())

@@ -21,9 +21,10 @@ from acmoe.evaluate.run import CHECKPOINTS, METRICS, Run, open_run
 from acmoe.evaluate.saved import save_evaluation
 from acmoe.evaluate.starts import record_start
 from acmoe.runtime import pick_device, seeded
+from acmoe.storage.lines import append_line
 from acmoe.train.checkpoint import CheckpointStore
 from acmoe.train.finetune.finetuner import Finetuner, best_epoch
-from acmoe.train.metrics_log import append, drop_records_after
+from acmoe.train.metrics_log import drop_records_after
 from acmoe.train.run_folder import claim, write_vocabulary
 
 KEPT = 2  # checkpoints: where the latest is damaged, the one before it is continued
@@ -64,13 +65,12 @@ def finetune(
     """Finetune a run on the task's files in the folder `data`.
 
     `out` is the folder to work in, `finetune_folder(run.folder, config)` by default. `note` is a
-    line for the log.
-    Without `checkpoints` the best epoch is held in memory, and no trained model is left on disk.
+    line for the log. Without `checkpoints` the best epoch is held in memory, and no trained model
+    is left on disk.
     """
     run = source if isinstance(source, Run) else open_run(source)
     out = out or finetune_folder(run.folder, config)
-    console = console or Console(stderr=True)
-    device = pick_device(config.device)
+    console, device = console or Console(stderr=True), pick_device(config.device)
     rows, origin = task_splits(load_sentences(config.task, data), config.seed)
     with claim(out, config), seeded(config.seed, device):
         store = CheckpointStore(out / CHECKPOINTS, keep=KEPT) if checkpoints else None
@@ -82,7 +82,6 @@ def finetune(
         finetuner.load_best(best)
         with progress_bars(console) as progress:
             test = finetuner.accuracy("test", progress)
-    labels = torch.tensor([sentence.label for sentence in rows["test"]])
     report = FinetuneReport(
         task=config.task,
         form=config.form,
@@ -94,10 +93,16 @@ def finetune(
         best_epoch=best,
         dev_accuracy=accuracies[best - 1],
         test_accuracy=test,
-        majority=100 * labels.bincount().max().item() / len(labels),
+        majority=majority_share(rows["test"]),
     )
     save_evaluation(out, {"split": "test", "step": best, **report.to_json()})
     return report
+
+
+def majority_share(sentences: list[Sentence]) -> float:
+    """Return the percentage of sentences in the most frequent class."""
+    labels = torch.tensor([sentence.label for sentence in sentences])
+    return float(100 * labels.bincount().max().item() / len(labels))
 
 
 def finetune_folder(run: Path, config: FinetuneConfig) -> Path:
@@ -122,7 +127,7 @@ def _train(finetuner: Finetuner, metrics: Path, console: Console) -> list[float]
             accuracies.append(finetuner.accuracy("dev", progress))
         seconds = time.perf_counter() - started
         record = {"kind": "epoch", "step": epoch, "loss": loss, "dev_accuracy": accuracies[-1]}
-        append(metrics, {**record, "seconds": seconds})
+        append_line(metrics, {**record, "seconds": seconds})
         finetuner.save_epoch(epoch, accuracies)
         console.print(
             f"{config.task}: epoch {epoch}/{config.epochs}  loss {loss:.4f} nats  development "

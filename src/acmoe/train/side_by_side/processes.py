@@ -20,7 +20,7 @@ from rich.console import Console
 
 from acmoe.config.text.evaluate import EvaluateConfig
 from acmoe.config.text.train import RunConfig
-from acmoe.errors import UserError, first_line
+from acmoe.errors import UserError, typed_line
 from acmoe.evaluate.language import evaluate
 from acmoe.evaluate.language_report import LanguageReport
 from acmoe.evaluate.saved import save_evaluation
@@ -230,7 +230,7 @@ def _work(job: Job, threads: Threads, live: bool, pipe: Connection) -> None:
         screen.send("failed", error)
     except Exception as error:
         traceback.print_exception(error)
-        text = f"{type(error).__name__}: {first_line(error)}"
+        text = typed_line(error)
         screen.send("failed", ChildProcessError(f"training {job.folder} failed: {text}"))
 
 

@@ -19,19 +19,24 @@ from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.state import RoutingState
 
 
+def new_moe(shape: Shape, router: str | RouterConfig, losses: LossConfig | None = None) -> MoE:
+    """Build a layer of this shape with weights of its own, on torch's default device."""
+    return MoE(
+        dim=shape.dim,
+        hidden=shape.hidden,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        router=router,
+        activation=shape.activation,
+        bias=shape.bias,
+        losses=losses,
+    )
+
+
 def build_moe(shape: Shape, weights: Weights, router: str | RouterConfig = "smoe") -> MoE:
     """Build the layer around the given weights, without auxiliary loss, as baselines have none."""
     with torch.device(weights.up.device):
-        moe = MoE(
-            dim=shape.dim,
-            hidden=shape.hidden,
-            num_experts=shape.num_experts,
-            top_k=shape.top_k,
-            router=router,
-            activation=shape.activation,
-            bias=shape.bias,
-            losses=LossConfig(balance=0.0),
-        )
+        moe = new_moe(shape, router, LossConfig(balance=0.0))
     gate = moe.router.base if isinstance(moe.router, AdaptiveRouter) else moe.router
     gate.embedding = weights.embedding
     moe.experts.up, moe.experts.down = weights.up, weights.down

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from acmoe.data.synthetic import GaussianClusters
-from acmoe.lab.theory.check import Check, judge
+from acmoe.lab.theory.check import Check, conclude
 from acmoe.lab.theory.conditioning.hessian import (
     Conditioning,
     condition_number,
@@ -70,7 +70,8 @@ def check_constant_gate(seed: int = 0, draws: int = 10, dim: int = 5) -> Check:
         autograd = max(autograd, found.hessian_error)
     confirmed = worst <= TOLERANCE and autograd <= TOLERANCE
     numbers = kappa_X.tolist()
-    return Check(
+    return conclude(
+        confirmed,
         name="Proposition 2, constant gate",
         statement=STATEMENT,
         setting="embeddings zero, clusters of mean zero with one diagonal covariance; "
@@ -83,15 +84,11 @@ def check_constant_gate(seed: int = 0, draws: int = 10, dim: int = 5) -> Check:
             "max_relative_error": worst,
             "hessian_error": autograd,
         },
-        verdict=judge(
-            confirmed,
-            "proved: cond(Sigma)^|1-r| for M = s^-r, by continuity near zero embeddings too",
-            f"condition numbers are {worst:.1e} off, or autograd is {autograd:.1e} off the "
-            "written-out Hessian",
-        ),
+        verdict="proved: cond(Sigma)^|1-r| for M = s^-r, by continuity near zero embeddings too",
+        doubt=f"condition numbers are {worst:.1e} off, or autograd is {autograd:.1e} off the "
+        "written-out Hessian",
         basis="proof",
         holds_as_printed=None,
-        confirmed=confirmed,
         note="The paper names no loss; here it is the cross-entropy of the gate with the cluster. "
         "How small embeddings must be depends on the covariance: see the next row.",
     )
@@ -137,20 +134,17 @@ def check_varying_gate(seed: int = 0) -> Check:
     wanted = [varying_gate_closed_form(s) for s in (torch.ones_like(std_D), exact_scale(std_D))]
     error = max(abs(plain / wanted[0] - 1), abs(adaptive / wanted[1] - 1))
     confirmed = error <= TOLERANCE and adaptive > 2 * plain
-    return Check(
+    return conclude(
+        confirmed,
         name="Proposition 2, a gate that decides",
         statement=STATEMENT,
         setting="the proof's setting: centred, aligned, Sigma = diag(4, 1); embeddings (3, 0), 0",
         measured=f"condition number {plain:.2f} -> {adaptive:.2f}",
         figures={"plain": plain, "adaptive": adaptive, "max_relative_error": error},
-        verdict=judge(
-            confirmed,
-            "fails as printed: B_i is no constant",
-            f"the condition numbers are {error:.1e} off the closed form, or AC's is no larger",
-        ),
+        verdict="fails as printed: B_i is no constant",
+        doubt=f"the condition numbers are {error:.1e} off the closed form, or AC's is no larger",
         basis="counterexample",
-        holds_as_printed=False if confirmed else None,
-        confirmed=confirmed,
+        holds_as_printed=False,
         note="g (1 - g) is small where the token has a large affinity, so the Hessian sees less of "
         "the loose feature than Sigma says, and dividing by its deviation overshoots.",
     )
@@ -175,20 +169,17 @@ def check_rotated(seed: int = 0) -> Check:
     plain, adaptive = rotated_example()
     error = max(abs(plain - 10), abs(adaptive - (7 + 2 * math.sqrt(6))))
     confirmed = error <= TOLERANCE and adaptive > plain
-    return Check(
+    return conclude(
+        confirmed,
         name="Proposition 2, rotated covariance",
         statement=STATEMENT,
         setting="constant gate, mean zero, Sigma = I + v v', v = (1, -2, -2), measure 'std'",
         measured=f"condition number {plain:.3f} -> {adaptive:.3f}, by hand 7 + 2 sqrt 6",
         figures={"plain": plain, "adaptive": adaptive, "max_error": error},
-        verdict=judge(
-            confirmed,
-            "fails as printed: unit variances (Jacobi scaling) can raise it",
-            f"the condition numbers are {error:.1e} off those worked out by hand",
-        ),
+        verdict="fails as printed: unit variances (Jacobi scaling) can raise it",
+        doubt=f"the condition numbers are {error:.1e} off those worked out by hand",
         basis="counterexample",
-        holds_as_printed=False if confirmed else None,
-        confirmed=confirmed,
+        holds_as_printed=False,
         note="The proof assumes aligned axes, the proposition does not. The remark on Jacobi "
         "preconditioning bounds the result by the square of the best condition number of a "
         "diagonal scaling, so only by cond(Sigma)^2: 100 here.",
@@ -231,7 +222,8 @@ def check_separated(seed: int = 0) -> Check:
         error = max(error, *(abs(mine / yours - 1) for mine, yours in pairs))
     alone, together = found[0.0], found[COMMON]
     confirmed = error <= TOLERANCE and alone[1] > 2 * alone[0] and together[1] < together[0] / 2
-    return Check(
+    return conclude(
+        confirmed,
         name="Proposition 2, clusters apart on tight features",
         statement=STATEMENT,
         setting="constant gate, 4 clusters of Lemma 1 (contrast 4, separation 2), the mixture "
@@ -245,14 +237,10 @@ def check_separated(seed: int = 0) -> Check:
             "adaptive_with_common_features": together[1],
             "max_relative_error": error,
         },
-        verdict=judge(
-            confirmed,
-            "fails as printed, and holds with common loose features",
-            f"the condition numbers are {error:.1e} off the closed form, or not ordered so",
-        ),
+        verdict="fails as printed, and holds with common loose features",
+        doubt=f"the condition numbers are {error:.1e} off the closed form, or not ordered so",
         basis="counterexample",
-        holds_as_printed=False if confirmed else None,
-        confirmed=confirmed,
+        holds_as_printed=False,
         note="M stretches the features along which the means lie, and with them the largest "
         "eigenvalue of the second moment. It also shrinks features that are loose everywhere: "
         "which of the two counts depends on the data.",

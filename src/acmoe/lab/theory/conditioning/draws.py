@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from acmoe.lab.theory.check import Check, Figure, judge
+from acmoe.lab.theory.check import Check, Figure, conclude
 from acmoe.lab.theory.conditioning.convergence import STATEMENT
 from acmoe.lab.theory.conditioning.hessian import Conditioning, conditioning
 from acmoe.lab.theory.intervals import family_z, wilson
@@ -66,23 +66,20 @@ def check_conditioning_draws(seed: int = 0, draws: int = DRAWS) -> Check:
         confirmed = confirmed and low <= most and high >= least and least <= shares[name] <= most
         confirmed = confirmed and result.hessian_error <= 1e-10
         figures |= _figures(name, result, (low, high))
-    return Check(
+    return conclude(
+        confirmed,
         name="Proposition 2, random embeddings",
         statement=STATEMENT,
         setting=f"{draws} draws each of {TOKENS} centred tokens in {DIM} features, {EXPERTS} "
         f"experts, embeddings N(0, 1/{DIM}), cross-entropy: " + ", ".join(SETTINGS),
         measured="holds in " + ", ".join(f"{share:.0%}" for share in shares.values()),
         figures=figures,
-        verdict=judge(
-            confirmed,
-            "observed: mostly with mad, rarely with the variance",
-            "the shares are not "
-            + ", ".join(f"{a:g} to {b:g}" for *_, (a, b) in SETTINGS.values())
-            + ", or autograd is off the written-out Hessian",
-        ),
+        verdict="observed: mostly with mad, rarely with the variance",
+        doubt="the shares are not "
+        + ", ".join(f"{a:g} to {b:g}" for *_, (a, b) in SETTINGS.values())
+        + ", or autograd is off the written-out Hessian",
         basis="observation",
         holds_as_printed=None,
-        confirmed=confirmed,
         note="'With high probability' is not defined in the paper, nor is the distribution it "
         "would be about. These are shares of the draws described, and no more.",
     )

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from acmoe.lab.theory.check import Check, judge
+from acmoe.lab.theory.check import Check, conclude
 from acmoe.lab.theory.scale import exact_scale, library_scale
 
 ROUNDING = 1e-12
@@ -74,7 +74,8 @@ def check_eigenvalue_lemma(seed: int = 0, draws: int = 3000, dim: int = 5) -> Ch
         and abs(left - (2 * printed - printed**2)) <= ROUNDING
         and left > printed
     )
-    return Check(
+    return conclude(
+        confirmed,
         name="Lemma on eigenvalues",
         statement="|lambda_i - Sigma_ii| <= eps max_j |lambda_i - lambda_j|",
         setting=f"{len(ratio_X)} small rotations, d = {dim}; (2, 1) turned by acos(0.98) by hand",
@@ -88,15 +89,11 @@ def check_eigenvalue_lemma(seed: int = 0, draws: int = 3000, dim: int = 5) -> Ch
             "hand_left_side": left,
             "hand_printed_bound": printed,
         },
-        verdict=judge(
-            confirmed,
-            "fails as printed: the bound needs 2 eps - eps^2 in place of eps",
-            f"the corrected bound is violated in {corrected_violations} draws, or the printed one "
-            f"in {violations}",
-        ),
+        verdict="fails as printed: the bound needs 2 eps - eps^2 in place of eps",
+        doubt=f"the corrected bound is violated in {corrected_violations} draws, or the printed "
+        f"one in {violations}",
         basis="counterexample",
-        holds_as_printed=False if confirmed else None,
-        confirmed=confirmed,
+        holds_as_printed=False,
         note="The corrected bound is attained by every rotation of a plane.",
     )
 
@@ -108,21 +105,18 @@ def check_eigenvalue_order(seed: int = 0) -> Check:
     error = max(abs(mine - yours) for mine, yours in zip(scale, wanted, strict=True))
     exact = abs(variance[2] - 1.198) <= ROUNDING and abs(variance[1] - 1.1) <= ROUNDING
     confirmed = error <= ROUNDING and exact and scale[2] < scale[1] and eps < 1.01e-3
-    return Check(
+    return conclude(
+        confirmed,
         name="Lemma on eigenvalues, its use",
         statement="lambda_j <= lambda_i implies m_j >= m_i with high probability",
         setting="eigenvalues (100, 1.1, 1), the third axis turned towards the first, eps = 0.001",
         measured=f"variances {variance[1]:.3f} and {variance[2]:.3f} of the eigenvalues 1.1 and 1, "
         f"scale {scale[1]:.3f} and {scale[2]:.3f}",
         figures={"eps": eps, "variances": variance, "scale": scale, "max_error": error},
-        verdict=judge(
-            confirmed,
-            "fails as printed: neighbours exchange their order",
-            f"the scale is {error:.1e} off the true dispersions', or the order is kept",
-        ),
+        verdict="fails as printed: neighbours exchange their order",
+        doubt=f"the scale is {error:.1e} off the true dispersions', or the order is kept",
         basis="counterexample",
-        holds_as_printed=False if confirmed else None,
-        confirmed=confirmed,
+        holds_as_printed=False,
         note="The bound scales with the largest gap between eigenvalues. Two of them keep their "
         "order if they differ by more than (2 eps - eps^2) times the sum of their largest gaps.",
     )

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from acmoe.data.synthetic import GaussianClusters
-from acmoe.lab.theory.check import Check, Figure, judge
-from acmoe.lab.theory.intervals import family_z, wilson
+from acmoe.lab.theory.check import Check, Figure, conclude
+from acmoe.lab.theory.intervals import agrees, family_z
 from acmoe.lab.theory.repeats.blocks import BlockRates, block_rates
 from acmoe.lab.theory.rules import adaptive_choice
 from acmoe.lab.theory.scale import exact_scale, library_scale
@@ -55,8 +55,7 @@ def sample(
 
 def inside(count: int, tokens: int, expected: float, z: float) -> bool:
     """Return whether the interval of a measured share contains the expected one."""
-    low, high = wilson(count, tokens, z)
-    return low - QUADRATURE <= expected <= high + QUADRATURE
+    return agrees(count, tokens, expected, z, slack=QUADRATURE)
 
 
 def check_confirmation(seed: int = 0, tokens: int = TOKENS) -> Check:
@@ -76,7 +75,8 @@ def check_confirmation(seed: int = 0, tokens: int = TOKENS) -> Check:
         shares.append(expected.left)
         negatives.append(expected.negative)
     confirmed = left == 0 and outside == 0 and min(shares) > 1e-3
-    return Check(
+    return conclude(
+        confirmed,
         name="Eqn. 8, tight on disjoint blocks",
         statement=STATEMENT,
         setting="each embedding on features of its own, on which its cluster is at least as tight "
@@ -93,15 +93,11 @@ def check_confirmation(seed: int = 0, tokens: int = TOKENS) -> Check:
             "negative": negatives,
             "outside_interval": outside,
         },
-        verdict=judge(
-            confirmed,
-            "proved; only tokens with negative affinities leave",
-            f"{left} tokens left a choice that they should repeat, or {outside} shares lie outside "
-            "their interval",
-        ),
+        verdict="proved; only tokens with negative affinities leave",
+        doubt=f"{left} tokens left a choice that they should repeat, or {outside} shares lie "
+        "outside their interval",
         basis="proof",
         holds_as_printed=None,
-        confirmed=confirmed,
         note="M_k* multiplies the affinity of k* by more than the others, whether k* is right or "
         "wrong. The variant `distance` obeys the same with a_k - |e_k|^2 / 2 in place of a_k: it "
         "does not mend choices here either.",
@@ -141,7 +137,8 @@ def check_confirmation_scope(seed: int = 0, tokens: int = TOKENS) -> Check:
     mends = rates["next block"].adaptive_wrong < rates["next block"].plain_wrong
     harms = rates["other blocks"].adaptive_wrong > 3 * rates["other blocks"].plain_wrong
     confirmed = outside == 0 and nearly_all and ends and mends and harms
-    return Check(
+    return conclude(
+        confirmed,
         name="Eqn. 8, tight on other blocks",
         statement=STATEMENT,
         setting=f"contrast {CLUSTERS.contrast:g}, separation 3, the true scale, {tokens} tokens; "
@@ -151,14 +148,10 @@ def check_confirmation_scope(seed: int = 0, tokens: int = TOKENS) -> Check:
         + "; wrong under AC (plain): "
         + ", ".join(f"{row.adaptive_wrong:.3f} ({row.plain_wrong:.3f})" for row in rates.values()),
         figures=_scope_figures(rates) | {"outside_interval": outside},
-        verdict=judge(
-            confirmed,
-            "ends where another expert reads the tight features",
-            f"{outside} shares lie outside their interval, or choices are repeated there too",
-        ),
+        verdict="ends where another expert reads the tight features",
+        doubt=f"{outside} shares lie outside their interval, or choices are repeated there too",
         basis="counterexample",
         holds_as_printed=None,
-        confirmed=confirmed,
         note="M_j multiplies the affinity of whichever expert reads the tight features of j. If "
         "this expert is not j, tokens leave wrong choices: a gain if the right ones stay (next "
         "block), a loss if not (other blocks).",

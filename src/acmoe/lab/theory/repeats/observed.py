@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from acmoe.data.synthetic import GaussianClusters
-from acmoe.lab.theory.check import Check, Figure, judge
+from acmoe.lab.theory.check import Check, Figure, conclude
 from acmoe.lab.theory.intervals import family_z, paired_z, wilson
 from acmoe.lab.theory.repeats.confirmation import CLUSTERS, exact, inside
 from acmoe.lab.theory.rules import (
@@ -144,7 +144,8 @@ def check_repeated(seed: int = 0, tokens: int = TOKENS) -> Check:
     confirmed = confirmed and mended and beats_bayes
     base, mild = points[CONTRASTS.index(CLUSTERS.contrast)].wrong, points[1].wrong
     ari = {rule: adjusted_rand(n / tokens, CLUSTERS.num_clusters) for rule, n in base.items()}
-    return Check(
+    return conclude(
+        confirmed,
         name="Eqn. 8, scale measured on the plain choice",
         statement=STATEMENT_OBSERVED,
         setting=f"tight on its own block, separation 3, {tokens} tokens, contrast "
@@ -154,15 +155,11 @@ def check_repeated(seed: int = 0, tokens: int = TOKENS) -> Check:
         f"{ari['distance']:.3f}, AC given the true k* {ari['told']:.3f}, own metrics "
         f"{ari['own_metric']:.3f}",
         figures={**_figures(points, tokens), "outside_interval": outside},
-        verdict=judge(
-            confirmed,
-            f"observed: {least:.2%} or more are repeated",
-            f"only {least:.1%} are repeated, {outside} errors lie outside their interval, or own "
-            "metrics do not reduce errors",
-        ),
+        verdict=f"observed: {least:.2%} or more are repeated",
+        doubt=f"only {least:.1%} are repeated, {outside} errors lie outside their interval, or own "
+        "metrics do not reduce errors",
         basis="observation",
         holds_as_printed=None,
-        confirmed=confirmed,
         note="At contrast 2, AC that is given the true k* errs on "
         f"{mild['told'] / tokens:.4f} of the tokens, and the best rule that sees only h (Bayes) on "
         f"{mild['bayes'] / tokens:.4f}: AC then repeats an answer it was given. Experts that "

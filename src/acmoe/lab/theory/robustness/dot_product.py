@@ -18,9 +18,9 @@ T tokens, D features, C = E = 2.
 import torch
 from torch import Tensor
 
-from acmoe.lab.theory.check import Check, judge
+from acmoe.lab.theory.check import Check, conclude
 from acmoe.lab.theory.gaussians import agreement, rule_z, upper_tail
-from acmoe.lab.theory.intervals import family_z, wilson
+from acmoe.lab.theory.intervals import agrees, family_z
 from acmoe.lab.theory.robustness.margins import STATEMENT
 from acmoe.lab.theory.robustness.separation import separation_gain
 from acmoe.lab.theory.rules import adaptive_choice, distance_choice
@@ -92,8 +92,7 @@ def _outside(choice_T: Tensor, cluster_T: Tensor, expected: list[float], z: floa
     missed = 0
     for cluster, exact in enumerate(expected):
         wrong_T = choice_T[cluster_T == cluster] != cluster
-        low, high = wilson(int(wrong_T.sum()), len(wrong_T), z)
-        missed += not low <= exact <= high
+        missed += not agrees(int(wrong_T.sum()), len(wrong_T), exact, z)
     return missed
 
 
@@ -113,7 +112,8 @@ def check_dot_product(seed: int = 0) -> Check:
     gain = separation_gain(scale_CD[0], MEANS[0] - MEANS[1]).item()
     plain, adaptive = (found[name] for name in ("plain", "dot product"))
     confirmed = error <= ROUNDING and outside == 0 and sum(adaptive) > 2 * sum(plain) and gain > 1
-    return Check(
+    return conclude(
+        confirmed,
         name="Proposition 1, the dot product of Eqn. 8",
         statement=STATEMENT,
         setting="embeddings = means (0.5, 2), (1.9, 0.8), equal lengths, deviations (0.25, 1), no "
@@ -129,15 +129,11 @@ def check_dot_product(seed: int = 0) -> Check:
             "max_error": error,
             "outside_interval": outside,
         },
-        verdict=judge(
-            confirmed,
-            "fails as printed: the paper routes by a dot product and argues by a distance",
-            f"the errors are {error:.1e} off those worked out by hand, or {outside} of the "
-            "router's rates lie outside their interval",
-        ),
+        verdict="fails as printed: the paper routes by a dot product and argues by a distance",
+        doubt=f"the errors are {error:.1e} off those worked out by hand, or {outside} of the "
+        "router's rates lie outside their interval",
         basis="counterexample",
-        holds_as_printed=False if confirmed else None,
-        confirmed=confirmed,
+        holds_as_printed=False,
         note="Every assumption of the paper holds, and both clusters have the same M. In M the "
         "embedding of b is the longer one (squared lengths 2.0 and 6.0) and attracts the tokens of "
         "a. The remark that the dot product is 'proportional to a Mahalanobis distance' is wrong "
@@ -158,7 +154,8 @@ def check_distance(seed: int = 0) -> Check:
         for scale, expected in ((scale_CD, wanted), (one_CD, plain))
     )
     confirmed = error <= ROUNDING and outside == 0 and max(found) < min(plain)
-    return Check(
+    return conclude(
+        confirmed,
         name="Proposition 1, the variant `distance`",
         statement=STATEMENT,
         setting="the same clusters, affinity h' M e_k - e_k' M e_k / 2; the library's router on "
@@ -170,15 +167,11 @@ def check_distance(seed: int = 0) -> Check:
             "max_error": error,
             "outside_interval": outside,
         },
-        verdict=judge(
-            confirmed,
-            "proved for the rule that is used (two experts at the means, diagonal covariance)",
-            f"the errors are {error:.1e} off those worked out by hand, or {outside} of the "
-            "router's rates lie outside their interval",
-        ),
+        verdict="proved for the rule that is used (two experts at the means, diagonal covariance)",
+        doubt=f"the errors are {error:.1e} off those worked out by hand, or {outside} of the "
+        "router's rates lie outside their interval",
         basis="proof",
         holds_as_printed=None,
-        confirmed=confirmed,
         note="The bias turns the dot product into the distance of the proof. Where all clusters "
         "have the same deviations, M does not depend on k*, so the router need not know it.",
     )
@@ -197,13 +190,13 @@ def check_overlapping_embeddings(seed: int = 0) -> Check:
             (int(repeated_T[of_T].sum()), int(of_T.sum())) for of_T in (wrong_T, ~wrong_T)
         ]
     z = family_z(2)
-    intervals = [wilson(*counts, z) for counts in shares["true"]]
     outside = sum(
-        not low <= value <= high for (low, high), value in zip(intervals, exact, strict=True)
+        not agrees(*counts, value, z) for counts, value in zip(shares["true"], exact, strict=True)
     )
     measured = [count / total for count, total in shares["measured"]]
     confirmed = outside == 0 and exact[0] < 0.6 and 0.85 < measured[1] < 0.93 and measured[0] < 0.6
-    return Check(
+    return conclude(
+        confirmed,
         name="Eqn. 8, embeddings that share features",
         statement="a first choice is repeated in its own metric M_k*, right or wrong",
         setting="the clusters of the dot product's row, well separated on the tight feature",
@@ -216,14 +209,10 @@ def check_overlapping_embeddings(seed: int = 0) -> Check:
             "measured_repeated_when_right": measured[1],
             "outside_interval": outside,
         },
-        verdict=judge(
-            confirmed,
-            "does not hold for all clusters of Lemma 1: embeddings need disjoint supports",
-            f"{outside} shares lie outside their interval, or nearly all choices are repeated",
-        ),
+        verdict="does not hold for all clusters of Lemma 1: embeddings need disjoint supports",
+        doubt=f"{outside} shares lie outside their interval, or nearly all choices are repeated",
         basis="counterexample",
         holds_as_printed=None,
-        confirmed=confirmed,
         note="Both embeddings are nonzero on both features, so M_k* does not multiply the affinity "
         "of k* alone. The next row has the hypotheses under which choices are repeated.",
     )

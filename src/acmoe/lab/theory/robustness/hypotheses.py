@@ -8,7 +8,7 @@ D features, K other clusters.
 import torch
 from torch import Tensor
 
-from acmoe.lab.theory.check import Check, judge
+from acmoe.lab.theory.check import Check, conclude
 from acmoe.lab.theory.gaussians import both_above, rule_z, upper_tail
 from acmoe.lab.theory.robustness.margins import STATEMENT
 from acmoe.lab.theory.robustness.separation import separation_gain
@@ -69,20 +69,17 @@ def check_correlated(seed: int = 0) -> Check:
         ),
     )
     confirmed = error <= ROUNDING and adaptive > 2 * plain and gain > 1
-    return Check(
+    return conclude(
+        confirmed,
         name="Proposition 1, correlated features",
         statement=STATEMENT,
         setting="deviations (0.2, 1), correlation 0.9, gap 0.3 (-1, 0.18)",
         measured=f"error {plain:.3f} -> {adaptive:.3f}; Lemma 1's gain is {gain:.2f}",
         figures={"plain": plain, "adaptive": adaptive, "lemma_1_gain": gain, "max_error": error},
-        verdict=judge(
-            confirmed,
-            "fails as printed: it needs a diagonal covariance",
-            f"the errors are {error:.1e} off those worked out by hand, or AC errs no more",
-        ),
+        verdict="fails as printed: it needs a diagonal covariance",
+        doubt=f"the errors are {error:.1e} off those worked out by hand, or AC errs no more",
         basis="counterexample",
-        holds_as_printed=False if confirmed else None,
-        confirmed=confirmed,
+        holds_as_printed=False,
         note="Lemma 1 holds here, and Lemma 2 is exact: the scale stretches the correlated noise "
         "more than the gap.",
     )
@@ -97,7 +94,8 @@ def check_three_clusters(seed: int = 0) -> Check:
     exact = three_cluster_error(exact_scale(std_D))
     error = max(abs(adaptive - exact[0]), abs(adaptive_pair - exact[1]))
     confirmed = error <= ROUNDING and adaptive > plain and adaptive_pair < plain_pair
-    return Check(
+    return conclude(
+        confirmed,
         name="Proposition 1, three clusters",
         statement=STATEMENT,
         setting="deviations (1.6, 1, 1), gaps (1, 1, 0) and (1, 0, 1)",
@@ -110,14 +108,10 @@ def check_three_clusters(seed: int = 0) -> Check:
             "adaptive_pair": adaptive_pair,
             "max_error": error,
         },
-        verdict=judge(
-            confirmed,
-            "fails as printed: it needs two clusters",
-            f"the errors are {error:.1e} off the true dispersions', or AC errs no more",
-        ),
+        verdict="fails as printed: it needs two clusters",
+        doubt=f"the errors are {error:.1e} off the true dispersions', or AC errs no more",
         basis="counterexample",
-        holds_as_printed=False if confirmed else None,
-        confirmed=confirmed,
+        holds_as_printed=False,
         note="Against each other cluster alone the error falls, as proved; but the two ways to err "
         "coincide less often, because the scale shrinks the loose feature that they share.",
     )

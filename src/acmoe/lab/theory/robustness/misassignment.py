@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from acmoe.lab.theory.check import Check, judge
+from acmoe.lab.theory.check import Check, conclude
 from acmoe.lab.theory.gaussians import both_above, upper_tail
 from acmoe.lab.theory.intervals import family_z, wilson
 
@@ -103,7 +103,8 @@ def check_misassignment(
     unstretched_outside = sum(pair.unstretched_outside for pair in pairs)
     probabilities = [probability for pair in pairs for probability in pair.probabilities]
     confirmed = outside == 0
-    return Check(
+    return conclude(
+        confirmed,
         name="Lemma 2, two Gaussian clusters",
         statement="P(wrong) = 1 - Phi(||gap||^2 / (2 sqrt(gap' (Sigma + Sigma_noise) gap)))",
         setting=f"{draws} full covariances with noise, {TOKENS} tokens; plain and in the metric M",
@@ -117,12 +118,10 @@ def check_misassignment(
             "outside_interval_with_unstretched_variance": unstretched_outside,
             "probabilities": probabilities,
         },
-        verdict=judge(
-            confirmed, "holds for the nearest mean", f"{outside} rates lie outside their interval"
-        ),
+        verdict="holds for the nearest mean",
+        doubt=f"{outside} rates lie outside their interval",
         basis="proof",
-        holds_as_printed=True if confirmed else None,
-        confirmed=confirmed,
+        holds_as_printed=True,
         note="In the metric M the variance becomes 4 gap' M Sigma M gap. If Lemma 1's distance is "
         "inserted into Lemma 2 and the variance is not stretched, the formula misses the interval "
         f"in {unstretched_outside} of {draws} draws.",
@@ -161,6 +160,11 @@ def _inside(intervals: list[tuple[float, float]], values: tuple[float, ...]) -> 
     return [low <= value <= high for (low, high), value in zip(intervals, values, strict=True)]
 
 
+def _is_tail(probability: float, z: float) -> bool:
+    """Return whether a probability is 1 - Phi(z)."""
+    return abs(probability - math.erfc(z / math.sqrt(2)) / 2) <= 1e-12
+
+
 def check_misassignment_scope(seed: int = 0, formula: Formula = misassignment) -> Check:
     """Check Lemma 2 where it is not proved.
 
@@ -177,14 +181,12 @@ def check_misassignment_scope(seed: int = 0, formula: Formula = misassignment) -
         wilson(errors, TOKENS, z)
         for errors in (_three_clusters(generator), _two_point_noise(generator))
     ]
-    # The formula must be Lemma 2's, Q(1) and Q(1 / sqrt(0.82)), and miss both exact values.
-    printed = all(
-        abs(found - math.erfc(at / math.sqrt(2)) / 2) <= 1e-12
-        for found, at in ((pair, 1.0), (guess, 1 / math.sqrt(0.82)))
-    )
+    # The formula must be Lemma 2's and miss both exact values.
+    printed = _is_tail(pair, 1.0) and _is_tail(guess, 1 / math.sqrt(0.82))
     exact_inside = all(_inside(intervals, (three, two_point)))
     confirmed = exact_inside and not any(_inside(intervals, (pair, guess))) and printed
-    return Check(
+    return conclude(
+        confirmed,
         name="Lemma 2, three clusters or other noise",
         statement="the same, for r: R^d -> [E] and 'some zero-mean noise'",
         setting="three unit Gaussians on an equilateral triangle of side 2; noise of +-0.9",
@@ -198,14 +200,10 @@ def check_misassignment_scope(seed: int = 0, formula: Formula = misassignment) -
             "two_point_noise_exact": two_point,
             "two_point_noise_interval": list(intervals[1]),
         },
-        verdict=judge(
-            confirmed,
-            "fails as printed: exact only for two clusters and Gaussian noise",
-            "Monte Carlo misses an exact value, or the formula is not Lemma 2's or is right",
-        ),
+        verdict="fails as printed: exact only for two clusters and Gaussian noise",
+        doubt="Monte Carlo misses an exact value, or the formula is not Lemma 2's or is right",
         basis="counterexample",
-        holds_as_printed=False if confirmed else None,
-        confirmed=confirmed,
+        holds_as_printed=False,
         note="With more clusters, the formula for the nearest wrong cluster is a lower bound and "
         "the sum over all of them an upper one. The proof assumes Gaussian noise, the statement "
         "only zero-mean noise.",

@@ -13,7 +13,7 @@ D features, X independent draws.
 import torch
 from torch import Tensor
 
-from acmoe.lab.theory.check import Check, judge
+from acmoe.lab.theory.check import Check, conclude
 from acmoe.lab.theory.robustness.margins import (
     ROUNDING,
     STATEMENT,
@@ -59,7 +59,8 @@ def check_noisy_scale(seed: int = 0, draws: int = 500, dim: int = 8) -> Check:
         error = max(error, (ratio_X / expected_X - 1).abs().max().item())
         least = min(least, ratio_X.min().item())
     confirmed = error <= ROUNDING and least >= 1 - ROUNDING
-    return Check(
+    return conclude(
+        confirmed,
         name="Proposition 1, all tokens noisy",
         statement=STATEMENT,
         setting=f"the row above with noise in tokens and statistics alike; {draws} mixtures, tau "
@@ -71,14 +72,10 @@ def check_noisy_scale(seed: int = 0, draws: int = 500, dim: int = 8) -> Check:
             "least_margin_ratio": least,
             "max_relative_error": error,
         },
-        verdict=judge(
-            confirmed,
-            "proved where every token carries the same noise",
-            f"margins are {error:.1e} off their closed form, or shrink by {1 - least:.1e}",
-        ),
+        verdict="proved where every token carries the same noise",
+        doubt=f"margins are {error:.1e} off their closed form, or shrink by {1 - least:.1e}",
         basis="proof",
         holds_as_printed=None,
-        confirmed=confirmed,
         note="The gain vanishes like tau^-4 as the noise makes all features equally loose.",
     )
 
@@ -97,7 +94,8 @@ def check_clean_scale(seed: int = 0, draws: int = 500, dim: int = 8) -> Check:
     error = (far_X / limit_X - 1).abs().max().item()
     sides = bool((below_X > 1).all() and (above_X < 1).all())
     confirmed = sides and error <= 1e-6
-    return Check(
+    return conclude(
+        confirmed,
         name="Proposition 1, scale from clean tokens",
         statement=STATEMENT,
         setting=f"{draws} mixtures, isotropic noise added after the scale was measured",
@@ -112,15 +110,11 @@ def check_clean_scale(seed: int = 0, draws: int = 500, dim: int = 8) -> Check:
             "worst_margin_ratio": far_X.min().item(),
             "error_of_limit": error,
         },
-        verdict=judge(
-            confirmed,
-            "fails as printed: every mixture has its crossing",
-            "margins within 0.1% of the derived crossing are on the wrong side, or their limit is "
-            f"{error:.1e} off",
-        ),
+        verdict="fails as printed: every mixture has its crossing",
+        doubt="margins within 0.1% of the derived crossing are on the wrong side, or their limit "
+        f"is {error:.1e} off",
         basis="counterexample",
-        holds_as_printed=False if confirmed else None,
-        confirmed=confirmed,
+        holds_as_printed=False,
         note="Lemma 1 builds M from the clean cluster, so this is the proposition as printed. A "
         "scale learned on clean text (statistics='running') amplifies noise on tight features.",
     )
@@ -161,7 +155,8 @@ def check_contaminated_share(seed: int = 0) -> Check:
         error = max(error, *(abs(a - b) for a, b in zip(found, wanted, strict=True)))
         worst[share] = min(found)
     confirmed = error <= ROUNDING and max(worst.values()) < 0.96
-    return Check(
+    return conclude(
+        confirmed,
         name="Proposition 1, some tokens noisy",
         statement=STATEMENT,
         setting="half of the squared gap on each of the deviations (0.25, 1); a share of the "
@@ -172,14 +167,10 @@ def check_contaminated_share(seed: int = 0) -> Check:
             **{f"least_margin_ratio_{share:g}": ratio for share, ratio in worst.items()},
             "max_error": error,
         },
-        verdict=judge(
-            confirmed,
-            "fails as printed, also with statistics of the batch",
-            f"margins are {error:.1e} off their closed form, or no smaller than the plain ones",
-        ),
+        verdict="fails as printed, also with statistics of the batch",
+        doubt=f"margins are {error:.1e} off their closed form, or no smaller than the plain ones",
         basis="counterexample",
-        holds_as_printed=False if confirmed else None,
-        confirmed=confirmed,
+        holds_as_printed=False,
         note="statistics='batch', 'sequence' and 'prefix' are safe only where all tokens carry the "
         "noise. An attack on 2.5% of the words, as in the paper, is close to clean statistics.",
     )

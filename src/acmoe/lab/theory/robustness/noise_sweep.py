@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from acmoe.data.synthetic import GaussianClusters
-from acmoe.lab.theory.check import Check, judge
+from acmoe.lab.theory.check import Check, conclude
 from acmoe.lab.theory.intervals import family_z, paired_z, wilson
 from acmoe.lab.theory.robustness.margins import STATEMENT, share_of
 from acmoe.lab.theory.robustness.misassignment import misassignment, nearest
@@ -122,7 +122,8 @@ def check_noise_sweep(seed: int = 0) -> Check:
     gap_D = CLUSTERS.means[1] - CLUSTERS.means[0]
     gain = separation_gain(exact_scale(CLUSTERS.clean_stds[0]), gap_D).item()
     top = {p.router: p.rate for p in points if p.noise == LEVELS[-1]}
-    return Check(
+    return conclude(
+        confirmed,
         name="Proposition 1, by Monte Carlo",
         statement=STATEMENT,
         setting=f"two clusters, scale of {STATISTICS_TOKENS} tokens, noise 0 to {LEVELS[-1]:g}",
@@ -137,14 +138,10 @@ def check_noise_sweep(seed: int = 0) -> Check:
             "clean_scale_worse_at": lost,
             "separation_gain_of_clean_scale": gain,
         },
-        verdict=judge(
-            confirmed,
-            f"fails as printed: a clean scale errs more above noise {cross:.2f}",
-            f"{outside} rates lie outside their interval, or the crossing is not where derived",
-        ),
+        verdict=f"fails as printed: a clean scale errs more above noise {cross:.2f}",
+        doubt=f"{outside} rates lie outside their interval, or the crossing is not where derived",
         basis="observation",
-        holds_as_printed=False if confirmed else None,
-        confirmed=confirmed,
+        holds_as_printed=False,
         note=f"In the clean metric the squared distance of the means is {gain:.2f} times as large "
         "at every noise level, even where it errs more: Lemmas 1 and 2 together do not imply "
         "Proposition 1.",

@@ -10,7 +10,7 @@ D features.
 import torch
 from torch import Tensor
 
-from acmoe.lab.theory.check import Check, judge
+from acmoe.lab.theory.check import Check, conclude
 from acmoe.lab.theory.robustness.margins import metric_z
 from acmoe.lab.theory.robustness.separation import separation_gain
 from acmoe.lab.theory.scale import library_scale
@@ -49,7 +49,8 @@ def check_exponential(seed: int = 0) -> Check:
     found = [rate(length) for length in LENGTHS]
     error = abs(found[-1] / (RATIO - 1) - 1)
     confirmed = abs(gain - 1.6) <= 1e-12 and abs(ratio - 1) <= 1e-12 and error <= 1e-4
-    return Check(
+    return conclude(
+        confirmed,
         name="Lemmas 1 and 2 combined",
         statement="by Lemmas 1 and 2 the AC router's error is exponentially smaller",
         setting="deviations (0.25, 1); gap (1, 0), along the tight feature alone; gaps (L, L) / "
@@ -63,14 +64,10 @@ def check_exponential(seed: int = 0) -> Check:
             "rates": found,
             "limit": RATIO - 1,
         },
-        verdict=judge(
-            confirmed,
-            "fails as printed: the distance grows and the error stays",
-            f"gain {gain:.4f}, error ratio {ratio:.4f}, or the rate is {error:.1e} off its limit",
-        ),
+        verdict="fails as printed: the distance grows and the error stays",
+        doubt=f"gain {gain:.4f}, error ratio {ratio:.4f}, or the rate is {error:.1e} off its limit",
         basis="counterexample",
-        holds_as_printed=False if confirmed else None,
-        confirmed=confirmed,
+        holds_as_printed=False,
         note="The scale stretches the deviation along the gap as much as the gap. Where clusters "
         "are separated along equally tight features alone, the ideal of the paper's assumption, "
         "nothing is gained. The error is exponentially smaller where deviations differ along the "

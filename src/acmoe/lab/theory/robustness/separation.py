@@ -10,7 +10,7 @@ D features, X independent draws.
 import torch
 from torch import Tensor
 
-from acmoe.lab.theory.check import Check, judge
+from acmoe.lab.theory.check import Check, conclude
 from acmoe.lab.theory.scale import exact_scale, library_scale
 
 STATEMENT = "||mu_b - mu_a||^2 in the metric M_a >= ||mu_b - mu_a||^2"
@@ -63,7 +63,8 @@ def check_separation(seed: int = 0, draws: int = 500, dim: int = 6) -> Check:
     worst = reversed_X.max().item()
     holds = least >= 1 - ROUNDING and worst <= 1 + ROUNDING
     confirmed = error <= ROUNDING and holds
-    return Check(
+    return conclude(
+        confirmed,
         name="Lemma 1, similarly ordered",
         statement=STATEMENT,
         setting=f"{len(gain_X)} draws, the tighter of two features never has the smaller gap; "
@@ -77,15 +78,11 @@ def check_separation(seed: int = 0, draws: int = 500, dim: int = 6) -> Check:
             "largest_gain_in_reverse_order": worst,
             "max_error": error,
         },
-        verdict=judge(
-            confirmed,
-            "proved: similarly ordered scale and squared gap (Chebyshev)",
-            f"a gain is {min(least - 1, 1 - worst):.1e} on the wrong side of one, or {error:.1e} "
-            "off the true dispersions",
-        ),
+        verdict="proved: similarly ordered scale and squared gap (Chebyshev)",
+        doubt=f"a gain is {min(least - 1, 1 - worst):.1e} on the wrong side of one, or {error:.1e} "
+        "off the true dispersions",
         basis="proof",
         holds_as_printed=None,
-        confirmed=confirmed,
         note="The lemma is equivalent to a covariance over features, cov(m, gap^2) >= 0. Similar "
         "order is sufficient; equality needs a constant scale or a constant squared gap.",
     )
@@ -105,21 +102,18 @@ def check_separation_fails(seed: int = 0) -> Check:
     found = counterexample_gains()
     error = max(abs(found[name] - COUNTEREXAMPLES[name][2]) for name in found)
     confirmed = error <= ROUNDING and max(found.values()) < 1
-    return Check(
+    return conclude(
+        confirmed,
         name="Lemma 1, as printed",
         statement=STATEMENT,
         setting="s = (1, 9): gaps (0, 1) and (5, 20); m = (3.89, 0.1, 0.005, 0.005): squared gaps "
         "(1, 10, 0.9, 0.9)",
         measured="gains " + ", ".join(f"{gain:.3f}" for gain in found.values()),
         figures={name.replace(" ", "_"): gain for name, gain in found.items()},
-        verdict=judge(
-            confirmed,
-            "fails as printed, and under the assumptions of text and proof",
-            f"the gains are {error:.1e} off those worked out by hand, or not below one",
-        ),
+        verdict="fails as printed, and under the assumptions of text and proof",
+        doubt=f"the gains are {error:.1e} off those worked out by hand, or not below one",
         basis="counterexample",
-        holds_as_printed=False if confirmed else None,
-        confirmed=confirmed,
+        holds_as_printed=False,
         note="The text assumes that clusters are well separated along their tight features: in the "
         "second example by 5 deviations there, and by 2.2 on the loose one. The proof assumes a "
         "few features that hold nearly all of the scale and have the largest gaps: the third.",

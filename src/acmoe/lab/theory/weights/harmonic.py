@@ -8,7 +8,7 @@ D features, C clusters.
 
 import torch
 
-from acmoe.lab.theory.check import Check, judge
+from acmoe.lab.theory.check import Check, conclude
 from acmoe.lab.theory.scale import library_scale
 
 STATEMENT = "the optimal weights are proportional to 1/s"
@@ -36,7 +36,8 @@ def check_harmonic_mean(seed: int = 0) -> Check:
     slopes = [(weight_ratios(STRENGTH + h)[0] - 3) / h for h in OFFSETS]
     close = all(abs(slope + 1.6) <= 3 * h for slope, h in zip(slopes, OFFSETS, strict=True))
     confirmed = error <= 1e-9 and close
-    return Check(
+    return conclude(
+        confirmed,
         name="Theorem 1, weights proportional to 1/s",
         statement=STATEMENT,
         setting="clusters with s = (1, 3) and (2, 6), lambda = 1.5, the first one's harmonic mean",
@@ -46,14 +47,11 @@ def check_harmonic_mean(seed: int = 0) -> Check:
             "slopes_near_the_harmonic_mean": slopes,
             "max_error": error,
         },
-        verdict=judge(
-            confirmed,
-            "fails as printed: lambda must be the cluster's harmonic mean of s",
-            f"the ratios are {error:.1e} off those worked out by hand, or do not move with lambda",
-        ),
+        verdict="fails as printed: lambda must be the cluster's harmonic mean of s",
+        doubt=f"the ratios are {error:.1e} off those worked out by hand, or do not move with "
+        "lambda",
         basis="counterexample",
-        holds_as_printed=False if confirmed else None,
-        confirmed=confirmed,
+        holds_as_printed=False,
         note="Each cluster has its own harmonic mean, so one lambda gives 1/s in all of them only "
         "by accident. The paper's M = diag(1/s) is Theorem 1 with a lambda for every cluster.",
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from acmoe.lab.theory.check import Check, judge
+from acmoe.lab.theory.check import Check, conclude
 from acmoe.ops.statistics.dispersion import dispersion
 from acmoe.ops.statistics.optimum import optimal_weights
 
@@ -63,16 +63,17 @@ def check_kkt(seed: int = 0, weights_of: WeightsOf = optimal_weights) -> Check:
     worst = torch.stack(residuals).max().item()
     confirmed = worst <= KKT_TOLERANCE
     problems = len(factors) * len(dispersion_XD)
-    return Check(
+    return conclude(
+        confirmed,
         name="Theorem 1, optimality",
         statement=STATEMENT,
         setting=f"{problems} problems: ties, zeros, lambda 1e-6 to 1e6 times the dispersion",
         measured=f"largest KKT residual {worst:.1e}",
         figures={"problems": problems, "max_residual": worst, "tolerance": KKT_TOLERANCE},
-        verdict=judge(confirmed, "holds", f"residual {worst:.1e} above {KKT_TOLERANCE:.0e}"),
+        verdict="holds",
+        doubt=f"residual {worst:.1e} above {KKT_TOLERANCE:.0e}",
         basis="proof",
-        holds_as_printed=True if confirmed else None,
-        confirmed=confirmed,
+        holds_as_printed=True,
         note="The problem is convex, so a point that meets the KKT conditions is the minimum. The "
         "theorem does not say which root alpha is meant: only the largest gives positive weights.",
     )
@@ -127,7 +128,8 @@ def check_optimiser(seed: int = 0, weights_of: WeightsOf = optimal_weights) -> C
         apart = max(apart, (found_D - ours_D).abs().max().item())
         excess = max(excess, (criterion(ours_D) - criterion(found_D)).item())
     confirmed = apart <= WEIGHT_TOLERANCE and excess <= 1e-12
-    return Check(
+    return conclude(
+        confirmed,
         name="Theorem 1, by an optimiser",
         statement=STATEMENT,
         setting=f"pairwise criterion on {num_tokens} tokens, {len(factors)} lambdas, L-BFGS",
@@ -138,10 +140,10 @@ def check_optimiser(seed: int = 0, weights_of: WeightsOf = optimal_weights) -> C
             "max_objective_excess": excess,
             "tolerance": WEIGHT_TOLERANCE,
         },
-        verdict=judge(confirmed, "holds", f"an optimiser found weights {apart:.1e} away"),
+        verdict="holds",
+        doubt=f"an optimiser found weights {apart:.1e} away",
         basis="proof",
-        holds_as_printed=True if confirmed else None,
-        confirmed=confirmed,
+        holds_as_printed=True,
         note="The dispersion of Theorem 1 is the mean pairwise difference, measure='gini' here; "
         "the paper's experiments use the mean absolute deviation instead.",
     )

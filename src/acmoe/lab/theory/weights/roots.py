@@ -6,7 +6,7 @@ D features, P distinct dispersions (poles of the equation), G grid points.
 import torch
 from torch import Tensor
 
-from acmoe.lab.theory.check import Check, judge
+from acmoe.lab.theory.check import Check, conclude
 
 ROOT_TOLERANCE = 1e-9  # relative to the largest dispersion plus lambda
 FACTORS = (0.01, 0.1, 1.0, 10.0, 100.0)  # lambda over the mean dispersion
@@ -97,7 +97,8 @@ def check_distinct_roots(seed: int = 0, draws: int = 10, dim: int = 6) -> Check:
     largest_only = sum(result[2] for result in results)
     holds = set(counts) == {dim}
     confirmed = error <= ROOT_TOLERANCE and largest_only == len(counts) and holds
-    return Check(
+    return conclude(
+        confirmed,
         name="Lemma on alpha, distinct dispersions",
         statement="sum_q 1/(s_q + alpha) = d/lambda has exactly d real solutions",
         setting=f"{len(counts)} equations, d = {dim}, all dispersions distinct",
@@ -111,15 +112,11 @@ def check_distinct_roots(seed: int = 0, draws: int = 10, dim: int = 6) -> Check:
             "equations_where_only_the_largest_is_positive": largest_only,
             "max_relative_error": error,
         },
-        verdict=judge(
-            confirmed,
-            "holds; the optimum is the largest root, which Theorem 1 does not say",
-            f"roots by bisection and by eigenvalues differ by {error:.1e}, "
-            f"or another root than the largest gives w > 0 ({largest_only} of {len(counts)})",
-        ),
+        verdict="holds; the optimum is the largest root, which Theorem 1 does not say",
+        doubt=f"roots by bisection and by eigenvalues differ by {error:.1e}, "
+        f"or another root than the largest gives w > 0 ({largest_only} of {len(counts)})",
         basis="proof",
-        holds_as_printed=True if confirmed else None,
-        confirmed=confirmed,
+        holds_as_printed=True,
         note="Theorem 1 takes 'constants that satisfy' this equation. Of its roots only the "
         "largest makes every weight positive; any other makes the logarithm of a weight undefined.",
     )
@@ -138,7 +135,8 @@ def check_tied_roots(seed: int = 0, draws: int = 10, dim: int = 6) -> Check:
     short = sum(count < len(s) for r, s in zip(results, rows, strict=True) for count in r[0])
     equations = len(rows) * len(FACTORS)
     confirmed = error <= ROOT_TOLERANCE and as_distinct and results[-1][0] == [1] * len(FACTORS)
-    return Check(
+    return conclude(
+        confirmed,
         name="Lemma on alpha, tied dispersions",
         statement="sum_q 1/(s_q + alpha) = d/lambda has exactly d real solutions",
         setting=f"{equations} equations with ties; s = (1, 1) by hand",
@@ -150,14 +148,10 @@ def check_tied_roots(seed: int = 0, draws: int = 10, dim: int = 6) -> Check:
             "roots_of_two_equal_dispersions": results[-1][0][0],
             "max_relative_error": error,
         },
-        verdict=judge(
-            confirmed,
-            "fails as printed: as many roots as distinct dispersions",
-            "the count is neither d nor the number of distinct dispersions",
-        ),
+        verdict="fails as printed: as many roots as distinct dispersions",
+        doubt="the count is neither d nor the number of distinct dispersions",
         basis="counterexample",
-        holds_as_printed=False if confirmed else None,
-        confirmed=confirmed,
+        holds_as_printed=False,
         note="Between two equal dispersions there is no interval to hold a root. The root that "
         "matters, the largest, always exists.",
     )
