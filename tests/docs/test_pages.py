@@ -21,7 +21,7 @@ from acmoe.config.text.train import override_run
 from acmoe.recipes import recipe
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("start", "tutorials", "howto", "reference", "understanding")
+FOLDERS = ("start", "tutorials", "howto", "reference", "understanding", "performance")
 ELSEWHERE = ("huggingface.md", "tutorial-huggingface.md")  # tests/hf runs the code of these pages
 PAGES = [
     ROOT / "README.md",

@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 from acmoe.cli.bench import Bench
+from acmoe.cli.bench.tools import Table
 from acmoe.cli.parse import Command, parse
 from acmoe.errors import UserError
 from acmoe.lab.bench import results
@@ -161,3 +162,11 @@ def test_the_table_command_counts_what_it_wrote(
     words = ["bench", "table", "--page", str(page), "--results", str(tmp_path / "results")]
     assert parse(COMMANDS, words).run() == 0
     assert "1 table" in capsys.readouterr().out
+
+
+def test_the_page_of_saved_reports_is_what_the_table_command_writes(tmp_path: Path) -> None:
+    root, command = Path(__file__).parents[3], Table()
+    page = tmp_path / "reports.md"
+    page.write_text((root / command.page).read_text())
+    assert update_page(page, root / command.results) > 0
+    assert page.read_text() == (root / command.page).read_text()

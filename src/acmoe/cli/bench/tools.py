@@ -145,7 +145,7 @@ class Tune:
 class Table:
     """Write the newest saved reports into the page of the documentation, between its markers."""
 
-    page: Path = Path("docs/performance.md")
+    page: Path = Path("docs/performance/reports.md")
     """The page to update."""
     results: Path = Path("benchmarks/results")
     """Folder with the saved reports."""
