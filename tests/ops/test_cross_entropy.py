@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from acmoe.errors import UserError
 from acmoe.ops.cross_entropy.op import chunked_cross_entropy, cross_entropy_reference
@@ -74,6 +75,27 @@ def test_the_sum_is_the_mean_times_the_number_of_counted_tokens() -> None:
         x, weight, bias, targets, chunk=4, token_mask=mask, reduction="sum"
     )
     torch.testing.assert_close(total, 6 * mean, rtol=1e-13, atol=0.0)
+
+
+class _Gemms(TorchDispatchMode):
+    """Counts the matrix products inside the block."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
+        return func(*args, **(kwargs or {}))
+
+
+def test_without_gradients_the_same_loss_takes_one_gemm_a_chunk_instead_of_three() -> None:
+    *learned, targets = inputs(0, 6, 7)
+    with _Gemms() as trained:
+        wanted = chunked_cross_entropy(*learned, targets, chunk=2)
+    with torch.no_grad(), _Gemms() as scored:
+        found = chunked_cross_entropy(*learned, targets, chunk=2)
+    assert found.item() == wanted.item() and not found.requires_grad
+    # Three chunks: logits, and the gradients of the tokens and of the layer.
+    assert (trained.count, scored.count) == (3 * 3, 3 * 1)
 
 
 def test_single_losses_are_the_plain_ones_and_zero_where_masked() -> None:

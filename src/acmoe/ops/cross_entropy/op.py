@@ -77,7 +77,10 @@ def chunked_cross_entropy(
         elif reduction == "none":
             return _masked(_token_losses(x, weight, bias, safe_T, gemm_dtype, chunk), keep_T)
         else:
-            total = _SumOfLosses.apply(x, weight, bias, safe_T, keep_T, gemm_dtype, chunk)  # type: ignore[no-untyped-call]
+            given = (x, weight, bias)
+            if not torch.is_grad_enabled():  # forward would compute gradients for nobody
+                given = (x.detach(), weight.detach(), None if bias is None else bias.detach())
+            total = _SumOfLosses.apply(*given, safe_T, keep_T, gemm_dtype, chunk)  # type: ignore[no-untyped-call]
         if reduction == "sum":
             return total
         return total / (max(1, len(x)) if keep_T is None else keep_T.sum().clamp(min=1))
