@@ -1,6 +1,8 @@
 """Transformers without acmoe, and its plain classes, refuse the checkpoint of an attached model."""
 
+import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,3 +41,35 @@ def test_a_plain_class_refuses_a_part_of_the_checkpoint(tmp_path: Path) -> None:
     acmoe.attach(build("qwen3_vl_moe.whole")).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"an adaptive model: `import acmoe\.hf`"):
         transformers.Qwen3VLMoeTextModel.from_pretrained(tmp_path, experts_implementation="eager")
+
+
+@pytest.mark.parametrize("kind", [MixtralForCausalLM, AutoModelForCausalLM])
+def test_a_plain_config_for_the_checkpoint_is_warned_of(
+    kind: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a config of the caller's, transformers never reads the one that refuses."""
+    config = build("mixtral").config
+    model = measured()
+    model.save_pretrained(tmp_path / "adaptive")
+    with caplog.at_level(logging.WARNING, "acmoe"):
+        plain = kind.from_pretrained(tmp_path / "adaptive", config=config)
+    assert type(plain) is MixtralForCausalLM
+    assert "its checkpoint was saved with adaptive ones" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "acmoe"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "adaptive")
+        acmoe.detach(model).save_pretrained(tmp_path / "plain")
+        kind.from_pretrained(tmp_path / "plain", config=config)
+    assert "adaptive ones" not in caplog.text
+
+
+def test_a_body_that_was_attached_alone_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The config of the whole model is then a plain one."""
+    model = build("mixtral")
+    acmoe.attach(model.model)
+    model.save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING, "acmoe"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert "its checkpoint was saved with adaptive ones" in caplog.text

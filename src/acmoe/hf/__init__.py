@@ -20,6 +20,7 @@ from acmoe.hf.checkpoints.adapters import follow_peft, follow_transformers
 from acmoe.hf.checkpoints.auto import NAME as _NAME
 from acmoe.hf.checkpoints.auto import know_all_types
 from acmoe.hf.checkpoints.classes import adaptive_class, adaptive_config_class
+from acmoe.hf.checkpoints.plain_load import follow_loading
 from acmoe.hf.checkpoints.statistics import load_statistics, save_statistics
 from acmoe.hf.experts import experts_reason
 from acmoe.hf.families import register_family
@@ -38,6 +39,7 @@ if TYPE_CHECKING:  # at run time by __getattr__
 know_all_types()
 follow_peft()
 follow_transformers()
+follow_loading()
 register_models()
 
 __all__ = [

@@ -11,8 +11,11 @@ from torch.nn.modules import module as nn_module
 
 def modified(module: nn.Module, expected: type[nn.Module]) -> str | None:
     """Return how the module differs from a plain instance of `expected`, or None."""
-    if type(module) is not expected:
-        return f"is a {type(module).__name__}, not a {expected.__name__}"
+    kind = type(module)
+    if kind is not expected:
+        same = kind.__name__ == expected.__name__  # such as the Linear of PEFT
+        name = f"{kind.__module__}.{kind.__name__}" if same else kind.__name__
+        return f"is a {name}, not a {expected.__name__}"
     if hooked(module):
         return "has hooks"
     if "forward" in module.__dict__:

@@ -238,6 +238,11 @@ def log_once(line: str, level: int = logging.INFO) -> None:
         _log.log(level, line)
 
 
+# torch.compile then logs while it traces and leaves the call out of the graph, which it could not
+# trace. torch.compiler.assume_constant_result sets the same mark, but imports Dynamo.
+log_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _is_ordinary() -> bool:
     """Return True if the first kernel that supports a call serves it, and nobody asks why."""
     return not (

@@ -24,8 +24,9 @@ import safetensors
 import torch
 from torch import Tensor, nn
 from transformers.integrations import PeftAdapterMixin
+from transformers.utils import cached_file
 
-from acmoe.errors import UserError
+from acmoe.errors import UserError, first_line
 from acmoe.hf.checkpoints.statistics import (
     FILE,
     averages_of,
@@ -36,6 +37,7 @@ from acmoe.hf.checkpoints.statistics import (
 
 LOG = logging.getLogger("acmoe")
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # PEFT loads the first that exists
+HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 FOLLOWED = "_acmoe_follows"  # attribute of a method that was wrapped here
 
 
@@ -154,6 +156,36 @@ def follow_peft() -> None:
     kind.load_adapter = _loading(kind.load_adapter, "model_id")
 
 
+def _folder_of(
+    model: nn.Module, place: str | os.PathLike[str], options: dict[str, Any]
+) -> Path | None:
+    """Return the folder of an adapter, in the cache of the hub if `place` is a repository there.
+
+    The statistics are then downloaded. None: the repository has none, or cannot be reached.
+    """
+    subfolder = options.get("subfolder") or ""
+    if Path(place).is_dir():
+        return Path(place) / subfolder
+    known = {name: options[name] for name in HUB_OPTIONS if options.get(name) is not None}
+    try:
+        found = cached_file(
+            str(place),
+            FILE,
+            subfolder=subfolder,
+            **known,
+            _raise_exceptions_for_missing_entries=False,
+        )
+    except OSError as error:  # the adapter itself is loaded
+        if has_statistics(model):
+            LOG.warning(
+                "the statistics of %s were not loaded: %s; download the repository, then call "
+                "acmoe.hf.load_statistics(model, folder)",
+                *(place, first_line(error)),
+            )
+        return None
+    return None if found is None else Path(found).parent
+
+
 def _saving(save: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(save)
 
@@ -181,10 +213,12 @@ def _loading(load: Callable[..., Any], folder: str) -> Callable[..., Any]:
     def load_adapter(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         found = load(self, *args, **kwargs)
         given = signature.bind(self, *args, **kwargs).arguments
-        place, options = given.get(folder), given.get("adapter_kwargs") or kwargs
+        place = given.get(folder)
         if isinstance(place, str | os.PathLike):
-            directory = Path(place) / (options.get("subfolder") or "")
-            load_beside(self, directory, given.get("adapter_name") or "default")
+            options = {**kwargs, **(given.get("adapter_kwargs") or {})}
+            directory = _folder_of(self, place, options)
+            if directory is not None:
+                load_beside(self, directory, given.get("adapter_name") or "default")
         return found
 
     setattr(load_adapter, FOLLOWED, True)

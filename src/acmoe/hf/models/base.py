@@ -86,7 +86,8 @@ class AcmoePreTrainedModel(StatisticsBeside, PreTrainedModel):  # type: ignore[m
         check(
             every_n_layers == 1 and not offload and options in ({}, {"use_reentrant": False}),
             f"gradient checkpointing with every_n_layers={every_n_layers}, offload={offload}, "
-            f"{options}; every block is recomputed, without reentrant autograd: leave them out",
+            f"{options}; every block is recomputed, without reentrant autograd: leave these "
+            "options out, or pass use_reentrant=False",
         )
         self.gradient_checkpointing = self.model.checkpoint_blocks = True
 

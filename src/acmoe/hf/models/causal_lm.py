@@ -19,6 +19,7 @@ from acmoe.hf.models.base import (
     say_aux_loss_is_left,
 )
 from acmoe.hf.models.cache import AcmoeCache
+from acmoe.hf.models.checks import check_all
 from acmoe.hf.models.config import AcmoeConfig
 from acmoe.hf.models.hidden import check_positions, recorded_inputs, wants_hidden_states
 from acmoe.hf.models.padding import IGNORED, token_mask
@@ -26,6 +27,10 @@ from acmoe.models.recorded import recorded
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.models.text.generate import check_generates
 from acmoe.ops.checks import check_range
+
+_PADDED_RIGHT = (
+    "a prompt ends with padding; pad prompts on the left (tokenizer.padding_side='left')"
+)
 
 
 class AcmoeForCausalLM(AcmoePreTrainedModel, GenerationMixin):  # type: ignore[misc]
@@ -183,10 +188,8 @@ class AcmoeForCausalLM(AcmoePreTrainedModel, GenerationMixin):  # type: ignore[m
         )
         if past is None and not use_cache:
             return None
-        check(
-            mask_BL is None or input_ids.shape[1] == 1 or bool(mask_BL[:, -1].all()),
-            "a prompt ends with padding; pad prompts on the left (tokenizer.padding_side='left')",
-        )
+        if mask_BL is not None and input_ids.shape[1] > 1:
+            check_all(mask_BL[:, -1], _PADDED_RIGHT, wait=True)
         if isinstance(past, AcmoeCache):
             return past
         return AcmoeCache(self.model.new_cache(len(input_ids)))

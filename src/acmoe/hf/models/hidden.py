@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from acmoe.errors import check
+from acmoe.hf.models.checks import check_all
 
 _UNUSUAL = (
     "position_ids do not count the tokens of each text from 0; the positions of this model are "
@@ -70,10 +71,4 @@ def check_positions(
         f"position_ids have shape {tuple(position_ids.shape)}; give {(rows, columns)}, or leave "
         "position_ids out",
     )
-    if torch.compiler.is_compiling():
-        return  # values cannot be read there
-    are_usual = ((position_ids == usual) | ~real).all()
-    if are_usual.device.type == "cpu":
-        check(bool(are_usual), _UNUSUAL)
-    elif not are_usual.is_meta:
-        torch._assert_async(are_usual, _UNUSUAL)  # the host does not wait for the result
+    check_all((position_ids == usual) | ~real, _UNUSUAL)

@@ -3,9 +3,11 @@
 B sequences, L new positions, N positions with those before.
 """
 
+import torch
 from torch import Tensor
 
 from acmoe.errors import check
+from acmoe.hf.models.checks import check_all
 
 IGNORED = -100  # a label that is not scored
 
@@ -16,6 +18,9 @@ def token_mask(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int
     attention_mask: (B, N) as transformers gives it, of cached and new positions. The first id after
     the vocabulary, `<pad>` of our tokenizers, is padding with or without an attention mask:
     `generate` fills finished sequences with it and does not mask it.
+
+    Compiled code cannot branch on values. There an attention mask is used even if all tokens are
+    real, with the same results; without one, all tokens must be real.
     """
     check(
         input_ids.dim() == 2 and input_ids.numel() > 0,
@@ -39,7 +44,16 @@ def token_mask(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int
             f"{tuple(input_ids.shape)}; give one entry per position",
         )
     real_BL = input_ids != vocab_size
+    if mask_BL is None and torch.compiler.is_compiling():
+        check_all(
+            real_BL,
+            f"input_ids hold the padding id {vocab_size}; compiled code needs an attention_mask "
+            "for it",
+        )
+        return None
     mask_BL = real_BL if mask_BL is None else mask_BL & real_BL
+    if torch.compiler.is_compiling() or mask_BL.is_meta:
+        return mask_BL
     return None if bool(mask_BL.all()) else mask_BL
 
 

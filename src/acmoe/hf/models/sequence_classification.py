@@ -11,6 +11,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from acmoe.errors import check
 from acmoe.hf.models.base import AcmoePreTrainedModel, refuse
+from acmoe.hf.models.checks import check_all
 from acmoe.hf.models.config import AcmoeConfig
 from acmoe.hf.models.hidden import check_positions, recorded_inputs, wants_hidden_states
 from acmoe.hf.models.padding import IGNORED, last_token, token_mask
@@ -74,10 +75,11 @@ class AcmoeForSequenceClassification(AcmoePreTrainedModel):
         check_positions(position_ids, input_ids, attention_mask)
         last_B = last_token(mask_BL, input_ids)
         if config.head == "paper":
-            check(
-                bool((last_B == input_ids.shape[1] - 1).all()),
+            check_all(
+                last_B == input_ids.shape[1] - 1,
                 "a sentence ends with padding; the published form pads on the left "
                 "(tokenizer.padding_side='left')",
+                wait=True,
             )
             mask_BL = None
         real = input_ids if mask_BL is None else input_ids.masked_fill(~mask_BL, 0)

@@ -114,6 +114,7 @@ class RunningAverage(StepStatistics):
             log_once(
                 "an adaptive layer evaluates with running statistics that no batch has moved: its "
                 "scale is 1 and it routes as the plain router; load a trained checkpoint, or train "
+                "after model.train(), since calls in evaluation mode do not move them "
                 "(acmoe.fold_statistics(model) moves them by hand)",
                 logging.WARNING,
             )
