@@ -13,6 +13,7 @@ from test_study_grids import NOWHERE
 
 from acmoe.lab.study.grids.long import BYTE_RATES
 from acmoe.lab.study.registry import STUDIES
+from acmoe.lab.study.results.report import draw
 from acmoe.lab.study.results.summary import summarise
 from acmoe.lab.study.results.tables import study_markdown
 from acmoe.lab.study.size import Size
@@ -182,3 +183,18 @@ def test_the_curves_of_fade_are_told_as_they_are():
         middle, last = (100 * (ours[step] / theirs[step] - 1) for step in (5000, 10000))
         (rises if last > middle else falls).append(f"{middle:.2f} to {last:.2f}%")
     assert f"in two pairs ({', '.join(falls)}) and rises in two ({', '.join(rises)})" in words
+
+
+def test_a_comparison_without_a_test_has_an_open_circle(tmp_path):
+    """Labels are comments in the drawing: three of four declared pairs have no test."""
+    for seeds, opened in ((3, True), (4, False)):
+        lines = [
+            line(condition, seed, value + 0.01 * seed * (condition == "smoe"))
+            for condition, value in (("smoe", 2.0), ("adaptive-previous", 2.1))
+            for seed in range(seeds)
+        ]
+        draw(summarise(LONG, lines), tmp_path)
+        drawing = (tmp_path / "long-differences.svg").read_text()
+        assert ("<!-- adaptive-previous - smoe (n = 3 of 4) -->" in drawing) == opened
+        assert ("<!-- open circles: too few pairs for a test -->" in drawing) == opened
+        assert ("fill: #ffffff; stroke: #0072b2" in drawing) == opened

@@ -52,8 +52,10 @@ _ROUTING_CURVES = (
     "layers: the standard deviation of the experts' loads, the instability of clusters from layer "
     "to layer, and the scatter of the router's inputs within clusters as a share of their whole "
     "scatter (1: the clusters' means coincide), of the inputs as they are (without M) and scaled "
-    "by the router (with M). Above each panel stands the number of runs of each condition that "
-    "have the measure. The records hold the measures of every layer."
+    "by the router (with M). Above each panel stands the number of runs that have the measure, for "
+    "each condition in the order of the legend. The records hold the measures of every layer. In "
+    "all figures over training, a line is the mean and its band one standard deviation to either "
+    "side, over runs or over pairs of runs: it is no interval of the mean."
 )
 
 
