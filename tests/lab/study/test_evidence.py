@@ -260,6 +260,18 @@ def test_the_headline_counts_the_lines_of_the_pages_lists() -> None:
     assert numbers == [refuted, total, unknown, supported, *optional]
 
 
+def test_every_attacked_model_has_a_row_for_each_attack() -> None:
+    """The paper has figures of all three models under all three attacks (Table 4 and appendix)."""
+    claims = [claim for claim in CLAIMS if claim.study == "vision"]
+    settings = {setting for claim in claims for setting in claim.settings}
+    for metric in ("pgd-paper 1/255", "fgsm-paper 1/255", "spsa-paper 1"):
+        found = [claim for claim in claims if claim.metric == metric]
+        assert {setting for claim in found for setting in claim.settings} == settings
+    (soft,) = [one for one in claims if one.title == "PGD 1/255, SoftMoE"]
+    assert soft.effect == pytest.approx(2.96)  # 48.25 - 45.29
+    assert soft.settings == ("softmoe",)
+
+
 def test_every_declared_comparison_of_long_runs_has_a_row() -> None:
     rows = {
         (claim.study, claim.condition, claim.baseline, setting): claim.declared

@@ -174,8 +174,8 @@ def _pooling(rows: Sequence[Row]) -> str:
     if not found:
         return "With the spread of its own pairs in place of the pooled one, no row changes lists."
     return (
-        "With the spread of its own pairs in place of the pooled one, a row would be in another "
-        f"list: {'; '.join(found)}."
+        "Rows that the spread of their own pairs, in place of the pooled one, would move to "
+        f"another list: {'; '.join(found)}."
     )
 
 
