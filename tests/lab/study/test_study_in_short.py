@@ -94,7 +94,7 @@ def test_a_pair_lost_to_divergence_was_run_and_leaves_no_test():
     assert one.holm_t is None and one.holm_flip is None
     page = page_of(lines)
     assert "| fade | smoe | 3, 1 diverged |" in page and "| fade | 3, 1 diverged |" in page
-    assert "fewer than three, or lost pairs to divergence, and no test." in page
+    assert "fewer than three, or lost pairs to divergence, and no test;" in page
     lines[1]["metrics"] = {}  # an older run that did not measure it: the pair is still to be run
     (one,) = (one for one in summarise(LONG, lines).comparisons if one.metric == LONG.compared[0])
     assert (one.pairs, one.lost, one.interim) == ("2 of 4, 1 diverged", 1, True)

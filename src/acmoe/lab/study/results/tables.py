@@ -170,7 +170,8 @@ def _verdict(summary: Summary, primary: Metric) -> str:
     diverged = ", or lost pairs to divergence," if any(one.lost for one in all_of_them) else ","
     missing = (
         f"{untested} of {len(all_of_them)} comparisons in {primary.label} have fewer pairs than "
-        f"declared, or fewer than three{diverged} and no test."
+        f"declared, or fewer than three{diverged} and no test; an interval of theirs describes the "
+        "pairs so far, and decides nothing."
     )
     if not family:
         return missing
