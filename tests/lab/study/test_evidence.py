@@ -17,7 +17,7 @@ from acmoe.lab.study.evidence.claims import CLAIMS, Claim
 from acmoe.lab.study.evidence.page import evidence_markdown, read_all
 from acmoe.lab.study.evidence.rows import Row, differences, evidence_rows
 from acmoe.lab.study.evidence.runs import runs_markdown
-from acmoe.lab.study.evidence.short import headline, short_markdown
+from acmoe.lab.study.evidence.short import headline, longest, short_markdown
 from acmoe.lab.study.registry import STUDIES
 from acmoe.lab.study.results.difference_curves import difference_curve
 from acmoe.lab.study.results.pooled import (
@@ -226,7 +226,9 @@ def recorded() -> list[Row]:
 def test_the_page_and_the_readme_are_those_of_the_records(recorded: list[Row]) -> None:
     page = (ROOT / "docs" / "evidence.md").read_text()
     readme = (ROOT / "README.md").read_text()
-    assert headline(recorded) in page, "run acmoe study --evidence docs/evidence.md"
+    assert f"**{headline(recorded)}**\n\n{longest(recorded)}" in page, (
+        "run acmoe study --evidence docs/evidence.md"
+    )
     assert evidence_markdown(recorded, ["studies/figures/evidence.svg"]) in page
     assert short_markdown(recorded) in readme, "run acmoe study --evidence README.md"
     section = readme.split("## Does it help?")[1].split("\n## ")[0]
@@ -250,12 +252,24 @@ def test_the_headline_counts_the_lines_of_the_pages_lists() -> None:
     refuted, unknown, supported, interim = map(
         lines, ("Refuted", "Cannot tell", "In favour", "Interim")
     )
-    sentence = page.split("evidence-headline:begin -->")[1].split("<!--")[0]
+    sentence = page.split("evidence-headline:begin -->")[1].split("\n\n")[1]
     numbers = [int(number) for number in re.findall(r"\d+", sentence)]
     total = refuted + unknown + supported
     smaller = page.count(", which the interval excludes as too large\n")
     optional = [number for number in (smaller, interim) if number]
     assert numbers == [refuted, total, unknown, supported, *optional]
+
+
+def test_every_attacked_model_has_a_row_for_each_attack() -> None:
+    """The paper has figures of all three models under all three attacks (Table 4 and appendix)."""
+    claims = [claim for claim in CLAIMS if claim.study == "vision"]
+    settings = {setting for claim in claims for setting in claim.settings}
+    for metric in ("pgd-paper 1/255", "fgsm-paper 1/255", "spsa-paper 1"):
+        found = [claim for claim in claims if claim.metric == metric]
+        assert {setting for claim in found for setting in claim.settings} == settings
+    (soft,) = [one for one in claims if one.title == "PGD 1/255, SoftMoE"]
+    assert soft.effect == pytest.approx(2.96)  # 48.25 - 45.29
+    assert soft.settings == ("softmoe",)
 
 
 def test_every_declared_comparison_of_long_runs_has_a_row() -> None:

@@ -1,6 +1,7 @@
 """Verdicts of the evidence page: declared pairs, the rule of `fade`, few pairs, divergence."""
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from test_evidence import CLAIM, record
 from acmoe.lab.study.evidence.claims import CLAIMS
 from acmoe.lab.study.evidence.page import evidence_markdown
 from acmoe.lab.study.evidence.rows import Row, evidence_rows
-from acmoe.lab.study.evidence.short import headline, short_markdown
+from acmoe.lab.study.evidence.short import headline, longest, short_markdown
 from acmoe.lab.study.results.pooled import PooledDifference
 
 
@@ -41,7 +42,7 @@ def test_fewer_pairs_than_declared_have_no_verdict_whatever_the_interval() -> No
         refuted, rest = text.split("## Cannot tell")
         assert ("bits: a" in refuted) == (verdict == "refuted")
         listed = f"({n} declared pairs), the paper -5.00%" in rest.split("### Interim")[-1]
-        assert listed == ("outside, interim" in text) == (verdict == "interim")
+        assert listed == ("outside; pairs are missing" in text) == (verdict == "interim")
         assert ("1 more has fewer pairs" in headline([row])) == (verdict == "interim")
 
 
@@ -103,7 +104,7 @@ def test_one_pair_takes_its_interval_from_other_settings_or_has_none() -> None:
         [replace(CLAIM, settings=("a",), own_spread=True)], {"long": pairs([1.0])}
     )
     assert alone.verdict == "unknown"
-    assert "| +1.00%, too few pairs for an interval | -5.00% | no interval | 1 |" in (
+    assert "| +1.00%, one pair, no interval | -5.00% | no interval | 1 |" in (
         evidence_markdown([alone], [])
     )
 
@@ -212,5 +213,30 @@ def test_two_declared_pairs_end_in_cannot_tell() -> None:
     (row,) = evidence_rows([claim], {"long": records})
     assert (row.pairs, row.interim, row.verdict) == (2, False, "unknown")
     text = evidence_markdown([row], [])
-    assert "| -1.35%, too few pairs for an interval | -1.39% | no interval | 2 |" in text
+    assert "| -1.35%, two pairs (-1.40, -1.30), no interval | -1.39% | no interval | 2 |" in text
     assert "published" in text.split("## Cannot tell")[1].split("\n## ")[0]
+
+
+def test_the_longest_runs_have_one_line_for_each_claim() -> None:
+    """Four pairs that exclude the paper's -5 %, and three of four declared ones; b is shorter."""
+    size = "1,000 steps of 200 tokens"  # 20 % of the paper's million
+    long = [line | {"size": size} for line in pairs([0.2, 0.0, 0.0, 0.2], "a")]
+    short = pairs([0.2, 0.0, 0.0, 0.2], "b")
+    claims = [replace(CLAIM, settings=("a",), declared=4), replace(CLAIM, settings=("b",))]
+    text = longest(evidence_rows(claims, {"long": long + short}))
+    assert text.startswith("The longest runs have 20.0% of the paper's training.")
+    (line,) = re.findall("^- .*$", text, re.MULTILINE)
+    assert line.startswith("- bits (a): +0.10% [")
+    assert line.endswith("]; the interval of 4 pairs excludes the paper's -5.00%.")
+    text = longest(evidence_rows(claims[:1], {"long": long[:-2]}))
+    assert "; no verdict yet, 3 of 4 declared pairs (the paper -5.00%)." in text
+    assert longest(evidence_rows(claims, {})) == ""
+
+
+def test_two_pairs_are_shown_as_shares_of_their_own_plain_runs() -> None:
+    """1.1 and 2.0 against 1.0 and 2.0: +10 and 0 percent, on average 0.1 of 3."""
+    figures = (("smoe", 0, 1.0), ("a-router", 0, 1.1), ("smoe", 1, 2.0), ("a-router", 1, 2.0))
+    records = [record(name, seed, value, setting="a") for name, seed, value in figures]
+    claim = replace(CLAIM, settings=("a",), condition="a-router")
+    (row,) = evidence_rows([claim], {"long": records})
+    assert "| +3.33%, two pairs (+10.00, +0.00), no interval |" in evidence_markdown([row], [])

@@ -13,6 +13,7 @@ from test_study_grids import NOWHERE
 
 from acmoe.lab.study.grids.long import BYTE_RATES
 from acmoe.lab.study.registry import STUDIES
+from acmoe.lab.study.results.report import draw
 from acmoe.lab.study.results.summary import summarise
 from acmoe.lab.study.results.tables import study_markdown
 from acmoe.lab.study.size import Size
@@ -93,7 +94,7 @@ def test_a_pair_lost_to_divergence_was_run_and_leaves_no_test():
     assert one.holm_t is None and one.holm_flip is None
     page = page_of(lines)
     assert "| fade | smoe | 3, 1 diverged |" in page and "| fade | 3, 1 diverged |" in page
-    assert "fewer than three, or lost pairs to divergence, and no test." in page
+    assert "fewer than three, or lost pairs to divergence, and no test;" in page
     lines[1]["metrics"] = {}  # an older run that did not measure it: the pair is still to be run
     (one,) = (one for one in summarise(LONG, lines).comparisons if one.metric == LONG.compared[0])
     assert (one.pairs, one.lost, one.interim) == ("2 of 4, 1 diverged", 1, True)
@@ -182,3 +183,18 @@ def test_the_curves_of_fade_are_told_as_they_are():
         middle, last = (100 * (ours[step] / theirs[step] - 1) for step in (5000, 10000))
         (rises if last > middle else falls).append(f"{middle:.2f} to {last:.2f}%")
     assert f"in two pairs ({', '.join(falls)}) and rises in two ({', '.join(rises)})" in words
+
+
+def test_a_comparison_without_a_test_has_an_open_circle(tmp_path):
+    """Labels are comments in the drawing: three of four declared pairs have no test."""
+    for seeds, opened in ((3, True), (4, False)):
+        lines = [
+            line(condition, seed, value + 0.01 * seed * (condition == "smoe"))
+            for condition, value in (("smoe", 2.0), ("adaptive-previous", 2.1))
+            for seed in range(seeds)
+        ]
+        draw(summarise(LONG, lines), tmp_path)
+        drawing = (tmp_path / "long-differences.svg").read_text()
+        assert ("<!-- adaptive-previous - smoe (n = 3 of 4) -->" in drawing) == opened
+        assert ("<!-- open circles: too few pairs for a test -->" in drawing) == opened
+        assert ("fill: #ffffff; stroke: #0072b2" in drawing) == opened

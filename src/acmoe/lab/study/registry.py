@@ -114,10 +114,16 @@ VISION = Study(
     paper=(
         PaperFigure("ImageNet top-1, Swin, one expert", "75.22", "75.39", "Table 4"),
         PaperFigure("ImageNet top-1, Swin, two experts", "76.10", "76.31", "Table 4"),
+        PaperFigure("PGD 1/255, Swin, one expert", "39.69", "40.66", "Table 4"),
         PaperFigure("PGD 1/255, Swin, two experts", "40.85", "43.74", "Table 4"),
+        PaperFigure("FGSM 1/255, Swin, one expert", "52.84", "53.43", "Table 4"),
         PaperFigure("FGSM 1/255, Swin, two experts", "54.70", "55.78", "Table 4"),
+        PaperFigure("SPSA 1, Swin, one expert", "59.92", "59.97", "Table 4"),
         PaperFigure("SPSA 1, Swin, two experts", "60.57", "63.47", "Table 4"),
         PaperFigure("ImageNet top-1, SoftMoE", "72.86", "73.21", "appendix, Soft-ACMoE"),
+        PaperFigure("PGD 1/255, SoftMoE", "45.29", "48.25", "appendix, Soft-ACMoE"),
+        PaperFigure("FGSM 1/255, SoftMoE", "56.95", "59.01", "appendix, Soft-ACMoE"),
+        PaperFigure("SPSA 1, SoftMoE", "66.59", "70.63", "appendix, Soft-ACMoE"),
     ),
 )
 

@@ -38,7 +38,8 @@ def save_effects(rows: Sequence[Row], folder: Path) -> tuple[Path, ...]:
             ends = sorted(cut(value / effect) for value in (ours.low, ours.high))
             axes.plot(ends, [place, place], color=BLUE, linewidth=2)
             inner = "white" if row.interim else BLUE
-            axes.plot([cut(ours.mean / effect)], [place], "o", color=BLUE, mfc=inner, markersize=5)
+            if abs(ours.mean / effect) <= FARTHEST:  # a circle at the end would be a wrong mean
+                axes.plot([ours.mean / effect], [place], "o", color=BLUE, mfc=inner, markersize=5)
         axes.axvline(0, color=BLACK, linewidth=1)
         axes.axvline(1, color=ORANGE, linewidth=1.5, linestyle="--")
         names = [f"{row.claim.title}; {row.setting} (n = {pairs_text(row)})" for row in shown]
@@ -46,8 +47,8 @@ def save_effects(rows: Sequence[Row], folder: Path) -> tuple[Path, ...]:
         axes.set_ylim(len(shown) - 0.5, -0.5)
         axes.set_xlim(-FARTHEST, FARTHEST)
         axes.set(
-            xlabel="our difference / the paper's: 0 no effect, 1 (dashed) the paper's\n95 % "
-            f"intervals, cut at {FARTHEST:g}; open circles: fewer pairs than declared"
+            xlabel="our difference / the paper's: 0 no effect, 1 (dashed) the paper's\n"
+            f"95 % intervals, cut at {FARTHEST:g}; no circle: beyond; open circle: pairs missing"
         )
 
     return tuple(write_axes(draw, folder, "evidence", size=(11.0, 1.2 + 0.3 * len(shown))))

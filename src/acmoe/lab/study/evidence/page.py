@@ -1,8 +1,9 @@
 """Write the evidence page: one sentence, one table, three lists and one figure, from the records.
 
 A page has some of four generated sections, each between its markers: `evidence-headline` (the
-sentence), `evidence` (table, figure and lists), `evidence-short` (the README's sentence and rows)
-and `runs` (all studies and the number of their runs).
+sentence, and a line for each of the longest runs), `evidence` (table, figure and lists),
+`evidence-short` (the README's sentence and rows) and `runs` (all studies and the number of their
+runs).
 """
 
 import os
@@ -16,7 +17,7 @@ from acmoe.lab.study.evidence.figure import save_effects
 from acmoe.lab.study.evidence.own_ideas import MEANINGS, own_ideas
 from acmoe.lab.study.evidence.rows import Row, Verdict, evidence_rows
 from acmoe.lab.study.evidence.runs import runs_markdown
-from acmoe.lab.study.evidence.short import headline, short_markdown
+from acmoe.lab.study.evidence.short import headline, longest, short_markdown
 from acmoe.lab.study.evidence.words import (
     counted_text,
     diverged_text,
@@ -75,7 +76,7 @@ def write_evidence(page: Path, records: Path, images: Path) -> list[Path]:
         if figure.suffix == ".svg"
     ]
     contents = {
-        HEADLINE: lambda: f"**{headline(rows)}**\n",
+        HEADLINE: lambda: f"**{headline(rows)}**\n\n{longest(rows)}",
         SECTION: lambda: evidence_markdown(rows, shown),
         SHORT: lambda: short_markdown(rows),
         RUNS: lambda: runs_markdown(records),
@@ -105,8 +106,13 @@ def read_all(folder: Path) -> dict[str, list[Record]]:
 def evidence_markdown(rows: Sequence[Row], images: Sequence[str]) -> str:
     """Return the table, the figure and the lists; `images` are paths relative to the page."""
     header = (
-        *("claim of the paper", "our setting", "our difference", "paper", "paper's effect is"),
-        *("n", "training, share of the paper's", "could have been seen"),
+        *("claim of the paper", "our setting", "our difference", "paper"),
+        *(
+            "paper's effect against our interval",
+            "n",
+            "training, share of the paper's",
+            "could have been seen",
+        ),
     )
     run = [row for row in rows if row.has_runs]
     parts = [table(header, [_cells(row) for row in run])]
@@ -168,8 +174,8 @@ def _pooling(rows: Sequence[Row]) -> str:
     if not found:
         return "With the spread of its own pairs in place of the pooled one, no row changes lists."
     return (
-        "With the spread of its own pairs in place of the pooled one, a row would be in another "
-        f"list: {'; '.join(found)}."
+        "Rows that the spread of their own pairs, in place of the pooled one, would move to "
+        f"another list: {'; '.join(found)}."
     )
 
 
@@ -197,7 +203,7 @@ def _cells(row: Row) -> list[str]:
         row.setting,
         interval_text(row),
         effect_text(row),
-        "" if row.claim.effect is None else inside + (", interim" if row.interim else ""),
+        "" if row.claim.effect is None else inside + ("; pairs are missing" if row.interim else ""),
         pairs_text(row),
         share_text(row),
         "" if seen is None else f"{seen:.2f}{unit(row)}",

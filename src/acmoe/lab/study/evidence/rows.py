@@ -37,6 +37,7 @@ class Row:
     ran: int = 0  # pairs of runs that ended, with figures or diverged
     changed: int = 0  # runs of a working tree with uncommitted changes
     alone: PooledDifference | None = None  # `ours` with the spread of this row's own pairs
+    single: tuple[float, ...] = ()  # each pair alone, by seed; percent of its own plain run
 
     @property
     def inside(self) -> bool | None:
@@ -138,6 +139,17 @@ def evidence_rows(claims: Sequence[Claim], records: Mapping[str, Sequence[Record
 
 def differences(claim: Claim, setting: str, records: Sequence[Record]) -> list[float]:
     """Return the differences of all pairs of seeds, in the claim's unit, ordered by seed."""
+    figures = _paired_figures(claim, setting, records)
+    if not figures:
+        return []
+    whole = fmean(plain for _, plain in figures) / 100 if claim.unit == "percent" else 1.0
+    return [(found - plain) / whole for found, plain in figures]
+
+
+def _paired_figures(
+    claim: Claim, setting: str, records: Sequence[Record]
+) -> list[tuple[float, float]]:
+    """Return the figures of the condition and of the baseline, for each seed that has both."""
     figures, base = (
         {
             seed: record["metrics"][claim.metric]
@@ -146,11 +158,15 @@ def differences(claim: Claim, setting: str, records: Sequence[Record]) -> list[f
         }
         for runs in _pair_of_conditions(claim, setting, records)
     )
-    seeds = sorted(figures.keys() & base.keys())
-    if not seeds:
-        return []
-    whole = fmean(base[seed] for seed in seeds) / 100 if claim.unit == "percent" else 1.0
-    return [(figures[seed] - base[seed]) / whole for seed in seeds]
+    return [(figures[seed], base[seed]) for seed in sorted(figures.keys() & base.keys())]
+
+
+def _single(claim: Claim, setting: str, records: Sequence[Record]) -> tuple[float, ...]:
+    """Return the difference of each pair alone, in the claim's unit, ordered by seed."""
+    figures = _paired_figures(claim, setting, records)
+    if claim.unit == "points":
+        return tuple(found - plain for found, plain in figures)
+    return tuple(100 * (found / plain - 1) for found, plain in figures)
 
 
 def _row(
@@ -170,6 +186,7 @@ def _row(
         ran=sum(_has_ended(claim, runs[seed], base[seed]) for seed in paired),
         changed=sum(str(_commit(record)).endswith("-dirty") for record in both),
         alone=own.get(setting),
+        single=_single(claim, setting, records),
     )
 
 

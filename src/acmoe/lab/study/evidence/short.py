@@ -1,4 +1,4 @@
-"""The answer in short: one sentence from all rows, and three rows for the README."""
+"""The answer in short: a sentence from all rows, the longest runs, three rows for the README."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from acmoe.errors import check
 from acmoe.lab.study.evidence.rows import Row
 from acmoe.lab.study.evidence.words import (
+    counted_text,
     effect_text,
     interval_text,
     length_text,
@@ -54,13 +55,48 @@ def headline(rows: Sequence[Row]) -> str:
     parts = [
         f"At the lengths of training that were run here, {refuted} of "
         f"{refuted + unknown + supported} comparisons {_verb('exclude', refuted)} the paper's "
-        f"gain, {unknown} cannot tell, and {supported} {_verb('exclude', supported)} zero on the "
-        f"paper's side{less}"
+        f"gain, {unknown} cannot tell, and {supported} {_verb('exclude', supported)} zero, on the "
+        f"side of a gain{less}"
     ]
     if interim := counts["interim"]:
         have = "has" if interim == 1 else "have"
         parts.append(f"{interim} more {have} fewer pairs than declared, and no verdict yet")
     return "; ".join(parts) + "."
+
+
+def longest(rows: Sequence[Row]) -> str:
+    """Return a line for each claim of the paper in the longest runs; empty without any run."""
+    found = [
+        row
+        for row in rows
+        if row.claim.effect is not None and row.verdict not in ("never run", "secondary")
+    ]
+    share = max((row.share or 0.0 for row in found), default=0.0)
+    shown = [row for row in found if row.share == share]
+    if not shown:
+        return ""
+    lines = [
+        f"- {row.claim.title.replace(', long runs', '')} ({row.setting}): {interval_text(row)}; "
+        f"{_answer(row)}."
+        for row in shown
+    ]
+    return (
+        f"The longest runs have {share_text(shown[0])} of the paper's training. Differences are "
+        "the adaptive router minus the plain one; below zero is better:\n\n"
+        + "\n".join(lines)
+        + "\n"
+    )
+
+
+def _answer(row: Row) -> str:
+    effect = effect_text(row)
+    return {
+        "refuted": f"the interval of {row.pairs} pairs excludes the paper's {effect}",
+        "supported": f"the interval of {row.pairs} pairs excludes zero, on the side of a gain",
+        "undecided": f"cannot tell, the interval of {row.pairs} pairs holds the paper's {effect}",
+        "unknown": f"cannot tell (the paper {effect})",
+        "interim": f"no verdict yet, {counted_text(row)} (the paper {effect})",
+    }[row.verdict]
 
 
 def _verb(verb: str, number: int) -> str:

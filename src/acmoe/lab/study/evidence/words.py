@@ -9,8 +9,17 @@ def interval_text(row: Row) -> str:
     if ours is None:
         return "no figures"
     if ours.low is None or ours.high is None:
-        return f"{signed(ours.mean, row)}, too few pairs for an interval"
+        return f"{signed(ours.mean, row)}, {_pairs_without_interval(row)}, no interval"
     return f"{signed(ours.mean, row)} [{ours.low:+.2f}, {ours.high:+.2f}]"
+
+
+def _pairs_without_interval(row: Row) -> str:
+    """Return why no spread is known; two pairs, which have a mean alone, are shown one by one."""
+    if row.pairs == 1:
+        return "one pair"
+    if row.pairs == 2:
+        return f"two pairs ({', '.join(f'{value:+.2f}' for value in row.single)})"
+    return "equal pairs"
 
 
 def effect_text(row: Row) -> str:

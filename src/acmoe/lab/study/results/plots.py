@@ -28,13 +28,14 @@ _DASHES = ("-", "--", "-.", ":")
 
 
 class Bar(NamedTuple):
-    """A mean difference and, if known, its interval."""
+    """A mean difference and, if known, its interval; an open circle where it was not tested."""
 
     label: str
     group: str
     mean: float
     low: float | None
     high: float | None
+    tested: bool = True
 
 
 class Band(NamedTuple):
@@ -61,7 +62,8 @@ def save_bars(bars: Sequence[Bar], folder: Path, *, name: str, label: str) -> tu
                 )
             if bar.low is not None and bar.high is not None:
                 axes.plot([bar.low, bar.high], [y, y], color=BLUE, linewidth=2)
-            axes.plot([bar.mean], [y], "o", color=BLUE, markersize=6)
+            inner = BLUE if bar.tested else "white"
+            axes.plot([bar.mean], [y], "o", color=BLUE, mfc=inner, markersize=6)
             ticks.append(y)
             y += 1.0
         axes.axvline(0, color=BLACK, linewidth=1)

@@ -95,11 +95,13 @@ def _routing_curves(study: Study, group: Group, images: Path) -> list[Path]:
 def _differences(summary: Summary, metric: Metric, images: Path) -> list[Path]:
     bars = [
         Bar(
-            label=f"{one.condition} - {one.baseline}",
+            label=f"{one.condition} - {one.baseline}"
+            + ("" if one.tested else f" (n = {one.pairs})"),
             group=one.group,
             mean=one.difference.mean,
             low=one.difference.low,
             high=one.difference.high,
+            tested=one.tested,
         )
         for one in summary.comparisons
         if one.metric == metric
@@ -108,6 +110,8 @@ def _differences(summary: Summary, metric: Metric, images: Path) -> list[Path]:
         return []
     name = _file_name(f"{summary.study.name}-differences {metric.setting}".strip())
     label = f"difference in {metric.label}, 95 % interval"
+    if not all(bar.tested for bar in bars):
+        label += "\nopen circles: too few pairs for a test"
     return [*save_bars(bars, images, name=name, label=label)]
 
 

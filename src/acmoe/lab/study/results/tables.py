@@ -52,8 +52,10 @@ _ROUTING_CURVES = (
     "layers: the standard deviation of the experts' loads, the instability of clusters from layer "
     "to layer, and the scatter of the router's inputs within clusters as a share of their whole "
     "scatter (1: the clusters' means coincide), of the inputs as they are (without M) and scaled "
-    "by the router (with M). Above each panel stands the number of runs of each condition that "
-    "have the measure. The records hold the measures of every layer."
+    "by the router (with M). Above each panel stands the number of runs that have the measure, for "
+    "each condition in the order of the legend. The records hold the measures of every layer. In "
+    "all figures over training, a line is the mean and its band one standard deviation to either "
+    "side, over runs or over pairs of runs: it is no interval of the mean."
 )
 
 
@@ -168,7 +170,8 @@ def _verdict(summary: Summary, primary: Metric) -> str:
     diverged = ", or lost pairs to divergence," if any(one.lost for one in all_of_them) else ","
     missing = (
         f"{untested} of {len(all_of_them)} comparisons in {primary.label} have fewer pairs than "
-        f"declared, or fewer than three{diverged} and no test."
+        f"declared, or fewer than three{diverged} and no test; an interval of theirs describes the "
+        "pairs so far, and decides nothing."
     )
     if not family:
         return missing
