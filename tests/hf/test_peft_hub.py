@@ -103,9 +103,7 @@ def test_statistics_that_cannot_be_downloaded_are_warned_of(
     monkeypatch.setattr(adapters, "cached_file", unreachable)
     with caplog.at_level(logging.WARNING, "acmoe"):
         peft.PeftModel.from_pretrained(attached(), REPOSITORY, **hub)
-    assert (
-        "the statistics of someone/adapter were not loaded: the repository is" in caplog.text
-    )
+    assert "the statistics of someone/adapter were not loaded: the repository is" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING, "acmoe"):
         peft.PeftModel.from_pretrained(build("mixtral"), REPOSITORY, **hub)
