@@ -1,6 +1,8 @@
 """Convergence, attack sweeps and instability: lines and bars stand where the numbers are."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ pytest.importorskip("matplotlib")
 from drawn_figures import drawn, legend_texts
 from matplotlib.colors import to_hex
 
+from acmoe.analyze.draw import _convergence
 from acmoe.analyze.figures.convergence import save_curves
 from acmoe.analyze.figures.instability import save_instability
 from acmoe.analyze.figures.palette import ROUTER_LOOKS
@@ -31,6 +34,16 @@ def test_each_curve_has_its_values_its_name_and_a_look_of_its_own(tmp_path: Path
         ]
         assert (line.get_color(), line.get_marker()) == (look.colour, look.marker)
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["SMoE", "ACMoE"]
+
+
+def test_the_curve_of_a_run_has_the_records_that_hold_its_metric(tmp_path: Path) -> None:
+    """A record without it, of another version or written by hand, is left out."""
+    steps = {10: {"loss": 1.6}, 20: {"loss": 1.5, "perplexity": 4.5}, 30: {"perplexity": 4.0}}
+    records = [{"kind": "valid", "step": step, **figures} for step, figures in steps.items()]
+    run: Any = SimpleNamespace(metrics=lambda kind: records)
+    (axes,) = drawn(lambda: _convergence(run, tmp_path, "smoe", "text")).axes
+    assert axes.get_ylabel() == "validation perplexity"
+    assert axes.lines[0].get_xydata().tolist() == [[20, 4.5], [30, 4.0]]
 
 
 def test_a_long_curve_keeps_its_dashes_in_sight(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from small_models import build
 from transformers import AutoModelForCausalLM, MixtralForCausalLM
 
 import acmoe
-from acmoe.hf.checkpoints import auto
+from acmoe.hf.checkpoints import auto, plain_load
 
 
 def test_transformers_alone_refuses_the_checkpoint(tmp_path: Path, monkeypatch) -> None:
@@ -73,3 +73,9 @@ def test_a_body_that_was_attached_alone_is_warned_of(
     with caplog.at_level(logging.WARNING, "acmoe"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
     assert "its checkpoint was saved with adaptive ones" in caplog.text
+
+
+def test_a_loading_method_with_other_arguments_is_left_alone() -> None:
+    """The method is private to transformers, and every model calls it."""
+    followed = plain_load._warning(lambda self, *keys, strict: (self, keys, strict))
+    assert followed("model", ["a"], "b", strict=True) == ("model", (["a"], "b"), True)

@@ -105,7 +105,8 @@ def _convergence(run: Run | VisionRun, folder: Path, router: str, where: str) ->
     metric = metric_in(records)
     if metric is None:
         return ()
-    curve = ([one["step"] for one in records], [one[metric.key] for one in records])
+    held = [one for one in records if metric.key in one]
+    curve = ([one["step"] for one in held], [one[metric.key] for one in held])
     return save_curves({router: curve}, folder, metric=metric.label, title=f"Training: {where}")
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from acmoe.data.images.splits import ImageSet, Indices
 from acmoe.data.seeding import derive_seed
-from acmoe.data.sharding import check_same_data, rank_rows
+from acmoe.data.sharding import check_same_data
 from acmoe.errors import check
 
 
@@ -28,8 +28,8 @@ class ShuffledBatches:
 
     A batch follows from the seed and its number alone, so a run can resume at any batch, bit by
     bit. `batch` is the number of images on all ranks together, so a run can also resume on another
-    number of ranks. `rows` are the rows of a batch that belong to this rank (`rank_rows`); None:
-    all of them.
+    number of ranks. `rows` are the rows of a batch that belong to this rank, those of
+    `data.sharding.rank_rows`; None: all of them.
 
     With `repeats` r, a pass has as many slots as there are images, and r consecutive slots hold the
     same image: a pass reads one image of r, r times each (DeiT's repeated augmentation). The slots
@@ -46,14 +46,14 @@ class ShuffledBatches:
         rows: Sequence[int] | None = None,
         repeats: int = 1,
     ) -> None:
-        every = rank_rows(batch, rank=0, world_size=1, unit="images")
+        check(batch >= 1, f"batch={batch} must be 1 or more images")
         check(
             batch <= len(images),
             f"batch={batch} exceeds the {len(images):,} training images; lower batch",
         )
         self.images, self.batch, self.seed, self.repeats = images, batch, seed, repeats
         self.batches_per_pass = len(images) // batch
-        self.share = Share(np.array(every if rows is None else rows), batch)
+        self.share = Share.whole(batch) if rows is None else Share(np.array(rows), batch)
         self.number = 0  # number of the next batch
         self._order: tuple[int, Indices] | None = None  # number and permutation of the last pass
 

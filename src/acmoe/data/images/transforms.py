@@ -158,15 +158,16 @@ def warp(images: Tensor, matrix_B23: Tensor) -> Tensor:
 def _taps(position_BHW: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
     """Return indices and weights of the four pixels that interpolation reads along one axis."""
     centre_BHW = position_BHW - 0.5
-    d = (centre_BHW - centre_BHW.floor()).float()
+    before_BHW = centre_BHW.floor()
+    d = (centre_BHW - before_BHW).float()
     weights = (
         ((2 - d) * d - 1) * d,
         (d - 2) * d * d + 1,
         ((1 - d) * d + 1) * d,
         (d - 1) * d * d,
     )
-    first_BHW = centre_BHW.floor() - 1
-    first_BHW = first_BHW.clamp(-4, size).long()  # far positions are outside: keep them in range
+    # Far positions are outside: keep them in range.
+    first_BHW = (before_BHW - 1).clamp(-4, size).long()
     return [
         ((first_BHW + number).clamp(0, size - 1), weight_BHW)
         for number, weight_BHW in enumerate(weights)

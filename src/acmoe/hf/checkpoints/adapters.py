@@ -22,6 +22,7 @@ from typing import Any
 
 import safetensors
 import torch
+from huggingface_hub import _CACHED_NO_EXIST, try_to_load_from_cache
 from torch import Tensor, nn
 from transformers.integrations import PeftAdapterMixin
 from transformers.utils import cached_file
@@ -168,22 +169,47 @@ def _folder_of(
         return Path(place) / subfolder
     known = {name: options[name] for name in HUB_OPTIONS if options.get(name) is not None}
     try:
-        found = cached_file(
-            str(place),
-            FILE,
-            subfolder=subfolder,
-            **known,
-            _raise_exceptions_for_missing_entries=False,
-        )
+        found, failure = _downloaded(str(place), subfolder, known), ""
     except OSError as error:  # the adapter itself is loaded
-        if has_statistics(model):
-            LOG.warning(
-                "the statistics of %s were not loaded: %s; download the repository, then call "
-                "acmoe.hf.load_statistics(model, folder)",
-                *(place, first_line(error)),
-            )
-        return None
-    return None if found is None else Path(found).parent
+        found, failure = None, first_line(error)
+    if failure and has_statistics(model):
+        LOG.warning(
+            "the statistics of %s were not loaded: %s; download the repository, then call "
+            "acmoe.hf.load_statistics(model, folder)",
+            *(place, failure),
+        )
+    return found
+
+
+def _downloaded(repository: str, subfolder: str, options: dict[str, Any]) -> Path | None:
+    """Download the statistics of a repository and return their folder; None: it has none.
+
+    Raises an OSError if the hub cannot be asked.
+    """
+    file = cached_file(
+        repository,
+        FILE,
+        subfolder=subfolder,
+        **options,
+        _raise_exceptions_for_missing_entries=False,
+    )
+    if file is not None:
+        return Path(file).parent
+    # It is None, too, if the hub does not answer. The cache notes what the hub said it lacks.
+    name = f"{subfolder}/{FILE}" if subfolder else FILE
+    place = {key: options[key] for key in ("cache_dir", "revision") if key in options}
+    if try_to_load_from_cache(repository, name, **place) is not _CACHED_NO_EXIST:
+        raise OSError("the hub does not answer, and its cache lacks them")
+    return None
+
+
+def _hub_options(given: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that chose an adapter's files, among the arguments of `load_adapter`.
+
+    `from_pretrained` of transformers passes its own in `load_config`.
+    """
+    of_model = getattr(given.get("load_config"), "download_kwargs", None) or {}
+    return {**of_model, **kwargs, **(given.get("adapter_kwargs") or {})}
 
 
 def _saving(save: Callable[..., None]) -> Callable[..., None]:
@@ -215,8 +241,7 @@ def _loading(load: Callable[..., Any], folder: str) -> Callable[..., Any]:
         given = signature.bind(self, *args, **kwargs).arguments
         place = given.get(folder)
         if isinstance(place, str | os.PathLike):
-            options = {**kwargs, **(given.get("adapter_kwargs") or {})}
-            directory = _folder_of(self, place, options)
+            directory = _folder_of(self, place, _hub_options(given, kwargs))
             if directory is not None:
                 load_beside(self, directory, given.get("adapter_name") or "default")
         return found

@@ -13,18 +13,19 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from acmoe.hf.checkpoints.adapters import FOLLOWED
 from acmoe.hf.checkpoints.classes import AdaptiveModel
 
 LOG = logging.getLogger("acmoe")
 STATISTICS = re.compile(r"\.adaptive\.(next_state|reader|blend)\.")
 METHOD = "_adjust_missing_and_unexpected_keys"  # called once per model that has been loaded
-FOLLOWED = "_acmoe_follows"  # attribute of a method that was wrapped here
 
 
 def follow_loading() -> None:
     """Have every plain model of transformers warn if it drops statistics when it is loaded.
 
-    The method is private: a version of transformers without it only reports unexpected keys.
+    The method is private: a version of transformers without it, or with other arguments, only
+    reports unexpected keys.
     """
     adjust = getattr(PreTrainedModel, METHOD, None)
     if adjust is not None and not hasattr(adjust, FOLLOWED):
@@ -33,8 +34,9 @@ def follow_loading() -> None:
 
 def _warning(adjust: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(adjust)
-    def adjust_keys(self: PreTrainedModel, loading_info: Any, *args: Any, **kwargs: Any) -> Any:
-        dropped = any(STATISTICS.search(key) for key in loading_info.unexpected_keys)
+    def adjust_keys(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        found = [getattr(one, "unexpected_keys", ()) for one in (*args, *kwargs.values())]
+        dropped = any(STATISTICS.search(key) for keys in found for key in keys)
         if dropped and not isinstance(self, AdaptiveModel):
             LOG.warning(
                 "%s has plain routers, and its checkpoint was saved with adaptive ones: their "
@@ -43,7 +45,7 @@ def _warning(adjust: Callable[..., Any]) -> Callable[..., Any]:
                 "the body was attached, attach and save the whole model",
                 type(self).__name__,
             )
-        return adjust(self, loading_info, *args, **kwargs)
+        return adjust(self, *args, **kwargs)
 
     setattr(adjust_keys, FOLLOWED, True)
     return adjust_keys

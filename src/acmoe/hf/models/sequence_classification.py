@@ -20,6 +20,11 @@ from acmoe.ops.checks import check_range
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.train.finetune.classifier import classification_head
 
+_PADDED_RIGHT = (
+    "a sentence ends with padding; the published form pads on the left "
+    "(tokenizer.padding_side='left')"
+)
+
 
 class AcmoeForSequenceClassification(AcmoePreTrainedModel):
     """A language model and a head on the hidden state of each sentence's last token.
@@ -75,12 +80,7 @@ class AcmoeForSequenceClassification(AcmoePreTrainedModel):
         check_positions(position_ids, input_ids, attention_mask)
         last_B = last_token(mask_BL, input_ids)
         if config.head == "paper":
-            check_all(
-                last_B == input_ids.shape[1] - 1,
-                "a sentence ends with padding; the published form pads on the left "
-                "(tokenizer.padding_side='left')",
-                wait=True,
-            )
+            check_all(last_B == input_ids.shape[1] - 1, _PADDED_RIGHT, wait=True)
             mask_BL = None
         real = input_ids if mask_BL is None else input_ids.masked_fill(~mask_BL, 0)
         check_range(real, 0, config.vocab_size, "input_ids")

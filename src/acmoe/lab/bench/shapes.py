@@ -90,7 +90,7 @@ SHAPES: dict[str, Shape] = {shape.name: shape for shape in (*_PUBLISHED, *_MODEL
 
 
 SKEW, EVEN = "skew", "even"
-LOADS = (SKEW, EVEN)  # nearly half of the tokens choose one expert; all experts have equal rows
+LOADS = (SKEW, EVEN)  # of `find_shape`
 _LOAD = "+"  # before the load in a shape's name
 
 
@@ -120,7 +120,7 @@ def find_shape(name: str) -> Shape:
 
     NAME@TOKENS, such as olmoe@2048, is the same layer with another number of tokens. NAME+skew is
     the same layer where nearly half of the tokens choose one expert, and NAME+even the one where
-    all experts have the same number of rows.
+    all experts have the same number of rows, give or take one where the rows do not divide.
     """
     known, at, tokens = name.partition("@")
     if at:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from acmoe.errors import UserError, check, first_line
+from acmoe.errors import UserError, check, first_line, typed_line
 from acmoe.lab.study.cell import Cell
 from acmoe.lab.study.cluster import Lost
 from acmoe.lab.study.ray_worker import Job, run_task
@@ -74,7 +74,7 @@ class RayCluster:
         try:
             record: Record = self.ray.get(task)
         except self.ray.exceptions.RayError as error:
-            return Lost(f"{type(error).__name__}: {first_line(error)}")
+            return Lost(typed_line(error))
         return record
 
 

@@ -77,13 +77,22 @@ def chunked_cross_entropy(
         elif reduction == "none":
             return _masked(_token_losses(x, weight, bias, safe_T, gemm_dtype, chunk), keep_T)
         else:
-            given = (x, weight, bias)
-            if not torch.is_grad_enabled():  # forward would compute gradients for nobody
-                given = (x.detach(), weight.detach(), None if bias is None else bias.detach())
-            total = _SumOfLosses.apply(*given, safe_T, keep_T, gemm_dtype, chunk)  # type: ignore[no-untyped-call]
+            total = _sum_of_losses(x, weight, bias, safe_T, keep_T, gemm_dtype, chunk)
         if reduction == "sum":
             return total
         return total / (max(1, len(x)) if keep_T is None else keep_T.sum().clamp(min=1))
+
+
+def _sum_of_losses(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    """Return the result of `_SumOfLosses`, which computes gradients in its forward.
+
+    Autograd marks inputs as needing a gradient even if none is recorded, so they are detached then.
+    """
+    if not torch.is_grad_enabled():
+        x, weight = x.detach(), weight.detach()
+        bias = None if bias is None else bias.detach()
+    total: Tensor = _SumOfLosses.apply(x, weight, bias, *rest)  # type: ignore[no-untyped-call]
+    return total
 
 
 def _most_logits(device: torch.device) -> int:

@@ -1,23 +1,24 @@
 """Find what Triton's launcher passes on to the driver, so that a tape can call the driver itself.
 
 The launcher of a compiled kernel is written in Python. Each call of it defines functions, asks for
-scratch memory, which most kernels lack, and copies the arguments; then it calls its attribute
-`launch`. A trial call shows what that receives: of a copy of the launcher, with marks for arguments
-and with a `launch` that notes them. So nothing here depends on the version of Triton. A launcher
-that does anything else with its arguments than to pass them on is called as it is.
+scratch memory if the kernel needs any, and copies the arguments; then it calls its attribute
+`launch`. The order of the arguments of `launch` differs between versions of Triton, so it is found
+by a trial: a copy of the launcher is called with a `Mark` for each argument, and with a `launch`
+that keeps what it receives. A launcher that does more with its arguments than pass them on is
+called as it is.
 """
 
 import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-NUM_FIRST = 6  # the grid (3), stream, function and metadata come before three hooks
+NUM_FIRST = 6  # grid (3), stream, function, metadata; then come three hooks, and the kernel's
 
 
 class Mark:
-    """Stands for an argument: its place among the first ones and, behind them, the kernel's.
+    """Stands for an argument in a trial: the first NUM_FIRST places, then those of the kernel.
 
-    It is no number, so that whatever computes with it raises.
+    It is no number, so that a launcher that computes with it raises.
     """
 
     __slots__ = ("place",)
@@ -34,7 +35,7 @@ class Passed(NamedTuple):
 
 
 def passed_on(run: Any, num_values: int) -> Passed | None:
-    """Return what a launcher passes on for a kernel with so many arguments; None: not known."""
+    """Return what a launcher passes on for a kernel with `num_values` arguments; None: unknown."""
     if not callable(getattr(run, "launch", None)):
         return None
     marks = [Mark(place) for place in range(NUM_FIRST + num_values)]

@@ -230,12 +230,11 @@ def fused_expert_mlp(
         None if tensor is None else tensor.contiguous() for tensor in tensors
     ]
     rows = (permutation_N, inverse_N, offsets_E, expert_N, seed, activation, dropout, keep)
+    everything = (x, up, down, up_bias, down_bias, gate, *rows, up_EWD, down_EDF)
     out: Tensor
     if repeats and not keep:
-        everything = (x, up, down, up_bias, down_bias, gate, *rows, up_EWD, down_EDF)
         out = repeated(_forward, *everything)[0]
     elif compiling:
-        everything = (x, up, down, up_bias, down_bias, gate, *rows, up_EWD, down_EDF)
         out, _ = _expert_mlp(*everything)
     else:
         learned = (x, up_bias, down_bias, gate, up_EWD, down_EDF)
