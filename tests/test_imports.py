@@ -92,7 +92,11 @@ OPTIONAL |= {"torchtitan", "ray"}
 OPTIONAL |= NEVER_INSTALLED_FOR_YOU
 # Distribution names that are not the names one imports.
 IMPORTED_AS = {"pillow": "PIL", "scikit-learn": "sklearn"}
-COMES_WITH = {"triton": "torch", "tokenizers": "transformers"}
+COMES_WITH = {
+    "triton": "torch",
+    "tokenizers": "transformers",
+    "huggingface_hub": "transformers",
+}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 
 

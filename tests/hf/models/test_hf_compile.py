@@ -26,6 +26,7 @@ IDS = torch.randint(256, (2, 12), generator=torch.Generator().manual_seed(1))
 LEFT = torch.ones_like(IDS)
 LEFT[0, :3] = 0
 MASKS = {"none": None, "ones": torch.ones_like(IDS), "left": LEFT, "right": LEFT.flip(1)}
+SLOW_MASKS = [pytest.param(one, marks=pytest.mark.slow) for one in ("none", "ones", "left")]
 PAD = 256  # the first id after the vocabulary
 
 
@@ -40,7 +41,7 @@ def one_graph(model):
 
 
 @pytest.mark.parametrize("statistics", ["running", pytest.param("prefix", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", ["right", *SLOW_MASKS])
 def test_training_steps_are_one_graph_and_those_of_the_eager_model(statistics, name):
     model = ours(statistics).train()
     twin = copy.deepcopy(model)
@@ -56,6 +57,7 @@ def test_training_steps_are_one_graph_and_those_of_the_eager_model(statistics, n
         torch.testing.assert_close(value, expected[key], atol=1e-6, rtol=1e-6, msg=key)
 
 
+@pytest.mark.slow  # torch.compile takes seconds
 def test_logits_are_those_of_the_eager_model_with_padding_on_either_side():
     model = ours().eval()
     compiled = one_graph(model)
@@ -65,6 +67,7 @@ def test_logits_are_those_of_the_eager_model_with_padding_on_either_side():
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.slow  # torch.compile takes seconds
 def test_padding_ids_need_an_attention_mask_in_compiled_code():
     model = ours().eval()
     padded = IDS.masked_fill(LEFT == 0, PAD)
@@ -82,6 +85,7 @@ def test_packed_texts_are_refused_in_compiled_code_too():
         compiled(IDS, position_ids=usual % 6)
 
 
+@pytest.mark.slow  # torch.compile takes seconds
 def test_generate_calls_a_compiled_forward():
     model = ours().eval()
     options = {"attention_mask": LEFT, "max_new_tokens": 3, "do_sample": False}
@@ -91,6 +95,7 @@ def test_generate_calls_a_compiled_forward():
     assert torch.equal(model.generate(IDS, **options), expected)
 
 
+@pytest.mark.slow  # torch.compile takes seconds
 @pytest.mark.parametrize("head", ["clean", "paper"])
 def test_a_classifier_is_one_graph(head):
     backbone = language_model()
@@ -105,6 +110,7 @@ def test_a_classifier_is_one_graph(head):
             compiled(IDS, attention_mask=LEFT.flip(1))
 
 
+@pytest.mark.slow  # torch.compile takes seconds
 def test_a_model_with_adapters_is_one_graph_and_says_once_what_it_runs(caplog):
     peft = pytest.importorskip("peft", reason="needs peft: pip install peft")
     torch.manual_seed(1)
@@ -123,6 +129,7 @@ def test_a_model_with_adapters_is_one_graph_and_says_once_what_it_runs(caplog):
             torch.testing.assert_close(parameter.grad, 2 * gradients[name].grad)
 
 
+@pytest.mark.slow  # torch.compile takes seconds
 def test_an_image_classifier_is_one_graph():
     classifier = acmoe.create_model("swin-nano", router="adaptive", **IMAGE_SIZES).eval()
     model = AcmoeForImageClassification(AcmoeConfig.of(classifier.config), classifier).eval()
