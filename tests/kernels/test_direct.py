@@ -124,10 +124,7 @@ def test_the_launcher_of_the_installed_triton_is_known(monkeypatch: pytest.Monke
     signature = {"arg_annotations": ("a",), "kernel_signature": b"s"}
     vars(run).update(sizes | profile | options | signature)
     run.launch = lambda *arguments: noted.append(arguments)
-    try:
-        run(*CALL)
-    except AttributeError as missing:
-        pytest.skip(f"the launcher of this Triton needs more: {missing}")
+    run(*CALL)  # an AttributeError names what a new Triton needs above
     (wanted,) = noted
     noted.clear()
     assert passed_on(run, 3) is not None

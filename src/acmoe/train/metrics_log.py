@@ -241,7 +241,9 @@ class Board:
 def drop_records_after(
     path: Path, step: int, expected: int | None = None
 ) -> tuple[int, str | None]:
-    """Drop the records after `step`; return how many stay, and one line about lost ones, or None.
+    """Remove the records after `step` from a file.
+
+    Returns the number of records that stay, and one line that describes damage, or None.
 
     expected: the number of records up to `step`, where it is known.
     A file with damaged lines is kept beside the new one as metrics.jsonl.damaged-1, -2, ...

@@ -12,10 +12,10 @@ from acmoe.errors import check
 
 
 class Share(NamedTuple):
-    """The rows of a batch of all ranks that belong to one."""
+    """The rows of a batch that one rank takes."""
 
     rows: Indices
-    batch: int  # images of all ranks
+    batch: int  # number of images in the batch, on all ranks together
 
     @classmethod
     def whole(cls, batch: int) -> "Share":

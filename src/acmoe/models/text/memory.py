@@ -86,7 +86,7 @@ class ConcatMemory:
 
 
 def moments_after(caches: SegmentCaches) -> Moments:
-    """Return the moments of each block after the segment."""
+    """Return the running moments of each block at the end of the segment; None: it keeps none."""
     return tuple(None if cache is None else cache.after for cache in caches)
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from acmoe.ops.device.direct import Mark, passed_on
 from acmoe.ops.device.recording import Layout, Results, Step, Steps
+from acmoe.ops.dispatch import log_once
 
 Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 Play = Callable[[tuple[Tensor | None, ...], list[int], int], Results]
@@ -84,6 +85,7 @@ class _Writer:
         first = [x, y, z, "stream", function, metadata]
         passed = passed_on(step.run, len(values))
         if passed is None:
+            log_once("a kernel is launched by Triton's own launcher, which takes longer")
             self._call(step.run, [*first, *["None"] * 3, *values])
         else:
             given = [*first, *values]

@@ -139,7 +139,7 @@ def launched_scale(
     count: Tensor,
     *settings: Any,
 ) -> tuple[Tensor]:
-    """Return the result of `scale_op`, whose arguments after `count` are the settings."""
+    """Launch the kernels of `scale_op`. settings: its arguments from `measure` on."""
     from acmoe.ops.statistics.triton.dispersion import partial_sums
 
     C, term = spread.shape[-2], summed_term(settings[0])
