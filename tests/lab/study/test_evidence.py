@@ -256,8 +256,9 @@ def test_the_headline_counts_the_lines_of_the_pages_lists() -> None:
     numbers = [int(number) for number in re.findall(r"\d+", sentence)]
     total = refuted + unknown + supported
     smaller = page.count(", which the interval excludes as too large\n")
-    optional = [number for number in (smaller, interim) if number]
-    assert numbers == [refuted, total, unknown, supported, *optional]
+    losses = page.count("; the interval also excludes zero, on the side of a loss\n")
+    worse, less, left = ([number] if number else [] for number in (losses, smaller, interim))
+    assert numbers == [refuted, total, *worse, unknown, supported, *less, *left]
 
 
 def test_every_attacked_model_has_a_row_for_each_attack() -> None:

@@ -188,6 +188,21 @@ def test_a_gain_below_the_papers_is_called_smaller() -> None:
         assert ("(1 of them with a smaller gain than the paper's)" in headline([row])) == smaller
 
 
+def test_a_loss_is_told_from_a_gain_that_is_too_small() -> None:
+    """Both exclude the paper's -5 %; only the first excludes zero."""
+    for values, loss in (([1.0, 1.1, 0.9], True), ([-0.1, 0.0, 0.1], False)):
+        (row,) = evidence_rows([replace(CLAIM, settings=("a",))], {"long": pairs(values)})
+        assert (row.verdict, row.is_loss) == ("refuted", loss)
+        text = evidence_markdown([row], []).split("## Refuted")[1].split("\n## ")[0]
+        said = "the paper -5.00%; the interval also excludes zero, on the side of a loss"
+        assert (said in text) == loss
+        assert ("gain (1 of them also zero, on the side of a loss)," in headline([row])) == loss
+        assert ("paper's -5.00%, and zero, on the side of a loss." in longest([row])) == loss
+    points = replace(CLAIM, settings=("a",), plain=70.0, adaptive=72.0, unit="points")
+    (row,) = evidence_rows([points], {"long": pairs([-1.0, -1.1, -0.9])})
+    assert (row.verdict, row.is_loss) == ("refuted", True)
+
+
 def test_the_readme_shows_long_runs_of_words_once_all_declared_pairs_are_there() -> None:
     setting, size = "switch-small, dropout 0.1", "5,000 steps of 24,576 tokens"
     short = pairs([1.0, 1.1, 1.2], setting)

@@ -73,7 +73,24 @@ def test_the_rate_is_chosen_on_validation_and_compared_on_test():
     assert "| smoe | 0 | 1.6000 | 1.4000 | 1.5000 | 0.0007 |" in page
     row = "| adaptive-previous | 0 | 1.7000 | 1.5000 | 1.3000 | 0.0014, at the edge of the range |"
     assert row in page
-    assert "| adaptive-previous at 0.0014 | smoe at 0.0007 | 1 | +5.00 |" in page
+    assert "| adaptive-previous at 0.0014 | smoe at 0.0007 | 1 of 4 | +5.00 |" in page
+    assert f"| {LOW} | smoe (1): 2.0000 | adaptive-previous |" in page  # one seed has no range
+
+
+def test_the_chosen_rates_are_compared_once_all_declared_pairs_are_there():
+    """In percent of 2: +1, +2, +3 and +4 at the rate that both conditions choose."""
+    lines = [
+        line(name, 0, 2.0, setting, valid=valid)
+        for name in ("smoe", "adaptive-previous")
+        for setting, valid in ((LOW, 1.6), (MIDDLE, 1.5))
+    ]
+    for seed, test in enumerate((2.02, 2.04, 2.06, 2.08)):
+        lines.append(line("smoe", seed, 2.0, HIGH, valid=1.4))
+        lines.append(line("adaptive-previous", seed, test, HIGH, valid=1.4))
+    row = "| adaptive-previous at 0.0014 | smoe at 0.0014 |"
+    assert f"{row} 3 of 4 | +2.00 |" in page_of(lines[:-2])
+    low, high = stats.ttest_1samp([1, 2, 3, 4], 0).confidence_interval(0.95)
+    assert f"{row} 4 | +2.50 [{low:+.2f}, {high:+.2f}] |" in page_of(lines)
 
 
 def test_a_rate_at_which_a_run_diverged_is_not_chosen():

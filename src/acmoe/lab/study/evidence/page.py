@@ -192,6 +192,8 @@ def _in_words(row: Row) -> str:
     paper = f", the paper {effect_text(row)}"
     if row.verdict == "supported" and row.below_paper:
         paper += ", which the interval excludes as too large"
+    if row.verdict == "refuted" and row.is_loss:
+        paper += "; the interval also excludes zero, on the side of a loss"
     return f", {interval_text(row)} ({counted_text(row)}){paper}{diverged_text(row)}"
 
 

@@ -56,6 +56,14 @@ class Row:
         return ours.low > effect if effect < 0 else ours.high < effect
 
     @property
+    def is_loss(self) -> bool:
+        """True where our interval excludes zero, on the other side than the paper's effect."""
+        effect, ours = self.claim.effect, self.ours
+        if ours is None or ours.low is None or ours.high is None or effect is None:
+            return False
+        return ours.low > 0 if effect < 0 else ours.high < 0
+
+    @property
     def interim(self) -> bool:
         """True where the row has runs, and fewer pairs were run than were declared."""
         declared = self.claim.declared

@@ -52,11 +52,13 @@ def headline(rows: Sequence[Row]) -> str:
     unknown = counts["undecided"] + counts["unknown"]
     smaller = sum(row.verdict == "supported" and row.below_paper for row in claims)
     less = f" ({smaller} of them with a smaller gain than the paper's)" if smaller else ""
+    losses = sum(row.verdict == "refuted" and row.is_loss for row in claims)
+    worse = f" ({losses} of them also zero, on the side of a loss)" if losses else ""
     parts = [
         f"At the lengths of training that were run here, {refuted} of "
         f"{refuted + unknown + supported} comparisons {_verb('exclude', refuted)} the paper's "
-        f"gain, {unknown} cannot tell, and {supported} {_verb('exclude', supported)} zero, on the "
-        f"side of a gain{less}"
+        f"gain{worse}, {unknown} cannot tell, and {supported} {_verb('exclude', supported)} zero, "
+        f"on the side of a gain{less}"
     ]
     if interim := counts["interim"]:
         have = "has" if interim == 1 else "have"
@@ -90,8 +92,9 @@ def longest(rows: Sequence[Row]) -> str:
 
 def _answer(row: Row) -> str:
     effect = effect_text(row)
+    loss = ", and zero, on the side of a loss" if row.is_loss else ""
     return {
-        "refuted": f"the interval of {row.pairs} pairs excludes the paper's {effect}",
+        "refuted": f"the interval of {row.pairs} pairs excludes the paper's {effect}{loss}",
         "supported": f"the interval of {row.pairs} pairs excludes zero, on the side of a gain",
         "undecided": f"cannot tell, the interval of {row.pairs} pairs holds the paper's {effect}",
         "unknown": f"cannot tell (the paper {effect})",

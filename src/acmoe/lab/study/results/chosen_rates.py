@@ -92,14 +92,17 @@ def _compared(summary: Summary, groups: list[Group], best: dict[str, int]) -> li
         if found is None:
             continue
         whole = fmean(base[seed] for seed in base if seed in figures)
-        interval = ""
-        if found.low is not None and found.high is not None:
+        interval, pairs = "", str(found.n)
+        if study.declared_pairs is not None and found.n < study.declared_pairs:
+            pairs = f"{found.n} of {study.declared_pairs}"
+        elif found.low is not None and found.high is not None:
             interval = f" [{100 * found.low / whole:+.2f}, {100 * found.high / whole:+.2f}]"
         names = [f"{name} at {rates[best[name]]:g}" for name in (condition, baseline)]
-        rows.append([*names, str(found.n), f"{100 * found.mean / whole:+.2f}{interval}"])
+        rows.append([*names, pairs, f"{100 * found.mean / whole:+.2f}{interval}"])
     if not rows:
         return []
     return [
-        f"Each condition at its chosen rate, {metric.label}, paired by seed:",
+        f"Each condition at its chosen rate, {metric.label}, paired by seed. A row with fewer "
+        "pairs than declared has no interval and no verdict:",
         table(["condition", "minus", "n", "% [95%]"], rows),
     ]

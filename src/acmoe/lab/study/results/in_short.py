@@ -66,7 +66,9 @@ def _row(group: Group, one: Compared) -> list[str]:
     if one.tested and found.low is not None and found.high is not None and one.relative is not None:
         whole = fmean(base[seed] for seed in paired)  # as in `one.relative`, which may be 0
         mean += f" [{100 * found.low / whole:+.2f}, {100 * found.high / whole:+.2f}]"
-    spread = f"{low:.{digits}f} to {high:.{digits}f}, {100 * (high / low - 1):.1f}%"
+    spread = f"{low:.{digits}f}"
+    if len(base) > 1:
+        spread += f" to {high:.{digits}f}, {100 * (high / low - 1):.1f}%"
     ends = f"{min(single):+.2f} to {max(single):+.2f}"
     return [
         *(group.setting, f"{one.baseline} ({len(base)}): {spread}", one.condition, one.pairs),
