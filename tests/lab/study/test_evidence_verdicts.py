@@ -196,7 +196,9 @@ def test_a_loss_is_told_from_a_gain_that_is_too_small() -> None:
         text = evidence_markdown([row], []).split("## Refuted")[1].split("\n## ")[0]
         said = "the paper -5.00%; the interval also excludes zero, on the side of a loss"
         assert (said in text) == loss
-        assert ("gain (1 of them also zero, on the side of a loss)," in headline([row])) == loss
+        assert (
+            "gain (1 of them also excludes zero, on the side of a loss)," in headline([row])
+        ) == loss
         assert ("paper's -5.00%, and zero, on the side of a loss." in longest([row])) == loss
     points = replace(CLAIM, settings=("a",), plain=70.0, adaptive=72.0, unit="points")
     (row,) = evidence_rows([points], {"long": pairs([-1.0, -1.1, -0.9])})

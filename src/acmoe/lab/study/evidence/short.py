@@ -53,7 +53,8 @@ def headline(rows: Sequence[Row]) -> str:
     smaller = sum(row.verdict == "supported" and row.below_paper for row in claims)
     less = f" ({smaller} of them with a smaller gain than the paper's)" if smaller else ""
     losses = sum(row.verdict == "refuted" and row.is_loss for row in claims)
-    worse = f" ({losses} of them also zero, on the side of a loss)" if losses else ""
+    verb = _verb("exclude", losses)
+    worse = f" ({losses} of them also {verb} zero, on the side of a loss)" if losses else ""
     parts = [
         f"At the lengths of training that were run here, {refuted} of "
         f"{refuted + unknown + supported} comparisons {_verb('exclude', refuted)} the paper's "
