@@ -13,7 +13,7 @@ from acmoe.config.routing import AdaptiveConfig
 from acmoe.errors import UserError, check
 from acmoe.ops.precision import without_autocast
 from acmoe.ops.reentrant import check_reentrant
-from acmoe.ops.sort.order import no_order, worth_sorting
+from acmoe.ops.sort.order import no_order, worth_routing_sorted, worth_sorting
 from acmoe.ops.statistics.scale import up_to_last
 from acmoe.routing.origin import NextRouter, describe, holds_nothing, new_origin, origin_codes
 from acmoe.routing.rescaling import RescalingRouter
@@ -170,8 +170,9 @@ class NextState(nn.Module):
         """Return the (T,) clusters by which kernels want the tokens sorted, or None.
 
         It is None if statistics and next router do not read one cluster per token over the whole
-        call, if the routing lacks the first choice, or if clusters are too small to gain. It is
-        also None in `torch.export`: clusters would bind the program to many tokens, or to few.
+        call, if the routing lacks the first choice, if clusters are too small to gain, or if nobody
+        would read the order. It is also None in `torch.export`: clusters would bind the program to
+        many tokens, or to few.
         """
         if not isinstance(self.next_router, AdaptiveConfig) or routing.first is None:
             return None
@@ -179,7 +180,12 @@ class NextState(nn.Module):
             return None
         mode = self.next_router.modes[0 if self.training else 1]
         served = self.next_router.mix == 1 and mode in ("batch", "running")
-        return routing.first if served and worth_sorting(*routing.affinity.shape) else None
+        if not served or not worth_sorting(*routing.affinity.shape):
+            return None
+        # Evaluation with running averages measures nothing: only the next router reads the order.
+        measured = self.training or mode != "running"
+        read = measured or worth_routing_sorted(*routing.affinity.shape)
+        return routing.first if read else None
 
     def new_slot(
         self, num_sequences: int, *, device: torch.device | str | None, dtype: torch.dtype

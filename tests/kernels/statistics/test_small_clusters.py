@@ -11,6 +11,7 @@ import torch
 from route_cases import fused_route, sorted_by
 from torch import Tensor
 
+from acmoe import AdaptiveConfig, MoE, Routing
 from acmoe.ops.sort import order as order_module
 from acmoe.ops.sort import sort_rows
 from acmoe.ops.sort.order import ALIGNMENT, TokenOrder, alignment, num_slots, worth_sorting
@@ -95,6 +96,27 @@ def test_a_block_of_many_experts_is_sorted_in_steps(
     key = torch.where(cluster < 0, experts, cluster)
     assert torch.equal(token[:rows].long(), key.sort(stable=True).indices)
     assert torch.equal(end.long(), torch.bincount(key, minlength=experts + 1).cumsum(0))
+
+
+@pytest.mark.usefixtures("many")
+@pytest.mark.parametrize(
+    ("statistics", "training", "tokens", "sorts"),
+    [
+        ("running", True, 32 * C, True),  # for the statistics
+        ("batch", False, 32 * C, True),  # likewise
+        ("running", False, 32 * C, False),  # nobody reads the order
+        ("running", False, 128 * C, True),  # the next router does
+    ],
+)
+def test_a_layer_sorts_tokens_only_if_somebody_reads_the_order(
+    statistics: str, training: bool, tokens: int, sorts: bool
+) -> None:
+    config = AdaptiveConfig(statistics=statistics)
+    moe = MoE(dim=8, hidden=8, num_experts=C, top_k=2, router=config).train(training)
+    ids, affinity = torch.zeros(tokens, 2, dtype=torch.int64), torch.zeros(tokens, C)
+    routing = Routing(ids, affinity[:, :2], affinity, torch.zeros(()), ids[:, 0])
+    found = moe.next_state.clusters(routing)
+    assert found is routing.first if sorts else found is None
 
 
 @pytest.mark.usefixtures("many")
