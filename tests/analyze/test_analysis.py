@@ -19,7 +19,7 @@ from acmoe.config.images.attack import attack_config
 from acmoe.config.text.data import ContaminationConfig
 from acmoe.errors import UserError
 from acmoe.evaluate.images.attack import evaluate_attack
-from acmoe.evaluate.run import open_vision_run
+from acmoe.evaluate.run import open_image_run
 from tiny_runs import byte_corpus, tiny_run, trained
 from tiny_vision_runs import tiny_vision_run, trained_images
 
@@ -176,7 +176,7 @@ def test_attacked_images_are_those_of_the_attack_command(image_run: Path) -> Non
     assert clean.pixels is not None
     assert attacked.pixels is not None
     assert float((attacked.pixels - clean.pixels).abs().max()) <= 8 / 255 + 1e-5
-    run = open_vision_run(image_run)
+    run = open_image_run(image_run)
     report = evaluate_attack(
         run.model(),
         run.images()["test"],

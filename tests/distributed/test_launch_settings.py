@@ -96,6 +96,24 @@ def test_a_mistake_of_all_processes_is_left_to_the_first(
     assert "needs 4 processes, but the launcher started 2" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("missing", list(GOOD))
+def test_a_process_without_a_launcher_reports_a_mistake_at_once(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """LOCAL_RANK alone says nothing: there is no first process that torchrun could end."""
+    waited: list[float] = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    for name, value in {**GOOD, "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(missing)
+    with pytest.raises(SystemExit) as end:
+        main(["train", "switch-nano", "parallel.data=2", "device=cpu"])
+    assert (end.value.code, waited) == (2, [])
+    said = capsys.readouterr().err
+    assert said.startswith("acmoe: ") and said.count("\n") == 1
+    assert missing in said if missing.startswith("MASTER") else "needs 2 processes" in said
+
+
 @pytest.mark.parametrize(
     "raised",
     [

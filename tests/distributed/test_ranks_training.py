@@ -30,7 +30,7 @@ from acmoe.errors import UserError
 from acmoe.evaluate.images.run import RunReport, evaluate_image_run
 from acmoe.evaluate.language import evaluate
 from acmoe.evaluate.language_report import LanguageReport
-from acmoe.evaluate.run import checkpoints, open_vision_run
+from acmoe.evaluate.run import checkpoints, open_image_run
 from acmoe.train.run import Summary, train, train_images
 from acmoe.train.text import TextTrainer, checked_corpus
 from tiny_runs import QUIET, byte_corpus, records, tiny_run
@@ -128,7 +128,7 @@ def images(rank: int, folder: Path, *settings: str) -> RunReport:
 
 def evaluated_images(run: Path, ranks: Ranks) -> RunReport:
     config = ImageEvaluateConfig(batch=16, routing=True)
-    return evaluate_image_run(open_vision_run(run), config, device="cpu", ranks=ranks)
+    return evaluate_image_run(open_image_run(run), config, device="cpu", ranks=ranks)
 
 
 def interrupted(rank: int, run: Any) -> Summary:

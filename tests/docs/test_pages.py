@@ -139,3 +139,24 @@ def test_the_readme_is_short_and_has_short_paragraphs():
     prose = re.sub(r"^(```.*?^```|<!--.*?-->)$", "", text, flags=re.MULTILINE | re.DOTALL)
     long = [part for part in prose.split("\n\n") if part[:1] != "|" and part.count("\n") >= 5]
     assert not [part for part in long if not part.startswith("\n")]
+
+
+def cells(page: str, heading: str) -> dict[str, list[str]]:
+    """Return the rows of the first table below a heading, by their first cell, without bold."""
+    text = (ROOT / page).read_text(encoding="utf-8").replace("**", "")
+    table = text[text.index(f"\n{heading}\n") :].split("\n|", 1)[1].split("\n\n", 1)[0]
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.split("\n")]
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_readme_and_overview_have_the_router_s_share_from_the_page_of_layers():
+    rows = cells("docs/performance/layers.md", "## The share of adaptive clustering")
+    batch = {layer: row[0] for layer, row in rows.items()}  # such as 1.1% (0.4 to 2.4)
+    speed = cells("README.md", "## Speed")
+    for size, layer in (("OLMoE", "olmoe"), ("Mixtral", "mixtral"), ("Qwen3-Next", "qwen3next")):
+        (row,) = [row for name, row in speed.items() if name.startswith(f"{size}'s size")]
+        assert row[-1] == batch[layer]
+    overview = cells("docs/performance.md", "## Figures and goals").items()
+    (shares,) = [row[0] for name, row in overview if name.startswith("AC in a [layer]")]
+    for layer in ("olmoe", "qwen30b", "mixtral"):
+        assert f"{layer} +{batch[layer].split()[0]}" in shares

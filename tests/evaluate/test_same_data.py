@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from acmoe.errors import UserError
-from acmoe.evaluate.run import open_vision_run
+from acmoe.evaluate.run import open_image_run
 from acmoe.train.run import train_images
 from tiny_vision_runs import QUIET, tiny_vision_run
 from vision_cases import random_pixels
@@ -23,7 +23,7 @@ def test_images_whose_classes_were_renamed_or_added_are_told(tmp_path: Path) -> 
     images = ("data.name=folder", f"data.source={tree}")
     config = tiny_vision_run(*images, "model.num_classes=2", "steps=1", "eval_images=None")
     train_images(config, tmp_path / "run", console=QUIET)
-    run = open_vision_run(tmp_path / "run")
+    run = open_image_run(tmp_path / "run")
     run.images()
     (tree / "train" / "a" / "0.png").rename(tree / "train" / "b" / "more.png")
     with pytest.warns(UserWarning, match=r"tree holds other training images than .* was trained"):

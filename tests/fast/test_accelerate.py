@@ -152,6 +152,33 @@ def test_hooks_and_adapters_on_the_output_layer_count_in_the_loss_too() -> None:
     assert not torch.allclose(loss, plain)
 
 
+def test_the_loss_of_a_wrapped_output_layer_is_one_graph_in_which_padding_holds_anything() -> None:
+    model = build()
+    model.unembed = LoRA(model.unembed)
+    targets = TOKENS.roll(-1, 1)
+    mask = torch.ones_like(TOKENS, dtype=torch.bool)
+    mask[0, :5] = False
+    hidden = torch.randn(
+        *TOKENS.shape, model.config.dim, generator=torch.Generator().manual_seed(5)
+    )
+    hidden[~mask] = torch.nan
+    expected = nn.functional.cross_entropy(model.unembed(hidden[mask]), targets[mask])
+    expected_gradients = torch.autograd.grad(expected, list(model.unembed.parameters()))
+    torch.compiler.reset()
+    compiled = torch.compile(model.mean_loss, fullgraph=True, backend="aot_eager")
+    for run in (model.mean_loss, compiled):
+        x = hidden.clone().requires_grad_()
+        model.zero_grad()
+        loss = run(x, targets, mask)
+        torch.testing.assert_close(loss, expected)
+        loss.backward()
+        assert x.grad is not None and not x.grad[~mask].any() and x.grad[mask].any()
+        for one, other in zip(model.unembed.parameters(), expected_gradients, strict=True):
+            torch.testing.assert_close(one.grad, other)
+    nothing = model.mean_loss(hidden, targets, torch.zeros_like(mask))
+    assert nothing.item() == 0.0
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_a_replaced_block_output_is_replaced_altogether(backend: str) -> None:
     model = build()

@@ -13,7 +13,7 @@ from acmoe.config.images.attack import PGDConfig, attack_config
 from acmoe.config.text.finetune import FinetuneConfig
 from acmoe.data.text.prepare import prepare
 from acmoe.evaluate.images.run import attack_image_run
-from acmoe.evaluate.run import open_vision_run
+from acmoe.evaluate.run import open_image_run
 from acmoe.lab.study.cell import Cell
 from acmoe.lab.study.results.records import open_results
 from acmoe.lab.study.synthetic.task import SyntheticConfig
@@ -124,7 +124,7 @@ def _attack(run: Path, folder: Path) -> None:
             os.symlink(run / name, folder / name)
     config = attack_config("pgd", eps=(0.02, 0.1))
     config = replace(config, attack=PGDConfig(steps=1), batch=8, limit=16)
-    attack_image_run(open_vision_run(folder), config, device="cpu")
+    attack_image_run(open_image_run(folder), config, device="cpu")
 
 
 def _attack_result(folder: Path) -> Any:

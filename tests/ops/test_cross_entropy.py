@@ -157,6 +157,22 @@ def test_bfloat16_inputs_are_summed_in_float32() -> None:
     torch.testing.assert_close(weight.grad.double(), expected, rtol=0.1, atol=2e-3)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_tensors_of_the_meta_device_tell_the_shape_of_the_loss(reduction: str) -> None:
+    x, weight = torch.empty(7, 5, device="meta"), torch.empty(11, 5, device="meta")
+    targets = torch.empty(7, dtype=torch.long, device="meta")
+    loss = chunked_cross_entropy(x, weight, None, targets, reduction=reduction)  # type: ignore[arg-type]
+    assert loss.is_meta and loss.dtype == torch.float32
+    assert loss.shape == ((7,) if reduction == "none" else ())
+
+
+def test_autocast_leaves_float64_as_it_leaves_a_linear_layer_of_float64() -> None:
+    x, weight, bias, targets = inputs(0, 9, 11)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = chunked_cross_entropy(x, weight, bias, targets)
+    assert torch.equal(found, chunked_cross_entropy(x, weight, bias, targets))
+
+
 def test_autocast_multiplies_in_bfloat16_and_leaves_float32_gradients() -> None:
     x, weight, bias, targets = inputs(5, 32, 20, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -11,7 +11,7 @@ from acmoe.config.images.data import ImageEvaluateConfig
 from acmoe.data.images.load import load_images
 from acmoe.errors import UserError
 from acmoe.evaluate.images.run import attack_image_run, evaluate_image_run
-from acmoe.evaluate.run import open_vision_run
+from acmoe.evaluate.run import open_image_run
 from acmoe.train.images import ImageTrainer
 from tiny_vision_runs import tiny_vision_run, trained_images, vision_records
 
@@ -62,7 +62,7 @@ def test_validation_scores_the_average_and_puts_the_weights_back() -> None:
 
 def test_the_averaged_model_is_saved_beside_the_weights(tmp_path: Path) -> None:
     folder = trained_images(tiny_vision_run(f"ema={DECAY}", "steps=6"), tmp_path / "run")
-    run = open_vision_run(folder)
+    run = open_image_run(folder)
     own, averaged = run.model("last"), run.model("last", ema=True)
     parameters = dict(own.named_parameters())
     state, other = own.state_dict(), averaged.state_dict()
@@ -86,7 +86,7 @@ def test_the_averaged_model_is_saved_beside_the_weights(tmp_path: Path) -> None:
 def test_a_run_without_an_average_says_so(tmp_path: Path) -> None:
     folder = trained_images(tiny_vision_run("steps=1", router="smoe"), tmp_path / "run")
     with pytest.raises(UserError, match=r"keeps no moving average .* train with ema=0.99996"):
-        open_vision_run(folder).model(ema=True)
+        open_image_run(folder).model(ema=True)
     for decay in (1.0, -0.1):
         with pytest.raises(UserError, match=rf"ema={decay}; a decay lies in \[0, 1\)"):
             tiny_vision_run(f"ema={decay}")

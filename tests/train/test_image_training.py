@@ -19,7 +19,7 @@ from acmoe.config.images.train import SwinRunConfig, VisionRunConfig, override_v
 from acmoe.config.serialize import from_document, to_document
 from acmoe.data.images.load import load_images
 from acmoe.errors import UserError
-from acmoe.evaluate.run import open_run, open_vision_run
+from acmoe.evaluate.run import open_image_run, open_run
 from acmoe.evaluate.statistics import own_statistics
 from acmoe.recipes import recipe
 from acmoe.routing.statistics import ClusterStatistics
@@ -122,7 +122,7 @@ def test_sigterm_finishes_the_step_saves_and_exits_with_143(tmp_path: Path) -> N
     process.join(60)
     assert process.exitcode == 143
     # Only the signal can have saved this: no checkpoint was due.
-    assert 4 <= open_vision_run(tmp_path / "run").step("last") < 100000
+    assert 4 <= open_image_run(tmp_path / "run").step("last") < 100000
 
 
 def test_a_run_folder_holds_metrics_and_a_config_of_its_kind(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_run_folder_holds_metrics_and_a_config_of_its_kind(tmp_path: Path) -> 
     assert 0 <= valid["top1"] <= valid["top5"] <= 100
     document = json.loads((folder / "config.json").read_text())
     assert document["kind"] == "swin-run"
-    assert open_vision_run(folder).config == config
+    assert open_image_run(folder).config == config
 
 
 def test_the_loss_is_the_models_on_the_altered_batch() -> None:

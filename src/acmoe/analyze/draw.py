@@ -27,7 +27,7 @@ from acmoe.analyze.sampling import Disturbed, HuggingFaceModel, Sampled
 from acmoe.data.progress import Progress, silent
 from acmoe.data.text.vocabulary import ByteVocabulary, Vocabulary
 from acmoe.errors import check
-from acmoe.evaluate.run import ATTACKS, Run, VisionRun, read_json
+from acmoe.evaluate.run import ATTACKS, ImageRun, Run, read_json
 from acmoe.evaluate.validation import metric_in
 
 TEXT_TOKENS = 400  # tokens on a page
@@ -100,7 +100,7 @@ def _routing(
     ]
 
 
-def _convergence(run: Run | VisionRun, folder: Path, router: str, where: str) -> Paths:
+def _convergence(run: Run | ImageRun, folder: Path, router: str, where: str) -> Paths:
     records = run.metrics("valid")
     metric = metric_in(records)
     if metric is None:
@@ -254,7 +254,7 @@ def _shown_layers(layers: int) -> list[int]:
     return sorted({round(depth) for depth in torch.linspace(0, layers - 1, SHOWN_LAYERS).tolist()})
 
 
-def _sweep(run: VisionRun, step: int | None, folder: Path, router: str, where: str) -> Paths:
+def _sweep(run: ImageRun, step: int | None, folder: Path, router: str, where: str) -> Paths:
     """Draw the PGD report with the most radii among those `acmoe attack` wrote for this run."""
     reports = [read_json(path) for path in (run.folder / ATTACKS).glob("report-pgd-*.json")]
     reports = [report for report in reports if report["step"] == step]

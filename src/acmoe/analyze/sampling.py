@@ -22,7 +22,7 @@ from acmoe.data.text.contaminate import contaminate
 from acmoe.errors import check
 from acmoe.evaluate.images.attacked import attacked_images
 from acmoe.evaluate.language import check_vocabulary
-from acmoe.evaluate.run import Run, VisionRun, open_run, open_vision_run, run_kind
+from acmoe.evaluate.run import ImageRun, Run, open_image_run, open_run, run_kind
 from acmoe.evaluate.statistics import using_statistics
 from acmoe.runtime import pick_device
 
@@ -77,7 +77,7 @@ class HuggingFaceModel:
 class Sampled:
     """One sample of a run, routed with several statistics modes and inputs."""
 
-    run: Run | VisionRun | HuggingFaceModel
+    run: Run | ImageRun | HuggingFaceModel
     step: int | None  # optimizer step of the checkpoint; None for a model of transformers
     own: RoutingRecord  # routed with the requested statistics
     compared: dict[str, RoutingRecord]  # by each mode of COMPARED; empty without statistics
@@ -88,7 +88,7 @@ def sample_run(folder: Path | str, config: AnalyzeConfig | None = None) -> Sampl
     """Load the run's checkpoint and route a sample of the run's own data."""
     config = config or AnalyzeConfig()
     if run_kind(folder) in VISION_RUNS:
-        return _sample_images(open_vision_run(folder), config)
+        return _sample_images(open_image_run(folder), config)
     return _sample_text(open_run(folder), config)
 
 
@@ -130,7 +130,7 @@ def _sample_text(run: Run, config: AnalyzeConfig) -> Sampled:
     )
 
 
-def _sample_images(run: VisionRun, config: AnalyzeConfig) -> Sampled:
+def _sample_images(run: ImageRun, config: AnalyzeConfig) -> Sampled:
     rate = None if config.contamination is None else config.contamination.rate or "default"
     _check_unused(run.folder, "an image model", tokens=config.tokens, contaminate=rate)
     device = pick_device(config.device)

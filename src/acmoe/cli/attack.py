@@ -71,10 +71,10 @@ class Attack:
     def run(self) -> int:
         from acmoe.data.progress import progress_bars
         from acmoe.evaluate.images.run import attack_image_run
-        from acmoe.evaluate.run import open_vision_run
+        from acmoe.evaluate.run import open_image_run
 
         config = self.config()
-        run = open_vision_run(self.folder)
+        run = open_image_run(self.folder)
         run_threads(self.threads, self.folder, self.device)
         with progress_bars(Console(stderr=True)) as progress:
             found = attack_image_run(

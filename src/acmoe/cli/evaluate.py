@@ -119,7 +119,7 @@ class Evaluate:
         from acmoe.config.images.data import ImageEvaluateConfig, parse_capacity
         from acmoe.errors import check
         from acmoe.evaluate.images.run import evaluate_image_run
-        from acmoe.evaluate.run import open_vision_run
+        from acmoe.evaluate.run import open_image_run
 
         for name in ("contaminate", "block"):
             value = getattr(self, name)
@@ -135,7 +135,7 @@ class Evaluate:
             batch=64 if self.batch is None else self.batch,
             routing=self.routing,
         )
-        run = open_vision_run(self.folder)
+        run = open_image_run(self.folder)
         with _progress(ranks) as progress:
             return evaluate_image_run(
                 run,

@@ -49,9 +49,9 @@ class Shift:
         from acmoe.data.progress import progress_bars
         from acmoe.evaluate.images.capacity import capacity_text
         from acmoe.evaluate.images.shift import evaluate_shift
-        from acmoe.evaluate.run import open_vision_run
+        from acmoe.evaluate.run import open_image_run
 
-        run = open_vision_run(self.folder)
+        run = open_image_run(self.folder)
         run_threads(self.threads, self.folder, self.device)
         config = ImageEvaluateConfig(
             statistics=() if self.statistics is None else (self.statistics,),

@@ -119,7 +119,7 @@ class Run(RunFolder):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionRun(RunFolder):
+class ImageRun(RunFolder):
     """A training run of an image classifier."""
 
     config: VisionRunConfig
@@ -171,7 +171,7 @@ def open_run(folder: Path | str) -> Run:
     return Run(folder=path.parent, config=from_document(read_json(path), RunConfig, str(path)))
 
 
-def open_vision_run(folder: Path | str) -> VisionRun:
+def open_image_run(folder: Path | str) -> ImageRun:
     """Open the folder of an image classifier's run."""
     path, kind = Path(folder) / CONFIG, run_kind(folder)
     check(
@@ -180,7 +180,7 @@ def open_vision_run(folder: Path | str) -> VisionRun:
         "swin-nano`",
     )
     config = from_document(read_json(path), VISION_RUNS[kind], str(path))
-    return VisionRun(folder=path.parent, config=config)
+    return ImageRun(folder=path.parent, config=config)
 
 
 def run_kind(folder: Path | str) -> str:

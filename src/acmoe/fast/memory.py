@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from acmoe.fast.rows import copy_rows
-from acmoe.models.text.cache import BlockCache
 from acmoe.models.text.memory import (
     ConcatMemory,
+    ContextMemory,
     Memory,
     Moments,
     SegmentCaches,
     StreamMemory,
-    moments_after,
 )
 from acmoe.ops.statistics.prefix import PrefixMoments
 
@@ -92,14 +91,12 @@ class StaticMemory:
         torch.autograd.graph.increment_version(self.buffers)
 
 
-class OpenStaticMemory:
+class OpenStaticMemory(ContextMemory):
     """A `StaticMemory` during one call."""
 
     def __init__(self, memory: StaticMemory, span: int, caches: SegmentCaches = ()) -> None:
+        super().__init__(span, caches)
         self.memory = memory
-        self.span = span
-        self.caches = caches
-        self.contexts: list[Tensor] = []
 
     def extend(self, depth: int, x: Tensor) -> Tensor:
         """Write x after the memory of block `depth` and return its buffer (B, S + L, D).
@@ -112,8 +109,7 @@ class OpenStaticMemory:
         else:
             copy_rows(buffer[:, first:], x)
             context = buffer
-        self.contexts.append(context.detach()[:, -self.span :])
-        return context
+        return self.remember(context)
 
     def concatenating(self) -> ConcatMemory:
         """Return the same memory opened as a `ConcatMemory`, which does not write to the buffers.
@@ -124,10 +120,3 @@ class OpenStaticMemory:
         opened = ConcatMemory(memory, self.span, self.caches)
         self.contexts = opened.contexts
         return opened
-
-    def cache(self, depth: int) -> BlockCache | None:
-        return self.caches[depth] if self.caches else None
-
-    def next_memory(self, mask: Tensor | None) -> Memory:
-        seen = None if mask is None else mask[:, -self.span :]
-        return Memory(tuple(self.contexts), seen, moments_after(self.caches))

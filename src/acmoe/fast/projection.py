@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the customary name
 
+from acmoe.ops.flops import flop_formula, tell_counters
 from acmoe.ops.precision import autocast_dtype, without_autocast
 
 
@@ -28,6 +29,7 @@ def project(context: Tensor, segment: Tensor | None, weight: Tensor) -> Tensor:
     """
     if segment is None:
         return F.linear(context, weight)
+    tell_counters()
     context = _gemm_input(context)
     found: Tensor = _project(context, segment, weight.to(context.dtype))
     return found
@@ -65,6 +67,7 @@ def project_both(
     In backward, the second GEMM accumulates into the segment gradient that the first has written;
     autograd would add the two gradients in a separate pass.
     """
+    tell_counters()
     context = _gemm_input(context)
     copy, *weights = (t.to(context.dtype) for t in (segment.detach(), weight, segment_weight))
     found: tuple[Tensor, Tensor] = _project_both(context, copy, segment, *weights)
@@ -230,3 +233,54 @@ def _(
 
 
 _project_both.register_autograd(_backward_both, setup_context=_save_both)
+
+
+@flop_formula("project")
+def _(context: Tensor, segment: Tensor, weight: Tensor, **options: Any) -> int:
+    return 2 * context.numel() * weight.shape[0]
+
+
+@flop_formula("project_backward")
+def _(
+    upstream: Tensor,
+    context: Tensor,
+    weight: Tensor,
+    length: int,
+    of_weight: bool,
+    **options: Any,
+) -> int:
+    of_position = 2 * weight.numel()
+    return of_position * len(context) * (length + of_weight * context.shape[1])
+
+
+@flop_formula("project_both")
+def _(
+    context: Tensor,
+    copy: Tensor,
+    segment: Tensor,
+    weight: Tensor,
+    segment_weight: Tensor,
+    **options: Any,
+) -> int:
+    return 2 * (context.numel() * weight.shape[0] + copy.numel() * segment_weight.shape[0])
+
+
+@flop_formula("project_both_backward")
+def _(
+    upstream: Tensor,
+    segment_upstream: Tensor,
+    context: Tensor,
+    copy: Tensor,
+    weight: Tensor,
+    segment_weight: Tensor,
+    of_segment: bool,
+    of_weight: bool,
+    of_segment_weight: bool,
+    **options: Any,
+) -> int:
+    rows, segment_rows = context.shape[:2].numel(), copy.shape[:2].numel()
+    of_context = segment_rows * of_segment + rows * of_weight
+    return 2 * (
+        weight.numel() * of_context
+        + segment_weight.numel() * segment_rows * (of_segment + of_segment_weight)
+    )

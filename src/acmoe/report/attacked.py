@@ -13,7 +13,7 @@ from acmoe.config.images.attack import AttackConfig, FGSMConfig, eps_text
 from acmoe.data.images.splits import ImageSet
 from acmoe.errors import UserError
 from acmoe.evaluate.images.attacked import attacked_images
-from acmoe.evaluate.run import VisionRun
+from acmoe.evaluate.run import ImageRun
 from acmoe.models.images.classifier import ImageClassifier
 from acmoe.report.sample import png_uri
 
@@ -23,7 +23,7 @@ ATTACK = AttackConfig(attack=FGSMConfig(), eps=(4 / 255,))
 
 def attacked_routing(
     model: ImageClassifier,
-    run: VisionRun,
+    run: ImageRun,
     images: ImageSet,
     clean: RoutingRecord,
     *,

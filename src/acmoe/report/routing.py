@@ -17,7 +17,7 @@ from acmoe.config.images.train import VISION_RUNS, SoftViTRunConfig
 from acmoe.errors import UserError, check
 from acmoe.evaluate.images.accuracy import StageTally
 from acmoe.evaluate.language import check_vocabulary
-from acmoe.evaluate.run import LANGUAGE_RUN, RunFolder, open_run, open_vision_run
+from acmoe.evaluate.run import LANGUAGE_RUN, RunFolder, open_image_run, open_run
 from acmoe.report.attacked import attacked_routing
 from acmoe.report.experts import (
     TextContext,
@@ -153,7 +153,7 @@ class RoutingReader:
         return self._text(run, share)
 
     def _images(self, run: RunFacts) -> _Recorded:
-        vision = open_vision_run(run.folder)
+        vision = open_image_run(run.folder)
         images, model = vision.images().test, vision.model(device=pick_device(self.device))
         record = record_images(
             model,

@@ -19,7 +19,7 @@ from acmoe.evaluate.run import (
     CONFIG,
     METRICS,
     checked_metrics,
-    open_vision_run,
+    open_image_run,
     read_json,
     run_kind,
 )
@@ -250,7 +250,7 @@ def _steps(folder: Path, kind: str, config: Record) -> tuple[int | None, list[st
     if kind not in VISION_RUNS:
         return config.get("epochs"), []
     try:
-        run = open_vision_run(folder)
+        run = open_image_run(folder)
         images = len(load_images(run.config.data).train)
     except UserError as error:
         return None, [f"its length in steps is not known: {error}"]

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 
 from acmoe.errors import UserError
 
+_ON_WINDOWS = os.name == "nt"
 DRAFT = ".draft"  # a draft of config.json is called .config.json.draft
 
 
@@ -59,10 +60,13 @@ def damaged_name(path: Path) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to disk, so that they survive a power cut."""
-    if path.is_dir() and os.name != "posix":
-        return  # only POSIX systems can sync a directory
-    handle = os.open(path, os.O_RDONLY)
+    """Flush a file, or the entries of a folder, to disk, so that they survive a power cut.
+
+    Windows cannot open a folder, and flushes a file only for those that may write to it.
+    """
+    if _ON_WINDOWS and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDWR if _ON_WINDOWS else os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

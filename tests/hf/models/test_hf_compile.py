@@ -114,14 +114,14 @@ def test_a_classifier_is_one_graph(head):
 def test_a_model_with_adapters_is_one_graph_and_says_once_what_it_runs(caplog):
     peft = pytest.importorskip("peft", reason="needs peft: pip install peft")
     torch.manual_seed(1)
-    places = peft.LoraConfig(target_modules=["query"], init_lora_weights=False)
+    places = peft.LoraConfig(target_modules=["query", "unembed"], init_lora_weights=False)
     model = peft.get_peft_model(ours().eval(), places).train()
     twin = copy.deepcopy(model)
     dispatch._logged.clear()
     compiled = one_graph(model)
     with caplog.at_level(logging.INFO, "acmoe"):
         for run in (compiled, compiled, twin):
-            run(input_ids=IDS, labels=IDS).loss.backward()
+            run(input_ids=IDS, attention_mask=LEFT, labels=IDS).loss.backward()
     assert caplog.text.count("query is a peft.tuners.lora.layer.Linear, not a Linear") == 1
     gradients = dict(twin.named_parameters())
     for name, parameter in model.named_parameters():

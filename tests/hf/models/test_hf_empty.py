@@ -36,6 +36,20 @@ def test_a_model_on_the_meta_device_tells_shapes_and_takes_weights():
 
 
 @pytest.mark.parametrize("statistics", MODES)
+def test_a_training_step_on_the_meta_device_tells_the_shapes_of_loss_and_gradients(statistics):
+    with torch.device("meta"):
+        empty = AcmoeForCausalLM(ours(statistics).config).train()
+    ids = IDS.to("meta")
+    found = empty(ids, labels=ids)
+    assert found.loss.is_meta and found.loss.shape == () and found.loss.dtype == torch.float32
+    found.loss.backward()
+    assert all(one.grad.shape == one.shape for one in empty.parameters() if one.grad is not None)
+    assert empty.model.unembed.weight.grad is not None
+    scored = empty.eval()(ids, labels=ids, attention_mask=torch.ones_like(ids))
+    assert scored.loss.is_meta and scored.logits.shape == (2, 12, 256)
+
+
+@pytest.mark.parametrize("statistics", MODES)
 @pytest.mark.parametrize("buffers", [False, True])
 def test_a_model_of_init_empty_weights_takes_a_state_dict(statistics, buffers):
     model = ours(statistics)

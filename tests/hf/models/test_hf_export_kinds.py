@@ -12,7 +12,7 @@ from acmoe.data.images.pixels import centre_crop
 from acmoe.data.text.sentences import load_sentences
 from acmoe.errors import UserError
 from acmoe.evaluate.images.run import evaluate_image_run
-from acmoe.evaluate.run import open_corpus, open_run, open_vision_run
+from acmoe.evaluate.run import open_corpus, open_image_run, open_run
 from acmoe.models.capacity import override_capacity
 from acmoe.train.finetune import finetune
 from tiny_runs import QUIET, byte_corpus, tiny_run, trained, word_corpus
@@ -77,7 +77,7 @@ def test_a_run_on_words_has_its_words(tmp_path):
 @pytest.mark.parametrize("soft", [False, True])
 def test_an_image_run_goes_there_and_back(soft, tmp_path):
     options = ("ema=0.5",) if soft else ()
-    run = open_vision_run(trained_images(tiny_vision_run(*options, soft=soft), tmp_path / "run"))
+    run = open_image_run(trained_images(tiny_vision_run(*options, soft=soft), tmp_path / "run"))
     export_run(run.folder, tmp_path / "hf", ema=soft)
     loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "hf")
     state = run.model(ema=soft).state_dict()
@@ -89,7 +89,7 @@ def test_an_image_run_goes_there_and_back(soft, tmp_path):
     found = classify([Image.fromarray(images.pixels(n)) for n in range(40)], top_k=1)
     assert {answer[0]["label"] for answer in found} <= set(images.classes)
     restore_run(tmp_path / "hf", tmp_path / "back")
-    back = open_vision_run(tmp_path / "back")
+    back = open_image_run(tmp_path / "back")
     after = evaluate_image_run(back, config, device="cpu").report
     assert after == before
     hits = sum(

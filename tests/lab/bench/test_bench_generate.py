@@ -96,7 +96,7 @@ def test_a_step_that_fails_refuses_the_rows_and_not_the_benchmark(
     monkeypatch.setattr(steps, "_seconds", full)
     monkeypatch.setattr(generate, "_seconds", lambda call, tokens, device: 2.0 * tokens)
     rows = bench_generate(TWO_ROUTERS, command="").rows
-    assert [row["refused"] for row in rows] == ["out of memory"] * 2
+    assert [row["refused"] for row in rows] == ["OutOfMemoryError: out of memory"] * 2
 
 
 def test_decoding_takes_the_most_likely_tokens_of_generate() -> None:

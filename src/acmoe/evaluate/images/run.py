@@ -12,7 +12,7 @@ from acmoe.data.progress import Progress, silent
 from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.evaluate.images.accuracy import ImageReport, evaluate_images
 from acmoe.evaluate.images.attack import AttackReport, evaluate_attack
-from acmoe.evaluate.run import ATTACKS, VisionRun, Which
+from acmoe.evaluate.run import ATTACKS, ImageRun, Which
 from acmoe.routing.statistics.group import measuring_alone
 from acmoe.storage.atomic import replace_text
 from acmoe.storage.strict_json import json_text
@@ -47,7 +47,7 @@ def _marked(ema: bool) -> dict[str, bool]:
 
 
 def evaluate_image_run(
-    run: VisionRun,
+    run: ImageRun,
     config: ImageEvaluateConfig,
     *,
     which: Which = "best",
@@ -74,7 +74,7 @@ def evaluate_image_run(
 
 
 def attack_image_run(
-    run: VisionRun,
+    run: ImageRun,
     config: AttackConfig,
     *,
     which: Which = "best",

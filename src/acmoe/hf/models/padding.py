@@ -19,6 +19,9 @@ def token_mask(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int
     the vocabulary, `<pad>` of our tokenizers, is padding with or without an attention mask:
     `generate` fills finished sequences with it and does not mask it.
 
+    Eager code asks the device whether there is padding, for which the host waits once per call:
+    without a mask every layer makes a pass less over its tokens.
+
     Compiled code cannot branch on values. There an attention mask is used even if all tokens are
     real, with the same results; without one, all tokens must be real.
     """

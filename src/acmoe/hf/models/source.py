@@ -20,8 +20,8 @@ from acmoe.evaluate.run import (
     RunFolder,
     Which,
     checked_metrics,
+    open_image_run,
     open_run,
-    open_vision_run,
     read_json,
     run_kind,
 )
@@ -95,7 +95,7 @@ def _language_run(folder: Path, kind: str, which: Which) -> Source:
 
 
 def _image_run(folder: Path, kind: str, which: Which, ema: bool) -> Source:
-    run = open_vision_run(folder)
+    run = open_image_run(folder)
     model = run.model(which, ema=ema)
     data = run.config.data
     config = AcmoeConfig.of(model.config, **_labels(run.images().classes))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from acmoe.config.routing import SMoEConfig
 from acmoe.config.text.language import LanguageConfig, language_router
-from acmoe.errors import check, first_line
+from acmoe.errors import check, typed_line
 from acmoe.experts.mlp import ExpertMLP
 from acmoe.experts.moe import MoE
 from acmoe.fast import accelerate, restore
@@ -176,7 +176,7 @@ def _compared(
     try:
         taken = steps_in_turn(models, prompts)  # all models have a cache at once
     except _FAILURES as error:
-        return [replace(row, refused=first_line(error)) for row in rows]
+        return [replace(row, refused=typed_line(error)) for row in rows]
     found = rows[:1]
     for row, seconds in zip(rows[1:], taken[1:], strict=True):
         _, more, low, high = added(seconds, taken[0])
@@ -286,7 +286,7 @@ def _rows(
                 short, long = (_seconds(generate, one, device) for one in (half, config.tokens))
                 taken.append((short, long))
     except _FAILURES as error:
-        return [replace(row, refused=first_line(error)) for row in who]
+        return [replace(row, refused=typed_line(error)) for row in who]
     rows: list[GenerateRow] = []
     for row, taken in zip(who, times, strict=True):
         short, long = (min(one[number] for one in taken) for number in (0, 1))

@@ -25,7 +25,7 @@ def global_bytes(clusters: int, dim: int) -> int:
     return clusters * (dim + 1) * 8 + clusters * dim * FLOAT
 
 
-def ddp_bytes(parameters: int) -> int:
+def ddp_bytes(parameters: float) -> float:
     """Return what DistributedDataParallel all-reduces in a step: the float32 gradients."""
     return parameters * FLOAT
 
@@ -176,7 +176,7 @@ def row(model: Model, gpus: int, machine: Machine) -> Row:
         model=model.name,
         gpus=gpus,
         step=model.step,
-        gradients=FLOAT * (dense * _ring(ranks) + own * _ring(copies)),
+        gradients=ddp_bytes(dense) * _ring(ranks) + ddp_bytes(own) * _ring(copies),
         experts=sent,
         pooled=pooled,
         pooled_share=(pooled / machine.bandwidth + _latency(ranks, machine)) / model.step,

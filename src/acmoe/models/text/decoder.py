@@ -36,6 +36,8 @@ from acmoe.routing.layer_plan import plan_layers
 from acmoe.routing.router import unwrapped
 from acmoe.routing.state import Routing, RoutingState
 
+_IGNORED = -100  # a target that does not count, as in torch
+
 
 class LanguageOutput(NamedTuple):
     """The result of a forward pass. `loss` is the cross-entropy alone; train on loss + aux_loss."""
@@ -129,13 +131,16 @@ class LanguageModel(nn.Module):
         if change is None:
             weight, bias = self.unembed.weight, self.unembed.bias
             return chunked_cross_entropy(x_TD, weight, bias, targets_T, token_mask=mask_T)
-        if mask_T is not None:
-            x_TD, targets_T = x_TD[mask_T], targets_T[mask_T]
+        count: Tensor | int = max(1, len(targets_T))
+        if mask_T is not None:  # no boolean index: torch.compile could not trace it
+            count = mask_T.sum().clamp(min=1)
+            x_TD = x_TD.masked_fill(~mask_T[:, None], 0.0)  # padding may hold any values
+            targets_T = targets_T.masked_fill(~mask_T, _IGNORED)
         log_once(f"the loss holds all logits in memory: unembed {change}")
         logits_TV = self.unembed(x_TD)
         logits_TV = logits_TV.to(accumulation_dtype(logits_TV.dtype))
-        total = F.cross_entropy(logits_TV, targets_T, reduction="sum")
-        return total / max(1, len(targets_T))
+        total = F.cross_entropy(logits_TV, targets_T, reduction="sum", ignore_index=_IGNORED)
+        return total / count
 
     def hidden_states(
         self,

@@ -60,20 +60,17 @@ class OpenMemory(Protocol):
     def next_memory(self, mask: Tensor | None) -> Memory: ...
 
 
-class ConcatMemory:
-    """An opened memory that concatenates memory, if there is any, and segment."""
+class ContextMemory:
+    """An opened memory of hidden states. Its `extend`, in a subclass, adds to `contexts` the part
+    of each block's context that the next memory holds."""
 
-    def __init__(self, memory: Memory | None, span: int, caches: SegmentCaches = ()) -> None:
-        self.memory = memory
+    def __init__(self, span: int, caches: SegmentCaches = ()) -> None:
         self.span = span
         self.caches = caches
         self.contexts: list[Tensor] = []
 
-    def extend(self, depth: int, x: Tensor) -> Tensor:
-        """Return the context (B, S + L, D) of block `depth`."""
-        context = x
-        if self.memory is not None:
-            context = torch.cat([self.memory.hidden[depth].to(x.dtype), x], dim=1)
+    def remember(self, context: Tensor) -> Tensor:
+        """Add the last `span` positions of a block's context, and return the context."""
         self.contexts.append(context.detach()[:, -self.span :])
         return context
 
@@ -82,10 +79,24 @@ class ConcatMemory:
 
     def next_memory(self, mask: Tensor | None) -> Memory:
         seen = None if mask is None else mask[:, -self.span :]
-        return Memory(tuple(self.contexts), seen, moments_after(self.caches))
+        return Memory(tuple(self.contexts), seen, _moments_after(self.caches))
 
 
-def moments_after(caches: SegmentCaches) -> Moments:
+class ConcatMemory(ContextMemory):
+    """An opened memory that concatenates memory, if there is any, and segment."""
+
+    def __init__(self, memory: Memory | None, span: int, caches: SegmentCaches = ()) -> None:
+        super().__init__(span, caches)
+        self.memory = memory
+
+    def extend(self, depth: int, x: Tensor) -> Tensor:
+        """Return the context (B, S + L, D) of block `depth`."""
+        if self.memory is None:
+            return self.remember(x)
+        return self.remember(torch.cat([self.memory.hidden[depth].to(x.dtype), x], dim=1))
+
+
+def _moments_after(caches: SegmentCaches) -> Moments:
     """Return the running moments of each block at the end of the segment; None: it keeps none."""
     return tuple(None if cache is None else cache.after for cache in caches)
 

@@ -26,6 +26,7 @@ from acmoe.ops.attention.support import (
     stored_width,
 )
 from acmoe.ops.dispatch import log_once
+from acmoe.ops.flops import tell_counters
 
 NO_BACKWARD = "nothing"  # value of `keep` if no backward will follow: save nothing
 
@@ -89,6 +90,7 @@ def joined_window_attention(
     bits_BHL = torch.zeros(q.shape[:3], dtype=torch.int32, device=q.device)
     if dropout > 0:
         bits_BHL = torch.randint_like(bits_BHL, -(2**31), 2**31)
+    tell_counters()
     out_BHLP: Tensor = _window_attention(
         q,
         F.pad(q.detach(), (0, more)).contiguous(),

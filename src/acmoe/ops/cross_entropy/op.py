@@ -25,6 +25,7 @@ from acmoe.errors import check
 from acmoe.ops.device_support import on_nvidia, triton_unsupported
 from acmoe.ops.dispatch import op, transforming
 from acmoe.ops.once import differentiable_once
+from acmoe.ops.precision import autocast_dtype, without_autocast
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 
 _LOGITS_ON_CPU = 2**22  # the most logits that exist at a time
@@ -61,14 +62,13 @@ def chunked_cross_entropy(
         float32 loss (float64 for float64 input).
     """
     _check(x, weight, targets, chunk, reduction)
-    device = x.device.type
-    gemm_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    gemm_dtype = autocast_dtype(x) or x.dtype
     keep_T = token_mask
     safe_T = targets if keep_T is None else targets.masked_fill(~keep_T, 0)
     if chunk is None:
         chunk = max(1, min(x.shape[0], _most_logits(x.device) // weight.shape[0]))
     # Autocast is off: it would cast the whole weight again in every chunk.
-    with torch.autocast(device, enabled=False):
+    with without_autocast(x):
         if transforming():
             losses_T = _masked(_plain_losses(x, weight, bias, safe_T, gemm_dtype), keep_T)
             if reduction == "none":

@@ -1,9 +1,9 @@
 """The experts of a layer (`expert_mlp`) by Triton and Hopper kernels, with their gradient.
 
 The kernels fuse the gather, the activation, the gate and the combine into the GEMMs; reference.py
-defines the result. `torch.compile(fullgraph=True)` sees one custom op. Eager calls use an
-autograd.Function instead, because autograd would copy the outputs of a custom op into .grad (0.4 ms
-of 19 at olmoe, a shape of lab/bench/shapes.py).
+defines the result. `torch.compile(fullgraph=True)` and torch's `FlopCounterMode` see one custom op.
+Other calls use an autograd.Function instead, because autograd would copy the outputs of a custom op
+into .grad (0.4 ms of 19 at olmoe, a shape of lab/bench/shapes.py).
 
 Only h, the hidden units before the activation, is saved for backward, and only if a backward can
 follow. Eager backward overwrites h with its gradient, so a second backward through a retained graph
@@ -24,6 +24,7 @@ from torch.compiler import is_compiling
 from acmoe.ops.dispatch import eager
 from acmoe.ops.experts.repeated import repeated, repeated_gradients
 from acmoe.ops.experts.triton.sizes import Operands
+from acmoe.ops.flops import tell_counters
 from acmoe.ops.once import apply, differentiable_once
 
 
@@ -184,13 +185,13 @@ def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
 _expert_mlp.register_autograd(_backward, setup_context=_save)
 
 
-def _cast(dtype: torch.dtype, up: Tensor, down: Tensor, compiling: bool) -> tuple[Tensor, Tensor]:
+def _cast(dtype: torch.dtype, up: Tensor, down: Tensor, seen: bool) -> tuple[Tensor, Tensor]:
     """Return the weights as the GEMMs read them, without a gradient.
 
-    Eager calls take weights of the right dtype as they are, because only `given_up` and
-    `given_down` of `_expert_mlp` have a gradient.
+    Calls of `_Eager` take weights of the right dtype as they are. seen: `_expert_mlp` is called, of
+    which only `given_up` and `given_down` have a gradient.
     """
-    if up.dtype == down.dtype == dtype and not compiling:
+    if up.dtype == down.dtype == dtype and not seen:
         return up, down
     return up.detach().to(dtype), down.detach().to(dtype)
 
@@ -224,8 +225,8 @@ def fused_expert_mlp(
         [tensor is not None and tensor.requires_grad for tensor in given]
     )
     repeats = eager(*given)
-    compiling = not repeats and is_compiling()
-    tensors = (x_TD, *_cast(x_TD.dtype, up_EWD, down_EDF, compiling), *given[3:])
+    seen = not repeats and (is_compiling() or tell_counters())
+    tensors = (x_TD, *_cast(x_TD.dtype, up_EWD, down_EDF, seen), *given[3:])
     x, up, down, up_bias, down_bias, gate = [
         None if tensor is None else tensor.contiguous() for tensor in tensors
     ]
@@ -234,7 +235,7 @@ def fused_expert_mlp(
     out: Tensor
     if repeats and not keep:
         out = repeated(_forward, *everything)[0]
-    elif compiling:
+    elif seen:
         out, _ = _expert_mlp(*everything)
     else:
         learned = (x, up_bias, down_bias, gate, up_EWD, down_EDF)

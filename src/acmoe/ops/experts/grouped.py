@@ -12,6 +12,7 @@ from torch import Tensor
 from acmoe.ops.device_support import on_nvidia
 from acmoe.ops.dispatch import eager, transforming
 from acmoe.ops.experts.products import as_vectors, laid_out, rows_product
+from acmoe.ops.flops import tell_counters
 from acmoe.ops.precision import autocast_dtype
 
 
@@ -193,6 +194,7 @@ def _linear(
         return _masked_linear(x_NI, weight_EOI, offsets_E)
     out_NO: Tensor
     if not _direct(x_NI, weight_EOI):
+        tell_counters()
         out_NO = _grouped_linear(x_NI, weight_EOI, offsets_E)
     elif _recorded(x_NI, weight_EOI, bias_EO):
         out_NO = _Linear.apply(x_NI, weight_EOI, offsets_E, bias_EO)  # type: ignore[no-untyped-call]
@@ -275,6 +277,7 @@ def grouped_mm(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
     PyTorch's kernel does not write the rows that belong to no expert, neither in the output nor in
     the gradient of x. The two masks below set them to zero; the first acts in backward.
     """
+    tell_counters()
     unrouted_N1 = (torch.arange(x_NI.shape[0], device=x_NI.device) >= offsets_E[-1])[:, None]
     x_NI = x_NI.masked_fill(unrouted_N1, 0.0)
     y_NO = torch.nn.functional.grouped_mm(x_NI, weight_EOI.mT, offs=offsets_E.to(torch.int32))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from acmoe.ops.device_support import triton_unsupported
+from acmoe.ops.flops import tell_counters
 from acmoe.ops.map_attention.reference import check_windows, map_attention
 
 _MOST_TOKENS, _MOST_FEATURES = 64, 128  # tokens of a window and features of a head in a tile
@@ -43,6 +44,7 @@ def _map_attention_triton(
 ) -> Tensor:
     """Compute `map_attention` by the kernel; it sums the gradient of the bias in float32."""
     check_windows(qkv, window)
+    tell_counters()
     found: Tensor = _map_attention(qkv.contiguous(), bias.float().contiguous(), *window, *shift)
     return found
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from acmoe.ops.dispatch import eager
+from acmoe.ops.flops import tell_counters
 from acmoe.ops.once import apply, differentiable_once
 from acmoe.ops.taped import taped
 
@@ -266,6 +267,8 @@ def route_through(*inputs: Any, totals: str) -> tuple[Any, ...]:
     if not recorded and repeats:
         found = _without_gradient(totals, *inputs)
         return *found, x, found[3] if totals == "balance" else None
+    if not repeats:
+        tell_counters()
     passes = recorded and x.requires_grad
     if not (recorded and (repeats or passes)) or (not repeats and is_compiling()):
         return *route_op(*inputs), x, None

@@ -213,7 +213,7 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     *(
         _claim(
-            f"{title} accuracy after finetuning",
+            f"{title} accuracy after finetuning, Switch-medium in the paper",
             "words",
             _SMALL[:1],
             metric=metric,
