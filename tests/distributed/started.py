@@ -10,6 +10,9 @@ import torch.multiprocessing as mp
 # A server imports these once, and each process is a fork of it. An import of torch and of the
 # library takes longer than most tests.
 IMPORTED_ONCE = [
+    "pytest",
+    "torch._dynamo.aot_compile",  # by the first step of an optimizer
+    "torch._dynamo.polyfills.loader",
     "torch.distributed.device_mesh",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
