@@ -3,6 +3,7 @@
 import multiprocessing
 import sys
 from collections.abc import Callable
+from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch.multiprocessing as mp
@@ -18,8 +19,16 @@ IMPORTED_ONCE = [
     "torch.distributed.tensor",
     "acmoe",
     "acmoe.train.run",
+    "acmoe.lab.study.worker",
 ]
 METHOD = "spawn" if sys.platform == "win32" else "forkserver"
+
+
+def fork_server() -> BaseContext:
+    """Return the way to start processes that have torch and the library imported."""
+    if METHOD == "forkserver":
+        multiprocessing.set_forkserver_preload(IMPORTED_ONCE)
+    return multiprocessing.get_context(METHOD)
 
 
 def start_processes(
@@ -29,7 +38,7 @@ def start_processes(
 
     The processes have the environment of the first start, unless they are started `afresh`.
     """
-    multiprocessing.set_forkserver_preload(IMPORTED_ONCE)
+    fork_server()
     mp.start_processes(
         function, arguments, nprocs=world, start_method="spawn" if afresh else METHOD
     )
