@@ -19,6 +19,7 @@ from acmoe.data.folders import build_folder
 from acmoe.data.text.contaminate import contaminate
 from acmoe.data.text.corpus import load_corpus
 from acmoe.data.text.prepare import prepare
+from slow_cases import mostly_slow
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="kill -9 and fork are POSIX")
 
@@ -63,7 +64,9 @@ def look(out: Path, texts: list[list[int]]) -> None:
         assert {p.name for p in folder.iterdir()} == {"manifest.json", "test.npy", "valid.npy"}
 
 
-def kill_at_every_step(root: Path, sender: Connection) -> None:
+def kill_at_every_step(root: Path, sender: Connection, stride: int) -> None:
+    """Kill each job at its steps; between the two renames of `replace` lies one step only."""
+
     def prepare_new(out: Path) -> None:
         prepare("words", root / "new", out)
 
@@ -83,7 +86,7 @@ def kill_at_every_step(root: Path, sender: Connection) -> None:
             prepare("words", root / "old", out)
         while killed(partial(work, out), at_step(step)):
             look(out, texts)
-            step += 1
+            step += 1 if job == "replace" else stride
             if job == "replace":
                 prepare("words", root / "old", out)
         steps[job] = step
@@ -103,11 +106,11 @@ def kill_at_random_moments(root: Path, sender: Connection) -> None:
     sender.send(kills)
 
 
-def run(attempts: Callable[[Path, Connection], None], folder: Path) -> object:
+def run(attempts: Callable[..., None], folder: Path, *others: object) -> object:
     """Call `attempts` in a process without threads, which may fork; return what it sends."""
     forks = fork_server()
     receiver, sender = forks.Pipe(duplex=False)
-    process = forks.Process(target=attempts, args=(folder, sender))
+    process = forks.Process(target=attempts, args=(folder, sender, *others))
     process.start()
     sender.close()
     found = receiver.recv() if receiver.poll(120) else None
@@ -116,15 +119,16 @@ def run(attempts: Callable[[Path, Connection], None], folder: Path) -> object:
     return found
 
 
+@mostly_slow("stride", [3, 1])
 def test_killed_at_any_step_a_folder_is_complete_or_absent_and_the_next_run_completes_it(
-    tmp_path: Path,
+    stride: int, tmp_path: Path
 ) -> None:
     for source, valid in (("old", "the\n"), ("new", "the on\n")):
         (tmp_path / source).mkdir()
         texts = {"train": "the cat\non mats\n", "valid": valid, "test": "a\n"}
         for split, text in texts.items():
             (tmp_path / source / f"{split}.txt").write_text(text)
-    steps = run(kill_at_every_step, tmp_path)
+    steps = run(kill_at_every_step, tmp_path, stride)
     assert isinstance(steps, dict) and min(steps.values()) > 20  # so many moments were tried
     for job in ("prepare", "replace", "contaminate"):
         out = tmp_path / "data" / job
