@@ -5,6 +5,7 @@ import torch
 from hf_cases import language_model, same_state
 
 import acmoe
+from slow_cases import mostly_slow
 
 pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
@@ -35,8 +36,11 @@ def test_a_model_on_the_meta_device_tells_shapes_and_takes_weights():
     assert torch.equal(empty(IDS).logits, model(IDS).logits)
 
 
-@pytest.mark.parametrize("statistics", MODES)
-@pytest.mark.parametrize("buffers", [False, True])
+@mostly_slow(
+    ("statistics", "buffers"),
+    [(mode, buffers) for mode in MODES for buffers in (False, True)],
+    keep={2 * n + n % 2 for n in range(len(MODES))},  # each mode, in one of both ways
+)
 def test_a_model_of_init_empty_weights_takes_a_state_dict(statistics, buffers):
     model = ours(statistics)
     with accelerate.init_empty_weights(include_buffers=buffers):
