@@ -1,16 +1,15 @@
 """A fault at any file operation loses nothing: repeated, the command ends as if undisturbed."""
 
-import multiprocessing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from started import fork_server
 
 from faults.inject import Fault, run_with_fault
 from faults.tasks import DISTURBED, task_of
 
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["faults.inject", "faults.tasks", "torch._dynamo"])
+FORKS = fork_server()
 
 
 def disturbed(name: str, materials: Any, folder: Path, fault: Fault, at: int) -> tuple[str, Any]:
