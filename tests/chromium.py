@@ -3,6 +3,7 @@
 python tests/chromium.py PAGE.html PICTURE.png
 """
 
+import functools
 import os
 import shutil
 import sys
@@ -18,6 +19,7 @@ QUIET = (
 )
 
 
+@functools.cache
 def find_chromium() -> str | None:
     """ACMOE_CHROMIUM, or one on the PATH, or the one playwright installed for itself."""
     asked = os.environ.get("ACMOE_CHROMIUM")

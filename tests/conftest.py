@@ -1,5 +1,6 @@
 """Fixtures of all tests: one thread, repeatable cases, seeds, poisoned memory, a browser."""
 
+import functools
 import gc
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from acmoe.data.text import prepare, stdlib
 from chromium import chromium
 from cpu import settle_cpu
 
@@ -38,6 +40,7 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.collect()
         gc.freeze()
+        gc.set_threshold(20_000, 20, 20)  # a test makes thousands of objects that stay for it
         gc.enable()
 
 
@@ -55,6 +58,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _library_read_once() -> Iterator[None]:
+    """Read the source of the running Python once: 600 files, which take a second."""
+
+    @functools.cache
+    def read_running() -> list[stdlib.SourceFile]:
+        return stdlib.read_stdlib(None, lambda *_: None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            prepare,
+            "read_stdlib",
+            lambda root, progress: (
+                read_running() if root is None else stdlib.read_stdlib(root, progress)
+            ),
+        )
+        yield
 
 
 @pytest.fixture(scope="module")

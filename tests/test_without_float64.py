@@ -45,8 +45,15 @@ CONFIGS: list[RouterConfig] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def nothing_of_other_modules() -> None:
+    """Leave what is alive out of later collections, which then take milliseconds."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
-def no_layers_of_other_tests() -> None:
+def no_layers_of_other_tests(nothing_of_other_modules: None) -> None:
     """An optimizer step also updates layers that no optimizer holds, as garbage of other tests."""
     gc.collect()
 

@@ -140,12 +140,13 @@ def test_without_scikit_learn_everything_but_silhouettes_is_measured(
 @pytest.fixture(scope="module")
 def text_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("text")
-    return trained(tiny_run(byte_corpus(folder)), folder / "run")
+    return trained(tiny_run(byte_corpus(folder), "steps=8", "eval_every=4"), folder / "run")
 
 
 @pytest.fixture(scope="module")
 def image_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained_images(tiny_vision_run(), tmp_path_factory.mktemp("images") / "run")
+    folder = tmp_path_factory.mktemp("images")
+    return trained_images(tiny_vision_run("steps=4"), folder / "run")
 
 
 def test_a_text_run_is_sampled_in_both_statistics_and_contaminated(text_run: Path) -> None:

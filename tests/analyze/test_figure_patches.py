@@ -13,10 +13,14 @@ from drawn_figures import drawn, legend_texts, outlines, texts
 from acmoe.analyze.figures.attack_changes import save_changed_patches
 from acmoe.analyze.figures.palette import expert_colour, rgb
 from acmoe.analyze.figures.patches import save_patches
+from slow_cases import mostly_slow
 
 
-@pytest.mark.parametrize("side", [1, 4, 7, 14])
-@pytest.mark.parametrize("channels", [1, 3])
+@mostly_slow(
+    ("side", "channels"),
+    [(1, 1), (4, 3), (7, 1), (1, 3), (4, 1), (7, 3), (14, 1), (14, 3)],
+    keep={0, 1, 2},
+)
 def test_every_patch_has_its_experts_colour_and_number(
     side: int, channels: int, tmp_path: Path
 ) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("matplotlib")
@@ -45,6 +45,7 @@ def test_a_token_is_shown_or_written_out(token: str | bytes, shown: str) -> None
     assert visible(token) == shown
 
 
+@settings(max_examples=settings.default.max_examples // 3)  # it draws a figure
 @given(st.lists(st.text(max_size=90) | st.binary(max_size=30), min_size=1, max_size=20))
 def test_every_character_has_a_place_of_its_own_inside_the_page(
     tokens: list[str | bytes],

@@ -17,12 +17,13 @@ CONTENT = ("convergence", "load", "instability", "tsne")
 @pytest.fixture(scope="module")
 def text_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("text")
-    return trained(tiny_run(byte_corpus(folder)), folder / "run")
+    return trained(tiny_run(byte_corpus(folder), "steps=8", "eval_every=4"), folder / "run")
 
 
 @pytest.fixture(scope="module")
 def image_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained_images(tiny_vision_run(), tmp_path_factory.mktemp("images") / "run")
+    folder = tmp_path_factory.mktemp("images")
+    return trained_images(tiny_vision_run("steps=4"), folder / "run")
 
 
 def figures(folder: Path) -> set[str]:

@@ -5,10 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from started import METHOD, fork_server
 
 from acmoe.cli import main
+from acmoe.lab.study import pool
 from acmoe.lab.study.registry import STUDIES
 from acmoe.lab.study.results.page import markers
+from slow_cases import mostly_slow
 from study_cases import SMALL, data_folder
 
 ROOT = Path(__file__).parents[2]
@@ -27,9 +30,12 @@ def call(capsys, *arguments):
     return stop.value.code, printed.out, printed.err
 
 
-def test_a_study_of_two_cells_runs_resumes_and_is_summarised(capsys, monkeypatch, tmp_path):
+@mostly_slow("method", [METHOD, "spawn"])
+def test_a_study_of_two_cells_runs_resumes_and_is_summarised(method, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACMOE_COMMIT", "0123abc")
+    if method != "spawn":  # the command's own method, by which a process imports all for itself
+        monkeypatch.setattr(pool, "_SPAWN", fork_server())
     data_folder(tmp_path / "data")
     sizes = ("--steps", "4", "--batch", "2", "--tokens", "200", "--megabytes", "0.01")
     where = ("--data", "data", "--device", "cpu", "--seeds", "0")
@@ -73,8 +79,8 @@ def test_a_study_of_two_cells_runs_resumes_and_is_summarised(capsys, monkeypatch
         ((), "no study given"),
         (("synthetic", "--megabytes", "3", "--brief"), "reads no --megabytes 3 --brief"),
         (
-            ("nano", "--vocabulary", "9", "--list"),
-            "study nano reads no --vocabulary 9; leave it out",
+            ("synthetic", "--vocabulary", "9", "--list"),
+            "study synthetic reads no --vocabulary 9; leave it out",
         ),
         (("byte",), "did you mean bytes?"),
         (("bytes",), "give their folder with --data"),
@@ -88,7 +94,7 @@ def test_a_study_of_two_cells_runs_resumes_and_is_summarised(capsys, monkeypatch
         (("synthetic", "--jobs", "0"), "--jobs 0"),
         (("synthetic", "--address", "auto"), "give --engine ray too"),
         (("synthetic", "--minutes", "-1"), "--minutes -1.0; it must be positive"),
-        (("nano", "--minutes", "nan"), "--minutes nan; it must be positive"),
+        (("synthetic", "--minutes", "nan"), "--minutes nan; it must be positive"),
         (("bytes", "--summarise", "--seeds", "0", "1"), "--seeds 0 1 says nothing with --summ"),
         (("bytes", "--summarise", "--list"), "--list says nothing with --summarise; leave it out"),
         (("--evidence", "page.md", "--out", "x.jsonl"), "--out x.jsonl says nothing with --evid"),

@@ -22,7 +22,7 @@ SMALL = (
 @pytest.fixture(scope="module")
 def vision_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vision")
-    return trained_images(tiny_vision_run("augment.mixup=0"), folder / "run")
+    return trained_images(tiny_vision_run("steps=4", "augment.mixup=0"), folder / "run")
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def test_a_killed_attack_continues_with_the_batches_left(
     ("options", "space", "eps"),
     [
         (("fgsm",), "normalized", [1 / 255]),
-        (("pgd", "--steps", "1"), "normalized", [1 / 255]),
+        pytest.param(("pgd", "--steps", "1"), "normalized", [1 / 255], marks=pytest.mark.slow),
         (("spsa", "--steps", "1", "--directions", "2"), "normalized", [1.0]),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",

@@ -33,11 +33,12 @@ from acmoe.evaluate.language_report import LanguageReport
 from acmoe.evaluate.run import checkpoints, open_image_run
 from acmoe.train.run import Summary, train, train_images
 from acmoe.train.text import TextTrainer, checked_corpus
+from slow_cases import mostly_slow
 from tiny_runs import QUIET, byte_corpus, records, tiny_run
 from tiny_vision_runs import tiny_vision_run
 
 # Two micro-batches, gradients clipped. Without dropout: every process draws its own.
-SHORT = ("steps=6", "log_every=1", "eval_every=3", "checkpoint_every=3")
+SHORT = ("steps=4", "log_every=1", "eval_every=2", "checkpoint_every=2")
 SAME = (
     *SHORT,
     "clip=1.0",
@@ -182,7 +183,7 @@ def two(folder: Path) -> list[dict[str, Any]]:
     return launch_often(2, many, folder, folder=folder / "results")
 
 
-def half_of(run: Path, copy: Path, last: str = "step-00000006") -> None:
+def half_of(run: Path, copy: Path, last: str = "step-00000004") -> None:
     """Copy a run as it was after half of its steps, which end with the checkpoint `last`."""
     shutil.copytree(run, copy)
     shutil.rmtree(copy / "checkpoints" / last)
@@ -199,7 +200,7 @@ def furthest(a: list[float], b: list[float]) -> float:
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "expert", "alone-two", PIPELINE])
 def test_two_processes_train_as_one(two: list[dict[str, Any]], folder: Path, name: str) -> None:
     """With statistics over all processes; `alone-two` is the second half of a run of one."""
-    assert len(losses(folder / name)) == 6
+    assert len(losses(folder / name)) == 4
     assert furthest(losses(folder / name), losses(folder / "alone")) < 1e-5
     valid = furthest(losses(folder / name, "valid"), losses(folder / "alone", "valid"))
     assert valid < 1e-5
@@ -245,7 +246,7 @@ def test_a_checkpoint_of_two_processes_is_that_of_one(
         torch.testing.assert_close(found[key], value, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "expert", "async", PIPELINE])
+@mostly_slow("name", ["ddp", "fsdp", "expert", "async", PIPELINE], keep={1, 3})
 def test_one_process_continues_a_run_of_two(
     two: list[dict[str, Any]], folder: Path, name: str
 ) -> None:
@@ -318,7 +319,7 @@ def test_the_fast_runner_serves_ddp_and_declines_fsdp(two: list[dict[str, Any]])
 def test_only_one_process_writes_and_speaks(two: list[dict[str, Any]], folder: Path) -> None:
     assert [result["ddp"].rank for result in two] == [0, 1]
     steps = [record["step"] for record in records(folder / "ddp") if record["kind"] == "train"]
-    assert steps == list(range(1, 7))
+    assert steps == list(range(1, 5))
 
 
 def config(*settings: str) -> RunConfig:

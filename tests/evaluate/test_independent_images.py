@@ -12,6 +12,7 @@ from acmoe.evaluate.images.capacity import capacity_text, using_capacity
 from acmoe.evaluate.statistics import using_statistics
 from acmoe.routing.statistics import ClusterStatistics
 from acmoe.runtime import evaluating
+from slow_cases import mostly_slow
 from vision_cases import TinyMoE, seeded_model
 
 KINDS = [("swin-nano", "smoe"), ("swin-nano", "adaptive")]
@@ -58,8 +59,11 @@ def test_other_images_change_logits_by_rounding_alone(name: str, router: str) ->
         assert coupled_by(model) == {}
 
 
-@pytest.mark.parametrize(("name", "router"), KINDS)
-@pytest.mark.parametrize("capacity", ["model", 1.25])
+@mostly_slow(
+    ("name", "router", "capacity"),
+    [(*kind, capacity) for kind in KINDS for capacity in ("model", 1.25)],
+    keep={0, 3},
+)
 def test_with_the_papers_capacity_other_images_do_change_them(
     name: str, router: str, capacity: Capacity
 ) -> None:

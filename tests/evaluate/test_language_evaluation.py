@@ -25,6 +25,7 @@ from acmoe.models.checkpoint import save
 from acmoe.models.registry import build_model
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.routing.statistics.override import override_statistics
+from slow_cases import mostly_slow
 from tiny_runs import MODEL, byte_corpus, records, tiny_run, trained, word_corpus
 
 
@@ -46,8 +47,11 @@ def explicit_nats(model: LanguageModel, inputs: np.ndarray, targets: np.ndarray)
     return total / (len(inputs) - 1)
 
 
-@pytest.mark.parametrize("block", [7, 16, 1000])
-@pytest.mark.parametrize("router", ["smoe", "adaptive"])
+@mostly_slow(
+    ("router", "block"),
+    [(router, block) for router in ("smoe", "adaptive") for block in (7, 16, 1000)],
+    keep={0, 4, 5},
+)
 def test_every_token_is_scored_once_with_its_memory(
     router: str, block: int, tmp_path: Path
 ) -> None:

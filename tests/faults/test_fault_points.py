@@ -1,16 +1,15 @@
 """A fault at any file operation loses nothing: repeated, the command ends as if undisturbed."""
 
-import multiprocessing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from started import fork_server
 
 from faults.inject import Fault, run_with_fault
 from faults.tasks import DISTURBED, task_of
 
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["faults.inject", "faults.tasks", "torch._dynamo"])
+FORKS = fork_server()
 
 
 def disturbed(name: str, materials: Any, folder: Path, fault: Fault, at: int) -> tuple[str, Any]:
@@ -28,14 +27,28 @@ def disturbed(name: str, materials: Any, folder: Path, fault: Fault, at: int) ->
     return ended
 
 
-def check_points(name: str, fault: Fault, tmp_path: Path, sample: int | None) -> int:
-    """Disturb every operation of a task, or `sample` of them; return how many there are."""
-    shared = tmp_path / "shared"
+class Whole(NamedTuple):
+    """A task that nothing disturbed."""
+
+    materials: Any
+    operations: int
+    result: Any
+
+
+def undisturbed(name: str, folder: Path) -> Whole:
+    shared = folder / "shared"
     shared.mkdir()
     materials = DISTURBED[name].prepare(shared)
-    ended, operations = disturbed(name, materials, tmp_path / "whole", "count", 0)
+    ended, operations = disturbed(name, materials, folder / "whole", "count", 0)
     assert ended == "done", operations
-    expected = DISTURBED[name].result(tmp_path / "whole")
+    return Whole(materials, operations, DISTURBED[name].result(folder / "whole"))
+
+
+def check_points(
+    name: str, fault: Fault, tmp_path: Path, whole: Whole, sample: int | None = None
+) -> None:
+    """Disturb every operation of a task, or `sample` of them."""
+    materials, operations, expected = whole
     stride = 1 if sample is None else max(1, operations // sample)
     for at in range(stride // 2 + 1, operations + 1, stride):
         folder = tmp_path / f"at-{at}"
@@ -46,17 +59,25 @@ def check_points(name: str, fault: Fault, tmp_path: Path, sample: int | None) ->
         second, why = disturbed(name, materials, folder, "count", 0)
         assert second == "done", f"operation {at}: {first}, then {why}"
         assert DISTURBED[name].result(folder) == expected, f"operation {at}"
-    return operations
+
+
+@pytest.fixture(scope="module")
+def whole_training(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    return undisturbed("train", tmp_path_factory.mktemp("training"))
 
 
 @pytest.mark.parametrize("fault", ["kill", "full"])
-def test_a_training_run_survives_faults(fault: Fault, tmp_path: Path) -> None:
-    assert check_points("train", fault, tmp_path, sample=1) > 50
+def test_a_training_run_survives_faults(
+    fault: Fault, whole_training: Whole, tmp_path: Path
+) -> None:
+    assert whole_training.operations > 50
+    check_points("train", fault, tmp_path, whole_training, sample=1)
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("fault", ["kill", "full", "torn"])
 @pytest.mark.parametrize("name", DISTURBED)
 def test_every_file_operation_may_fail(name: str, fault: Fault, tmp_path: Path) -> None:
-    operations = check_points(name, fault, tmp_path, sample=None)
-    print(f"{name}: {operations} operations, {fault} at each")
+    whole = undisturbed(name, tmp_path)
+    check_points(name, fault, tmp_path, whole)
+    print(f"{name}: {whole.operations} operations, {fault} at each")

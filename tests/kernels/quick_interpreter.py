@@ -10,6 +10,7 @@ everything else together; `without_overflow_checks` turns that off.
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,8 @@ def quicken(interpreter: ModuleType) -> None:
     """Change triton.runtime.interpreter; a version that has other parts is left as it is."""
     if hasattr(interpreter, "_LangPatchScope") and hasattr(interpreter, "_patch_lang"):
         _patch_once(interpreter)
+    if hasattr(interpreter, "_patch_builtin") and hasattr(interpreter, "interpreter_semantic"):
+        _list_builtins_once(interpreter)
     if hasattr(interpreter, "_get_np_dtype"):
         _remember_types(interpreter)
     if hasattr(interpreter, "_convert_float"):
@@ -57,6 +60,33 @@ def _patch_once(interpreter: ModuleType) -> None:
 
     interpreter._patch_lang = patch_once
     interpreter.GridExecutor.__call__ = launch_once
+
+
+def _list_builtins_once(interpreter: ModuleType) -> None:
+    """Keep the functions that replace the language's own, and let each call what it stands for.
+
+    Triton looks through its modules at every launch. Its functions are called by a wrapper that
+    looks for `_semantic` among the arguments, which is always there.
+    """
+    semantic, known = interpreter.interpreter_semantic, {}
+
+    def with_semantic(member: Any) -> Any:
+        function = getattr(member, "__wrapped__", member)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            options["_semantic"] = semantic
+            return function(*arguments, **options)
+
+        return call
+
+    def patch(owner: Any, builder: Any, scope: Any) -> None:
+        if owner not in known:
+            members = inspect.getmembers(owner, interpreter.tl.core.is_builtin)
+            known[owner] = [(name, with_semantic(member)) for name, member in members]
+        for name, call in known[owner]:
+            scope.set_attr(owner, name, call)
+
+    interpreter._patch_builtin = patch
 
 
 def _remember_types(interpreter: ModuleType) -> None:

@@ -24,6 +24,7 @@ from acmoe.ops.device.launcher import Compiled, recorder
 from acmoe.ops.device.settings import GROUPED_MM
 from acmoe.ops.dispatch import use_backend
 from acmoe.routing.statistics import build_statistics
+from slow_cases import mostly_slow
 
 launched: list[object] = []  # an entry for each launch that was not repeated from a tape
 SIZES = {"dim": 16, "hidden": 24, "num_experts": 3, "top_k": 2}
@@ -156,10 +157,16 @@ def test_a_training_step_has_the_same_bits_by_a_tape(case: str, device: str) -> 
         assert repeats == 0
 
 
-@pytest.mark.parametrize(
-    ("mode", "training"), [("batch", True), ("running", True), ("batch", False)]
+GIVEN = ["as they come", "with padding", "sorted"]
+MODES = [("batch", True), ("running", True), ("batch", False)]
+
+
+# Quick: each kind of tokens and each mode once or twice.
+@mostly_slow(
+    ("given", "mode", "training"),
+    [(given, *mode) for given in GIVEN for mode in MODES],
+    keep={0, 4, 7, 8},
 )
-@pytest.mark.parametrize("given", ["as they come", "with padding", "sorted"])
 def test_a_batch_is_measured_and_added_by_one_tape(
     mode: str, training: bool, given: str, device: str
 ) -> None:

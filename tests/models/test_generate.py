@@ -18,6 +18,7 @@ from acmoe.models.text.decoder import LanguageModel
 from acmoe.models.text.generate import keep_likely, next_logits, sample
 from acmoe.routing.state import Routing
 from acmoe.routing.statistics.step import fold_statistics
+from slow_cases import mostly_slow
 
 VOCAB = 23
 ROUTERS: dict[str, str | RouterConfig] = {
@@ -94,7 +95,12 @@ def test_cached_steps_equal_the_whole_forward(
             handle.remove()
 
 
-@pytest.mark.parametrize(("router", "changes"), PAIRS)
+@mostly_slow(
+    ("router", "changes"),
+    [(router, changes) for changes in SHAPES.values() for router in ROUTERS.values()],
+    ids=[f"{shape}-{name}" for shape in SHAPES for name in ROUTERS],
+    keep={1, 2 * len(ROUTERS) + 3},  # the paper's shape, running; a modern one, prefix
+)
 def test_prompts_of_different_lengths_continue_as_if_alone(
     router: str | RouterConfig, changes: dict[str, Any]
 ) -> None:

@@ -1,7 +1,6 @@
 """Training image classifiers: one update, the whole run, and the run that was interrupted."""
 
 import json
-import multiprocessing
 import signal
 import time
 from dataclasses import replace
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from interrupted_updates import stop_at
+from started import fork_server
 from torch.nn import functional
 
 from acmoe.config.images.data import AugmentConfig
@@ -37,8 +37,7 @@ from tiny_vision_runs import (
     vision_records,
 )
 
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["tiny_runs", "tiny_vision_runs", "torch._dynamo"])
+FORKS = fork_server()
 
 
 def trainer_of(config: VisionRunConfig) -> ImageTrainer:

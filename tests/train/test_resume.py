@@ -1,6 +1,5 @@
 """An interrupted run, continued, is the uninterrupted run: bit by bit, and with no line twice."""
 
-import multiprocessing
 import random
 import signal
 import time
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from interrupted_updates import stop_at
+from started import fork_server
 
 from acmoe.cli import main
 from acmoe.config.text.train import RunConfig
@@ -33,8 +33,7 @@ from tiny_runs import (
 )
 
 # Children are forked from a server that has imported everything but started no thread.
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["tiny_runs", "tiny_vision_runs", "torch._dynamo"])
+FORKS = fork_server()
 
 
 def child(config: RunConfig, folder: Path) -> Any:
@@ -46,7 +45,7 @@ def child(config: RunConfig, folder: Path) -> Any:
 @pytest.mark.parametrize(
     "overrides",
     [
-        (),  # running statistics, dropout, memory of two micro-batches
+        ("steps=15",),  # running statistics, dropout, memory of two micro-batches
         pytest.param(
             ("model.router.statistics=prefix", "schedule=cosine", "clip=0.5", "weight_decay=0.1"),
             marks=pytest.mark.slow,
@@ -100,7 +99,7 @@ def test_the_best_checkpoint_outlives_interruptions(
 def test_two_runs_of_one_config_are_equal_and_another_seed_differs(tmp_path: Path) -> None:
     corpus = byte_corpus(tmp_path)
     first, second, third = (
-        records(trained(tiny_run(corpus, "steps=8", f"seed={seed}"), tmp_path / name))
+        records(trained(tiny_run(corpus, "steps=4", f"seed={seed}"), tmp_path / name))
         for name, seed in (("a", 3), ("b", 3), ("c", 4))
     )
     assert first == second

@@ -1,34 +1,34 @@
 """A process that is killed, at any moment, never leaves what looks finished and is not."""
 
-import json
 import os
-import subprocess
+import random
+import signal
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
+from started import fork_server
 
 from acmoe.data.folders import build_folder
 from acmoe.data.text.contaminate import contaminate
 from acmoe.data.text.corpus import load_corpus
 from acmoe.data.text.prepare import prepare
+from slow_cases import mostly_slow
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="kill -9 and fork are POSIX")
 
-# Everything is imported once; then each attempt is a forked child that the kernel kills.
-START = """
-import json, os, random, signal, sys, time
-from pathlib import Path
-from acmoe.data.text.contaminate import contaminate
-from acmoe.data.text.corpus import load_corpus
-from acmoe.data.text.prepare import prepare
+OLD_TEXT, NEW_TEXT = [1, 0], [1, 3, 0]
+STEPS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "fcntl.flock"}
 
-root = Path(sys.argv[1])
 
-def killed(work, hook=None, seconds=None):
-    "Whether the child was killed, by its hook or after some seconds, before its work was done."
+def killed(work: Callable[[], object], hook: Any = None, seconds: float = 0.0) -> bool:
+    """Return True if a forked child was killed, by its hook or after seconds, before it ended."""
     child = os.fork()
     if not child:
         if hook:
@@ -41,83 +41,94 @@ def killed(work, hook=None, seconds=None):
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, status
     return os.WIFSIGNALED(status)
-"""
 
-# Kills at step n of the work on the disk: the n-th file opened, renamed, made or removed.
-AT_EVERY_STEP = """
-def at_step(last):
+
+def at_step(last: int) -> Any:
+    """Return a hook that kills at a step of the work on the disk, such as the n-th file opened."""
     count = 0
-    def hook(event, arguments):
+
+    def hook(event: str, arguments: object) -> None:
         nonlocal count
-        if event in {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "fcntl.flock"}:
+        if event in STEPS:
             count += 1
             if count == last:
                 os.kill(os.getpid(), signal.SIGKILL)
+
     return hook
 
-def look(out, texts):
+
+def look(out: Path, texts: list[list[int]]) -> None:
     if out.exists():
         assert load_corpus(out, verify=True)["valid"].tolist() in texts
     for folder in (out / "contaminated").glob("rate*"):
         assert {p.name for p in folder.iterdir()} == {"manifest.json", "test.npy", "valid.npy"}
 
-def prepare_new(out):
-    prepare("words", root / "new", out)
 
-def contaminate_old(out):
-    contaminate(load_corpus(out), "valid")
+def kill_at_every_step(root: Path, sender: Connection, stride: int) -> None:
+    """Kill each job at its steps; between the two renames of `replace` lies one step only."""
 
-old_text, new_text = [1, 0], [1, 3, 0]
-jobs = {
-    "prepare": (prepare_new, False, [new_text]),
-    "replace": (prepare_new, True, [old_text, new_text]),
-    "contaminate": (contaminate_old, True, [old_text]),
-}
-steps = {}
-for job, (work, over_old, texts) in jobs.items():
-    out = root / "data" / job
-    step = 1
-    if over_old:
-        prepare("words", root / "old", out)
-    while killed(lambda: work(out), at_step(step)):
-        look(out, texts)
-        step += 1
-        if job == "replace":
+    def prepare_new(out: Path) -> None:
+        prepare("words", root / "new", out)
+
+    def contaminate_old(out: Path) -> None:
+        contaminate(load_corpus(out), "valid")
+
+    jobs: dict[str, tuple[Callable[[Path], None], bool, list[list[int]]]] = {
+        "prepare": (prepare_new, False, [NEW_TEXT]),
+        "replace": (prepare_new, True, [OLD_TEXT, NEW_TEXT]),
+        "contaminate": (contaminate_old, True, [OLD_TEXT]),
+    }
+    steps = {}
+    for job, (work, over_old, texts) in jobs.items():
+        out = root / "data" / job
+        step = 1
+        if over_old:
             prepare("words", root / "old", out)
-    steps[job] = step
-print(json.dumps(steps))
-"""
-
-AT_RANDOM_MOMENTS = """
-chance = random.Random(0)
-out = root / "data"
-kills = 0
-for attempt in range(1, 13):
-    seconds = attempt * chance.uniform(0.0005, 0.01)  # the first ones die early
-    kills += killed(lambda: prepare("bytes", root / "text", out), seconds=seconds)
-    if out.exists():
-        load_corpus(out, verify=True)
-        break
-print(json.dumps(kills))
-"""
+        while killed(partial(work, out), at_step(step)):
+            look(out, texts)
+            step += 1 if job == "replace" else stride
+            if job == "replace":
+                prepare("words", root / "old", out)
+        steps[job] = step
+    sender.send(steps)
 
 
-def run(script: str, folder: Path) -> object:
-    command = [sys.executable, "-c", START + script, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def kill_at_random_moments(root: Path, sender: Connection) -> None:
+    chance = random.Random(0)
+    out = root / "data"
+    kills = 0
+    for attempt in range(1, 13):
+        seconds = attempt * chance.uniform(0.0005, 0.01)  # the first ones die early
+        kills += killed(lambda: prepare("bytes", root / "text", out), seconds=seconds)
+        if out.exists():
+            load_corpus(out, verify=True)
+            break
+    sender.send(kills)
 
 
+def run(attempts: Callable[..., None], folder: Path, *others: object) -> object:
+    """Call `attempts` in a process without threads, which may fork; return what it sends."""
+    forks = fork_server()
+    receiver, sender = forks.Pipe(duplex=False)
+    process = forks.Process(target=attempts, args=(folder, sender, *others))
+    process.start()
+    sender.close()
+    found = receiver.recv() if receiver.poll(120) else None
+    process.join()
+    assert process.exitcode == 0
+    return found
+
+
+@mostly_slow("stride", [3, 1])
 def test_killed_at_any_step_a_folder_is_complete_or_absent_and_the_next_run_completes_it(
-    tmp_path: Path,
+    stride: int, tmp_path: Path
 ) -> None:
     for source, valid in (("old", "the\n"), ("new", "the on\n")):
         (tmp_path / source).mkdir()
         texts = {"train": "the cat\non mats\n", "valid": valid, "test": "a\n"}
         for split, text in texts.items():
             (tmp_path / source / f"{split}.txt").write_text(text)
-    steps = run(AT_EVERY_STEP, tmp_path)
+    steps = run(kill_at_every_step, tmp_path, stride)
     assert isinstance(steps, dict) and min(steps.values()) > 20  # so many moments were tried
     for job in ("prepare", "replace", "contaminate"):
         out = tmp_path / "data" / job
@@ -129,7 +140,7 @@ def test_killed_at_any_step_a_folder_is_complete_or_absent_and_the_next_run_comp
 @pytest.mark.slow
 def test_killed_at_random_moments_a_large_prepare_completes_in_the_end(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"twelve bytes" * 2_000_000)
-    kills = run(AT_RANDOM_MOMENTS, tmp_path)
+    kills = run(kill_at_random_moments, tmp_path)
     assert isinstance(kills, int) and kills >= 1
     prepare("bytes", tmp_path / "text", tmp_path / "data")
     corpus = load_corpus(tmp_path / "data", verify=True)

@@ -30,8 +30,8 @@ SLOW_MASKS = [pytest.param(one, marks=pytest.mark.slow) for one in ("none", "one
 PAD = 256  # the first id after the vocabulary
 
 
-def ours(statistics="running"):
-    model = language_model(acmoe.AdaptiveConfig(statistics=statistics), dropout=0.0)
+def ours(statistics="running", **sizes):
+    model = language_model(acmoe.AdaptiveConfig(statistics=statistics), dropout=0.0, **sizes)
     return AcmoeForCausalLM(AcmoeConfig.of(model.config), model)
 
 
@@ -79,7 +79,7 @@ def test_padding_ids_need_an_attention_mask_in_compiled_code():
 
 def test_packed_texts_are_refused_in_compiled_code_too():
     usual = torch.arange(12)[None]
-    compiled = one_graph(ours().eval())
+    compiled = one_graph(ours(repeats=1, placement=()).eval())
     compiled(IDS, position_ids=usual)
     with pytest.raises(RuntimeError, match="texts cannot be packed into one row"):
         compiled(IDS, position_ids=usual % 6)

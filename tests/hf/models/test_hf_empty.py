@@ -5,6 +5,7 @@ import torch
 from hf_cases import language_model, same_state
 
 import acmoe
+from slow_cases import mostly_slow
 
 pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
@@ -49,8 +50,11 @@ def test_a_training_step_on_the_meta_device_tells_the_shapes_of_loss_and_gradien
     assert scored.loss.is_meta and scored.logits.shape == (2, 12, 256)
 
 
-@pytest.mark.parametrize("statistics", MODES)
-@pytest.mark.parametrize("buffers", [False, True])
+@mostly_slow(
+    ("statistics", "buffers"),
+    [(mode, buffers) for mode in MODES for buffers in (False, True)],
+    keep={2 * n + n % 2 for n in range(len(MODES))},  # each mode, in one of both ways
+)
 def test_a_model_of_init_empty_weights_takes_a_state_dict(statistics, buffers):
     model = ours(statistics)
     with accelerate.init_empty_weights(include_buffers=buffers):

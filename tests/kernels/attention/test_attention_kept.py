@@ -51,10 +51,12 @@ def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(attention_choice, "memory_of", lambda device: 2**30)
 
 
-def draw(S: int, L: int, W: int, features: int, device: str, streams: int = 1) -> list[Tensor]:
-    """q, k, v, table and a gradient of the output, of these streams and two heads."""
+def draw(
+    S: int, L: int, W: int, features: int, device: str, streams: int = 1, heads: int = 1
+) -> list[Tensor]:
+    """q, k, v, table and a gradient of the output, of these streams and heads."""
     generator = torch.Generator().manual_seed(S + L + W)
-    lead = (streams, 2)
+    lead = (streams, heads)
     rows = (*lead, L, features), (*lead, S + L, features), (*lead, S + L, features)
     sizes = (*rows, (features, W), (*lead, L, features))
     return [torch.randn(size, generator=generator).to(device, torch.bfloat16) for size in sizes]
@@ -80,7 +82,7 @@ def test_gradients_from_kept_weights_equal_the_definition(
     S: int, L: int, W: int, features: int, masked: bool, device: str, hopper: None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    *tensors, upstream = draw(S, L, W, features, device, streams=2)
+    *tensors, upstream = draw(S, L, W, features, device, streams=2, heads=2)
     mask = torch.arange(S + L, device=device).expand(2, -1) % 5 > 0 if masked else None
     options = {"span": W, "key_mask": mask}
     with caplog.at_level(logging.INFO, logger="acmoe"):
@@ -191,7 +193,7 @@ def test_no_zeros_as_large_as_the_weights_are_made_for_the_backward(
 def test_an_output_that_a_hook_has_laid_elsewhere_is_read_where_it_is(
     device: str, hopper: None
 ) -> None:
-    *tensors, upstream = draw(32, 32, 32, 16, device)
+    *tensors, upstream = draw(32, 32, 32, 16, device, heads=2)
     expected = with_gradients(fused_window_attention, tensors, upstream, span=32)
     packed = torch.autograd.graph.saved_tensors_hooks(
         lambda t: t.clone(memory_format=torch.contiguous_format), lambda t: t

@@ -131,7 +131,7 @@ def test_the_activation_s_backward_behind_the_product(
     assert torch.equal(dh_NW[routed:], untouched[routed:])
 
 
-@pytest.mark.parametrize("widths", [(256, 512), (144, 272)])
+@mostly_slow("widths", [(144, 272), (256, 512)])
 def test_weight_gradients_by_a_pipeline_see_their_expert_s_rows_alone(
     widths, device, hopper_launch
 ):
@@ -398,7 +398,7 @@ def test_on_a_card_both_ways_to_the_hidden_gradient_agree(fresh_choice, monkeypa
         assert_near(one, other.double(), 8e-3)  # apart, the gradient by a is rounded on its way
 
 
-@pytest.mark.parametrize("hidden", [256, 208])
+@mostly_slow("hidden", [208, 256])
 def test_the_up_projection_by_a_pipeline_is_its_product(hidden, device, hopper_launch):
     """Hidden units that are no multiple of a tile: the last tile overlaps its neighbour."""
     plan = plan_of(COUNTS, NOBODY, device, top_k=2)

@@ -30,6 +30,7 @@ from acmoe.errors import UserError
 from acmoe.ops.route.autograd import route_op
 from acmoe.ops.route.op import unsupported
 from acmoe.ops.route.tokens import ScaledTokens
+from slow_cases import mostly_slow
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -114,10 +115,10 @@ def test_affinities_of_many_experts_may_have_a_kernel_of_their_own(
             assert torch.equal(one, other), name
 
 
-@pytest.mark.parametrize("most", [2, 4])
-@pytest.mark.parametrize(
-    ("dtype", "scaled", "selected", "masked"), [case[:4] for case in NOISY if not case[4]]
-)
+RANGES = [(*case[:4], most) for case in NOISY if not case[4] for most in (2, 4)]
+
+
+@mostly_slow(("dtype", "scaled", "selected", "masked", "most"), RANGES, keep={0, 3, 4, 7})
 def test_the_features_of_few_tokens_may_be_summed_in_ranges(
     dtype: torch.dtype,
     scaled: bool,
@@ -139,7 +140,7 @@ def test_the_features_of_few_tokens_may_be_summed_in_ranges(
     compare(case, selected, masked, generator, None, noise)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@mostly_slow("dtype", [torch.bfloat16, torch.float32])
 def test_neither_a_scale_of_one_nor_an_unread_sum_changes_a_bit_of_few_tokens(
     dtype: torch.dtype, generator: torch.Generator, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

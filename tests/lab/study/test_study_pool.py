@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from started import fork_server
 
 from acmoe.lab.study import pool
 from acmoe.lab.study.cell import NoTests
@@ -35,7 +36,7 @@ def text(tmp_path_factory):
 @pytest.fixture
 def quick_workers(monkeypatch):
     """Workers forked by a server that has imported torch: `spawn` takes seconds for each."""
-    monkeypatch.setattr(pool, "_SPAWN", multiprocessing.get_context("forkserver"))
+    monkeypatch.setattr(pool, "_SPAWN", fork_server())
 
 
 def test_failed_and_killed_cells_are_written_down_and_do_not_stop_the_others(

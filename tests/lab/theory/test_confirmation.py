@@ -22,6 +22,7 @@ from acmoe.lab.theory.repeats.confirmation import (
 from acmoe.lab.theory.robustness.misassignment import nearest
 from acmoe.lab.theory.rules import adaptive_choice, distance_choice
 from acmoe.lab.theory.scale import exact_scale
+from slow_cases import mostly_slow
 
 FEW = 20_000
 
@@ -99,7 +100,7 @@ def test_for_two_clusters_those_who_leave_are_a_wedge_of_the_negative_quadrant()
     assert 0 < two_blocks().left < two_blocks().negative
 
 
-@pytest.mark.parametrize("name", ["own block", "next block", "other blocks"])
+@mostly_slow("name", ["next block", "own block", "other blocks"])
 def test_quadrature_agrees_with_counting(name):
     std_CD = tight_on()[name]
     found = exact(CLUSTERS, std_CD, mended=True)

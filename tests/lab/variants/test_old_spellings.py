@@ -1,12 +1,10 @@
 """Variants as version 0.1 spelled them: in Python, in config.json and on the command line."""
 
 import json
-import subprocess
-import sys
-import textwrap
 from typing import Any
 
 import pytest
+from started import fork_server
 
 from acmoe import AdaptiveConfig, UserError, create_model
 from acmoe.config.moved import VARIANT_FIELDS
@@ -16,6 +14,7 @@ from acmoe.config.text.language import LANGUAGE_MODELS
 from acmoe.config.text.train import RunConfig, override_run
 from acmoe.lab.variants import VariantConfig, VariantRouter
 from acmoe.lab.variants.config import as_in_0_1
+from without_variants import answer
 
 RUN = RunConfig(model=LANGUAGE_MODELS["switch-nano"].config, steps=10, batch=4, lr=1e-3)
 ADAPTIVE = ("model.router=adaptive", "model.router.statistics=batch")
@@ -99,35 +98,6 @@ def test_a_stored_variant_is_checked_like_any_other() -> None:
         decode(encode(AdaptiveConfig()) | {"moment": 1}, AdaptiveConfig, "a file")
 
 
-WITHOUT_VARIANTS = """
-    import json, sys
-    import acmoe
-    from acmoe.config.serialize import from_document
-    from acmoe.config.text.train import RunConfig, override_run
-
-    def refused(call):
-        try:
-            call()
-        except acmoe.UserError as error:
-            return str(error)
-
-    plain, variant, named = json.load(sys.stdin)
-    run = from_document(plain, RunConfig, "config.json")
-    found = {
-        "plain": type(run.model.router).__name__,
-        "variant": refused(lambda: from_document(variant, RunConfig, "config.json")),
-        "named": refused(lambda: from_document(named, RunConfig, "config.json")),
-        "python": refused(lambda: acmoe.AdaptiveConfig(power=0.5)),
-        "router": refused(lambda: acmoe.create_model("switch-nano", router="adaptive-variant")),
-        "setting": refused(lambda: override_run(run, ("model.router.power=0.5",))),
-        "lab": [name for name in sys.modules if name.startswith("acmoe.lab")],
-    }
-    import acmoe.cli
-    found["command"] = "acmoe.lab.variants" in sys.modules
-    print(json.dumps(found))
-"""
-
-
 def test_without_the_import_a_variant_says_what_to_import_and_the_command_line_knows_it() -> None:
     variant = override_run(RUN, (*VARIANT, "model.router.power=0.5"))
     documents = [
@@ -135,15 +105,13 @@ def test_without_the_import_a_variant_says_what_to_import_and_the_command_line_k
         document_of_0_1(variant),
         to_document(variant),
     ]
-    found = json.loads(
-        subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(WITHOUT_VARIANTS)],
-            input=json.dumps(documents),
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-    )
+    forks = fork_server()
+    receiver, sender = forks.Pipe(duplex=False)
+    process = forks.Process(target=answer, args=(sender, *documents))
+    process.start()
+    sender.close()
+    found = receiver.recv()
+    process.join()
     assert found.pop("lab") == []
     assert found.pop("command")
     assert found.pop("plain") == "AdaptiveConfig"
