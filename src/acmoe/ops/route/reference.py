@@ -12,6 +12,7 @@ from torch.nn import functional as F  # noqa: N812, the customary name
 from acmoe.errors import UserError, check
 from acmoe.ops.dispatch import op
 from acmoe.ops.route.tokens import ScaledTokens
+from acmoe.ops.softmax import row_softmax
 
 _FEW = 512  # numbers per choice up to which `best_first` sorts on a CPU
 
@@ -93,9 +94,9 @@ def choose(
     affinity_TE = clean_TE if noise is None else clean_TE + noise
     expert_ids_TK = best_first(affinity_TE, top_k)
     if over_selected:
-        gate_TK = affinity_TE.gather(1, expert_ids_TK).softmax(-1)
+        gate_TK = row_softmax(affinity_TE.gather(1, expert_ids_TK))
     else:
-        gate_TK = affinity_TE.softmax(-1).gather(1, expert_ids_TK)
+        gate_TK = row_softmax(affinity_TE).gather(1, expert_ids_TK)
     # A copy, as a kernel returns it: the first choice outlives the ids in the routing state.
     first_T = expert_ids_TK[:, 0].clone()
     found = Route(expert_ids_TK, gate_TK, affinity_TE, clean_TE, first_T, clean_TE)
@@ -153,7 +154,7 @@ def first_chosen(affinity_TE: Tensor, expert_ids_TK: Tensor) -> Tensor:
 
 def gate_sum(affinity_TE: Tensor, temperature: float, token_mask_T: Tensor | None) -> Tensor:
     """Return (E,): softmax(affinity / temperature), summed over the unmasked tokens."""
-    gate_TE = (affinity_TE / temperature).softmax(-1)
+    gate_TE = row_softmax(affinity_TE / temperature)
     if token_mask_T is not None:
         gate_TE = gate_TE.masked_fill(~token_mask_T[:, None], 0.0)
     return gate_TE.sum(0)
