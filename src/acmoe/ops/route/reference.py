@@ -96,7 +96,8 @@ def choose(
     affinity_TE = clean_TE if noise is None else clean_TE + noise
     expert_ids_TK = best_first(affinity_TE, top_k)
     if over_selected:
-        gate_TK = row_softmax(affinity_TE.gather(1, expert_ids_TK))
+        # Contiguous: experts' outputs take half as long again to multiply by a transposed gate.
+        gate_TK = row_softmax(affinity_TE.gather(1, expert_ids_TK)).contiguous()
     else:
         gate_TK = row_softmax(affinity_TE).gather(1, expert_ids_TK)
     # A copy, as a kernel returns it: the first choice outlives the ids in the routing state.
