@@ -176,7 +176,7 @@ def test_every_layout_of_a_product_gives_the_same(
     monkeypatch.setattr(products, "chooses_onednn", lambda x: True)
     for name, value in bounds.items():
         monkeypatch.setattr(products, name, value)
-    x_NI, weight_EOI, end_E = case([3, 0, 2, 1], 1)
+    x_NI, weight_EOI, end_E = case([3, 0, 2, 1, products.FEWEST_ROWS + 1], 1)
     expected = loop(x_NI, weight_EOI, end_E)
     transposed = weight_EOI.mT.contiguous().mT
     for weight in (weight_EOI, transposed):
