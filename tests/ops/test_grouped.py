@@ -176,7 +176,7 @@ def test_every_layout_of_a_product_gives_the_same(
     monkeypatch.setattr(products, "chooses_onednn", lambda x: True)
     for name, value in bounds.items():
         monkeypatch.setattr(products, name, value)
-    x_NI, weight_EOI, end_E = case([3, 0, 2, 1], 1)
+    x_NI, weight_EOI, end_E = case([3, 0, 2, 1, products.FEWEST_ROWS + 1], 1)
     expected = loop(x_NI, weight_EOI, end_E)
     transposed = weight_EOI.mT.contiguous().mT
     for weight in (weight_EOI, transposed):
@@ -246,3 +246,19 @@ def test_few_rows_of_an_expert_are_products_with_vectors(
     got = torch.autograd.grad(found, (x, weight), up)
     for one, other in zip(got, torch.autograd.grad(wanted, (x, weight), up), strict=True):
         torch.testing.assert_close(one, other)
+
+
+@loads
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_gradient_of_a_bias_has_the_bits_of_a_one_hot_product(
+    dtype: torch.dtype, load: list[int], behind: int
+) -> None:
+    x_NI, weight_EOI, end_E = (one for one in case(load, behind))
+    bias_EO = torch.zeros(len(load), 5, dtype=dtype, requires_grad=True)
+    y_NO = grouped_linear(x_NI.to(dtype), weight_EOI.to(dtype), end_E, bias_EO)
+    grad_NO = torch.randn(y_NO.shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    (found,) = torch.autograd.grad(y_NO, bias_EO, grad_NO)
+    expert_N = [e for e, rows in enumerate(load) for _ in range(rows)] + [len(load)] * behind
+    one_hot_NE = torch.zeros(len(expert_N), len(load) + 1, dtype=dtype)
+    one_hot_NE[range(len(expert_N)), expert_N] = 1
+    assert torch.equal(found, one_hot_NE[:, :-1].contiguous().T.mm(grad_NO))

@@ -49,6 +49,11 @@ def chooses_onednn(x: Tensor) -> bool:
     return on_cpu and _arm_with_onednn() and bool(torch.backends.mkldnn.enabled)
 
 
+def any_layout(x: Tensor, weight_XOI: Tensor) -> bool:
+    """Return True if torch multiplies x @ weight^T by BLAS, however the operands are laid out."""
+    return weight_XOI.stride(-1) != 1 or not chooses_onednn(x)
+
+
 def laid_out(weight_EOI: Tensor, num_rows: int) -> Tensor:
     """Return the weights for products with `num_rows` rows in all, tiny ones laid out for BLAS.
 
@@ -76,8 +81,7 @@ def rows_product(x_rI: Tensor, weight_OI: Tensor, out_rO: Tensor) -> None:
             torch.mv(weight_OI, x_I, out=out_O)
         return
     large = rows * weight_OI.numel() >= LARGE
-    layout = weight_OI.stride(-1) == 1 and chooses_onednn(x_rI)
-    if not layout or rows < FEW_ROWS or (large and rows >= MANY_ROWS):
+    if any_layout(x_rI, weight_OI) or rows < FEW_ROWS or (large and rows >= MANY_ROWS):
         torch.mm(x_rI, weight_OI.T, out=out_rO)
         return
     swapped_Or = out_rO.new_empty(weight_OI.shape[0], rows)

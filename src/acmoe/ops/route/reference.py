@@ -5,13 +5,16 @@ T tokens, D features, E experts, K experts per token.
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the customary name
 
 from acmoe.errors import UserError, check
+from acmoe.ops.checks import host_may_read
 from acmoe.ops.dispatch import op
 from acmoe.ops.route.tokens import ScaledTokens
+from acmoe.ops.softmax import row_softmax
 
 _FEW = 512  # numbers per choice up to which `best_first` sorts on a CPU
 
@@ -93,9 +96,10 @@ def choose(
     affinity_TE = clean_TE if noise is None else clean_TE + noise
     expert_ids_TK = best_first(affinity_TE, top_k)
     if over_selected:
-        gate_TK = affinity_TE.gather(1, expert_ids_TK).softmax(-1)
+        # Contiguous: experts' outputs take half as long again to multiply by a transposed gate.
+        gate_TK = row_softmax(affinity_TE.gather(1, expert_ids_TK)).contiguous()
     else:
-        gate_TK = affinity_TE.softmax(-1).gather(1, expert_ids_TK)
+        gate_TK = row_softmax(affinity_TE).gather(1, expert_ids_TK)
     # A copy, as a kernel returns it: the first choice outlives the ids in the routing state.
     first_T = expert_ids_TK[:, 0].clone()
     found = Route(expert_ids_TK, gate_TK, affinity_TE, clean_TE, first_T, clean_TE)
@@ -153,7 +157,8 @@ def first_chosen(affinity_TE: Tensor, expert_ids_TK: Tensor) -> Tensor:
 
 def gate_sum(affinity_TE: Tensor, temperature: float, token_mask_T: Tensor | None) -> Tensor:
     """Return (E,): softmax(affinity / temperature), summed over the unmasked tokens."""
-    gate_TE = (affinity_TE / temperature).softmax(-1)
+    # The paper's temperature is 1: dividing by it would copy the affinities, forward and backward.
+    gate_TE = row_softmax(affinity_TE if temperature == 1 else affinity_TE / temperature)
     if token_mask_T is not None:
         gate_TE = gate_TE.masked_fill(~token_mask_T[:, None], 0.0)
     return gate_TE.sum(0)
@@ -164,11 +169,27 @@ def load(expert_ids_TK: Tensor, num_experts: int, token_mask_T: Tensor | None = 
 
     Sums of ones are exact in float32 up to 2^24 rows, so the order of additions does not matter.
     """
+    count_E = _count(expert_ids_TK, num_experts) if token_mask_T is None else None
+    if count_E is not None:
+        return count_E
     ones_TK = torch.ones_like(expert_ids_TK, dtype=torch.float32)
     if token_mask_T is not None:
         ones_TK = ones_TK * token_mask_T[:, None]
     total = ones_TK.new_zeros(num_experts + 1)
     return total.index_add(0, expert_ids_TK.flatten(), ones_TK.flatten())[:num_experts]
+
+
+def _count(expert_ids_TK: Tensor, num_experts: int) -> Tensor | None:
+    """Return `load` of rows that the host may read, in one call of numpy; None: it cannot."""
+    if not host_may_read(expert_ids_TK):
+        return None
+    try:
+        count = np.bincount(expert_ids_TK.numpy().reshape(-1), minlength=num_experts + 1)
+    except ValueError:  # an id below 0, which torch refuses, too
+        return None
+    if len(count) > num_experts + 1:  # an id above E
+        return None
+    return torch.from_numpy(count[:num_experts].astype(np.float32))
 
 
 def check_route(

@@ -1,0 +1,62 @@
+"""The outputs of a token's experts, weighted and summed: two experts have a sum of their own."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from acmoe.ops.experts.reference import combine
+from acmoe.ops.sort import sort_rows
+
+
+def case(top_k: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(top_k)
+    ids_TK = torch.stack([torch.randperm(4, generator=generator)[:top_k] for _ in range(5)])
+    y_ND = torch.randn(5 * top_k, 3, dtype=dtype, generator=generator)
+    return ids_TK, y_ND, torch.rand(5, top_k, dtype=dtype, generator=generator)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_every_token_gets_the_weighted_rows_of_its_experts(top_k: int) -> None:
+    ids_TK, y_ND, gate_TK = case(top_k)
+    rows = sort_rows(ids_TK, 4)
+    found = combine(y_ND, gate_TK, rows)
+    for t in range(5):
+        places = [rows.permutation.tolist().index(t * top_k + k) for k in range(top_k)]
+        wanted = sum(gate_TK[t, k] * y_ND[place] for k, place in enumerate(places))
+        torch.testing.assert_close(found[t], wanted)
+
+
+@pytest.mark.parametrize("recorded", ["nothing", "rows", "gate", "rows and gate"])
+def test_two_experts_have_the_bits_of_a_sum(recorded: str) -> None:
+    ids_TK, y_ND, gate_TK = case(2, torch.float32)
+    rows = sort_rows(ids_TK, 4)
+    y_ND.requires_grad_("rows" in recorded)
+    gate_TK.requires_grad_("gate" in recorded)
+    found = combine(y_ND, gate_TK, rows)
+    assert found.requires_grad == (recorded != "nothing")
+    weighted_TKD = y_ND[rows.inverse].view(5, 2, 3) * gate_TK[..., None]
+    assert torch.equal(found, weighted_TKD.sum(1))
+
+
+@pytest.mark.parametrize("top_k", [2, 3])
+def test_first_and_second_derivatives(top_k: int) -> None:
+    ids_TK, y_ND, gate_TK = case(top_k)
+    rows = sort_rows(ids_TK, 4)
+    leaves = (y_ND.requires_grad_(), gate_TK.requires_grad_())
+
+    def combined(y_ND: Tensor, gate_TK: Tensor) -> Tensor:
+        return combine(y_ND, gate_TK, rows)
+
+    assert torch.autograd.gradcheck(combined, leaves)
+    assert torch.autograd.gradgradcheck(combined, leaves)
+
+
+def test_transforms_and_compiled_code_see_the_same_sum() -> None:
+    ids_TK, y_ND, gate_TK = case(2)
+    rows = sort_rows(ids_TK, 4)
+    wanted = combine(y_ND, gate_TK, rows)
+    batch = torch.vmap(lambda y, gate: combine(y, gate, rows))
+    found = batch(torch.stack([y_ND, 2 * y_ND]), torch.stack([gate_TK, gate_TK]))
+    torch.testing.assert_close(found, torch.stack([wanted, 2 * wanted]))
+    compiled = torch.compile(combine, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(y_ND, gate_TK.requires_grad_(), rows), wanted)
