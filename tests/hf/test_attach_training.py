@@ -53,6 +53,14 @@ def test_checkpointing_gives_the_same_gradients_and_counts_once(mode: str, reent
     torch.testing.assert_close(again, pending, atol=0, rtol=0)
 
 
+def test_a_router_whose_scores_are_computed_from_its_output_is_checkpointed() -> None:
+    """Gemma 4 gives probabilities, whose logarithms are read: this must save no tensor."""
+    model = measured("gemma4").train()
+    plain = gradients(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert torch.equal(gradients(model), plain)
+
+
 def test_a_gradient_through_the_scale_survives_checkpointing_or_is_refused() -> None:
     fields = {"statistics": "batch", "eval_statistics": "running", "detach": False}
     model = measured(**fields).train()

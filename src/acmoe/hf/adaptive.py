@@ -153,7 +153,8 @@ class AdaptivePart(nn.Module):
         # No tensor of a detached state may be saved for backward, since the repetition saves none.
         x_BLD = self._sequences(x.detach() if config.detach else x, context)
         mask_BL = _mask_on(x, context)
-        routing = self._routing(output, config)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not config.detach):
+            routing = self._routing(output, config)
         before = RoutingState.before(x_BLD, num_clusters=self.num_experts, mix=config.mix)
         state = self.next_state(blank(x_BLD, mask_BL), routing, before, token_mask=mask_BL)
         if not repeated:
