@@ -61,6 +61,19 @@ def test_a_router_whose_scores_are_computed_from_its_output_is_checkpointed() ->
     assert torch.equal(gradients(model), plain)
 
 
+def test_layers_that_training_skips_at_random_are_refused() -> None:
+    model, tokens = acmoe.attach(build("nllb_moe")), inputs("nllb_moe")
+    assert model.model.encoder.layerdrop == 0.05
+    logits(model, **tokens)
+    with pytest.raises(UserError, match=r"model.encoder skips layers .*\(layerdrop=0.05\)"):
+        model.train()(**tokens)
+    model.get_submodule("model.encoder").layerdrop = 0.0
+    with pytest.raises(UserError, match=r"get_submodule\('model.decoder'\).layerdrop = 0.0"):
+        model(**tokens)
+    model.get_submodule("model.decoder").layerdrop = 0.0
+    model(**tokens)
+
+
 def test_a_gradient_through_the_scale_survives_checkpointing_or_is_refused() -> None:
     fields = {"statistics": "batch", "eval_statistics": "running", "detach": False}
     model = measured(**fields).train()

@@ -72,6 +72,13 @@ class BeforeStack:
             "nn.DataParallel copies an attached model for each call, and its statistics with it; "
             "use DistributedDataParallel (torchrun), or one device",
         )
+        dropped = getattr(stack, "layerdrop", 0.0) if stack.training else 0.0
+        check(
+            dropped == 0,
+            f"{self.name or type(stack).__name__} skips layers at random in training (layerdrop="
+            f"{dropped}), and an adaptive router needs the choice of the MoE layer before it; set "
+            f"model.get_submodule({self.name!r}).layerdrop = 0.0",
+        )
         given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
         found = (part.statistics for part in self.parts)
         statistics = next((one for one in found if one is not None), None)
