@@ -149,7 +149,7 @@ class BeforeLayer:
                 f"{type(layer).__name__} was called without the record of its model's call; call "
                 "the whole model, or acmoe.detach(model) to call a layer alone"
             )
-        context = LayerContext(tape, x.shape[0])
+        context = LayerContext(tape, *x.shape[:2])
         compiling = torch.compiler.is_compiling()
         if not compiling:
             self.register(layer)
