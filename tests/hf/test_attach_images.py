@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import acmoe
 from acmoe import AdaptiveConfig, UserError
+from acmoe.hf.tape import mask_of_layers
 
 REFUSED = "ernie4_5_vl_moe"  # gives the text router a part of the tokens
 KNOWN = [name for name in WHOLE if hasattr(transformers, WHOLE[name].model) and name != REFUSED]
@@ -87,6 +88,23 @@ def test_a_static_cache_is_refused_for_prefix_statistics_by_its_masks() -> None:
     model = measured("gemma4", call, "prefix")
     with pytest.raises(UserError, match=r"attention_mask is a dict \(.*without a static cache"):
         model.generate(**call, max_new_tokens=4, min_new_tokens=4, cache_implementation="static")
+
+
+def test_a_dict_of_masks_tells_the_padding_or_is_refused() -> None:
+    """Two cached tokens and three new ones, of which the first new one is padding."""
+    sees = torch.ones(1, 1, 3, 5).tril(2).bool()
+    sees[..., 2] = False  # nothing sees the padding
+    real = torch.tensor([[False, True, True]])
+    added = torch.zeros(1, 1, 3, 5).masked_fill(~sees, torch.finfo(torch.float32).min)
+    seen = torch.tensor([[1, 1, 0, 1, 1]])  # of flash attention
+    window = sees[..., 2:]
+    for full in (sees, added, seen):
+        found = mask_of_layers({"sliding": window, "full": full}, 2, 3, "prefix")
+        assert found is not None and torch.equal(found[:, 2:].bool(), real)
+    assert mask_of_layers({"full": None, "sliding": window}, 2, 3, "prefix") is None
+    for masks in ({"sliding": window}, {"full": torch.ones(1, 1, 3, 9)}, {"full": object()}):
+        with pytest.raises(UserError, match=r"attention_mask is a dict \((full|sliding): "):
+            mask_of_layers(masks, 2, 3, "prefix")
 
 
 def test_a_router_that_reads_a_part_of_the_tokens_is_refused() -> None:
