@@ -254,3 +254,21 @@ def test_one_graph_before_and_after_the_statistics_move() -> None:
     assert counter.frame_count == 1
     assert all(part.context is None for part in attached_parts(model).values())
     torch._dynamo.reset()
+
+
+@torch.no_grad()
+def test_layers_compiled_as_a_whole_count_alike_and_a_part_alone_is_refused() -> None:
+    """Each layer by itself, as regional compilation does; its MoE block by itself."""
+    torch.compiler.reset()
+    models = [measured().train() for _ in range(2)]
+    for layer in models[0].model.layers:
+        layer.compile(backend="eager")
+    for model in models:
+        model(input_ids=ids())
+    for one, other in zip(statistics(models[0]), statistics(models[1]), strict=True):
+        assert torch.equal(one.last_count, other.last_count)
+    part = measured()
+    part.model.layers[0].mlp.compile(backend="eager")
+    with pytest.raises(UserError, match="compile the model or its layers as a whole"):
+        part(input_ids=ids())
+    torch.compiler.reset()

@@ -50,8 +50,9 @@ def context_of(part: AdaptivePart) -> LayerContext:
     if context is None:
         raise UserError(
             f"{part.name} was called outside of its decoder layer, its layer was compiled before "
-            "attach, or it is a copy (modules_to_save of PEFT); call the whole model, attach "
-            "before torch.compile, or name the router in target_parameters"
+            "attach or only in part, or it is a copy (modules_to_save of PEFT); call the whole "
+            "model, attach before torch.compile, compile the model or its layers as a whole, or "
+            "name the router in target_parameters"
         )
     return context
 
