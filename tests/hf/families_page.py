@@ -5,6 +5,7 @@ PYTHONPATH=src python tests/hf/families_page.py > docs/huggingface-families.md
 
 import transformers
 from small_models import FAMILIES, build
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from acmoe.errors import UserError
@@ -17,9 +18,13 @@ REMARKS = {
     "jetmoe": "only the router of the feed-forward experts; the attention's experts keep theirs",
     "llama4": "returns no ids; the first choice is the highest logit",
     "longcat_flash": "experts that copy their token are clusters of their own",
-    "nllb_moe": "a token beyond an expert's capacity still counts to the cluster of its choice",
+    "deepseek_ocr2": "PEFT does not find the adapters of the whole model again, plain or attached",
+    "mistral_large4": "PEFT does not find adapters of experts again, plain or attached",
+    "nllb_moe": "a token beyond an expert's capacity still counts to the cluster of its choice; in "
+    "training set `layerdrop = 0.0` on encoder and decoder; `torch.compile` is refused",
     "phimoe": "in training its choice is sampled",
-    "switch_transformers": "see nllb_moe",
+    "switch_transformers": "a token beyond an expert's capacity still counts as for nllb_moe",
+    "unlimited_ocr": "see deepseek_ocr2",
 }
 
 HEAD = """\
@@ -46,8 +51,25 @@ docs/huggingface-families.md` from tiny random models, which
 - where the router returns ids, the expert with the largest weight has the highest score among the
   chosen (not tested for phimoe, which normalises each of its weights by itself).
 
-Models of text and images were tested by their text model, and qwen3_vl_moe and diffusion_gemma as a
-whole. Calls with images were not tested.
+These hold for every family (`pytest -m slow tests/hf`; Qwen3-Omni's talker, which reads no token
+ids, is only found and saved):
+
+- a fresh attach gives bitwise the logits of the plain model, in float32 and in bfloat16; `detach`
+  gives them back; `save_pretrained` and `from_pretrained` keep every bit;
+- a training step has finite gradients and moves the statistics, and gradient checkpointing changes
+  no gradient (JetMoE has none);
+- with `running` and `prefix` statistics no token sees a later one or another sequence (but for
+  diffusion_gemma and openai_privacy_filter, which are not causal);
+- `set_experts_implementation("acmoe")` gives the logits of "eager". Where the remark says **own
+  experts**, transformers passes no implementation on to the model's experts, and nothing changes.
+
+Decoding with a cache and beam search are tested for 15 families, left padding for 13 of these, and
+`torch.compile` and LoRA for Mixtral.
+
+Models of text and images were tested by their text model. `tests/hf/test_attach_images.py` calls
+the whole models of gemma4, glm4v_moe, llama4, qwen3_5_moe, qwen3_vl_moe and qwen4_exp with images.
+Padding is read from a 2-D `attention_mask`, or from the dict of masks that gemma4 and inkling make
+of it; with `flex_attention` their training is refused.
 """
 
 
@@ -62,10 +84,11 @@ def classes(stacks: list[RouterStack]) -> str:
     return ", ".join(f"`{name}`" for name in dict.fromkeys(type(m).__name__ for m in routers))
 
 
-def remark(name: str, stacks: list[RouterStack]) -> str:
+def remark(name: str, model: PreTrainedModel, stacks: list[RouterStack]) -> str:
     notes = dict.fromkeys(router.note for stack in stacks for router in stack.routers)
     warnings = [f"**warned:** {note}" for note in notes if note is not None]
-    return "; ".join([*warnings, *([REMARKS[name]] if name in REMARKS else [])])
+    experts = [] if model._can_set_experts_implementation() else ["**own experts**"]
+    return "; ".join([*warnings, *([REMARKS[name]] if name in REMARKS else []), *experts])
 
 
 def page() -> str:
@@ -80,7 +103,9 @@ def page() -> str:
             refused.append(f"| {name} | {built} | {error} |")
         else:
             family = name.split(".")[0]
-            rows.append(f"| {family} | {built} | {classes(stacks)} | {remark(name, stacks)} |")
+            rows.append(
+                f"| {family} | {built} | {classes(stacks)} | {remark(name, model, stacks)} |"
+            )
     families = {name.split(".")[0] for name in FAMILIES}
     found = f"{len(families) - len(refused)} of {len(families)} families"
     return "\n".join(

@@ -80,11 +80,16 @@ def config(small: Small) -> Any:
 
 def build(name: str, seed: int = 0) -> nn.Module:
     """A random model of a family in evaluation mode, whose routers decide something."""
+    return build_small(FAMILIES[name], seed)
+
+
+def build_small(small: Small, seed: int = 0) -> nn.Module:
+    """The model that a row describes."""
     torch.manual_seed(seed)
-    kind = getattr(transformers, FAMILIES[name].model)
-    make = kind.from_config if FAMILIES[name].model.startswith("Auto") else kind._from_config
-    model = make(config(FAMILIES[name])).eval()
-    if name == "qwen3_omni_moe.talker":  # transformers leaves its experts uninitialised
+    kind = getattr(transformers, small.model)
+    make = kind.from_config if small.model.startswith("Auto") else kind._from_config
+    model = make(config(small)).eval()
+    if small is FAMILIES["qwen3_omni_moe.talker"]:  # transformers leaves its experts uninitialised
         for part, weight in model.named_parameters():
             if ".experts." in part:
                 nn.init.normal_(weight, std=0.02)

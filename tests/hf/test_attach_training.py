@@ -53,6 +53,27 @@ def test_checkpointing_gives_the_same_gradients_and_counts_once(mode: str, reent
     torch.testing.assert_close(again, pending, atol=0, rtol=0)
 
 
+def test_a_router_whose_scores_are_computed_from_its_output_is_checkpointed() -> None:
+    """Gemma 4 gives probabilities, whose logarithms are read: this must save no tensor."""
+    model = measured("gemma4").train()
+    plain = gradients(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert torch.equal(gradients(model), plain)
+
+
+def test_layers_that_training_skips_at_random_are_refused() -> None:
+    model, tokens = acmoe.attach(build("nllb_moe")), inputs("nllb_moe")
+    assert model.model.encoder.layerdrop == 0.05
+    logits(model, **tokens)
+    with pytest.raises(UserError, match=r"model.encoder skips layers .*\(layerdrop=0.05\)"):
+        model.train()(**tokens)
+    model.get_submodule("model.encoder").layerdrop = 0.0
+    with pytest.raises(UserError, match=r"get_submodule\('model.decoder'\).layerdrop = 0.0"):
+        model(**tokens)
+    model.get_submodule("model.decoder").layerdrop = 0.0
+    model(**tokens)
+
+
 def test_a_gradient_through_the_scale_survives_checkpointing_or_is_refused() -> None:
     fields = {"statistics": "batch", "eval_statistics": "running", "detach": False}
     model = measured(**fields).train()
@@ -233,3 +254,21 @@ def test_one_graph_before_and_after_the_statistics_move() -> None:
     assert counter.frame_count == 1
     assert all(part.context is None for part in attached_parts(model).values())
     torch._dynamo.reset()
+
+
+@torch.no_grad()
+def test_layers_compiled_as_a_whole_count_alike_and_a_part_alone_is_refused() -> None:
+    """Each layer by itself, as regional compilation does; its MoE block by itself."""
+    torch.compiler.reset()
+    models = [measured().train() for _ in range(2)]
+    for layer in models[0].model.layers:
+        layer.compile(backend="eager")
+    for model in models:
+        model(input_ids=ids())
+    for one, other in zip(statistics(models[0]), statistics(models[1]), strict=True):
+        assert torch.equal(one.last_count, other.last_count)
+    part = measured()
+    part.model.layers[0].mlp.compile(backend="eager")
+    with pytest.raises(UserError, match="compile the model or its layers as a whole"):
+        part(input_ids=ids())
+    torch.compiler.reset()

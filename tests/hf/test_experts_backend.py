@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
+import acmoe
 import acmoe.hf
 from acmoe.errors import UserError
 from acmoe.hf.experts import expert_weights, own_activation
@@ -193,6 +195,23 @@ def test_a_model_takes_it_by_name_decodes_the_same_tokens_and_trains_checkpointe
     model.train()
     again = gradients_of(model, ids)
     assert all(torch.equal(again[name], one) for name, one in gradients["acmoe"].items())
+
+
+def test_an_attached_model_takes_it_also_where_its_plain_class_was_never_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers remembers for each class whether its experts can be dispatched; a new process,
+    or one that loads with "eager", has not asked. Only a file with experts answers with yes."""
+    from transformers import AutoModelForCausalLM
+
+    kind = type(tiny_model())
+    acmoe.attach(tiny_model()).save_pretrained(tmp_path)
+    for one in (kind, acmoe.hf.adaptive_class(kind)):
+        monkeypatch.delattr(one, "_can_set_experts_implementation_cached_value", raising=False)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config._experts_implementation == "grouped_mm"  # as for the plain class
+    loaded.set_experts_implementation("acmoe")
+    assert loaded.config._experts_implementation == "acmoe"
 
 
 def gradients_of(model: Any, ids: Tensor) -> dict[str, Tensor]:

@@ -39,6 +39,7 @@ class LayerContext:
 
     tape: Tape
     num_sequences: int
+    length: int  # tokens of each sequence in this call
     x: Tensor | None = None  # the router's input before it was rescaled
 
 
@@ -153,7 +154,8 @@ class AdaptivePart(nn.Module):
         # No tensor of a detached state may be saved for backward, since the repetition saves none.
         x_BLD = self._sequences(x.detach() if config.detach else x, context)
         mask_BL = _mask_on(x, context)
-        routing = self._routing(output, config)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not config.detach):
+            routing = self._routing(output, config)
         before = RoutingState.before(x_BLD, num_clusters=self.num_experts, mix=config.mix)
         state = self.next_state(blank(x_BLD, mask_BL), routing, before, token_mask=mask_BL)
         if not repeated:
@@ -179,14 +181,15 @@ class AdaptivePart(nn.Module):
 
     def _sequences(self, x: Tensor, context: LayerContext) -> Tensor:
         """Return the router's input as (B, L, D)."""
-        tokens = x.numel() // self.dim
-        B = context.num_sequences
-        if x.shape[-1] != self.dim or tokens % B != 0:
+        B, L = context.num_sequences, context.length
+        if x.shape[-1] != self.dim or x.numel() != B * L * self.dim:
             raise UserError(
-                f"{self.name} was called with {tuple(x.shape)} for {B} sequences "
-                f"of width {self.dim}; an adaptive router reads all tokens of its layer's call"
+                f"{self.name} was called with {tuple(x.shape)} in a call of {B} sequences of {L} "
+                f"tokens and {self.dim} features; an adaptive router reads all tokens of its "
+                "layer's call: leave out images if the model routes them elsewhere, or call "
+                "acmoe.detach(model)"
             )
-        return x.reshape(B, -1, self.dim)
+        return x.reshape(B, L, self.dim)
 
     def _slot(self, x_BLD: Tensor, context: LayerContext) -> StatisticsSlot | None:
         """Return the decode slot of prefix statistics; a new one where a cache may be returned."""

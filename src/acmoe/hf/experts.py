@@ -97,8 +97,8 @@ def experts_reason(experts: nn.Module) -> str | None:
     """
     check(
         hasattr(experts, "down_proj") and hasattr(experts, "has_gate"),
-        f"{type(experts).__name__} is no experts module of transformers; pass one, such as "
-        "model.model.layers[0].mlp.experts",
+        f"{type(experts).__name__} is no experts module to which transformers passes an "
+        "implementation; pass one, such as model.model.layers[0].mlp.experts of Mixtral",
     )
     _, reason = fused_activation(experts)
     return reason or triton_unsupported(expert_weights(experts).down)

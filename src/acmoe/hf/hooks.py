@@ -50,8 +50,9 @@ def context_of(part: AdaptivePart) -> LayerContext:
     if context is None:
         raise UserError(
             f"{part.name} was called outside of its decoder layer, its layer was compiled before "
-            "attach, or it is a copy (modules_to_save of PEFT); call the whole model, attach "
-            "before torch.compile, or name the router in target_parameters"
+            "attach or only in part, or it is a copy (modules_to_save of PEFT); call the whole "
+            "model, attach before torch.compile, compile the model or its layers as a whole, or "
+            "name the router in target_parameters"
         )
     return context
 
@@ -71,6 +72,13 @@ class BeforeStack:
             not getattr(stack, "_is_replica", False),
             "nn.DataParallel copies an attached model for each call, and its statistics with it; "
             "use DistributedDataParallel (torchrun), or one device",
+        )
+        dropped = getattr(stack, "layerdrop", 0.0) if stack.training else 0.0
+        check(
+            dropped == 0,
+            f"{self.name or type(stack).__name__} skips layers at random in training (layerdrop="
+            f"{dropped}), and an adaptive router needs the choice of the MoE layer before it; set "
+            f"model.get_submodule({self.name!r}).layerdrop = 0.0",
         )
         given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
         found = (part.statistics for part in self.parts)
@@ -142,7 +150,7 @@ class BeforeLayer:
                 f"{type(layer).__name__} was called without the record of its model's call; call "
                 "the whole model, or acmoe.detach(model) to call a layer alone"
             )
-        context = LayerContext(tape, x.shape[0])
+        context = LayerContext(tape, *x.shape[:2])
         compiling = torch.compiler.is_compiling()
         if not compiling:
             self.register(layer)

@@ -78,16 +78,21 @@ def new_tape(given: Mapping[str, Any], name: str, statistics: ClusterStatistics 
 
 
 def token_mask(given: Mapping[str, Any], past: int, mode: str) -> Tensor | None:
-    """Return the (B, L) mask of real tokens of a call, from its 2-D attention mask."""
+    """Return the (B, L) mask of real tokens of a call, from its attention mask.
+
+    The mask is 2-D, or a dict of the masks of each kind of attention layer: Gemma 4 and others make
+    such a dict before they call their text model.
+    """
     mask = given.get("attention_mask")
+    if isinstance(mask, Mapping):
+        mask = mask_of_layers(mask, past, call_length(given), mode)
     if mode in ("prefix", "sequence"):
         check_not_packed(given, mask)
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.dim() != 2:
-        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise UserError(
-            f"attention_mask is {shape}, from which padding cannot be read, and statistics="
+            f"attention_mask is {_shown(mask)}, from which padding cannot be read, and statistics="
             f"{mode!r} must not count it; pass a 2-D mask (batch, tokens), and generate without a "
             "static cache"
         )
@@ -98,6 +103,38 @@ def token_mask(given: Mapping[str, Any], past: int, mode: str) -> Tensor | None:
         f"statistics={mode!r} need one column per token",
     )
     return mask[:, -length:].bool()
+
+
+def mask_of_layers(masks: Mapping[str, Any], past: int, length: int, mode: str) -> Tensor | None:
+    """Return a (B, past + L) mask whose last L columns tell the new tokens that are real.
+
+    masks: by kind of layer, as transformers makes them: 4-D (B, 1, L, past + L), bool or 0 where a
+    key is seen; 2-D; or None where there is no padding. A token that is real sees itself, and
+    nothing sees padding. Masks of sliding windows have fewer columns and are left out.
+    """
+    total = past + length
+    tensors = [one for one in masks.values() if isinstance(one, Tensor) and one.dim() in (2, 4)]
+    whole = [one for one in tensors if one.shape[-1] == total]
+    unmasked = any(one is None for one in masks.values())
+    longer = any(one.shape[-1] > total for one in tensors)
+    if longer or not (whole or unmasked):
+        shown = ", ".join(f"{kind}: {_shown(one)}" for kind, one in masks.items())
+        raise UserError(
+            f"attention_mask is a dict ({shown}), from which padding cannot be read, and "
+            f"statistics={mode!r} must not count it; generate without a static cache, and use the "
+            "attention of 'sdpa', 'eager' or 'flash_attention_2'"
+        )
+    if not whole:
+        return None
+    if whole[0].dim() == 2:
+        return whole[0]
+    sees_BLK = whole[0][:, 0] if whole[0].dtype == torch.bool else whole[0][:, 0] == 0
+    sees_itself_BL = sees_BLK.diagonal(past, dim1=-2, dim2=-1)
+    return torch.nn.functional.pad(sees_itself_BL, (past, 0), value=True)
+
+
+def _shown(mask: Any) -> str:
+    return str(tuple(mask.shape)) if isinstance(mask, Tensor) else type(mask).__name__
 
 
 def call_length(given: Mapping[str, Any]) -> int:

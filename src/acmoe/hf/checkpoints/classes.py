@@ -116,6 +116,12 @@ class AdaptiveModel(StatisticsBeside):
             _make_parts_plain(self)
             attach(self, **arguments)  # type: ignore[type-var]
 
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """Answer for the plain class: transformers searches the source file of the class, which for
+        this one is not the file of the experts, and would run them by its slow loop, "eager"."""
+        return bool(cls.plain_class._can_set_experts_implementation())
+
     def initialize_weights(self) -> None:
         """Initialise tensors that the checkpoint lacks and `from_pretrained` left undefined."""
         assert isinstance(self, nn.Module)
