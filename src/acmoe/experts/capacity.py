@@ -59,7 +59,7 @@ def _ranks(expert_ids_TK: Tensor, priority_T: Tensor) -> Tensor:
     sorted_N, order_N = queue_N.sort(stable=True)
     first_N = torch.searchsorted(sorted_N, sorted_N)
     rank_sorted_N = torch.arange(T * K, device=queue_N.device) - first_N
-    rank_N = torch.empty_like(rank_sorted_N).scatter_(0, order_N, rank_sorted_N)
+    rank_N = torch.empty_like(rank_sorted_N).scatter(0, order_N, rank_sorted_N)
     rank_TK = torch.empty_like(expert_ids_TK)
     rank_TK[by_priority_T] = rank_N.view(K, T).T
     return rank_TK
