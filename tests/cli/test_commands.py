@@ -59,6 +59,12 @@ def test_no_arguments_show_the_help(capsys):
         (("data", "prepare", "wikitext103"), "wikitext103 needs a folder with wiki.train.tokens"),
         (("data", "prepare", "bytes", "--from", "nowhere"), "nowhere"),
         (("demo", "--steps", "3"), "steps=3"),
+        (("demo", "--steps", "-3"), "--steps -3; it must be at least 1"),
+        (("models", "--json", "--markdown"), "--json and --markdown; give one of them"),
+        (("train", "--list", "switch-nano"), "'switch-nano' says nothing with --list"),
+        (("train", "switch-nano", "--keys", "--out", "x"), "--out x says nothing with --keys"),
+        (("train", "switch-nano", "steps=many", "--keys"), "steps='many'"),
+        (("train", "switch-nano", "lr=1", "--out", "x", "steps=3"), "all settings in one row"),
         (("bench", "layer", "--shapes", "nosuch"), "nosuch"),
     ],
 )
@@ -77,6 +83,21 @@ def test_nothing_is_written_by_a_mistake(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     call(capsys, "train", "switch-nano", "model.top_k=99")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_keys_are_those_of_the_changed_recipe(capsys):
+    code, out, _ = call(capsys, "train", "switch-nano", "steps=7", "--keys")
+    assert code == 0 and "steps=7" in out.splitlines()
+
+
+@pytest.mark.parametrize("setting", [f"model.dim={4 * 10**12}", f"model.hidden={10**13}"])
+def test_a_model_too_large_for_the_memory_is_one_line_and_can_be_corrected(
+    capsys, monkeypatch, tmp_path, setting
+):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = call(capsys, "train", "switch-nano", "data.limit=2000", setting)
+    assert code == 1
+    assert "acmoe: out of memory; use a smaller model" in err and "Traceback" not in err
 
 
 def test_models_lists_every_size_as_json(capsys):

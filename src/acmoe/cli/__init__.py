@@ -11,10 +11,12 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
+import torch
+
 import acmoe
 from acmoe.cli.commands import COMMANDS
 from acmoe.cli.parse import parse
-from acmoe.errors import UserError, check
+from acmoe.errors import UserError, check, typed_line
 
 SEVERAL = {"train", "evaluate", "doctor"}  # commands that torchrun may start
 TO_SPEAK = 10.0  # seconds that the first process of a machine has to report a mistake
@@ -49,7 +51,23 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         _let_first_speak(error)
         print(f"acmoe: {who}{where}{error.strerror or error}", file=sys.stderr)
         status = 1
+    except (MemoryError, RuntimeError) as error:
+        if not _lacks_memory(error):
+            raise
+        _let_first_speak(error)
+        print(
+            f"acmoe: out of memory; use a smaller model, batch or block ({typed_line(error)})",
+            file=sys.stderr,
+        )
+        status = 1
     sys.exit(status)
+
+
+def _lacks_memory(error: MemoryError | RuntimeError) -> bool:
+    """Return True if a tensor or array does not fit the device's or the host's memory."""
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    said = ("can't allocate memory", "Storage size calculation overflowed")
+    return isinstance(error, kinds) or any(words in str(error) for words in said)
 
 
 def _open_output() -> None:
