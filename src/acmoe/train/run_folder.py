@@ -48,7 +48,7 @@ def claim(folder: Path, config: Any, vocabulary: Vocabulary | None = None) -> It
         try:
             yield
         except Exception:
-            if not begun and not _other_files(folder):
+            if not begun and folder.is_dir() and not _other_files(folder):
                 path.unlink(missing_ok=True)
             raise
 
