@@ -1,5 +1,6 @@
 """Commands as a user types them: their output and their exit codes."""
 
+import errno
 import io
 import json
 import logging
@@ -188,15 +189,29 @@ def test_a_command_of_one_process_refuses_torchrun(capsys, monkeypatch):
     )
 
 
-def test_a_terminal_without_unicode_gets_question_marks(monkeypatch):
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the second: in the C locale
+def test_a_terminal_without_unicode_gets_question_marks(monkeypatch, errors):
     raw = io.BytesIO()
-    stdout = io.TextIOWrapper(raw, encoding="ascii", errors="strict")
+    stdout = io.TextIOWrapper(raw, encoding="ascii", errors=errors)
     monkeypatch.setattr(sys, "stdout", stdout)
     monkeypatch.setenv("COLUMNS", "60")  # so narrow that rich cuts words off with ...
     with pytest.raises(SystemExit) as stop:
         main(["data", "list"])
     assert stop.value.code == 0
     assert b"?" in raw.getvalue() and b"+----" in raw.getvalue()
+
+
+class FullDisk(io.StringIO):
+    def flush(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_version_on_a_full_disk_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", FullDisk())
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 1
+    assert capsys.readouterr().err == "acmoe: No space left on device\n"
 
 
 def test_a_command_runs_where_its_output_is_closed(monkeypatch):

@@ -24,14 +24,9 @@ TO_SPEAK = 10.0  # seconds that the first process of a machine has to report a m
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments == ["--version"]:
-        print(f"acmoe {acmoe.__version__}")
-        sys.exit(0)
     _open_output()
     try:
-        _check_launched(arguments)
-        command = parse(COMMANDS, arguments)
-        status = command.run()
+        status = _run(arguments)
         sys.stdout.flush()
     except UserError as mistake:
         _let_first_speak(mistake)
@@ -63,6 +58,15 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     sys.exit(status)
 
 
+def _run(arguments: list[str]) -> int:
+    """Run the command that the arguments name; return the exit code."""
+    if arguments == ["--version"]:
+        print(f"acmoe {acmoe.__version__}")
+        return 0
+    _check_launched(arguments)
+    return parse(COMMANDS, arguments).run()
+
+
 def _lacks_memory(error: MemoryError | RuntimeError) -> bool:
     """Return True if a tensor or array does not fit the device's or the host's memory."""
     kinds = (MemoryError, torch.OutOfMemoryError)
@@ -78,7 +82,11 @@ def _open_output() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+    if not isinstance(sys.stdout, io.TextIOWrapper):
+        return
+    # Python's choice in the C locale is "surrogateescape", which fails beyond ASCII just as well.
+    failing = ("strict", "surrogateescape") if sys.stdout.encoding == "ascii" else ("strict",)
+    if sys.stdout.errors in failing:
         sys.stdout.reconfigure(errors="replace")
 
 
