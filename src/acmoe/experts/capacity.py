@@ -23,9 +23,10 @@ def limit_capacity(
     """Drop the rows of an expert beyond k * floor(factor * ceil(T / E)), as Tutel does.
 
     All first choices come before all second choices, and so on; within a choice, tokens with a
-    larger maximal gate come first. A dropped row gets expert id E and gate 0; `affinity` is not
-    changed. A token with NaN or inf has NaN gates: it takes no other token's place and keeps its
-    gates, so that its output is NaN as it is without a limit.
+    larger maximal gate come first. Column j of `expert_ids` is choice j; with expert choice it is
+    expert j, so there the tokens' gates alone decide. A dropped row gets expert id E and gate 0;
+    `affinity` is not changed. A token with NaN or inf has NaN gates: it takes no other token's
+    place and keeps its gates, so that its output is NaN as it is without a limit.
     """
     priority_T = routing.gate.detach().amax(-1)
     bad_T1 = priority_T.isnan()[:, None]
