@@ -48,6 +48,11 @@ def check_not_negative(value: float, name: str) -> None:
     check(is_finite(value) and value >= 0, f"{name}={value}; it must be 0 or more, and finite")
 
 
+def check_seed(seed: int) -> None:
+    """Check that torch's generators take the seed."""
+    check(-(2**63) <= seed < 2**64, f"seed={seed}; it must lie between -2**63 and 2**64 - 1")
+
+
 def suggest(wrong: str, known: Iterable[str], *, most: int = 3) -> str:
     """Return the end of an error about an unknown name: the names that are close to it, or all."""
     names = list(known)

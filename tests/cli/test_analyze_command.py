@@ -122,6 +122,8 @@ def test_without_matplotlib_the_figures_alone_are_missing(
         (("--images", 5), "images=5 says nothing about"),
         (("--eps", "1/255"), "--eps 1/255 without an attack"),
         (("--tokens", 0), "tokens=0"),
+        (("--seed", -1), "--seed -1; it must lie between 0 and 2**63 - 1"),
+        (("--seed", 10**30), "it must lie between 0 and 2**63 - 1"),
         (("--contaminate", 2), "rate=2"),
         (("--statistics", "nosuch"), "nosuch"),
     ],

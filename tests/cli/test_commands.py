@@ -1,5 +1,6 @@
 """Commands as a user types them: their output and their exit codes."""
 
+import errno
 import io
 import json
 import logging
@@ -59,6 +60,12 @@ def test_no_arguments_show_the_help(capsys):
         (("data", "prepare", "wikitext103"), "wikitext103 needs a folder with wiki.train.tokens"),
         (("data", "prepare", "bytes", "--from", "nowhere"), "nowhere"),
         (("demo", "--steps", "3"), "steps=3"),
+        (("demo", "--steps", "-3"), "--steps -3; it must be at least 1"),
+        (("models", "--json", "--markdown"), "--json and --markdown; give one of them"),
+        (("train", "--list", "switch-nano"), "'switch-nano' says nothing with --list"),
+        (("train", "switch-nano", "--keys", "--out", "x"), "--out x says nothing with --keys"),
+        (("train", "switch-nano", "steps=many", "--keys"), "steps='many'"),
+        (("train", "switch-nano", "lr=1", "--out", "x", "steps=3"), "all settings in one row"),
         (("bench", "layer", "--shapes", "nosuch"), "nosuch"),
     ],
 )
@@ -77,6 +84,21 @@ def test_nothing_is_written_by_a_mistake(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     call(capsys, "train", "switch-nano", "model.top_k=99")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_keys_are_those_of_the_changed_recipe(capsys):
+    code, out, _ = call(capsys, "train", "switch-nano", "steps=7", "--keys")
+    assert code == 0 and "steps=7" in out.splitlines()
+
+
+@pytest.mark.parametrize("setting", [f"model.dim={4 * 10**12}", f"model.hidden={10**13}"])
+def test_a_model_too_large_for_the_memory_is_one_line_and_can_be_corrected(
+    capsys, monkeypatch, tmp_path, setting
+):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = call(capsys, "train", "switch-nano", "data.limit=2000", setting)
+    assert code == 1
+    assert "acmoe: out of memory; use a smaller model" in err and "Traceback" not in err
 
 
 def test_models_lists_every_size_as_json(capsys):
@@ -167,15 +189,29 @@ def test_a_command_of_one_process_refuses_torchrun(capsys, monkeypatch):
     )
 
 
-def test_a_terminal_without_unicode_gets_question_marks(monkeypatch):
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the second: in the C locale
+def test_a_terminal_without_unicode_gets_question_marks(monkeypatch, errors):
     raw = io.BytesIO()
-    stdout = io.TextIOWrapper(raw, encoding="ascii", errors="strict")
+    stdout = io.TextIOWrapper(raw, encoding="ascii", errors=errors)
     monkeypatch.setattr(sys, "stdout", stdout)
     monkeypatch.setenv("COLUMNS", "60")  # so narrow that rich cuts words off with ...
     with pytest.raises(SystemExit) as stop:
         main(["data", "list"])
     assert stop.value.code == 0
     assert b"?" in raw.getvalue() and b"+----" in raw.getvalue()
+
+
+class FullDisk(io.StringIO):
+    def flush(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_version_on_a_full_disk_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", FullDisk())
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 1
+    assert capsys.readouterr().err == "acmoe: No space left on device\n"
 
 
 def test_a_command_runs_where_its_output_is_closed(monkeypatch):

@@ -54,6 +54,7 @@ def test_the_file_may_be_named_and_its_folder_made(
         (("{run}", "--serve", "-o", "x.html"), "--out x.html with --serve"),
         (("{run}", "--serve", "--port", "99999"), "--port 99999 is no port"),
         (("{run}", "--device", "gpu"), "device='gpu'"),
+        (("{run}", "--out", "."), "--out . is a folder; name a file in it"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(

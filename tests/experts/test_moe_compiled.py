@@ -88,3 +88,12 @@ def test_two_compiled_updates_are_those_of_the_layers(name: str) -> None:
     expected, found = results(layers, layers), results(twin, compiled)
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("name", ["adaptive", "adaptive, prefix"])
+def test_a_compiled_layer_takes_a_batch_without_tokens(name: str) -> None:
+    torch._dynamo.reset()
+    layers = Two(ALL[name])
+    compiled = torch.compile(layers, fullgraph=True, backend="eager")
+    y, aux_loss = compiled(torch.randn(2, 0, 6), torch.empty(2, 0, dtype=torch.int64))
+    assert y.shape == (2, 0, 6) and aux_loss == 0

@@ -18,6 +18,7 @@ from acmoe import (
     SMoEConfig,
     SoftConfig,
     SoftMoE,
+    StableConfig,
     ThresholdConfig,
 )
 from slow_cases import mostly_slow
@@ -153,3 +154,30 @@ def test_without_detach_the_scale_does_change_the_gradient():
         y, _ = forward(blocks, x, begin(blocks, x))
         grads.append(torch.autograd.grad(y.square().sum(), x)[0])
     assert (grads[0] - grads[1]).abs().max() > 1e-3
+
+
+ORTHOGONAL = {
+    "smoe": SMoEConfig(init="orthogonal"),
+    "cosine": CosineConfig(),
+    "stable": StableConfig(vocab_size=10),
+}
+
+
+@pytest.mark.parametrize("router", ORTHOGONAL.values(), ids=ORTHOGONAL)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_orthogonal_embeddings_may_be_drawn_in_low_precision(router, dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        moe = MoE(dim=8, hidden=8, num_experts=4, top_k=1, router=router)
+    finally:
+        torch.set_default_dtype(before)
+    with torch.no_grad():
+        moe.router.embedding.zero_()
+    moe.router.reset_parameters()  # as after `to_empty` of a model on the meta device
+    rows = moe.router.embedding.detach()
+    assert rows.dtype == dtype
+    # Columns where the matrix is tall: 4 experts in 2 projected features (cosine).
+    rows = (rows if rows.shape[0] <= rows.shape[1] else rows.T).float()
+    wanted = 0.32**2 * torch.eye(len(rows))
+    torch.testing.assert_close(rows @ rows.T, wanted, atol=2e-3, rtol=0)

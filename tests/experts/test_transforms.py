@@ -86,6 +86,14 @@ def test_transforms_are_autograd_slopes_and_loops(name, generator):
     torch.testing.assert_close(batched, looped)
 
 
+def test_vmap_of_a_layer_with_a_capacity_is_a_loop_without_warnings(generator):
+    moe = MoE(dim=D, hidden=6, num_experts=E, top_k=2, capacity_factor=0.5).double().eval()
+    x = tokens(generator)
+    with torch.no_grad():
+        batched = vmap(lambda x_LD: moe(x_LD)[0])(x)
+        torch.testing.assert_close(batched, torch.stack([moe(x_LD)[0] for x_LD in x]))
+
+
 def test_the_jacobian_is_that_of_autograd(generator):
     moe, x = layer_of("prefix"), tokens(generator)
     state = state_of(moe, B)

@@ -208,6 +208,7 @@ def test_samples_follow_the_probabilities_at_any_temperature() -> None:
         # Standard error at most sqrt(0.25 / 20,000) = 0.0035.
         torch.testing.assert_close(share, expected / expected.sum(), rtol=0.0, atol=0.015)
     assert sample(torch.tensor([[1.0, 3.0, 2.0]]), 0.0).tolist() == [1]
+    assert sample(torch.tensor([[1.0, 3.0, 2.0]]), 1e-45).tolist() == [1]  # 3 / 1e-45 overflows
 
 
 @pytest.mark.parametrize(
@@ -219,6 +220,7 @@ def test_samples_follow_the_probabilities_at_any_temperature() -> None:
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"stop_token": VOCAB}, "stop_token=23"),
         ({"seed": 1, "generator": torch.Generator()}, "both given"),
+        ({"seed": 2**64}, "seed=18446744073709551616; it must lie between"),
         ({"prompt": torch.zeros(1, 0, dtype=torch.int64)}, "prompt has shape \\(1, 0\\)"),
         ({"prompt": [[1], []]}, "a prompt is empty"),
         ({"prompt": [[1, 99]]}, "prompt holds id 99"),

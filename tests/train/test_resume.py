@@ -227,6 +227,16 @@ def test_a_folder_of_other_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "photos" / "cat.png").touch()
     with pytest.raises(UserError, match=r"holds cat.png and is no run folder"):
         train(config, tmp_path / "photos", console=QUIET)
+    assert [path.name for path in (tmp_path / "photos").iterdir()] == ["cat.png"]
+
+
+def test_settings_that_the_corpus_refuses_may_be_corrected_in_the_same_folder(
+    tmp_path: Path,
+) -> None:
+    corpus = byte_corpus(tmp_path)
+    with pytest.raises(UserError, match="do not fit: lower batch or block"):
+        train(tiny_run(corpus, "batch=1000"), tmp_path / "run", console=QUIET)
+    assert train(tiny_run(corpus, "steps=2"), tmp_path / "run", console=QUIET).step == 2
 
 
 def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:

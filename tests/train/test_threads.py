@@ -66,6 +66,8 @@ def test_the_option_comes_before_the_environment_and_both_before_the_rule(
     assert choose_threads(3, NANO, device="cpu")[:2] == (3, "--threads")
     with pytest.raises(UserError, match="--threads 0; it must be at least 1"):
         choose_threads(0, NANO, device="cpu")
+    with pytest.raises(UserError, match="--threads 5000; 4096 is the most"):
+        choose_threads(5000, NANO, device="cpu")
 
 
 def test_a_run_that_goes_on_keeps_the_number_it_was_saved_with(run: Path) -> None:

@@ -11,10 +11,12 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
+import torch
+
 import acmoe
 from acmoe.cli.commands import COMMANDS
 from acmoe.cli.parse import parse
-from acmoe.errors import UserError, check
+from acmoe.errors import UserError, check, typed_line
 
 SEVERAL = {"train", "evaluate", "doctor"}  # commands that torchrun may start
 LAUNCHER_SETS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # in the environment
@@ -23,14 +25,9 @@ TO_SPEAK = 10.0  # seconds that the first process of a machine has to report a m
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments == ["--version"]:
-        print(f"acmoe {acmoe.__version__}")
-        sys.exit(0)
     _open_output()
     try:
-        _check_launched(arguments)
-        command = parse(COMMANDS, arguments)
-        status = command.run()
+        status = _run(arguments)
         sys.stdout.flush()
     except UserError as mistake:
         _let_first_speak(mistake)
@@ -50,7 +47,32 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         _let_first_speak(error)
         print(f"acmoe: {who}{where}{error.strerror or error}", file=sys.stderr)
         status = 1
+    except (MemoryError, RuntimeError) as error:
+        if not _lacks_memory(error):
+            raise
+        _let_first_speak(error)
+        print(
+            f"acmoe: out of memory; use a smaller model, batch or block ({typed_line(error)})",
+            file=sys.stderr,
+        )
+        status = 1
     sys.exit(status)
+
+
+def _run(arguments: list[str]) -> int:
+    """Run the command that the arguments name; return the exit code."""
+    if arguments == ["--version"]:
+        print(f"acmoe {acmoe.__version__}")
+        return 0
+    _check_launched(arguments)
+    return parse(COMMANDS, arguments).run()
+
+
+def _lacks_memory(error: MemoryError | RuntimeError) -> bool:
+    """Return True if a tensor or array does not fit the device's or the host's memory."""
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    said = ("can't allocate memory", "Storage size calculation overflowed")
+    return isinstance(error, kinds) or any(words in str(error) for words in said)
 
 
 def _open_output() -> None:
@@ -61,7 +83,11 @@ def _open_output() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+    if not isinstance(sys.stdout, io.TextIOWrapper):
+        return
+    # Python's choice in the C locale is "surrogateescape", which fails beyond ASCII just as well.
+    failing = ("strict", "surrogateescape") if sys.stdout.encoding == "ascii" else ("strict",)
+    if sys.stdout.errors in failing:
         sys.stdout.reconfigure(errors="replace")
 
 

@@ -78,8 +78,10 @@ class Analyze:
     def run(self) -> int:
         from acmoe.analyze.analysis import analyze
         from acmoe.data.progress import progress_bars
+        from acmoe.errors import check
         from acmoe.storage.atomic import replace_text, report_write_errors
 
+        check(0 <= self.seed < 2**63, f"--seed {self.seed}; it must lie between 0 and 2**63 - 1")
         with progress_bars(Console(stderr=True)) as progress:
             progress("routing the sample", 0, 1)
             sampled, where = self.sample()

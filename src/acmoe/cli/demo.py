@@ -59,9 +59,11 @@ class Demo:
         return 0
 
     def _compare(self) -> "Comparison":
+        from acmoe.errors import check
         from acmoe.train.side_by_side.compare import base_run, compare
         from acmoe.train.threads import choose_threads, use_threads
 
+        check(self.steps >= 1, f"--steps {self.steps}; it must be at least 1")
         model = base_run(self.out, self.seed, self.steps).model
         threads = choose_threads(self.threads, model, run=self.out / "smoe")
         use_threads(threads)  # the processes of the runs are told; this one draws the report

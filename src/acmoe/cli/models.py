@@ -18,8 +18,10 @@ class Models:
     """Print the list as the Markdown table of docs/reference/models.md."""
 
     def run(self) -> int:
+        from acmoe.errors import check
         from acmoe.models.table import markdown_table, model_rows
 
+        check(not (self.json and self.markdown), "--json and --markdown; give one of them")
         rows = model_rows()
         if self.json:
             print(json_text([row._asdict() for row in rows]))

@@ -64,7 +64,10 @@ def _parse(
     except SystemExit as stop:
         if stop.code:
             text = one_line(complaint.getvalue())
-            raise UserError(text + advice if text.startswith("Unrecognized") else text) from None
+            unknown = text.startswith("Unrecognized options:")
+            if advice and unknown and "=" in text.split(":", 1)[1].split(";", 1)[0]:
+                advice = "; write all settings in one row, as in steps=200 lr=1e-3 --out FOLDER"
+            raise UserError(text + advice if unknown else text) from None
         raise
 
 

@@ -45,10 +45,12 @@ class Report:
 
     def _write(self) -> int:
         from acmoe.data.progress import progress_bars
+        from acmoe.errors import check
         from acmoe.report.page import write_report
 
         single = len(self.folders) == 1 and self.folders[0].is_dir()
         out = self.out or (self.folders[0] if single else Path()) / "report.html"
+        check(not out.is_dir(), f"--out {out} is a folder; name a file in it, such as report.html")
         console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
         with progress_bars(console) as progress:
             path, notes = write_report(

@@ -8,6 +8,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from acmoe.cli.run_options import check_read
+
 if TYPE_CHECKING:
     from acmoe.config.images.train import VisionRunConfig
     from acmoe.config.text.train import RunConfig
@@ -31,18 +33,23 @@ class Train:
     list: bool = False
     """List the recipes and stop."""
     keys: bool = False
-    """List the recipe's settings that can be overridden, with their values, and stop."""
+    """List the recipe's settings that can be overridden, with their values, and stop. Settings
+    given beside it are applied."""
 
     def run(self) -> int:
         from acmoe.errors import check
         from acmoe.recipes import recipe
 
         if self.list:
+            given = " ".join((self.recipe, *self.overrides)).strip()
+            check(not given, f"{given!r} says nothing with --list; leave it out")
+            check_read(self, ("list",), "with --list")
             return _list_recipes()
         check(bool(self.recipe), "no recipe given; `acmoe train --list` shows them all")
         config = recipe(self.recipe)
         if self.keys:
-            return _list_keys(config)
+            check_read(self, ("recipe", "overrides", "keys"), "with --keys")
+            return _list_keys(overridden(config, self.overrides))
         folder = self.out or Path("runs") / self.recipe
         return run_recipe(config, self.overrides, folder, threads=self.threads)
 
@@ -50,26 +57,33 @@ class Train:
 def run_recipe(
     config: object, overrides: tuple[str, ...], folder: Path, *, threads: int | None = None
 ) -> int:
-    from acmoe.config.images.train import VisionRunConfig, override_vision_run
-    from acmoe.config.text.train import RunConfig, override_run
+    from acmoe.config.images.train import VisionRunConfig
 
     console = Console(stderr=True)
-    if isinstance(config, VisionRunConfig):
+    run = overridden(config, overrides)
+    note = _set_threads(threads, run, folder)
+    if isinstance(run, VisionRunConfig):
         from acmoe.train.run import train_images
 
-        vision = override_vision_run(config, overrides)
-        note = _set_threads(threads, vision, folder)
-        summary = train_images(vision, folder, console=console, note=note)
+        summary = train_images(run, folder, console=console, note=note)
     else:
         from acmoe.train.run import train
 
-        assert isinstance(config, RunConfig)
-        text = override_run(config, overrides)
-        note = _set_threads(threads, text, folder)
-        summary = train(text, folder, console=console, note=note)
+        summary = train(run, folder, console=console, note=note)
     if summary.rank == 0:
         print(summary.message)
     return 0 if summary.signal is None else 128 + summary.signal
+
+
+def overridden(config: object, overrides: tuple[str, ...]) -> "RunConfig | VisionRunConfig":
+    """Return the config of a run with these settings changed."""
+    from acmoe.config.images.train import VisionRunConfig, override_vision_run
+    from acmoe.config.text.train import RunConfig, override_run
+
+    if isinstance(config, VisionRunConfig):
+        return override_vision_run(config, overrides)
+    assert isinstance(config, RunConfig)
+    return override_run(config, overrides)
 
 
 def _set_threads(requested: int | None, config: "RunConfig | VisionRunConfig", folder: Path) -> str:

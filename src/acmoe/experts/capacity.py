@@ -23,9 +23,10 @@ def limit_capacity(
     """Drop the rows of an expert beyond k * floor(factor * ceil(T / E)), as Tutel does.
 
     All first choices come before all second choices, and so on; within a choice, tokens with a
-    larger maximal gate come first. A dropped row gets expert id E and gate 0; `affinity` is not
-    changed. A token with NaN or inf has NaN gates: it takes no other token's place and keeps its
-    gates, so that its output is NaN as it is without a limit.
+    larger maximal gate come first. Column j of `expert_ids` is choice j; with expert choice it is
+    expert j, so there the tokens' gates alone decide. A dropped row gets expert id E and gate 0;
+    `affinity` is not changed. A token with NaN or inf has NaN gates: it takes no other token's
+    place and keeps its gates, so that its output is NaN as it is without a limit.
     """
     priority_T = routing.gate.detach().amax(-1)
     bad_T1 = priority_T.isnan()[:, None]
@@ -59,7 +60,7 @@ def _ranks(expert_ids_TK: Tensor, priority_T: Tensor) -> Tensor:
     sorted_N, order_N = queue_N.sort(stable=True)
     first_N = torch.searchsorted(sorted_N, sorted_N)
     rank_sorted_N = torch.arange(T * K, device=queue_N.device) - first_N
-    rank_N = torch.empty_like(rank_sorted_N).scatter_(0, order_N, rank_sorted_N)
+    rank_N = torch.empty_like(rank_sorted_N).scatter(0, order_N, rank_sorted_N)
     rank_TK = torch.empty_like(expert_ids_TK)
     rank_TK[by_priority_T] = rank_N.view(K, T).T
     return rank_TK

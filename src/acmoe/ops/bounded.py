@@ -22,12 +22,18 @@ def bounded(x_XD: Tensor) -> Tensor:
     if surely_bounded(x_XD):
         return x_XD
     bound = math.ldexp(1.0, _exponent(x_XD))
-    largest_X1: Tensor
-    if torch.compiler.is_compiling():  # it cannot trace the norm of no rows
-        largest_X1 = x_XD.detach().abs().amax(dim=-1, keepdim=True)
+    return x_XD * (bound / largest_values(x_XD)[..., None]).clamp(max=1.0)
+
+
+def largest_values(x_XD: Tensor) -> Tensor:
+    """Return (X,): the largest absolute value of each row, NaN or inf if the row holds one."""
+    largest_X: Tensor
+    # Neither torch.compile nor the meta device can take the norm of no rows.
+    if torch.compiler.is_compiling() or x_XD.is_meta:
+        largest_X = x_XD.detach().abs().amax(dim=-1)
     else:
-        largest_X1 = torch.linalg.vector_norm(x_XD.detach(), math.inf, dim=-1, keepdim=True)
-    return x_XD * (bound / largest_X1).clamp(max=1.0)
+        largest_X = torch.linalg.vector_norm(x_XD.detach(), math.inf, dim=-1)
+    return largest_X
 
 
 def surely_bounded(*factors: Tensor) -> bool:

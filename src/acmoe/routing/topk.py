@@ -32,10 +32,17 @@ ROUNDING = 4  # errors of rounding by which the length of a row that was just se
 def init_embeddings(embeddings_ED: Tensor, init: str = "uniform") -> None:
     """Draw (E, D) expert embeddings: uniform in +-1/sqrt(D), or orthogonal rows of norm 0.32."""
     if init == "orthogonal":
-        nn.init.orthogonal_(embeddings_ED, gain=0.32)
+        init_orthogonal(embeddings_ED, gain=0.32)
     else:
         bound = 1 / math.sqrt(embeddings_ED.shape[1])
         nn.init.uniform_(embeddings_ED, -bound, bound)
+
+
+@torch.no_grad()
+def init_orthogonal(rows_ED: Tensor, *, gain: float) -> None:
+    """Draw orthogonal rows of norm `gain`, in float32 at least: torch factorises no bf16 matrix."""
+    drawn_ED = torch.empty_like(rows_ED, dtype=accumulation_dtype(rows_ED.dtype))
+    rows_ED.copy_(nn.init.orthogonal_(drawn_ED, gain=gain))
 
 
 def select(affinity_TE: Tensor, top_k: int, gate: str) -> tuple[Tensor, Tensor]:

@@ -21,30 +21,52 @@ LOCK = "lock"
 def claim(folder: Path, config: Any, vocabulary: Vocabulary | None = None) -> Iterator[None]:
     """Lock the folder for a run of that config, and write config and vocabulary into it.
 
-    The folder must be new, or a run folder that was started with the same config.
+    The folder must be new, or a run folder that was started with the same config. An error before
+    the run has written anything else removes the new config again: it may lie in a setting that
+    only the model or the data refuse, and the corrected command must find no other config.
     """
     with report_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / CONFIG).is_file():
+        _check_empty(folder)  # before the lock, which would leave a file in somebody's folder
     in_use = f"{folder} is in use by process {{owner}}; wait for it, or choose another folder"
     with locked(folder / LOCK, in_use=in_use):
         with report_write_errors(folder):
             for name in (CONFIG, VOCABULARY, METRICS):  # drafts of a process that was killed
                 (folder / f".{name}{DRAFT}").unlink(missing_ok=True)
         path = folder / CONFIG
-        if path.is_file():
+        begun = path.is_file()
+        if begun:
             _check_same(path, config)
         else:
-            other_files = sorted(entry.name for entry in folder.iterdir() if entry.name != LOCK)
-            check(
-                not [name for name in other_files if name != VOCABULARY],
-                f"{folder} holds {', '.join(other_files[:3])} and is no run folder; choose another",
-            )
+            _check_empty(folder)
         if vocabulary is not None:
-            begun_with = read_json(path).get("vocabulary_sha256") if path.is_file() else None
+            begun_with = read_json(path).get("vocabulary_sha256") if begun else None
             write_vocabulary(vocabulary, folder, digest=begun_with)
-        if not path.is_file():
+        if not begun:
             _write_config(path, config)
-        yield
+        try:
+            yield
+        except Exception:
+            if not begun and folder.is_dir() and not _other_files(folder):
+                path.unlink(missing_ok=True)
+            raise
+
+
+def _check_empty(folder: Path) -> None:
+    """Raise a UserError if a folder without a config holds files of somebody else."""
+    drafts = {f".{name}{DRAFT}" for name in (CONFIG, VOCABULARY, METRICS)}
+    found = [name for name in _other_files(folder) if name not in drafts]
+    check(
+        not found,
+        f"{folder} holds {', '.join(found[:3])} and is no run folder; choose another",
+    )
+
+
+def _other_files(folder: Path) -> list[str]:
+    """Return the names of files that are there beside those which `claim` writes."""
+    own = {LOCK, VOCABULARY, CONFIG}
+    return sorted(entry.name for entry in folder.iterdir() if entry.name not in own)
 
 
 def _write_config(path: Path, config: Any) -> None:

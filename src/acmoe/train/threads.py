@@ -25,6 +25,7 @@ from acmoe.models.count import count_parameters
 from acmoe.models.registry import build_model
 from acmoe.runtime import pick_device
 
+MOST = 4096  # threads; OpenMP ends the process where it cannot start as many
 SMALL = 2_000_000  # parameters; the nano models have up to 0.9 million, all others 36 or more
 
 
@@ -53,6 +54,7 @@ def choose_threads(
     oneDNN is as the run was saved with, and off for a small model on an ARM CPU.
     """
     check(requested is None or requested >= 1, f"--threads {requested}; it must be at least 1")
+    check(requested is None or requested <= MOST, f"--threads {requested}; {MOST} is the most")
     saved = None if run is None else saved_state(run)
     on_cpu = pick_device(device).type == "cpu"
     parameters = count_model(model) if on_cpu else None

@@ -474,6 +474,17 @@ def test_evaluation_with_empty_statistics_says_so_once(logged: pytest.LogCapture
     assert "no batch has moved" in logged.messages[0]
 
 
+def test_prefix_statistics_without_an_average_are_not_called_plain(
+    logged: pytest.LogCaptureFixture,
+) -> None:
+    config = AdaptiveConfig(statistics="prefix")
+    moe = MoE(dim=D, hidden=4, num_experts=C, top_k=1, router=config).eval()
+    assignment = torch.arange(T)[:, None] % C
+    moe(tokens(0), RoutingState.before(tokens(0), num_clusters=C)._replace(assignment=assignment))
+    assert len(logged.messages) == 1
+    assert "its scale is that of each sequence alone" in logged.messages[0]
+
+
 def test_evaluation_of_a_trained_layer_says_nothing(logged: pytest.LogCaptureFixture) -> None:
     moe = layer()
     train(moe, torch.optim.SGD(moe.parameters(), lr=0.1), 0)

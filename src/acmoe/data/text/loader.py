@@ -60,14 +60,14 @@ class TrainingBatches:
         split: int = 1,
     ) -> None:
         check(block >= 1, f"block={block} must be 1 or more tokens")
-        self.rows = rank_rows(batch, rank=rank, world_size=world_size, unit="rows", split=split)
         self.stream, self.batch, self.block, self.seed = stream, batch, block, seed
-        self.row_length = len(stream) // batch
+        self.row_length = len(stream) // max(batch, 1)
         check(
             self.row_length > block,
             f"{len(stream):,} tokens make {batch} rows of {self.row_length}; a block of {block}"
             " and its next token do not fit: lower batch or block",
         )
+        self.rows = rank_rows(batch, rank=rank, world_size=world_size, unit="rows", split=split)
         self.passes, self.position, self.reset = 0, 0, True
 
     def __iter__(self) -> Self:
@@ -135,7 +135,6 @@ class EvaluationBatches:
         world_size: int = 1,
     ) -> None:
         check(block >= 1, f"block={block} must be 1 or more tokens")
-        rows = rank_rows(batch, rank=rank, world_size=world_size, unit="rows")
         self.stream, self.block = stream, block
         self.targets = stream if targets is None else targets
         check(
@@ -148,6 +147,7 @@ class EvaluationBatches:
             f"{len(stream):,} tokens give {self.predictions} predictions, fewer than"
             f" batch={batch} rows: lower batch",
         )
+        rows = rank_rows(batch, rank=rank, world_size=world_size, unit="rows")
         short, longer = divmod(self.predictions, batch)
         starts = [row * short + min(row, longer) for row in (*rows, rows[-1] + 1)]
         self.spans = list(pairwise(starts))

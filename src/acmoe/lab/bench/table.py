@@ -198,8 +198,8 @@ def _line(texts: Sequence[str]) -> str:
 
 def update_page(page: Path, folder: Path) -> int:
     """Write the newest reports between the page's markers, and return their number."""
-    text = page.read_text() if page.exists() else ""
+    text = page.read_text(encoding="utf-8") if page.exists() else ""
     reports = newest(folder)
     body = "\n\n".join(markdown(report) for report in reports) or "No figures yet."
-    page.write_text(replace_between(text, BEGIN, END, body, page=str(page)))
+    page.write_text(replace_between(text, BEGIN, END, body, page=str(page)), encoding="utf-8")
     return len(reports)

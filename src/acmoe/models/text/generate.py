@@ -18,7 +18,7 @@ from torch import Tensor
 
 from acmoe.config.routing import ExpertChoiceConfig, base_router
 from acmoe.config.text.language import LanguageConfig
-from acmoe.errors import check
+from acmoe.errors import check, check_seed
 from acmoe.ops.checks import check_range, check_whole
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 Prompt = Tensor | Sequence[Tensor] | Sequence[Sequence[int]]
 BLOCK = 256  # generated tokens that are kept apart
+COLDEST = 1e-20  # at a lower temperature quotients would overflow; the likeliest token is sure here
 
 
 @torch.no_grad()
@@ -58,6 +59,8 @@ def generate(
         generator: used instead of a seed, on the model's device.
     """
     check(seed is None or generator is None, "seed and generator are both given; give one of them")
+    if seed is not None:
+        check_seed(seed)
     _check_options(model, max_new_tokens, temperature, top_k, top_p, stop_token)
     device = model.embed.weight.device
     if seed is not None:
@@ -149,7 +152,8 @@ def sample(
     """Return (B,): one sampled id per row of (B, V) logits."""
     if temperature == 0:
         return logits.argmax(-1)
-    probability_BV = keep_likely(logits.float() / temperature, top_k, top_p).softmax(-1)
+    logits = logits.float() / max(temperature, COLDEST)
+    probability_BV = keep_likely(logits, top_k, top_p).softmax(-1)
     return torch.multinomial(probability_BV, 1, generator=generator)[:, 0]
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from acmoe.errors import check
+from acmoe.ops.bounded import largest_values
 from acmoe.ops.checks import check_count, check_range, check_tokens, host_may_read
 from acmoe.ops.precision import without_autocast
 from acmoe.ops.statistics import reference
@@ -110,8 +111,7 @@ def exclude(
 
 def finite_tokens(x: Tensor) -> Tensor:
     """Return (...,) bool: the token x (..., D) holds neither NaN nor inf. Reads x once."""
-    largest: Tensor = torch.linalg.vector_norm(x.detach(), float("inf"), dim=-1)
-    return largest.isfinite()
+    return largest_values(x).isfinite()
 
 
 def _zero_non_finite(x_BLD: Tensor, clusters: reference.Clusters) -> tuple[Tensor, Tensor | None]:

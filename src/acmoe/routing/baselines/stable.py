@@ -19,7 +19,7 @@ from acmoe.routing.losses import (
 )
 from acmoe.routing.router import Router, flat, need_token_ids
 from acmoe.routing.state import Routing
-from acmoe.routing.topk import init_embeddings
+from acmoe.routing.topk import init_embeddings, init_orthogonal
 
 
 class StableRouter(Router):
@@ -53,12 +53,12 @@ class StableRouter(Router):
         init_embeddings(self.embedding, "orthogonal")
         self.light_tokens = Embedding(config.vocab_size, config.light_dim)
         self.light_experts = nn.Parameter(torch.empty(num_experts, config.light_dim))
-        nn.init.orthogonal_(self.light_experts, gain=0.1)
+        init_orthogonal(self.light_experts, gain=0.1)
 
     def reset_parameters(self) -> None:
         """Draw the embeddings of experts anew; `light_tokens` has its own reset_parameters."""
         init_embeddings(self.embedding, "orthogonal")
-        nn.init.orthogonal_(self.light_experts, gain=0.1)
+        init_orthogonal(self.light_experts, gain=0.1)
 
     def freeze(self) -> None:
         """Begin stage 2: the light router assigns tokens and stops learning."""

@@ -111,11 +111,16 @@ class RunningAverage(StepStatistics):
             return
         self.checked = now
         if not weight.any() and (assignment >= 0).any():
+            result = (
+                "its scale is that of each sequence alone"
+                if self.config.modes[1] == "prefix"
+                else "its scale is 1 and it routes as the plain router"
+            )
             log_once(
-                "an adaptive layer evaluates with running statistics that no batch has moved: its "
-                "scale is 1 and it routes as the plain router; load a trained checkpoint, or train "
-                "after model.train(), since calls in evaluation mode do not move them "
-                "(acmoe.fold_statistics(model) moves them by hand)",
+                "an adaptive layer evaluates with running statistics that no batch has moved: "
+                f"{result}; load a trained checkpoint, or train after model.train(), since calls "
+                "in evaluation mode do not move them (acmoe.fold_statistics(model) moves them by "
+                "hand)",
                 logging.WARNING,
             )
 
