@@ -202,3 +202,13 @@ def test_what_is_no_state_is_refused(router):
         moe(x, torch.ones(5, dtype=torch.bool))  # a mask in the wrong place
     with pytest.raises(UserError, match=r"x is a tuple; .* acmoe.MoEStack hands on and nn.Seq"):
         moe((y, state))
+
+
+def test_the_experts_input_has_the_shape_of_the_tokens():
+    """A longer one would have been cut to the routed tokens in silence."""
+    moe, x = MoE(dim=4, hidden=4, num_experts=2, top_k=1), torch.randn(6, 4)
+    y, _ = moe(x, expert_input=x.clone())
+    assert torch.equal(y, moe(x)[0])
+    for rows in (5, 7):
+        with pytest.raises(UserError, match=rf"shape \({rows}, 4\), and x \(6, 4\); it must be x"):
+            moe(x, expert_input=torch.randn(rows, 4))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from acmoe.config.routing import AdaptiveConfig, LossConfig, RandomConfig, RouterConfig
-from acmoe.errors import check
+from acmoe.errors import UserError, check
 from acmoe.experts.capacity import limit_capacity
 from acmoe.experts.mlp import ExpertMLP
 from acmoe.ops.sort import sort_rows
@@ -131,6 +131,9 @@ class MoE(Layer):
             order=rows.order,
             begun=begun,
         )
+        if expert_input is not None and expert_input.shape != x.shape:
+            shapes = f"{tuple(expert_input.shape)}, and x {tuple(x.shape)}"
+            raise UserError(f"expert_input has the shape {shapes}; it must be x in another dtype")
         if expert_input is None or token_mask is not None or router.scale_experts:
             expert_input = x if routing.expert_input is None else routing.expert_input
         complete = self.capacity_factor is None and token_mask is None and router.always_k
