@@ -6,6 +6,7 @@ from torch import Tensor
 
 from acmoe.ops.experts.reference import combine
 from acmoe.ops.sort import sort_rows
+from acmoe.ops.sort.reference import Rows
 
 
 def case(top_k: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,3 +61,30 @@ def test_transforms_and_compiled_code_see_the_same_sum() -> None:
     torch.testing.assert_close(found, torch.stack([wanted, 2 * wanted]))
     compiled = torch.compile(combine, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(y_ND, gate_TK.requires_grad_(), rows), wanted)
+
+
+def moved(device: str, top_k: int = 2) -> tuple[Tensor, Tensor, Rows]:
+    ids_TK, y_ND, gate_TK = case(top_k, torch.float32)
+    rows = sort_rows(ids_TK, 4)
+    rows = rows._replace(**{name: one.to(device) for name, one in rows._asdict().items()})
+    return y_ND.to(device), gate_TK.to(device), rows
+
+
+@pytest.mark.parametrize(("device", "node"), [("cpu", "_WeightedSum"), ("meta", "Sum")])
+def test_a_cpu_adds_two_rows_and_other_devices_keep_the_sum_of_torch(
+    device: str, node: str
+) -> None:
+    y_ND, gate_TK, rows = moved(device)
+    found = combine(y_ND.requires_grad_(), gate_TK, rows)
+    assert found.shape == (5, 3)
+    assert found.grad_fn is not None and found.grad_fn.name().startswith(node)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("top_k", [2, 3])
+def test_autocast_of_a_gpu_sums_two_experts_in_float32_as_any_other_number(top_k: int) -> None:
+    y_ND, gate_TK, rows = moved("cuda", top_k)
+    y_ND = y_ND.bfloat16()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        recorded = combine(y_ND.clone().requires_grad_(), gate_TK, rows)
+        assert combine(y_ND, gate_TK, rows).dtype == recorded.dtype == torch.float32

@@ -30,7 +30,7 @@ def test_every_way_to_count_gives_the_same(generator: torch.Generator) -> None:
     assert load(ids_TK[:0], 4).tolist() == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("wrong", [-1, 5])
+@pytest.mark.parametrize("wrong", [-1, 5, 2**45])
 def test_an_expert_that_is_not_there_is_refused(wrong: int) -> None:
     with pytest.raises((IndexError, RuntimeError), match=r"index out of range|out of bounds"):
         load(torch.tensor([[0, wrong]]), 4)

@@ -3,7 +3,9 @@
 A counter sees a custom op as one call, and counts it if it has a formula. It copies torch's table
 of formulas when it is made. The library cannot fill that table when it is imported: that would
 import torch.utils.flop_counter, which imports Triton. So every op with GEMMs calls `tell_counters`
-first, which gives the formulas to the counters that watch the call.
+first, which gives the formulas to the counters that watch the call. A counter that watches a
+backward without its forward may miss GEMMs: no formula was given to it, and the experts' kernels
+are then launched without a custom op.
 
 The formulas count the GEMMs of an op's definition: 2 N D (W + F) for the experts, and twice the
 forward for a backward with all gradients. GEMMs that a kernel adds are not counted: a float32

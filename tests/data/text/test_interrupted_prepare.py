@@ -64,8 +64,9 @@ def look(out: Path, texts: list[list[int]]) -> None:
         assert {p.name for p in folder.iterdir()} == {"manifest.json", "test.npy", "valid.npy"}
 
 
-def kill_at_every_step(root: Path, sender: Connection, stride: int) -> None:
-    """Kill each job at its steps; between the two renames of `replace` lies one step only."""
+def kill_at_steps(root: Path, sender: Connection, stride: int) -> None:
+    """Kill each job at each `stride`th step, and `replace` at every one: between its two renames
+    lies one step only."""
 
     def prepare_new(out: Path) -> None:
         prepare("words", root / "new", out)
@@ -113,10 +114,11 @@ def run(attempts: Callable[..., None], folder: Path, *others: object) -> object:
     process = forks.Process(target=attempts, args=(folder, sender, *others))
     process.start()
     sender.close()
-    found = receiver.recv() if receiver.poll(120) else None
+    if not receiver.poll(120):
+        process.kill()
     process.join()
     assert process.exitcode == 0
-    return found
+    return receiver.recv()
 
 
 @mostly_slow("stride", [3, 1])
@@ -128,8 +130,8 @@ def test_killed_at_any_step_a_folder_is_complete_or_absent_and_the_next_run_comp
         texts = {"train": "the cat\non mats\n", "valid": valid, "test": "a\n"}
         for split, text in texts.items():
             (tmp_path / source / f"{split}.txt").write_text(text)
-    steps = run(kill_at_every_step, tmp_path, stride)
-    assert isinstance(steps, dict) and min(steps.values()) > 20  # so many moments were tried
+    steps = run(kill_at_steps, tmp_path, stride)
+    assert isinstance(steps, dict) and min(steps.values()) > 20  # each `stride`th of so many
     for job in ("prepare", "replace", "contaminate"):
         out = tmp_path / "data" / job
         prepare("words", tmp_path / ("old" if job == "contaminate" else "new"), out)

@@ -115,17 +115,23 @@ def combine(y_ND: Tensor, gate_TK: Tensor, rows: Rows) -> Tensor:
     T, K = gate_TK.shape
     y_TKD = permute(y_ND, rows.inverse, rows.permutation).view(T, K, y_ND.shape[-1])
     gate_TK = gate_TK.to(y_ND.dtype)
-    if K != 2 or transforming() or torch.compiler.is_compiling():
+    if not _adds(y_TKD) or transforming() or torch.compiler.is_compiling():
         return (y_TKD * gate_TK[..., None]).sum(1)
     if not (torch.is_grad_enabled() and (y_TKD.requires_grad or gate_TK.requires_grad)):
-        return sum_of_two(y_TKD * gate_TK[..., None])
+        return _sum_of_choices(y_TKD * gate_TK[..., None])
     found: Tensor = _WeightedSum.apply(y_TKD, gate_TK)  # type: ignore[no-untyped-call]
     return found
 
 
-def sum_of_two(y_T2D: Tensor) -> Tensor:
-    """Return y.sum(1) with the same bits; on a CPU torch's own sum takes three times as long."""
-    return y_T2D[:, 0] + y_T2D[:, 1]
+def _adds(y_TKD: Tensor) -> bool:
+    """Return True for two rows per token on a CPU, where torch's sum of them takes three times as
+    long as their addition. Elsewhere autocast may sum in float32, which an addition would not."""
+    return y_TKD.shape[1] == 2 and y_TKD.device.type == "cpu"
+
+
+def _sum_of_choices(y_TKD: Tensor) -> Tensor:
+    """Return y.sum(1). An addition has the same bits, except that two -0.0 stay -0.0."""
+    return y_TKD[:, 0] + y_TKD[:, 1] if _adds(y_TKD) else y_TKD.sum(1)
 
 
 def permute(y_ND: Tensor, index_N: Tensor, inverse_N: Tensor) -> Tensor:
@@ -157,7 +163,7 @@ class _Dispatch(torch.autograd.Function):
             return grad_ND.new_zeros(0, grad_ND.shape[-1]), None, None
         grad_ND = grad_ND.index_select(0, inverse_N)
         grad_TKD = grad_ND.view(ctx.num_tokens, -1, grad_ND.shape[-1])
-        return sum_of_two(grad_TKD) if grad_TKD.shape[1] == 2 else grad_TKD.sum(1), None, None
+        return _sum_of_choices(grad_TKD), None, None
 
 
 class _Permute(torch.autograd.Function):
@@ -180,7 +186,7 @@ class _WeightedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y_T2D, gate_T2):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(y_T2D, gate_T2)
-        return sum_of_two(y_T2D * gate_T2[..., None])
+        return _sum_of_choices(y_T2D * gate_T2[..., None])
 
     @staticmethod
     def backward(ctx, grad_TD):  # type: ignore[no-untyped-def]

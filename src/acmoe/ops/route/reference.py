@@ -185,7 +185,7 @@ def _count(expert_ids_TK: Tensor, num_experts: int) -> Tensor | None:
         return None
     try:
         count = np.bincount(expert_ids_TK.numpy().reshape(-1), minlength=num_experts + 1)
-    except ValueError:  # an id below 0, which torch refuses, too
+    except (ValueError, MemoryError):  # an id below 0, or a huge one; torch refuses both, too
         return None
     if len(count) > num_experts + 1:  # an id above E
         return None
