@@ -26,7 +26,8 @@ class Generate:
     tokens: int = 200
     """Number of new tokens."""
     temperature: float = 1.0
-    """Sampling temperature; 0 always takes the likeliest token."""
+    """Sampling temperature; 0 always takes the likeliest token, whatever the other options of
+    sampling are."""
     top_k: int | None = None
     """Sample from the k likeliest tokens; all if not given."""
     top_p: float | None = None

@@ -175,18 +175,19 @@ def _taps(position_BHW: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def shear_matrix(x_B: Tensor, y_B: Tensor) -> Tensor:
+    """Return the (B, 2, 3) matrices of shears: x + x_B * y, y + y_B * x."""
     one, zero = torch.ones_like(x_B), torch.zeros_like(x_B)
     return _matrix(one, x_B, zero, y_B, one, zero)
 
 
 def shift_matrix(x_B: Tensor, y_B: Tensor) -> Tensor:
-    """Translation by offsets in pixels."""
+    """Return the (B, 2, 3) matrices of translations, in pixels."""
     one, zero = torch.ones_like(x_B), torch.zeros_like(x_B)
     return _matrix(one, zero, x_B, zero, one, y_B)
 
 
 def rotation_matrix(degrees_B: Tensor, *, height: int, width: int) -> Tensor:
-    """Counter-clockwise rotation about the centre."""
+    """Return the (B, 2, 3) matrices of counter-clockwise rotations about the image's centre."""
     angle_B = degrees_B * (math.pi / 180)
     cos, sin = angle_B.cos(), angle_B.sin()
     x, y = width / 2, height / 2

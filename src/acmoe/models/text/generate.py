@@ -51,7 +51,8 @@ def generate(
         prompt: (B, L) ids, (L,) ids of one prompt, or a list of prompts of any lengths.
         max_new_tokens: the most tokens to add.
         prompt_mask: (B, L) True for real tokens of a padded prompt; padding is on the left.
-        temperature: 0 takes the most likely token; otherwise logits are divided by it and sampled.
+        temperature: 0 takes the most likely token, whatever top_k, top_p and seed are; otherwise
+            logits are divided by it and sampled.
         top_k: sample among the k most likely tokens.
         top_p: sample among the fewest tokens whose probabilities sum to at least top_p.
         stop_token: ends a sequence; shorter sequences are padded with it.
