@@ -107,6 +107,10 @@ def test_one_pair_takes_its_interval_from_other_settings_or_has_none() -> None:
     assert "| +1.00%, one pair, no interval | -5.00% | no interval | 1 |" in (
         evidence_markdown([alone], [])
     )
+    one, three = evidence_rows([replace(CLAIM, own_spread=True)], {"long": records})
+    assert one.ours is not None and one.ours.low is None  # setting b lends a no spread
+    assert three.ours is not None
+    assert three.ours.low == pytest.approx(1.0 - reach / math.sqrt(3))
 
 
 def test_pairs_of_two_commits_and_runs_that_diverged_are_named() -> None:

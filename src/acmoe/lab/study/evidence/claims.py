@@ -22,7 +22,7 @@ class Claim:
     declared    pairs that were declared before the runs: a row with fewer has no verdict.
                 None: no number was declared
     decisive    False: declared as secondary, so that its rows never have a verdict
-    own_spread  True: the spread is that of this claim's settings alone, and not of all settings
+    own_spread  True: each setting has the spread of its own pairs, and not that of all settings
                 that compare the same conditions in the study
     declaration  where the test of an idea of our own was declared: a link of the evidence page
     """

@@ -122,15 +122,16 @@ def evidence_rows(claims: Sequence[Claim], records: Mapping[str, Sequence[Record
     """Return a row for each claim and setting; `records` are those of each study.
 
     The spread is pooled over all settings that belong to the same study, metric and pair of
-    conditions; a claim with `own_spread` pools its own settings. Where some of them have all their
-    declared pairs, the spread is theirs: an unfinished setting changes no finished row.
+    conditions; where some of them have all their declared pairs, the spread is theirs, so that an
+    unfinished setting changes no finished row. A setting of a claim with `own_spread` has the
+    spread of its own pairs.
     """
     families: dict[tuple[str, ...], dict[str, list[float]]] = {}
     finished: dict[tuple[str, ...], set[str]] = {}
     for claim in claims:
-        pairs = families.setdefault(_family(claim), {})
-        complete = finished.setdefault(_family(claim), set())
         for setting in claim.settings:
+            pairs = families.setdefault(_family(claim, setting), {})
+            complete = finished.setdefault(_family(claim, setting), set())
             pairs[setting] = differences(claim, setting, records.get(claim.study, ()))
             if len(pairs[setting]) >= max(1, claim.declared or 1):
                 complete.add(setting)
@@ -139,7 +140,12 @@ def evidence_rows(claims: Sequence[Claim], records: Mapping[str, Sequence[Record
         for family, pairs in families.items()
     }
     return [
-        _row(claim, setting, pooled[_family(claim)].get(setting), records.get(claim.study, ()))
+        _row(
+            claim,
+            setting,
+            pooled[_family(claim, setting)].get(setting),
+            records.get(claim.study, ()),
+        )
         for claim in claims
         for setting in claim.settings
     ]
@@ -198,9 +204,9 @@ def _row(
     )
 
 
-def _family(claim: Claim) -> tuple[str, ...]:
-    own = claim.title if claim.own_spread else ""
-    return claim.study, claim.metric, claim.condition, claim.baseline, own
+def _family(claim: Claim, setting: str) -> tuple[str, ...]:
+    own = (claim.title, setting) if claim.own_spread else ()
+    return claim.study, claim.metric, claim.condition, claim.baseline, *own
 
 
 def _pair_of_conditions(
