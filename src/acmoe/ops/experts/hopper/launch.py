@@ -72,6 +72,7 @@ def launch_rows(
         *(expert, start, plan.offsets, plan.num_used(PIPELINE_BM)),
         *(inner // PIPELINE_BK, triton.cdiv(outer, settings.columns), weight.shape[1], outer),
         GROUP_M=GROUP_M,
+        BY_EXPERT=plan.by_expert(PIPELINE_BM),
         WEIGHT_IO=across,
         STAGES=settings.stages,
         COOPERATIVE=settings.form == "cooperative",
@@ -91,6 +92,7 @@ def launch_up(x: Tensor, up: Tensor, plan: Plan, hidden: int) -> Tensor:
         *(expert, start, plan.offsets, plan.num_used(PIPELINE_BM)),
         *(triton.cdiv(hidden, 128), x.shape[1] // PIPELINE_BK, hidden),
         GROUP_M=GROUP_M,
+        BY_EXPERT=plan.by_expert(PIPELINE_BM),
         STAGES=UP_STAGES,
         num_warps=4,
     )
@@ -130,6 +132,7 @@ def launch_hidden(
         *(expert, start, plan.offsets, plan.num_used(PIPELINE_BM)),
         *(rows, dim // PIPELINE_BK, num_n, dim, hidden),
         GROUP_M=GROUP_M,
+        BY_EXPERT=plan.by_expert(PIPELINE_BM),
         STAGES=settings.stages,
         BUFFERS=settings.buffers,
         num_warps=4,
