@@ -58,12 +58,16 @@ def test_groups_of_row_tiles_may_have_two_experts(device, monkeypatch):
     assert [tile[0] for tile in tiles[8:]] == [-1, -1]
 
 
-@pytest.mark.parametrize(("rows", "grouped"), [(255, False), (256, True)])
-def test_the_average_expert_decides_the_groups(rows, grouped, device):
-    """From two tiles an expert on, whatever their loads are."""
+@pytest.mark.parametrize("rows", [1, 8 * 128, 8 * 128 + 1])
+@pytest.mark.parametrize("inner", [12 * 2**10, 12 * 2**10 - 1])
+def test_few_rows_of_large_experts_are_groups_of_one_expert(rows, inner, device):
+    """Up to eight tiles an average expert, whatever the loads are, and weights of 12 MiB on."""
     plan = plan_of((2 * rows, 0), 0, device)
-    assert plan.by_expert(128) == grouped
-    assert plan.by_expert(64) and not plan.by_expert(256)
+    weight_EOI = torch.empty(2, 512, inner, dtype=torch.bfloat16, device=device)
+    large = inner == 12 * 2**10
+    assert plan.by_expert(128, weight_EOI) == (large and rows <= 8 * 128)
+    assert plan.by_expert(256, weight_EOI) == large
+    assert not plan.by_expert(64, weight_EOI) or rows == 1
 
 
 # Rows around the multiples of half a tile of 128 rows, more than one group of tiles, and none.
@@ -75,7 +79,8 @@ def group(monkeypatch, *, by_expert):
     from acmoe.ops.experts.triton import launch, tiles
 
     monkeypatch.setattr(launch, "GROUP_M", 2)
-    monkeypatch.setattr(tiles, "BY_EXPERT_FROM", 0 if by_expert else 2**20)
+    monkeypatch.setattr(tiles, "BY_EXPERT_UP_TO", 8 if by_expert else 0)
+    monkeypatch.setattr(tiles, "BY_EXPERT_WEIGHTS", 0)
 
 
 @pytest.mark.parametrize("persistent", [0, 1])

@@ -19,11 +19,11 @@ from torch import Tensor
 from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2
 
 HEIGHTS = (16, 32, 64, 128, 256)  # tile heights BM; one launch writes the tables for all of them
-# Row tiles of an average expert from which no group has tiles of two experts (`row_tile`). With two
-# or four the GEMMs by rows take 1.2 to 5.6% less time (H200, 2,048 tokens: phi, gptoss, mixtral22b,
-# dsv3), but for gptoss's "down", 0.7% more. With one, olmoe's forward takes 1.4% more (1,024
-# tokens) and scout's "up" 1.8%, though scout's other GEMMs take 1.6 to 2.9% less.
-BY_EXPERT_FROM = 2
+# Row tiles of an average expert up to which, and size of its weights in bytes from which, no group
+# has tiles of two experts (`row_tile`). Measured on an H200, whose L2 cache has 50 MB: with 2 or 4
+# tiles and weights of 16 to 400 MB the GEMMs by rows take 1.4 to 5.7% less time (one of sixteen:
+# 0.2% more). With 16 or 32 tiles they take up to 1.6% more, and with weights of 2 to 4 MB up to 7%.
+BY_EXPERT_UP_TO, BY_EXPERT_WEIGHTS = 8, 12 * 2**20
 _CHUNK = 1024  # rows, or table entries, that a program handles at a time
 
 
@@ -194,12 +194,14 @@ class Plan:
         at = HEIGHTS.index(height)
         return self.tables[0, at, :tiles], self.tables[1, at, :tiles]
 
-    def by_expert(self, height: int) -> bool:
+    def by_expert(self, height: int, weight_EOI: Tensor) -> bool:
         """Return True if no group of row tiles has tiles of two experts (`row_tile`).
 
         It depends on the average expert, so that the host need not wait for the loads.
         """
-        return self.num_rows >= BY_EXPERT_FROM * height * self.offsets.shape[0]
+        experts, outer, inner = weight_EOI.shape
+        few = self.num_rows <= BY_EXPERT_UP_TO * height * experts
+        return few and outer * inner * weight_EOI.itemsize >= BY_EXPERT_WEIGHTS
 
     def num_used(self, height: int) -> Tensor:
         """Return (1,) int32: the number of tiles of this height with an expert; they come first."""
