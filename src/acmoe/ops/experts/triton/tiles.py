@@ -20,10 +20,10 @@ from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2
 
 HEIGHTS = (16, 32, 64, 128, 256)  # tile heights BM; one launch writes the tables for all of them
 # Row tiles of an average expert up to which, and size of its weights in bytes from which, no group
-# has tiles of two experts (`row_tile`). Measured on an H200, whose L2 cache has 50 MB: with 2 or 4
-# tiles and weights of 16 to 400 MB the GEMMs by rows take 1.4 to 5.7% less time (one of sixteen:
-# 0.2% more). With 16 or 32 tiles they take up to 1.6% more, and with weights of 2 to 4 MB up to 7%.
-BY_EXPERT_UP_TO, BY_EXPERT_WEIGHTS = 8, 12 * 2**20
+# has tiles of two experts (`row_tile`). Measured on an H200, whose L2 cache has 50 MB, with weights
+# of 16 to 400 MB: with 1 tile a layer takes 6.3% less time (scout), with 2 or 4 tiles 0.2 to 3%
+# less, with 8 as long or 0.5% more. With weights of 2 to 8 MB it takes up to 2.9% more.
+BY_EXPERT_UP_TO, BY_EXPERT_WEIGHTS = 6, 12 * 2**20
 _CHUNK = 1024  # rows, or table entries, that a program handles at a time
 
 
