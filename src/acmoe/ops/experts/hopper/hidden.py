@@ -29,22 +29,24 @@ from acmoe.ops.experts.hopper.pipeline import (
     mma_tile,
     split_panels,
     store_masked,
+    tile_of_rows,
     wait_ping_pong,
 )
 from acmoe.ops.experts.triton.activation import activate
-from acmoe.ops.experts.triton.tiles import tile_coords
 
 
 @gluon.jit
-def _load_h(h_desc, h_bufs, full, empty, plan, num_n, F, GROUP_M: gl.constexpr):
+def _load_h(
+    h_desc, h_bufs, full, empty, plan, num_n, F, GROUP_M: gl.constexpr, BY_EXPERT: gl.constexpr
+):
     """Producer: load the four panels of h, gate and up, of every tile of the program."""
-    _, tile_start_ptr, _, num_used_ptr = plan
     BUFFERS: gl.constexpr = h_bufs.shape[0] // 2
-    num_used = gl.load(num_used_ptr)
+    num_used = gl.load(plan[3])
     panel_count = 0
     for tile_id in range(gl.program_id(0), num_used * num_n, gl.num_programs(0)):
-        m_tile, n_tile = tile_coords(tile_id, num_used, num_n, GROUP_M)
-        row = gl.load(tile_start_ptr + m_tile)
+        _expert, row, _end, n_tile = tile_of_rows(
+            tile_id, plan, num_used, num_n, GROUP_M, BY_EXPERT
+        )
         for panel in range(4):
             stage = panel_count % BUFFERS
             full_bar = full.index(stage)
@@ -116,18 +118,17 @@ def _half_backward(da, gate, panel, epilogue_args, dgate_partial_ptr, row, end, 
 
 
 @gluon.jit
-def _ping_pong_consumer(CONSUMER: gl.constexpr, consumer_args, GROUP_M: gl.constexpr):
+def _ping_pong_consumer(
+    CONSUMER: gl.constexpr, consumer_args, GROUP_M: gl.constexpr, BY_EXPERT: gl.constexpr
+):
     """Ping-pong consumer: GEMM and epilogue of every second tile of the program."""
     pipeline, epilogue_args, epilogue_ping_pong, gate_args, plan, num_k, num_n = consumer_args
-    tile_expert_ptr, tile_start_ptr, offsets_ptr, num_used_ptr = plan
     gate_ptr, permutation_ptr, dgate_partial_ptr, num_rows = gate_args
-    num_used = gl.load(num_used_ptr)
+    num_used = gl.load(plan[3])
     programs = gl.num_programs(0)
     local_tile = CONSUMER
     for tile_id in range(gl.program_id(0) + CONSUMER * programs, num_used * num_n, 2 * programs):
-        m_tile, n_tile = tile_coords(tile_id, num_used, num_n, GROUP_M)
-        row = gl.load(tile_start_ptr + m_tile)
-        end = gl.load(offsets_ptr + gl.load(tile_expert_ptr + m_tile)).to(gl.int32)
+        _expert, row, end, n_tile = tile_of_rows(tile_id, plan, num_used, num_n, GROUP_M, BY_EXPERT)
         # Loaded before the GEMM, which hides the latency of these two dependent loads.
         gate = _load_gate(row, end, permutation_ptr, gate_ptr)
         lower_gate = _load_gate(row + HALF_M, end, permutation_ptr, gate_ptr)
@@ -166,6 +167,7 @@ def hidden_gradient_kernel(
     w_rows,
     F,
     GROUP_M: gl.constexpr,
+    BY_EXPERT: gl.constexpr,
     STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,
 ):
@@ -189,10 +191,10 @@ def hidden_gradient_kernel(
     consumer_args = (pipeline, epilogue_args, epilogue_ping_pong, gate_args, plan, num_k, num_n)
     gl.warp_specialize(
         [
-            (_ping_pong_consumer, (0, consumer_args, GROUP_M)),
-            (_ping_pong_consumer, (1, consumer_args, GROUP_M)),
-            (load_blocks, (load_args, GROUP_M, True)),
-            (_load_h, (h_desc, h_bufs, h_full, h_empty, plan, num_n, F, GROUP_M)),
+            (_ping_pong_consumer, (0, consumer_args, GROUP_M, BY_EXPERT)),
+            (_ping_pong_consumer, (1, consumer_args, GROUP_M, BY_EXPERT)),
+            (load_blocks, (load_args, GROUP_M, BY_EXPERT, True)),
+            (_load_h, (h_desc, h_bufs, h_full, h_empty, plan, num_n, F, GROUP_M, BY_EXPERT)),
         ],
         [4, 1, 1],
         [240, 24, 24],

@@ -19,6 +19,7 @@ from acmoe.ops.experts.hopper import rows as rows_module
 from acmoe.ops.experts.hopper import tokens as tokens_module
 from acmoe.ops.experts.hopper import up as up_module
 from acmoe.ops.experts.hopper import weights as weights_module
+from acmoe.ops.experts.hopper.ragged import ragged_desc
 from acmoe.ops.experts.triton.launch import GROUP_M
 from acmoe.ops.experts.triton.tiles import Plan
 
@@ -72,6 +73,7 @@ def launch_rows(
         *(expert, start, plan.offsets, plan.num_used(PIPELINE_BM)),
         *(inner // PIPELINE_BK, triton.cdiv(outer, settings.columns), weight.shape[1], outer),
         GROUP_M=GROUP_M,
+        BY_EXPERT=plan.by_expert(PIPELINE_BM, weight),
         WEIGHT_IO=across,
         STAGES=settings.stages,
         COOPERATIVE=settings.form == "cooperative",
@@ -91,6 +93,7 @@ def launch_up(x: Tensor, up: Tensor, plan: Plan, hidden: int) -> Tensor:
         *(expert, start, plan.offsets, plan.num_used(PIPELINE_BM)),
         *(triton.cdiv(hidden, 128), x.shape[1] // PIPELINE_BK, hidden),
         GROUP_M=GROUP_M,
+        BY_EXPERT=plan.by_expert(PIPELINE_BM, up),
         STAGES=UP_STAGES,
         num_warps=4,
     )
@@ -130,6 +133,7 @@ def launch_hidden(
         *(expert, start, plan.offsets, plan.num_used(PIPELINE_BM)),
         *(rows, dim // PIPELINE_BK, num_n, dim, hidden),
         GROUP_M=GROUP_M,
+        BY_EXPERT=plan.by_expert(PIPELINE_BM, down),
         STAGES=settings.stages,
         BUFFERS=settings.buffers,
         num_warps=4,
@@ -141,11 +145,13 @@ def launch_weights(p: Tensor, q: Tensor, plan: Plan, settings: PipelineConfig) -
     """Return (E, O, I): p^T q summed over each expert's rows; p and q both hold rows."""
     outer, inner, experts = p.shape[1], q.shape[1], plan.offsets.shape[0]
     dw = torch.empty(experts, outer, inner, device=p.device, dtype=p.dtype)
+    p, q = tma_aligned(p), tma_aligned(q)
     p_block, q_block = [PIPELINE_BK, _PANEL], [PIPELINE_BK, settings.columns]
     launch(
         *(weights_module.weight_gradient_kernel, (_num_programs(),)),
-        *(_desc(p, p_block), _desc(q, q_block), _out_desc(dw.view(-1, inner), [_PANEL, 128])),
-        *(p, q, plan.offsets, experts * _tiles(outer, inner, settings), outer, inner),
+        *(_desc(p, p_block), _desc(q, q_block), ragged_desc(p, p_block), ragged_desc(q, q_block)),
+        _out_desc(dw.view(-1, inner), [_PANEL, 128]),
+        *(plan.offsets, experts * _tiles(outer, inner, settings), outer, inner),
         GROUP_M=GROUP_M,
         STAGES=settings.stages,
         num_warps=4,
@@ -163,10 +169,10 @@ def launch_gathered_weights(
     dim, width, experts = tokens.shape[1], rows.shape[1], plan.offsets.shape[0]
     shape = (experts, width, dim) if transposed else (experts, dim, width)
     dw = torch.empty(shape, device=rows.device, dtype=rows.dtype)
-    rows = tma_aligned(rows)
+    rows, block = tma_aligned(rows), [PIPELINE_BK, settings.columns]
     launch(
         *(tokens_module.gathered_weight_gradient_kernel, (_num_programs(),)),
-        *(tma_aligned(tokens), plan.token, _desc(rows, [PIPELINE_BK, settings.columns]), rows),
+        *(tma_aligned(tokens), plan.token, _desc(rows, block), ragged_desc(rows, block)),
         _out_desc(dw.view(-1, shape[2]), [128, _PANEL] if transposed else [_PANEL, 128]),
         *(plan.offsets, experts * _tiles(dim, width, settings), dim, width),
         GROUP_M=GROUP_M,

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from acmoe.ops.device.gluon_names import load_tile
-from acmoe.ops.experts.triton.tiles import tile_coords
+from acmoe.ops.experts.triton.tiles import row_tile
 
 HALF_M = gl.constexpr(64)  # rows of half a tile
 PANEL = gl.constexpr(64)  # columns of a panel: 128 bytes, the swizzle width of shared memory
@@ -72,7 +72,17 @@ def wait_ping_pong(ping_pong, local_tile, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def load_blocks(load_args, GROUP_M: gl.constexpr, WEIGHT_IO: gl.constexpr):
+def tile_of_rows(tile_id, plan, num_used, num_n, GROUP_M: gl.constexpr, BY_EXPERT: gl.constexpr):
+    """Return a tile's expert, first row, end of the expert's rows, and column tile."""
+    tile_expert_ptr, tile_start_ptr, offsets_ptr, _ = plan
+    return row_tile(
+        *(tile_id, tile_expert_ptr, tile_start_ptr, offsets_ptr, num_used, num_n),
+        *(GROUP_M, BY_EXPERT, 2 * HALF_M),
+    )
+
+
+@gluon.jit
+def load_blocks(load_args, GROUP_M: gl.constexpr, BY_EXPERT: gl.constexpr, WEIGHT_IO: gl.constexpr):
     """Producer: load the blocks of a and w of all tiles of the program into the pipeline.
 
     w is (E, O, I), or (E, I, O) if WEIGHT_IO; w_rows is its second dimension. No tile begins after
@@ -80,16 +90,14 @@ def load_blocks(load_args, GROUP_M: gl.constexpr, WEIGHT_IO: gl.constexpr):
     """
     a_desc, w_desc, pipeline, plan, num_k, num_n, w_rows, last_column = load_args
     a_bufs, w_bufs, full, empty, _ = pipeline
-    tile_expert_ptr, tile_start_ptr, _, num_used_ptr = plan
     STAGES: gl.constexpr = a_bufs.shape[0]
     BK: gl.constexpr = a_bufs.shape[2]
     BN: gl.constexpr = w_bufs.shape[2] if WEIGHT_IO else w_bufs.shape[1]
-    num_used = gl.load(num_used_ptr)
+    num_used = gl.load(plan[3])
     k_block = 0
     for tile_id in range(gl.program_id(0), num_used * num_n, gl.num_programs(0)):
-        m_tile, n_tile = tile_coords(tile_id, num_used, num_n, GROUP_M)
-        row = gl.load(tile_start_ptr + m_tile)
-        w_row = gl.load(tile_expert_ptr + m_tile) * w_rows
+        expert, row, _end, n_tile = tile_of_rows(tile_id, plan, num_used, num_n, GROUP_M, BY_EXPERT)
+        w_row = expert * w_rows
         column = gl.minimum(n_tile * BN, last_column)
         for k in range(num_k):
             stage = k_block % STAGES

@@ -32,8 +32,8 @@ from acmoe.ops.experts.hopper.pipeline import (
     make_buffers,
     mma_tile,
     store_masked,
+    tile_of_rows,
 )
-from acmoe.ops.experts.triton.tiles import tile_coords
 
 
 @gluon.jit
@@ -51,20 +51,18 @@ def _store_half(acc, buf, y_desc, y_ptr, row, end, column, O):
 
 @gluon.jit
 def _ping_pong_consumer(
-    CONSUMER: gl.constexpr, consumer_args, GROUP_M: gl.constexpr, WEIGHT_IO: gl.constexpr
-):
+    CONSUMER: gl.constexpr, consumer_args, GROUP_M: gl.constexpr, BY_EXPERT: gl.constexpr,
+    WEIGHT_IO: gl.constexpr,
+):  # fmt: skip
     """Ping-pong consumer: compute and store every second tile of the program."""
     y_desc, y_ptr, y_bufs, pipeline, plan, num_k, num_n, O = consumer_args
-    tile_expert_ptr, tile_start_ptr, offsets_ptr, num_used_ptr = plan
     BN: gl.constexpr = y_bufs.shape[2]
-    num_used = gl.load(num_used_ptr)
+    num_used = gl.load(plan[3])
     programs = gl.num_programs(0)
     local_tile = CONSUMER
     buf = y_bufs.index(CONSUMER)
     for tile_id in range(gl.program_id(0) + CONSUMER * programs, num_used * num_n, 2 * programs):
-        m_tile, n_tile = tile_coords(tile_id, num_used, num_n, GROUP_M)
-        row = gl.load(tile_start_ptr + m_tile)
-        end = gl.load(offsets_ptr + gl.load(tile_expert_ptr + m_tile)).to(gl.int32)
+        _expert, row, end, n_tile = tile_of_rows(tile_id, plan, num_used, num_n, GROUP_M, BY_EXPERT)
         column = gl.minimum(n_tile * BN, O - BN)
         upper, lower = mma_tile(pipeline, local_tile, end - row, num_k, CONSUMER, WEIGHT_IO)
         _store_half(upper, buf, y_desc, y_ptr, row, end, column, O)
@@ -105,23 +103,21 @@ def _mma_half(
 
 @gluon.jit
 def _cooperative_consumer(
-    CONSUMER: gl.constexpr, consumer_args, GROUP_M: gl.constexpr, WEIGHT_IO: gl.constexpr,
-    LEAD: gl.constexpr,
+    CONSUMER: gl.constexpr, consumer_args, GROUP_M: gl.constexpr, BY_EXPERT: gl.constexpr,
+    WEIGHT_IO: gl.constexpr, LEAD: gl.constexpr,
 ):  # fmt: skip
     """Cooperative consumer: compute and store the upper or lower half of every tile."""
     y_desc, y_ptr, y_bufs, pipeline, plan, num_k, num_n, O = consumer_args
-    tile_expert_ptr, tile_start_ptr, offsets_ptr, num_used_ptr = plan
     _, _, full, empty, ping_pong = pipeline
     lead_bar = ping_pong.index(0)
     STAGES: gl.constexpr = full.shape[0]
     BN: gl.constexpr = y_bufs.shape[2] * 2
-    num_used = gl.load(num_used_ptr)
+    num_used = gl.load(plan[3])
     k_block = 0
     buf = y_bufs.index(CONSUMER)
     for tile_id in range(gl.program_id(0), num_used * num_n, gl.num_programs(0)):
-        m_tile, n_tile = tile_coords(tile_id, num_used, num_n, GROUP_M)
-        row = gl.load(tile_start_ptr + m_tile) + CONSUMER * HALF_M
-        end = gl.load(offsets_ptr + gl.load(tile_expert_ptr + m_tile)).to(gl.int32)
+        _expert, row, end, n_tile = tile_of_rows(tile_id, plan, num_used, num_n, GROUP_M, BY_EXPERT)
+        row += CONSUMER * HALF_M
         if LEAD > 0 and CONSUMER == 1:
             mbarrier.wait(lead_bar, k_block // num_k & 1)
         if row < end:
@@ -155,6 +151,7 @@ def rows_gemm_kernel(
     w_rows,
     O,
     GROUP_M: gl.constexpr,
+    BY_EXPERT: gl.constexpr,
     WEIGHT_IO: gl.constexpr,
     STAGES: gl.constexpr,
     COOPERATIVE: gl.constexpr,
@@ -180,9 +177,9 @@ def rows_gemm_kernel(
     if COOPERATIVE:
         gl.warp_specialize(
             [
-                (_cooperative_consumer, (0, consumer_args, GROUP_M, WEIGHT_IO, LEAD)),
-                (_cooperative_consumer, (1, consumer_args, GROUP_M, WEIGHT_IO, LEAD)),
-                (load_blocks, (load_args, GROUP_M, WEIGHT_IO)),
+                (_cooperative_consumer, (0, consumer_args, GROUP_M, BY_EXPERT, WEIGHT_IO, LEAD)),
+                (_cooperative_consumer, (1, consumer_args, GROUP_M, BY_EXPERT, WEIGHT_IO, LEAD)),
+                (load_blocks, (load_args, GROUP_M, BY_EXPERT, WEIGHT_IO)),
             ],
             [4, 1],
             [240, 24],
@@ -190,9 +187,9 @@ def rows_gemm_kernel(
     else:
         gl.warp_specialize(
             [
-                (_ping_pong_consumer, (0, consumer_args, GROUP_M, WEIGHT_IO)),
-                (_ping_pong_consumer, (1, consumer_args, GROUP_M, WEIGHT_IO)),
-                (load_blocks, (load_args, GROUP_M, WEIGHT_IO)),
+                (_ping_pong_consumer, (0, consumer_args, GROUP_M, BY_EXPERT, WEIGHT_IO)),
+                (_ping_pong_consumer, (1, consumer_args, GROUP_M, BY_EXPERT, WEIGHT_IO)),
+                (load_blocks, (load_args, GROUP_M, BY_EXPERT, WEIGHT_IO)),
             ],
             [4, 1],
             [240, 24],

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from acmoe.ops.device.gluon_names import load_rows, load_tile
 from acmoe.ops.experts.hopper.pipeline import HALF_M, make_barriers, make_buffers
+from acmoe.ops.experts.hopper.ragged import load_expert_rows
 from acmoe.ops.experts.hopper.weights import mma_half, store_panel, tile_at
 
 # Two warps, beside one for TMA: with more than four producer warps too few registers would be left
@@ -26,22 +27,8 @@ _GATHER_WARPS = gl.constexpr(2)
 
 
 @gluon.jit
-def _load_remainder(ptr, row, end, column, width, buf):
-    """Copy the rows from `row` to `end` to shared memory by cp.async, zero-padded to BK rows."""
-    BK: gl.constexpr = buf.shape[0]
-    BN: gl.constexpr = buf.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [256 // BN, BN // 8], [_GATHER_WARPS, 1], [1, 0]
-    )
-    rows = row + gl.arange(0, BK, gl.SliceLayout(1, layout))
-    cols = column + gl.arange(0, BN, gl.SliceLayout(0, layout))
-    ptrs = ptr + rows[:, None].to(gl.int64) * width + cols[None, :]
-    load_rows(buf, ptrs, mask=(rows < end)[:, None])
-
-
-@gluon.jit
-def _load_rows(r_desc, pipeline, sizes, GROUP_M: gl.constexpr):
-    """Producer of r: load full blocks of rows by TMA; for a remainder only arrive."""
+def _load_rows(r_desc, r_last_desc, pipeline, sizes, GROUP_M: gl.constexpr):
+    """Producer of r: load blocks of rows by TMA, an expert's last one filled up with zeros."""
     r_bufs, full, empty = pipeline[1], pipeline[2], pipeline[3]
     num_tiles = sizes[1]
     STAGES: gl.constexpr = r_bufs.shape[0]
@@ -54,29 +41,27 @@ def _load_rows(r_desc, pipeline, sizes, GROUP_M: gl.constexpr):
             full_bar = full.index(stage)
             is_full = row + BK <= end
             mbarrier.wait(empty.index(stage), (k_block // STAGES & 1) ^ 1)
-            mbarrier.expect(full_bar, r_desc.block_type.nbytes, pred=is_full)
-            load_tile(r_desc, [row, first_r], full_bar, r_bufs.index(stage), pred=is_full)
-            mbarrier.arrive(full_bar, pred=row + BK > end)
+            mbarrier.expect(full_bar, r_desc.block_type.nbytes)
+            buf = r_bufs.index(stage)
+            load_tile(r_desc, [row, first_r], full_bar, buf, pred=is_full)
+            load_expert_rows(r_last_desc, row, end, first_r, full_bar, buf, pred=row + BK > end)
             k_block += 1
 
 
 @gluon.jit
 def _gather_tokens(load_args, GROUP_M: gl.constexpr):
-    """Producer of t: gather tokens, and load the remainder of r, fewer than BK rows, by cp.async.
-
-    Token indices are loaded one block ahead.
-    """
-    t_ptr, token_ptr, r_ptr, pipeline, sizes = load_args
-    t_bufs, r_bufs, full, empty = pipeline
-    num_tiles, D, R = sizes[1], sizes[2], sizes[3]
-    STAGES: gl.constexpr = r_bufs.shape[0]
-    BK: gl.constexpr = r_bufs.shape[1]
+    """Producer of t: gather tokens by cp.async; their indices are loaded one block ahead."""
+    t_ptr, token_ptr, pipeline, sizes = load_args
+    t_bufs, full, empty = pipeline[0], pipeline[2], pipeline[3]
+    num_tiles, D = sizes[1], sizes[2]
+    STAGES: gl.constexpr = full.shape[0]
+    BK: gl.constexpr = t_bufs.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [_GATHER_WARPS, 1], [1, 0])
     step = gl.arange(0, BK, gl.SliceLayout(1, layout))
     cols = gl.arange(0, HALF_M, gl.SliceLayout(0, layout))
     k_block = 0
     for tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        _, begin, end, first_d, first_r = tile_at(tile_id, sizes, GROUP_M)
+        _, begin, end, first_d, _ = tile_at(tile_id, sizes, GROUP_M)
         token = gl.load(token_ptr + begin + step, mask=begin + step < end, other=0)
         for row in range(begin, end, BK):
             next_rows = row + BK + step
@@ -88,8 +73,6 @@ def _gather_tokens(load_args, GROUP_M: gl.constexpr):
             for half in gl.static_range(2):
                 buf = t_bufs.index(2 * stage + half)
                 load_rows(buf, ptrs + half * HALF_M, mask=row_mask)
-            if row + BK > end:
-                _load_remainder(r_ptr, row, end, first_r, R, r_bufs.index(stage))
             async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
             token = next_token
             k_block += 1
@@ -129,7 +112,7 @@ def gathered_weight_gradient_kernel(
     t_ptr,
     token_ptr,
     r_desc,
-    r_ptr,
+    r_last_desc,
     dw_desc,
     offsets_ptr,
     num_tiles,
@@ -150,13 +133,13 @@ def gathered_weight_gradient_kernel(
     pipeline = (t_bufs, r_bufs, full, empty)
     sizes = (offsets_ptr, num_tiles, D, R)
     consumer_args = (dw_desc, dw_bufs, pipeline, sizes)
-    load_args = (t_ptr, token_ptr, r_ptr, pipeline, sizes)
+    load_args = (t_ptr, token_ptr, pipeline, sizes)
     gl.warp_specialize(
         [
             (_cooperative_consumer, (0, consumer_args, GROUP_M, TRANSPOSED)),
             (_cooperative_consumer, (1, consumer_args, GROUP_M, TRANSPOSED)),
             (_gather_tokens, (load_args, GROUP_M)),
-            (_load_rows, (r_desc, pipeline, sizes, GROUP_M)),
+            (_load_rows, (r_desc, r_last_desc, pipeline, sizes, GROUP_M)),
         ],
         [4, _GATHER_WARPS, 1],
         [208, 88, 88],

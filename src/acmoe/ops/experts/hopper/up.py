@@ -20,9 +20,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from acmoe.ops.device.gluon_names import load_rows, load_tile
-from acmoe.ops.experts.hopper.pipeline import HALF_M, acc_layout, make_barriers, make_buffers
+from acmoe.ops.experts.hopper.pipeline import (
+    HALF_M,
+    acc_layout,
+    make_barriers,
+    make_buffers,
+    tile_of_rows,
+)
 from acmoe.ops.experts.triton.activation import silu
-from acmoe.ops.experts.triton.tiles import tile_coords
 
 _GATHER_WARPS = gl.constexpr(2)
 _BK = gl.constexpr(64)
@@ -32,20 +37,17 @@ _RESULT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 
 
 @gluon.jit
-def _tile_at(tile_id, plan, num_used, num_n, F, GROUP_M: gl.constexpr):
+def _tile_at(tile_id, plan, num_used, num_n, F, GROUP_M: gl.constexpr, BY_EXPERT: gl.constexpr):
     """Return a tile's expert, first row, end of the expert's rows, and first hidden unit.
 
     Where F is no multiple of 128 the last tile begins earlier, and ends at the edge.
     """
-    tile_expert_ptr, tile_start_ptr, offsets_ptr, _ = plan
-    m_tile, n_tile = tile_coords(tile_id, num_used, num_n, GROUP_M)
-    expert = gl.load(tile_expert_ptr + m_tile)
-    end = gl.load(offsets_ptr + expert).to(gl.int32)
-    return expert, gl.load(tile_start_ptr + m_tile), end, gl.minimum(n_tile * _BN, F - _BN)
+    expert, row, end, n_tile = tile_of_rows(tile_id, plan, num_used, num_n, GROUP_M, BY_EXPERT)
+    return expert, row, end, gl.minimum(n_tile * _BN, F - _BN)
 
 
 @gluon.jit
-def _load_weights(load_args, GROUP_M: gl.constexpr):
+def _load_weights(load_args, GROUP_M: gl.constexpr, BY_EXPERT: gl.constexpr):
     """Producer: load the blocks of gate and up of all tiles of the program by TMA."""
     w_desc, pipeline, plan, num_n, num_k, F = load_args[2:]
     w_bufs, full, empty = pipeline[1], pipeline[2], pipeline[3]
@@ -53,7 +55,7 @@ def _load_weights(load_args, GROUP_M: gl.constexpr):
     num_used = gl.load(plan[3])
     k_block = 0
     for tile_id in range(gl.program_id(0), num_used * num_n, gl.num_programs(0)):
-        expert, _row, _end, column = _tile_at(tile_id, plan, num_used, num_n, F, GROUP_M)
+        expert, _row, _end, column = _tile_at(tile_id, plan, num_used, num_n, F, GROUP_M, BY_EXPERT)
         gate_row = 2 * expert * F + column
         for k in range(num_k):
             stage = k_block % STAGES
@@ -75,7 +77,7 @@ def _half_pointers(x_ptr, token_ptr, row, end, D):
 
 
 @gluon.jit
-def _gather_tokens(load_args, GROUP_M: gl.constexpr):
+def _gather_tokens(load_args, GROUP_M: gl.constexpr, BY_EXPERT: gl.constexpr):
     """Producer: gather the tokens of all tiles of the program, 16 bytes a copy."""
     x_ptr, token_ptr = load_args[0], load_args[1]
     pipeline, plan, num_n, num_k, F = load_args[3:]
@@ -84,7 +86,7 @@ def _gather_tokens(load_args, GROUP_M: gl.constexpr):
     num_used = gl.load(plan[3])
     k_block = 0
     for tile_id in range(gl.program_id(0), num_used * num_n, gl.num_programs(0)):
-        _expert, row, end, _column = _tile_at(tile_id, plan, num_used, num_n, F, GROUP_M)
+        _expert, row, end, _column = _tile_at(tile_id, plan, num_used, num_n, F, GROUP_M, BY_EXPERT)
         upper, has_upper = _half_pointers(x_ptr, token_ptr, row, end, num_k * _BK)
         lower, has_lower = _half_pointers(x_ptr, token_ptr, row + HALF_M, end, num_k * _BK)
         for k in range(num_k):
@@ -123,7 +125,9 @@ def _mma_half(pipeline, k_block, num_k, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def _consumer(CONSUMER: gl.constexpr, consumer_args, GROUP_M: gl.constexpr):
+def _consumer(
+    CONSUMER: gl.constexpr, consumer_args, GROUP_M: gl.constexpr, BY_EXPERT: gl.constexpr
+):
     """Cooperative consumer: the upper or lower 64 rows of every tile."""
     a_ptr, pipeline, plan, num_n, num_k, F = consumer_args
     full, empty = pipeline[2], pipeline[3]
@@ -131,7 +135,7 @@ def _consumer(CONSUMER: gl.constexpr, consumer_args, GROUP_M: gl.constexpr):
     num_used = gl.load(plan[3])
     k_block = 0
     for tile_id in range(gl.program_id(0), num_used * num_n, gl.num_programs(0)):
-        _expert, row, end, column = _tile_at(tile_id, plan, num_used, num_n, F, GROUP_M)
+        _expert, row, end, column = _tile_at(tile_id, plan, num_used, num_n, F, GROUP_M, BY_EXPERT)
         row += CONSUMER * HALF_M
         if row < end:
             gate, up = _mma_half(pipeline, k_block, num_k, CONSUMER)
@@ -165,6 +169,7 @@ def up_swiglu_kernel(
     num_k,
     F,
     GROUP_M: gl.constexpr,
+    BY_EXPERT: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Compute a (N, F) of tokens x (T, 64 num_k), which are gathered, and up (E * 2 F, D)."""
@@ -177,10 +182,10 @@ def up_swiglu_kernel(
     load_args = (x_ptr, token_ptr, w_desc, pipeline, plan, num_n, num_k, F)
     gl.warp_specialize(
         [
-            (_consumer, (0, consumer_args, GROUP_M)),
-            (_consumer, (1, consumer_args, GROUP_M)),
-            (_gather_tokens, (load_args, GROUP_M)),
-            (_load_weights, (load_args, GROUP_M)),
+            (_consumer, (0, consumer_args, GROUP_M, BY_EXPERT)),
+            (_consumer, (1, consumer_args, GROUP_M, BY_EXPERT)),
+            (_gather_tokens, (load_args, GROUP_M, BY_EXPERT)),
+            (_load_weights, (load_args, GROUP_M, BY_EXPERT)),
         ],
         [4, _GATHER_WARPS, 1],
         [208, 88, 88],

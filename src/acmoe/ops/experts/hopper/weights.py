@@ -3,10 +3,9 @@
 dw[e] (O, I) = p^T q summed over the rows of expert e, for p (N, O) and q (N, I) that both hold
 sorted rows; dw is (E * O, I). Persistent and cooperative (pipeline.py): one program a
 multiprocessor, two consumer warpgroups that compute the upper and lower 64 rows of a (128, 256)
-tile of one expert's dw, and a producer. The producer loads full blocks of 64 rows by TMA. The
-remainder, fewer than 64 rows, is loaded with masks by its threads: it is followed by the next
-expert's rows, or by rows that were never written, which must count as zeros. That is why it has
-four warps.
+tile of one expert's dw, and a producer, which loads blocks of 64 rows by TMA. The rows of an expert
+are followed by the next expert's, or by rows that were never written: its last block, of fewer than
+64 rows, is filled up with zeros (ragged.py).
 """
 
 from triton.experimental import gluon
@@ -20,7 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from acmoe.ops.device.gluon_names import load_tile, store_tile, thread_barrier
-from acmoe.ops.experts.hopper.pipeline import HALF_M, PANEL, acc_layout, make_barriers, make_buffers
+from acmoe.ops.experts.hopper.pipeline import HALF_M, acc_layout, make_barriers, make_buffers
+from acmoe.ops.experts.hopper.ragged import load_expert_rows
 from acmoe.ops.experts.triton.tiles import tile_coords
 
 
@@ -43,51 +43,41 @@ def tile_at(tile_id, sizes, GROUP_M: gl.constexpr):
 
 
 @gluon.jit
-def _load_remainder(ptr, row, end, column, width, BK: gl.constexpr, BN: gl.constexpr):
-    """Load the rows from `row` to `end` into registers, padded with zeros to BK rows."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BN, BN // 8], [4, 1], [1, 0])
-    rows = row + gl.arange(0, BK, gl.SliceLayout(1, layout))
-    cols = column + gl.arange(0, BN, gl.SliceLayout(0, layout))
-    ptrs = ptr + rows[:, None].to(gl.int64) * width + cols[None, :]
-    return gl.load(ptrs, mask=(rows < end)[:, None], other=0.0)
-
-
-@gluon.jit
 def _load(load_args, GROUP_M: gl.constexpr):
-    """Producer: load the blocks of p and q of all tiles of the program into the pipeline."""
-    p_desc, q_desc, p_ptr, q_ptr, pipeline, sizes = load_args
+    """Producer: load the blocks of p and q of all tiles of the program into the pipeline.
+
+    An expert's last block, where it has fewer than BK rows, comes by the descriptors of ragged.py.
+    With these for all blocks mixtral22b took 5% longer where all blocks are full (H200).
+    """
+    p_desc, q_desc, p_last_desc, q_last_desc, pipeline, sizes = load_args
     p_bufs, q_bufs, full, empty = pipeline
-    num_tiles, O, I = sizes[1], sizes[2], sizes[3]
+    num_tiles = sizes[1]
     STAGES: gl.constexpr = q_bufs.shape[0]
     BK: gl.constexpr = q_bufs.shape[1]
-    BN: gl.constexpr = q_bufs.shape[2]
+    BLOCK_BYTES: gl.constexpr = 2 * p_desc.block_type.nbytes + q_desc.block_type.nbytes
     k_block = 0
     for tile_id in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         _, begin, end, first_o, first_i = tile_at(tile_id, sizes, GROUP_M)
-        full_end = begin + (end - begin) // BK * BK
-        for row in range(begin, full_end, BK):
+        last = begin + (end - begin) // BK * BK
+        for row in range(begin, last, BK):
             stage = k_block % STAGES
             full_bar = full.index(stage)
             mbarrier.wait(empty.index(stage), (k_block // STAGES & 1) ^ 1)
-            mbarrier.expect(full_bar, 2 * p_desc.block_type.nbytes + q_desc.block_type.nbytes)
+            mbarrier.expect(full_bar, BLOCK_BYTES)
             for half in gl.static_range(2):
                 coord = [row, first_o + half * HALF_M]
                 load_tile(p_desc, coord, full_bar, p_bufs.index(2 * stage + half))
             load_tile(q_desc, [row, first_i], full_bar, q_bufs.index(stage))
             k_block += 1
-        if full_end < end:
-            # Loaded before the wait for a free stage, which hides the latency of these loads.
-            upper = _load_remainder(p_ptr, full_end, end, first_o, O, BK, PANEL)
-            lower = _load_remainder(p_ptr, full_end, end, first_o + HALF_M, O, BK, PANEL)
-            q = _load_remainder(q_ptr, full_end, end, first_i, I, BK, BN)
+        if last < end:
             stage = k_block % STAGES
+            full_bar = full.index(stage)
             mbarrier.wait(empty.index(stage), (k_block // STAGES & 1) ^ 1)
-            p_bufs.index(2 * stage).store(upper)
-            p_bufs.index(2 * stage + 1).store(lower)
-            q_bufs.index(stage).store(q)
-            fence_async_shared()
-            thread_barrier()
-            mbarrier.arrive(full.index(stage))
+            mbarrier.expect(full_bar, BLOCK_BYTES)
+            for half in gl.static_range(2):
+                buf = p_bufs.index(2 * stage + half)
+                load_expert_rows(p_last_desc, last, end, first_o + half * HALF_M, full_bar, buf)
+            load_expert_rows(q_last_desc, last, end, first_i, full_bar, q_bufs.index(stage))
             k_block += 1
 
 
@@ -153,9 +143,9 @@ def _cooperative_consumer(CONSUMER: gl.constexpr, consumer_args, GROUP_M: gl.con
 def weight_gradient_kernel(
     p_desc,
     q_desc,
+    p_last_desc,
+    q_last_desc,
     dw_desc,
-    p_ptr,
-    q_ptr,
     offsets_ptr,
     num_tiles,
     O,
@@ -171,7 +161,7 @@ def weight_gradient_kernel(
     pipeline = (p_bufs, q_bufs, full, empty)
     sizes = (offsets_ptr, num_tiles, O, I)
     consumer_args = (dw_desc, dw_bufs, pipeline, sizes)
-    load_args = (p_desc, q_desc, p_ptr, q_ptr, pipeline, sizes)
+    load_args = (p_desc, q_desc, p_last_desc, q_last_desc, pipeline, sizes)
     gl.warp_specialize(
         [
             (_cooperative_consumer, (0, consumer_args, GROUP_M)),
@@ -179,5 +169,5 @@ def weight_gradient_kernel(
             (_load, (load_args, GROUP_M)),
         ],
         [4, 4],
-        [192, 128],
+        [240, 24],
     )

@@ -22,22 +22,20 @@ import triton.language as tl
 from acmoe.ops.device.dot import dot_with_precision
 from acmoe.ops.device.dropout_rng import keep_scale
 from acmoe.ops.experts.triton.activation import gelu, relu, silu
-from acmoe.ops.experts.triton.tiles import first_column, tile_coords
+from acmoe.ops.experts.triton.tiles import first_column, row_tile
 
 
 @triton.jit
 def _up_tile(
-    m_tile, n_tile, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, h_ptr, a_ptr, token_ptr,
-    tile_expert_ptr, tile_start_ptr, offsets_ptr, seed_ptr, D, F, GATHER: tl.constexpr,
-    SAVE_H: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr, DROP_THRESHOLD: tl.constexpr,
-    EVEN_K: tl.constexpr, SHIFT_EDGE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    expert, start_row, end, n_tile, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, h_ptr, a_ptr, token_ptr,
+    seed_ptr, D, F, GATHER: tl.constexpr, SAVE_H: tl.constexpr, ACT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, DROP_THRESHOLD: tl.constexpr, EVEN_K: tl.constexpr,
+    SHIFT_EDGE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of `up_kernel`."""
-    expert = tl.load(tile_expert_ptr + m_tile)
-    start_row = tl.load(tile_start_ptr + m_tile)
     rows = start_row + tl.arange(0, BM)
-    row_mask = rows < tl.load(offsets_ptr + expert)
+    row_mask = rows < end
     x_rows = tl.where(row_mask, rows, 0)
     if GATHER:
         x_rows = tl.load(token_ptr + rows, mask=row_mask, other=0)
@@ -139,10 +137,10 @@ def up_epilogue(
 def up_kernel(
     x_ptr, x_desc, w_ptr, w_desc, bias_ptr, h_ptr, a_ptr, token_ptr, tile_expert_ptr,
     tile_start_ptr, offsets_ptr, num_used_ptr, seed_ptr, D, F, num_tiles, num_n,
-    PERSISTENT: tl.constexpr, GROUP_M: tl.constexpr, GATHER: tl.constexpr, SAVE_H: tl.constexpr,
-    ACT: tl.constexpr, HAS_BIAS: tl.constexpr, DROP_THRESHOLD: tl.constexpr, EVEN_K: tl.constexpr,
-    SHIFT_EDGE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr,
+    PERSISTENT: tl.constexpr, GROUP_M: tl.constexpr, BY_EXPERT: tl.constexpr, GATHER: tl.constexpr,
+    SAVE_H: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr, DROP_THRESHOLD: tl.constexpr,
+    EVEN_K: tl.constexpr, SHIFT_EDGE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Compute a (N, F) = dropout(act(h)), and store h (N, W) if SAVE_H.
 
@@ -154,20 +152,26 @@ def up_kernel(
         for tile_id in tl.range(
             tl.program_id(0), num_used * num_n, tl.num_programs(0), flatten=True
         ):
-            m_tile, n_tile = tile_coords(tile_id, num_used, num_n, GROUP_M)
+            expert, start_row, end, n_tile = row_tile(
+                *(tile_id, tile_expert_ptr, tile_start_ptr, offsets_ptr, num_used, num_n),
+                *(GROUP_M, BY_EXPERT, BM),
+            )
             _up_tile(
-                *(m_tile, n_tile, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, h_ptr, a_ptr, token_ptr),
-                *(tile_expert_ptr, tile_start_ptr, offsets_ptr, seed_ptr, D, F),
+                *(expert, start_row, end, n_tile, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, h_ptr),
+                *(a_ptr, token_ptr, seed_ptr, D, F),
                 *(GATHER, SAVE_H, ACT, HAS_BIAS, DROP_THRESHOLD, EVEN_K, SHIFT_EDGE, TMA),
                 *(PRECISION, BM, BN, BK),
             )
     else:
-        m_tile, n_tile = tile_coords(tl.program_id(0), num_tiles, num_n, GROUP_M)
-        if tl.load(tile_expert_ptr + m_tile) < 0:
+        expert, start_row, end, n_tile = row_tile(
+            *(tl.program_id(0), tile_expert_ptr, tile_start_ptr, offsets_ptr, num_tiles, num_n),
+            *(GROUP_M, BY_EXPERT, BM),
+        )
+        if expert < 0:
             return
         _up_tile(
-            *(m_tile, n_tile, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, h_ptr, a_ptr, token_ptr),
-            *(tile_expert_ptr, tile_start_ptr, offsets_ptr, seed_ptr, D, F),
+            *(expert, start_row, end, n_tile, x_ptr, x_desc, w_ptr, w_desc, bias_ptr, h_ptr),
+            *(a_ptr, token_ptr, seed_ptr, D, F),
             *(GATHER, SAVE_H, ACT, HAS_BIAS, DROP_THRESHOLD, EVEN_K, SHIFT_EDGE, TMA),
             *(PRECISION, BM, BN, BK),
         )
@@ -175,15 +179,12 @@ def up_kernel(
 
 @triton.jit
 def _grouped_gemm_tile(
-    m_tile, n_tile, a_ptr, a_desc, w_ptr, w_desc, bias_ptr, y_ptr, token_ptr, tile_expert_ptr,
-    tile_start_ptr, offsets_ptr, I, O, GATHER: tl.constexpr, WEIGHT_IO: tl.constexpr,
-    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, SHIFT_EDGE: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    expert, start_row, end, n_tile, a_ptr, a_desc, w_ptr, w_desc, bias_ptr, y_ptr, token_ptr, I, O,
+    GATHER: tl.constexpr, WEIGHT_IO: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
+    SHIFT_EDGE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of `grouped_gemm_kernel`."""
-    expert = tl.load(tile_expert_ptr + m_tile)
-    start_row = tl.load(tile_start_ptr + m_tile)
-    end = tl.load(offsets_ptr + expert)
     rows = start_row + tl.arange(0, BM)
     row_mask = rows < end
     # Past the expert's last row, pointer loads read that row again and TMA reads the next expert's
@@ -234,9 +235,9 @@ def _grouped_gemm_tile(
 def grouped_gemm_kernel(
     a_ptr, a_desc, w_ptr, w_desc, bias_ptr, y_ptr, token_ptr, tile_expert_ptr, tile_start_ptr,
     offsets_ptr, num_used_ptr, I, O, num_tiles, num_n, PERSISTENT: tl.constexpr,
-    GROUP_M: tl.constexpr, GATHER: tl.constexpr, WEIGHT_IO: tl.constexpr, HAS_BIAS: tl.constexpr,
-    EVEN_K: tl.constexpr, SHIFT_EDGE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP_M: tl.constexpr, BY_EXPERT: tl.constexpr, GATHER: tl.constexpr, WEIGHT_IO: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, SHIFT_EDGE: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Compute y (N, O) = a @ w[e]^T + bias[e] for w (E, O, I), or with WEIGHT_IO a @ w[e].
 
@@ -249,20 +250,24 @@ def grouped_gemm_kernel(
         for tile_id in tl.range(
             tl.program_id(0), num_used * num_n, tl.num_programs(0), flatten=True
         ):
-            m_tile, n_tile = tile_coords(tile_id, num_used, num_n, GROUP_M)
+            expert, start_row, end, n_tile = row_tile(
+                *(tile_id, tile_expert_ptr, tile_start_ptr, offsets_ptr, num_used, num_n),
+                *(GROUP_M, BY_EXPERT, BM),
+            )
             _grouped_gemm_tile(
-                *(m_tile, n_tile),
-                *(a_ptr, a_desc, w_ptr, w_desc, bias_ptr, y_ptr, token_ptr, tile_expert_ptr),
-                *(tile_start_ptr, offsets_ptr, I, O),
+                *(expert, start_row, end, n_tile),
+                *(a_ptr, a_desc, w_ptr, w_desc, bias_ptr, y_ptr, token_ptr, I, O),
                 *(GATHER, WEIGHT_IO, HAS_BIAS, EVEN_K, SHIFT_EDGE, TMA, PRECISION, BM, BN, BK),
             )
     else:
-        m_tile, n_tile = tile_coords(tl.program_id(0), num_tiles, num_n, GROUP_M)
-        if tl.load(tile_expert_ptr + m_tile) < 0:
+        expert, start_row, end, n_tile = row_tile(
+            *(tl.program_id(0), tile_expert_ptr, tile_start_ptr, offsets_ptr, num_tiles, num_n),
+            *(GROUP_M, BY_EXPERT, BM),
+        )
+        if expert < 0:
             return
         _grouped_gemm_tile(
-            *(m_tile, n_tile),
-            *(a_ptr, a_desc, w_ptr, w_desc, bias_ptr, y_ptr, token_ptr, tile_expert_ptr),
-            *(tile_start_ptr, offsets_ptr, I, O),
+            *(expert, start_row, end, n_tile),
+            *(a_ptr, a_desc, w_ptr, w_desc, bias_ptr, y_ptr, token_ptr, I, O),
             *(GATHER, WEIGHT_IO, HAS_BIAS, EVEN_K, SHIFT_EDGE, TMA, PRECISION, BM, BN, BK),
         )
