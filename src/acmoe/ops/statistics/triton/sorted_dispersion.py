@@ -33,7 +33,6 @@ from acmoe.ops.statistics.triton.small_clusters import small_deviations
 FEWEST_ROWS, MOST_ROWS = 256, 2048  # tokens of a chunk
 SMALL = 64  # mean tokens of a cluster up to which a program owns all features of a chunk
 MOST_FEATURES = 4096  # features of a program: 8 for each of 512 threads
-FEW = False  # small clusters by small_clusters.py, a form to be timed
 INT32_LIMIT = 2**31  # element offsets below this fit int32, which takes half the instructions
 
 
@@ -138,7 +137,7 @@ def measure_sorted(
         _deviations_kernel, grid, *tokens, sums_QD, arrivals_C, spread_QD, dispersion_CD, count_C,
         out, D, C, floor, eps, min_tokens, MEASURE=measure, ROOT=root, RESULT=result,
         WIDTH=max(16, triton.next_power_of_2(D)), WHOLE=tile.features >= D,
-        FEW=FEW and small and tile.sums == 1 and not is_float32, EXACT=D % tile.features == 0,
+        FEW=small and tile.sums == 1 and not is_float32, EXACT=D % tile.features == 0,
         maxnreg=None if is_float32 else tile.registers, **shape,
     )  # fmt: skip
 
@@ -240,6 +239,7 @@ def _deviations_kernel(
     """Sum each chunk's deviations; the last program of a cluster runs the epilogue.
 
     WHOLE: a program owns all features, so that the only program of a cluster is also its last.
+    FEW: clusters have few 16-bit tokens (small_clusters.py).
     """
     chunk = tl.program_id(1)
     cluster, begin, end, first_chunk, chunks = _find_chunk(begin_ptr, end_ptr, C, ROWS, BC)
