@@ -251,7 +251,8 @@ def router() -> None:
         use = f"router of many experts, {name}"
         tokens = Tokens.of(x, *how, None, None, None)
         launch_affinities(tokens, embedding, None, None, torch.zeros(256, 512))
-        launch_token_gradient(tokens, grad, embedding, x)
+        for addend in (x, None):
+            launch_token_gradient(tokens, grad, embedding, addend)
 
 
 def few() -> None:

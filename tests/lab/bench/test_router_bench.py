@@ -7,7 +7,14 @@ from acmoe.config.routing import AdaptiveConfig
 from acmoe.errors import UserError
 from acmoe.lab.bench import router as router_bench
 from acmoe.lab.bench.layer import BOTH, FORWARD
-from acmoe.lab.bench.router import RouterBenchConfig, bench_router, check_mode, draw_trial
+from acmoe.lab.bench.router import (
+    RouterBenchConfig,
+    Trial,
+    bench_router,
+    check_mode,
+    draw_trial,
+    with_equal_choices,
+)
 from acmoe.lab.bench.shapes import SHAPES
 
 CPU = torch.device("cpu")
@@ -47,6 +54,34 @@ def test_the_plain_layer_fails_the_check_of_an_adaptive_one() -> None:
     check_mode(moe, "plain", trial)
     with pytest.raises(Exception, match="relative error"):
         check_mode(moe, "batch", trial)
+
+
+@pytest.mark.parametrize("mode", ["batch", "running"])
+def test_timed_layers_have_the_experts_of_the_plain_one(mode: str) -> None:
+    drawn = draw_trial(SHAPES["tiny"], RouterBenchConfig(dtype="fp32", device="cpu"), CPU)
+
+    def chosen(mode: str, trial: Trial) -> torch.Tensor:
+        moe = router_bench.build_moe(trial.shape, trial.weights, router_bench.MODES[mode])
+        return moe.router(trial.x, trial.state).expert_ids
+
+    timed = with_equal_choices(drawn)
+    assert not torch.equal(chosen(mode, drawn), chosen("plain", drawn))
+    assert torch.equal(chosen(mode, timed), chosen("plain", drawn))
+    # One factor for a cluster, and not the same for all of them.
+    assert (timed.state.scale == timed.state.scale[:, :1]).all()
+    assert timed.state.scale[:, 0].unique().numel() == SHAPES["tiny"].num_experts
+
+
+def test_layers_are_timed_with_the_experts_of_the_plain_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = []
+    monkeypatch.setattr(router_bench, "both_passes", lambda _, trial: given.append(trial.state))
+    config = RouterBenchConfig(shapes=("tiny",), repeat=2, device="cpu", dtype="fp32")
+    trial = draw_trial(SHAPES["tiny"], config, CPU)
+    router_bench.prepare("batch", trial, config)["batch", BOTH].action()
+    wanted = with_equal_choices(trial).state.scale
+    assert given and all(torch.equal(state.scale, wanted) for state in given)
 
 
 def test_graphs_and_compilation_are_refused_on_a_cpu() -> None:

@@ -18,6 +18,7 @@ from acmoe.lab.bench.router import (
     both_passes,
     draw_trial,
     forward_pass,
+    with_equal_choices,
 )
 from acmoe.lab.bench.shapes import find_shapes
 from acmoe.lab.bench.train import VARIANTS, TrainBenchConfig, prepare
@@ -104,7 +105,7 @@ def _subjects(
     layers = RouterBenchConfig(dtype=config.dtype, device=config.device, seed=config.seed)
     with_layers = config.shapes or not config.models  # without either option: every shape
     for shape in find_shapes(config.shapes, device, config.tokens) if with_layers else ():
-        trial = draw_trial(shape, layers, device)
+        trial = with_equal_choices(draw_trial(shape, layers, device))
         moe = build_moe(shape, trial.weights, MODES[config.statistics])
         passes, note = (forward_pass, ", forward") if config.forward else (both_passes, "")
         yield f"{shape.name}, {config.statistics}{note}", partial(passes, moe, trial)

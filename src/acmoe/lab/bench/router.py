@@ -1,5 +1,8 @@
 """Measure what the adaptive router adds to the plain layer, beside the least it could add.
 
+Results are checked with a drawn scale, and times are measured with a scale by which the adaptive
+router chooses the plain router's experts.
+
 T tokens, D features, C clusters.
 """
 
@@ -151,6 +154,7 @@ def prepare(mode: str, trial: Trial, config: RouterBenchConfig) -> dict[tuple[st
     layer: AnyLayer = torch.compile(moe, dynamic=False) if config.compile else moe
     check_mode(layer, mode, trial)
     fold_statistics(moe)  # initialise the running averages
+    trial = with_equal_choices(trial)
     ready = {(mode, BOTH): warm_up(partial(both_passes, layer, trial), config)}
     if mode in INFERENCE:
         frozen = build_moe(trial.shape, trial.weights, MODES[mode]).eval()
@@ -180,6 +184,19 @@ def draw_trial(shape: Shape, config: RouterBenchConfig, device: torch.device) ->
         order,
     )
     return Trial(shape, weights, x_TD, cotangent_TD, state)
+
+
+def with_equal_choices(trial: Trial) -> Trial:
+    """Return the trial with one factor a cluster as scale: the plain router's experts are chosen.
+
+    A factor multiplies all affinities of a token, so that both layers have the same rows in the
+    same tiles, and the difference of their times is the router's. Other choices are other tiles,
+    for which the experts' kernels may take more or less time. The router with statistics of the
+    current layer measures a scale of its own, and chooses others.
+    """
+    scale_CD = trial.state.scale
+    factor_CD = scale_CD[:, :1].expand_as(scale_CD).contiguous()
+    return trial._replace(state=trial.state._replace(scale=factor_CD))
 
 
 def check_mode(layer: AnyLayer, mode: str, trial: Trial) -> None:

@@ -123,14 +123,15 @@ def _load_scales(scale_args, cluster_buf, k, buf):
 @gluon.jit
 def _rescale(x, scale_buf, has_scale):
     """Return x * scale of a block as a bf16x2 split in registers."""
+    x = x.load(_OPERAND)  # while the copies arrive
     async_copy.wait_group(0)
     thread_barrier()  # the copies of all warps are there
     scale = gl.where(has_scale[:, None], scale_buf.load(_OPERAND), 1.0)
-    thread_barrier()  # all warps have read them: the next block's may come
-    x = x.load(_OPERAND)
-    return gl.inline_asm_elementwise(
+    high, low = gl.inline_asm_elementwise(
         SPLIT_ASM, "=&r,=&r,r,r,r", [x, scale], (x.dtype, x.dtype), is_pure=True, pack=2
     )
+    thread_barrier()  # all warps have read the scales: the next block's may come
+    return high, low
 
 
 @gluon.jit

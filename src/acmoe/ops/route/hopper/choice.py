@@ -7,7 +7,7 @@ from acmoe.ops.device.hopper import gluon_unsupported
 from acmoe.ops.route.triton.tokens import Tokens
 
 # With fewer tokens there is no tile of 128 for each multiprocessor. Affinities of scaled tokens and
-# 512 experts on an H200, by Triton and here: 16,384 tokens 195 and 123 us; 4,096 tokens 56 and, by
+# 512 experts on an H200, by Triton and here: 16,384 tokens 195 and 118 us; 4,096 tokens 56 and, by
 # an earlier kernel that took 145 for 16,384, 71.
 FEWEST_TOKENS = 8192
 BLOCK, ALIGNMENT = 64, 8  # features of a block; TMA needs rows of a multiple of 16 bytes

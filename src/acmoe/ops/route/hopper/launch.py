@@ -65,14 +65,15 @@ def launch_token_gradient(
     T, D = tokens.x.shape
     E = embedding_ED.shape[0]
     grad_TD = torch.empty_like(tokens.x)
+    out = _desc(grad_TD, [BLOCK, BLOCK])
     num_n = cdiv(D, TOKEN_TILE)
     tiles = cdiv(T, TOKEN_TILE) * num_n
     launch(
         *(token_module.token_gradient_kernel, (_num_programs(tiles),)),
         _desc(grad_ZTE.view(2 * T, E), [TOKEN_TILE, BLOCK]),
         _desc(embedding_ED.contiguous(), [BLOCK, TOKEN_TILE]),
+        *(out if addend_TD is None else _desc(addend_TD.contiguous(), [BLOCK, BLOCK]), out),
         *(tokens.scale, tokens.cluster),
-        *(grad_TD if addend_TD is None else addend_TD.contiguous(), grad_TD),
         *(T, D, tokens.scale.shape[0], tiles, num_n, 2 * cdiv(E, BLOCK)),
         HAS_SCALE=tokens.has_scale,
         HAS_ADDEND=addend_TD is not None,

@@ -28,6 +28,7 @@ from torch import Tensor
 from acmoe.ops.device.launcher import launch
 from acmoe.ops.statistics.triton.dispersion import POISON
 from acmoe.ops.statistics.triton.epilogue import cluster_epilogue
+from acmoe.ops.statistics.triton.small_clusters import small_deviations
 
 FEWEST_ROWS, MOST_ROWS = 256, 2048  # tokens of a chunk
 SMALL = 64  # mean tokens of a cluster up to which a program owns all features of a chunk
@@ -117,7 +118,8 @@ def measure_sorted(
     T, D = x_TD.shape
     C = begin.numel() - 1
     rows = chunk_rows(T, C)
-    tile = launch_table(D, rows, T <= SMALL * C)
+    small = T <= SMALL * C
+    tile = launch_table(D, rows, small)
     Q = most_chunks(T, C, rows)
     is_float32 = x_TD.dtype == torch.float32
     sums_QD = dispersion_CD.new_empty(Q, D, dtype=torch.float64 if is_float32 else torch.float32)
@@ -135,6 +137,7 @@ def measure_sorted(
         _deviations_kernel, grid, *tokens, sums_QD, arrivals_C, spread_QD, dispersion_CD, count_C,
         out, D, C, floor, eps, min_tokens, MEASURE=measure, ROOT=root, RESULT=result,
         WIDTH=max(16, triton.next_power_of_2(D)), WHOLE=tile.features >= D,
+        FEW=small and tile.sums == 1 and not is_float32, EXACT=D % tile.features == 0,
         maxnreg=None if is_float32 else tile.registers, **shape,
     )  # fmt: skip
 
@@ -228,13 +231,15 @@ def _sums_kernel(
 def _deviations_kernel(
     x_ptr, token_ptr, begin_ptr, end_ptr, sums_ptr, arrivals_ptr, spread_ptr, dispersion_ptr,
     count_ptr, out_ptr, D, C, floor, eps, min_tokens, MEASURE: tl.constexpr, ROOT: tl.constexpr,
-    RESULT: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
+    RESULT: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr, FEW: tl.constexpr,
+    EXACT: tl.constexpr, ROWS: tl.constexpr,
     IS_FLOAT32: tl.constexpr, INT64: tl.constexpr, STAGES: tl.constexpr, BT: tl.constexpr,
     BS: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Sum each chunk's deviations; the last program of a cluster runs the epilogue.
 
     WHOLE: a program owns all features, so that the only program of a cluster is also its last.
+    FEW: clusters have few 16-bit tokens (small_clusters.py).
     """
     chunk = tl.program_id(1)
     cluster, begin, end, first_chunk, chunks = _find_chunk(begin_ptr, end_ptr, C, ROWS, BC)
@@ -243,16 +248,21 @@ def _deviations_kernel(
     d = tl.program_id(0) * BD + tl.arange(0, BD)
     first = begin + (chunk - first_chunk) * ROWS
     stop = tl.minimum(first + ROWS, end)
-    # float64, so that the mean of equal tokens is exactly their value.
-    if chunks == 1:
-        acc = _sum(x_ptr, token_ptr, first, stop, d, D, IS_FLOAT32, INT64, STAGES, BT, BS, BD)
-        mean = acc.to(tl.float64)
+    if FEW and chunks == 1:
+        spread = small_deviations(
+            x_ptr, token_ptr, begin, end, d, D, MEASURE, EXACT, INT64, BT, BD
+        )  # fmt: skip
     else:
-        mean = _reduce_partials(sums_ptr, first_chunk, chunks, d, D)
-    mean = (mean * (1.0 / tl.maximum(end - begin, 1).to(tl.float64))).to(tl.float32)
-    spread = _deviations(
-        x_ptr, token_ptr, first, stop, d, D, mean, MEASURE, INT64, STAGES, BT, BS, BD
-    )  # fmt: skip
+        # float64, so that the mean of equal tokens is exactly their value.
+        if chunks == 1:
+            acc = _sum(x_ptr, token_ptr, first, stop, d, D, IS_FLOAT32, INT64, STAGES, BT, BS, BD)
+            mean = acc.to(tl.float64)
+        else:
+            mean = _reduce_partials(sums_ptr, first_chunk, chunks, d, D)
+        mean = (mean * (1.0 / tl.maximum(end - begin, 1).to(tl.float64))).to(tl.float32)
+        spread = _deviations(
+            x_ptr, token_ptr, first, stop, d, D, mean, MEASURE, INT64, STAGES, BT, BS, BD
+        )  # fmt: skip
     # NaN and inf stay in their feature here; epilogue.py extends them to the whole cluster.
     spread = tl.where(spread < POISON, spread, POISON)
     if WHOLE:
