@@ -70,6 +70,9 @@ def test_no_arguments_show_the_help(capsys):
         (("train", "switch-nano", "steps=many", "--keys"), "steps='many'"),
         (("train", "switch-nano", "lr=1", "--out", "x", "steps=3"), "all settings in one row"),
         (("bench", "layer", "--shapes", "nosuch"), "nosuch"),
+        (("bench", "scaling", "--gpus", "8", "0"), "--gpus 0; it must be at least 1"),
+        (("bench", "scaling", "--bandwidth", "inf"), "--bandwidth=inf; it must be positive and"),
+        (("bench", "scaling", "--hop", "nan"), "--hop=nan; it must be 0 or more, and finite"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, tmp_path, arguments, says):
