@@ -21,6 +21,7 @@ from acmoe.ops.experts.products import (
 from acmoe.ops.flops import tell_counters
 from acmoe.ops.precision import autocast_dtype
 
+_batched = torch._C._functorch.is_legacy_batchedtensor
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 
 
@@ -130,6 +131,16 @@ def _(grad_NO: Tensor, x_NI: Tensor, offsets_E: Tensor) -> Tensor:
     return x_NI.new_empty(offsets_E.shape[0], grad_NO.shape[1], x_NI.shape[1])
 
 
+@_grouped_outer.register_vmap
+def _(info, in_dims, *batched):  # type: ignore[no-untyped-def]
+    """Compute one gradient after the other, for a backward inside `torch.func.vmap`."""
+    given = [
+        [tensor] * info.batch_size if dim is None else tensor.unbind(dim)
+        for tensor, dim in zip(batched, in_dims, strict=True)
+    ]
+    return torch.stack([_grouped_outer(*one) for one in zip(*given, strict=True)]), 0
+
+
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.save_for_backward(*inputs)
 
@@ -192,14 +203,18 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_NO):  # type: ignore[no-untyped-def]
         x_NI, weight_EOI, offsets_E = ctx.saved_tensors
+        # With `is_grads_batched=True`, torch calls a custom op for each gradient. It has no
+        # batching rule for products with `out=`, as in the loop over experts.
+        batched = _batched(grad_NO)
+        linear, outer = (_grouped_linear, _grouped_outer) if batched else (_linear, _outer)
         grad_NO = grad_NO.contiguous()
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = _linear(grad_NO, weight_EOI.mT, offsets_E)
+            grad_x = linear(grad_NO, weight_EOI.mT, offsets_E)
         if ctx.needs_input_grad[1] and weight_EOI.stride(-1) == 1:
-            grad_weight = _outer(grad_NO, x_NI, offsets_E)
+            grad_weight = outer(grad_NO, x_NI, offsets_E)
         elif ctx.needs_input_grad[1]:  # as in `_backward`
-            grad_weight = _outer(x_NI, grad_NO, offsets_E).mT
+            grad_weight = outer(x_NI, grad_NO, offsets_E).mT
         if ctx.needs_input_grad[3]:
             grad_bias = _sum_by_expert(grad_NO, offsets_E)
         return grad_x, grad_weight, None, grad_bias
