@@ -98,6 +98,7 @@ def test_global_statistics_are_reduced_twice_in_every_forward(fake_ranks: None, 
     assert found["calls"] == {"all_reduce": parts * 3 * LAYERS}
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_fsdp_gathers_blocks_twice_and_scatters_gradients_once(fake_ranks: None) -> None:
     found = count(0, "fsdp")
     # Every parameter is in a block; 464 numbers a block divide evenly among four processes.

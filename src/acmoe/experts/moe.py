@@ -24,9 +24,6 @@ from acmoe.routing.statistics.step_hook import Layer
 
 _NOT_GIVEN = "not given"
 _NO_CACHE = LayerCache(None, None)
-# `Tensor.view` whose result is no view to autograd. FSDP2 warns of views: an operation in place on
-# one would lose the hook that gathers the parameters for backward. Nothing else reads the argument.
-_shaped = torch.ops.aten._unsafe_view.default
 
 
 class MoE(Layer):
@@ -142,7 +139,7 @@ class MoE(Layer):
         complete = self.capacity_factor is None and token_mask is None and router.always_k
         flat = expert_input if x.dim() == 2 else expert_input.reshape(-1, self.dim)
         y = self.experts(flat, rows, sent.gate, complete=complete)
-        return blank(y if x.dim() == 2 else _shaped(y, x.shape), token_mask), state
+        return blank(y if x.dim() == 2 else y.view(x.shape), token_mask), state
 
     def _sent(self, routing: Routing, mask_T: Tensor | None) -> Routing:
         """Return the routing without padding and without rows beyond an expert's capacity."""
