@@ -53,6 +53,9 @@ def test_no_arguments_show_the_help(capsys):
             ("evaluate", "x", "--contaminate-seed", "3"),
             "--contaminate-seed 3 without --contaminate",
         ),
+        (("evaluate", "x", "--block", f"{10**30}"), f"--block {10**30} does not fit into 64 bits"),
+        (("bench", "layer", "--tokens", "8", f"{2**63}"), f"--tokens {2**63} does not fit into 64"),
+        (("bench", "layer", "--shapes", f"8x{10**30}x8x4x2"), "give at most 18 digits"),
         (("generate", "nowhere", "--prompt", "x"), "nowhere is no run"),
         (("finetune", "nowhere", "--task", "sst2"), "nowhere is no run"),
         (("finetune", "nowhere", "--task", "sst9"), "sst9"),
@@ -67,6 +70,9 @@ def test_no_arguments_show_the_help(capsys):
         (("train", "switch-nano", "steps=many", "--keys"), "steps='many'"),
         (("train", "switch-nano", "lr=1", "--out", "x", "steps=3"), "all settings in one row"),
         (("bench", "layer", "--shapes", "nosuch"), "nosuch"),
+        (("bench", "scaling", "--gpus", "8", "0"), "--gpus 0; it must be at least 1"),
+        (("bench", "scaling", "--bandwidth", "inf"), "--bandwidth=inf; it must be positive and"),
+        (("bench", "scaling", "--hop", "nan"), "--hop=nan; it must be 0 or more, and finite"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, tmp_path, arguments, says):

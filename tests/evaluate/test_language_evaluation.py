@@ -218,6 +218,13 @@ def test_a_run_is_scored_at_its_best_checkpoint(tmp_path: Path) -> None:
         open_run(folder).model("last")
 
 
+@pytest.mark.parametrize("block", [0, 2**31, 10**30])
+def test_a_block_that_no_array_holds_is_refused(block: int) -> None:
+    with pytest.raises(UserError, match=f"^block={block}; it must be at least 1 and less than 2"):
+        EvaluateConfig(block=block)
+    assert EvaluateConfig(block=2**31 - 1).block == 2**31 - 1
+
+
 def test_evaluation_changes_neither_the_model_nor_the_random_stream(tmp_path: Path) -> None:
     corpus = load_corpus(byte_corpus(tmp_path))
     model = model_of("random").train()  # draws a scale in every call

@@ -191,3 +191,9 @@ def test_a_layer_emits_for_the_reader_it_is_given():
 def test_a_router_that_chooses_experts_is_refused(router):
     with pytest.raises(UserError, match=r"chooses experts; SoftMoE takes 'soft', SoftConfig"):
         build(router)
+
+
+def test_the_output_of_sequences_is_no_view():
+    y, _ = SoftMoE(dim=4, hidden=6, num_experts=3)(torch.randn(2, 5, 4))
+    assert y.shape == (2, 5, 4)
+    assert y._base is None

@@ -121,6 +121,64 @@ def test_second_derivatives_of_tokens_and_experts(name, generator):
     torch.testing.assert_close(found, second)
 
 
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_batched_backward_is_a_loop_of_backwards(name, generator):
+    moe, x = layer_of(name), tokens(generator).requires_grad_()
+    y, _ = moe(x, state_of(moe, B))
+    given_GBLD = torch.randn(3, *y.shape, dtype=y.dtype, generator=generator)
+    inputs = [x, *moe.parameters()]
+    options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+
+    def backward(given):
+        return torch.autograd.grad(y, inputs, given, **options)
+
+    batched = torch.autograd.grad(y, inputs, given_GBLD, is_grads_batched=True, **options)
+    mapped = vmap(backward)(given_GBLD)
+    looped = zip(*map(backward, given_GBLD), strict=True)
+    for one, two, wanted in zip(batched, mapped, looped, strict=True):
+        torch.testing.assert_close(one, torch.stack(wanted))
+        torch.testing.assert_close(two, torch.stack(wanted))
+
+
+def test_a_batched_backward_of_experts_with_biases_is_a_loop_of_backwards(generator):
+    moe = MoE(dim=D, hidden=6, num_experts=E, top_k=1, bias=True).double()
+    y, _ = moe(tokens(generator))
+    given_GBLD = torch.randn(3, *y.shape, dtype=y.dtype, generator=generator)
+    experts = list(moe.experts.parameters())
+    batched = torch.autograd.grad(y, experts, given_GBLD, is_grads_batched=True, retain_graph=True)
+    for index, given in enumerate(given_GBLD):
+        for one, wanted in zip(
+            batched, torch.autograd.grad(y, experts, given, retain_graph=True), strict=True
+        ):
+            torch.testing.assert_close(one[index], wanted)
+
+
+@pytest.mark.parametrize("loss", [False, True])
+def test_a_batched_backward_of_a_language_model_is_a_loop_of_backwards(loss, generator):
+    torch.manual_seed(0)
+    model = acmoe.create_model("switch-nano", router="adaptive")
+    words = torch.randint(0, 50, (2, 8), generator=generator)
+    found = model(words, targets=words).loss if loss else model(words).logits
+    given = torch.randn(2, *found.shape, generator=generator)
+    learned = [one for one in model.parameters() if one.requires_grad]
+    options = {"retain_graph": True, "materialize_grads": True}
+    batched = torch.autograd.grad(found, learned, given, is_grads_batched=True, **options)
+    for index in range(2):
+        wanted = torch.autograd.grad(found, learned, given[index], **options)
+        for one, other in zip(batched, wanted, strict=True):
+            torch.testing.assert_close(one[index], other, rtol=1e-4, atol=1e-6)
+
+
+def test_the_vectorized_hessian_is_that_of_autograd(generator):
+    moe, x = layer_of("smoe"), tokens(generator)[0, :3]
+
+    def loss(x):
+        return moe(x)[0].square().sum()
+
+    found = torch.autograd.functional.hessian(loss, x, vectorize=True)
+    torch.testing.assert_close(found, torch.autograd.functional.hessian(loss, x))
+
+
 def test_a_language_model_has_gradients_for_each_sequence(generator):
     torch.manual_seed(0)
     model = acmoe.create_model("switch-nano", router=AdaptiveConfig(statistics="prefix")).eval()

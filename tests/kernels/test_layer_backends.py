@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import acmoe
+from acmoe.errors import UserError
 from acmoe.experts.mlp import ExpertMLP
 from acmoe.lab.variants import VariantConfig
 from acmoe.ops.dispatch import use_backend
@@ -421,3 +422,22 @@ def test_a_second_derivative_through_a_kernel_raises(device, generator):
         (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="no second derivative"):
             (first.square().sum() + x.sum()).backward()
+
+
+@pytest.mark.parametrize("vectorized", ["autograd", "vmap"])
+def test_a_batched_backward_through_a_kernel_says_what_to_do(vectorized, device, generator):
+    layer = acmoe.MoE(dim=4, hidden=4, num_experts=E, top_k=K).to(device)
+    x = torch.randn(6, 4, generator=generator).to(device).requires_grad_()
+    given = torch.randn(2, 6, 4, generator=generator).to(device)
+
+    def batched(y):
+        if vectorized == "autograd":
+            return torch.autograd.grad(y, x, given, is_grads_batched=True)[0]
+        return torch.func.vmap(lambda one: torch.autograd.grad(y, x, one)[0])(given)
+
+    with use_backend("triton"):
+        y, _ = layer(x)
+    with pytest.raises(UserError, match=r"one gradient at a time, .*; run the forward on"):
+        batched(y)
+    with use_backend("torch"):
+        assert batched(layer(x)[0]).shape == given.shape

@@ -60,13 +60,16 @@ def test_overrides_change_fields_and_a_config_takes_a_name_s_place() -> None:
     [
         ("switch-meduim", {}, "did you mean switch-medium"),
         ("resnet", {}, "choose one of switch-small, "),
+        (None, {}, "^name=None is no name of a model; choose one of switch-small, "),
+        (["switch-nano"], {}, r"^name=\['switch-nano'\] is no name of a model; choose one of "),
+        (LANGUAGE_MODELS["switch-nano"].config, {}, r"^name=LanguageConfig\(.*is no name of a"),
         ("switch-nano", {"num_expert": 4}, "no option 'num_expert'; did you mean num_experts"),
         ("switch-nano", {"router": "adaptiv"}, "router='adaptiv' is unknown"),
         ("switch-nano", {"heads": 7}, "dim=64 does not split over heads=7"),
     ],
 )
 def test_a_wrong_name_gets_the_nearest_right_one(
-    name: str, options: dict[str, object], message: str
+    name: object, options: dict[str, object], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
         create_model(name, **options)  # type: ignore[arg-type]

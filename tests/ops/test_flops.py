@@ -13,7 +13,7 @@ import acmoe.fast
 import acmoe.ops
 from acmoe.fast.projection import project, project_both
 from acmoe.ops import flops
-from acmoe.ops.experts.grouped import grouped_mm
+from acmoe.ops.experts.grouped_mm import grouped_mm
 
 T, K, D, F, E = 32, 2, 16, 24, 4
 WITHOUT_GEMM = {

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from acmoe.ops.experts import products
-from acmoe.ops.experts.grouped import grouped_linear, grouped_mm
+from acmoe.ops.experts.grouped import grouped_linear
+from acmoe.ops.experts.grouped_mm import grouped_mm
 from slow_cases import mostly_slow
 
 # Rows per expert, and rows behind the last one.

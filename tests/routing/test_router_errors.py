@@ -167,6 +167,18 @@ CALLS = [
         )
         for router in ("adaptive", "random", AdaptiveConfig(statistics="prefix"))
     ),
+    *(
+        (
+            router,
+            {
+                "state": RoutingState.identity(num_tokens=6, num_clusters=3, dim=4)._replace(
+                    assignment=torch.zeros(6, 1)
+                )
+            },
+            r"^state.assignment arrives in torch.float32; .*: pass it as torch.int64$",
+        )
+        for router in ("adaptive", "random", AdaptiveConfig(statistics="prefix"))
+    ),
     (
         AdaptiveConfig(mix=2),
         {"state": RoutingState.identity(num_tokens=6, num_clusters=3, dim=4)},

@@ -80,3 +80,9 @@ def test_a_state_that_does_not_fit_is_refused(changes, message):
         check_state(RoutingState.identity(**size), x, 1, 4, AdaptiveConfig())
         with pytest.raises(UserError, match=message):
             check_state(RoutingState.identity(**(size | changes)), x, 1, 4, AdaptiveConfig())
+
+
+@pytest.mark.parametrize("mix", [0, -1, 1.5, None])
+def test_a_token_belongs_to_one_cluster_or_more(mix):
+    with pytest.raises(UserError, match=f"^mix={mix}; it must be a whole number of clusters, 1 or"):
+        RoutingState.identity(num_tokens=6, num_clusters=4, dim=2, mix=mix)

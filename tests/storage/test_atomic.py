@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from acmoe.errors import UserError
 from acmoe.storage import atomic
 
 fcntl = pytest.importorskip("fcntl")
@@ -69,3 +70,9 @@ def test_on_windows_a_replaced_file_is_flushed_and_its_folder_is_not_opened(
     atomic.replace_text(file, "new")
     assert file.read_text() == "new"
     assert flushed == [("file", os.O_RDWR)]
+
+
+@pytest.mark.parametrize("path", [".", "/", ""])
+def test_a_path_that_is_no_name_of_a_file_is_refused_in_one_line(path: str) -> None:
+    with pytest.raises(UserError, match=r"^cannot write [./]: it is a folder; name a file in it$"):
+        atomic.replace_text(Path(path), "{}")

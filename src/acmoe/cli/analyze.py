@@ -80,14 +80,18 @@ class Analyze:
         from acmoe.data.progress import progress_bars
         from acmoe.errors import check
         from acmoe.storage.atomic import replace_text, report_write_errors
+        from acmoe.storage.writable import check_can_fill
 
         check(0 <= self.seed < 2**63, f"--seed {self.seed}; it must lie between 0 and 2**63 - 1")
+        where = self.hf or self.folder or Path()
+        folder = self.out or where / "analysis"
+        if self.out is not None or where.is_dir():  # otherwise `sample` says what is wrong with it
+            check_can_fill(folder)
         with progress_bars(Console(stderr=True)) as progress:
             progress("routing the sample", 0, 1)
-            sampled, where = self.sample()
+            sampled = self.sample()
             progress("routing the sample", 1, 1)
             analysis = analyze(sampled, seed=self.seed, progress=progress)
-        folder = self.out or where / "analysis"
         with report_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         text = json_text(analysis.to_json())
@@ -105,14 +109,14 @@ class Analyze:
             print(line)
         return 0
 
-    def sample(self) -> "tuple[Sampled, Path]":
-        """Route the sample; return it with the folder of the run or model."""
+    def sample(self) -> "Sampled":
+        """Route the sample."""
         from acmoe.errors import UserError
 
         if self.hf is not None:
             from acmoe.analyze.huggingface import sample_folder
 
-            return sample_folder(self.hf, self.hf_config()), self.hf
+            return sample_folder(self.hf, self.hf_config())
         if self.folder is None:
             raise UserError(
                 "no run given; say which, as in `acmoe analyze runs/demo/acmoe`, or give a "
@@ -125,7 +129,7 @@ class Analyze:
             check_unused(option, value, f"{self.folder}, a run of acmoe; it is for --hf PATH")
         config = self.config()
         run_threads(self.threads, self.folder, self.device)
-        return sample_run(self.folder, config), self.folder
+        return sample_run(self.folder, config)
 
     def hf_config(self) -> "HuggingFaceConfig":
         from acmoe.analyze.hf_text import HuggingFaceConfig

@@ -36,7 +36,7 @@ def parse(commands: dict[str, type[Command]], arguments: Sequence[str]) -> Comma
     if name in commands:
         # Only this command is parsed, so that a mistake in its options names no other command.
         found = _parse(commands[name], rest, prog=f"acmoe {name}", advice=ADVICE.get(name, ""))
-        _check_paths(found)
+        _check_values(found)
         return cast(Command, found)
     check(name.startswith("-"), f"command {name!r} is unknown; {suggest(name, commands, most=2)}")
     one_of = reduce(
@@ -71,20 +71,31 @@ def _parse(
         raise
 
 
-def _check_paths(command: object) -> None:
-    """Check that the paths of a command are UTF-8, which safetensors and HTML pages need.
-
-    Otherwise the weights of a run would look damaged.
-    """
+def _check_values(command: object) -> None:
+    """Check the paths and the whole numbers of a command and of its subcommand."""
     for field in fields(cast(Any, command)):
         value = getattr(command, field.name)
         if is_dataclass(value):  # a subcommand, as of `acmoe data`
-            _check_paths(value)
-        for path in value if isinstance(value, tuple) else (value,):
-            check(
-                not isinstance(path, Path) or _is_text(str(path)),
-                f"{str(path)!a} is no UTF-8 text; rename the file or folder",
-            )
+            _check_values(value)
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, Path):
+                _check_path(one)
+            elif isinstance(one, int) and "seed" not in field.name:  # seeds have their own checks
+                _check_number(one, field.name)
+
+
+def _check_path(path: Path) -> None:
+    """Check that a path is UTF-8, which safetensors and HTML pages need.
+
+    Otherwise the weights of a run would look damaged.
+    """
+    check(_is_text(str(path)), f"{str(path)!a} is no UTF-8 text; rename the file or folder")
+
+
+def _check_number(value: int, name: str) -> None:
+    """Check that a count fits into int64, as the sizes of tensors and arrays must."""
+    option = name.replace("_", "-")
+    check(value < 2**63, f"--{option} {value} does not fit into 64 bits; give a smaller number")
 
 
 def _is_text(name: str) -> bool:

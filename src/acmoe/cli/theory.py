@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -22,6 +23,8 @@ class Theory:
         from acmoe.data.progress import progress_bars
         from acmoe.lab.theory import all_confirmed, render, run_checks, to_json
 
+        if self.figures is not None:
+            self._check_figures(self.figures)
         with progress_bars(Console(stderr=True)) as progress:
             checks = run_checks(seed=self.seed, progress=progress)
         if self.json:
@@ -34,3 +37,14 @@ class Theory:
             for path in save_theory_figures(self.figures, seed=self.seed):
                 print(f"wrote {path}", file=sys.stderr)
         return 0 if all_confirmed(checks) else 1
+
+    def _check_figures(self, folder: Path) -> None:
+        """Raise a UserError, before any check is computed, if no figure can be drawn or written."""
+        from acmoe.errors import check
+        from acmoe.storage.writable import check_can_fill
+
+        check(
+            find_spec("matplotlib") is not None,
+            f"--figures {folder} needs the plots extra: pip install 'acmoe[plots]'",
+        )
+        check_can_fill(folder)

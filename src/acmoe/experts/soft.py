@@ -98,7 +98,8 @@ class SoftMoE(Layer):
         slot_BSD = soft.dispatch.to(x.dtype).mT @ input_BLD
         out_BSD = self.run_experts(slot_BSD)
         y_BLD = blank(soft.combine.to(x.dtype) @ out_BSD, mask_BL)
-        return y_BLD.view(x.shape), state
+        # Not a view where that is possible: FSDP2 warns of modules that return one.
+        return y_BLD if x.dim() == 3 else y_BLD.view(x.shape), state
 
     def run_experts(self, slot_BSD: Tensor) -> Tensor:
         B, S, D = slot_BSD.shape

@@ -105,6 +105,10 @@ def build_model(config: object) -> nn.Module:
 
 def _family(name: str) -> Family:
     """Return the family that has a model of this name."""
+    check(
+        isinstance(name, str),
+        f"name={name!r} is no name of a model; choose one of {', '.join(list_models())}",
+    )
     for family in FAMILIES.values():
         if name in family.cards:
             return family

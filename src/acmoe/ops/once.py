@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from acmoe.errors import UserError
+
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Return `function.apply(*args)`, outside of `torch.func` transforms.
@@ -22,12 +24,22 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     `torch.autograd.function.once_differentiable` raises only if the incoming gradient requires a
     gradient itself. That of a loss is the constant 1: a gradient penalty would lose this function's
     second derivative without a word.
+
+    In a batched backward, a kernel finds a tensor without memory; the error then says what to do.
     """
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Any) -> Any:
-        with torch.no_grad():
-            found = backward(ctx, *grads)
+        try:
+            with torch.no_grad():
+                found = backward(ctx, *grads)
+        except RuntimeError as error:
+            if not any(map(_batched, grads)):
+                raise
+            raise UserError(
+                "this op takes one gradient at a time, not a batch of them (is_grads_batched, "
+                "vmap); run the forward on the plain path, acmoe.ops.dispatch.use_backend('torch')"
+            ) from error
         if not torch.is_grad_enabled():  # no create_graph: nobody can differentiate further
             return found
         found = found if isinstance(found, tuple) else (found,)
@@ -42,3 +54,9 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
         return refuse(*leaves)
 
     return wrapper
+
+
+def _batched(grad: Any) -> bool:
+    """Return True for a gradient of `is_grads_batched=True`, or inside `torch.func.vmap`."""
+    kinds = (torch._C._functorch.is_legacy_batchedtensor, torch._C._functorch.is_batchedtensor)
+    return isinstance(grad, torch.Tensor) and any(kind(grad) for kind in kinds)

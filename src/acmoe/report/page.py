@@ -26,6 +26,7 @@ from acmoe.report.routing import RoutingReader, RunRouting
 from acmoe.report.runs import HF_MODEL, RunFacts, find_runs, read_runs
 from acmoe.report.scores import chosen_score, score_command
 from acmoe.storage.atomic import replace_text, report_write_errors
+from acmoe.storage.writable import check_can_write
 
 # These files are joined to one script in this order. live.js is added when a server sends the page.
 SCRIPTS = (
@@ -49,6 +50,7 @@ def write_report(
     progress: Progress = silent,
 ) -> tuple[Path, list[str]]:
     """Write the page; return its path, and one line for each thing that is missing from it."""
+    check_can_write(out)
     reader = RoutingReader(tokens=tokens, device=device)
     data = report_data(find_runs(folders), reader, progress)
     with report_write_errors(out):

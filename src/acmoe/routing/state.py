@@ -6,6 +6,7 @@ statistics/cache.py from step to step. Both are arguments; no module stores them
 T tokens, D features, E experts, C = E clusters, K experts per token, J clusters per token.
 """
 
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +72,8 @@ class RoutingState(_StateFields):
 
         With it every adaptive router equals its base router bitwise, in every statistics mode.
         """
+        if not _is_count(mix):
+            raise UserError(f"mix={mix!r}; it must be a whole number of clusters, 1 or more")
         assignment, membership = no_cluster(num_tokens, mix, device=device, dtype=dtype)
         scale = torch.ones(num_clusters, dim, device=device, dtype=dtype)
         aux_loss = torch.zeros((), device=device, dtype=torch.float32)
@@ -156,6 +159,11 @@ def first_choice(routing: Routing) -> Tensor:
     return routing.affinity.detach().argmax(-1) if routing.first is None else routing.first
 
 
+def _is_count(value: Any) -> bool:
+    """Return True for whole numbers from 1 on, also those of numpy."""
+    return (type(value) is int or isinstance(value, Integral)) and int(value) >= 1
+
+
 def check_mix(mix: int, num_clusters: int) -> None:
     check(mix <= num_clusters, f"mix={mix} exceeds num_experts={num_clusters}; lower mix")
 
@@ -185,6 +193,11 @@ def check_state(
             f"state.scale arrives in {state.scale.dtype}, and a rounded scale routes otherwise: "
             "pass the state in float32 (under FSDP2: "
             "MixedPrecisionPolicy(cast_forward_inputs=False))"
+        )
+    if state.assignment.dtype not in (torch.int64, torch.int32):
+        raise UserError(
+            f"state.assignment arrives in {state.assignment.dtype}; it holds numbers of clusters: "
+            "pass it as torch.int64"
         )
     num_tokens, dim = count_tokens(x), x.shape[-1]
     if state.assignment.shape == (num_tokens, mix) and state.scale.shape == (num_clusters, dim):

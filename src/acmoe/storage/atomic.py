@@ -24,6 +24,8 @@ def replace_text(path: Path, text: str) -> None:
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Give the path of a draft, which replaces the file unless an error leaves `with`."""
+    if not path.name:  # such as . and /
+        raise UserError(f"cannot write {path}: it is a folder; name a file in it")
     draft = path.with_name(f".{path.name}{DRAFT}")
     with report_write_errors(path):
         try:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from acmoe.ops.device import tuning
 from acmoe.ops.device.settings import GROUPED_MM, PipelineConfig
-from acmoe.ops.experts.grouped import rows_by_torch, weights_by_torch
+from acmoe.ops.experts.grouped_mm import rows_by_torch, weights_by_torch
 from acmoe.ops.sort import sort_rows
 
 pytest.importorskip("triton")

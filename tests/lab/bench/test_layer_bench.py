@@ -228,6 +228,9 @@ def test_a_shape_may_have_other_numbers_of_tokens() -> None:
         ("8192x4096x14336x8x2-tanh", "activation 'tanh' is unknown; choose relu, gelu, swiglu"),
         ("8192x4096x14336x8x2-", "activation '' is unknown"),
         ("8192x0x14336x8x2", "holds a zero"),
+        (f"8x{10**18}x16x4x2", "holds the size 1000000000000000000; give at most 18 digits"),
+        (f"tiny@{10**30}", "holds the size 10+; give at most 18 digits"),
+        (f"tiny@{'9' * 5000}", "give at most 18 digits"),
         ("8192x4096x14336x2x8", "to 8 of 2 experts"),
     ],
 )

@@ -88,7 +88,7 @@ def _mapped(x_ND: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
     tsne = TSNE(
         init=_principal_plane(x_ND),
         perplexity=min(30.0, (len(x_ND) - 1) / 3),
-        random_state=seed,
+        random_state=seed % 2**32,  # the seeds that it takes
     )
     # Several threads would add partial sums in varying order, and t-SNE amplifies the last bit.
     with ThreadpoolController().limit(limits=1):

@@ -232,7 +232,7 @@ class Bench:
 
     def run(self) -> int:
         if not self.which:
-            return self.action.run()
+            return self._measure()
         import torch
 
         from acmoe.lab.bench.shapes import find_shapes
@@ -250,3 +250,12 @@ class Bench:
                 table.add_row(choice.op, choice.backend, runs, choice.unsupported or "")
             Console().print(table)
         return 0
+
+    def _measure(self) -> int:
+        """Run the subcommand; raise first if its report could not be saved."""
+        if getattr(self.action, "save", False):
+            from acmoe.lab.bench.results import FOLDER
+            from acmoe.storage.writable import check_can_fill
+
+            check_can_fill(FOLDER)
+        return self.action.run()

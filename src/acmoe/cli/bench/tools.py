@@ -173,11 +173,13 @@ class Scaling:
     """Microseconds of one hop of a reduction."""
 
     def run(self) -> int:
-        from acmoe.errors import check
+        from acmoe.errors import check, check_not_negative, check_positive
         from acmoe.lab.bench.scaling import Machine, table
 
-        check(self.bandwidth > 0, f"--bandwidth {self.bandwidth}; it must be positive")
-        check(self.hop >= 0, f"--hop {self.hop}; it must not be negative")
+        check_positive(self.bandwidth, "--bandwidth")
+        check_not_negative(self.hop, "--hop")
+        for gpus in self.gpus:
+            check(gpus >= 1, f"--gpus {gpus}; it must be at least 1")
         machine = Machine(bandwidth=self.bandwidth * 1e9, hop=self.hop * 1e-6)
         for line in table(machine, self.gpus):
             print(line)

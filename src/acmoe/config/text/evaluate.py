@@ -31,6 +31,9 @@ class EvaluateConfig:
             check_choice(mode, get_args(Statistics), "statistics")
         check_distinct(self.statistics, "statistics")
         check(self.batch >= 1, f"batch={self.batch}; it must be at least 1")
-        check(self.block is None or self.block >= 1, f"block={self.block}; it must be at least 1")
+        check(
+            self.block is None or 1 <= self.block < 2**31,
+            f"block={self.block}; it must be at least 1 and less than 2**31",
+        )
         if self.precision is not None:
             check_choice(self.precision, ("fp32", "bf16"), "precision")

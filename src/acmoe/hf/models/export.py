@@ -20,6 +20,7 @@ from acmoe.hf.models.card import card_text
 from acmoe.hf.models.source import Source, open_source
 from acmoe.storage.atomic import report_write_errors
 from acmoe.storage.sealed import write_sealed
+from acmoe.storage.writable import check_can_fill
 
 RUN_FILES = "acmoe"
 EXPORTED = "export.json"
@@ -61,7 +62,9 @@ def export_run(
 
 
 def check_empty(folder: Path) -> None:
-    """Raise a UserError unless the folder is absent or empty."""
+    """Raise a UserError unless the folder is absent or empty, and can be replaced."""
+    check(folder.name != "", f"{folder} cannot be replaced by a new folder; give one with a name")
+    check_can_fill(folder.parent)  # the draft is written beside the folder
     check(
         not folder.exists() or (folder.is_dir() and not any(folder.iterdir())),
         f"{folder} exists and is not empty; choose another folder, or remove it first",

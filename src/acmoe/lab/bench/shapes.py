@@ -125,7 +125,7 @@ def find_shape(name: str) -> Shape:
     known, at, tokens = name.partition("@")
     if at:
         check(tokens.isdecimal(), f"shape {name!r}: give a number of tokens after @")
-        return with_tokens(find_shape(known), int(tokens))
+        return with_tokens(find_shape(known), _size(tokens, name))
     known, plus, load = name.partition(_LOAD)
     if plus:
         choices = " or ".join(f"{_LOAD}{one}" for one in LOADS)
@@ -141,15 +141,24 @@ def find_shape(name: str) -> Shape:
             "TOKENSxFEATURESxHIDDENxEXPERTSxTOP_K, such as 8192x4096x14336x8x2, with -relu or "
             "-gelu behind it for experts that are not gated"
         )
-    shape = _shape(name, *map(int, numbers), activation=activation if dash else "swiglu")
+    found = [_size(number, name) for number in numbers]
+    shape = _shape(name, *found, activation=activation if dash else "swiglu")
     check(
         shape.activation in ACTIVATIONS,
         f"shape {name!r}: activation {activation!r} is unknown; choose {', '.join(ACTIVATIONS)}",
     )
-    check(min(map(int, numbers)) > 0, f"shape {name!r} holds a zero; every size must be positive")
+    check(min(found) > 0, f"shape {name!r} holds a zero; every size must be positive")
     check(
         shape.top_k <= shape.num_experts,
         f"shape {name!r} sends a token to {shape.top_k} of {shape.num_experts} experts; "
         "give TOP_K last, at most EXPERTS",
     )
     return shape
+
+
+def _size(digits: str, name: str) -> int:
+    """Return one size of the shape called `name`, which must fit into int64."""
+    check(
+        len(digits) <= 18, f"shape {name!r} holds the size {digits}; give at most 18 digits for it"
+    )
+    return int(digits)

@@ -6,15 +6,12 @@ logits exist: three GEMMs as in the plain form, and nothing is recomputed in bac
 over tokens alone: chunking the vocabulary too would cost a fourth GEMM, since the gradient of the
 first words needs the normaliser of the last.
 
-The bias is part of the GEMMs, as columns that multiply ones: x' = [x, 1, 1, 0...] and
-W' = [W, high, low, 0...], where high + low is the bias to twice the precision of the GEMM's dtype.
-Its gradient is then a column of the weight's gradient, and neither costs a pass over the logits.
+The bias is part of the GEMMs (output_layer.py).
 
 Shapes: T tokens, D features, A = D + 8 features with the bias, V words (padded on a GPU), N tokens
 of one chunk.
 """
 
-import math
 from typing import Any, Literal
 
 import torch
@@ -22,7 +19,14 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the customary name
 
 from acmoe.errors import check
-from acmoe.ops.device_support import on_nvidia, triton_unsupported
+from acmoe.ops.cross_entropy.output_layer import (
+    add_gemm,
+    log_probabilities,
+    logits_of,
+    with_bias,
+    with_ones,
+)
+from acmoe.ops.device_support import triton_unsupported
 from acmoe.ops.dispatch import op, transforming
 from acmoe.ops.once import differentiable_once
 from acmoe.ops.precision import autocast_dtype, without_autocast
@@ -32,8 +36,6 @@ _LOGITS_ON_CPU = 2**22  # the most logits that exist at a time
 # On a GPU, logits may take this share of its memory: chunks must be long enough that accumulating
 # the weight gradient (V x A, read and written once per chunk) is cheap beside the GEMMs.
 _SHARE_OF_GPU = 1 / 32
-_BIAS_COLUMNS = 8  # two hold the bias; eight keep rows aligned for tensor cores
-_WORDS_MULTIPLE = 64  # rows of logits begin on 128 bytes; with 267,735 words they would not
 
 
 def chunked_cross_entropy(
@@ -126,40 +128,6 @@ def _check(x: Tensor, weight: Tensor, targets: Tensor, chunk: int | None, reduct
     )
 
 
-def _with_bias(weight_VD: Tensor, bias_V: Tensor | None, gemm_dtype: torch.dtype) -> Tensor:
-    """Return (V, A) weight and bias; padding words get bias -inf, so probability 0."""
-    words, features = weight_VD.shape
-    filled = words + (-words % _WORDS_MULTIPLE if weight_VD.is_cuda else 0)
-    joined_VA = weight_VD.new_zeros(filled, features + _BIAS_COLUMNS, dtype=gemm_dtype)
-    joined_VA[:words, :features] = weight_VD
-    joined_VA[words:, features] = -math.inf
-    if bias_V is not None:
-        high_V = bias_V.to(gemm_dtype)
-        joined_VA[:words, features] = high_V
-        joined_VA[:words, features + 1] = bias_V - high_V.to(bias_V.dtype)
-    return joined_VA
-
-
-def _with_ones(x_TD: Tensor, gemm_dtype: torch.dtype) -> Tensor:
-    """Return (T, A): hidden states, and the ones that multiply the bias."""
-    joined_TA = F.pad(x_TD.to(gemm_dtype), (0, _BIAS_COLUMNS))
-    joined_TA[:, x_TD.shape[1] : x_TD.shape[1] + 2] = 1.0
-    return joined_TA
-
-
-def _logits(x_NA: Tensor, weight_VA: Tensor) -> Tensor:
-    """Return (N, V) logits; on a GPU float32 even for 16-bit operands, as the GEMM accumulates."""
-    wide = accumulation_dtype(x_NA.dtype)
-    if x_NA.dtype != wide and on_nvidia(x_NA.device):
-        return torch.mm(x_NA, weight_VA.T, out_dtype=wide)
-    return x_NA @ weight_VA.T
-
-
-def _log_softmax(x_NA: Tensor, weight_VA: Tensor) -> Tensor:
-    """Return (N, V) log probabilities in the accumulation dtype."""
-    return _logits(x_NA, weight_VA).log_softmax(1, dtype=accumulation_dtype(x_NA.dtype))
-
-
 def _masked(x: Tensor, keep_T: Tensor | None) -> Tensor:
     """Set masked tokens to zero."""
     if keep_T is None:
@@ -172,7 +140,7 @@ def cross_entropy_chunk(
     x_NA: Tensor, weight_VA: Tensor, targets_N: Tensor, keep_N: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return a chunk's losses (N,) and the gradient of its logits (N, V), in x's dtype."""
-    log_NV = _log_softmax(x_NA, weight_VA)
+    log_NV = log_probabilities(x_NA, weight_VA)
     chosen_N1 = log_NV.gather(1, targets_N[:, None])
     return -chosen_N1[:, 0], _grad_of_logits(log_NV, chosen_N1, targets_N[:, None], x_NA.dtype)
 
@@ -186,7 +154,7 @@ def _cross_entropy_chunk_triton(
     """Compute `cross_entropy_chunk` by a kernel that overwrites the logits with their gradient."""
     from acmoe.ops.cross_entropy.triton.cross_entropy import gradient_view, softmax_gradient_
 
-    logits_NV = _logits(x_NA, weight_VA)
+    logits_NV = logits_of(x_NA, weight_VA)
     share_N = torch.ones_like(logits_NV[:, 0]) if keep_N is None else keep_N.float()
     losses_N = softmax_gradient_(logits_NV, targets_N, share_N, x_NA.dtype)
     return losses_N, gradient_view(logits_NV, x_NA.dtype)
@@ -200,11 +168,11 @@ def _token_losses(
     gemm_dtype: torch.dtype,
     chunk: int,
 ) -> Tensor:
-    x_TA, weight_VA = _with_ones(x_TD, gemm_dtype), _with_bias(weight_VD, bias_V, gemm_dtype)
+    x_TA, weight_VA = with_ones(x_TD, gemm_dtype), with_bias(weight_VD, bias_V, gemm_dtype)
     losses_T = x_TD.new_empty(x_TD.shape[0], dtype=accumulation_dtype(gemm_dtype))
     for start in range(0, x_TD.shape[0], chunk):
         rows = slice(start, start + chunk)
-        log_NV = _log_softmax(x_TA[rows], weight_VA)
+        log_NV = log_probabilities(x_TA[rows], weight_VA)
         losses_T[rows] = -log_NV.gather(1, targets_T[rows, None])[:, 0]
     return losses_T
 
@@ -243,9 +211,9 @@ class _SumOfLosses(torch.autograd.Function):
         wide, features = accumulation_dtype(gemm_dtype), x_TD.shape[1]
         needs_x, *needs_layer = ctx.needs_input_grad[:3]
         # A masked token may hold any values; it adds zeros to the layer's gradient.
-        x_TA = _with_ones(_masked(x_TD, keep_T), gemm_dtype)
+        x_TA = with_ones(_masked(x_TD, keep_T), gemm_dtype)
         unmasked_TA = _masked(x_TA, keep_T)
-        weight_VA = _with_bias(weight_VD, bias_V, gemm_dtype)
+        weight_VA = with_bias(weight_VD, bias_V, gemm_dtype)
         grad_x_TD = torch.empty_like(x_TD) if needs_x else None
         grad_VA = torch.zeros_like(weight_VA, dtype=wide) if any(needs_layer) else None
         total = x_TD.new_zeros((), dtype=wide)
@@ -257,7 +225,7 @@ class _SumOfLosses(torch.autograd.Function):
             if grad_x_TD is not None:
                 grad_x_TD[rows] = _masked(grad_NV @ weight_VA[:, :features], keep_N)
             if grad_VA is not None:
-                _add_gemm(grad_VA, grad_NV.T, unmasked_TA[rows])
+                add_gemm(grad_VA, grad_NV.T, unmasked_TA[rows])
         ctx.save_for_backward(grad_x_TD, grad_VA)
         ctx.layer = weight_VD.shape, weight_VD.dtype, None if bias_V is None else bias_V.dtype
         return total
@@ -290,13 +258,3 @@ def _grad_of_logits(
     else:
         grad_NV = torch.exp(log_NV, out=torch.empty_like(log_NV, dtype=gemm_dtype))
     return grad_NV.scatter_(1, target_N1, chosen_N1.expm1().to(gemm_dtype))
-
-
-def _add_gemm(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, accumulated in total's dtype, whatever the factors' dtype."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    elif on_nvidia(total.device):
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        total += left @ right

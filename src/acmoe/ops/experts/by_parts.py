@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from acmoe.ops.dispatch import DEFINITION, requested, transforming
-from acmoe.ops.experts.grouped import grouped_linear, grouped_mm
+from acmoe.ops.experts.grouped import grouped_linear
+from acmoe.ops.experts.grouped_mm import grouped_mm
 from acmoe.ops.experts.op import grouped_gemm_unsupported
 from acmoe.ops.experts.reference import ExpertWeights, GroupedGemm, dispatch, linear, permute
 from acmoe.ops.flops import tell_counters

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from acmoe.ops.device_support import on_nvidia
 from acmoe.ops.dispatch import eager, transforming
 from acmoe.ops.experts.products import (
     FEWEST_ROWS,
@@ -22,6 +21,7 @@ from acmoe.ops.experts.products import (
 from acmoe.ops.flops import tell_counters
 from acmoe.ops.precision import autocast_dtype
 
+_batched = torch._C._functorch.is_legacy_batchedtensor
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 
 
@@ -131,6 +131,16 @@ def _(grad_NO: Tensor, x_NI: Tensor, offsets_E: Tensor) -> Tensor:
     return x_NI.new_empty(offsets_E.shape[0], grad_NO.shape[1], x_NI.shape[1])
 
 
+@_grouped_outer.register_vmap
+def _(info, in_dims, *batched):  # type: ignore[no-untyped-def]
+    """Compute one gradient after the other, for a backward inside `torch.func.vmap`."""
+    given = [
+        [tensor] * info.batch_size if dim is None else tensor.unbind(dim)
+        for tensor, dim in zip(batched, in_dims, strict=True)
+    ]
+    return torch.stack([_grouped_outer(*one) for one in zip(*given, strict=True)]), 0
+
+
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.save_for_backward(*inputs)
 
@@ -193,14 +203,18 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_NO):  # type: ignore[no-untyped-def]
         x_NI, weight_EOI, offsets_E = ctx.saved_tensors
+        # With `is_grads_batched=True`, torch calls a custom op for each gradient. It has no
+        # batching rule for products with `out=`, as in the loop over experts.
+        batched = _batched(grad_NO)
+        linear, outer = (_grouped_linear, _grouped_outer) if batched else (_linear, _outer)
         grad_NO = grad_NO.contiguous()
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = _linear(grad_NO, weight_EOI.mT, offsets_E)
+            grad_x = linear(grad_NO, weight_EOI.mT, offsets_E)
         if ctx.needs_input_grad[1] and weight_EOI.stride(-1) == 1:
-            grad_weight = _outer(grad_NO, x_NI, offsets_E)
+            grad_weight = outer(grad_NO, x_NI, offsets_E)
         elif ctx.needs_input_grad[1]:  # as in `_backward`
-            grad_weight = _outer(x_NI, grad_NO, offsets_E).mT
+            grad_weight = outer(x_NI, grad_NO, offsets_E).mT
         if ctx.needs_input_grad[3]:
             grad_bias = _sum_by_expert(grad_NO, offsets_E)
         return grad_x, grad_weight, None, grad_bias
@@ -258,47 +272,3 @@ def grouped_linear(
     x_NI, weight_EOI = x_NI.to(dtype), weight_EOI.to(dtype)
     bias_EO = None if bias_EO is None else bias_EO.to(dtype)
     return _linear(x_NI, weight_EOI, offsets_E, bias_EO)
-
-
-def grouped_mm_unsupported(device: torch.device, dtype: torch.dtype, *widths: int) -> str | None:
-    """Return the reason why PyTorch's grouped GEMM cannot take rows of these widths, or None."""
-    if not hasattr(torch.nn.functional, "grouped_mm"):
-        return "this torch has no grouped_mm; 2.10 is the first"
-    if device.type != "cuda":
-        return f"on {device.type} it is slower than a GEMM per expert"
-    if not on_nvidia(device):
-        return "it has never run on an AMD GPU"
-    if dtype != torch.bfloat16:
-        return f"it takes bfloat16 on this device, not {dtype}"
-    if any(width * dtype.itemsize % 16 for width in widths):
-        return f"it needs rows of a multiple of 16 bytes, not widths {widths}"
-    return None
-
-
-def rows_by_torch(
-    a_NI: Tensor, weight: Tensor, offsets_E: Tensor, *, across: bool = False
-) -> Tensor:
-    """Return (N, O) = a @ weight[e]^T for weight (E, O, I), across: a @ weight[e] for (E, I, O).
-
-    Rows that belong to no expert are not written. There is no gradient.
-    """
-    right = weight if across else weight.mT
-    return torch.nn.functional.grouped_mm(a_NI, right, offs=offsets_E.to(torch.int32))
-
-
-def weights_by_torch(p_NO: Tensor, q_NI: Tensor, offsets_E: Tensor) -> Tensor:
-    """Return (E, O, I): p^T q summed over each expert's rows. There is no gradient."""
-    return torch.nn.functional.grouped_mm(p_NO.mT, q_NI, offs=offsets_E.to(torch.int32))
-
-
-def grouped_mm(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
-    """Compute `grouped_linear` with PyTorch's grouped GEMM, which reads the offsets on the device.
-
-    PyTorch's kernel does not write the rows that belong to no expert, neither in the output nor in
-    the gradient of x. The two masks below set them to zero; the first acts in backward.
-    """
-    tell_counters()
-    unrouted_N1 = (torch.arange(x_NI.shape[0], device=x_NI.device) >= offsets_E[-1])[:, None]
-    x_NI = x_NI.masked_fill(unrouted_N1, 0.0)
-    y_NO = torch.nn.functional.grouped_mm(x_NI, weight_EOI.mT, offs=offsets_E.to(torch.int32))
-    return y_NO.masked_fill(unrouted_N1, 0.0)

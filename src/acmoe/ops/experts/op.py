@@ -11,8 +11,8 @@ from torch.compiler import is_compiling
 
 from acmoe.ops.device_support import installed, triton_unsupported
 from acmoe.ops.experts.autograd import fused_expert_mlp
-from acmoe.ops.experts.grouped import grouped_mm
-from acmoe.ops.experts.grouped import grouped_mm_unsupported as lacks_grouped_mm
+from acmoe.ops.experts.grouped_mm import grouped_mm
+from acmoe.ops.experts.grouped_mm import grouped_mm_unsupported as lacks_grouped_mm
 from acmoe.ops.experts.padding import pad_experts, worth_padding
 from acmoe.ops.experts.reference import ExpertWeights, expert_mlp, expert_mlp_with
 from acmoe.ops.experts.sonicmoe import sonic_mlp

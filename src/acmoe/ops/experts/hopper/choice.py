@@ -24,7 +24,7 @@ from acmoe.ops.device.settings import (
     PipelineConfig,
 )
 from acmoe.ops.device.tuning import copies_rows, pipeline_for
-from acmoe.ops.experts.grouped import grouped_mm_unsupported, rows_by_torch, weights_by_torch
+from acmoe.ops.experts.grouped_mm import grouped_mm_unsupported, rows_by_torch, weights_by_torch
 from acmoe.ops.experts.triton import launch as triton_launch
 from acmoe.ops.experts.triton.backward_launch import run_activation
 from acmoe.ops.experts.triton.sizes import Partials, RowOperand, Sizes, Sums

@@ -1,0 +1,35 @@
+"""Check, before the work begins, that the files in which it will end can be written.
+
+Nothing is created: a command that fails later leaves no empty folder behind.
+"""
+
+import os
+from pathlib import Path
+
+from acmoe.errors import check
+
+
+def check_can_fill(folder: Path) -> None:
+    """Raise a UserError unless files can be written into the folder, which need not exist yet."""
+    _check_folder(folder, f"into {folder}")
+
+
+def check_can_write(file: Path) -> None:
+    """Raise a UserError unless the file, and the folders above it, can be written."""
+    check(not os.path.isdir(file), f"{file} is a folder; name a file in it")
+    _check_folder(file.parent, str(file))
+
+
+def _check_folder(folder: Path, what: str) -> None:
+    there = _nearest(folder)
+    reason = ""
+    if not os.path.isdir(there):
+        reason = f"{there} is no folder"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        reason = f"no permission in {there}"
+    check(not reason, f"cannot write {what}: {reason}; choose another path")
+
+
+def _nearest(path: Path) -> Path:
+    """Return the path itself or the nearest folder or file above it that exists."""
+    return next((one for one in (path, *path.parents) if os.path.lexists(one)), Path())
