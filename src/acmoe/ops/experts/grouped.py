@@ -34,10 +34,12 @@ def _by_expert(
     if as_vectors(x_NI, weight_EOI, max(sizes[:-1], default=0)):
         _vectors_by_expert(x_NI, weight_EOI, sizes, out_NO, bias_EO)
         return out_NO
-    inputs, outputs = x_NI.split_with_sizes(sizes), out_NO.split_with_sizes(sizes)
     weight_EOI = laid_out(weight_EOI, x_NI.shape[0])
     # Asked once for all experts: for each of 8 it would take some 5 us.
     by_blas = any_layout(x_NI, weight_EOI)
+    if bias_EO is not None and by_blas and x_NI.device.type == "cpu":
+        return _added_to_bias(x_NI, weight_EOI, sizes, bias_EO)
+    inputs, outputs = x_NI.split_with_sizes(sizes), out_NO.split_with_sizes(sizes)
     weights = weight_EOI.mT.unbind()
     for x_rI, weight_IO, out_rO, rows in zip(inputs, weights, outputs, sizes, strict=False):
         if rows > FEWEST_ROWS and by_blas:
@@ -46,6 +48,25 @@ def _by_expert(
             rows_product(x_rI, weight_IO.T, out_rO)
     if bias_EO is not None:
         torch._foreach_add_(outputs[:-1], bias_EO.unbind())
+    outputs[-1].zero_()
+    return out_NO
+
+
+def _added_to_bias(x_NI: Tensor, weight_EOI: Tensor, sizes: list[int], bias_EO: Tensor) -> Tensor:
+    """Compute `_by_expert` on a CPU: products that BLAS adds to rows which hold the bias.
+
+    At nano this takes a fifth less than products and then an addition for each expert.
+    """
+    expert_N = np.arange(len(sizes)).repeat(sizes)
+    np.minimum(expert_N, len(sizes) - 2, out=expert_N)  # rows of no expert are set to 0 below
+    out_NO = bias_EO.detach().index_select(0, torch.from_numpy(expert_N))
+    inputs, outputs = x_NI.split_with_sizes(sizes), out_NO.split_with_sizes(sizes)
+    weights = weight_EOI.mT.unbind()
+    for x_rI, weight_IO, out_rO, rows in zip(inputs, weights, outputs, sizes, strict=False):
+        if rows > 1:
+            out_rO.addmm_(x_rI, weight_IO)
+        elif rows:
+            out_rO[0].addmv_(weight_IO.T, x_rI[0])
     outputs[-1].zero_()
     return out_NO
 
