@@ -77,7 +77,6 @@ def unsupported(*tensors: Tensor) -> str | None:
     return "under autocast its GEMMs would be narrow" if torch.is_autocast_enabled("cpu") else None
 
 
-@torch.no_grad()
 def measured_dispersion(
     x_TD: Tensor,
     cluster_T: Tensor,
@@ -88,7 +87,7 @@ def measured_dispersion(
     add_to: tuple[Tensor, Tensor, int] | None = None,
     **_unused: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the op `measure_dispersion` of tokens without a mask.
+    """Compute the op `measure_dispersion` of tokens without a mask and without a gradient.
 
     add_to: arguments `mean_CX`, `count_C` and `least` of `pending.add_batch`, which is called with
     the result.
@@ -97,7 +96,6 @@ def measured_dispersion(
     return _written(found, out, add_to)
 
 
-@torch.no_grad()
 def measured_scale(
     x_TD: Tensor,
     cluster_T: Tensor,
@@ -109,7 +107,7 @@ def measured_scale(
     add_to: tuple[Tensor, Tensor, int] | None = None,
     **_unused: Any,
 ) -> Tensor:
-    """Compute the op `measure_scale` of tokens without a mask, each cluster by itself.
+    """Compute the op `measure_scale` of tokens without mask and gradient, each cluster by itself.
 
     add_to: that of `measured_dispersion`.
     """
