@@ -97,11 +97,11 @@ def record_scale(
 def _added_on_cpu(waiting: Waiting | None) -> TypeGuard[Waiting]:
     """Return True if the CPU kernel may add this batch to the pending means.
 
-    The caller asks whether that kernel serves the call; where something traces or observes it, it
-    does not. It may not add inside a backward, where activation checkpointing repeats a forward
-    that was already counted (see `record_batch`).
+    The caller asks whether that kernel serves the call; where something observes it, it does not.
+    It may not add inside a backward, where activation checkpointing repeats a forward that was
+    already counted (see `record_batch`).
     """
-    if waiting is None or waiting[0].device.type != "cpu":
+    if waiting is None or torch.compiler.is_compiling() or waiting[0].device.type != "cpu":
         return False
     plain = all([type(one) is Tensor and one.dtype == torch.float32 for one in waiting])
     return plain and not replaying()
