@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from acmoe.ops.dispatch import requested
+from acmoe.ops.environment import is_set
 
 # Looked up once, at import, so that `torch.compile` sees constants.
 _installed = {name: importlib.util.find_spec(name) is not None for name in ("triton", "sonicmoe")}
@@ -25,6 +26,8 @@ def installed(package: str) -> bool:
 
 def interpreting() -> bool:
     """Return True if Triton's interpreter runs kernels on the CPU, which tests do."""
+    if not is_compiling() and not is_set("TRITON_INTERPRET"):
+        return False
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 

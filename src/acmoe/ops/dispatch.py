@@ -248,8 +248,7 @@ def _is_ordinary() -> bool:
     return not (
         is_compiling()
         or _records
-        or _requested
-        or is_set(_ASKED)
+        or (_requested[-1] != "auto" if _requested else is_set(_ASKED))
         or _any_transform()
         or forward_ad._current_level >= 0
     )

@@ -9,11 +9,11 @@ from typing import Any
 # The dictionary inside `os.environ`, whose names and values are encoded.
 _STORED: Any = getattr(os.environ, "_data", os.environ)
 _encoded: Any = getattr(os.environ, "encodekey", str) if _STORED is not os.environ else str
-_NAMES = {name: _encoded(name) for name in ("ACMOE_BACKEND", "ACMOE_GLUON")}
+_NAMES = {name: _encoded(name) for name in ("ACMOE_BACKEND", "ACMOE_GLUON", "TRITON_INTERPRET")}
 
 
 def is_set(name: str) -> bool:
-    """Return True if ACMOE_BACKEND or ACMOE_GLUON is set.
+    """Return True if ACMOE_BACKEND, ACMOE_GLUON or TRITON_INTERPRET is set.
 
     Eager calls ask several times. `os.environ` encodes the name, raises a KeyError and catches it,
     which takes 1.5 us; its dictionary answers in 0.1.

@@ -16,7 +16,14 @@ from acmoe.ops.dispatch import DEFINITION, requested, transforming
 from acmoe.ops.experts.grouped import grouped_linear
 from acmoe.ops.experts.grouped_mm import grouped_mm
 from acmoe.ops.experts.op import grouped_gemm_unsupported
-from acmoe.ops.experts.reference import ExpertWeights, GroupedGemm, dispatch, linear, permute
+from acmoe.ops.experts.reference import (
+    ExpertWeights,
+    GroupedGemm,
+    combine,
+    dispatch,
+    linear,
+    permute,
+)
 from acmoe.ops.flops import tell_counters
 from acmoe.ops.sort.reference import Rows
 
@@ -51,6 +58,8 @@ def expert_mlp_by_parts(
     y_ND = linear(gemm, h_NF, weights.down, weights.down_bias, rows)
     if norm is not None:
         y_ND = norm(y_ND)
+    if y_ND.dtype == gate_TK.dtype:
+        return combine(y_ND, gate_TK, rows).to(x_TD.dtype)
     # The product has the wider dtype of the two, so that float32 gates are not rounded.
     y_TKD = permute(y_ND, rows.inverse, rows.permutation).view(*gate_TK.shape, y_ND.shape[-1])
     return (y_TKD * gate_TK[..., None]).sum(1).to(x_TD.dtype)

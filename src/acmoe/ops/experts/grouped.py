@@ -11,85 +11,12 @@ import torch
 from torch import Tensor
 
 from acmoe.ops.dispatch import eager, transforming
-from acmoe.ops.experts.products import (
-    FEWEST_ROWS,
-    any_layout,
-    as_vectors,
-    laid_out,
-    rows_product,
-)
+from acmoe.ops.experts.loops import by_expert, outer_by_expert, rows_per_expert
 from acmoe.ops.flops import tell_counters
 from acmoe.ops.precision import autocast_dtype
 
 _batched = torch._C._functorch.is_legacy_batchedtensor
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
-
-
-def _by_expert(
-    x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor, bias_EO: Tensor | None = None
-) -> Tensor:
-    """Return (N, O): each row times the weight of its expert, plus its expert's bias."""
-    out_NO = x_NI.new_empty(x_NI.shape[0], weight_EOI.shape[1])
-    sizes = _rows_per_expert(offsets_E, x_NI.shape[0])
-    if as_vectors(x_NI, weight_EOI, max(sizes[:-1], default=0)):
-        _vectors_by_expert(x_NI, weight_EOI, sizes, out_NO, bias_EO)
-        return out_NO
-    inputs, outputs = x_NI.split_with_sizes(sizes), out_NO.split_with_sizes(sizes)
-    weight_EOI = laid_out(weight_EOI, x_NI.shape[0])
-    # Asked once for all experts: for each of 8 it would take some 5 us.
-    by_blas = any_layout(x_NI, weight_EOI)
-    weights = weight_EOI.mT.unbind()
-    for x_rI, weight_IO, out_rO, rows in zip(inputs, weights, outputs, sizes, strict=False):
-        if rows > FEWEST_ROWS and by_blas:
-            torch.mm(x_rI, weight_IO, out=out_rO)
-        elif rows:
-            rows_product(x_rI, weight_IO.T, out_rO)
-    if bias_EO is not None:
-        torch._foreach_add_(outputs[:-1], bias_EO.unbind())
-    outputs[-1].zero_()
-    return out_NO
-
-
-def _vectors_by_expert(
-    x_NI: Tensor, weight_EOI: Tensor, sizes: list[int], out_NO: Tensor, bias_EO: Tensor | None
-) -> None:
-    """Write the results of `_by_expert` to `out_NO`, by a matrix-vector product for each row.
-
-    Most experts have no rows here: taking all weights apart would take longer than indexing a few.
-    """
-    # All views are made before the first product: after each of them, which reads a whole weight,
-    # little of Python is left in the caches.
-    experts = [expert for expert, rows in enumerate(sizes[:-1]) for _ in range(rows)]
-    outputs = out_NO.unbind()
-    calls = list(
-        zip([weight_EOI[expert] for expert in experts], x_NI.unbind(), outputs, strict=False)
-    )
-    for weight_OI, x_I, out_O in calls:
-        torch.mv(weight_OI, x_I, out=out_O)
-    if bias_EO is not None:
-        for expert, out_O in zip(experts, outputs, strict=False):
-            out_O.add_(bias_EO[expert])
-    for out_O in outputs[len(experts) :]:  # rows of no expert
-        out_O.zero_()
-
-
-def _rows_per_expert(offsets_E: Tensor, num_rows: int) -> list[int]:
-    """Return the number of rows of each expert, and then of those that belong to none."""
-    ends = offsets_E.tolist()
-    return [end - start for start, end in zip([0, *ends], [*ends, num_rows], strict=True)]
-
-
-def _outer_by_expert(grad_NO: Tensor, x_NI: Tensor, offsets_E: Tensor) -> Tensor:
-    """Return the (E, O, I) weight gradient: grad^T @ x over the rows of each expert."""
-    out_EOI = x_NI.new_empty(offsets_E.shape[0], grad_NO.shape[1], x_NI.shape[1])
-    sizes = _rows_per_expert(offsets_E, x_NI.shape[0])
-    grads, inputs = grad_NO.split_with_sizes(sizes), x_NI.split_with_sizes(sizes)
-    for rows, grad_rO, x_rI, out_OI in zip(sizes, grads, inputs, out_EOI.unbind(), strict=False):
-        if rows:
-            torch.mm(grad_rO.T, x_rI, out=out_OI)
-        else:
-            out_OI.zero_()
-    return out_EOI
 
 
 def _sum_by_expert(grad_NO: Tensor, offsets_E: Tensor) -> Tensor:
@@ -103,7 +30,7 @@ def _sum_by_expert(grad_NO: Tensor, offsets_E: Tensor) -> Tensor:
     kind = _NUMPY.get(dtype)
     if kind is not None and grad_NO.device.type == "cpu" and _direct(grad_NO, offsets_E):
         identity = np.eye(E + 1, E, dtype=kind)  # the last row is for rows of no expert
-        sizes = _rows_per_expert(offsets_E, grad_NO.shape[0])
+        sizes = rows_per_expert(offsets_E, grad_NO.shape[0])
         return torch.from_numpy(identity.repeat(sizes, 0)).T.mm(grad_NO)
     rows_N = torch.arange(grad_NO.shape[0], device=grad_NO.device)
     expert_N = torch.bucketize(rows_N, offsets_E, right=True)
@@ -113,7 +40,7 @@ def _sum_by_expert(grad_NO: Tensor, offsets_E: Tensor) -> Tensor:
 
 @torch.library.custom_op("acmoe::grouped_linear", mutates_args=())
 def _grouped_linear(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
-    return _by_expert(x_NI, weight_EOI, offsets_E)
+    return by_expert(x_NI, weight_EOI, offsets_E)
 
 
 @_grouped_linear.register_fake
@@ -123,7 +50,7 @@ def _(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tensor:
 
 @torch.library.custom_op("acmoe::grouped_outer", mutates_args=())
 def _grouped_outer(grad_NO: Tensor, x_NI: Tensor, offsets_E: Tensor) -> Tensor:
-    return _outer_by_expert(grad_NO, x_NI, offsets_E)
+    return outer_by_expert(grad_NO, x_NI, offsets_E)
 
 
 @_grouped_outer.register_fake
@@ -193,12 +120,12 @@ def _masked_linear(x_NI: Tensor, weight_EOI: Tensor, offsets_E: Tensor) -> Tenso
 
 
 class _Linear(torch.autograd.Function):
-    """`_by_expert` with a gradient. The custom op costs 0.2 ms more forward and backward."""
+    """`by_expert` with a gradient. The custom op costs 0.2 ms more forward and backward."""
 
     @staticmethod
     def forward(ctx, x_NI, weight_EOI, offsets_E, bias_EO):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x_NI, weight_EOI, offsets_E)
-        return _by_expert(x_NI, weight_EOI, offsets_E, bias_EO)
+        return by_expert(x_NI, weight_EOI, offsets_E, bias_EO)
 
     @staticmethod
     def backward(ctx, grad_NO):  # type: ignore[no-untyped-def]
@@ -233,7 +160,7 @@ def _linear(
     elif _recorded(x_NI, weight_EOI, bias_EO):
         out_NO = _Linear.apply(x_NI, weight_EOI, offsets_E, bias_EO)  # type: ignore[no-untyped-call]
     else:
-        out_NO = _by_expert(x_NI, weight_EOI, offsets_E, bias_EO)
+        out_NO = by_expert(x_NI, weight_EOI, offsets_E, bias_EO)
     return out_NO
 
 
@@ -242,7 +169,7 @@ def _outer(grad_NO: Tensor, x_NI: Tensor, offsets_E: Tensor) -> Tensor:
     if transforming() or not _direct(grad_NO, x_NI) or _recorded(grad_NO, x_NI):
         found: Tensor = _grouped_outer(grad_NO, x_NI, offsets_E)
         return found
-    return _outer_by_expert(grad_NO, x_NI, offsets_E)
+    return outer_by_expert(grad_NO, x_NI, offsets_E)
 
 
 def _direct(x: Tensor, *others: Tensor) -> bool:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the customary name
 
-from acmoe.ops.dispatch import op, transforming
+from acmoe.ops.dispatch import eager, op, transforming
+from acmoe.ops.experts.bags import in_bags, sum_of_choices, sum_of_rows
 from acmoe.ops.experts.grouped import adds_bias, grouped_linear
 from acmoe.ops.sort.reference import Rows
 
@@ -76,10 +77,21 @@ def expert_mlp_with(
 ) -> Tensor:
     """Compute `expert_mlp` with the given grouped GEMM."""
     h_NF = linear(gemm, dispatch(x_TD, rows), weights.up, weights.up_bias, rows)
-    h_NF = ACTIVATIONS[activation](h_NF)
+    h_NF = _activated(h_NF, activation)
     if dropout > 0:  # with dynamic=True torch.compile has a symbol here, which F.dropout refuses
         h_NF = F.dropout(h_NF, dropout)
     return combine(linear(gemm, h_NF, weights.down, weights.down_bias, rows), gate_TK, rows)
+
+
+def _activated(h_NW: Tensor, activation: str) -> Tensor:
+    """Return the (N, F) activation of h, which the caller does not read again.
+
+    On a CPU relu overwrites h: new memory would take longer than the activation. Backward reads the
+    result. Modes see no tensor change, because one may keep h (selective checkpointing).
+    """
+    if activation == "relu" and h_NW.device.type == "cpu" and eager(h_NW) and not transforming():
+        return F.relu_(h_NW)
+    return ACTIVATIONS[activation](h_NW)
 
 
 def linear(
@@ -105,33 +117,28 @@ def dispatch(x_TD: Tensor, rows: Rows) -> Tensor:
     if transforming():
         return x_TD[rows.permutation // top_k]
     if not (x_TD.requires_grad and torch.is_grad_enabled()):
-        return x_TD.index_select(0, rows.permutation // top_k)
+        return x_TD.index_select(0, tokens_of(rows.permutation, top_k))
     found: Tensor = _Dispatch.apply(x_TD, rows.permutation, rows.inverse)  # type: ignore[no-untyped-call]
     return found
 
 
 def combine(y_ND: Tensor, gate_TK: Tensor, rows: Rows) -> Tensor:
     """Return (T, D): the gate-weighted sum of each token's K expert outputs, first choice first."""
-    T, K = gate_TK.shape
-    y_TKD = permute(y_ND, rows.inverse, rows.permutation).view(T, K, y_ND.shape[-1])
     gate_TK = gate_TK.to(y_ND.dtype)
-    if not _adds(y_TKD) or transforming() or torch.compiler.is_compiling():
+    if not in_bags(y_ND):
+        y_TKD = permute(y_ND, rows.inverse, rows.permutation).view(*gate_TK.shape, y_ND.shape[-1])
         return (y_TKD * gate_TK[..., None]).sum(1)
-    if not (torch.is_grad_enabled() and (y_TKD.requires_grad or gate_TK.requires_grad)):
-        return _sum_of_choices(y_TKD * gate_TK[..., None])
-    found: Tensor = _WeightedSum.apply(y_TKD, gate_TK)  # type: ignore[no-untyped-call]
+    if not (torch.is_grad_enabled() and (y_ND.requires_grad or gate_TK.requires_grad)):
+        return sum_of_choices(y_ND, rows.inverse, gate_TK)
+    found: Tensor = _Combine.apply(y_ND, gate_TK, rows.permutation, rows.inverse)  # type: ignore[no-untyped-call]
     return found
 
 
-def _adds(y_TKD: Tensor) -> bool:
-    """Return True for two rows per token on a CPU, where torch's sum of them takes three times as
-    long as their addition. Elsewhere autocast may sum in float32, which an addition would not."""
-    return y_TKD.shape[1] == 2 and y_TKD.device.type == "cpu"
-
-
-def _sum_of_choices(y_TKD: Tensor) -> Tensor:
-    """Return y.sum(1). An addition has the same bits, except that two -0.0 stay -0.0."""
-    return y_TKD[:, 0] + y_TKD[:, 1] if _adds(y_TKD) else y_TKD.sum(1)
+def tokens_of(permutation_N: Tensor, top_k: int) -> Tensor:
+    """Return (N,) permutation // K. A shift takes a quarter of the time of torch's division."""
+    if top_k & (top_k - 1):
+        return permutation_N // top_k
+    return permutation_N if top_k == 1 else permutation_N >> (top_k.bit_length() - 1)
 
 
 def permute(y_ND: Tensor, index_N: Tensor, inverse_N: Tensor) -> Tensor:
@@ -154,16 +161,18 @@ class _Dispatch(torch.autograd.Function):
         ctx.save_for_backward(inverse_N)
         ctx.num_tokens = x_TD.shape[0]
         top_k = permutation_N.numel() // max(x_TD.shape[0], 1)
-        return x_TD.index_select(0, permutation_N // max(top_k, 1))
+        return x_TD.index_select(0, tokens_of(permutation_N, max(top_k, 1)))
 
     @staticmethod
     def backward(ctx, grad_ND):  # type: ignore[no-untyped-def]
         (inverse_N,) = ctx.saved_tensors
         if ctx.num_tokens == 0:
             return grad_ND.new_zeros(0, grad_ND.shape[-1]), None, None
+        if in_bags(grad_ND) and not torch.is_grad_enabled():
+            top_k = inverse_N.numel() // ctx.num_tokens
+            return sum_of_rows(grad_ND, inverse_N, top_k), None, None
         grad_ND = grad_ND.index_select(0, inverse_N)
-        grad_TKD = grad_ND.view(ctx.num_tokens, -1, grad_ND.shape[-1])
-        return _sum_of_choices(grad_TKD), None, None
+        return grad_ND.view(ctx.num_tokens, -1, grad_ND.shape[-1]).sum(1), None, None
 
 
 class _Permute(torch.autograd.Function):
@@ -180,20 +189,23 @@ class _Permute(torch.autograd.Function):
         return grad_ND.index_select(0, inverse_N), None, None
 
 
-class _WeightedSum(torch.autograd.Function):
-    """Compute (y * gate).sum(1) for the two experts of each token."""
+class _Combine(torch.autograd.Function):
+    """Compute `combine` on a CPU. The gradients are computed in the order of the sorted rows."""
 
     @staticmethod
-    def forward(ctx, y_T2D, gate_T2):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(y_T2D, gate_T2)
-        return _sum_of_choices(y_T2D * gate_T2[..., None])
+    def forward(ctx, y_ND, gate_TK, permutation_N, inverse_N):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(y_ND, gate_TK, permutation_N, inverse_N)
+        return sum_of_choices(y_ND, inverse_N, gate_TK)
 
     @staticmethod
     def backward(ctx, grad_TD):  # type: ignore[no-untyped-def]
-        y_T2D, gate_T2 = ctx.saved_tensors
+        y_ND, gate_TK, permutation_N, inverse_N = ctx.saved_tensors
+        grad_ND = grad_TD.index_select(0, tokens_of(permutation_N, gate_TK.shape[1]))
         grad_y = grad_gate = None
-        if ctx.needs_input_grad[0]:
-            grad_y = grad_TD[:, None] * gate_T2[..., None]
         if ctx.needs_input_grad[1]:
-            grad_gate = (grad_TD[:, None] * y_T2D).sum(-1)
-        return grad_y, grad_gate
+            grad_gate = (grad_ND * y_ND).sum(-1).index_select(0, inverse_N).view(gate_TK.shape)
+        if ctx.needs_input_grad[0]:
+            gate_N1 = gate_TK.reshape(-1).index_select(0, permutation_N)[:, None]
+            # In place, unless this backward is recorded for a second derivative.
+            grad_y = grad_ND * gate_N1 if torch.is_grad_enabled() else grad_ND.mul_(gate_N1)
+        return grad_y, grad_gate, None, None

@@ -127,14 +127,14 @@ def best_first(value_TE: Tensor, top_k: int) -> Tensor:
     if few or top_k > min(16, max(4, E // 8)) or not value_TE.is_floating_point():
         order_TE = value_TE.sort(dim=-1, descending=True, stable=True).indices
         return order_TE[..., :top_k].contiguous()
-    if top_k > 1:  # -inf, which marks columns already taken below, counts as the lowest number
-        value_TE = value_TE.clamp(min=torch.finfo(value_TE.dtype).min)
-    column_T1 = value_TE.max(dim=-1, keepdim=True).indices  # the first of equal values
-    columns = [column_T1]
+    if top_k == 1:
+        return value_TE.max(dim=-1, keepdim=True).indices  # the first of equal values
+    # A copy, in which -inf marks columns already taken: it counts as the lowest number itself.
+    value_TE = value_TE.clamp(min=torch.finfo(value_TE.dtype).min)
+    columns = [value_TE.max(dim=-1, keepdim=True).indices]
     for _ in range(top_k - 1):
-        value_TE = value_TE.scatter(-1, column_T1, float("-inf"))
-        column_T1 = value_TE.max(dim=-1, keepdim=True).indices
-        columns.append(column_T1)
+        value_TE.scatter_(-1, columns[-1], float("-inf"))
+        columns.append(value_TE.max(dim=-1, keepdim=True).indices)
     return torch.cat(columns, dim=-1)
 
 

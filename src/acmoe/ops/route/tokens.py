@@ -50,9 +50,9 @@ class ScaledTokens(NamedTuple):
 
 def rows_of(scale_CD: Tensor, assignment_T: Tensor) -> Tensor:
     """Return (T, D): the scale of each token's cluster; ones for a token in no cluster, -1."""
-    if host_may_read(assignment_T) and assignment_T.min().item() >= 0:
-        # torch checks the other end while it gathers. -1 is not left to it, because a first layer
-        # has no clusters, and an error takes longer to raise than the minimum.
+    if host_may_read(assignment_T) and assignment_T.numpy()[0] >= 0:
+        # torch checks all ids while it gathers. A first layer has no clusters: its -1 are not left
+        # to torch, because an error takes longer to raise than it takes to look at the first.
         with contextlib.suppress(IndexError):
             return scale_CD.index_select(0, assignment_T)
     check_clusters(scale_CD, assignment_T)

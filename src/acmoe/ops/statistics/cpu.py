@@ -77,7 +77,6 @@ def unsupported(*tensors: Tensor) -> str | None:
     return "under autocast its GEMMs would be narrow" if torch.is_autocast_enabled("cpu") else None
 
 
-@torch.no_grad()
 def measured_dispersion(
     x_TD: Tensor,
     cluster_T: Tensor,
@@ -88,7 +87,7 @@ def measured_dispersion(
     add_to: tuple[Tensor, Tensor, int] | None = None,
     **_unused: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the op `measure_dispersion` of tokens without a mask.
+    """Compute the op `measure_dispersion` of tokens without a mask and without a gradient.
 
     add_to: arguments `mean_CX`, `count_C` and `least` of `pending.add_batch`, which is called with
     the result.
@@ -97,7 +96,6 @@ def measured_dispersion(
     return _written(found, out, add_to)
 
 
-@torch.no_grad()
 def measured_scale(
     x_TD: Tensor,
     cluster_T: Tensor,
@@ -109,7 +107,7 @@ def measured_scale(
     add_to: tuple[Tensor, Tensor, int] | None = None,
     **_unused: Any,
 ) -> Tensor:
-    """Compute the op `measure_scale` of tokens without a mask, each cluster by itself.
+    """Compute the op `measure_scale` of tokens without mask and gradient, each cluster by itself.
 
     add_to: that of `measured_dispersion`.
     """
@@ -160,10 +158,13 @@ def _dispersion(
     """
     cluster, dtype = cluster_T.numpy(), _NUMPY[x_TD.dtype]
     try:
-        one_hot = _identity(num_clusters, dtype).take(cluster, 1)
         count = np.bincount(cluster, minlength=num_clusters)
-    except (IndexError, ValueError):  # a cluster beyond the last; a negative one
+    except (ValueError, MemoryError):  # a negative cluster, or a huge one
         return None
+    if len(count) > num_clusters:
+        return None
+    # All ids are valid: "clip" spares numpy its check, which takes as long as the rest.
+    one_hot = _identity(num_clusters, dtype).take(cluster, 1, mode="clip")
     one_hot_CT = torch.from_numpy(one_hot)
     number_C1 = np.maximum(count, 1).astype(dtype)[:, None]
     # The anchor of a cluster is its first token, see `reference.deviation`.
@@ -226,10 +227,11 @@ def _add(
         used_C = np.array(used)
         number_C = np.where(used_C, number_C, np.float32(0))
         new_CX = np.where(used_C[:, None], new_CX, mean_CX.numpy())
-    total_C = count_C.numpy() + number_C
+    total_C = count_C.numpy()  # the memory of the buffer
+    total_C += number_C
     share_C = number_C / np.maximum(total_C, 1)
-    # torch writes, so that autograd sees that the buffers have changed.
-    count_C.copy_(torch.from_numpy(total_C))
+    if not count_C.is_inference():  # autograd does not see what numpy writes
+        torch.autograd.graph.increment_version(count_C)
     new = torch.from_numpy(new_CX)
     new = new if new.dtype == mean_CX.dtype else new.to(mean_CX.dtype)
     mean_CX.lerp_(new, torch.from_numpy(share_C[:, None]))

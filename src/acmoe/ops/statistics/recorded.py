@@ -16,7 +16,7 @@ from torch import Tensor
 
 from acmoe.ops.checks import check_tokens
 from acmoe.ops.device_support import interpreting
-from acmoe.ops.dispatch import eager, transforming
+from acmoe.ops.dispatch import eager
 from acmoe.ops.sort.order import TokenOrder
 from acmoe.ops.statistics import cpu, scale_op, sorted_op
 from acmoe.ops.statistics.dispersion_op import as_sets, check_clusters
@@ -97,13 +97,14 @@ def record_scale(
 def _added_on_cpu(waiting: Waiting | None) -> TypeGuard[Waiting]:
     """Return True if the CPU kernel may add this batch to the pending means.
 
-    It may not inside a backward, where activation checkpointing repeats a forward that was already
-    counted (see `record_batch`).
+    The caller asks whether that kernel serves the call; where something observes it, it does not.
+    It may not add inside a backward, where activation checkpointing repeats a forward that was
+    already counted (see `record_batch`).
     """
-    if waiting is None or waiting[0].device.type != "cpu" or not eager(*waiting):
+    if waiting is None or torch.compiler.is_compiling() or waiting[0].device.type != "cpu":
         return False
-    plain = all([one.dtype == torch.float32 for one in waiting])
-    return plain and not transforming() and not replaying()
+    plain = all([type(one) is Tensor and one.dtype == torch.float32 for one in waiting])
+    return plain and not replaying()
 
 
 def _one_tape(waiting: Waiting | None, x: Tensor, *rest: Tensor | None) -> bool:
