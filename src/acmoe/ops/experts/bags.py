@@ -16,11 +16,17 @@ from torch import Tensor
 
 from acmoe.ops.dispatch import transforming
 
+_batched = torch._C._functorch.is_legacy_batchedtensor
+
 
 def in_bags(y_ND: Tensor) -> bool:
-    """Return True if the functions of this file serve such rows: on a CPU, outside of compilers."""
-    traced = torch.compiler.is_compiling() or transforming()
-    return y_ND.device.type == "cpu" and y_ND.numel() > 0 and not traced
+    """Return True if the functions of this file serve such rows: on a CPU, outside of compilers.
+
+    torch has no batching rule for an embedding bag, so that batched backwards add rows otherwise.
+    """
+    if torch.compiler.is_compiling() or transforming() or _batched(y_ND):
+        return False
+    return y_ND.device.type == "cpu" and y_ND.numel() > 0
 
 
 def sum_of_choices(y_ND: Tensor, inverse_N: Tensor, gate_TK: Tensor) -> Tensor:
