@@ -1,5 +1,6 @@
 """A command that ends in a file refuses a path that cannot be written before it does any work."""
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from acmoe.cli import main
 from acmoe.cli.analyze import Analyze
 from acmoe.cli.study import Study
+from acmoe.errors import UserError
 from acmoe.lab import theory
 from acmoe.lab.bench import layer
 from acmoe.lab.study.evidence import page
@@ -83,6 +85,31 @@ def test_a_file_in_the_place_of_a_folder_is_refused_before_the_work(
 ) -> None:
     monkeypatch.setattr(owner, name, work)
     assert call(*arguments) == (2, REFUSED.format(what))
+
+
+def test_a_missing_run_is_named_before_the_folder_of_its_analysis(call: Call) -> None:
+    Path("file").rename("analysis")
+    code, said = call("analyze")
+    assert code == 2
+    assert said.startswith("acmoe: no run given; ")
+
+
+def test_a_study_adds_lines_to_its_file_where_it_may_create_none(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path("locked")
+    folder.mkdir()
+    (folder / "one.jsonl").touch()
+    # The superuser may write anywhere, so that the mode of a folder would not show it.
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder)
+
+    def began(_: object) -> NoReturn:
+        raise UserError("the work began")
+
+    monkeypatch.setattr(Study, "_cells", began)
+    assert call("study", "synthetic", "--out", "locked/one.jsonl")[1] == "acmoe: the work began\n"
+    said = call("study", "synthetic", "--out", "locked/two.jsonl")[1]
+    assert said.startswith("acmoe: cannot write locked/two.jsonl: no permission in locked; ")
 
 
 def test_a_benchmark_that_cannot_be_saved_is_not_measured(

@@ -224,6 +224,18 @@ def test_second_derivatives_of_products_with_a_bias() -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's
+def test_compiled_autograd_traces_the_gradients_of_products_as_one_graph() -> None:
+    x_NI, weight_EOI, end_E = case([3, 0, 2], 1)
+    leaves = x_NI.requires_grad_(), weight_EOI.requires_grad_()
+    y = grouped_linear(*leaves, end_E).square().sum()
+    wanted = torch.autograd.grad(y, leaves, retain_graph=True)
+    compiler = torch.compile(backend="aot_eager", fullgraph=True)
+    with torch._dynamo.compiled_autograd._enable(compiler):
+        found = torch.autograd.grad(y, leaves)
+    torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("rows", [[1, 0, 1], [2, 5, 0], [2, 7, 1]])
 @pytest.mark.parametrize("bias", [False, True])
 def test_few_rows_of_an_expert_are_products_with_vectors(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from acmoe.errors import UserError
-from acmoe.storage.writable import check_can_fill, check_can_write
+from acmoe.storage.writable import check_can_append, check_can_fill, check_can_write
 
 
 def test_a_folder_that_can_be_made_is_accepted_and_not_made(tmp_path: Path) -> None:
@@ -65,3 +65,28 @@ def test_a_folder_without_permission_is_refused(
     check_can_fill(tmp_path)
     with pytest.raises(UserError, match=rf"into {locked}/new: no permission in {locked}; choose"):
         check_can_fill(locked / "new")
+
+
+def test_a_file_in_a_folder_without_permission_takes_more_lines_but_no_replacement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = tmp_path / "one.jsonl"
+    results.touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    check_can_append(results)
+    for check, path in ((check_can_write, results), (check_can_append, tmp_path / "two.jsonl")):
+        with pytest.raises(UserError, match=f"^cannot write {path}: no permission in {tmp_path};"):
+            check(path)
+
+
+def test_a_file_without_permission_is_replaced_but_takes_no_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = tmp_path / "one.jsonl"
+    results.touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != results)
+    check_can_write(results)
+    with pytest.raises(UserError, match=f"^cannot write {results}: no permission to read and wri"):
+        check_can_append(results)
+    with pytest.raises(UserError, match=f"^{tmp_path} is a folder; name a file in it$"):
+        check_can_append(tmp_path)

@@ -83,9 +83,10 @@ class Analyze:
         from acmoe.storage.writable import check_can_fill
 
         check(0 <= self.seed < 2**63, f"--seed {self.seed}; it must lie between 0 and 2**63 - 1")
-        where = self.hf or self.folder or Path()
-        folder = self.out or where / "analysis"
-        if self.out is not None or where.is_dir():  # otherwise `sample` says what is wrong with it
+        where = self.hf or self.folder
+        folder = self.out or (where or Path()) / "analysis"
+        # Without a run, or a folder of one, `sample` says what is wrong.
+        if self.out is not None or (where is not None and where.is_dir()):
             check_can_fill(folder)
         with progress_bars(Console(stderr=True)) as progress:
             progress("routing the sample", 0, 1)

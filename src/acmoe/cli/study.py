@@ -111,7 +111,9 @@ class Study:
         run = [one.name for one in fields(self) if one.name not in drawn]
         check_read(self, run, "without --summarise")
         if not self.list:
-            self._check_can_write(self._results)
+            from acmoe.storage.writable import check_can_append
+
+            check_can_append(self._results)
         if self.engine == "ray" and not self.list:
             from acmoe.lab.study.ray_cluster import ray_library
 
@@ -222,18 +224,17 @@ class Study:
                 cells, results, cluster, minutes=self.minutes, origin=origin, on_event=on_event
             )
 
-    def _check_can_write(self, file: Path, *folders: Path) -> None:
-        """Raise before the work begins, if its results could not be written."""
+    def _check_can_draw(self, page: Path) -> None:
+        """Raise before the work begins, if the page or its figures could not be written."""
         from acmoe.storage.writable import check_can_fill, check_can_write
 
-        check_can_write(file)
-        for folder in folders:
-            check_can_fill(folder)
+        check_can_write(page)
+        check_can_fill(self.pictures)
 
     def _evidence(self, page: Path) -> int:
         from acmoe.lab.study.evidence.page import write_evidence
 
-        self._check_can_write(page, self.pictures)
+        self._check_can_draw(page)
         for path in write_evidence(page, Path("studies/records"), self.pictures):
             print(path)
         return 0
@@ -243,7 +244,7 @@ class Study:
         from acmoe.lab.study.results.report import report
 
         page = self.page or Path("studies") / f"{self.study}.md"
-        self._check_can_write(page, self.pictures)
+        self._check_can_draw(page)
         for path in report(study_of(self.study), self._results, page, self.pictures):
             print(path)
         return 0

@@ -15,9 +15,22 @@ def check_can_fill(folder: Path) -> None:
 
 
 def check_can_write(file: Path) -> None:
-    """Raise a UserError unless the file, and the folders above it, can be written."""
+    """Raise a UserError unless the file can be created or replaced, with the folders above it."""
     check(not os.path.isdir(file), f"{file} is a folder; name a file in it")
     _check_folder(file.parent, str(file))
+
+
+def check_can_append(file: Path) -> None:
+    """Raise a UserError unless the file can be read and written, or created, in its place.
+
+    Lines are added to a file itself: unlike one that is replaced, it may lie in a folder in which
+    nobody may create files, and must be writable.
+    """
+    if not file.is_file():
+        check_can_write(file)
+        return
+    allowed = os.access(file, os.R_OK | os.W_OK)
+    check(allowed, f"cannot write {file}: no permission to read and write it; choose another path")
 
 
 def _check_folder(folder: Path, what: str) -> None:

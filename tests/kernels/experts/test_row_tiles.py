@@ -28,16 +28,16 @@ def listing_kernel(
     tl.store(out_ptr + 4 * tile_id + 3, n_tile)
 
 
-def listed(by_expert, device, monkeypatch):
-    """The tiles of 300, 0 and 100 rows, of two column tiles, and an unused row tile."""
+def listed(by_expert, device, monkeypatch, counts=(300, 0, 100)):
+    """The tiles of experts with so many rows, used and unused ones, of two column tiles."""
     from acmoe.ops.experts.triton.tiles import row_tile
 
     monkeypatch.setitem(globals(), "row_tile", row_tile)
-    plan = plan_of((300, 0, 100), 0, device)
+    plan = plan_of(counts, 0, device)
     expert, start = plan[128]
-    out = torch.zeros(10, 4, dtype=torch.int32, device=device)
+    out = torch.zeros(2 * expert.numel(), 4, dtype=torch.int32, device=device)
     kernel = triton.jit(listing_kernel)
-    kernel[(10,)](out, expert, start, plan.offsets, 5, 2, BY_EXPERT=by_expert)
+    kernel[(len(out),)](out, expert, start, plan.offsets, expert.numel(), 2, BY_EXPERT=by_expert)
     return out.tolist()
 
 
@@ -47,7 +47,15 @@ def test_groups_of_row_tiles_end_with_their_expert(device, monkeypatch):
     first = [[0, 0, 300, 0], [0, 128, 300, 0], [0, 0, 300, 1], [0, 128, 300, 1]]
     first += [[0, 256, 300, 0], [0, 256, 300, 1]]
     assert tiles[:8] == [*first, [2, 300, 400, 0], [2, 300, 400, 1]]
-    assert [tile[0] for tile in tiles[8:]] == [-1, -1]
+    assert [tile[0] for tile in tiles[8:]] == [-1] * (len(tiles) - 8)
+
+
+def test_tiles_without_an_expert_are_unused_wherever_they_begin(device, monkeypatch):
+    """The second unused row tile begins at row 133, in the second tile of 128 rows."""
+    tiles = listed(True, device, monkeypatch, (3, 0, 2))
+    used = [[0, 0, 3, 0], [0, 0, 3, 1], [2, 3, 5, 0], [2, 3, 5, 1]]
+    assert tiles[:4] == used
+    assert [tile[0] for tile in tiles[4:]] == [-1] * 4
 
 
 def test_groups_of_row_tiles_may_have_two_experts(device, monkeypatch):
@@ -55,7 +63,7 @@ def test_groups_of_row_tiles_may_have_two_experts(device, monkeypatch):
     first = [[0, 0, 300, 0], [0, 128, 300, 0], [0, 0, 300, 1], [0, 128, 300, 1]]
     second = [[0, 256, 300, 0], [2, 300, 400, 0], [0, 256, 300, 1], [2, 300, 400, 1]]
     assert tiles[:8] == first + second
-    assert [tile[0] for tile in tiles[8:]] == [-1, -1]
+    assert [tile[0] for tile in tiles[8:]] == [-1] * (len(tiles) - 8)
 
 
 @pytest.mark.parametrize("rows", [1, 6 * 128, 6 * 128 + 1])

@@ -179,3 +179,29 @@ def test_statistics_of_small_clusters_are_the_references(
     torch.testing.assert_close(spread.double(), wanted, rtol=2e-6, atol=0, equal_nan=True)
     wanted_scale = scale_from_dispersion(wanted, wanted_count)
     torch.testing.assert_close(scale.double(), wanted_scale, rtol=5e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [1024, 1030])  # all features of a program exist, or not
+def test_clusters_end_anywhere_in_a_step_of_eight_tokens(
+    dtype: torch.dtype,
+    dim: int,
+    generator: torch.Generator,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Cluster c has c tokens, infinite ones for c = 17; tokens of no cluster are NaN."""
+    clusters = 26
+    monkeypatch.setattr(order_module, "MANY_CLUSTERS", clusters - 1)
+    own = torch.arange(clusters).repeat_interleave(torch.arange(clusters))
+    own = torch.cat([own, torch.full((5,), -1)])
+    own = own[torch.randperm(len(own), generator=generator)].to(device)
+    x = (3 + torch.randn(len(own), dim, generator=generator)).to(device, dtype)
+    x[own == -1] = float("nan")
+    x[own == 17, 5] = float("-inf")
+    order = TokenOrder.unpack(sorted_by(own, clusters), clusters)
+    _, spread, count = sorted_cluster_scale(x, order, measure="mad")
+    wanted, _ = dispersion_and_count(x.double(), own, clusters, measure="mad")
+    assert count.tolist() == [*range(clusters)]
+    # As above; a mean below 8 is rounded by 2^-22 at most.
+    torch.testing.assert_close(spread.double(), wanted, rtol=2e-6, atol=2**-22, equal_nan=True)

@@ -9,13 +9,13 @@ N rows, I features in, O features out, E experts.
 import numpy as np
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from acmoe.ops.dispatch import eager, transforming
 from acmoe.ops.experts.loops import by_expert, outer_by_expert, rows_per_expert
 from acmoe.ops.flops import tell_counters
 from acmoe.ops.precision import autocast_dtype
 
-_batched = torch._C._functorch.is_legacy_batchedtensor
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 
 
@@ -130,10 +130,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_NO):  # type: ignore[no-untyped-def]
         x_NI, weight_EOI, offsets_E = ctx.saved_tensors
-        # With `is_grads_batched=True`, torch calls a custom op for each gradient. It has no
-        # batching rule for products with `out=`, as in the loop over experts.
-        batched = _batched(grad_NO)
-        linear, outer = (_grouped_linear, _grouped_outer) if batched else (_linear, _outer)
+        custom = _batched(grad_NO)
+        linear, outer = (_grouped_linear, _grouped_outer) if custom else (_linear, _outer)
         grad_NO = grad_NO.contiguous()
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
@@ -175,6 +173,16 @@ def _outer(grad_NO: Tensor, x_NI: Tensor, offsets_E: Tensor) -> Tensor:
 def _direct(x: Tensor, *others: Tensor) -> bool:
     """Return True if the loop over experts may run right away: it reads the offsets."""
     return not x.is_meta and eager(x, *others)
+
+
+def _batched(grad: Tensor) -> bool:
+    """Return True for a gradient of `is_grads_batched=True`.
+
+    torch calls a custom op for each gradient of the batch. It has no batching rule for products
+    with `out=`, as in the loop over experts. Compiled autograd has no such gradients, and cannot
+    trace the question.
+    """
+    return not is_compiling() and torch._C._functorch.is_legacy_batchedtensor(grad)
 
 
 def _recorded(*tensors: Tensor | None) -> bool:

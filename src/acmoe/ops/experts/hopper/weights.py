@@ -168,6 +168,6 @@ def weight_gradient_kernel(
             (_cooperative_consumer, (1, consumer_args, GROUP_M)),
             (_load, (load_args, GROUP_M)),
         ],
-        [4, 4],
+        [4, 4],  # with one producer warp it takes 3 to 5% longer where loads are equal (H200)
         [240, 24],
     )

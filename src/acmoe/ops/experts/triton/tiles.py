@@ -78,7 +78,8 @@ def row_tile(
         group_m = tl.cdiv(num_own, tl.cdiv(num_own, GROUP_M))
         own_id = tile_id - (some_tile - (some_row - begin) // BM) * num_n
         group = own_id // (group_m * num_n)
-        height = tl.minimum(num_own - group * group_m, group_m)
+        # At least 1 for unused tiles too, which may not divide by zero.
+        height = tl.maximum(tl.minimum(num_own - group * group_m, group_m), 1)
         local = own_id % (group_m * num_n)
         start_row, n_tile = begin + (group * group_m + local % height) * BM, local // height
     else:
