@@ -9,11 +9,11 @@ N rows sorted by expert, T tokens, D features, F hidden units, E experts; e is t
 import torch
 import triton
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from acmoe.ops.device.launcher import launch, tma_aligned
 from acmoe.ops.device.settings import PIPELINE_BK, PIPELINE_BM, PipelineConfig
+from acmoe.ops.device.tma import describe
 from acmoe.ops.experts.hopper import hidden as hidden_module
 from acmoe.ops.experts.hopper import rows as rows_module
 from acmoe.ops.experts.hopper import tokens as tokens_module
@@ -27,15 +27,9 @@ _PANEL = 64  # columns of a panel, and rows of half a tile
 UP_STAGES = 4  # each takes 48 KiB of shared memory
 
 
-def _out_desc(tensor: Tensor, block: list[int]) -> TensorDescriptor:
-    """Return a TMA descriptor for blocks in swizzled shared memory; the tensor must be aligned."""
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
-    return TensorDescriptor.from_tensor(tensor, block, layout)
-
-
 def _desc(tensor: Tensor, block: list[int]) -> TensorDescriptor:
     """Return a TMA descriptor of the tensor as a matrix, copied first if it is not aligned."""
-    return _out_desc(tma_aligned(tensor.reshape(-1, tensor.shape[-1])), block)
+    return describe(tma_aligned(tensor.reshape(-1, tensor.shape[-1])), block)
 
 
 def _num_programs() -> int:
@@ -67,7 +61,7 @@ def launch_rows(
         *(
             _desc(a, [PIPELINE_BM, PIPELINE_BK]),
             _desc(weight, w_block),
-            _out_desc(y, [_PANEL, 128]),
+            describe(y, [_PANEL, 128]),
             y,
         ),
         *(expert, start, plan.offsets, plan.num_used(PIPELINE_BM)),
@@ -122,8 +116,8 @@ def launch_hidden(
         *(_desc(x, [PIPELINE_BM, PIPELINE_BK]), _desc(down, [PIPELINE_BK, settings.columns])),
         *(
             _desc(h, panel),
-            _out_desc(dh, panel),
-            _out_desc(a, panel),
+            describe(dh, panel),
+            describe(a, panel),
             dh,
             a,
             dgate,
@@ -150,7 +144,7 @@ def launch_weights(p: Tensor, q: Tensor, plan: Plan, settings: PipelineConfig) -
     launch(
         *(weights_module.weight_gradient_kernel, (_num_programs(),)),
         *(_desc(p, p_block), _desc(q, q_block), ragged_desc(p, p_block), ragged_desc(q, q_block)),
-        _out_desc(dw.view(-1, inner), [_PANEL, 128]),
+        describe(dw.view(-1, inner), [_PANEL, 128]),
         *(plan.offsets, experts * _tiles(outer, inner, settings), outer, inner),
         GROUP_M=GROUP_M,
         STAGES=settings.stages,
@@ -173,7 +167,7 @@ def launch_gathered_weights(
     launch(
         *(tokens_module.gathered_weight_gradient_kernel, (_num_programs(),)),
         *(tma_aligned(tokens), plan.token, _desc(rows, block), ragged_desc(rows, block)),
-        _out_desc(dw.view(-1, shape[2]), [128, _PANEL] if transposed else [_PANEL, 128]),
+        describe(dw.view(-1, shape[2]), [128, _PANEL] if transposed else [_PANEL, 128]),
         *(plan.offsets, experts * _tiles(dim, width, settings), dim, width),
         GROUP_M=GROUP_M,
         STAGES=settings.stages,

@@ -17,6 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from acmoe.ops.device.gluon_names import load_tile
 from acmoe.ops.device.launcher import tma_aligned
+from acmoe.ops.device.tma import swizzled
 
 _ROWS = 1 << 30
 _SIZE = 0x7FFF0000  # of a dimension of which every coordinate is inside
@@ -31,7 +32,7 @@ def ragged_desc(rows: Tensor, block: list[int]) -> TensorDescriptor:
         [_SIZE, _SIZE, _ROWS, rows.shape[1]],
         [(1 << 34) - stride, stride, stride, 1],
         [1, 1, *block],
-        gl.NVMMASharedLayout.get_default_for([1, 1, *block], gl.bfloat16),
+        swizzled(1, 1, *block),
     )
 
 

@@ -5,10 +5,10 @@ T tokens, D features, E experts.
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from acmoe.ops.device.launcher import cdiv, launch, tma_aligned
+from acmoe.ops.device.tma import describe
 from acmoe.ops.route.hopper import affinity as affinity_module
 from acmoe.ops.route.hopper import token_gradient as token_module
 from acmoe.ops.route.triton.tokens import Tokens
@@ -20,8 +20,7 @@ TOKEN_TILE, TOKEN_STAGES = 128, 5  # tokens, and features, of a tile of d x
 
 def _desc(tensor: Tensor, block: list[int]) -> TensorDescriptor:
     """Return a TMA descriptor for blocks of a matrix in swizzled shared memory."""
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
-    return TensorDescriptor.from_tensor(tma_aligned(tensor), block, layout)
+    return describe(tma_aligned(tensor), block)
 
 
 def _num_programs(tiles: int) -> int:
