@@ -34,7 +34,7 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
             with torch.no_grad():
                 found = backward(ctx, *grads)
         except RuntimeError as error:
-            if not any(map(_batched, grads)):
+            if isinstance(error, torch.OutOfMemoryError) or not any(map(_batched, grads)):
                 raise
             raise UserError(
                 "this op takes one gradient at a time, not a batch of them (is_grads_batched, "
