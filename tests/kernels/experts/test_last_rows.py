@@ -5,7 +5,7 @@ N rows, E experts; O, I the two sides of a weight.
 
 import pytest
 import torch
-from test_pipeline_products import assert_near, drawn, each_expert, plan_of
+from test_pipeline_products import assert_sums_of_experts, drawn, plan_of
 
 from acmoe.ops.device.settings import PipelineConfig
 
@@ -19,11 +19,7 @@ def test_the_last_rows_of_weight_gradients_are_their_expert_s(device, hopper_lau
     p_NO, q_NI = (drawn(plan.num_rows, width, device=device) for width in (128, 256))
     p_NO[routed:] = q_NI[routed:] = torch.nan
     dw_EOI = hopper_launch.launch_weights(p_NO, q_NI, plan, PipelineConfig("cooperative", 3))
-    for expert, rows in each_expert(plan):
-        if COUNTS[expert] == 0:
-            assert not dw_EOI[expert].any()
-        else:
-            assert_near(dw_EOI[expert], p_NO[rows].double().T @ q_NI[rows].double())
+    assert_sums_of_experts(dw_EOI, p_NO, q_NI, plan)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -37,9 +33,4 @@ def test_the_last_rows_of_gathered_weight_gradients_are_their_expert_s(
     x_TD[token_N[routed:]] = torch.nan
     settings = PipelineConfig("cooperative", 3)
     dw = hopper_launch.launch_gathered_weights(x_TD, r_NR, plan, settings, transposed=transposed)
-    for expert, rows in each_expert(plan):
-        if COUNTS[expert] == 0:
-            assert not dw[expert].any()
-        else:
-            right_DR = x_TD[token_N[rows]].double().T @ r_NR[rows].double()
-            assert_near(dw[expert], right_DR.T if transposed else right_DR)
+    assert_sums_of_experts(dw, x_TD[token_N], r_NR, plan, transposed=transposed)

@@ -54,6 +54,16 @@ def assert_near(found, right, most=4e-3):
     assert ((found.double() - right).norm() / right.norm()).item() < most
 
 
+def assert_sums_of_experts(dw, p_NO, q_NI, plan, *, transposed=False):
+    """dw[e] is p^T q over the rows of expert e, or its transpose; zeros for an expert without."""
+    for expert, rows in each_expert(plan):
+        right_OI = p_NO[rows].double().T @ q_NI[rows].double()
+        if rows.start == rows.stop:
+            assert not dw[expert].any()
+        else:
+            assert_near(dw[expert], right_OI.T if transposed else right_OI)
+
+
 @mostly_slow(
     ("across", "inner", "outer", "settings"),
     [
@@ -167,12 +177,7 @@ def test_gathered_weight_gradients_see_their_expert_s_tokens_alone(
     x_TD[unused_T] = torch.nan
     settings = PipelineConfig("cooperative", stages)
     dw = hopper_launch.launch_gathered_weights(x_TD, r_NR, plan, settings, transposed=transposed)
-    for expert, rows in each_expert(plan):
-        if COUNTS[expert] == 0:
-            assert not dw[expert].any()
-        else:
-            right_DR = x_TD[token_N[rows]].double().T @ r_NR[rows].double()
-            assert_near(dw[expert], right_DR.T if transposed else right_DR)
+    assert_sums_of_experts(dw, x_TD[token_N], r_NR, plan, transposed=transposed)
 
 
 @mostly_slow(
