@@ -200,7 +200,7 @@ def _both_gradients(
     of_weight: bool,
     of_segment_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of the segment and of both weights; without rows where not needed."""
+    """Return the gradients of the segment and of both weights; one not asked for has no rows."""
     with without_autocast(upstream):
         segment_grad = _segment_gradient(upstream, weight, copy.shape[1] if of_segment else 0)
         if of_segment:

@@ -83,7 +83,10 @@ class _Recorded:
     attacked: dict[str, Any] | str | None = None
 
     def by_expert(self, share: int) -> list[dict[str, Any]]:
-        """Return each layer's examples: of text among all tokens, of images among those shown."""
+        """Return examples of the tokens of each layer's experts.
+
+        For text they are drawn from all tokens, for images from those that the page shows.
+        """
         layers = self.record.layers
         examples = examples_per_expert([layer.num_experts for layer in layers], share)
         return [

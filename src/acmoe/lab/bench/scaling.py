@@ -16,17 +16,17 @@ GPUS = (8, 64, 512, 2048, 10_240)
 
 
 def pooled_bytes(clusters: int, dim: int) -> int:
-    """Return what a layer adds to the one all-reduce of a step: counts and sums of dispersions."""
+    """Return the bytes of a layer in the all-reduce of a step: counts and sums of dispersions."""
     return clusters * (dim + 1) * FLOAT
 
 
 def global_bytes(clusters: int, dim: int) -> int:
-    """Return what a layer's forward all-reduces: counts and sums in float64, then deviations."""
+    """Return the bytes that a forward pass all-reduces: float64 sums, then deviations."""
     return clusters * (dim + 1) * 8 + clusters * dim * FLOAT
 
 
 def ddp_bytes(parameters: float) -> float:
-    """Return what DistributedDataParallel all-reduces in a step: the float32 gradients."""
+    """Return the bytes that DistributedDataParallel all-reduces in a step: float32 gradients."""
     return parameters * FLOAT
 
 

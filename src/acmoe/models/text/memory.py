@@ -70,7 +70,7 @@ class ContextMemory:
         self.contexts: list[Tensor] = []
 
     def remember(self, context: Tensor) -> Tensor:
-        """Add the last `span` positions of a block's context, and return the context."""
+        """Keep the last `span` positions of the context for the next segment; return all of it."""
         self.contexts.append(context.detach()[:, -self.span :])
         return context
 

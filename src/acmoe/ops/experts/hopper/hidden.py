@@ -121,7 +121,7 @@ def _half_backward(da, gate, panel, epilogue_args, dgate_partial_ptr, row, end, 
 def _ping_pong_consumer(
     CONSUMER: gl.constexpr, consumer_args, GROUP_M: gl.constexpr, BY_EXPERT: gl.constexpr
 ):
-    """Ping-pong consumer: GEMM and epilogue of every second tile of the program."""
+    """Consumer: compute every second tile of the program, by a GEMM and its epilogue."""
     pipeline, epilogue_args, epilogue_ping_pong, gate_args, plan, num_k, num_n = consumer_args
     gate_ptr, permutation_ptr, dgate_partial_ptr, num_rows = gate_args
     num_used = gl.load(plan[3])

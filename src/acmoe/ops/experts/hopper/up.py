@@ -78,7 +78,7 @@ def _half_pointers(x_ptr, token_ptr, row, end, D):
 
 @gluon.jit
 def _gather_tokens(load_args, GROUP_M: gl.constexpr, BY_EXPERT: gl.constexpr):
-    """Producer: gather the tokens of all tiles of the program, 16 bytes a copy."""
+    """Producer: copy the tokens of all tiles of the program to shared memory, by 16 bytes."""
     x_ptr, token_ptr = load_args[0], load_args[1]
     pipeline, plan, num_n, num_k, F = load_args[3:]
     x_bufs, full, empty = pipeline[0], pipeline[2], pipeline[3]
