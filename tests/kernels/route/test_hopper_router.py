@@ -24,13 +24,13 @@ def split(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 @pytest.fixture
 def affinities(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function of the arguments of `drawn` by the kernel; it is emulated on a CPU."""
-    from acmoe.ops.route.hopper import affinity, launch
+    from acmoe.ops.route.hopper import affinity, launch, scales
     from acmoe.ops.route.triton.tokens import Tokens
 
     if not torch.cuda.is_available():
         from gluon_emulator import emulate, register_asm
 
-        register_asm(affinity.SPLIT_ASM.value, split)
+        register_asm(scales.SPLIT_ASM.value, split)
         monkeypatch.setattr(affinity, "affinity_kernel", emulate(affinity.affinity_kernel, seed=1))
 
     def run(x, embedding, scale=None, assignment=None, bias=None, noise=None):

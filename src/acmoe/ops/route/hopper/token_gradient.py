@@ -29,7 +29,7 @@ from acmoe.ops.experts.hopper.pipeline import (
     mma_tile,
     split_panels,
 )
-from acmoe.ops.route.hopper.affinity import own_scales
+from acmoe.ops.route.hopper.scales import own_scales
 
 TILE = gl.constexpr(128)  # tokens, and features, of a tile
 BLOCK = gl.constexpr(64)  # experts of a block
