@@ -8,6 +8,8 @@ consumer warpgroups own 64 tokens each. Without a scale, MMAs read the tokens fr
 With one, a consumer multiplies its tokens by their scales, which it loads by cp.async one block
 ahead, and splits the products in two bf16 numbers (bf16x2), which MMAs read from its registers. So
 x * scale is written to no memory, where rescale.py writes twice the bytes of x and reads them back.
+Only the high parts are, on demand: the gradient of the embedding needs them. They take the place of
+the tokens in shared memory, from which TMA stores them while the MMAs run.
 
 The limit is shared memory, which moves 128 bytes a cycle. MMAs of a block take 2,048 cycles, and it
 takes as many to pass on tokens (256), scales (512) and the embedding (256 to store, 1,024 for MMAs
@@ -25,11 +27,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from acmoe.ops.device.gluon_names import load_tile
+from acmoe.ops.device.gluon_names import load_tile, store_tile
 from acmoe.ops.experts.hopper.pipeline import HALF_M, acc_layout, make_barriers, make_buffers
 from acmoe.ops.route.hopper.scales import (
     BLOCK,
@@ -76,12 +79,17 @@ def _start_quarter(high, low, w, QUARTER: gl.constexpr):
 
 
 @gluon.jit
-def _rescaled_tile(CONSUMER: gl.constexpr, pipeline, scale_bufs, scale_args, row, k_block, num_k):
+def _rescaled_tile(
+    CONSUMER: gl.constexpr, pipeline, scale_bufs, scale_args, kept_args, row, k_block, num_k,
+    KEEPERS: gl.constexpr,
+):  # fmt: skip
     """Return the products of 64 rescaled tokens and each quarter of the experts.
 
     While a quarter's result is added, the MMAs of the next one run. Consumers take turns with the
-    MMAs of a block: one rescales while the other multiplies.
+    MMAs of a block: one rescales while the other multiplies. The KEEPERS tiles of a token take
+    turns to store the high parts of its blocks, so that programs have equal work.
     """
+    kept_desc, e_tile = kept_args
     scale_buf, cluster_buf = scale_bufs[0].index(CONSUMER), scale_bufs[1].index(CONSUMER)
     x_bufs, w_bufs, full, empty, turn = pipeline
     STAGES: gl.constexpr = x_bufs.shape[0]
@@ -93,7 +101,11 @@ def _rescaled_tile(CONSUMER: gl.constexpr, pipeline, scale_bufs, scale_args, row
         stage = k_block % STAGES
         mbarrier.wait(full.index(stage), k_block // STAGES & 1)
         x, w = x_bufs.index(stage).slice(CONSUMER * HALF_M, HALF_M), w_bufs.index(stage)
-        high, low = rescale(x, scale_buf, has_scale)
+        keeps = k % KEEPERS == e_tile if KEEPERS > 0 else False
+        high, low = rescale(x, scale_buf, has_scale, keeps, KEEPERS)
+        if KEEPERS > 0:
+            if keeps:
+                store_tile(kept_desc, [row, k * BLOCK], x)  # while the MMAs run
         if k + 1 < num_k:
             load_scales(scale_args, cluster_buf, k + 1, scale_buf)
         mbarrier.wait(turn.index(CONSUMER), (k_block & 1) ^ (1 - CONSUMER))
@@ -109,6 +121,8 @@ def _rescaled_tile(CONSUMER: gl.constexpr, pipeline, scale_bufs, scale_args, row
         even, odd = warpgroup_mma_wait(2, deps=[even, odd])
         third += even
         fourth += warpgroup_mma_wait(0, deps=[odd])
+        if KEEPERS > 0:
+            tma.store_wait(0)  # the store has read the stage, which may be loaded again
         mbarrier.arrive(empty.index(stage))
         k_block += 1
     return first, second, third, fourth
@@ -160,16 +174,19 @@ def _store(affinity, out_args, row, expert, HAS_BIAS: gl.constexpr, HAS_NOISE: g
 @gluon.jit
 def _consumer(
     CONSUMER: gl.constexpr, consumer_args, HAS_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_NOISE: gl.constexpr,
+    HAS_NOISE: gl.constexpr, KEEPERS: gl.constexpr,
 ):  # fmt: skip
     """Consumer: the affinities of the upper or lower 64 tokens of every tile."""
-    pipeline, scale_bufs, scale_args, out_args, sizes = consumer_args
+    pipeline, scale_bufs, scale_args, kept_desc, out_args, sizes = consumer_args
     num_tiles, num_e, num_k = sizes
     k_block = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         row, expert = tile // num_e * TOKENS + CONSUMER * HALF_M, tile % num_e * EXPERTS
         if HAS_SCALE:
-            parts = _rescaled_tile(CONSUMER, pipeline, scale_bufs, scale_args, row, k_block, num_k)
+            parts = _rescaled_tile(
+                *(CONSUMER, pipeline, scale_bufs, scale_args, (kept_desc, tile % num_e)),
+                *(row, k_block, num_k, KEEPERS),
+            )
         else:
             parts = _plain_tile(CONSUMER, pipeline, k_block, num_k)
         k_block += num_k
@@ -182,6 +199,7 @@ def _consumer(
 def affinity_kernel(
     x_desc,
     embedding_desc,
+    kept_desc,
     scale_ptr,
     cluster_ptr,
     bias_ptr,
@@ -196,9 +214,13 @@ def affinity_kernel(
     HAS_SCALE: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     HAS_NOISE: gl.constexpr,
+    KEEPERS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Compute the affinities (T, E) of x (T, D), whose clusters' scales are (C, D); D % 64 = 0."""
+    """Compute the affinities (T, E) of x (T, D), whose clusters' scales are (C, D); D % 64 = 0.
+
+    KEEPERS: num_e to store x * scale, rounded to bf16, by kept_desc as well; otherwise 0.
+    """
     x_bufs = make_buffers(STAGES, x_desc)
     w_bufs = make_buffers(STAGES, embedding_desc)
     full, empty = make_barriers(STAGES, 1, 2)
@@ -212,11 +234,11 @@ def affinity_kernel(
     )
     scale_args = (scale_ptr, cluster_ptr, T, C, D)
     out_args = (bias_ptr, noise_ptr, affinity_ptr, T, E)
-    consumer_args = (pipeline, scale_bufs, scale_args, out_args, sizes)
+    consumer_args = (pipeline, scale_bufs, scale_args, kept_desc, out_args, sizes)
     gl.warp_specialize(
         [
-            (_consumer, (0, consumer_args, HAS_SCALE, HAS_BIAS, HAS_NOISE)),
-            (_consumer, (1, consumer_args, HAS_SCALE, HAS_BIAS, HAS_NOISE)),
+            (_consumer, (0, consumer_args, HAS_SCALE, HAS_BIAS, HAS_NOISE, KEEPERS)),
+            (_consumer, (1, consumer_args, HAS_SCALE, HAS_BIAS, HAS_NOISE, KEEPERS)),
             (_load_blocks, ((x_desc, embedding_desc, pipeline, sizes),)),
         ],
         [4, 1],

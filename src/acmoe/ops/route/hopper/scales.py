@@ -9,6 +9,7 @@ T tokens, D features, C clusters.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from acmoe.ops.device.gluon_names import load_rows, thread_barrier
 from acmoe.ops.experts.hopper.pipeline import HALF_M, acc_layout
@@ -77,14 +78,22 @@ def load_scales(scale_args, cluster_buf, k, buf):
 
 
 @gluon.jit
-def rescale(x, scale_buf, has_scale):
-    """Return x * scale of a block as a bf16x2 split in registers."""
-    x = x.load(_OPERAND)  # while the copies arrive
+def rescale(x_buf, scale_buf, has_scale, keeps, KEEPERS: gl.constexpr):
+    """Return x * scale of a block as a bf16x2 split in registers.
+
+    keeps: store the high parts in place of x, where TMA may read them after this call; KEEPERS is 0
+    if no call does.
+    """
+    x = x_buf.load(_OPERAND)  # while the copies arrive
     async_copy.wait_group(0)
     thread_barrier()  # the copies of all warps are there
     scale = gl.where(has_scale[:, None], scale_buf.load(_OPERAND), 1.0)
     high, low = gl.inline_asm_elementwise(
         SPLIT_ASM, "=&r,=&r,r,r,r", [x, scale], (x.dtype, x.dtype), is_pure=True, pack=2
     )
+    if KEEPERS > 0:
+        if keeps:
+            x_buf.store(high)
+            fence_async_shared()
     thread_barrier()  # all warps have read the scales: the next block's may come
     return high, low
