@@ -15,7 +15,7 @@ from acmoe.ops.route.triton.tokens import Tokens
 
 TILE, STAGES = (128, 256), 4  # tokens and experts of a tile of the affinities; of the pipeline
 BLOCK = 64  # features, or experts, of a stage
-TOKEN_TILE, TOKEN_STAGES = 128, 5  # tokens, and features, of a tile of d x
+TOKEN_TILE, TOKEN_STAGES = 128, 3  # tokens, and features, of a tile of d x
 
 
 def _desc(tensor: Tensor, block: list[int]) -> TensorDescriptor:
@@ -80,7 +80,7 @@ def launch_token_gradient(
         _desc(embedding_ED.contiguous(), [BLOCK, TOKEN_TILE]),
         *(out if addend_TD is None else _desc(addend_TD.contiguous(), [BLOCK, BLOCK]), out),
         *(tokens.scale, tokens.cluster),
-        *(T, D, tokens.scale.shape[0], tiles, num_n, 2 * cdiv(E, BLOCK)),
+        *(T, D, tokens.scale.shape[0], tiles, num_n, cdiv(E, BLOCK)),
         HAS_SCALE=tokens.has_scale,
         HAS_ADDEND=addend_TD is not None,
         STAGES=TOKEN_STAGES,
