@@ -250,7 +250,8 @@ def router() -> None:
     for name, how in {"plain": (None, None), "scaled": (torch.zeros(4, 256), cluster)}.items():
         use = f"router of many experts, {name}"
         tokens = Tokens.of(x, *how, None, None, None)
-        launch_affinities(tokens, embedding, None, None, torch.zeros(256, 512))
+        for kept in (None, torch.zeros_like(x))[: 1 + tokens.has_scale]:
+            launch_affinities(tokens, embedding, None, None, torch.zeros(256, 512), kept)
         for addend in (x, None):
             launch_token_gradient(tokens, grad, embedding, addend)
 

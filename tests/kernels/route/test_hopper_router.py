@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from route_cases import fused_route
 
 pytest.importorskip("triton.experimental.gluon")
 
@@ -24,19 +25,19 @@ def split(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 @pytest.fixture
 def affinities(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function of the arguments of `drawn` by the kernel; it is emulated on a CPU."""
-    from acmoe.ops.route.hopper import affinity, launch
+    from acmoe.ops.route.hopper import affinity, launch, scales
     from acmoe.ops.route.triton.tokens import Tokens
 
     if not torch.cuda.is_available():
         from gluon_emulator import emulate, register_asm
 
-        register_asm(affinity.SPLIT_ASM.value, split)
+        register_asm(scales.SPLIT_ASM.value, split)
         monkeypatch.setattr(affinity, "affinity_kernel", emulate(affinity.affinity_kernel, seed=1))
 
-    def run(x, embedding, scale=None, assignment=None, bias=None, noise=None):
+    def run(x, embedding, scale=None, assignment=None, bias=None, noise=None, kept=None):
         found = torch.full((len(x), len(embedding)), float("nan"), device=x.device)
         tokens = Tokens.of(x, scale, assignment, None, None, None)
-        launch.launch_affinities(tokens, embedding, bias, noise, found)
+        launch.launch_affinities(tokens, embedding, bias, noise, found, kept)
         return found
 
     return run
@@ -91,6 +92,71 @@ def test_a_bad_token_is_seen_and_harms_no_other(
     assert not found[bad].isfinite().any()
     found[bad] = clean[bad]
     assert torch.equal(found, clean)
+
+
+@pytest.mark.parametrize("experts", [E, 136])
+def test_the_kernel_keeps_the_rescaled_tokens_and_changes_no_affinity(
+    experts: int, affinities: Any, generator: torch.Generator, device: str
+) -> None:
+    """E experts are two tiles, which take turns with the blocks of 64 features; 136 are one."""
+    case = drawn(generator, device) | {"bias": None, "noise": None}
+    case["embedding"] = case["embedding"][:experts].contiguous()
+    own = case["assignment"]
+    scale_TD = torch.where((own >= 0)[:, None], case["scale"][own.clamp(min=0)], 1.0)
+    behind = torch.full((T + 1, D), float("nan"), dtype=torch.bfloat16, device=device)
+    found = affinities(**case, kept=behind[:T])
+    assert torch.equal(behind[:T], (case["x"].float() * scale_TD).bfloat16())
+    assert behind[T].isnan().all()  # the last tile ends behind T
+    assert torch.equal(found, affinities(**case))
+
+
+@pytest.mark.parametrize(
+    ("learns", "records", "kept"), [(True, True, 1), (False, True, 0), (True, False, 0)]
+)
+def test_the_embedding_s_gradient_reads_the_tokens_that_the_forward_pass_kept(
+    learns: bool,
+    records: bool,
+    kept: int,
+    affinities: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    generator: torch.Generator,
+    device: str,
+) -> None:
+    """Nothing is kept for an embedding that does not learn, or where no gradient is recorded."""
+    from acmoe.ops.route.hopper import launch
+    from acmoe.ops.route.triton import backward, many_experts, route
+
+    written: list[torch.Tensor] = []
+    launch_affinities = launch.launch_affinities
+
+    def launched(*args: Any) -> None:
+        launch_affinities(*args)
+        written.extend(one for one in args[5:] if one is not None)
+
+    def rescaled_again(*_: Any) -> None:
+        raise AssertionError("the tokens are rescaled a second time")
+
+    monkeypatch.setattr(launch, "launch_affinities", launched)
+    # So few tokens would be served by other kernels.
+    monkeypatch.setattr(route, "range_size", lambda *_: D)
+    monkeypatch.setattr(many_experts, "hopper_unsupported", lambda *_: None)
+    monkeypatch.setattr(backward, "worth_rescaling", lambda *_: True)
+    monkeypatch.setattr(backward, "rescaled", rescaled_again)
+    case = drawn(generator, device)
+    own, x = case["assignment"], case["x"].requires_grad_()
+    embedding = case["embedding"].requires_grad_(learns)
+    with torch.set_grad_enabled(records):
+        found = fused_route(x, embedding, None, case["scale"], own, 3, True)
+    assert len(written) == kept
+    if kept > 0:
+        grad_TE = torch.randn(T, E, generator=generator).to(device)
+        (grad,) = torch.autograd.grad(found.affinity, embedding, grad_TE)
+        scale_TD = torch.where((own >= 0)[:, None], case["scale"].double()[own.clamp(min=0)], 1.0)
+        y_TD = x.detach().double() * scale_TD
+        # Rounding to bf16 moves x * scale and the sums by 2^-8 of themselves at most.
+        wanted = grad_TE.double().T @ y_TD
+        allowed = 2.0**-8 * (grad_TE.double().abs().T @ y_TD.abs() + wanted.abs()) + 1e-4
+        assert ((grad.double() - wanted).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("tokens", [T, 1])

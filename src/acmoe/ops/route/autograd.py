@@ -43,8 +43,8 @@ def route_op(
     return ids, gate, affinity, gate_sum, load, first
 
 
-def _launched(*inputs: Any, totals: str = "sums") -> tuple[Tensor, ...]:
-    """Return the results of `route_op` for its arguments; for `totals` see `route`."""
+def _launched(*inputs: Any, totals: str = "sums", keeps: bool = False) -> tuple[Tensor, ...]:
+    """Return the results of `route_op` for its arguments; for `totals` and `keeps` see `route`."""
     from acmoe.ops.route.triton.few_tokens import in_ranges
     from acmoe.ops.route.triton.route import route
     from acmoe.ops.route.triton.tokens import Tokens
@@ -54,23 +54,24 @@ def _launched(*inputs: Any, totals: str = "sums") -> tuple[Tensor, ...]:
     if in_ranges(x, embedding):
         permutation = end = None
     tokens = Tokens.of(x, scale, assignment, token_mask, permutation, end)
-    return route(tokens, embedding, bias, top_k, over_selected, temperature, noise, totals)
+    return route(tokens, embedding, bias, top_k, over_selected, temperature, noise, totals, keeps)
 
 
-def _without_gradient(totals: str, *inputs: Any) -> tuple[Tensor, ...]:
+def _without_gradient(totals: str, keeps: bool, *inputs: Any) -> tuple[Tensor, ...]:
     """Return the results of `_launched` by a tape."""
     *first, top_k, over_selected, token_mask, temperature, permutation, end, noise = inputs
     tensors = (*first, token_mask, permutation, end, noise)
-    return taped(_run_tensors, tensors, (top_k, over_selected, temperature, totals))
+    return taped(_run_tensors, tensors, (top_k, over_selected, temperature, totals, keeps))
 
 
 def _run_tensors(*inputs: Any) -> tuple[Tensor, ...]:
     x, embedding, bias, scale, assignment, token_mask, permutation, end, noise, *settings = inputs
-    top_k, over_selected, temperature, totals = settings
+    top_k, over_selected, temperature, totals, keeps = settings
     return _launched(
         *(x, embedding, bias, scale, assignment, top_k, over_selected, token_mask, temperature),
         *(permutation, end, noise),
         totals=totals,
+        keeps=keeps,
     )
 
 
@@ -134,8 +135,12 @@ def _launched_backward(
     temperature: float,
     has_bias: bool,
     result: torch.dtype,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the results of `route_backward_op`; result: the dtype of the embedding's gradient."""
+    """Return the results of `route_backward_op`.
+
+    result: the dtype of the embedding's gradient; kept: see `embedding_gradient`.
+    """
     from acmoe.ops.device.reduce_partials import reduce_partials
     from acmoe.ops.route.triton.affinity_gradient import affinity_gradient
     from acmoe.ops.route.triton.backward import embedding_gradient, token_gradient
@@ -150,7 +155,7 @@ def _launched_backward(
     )
     grad_TD = token_gradient(tokens, grad_ZTE, embedding, grad_x)
     grad_bias = reduce_partials(partial_NE[None])[0] if has_bias else partial_NE.new_empty(0)
-    grad_ED = embedding_gradient(tokens, end, grad_ZTE, embedding.dtype, result)
+    grad_ED = embedding_gradient(tokens, end, grad_ZTE, embedding.dtype, result, kept)
     return grad_TD, grad_ED, grad_bias
 
 
@@ -165,15 +170,15 @@ def _(g_gate, g_affinity, g_sum, g_x, x, embedding, *rest):  # type: ignore[no-u
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     expert_ids, _, _, _, load, first = output
     ctx.mark_non_differentiable(expert_ids, load, first)
-    _save_tensors(ctx, inputs, output, None)
+    _save_tensors(ctx, inputs, output, None, None)
 
 
-def _save_tensors(ctx, inputs, output, share) -> None:  # type: ignore[no-untyped-def]
+def _save_tensors(ctx, inputs, output, share, kept) -> None:  # type: ignore[no-untyped-def]
     x, embedding, bias, scale, assignment, _, ctx.over_selected, mask, *rest = inputs
     ctx.temperature, permutation, end, _ = rest
     ctx.set_materialize_grads(False)
     tensors = (x, embedding, scale, assignment, mask, permutation, end)
-    ctx.save_for_backward(*tensors, *output[:3], share)
+    ctx.save_for_backward(*tensors, *output[:3], share, kept)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
@@ -183,7 +188,8 @@ def _backward(ctx, _ids, grad_gate, grad_affinity, grad_sum, _load, _first):  # 
 
 def _input_gradients(ctx, grad_gate, grad_affinity, grad_sum, grad_x):  # type: ignore[no-untyped-def]
     """Return the gradients of x, of the embedding and of the bias."""
-    *saved, share = ctx.saved_tensors  # read once: checkpointing unpacks each tensor only once
+    # Read once: checkpointing unpacks each tensor only once.
+    *saved, share, kept = ctx.saved_tensors
     x, embedding = saved[:2]
     has_bias = ctx.bias_dtype is not None
     grads = (grad_gate, grad_affinity, grad_sum, grad_x)
@@ -191,7 +197,7 @@ def _input_gradients(ctx, grad_gate, grad_affinity, grad_sum, grad_x):  # type: 
     if not torch.is_grad_enabled() and eager(*saved, *grads):  # the op raises for create_graph
         given = [None if one is None else one.contiguous() for one in grads]
         share = None if grad_sum is None else share
-        found = taped(_with_share, (*saved, *given, share), (*settings, embedding.dtype))
+        found = taped(_with_share, (*saved, *given, share, kept), (*settings, embedding.dtype))
     else:
         if share is not None and grad_sum is not None:  # it is the gradient of the balance loss
             grad_sum = share * (grad_sum * len(share)) / len(x)  # rounded as autograd does
@@ -203,13 +209,13 @@ def _input_gradients(ctx, grad_gate, grad_affinity, grad_sum, grad_x):  # type: 
 
 def _with_share(*inputs: Any) -> tuple[Tensor, ...]:
     """Return the results of `_launched_backward`; share: None, or grad_sum is that of the loss."""
-    *first, grad_sum, grad_x, share, over_selected, temperature, has_bias, result = inputs
+    *first, grad_sum, grad_x, share, kept, over_selected, temperature, has_bias, result = inputs
     if share is not None:
         from acmoe.ops.route.triton.affinity_gradient import share_gradient
 
         grad_sum = share_gradient(grad_sum, share, len(first[0]))
     settings = (over_selected, temperature, has_bias, result)
-    arguments: tuple[Any, ...] = (*first, grad_sum, grad_x, *settings)
+    arguments: tuple[Any, ...] = (*first, grad_sum, grad_x, *settings, kept)
     return _launched_backward(*arguments)
 
 
@@ -228,12 +234,14 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, embedding, bias, rest, repeats, passes, totals, found):  # type: ignore[no-untyped-def]
         inputs = (x, embedding, bias, *rest)
-        results = _without_gradient(totals, *inputs) if repeats else route_op(*inputs)
-        ids, gate, affinity, gate_sum, load, first = results
+        keeps = ctx.needs_input_grad[1]
+        results = _without_gradient(totals, keeps, *inputs) if repeats else route_op(*inputs)
+        ids, gate, affinity, gate_sum, load, first, *kept = results
         if repeats and totals == "none":
             gate_sum = load = None
         found += (ids, load, first)
-        _save_tensors(ctx, inputs, results, load if repeats and totals == "shares" else None)
+        share = load if repeats and totals == "shares" else None
+        _save_tensors(ctx, inputs, results, share, *(kept or [None]))
         return (gate, affinity, gate_sum, x) if passes else (gate, affinity, gate_sum)
 
     @staticmethod
@@ -265,7 +273,7 @@ def route_through(*inputs: Any, totals: str) -> tuple[Any, ...]:
     )
     repeats = eager(x, embedding, bias, scale, inputs[4], inputs[7])
     if not recorded and repeats:
-        found = _without_gradient(totals, *inputs)
+        found = _without_gradient(totals, False, *inputs)
         return *found, x, found[3] if totals == "balance" else None
     if not repeats:
         tell_counters()

@@ -8,6 +8,8 @@ consumer warpgroups own 64 tokens each. Without a scale, MMAs read the tokens fr
 With one, a consumer multiplies its tokens by their scales, which it loads by cp.async one block
 ahead, and splits the products in two bf16 numbers (bf16x2), which MMAs read from its registers. So
 x * scale is written to no memory, where rescale.py writes twice the bytes of x and reads them back.
+Only the high parts are, on demand: the gradient of the embedding needs them. They take the place of
+the tokens in shared memory, from which TMA stores them while the MMAs run.
 
 The limit is shared memory, which moves 128 bytes a cycle. MMAs of a block take 2,048 cycles, and it
 takes as many to pass on tokens (256), scales (512) and the embedding (256 to store, 1,024 for MMAs
@@ -23,47 +25,28 @@ T tokens, D features, E experts, C clusters.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from acmoe.ops.device.gluon_names import load_rows, load_tile, thread_barrier
+from acmoe.ops.device.gluon_names import load_tile, store_tile
 from acmoe.ops.experts.hopper.pipeline import HALF_M, acc_layout, make_barriers, make_buffers
+from acmoe.ops.route.hopper.scales import (
+    BLOCK,
+    CLUSTERS,
+    SCALES,
+    load_scales,
+    rescale,
+    store_clusters,
+)
 
-BLOCK = gl.constexpr(64)  # features of a block: 128 bytes, the swizzle width of shared memory
 HALF_N = gl.constexpr(128)  # experts of one MMA of tokens without a scale
 QUARTER_N = gl.constexpr(64)  # experts of one MMA of split tokens: two results fit at a time
 TOKENS = gl.constexpr(2 * 64)  # tokens of a tile
 EXPERTS = gl.constexpr(2 * 128)  # experts of a tile
-# Half a warp reads 256 consecutive bytes of float32 numbers, and no sector of 32 bytes twice.
-ROWS = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
-# Registers of a consumer that rescales 64 tokens at 64 features, as its MMAs read them. Four
-# threads load 32 bytes of a row's scales together, so that 32 bytes are swizzled as one.
-_OPERAND = gl.constexpr(gl.DotOperandLayout(0, acc_layout(64), 2))
-_SCALES = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
-_CLUSTERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-# The bf16x2 split of x * scale for two numbers: high (0) and low (1) from x (2) and scale (3, 4).
-# The compiler converts single numbers, which takes a GPU eight times as long as pairs.
-SPLIT_ASM = gl.constexpr(
-    """{
-    .reg .f32 x0, x1, y0, y1;
-    shl.b32 x0, $2, 16;
-    and.b32 x1, $2, 0xffff0000;
-    mul.rn.f32 y0, x0, $3;
-    mul.rn.f32 y1, x1, $4;
-    cvt.rn.bf16x2.f32 $0, y1, y0;
-    shl.b32 y0, $0, 16;
-    and.b32 y1, $0, 0xffff0000;
-    neg.f32 y0, y0;
-    neg.f32 y1, y1;
-    fma.rn.f32 y0, x0, $3, y0;
-    fma.rn.f32 y1, x1, $4, y1;
-    cvt.rn.bf16x2.f32 $1, y1, y0;
-    }"""
-)
 
 
 @gluon.jit
@@ -87,54 +70,6 @@ def _load_blocks(load_args):
 
 
 @gluon.jit
-def own_scales(scale_args, rows):
-    """Return the row (64,) of the tokens' scales, and if a token has one: without, it is 1."""
-    _, cluster_ptr, T, C, _ = scale_args
-    cluster = gl.load(cluster_ptr + rows, mask=rows < T, other=-1).to(gl.int32)
-    has_scale = (cluster >= 0) & (cluster < C)
-    return gl.where(has_scale, cluster, 0), has_scale
-
-
-@gluon.jit
-def _store_clusters(scale_args, row, cluster_buf):
-    """Store the clusters of 64 tokens to shared memory, and return if a token has a scale.
-
-    MMAs and sums need 224 registers of 240, which leaves none to keep the clusters in.
-    """
-    rows = row + gl.arange(0, HALF_M, gl.SliceLayout(1, ROWS))
-    clusters, _ = own_scales(scale_args, rows)
-    cluster_buf.store(clusters)
-    thread_barrier()
-    rows = row + gl.arange(0, HALF_M, gl.SliceLayout(1, _OPERAND))
-    _, has_scale = own_scales(scale_args, rows)
-    return has_scale
-
-
-@gluon.jit
-def _load_scales(scale_args, cluster_buf, k, buf):
-    """Begin to copy the scales of block k of a consumer's tokens to shared memory."""
-    scale_ptr, D = scale_args[0], scale_args[4]
-    offsets = cluster_buf.load(gl.SliceLayout(1, ROWS)) * D
-    d = k * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, ROWS))
-    load_rows(buf, scale_ptr + offsets[:, None] + d[None, :])
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _rescale(x, scale_buf, has_scale):
-    """Return x * scale of a block as a bf16x2 split in registers."""
-    x = x.load(_OPERAND)  # while the copies arrive
-    async_copy.wait_group(0)
-    thread_barrier()  # the copies of all warps are there
-    scale = gl.where(has_scale[:, None], scale_buf.load(_OPERAND), 1.0)
-    high, low = gl.inline_asm_elementwise(
-        SPLIT_ASM, "=&r,=&r,r,r,r", [x, scale], (x.dtype, x.dtype), is_pure=True, pack=2
-    )
-    thread_barrier()  # all warps have read the scales: the next block's may come
-    return high, low
-
-
-@gluon.jit
 def _start_quarter(high, low, w, QUARTER: gl.constexpr):
     """Begin (high + low) @ w^T of a quarter of the experts: two MMAs to wait for."""
     w = w.slice(QUARTER * QUARTER_N, QUARTER_N).permute((1, 0))
@@ -144,26 +79,35 @@ def _start_quarter(high, low, w, QUARTER: gl.constexpr):
 
 
 @gluon.jit
-def _rescaled_tile(CONSUMER: gl.constexpr, pipeline, scale_bufs, scale_args, row, k_block, num_k):
+def _rescaled_tile(
+    CONSUMER: gl.constexpr, pipeline, scale_bufs, scale_args, kept_args, row, k_block, num_k,
+    KEEPERS: gl.constexpr,
+):  # fmt: skip
     """Return the products of 64 rescaled tokens and each quarter of the experts.
 
     While a quarter's result is added, the MMAs of the next one run. Consumers take turns with the
-    MMAs of a block: one rescales while the other multiplies.
+    MMAs of a block: one rescales while the other multiplies. The KEEPERS tiles of a token take
+    turns to store the high parts of its blocks, so that programs have equal work.
     """
+    kept_desc, e_tile = kept_args
     scale_buf, cluster_buf = scale_bufs[0].index(CONSUMER), scale_bufs[1].index(CONSUMER)
     x_bufs, w_bufs, full, empty, turn = pipeline
     STAGES: gl.constexpr = x_bufs.shape[0]
     first = gl.zeros([HALF_M, QUARTER_N], gl.float32, acc_layout(QUARTER_N))
     second, third, fourth = first, first, first
-    has_scale = _store_clusters(scale_args, row, cluster_buf)
-    _load_scales(scale_args, cluster_buf, 0, scale_buf)
+    has_scale = store_clusters(scale_args, row, cluster_buf)
+    load_scales(scale_args, cluster_buf, 0, scale_buf)
     for k in range(num_k):
         stage = k_block % STAGES
         mbarrier.wait(full.index(stage), k_block // STAGES & 1)
         x, w = x_bufs.index(stage).slice(CONSUMER * HALF_M, HALF_M), w_bufs.index(stage)
-        high, low = _rescale(x, scale_buf, has_scale)
+        keeps = k % KEEPERS == e_tile if KEEPERS > 0 else False
+        high, low = rescale(x, scale_buf, has_scale, keeps, KEEPERS)
+        if KEEPERS > 0:
+            if keeps:
+                store_tile(kept_desc, [row, k * BLOCK], x)  # while the MMAs run
         if k + 1 < num_k:
-            _load_scales(scale_args, cluster_buf, k + 1, scale_buf)
+            load_scales(scale_args, cluster_buf, k + 1, scale_buf)
         mbarrier.wait(turn.index(CONSUMER), (k_block & 1) ^ (1 - CONSUMER))
         even = _start_quarter(high, low, w, 0)
         odd = _start_quarter(high, low, w, 1)
@@ -177,6 +121,8 @@ def _rescaled_tile(CONSUMER: gl.constexpr, pipeline, scale_bufs, scale_args, row
         even, odd = warpgroup_mma_wait(2, deps=[even, odd])
         third += even
         fourth += warpgroup_mma_wait(0, deps=[odd])
+        if KEEPERS > 0:
+            tma.store_wait(0)  # the store has read the stage, which may be loaded again
         mbarrier.arrive(empty.index(stage))
         k_block += 1
     return first, second, third, fourth
@@ -228,16 +174,19 @@ def _store(affinity, out_args, row, expert, HAS_BIAS: gl.constexpr, HAS_NOISE: g
 @gluon.jit
 def _consumer(
     CONSUMER: gl.constexpr, consumer_args, HAS_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_NOISE: gl.constexpr,
+    HAS_NOISE: gl.constexpr, KEEPERS: gl.constexpr,
 ):  # fmt: skip
     """Consumer: the affinities of the upper or lower 64 tokens of every tile."""
-    pipeline, scale_bufs, scale_args, out_args, sizes = consumer_args
+    pipeline, scale_bufs, scale_args, kept_desc, out_args, sizes = consumer_args
     num_tiles, num_e, num_k = sizes
     k_block = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         row, expert = tile // num_e * TOKENS + CONSUMER * HALF_M, tile % num_e * EXPERTS
         if HAS_SCALE:
-            parts = _rescaled_tile(CONSUMER, pipeline, scale_bufs, scale_args, row, k_block, num_k)
+            parts = _rescaled_tile(
+                *(CONSUMER, pipeline, scale_bufs, scale_args, (kept_desc, tile % num_e)),
+                *(row, k_block, num_k, KEEPERS),
+            )
         else:
             parts = _plain_tile(CONSUMER, pipeline, k_block, num_k)
         k_block += num_k
@@ -250,6 +199,7 @@ def _consumer(
 def affinity_kernel(
     x_desc,
     embedding_desc,
+    kept_desc,
     scale_ptr,
     cluster_ptr,
     bias_ptr,
@@ -264,27 +214,31 @@ def affinity_kernel(
     HAS_SCALE: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     HAS_NOISE: gl.constexpr,
+    KEEPERS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Compute the affinities (T, E) of x (T, D), whose clusters' scales are (C, D); D % 64 = 0."""
+    """Compute the affinities (T, E) of x (T, D), whose clusters' scales are (C, D); D % 64 = 0.
+
+    KEEPERS: num_e to store x * scale, rounded to bf16, by kept_desc as well; otherwise 0.
+    """
     x_bufs = make_buffers(STAGES, x_desc)
     w_bufs = make_buffers(STAGES, embedding_desc)
     full, empty = make_barriers(STAGES, 1, 2)
     turn, _ = make_barriers(2, 1, 1)
     pipeline = (x_bufs, w_bufs, full, empty, turn)
     sizes = (num_tiles, num_e, D // BLOCK)
-    SCALES: gl.constexpr = 2 if HAS_SCALE else 1  # one for each consumer, or unused
+    COPIES: gl.constexpr = 2 if HAS_SCALE else 1  # one for each consumer, or unused
     scale_bufs = (
-        gl.allocate_shared_memory(gl.float32, [SCALES, HALF_M, BLOCK], _SCALES),
-        gl.allocate_shared_memory(gl.int32, [SCALES, HALF_M], _CLUSTERS),
+        gl.allocate_shared_memory(gl.float32, [COPIES, HALF_M, BLOCK], SCALES),
+        gl.allocate_shared_memory(gl.int32, [COPIES, HALF_M], CLUSTERS),
     )
     scale_args = (scale_ptr, cluster_ptr, T, C, D)
     out_args = (bias_ptr, noise_ptr, affinity_ptr, T, E)
-    consumer_args = (pipeline, scale_bufs, scale_args, out_args, sizes)
+    consumer_args = (pipeline, scale_bufs, scale_args, kept_desc, out_args, sizes)
     gl.warp_specialize(
         [
-            (_consumer, (0, consumer_args, HAS_SCALE, HAS_BIAS, HAS_NOISE)),
-            (_consumer, (1, consumer_args, HAS_SCALE, HAS_BIAS, HAS_NOISE)),
+            (_consumer, (0, consumer_args, HAS_SCALE, HAS_BIAS, HAS_NOISE, KEEPERS)),
+            (_consumer, (1, consumer_args, HAS_SCALE, HAS_BIAS, HAS_NOISE, KEEPERS)),
             (_load_blocks, ((x_desc, embedding_desc, pipeline, sizes),)),
         ],
         [4, 1],

@@ -15,7 +15,7 @@ from acmoe.ops.route.triton.tokens import Tokens
 
 TILE, STAGES = (128, 256), 4  # tokens and experts of a tile of the affinities; of the pipeline
 BLOCK = 64  # features, or experts, of a stage
-TOKEN_TILE, TOKEN_STAGES = 128, 5  # tokens, and features, of a tile of d x
+TOKEN_TILE, TOKEN_STAGES = 128, 3  # tokens, and features, of a tile of d x
 
 
 def _desc(tensor: Tensor, block: list[int]) -> TensorDescriptor:
@@ -36,15 +36,21 @@ def launch_affinities(
     bias_E: Tensor | None,
     noise_TE: Tensor | None,
     affinity_TE: Tensor,
+    kept_TD: Tensor | None = None,
 ) -> None:
-    """Write x * scale @ embedding^T + bias + noise (T, E) of unsorted bf16 tokens."""
+    """Write x * scale @ embedding^T + bias + noise (T, E) of unsorted bf16 tokens.
+
+    kept_TD: write x * scale here, rounded to bf16; only for tokens with a scale.
+    """
     T, D = tokens.x.shape
     E = embedding_ED.shape[0]
     num_e = cdiv(E, TILE[1])
     tiles = cdiv(T, TILE[0]) * num_e
+    x = _desc(tokens.x, [TILE[0], BLOCK])
     launch(
         *(affinity_module.affinity_kernel, (_num_programs(tiles),)),
-        *(_desc(tokens.x, [TILE[0], BLOCK]), _desc(embedding_ED.contiguous(), [TILE[1], BLOCK])),
+        *(x, _desc(embedding_ED.contiguous(), [TILE[1], BLOCK])),
+        x if kept_TD is None else _desc(kept_TD, [TILE[0] // 2, BLOCK]),
         *(tokens.scale, tokens.cluster),
         embedding_ED if bias_E is None else bias_E,
         affinity_TE if noise_TE is None else noise_TE.contiguous(),
@@ -52,6 +58,7 @@ def launch_affinities(
         HAS_SCALE=tokens.has_scale,
         HAS_BIAS=bias_E is not None,
         HAS_NOISE=noise_TE is not None,
+        KEEPERS=0 if kept_TD is None else num_e,
         STAGES=STAGES,
         num_warps=4,
     )
@@ -73,7 +80,7 @@ def launch_token_gradient(
         _desc(embedding_ED.contiguous(), [BLOCK, TOKEN_TILE]),
         *(out if addend_TD is None else _desc(addend_TD.contiguous(), [BLOCK, BLOCK]), out),
         *(tokens.scale, tokens.cluster),
-        *(T, D, tokens.scale.shape[0], tiles, num_n, 2 * cdiv(E, BLOCK)),
+        *(T, D, tokens.scale.shape[0], tiles, num_n, cdiv(E, BLOCK)),
         HAS_SCALE=tokens.has_scale,
         HAS_ADDEND=addend_TD is not None,
         STAGES=TOKEN_STAGES,

@@ -2,10 +2,13 @@
 
     d x (T, D) = (d affinity @ embedding) * scale of the token's cluster + addend
 
-d affinity (2, T, E) is a bf16x2 split, whose parts are two halves of one inner dimension: the low
-parts come first. The result is rounded to bf16, so that the tensor cores may add up everything.
-Persistent ping-pong kernel (ops/experts/hopper/pipeline.py) over tiles of 128 tokens and 128
-features: while one consumer finishes and stores its tile, the other multiplies.
+d affinity (2, T, E) is a bf16x2 split. The result is rounded to bf16, so that the tensor cores may
+add up everything. Persistent ping-pong kernel (ops/experts/hopper/pipeline.py) over tiles of 128
+tokens and 128 features: while one consumer finishes and stores its tile, the other multiplies.
+
+Both parts of d affinity meet the same block of embeddings, which is loaded once for both: 48 KiB
+for 1,024 cycles of MMAs. Two blocks of one part each would be 64 KiB, all that L2 can give to a
+multiprocessor in these cycles (64 bytes a cycle), and scales and addends come on top.
 
 A tile is finished in four panels of 64 tokens and 64 features. A second producer warp loads the
 addend's panels by TMA while the tile is multiplied; a result takes the place of its addend in
@@ -17,7 +20,13 @@ T tokens, D features, E experts, C clusters.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from acmoe.ops.device.gluon_names import load_tile, store_tile, thread_barrier
 from acmoe.ops.experts.hopper.pipeline import (
@@ -26,10 +35,10 @@ from acmoe.ops.experts.hopper.pipeline import (
     acc_layout,
     make_barriers,
     make_buffers,
-    mma_tile,
     split_panels,
+    wait_ping_pong,
 )
-from acmoe.ops.route.hopper.affinity import own_scales
+from acmoe.ops.route.hopper.scales import own_scales
 
 TILE = gl.constexpr(128)  # tokens, and features, of a tile
 BLOCK = gl.constexpr(64)  # experts of a block
@@ -41,23 +50,21 @@ def _load_blocks(load_args):
     """Producer: load the blocks of d affinity and of the embedding of all tiles of the program."""
     grad_desc, embedding_desc, pipeline, T, num_tiles, num_n, num_k = load_args
     grad_bufs, w_bufs, full, empty, _ = pipeline
-    STAGES: gl.constexpr = grad_bufs.shape[0]
-    num_blocks = num_k // 2
+    STAGES: gl.constexpr = w_bufs.shape[0]
     k_block = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         row, column = tile // num_n * TILE, tile % num_n * TILE
         for k in range(num_k):
             stage = k_block % STAGES
             full_bar = full.index(stage)
-            # Rows after the last token are those of the other part, or zeros; nobody stores them.
-            part_row = gl.where(k < num_blocks, T, 0) + row
-            expert = k % num_blocks * BLOCK
             mbarrier.wait(empty.index(stage), (k_block // STAGES & 1) ^ 1)
             mbarrier.expect(
-                full_bar, grad_desc.block_type.nbytes + embedding_desc.block_type.nbytes
+                full_bar, 2 * grad_desc.block_type.nbytes + embedding_desc.block_type.nbytes
             )
-            load_tile(grad_desc, [part_row, expert], full_bar, grad_bufs.index(stage))
-            load_tile(embedding_desc, [expert, column], full_bar, w_bufs.index(stage))
+            # Rows after the last token are those of the other part, or zeros; nobody stores them.
+            load_tile(grad_desc, [T + row, k * BLOCK], full_bar, grad_bufs.index(2 * stage))
+            load_tile(grad_desc, [row, k * BLOCK], full_bar, grad_bufs.index(2 * stage + 1))
+            load_tile(embedding_desc, [k * BLOCK, column], full_bar, w_bufs.index(stage))
             k_block += 1
 
 
@@ -75,6 +82,33 @@ def _load_addends(addend_args):
             mbarrier.expect(full_bar, addend_desc.block_type.nbytes)
             corner = [row + panel // 2 * HALF_M, column + panel % 2 * PANEL]
             load_tile(addend_desc, corner, full_bar, panel_bufs.index(at))
+
+
+@gluon.jit
+def _multiply(pipeline, local_tile, num_k, CONSUMER: gl.constexpr):
+    """Return both halves (64, 128) of the program's local_tile-th tile, as `mma_tile` does."""
+    grad_bufs, w_bufs, full, empty, ping_pong = pipeline
+    STAGES: gl.constexpr = w_bufs.shape[0]
+    upper = gl.zeros([HALF_M, TILE], gl.float32, acc_layout(TILE))
+    lower = gl.zeros([HALF_M, TILE], gl.float32, acc_layout(TILE))
+    wait_ping_pong(ping_pong, local_tile, CONSUMER)
+    k_block = local_tile * num_k
+    for k in range(num_k):
+        stage = k_block % STAGES
+        mbarrier.wait(full.index(stage), k_block // STAGES & 1)
+        w = w_bufs.index(stage)
+        for part in gl.static_range(2):  # low, high
+            grad, adds = grad_bufs.index(2 * stage + part), part + k > 0
+            upper = warpgroup_mma(grad.slice(0, HALF_M), w, upper, use_acc=adds, is_async=True)
+            lower = warpgroup_mma(grad.slice(HALF_M, HALF_M), w, lower, use_acc=adds, is_async=True)
+        # Wait for the MMAs of the previous iteration, so that its stage can be released.
+        upper, lower = warpgroup_mma_wait(4, deps=[upper, lower])
+        mbarrier.arrive(empty.index((k_block + STAGES - 1) % STAGES), pred=k > 0)
+        k_block += 1
+    mbarrier.arrive(ping_pong.index(1 - CONSUMER))
+    upper, lower = warpgroup_mma_wait(0, deps=[upper, lower])
+    mbarrier.arrive(empty.index((k_block + STAGES - 1) % STAGES))
+    return upper, lower
 
 
 @gluon.jit
@@ -126,7 +160,6 @@ def _consumer(
     """Ping-pong consumer: every second tile of the program."""
     pipeline, store_args, panel_empty, scale_args, num_tiles, num_n, num_k = consumer_args
     out_desc, panel_bufs, panel_full = store_args
-    T = scale_args[2]
     programs = gl.num_programs(0)
     local_tile = CONSUMER
     at = CONSUMER * PANELS  # first of the consumer's buffers
@@ -138,7 +171,7 @@ def _consumer(
         scales = _scales_of(row, scale_args, HAS_SCALE)
         lower_scales = _scales_of(lower_row, scale_args, HAS_SCALE)
         scale = _load_scale(scales, scale_args, column, HAS_SCALE)
-        upper, lower = mma_tile(pipeline, local_tile, T - row, num_k, CONSUMER, True)
+        upper, lower = _multiply(pipeline, local_tile, num_k, CONSUMER)
         left, right = split_panels(upper)
         next_scale = _load_scale(scales, scale_args, right_column, HAS_SCALE)
         _finish(left, scale, panels, at, row, column, HAS_SCALE, HAS_ADDEND)
@@ -175,7 +208,7 @@ def token_gradient_kernel(
     STAGES: gl.constexpr,
 ):
     """Compute d x (T, D) from d affinity, as (2 T, E), and the embedding (E, D); D % 64 = 0."""
-    grad_bufs = make_buffers(STAGES, grad_desc)
+    grad_bufs = make_buffers(2 * STAGES, grad_desc)
     w_bufs = make_buffers(STAGES, embedding_desc)
     panel_bufs = make_buffers(2 * PANELS, out_desc)
     full, empty = make_barriers(STAGES, 1, 1)

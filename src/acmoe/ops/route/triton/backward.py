@@ -78,17 +78,21 @@ def embedding_gradient(
     grad_ZTE: Tensor,
     dtype: torch.dtype = torch.float32,
     result: torch.dtype = torch.float32,
+    kept_TD: Tensor | None = None,
 ) -> Tensor:
     """Return d embedding (E, D), rounded to the dtype `result`.
 
     end: (C + 1,) slot after the last token of each cluster, if tokens are sorted. dtype: the
     embedding's, to which the caller rounds the gradient. Where that is bf16, as the tokens are, and
     tokens are rescaled first (rescale.py), x * scale is rounded to bf16. This moves the gradient by
-    about as much as the rounding of x itself, and as its own rounding to bf16.
+    about as much as the rounding of x itself, and as its own rounding to bf16. kept_TD: these
+    rounded products, if the forward pass kept them (many_experts.py).
     """
     T, D = tokens.x.shape
     Z, _, E = grad_ZTE.shape
-    if worth_rescaling(tokens, E):
+    if kept_TD is not None:
+        tokens = tokens.in_place()._replace(x=kept_TD)
+    elif worth_rescaling(tokens, E):
         tokens = rescaled(tokens, 1 if tokens.x.dtype == dtype == torch.bfloat16 else 2)
     token_parts = 2 if tokens.is_split else int(tokens.is_sorted or not tokens.has_scale)
     tile = embedding_launch_table(E, D, Z, token_parts)

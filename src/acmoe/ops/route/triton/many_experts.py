@@ -3,6 +3,7 @@
 T tokens, D features, E experts.
 """
 
+import torch
 from torch import Tensor
 
 from acmoe.ops.device import tuning
@@ -26,16 +27,19 @@ def many_affinities(
     affinity_TE: Tensor,
     terms: int,
     features: int,
-) -> None:
+    keeps: bool,
+) -> Tensor | None:
     """Write the affinities of all tokens and experts.
 
-    terms: TERMS of `accurate_dot`; features: those of one step.
+    terms: TERMS of `accurate_dot`; features: those of one step. keeps: return x * scale (T, D),
+    rounded to bf16, if the kernel computes it on its way; it is what `rescaled` writes.
     """
     if hopper_unsupported(tokens, embedding_ED) is None:
         from acmoe.ops.route.hopper.launch import launch_affinities
 
-        launch_affinities(tokens, embedding_ED, bias_E, noise_TE, affinity_TE)
-        return
+        kept_TD = torch.empty_like(tokens.x) if keeps and tokens.has_scale else None
+        launch_affinities(tokens, embedding_ED, bias_E, noise_TE, affinity_TE, kept_TD)
+        return kept_TD
     T, D = tokens.x.shape
     E = embedding_ED.shape[0]
     height, width, num_warps, num_stages = AFFINITY_TILE
@@ -50,3 +54,4 @@ def many_affinities(
         TERMS=terms, **reading.flags, SPLIT=reading.is_split, RANGE=0, BT=height, BD=features,
         BE=width, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
+    return None

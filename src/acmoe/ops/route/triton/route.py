@@ -52,6 +52,7 @@ def route(
     temperature: float,
     noise_TE: Tensor | None = None,
     totals: str = "sums",
+    keeps: bool = False,
 ) -> tuple[Tensor, ...]:
     """Return expert ids, gate, affinity, gate sums, load and first choice of every token.
 
@@ -62,7 +63,8 @@ def route(
     softmax over the selected experts alone. Gate sums: sum over unmasked tokens of softmax(affinity
     / temperature). totals: "none" if nobody reads gate sums and load, which are not written then;
     "balance" for the balance loss () in their place; "shares" for that and, in place of the load,
-    each expert's share of it (E,).
+    each expert's share of it (E,). keeps: return the rescaled tokens (T, D) that `many_affinities`
+    kept for backward, too, if it kept any.
     """
     T, D = tokens.x.shape
     E = embedding_ED.shape[0]
@@ -81,6 +83,7 @@ def route(
     # The only program computes the loss itself.
     alone = totals == "balance" and N == 1 and not selecting.is_sorted
     partial_2NE = affinity_TE.new_empty(() if alone else (2, N, E))
+    kept_TD: Tensor | None = None
     if T > 0:
         router = (
             embedding_ED.contiguous(), embedding_ED if bias_E is None else bias_E,
@@ -92,8 +95,8 @@ def route(
         if size < D:
             known = partial_affinities(tokens, embedding_ED, size, flags["TERMS"], step)
         elif selects:
-            many_affinities(
-                tokens, embedding_ED, bias_E, noise_TE, affinity_TE, flags["TERMS"], step
+            kept_TD = many_affinities(
+                tokens, embedding_ED, bias_E, noise_TE, affinity_TE, flags["TERMS"], step, keeps
             )
         launch(
             _route_kernel, (N,), *tokens.pointers, *router, known, ids_TK, gate_TK,
@@ -103,7 +106,8 @@ def route(
             BE=max(16, next_power_of_2(E)), BK=max(2, next_power_of_2(top_k)),
             num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.registers,
         )  # fmt: skip
-    return ids_TK, gate_TK, affinity_TE, *_reduce(partial_2NE, T, totals, alone), first_T
+    kept = () if kept_TD is None else (kept_TD,)
+    return ids_TK, gate_TK, affinity_TE, *_reduce(partial_2NE, T, totals, alone), first_T, *kept
 
 
 def _reduce(partial_2NE: Tensor, num_tokens: int, totals: str, alone: bool) -> tuple[Tensor, ...]:
