@@ -25,6 +25,9 @@ from acmoe.ops.experts.triton.tiles import Plan
 
 _PANEL = 64  # columns of a panel, and rows of half a tile
 UP_STAGES = 4  # each takes 48 KiB of shared memory
+# Blocks that the producer has yet to load of a tile when the program takes its next one. An atomic
+# takes about as long as the MMAs of one or two blocks.
+UP_AHEAD = 4
 
 
 def _desc(tensor: Tensor, block: list[int]) -> TensorDescriptor:
@@ -80,12 +83,13 @@ def launch_rows(
 def launch_up(x: Tensor, up: Tensor, plan: Plan, hidden: int) -> Tensor:
     """Return a (N, F) = silu(x[token] @ gate[e]^T) * (x[token] @ up[e]^T) for up (E, 2F, D)."""
     a = torch.empty(plan.num_rows, hidden, device=x.device, dtype=x.dtype)
+    num_k = x.shape[1] // PIPELINE_BK
     expert, start = plan[PIPELINE_BM]
     launch(
         *(up_module.up_swiglu_kernel, (_num_programs(),)),
         *(tma_aligned(x), plan.token, _desc(up, [128, PIPELINE_BK]), a),
-        *(expert, start, plan.offsets, plan.num_used(PIPELINE_BM)),
-        *(triton.cdiv(hidden, 128), x.shape[1] // PIPELINE_BK, hidden),
+        *(expert, start, plan.offsets, plan.num_used(PIPELINE_BM), plan.counter),
+        *(triton.cdiv(hidden, 128), num_k, max(num_k - 1 - UP_AHEAD, 0), hidden),
         GROUP_M=GROUP_M,
         BY_EXPERT=plan.by_expert(PIPELINE_BM, up),
         STAGES=UP_STAGES,

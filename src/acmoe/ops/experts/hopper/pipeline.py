@@ -1,8 +1,8 @@
 """Building blocks of the warp-specialised persistent grouped GEMMs for Hopper, in Gluon.
 
 They compute (128, BN) tiles of y = a @ w[e]^T, or a @ w[e], for rows a (N, I) sorted by expert. One
-program runs on each multiprocessor and iterates over every num_programs-th tile. Its warps have
-different roles:
+program runs on each multiprocessor and iterates over every num_programs-th tile, or takes them from
+a counter (next_tile.py). Its warps have different roles:
     producer       one warp loads blocks of a and w by TMA into a multistage pipeline in shared
                    memory, tile after tile; each stage has a "full" and an "empty" mbarrier
     two consumers  warpgroups of four warps multiply by wgmma and run the epilogue, either

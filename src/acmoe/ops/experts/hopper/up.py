@@ -5,8 +5,10 @@
 Persistent and cooperative (pipeline.py): a tile is 128 rows and 128 hidden units of one expert, and
 each of two consumers owns 64 rows of it. An expert with about 128 rows often has a second tile with
 a few rows. There the second consumer has nothing to do, so that rows are padded to multiples of 64,
-while both tiles have the weights' traffic of 128. Two warps gather tokens by cp.async, and one
-loads the weights of gate and up by TMA. h is not stored: this is the forward without a backward.
+while both tiles have the weights' traffic of 128. Two warps gather tokens by cp.async, one loads
+the weights of gate and up by TMA, and one gives out the tiles, in dynamic order (next_tile.py),
+because a tile with a few rows takes less time. h is not stored: this is the forward without a
+backward.
 """
 
 from triton.experimental import gluon
@@ -20,6 +22,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from acmoe.ops.device.gluon_names import load_rows, load_tile
+from acmoe.ops.experts.hopper.next_tile import (
+    dispatch_tiles,
+    make_mailbox,
+    next_tile,
+    want_tile,
+)
 from acmoe.ops.experts.hopper.pipeline import (
     HALF_M,
     acc_layout,
@@ -47,14 +55,17 @@ def _tile_at(tile_id, plan, num_used, num_n, F, GROUP_M: gl.constexpr, BY_EXPERT
 
 
 @gluon.jit
-def _load_weights(load_args, GROUP_M: gl.constexpr, BY_EXPERT: gl.constexpr):
-    """Producer: load the blocks of gate and up of all tiles of the program by TMA."""
-    w_desc, pipeline, plan, num_n, num_k, F = load_args[2:]
+def _load_weights(load_args, asks_at, GROUP_M: gl.constexpr, BY_EXPERT: gl.constexpr):
+    """Producer: load the blocks of gate and up of all tiles of the program by TMA.
+
+    The program takes its next tile after block asks_at of the last one.
+    """
+    w_desc, pipeline, mailbox, plan, num_n, num_k, F = load_args[2:]
     w_bufs, full, empty = pipeline[1], pipeline[2], pipeline[3]
     STAGES: gl.constexpr = full.shape[0]
     num_used = gl.load(plan[3])
-    k_block = 0
-    for tile_id in range(gl.program_id(0), num_used * num_n, gl.num_programs(0)):
+    tile_id, local_tile, k_block = gl.program_id(0), 0, 0
+    while tile_id < num_used * num_n:
         expert, _row, _end, column = _tile_at(tile_id, plan, num_used, num_n, F, GROUP_M, BY_EXPERT)
         gate_row = 2 * expert * F + column
         for k in range(num_k):
@@ -64,7 +75,10 @@ def _load_weights(load_args, GROUP_M: gl.constexpr, BY_EXPERT: gl.constexpr):
             mbarrier.expect(full_bar, 2 * w_desc.block_type.nbytes)
             load_tile(w_desc, [gate_row, k * _BK], full_bar, w_bufs.index(2 * stage))
             load_tile(w_desc, [gate_row + F, k * _BK], full_bar, w_bufs.index(2 * stage + 1))
+            want_tile(mailbox, k == asks_at)
             k_block += 1
+        tile_id = next_tile(mailbox, local_tile)
+        local_tile += 1
 
 
 @gluon.jit
@@ -80,12 +94,13 @@ def _half_pointers(x_ptr, token_ptr, row, end, D):
 def _gather_tokens(load_args, GROUP_M: gl.constexpr, BY_EXPERT: gl.constexpr):
     """Producer: copy the tokens of all tiles of the program to shared memory, by 16 bytes."""
     x_ptr, token_ptr = load_args[0], load_args[1]
-    pipeline, plan, num_n, num_k, F = load_args[3:]
+    pipeline, mailbox, plan, num_n, num_k, F = load_args[3:]
     x_bufs, full, empty = pipeline[0], pipeline[2], pipeline[3]
     STAGES: gl.constexpr = full.shape[0]
     num_used = gl.load(plan[3])
-    k_block = 0
-    for tile_id in range(gl.program_id(0), num_used * num_n, gl.num_programs(0)):
+    tile_id, local_tile, k_block = gl.program_id(0), 0, 0
+    while tile_id < num_used * num_n:
+        want_tile(mailbox)
         _expert, row, end, _column = _tile_at(tile_id, plan, num_used, num_n, F, GROUP_M, BY_EXPERT)
         upper, has_upper = _half_pointers(x_ptr, token_ptr, row, end, num_k * _BK)
         lower, has_lower = _half_pointers(x_ptr, token_ptr, row + HALF_M, end, num_k * _BK)
@@ -97,6 +112,8 @@ def _gather_tokens(load_args, GROUP_M: gl.constexpr, BY_EXPERT: gl.constexpr):
                 load_rows(x_bufs.index(2 * stage + 1), lower + k * _BK, mask=has_lower)
             async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
             k_block += 1
+        tile_id = next_tile(mailbox, local_tile)
+        local_tile += 1
 
 
 @gluon.jit
@@ -129,12 +146,13 @@ def _consumer(
     CONSUMER: gl.constexpr, consumer_args, GROUP_M: gl.constexpr, BY_EXPERT: gl.constexpr
 ):
     """Cooperative consumer: the upper or lower 64 rows of every tile."""
-    a_ptr, pipeline, plan, num_n, num_k, F = consumer_args
+    a_ptr, pipeline, mailbox, plan, num_n, num_k, F = consumer_args
     full, empty = pipeline[2], pipeline[3]
     STAGES: gl.constexpr = full.shape[0]
     num_used = gl.load(plan[3])
-    k_block = 0
-    for tile_id in range(gl.program_id(0), num_used * num_n, gl.num_programs(0)):
+    tile_id, local_tile, k_block = gl.program_id(0), 0, 0
+    while tile_id < num_used * num_n:
+        want_tile(mailbox)
         _expert, row, end, column = _tile_at(tile_id, plan, num_used, num_n, F, GROUP_M, BY_EXPERT)
         row += CONSUMER * HALF_M
         if row < end:
@@ -153,9 +171,11 @@ def _consumer(
                 mbarrier.wait(full.index(at_block % STAGES), at_block // STAGES & 1)
                 mbarrier.arrive(empty.index(at_block % STAGES))
         k_block += num_k
+        tile_id = next_tile(mailbox, local_tile)
+        local_tile += 1
 
 
-@gluon.jit(do_not_specialize=["num_n", "num_k"])
+@gluon.jit(do_not_specialize=["num_n", "num_k", "asks_at"])
 def up_swiglu_kernel(
     x_ptr,
     token_ptr,
@@ -165,28 +185,36 @@ def up_swiglu_kernel(
     tile_start_ptr,
     offsets_ptr,
     num_used_ptr,
+    counter_ptr,
     num_n,
     num_k,
+    asks_at,
     F,
     GROUP_M: gl.constexpr,
     BY_EXPERT: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Compute a (N, F) of tokens x (T, 64 num_k), which are gathered, and up (E * 2 F, D)."""
+    """Compute a (N, F) of tokens x (T, 64 num_k), which are gathered, and up (E * 2 F, D).
+
+    counter: one int32 of this launch alone, zero before and after it. asks_at: the block of a tile
+    after which the program takes its next one.
+    """
     x_bufs = gl.allocate_shared_memory(w_desc.dtype, [2 * STAGES, HALF_M, _BK], w_desc.layout)
     w_bufs = make_buffers(2 * STAGES, w_desc)
     full, empty = make_barriers(STAGES, 1 + 32 * _GATHER_WARPS, 2)
     pipeline = (x_bufs, w_bufs, full, empty)
+    mailbox = make_mailbox(4)
     plan = (tile_expert_ptr, tile_start_ptr, offsets_ptr, num_used_ptr)
-    consumer_args = (a_ptr, pipeline, plan, num_n, num_k, F)
-    load_args = (x_ptr, token_ptr, w_desc, pipeline, plan, num_n, num_k, F)
+    consumer_args = (a_ptr, pipeline, mailbox, plan, num_n, num_k, F)
+    load_args = (x_ptr, token_ptr, w_desc, pipeline, mailbox, plan, num_n, num_k, F)
     gl.warp_specialize(
         [
             (_consumer, (0, consumer_args, GROUP_M, BY_EXPERT)),
             (_consumer, (1, consumer_args, GROUP_M, BY_EXPERT)),
             (_gather_tokens, (load_args, GROUP_M, BY_EXPERT)),
-            (_load_weights, (load_args, GROUP_M, BY_EXPERT)),
+            (_load_weights, (load_args, asks_at, GROUP_M, BY_EXPERT)),
+            (dispatch_tiles, (mailbox, num_used_ptr, num_n, counter_ptr)),
         ],
-        [4, _GATHER_WARPS, 1],
-        [208, 88, 88],
+        [4, _GATHER_WARPS, 1, 1],
+        [208, 88, 88, 88],
     )

@@ -124,8 +124,8 @@ def _plan_kernel(
     """Write token (N,) = permutation // top_k, and for each tile height (table) the tile tables.
 
     Program pid < num_tables * num_experts writes the entries of one expert in one table; the last
-    expert's program also writes the unused entries and the number of used ones. The remaining
-    programs write token, CHUNK rows each.
+    expert's program also writes the unused entries, the number of used ones, and a zero after the
+    numbers of all tables (`Plan.counter`). The remaining programs write token, CHUNK rows each.
     """
     pid = tl.program_id(0)
     chunk = tl.arange(0, CHUNK)
@@ -141,6 +141,7 @@ def _plan_kernel(
     before, num_own, first_row = tiles_before(offsets_ptr, expert, num_experts, height, BE)
     if expert == num_experts - 1:  # the unused entries follow its own
         tl.store(num_used_ptr + table, before + num_own)
+        tl.store(num_used_ptr + num_tables, 0)
         last_row = tl.load(offsets_ptr + expert).to(tl.int32)
         num_unused = tl.cdiv(num_rows, height) + num_experts - before - num_own
         for i in range(0, num_unused, CHUNK):
@@ -178,7 +179,7 @@ class Plan:
         stride = cdiv(most_tiles(self.num_rows, num_experts, HEIGHTS[0]), 4) * 4
         shape = (2, len(HEIGHTS), stride)
         self.tables = torch.empty(shape, dtype=torch.int32, device=offsets_E.device)
-        self._num_used = torch.empty(len(HEIGHTS), dtype=torch.int32, device=offsets_E.device)
+        self._num_used = torch.empty(len(HEIGHTS) + 1, dtype=torch.int32, device=offsets_E.device)
         programs = len(HEIGHTS) * num_experts + cdiv(self.num_rows, _CHUNK)
         launch(
             *(_plan_kernel, (programs,)),
@@ -208,3 +209,8 @@ class Plan:
         """Return (1,) int32: the number of tiles of this height with an expert; they come first."""
         at = HEIGHTS.index(height)
         return self._num_used[at : at + 1]
+
+    @property
+    def counter(self) -> Tensor:
+        """Return (1,) int32, zero: it counts tiles for one launch at a time (next_tile.py)."""
+        return self._num_used[len(HEIGHTS) :]
