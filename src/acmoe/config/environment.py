@@ -34,6 +34,11 @@ def saving_requested() -> str:
     return _one_of("ACMOE_KEEP_ATTENTION", "auto", "never")
 
 
+def router_saving_requested() -> str:
+    """ACMOE_KEEP_ROUTER: save the rescaled tokens of many experts for backward (auto), or never."""
+    return _one_of("ACMOE_KEEP_ROUTER", "auto", "never")
+
+
 def fast_requested() -> str:
     """ACMOE_FAST: models run on their fast path where it computes the same (auto), or never."""
     return _one_of("ACMOE_FAST", "auto", "never")

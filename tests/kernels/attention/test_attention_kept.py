@@ -158,7 +158,7 @@ def test_nothing_is_kept_where_no_backward_can_come(
 
 @pytest.mark.parametrize("name", ["ACMOE_KEEP_ATTENTION", "ACMOE_GLUON"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_wish_nobody_knows_is_named(
+def test_an_unknown_option_is_named(
     name: str, compiled: bool, device: str, hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, "yes")

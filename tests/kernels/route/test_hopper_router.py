@@ -111,18 +111,25 @@ def test_the_kernel_keeps_the_rescaled_tokens_and_changes_no_affinity(
 
 
 @pytest.mark.parametrize(
-    ("learns", "records", "kept"), [(True, True, 1), (False, True, 0), (True, False, 0)]
+    ("learns", "records", "wanted", "kept"),
+    [
+        (True, True, "auto", 1),
+        (False, True, "auto", 0),
+        (True, False, "auto", 0),
+        (True, True, "never", 0),
+    ],
 )
 def test_the_embedding_s_gradient_reads_the_tokens_that_the_forward_pass_kept(
     learns: bool,
     records: bool,
+    wanted: str,
     kept: int,
     affinities: Any,
     monkeypatch: pytest.MonkeyPatch,
     generator: torch.Generator,
     device: str,
 ) -> None:
-    """Nothing is kept for an embedding that does not learn, or where no gradient is recorded."""
+    """Nothing is kept for an embedding that does not learn, without autograd, or by the option."""
     from acmoe.ops.route.hopper import launch
     from acmoe.ops.route.triton import backward, many_experts, route
 
@@ -136,6 +143,7 @@ def test_the_embedding_s_gradient_reads_the_tokens_that_the_forward_pass_kept(
     def rescaled_again(*_: Any) -> None:
         raise AssertionError("the tokens are rescaled a second time")
 
+    monkeypatch.setenv("ACMOE_KEEP_ROUTER", wanted)
     monkeypatch.setattr(launch, "launch_affinities", launched)
     # So few tokens would be served by other kernels.
     monkeypatch.setattr(route, "range_size", lambda *_: D)
@@ -154,9 +162,9 @@ def test_the_embedding_s_gradient_reads_the_tokens_that_the_forward_pass_kept(
         scale_TD = torch.where((own >= 0)[:, None], case["scale"].double()[own.clamp(min=0)], 1.0)
         y_TD = x.detach().double() * scale_TD
         # Rounding to bf16 moves x * scale and the sums by 2^-8 of themselves at most.
-        wanted = grad_TE.double().T @ y_TD
-        allowed = 2.0**-8 * (grad_TE.double().abs().T @ y_TD.abs() + wanted.abs()) + 1e-4
-        assert ((grad.double() - wanted).abs() <= allowed).all()
+        exact = grad_TE.double().T @ y_TD
+        allowed = 2.0**-8 * (grad_TE.double().abs().T @ y_TD.abs() + exact.abs()) + 1e-4
+        assert ((grad.double() - exact).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("tokens", [T, 1])

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from acmoe.config.environment import router_saving_requested
 from acmoe.config.images.presets import SWIN_MODELS
 from acmoe.config.images.vision import SwinConfig
 from acmoe.config.text.language import LANGUAGE_MODELS
@@ -64,6 +65,7 @@ def which(device: torch.device, dtype: torch.dtype, shape: Shape) -> list[Choice
     Options of the environment are checked, even where this machine would not read them.
     """
     requested_options()
+    router_saving_requested()
     user_table()
     x = torch.empty(1, shape.dim, dtype=dtype, device=device)
     return [

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from acmoe.config.environment import router_saving_requested
 from acmoe.ops.dispatch import eager
 from acmoe.ops.flops import tell_counters
 from acmoe.ops.once import apply, differentiable_once
@@ -234,7 +235,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, embedding, bias, rest, repeats, passes, totals, found):  # type: ignore[no-untyped-def]
         inputs = (x, embedding, bias, *rest)
-        keeps = ctx.needs_input_grad[1]
+        keeps = ctx.needs_input_grad[1] and router_saving_requested() == "auto"
         results = _without_gradient(totals, keeps, *inputs) if repeats else route_op(*inputs)
         ids, gate, affinity, gate_sum, load, first, *kept = results
         if repeats and totals == "none":
