@@ -3,9 +3,6 @@
 B sequences of L tokens, D features, C clusters, J clusters per token, X any leading dimensions.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -17,66 +14,13 @@ from acmoe.ops.statistics.dispersion import dispersion_and_count
 from acmoe.ops.statistics.dispersion_op import KERNEL_MEASURES, fused_dispersion
 from acmoe.ops.statistics.prefix import PrefixMoments, prefix_dispersion
 from acmoe.ops.statistics.prefix_op import fused_prefix_dispersion
-from acmoe.ops.statistics.scale import scale_from_dispersion, up_to_last
+from acmoe.ops.statistics.scale import ScaleOptions, scale_of
 from acmoe.ops.statistics.scale_op import (
     SCALE_MEASURES,
     constant_dispersion,
     fused_cluster_scale,
 )
 from acmoe.ops.statistics.sorted_op import sorted_cluster_scale, sorted_dispersion
-
-ScaleTransform = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-class ScaleOptions(NamedTuple):
-    """The options of `scale_from_dispersion`, and an optional function applied to the scale."""
-
-    normalize: str
-    strength: float | Tensor | None
-    floor: float
-    eps: float
-    clamp: float | None
-    min_tokens: int
-    # (scale, dispersion, count) -> scale; None: the identity
-    transform: ScaleTransform | None = None
-    # all, or chosen: means over clusters end at the last chosen one (`AdaptiveConfig.mean_over`)
-    mean_over: str = "all"
-    # (C,) not 0 for clusters that a token chose; None: those that hold a token
-    chosen: Tensor | None = None
-    mean_before_clamp: bool = False
-
-    @property
-    def separable(self) -> bool:
-        """Return True if a cluster's scale is 1/s over its mean, independent of other clusters."""
-        plain = self.strength is None and self.clamp is None and self.normalize == "cluster"
-        return plain and self.transform is None
-
-    def counted(self, count: Tensor) -> Tensor | None:
-        """Return the mask of the clusters in means over clusters, or None for all of them."""
-        if self.mean_over == "all":
-            return None
-        return up_to_last(count if self.chosen is None else self.chosen)
-
-    def transformed(self, scale: Tensor, spread: Tensor, count: Tensor) -> Tensor:
-        """Return transform(scale, spread, count), or the scale without a transform."""
-        return scale if self.transform is None else self.transform(scale, spread, count)
-
-
-def scale_of(spread: Tensor, count: Tensor, options: ScaleOptions) -> Tensor:
-    """Return the scale (X, C, D) computed from a dispersion (X, C, D) and a count (X, C)."""
-    scale = scale_from_dispersion(
-        spread,
-        count,
-        normalize=options.normalize,
-        strength=options.strength,
-        floor=options.floor,
-        eps=options.eps,
-        clamp=options.clamp,
-        min_tokens=options.min_tokens,
-        counted=options.counted(count),
-        mean_before_clamp=options.mean_before_clamp,
-    )
-    return options.transformed(scale, spread, count)
 
 
 @op

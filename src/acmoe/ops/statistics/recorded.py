@@ -20,8 +20,9 @@ from acmoe.ops.dispatch import eager
 from acmoe.ops.sort.order import TokenOrder
 from acmoe.ops.statistics import cpu, scale_op, sorted_op
 from acmoe.ops.statistics.dispersion_op import as_sets, check_clusters
-from acmoe.ops.statistics.op import ScaleOptions, measure_dispersion, measure_scale
+from acmoe.ops.statistics.op import measure_dispersion, measure_scale
 from acmoe.ops.statistics.pending import record_batch, replaying
+from acmoe.ops.statistics.scale import ScaleOptions
 from acmoe.ops.taped import taped
 
 LEAST = 2  # tokens of a cluster; a single one has dispersion 0, which carries no information

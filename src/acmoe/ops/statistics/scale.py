@@ -6,6 +6,8 @@ C clusters, D features, X any leading dimensions (none, or one set of clusters p
 """
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +23,8 @@ _OVER = {"cluster": (-1,), "feature": (-2,), "global": (-2, -1)}  # dimensions o
 # Sums of reciprocals of anything smaller would overflow float64. In float32 it is the least normal
 # number, and weights are relative to the greatest that they are averaged with.
 _MIN_DISPERSION = {torch.float64: 1e-290, torch.float32: torch.finfo(torch.float32).tiny}
+
+ScaleTransform = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def cluster_scale(
@@ -122,6 +126,57 @@ def scale_from_dispersion(
     averaged_XCD = weight_XCD if mean_before_clamp else clamped_XCD
     scale_XCD = mean_one(clamped_XCD, informative_XC1, normalize, averaged_XCD)
     return scale_XCD.to(dispersion.dtype)
+
+
+class ScaleOptions(NamedTuple):
+    """The options of `scale_from_dispersion`, and an optional function applied to the scale."""
+
+    normalize: str
+    strength: float | Tensor | None
+    floor: float
+    eps: float
+    clamp: float | None
+    min_tokens: int
+    # (scale, dispersion, count) -> scale; None: the identity
+    transform: ScaleTransform | None = None
+    # all, or chosen: means over clusters end at the last chosen one (`AdaptiveConfig.mean_over`)
+    mean_over: str = "all"
+    # (C,) not 0 for clusters that a token chose; None: those that hold a token
+    chosen: Tensor | None = None
+    mean_before_clamp: bool = False
+
+    @property
+    def separable(self) -> bool:
+        """Return True if a cluster's scale is 1/s over its mean, independent of other clusters."""
+        plain = self.strength is None and self.clamp is None and self.normalize == "cluster"
+        return plain and self.transform is None
+
+    def counted(self, count: Tensor) -> Tensor | None:
+        """Return the mask of the clusters in means over clusters, or None for all of them."""
+        if self.mean_over == "all":
+            return None
+        return up_to_last(count if self.chosen is None else self.chosen)
+
+    def transformed(self, scale: Tensor, spread: Tensor, count: Tensor) -> Tensor:
+        """Return transform(scale, spread, count), or the scale without a transform."""
+        return scale if self.transform is None else self.transform(scale, spread, count)
+
+
+def scale_of(spread: Tensor, count: Tensor, options: ScaleOptions) -> Tensor:
+    """Return the scale (X, C, D) computed from a dispersion (X, C, D) and a count (X, C)."""
+    scale = scale_from_dispersion(
+        spread,
+        count,
+        normalize=options.normalize,
+        strength=options.strength,
+        floor=options.floor,
+        eps=options.eps,
+        clamp=options.clamp,
+        min_tokens=options.min_tokens,
+        counted=options.counted(count),
+        mean_before_clamp=options.mean_before_clamp,
+    )
+    return options.transformed(scale, spread, count)
 
 
 def _relative_weights(
