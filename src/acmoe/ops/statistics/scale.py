@@ -110,19 +110,7 @@ def scale_from_dispersion(
     s_XCD = torch.maximum(s_XCD, floor * mean_XC1)
     s_XCD = torch.where(informative_XC1, s_XCD + eps if eps else s_XCD, 1.0)
     s_XCD = s_XCD.clamp(min=_MIN_DISPERSION[wide])
-
-    if strength is not None:
-        weight_XCD = s_XCD.shape[-1] * optimal_weights(s_XCD, strength)
-    elif wide == torch.float32:
-        weight_XCD = _relative_weights(s_XCD, informative_XC1, _OVER[normalize], None)
-    else:
-        weight_XCD = s_XCD.reciprocal()
-    clamped_XCD = weight_XCD
-    if clamp is not None and strength is None and wide == torch.float32:
-        clamped_XCD = _relative_weights(s_XCD, informative_XC1, _OVER[normalize], clamp)
-    elif clamp is not None:
-        highest = clamp * _mean(weight_XCD, informative_XC1, (-2, -1))
-        clamped_XCD = torch.minimum(weight_XCD, highest)
+    weight_XCD, clamped_XCD = _weights(s_XCD, informative_XC1, normalize, strength, clamp)
     averaged_XCD = weight_XCD if mean_before_clamp else clamped_XCD
     scale_XCD = mean_one(clamped_XCD, informative_XC1, normalize, averaged_XCD)
     return scale_XCD.to(dispersion.dtype)
@@ -177,6 +165,32 @@ def scale_of(spread: Tensor, count: Tensor, options: ScaleOptions) -> Tensor:
         mean_before_clamp=options.mean_before_clamp,
     )
     return options.transformed(scale, spread, count)
+
+
+def _weights(
+    s_XCD: Tensor,
+    informative_XC1: Tensor,
+    normalize: str,
+    strength: float | Tensor | None,
+    clamp: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the weights, 1/s or those of `strength`, up to a factor: before and after the clamp.
+
+    Without a clamp the two are the same tensor.
+    """
+    relative = strength is None and s_XCD.dtype == torch.float32
+    if strength is not None:
+        weight_XCD = s_XCD.shape[-1] * optimal_weights(s_XCD, strength)
+    elif relative:
+        weight_XCD = _relative_weights(s_XCD, informative_XC1, _OVER[normalize], None)
+    else:
+        weight_XCD = s_XCD.reciprocal()
+    if clamp is None:
+        return weight_XCD, weight_XCD
+    if relative:
+        return weight_XCD, _relative_weights(s_XCD, informative_XC1, _OVER[normalize], clamp)
+    highest = clamp * _mean(weight_XCD, informative_XC1, (-2, -1))
+    return weight_XCD, torch.minimum(weight_XCD, highest)
 
 
 def _relative_weights(
