@@ -17,6 +17,7 @@ from acmoe.ops.statistics.prefix_op import fused_prefix_dispersion
 from acmoe.ops.statistics.scale import ScaleOptions, scale_of
 from acmoe.ops.statistics.scale_op import (
     SCALE_MEASURES,
+    ScaleSettings,
     constant_dispersion,
     fused_cluster_scale,
 )
@@ -151,25 +152,13 @@ def _scale_triton(
     order: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    settings = {
-        "measure": measure,
-        "normalize": options.normalize,
-        "floor": options.floor,
-        "eps": options.eps,
-        "clamp": options.clamp,
-        "min_tokens": options.min_tokens,
-        "into": out,
-    }
+    settings = ScaleSettings.of(measure, options)
     sorted_tokens = _unpacked(order, num_clusters)
     if sorted_tokens is not None:
-        found = sorted_cluster_scale(x, sorted_tokens, **settings)  # type: ignore[arg-type]
+        found = sorted_cluster_scale(x, sorted_tokens, settings, into=out)
     else:
         found = fused_cluster_scale(
-            x,
-            assignment,
-            num_clusters,
-            token_mask=token_mask,
-            **settings,  # type: ignore[arg-type]
+            x, assignment, num_clusters, settings, token_mask=token_mask, into=out
         )
     return options.transformed(*found)
 

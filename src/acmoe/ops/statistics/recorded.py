@@ -81,8 +81,7 @@ def record_scale(
         kernel = measure_scale.select(x, assignment, num_clusters, options, measure=measure)
         if kernel.name == "triton":
             runs = scale_op.launched_scale, sorted_op.launched_scale
-            shape = (measure, options.normalize, options.floor, options.eps)
-            settings = (*shape, options.clamp, options.min_tokens)
+            settings = scale_op.ScaleSettings.of(measure, options)
             return _repeated(runs, waiting, tokens, num_clusters, settings)[0]
     given = (_all_tokens(x), assignment.flatten(), num_clusters, options)
     named: dict[str, Any] = {"measure": measure, "token_mask": _flat(token_mask), "order": order}
