@@ -3,16 +3,16 @@
 T tokens, or B sequences of L tokens; D features, E experts.
 """
 
-import warnings
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from acmoe.config.routing import AdaptiveConfig, LossConfig, RandomConfig, RouterConfig
 from acmoe.errors import UserError, check
 from acmoe.experts.capacity import limit_capacity
 from acmoe.experts.mlp import ExpertMLP
+from acmoe.experts.old_names import NOT_GIVEN, rename_emitter, renamed_emit
 from acmoe.ops.sort import sort_rows
 from acmoe.routing.build import build_router
 from acmoe.routing.next_state import SAME_ROUTER, NextState, resolve_next_router
@@ -22,7 +22,6 @@ from acmoe.routing.state import Routing, RoutingState
 from acmoe.routing.statistics.cache import LayerCache
 from acmoe.routing.statistics.step_hook import Layer
 
-_NOT_GIVEN = "not given"
 _NO_CACHE = LayerCache(None, None)
 
 
@@ -65,7 +64,7 @@ class MoE(Layer):
         init: str = "fan_in",
         capacity_factor: float | None = None,
         losses: LossConfig | None = None,
-        emit: Any = _NOT_GIVEN,
+        emit: Any = NOT_GIVEN,
     ) -> None:
         super().__init__()
         router = _router_of(router, dim, num_experts, top_k, losses)
@@ -200,27 +199,3 @@ def _check_capacity(factor: float | None) -> None:
         factor is None or (isinstance(factor, int | float) and factor > 0),
         f"capacity_factor={factor!r}; it must be positive, or None for dropless",
     )
-
-
-def renamed_emit(next_router: Any, emit: Any) -> Any:
-    """Return next_router; if its old name `emit` was given, warn and return that value."""
-    if isinstance(emit, str) and emit == _NOT_GIVEN:
-        return next_router
-    warnings.warn(
-        "emit= is now called next_router=; the old name goes with version 0.3",
-        FutureWarning,
-        stacklevel=3,
-    )
-    return emit
-
-
-def rename_emitter(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Read the state_dicts of version 0.1, where `next_state` was called `emitter`."""
-    for key in [key for key in state_dict if key.startswith(f"{prefix}emitter.")]:
-        state_dict[prefix + current_name(key.removeprefix(prefix))] = state_dict.pop(key)
-
-
-def current_name(name: str) -> str:
-    """Return the present name of a tensor, which version 0.1 may have stored by another."""
-    parts = ("next_state" if part == "emitter" else part for part in name.split("."))
-    return ".".join(part for part in parts if part != "remedies")  # variants, acmoe/lab/variants

@@ -10,7 +10,7 @@ from torch import Tensor
 from acmoe.config.routing import AdaptiveConfig, RandomConfig, SoftConfig
 from acmoe.errors import check
 from acmoe.experts.mlp import ExpertMLP
-from acmoe.experts.moe import _NOT_GIVEN, rename_emitter, renamed_emit
+from acmoe.experts.old_names import NOT_GIVEN, rename_emitter, renamed_emit
 from acmoe.ops.checks import check_dim, check_token_mask
 from acmoe.ops.precision import without_autocast
 from acmoe.routing.build import build_router
@@ -44,7 +44,7 @@ class SoftMoE(Layer):
         activation: str = "gelu",
         bias: bool = True,
         dropout: float = 0.0,
-        emit: Any = _NOT_GIVEN,
+        emit: Any = NOT_GIVEN,
     ) -> None:
         super().__init__()
         self.dim = dim
