@@ -15,7 +15,7 @@ from acmoe.experts.mlp import ExpertMLP
 from acmoe.experts.old_names import NOT_GIVEN, rename_emitter, renamed_emit
 from acmoe.ops.sort import sort_rows
 from acmoe.routing.build import build_router
-from acmoe.routing.next_state import SAME_ROUTER, NextState, resolve_next_router
+from acmoe.routing.next_state import SAME_ROUTER, NextState
 from acmoe.routing.router import Router, blank, unwrapped
 from acmoe.routing.soft import SoftRouter
 from acmoe.routing.state import Routing, RoutingState
@@ -69,7 +69,6 @@ class MoE(Layer):
         super().__init__()
         router = _router_of(router, dim, num_experts, top_k, losses)
         _check_capacity(capacity_factor)
-        next_router = renamed_emit(next_router, emit)
         self.dim = dim
         self.num_experts = num_experts
         self.top_k = top_k
@@ -84,12 +83,7 @@ class MoE(Layer):
             dropout=dropout,
             init=init,
         )
-        self.next_state = NextState(
-            resolve_next_router(next_router, router),
-            num_clusters=num_experts,
-            dim=dim,
-            fixed=next_router != SAME_ROUTER,
-        )
+        self.next_state = NextState.after(router, renamed_emit(next_router, emit))
         self.register_load_state_dict_pre_hook(rename_emitter)  # type: ignore[no-untyped-call]
 
     def forward(

@@ -53,6 +53,19 @@ class NextState(nn.Module):
         self.statistics: ClusterStatistics | None = None
         self._compute_for(next_router)
 
+    @classmethod
+    def after(cls, router: Router, next_router: NextRouter | str | None) -> "NextState":
+        """Return the module for a layer with this router, for the `next_router` that a user gave.
+
+        Without one (SAME_ROUTER) `plan` may choose another.
+        """
+        return cls(
+            resolve_next_router(next_router, router),
+            num_clusters=router.num_experts,
+            dim=router.dim,
+            fixed=next_router != SAME_ROUTER,
+        )
+
     def _compute_for(self, next_router: NextRouter | None) -> None:
         self.next_router = next_router
         self.statistics = None
