@@ -28,6 +28,7 @@ from acmoe.ops.experts.repeated import (
 )
 from acmoe.ops.experts.triton.sizes import Operands
 from acmoe.ops.flops import tell_counters
+from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.once import apply, differentiable_once
 
 
@@ -211,9 +212,7 @@ def fused_expert_mlp(
     if dropout > 0:
         seed = torch.randint(2**31, (1,), device=x_TD.device)
     given = (x_TD, up_EWD, down_EDF, up_bias_EW, down_bias_ED, gate_TK)
-    keep = torch.is_grad_enabled() and any(
-        [tensor is not None and tensor.requires_grad for tensor in given]
-    )
+    keep = records_gradient(*given)
     repeats = eager(*given)
     seen = not repeats and (is_compiling() or tell_counters())
     up, down = _cast(x_TD.dtype, up_EWD, down_EDF, seen)

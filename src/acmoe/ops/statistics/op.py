@@ -8,6 +8,7 @@ from torch import Tensor
 
 from acmoe.ops.device_support import triton_unsupported
 from acmoe.ops.dispatch import eager, op
+from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.sort.order import TokenOrder
 from acmoe.ops.statistics import cpu
 from acmoe.ops.statistics.dispersion import dispersion_and_count
@@ -68,7 +69,7 @@ def _dispersion_triton(
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     sorted_tokens = _unpacked(order, num_clusters)
-    if measure in SCALE_MEASURES and _constant(x):
+    if measure in SCALE_MEASURES and not records_gradient(x):
         if sorted_tokens is not None:
             return sorted_dispersion(x, sorted_tokens, measure=measure, into=out)
         if eager(x, assignment, token_mask):
@@ -84,7 +85,7 @@ def _dispersion_not_on_cpu(
 ) -> str | None:
     if measure not in cpu.MEASURES:
         return f"measure={measure!r} has no kernel"
-    if not _constant(x):
+    if records_gradient(x):
         return "its kernel has no gradient"
     if token_mask is not None or x.dim() != 2 or assignment.shape != x.shape[:1]:
         return "its kernel takes one set of tokens without a mask"
@@ -135,7 +136,7 @@ def _scale_unsupported(x: Tensor, options: ScaleOptions, measure: str) -> str | 
         return "its kernel takes means over all clusters, not up to the last chosen one"
     if options.mean_before_clamp and options.clamp is not None:
         return "its kernel takes means of clamped weights"
-    if not _constant(x):
+    if records_gradient(x):
         return "its kernel has no gradient"
     return triton_unsupported(x)
 
@@ -225,8 +226,3 @@ def _written(
 
 def _unpacked(order: Tensor | None, num_clusters: int) -> TokenOrder | None:
     return None if order is None else TokenOrder.unpack(order, num_clusters)
-
-
-def _constant(x: Tensor) -> bool:
-    """Return True if x needs no gradient."""
-    return not (x.requires_grad and torch.is_grad_enabled())

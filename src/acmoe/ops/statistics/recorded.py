@@ -17,6 +17,7 @@ from torch import Tensor
 from acmoe.ops.checks import check_tokens
 from acmoe.ops.device_support import interpreting
 from acmoe.ops.dispatch import eager
+from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.sort.order import TokenOrder
 from acmoe.ops.statistics import cpu, scale_op, sorted_op
 from acmoe.ops.statistics.dispersion_op import as_sets, check_clusters
@@ -115,7 +116,7 @@ def _one_tape(waiting: Waiting | None, x: Tensor, *rest: Tensor | None) -> bool:
     """
     if not (x.is_cuda or interpreting()) or not eager(x, *rest, *(waiting or ())):
         return False
-    if x.requires_grad and torch.is_grad_enabled():
+    if records_gradient(x):
         return False
     if waiting is None:
         return True
