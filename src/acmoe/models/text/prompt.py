@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from acmoe.errors import check
+from acmoe.models.text.segment import blank_ids
 from acmoe.ops.checks import check_range
 
 Prompt = Tensor | Sequence[Tensor] | Sequence[Sequence[int]]
@@ -24,8 +25,7 @@ def batch_prompts(
     else:
         check(prompt_mask is None, "prompt_mask is for a padded tensor; a list needs none")
         tokens_BL, mask_BL = _pad(prompt, device)
-    real_BL = tokens_BL if mask_BL is None else tokens_BL.masked_fill(~mask_BL, 0)
-    check_range(real_BL, 0, vocab_size, "prompt")
+    check_range(blank_ids(tokens_BL, mask_BL), 0, vocab_size, "prompt")
     return tokens_BL, mask_BL
 
 
