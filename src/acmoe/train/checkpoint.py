@@ -18,11 +18,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.errors import UserError, check, typed_line
 from acmoe.evaluate.run import EMA, STATE, checkpoints, step_folder
 from acmoe.models.checkpoint import save
-from acmoe.runtime import rng_states, set_rng_states
 from acmoe.storage.atomic import damaged_name, report_write_errors, sha256_of, sync
 from acmoe.storage.sealed import SEALED, read_sealed, sealed_text
 from acmoe.storage.shards import SHARD, SHARDS
@@ -263,34 +261,3 @@ def restoring(folder: Path) -> Iterator[None]:
             f"the training state in {folder} does not fit this run ({typed_line(error)}); it may "
             "be of another run. Move the folder away to resume from the checkpoint before it"
         ) from error
-
-
-def rng_tensors(device: torch.device, ranks: Ranks = ALONE) -> dict[str, Tensor]:
-    """Return the states of the CPU's and the device's global random generator.
-
-    Dropout and routing noise draw from these generators. Those of rank r > 0 end in `@r`.
-    """
-    return {
-        f"rng/{kind}" + (f"@{rank}" if rank else ""): state
-        for rank, states in enumerate(ranks.gather(rng_states(device)))
-        for kind, state in states.items()
-    }
-
-
-def own_rng(device: torch.device, ranks: Ranks) -> dict[str, Tensor]:
-    """Return this process's part of what `rng_tensors` returns."""
-    end = "" if ranks.first else f"@{ranks.rank}"
-    return {f"rng/{kind}{end}": state for kind, state in rng_states(device).items()}
-
-
-def restore_rng(tensors: Mapping[str, Tensor], device: torch.device, ranks: Ranks = ALONE) -> None:
-    """Restore what `rng_tensors` returned; other tensors are ignored.
-
-    A rank that the saved run did not have draws on from its own seed.
-    """
-    # A run saved on a CPU and resumed on a GPU has no such state, and no promise of equal bits.
-    names = [name.removeprefix("rng/").partition("@") for name in tensors if name[:4] == "rng/"]
-    kinds = [kind for kind, _, rank in names if int(rank or 0) == ranks.rank]
-    end = "" if ranks.first else f"@{ranks.rank}"
-    if kinds:
-        set_rng_states({kind: tensors[f"rng/{kind}{end}"] for kind in kinds}, device)
