@@ -145,15 +145,9 @@ class CheckpointStore:
         """
         fix = f"delete {folder} to resume from the checkpoint before it"
         state = read_sealed(folder / STATE, fix=fix)
-        file = folder / TENSORS
-        check(
-            state.get("format") in (1, SEALED),
-            f"{folder / STATE} has format {state.get('format')!r}; this acmoe reads 1 and {SEALED}",
-        )
-        files = state.get("files") if state["format"] == SEALED else {TENSORS: state.get("sha256")}
-        check(isinstance(files, dict), f"{folder / STATE} lists no files; {fix}")
-        assert isinstance(files, dict)
+        files = _listed_files(state, folder, fix)
         sharded = any(name.startswith(f"{SHARDS}/") for name in files)
+        file = folder / TENSORS
         check(
             sharded or TENSORS in files or file.is_file(),
             f"{folder} holds weights only, written by `acmoe export --to run`: evaluate it, or "
@@ -162,11 +156,7 @@ class CheckpointStore:
         check(
             sharded or TENSORS in files, f"{folder / STATE} lists no checksum of {TENSORS}; {fix}"
         )
-        for name, digest in files.items():
-            path = folder / name
-            check(bool(_FILES.fullmatch(name)), f"{folder / STATE} names {name!r}; {fix}")
-            check(path.is_file(), f"{path} is missing; {fix}")
-            check(sha256_of(path) == digest, f"{path} is damaged, its checksum differs; {fix}")
+        _check_digests(files, folder, fix)
         check_state(state, folder, fix)
         if sharded:
             return {}, state
@@ -216,6 +206,27 @@ def _files_in(folder: Path) -> list[str]:
         for name, path in zip(names, found, strict=True)
         if name not in (EMA, SHARDS) or path.is_symlink() or not path.is_dir()
     ]
+
+
+def _listed_files(state: Mapping[str, Any], folder: Path, fix: str) -> dict[str, Any]:
+    """Return the SHA-256 digests by file name that state.json lists."""
+    check(
+        state.get("format") in (1, SEALED),
+        f"{folder / STATE} has format {state.get('format')!r}; this acmoe reads 1 and {SEALED}",
+    )
+    files = state.get("files") if state["format"] == SEALED else {TENSORS: state.get("sha256")}
+    if not isinstance(files, dict):
+        raise UserError(f"{folder / STATE} lists no files; {fix}")
+    return files
+
+
+def _check_digests(files: Mapping[str, Any], folder: Path, fix: str) -> None:
+    """Raise a UserError unless every listed file is there and has its digest."""
+    for name, digest in files.items():
+        path = folder / name
+        check(bool(_FILES.fullmatch(name)), f"{folder / STATE} names {name!r}; {fix}")
+        check(path.is_file(), f"{path} is missing; {fix}")
+        check(sha256_of(path) == digest, f"{path} is damaged, its checksum differs; {fix}")
 
 
 def check_state(state: Mapping[str, Any], folder: Path, fix: str) -> None:
