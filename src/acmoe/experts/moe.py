@@ -16,7 +16,7 @@ from acmoe.experts.old_names import NOT_GIVEN, rename_emitter, renamed_emit
 from acmoe.ops.sort import sort_rows
 from acmoe.routing.build import build_router
 from acmoe.routing.next_state import SAME_ROUTER, NextState
-from acmoe.routing.router import Router, blank, unwrapped
+from acmoe.routing.router import Router, blank, flat_mask, unwrapped
 from acmoe.routing.soft import SoftRouter
 from acmoe.routing.state import Routing, RoutingState
 from acmoe.routing.statistics.cache import LayerCache
@@ -113,7 +113,7 @@ class MoE(Layer):
             x, state, token_mask=token_mask, token_ids=token_ids, cache=slots.router
         )
         x = blank(x, token_mask)
-        mask_T = None if token_mask is None else token_mask.reshape(-1)
+        mask_T = flat_mask(token_mask)
         sent = self._sent(routing, mask_T)
         clusters_T = self.next_state.clusters(routing)
         rows = sort_rows(sent.expert_ids, self.num_experts, cluster=clusters_T, token_mask=mask_T)
