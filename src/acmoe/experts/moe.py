@@ -124,15 +124,25 @@ class MoE(Layer):
             order=rows.order,
             begun=begun,
         )
-        if expert_input is not None and expert_input.shape != x.shape:
-            shapes = f"{tuple(expert_input.shape)}, and x {tuple(x.shape)}"
-            raise UserError(f"expert_input has the shape {shapes}; it must be x in another dtype")
-        if expert_input is None or token_mask is not None or router.scale_experts:
-            expert_input = x if routing.expert_input is None else routing.expert_input
+        plain = token_mask is None and not router.scale_experts
+        input_TD = self._expert_input(x, routing, expert_input, plain=plain)
         complete = self.capacity_factor is None and token_mask is None and router.always_k
-        flat = expert_input if x.dim() == 2 else expert_input.reshape(-1, self.dim)
-        y = self.experts(flat, rows, sent.gate, complete=complete)
+        y = self.experts(input_TD, rows, sent.gate, complete=complete)
         return blank(y if x.dim() == 2 else y.view(x.shape), token_mask), state
+
+    def _expert_input(
+        self, x: Tensor, routing: Routing, given: Tensor | None, *, plain: bool
+    ) -> Tensor:
+        """Return (T, D) the tokens that the experts read.
+
+        given: `expert_input` of `forward`. plain: True if it holds the same tokens as x.
+        """
+        if given is not None and given.shape != x.shape:
+            shapes = f"{tuple(given.shape)}, and x {tuple(x.shape)}"
+            raise UserError(f"expert_input has the shape {shapes}; it must be x in another dtype")
+        if given is None or not plain:
+            given = x if routing.expert_input is None else routing.expert_input
+        return given if x.dim() == 2 else given.reshape(-1, self.dim)
 
     def _sent(self, routing: Routing, mask_T: Tensor | None) -> Routing:
         """Return the routing without padding and without rows beyond an expert's capacity."""
