@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from acmoe.ops.dispatch import eager
+from acmoe.ops.experts.reference import ExpertWeights
 from acmoe.ops.experts.repeated import (
     GradientOptions,
     launch_forward,
@@ -30,6 +31,7 @@ from acmoe.ops.experts.triton.sizes import Operands
 from acmoe.ops.flops import tell_counters
 from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.once import apply, differentiable_once
+from acmoe.ops.sort.reference import Rows
 
 
 class _Eager(torch.autograd.Function):
@@ -189,15 +191,9 @@ def _cast(dtype: torch.dtype, up: Tensor, down: Tensor, seen: bool) -> tuple[Ten
 
 def fused_expert_mlp(
     x_TD: Tensor,
-    up_EWD: Tensor,
-    down_EDF: Tensor,
-    up_bias_EW: Tensor | None,
-    down_bias_ED: Tensor | None,
+    weights: ExpertWeights,
+    rows: Rows,
     gate_TK: Tensor,
-    permutation_N: Tensor,
-    inverse_N: Tensor,
-    offsets_E: Tensor,
-    expert_N: Tensor,
     *,
     activation: str,
     dropout: float = 0.0,
@@ -208,31 +204,30 @@ def fused_expert_mlp(
     not rounded to the tokens' dtype first.
     """
     # Drawn on the device, so that a captured CUDA graph draws new dropout in every replay.
-    seed = offsets_E  # a placeholder, not read
+    seed = rows.offsets  # a placeholder, not read
     if dropout > 0:
         seed = torch.randint(2**31, (1,), device=x_TD.device)
-    given = (x_TD, up_EWD, down_EDF, up_bias_EW, down_bias_ED, gate_TK)
-    keep = records_gradient(*given)
-    repeats = eager(*given)
+    keep = records_gradient(x_TD, *weights, gate_TK)
+    repeats = eager(x_TD, *weights, gate_TK)
     seen = not repeats and (is_compiling() or tell_counters())
-    up, down = _cast(x_TD.dtype, up_EWD, down_EDF, seen)
+    up, down = _cast(x_TD.dtype, weights.up, weights.down, seen)
     operands = Operands(
         x_TD.contiguous(),
         up.contiguous(),
         down.contiguous(),
-        None if up_bias_EW is None else up_bias_EW.contiguous(),
-        None if down_bias_ED is None else down_bias_ED.contiguous(),
+        None if weights.up_bias is None else weights.up_bias.contiguous(),
+        None if weights.down_bias is None else weights.down_bias.contiguous(),
         gate_TK.contiguous(),
-        *(permutation_N, inverse_N, offsets_E, expert_N, seed),
+        *(rows.permutation, rows.inverse, rows.offsets, rows.expert, seed),
     )
     options = (activation, dropout, keep)
     out: Tensor
     if repeats and not keep:
         out = repeated(operands, *options)[0]
     elif seen:
-        out, _ = _expert_mlp(*operands, *options, up_EWD, down_EDF)
+        out, _ = _expert_mlp(*operands, *options, weights.up, weights.down)
     else:
-        x, up, down, up_bias, down_bias, gate, *rows = operands
-        learned = (x, up_bias, down_bias, gate, up_EWD, down_EDF)
-        out = apply(_Eager, *learned, (up, down, *rows, *options, repeats))
+        x, up, down, up_bias, down_bias, gate, *others = operands
+        learned = (x, up_bias, down_bias, gate, weights.up, weights.down)
+        out = apply(_Eager, *learned, (up, down, *others, *options, repeats))
     return out
