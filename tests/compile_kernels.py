@@ -52,7 +52,7 @@ from acmoe.ops.route.autograd import route_op
 from acmoe.ops.sort.op import sort_with_tokens_op
 from acmoe.ops.sort.order import TokenOrder
 from acmoe.ops.statistics.op import measure_dispersion
-from acmoe.ops.statistics.scale_op import fused_cluster_scale
+from acmoe.ops.statistics.scale_op import ScaleSettings, fused_cluster_scale
 from acmoe.ops.statistics.sorted_op import sorted_dispersion
 from acmoe.routing.statistics.step import fold_statistics
 
@@ -236,7 +236,7 @@ def measures() -> None:
         store_in_ring(*heads, *rings, place, turns, 0.1)
     for normalize in ("cluster", "feature", "global"):
         use = f"scale {normalize}"
-        fused_cluster_scale(bf16(2, 64, 32), assignment, 4, normalize=normalize)
+        fused_cluster_scale(bf16(2, 64, 32), assignment, 4, ScaleSettings(normalize=normalize))
 
 
 def router() -> None:

@@ -17,7 +17,7 @@ from acmoe.ops.device_support import triton_unsupported
 from acmoe.ops.dispatch import use_backend
 from acmoe.ops.experts.op import grouped_gemm_unsupported
 from acmoe.runtime import autocast, keeping_rng, pick_device, rng_states, set_rng_states
-from acmoe.train.checkpoint import restore_rng, rng_tensors
+from acmoe.train.rng import restore_rng, rng_tensors
 from acmoe.train.run import train
 from tiny_runs import QUIET, byte_corpus, tiny_run
 

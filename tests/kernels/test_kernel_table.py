@@ -23,8 +23,8 @@ from acmoe.ops.dispatch import DEFINITION, OPS, use_backend
 from acmoe.ops.experts import ExpertWeights
 from acmoe.ops.route import ScaledTokens
 from acmoe.ops.sort import sort_rows
-from acmoe.ops.statistics.op import ScaleOptions
 from acmoe.ops.statistics.prefix import PrefixMoments
+from acmoe.ops.statistics.scale import ScaleOptions
 
 pytest.importorskip("triton")
 

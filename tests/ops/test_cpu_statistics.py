@@ -7,9 +7,10 @@ import torch
 
 from acmoe.errors import UserError
 from acmoe.ops.dispatch import record_choices, use_backend
-from acmoe.ops.statistics.op import ScaleOptions, measure_dispersion, measure_scale
+from acmoe.ops.statistics.op import measure_dispersion, measure_scale
 from acmoe.ops.statistics.pending import add_batch
 from acmoe.ops.statistics.recorded import record_dispersion, record_scale
+from acmoe.ops.statistics.scale import ScaleOptions
 
 X = torch.tensor([[0.0, 5.0], [2.0, 5.0], [7.0, 7.0]])
 OPTIONS = ScaleOptions(

@@ -13,7 +13,8 @@ import torch
 from acmoe import AdaptiveConfig, MoE, RoutingState, SMoEConfig, UserError
 from acmoe.lab.variants import VariantConfig
 from acmoe.ops.dispatch import use_backend
-from acmoe.ops.statistics.op import ScaleOptions, measure_scale
+from acmoe.ops.statistics.op import measure_scale
+from acmoe.ops.statistics.scale import ScaleOptions
 from acmoe.routing.statistics import ClusterStatistics
 from published_gate import PUBLISHED, published_gate, published_weights
 

@@ -2,13 +2,16 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from rich.console import Console
 
 from acmoe.cli.run_options import capacity_option, run_threads
 from acmoe.storage.strict_json import json_text
+
+if TYPE_CHECKING:
+    from acmoe.evaluate.images.shift import ShiftReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +50,6 @@ class Shift:
         from acmoe.config.images.data import ImageEvaluateConfig, parse_capacity
         from acmoe.data.images.folder import open_folder
         from acmoe.data.progress import progress_bars
-        from acmoe.evaluate.images.capacity import capacity_text
         from acmoe.evaluate.images.shift import evaluate_shift
         from acmoe.evaluate.run import open_image_run
 
@@ -76,12 +78,17 @@ class Shift:
             marked = {"ema": True} if self.ema else {}
             print(json_text({"step": step, **marked, **report.to_json()}))
         else:
-            against = f" among {report.clean_images:,} clean ones" if report.clean_images else ""
-            print(
-                f"{report.shift}: {report.metric} {report.value:.2f} (chance {report.chance:.2f}) "
-                f"on {report.images:,} images{against}, choosing among {report.classes} classes; "
-                f"batches of {report.batch}, order {report.order}, statistics {report.statistics}, "
-                f"capacity {capacity_text(report.capacity)}; step {step}"
-                f"{', averaged weights' if self.ema else ''}"
-            )
+            print(f"{_in_words(report)}; step {step}{', averaged weights' if self.ema else ''}")
         return 0
+
+
+def _in_words(report: "ShiftReport") -> str:
+    from acmoe.evaluate.images.capacity import capacity_text
+
+    against = f" among {report.clean_images:,} clean ones" if report.clean_images else ""
+    return (
+        f"{report.shift}: {report.metric} {report.value:.2f} (chance {report.chance:.2f}) "
+        f"on {report.images:,} images{against}, choosing among {report.classes} classes; "
+        f"batches of {report.batch}, order {report.order}, statistics {report.statistics}, "
+        f"capacity {capacity_text(report.capacity)}"
+    )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from acmoe.lab.study.cell import Cell
-    from acmoe.lab.study.pool import OnEvent, Tally
+    from acmoe.lab.study.cell_queue import OnEvent, Tally
     from acmoe.lab.study.results.records import Record, Results
     from acmoe.lab.study.size import Size
 

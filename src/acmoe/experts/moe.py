@@ -3,26 +3,25 @@
 T tokens, or B sequences of L tokens; D features, E experts.
 """
 
-import warnings
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from acmoe.config.routing import AdaptiveConfig, LossConfig, RandomConfig, RouterConfig
 from acmoe.errors import UserError, check
 from acmoe.experts.capacity import limit_capacity
 from acmoe.experts.mlp import ExpertMLP
+from acmoe.experts.old_names import NOT_GIVEN, rename_emitter, renamed_emit
 from acmoe.ops.sort import sort_rows
 from acmoe.routing.build import build_router
-from acmoe.routing.next_state import SAME_ROUTER, NextState, resolve_next_router
-from acmoe.routing.router import Router, blank, unwrapped
+from acmoe.routing.next_state import SAME_ROUTER, NextState
+from acmoe.routing.router import Router, blank, flat_mask, unwrapped
 from acmoe.routing.soft import SoftRouter
 from acmoe.routing.state import Routing, RoutingState
 from acmoe.routing.statistics.cache import LayerCache
 from acmoe.routing.statistics.step_hook import Layer
 
-_NOT_GIVEN = "not given"
 _NO_CACHE = LayerCache(None, None)
 
 
@@ -65,12 +64,11 @@ class MoE(Layer):
         init: str = "fan_in",
         capacity_factor: float | None = None,
         losses: LossConfig | None = None,
-        emit: Any = _NOT_GIVEN,
+        emit: Any = NOT_GIVEN,
     ) -> None:
         super().__init__()
         router = _router_of(router, dim, num_experts, top_k, losses)
         _check_capacity(capacity_factor)
-        next_router = renamed_emit(next_router, emit)
         self.dim = dim
         self.num_experts = num_experts
         self.top_k = top_k
@@ -85,12 +83,7 @@ class MoE(Layer):
             dropout=dropout,
             init=init,
         )
-        self.next_state = NextState(
-            resolve_next_router(next_router, router),
-            num_clusters=num_experts,
-            dim=dim,
-            fixed=next_router != SAME_ROUTER,
-        )
+        self.next_state = NextState.after(router, renamed_emit(next_router, emit))
         self.register_load_state_dict_pre_hook(rename_emitter)  # type: ignore[no-untyped-call]
 
     def forward(
@@ -120,7 +113,7 @@ class MoE(Layer):
             x, state, token_mask=token_mask, token_ids=token_ids, cache=slots.router
         )
         x = blank(x, token_mask)
-        mask_T = None if token_mask is None else token_mask.reshape(-1)
+        mask_T = flat_mask(token_mask)
         sent = self._sent(routing, mask_T)
         clusters_T = self.next_state.clusters(routing)
         rows = sort_rows(sent.expert_ids, self.num_experts, cluster=clusters_T, token_mask=mask_T)
@@ -131,15 +124,25 @@ class MoE(Layer):
             order=rows.order,
             begun=begun,
         )
-        if expert_input is not None and expert_input.shape != x.shape:
-            shapes = f"{tuple(expert_input.shape)}, and x {tuple(x.shape)}"
-            raise UserError(f"expert_input has the shape {shapes}; it must be x in another dtype")
-        if expert_input is None or token_mask is not None or router.scale_experts:
-            expert_input = x if routing.expert_input is None else routing.expert_input
+        plain = token_mask is None and not router.scale_experts
+        input_TD = self._expert_input(x, routing, expert_input, plain=plain)
         complete = self.capacity_factor is None and token_mask is None and router.always_k
-        flat = expert_input if x.dim() == 2 else expert_input.reshape(-1, self.dim)
-        y = self.experts(flat, rows, sent.gate, complete=complete)
+        y = self.experts(input_TD, rows, sent.gate, complete=complete)
         return blank(y if x.dim() == 2 else y.view(x.shape), token_mask), state
+
+    def _expert_input(
+        self, x: Tensor, routing: Routing, given: Tensor | None, *, plain: bool
+    ) -> Tensor:
+        """Return (T, D) the tokens that the experts read.
+
+        given: `expert_input` of `forward`. plain: True if it holds the same tokens as x.
+        """
+        if given is not None and given.shape != x.shape:
+            shapes = f"{tuple(given.shape)}, and x {tuple(x.shape)}"
+            raise UserError(f"expert_input has the shape {shapes}; it must be x in another dtype")
+        if given is None or not plain:
+            given = x if routing.expert_input is None else routing.expert_input
+        return given if x.dim() == 2 else given.reshape(-1, self.dim)
 
     def _sent(self, routing: Routing, mask_T: Tensor | None) -> Routing:
         """Return the routing without padding and without rows beyond an expert's capacity."""
@@ -200,27 +203,3 @@ def _check_capacity(factor: float | None) -> None:
         factor is None or (isinstance(factor, int | float) and factor > 0),
         f"capacity_factor={factor!r}; it must be positive, or None for dropless",
     )
-
-
-def renamed_emit(next_router: Any, emit: Any) -> Any:
-    """Return next_router; if its old name `emit` was given, warn and return that value."""
-    if isinstance(emit, str) and emit == _NOT_GIVEN:
-        return next_router
-    warnings.warn(
-        "emit= is now called next_router=; the old name goes with version 0.3",
-        FutureWarning,
-        stacklevel=3,
-    )
-    return emit
-
-
-def rename_emitter(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Read the state_dicts of version 0.1, where `next_state` was called `emitter`."""
-    for key in [key for key in state_dict if key.startswith(f"{prefix}emitter.")]:
-        state_dict[prefix + current_name(key.removeprefix(prefix))] = state_dict.pop(key)
-
-
-def current_name(name: str) -> str:
-    """Return the present name of a tensor, which version 0.1 may have stored by another."""
-    parts = ("next_state" if part == "emitter" else part for part in name.split("."))
-    return ".".join(part for part in parts if part != "remedies")  # variants, acmoe/lab/variants

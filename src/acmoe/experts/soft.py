@@ -10,11 +10,11 @@ from torch import Tensor
 from acmoe.config.routing import AdaptiveConfig, RandomConfig, SoftConfig
 from acmoe.errors import check
 from acmoe.experts.mlp import ExpertMLP
-from acmoe.experts.moe import _NOT_GIVEN, rename_emitter, renamed_emit
+from acmoe.experts.old_names import NOT_GIVEN, rename_emitter, renamed_emit
 from acmoe.ops.checks import check_dim, check_token_mask
 from acmoe.ops.precision import without_autocast
 from acmoe.routing.build import build_router
-from acmoe.routing.next_state import SAME_ROUTER, NextState, resolve_next_router
+from acmoe.routing.next_state import SAME_ROUTER, NextState
 from acmoe.routing.router import blank
 from acmoe.routing.soft import SoftRouter, as_one_sequence
 from acmoe.routing.state import RoutingState
@@ -44,7 +44,7 @@ class SoftMoE(Layer):
         activation: str = "gelu",
         bias: bool = True,
         dropout: float = 0.0,
-        emit: Any = _NOT_GIVEN,
+        emit: Any = NOT_GIVEN,
     ) -> None:
         super().__init__()
         self.dim = dim
@@ -55,13 +55,7 @@ class SoftMoE(Layer):
             f"router={router!r} chooses experts; SoftMoE takes 'soft', SoftConfig(...) or "
             "AdaptiveConfig(base=SoftConfig(), mix=8)",
         )
-        next_router = renamed_emit(next_router, emit)
-        self.next_state = NextState(
-            resolve_next_router(next_router, self.router),
-            num_clusters=num_experts,
-            dim=dim,
-            fixed=next_router != SAME_ROUTER,
-        )
+        self.next_state = NextState.after(self.router, renamed_emit(next_router, emit))
         self.register_load_state_dict_pre_hook(rename_emitter)  # type: ignore[no-untyped-call]
         self.experts = ExpertMLP(
             dim=dim,

@@ -46,9 +46,9 @@ class LayerContext:
 class AdaptivePart(nn.Module):
     """Rescales the input of one router, and computes the state for the next one.
 
-    depth    the router's number among the MoE routers of its stack, from 0
-    reads    the config by which this router is rescaled; None: it stays plain
-    emits    the config of the next router, whose state is computed here; None: it is plain
+    depth         the router's number among the MoE routers of its stack, from 0
+    reads         the config by which this router is rescaled; None: it stays plain
+    next_router   the config of the next router, whose state is computed here; None: it is plain
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class AdaptivePart(nn.Module):
         depth: int,
         *,
         reads: AdaptiveConfig | None,
-        emits: AdaptiveConfig | None,
+        next_router: AdaptiveConfig | None,
         blend_steps: int,
     ) -> None:
         super().__init__()
@@ -76,8 +76,8 @@ class AdaptivePart(nn.Module):
             base = ForeignRouter(dim=self.dim, num_experts=self.num_experts, top_k=1)
             self.reader = AdaptiveRouter(reads, base)
             self.blend = Blend(blend_steps)
-        if emits is not None:
-            self.next_state = NextState(emits, num_clusters=self.num_experts, dim=self.dim)
+        if next_router is not None:
+            self.next_state = NextState(next_router, num_clusters=self.num_experts, dim=self.dim)
 
     @property
     def statistics(self) -> ClusterStatistics | None:

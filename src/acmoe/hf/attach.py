@@ -189,7 +189,7 @@ def build_parts(
             found,
             depth,
             reads=config if depth in depths else None,
-            emits=config if depth + 1 in depths else None,
+            next_router=config if depth + 1 in depths else None,
             blend_steps=blend_steps,
         )
         for depth, found in enumerate(stack.routers)

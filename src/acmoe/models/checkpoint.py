@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import acmoe
 from acmoe.config.serialize import decode, encode, flatten
 from acmoe.errors import UserError, check
-from acmoe.experts.moe import current_name
+from acmoe.experts.old_names import current_name
 from acmoe.models.registry import FAMILIES
 from acmoe.storage.atomic import report_write_errors, sha256_of, sync
 from acmoe.storage.sealed import SEALED, read_sealed, write_sealed

@@ -32,7 +32,7 @@ from acmoe.ops.statistics.cluster_mean import cluster_mean
 from acmoe.ops.statistics.over_ranks import world_size
 from acmoe.ops.statistics.pending import record_batch
 from acmoe.ops.statistics.running import update_average
-from acmoe.routing.router import flat
+from acmoe.routing.router import flat, flat_mask
 from acmoe.routing.state import Routing, first_choice
 from acmoe.routing.statistics.step import StepStatistics
 from acmoe.routing.topk import TopKRouter, over_selected
@@ -210,7 +210,7 @@ class MetricRouter(TopKRouter):
     ) -> Routing:
         routing = super().route(tokens, token_mask=token_mask, token_ids=token_ids)
         if self.training:
-            mask_T = None if token_mask is None else token_mask.reshape(-1)
+            mask_T = flat_mask(token_mask)
             x_TD = flat(tokens.dense()).detach()
             self.statistics.note(x_TD, first_choice(routing), mask_T)
         return routing

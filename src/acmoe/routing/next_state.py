@@ -53,6 +53,19 @@ class NextState(nn.Module):
         self.statistics: ClusterStatistics | None = None
         self._compute_for(next_router)
 
+    @classmethod
+    def after(cls, router: Router, next_router: NextRouter | str | None) -> "NextState":
+        """Return the module for a layer with this router, for the `next_router` that a user gave.
+
+        Without one (SAME_ROUTER) `plan` may choose another.
+        """
+        return cls(
+            resolve_next_router(next_router, router),
+            num_clusters=router.num_experts,
+            dim=router.dim,
+            fixed=next_router != SAME_ROUTER,
+        )
+
     def _compute_for(self, next_router: NextRouter | None) -> None:
         self.next_router = next_router
         self.statistics = None
@@ -96,17 +109,7 @@ class NextState(nn.Module):
         aux_loss = routing.loss if begun else state.aux_loss + routing.loss
         check_reentrant(aux_loss)
         if self.next_router is None:
-            if holds_nothing(state.origin):
-                return RoutingState(*state[:3], aux_loss, *state[4:])
-            if begun and state.assignment.shape[1] == 1:
-                return RoutingState(*state[:3], aux_loss, state.order, self._origin(x))
-            assignment, membership = no_cluster(
-                routing.affinity.shape[0], 1, device=x.device, dtype=state.membership.dtype
-            )
-            scale = torch.ones_like(state.scale)
-            return RoutingState(
-                assignment, membership, scale, aux_loss, no_order(x), self._origin(x)
-            )
+            return self._without_clusters(x, routing, state, aux_loss, begun)
         # The choice before rows are dropped: a full expert does not change a token's cluster.
         assignment, membership = clusters_of(
             routing.affinity,
@@ -123,6 +126,20 @@ class NextState(nn.Module):
         if order is None or token_mask is not None:
             order = no_order(x)
         return RoutingState(assignment, membership, scale, aux_loss, order, self._origin(x))
+
+    def _without_clusters(
+        self, x: Tensor, routing: Routing, state: RoutingState, aux_loss: Tensor, begun: bool
+    ) -> RoutingState:
+        """Return the identity with this aux_loss; reuse the tensors of `state` if they hold it."""
+        if holds_nothing(state.origin):
+            return RoutingState(*state[:3], aux_loss, *state[4:])
+        if begun and state.assignment.shape[1] == 1:
+            return RoutingState(*state[:3], aux_loss, state.order, self._origin(x))
+        assignment, membership = no_cluster(
+            routing.affinity.shape[0], 1, device=x.device, dtype=state.membership.dtype
+        )
+        scale = torch.ones_like(state.scale)
+        return RoutingState(assignment, membership, scale, aux_loss, no_order(x), self._origin(x))
 
     def _origin(self, x: Tensor) -> Tensor:
         return new_origin(origin_codes(self.next_router), x)

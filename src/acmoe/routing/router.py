@@ -198,6 +198,11 @@ def flat(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).to(accumulation_dtype(x.dtype))
 
 
+def flat_mask(token_mask: Tensor | None) -> Tensor | None:
+    """Return the mask as (T,); None stays None: all tokens are real."""
+    return None if token_mask is None else token_mask.reshape(-1)
+
+
 def real_tokens(value_TX: Tensor, token_mask_T: Tensor | None) -> Tensor:
     """Return the float64 number of tokens that are not padding, without a device sync."""
     if token_mask_T is not None:

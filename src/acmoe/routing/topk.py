@@ -22,7 +22,7 @@ from acmoe.routing.losses import (
     load_loss,
     over_group,
 )
-from acmoe.routing.router import Router
+from acmoe.routing.router import Router, flat_mask
 from acmoe.routing.state import Routing
 from acmoe.routing.statistics.step import StepStatistics
 
@@ -185,7 +185,7 @@ class TopKRouter(Router):
         token_mask: Tensor | None = None,
         token_ids: Tensor | None = None,
     ) -> Routing:
-        mask_T = None if token_mask is None else token_mask.reshape(-1)
+        mask_T = flat_mask(token_mask)
         balances = self.losses.balance != 0 and self.selection is None
         found = self.choose(
             tokens,

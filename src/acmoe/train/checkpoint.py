@@ -18,11 +18,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.errors import UserError, check, typed_line
 from acmoe.evaluate.run import EMA, STATE, checkpoints, step_folder
 from acmoe.models.checkpoint import save
-from acmoe.runtime import rng_states, set_rng_states
 from acmoe.storage.atomic import damaged_name, report_write_errors, sha256_of, sync
 from acmoe.storage.sealed import SEALED, read_sealed, sealed_text
 from acmoe.storage.shards import SHARD, SHARDS
@@ -147,15 +145,9 @@ class CheckpointStore:
         """
         fix = f"delete {folder} to resume from the checkpoint before it"
         state = read_sealed(folder / STATE, fix=fix)
-        file = folder / TENSORS
-        check(
-            state.get("format") in (1, SEALED),
-            f"{folder / STATE} has format {state.get('format')!r}; this acmoe reads 1 and {SEALED}",
-        )
-        files = state.get("files") if state["format"] == SEALED else {TENSORS: state.get("sha256")}
-        check(isinstance(files, dict), f"{folder / STATE} lists no files; {fix}")
-        assert isinstance(files, dict)
+        files = _listed_files(state, folder, fix)
         sharded = any(name.startswith(f"{SHARDS}/") for name in files)
+        file = folder / TENSORS
         check(
             sharded or TENSORS in files or file.is_file(),
             f"{folder} holds weights only, written by `acmoe export --to run`: evaluate it, or "
@@ -164,11 +156,7 @@ class CheckpointStore:
         check(
             sharded or TENSORS in files, f"{folder / STATE} lists no checksum of {TENSORS}; {fix}"
         )
-        for name, digest in files.items():
-            path = folder / name
-            check(bool(_FILES.fullmatch(name)), f"{folder / STATE} names {name!r}; {fix}")
-            check(path.is_file(), f"{path} is missing; {fix}")
-            check(sha256_of(path) == digest, f"{path} is damaged, its checksum differs; {fix}")
+        _check_digests(files, folder, fix)
         check_state(state, folder, fix)
         if sharded:
             return {}, state
@@ -220,6 +208,27 @@ def _files_in(folder: Path) -> list[str]:
     ]
 
 
+def _listed_files(state: Mapping[str, Any], folder: Path, fix: str) -> dict[str, Any]:
+    """Return the SHA-256 digests by file name that state.json lists."""
+    check(
+        state.get("format") in (1, SEALED),
+        f"{folder / STATE} has format {state.get('format')!r}; this acmoe reads 1 and {SEALED}",
+    )
+    files = state.get("files") if state["format"] == SEALED else {TENSORS: state.get("sha256")}
+    if not isinstance(files, dict):
+        raise UserError(f"{folder / STATE} lists no files; {fix}")
+    return files
+
+
+def _check_digests(files: Mapping[str, Any], folder: Path, fix: str) -> None:
+    """Raise a UserError unless every listed file is there and has its digest."""
+    for name, digest in files.items():
+        path = folder / name
+        check(bool(_FILES.fullmatch(name)), f"{folder / STATE} names {name!r}; {fix}")
+        check(path.is_file(), f"{path} is missing; {fix}")
+        check(sha256_of(path) == digest, f"{path} is damaged, its checksum differs; {fix}")
+
+
 def check_state(state: Mapping[str, Any], folder: Path, fix: str) -> None:
     """Check the fields of a JSON state that every run has."""
     step, best = state.get("step"), state.get("best")
@@ -263,34 +272,3 @@ def restoring(folder: Path) -> Iterator[None]:
             f"the training state in {folder} does not fit this run ({typed_line(error)}); it may "
             "be of another run. Move the folder away to resume from the checkpoint before it"
         ) from error
-
-
-def rng_tensors(device: torch.device, ranks: Ranks = ALONE) -> dict[str, Tensor]:
-    """Return the states of the CPU's and the device's global random generator.
-
-    Dropout and routing noise draw from these generators. Those of rank r > 0 end in `@r`.
-    """
-    return {
-        f"rng/{kind}" + (f"@{rank}" if rank else ""): state
-        for rank, states in enumerate(ranks.gather(rng_states(device)))
-        for kind, state in states.items()
-    }
-
-
-def own_rng(device: torch.device, ranks: Ranks) -> dict[str, Tensor]:
-    """Return this process's part of what `rng_tensors` returns."""
-    end = "" if ranks.first else f"@{ranks.rank}"
-    return {f"rng/{kind}{end}": state for kind, state in rng_states(device).items()}
-
-
-def restore_rng(tensors: Mapping[str, Tensor], device: torch.device, ranks: Ranks = ALONE) -> None:
-    """Restore what `rng_tensors` returned; other tensors are ignored.
-
-    A rank that the saved run did not have draws on from its own seed.
-    """
-    # A run saved on a CPU and resumed on a GPU has no such state, and no promise of equal bits.
-    names = [name.removeprefix("rng/").partition("@") for name in tensors if name[:4] == "rng/"]
-    kinds = [kind for kind, _, rank in names if int(rank or 0) == ranks.rank]
-    end = "" if ranks.first else f"@{ranks.rank}"
-    if kinds:
-        set_rng_states({kind: tensors[f"rng/{kind}{end}"] for kind in kinds}, device)

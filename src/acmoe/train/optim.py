@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from acmoe.distributed.whole import by_mesh, like, whole
 from acmoe.errors import check
-from acmoe.experts.moe import current_name
+from acmoe.experts.old_names import current_name
 from acmoe.routing.router import Router
 from acmoe.storage.shards import Stored
 

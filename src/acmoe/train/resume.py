@@ -1,6 +1,7 @@
 """Checkpoints of a run: a resumed run equals the uninterrupted one, bit by bit."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -35,25 +36,25 @@ def resume_run(
 
     A damaged checkpoint is set aside, and the one before it is taken.
     """
-    notes: list[str] = []
     step = 0
+    notes: list[str] = []
     if store is not None:
-        averaged = trainer.average is not None
-
-        def read(folder: Path) -> Checkpoint:
-            return _read(store, folder, averaged)
-
-        found, notes = None, []
-        with trainer.ranks.first_before_others():  # which has set damaged checkpoints aside
-            if trainer.ranks.first:
-                found, notes = read_latest(store, read)
-            elif (latest := store.latest()) is not None:
-                found = read(latest)
+        found, notes = _read_intact(store, trainer)
         if found is not None:
             with restoring(store.latest() or store.folder):
                 step = _restore(trainer, log, found, notes)
     complaint = log.open(step)
     return step, [*notes, *([complaint] if complaint else [])]
+
+
+def _read_intact(store: CheckpointStore, trainer: Trainer) -> tuple[Checkpoint | None, list[str]]:
+    """Read the latest intact checkpoint on every process; the first one has the notes."""
+    read = partial(_read, store, averaged=trainer.average is not None)
+    with trainer.ranks.first_before_others():  # which has set damaged checkpoints aside
+        if trainer.ranks.first:
+            return read_latest(store, read)
+        latest = store.latest()
+        return None if latest is None else read(latest), []
 
 
 def read_latest(

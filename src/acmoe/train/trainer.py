@@ -27,7 +27,6 @@ from acmoe.models.checkpoint import MODEL, flat_state, nested_state
 from acmoe.models.registry import build_model
 from acmoe.routing.statistics.group import set_statistics_group
 from acmoe.storage.shards import Stored
-from acmoe.train.checkpoint import own_rng, restore_rng, rng_tensors
 from acmoe.train.ema import WeightAverage
 from acmoe.train.graph import StepGraph, make_capturable
 from acmoe.train.metrics_log import MetricsLog, Score
@@ -42,6 +41,7 @@ from acmoe.train.optim import (
     restore_optimizer,
     set_learning_rate,
 )
+from acmoe.train.rng import own_rng, restore_rng, rng_tensors
 from acmoe.train.update import Output, Update, expert_loads, mean, take_step
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from acmoe.ops.experts import ExpertWeights
 from acmoe.ops.experts.autograd import fused_expert_mlp
 from acmoe.ops.sort import sort_rows
 
@@ -24,7 +25,9 @@ def activated(h_T: Tensor, activation: str, *, units: int = HIDDEN, dropout: flo
     gate = torch.ones(tokens, 1, device=device)
     order = sort_rows(torch.zeros(tokens, 1, dtype=torch.int64, device=device), 1)
     return fused_expert_mlp(
-        *(x_TD, up, down, None, None, gate, *order[:4]), activation=activation, dropout=dropout
+        *(x_TD, ExpertWeights(up, down, None, None), order, gate),
+        activation=activation,
+        dropout=dropout,
     )
 
 

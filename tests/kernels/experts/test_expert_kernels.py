@@ -59,12 +59,10 @@ class Layer:
         )
 
     def fused(self, **options):
-        mlp, order = self.mlp, self.order
+        mlp = self.mlp
+        weights = ExpertWeights(mlp.up, mlp.down, mlp.up_bias, mlp.down_bias)
         return fused_expert_mlp(
-            *(self.x, mlp.up, mlp.down, mlp.up_bias, mlp.down_bias, self.gate),
-            *order[:4],
-            activation=mlp.activation,
-            **options,
+            *(self.x, weights, self.order, self.gate), activation=mlp.activation, **options
         )
 
     def gradients(self, out):
@@ -114,12 +112,12 @@ def test_each_bias_gets_its_gradient_without_the_other(missing, device):
 @mostly_slow("compiled", [False, True])
 def test_tokens_of_16_bits_give_wide_weights_a_gradient_that_is_not_rounded(compiled, device):
     layer = Layer("relu", False, (40, 20, 24, 4, 2), device)
-    mlp, order = layer.mlp, layer.order
-    rest = (layer.gate, *order[:4])
+    mlp = layer.mlp
 
     def fused(up, down):
         low = layer.x.detach().bfloat16()
-        return fused_expert_mlp(low, up, down, None, None, *rest, activation="relu")
+        weights = ExpertWeights(up, down, None, None)
+        return fused_expert_mlp(low, weights, layer.order, layer.gate, activation="relu")
 
     call = torch.compile(fused, fullgraph=True, backend="aot_eager") if compiled else fused
     cotangent = layer.cotangent.bfloat16()

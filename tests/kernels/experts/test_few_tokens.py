@@ -7,6 +7,7 @@ from torch.nn import functional as F  # noqa: N812, the customary name
 from acmoe.experts.mlp import ExpertMLP
 from acmoe.ops.device import rules
 from acmoe.ops.device.settings import VectorBlocks
+from acmoe.ops.experts import ExpertWeights
 from acmoe.ops.experts.autograd import fused_expert_mlp
 from acmoe.ops.sort import sort_rows
 from slow_cases import mostly_slow
@@ -54,12 +55,10 @@ def by_hand(mlp, x, ids, gate, *, absolute=False):
 
 def fused(mlp, x, ids, gate, device, dtype=torch.float32):
     rows = sort_rows.definition(ids.to(device), mlp.up.shape[0])
-    up, down = mlp.up.to(dtype), mlp.down.to(dtype)
-    biases = mlp.up_bias, mlp.down_bias
+    weights = ExpertWeights(mlp.up.to(dtype), mlp.down.to(dtype), mlp.up_bias, mlp.down_bias)
     with torch.no_grad():
         return fused_expert_mlp(
-            *(x.to(device, dtype), up, down, *biases, gate.to(device), *rows[:4]),
-            activation=mlp.activation,
+            *(x.to(device, dtype), weights, rows, gate.to(device)), activation=mlp.activation
         ).cpu()
 
 
@@ -137,7 +136,8 @@ def test_which_calls_are_multiplied_as_vectors():
 def test_no_call_with_a_gradient_or_dropout_is_multiplied_as_vectors(vectors, device):
     mlp, x, ids, gate = drawn("relu", False, (1, 16, 16, 4, 2), device)
     rows = sort_rows.definition(ids.to(device), 4)
-    given = (x.to(device), mlp.up, mlp.down, None, None, gate.to(device), *rows[:4])
+    weights = ExpertWeights(mlp.up, mlp.down, None, None)
+    given = (x.to(device), weights, rows, gate.to(device))
     fused_expert_mlp(*given, activation="relu")  # the weights want a gradient
     with torch.no_grad():
         fused_expert_mlp(*given, activation="relu", dropout=0.5)

@@ -26,9 +26,10 @@ def test_experts_of_odd_widths_are_padded_for_many_rows(
     monkeypatch.setattr(padding, "FEWEST_ROWS", 2)
     monkeypatch.setattr(
         *(op, "fused_expert_mlp"),
-        lambda x, up, down, *rest, **named: (seen.append(down), run(x, up, down, *rest, **named))[
-            1
-        ],
+        lambda x, weights, *rest, **named: (
+            seen.append(weights.down),
+            run(x, weights, *rest, **named),
+        )[1],
     )
     torch.manual_seed(0)
     mlp = ExpertMLP(

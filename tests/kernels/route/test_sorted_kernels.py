@@ -17,6 +17,7 @@ from acmoe.ops.sort.op import sort_with_tokens_op
 from acmoe.ops.sort.order import TokenOrder
 from acmoe.ops.statistics.dispersion import dispersion_and_count
 from acmoe.ops.statistics.scale import scale_from_dispersion
+from acmoe.ops.statistics.scale_op import ScaleSettings
 from acmoe.ops.statistics.sorted_op import (
     sorted_cluster_scale,
     sorted_dispersion,
@@ -102,7 +103,7 @@ def test_sorted_statistics_are_the_references(
     x = torch.randn(T, D, generator=generator).exp().to(device, dtype)
     assignment = drawn_assignment(generator).to(device)
     clusters = sort(assignment)
-    scale, spread, count = sorted_cluster_scale(x, clusters, measure=measure)
+    scale, spread, count = sorted_cluster_scale(x, clusters, ScaleSettings(measure))
     wanted, wanted_count = dispersion_and_count(x.double(), assignment[:, 0], C, measure=measure)
     # Sums of at most 200 float32 terms, and a mean rounded to 2^-24 of the values.
     assert torch.allclose(spread.double(), wanted, rtol=2e-6, atol=0)

@@ -15,8 +15,8 @@ from torch import Tensor
 from acmoe import AdaptiveConfig
 from acmoe.ops.dispatch import use_backend
 from acmoe.ops.statistics import running as ops
-from acmoe.ops.statistics.op import ScaleOptions, scale_of
 from acmoe.ops.statistics.running import update_average, update_average_and_scale, update_op
+from acmoe.ops.statistics.scale import ScaleOptions, scale_of
 from acmoe.routing.statistics import ClusterStatistics
 from slow_cases import mostly_slow
 

@@ -8,7 +8,7 @@ import torch
 from acmoe.errors import UserError
 from acmoe.ops.statistics.dispersion import dispersion_and_count
 from acmoe.ops.statistics.scale import scale_from_dispersion
-from acmoe.ops.statistics.scale_op import fused_cluster_scale, scale_op
+from acmoe.ops.statistics.scale_op import ScaleSettings, fused_cluster_scale, scale_op
 from slow_cases import mostly_slow
 
 pytest.importorskip("triton")
@@ -41,7 +41,8 @@ def test_the_kernel_is_the_reference(
     mask = torch.rand(T, generator=generator) < 0.8
     mask[7] = True
     assignment, mask = assignment.to(device), mask.to(device)
-    scale, spread, count = fused_cluster_scale(x, assignment, C, token_mask=mask, **options)
+    settings = ScaleSettings(**options)
+    scale, spread, count = fused_cluster_scale(x, assignment, C, settings, token_mask=mask)
 
     measure = options.get("measure", "mad")
     wide, wanted_count = dispersion_and_count(
@@ -78,7 +79,7 @@ def test_clusters_that_tell_nothing_get_ones(normalize: str, device: str) -> Non
     x[0:2] = torch.tensor([[0.0, 0, 0, 0], [2, 4, 8, 16]], device=device)
     x[5, 0] = float("nan")
     assignment = torch.tensor([0, 0, 1, 1, 2, 2, 3, -1, -1], device=device)
-    scale, spread, count = fused_cluster_scale(x, assignment, 5, normalize=normalize)
+    scale, spread, count = fused_cluster_scale(x, assignment, 5, ScaleSettings(normalize=normalize))
     assert count.tolist() == [2, 2, 2, 1, 0]
     assert spread[0].tolist() == [1, 2, 4, 8]
     assert spread[2].isnan().all()
@@ -100,7 +101,7 @@ def test_the_scale_does_not_depend_on_the_unit(size: float, device: str) -> None
 def test_no_tokens_leave_the_plain_router(options: dict[str, Any], device: str) -> None:
     x = torch.empty(2, 0, D, device=device, dtype=torch.bfloat16)
     scale, spread, count = fused_cluster_scale(
-        x, torch.empty(2, 0, device=device).long(), C, **options
+        x, torch.empty(2, 0, device=device).long(), C, ScaleSettings(**options)
     )
     assert scale.shape == (2, C, D) and (scale == 1).all()
     assert (spread == 0).all() and (count == 0).all()
@@ -123,6 +124,6 @@ def test_the_op_is_well_formed(generator: torch.Generator, device: str) -> None:
 def test_what_has_no_kernel_is_refused(device: str) -> None:
     x, assignment = torch.ones(4, 2, device=device), torch.zeros(4, device=device).long()
     with pytest.raises(UserError, match="iqr"):
-        fused_cluster_scale(x, assignment, 1, measure="iqr")
+        fused_cluster_scale(x, assignment, 1, ScaleSettings(measure="iqr"))
     with pytest.raises(UserError, match="rows"):
-        fused_cluster_scale(x, assignment, 1, normalize="rows")
+        fused_cluster_scale(x, assignment, 1, ScaleSettings(normalize="rows"))

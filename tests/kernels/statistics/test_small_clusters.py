@@ -17,6 +17,7 @@ from acmoe.ops.sort import sort_rows
 from acmoe.ops.sort.order import ALIGNMENT, TokenOrder, alignment, num_slots, worth_sorting
 from acmoe.ops.statistics.dispersion import dispersion_and_count
 from acmoe.ops.statistics.scale import scale_from_dispersion
+from acmoe.ops.statistics.scale_op import ScaleSettings
 from acmoe.ops.statistics.sorted_op import sorted_cluster_scale
 from slow_cases import mostly_slow
 
@@ -171,7 +172,7 @@ def test_statistics_of_small_clusters_are_the_references(
     x[assignment == 1] = x[0].clone()  # equal tokens deviate by exactly 0
     x[assignment == 3, 7] = float("nan")
     order = TokenOrder.unpack(sorted_by(assignment, C), C)
-    scale, spread, count = sorted_cluster_scale(x, order, measure=measure)
+    scale, spread, count = sorted_cluster_scale(x, order, ScaleSettings(measure))
     wanted, wanted_count = dispersion_and_count(x.double(), assignment, C, measure=measure)
     assert torch.equal(count, wanted_count) and 64 < count[2] <= 128 and count[C - 1] == 0
     assert (spread[1] == 0).all() and spread[3].isnan().all()
@@ -200,7 +201,7 @@ def test_clusters_end_anywhere_in_a_step_of_eight_tokens(
     x[own == -1] = float("nan")
     x[own == 17, 5] = float("-inf")
     order = TokenOrder.unpack(sorted_by(own, clusters), clusters)
-    _, spread, count = sorted_cluster_scale(x, order, measure="mad")
+    _, spread, count = sorted_cluster_scale(x, order, ScaleSettings("mad"))
     wanted, _ = dispersion_and_count(x.double(), own, clusters, measure="mad")
     assert count.tolist() == [*range(clusters)]
     # As above; a mean below 8 is rounded by 2^-22 at most.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from acmoe.ops.sort.order import TokenOrder
 from acmoe.ops.statistics.dispersion import dispersion_and_count
+from acmoe.ops.statistics.scale_op import ScaleSettings
 from acmoe.ops.statistics.sorted_op import sorted_cluster_scale, sorted_dispersion
 from slow_cases import mostly_slow
 
@@ -113,11 +114,11 @@ def test_one_chunks_bad_tokens_spoil_all_chunks_of_their_cluster_and_no_other(
     device: str,
 ) -> None:
     x = drawn(generator, device)
-    clean_scale, clean, _ = sorted_cluster_scale(x, clusters, measure=measure)
+    clean_scale, clean, _ = sorted_cluster_scale(x, clusters, ScaleSettings(measure))
     first = int(clusters.begin[1])
     for place, value in enumerate(bad, start=first + 5):
         x[clusters.token[place], 7] = value
-    scale, spread, count = sorted_cluster_scale(x, clusters, measure=measure)
+    scale, spread, count = sorted_cluster_scale(x, clusters, ScaleSettings(measure))
     alone, _ = sorted_dispersion(x, clusters, measure=measure)
     assert spread[1].isnan().all() and (scale[1] == 1).all()
     assert count[1] == clusters.end[1] - clusters.begin[1]

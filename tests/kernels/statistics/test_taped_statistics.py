@@ -17,7 +17,7 @@ import acmoe
 from acmoe.ops.device import tape
 from acmoe.ops.dispatch import use_backend
 from acmoe.ops.statistics.dispersion import dispersion_and_count
-from acmoe.ops.statistics.op import scale_of
+from acmoe.ops.statistics.scale import scale_of
 from acmoe.routing.statistics import ClusterStatistics, build_statistics
 
 C, D = 3, 16

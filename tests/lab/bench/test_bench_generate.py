@@ -7,7 +7,7 @@ import torch
 
 from acmoe.errors import UserError
 from acmoe.experts.moe import MoE
-from acmoe.lab.bench import generate, steps
+from acmoe.lab.bench import generate, generate_models, steps
 from acmoe.lab.bench.generate import GenerateBenchConfig, bench_generate
 from acmoe.lab.bench.table import terminal_table
 from acmoe.routing.statistics import ClusterStatistics
@@ -24,6 +24,8 @@ TWO_ROUTERS = GenerateBenchConfig(
     repeat=1,
     dtype="fp32",
 )
+
+ON_CPU = {"dtype": torch.float32, "seed": 0, "device": torch.device("cpu")}
 
 
 def test_a_step_takes_the_time_of_the_second_half(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,10 +48,9 @@ def test_names_are_checked() -> None:
 
 
 def test_the_model_of_olmoe_s_size_has_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "_OLMOE", replace(generate._OLMOE, dim=32, hidden=8, repeats=2))
-    model = generate._ours(
-        "olmoe", "adaptive", GenerateBenchConfig(dtype="fp32"), torch.device("cpu")
-    )
+    small = replace(generate_models.OLMOE, dim=32, hidden=8, repeats=2)
+    monkeypatch.setattr(generate_models, "OLMOE", small)
+    model = generate_models.build_ours("olmoe", "adaptive", **ON_CPU)
     moe = [one for one in model.modules() if isinstance(one, MoE)]
     # A gate and an up projection of 8 units each, and no biases, as in OLMoE.
     assert [tuple(p.shape) for p in moe[1].experts.parameters()] == [(64, 16, 32), (64, 32, 8)]
@@ -100,8 +101,7 @@ def test_a_step_that_fails_refuses_the_rows_and_not_the_benchmark(
 
 
 def test_decoding_takes_the_most_likely_tokens_of_generate() -> None:
-    config = GenerateBenchConfig(dtype="fp32")
-    model = generate._ours("switch-nano", "smoe", config, torch.device("cpu"))
+    model = generate_models.build_ours("switch-nano", "smoe", **ON_CPU)
     prompt = torch.tensor([[1, 2, 3]])
     with torch.no_grad():
         run = steps.Decoding(model, prompt)

@@ -26,6 +26,7 @@ from acmoe.hf.models.padding import IGNORED, token_mask
 from acmoe.models.recorded import recorded
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.models.text.generate import check_generates
+from acmoe.models.text.segment import blank_ids
 from acmoe.ops.checks import check_range
 
 _PADDED_RIGHT = (
@@ -143,8 +144,7 @@ class AcmoeForCausalLM(AcmoePreTrainedModel, GenerationMixin):  # type: ignore[m
         """Return (B, L), True for real tokens, or None if all are; check the ids of these."""
         vocab_size = self.config.vocab_size
         mask_BL = token_mask(input_ids, attention_mask, vocab_size)
-        real = input_ids if mask_BL is None else input_ids.masked_fill(~mask_BL, 0)
-        check_range(real, 0, vocab_size, "input_ids")
+        check_range(blank_ids(input_ids, mask_BL), 0, vocab_size, "input_ids")
         return mask_BL
 
     def _loss(

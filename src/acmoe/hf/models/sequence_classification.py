@@ -16,6 +16,7 @@ from acmoe.hf.models.config import AcmoeConfig
 from acmoe.hf.models.hidden import check_positions, recorded_inputs, wants_hidden_states
 from acmoe.hf.models.padding import IGNORED, last_token, token_mask
 from acmoe.models.text.decoder import LanguageModel
+from acmoe.models.text.segment import blank_ids
 from acmoe.ops.checks import check_range
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.train.finetune.classifier import classification_head
@@ -82,8 +83,7 @@ class AcmoeForSequenceClassification(AcmoePreTrainedModel):
         if config.head == "paper":
             check_all(last_B == input_ids.shape[1] - 1, _PADDED_RIGHT, wait=True)
             mask_BL = None
-        real = input_ids if mask_BL is None else input_ids.masked_fill(~mask_BL, 0)
-        check_range(real, 0, config.vocab_size, "input_ids")
+        check_range(blank_ids(input_ids, mask_BL), 0, config.vocab_size, "input_ids")
         hidden = wants_hidden_states(config, output_hidden_states)
         with recorded_inputs(self.model.blocks if hidden else []) as inputs:
             x_BLD, _, _ = self.model.hidden_states(input_ids, token_mask=mask_BL)

@@ -1,11 +1,8 @@
 """Time text generation: a prompt, then one token at a time, by plain and by captured steps.
 
-`olmoe` is a model of ours of OLMoE's size and with its kind of experts; `transformers` is OLMoE's
-own model from that package, with a static cache and greedy decoding. Both have random weights.
-
 Models with different routers are timed in turn, round by round. The time that a router adds to a
-step is measured in rounds of a few steps (steps.py). Running statistics are those of one random
-batch.
+step is measured in rounds of a few steps (steps.py). generate_models.py has the models; that of
+`transformers` decodes greedily with a static cache.
 """
 
 import importlib.util
@@ -14,44 +11,23 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from acmoe.config.routing import SMoEConfig
-from acmoe.config.text.language import LanguageConfig, language_router
+from acmoe.config.text.language import LanguageConfig
 from acmoe.errors import check, typed_line
-from acmoe.experts.mlp import ExpertMLP
-from acmoe.experts.moe import MoE
 from acmoe.fast import accelerate, restore
 from acmoe.fast.decoding import capture_unsupported
 from acmoe.lab.bench.added import added
+from acmoe.lab.bench.generate_models import build_ours, build_transformers, model_config
+from acmoe.lab.bench.layer import DTYPES
 from acmoe.lab.bench.progress import Say, silent
 from acmoe.lab.bench.results import Report, new_report
 from acmoe.lab.bench.steps import seconds_of, steps_in_turn
-from acmoe.models.registry import build_model, list_models, model_card
+from acmoe.models.registry import list_models
 from acmoe.models.text.decoder import LanguageModel
-from acmoe.routing.statistics.step import fold_statistics
-from acmoe.runtime import pick_device, seeded
+from acmoe.runtime import pick_device
 
 CONTESTANTS = ("plain", "captured", "transformers")
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_OLMOE = LanguageConfig(
-    vocab_size=50_304,
-    dim=2048,
-    heads=16,
-    hidden=1024,
-    repeats=16,
-    span=4096,
-    block=4096,
-    dropout=0.0,
-    num_experts=64,
-    top_k=8,
-    router=SMoEConfig(),
-    norm="pre",
-    position="rope",
-)
-
-_MEASURED = (8, 128)  # sequences and tokens of the batch whose statistics a router reads
-
 Generate = Callable[[int], object]  # decodes that many tokens after the prompt
 
 # Failures of a call that leave its rows without figures, such as too little memory.
@@ -77,13 +53,13 @@ class GenerateBenchConfig:
         for name in self.models:
             known = ("olmoe", *list_models())
             check(name in known, f"model {name!r} is unknown; choose among {', '.join(known)}")
-            config = _OLMOE if name == "olmoe" else model_card(name).config
+            config = model_config(name)
             check(isinstance(config, LanguageConfig), f"model {name!r} generates no text")
         for name in self.contestants:
             known_ways = ", ".join(CONTESTANTS)
             check(name in CONTESTANTS, f"contestant {name!r} is unknown; choose among {known_ways}")
         check(len(self.router) >= 1, "router is empty; name one at least")
-        check(self.dtype in _DTYPES, f"dtype={self.dtype!r} is unknown; choose bf16, fp16 or fp32")
+        check(self.dtype in DTYPES, f"dtype={self.dtype!r} is unknown; choose bf16, fp16 or fp32")
         check(self.tokens >= 2, f"tokens={self.tokens}; half of them are timed against all: give 2")
         for count in (self.prompt, self.repeat, *self.batches):
             check(count >= 1, f"{count} of batches, prompt or repeat; each must be at least 1")
@@ -126,7 +102,12 @@ def _measured(
 ) -> list[GenerateRow]:
     rows: list[GenerateRow] = []
     ours = [one for one in config.contestants if one != "transformers"]
-    models = [(one, _ours(name, one, config, device)) for one in config.router if ours]
+    dtype = DTYPES[config.dtype]
+    models = [
+        (one, build_ours(name, one, dtype=dtype, seed=config.seed, device=device))
+        for one in config.router
+        if ours
+    ]
     for batch in config.batches:
         for contestant in ours:
             rows += _by_routers(name, batch, contestant, models, config, device, say)
@@ -193,39 +174,6 @@ def _told(row: GenerateRow) -> str:
     return step if row.added_percent is None else f"{step}, {row.added_percent:+.1f}%"
 
 
-def _ours(
-    name: str, router: str, config: GenerateBenchConfig, device: torch.device
-) -> LanguageModel:
-    """Return the model in evaluation mode; its running statistics are those of one batch."""
-    made = _OLMOE if name == "olmoe" else model_card(name).config
-    assert isinstance(made, LanguageConfig)
-    made = replace(made, router=language_router(router, made))
-    with seeded(config.seed, device), device:
-        model = build_model(made)
-        if name == "olmoe":
-            _gate(model, made)
-        drawn = torch.randint(made.vocab_size, _MEASURED)
-    assert isinstance(model, LanguageModel)
-    model.to(device=device, dtype=_DTYPES[config.dtype]).train()
-    with torch.no_grad():
-        model(drawn)
-    fold_statistics(model)
-    return model.eval()
-
-
-def _gate(model: nn.Module, config: LanguageConfig) -> None:
-    """Put OLMoE's experts into every MoE layer: SwiGLU without biases."""
-    for module in model.modules():
-        if isinstance(module, MoE):
-            module.experts = ExpertMLP(
-                dim=config.dim,
-                hidden=config.hidden,
-                num_experts=config.num_experts,
-                activation="swiglu",
-                bias=False,
-            )
-
-
 def _by(model: LanguageModel, prompt: Tensor) -> Generate:
     return lambda tokens: model.generate(prompt, tokens, temperature=0)
 
@@ -240,10 +188,7 @@ def _transformers_rows(
             GenerateRow(model="olmoe", batch=batch, contestant="transformers", refused=reason)
             for batch in config.batches
         ]
-    from transformers import OlmoeConfig, OlmoeForCausalLM
-
-    with seeded(config.seed, device), device:
-        model = OlmoeForCausalLM(OlmoeConfig()).to(device, _DTYPES[config.dtype]).eval()
+    model = build_transformers(dtype=DTYPES[config.dtype], seed=config.seed, device=device)
     rows = []
     for batch in config.batches:
         prompt = torch.randint(model.config.vocab_size, (batch, config.prompt), device=device)

@@ -163,7 +163,13 @@ def _measure(
 ) -> Iterator[HfRow]:
     """Warm up and time one part with all implementations, in interleaved rounds."""
     title = f"{name}: {part}, {ids_BL.shape[0]} sequences"
-    tokens = ids_BL.numel() if part == TRAIN else ids_BL.shape[0]
+    common = {
+        "model": name,
+        "layers": model.config.num_hidden_layers,
+        "part": part,
+        "batch": ids_BL.shape[0],
+        "tokens": ids_BL.numel() if part == TRAIN else ids_BL.shape[0],
+    }
     actions: dict[str, Action] = {}
     rows: dict[str, dict[str, Any]] = {}
     for implementation in config.implementations:
@@ -171,21 +177,9 @@ def _measure(
         action, found = _prepare(part, model, implementation, ids_BL, config)
         if action is not None:
             actions[implementation] = action
-        rows[implementation] = {
-            "model": name,
-            "layers": model.config.num_hidden_layers,
-            "part": part,
-            "batch": ids_BL.shape[0],
-            "tokens": tokens,
-            "implementation": implementation,
-            **found,
-        }
+        rows[implementation] = {**common, "implementation": implementation, **found}
     baseline = BASELINE if BASELINE in actions else next(iter(actions), None)
-    for implementation in list(actions):
-        row = rows[implementation]
-        row["refused"] = _other_loss(row["loss"], rows[str(baseline)]["loss"])
-        if row["refused"] is not None:
-            del actions[implementation]
+    _refuse_other_losses(actions, rows, baseline)
     if actions:
         say(f"{title}, timing, {config.repeat} rounds")
         samples = interleave(actions, rounds=config.repeat, clock=clock_for(model.device))
@@ -193,12 +187,23 @@ def _measure(
         tell_times(say, title, times)
         for implementation, time in times.items():
             steps = config.new_tokens if part == DECODE else 1
-            rows[implementation] |= _times(time, steps, tokens)
+            rows[implementation] |= _times(time, steps, common["tokens"])
     for row in rows.values():
         base = None if baseline is None else rows[baseline].get("ms")
         if base is not None and row.get("ms") is not None:
             row |= {"ratio": base / row["ms"], "baseline": baseline}
         yield HfRow(**row)
+
+
+def _refuse_other_losses(
+    actions: dict[str, Action], rows: dict[str, dict[str, Any]], baseline: str | None
+) -> None:
+    """Remove the actions whose loss is not the baseline's, and give the reason in their rows."""
+    for implementation in list(actions):
+        row = rows[implementation]
+        row["refused"] = _other_loss(row["loss"], rows[str(baseline)]["loss"])
+        if row["refused"] is not None:
+            del actions[implementation]
 
 
 def _prepare(

@@ -39,15 +39,11 @@ from acmoe.ops.map_attention import map_attention
 from acmoe.ops.norm import add_norm, add_norm_twice
 from acmoe.ops.route import ScaledTokens, route
 from acmoe.ops.sort import Rows, sort_rows
-from acmoe.ops.statistics.op import (
-    ScaleOptions,
-    measure_dispersion,
-    measure_prefix,
-    measure_scale,
-)
+from acmoe.ops.statistics.op import measure_dispersion, measure_prefix, measure_scale
 from acmoe.ops.statistics.pending import add_batch
 from acmoe.ops.statistics.prefix import PrefixMoments
 from acmoe.ops.statistics.running import update_average, update_average_and_scale
+from acmoe.ops.statistics.scale import ScaleOptions
 
 
 class Choice(NamedTuple):

@@ -4,15 +4,13 @@ This file knows no cluster software: `Cluster` is what it needs, `ray_cluster.py
 """
 
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from acmoe.lab.study.cell import Cell
-from acmoe.lab.study.pace import Pace, end_of, known_paces
-from acmoe.lab.study.pool import OnEvent, Tally
-from acmoe.lab.study.results.records import DONE, Record, Results
+from acmoe.lab.study.cell_queue import CellQueue, OnEvent, Tally
+from acmoe.lab.study.results.records import Record, Results
 from acmoe.lab.study.worker import failure
 
 RETRIES = 3  # times that a cell is started again after its process or its node was lost
@@ -44,7 +42,11 @@ class Cluster(Protocol):
 class _Started:
     cell: Cell
     began: float
-    losses: int = 0
+    losses: int = 0  # times that its process or its node was lost
+
+    def lost_for_good(self, reason: str) -> Record:
+        """Return the record of a cell that is not started again."""
+        return failure(self.cell, f"lost {RETRIES + 1} times: {reason}")
 
 
 def run_on_cluster(
@@ -62,31 +64,27 @@ def run_on_cluster(
     its checkpoint where it saves one. A cell that raises gets a record as failed at once. Fields
     that a record lacks are taken from `origin`.
     """
-    pace = Pace(ends=end_of(minutes), paces=known_paces(results.records, origin or {}))
-    waiting, running = deque(cells), dict[str, _Started]()
-    counts = {"done": 0, "failed": 0}
-    while waiting or running:
+    queue = CellQueue.of(cells, results, minutes=minutes, origin=origin)
+    running: dict[str, _Started] = {}
+    while queue.waiting or running:
         room = max(1, cluster.capacity()) - len(running)
-        while waiting and room > 0 and pace.fits(waiting[0]):
-            cell, room = waiting.popleft(), room - 1
+        while room > 0 and queue.may_start():
+            cell, room = queue.take(), room - 1
             on_event(cell, "begun", "")
             running[cell.digest] = _Started(cell, time.monotonic())
             cluster.start(cell)
         if not running:
             break  # no cell that waits would end in time
-        for digest, record in cluster.ended():
+        for digest, ended in cluster.ended():
             one = running[digest]
-            if isinstance(record, Lost):
-                if one.losses < RETRIES:
-                    one.losses += 1
-                    again = f"starts again ({one.losses} of {RETRIES} times): {record.reason}"
-                    on_event(one.cell, "progress", again)
-                    cluster.start(one.cell)
-                    continue
-                record = failure(one.cell, f"lost {RETRIES + 1} times: {record.reason}")
-            results.add({**(origin or {}), **record})
-            counts["done" if record["status"] == DONE else "failed"] += 1
-            pace.took(one.cell, time.monotonic() - one.began)
+            if isinstance(ended, Lost) and one.losses < RETRIES:
+                one.losses += 1
+                again = f"starts again ({one.losses} of {RETRIES} times): {ended.reason}"
+                on_event(one.cell, "progress", again)
+                cluster.start(one.cell)
+                continue
+            record = one.lost_for_good(ended.reason) if isinstance(ended, Lost) else ended
+            queue.add(one.cell, {**(origin or {}), **record}, began=one.began)
             del running[digest]
             on_event(one.cell, str(record["status"]), str(record.get("error", "")))
-    return Tally(**counts, left=len(waiting))
+    return queue.tally()

@@ -3,32 +3,19 @@
 import multiprocessing
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from acmoe.lab.study.cell import Cell
-from acmoe.lab.study.pace import Pace, end_of, known_paces
-from acmoe.lab.study.results.records import DONE, Record, Results
+from acmoe.lab.study.cell_queue import CellQueue, OnEvent, Tally
+from acmoe.lab.study.results.records import Record, Results
 from acmoe.lab.study.worker import Message, failure, work
 
 # A process that has used CUDA or has threads must not be forked.
 _SPAWN = multiprocessing.get_context("spawn")
-
-# Called with a cell, its event (begun, progress, done or failed), and a progress line or an error.
-OnEvent = Callable[[Cell, str, str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tally:
-    """Counts of the cells of a call of `run_cells`, by how they ended."""
-
-    done: int
-    failed: int
-    left: int  # cells that were not started because the time ran out
 
 
 @dataclass
@@ -115,27 +102,25 @@ def run_cells(
     results of the same device tell, or else if it took as long as the longest so far. A cell that
     fails gets a record as failed, and the others go on. Every record contains `origin`.
     """
-    pace = Pace(ends=end_of(minutes), paces=known_paces(results.records, origin or {}))
-    waiting, pool = deque(cells), _Pool(jobs=jobs, scratch=scratch)
-    counts = {"done": 0, "failed": 0}
+    queue = CellQueue.of(cells, results, minutes=minutes, origin=origin)
+    pool = _Pool(jobs=jobs, scratch=scratch)
     try:
-        while waiting or pool.busy():
-            while waiting and pace.fits(waiting[0]) and (worker := pool.idle()) is not None:
-                on_event(waiting[0], "begun", "")
-                worker.start(waiting.popleft())
+        while queue.waiting or pool.busy():
+            while queue.may_start() and (worker := pool.idle()) is not None:
+                cell = queue.take()
+                on_event(cell, "begun", "")
+                worker.start(cell)
             if not pool.busy():
-                break
+                break  # no cell that waits would end in time
             for worker, cell, message in pool.messages():
                 on_event(cell, message.kind, message.text)
                 if message.kind == "progress":
                     continue
                 record = message.record or failure(cell, message.text)
-                results.add({**record, **(origin or {})})
-                counts["done" if record["status"] == DONE else "failed"] += 1
-                pace.took(cell, time.monotonic() - worker.began)
+                queue.add(cell, {**record, **(origin or {})}, began=worker.began)
                 worker.cell = None
                 if message.kind == "failed":
                     pool.drop(worker)  # a worker ends itself after a failure
     finally:
         pool.end()
-    return Tally(**counts, left=len(waiting))
+    return queue.tally()

@@ -36,7 +36,7 @@ from acmoe.ops.statistics.pending import record_batch
 from acmoe.ops.statistics.running import update_average
 from acmoe.routing.adaptive import AdaptiveRouter, gather_scale, mix_scales, token_scale
 from acmoe.routing.build import new_router
-from acmoe.routing.router import Router, flat
+from acmoe.routing.router import Router, flat, flat_mask
 from acmoe.routing.state import RoutingState, check_state
 from acmoe.routing.statistics.cache import StatisticsSlot
 from acmoe.routing.statistics.step import StepStatistics
@@ -135,7 +135,7 @@ class VariantRouter(AdaptiveRouter):
         check_state(state, x, self.mix, self.num_experts, self.config)
         x_BLD = x if x.dim() == 3 else x[None]
         mask_BL = None if token_mask is None else token_mask.view(x_BLD.shape[:-1])
-        mask_T = None if token_mask is None else token_mask.reshape(-1)
+        mask_T = flat_mask(token_mask)
         scale = self.cluster_scale(x_BLD, state, mask_BL, cache)
         if scale.dim() == 2 and self.mix == 1 and self.means is None:
             tokens = ScaledTokens(x, scale, state.assignment[:, 0], state.order)

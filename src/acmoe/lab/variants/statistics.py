@@ -8,8 +8,7 @@ from acmoe.lab.variants.config import VariantConfig
 from acmoe.lab.variants.scale import reshape_scale
 from acmoe.lab.variants.steps import Fade
 from acmoe.lab.variants.strength import LearnedStrength, ScheduledStrength
-from acmoe.ops.statistics.op import ScaleOptions
-from acmoe.ops.statistics.scale import informs
+from acmoe.ops.statistics.scale import ScaleOptions, informs
 from acmoe.routing.statistics import ClusterStatistics, build_statistics, scale_options
 from acmoe.routing.statistics.cache import StatisticsSlot
 

@@ -1,13 +1,17 @@
-"""Parts of the image classifiers: dense layer, stochastic depth, initial weights, initial state.
+"""Parts of the image classifiers: dense layer, loop over blocks, initial weights and state.
 
 Shapes: B batch, D features.
 """
 
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
 from acmoe.experts.mlp import ExpertMLP
+from acmoe.ops.recompute import recompute
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.routing.state import RoutingState
 
@@ -43,6 +47,27 @@ def draw_kept(x: Tensor, rate: float, *, training: bool) -> Tensor | None:
 def scale_branch(branch: Tensor, weight_B: Tensor | None) -> Tensor:
     """Multiply the branch of each image by its weight."""
     return branch if weight_B is None else branch * weight_B.view(-1, *[1] * (branch.dim() - 1))
+
+
+def run_blocks(
+    blocks: Iterable[nn.Module],
+    drops: Sequence[float],
+    x: Tensor,
+    state: RoutingState,
+    *,
+    training: bool,
+    checkpoint_blocks: bool,
+) -> tuple[Tensor, RoutingState]:
+    """Run the blocks with stochastic depth at their rates `drops`; return x and the last state.
+
+    With checkpoint_blocks the backward recomputes the activations inside a block.
+    """
+    recomputes = checkpoint_blocks and torch.is_grad_enabled()
+    for block, drop in zip(blocks, drops, strict=True):
+        kept_2B = draw_kept(x, drop, training=training)
+        call = partial(recompute, block) if recomputes else block
+        x, state = call(x, state, kept_2B)
+    return x, state
 
 
 def init_linear(model: nn.Module, std: float) -> None:

@@ -7,9 +7,6 @@ another width: the routing state starts anew there.
 Shapes: B batch, Y rows and X columns of the map, D features.
 """
 
-from functools import partial
-
-import torch
 from torch import Tensor, nn
 
 from acmoe.config.images.vision import SwinConfig
@@ -18,15 +15,14 @@ from acmoe.experts.moe import MoE
 from acmoe.models.images.classifier import ImageClassifier
 from acmoe.models.images.layers import (
     FeedForward,
-    draw_kept,
     drop_path_rates,
     init_linear,
     new_state,
+    run_blocks,
     scale_branch,
 )
 from acmoe.models.images.patches import PatchEmbedding, PatchMerging
 from acmoe.models.images.window import WindowAttention
-from acmoe.ops.recompute import recompute
 from acmoe.routing.layer_plan import LayerPlan, plan_layers
 from acmoe.routing.state import RoutingState
 from acmoe.routing.topk import TopKRouter
@@ -97,10 +93,11 @@ class SwinStage(nn.Module):
         self, x_BYXD: Tensor, state: RoutingState, *, checkpoint_blocks: bool = False
     ) -> tuple[Tensor, RoutingState]:
         """Run the blocks and the merge; return the map and the state for the next stage."""
-        again = checkpoint_blocks and torch.is_grad_enabled()
-        for block, drop in zip(self.blocks, self.drops, strict=True):
-            kept_2B = draw_kept(x_BYXD, drop, training=self.training)
-            x_BYXD, state = (partial(recompute, block) if again else block)(x_BYXD, state, kept_2B)
+        x_BYXD, state = run_blocks(
+            *(self.blocks, self.drops, x_BYXD, state),
+            training=self.training,
+            checkpoint_blocks=checkpoint_blocks,
+        )
         if self.merge is None:
             return x_BYXD, state
         x_BYXD = self.merge(x_BYXD)

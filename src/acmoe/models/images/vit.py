@@ -3,7 +3,6 @@
 Shapes: B batch, L = 1 + patches tokens, the class token first, D features.
 """
 
-from functools import partial
 from typing import cast
 
 import torch
@@ -16,15 +15,14 @@ from acmoe.experts.soft import SoftMoE
 from acmoe.models.images.classifier import ImageClassifier
 from acmoe.models.images.layers import (
     FeedForward,
-    draw_kept,
     drop_path_rates,
     init_linear,
     new_state,
+    run_blocks,
     scale_branch,
 )
 from acmoe.models.images.patches import PatchEmbedding
 from acmoe.ops.map_attention.reference import split_heads
-from acmoe.ops.recompute import recompute
 from acmoe.routing.layer_plan import LayerPlan, plan_layers
 from acmoe.routing.state import RoutingState
 
@@ -118,10 +116,11 @@ class SoftViT(ImageClassifier):
         class_B1D = self.class_token.expand(len(images), 1, -1)
         x_BLD = torch.cat([class_B1D.to(patches_BLD.dtype), patches_BLD], dim=1) + self.positions
         state = new_state(x_BLD, self.config.num_experts)
-        again = self.checkpoint_blocks and torch.is_grad_enabled()
-        for block, drop in zip(self.blocks, self.drops, strict=True):
-            kept_2B = draw_kept(x_BLD, drop, training=self.training)
-            x_BLD, state = (partial(recompute, block) if again else block)(x_BLD, state, kept_2B)
+        x_BLD, state = run_blocks(
+            *(self.blocks, self.drops, x_BLD, state),
+            training=self.training,
+            checkpoint_blocks=self.checkpoint_blocks,
+        )
         return self.norm(x_BLD)[:, 0], state.aux_loss
 
     def moe_layers(self) -> list[SoftMoE]:

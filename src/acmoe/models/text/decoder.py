@@ -128,15 +128,19 @@ class LanguageModel(nn.Module):
         x_TD, targets_T = x_BLD.flatten(0, 1), targets.flatten()
         mask_T = None if token_mask is None else token_mask.flatten()
         change = modified(self.unembed, nn.Linear)
-        if change is None:
-            weight, bias = self.unembed.weight, self.unembed.bias
-            return chunked_cross_entropy(x_TD, weight, bias, targets_T, token_mask=mask_T)
+        if change is not None:
+            log_once(f"the loss holds all logits in memory: unembed {change}")
+            return self._loss_of_all_logits(x_TD, targets_T, mask_T)
+        weight, bias = self.unembed.weight, self.unembed.bias
+        return chunked_cross_entropy(x_TD, weight, bias, targets_T, token_mask=mask_T)
+
+    def _loss_of_all_logits(self, x_TD: Tensor, targets_T: Tensor, mask_T: Tensor | None) -> Tensor:
+        """Return () the mean cross-entropy of the real tokens by a call of the output layer."""
         count: Tensor | int = max(1, len(targets_T))
         if mask_T is not None:  # no boolean index: torch.compile could not trace it
             count = mask_T.sum().clamp(min=1)
             x_TD = x_TD.masked_fill(~mask_T[:, None], 0.0)  # padding may hold any values
             targets_T = targets_T.masked_fill(~mask_T, _IGNORED)
-        log_once(f"the loss holds all logits in memory: unembed {change}")
         logits_TV = self.unembed(x_TD)
         logits_TV = logits_TV.to(accumulation_dtype(logits_TV.dtype))
         total = F.cross_entropy(logits_TV, targets_T, reduction="sum", ignore_index=_IGNORED)

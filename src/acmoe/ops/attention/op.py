@@ -27,6 +27,7 @@ from acmoe.ops.attention.support import (
 )
 from acmoe.ops.dispatch import log_once
 from acmoe.ops.flops import tell_counters
+from acmoe.ops.grad_mode import records_gradient
 
 NO_BACKWARD = "nothing"  # value of `keep` if no backward will follow: save nothing
 
@@ -76,7 +77,7 @@ def joined_window_attention(
     output projection with a padded weight reads it, and writes its gradient, without a copy.
     """
     keep = requested_options()  # an unknown option raises here, before anything is compiled
-    if not (torch.is_grad_enabled() and any(t.requires_grad for t in (q, kv, positions))):
+    if not records_gradient(q, kv, positions):
         keep = NO_BACKWARD
     features, num_keys = q.shape[-1], kv.shape[-2]
     reach = min(span, num_keys - 1)

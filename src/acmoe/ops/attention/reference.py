@@ -69,24 +69,10 @@ def window_attention(
     Returns:
         (B, H, L, P); zeros for a query that sees nothing.
     """
-    num_before = k.shape[-2] - q.shape[-2]
-    assert 0 <= num_before <= span, f"{num_before} keys before a window of {span}"
-    return _in_chunks(q, k, v, span=span, positions=positions, key_mask=key_mask, dropout=dropout)
-
-
-def _in_chunks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    span: int,
-    positions: Tensor | None,
-    key_mask: Tensor | None,
-    dropout: float,
-) -> Tensor:
-    """Attend from chunks of a long sequence, so that cost and memory grow with L * span."""
     num_queries, num_keys = q.shape[-2], k.shape[-2]
     num_before = num_keys - num_queries
+    assert 0 <= num_before <= span, f"{num_before} keys before a window of {span}"
+    # A long sequence attends in chunks, so that cost and memory grow with L * span.
     chunk = max(span, _MIN_CHUNK)
     chunks = []
     for first in range(0, num_queries, chunk):

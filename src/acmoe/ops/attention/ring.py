@@ -7,13 +7,13 @@ Shapes: B batch, H heads, N places of a ring, P features of a head, W features o
 filled up with zeros), J = P / 2 feature pairs.
 """
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the customary name
 
 from acmoe.ops.attention.rotary import rotate_by
 from acmoe.ops.device_support import triton_unsupported
 from acmoe.ops.dispatch import op
+from acmoe.ops.grad_mode import records_gradient
 
 
 @op
@@ -49,7 +49,7 @@ def _unsupported(
     new = (q_BH1P, k_BH1P, v_BH1P)
     if q_BH1P.shape[2] != 1:
         return f"its kernel stores one position a call, not {q_BH1P.shape[2]}"
-    if torch.is_grad_enabled() and any(one.requires_grad for one in new):
+    if records_gradient(*new):
         return "its kernel has no gradient"
     if any(one.stride(-1) != 1 for one in new):
         return "its kernel reads features that lie next to each other"

@@ -28,6 +28,7 @@ from acmoe.ops.cross_entropy.output_layer import (
 )
 from acmoe.ops.device_support import triton_unsupported
 from acmoe.ops.dispatch import op, transforming
+from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.once import differentiable_once
 from acmoe.ops.precision import autocast_dtype, without_autocast
 from acmoe.ops.statistics.dispersion import accumulation_dtype
@@ -121,9 +122,8 @@ def _check(x: Tensor, weight: Tensor, targets: Tensor, chunk: int | None, reduct
     )
     check(chunk is None or chunk > 0, f"chunk={chunk} must be at least 1 token")
     check(reduction in ("mean", "sum", "none"), f"reduction={reduction!r}: use mean, sum or none")
-    wants_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     check(
-        not (reduction == "none" and wants_grad),
+        not (reduction == "none" and records_gradient(x, weight)),
         "reduction='none' carries no gradient; call it under torch.no_grad() or use 'sum'",
     )
 

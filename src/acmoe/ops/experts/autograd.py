@@ -14,81 +14,70 @@ T tokens, K experts per token, N = T * K rows sorted by expert, D features, F hi
 (or 2F for swiglu), E experts.
 """
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from acmoe.ops.dispatch import eager
-from acmoe.ops.experts.repeated import repeated, repeated_gradients
+from acmoe.ops.experts.reference import ExpertWeights
+from acmoe.ops.experts.repeated import (
+    GradientOptions,
+    launch_forward,
+    launch_gradients,
+    repeated,
+    repeated_gradients,
+)
 from acmoe.ops.experts.triton.sizes import Operands
 from acmoe.ops.flops import tell_counters
+from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.once import apply, differentiable_once
-
-
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return the results of `_expert_mlp` for the same arguments."""
-    from acmoe.ops.experts.triton.launched import launched_forward
-
-    *tensors, act, dropout, keep, _given_up, _given_down = arguments
-    return launched_forward(Operands(*tensors), act, dropout, keep=keep)
-
-
-def _gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the results of `_expert_mlp_backward`, where dh, the buffer for h's gradient, is given
-    after h."""
-    from acmoe.ops.experts.triton.launched import launched_gradients
-
-    grad, *tensors, h, dh, act, dropout, dtype, needs_up, needs_down = arguments
-    options = (act, dropout, dtype, needs_up, needs_down)
-    return launched_gradients(grad, Operands(*tensors), h, dh, *options)
+from acmoe.ops.sort.reference import Rows
 
 
 class _Eager(torch.autograd.Function):
-    """The experts outside `torch.compile`. `rest` are the arguments of `_forward` without gradient,
-    and whether launches are repeated: autograd takes a microsecond or two of the host for each
-    argument that it sees."""
+    """The experts outside `torch.compile`.
+
+    `rest` are the operands and options without gradient, and whether launches are repeated:
+    autograd takes a microsecond or two of the host for each argument that it sees.
+    """
 
     @staticmethod
     def forward(ctx, x, up_bias, down_bias, gate, given_up, given_down, rest):  # type: ignore[no-untyped-def]
         up, down, *rows, ctx.act, ctx.dropout, keep, repeats = rest
-        tensors = (x, up, down, up_bias, down_bias, gate, *rows)
-        arguments = (*tensors, ctx.act, ctx.dropout, keep, given_up, given_down)
-        found = repeated(_forward, *arguments) if repeats else _forward(*arguments)
+        operands = Operands(x, up, down, up_bias, down_bias, gate, *rows)
+        run = repeated if repeats else launch_forward
+        out, *h = run(operands, ctx.act, ctx.dropout, keep)
         ctx.dtype = given_up.dtype
-        ctx.save_for_backward(*tensors, *found[1:])
-        return found[0]
+        ctx.save_for_backward(*operands, *h)
+        return out
 
     @staticmethod
     @differentiable_once
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         *tensors, h = ctx.saved_tensors
-        needs = ctx.needs_input_grad[4:6]
-        arguments = (grad.contiguous(), *tensors, h, h, ctx.act, ctx.dropout, ctx.dtype, *needs)
-        if eager(grad, *tensors):
-            found = repeated_gradients(_gradients, *arguments)
+        operands = Operands(*tensors)
+        options = GradientOptions(ctx.act, ctx.dropout, ctx.dtype, *ctx.needs_input_grad[4:6])
+        if eager(grad, *operands):
+            found = repeated_gradients(grad.contiguous(), operands, h, options)
         else:
-            found = _gradients(*arguments)
+            found = launch_gradients(grad.contiguous(), operands, h, h, options)
         torch.autograd.graph.increment_version(h)
-        given = _aligned(found, tensors, needs)
-        return given[0], *given[3:6], *given[-2:], None
+        dx, d_up, d_down, d_up_bias, d_down_bias, d_gate = _wanted(found, operands, options)
+        return dx, d_up_bias, d_down_bias, d_gate, d_up, d_down, None
 
 
-def _aligned(
-    found: tuple[Tensor, ...], tensors: Sequence[Tensor | None], needs: Sequence[bool]
+def _wanted(
+    found: tuple[Tensor, ...], operands: Operands, options: GradientOptions
 ) -> tuple[Tensor | None, ...]:
-    """Return a gradient, or None, for each argument of `_forward`; needs: those of up and down."""
+    """Return the six gradients, None for a bias that is None and a weight that needs none."""
     dx, d_up, d_down, d_up_bias, d_down_bias, d_gate = found
-    up_bias, down_bias = tensors[3], tensors[4]
     return (
-        *(dx, None, None),
-        None if up_bias is None else d_up_bias,
-        None if down_bias is None else d_down_bias,
-        *(d_gate, None, None, None, None, None, None, None, None),
-        d_up if needs[0] else None,
-        d_down if needs[1] else None,
+        dx,
+        d_up if options.needs_up else None,
+        d_down if options.needs_down else None,
+        None if operands.up_bias is None else d_up_bias,
+        None if operands.down_bias is None else d_down_bias,
+        d_gate,
     )
 
 
@@ -117,10 +106,10 @@ def _expert_mlp(
     from; their values are not read, but autograd sends the weight gradients to them, in the dtype
     of given_up.
     """
-    return _forward(
-        *(x, up, down, up_bias, down_bias, gate, permutation, inverse, offsets, expert, seed),
-        *(act, dropout, keep, given_up, given_down),
+    operands = Operands(
+        *(x, up, down, up_bias, down_bias, gate, permutation, inverse, offsets, expert, seed)
     )
+    return launch_forward(operands, act, dropout, keep)
 
 
 @_expert_mlp.register_fake
@@ -150,10 +139,11 @@ def _expert_mlp_backward(
     needs_up: bool,
     needs_down: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _gradients(
-        *(grad, x, up, down, up_bias, down_bias, gate, permutation, inverse, offsets, expert),
-        *(seed, h, torch.empty_like(h), act, dropout, dtype, needs_up, needs_down),
+    operands = Operands(
+        *(x, up, down, up_bias, down_bias, gate, permutation, inverse, offsets, expert, seed)
     )
+    options = GradientOptions(act, dropout, dtype, needs_up, needs_down)
+    return launch_gradients(grad, operands, h, torch.empty_like(h), options)
 
 
 @_expert_mlp_backward.register_fake
@@ -177,9 +167,12 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
     *tensors, h = ctx.saved_tensors
-    needs = ctx.needs_input_grad[-2:]
-    options = (ctx.act, ctx.dropout, ctx.dtype, *needs)
-    return _aligned(_expert_mlp_backward(grad.contiguous(), *tensors, h, *options), tensors, needs)
+    options = GradientOptions(ctx.act, ctx.dropout, ctx.dtype, *ctx.needs_input_grad[-2:])
+    found = _expert_mlp_backward(grad.contiguous(), *tensors, h, *options)
+    dx, d_up, d_down, *biases, d_gate = _wanted(found, Operands(*tensors), options)
+    # up and down are casts without a gradient; given_up and given_down, the last, have theirs.
+    unread = (None,) * 8  # the gradients of permutation to keep
+    return dx, None, None, *biases, d_gate, *unread, d_up, d_down
 
 
 _expert_mlp.register_autograd(_backward, setup_context=_save)
@@ -198,15 +191,9 @@ def _cast(dtype: torch.dtype, up: Tensor, down: Tensor, seen: bool) -> tuple[Ten
 
 def fused_expert_mlp(
     x_TD: Tensor,
-    up_EWD: Tensor,
-    down_EDF: Tensor,
-    up_bias_EW: Tensor | None,
-    down_bias_ED: Tensor | None,
+    weights: ExpertWeights,
+    rows: Rows,
     gate_TK: Tensor,
-    permutation_N: Tensor,
-    inverse_N: Tensor,
-    offsets_E: Tensor,
-    expert_N: Tensor,
     *,
     activation: str,
     dropout: float = 0.0,
@@ -217,27 +204,30 @@ def fused_expert_mlp(
     not rounded to the tokens' dtype first.
     """
     # Drawn on the device, so that a captured CUDA graph draws new dropout in every replay.
-    seed = offsets_E  # a placeholder, not read
+    seed = rows.offsets  # a placeholder, not read
     if dropout > 0:
         seed = torch.randint(2**31, (1,), device=x_TD.device)
-    given = (x_TD, up_EWD, down_EDF, up_bias_EW, down_bias_ED, gate_TK)
-    keep = torch.is_grad_enabled() and any(
-        [tensor is not None and tensor.requires_grad for tensor in given]
-    )
-    repeats = eager(*given)
+    keep = records_gradient(x_TD, *weights, gate_TK)
+    repeats = eager(x_TD, *weights, gate_TK)
     seen = not repeats and (is_compiling() or tell_counters())
-    tensors = (x_TD, *_cast(x_TD.dtype, up_EWD, down_EDF, seen), *given[3:])
-    x, up, down, up_bias, down_bias, gate = [
-        None if tensor is None else tensor.contiguous() for tensor in tensors
-    ]
-    rows = (permutation_N, inverse_N, offsets_E, expert_N, seed, activation, dropout, keep)
-    everything = (x, up, down, up_bias, down_bias, gate, *rows, up_EWD, down_EDF)
+    up, down = _cast(x_TD.dtype, weights.up, weights.down, seen)
+    operands = Operands(
+        x_TD.contiguous(),
+        up.contiguous(),
+        down.contiguous(),
+        None if weights.up_bias is None else weights.up_bias.contiguous(),
+        None if weights.down_bias is None else weights.down_bias.contiguous(),
+        gate_TK.contiguous(),
+        *(rows.permutation, rows.inverse, rows.offsets, rows.expert, seed),
+    )
+    options = (activation, dropout, keep)
     out: Tensor
     if repeats and not keep:
-        out = repeated(_forward, *everything)[0]
+        out = repeated(operands, *options)[0]
     elif seen:
-        out, _ = _expert_mlp(*everything)
+        out, _ = _expert_mlp(*operands, *options, weights.up, weights.down)
     else:
-        learned = (x, up_bias, down_bias, gate, up_EWD, down_EDF)
-        out = apply(_Eager, *learned, (up, down, *rows, repeats))
+        x, up, down, up_bias, down_bias, gate, *others = operands
+        learned = (x, up_bias, down_bias, gate, weights.up, weights.down)
+        out = apply(_Eager, *learned, (up, down, *others, *options, repeats))
     return out

@@ -25,6 +25,7 @@ from acmoe.ops.experts.reference import (
     permute,
 )
 from acmoe.ops.flops import tell_counters
+from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.sort.reference import Rows
 
 # Rows up to which a GPU decodes with copies of their experts' weights and batched GEMMs, as
@@ -88,7 +89,7 @@ def has_few_rows(x_TD: Tensor, weights: ExpertWeights, num_rows: int) -> bool:
     It does not if a backend was requested by name. On a CPU a GEMM per expert reads the weights in
     place. In training the gradient of the copies would be scattered with atomics.
     """
-    trains = torch.is_grad_enabled() and (weights.up.requires_grad or weights.down.requires_grad)
+    trains = records_gradient(weights.up, weights.down)
     few = x_TD.device.type == "cuda" and 0 < num_rows <= FEW_ROWS
     return few and not trains and requested() == "auto"
 

@@ -14,6 +14,7 @@ from torch.compiler import is_compiling
 from acmoe.ops.dispatch import eager, transforming
 from acmoe.ops.experts.loops import by_expert, outer_by_expert, rows_per_expert
 from acmoe.ops.flops import tell_counters
+from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.precision import autocast_dtype
 
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
@@ -155,7 +156,7 @@ def _linear(
     if not _direct(x_NI, weight_EOI):
         tell_counters()
         out_NO = _grouped_linear(x_NI, weight_EOI, offsets_E)
-    elif _recorded(x_NI, weight_EOI, bias_EO):
+    elif records_gradient(x_NI, weight_EOI, bias_EO):
         out_NO = _Linear.apply(x_NI, weight_EOI, offsets_E, bias_EO)  # type: ignore[no-untyped-call]
     else:
         out_NO = by_expert(x_NI, weight_EOI, offsets_E, bias_EO)
@@ -164,7 +165,7 @@ def _linear(
 
 def _outer(grad_NO: Tensor, x_NI: Tensor, offsets_E: Tensor) -> Tensor:
     """Return the (E, O, I) weight gradient; it has a gradient itself where one is recorded."""
-    if transforming() or not _direct(grad_NO, x_NI) or _recorded(grad_NO, x_NI):
+    if transforming() or not _direct(grad_NO, x_NI) or records_gradient(grad_NO, x_NI):
         found: Tensor = _grouped_outer(grad_NO, x_NI, offsets_E)
         return found
     return outer_by_expert(grad_NO, x_NI, offsets_E)
@@ -183,11 +184,6 @@ def _batched(grad: Tensor) -> bool:
     trace the question.
     """
     return not is_compiling() and torch._C._functorch.is_legacy_batchedtensor(grad)
-
-
-def _recorded(*tensors: Tensor | None) -> bool:
-    needs = any(one is not None and one.requires_grad for one in tensors)
-    return torch.is_grad_enabled() and needs
 
 
 def adds_bias(x_NI: Tensor, weight_EOI: Tensor, bias_EO: Tensor) -> bool:

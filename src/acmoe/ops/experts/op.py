@@ -39,22 +39,13 @@ def _expert_mlp_triton(
     dim = x.shape[1]
     if worth_padding(weights, gate.numel()):
         x, weights = pad_experts(x, weights)
-    up_bias, down_bias = weights.up_bias, weights.down_bias
-    up_bias = None if up_bias is None else up_bias.to(x.dtype)
-    down_bias = None if down_bias is None else down_bias.to(x.dtype)
     if x.is_cuda and not is_compiling():
         prepare(x, weights, rows, gate, activation)
-    out = fused_expert_mlp(
-        x,
-        weights.up,
-        weights.down,
-        up_bias,
-        down_bias,
-        gate,
-        *rows[:4],
-        activation=activation,
-        dropout=dropout,
-    )
+    up, down, up_bias, down_bias = weights
+    up_bias = None if up_bias is None else up_bias.to(x.dtype)
+    down_bias = None if down_bias is None else down_bias.to(x.dtype)
+    weights = ExpertWeights(up, down, up_bias, down_bias)
+    out = fused_expert_mlp(x, weights, rows, gate, activation=activation, dropout=dropout)
     return out if out.shape[1] == dim else out[:, :dim].contiguous()
 
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F  # noqa: N812, the customary name
 from acmoe.ops.dispatch import eager, op, transforming
 from acmoe.ops.experts.bags import in_bags, sum_of_choices, sum_of_rows
 from acmoe.ops.experts.grouped import adds_bias, grouped_linear
+from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.sort.reference import Rows
 
 
@@ -116,7 +117,7 @@ def dispatch(x_TD: Tensor, rows: Rows) -> Tensor:
     top_k = max(rows.permutation.numel() // max(x_TD.shape[0], 1), 1)
     if transforming():
         return x_TD[rows.permutation // top_k]
-    if not (x_TD.requires_grad and torch.is_grad_enabled()):
+    if not records_gradient(x_TD):
         return x_TD.index_select(0, tokens_of(rows.permutation, top_k))
     found: Tensor = _Dispatch.apply(x_TD, rows.permutation, rows.inverse)  # type: ignore[no-untyped-call]
     return found
@@ -128,7 +129,7 @@ def combine(y_ND: Tensor, gate_TK: Tensor, rows: Rows) -> Tensor:
     if not in_bags(y_ND):
         y_TKD = permute(y_ND, rows.inverse, rows.permutation).view(*gate_TK.shape, y_ND.shape[-1])
         return (y_TKD * gate_TK[..., None]).sum(1)
-    if not (torch.is_grad_enabled() and (y_ND.requires_grad or gate_TK.requires_grad)):
+    if not records_gradient(y_ND, gate_TK):
         return sum_of_choices(y_ND, rows.inverse, gate_TK)
     found: Tensor = _Combine.apply(y_ND, gate_TK, rows.permutation, rows.inverse)  # type: ignore[no-untyped-call]
     return found
@@ -145,7 +146,7 @@ def permute(y_ND: Tensor, index_N: Tensor, inverse_N: Tensor) -> Tensor:
     """Return y[index] for a permutation `index` with the given inverse."""
     if transforming():
         return y_ND[index_N]
-    if not (y_ND.requires_grad and torch.is_grad_enabled()):
+    if not records_gradient(y_ND):
         return y_ND.index_select(0, index_N)
     found: Tensor = _Permute.apply(y_ND, index_N, inverse_N)  # type: ignore[no-untyped-call]
     return found

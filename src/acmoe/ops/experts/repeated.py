@@ -1,8 +1,10 @@
-"""Forward and backward of the fused experts: small calls repeat the launches of the first of their
-kind."""
+"""Launch the forward and the backward of the fused experts.
 
-from collections.abc import Callable
-from typing import Any
+Small calls repeat the launches of the first of their kind. Triton is imported late: a CPU needs
+none.
+"""
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,44 +12,73 @@ from torch import Tensor
 from acmoe.config.environment import gluon_requested
 from acmoe.ops.device import tuning
 from acmoe.ops.environment import is_set
+from acmoe.ops.experts.triton.sizes import Operands
 from acmoe.ops.taped import taped
 
-Run = Callable[..., tuple[Tensor, ...]]
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 # Operations of a forward's GEMMs up to which its launches are repeated. At 400 TFLOP/s 1e12 of them
 # take 2.5 ms, and the backward 5 more: then the GPU takes longer than the host in any case.
 MOST_OPERATIONS = 1e12
 
 
-def repeated(forward: Run, *arguments: Any) -> tuple[Tensor, ...]:
-    """Return the outputs (T, D) of `forward`, which is `_forward` of autograd.py, and h if kept.
+class GradientOptions(NamedTuple):
+    """The options of a backward."""
+
+    act: str
+    dropout: float
+    dtype: torch.dtype  # of the gradients of up and down
+    needs_up: bool  # False: the gradient of up is empty
+    needs_down: bool
+
+
+def launch_forward(
+    operands: Operands, act: str, dropout: float, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs (T, D), and h (N, W) for backward if `keep`, else h without rows."""
+    from acmoe.ops.experts.triton.launched import launched_forward
+
+    return launched_forward(operands, act, dropout, keep=keep)
+
+
+def launch_gradients(
+    grad: Tensor, operands: Operands, h: Tensor, dh: Tensor, options: GradientOptions
+) -> Gradients:
+    """Return the gradients of x, up, down, up_bias, down_bias and gate.
+
+    grad is that of the outputs. dh is the buffer for the gradient of h; it may be h itself.
+    """
+    from acmoe.ops.experts.triton.launched import launched_gradients
+
+    return launched_gradients(grad, operands, h, dh, *options)
+
+
+def repeated(operands: Operands, act: str, dropout: float, keep: bool) -> tuple[Tensor, ...]:
+    """Return the results of `launch_forward`; without `keep` h may be left out.
 
     No gradient may be recorded, and nobody may watch the launches (`dispatch.eager`).
     """
-    *tensors, seed, act, dropout, keep, _up, _down = arguments
-    chosen = _choices(*tensors[:6])
+    chosen = _choices(operands)
     if chosen is None:
-        return forward(*arguments)
-    given = (*tensors, seed if dropout > 0 else None)
-    return taped(_outputs, given, (forward, act, dropout, keep, chosen))
+        return launch_forward(operands, act, dropout, keep)
+    given = (*operands[:-1], operands.seed if dropout > 0 else None)
+    return taped(_outputs, given, (act, dropout, keep, chosen))
 
 
-def repeated_gradients(gradients: Run, *arguments: Any) -> tuple[Tensor, ...]:
-    """Return the results of `gradients`, which is `_gradients` of autograd.py, under the same
-    conditions; dh must be h."""
-    grad, *tensors, seed, h, _dh, act, dropout, dtype, needs_up, needs_down = arguments
-    chosen = _choices(*tensors[:6])
+def repeated_gradients(
+    grad: Tensor, operands: Operands, h: Tensor, options: GradientOptions
+) -> tuple[Tensor, ...]:
+    """Return the results of `launch_gradients`, which overwrites h, under the same conditions."""
+    chosen = _choices(operands)
     if chosen is None:
-        return gradients(*arguments)
-    given = (grad, *tensors, h, seed if dropout > 0 else None)
-    settings = (gradients, act, dropout, dtype, needs_up, needs_down, chosen)
-    return taped(_gradients, given, settings)
+        return launch_gradients(grad, operands, h, h, options)
+    given = (grad, *operands[:-1], h, operands.seed if options.dropout > 0 else None)
+    return taped(_gradients, given, (options, chosen))
 
 
-def _choices(
-    x: Tensor, up: Tensor, down: Tensor, _up_bias: Any, _down_bias: Any, gate: Tensor
-) -> tuple[Any, ...] | None:
+def _choices(operands: Operands) -> tuple[Any, ...] | None:
     """Return what block sizes depend on beside the tensors; None: launch without a tape."""
+    x, up, down, gate = operands.x, operands.up, operands.down, operands.gate
     _, dim, hidden = down.shape
     if 2 * gate.numel() * dim * (up.shape[1] + hidden) > MOST_OPERATIONS:
         return None
@@ -74,19 +105,17 @@ def _table_key() -> object:
     return last[1]
 
 
-# Without dropout the kernels do not read the seed, for which any tensor serves.
 def _outputs(*inputs: Any) -> tuple[Tensor, ...]:
-    *tensors, seed, forward, act, dropout, keep, _ = inputs
-    _, up, down, *_, expert = tensors
-    options = (act, dropout, keep, up, down)
-    found: tuple[Tensor, ...] = forward(*tensors, expert if seed is None else seed, *options)
+    *tensors, seed, act, dropout, keep, _ = inputs
+    found = launch_forward(_operands(tensors, seed), act, dropout, keep)
     return found if keep else found[:1]
 
 
 def _gradients(*inputs: Any) -> tuple[Tensor, ...]:
-    *tensors, h, seed, gradients, act, dropout, dtype, needs_up, needs_down, _ = inputs
-    options = (act, dropout, dtype, needs_up, needs_down)
-    expert = tensors[-1]
-    found: tuple[Tensor, ...]
-    found = gradients(*tensors, expert if seed is None else seed, h, h, *options)
-    return found
+    grad, *tensors, h, seed, options, _ = inputs
+    return launch_gradients(grad, _operands(tensors, seed), h, h, options)
+
+
+def _operands(tensors: list[Any], seed: Tensor | None) -> Operands:
+    """Return the operands. Without dropout the kernels do not read the seed: any tensor serves."""
+    return Operands(*[*tensors, tensors[-1] if seed is None else seed])

@@ -9,7 +9,7 @@ T tokens, D features, C clusters, X statistics of each cluster.
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,9 +17,7 @@ from torch import Tensor
 
 from acmoe.ops.checks import host_may_read
 from acmoe.ops.statistics.dispersion import dispersion_and_count
-
-if TYPE_CHECKING:
-    from acmoe.ops.statistics.op import ScaleOptions
+from acmoe.ops.statistics.scale import ScaleOptions
 
 MEASURES = ("mad", "variance", "std")
 _MIN_DISPERSION = 1e-290  # as in scale.py: sums of reciprocals do not overflow
@@ -100,7 +98,7 @@ def measured_scale(
     x_TD: Tensor,
     cluster_T: Tensor,
     num_clusters: int,
-    options: "ScaleOptions",
+    options: ScaleOptions,
     *,
     measure: str,
     out: tuple[Tensor, Tensor] | None = None,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from acmoe.errors import check
 from acmoe.ops.checks import check_count, check_range, check_tokens
+from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.statistics.dispersion import dispersion_and_count, exclude
 
 KERNEL_MEASURES = ("mad", "variance", "std", "iqr")
@@ -30,7 +31,7 @@ def fused_dispersion(
     Arguments, semantics and gradient are those of `dispersion_and_count`.
     """
     check_kernel_input(x, assignment, num_clusters, measure, token_mask, KERNEL_MEASURES)
-    if measure == "iqr" and x.requires_grad and torch.is_grad_enabled():
+    if measure == "iqr" and records_gradient(x):
         return dispersion_and_count(
             x, assignment, num_clusters, measure=measure, token_mask=token_mask
         )

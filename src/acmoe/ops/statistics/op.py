@@ -3,80 +3,26 @@
 B sequences of L tokens, D features, C clusters, J clusters per token, X any leading dimensions.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from acmoe.ops.device_support import triton_unsupported
 from acmoe.ops.dispatch import eager, op
+from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.sort.order import TokenOrder
 from acmoe.ops.statistics import cpu
 from acmoe.ops.statistics.dispersion import dispersion_and_count
 from acmoe.ops.statistics.dispersion_op import KERNEL_MEASURES, fused_dispersion
 from acmoe.ops.statistics.prefix import PrefixMoments, prefix_dispersion
 from acmoe.ops.statistics.prefix_op import fused_prefix_dispersion
-from acmoe.ops.statistics.scale import scale_from_dispersion, up_to_last
+from acmoe.ops.statistics.scale import ScaleOptions, scale_of
 from acmoe.ops.statistics.scale_op import (
     SCALE_MEASURES,
+    ScaleSettings,
     constant_dispersion,
     fused_cluster_scale,
 )
 from acmoe.ops.statistics.sorted_op import sorted_cluster_scale, sorted_dispersion
-
-ScaleTransform = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-class ScaleOptions(NamedTuple):
-    """The options of `scale_from_dispersion`, and an optional function applied to the scale."""
-
-    normalize: str
-    strength: float | Tensor | None
-    floor: float
-    eps: float
-    clamp: float | None
-    min_tokens: int
-    # (scale, dispersion, count) -> scale; None: the identity
-    transform: ScaleTransform | None = None
-    # all, or chosen: means over clusters end at the last chosen one (`AdaptiveConfig.mean_over`)
-    mean_over: str = "all"
-    # (C,) not 0 for clusters that a token chose; None: those that hold a token
-    chosen: Tensor | None = None
-    mean_before_clamp: bool = False
-
-    @property
-    def separable(self) -> bool:
-        """Return True if a cluster's scale is 1/s over its mean, independent of other clusters."""
-        plain = self.strength is None and self.clamp is None and self.normalize == "cluster"
-        return plain and self.transform is None
-
-    def counted(self, count: Tensor) -> Tensor | None:
-        """Return the mask of the clusters in means over clusters, or None for all of them."""
-        if self.mean_over == "all":
-            return None
-        return up_to_last(count if self.chosen is None else self.chosen)
-
-    def transformed(self, scale: Tensor, spread: Tensor, count: Tensor) -> Tensor:
-        """Return transform(scale, spread, count), or the scale without a transform."""
-        return scale if self.transform is None else self.transform(scale, spread, count)
-
-
-def scale_of(spread: Tensor, count: Tensor, options: ScaleOptions) -> Tensor:
-    """Return the scale (X, C, D) computed from a dispersion (X, C, D) and a count (X, C)."""
-    scale = scale_from_dispersion(
-        spread,
-        count,
-        normalize=options.normalize,
-        strength=options.strength,
-        floor=options.floor,
-        eps=options.eps,
-        clamp=options.clamp,
-        min_tokens=options.min_tokens,
-        counted=options.counted(count),
-        mean_before_clamp=options.mean_before_clamp,
-    )
-    return options.transformed(scale, spread, count)
 
 
 @op
@@ -123,7 +69,7 @@ def _dispersion_triton(
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     sorted_tokens = _unpacked(order, num_clusters)
-    if measure in SCALE_MEASURES and _constant(x):
+    if measure in SCALE_MEASURES and not records_gradient(x):
         if sorted_tokens is not None:
             return sorted_dispersion(x, sorted_tokens, measure=measure, into=out)
         if eager(x, assignment, token_mask):
@@ -139,7 +85,7 @@ def _dispersion_not_on_cpu(
 ) -> str | None:
     if measure not in cpu.MEASURES:
         return f"measure={measure!r} has no kernel"
-    if not _constant(x):
+    if records_gradient(x):
         return "its kernel has no gradient"
     if token_mask is not None or x.dim() != 2 or assignment.shape != x.shape[:1]:
         return "its kernel takes one set of tokens without a mask"
@@ -190,7 +136,7 @@ def _scale_unsupported(x: Tensor, options: ScaleOptions, measure: str) -> str | 
         return "its kernel takes means over all clusters, not up to the last chosen one"
     if options.mean_before_clamp and options.clamp is not None:
         return "its kernel takes means of clamped weights"
-    if not _constant(x):
+    if records_gradient(x):
         return "its kernel has no gradient"
     return triton_unsupported(x)
 
@@ -207,25 +153,13 @@ def _scale_triton(
     order: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    settings = {
-        "measure": measure,
-        "normalize": options.normalize,
-        "floor": options.floor,
-        "eps": options.eps,
-        "clamp": options.clamp,
-        "min_tokens": options.min_tokens,
-        "into": out,
-    }
+    settings = ScaleSettings.of(measure, options)
     sorted_tokens = _unpacked(order, num_clusters)
     if sorted_tokens is not None:
-        found = sorted_cluster_scale(x, sorted_tokens, **settings)  # type: ignore[arg-type]
+        found = sorted_cluster_scale(x, sorted_tokens, settings, into=out)
     else:
         found = fused_cluster_scale(
-            x,
-            assignment,
-            num_clusters,
-            token_mask=token_mask,
-            **settings,  # type: ignore[arg-type]
+            x, assignment, num_clusters, settings, token_mask=token_mask, into=out
         )
     return options.transformed(*found)
 
@@ -292,8 +226,3 @@ def _written(
 
 def _unpacked(order: Tensor | None, num_clusters: int) -> TokenOrder | None:
     return None if order is None else TokenOrder.unpack(order, num_clusters)
-
-
-def _constant(x: Tensor) -> bool:
-    """Return True if x needs no gradient."""
-    return not (x.requires_grad and torch.is_grad_enabled())

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from acmoe.ops.checks import check_tokens
+from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.statistics.dispersion import exclude, finite_tokens
 from acmoe.ops.statistics.dispersion_op import check_clusters, check_kernel_dtype
 from acmoe.ops.statistics.prefix import PrefixMoments, check_prefix_measure, prefix_dispersion
@@ -29,8 +30,7 @@ def fused_prefix_dispersion(
     check_kernel_dtype(x)
     check_tokens(x, assignment, token_mask)
     check_clusters(assignment, before.tokens.shape[1])
-    wanted = any(tensor.requires_grad for tensor in (x, *before))
-    if wanted and torch.is_grad_enabled():
+    if records_gradient(x, *before):
         return prefix_dispersion(
             x, assignment, assignment[..., None], before, measure=measure, token_mask=token_mask
         )

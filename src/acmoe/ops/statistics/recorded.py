@@ -17,11 +17,13 @@ from torch import Tensor
 from acmoe.ops.checks import check_tokens
 from acmoe.ops.device_support import interpreting
 from acmoe.ops.dispatch import eager
+from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.sort.order import TokenOrder
 from acmoe.ops.statistics import cpu, scale_op, sorted_op
 from acmoe.ops.statistics.dispersion_op import as_sets, check_clusters
-from acmoe.ops.statistics.op import ScaleOptions, measure_dispersion, measure_scale
+from acmoe.ops.statistics.op import measure_dispersion, measure_scale
 from acmoe.ops.statistics.pending import record_batch, replaying
+from acmoe.ops.statistics.scale import ScaleOptions
 from acmoe.ops.taped import taped
 
 LEAST = 2  # tokens of a cluster; a single one has dispersion 0, which carries no information
@@ -80,8 +82,7 @@ def record_scale(
         kernel = measure_scale.select(x, assignment, num_clusters, options, measure=measure)
         if kernel.name == "triton":
             runs = scale_op.launched_scale, sorted_op.launched_scale
-            shape = (measure, options.normalize, options.floor, options.eps)
-            settings = (*shape, options.clamp, options.min_tokens)
+            settings = scale_op.ScaleSettings.of(measure, options)
             return _repeated(runs, waiting, tokens, num_clusters, settings)[0]
     given = (_all_tokens(x), assignment.flatten(), num_clusters, options)
     named: dict[str, Any] = {"measure": measure, "token_mask": _flat(token_mask), "order": order}
@@ -115,7 +116,7 @@ def _one_tape(waiting: Waiting | None, x: Tensor, *rest: Tensor | None) -> bool:
     """
     if not (x.is_cuda or interpreting()) or not eager(x, *rest, *(waiting or ())):
         return False
-    if x.requires_grad and torch.is_grad_enabled():
+    if records_gradient(x):
         return False
     if waiting is None:
         return True

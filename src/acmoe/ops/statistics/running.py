@@ -11,7 +11,7 @@ from torch import Tensor
 
 from acmoe.ops.device_support import triton_unsupported
 from acmoe.ops.dispatch import op
-from acmoe.ops.statistics.op import ScaleOptions, scale_of
+from acmoe.ops.statistics.scale import ScaleOptions, scale_of
 
 
 @op

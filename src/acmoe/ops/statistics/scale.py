@@ -6,6 +6,8 @@ C clusters, D features, X any leading dimensions (none, or one set of clusters p
 """
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +23,8 @@ _OVER = {"cluster": (-1,), "feature": (-2,), "global": (-2, -1)}  # dimensions o
 # Sums of reciprocals of anything smaller would overflow float64. In float32 it is the least normal
 # number, and weights are relative to the greatest that they are averaged with.
 _MIN_DISPERSION = {torch.float64: 1e-290, torch.float32: torch.finfo(torch.float32).tiny}
+
+ScaleTransform = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def cluster_scale(
@@ -106,22 +110,87 @@ def scale_from_dispersion(
     s_XCD = torch.maximum(s_XCD, floor * mean_XC1)
     s_XCD = torch.where(informative_XC1, s_XCD + eps if eps else s_XCD, 1.0)
     s_XCD = s_XCD.clamp(min=_MIN_DISPERSION[wide])
-
-    if strength is not None:
-        weight_XCD = s_XCD.shape[-1] * optimal_weights(s_XCD, strength)
-    elif wide == torch.float32:
-        weight_XCD = _relative_weights(s_XCD, informative_XC1, _OVER[normalize], None)
-    else:
-        weight_XCD = s_XCD.reciprocal()
-    clamped_XCD = weight_XCD
-    if clamp is not None and strength is None and wide == torch.float32:
-        clamped_XCD = _relative_weights(s_XCD, informative_XC1, _OVER[normalize], clamp)
-    elif clamp is not None:
-        highest = clamp * _mean(weight_XCD, informative_XC1, (-2, -1))
-        clamped_XCD = torch.minimum(weight_XCD, highest)
+    weight_XCD, clamped_XCD = _weights(s_XCD, informative_XC1, normalize, strength, clamp)
     averaged_XCD = weight_XCD if mean_before_clamp else clamped_XCD
     scale_XCD = mean_one(clamped_XCD, informative_XC1, normalize, averaged_XCD)
     return scale_XCD.to(dispersion.dtype)
+
+
+class ScaleOptions(NamedTuple):
+    """The options of `scale_from_dispersion`, and an optional function applied to the scale."""
+
+    normalize: str
+    strength: float | Tensor | None
+    floor: float
+    eps: float
+    clamp: float | None
+    min_tokens: int
+    # (scale, dispersion, count) -> scale; None: the identity
+    transform: ScaleTransform | None = None
+    # all, or chosen: means over clusters end at the last chosen one (`AdaptiveConfig.mean_over`)
+    mean_over: str = "all"
+    # (C,) not 0 for clusters that a token chose; None: those that hold a token
+    chosen: Tensor | None = None
+    mean_before_clamp: bool = False
+
+    @property
+    def separable(self) -> bool:
+        """Return True if a cluster's scale is 1/s over its mean, independent of other clusters."""
+        plain = self.strength is None and self.clamp is None and self.normalize == "cluster"
+        return plain and self.transform is None
+
+    def counted(self, count: Tensor) -> Tensor | None:
+        """Return the mask of the clusters in means over clusters, or None for all of them."""
+        if self.mean_over == "all":
+            return None
+        return up_to_last(count if self.chosen is None else self.chosen)
+
+    def transformed(self, scale: Tensor, spread: Tensor, count: Tensor) -> Tensor:
+        """Return transform(scale, spread, count), or the scale without a transform."""
+        return scale if self.transform is None else self.transform(scale, spread, count)
+
+
+def scale_of(spread: Tensor, count: Tensor, options: ScaleOptions) -> Tensor:
+    """Return the scale (X, C, D) computed from a dispersion (X, C, D) and a count (X, C)."""
+    scale = scale_from_dispersion(
+        spread,
+        count,
+        normalize=options.normalize,
+        strength=options.strength,
+        floor=options.floor,
+        eps=options.eps,
+        clamp=options.clamp,
+        min_tokens=options.min_tokens,
+        counted=options.counted(count),
+        mean_before_clamp=options.mean_before_clamp,
+    )
+    return options.transformed(scale, spread, count)
+
+
+def _weights(
+    s_XCD: Tensor,
+    informative_XC1: Tensor,
+    normalize: str,
+    strength: float | Tensor | None,
+    clamp: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the weights, 1/s or those of `strength`, up to a factor: before and after the clamp.
+
+    Without a clamp the two are the same tensor.
+    """
+    relative = strength is None and s_XCD.dtype == torch.float32
+    if strength is not None:
+        weight_XCD = s_XCD.shape[-1] * optimal_weights(s_XCD, strength)
+    elif relative:
+        weight_XCD = _relative_weights(s_XCD, informative_XC1, _OVER[normalize], None)
+    else:
+        weight_XCD = s_XCD.reciprocal()
+    if clamp is None:
+        return weight_XCD, weight_XCD
+    if relative:
+        return weight_XCD, _relative_weights(s_XCD, informative_XC1, _OVER[normalize], clamp)
+    highest = clamp * _mean(weight_XCD, informative_XC1, (-2, -1))
+    return weight_XCD, torch.minimum(weight_XCD, highest)
 
 
 def _relative_weights(

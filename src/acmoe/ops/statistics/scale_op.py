@@ -8,7 +8,7 @@ B sets of T tokens, D features, C clusters.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from acmoe.errors import check
 from acmoe.ops.dispatch import eager
 from acmoe.ops.statistics.dispersion_op import as_sets, check_kernel_input, summed_term
-from acmoe.ops.statistics.scale import check_normalize
+from acmoe.ops.statistics.scale import ScaleOptions, check_normalize
 from acmoe.ops.taped import taped
 
 if TYPE_CHECKING:
@@ -27,31 +27,49 @@ if TYPE_CHECKING:
 SCALE_MEASURES = ("mad", "variance", "std")
 
 
+class ScaleSettings(NamedTuple):
+    """The measure and the options of `scale_from_dispersion` that the kernels of a scale have.
+
+    The fields are in the order of the custom ops' last arguments.
+    """
+
+    measure: str = "mad"
+    normalize: str = "cluster"
+    floor: float = 1e-3
+    eps: float = 0.0
+    clamp: float | None = None
+    min_tokens: int = 2
+
+    @classmethod
+    def of(cls, measure: str, options: ScaleOptions) -> "ScaleSettings":
+        """Return the settings for these options, which have no strength: w = 1/s."""
+        return cls(
+            *(measure, options.normalize, options.floor),
+            *(options.eps, options.clamp, options.min_tokens),
+        )
+
+
+DEFAULTS = ScaleSettings()
+
+
 def fused_cluster_scale(
     x: Tensor,
     assignment: Tensor,
     num_clusters: int,
+    settings: ScaleSettings = DEFAULTS,
     *,
-    measure: str = "mad",
     token_mask: Tensor | None = None,
-    normalize: str = "cluster",
-    floor: float = 1e-3,
-    eps: float = 0.0,
-    clamp: float | None = None,
-    min_tokens: int = 2,
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return scale and dispersion (C, D) and count (C,), each with a leading B for x of (B, T, D).
 
-    The results are float32 and detached. The arguments are those of `dispersion` and
-    `scale_from_dispersion` with strength=None: w = 1/s. into: buffers for dispersion and count;
-    None allocates them.
+    The results are float32 and detached. The other arguments are those of `dispersion`. into:
+    buffers for dispersion and count; None allocates them.
     """
-    check_kernel_input(x, assignment, num_clusters, measure, token_mask, SCALE_MEASURES)
-    check_normalize(normalize)
+    check_kernel_input(x, assignment, num_clusters, settings.measure, token_mask, SCALE_MEASURES)
+    check_normalize(settings.normalize)
     spread, count = output_buffers(x, (*x.shape[:-2], num_clusters, x.shape[-1]), into)
     tensors = (*as_sets(x.detach(), assignment, token_mask), spread, count)
-    settings = (measure, normalize, floor, eps, clamp, min_tokens)
     if not eager(x, assignment, token_mask, spread):
         return scale_op(*tensors, *settings), spread, count
     return taped_into(launched_scale, tensors, settings)[0], spread, count
@@ -137,14 +155,15 @@ def launched_scale(
     token_mask: Tensor | None,
     spread: Tensor,
     count: Tensor,
-    *settings: Any,
+    *constants: Any,
 ) -> tuple[Tensor]:
-    """Launch the kernels of `scale_op`. settings: its arguments from `measure` on."""
+    """Launch the kernels of `scale_op`. constants: the fields of `ScaleSettings`."""
     from acmoe.ops.statistics.triton.dispersion import partial_sums
 
-    C, term = spread.shape[-2], summed_term(settings[0])
+    settings = ScaleSettings(*constants)
+    C, term = spread.shape[-2], summed_term(settings.measure)
     partials = partial_sums(x, assignment, token_mask, C, term)
-    return written_scale(partials, spread, count, *settings)
+    return written_scale(partials, spread, count, settings)
 
 
 def launched_dispersion(
@@ -164,27 +183,19 @@ def launched_dispersion(
 
 
 def written_scale(
-    stats_input: "Partials | SortedTokens",
-    spread: Tensor,
-    count: Tensor,
-    measure: str,
-    normalize: str,
-    floor: float,
-    eps: float,
-    clamp: float | None,
-    min_tokens: int,
+    stats_input: "Partials | SortedTokens", spread: Tensor, count: Tensor, settings: ScaleSettings
 ) -> tuple[Tensor]:
     """Return the scale, shaped as `spread`; fill spread and count."""
     from acmoe.ops.statistics.triton.scale import reduce_to_scale
 
     scale, _, _ = reduce_to_scale(
         stats_input,
-        root=measure == "std",
-        normalize=normalize,
-        floor=floor,
-        eps=eps,
-        clamp=clamp,
-        min_tokens=min_tokens,
+        root=settings.measure == "std",
+        normalize=settings.normalize,
+        floor=settings.floor,
+        eps=settings.eps,
+        clamp=settings.clamp,
+        min_tokens=settings.min_tokens,
         into=_with_sets(spread, count),
     )
     return (scale.view_as(spread),)

@@ -17,7 +17,9 @@ from acmoe.ops.sort.order import TokenOrder, num_slots
 from acmoe.ops.statistics.dispersion_op import check_kernel_dtype, summed_term
 from acmoe.ops.statistics.scale import check_normalize
 from acmoe.ops.statistics.scale_op import (
+    DEFAULTS,
     SCALE_MEASURES,
+    ScaleSettings,
     output_buffers,
     taped_into,
     write_dispersion,
@@ -28,21 +30,15 @@ from acmoe.ops.statistics.scale_op import (
 def sorted_cluster_scale(
     x: Tensor,
     clusters: TokenOrder,
+    settings: ScaleSettings = DEFAULTS,
     *,
-    measure: str = "mad",
-    normalize: str = "cluster",
-    floor: float = 1e-3,
-    eps: float = 0.0,
-    clamp: float | None = None,
-    min_tokens: int = 2,
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return scale and dispersion (C, D) and count (C,) of x (T, D); see `fused_cluster_scale`."""
-    check_sorted(x, clusters, measure)
-    check_normalize(normalize)
+    check_sorted(x, clusters, settings.measure)
+    check_normalize(settings.normalize)
     spread, count = output_buffers(x, _shape(x, clusters), into)
     tensors = (x.detach(), *clusters, spread, count)
-    settings = (measure, normalize, floor, eps, clamp, min_tokens)
     if not eager(x, clusters.token, spread):
         return sorted_scale_op(*tensors, *settings), spread, count
     return taped_into(launched_scale, tensors, settings)[0], spread, count
@@ -137,13 +133,14 @@ def launched_scale(
     end: Tensor,
     spread: Tensor,
     count: Tensor,
-    *settings: Any,
+    *constants: Any,
 ) -> tuple[Tensor]:
-    """Return the result of `sorted_scale_op`, whose arguments after `count` are the settings."""
+    """Return the result of `sorted_scale_op`. constants: the fields of `ScaleSettings`."""
     from acmoe.ops.statistics.triton.sorted_dispersion import SortedTokens
 
-    tokens = SortedTokens(x, token, begin, end, summed_term(settings[0]))
-    return written_scale(tokens, spread, count, *settings)
+    settings = ScaleSettings(*constants)
+    tokens = SortedTokens(x, token, begin, end, summed_term(settings.measure))
+    return written_scale(tokens, spread, count, settings)
 
 
 def launched_dispersion(

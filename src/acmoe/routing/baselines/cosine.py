@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from acmoe.config.routing import CosineConfig, LossConfig
 from acmoe.ops.unit import unit_rows
 from acmoe.routing.losses import common_losses, no_noise_losses
-from acmoe.routing.router import Router, flat
+from acmoe.routing.router import Router, flat, flat_mask
 from acmoe.routing.state import Routing
 from acmoe.routing.topk import init_embeddings, select
 
@@ -65,7 +65,7 @@ class CosineRouter(Router):
         self, x: Tensor, *, token_mask: Tensor | None = None, token_ids: Tensor | None = None
     ) -> Routing:
         """Select the top K experts by cosine affinity."""
-        mask_T = None if token_mask is None else token_mask.reshape(-1)
+        mask_T = flat_mask(token_mask)
         affinity_TE = self.affinity(flat(x))
         expert_ids_TK, gate_TK = select(affinity_TE, self.top_k, self.config.gate)
         loss = common_losses(self.losses, affinity_TE, expert_ids_TK, mask_T, group=self.loss_group)

@@ -12,7 +12,7 @@ from acmoe.config.routing import ExpertChoiceConfig, LossConfig
 from acmoe.ops.precision import wide_dtype
 from acmoe.ops.route.reference import first_chosen, linear_affinity
 from acmoe.routing.losses import no_noise_losses, weighted_z_loss
-from acmoe.routing.router import Router, flat, real_tokens, rows_for
+from acmoe.routing.router import Router, flat, flat_mask, real_tokens, rows_for
 from acmoe.routing.state import Routing
 from acmoe.routing.topk import init_embeddings
 
@@ -50,7 +50,7 @@ class ExpertChoiceRouter(Router):
     ) -> Routing:
         """Let each expert select tokens by the softmax gate."""
         x_TD = flat(x)
-        mask_T = None if token_mask is None else token_mask.reshape(-1)
+        mask_T = flat_mask(token_mask)
         affinity_TE = linear_affinity(x_TD, self.embedding, self.bias)
         gate_TE = affinity_TE.softmax(-1)
         taken_TE = self.taken(gate_TE.detach(), mask_T)

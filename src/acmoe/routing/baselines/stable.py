@@ -17,7 +17,7 @@ from acmoe.routing.losses import (
     stable_balance_loss,
     weighted_z_loss,
 )
-from acmoe.routing.router import Router, flat, need_token_ids
+from acmoe.routing.router import Router, flat, flat_mask, need_token_ids
 from acmoe.routing.state import Routing
 from acmoe.routing.topk import init_embeddings, init_orthogonal
 
@@ -83,7 +83,7 @@ class StableRouter(Router):
     ) -> Routing:
         """Route by the centroids in training stage 1, otherwise by the light router."""
         ids_T = need_token_ids(token_ids, x, self.config.name)
-        mask_T = None if token_mask is None else token_mask.reshape(-1)
+        mask_T = flat_mask(token_mask)
         if mask_T is not None:
             ids_T = ids_T.masked_fill(~mask_T, 0)  # padding may have an id outside the vocabulary
         check_range(ids_T, 0, self.light_tokens.num_embeddings, "token_ids")

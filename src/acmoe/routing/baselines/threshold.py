@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from acmoe.config.routing import LossConfig, ThresholdConfig
 from acmoe.ops.route.reference import best_first, linear_affinity
 from acmoe.routing.losses import common_losses, no_noise_losses
-from acmoe.routing.router import Router, flat
+from acmoe.routing.router import Router, flat, flat_mask
 from acmoe.routing.state import Routing
 from acmoe.routing.topk import init_embeddings
 
@@ -64,7 +64,7 @@ class ThresholdRouter(Router):
     ) -> Routing:
         """Route by softmax(x @ embedding^T + bias) and the threshold."""
         x_TD = flat(x)
-        mask_T = None if token_mask is None else token_mask.reshape(-1)
+        mask_T = flat_mask(token_mask)
         affinity_TE = linear_affinity(x_TD, self.embedding, self.bias)
         # Ranked by affinity: probabilities of different affinities may round to the same number.
         expert_ids_TK = best_first(affinity_TE, self.places)

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.ops.dispatch import log_once, transforming
-from acmoe.ops.statistics.op import ScaleOptions, scale_of
 from acmoe.ops.statistics.over_ranks import world_size
 from acmoe.ops.statistics.pending import capturing
 from acmoe.ops.statistics.running import update_average, update_average_and_scale
+from acmoe.ops.statistics.scale import ScaleOptions, scale_of
 from acmoe.routing.statistics.step import StepStatistics
 
 

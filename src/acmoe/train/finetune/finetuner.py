@@ -24,7 +24,7 @@ from acmoe.evaluate.finite import FiniteLogits
 from acmoe.evaluate.run import Run, step_folder
 from acmoe.models.checkpoint import load
 from acmoe.runtime import autocast
-from acmoe.train.checkpoint import CheckpointStore, restore_rng, restoring, rng_tensors
+from acmoe.train.checkpoint import CheckpointStore, restoring
 from acmoe.train.finetune.classifier import (
     Classifier,
     pad_left,
@@ -37,6 +37,7 @@ from acmoe.train.finetune.classifier import (
 from acmoe.train.health import TrainingStopped
 from acmoe.train.optim import adam, optimizer_tensors, restore_optimizer
 from acmoe.train.resume import read_latest
+from acmoe.train.rng import restore_rng, rng_tensors
 from acmoe.train.threads import cpu_state, threads_note
 from acmoe.train.update import apply_gradients
 

@@ -24,7 +24,8 @@ from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.distributed.whole import load_whole_state, whole_state
 from acmoe.errors import NonFiniteError
 from acmoe.evaluate.language_report import Score
-from acmoe.experts.moe import MoE, current_name
+from acmoe.experts.moe import MoE
+from acmoe.experts.old_names import current_name
 from acmoe.models.recorded import recorded
 from acmoe.models.registry import build_model
 from acmoe.models.text.decoder import LanguageModel, LanguageOutput

@@ -42,6 +42,7 @@ from acmoe.runtime import pick_device, seeded
 from acmoe.train.checkpoint import CheckpointStore
 from acmoe.train.finetune import FinetuneReport, finetune
 from acmoe.train.health import TrainingStopped
+from acmoe.train.metrics_log import MetricsLog
 from acmoe.train.run_folder import claim
 from acmoe.train.saving import Saver
 from acmoe.train.text import TextTrainer, checked_corpus
@@ -68,6 +69,15 @@ def run_text(cell: Cell, folder: Path, notify: Notify) -> Outcome:
             return stopped_outcome(folder, config, metric_of(corpus), str(stopped))
         if tests.tasks:
             Saver(CheckpointStore(folder / CHECKPOINTS, keep=1), trainer, log).save(config.steps)
+    return _outcome(cell, corpus, trainer, log, notify)
+
+
+def _outcome(
+    cell: Cell, corpus: Corpus, trainer: TextTrainer, log: MetricsLog, notify: Notify
+) -> Outcome:
+    """Score the trained model, finetune it on the tasks, and gather all figures of the cell."""
+    config, tests = cast(RunConfig, cell.config), cast(TextTests, cell.tests)
+    folder = log.path.parent
     curve = curve_of(folder, "valid", log.metric.replace(" ", "_"))
     scales = model_scale_statistics(trainer.model)
     metrics = training_metrics(trainer, log, curve, scales)
@@ -139,14 +149,23 @@ def _scored(
                 metrics[f"{name}{suffix}"] = value_of(found.loss, metric)
                 if clean:
                     metrics |= routing_metrics(found.layers)
-                    details["layers"] = [asdict(layer) for layer in found.layers]
-                    details["scored"] = {
-                        "statistics": used,
-                        "rows": tests.rows,
-                        "block": config.model.block,
-                        "tokens": found.tokens,
-                    }
+                    details = _scored_details(found, used, tests, config)
     return metrics, details
+
+
+def _scored_details(
+    found: Score, statistics: str, tests: TextTests, config: RunConfig
+) -> dict[str, object]:
+    """Return the routing measures of each layer, and the settings that the score depends on."""
+    return {
+        "layers": [asdict(layer) for layer in found.layers],
+        "scored": {
+            "statistics": statistics,
+            "rows": tests.rows,
+            "block": config.model.block,
+            "tokens": found.tokens,
+        },
+    }
 
 
 def _further_modes(model: LanguageModel, tests: TextTests) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from acmoe.ops.device import rules, tuning
 from acmoe.ops.device.rules import Layer
 from acmoe.ops.experts.reference import ExpertWeights
 from acmoe.ops.experts.triton.sizes import Sizes, sizes_of
+from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.sort.reference import Rows
 
 if TYPE_CHECKING:
@@ -53,8 +54,7 @@ def prepare(x: Tensor, weights: ExpertWeights, rows: Rows, gate: Tensor, activat
     """Tune this layer if this is its first use and nothing speaks against it."""
     if x.device.type != "cuda" or torch.compiler.is_compiling():
         return
-    wanted = (x, weights.up, weights.down, gate)
-    backward = torch.is_grad_enabled() and any([one.requires_grad for one in wanted])
+    backward = records_gradient(x, weights.up, weights.down, gate)
     call = (weights.down.shape, gate.shape, x.dtype, activation, backward)
     if call in _calls or torch.cuda.is_current_stream_capturing():
         return
