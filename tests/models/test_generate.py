@@ -168,6 +168,16 @@ def test_blocks_of_kept_tokens_join_to_the_same_text(monkeypatch: pytest.MonkeyP
         assert torch.equal(model.generate(prompt, found.shape[1], temperature=0.0), found)
 
 
+def test_each_step_tells_its_tokens() -> None:
+    model, prompt = trained(), draw(6, 3, 4)
+    told: list[Tensor] = []
+    found = model.generate(prompt, 7, seed=0, on_token=told.append)
+    assert torch.equal(torch.stack(told, dim=1), found)
+    stop, told = int(found[0, 2]), []
+    found = model.generate(prompt, 7, seed=0, stop_token=stop, on_token=told.append)
+    assert torch.equal(torch.stack(told, dim=1), found)
+
+
 def test_generation_leaves_training_mode_as_it_was() -> None:
     model = trained("adaptive").train()
     buffers = {name: value.clone() for name, value in model.named_buffers()}

@@ -43,6 +43,7 @@ def generate(
     stop_token: int | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
+    on_token: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """Return (B, at most max_new_tokens): the tokens that follow each prompt.
 
@@ -58,6 +59,8 @@ def generate(
         stop_token: ends a sequence; shorter sequences are padded with it.
         seed: seed of the sampling; the same seed gives the same tokens.
         generator: used instead of a seed, on the model's device.
+        on_token: called in each step with the (B,) new tokens, so that a caller can show them
+            before all are there.
     """
     check(seed is None or generator is None, "seed and generator are both given; give one of them")
     if seed is not None:
@@ -71,7 +74,7 @@ def generate(
     was_training = model.training
     model.eval()
     try:
-        return _continue(model, tokens_BL, mask_BL, max_new_tokens, draw, stop_token)
+        return _continue(model, tokens_BL, mask_BL, max_new_tokens, draw, stop_token, on_token)
     finally:
         model.train(was_training)
 
@@ -83,6 +86,7 @@ def _continue(
     max_new_tokens: int,
     draw: Callable[[Tensor], Tensor],
     stop_token: int | None,
+    on_token: Callable[[Tensor], None] | None,
 ) -> Tensor:
     """Prefill the cache with the prompts, then decode until done."""
     cache = model.new_cache(tokens_BL.shape[0])
@@ -98,6 +102,8 @@ def _continue(
             token_B = token_B.masked_fill(done_B, stop_token)
             done_B = done_B | (token_B == stop_token)
         chosen.append(token_B)
+        if on_token is not None:
+            on_token(token_B)
         last = count == max_new_tokens or (stop_token is not None and bool(done_B.all()))
         if last or len(chosen) == BLOCK:
             blocks.append(torch.stack(chosen, dim=1))
