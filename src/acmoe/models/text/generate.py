@@ -9,7 +9,7 @@ Shapes: B sequences, L prompt length with padding, V words.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from acmoe.config.routing import ExpertChoiceConfig, base_router
 from acmoe.config.text.language import LanguageConfig
-from acmoe.errors import check, check_seed
+from acmoe.errors import NonFiniteError, check, check_seed
 from acmoe.ops.checks import check_range, check_whole
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ def _continue(
     """Prefill the cache with the prompts, then decode until done."""
     cache = model.new_cache(tokens_BL.shape[0])
     logits_BV = next_logits(model, tokens_BL, cache, mask_BL)
+    _check_finite(logits_BV)
     step = model.decode_steps(model, cache, max_new_tokens - 1, stop_token is not None)
     done_B = torch.zeros_like(tokens_BL[:, 0], dtype=torch.bool)
     # A tensor of its own for each of many tokens would take a hundred times their memory.
@@ -178,6 +179,14 @@ def keep_likely(logits: Tensor, top_k: int | None = None, top_p: float | None = 
     return torch.empty_like(logits).scatter_(-1, order_BV, sorted_BV)
 
 
+def _check_finite(logits_BV: Tensor) -> None:
+    """Raise unless some token of each row can be sampled; -inf forbids a token and is allowed."""
+    if not bool(logits_BV.logsumexp(-1).isfinite().all()):
+        raise NonFiniteError(
+            "the model gives NaN or infinity after the prompt; load one with finite weights"
+        )
+
+
 def _batch(
     prompt: Prompt, prompt_mask: Tensor | None, vocab_size: int, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
@@ -186,6 +195,9 @@ def _batch(
         tokens_BL, mask_BL = _padded(prompt, prompt_mask, device)
     else:
         check(prompt_mask is None, "prompt_mask is for a padded tensor; a list needs none")
+        check(
+            isinstance(prompt, Iterable), f"prompt={prompt!r}; pass ids, one row or list per prompt"
+        )
         tokens_BL, mask_BL = _pad(prompt, device)
     real_BL = tokens_BL if mask_BL is None else tokens_BL.masked_fill(~mask_BL, 0)
     check_range(real_BL, 0, vocab_size, "prompt")
@@ -263,6 +275,8 @@ def _check_options(
 ) -> None:
     """Raise a UserError for an option out of range."""
     check_whole(max_new_tokens, "max_new_tokens")
+    for name, value in (("temperature", temperature), ("top_p", 1 if top_p is None else top_p)):
+        check(hasattr(value, "__float__"), f"{name}={value!r}; it must be a number")
     check(temperature >= 0, f"temperature={temperature}; it must be 0 (greedy) or more")
     if top_k is not None:
         check_whole(top_k, "top_k")
