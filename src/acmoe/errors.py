@@ -18,7 +18,7 @@ class UserError(ValueError):
 
 
 class NonFiniteError(UserError):
-    """A model gives NaN or infinity, so that nothing can be scored with it."""
+    """A model gives NaN or infinity, so that nothing can be scored or generated with it."""
 
 
 def check(condition: bool, message: str) -> None:
@@ -50,6 +50,7 @@ def check_not_negative(value: float, name: str) -> None:
 
 def check_seed(seed: int) -> None:
     """Check that torch's generators take the seed."""
+    check(hasattr(seed, "__index__"), f"seed={seed!r}; it must be a whole number")
     check(-(2**63) <= seed < 2**64, f"seed={seed}; it must lie between -2**63 and 2**64 - 1")
 
 

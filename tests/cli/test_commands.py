@@ -38,6 +38,10 @@ def test_no_arguments_show_the_help(capsys):
         (("train", "switch-nano", "--steps", "3"), "written KEY=VALUE, such as steps=200"),
         (("report", "runs/\udcff"), "'runs/\\udcff' is no UTF-8 text; rename the file or folder"),
         (("data", "list", "--root", "\udcff"), "'\\udcff' is no UTF-8 text; rename the file"),
+        (("evaluate", "x", "--batch", "1", "--batch=2"), "--batch is given twice; give it once,"),
+        (("report", "x", "-o", "a", "-o", "b"), "-o is given twice; give it once, with all its"),
+        (("bench", "layer", "--shapes", "tiny", "--shapes", "nano"), "--shapes is given twice"),
+        (("generate", "x", "--prompt", "a", "--top-k", "1", "--top_k", "2"), "--top-k is given"),
         (("theory", "--sed", "1"), "--seed"),
         (("theory", "--seed", "x"), "--seed"),
         (("theory", "--seed", "-1"), "seed"),
@@ -48,6 +52,7 @@ def test_no_arguments_show_the_help(capsys):
         (("train", "switch-nano", "steps=many"), "steps='many'"),
         (("train", "switch-nano", "model.top_k=99"), "top_k=99 exceeds num_experts"),
         (("train", "switch-nano", "steps"), "'steps' is no setting"),
+        (("data", "prepare", "bytes"), "bytes needs a file; name it with --from"),
         (("evaluate", "nowhere"), "nowhere is no run"),
         (
             ("evaluate", "x", "--contaminate-seed", "3"),
@@ -137,6 +142,21 @@ def test_preparing_twice_does_the_work_once(capsys, tmp_path):
     assert "already prepared, nothing to do" in call(capsys, *prepare)[1]
 
 
+def test_data_that_replaces_other_data_says_so(capsys, tmp_path):
+    (tmp_path / "text").write_text("a line of text\n" * 20)
+    prepare = ("data", "prepare", "bytes", "--from", str(tmp_path / "text"))
+    for more, replaced in (((), False), ((), False), (("--limit", "100"), True)):
+        code, out, _ = call(capsys, *prepare, "--root", str(tmp_path / "data"), *more)
+        assert code == 0
+        assert out.endswith(", in place of what was there\n") is replaced
+
+
+def test_the_names_of_hub_data_sets_are_whole_on_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = call(capsys, "data", "list")
+    assert "\u2026" not in out  # the character for cut text
+
+
 def test_which_says_what_runs_here(capsys):
     code, out, _ = call(capsys, "bench", "--which")
     assert code == 0
@@ -200,7 +220,7 @@ def test_a_terminal_without_unicode_gets_question_marks(monkeypatch, errors):
     raw = io.BytesIO()
     stdout = io.TextIOWrapper(raw, encoding="ascii", errors=errors)
     monkeypatch.setattr(sys, "stdout", stdout)
-    monkeypatch.setenv("COLUMNS", "60")  # so narrow that rich cuts words off with ...
+    monkeypatch.setenv("COLUMNS", "40")  # so narrow that rich cuts words off with ...
     with pytest.raises(SystemExit) as stop:
         main(["data", "list"])
     assert stop.value.code == 0

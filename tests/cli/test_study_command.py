@@ -92,6 +92,9 @@ def test_a_study_of_two_cells_runs_resumes_and_is_summarised(method, capsys, mon
         (("synthetic", "--only", "nosuch"), "no such condition"),
         (("synthetic", "--settings", "nosuch"), "no setting has that in its name"),
         (("synthetic", "--jobs", "0"), "--jobs 0"),
+        # Options are checked before data is read.
+        (("bytes", "--data", "nowhere", "--jobs", "0"), "--jobs 0; it must be at least 1"),
+        (("bytes", "--data", "nowhere", "--minutes", "0"), "--minutes 0.0; it must be positive"),
         (("synthetic", "--address", "auto"), "give --engine ray too"),
         (("synthetic", "--minutes", "-1"), "--minutes -1.0; it must be positive"),
         (("synthetic", "--minutes", "nan"), "--minutes nan; it must be positive"),

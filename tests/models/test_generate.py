@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from acmoe.config.routing import AdaptiveConfig, CosineConfig, RouterConfig
 from acmoe.config.text.language import LANGUAGE_MODELS, language_router
-from acmoe.errors import UserError
+from acmoe.errors import NonFiniteError, UserError
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.models.text.generate import keep_likely, next_logits, sample
 from acmoe.routing.state import Routing
@@ -168,6 +168,16 @@ def test_blocks_of_kept_tokens_join_to_the_same_text(monkeypatch: pytest.MonkeyP
         assert torch.equal(model.generate(prompt, found.shape[1], temperature=0.0), found)
 
 
+def test_each_step_tells_its_tokens() -> None:
+    model, prompt = trained(), draw(6, 3, 4)
+    told: list[Tensor] = []
+    found = model.generate(prompt, 7, seed=0, on_token=told.append)
+    assert torch.equal(torch.stack(told, dim=1), found)
+    stop, told = int(found[0, 2]), []
+    found = model.generate(prompt, 7, seed=0, stop_token=stop, on_token=told.append)
+    assert torch.equal(torch.stack(told, dim=1), found)
+
+
 def test_generation_leaves_training_mode_as_it_was() -> None:
     model = trained("adaptive").train()
     buffers = {name: value.clone() for name, value in model.named_buffers()}
@@ -216,6 +226,11 @@ def test_samples_follow_the_probabilities_at_any_temperature() -> None:
     [
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": "hot"}, "temperature='hot'; it must be a number"),
+        ({"temperature": None}, "temperature=None; it must be a number"),
+        ({"top_p": "x"}, "top_p='x'; it must be a number"),
+        ({"seed": 1.5}, "seed=1.5; it must be a whole number"),
+        ({"prompt": None}, "prompt=None; pass ids, one row or list per prompt"),
         ({"top_k": 0}, "top_k=0"),
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"stop_token": VOCAB}, "stop_token=23"),
@@ -252,6 +267,25 @@ def test_a_wrong_request_is_named(arguments: dict[str, Any], message: str) -> No
     given = {"prompt": torch.zeros(1, 2, dtype=torch.int64), "max_new_tokens": 2, **arguments}
     with pytest.raises(UserError, match=message):
         trained().generate(**given)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_model_without_finite_logits_generates_nothing(temperature: float, value: float) -> None:
+    model = trained()
+    with torch.no_grad():
+        next(model.unembed.parameters()).fill_(value)
+    with pytest.raises(NonFiniteError, match="NaN or infinity after the prompt; load"):
+        model.generate([[1]], 3, temperature=temperature)
+
+
+def test_a_hook_may_forbid_tokens() -> None:
+    model, only = trained(), 7
+    forbidden = torch.arange(VOCAB) != only
+    model.unembed.register_forward_hook(
+        lambda module, inputs, out: out.masked_fill(forbidden, -torch.inf)
+    )
+    assert model.generate([[1]], 3).tolist() == [[only] * 3]
 
 
 def test_a_prompt_of_bytes_is_one_of_ids() -> None:

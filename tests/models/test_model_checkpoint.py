@@ -251,6 +251,14 @@ def test_a_damaged_model_is_refused_in_one_line(tmp_path: Path, damage: Any, mes
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("path", [None, 5, b"model", ["model"]])
+def test_what_is_no_path_is_named(path: Any) -> None:
+    for use in (load, lambda path: save(small(), path)):
+        with pytest.raises(UserError) as mistake:
+            use(path)
+        assert str(mistake.value).startswith(f"path={path!r} names no folder; pass")
+
+
 def test_a_foreign_module_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="Linear is not a model of this library"):
         save(nn.Linear(2, 2), tmp_path)

@@ -62,6 +62,14 @@ def test_the_identity_holds_every_token_in_no_cluster_under_scale_one():
     assert all(value.is_contiguous() for value in state[:4])
 
 
+@pytest.mark.parametrize("name", ["num_tokens", "num_clusters", "dim"])
+@pytest.mark.parametrize("size", [-1, 2.0, None, "4"])
+def test_a_size_of_the_identity_that_is_no_count_is_named(name, size):
+    sizes = {"num_tokens": 4, "num_clusters": 3, "dim": 2, name: size}
+    with pytest.raises(UserError, match=f"^{name}={size!r}; it must be a whole number, 0 or more"):
+        RoutingState.identity(**sizes)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -90,3 +90,16 @@ def test_a_file_without_permission_is_replaced_but_takes_no_lines(
         check_can_append(results)
     with pytest.raises(UserError, match=f"^{tmp_path} is a folder; name a file in it$"):
         check_can_append(tmp_path)
+
+
+def test_lines_are_added_to_no_link_and_no_pipe(tmp_path: Path) -> None:
+    results, link, pipe = (tmp_path / name for name in ("one.jsonl", "link", "pipe"))
+    link.symlink_to(results)
+    for there in (False, True):  # a link to nothing, then one to a file
+        with pytest.raises(UserError, match=f"^{link} is a symbolic link; replace it by a file"):
+            check_can_append(link)
+        assert results.exists() is there
+        results.touch()
+    os.mkfifo(pipe)
+    with pytest.raises(UserError, match=f"^{pipe} is no regular file; remove it$"):
+        check_can_append(pipe)

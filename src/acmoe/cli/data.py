@@ -7,7 +7,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from acmoe.storage.strict_json import json_text
 
@@ -32,7 +32,8 @@ class List:
             ]
             print(json_text(rows))
             return 0
-        table = Table("name", "what", "here", "where from")
+        # Names of hub data sets are longer than a narrow column, and must not be cut off.
+        table = Table("name", "what", "here", Column("where from", overflow="fold"))
         for entry, here in entries:
             how = entry.layout or "acmoe data prepare " + entry.name
             hub = f"\nor --from hf ({entry.hub})" if entry.hub else ""
@@ -45,7 +46,10 @@ class List:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepare:
-    """Verify a source and tokenise it once into memory-mapped arrays. It is safe to interrupt."""
+    """Verify a source and tokenise it once into memory-mapped arrays. It is safe to interrupt.
+
+    Data of the same name in the same folder is replaced if the source or the options differ.
+    """
 
     name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
     """Name of a data set in `acmoe data list`. `words` and `bytes` take any text."""
@@ -70,7 +74,16 @@ class Prepare:
         from acmoe.data.progress import progress_bars
         from acmoe.data.text.hub import download
         from acmoe.data.text.prepare import prepare
+        from acmoe.data.text.registry import dataset
+        from acmoe.errors import check
 
+        needed = dataset(self.name).layout
+        check(
+            self.source is not None or not needed,
+            f"{self.name} needs {needed}; name it with --from",
+        )
+        out = self.root / self.name
+        before = out.exists()
         console = Console(stderr=True)
         config = PrepareConfig(
             min_count=self.min_count,
@@ -83,13 +96,12 @@ class Prepare:
             source = None if self.source is None else Path(self.source)
             if self.source == "hf":
                 source = download(self.name, self.root / f"{self.name}.source", progress=progress)
-            done = prepare(
-                self.name, source, self.root / self.name, config=config, progress=progress
-            )
+            done = prepare(self.name, source, out, config=config, progress=progress)
         counts = ", ".join(f"{split} {count:,}" for split, count in done.counts.items())
         words = f"; {done.vocabulary_size:,} symbols" if done.vocabulary_size else ""
         verb = "prepared" if done.created else "already prepared, nothing to do"
-        print(f"{done.title}: {verb} in {done.folder} ({counts}{words})")
+        instead = ", in place of what was there" if done.created and before else ""
+        print(f"{done.title}: {verb} in {done.folder} ({counts}{words}){instead}")
         return 0
 
 

@@ -36,6 +36,7 @@ def parse(commands: dict[str, type[Command]], arguments: Sequence[str]) -> Comma
     if name in commands:
         # Only this command is parsed, so that a mistake in its options names no other command.
         found = _parse(commands[name], rest, prog=f"acmoe {name}", advice=ADVICE.get(name, ""))
+        _check_given_once(rest)
         _check_values(found)
         return cast(Command, found)
     check(name.startswith("-"), f"command {name!r} is unknown; {suggest(name, commands, most=2)}")
@@ -69,6 +70,18 @@ def _parse(
                 advice = "; write all settings in one row, as in steps=200 lr=1e-3 --out FOLDER"
             raise UserError(text + advice if unknown else text) from None
         raise
+
+
+def _check_given_once(arguments: Sequence[str]) -> None:
+    """Check that no option is repeated: all but its last values would be dropped unnoticed."""
+    options = [one.split("=", 1)[0].replace("_", "-") for one in arguments if _is_option(one)]
+    twice = next((one for one in options if options.count(one) > 1), None)
+    check(twice is None, f"{twice} is given twice; give it once, with all its values")
+
+
+def _is_option(argument: str) -> bool:
+    """Return True for the name of an option; a negative number, and a lone dash, are values."""
+    return bool(re.match("--?[A-Za-z]", argument))
 
 
 def _check_values(command: object) -> None:

@@ -111,15 +111,27 @@ class Study:
         run = [one.name for one in fields(self) if one.name not in drawn]
         check_read(self, run, "without --summarise")
         if not self.list:
-            from acmoe.storage.writable import check_can_append
-
-            check_can_append(self._results)
+            self._check_run()
         if self.engine == "ray" and not self.list:
             from acmoe.lab.study.ray_cluster import ray_library
 
             ray_library()  # raises where it is missing, before any data is prepared
         cells = self._cells()
         return _list_cells(cells) if self.list else self._run(cells)
+
+    def _check_run(self) -> None:
+        """Raise for what cannot be run, before any data is prepared."""
+        from acmoe.errors import check
+        from acmoe.storage.writable import check_can_append
+
+        check(self.jobs >= 1, f"--jobs {self.jobs}; it must be at least 1")
+        limit = self.minutes
+        check(limit is None or limit > 0, f"--minutes {limit}; it must be positive")
+        check(
+            self.address is None or self.engine == "ray",
+            f"--address {self.address} is of a Ray cluster; give --engine ray too",
+        )
+        check_can_append(self._results)
 
     @property
     def _results(self) -> Path:
@@ -157,18 +169,10 @@ class Study:
         return seeds_major(_chosen(cells, self.only, self.settings))
 
     def _run(self, cells: "Sequence[Cell]") -> int:
-        from acmoe.errors import check
         from acmoe.lab.study.environment import study_environment
         from acmoe.lab.study.progress import StudyProgress
         from acmoe.lab.study.results.records import DONE, FAILED, open_results
 
-        check(self.jobs >= 1, f"--jobs {self.jobs}; it must be at least 1")
-        limit = self.minutes
-        check(limit is None or limit > 0, f"--minutes {limit}; it must be positive")
-        check(
-            self.address is None or self.engine == "ray",
-            f"--address {self.address} is of a Ray cluster; give --engine ray too",
-        )
         skipped = {DONE} if self.retry else {DONE, FAILED}
         if self.scratch is not None:
             self.scratch.mkdir(parents=True, exist_ok=True)

@@ -37,9 +37,9 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     Raises a UserError, and leaves the folder as it is, if `load` would refuse the model: adapters
     and parametrizations are not in its config.
     """
+    folder = _folder(path)
     tensors = flat_state(model.state_dict())
     _check_loadable(model, tensors)
-    folder = Path(path)
     with report_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with _replacing(folder) as draft:
@@ -52,6 +52,13 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     for other in folder.glob("weights-*.safetensors"):
         if other.name != weights:
             other.unlink()
+
+
+def _folder(path: object) -> Path:
+    """Return the path of a model's folder; raise a UserError for what is no path."""
+    name = os.fspath(path) if isinstance(path, os.PathLike) else path
+    check(isinstance(name, str), f"path={path!r} names no folder; pass the one of a saved model")
+    return Path(str(name))
 
 
 def write_config(model: nn.Module, folder: Path, weights: str, digest: str) -> None:
@@ -98,7 +105,7 @@ def _family(model: nn.Module) -> str:
 
 def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> nn.Module:
     """Load the model that `save` wrote, in evaluation mode and in the dtypes it was saved in."""
-    folder = Path(path)
+    folder = _folder(path)
     document = _read_document(folder)
     weights = folder / Path(document["weights"]).name
     tensors = (

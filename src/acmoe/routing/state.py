@@ -74,6 +74,10 @@ class RoutingState(_StateFields):
         """
         if not _is_count(mix):
             raise UserError(f"mix={mix!r}; it must be a whole number of clusters, 1 or more")
+        sizes = {"num_tokens": num_tokens, "num_clusters": num_clusters, "dim": dim}
+        for name, size in sizes.items():
+            if not _is_size(size):
+                raise UserError(f"{name}={size!r}; it must be a whole number, 0 or more")
         assignment, membership = no_cluster(num_tokens, mix, device=device, dtype=dtype)
         scale = torch.ones(num_clusters, dim, device=device, dtype=dtype)
         aux_loss = torch.zeros((), device=device, dtype=torch.float32)
@@ -162,6 +166,12 @@ def first_choice(routing: Routing) -> Tensor:
 def _is_count(value: Any) -> bool:
     """Return True for whole numbers from 1 on, also those of numpy."""
     return (type(value) is int or isinstance(value, Integral)) and int(value) >= 1
+
+
+def _is_size(value: Any) -> bool:
+    """Return True for whole numbers from 0 on, also those of numpy and symbolic ones of torch."""
+    whole = type(value) is int or isinstance(value, Integral | torch.SymInt)
+    return whole and bool(value >= 0)
 
 
 def check_mix(mix: int, num_clusters: int) -> None:

@@ -46,7 +46,7 @@ def take_lock(handle: int, in_use: str) -> None:
 def open_regular(path: Path, *, append: bool = False) -> int:
     """Open or create a regular file for reading and writing; refuse links, pipes and devices."""
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-    check(not path.is_symlink(), f"{path} is a symbolic link; replace it by a file, or remove it")
+    check_no_link(path)
     try:
         handle = os.open(path, flags | (os.O_APPEND if append else 0), 0o644)
     except OSError as error:
@@ -55,3 +55,8 @@ def open_regular(path: Path, *, append: bool = False) -> int:
         os.close(handle)
         raise UserError(f"{path} is no regular file; remove it")
     return handle
+
+
+def check_no_link(path: Path) -> None:
+    """Raise a UserError for a symbolic link, which `open_regular` would not open."""
+    check(not path.is_symlink(), f"{path} is a symbolic link; replace it by a file, or remove it")

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from acmoe.errors import check
+from acmoe.storage.lock import check_no_link
 
 
 def check_can_fill(folder: Path) -> None:
@@ -24,8 +25,12 @@ def check_can_append(file: Path) -> None:
     """Raise a UserError unless the file can be read and written, or created, in its place.
 
     Lines are added to a file itself: unlike one that is replaced, it may lie in a folder in which
-    nobody may create files, and must be writable.
+    nobody may create files, and must be writable. Links, pipes and devices are refused
+    (`open_regular`).
     """
+    check_no_link(file)
+    there = file.exists() and not file.is_dir()
+    check(file.is_file() or not there, f"{file} is no regular file; remove it")
     if not file.is_file():
         check_can_write(file)
         return

@@ -59,6 +59,17 @@ def test_the_file_is_named_by_date_kind_and_device(tmp_path: Path) -> None:
     assert save(report(), tmp_path).name == "2026-01-02-layer-nvidia-h200.json"
 
 
+def test_a_report_that_cannot_be_written_names_its_file(tmp_path: Path) -> None:
+    path = save(report(), tmp_path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(UserError, match=f"^cannot write {path}: Is a directory; "):
+        save(report(), tmp_path)
+    assert list(tmp_path.iterdir()) == [path]  # no draft is left
+    with pytest.raises(UserError, match=f"^cannot write {Path('/dev/null/x')}/.*: Not a directory"):
+        save(report(), Path("/dev/null/x"))
+
+
 def test_the_environment_names_the_versions_that_ran() -> None:
     found = environment(torch.device("cpu"))
     assert found["torch"] == torch.__version__

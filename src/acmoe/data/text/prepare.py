@@ -268,7 +268,7 @@ def _difference(entry: Dataset, counts: dict[str, int], vocabulary_size: int) ->
     """Error message for the first count that differs from the published one."""
     fix = (
         f"fetch the real {entry.title}, prepare it as {entry.kind!r},"
-        " or accept it with allow_other_counts"
+        " or accept it with allow_other_counts (--allow-other-counts)"
     )
     for split, expected in entry.counts.items():
         if counts[split] != expected:

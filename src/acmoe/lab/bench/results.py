@@ -13,6 +13,7 @@ import torch
 
 from acmoe.errors import UserError
 from acmoe.evaluate.environment import code_commit, device_name
+from acmoe.storage.atomic import replace_text, report_write_errors
 
 FOLDER = Path("benchmarks/results")
 
@@ -82,8 +83,9 @@ def save(report: Report, folder: Path = FOLDER) -> Path:
     """Write YYYY-MM-DD-KIND-DEVICE.json. It replaces an earlier report of the same kind and day."""
     device = re.sub(r"[^a-z0-9]+", "-", (report.environment["device"] or "unknown").lower())
     path = folder / f"{report.date}-{report.kind}-{device.strip('-')}.json"
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(report.to_json() + "\n")
+    with report_write_errors(path):
+        folder.mkdir(parents=True, exist_ok=True)
+    replace_text(path, report.to_json() + "\n")
     return path
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from acmoe.config.routing import ExpertChoiceConfig, base_router
 from acmoe.config.text.language import LanguageConfig
-from acmoe.errors import check, check_seed
+from acmoe.errors import NonFiniteError, check, check_seed
 from acmoe.models.text.prompt import Prompt, batch_prompts
 from acmoe.ops.checks import check_whole
 
@@ -43,6 +43,7 @@ def generate(
     stop_token: int | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
+    on_token: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """Return (B, at most max_new_tokens): the tokens that follow each prompt.
 
@@ -58,6 +59,8 @@ def generate(
         stop_token: ends a sequence; shorter sequences are padded with it.
         seed: seed of the sampling; the same seed gives the same tokens.
         generator: used instead of a seed, on the model's device.
+        on_token: called in each step with the (B,) new tokens, so that a caller can show them
+            before all are there.
     """
     check(seed is None or generator is None, "seed and generator are both given; give one of them")
     if seed is not None:
@@ -71,7 +74,7 @@ def generate(
     was_training = model.training
     model.eval()
     try:
-        return _continue(model, tokens_BL, mask_BL, max_new_tokens, draw, stop_token)
+        return _continue(model, tokens_BL, mask_BL, max_new_tokens, draw, stop_token, on_token)
     finally:
         model.train(was_training)
 
@@ -83,10 +86,12 @@ def _continue(
     max_new_tokens: int,
     draw: Callable[[Tensor], Tensor],
     stop_token: int | None,
+    on_token: Callable[[Tensor], None] | None,
 ) -> Tensor:
     """Prefill the cache with the prompts, then decode until done."""
     cache = model.new_cache(tokens_BL.shape[0])
     logits_BV = next_logits(model, tokens_BL, cache, mask_BL)
+    _check_finite(logits_BV)
     step = model.decode_steps(model, cache, max_new_tokens - 1, stop_token is not None)
     done_B = torch.zeros_like(tokens_BL[:, 0], dtype=torch.bool)
     # A tensor of its own for each of many tokens would take a hundred times their memory.
@@ -98,6 +103,8 @@ def _continue(
             token_B = token_B.masked_fill(done_B, stop_token)
             done_B = done_B | (token_B == stop_token)
         chosen.append(token_B)
+        if on_token is not None:
+            on_token(token_B)
         last = count == max_new_tokens or (stop_token is not None and bool(done_B.all()))
         if last or len(chosen) == BLOCK:
             blocks.append(torch.stack(chosen, dim=1))
@@ -172,6 +179,14 @@ def keep_likely(logits: Tensor, top_k: int | None = None, top_p: float | None = 
     return torch.empty_like(logits).scatter_(-1, order_BV, sorted_BV)
 
 
+def _check_finite(logits_BV: Tensor) -> None:
+    """Raise unless some token of each row can be sampled; -inf forbids a token and is allowed."""
+    if not bool(logits_BV.logsumexp(-1).isfinite().all()):
+        raise NonFiniteError(
+            "the model gives NaN or infinity after the prompt; load one with finite weights"
+        )
+
+
 def _check_options(
     model: "LanguageModel",
     max_new_tokens: int,
@@ -182,6 +197,8 @@ def _check_options(
 ) -> None:
     """Raise a UserError for an option out of range."""
     check_whole(max_new_tokens, "max_new_tokens")
+    for name, value in (("temperature", temperature), ("top_p", 1 if top_p is None else top_p)):
+        check(hasattr(value, "__float__"), f"{name}={value!r}; it must be a number")
     check(temperature >= 0, f"temperature={temperature}; it must be 0 (greedy) or more")
     if top_k is not None:
         check_whole(top_k, "top_k")

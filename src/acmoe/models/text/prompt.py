@@ -3,7 +3,7 @@
 Shapes: B sequences, L prompt length with padding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,9 @@ def batch_prompts(
         tokens_BL, mask_BL = _padded(prompt, prompt_mask, device)
     else:
         check(prompt_mask is None, "prompt_mask is for a padded tensor; a list needs none")
+        check(
+            isinstance(prompt, Iterable), f"prompt={prompt!r}; pass ids, one row or list per prompt"
+        )
         tokens_BL, mask_BL = _pad(prompt, device)
     check_range(blank_ids(tokens_BL, mask_BL), 0, vocab_size, "prompt")
     return tokens_BL, mask_BL
