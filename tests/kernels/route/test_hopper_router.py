@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from slow_cases import mostly_slow
+
 pytest.importorskip("triton.experimental.gluon")
 
 T, D, E, C = 150, 192, 304, 5
@@ -93,7 +95,7 @@ def test_a_bad_token_is_seen_and_harms_no_other(
     assert torch.equal(found, clean)
 
 
-@pytest.mark.parametrize("tokens", [T, 1])
+@mostly_slow("tokens", [T, 1], gpu=(1,))
 def test_the_gradient_of_tokens_is_that_of_float64(
     tokens: int, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator, device: str
 ) -> None:
