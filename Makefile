@@ -5,6 +5,8 @@ READY := .venv/.ready
 # Two workers: a laptop and CI have two cores or more, and torch runs one thread in each test.
 # worksteal: a worker keeps the tests of a file together, so that each fixture is built once.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+# Tests start Python in dozens of processes, which would each compile the package.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Routers, configs, files, the commands, short training runs: what a version of another package may
 # break. `make test-floors` and `make test-newest` run it.

@@ -4,7 +4,6 @@ The functions below read a model's parameters and say, in some thirty lines, wha
 is. The library must compute the same on its plain path and on its fast one.
 """
 
-import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the customary name
@@ -18,6 +17,7 @@ from acmoe.ops.cross_entropy.op import chunked_cross_entropy
 from acmoe.ops.experts import ExpertWeights, expert_mlp
 from acmoe.ops.sort import sort_rows
 from acmoe.routing.statistics.cache import CarriedMoments
+from slow_cases import mostly_slow
 
 
 def moe(layer: acmoe.MoE, x: Tensor, state: acmoe.RoutingState, ids: Tensor, slot):
@@ -74,10 +74,15 @@ ROUTERS = [
     acmoe.AdaptiveConfig(statistics="prefix"),
     acmoe.AdaptiveConfig.preset("reference-lm"),
 ]
+NAMES = ["smoe", "batch", "running", "prefix", "published"]
 
 
-@pytest.mark.parametrize("fast", [False, True])
-@pytest.mark.parametrize("router", ROUTERS, ids=["smoe", "batch", "running", "prefix", "published"])
+@mostly_slow(
+    ("router", "fast"),
+    [(router, fast) for fast in (False, True) for router in ROUTERS],
+    ids=[f"{name}-{fast}" for fast in (False, True) for name in NAMES],
+    keep={*range(len(NAMES)), 2 * len(NAMES) - 1},  # the fast path once
+)
 def test_the_library_computes_what_thirty_lines_say(router, fast: bool) -> None:
     torch.manual_seed(0)
     model = acmoe.create_model("switch-nano", router=router).train()

@@ -69,12 +69,7 @@ def style() -> list[object]:
 # Where two figures have the same marks, one of them is slow.
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow)
-        if name not in ("patches", "convergence")
-        else name
-        for name in FIGURES
-    ],
+    [name if name == "patches" else pytest.param(name, marks=pytest.mark.slow) for name in FIGURES],
 )
 def test_equal_input_gives_equal_files_whatever_style_the_user_has(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

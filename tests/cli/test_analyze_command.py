@@ -37,9 +37,9 @@ def test_a_text_run_is_measured_and_drawn_into_its_own_folder(
     text_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = {path for path in text_run.rglob("*") if path.is_file()}
-    assert acmoe("analyze", text_run, "--tokens", 80, "--contaminate", 0.1) == 0
+    assert acmoe("analyze", text_run, "--tokens", 48, "--contaminate", 0.1) == 0
     printed = capsys.readouterr().out
-    assert "the first 80 tokens" in printed
+    assert "the first 48 tokens" in printed
     assert "statistics running" in printed
     folder = text_run / "analysis"
     adaptive = {"scale_map_2", "scale_map_3", "colored_text", "attack_changes"}

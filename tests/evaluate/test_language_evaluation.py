@@ -260,7 +260,7 @@ def test_a_folder_that_is_no_run_is_refused(
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize(
+@mostly_slow(
     "router",
     [
         "smoe",
@@ -268,6 +268,7 @@ def test_a_folder_that_is_no_run_is_refused(
         AdaptiveConfig(statistics="batch", statistics_of="current"),
     ],
     ids=["smoe", "previous", "current"],
+    keep=(2,),
 )
 def test_recording_the_routing_changes_no_loss(router: object, device: str) -> None:
     torch.manual_seed(1)

@@ -22,6 +22,7 @@ from acmoe import (
     ThresholdConfig,
     build_router,
 )
+from slow_cases import mostly_slow
 
 ROUTERS = [
     SMoEConfig(bias=True),
@@ -111,7 +112,7 @@ def run(moe, x, **arguments):
     return z, state
 
 
-@pytest.mark.parametrize("capacity_factor", [None, 1.0])
+@mostly_slow("capacity_factor", [None, 1.0], keep=(1,))
 @pytest.mark.parametrize("router", ROUTERS, ids=name)
 @pytest.mark.parametrize("shape", [(0,), (1,), (2, 0), (0, 3), (1, 1)])
 def test_no_token_and_one_token_pass_forwards_and_backwards(router, shape, capacity_factor):

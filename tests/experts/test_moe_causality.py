@@ -8,6 +8,7 @@ import torch
 from moe_stack import DIM, EXPERTS, begin, stack
 
 from acmoe import AdaptiveConfig
+from slow_cases import mostly_slow
 
 CAUSAL = {
     "plain": "smoe",
@@ -38,7 +39,7 @@ def futures(x, seed=4):
         yield seen, other
 
 
-@pytest.mark.parametrize("training", [True, False])
+@mostly_slow("training", [True, False])
 @pytest.mark.parametrize("name", CAUSAL)
 def test_the_future_and_other_sequences_change_no_bit(name, training):
     # Every token visits every expert, so that all matrix products have one shape: with fewer the

@@ -90,7 +90,7 @@ def test_two_compiled_updates_are_those_of_the_layers(name: str) -> None:
         torch.testing.assert_close(mine, theirs)
 
 
-@pytest.mark.parametrize("name", ["adaptive", "adaptive, prefix"])
+@mostly_slow("name", ["adaptive", "adaptive, prefix"])
 def test_a_compiled_layer_takes_a_batch_without_tokens(name: str) -> None:
     torch._dynamo.reset()
     layers = Two(ALL[name])

@@ -85,10 +85,10 @@ def kind_of(run: str, file: Path) -> str:
 
 
 def test_a_sample_of_damaged_files_is_noticed(case: Case) -> None:
-    numbers = range(0, len(case.files()), 2)
+    numbers = range(0, len(case.files()), 4)
     seen = Counter(check_mutation(case, n, read_only=n % 12 != 0)[1] for n in numbers)
-    # 20 files, or 21: TensorBoard writes one more into each run where it is installed.
-    assert len(numbers) in (20, 21) and seen["detected"] > 10
+    # 10 files, or 11: TensorBoard writes one more into each run where it is installed.
+    assert len(numbers) in (10, 11) and seen["detected"] > 5
 
 
 @pytest.mark.faults

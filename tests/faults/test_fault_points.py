@@ -8,6 +8,7 @@ from started import fork_server
 
 from faults.inject import Fault, run_with_fault
 from faults.tasks import DISTURBED, task_of
+from slow_cases import mostly_slow
 
 FORKS = fork_server()
 
@@ -66,7 +67,7 @@ def whole_training(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     return undisturbed("train", tmp_path_factory.mktemp("training"))
 
 
-@pytest.mark.parametrize("fault", ["kill", "full"])
+@mostly_slow("fault", ["kill", "full"])
 def test_a_training_run_survives_faults(
     fault: Fault, whole_training: Whole, tmp_path: Path
 ) -> None:

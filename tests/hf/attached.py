@@ -1,5 +1,7 @@
 """Attached tiny models, whose statistics have been measured, for the tests in this folder."""
 
+import copy
+import functools
 from typing import Any
 
 import torch
@@ -16,7 +18,11 @@ CLOSE = {"atol": 2e-6, "rtol": 0}  # rounding of the experts' GEMMs, in another 
 
 def measured(name: str = "mixtral", **fields: Any) -> nn.Module:
     """A model in evaluation mode, adaptive in all MoE layers but the first, after four batches."""
-    config = AdaptiveConfig(**{"momentum": 0.5, **fields})
+    return copy.deepcopy(_measured(name, AdaptiveConfig(**{"momentum": 0.5, **fields})))
+
+
+@functools.cache
+def _measured(name: str, config: AdaptiveConfig) -> nn.Module:
     model = acmoe.attach(build(name), config)
     return acmoe.calibrate(model, [inputs(name, 4, 24, seed=100 + s) for s in range(4)])
 

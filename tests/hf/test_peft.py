@@ -18,6 +18,7 @@ import acmoe.hf
 from acmoe import AdaptiveConfig, UserError
 from acmoe.hf import AcmoeConfig, AcmoeForCausalLM
 from acmoe.ops import dispatch
+from slow_cases import mostly_slow
 
 peft = pytest.importorskip("peft", reason="needs peft: pip install peft")
 
@@ -60,7 +61,7 @@ def train(model: nn.Module, steps: int = 2) -> nn.Module:
     return model.eval()
 
 
-@pytest.mark.parametrize("place", PLACES)
+@mostly_slow("place", PLACES)
 def test_statistics_move_while_adapters_train_in_either_order(place: str) -> None:
     """Two steps of 96 tokens, discounted by momentum 1/2, give 96/2 + 96 = 144 tokens, less those
     of clusters of one token, which carry nothing."""

@@ -106,3 +106,31 @@ def _no_tapes() -> None:
         from acmoe.ops.device import tape
 
         tape.forget()
+
+
+@pytest.fixture
+def simulated_launches(monkeypatch) -> Iterator[None]:
+    """Tapes of the launches in tape_cases.py, which need no GPU."""
+    from tape_cases import simulate
+
+    from acmoe.ops.device import tape
+
+    simulate(monkeypatch)
+    yield
+    tape.forget()
+
+
+@pytest.fixture
+def products_by_torch(monkeypatch) -> None:
+    """Replace the experts: the interpreter spends most time on them, and no router changes them."""
+    from acmoe.experts.mlp import ExpertMLP
+    from acmoe.ops.dispatch import use_backend
+
+    forward = ExpertMLP.forward
+
+    def by_torch(*arguments, **options):
+        with use_backend("torch"):
+            return forward(*arguments, **options)
+
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(ExpertMLP, "forward", by_torch)

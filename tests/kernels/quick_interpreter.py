@@ -1,10 +1,11 @@
 """Triton's interpreter without work that it repeats: tests of kernels take under half the time.
 
 Every function that a kernel calls patches triton.language once more, every conversion builds a
-table of types, and every value builds its type and wraps its shape. All are done once here, and
-bfloat16 is converted to float32 and back by a shift of bits. The interpreter also checks each sum
-and product of 32-bit integers for overflow, by a second one in 64 bits, which takes as long as
-everything else together; `without_overflow_checks` turns that off.
+table of types, and every value builds its type and wraps its shape. All are done once here, what
+operators decide too (quick_operators.py), and bfloat16 is converted to float32 and back by a shift
+of bits. The interpreter also checks each sum and product of 32-bit integers for overflow, by a
+second one in 64 bits, which takes as long as everything else together; `without_overflow_checks`
+turns that off.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+from quick_operators import OPERATORS, Operands
 
 
 def quicken(interpreter: ModuleType) -> None:
@@ -23,9 +25,11 @@ def quicken(interpreter: ModuleType) -> None:
     if hasattr(interpreter, "_LangPatchScope") and hasattr(interpreter, "_patch_lang"):
         _patch_once(interpreter)
     if hasattr(interpreter, "_patch_builtin") and hasattr(interpreter, "interpreter_semantic"):
-        _list_builtins_once(interpreter)
+        _list_builtins_once(interpreter, Operands(interpreter))
     if hasattr(interpreter, "_get_np_dtype"):
         _remember_types(interpreter)
+    if hasattr(interpreter, "_validate_np_data_size"):
+        _remember_sizes(interpreter)
     if hasattr(interpreter, "_convert_float"):
         _convert_by_shifts(interpreter)
     if hasattr(interpreter, "interpreter_semantic"):
@@ -62,7 +66,7 @@ def _patch_once(interpreter: ModuleType) -> None:
     interpreter.GridExecutor.__call__ = launch_once
 
 
-def _list_builtins_once(interpreter: ModuleType) -> None:
+def _list_builtins_once(interpreter: ModuleType, operands: Operands) -> None:
     """Keep the functions that replace the language's own, and let each call what it stands for.
 
     Triton looks through its modules at every launch. Its functions are called by a wrapper that
@@ -82,7 +86,13 @@ def _list_builtins_once(interpreter: ModuleType) -> None:
     def patch(owner: Any, builder: Any, scope: Any) -> None:
         if owner not in known:
             members = inspect.getmembers(owner, interpreter.tl.core.is_builtin)
-            known[owner] = [(name, with_semantic(member)) for name, member in members]
+            calls = [(name, with_semantic(member)) for name, member in members]
+            if owner is interpreter.tl.core.tensor:
+                calls = [
+                    (name, operands.quick(call) if name in OPERATORS else call)
+                    for name, call in calls
+                ]
+            known[owner] = calls
         for name, call in known[owner]:
             scope.set_attr(owner, name, call)
 
@@ -99,6 +109,19 @@ def _remember_types(interpreter: ModuleType) -> None:
         return known[name]
 
     interpreter._get_np_dtype = remembered
+
+
+def _remember_sizes(interpreter: ModuleType) -> None:
+    """Keep how many bytes a number of each type may take; each new value is checked for it."""
+    fits, known = interpreter._validate_np_data_size, {}
+
+    def remembered(data: Any, dtype: Any) -> bool:
+        place = (data.itemsize, dtype.name)
+        if place not in known:
+            known[place] = fits(data, dtype)
+        return known[place]
+
+    interpreter._validate_np_data_size = remembered
 
 
 def _convert_by_shifts(interpreter: ModuleType) -> None:
@@ -161,8 +184,7 @@ def _share_parts(tensor: Any) -> None:
             type.parts_of_a_tensor = {**vars(self)}
             del type.parts_of_a_tensor["handle"]
         else:
-            vars(self).update(parts)
-            self.handle = handle
+            self.__dict__ = {**parts, "handle": handle}
 
     tensor.__init__ = initialise_from_type
 

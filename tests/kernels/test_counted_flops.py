@@ -11,6 +11,7 @@ import acmoe
 from acmoe.ops.attention import window_attention
 from acmoe.ops.dispatch import use_backend
 from acmoe.ops.map_attention import map_attention
+from slow_cases import mostly_slow
 
 pytest.importorskip("triton")
 
@@ -27,8 +28,12 @@ def counts(backend: str, call: Callable[[], Tensor]) -> tuple[int, int, set[str]
     return forward, backward, {str(op) for op in counter.get_flop_counts()["Global"]}
 
 
-@pytest.mark.parametrize("activation", ["relu", "swiglu"])
-@pytest.mark.parametrize("frozen", [False, True])
+@mostly_slow(
+    ("frozen", "activation"),
+    [(False, "relu"), (False, "swiglu"), (True, "relu"), (True, "swiglu")],
+    keep={0, 3},
+    gpu=range(4),
+)
 def test_the_kernels_of_a_layer_count_as_the_plain_path(
     activation: str, frozen: bool, device: str
 ) -> None:

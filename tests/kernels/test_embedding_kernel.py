@@ -9,6 +9,7 @@ from torch import Tensor
 
 from acmoe.ops.dispatch import use_backend
 from acmoe.ops.embedding.op import Embedding, embedding, sum_by_word
+from slow_cases import slow_on_cpu
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -68,6 +69,7 @@ def test_half_precision_rows_are_added_in_float32(device: str) -> None:
     assert abs(float(found) - (1 + 255 / 256)) <= 1 / 128
 
 
+@slow_on_cpu
 def test_equal_calls_give_equal_bits(generator: torch.Generator, device: str) -> None:
     rows = torch.randn(200, 5, generator=generator).to(device)
     ids = torch.randint(4, (200,), generator=generator).to(device)

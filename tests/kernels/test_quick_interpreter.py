@@ -1,5 +1,7 @@
 """The quick form of Triton's interpreter gives the bits of the interpreter."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -55,3 +57,61 @@ def test_equal_block_types_are_one_object_with_the_facts_of_the_first(convert):
     for _ in range(2):
         with pytest.raises((TypeError, ValueError)):
             tl.block_type(tl.float32, [3])  # no power of two
+
+
+@pytest.fixture
+def operands(convert):
+    """What the interpreter remembers of operands, whose own functions it still has."""
+    from triton.runtime import interpreter
+
+    return interpreter.interpreter_semantic.binary_op_type_checking_impl.__self__
+
+
+def operand_values(operands, seed):
+    """Blocks and scalars of several types and shapes, a pointer, and numbers."""
+    import triton.language as tl
+
+    draw = np.random.default_rng(seed)
+    made = []
+    for dtype, kind in ((tl.int32, np.int32), (tl.int64, np.int64), (tl.float32, np.float32)):
+        for shape in ((1,), (4, 1), (1, 8), (8,), (4, 8)):
+            handle = operands.new_handle(draw.integers(1, 9, shape).astype(kind), dtype)
+            kept = dtype if shape == (1,) else tl.block_type(dtype, list(shape))
+            made.append(operands.tensor(handle, kept))
+    true = operands.new_handle(draw.integers(0, 2, (4, 8)).astype(bool), tl.int1)
+    address = operands.new_handle(np.array([4096], dtype=np.uint64), tl.pointer_type(tl.float32))
+    made += [
+        operands.tensor(true, tl.block_type(tl.int1, [4, 8])),
+        operands.tensor(address, address.dtype),
+    ]
+    return [*made, 0.0, -0.0, 2.5, 1, 3, True]
+
+
+def outcome(call, *arguments):
+    """The type, the shape and the bits of a result, or the class of its error."""
+    try:
+        found = call(*arguments)
+    except Exception as error:
+        return type(error)
+    data = np.broadcast_to(found.handle.data, getattr(found.type, "shape", (1,)))
+    return str(found.type), found.handle.dtype.name, data.dtype, data.tobytes()
+
+
+@pytest.mark.parametrize("name", ["add", "radd", "sub", "mul", "truediv", "lt", "eq", "and", "mod"])
+def test_an_operator_gives_the_bits_of_the_interpreter_the_first_time_and_again(name, operands):
+    import triton.language as tl
+    from triton.runtime.interpreter import interpreter_semantic as semantic
+
+    plain = functools.partial(getattr(tl.core.tensor, f"__{name}__"), _semantic=semantic)
+    quick = operands.quick(plain)
+    for seed in range(3):  # decided, then repeated with other numbers
+        values = operand_values(operands, seed)
+        for left in values[:-6]:
+            for right in values:
+                semantic.binary_op_type_checking_impl = operands.check
+                try:
+                    expected = outcome(plain, left, right)
+                finally:
+                    semantic.binary_op_type_checking_impl = operands.check_once
+                with np.errstate(all="ignore"):
+                    assert outcome(quick, left, right) == expected, (name, left.type, right)

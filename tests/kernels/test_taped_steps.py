@@ -165,7 +165,8 @@ MODES = [("batch", True), ("running", True), ("batch", False)]
 @mostly_slow(
     ("given", "mode", "training"),
     [(given, *mode) for given in GIVEN for mode in MODES],
-    keep={0, 4, 7, 8},
+    keep={0, 4, 8},
+    gpu={7},
 )
 def test_a_batch_is_measured_and_added_by_one_tape(
     mode: str, training: bool, given: str, device: str

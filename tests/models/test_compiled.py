@@ -41,12 +41,12 @@ def fresh_compiler() -> Iterator[None]:
         yield
 
 
-def step(compiled: bool, **changes: Any) -> list[Tensor]:
+def step(backend: str | None, **changes: Any) -> list[Tensor]:
     """Loss and gradients of an update, with the same dropout and noise in each call."""
     torch.manual_seed(0)
     model = create_model("swin-nano", router="adaptive", **{**SWIN, **changes}).train()
-    if compiled:
-        compile_blocks(model, backend="aot_eager")
+    if backend is not None:
+        compile_blocks(model, backend=backend)
     torch.manual_seed(1)
     out = model(
         torch.randn(2, 3, model.config.image_size, model.config.image_size), torch.tensor([3, 7])
@@ -59,11 +59,16 @@ ONE_STAGE = {"depths": (2,), "heads": (2,), "moe_stages": (0,), "adaptive_stage"
 
 
 # A graph for each width, with and without shift; one stage has a dense block and one with experts.
-@mostly_slow(("changes", "graphs"), [(ONE_STAGE, 2), ({}, 4)], ids=["one stage", "two stages"])
+# aot_eager traces the backward, too, which takes as long again.
+@mostly_slow(
+    ("changes", "graphs", "backend"),
+    [(ONE_STAGE, 2, "eager"), (ONE_STAGE, 2, "aot_eager"), ({}, 4, "aot_eager")],
+    ids=["one stage", "one stage and its backward", "two stages and their backward"],
+)
 def test_compiled_blocks_give_loss_and_gradients_of_plain_ones(
-    changes: dict[str, Any], graphs: int
+    changes: dict[str, Any], graphs: int, backend: str
 ) -> None:
-    plain, found = step(False, **changes), step(True, **changes)
+    plain, found = step(None, **changes), step(backend, **changes)
     assert COUNTERS["stats"]["unique_graphs"] == graphs
     assert not COUNTERS["graph_break"]
     assert len(found) == len(plain) > 25 * graphs // 2
@@ -75,7 +80,7 @@ def test_compiled_blocks_give_loss_and_gradients_of_plain_ones(
 def test_more_kinds_of_blocks_than_the_compiler_expects_are_all_compiled() -> None:
     """Beyond its limit it would run the others as they are, and here raise."""
     step(
-        True,
+        "aot_eager",
         image_size=32,
         adaptive_stage=2,
         depths=(2, 2, 6, 2),

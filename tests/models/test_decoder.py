@@ -175,7 +175,7 @@ ALL_MODES = {**CAUSAL, "batch": AdaptiveConfig(statistics="batch")}
 
 
 @mostly_slow("router", ALL_MODES.values(), ids=ALL_MODES, keep=(3, 4))
-@pytest.mark.parametrize("changes", [{}, MODERN, {"empty_memory": "zeros"}], ids=str)
+@mostly_slow("changes", [{}, MODERN, {"empty_memory": "zeros"}], ids=str, keep=(0, 1))
 def test_padding_changes_nothing(router: str | RouterConfig, changes: dict[str, str]) -> None:
     model, tokens, targets = trained(router, **changes), draw(8, 2, 7), draw(9, 2, 7)
     plain, scored = model(tokens), model(tokens, targets)
@@ -202,8 +202,8 @@ def test_left_padding_stays_hidden_in_the_next_segment() -> None:
     torch.testing.assert_close(found, model(tokens).logits[:, 4:], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    "router", ["smoe", "adaptive", CAUSAL["prefix"]], ids=["smoe", "adaptive", "prefix"]
+@mostly_slow(
+    "router", ["smoe", "adaptive", CAUSAL["prefix"]], ids=["smoe", "adaptive", "prefix"], keep=(2,)
 )
 def test_checkpointed_blocks_give_the_same_gradients_with_two_forwards_in_flight(
     router: str | RouterConfig,

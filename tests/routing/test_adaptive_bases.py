@@ -20,6 +20,7 @@ from acmoe import (
     ThresholdConfig,
     build_router,
 )
+from slow_cases import mostly_slow
 
 BASES = {
     "smoe": SMoEConfig(bias=True),
@@ -71,7 +72,7 @@ def test_adaptive_is_the_base_router_fed_with_rescaled_tokens(base):
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("mix", [1, 3])
+@mostly_slow("mix", [1, 3], keep=(1,))
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(mode.values()))
 @pytest.mark.parametrize("base", BASES)
 def test_the_identity_state_makes_adaptive_bitwise_its_base_router(base, mode, mix):

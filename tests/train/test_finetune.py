@@ -76,10 +76,10 @@ def test_a_toy_task_is_learned_well_above_chance(
 
 
 def test_stopped_between_epochs_it_continues_to_the_same_result(
-    run: Run, short_task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = settings()
-    task = short_task
+    task = write_task(tmp_path, train=16, dev=8, test=8)
     whole = finetune(run, config, task, out=tmp_path / "whole", console=QUIET)
 
     class Killed(BaseException):
@@ -238,12 +238,12 @@ def test_stablemoe_cannot_take_another_vocabulary(tmp_path: Path, task: Path) ->
         finetune(folder, settings("paper"), task, console=QUIET)
 
 
-def test_a_word_modelsown_table_is_used(task: Path, tmp_path: Path) -> None:
+def test_a_word_modelsown_table_is_used(short_task: Path, tmp_path: Path) -> None:
     corpus = word_corpus(tmp_path)
     size = len(json.loads((corpus / "vocabulary.json").read_text())["symbols"])
     overrides = ("data.name=words", f"data.folder={corpus}", f"model.vocab_size={size}", "steps=1")
     folder = trained(tiny_run(corpus, *overrides), tmp_path / "run")
-    report = finetune(folder, replace(settings(), epochs=1), task, console=QUIET)
+    report = finetune(folder, replace(settings(), epochs=1), short_task, console=QUIET)
     assert 0 <= report.test_accuracy <= 100
     saved = open_run(folder).model()
     tuned = Run(folder=folder / "finetune" / "sst2-clean-seed0", config=open_run(folder).config)

@@ -121,7 +121,7 @@ def run(attempts: Callable[..., None], folder: Path, *others: object) -> object:
     return receiver.recv()
 
 
-@mostly_slow("stride", [3, 1])
+@mostly_slow("stride", [7, 1])
 def test_killed_at_any_step_a_folder_is_complete_or_absent_and_the_next_run_completes_it(
     stride: int, tmp_path: Path
 ) -> None:

@@ -20,7 +20,9 @@ SLOW = {"checkpoint bytes": 4, "checkpoint documents": 3, "deep documents": 1, "
 def test_a_sample(name: str) -> None:
     target = TARGETS[name]
 
-    @settings(max_examples=SLOW.get(name, 20), database=None, phases=[Phase.generate])
+    examples = SLOW.get(name, settings.default.max_examples)
+
+    @settings(max_examples=examples, database=None, phases=[Phase.generate])
     @given(target.values)
     def sample(value: Any) -> None:
         try_value(target, value)

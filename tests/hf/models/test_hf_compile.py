@@ -35,9 +35,9 @@ def ours(statistics="running", **sizes):
     return AcmoeForCausalLM(AcmoeConfig.of(model.config), model)
 
 
-def one_graph(model):
+def one_graph(model, backend="aot_eager"):
     torch.compiler.reset()
-    return torch.compile(model, fullgraph=True, backend="aot_eager")
+    return torch.compile(model, fullgraph=True, backend=backend)
 
 
 @pytest.mark.parametrize("statistics", ["running", pytest.param("prefix", marks=pytest.mark.slow)])
@@ -79,7 +79,7 @@ def test_padding_ids_need_an_attention_mask_in_compiled_code():
 
 def test_packed_texts_are_refused_in_compiled_code_too():
     usual = torch.arange(12)[None]
-    compiled = one_graph(ours(repeats=1, placement=()).eval())
+    compiled = one_graph(ours(repeats=1, placement=()).eval(), "eager")
     compiled(IDS, position_ids=usual)
     with pytest.raises(RuntimeError, match="texts cannot be packed into one row"):
         compiled(IDS, position_ids=usual % 6)

@@ -36,7 +36,7 @@ def test_a_model_on_the_meta_device_tells_shapes_and_takes_weights():
     assert torch.equal(empty(IDS).logits, model(IDS).logits)
 
 
-@pytest.mark.parametrize("statistics", MODES)
+@mostly_slow("statistics", MODES)
 def test_a_training_step_on_the_meta_device_tells_the_shapes_of_loss_and_gradients(statistics):
     with torch.device("meta"):
         empty = AcmoeForCausalLM(ours(statistics).config).train()

@@ -3,6 +3,7 @@
 Shapes: B streams, H heads, L queries, S keys before them, N = S + L, W span, P features of a head.
 """
 
+import itertools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from acmoe.ops.attention import support as attention_choice
 from acmoe.ops.attention.op import fused_window_attention
 from acmoe.ops.attention.reference import window_attention_reference
 from acmoe.ops.attention.support import saving_unsupported
+from slow_cases import mostly_slow
 
 
 @pytest.fixture
@@ -156,8 +158,12 @@ def test_nothing_is_kept_where_no_backward_can_come(
     assert not any("backward" in line for line in caplog.messages)
 
 
-@pytest.mark.parametrize("name", ["ACMOE_KEEP_ATTENTION", "ACMOE_GLUON"])
-@pytest.mark.parametrize("compiled", [False, True])
+@mostly_slow(
+    ("compiled", "name"),
+    list(itertools.product([False, True], ["ACMOE_KEEP_ATTENTION", "ACMOE_GLUON"])),
+    keep={0, 1, 2},
+    gpu={3},
+)
 def test_an_unknown_option_is_named(
     name: str, compiled: bool, device: str, hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from acmoe.ops.attention.op import (
     joined_window_attention,
 )
 from acmoe.ops.attention.reference import window_attention, window_attention_reference
+from slow_cases import mostly_slow, slow_on_cpu
 
 
 class Shape(NamedTuple):
@@ -96,8 +97,8 @@ def padding(shape: Shape, device: str) -> Tensor:
     return mask_BN.to(device)
 
 
-# Three shapes, one of them with a mask; the others are slow.
-QUICK = {3: True, 6: False, 8: False}
+# Two shapes, one of them with a mask, and one more on a GPU; the others are slow.
+QUICK = {3: True, 8: False} | ({6: False} if torch.cuda.is_available() else {})
 ALTERNATING = [
     pytest.param(shape, masked, marks=[] if QUICK.get(place) == masked else [pytest.mark.slow])
     for place, shape in enumerate(SHAPES)
@@ -281,6 +282,7 @@ def test_keys_and_values_in_one_tensor_give_the_bits_of_two(
         assert dkv.permute(order).is_contiguous()
 
 
+@slow_on_cpu
 def test_repeated_runs_are_equal_in_every_bit(device: str) -> None:
     shape = Shape(9, 12, 9, heads=1)
     *tensors, upstream = draw(shape, device)
@@ -330,6 +332,7 @@ def test_other_tiles_change_only_the_rounding(device: str, monkeypatch: pytest.M
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@slow_on_cpu  # test_fast_attention.py compiles a layer with it
 @pytest.mark.filterwarnings("default")  # the compiler's own, not ours
 def test_one_graph_holds_the_whole_of_it(device: str) -> None:
     shape = Shape(16, 16, 16, streams=1, heads=1)
@@ -341,8 +344,14 @@ def test_one_graph_holds_the_whole_of_it(device: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_the_op_keeps_torchs_contract(masked: bool, device: str) -> None:
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
+TRACED = (*CHECKS, "test_aot_dispatch_dynamic")  # it traces the op as the compiler does
+
+
+@mostly_slow(
+    ("masked", "checks"), [(True, CHECKS), (True, TRACED), (False, TRACED)], gpu=(1,), ids=str
+)
+def test_the_op_keeps_torchs_contract(masked: bool, checks: tuple[str, ...], device: str) -> None:
     shape = Shape(9, 12, 9, features=16, streams=1, heads=1)
     q, k, v, table, _ = draw(shape, device)
     kv = torch.stack([k, v]).permute(1, 3, 0, 2, 4).contiguous().permute(2, 0, 3, 1, 4)
@@ -350,7 +359,7 @@ def test_the_op_keeps_torchs_contract(masked: bool, device: str) -> None:
     bits = torch.randint(-(2**31), 2**31, (1, 1, 12), dtype=torch.int32, device=device)
     mask = padding(shape, device) if masked else None
     arguments = (q, q.detach(), *leaves[1:], mask, bits, 0.25, 0.2, "auto")
-    torch.library.opcheck(_window_attention, arguments)
+    torch.library.opcheck(_window_attention, arguments, test_utils=checks)
 
 
 def test_the_model_takes_the_kernel_where_it_can_and_says_so(

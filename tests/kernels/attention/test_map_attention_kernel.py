@@ -15,7 +15,7 @@ from acmoe.models.images.window import WindowAttention
 from acmoe.ops import dispatch as backend
 from acmoe.ops.dispatch import use_backend
 from acmoe.ops.map_attention.op import map_attention
-from slow_cases import mostly_slow
+from slow_cases import mostly_slow, slow_on_cpu
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -125,6 +125,7 @@ def test_it_is_the_kernel_that_runs(
         module(x_BYXD)
 
 
+@slow_on_cpu
 def test_equal_calls_give_equal_bits_of_the_bias_gradient(
     generator: torch.Generator, device: str
 ) -> None:

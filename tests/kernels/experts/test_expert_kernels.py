@@ -8,7 +8,7 @@ from acmoe.ops.device.settings import Blocks
 from acmoe.ops.experts import ExpertWeights, expert_mlp
 from acmoe.ops.experts.autograd import fused_expert_mlp
 from acmoe.ops.sort import Rows, sort_rows
-from slow_cases import mostly_slow
+from slow_cases import mostly_slow, slow_on_cpu
 
 KERNELS = ("up", "down", "hidden", "down_weight", "up_weight", "input")
 # activation, bias, (tokens, features, hidden units, experts, experts per token)
@@ -270,6 +270,7 @@ def test_a_token_without_an_expert_gets_zeros_and_sends_no_gradient(device):
     assert dgate[2:4].abs().max() == 0
 
 
+@slow_on_cpu
 def test_equal_inputs_give_equal_bits(device):
     layer = Layer("swiglu", True, (24, 32, 24, 4, 2), device)
     first, second = layer.fused(), layer.fused()

@@ -213,7 +213,7 @@ class TestSettling:
         assert self.use(fresh, tokens=300) != self.use(fresh, tokens=512)
         assert len(asked) == 2
 
-    @mostly_slow("text", ["", '{"of": 1, "rows": {}}', "[]", "{}"], keep={0, 1})
+    @mostly_slow("text", ["", '{"of": 1, "rows": {}}', "[]", "{}"], keep={1}, gpu={0})
     def test_a_damaged_file_is_measured_again(self, text, fresh, asked, tmp_path):
         layer = self.use(fresh)
         (path,) = tmp_path.rglob("*.json")

@@ -3,11 +3,11 @@
 N rows, E experts; O, I the two sides of a weight.
 """
 
-import pytest
 import torch
 from test_pipeline_products import assert_sums_of_experts, drawn, plan_of
 
 from acmoe.ops.device.settings import PipelineConfig
+from slow_cases import mostly_slow
 
 # Last blocks of 1 to 63 rows behind none to five full ones; none; and full blocks alone.
 COUNTS, NOBODY = (1, 74, 0, 266, 286, 300, 128, 272, 63, 332), 70
@@ -22,7 +22,7 @@ def test_the_last_rows_of_weight_gradients_are_their_expert_s(device, hopper_lau
     assert_sums_of_experts(dw_EOI, p_NO, q_NI, plan)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
+@mostly_slow("transposed", [False, True], gpu=(1,))
 def test_the_last_rows_of_gathered_weight_gradients_are_their_expert_s(
     transposed, device, hopper_launch
 ):

@@ -3,6 +3,8 @@
 D features, F hidden units, N rows, E experts.
 """
 
+import itertools
+
 import pytest
 import torch
 import triton
@@ -10,6 +12,7 @@ import triton.language as tl
 from test_pipeline_products import assert_near, drawn, each_expert, plan_of
 
 from acmoe.ops.experts.triton.sizes import RowOperand, Sizes
+from slow_cases import mostly_slow
 
 INTERPRETED = 2**-7  # Triton's interpreter truncates to bf16, which loses up to 2^-8
 
@@ -91,9 +94,12 @@ def group(monkeypatch, *, by_expert):
     monkeypatch.setattr(tiles, "BY_EXPERT_WEIGHTS", 0)
 
 
-@pytest.mark.parametrize("persistent", [0, 1])
-@pytest.mark.parametrize("gather", [False, True])
-@pytest.mark.parametrize("by_expert", [False, True])
+@mostly_slow(
+    ("by_expert", "gather", "persistent"),
+    list(itertools.product([False, True], [False, True], [0, 1])),
+    keep={0, 3, 7},  # none of the three, two of them, all
+    gpu=range(8),
+)
 def test_gemms_of_rows_are_their_products(persistent, gather, by_expert, device, monkeypatch):
     from acmoe.ops.device import tuning
     from acmoe.ops.device.settings import Blocks

@@ -30,7 +30,7 @@ from acmoe.errors import UserError
 from acmoe.ops.route.autograd import route_op
 from acmoe.ops.route.op import unsupported
 from acmoe.ops.route.tokens import ScaledTokens
-from slow_cases import mostly_slow
+from slow_cases import mostly_slow, slow_on_cpu
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -379,6 +379,7 @@ def test_an_id_that_is_no_cluster_keeps_the_token(generator: torch.Generator, de
         assert all(torch.equal(one, other) for one, other in zip(result, results[0], strict=True))
 
 
+@slow_on_cpu
 def test_equal_inputs_give_equal_bits(generator: torch.Generator, device: str) -> None:
     case = drawn(generator, device, torch.bfloat16, True)
     runs = []

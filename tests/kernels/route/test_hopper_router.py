@@ -11,6 +11,8 @@ import pytest
 import torch
 from route_cases import fused_route
 
+from slow_cases import mostly_slow
+
 pytest.importorskip("triton.experimental.gluon")
 
 T, D, E, C = 150, 192, 304, 5
@@ -167,7 +169,7 @@ def test_the_embedding_s_gradient_reads_the_tokens_that_the_forward_pass_kept(
         assert ((grad.double() - exact).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize("tokens", [T, 1])
+@mostly_slow("tokens", [T, 1], gpu=(1,))
 def test_the_gradient_of_tokens_is_that_of_float64(
     tokens: int, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator, device: str
 ) -> None:

@@ -24,7 +24,7 @@ from acmoe.ops.statistics.sorted_op import (
     sorted_dispersion_op,
     sorted_scale_op,
 )
-from slow_cases import mostly_slow
+from slow_cases import mostly_slow, slow_on_cpu
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -292,6 +292,7 @@ def test_a_scale_of_one_changes_no_bit_of_results_and_tokens_gradients(
     assert grads[0].any() and torch.equal(*grads)
 
 
+@slow_on_cpu
 def test_equal_inputs_give_equal_bits(generator: torch.Generator, device: str) -> None:
     case = drawn(generator, device, torch.bfloat16)
     order = sorted_by(case["assignment"], C)

@@ -10,6 +10,7 @@ from torch import Tensor
 from acmoe.errors import UserError
 from acmoe.ops.statistics.dispersion import dispersion_and_count
 from acmoe.ops.statistics.dispersion_op import dispersion_op, fused_dispersion
+from slow_cases import mostly_slow
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -35,7 +36,7 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
     return ((found - wanted).abs() / wanted.abs().clamp(min=1e-12)).max().item()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@mostly_slow("dtype", DTYPES, gpu=range(3))
 @pytest.mark.parametrize("measure", ["mad", "variance", "std"])
 def test_the_kernel_is_the_reference(
     measure: str, dtype: torch.dtype, generator: torch.Generator, device: str

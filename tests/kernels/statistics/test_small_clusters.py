@@ -4,6 +4,7 @@ T = 150 tokens of C = 7 clusters, of which one is empty and one has more than ha
 some tokens are in none. D = 70 features: no multiple of a block.
 """
 
+import itertools
 from typing import Any
 
 import pytest
@@ -72,7 +73,7 @@ def test_the_order_is_a_stable_sort(assignment: Tensor) -> None:
     assert torch.equal(begin.long(), count.cumsum(0) - count)
 
 
-@mostly_slow(("rows", "steps"), [(64, 1), (599, 8), (600, 8), (100, 3)], keep={0, 1})
+@mostly_slow(("rows", "steps"), [(64, 1), (599, 8), (600, 8), (100, 3)], keep={1}, gpu={0})
 def test_a_block_of_many_experts_is_sorted_in_steps(
     rows: int,
     steps: int,
@@ -182,8 +183,12 @@ def test_statistics_of_small_clusters_are_the_references(
     torch.testing.assert_close(scale.double(), wanted_scale, rtol=5e-6, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dim", [1024, 1030])  # all features of a program exist, or not
+@mostly_slow(
+    ("dim", "dtype"),  # all features of a program exist, or not
+    list(itertools.product([1024, 1030], [torch.bfloat16, torch.float16])),
+    keep={0, 3},
+    gpu=range(4),
+)
 def test_clusters_end_anywhere_in_a_step_of_eight_tokens(
     dtype: torch.dtype,
     dim: int,

@@ -158,6 +158,7 @@ def test_the_routing_of_every_layer_is_recorded_at_every_validation(whole):
     assert whole["metrics"]["within_share"] == shares[-1]
 
 
+@pytest.mark.slow  # tests/evaluate/test_language_evaluation.py has it for one evaluation
 def test_measuring_the_routing_changes_no_loss(text, tmp_path, whole):
     cell = long_cell(text)
     plain = run_cell(
@@ -295,8 +296,10 @@ def test_the_condition_fade_differs_from_the_papers_in_an_m_that_ends_with_half_
 def test_the_recorded_runs_are_still_cells_of_the_grid():
     found = [json.loads(line) for line in RECORDS.read_text().splitlines()]
     assert {line["digest"] for line in found} >= RECORDED
+    seeds = {line["seed"] for line in found}
+    grids = {seed: STUDIES["long"].cells(NOWHERE, Size(), (seed,), ("enwik8",)) for seed in seeds}
     for line in found:
-        cells = STUDIES["long"].cells(NOWHERE, Size(), (line["seed"],), ("enwik8",))
+        cells = grids[line["seed"]]
         digests = {replace(cell, data=line["data"]).digest for cell in cells}
         assert line["digest"] in digests
 

@@ -56,9 +56,9 @@ def test_the_grid_is_fifty_cells_of_the_recipes_models(materials):
     cells = NANO.grid(materials, SHORT, range(NANO.seeds))
     assert len(cells) == 50  # 5 seeds of 6 routers on text and of 4 on images
     kept = ("lr", "batch", "schedule", "min_lr", "clip", "precision", "weight_decay")
+    recipes = {TEXT_SETTING: recipe("switch-nano"), IMAGE_SETTING: recipe("swin-nano")}
     for cell in cells:
-        name = "switch-nano" if cell.setting == TEXT_SETTING else "swin-nano"
-        own, found = recipe(name), cell.config
+        own, found = recipes[cell.setting], cell.config
         assert replace(found.model, router=own.model.router) == own.model
         assert [getattr(found, key) for key in kept] == [getattr(own, key) for key in kept]
     assert cells[-1].config.augment == recipe("swin-nano").augment
