@@ -229,7 +229,7 @@ def first_choice(scores_TE: Tensor, ids_TK: Tensor | None) -> Tensor:
         return scores_TE.argmax(-1)
     E = scores_TE.shape[-1]
     local_TK = (ids_TK >= 0) & (ids_TK < E)
-    chosen_TE = torch.zeros(len(scores_TE), E + 1, dtype=torch.bool, device=scores_TE.device)
+    chosen_TE = scores_TE.new_zeros((scores_TE.shape[0], E + 1), dtype=torch.bool)
     chosen_TE = chosen_TE.scatter(1, torch.where(local_TK, ids_TK.long(), E), True)[:, :E]
     chosen_TE = chosen_TE | ~local_TK.any(-1, keepdim=True)
     return scores_TE.masked_fill(~chosen_TE, float("-inf")).argmax(-1)
