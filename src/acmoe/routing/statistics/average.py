@@ -120,7 +120,7 @@ class RunningAverage(StepStatistics):
                 "an adaptive layer evaluates with running statistics that no batch has moved: "
                 f"{result}; load a trained checkpoint, or train after model.train(), since calls "
                 "in evaluation mode do not move them (acmoe.fold_statistics(model) moves them by "
-                "hand)",
+                "hand, acmoe.calibrate those of an attached transformers model without training)",
                 logging.WARNING,
             )
 
