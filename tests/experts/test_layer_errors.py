@@ -105,11 +105,18 @@ def fitting(**changes):
     return RoutingState.identity(**({"num_tokens": 6, "num_clusters": 3, "dim": 4} | changes))
 
 
+def jagged():
+    return torch.nested.nested_tensor([torch.zeros(2, 4), torch.zeros(4, 4)], layout=torch.jagged)
+
+
 CALLS = [
     ({"x": torch.zeros(6, 3)}, r"x has shape \(6, 3\); this layer takes \(tokens, 4\)"),
     ({"x": torch.zeros(4)}, r"x has shape \(4,\); this layer takes"),
     ({"x": torch.zeros(6, 4).long()}, r"x has dtype torch.int64; pass floating-point hidden"),
     ({"x": torch.zeros(6, 4).cfloat()}, r"x has dtype torch.complex64; pass floating-point"),
+    ({"x": torch.zeros(6, 4).to(torch.float8_e4m3fn)}, r"x has dtype .*e4m3fn; pass .* 16 bits"),
+    ({"x": torch.zeros(6, 4).to_sparse()}, r"x has layout torch.sparse_coo; pass x.to_dense\(\)"),
+    ({"x": jagged()}, r"x is a nested tensor; pass .*token_mask"),
     ({"token_mask": torch.ones(3, 2) > 0}, r"token_mask has shape \(3, 2\); .* needs \(6,\)"),
     ({"token_mask": torch.ones(6).int()}, r"token_mask has dtype torch.int32; pass a bool"),
     ({"state": fitting(num_tokens=7)}, r"assignment has shape \(7, 1\); 6 tokens .*identity"),

@@ -111,10 +111,11 @@ def test_masks_that_do_not_tell_padding_are_refused_where_it_matters() -> None:
     prefix = measured(statistics="prefix")
     with pytest.raises(UserError, match="pass a 2-D mask"):
         prefix(input_ids=tokens, attention_mask=causal)
-    rows = torch.tensor([[0, 1, 2, 0, 1, 2]]).expand(2, -1)
-    logits(model.eval(), input_ids=tokens, position_ids=rows)
-    with pytest.raises(UserError, match="packed into one row"):
-        prefix(input_ids=tokens, position_ids=rows)
+    for row in ([0, 1, 2, 0, 1, 2], [0, 0, 1, 2, 3, 4]):  # the second: one token, then five
+        packed = torch.tensor([row, row])
+        logits(model.eval(), input_ids=tokens, position_ids=packed)
+        with pytest.raises(UserError, match="packed into one row"):
+            prefix(input_ids=tokens, position_ids=packed)
 
 
 def test_the_first_choice_is_the_best_among_the_chosen_on_this_rank() -> None:
@@ -174,6 +175,14 @@ def test_a_router_that_is_not_called_is_noticed() -> None:
         model.model.layers[1](torch.zeros(1, 3, 32))
     with pytest.raises(UserError, match="outside of its decoder layer"):
         model.model.layers[1].mlp.gate(torch.zeros(3, 32))
+
+
+def test_one_module_in_two_places_is_refused() -> None:
+    model = build("mixtral")
+    model.model.layers[2] = model.model.layers[1]
+    acmoe.attach(model)
+    with pytest.raises(UserError, match=r"layers.1.mlp.gate was called twice .* copy.deepcopy"):
+        model(ids(1, 6))
 
 
 def test_data_parallel_copies_are_refused() -> None:

@@ -21,6 +21,7 @@ from acmoe.hf.families import Jitter
 from acmoe.hf.tape import Tape
 from acmoe.ops.precision import without_autocast
 from acmoe.ops.statistics.dispersion import accumulation_dtype
+from acmoe.ops.statistics.pending import replaying
 from acmoe.routing.adaptive import AdaptiveRouter
 from acmoe.routing.next_state import NextState
 from acmoe.routing.router import Router, blank
@@ -141,6 +142,12 @@ class AdaptivePart(nn.Module):
         """Write the state for the next router to the tape, from the router's input and output."""
         tape = context.tape
         repeated = self.depth in tape.called
+        check(
+            not repeated or torch.compiler.is_compiling() or replaying(),
+            f"{self.name} was called twice in a forward pass: two layers of the model are one "
+            "module, and an adaptive router has one place among the MoE layers; give each layer a "
+            "module of its own, by copy.deepcopy, before acmoe.attach",
+        )
         tape.called.add(self.depth)
         if self.next_state is None:
             return
@@ -229,7 +236,7 @@ def first_choice(scores_TE: Tensor, ids_TK: Tensor | None) -> Tensor:
         return scores_TE.argmax(-1)
     E = scores_TE.shape[-1]
     local_TK = (ids_TK >= 0) & (ids_TK < E)
-    chosen_TE = torch.zeros(len(scores_TE), E + 1, dtype=torch.bool, device=scores_TE.device)
+    chosen_TE = scores_TE.new_zeros((scores_TE.shape[0], E + 1), dtype=torch.bool)
     chosen_TE = chosen_TE.scatter(1, torch.where(local_TK, ids_TK.long(), E), True)[:, :E]
     chosen_TE = chosen_TE | ~local_TK.any(-1, keepdim=True)
     return scores_TE.masked_fill(~chosen_TE, float("-inf")).argmax(-1)

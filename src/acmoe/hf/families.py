@@ -39,7 +39,8 @@ class TupleReader:
         scores_TE = _rows(scores)
         if ids is None or ids.is_floating_point():
             return scores_TE, None
-        return scores_TE, ids.reshape(len(scores_TE), -1)
+        # len() would fix the number of tokens in a graph of torch.export.
+        return scores_TE, ids.reshape(scores_TE.shape[0], -1)
 
 
 def _rows(x: Tensor) -> Tensor:

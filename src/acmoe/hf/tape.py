@@ -157,7 +157,7 @@ def check_not_packed(given: Mapping[str, Any], mask: Any) -> None:
     packed = any(given.get(name) is not None for name in PACKED)
     positions = given.get("position_ids")
     if isinstance(positions, Tensor) and positions.dim() == 2 and not torch.compiler.is_compiling():
-        restarts = positions.diff(dim=-1) < 0
+        restarts = positions.diff(dim=-1) <= 0  # 0, 0, 1: a sequence of one token is the first
         if isinstance(mask, Tensor) and mask.dim() == 2:
             real = mask[:, -positions.shape[1] :].bool()
             restarts = restarts & real[:, :-1] & real[:, 1:]

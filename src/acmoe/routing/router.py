@@ -100,6 +100,8 @@ class Router(Layer):
             )
         if not x.is_floating_point():
             raise UserError(f"x has dtype {x.dtype}; pass floating-point hidden states")
+        if x.is_nested or x.layout != torch.strided or x.element_size() < 2:
+            raise UserError(_not_dense(x))
         if isinstance(state, RoutingState):
             return state
         if state is not None:
@@ -248,6 +250,18 @@ def check_routing(router: Router, routing: object, num_tokens: int) -> None:
         f"{name}.decide returned expert_ids of {routing.expert_ids.dtype}; return whole numbers",
     )
     check_range(routing.expert_ids, 0, E if router.always_k else E + 1, f"{name}: expert_ids")
+
+
+def _not_dense(x: Tensor) -> str:
+    """Return the message for hidden states of a form that no layer computes with."""
+    if x.is_nested:
+        return (
+            "x is a nested tensor; pass x.to_padded_tensor(0.0) and a token_mask that is True for "
+            "its real tokens"
+        )
+    if x.layout != torch.strided:
+        return f"x has layout {x.layout}; pass x.to_dense()"
+    return f"x has dtype {x.dtype}; pass hidden states of 16 bits or more"
 
 
 def need_token_ids(token_ids: Tensor | None, x: Tensor, router: str) -> Tensor:

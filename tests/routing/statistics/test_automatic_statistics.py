@@ -472,6 +472,7 @@ def test_evaluation_with_empty_statistics_says_so_once(logged: pytest.LogCapture
         moe(tokens(0), START)
     assert len(logged.messages) == 1
     assert "no batch has moved" in logged.messages[0]
+    assert "acmoe.calibrate" in logged.messages[0]
 
 
 def test_prefix_statistics_without_an_average_are_not_called_plain(

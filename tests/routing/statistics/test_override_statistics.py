@@ -51,7 +51,7 @@ def test_override_decides_which_statistics_are_used():
     ("changes", "message"),
     [
         ({"eval_statistics": "prefix"}, r"'prefix'.*current.*built for the previous one"),
-        ({"statistics_of": "current"}, r"built for the previous one; build it with that"),
+        ({"statistics_of": "current"}, r"previous one; build it with statistics_of=.current."),
         ({"measure": "mode"}, r"measure='mode' is unknown"),
         ({"mix": 2}, r"mix=2 cannot be overridden; base, mix, scale_experts are fixed"),
         ({"scale_experts": True}, r"scale_experts=True cannot be overridden"),

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from acmoe import AdaptiveConfig, MoE, RoutingState, SMoEConfig, fold_statistics
+from acmoe.routing.statistics import step
 
 
 @pytest.mark.parametrize(
@@ -164,3 +165,14 @@ def test_what_is_written_through_data_of_buffers_is_read_after_eval():
     # s = (1, 3): 1/s = (1, 1/3), mean 2/3, M = (1.5, 0.5).
     found = see(statistics.eval(), x, cluster)
     torch.testing.assert_close(found, torch.tensor([[1.5, 0.5]]))
+
+
+def test_a_copy_that_was_only_evaluated_does_not_wait_for_other_processes(monkeypatch):
+    """An average of the weights on one process of two: a step of the others must not pool it."""
+    monkeypatch.setattr(step, "world_size", lambda: 2)
+    moe = MoE(dim=4, hidden=4, num_experts=2, top_k=1, router="adaptive")
+    statistics = moe.next_state.statistics
+    moe.eval().train()
+    assert not statistics.seen
+    statistics.waiting_buffer("last_count")  # as a training forward does
+    assert statistics.seen

@@ -120,7 +120,7 @@ class RunningAverage(StepStatistics):
                 "an adaptive layer evaluates with running statistics that no batch has moved: "
                 f"{result}; load a trained checkpoint, or train after model.train(), since calls "
                 "in evaluation mode do not move them (acmoe.fold_statistics(model) moves them by "
-                "hand)",
+                "hand, acmoe.calibrate those of an attached transformers model without training)",
                 logging.WARNING,
             )
 
@@ -129,6 +129,8 @@ class RunningAverage(StepStatistics):
 
         After eager ones `warn_if_empty` warns, in the first eager evaluation.
         """
+        if not self.seen:  # to ask for a buffer that waits would make one
+            return
         count = self.waiting_buffer("last_count")
         reads = not {"running", "prefix"}.isdisjoint(self.config.modes)
         unseen = torch.compiler.is_compiling() or count.is_meta or capturing(count)

@@ -51,7 +51,7 @@ def override_statistics(model: nn.Module, **changes: Any) -> Iterator[None]:
                 changed.reads == config.reads,
                 f"{', '.join(f'{key}={value!r}' for key, value in changes.items())} would take "
                 f"statistics of the {changed.reads} layer in a model built "
-                f"for the {config.reads} one; build it with that statistics_of",
+                f"for the {config.reads} one; build it with statistics_of={changed.reads!r}",
             )
             setattr(module, name, changed)
         yield
