@@ -185,6 +185,14 @@ def test_one_module_in_two_places_is_refused() -> None:
         model(ids(1, 6))
 
 
+def test_a_plain_router_may_be_in_two_places() -> None:
+    model = build("mixtral")
+    model.model.layers[1] = model.model.layers[0]
+    plain = logits(model, input_ids=ids())
+    acmoe.attach(model, skip=2)  # of three routers the last is adaptive, and reads from the second
+    assert torch.equal(logits(model, input_ids=ids()), plain)
+
+
 def test_data_parallel_copies_are_refused() -> None:
     model = measured()
     model.model._is_replica = True  # as nn.parallel.replicate marks its copies
