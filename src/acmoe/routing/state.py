@@ -175,7 +175,8 @@ def _is_size(value: Any) -> bool:
     """
     if isinstance(value, Tensor):
         inexact = value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
-        return value.dim() == 0 and not inexact and (torch.jit.is_tracing() or bool(value >= 0))
+        tracing = torch._C._get_tracing_state() is not None
+        return value.dim() == 0 and not inexact and (tracing or bool(value >= 0))
     whole = type(value) is int or isinstance(value, Integral | torch.SymInt)
     return whole and bool(value >= 0)
 
