@@ -216,12 +216,12 @@ class AdaptivePart(nn.Module):
         """Raise a UserError if the model called the router again, and not gradient checkpointing.
 
         Checkpointing repeats a layer in a backward, or when saved tensors are read after the pass.
-        Compiled code cannot tell the two apart. A plain router that tells the next one nothing may
-        be called any number of times.
+        Either may come before the pass has ended only in eager code. A plain router that tells the
+        next one nothing may be called any number of times.
         """
         adapts = self.reader is not None or self.next_state is not None
         check(
-            not adapts or tape.ended or torch.compiler.is_compiling() or replaying(),
+            not adapts or tape.ended or (not torch.compiler.is_compiling() and replaying()),
             f"{self.name} was called twice in a forward pass: two layers of the model are one "
             "module, and an adaptive router has one place among the MoE layers; give each layer a "
             "module of its own, by copy.deepcopy, before acmoe.attach",
