@@ -185,6 +185,25 @@ def test_one_module_in_two_places_is_refused() -> None:
         model(ids(1, 6))
 
 
+@pytest.mark.slow
+def test_one_module_in_two_places_is_refused_in_compiled_code_too() -> None:
+    model = build("mixtral")
+    model.model.layers = nn.ModuleList([model.model.layers[0]] * 2 + [model.model.layers[1]])
+    model.config.num_hidden_layers = 3
+    acmoe.attach(model)
+    torch.compiler.reset()
+    with pytest.raises(UserError, match=r"layers.0.mlp.gate was called twice"):
+        logits(torch.compile(model, backend="eager"), input_ids=ids(1, 6))
+
+
+def test_a_plain_router_may_be_in_two_places() -> None:
+    model = build("mixtral")
+    model.model.layers[1] = model.model.layers[0]
+    plain = logits(model, input_ids=ids())
+    acmoe.attach(model, skip=2)  # of three routers the last is adaptive, and reads from the second
+    assert torch.equal(logits(model, input_ids=ids()), plain)
+
+
 def test_data_parallel_copies_are_refused() -> None:
     model = measured()
     model.model._is_replica = True  # as nn.parallel.replicate marks its copies

@@ -53,6 +53,17 @@ def test_checkpointing_gives_the_same_gradients_and_counts_once(mode: str, reent
     torch.testing.assert_close(again, pending, atol=0, rtol=0)
 
 
+def test_saved_tensors_of_checkpoints_may_be_read_after_the_pass() -> None:
+    """Tools that draw the graph of autograd do so: it repeats a layer, outside of any backward."""
+    model = acmoe.attach(build("mixtral"), AdaptiveConfig(statistics="running")).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    nodes = [model(ids(2, 8), labels=ids(2, 8), use_cache=False).loss.grad_fn]
+    for node in nodes:  # grows
+        nodes += [one for one, _ in node.next_functions if one is not None and one not in nodes]
+    names = [(node, name) for node in nodes for name in dir(node) if name.startswith("_saved_")]
+    assert len([getattr(node, name) for node, name in names]) > 100
+
+
 def test_a_router_whose_scores_are_computed_from_its_output_is_checkpointed() -> None:
     """Gemma 4 gives probabilities, whose logarithms are read: this must save no tensor."""
     model = measured("gemma4").train()

@@ -3,10 +3,13 @@
 T tokens, E experts, J clusters per token.
 """
 
+import re
+
+import numpy as np
 import pytest
 import torch
 
-from acmoe import AdaptiveConfig, RoutingState, UserError
+from acmoe import AdaptiveConfig, RoutingState, UserError, build_router
 from acmoe.routing.state import check_state, clusters_of
 
 
@@ -63,11 +66,27 @@ def test_the_identity_holds_every_token_in_no_cluster_under_scale_one():
 
 
 @pytest.mark.parametrize("name", ["num_tokens", "num_clusters", "dim"])
-@pytest.mark.parametrize("size", [-1, 2.0, None, "4"])
+@pytest.mark.parametrize("size", [-1, 2.0, None, "4", torch.tensor(-1), torch.tensor(2.0)])
 def test_a_size_of_the_identity_that_is_no_count_is_named(name, size):
     sizes = {"num_tokens": 4, "num_clusters": 3, "dim": 2, name: size}
-    with pytest.raises(UserError, match=f"^{name}={size!r}; it must be a whole number, 0 or more"):
+    message = re.escape(f"{name}={size!r}; it must be a whole number, 0 or more")
+    with pytest.raises(UserError, match=f"^{message}"):
         RoutingState.identity(**sizes)
+
+
+def test_sizes_may_be_numbers_of_numpy_and_torch():
+    for size in (np.int64(4), torch.tensor(4)):
+        state = RoutingState.identity(num_tokens=size, num_clusters=size, dim=size)
+        assert state.assignment.shape == (4, 1) and state.scale.shape == (4, 4)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated, and warns of what it fixes
+def test_a_router_is_traced_by_torch_jit_which_makes_sizes_tensors():
+    router = build_router("adaptive", dim=2, num_experts=3, top_k=1).eval()
+    router.requires_grad_(False)
+    traced = torch.jit.trace(lambda x: router(x).affinity, torch.randn(4, 2), check_trace=False)
+    x = torch.randn(4, 2)
+    torch.testing.assert_close(traced(x), router(x).affinity)
 
 
 @pytest.mark.parametrize(

@@ -142,12 +142,8 @@ class AdaptivePart(nn.Module):
         """Write the state for the next router to the tape, from the router's input and output."""
         tape = context.tape
         repeated = self.depth in tape.called
-        check(
-            not repeated or torch.compiler.is_compiling() or replaying(),
-            f"{self.name} was called twice in a forward pass: two layers of the model are one "
-            "module, and an adaptive router has one place among the MoE layers; give each layer a "
-            "module of its own, by copy.deepcopy, before acmoe.attach",
-        )
+        if repeated:
+            self._check_repetition(tape)
         tape.called.add(self.depth)
         if self.next_state is None:
             return
@@ -215,6 +211,21 @@ class AdaptivePart(nn.Module):
             f"call has {B}; begin with an empty cache",
         )
         return slot
+
+    def _check_repetition(self, tape: Tape) -> None:
+        """Raise a UserError if the model called the router again, and not gradient checkpointing.
+
+        Checkpointing repeats a layer in a backward, or when saved tensors are read after the pass.
+        Either may come before the pass has ended only in eager code. A plain router that tells the
+        next one nothing may be called any number of times.
+        """
+        adapts = self.reader is not None or self.next_state is not None
+        check(
+            not adapts or tape.ended or (not torch.compiler.is_compiling() and replaying()),
+            f"{self.name} was called twice in a forward pass: two layers of the model are one "
+            "module, and an adaptive router has one place among the MoE layers; give each layer a "
+            "module of its own, by copy.deepcopy, before acmoe.attach",
+        )
 
     def _check_gradient(self, config: AdaptiveConfig, tape: Tape) -> None:
         """Raise a UserError if reentrant checkpointing would drop the gradient of the scale."""

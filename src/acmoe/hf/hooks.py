@@ -87,7 +87,7 @@ class BeforeStack:
 
 
 class AfterStack:
-    """Raises if a router was not called, and keeps new decode slots in the returned cache."""
+    """Ends the tape, raises if a router was not called, keeps new decode slots in the cache."""
 
     def __init__(self, name: str, parts: tuple[AdaptivePart, ...]) -> None:
         self.name = name
@@ -97,6 +97,7 @@ class AfterStack:
         self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         tape = kwargs[KEY]
+        tape.ended = True
         missing = [part.name for part in self.parts if part.depth not in tape.called]
         if missing:
             raise UserError(

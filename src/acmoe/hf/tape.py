@@ -36,6 +36,7 @@ class Tape:
     called: set[int] = field(default_factory=set)  # depths of the routers called so far
     states: dict[int, RoutingState] = field(default_factory=dict)  # of each for the next
     new_slots: dict[int, StatisticsSlot] = field(default_factory=dict)
+    ended: bool = False  # the stack has returned: further calls are repetitions
 
     def slot(self, depth: int) -> StatisticsSlot | None:
         """Return the decode slot of a router; None if the cache of the call has none yet."""

@@ -169,7 +169,14 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_size(value: Any) -> bool:
-    """Return True for whole numbers from 0 on, also those of numpy and symbolic ones of torch."""
+    """Return True for whole numbers from 0 on, also those of numpy and torch.
+
+    `torch.jit.trace` makes sizes tensors, and warns where their values are read.
+    """
+    if isinstance(value, Tensor):
+        inexact = value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
+        tracing = torch._C._get_tracing_state() is not None
+        return value.dim() == 0 and not inexact and (tracing or bool(value >= 0))
     whole = type(value) is int or isinstance(value, Integral | torch.SymInt)
     return whole and bool(value >= 0)
 
