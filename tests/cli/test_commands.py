@@ -163,6 +163,7 @@ def test_preparing_twice_does_the_work_once(capsys, tmp_path):
 def test_data_that_replaces_other_data_says_so(capsys, tmp_path):
     (tmp_path / "text").write_text("a line of text\n" * 20)
     prepare = ("data", "prepare", "bytes", "--from", str(tmp_path / "text"))
+    (tmp_path / "data" / "bytes").mkdir(parents=True)  # an empty folder is no data
     for more, replaced in (((), False), ((), False), (("--limit", "100"), True)):
         code, out, _ = call(capsys, *prepare, "--root", str(tmp_path / "data"), *more)
         assert code == 0
