@@ -39,7 +39,10 @@ def test_no_arguments_show_the_help(capsys):
         (("report", "runs/\udcff"), "'runs/\\udcff' is no UTF-8 text; rename the file or folder"),
         (("data", "list", "--root", "\udcff"), "'\\udcff' is no UTF-8 text; rename the file"),
         (("evaluate", "x", "--batch", "1", "--batch=2"), "--batch is given twice; give it once,"),
-        (("report", "x", "-o", "a", "-o", "b"), "-o is given twice; give it once, with all its"),
+        (("report", "x", "-o", "a", "-o", "b"), "--out is given twice; give it once, with all"),
+        (("report", "x", "-oa", "--out=b"), "--out is given twice; give it once, with all its"),
+        (("analyze", "x", "--tokens", "1", "--max-tokens", "2"), "--tokens is given twice; give"),
+        (("data", "prepare", "words", "--from", "a", "--from", "b"), "--from is given twice; give"),
         (("bench", "layer", "--shapes", "tiny", "--shapes", "nano"), "--shapes is given twice"),
         (("generate", "x", "--prompt", "a", "--top-k", "1", "--top_k", "2"), "--top-k is given"),
         (("theory", "--sed", "1"), "--seed"),
@@ -89,6 +92,21 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, tmp_path, ar
     assert err.count("\n") == 1
     assert says in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("generate", "--prompt", "a", "--", "--prompt"), "--prompt is no run"),
+        (("generate", "x", "--prompt", "a", "--temperature", "-inf", "--top-p", "-inf"), "x is no"),
+    ],
+    ids=["after a lone --", "two equal values"],
+)
+def test_what_only_looks_like_an_option_may_be_repeated(
+    capsys, monkeypatch, tmp_path, arguments, says
+):
+    monkeypatch.chdir(tmp_path)
+    assert says in call(capsys, *arguments)[2]
 
 
 def test_nothing_is_written_by_a_mistake(capsys, monkeypatch, tmp_path):
@@ -145,6 +163,7 @@ def test_preparing_twice_does_the_work_once(capsys, tmp_path):
 def test_data_that_replaces_other_data_says_so(capsys, tmp_path):
     (tmp_path / "text").write_text("a line of text\n" * 20)
     prepare = ("data", "prepare", "bytes", "--from", str(tmp_path / "text"))
+    (tmp_path / "data" / "bytes").mkdir(parents=True)  # an empty folder is no data
     for more, replaced in (((), False), ((), False), (("--limit", "100"), True)):
         code, out, _ = call(capsys, *prepare, "--root", str(tmp_path / "data"), *more)
         assert code == 0

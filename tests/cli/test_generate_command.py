@@ -114,3 +114,8 @@ def test_progress_is_told_where_the_text_is_not_seen(
 def test_a_number_of_tokens_is_named_by_its_option(run: Path, capsys: Capture) -> None:
     assert acmoe("generate", run, "--prompt", "a", "--tokens", 0) == 2
     assert capsys.readouterr().err == "acmoe: --tokens 0; it must be at least 1\n"
+
+
+def test_a_refused_option_prints_no_text(run: Path, capsys: Capture) -> None:
+    assert acmoe("generate", run, "--prompt", "a", "--top-p", 5) == 2
+    assert capsys.readouterr() == ("", "acmoe: top_p=5.0; it must lie in (0, 1]\n")

@@ -83,7 +83,7 @@ class Prepare:
             f"{self.name} needs {needed}; name it with --from",
         )
         out = self.root / self.name
-        before = out.exists()
+        before = out.is_dir() and any(out.iterdir())
         console = Console(stderr=True)
         config = PrepareConfig(
             min_count=self.min_count,

@@ -118,7 +118,8 @@ class GeneratedText:
         self._due = time.monotonic()
         visible = shown and sys.stdout.isatty()
         self._progress = silent if visible else ProgressLines(Console(stderr=True))
-        self._show(prompt + ("" if vocabulary.kind == "bytes" else " "))
+        # The prompt is printed with the first token, so that a refused option prints no text.
+        self._before = prompt + ("" if vocabulary.kind == "bytes" else " ")
 
     def add(self, token_1: Tensor) -> None:
         """Take the next token."""
@@ -148,8 +149,9 @@ class GeneratedText:
 
     def _show(self, text: str) -> None:
         if self.shown:
-            sys.stdout.write(text)
+            sys.stdout.write(self._before + text)
             sys.stdout.flush()
+            self._before = ""
 
 
 def unknown_parts(prompt: str, vocabulary: "Vocabulary") -> list[str]:

@@ -6,8 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from functools import reduce
+from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, Protocol, cast
+from typing import Annotated, Any, Protocol, cast, get_type_hints
 
 import tyro
 
@@ -36,7 +37,7 @@ def parse(commands: dict[str, type[Command]], arguments: Sequence[str]) -> Comma
     if name in commands:
         # Only this command is parsed, so that a mistake in its options names no other command.
         found = _parse(commands[name], rest, prog=f"acmoe {name}", advice=ADVICE.get(name, ""))
-        _check_given_once(rest)
+        _check_given_once(found, rest)
         _check_values(found)
         return cast(Command, found)
     check(name.startswith("-"), f"command {name!r} is unknown; {suggest(name, commands, most=2)}")
@@ -72,16 +73,33 @@ def _parse(
         raise
 
 
-def _check_given_once(arguments: Sequence[str]) -> None:
+def _check_given_once(command: object, arguments: Sequence[str]) -> None:
     """Check that no option is repeated: all but its last values would be dropped unnoticed."""
-    options = [one.split("=", 1)[0].replace("_", "-") for one in arguments if _is_option(one)]
+    aliases = _aliases(command)
+    before = takewhile(lambda one: one != "--", arguments)  # no option follows `--`
+    spelled = [_spelling(one) for one in before]
+    # Any other argument with one dash is a value, such as -1 and -inf.
+    options = [aliases.get(one, one) for one in spelled if one[:2] == "--" or one in aliases]
     twice = next((one for one in options if options.count(one) > 1), None)
     check(twice is None, f"{twice} is given twice; give it once, with all its values")
 
 
-def _is_option(argument: str) -> bool:
-    """Return True for the name of an option; a negative number, and a lone dash, are values."""
-    return bool(re.match("--?[A-Za-z]", argument))
+def _spelling(argument: str) -> str:
+    """Return the name of an option without its value: --top-k of --top_k=3, -o of -oFILE."""
+    long = argument.startswith("--")
+    return argument.split("=", 1)[0].replace("_", "-") if long else argument[:2]
+
+
+def _aliases(command: object) -> dict[str, str]:
+    """Return the options that have other names too, by these, such as --out by -o."""
+    subcommands = [value for value in vars(command).values() if is_dataclass(value)]
+    return {
+        alias: "--" + field.replace("_", "-")
+        for one in (command, *subcommands)
+        for field, hint in get_type_hints(type(one), include_extras=True).items()
+        for note in getattr(hint, "__metadata__", ())
+        for alias in getattr(note, "aliases", None) or ()
+    }
 
 
 def _check_values(command: object) -> None:
