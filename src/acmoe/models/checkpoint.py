@@ -153,7 +153,8 @@ def _read_shards(weights: Path, document: Mapping[str, Any]) -> dict[str, Tensor
 def _check_digest(weights: Path, digest: str, document: Mapping[str, Any]) -> None:
     check(
         digest == document["sha256"],
-        f"{weights} is damaged: its checksum is not the one in config.json; save the model again",
+        f"{weights} is damaged: its checksum is not the one in config.json; save the model again, "
+        "or restore a copy",
     )
 
 
@@ -161,7 +162,7 @@ def _read_document(folder: Path) -> dict[str, Any]:
     """Read and check config.json."""
     file = folder / "config.json"
     check(file.is_file(), f"{folder} holds no model: {file} is missing; give a folder save() wrote")
-    document = read_sealed(file, fix="save the model again")
+    document = read_sealed(file, fix="save the model again, or restore a copy")
     check(
         document.get("format") in READ,
         f"{file} has format {document.get('format')!r} (written by acmoe "
@@ -170,7 +171,8 @@ def _read_document(folder: Path) -> dict[str, Any]:
     for key, kind in (("weights", str), ("sha256", str), ("family", str), ("model", dict)):
         check(
             isinstance(document.get(key), kind),
-            f"{file} lacks {key!r} or holds something else there; save the model again",
+            f"{file} lacks {key!r} or holds something else there; save the model again, or restore "
+            "a copy",
         )
     check(
         document["family"] in FAMILIES,

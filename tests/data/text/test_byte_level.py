@@ -58,7 +58,7 @@ def test_a_folder_stands_for_its_enwik8_or_its_only_file(tmp_path: Path) -> None
     (tmp_path / "mine").write_bytes(b"x")
     assert find_byte_file(tmp_path) == find_byte_file(tmp_path / "mine") == tmp_path / "mine"
     (tmp_path / "other").write_bytes(b"x")
-    with pytest.raises(UserError, match="holds 2 files and none is called enwik8"):
+    with pytest.raises(UserError, match="holds 2 files, none of them called enwik8"):
         find_byte_file(tmp_path)
     (tmp_path / "enwik8.xz").write_bytes(b"x")
     assert find_byte_file(tmp_path).name == "enwik8.xz"

@@ -97,7 +97,7 @@ def test_a_folder_that_is_not_empty_is_left_alone(run, tmp_path, capsys):
 
 @pytest.mark.parametrize("size", ["silly", "GB", "-1GB", "5"])
 def test_a_size_of_shards_that_cannot_be_read_is_refused(run, tmp_path, size):
-    with pytest.raises(UserError, match=f"max_shard_size='{size}'; give a number with KB, MB"):
+    with pytest.raises(UserError, match=f"--shard-size.* is '{size}'; give a number with KB, MB"):
         export_run(run[0], tmp_path / "new", max_shard_size=size)
     assert not (tmp_path / "new").exists()
 

@@ -31,7 +31,7 @@ def find_byte_file(source: Path) -> Path:
     files = sorted(path for path in source.iterdir() if path.is_file())
     check(
         len(files) == 1,
-        f"{source} holds {len(files)} files and none is called enwik8; name the file to use",
+        f"{source} holds {len(files)} files, none of them called enwik8; give the path of one file",
     )
     return files[0]
 

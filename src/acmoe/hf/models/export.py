@@ -49,7 +49,8 @@ def export_run(
     run, folder = Path(run), Path(folder)
     check(
         re.fullmatch(r"\d+(\.\d+)? *[KMGT]B", str(max_shard_size), re.IGNORECASE) is not None,
-        f"max_shard_size={max_shard_size!r}; give a number with KB, MB, GB or TB, such as 5GB",
+        f"the largest file (max_shard_size, --shard-size) is {max_shard_size!r}; give a number "
+        "with KB, MB, GB or TB, such as 5GB",
     )
     check_empty(folder)
     source = open_source(run, which, ema)

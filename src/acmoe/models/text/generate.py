@@ -61,6 +61,8 @@ def generate(
         generator: used instead of a seed, on the model's device.
         on_token: called in each step with the (B,) new tokens, so that a caller can show them
             before all are there.
+
+    Logits of NaN or infinity after the prompt raise a NonFiniteError.
     """
     check(seed is None or generator is None, "seed and generator are both given; give one of them")
     if seed is not None:
