@@ -5,7 +5,7 @@ import torch
 from torch.func import functional_call, grad, jacrev, jvp, stack_module_state, vmap
 
 import acmoe
-from acmoe import AdaptiveConfig, MoE, RoutingState, SoftConfig, SoftMoE
+from acmoe import AdaptiveConfig, MoE, RoutingState, SoftConfig, SoftMoE, UserError
 from acmoe.ops.cross_entropy.op import chunked_cross_entropy
 from acmoe.ops.dispatch import transforming
 
@@ -254,3 +254,45 @@ def test_an_ensemble_of_layers_reads_the_statistics_of_each(generator):
         torch.testing.assert_close(y[index], own)
         torch.testing.assert_close(scale[index], state.scale)
     assert not torch.equal(scale[0], scale[1])
+
+
+@pytest.mark.parametrize("name", ["batch", "running", "sequence", "prefix", "soft"])
+def test_a_transform_of_a_layer_in_training_names_the_fix_and_records_nothing(name, generator):
+    moe, x = layer_of(name).train(), tokens(generator)
+    state = state_of(moe, 1)
+    before = {key: value.clone() for key, value in moe.named_buffers()}
+    with pytest.raises(UserError, match=r"call layer\.eval\(\), or give the buffers"):
+        vmap(lambda x_LD: moe(x_LD[None], state)[0])(x)
+    with pytest.raises(UserError, match=r"call layer\.eval\(\), or give the buffers"):
+        grad(lambda x_LD: moe(x_LD[None], state)[0].sum())(x[0])
+    for key, value in moe.named_buffers():
+        assert torch.equal(value, before[key]), key
+    moe.eval()
+    assert vmap(lambda x_LD: moe(x_LD[None], state)[0])(x).shape == (B, 1, L, D)
+
+
+@pytest.mark.parametrize("router", ["metric", acmoe.SMoEConfig(bias_balancing=0.1)])
+def test_routers_with_statistics_of_their_own_name_the_same_fix(router, generator):
+    moe = MoE(dim=D, hidden=6, num_experts=E, top_k=2, router=router).double()
+    with pytest.raises(UserError, match=r"call layer\.eval\(\), or give the buffers"):
+        vmap(lambda x_LD: moe(x_LD)[0])(tokens(generator))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's, of lerp_
+@pytest.mark.parametrize("name", ["batch", "running"])
+def test_an_ensemble_in_training_records_the_statistics_of_each(name, generator):
+    layers = [layer_of(name).train() for _ in range(2)]
+    x, state = tokens(generator), state_of(layers[0], 1)
+    parameters, buffers = stack_module_state(layers)
+
+    def call(values, x_LD):
+        return functional_call(layers[0], values, (x_LD[None], state))[0]
+
+    found = vmap(call)((parameters, buffers), x)
+    for index, moe in enumerate(layers):
+        torch.testing.assert_close(found[index], moe(x[index][None], state)[0])
+        for key, value in moe.named_buffers():
+            torch.testing.assert_close(buffers[key][index], value)
+    counts = [value for key, value in buffers.items() if key.endswith("last_count")]
+    assert len(counts) == 1
+    assert counts[0].any()

@@ -66,7 +66,7 @@ def test_the_identity_holds_every_token_in_no_cluster_under_scale_one():
 
 
 @pytest.mark.parametrize("name", ["num_tokens", "num_clusters", "dim"])
-@pytest.mark.parametrize("size", [-1, 2.0, None, "4", torch.tensor(-1), torch.tensor(2.0)])
+@pytest.mark.parametrize("size", [-1, 2.0, True, None, "4", torch.tensor(-1), torch.tensor(2.0)])
 def test_a_size_of_the_identity_that_is_no_count_is_named(name, size):
     sizes = {"num_tokens": 4, "num_clusters": 3, "dim": 2, name: size}
     message = re.escape(f"{name}={size!r}; it must be a whole number, 0 or more")
@@ -109,7 +109,7 @@ def test_a_state_that_does_not_fit_is_refused(changes, message):
             check_state(RoutingState.identity(**(size | changes)), x, 1, 4, AdaptiveConfig())
 
 
-@pytest.mark.parametrize("mix", [0, -1, 1.5, None])
+@pytest.mark.parametrize("mix", [0, -1, 1.5, True, None])
 def test_a_token_belongs_to_one_cluster_or_more(mix):
     with pytest.raises(UserError, match=f"^mix={mix}; it must be a whole number of clusters, 1 or"):
         RoutingState.identity(num_tokens=6, num_clusters=4, dim=2, mix=mix)

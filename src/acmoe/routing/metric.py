@@ -30,7 +30,7 @@ from acmoe.ops.route import Route, ScaledTokens
 from acmoe.ops.route.reference import choose
 from acmoe.ops.statistics.cluster_mean import cluster_mean
 from acmoe.ops.statistics.over_ranks import world_size
-from acmoe.ops.statistics.pending import record_batch
+from acmoe.ops.statistics.pending import record_batch, write
 from acmoe.ops.statistics.running import update_average
 from acmoe.routing.router import flat, flat_mask
 from acmoe.routing.state import Routing, first_choice
@@ -82,7 +82,8 @@ class ExpertMoments(StepStatistics):
             return
         mean_1D, _ = cluster_mean(x_TD, torch.zeros_like(first_T), 1, token_mask_T)
         unset = (self.weight.sum() == 0) & (self.origin == 0).all()
-        self.origin.copy_(torch.where(unset, mean_1D[0].to(self.origin.dtype), self.origin))
+        origin_D = torch.where(unset, mean_1D[0].to(self.origin.dtype), self.origin)
+        write(self.origin.copy_, origin_D)
 
     @torch.no_grad()
     def update(self) -> None:

@@ -165,7 +165,8 @@ def first_choice(routing: Routing) -> Tensor:
 
 def _is_count(value: Any) -> bool:
     """Return True for whole numbers from 1 on, also those of numpy."""
-    return (type(value) is int or isinstance(value, Integral)) and int(value) >= 1
+    whole = type(value) is int or isinstance(value, Integral)
+    return whole and not isinstance(value, bool) and int(value) >= 1
 
 
 def _is_size(value: Any) -> bool:
@@ -178,7 +179,7 @@ def _is_size(value: Any) -> bool:
         tracing = torch._C._get_tracing_state() is not None
         return value.dim() == 0 and not inexact and (tracing or bool(value >= 0))
     whole = type(value) is int or isinstance(value, Integral | torch.SymInt)
-    return whole and bool(value >= 0)
+    return whole and not isinstance(value, bool) and bool(value >= 0)
 
 
 def check_mix(mix: int, num_clusters: int) -> None:

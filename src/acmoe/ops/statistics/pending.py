@@ -9,11 +9,15 @@ compiled block may run once in a forward and once more in the backward of a chec
 C clusters, X statistics of each.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from acmoe.errors import UserError
 from acmoe.ops.device_support import triton_unsupported
-from acmoe.ops.dispatch import op
+from acmoe.ops.dispatch import op, transforming
 from acmoe.ops.statistics import cpu
 
 
@@ -28,6 +32,24 @@ def replaying() -> bool:
 def _traced(*tensors: Tensor) -> bool:
     """Return True if a custom op is needed: for `torch.compile`, and for fake tensors."""
     return torch.compiler.is_compiling() or any(type(one) is not Tensor for one in tensors)
+
+
+def write(into: Callable[..., Any], *arguments: Any) -> None:
+    """Call `into(*arguments)`, which writes statistics in place, and name the fix of transforms.
+
+    `torch.func` lets a function write only what it was given: buffers of a module that a transform
+    gets as arguments work (an ensemble), those that it finds in the module do not.
+    """
+    try:
+        into(*arguments)
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or not transforming():
+            raise
+        raise UserError(
+            "a layer in training mode records statistics in its buffers, which vmap, grad and "
+            "other transforms of torch.func cannot write; call layer.eval(), or give the buffers "
+            "to the transform (torch.func.stack_module_state, functional_call)"
+        ) from error
 
 
 def capturing(x: Tensor) -> bool:
@@ -103,7 +125,7 @@ def record_batch(
     if _traced(mean_CX, new_CX):
         record_batch_op(*arguments)
     elif not replaying():
-        add_batch(*arguments)
+        write(add_batch, *arguments)
 
 
 @torch.library.custom_op("acmoe::record_batch", mutates_args=("mean", "count"))
@@ -124,7 +146,7 @@ def record_count(count_C: Tensor, new_C: Tensor) -> None:
     if _traced(count_C, new_C):
         record_count_op(count_C, new_C.detach())
     elif not replaying():
-        count_C.add_(new_C.detach())
+        write(count_C.add_, new_C.detach())
 
 
 @torch.library.custom_op("acmoe::record_count", mutates_args=("count",))

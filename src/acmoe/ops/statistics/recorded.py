@@ -16,14 +16,14 @@ from torch import Tensor
 
 from acmoe.ops.checks import check_tokens
 from acmoe.ops.device_support import interpreting
-from acmoe.ops.dispatch import eager
+from acmoe.ops.dispatch import eager, transforming
 from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.sort.order import TokenOrder
 from acmoe.ops.statistics import cpu, scale_op, sorted_op
 from acmoe.ops.statistics.dispersion_op import as_sets, check_clusters
 from acmoe.ops.statistics.op import measure_dispersion, measure_scale
 from acmoe.ops.statistics.pending import record_batch, replaying
-from acmoe.ops.statistics.scale import ScaleOptions
+from acmoe.ops.statistics.scale import ScaleOptions, scale_of
 from acmoe.ops.taped import taped
 
 LEAST = 2  # tokens of a cluster; a single one has dispersion 0, which carries no information
@@ -57,8 +57,11 @@ def record_dispersion(
     if _added_on_cpu(waiting) and measure_dispersion.select(*given, **named).name == "cpu":
         cpu.measured_dispersion(*given, measure=measure, add_to=(*waiting, LEAST))
         return
-    batch = torch.empty_like(waiting[0]), torch.empty_like(waiting[1])
-    measure_dispersion(*given, **named, out=batch)
+    if transforming():  # under vmap, results may have a batch that this memory lacks
+        batch = measure_dispersion(*given, **named)
+    else:
+        batch = torch.empty_like(waiting[0]), torch.empty_like(waiting[1])
+        measure_dispersion(*given, **named, out=batch)
     record_batch(*waiting, *batch, least=LEAST)
 
 
@@ -88,6 +91,10 @@ def record_scale(
     named: dict[str, Any] = {"measure": measure, "token_mask": _flat(token_mask), "order": order}
     if _added_on_cpu(waiting) and measure_scale.select(*given, **named).name == "cpu":
         return cpu.measured_scale(*given, measure=measure, add_to=(*waiting, LEAST))
+    if waiting is not None and transforming():
+        found = measure_dispersion(*given[:-1], **named)
+        record_batch(*waiting, *found, least=LEAST)
+        return scale_of(*found, options)
     batch = waiting and (torch.empty_like(waiting[0]), torch.empty_like(waiting[1]))
     scale = measure_scale(*given, **named, out=batch)
     if waiting is not None and batch is not None:
