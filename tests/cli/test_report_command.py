@@ -51,7 +51,7 @@ def test_the_file_may_be_named_and_its_folder_made(
         ((".",), "is no run"),
         (("{run}", "--tokens", "2"), "--tokens 2"),
         (("{run}", "--port", "80"), "--port 80 is for --serve"),
-        (("{run}", "--serve", "-o", "x.html"), "--out x.html with --serve"),
+        (("{run}", "--serve", "-o", "x.html"), "which writes no file; leave one of them out"),
         (("{run}", "--serve", "--port", "99999"), "--port 99999 is no port"),
         (("{run}", "--device", "gpu"), "device='gpu'"),
         (("{run}", "--out", "."), "--out . is a folder; name a file in it"),
@@ -95,7 +95,8 @@ def test_serving_ends_cleanly_on_ctrl_c(run: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as it:
         assert it.stdout is not None and it.stderr is not None
         first = it.stdout.readline()
-        assert first.startswith("http://127.0.0.1:") and "ctrl-C ends it" in first
+        assert first.startswith("http://127.0.0.1:")
+        assert first.endswith("/ shows 1 run; ctrl-C ends it\n")
         os.kill(it.pid, signal.SIGINT)
         assert it.wait(timeout=30) == 0
         assert it.stdout.read() == "\nstopped\n"

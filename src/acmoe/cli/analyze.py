@@ -52,7 +52,8 @@ class Analyze:
     contaminate: float | None = None
     """Text: also route a copy with this fraction of its words or bytes replaced."""
     attack: Literal["fgsm", "pgd", "spsa"] | None = None
-    """Images: also route images under this attack."""
+    """Images: also route images under this attack. spsa scores each image 5,120 times, which takes
+    minutes on a CPU; a smaller --images shortens it."""
     eps: str | None = None
     """Radius of the attack as a fraction of the pixel range, such as 2/255; 1/255 if not given."""
     batch: int | None = None

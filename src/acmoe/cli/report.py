@@ -38,7 +38,10 @@ class Report:
         check(self.tokens >= 8, f"--tokens {self.tokens} shows nothing; give at least 8")
         check_device(self.device)
         if self.serve:
-            check(self.out is None, f"--out {self.out} with --serve, which writes nothing")
+            check(
+                self.out is None,
+                f"--out {self.out} with --serve, which writes no file; leave one of them out",
+            )
             return self._serve()
         check(self.port is None, f"--port {self.port} is for --serve; leave it out, or add --serve")
         return self._write()
@@ -68,7 +71,9 @@ class Report:
         report = LiveReport(self.folders, RoutingReader(tokens=self.tokens, device=self.device))
         with ReportServer(report, PORT if self.port is None else self.port) as server:
             try:
-                print(f"{server.url} shows {len(report.folders)} runs; ctrl-C ends it", flush=True)
+                count = len(report.folders)
+                runs = "1 run" if count == 1 else f"{count} runs"
+                print(f"{server.url} shows {runs}; ctrl-C ends it", flush=True)
                 server.serve_forever()
             except KeyboardInterrupt:
                 print("\nstopped")

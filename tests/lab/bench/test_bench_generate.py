@@ -47,6 +47,20 @@ def test_names_are_checked() -> None:
             GenerateBenchConfig(**wrong)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        ({"prompt": 0}, "prompt=0; it must be at least 1"),
+        ({"repeat": 0}, "repeat=0; it must be at least 1"),
+        ({"batches": (1, 0)}, "batches=0; each must be at least 1"),
+        ({"tokens": 1}, "tokens=1; half of them are timed against all: give at least 2"),
+    ],
+)
+def test_a_count_that_is_too_small_is_named(wrong: dict[str, object], complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        GenerateBenchConfig(**wrong)
+
+
 def test_the_model_of_olmoe_s_size_has_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     small = replace(generate_models.OLMOE, dim=32, hidden=8, repeats=2)
     monkeypatch.setattr(generate_models, "OLMOE", small)

@@ -60,9 +60,12 @@ class GenerateBenchConfig:
             check(name in CONTESTANTS, f"contestant {name!r} is unknown; choose among {known_ways}")
         check(len(self.router) >= 1, "router is empty; name one at least")
         check(self.dtype in DTYPES, f"dtype={self.dtype!r} is unknown; choose bf16, fp16 or fp32")
-        check(self.tokens >= 2, f"tokens={self.tokens}; half of them are timed against all: give 2")
-        for count in (self.prompt, self.repeat, *self.batches):
-            check(count >= 1, f"{count} of batches, prompt or repeat; each must be at least 1")
+        tokens = f"tokens={self.tokens}; half of them are timed against all: give at least 2"
+        check(self.tokens >= 2, tokens)
+        check(self.prompt >= 1, f"prompt={self.prompt}; it must be at least 1")
+        check(self.repeat >= 1, f"repeat={self.repeat}; it must be at least 1")
+        for batch in self.batches:
+            check(batch >= 1, f"batches={batch}; each must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
