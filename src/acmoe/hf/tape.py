@@ -153,7 +153,7 @@ def call_length(given: Mapping[str, Any]) -> int:
 def check_not_packed(given: Mapping[str, Any], mask: Any) -> None:
     """Raise a UserError if several sequences share a row, which the statistics would mix.
 
-    It reads position_ids on the host; compiled code cannot, and takes a row for one sequence.
+    It reads position_ids on the host. Compiled code cannot, and treats a row as one sequence.
     """
     packed = any(given.get(name) is not None for name in PACKED)
     positions = given.get("position_ids")

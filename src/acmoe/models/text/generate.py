@@ -90,7 +90,7 @@ def _continue(
     stop_token: int | None,
     on_token: Callable[[Tensor], None] | None,
 ) -> Tensor:
-    """Prefill the cache with the prompts, then decode until done."""
+    """Prefill the cache with the prompts, then decode until every sequence has ended."""
     cache = model.new_cache(tokens_BL.shape[0])
     logits_BV = next_logits(model, tokens_BL, cache, mask_BL)
     _check_finite(logits_BV)

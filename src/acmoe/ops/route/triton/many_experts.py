@@ -31,8 +31,8 @@ def many_affinities(
 ) -> Tensor | None:
     """Write the affinities of all tokens and experts.
 
-    terms: TERMS of `accurate_dot`; features: those of one step. keeps: return x * scale (T, D),
-    rounded to bf16, if the kernel computes it on its way; it is what `rescaled` writes.
+    terms: TERMS of `accurate_dot`. features: the number of features of one step. keeps: return
+    x * scale (T, D), rounded to bf16 as by `rescaled`, if the kernel computes it; otherwise None.
     """
     if hopper_unsupported(tokens, embedding_ED) is None:
         from acmoe.ops.route.hopper.launch import launch_affinities
