@@ -71,6 +71,7 @@ from acmoe.ops.attention.hopper.staging import (
 from acmoe.ops.attention.triton.forward import LOG2E
 from acmoe.ops.attention.triton.output import empty_output
 from acmoe.ops.device.dropout_rng import drop_threshold_paired, packed_limit
+from acmoe.ops.device.gluon_blocks import make_barriers
 
 _STAGES = 2  # buffers for k, v and rel_emb tiles; three would leave one program per SM
 
@@ -208,11 +209,7 @@ def forward_kernel(
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     staging0 = gl.allocate_shared_memory(gl.int32, [WORDS, 1], flat)
     staging1 = gl.allocate_shared_memory(gl.int32, [WORDS, 1], flat)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=len(tiles))
-        mbarrier.init(empty.index(stage), count=2)
+    full, empty = make_barriers(STAGES, len(tiles), 2)
     pipeline = (descs, tiles, full, empty)
     saved = (saved_desc, row_max_ptr, saved_key)
     weight_staging = full  # a placeholder, unused

@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from acmoe.ops.attention.hopper.staging import ROWS, SCORE, query_of_row
+from acmoe.ops.device.gluon_blocks import acc_layout
 
 CHUNK0 = gl.constexpr(32)  # features of the first chunk, where there are two
 CHUNK1 = gl.constexpr(16)
@@ -80,8 +81,7 @@ def start_score_gemm(q, tile, acc, ACCUMULATE: gl.constexpr):
 @gluon.jit
 def _zeros(WIDTH: gl.constexpr):
     """Return a (64, WIDTH) float32 accumulator of zeros."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    return gl.zeros([ROWS, WIDTH], gl.float32, layout)
+    return gl.zeros([ROWS, WIDTH], gl.float32, acc_layout(WIDTH))
 
 
 @gluon.jit

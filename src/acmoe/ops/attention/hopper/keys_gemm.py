@@ -16,9 +16,10 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from acmoe.ops.attention.hopper.gemm import CHUNK0, CHUNK1
 from acmoe.ops.attention.hopper.keys_loads import BLOCK
+from acmoe.ops.device.gluon_blocks import acc_layout
 
 CHUNKED_DIM = gl.constexpr(48)  # the head dimension that is split into two chunks
-SCORE_T = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+SCORE_T = gl.constexpr(acc_layout(64))
 
 
 @gluon.jit

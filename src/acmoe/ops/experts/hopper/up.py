@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from acmoe.ops.device.gluon_blocks import HALF_M, acc_layout, make_barriers, make_buffers
 from acmoe.ops.device.gluon_names import load_rows, load_tile
 from acmoe.ops.experts.hopper.next_tile import (
     dispatch_tiles,
@@ -28,13 +29,7 @@ from acmoe.ops.experts.hopper.next_tile import (
     next_tile,
     want_tile,
 )
-from acmoe.ops.experts.hopper.pipeline import (
-    HALF_M,
-    acc_layout,
-    make_barriers,
-    make_buffers,
-    tile_of_rows,
-)
+from acmoe.ops.experts.hopper.pipeline import tile_of_rows
 from acmoe.ops.experts.triton.activation import silu
 
 _GATHER_WARPS = gl.constexpr(2)
