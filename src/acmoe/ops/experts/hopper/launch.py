@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from acmoe.ops.device.launcher import launch, tma_aligned
+from acmoe.ops.device.launcher import launch, multiprocessors, tma_aligned
 from acmoe.ops.device.settings import PIPELINE_BK, PIPELINE_BM, PipelineConfig
 from acmoe.ops.device.tma import describe
 from acmoe.ops.experts.hopper import hidden as hidden_module
@@ -35,13 +35,6 @@ def _desc(tensor: Tensor, block: list[int]) -> TensorDescriptor:
     return describe(tma_aligned(tensor.reshape(-1, tensor.shape[-1])), block)
 
 
-def _num_programs() -> int:
-    """Return one program a multiprocessor, or two where the kernels are emulated."""
-    if not torch.cuda.is_available():
-        return 2
-    return torch.cuda.get_device_properties().multi_processor_count
-
-
 def _tiles(narrow: int, wide: int, settings: PipelineConfig) -> int:
     """Return the number of tiles of one expert's weight gradient."""
     return triton.cdiv(narrow, PIPELINE_BM) * triton.cdiv(wide, settings.columns)
@@ -60,7 +53,7 @@ def launch_rows(
     expert, start = plan[PIPELINE_BM]
     w_block = [PIPELINE_BK, settings.columns] if across else [settings.columns, PIPELINE_BK]
     launch(
-        *(rows_module.rows_gemm_kernel, (_num_programs(),)),
+        *(rows_module.rows_gemm_kernel, (multiprocessors(),)),
         *(
             _desc(a, [PIPELINE_BM, PIPELINE_BK]),
             _desc(weight, w_block),
@@ -86,7 +79,7 @@ def launch_up(x: Tensor, up: Tensor, plan: Plan, hidden: int) -> Tensor:
     num_k = x.shape[1] // PIPELINE_BK
     expert, start = plan[PIPELINE_BM]
     launch(
-        *(up_module.up_swiglu_kernel, (_num_programs(),)),
+        *(up_module.up_swiglu_kernel, (multiprocessors(),)),
         *(tma_aligned(x), plan.token, _desc(up, [128, PIPELINE_BK]), a),
         *(expert, start, plan.offsets, plan.num_used(PIPELINE_BM), plan.counter),
         *(triton.cdiv(hidden, 128), num_k, max(num_k - 1 - UP_AHEAD, 0), hidden),
@@ -116,7 +109,7 @@ def launch_hidden(
     expert, start = plan[PIPELINE_BM]
     panel = [_PANEL, _PANEL]
     launch(
-        *(hidden_module.hidden_gradient_kernel, (_num_programs(),)),
+        *(hidden_module.hidden_gradient_kernel, (multiprocessors(),)),
         *(_desc(x, [PIPELINE_BM, PIPELINE_BK]), _desc(down, [PIPELINE_BK, settings.columns])),
         *(
             _desc(h, panel),
@@ -146,7 +139,7 @@ def launch_weights(p: Tensor, q: Tensor, plan: Plan, settings: PipelineConfig) -
     p, q = tma_aligned(p), tma_aligned(q)
     p_block, q_block = [PIPELINE_BK, _PANEL], [PIPELINE_BK, settings.columns]
     launch(
-        *(weights_module.weight_gradient_kernel, (_num_programs(),)),
+        *(weights_module.weight_gradient_kernel, (multiprocessors(),)),
         *(_desc(p, p_block), _desc(q, q_block), ragged_desc(p, p_block), ragged_desc(q, q_block)),
         describe(dw.view(-1, inner), [_PANEL, 128]),
         *(plan.offsets, experts * _tiles(outer, inner, settings), outer, inner),
@@ -169,7 +162,7 @@ def launch_gathered_weights(
     dw = torch.empty(shape, device=rows.device, dtype=rows.dtype)
     rows, block = tma_aligned(rows), [PIPELINE_BK, settings.columns]
     launch(
-        *(tokens_module.gathered_weight_gradient_kernel, (_num_programs(),)),
+        *(tokens_module.gathered_weight_gradient_kernel, (multiprocessors(),)),
         *(tma_aligned(tokens), plan.token, _desc(rows, block), ragged_desc(rows, block)),
         describe(dw.view(-1, shape[2]), [128, _PANEL] if transposed else [_PANEL, 128]),
         *(plan.offsets, experts * _tiles(dim, width, settings), dim, width),

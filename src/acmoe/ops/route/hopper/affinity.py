@@ -45,8 +45,8 @@ from acmoe.ops.route.hopper.scales import (
 
 HALF_N = gl.constexpr(128)  # experts of one MMA of tokens without a scale
 QUARTER_N = gl.constexpr(64)  # experts of one MMA of split tokens: two results fit at a time
-TOKENS = gl.constexpr(2 * 64)  # tokens of a tile
-EXPERTS = gl.constexpr(2 * 128)  # experts of a tile
+TOKENS = gl.constexpr(2 * HALF_M.value)  # tokens of a tile
+EXPERTS = gl.constexpr(2 * HALF_N.value)  # experts of a tile
 
 
 @gluon.jit
