@@ -5,6 +5,7 @@ import triton
 
 from acmoe.config.environment import gluon_requested
 
+SHARED_BYTES = 227 * 1024  # shared memory that a program may have on Hopper
 _RUN_VERSIONS = ("3.6.",)  # versions of Triton with which the kernels have run on a GPU
 _COMPILED_VERSIONS = ("3.7.",)  # versions that compile them to nearly the same instructions
 

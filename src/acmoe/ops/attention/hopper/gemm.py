@@ -22,6 +22,7 @@ from acmoe.ops.device.gluon_blocks import acc_layout
 
 CHUNK0 = gl.constexpr(32)  # features of the first chunk, where there are two
 CHUNK1 = gl.constexpr(16)
+CHUNKED_DIM = gl.constexpr(CHUNK0.value + CHUNK1.value)  # the head dimension with two chunks
 
 
 @gluon.jit
@@ -38,7 +39,7 @@ def _load_query_chunk(
 @gluon.jit
 def load_queries(q_ptr, i0, L, P: gl.constexpr, HEAD_DIM: gl.constexpr, GROUP: gl.constexpr):
     """Load the queries of warpgroup GROUP, in chunks."""
-    if HEAD_DIM == CHUNK0 + CHUNK1:
+    if HEAD_DIM == CHUNKED_DIM:
         first = _load_query_chunk(q_ptr, i0, L, P, CHUNK0, GROUP)
         return first, _load_query_chunk(q_ptr + CHUNK0, i0, L, P, CHUNK1, GROUP)
     else:
@@ -47,7 +48,8 @@ def load_queries(q_ptr, i0, L, P: gl.constexpr, HEAD_DIM: gl.constexpr, GROUP: g
 
 def chunk_widths(features: int, width: int) -> tuple[int, int]:
     """Return the features of both chunks' tiles; `width` twice where there is only one chunk."""
-    return (32, 16) if 32 < features <= 48 else (width, width)
+    chunked = CHUNK0.value < features <= CHUNKED_DIM.value
+    return (CHUNK0.value, CHUNK1.value) if chunked else (width, width)
 
 
 @gluon.jit
@@ -87,7 +89,7 @@ def _zeros(WIDTH: gl.constexpr):
 @gluon.jit
 def zero_accumulators(HEAD_DIM: gl.constexpr):
     """Return (64, HEAD_DIM) float32 accumulators of zeros, in chunks."""
-    if HEAD_DIM == CHUNK0 + CHUNK1:
+    if HEAD_DIM == CHUNKED_DIM:
         return _zeros(CHUNK0), _zeros(CHUNK1)
     else:
         return (_zeros(HEAD_DIM),)

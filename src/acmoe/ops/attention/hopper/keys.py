@@ -38,9 +38,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from acmoe.ops.attention.hopper.gemm import zero_accumulators
+from acmoe.ops.attention.hopper.gemm import CHUNKED_DIM, zero_accumulators
 from acmoe.ops.attention.hopper.keys_gemm import (
-    CHUNKED_DIM,
     SCORE_T,
     chunks_of,
     load_values,
@@ -53,7 +52,6 @@ from acmoe.ops.attention.hopper.keys_gemm import (
 from acmoe.ops.attention.hopper.keys_loads import (
     BLOCK,
     CONSUMERS,
-    SKEW,
     grad_descriptor,
     key_tile,
     produce_queries,
@@ -66,12 +64,12 @@ from acmoe.ops.attention.hopper.keys_loads import (
     weight_descriptor,
 )
 from acmoe.ops.attention.hopper.saved_weights import SavedWeights
-from acmoe.ops.attention.triton.skew import SkewLayout
+from acmoe.ops.attention.triton.skew import SKEW, SkewLayout
 from acmoe.ops.device.gluon_blocks import make_barriers, make_buffers
 from acmoe.ops.device.gluon_names import reinterpret, store_tile
+from acmoe.ops.device.hopper import SHARED_BYTES
 
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-_MAX_SHARED_BYTES = 227 * 1024
 _MAX_STAGES = 6
 _STAGE_BYTES = 64 * 64 * 2 + 64 * 4 + 16  # a tile of weights, its row maxima and two mbarriers
 
@@ -209,7 +207,7 @@ def pipeline_stages(width: int, features: int, queries: int) -> int:
     Fewer than two: the head has too many queries for this kernel.
     """
     tile_bytes = 64 * (2 * 2 * multiplied_dim(width, features) + 2 * 4) + 16
-    free_bytes = _MAX_SHARED_BYTES - triton.cdiv(queries, 64) * tile_bytes - 1024
+    free_bytes = SHARED_BYTES - triton.cdiv(queries, 64) * tile_bytes - 1024
     return min(_MAX_STAGES, free_bytes // (CONSUMERS.value * _STAGE_BYTES))
 
 
