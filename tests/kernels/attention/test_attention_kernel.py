@@ -316,14 +316,14 @@ def test_groups_of_streams_change_nothing(device: str, monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_other_tiles_change_only_the_rounding(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from acmoe.ops.attention.triton import backward, forward, queries
     from acmoe.ops.device.settings import Blocks
-    from acmoe.ops.device.tuning import OVERRIDE
 
     *tensors, upstream = draw(Shape(50, 70, 50, streams=1, heads=1), device)
     runs = []
     for blocks in (Blocks(32, 32, 16, 4, 2), Blocks(64, 16, 16, 4, 2), Blocks(16, 64, 16, 4, 2)):
-        for kernel in ("attention", "attention_keys", "attention_queries"):
-            monkeypatch.setitem(OVERRIDE, kernel, blocks)
+        for module in (forward, backward, queries):
+            monkeypatch.setattr(module, "blocks_for", lambda *_, chosen=blocks: chosen)
         torch.manual_seed(3)
         options = {"span": 50, "dropout": 0.3}
         runs.append(with_gradients(fused_window_attention, tensors, upstream, **options))
