@@ -61,6 +61,15 @@ def check_range(ids: Tensor, low: int, high: int, name: str) -> None:
         raise UserError(f"{name} holds id {bad}; ids must lie in [{low}, {high})")
 
 
+def check_clusters(assignment: Tensor, num_clusters: int) -> None:
+    """Require cluster ids from -1 to C - 1, on a CPU only.
+
+    On a GPU the check would take more launches than the op; kernels read an id outside as -1.
+    """
+    if assignment.device.type == "cpu":
+        check_range(assignment, -1, num_clusters, "assignment")
+
+
 def host_may_read(x: Tensor) -> bool:
     """Return True if a branch may depend on the values of x: on a CPU, where nothing traces it.
 
