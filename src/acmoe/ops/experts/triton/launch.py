@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from acmoe.ops.device.dot import dot_precision
-from acmoe.ops.device.dropout_rng import threshold
+from acmoe.ops.device.dropout_rng import drop_threshold
 from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2, tma_aligned
 from acmoe.ops.device.settings import Blocks
 from acmoe.ops.device.tuning import blocks_for
@@ -116,7 +116,7 @@ def run_up(
         SAVE_H=keep,
         ACT=size.act,
         HAS_BIAS=up_bias is not None,
-        DROP_THRESHOLD=threshold(dropout),
+        DROP_THRESHOLD=drop_threshold(dropout),
         EVEN_K=size.dim % blocks.k == 0,
         SHIFT_EDGE=size.hidden >= blocks.n,
         **_launch_options(blocks, x.dtype),
