@@ -57,7 +57,8 @@ Table = dict[str, list[Any] | None]
 def _table() -> Table:
     """Return the package's table.
 
-    `acmoe bench tune` wrote it on an H200, except for the "copy" rows, which were measured by hand.
+    `acmoe bench tune` found its blocks on an H200. Its rows of pipelines and copies were found by
+    hand there, in whole layers.
     """
     return read_table(TABLE)
 
