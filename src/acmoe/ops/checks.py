@@ -78,9 +78,9 @@ def host_may_read(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.numel() > 0 and not transforming() and eager(x)
 
 
-def check_count(value: int, name: str, *, least: int = 1) -> None:
-    """Require value >= least."""
-    check(value >= least, f"{name}={value}; it must be at least {least}")
+def check_count(value: int, name: str) -> None:
+    """Require value >= 1."""
+    check(value >= 1, f"{name}={value}; it must be at least 1")
 
 
 def check_whole(value: object, name: str) -> None:

@@ -241,8 +241,8 @@ def blocks_for(kernel: str, layer: Layer) -> Blocks:
 def pipeline_for(kernel: str, layer: Layer) -> PipelineConfig | None:
     """Return the settings of a Hopper GEMM, or None where Triton's is faster.
 
-    A shape whose Triton GEMM was tuned, but not its pipeline, was tuned before this kernel could
-    compute it: Triton's runs, except for "hidden", which the rule's pipeline has always served.
+    Where a table has blocks of a GEMM and no row of its pipeline, nobody compared the two: Triton's
+    runs. "hidden" is the exception, where the rule's pipeline runs.
     """
     if kernel in PIPELINE_OVERRIDE:
         return PIPELINE_OVERRIDE[kernel]
