@@ -34,7 +34,7 @@ from acmoe.ops.experts.triton.activation import silu
 
 _GATHER_WARPS = gl.constexpr(2)
 _BK = gl.constexpr(64)
-_BN = gl.constexpr(128)
+COLUMNS = gl.constexpr(128)  # hidden units of a tile
 _TOKENS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0]))
 _RESULT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 
@@ -46,7 +46,7 @@ def _tile_at(tile_id, plan, num_used, num_n, F, GROUP_M: gl.constexpr, BY_EXPERT
     Where F is no multiple of 128 the last tile begins earlier, and ends at the edge.
     """
     expert, row, end, n_tile = tile_of_rows(tile_id, plan, num_used, num_n, GROUP_M, BY_EXPERT)
-    return expert, row, end, gl.minimum(n_tile * _BN, F - _BN)
+    return expert, row, end, gl.minimum(n_tile * COLUMNS, F - COLUMNS)
 
 
 @gluon.jit
@@ -116,8 +116,8 @@ def _mma_half(pipeline, k_block, num_k, CONSUMER: gl.constexpr):
     """Return gate and up (64, 128) of half a tile whose first block is number k_block."""
     x_bufs, w_bufs, full, empty = pipeline
     STAGES: gl.constexpr = full.shape[0]
-    gate = gl.zeros([HALF_M, _BN], gl.float32, acc_layout(_BN))
-    up = gl.zeros([HALF_M, _BN], gl.float32, acc_layout(_BN))
+    gate = gl.zeros([HALF_M, COLUMNS], gl.float32, acc_layout(COLUMNS))
+    up = gl.zeros([HALF_M, COLUMNS], gl.float32, acc_layout(COLUMNS))
     for k in range(num_k):
         stage = k_block % STAGES
         mbarrier.wait(full.index(stage), k_block // STAGES & 1)
@@ -157,7 +157,7 @@ def _consumer(
             up = up.to(a_ptr.dtype.element_ty).to(gl.float32)
             value = gl.convert_layout((silu(gate) * up).to(a_ptr.dtype.element_ty), _RESULT)
             rows = row + gl.arange(0, HALF_M, gl.SliceLayout(1, _RESULT))
-            cols = column + gl.arange(0, _BN, gl.SliceLayout(0, _RESULT))
+            cols = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, _RESULT))
             at = rows.to(gl.int64)[:, None] * F + cols[None, :]
             gl.store(a_ptr + at, value, mask=(rows < end)[:, None])
         else:
