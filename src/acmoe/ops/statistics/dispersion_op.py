@@ -49,7 +49,8 @@ def check_kernel_input(
 ) -> None:
     check(
         measure in measures,
-        f"measure={measure!r} has no kernel; choose one of {', '.join(measures)}, or the reference",
+        f"measure={measure!r} has no kernel; choose one of {', '.join(measures)}, or run the "
+        "definition, acmoe.ops.dispatch.use_backend('torch')",
     )
     check_kernel_dtype(x)
     check_count(num_clusters, "num_clusters")

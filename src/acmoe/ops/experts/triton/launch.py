@@ -25,14 +25,14 @@ GROUP_M = 8  # row tiles that iterate over the columns together and share the we
 
 def _blocks(kernel: str, size: Sizes, dtype: torch.dtype) -> Blocks:
     """Return the tuned block sizes, changed where activation or alignment require it."""
-    blocks = blocks_for(kernel, size.layer(dtype))
+    layer = size.layer(dtype)
+    blocks = blocks_for(kernel, layer)
     # The table does not depend on the activation. SwiGLU's gate and up need shared memory for two
     # tiles of weights, and their two accumulators need the registers of 8 warps.
     gated = kernel == "up" and size.act == "swiglu"
     if gated:
         blocks = blocks._replace(n=min(blocks.n, 128))
-    aligned = size.dim * dtype.itemsize % 16 == 0 and size.hidden * dtype.itemsize % 16 == 0
-    if not (aligned and blocks.tma):
+    if not (layer.aligned and blocks.tma):
         return blocks._replace(tma=False, persistent=0)
     if gated and blocks.num_warps < 8 and blocks.m * blocks.n >= 128 * 128:
         return blocks._replace(num_warps=8, persistent=min(blocks.persistent, 1))
