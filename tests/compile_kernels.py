@@ -39,7 +39,7 @@ from acmoe.ops import device_support
 from acmoe.ops import dispatch as backend
 from acmoe.ops.attention.hopper import forward as attention_hopper
 from acmoe.ops.attention.hopper import keys as attention_keys
-from acmoe.ops.attention.hopper.saved_weights import SavedWeights, saved_band, saved_sizes
+from acmoe.ops.attention.hopper.saved_weights import SavedWeights, saved_layout, saved_sizes
 from acmoe.ops.attention.ring import store_in_ring
 from acmoe.ops.attention.support import fused_width, stored_width
 from acmoe.ops.device import tuning
@@ -112,7 +112,7 @@ def weights() -> None:
 
 
 def experts() -> None:
-    """The products of the published layers, by the blocks and rings of the table.
+    """The products of the published layers, by the blocks and pipelines of the table.
 
     Two experts instead of up to 128, whose number no product is compiled for.
     """
@@ -280,8 +280,8 @@ def backward() -> None:
         q, kv, kept = attention(features, True)
         grad = bf16(2, 256, 2, stored_width(features)).transpose(1, 2)
         numbers = torch.zeros(2, 2, 256), torch.zeros(2, 2, 256), torch.zeros_like(kept.weights)
-        band = saved_band(q.shape, 512, 256)
-        attention_keys.run_keys(q, kv[1], grad, kept, *numbers, *kv, band, 1.0, 1.0, features)
+        layout = saved_layout(q.shape, 512, 256)
+        attention_keys.run_keys(q, kv[1], grad, kept, *numbers, *kv, layout, 1.0, 1.0, features)
 
 
 def forward() -> None:

@@ -14,6 +14,14 @@ from acmoe.ops.route.tokens import ScaledTokens
 from acmoe.ops.sort.op import sort_with_tokens_op
 
 T, D, E, C, K = 37, 70, 5, 7, 3
+NOISY = [  # dtype, scaled, over selected, masked, sorted by cluster
+    (torch.float32, True, True, True, False),
+    (torch.float32, True, False, False, True),
+    (torch.float32, False, True, False, False),
+    (torch.bfloat16, True, False, False, False),
+    (torch.bfloat16, True, True, True, True),
+    (torch.bfloat16, False, False, True, False),
+]
 
 
 class Route(NamedTuple):
@@ -144,3 +152,43 @@ def lost_by_terms(exact: dict[str, Any], dtype: torch.dtype, mask: Tensor | None
         x = x[mask]
     norm = (x.square() @ exact["embedding"].detach().square().T).sqrt().max()
     return 2.0**-16 * norm.item()
+
+
+def compare(
+    case: dict[str, Any],
+    selected: bool,
+    masked: bool,
+    generator: torch.Generator,
+    order: Tensor | None = None,
+    noise: Tensor | None = None,
+) -> Route:
+    """Return the kernel's results and gradients, after comparing them."""
+    device, dtype = case["x"].device, case["x"].dtype
+    mask = (torch.rand(T, generator=generator) < 0.8).to(device) if masked else None
+    if mask is not None:
+        case["x"][~mask] = float("nan")  # padding may hold anything
+    settings = (K, selected, mask, 0.7)
+    exact = wide(case)
+    mine, theirs = leaves(case), leaves(exact)
+    found = fused_route(*case.values(), *settings, order, noise)
+    wanted = route_reference(*exact.values(), *settings, noise)
+    assert torch.equal(found.expert_ids, wanted.expert_ids)
+    assert torch.equal(found.first, wanted.first)
+    assert torch.equal(found.load.double(), wanted.load)
+    # Gates move no more than affinities do; their sums over T tokens add that up.
+    cuts = [lost_by_terms(exact, dtype, mask) * times for times in (1, 1, T)]
+    for one, other, cut in zip(differentiable(found), differentiable(wanted), cuts, strict=True):
+        # float32 accuracy: the products keep 24 bits, the sums of 70 features a few less.
+        assert (one - other).abs().max() < 2e-6 * other.abs().max() + cut
+
+    upstream = [torch.randn(z.shape, generator=generator).to(device) for z in differentiable(found)]
+    grads = torch.autograd.grad(differentiable(found), mine, upstream)
+    exact_grads = torch.autograd.grad(
+        differentiable(wanted), theirs, [grad.double() for grad in upstream]
+    )
+    # A token's gradient has the token's dtype (truncated by the interpreter); those of parameters
+    # are float32, from 3 terms of a product where the tokens have 16 bits.
+    tolerances = [2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps, 2e-5, 2e-5]
+    for one, other, tolerance in zip(grads, exact_grads, tolerances, strict=False):
+        assert (one - other).abs().max() < tolerance * other.abs().max()
+    return found

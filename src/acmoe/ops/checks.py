@@ -61,6 +61,15 @@ def check_range(ids: Tensor, low: int, high: int, name: str) -> None:
         raise UserError(f"{name} holds id {bad}; ids must lie in [{low}, {high})")
 
 
+def check_clusters(assignment: Tensor, num_clusters: int) -> None:
+    """Require cluster ids from -1 to C - 1, on a CPU only.
+
+    On a GPU the check would take more launches than the op; kernels read an id outside as -1.
+    """
+    if assignment.device.type == "cpu":
+        check_range(assignment, -1, num_clusters, "assignment")
+
+
 def host_may_read(x: Tensor) -> bool:
     """Return True if a branch may depend on the values of x: on a CPU, where nothing traces it.
 
@@ -69,9 +78,9 @@ def host_may_read(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.numel() > 0 and not transforming() and eager(x)
 
 
-def check_count(value: int, name: str, *, least: int = 1) -> None:
-    """Require value >= least."""
-    check(value >= least, f"{name}={value}; it must be at least {least}")
+def check_count(value: int, name: str) -> None:
+    """Require value >= 1."""
+    check(value >= 1, f"{name}={value}; it must be at least 1")
 
 
 def check_whole(value: object, name: str) -> None:

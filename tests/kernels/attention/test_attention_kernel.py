@@ -4,12 +4,10 @@ Shapes: B streams, H heads, L queries, S keys before them, N = S + L, W span, P 
 """
 
 import logging
-import math
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import pytest
 import torch
+from attention_cases import Shape, draw, padding, with_gradients
 from torch import Tensor
 
 from acmoe.ops import dispatch as backend
@@ -20,15 +18,6 @@ from acmoe.ops.attention.op import (
 )
 from acmoe.ops.attention.reference import window_attention, window_attention_reference
 from slow_cases import mostly_slow, slow_on_cpu
-
-
-class Shape(NamedTuple):
-    before: int  # S
-    queries: int  # L
-    span: int
-    features: int = 6
-    streams: int = 2
-    heads: int = 2
 
 
 @pytest.fixture
@@ -55,26 +44,6 @@ SHAPES = [
 ]
 
 
-def draw(shape: Shape, device: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """q, k, v, table and a gradient of the output."""
-    generator = torch.Generator().manual_seed(sum(shape))
-    lead, num_keys = (shape.streams, shape.heads), shape.before + shape.queries
-    sizes = [
-        (*lead, shape.queries, shape.features),
-        (*lead, num_keys, shape.features),
-        (*lead, num_keys, shape.features),
-        (shape.features, shape.span),
-        (*lead, shape.queries, shape.features),
-    ]
-    return [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
-
-
-def with_gradients(form, tensors: Sequence[Tensor], upstream: Tensor, **options) -> list[Tensor]:
-    q, k, v, table = leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
-    out = form(q, k, v, positions=table, **options)
-    return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
-
-
 def assert_equal_the_definition(
     shape: Shape, masked: bool, device: str, dtype: torch.dtype, tolerance: float
 ) -> None:
@@ -87,14 +56,6 @@ def assert_equal_the_definition(
         assert torch.isfinite(one).all()
         # The one: a window of a single key has gradients of exactly 0.
         assert (one.double() - other).norm() <= tolerance * (1 + other.norm())
-
-
-def padding(shape: Shape, device: str) -> Tensor:
-    """Holes anywhere; one stream sees nothing before its own segment, as with empty memory."""
-    generator = torch.Generator().manual_seed(1)
-    mask_BN = torch.rand(shape.streams, shape.before + shape.queries, generator=generator) > 0.4
-    mask_BN[-1, : shape.before] = False
-    return mask_BN.to(device)
 
 
 # Two shapes, one of them with a mask, and one more on a GPU; the others are slow.
@@ -163,94 +124,6 @@ def test_a_query_that_sees_nothing_gets_zeros_and_gives_none(device: str, poison
     torch.testing.assert_close(found[4], expected[4])
 
 
-def survivors(bits: Tensor, num_keys: int, dropout: float) -> Tensor:
-    """Which are kept, by 64-bit integers: halves of (a query's bits | 1) * (bits of a pair of keys)
-    + the upper half of the query's bits in each; even keys have the low half. Dropped is a run of
-    patterns that ends with 0xFC00."""
-    word, short = 0xFFFFFFFF, 0xFFFF
-
-    def times(bits: Tensor, factor: int | Tensor) -> Tensor:
-        """In two halves, whose products fit 64 bits."""
-        low, high = factor & short, factor >> 16
-        return bits * low + ((bits * high & short) << 16) & word
-
-    key = torch.arange(num_keys, device=bits.device)
-    pair = times(key // 2 + 1, 0x9E3779B1)
-    pair = times(pair ^ (pair >> 16), 0x85EBCA6B)
-    pair = times(pair ^ (pair >> 13), 0xC2B2AE35)
-    pair = pair ^ (pair >> 16)
-    low = (key // 2 + 1) * 0x9E35 & short
-    low = (low ^ (low >> 8)) * 0xCA6B & short
-    pair = pair & ~short | low ^ (low >> 7)
-    own = (bits.long() & word)[..., None]
-    both = times(own | 1, pair) + (own >> 16) * 0x10001 & word
-    half = torch.where(key % 2 == 0, both & short, both >> 16)
-    return (0xFC00 - half & short) >= round(dropout * 2**16)
-
-
-@pytest.mark.parametrize(
-    "dropout",
-    [pytest.param(0.1, marks=pytest.mark.slow), 0.7, pytest.param(0.99, marks=pytest.mark.slow)],
-)
-def test_forward_and_backward_drop_the_same_probabilities(dropout: float, device: str) -> None:
-    shape = Shape(20, 37, 20, features=16)  # 16 needs no padding: the op itself is called
-    *tensors, upstream = draw(shape, device)
-    bits = torch.randint(-(2**31), 2**31, (2, 2, 37), dtype=torch.int32, device=device)
-    keep = survivors(bits, 57, dropout)
-
-    def fused(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-        kv = torch.stack([k, v])
-        return _window_attention(q, q.detach(), kv, positions, None, bits, 1 / 4, dropout, "auto")[
-            0
-        ]
-
-    def definition(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-        every = torch.eye(57, dtype=v.dtype, device=device).expand(2, 2, 57, 57)
-        # 57 values of one-hot rows turn the reference's output into its probabilities.
-        weight = window_attention_reference(q, k, every, span=20, positions=positions)
-        return (weight * keep / (1 - round(dropout * 2**16) / 2**16)) @ v
-
-    found = with_gradients(fused, tensors, upstream)
-    wide = [tensor.double() for tensor in tensors]
-    for one, other in zip(found, with_gradients(definition, wide, upstream.double()), strict=True):
-        assert (one.double() - other).norm() <= 1e-6 * other.norm()
-
-
-def test_survivors_are_as_many_as_asked_and_know_nothing_of_each_other() -> None:
-    generator = torch.Generator().manual_seed(0)
-    bits = torch.randint(-(2**31), 2**31, (1, 1, 2000), dtype=torch.int32, generator=generator)
-    # 0.1 in 2^-16 is 6,554 of them, 6e-6 more: a fiftieth of the sigma below.
-    keep = survivors(bits, 500, 0.1)[0, 0].double() - 0.9
-    # A million draws of variance 0.09; means of them, and of products of neighbours, at 5 sigma.
-    assert abs(keep.mean().item()) < 5 * math.sqrt(0.09 / 1e6)
-    for product in (
-        *(keep[:, :-lag] * keep[:, lag:] for lag in (1, 2, 8, 64)),
-        *(keep[:-lag] * keep[lag:] for lag in (1, 8)),
-        keep[:-1, :-1] * keep[1:, 1:],
-    ):
-        assert abs(product.mean().item()) < 5 * 0.09 / math.sqrt(product.numel())
-    # Nor do four corners of a rectangle, whose xor is 0.
-    corners = keep[:-1, :-1] * keep[1:, :-1] * keep[:-1, 1:] * keep[1:, 1:]
-    assert abs(corners.mean().item()) < 5 * 0.09**2 / math.sqrt(corners.numel())
-    # Each query's and each key's share is that of independent draws too: variance 0.09 / number.
-    assert keep.mean(1).var().item() == pytest.approx(0.09 / 500, rel=0.2)
-    assert keep.mean(0).var().item() == pytest.approx(0.09 / 2000, rel=0.35)
-
-
-def test_dropout_preserves_the_mean_and_every_call_draws_anew(device: str) -> None:
-    # Equal scores and values of one: the output is the share kept, doubled.
-    q, k = (torch.zeros(2, 4, length, 4, device=device) for length in (32, 64))
-    v = torch.ones_like(k)
-    options = {"span": 32, "positions": torch.zeros(4, 32, device=device), "dropout": 0.5}
-    torch.manual_seed(0)
-    first, second = (fused_window_attention(q, k, v, **options) for _ in range(2))
-    # 32 probabilities each kept half the time: variance 1/32 a query, over 256 queries.
-    assert first[..., 0].mean().item() == pytest.approx(1.0, abs=4 * math.sqrt(1 / 32 / 256))
-    assert not torch.equal(first, second)
-    torch.manual_seed(0)
-    assert torch.equal(fused_window_attention(q, k, v, **options), first)
-
-
 # As a product with both weights leaves them in memory, (B, N, 2, H, P); one after the other; and
 # with features far apart, which is copied.
 @pytest.mark.parametrize(
@@ -316,14 +189,14 @@ def test_groups_of_streams_change_nothing(device: str, monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_other_tiles_change_only_the_rounding(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from acmoe.ops.attention.triton import backward, forward, queries
     from acmoe.ops.device.settings import Blocks
-    from acmoe.ops.device.tuning import OVERRIDE
 
     *tensors, upstream = draw(Shape(50, 70, 50, streams=1, heads=1), device)
     runs = []
     for blocks in (Blocks(32, 32, 16, 4, 2), Blocks(64, 16, 16, 4, 2), Blocks(16, 64, 16, 4, 2)):
-        for kernel in ("attention", "attention_keys", "attention_queries"):
-            monkeypatch.setitem(OVERRIDE, kernel, blocks)
+        for module in (forward, backward, queries):
+            monkeypatch.setattr(module, "blocks_for", lambda *_, chosen=blocks: chosen)
         torch.manual_seed(3)
         options = {"span": 50, "dropout": 0.3}
         runs.append(with_gradients(fused_window_attention, tensors, upstream, **options))
@@ -397,25 +270,3 @@ def test_the_model_takes_the_kernel_where_it_can_and_says_so(
 )
 def test_tiles_of_16_bits_equal_the_definition(shape: Shape, masked: bool) -> None:
     assert_equal_the_definition(shape, masked, "cuda", torch.bfloat16, 0.02)
-
-
-@pytest.mark.gpu
-def test_every_replay_of_a_captured_graph_drops_anew() -> None:
-    *tensors, upstream = draw(Shape(128, 64, 128, 44), "cuda", torch.bfloat16)
-
-    def step() -> list[Tensor]:
-        return with_gradients(fused_window_attention, tensors, upstream, span=128, dropout=0.3)
-
-    aside = torch.cuda.Stream()
-    with torch.cuda.stream(aside):
-        step()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    replays = []
-    for _ in range(2):
-        graph.replay()
-        replays.append([tensor.clone() for tensor in captured])
-    for one, other in zip(*replays, strict=True):
-        assert torch.isfinite(one).all() and not torch.equal(one, other)

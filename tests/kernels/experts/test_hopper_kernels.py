@@ -30,7 +30,7 @@ def test_on_a_hopper_with_a_known_triton_nothing_is_in_the_way(hopper):
     [
         ("torch.cuda", "get_device_capability", lambda *_: (8, 0), "compute capability 9"),
         ("torch.cuda", "get_device_capability", lambda *_: (10, 0), "compute capability 9"),
-        ("torch.version", "hip", "6.2", "CUDA device, not 6.2"),
+        ("torch.version", "hip", "6.2", "NVIDIA GPU, not an AMD one (ROCm 6.2)"),
         ("triton", "__version__", "3.7.0", "not yet with 3.7.0; ACMOE_GLUON=try lets them"),
         ("triton", "__version__", "3.9.0", "triton 3.6, not 3.9.0"),
         ("triton", "__version__", "3.60.0", "triton 3.6, not 3.60.0"),

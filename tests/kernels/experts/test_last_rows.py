@@ -4,7 +4,7 @@ N rows, E experts; O, I the two sides of a weight.
 """
 
 import torch
-from test_pipeline_products import assert_sums_of_experts, drawn, plan_of
+from pipeline_cases import assert_sums_of_experts, drawn, plan_of
 
 from acmoe.ops.device.settings import PipelineConfig
 from slow_cases import mostly_slow

@@ -5,7 +5,7 @@ D features, F hidden units, N rows.
 
 import pytest
 import torch
-from test_pipeline_products import drawn, each_expert, plan_of
+from pipeline_cases import drawn, each_expert, plan_of
 
 gl = pytest.importorskip("triton.experimental.gluon.language")
 gluon = pytest.importorskip("triton.experimental.gluon")

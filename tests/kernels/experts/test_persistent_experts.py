@@ -5,7 +5,7 @@ Without a GPU a launch has three programs at most, so that each of them takes se
 
 import pytest
 import torch
-from test_expert_kernels import KERNELS, Layer, close
+from expert_cases import KERNELS, Layer, close
 
 from acmoe.ops.device.settings import Blocks
 from slow_cases import mostly_slow

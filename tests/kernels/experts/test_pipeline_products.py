@@ -9,13 +9,18 @@ import functools
 
 import pytest
 import torch
-from test_expert_kernels import Layer
+from expert_cases import Layer
+from pipeline_cases import (
+    COUNTS,
+    NOBODY,
+    assert_near,
+    assert_sums_of_experts,
+    drawn,
+    each_expert,
+    plan_of,
+)
 
 from slow_cases import mostly_slow
-
-# Rows of each expert, and rows for none: a whole tile and a ragged one, none, half a tile, a tile
-# and a ragged half.
-COUNTS, NOBODY = (130, 0, 64, 200), 70
 
 
 def noted(called, function):
@@ -27,41 +32,6 @@ def noted(called, function):
         return function(*arguments, **how)
 
     return call
-
-
-def drawn(*shape, device):
-    return torch.randn(*shape, device=device).to(torch.bfloat16)
-
-
-def plan_of(counts, nobody, device, top_k=1):
-    from acmoe.ops.experts.triton.tiles import Plan
-
-    torch.manual_seed(0)
-    end = torch.tensor(counts).cumsum(0)
-    order = torch.randperm(int(end[-1]) + nobody)
-    return Plan(order.to(device), end.to(device), top_k)
-
-
-def each_expert(plan):
-    begin = 0
-    for expert, end in enumerate(plan.offsets.tolist()):
-        yield expert, slice(begin, end)
-        begin = end
-
-
-def assert_near(found, right, most=4e-3):
-    """bf16 keeps 8 bits: 2^-9 of a number are lost at most."""
-    assert ((found.double() - right).norm() / right.norm()).item() < most
-
-
-def assert_sums_of_experts(dw, p_NO, q_NI, plan, *, transposed=False):
-    """dw[e] is p^T q over the rows of expert e, or its transpose; zeros for an expert without."""
-    for expert, rows in each_expert(plan):
-        right_OI = p_NO[rows].double().T @ q_NI[rows].double()
-        if rows.start == rows.stop:
-            assert not dw[expert].any()
-        else:
-            assert_near(dw[expert], right_OI.T if transposed else right_OI)
 
 
 @mostly_slow(
@@ -230,143 +200,6 @@ def test_a_layer_by_pipelined_gemms_is_the_layer(
         assert weight.dtype == dtype and is_rounded == (dtype == torch.bfloat16)
 
 
-class TestChoice:
-    """The device is an H200 with a known version of triton, unless a test says otherwise."""
-
-    @pytest.fixture(autouse=True)
-    def card(self, monkeypatch):
-        triton = pytest.importorskip("triton")
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-        monkeypatch.setattr(torch.version, "hip", None)
-        monkeypatch.setattr(triton, "__version__", "3.6.0")
-
-    @staticmethod
-    def obstacle(kernel, sizes, dtype=torch.bfloat16, act="swiglu", **how):
-        from acmoe.ops.experts.hopper.choice import pipeline_unsupported
-        from acmoe.ops.experts.triton.sizes import Sizes
-
-        size = Sizes(32768, *sizes, 8, act)
-        device = torch.device(how.pop("device", "cuda"))
-        return pipeline_unsupported(kernel, size, dtype, device, **({"gather": False} | how))
-
-    def test_what_was_measured_faster_runs(self):
-        for sizes in ((2048, 1024, 64), (2048, 768, 128)):
-            assert [self.obstacle(k, sizes) for k in ("hidden", "down", "input")] == [None] * 3
-        for kernel in ("hidden", "down", "input", "down_weight", "up_weight"):  # by the rule
-            assert self.obstacle(kernel, (1024, 1024, 32)) is None
-            if kernel != "input":
-                for sizes in ((2048, 1408, 64), (2880, 2880, 32), (7168, 2048, 32)):
-                    assert self.obstacle(kernel, sizes) is None
-        for kernel in ("down_weight", "up_weight"):
-            assert self.obstacle(kernel, (1536, 256, 128), gather=True) is None
-
-    @pytest.mark.parametrize(
-        ("kernel", "sizes", "how", "reason"),
-        [
-            ("input", (4096, 14336, 8), {}, "not found faster"),
-            ("down", (1024, 9216, 32), {}, "not found faster"),
-            ("hidden", (2048, 1024, 64), {"dtype": torch.float16}, "bfloat16"),
-            ("hidden", (2048, 1024, 64), {"act": "gelu"}, "swiglu"),
-            ("up_weight", (2048, 1024, 64), {"result": torch.float32}, "weights are torch.float32"),
-            ("down", (2048, 1024, 64), {"bare": False}, "neither bias nor dropout"),
-            ("hidden", (1536, 256, 128), {"gather": True}, "tokens are gathered"),
-            ("up_weight", (2048, 1024, 64), {"gather": True}, "tokens are gathered"),
-            ("hidden", (1024, 336, 32), {}, "multiples of 64 and 64, not 1024, 336"),
-            ("down_weight", (1024, 520, 32), {}, "multiples of 16 and 16, not 520, 1024"),
-            ("down", (64, 1024, 32), {}, "64 by 128, larger than 1024 by 64"),
-            ("hidden", (2048, 1024, 64), {"device": "cpu"}, "CUDA device, not cpu"),
-        ],
-    )
-    def test_what_cannot_or_should_not_says_why(self, kernel, sizes, how, reason):
-        assert reason in self.obstacle(kernel, sizes, **how)
-
-    @pytest.mark.parametrize(
-        ("kernel", "settings", "reason"),
-        [
-            ("down", ["cooperative", 5], "5 blocks of 64, more than 256"),
-            ("down", ["cooperative", 3, 0, 4], "4 blocks later, in a pipeline of 3"),
-            ("hidden", ["cooperative", 3, 2], "no GEMM hidden in the form 'cooperative'"),
-            ("up_weight", ["ping-pong", 4], "no GEMM up_weight in the form 'ping-pong'"),
-        ],
-    )
-    def test_a_pipeline_that_would_hang_or_does_not_exist_is_refused(
-        self, kernel, settings, reason, monkeypatch
-    ):
-        from acmoe.ops.device import tuning
-
-        monkeypatch.setattr(tuning, "_table", lambda: {f"pipeline_{kernel}/256/256/4": settings})
-        assert reason in self.obstacle(kernel, (256, 256, 4))
-
-    @pytest.mark.parametrize(
-        ("sizes", "gathering"),
-        [
-            ((1536, 256, 128), ["up", "hidden", "down_weight", "up_weight"]),
-            ((2048, 768, 128), ["up", "up_weight"]),
-            ((2048, 1024, 64), ["up"]),
-            ((4096, 14336, 8), []),
-        ],
-    )
-    def test_each_copy_of_tokens_is_made_where_it_was_measured_to_pay(self, sizes, gathering):
-        assert self.gathering(sizes) == gathering
-
-    def test_what_no_pipeline_can_gather_is_copied(self, monkeypatch):
-        """The first weight's gradient takes twice as long where Triton gathers."""
-        import triton
-
-        assert self.gathering((2048, 768, 128), torch.float16) == ["up"]
-        monkeypatch.setattr(triton, "__version__", "3.7.1")
-        assert self.gathering((2048, 768, 128)) == ["up"]
-
-    @staticmethod
-    def gathering(sizes, dtype=torch.bfloat16):
-        from acmoe.ops.experts.hopper.choice import gathers
-        from acmoe.ops.experts.triton.sizes import Sizes
-
-        where = Sizes(32768, *sizes, 8, "swiglu"), dtype, torch.device("cuda")
-        return [k for k in ("up", "hidden", "down_weight", "up_weight") if gathers(k, *where)]
-
-    def test_tokens_are_the_narrow_side_of_a_tile(self, monkeypatch):
-        """up_weight of rows: 128 of 2F by 256 features; of tokens: 128 features by 256 of 2F."""
-        from acmoe.ops.device import tuning
-
-        settings = {"pipeline_up_weight/192/256/4": ["cooperative", 4, 0, 0, True]}
-        monkeypatch.setattr(tuning, "_table", lambda: settings)
-        assert self.obstacle("up_weight", (192, 256, 4), gather=True) is None
-        assert "larger than 192 by 512" in self.obstacle("up_weight", (192, 256, 4))
-
-    def test_other_cards_and_other_versions_do_not(self, monkeypatch):
-        import triton
-
-        monkeypatch.setattr(triton, "__version__", "3.7.1")
-        assert "not yet with 3.7.1" in self.obstacle("hidden", (2048, 1024, 64))
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
-        assert "capability 9" in self.obstacle("hidden", (2048, 1024, 64))
-
-    def test_what_was_chosen_is_said_once(self, fresh_choice, caplog):
-        from acmoe.ops.experts.triton.sizes import Sizes
-
-        caplog.set_level("INFO", logger="acmoe")
-        x_TD = torch.empty(1, 2048, dtype=torch.float16)
-        for tokens in (4096, 8192, 16384):
-            size = Sizes(tokens, 2048, 1024, 64, 8, "swiglu")
-            assert fresh_choice._settings_for("down", size, x_TD, gather=False, bare=True) is None
-        assert [record.message for record in caplog.records] == [
-            "the experts' GEMM down runs on triton; gluon: it takes bfloat16, not torch.float16"
-        ]
-
-    def test_a_pipeline_of_the_table_never_waits_forever(self):
-        """A group waits for blocks that the other must have: the table's shapes have them."""
-        from acmoe.ops.device import tuning
-
-        for name, row in tuning._table().items():
-            kernel, *sizes = name.split("/")
-            if kernel.startswith("pipeline_") and row is not None:
-                product = kernel.removeprefix("pipeline_")
-                sizes = tuple(map(int, sizes))
-                gather = product in self.gathering(sizes)
-                assert self.obstacle(product, sizes, gather=gather) is None, name
-
-
 def on_known_card():
     from acmoe.ops.device.hopper import gluon_unsupported
 
@@ -416,28 +249,3 @@ def test_the_up_projection_by_a_pipeline_is_its_product(hidden, device, hopper_l
         right = torch.nn.functional.silu(gate) * other
         if len(right):
             assert_near(a_NF[rows], right)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"keep": True}, "stores no h"),
-        ({"dropout": 0.1}, "nor dropout"),
-        ({"act": "gelu"}, "the activation swiglu"),
-        ({"gather": False}, "no copied rows"),
-        ({"dim": 96}, "not 96, 256"),
-        ({"hidden": 64}, "not 128, 64"),
-        ({"tokens": 128}, "Triton's is expected to be faster"),  # 64 rows an expert
-        ({"tokens": 1026}, "Triton's is expected to be faster"),  # 513 rows an expert
-        ({}, "a CUDA device, not cpu"),
-    ],
-)
-def test_the_up_projection_says_why_triton_runs(change, reason):
-    from acmoe.ops.experts.hopper.up_choice import up_unsupported
-    from acmoe.ops.experts.triton.sizes import RowOperand, Sizes
-
-    case = {"tokens": 256, "dim": 128, "hidden": 256, "act": "swiglu"}
-    case |= {"gather": True, "dropout": 0.0, "keep": False} | change
-    size = Sizes(case["tokens"], case["dim"], case["hidden"], 4, 2, case["act"])
-    rows = RowOperand(torch.zeros(1, 1, dtype=torch.bfloat16), case["gather"])
-    assert reason in up_unsupported(rows, None, size, case["dropout"], case["keep"])

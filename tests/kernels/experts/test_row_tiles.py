@@ -9,12 +9,37 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from test_pipeline_products import assert_near, drawn, each_expert, plan_of
+from pipeline_cases import assert_near, drawn, each_expert, plan_of
 
 from acmoe.ops.experts.triton.sizes import RowOperand, Sizes
 from slow_cases import mostly_slow
 
 INTERPRETED = 2**-7  # Triton's interpreter truncates to bf16, which loses up to 2^-8
+
+
+def test_tiles_cover_every_row_once(device):
+    from acmoe.ops.experts.triton.tiles import HEIGHTS, Plan
+
+    # Experts of 0, 5, 0, 32 and 3 rows; 7 rows for no expert.
+    end = torch.tensor([0, 5, 5, 37, 40], device=device)
+    plan = Plan(torch.arange(47, device=device), end, 1)
+    expert, start = (table.tolist() for table in plan[16])
+    tiles = list(zip(expert, start, strict=True))
+    assert tiles[:4] == [(1, 0), (3, 5), (3, 21), (4, 37)]
+    assert tiles[4:] == [(-1, 40), (-1, 56), (-1, 72), (-1, 88)]  # of 47 / 16, up, and 5
+    for height in HEIGHTS:
+        expert, start = plan[height]
+        of_experts = [e for e in expert.tolist() if e >= 0]
+        assert of_experts == ([1, 3, 3, 4] if height == 16 else [1, 3, 4])
+        assert start[expert < 0].min() == 40
+
+
+def test_every_row_finds_its_token(device):
+    from acmoe.ops.experts.triton.tiles import Plan
+
+    order = torch.tensor([5, 0, 3, 1, 4, 2], device=device)  # row 3 t + k of token t
+    plan = Plan(order, torch.tensor([6], device=device), 3)
+    assert plan.token.tolist() == [1, 0, 1, 0, 1, 0]
 
 
 def listing_kernel(

@@ -4,33 +4,28 @@ T tokens, D features, E experts, C clusters, K experts per token, as route_cases
 """
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from route_cases import (
+    NOISY,
     C,
     D,
     E,
     K,
     Route,
     T,
-    differentiable,
+    compare,
     drawn,
     fused_route,
     leaves,
-    lost_by_terms,
     route_reference,
     sorted_by,
-    wide,
 )
-from torch import Tensor
 
-from acmoe.errors import UserError
 from acmoe.ops.route.autograd import route_op
-from acmoe.ops.route.op import unsupported
 from acmoe.ops.route.tokens import ScaledTokens
-from slow_cases import mostly_slow, slow_on_cpu
+from slow_cases import slow_on_cpu
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -41,14 +36,6 @@ CASES = [  # dtype, scaled, over selected, masked
     (torch.bfloat16, True, False, True),
     (torch.bfloat16, False, True, False),
     (torch.float16, True, True, False),
-]
-NOISY = [  # dtype, scaled, over selected, masked, sorted by cluster
-    (torch.float32, True, True, True, False),
-    (torch.float32, True, False, False, True),
-    (torch.float32, False, True, False, False),
-    (torch.bfloat16, True, False, False, False),
-    (torch.bfloat16, True, True, True, True),
-    (torch.bfloat16, False, False, True, False),
 ]
 
 
@@ -115,64 +102,6 @@ def test_affinities_of_many_experts_may_have_a_kernel_of_their_own(
             assert torch.equal(one, other), name
 
 
-RANGES = [(*case[:4], most) for case in NOISY if not case[4] for most in (2, 4)]
-
-
-@mostly_slow(("dtype", "scaled", "selected", "masked", "most"), RANGES, keep={0, 3, 4, 7})
-def test_the_features_of_few_tokens_may_be_summed_in_ranges(
-    dtype: torch.dtype,
-    scaled: bool,
-    selected: bool,
-    masked: bool,
-    most: int,
-    generator: torch.Generator,
-    device: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Seventy features in two ranges, of 64 and 6, or in three of 32, 32 and 6."""
-    from acmoe.ops.route.triton import few_tokens
-
-    monkeypatch.setattr(few_tokens, "FEWEST_FEATURES", 16)
-    monkeypatch.setattr(few_tokens, "MOST_RANGES", most)
-    case = drawn(generator, device, dtype, scaled)
-    assert few_tokens.range_size(case["x"], case["embedding"]) == 128 // most
-    noise = torch.randn(T, E, generator=generator).to(device)
-    compare(case, selected, masked, generator, None, noise)
-
-
-@mostly_slow("dtype", [torch.bfloat16, torch.float32])
-def test_neither_a_scale_of_one_nor_an_unread_sum_changes_a_bit_of_few_tokens(
-    dtype: torch.dtype, generator: torch.Generator, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The blocks that select are smaller where nobody reads the sums of the balance loss."""
-    from acmoe.ops.route.op import fused_route as kernel
-    from acmoe.ops.route.triton import few_tokens
-
-    monkeypatch.setattr(few_tokens, "FEWEST_FEATURES", 16)
-    case = drawn(generator, device, dtype, scaled=True)
-    x, embedding = case["x"].detach(), case["embedding"].detach()
-    one = torch.ones_like(case["scale"])
-
-    def found(tokens: ScaledTokens, temperature: float | None) -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            result = kernel(
-                *(tokens, embedding, case["bias"]),
-                top_k=K,
-                over_selected=True,
-                temperature=temperature,
-            )
-        return result.expert_ids, result.gate, result.affinity, result.first
-
-    plain = found(ScaledTokens(x), 1.0)
-    for other in (
-        found(ScaledTokens(x), None),
-        found(ScaledTokens(x, one, case["assignment"]), None),
-        found(ScaledTokens(x, one, case["assignment"]), 1.0),
-        found(ScaledTokens(x, one, case["assignment"], sorted_by(case["assignment"], C)), 1.0),
-    ):
-        assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
-
-
 @pytest.mark.parametrize("num_tokens", [1, 5, T, 70])
 def test_the_balance_loss_of_few_tokens_is_that_of_their_sums(
     num_tokens: int, generator: torch.Generator, device: str, monkeypatch: pytest.MonkeyPatch
@@ -213,46 +142,6 @@ def test_an_embedding_of_16_bits_needs_no_split(generator: torch.Generator, devi
     assert torch.equal(*found)
 
 
-def compare(
-    case: dict[str, Any],
-    selected: bool,
-    masked: bool,
-    generator: torch.Generator,
-    order: Tensor | None = None,
-    noise: Tensor | None = None,
-) -> Route:
-    """Return the kernel's results and gradients, after comparing them."""
-    device, dtype = case["x"].device, case["x"].dtype
-    mask = (torch.rand(T, generator=generator) < 0.8).to(device) if masked else None
-    if mask is not None:
-        case["x"][~mask] = float("nan")  # padding may hold anything
-    settings = (K, selected, mask, 0.7)
-    exact = wide(case)
-    mine, theirs = leaves(case), leaves(exact)
-    found = fused_route(*case.values(), *settings, order, noise)
-    wanted = route_reference(*exact.values(), *settings, noise)
-    assert torch.equal(found.expert_ids, wanted.expert_ids)
-    assert torch.equal(found.first, wanted.first)
-    assert torch.equal(found.load.double(), wanted.load)
-    # Gates move no more than affinities do; their sums over T tokens add that up.
-    cuts = [lost_by_terms(exact, dtype, mask) * times for times in (1, 1, T)]
-    for one, other, cut in zip(differentiable(found), differentiable(wanted), cuts, strict=True):
-        # float32 accuracy: the products keep 24 bits, the sums of 70 features a few less.
-        assert (one - other).abs().max() < 2e-6 * other.abs().max() + cut
-
-    upstream = [torch.randn(z.shape, generator=generator).to(device) for z in differentiable(found)]
-    grads = torch.autograd.grad(differentiable(found), mine, upstream)
-    exact_grads = torch.autograd.grad(
-        differentiable(wanted), theirs, [grad.double() for grad in upstream]
-    )
-    # A token's gradient has the token's dtype (truncated by the interpreter); those of parameters
-    # are float32, from 3 terms of a product where the tokens have 16 bits.
-    tolerances = [2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps, 2e-5, 2e-5]
-    for one, other, tolerance in zip(grads, exact_grads, tolerances, strict=False):
-        assert (one - other).abs().max() < tolerance * other.abs().max()
-    return found
-
-
 def test_where_experts_are_equal_the_noise_decides(device: str) -> None:
     # x = 0: the affinities are the noise. Softmax over the chosen (2, 1): (e, 1) / (e + 1). The
     # second token is padding: chosen for, but not counted.
@@ -268,63 +157,6 @@ def test_where_experts_are_equal_the_noise_decides(device: str) -> None:
     assert found.gate[0].tolist() == pytest.approx([share, 1 - share])
     total = found.gate[:, 0].sum() + found.affinity.sum()
     assert torch.autograd.grad(total, noise, allow_unused=True) == (None,)  # it is a constant
-
-
-def test_a_gradient_of_one_result_alone_is_enough(generator: torch.Generator, device: str) -> None:
-    case = drawn(generator, device, torch.float32, True)
-    exact = wide(case)
-    mine, theirs = leaves(case), leaves(exact)
-    for pick in range(3):
-        found = differentiable(fused_route(*case.values(), K, True))[pick]
-        wanted = differentiable(route_reference(*exact.values(), K, True))[pick]
-        grads = torch.autograd.grad(found.square().sum(), mine)
-        exact_grads = torch.autograd.grad(wanted.square().sum(), theirs)
-        for one, other in zip(grads, exact_grads, strict=True):
-            assert (one - other).abs().max() < 1e-5 * other.abs().max()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_who_reads_x_after_the_router_has_his_gradient_added(
-    dtype: torch.dtype, generator: torch.Generator, device: str
-) -> None:
-    case = drawn(generator, device, dtype, True)
-    (x, *_) = leaves(case)
-    upstream = torch.randn(T, D, generator=generator).to(device, dtype)
-    found = fused_route(*case.values(), K, True)
-    loss = found.gate.square().sum()
-    (own,) = torch.autograd.grad(loss, x, retain_graph=True)
-    (both,) = torch.autograd.grad([loss, found.x], x, [torch.ones_like(loss), upstream])
-    # A 16-bit sum is rounded once here and twice there (truncated by the interpreter).
-    eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(both, own + upstream, rtol=2 * eps, atol=4 * eps)
-    assert torch.equal(found.x, x)
-    # Alone, it is the identity.
-    found = fused_route(*case.values(), K, True)
-    (alone,) = torch.autograd.grad(found.x, x, upstream)
-    assert torch.equal(alone, upstream)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "dim", "experts"),
-    [(70, 1090, 5), pytest.param(150, 1100, 70, marks=pytest.mark.slow)],
-)
-def test_long_rows_get_both_gradients_in_every_column(
-    tokens: int, dim: int, experts: int, generator: torch.Generator, device: str
-) -> None:
-    # Programs of 512 features: several a row, the last of them not full.
-    x = torch.randn(tokens, dim, generator=generator).to(device, torch.bfloat16).requires_grad_()
-    embedding = (torch.randn(experts, dim, generator=generator) / dim**0.5).to(device)
-    upstream = torch.randn(tokens, dim, generator=generator).to(device, torch.bfloat16)
-    found = fused_route(x, embedding, None, None, None, K, True)
-    loss = found.gate.square().sum()
-    (own,) = torch.autograd.grad(loss, x, retain_graph=True)
-    (both,) = torch.autograd.grad([loss, found.x], x, [torch.ones_like(loss), upstream])
-    exact = x.detach().double().requires_grad_()
-    gate = route_reference(exact, embedding.double(), None, None, None, K, True).gate
-    (wanted,) = torch.autograd.grad(gate.square().sum(), exact)
-    eps = torch.finfo(torch.bfloat16).eps
-    assert (own - wanted).abs().max() < 2 * eps * wanted.abs().max()
-    torch.testing.assert_close(both, own + upstream, rtol=2 * eps, atol=4 * eps)
 
 
 def test_of_equal_experts_the_first_is_chosen(device: str) -> None:
@@ -422,58 +254,6 @@ def test_few_and_many_experts(
     (grad,) = torch.autograd.grad(found.gate.square().sum(), x)
     (exact_grad,) = torch.autograd.grad(wanted.gate.square().sum(), exact)
     assert torch.allclose(grad.double(), exact_grad, rtol=1e-4, atol=1e-6)
-
-
-def test_no_tokens_no_load(device: str) -> None:
-    x = torch.empty(0, D, device=device, requires_grad=True)
-    embedding = torch.randn(E, D, device=device, requires_grad=True)
-    found = fused_route(x, embedding, None, None, None, K, True)
-    assert found.gate.shape == (0, K) and found.affinity.shape == (0, E)
-    assert (found.load == 0).all() and (found.gate_sum == 0).all()
-    found.gate_sum.sum().backward()
-    assert embedding.grad is not None and (embedding.grad == 0).all()
-
-
-def test_the_op_is_well_formed(generator: torch.Generator, device: str) -> None:
-    case = drawn(generator, device, torch.float32, True)
-    leaves(case)
-    args = (*case.values(), K, True, None, 1.0, None, None)
-    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(route_op, args, test_utils=tests)
-    noise = torch.randn(T, E, generator=generator).to(device)
-    torch.library.opcheck(route_op, (*args, noise), test_utils=tests)
-
-
-def test_a_compiled_router_is_the_eager_one(generator: torch.Generator, device: str) -> None:
-    case = drawn(generator, device, torch.float32, True)
-    inputs = leaves(case)
-
-    def loss(*args: Any) -> tuple[Tensor, Tensor]:
-        route = fused_route(*args, K, True)
-        return route.expert_ids, route.gate.square().sum() + route.gate_sum.square().sum()
-
-    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
-    ids, value = loss(*case.values())
-    compiled_ids, compiled_value = compiled(*case.values())
-    assert torch.equal(ids, compiled_ids) and torch.equal(value, compiled_value)
-    grads = torch.autograd.grad(value, inputs), torch.autograd.grad(compiled_value, inputs)
-    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
-
-
-def test_arguments_that_do_not_fit_are_refused(device: str) -> None:
-    x, embedding = torch.ones(4, 2, device=device), torch.ones(3, 2, device=device)
-    assignment = torch.zeros(4, device=device).long()
-    with pytest.raises(UserError, match="top_k=4"):
-        fused_route(x, embedding, None, None, None, 4, True)
-    with pytest.raises(UserError, match="come together"):
-        fused_route(x, embedding, None, None, assignment, 1, True)
-    with pytest.raises(UserError, match=r"scale \(3, 5\)"):
-        fused_route(x, embedding, None, torch.ones(3, 5, device=device), assignment, 1, True)
-    with pytest.raises(UserError, match=r"noise has shape \(3, 4\); .* need \(4, 3\)"):
-        noise = torch.ones(3, 4, device=device)
-        fused_route(x, embedding, None, None, None, 1, True, noise=noise)
-    reason = unsupported(ScaledTokens(x.double()), embedding, 1)
-    assert reason is not None and "float64" in reason
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

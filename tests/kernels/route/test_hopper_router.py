@@ -180,7 +180,7 @@ def test_the_gradient_of_tokens_is_that_of_float64(
     from acmoe.ops.route.hopper import launch, token_gradient
     from acmoe.ops.route.triton.tokens import Tokens
 
-    monkeypatch.setattr(launch, "_num_programs", lambda tiles: 1)
+    monkeypatch.setattr(launch, "multiprocessors", lambda: 1)
     if not torch.cuda.is_available():
         from gluon_emulator import emulate
 

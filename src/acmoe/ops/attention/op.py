@@ -112,11 +112,6 @@ def _is_dense(t: Tensor) -> bool:
     return t.stride(-1) == 1 and 0 not in t.stride() and extent == t.numel()
 
 
-def _aligned(t: Tensor) -> Tensor:
-    """Return t, or a copy if its address is not a multiple of 16 bytes, as TMA requires."""
-    return t if t.data_ptr() % 16 == 0 else t.clone()
-
-
 @torch.library.custom_op("acmoe::window_attention", mutates_args=())
 def _window_attention(
     given: Tensor,
@@ -144,8 +139,9 @@ def _window_attention(
         log_once("window_attention's forward runs on gluon")
         from acmoe.ops.attention.hopper import forward as attention_hopper
         from acmoe.ops.attention.hopper.saved_weights import SavedWeights
+        from acmoe.ops.device.launcher import tma_aligned
 
-        k, v = _aligned(kv).unbind()
+        k, v = tma_aligned(kv).unbind()
         found = attention_hopper.run_forward(
             q, k, v, positions, key_mask, bits, scale, dropout, features, SavedWeights(*saved)
         )
@@ -211,10 +207,11 @@ def _window_attention_backward(
     dkv = torch.empty_like(kv)
     if weights.numel() > 0:
         from acmoe.ops.attention.hopper import saved_weights as hopper_backward
+        from acmoe.ops.device.launcher import tma_aligned
 
         saved = hopper_backward.SavedWeights(weights, row_max)
         dq, dpositions = hopper_backward.run_backward(
-            *(_aligned(grad), _aligned(q), _aligned(kv), positions, out, lse, saved, dkv),
+            *(tma_aligned(grad), tma_aligned(q), tma_aligned(kv), positions, out, lse, saved, dkv),
             *(scale, dropout, features),
         )
     else:

@@ -13,7 +13,6 @@ from acmoe.ops.device_support import triton_unsupported
 _WIDEST = 128  # features of a head; a wider tile leaves no registers for the scores
 _FEWEST_QUERIES = 16  # the smallest tile that tensor cores take
 _WIDEST_ON_HOPPER = 64  # features of a head
-_SHARED_ON_HOPPER = 227 * 1024  # bytes of shared memory
 _MOST_DROPPED = 0.48  # limit of the paired dropout RNG, see ops/device/dropout_rng.py
 _SAVED_SHARE = 1 / 64  # share of GPU memory for the saved probabilities of one call
 
@@ -35,7 +34,7 @@ def kernel_unsupported(q: Tensor, positions: Tensor | None, dropout: float) -> s
 
 def hopper_unsupported(q: Tensor, kv: Tensor, span: int, dropout: float) -> str | None:
     """Return the reason why the Hopper kernels cannot serve this call, or None."""
-    from acmoe.ops.device.hopper import gluon_unsupported
+    from acmoe.ops.device.hopper import SHARED_BYTES, gluon_unsupported
 
     reason = gluon_unsupported(q.device)
     if reason is not None:
@@ -50,7 +49,7 @@ def hopper_unsupported(q: Tensor, kv: Tensor, span: int, dropout: float) -> str 
         return "its kernel reads rows of keys and values from multiples of 16 bytes on"
     from acmoe.ops.attention.hopper.forward import shared_bytes
 
-    if shared_bytes(q.shape[-1], span) > _SHARED_ON_HOPPER:
+    if shared_bytes(q.shape[-1], span) > SHARED_BYTES:
         return f"its kernel has too little shared memory for a window of {span}"
     return None
 

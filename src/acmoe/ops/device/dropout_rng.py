@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 
-def threshold(dropout: float) -> int:
+def drop_threshold(dropout: float) -> int:
     """Return p in units of 2^-32, capped below 2^32 so that the scale 1 / (1 - p) is finite."""
     return min(round(dropout * 2**32), 2**32 - 1)
 
@@ -46,8 +46,8 @@ def column_bits(cols):
 def keep_mask(row, column, DROP_THRESHOLD: tl.constexpr):
     """Return the keep mask for row hashes and column hashes that broadcast.
 
-    DROP_THRESHOLD is of `threshold`. The multiplier depends on the row: with one multiplier for all
-    rows, columns whose hashes differ in few bits would be dropped together in every row.
+    DROP_THRESHOLD is of `drop_threshold`. The multiplier depends on the row: with one multiplier
+    for all rows, columns whose hashes differ in few bits would be dropped together in every row.
     """
     return ((row ^ column) * (row | 1)).to(tl.uint32, bitcast=True) >= DROP_THRESHOLD
 

@@ -5,6 +5,7 @@ import triton
 
 from acmoe.config.environment import gluon_requested
 
+SHARED_BYTES = 227 * 1024  # shared memory that a program may have on Hopper
 _RUN_VERSIONS = ("3.6.",)  # versions of Triton with which the kernels have run on a GPU
 _COMPILED_VERSIONS = ("3.7.",)  # versions that compile them to nearly the same instructions
 
@@ -12,8 +13,10 @@ _COMPILED_VERSIONS = ("3.7.",)  # versions that compile them to nearly the same 
 def gluon_unsupported(device: torch.device) -> str | None:
     """Return the reason why Gluon kernels cannot run on this device, or None if they can."""
     wanted = gluon_requested()
-    if device.type != "cuda" or torch.version.hip is not None:
-        return f"its kernels need a CUDA device, not {torch.version.hip or device.type}"
+    if device.type != "cuda":
+        return f"its kernels need a CUDA device, not {device.type}"
+    if torch.version.hip is not None:
+        return f"its kernels need an NVIDIA GPU, not an AMD one (ROCm {torch.version.hip})"
     if wanted == "never":
         return "ACMOE_GLUON=never turns its kernels off"
     if torch.cuda.get_device_capability(device)[0] != 9:

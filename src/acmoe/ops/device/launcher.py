@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 
@@ -214,6 +215,13 @@ def cdiv(number: int, step: int) -> int:
 def next_power_of_2(number: int) -> int:
     """Return the lowest power of 2 that is not below a number of at least 1."""
     return 1 << (number - 1).bit_length()
+
+
+def multiprocessors() -> int:
+    """Return the multiprocessors of the current GPU; 2 without one, where kernels are emulated."""
+    if not torch.cuda.is_available():
+        return 2
+    return torch.cuda.get_device_properties().multi_processor_count
 
 
 def tma_aligned(tensor: Tensor) -> Tensor:

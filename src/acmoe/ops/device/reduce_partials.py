@@ -14,9 +14,7 @@ from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2
 
 STEP = 2048  # elements that a program loads at a time, unless many partials need more
 COLUMNS = 8  # the least columns of a program: 32 bytes, a sector of memory
-# Partials loaded at a time: a long sum waits for memory a few times, not once for each 128
-# partials.
-_MAX_ROWS = 1024
+_MAX_ROWS = 1024  # partials loaded at a time, so that a long sum waits for memory a few times only
 
 
 def reduce_partials(partial_GNM: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:

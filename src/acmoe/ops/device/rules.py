@@ -38,6 +38,10 @@ _BUFFERED_DIM = 2560
 # Padding of the columns that a wide tile may add before the narrow one is taken: at 6.7% (gptoss)
 # the wide one takes 1.58 ms, the narrow one 1.71.
 _PADDING = 0.08
+# Padding of the columns of a weight gradient above which its wide tiles, and the Hopper kernel, are
+# left out.
+_WEIGHT_PADDING = 0.25
+_FEW_TILES = 64  # of a weight gradient: below it, the GEMM is split over rows to fill the GPU
 # Rows of an average expert below which half of a tile of 128 rows would be padding.
 FEW_ROWS = 64
 # Blocks of the GEMMs by rows where an average expert has few rows: (up to so many rows, gated up,
@@ -162,8 +166,8 @@ def _weight_blocks(kernel: str, layer: Layer, copied: bool) -> Blocks:
     outer, inner = (
         (layer.dim, layer.hidden) if kernel == "down_weight" else (layer.width, layer.dim)
     )
-    splits = 0 if -(-outer // 128) * -(-inner // 256) * layer.experts < 64 else 1
-    if min(padding(outer, 256), padding(inner, 256)) > 0.25:
+    splits = 0 if -(-outer // 128) * -(-inner // 256) * layer.experts < _FEW_TILES else 1
+    if min(padding(outer, 256), padding(inner, 256)) > _WEIGHT_PADDING:
         return Blocks(128, 128, 64, 8, 3, True, splits)
     if not copied:  # the gathered operand, which passes through registers, is the narrow side
         sides = (128, 256) if kernel == "down_weight" else (256, 128)
@@ -182,7 +186,7 @@ def pipeline(kernel: str, layer: Layer, *, copied: bool) -> PipelineConfig | Non
         return PipelineConfig("ping-pong", *((4, 4) if layer.dim >= _BUFFERED_DIM else (5, 2)))
     if kernel in WEIGHT_GEMMS:
         gathers = not copied or (kernel == "up_weight" and layer.width < _COPY_FOR_UP_WEIGHT)
-        if padding(layer.dim, 128) > 0.25 or padding(layer.hidden, 128) > 0.25:
+        if max(padding(layer.dim, 128), padding(layer.hidden, 128)) > _WEIGHT_PADDING:
             return None
         return PipelineConfig("cooperative", 4, gathers=gathers)
     inner, outer = layer.inner_outer(kernel)

@@ -32,7 +32,7 @@ class VectorBlocks(NamedTuple):
     columns: int  # columns of the product that a program computes
     elements: int  # elements of the weights that a program loads at a time
     num_warps: int
-    num_stages: int  # 1: loads are in flight because a multiprocessor has several programs
+    num_stages: int  # pipeline stages of the loop over these elements
 
 
 class PipelineConfig(NamedTuple):

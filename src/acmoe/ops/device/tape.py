@@ -87,7 +87,7 @@ def taped(
     """
     first = tensors[0]
     assert first is not None
-    # A tensor is there, so that the check of `torch.cuda.current_device` is superfluous.
+    # `torch.cuda.current_device` would check that CUDA is initialised, which a CUDA tensor shows.
     current = torch._C._cuda_getDevice() if first.is_cuda else -1
     kinds: list[Any] = [run, current, settings]
     addresses = []

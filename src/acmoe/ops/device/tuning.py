@@ -57,7 +57,8 @@ Table = dict[str, list[Any] | None]
 def _table() -> Table:
     """Return the package's table.
 
-    `acmoe bench tune` wrote it on an H200, except for the "copy" rows, which were measured by hand.
+    `acmoe bench tune` found its blocks on an H200. Its rows of pipelines and copies were found by
+    hand there, in whole layers.
     """
     return read_table(TABLE)
 
@@ -240,8 +241,8 @@ def blocks_for(kernel: str, layer: Layer) -> Blocks:
 def pipeline_for(kernel: str, layer: Layer) -> PipelineConfig | None:
     """Return the settings of a Hopper GEMM, or None where Triton's is faster.
 
-    A shape whose Triton GEMM was tuned, but not its pipeline, was tuned before this kernel could
-    compute it: Triton's runs, except for "hidden", which the rule's pipeline has always served.
+    Where a table has blocks of a GEMM and no row of its pipeline, nobody compared the two: Triton's
+    runs. "hidden" is the exception, where the rule's pipeline runs.
     """
     if kernel in PIPELINE_OVERRIDE:
         return PIPELINE_OVERRIDE[kernel]

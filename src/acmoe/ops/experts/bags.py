@@ -2,7 +2,7 @@
 
 torch's embedding bag gathers the rows of a token, multiplies each by its weight and adds them. A
 gather, a product and a sum write the rows twice (one core of a Xeon with AVX-512, torch 2.13,
-microseconds on a busy machine; before, the sum of two rows was an addition, which takes less):
+microseconds on a busy machine):
 
     tokens x choices x features    weighted: three calls    one    not weighted: two calls    one
     1,024 x 2 x 64                                   280    100                        180     97

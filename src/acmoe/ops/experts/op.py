@@ -11,8 +11,7 @@ from torch.compiler import is_compiling
 
 from acmoe.ops.device_support import installed, triton_unsupported
 from acmoe.ops.experts.autograd import fused_expert_mlp
-from acmoe.ops.experts.grouped_mm import grouped_mm
-from acmoe.ops.experts.grouped_mm import grouped_mm_unsupported as lacks_grouped_mm
+from acmoe.ops.experts.grouped_mm import grouped_mm, grouped_mm_unsupported
 from acmoe.ops.experts.padding import pad_experts, worth_padding
 from acmoe.ops.experts.reference import ExpertWeights, expert_mlp, expert_mlp_with
 from acmoe.ops.experts.sonicmoe import sonic_mlp
@@ -49,7 +48,7 @@ def _expert_mlp_triton(
     return out if out.shape[1] == dim else out[:, :dim].contiguous()
 
 
-def grouped_mm_unsupported(x: Tensor, weights: ExpertWeights, gate: Tensor) -> str | None:
+def _grouped_unsupported(x: Tensor, weights: ExpertWeights, gate: Tensor) -> str | None:
     """Return the reason why the grouped GEMM of PyTorch cannot serve this call, or None."""
     widths = (weights.up.shape[1], weights.up.shape[2], weights.down.shape[2])
     if gate.numel() == 0:
@@ -59,10 +58,10 @@ def grouped_mm_unsupported(x: Tensor, weights: ExpertWeights, gate: Tensor) -> s
 
 def grouped_gemm_unsupported(x: Tensor, *widths: int) -> str | None:
     """Return the reason why `grouped_mm` cannot take rows like x of these widths, or None."""
-    return lacks_grouped_mm(x.device, x.dtype, *widths)
+    return grouped_mm_unsupported(x.device, x.dtype, *widths)
 
 
-@expert_mlp.register("grouped_mm", unsupported=grouped_mm_unsupported)
+@expert_mlp.register("grouped_mm", unsupported=_grouped_unsupported)
 def _expert_mlp_grouped(
     x: Tensor,
     weights: ExpertWeights,

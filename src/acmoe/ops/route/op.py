@@ -9,10 +9,11 @@ T tokens, D features, E experts, C clusters.
 import torch
 from torch import Tensor
 
+from acmoe.ops.checks import check_clusters
 from acmoe.ops.device_support import triton_unsupported
 from acmoe.ops.route.autograd import route_through
 from acmoe.ops.route.reference import Route, check_route, gate_sum, route
-from acmoe.ops.route.tokens import ScaledTokens, check_clusters
+from acmoe.ops.route.tokens import ScaledTokens
 from acmoe.ops.sort.order import TokenOrder, worth_routing_sorted
 
 _MOST_EXPERTS, _MOST_CHOICES = 512, 16
@@ -79,7 +80,7 @@ def fused_route(
 def _constant_scale(scale_CD: Tensor, assignment_T: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return the scale (C, D), in float32 and without gradient, and the assignment (T,)."""
     if assignment_T is not None:
-        check_clusters(scale_CD, assignment_T)
+        check_clusters(assignment_T, scale_CD.shape[0])
     if scale_CD.requires_grad or scale_CD.dtype != torch.float32:
         scale_CD = scale_CD.detach().float()
     return scale_CD, assignment_T

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812, the customary name
 
-from acmoe.errors import UserError, check
+from acmoe.errors import UserError
 from acmoe.ops.checks import host_may_read
 from acmoe.ops.dispatch import op
 from acmoe.ops.route.tokens import ScaledTokens
@@ -219,8 +219,9 @@ def check_route(
             raise UserError(
                 f"{name} has shape {tuple(given.shape)}; {T} tokens and {E} experts need {shape}"
             )
-    together = (tokens.scale is None) == (tokens.assignment is None)
-    check(together, "scale and assignment come together or not at all")
+    if (tokens.scale is None) != (tokens.assignment is None):
+        missing = "scale" if tokens.scale is None else "assignment"
+        raise UserError(f"scale and assignment come together or not at all; {missing} is None")
     if tokens.scale is None or tokens.assignment is None:
         return
     if tokens.assignment.shape != (T,) or tokens.scale.shape[1:] != (D,):

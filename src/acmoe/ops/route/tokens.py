@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from acmoe.ops.bounded import bounded, surely_bounded
-from acmoe.ops.checks import check_range, host_may_read
+from acmoe.ops.checks import check_clusters, host_may_read
 from acmoe.ops.statistics.dispersion import accumulation_dtype
 
 
@@ -55,12 +55,6 @@ def rows_of(scale_CD: Tensor, assignment_T: Tensor) -> Tensor:
         # to torch, because an error takes longer to raise than it takes to look at the first.
         with contextlib.suppress(IndexError):
             return scale_CD.index_select(0, assignment_T)
-    check_clusters(scale_CD, assignment_T)
+    check_clusters(assignment_T, scale_CD.shape[0])
     scale_TD = scale_CD[assignment_T.clamp(min=0)]
     return scale_TD.masked_fill((assignment_T < 0)[:, None], 1.0)
-
-
-def check_clusters(scale_CD: Tensor, assignment_T: Tensor) -> None:
-    """Require cluster ids from -1 to C - 1, on a CPU: on a GPU it would cost more than the op."""
-    if assignment_T.device.type == "cpu":
-        check_range(assignment_T, -1, scale_CD.shape[0], "assignment")

@@ -16,17 +16,15 @@ from torch import Tensor
 from acmoe.ops.empty import no_elements
 
 ALIGNMENT = 64  # slots; the height of the kernels' tiles
-_HEADER = (
-    32  # `begin` and `end` are padded to a multiple of this size, so that the slots are aligned
-)
+_HEADER = 32  # entries; `begin` and `end` are padded to multiples of it, so that slots are aligned
 # Below this many tokens per cluster the gaps between clusters cost more than sorting saves.
 FEWEST_TOKENS = 128
 # With more clusters than these the statistics of unsorted tokens read the tokens twice for every
 # MANY_CLUSTERS: sorting saves more, down to FEWEST_OF_MANY tokens per cluster. At 512 clusters of
 # 32 tokens (qwen3next, H200) they take 587 us unsorted and 53 sorted.
 MANY_CLUSTERS, FEWEST_OF_MANY = 128, 32
-_WITHOUT_GAPS = 128  # slots of a sort without gaps are padded to a multiple of this: no kernel's
-# tile is higher
+# Slots of a sort without gaps are padded to a multiple of this: no kernel's tile is higher.
+_WITHOUT_GAPS = 128
 
 
 class TokenOrder(NamedTuple):

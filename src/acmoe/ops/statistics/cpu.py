@@ -81,14 +81,15 @@ def measured_dispersion(
     num_clusters: int,
     *,
     measure: str,
+    token_mask: None = None,
+    order: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
     add_to: tuple[Tensor, Tensor, int] | None = None,
-    **_unused: Any,
 ) -> tuple[Tensor, Tensor]:
     """Compute the op `measure_dispersion` of tokens without a mask and without a gradient.
 
-    add_to: arguments `mean_CX`, `count_C` and `least` of `pending.add_batch`, which is called with
-    the result.
+    order: not read. add_to: arguments `mean_CX`, `count_C` and `least` of `pending.add_batch`,
+    which is called with the result.
     """
     found = _measured(x_TD, cluster_T, num_clusters, measure)
     return _written(found, out, add_to)
@@ -101,13 +102,14 @@ def measured_scale(
     options: ScaleOptions,
     *,
     measure: str,
+    token_mask: None = None,
+    order: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
     add_to: tuple[Tensor, Tensor, int] | None = None,
-    **_unused: Any,
 ) -> Tensor:
     """Compute the op `measure_scale` of tokens without mask and gradient, each cluster by itself.
 
-    add_to: that of `measured_dispersion`.
+    order, add_to: those of `measured_dispersion`.
     """
     found = _measured(x_TD, cluster_T, num_clusters, measure)
     if out is not None:

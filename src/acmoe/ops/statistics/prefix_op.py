@@ -6,10 +6,10 @@ B sequences of L tokens, D features, C clusters.
 import torch
 from torch import Tensor
 
-from acmoe.ops.checks import check_tokens
+from acmoe.ops.checks import check_clusters, check_tokens
 from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.statistics.dispersion import exclude, finite_tokens
-from acmoe.ops.statistics.dispersion_op import check_clusters, check_kernel_dtype
+from acmoe.ops.statistics.dispersion_op import check_kernel_dtype
 from acmoe.ops.statistics.prefix import PrefixMoments, check_prefix_measure, prefix_dispersion
 
 

@@ -14,13 +14,13 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from acmoe.ops.checks import check_tokens
+from acmoe.ops.checks import check_clusters, check_tokens
 from acmoe.ops.device_support import interpreting
 from acmoe.ops.dispatch import eager, transforming
 from acmoe.ops.grad_mode import records_gradient
 from acmoe.ops.sort.order import TokenOrder
 from acmoe.ops.statistics import cpu, scale_op, sorted_op
-from acmoe.ops.statistics.dispersion_op import as_sets, check_clusters
+from acmoe.ops.statistics.dispersion_op import as_sets
 from acmoe.ops.statistics.op import measure_dispersion, measure_scale
 from acmoe.ops.statistics.pending import record_batch, replaying
 from acmoe.ops.statistics.scale import ScaleOptions, scale_of

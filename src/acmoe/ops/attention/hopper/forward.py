@@ -30,8 +30,7 @@ from acmoe.ops.attention.hopper.dropout import (
     row_terms,
 )
 from acmoe.ops.attention.hopper.gemm import (
-    CHUNK0,
-    CHUNK1,
+    CHUNKED_DIM,
     chunk_widths,
     load_queries,
     scale_rows,
@@ -51,7 +50,7 @@ from acmoe.ops.attention.hopper.save_weights import (
     store_running_max,
     store_weights,
 )
-from acmoe.ops.attention.hopper.saved_weights import SavedWeights, saved_band
+from acmoe.ops.attention.hopper.saved_weights import SavedWeights, saved_layout
 from acmoe.ops.attention.hopper.softmax import (
     mask_scores,
     online_softmax_step,
@@ -71,6 +70,7 @@ from acmoe.ops.attention.hopper.staging import (
 from acmoe.ops.attention.triton.forward import LOG2E
 from acmoe.ops.attention.triton.output import empty_output
 from acmoe.ops.device.dropout_rng import drop_threshold_paired, packed_limit
+from acmoe.ops.device.gluon_blocks import make_barriers
 
 _STAGES = 2  # buffers for k, v and rel_emb tiles; three would leave one program per SM
 
@@ -203,16 +203,12 @@ def forward_kernel(
     dtype: gl.constexpr = k_desc.dtype
     descs = ((k_desc, v_desc, rel_desc), (k_desc1, v_desc1, rel_desc1))
     tiles = (_allocate_tiles(k_desc, v_desc, rel_desc, STAGES),)
-    if HEAD_DIM == CHUNK0 + CHUNK1:
+    if HEAD_DIM == CHUNKED_DIM:
         tiles = (tiles[0], _allocate_tiles(k_desc1, v_desc1, rel_desc1, STAGES))
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     staging0 = gl.allocate_shared_memory(gl.int32, [WORDS, 1], flat)
     staging1 = gl.allocate_shared_memory(gl.int32, [WORDS, 1], flat)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=len(tiles))
-        mbarrier.init(empty.index(stage), count=2)
+    full, empty = make_barriers(STAGES, len(tiles), 2)
     pipeline = (descs, tiles, full, empty)
     saved = (saved_desc, row_max_ptr, saved_key)
     weight_staging = full  # a placeholder, unused
@@ -239,7 +235,9 @@ def forward_kernel(
 def shared_bytes(features: int, span: int) -> int:
     """Return the bytes of shared memory of a program: score staging of both warpgroups, tiles,
     weight staging, and 1 KB for mbarriers."""
-    tile_bytes = 64 * 2 * (48 if 32 < features <= 48 else triton.next_power_of_2(features))
+    width = triton.next_power_of_2(features)
+    first, second = chunk_widths(features, width)
+    tile_bytes = 64 * 2 * (width if first == width else first + second)
     return 2 * 4 * staging_words(span) + _STAGES * 3 * tile_bytes + 2 * STAGING_BYTES + 1024
 
 
@@ -263,7 +261,7 @@ def run_forward(
     num_keys, span = k.shape[2], rel_emb.shape[1]
     save = saved.weights.numel() > 0
     assert not save or (num_queries % 8 == 0 and saved.weights.numel() < 2**31)
-    skew = saved_band(q.shape, num_keys, span)
+    skew = saved_layout(q.shape, num_keys, span)
     widths = chunk_widths(features, width)
     out = empty_output(q, features)
     lse = torch.empty(q.shape[:3], device=q.device)

@@ -18,9 +18,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from acmoe.ops.attention.hopper.staging import ROWS, SCORE, query_of_row
+from acmoe.ops.device.gluon_blocks import acc_layout
 
 CHUNK0 = gl.constexpr(32)  # features of the first chunk, where there are two
 CHUNK1 = gl.constexpr(16)
+CHUNKED_DIM = gl.constexpr(CHUNK0.value + CHUNK1.value)  # the head dimension with two chunks
 
 
 @gluon.jit
@@ -37,7 +39,7 @@ def _load_query_chunk(
 @gluon.jit
 def load_queries(q_ptr, i0, L, P: gl.constexpr, HEAD_DIM: gl.constexpr, GROUP: gl.constexpr):
     """Load the queries of warpgroup GROUP, in chunks."""
-    if HEAD_DIM == CHUNK0 + CHUNK1:
+    if HEAD_DIM == CHUNKED_DIM:
         first = _load_query_chunk(q_ptr, i0, L, P, CHUNK0, GROUP)
         return first, _load_query_chunk(q_ptr + CHUNK0, i0, L, P, CHUNK1, GROUP)
     else:
@@ -46,7 +48,8 @@ def load_queries(q_ptr, i0, L, P: gl.constexpr, HEAD_DIM: gl.constexpr, GROUP: g
 
 def chunk_widths(features: int, width: int) -> tuple[int, int]:
     """Return the features of both chunks' tiles; `width` twice where there is only one chunk."""
-    return (32, 16) if 32 < features <= 48 else (width, width)
+    chunked = CHUNK0.value < features <= CHUNKED_DIM.value
+    return (CHUNK0.value, CHUNK1.value) if chunked else (width, width)
 
 
 @gluon.jit
@@ -80,14 +83,13 @@ def start_score_gemm(q, tile, acc, ACCUMULATE: gl.constexpr):
 @gluon.jit
 def _zeros(WIDTH: gl.constexpr):
     """Return a (64, WIDTH) float32 accumulator of zeros."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    return gl.zeros([ROWS, WIDTH], gl.float32, layout)
+    return gl.zeros([ROWS, WIDTH], gl.float32, acc_layout(WIDTH))
 
 
 @gluon.jit
 def zero_accumulators(HEAD_DIM: gl.constexpr):
     """Return (64, HEAD_DIM) float32 accumulators of zeros, in chunks."""
-    if HEAD_DIM == CHUNK0 + CHUNK1:
+    if HEAD_DIM == CHUNKED_DIM:
         return _zeros(CHUNK0), _zeros(CHUNK1)
     else:
         return (_zeros(HEAD_DIM),)

@@ -38,9 +38,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from acmoe.ops.attention.hopper.gemm import zero_accumulators
+from acmoe.ops.attention.hopper.gemm import CHUNKED_DIM, zero_accumulators
 from acmoe.ops.attention.hopper.keys_gemm import (
-    CHUNKED_DIM,
     SCORE_T,
     chunks_of,
     load_values,
@@ -53,7 +52,6 @@ from acmoe.ops.attention.hopper.keys_gemm import (
 from acmoe.ops.attention.hopper.keys_loads import (
     BLOCK,
     CONSUMERS,
-    SKEW,
     grad_descriptor,
     key_tile,
     produce_queries,
@@ -66,11 +64,12 @@ from acmoe.ops.attention.hopper.keys_loads import (
     weight_descriptor,
 )
 from acmoe.ops.attention.hopper.saved_weights import SavedWeights
-from acmoe.ops.attention.triton.skew import SkewLayout
+from acmoe.ops.attention.triton.skew import SKEW, SkewLayout
+from acmoe.ops.device.gluon_blocks import make_barriers, make_buffers
 from acmoe.ops.device.gluon_names import reinterpret, store_tile
+from acmoe.ops.device.hopper import SHARED_BYTES
 
 _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-_MAX_SHARED_BYTES = 227 * 1024
 _MAX_STAGES = 6
 _STAGE_BYTES = 64 * 64 * 2 + 64 * 4 + 16  # a tile of weights, its row maxima and two mbarriers
 
@@ -146,28 +145,10 @@ def _consumer(pipeline, work, HEAD_DIM: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _allocate_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
-    """Allocate mbarriers `full` and `empty` for each stage; READERS arrivals complete `empty`."""
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=READERS)
-    return full, empty
-
-
-@gluon.jit
-def _allocate_tiles(desc, STAGES: gl.constexpr):
-    """Allocate shared memory for STAGES blocks of a TMA descriptor."""
-    shape: gl.constexpr = [STAGES] + desc.block_shape  # noqa: RUF005
-    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
-
-
-@gluon.jit
 def _allocate_pipeline(weight_desc, max_desc, STAGES: gl.constexpr):
     """Allocate one consumer's pipeline: weight tiles, row maxima and mbarriers."""
-    full, empty = _allocate_barriers(STAGES, 1)
-    return _allocate_tiles(weight_desc, STAGES), _allocate_tiles(max_desc, STAGES), full, empty
+    full, empty = make_barriers(STAGES, 1, 1)
+    return make_buffers(STAGES, weight_desc), make_buffers(STAGES, max_desc), full, empty
 
 
 @gluon.jit
@@ -182,18 +163,18 @@ def keys_kernel(
     q_desc1 and grad_desc1 describe the second head-dimension chunk, and are unused with one chunk.
     """
     schedule = tile_schedule(num, L, N, span)
-    q_tiles = (_allocate_tiles(q_desc, TILES),)
-    grad_tiles = (_allocate_tiles(grad_desc, TILES),)
+    q_tiles = (make_buffers(TILES, q_desc),)
+    grad_tiles = (make_buffers(TILES, grad_desc),)
     q_loads = ((q_desc, q_tiles[0]),)
     grad_loads = ((grad_desc, grad_tiles[0]),)
     if HEAD_DIM == CHUNKED_DIM:
-        q_tiles += (_allocate_tiles(q_desc1, TILES),)
-        grad_tiles += (_allocate_tiles(grad_desc1, TILES),)
+        q_tiles += (make_buffers(TILES, q_desc1),)
+        grad_tiles += (make_buffers(TILES, grad_desc1),)
         q_loads += ((q_desc1, q_tiles[1]),)
         grad_loads += ((grad_desc1, grad_tiles[1]),)
-    lse, delta = _allocate_tiles(lse_desc, TILES), _allocate_tiles(delta_desc, TILES)
+    lse, delta = make_buffers(TILES, lse_desc), make_buffers(TILES, delta_desc)
     vector_loads = ((lse_desc, lse), (delta_desc, delta))
-    full, empty = _allocate_barriers(TILES, CONSUMERS)
+    full, empty = make_barriers(TILES, 1, CONSUMERS)
     queries = ((q_tiles, grad_tiles, lse, delta), full, empty)
     pipeline0 = _allocate_pipeline(weight_desc, max_desc, STAGES)
     pipeline1 = _allocate_pipeline(weight_desc, max_desc, STAGES)
@@ -226,7 +207,7 @@ def pipeline_stages(width: int, features: int, queries: int) -> int:
     Fewer than two: the head has too many queries for this kernel.
     """
     tile_bytes = 64 * (2 * 2 * multiplied_dim(width, features) + 2 * 4) + 16
-    free_bytes = _MAX_SHARED_BYTES - triton.cdiv(queries, 64) * tile_bytes - 1024
+    free_bytes = SHARED_BYTES - triton.cdiv(queries, 64) * tile_bytes - 1024
     return min(_MAX_STAGES, free_bytes // (CONSUMERS.value * _STAGE_BYTES))
 
 

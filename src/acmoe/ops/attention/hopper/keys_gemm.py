@@ -14,11 +14,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from acmoe.ops.attention.hopper.gemm import CHUNK0, CHUNK1
+from acmoe.ops.attention.hopper.gemm import CHUNK0, CHUNK1, CHUNKED_DIM
 from acmoe.ops.attention.hopper.keys_loads import BLOCK
+from acmoe.ops.device.gluon_blocks import acc_layout
 
-CHUNKED_DIM = gl.constexpr(48)  # the head dimension that is split into two chunks
-SCORE_T = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+SCORE_T = gl.constexpr(acc_layout(64))
 
 
 @gluon.jit
@@ -128,4 +128,6 @@ def multiplied_dim(width: int, features: int) -> int:
 
 def chunks_of(head_dim: int) -> tuple[tuple[int, int], ...]:
     """Return (first feature, number of features) of each chunk."""
-    return ((0, 32), (32, 16)) if head_dim == CHUNKED_DIM.value else ((0, head_dim),)
+    if head_dim == CHUNKED_DIM.value:
+        return (0, CHUNK0.value), (CHUNK0.value, CHUNK1.value)
+    return ((0, head_dim),)

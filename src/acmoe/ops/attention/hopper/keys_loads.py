@@ -18,11 +18,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from acmoe.ops.attention.triton.skew import MARGIN, SkewLayout
+from acmoe.ops.attention.triton.skew import MARGIN, SKEW, SkewLayout
 from acmoe.ops.device.gluon_names import load_tile
+from acmoe.ops.device.tma import swizzled
 
 BLOCK = gl.constexpr(64)  # queries per tile, and keys per tile
-SKEW = gl.constexpr(8)
 CONSUMERS = gl.constexpr(3)  # warpgroups
 
 
@@ -125,8 +125,7 @@ def _descriptor(
     if t.dtype == torch.float32:
         layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(block))
     else:
-        dtype = gl.bfloat16 if t.dtype == torch.bfloat16 else gl.float16
-        layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+        layout = swizzled(*block, dtype=t.dtype)
     return TensorDescriptor(t, shape, strides, block, layout)
 
 

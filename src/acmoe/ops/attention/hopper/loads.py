@@ -11,7 +11,6 @@ tiles, full, empty), with one tuple of descriptors and one of tiles for each chu
 forward.py.
 """
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,6 +20,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from acmoe.ops.attention.hopper.gemm import CHUNK0
 from acmoe.ops.attention.hopper.staging import KEYS, QUERIES
 from acmoe.ops.device.gluon_names import load_tile
+from acmoe.ops.device.tma import swizzled
 
 
 def tile_descriptor(t: Tensor, features: int, width: int) -> TensorDescriptor:
@@ -29,9 +29,8 @@ def tile_descriptor(t: Tensor, features: int, width: int) -> TensorDescriptor:
     Its last dimension has `features` elements: TMA fills the rest with zeros without reading it.
     """
     block = [1] * (t.dim() - 2) + [64, width]
-    dtype = gl.bfloat16 if t.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-    return TensorDescriptor(t, [*t.shape[:-1], features], [*t.stride()], block, layout)
+    shape, layout = [*t.shape[:-1], features], swizzled(*block, dtype=t.dtype)
+    return TensorDescriptor(t, shape, [*t.stride()], block, layout)
 
 
 @gluon.jit

@@ -10,7 +10,6 @@ The format is described in saved_weights.py, planes, rows and columns in triton/
 forward.py.
 """
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,6 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from acmoe.ops.attention.hopper.staging import KEYS, query_of_row
 from acmoe.ops.attention.triton.skew import MARGIN, SkewLayout
 from acmoe.ops.device.gluon_names import store_tile
+from acmoe.ops.device.tma import swizzled
 
 STAGING_BYTES = 64 * 64 * 2  # shared memory of one warpgroup's weight tile
 _HALF_ROWS = gl.constexpr(32)  # rows of a warpgroup with bit 3 unset, or set
@@ -45,15 +45,13 @@ def store_descriptor(weights: Tensor, skew: SkewLayout, num: int) -> TensorDescr
     Its dimensions are the query's parity, head, plane // 2, row (eight queries), and key from
     `first_saved_key` on.
     """
-    dtype = gl.bfloat16 if weights.dtype == torch.bfloat16 else gl.float16
     block = [1, 1, 4, 16, 64]
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
     first = first_saved_key(skew)
     plane = num * skew.rows * skew.pitch
     shape = [2, num, 4, skew.rows, (skew.keys - first + 63) // 64 * 64]
     strides = [plane, skew.rows * skew.pitch, 2 * plane, skew.pitch - 8, 1]
     base = weights[MARGIN + 8 * skew.key0_block + first :]
-    return TensorDescriptor(base, shape, strides, block, layout)
+    return TensorDescriptor(base, shape, strides, block, swizzled(*block, dtype=weights.dtype))
 
 
 @gluon.jit

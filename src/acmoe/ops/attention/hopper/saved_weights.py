@@ -47,7 +47,7 @@ class SavedWeights(NamedTuple):
     row_max: Tensor  # (B, H, tiles of keys, L) float32, the row maxima times scale_log2
 
 
-def saved_band(shape: torch.Size, num_keys: int, span: int) -> SkewLayout:
+def saved_layout(shape: torch.Size, num_keys: int, span: int) -> SkewLayout:
     """Return the layout of the saved weights for queries of shape (B, H, L, P)."""
     return SkewLayout(shape[1], shape[2], num_keys, span, ROW_GAP)
 
@@ -56,7 +56,7 @@ def saved_sizes(shape: torch.Size, num_keys: int, span: int) -> tuple[int, tuple
     """Return the number of elements of `SavedWeights.weights` and the shape of
     `SavedWeights.row_max`."""
     batch, heads, num_queries, _ = shape
-    weights = saved_band(shape, num_keys, span).numel(batch * heads)
+    weights = saved_layout(shape, num_keys, span).numel(batch * heads)
     return weights, (batch, heads, triton.cdiv(num_keys, TILE), num_queries)
 
 
@@ -84,7 +84,7 @@ def run_backward(
     from acmoe.ops.attention.hopper.keys import run_keys
 
     k, v = kv.unbind()
-    skew = saved_band(q.shape, k.shape[2], rel_emb.shape[1])
+    skew = saved_layout(q.shape, k.shape[2], rel_emb.shape[1])
     keep_prob = 1 - drop_threshold_paired(dropout) / 2**32
     dscores = torch.empty_like(saved.weights)
     delta = compute_delta(out, grad_out, keep_prob)

@@ -21,6 +21,7 @@ Shapes as in forward.py. Each warpgroup has a buffer of its own (`staging_words`
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from acmoe.ops.device.gluon_blocks import acc_layout
 from acmoe.ops.device.gluon_names import reinterpret
 
 ROWS = gl.constexpr(64)  # queries per warpgroup
@@ -44,7 +45,7 @@ def _padded_layout(paddings: list[list[int]], word_elements: int) -> gl.PaddedSh
 _LOAD_PITCH = gl.constexpr(96)
 _STORE_LAYOUT = gl.constexpr(_padded_layout([[32, 16], [128, 2], [512, 4]], 2))  # 2 rows: 194 words
 _LOAD_LAYOUT = gl.constexpr(_padded_layout([[32, 16], [512, 4]], 1))  # 2 rows: 192 words
-SCORE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+SCORE = gl.constexpr(acc_layout(64))
 _PAIR_LAYOUT = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 4], [0, 8], [0, 16]],

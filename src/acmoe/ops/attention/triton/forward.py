@@ -33,15 +33,12 @@ from acmoe.ops.attention.triton.skew import (
 from acmoe.ops.device.dot import dot, mask_to_dtype
 from acmoe.ops.device.dropout_rng import drop_threshold_paired, keep_mask_paired, paired_column_bits
 from acmoe.ops.device.settings import Blocks
-from acmoe.ops.device.tuning import OVERRIDE
 
 LOG2E = 1.4426950408889634
 
 
 def blocks_for(kernel: str, dtype: torch.dtype, width: int) -> Blocks:
     """Choose the tile sizes, warps and stages; a tile holds all `width` features of a head."""
-    if kernel in OVERRIDE:
-        return OVERRIDE[kernel]
     if dtype.itemsize > 2:
         return Blocks(32, 32, width, 4, 2)
     wide = width > 64  # more warps for the registers, fewer stages for the shared memory

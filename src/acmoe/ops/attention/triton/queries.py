@@ -25,7 +25,6 @@ from acmoe.ops.attention.triton.output import output_ptrs
 from acmoe.ops.attention.triton.skew import SKEW, SkewLayout, layout_arguments
 from acmoe.ops.device.dot import dot
 from acmoe.ops.device.settings import Blocks
-from acmoe.ops.device.tuning import OVERRIDE
 
 _PLANES = tl.constexpr(2)  # planes per program; they share the loaded tiles of keys
 
@@ -144,7 +143,7 @@ def _blocks_for(dtype: torch.dtype, width: int, skew: SkewLayout) -> Blocks:
     Only that layout has a row gap, and Hopper has the shared memory. (H200, one layer, batch of 48:
     422 us instead of 439 us with windows of 2,048; 195 us instead of 212 us with 256.)
     """
-    if skew.row_gap == 0 or width != 64 or "attention_queries" in OVERRIDE:
+    if skew.row_gap == 0 or width != 64:
         return blocks_for("attention_queries", dtype, width)
     return Blocks(64, 64, width, 4, 3) if skew.span > 512 else Blocks(64, 32, width, 4, 4)
 

@@ -18,20 +18,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from acmoe.ops.device.gluon_names import load_tile, store_tile, thread_barrier
-from acmoe.ops.experts.hopper.pipeline import (
+from acmoe.ops.device.gluon_blocks import (
     HALF_M,
     PANEL,
     acc_layout,
-    load_blocks,
     make_barriers,
     make_buffers,
-    mma_tile,
     split_panels,
-    store_masked,
-    tile_of_rows,
     wait_ping_pong,
 )
+from acmoe.ops.device.gluon_names import load_tile, store_tile, thread_barrier
+from acmoe.ops.experts.hopper.pipeline import load_blocks, mma_tile, store_masked, tile_of_rows
 from acmoe.ops.experts.triton.activation import activate
 
 

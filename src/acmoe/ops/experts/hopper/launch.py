@@ -7,11 +7,11 @@ N rows sorted by expert, T tokens, D features, F hidden units, E experts; e is t
 """
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from acmoe.ops.device.launcher import launch, tma_aligned
+from acmoe.ops.device.gluon_blocks import HALF_M, PANEL
+from acmoe.ops.device.launcher import cdiv, launch, multiprocessors, tma_aligned
 from acmoe.ops.device.settings import PIPELINE_BK, PIPELINE_BM, PipelineConfig
 from acmoe.ops.device.tma import describe
 from acmoe.ops.experts.hopper import hidden as hidden_module
@@ -23,7 +23,9 @@ from acmoe.ops.experts.hopper.ragged import ragged_desc
 from acmoe.ops.experts.triton.launch import GROUP_M
 from acmoe.ops.experts.triton.tiles import Plan
 
-_PANEL = 64  # columns of a panel, and rows of half a tile
+_PANEL = [HALF_M.value, PANEL.value]  # rows of half a tile, and columns of a panel
+_HALF = [HALF_M.value, 2 * PANEL.value]  # the block of a result that one TMA store writes
+UP_COLUMNS = up_module.COLUMNS.value
 UP_STAGES = 4  # each takes 48 KiB of shared memory
 # Blocks that the producer has yet to load of a tile when the program takes its next one. An atomic
 # takes about as long as the MMAs of one or two blocks.
@@ -35,16 +37,9 @@ def _desc(tensor: Tensor, block: list[int]) -> TensorDescriptor:
     return describe(tma_aligned(tensor.reshape(-1, tensor.shape[-1])), block)
 
 
-def _num_programs() -> int:
-    """Return one program a multiprocessor, or two where the kernels are emulated."""
-    if not torch.cuda.is_available():
-        return 2
-    return torch.cuda.get_device_properties().multi_processor_count
-
-
 def _tiles(narrow: int, wide: int, settings: PipelineConfig) -> int:
     """Return the number of tiles of one expert's weight gradient."""
-    return triton.cdiv(narrow, PIPELINE_BM) * triton.cdiv(wide, settings.columns)
+    return cdiv(narrow, PIPELINE_BM) * cdiv(wide, settings.columns)
 
 
 def launch_rows(
@@ -60,15 +55,10 @@ def launch_rows(
     expert, start = plan[PIPELINE_BM]
     w_block = [PIPELINE_BK, settings.columns] if across else [settings.columns, PIPELINE_BK]
     launch(
-        *(rows_module.rows_gemm_kernel, (_num_programs(),)),
-        *(
-            _desc(a, [PIPELINE_BM, PIPELINE_BK]),
-            _desc(weight, w_block),
-            describe(y, [_PANEL, 128]),
-            y,
-        ),
+        *(rows_module.rows_gemm_kernel, (multiprocessors(),)),
+        *(_desc(a, [PIPELINE_BM, PIPELINE_BK]), _desc(weight, w_block), describe(y, _HALF), y),
         *(expert, start, plan.offsets, plan.num_used(PIPELINE_BM)),
-        *(inner // PIPELINE_BK, triton.cdiv(outer, settings.columns), weight.shape[1], outer),
+        *(inner // PIPELINE_BK, cdiv(outer, settings.columns), weight.shape[1], outer),
         GROUP_M=GROUP_M,
         BY_EXPERT=plan.by_expert(PIPELINE_BM, weight),
         WEIGHT_IO=across,
@@ -86,10 +76,10 @@ def launch_up(x: Tensor, up: Tensor, plan: Plan, hidden: int) -> Tensor:
     num_k = x.shape[1] // PIPELINE_BK
     expert, start = plan[PIPELINE_BM]
     launch(
-        *(up_module.up_swiglu_kernel, (_num_programs(),)),
-        *(tma_aligned(x), plan.token, _desc(up, [128, PIPELINE_BK]), a),
+        *(up_module.up_swiglu_kernel, (multiprocessors(),)),
+        *(tma_aligned(x), plan.token, _desc(up, [UP_COLUMNS, PIPELINE_BK]), a),
         *(expert, start, plan.offsets, plan.num_used(PIPELINE_BM), plan.counter),
-        *(triton.cdiv(hidden, 128), num_k, max(num_k - 1 - UP_AHEAD, 0), hidden),
+        *(cdiv(hidden, UP_COLUMNS), num_k, max(num_k - 1 - UP_AHEAD, 0), hidden),
         GROUP_M=GROUP_M,
         BY_EXPERT=plan.by_expert(PIPELINE_BM, up),
         STAGES=UP_STAGES,
@@ -111,23 +101,14 @@ def launch_hidden(
     _, dim, hidden = down.shape
     rows = plan.num_rows
     a = torch.empty(rows, hidden, device=h.device, dtype=h.dtype)
-    num_n = triton.cdiv(hidden, settings.columns)
+    num_n = cdiv(hidden, settings.columns)
     dgate = torch.empty(num_n, rows, device=h.device)
     expert, start = plan[PIPELINE_BM]
-    panel = [_PANEL, _PANEL]
     launch(
-        *(hidden_module.hidden_gradient_kernel, (_num_programs(),)),
+        *(hidden_module.hidden_gradient_kernel, (multiprocessors(),)),
         *(_desc(x, [PIPELINE_BM, PIPELINE_BK]), _desc(down, [PIPELINE_BK, settings.columns])),
-        *(
-            _desc(h, panel),
-            describe(dh, panel),
-            describe(a, panel),
-            dh,
-            a,
-            dgate,
-            gate,
-            plan.permutation,
-        ),
+        *(_desc(h, _PANEL), describe(dh, _PANEL), describe(a, _PANEL)),
+        *(dh, a, dgate, gate, plan.permutation),
         *(expert, start, plan.offsets, plan.num_used(PIPELINE_BM)),
         *(rows, dim // PIPELINE_BK, num_n, dim, hidden),
         GROUP_M=GROUP_M,
@@ -144,11 +125,11 @@ def launch_weights(p: Tensor, q: Tensor, plan: Plan, settings: PipelineConfig) -
     outer, inner, experts = p.shape[1], q.shape[1], plan.offsets.shape[0]
     dw = torch.empty(experts, outer, inner, device=p.device, dtype=p.dtype)
     p, q = tma_aligned(p), tma_aligned(q)
-    p_block, q_block = [PIPELINE_BK, _PANEL], [PIPELINE_BK, settings.columns]
+    p_block, q_block = [PIPELINE_BK, HALF_M.value], [PIPELINE_BK, settings.columns]
     launch(
-        *(weights_module.weight_gradient_kernel, (_num_programs(),)),
+        *(weights_module.weight_gradient_kernel, (multiprocessors(),)),
         *(_desc(p, p_block), _desc(q, q_block), ragged_desc(p, p_block), ragged_desc(q, q_block)),
-        describe(dw.view(-1, inner), [_PANEL, 128]),
+        describe(dw.view(-1, inner), _HALF),
         *(plan.offsets, experts * _tiles(outer, inner, settings), outer, inner),
         GROUP_M=GROUP_M,
         STAGES=settings.stages,
@@ -169,9 +150,9 @@ def launch_gathered_weights(
     dw = torch.empty(shape, device=rows.device, dtype=rows.dtype)
     rows, block = tma_aligned(rows), [PIPELINE_BK, settings.columns]
     launch(
-        *(tokens_module.gathered_weight_gradient_kernel, (_num_programs(),)),
+        *(tokens_module.gathered_weight_gradient_kernel, (multiprocessors(),)),
         *(tma_aligned(tokens), plan.token, _desc(rows, block), ragged_desc(rows, block)),
-        describe(dw.view(-1, shape[2]), [128, _PANEL] if transposed else [_PANEL, 128]),
+        describe(dw.view(-1, shape[2]), _HALF[::-1] if transposed else _HALF),
         *(plan.offsets, experts * _tiles(dim, width, settings), dim, width),
         GROUP_M=GROUP_M,
         STAGES=settings.stages,

@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from acmoe.ops.experts.hopper.pipeline import make_barriers
+from acmoe.ops.device.gluon_blocks import make_barriers
 
 
 @gluon.constexpr_function

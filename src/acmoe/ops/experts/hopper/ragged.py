@@ -5,9 +5,8 @@ that were never written. The descriptors here have two more dimensions in front,
 2^34 - I and I elements. Row r of the rows from `begin` to `end` is at the coordinates
     (2^30, end, 2^30 - (end - begin) + r)
 whose address is that of row begin + r, since addresses wrap around at 2^64 bytes. The last of these
-coordinates is below the size of its dimension, 2^30, exactly if r < end - begin: the copy engine
-fills all other rows with zeros and does not read them. (triton.tools.ragged_tma does the same in
-Triton.)
+coordinates is below the size of its dimension, 2^30, exactly if r < end - begin: TMA fills all
+other rows with zeros and does not read them. (triton.tools.ragged_tma does the same in Triton.)
 """
 
 from torch import Tensor
@@ -19,7 +18,7 @@ from acmoe.ops.device.gluon_names import load_tile
 from acmoe.ops.device.launcher import tma_aligned
 from acmoe.ops.device.tma import swizzled
 
-_ROWS = 1 << 30
+_ROWS = gl.constexpr(1 << 30)  # size of the dimension whose coordinate ends with an expert's rows
 _SIZE = 0x7FFF0000  # of a dimension of which every coordinate is inside
 
 
@@ -29,7 +28,7 @@ def ragged_desc(rows: Tensor, block: list[int]) -> TensorDescriptor:
     stride = rows.stride(0)
     return TensorDescriptor(
         rows,
-        [_SIZE, _SIZE, _ROWS, rows.shape[1]],
+        [_SIZE, _SIZE, _ROWS.value, rows.shape[1]],
         [(1 << 34) - stride, stride, stride, 1],
         [1, 1, *block],
         swizzled(1, 1, *block),
@@ -39,6 +38,5 @@ def ragged_desc(rows: Tensor, block: list[int]) -> TensorDescriptor:
 @gluon.jit
 def load_expert_rows(desc, row, end, column, barrier, buf, pred=True):
     """Load a block of rows from `row` on; rows from `end` on are zeros."""
-    billion: gl.constexpr = 1 << 30
     view = buf.reshape([1, 1, buf.shape[0], buf.shape[1]])
-    load_tile(desc, [billion, end, billion - (end - row), column], barrier, view, pred=pred)
+    load_tile(desc, [_ROWS, end, _ROWS - (end - row), column], barrier, view, pred=pred)

@@ -23,17 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from acmoe.ops.device.gluon_blocks import HALF_M, acc_layout, make_barriers, make_buffers
 from acmoe.ops.device.gluon_names import store_tile, thread_barrier
-from acmoe.ops.experts.hopper.pipeline import (
-    HALF_M,
-    acc_layout,
-    load_blocks,
-    make_barriers,
-    make_buffers,
-    mma_tile,
-    store_masked,
-    tile_of_rows,
-)
+from acmoe.ops.experts.hopper.pipeline import load_blocks, mma_tile, store_masked, tile_of_rows
 
 
 @gluon.jit

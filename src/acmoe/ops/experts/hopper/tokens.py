@@ -16,8 +16,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from acmoe.ops.device.gluon_blocks import HALF_M, make_barriers, make_buffers
 from acmoe.ops.device.gluon_names import load_rows, load_tile
-from acmoe.ops.experts.hopper.pipeline import HALF_M, make_barriers, make_buffers
 from acmoe.ops.experts.hopper.ragged import load_expert_rows
 from acmoe.ops.experts.hopper.weights import mma_half, store_panel, tile_at
 

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from acmoe.ops.device.gluon_blocks import HALF_M, acc_layout, make_barriers, make_buffers
 from acmoe.ops.device.gluon_names import load_rows, load_tile
 from acmoe.ops.experts.hopper.next_tile import (
     dispatch_tiles,
@@ -28,18 +29,12 @@ from acmoe.ops.experts.hopper.next_tile import (
     next_tile,
     want_tile,
 )
-from acmoe.ops.experts.hopper.pipeline import (
-    HALF_M,
-    acc_layout,
-    make_barriers,
-    make_buffers,
-    tile_of_rows,
-)
+from acmoe.ops.experts.hopper.pipeline import tile_of_rows
 from acmoe.ops.experts.triton.activation import silu
 
 _GATHER_WARPS = gl.constexpr(2)
 _BK = gl.constexpr(64)
-_BN = gl.constexpr(128)
+COLUMNS = gl.constexpr(128)  # hidden units of a tile
 _TOKENS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0]))
 _RESULT = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 
@@ -51,7 +46,7 @@ def _tile_at(tile_id, plan, num_used, num_n, F, GROUP_M: gl.constexpr, BY_EXPERT
     Where F is no multiple of 128 the last tile begins earlier, and ends at the edge.
     """
     expert, row, end, n_tile = tile_of_rows(tile_id, plan, num_used, num_n, GROUP_M, BY_EXPERT)
-    return expert, row, end, gl.minimum(n_tile * _BN, F - _BN)
+    return expert, row, end, gl.minimum(n_tile * COLUMNS, F - COLUMNS)
 
 
 @gluon.jit
@@ -121,8 +116,8 @@ def _mma_half(pipeline, k_block, num_k, CONSUMER: gl.constexpr):
     """Return gate and up (64, 128) of half a tile whose first block is number k_block."""
     x_bufs, w_bufs, full, empty = pipeline
     STAGES: gl.constexpr = full.shape[0]
-    gate = gl.zeros([HALF_M, _BN], gl.float32, acc_layout(_BN))
-    up = gl.zeros([HALF_M, _BN], gl.float32, acc_layout(_BN))
+    gate = gl.zeros([HALF_M, COLUMNS], gl.float32, acc_layout(COLUMNS))
+    up = gl.zeros([HALF_M, COLUMNS], gl.float32, acc_layout(COLUMNS))
     for k in range(num_k):
         stage = k_block % STAGES
         mbarrier.wait(full.index(stage), k_block // STAGES & 1)
@@ -162,7 +157,7 @@ def _consumer(
             up = up.to(a_ptr.dtype.element_ty).to(gl.float32)
             value = gl.convert_layout((silu(gate) * up).to(a_ptr.dtype.element_ty), _RESULT)
             rows = row + gl.arange(0, HALF_M, gl.SliceLayout(1, _RESULT))
-            cols = column + gl.arange(0, _BN, gl.SliceLayout(0, _RESULT))
+            cols = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, _RESULT))
             at = rows.to(gl.int64)[:, None] * F + cols[None, :]
             gl.store(a_ptr + at, value, mask=(rows < end)[:, None])
         else:

@@ -18,8 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from acmoe.ops.device.gluon_blocks import HALF_M, acc_layout, make_barriers, make_buffers
 from acmoe.ops.device.gluon_names import load_tile, store_tile, thread_barrier
-from acmoe.ops.experts.hopper.pipeline import HALF_M, acc_layout, make_barriers, make_buffers
 from acmoe.ops.experts.hopper.ragged import load_expert_rows
 from acmoe.ops.experts.triton.tiles import tile_coords
 

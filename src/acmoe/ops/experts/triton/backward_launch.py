@@ -6,7 +6,7 @@ T tokens, K experts each, N = T * K rows, D features, F hidden units, E experts,
 import torch
 from torch import Tensor
 
-from acmoe.ops.device.dropout_rng import threshold
+from acmoe.ops.device.dropout_rng import drop_threshold
 from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2
 from acmoe.ops.experts.triton.backward import activation_kernel, reduce_partials_kernel
 from acmoe.ops.experts.triton.sizes import Partials, Sizes, Sums
@@ -42,7 +42,7 @@ def run_activation(
         ACT=size.act,
         UP_BIAS=sums.up > 0,
         DOWN_BIAS=sums.down > 0,
-        DROP_THRESHOLD=threshold(dropout),
+        DROP_THRESHOLD=drop_threshold(dropout),
         HEIGHT=height,
         BM=rows,
         BN=block,

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from acmoe.ops.device.dot import dot_precision
-from acmoe.ops.device.dropout_rng import threshold
+from acmoe.ops.device.dropout_rng import drop_threshold
 from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2, tma_aligned
 from acmoe.ops.device.settings import Blocks
 from acmoe.ops.device.tuning import blocks_for
@@ -25,14 +25,14 @@ GROUP_M = 8  # row tiles that iterate over the columns together and share the we
 
 def _blocks(kernel: str, size: Sizes, dtype: torch.dtype) -> Blocks:
     """Return the tuned block sizes, changed where activation or alignment require it."""
-    blocks = blocks_for(kernel, size.layer(dtype))
+    layer = size.layer(dtype)
+    blocks = blocks_for(kernel, layer)
     # The table does not depend on the activation. SwiGLU's gate and up need shared memory for two
     # tiles of weights, and their two accumulators need the registers of 8 warps.
     gated = kernel == "up" and size.act == "swiglu"
     if gated:
         blocks = blocks._replace(n=min(blocks.n, 128))
-    aligned = size.dim * dtype.itemsize % 16 == 0 and size.hidden * dtype.itemsize % 16 == 0
-    if not (aligned and blocks.tma):
+    if not (layer.aligned and blocks.tma):
         return blocks._replace(tma=False, persistent=0)
     if gated and blocks.num_warps < 8 and blocks.m * blocks.n >= 128 * 128:
         return blocks._replace(num_warps=8, persistent=min(blocks.persistent, 1))
@@ -116,7 +116,7 @@ def run_up(
         SAVE_H=keep,
         ACT=size.act,
         HAS_BIAS=up_bias is not None,
-        DROP_THRESHOLD=threshold(dropout),
+        DROP_THRESHOLD=drop_threshold(dropout),
         EVEN_K=size.dim % blocks.k == 0,
         SHIFT_EDGE=size.hidden >= blocks.n,
         **_launch_options(blocks, x.dtype),

@@ -5,11 +5,11 @@
 
 A token that shares its experts with few others gives each expert one row. The time is that of
 reading the chosen experts' weights, K * (W + F) * D elements a token, so that every multiprocessor
-must have loads in flight, about 40 KiB: many programs of few columns each do that without a
-pipeline. They multiply on the ordinary ALUs, 2 operations for each element read. A row tile of the
-grouped GEMMs (forward.py) would be padding but for one row, and needs two more launches, for the
-tile tables and to combine. Rows of the same expert read its weights once each; programs with the
-same columns follow each other, so that the second read comes from L2.
+must have loads in flight, about 40 KiB: many programs of few columns each, with a pipeline of three
+stages (`rules.VECTORS`). They multiply on the ordinary ALUs, 2 operations for each element read. A
+row tile of the grouped GEMMs (forward.py) would be padding but for one row, and needs two more
+launches, for the tile tables and to combine. Rows of the same expert read its weights once each;
+programs with the same columns follow each other, so that the second read comes from L2.
 
 T tokens, K experts per token, N = T * K rows sorted by expert, D features, F hidden units, W = F
 (or 2F for swiglu), E experts. The id E means "no expert": such a choice adds nothing.

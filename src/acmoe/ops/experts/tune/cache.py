@@ -1,8 +1,8 @@
 """Remember what was measured: one JSON file for each layer, GPU, version and dtype.
 
-The files are in $XDG_CACHE_HOME/acmoe/experts, by default ~/.cache/acmoe/experts. A file that is
-missing, damaged or of another version is measured again; a folder that cannot be written is said
-once and costs nothing but time.
+The files are in $XDG_CACHE_HOME/acmoe/experts, by default ~/.cache/acmoe/experts. If a file is
+missing, damaged or of another version, the layer is measured again. If the folder cannot be
+written, a warning says so, and the next process measures again.
 """
 
 import functools
@@ -66,19 +66,19 @@ def read(what: dict[str, object]) -> Table:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         rows = found["rows"] if found["of"] == what else {}
-        sound = all(is_row(key(name, 1, 1, 1), row) for name, row in rows.items())
+        valid = all(is_row(key(name, 1, 1, 1), row) for name, row in rows.items())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         _log.warning("%s cannot be read (%s); the layer is tuned again", path, error)
         return {}
-    if not sound:
+    if not valid:
         _log.warning("%s holds settings that no kernel has; the layer is tuned again", path)
-    return dict(rows) if sound else {}
+    return dict(rows) if valid else {}
 
 
 def write(what: dict[str, object], rows: Table) -> None:
-    """Store the rows; a file that cannot be written is said and not missed."""
+    """Store the rows; log a warning if the file cannot be written."""
     path = path_of(what)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

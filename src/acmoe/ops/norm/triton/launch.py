@@ -7,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from acmoe.ops.device.dropout_rng import threshold
+from acmoe.ops.device.dropout_rng import drop_threshold
 from acmoe.ops.device.reduce_partials import reduce_partials
 from acmoe.ops.norm.triton.norm import (
     add_norm_backward_kernel,
@@ -101,7 +101,7 @@ def run_add_norm_twice(
     out_low = x.new_empty(0 if low is None else T, D, dtype=low or dtype)
     add_norm_twice_kernel[(triton.cdiv(T, _ROWS),)](
         *(x, branch, *inner[:2], *outer[:2], seed, out, out_low, stats, T, D, inner[2], outer[2]),
-        LOW=low is not None, DROP_THRESHOLD=threshold(dropout), **_blocks(D),
+        LOW=low is not None, DROP_THRESHOLD=drop_threshold(dropout), **_blocks(D),
     )  # fmt: skip
     return out, out_low, stats
 
@@ -127,7 +127,7 @@ def run_add_norm_twice_backward(
         *(grad, grad if low_grad is None else low_grad, x, branch, inner_gain, inner_bias, gain),
         *(seed, stats, dx, dbranch, partials, T, D),
         LOW=low_grad is not None,
-        DROP_THRESHOLD=threshold(dropout),
+        DROP_THRESHOLD=drop_threshold(dropout),
         **_blocks(D),
     )
     return dx, dbranch, reduce_partials(partials)[0].view(4, D)

@@ -32,8 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from acmoe.ops.device.gluon_blocks import HALF_M, acc_layout, make_barriers, make_buffers
 from acmoe.ops.device.gluon_names import load_tile, store_tile
-from acmoe.ops.experts.hopper.pipeline import HALF_M, acc_layout, make_barriers, make_buffers
 from acmoe.ops.route.hopper.scales import (
     BLOCK,
     CLUSTERS,
@@ -45,8 +45,8 @@ from acmoe.ops.route.hopper.scales import (
 
 HALF_N = gl.constexpr(128)  # experts of one MMA of tokens without a scale
 QUARTER_N = gl.constexpr(64)  # experts of one MMA of split tokens: two results fit at a time
-TOKENS = gl.constexpr(2 * 64)  # tokens of a tile
-EXPERTS = gl.constexpr(2 * 128)  # experts of a tile
+TOKENS = gl.constexpr(2 * HALF_M.value)  # tokens of a tile
+EXPERTS = gl.constexpr(2 * HALF_N.value)  # experts of a tile
 
 
 @gluon.jit

@@ -7,8 +7,8 @@ from acmoe.ops.device.hopper import gluon_unsupported
 from acmoe.ops.route.triton.tokens import Tokens
 
 # With fewer tokens there is no tile of 128 for each multiprocessor. Affinities of scaled tokens and
-# 512 experts on an H200, by Triton and here: 16,384 tokens 195 and 118 us; 4,096 tokens 56 and, by
-# an earlier kernel that took 145 for 16,384, 71.
+# 512 experts on an H200, by Triton and here: 16,384 tokens take 195 and 118 us. 4,096 tokens took
+# 56 and 71 us, when this kernel was slower (145 us for 16,384).
 FEWEST_TOKENS = 8192
 BLOCK, ALIGNMENT = 64, 8  # features of a block; TMA needs rows of a multiple of 16 bytes
 

@@ -7,27 +7,25 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from acmoe.ops.device.launcher import cdiv, launch, tma_aligned
+from acmoe.ops.device.gluon_blocks import HALF_M, PANEL
+from acmoe.ops.device.launcher import cdiv, launch, multiprocessors, tma_aligned
 from acmoe.ops.device.tma import describe
 from acmoe.ops.route.hopper import affinity as affinity_module
 from acmoe.ops.route.hopper import token_gradient as token_module
 from acmoe.ops.route.triton.tokens import Tokens
 
-TILE, STAGES = (128, 256), 4  # tokens and experts of a tile of the affinities; of the pipeline
-BLOCK = 64  # features, or experts, of a stage
-TOKEN_TILE, TOKEN_STAGES = 128, 3  # tokens, and features, of a tile of d x
+# Sizes that the kernels are written for: tokens and experts of a tile of the affinities, and
+# features of a stage; tokens and features of a tile of d x, experts of a stage, and one panel.
+TOKENS, EXPERTS = affinity_module.TOKENS.value, affinity_module.EXPERTS.value
+BLOCK = affinity_module.BLOCK.value
+TOKEN_TILE, TOKEN_BLOCK = token_module.TILE.value, token_module.BLOCK.value
+TOKEN_PANEL = [HALF_M.value, PANEL.value]
+STAGES, TOKEN_STAGES = 4, 3  # of the pipelines: as many as fit into shared memory
 
 
 def _desc(tensor: Tensor, block: list[int]) -> TensorDescriptor:
     """Return a TMA descriptor for blocks of a matrix in swizzled shared memory."""
     return describe(tma_aligned(tensor), block)
-
-
-def _num_programs(tiles: int) -> int:
-    """Return one program a multiprocessor, or two where the kernel is emulated."""
-    if not torch.cuda.is_available():
-        return min(2, tiles)
-    return min(tiles, torch.cuda.get_device_properties().multi_processor_count)
 
 
 def launch_affinities(
@@ -44,13 +42,13 @@ def launch_affinities(
     """
     T, D = tokens.x.shape
     E = embedding_ED.shape[0]
-    num_e = cdiv(E, TILE[1])
-    tiles = cdiv(T, TILE[0]) * num_e
-    x = _desc(tokens.x, [TILE[0], BLOCK])
+    num_e = cdiv(E, EXPERTS)
+    tiles = cdiv(T, TOKENS) * num_e
+    x = _desc(tokens.x, [TOKENS, BLOCK])
     launch(
-        *(affinity_module.affinity_kernel, (_num_programs(tiles),)),
-        *(x, _desc(embedding_ED.contiguous(), [TILE[1], BLOCK])),
-        x if kept_TD is None else _desc(kept_TD, [TILE[0] // 2, BLOCK]),
+        *(affinity_module.affinity_kernel, (min(tiles, multiprocessors()),)),
+        *(x, _desc(embedding_ED.contiguous(), [EXPERTS, BLOCK])),
+        x if kept_TD is None else _desc(kept_TD, [HALF_M.value, BLOCK]),
         *(tokens.scale, tokens.cluster),
         embedding_ED if bias_E is None else bias_E,
         affinity_TE if noise_TE is None else noise_TE.contiguous(),
@@ -71,16 +69,16 @@ def launch_token_gradient(
     T, D = tokens.x.shape
     E = embedding_ED.shape[0]
     grad_TD = torch.empty_like(tokens.x)
-    out = _desc(grad_TD, [BLOCK, BLOCK])
+    out = _desc(grad_TD, TOKEN_PANEL)
     num_n = cdiv(D, TOKEN_TILE)
     tiles = cdiv(T, TOKEN_TILE) * num_n
     launch(
-        *(token_module.token_gradient_kernel, (_num_programs(tiles),)),
-        _desc(grad_ZTE.view(2 * T, E), [TOKEN_TILE, BLOCK]),
-        _desc(embedding_ED.contiguous(), [BLOCK, TOKEN_TILE]),
-        *(out if addend_TD is None else _desc(addend_TD.contiguous(), [BLOCK, BLOCK]), out),
+        *(token_module.token_gradient_kernel, (min(tiles, multiprocessors()),)),
+        _desc(grad_ZTE.view(2 * T, E), [TOKEN_TILE, TOKEN_BLOCK]),
+        _desc(embedding_ED.contiguous(), [TOKEN_BLOCK, TOKEN_TILE]),
+        *(out if addend_TD is None else _desc(addend_TD.contiguous(), TOKEN_PANEL), out),
         *(tokens.scale, tokens.cluster),
-        *(T, D, tokens.scale.shape[0], tiles, num_n, cdiv(E, BLOCK)),
+        *(T, D, tokens.scale.shape[0], tiles, num_n, cdiv(E, TOKEN_BLOCK)),
         HAS_SCALE=tokens.has_scale,
         HAS_ADDEND=addend_TD is not None,
         STAGES=TOKEN_STAGES,

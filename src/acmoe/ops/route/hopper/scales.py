@@ -11,8 +11,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from acmoe.ops.device.gluon_blocks import HALF_M, acc_layout
 from acmoe.ops.device.gluon_names import load_rows, thread_barrier
-from acmoe.ops.experts.hopper.pipeline import HALF_M, acc_layout
 
 BLOCK = gl.constexpr(64)  # features of a block: 128 bytes, the swizzle width of shared memory
 # Half a warp reads 256 consecutive bytes of float32 numbers, and no sector of 32 bytes twice.

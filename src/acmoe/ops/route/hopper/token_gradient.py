@@ -3,8 +3,9 @@
     d x (T, D) = (d affinity @ embedding) * scale of the token's cluster + addend
 
 d affinity (2, T, E) is a bf16x2 split. The result is rounded to bf16, so that the tensor cores may
-add up everything. Persistent ping-pong kernel (ops/experts/hopper/pipeline.py) over tiles of 128
-tokens and 128 features: while one consumer finishes and stores its tile, the other multiplies.
+add up everything. A persistent kernel with the ping-pong schedule of ops/experts/hopper/pipeline.py
+over tiles of 128 tokens and 128 features: while one consumer finishes and stores its tile, the
+other multiplies.
 
 Both parts of d affinity meet the same block of embeddings, which is loaded once for both: 48 KiB
 for 1,024 cycles of MMAs. Two blocks of one part each would be 64 KiB, all that L2 can give to a
@@ -28,8 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from acmoe.ops.device.gluon_names import load_tile, store_tile, thread_barrier
-from acmoe.ops.experts.hopper.pipeline import (
+from acmoe.ops.device.gluon_blocks import (
     HALF_M,
     PANEL,
     acc_layout,
@@ -38,6 +38,7 @@ from acmoe.ops.experts.hopper.pipeline import (
     split_panels,
     wait_ping_pong,
 )
+from acmoe.ops.device.gluon_names import load_tile, store_tile, thread_barrier
 from acmoe.ops.route.hopper.scales import own_scales
 
 TILE = gl.constexpr(128)  # tokens, and features, of a tile

@@ -37,7 +37,7 @@ from acmoe.ops.route.triton.tokens import (
 from acmoe.ops.statistics.triton.dispersion import PROGRAMS, split_tokens
 
 
-def terms(dtype: torch.dtype) -> int:
+def gradient_terms(dtype: torch.dtype) -> int:
     """Return TERMS of `accurate_dot`: the bf16 GEMMs that one float32 GEMM is computed by.
 
     3 suffice for 16-bit tokens: their gradient is rounded to 16 bits, which loses far more.
@@ -64,7 +64,7 @@ def token_gradient(
             embedding_ED.contiguous(),
             grad_TD if addend_TD is None else addend_TD.contiguous(), grad_TD, T, D, E,
             tokens.scale.shape[0], HAS_ADDEND=addend_TD is not None, **tokens.flags,
-            TERMS=terms(tokens.x.dtype), BT=tile.tokens, BD=tile.features, BE=tile.experts,
+            TERMS=gradient_terms(tokens.x.dtype), BT=tile.tokens, BD=tile.features, BE=tile.experts,
             ALL_EXPERTS=tile.experts >= E, STEPS=tile.steps, TOKEN_MAJOR=tile.token_major,
             PREFETCH=tile.prefetch_addend,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
@@ -106,7 +106,7 @@ def embedding_gradient(
         _embedding_kernel, (P, *blocks), *tokens.pointers,
         tokens.permutation if end is None else end, grad_ZTE, partial_PED, T, D, E,
         tokens.scale.shape[0], split,
-        **tokens.flags, SPLIT=tokens.is_split, TERMS=terms(tokens.x.dtype), BT=tile.tokens,
+        **tokens.flags, SPLIT=tokens.is_split, TERMS=gradient_terms(tokens.x.dtype), BT=tile.tokens,
         BD=tile.features, BE=tile.experts, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return reduce_partials(partial_PED.view(1, P, E * D), result)[0].view(E, D)

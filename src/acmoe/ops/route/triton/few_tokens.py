@@ -14,10 +14,11 @@ from torch import Tensor
 
 from acmoe.ops.device.launcher import cdiv, launch
 from acmoe.ops.route.triton.affinity import affinity_kernel
+from acmoe.ops.route.triton.rescale import FEWEST_TOKENS
 from acmoe.ops.route.triton.route_tiles import step_size
 from acmoe.ops.route.triton.tokens import Tokens
 
-MOST_TOKENS = 1023  # with more, many experts read tokens that are rescaled before (rescale.py)
+MOST_TOKENS = FEWEST_TOKENS - 1  # with more, tokens may be rescaled before the GEMM (rescale.py)
 # Tokens, experts, warps and stages of a tile; the low one is for up to LOW_TOKENS.
 LOW_TOKENS, LOW_TILE, TILE = 64, (16, 32, 4, 4), (32, 64, 4, 3)
 # About one program for each multiprocessor. A range of fewer features is not worth a program, and

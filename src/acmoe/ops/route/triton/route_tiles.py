@@ -67,7 +67,7 @@ def launch_table(
         return Tile(4, 1, 2)
     if unsorted and both_bf16 and num_tokens <= FEW_TOKENS:
         tokens = LOW_TOKENS if num_tokens <= LOW_TOKENS else 64
-        # 2 bytes a number, and 4 for a scale, with which 64 tokens get fewer stages (`route`).
+        # 2 bytes a number, and 4 for a scale; 64 tokens with one get fewer stages (`choose_tile`).
         size = 6 if tokens == LOW_TOKENS else 2
         stage = STEP_BF16 * (size * tokens + 2 * max(16, next_power_of_2(num_experts)))
         stages = max(2, min(FEW_STAGES, STAGE_BYTES // stage))

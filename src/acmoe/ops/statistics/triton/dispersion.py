@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from acmoe.ops.device.dot import dot, dot_bf16x2, mask_to_dtype
-from acmoe.ops.device.launcher import launch
+from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2
 
 # Two programs on each of an H200's 132 multiprocessors. It is a constant, not read from the device:
 # the number of splits decides the order of additions, and the GPU should not change a result.
@@ -52,7 +52,7 @@ def launch_table(num_clusters: int, dim: int) -> Tile:
     Pass 2 holds a term, a mean and a pointer for each element of its tile: with 4 warps and 200
     registers per thread a multiprocessor runs 8 warps, with 8 warps and 128 registers it runs 16.
     """
-    clusters = max(16, min(128, triton.next_power_of_2(num_clusters)))
+    clusters = max(16, min(128, next_power_of_2(num_clusters)))
     features = 64 if dim >= 1024 else 32
     min_warps = 8 if clusters == 128 else 4
     return Tile(
@@ -68,10 +68,10 @@ def split_tokens(
     most: int = MAX_SPLITS,
 ) -> tuple[int, int]:
     """Return the number of token splits, and the tokens per split: a multiple of the block."""
-    target = max(programs // programs_per_split, triton.cdiv(num_tokens, 4096))
-    splits = max(1, min(target, most, triton.cdiv(num_tokens, block)))
-    size = triton.cdiv(triton.cdiv(max(num_tokens, 1), splits), block) * block
-    return max(1, triton.cdiv(num_tokens, size)), size
+    target = max(programs // programs_per_split, cdiv(num_tokens, 4096))
+    splits = max(1, min(target, most, cdiv(num_tokens, block)))
+    size = cdiv(cdiv(max(num_tokens, 1), splits), block) * block
+    return max(1, cdiv(num_tokens, size)), size
 
 
 class Partials(NamedTuple):
@@ -88,7 +88,7 @@ def partial_sums(
     """Run both passes. measure: mad, square, or sign (of x - mean, for the gradient of mad)."""
     B, T, D = x_BTD.shape
     tile = launch_table(num_clusters, D)
-    blocks = triton.cdiv(D, tile.features), triton.cdiv(num_clusters, tile.clusters)
+    blocks = cdiv(D, tile.features), cdiv(num_clusters, tile.clusters)
     P, split = split_tokens(T, B * blocks[0] * blocks[1], tile.tokens)
     sums_BPCD = x_BTD.new_empty(B, P, num_clusters, D, dtype=torch.float32)
     spread_BPCD = torch.empty_like(sums_BPCD)

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from acmoe.ops.device.launcher import launch
+from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2
 from acmoe.ops.statistics.triton.dispersion import Partials
 from acmoe.ops.statistics.triton.epilogue import ROW_STATISTICS, clamp_to_float32, cluster_epilogue
 from acmoe.ops.statistics.triton.sorted_dispersion import SortedTokens, measure_sorted
@@ -69,10 +69,10 @@ def reduce_to_scale(
         return result, dispersion_BCD, count_BC
     B, C, D = dispersion_BCD.shape
     scale_BCD = torch.empty_like(dispersion_BCD)
-    BC = triton.next_power_of_2(C)
-    BD = max(16, min(triton.next_power_of_2(D), NORMALISE_TILE // BC))
+    BC = next_power_of_2(C)
+    BD = max(16, min(next_power_of_2(D), NORMALISE_TILE // BC))
     launch(
-        _normalise_kernel, (B, triton.cdiv(D, BD)), dispersion_BCD, result, scale_BCD, C, D, floor,
+        _normalise_kernel, (B, cdiv(D, BD)), dispersion_BCD, result, scale_BCD, C, D, floor,
         eps, clamp or 0.0, NORMALIZE=normalize, CLAMPED=clamp is not None, BC=BC, BD=BD,
         num_warps=8,
     )  # fmt: skip
@@ -112,7 +112,7 @@ def _reduce(
         options = {"floor": floor, "eps": eps, "min_tokens": min_tokens}
         measure_sorted(stats_input, *outputs, root=root, result=result, **options)
         return out
-    width = max(16, triton.next_power_of_2(D))
+    width = max(16, next_power_of_2(D))
     launch(
         _reduce_partials_kernel, (B * C,), stats_input.spread, stats_input.count, *outputs, C, D,
         stats_input.spread.shape[1], floor, eps, min_tokens, ROOT=root, RESULT=result, BD=width,

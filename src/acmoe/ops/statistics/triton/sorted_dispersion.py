@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from acmoe.ops.device.launcher import launch
+from acmoe.ops.device.launcher import cdiv, launch, next_power_of_2
 from acmoe.ops.statistics.triton.dispersion import POISON
 from acmoe.ops.statistics.triton.epilogue import cluster_epilogue
 from acmoe.ops.statistics.triton.small_clusters import small_deviations
@@ -65,7 +65,7 @@ def launch_table(dim: int, rows: int, small: bool = False) -> Tile:
     ones, and dim / 64 programs a cluster would each look it up among all.
     """
     if small and dim >= 1024:
-        features = min(MOST_FEATURES, triton.next_power_of_2(dim))
+        features = min(MOST_FEATURES, next_power_of_2(dim))
         return Tile(8, features, features // 256)
     if dim < 1024:
         return Tile(512, 32, 8, 1, 80)
@@ -79,13 +79,13 @@ def chunk_rows(num_tokens: int, num_clusters: int) -> int:
 
     It depends on shapes alone, not on the device: chunks decide the order of additions.
     """
-    target = triton.next_power_of_2(max(1, 2 * num_tokens // num_clusters))
+    target = next_power_of_2(max(1, 2 * num_tokens // num_clusters))
     return max(FEWEST_ROWS, min(MOST_ROWS, target))
 
 
 def most_chunks(num_tokens: int, num_clusters: int, rows: int) -> int:
     """Upper bound on chunks: each cluster may be empty or end in a partial chunk."""
-    return triton.cdiv(num_tokens, rows) + num_clusters
+    return cdiv(num_tokens, rows) + num_clusters
 
 
 class SortedTokens(NamedTuple):
@@ -127,16 +127,16 @@ def measure_sorted(
     arrivals_C = begin.new_empty(C)
     tokens = x_TD.contiguous(), token_X, begin, end
     # Consecutive programs read neighbouring features of the same tokens.
-    grid = triton.cdiv(D, tile.features), Q
+    grid = cdiv(D, tile.features), Q
     shape = {"BT": tile.tokens, "BS": tile.sums, "BD": tile.features, "STAGES": tile.num_stages}
     shape |= {"ROWS": rows, "IS_FLOAT32": is_float32, "INT64": T * D >= INT32_LIMIT}
-    shape["BC"] = max(16, triton.next_power_of_2(C))
+    shape["BC"] = max(16, next_power_of_2(C))
     shape["num_warps"] = tile.num_warps
     launch(_sums_kernel, grid, *tokens, sums_QD, arrivals_C, D, C, **shape)
     launch(
         _deviations_kernel, grid, *tokens, sums_QD, arrivals_C, spread_QD, dispersion_CD, count_C,
         out, D, C, floor, eps, min_tokens, MEASURE=measure, ROOT=root, RESULT=result,
-        WIDTH=max(16, triton.next_power_of_2(D)), WHOLE=tile.features >= D,
+        WIDTH=max(16, next_power_of_2(D)), WHOLE=tile.features >= D,
         FEW=small and tile.sums == 1 and not is_float32, EXACT=D % tile.features == 0,
         maxnreg=None if is_float32 else tile.registers, **shape,
     )  # fmt: skip
