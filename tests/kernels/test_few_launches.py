@@ -21,12 +21,43 @@ def test_the_balance_loss_of_a_call_without_gradient_is_that_of_its_definition(d
         with torch.no_grad(), use_backend("triton"):
             given = ScaledTokens(x.to(device)), embedding.to(device), None
             options = {"top_k": 2, "over_selected": True, "temperature": 0.7}
-            found = route(*given, **options, balance_only=True)
+            found = route(*given, **options, balance_weight=0.3)
             summed = route(*given, **options)
         assert found.gate_sum is None and found.load is None and summed.balance is None
-        wanted = 6 * (share * load).sum()
+        wanted = 0.3 * 6 * (share * load).sum()
         torch.testing.assert_close(found.balance.double().cpu(), wanted, rtol=1e-5, atol=0)
         torch.testing.assert_close(summed.load.double().cpu(), load * 2 * tokens)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_weight_that_changes_in_every_step_is_recorded_a_few_times(
+    learns: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two weights have a tape each; all others share that of the weight 1, with the same bits."""
+    from acmoe.ops.device import tape
+    from acmoe.ops.dispatch import use_backend
+    from acmoe.ops.route import ScaledTokens, op, route
+
+    monkeypatch.setattr(op, "MOST_WEIGHTS", 2)
+    monkeypatch.setattr(op, "_weights", set())
+    tape.forget()
+    generator = torch.Generator().manual_seed(0)
+    x, embedding = (torch.randn(n, 16, generator=generator).to(device) for n in (150, 6))
+    embedding.requires_grad_(learns)
+    options = {"top_k": 2, "over_selected": True, "temperature": 0.7}
+    found = {}
+    with use_backend("triton"):
+        for weight in (1, 0.3, 0.01, 0.007, 3.0):
+            balance = route(
+                ScaledTokens(x), embedding, None, **options, balance_weight=weight
+            ).balance
+            grad = torch.autograd.grad(balance, embedding)[0] if learns else balance
+            found[weight] = balance.detach(), grad
+    recorded = [key for key in tape._tapes if key[0].__name__ == "_run_tensors"]
+    assert len(recorded) == 2 and op._weights == {1.0, 0.3}
+    for weight, (balance, grad) in found.items():
+        assert torch.equal(balance, weight * found[1][0])
+        torch.testing.assert_close(grad, weight * found[1][1], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("tokens_learn", [True, False])  # False: x is the input of the model
@@ -43,12 +74,12 @@ def test_the_balance_loss_of_a_recorded_call_has_the_gradient_of_its_definition(
         x64, embedding64 = (one.double().requires_grad_() for one in (x, embedding))
         affinity = x64 @ embedding64.T
         load = torch.bincount(affinity.topk(2).indices.flatten(), minlength=6) / (2 * tokens)
-        wanted = 6 * ((affinity / 0.7).softmax(-1).mean(0) * load).sum()
+        wanted = 0.3 * 6 * ((affinity / 0.7).softmax(-1).mean(0) * load).sum()
         (3 * wanted + (x64 * 2).sum()).backward()
         x_on, embedding_on = (one.detach().clone().to(device) for one in (x, embedding))
         x_on.requires_grad_(tokens_learn)
         embedding_on.requires_grad_()
-        options = {"top_k": 2, "over_selected": True, "temperature": 0.7, "balance_only": True}
+        options = {"top_k": 2, "over_selected": True, "temperature": 0.7, "balance_weight": 0.3}
         with use_backend("triton"):
             found = route(ScaledTokens(x_on), embedding_on, None, **options)
         assert found.gate_sum is None and found.load is None and found.balance is not None

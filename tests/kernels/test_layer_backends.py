@@ -104,7 +104,12 @@ def test_noise_biases_and_unit_embeddings_do_not_keep_a_router_from_its_kernel(
     from acmoe.ops.route.triton import route as affinity
 
     calls, route = [], affinity.route
-    monkeypatch.setattr(affinity, "route", lambda *given: calls.append(given) or route(*given))
+
+    def counted(*arguments, **options):
+        calls.append(arguments)
+        return route(*arguments, **options)
+
+    monkeypatch.setattr(affinity, "route", counted)
     router = built(name, device)[1].router
     state = acmoe.RoutingState.identity(num_tokens=L, num_clusters=E, dim=D, device=device)
     with use_backend("triton"):

@@ -51,9 +51,9 @@ def test_a_state_keeps_results_and_kernels_however_it_travels(
 
     seen, route = [], affinity.route
 
-    def watched(tokens, *arguments):
+    def watched(tokens, *arguments, **options):
         seen.append(tokens.is_sorted)
-        return route(tokens, *arguments)
+        return route(tokens, *arguments, **options)
 
     monkeypatch.setattr(affinity, "route", watched)
     layers = built("batch, previous", device, num_experts=2, top_k=1)
@@ -100,9 +100,9 @@ def test_a_block_computed_again_keeps_the_choices_of_the_kernel(
 
     calls, route = [], affinity.route
 
-    def counted(*arguments):
+    def counted(*arguments, **options):
         calls.append(arguments)
-        return route(*arguments)
+        return route(*arguments, **options)
 
     monkeypatch.setattr(affinity, "route", counted)
     layers = built(name, device)

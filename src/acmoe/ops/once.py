@@ -30,8 +30,12 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Any) -> Any:
+        records = torch.is_grad_enabled()  # with create_graph alone; `no_grad` takes 3 us
         try:
-            with torch.no_grad():
+            if records:
+                with torch.no_grad():
+                    found = backward(ctx, *grads)
+            else:
                 found = backward(ctx, *grads)
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError) or not any(map(_batched, grads)):
@@ -40,7 +44,7 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
                 "this op takes one gradient at a time, not a batch of them (is_grads_batched, "
                 "vmap); run the forward on the plain path, acmoe.ops.dispatch.use_backend('torch')"
             ) from error
-        if not torch.is_grad_enabled():  # no create_graph: nobody can differentiate further
+        if not records:  # nobody can differentiate further
             return found
         found = found if isinstance(found, tuple) else (found,)
         message = (

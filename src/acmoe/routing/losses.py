@@ -151,19 +151,20 @@ def common_losses(
     balance: Tensor | None = None,
     group: str = "",
 ) -> Tensor:
-    """Return the weighted sum of balance loss and z-loss; `balance` is used if it is given.
+    """Return the weighted sum of balance loss and z-loss.
 
+    balance: the balance loss times its weight, if the caller has it.
     group: the name of the processes over whose tokens the balance loss is taken.
     """
     if not weights.balance:
         return weighted_z_loss(weights, affinity_TE, mask_T)
     if balance is None:
-        balance = balance_loss(
+        balance = weights.balance * balance_loss(
             affinity_TE, expert_ids_TK, mask_T, temperature=temperature, group=group
         )
     if not weights.z:
-        return weights.balance * balance
-    return weights.balance * balance + weights.z * z_loss(affinity_TE, mask_T)
+        return balance
+    return balance + weights.z * z_loss(affinity_TE, mask_T)
 
 
 def weighted_z_loss(weights: LossConfig, affinity_TE: Tensor, mask_T: Tensor | None) -> Tensor:

@@ -222,7 +222,7 @@ class TopKRouter(Router):
             token_mask=mask_T,
             temperature=temperature,
             noise=noise_TE,
-            balance_only=not self.loss_group,
+            balance_weight=None if self.loss_group else self.losses.balance,
         )
 
     def decide(
@@ -239,7 +239,9 @@ class TopKRouter(Router):
         weights, temperature = self.losses, self.config.balance_temperature
         balance = None if self.loss_group else found.balance
         if balance is None and found.load is not None and found.gate_sum is not None:
-            balance = self._balance(found.load, found.gate_sum, expert_ids_TK.shape[0], mask_T)
+            balance = weights.balance * self._balance(
+                found.load, found.gate_sum, expert_ids_TK.shape[0], mask_T
+            )
         total = common_losses(
             weights,
             found.clean,

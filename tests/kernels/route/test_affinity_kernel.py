@@ -120,13 +120,13 @@ def test_the_balance_loss_of_few_tokens_is_that_of_their_sums(
             top_k=K,
             over_selected=True,
             temperature=0.7,
-            balance_only=True,
+            balance_weight=0.3,
         )
     affinity_TE = x.double() @ embedding.double().T
     gate_E = (affinity_TE / 0.7).softmax(1).sum(0)
     chosen_TK = affinity_TE.topk(K).indices
     load_E = torch.bincount(chosen_TK.flatten(), minlength=E)
-    expected = E * (load_E / load_E.sum() * gate_E / num_tokens).sum()
+    expected = 0.3 * E * (load_E / load_E.sum() * gate_E / num_tokens).sum()
     assert found.balance is not None
     torch.testing.assert_close(found.balance.double(), expected, rtol=1e-5, atol=1e-6)
 

@@ -6,10 +6,15 @@ scratch memory if the kernel needs any, and copies the arguments; then it calls 
 by a trial: a copy of the launcher is called with a `Mark` for each argument, and with a `launch`
 that keeps what it receives. A launcher that does more with its arguments than pass them on is
 called as it is.
+
+For a kernel with TMA descriptors, `launch` is a Python function too. In each call it encodes every
+descriptor for the driver. `encoded` finds by a trial which arguments these are, so that a tape can
+keep the code of an address.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
 NUM_FIRST = 6  # grid (3), stream, function, metadata; then come three hooks, and the kernel's
@@ -25,6 +30,14 @@ class Mark:
 
     def __init__(self, place: int) -> None:
         self.place = place
+
+
+class Encoding(NamedTuple):
+    """Stands for the arguments encode(descriptor, metadata), of the descriptor at a place."""
+
+    place: int
+    encode: Callable[[Any, Any], Sequence[Any]]
+    metadata: Any
 
 
 class Passed(NamedTuple):
@@ -59,3 +72,32 @@ def passed_on(run: Any, num_values: int) -> Passed | None:
         elif not any(one is constant for constant in constants):
             return None
     return Passed(run.launch, noted[0]) if seen == marks else None
+
+
+def encoded(launch: Any, num_arguments: int) -> Passed | None:
+    """Return what a `launch` that encodes TMA descriptors passes on to the driver; None: unknown.
+
+    The arguments are `Mark`s, whose places are those among the arguments of `launch`, and an
+    `Encoding` for each descriptor. Triton 3.6 has such a function (`wrap_handle_tensordesc`).
+    """
+    marks = [Mark(place) for place in range(num_arguments)]
+    noted: list[tuple[Any, ...]] = []
+    try:
+        cells = dict(zip(launch.__code__.co_freevars, launch.__closure__, strict=True))
+        driver = cells["launcher"].cell_contents
+        cells["launcher"] = CellType(lambda *arguments: noted.append(arguments))
+        encode = launch.__globals__["make_tensordesc_arg"]
+        names = {
+            **launch.__globals__,
+            "make_tensordesc_arg": lambda one, metadata: [(one, metadata)],
+        }
+        FunctionType(launch.__code__, names, None, None, tuple(cells.values()))(*marks)
+        (arguments,) = noted
+        found = [
+            Encoding(one[0].place, encode, one[1]) if type(one) is tuple else one
+            for one in arguments
+        ]
+        places = [one.place for one in found]
+    except Exception:  # another version of Triton
+        return None
+    return Passed(driver, tuple(found)) if places == list(range(num_arguments)) else None

@@ -13,7 +13,8 @@ launch, a tensor in the buffer and one result:
         return t2,
 
 t and a are the tensor and the address of a slot (the last one is the buffer), c a constant. c5 is
-the launcher of the kernel, or what it calls if that is known (direct.py).
+the launcher of the kernel, or what it calls if that is known (direct.py). A TMA descriptor of the
+memory at a0 is c6(a0), or *c6(a0) where it is encoded for the driver.
 """
 
 from collections.abc import Callable
@@ -22,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acmoe.ops.device.direct import Mark, passed_on
-from acmoe.ops.device.recording import Layout, Results, Step, Steps
+from acmoe.ops.device.direct import NUM_FIRST, Encoding, Mark, Passed, encoded, passed_on
+from acmoe.ops.device.recording import Descriptor, Layout, Results, Step, Steps
 from acmoe.ops.dispatch import log_once
 
 Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
@@ -75,8 +76,11 @@ class _Writer:
 
     def _launch(self, step: Step) -> None:
         replaced = {at: _address(slot, offset) for at, slot, offset in step.pointers}
+        described = {}
         for at, slot, offset, descriptor in step.described:
-            replaced[at] = f"{self._constant(descriptor.at)}({_address(slot, offset)})"
+            address = _address(slot, offset)
+            replaced[at] = f"{self._constant(descriptor.at)}({address})"
+            described[NUM_FIRST + at] = descriptor, address
         values = [
             replaced[at] if at in replaced else self._constant(value)
             for at, value in enumerate(step.values)
@@ -87,9 +91,34 @@ class _Writer:
         if passed is None:
             log_once("a kernel is launched by Triton's own launcher, which takes longer")
             self._call(step.run, [*first, *["None"] * 3, *values])
-        else:
+        elif not (described and self._launch_encoded(passed, [*first, *values], described)):
             given = [*first, *values]
             self._call(passed.launch, [self._passed(one, given) for one in passed.arguments])
+
+    def _launch_encoded(
+        self, passed: Passed, given: list[str], described: dict[int, tuple[Descriptor, str]]
+    ) -> bool:
+        """Write a launch with encoded descriptors; return False if it is not known how.
+
+        described: each descriptor and its address, by its place among the given arguments.
+        """
+        inner = encoded(passed.launch, len(passed.arguments))
+        if inner is None:
+            return False
+        arguments, places = [], []
+        for one in inner.arguments:
+            outer = passed.arguments[one.place]
+            if type(one) is not Encoding:
+                arguments.append(self._passed(outer, given))
+            elif type(outer) is Mark and outer.place in described:
+                descriptor, address = described[outer.place]
+                find = descriptor.encoded(one.encode, one.metadata)
+                arguments.append(f"*{self._constant(find)}({address})")
+                places.append(outer.place)
+        if sorted(places) != sorted(described) or len(arguments) != len(inner.arguments):
+            return False
+        self._call(inner.launch, arguments)
+        return True
 
     def _call(self, function: Any, arguments: list[str]) -> None:
         self.lines.append(f"    {self._constant(function)}({', '.join(arguments)})")

@@ -5,6 +5,8 @@ too. So a recorded call keeps its memory no longer than any other call.
 """
 
 import copy
+import functools
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -19,6 +21,8 @@ from acmoe.ops.device.launcher import Computation, Launch, recorder
 # is one buffer. torch keeps separate pools below and above this size.
 LARGE_BYTES = 2**20
 _ALIGNMENT = 256
+# Addresses of one argument that a tape remembers; layers of one shape share their tapes.
+MOST_ADDRESSES = 512
 
 Results = tuple[Tensor, ...]
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
@@ -67,6 +71,16 @@ class Descriptor:
             found.__dict__.update(self.made.__dict__, base=Address(address, self.dtype))
             self.last = address, found
         return found
+
+    def encoded(self, encode: Any, metadata: Any) -> Callable[[int], Any]:
+        """Return a function of an address: encode(descriptor at the address, metadata).
+
+        It remembers addresses: weights stay where they are, and most of the other memory of a
+        training step is where it was in the step before.
+        """
+        return functools.lru_cache(MOST_ADDRESSES)(
+            lambda address: encode(self.at(address), metadata)
+        )
 
 
 class Step(NamedTuple):

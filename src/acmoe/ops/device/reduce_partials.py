@@ -36,10 +36,12 @@ def reduce_partials(partial_GNM: Tensor, dtype: torch.dtype = torch.float32) -> 
     return tuple(out)
 
 
-def reduce_balance(partial_2NE: Tensor, num_tokens: int, share_E: Tensor | None = None) -> Tensor:
-    """Return the balance loss () of a router's partial gate sums and loads.
+def reduce_balance(
+    partial_2NE: Tensor, num_tokens: int, weight: float, share_E: Tensor | None = None
+) -> Tensor:
+    """Return the balance loss () of a router's partial gate sums and loads, times a weight.
 
-    It is E * sum_e load_e / sum(load) * gate_e / tokens, 1 at balance. One program adds up.
+    The loss is E * sum_e load_e / sum(load) * gate_e / tokens, 1 at balance. One program adds up.
     share_E: a float32 buffer for load_e / sum(load), which the derivative by the gate sums takes.
     """
     _, N, E = partial_2NE.shape
@@ -47,7 +49,7 @@ def reduce_balance(partial_2NE: Tensor, num_tokens: int, share_E: Tensor | None 
     experts = max(16, next_power_of_2(E))
     launch(
         *(_balance_kernel, (1,), partial_2NE, loss, loss if share_E is None else share_E),
-        *(N, E, num_tokens),
+        *(N, E, num_tokens, weight),
         HAS_SHARE=share_E is not None,
         BN=max(1, STEP // experts),
         BE=experts,
@@ -58,10 +60,10 @@ def reduce_balance(partial_2NE: Tensor, num_tokens: int, share_E: Tensor | None 
 
 @triton.jit(do_not_specialize=["N", "num_tokens"])
 def _balance_kernel(
-    partial_ptr, loss_ptr, share_ptr, N, E, num_tokens, HAS_SHARE: tl.constexpr, BN: tl.constexpr,
-    BE: tl.constexpr,
+    partial_ptr, loss_ptr, share_ptr, N, E, num_tokens, weight, HAS_SHARE: tl.constexpr,
+    BN: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """Write the balance loss of the gate sums and loads, each summed over N, and the shares."""
+    """Write the weighted loss of the gate sums and loads, each summed over N, and the shares."""
     e = tl.arange(0, BE)
     gates = tl.zeros((BN, BE), dtype=tl.float32)
     loads = tl.zeros((BN, BE), dtype=tl.float32)
@@ -73,7 +75,7 @@ def _balance_kernel(
         loads += tl.load(partial_ptr + N.to(tl.int64) * E + at, mask=mask, other=0.0)
     gate, load = tl.sum(gates, axis=0), tl.sum(loads, axis=0)
     share = load / tl.maximum(tl.sum(load), 1.0)
-    tl.store(loss_ptr, E * tl.sum(share * (gate / num_tokens)))
+    tl.store(loss_ptr, weight * (E * tl.sum(share * (gate / num_tokens))))
     if HAS_SHARE:
         tl.store(share_ptr + e, tl.div_rn(load, tl.maximum(tl.sum(load), 1.0)), mask=e < E)
 

@@ -3,6 +3,7 @@
 T tokens, D features, E experts, C clusters, K experts per token, X slots of sorted tokens.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,8 +45,8 @@ def route_op(
     return ids, gate, affinity, gate_sum, load, first
 
 
-def _launched(*inputs: Any, totals: str = "sums", keeps: bool = False) -> tuple[Tensor, ...]:
-    """Return the results of `route_op` for its arguments; for `totals` and `keeps` see `route`."""
+def _launched(*inputs: Any, **options: Any) -> tuple[Tensor, ...]:
+    """Return the results of `route_op` for its arguments; options: of `route` (triton/route.py)."""
     from acmoe.ops.route.triton.few_tokens import in_ranges
     from acmoe.ops.route.triton.route import route
     from acmoe.ops.route.triton.tokens import Tokens
@@ -55,25 +56,23 @@ def _launched(*inputs: Any, totals: str = "sums", keeps: bool = False) -> tuple[
     if in_ranges(x, embedding):
         permutation = end = None
     tokens = Tokens.of(x, scale, assignment, token_mask, permutation, end)
-    return route(tokens, embedding, bias, top_k, over_selected, temperature, noise, totals, keeps)
+    return route(tokens, embedding, bias, top_k, over_selected, temperature, noise, **options)
 
 
-def _without_gradient(totals: str, keeps: bool, *inputs: Any) -> tuple[Tensor, ...]:
+def _without_gradient(totals: str, weight: float, keeps: bool, *inputs: Any) -> tuple[Tensor, ...]:
     """Return the results of `_launched` by a tape."""
     *first, top_k, over_selected, token_mask, temperature, permutation, end, noise = inputs
     tensors = (*first, token_mask, permutation, end, noise)
-    return taped(_run_tensors, tensors, (top_k, over_selected, temperature, totals, keeps))
+    settings = (top_k, over_selected, temperature, totals, weight, keeps)
+    return taped(_run_tensors, tensors, settings)
 
 
 def _run_tensors(*inputs: Any) -> tuple[Tensor, ...]:
     x, embedding, bias, scale, assignment, token_mask, permutation, end, noise, *settings = inputs
-    top_k, over_selected, temperature, totals, keeps = settings
-    return _launched(
-        *(x, embedding, bias, scale, assignment, top_k, over_selected, token_mask, temperature),
-        *(permutation, end, noise),
-        totals=totals,
-        keeps=keeps,
-    )
+    top_k, over_selected, temperature, totals, weight, keeps = settings
+    first = (x, embedding, bias, scale, assignment, top_k, over_selected, token_mask, temperature)
+    options = {"totals": totals, "weight": weight, "keeps": keeps}
+    return _launched(*first, permutation, end, noise, **options)
 
 
 @route_op.register_fake
@@ -195,13 +194,17 @@ def _input_gradients(ctx, grad_gate, grad_affinity, grad_sum, grad_x):  # type: 
     has_bias = ctx.bias_dtype is not None
     grads = (grad_gate, grad_affinity, grad_sum, grad_x)
     settings = ctx.over_selected, ctx.temperature, has_bias
+    weight = 1.0 if share is None else ctx.weight
     if not torch.is_grad_enabled() and eager(*saved, *grads):  # the op raises for create_graph
         given = [None if one is None else one.contiguous() for one in grads]
         share = None if grad_sum is None else share
-        found = taped(_with_share, (*saved, *given, share, kept), (*settings, embedding.dtype))
+        found = taped(
+            _with_share, (*saved, *given, share, kept), (*settings, embedding.dtype, weight)
+        )
     else:
         if share is not None and grad_sum is not None:  # it is the gradient of the balance loss
-            grad_sum = share * (grad_sum * len(share)) / len(x)  # rounded as autograd does
+            # Rounded as autograd does.
+            grad_sum = share * (grad_sum * weight * len(share)) / len(x)
         found = route_backward_op(grad_gate, grad_affinity, grad_sum, grad_x, *saved, *settings)
     grad_x, grad_embedding, grad_bias = found
     grad_embedding = grad_embedding.to(embedding.dtype)
@@ -210,13 +213,14 @@ def _input_gradients(ctx, grad_gate, grad_affinity, grad_sum, grad_x):  # type: 
 
 def _with_share(*inputs: Any) -> tuple[Tensor, ...]:
     """Return the results of `_launched_backward`; share: None, or grad_sum is that of the loss."""
-    *first, grad_sum, grad_x, share, kept, over_selected, temperature, has_bias, result = inputs
+    *given, share, kept, over_selected, temperature, has_bias, result, weight = inputs
+    *first, grad_sum, grad_x = given
     if share is not None:
         from acmoe.ops.route.triton.affinity_gradient import share_gradient
 
-        grad_sum = share_gradient(grad_sum, share, len(first[0]))
-    settings = (over_selected, temperature, has_bias, result)
-    arguments: tuple[Any, ...] = (*first, grad_sum, grad_x, *settings, kept)
+        grad_sum = share_gradient(grad_sum, share, len(first[0]), weight)
+    settings = (over_selected, temperature, has_bias, result, kept)
+    arguments: tuple[Any, ...] = (*first, grad_sum, grad_x, *settings)
     return _launched_backward(*arguments)
 
 
@@ -233,14 +237,16 @@ class _Eager(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, embedding, bias, rest, repeats, passes, totals, found):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, embedding, bias, rest, repeats, passes, totals, weight, found):  # type: ignore[no-untyped-def]
         inputs = (x, embedding, bias, *rest)
         keeps = ctx.needs_input_grad[1] and router_saving_requested() == "auto"
-        results = _without_gradient(totals, keeps, *inputs) if repeats else route_op(*inputs)
+        run = partial(_without_gradient, totals, weight, keeps) if repeats else route_op
+        results = run(*inputs)
         ids, gate, affinity, gate_sum, load, first, *kept = results
         if repeats and totals == "none":
             gate_sum = load = None
         found += (ids, load, first)
+        ctx.weight = weight
         share = load if repeats and totals == "shares" else None
         _save_tensors(ctx, inputs, results, share, *(kept or [None]))
         return (gate, affinity, gate_sum, x) if passes else (gate, affinity, gate_sum)
@@ -249,7 +255,7 @@ class _Eager(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, grad_gate, grad_affinity, grad_sum, grad_x=None):  # type: ignore[no-untyped-def]
         grads = (grad_gate, grad_affinity, grad_sum, grad_x)
-        return *_input_gradients(ctx, *grads), *[None] * 5  # type: ignore[no-untyped-call]
+        return *_input_gradients(ctx, *grads), *[None] * 6  # type: ignore[no-untyped-call]
 
 
 # Partial sums, of tokens times experts, up to which one program adds up the balance loss of a
@@ -257,12 +263,12 @@ class _Eager(torch.autograd.Function):
 _FEW_AFFINITIES = 2**18
 
 
-def route_through(*inputs: Any, totals: str) -> tuple[Any, ...]:
+def route_through(*inputs: Any, totals: str, weight: float = 1.0) -> tuple[Any, ...]:
     """Return the results of `route_op`, then x, for the layers that read x after the router.
 
     totals: "none" if the caller does not read gate sum and load; "balance" if it wants the balance
-    loss of them. The loss comes last, in place of gate sum and load. It is None, and they are
-    there, for many tokens whose gradient is recorded, and where the call is seen from outside.
+    loss of them times `weight`. The loss comes last, in place of gate sum and load. It is None, and
+    they are there, for many tokens whose gradient is recorded, and where others see the call.
 
     In eager mode the returned x is an output of this autograd node: the backward kernel adds its
     gradient to the router's own, which saves a launch that reads both. A custom op may not return
@@ -274,7 +280,7 @@ def route_through(*inputs: Any, totals: str) -> tuple[Any, ...]:
     )
     repeats = eager(x, embedding, bias, scale, inputs[4], inputs[7])
     if not recorded and repeats:
-        found = _without_gradient(totals, False, *inputs)
+        found = _without_gradient(totals, weight, False, *inputs)
         return *found, x, found[3] if totals == "balance" else None
     if not repeats:
         tell_counters()
@@ -286,7 +292,7 @@ def route_through(*inputs: Any, totals: str) -> tuple[Any, ...]:
         totals = "shares" if affinities <= _FEW_AFFINITIES else "sums"
     constant: list[Any] = []
     learned = (x, embedding, bias, inputs[3:])
-    results = apply(_Eager, *learned, repeats, passes, totals, constant)
+    results = apply(_Eager, *learned, repeats, passes, totals, weight, constant)
     ids, load, first = constant
     gate, affinity, gate_sum = results[:3]
     balance = gate_sum if repeats and totals == "shares" else None

@@ -8,6 +8,7 @@ T tokens, D features, E experts, C clusters.
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from acmoe.ops.checks import check_clusters
 from acmoe.ops.device_support import triton_unsupported
@@ -17,6 +18,7 @@ from acmoe.ops.route.tokens import ScaledTokens
 from acmoe.ops.sort.order import TokenOrder, worth_routing_sorted
 
 _MOST_EXPERTS, _MOST_CHOICES = 512, 16
+MOST_WEIGHTS = 16  # weights of the balance loss that kernels multiply by
 
 
 def unsupported(tokens: ScaledTokens, embedding: Tensor, top_k: int) -> str | None:
@@ -45,7 +47,7 @@ def fused_route(
     token_mask: Tensor | None = None,
     temperature: float | None = None,
     noise: Tensor | None = None,
-    balance_only: bool = False,
+    balance_weight: float | None = None,
 ) -> Route:
     check_route(tokens, embedding, top_k, token_mask, noise)
     scale_CD = assignment_T = slot_token = slot_end = None
@@ -53,6 +55,10 @@ def fused_route(
         scale_CD, assignment_T = _constant_scale(tokens.scale, tokens.assignment)
         if token_mask is None and tokens.order is not None:
             slot_token, slot_end = _slots(tokens.x, tokens.order, tokens.scale.shape[0])
+    # A compiled call computes the sums.
+    summed = temperature is None or token_mask is not None or noise is not None or is_compiling()
+    weight = None if summed else balance_weight
+    factor = 1.0 if weight is None else _repeated_weight(weight)
     expert_ids, gate, affinity, sums, load, first, x, balance = route_through(
         tokens.rows(),
         embedding,
@@ -66,9 +72,12 @@ def fused_route(
         slot_token,
         slot_end,
         None if noise is None else noise.detach().float(),
-        totals=_totals(temperature, balance_only and token_mask is None and noise is None),
+        totals=_totals(temperature, weight is not None),
+        weight=factor,
     )
     clean = affinity if noise is None else affinity - noise  # exact up to rounding
+    if balance is not None and weight is not None and factor != weight:
+        balance = weight * balance
     if temperature is None or balance is not None:
         sums = load = None
     elif noise is not None:
@@ -102,6 +111,22 @@ def _totals(temperature: float | None, balance_suffices: bool) -> str:
     if temperature is None:
         return "none"
     return "balance" if balance_suffices else "sums"
+
+
+_weights: set[float] = set()  # those that kernels multiply the balance loss by
+
+
+def _repeated_weight(weight: float) -> float:
+    """Return the weight as a kernel takes it, or 1 if torch is to multiply.
+
+    A recorded call is repeated with the same weight alone. A weight that changes in every step
+    would be recorded in every step, which takes a thousand times as long.
+    """
+    if weight not in _weights:
+        if len(_weights) >= MOST_WEIGHTS:
+            return 1.0
+        _weights.add(float(weight))
+    return float(weight)
 
 
 def _unscaled(tokens: ScaledTokens, x: Tensor) -> Tensor:

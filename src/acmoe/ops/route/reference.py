@@ -32,8 +32,8 @@ class Route(NamedTuple):
     x: Tensor
     gate_sum: Tensor | None = None  # (E,) sum of softmax(clean / temperature) over unmasked tokens
     load: Tensor | None = None  # (E,) float32 number of unmasked tokens that chose each expert
-    # () the balance loss of the two, E * sum_e load_e / sum(load) * gate_sum_e / T, where a kernel
-    # computed it instead of them
+    # () the balance loss of the two, E * sum_e load_e / sum(load) * gate_sum_e / T, times its
+    # weight, where a kernel computed it instead of them
     balance: Tensor | None = None
 
 
@@ -48,7 +48,7 @@ def route(
     token_mask: Tensor | None = None,
     temperature: float | None = None,
     noise: Tensor | None = None,
-    balance_only: bool = False,
+    balance_weight: float | None = None,
 ) -> Route:
     """Choose the k experts of highest affinity (M x) . e_k + b_k + noise for every token.
 
@@ -61,8 +61,8 @@ def route(
         token_mask: (T,) False for padding, which is left out of `gate_sum` and `load`.
         temperature: softmax temperature of the balance loss; None: no `gate_sum` and no `load`.
         noise: (T, E) constant, added to the affinities before the top-k.
-        balance_only: `gate_sum` and `load` are wanted for the balance loss alone; a kernel may
-            return `balance` in their place.
+        balance_weight: `gate_sum` and `load` are wanted for the balance loss with this weight
+            alone; a kernel may return `balance` in their place. None: they are wanted.
     """
     check_route(tokens, embedding, top_k, token_mask, noise)
     x_TD = tokens.dense().reshape(-1, embedding.shape[1])

@@ -58,8 +58,8 @@ def affinity_gradient(
     return grad_ZTE, partial_NE
 
 
-def share_gradient(grad: Tensor, share_E: Tensor, num_tokens: int) -> Tensor:
-    """Return (E,): the gradient of the gate sums from grad (), that of the balance loss.
+def share_gradient(grad: Tensor, share_E: Tensor, num_tokens: int, weight: float) -> Tensor:
+    """Return (E,): the gradient of the gate sums from grad (), that of the weighted balance loss.
 
     share_E: each expert's share of the routed rows. The rounding is that of autograd on a GPU,
     where torch divides by a number by multiplying with its inverse.
@@ -67,7 +67,7 @@ def share_gradient(grad: Tensor, share_E: Tensor, num_tokens: int) -> Tensor:
     E = share_E.numel()
     out = torch.empty_like(share_E)
     launch(
-        *(_share_kernel, (1,), grad, share_E, out, E, 1.0 / num_tokens),
+        *(_share_kernel, (1,), grad, share_E, out, E, 1.0 / num_tokens, weight),
         BE=max(16, next_power_of_2(E)),
         num_warps=1,
     )
@@ -75,10 +75,10 @@ def share_gradient(grad: Tensor, share_E: Tensor, num_tokens: int) -> Tensor:
 
 
 @triton.jit
-def _share_kernel(grad_ptr, share_ptr, out_ptr, E, inverse, BE: tl.constexpr):
+def _share_kernel(grad_ptr, share_ptr, out_ptr, E, inverse, weight, BE: tl.constexpr):
     e = tl.arange(0, BE)
     share = tl.load(share_ptr + e, mask=e < E, other=0.0)
-    tl.store(out_ptr + e, share * (tl.load(grad_ptr) * E) * inverse, mask=e < E)
+    tl.store(out_ptr + e, share * (tl.load(grad_ptr) * weight * E) * inverse, mask=e < E)
 
 
 @triton.jit

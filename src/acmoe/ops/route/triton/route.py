@@ -53,6 +53,7 @@ def route(
     noise_TE: Tensor | None = None,
     totals: str = "sums",
     keeps: bool = False,
+    weight: float = 1.0,
 ) -> tuple[Tensor, ...]:
     """Return expert ids, gate, affinity, gate sums, load and first choice of every token.
 
@@ -62,9 +63,9 @@ def route(
     int64. The first choice equals ids[:, 0], in a tensor of its own. over_selected: the gate is a
     softmax over the selected experts alone. Gate sums: sum over unmasked tokens of softmax(affinity
     / temperature). totals: "none" if nobody reads gate sums and load, which are not written then;
-    "balance" for the balance loss () in their place; "shares" for that and, in place of the load,
-    each expert's share of it (E,). keeps: return the rescaled tokens (T, D) that `many_affinities`
-    kept for backward, too, if it kept any.
+    "balance" for the balance loss (), times `weight`, in their place; "shares" for that and, in
+    place of the load, each expert's share of it (E,). keeps: return the rescaled tokens (T, D) that
+    `many_affinities` kept for backward, too, if it kept any.
     """
     T, D = tokens.x.shape
     E = embedding_ED.shape[0]
@@ -80,7 +81,7 @@ def route(
     gate_TK = affinity_TE.new_empty(T, top_k)
     ids_TK = affinity_TE.new_empty(T, top_k, dtype=torch.int64)
     first_T = ids_TK.new_empty(T)
-    # The only program computes the loss itself.
+    # The only program computes the loss itself, and writes it to `partial_2NE`.
     alone = totals == "balance" and N == 1 and not selecting.is_sorted
     partial_2NE = affinity_TE.new_empty(() if alone else (2, N, E))
     kept_TD: Tensor | None = None
@@ -101,28 +102,27 @@ def route(
         launch(
             _route_kernel, (N,), *tokens.pointers, *router, known, ids_TK, gate_TK,
             affinity_TE, partial_2NE, first_T, T, D, E, tokens.scale.shape[0], 1.0 / temperature,
+            weight,
             K=top_k, SELECTED=over_selected, **flags, **selecting.flags,
             RANGES=cdiv(D, size) if selects else 0, BALANCE=alone, BT=tile.tokens, BD=step,
             BE=max(16, next_power_of_2(E)), BK=max(2, next_power_of_2(top_k)),
             num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.registers,
         )  # fmt: skip
     kept = () if kept_TD is None else (kept_TD,)
-    return ids_TK, gate_TK, affinity_TE, *_reduce(partial_2NE, T, totals, alone), first_T, *kept
+    totalled = (partial_2NE,) * 2 if alone else _reduce(partial_2NE, T, totals, weight)
+    return ids_TK, gate_TK, affinity_TE, *totalled, first_T, *kept
 
 
-def _reduce(partial_2NE: Tensor, num_tokens: int, totals: str, alone: bool) -> tuple[Tensor, ...]:
-    """Return the gate sums and the load, or what `totals` asks for in their place (`route`).
-
-    alone: the only program computed the balance loss, which is `partial_2NE` then.
-    """
-    if totals == "none" or alone:
+def _reduce(partial_2NE: Tensor, num_tokens: int, totals: str, weight: float) -> tuple[Tensor, ...]:
+    """Return the gate sums and the load, or what `totals` asks for in their place (`route`)."""
+    if totals == "none":
         return partial_2NE, partial_2NE
     if totals == "balance":
-        balance = reduce_balance(partial_2NE, num_tokens)
+        balance = reduce_balance(partial_2NE, num_tokens, weight)
         return balance, balance
     if totals == "shares":
         share_E = partial_2NE.new_empty(partial_2NE.shape[2])
-        return reduce_balance(partial_2NE, num_tokens, share_E), share_E
+        return reduce_balance(partial_2NE, num_tokens, weight, share_E), share_E
     gate_E, load_E = reduce_partials(partial_2NE if num_tokens > 0 else partial_2NE[:, :0])
     return gate_E, load_E
 
@@ -163,9 +163,10 @@ def softmax_rows(value):
 def _route_kernel(
     x_ptr, scale_ptr, cluster_ptr, mask_ptr, perm_ptr, embedding_ptr, bias_ptr,
     noise_ptr, known_ptr, ids_ptr, gate_ptr, affinity_ptr, partial_ptr, first_ptr, T, D, E,
-    C, inverse_temperature, K: tl.constexpr, SELECTED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_NOISE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_MASK: tl.constexpr, SORTED: tl.constexpr,
-    PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr, RANGES: tl.constexpr,
+    C, inverse_temperature, weight, K: tl.constexpr, SELECTED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_NOISE: tl.constexpr, HAS_SCALE: tl.constexpr,
+    HAS_MASK: tl.constexpr, SORTED: tl.constexpr, PLAIN_BF16: tl.constexpr, TERMS: tl.constexpr,
+    RANGES: tl.constexpr,
     BALANCE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
     BC: tl.constexpr,
 ):  # fmt: skip
@@ -173,7 +174,7 @@ def _route_kernel(
 
     RANGES: 0 to compute the affinities here, 1 if they are known, and more if `known` holds their
     sums over so many ranges of features (few_tokens.py). BALANCE: this is the only program, and
-    writes the balance loss to partial_ptr.
+    writes the balance loss, times `weight`, to partial_ptr.
     """
     start = tl.program_id(0) * BT
     e = tl.arange(0, BE)
@@ -230,7 +231,7 @@ def _route_kernel(
     gate_sum, load = tl.sum(prob, axis=0), tl.sum(selected, axis=0)
     if BALANCE:
         share = load / tl.maximum(tl.sum(load), 1.0)
-        tl.store(loss_ptr, E * tl.sum(share * (gate_sum / T)))
+        tl.store(loss_ptr, weight * (E * tl.sum(share * (gate_sum / T))))
     else:
         tl.store(partial_ptr, gate_sum, mask=e < E)
         partial_ptr += tl.num_programs(0) * E
