@@ -5,7 +5,7 @@ The two routers that rescale their input are here, the others in base_routers.py
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from acmoe.config.annotations import check_types, named_configs
 from acmoe.config.base_routers import (
@@ -49,6 +49,17 @@ __all__ = [
     "check_not_negative",
     "router_config",
 ]
+
+
+class Modes(NamedTuple):
+    """The statistics modes of a router in training and in evaluation."""
+
+    train: Statistics
+    evaluation: Statistics
+
+    def when(self, *, training: bool) -> Statistics:
+        """Return the mode of a module in training mode, or in evaluation mode."""
+        return self.train if training else self.evaluation
 
 
 def _check_base(base: object) -> None:
@@ -195,8 +206,8 @@ class AdaptiveConfig(WithMovedFields):
         )
 
     @cached_property
-    def modes(self) -> tuple[str, ...]:
-        return (self.statistics, self.eval_statistics or self.statistics)
+    def modes(self) -> "Modes":
+        return Modes(self.statistics, self.eval_statistics or self.statistics)
 
     @cached_property
     def reads(self) -> Literal["previous", "current"]:

@@ -233,7 +233,7 @@ def statistics_modes(model: LanguageModel, requested: tuple[str, ...]) -> tuple[
         )
         return (NONE,)
     check_statistics(model, requested)
-    return requested or (router.modes[1],)
+    return requested or (router.modes.evaluation,)
 
 
 def _open(

@@ -52,7 +52,7 @@ class AdaptiveRouter(RescalingRouter):
 
     @property
     def causal(self) -> bool:  # type: ignore[override]
-        mode = self.config.modes[0 if self.training else 1]
+        mode = self.config.modes.when(training=self.training)
         return self.base.causal and mode in ("running", "prefix")
 
     @property

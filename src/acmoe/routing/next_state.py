@@ -195,7 +195,7 @@ class NextState(nn.Module):
             return None
         if torch.compiler.is_exporting():
             return None
-        mode = self.next_router.modes[0 if self.training else 1]
+        mode = self.next_router.modes.when(training=self.training)
         served = self.next_router.mix == 1 and mode in ("batch", "running")
         if not served or not worth_sorting(*routing.affinity.shape):
             return None

@@ -56,8 +56,7 @@ class ClusterStatistics(RunningAverage):
 
     @property
     def mode(self) -> str:
-        train, evaluation = self.config.modes
-        return train if self.training else evaluation
+        return self.config.modes.when(training=self.training)
 
     def new_slot(
         self, num_sequences: int, *, device: torch.device | str | None, dtype: torch.dtype
