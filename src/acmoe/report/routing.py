@@ -15,8 +15,8 @@ from torch import Tensor
 from acmoe.analyze.record import LayerRecord, RoutingRecord, record_images, record_language
 from acmoe.config.images.train import VISION_RUNS, SoftViTRunConfig
 from acmoe.errors import UserError, check
-from acmoe.evaluate.images.accuracy import StageTally
 from acmoe.evaluate.language import check_vocabulary
+from acmoe.evaluate.routing import StageTally
 from acmoe.evaluate.run import LANGUAGE_RUN, RunFolder, open_image_run, open_run
 from acmoe.report.attacked import attacked_routing
 from acmoe.report.experts import (
@@ -58,18 +58,7 @@ class RunRouting:
 
     def to_json(self, sample: int) -> dict[str, Any]:
         """Return the values for the page; `sample` is the index of the sample there."""
-        return {
-            "sample": sample,
-            "step": self.step,
-            "statistics": self.statistics,
-            "measured": self.measured,
-            "measures": self.measures,
-            "layers": self.layers,
-            "predicted": self.predicted,
-            "by_expert": self.by_expert,
-            "soft": self.soft,
-            "attacked": self.attacked,
-        }
+        return {**vars(self), "sample": sample}
 
 
 @dataclass(frozen=True, kw_only=True)
