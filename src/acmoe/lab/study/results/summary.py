@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from acmoe.errors import check
-from acmoe.lab.study.results.comparable import check_comparable
-from acmoe.lab.study.results.records import DONE, Record, latest
-from acmoe.lab.study.results.statistics import (
+from acmoe.evaluate.seeds import (
     FEWEST_PAIRS,
     Difference,
     Spread,
     holm,
     paired_difference,
 )
+from acmoe.lab.study.results.comparable import check_comparable
+from acmoe.lab.study.results.records import DONE, Record, latest
 from acmoe.lab.study.study import Metric, Study
 
 STEP_TIME = "step_ms"  # it depends on how many cells share the device
