@@ -29,7 +29,7 @@ from acmoe.models.registry import AFTER_BUILD
 from acmoe.models.text.stage import boundary, cut_blocks
 from acmoe.runtime import seeded
 from acmoe.train.run import Summary, train
-from acmoe.train.text import TextTrainer, checked_corpus
+from acmoe.train.text import TextTrainer, checked_corpus, text_trainer
 from tiny_runs import QUIET, byte_corpus, records, tiny_run
 from tiny_vision_runs import tiny_vision_run
 
@@ -93,7 +93,7 @@ def interrupt(trainer: TextTrainer) -> None:
 
 
 def put_nan(trainer: TextTrainer) -> None:
-    first = next(iter(trainer.pipeline.blocks.values()))
+    first = next(iter(trainer.model.blocks.values()))
     first.register_forward_hook(lambda module, given, out: (out[0] * float("nan"), out[1]))
 
 
@@ -101,7 +101,7 @@ def put_error(trainer: TextTrainer) -> None:
     def fail(module: nn.Module, given: Any) -> None:
         raise RuntimeError("this process has no memory left")
 
-    next(iter(trainer.pipeline.blocks.values())).register_forward_pre_hook(fail)
+    next(iter(trainer.model.blocks.values())).register_forward_pre_hook(fail)
 
 
 def ending(run: Callable[[], Summary]) -> Summary | str:
@@ -248,7 +248,7 @@ def shares_and_stages(rank: int, folder: Path, free: list[int]) -> dict[str, Any
         with (
             start.joined(config.parallel, "cpu") as (ranks, device),
             seeded(config.seed, device),
-            closing(TextTrainer(config, checked_corpus(config), device, ranks)) as trainer,
+            closing(text_trainer(config, checked_corpus(config), device, ranks)) as trainer,
         ):
             losses, buffers = [], []
             for step in range(1, 11):
