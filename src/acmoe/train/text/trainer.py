@@ -179,17 +179,17 @@ class TextTrainer(Trainer):
         saved = stream_tensors(self.memories, self.depths)
         return super().state_tensors() | {name: join(rows) for name, rows in saved}
 
-    def parts(self) -> dict[str, Tensor]:
+    def shards(self) -> dict[str, Tensor]:
         """Add the memory of this process's streams."""
         saved = stream_tensors(self.memories, self.depths)
         memory = {name: self.ranks.sharded(rows) for name, rows in saved}
-        return super().parts() | memory
+        return super().shards() | memory
 
-    def empty_parts(self, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
+    def empty_shards(self, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
         """Add the streams' memory: all of it where it was saved with another `split`."""
         memory = stored_streams(stored, self.depths)
         ranks = self.ranks if saved_split(memory) == self.config.split else ALONE
-        return super().empty_parts(stored) | {
+        return super().empty_shards(stored) | {
             name: ranks.empty(one.shape, one.dtype, self.device) for name, one in memory.items()
         }
 
