@@ -97,7 +97,7 @@ class AdaptiveRouter(RescalingRouter):
         first_BL = state.assignment[:, 0].view(x_BLD.shape[:-1])
         order = state.order if mask_BL is None else None
         return self.statistics.cluster_scale(
-            x_BLD, first_BL, mask_BL, cache, order, state.scale[:, 0]
+            x_BLD, first_BL, mask_BL, cache, order=order, chosen_C=state.scale[:, 0]
         )
 
     def new_slot(

@@ -164,7 +164,9 @@ class NextState(nn.Module):
         first = first_T if x.dim() == 2 else first_T.view(x.shape[:-1])
         mask = None if token_mask is None else token_mask.view(first.shape)
         with without_autocast(x):
-            return self.statistics.cluster_scale(x, first, mask, slot, order, chosen_C)
+            return self.statistics.cluster_scale(
+                x, first, mask, slot, order=order, chosen_C=chosen_C
+            )
 
     def _chosen(
         self, routing: Routing, assignment: Tensor, token_mask: Tensor | None

@@ -133,7 +133,7 @@ def test_a_single_token_of_a_micro_batch_has_no_dispersion_to_add() -> None:
     statistics = ClusterStatistics(AdaptiveConfig(), num_clusters=1, dim=1)
     for values in ([0.0, 2.0], [7.0]):  # the mean absolute deviation of 0 and 2 is 1
         x = torch.tensor(values)[None, :, None]
-        statistics.cluster_scale(x, torch.zeros(1, len(values), dtype=torch.int64), None, None)
+        statistics.cluster_scale(x, torch.zeros(1, len(values), dtype=torch.int64))
     fold_statistics(statistics)
     assert statistics.dispersion.tolist() == [[1.0]]
     assert statistics.weight.tolist() == [2.0]

@@ -112,10 +112,10 @@ def test_a_copy_of_data_parallel_says_that_its_tokens_are_not_counted(
 ) -> None:
     statistics = statistics_of(layer())
     x_BLD, cluster_BL = tokens(0)[None], torch.arange(T)[None] % C
-    statistics.cluster_scale(x_BLD, cluster_BL, None, None)
+    statistics.cluster_scale(x_BLD, cluster_BL)
     assert logged.messages == []
     replica = statistics._replicate_for_data_parallel()  # as nn.DataParallel makes one
     for _ in range(2):
-        replica.cluster_scale(x_BLD, cluster_BL, None, None)
+        replica.cluster_scale(x_BLD, cluster_BL)
     assert len(logged.messages) == 1
     assert "use DistributedDataParallel (torchrun)" in logged.messages[0]
