@@ -57,7 +57,8 @@ class VariantConfig(AdaptiveConfig):
     def overridden(self, **changes: Any) -> Self:
         check(
             "strength" not in changes or not self.learn_strength,
-            f"strength={changes.get('strength')} cannot be overridden where it is learned",
+            f"strength={changes.get('strength')} cannot be overridden where it is learned; "
+            "leave it out",
         )
         return super().overridden(**changes)
 

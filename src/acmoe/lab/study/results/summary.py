@@ -147,7 +147,11 @@ def summarise(study: Study, records: Sequence[Record]) -> Summary:
     """Make every comparison that the study defines and the records allow."""
     found = [record for record in latest(records) if record["study"] == study.name]
     done = [record for record in found if record["status"] == DONE]
-    check(bool(done), f"no finished run of the study {study.name!r} in these results")
+    check(
+        bool(done),
+        f"no finished run of the study {study.name!r} in these results; give --out the file of "
+        "some, or run the study",
+    )
     grouped: dict[tuple[str, str], list[Record]] = {}
     for record in done:
         grouped.setdefault((record["setting"], record["size"]), []).append(record)
