@@ -24,7 +24,7 @@ from acmoe.evaluate.finite import FiniteLogits
 from acmoe.evaluate.run import Run, step_folder
 from acmoe.models.checkpoint import load
 from acmoe.runtime import autocast
-from acmoe.train.checkpoint import CheckpointStore, restoring
+from acmoe.train.checkpoint import CheckpointStore, last_good, restoring
 from acmoe.train.finetune.classifier import (
     Classifier,
     pad_left,
@@ -121,9 +121,7 @@ class Finetuner:
     def _stopped(self, what: str) -> TrainingStopped:
         good = None if self.store is None else self.store.latest()
         return TrainingStopped(
-            f"{what}; "
-            f"{f'the last good checkpoint is {good}' if good else 'nothing was saved before'}; "
-            f"try a lower lr than {self.config.lr}, in another folder"
+            f"{what}; {last_good(good)}; try a lower lr than {self.config.lr}, in another folder"
         )
 
     @torch.no_grad()
