@@ -158,18 +158,18 @@ class AdaptiveConfig(WithMovedFields):
         check_choice(self.mean_over, ("all", "chosen"), "mean_over")
         check(0 <= self.momentum < 1, f"momentum={self.momentum}; it must lie in [0, 1)")
         check_not_negative(self.prior_tokens, "prior_tokens")
-        self._check_together(modes=self.modes)
+        self._check_together()
         # Computed here, because torch.compile can trace neither a checksum nor a cache.
-        _ = self.reads, self.scale_codes
+        _ = self.modes, self.reads, self.scale_codes
 
-    def _check_together(self, *, modes: tuple[str, ...]) -> None:
-        positional = [mode for mode in modes if mode in ("prefix", "sequence")]
+    def _check_together(self) -> None:
+        positional = [mode for mode in self.modes if mode in ("prefix", "sequence")]
         check(
             not positional or self.reads == "current",
             f"statistics={positional and positional[0]!r} belongs to the reader's own positions; "
             "use statistics_of='current'",
         )
-        if "prefix" in modes:
+        if "prefix" in self.modes:
             check(
                 self.measure in ("mad", "variance", "std"),
                 f"measure={self.measure!r} has no causal form of bounded memory; with "
@@ -206,7 +206,7 @@ class AdaptiveConfig(WithMovedFields):
         )
 
     @cached_property
-    def modes(self) -> "Modes":
+    def modes(self) -> Modes:
         return Modes(self.statistics, self.eval_statistics or self.statistics)
 
     @cached_property
