@@ -76,6 +76,9 @@ class RandomConfig:
     """The paper's ablation: a random scale, N(1, std) clipped at 0, drawn for each cluster."""
 
     name: ClassVar[str] = "random"
+    # What an adaptive router may choose, and a random scale has fixed.
+    detach: ClassVar[bool] = True
+    mean_over: ClassVar[str] = "all"
     base: BaseConfig = SMoEConfig()  # the router that reads the scaled tokens
     std: float = 0.5  # standard deviation of the scale
     mix: int = 1  # clusters whose scales are averaged by affinity (Mix-k)

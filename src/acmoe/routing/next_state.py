@@ -114,7 +114,7 @@ class NextState(nn.Module):
         assignment, membership = clusters_of(
             routing.affinity,
             self.next_router.mix,
-            detach=getattr(self.next_router, "detach", True),
+            detach=self.next_router.detach,
             first_T=routing.first,
             before=state.membership,
         )
@@ -175,7 +175,7 @@ class NextState(nn.Module):
 
         All k choices count, and the clusters whose scales are mixed.
         """
-        if getattr(self.next_router, "mean_over", "all") == "all":
+        if self.next_router is None or self.next_router.mean_over == "all":
             return None
         C = routing.affinity.shape[-1]
         ids_TX = torch.cat([routing.expert_ids, assignment], dim=1)
