@@ -1,7 +1,7 @@
 """Training updates of a language model whose blocks lie on the processes of a pipeline."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,9 @@ from acmoe.distributed.pipeline_gradients import gather_stages
 from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.errors import NonFiniteError
 from acmoe.evaluate.language_report import Score
-from acmoe.models.text.decoder import LanguageModel
 from acmoe.train.optim import check_router_sgd, router_matrices
 from acmoe.train.text.pipeline import PipelinedDecoder
-from acmoe.train.text.trainer import TextTrainer
+from acmoe.train.text.trainer import TextTrainer, new_model
 from acmoe.train.update import Output, take_step
 
 
@@ -39,10 +38,10 @@ class PipelineTrainer(TextTrainer):
         self, config: RunConfig, device: torch.device, ranks: Ranks
     ) -> tuple[nn.Module, float | None]:
         """Return the stages of this process; its routers may be none, and need no SGD then."""
-        whole, router_sgd = super().build(config, device, ranks)
-        check_router_sgd(whole, router_sgd)
-        model = PipelinedDecoder(cast(LanguageModel, whole), config, ranks, device)
-        return model, router_sgd if router_matrices(model) else None
+        whole = new_model(config)
+        check_router_sgd(whole, config.router_sgd)
+        model = PipelinedDecoder(whole, config, ranks, device)
+        return model, config.router_sgd if router_matrices(model) else None
 
     def run_micro_batches(self, record: bool) -> Sequence[Output]:
         """Run the micro-batches through the stages of all processes."""

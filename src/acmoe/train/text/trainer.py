@@ -98,10 +98,10 @@ class TextTrainer(Trainer):
         self, config: RunConfig, device: torch.device, ranks: Ranks
     ) -> tuple[nn.Module, float | None]:
         """Return the model, and the learning rate of SGD on its routers, None for Adam."""
-        model = build_model(
-            replace(config.model, router=language_router(config.model.router, config.model))
+        assert config.parallel.pipeline == 1 or ranks.mesh is None, (
+            "a PipelineTrainer trains stages"
         )
-        return model, config.router_sgd
+        return new_model(config), config.router_sgd
 
     @property
     def per_step(self) -> int:
@@ -248,6 +248,12 @@ class TextTrainer(Trainer):
             f"{self.corpus.folder} is not the corpus this run was begun with (another checksum); "
             "prepare that one again, or choose another run folder",
         )
+
+
+def new_model(config: RunConfig) -> LanguageModel:
+    """Build the model of a run on the CPU."""
+    router = language_router(config.model.router, config.model)
+    return cast(LanguageModel, build_model(replace(config.model, router=router)))
 
 
 def checked_corpus(config: RunConfig) -> Corpus:
