@@ -60,3 +60,12 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 def moved(moe: MoE) -> float:
     """The number of tokens in the average, discounted by momentum."""
     return statistics_of(moe).weight.sum().item()
+
+
+class Adapted(nn.Module):
+    """A frozen MoE layer with a trained projection behind it, as adapters have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = layer().requires_grad_(False)
+        self.adapter = nn.Linear(D, D)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from stepped_layers import (
     START,
+    Adapted,
     C,
     D,
     T,
@@ -57,15 +58,6 @@ def test_two_optimizers_of_one_model_update_it_once_a_step() -> None:
     for optimizer in optimizers:
         optimizer.step()
     assert_same(averages(two), averages(one))
-
-
-class Adapted(nn.Module):
-    """A frozen MoE layer with a trained projection behind it, as adapters have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.moe = layer().requires_grad_(False)
-        self.adapter = nn.Linear(D, D)
 
 
 def frozen() -> tuple[nn.Module, list[Tensor]]:
