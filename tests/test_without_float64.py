@@ -20,8 +20,8 @@ from acmoe.config.routing import ROUTERS, RouterConfig, SMoEConfig, SoftConfig, 
 from acmoe.config.text.evaluate import EvaluateConfig
 from acmoe.config.text.finetune import finetune_config
 from acmoe.data.images import transforms
+from acmoe.evaluate.host_sum import HostSum
 from acmoe.evaluate.language import evaluate
-from acmoe.evaluate.measures import HostSum
 from acmoe.evaluate.run import open_run
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.routing.build import build_router

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from compared_runs import PLAIN_IMAGES, furthest, half_of, losses
 from launched import launch_often, new_start
 from loops import DIM, EXPERTS, STEPS, Stack, buffers_of, data, same_on_all_ranks
 from safetensors.torch import load_file
-from test_ranks_training import PLAIN_IMAGES, furthest, half_of, losses
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -183,7 +183,7 @@ def runs(rank: int, folder: Path, dtype: torch.dtype) -> bool:
             run(name, *settings)
         for name, (begun, settings) in CONTINUED.items():
             if rank == 0:
-                half_of(folder / begun, folder / name, "step-00000010")
+                half_of(folder / begun, folder / name)
             run(name, *settings)
     return len(equal) == 10 * len(RUNS) + 5 * len(CONTINUED) and all(equal)
 
@@ -202,7 +202,7 @@ def test_runs_of_four_processes_are_those_of_one(
         train(alone, tmp_path / "one", console=QUIET)
         equal = launch_often(4, runs, tmp_path, dtype, folder=tmp_path / "results")
         for name in RUNS:
-            half_of(tmp_path / name, tmp_path / f"{name}-one", "step-00000010")
+            half_of(tmp_path / name, tmp_path / f"{name}-one")
             train(alone, tmp_path / f"{name}-one", console=QUIET)
     assert all(equal)
     for name in (*RUNS, *CONTINUED, *(f"{name}-one" for name in RUNS)):

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from compared_runs import furthest
 from launched import launch_often, new_start
 from loops import data
 from test_expert_parallel import BATCH, Blocks, loop
-from test_ranks_training import furthest
 from torch import Tensor
 
 from acmoe.config.parallel import ParallelConfig

@@ -15,7 +15,7 @@ from acmoe.distributed import start
 from acmoe.distributed.parallelize import parallelize
 from acmoe.distributed.traffic import CountTraffic
 from acmoe.lab.bench.scaling import boundary_bytes, expert_bytes, state_bytes
-from acmoe.train.text import TextTrainer, checked_corpus
+from acmoe.train.text import checked_corpus, text_trainer
 from tiny_runs import byte_corpus, tiny_run
 
 LAYERS, TOP_K, EXPERTS = 2, 2, 4
@@ -52,7 +52,7 @@ def pipeline(rank: int, folder: Path, *settings: str) -> int:
     new_start()
     with (
         start.joined(config.parallel, "cpu") as (ranks, device),
-        closing(TextTrainer(config, checked_corpus(config), device, ranks)) as trainer,
+        closing(text_trainer(config, checked_corpus(config), device, ranks)) as trainer,
     ):
         for step in (1, 2, 3):
             with CountTraffic() as traffic:

@@ -15,23 +15,20 @@ from typing import Any
 
 import pytest
 import torch
+from compared_runs import half_of
 from launched import launch, ports
 from loops import buffers_of
 from safetensors.torch import load_file
 from torch import nn
 
 import acmoe
-from acmoe.config.parallel import ParallelConfig
-from acmoe.distributed import pipeline, start
-from acmoe.errors import UserError
+from acmoe.distributed import start
 from acmoe.evaluate.run import checkpoints
 from acmoe.models.registry import AFTER_BUILD
-from acmoe.models.text.stage import boundary, cut_blocks
 from acmoe.runtime import seeded
 from acmoe.train.run import Summary, train
-from acmoe.train.text import TextTrainer, checked_corpus
+from acmoe.train.text import TextTrainer, checked_corpus, text_trainer
 from tiny_runs import QUIET, byte_corpus, records, tiny_run
-from tiny_vision_runs import tiny_vision_run
 
 # Two micro-batches, gradients clipped. Without dropout: every process draws its own.
 SHORT = ("steps=6", "log_every=1", "eval_every=3", "checkpoint_every=3", "keep=9", "clip=1.0")
@@ -93,7 +90,7 @@ def interrupt(trainer: TextTrainer) -> None:
 
 
 def put_nan(trainer: TextTrainer) -> None:
-    first = next(iter(trainer.pipeline.blocks.values()))
+    first = next(iter(trainer.model.blocks.values()))
     first.register_forward_hook(lambda module, given, out: (out[0] * float("nan"), out[1]))
 
 
@@ -101,7 +98,7 @@ def put_error(trainer: TextTrainer) -> None:
     def fail(module: nn.Module, given: Any) -> None:
         raise RuntimeError("this process has no memory left")
 
-    next(iter(trainer.pipeline.blocks.values())).register_forward_pre_hook(fail)
+    next(iter(trainer.model.blocks.values())).register_forward_pre_hook(fail)
 
 
 def ending(run: Callable[[], Summary]) -> Summary | str:
@@ -111,12 +108,6 @@ def ending(run: Callable[[], Summary]) -> Summary | str:
         return f"exit {end.code}"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-
-
-def half_of(run: Path, copy: Path) -> None:
-    """Copy a run as it was after half of its six steps."""
-    shutil.copytree(run, copy)
-    shutil.rmtree(copy / "checkpoints" / "step-00000006")
 
 
 def assert_same_run(found: Path, expected: Path) -> None:
@@ -248,7 +239,7 @@ def shares_and_stages(rank: int, folder: Path, free: list[int]) -> dict[str, Any
         with (
             start.joined(config.parallel, "cpu") as (ranks, device),
             seeded(config.seed, device),
-            closing(TextTrainer(config, checked_corpus(config), device, ranks)) as trainer,
+            closing(text_trainer(config, checked_corpus(config), device, ranks)) as trainer,
         ):
             losses, buffers = [], []
             for step in range(1, 11):
@@ -346,77 +337,3 @@ def test_torchrun_starts_a_pipeline_with_dropout(folder: Path) -> None:
     )
     assert said.returncode == 0, said.stdout + said.stderr
     assert "done: 4 steps" in said.stdout
-
-
-def test_blocks_are_cut_evenly() -> None:
-    assert cut_blocks(7, 3) == [range(3), range(3, 5), range(5, 7)]
-    assert cut_blocks(4, 4) == [range(0, 1), range(1, 2), range(2, 3), range(3, 4)]
-
-
-@pytest.mark.parametrize(
-    ("router", "sizes"),
-    [
-        # x (2, 3, 16) and the auxiliary loss; then clusters of 6 tokens, their weights, the scale
-        (acmoe.SMoEConfig(), [96, 1]),
-        (acmoe.AdaptiveConfig(), [96, 1, 6, 64]),
-        (acmoe.AdaptiveConfig(statistics="prefix"), [96, 1, 6]),
-        (acmoe.AdaptiveConfig(statistics_of="current", mean_over="chosen"), [96, 1, 6, 64]),
-        (acmoe.AdaptiveConfig(mix=2, detach=False), [96, 1, 12, 12, 64]),
-    ],
-)
-def test_a_boundary_sends_what_the_next_router_reads(router: Any, sizes: list[int]) -> None:
-    model = acmoe.create_model("switch-nano", dim=16, heads=2, num_experts=4, router=router)
-    cut = boundary(model, 2)
-    x = torch.randn(2, 3, 16)
-    state = acmoe.RoutingState.before(x, num_clusters=4)
-    for block in (0, 1):
-        y, state = model.blocks[block].layer(x, state)
-    expected = cut.tensors(x)
-    sent = cut.pack(x, state)
-    assert [each.numel() for each in sent] == sizes
-    assert [(e.shape, e.dtype) for e in sent] == [(e.shape, e.dtype) for e in expected]
-    assert [each.requires_grad for each in expected[:2]] == [True, True]
-    back, received = cut.unpack(*sent)
-    _, direct = model.blocks[2].layer(y, state)
-    _, after = model.blocks[2].layer(y, received)
-    assert back is x
-    torch.testing.assert_close(after.aux_loss, direct.aux_loss)
-    torch.testing.assert_close(after.assignment, direct.assignment)
-    torch.testing.assert_close(after.scale, direct.scale)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ((TWO, "split=1"), "split=1 micro-batches do not fill parallel.pipeline=2"),
-        ((*INTERLEAVED, "split=5", "batch=5", "model.repeats=4"), "use a multiple of 2"),
-        (INTERLEAVED, "needs a block for each of 4 stages, and the model has 3"),
-        ((TWO, "parallel.shard=fsdp"), "parallel.shard=fsdp shards whole models, not stages"),
-        ((TWO, "parallel.data=2", "parallel.expert=2"), "parallel.expert=2 has not been tried"),
-        ((TWO, "graph=true"), "graph=true replays the updates of one process"),
-        ((TWO, "compile=true"), "compile=true has not been tried"),
-        (("parallel.schedule=interleaved",), "orders the work of a pipeline"),
-        (("parallel.schedule=other",), "parallel.schedule"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(settings: tuple[str, ...], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        tiny_run(Path("corpus"), *settings)
-
-
-def test_images_are_refused() -> None:
-    with pytest.raises(UserError, match="cuts decoders of text"):
-        tiny_vision_run(TWO)
-
-
-def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
-    with pytest.raises(UserError, match=r"needs torch 2\.13 or newer, and this is 2\.12\.1"):
-        pipeline.check_torch()
-
-
-def test_stages_are_dealt_in_turn() -> None:
-    """Stage s lies on process s mod P, so two processes and two rounds make four stages."""
-    assert ParallelConfig(pipeline=2).stages == 2
-    assert ParallelConfig(pipeline=2, schedule="interleaved").stages == 4
-    assert ParallelConfig(pipeline=2, data=3).processes == 6

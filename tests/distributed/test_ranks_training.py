@@ -1,21 +1,16 @@
 """`acmoe train` on two processes: it computes what one process computes, and ends as one."""
 
 import os
-import re
-import shutil
 import signal
-import threading
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from launched import ending, launch_often, new_start, ports
+from compared_runs import PLAIN_IMAGES, furthest, half_of, losses
+from launched import ending, launch_often, new_start
 from safetensors.torch import load_file
-from torch import nn
-from torch.distributed import HashStore
 
 import acmoe
 from acmoe.config.images.data import ImageEvaluateConfig
@@ -23,10 +18,7 @@ from acmoe.config.parallel import ParallelConfig
 from acmoe.config.text.evaluate import EvaluateConfig
 from acmoe.config.text.train import RunConfig
 from acmoe.distributed import start
-from acmoe.distributed.experts import distribute_experts
-from acmoe.distributed.failure import FailureWatch
 from acmoe.distributed.ranks import ALONE, Ranks
-from acmoe.errors import UserError
 from acmoe.evaluate.images.run import RunReport, evaluate_image_run
 from acmoe.evaluate.language import evaluate
 from acmoe.evaluate.language_report import LanguageReport
@@ -50,22 +42,6 @@ EVALUATION = EvaluateConfig(statistics=("running", "batch"), batch=4, routing=Tr
 SENDS_INTEGERS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 PIPELINE = pytest.param(
     "pipeline", marks=pytest.mark.skipif(not SENDS_INTEGERS, reason="needs torch 2.13")
-)
-PLAIN_IMAGES = (
-    "augment.shift=0",
-    "augment.flip=0",
-    "augment.erase=0",
-    "augment.mixup=0",
-    "augment.cutmix=0",
-    "model.drop_path=0",
-    "model.router.base.noise=0",
-    "model.expert_dropout=0",
-    "model.capacity_factor=none",  # each process drops tokens of its own
-    "steps=4",
-    "log_every=1",
-    "eval_every=4",
-    "eval_batch=16",  # three batches: the second process runs one that does not count
-    "model.router.statistics_group=global",
 )
 
 
@@ -181,20 +157,6 @@ def two(folder: Path) -> list[dict[str, Any]]:
     train(tiny_run(folder / "corpus", *GLOBAL), folder / "alone", console=QUIET)
     half_of(folder / "alone", folder / "alone-two")
     return launch_often(2, many, folder, folder=folder / "results")
-
-
-def half_of(run: Path, copy: Path, last: str = "step-00000004") -> None:
-    """Copy a run as it was after half of its steps, which end with the checkpoint `last`."""
-    shutil.copytree(run, copy)
-    shutil.rmtree(copy / "checkpoints" / last)
-
-
-def losses(run: Path, kind: str = "train") -> list[float]:
-    return [record["loss"] for record in records(run) if record["kind"] == kind]
-
-
-def furthest(a: list[float], b: list[float]) -> float:
-    return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "expert", "alone-two", PIPELINE])
@@ -320,97 +282,3 @@ def test_only_one_process_writes_and_speaks(two: list[dict[str, Any]], folder: P
     assert [result["ddp"].rank for result in two] == [0, 1]
     steps = [record["step"] for record in records(folder / "ddp") if record["kind"] == "train"]
     assert steps == list(range(1, 5))
-
-
-def config(*settings: str) -> RunConfig:
-    return tiny_run(Path("corpus"), *settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (("parallel.data=3",), "batch=4 streams in split=2 micro-batches cannot be dealt"),
-        ((TWO, "graph=true"), "graph=true replays the updates of one process"),
-        ((TWO, "compile=true"), "compile=true has not been tried"),
-        ((TWO, "device=cuda:0"), "is one device"),
-        (
-            (TWO, "parallel.expert=2", "model.num_experts=5"),
-            "parallel.expert=2 does not divide num_experts=5",
-        ),
-        ((TWO, "parallel.expert=3"), "parallel.expert=3 must divide parallel.data=2"),
-        (("parallel.data=0",), "parallel.data=0"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(settings: tuple[str, ...], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        config(*settings)
-
-
-def test_an_average_of_sharded_weights_is_refused() -> None:
-    with pytest.raises(UserError, match=r"ema=0\.9 averages whole weights"):
-        tiny_vision_run(TWO, "parallel.shard=fsdp", "ema=0.9")
-    with pytest.raises(UserError, match=r"parallel\.expert=2 a process has parts of them"):
-        tiny_vision_run(TWO, "parallel.expert=2", "ema=0.9")
-
-
-def test_layers_whose_experts_cannot_be_distributed_are_refused() -> None:
-    four: Any = SimpleNamespace(size=lambda: 4)  # a mesh
-    soft = acmoe.SoftMoE(dim=4, hidden=4, num_experts=4)
-    with pytest.raises(UserError, match=r"parallel\.expert=4 .* SoftMoE gives every expert"):
-        distribute_experts(soft, four)
-    with pytest.raises(UserError, match="the model has no MoE layer"):
-        distribute_experts(nn.Linear(2, 2), four)
-    with pytest.raises(UserError, match="does not divide num_experts=6"):
-        distribute_experts(acmoe.MoE(dim=4, hidden=4, num_experts=6, top_k=1), four)
-
-
-def test_several_processes_need_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["acmoe", "train", "switch-nano", "parallel.data=2"])
-    command = "torchrun --standalone --nproc-per-node 2 -m acmoe train switch-nano parallel.data=2"
-    with pytest.raises(UserError, match=re.escape(command)):
-        train(config(TWO), tmp_path, console=QUIET)
-
-
-def test_the_launcher_must_start_as_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "4"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=r"started 4; give parallel\.data=4"):
-        train(config(TWO), tmp_path, console=QUIET)
-
-
-def test_a_process_that_does_not_start_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    for name, value in {**environment, "MASTER_PORT": str(ports(1)[0])}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(start, "TIMEOUT", 1.0)
-    with (
-        pytest.raises(UserError, match="rank 1 of 2 did not start within 1 s"),
-        start.joined(ParallelConfig(data=2), "cpu"),
-    ):
-        pass
-
-
-def test_a_process_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 gives up waiting; rank 1 does something else, and nothing is heard of rank 2."""
-    monkeypatch.setattr("acmoe.distributed.failure.LOOK_EVERY", 0.05)
-    store, ended, watches = HashStore(), threading.Event(), []
-
-    def busy_elsewhere() -> None:
-        watches.append(FailureWatch(store, 1, 3))
-        ended.wait(60)
-
-    other = threading.Thread(target=busy_elsewhere)
-    other.start()
-    watches.append(FailureWatch(store, 0, 3))
-    timeout = RuntimeError("[unbound_buffer.cc:81] Timed out waiting 600000ms for recv operation")
-    said = str(watches[-1].explained(timeout))
-    another = ValueError("not a timeout")
-    assert watches[-1].explained(another) is another
-    ended.set()
-    other.join()
-    for watch in watches:
-        watch.close()
-    assert re.search(r"waiting in a collective: rank 1 is at threading.py:\d+, in wait; ", said)
-    assert "rank 2 does not answer" in said

@@ -5,7 +5,6 @@ test_ranks_training.py has the case that runs by default.
 
 import os
 import re
-import shutil
 import signal
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from compared_runs import half_of
 from launched import ending, launch_often, new_start
 from test_torchrun import command, workers
 from test_torchrun import start as start_command
@@ -83,11 +83,6 @@ def run(
     own = (split, *group, f"parallel.data={data}", *settings)
     config = tiny_run(folder / "corpus", *SHORT, *own, router=router)
     train(config, out, console=QUIET)
-
-
-def half_of(run: Path, other: Path) -> None:
-    shutil.copytree(run, other)
-    shutil.rmtree(other / "checkpoints" / "step-00000006")
 
 
 def in_processes(world: int, function: Any, folder: Path, router: str = "adaptive") -> None:

@@ -18,11 +18,11 @@ from acmoe.config.images.data import ImageEvaluateConfig
 from acmoe.config.text.evaluate import EvaluateConfig
 from acmoe.data.text.corpus import load_corpus
 from acmoe.errors import NonFiniteError
+from acmoe.evaluate.host_sum import HostSum
 from acmoe.evaluate.images.accuracy import evaluate_images
 from acmoe.evaluate.images.attack import evaluate_attack
 from acmoe.evaluate.images.shift import evaluate_shift
 from acmoe.evaluate.language import evaluate, score_stream
-from acmoe.evaluate.measures import HostSum
 from acmoe.models.text.decoder import LanguageModel
 from acmoe.storage.strict_json import json_text
 from tiny_runs import MODEL, byte_corpus

@@ -170,7 +170,7 @@ def test_routing_is_measured_where_asked() -> None:
 
 
 def test_layers_are_compared_only_where_they_hold_the_same_tokens() -> None:
-    from acmoe.evaluate.images.accuracy import StageTally
+    from acmoe.evaluate.routing import StageTally
 
     def routing(tokens: int) -> Routing:
         affinity = torch.randn(tokens, 3)

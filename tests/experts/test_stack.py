@@ -8,14 +8,12 @@ import threading
 
 import pytest
 import torch
-from functorch.compile import aot_module_simplified, make_boxed_func
+from stacked_blocks import OTHER, PAPER, Block, D, by_hand, gradients, moe, paper_layout
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from acmoe import (
     AdaptiveConfig,
-    LossConfig,
-    MoE,
     MoEFFN,
     MoEStack,
     RandomConfig,
@@ -23,52 +21,6 @@ from acmoe import (
     SoftMoE,
     UserError,
 )
-
-D = 6
-PAPER = AdaptiveConfig(statistics="batch")
-OTHER = AdaptiveConfig(statistics="batch", measure="variance", mix=2)
-SIZES = {"dim": D, "hidden": 8, "num_experts": 4, "top_k": 2}
-
-
-def moe(router="smoe", **options):
-    return MoE(**SIZES, router=router, losses=LossConfig(balance=0.1), **options)
-
-
-class Block(nn.Module):
-    """A block of somebody's transformer, in which an MoEFFN has taken the place of the MLP."""
-
-    def __init__(self, router, **options):
-        super().__init__()
-        self.norm = nn.LayerNorm(D)
-        self.mlp = MoEFFN(moe(router, **options))
-
-    def forward(self, x):
-        return x + self.mlp(self.norm(x))
-
-
-def paper_layout(**options):
-    """A plain first layer, a dense module, then two adaptive layers with different measures."""
-    torch.manual_seed(0)
-    return MoEStack(
-        [Block("smoe"), nn.Linear(D, D), Block(PAPER), Block(OTHER), nn.LayerNorm(D)], **options
-    )
-
-
-def by_hand(stack, x):
-    state = None
-    for module in stack:
-        if isinstance(module, Block):
-            y, state = module.mlp.moe(module.norm(x), state)
-            x = x + y
-        else:
-            x = module(x)
-    return x, state
-
-
-def gradients(stack, loss):
-    stack.zero_grad()
-    loss.backward()
-    return [p.grad.clone() for p in stack.parameters() if p.grad is not None]
 
 
 def test_a_stack_is_the_loop_by_hand_with_every_layer_planned():
@@ -296,68 +248,3 @@ def test_new_statistics_go_where_the_layer_is():
     statistics = blocks[0].mlp.moe.next_state.statistics
     assert statistics.dispersion.is_meta
     assert not statistics.training
-
-
-def test_a_stack_compiles_into_one_graph(fresh_compiler):
-    torch.manual_seed(0)
-    stack = MoEStack(Block("smoe"), Block(PAPER))
-    x = torch.randn(9, D)
-    y, state = stack(x)
-    found, after = torch.compile(stack, fullgraph=True, backend="eager")(x)
-    torch.testing.assert_close(found, y)
-    torch.testing.assert_close(after.aux_loss, state.aux_loss)
-    assert after.origin.shape == state.origin.shape
-    assert all(ffn.context is None for ffn in stack.modules() if isinstance(ffn, MoEFFN))
-
-
-class Breaking(Block):
-    def forward(self, x):
-        torch._dynamo.graph_break()
-        return super().forward(x)
-
-
-def with_ops_in_place(graph_module, inputs):
-    """Compile as `aot_eager` does, with custom ops that write in place, as in inductor's graphs.
-
-    `aot_eager` leaves torch's wrapper around such ops, which activation checkpointing refuses.
-    """
-    from torch._inductor.fx_passes.post_grad import decompose_auto_functionalized
-
-    def compiled(part, _):
-        decompose_auto_functionalized(part.graph)
-        part.recompile()
-        return make_boxed_func(part.forward)
-
-    return aot_module_simplified(graph_module, inputs, fw_compiler=compiled)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("way", "fullgraph"),
-    [
-        ("stack", True),
-        ("blocks", True),
-        ("layers", True),
-        ("checkpointed blocks", True),
-        ("checkpointed stack", False),
-        ("breaking stack", False),
-        ("breaking blocks", False),
-    ],
-)
-def test_compiled_stacks_have_the_gradients_of_eager(way, fullgraph, fresh_compiler):
-    plain = paper_layout()
-    if "breaking" in way:
-        plain = MoEStack(Breaking("smoe"), Breaking(PAPER), Breaking(PAPER))
-    stack = copy.deepcopy(plain)
-    x = torch.randn(2, 9, D)
-    y, state = plain(x)
-    wanted = gradients(plain, y.square().mean() + state.aux_loss)
-    stack.checkpoint = way.startswith("checkpointed")
-    parts = {"stack": MoEStack, "blocks": Block, "layers": MoEFFN}[way.split()[-1]]
-    for module in stack.modules():
-        if isinstance(module, parts):
-            module.compile(fullgraph=fullgraph, backend=with_ops_in_place)
-    for _ in range(2):
-        y, state = stack(x)
-        found = gradients(stack, y.square().mean() + state.aux_loss)
-        torch.testing.assert_close(found, wanted)

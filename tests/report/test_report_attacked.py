@@ -10,7 +10,7 @@ from acmoe.analyze.record import LayerRecord
 from acmoe.errors import UserError
 from acmoe.report import attacked
 from acmoe.report.attacked import _layer
-from acmoe.report.page import report_data
+from acmoe.report.content import report_data
 from acmoe.report.routing import RoutingReader
 from png_levels import decoded
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from acmoe.report.compare import paired
+from acmoe.report.content import settings_rows
 from acmoe.report.groups import conditions, groups
-from acmoe.report.page import _settings
 from acmoe.report.runs import RunFacts
 from acmoe.storage.sealed import write_sealed
 from run_facts import run_facts, scored
@@ -106,7 +106,7 @@ def test_an_option_that_two_of_three_runs_have_differs_between_those_two() -> No
         run_facts({1: 1.0}, router="adaptive", **{measure: one, clip: 1.0})
         for one in ("mad", "std")
     )
-    rows = {row["key"]: row for row in _settings([plain, first, second])}
+    rows = {row["key"]: row for row in settings_rows([plain, first, second])}
     assert (rows[measure]["differs"], rows[measure]["only"]) == (True, [1, 2])
     assert (rows[clip]["differs"], rows[clip]["only"]) == (False, [1, 2])
     assert (rows["lr"]["differs"], rows["lr"]["only"]) == (False, None)

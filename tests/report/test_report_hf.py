@@ -11,8 +11,8 @@ from acmoe.analyze.analysis import analyze
 from acmoe.analyze.record import LayerRecord, RoutingRecord
 from acmoe.analyze.sampling import HuggingFaceModel, Sampled
 from acmoe.errors import UserError
+from acmoe.report.content import report_data
 from acmoe.report.huggingface import save_routing
-from acmoe.report.page import report_data
 from acmoe.report.routing import RoutingReader
 from acmoe.report.runs import find_runs
 from run_facts import HOSTILE

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from acmoe.errors import UserError
-from acmoe.report.page import SCRIPTS, aligned_settings, escaped_json, render, static, write_report
+from acmoe.report.content import aligned_settings
+from acmoe.report.page import SCRIPTS, escaped_json, render, static, write_report
 from acmoe.report.routing import MOST_AFFINITIES, RoutingReader
 from acmoe.report.runs import read_run
 from acmoe.storage.sealed import write_sealed

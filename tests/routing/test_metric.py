@@ -121,7 +121,7 @@ def test_a_large_common_offset_costs_no_digits() -> None:
     for drift in (0.0, 0.0, 50.0, 50.0):  # the tokens may move: the origin follows them
         x_TD = 300 + drift + 0.1 * torch.randn(200, 3, generator=generator)
         first_T = torch.arange(200) % 4
-        router.statistics.note(x_TD, first_T, None)
+        router.statistics.record(x_TD, first_T, None)
         fold_statistics(router)
         for e in range(4):
             own = x_TD[first_T == e].double() - 300

@@ -78,7 +78,7 @@ def test_the_averages_are_those_of_all_tokens_up_to_the_rounding_of_float32(seed
             mask_T = torch.rand(tokens, generator=generator) > 0.2
             state = RoutingState.identity(num_tokens=tokens, num_clusters=experts, dim=dim)
             first_T = single(x_TD, state, token_mask=mask_T).affinity.argmax(-1)
-            double.statistics.note(x_TD.double(), first_T, mask_T)
+            double.statistics.record(x_TD.double(), first_T, mask_T)
             updates[-1].append((x_TD[mask_T].double(), first_T[mask_T].tolist()))
         for router in (single, double):
             fold_statistics(router)

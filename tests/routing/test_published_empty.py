@@ -100,12 +100,12 @@ def test_one_empty_cluster_of_sixteen_scales_the_others_to_0_0032_by_hand():
     for empty, wanted in ((5, 0.0031841), (15, 1.0)):
         live = [c for c in range(16) if c != empty]
         assignment = torch.tensor(live).repeat_interleave(2)[None]
-        scale = statistics.cluster_scale(x, assignment, None, None)
+        scale = statistics.cluster_scale(x, assignment)
         torch.testing.assert_close(
             scale[live], torch.full((15, 1), wanted, dtype=torch.float64), rtol=1e-4, atol=0
         )
     # The second choice of one token is enough to make the last cluster exist.
-    scale = statistics.cluster_scale(x, assignment, None, None, None, torch.ones(16))
+    scale = statistics.cluster_scale(x, assignment, chosen_C=torch.ones(16))
     assert float(scale[0]) == pytest.approx(0.0031841, rel=1e-4)
 
 
@@ -130,7 +130,7 @@ def test_without_the_option_every_cluster_counts_and_the_state_is_ones():
     old = replace(config, mean_over="all")
     x = torch.randn(1, 30, 2, dtype=torch.float64)
     assignment = torch.arange(15).repeat_interleave(2)[None]
-    scale = ClusterStatistics(old, num_clusters=16, dim=2).cluster_scale(x, assignment, None, None)
+    scale = ClusterStatistics(old, num_clusters=16, dim=2).cluster_scale(x, assignment)
     assert float(scale[:15].mean()) < 0.01
     moe = MoE(dim=D, hidden=4, num_experts=E, top_k=2, router=SMoEConfig(), next_router=old)
     _, state = moe(torch.randn(3, D), RoutingState.identity(num_tokens=3, num_clusters=E, dim=D))

@@ -121,7 +121,7 @@ class AdaptiveMoE(MoE):  # type: ignore[misc]
 
     def _rescale(self, x_BLD: Tensor, cluster_BL: Tensor) -> Tensor:
         """Return M x, and record the tokens of a training forward; x where there is no cluster."""
-        scale_ED = self.statistics.cluster_scale(x_BLD, cluster_BL, None, None)
+        scale_ED = self.statistics.cluster_scale(x_BLD, cluster_BL)
         scale_BLD = scale_ED[cluster_BL.clamp(min=0)]
         scale_BLD = scale_BLD.masked_fill((cluster_BL < 0)[..., None], 1.0)
         scaled_BLD: Tensor = (x_BLD * scale_BLD).to(x_BLD.dtype)

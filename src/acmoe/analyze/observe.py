@@ -5,7 +5,7 @@ T tokens, or B sequences of L tokens; D features, J clusters per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -58,14 +58,11 @@ def observed(layers: Sequence[MoE | SoftMoE]) -> Iterator[list[LayerCall]]:
     calls: list[LayerCall] = []
     handles = []
     for layer in layers:
-        entry_rng: list[RngStates] = []
-        carried: list[CarriedMoments | None] = []
+        observer = _Observer(layer, calls)
         entry = layer if isinstance(layer, SoftMoE) else layer.router
         handles += [
-            entry.register_forward_pre_hook(_entry_hook(entry_rng, carried), with_kwargs=True),
-            layer.next_state.register_forward_pre_hook(
-                _record_hook(layer, entry_rng, carried, calls), with_kwargs=True
-            ),
+            entry.register_forward_pre_hook(observer.enter, with_kwargs=True),
+            layer.next_state.register_forward_pre_hook(observer.record, with_kwargs=True),
         ]
     try:
         yield calls
@@ -74,36 +71,33 @@ def observed(layers: Sequence[MoE | SoftMoE]) -> Iterator[list[LayerCall]]:
             handle.remove()
 
 
-def _entry_hook(
-    entry_rng: list[RngStates], carried: list[CarriedMoments | None]
-) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-    def hook(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+class _Observer:
+    """The hooks of one layer: `enter` keeps what `record` needs to compute M h once more."""
+
+    def __init__(self, layer: MoE | SoftMoE, calls: list[LayerCall]) -> None:
+        self.layer, self.calls = layer, calls
+        self.rng: RngStates = {}  # the generators' states at the layer's entry
+        self.carried: CarriedMoments | None = None
+
+    def enter(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         cache = named.get("cache")
-        carried[:] = [cache if isinstance(cache, CarriedMoments) else None]
-        entry_rng[:] = [rng_states(arguments[0].device)]
+        self.carried = cache if isinstance(cache, CarriedMoments) else None
+        self.rng = rng_states(arguments[0].device)
 
-    return hook
-
-
-def _record_hook(
-    layer: MoE | SoftMoE,
-    entry_rng: list[RngStates],
-    carried: list[CarriedMoments | None],
-    calls: list[LayerCall],
-) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
     @torch.no_grad()
-    def hook(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def record(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Append the call of `next_state`, which is given (x, routing, state)."""
         x, routing, state = arguments
         assert isinstance(state, RoutingState)
+        router, mask = self.layer.router, named["token_mask"]
         with keeping_rng(x.device):
-            set_rng_states(entry_rng[0], x.device)
-            mask = named["token_mask"]
-            scaled = layer.router.rescale(x, state, token_mask=mask, cache=carried[0]).dense()
-            set_rng_states(entry_rng[0], x.device)
-            scale = scale_of(layer.router, x, state, mask, carried[0])
-        calls.append(
+            set_rng_states(self.rng, x.device)
+            scaled = router.rescale(x, state, token_mask=mask, cache=self.carried).dense()
+            set_rng_states(self.rng, x.device)
+            scale = scale_per_token(router, x, state, mask, self.carried)
+        self.calls.append(
             LayerCall(
-                layer,
+                self.layer,
                 _cpu_copy(x).flatten(0, -2),
                 _cpu_copy(scaled).flatten(0, -2),
                 _cpu_copy(scale).flatten(0, -2),
@@ -112,10 +106,8 @@ def _record_hook(
             )
         )
 
-    return hook
 
-
-def scale_of(
+def scale_per_token(
     router: Router,
     x: Tensor,
     state: RoutingState,

@@ -22,7 +22,7 @@ def coupled_by(model: nn.Module) -> dict[str, str]:
         config = getattr(module, "config", None)
         if isinstance(module, MoE) and module.capacity_factor is not None:
             found[f"an expert capacity of {module.capacity_factor:g}"] = "capacity=none"
-        if isinstance(config, AdaptiveConfig) and config.modes[1] == "batch":
+        if isinstance(config, AdaptiveConfig) and config.modes.evaluation == "batch":
             found["batch statistics"] = "statistics=running"
         if isinstance(module, ExpertChoiceRouter):
             found["experts that choose among all tokens of the batch"] = "another router"

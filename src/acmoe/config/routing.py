@@ -5,7 +5,7 @@ The two routers that rescale their input are here, the others in base_routers.py
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from acmoe.config.annotations import check_types, named_configs
 from acmoe.config.base_routers import (
@@ -51,6 +51,17 @@ __all__ = [
 ]
 
 
+class Modes(NamedTuple):
+    """The statistics modes of a router in training and in evaluation."""
+
+    train: Statistics
+    evaluation: Statistics
+
+    def when(self, *, training: bool) -> Statistics:
+        """Return the mode of a module in training mode, or in evaluation mode."""
+        return self.train if training else self.evaluation
+
+
 def _check_base(base: object) -> None:
     check(
         isinstance(base, BaseConfig) and not isinstance(base, HashConfig),
@@ -65,6 +76,9 @@ class RandomConfig:
     """The paper's ablation: a random scale, N(1, std) clipped at 0, drawn for each cluster."""
 
     name: ClassVar[str] = "random"
+    # What an adaptive router may choose, and a random scale has fixed.
+    detach: ClassVar[bool] = True
+    mean_over: ClassVar[str] = "all"
     base: BaseConfig = SMoEConfig()  # the router that reads the scaled tokens
     std: float = 0.5  # standard deviation of the scale
     mix: int = 1  # clusters whose scales are averaged by affinity (Mix-k)
@@ -147,18 +161,18 @@ class AdaptiveConfig(WithMovedFields):
         check_choice(self.mean_over, ("all", "chosen"), "mean_over")
         check(0 <= self.momentum < 1, f"momentum={self.momentum}; it must lie in [0, 1)")
         check_not_negative(self.prior_tokens, "prior_tokens")
-        self._check_together(modes=self.modes)
+        self._check_together()
         # Computed here, because torch.compile can trace neither a checksum nor a cache.
-        _ = self.reads, self.scale_codes
+        _ = self.modes, self.reads, self.scale_codes
 
-    def _check_together(self, *, modes: tuple[str, ...]) -> None:
-        positional = [mode for mode in modes if mode in ("prefix", "sequence")]
+    def _check_together(self) -> None:
+        positional = [mode for mode in self.modes if mode in ("prefix", "sequence")]
         check(
             not positional or self.reads == "current",
             f"statistics={positional and positional[0]!r} belongs to the reader's own positions; "
             "use statistics_of='current'",
         )
-        if "prefix" in modes:
+        if "prefix" in self.modes:
             check(
                 self.measure in ("mad", "variance", "std"),
                 f"measure={self.measure!r} has no causal form of bounded memory; with "
@@ -195,8 +209,8 @@ class AdaptiveConfig(WithMovedFields):
         )
 
     @cached_property
-    def modes(self) -> tuple[str, ...]:
-        return (self.statistics, self.eval_statistics or self.statistics)
+    def modes(self) -> Modes:
+        return Modes(self.statistics, self.eval_statistics or self.statistics)
 
     @cached_property
     def reads(self) -> Literal["previous", "current"]:

@@ -28,7 +28,7 @@ class SourceRecord:
 
 def describe_source(split: str, path: Path) -> SourceRecord:
     """Return the name, size and checksum of one source file."""
-    check(path.is_file(), f"{path} is not a file")
+    check(path.is_file(), f"{path} is not a file; give the path of one")
     try:
         digest = sha256_of(path)
     except OSError as error:

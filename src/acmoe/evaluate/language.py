@@ -27,8 +27,8 @@ from acmoe.data.transfer import to_device
 from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.errors import NonFiniteError, UserError, check
 from acmoe.evaluate.finite import REMEDY, naming
+from acmoe.evaluate.host_sum import HostSum
 from acmoe.evaluate.language_report import Figure, LanguageReport, Score, metric_of
-from acmoe.evaluate.measures import HostSum
 from acmoe.evaluate.routing import RoutingTally
 from acmoe.evaluate.run import Run, open_run
 from acmoe.evaluate.statistics import NONE, check_statistics, using_statistics
@@ -233,7 +233,7 @@ def statistics_modes(model: LanguageModel, requested: tuple[str, ...]) -> tuple[
         )
         return (NONE,)
     check_statistics(model, requested)
-    return requested or (router.modes[1],)
+    return requested or (router.modes.evaluation,)
 
 
 def _open(

@@ -57,7 +57,11 @@ class LanguageReport:
         for figure in self.figures:
             if figure.contaminated == contaminated and statistics in (None, figure.statistics):
                 return figure
-        raise UserError(f"no figure with contaminated={contaminated}, statistics={statistics}")
+        known = [f"{one.contaminated}, {one.statistics!r}" for one in self.figures]
+        raise UserError(
+            f"no figure with contaminated={contaminated}, statistics={statistics!r}; this report "
+            f"has {' and '.join(known)}"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields; reports of clean text alone have no `contamination_config`."""

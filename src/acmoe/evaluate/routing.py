@@ -74,3 +74,39 @@ class RoutingTally:
                 )
             )
         return tuple(found)
+
+
+class StageTally:
+    """Routing counts of models whose tokens change between stages, such as Swin.
+
+    Clusters of consecutive layers are compared only within a stage, where the tokens are the same.
+    """
+
+    def __init__(self) -> None:
+        self.stages: list[RoutingTally] = []
+
+    def add(self, routings: Sequence[Routing], *, counted: bool = True) -> None:
+        """Add the routings of a forward pass; one that is not `counted` tells the sizes only."""
+        stages = _stages(routings)
+        if not self.stages:
+            self.stages = [
+                RoutingTally(len(stage), stage[0].affinity.shape[1], stage[0].affinity.device)
+                for stage in stages
+            ]
+        for tally, stage in zip(self.stages, stages, strict=True):
+            if counted:
+                tally.add(stage, None)
+
+    def layers(self, ranks: Ranks = ALONE) -> tuple[LayerReport, ...]:
+        return tuple(layer for tally in self.stages for layer in tally.layers(ranks))
+
+
+def _stages(routings: Sequence[Routing]) -> list[list[Routing]]:
+    """Group consecutive layers with the same numbers of tokens and experts."""
+    stages: list[list[Routing]] = []
+    for routing in routings:
+        if stages and stages[-1][-1].affinity.shape == routing.affinity.shape:
+            stages[-1].append(routing)
+        else:
+            stages.append([routing])
+    return stages

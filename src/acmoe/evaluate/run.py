@@ -195,7 +195,11 @@ def run_kind(folder: Path | str) -> str:
 def open_corpus(data: DataConfig) -> Corpus:
     """Open the corpus of a config. Only the standard library is prepared if it is missing."""
     entry, folder = dataset(data.name), data.path
-    check(entry.kind != "sentences", f"data.name={data.name} is a finetuning task, not a corpus")
+    check(
+        entry.kind != "sentences",
+        f"data.name={data.name} is a finetuning task, not a corpus; choose one of `acmoe data "
+        "list`, or give the task to `acmoe finetune`",
+    )
     if data.name == "stdlib" and not (folder / MANIFEST).is_file():
         prepare("stdlib", None, folder, config=PrepareConfig(limit=data.limit))
     check(

@@ -15,7 +15,7 @@ NONE = "none"  # the mode of a model without adaptive routers
 def own_statistics(model: nn.Module) -> str:
     """Return the evaluation mode of the adaptive routers; different modes are joined by +."""
     configs = [getattr(module, "config", None) for module in model.modules()]
-    modes = {config.modes[1] for config in configs if isinstance(config, AdaptiveConfig)}
+    modes = {config.modes.evaluation for config in configs if isinstance(config, AdaptiveConfig)}
     return "+".join(sorted(modes)) or NONE
 
 

@@ -103,9 +103,9 @@ class MoE(Layer):
         experts then read it instead of x. It is ignored with a token mask, and if the router passes
         rescaled tokens to the experts.
         """
-        begun = state is None
+        first_layer = state is None
         router = unwrapped(self.router)
-        state = router.begun(x, state)
+        state = router.state_for(x, state)
         slots = cache or _NO_CACHE
         if cache is not None:
             cache.check_batch(x)
@@ -122,7 +122,7 @@ class MoE(Layer):
             token_mask=token_mask,
             slot=slots.next_state,
             order=rows.order,
-            begun=begun,
+            first_layer=first_layer,
         )
         plain = token_mask is None and not router.scale_experts
         input_TD = self._expert_input(x, routing, expert_input, plain=plain)

@@ -6,7 +6,7 @@ N tokens or patches, E experts, K experts per token.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ MOST_EXAMPLES = 5000  # on one page; about 60 bytes each
 FREQUENT = 6  # the most frequent tokens listed per expert
 # Tokens of context before and after an example, by the sample's unit.
 CONTEXT = {"bytes": (24, 12), "words": (5, 3), "tokens": (7, 4)}
+
+Example = list[Any]  # [position, value], with a context [position, value, before, token, after]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,17 @@ class TextContext:
         )
 
 
+class ExpertTokens(TypedDict):
+    """The tokens of each expert of a layer."""
+
+    total: int  # N
+    got: list[int]  # (E,) tokens that have the expert among their K
+    first: list[int]  # (E,) tokens whose first choice is the expert
+    ranked: Literal["gate", "affinity"]  # what the examples are ranked by
+    top: list[list[Example]]  # (E,) the examples of each expert
+    frequent: list[list[tuple[str, int]]] | None  # (E,) tokens and counts; None without a context
+
+
 def examples_per_expert(experts: Sequence[int], share: int) -> int:
     """Return how many examples of each expert fit on a page of `share` runs."""
     room = MOST_EXAMPLES // (share * max(1, sum(experts)))
@@ -46,20 +59,12 @@ def examples_per_expert(experts: Sequence[int], share: int) -> int:
 
 def tokens_by_expert(
     layer: LayerRecord, *, examples: int, context: TextContext | None = None, among: int
-) -> dict[str, Any]:
+) -> ExpertTokens:
     """Return, for each expert of a layer, its number of tokens and its examples.
 
     The counts are over all recorded tokens. The examples are the tokens of highest gate among the
     first `among`. Equal gates are ordered by affinity, then by position. Where the gates are
     unknown, or the same for all tokens, the examples are those of highest affinity.
-
-    The result has these fields:
-        total: N
-        got: (E,) tokens that have the expert among their K
-        first: (E,) tokens whose first choice is the expert
-        ranked: "gate" or "affinity"
-        top: for each expert, lists [position, value] or [position, value, before, token, after]
-        frequent: with a context, lists [token, count] for each expert; else None
     """
     chosen_NE = _chosen(layer)
     by_gate = _gates_differ(layer)
@@ -85,7 +90,7 @@ def tokens_by_expert(
     }
 
 
-def fewer_examples(found: dict[str, Any], examples: int) -> dict[str, Any]:
+def fewer_examples(found: ExpertTokens, examples: int) -> ExpertTokens:
     """Return the same with at most `examples` of each expert."""
     return {**found, "top": [top[:examples] for top in found["top"]]}
 
@@ -117,7 +122,7 @@ def _gates_differ(layer: LayerRecord) -> bool:
     return bool(gate_X.max() - gate_X.min() > 1e-6)
 
 
-def _examples(place_X: Tensor, value_X: Tensor, context: TextContext | None) -> list[list[Any]]:
+def _examples(place_X: Tensor, value_X: Tensor, context: TextContext | None) -> list[Example]:
     pairs = zip(place_X.tolist(), value_X.tolist(), strict=True)
     around = (lambda place: ()) if context is None else context.around
     return [[place, round(value, 3), *around(place)] for place, value in pairs]

@@ -10,7 +10,8 @@ from acmoe.analyze.analysis import Analysis, LayerAnalysis
 from acmoe.analyze.sampling import HuggingFaceModel, Sampled
 from acmoe.evaluate.routing import LayerReport
 from acmoe.report.experts import EXAMPLES, TextContext, tokens_by_expert
-from acmoe.report.routing import shown_layer, shown_tokens
+from acmoe.report.layers import shown_layer
+from acmoe.report.routing import shown_tokens
 from acmoe.report.runs import HF_MODEL, ROUTING
 from acmoe.report.sample import pieces_sample, visible_piece
 from acmoe.storage.atomic import replace_text

@@ -1,30 +1,27 @@
-"""Route a sample with the best checkpoint of a run, and return plain values for the page.
+"""Route a sample with the best checkpoint of a run, and return plain values for the page."""
 
-N tokens or patches shown, E experts, K experts per token, C clusters, D features.
-"""
-
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from acmoe.analyze.record import LayerRecord, RoutingRecord, record_images, record_language
+from acmoe.analyze.record import RoutingRecord, record_images, record_language
 from acmoe.config.images.train import VISION_RUNS, SoftViTRunConfig
 from acmoe.errors import UserError, check
-from acmoe.evaluate.images.accuracy import StageTally
 from acmoe.evaluate.language import check_vocabulary
+from acmoe.evaluate.routing import StageTally
 from acmoe.evaluate.run import LANGUAGE_RUN, RunFolder, open_image_run, open_run
 from acmoe.report.attacked import attacked_routing
 from acmoe.report.experts import (
+    ExpertTokens,
     TextContext,
     examples_per_expert,
     fewer_examples,
     tokens_by_expert,
 )
+from acmoe.report.layers import ShownLayer, fewer_tokens, shown_layer
 from acmoe.report.runs import HF_MODEL, ROUTING, RunFacts, read_routing_file
 from acmoe.report.sample import Sample, image_sample, text_sample, visible_tokens
 from acmoe.routing.state import Routing
@@ -34,9 +31,7 @@ from acmoe.runtime import pick_device
 MEASURED_TOKENS = 8192
 MEASURED_IMAGES = 64
 SHOWN_IMAGES = 12
-MOST_STRETCHED = 6  # features listed per cluster
 MOST_AFFINITIES = 600_000  # numbers on one page, about 3 MB
-PER_TOKEN = ("first", "ids", "gate", "affinity", "cluster")  # fields with one entry per token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,28 +43,16 @@ class RunRouting:
     statistics: str
     measured: str  # description of the sample that load and instability are measured over
     measures: list[dict[str, Any]]  # one LayerReport per layer
-    layers: list[dict[str, Any]]  # routing of the shown tokens, one entry per layer
+    layers: list[ShownLayer]  # routing of the shown tokens
     predicted: list[str] | None  # images: the predicted class of each
-    # One entry of `tokens_by_expert` per layer; None in a file of an earlier version.
-    by_expert: list[dict[str, Any]] | None = None
+    by_expert: list[ExpertTokens] | None = None  # by layer; None in a file of an earlier version
     # SoftMoE: every expert reads every patch, and a gate is a summed combine weight.
     soft: bool = False
     attacked: dict[str, Any] | str | None = None  # images: after an attack, or why not
 
     def to_json(self, sample: int) -> dict[str, Any]:
         """Return the values for the page; `sample` is the index of the sample there."""
-        return {
-            "sample": sample,
-            "step": self.step,
-            "statistics": self.statistics,
-            "measured": self.measured,
-            "measures": self.measures,
-            "layers": self.layers,
-            "predicted": self.predicted,
-            "by_expert": self.by_expert,
-            "soft": self.soft,
-            "attacked": self.attacked,
-        }
+        return {**vars(self), "sample": sample}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +65,7 @@ class _Recorded:
     predicted: list[str] | None = None
     attacked: dict[str, Any] | str | None = None
 
-    def by_expert(self, share: int) -> list[dict[str, Any]]:
+    def by_expert(self, share: int) -> list[ExpertTokens]:
         """Return examples of the tokens of each layer's experts.
 
         For text they are drawn from all tokens, for images from those that the page shows.
@@ -224,10 +207,7 @@ def read_routing(folder: Path, tokens: int, share: int) -> RunRouting:
             statistics=document["statistics"],
             measured=document["measured"],
             measures=document["measures"],
-            layers=[
-                {name: v[:count] if name in PER_TOKEN else v for name, v in layer.items()}
-                for layer in layers
-            ],
+            layers=[fewer_tokens(layer, count) for layer in layers],
             predicted=None,
             by_expert=by_expert and [fewer_examples(one, examples) for one in by_expert],
         )
@@ -248,46 +228,3 @@ def _measures(record: RoutingRecord) -> list[dict[str, Any]]:
         ]
     )
     return [asdict(layer) for layer in tally.layers()]
-
-
-def shown_layer(layer: LayerRecord, count: int) -> dict[str, Any]:
-    """Return the routing of a layer's first `count` tokens, and each cluster's largest scales."""
-    return {
-        "adaptive": layer.adaptive,
-        "experts": layer.num_experts,
-        "grid": layer.grid,
-        "first": layer.first[:count].tolist(),
-        "ids": layer.expert_ids[:count].tolist(),
-        "gate": _rounded(layer.gate[:count]),
-        "affinity": _rounded(layer.affinity[:count]),
-        "cluster": layer.cluster[:count].tolist(),
-        "varies": layer.scale_varies,
-        "deviation": _deviation(layer),
-        "features": layer.scale.shape[1],
-        "stretched": [_stretched(scale_D) for scale_D in layer.scale],
-    }
-
-
-def _deviation(layer: LayerRecord) -> float:
-    """Return the root mean square of ln M over the clusters with tokens: M's distance from I.
-
-    At 0.1, features are stretched or shrunk by about a tenth.
-    """
-    used_C = layer.clusters_seen()
-    if not bool(used_C.any()):
-        return 0.0
-    return round(math.sqrt(float(layer.scale[used_C].double().log().square().mean())), 4)
-
-
-def _stretched(scale_D: Tensor) -> list[tuple[int, float]]:
-    """Return (feature, scale) pairs in descending order of the scale, or none if M = I."""
-    if bool((scale_D == 1).all()):
-        return []
-    top = scale_D.topk(min(MOST_STRETCHED, len(scale_D)))
-    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    return [(feature, round(scale, 3)) for feature, scale in pairs]
-
-
-def _rounded(values_NX: Tensor) -> list[list[float]]:
-    rows: Sequence[Sequence[float]] = values_NX.double().tolist()
-    return [[round(value, 3) for value in row] for row in rows]

@@ -18,7 +18,8 @@ from acmoe.errors import UserError, check, typed_line
 from acmoe.evaluate.run import ATTACKS, CHECKPOINTS, METRICS
 from acmoe.evaluate.saved import EVALUATIONS
 from acmoe.evaluate.starts import STARTS
-from acmoe.report.page import escaped_json, render, report_data
+from acmoe.report.content import report_data
+from acmoe.report.page import escaped_json, render
 from acmoe.report.routing import RoutingReader
 from acmoe.report.runs import ROUTING, find_runs
 

@@ -9,10 +9,14 @@ the tight ones (Definition 1). A token of cluster k* is routed by
 and since k* is the token's own, this is any router at all, fed with the rescaled token M_k* h. The
 experts read h itself. With M = I it is bitwise the router it wraps (Remark 1).
 
-The steps around one layer (experts/moe.py):
-    previous layer   s = dispersion of its router inputs by first choice;  M = normalise(1/s)
-    state            carries the token's cluster k* and M
-    this layer       x -> x * M[k*] -> base router -> experts
+The steps around one layer, which `MoE.forward` (experts/moe.py) puts together:
+
+    previous layer   s, the dispersion of its router inputs by first choice   acmoe.dispersion
+                     M = 1/s, scaled to mean one                              acmoe.cluster_scale
+    state            carries each token's cluster k*, and M                   RoutingState
+    this layer       M_k* h                                                   `rescale`, below
+                     affinities, gates and the chosen experts                 TopKRouter.route
+                     outputs of the experts, which read h                     ExpertMLP
 
 T tokens, or B sequences of L tokens; D features, C = E clusters, J clusters per token (Mix-k).
 """
@@ -48,7 +52,7 @@ class AdaptiveRouter(RescalingRouter):
 
     @property
     def causal(self) -> bool:  # type: ignore[override]
-        mode = self.config.modes[0 if self.training else 1]
+        mode = self.config.modes.when(training=self.training)
         return self.base.causal and mode in ("running", "prefix")
 
     @property
@@ -93,7 +97,7 @@ class AdaptiveRouter(RescalingRouter):
         first_BL = state.assignment[:, 0].view(x_BLD.shape[:-1])
         order = state.order if mask_BL is None else None
         return self.statistics.cluster_scale(
-            x_BLD, first_BL, mask_BL, cache, order, state.scale[:, 0]
+            x_BLD, first_BL, mask_BL, cache, order=order, chosen_C=state.scale[:, 0]
         )
 
     def new_slot(

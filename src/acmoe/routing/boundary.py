@@ -93,7 +93,7 @@ class Boundary:
         """
         num_tokens, dim = x.shape[:-1].numel(), x.shape[-1]
         dtype = accumulation_dtype(x.dtype)
-        gradient = not getattr(self.next_router, "detach", True)
+        gradient = self.next_router is not None and not self.next_router.detach
 
         def like(*shape: int, of: torch.dtype = dtype, gradient: bool = True) -> Tensor:
             found = torch.empty(shape, dtype=of, device="meta")

@@ -63,7 +63,7 @@ class ExpertMoments(StepStatistics):
         self.register_load_state_dict_pre_hook(_without_origin)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def note(self, x_TD: Tensor, first_T: Tensor, token_mask_T: Tensor | None) -> None:
+    def record(self, x_TD: Tensor, first_T: Tensor, token_mask_T: Tensor | None) -> None:
         self._begin(x_TD, first_T, token_mask_T)
         shifted_TD = x_TD - self.origin.to(x_TD.dtype)
         both_TX = torch.cat([shifted_TD, shifted_TD.square()], dim=-1)
@@ -87,14 +87,14 @@ class ExpertMoments(StepStatistics):
 
     @torch.no_grad()
     def update(self) -> None:
-        noted = (self.last_count > 0).any()
+        recorded = (self.last_count > 0).any()
         update_average(
             self.moments, self.weight, self.last_moments, self.last_count, self.config.momentum
         )
-        self._recentre(noted)
+        self._recentre(recorded)
 
-    def _recentre(self, noted: Tensor) -> None:
-        """Move the origin to the mean of all experts' tokens, if a batch was noted.
+    def _recentre(self, recorded: Tensor) -> None:
+        """Move the origin to the mean of all experts' tokens, if a batch was recorded.
 
         With step d a mean m becomes m - d, and a mean square q becomes q - 2 d m + d^2, here
         q - m^2 + (m - d)^2. Experts without a token keep moments of 0.
@@ -104,9 +104,9 @@ class ExpertMoments(StepStatistics):
         moved_ED = mean_ED - step_D
         square_ED = square_ED - mean_ED.square() + moved_ED.square()
         moved_EX = torch.cat([moved_ED, square_ED], dim=-1)
-        moves_E1 = noted & (self.weight[:, None] > 0)
+        moves_E1 = recorded & (self.weight[:, None] > 0)
         self.moments.copy_(torch.where(moves_E1, moved_EX, self.moments))
-        self.origin.add_(torch.where(noted, step_D, 0.0))
+        self.origin.add_(torch.where(recorded, step_D, 0.0))
 
     def _pooled(self) -> Tensor:
         """Return (2 D,): the moments of all experts' tokens; 0 before the first update."""
@@ -213,5 +213,5 @@ class MetricRouter(TopKRouter):
         if self.training:
             mask_T = flat_mask(token_mask)
             x_TD = flat(tokens.dense()).detach()
-            self.statistics.note(x_TD, first_choice(routing), mask_T)
+            self.statistics.record(x_TD, first_choice(routing), mask_T)
         return routing

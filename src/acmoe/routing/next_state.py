@@ -99,22 +99,22 @@ class NextState(nn.Module):
         token_mask: Tensor | None = None,
         slot: StatisticsSlot | None = None,
         order: Tensor | None = None,
-        begun: bool = False,
+        first_layer: bool = False,
     ) -> RoutingState:
         """Return the state for the next layer, from the router's input x and its routing.
 
         order: the packed `TokenOrder` of `clusters(routing)`, masked tokens in no cluster.
-        begun: `state` is the identity that was made for this call.
+        first_layer: no MoE layer came before, and `state` is the identity made for this call.
         """
-        aux_loss = routing.loss if begun else state.aux_loss + routing.loss
+        aux_loss = routing.loss if first_layer else state.aux_loss + routing.loss
         check_reentrant(aux_loss)
         if self.next_router is None:
-            return self._without_clusters(x, routing, state, aux_loss, begun)
+            return self._without_clusters(x, routing, state, aux_loss, first_layer)
         # The choice before rows are dropped: a full expert does not change a token's cluster.
         assignment, membership = clusters_of(
             routing.affinity,
             self.next_router.mix,
-            detach=getattr(self.next_router, "detach", True),
+            detach=self.next_router.detach,
             first_T=routing.first,
             before=state.membership,
         )
@@ -128,12 +128,12 @@ class NextState(nn.Module):
         return RoutingState(assignment, membership, scale, aux_loss, order, self._origin(x))
 
     def _without_clusters(
-        self, x: Tensor, routing: Routing, state: RoutingState, aux_loss: Tensor, begun: bool
+        self, x: Tensor, routing: Routing, state: RoutingState, aux_loss: Tensor, first_layer: bool
     ) -> RoutingState:
         """Return the identity with this aux_loss; reuse the tensors of `state` if they hold it."""
         if holds_nothing(state.origin):
             return RoutingState(*state[:3], aux_loss, *state[4:])
-        if begun and state.assignment.shape[1] == 1:
+        if first_layer and state.assignment.shape[1] == 1:
             return RoutingState(*state[:3], aux_loss, state.order, self._origin(x))
         assignment, membership = no_cluster(
             routing.affinity.shape[0], 1, device=x.device, dtype=state.membership.dtype
@@ -164,7 +164,9 @@ class NextState(nn.Module):
         first = first_T if x.dim() == 2 else first_T.view(x.shape[:-1])
         mask = None if token_mask is None else token_mask.view(first.shape)
         with without_autocast(x):
-            return self.statistics.cluster_scale(x, first, mask, slot, order, chosen_C)
+            return self.statistics.cluster_scale(
+                x, first, mask, slot, order=order, chosen_C=chosen_C
+            )
 
     def _chosen(
         self, routing: Routing, assignment: Tensor, token_mask: Tensor | None
@@ -173,7 +175,7 @@ class NextState(nn.Module):
 
         All k choices count, and the clusters whose scales are mixed.
         """
-        if getattr(self.next_router, "mean_over", "all") == "all":
+        if self.next_router is None or self.next_router.mean_over == "all":
             return None
         C = routing.affinity.shape[-1]
         ids_TX = torch.cat([routing.expert_ids, assignment], dim=1)
@@ -195,7 +197,7 @@ class NextState(nn.Module):
             return None
         if torch.compiler.is_exporting():
             return None
-        mode = self.next_router.modes[0 if self.training else 1]
+        mode = self.next_router.modes.when(training=self.training)
         served = self.next_router.mix == 1 and mode in ("batch", "running")
         if not served or not worth_sorting(*routing.affinity.shape):
             return None

@@ -47,7 +47,7 @@ def origin_codes(next_router: NextRouter | None) -> tuple[int, ...]:
 
 def _detaches_weights(config: NextRouter) -> int:
     """Return 1 if no gradient flows through the weights of a token's clusters, else 0."""
-    return int(config.mix == 1 or getattr(config, "detach", True))
+    return int(config.mix == 1 or config.detach)
 
 
 def changed_origin(origin: Tensor, *, assignment: bool, scale: bool) -> Tensor:

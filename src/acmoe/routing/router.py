@@ -74,7 +74,7 @@ class Router(Layer):
             return self.route(x, token_mask=token_mask, token_ids=token_ids)
         check_dim(x, self.dim)
         check_token_mask(x, token_mask)
-        state = self.begun(x, state)
+        state = self.state_for(x, state)
         x = blank(x, token_mask)
         with without_autocast(x):
             tokens = self.rescale(x, state, token_mask=token_mask, cache=cache)
@@ -91,8 +91,8 @@ class Router(Layer):
         """
         return self.balance_group if self.training else ""
 
-    def begun(self, x: Tensor, state: RoutingState | None) -> RoutingState:
-        """Return the state, or the identity if there is none: x is before the first layer."""
+    def state_for(self, x: Tensor, state: RoutingState | None) -> RoutingState:
+        """Check x; return the state, or the identity where no layer came before."""
         if not isinstance(x, Tensor):
             raise UserError(
                 f"x is a {type(x).__name__}; pass the hidden states alone: an acmoe.MoE returns y "
@@ -141,7 +141,11 @@ class Router(Layer):
         check_dim(x, self.dim)
         check_token_mask(x, token_mask)
         found: RoutingState = self.next_layer(
-            blank(x, token_mask), routing, self.begun(x, state), token_mask=token_mask, slot=cache
+            blank(x, token_mask),
+            routing,
+            self.state_for(x, state),
+            token_mask=token_mask,
+            slot=cache,
         )
         return found
 

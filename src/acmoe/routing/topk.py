@@ -86,7 +86,7 @@ class SelectionBias(StepStatistics):
         return expert_ids_TK, gate_TE.gather(1, expert_ids_TK)
 
     @torch.no_grad()
-    def note(self, expert_ids_TK: Tensor, token_mask_T: Tensor | None) -> None:
+    def record(self, expert_ids_TK: Tensor, token_mask_T: Tensor | None) -> None:
         record_count(
             self.waiting_buffer("last_load"), load(expert_ids_TK, self.bias.numel(), token_mask_T)
         )
@@ -200,7 +200,7 @@ class TopKRouter(Router):
             )
             first_T = first_chosen(found.affinity, expert_ids_TK)
             if self.training:
-                self.selection.note(expert_ids_TK, mask_T)
+                self.selection.record(expert_ids_TK, mask_T)
         loss = self.loss(found, expert_ids_TK, mask_T)
         return Routing(expert_ids_TK, gate_TK, found.affinity, loss, first_T, found.x)
 

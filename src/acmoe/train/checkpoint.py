@@ -130,12 +130,10 @@ class CheckpointStore:
     def check_finite(self, step: int, tensors: Mapping[str, Any]) -> None:
         """Raise a UserError where a tensor holds NaN or infinity."""
         bad = first_nonfinite(tensors)
-        good = self.latest()
-        kept = f"the last good checkpoint is {good}" if good else "no checkpoint was written before"
         check(
             bad is None,
-            f"step {step} is not saved: {bad}; {kept}; try a lower lr, or clip=1.0, in another "
-            "folder",
+            f"step {step} is not saved: {bad}; {last_good(self.latest())}; try a lower lr, or "
+            "clip=1.0, in another folder",
         )
 
     def read(self, folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -240,6 +238,11 @@ def check_state(state: Mapping[str, Any], folder: Path, fix: str) -> None:
         best is None or (isinstance(best, dict) and type(best.get("step")) is int),
         f"{folder / STATE} has best={best!r}, which names no step; {fix}",
     )
+
+
+def last_good(latest: Path | None) -> str:
+    """Return the part of an error about a run that says which checkpoint can still be used."""
+    return f"the last good checkpoint is {latest}" if latest else "no checkpoint was written before"
 
 
 def first_nonfinite(tensors: Mapping[str, Any]) -> str | None:

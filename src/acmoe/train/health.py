@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from acmoe.distributed.whole import whole_state
 from acmoe.errors import NonFiniteError, UserError
-from acmoe.train.checkpoint import first_nonfinite
+from acmoe.train.checkpoint import first_nonfinite, last_good
 from acmoe.train.trainer import Trainer
 
 
@@ -32,8 +32,8 @@ def training_stopped(trainer: Trainer, step: int, bad: int, good: Path | None) -
         trainer, trainer.recent[bad]
     )
     return TrainingStopped(
-        f"step {first} gave a loss or gradient that is not finite: {where}; {_kept(good)}; try a "
-        f"lower lr than {trainer.config.lr}, or clip=1.0, in another folder"
+        f"step {first} gave a loss or gradient that is not finite: {where}; {last_good(good)}; "
+        f"try a lower lr than {trainer.config.lr}, or clip=1.0, in another folder"
     )
 
 
@@ -48,13 +48,9 @@ def validation_stopped(
         where = first_found(trainer, found) or "validated again, every layer gives finite values"
     reason = str(error).partition(";")[0]
     return TrainingStopped(
-        f"the validation after step {step} cannot be scored, {reason}: {where}; {_kept(good)}; try "
-        f"a lower lr than {trainer.config.lr}, or clip=1.0, in another folder"
+        f"the validation after step {step} cannot be scored, {reason}: {where}; {last_good(good)}; "
+        f"try a lower lr than {trainer.config.lr}, or clip=1.0, in another folder"
     )
-
-
-def _kept(good: Path | None) -> str:
-    return f"the last good checkpoint is {good}" if good else "no checkpoint was written before"
 
 
 def _first_nonfinite_weight(trainer: Trainer) -> str | None:

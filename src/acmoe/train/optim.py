@@ -145,10 +145,10 @@ def router_matrices(model: nn.Module) -> set[nn.Parameter]:
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """Return moments and step counts by `optimizer/KIND/PARAMETER`, whole on all processes."""
-    return {name: whole(value) for name, value in optimizer_parts(optimizer, model).items()}
+    return {name: whole(value) for name, value in optimizer_shards(optimizer, model).items()}
 
 
-def optimizer_parts(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+def optimizer_shards(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """Return moments and step counts as this process has them."""
     return {
         f"optimizer/{kind}/{name}": value
@@ -157,7 +157,7 @@ def optimizer_parts(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
     }
 
 
-def optimizer_places(model: nn.Module, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
+def empty_optimizer_shards(model: nn.Module, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
     """Return empty tensors for the stored moments and step counts of this process's parameters."""
     parameters = dict(model.named_parameters())
     found: dict[str, Tensor] = {}

@@ -97,9 +97,9 @@ def _restore(trainer: Trainer, log: MetricsLog, found: Checkpoint, notes: list[s
     state = found.state
     trainer.check_data(state)
     if found.shards is not None:
-        places = trainer.empty_parts(stored_tensors(found.shards))
+        places = trainer.empty_shards(stored_tensors(found.shards))
         read_shards(found.shards, places, together=trainer.ranks.mesh is not None)
-        trainer.load_parts(places)
+        trainer.load_shards(places)
     elif found.model is not None:
         trainer.load_model(found.model.state_dict())
         trainer.load_state_tensors(found.tensors)

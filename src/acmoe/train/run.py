@@ -23,7 +23,7 @@ from acmoe.train.images import ImageTrainer, check_images
 from acmoe.train.loop import TrainLoop
 from acmoe.train.run_folder import claim
 from acmoe.train.signals import StopSignals
-from acmoe.train.text import TextTrainer, checked_corpus
+from acmoe.train.text import checked_corpus, text_trainer
 from acmoe.train.trainer import Trainer
 
 
@@ -93,7 +93,7 @@ def _train_text(
         _claimed(ranks, folder, config, corpus.vocabulary),
         seeded(config.seed, device),
         signals,
-        contextlib.closing(TextTrainer(config, corpus, device, ranks)) as trainer,
+        contextlib.closing(text_trainer(config, corpus, device, ranks)) as trainer,
     ):
         return _train(trainer, folder, display, signals)
 

@@ -55,7 +55,7 @@ class Saver:
         if self.how == "whole":
             self._save_whole(step, state)
         else:
-            self._save_parts(step, state)
+            self._save_shards(step, state)
 
     def _save_whole(self, step: int, state: dict[str, Any]) -> None:
         trainer = self.trainer
@@ -64,25 +64,25 @@ class Saver:
             self.store.save(step, model, tensors, state, average=trainer.average)
         trainer.ranks.wait()  # none goes on, or ends, before the checkpoint is there
 
-    def _save_parts(self, step: int, state: dict[str, Any]) -> None:
-        parts, folder = self.trainer.parts(), self.store.partial / SHARDS
-        self._check_finite(step, parts)
+    def _save_shards(self, step: int, state: dict[str, Any]) -> None:
+        shards, folder = self.trainer.shards(), self.store.partial / SHARDS
+        self._check_finite(step, shards)
         if self.trainer.ranks.first:
             with report_write_errors(folder):
                 folder.mkdir(parents=True)
         self.trainer.ranks.wait()
         with self.store.discarding():
             if self.staging is not None:
-                writing = Writing(folder, self.staging.copy(parts), self.staging.group)
+                writing = Writing(folder, self.staging.copy(shards), self.staging.group)
                 self.pending = Pending(step, state, writing)
                 return
-            write_shards(folder, parts)
+            write_shards(folder, shards)
             self._complete(step, state)
 
-    def _check_finite(self, step: int, parts: Mapping[str, Tensor]) -> None:
+    def _check_finite(self, step: int, shards: Mapping[str, Tensor]) -> None:
         """Raise on all processes where a tensor of one is not finite: none must wait for it."""
         try:
-            self.store.check_finite(step, {name: own_part(part) for name, part in parts.items()})
+            self.store.check_finite(step, {name: own_part(one) for name, one in shards.items()})
             said = None
         except UserError as error:
             said = str(error)
@@ -90,7 +90,7 @@ class Saver:
         check(not found, found[0] if found else "")
 
     def _complete(self, step: int, state: dict[str, Any]) -> None:
-        """Make a checkpoint of the written parts; each process computes the digest of its own."""
+        """Make a checkpoint of the written shards; each process computes the digest of its own."""
         ranks, folder = self.trainer.ranks, self.store.partial / SHARDS
         own = digests(folder, f"shard-{ranks.rank + 1:05d}-*.safetensors")
         found = {name: one for part in ranks.gather(own) for name, one in part.items()}
@@ -102,7 +102,7 @@ class Saver:
         ranks.wait()
 
     def poll(self) -> None:
-        """Complete the checkpoint in the background if all processes have written their parts."""
+        """Complete the checkpoint in the background if all processes have written their shards."""
         if self.pending is not None:
             waiting = self.trainer.ranks.largest(not self.pending.writing.done())
             if not waiting:

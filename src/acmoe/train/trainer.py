@@ -33,10 +33,10 @@ from acmoe.train.metrics_log import MetricsLog, Score
 from acmoe.train.optim import (
     Schedule,
     adam,
+    empty_optimizer_shards,
     is_matrix,
     learning_rate,
-    optimizer_parts,
-    optimizer_places,
+    optimizer_shards,
     optimizer_tensors,
     restore_optimizer,
     set_learning_rate,
@@ -197,18 +197,18 @@ class Trainer(ABC):
         restore_optimizer(self.optimizer, self.model, tensors)
         restore_rng(tensors, self.device, self.ranks)
 
-    def parts(self) -> dict[str, Tensor]:
+    def shards(self) -> dict[str, Tensor]:
         """Return the model's tensors and those of `state_tensors` as this process has them.
 
-        The parts of all processes together are the checkpoint: a DTensor where they are parts of
+        The shards of all processes together are the checkpoint: DTensors where they are parts of
         one tensor.
         """
         model = {MODEL + name: value for name, value in flat_state(self.model.state_dict()).items()}
         return (
-            model | optimizer_parts(self.optimizer, self.model) | own_rng(self.device, self.ranks)
+            model | optimizer_shards(self.optimizer, self.model) | own_rng(self.device, self.ranks)
         )
 
-    def empty_parts(self, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
+    def empty_shards(self, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
         """Return empty tensors for those of a checkpoint's tensors that this process needs.
 
         The checkpoint may come from another number of processes.
@@ -222,10 +222,10 @@ class Trainer(ABC):
             for name in own_rng(self.device, self.ranks)
             if name in stored
         }
-        return model | optimizer_places(self.model, stored) | rng
+        return model | empty_optimizer_shards(self.model, stored) | rng
 
-    def load_parts(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore the tensors that `empty_parts` returned, filled."""
+    def load_shards(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore the tensors that `empty_shards` returned, filled."""
         model = {
             name.removeprefix(MODEL): value
             for name, value in tensors.items()

@@ -60,5 +60,7 @@ def test_found_tells_absent_prepared_and_damaged_sentences_apart(tmp_path: Path)
 def test_another_data_set_in_its_place_is_not_taken_for_it(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"abc\n" * 25)
     prepare("bytes", tmp_path / "text", tmp_path / "enwik8")
-    assert found("enwik8", tmp_path).detail.endswith("holds 'bytes', not 'enwik8'")
+    assert found("enwik8", tmp_path).detail.endswith(
+        "holds 'bytes', not 'enwik8'; move it away, and prepare 'enwik8' again"
+    )
     assert found("sst2", tmp_path).state == "absent"

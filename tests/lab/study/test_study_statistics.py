@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from acmoe.errors import UserError
-from acmoe.lab.study.results.statistics import Spread, holm, paired_difference, sign_flip_p
+from acmoe.evaluate.seeds import Spread, holm, paired_difference, sign_flip_p
 
 numbers = st.floats(-10, 10, allow_nan=False).map(lambda value: round(value, 3))
 

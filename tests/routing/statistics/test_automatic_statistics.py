@@ -3,17 +3,28 @@
 T tokens, D features, C clusters.
 """
 
-import copy
-import logging
-import pickle
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from router_loops import dispersion, rows
+from stepped_layers import (
+    MOMENTUM,
+    START,
+    C,
+    D,
+    T,
+    assert_same,
+    averages,
+    layer,
+    loss_of,
+    moved,
+    statistics_of,
+    tokens,
+    train,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -26,59 +37,9 @@ from acmoe import (
     build_router,
     fold_statistics,
 )
-from acmoe.ops import dispatch
 from acmoe.ops.statistics.dispersion import dispersion_and_count
 from acmoe.ops.statistics.running import update_average
-from acmoe.routing.state import Routing
-from acmoe.routing.statistics import ClusterStatistics, step
-
-T, D, C = 12, 4, 3
-MOMENTUM = 0.8
-START = RoutingState.identity(num_tokens=T, num_clusters=C, dim=D)
-
-
-def layer(seed: int = 0, **options: Any) -> MoE:
-    torch.manual_seed(seed)
-    config = AdaptiveConfig(momentum=MOMENTUM, **options)
-    return MoE(dim=D, hidden=8, num_experts=C, top_k=2, router=config)
-
-
-def tokens(seed: int) -> Tensor:
-    return torch.randn(T, D, generator=torch.Generator().manual_seed(seed))
-
-
-def statistics_of(moe: MoE) -> ClusterStatistics:
-    assert moe.next_state.statistics is not None
-    return moe.next_state.statistics
-
-
-def loss_of(moe: nn.Module, x: Tensor) -> Tensor:
-    y, state = moe(x, START)
-    loss: Tensor = y.square().mean() + state.aux_loss
-    return loss
-
-
-def train(moe: MoE, optimizer: torch.optim.Optimizer, *seeds: int) -> None:
-    """Take one optimizer step of as many micro-batches as there are seeds."""
-    for seed in seeds:
-        loss_of(moe, tokens(seed)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def averages(moe: nn.Module) -> dict[str, Tensor]:
-    return {key: value.clone() for key, value in moe.state_dict().items() if "statistics" in key}
-
-
-def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for key, value in found.items():
-        assert torch.equal(value, wanted[key]), key
-
-
-def moved(moe: MoE) -> float:
-    """The number of tokens in the average, discounted by momentum."""
-    return statistics_of(moe).weight.sum().item()
+from acmoe.routing.statistics import ClusterStatistics
 
 
 def flat(moe: MoE, x: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
@@ -172,7 +133,7 @@ def test_a_single_token_of_a_micro_batch_has_no_dispersion_to_add() -> None:
     statistics = ClusterStatistics(AdaptiveConfig(), num_clusters=1, dim=1)
     for values in ([0.0, 2.0], [7.0]):  # the mean absolute deviation of 0 and 2 is 1
         x = torch.tensor(values)[None, :, None]
-        statistics.cluster_scale(x, torch.zeros(1, len(values), dtype=torch.int64), None, None)
+        statistics.cluster_scale(x, torch.zeros(1, len(values), dtype=torch.int64))
     fold_statistics(statistics)
     assert statistics.dispersion.tolist() == [[1.0]]
     assert statistics.weight.tolist() == [2.0]
@@ -190,151 +151,6 @@ def test_evaluation_counts_nothing_and_training_without_gradients_does() -> None
         moe(tokens(0), START)
         optimizer.step()
     assert moved(moe) == pytest.approx(T, abs=2)  # an expert with one token has no dispersion
-
-
-# An optimizer moves the statistics of the layers it trains.
-
-
-def test_each_optimizer_moves_its_own_model_from_the_first_step_on() -> None:
-    generator, critic = layer(0), layer(1)
-    of_generator = torch.optim.Adam(generator.parameters())
-    of_critic = torch.optim.Adam(critic.parameters())
-    loss_of(generator, tokens(0)).backward()
-    loss_of(critic, tokens(1)).backward()
-    of_generator.step()
-    assert moved(generator) > 0
-    assert moved(critic) == 0
-    after = averages(generator)
-    of_critic.step()
-    assert moved(critic) > 0
-    assert_same(averages(generator), after)
-    train(critic, of_critic, 2)
-    assert_same(averages(generator), after)
-
-
-def test_two_optimizers_of_one_model_update_it_once_a_step() -> None:
-    one, two = layer(), layer()
-    train(one, torch.optim.SGD(one.parameters(), lr=0.1), 0, 1)
-    optimizers = [torch.optim.SGD(p.parameters(), lr=0.1) for p in (two.experts, two.router)]
-    for seed in (0, 1):
-        loss_of(two, tokens(seed)).backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    assert_same(averages(two), averages(one))
-
-
-class Adapted(nn.Module):
-    """A frozen MoE layer with a trained projection behind it, as adapters have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.moe = layer().requires_grad_(False)
-        self.adapter = nn.Linear(D, D)
-
-
-def frozen() -> tuple[nn.Module, list[Tensor]]:
-    model = Adapted()
-    return model, list(model.adapter.parameters())
-
-
-def master_weights() -> tuple[nn.Module, list[Tensor]]:
-    """The optimizer has copies of the parameters, as DeepSpeed's and FSDP1's have."""
-    moe = layer()
-    return moe, [nn.Parameter(p.detach().clone()) for p in moe.parameters()]
-
-
-@pytest.mark.parametrize("build", [frozen, master_weights])
-def test_a_layer_that_no_optimizer_holds_is_moved_by_any(
-    build: Callable[[], tuple[nn.Module, list[Tensor]]],
-) -> None:
-    model, held = build()
-    moe = next(one for one in model.modules() if isinstance(one, MoE))
-    optimizer = torch.optim.SGD(held, lr=0.1)
-    for seed in range(2):
-        before = moved(moe)
-        moe(tokens(seed), START)
-        optimizer.step()
-        assert moved(moe) > before
-
-
-def test_a_parameter_group_added_later_takes_its_layer_along() -> None:
-    one, two = layer(0), layer(1)
-    optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
-    other = torch.optim.SGD(two.parameters(), lr=0.1)
-    for moe in (one, two):
-        loss_of(moe, tokens(0)).backward()
-    optimizer.step()
-    assert moved(two) == 0
-    optimizer.add_param_group({"params": list(two.parameters())})
-    optimizer.step()
-    assert moved(two) > 0
-    assert other.param_groups
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda moe: pickle.loads(pickle.dumps(moe))])
-def test_a_copy_moves_with_its_own_optimizer(copied: Callable[[MoE], MoE]) -> None:
-    moe = layer()
-    other = copied(moe)
-    train(other, torch.optim.SGD(other.parameters(), lr=0.1), 0)
-    assert moved(other) > 0
-    assert moved(moe) == 0
-
-
-def test_a_teacher_in_evaluation_keeps_the_statistics_it_was_copied_with() -> None:
-    moe = layer()
-    optimizer = torch.optim.SGD(moe.parameters(), lr=0.1)
-    train(moe, optimizer, 0)
-    loss_of(moe, tokens(1)).backward()  # the copy has a batch that waits for a step
-    teacher = copy.deepcopy(moe).eval()
-    before = averages(teacher)
-    optimizer.step()
-    train(moe, optimizer, 2)
-    assert_same(averages(teacher), before)
-    assert moved(moe) > moved(teacher)
-
-
-def test_a_model_that_cannot_change_does_not_stop_the_steps_of_another() -> None:
-    with torch.inference_mode():
-        fixed = layer(1)
-        fixed(tokens(0), START)
-    with torch.device("meta"):
-        planned = layer(2)
-    moe = layer()
-    train(moe, torch.optim.SGD(moe.parameters(), lr=0.1), 0)
-    assert moved(moe) > 0
-    assert moved(fixed) == 0
-    assert statistics_of(planned).weight.is_meta
-
-
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # y is a view of the experts' output
-def test_sharded_parameters_are_those_of_their_layer() -> None:
-    dist = torch.distributed
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-        plain, one, two = layer(0), layer(0), layer(1)
-        for moe in (one, two):
-            dist.fsdp.fully_shard(moe, mesh=mesh)
-        optimizers = [torch.optim.SGD(moe.parameters(), lr=0.1) for moe in (plain, one, two)]
-        for moe in (plain, one, two):
-            loss_of(moe, tokens(0)).backward()
-        for optimizer in optimizers[:2]:
-            optimizer.step()
-        assert_same(averages(one), averages(plain))
-        assert moved(two) == 0
-    finally:
-        dist.destroy_process_group()
-
-
-def test_a_router_alone_moves_too() -> None:
-    config = AdaptiveConfig(statistics="batch", statistics_of="current")
-    router = build_router(config, dim=D, num_experts=C, top_k=1)
-    optimizer = torch.optim.SGD(router.parameters(), lr=0.1)
-    state = START._replace(assignment=torch.arange(T)[:, None] % C)
-    routing: Routing = router(tokens(0), state)
-    routing.gate.sum().backward()
-    optimizer.step()
-    assert router.statistics.weight.tolist() == [4.0, 4.0, 4.0]
 
 
 # Unusual steps
@@ -450,111 +266,3 @@ def test_the_metric_router_counts_all_micro_batches() -> None:
     torch.optim.SGD(router.parameters(), lr=0.0).step()
     total = torch.stack(weights).sum(0)
     assert router.statistics.weight.tolist() == torch.where(total >= 2, total, 0).tolist()
-
-
-# Layers whose statistics nothing moves say so.
-
-
-@pytest.fixture
-def logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
-    monkeypatch.setattr(dispatch, "_logged", set())
-    caplog.set_level(logging.WARNING, logger="acmoe")
-    return caplog
-
-
-def test_evaluation_with_empty_statistics_says_so_once(logged: pytest.LogCaptureFixture) -> None:
-    model = nn.ModuleList([layer(0), layer(1)])
-    for moe in model:
-        moe(tokens(0), START)
-    assert logged.messages == []
-    model.eval()
-    for moe in (*model, *model):
-        moe(tokens(0), START)
-    assert len(logged.messages) == 1
-    assert "no batch has moved" in logged.messages[0]
-    assert "acmoe.calibrate" in logged.messages[0]
-
-
-def test_prefix_statistics_without_an_average_are_not_called_plain(
-    logged: pytest.LogCaptureFixture,
-) -> None:
-    config = AdaptiveConfig(statistics="prefix")
-    moe = MoE(dim=D, hidden=4, num_experts=C, top_k=1, router=config).eval()
-    assignment = torch.arange(T)[:, None] % C
-    moe(tokens(0), RoutingState.before(tokens(0), num_clusters=C)._replace(assignment=assignment))
-    assert len(logged.messages) == 1
-    assert "its scale is that of each sequence alone" in logged.messages[0]
-
-
-def test_evaluation_of_a_trained_layer_says_nothing(logged: pytest.LogCaptureFixture) -> None:
-    moe = layer()
-    train(moe, torch.optim.SGD(moe.parameters(), lr=0.1), 0)
-    moe.eval()(tokens(0), START)
-    assert logged.messages == []
-
-
-def test_a_training_loop_without_any_update_says_so_once(
-    logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(step, "PATIENCE", 5)
-    stepped, never = layer(0), layer(1)
-    optimizer = torch.optim.SGD(stepped.parameters(), lr=0.1)
-    other = torch.optim.SGD(never.parameters(), lr=0.1)  # nobody calls its step
-    for seed in range(8):
-        train(stepped, optimizer, seed)
-    assert logged.messages == []
-    for seed in range(8):
-        loss_of(never, tokens(seed))
-    assert other.param_groups
-    assert len(logged.messages) == 1
-    assert "acmoe.fold_statistics(model)" in logged.messages[0]
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's
-def test_compiled_training_without_any_update_says_so_in_eval(
-    logged: pytest.LogCaptureFixture,
-) -> None:
-    moe = layer()
-    torch._dynamo.reset()
-    torch.compile(moe, backend="eager")(tokens(0), START)
-    moe.train()
-    assert logged.messages == []
-    moe.eval()
-    assert len(logged.messages) == 1
-    assert "acmoe.fold_statistics(model)" in logged.messages[0]
-    dispatch._logged.clear()
-    fold_statistics(moe.train())
-    moe.eval()
-    assert len(logged.messages) == 1
-
-
-def test_a_first_layer_without_clusters_has_nothing_to_say(
-    logged: pytest.LogCaptureFixture,
-) -> None:
-    model = nn.ModuleList(layer(seed, statistics="prefix") for seed in range(2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def outputs(x: Tensor) -> Tensor:
-        y, state = model[0](x)
-        z, _ = model[1](x + y, state)
-        return cast(Tensor, z)
-
-    outputs(tokens(0)).square().mean().backward()
-    optimizer.step()
-    model.eval()
-    outputs(tokens(0))
-    assert logged.messages == []
-
-
-def test_a_copy_of_data_parallel_says_that_its_tokens_are_not_counted(
-    logged: pytest.LogCaptureFixture,
-) -> None:
-    statistics = statistics_of(layer())
-    x_BLD, cluster_BL = tokens(0)[None], torch.arange(T)[None] % C
-    statistics.cluster_scale(x_BLD, cluster_BL, None, None)
-    assert logged.messages == []
-    replica = statistics._replicate_for_data_parallel()  # as nn.DataParallel makes one
-    for _ in range(2):
-        replica.cluster_scale(x_BLD, cluster_BL, None, None)
-    assert len(logged.messages) == 1
-    assert "use DistributedDataParallel (torchrun)" in logged.messages[0]

@@ -69,7 +69,7 @@ def open_array_splits(folder: Path | str) -> dict[str, ImageSet]:
     paths = {split: _split_file(folder, names) for split, names in SPLITS.items()}
     train = paths.pop("train")
     if train is None:
-        raise UserError(f"{folder} has no train.npz (or train*.npz, .xz, .gz)")
+        raise UserError(f"{folder} has no train.npz (or train*.npz, .xz, .gz); put it there")
     splits = {"train": open_arrays(train, title=folder.name)}
     for split, path in paths.items():
         if path is not None:
@@ -132,7 +132,7 @@ def _split_file(folder: Path, names: tuple[str, ...]) -> Path | None:
 
 
 def _load(path: Path) -> Arrays:
-    check(path.is_file(), f"{path} is not a file")
+    check(path.is_file(), f"{path} is not a file; give an .npz file of images")
     compressed = path.suffix != ".npz"
     try:
         with io.BytesIO(b"".join(read_chunks(path))) if compressed else path.open("rb") as source:

@@ -21,7 +21,7 @@ class HubImages(ImageSet):
         label = _column(rows, _LABELS, title, "labels")
         labels = np.asarray(rows[label], dtype=np.int64)
         names = getattr(rows.features[label], "names", None)
-        check(len(labels) > 0, f"{title} ({split}) holds no images")
+        check(len(labels) > 0, f"{title} ({split}) holds no images; choose another set")
         classes = [str(n) for n in (range(labels.max() + 1) if names is None else names)]
         check_labels(labels, len(classes), f"{title} ({split})")
         super().__init__(title=title, classes=classes, labels=labels)

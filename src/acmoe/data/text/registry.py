@@ -152,12 +152,12 @@ def found(name: str, root: Path) -> Found:
     try:
         if entry.kind == "sentences":
             rows = read_sentence_manifest(folder)
-            check(rows.name == name, f"{folder} holds {rows.name!r}, not {name!r}")
+            check(rows.name == name, _other(folder, rows.name, name))
             splits = rows.splits
             detail = ", ".join(f"{split} {record.rows:,}" for split, record in splits.items())
         else:
             manifest = read_manifest(folder)
-            check(manifest.name == name, f"{folder} holds {manifest.name!r}, not {name!r}")
+            check(manifest.name == name, _other(folder, manifest.name, name))
             check(
                 is_intact(folder, manifest, verify=False),
                 f"{folder} is damaged: prepare {name!r} again",
@@ -167,3 +167,7 @@ def found(name: str, root: Path) -> Found:
     except UserError as error:
         return Found(folder=folder, state="damaged", detail=str(error))
     return Found(folder=folder, state="prepared", detail=detail)
+
+
+def _other(folder: Path, held: str, wanted: str) -> str:
+    return f"{folder} holds {held!r}, not {wanted!r}; move it away, and prepare {wanted!r} again"

@@ -85,7 +85,11 @@ def stdlib_texts(files: list[SourceFile], limit: int | None) -> dict[str, bytes]
         before += len(file.data)
     texts = {split: b"".join(data) for split, data in parts.items()}
     for split, text in texts.items():
-        check(len(text) > 0, f"no file of the standard library fell into the {split} split")
+        check(
+            len(text) > 0,
+            f"no file of the standard library fell into the {split} split: this Python has too few "
+            "of them; use another",
+        )
     if limit is None:
         return texts
     share = {"train": limit * 9 // 10, "valid": limit // 20, "test": limit // 20}

@@ -132,7 +132,10 @@ def swap_bytes(
     clean: Tokens, vocabulary: ByteVocabulary, rate: float, generator: np.random.Generator
 ) -> tuple[Tokens, SwapReport]:
     """Replace each byte, with probability `rate`, by another symbol of the vocabulary."""
-    check(vocabulary.size >= 2, "a vocabulary of one byte value has nothing to replace it by")
+    check(
+        vocabulary.size >= 2,
+        "a vocabulary of one byte value has nothing to replace it by; corrupt a text of several",
+    )
     corrupted = np.array(clean)
     hit = np.flatnonzero(generator.random(len(clean)) < rate)
     step = generator.integers(1, vocabulary.size, size=len(hit))  # never 0: always another symbol

@@ -106,7 +106,8 @@ class ByteVocabulary:
         check(
             unknown.size == 0,
             f"byte 0x{data[unknown[0]] if unknown.size else 0:02x} is not among the"
-            f" {self.size} values of this vocabulary, nor is the question mark to stand for it",
+            f" {self.size} values of this vocabulary, nor is the question mark to stand for it;"
+            " leave it out of the text",
         )
         return ids
 
@@ -126,7 +127,8 @@ def _checked_ids(tokens: Iterable[int], size: int) -> Ids:
     wrong = ids[(ids < 0) | (ids >= size)]
     check(
         wrong.size == 0,
-        f"token {wrong[0] if wrong.size else 0} is outside the vocabulary of {size} symbols",
+        f"token {wrong[0] if wrong.size else 0} is outside the vocabulary of {size} symbols;"
+        f" pass ids from 0 to {size - 1}",
     )
     return ids
 

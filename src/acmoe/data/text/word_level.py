@@ -29,7 +29,10 @@ def find_word_files(source: Path | Mapping[str, Path]) -> dict[str, list[Path]]:
     """
     if not isinstance(source, Path):
         missing = {"train", "valid", "test"} - set(source)
-        check(not missing, f"no file was given for {', '.join(sorted(missing))}")
+        check(
+            not missing,
+            f"no file was given for {', '.join(sorted(missing))}; give one for each split",
+        )
         return {split: [Path(source[split])] for split in ("train", "valid", "test")}
     check(
         source.is_dir(), f"{source} is not a folder; expected one with train, valid and test text"

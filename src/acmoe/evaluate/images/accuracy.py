@@ -3,7 +3,6 @@
 B images, K classes, T tokens, E experts.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -20,14 +19,13 @@ from acmoe.data.progress import Progress, silent
 from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.errors import check
 from acmoe.evaluate.finite import FiniteLogits
+from acmoe.evaluate.host_sum import HostSum
 from acmoe.evaluate.images.capacity import using_capacity
-from acmoe.evaluate.measures import HostSum
-from acmoe.evaluate.routing import LayerReport, RoutingTally
+from acmoe.evaluate.routing import LayerReport, StageTally
 from acmoe.evaluate.statistics import check_statistics, using_statistics
 from acmoe.experts.moe import MoE
 from acmoe.experts.soft import SoftMoE
 from acmoe.models.recorded import recorded
-from acmoe.routing.state import Routing
 from acmoe.runtime import autocast, evaluating, pick_device, seeded
 
 
@@ -187,39 +185,3 @@ def check_classes(logits_BK: Tensor, classes: int) -> None:
 def moe_layers(model: nn.Module) -> list[MoE | SoftMoE]:
     """List the MoE layers of any model, in order of definition."""
     return [module for module in model.modules() if isinstance(module, MoE | SoftMoE)]
-
-
-class StageTally:
-    """Routing counts of models whose tokens change between stages, such as Swin.
-
-    Clusters of consecutive layers are compared only within a stage, where the tokens are the same.
-    """
-
-    def __init__(self) -> None:
-        self.stages: list[RoutingTally] = []
-
-    def add(self, routings: Sequence[Routing], *, counted: bool = True) -> None:
-        """Add the routings of a forward pass; one that is not `counted` tells the sizes only."""
-        stages = _stages(routings)
-        if not self.stages:
-            self.stages = [
-                RoutingTally(len(stage), stage[0].affinity.shape[1], stage[0].affinity.device)
-                for stage in stages
-            ]
-        for tally, stage in zip(self.stages, stages, strict=True):
-            if counted:
-                tally.add(stage, None)
-
-    def layers(self, ranks: Ranks = ALONE) -> tuple[LayerReport, ...]:
-        return tuple(layer for tally in self.stages for layer in tally.layers(ranks))
-
-
-def _stages(routings: Sequence[Routing]) -> list[list[Routing]]:
-    """Group consecutive layers with the same numbers of tokens and experts."""
-    stages: list[list[Routing]] = []
-    for routing in routings:
-        if stages and stages[-1][-1].affinity.shape == routing.affinity.shape:
-            stages[-1].append(routing)
-        else:
-            stages.append([routing])
-    return stages

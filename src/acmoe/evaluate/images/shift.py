@@ -113,7 +113,7 @@ def average_precision(positive: NDArray[np.floating], negative: NDArray[np.float
     P_n and R_n are precision and recall with the n-th score as the threshold.
     """
     if len(positive) == 0 or len(negative) == 0:
-        raise UserError("the precision-recall curve needs images of both kinds")
+        raise UserError("the precision-recall curve needs images of both kinds; give some of each")
     score = np.concatenate((positive, negative)).astype(np.float64)
     check(bool(np.isfinite(score).all()), "a confidence is not finite; the model is broken")
     is_positive = np.arange(len(score)) < len(positive)

@@ -54,7 +54,10 @@ class GenerateBenchConfig:
             known = ("olmoe", *list_models())
             check(name in known, f"model {name!r} is unknown; choose among {', '.join(known)}")
             config = model_config(name)
-            check(isinstance(config, LanguageConfig), f"model {name!r} generates no text")
+            check(
+                isinstance(config, LanguageConfig),
+                f"model {name!r} generates no text; choose a language model",
+            )
         for name in self.contestants:
             known_ways = ", ".join(CONTESTANTS)
             check(name in CONTESTANTS, f"contestant {name!r} is unknown; choose among {known_ways}")

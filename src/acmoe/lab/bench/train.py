@@ -72,7 +72,7 @@ class TrainBenchConfig:
         )
         check(
             not any(option.startswith("router") for option in self.options),
-            "routers are named by --routers, not by an option router=",
+            "routers are named by --routers, not by an option router=; leave that out",
         )
         check(len(self.routers) >= 1, "routers is empty; name at least one, such as smoe")
         for router in self.routers:
@@ -224,7 +224,7 @@ def prepare(
     device = pick_device(config.device)
     check(
         variant == "eager" or device.type == "cuda",
-        f"variant {variant} is measured on CUDA, not {device.type}",
+        f"variant {variant} is measured on CUDA, not {device.type}; use eager",
     )
     given = model_card(name).config
     wanted = override(given, config.options)

@@ -116,7 +116,7 @@ class Materials:
         folder = self._folder("wikitext103")
         file = find_file(folder, ("wiki.valid.tokens",))
         if file is None:
-            raise UserError(f"{folder} has no wiki.valid.tokens, plain, .xz or .gz")
+            raise UserError(f"{folder} has no wiki.valid.tokens, plain, .xz or .gz; put it there")
         vocabulary = load_corpus(text.folder).vocabulary
         content = b"".join(read_chunks(file)).decode("utf-8")
         name = f"wikitext103-{text.folder.name}"

@@ -61,7 +61,7 @@ def own_metric_choice(x_TD: Tensor, assignment_T: Tensor, num_experts: int) -> T
     router = MetricRouter(config, dim=dim, num_experts=num_experts, top_k=1)
     with torch.no_grad():
         router.embedding.zero_()
-        router.statistics.note(x_TD, assignment_T, None)
+        router.statistics.record(x_TD, assignment_T, None)
         router.statistics.update()
         return router.affinity(x_TD).argmax(-1)
 

@@ -57,19 +57,20 @@ class VariantConfig(AdaptiveConfig):
     def overridden(self, **changes: Any) -> Self:
         check(
             "strength" not in changes or not self.learn_strength,
-            f"strength={changes.get('strength')} cannot be overridden where it is learned",
+            f"strength={changes.get('strength')} cannot be overridden where it is learned; "
+            "leave it out",
         )
         return super().overridden(**changes)
 
-    def _check_together(self, *, modes: tuple[str, ...]) -> None:
-        super()._check_together(modes=modes)
-        self._check_scale(modes)
+    def _check_together(self) -> None:
+        super()._check_together()
+        self._check_scale()
         self._check_strength()
-        self._check_tokens(modes)
+        self._check_tokens()
         if self.distance:
-            self._check_distance(modes)
+            self._check_distance()
 
-    def _check_scale(self, modes: tuple[str, ...]) -> None:
+    def _check_scale(self) -> None:
         check(
             math.isfinite(self.power) and 0 < self.power <= 1,
             f"power={self.power}; it must lie in (0, 1], and 0 would be router='smoe'",
@@ -79,7 +80,7 @@ class VariantConfig(AdaptiveConfig):
             f"fade_steps={self.fade_steps}; it must be at least 1, or None for an M that stays",
         )
         check_choice(self.part, ("both", "common", "own"), "part")
-        positional = {"prefix", "sequence"} & set(modes)
+        positional = {"prefix", "sequence"} & set(self.modes)
         check(
             self.part == "both" or not positional,
             f"part={self.part!r} compares clusters that all tokens share; with "
@@ -122,7 +123,7 @@ class VariantConfig(AdaptiveConfig):
             "learn_strength and strength_end both move lambda; use one",
         )
 
-    def _check_tokens(self, modes: tuple[str, ...]) -> None:
+    def _check_tokens(self) -> None:
         check_choice(self.read, ("normed", "residual"), "read")
         check(
             self.gain or self.read == "normed",
@@ -134,7 +135,8 @@ class VariantConfig(AdaptiveConfig):
             "statistics_of='current' the router knows its own input alone: use 'previous'",
         )
         check(
-            not self.center or (self.reads == "current" and set(modes) <= {"batch", "running"}),
+            not self.center
+            or (self.reads == "current" and set(self.modes) <= {"batch", "running"}),
             "center=True needs means of the very tokens it moves, of this call or of past steps; "
             "use statistics_of='current' with statistics 'batch' or 'running'",
         )
@@ -149,16 +151,16 @@ class VariantConfig(AdaptiveConfig):
             f"mix={self.mix} and scale_experts={self.scale_experts} it cannot: use mix=1 and False",
         )
 
-    def _check_distance(self, modes: tuple[str, ...]) -> None:
+    def _check_distance(self) -> None:
         check(
             type(self.base) is SMoEConfig,
             f"distance=True measures distances to expert embeddings; base={self.base.name!r} has "
             "other affinities: use SMoEConfig",
         )
         check(
-            self.mix == 1 and set(modes) <= {"batch", "running"},
+            self.mix == 1 and set(self.modes) <= {"batch", "running"},
             f"distance=True needs one M for each cluster; with mix={self.mix} and statistics "
-            f"{', '.join(sorted(set(modes)))} a token has its own: use mix=1 and 'batch' or "
+            f"{', '.join(sorted(set(self.modes)))} a token has its own: use mix=1 and 'batch' or "
             "'running'",
         )
         check(

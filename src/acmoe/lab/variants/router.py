@@ -65,7 +65,7 @@ class ClusterAverage(StepStatistics):
     @property
     def of_call(self) -> bool:
         """Return True if the means are those of the call."""
-        return self.config.modes[0 if self.training else 1] == "batch"
+        return self.config.modes.when(training=self.training) == "batch"
 
     def forward(
         self,

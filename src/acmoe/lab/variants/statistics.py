@@ -33,8 +33,8 @@ class VariantStatistics(ClusterStatistics):
         self,
         x_BLD: Tensor,
         assignment_BL: Tensor,
-        token_mask_BL: Tensor | None,
-        slot: StatisticsSlot | None,
+        token_mask_BL: Tensor | None = None,
+        slot: StatisticsSlot | None = None,
         order: Tensor | None = None,
         chosen_C: Tensor | None = None,
     ) -> Tensor:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from acmoe.experts.mlp import ExpertMLP
 from acmoe.ops.recompute import recompute
-from acmoe.ops.statistics.dispersion import accumulation_dtype
 from acmoe.routing.state import RoutingState
 
 
@@ -84,11 +83,5 @@ def init_linear(model: nn.Module, std: float) -> None:
 
 def new_state(x: Tensor, num_experts: int, aux_loss: Tensor | None = None) -> RoutingState:
     """Return the identity state for tokens x (B, ..., D), with the given aux_loss, if any."""
-    state = RoutingState.identity(
-        num_tokens=x.shape[:-1].numel(),
-        num_clusters=num_experts,
-        dim=x.shape[-1],
-        device=x.device,
-        dtype=accumulation_dtype(x.dtype),
-    )
+    state = RoutingState.before(x, num_clusters=num_experts)
     return state if aux_loss is None else state._replace(aux_loss=aux_loss)

@@ -159,13 +159,7 @@ class LanguageModel(nn.Module):
             memory = self.new_memory(tokens.shape[0])
         tokens = blank_ids(tokens, token_mask)
         x_BLD = self.embed(tokens)
-        state = RoutingState.identity(
-            num_tokens=tokens.numel(),
-            num_clusters=self.config.num_experts,
-            dim=self.config.dim,
-            device=x_BLD.device,
-            dtype=accumulation_dtype(x_BLD.dtype),
-        )
+        state = RoutingState.before(x_BLD, num_clusters=self.config.num_experts)
         key_mask = self._key_mask(tokens, token_mask, memory, cache)
         inputs = BlockInputs(self.positions, key_mask, token_mask, tokens)
         opened = cache or self._opened(memory, tokens.shape[0])

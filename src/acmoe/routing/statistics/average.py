@@ -113,7 +113,7 @@ class RunningAverage(StepStatistics):
         if not weight.any() and (assignment >= 0).any():
             result = (
                 "its scale is that of each sequence alone"
-                if self.config.modes[1] == "prefix"
+                if self.config.modes.evaluation == "prefix"
                 else "its scale is 1 and it routes as the plain router"
             )
             log_once(

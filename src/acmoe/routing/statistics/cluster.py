@@ -56,8 +56,7 @@ class ClusterStatistics(RunningAverage):
 
     @property
     def mode(self) -> str:
-        train, evaluation = self.config.modes
-        return train if self.training else evaluation
+        return self.config.modes.when(training=self.training)
 
     def new_slot(
         self, num_sequences: int, *, device: torch.device | str | None, dtype: torch.dtype
@@ -84,8 +83,8 @@ class ClusterStatistics(RunningAverage):
         self,
         x_BLD: Tensor,
         assignment_BL: Tensor,
-        token_mask_BL: Tensor | None,
-        slot: StatisticsSlot | None,
+        token_mask_BL: Tensor | None = None,
+        slot: StatisticsSlot | None = None,
         order: Tensor | None = None,
         chosen_C: Tensor | None = None,
     ) -> Tensor:
@@ -97,27 +96,15 @@ class ClusterStatistics(RunningAverage):
         statistics read it. None: those of the assignment.
         """
         mode = self.mode
-        with self._recording(x_BLD, slot):
+        with self._gradient_mode(x_BLD, slot):
             x_BLD = x_BLD.detach() if self.config.detach else x_BLD
             if mode == "batch":
-                if self.group:
-                    return self._global_scale(x_BLD, assignment_BL, token_mask_BL, chosen_C, slot)
                 scale = self._batch_scale(x_BLD, assignment_BL, token_mask_BL, order, chosen_C)
             else:
                 self._record_dispersion(x_BLD, assignment_BL, token_mask_BL, order)
-            if mode == "running":
-                self.warn_if_empty(assignment_BL)
-                dtype = accumulation_dtype(x_BLD.dtype)
-                return snapshot(self.average_scale(), dtype, training=self.training)
-            if mode == "sequence":
-                scale = measure_scale(
-                    x_BLD,
-                    assignment_BL,
-                    self.num_clusters,
-                    self.options,
-                    measure=self.config.measure,
-                    token_mask=token_mask_BL,
-                )
+                if mode == "running":
+                    return self._running_scale(x_BLD, assignment_BL)
+                scale = self._sequence_scale(x_BLD, assignment_BL, token_mask_BL)
             return scale if slot is None else slot.scale_once(scale)
 
     def _batch_scale(
@@ -129,6 +116,8 @@ class ClusterStatistics(RunningAverage):
         chosen_C: Tensor | None,
     ) -> Tensor:
         """Return the (C, D) scale of all tokens of the call; in training, record them, too."""
+        if self.group:
+            return self._global_scale(x_BLD, assignment_BL, token_mask_BL, chosen_C)
         options = self.options
         scale = record_scale(
             self.batches if self.training else None,
@@ -142,8 +131,21 @@ class ClusterStatistics(RunningAverage):
             self.count_forward()
         return scale
 
-    def _all_tokens(self, x_BLD: Tensor, assignment_BL: Tensor) -> tuple[Tensor, Tensor, int]:
-        return x_BLD.flatten(0, -2), assignment_BL.flatten(), self.num_clusters
+    def _running_scale(self, x_BLD: Tensor, assignment_BL: Tensor) -> Tensor:
+        """Return the (C, D) scale of the running average, in the accumulation dtype of x."""
+        self.warn_if_empty(assignment_BL)
+        dtype = accumulation_dtype(x_BLD.dtype)
+        return snapshot(self.average_scale(), dtype, training=self.training)
+
+    def _sequence_scale(
+        self, x_BLD: Tensor, assignment_BL: Tensor, token_mask_BL: Tensor | None
+    ) -> Tensor:
+        """Return the (B, C, D) scale of each sequence by itself."""
+        return measure_scale(
+            *(x_BLD, assignment_BL, self.num_clusters, self.options),
+            measure=self.config.measure,
+            token_mask=token_mask_BL,
+        )
 
     def _record_dispersion(
         self,
@@ -171,9 +173,11 @@ class ClusterStatistics(RunningAverage):
         self, x_BLD: Tensor, assignment_BL: Tensor, token_mask_BL: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return the dispersion (C, D) and token counts (C,) of the tokens of all processes."""
+        x_TD, assignment_T = x_BLD.flatten(0, -2), assignment_BL.flatten()
         mask_T = None if token_mask_BL is None else token_mask_BL.flatten()
-        tokens = self._all_tokens(x_BLD, assignment_BL)
-        spread_CD, count_C = dispersion_over_ranks(*tokens, self.config.measure, mask_T, self.group)
+        spread_CD, count_C = dispersion_over_ranks(
+            x_TD, assignment_T, self.num_clusters, self.config.measure, mask_T, self.group
+        )
         return spread_CD, count_C
 
     def _global_scale(
@@ -182,7 +186,6 @@ class ClusterStatistics(RunningAverage):
         assignment_BL: Tensor,
         token_mask_BL: Tensor | None,
         chosen_C: Tensor | None,
-        slot: StatisticsSlot | None,
     ) -> Tensor:
         """Return the (C, D) scale of the tokens of all processes, and record them in training."""
         found = self._global_dispersion(x_BLD, assignment_BL, token_mask_BL)
@@ -191,8 +194,7 @@ class ClusterStatistics(RunningAverage):
             self.count_forward()
         if chosen_C is not None:
             chosen_C = sum_over_ranks((chosen_C != 0).float(), self.group) != 0
-        scale = scale_of(*found, self.options._replace(chosen=chosen_C))
-        return scale if slot is None else slot.scale_once(scale)
+        return scale_of(*found, self.options._replace(chosen=chosen_C))
 
     def prefix_scale(
         self,
@@ -202,7 +204,7 @@ class ClusterStatistics(RunningAverage):
         slot: StatisticsSlot | None,
     ) -> Tensor:
         """Return (B, L, J, D): the scale of each token's J clusters, from tokens up to it."""
-        with self._recording(x_BLD, slot):
+        with self._gradient_mode(x_BLD, slot):
             x_BLD = x_BLD.detach() if self.config.detach else x_BLD
             self.warn_if_empty(assignment_BLJ)
             self._record_dispersion(x_BLD, assignment_BLJ[..., 0], token_mask_BL)
@@ -245,9 +247,10 @@ class ClusterStatistics(RunningAverage):
         """Return True if no gradient flows through the scale."""
         return self.config.detach
 
-    def _recording(
+    def _gradient_mode(
         self, x: Tensor, slot: StatisticsSlot | None
     ) -> contextlib.AbstractContextManager[Any]:
+        """Return no_grad if the scale is constant; refuse gradients through a decode slot."""
         if slot is not None and slot.inference_only:
             check_inference(x)
         if torch.is_grad_enabled() and self.constant:

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from acmoe.evaluate.finite import FiniteLogits
 from acmoe.evaluate.run import Run, step_folder
 from acmoe.models.checkpoint import load
 from acmoe.runtime import autocast
-from acmoe.train.checkpoint import CheckpointStore, restoring
+from acmoe.train.checkpoint import CheckpointStore, last_good, restoring
 from acmoe.train.finetune.classifier import (
     Classifier,
     pad_left,
@@ -42,6 +42,15 @@ from acmoe.train.threads import cpu_state, threads_note
 from acmoe.train.update import apply_gradients
 
 Tensors = dict[str, torch.Tensor]
+
+
+class SavedEpoch(NamedTuple):
+    """A checkpoint that has been read."""
+
+    backbone: Tensors
+    head: Tensors
+    training: Tensors  # optimizer and random generators
+    state: dict[str, Any]
 
 
 def best_epoch(accuracies: Sequence[float]) -> int:
@@ -73,7 +82,7 @@ class Finetuner:
         self.best_weights: dict[str, torch.Tensor] = {}
         self.sentences_sha256 = sentences_sha256(rows["train"], rows["dev"])
         self.vocabulary: Vocabulary
-        self.pretrained_step = int(run.checkpoint(config.which).name.split("-")[1])
+        self.pretrained_step = run.step(config.which)
         pretrained = run.model(config.which)
         if config.form == "clean":
             vocabulary = self.vocabulary = run.vocabulary()
@@ -112,9 +121,7 @@ class Finetuner:
     def _stopped(self, what: str) -> TrainingStopped:
         good = None if self.store is None else self.store.latest()
         return TrainingStopped(
-            f"{what}; "
-            f"{f'the last good checkpoint is {good}' if good else 'nothing was saved before'}; "
-            f"try a lower lr than {self.config.lr}, in another folder"
+            f"{what}; {last_good(good)}; try a lower lr than {self.config.lr}, in another folder"
         )
 
     @torch.no_grad()
@@ -177,19 +184,13 @@ class Finetuner:
         found, notes = read_latest(store, lambda folder: _read(store, folder))
         if found is None:
             return [], notes
-        note = threads_note(found[-1])
+        note = threads_note(found.state)
         with restoring(store.latest() or store.folder):
-            return self._restore(store, *found), [*notes, *([note] if note else [])]
+            return self._restore(store, found), [*notes, *([note] if note else [])]
 
-    def _restore(
-        self,
-        store: CheckpointStore,
-        backbone: Tensors,
-        head: Tensors,
-        tensors: Tensors,
-        state: dict[str, Any],
-    ) -> list[float]:
+    def _restore(self, store: CheckpointStore, saved: SavedEpoch) -> list[float]:
         """Load a checkpoint that was read; return its accuracies."""
+        state = saved.state
         before, now = state["pretrained_step"], self.pretrained_step
         check(
             before == now,
@@ -202,9 +203,9 @@ class Finetuner:
             f"{store.folder.parent} was begun with other training or development sentences; "
             "restore those, or finetune into another folder",
         )
-        self._load(backbone, head)
-        restore_optimizer(self.optimizer, self.model, tensors)
-        restore_rng(tensors, self.device)
+        self._load(saved)
+        restore_optimizer(self.optimizer, self.model, saved.training)
+        restore_rng(saved.training, self.device)
         return list(state["accuracies"])
 
     def load_best(self, best: int) -> None:
@@ -213,24 +214,23 @@ class Finetuner:
             self.model.load_state_dict(self.best_weights)
             return
         try:
-            backbone, head, _, _ = _read(self.store, step_folder(self.store.folder, best))
+            saved = _read(self.store, step_folder(self.store.folder, best))
         except UserError as error:
             raise UserError(
                 f"epoch {best}, the best, cannot be read: {str(error).partition(';')[0]}; delete "
                 f"{self.store.folder.parent} and give the same command to finetune again"
             ) from error
-        self._load(backbone, head)
+        self._load(saved)
 
-    def _load(self, backbone: Tensors, head: Tensors) -> None:
-        self.model.backbone.load_state_dict(backbone)
-        self.model.head.load_state_dict(head)
+    def _load(self, saved: SavedEpoch) -> None:
+        self.model.backbone.load_state_dict(saved.backbone)
+        self.model.head.load_state_dict(saved.head)
 
 
-def _read(store: CheckpointStore, folder: Path) -> tuple[Tensors, Tensors, Tensors, dict[str, Any]]:
-    """Return the weights of backbone and head, the training tensors and the state."""
+def _read(store: CheckpointStore, folder: Path) -> SavedEpoch:
     tensors, state = store.read(folder)
     head = {key.removeprefix("head/"): v for key, v in tensors.items() if key[:5] == "head/"}
-    return load(folder).state_dict(), head, tensors, state
+    return SavedEpoch(load(folder).state_dict(), head, tensors, state)
 
 
 def _micro_batches(batch: SentenceBatch, split: int) -> Iterator[SentenceBatch]:

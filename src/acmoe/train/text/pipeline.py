@@ -3,7 +3,7 @@
 B streams, L positions of a block.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -20,10 +20,8 @@ from acmoe.distributed.pipeline import (
     plain_errors,
 )
 from acmoe.distributed.pipeline_gradients import clip_gradients, gather_stages, reduce_gradients
-from acmoe.distributed.ranks import ALONE, Ranks
+from acmoe.distributed.ranks import Ranks
 from acmoe.distributed.whole import load_whole_state, whole_state
-from acmoe.errors import NonFiniteError
-from acmoe.evaluate.language_report import Score
 from acmoe.experts.moe import MoE
 from acmoe.experts.old_names import current_name
 from acmoe.models.recorded import recorded
@@ -274,23 +272,3 @@ def _of_blocks(memory: StreamMemory | None, first: int, end: int) -> Memory | No
         return None
     moments = memory.moments[first:end]
     return Memory(memory.hidden[first:end], memory.mask, moments if any(moments) else ())
-
-
-def score_stages(score_all: Callable[..., Score], ranks: Ranks, *, dealt: bool) -> Score:
-    """Call `score_all(ranks=...)` on all processes; return the score of the last stage on each.
-
-    dealt: each share of the batch scores its share of the rows; otherwise each scores all.
-    """
-    # Without a mesh it knows its share and communicates nothing.
-    own = Ranks(rank=ranks.data_rank, size=ranks.data_size) if dealt else ALONE
-    score, problem = None, None
-    try:
-        score = score_all(ranks=own)
-    except NonFiniteError as error:
-        problem = str(error)
-    for found in ranks.gather(problem):
-        if found is not None:
-            raise NonFiniteError(found)
-    assert score is not None
-    total = ranks.add(score.loss)[0]  # only the last stage has a loss, the others have zeros
-    return score._replace(loss=total if dealt else total / ranks.data_size)

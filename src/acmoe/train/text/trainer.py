@@ -3,7 +3,7 @@
 B streams, L positions of a block.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,6 @@ from acmoe.data.text.corpus import Corpus
 from acmoe.data.text.loader import Batch, TrainingBatches
 from acmoe.data.transfer import to_device
 from acmoe.distributed.parallelize import parallelize
-from acmoe.distributed.pipeline_gradients import gather_stages
 from acmoe.distributed.ranks import ALONE, Ranks
 from acmoe.errors import check
 from acmoe.evaluate.language import (
@@ -27,7 +26,7 @@ from acmoe.evaluate.language import (
     score_stream,
     statistics_modes,
 )
-from acmoe.evaluate.language_report import metric_of
+from acmoe.evaluate.language_report import Score, metric_of
 from acmoe.evaluate.run import open_corpus
 from acmoe.fast.memory import StaticMemory
 from acmoe.fast.text import memory_dtype
@@ -39,7 +38,6 @@ from acmoe.routing.statistics.group import measuring_alone
 from acmoe.runtime import autocast
 from acmoe.storage.shards import Stored
 from acmoe.train.metrics_log import MetricsLog
-from acmoe.train.optim import check_router_sgd, router_matrices
 from acmoe.train.text.memory import (
     resplit,
     saved_memory,
@@ -47,9 +45,8 @@ from acmoe.train.text.memory import (
     stored_streams,
     stream_tensors,
 )
-from acmoe.train.text.pipeline import PipelinedDecoder, score_stages
 from acmoe.train.trainer import Trainer, eager
-from acmoe.train.update import Output, Update, take_step
+from acmoe.train.update import Update
 
 STABLE_STAGE_ONE = 10  # StableMoE learns its routing in the first tenth of the steps
 
@@ -68,7 +65,7 @@ class TextTrainer(Trainer):
     """Updates of a language model, with the attention memory of each micro-batch's streams."""
 
     config: RunConfig
-    model: LanguageModel  # in a pipeline a PipelinedDecoder, which serves the same calls
+    model: LanguageModel
     batches: TrainingBatches
     recent: list[Batch]
 
@@ -78,18 +75,7 @@ class TextTrainer(Trainer):
         self.corpus = corpus
         self.memories: list[StreamMemory | None] = [None] * config.split
         self.places: dict[int, StaticMemory] = {}  # by micro-batch; only where CUDA graphs run
-        model = build_model(
-            replace(config.model, router=language_router(config.model.router, config.model))
-        )
-        router_sgd = config.router_sgd
-        self.pipeline: PipelinedDecoder | None = None
-        if config.parallel.pipeline > 1 and ranks.mesh is not None:
-            check_router_sgd(model, router_sgd)
-            model = self.pipeline = PipelinedDecoder(
-                cast(LanguageModel, model), config, ranks, device
-            )
-            if not router_matrices(model):  # this process has no MoE layer
-                router_sgd = None
+        model, router_sgd = self.build(config, device, ranks)
         super().__init__(
             config,
             device,
@@ -107,6 +93,15 @@ class TextTrainer(Trainer):
             router_sgd=router_sgd,
             ranks=ranks,
         )
+
+    def build(
+        self, config: RunConfig, device: torch.device, ranks: Ranks
+    ) -> tuple[nn.Module, float | None]:
+        """Return the model, and the learning rate of SGD on its routers, None for Adam."""
+        assert config.parallel.pipeline == 1 or ranks.mesh is None, (
+            "a PipelineTrainer trains stages"
+        )
+        return new_model(config), config.router_sgd
 
     @property
     def per_step(self) -> int:
@@ -143,27 +138,6 @@ class TextTrainer(Trainer):
             out = self.replica(inputs, targets, memory=memory, return_routings=record)
         return cast(LanguageOutput, out)
 
-    def run_micro_batches(self, record: bool) -> Sequence[Output]:
-        """Run the micro-batches one after another, or as a pipeline of several processes."""
-        if self.pipeline is None:
-            return super().run_micro_batches(record)
-        assert self.inputs is not None
-        outputs = self.pipeline.update(*self.inputs, self.memories, record=record)
-        self.memories = [out.memory for out in outputs]
-        return outputs
-
-    def loads(self, outputs: Sequence[Output]) -> tuple[Tensor, ...]:
-        """Return the loads of the MoE layers of all stages; zeros for those of other processes."""
-        found = super().loads(outputs)
-        return found if self.pipeline is None else self.pipeline.all_loads(found)
-
-    def take_step(self, finite: Tensor) -> Tensor:
-        """Update the weights; the gradients of a pipeline are clipped by their norm over it."""
-        if self.pipeline is None or self.config.clip is None:
-            return super().take_step(finite)
-        finite = finite & self.pipeline.clip_gradients(self.config.clip).isfinite()
-        return take_step(self.pipeline, self.optimizer, clip=None, finite=finite)
-
     def accumulate(
         self, part: int, inputs: Tensor, targets: Tensor, *, record: bool
     ) -> LanguageOutput:
@@ -194,18 +168,7 @@ class TextTrainer(Trainer):
     @property
     def depths(self) -> Sequence[int]:
         """The depths of the blocks of this process."""
-        return range(len(self.model.blocks)) if self.pipeline is None else self.pipeline.depths
-
-    def whole_model(self) -> nn.Module:
-        """Return the model with whole tensors and all stages, as it is saved."""
-        return super().whole_model() if self.pipeline is None else self.pipeline.whole_model()
-
-    def load_model(self, state: Mapping[str, Any]) -> None:
-        """Load the model, or the stages of this process."""
-        if self.pipeline is None:
-            super().load_model(state)
-        else:
-            self.pipeline.load_whole(state)
+        return range(len(self.model.blocks))
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Add the streams' memory: `memory/MICRO-BATCH/BLOCK`, `moments/MICRO-BATCH/BLOCK/NAME`.
@@ -214,28 +177,24 @@ class TextTrainer(Trainer):
         """
         join = self.ranks.concatenate
         saved = stream_tensors(self.memories, self.depths)
-        memory = {name: join(rows) for name, rows in saved}
-        found = super().state_tensors() | memory
-        return found if self.pipeline is None else gather_stages(found, self.ranks)
+        return super().state_tensors() | {name: join(rows) for name, rows in saved}
 
-    def parts(self) -> dict[str, Tensor]:
+    def shards(self) -> dict[str, Tensor]:
         """Add the memory of this process's streams."""
         saved = stream_tensors(self.memories, self.depths)
         memory = {name: self.ranks.sharded(rows) for name, rows in saved}
-        return super().parts() | memory
+        return super().shards() | memory
 
-    def empty_parts(self, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
+    def empty_shards(self, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
         """Add the streams' memory: all of it where it was saved with another `split`."""
         memory = stored_streams(stored, self.depths)
         ranks = self.ranks if saved_split(memory) == self.config.split else ALONE
-        return super().empty_parts(stored) | {
+        return super().empty_shards(stored) | {
             name: ranks.empty(one.shape, one.dtype, self.device) for name, one in memory.items()
         }
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the streams' memory as well."""
-        if self.pipeline is not None:
-            tensors = self.pipeline.own_moments(tensors)
         super().load_state_tensors(tensors)
         tensors = resplit(tensors, self.config.split)
         for part in range(self.config.split):
@@ -267,11 +226,12 @@ class TextTrainer(Trainer):
             precision=self.config.precision,
         )
         with eager(self.config.compile), measuring_alone(self.model):
-            if self.pipeline is None:
-                score = score_all(ranks=self.ranks if dealt else ALONE)
-            else:
-                score = score_stages(score_all, self.ranks, dealt=dealt)
+            score = self.score(score_all, dealt=dealt)
         return TextValidation(score.loss, score.tokens, mode, batch, block)
+
+    def score(self, score_all: Callable[..., Score], *, dealt: bool) -> Score:
+        """Call `score_all(ranks=...)`; dealt: each process scores its share of the rows."""
+        return score_all(ranks=self.ranks if dealt else ALONE)
 
     def metrics_log(self, folder: Path) -> MetricsLog:
         """Make a log of perplexity, or of bits per byte, as the corpus has it."""
@@ -288,6 +248,12 @@ class TextTrainer(Trainer):
             f"{self.corpus.folder} is not the corpus this run was begun with (another checksum); "
             "prepare that one again, or choose another run folder",
         )
+
+
+def new_model(config: RunConfig) -> LanguageModel:
+    """Build the model of a run on the CPU."""
+    router = language_router(config.model.router, config.model)
+    return cast(LanguageModel, build_model(replace(config.model, router=router)))
 
 
 def checked_corpus(config: RunConfig) -> Corpus:

@@ -8,8 +8,8 @@ then reads the test figures.
 import math
 from statistics import fmean
 
+from acmoe.evaluate.seeds import paired_difference
 from acmoe.lab.study.results.markdown import table
-from acmoe.lab.study.results.statistics import paired_difference
 from acmoe.lab.study.results.summary import Group, Summary
 
 VALID = "valid"  # the last validation figure of a run

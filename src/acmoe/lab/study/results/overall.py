@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from acmoe.evaluate.seeds import CONFIDENCE, FEWEST_PAIRS, Spread, all_equal
 from acmoe.evaluate.student import critical_value
-from acmoe.lab.study.results.statistics import CONFIDENCE, FEWEST_PAIRS, Spread, all_equal
 from acmoe.lab.study.results.summary import Group
 from acmoe.lab.study.study import Study
 

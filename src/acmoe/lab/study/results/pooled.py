@@ -13,8 +13,8 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from acmoe.evaluate.seeds import CONFIDENCE, FEWEST_PAIRS, all_equal
 from acmoe.evaluate.student import critical_value
-from acmoe.lab.study.results.statistics import CONFIDENCE, FEWEST_PAIRS, all_equal
 
 POWER = 0.8  # probability to find an effect of the size called detectable
 _NODES = 200  # of the Gauss-Legendre quadrature over the standard deviation's distribution

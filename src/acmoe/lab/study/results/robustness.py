@@ -5,7 +5,7 @@ Records that were written before a figure was added do not have it; others of th
 
 from statistics import fmean
 
-from acmoe.lab.study.results.statistics import paired_difference
+from acmoe.evaluate.seeds import paired_difference
 from acmoe.lab.study.results.summary import Group
 from acmoe.lab.study.study import Metric, Study
 

@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from acmoe.errors import check
-from acmoe.lab.study.results.comparable import check_comparable
-from acmoe.lab.study.results.records import DONE, Record, latest
-from acmoe.lab.study.results.statistics import (
+from acmoe.evaluate.seeds import (
     FEWEST_PAIRS,
     Difference,
     Spread,
     holm,
     paired_difference,
 )
+from acmoe.lab.study.results.comparable import check_comparable
+from acmoe.lab.study.results.records import DONE, Record, latest
 from acmoe.lab.study.study import Metric, Study
 
 STEP_TIME = "step_ms"  # it depends on how many cells share the device
@@ -147,7 +147,11 @@ def summarise(study: Study, records: Sequence[Record]) -> Summary:
     """Make every comparison that the study defines and the records allow."""
     found = [record for record in latest(records) if record["study"] == study.name]
     done = [record for record in found if record["status"] == DONE]
-    check(bool(done), f"no finished run of the study {study.name!r} in these results")
+    check(
+        bool(done),
+        f"no finished run of the study {study.name!r} in these results; give --out the file of "
+        "some, or run the study",
+    )
     grouped: dict[tuple[str, str], list[Record]] = {}
     for record in done:
         grouped.setdefault((record["setting"], record["size"]), []).append(record)

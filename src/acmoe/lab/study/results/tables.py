@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
+from acmoe.evaluate.seeds import Spread
 from acmoe.lab.study.results.chosen_rates import chosen_rates
 from acmoe.lab.study.results.in_short import in_short
 from acmoe.lab.study.results.markdown import table
 from acmoe.lab.study.results.overall import overall
 from acmoe.lab.study.results.robustness import robustness_rows
 from acmoe.lab.study.results.scale_effect import points_of, scale_effect
-from acmoe.lab.study.results.statistics import Spread
 from acmoe.lab.study.results.summary import Compared, Group, Summary
 from acmoe.lab.study.study import Metric
 

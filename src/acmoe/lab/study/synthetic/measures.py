@@ -36,7 +36,7 @@ def scale_used(router: Router, x_TD: Tensor, state: RoutingState) -> Tensor | No
         return None
     if router.statistics is None:
         return state.scale
-    return router.statistics.cluster_scale(x_TD[None], state.assignment[None, :, 0], None, None)
+    return router.statistics.cluster_scale(x_TD[None], state.assignment[None, :, 0])
 
 
 def correlation_with_truth(
