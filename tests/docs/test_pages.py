@@ -156,7 +156,11 @@ def test_readme_and_overview_have_the_router_s_share_from_the_page_of_layers():
     for size, layer in (("OLMoE", "olmoe"), ("Mixtral", "mixtral"), ("Qwen3-Next", "qwen3next")):
         (row,) = [row for name, row in speed.items() if name.startswith(f"{size}'s size")]
         assert row[-1] == batch[layer]
-    overview = cells("docs/performance.md", "## Figures and goals").items()
-    (shares,) = [row[0] for name, row in overview if name.startswith("AC in a [layer]")]
+    overview = cells("docs/performance.md", "## Layers")
+    added = {name.split("`")[1]: row[-1] for name, row in overview.items() if "`" in name}
+    measured = {layer: share.split()[0] for layer, share in batch.items() if "%" in share}
+    assert {layer: share for layer, share in added.items() if share} == measured
+    goals = cells("docs/performance/goals.md", "## Figures and goals").items()
+    (shares,) = [row[0] for name, row in goals if name.startswith("AC in a [layer]")]
     for layer in ("olmoe", "qwen30b", "mixtral"):
         assert f"{layer} +{batch[layer].split()[0]}" in shares
