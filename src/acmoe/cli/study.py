@@ -101,7 +101,7 @@ class Study:
             return self._evidence(self.evidence)
         if not self.study:
             check(self.list, "no study given; `acmoe study --list` shows them all")
-            check_read(self, ("list",), "about the list of studies")
+            check_read(self, ("list",), "on the list of studies")
             return _list_studies()
         study_of(self.study)  # raises on an unknown name before any file is read
         drawn = ("page", "pictures")
