@@ -164,3 +164,15 @@ def test_readme_and_overview_have_the_router_s_share_from_the_page_of_layers():
     (shares,) = [row[0] for name, row in goals if name.startswith("AC in a [layer]")]
     for layer in ("olmoe", "qwen30b", "mixtral"):
         assert f"{layer} +{batch[layer].split()[0]}" in shares
+
+
+def test_the_overview_of_layers_has_the_figures_of_the_page_of_layers():
+    page = (ROOT / "docs/performance/layers.md").read_text(encoding="utf-8").replace("**", "")
+    for name, row in cells("docs/performance.md", "## Layers").items():
+        if "`" not in name:
+            continue  # the head of the table
+        layer = name.split("`")[1]
+        lines = [line for line in page.split("\n") if re.match(rf"\| {layer}[ ,]", line)]
+        known = {cell.split()[0] for line in lines for cell in line.split("|") if cell.strip()}
+        figures = [cell.split()[0] for cell in row[1:5] if cell]  # ms, and up to three ratios
+        assert len(figures) >= 2 and set(figures) <= known, (layer, figures)
