@@ -106,13 +106,13 @@ class MoE(Layer):
     ) -> tuple[Tensor, RoutingState]:
         """Route x (T, D) or (B, L, D) to its experts; return y, shaped as x, and the next state.
 
-        state: from the MoE layer before; None in the first one.
-        token_mask: (T,) or (B, L), False for padding, which goes to no expert and gets output 0.
-        token_ids: (T,) or (B, L), for routers that read them (hash, stable).
-        cache: from `new_cache`, for decoding.
-        expert_input: x already cast to the dtype of the experts' GEMMs, if the caller has it; the
-        experts then read it instead of x. It is ignored with a token mask, and if the router passes
-        rescaled tokens to the experts.
+        state          from the MoE layer before; None in the first one
+        token_mask     (T,) or (B, L), False for padding, which goes to no expert and gets output 0
+        token_ids      (T,) or (B, L), for routers that read them (hash, stable)
+        cache          from `new_cache`, for decoding
+        expert_input   x already cast to the dtype of the experts' GEMMs, if the caller has it; the
+                       experts then read it instead of x. It is ignored with a token mask, and if
+                       the router passes rescaled tokens to the experts.
         """
         begun = state is None
         router = unwrapped(self.router)
