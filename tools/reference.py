@@ -114,9 +114,10 @@ def configs_page() -> str:
     """Return the page of all configs in Markdown."""
     parts = [
         "# Configs",
-        "Every option of every config, with its default. `acmoe train RECIPE --keys` lists those "
-        "of a recipe with its values, and `acmoe train RECIPE KEY=VALUE` changes them; "
-        "`model.router.KEY` reaches into the router. A config checks its values when it is made.",
+        "This page lists the options of every config with their defaults. `acmoe train RECIPE "
+        "--keys` lists those of a recipe with its values, and `acmoe train RECIPE KEY=VALUE` "
+        "changes them; `model.router.KEY` reaches into the router. A config checks its values "
+        "when it is made.",
     ]
     for module, heading in CONFIG_MODULES.items():
         parts.append(f"## {heading}")

@@ -197,8 +197,8 @@ def test_attacked_images_are_those_of_the_attack_command(image_run: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"images": 4}, "images=4 says nothing"),
-        ({"attack": attack_config("fgsm")}, "attack=fgsm says nothing"),
+        ({"images": 4}, "images=4 does not apply"),
+        ({"attack": attack_config("fgsm")}, "attack=fgsm does not apply"),
         ({"tokens": 3}, "tokens=3 do not fill batch=8"),
     ],
 )
@@ -210,7 +210,7 @@ def test_what_is_for_images_is_refused_for_text(
 
 
 def test_what_is_for_text_is_refused_for_images(image_run: Path) -> None:
-    with pytest.raises(UserError, match="tokens=100 says nothing"):
+    with pytest.raises(UserError, match="tokens=100 does not apply"):
         sample_run(image_run, AnalyzeConfig(tokens=100, device="cpu"))
 
 

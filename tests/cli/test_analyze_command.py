@@ -118,8 +118,8 @@ def test_without_matplotlib_the_figures_alone_are_missing(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--attack", "pgd"), "attack=pgd says nothing about"),
-        (("--images", 5), "images=5 says nothing about"),
+        (("--attack", "pgd"), "attack=pgd does not apply to"),
+        (("--images", 5), "images=5 does not apply to"),
         (("--eps", "1/255"), "--eps 1/255 without an attack"),
         (("--tokens", 0), "tokens=0"),
         (("--seed", -1), "--seed -1; it must lie between 0 and 2**63 - 1"),
@@ -142,4 +142,4 @@ def test_contamination_is_refused_for_images(
     image_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert acmoe("analyze", image_run, "--contaminate", 0.1) == 2
-    assert "contaminate=0.1 says nothing about" in capsys.readouterr().err
+    assert "contaminate=0.1 does not apply to" in capsys.readouterr().err

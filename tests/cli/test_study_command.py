@@ -98,11 +98,11 @@ def test_a_study_of_two_cells_runs_resumes_and_is_summarised(method, capsys, mon
         (("synthetic", "--address", "auto"), "give --engine ray too"),
         (("synthetic", "--minutes", "-1"), "--minutes -1.0; it must be positive"),
         (("synthetic", "--minutes", "nan"), "--minutes nan; it must be positive"),
-        (("bytes", "--summarise", "--seeds", "0", "1"), "--seeds 0 1 says nothing with --summ"),
-        (("bytes", "--summarise", "--list"), "--list says nothing with --summarise; leave it out"),
-        (("--evidence", "page.md", "--out", "x.jsonl"), "--out x.jsonl says nothing with --evid"),
-        (("synthetic", "--page", "page.md"), "--page page.md says nothing without --summarise"),
-        (("--list", "--steps", "3"), "--steps 3 says nothing about the list of studies"),
+        (("bytes", "--summarise", "--seeds", "0", "1"), "--seeds 0 1 has no effect with --summ"),
+        (("bytes", "--summarise", "--list"), "--list has no effect with --summarise; leave it out"),
+        (("--evidence", "page.md", "--out", "x.jsonl"), "--out x.jsonl has no effect with --evid"),
+        (("synthetic", "--page", "page.md"), "--page page.md has no effect without --summarise"),
+        (("--list", "--steps", "3"), "--steps 3 has no effect on the list of studies"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, tmp_path, arguments, says):

@@ -156,7 +156,23 @@ def test_readme_and_overview_have_the_router_s_share_from_the_page_of_layers():
     for size, layer in (("OLMoE", "olmoe"), ("Mixtral", "mixtral"), ("Qwen3-Next", "qwen3next")):
         (row,) = [row for name, row in speed.items() if name.startswith(f"{size}'s size")]
         assert row[-1] == batch[layer]
-    overview = cells("docs/performance.md", "## Figures and goals").items()
-    (shares,) = [row[0] for name, row in overview if name.startswith("AC in a [layer]")]
+    overview = cells("docs/performance.md", "## Layers")
+    added = {name.split("`")[1]: row[-1] for name, row in overview.items() if "`" in name}
+    measured = {layer: share.split()[0] for layer, share in batch.items() if "%" in share}
+    assert {layer: share for layer, share in added.items() if share} == measured
+    goals = cells("docs/performance/goals.md", "## Figures and goals").items()
+    (shares,) = [row[0] for name, row in goals if name.startswith("AC in a [layer]")]
     for layer in ("olmoe", "qwen30b", "mixtral"):
         assert f"{layer} +{batch[layer].split()[0]}" in shares
+
+
+def test_the_overview_of_layers_has_the_figures_of_the_page_of_layers():
+    page = (ROOT / "docs/performance/layers.md").read_text(encoding="utf-8").replace("**", "")
+    for name, row in cells("docs/performance.md", "## Layers").items():
+        if "`" not in name:
+            continue  # the head of the table
+        layer = name.split("`")[1]
+        lines = [line for line in page.split("\n") if re.match(rf"\| {layer}[ ,]", line)]
+        known = {cell.split()[0] for line in lines for cell in line.split("|") if cell.strip()}
+        figures = [cell.split()[0] for cell in row[1:5] if cell]  # ms, and up to three ratios
+        assert len(figures) >= 2 and set(figures) <= known, (layer, figures)

@@ -30,11 +30,12 @@ REMARKS = {
 HEAD = """\
 # HuggingFace families
 
-`acmoe.attach(model)` finds the MoE routers of a transformers model from what the model declares:
-the entry `_can_record_outputs["router_logits"]` names the router class and the place of its logits.
-Where a version declares none, a class named `...TopKRouter` counts. There is no list of models, so
-a family that is new in transformers works if it follows the convention. `acmoe.hf.families` holds
-the few that do not, and `acmoe.hf.register_family` adds one:
+This page lists the model families of transformers that `acmoe.attach` was tested with, and says how
+to add one. `attach` finds the MoE routers of a model from what the model declares: the entry
+`_can_record_outputs["router_logits"]` names the router class and the place of its logits. If a
+model declares none, a class named `...TopKRouter` counts. There is no list of models, so a family
+that is new in transformers works if it follows the convention. `acmoe.hf.families` describes the
+few that do not, and `acmoe.hf.register_family` adds one:
 
 ```python slow
 from acmoe.hf import register_family

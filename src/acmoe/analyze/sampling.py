@@ -199,5 +199,5 @@ def _check_unused(folder: Path, kind: str, **options: object) -> None:
     for name, value in options.items():
         check(
             value is None,
-            f"{name}={value} says nothing about {folder}, a run of {kind}; leave it out",
+            f"{name}={value} does not apply to {folder}, a run of {kind}; leave it out",
         )

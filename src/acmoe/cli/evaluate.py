@@ -28,7 +28,7 @@ class Evaluate:
     """Score a run over every token or image of a split, in each requested statistics mode.
 
     The scores are also written into the run's folder, where `acmoe report` finds them. With
-    torchrun, the rows of text or the batches of images are dealt to all processes.
+    torchrun, each process scores a part of the rows of text or batches of images.
     """
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]

@@ -41,7 +41,7 @@ def check_read(command: Any, read: Collection[str], when: str) -> None:
         option = f"--{field.name.replace('_', '-')}"
         check(
             field.name in read or value == field.default,
-            f"{option} {_words(value)}".strip() + f" says nothing {when}; leave it out",
+            f"{option} {_words(value)}".strip() + f" has no effect {when}; leave it out",
         )
 
 

@@ -83,8 +83,8 @@ class Study:
     summarise: bool = False
     """Write the study's tables into the page, draw its figures, and stop."""
     evidence: Path | None = None
-    """Write the paper's claims beside the records of all studies into this page, and stop. Give no
-    NAME with it."""
+    """Write the table of the paper's claims, each beside the results of all studies, into this page
+    and stop. Give no NAME with it."""
     page: Path | None = None
     """The page to write the tables into, between the study's markers; studies/NAME.md if not given.
     A page that does not exist is begun."""
@@ -101,7 +101,7 @@ class Study:
             return self._evidence(self.evidence)
         if not self.study:
             check(self.list, "no study given; `acmoe study --list` shows them all")
-            check_read(self, ("list",), "about the list of studies")
+            check_read(self, ("list",), "on the list of studies")
             return _list_studies()
         study_of(self.study)  # raises on an unknown name before any file is read
         drawn = ("page", "pictures")

@@ -42,7 +42,7 @@ class Train:
 
         if self.list:
             given = " ".join((self.recipe, *self.overrides)).strip()
-            check(not given, f"{given!r} says nothing with --list; leave it out")
+            check(not given, f"{given!r} has no effect with --list; leave it out")
             check_read(self, ("list",), "with --list")
             return _list_recipes()
         check(bool(self.recipe), "no recipe given; `acmoe train --list` shows them all")

@@ -30,10 +30,18 @@ class MoE(Layer):
 
     y does not include the residual; pass the state to the next MoE layer, and none to the first.
 
+    dim, hidden       features of a token, and hidden units of an expert
+    num_experts       number of experts
+    top_k             number of experts that a token is sent to
     router            a name, a config such as `AdaptiveConfig(...)`, or a `Router` module
     next_router       config of the next MoE layer's router, for which this layer computes
                       statistics; None if no adaptive layer follows. Default: that of `router`,
                       unless an `acmoe.MoEStack` plans it.
+    activation        relu, gelu or swiglu, which has a gate: the up projection is then twice as
+                      wide
+    bias, dropout     biases of the experts' projections; dropout on their hidden units
+    init              fan_in: the experts' weights are drawn from +-1/sqrt(inputs). published: from
+                      the smaller range of the published code.
     capacity_factor   None: no row is dropped. A number: an expert takes at most
                       k * floor(factor * ceil(T / E)) rows; the others get output 0 (Swin-MoE).
     losses            weights of the auxiliary losses summed into `state.aux_loss`
@@ -98,10 +106,13 @@ class MoE(Layer):
     ) -> tuple[Tensor, RoutingState]:
         """Route x (T, D) or (B, L, D) to its experts; return y, shaped as x, and the next state.
 
-        state: from the MoE layer before; None in the first one.
-        expert_input: x already cast to the dtype of the experts' GEMMs, if the caller has it; the
-        experts then read it instead of x. It is ignored with a token mask, and if the router passes
-        rescaled tokens to the experts.
+        state          from the MoE layer before; None in the first one
+        token_mask     (T,) or (B, L), False for padding, which goes to no expert and gets output 0
+        token_ids      (T,) or (B, L), for routers that read them (hash, stable)
+        cache          from `new_cache`, for decoding
+        expert_input   x already cast to the dtype of the experts' GEMMs, if the caller has it; the
+                       experts then read it instead of x. It is ignored with a token mask, and if
+                       the router passes rescaled tokens to the experts.
         """
         first_layer = state is None
         router = unwrapped(self.router)

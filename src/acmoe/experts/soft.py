@@ -29,6 +29,9 @@ class SoftMoE(Layer):
     at the previous SoftMoE layer. A token's scale is the weighted sum of those of its `mix` best
     clusters (8 in the paper).
 
+    The arguments are those of `acmoe.MoE`. `router` is "soft", `SoftConfig(slots_per_expert=...)`
+    or, for the paper's adaptive layer, `AdaptiveConfig(base=SoftConfig(), mix=8)`.
+
     The layer calls methods of its router, not the router itself: hooks on the router do not run.
     Those on the layer, on `experts` and on `next_state` do.
     """

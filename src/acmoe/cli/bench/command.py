@@ -21,12 +21,16 @@ class Layer:
     """Layers to measure: olmoe, qwen30b, fine, mixtral, switch, swin, dsv2lite, dsv3, gptoss,
     qwen3next, granite, scout, phi, mixtral22b, nano, tiny or tiny-relu. Your own is
     TOKENSxFEATURESxHIDDENxEXPERTSxTOP_K, with -relu or -gelu appended if it is not gated.
+    NAME@TOKENS is a layer with another number of tokens. With NAME+skew nearly half of the tokens
+    choose one expert, with NAME+even all experts get the same number of rows.
     If none is given, a GPU measures the first six and a CPU the tiny ones."""
     tokens: tuple[int, ...] = ()
     """Numbers of tokens to measure every layer with, instead of its own."""
     rivals: tuple[str, ...] = ()
-    """Baselines to measure beside acmoe. If none is given: all but `torch` (the reference in plain
-    PyTorch) and `triton`."""
+    """Baselines to measure beside acmoe: acmoe+compile, grouped_mm, grouped_mm+compile, scattermoe,
+    sonicmoe, transformers, transformers-eager, liger, triton, or torch (the reference in plain
+    PyTorch). One that cannot run here is listed with the reason. If none is given: all but triton
+    and torch."""
     dtype: str = "auto"
     """Data type of weights and tokens: bf16, fp16 or fp32; auto takes bf16 on a GPU and fp32 on a
     CPU."""
