@@ -144,11 +144,11 @@ class TopKRouter(Router):
         self.bias: nn.Parameter | None = None
         if config.bias:
             self.bias = nn.Parameter(torch.empty(num_experts))
+        self.fixed_length: EmbeddingLength | None = None
         TopKRouter.reset_parameters(self)  # a subclass has not made its own parameters yet
         self.selection: SelectionBias | None = None
         if config.bias_balancing > 0:
             self.selection = SelectionBias(num_experts, config.bias_balancing)
-        self.fixed_length: EmbeddingLength | None = None
         if config.embedding_length is not None:
             self.fixed_length = EmbeddingLength(self, config.embedding_length)
 
@@ -157,6 +157,8 @@ class TopKRouter(Router):
         init_embeddings(self.embedding, self.config.init)
         if self.bias is not None:
             nn.init.uniform_(self.bias, -1 / math.sqrt(self.dim), 1 / math.sqrt(self.dim))
+        if self.fixed_length is not None:
+            self.fixed_length.update()
 
     def directions(self, x: Tensor) -> Tensor:
         """Return the (E, D) expert embeddings, normalised if the config says so.
