@@ -22,14 +22,17 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
+from torch.autograd import Variable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from acmoe.ops.dispatch import log_once
+from acmoe.ops.statistics.pending import replaying
 
 if TYPE_CHECKING:
     from acmoe.routing.statistics.step import StepStatistics
@@ -89,6 +92,18 @@ def _add(registry: "weakref.WeakSet[Any]", module: nn.Module) -> None:
 # Dynamo must not trace it: torch.compile(optimizer.step) breaks its graph here.
 @_disable_dynamo
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Update the statistics, or let the backward do it at its end if the step was taken inside one.
+
+    An optimizer in a gradient hook steps before activation checkpointing has repeated the blocks
+    below, which must find the statistics that their forward read.
+    """
+    if replaying():
+        Variable._execution_engine.queue_callback(partial(_update, optimizer))
+    else:
+        _update(optimizer)
+
+
+def _update(optimizer: Optimizer) -> None:
     from acmoe.routing.statistics.step import update_all
 
     trained = trained_by(optimizer)
