@@ -3,6 +3,7 @@
 T tokens, D features, E experts, K experts per token.
 """
 
+import logging
 import math
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from acmoe.config.routing import LossConfig, SMoEConfig
 from acmoe.errors import check
+from acmoe.ops.dispatch import log_once
 from acmoe.ops.route import Route, ScaledTokens, route
 from acmoe.ops.route.reference import best_first, first_chosen, linear_affinity, load
 from acmoe.ops.statistics.dispersion import accumulation_dtype
@@ -113,6 +115,13 @@ class EmbeddingLength(StepStatistics):
 
     @torch.no_grad()
     def update(self) -> None:
+        if "embedding" not in self.owner[0]._parameters:
+            log_once(
+                f"embedding_length={self.length} is not restored: it sets the stored embeddings of "
+                "a router, and a parametrization or a pruning mask computes these from others",
+                logging.WARNING,
+            )
+            return
         embedding_ED = self.owner[0].embedding
         number = torch.finfo(embedding_ED.dtype)
         length_E1 = embedding_ED.norm(dim=-1, keepdim=True)
