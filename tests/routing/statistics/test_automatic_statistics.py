@@ -4,6 +4,7 @@ T tokens, D features, C clusters.
 """
 
 import copy
+import gc
 import logging
 import pickle
 from collections.abc import Callable
@@ -257,6 +258,24 @@ def test_a_layer_that_no_optimizer_holds_is_moved_by_any(
         assert moved(moe) > before
 
 
+def test_a_frozen_layer_whose_optimizer_is_gone_is_moved_by_any() -> None:
+    """Train all, then an adapter alone: the second optimizer steps before the first is gone."""
+    model = Adapted()
+    first = torch.optim.SGD(model.parameters(), lr=0.1)
+    second = torch.optim.SGD(model.adapter.parameters(), lr=0.1)
+    train(model.moe.requires_grad_(True), first, 0)
+    model.moe.requires_grad_(False)
+    second.step()
+    before = moved(model.moe)
+    del first
+    gc.collect()
+    for seed in range(2):
+        model.moe(tokens(seed), START)
+        second.step()
+        assert moved(model.moe) > before
+        before = moved(model.moe)
+
+
 def test_a_parameter_group_added_later_takes_its_layer_along() -> None:
     one, two = layer(0), layer(1)
     optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
@@ -508,6 +527,33 @@ def test_a_training_loop_without_any_update_says_so_once(
     assert other.param_groups
     assert len(logged.messages) == 1
     assert "acmoe.fold_statistics(model)" in logged.messages[0]
+
+
+def test_layers_that_an_idle_optimizer_holds_say_so(
+    logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step, "PATIENCE", 5)
+    model = Adapted()
+    idle = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model.moe.requires_grad_(True), idle, *range(4))
+    other = torch.optim.SGD(model.adapter.parameters(), lr=0.1)
+    for seed in range(4):
+        model.moe(tokens(seed), START)
+        other.step()
+    assert logged.messages == []
+    model.moe(tokens(4), START)
+    assert len(logged.messages) == 1
+    assert idle.param_groups
+
+
+def test_a_repetition_of_a_checkpoint_is_no_forward_without_an_update(
+    logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step, "PATIENCE", 5)
+    moe = layer()
+    for seed in range(4):
+        checkpoint(partial(loss_of, moe), tokens(seed), use_reentrant=False).backward()
+    assert logged.messages == []
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's

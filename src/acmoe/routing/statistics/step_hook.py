@@ -12,8 +12,8 @@ can be captured in a CUDA graph.
 
 A layer is a module that called `register_layer`: `MoE`, `SoftMoE`, any `Router`. Statistics, layers
 and optimizers are held weakly, and the parameters of a layer are looked up when an optimizer is
-first seen, when it gets another parameter group and when layers are built or copied. Modules may
-therefore be copied, pickled, moved and sharded without telling the hook.
+first seen, when it gets another parameter group, when another one is gone and when layers are built
+or copied. Modules may therefore be copied, pickled, moved and sharded without telling the hook.
 """
 
 import gc
@@ -149,7 +149,7 @@ def trained_by(optimizer: Optimizer, *, search: bool = False) -> Trained:
             _changes += 1  # it may hold parameters that no optimizer held until now
             _trained[optimizer] = Trained()
         sizes = (len(group["params"]) for group in optimizer.param_groups)
-        key = (_changes, *sizes)
+        key = (_changes, len(_trained), *sizes)
         if _trained[optimizer].key != key or search:
             _trained[optimizer] = Trained(key, *_find(optimizer, search), search)
         return _trained[optimizer]
