@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from acmoe import AdaptiveConfig, MoE, SoftMoE, StableConfig, ThresholdConfig
+from acmoe import (
+    AdaptiveConfig,
+    MoE,
+    SoftMoE,
+    StableConfig,
+    ThresholdConfig,
+    override_statistics,
+)
 from acmoe.config.routing import ROUTERS, ExpertChoiceConfig, RouterConfig
 from slow_cases import mostly_slow
 
@@ -97,3 +104,14 @@ def test_a_compiled_layer_takes_a_batch_without_tokens(name: str) -> None:
     compiled = torch.compile(layers, fullgraph=True, backend="eager")
     y, aux_loss = compiled(torch.randn(2, 0, 6), torch.empty(2, 0, dtype=torch.int64))
     assert y.shape == (2, 0, 6) and aux_loss == 0
+
+
+def test_a_strength_may_change_between_calls_of_a_compiled_layer() -> None:
+    """From the second value on, torch.compile traces the number as a symbol."""
+    torch._dynamo.reset()
+    layers = Two(AdaptiveConfig(statistics="batch", strength=0.5)).eval()
+    compiled = torch.compile(layers, fullgraph=True, backend="eager")
+    x, ids = torch.randn(2, 5, 6), torch.zeros(2, 5, dtype=torch.int64)
+    for strength in (0.5, 0.7, 0.9):
+        with override_statistics(layers, strength=strength):
+            torch.testing.assert_close(compiled(x, ids), layers(x, ids))

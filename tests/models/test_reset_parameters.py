@@ -25,6 +25,7 @@ from acmoe.lab.variants import VariantConfig
 
 ROUTERS = {
     "smoe": SMoEConfig(bias=True, bias_balancing=0.1),
+    "length": SMoEConfig(normalize_embeddings=True, embedding_length=1.5),
     "cosine": CosineConfig(),
     "threshold": ThresholdConfig(learnable=True),
     "expert-choice": ExpertChoiceConfig(),

@@ -1,11 +1,14 @@
 """Unit-length expert embeddings whose stored length is restored after every optimizer step."""
 
 import copy
+import logging
 
 import pytest
 import torch
+from torch.nn.utils import parametrize, prune
 
 from acmoe import SMoEConfig, UserError, build_router, fold_statistics
+from acmoe.ops import dispatch
 
 UNIT = {"normalize_embeddings": True, "init": "orthogonal"}
 
@@ -90,6 +93,33 @@ def test_setting_the_length_twice_is_setting_it_once(dtype):
     )
     fold_statistics(router)
     assert torch.equal(router.embedding, once)
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, embedding):
+        return 2 * embedding
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda router: parametrize.register_parametrization(router, "embedding", Doubled()),
+        lambda router: prune.random_unstructured(router, "embedding", 0.5),
+    ],
+    ids=["parametrized", "pruned"],
+)
+def test_a_length_that_cannot_be_restored_is_reported_once(change, monkeypatch, caplog):
+    monkeypatch.setattr(dispatch, "_logged", set())
+    caplog.set_level(logging.WARNING, logger="acmoe")
+    router = one_router(embedding_length=1.5)
+    fold_statistics(router)
+    assert caplog.messages == []
+    change(router)
+    optimizer = torch.optim.SGD(router.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.step()
+    assert len(caplog.messages) == 1
+    assert "embedding_length=1.5 is not restored" in caplog.messages[0]
 
 
 def test_a_length_without_unit_embeddings_is_refused():

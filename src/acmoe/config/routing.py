@@ -127,7 +127,9 @@ class AdaptiveConfig(WithMovedFields):
     scale_experts: bool = False  # feed the scaled token to the experts too (published vision code)
     floor: float = 1e-3  # lower bound of each s, as a share of its cluster's mean s
     eps: float = 0.0  # weights are 1 / (s + eps)
-    clamp: float | None = None  # upper bound of a weight, as a multiple of the mean weight
+    # Upper bound of a weight, as a multiple of the mean weight of all clusters. prefix: of the
+    # `mix` clusters that the token reads.
+    clamp: float | None = None
     # Divide by the mean of the weights before the clamp, as the published vision code for Swin; the
     # clamped weights then average less than one.
     mean_before_clamp: bool = False

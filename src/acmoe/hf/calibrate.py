@@ -45,6 +45,7 @@ def calibrate(model: Model, batches: Iterable[Batch]) -> Model:
             model(**_inputs(model, batch))
             for one in statistics:
                 one.update()
+                one.forwards = 0
             seen += 1
     check(seen > 0, "batches is empty; pass tensors of token ids, or dicts of model inputs")
     return model

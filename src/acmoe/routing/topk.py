@@ -3,6 +3,7 @@
 T tokens, D features, E experts, K experts per token.
 """
 
+import logging
 import math
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from acmoe.config.routing import LossConfig, SMoEConfig
 from acmoe.errors import check
+from acmoe.ops.dispatch import log_once
 from acmoe.ops.route import Route, ScaledTokens, route
 from acmoe.ops.route.reference import best_first, first_chosen, linear_affinity, load
 from acmoe.ops.statistics.dispersion import accumulation_dtype
@@ -113,6 +115,13 @@ class EmbeddingLength(StepStatistics):
 
     @torch.no_grad()
     def update(self) -> None:
+        if "embedding" not in self.owner[0]._parameters:
+            log_once(
+                f"embedding_length={self.length} is not restored: it sets the stored embeddings of "
+                "a router, and a parametrization or a pruning mask computes these from others",
+                logging.WARNING,
+            )
+            return
         embedding_ED = self.owner[0].embedding
         number = torch.finfo(embedding_ED.dtype)
         length_E1 = embedding_ED.norm(dim=-1, keepdim=True)
@@ -144,11 +153,11 @@ class TopKRouter(Router):
         self.bias: nn.Parameter | None = None
         if config.bias:
             self.bias = nn.Parameter(torch.empty(num_experts))
+        self.fixed_length: EmbeddingLength | None = None
         TopKRouter.reset_parameters(self)  # a subclass has not made its own parameters yet
         self.selection: SelectionBias | None = None
         if config.bias_balancing > 0:
             self.selection = SelectionBias(num_experts, config.bias_balancing)
-        self.fixed_length: EmbeddingLength | None = None
         if config.embedding_length is not None:
             self.fixed_length = EmbeddingLength(self, config.embedding_length)
 
@@ -157,6 +166,8 @@ class TopKRouter(Router):
         init_embeddings(self.embedding, self.config.init)
         if self.bias is not None:
             nn.init.uniform_(self.bias, -1 / math.sqrt(self.dim), 1 / math.sqrt(self.dim))
+        if self.fixed_length is not None:
+            self.fixed_length.update()
 
     def directions(self, x: Tensor) -> Tensor:
         """Return the (E, D) expert embeddings, normalised if the config says so.

@@ -124,6 +124,21 @@ def test_stage_two_obeys_the_light_router_and_no_longer_teaches_it():
     assert router.light_tokens.weight.grad is None
 
 
+def test_no_optimizer_moves_the_light_router_of_stage_two():
+    router = by_hand()
+    optimizer = torch.optim.AdamW(router.parameters(), lr=0.1, weight_decay=0.1)
+    for stage in (1, 2):
+        if stage == 2:
+            router.freeze()
+        before = [one.clone() for one in (router.light_experts, router.light_tokens.weight)]
+        routing = route(router, X, IDS)
+        optimizer.zero_grad(set_to_none=False)
+        (routing.gate.sum() + routing.loss).backward()
+        optimizer.step()
+        after = (router.light_experts, router.light_tokens.weight)
+        assert all(map(torch.equal, before, after)) is (stage == 2)
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("other", [1, 2])
 def test_the_stage_survives_a_checkpoint_whatever_stage_loads_it(tmp_path, stage, other):

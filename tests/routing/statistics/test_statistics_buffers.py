@@ -4,6 +4,7 @@ T tokens, D features, C clusters.
 """
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -80,6 +81,24 @@ def test_the_scale_follows_every_change_of_the_averages(assign):
     torch.testing.assert_close(see(statistics, x, cluster), torch.tensor([[0.5, 1.5]]))
     statistics.weight.zero_()
     assert see(statistics, x, cluster).tolist() == [[1.0, 1.0]]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_reads_what_is_loaded_into_it_however_often(copied):
+    """The tensors of a copy count their versions anew, and come to those of the original."""
+    statistics = taker(clusters=1, dim=2).eval()
+    x, cluster = torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)
+    for _ in range(4):
+        statistics.dispersion.fill_(1.0)
+        statistics.weight.fill_(9.0)
+    assert see(statistics, x, cluster).tolist() == [[1.0, 1.0]]
+    # s = (1, 3): 1/s = (1, 1/3), mean 2/3, M = (1.5, 0.5).
+    loaded = {"dispersion": torch.tensor([[1.0, 3.0]]), "weight": torch.tensor([9.0])}
+    for times in range(1, 6):
+        other = copied(statistics)
+        for _ in range(times):
+            other.load_state_dict(loaded)
+        torch.testing.assert_close(see(other, x, cluster), torch.tensor([[1.5, 0.5]]))
 
 
 def test_a_scale_that_was_handed_on_does_not_change_when_statistics_are_folded():

@@ -4,12 +4,14 @@ T tokens, C clusters.
 """
 
 import logging
+from functools import partial
 from typing import Any, cast
 
 import pytest
 import torch
-from stepped_layers import START, C, D, T, layer, loss_of, statistics_of, tokens, train
+from stepped_layers import START, Adapted, C, D, T, layer, loss_of, statistics_of, tokens, train
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from acmoe import AdaptiveConfig, MoE, RoutingState, fold_statistics
 from acmoe.ops import dispatch
@@ -69,6 +71,33 @@ def test_a_training_loop_without_any_update_says_so_once(
     assert other.param_groups
     assert len(logged.messages) == 1
     assert "acmoe.fold_statistics(model)" in logged.messages[0]
+
+
+def test_layers_that_an_idle_optimizer_holds_say_so(
+    logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step, "PATIENCE", 5)
+    model = Adapted()
+    idle = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model.moe.requires_grad_(True), idle, *range(4))
+    other = torch.optim.SGD(model.adapter.parameters(), lr=0.1)
+    for seed in range(4):
+        model.moe(tokens(seed), START)
+        other.step()
+    assert logged.messages == []
+    model.moe(tokens(4), START)
+    assert len(logged.messages) == 1
+    assert idle.param_groups
+
+
+def test_a_repetition_of_a_checkpoint_is_no_forward_without_an_update(
+    logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step, "PATIENCE", 5)
+    moe = layer()
+    for seed in range(4):
+        checkpoint(partial(loss_of, moe), tokens(seed), use_reentrant=False).backward()
+    assert logged.messages == []
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's

@@ -4,6 +4,7 @@ T tokens, D features, C clusters.
 """
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 
@@ -83,6 +84,24 @@ def test_a_layer_that_no_optimizer_holds_is_moved_by_any(
         moe(tokens(seed), START)
         optimizer.step()
         assert moved(moe) > before
+
+
+def test_a_frozen_layer_whose_optimizer_is_gone_is_moved_by_any() -> None:
+    """Train all, then an adapter alone: the second optimizer steps before the first is gone."""
+    model = Adapted()
+    first = torch.optim.SGD(model.parameters(), lr=0.1)
+    second = torch.optim.SGD(model.adapter.parameters(), lr=0.1)
+    train(model.moe.requires_grad_(True), first, 0)
+    model.moe.requires_grad_(False)
+    second.step()
+    before = moved(model.moe)
+    del first
+    gc.collect()
+    for seed in range(2):
+        model.moe(tokens(seed), START)
+        second.step()
+        assert moved(model.moe) > before
+        before = moved(model.moe)
 
 
 def test_a_parameter_group_added_later_takes_its_layer_along() -> None:

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from acmoe.errors import check
+from acmoe.errors import UserError, check
 from acmoe.ops.dispatch import transforming
 from acmoe.ops.precision import wide_dtype
 
@@ -77,11 +77,10 @@ def check_strength(strength: float | Tensor) -> None:
             bool((strength > 0).all() and torch.isfinite(strength).all()),
             f"strength={strength.tolist()}; lambda of Theorem 1 must be positive and finite",
         )
-    else:
-        check(
-            math.isfinite(strength) and strength > 0,
+    elif not 0 < strength < math.inf:  # torch.compile(dynamic=True) traces no more of a number
+        raise UserError(
             f"strength={strength}; lambda of Theorem 1 must be positive and finite "
-            "(None means the paper's 1/s)",
+            "(None means the paper's 1/s)"
         )
 
 

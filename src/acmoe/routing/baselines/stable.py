@@ -65,11 +65,15 @@ class StableRouter(Router):
         self._enter(2)
 
     def _enter(self, stage: int) -> None:
-        """Set the stage; the light router learns in stage 1 only."""
+        """Set the stage; the light router learns in stage 1 only.
+
+        An optimizer leaves a parameter alone that has no gradient; one of zeros would still decay.
+        """
         if stage != self.stage:
             self.stage = stage
-            self.light_tokens.requires_grad_(stage == 1)
-            self.light_experts.requires_grad_(stage == 1)
+            for parameter in (*self.light_tokens.parameters(), self.light_experts):
+                parameter.requires_grad_(stage == 1)
+                parameter.grad = None
 
     def get_extra_state(self) -> Tensor:
         """Return the stage as a tensor, which safetensors can store."""

@@ -49,6 +49,15 @@ class RunningAverage(StepStatistics):
         self.scaled_from: Tensor | None = None
         self.scaled_version: tuple[object, ...] = ()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickle or deepcopy, and compute its scale anew.
+
+        Its tensors count their versions from the start, up to those of the original.
+        """
+        super().__setstate__(state)
+        self.scaled_from = None
+        self.checked = ()
+
     def reset_parameters(self) -> None:
         super().reset_parameters()
         self.running_scale.fill_(1.0)

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from acmoe.ops.dispatch import log_once
 from acmoe.ops.statistics.over_ranks import world_size
+from acmoe.ops.statistics.pending import replaying
 from acmoe.routing.statistics.group import next_serial, pool
 from acmoe.routing.statistics.step_hook import register_statistics
 
-PATIENCE = 200  # training forwards without any update before a warning
+PATIENCE = 200  # training forwards without an update before a warning
 
 
 class StepStatistics(nn.Module):
@@ -35,8 +36,7 @@ class StepStatistics(nn.Module):
     # Names of the waiting buffers: means (C, X), or None, and the counts (C,) they are weighted by.
     waits: ClassVar[tuple[str | None, str] | None] = None
     group_name: str | None = None  # group of processes to pool with; None: not looked for yet
-    # Eager training forwards before the first update; None after it.
-    forwards: int | None = 0
+    forwards = 0  # eager training forwards after the last update
     waiting = False  # True: an eager training forward came after the last update
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class StepStatistics(nn.Module):
 
     def count_forward(self) -> None:
         """Count a training forward; warn once if PATIENCE of them came without an update."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or replaying():
             return
         if "_is_replica" in self.__dict__:
             log_once(
@@ -131,9 +131,7 @@ class StepStatistics(nn.Module):
             )
         if not self.waiting:  # to set an attribute of a module takes longer than to look
             self.waiting = True
-        if self.forwards is None:
-            return
-        self.forwards += 1
+        object.__setattr__(self, "forwards", self.forwards + 1)
         if self.forwards == PATIENCE:
             log_once(
                 f"running statistics: {PATIENCE} training forwards and no optimizer step that "
@@ -203,4 +201,4 @@ def update_all(statistics: Iterable[StepStatistics]) -> None:
     for one in statistics:
         one.update()
         if one.waiting:
-            one.waiting, one.forwards = False, None
+            one.waiting, one.forwards = False, 0

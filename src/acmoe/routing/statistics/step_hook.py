@@ -12,8 +12,8 @@ can be captured in a CUDA graph.
 
 A layer is a module that called `register_layer`: `MoE`, `SoftMoE`, any `Router`. Statistics, layers
 and optimizers are held weakly, and the parameters of a layer are looked up when an optimizer is
-first seen, when it gets another parameter group and when layers are built or copied. Modules may
-therefore be copied, pickled, moved and sharded without telling the hook.
+first seen, when it gets another parameter group, when another one is gone and when layers are built
+or copied. Modules may therefore be copied, pickled, moved and sharded without telling the hook.
 """
 
 import gc
@@ -22,14 +22,17 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
+from torch.autograd import Variable
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from acmoe.ops.dispatch import log_once
+from acmoe.ops.statistics.pending import replaying
 
 if TYPE_CHECKING:
     from acmoe.routing.statistics.step import StepStatistics
@@ -89,6 +92,18 @@ def _add(registry: "weakref.WeakSet[Any]", module: nn.Module) -> None:
 # Dynamo must not trace it: torch.compile(optimizer.step) breaks its graph here.
 @_disable_dynamo
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Update the statistics, or let the backward do it at its end if the step was taken inside one.
+
+    An optimizer in a gradient hook steps before activation checkpointing has repeated the blocks
+    below, which must find the statistics that their forward read.
+    """
+    if replaying():
+        Variable._execution_engine.queue_callback(partial(_update, optimizer))
+    else:
+        _update(optimizer)
+
+
+def _update(optimizer: Optimizer) -> None:
     from acmoe.routing.statistics.step import update_all
 
     trained = trained_by(optimizer)
@@ -134,7 +149,7 @@ def trained_by(optimizer: Optimizer, *, search: bool = False) -> Trained:
             _changes += 1  # it may hold parameters that no optimizer held until now
             _trained[optimizer] = Trained()
         sizes = (len(group["params"]) for group in optimizer.param_groups)
-        key = (_changes, *sizes)
+        key = (_changes, len(_trained), *sizes)
         if _trained[optimizer].key != key or search:
             _trained[optimizer] = Trained(key, *_find(optimizer, search), search)
         return _trained[optimizer]
