@@ -9,7 +9,6 @@ B sequences of L tokens.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,18 +24,22 @@ KEY = "acmoe_tape"  # of the keyword argument
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # arguments of packed sequences
 
 
-@dataclass
 class Tape:
-    """The states of one forward pass of a stack, written once each."""
+    """The states of one forward pass of a stack, written once each.
 
-    token_mask: Tensor | None = None  # (B, L), None: no token is padding, or no statistic asks
-    slots: dict[int, StatisticsSlot] | None = None  # decode slots in the cache of the call
-    past: int = 0  # tokens in that cache; 0 where running statistics are only read
-    gradient: bool = False  # gradients were recorded where the pass began
-    called: set[int] = field(default_factory=set)  # depths of the routers called so far
-    states: dict[int, RoutingState] = field(default_factory=dict)  # of each for the next
-    new_slots: dict[int, StatisticsSlot] = field(default_factory=dict)
-    ended: bool = False  # the stack has returned: further calls are repetitions
+    It is no dataclass: FSDP with mixed precision copies a dataclass among the arguments of a layer
+    and casts what is in it, so that every layer would write to a tape of its own.
+    """
+
+    def __init__(self, *, gradient: bool) -> None:
+        self.token_mask: Tensor | None = None  # (B, L), None: no padding, or no statistic asks
+        self.slots: dict[int, StatisticsSlot] | None = None  # decode slots in the call's cache
+        self.past = 0  # tokens in that cache; 0 where running statistics are only read
+        self.gradient = gradient  # gradients were recorded where the pass began
+        self.called: set[int] = set()  # depths of the routers called so far
+        self.states: dict[int, RoutingState] = {}  # of each for the next
+        self.new_slots: dict[int, StatisticsSlot] = {}
+        self.ended = False  # the stack has returned: further calls are repetitions
 
     def slot(self, depth: int) -> StatisticsSlot | None:
         """Return the decode slot of a router; None if the cache of the call has none yet."""

@@ -219,10 +219,21 @@ def release(model: nn.Module) -> None:
     """Give back the plain classes."""
     for module in model.modules():
         if isinstance(module, AdaptiveModel):
-            _change_class(module, module.plain_class)
+            _change_class(module, _plain_kind(type(module)))
             config: Any = module.config
             config.__class__ = config.plain_class
             del config.acmoe
+
+
+def _plain_kind(kind: Any) -> Any:
+    """Return the plain class of an adaptive one, also where `fully_shard` has derived a class from
+    the adaptive one: the result is then derived from the plain one."""
+    if "plain_class" in vars(kind):
+        return kind.plain_class
+    if not issubclass(kind, AdaptiveModel):
+        return kind
+    bases = tuple(_plain_kind(base) for base in kind.__bases__)
+    return type(kind.__name__.replace(NAME, "", 1), bases, dict(vars(kind)))
 
 
 def _make_parts_plain(model: Any) -> None:
