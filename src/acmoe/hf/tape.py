@@ -8,6 +8,7 @@ the same pass.
 B sequences of L tokens.
 """
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from acmoe.errors import UserError, check
 from acmoe.hf.cache import past_tokens, slots_in
+from acmoe.ops.dispatch import log_once
 from acmoe.routing.state import RoutingState
 from acmoe.routing.statistics import ClusterStatistics
 from acmoe.routing.statistics.cache import StatisticsSlot
@@ -78,6 +80,8 @@ def new_tape(given: Mapping[str, Any], name: str, statistics: ClusterStatistics 
     if statistics.mode == "prefix" and not statistics.training:
         tape.slots = slots_in(cache, name)
     tape.token_mask = token_mask(given, tape.past, statistics.mode)
+    if statistics.training and given.get("encoder_hidden_states") is not None:
+        say_labels_count(given, name)
     return tape
 
 
@@ -107,6 +111,20 @@ def token_mask(given: Mapping[str, Any], past: int, mode: str) -> Tensor | None:
         f"statistics={mode!r} need one column per token",
     )
     return mask[:, -length:].bool()
+
+
+def say_labels_count(given: Mapping[str, Any], name: str) -> None:
+    """Warn once if the decoder of an encoder-decoder gets no mask of its tokens in training.
+
+    Such models make its tokens of the labels. Padding of these is -100, and becomes a token.
+    """
+    if given.get("attention_mask") is None:
+        log_once(
+            f"{name} gets no attention mask in training, so that its statistics count padded "
+            "labels as tokens; if labels are padded, pass the model decoder_attention_mask = "
+            "(labels != -100)",
+            logging.WARNING,
+        )
 
 
 def mask_of_layers(masks: Mapping[str, Any], past: int, length: int, mode: str) -> Tensor | None:
