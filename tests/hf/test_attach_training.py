@@ -276,7 +276,7 @@ def two_layers() -> nn.Module:
 
 
 @torch.no_grad()
-def test_layers_compiled_as_a_whole_count_alike_and_a_part_alone_is_refused() -> None:
+def test_layers_compiled_as_a_whole_count_alike_and_a_part_of_them_is_refused() -> None:
     """Each layer by itself, as regional compilation does; its MoE block by itself."""
     torch.compiler.reset()
     models = [two_layers() for _ in range(2)]
@@ -290,4 +290,11 @@ def test_layers_compiled_as_a_whole_count_alike_and_a_part_alone_is_refused() ->
     part.model.layers[0].mlp.compile(backend="eager")
     with pytest.raises(UserError, match="compile the model or its layers as a whole"):
         part(input_ids=ids())
+    torch.compiler.reset()
+    # A layer's depth is a constant of its graph, so that two layers need two.
+    with (
+        torch._dynamo.config.patch(recompile_limit=1),
+        pytest.raises(UserError, match=r"recompile_limit above the number of layers"),
+    ):
+        models[0](input_ids=ids())
     torch.compiler.reset()

@@ -50,9 +50,11 @@ def context_of(part: AdaptivePart) -> LayerContext:
     if context is None:
         raise UserError(
             f"{part.name} was called outside of its decoder layer, its layer was compiled before "
-            "attach or only in part, or it is a copy (modules_to_save of PEFT); call the whole "
-            "model, attach before torch.compile, compile the model or its layers as a whole, or "
-            "name the router in target_parameters"
+            "attach or only in part, torch.compile reached its recompile_limit (layers compiled "
+            "one by one need a graph each), or it is a copy (modules_to_save of PEFT); call the "
+            "whole model, attach before torch.compile, compile the model or its layers as a whole, "
+            "set torch._dynamo.config.recompile_limit above the number of layers, or name the "
+            "router in target_parameters"
         )
     return context
 
