@@ -49,6 +49,7 @@ def test_detach_gives_back_the_class_that_is_sharded(first: str) -> None:
     model = build("mixtral")
     for step in (acmoe.attach, sharded) if first == "attach" else (sharded, acmoe.attach):
         model = step(model)
+    assert type(model).__name__ == "FSDPAdaptiveMixtralForCausalLM"
     acmoe.detach(model)
     assert isinstance(model, FSDPModule) and isinstance(model, MixtralForCausalLM)
     assert type(model).__name__ == "FSDPMixtralForCausalLM"

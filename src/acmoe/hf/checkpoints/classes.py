@@ -193,9 +193,16 @@ def adaptive_class(
             "__module__": "acmoe.hf",
             "__doc__": f"A {plain.__name__} that acmoe.attach has made adaptive.",
         }
-        _MODELS[plain, config] = type(NAME + plain.__name__, (AdaptiveModel, plain), namespace)
+        _MODELS[plain, config] = type(_name_of(plain), (AdaptiveModel, plain), namespace)
         register_model(_MODELS[plain, config], plain)
     return _MODELS[plain, config]
+
+
+def _name_of(plain: type[PreTrainedModel]) -> str:
+    """Return the name of the adaptive class. `fully_shard` puts a prefix before the name of a
+    model's class, which transformers takes off where it saves the model."""
+    sharded = "FSDP" if plain.__name__.startswith("FSDP") else ""
+    return sharded + NAME + plain.__name__.removeprefix(sharded)
 
 
 def adopt(model: nn.Module, options: dict[str, Any]) -> None:
