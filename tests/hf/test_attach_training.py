@@ -276,18 +276,20 @@ def two_layers() -> nn.Module:
 
 
 @torch.no_grad()
-def test_layers_compiled_as_a_whole_count_alike_and_a_part_alone_is_refused() -> None:
-    """Each layer by itself, as regional compilation does; its MoE block by itself."""
-    torch.compiler.reset()
-    models = [two_layers() for _ in range(2)]
-    for layer in models[0].model.layers:
-        layer.compile(backend="eager")
-    for model in models:
-        model(input_ids=ids())
-    for one, other in zip(statistics(models[0]), statistics(models[1]), strict=True):
-        assert torch.equal(one.last_count, other.last_count)
-    part = two_layers().eval()
-    part.model.layers[0].mlp.compile(backend="eager")
-    with pytest.raises(UserError, match="compile the model or its layers as a whole"):
-        part(input_ids=ids())
+def test_layers_and_parts_of_layers_that_are_compiled_count_alike() -> None:
+    """Each layer by itself, as regional compilation does; its MoE block by itself. A layer's depth
+    is a constant of its graph: with a limit of one graph, most functions of the second layer run as
+    they are, and call others that are compiled."""
+    plain = two_layers()
+    plain(input_ids=ids())
+    for part, limit in (("", 8), ("", 1), ("mlp", 8), ("mlp.gate", 1)):
+        torch.compiler.reset()
+        model = two_layers()
+        for layer in model.model.layers:
+            layer.get_submodule(part).compile(backend="eager")
+        with torch._dynamo.config.patch(recompile_limit=limit):
+            model(input_ids=ids())
+        for one, other in zip(statistics(model), statistics(plain), strict=True):
+            assert torch.equal(one.last_count, other.last_count)
+        assert all(part.context is None for part in attached_parts(model).values())
     torch.compiler.reset()

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from attached import ids, left_padded, logits, measured
+from hf_cases import language_model
 from small_models import FAMILIES, build, inputs, is_known
 from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
@@ -15,6 +16,7 @@ from acmoe.analyze.hf_text import Batch
 from acmoe.analyze.huggingface import sample_model
 from acmoe.analyze.record import RoutingRecord
 from acmoe.errors import UserError
+from acmoe.hf import AcmoeConfig, AcmoeForCausalLM
 from acmoe.hf.attach import attached_parts
 from acmoe.hf.discovery import find_stacks
 from acmoe.hf.observe import observed
@@ -208,6 +210,13 @@ def test_a_model_without_a_head_has_no_loss() -> None:
     sampled = sample_model(build("mixtral").model, [TOKENS])
     assert sampled.own.loss is None
     assert analyze(sampled).to_json()["loss"] is None
+
+
+def test_adaptive_models_of_the_library_are_refused() -> None:
+    library = language_model()
+    model = AcmoeForCausalLM(AcmoeConfig.of(library.config), library)
+    with pytest.raises(UserError, match=r"AcmoeForCausalLM has routers of acmoe .*analyze RUN"):
+        sample_model(model, [TOKENS])
 
 
 def test_two_stacks_are_refused() -> None:

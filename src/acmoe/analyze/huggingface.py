@@ -23,6 +23,7 @@ from acmoe.analyze.hf_text import (
 from acmoe.analyze.sampling import HuggingFaceModel, Sampled, record_modes
 from acmoe.config.routing import Statistics
 from acmoe.errors import UserError, check
+from acmoe.routing.rescaling import RescalingRouter
 from acmoe.runtime import pick_device
 
 
@@ -92,6 +93,7 @@ def sample_model(
     """
     from acmoe.hf.discovery import find_stacks
 
+    _check_foreign(model)
     taken = [as_batch(one) for one in batches]
     count = _count_tokens(taken, pieces)
     stacks = find_stacks(model)
@@ -106,6 +108,21 @@ def sample_model(
         settings=_settings(getattr(model, "config", None)),
     )
     return Sampled(run=described, step=None, own=own, compared=compared, disturbed=None)
+
+
+def _check_foreign(model: nn.Module) -> None:
+    """Raise a UserError for a model of acmoe itself, whose adaptive routers read other arguments
+    than routers of transformers."""
+    from acmoe.hf.attach import attached_parts
+
+    attached = bool(attached_parts(model))
+    own = next((one for one in model.modules() if isinstance(one, RescalingRouter)), None)
+    check(
+        attached or own is None,
+        f"{type(model).__name__} has routers of acmoe ({type(own).__name__}), and sample_model "
+        "reads those of transformers; analyze its run by `acmoe analyze RUN`, or export it by "
+        "`acmoe export DIR --to run OUT` before",
+    )
 
 
 def _count_tokens(batches: Sequence[Batch], pieces: Sequence[str]) -> int:

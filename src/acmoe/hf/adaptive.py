@@ -42,6 +42,7 @@ class LayerContext:
     num_sequences: int
     length: int  # tokens of each sequence in this call
     x: Tensor | None = None  # the router's input before it was rescaled
+    done: bool = False  # the layer has returned
 
 
 class AdaptivePart(nn.Module):
@@ -71,7 +72,7 @@ class AdaptivePart(nn.Module):
         self.reader: AdaptiveRouter | None = None
         self.blend: Blend | None = None
         self.next_state: NextState | None = None
-        # Only for compiled code: torch.compile cannot trace a thread-local variable.
+        # For compiled code: torch.compile cannot trace a thread-local variable.
         self.context: LayerContext | None = None
         if reads is not None:
             base = ForeignRouter(dim=self.dim, num_experts=self.num_experts, top_k=1)

@@ -11,6 +11,7 @@ from acmoe.errors import UserError, check
 from acmoe.hf.attach import attached_parts
 from acmoe.hf.checkpoints.statistics import has_statistics
 from acmoe.routing.statistics import ClusterStatistics
+from acmoe.routing.statistics.step import update_all
 
 Model = TypeVar("Model", bound=nn.Module)
 Batch = Tensor | Mapping[str, Any]
@@ -25,7 +26,8 @@ def calibrate(model: Model, batches: Iterable[Batch]) -> Model:
     dropout and router noise are off meanwhile.
 
     batches: tensors of token ids (B, L), or dicts of model inputs, with an attention_mask where
-    there is padding.
+    there is padding. Of several processes each passes its own batches, the same number of them: an
+    update is then by the tokens of all, as in training.
 
     >>> from transformers import MixtralConfig, MixtralForCausalLM
     >>> import acmoe
@@ -43,9 +45,7 @@ def calibrate(model: Model, batches: Iterable[Batch]) -> Model:
     with _measuring(model, statistics):
         for batch in batches:
             model(**_inputs(model, batch))
-            for one in statistics:
-                one.update()
-                one.forwards = 0
+            update_all(statistics)
             seen += 1
     check(seen > 0, "batches is empty; pass tensors of token ids, or dicts of model inputs")
     return model
@@ -105,19 +105,20 @@ def _measuring(model: nn.Module, statistics: list[ClusterStatistics]) -> Iterato
     """
     modes = {module: module.training for module in model.modules()}
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    waiting = [(one.forwards, one.waiting) for one in statistics]
+    waiting = [(one.forwards, one.waiting, one.own) for one in statistics]
     pending = [(one.last_dispersion.clone(), one.last_count.clone()) for one in statistics]
     try:
         model.eval()
         for one in statistics:
             one.training = True
             one.last_count.zero_()
+            one.own = {}
         with torch.random.fork_rng(sorted(index for index in devices if index is not None)):
             yield
     finally:
         for module, training in modes.items():
             module.training = training
         for one, state, (dispersion, count) in zip(statistics, waiting, pending, strict=True):
-            one.forwards, one.waiting = state
+            one.forwards, one.waiting, one.own = state
             one.last_dispersion.copy_(dispersion)
             one.last_count.copy_(count)

@@ -9,7 +9,9 @@
 
 Hooks are objects whose modules are attributes: a closure would stay with the original model when
 the model is copied. A context is kept in a thread-local variable, so that threads can share a
-model; compiled code keeps it in an attribute of the router's part.
+model, and for compiled code, which cannot read that, in an attribute of the router's part. Of the
+hooks of one call, some may be compiled and others not: Dynamo runs a function as it is where it
+has compiled it too often (`recompile_limit`), and somebody may compile a part of a layer.
 """
 
 import inspect
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 from acmoe.errors import UserError, check
 from acmoe.hf.adaptive import AdaptivePart, LayerContext
 from acmoe.hf.cache import cache_of, store_slots
-from acmoe.hf.tape import KEY, new_tape
+from acmoe.hf.tape import KEY, Tape, new_tape
 from acmoe.routing.statistics.step_hook import register_layer
 
 PLACE = "adaptive"  # name of the part on its router
@@ -36,6 +38,7 @@ class _ThreadContexts(threading.local):
 
 
 _CONTEXTS = _ThreadContexts()
+SHARED = LayerContext(Tape(gradient=False), 0, 0)  # of a layer that several threads are in
 
 
 def part_of(router: nn.Module) -> AdaptivePart:
@@ -46,15 +49,39 @@ def part_of(router: nn.Module) -> AdaptivePart:
 
 def context_of(part: AdaptivePart) -> LayerContext:
     """Return the context of the layer's call under way, for a router inside the layer."""
-    context = part.context if torch.compiler.is_compiling() else _CONTEXTS.by_part.get(id(part))
-    if context is None:
+    context = None if torch.compiler.is_compiling() else _CONTEXTS.by_part.get(id(part))
+    if context is None or context.done:
+        context = part.context
+    if context is None or context is SHARED:
         raise UserError(
-            f"{part.name} was called outside of its decoder layer, its layer was compiled before "
-            "attach or only in part, or it is a copy (modules_to_save of PEFT); call the whole "
-            "model, attach before torch.compile, compile the model or its layers as a whole, or "
-            "name the router in target_parameters"
+            f"{part.name} was called outside of its decoder layer, several threads call a model of "
+            "which a part is compiled, or it is a copy (modules_to_save of PEFT); call the whole "
+            "model, compile it as a whole, or name the router in target_parameters"
         )
     return context
+
+
+def open_context(part: AdaptivePart, context: LayerContext) -> None:
+    """Make it the context of a router's part, at the beginning of its layer's call."""
+    if torch.compiler.is_compiling():
+        part.context = context
+        return
+    before = _CONTEXTS.by_part.get(id(part))  # of a call that was interrupted, or None
+    _CONTEXTS.by_part[id(part)] = context
+    # Once two threads were in the layer at one time, the attribute holds the context of neither.
+    free = part.context is None or part.context is before
+    part.context = context if free else SHARED
+
+
+def close_context(part: AdaptivePart) -> None:
+    """End the context of a router's part."""
+    context = None if torch.compiler.is_compiling() else _CONTEXTS.by_part.pop(id(part), None)
+    if context is None or context.done:
+        context = part.context
+    if context is not None and context is not SHARED:
+        context.done = True
+    if part.context is context:
+        part.context = None
 
 
 class BeforeStack:
@@ -151,16 +178,12 @@ class BeforeLayer:
                 f"{type(layer).__name__} was called without the record of its model's call; call "
                 "the whole model, or acmoe.detach(model) to call a layer alone"
             )
-        context = LayerContext(tape, *x.shape[:2])
-        compiling = torch.compiler.is_compiling()
-        if not compiling:
+        if not torch.compiler.is_compiling():
             self.register(layer)
             self.check_values(x)
+        context = LayerContext(tape, *x.shape[:2])
         for part in self.parts:
-            if compiling:
-                part.context = context
-            else:
-                _CONTEXTS.by_part[id(part)] = context
+            open_context(part, context)
         return args, kwargs
 
 
@@ -172,10 +195,7 @@ class AfterLayer:
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         for part in self.parts:
-            if torch.compiler.is_compiling():
-                part.context = None
-            else:
-                _CONTEXTS.by_part.pop(id(part), None)
+            close_context(part)
 
 
 def before_router(

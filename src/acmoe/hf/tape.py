@@ -8,8 +8,8 @@ the same pass.
 B sequences of L tokens.
 """
 
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from acmoe.errors import UserError, check
 from acmoe.hf.cache import past_tokens, slots_in
+from acmoe.ops.dispatch import log_once
 from acmoe.routing.state import RoutingState
 from acmoe.routing.statistics import ClusterStatistics
 from acmoe.routing.statistics.cache import StatisticsSlot
@@ -25,18 +26,22 @@ KEY = "acmoe_tape"  # of the keyword argument
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # arguments of packed sequences
 
 
-@dataclass
 class Tape:
-    """The states of one forward pass of a stack, written once each."""
+    """The states of one forward pass of a stack, written once each.
 
-    token_mask: Tensor | None = None  # (B, L), None: no token is padding, or no statistic asks
-    slots: dict[int, StatisticsSlot] | None = None  # decode slots in the cache of the call
-    past: int = 0  # tokens in that cache; 0 where running statistics are only read
-    gradient: bool = False  # gradients were recorded where the pass began
-    called: set[int] = field(default_factory=set)  # depths of the routers called so far
-    states: dict[int, RoutingState] = field(default_factory=dict)  # of each for the next
-    new_slots: dict[int, StatisticsSlot] = field(default_factory=dict)
-    ended: bool = False  # the stack has returned: further calls are repetitions
+    It is no dataclass: FSDP with mixed precision copies a dataclass among the arguments of a layer
+    and casts what is in it, so that every layer would write to a tape of its own.
+    """
+
+    def __init__(self, *, gradient: bool) -> None:
+        self.token_mask: Tensor | None = None  # (B, L), None: no padding, or no statistic asks
+        self.slots: dict[int, StatisticsSlot] | None = None  # decode slots in the call's cache
+        self.past = 0  # tokens in that cache; 0 where running statistics are only read
+        self.gradient = gradient  # gradients were recorded where the pass began
+        self.called: set[int] = set()  # depths of the routers called so far
+        self.states: dict[int, RoutingState] = {}  # of each for the next
+        self.new_slots: dict[int, StatisticsSlot] = {}
+        self.ended = False  # the stack has returned: further calls are repetitions
 
     def slot(self, depth: int) -> StatisticsSlot | None:
         """Return the decode slot of a router; None if the cache of the call has none yet."""
@@ -75,6 +80,8 @@ def new_tape(given: Mapping[str, Any], name: str, statistics: ClusterStatistics 
     if statistics.mode == "prefix" and not statistics.training:
         tape.slots = slots_in(cache, name)
     tape.token_mask = token_mask(given, tape.past, statistics.mode)
+    if statistics.training and given.get("encoder_hidden_states") is not None:
+        say_labels_count(given, name)
     return tape
 
 
@@ -104,6 +111,20 @@ def token_mask(given: Mapping[str, Any], past: int, mode: str) -> Tensor | None:
         f"statistics={mode!r} need one column per token",
     )
     return mask[:, -length:].bool()
+
+
+def say_labels_count(given: Mapping[str, Any], name: str) -> None:
+    """Warn once if the decoder of an encoder-decoder gets no mask of its tokens in training.
+
+    Such models make its tokens of the labels. Padding of these is -100, and becomes a token.
+    """
+    if given.get("attention_mask") is None:
+        log_once(
+            f"{name} gets no attention mask in training, so that its statistics count padded "
+            "labels as tokens; if labels are padded, pass the model decoder_attention_mask = "
+            "(labels != -100)",
+            logging.WARNING,
+        )
 
 
 def mask_of_layers(masks: Mapping[str, Any], past: int, length: int, mode: str) -> Tensor | None:

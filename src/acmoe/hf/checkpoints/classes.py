@@ -193,9 +193,16 @@ def adaptive_class(
             "__module__": "acmoe.hf",
             "__doc__": f"A {plain.__name__} that acmoe.attach has made adaptive.",
         }
-        _MODELS[plain, config] = type(NAME + plain.__name__, (AdaptiveModel, plain), namespace)
+        _MODELS[plain, config] = type(_name_of(plain), (AdaptiveModel, plain), namespace)
         register_model(_MODELS[plain, config], plain)
     return _MODELS[plain, config]
+
+
+def _name_of(plain: type[PreTrainedModel]) -> str:
+    """Return the name of the adaptive class. `fully_shard` puts a prefix before the name of a
+    model's class, which transformers takes off where it saves the model."""
+    sharded = "FSDP" if plain.__name__.startswith("FSDP") else ""
+    return sharded + NAME + plain.__name__.removeprefix(sharded)
 
 
 def adopt(model: nn.Module, options: dict[str, Any]) -> None:
@@ -219,10 +226,21 @@ def release(model: nn.Module) -> None:
     """Give back the plain classes."""
     for module in model.modules():
         if isinstance(module, AdaptiveModel):
-            _change_class(module, module.plain_class)
+            _change_class(module, _plain_kind(type(module)))
             config: Any = module.config
             config.__class__ = config.plain_class
             del config.acmoe
+
+
+def _plain_kind(kind: Any) -> Any:
+    """Return the plain class of an adaptive one, also where `fully_shard` has derived a class from
+    the adaptive one: the result is then derived from the plain one."""
+    if "plain_class" in vars(kind):
+        return kind.plain_class
+    if not issubclass(kind, AdaptiveModel):
+        return kind
+    bases = tuple(_plain_kind(base) for base in kind.__bases__)
+    return type(kind.__name__.replace(NAME, "", 1), bases, dict(vars(kind)))
 
 
 def _make_parts_plain(model: Any) -> None:
