@@ -5,7 +5,7 @@ B images, K classes, T tokens.
 
 import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from acmoe.errors import check
 from acmoe.evaluate.finite import naming
 from acmoe.evaluate.images.accuracy import check_classes, count_hits, moe_layers
 from acmoe.evaluate.images.attack_journal import AttackJournal, Record, fingerprint, open_journal
+from acmoe.evaluate.images.attack_progress import AttackProgress
 from acmoe.evaluate.images.capacity import own_capacity, using_capacity
 from acmoe.evaluate.statistics import using_statistics
 from acmoe.models.recorded import recorded
@@ -117,14 +118,12 @@ class _Sweep:
         stage, total = f"{self.config.attack.name}, eps {eps_text(eps)}", len(self.batches)
         left = [number for number in range(total) if (eps, number) not in journal.done]
         done = total - len(left)
-        progress(stage, done, total)
+        advance = AttackProgress(progress, self.config.attack, eps, batches=total, done=done)
         for number, batch in zip(left, self.batches.read(left), strict=True):
             of = f"{stage}, batch {number + 1} of {total} of {self.batches.images.title}"
             with naming(f"{of}, {self.config.split}"):
-                found = self.attack(batch, eps, number)
+                found = self.attack(batch, eps, number, advance)
             journal.add({"eps": eps, "batch": number, **found})
-            done += 1
-            progress(stage, done, total)
 
     def check_images(self, journal: AttackJournal) -> None:
         """Raise where the images of the journal's first batch are no longer those it attacked.
@@ -140,7 +139,9 @@ class _Sweep:
                 f"them, or delete {journal.path} to attack anew",
             )
 
-    def attack(self, batch: ImageBatch, eps: float, number: int) -> Record:
+    def attack(
+        self, batch: ImageBatch, eps: float, number: int, advance: Callable[[int], None]
+    ) -> Record:
         """Attack one batch and return counts: correct predictions, and tokens that moved."""
         config, target = self.config, self.target
         seed = batch_seed(config, eps, number)
@@ -150,7 +151,7 @@ class _Sweep:
             clean_BK, clean_experts = _predict(target, x)
             check_classes(clean_BK, len(self.batches.images.classes))
             avoided_B = labels_to_avoid(config, labels_B, clean_BK)
-            x = perturb(target, x, avoided_B, eps, config.attack, seed=seed)
+            x = perturb(target, x, avoided_B, eps, config.attack, seed=seed, advance=advance)
             attacked_BK, attacked_experts = _predict(target, x)
         pairs = list(zip(clean_experts, attacked_experts, strict=True))
         return {
