@@ -206,7 +206,12 @@ def test_mistakes_in_an_attack_are_one_line_and_2(
         return refused(capsys, "attack", plain_run, *options)
 
     assert "eps='1/0' is no number" in said("--attack", "fgsm", "--eps", "1/0")
-    assert "did you mean 8/255" in said("--attack", "fgsm", "--eps", "8")
+    limits = "it must be above 0 and at most 1, the range of pixels"
+    whole = said("--attack", "fgsm", "--eps", "8")
+    assert whole == f"acmoe: eps=8; {limits}; did you mean 8/255?\n"
+    levels = said("--attack", "fgsm", "--eps", "300/255")
+    assert levels == f"acmoe: eps=1.17647 (300/255); {limits}\n"
+    assert said("--attack", "fgsm", "--eps", "1e300") == f"acmoe: eps=1e+300; {limits}\n"
     assert "fgsm takes no --steps (3)" in said("--attack", "fgsm", "--steps", "3")
     assert "pgd takes no --directions" in said("--attack", "pgd", "--directions", "3")
     assert "fgsm takes no --allow-coupled" in said("--attack", "fgsm", "--allow-coupled")
