@@ -129,7 +129,11 @@ def test_a_killed_attack_continues_with_the_batches_left(
 
     monkeypatch.setattr(AttackJournal, "add", killed)
     assert acmoe(*command, *limits) == 130
-    assert capsys.readouterr().err.endswith("acmoe: interrupted\n")
+    (journal,) = (plain_run / "attacks").glob("attack-pgd-*.jsonl")
+    assert capsys.readouterr().err.endswith(
+        f"acmoe: interrupted; 2 of 3 batches are saved in {journal}; give the same command again "
+        "to continue\n"
+    )
     monkeypatch.setattr(
         AttackJournal,
         "add",

@@ -5,7 +5,7 @@ B images, K classes, T tokens.
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -84,8 +84,9 @@ def evaluate_attack(
     """Attack every image at every radius.
 
     With `folder`, the results of each batch are saved there, and the same call after a crash runs
-    only the batches that are left. The figures do not depend on that: random draws for a batch
-    follow from the seed, the radius and the number of the batch.
+    only the batches that are left; a KeyboardInterrupt says how many are saved. The figures do not
+    depend on that: random draws for a batch follow from the seed, the radius and the number of the
+    batch.
     """
     torch_device = pick_device(device)
     model = model.to(torch_device)
@@ -101,6 +102,7 @@ def evaluate_attack(
             settings = _settings(model, batches, config, mode)
             journal = stack.enter_context(open_journal(Path(folder), settings))
             sweep.check_images(journal)
+            stack.enter_context(sweep.telling_what_is_saved(journal))
         for eps in config.eps:
             sweep.run(eps, journal, progress)
         return _report(sweep, mode, journal)
@@ -124,6 +126,21 @@ class _Sweep:
             with naming(f"{of}, {self.config.split}"):
                 found = self.attack(batch, eps, number, advance)
             journal.add({"eps": eps, "batch": number, **found})
+
+    @contextlib.contextmanager
+    def telling_what_is_saved(self, journal: AttackJournal) -> Iterator[None]:
+        """Give a KeyboardInterrupt the number of batches that the journal has, and its path."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            wanted = [
+                (eps, number) for eps in self.config.eps for number in range(len(self.batches))
+            ]
+            saved = sum(one in journal.done for one in wanted)
+            raise KeyboardInterrupt(
+                f"{saved} of {len(wanted)} batches are saved in {journal.path}; give the same "
+                "command again to continue"
+            ) from None
 
     def check_images(self, journal: AttackJournal) -> None:
         """Raise where the images of the journal's first batch are no longer those it attacked.
