@@ -174,6 +174,18 @@ def test_a_mistake_is_one_line(
     assert says in printed.err
 
 
+@pytest.mark.parametrize("mode", ["prefix", "sequence"])
+def test_statistics_that_the_model_cannot_take_are_named_as_the_option(
+    image_run: Path, capsys: pytest.CaptureFixture[str], mode: str
+) -> None:
+    assert acmoe("analyze", image_run, "--statistics", mode, "--device", "cpu") == 2
+    assert capsys.readouterr().err == (
+        f"acmoe: statistics={mode} needs routers that measure the tokens of their own layer, and "
+        "this model was trained with those of the previous layer; choose batch or running, or "
+        "train with model.router.statistics_of=current\n"
+    )
+
+
 def test_contamination_is_refused_for_images(
     image_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
