@@ -108,7 +108,7 @@ def test_progress_is_told_where_the_text_is_not_seen(
     text.add(torch.tensor([97]))
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("tokens: 1 of 1,000,000,000,000, ")
+    assert err == "tokens: 1 of 1,000,000,000,000\n"  # one call tells no speed yet
 
 
 def test_a_number_of_tokens_is_named_by_its_option(run: Path, capsys: Capture) -> None:
