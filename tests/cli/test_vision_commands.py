@@ -180,6 +180,25 @@ def test_mistakes_in_training_are_one_line_and_2(
     assert not list(tmp_path.iterdir())  # a refused run leaves no folder behind
 
 
+def test_a_folder_is_refused_before_data_are_prepared_for_it(
+    vision_run: Path,
+    language_run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").touch()
+    other = refused(capsys, "train", "switch-nano", "--out", vision_run)
+    assert "holds a swin-run, not a language-run; choose another folder" in other
+    assert "was begun with" in refused(capsys, "train", "switch-nano", "--out", language_run)
+    assert "mine holds notes" in refused(capsys, "train", "switch-nano", "--out", "mine")
+    file = refused(capsys, "train", "switch-nano", "--out", "mine/notes/run")
+    assert "cannot write into mine/notes/run: mine/notes is no folder" in file
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine", "notes"]  # no data
+
+
 def test_runs_of_the_wrong_kind_are_refused_by_every_command(
     vision_run: Path,
     plain_run: Path,

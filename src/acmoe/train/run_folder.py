@@ -13,8 +13,21 @@ from acmoe.evaluate.run import CONFIG, LANGUAGE_RUN, METRICS, VOCABULARY, read_j
 from acmoe.storage.atomic import DRAFT, replacing, report_write_errors, sha256_of
 from acmoe.storage.lock import locked
 from acmoe.storage.sealed import write_sealed
+from acmoe.storage.writable import check_can_fill
 
 LOCK = "lock"
+
+
+def check_free(folder: Path, config: Any) -> None:
+    """Raise a UserError if `claim` would refuse the folder for its content, and write nothing.
+
+    It is called before data are prepared, which may take long.
+    """
+    check_can_fill(folder)
+    if (folder / CONFIG).is_file():
+        _check_same(folder / CONFIG, config)
+    elif folder.is_dir():
+        _check_empty(folder)
 
 
 @contextmanager
