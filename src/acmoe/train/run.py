@@ -150,10 +150,11 @@ def _train(trainer: Trainer, folder: Path, display: Display, signals: StopSignal
         if ranks.first and step < trainer.steps:
             record_start(folder, trainer.device, step=step, processes=ranks.size)
 
+    store = CheckpointStore(folder / CHECKPOINTS, keep=keep, writes=ranks.first)
     loop = TrainLoop(
         trainer=trainer,
         log=log,
-        store=CheckpointStore(folder / CHECKPOINTS, keep=keep, writes=ranks.first),
+        store=store,
         display=display,
         signals=signals,
         started=started,
@@ -161,9 +162,7 @@ def _train(trainer: Trainer, folder: Path, display: Display, signals: StopSignal
     try:
         step = loop.run()
     except KeyboardInterrupt:
-        saved = loop.store.latest() if loop.store is not None else None
-        where = f"the last checkpoint is {saved}" if saved else "nothing was saved yet"
-        raise KeyboardInterrupt(f"{where}; give the same command again to continue") from None
+        raise store.interrupted() from None
     return Summary(
         folder=folder,
         step=step,
