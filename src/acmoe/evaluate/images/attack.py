@@ -136,7 +136,7 @@ class _Sweep:
             wanted = [
                 (eps, number) for eps in self.config.eps for number in range(len(self.batches))
             ]
-            saved = sum(one in journal.done for one in wanted)
+            saved = len(journal.saved() & set(wanted))
             raise KeyboardInterrupt(
                 f"{saved} of {len(wanted)} batches are saved in {journal.path}; give the same "
                 "command again to continue"
