@@ -57,6 +57,17 @@ def test_logits_that_no_token_is_drawn_from_are_not_asked_for() -> None:
     assert torch.equal(model.generate([[1]], 2, seed=0), expected)
 
 
+def test_a_sequence_that_has_ended_may_give_anything() -> None:
+    model, prompts = tiny_model(), [[1], [2]]
+    first, other = model.generate(prompts, 4, temperature=0)
+    stop = int(first[0])
+    assert stop not in other.tolist()  # the second sequence goes on
+    expected = model.generate(prompts, 4, temperature=0, stop_token=stop)
+    model.decode_steps = spoilt(float("nan"), 2, row=0)
+    found = model.generate(prompts, 4, temperature=0, stop_token=stop)
+    assert torch.equal(found, expected) and found[0].tolist() == [stop] * 4
+
+
 def test_another_error_of_a_step_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: object, **options: object) -> Tensor:
         raise RuntimeError("the device is gone")

@@ -103,11 +103,13 @@ def _continue(
     logits: list[Tensor] = []  # (B,) those of the chosen tokens
     for count in itertools.count(1):
         token_B = _draw(draw, logits_BV, count - 1)
-        logits.append(logits_BV.gather(1, token_B[:, None])[:, 0])
+        logit_B = logits_BV.gather(1, token_B[:, None])[:, 0]
         if stop_token is not None:
+            logit_B = logit_B.masked_fill(done_B, 0.0)  # nobody reads a finished sequence
             token_B = token_B.masked_fill(done_B, stop_token)
             done_B = done_B | (token_B == stop_token)
         chosen.append(token_B)
+        logits.append(logit_B)
         if on_token is not None:
             on_token(token_B)
         last = count == max_new_tokens or (stop_token is not None and bool(done_B.all()))
