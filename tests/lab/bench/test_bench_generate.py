@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from acmoe.cli.bench.terminal import terminal_tables
 from acmoe.errors import UserError
 from acmoe.experts.moe import MoE
 from acmoe.lab.bench import generate, generate_models, steps
 from acmoe.lab.bench.generate import GenerateBenchConfig, bench_generate
-from acmoe.lab.bench.terminal import terminal_tables
 from acmoe.routing.statistics import ClusterStatistics
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU captures no graph")

@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 from acmoe.cli.bench import Bench
+from acmoe.cli.bench.terminal import terminal_tables
 from acmoe.cli.bench.tools import Table
 from acmoe.cli.parse import Command, parse
 from acmoe.errors import UserError
@@ -17,7 +18,6 @@ from acmoe.lab.bench import results
 from acmoe.lab.bench.layer import LayerConfig, bench_layer
 from acmoe.lab.bench.results import Report, environment, newest, save
 from acmoe.lab.bench.table import BEGIN, END, absences, markdown, update_page
-from acmoe.lab.bench.terminal import terminal_tables
 
 COMMANDS: dict[str, type[Command]] = {"bench": Bench, "again": Bench}
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from acmoe.cli.bench.terminal import terminal_tables
 from acmoe.lab.bench.results import Report
 from acmoe.lab.bench.table import cells, columns_of
-from acmoe.lab.bench.terminal import terminal_tables
 
 RESULTS = sorted((Path(__file__).parents[3] / "benchmarks" / "results").glob("*.json"))
 

@@ -35,9 +35,9 @@ def say(text: str) -> None:
 
 def show(report: "Report", *, json: bool, save: bool) -> int:
     """Print the report to stdout, and with `save` write it to a file as well."""
+    from acmoe.cli.bench.terminal import terminal_tables
     from acmoe.lab.bench import results
     from acmoe.lab.bench.table import absences
-    from acmoe.lab.bench.terminal import terminal_tables
 
     if json:
         print(report.to_json())

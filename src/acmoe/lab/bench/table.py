@@ -1,4 +1,4 @@
-"""Format reports as tables for the terminal and for the documentation."""
+"""Format reports as tables: the cells for the terminal, and pages of the documentation."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
