@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from acmoe.attacks.attack import perturb
+from acmoe.attacks.attack import Work, perturb, work_of
 from acmoe.attacks.spsa import spsa_gradient
 from acmoe.attacks.target import Target, margin, white_box
-from acmoe.config.images.attack import SPSAConfig
+from acmoe.config.images.attack import AnyAttack, FGSMConfig, PGDConfig, SPSAConfig
 from acmoe.errors import UserError
 from slow_cases import mostly_slow
 from vision_cases import BATCH_STATISTICS, Convolutional, Linear, TinyMoE, seeded_model
@@ -185,6 +185,24 @@ def test_no_attack_exceeds_eps_or_leaves_the_range(eps: float, space: str, clamp
     assert bool(((found.double() - x.double()).abs() <= eps).all())
     assert not clamp or (float(found.min()) >= 0 and float(found.max()) <= 1)
     assert found.grad is None and not found.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("attack", "work", "told"),
+    [
+        (FGSMConfig(), Work(1, "batches"), [1]),
+        (PGDConfig(steps=3), Work(3, "steps"), [1, 1, 1]),
+        # Two steps of 5 directions, of which 2 are scored at once.
+        (SPSAConfig(steps=2, directions=5, copies=2), Work(10, "directions"), [2, 2, 1, 2, 2, 1]),
+    ],
+)
+def test_an_attack_tells_its_progress(attack: AnyAttack, work: Work, told: list[int]) -> None:
+    target = Target(seeded_model(lambda: Linear(10, 8)), mean=MEAN, std=STD)
+    images, labels = batch()
+    heard: list[int] = []
+    perturb(target, target.enter(images), labels, 0.1, attack, seed=0, advance=heard.append)
+    assert heard == told
+    assert work_of(attack) == work and sum(told) == work.amount
 
 
 def test_no_gradient_of_the_classifier_is_needed() -> None:

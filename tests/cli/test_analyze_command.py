@@ -88,6 +88,42 @@ def test_an_image_run_is_measured_under_attack(
     assert figures(tmp_path) == (expected if drawn else set())
 
 
+def test_the_length_of_an_attack_is_an_option_and_its_progress_is_told(
+    image_run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("acmoe.data.progress.FIRST_LINE", 0.0)
+    monkeypatch.setattr("acmoe.data.progress.NEXT_LINE", 0.0)
+    attack = ("--attack", "spsa", "--steps", 2, "--directions", 3, "--images", 5, "--batch", 3)
+    options = ("--device", "cpu", "--out", tmp_path, "--no-figures", "--json")
+    assert acmoe("analyze", image_run, *attack, *options) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["disturbance"] == "spsa, eps 1/255, 2 steps, 3 directions"
+    told = [line for line in printed.err.splitlines() if line.startswith("spsa")]
+    # Two batches, of 3 and 2 images, with 2 steps of 3 directions each.
+    expected = [f"spsa, eps 1/255, directions: {done} of 12" for done in range(13)]
+    assert [line.rsplit(",", 1)[0] for line in told] == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--attack", "fgsm", "--steps", 3), "fgsm takes no --steps (3); leave it out"),
+        (("--attack", "pgd", "--directions", 3), "pgd takes no --directions (3); leave it out"),
+        (("--attack", "pgd", "--steps", 0), "steps=0; it must be at least 1"),
+        (("--directions", 3), "--directions 3 without an attack; add --attack spsa"),
+    ],
+)
+def test_an_option_that_the_attack_does_not_have_is_refused(
+    image_run: Path, capsys: pytest.CaptureFixture[str], options: tuple[object, ...], says: str
+) -> None:
+    assert acmoe("analyze", image_run, *options) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", f"acmoe: {says}\n")
+
+
 @pytest.mark.slow
 def test_words_and_plain_routers_are_analysed_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -136,6 +172,18 @@ def test_a_mistake_is_one_line(
     assert printed.out == ""
     assert printed.err.count("\n") == 1
     assert says in printed.err
+
+
+@pytest.mark.parametrize("mode", ["prefix", "sequence"])
+def test_statistics_that_the_model_cannot_take_are_named_as_the_option(
+    image_run: Path, capsys: pytest.CaptureFixture[str], mode: str
+) -> None:
+    assert acmoe("analyze", image_run, "--statistics", mode, "--device", "cpu") == 2
+    assert capsys.readouterr().err == (
+        f"acmoe: statistics={mode} needs routers that measure the tokens of their own layer, and "
+        "this model was trained with those of the previous layer; choose batch or running, or "
+        "train with model.router.statistics_of=current\n"
+    )
 
 
 def test_contamination_is_refused_for_images(

@@ -108,7 +108,7 @@ def test_progress_is_told_where_the_text_is_not_seen(
     text.add(torch.tensor([97]))
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("tokens: 1 of 1,000,000,000,000, ")
+    assert err == "tokens: 1 of 1,000,000,000,000\n"  # one call tells no speed yet
 
 
 def test_a_number_of_tokens_is_named_by_its_option(run: Path, capsys: Capture) -> None:
@@ -119,3 +119,28 @@ def test_a_number_of_tokens_is_named_by_its_option(run: Path, capsys: Capture) -
 def test_a_refused_option_prints_no_text(run: Path, capsys: Capture) -> None:
     assert acmoe("generate", run, "--prompt", "a", "--top-p", 5) == 2
     assert capsys.readouterr() == ("", "acmoe: top_p=5.0; it must lie in (0, 1]\n")
+
+
+@pytest.mark.parametrize("json_option", [(), ("--json",)])
+def test_a_model_that_fails_later_is_one_line_below_the_text(
+    run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, json_option: tuple[str, ...]
+) -> None:
+    from acmoe.models.text.generate import next_logits
+
+    count = 0
+
+    def spoilt(*arguments: object) -> Tensor:
+        nonlocal count
+        count += 1
+        logits_BV = next_logits(*arguments)  # type: ignore[arg-type]
+        return logits_BV * torch.nan if count > 5 else logits_BV
+
+    monkeypatch.setattr("acmoe.cli.generate.SHOW_EVERY", 0.0)
+    monkeypatch.setattr("acmoe.models.text.generate.next_logits", spoilt)
+    assert acmoe("generate", run, "--prompt", "line", "--device", "cpu", *json_option) == 2
+    out, err = capsys.readouterr()
+    assert err == (
+        "acmoe: the model gives NaN or infinity after 5 new tokens; load one with finite weights\n"
+    )
+    # The text that was shown while it was generated ends its line; JSON was not begun.
+    assert out == "" if json_option else out.startswith("line") and out.endswith("\n")

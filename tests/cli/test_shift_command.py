@@ -71,6 +71,18 @@ def test_detection_is_against_the_clean_images_of_the_same_classes(capsys, tree)
     assert report["chance"] == pytest.approx(100 * 10 / 22)
 
 
+@pytest.mark.parametrize("name", ["missing", "file"])
+def test_a_source_that_is_no_folder_is_named_with_its_option(capsys, tree, tmp_path, name):
+    (tmp_path / "file").write_text("")
+    where = ("--set", "imagenet-a", "--from", tmp_path / name)
+    code, out, err = call(capsys, "shift", tree / "run", *where)
+    assert (code, out) == (2, "")
+    assert err == (
+        f"acmoe: --from {tmp_path / name} is no folder; give that of imagenet-a, with one folder "
+        "per class\n"
+    )
+
+
 def test_a_folder_that_is_no_class_of_the_model_is_named(capsys, tree, tmp_path):
     (tmp_path / "n09999999").mkdir()
     Image.new("RGB", (8, 8)).save(tmp_path / "n09999999" / "0.png")

@@ -114,6 +114,70 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, tmp_path, ar
     assert says in err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--only", "nosuch"), "--only nosuch: the study has no such condition"),
+        (("--settings", "nosuch"), "--settings nosuch: no setting has that in its name"),
+        (("--parts", "3"), "study nano reads no --parts 3; leave it out"),
+        (("lrr=3",), "setting lrr is unknown; did you mean lr?"),
+        (("--seeds", "-1"), "seed=-1"),
+        (("--device", "nosuch"), "device='nosuch' is unknown"),
+        (("--scratch", "file/below"), "cannot write into file/below: file is no folder"),
+        (("--work", "file"), "file is no folder; choose another path"),
+    ],
+)
+def test_options_are_checked_before_data_are_prepared(
+    capsys, monkeypatch, tmp_path, arguments, says
+):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    monkeypatch.setattr(
+        "acmoe.lab.study.materials.prepare", lambda *_, **__: pytest.fail("data were prepared")
+    )
+    code, out, err = call(capsys, "nano", *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert says in err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("missing", ["enwiki15-bytes", "enwik8-prefix"])
+def test_every_missing_data_set_is_named_before_the_first_is_prepared(
+    capsys, monkeypatch, tmp_path, missing
+):
+    monkeypatch.chdir(tmp_path)
+    data_folder(tmp_path / "data")
+    (tmp_path / "data" / missing).rename(tmp_path / "elsewhere")
+    code, _, err = call(capsys, "bytes", "--data", "data")
+    assert code == 2 and f"{missing} is missing" in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_interrupted_study_says_what_is_done_and_how_to_continue(capsys, monkeypatch, tmp_path):
+    def interrupted(cells, results, **_):
+        results.add({**cells[0].to_json(), "digest": cells[0].digest, "status": "done"})
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("acmoe.lab.study.pool.run_cells", interrupted)
+    command = (
+        "synthetic",
+        "--seeds",
+        "0",
+        "1",
+        "--only",
+        "smoe",
+        "--settings",
+        "layers 1, contrast 32.0",
+    )
+    code, _, err = call(capsys, *command, "--out", "r.jsonl", "--device", "cpu")
+    assert code == 130
+    assert err.splitlines()[-1] == (
+        "acmoe: interrupted; 1 of 2 cells are done, in r.jsonl; give the same command again to "
+        "continue"
+    )
+
+
 def test_every_study_is_listed_and_has_a_page(capsys):
     code, out, _ = call(capsys, "--list")
     assert code == 0

@@ -122,14 +122,19 @@ def test_a_killed_attack_continues_with_the_batches_left(
     add, written = AttackJournal.add, []
 
     def killed(self: AttackJournal, record: dict[str, Any]) -> None:
-        if len(written) == 2:
-            raise KeyboardInterrupt
         add(self, record)
         written.append(record["batch"])
+        if len(written) == 2:
+            del self.done[record["eps"], record["batch"]]  # as if ctrl-C came before it was noted
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(AttackJournal, "add", killed)
     assert acmoe(*command, *limits) == 130
-    assert capsys.readouterr().err.endswith("acmoe: interrupted\n")
+    (journal,) = (plain_run / "attacks").glob("attack-pgd-*.jsonl")
+    assert capsys.readouterr().err.endswith(
+        f"acmoe: interrupted; 2 of 3 batches are saved in {journal}; give the same command again "
+        "to continue\n"
+    )
     monkeypatch.setattr(
         AttackJournal,
         "add",
@@ -176,6 +181,25 @@ def test_mistakes_in_training_are_one_line_and_2(
     assert not list(tmp_path.iterdir())  # a refused run leaves no folder behind
 
 
+def test_a_folder_is_refused_before_data_are_prepared_for_it(
+    vision_run: Path,
+    language_run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").touch()
+    other = refused(capsys, "train", "switch-nano", "--out", vision_run)
+    assert "holds a swin-run, not a language-run; choose another folder" in other
+    assert "was begun with" in refused(capsys, "train", "switch-nano", "--out", language_run)
+    assert "mine holds notes" in refused(capsys, "train", "switch-nano", "--out", "mine")
+    file = refused(capsys, "train", "switch-nano", "--out", "mine/notes/run")
+    assert "cannot write into mine/notes/run: mine/notes is no folder" in file
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine", "notes"]  # no data
+
+
 def test_runs_of_the_wrong_kind_are_refused_by_every_command(
     vision_run: Path,
     plain_run: Path,
@@ -206,7 +230,12 @@ def test_mistakes_in_an_attack_are_one_line_and_2(
         return refused(capsys, "attack", plain_run, *options)
 
     assert "eps='1/0' is no number" in said("--attack", "fgsm", "--eps", "1/0")
-    assert "did you mean 8/255" in said("--attack", "fgsm", "--eps", "8")
+    limits = "it must be above 0 and at most 1, the range of pixels"
+    whole = said("--attack", "fgsm", "--eps", "8")
+    assert whole == f"acmoe: eps=8; {limits}; did you mean 8/255?\n"
+    levels = said("--attack", "fgsm", "--eps", "300/255")
+    assert levels == f"acmoe: eps=1.17647 (300/255); {limits}\n"
+    assert said("--attack", "fgsm", "--eps", "1e300") == f"acmoe: eps=1e+300; {limits}\n"
     assert "fgsm takes no --steps (3)" in said("--attack", "fgsm", "--steps", "3")
     assert "pgd takes no --directions" in said("--attack", "pgd", "--directions", "3")
     assert "fgsm takes no --allow-coupled" in said("--attack", "fgsm", "--allow-coupled")

@@ -25,6 +25,26 @@ def test_a_line_after_three_seconds_and_then_every_ten() -> None:
     ]
 
 
+def test_nothing_is_said_of_the_time_left_before_anything_is_done() -> None:
+    text, now = io.StringIO(), 0.0
+    report = ProgressLines(Console(file=text), clock=lambda: now)
+    for second, done in ((0.0, 5), (4.0, 5), (14.0, 12)):
+        now = second
+        report("files", done, 26)
+    # Seven files in 14 seconds: 14 files take 28.
+    assert text.getvalue().splitlines() == ["files: 5 of 26", "files: 12 of 26, 28 s left"]
+
+
+def test_a_stage_that_begins_again_is_timed_from_there() -> None:
+    text, now = io.StringIO(), 0.0
+    report = ProgressLines(Console(file=text), clock=lambda: now)
+    # Read in a second, idle for six, and read again at 100 files a second.
+    for second, done in ((0.0, 1), (1.0, 801), (7.0, 1), (9.0, 201), (11.0, 401)):
+        now = second
+        report("files", done, 801)
+    assert text.getvalue().splitlines() == ["files: 401 of 801, 4 s left"]
+
+
 def test_a_short_stage_prints_nothing_without_a_terminal_and_a_bar_on_one() -> None:
     plain, terminal = io.StringIO(), io.StringIO()
     for console in (Console(file=plain), Console(file=terminal, force_terminal=True, width=80)):

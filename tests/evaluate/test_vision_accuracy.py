@@ -149,7 +149,7 @@ def test_modes_are_refused_where_there_is_no_adaptive_router() -> None:
 def test_a_mode_that_the_model_cannot_take_is_refused_before_the_first_pass() -> None:
     model, passes = seeded_model(lambda: TinyMoE(BATCH_STATISTICS)), []
     config = ImageEvaluateConfig(statistics=("batch", "prefix"))
-    with pytest.raises(UserError, match="eval_statistics='prefix'"):
+    with pytest.raises(UserError, match="statistics=prefix needs routers"):
         evaluate_images(
             model,
             random_images(LABELS),

@@ -113,7 +113,8 @@ def test_a_report_states_what_it_depends_on_and_is_json(tiny: nn.Module) -> None
     }
     assert {key: document[key] for key in wanted} == wanted
     assert [figure["eps"] for figure in document["figures"]] == [0.02, 0.1]
-    assert told == [(f"pgd, eps {eps}", n, 3) for eps in ("0.02", "0.1") for n in range(4)]
+    # Two steps for each of three batches.
+    assert told == [(f"pgd, eps {eps}, steps", n, 6) for eps in ("0.02", "0.1") for n in range(7)]
 
 
 def test_the_capacity_is_stated_and_enters_the_journals_name(tmp_path: Path) -> None:
@@ -180,11 +181,11 @@ def count_attacks(monkeypatch: pytest.MonkeyPatch, *, stop_after: int | None = N
     attacked: list[float] = []
     original = module.perturb
 
-    def counted(*arguments: object, seed: int) -> torch.Tensor:
+    def counted(*arguments: object, **options: object) -> torch.Tensor:
         if len(attacked) == stop_after:
             raise KeyboardInterrupt
         attacked.append(float(arguments[3]))  # type: ignore[arg-type]
-        return original(*arguments, seed=seed)  # type: ignore[arg-type]
+        return original(*arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(module, "perturb", counted)
     return attacked
@@ -196,9 +197,9 @@ def test_every_batch_and_radius_draws_for_itself(
     seeds: list[int] = []
     original = module.perturb
 
-    def noted(*arguments: object, seed: int) -> torch.Tensor:
+    def noted(*arguments: object, seed: int, **options: object) -> torch.Tensor:
         seeds.append(seed)
-        return original(*arguments, seed=seed)  # type: ignore[arg-type]
+        return original(*arguments, seed=seed, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(module, "perturb", noted)
     sweep(tiny, None)
@@ -260,7 +261,7 @@ def test_a_process_killed_at_once_leaves_a_journal_that_goes_on(
         env={**os.environ, "PYTHONPATH": paths},
     ) as child:
         assert child.stdout is not None
-        for _ in range(4):  # none done, then three batches
+        for _ in range(1 + 3 * 2 + 1):  # none done, two steps of three batches, one of the fourth
             assert child.stdout.readline()
         child.kill()
     attacked = count_attacks(monkeypatch)

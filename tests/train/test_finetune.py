@@ -1,5 +1,6 @@
 """Finetuning learns what can be learned, in both forms, and continues where it stopped."""
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -7,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from acmoe.cli import main
 from acmoe.config.text.finetune import FinetuneConfig, finetune_config
+from acmoe.data.progress import Progress
 from acmoe.data.text.sentence_batches import EncodedSentence, collate
 from acmoe.data.text.sentences import Sentence
 from acmoe.errors import UserError
@@ -24,6 +27,7 @@ from acmoe.train.finetune.classifier import (
     published_encoding,
     published_vocabulary,
 )
+from acmoe.train.finetune.finetuner import Finetuner
 from acmoe.train.health import TrainingStopped
 from tiny_runs import QUIET, byte_corpus, records, tiny_run, trained, word_corpus
 
@@ -105,6 +109,28 @@ def test_stopped_between_epochs_it_continues_to_the_same_result(
         [record["loss"] for record in records(tmp_path / name)] for name in ("whole", "parts")
     ]
     assert losses[0] == losses[1] and len(losses[0]) == 3
+
+
+@pytest.mark.parametrize("stop", [1, 2])
+def test_ctrl_c_says_what_is_saved_and_how_to_continue(
+    stop: int, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, config = Finetuner.train_epoch, settings(epochs=2)
+    task = write_task(tmp_path, train=16, dev=8, test=8)
+
+    def interrupted(self: Finetuner, epoch: int, progress: Progress) -> float:
+        if epoch == stop:
+            raise KeyboardInterrupt
+        return real(self, epoch, progress)
+
+    out, console = tmp_path / "out", Console(file=io.StringIO(), record=True, width=200)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as end:
+        patch.setattr(Finetuner, "train_epoch", interrupted)
+        finetune(run, config, task, out=out, console=console)
+    saved = ("nothing was saved yet", f"the last checkpoint is {out}/checkpoints/step-00000001")
+    assert str(end.value) == f"{saved[stop - 1]}; give the same command again to continue"
+    finetune(run, config, task, out=out, console=console)
+    assert ("sst2: continuing after epoch 1\n" in console.export_text()) == (stop == 2)
 
 
 def test_other_sentences_are_refused_and_the_vocabulary_stays(

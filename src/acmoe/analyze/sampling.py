@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -18,8 +19,10 @@ from acmoe.config.images.data import Capacity, checked_capacity
 from acmoe.config.images.train import VISION_RUNS
 from acmoe.config.routing import AdaptiveConfig, Statistics
 from acmoe.config.text.data import ContaminationConfig
+from acmoe.data.progress import Progress, silent
 from acmoe.data.text.contaminate import contaminate
 from acmoe.errors import check
+from acmoe.evaluate.images.attack_progress import AttackProgress
 from acmoe.evaluate.images.attacked import attacked_images
 from acmoe.evaluate.language import check_vocabulary
 from acmoe.evaluate.run import ImageRun, Run, open_image_run, open_run, run_kind
@@ -84,11 +87,16 @@ class Sampled:
     disturbed: Disturbed | None
 
 
-def sample_run(folder: Path | str, config: AnalyzeConfig | None = None) -> Sampled:
-    """Load the run's checkpoint and route a sample of the run's own data."""
+def sample_run(
+    folder: Path | str, config: AnalyzeConfig | None = None, *, progress: Progress = silent
+) -> Sampled:
+    """Load the run's checkpoint and route a sample of the run's own data.
+
+    `progress` is told how far an attack on the images is.
+    """
     config = config or AnalyzeConfig()
     if run_kind(folder) in VISION_RUNS:
-        return _sample_images(open_image_run(folder), config)
+        return _sample_images(open_image_run(folder), config, progress)
     return _sample_text(open_run(folder), config)
 
 
@@ -130,18 +138,20 @@ def _sample_text(run: Run, config: AnalyzeConfig) -> Sampled:
     )
 
 
-def _sample_images(run: ImageRun, config: AnalyzeConfig) -> Sampled:
+def _sample_images(run: ImageRun, config: AnalyzeConfig, progress: Progress) -> Sampled:
     rate = None if config.contamination is None else config.contamination.rate or "default"
     _check_unused(run.folder, "an image model", tokens=config.tokens, contaminate=rate)
     device = pick_device(config.device)
     model = run.model(config.which, device=device)
+    images, batch = run.images()[config.split], config.batch or 64
+    count = min(config.images or 64, len(images))
     record = partial(
         record_images,
         model,
-        run.images()[config.split],
+        images,
         run.config.data,
-        count=config.images or 64,
-        batch=config.batch or 64,
+        count=count,
+        batch=batch,
         precision=run.config.precision,
         seed=config.seed,
         capacity=config.capacity,
@@ -150,11 +160,12 @@ def _sample_images(run: ImageRun, config: AnalyzeConfig) -> Sampled:
     disturbed = None
     if config.attack is not None:
         attack = replace(config.attack, capacity=config.capacity)  # attack the model as analyzed
+        batches = math.ceil(count / batch)
         with using_statistics(model, config.statistics):
-            reading = attacked_images(model, run.config.data, attack, device)
+            advance = AttackProgress(progress, attack.attack, attack.eps[0], batches=batches)
+            reading = attacked_images(model, run.config.data, attack, device, advance)
             found = record(reading=reading)
-        how = f"{config.attack.attack.name}, eps {eps_text(config.attack.eps[0])}"
-        disturbed = Disturbed(record=found, how=how, touched=None)
+        disturbed = Disturbed(record=found, how=_attack_text(attack), touched=None)
     return Sampled(
         run=run,
         step=run.step(config.which),
@@ -162,6 +173,17 @@ def _sample_images(run: ImageRun, config: AnalyzeConfig) -> Sampled:
         compared=compared,
         disturbed=disturbed,
     )
+
+
+def _attack_text(config: AttackConfig) -> str:
+    """Describe an attack: its name, its radius, and the settings that are not the default ones."""
+    attack = config.attack
+    changed = [
+        f", {getattr(attack, field.name)} {field.name}"
+        for field in fields(attack)
+        if getattr(attack, field.name) != field.default
+    ]
+    return f"{attack.name}, eps {eps_text(config.eps[0])}{''.join(changed)}"
 
 
 def record_modes(

@@ -23,6 +23,7 @@ def spsa_gradient(
     delta: float,
     copies: int,
     generator: torch.Generator,
+    advance: Callable[[int], None] = lambda amount: None,
 ) -> Tensor:
     """Estimate a gradient as mean over v of (loss(x + delta v) - loss(x - delta v)) v / (2 delta).
 
@@ -33,6 +34,7 @@ def spsa_gradient(
     Args:
         loss: maps concatenated copies of x, (copies * B, ...), to losses (copies * B,).
         copies: number of directions, and so copies of x, in one call of `loss`.
+        advance: called with the number of directions of each pair of calls, after them.
     """
     total = torch.zeros_like(x)
     for first in range(0, directions, copies):
@@ -42,6 +44,7 @@ def spsa_gradient(
         slope = (loss(here + delta * v) - loss(here - delta * v)) / (2 * delta)
         weighted = slope.view(-1, *[1] * (x.dim() - 1)) * v
         total += weighted.view(drawn, *x.shape).sum(0)
+        advance(drawn)
     return total / directions
 
 
@@ -52,9 +55,17 @@ def _signs(x: Tensor, generator: torch.Generator) -> Tensor:
 
 @torch.no_grad()
 def spsa(
-    target: Target, ball: Ball, labels: Tensor, config: SPSAConfig, generator: torch.Generator
+    target: Target,
+    ball: Ball,
+    labels: Tensor,
+    config: SPSAConfig,
+    generator: torch.Generator,
+    advance: Callable[[int], None],
 ) -> Tensor:
-    """Minimise the margin with Adam on estimated gradients, from a random start in the ball."""
+    """Minimise the margin with Adam on estimated gradients, from a random start in the ball.
+
+    `advance` is called with the number of directions tried, `steps` * `directions` in all.
+    """
 
     def loss(x: Tensor) -> Tensor:
         return margin(target.unchecked_logits(x), labels.repeat(len(x) // len(labels)))
@@ -70,6 +81,7 @@ def spsa(
                 delta=config.delta,
                 copies=config.copies,
                 generator=generator,
+                advance=advance,
             )
         )
         optimizer.step()

@@ -12,13 +12,15 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from acmoe.cli.run_options import run_threads
+from acmoe.cli.run_options import run_threads, set_attack_options
 from acmoe.storage.strict_json import json_text
 
 if TYPE_CHECKING:
     from acmoe.analyze.analysis import Analysis
     from acmoe.analyze.hf_text import HuggingFaceConfig
     from acmoe.analyze.sampling import AnalyzeConfig, Sampled
+    from acmoe.config.images.attack import AttackConfig
+    from acmoe.data.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +55,13 @@ class Analyze:
     """Text: also route a copy with this fraction of its words or bytes replaced."""
     attack: Literal["fgsm", "pgd", "spsa"] | None = None
     """Images: also route images under this attack. spsa scores each image 5,120 times, which takes
-    minutes on a CPU; a smaller --images shortens it."""
+    minutes on a CPU; smaller --images, --steps and --directions shorten it."""
     eps: str | None = None
     """Radius of the attack as a fraction of the pixel range, such as 2/255; 1/255 if not given."""
+    steps: int | None = None
+    """Number of steps of pgd and spsa; 20 if not given."""
+    directions: int | None = None
+    """Number of random directions per gradient estimate of spsa; 128 if not given."""
     batch: int | None = None
     """Text: number of rows that the text is cut into, read side by side; 8 if not given. Images:
     images per forward pass; 64 if not given. With --hf: rows of at most 512 tokens per forward
@@ -91,7 +97,7 @@ class Analyze:
             check_can_fill(folder)
         with progress_bars(Console(stderr=True)) as progress:
             progress("routing the sample", 0, 1)
-            sampled = self.sample()
+            sampled = self.sample(progress)
             progress("routing the sample", 1, 1)
             analysis = analyze(sampled, seed=self.seed, progress=progress)
         with report_write_errors(folder):
@@ -111,8 +117,8 @@ class Analyze:
             print(line)
         return 0
 
-    def sample(self) -> "Sampled":
-        """Route the sample."""
+    def sample(self, progress: "Progress") -> "Sampled":
+        """Route the sample, and report the progress of an attack on it."""
         from acmoe.errors import UserError
 
         if self.hf is not None:
@@ -131,7 +137,7 @@ class Analyze:
             check_unused(option, value, f"{self.folder}, a run of acmoe; it is for --hf PATH")
         config = self.config()
         run_threads(self.threads, self.folder, self.device)
-        return sample_run(self.folder, config)
+        return sample_run(self.folder, config, progress=progress)
 
     def hf_config(self) -> "HuggingFaceConfig":
         from acmoe.analyze.hf_text import HuggingFaceConfig
@@ -142,7 +148,7 @@ class Analyze:
             use_threads(Threads(self.threads, "--threads", None))
         for option in ("folder", "split", "which", "images", "capacity"):
             check_unused(option, getattr(self, option), f"--hf {self.hf}; leave it out")
-        for option in ("contaminate", "attack", "eps"):
+        for option in ("contaminate", "attack", "eps", "steps", "directions"):
             check_unused(option, getattr(self, option), f"--hf {self.hf}; leave it out")
         if self.text is None:
             raise UserError(f"--hf {self.hf} needs a text to route; give --text FILE")
@@ -158,22 +164,10 @@ class Analyze:
         )
 
     def config(self) -> "AnalyzeConfig":
-        from dataclasses import replace
-
         from acmoe.analyze.sampling import AnalyzeConfig
-        from acmoe.config.images.attack import attack_config, parse_eps
         from acmoe.config.images.data import parse_capacity
         from acmoe.config.text.data import ContaminationConfig
-        from acmoe.errors import check
 
-        check(
-            self.eps is None or self.attack is not None,
-            f"--eps {self.eps} without an attack; add --attack pgd",
-        )
-        attack = None
-        if self.attack is not None:
-            attack = attack_config(self.attack, eps=(parse_eps(self.eps or "1/255"),))
-            attack = replace(attack, split=self.split or "test", seed=self.seed)
         corrupt = None if self.contaminate is None else ContaminationConfig(rate=self.contaminate)
         return AnalyzeConfig(
             split=self.split or "test",
@@ -184,10 +178,29 @@ class Analyze:
             capacity=None if self.capacity is None else parse_capacity(self.capacity),
             batch=self.batch,
             contamination=corrupt,
-            attack=attack,
+            attack=self.attack_config(),
             seed=self.seed,
             device=self.device,
         )
+
+    def attack_config(self) -> "AttackConfig | None":
+        from dataclasses import replace
+
+        from acmoe.config.images.attack import attack_config, parse_eps
+        from acmoe.errors import check
+
+        if self.attack is None:
+            for option in ("eps", "steps", "directions"):
+                value = getattr(self, option)
+                advice = "spsa" if option == "directions" else "pgd"
+                check(value is None, f"--{option} {value} without an attack; add --attack {advice}")
+            return None
+        config = set_attack_options(
+            attack_config(self.attack, eps=(parse_eps(self.eps or "1/255"),)),
+            steps=self.steps,
+            directions=self.directions,
+        )
+        return replace(config, split=self.split or "test", seed=self.seed)
 
 
 def check_unused(option: str, value: object, where: str) -> None:

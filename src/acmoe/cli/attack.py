@@ -3,13 +3,13 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from acmoe.cli.run_options import capacity_option, run_threads
+from acmoe.cli.run_options import capacity_option, run_threads, set_attack_options
 from acmoe.storage.strict_json import json_text
 
 if TYPE_CHECKING:
@@ -92,29 +92,20 @@ class Attack:
         return 0
 
     def config(self) -> "AttackConfig":
-        from dataclasses import fields
-
         from acmoe.config.images.attack import attack_config, parse_eps
         from acmoe.config.images.data import parse_capacity
-        from acmoe.errors import check
 
-        config = attack_config(
-            self.attack, preset=self.preset, eps=tuple(parse_eps(text) for text in self.eps)
+        config = set_attack_options(
+            attack_config(
+                self.attack, preset=self.preset, eps=tuple(parse_eps(text) for text in self.eps)
+            ),
+            steps=self.steps,
+            directions=self.directions,
+            allow_coupled=self.allow_coupled or None,
         )
-        options: dict[str, Any] = {
-            "steps": self.steps,
-            "directions": self.directions,
-            "allow_coupled": self.allow_coupled or None,
-        }
-        chosen = {name: value for name, value in options.items() if value is not None}
-        known = {field.name for field in fields(config.attack)}
-        for name, value in chosen.items():
-            option = name.replace("_", "-")
-            check(name in known, f"{self.attack} takes no --{option} ({value}); leave it out")
         capacity = capacity_option(self.capacity, self.dropless)
         return replace(
             config,
-            attack=replace(config.attack, **chosen),
             precision=self.precision,
             split=self.split,
             statistics=self.statistics,

@@ -26,7 +26,8 @@ class Demo:
     seed: int = 0
     """Seed of both runs."""
     steps: int = 200
-    """Number of optimizer steps of each run; 200 take about a minute on two idle cores."""
+    """Number of optimizer steps of each run, at least 20; 200 take about a minute on two idle
+    cores."""
     threads: int | None = None
     """Number of CPU threads of each run; the runs train at the same time. If not given:
     OMP_NUM_THREADS, else the number that continued runs were saved with, else 1."""
@@ -63,7 +64,7 @@ class Demo:
         from acmoe.train.side_by_side.compare import base_run, compare
         from acmoe.train.threads import choose_threads, use_threads
 
-        check(self.steps >= 1, f"--steps {self.steps}; it must be at least 1")
+        check(self.steps >= 20, f"--steps {self.steps}; fewer than 20 steps show no curve")
         model = base_run(self.out, self.seed, self.steps).model
         threads = choose_threads(self.threads, model, run=self.out / "smoe")
         use_threads(threads)  # the processes of the runs are told; this one draws the report

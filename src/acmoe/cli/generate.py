@@ -55,7 +55,7 @@ class Generate:
     """Print the result as JSON."""
 
     def run(self) -> int:
-        from acmoe.errors import check
+        from acmoe.errors import NonFiniteError, check
         from acmoe.evaluate.run import open_run
         from acmoe.runtime import pick_device
 
@@ -84,6 +84,9 @@ class Generate:
                 seed=self.seed,
                 on_token=text.add,
             )
+        except NonFiniteError:
+            text.end_line()
+            raise
         except KeyboardInterrupt:
             self._end(text)
             raise KeyboardInterrupt(f"{text.count:,} of {self.tokens:,} tokens are there") from None
@@ -132,6 +135,11 @@ class GeneratedText:
         """Decode and show the rest."""
         self._decode(final=True)
         self._show("\n")
+
+    def end_line(self) -> None:
+        """End the line of the text that is shown, if there is any, and show no more."""
+        if self.pieces:
+            self._show("\n")
 
     def _decode(self, *, final: bool = False) -> None:
         ids = torch.cat(self._new).tolist() if self._new else []

@@ -1,13 +1,16 @@
-"""Options that several commands share: --threads, --capacity, and those that nothing reads."""
+"""Options that several commands share: --threads, --capacity, those of attacks and unread ones."""
 
 import logging
 import warnings
 from collections.abc import Collection
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from acmoe.errors import check
+
+if TYPE_CHECKING:
+    from acmoe.config.images.attack import AttackConfig
 
 
 def run_threads(requested: int | None, folder: Path, device: str) -> None:
@@ -28,6 +31,19 @@ def capacity_option(capacity: str | None, dropless: bool) -> str | None:
         return capacity
     warnings.warn("--dropless is now --capacity none, the default", FutureWarning, stacklevel=2)
     return "none"
+
+
+def set_attack_options(config: "AttackConfig", **options: Any) -> "AttackConfig":
+    """Set the options of an attack that are given, not None; raise for one that it does not have.
+
+    >>> # set_attack_options(attack_config("spsa"), steps=4, directions=None)
+    """
+    chosen = {name: value for name, value in options.items() if value is not None}
+    known = {field.name for field in fields(config.attack)}
+    for name, value in chosen.items():
+        option = name.replace("_", "-")
+        check(name in known, f"{config.attack.name} takes no --{option} ({value}); leave it out")
+    return replace(config, attack=replace(config.attack, **chosen))
 
 
 def check_read(command: Any, read: Collection[str], when: str) -> None:

@@ -50,9 +50,15 @@ class Shift:
         from acmoe.config.images.data import ImageEvaluateConfig, parse_capacity
         from acmoe.data.images.folder import open_folder
         from acmoe.data.progress import progress_bars
+        from acmoe.errors import check
         from acmoe.evaluate.images.shift import evaluate_shift
         from acmoe.evaluate.run import open_image_run
 
+        check(
+            self.source.is_dir(),
+            f"--from {self.source} is no folder; give that of {self.shift}, with one folder per "
+            "class",
+        )
         run = open_image_run(self.folder)
         run_threads(self.threads, self.folder, self.device)
         config = ImageEvaluateConfig(

@@ -122,7 +122,8 @@ class Study:
     def _check_run(self) -> None:
         """Raise for what cannot be run, before any data is prepared."""
         from acmoe.errors import check
-        from acmoe.storage.writable import check_can_append
+        from acmoe.runtime import pick_device
+        from acmoe.storage.writable import check_can_append, check_can_fill
 
         check(self.jobs >= 1, f"--jobs {self.jobs}; it must be at least 1")
         limit = self.minutes
@@ -132,6 +133,10 @@ class Study:
             f"--address {self.address} is of a Ray cluster; give --engine ray too",
         )
         check_can_append(self._results)
+        if self.scratch is not None:
+            check_can_fill(self.scratch)
+        if self.engine == "pool":  # a node of Ray looks for the device itself
+            pick_device(self.device)
 
     @property
     def _results(self) -> Path:
@@ -149,7 +154,10 @@ class Study:
         from acmoe.errors import check
         from acmoe.lab.study.cell import seeds_major
         from acmoe.lab.study.materials import Materials
+        from acmoe.lab.study.planned import PlannedMaterials
+        from acmoe.lab.study.ray_cluster import check_scratch
         from acmoe.lab.study.registry import study_of
+        from acmoe.lab.study.study import choose
 
         study = study_of(self.study)
         free = [f'--settings "{setting}" reads none' for setting in study.free_settings]
@@ -161,12 +169,15 @@ class Study:
         )
         seeds = self.seeds or study.own_seeds
         check(len(set(seeds)) == len(seeds), f"--seeds {seeds} names a seed twice; leave one out")
+        data, work, size = self.data or Path(), self.work.resolve(), self._size()
+        planned = study.cells(PlannedMaterials(data=data, work=work), size, seeds, self.settings)
+        planned = choose(planned, self.only, self.settings)  # raises before data are prepared
+        if self.engine == "ray" and not self.list:
+            check_scratch(planned, self.scratch)
         with progress_bars(Console(stderr=True)) as progress:
-            materials = Materials(
-                data=self.data or Path(), work=self.work.resolve(), progress=progress
-            )
-            cells = study.cells(materials, self._size(), seeds, self.settings)
-        return seeds_major(_chosen(cells, self.only, self.settings))
+            materials = Materials(data=data, work=work, progress=progress)
+            cells = study.cells(materials, size, seeds, self.settings)
+        return seeds_major(choose(cells, self.only, self.settings))
 
     def _run(self, cells: "Sequence[Cell]") -> int:
         from acmoe.lab.study.environment import study_environment
@@ -186,8 +197,15 @@ class Study:
                 "options": self._size().text,
             }
             run = self._run_on_ray if self.engine == "ray" else self._run_in_pool
-            with StudyProgress(self.study, len(cells), len(cells) - len(left)) as progress:
-                tally = run(left, results, origin, progress)
+            try:
+                with StudyProgress(self.study, len(cells), len(cells) - len(left)) as progress:
+                    tally = run(left, results, origin, progress)
+            except KeyboardInterrupt:
+                done = sum(results.status(cell.digest) == DONE for cell in cells)
+                raise KeyboardInterrupt(
+                    f"{done} of {len(cells)} cells are done, in {self._results}; give the same "
+                    "command again to continue"
+                ) from None
         print(
             f"{self.study}: {len(cells) - len(left)} cells were there, {tally.done} done, "
             f"{tally.failed} failed, {tally.left} left for want of time ({self._results})"
@@ -213,10 +231,9 @@ class Study:
         self, cells: "Sequence[Cell]", results: "Results", origin: "Record", on_event: "OnEvent"
     ) -> "Tally":
         from acmoe.lab.study.cluster import run_on_cluster
-        from acmoe.lab.study.ray_cluster import check_scratch, ray_cluster
+        from acmoe.lab.study.ray_cluster import ray_cluster
         from acmoe.lab.study.ray_worker import Job
 
-        check_scratch(cells, self.scratch)
         job = Job(
             jobs=self.jobs,
             device=self.device,
@@ -252,30 +269,6 @@ class Study:
         for path in report(study_of(self.study), self._results, page, self.pictures):
             print(path)
         return 0
-
-
-def _chosen(cells: "list[Cell]", only: tuple[str, ...], settings: tuple[str, ...]) -> "list[Cell]":
-    from acmoe.errors import check
-    from acmoe.lab.study.study import selects
-
-    conditions = list(dict.fromkeys(cell.condition for cell in cells))
-    for name in only:
-        check(
-            name in conditions,
-            f"--only {name}: the study has no such condition; choose from {', '.join(conditions)}",
-        )
-    names = list(dict.fromkeys(cell.setting for cell in cells))
-    for part in settings:
-        check(
-            any(part in name for name in names),
-            f"--settings {part}: no setting has that in its name; they are: {'; '.join(names)}",
-        )
-    return [
-        cell
-        for cell in cells
-        if (not only or cell.condition in only)
-        and (not settings or any(selects(part, cell.setting, names) for part in settings))
-    ]
 
 
 def _list_studies() -> int:

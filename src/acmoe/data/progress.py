@@ -44,23 +44,28 @@ def progress_bars(console: Console | None = None) -> Iterator[Progress]:
 class ProgressLines:
     """A progress callback that prints a line after 3 seconds of a stage, then every 10 seconds.
 
-    A stage that takes less than 3 seconds prints nothing.
+    A stage that takes less than 3 seconds prints nothing. A stage whose amount falls begins again.
+    Lines name the time left once the speed of the stage is known.
     """
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self.console, self.clock = console, clock
         self._began: dict[str, tuple[float, int]] = {}  # by stage: time and amount at first call
         self._due: dict[str, float] = {}
+        self._done: dict[str, int] = {}
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         now = self.clock()
+        if done < self._done.get(stage, 0):
+            del self._began[stage], self._due[stage]
+        self._done[stage] = done
         began, first = self._began.setdefault(stage, (now, done))
         if now < self._due.setdefault(stage, now + FIRST_LINE):
             return
         self._due[stage] = now + NEXT_LINE
-        left = (now - began) / max(1, done - first) * (total - done)
+        left = (now - began) / (done - first) * (total - done) if done > first else None
         self.console.print(
-            f"{stage}: {done:,} of {total:,}, {left:.0f} s left",
+            f"{stage}: {done:,} of {total:,}{'' if left is None else f', {left:.0f} s left'}",
             highlight=False,
             markup=False,
             soft_wrap=True,

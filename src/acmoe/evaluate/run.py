@@ -168,7 +168,19 @@ def open_run(folder: Path | str) -> Run:
         kind not in VISION_RUNS,
         f"{folder} is a run of an image model ({kind}); this takes a run of a language model",
     )
-    return Run(folder=path.parent, config=from_document(read_json(path), RunConfig, str(path)))
+    document = read_json(path)
+    check(
+        not is_finetuning(document),
+        f"{folder} is a finetuning, a classifier of sentences; this takes a run of a language "
+        "model, such as the pretrained one",
+    )
+    return Run(folder=path.parent, config=from_document(document, RunConfig, str(path)))
+
+
+def is_finetuning(document: dict[str, Any]) -> bool:
+    """Return True for the config.json of `acmoe finetune`, which alone names a task."""
+    config = document.get("config")
+    return isinstance(config, dict) and "task" in config
 
 
 def open_image_run(folder: Path | str) -> ImageRun:

@@ -7,7 +7,7 @@ from torch import nn
 
 from acmoe.config.routing import AdaptiveConfig
 from acmoe.errors import check
-from acmoe.routing.statistics.override import override_statistics
+from acmoe.routing.statistics.override import adaptive_configs, override_statistics
 
 NONE = "none"  # the mode of a model without adaptive routers
 
@@ -27,6 +27,13 @@ def using_statistics(model: nn.Module, mode: str | None) -> Iterator[str]:
         yield own
         return
     check(own != NONE, f"statistics={mode}: the model has no adaptive router; leave it out")
+    positional = mode in ("prefix", "sequence")
+    check(
+        not positional or all(config.reads == "current" for *_, config in adaptive_configs(model)),
+        f"statistics={mode} needs routers that measure the tokens of their own layer, and this "
+        "model was trained with those of the previous layer; choose batch or running, or train "
+        "with model.router.statistics_of=current",
+    )
     with override_statistics(model, eval_statistics=mode):
         yield mode
 

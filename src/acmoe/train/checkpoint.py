@@ -62,6 +62,12 @@ class CheckpointStore:
         found = checkpoints(self.folder)
         return found[-1] if found else None
 
+    def interrupted(self) -> KeyboardInterrupt:
+        """Return the exception for ctrl-C, which says what is saved and how to continue."""
+        saved = self.latest()
+        where = "nothing was saved yet" if saved is None else f"the last checkpoint is {saved}"
+        return KeyboardInterrupt(f"{where}; give the same command again to continue")
+
     def save(
         self,
         step: int,

@@ -21,7 +21,7 @@ from acmoe.train.checkpoint import CheckpointStore
 from acmoe.train.display import Display
 from acmoe.train.images import ImageTrainer, check_images
 from acmoe.train.loop import TrainLoop
-from acmoe.train.run_folder import claim
+from acmoe.train.run_folder import check_free, claim
 from acmoe.train.signals import StopSignals
 from acmoe.train.text import checked_corpus, text_trainer
 from acmoe.train.trainer import Trainer
@@ -88,6 +88,7 @@ def _train_text(
     device: torch.device,
 ) -> Summary:
     with ranks.first_before_others():  # the first may write the corpus
+        check_free(folder, config)
         corpus = checked_corpus(config)
     with (
         _claimed(ranks, folder, config, corpus.vocabulary),
@@ -112,6 +113,7 @@ def train_images(
     folder = Path(folder)
     with joined(config.parallel, config.device) as (ranks, device):
         with ranks.first_before_others():
+            check_free(folder, config)
             images = load_images(config.data)
             check_images(config, images)
         with (
@@ -148,10 +150,11 @@ def _train(trainer: Trainer, folder: Path, display: Display, signals: StopSignal
         if ranks.first and step < trainer.steps:
             record_start(folder, trainer.device, step=step, processes=ranks.size)
 
+    store = CheckpointStore(folder / CHECKPOINTS, keep=keep, writes=ranks.first)
     loop = TrainLoop(
         trainer=trainer,
         log=log,
-        store=CheckpointStore(folder / CHECKPOINTS, keep=keep, writes=ranks.first),
+        store=store,
         display=display,
         signals=signals,
         started=started,
@@ -159,9 +162,7 @@ def _train(trainer: Trainer, folder: Path, display: Display, signals: StopSignal
     try:
         step = loop.run()
     except KeyboardInterrupt:
-        saved = loop.store.latest() if loop.store is not None else None
-        where = f"the last checkpoint is {saved}" if saved else "nothing was saved yet"
-        raise KeyboardInterrupt(f"{where}; give the same command again to continue") from None
+        raise store.interrupted() from None
     return Summary(
         folder=folder,
         step=step,

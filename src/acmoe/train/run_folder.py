@@ -7,14 +7,36 @@ from typing import Any
 
 import acmoe
 from acmoe.config.serialize import differences, from_document, to_document
+from acmoe.config.text.finetune import FinetuneConfig
 from acmoe.data.text.vocabulary import Vocabulary, save_vocabulary
 from acmoe.errors import check
-from acmoe.evaluate.run import CONFIG, LANGUAGE_RUN, METRICS, VOCABULARY, read_json, run_kind
+from acmoe.evaluate.run import (
+    CONFIG,
+    LANGUAGE_RUN,
+    METRICS,
+    VOCABULARY,
+    is_finetuning,
+    read_json,
+    run_kind,
+)
 from acmoe.storage.atomic import DRAFT, replacing, report_write_errors, sha256_of
 from acmoe.storage.lock import locked
 from acmoe.storage.sealed import write_sealed
+from acmoe.storage.writable import check_can_fill
 
 LOCK = "lock"
+
+
+def check_free(folder: Path, config: Any) -> None:
+    """Raise a UserError if `claim` would refuse the folder for its content, and write nothing.
+
+    It is called before data are prepared, which may take long.
+    """
+    check_can_fill(folder)
+    if (folder / CONFIG).is_file():
+        _check_same(folder / CONFIG, config)
+    elif folder.is_dir():
+        _check_empty(folder)
 
 
 @contextmanager
@@ -79,6 +101,10 @@ def _write_config(path: Path, config: Any) -> None:
 
 def _check_same(path: Path, config: Any) -> None:
     kind, wanted = run_kind(path.parent), getattr(config, "kind", LANGUAGE_RUN)
+    if is_finetuning(read_json(path)):
+        kind = "finetuning"
+    if isinstance(config, FinetuneConfig):
+        wanted = "finetuning"
     check(kind == wanted, f"{path.parent} holds a {kind}, not a {wanted}; choose another folder")
     stored = from_document(read_json(path), type(config), str(path))
     # `keep` changes no number of a run, and its default has changed. A run may be continued on

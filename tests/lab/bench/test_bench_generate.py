@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from acmoe.cli.bench.terminal import terminal_tables
 from acmoe.errors import UserError
 from acmoe.experts.moe import MoE
 from acmoe.lab.bench import generate, generate_models, steps
 from acmoe.lab.bench.generate import GenerateBenchConfig, bench_generate
-from acmoe.lab.bench.table import terminal_table
 from acmoe.routing.statistics import ClusterStatistics
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU captures no graph")
@@ -38,7 +38,8 @@ def test_a_step_takes_the_time_of_the_second_half(monkeypatch: pytest.MonkeyPatc
     plain, captured = report.rows
     assert (plain["ms_per_step"], plain["tokens_per_second"], plain["seconds"]) == (2000, 1.5, 15)
     assert captured["refused"] == "smoe: CUDA graphs need a CUDA device, not cpu"
-    assert terminal_table(report).row_count == 2
+    (table,) = terminal_tables(report, 200)
+    assert table.row_count == 2
 
 
 def test_names_are_checked() -> None:

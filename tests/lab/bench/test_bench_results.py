@@ -10,13 +10,14 @@ import torch
 from rich.console import Console
 
 from acmoe.cli.bench import Bench
+from acmoe.cli.bench.terminal import terminal_tables
 from acmoe.cli.bench.tools import Table
 from acmoe.cli.parse import Command, parse
 from acmoe.errors import UserError
 from acmoe.lab.bench import results
 from acmoe.lab.bench.layer import LayerConfig, bench_layer
 from acmoe.lab.bench.results import Report, environment, newest, save
-from acmoe.lab.bench.table import BEGIN, END, absences, markdown, terminal_table, update_page
+from acmoe.lab.bench.table import BEGIN, END, absences, markdown, update_page
 
 COMMANDS: dict[str, type[Command]] = {"bench": Bench, "again": Bench}
 
@@ -137,7 +138,7 @@ def test_refusals_stand_in_the_table_and_absences_below_it() -> None:
     text = markdown(taken)
     assert "refused: WrongResultError: 1e-1 \\| all" in text and text.endswith(f"- {line}")
     console = Console(width=200, file=io.StringIO(), record=True)
-    console.print(terminal_table(taken))
+    console.print(*terminal_tables(taken, 200))
     shown = console.export_text()
     assert "WrongResultError" in shown and "scattermoe" not in shown
 

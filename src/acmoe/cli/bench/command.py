@@ -39,7 +39,7 @@ class Layer:
     graph: bool = False
     """Time replays of a CUDA graph, which excludes the launch overhead of a small layer."""
     repeat: int = 50
-    """Number of rounds. Every implementation runs once per round."""
+    """Number of rounds, at least 2. Every implementation runs once per round."""
     device: str = "auto"
     """Device to run on; auto takes a GPU if there is one."""
     json: bool = False
@@ -83,7 +83,7 @@ class Router:
     compile: bool = False
     """Apply torch.compile to the whole layer."""
     repeat: int = 50
-    """Number of rounds. Every mode runs once per round."""
+    """Number of rounds, at least 2. Every mode runs once per round."""
     device: str = "auto"
     """Device to run on; auto takes a GPU if there is one."""
     json: bool = False
@@ -131,7 +131,7 @@ class Train:
     precision: str = "bf16"
     """Precision of the step: bf16 (autocast) or fp32."""
     repeat: int = 20
-    """Number of rounds. Every router and variant runs once per round."""
+    """Number of rounds, at least 2. Every router and variant runs once per round."""
     device: str = "auto"
     """Device to run on; auto takes a GPU if there is one."""
     json: bool = False
@@ -184,7 +184,7 @@ class Hf:
     dtype: str = "auto"
     """Data type of the weights: bf16, fp16 or fp32; auto takes bf16 on a GPU and fp32 on a CPU."""
     repeat: int = 5
-    """Number of rounds. Every implementation runs once per round."""
+    """Number of rounds, at least 2. Every implementation runs once per round."""
     device: str = "auto"
     """Device to run on; auto takes a GPU if there is one."""
     json: bool = False

@@ -35,13 +35,16 @@ def say(text: str) -> None:
 
 def show(report: "Report", *, json: bool, save: bool) -> int:
     """Print the report to stdout, and with `save` write it to a file as well."""
+    from acmoe.cli.bench.terminal import terminal_tables
     from acmoe.lab.bench import results
-    from acmoe.lab.bench.table import absences, terminal_table
+    from acmoe.lab.bench.table import absences
 
     if json:
         print(report.to_json())
     else:
-        Console().print(terminal_table(report))
+        console = Console()
+        for table in terminal_tables(report, console.width):
+            console.print(table)
         print(*absences(report), sep="\n")
     if save:
         print(f"wrote {results.save(report)}", file=sys.stderr)

@@ -23,7 +23,7 @@ class Host:
     """Data type of weights and tokens: bf16, fp16 or fp32; auto takes bf16 on a GPU and fp32 on a
     CPU."""
     repeat: int = 50
-    """Number of rounds of ten calls. Quartiles are those of the rounds' means."""
+    """Number of rounds of ten calls, at least 2. Quartiles are those of the rounds' means."""
     device: str = "auto"
     """Device to run on; auto takes a GPU if there is one."""
     json: bool = False
@@ -120,7 +120,7 @@ class Tune:
     workers: int | None = None
     """Number of processes that compile; one per core if not given."""
     repeat: int = 15
-    """Number of timed calls of each candidate."""
+    """Number of timed calls of each candidate, at least 2."""
     json: bool = False
     """Print the result as JSON."""
     save: bool = False

@@ -111,10 +111,7 @@ class AttackConfig:
         check(len(self.eps) > 0, "eps is empty; give at least one radius, such as 1/255")
         for eps in self.eps:
             check_positive(eps, "eps")
-            check(
-                self.space == "normalized" or eps <= 1,
-                f"eps={eps:g} exceeds the whole range of pixels, 1; did you mean {eps:g}/255?",
-            )
+            check(self.space == "normalized" or eps <= 1, _too_large(eps))
         check(
             len(set(self.eps)) == len(self.eps),
             f"eps={', '.join(map(eps_text, self.eps))} names a radius twice; leave one out",
@@ -136,6 +133,15 @@ class AttackConfig:
             or (self.space == "pixel" and self.clamp and self.labels == "true"),
             "autoattack knows only space=pixel, clamp=true and labels=true; use those",
         )
+
+
+def _too_large(eps: float) -> str:
+    """Return the complaint about a radius in pixels above 1, which may be meant in grey levels."""
+    levels = eps * 255
+    meant = f"; did you mean {eps:g}/255?" if eps <= 255 and eps == round(eps) else ""
+    whole = not meant and eps < 100 and math.isclose(levels, round(levels))
+    named = f" ({levels:.0f}/255)" if whole else ""
+    return f"eps={eps:g}{named}; it must be above 0 and at most 1, the range of pixels{meant}"
 
 
 def attack_config(

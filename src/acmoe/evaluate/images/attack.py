@@ -5,7 +5,7 @@ B images, K classes, T tokens.
 
 import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from acmoe.errors import check
 from acmoe.evaluate.finite import naming
 from acmoe.evaluate.images.accuracy import check_classes, count_hits, moe_layers
 from acmoe.evaluate.images.attack_journal import AttackJournal, Record, fingerprint, open_journal
+from acmoe.evaluate.images.attack_progress import AttackProgress
 from acmoe.evaluate.images.capacity import own_capacity, using_capacity
 from acmoe.evaluate.statistics import using_statistics
 from acmoe.models.recorded import recorded
@@ -83,8 +84,9 @@ def evaluate_attack(
     """Attack every image at every radius.
 
     With `folder`, the results of each batch are saved there, and the same call after a crash runs
-    only the batches that are left. The figures do not depend on that: random draws for a batch
-    follow from the seed, the radius and the number of the batch.
+    only the batches that are left; a KeyboardInterrupt says how many are saved. The figures do not
+    depend on that: random draws for a batch follow from the seed, the radius and the number of the
+    batch.
     """
     torch_device = pick_device(device)
     model = model.to(torch_device)
@@ -100,6 +102,7 @@ def evaluate_attack(
             settings = _settings(model, batches, config, mode)
             journal = stack.enter_context(open_journal(Path(folder), settings))
             sweep.check_images(journal)
+            stack.enter_context(sweep.telling_what_is_saved(journal))
         for eps in config.eps:
             sweep.run(eps, journal, progress)
         return _report(sweep, mode, journal)
@@ -117,14 +120,27 @@ class _Sweep:
         stage, total = f"{self.config.attack.name}, eps {eps_text(eps)}", len(self.batches)
         left = [number for number in range(total) if (eps, number) not in journal.done]
         done = total - len(left)
-        progress(stage, done, total)
+        advance = AttackProgress(progress, self.config.attack, eps, batches=total, done=done)
         for number, batch in zip(left, self.batches.read(left), strict=True):
             of = f"{stage}, batch {number + 1} of {total} of {self.batches.images.title}"
             with naming(f"{of}, {self.config.split}"):
-                found = self.attack(batch, eps, number)
+                found = self.attack(batch, eps, number, advance)
             journal.add({"eps": eps, "batch": number, **found})
-            done += 1
-            progress(stage, done, total)
+
+    @contextlib.contextmanager
+    def telling_what_is_saved(self, journal: AttackJournal) -> Iterator[None]:
+        """Give a KeyboardInterrupt the number of batches that the journal has, and its path."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            wanted = [
+                (eps, number) for eps in self.config.eps for number in range(len(self.batches))
+            ]
+            saved = len(journal.saved() & set(wanted))
+            raise KeyboardInterrupt(
+                f"{saved} of {len(wanted)} batches are saved in {journal.path}; give the same "
+                "command again to continue"
+            ) from None
 
     def check_images(self, journal: AttackJournal) -> None:
         """Raise where the images of the journal's first batch are no longer those it attacked.
@@ -140,7 +156,9 @@ class _Sweep:
                 f"them, or delete {journal.path} to attack anew",
             )
 
-    def attack(self, batch: ImageBatch, eps: float, number: int) -> Record:
+    def attack(
+        self, batch: ImageBatch, eps: float, number: int, advance: Callable[[int], None]
+    ) -> Record:
         """Attack one batch and return counts: correct predictions, and tokens that moved."""
         config, target = self.config, self.target
         seed = batch_seed(config, eps, number)
@@ -150,7 +168,7 @@ class _Sweep:
             clean_BK, clean_experts = _predict(target, x)
             check_classes(clean_BK, len(self.batches.images.classes))
             avoided_B = labels_to_avoid(config, labels_B, clean_BK)
-            x = perturb(target, x, avoided_B, eps, config.attack, seed=seed)
+            x = perturb(target, x, avoided_B, eps, config.attack, seed=seed, advance=advance)
             attacked_BK, attacked_experts = _predict(target, x)
         pairs = list(zip(clean_experts, attacked_experts, strict=True))
         return {

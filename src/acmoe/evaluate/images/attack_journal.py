@@ -39,6 +39,14 @@ class AttackJournal:
             _append(self._handle, record, self.path)
         self.done[record["eps"], record["batch"]] = record
 
+    def saved(self) -> set[tuple[float, int]]:
+        """Return the radius and number of every batch in the file, as a later call will find it.
+
+        Ctrl-C may come after a line was written and before `done` has it.
+        """
+        records = read_lines(self.path).records[1:]
+        return {(record["eps"], record["batch"]) for record in records}
+
 
 @contextlib.contextmanager
 def open_journal(folder: Path, settings: Record) -> Iterator[AttackJournal]:

@@ -21,12 +21,17 @@ from acmoe.runtime import seeded
 
 
 def attacked_images(
-    model: nn.Module, data: ImageDataConfig, config: AttackConfig, device: torch.device
+    model: nn.Module,
+    data: ImageDataConfig,
+    config: AttackConfig,
+    device: torch.device,
+    advance: Callable[[int], None] = lambda amount: None,
 ) -> Callable[[ImageBatch, int], Tensor]:
     """Return a function of a batch and its number that gives the attacked model input.
 
     That input has shape (B, 3, S, S) and is float32. The images are those of `evaluate_attack` with
     the same config: random draws follow from the seed, the radius and the number of the batch.
+    `advance` is called as by `perturb`.
     """
     check(
         len(config.eps) == 1, f"{len(config.eps)} radii; images are attacked within one: give one"
@@ -41,7 +46,7 @@ def attacked_images(
             with torch.no_grad():
                 clean_BK = target(x)
             avoided_B = labels_to_avoid(config, batch.labels.to(device), clean_BK)
-            x = perturb(target, x, avoided_B, eps, config.attack, seed=seed)
+            x = perturb(target, x, avoided_B, eps, config.attack, seed=seed, advance=advance)
         return x if config.space == "normalized" else normalize(x, mean, std)
 
     return attacked

@@ -1,10 +1,8 @@
-"""Format reports as tables for the terminal and for the documentation."""
+"""Format reports as tables: the cells for the terminal, and pages of the documentation."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from rich.table import Table
 
 from acmoe.errors import UserError
 from acmoe.lab.bench.layer import BOTH
@@ -159,17 +157,6 @@ def absences(report: Report) -> list[str]:
             line = f"{row['contestant']} took no part, {row['absent']}"
             where.setdefault(line, []).append(row["shape"])
     return [f"{line}: {', '.join(shapes)}" for line, shapes in where.items()]
-
-
-def terminal_table(report: Report) -> Table:
-    where = report.environment
-    title = f"{report.kind}: {where['device']}, torch {where['torch']}, triton {where['triton']}"
-    table = Table(title=title)
-    for column in columns_of(report):
-        table.add_column(column.heading, overflow="fold")
-    for row in cells(report):
-        table.add_row(*(text.replace("[", "\\[") for text in row))
-    return table
 
 
 def markdown(report: Report) -> str:

@@ -81,15 +81,10 @@ class Materials:
 
     def words(self, parts: int, vocabulary: int) -> Text:
         """Prepare words of Wikipedia: `parts` files of text, and the most frequent words."""
-        source = self._folder("enwiki15-words")
-        files = sorted(source.glob("train_*.txt*"))
-        check(
-            len(files) >= parts,
-            f"--parts {parts}, but {source} has {len(files)} files train_*.txt; lower it",
-        )
+        source, files = self._folder("enwiki15-words"), self._word_files(parts)
         chosen = self.work / f"words-{parts}-source"
         chosen.mkdir(parents=True, exist_ok=True)
-        for file in (*files[:parts], *source.glob("valid.txt*"), *source.glob("test.txt*")):
+        for file in (*files, *source.glob("valid.txt*"), *source.glob("test.txt*")):
             _link(chosen / file.name, file.resolve())
         config = PrepareConfig(max_vocabulary=vocabulary, title="enwiki15 words")
         return self._corpus("words", chosen, f"words-{parts}-{vocabulary}", config)
@@ -135,6 +130,16 @@ class Materials:
         made = prepare(name, path, self.work / out, config=config, progress=self.progress)
         manifest = load_corpus(made.folder).manifest
         return Text(name, made.folder, made.vocabulary_size, manifest.splits["train"].sha256[:12])
+
+    def _word_files(self, parts: int) -> list[Path]:
+        """Return the first `parts` files of the words' training text."""
+        source = self._folder("enwiki15-words")
+        files = sorted(source.glob("train_*.txt*"))
+        check(
+            len(files) >= parts,
+            f"--parts {parts}, but {source} has {len(files)} files train_*.txt; lower it",
+        )
+        return files[:parts]
 
     def _folder(self, name: str) -> Path:
         folder = self.data / name

@@ -33,6 +33,31 @@ def selects(part: str, setting: str, names: Sequence[str]) -> bool:
     return part in (setting.split(", ") if whole else setting)
 
 
+def choose(cells: Sequence[Cell], only: Sequence[str], settings: Sequence[str]) -> list[Cell]:
+    """Return the cells of these conditions and settings, all if none are given.
+
+    A UserError names a condition or a part of a setting that no cell has.
+    """
+    conditions = list(dict.fromkeys(cell.condition for cell in cells))
+    for name in only:
+        check(
+            name in conditions,
+            f"--only {name}: the study has no such condition; choose from {', '.join(conditions)}",
+        )
+    names = list(dict.fromkeys(cell.setting for cell in cells))
+    for part in settings:
+        check(
+            any(part in name for name in names),
+            f"--settings {part}: no setting has that in its name; they are: {'; '.join(names)}",
+        )
+    return [
+        cell
+        for cell in cells
+        if (not only or cell.condition in only)
+        and (not settings or any(selects(part, cell.setting, names) for part in settings))
+    ]
+
+
 class Metric(NamedTuple):
     """A figure in the record of a cell."""
 

@@ -62,7 +62,8 @@ def generate(
         on_token: called in each step with the (B,) new tokens, so that a caller can show them
             before all are there.
 
-    Logits of NaN or infinity after the prompt raise a NonFiniteError.
+    Logits of NaN or infinity raise a NonFiniteError: after the prompt at once, after generated
+    tokens at the latest when 256 more are there, since every check waits for the device.
     """
     check(seed is None or generator is None, "seed and generator are both given; give one of them")
     if seed is not None:
@@ -93,24 +94,30 @@ def _continue(
     """Prefill the cache with the prompts, then decode until every sequence has ended."""
     cache = model.new_cache(tokens_BL.shape[0])
     logits_BV = next_logits(model, tokens_BL, cache, mask_BL)
-    _check_finite(logits_BV)
+    _check_prompt(logits_BV)
     step = model.decode_steps(model, cache, max_new_tokens - 1, stop_token is not None)
     done_B = torch.zeros_like(tokens_BL[:, 0], dtype=torch.bool)
     # A tensor of its own for each of many tokens would take a hundred times their memory.
     blocks: list[Tensor] = []
     chosen: list[Tensor] = []
+    logits: list[Tensor] = []  # (B,) those of the chosen tokens
     for count in itertools.count(1):
-        token_B = draw(logits_BV)
+        token_B = _draw(draw, logits_BV, count - 1)
+        logit_B = logits_BV.gather(1, token_B[:, None])[:, 0]
         if stop_token is not None:
+            logit_B = logit_B.masked_fill(done_B, 0.0)  # nobody reads a finished sequence
             token_B = token_B.masked_fill(done_B, stop_token)
             done_B = done_B | (token_B == stop_token)
         chosen.append(token_B)
+        logits.append(logit_B)
         if on_token is not None:
             on_token(token_B)
         last = count == max_new_tokens or (stop_token is not None and bool(done_B.all()))
         if last or len(chosen) == BLOCK:
+            _check_chosen(logits, count - len(chosen))
             blocks.append(torch.stack(chosen, dim=1))
             chosen.clear()
+            logits.clear()
         if last:
             break
         # Mask a finished sequence: under batch statistics it must not influence the others.
@@ -181,12 +188,40 @@ def keep_likely(logits: Tensor, top_k: int | None = None, top_p: float | None = 
     return torch.empty_like(logits).scatter_(-1, order_BV, sorted_BV)
 
 
-def _check_finite(logits_BV: Tensor) -> None:
+def _check_prompt(logits_BV: Tensor) -> None:
     """Raise unless some token of each row can be sampled; -inf forbids a token and is allowed."""
-    if not bool(logits_BV.logsumexp(-1).isfinite().all()):
-        raise NonFiniteError(
-            "the model gives NaN or infinity after the prompt; load one with finite weights"
-        )
+    if not _can_be_sampled(logits_BV):
+        raise _non_finite("the prompt")
+
+
+def _draw(draw: Callable[[Tensor], Tensor], logits_BV: Tensor, before: int) -> Tensor:
+    """Draw the tokens after `before` generated ones; name the fault if torch cannot sample."""
+    try:
+        return draw(logits_BV)
+    except RuntimeError as error:
+        if _can_be_sampled(logits_BV):
+            raise
+        raise _non_finite(f"{before} new tokens") from error
+
+
+def _check_chosen(logits: list[Tensor], before: int) -> None:
+    """Raise unless the (B,) logits of all chosen tokens are finite; `before` came before them.
+
+    Where logits are NaN or infinity, torch cannot sample, and the likeliest token has such a logit.
+    """
+    finite = torch.stack(logits).isfinite().all(1).tolist()
+    if not all(finite):
+        raise _non_finite(f"{before + finite.index(False)} new tokens")
+
+
+def _can_be_sampled(logits_BV: Tensor) -> bool:
+    return bool(logits_BV.logsumexp(-1).isfinite().all())
+
+
+def _non_finite(after: str) -> NonFiniteError:
+    return NonFiniteError(
+        f"the model gives NaN or infinity after {after}; load one with finite weights"
+    )
 
 
 def _check_options(

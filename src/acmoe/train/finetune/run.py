@@ -77,11 +77,16 @@ def finetune(
         finetuner = Finetuner(run, config, rows, device, store)
         if note:
             console.print(f"{config.task}: {note}", highlight=False, markup=False, soft_wrap=True)
-        accuracies = _train(finetuner, out / METRICS, console)
-        best = best_epoch(accuracies)
-        finetuner.load_best(best)
-        with progress_bars(console) as progress:
-            test = finetuner.accuracy("test", progress)
+        try:
+            accuracies = _train(finetuner, out / METRICS, console)
+            best = best_epoch(accuracies)
+            finetuner.load_best(best)
+            with progress_bars(console) as progress:
+                test = finetuner.accuracy("test", progress)
+        except KeyboardInterrupt:
+            if store is None:
+                raise
+            raise store.interrupted() from None
     report = FinetuneReport(
         task=config.task,
         form=config.form,
@@ -118,6 +123,8 @@ def _train(finetuner: Finetuner, metrics: Path, console: Console) -> list[float]
     _, complaint = drop_records_after(metrics, len(accuracies), expected=len(accuracies))
     for note in (*notes, *([complaint] if complaint else [])):
         console.print(note, highlight=False, markup=False, soft_wrap=True)
+    if accuracies:
+        console.print(f"{config.task}: continuing after epoch {len(accuracies)}", highlight=False)
     if len(accuracies) < config.epochs:
         record_start(metrics.parent, finetuner.device, step=len(accuracies))
     for epoch in range(len(accuracies) + 1, config.epochs + 1):
