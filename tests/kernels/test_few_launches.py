@@ -1,5 +1,6 @@
 """Calls that are made of few launches: balance losses, a dispersion in its place, a short sort."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -58,6 +59,19 @@ def test_a_weight_that_changes_in_every_step_is_recorded_a_few_times(
     for weight, (balance, grad) in found.items():
         assert torch.equal(balance, weight * found[1][0])
         torch.testing.assert_close(grad, weight * found[1][1], rtol=1e-4, atol=1e-6)
+
+
+def test_a_weight_of_more_digits_than_a_float_is_multiplied_once(device: str) -> None:
+    """LossConfig takes any real number; 1/3 of numpy's longest type differs from its float."""
+    from acmoe.ops.dispatch import use_backend
+    from acmoe.ops.route import ScaledTokens, route
+
+    x, embedding = torch.ones(4, 16, device=device), torch.zeros(2, 16, device=device)
+    options = {"top_k": 1, "over_selected": False, "temperature": 1.0}
+    weight = np.longdouble(1) / 3
+    with torch.no_grad(), use_backend("triton"):
+        found = route(ScaledTokens(x), embedding, None, **options, balance_weight=weight)
+    assert abs(found.balance.item() - 1 / 3) < 1e-6  # every gate is 1/2: the loss itself is 1
 
 
 @pytest.mark.parametrize("tokens_learn", [True, False])  # False: x is the input of the model

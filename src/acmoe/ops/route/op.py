@@ -57,7 +57,7 @@ def fused_route(
             slot_token, slot_end = _slots(tokens.x, tokens.order, tokens.scale.shape[0])
     # A compiled call computes the sums.
     summed = temperature is None or token_mask is not None or noise is not None or is_compiling()
-    weight = None if summed else balance_weight
+    weight = None if summed or balance_weight is None else float(balance_weight)
     factor = 1.0 if weight is None else _repeated_weight(weight)
     expert_ids, gate, affinity, sums, load, first, x, balance = route_through(
         tokens.rows(),
@@ -125,8 +125,8 @@ def _repeated_weight(weight: float) -> float:
     if weight not in _weights:
         if len(_weights) >= MOST_WEIGHTS:
             return 1.0
-        _weights.add(float(weight))
-    return float(weight)
+        _weights.add(weight)
+    return weight
 
 
 def _unscaled(tokens: ScaledTokens, x: Tensor) -> Tensor:
