@@ -1,10 +1,12 @@
 """Configs survive JSON exactly; whatever does not fit is refused by name."""
 
 import json
+import pickle
 from typing import Any
 
 import pytest
 
+from acmoe.config.routing import AdaptiveConfig
 from acmoe.config.serialize import differences, from_document, to_document
 from acmoe.config.text.finetune import finetune_config
 from acmoe.config.text.language import LANGUAGE_MODELS
@@ -17,6 +19,15 @@ RUN = RunConfig(model=LANGUAGE_MODELS["switch-nano"].config, steps=10, batch=4, 
 
 def through_json(config: Any) -> Any:
     return from_document(json.loads(json.dumps(to_document(config))), type(config), "config.json")
+
+
+def test_a_pickle_of_a_version_with_other_computed_values_is_read() -> None:
+    config = AdaptiveConfig(statistics="batch", eval_statistics="running")
+    vars(config)["modes"] = ("batch", "running")  # as versions before `Modes` kept them
+    found = pickle.loads(pickle.dumps(config))
+    assert found == config
+    assert found.modes.when(training=True) == "batch"
+    assert found.modes.when(training=False) == "running"
 
 
 @pytest.mark.parametrize("name", recipes())

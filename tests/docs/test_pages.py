@@ -7,6 +7,7 @@ default run. Code in a comment `<!-- setup ... -->` runs before the next block a
 import re
 import shlex
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,13 @@ def test_the_parser_accepts_the_commands_of_a_page(page):
             config = recipe(command.recipe)
             override = override_vision_run if isinstance(config, VisionRunConfig) else override_run
             override(config, command.overrides)
+
+
+def test_the_names_that_the_page_of_python_lists_can_be_imported():
+    page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    paths = [path.rpartition(".") for path in re.findall(r"^::: ([\w.]+)$", page, flags=re.M)]
+    assert len(paths) > 50
+    assert [name for module, _, name in paths if not hasattr(import_module(module), name)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)

@@ -3,7 +3,7 @@
 The two routers that rescale their input are here, the others in base_routers.py.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -164,8 +164,17 @@ class AdaptiveConfig(WithMovedFields):
         check(0 <= self.momentum < 1, f"momentum={self.momentum}; it must lie in [0, 1)")
         check_not_negative(self.prior_tokens, "prior_tokens")
         self._check_together()
-        # Computed here, because torch.compile can trace neither a checksum nor a cache.
+        self._compute()
+
+    def _compute(self) -> None:
+        # Computed early, because torch.compile can trace neither a checksum nor a cache.
         _ = self.modes, self.reads, self.scale_codes
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the fields of a pickle; computed values have other forms in other versions."""
+        names = {one.name for one in fields(self)}
+        self.__dict__.update({name: value for name, value in state.items() if name in names})
+        self._compute()
 
     def _check_together(self) -> None:
         positional = [mode for mode in self.modes if mode in ("prefix", "sequence")]

@@ -10,8 +10,16 @@ from scipy import stats
 
 from acmoe.errors import UserError
 from acmoe.evaluate.seeds import Spread, holm, paired_difference, sign_flip_p
+from acmoe.lab.study.results import statistics
 
 numbers = st.floats(-10, 10, allow_nan=False).map(lambda value: round(value, 3))
+
+
+def test_the_place_of_version_0_1_serves_its_names_with_a_warning():
+    with pytest.warns(FutureWarning, match="is now acmoe.evaluate.seeds.paired_difference"):
+        assert statistics.paired_difference is paired_difference
+    with pytest.raises(AttributeError, match="no attribute 'median'"):
+        _ = statistics.median
 
 
 def by_seed(values):
