@@ -1,10 +1,15 @@
 """The context of a layer's call: hooks find it, whichever of them are compiled."""
 
+import copy
+import pickle
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
+from attached import ids, logits
 from small_models import build
 
 import acmoe
@@ -52,6 +57,26 @@ def test_a_call_that_was_interrupted_leaves_nothing_behind(part: AdaptivePart) -
     assert context_of(part) is context and part.context is context
     close_context(part)
     assert part.context is None
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_model_is_copied_without_the_call_that_was_interrupted(
+    copied: Callable[[Any], Any],
+) -> None:
+    """In a router's call the context has the router's input, which is no leaf of autograd."""
+    model: Any = acmoe.attach(build("mixtral"))
+    hook = model.model.layers[1].mlp.gate.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(input_ids=ids())
+    hook.remove()
+    assert any(part.context is not None for part in attached_parts(model).values())
+    other = copied(model)
+    assert all(part.context is None for part in attached_parts(other).values())
+    assert torch.equal(logits(other, input_ids=ids()), logits(model, input_ids=ids()))
 
 
 def test_threads_have_contexts_of_their_own_and_compiled_code_none(

@@ -81,6 +81,10 @@ class AdaptivePart(nn.Module):
         if next_router is not None:
             self.next_state = NextState(next_router, num_clusters=self.num_experts, dim=self.dim)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle no call: Ctrl-C leaves a context, whose tensors cannot be copied."""
+        return {**self.__dict__, "context": None}
+
     @property
     def statistics(self) -> ClusterStatistics | None:
         """Return the statistics measured at this router, if any."""

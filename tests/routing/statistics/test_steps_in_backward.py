@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint
 
 from acmoe import AdaptiveConfig, MetricConfig, MoE, RoutingState, SMoEConfig
@@ -102,3 +103,23 @@ def test_a_repeated_block_reads_the_statistics_of_its_forward(router: str) -> No
         gradients.append([torch.stack(each) for each in found.values()])
     for plain, replayed in zip(*gradients, strict=True):
         assert torch.equal(plain, replayed)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # compiled autograd's
+def test_steps_inside_a_compiled_backward_are_one_step_after_it() -> None:
+    """Compiled autograd drops callbacks for the end of a backward that it has not traced."""
+    torch.compiler.reset()
+    inside, after = Blocks("running", replay=False), Blocks("running", replay=False)
+    step_in_hooks(list(inside.parameters()), lr=0.1)
+    optimizer = torch.optim.SGD(after.parameters(), lr=0.1)
+    for number in range(2):
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            inside(batch(number)).backward()
+        after(batch(number)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for key, value in after.state_dict().items():
+        torch.testing.assert_close(inside.state_dict()[key], value, msg=key)
+    assert any(value.any() for key, value in after.state_dict().items() if "statistics.w" in key)
+    torch.compiler.reset()

@@ -95,12 +95,19 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Update the statistics, or let the backward do it at its end if the step was taken inside one.
 
     An optimizer in a gradient hook steps before activation checkpointing has repeated the blocks
-    below, which must find the statistics that their forward read.
+    below, which must find the statistics that their forward read. Compiled autograd never calls
+    what is queued by code that it has not traced, such as this: there the update comes at once.
     """
-    if replaying():
+    if replaying() and not _autograd_is_compiled():
         Variable._execution_engine.queue_callback(partial(_update, optimizer))
     else:
         _update(optimizer)
+
+
+def _autograd_is_compiled() -> bool:
+    """Return True inside a backward that compiled autograd runs."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(module, "in_compiled_autograd_region", False))
 
 
 def _update(optimizer: Optimizer) -> None:
