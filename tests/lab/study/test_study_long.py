@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from test_study_grids import NOWHERE
 
-from acmoe.cli.study import _chosen
+from acmoe.lab.study.study import choose
 from acmoe.data.text.corpus import load_corpus
 from acmoe.errors import NonFiniteError
 from acmoe.evaluate.run import METRICS, read_metrics
@@ -245,7 +245,7 @@ def test_no_cell_begins_that_cannot_end_at_the_pace_of_its_setting(text, tmp_pat
 )
 def test_a_setting_is_chosen_by_a_whole_part_of_its_name(part, settings, runs):
     cells = STUDIES["long"].cells(NOWHERE, Size(), (0,), ("enwik8",))
-    chosen = _chosen(cells, (), (part,))
+    chosen = choose(cells, (), (part,))
     assert len({cell.setting for cell in chosen}) == settings
     assert len(chosen) == runs
 
@@ -261,15 +261,15 @@ def test_a_setting_is_chosen_by_a_whole_part_of_its_name(part, settings, runs):
 )
 def test_a_setting_a_condition_and_a_seed_choose_one_cell(setting, condition, seed):
     cells = STUDIES["long"].cells(NOWHERE, Size(), (seed,), (setting,))
-    (cell,) = _chosen(cells, (condition,), (setting,))
+    (cell,) = choose(cells, (condition,), (setting,))
     assert cell.name == f"switch-enwik8, {setting} / {condition} / seed {seed}"
 
 
 def test_the_condition_distance_differs_from_the_papers_in_the_rule_alone():
     cells = STUDIES["long"].cells(NOWHERE, Size(), (0,), ("enwik8",))
-    (cell,) = _chosen(cells, ("distance",), ("balance 0.01",))
+    (cell,) = choose(cells, ("distance",), ("balance 0.01",))
     assert [other.digest for other in cells if other.condition == "distance"] == [cell.digest]
-    (paper,) = _chosen(cells, ("adaptive-previous",), ("balance 0.01",))
+    (paper,) = choose(cells, ("adaptive-previous",), ("balance 0.01",))
     router = cell.config.model.router
     assert isinstance(router, VariantConfig)
     assert router == variant_of(paper.config.model.router, distance=True)
@@ -283,8 +283,8 @@ def test_the_condition_fade_differs_from_the_papers_in_an_m_that_ends_with_half_
     for setting in ("balance 0.01", "balance 0"):
         for steps in (None, 300):
             cells = STUDIES["long"].cells(NOWHERE, Size(steps=steps), (0,), ("enwik8",))
-            (cell,) = _chosen(cells, ("fade",), (setting,))
-            (paper,) = _chosen(cells, ("adaptive-previous",), (setting,))
+            (cell,) = choose(cells, ("fade",), (setting,))
+            (paper,) = choose(cells, ("adaptive-previous",), (setting,))
             router = paper.config.model.router
             faded = variant_of(router, fade_steps=(steps or 10_000) // 2)
             model = replace(paper.config.model, router=faded)
@@ -310,7 +310,7 @@ def test_conditions_of_our_own_are_rehearsed_at_nano_size(condition, tmp_path):
     size = Size(steps=4, batch=2, tokens=512, megabytes=0.2, device="cpu")
     materials = Materials(data=tmp_path / "data", work=tmp_path / "work")
     cells = STUDIES["long"].cells(materials, size, (0,), ("nano",))
-    (cell,) = _chosen(cells, (condition,), ("nano",))
+    (cell,) = choose(cells, (condition,), ("nano",))
     found = run_cell(cell, tmp_path, silent)
     assert (found["status"], found["metrics"]["diverged"]) == ("done", 0.0)
     assert {"test", "contaminated 0.025"} <= found["metrics"].keys()
