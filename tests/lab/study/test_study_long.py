@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from test_study_grids import NOWHERE
 
-from acmoe.lab.study.study import choose
 from acmoe.data.text.corpus import load_corpus
 from acmoe.errors import NonFiniteError
 from acmoe.evaluate.run import METRICS, read_metrics
@@ -26,6 +25,7 @@ from acmoe.lab.study.pool import run_cells
 from acmoe.lab.study.registry import STUDIES
 from acmoe.lab.study.results.records import open_results
 from acmoe.lab.study.size import Size
+from acmoe.lab.study.study import choose
 from acmoe.lab.study.worker import check_metrics, run_cell
 from acmoe.lab.variants import VariantConfig, variant_of
 from acmoe.recipes import recipe

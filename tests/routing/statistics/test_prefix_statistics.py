@@ -3,12 +3,15 @@
 B sequences, L tokens in each, D features, C clusters, J clusters per token.
 """
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from router_loops import scales
 
 from acmoe import AdaptiveConfig, RoutingState, build_router
+from acmoe.errors import UserError
+from acmoe.routing.statistics import build_statistics
 
 DIM, CLUSTERS = 3, 3
 
@@ -129,3 +132,10 @@ def test_a_flat_call_is_one_sequence():
     state = state._replace(assignment=torch.tensor([[0], [0], [1], [0], [1], [1]]))
     found = router.rescale(x, state).dense()
     torch.testing.assert_close(found, router.rescale(x[None], state).dense()[0])
+
+
+def test_clusters_have_no_common_scale_under_prefix_statistics() -> None:
+    config = AdaptiveConfig(statistics="prefix", statistics_of="current")
+    statistics = build_statistics(config, num_clusters=2, dim=3)
+    with pytest.raises(UserError, match="call prefix_scale"):
+        statistics.cluster_scale(torch.randn(1, 4, 3), torch.zeros(1, 4, dtype=torch.long))

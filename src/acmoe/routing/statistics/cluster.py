@@ -96,6 +96,7 @@ class ClusterStatistics(RunningAverage):
         statistics read it. None: those of the assignment.
         """
         mode = self.mode
+        check(mode != "prefix", "prefix statistics give each token its scale; call prefix_scale")
         with self._gradient_mode(x_BLD, slot):
             x_BLD = x_BLD.detach() if self.config.detach else x_BLD
             if mode == "batch":
