@@ -88,7 +88,8 @@ def _train_text(
     device: torch.device,
 ) -> Summary:
     with ranks.first_before_others():  # the first may write the corpus
-        check_free(folder, config)
+        if ranks.first:  # it alone writes the folder, which other machines may not have
+            check_free(folder, config)
         corpus = checked_corpus(config)
     with (
         _claimed(ranks, folder, config, corpus.vocabulary),
@@ -113,7 +114,8 @@ def train_images(
     folder = Path(folder)
     with joined(config.parallel, config.device) as (ranks, device):
         with ranks.first_before_others():
-            check_free(folder, config)
+            if ranks.first:
+                check_free(folder, config)
             images = load_images(config.data)
             check_images(config, images)
         with (

@@ -101,6 +101,18 @@ def test_a_copy_reads_what_is_loaded_into_it_however_often(copied):
         torch.testing.assert_close(see(other, x, cluster), torch.tensor([[1.5, 0.5]]))
 
 
+def test_a_pickle_of_an_earlier_version_goes_on_training():
+    """Earlier versions kept forwards = None after the first update."""
+    moe = filled_layer()
+    for one in moe.modules():
+        if isinstance(one, step.StepStatistics):
+            one.forwards = None
+    other = pickle.loads(pickle.dumps(moe)).train()
+    other(torch.randn(30, 4), RoutingState.identity(num_tokens=30, num_clusters=3, dim=4))
+    found = [one for one in other.modules() if isinstance(one, step.StepStatistics)]
+    assert max(one.forwards for one in found) == 1
+
+
 def test_a_scale_that_was_handed_on_does_not_change_when_statistics_are_folded():
     moe = filled_layer()
     tokens = RoutingState.identity(num_tokens=30, num_clusters=3, dim=4)

@@ -51,6 +51,7 @@ class StepStatistics(nn.Module):
         """Restore a pickle or deepcopy; it is updated by optimizer steps as the original is."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.own = {}  # the copy has seen no batch of its own (`seen`)
+        self.forwards = 0  # None in pickles of earlier versions
         self.serial = next_serial()
         register_statistics(self)
 
