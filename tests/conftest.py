@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import signal
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -25,6 +26,15 @@ settings.register_profile(
 )
 settings.register_profile("quick", parent=settings.get_profile("acmoe"), max_examples=10)
 settings.load_profile("acmoe")  # `make test` asks for the quick one: --hypothesis-profile=quick
+
+
+def pytest_configure() -> None:
+    """Receive ctrl-C, which a shell script ignores in commands that it starts in the background.
+
+    Tests send it to themselves and to commands that they start, and would wait for ever.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
