@@ -68,6 +68,21 @@ def on_rank(rank: int) -> dict[str, Any]:
     return {"calibrated": calibrated, "stepped": averages(model)}
 
 
+def with_one_batch_more(rank: int) -> str:
+    model = attached()
+    acmoe.set_statistics_group(model, dist.group.WORLD)
+    with pytest.raises(UserError) as error:
+        acmoe.calibrate(model, [batch(seed) for seed in range(1 + rank)])
+    assert not statistics(model).own
+    return str(error.value)
+
+
+@pytest.mark.slow
+def test_unequal_numbers_of_batches_raise_on_every_process(tmp_path: Path) -> None:
+    for says in in_ranks(2, with_one_batch_more, folder=tmp_path):
+        assert says.startswith("batches: rank 0 has 1, and other processes have more")
+
+
 @pytest.mark.slow
 def test_every_process_has_the_averages_over_the_tokens_of_all(tmp_path: Path) -> None:
     first, second = in_ranks(2, on_rank, folder=tmp_path)

@@ -1,7 +1,8 @@
 """Measure the running statistics of an attached model without training it."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -10,11 +11,14 @@ from torch import Tensor, nn
 from acmoe.errors import UserError, check
 from acmoe.hf.attach import attached_parts
 from acmoe.hf.checkpoints.statistics import has_statistics
+from acmoe.ops.statistics.over_ranks import of_each_rank
 from acmoe.routing.statistics import ClusterStatistics
+from acmoe.routing.statistics.group import pooled_groups
 from acmoe.routing.statistics.step import update_all
 
 Model = TypeVar("Model", bound=nn.Module)
 Batch = Tensor | Mapping[str, Any]
+_END: Any = object()  # comes after the last batch
 
 
 @torch.no_grad()
@@ -43,12 +47,33 @@ def calibrate(model: Model, batches: Iterable[Batch]) -> Model:
     )
     seen = 0
     with _measuring(model, statistics):
-        for batch in batches:
+        for batch in _in_step(batches, statistics):
             model(**_inputs(model, batch))
             update_all(statistics)
             seen += 1
     check(seen > 0, "batches is empty; pass tensors of token ids, or dicts of model inputs")
     return model
+
+
+def _in_step(batches: Iterable[Batch], statistics: Sequence[ClusterStatistics]) -> Iterator[Batch]:
+    """Yield the batches; raise on every process if one of them has fewer than another.
+
+    Without this, a process with more batches would wait for the others until a timeout.
+    """
+    groups = pooled_groups(statistics)
+    remaining: Iterator[Any] = iter(batches)
+    for count in itertools.count():
+        batch = next(remaining, _END)
+        for group in groups:
+            ended = [one is True for one in of_each_rank(batch is _END, group)]
+            check(
+                all(ended) or not any(ended),
+                f"batches: rank {ended.index(True) if any(ended) else 0} has {count}, and other "
+                "processes have more; give every process the same number of batches",
+            )
+        if batch is _END:
+            return
+        yield batch
 
 
 def _statistics(model: nn.Module) -> list[ClusterStatistics]:

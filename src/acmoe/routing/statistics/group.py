@@ -88,6 +88,11 @@ def group_of(statistics: "StepStatistics") -> str:
     return statistics.group_name
 
 
+def pooled_groups(statistics: "Iterable[StepStatistics]") -> list[str]:
+    """Return the names of the groups that these statistics are pooled over, sorted."""
+    return sorted({group_of(one) for one in statistics if one.pools} - {ALONE})
+
+
 def _find(statistics: "StepStatistics") -> str:
     """Find the group by which the training loop averages the gradients of the layer."""
     from acmoe.routing.statistics.step_hook import parameters_around
