@@ -280,7 +280,7 @@ def missing_records(
 
 
 def last_state(folder: Path) -> dict[str, Any]:
-    """Return state.json of a run's last checkpoint; empty where there is none, or it is damaged."""
+    """Return state.json of the last checkpoint, or {} if none is there or it is damaged."""
     found = checkpoints(folder / CHECKPOINTS)
     try:
         return read_json(found[-1] / STATE) if found else {}

@@ -55,9 +55,9 @@ class NextState(nn.Module):
 
     @classmethod
     def after(cls, router: Router, next_router: NextRouter | str | None) -> "NextState":
-        """Return the module for a layer with this router, for the `next_router` that a user gave.
+        """Return the module that computes the state behind a layer with this router.
 
-        Without one (SAME_ROUTER) `plan` may choose another.
+        next_router: what the user gave to the layer; for SAME_ROUTER, `plan` may change it later.
         """
         return cls(
             resolve_next_router(next_router, router),

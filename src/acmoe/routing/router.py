@@ -205,7 +205,7 @@ def flat(x: Tensor) -> Tensor:
 
 
 def flat_mask(token_mask: Tensor | None) -> Tensor | None:
-    """Return the mask as (T,); None stays None: all tokens are real."""
+    """Return the mask as (T,), or None, which means that no token is padding."""
     return None if token_mask is None else token_mask.reshape(-1)
 
 

@@ -92,7 +92,7 @@ def _other_files(folder: Path) -> list[str]:
 
 
 def _write_config(path: Path, config: Any) -> None:
-    """Write config.json; it holds the checksum of the vocabulary, which is there already."""
+    """Write config.json, with the checksum of the vocabulary file if the folder has one."""
     kind = {"kind": config.kind} if hasattr(config, "kind") else {}
     vocabulary = path.with_name(VOCABULARY)
     digest = {"vocabulary_sha256": sha256_of(vocabulary)} if vocabulary.is_file() else {}

@@ -167,7 +167,7 @@ class Trainer(ABC):
         return take_step(self.model, self.optimizer, clip=self.config.clip, finite=finite)
 
     def accumulate(self, part: int, inputs: Tensor, targets: Tensor, *, record: bool) -> Output:
-        """Run forward and backward of micro-batch `part`, and add to the gradients."""
+        """Run forward and backward of micro-batch `part`, which adds to the gradients."""
         out = self.forward(part, inputs, targets, record=record)
         assert out.loss is not None
         ((out.loss + out.aux_loss) / self.config.split).backward()  # type: ignore[no-untyped-call]

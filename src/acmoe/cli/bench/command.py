@@ -256,7 +256,7 @@ class Bench:
         return 0
 
     def _measure(self) -> int:
-        """Run the subcommand; raise first if its report could not be saved."""
+        """Run the subcommand. With --save, check first that the report can be written."""
         if getattr(self.action, "save", False):
             from acmoe.lab.bench.results import FOLDER
             from acmoe.storage.writable import check_can_fill

@@ -51,7 +51,7 @@ class Trained(NamedTuple):
 
 
 class Layer(nn.Module):
-    """A module whose running statistics the optimizer updates that trains its parameters."""
+    """A module with running statistics; the optimizer that trains its parameters updates them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -77,7 +77,7 @@ class PipelineTrainer(TextTrainer):
         super().load_state_tensors(self.model.own_moments(tensors))
 
     def score(self, score_all: Callable[..., Score], *, dealt: bool) -> Score:
-        """Return the score of the last stage, on every process."""
+        """Return the score on every process; only the last stage can compute it."""
         # Without a mesh it knows its share and communicates nothing.
         own = Ranks(rank=self.ranks.data_rank, size=self.ranks.data_size) if dealt else ALONE
         score, problem = None, None
